@@ -1,0 +1,60 @@
+"""What the engine asks of a backend: one batch of tokens in, logits out.
+
+A backend is built once from a file, its configuration and its graph, and owns the paged KV cache.
+Batches mix prefill and decode freely; the result for a token never depends on its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+
+PAGE_SIZE = 64  # tokens per page of the KV cache
+KVType = Literal["f16", "q8_0", "f32"]  # f32: reference backend and tests only
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of one step. Tokens of one sequence are adjacent and in rising position.
+
+    tokens, positions, sequences: int32 [n_tokens]; sequences[t] is a row of page_tables.
+    page_tables: int32 [n_sequences, max_pages]; entry i holds the page of positions
+    [i * PAGE_SIZE, (i + 1) * PAGE_SIZE), or -1.
+    outputs: int32 [n_outputs], rising indices of the tokens whose logits are wanted.
+    taps: names of graph values to hand out.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    sequences: np.ndarray
+    page_tables: np.ndarray
+    outputs: np.ndarray
+    taps: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """logits: float32 [n_outputs, n_vocab], valid until the next step; taps: name → [n_rows, width], copies."""
+
+    logits: np.ndarray
+    taps: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+class Backend(Protocol):
+    """Executes a graph. `max_batch` tokens per step at most; `n_pages` pages in the cache."""
+
+    name: str
+    max_batch: int
+    n_pages: int
+    n_vocab: int
+
+    def step(self, batch: Batch) -> StepResult:
+        """Runs one step: stores keys and values, returns logits (and taps)."""
+        ...
+
+    def close(self) -> None:
+        """Frees threads and memory; safe to call twice."""
+        ...

@@ -1,0 +1,41 @@
+"""Every error that a user can cause, as one sentence: what is wrong, where, what to do.
+
+The command line prints the sentence and nothing else; the Python API raises the type, so that
+a program can tell a broken file from a full context. All derive from HotsetError.
+"""
+
+
+class HotsetError(Exception):
+    """Base of every error that hotset raises on purpose."""
+
+
+class FormatError(HotsetError):
+    """A file is damaged, hostile, or of a kind that is not understood."""
+
+
+class UnsupportedModelError(HotsetError):
+    """A well-formed model that this version cannot run (architecture, tensor type, missing tensor)."""
+
+
+class TokenizerError(HotsetError):
+    """The tokenizer or the chat template of a file cannot be used."""
+
+
+class ContextLengthError(HotsetError):
+    """A prompt or an answer does not fit in the context (never truncated in silence)."""
+
+
+class ModelNotFoundError(HotsetError):
+    """A model name that no store, catalogue or path resolves."""
+
+
+class DownloadError(HotsetError):
+    """A model could not be fetched, or what came does not match its checksum."""
+
+
+class OutOfMemoryError(HotsetError):
+    """A model, cache or batch does not fit in the memory that is there."""
+
+
+class InvalidRequestError(HotsetError, ValueError):
+    """A parameter out of its range (temperature, top_p, number of threads, ...)."""
