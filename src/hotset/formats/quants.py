@@ -1,0 +1,455 @@
+"""GGML's block formats: what the bytes of a tensor mean, decoded and encoded in plain NumPy.
+
+A tensor is rows of ne0 values; a row is blocks of `block_size` values in `block_bytes` bytes. The layout of
+a block is a NumPy structured dtype, so that the table below *is* the format. Formats and type ids are
+GGML's (ggml-common.h, and the `constants` module of the PyPI package `gguf`). The decoders here are the
+independent reference for the native kernels: the same float32 operations in the same order as GGML's own.
+
+In the bit diagrams a byte is written from its high bit to its low bit, `x_i` is the value at index i, and
+`x_i.h` its high bits. All multi-byte fields are little-endian.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
+
+CHUNK_VALUES = 1 << 18  # values decoded or encoded at a time: the temporaries stay in cache
+
+
+class GGMLType(IntEnum):
+    """Type ids as they stand in a GGUF file. An id that is not listed becomes a member named UNKNOWN_<id>."""
+
+    F32 = 0
+    F16 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    Q5_0 = 6
+    Q5_1 = 7
+    Q8_0 = 8
+    Q8_1 = 9
+    Q2_K = 10
+    Q3_K = 11
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
+    Q8_K = 15
+    IQ2_XXS = 16
+    IQ2_XS = 17
+    IQ3_XXS = 18
+    IQ1_S = 19
+    IQ4_NL = 20
+    IQ3_S = 21
+    IQ2_S = 22
+    IQ4_XS = 23
+    I8 = 24
+    I16 = 25
+    I32 = 26
+    I64 = 27
+    F64 = 28
+    IQ1_M = 29
+    BF16 = 30
+    TQ1_0 = 34
+    TQ2_0 = 35
+    MXFP4 = 39
+
+    @classmethod
+    def _missing_(cls, value: object) -> GGMLType | None:
+        # A file may name any type; it must still be possible to list its tensors.
+        if not isinstance(value, int) or not 0 <= value < 1 << 32:
+            return None
+        unknown = int.__new__(cls, value)
+        unknown._name_ = f"UNKNOWN_{value}"
+        unknown._value_ = value
+        return unknown
+
+
+@dataclass(frozen=True)
+class TypeFacts:
+    """One row of the table of formats.
+
+    block: dtype of one block where its values can be decoded, else None (only sizes are known).
+    """
+
+    name: str
+    block_size: int  # values
+    block_bytes: int
+    description: str
+    block: np.dtype | None = None
+
+    @property
+    def bits_per_value(self) -> float:
+        return 8 * self.block_bytes / self.block_size
+
+
+# ---- layouts of the blocks -----------------------------------------------------------------------------
+#
+# Nibbles of a 32-value block are split in halves, not in neighbours (Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL):
+#
+#   qs[j] = | x_{j+16} | x_j |          j = 0..15
+#   qh    = 32 bits, bit i is bit 4 of x_i (Q5_0, Q5_1)
+_Q4_0 = np.dtype([("d", "<f2"), ("qs", "u1", 16)])  # d * (q - 8); IQ4_NL: d * CODEBOOK[q]
+_Q4_1 = np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", 16)])  # d * q + m
+_Q5_0 = np.dtype([("d", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)])  # d * (q - 16)
+_Q5_1 = np.dtype([("d", "<f2"), ("m", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)])  # d * q + m
+_Q8_0 = np.dtype([("d", "<f2"), ("qs", "i1", 32)])  # d * q
+
+# The K formats: 256 values in groups of 16 or 32, each with a small integer scale under a float16 one.
+#
+# Two-bit planes (Q2_K, Q3_K), for each half h of 128 values and j = 0..31:
+#   qs[32h + j] = | x_{128h+96+j} | x_{128h+64+j} | x_{128h+32+j} | x_{128h+j} |
+#
+# Q2_K: x = d * scale * q - dmin * min; group g of 16:  scales[g] = | min_g | scale_g |
+_Q2_K = np.dtype([("scales", "u1", 16), ("qs", "u1", 64), ("d", "<f2"), ("dmin", "<f2")])
+# Q3_K: x = d * (scale - 32) * (q - (0 if its bit of hmask is set else 4)).
+#   hmask[j]      bit k is the high bit of x_{32k+j}
+#   scales[i]     = | scale_{i+8}.low4 | scale_i.low4 |                                      i = 0..7
+#   scales[8 + i] = | scale_{i+12}.h2 | scale_{i+8}.h2 | scale_{i+4}.h2 | scale_i.h2 |       i = 0..3
+_Q3_K = np.dtype([("hmask", "u1", 32), ("qs", "u1", 64), ("scales", "u1", 12), ("d", "<f2")])
+# Q4_K, Q5_K: x = d * scale * q - dmin * min, eight groups of 32, scales and mins of 6 bits:
+#   scales[i]     = | scale_{i+4}.h2 | scale_i (6 bits) |      i = 0..3
+#   scales[4 + i] = | min_{i+4}.h2   | min_i (6 bits)   |
+#   scales[8 + i] = | min_{i+4}.low4 | scale_{i+4}.low4 |
+#   qs[32p + j]   = | x_{64p+32+j}   | x_{64p+j}        |      pair p = 0..3, j = 0..31
+#   qh[j]         bit k is bit 4 of x_{32k+j} (Q5_K)
+_Q4_K = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qs", "u1", 128)])
+_Q5_K = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)])
+# Q6_K: x = d * scale * (q - 32), sixteen groups of 16, for each half h of 128 values:
+#   ql[64h + j] = | x_{128h+64+j}.low4 | x_{128h+j}.low4 |                                   j = 0..63
+#   qh[32h + j] = | x_{128h+96+j}.h2 | x_{128h+64+j}.h2 | x_{128h+32+j}.h2 | x_{128h+j}.h2 | j = 0..31
+_Q6_K = np.dtype([("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), ("d", "<f2")])
+# IQ4_XS: x = d * (scale - 32) * CODEBOOK[q], eight groups of 32:
+#   scales_l[i] = | scale_{2i+1}.low4 | scale_{2i}.low4 |      i = 0..3
+#   scales_h    = 16 bits, bits 2g and 2g + 1 are scale_g.h2
+#   qs[16g + j] = | x_{32g+16+j} | x_{32g+j} |                 j = 0..15
+_IQ4_XS = np.dtype([("d", "<f2"), ("scales_h", "<u2"), ("scales_l", "u1", 4), ("qs", "u1", 128)])
+
+# IQ4_NL's and IQ4_XS's 16 values: denser near zero, as weights are.
+CODEBOOK = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32
+)
+
+_T = GGMLType
+TYPES: dict[GGMLType, TypeFacts] = {
+    _T.F32: TypeFacts("F32", 1, 4, "float32", np.dtype("<f4")),
+    _T.F16: TypeFacts("F16", 1, 2, "float16", np.dtype("<f2")),
+    _T.BF16: TypeFacts("BF16", 1, 2, "bfloat16, the high half of a float32", np.dtype("<u2")),
+    _T.Q4_0: TypeFacts("Q4_0", 32, 18, "4 bits, one scale per 32", _Q4_0),
+    _T.Q4_1: TypeFacts("Q4_1", 32, 20, "4 bits, scale and minimum per 32", _Q4_1),
+    _T.Q5_0: TypeFacts("Q5_0", 32, 22, "5 bits, one scale per 32", _Q5_0),
+    _T.Q5_1: TypeFacts("Q5_1", 32, 24, "5 bits, scale and minimum per 32", _Q5_1),
+    _T.Q8_0: TypeFacts("Q8_0", 32, 34, "8 bits, one scale per 32", _Q8_0),
+    _T.Q2_K: TypeFacts("Q2_K", 256, 84, "2 bits, 4-bit scale and minimum per 16", _Q2_K),
+    _T.Q3_K: TypeFacts("Q3_K", 256, 110, "3 bits, 6-bit scale per 16", _Q3_K),
+    _T.Q4_K: TypeFacts("Q4_K", 256, 144, "4 bits, 6-bit scale and minimum per 32", _Q4_K),
+    _T.Q5_K: TypeFacts("Q5_K", 256, 176, "5 bits, 6-bit scale and minimum per 32", _Q5_K),
+    _T.Q6_K: TypeFacts("Q6_K", 256, 210, "6 bits, 8-bit scale per 16", _Q6_K),
+    _T.IQ4_NL: TypeFacts("IQ4_NL", 32, 18, "4-bit codebook, one scale per 32", _Q4_0),
+    _T.IQ4_XS: TypeFacts("IQ4_XS", 256, 136, "4-bit codebook, 6-bit scale per 32", _IQ4_XS),
+    # Sizes only: these are listed and copied, never computed with.
+    _T.Q8_1: TypeFacts("Q8_1", 32, 36, "8 bits, scale and sum per 32"),
+    _T.Q8_K: TypeFacts("Q8_K", 256, 292, "8 bits, float32 scale per 256"),
+    _T.IQ2_XXS: TypeFacts("IQ2_XXS", 256, 66, "2.06-bit lattice"),
+    _T.IQ2_XS: TypeFacts("IQ2_XS", 256, 74, "2.31-bit lattice"),
+    _T.IQ2_S: TypeFacts("IQ2_S", 256, 82, "2.56-bit lattice"),
+    _T.IQ3_XXS: TypeFacts("IQ3_XXS", 256, 98, "3.06-bit lattice"),
+    _T.IQ3_S: TypeFacts("IQ3_S", 256, 110, "3.44-bit lattice"),
+    _T.IQ1_S: TypeFacts("IQ1_S", 256, 50, "1.56-bit lattice"),
+    _T.IQ1_M: TypeFacts("IQ1_M", 256, 56, "1.75-bit lattice"),
+    _T.TQ1_0: TypeFacts("TQ1_0", 256, 54, "ternary, 1.69 bits"),
+    _T.TQ2_0: TypeFacts("TQ2_0", 256, 66, "ternary, 2.06 bits"),
+    _T.MXFP4: TypeFacts("MXFP4", 32, 17, "4-bit float, shared exponent per 32"),
+    _T.I8: TypeFacts("I8", 1, 1, "int8"),
+    _T.I16: TypeFacts("I16", 1, 2, "int16"),
+    _T.I32: TypeFacts("I32", 1, 4, "int32"),
+    _T.I64: TypeFacts("I64", 1, 8, "int64"),
+    _T.F64: TypeFacts("F64", 1, 8, "float64"),
+}
+
+
+def row_bytes(type: GGMLType, ne0: int) -> int:
+    """Bytes of a row of `ne0` values. FormatError if blocks do not divide it, or its size is not known."""
+    facts = TYPES.get(type)
+    if facts is None:
+        raise FormatError(f"tensor type {int(type)} is not known to this version; convert the file again.")
+    if ne0 < 0 or ne0 % facts.block_size:
+        raise FormatError(
+            f"a row of {ne0} values cannot be {facts.name}: blocks hold {facts.block_size} values."
+        )
+    return ne0 // facts.block_size * facts.block_bytes
+
+
+# ---- decoders: blocks (structured, [n]) → float32 [n, block_size] --------------------------------------
+
+
+def _planes(packed: np.ndarray, bits: int) -> np.ndarray:
+    """[..., m] bytes → [..., 8 // bits, m] values: plane j holds bits j*bits and up of every byte."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    return (packed[..., None, :] >> shifts) & np.uint8((1 << bits) - 1)
+
+
+def _scale(b: np.ndarray, field: str) -> np.ndarray:
+    return b[field].astype(np.float32)[:, None]  # [n, 1]
+
+
+def _nibbles(b: np.ndarray) -> np.ndarray:
+    return _planes(b["qs"], 4).reshape(-1, 32)
+
+
+def _five_bits(b: np.ndarray) -> np.ndarray:
+    high = np.unpackbits(b["qh"], axis=-1, bitorder="little")  # [n, 32]
+    return _nibbles(b) | high << np.uint8(4)
+
+
+def _decode_q4_0(b: np.ndarray) -> np.ndarray:
+    return _scale(b, "d") * (_nibbles(b).astype(np.float32) - 8)
+
+
+def _decode_q4_1(b: np.ndarray) -> np.ndarray:
+    return _scale(b, "d") * _nibbles(b).astype(np.float32) + _scale(b, "m")
+
+
+def _decode_q5_0(b: np.ndarray) -> np.ndarray:
+    return _scale(b, "d") * (_five_bits(b).astype(np.float32) - 16)
+
+
+def _decode_q5_1(b: np.ndarray) -> np.ndarray:
+    return _scale(b, "d") * _five_bits(b).astype(np.float32) + _scale(b, "m")
+
+
+def _decode_q8_0(b: np.ndarray) -> np.ndarray:
+    return _scale(b, "d") * b["qs"].astype(np.float32)
+
+
+def _two_bit_groups(b: np.ndarray) -> np.ndarray:
+    return _planes(b["qs"].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
+
+
+def _decode_q2_k(b: np.ndarray) -> np.ndarray:
+    scale = _scale(b, "d") * (b["scales"] & 15).astype(np.float32)  # [n, 16]
+    minimum = _scale(b, "dmin") * (b["scales"] >> 4).astype(np.float32)
+    return scale[:, :, None] * _two_bit_groups(b).astype(np.float32) - minimum[:, :, None]
+
+
+def _decode_q3_k(b: np.ndarray) -> np.ndarray:
+    low = _planes(b["scales"][:, :8], 4).reshape(-1, 16)
+    high = _planes(b["scales"][:, 8:], 2).reshape(-1, 16)
+    scale = _scale(b, "d") * ((low | high << np.uint8(4)).astype(np.float32) - 32)
+    high_bit = _planes(b["hmask"], 1).reshape(-1, 16, 16)
+    q = (_two_bit_groups(b) | high_bit << np.uint8(2)).astype(np.float32) - 4
+    return scale[:, :, None] * q
+
+
+def _k_scales(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scales and minimums of Q4_K and Q5_K, float32 [n, 8, 1] each."""
+    first, second, third = (b["scales"][:, i : i + 4] for i in (0, 4, 8))
+    scale = np.concatenate([first & 63, (third & 15) | (first >> 6) << 4], axis=1).astype(np.float32)
+    minimum = np.concatenate([second & 63, (third >> 4) | (second >> 6) << 4], axis=1).astype(np.float32)
+    return (_scale(b, "d") * scale)[:, :, None], (_scale(b, "dmin") * minimum)[:, :, None]
+
+
+def _decode_q4_k(b: np.ndarray) -> np.ndarray:
+    scale, minimum = _k_scales(b)
+    q = _planes(b["qs"].reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
+    return scale * q.astype(np.float32) - minimum
+
+
+def _decode_q5_k(b: np.ndarray) -> np.ndarray:
+    scale, minimum = _k_scales(b)
+    low = _planes(b["qs"].reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
+    q = low | _planes(b["qh"], 1) << np.uint8(4)
+    return scale * q.astype(np.float32) - minimum
+
+
+def _decode_q6_k(b: np.ndarray) -> np.ndarray:
+    low = _planes(b["ql"].reshape(-1, 2, 64), 4).reshape(-1, 16, 16)
+    high = _planes(b["qh"].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
+    scale = _scale(b, "d") * b["scales"].astype(np.float32)
+    return scale[:, :, None] * ((low | high << np.uint8(4)).astype(np.float32) - 32)
+
+
+def _decode_iq4_nl(b: np.ndarray) -> np.ndarray:
+    return _scale(b, "d") * CODEBOOK[_nibbles(b)]
+
+
+def _decode_iq4_xs(b: np.ndarray) -> np.ndarray:
+    low = _planes(b["scales_l"], 4).transpose(0, 2, 1).reshape(-1, 8)
+    high = (b["scales_h"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16)) & np.uint16(3)
+    scale = _scale(b, "d") * ((low | high << np.uint16(4)).astype(np.float32) - 32)
+    q = _planes(b["qs"].reshape(-1, 8, 16), 4).reshape(-1, 8, 32)
+    return scale[:, :, None] * CODEBOOK[q]
+
+
+def _decode_float(b: np.ndarray) -> np.ndarray:
+    return b.astype(np.float32)
+
+
+def _decode_bf16(b: np.ndarray) -> np.ndarray:
+    return (b.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+_DECODERS: dict[GGMLType, Callable[[np.ndarray], np.ndarray]] = {
+    _T.F32: _decode_float,
+    _T.F16: _decode_float,
+    _T.BF16: _decode_bf16,
+    _T.Q4_0: _decode_q4_0,
+    _T.Q4_1: _decode_q4_1,
+    _T.Q5_0: _decode_q5_0,
+    _T.Q5_1: _decode_q5_1,
+    _T.Q8_0: _decode_q8_0,
+    _T.Q2_K: _decode_q2_k,
+    _T.Q3_K: _decode_q3_k,
+    _T.Q4_K: _decode_q4_k,
+    _T.Q5_K: _decode_q5_k,
+    _T.Q6_K: _decode_q6_k,
+    _T.IQ4_NL: _decode_iq4_nl,
+    _T.IQ4_XS: _decode_iq4_xs,
+}
+DECODABLE = frozenset(_DECODERS)
+
+
+def dequantize(data: np.ndarray, type: GGMLType, shape: Sequence[int]) -> np.ndarray:
+    """The values of a tensor.
+
+    data: uint8, any shape, the blocks one after another. shape: as in the file, ne0 first.
+    Returns float32 [shape[-1], ..., shape[0]], writable and owned by the caller. Raises
+    UnsupportedModelError for a type without decoder, FormatError where data and shape disagree.
+    """
+    type = GGMLType(type)
+    decode = _DECODERS.get(type)
+    if decode is None:
+        raise UnsupportedModelError(
+            f"tensors of type {type.name} cannot be decoded; use a file of another type."
+        )
+    facts = TYPES[type]
+    n_values = math.prod(shape)
+    expected = row_bytes(type, shape[0]) * math.prod(shape[1:]) if shape else facts.block_bytes
+    if data.size != expected or data.dtype != np.uint8:
+        raise FormatError(
+            f"{type.name} of shape {list(shape)} takes {expected} bytes, not {data.size} {data.dtype} values."
+        )
+    blocks = np.ascontiguousarray(data).reshape(-1).view(facts.block)
+    out = np.empty((n_values // facts.block_size, facts.block_size), np.float32)
+    step = max(CHUNK_VALUES // facts.block_size, 1)
+    with np.errstate(all="ignore"):  # hostile scales: infinity and NaN go through, as in GGML
+        for i in range(0, len(blocks), step):
+            out[i : i + step] = decode(blocks[i : i + step]).reshape(-1, facts.block_size)
+    return out.reshape(tuple(shape)[::-1])
+
+
+# ---- encoders: float32 [n, block_size] → blocks (structured, [n]) --------------------------------------
+
+
+def _inverse(d: np.ndarray) -> np.ndarray:
+    """1 / d, and 0 where d is 0 or so small that 1 / d overflows (the float16 scale is 0 there anyway)."""
+    inverse = 1 / d
+    return np.where(np.isfinite(inverse), inverse, np.float32(0))
+
+
+def _pack_halves(q: np.ndarray) -> np.ndarray:
+    return (q[:, :16] & 15) | q[:, 16:] << np.uint8(4)
+
+
+def _pack_fifth_bit(q: np.ndarray) -> np.ndarray:
+    return np.packbits(q >> np.uint8(4), axis=-1, bitorder="little")
+
+
+def _encode_symmetric(x: np.ndarray, block: np.dtype, half: int) -> np.ndarray:
+    """Q4_0 (half = 8), Q5_0 (half = 16): the value of largest magnitude becomes -half exactly."""
+    largest = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1)
+    d = largest / np.float32(-half)
+    q = np.trunc(x * _inverse(d) + np.float32(half + 0.5)).clip(0, 2 * half - 1).astype(np.uint8)
+    out = np.empty(len(x), block)
+    out["d"] = d[:, 0]
+    out["qs"] = _pack_halves(q)
+    if half == 16:
+        out["qh"] = _pack_fifth_bit(q)
+    return out
+
+
+def _encode_affine(x: np.ndarray, block: np.dtype, largest: int) -> np.ndarray:
+    """Q4_1 (largest = 15), Q5_1 (largest = 31): the block's minimum becomes 0 and its maximum `largest`."""
+    low = x.min(axis=1, keepdims=True)
+    d = (x.max(axis=1, keepdims=True) - low) / np.float32(largest)
+    q = np.trunc((x - low) * _inverse(d) + np.float32(0.5)).clip(0, largest).astype(np.uint8)
+    out = np.empty(len(x), block)
+    out["d"], out["m"] = d[:, 0], low[:, 0]
+    out["qs"] = _pack_halves(q)
+    if largest == 31:
+        out["qh"] = _pack_fifth_bit(q)
+    return out
+
+
+def _encode_q8_0(x: np.ndarray) -> np.ndarray:
+    d = np.abs(x).max(axis=1, keepdims=True) / np.float32(127)
+    scaled = x * _inverse(d)
+    whole = np.trunc(scaled)
+    out = np.empty(len(x), _Q8_0)
+    out["d"] = d[:, 0]
+    # Halves away from zero. Not trunc(v + 0.5): in float32 0.49999997 + 0.5 is 1.
+    out["qs"] = (whole + np.trunc(2 * (scaled - whole))).astype(np.int8)
+    return out
+
+
+def _encode_bf16(x: np.ndarray) -> np.ndarray:
+    bits = x.view(np.uint32)
+    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    quiet = bits >> np.uint32(16) | np.uint32(0x40)  # rounding a NaN could make it an infinity
+    rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+    return np.where(is_nan, quiet, rounded).astype(np.uint16)
+
+
+_ENCODERS: dict[GGMLType, Callable[[np.ndarray], np.ndarray]] = {
+    _T.F32: lambda x: x,
+    _T.F16: lambda x: x.astype(np.float16),
+    _T.BF16: _encode_bf16,
+    _T.Q4_0: lambda x: _encode_symmetric(x, _Q4_0, 8),
+    _T.Q4_1: lambda x: _encode_affine(x, _Q4_1, 15),
+    _T.Q5_0: lambda x: _encode_symmetric(x, _Q5_0, 16),
+    _T.Q5_1: lambda x: _encode_affine(x, _Q5_1, 31),
+    _T.Q8_0: _encode_q8_0,
+}
+ENCODABLE = frozenset(_ENCODERS)
+
+
+def quantize(values: np.ndarray, type: GGMLType) -> np.ndarray:
+    """Encodes rows of float32 [..., ne0] as uint8 [..., row_bytes(type, ne0)], as GGML's reference does.
+
+    Raises InvalidRequestError for a type without encoder and for NaN, infinity or a value too large for
+    the type's float16 scale (F32 and BF16 keep any value), FormatError if blocks do not divide ne0.
+    """
+    type = GGMLType(type)
+    encode = _ENCODERS.get(type)
+    if encode is None:
+        names = ", ".join(t.name for t in sorted(ENCODABLE))
+        raise InvalidRequestError(f"values cannot be quantised to {type.name}; choose one of {names}.")
+    facts = TYPES[type]
+    values = np.ascontiguousarray(values, dtype=np.float32)
+    out = np.empty((*values.shape[:-1], row_bytes(type, values.shape[-1])), np.uint8)
+    x = values.reshape(-1, facts.block_size)
+    blocks = out.reshape(-1).view(facts.block)
+    step = max(CHUNK_VALUES // facts.block_size, 1)
+    with np.errstate(all="ignore"):
+        for i in range(0, len(blocks), step):
+            chunk = encode(x[i : i + step]).reshape(-1)
+            if type not in (_T.F32, _T.BF16):
+                _check_finite(chunk, type)
+            blocks[i : i + step] = chunk
+    return out
+
+
+def _check_finite(blocks: np.ndarray, type: GGMLType) -> None:
+    for scale in (
+        [blocks] if blocks.dtype.names is None else [blocks[f] for f in ("d", "m") if f in blocks.dtype.names]
+    ):
+        if not np.isfinite(scale).all():
+            raise InvalidRequestError(
+                f"values that are NaN, infinite or too large for float16 cannot be stored as {type.name}; "
+                "check the checkpoint, or store this tensor as F32 or BF16."
+            )

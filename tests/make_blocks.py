@@ -1,0 +1,33 @@
+"""Random valid blocks of any tensor type, for tests of decoders and kernels.
+
+Every bit pattern of the quants and small scales can occur; only the float16 scales (and float values) are
+chosen, finite and such that the decoded values have a magnitude of about 1/sqrt(ne0), as weights have.
+"""
+
+import numpy as np
+
+from hotset.formats.quants import TYPES, GGMLType, dequantize, quantize, row_bytes
+
+_FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
+
+
+def random_blocks(type: GGMLType, n_rows: int, ne0: int, rng: np.random.Generator) -> np.ndarray:
+    """uint8 [n_rows, row_bytes(type, ne0)]."""
+    target = 1 / np.sqrt(ne0)
+    if type in _FLOATS:
+        return quantize((rng.standard_normal((n_rows, ne0)) * target).astype(np.float32), type)
+    data = rng.integers(0, 256, (n_rows, row_bytes(type, ne0)), dtype=np.uint8)
+    blocks = data.reshape(-1).view(TYPES[type].block)
+    scales = [name for name in ("d", "m", "dmin") if name in blocks.dtype.names]
+    for name in scales:
+        blocks[name] = 1
+    raw = dequantize(data, type, (ne0, n_rows))
+    unit = target / np.sqrt(np.mean(np.square(raw, dtype=np.float64)))
+    for name in scales:
+        spread = unit * rng.uniform(0.5, 1.5, len(blocks))
+        if name == "m":  # the minimum of Q4_1 and Q5_1 is added, not scaled: centre the block
+            spread = -blocks["d"].astype(np.float32) * (7.5 if type == GGMLType.Q4_1 else 15.5)
+        elif name == "d":
+            spread = spread * rng.choice([-1.0, 1.0], len(blocks))
+        blocks[name] = spread
+    return data
