@@ -148,9 +148,7 @@ class SelectOutputs:
     x: Value
 
 
-Op = (
-    Embed | RMSNorm | LayerNorm | Linear | Rotate | Attention | Activate | Multiply | Add | SelectOutputs
-)
+Op = Embed | RMSNorm | LayerNorm | Linear | Rotate | Attention | Activate | Multiply | Add | SelectOutputs
 
 
 @dataclass
@@ -165,6 +163,11 @@ class Graph:
         value = Value(len(self.values), width, name)
         self.values.append(value)
         return value
+
+    def add(self, op: Op) -> Value:
+        """Appends `op`; returns the value it computes."""
+        self.ops.append(op)
+        return op.out
 
     @property
     def logits(self) -> Value:

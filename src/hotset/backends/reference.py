@@ -1,0 +1,252 @@
+"""Executes a graph in plain NumPy, one op after the other: the oracle of every other backend.
+
+Written to be read, not to be fast. Weights are decoded to float32 where they are first used and kept while
+they fit in `weight_cache_bytes`; a larger model decodes the rest again in each step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hotset.backends.base import PAGE_SIZE, Batch, KVType, StepResult
+from hotset.errors import InvalidRequestError, UnsupportedModelError
+from hotset.formats.quants import GGMLType, dequantize, quantize
+from hotset.model.graph import (
+    Activate,
+    Add,
+    Attention,
+    Embed,
+    Graph,
+    LayerNorm,
+    Linear,
+    Multiply,
+    Op,
+    RMSNorm,
+    Rotate,
+    SelectOutputs,
+)
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import GGUFFile
+
+Q8_0_BLOCK = 32  # values that share one scale
+
+
+class ReferenceBackend:
+    """The Backend protocol over NumPy float32.
+
+    kv_type says how keys and values are rounded when they are stored: f32 not at all, f16 to half precision,
+    q8_0 to 8-bit blocks of 32 channels. Raises UnsupportedModelError where q8_0 does not fit the head size.
+    """
+
+    name = "reference"
+
+    def __init__(
+        self,
+        gguf: GGUFFile,
+        graph: Graph,
+        *,
+        n_pages: int,
+        max_batch: int = 512,
+        kv_type: KVType = "f32",
+        weight_cache_bytes: int = 4 << 30,
+    ) -> None:
+        self.gguf, self.graph = gguf, graph
+        self.n_pages, self.max_batch, self.kv_type = n_pages, max_batch, kv_type
+        self.n_vocab = graph.logits.width
+        self._weights: dict[str, np.ndarray] = {}
+        self._weight_room = weight_cache_bytes
+        self._keys: dict[int, np.ndarray] = {}  # layer → [n_pages * PAGE_SIZE, n_head_kv, head_dim]
+        self._values: dict[int, np.ndarray] = {}  # layer → [n_pages * PAGE_SIZE, n_head_kv, head_dim_v]
+        stored = np.float16 if kv_type == "f16" else np.float32
+        for op in graph.ops:
+            if isinstance(op, Attention):
+                if kv_type == "q8_0" and (op.head_dim % Q8_0_BLOCK or op.head_dim_v % Q8_0_BLOCK):
+                    raise UnsupportedModelError(
+                        f"a q8_0 cache needs heads of a multiple of {Q8_0_BLOCK} channels, and this model's "
+                        f"have {op.head_dim}; use an f16 cache"
+                    )
+                slots = n_pages * PAGE_SIZE
+                self._keys[op.layer] = np.zeros((slots, op.n_head_kv, op.head_dim), stored)
+                self._values[op.layer] = np.zeros((slots, op.n_head_kv, op.head_dim_v), stored)
+
+    def close(self) -> None:
+        """Drops the cache and the decoded weights; safe to call twice."""
+        self._weights.clear()
+        self._keys.clear()
+        self._values.clear()
+
+    def step(self, batch: Batch) -> StepResult:
+        """Runs one step. Raises InvalidRequestError for a batch that breaks the contract of Batch."""
+        slots = self._slots(batch)
+        names = {value.name for value in self.graph.values}
+        for tap in batch.taps:
+            if tap not in names:
+                raise InvalidRequestError(f"the model has no value named {tap!r} to tap")
+        values: dict[int, np.ndarray] = {}
+        taps: dict[str, np.ndarray] = {}
+        last_use = self._last_use()
+        for index, op in enumerate(self.graph.ops):
+            result = self._compute(op, values, batch, slots)
+            values[op.out.id] = result
+            if op.out.name in batch.taps:
+                taps[op.out.name] = result.copy()
+            for id in [id for id in values if last_use.get(id, index) < index]:
+                del values[id]
+        return StepResult(values[self.graph.logits.id], taps)
+
+    def _last_use(self) -> dict[int, int]:
+        uses: dict[int, int] = {}
+        for index, op in enumerate(self.graph.ops):
+            for field in ("out", "x", "a", "b", "q", "k", "v"):
+                if (value := getattr(op, field, None)) is not None:
+                    uses[value.id] = index
+        return uses
+
+    def _slots(self, batch: Batch) -> list[np.ndarray]:
+        """For each token, the cache slots of positions 0 to its own; checks the batch on the way."""
+        n = len(batch.tokens)
+        if not 1 <= n <= self.max_batch:
+            raise InvalidRequestError(f"a step takes 1 to {self.max_batch} tokens, not {n}")
+        if n != len(batch.positions) or n != len(batch.sequences):
+            raise InvalidRequestError("tokens, positions and sequences of a batch differ in length")
+        if batch.tokens.min() < 0 or batch.tokens.max() >= self.n_vocab:
+            raise InvalidRequestError(f"a token id lies outside the vocabulary of {self.n_vocab}")
+        if len(batch.outputs) and not 0 <= batch.outputs.min() <= batch.outputs.max() < n:
+            raise InvalidRequestError("an output index lies outside the batch")
+        slots = []
+        for position, sequence in zip(batch.positions.tolist(), batch.sequences.tolist(), strict=True):
+            pages = batch.page_tables[sequence, : position // PAGE_SIZE + 1]
+            if (
+                position < 0
+                or len(pages) <= position // PAGE_SIZE
+                or pages.min() < 0
+                or pages.max() >= self.n_pages
+            ):
+                raise InvalidRequestError(
+                    f"position {position} of sequence {sequence} has no page in the cache"
+                )
+            table = pages[:, None].astype(np.int64) * PAGE_SIZE + np.arange(PAGE_SIZE)
+            slots.append(table.ravel()[: position + 1])
+        return slots
+
+    def _compute(
+        self, op: Op, values: dict[int, np.ndarray], batch: Batch, slots: list[np.ndarray]
+    ) -> np.ndarray:
+        match op:
+            case Embed():
+                return self._rows(op.weight, batch.tokens)
+            case RMSNorm():
+                x = values[op.x.id].reshape(-1, op.n_head, op.x.width // op.n_head)
+                scale = 1 / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(op.eps))
+                return (x * scale * self._weight(op.weight)).reshape(-1, op.out.width)
+            case LayerNorm():
+                x = values[op.x.id]
+                x = x - x.mean(axis=-1, keepdims=True)
+                x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(op.eps))
+                x = x * self._weight(op.weight)
+                return x if op.bias is None else x + self._weight(op.bias)
+            case Linear():
+                out = values[op.x.id] @ self._weight(op.weight).T
+                return out if op.bias is None else out + self._weight(op.bias)
+            case Rotate():
+                return rotate(values[op.x.id], batch.positions, op)
+            case Attention():
+                return self._attend(op, values[op.q.id], values[op.k.id], values[op.v.id], slots)
+            case Activate():
+                return ACTIVATIONS[op.kind](values[op.x.id], np.float32(op.threshold))
+            case Multiply():
+                return values[op.a.id] * values[op.b.id]
+            case Add():
+                return values[op.a.id] + values[op.b.id]
+            case SelectOutputs():
+                return values[op.x.id][batch.outputs]
+
+    def _attend(
+        self, op: Attention, q: np.ndarray, k: np.ndarray, v: np.ndarray, slots: list[np.ndarray]
+    ) -> np.ndarray:
+        """Stores the batch's keys and values, then lets each token look back, one token at a time."""
+        keys, values = self._keys[op.layer], self._values[op.layer]
+        own = [seen[-1] for seen in slots]
+        keys[own] = self._stored(k.reshape(-1, op.n_head_kv, op.head_dim))
+        values[own] = self._stored(v.reshape(-1, op.n_head_kv, op.head_dim_v))
+        group = op.n_head // op.n_head_kv  # query heads that share one head of keys and values
+        out = np.empty((len(slots), op.n_head_kv, group, op.head_dim_v), np.float32)
+        for token, seen in enumerate(slots):
+            seen = seen[-op.window :] if op.window else seen
+            query = q[token].reshape(op.n_head_kv, group, op.head_dim) * np.float32(op.scale)
+            past_k = keys[seen].astype(np.float32).transpose(1, 2, 0)  # [n_head_kv, head_dim, n_seen]
+            past_v = values[seen].astype(np.float32).transpose(1, 0, 2)  # [n_head_kv, n_seen, head_dim_v]
+            scores = query @ past_k
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            out[token] = weights @ past_v / weights.sum(axis=-1, keepdims=True)
+        return out.reshape(len(slots), op.out.width)
+
+    def _stored(self, x: np.ndarray) -> np.ndarray:
+        """Keys or values as the cache holds them (an f16 array rounds when it is assigned to)."""
+        if self.kv_type != "q8_0":
+            return x
+        rows = np.ascontiguousarray(x, np.float32).reshape(-1, x.shape[-1])
+        return dequantize(quantize(rows, GGMLType.Q8_0), GGMLType.Q8_0, rows.shape[::-1]).reshape(x.shape)
+
+    def _weight(self, name: str) -> np.ndarray:
+        """A whole tensor as float32: [ne1, ne0], or [ne0]."""
+        if name in self._weights:
+            return self._weights[name]
+        info = self.gguf.tensors[name]
+        weight = dequantize(self.gguf.data(name), info.type, info.shape).reshape(tuple(info.shape)[::-1])
+        if weight.nbytes <= self._weight_room:
+            self._weight_room -= weight.nbytes
+            self._weights[name] = weight
+        return weight
+
+    def _rows(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Some rows of a matrix as float32 (an embedding is large, and a step needs few of its rows)."""
+        info = self.gguf.tensors[name]
+        width, n_rows = info.shape
+        encoded = np.asarray(self.gguf.data(name)).reshape(n_rows, -1)[rows]
+        return dequantize(np.ascontiguousarray(encoded).ravel(), info.type, (width, len(rows)))
+
+
+def rotate(x: np.ndarray, positions: np.ndarray, op: Rotate) -> np.ndarray:
+    """Rotary embedding (arXiv 2104.09864) of x [n_tokens, n_head * head_dim]; angles in float64."""
+    n_rot, half = op.rope.n_rot, op.rope.n_rot // 2
+    angles = positions[:, None].astype(np.float64) * np.asarray(op.rope.freq)
+    cos = (np.cos(angles) * op.rope.magnitude).astype(np.float32)[:, None, :]  # [n_tokens, 1, n_rot / 2]
+    sin = (np.sin(angles) * op.rope.magnitude).astype(np.float32)[:, None, :]
+    out = x.reshape(len(x), op.n_head, op.head_dim).copy()
+    pairs = out[..., :n_rot]
+    first, second = (
+        (pairs[..., 0::2], pairs[..., 1::2])
+        if op.rope.kind == "norm"
+        else (pairs[..., :half], pairs[..., half:])
+    )
+    first[...], second[...] = first * cos - second * sin, first * sin + second * cos
+    return out.reshape(x.shape)
+
+
+def _silu(x: np.ndarray, _: np.float32) -> np.ndarray:
+    return x * (0.5 + 0.5 * np.tanh(0.5 * x))  # x * sigmoid(x), in a form that cannot overflow
+
+
+def _gelu(x: np.ndarray, _: np.float32) -> np.ndarray:
+    erf = np.vectorize(math.erf, otypes=[np.float64])
+    return (0.5 * x * (1 + erf(x / math.sqrt(2)))).astype(np.float32)
+
+
+def _gelu_tanh(x: np.ndarray, _: np.float32) -> np.ndarray:
+    return 0.5 * x * (1 + np.tanh(np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x**3)))
+
+
+ACTIVATIONS: dict[str, Callable[[np.ndarray, np.float32], np.ndarray]] = {
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": lambda x, _: np.maximum(x, 0),
+    "relu2": lambda x, _: np.square(np.maximum(x, 0)),
+    "fatrelu": lambda x, threshold: np.where(x >= threshold, x, np.float32(0)),
+}

@@ -1,0 +1,365 @@
+"""The facts of a model, read and checked from the keys of its GGUF file.
+
+An architecture is a row of `ARCHITECTURES`, not a class: what a file cannot say (which RoPE layout its
+q and k rows are stored for, whether q and k are normalised, which activation it was trained with) stands in
+the row, everything else in the file. A file is hostile until this module has read it: every number has a
+range, and every complaint names the key.
+
+Keys of our own, beside the standard ones (gguf's `docs/gguf.md`):
+
+- `<arch>.hidden_activation` (standard, string): silu, gelu, gelu_tanh, relu, relu2, fatrelu or drelu.
+- `hotset.fatrelu_threshold` (f32): t of FATReLU, f(x) = x if x >= t else 0; needed with fatrelu.
+- `hotset.up_activation` (string): activation applied to the up projection too; relu with a relu gate is
+  dReLU, relu(gate) * relu(up) (TurboSparse, arXiv 2406.05955).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+
+from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
+from hotset.model.graph import ActivationKind, Rope, RopeKind
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import GGUFFile
+
+UP_ACTIVATION_KEY = "hotset.up_activation"
+FATRELU_THRESHOLD_KEY = "hotset.fatrelu_threshold"
+
+
+@dataclass(frozen=True)
+class FFNActivation:
+    """neuron = f_gate(gate) * f_up(up); `up` None leaves the up projection as it is.
+
+    `threshold` is FATReLU's (x if x >= threshold else 0), used where `gate` is "fatrelu".
+    """
+
+    gate: ActivationKind
+    up: ActivationKind | None = None
+    threshold: float = 0.0
+
+
+SILU = FFNActivation("silu")
+DRELU = FFNActivation("relu", up="relu")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What every file of one `general.architecture` has in common and none of its keys says.
+
+    rope: layout that the rows of attn_q and attn_k are stored for.
+    activation: of the FFN, where the file names none.
+    qk_norm: q and k of each head pass an RMS norm before the rotation (`attn_q_norm`, `attn_k_norm`).
+    qkv_bias: `attn_q`, `attn_k` and `attn_v` must have a bias (elsewhere a bias is used where it is present).
+    """
+
+    rope: RopeKind = "norm"
+    activation: FFNActivation = SILU
+    qk_norm: bool = False
+    qkv_bias: bool = False
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(),  # Llama 1 to 3.x, Mistral, SmolLM
+    "qwen2": Architecture(rope="neox", qkv_bias=True),
+    "qwen3": Architecture(rope="neox", qk_norm=True),
+    "bamboo": Architecture(activation=DRELU),
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything about a model that its decoder needs, except the weights.
+
+    n_ff has one entry per layer; windows too (0: the layer sees everything before it). head_dim is the width
+    of one head of q and k, head_dim_v of v; neither need be n_embd / n_head. norm_eps belongs to every norm.
+    `rope` holds final frequencies. `n_ctx_train` is the context that the file promises, in tokens.
+    """
+
+    architecture: str
+    n_layer: int
+    n_embd: int
+    n_ff: tuple[int, ...]
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    head_dim_v: int
+    n_vocab: int
+    n_ctx_train: int
+    norm_eps: float
+    rope: Rope
+    windows: tuple[int, ...]
+    activation: FFNActivation
+    qk_norm: bool
+    qkv_bias: bool
+
+
+def parse_activation(text: str, threshold: float | None = None) -> FFNActivation:
+    """The activation that a key or an option names: silu, relu, relu2, drelu, fatrelu:0.01, ...
+
+    `threshold` serves a plain "fatrelu". Raises InvalidRequestError naming what is accepted.
+    """
+    name, _, number = text.strip().lower().partition(":")
+    name = {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}.get(name, name)
+    if name == "fatrelu":
+        if number:
+            try:
+                threshold = float(number)
+            except ValueError:
+                threshold = None
+        if threshold is None or not (math.isfinite(threshold) and threshold >= 0):
+            raise InvalidRequestError(
+                f"the activation {text!r} needs a threshold of at least 0, for instance fatrelu:0.01"
+            )
+        return FFNActivation("fatrelu", threshold=threshold)
+    if name == "drelu" and not number:
+        return DRELU
+    if name not in get_args(ActivationKind) or number:
+        known = ", ".join([*(k for k in get_args(ActivationKind) if k != "fatrelu"), "drelu", "fatrelu:T"])
+        raise InvalidRequestError(f"the activation {text!r} is not known; it must be one of {known}")
+    return FFNActivation(name)  # type: ignore[arg-type]
+
+
+class _Keys:
+    """Reads `<arch>.<key>` with a type and a range; every complaint is a FormatError naming the key."""
+
+    def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
+        self.metadata = metadata
+        self.architecture = architecture
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.metadata.get(f"{self.architecture}.{key}", default)
+
+    def error(self, key: str, what: str) -> FormatError:
+        return FormatError(f"the file's key {self.architecture}.{key} {what}; the file is damaged")
+
+    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
+        value = self.get(key, default)
+        if value is None:
+            raise self.error(key, "is missing")
+        return self._checked_integer(key, value, low, high)
+
+    def _checked_integer(self, key: str, value: Any, low: int, high: int) -> int:
+        if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+            raise self.error(key, f"must be an integer, not {_shown(value)}")
+        if not low <= value <= high:
+            raise self.error(key, f"is {value}, outside {low} to {high}")
+        return int(value)
+
+    def per_layer(
+        self, key: str, n_layer: int, low: int, high: int, default: int | None = None
+    ) -> tuple[int, ...]:
+        """One integer for all layers, or an array with one for each."""
+        value = self.get(key, default)
+        if not _is_array(value):
+            return (self.integer(key, low, high, default),) * n_layer
+        if len(value) != n_layer:
+            raise self.error(key, f"has {len(value)} entries for {n_layer} layers")
+        return tuple(self._checked_integer(key, v, low, high) for v in value)
+
+    def uniform(self, key: str, n_layer: int, low: int, high: int, default: int | None = None) -> int:
+        """As per_layer, where every layer must have the same number."""
+        values = set(self.per_layer(key, n_layer, low, high, default))
+        if len(values) > 1:
+            raise UnsupportedModelError(
+                f"the file's key {self.architecture}.{key} differs between layers, which is not supported"
+            )
+        return values.pop()
+
+    def real(self, key: str, low: float, high: float, default: float | None = None) -> float:
+        value = self.get(key, default)
+        if value is None:
+            raise self.error(key, "is missing")
+        if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.number):
+            raise self.error(key, f"must be a number, not {_shown(value)}")
+        if not low <= value <= high:  # also false for NaN
+            raise self.error(key, f"is {value}, outside {low:g} to {high:g}")
+        return float(value)
+
+    def text(self, key: str) -> str | None:
+        value = self.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.error(key, f"must be a string, not {_shown(value)}")
+        return value
+
+
+def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelConfig:
+    """Reads and checks the configuration of a model file.
+
+    `activation` overrides the one that the file or its architecture names (see parse_activation). Raises
+    UnsupportedModelError for a sound file that cannot be run, FormatError for a key that makes no sense,
+    InvalidRequestError for an unknown `activation`.
+    """
+    name = gguf.metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise FormatError("the file has no key general.architecture: it is not a model, or it is damaged")
+    if name not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"the architecture {_shown(name)} is not supported; supported are {', '.join(ARCHITECTURES)}"
+        )
+    architecture = ARCHITECTURES[name]
+    keys = _Keys(gguf.metadata, name)
+    if keys.integer("expert_count", 0, 1 << 16, 0):
+        raise UnsupportedModelError(f"mixture-of-experts models of the architecture {name} are not supported")
+    if keys.get("attention.causal", True) is False:
+        raise UnsupportedModelError(
+            f"the file is an encoder ({name}.attention.causal is false), not a model that generates"
+        )
+
+    n_layer = keys.integer("block_count", 1, 1 << 12)
+    n_embd = keys.integer("embedding_length", 1, 1 << 20)
+    n_head = keys.uniform("attention.head_count", n_layer, 1, 1 << 14)
+    n_head_kv = keys.uniform("attention.head_count_kv", n_layer, 1, 1 << 14, n_head)
+    if n_head % n_head_kv:
+        raise keys.error("attention.head_count", f"is {n_head}, not a multiple of the {n_head_kv} KV heads")
+    if n_embd % n_head and keys.get("attention.key_length") is None:
+        raise keys.error("attention.head_count", f"is {n_head}, which does not divide the width {n_embd}")
+    head_dim = keys.integer("attention.key_length", 1, 1 << 14, n_embd // n_head)
+    n_ctx_train = keys.integer("context_length", 1, 1 << 31)
+    return ModelConfig(
+        architecture=name,
+        n_layer=n_layer,
+        n_embd=n_embd,
+        n_ff=keys.per_layer("feed_forward_length", n_layer, 1, 1 << 22),
+        n_head=n_head,
+        n_head_kv=n_head_kv,
+        head_dim=head_dim,
+        head_dim_v=keys.integer("attention.value_length", 1, 1 << 14, head_dim),
+        n_vocab=_vocabulary(gguf),
+        n_ctx_train=n_ctx_train,
+        norm_eps=keys.real("attention.layer_norm_rms_epsilon", 0.0, 1.0),
+        rope=_rope(gguf, keys, architecture, head_dim, n_ctx_train),
+        windows=_windows(keys, n_layer),
+        activation=_activation(keys, architecture) if activation is None else parse_activation(activation),
+        qk_norm=architecture.qk_norm,
+        qkv_bias=architecture.qkv_bias,
+    )
+
+
+def _vocabulary(gguf: GGUFFile) -> int:
+    """Rows of the token embedding. (The key vocab_size is optional, and wrong in some files.)"""
+    embedding = gguf.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise UnsupportedModelError("the file has no tensor token_embd.weight: it holds no complete model")
+    if len(embedding.shape) != 2:
+        raise FormatError(f"the tensor token_embd.weight must be a matrix, not {list(embedding.shape)}")
+    return int(embedding.shape[1])
+
+
+def _activation(keys: _Keys, architecture: Architecture) -> FFNActivation:
+    gate, up = keys.text("hidden_activation"), keys.metadata.get(UP_ACTIVATION_KEY)
+    threshold = keys.metadata.get(FATRELU_THRESHOLD_KEY)
+    if threshold is not None:
+        if not isinstance(threshold, int | float | np.floating):
+            raise FormatError(
+                f"the file's key {FATRELU_THRESHOLD_KEY} must be a number, not {_shown(threshold)}"
+            )
+        threshold = float(threshold)
+    try:
+        activation = architecture.activation if gate is None else parse_activation(gate, threshold)
+    except InvalidRequestError as error:
+        raise UnsupportedModelError(
+            f"in the file's key {keys.architecture}.hidden_activation, {error}"
+        ) from None
+    if up is None:
+        return activation
+    if up != "relu":
+        raise UnsupportedModelError(
+            f"the file's key {UP_ACTIVATION_KEY} is {_shown(up)}; only relu is supported"
+        )
+    return FFNActivation(activation.gate, "relu", activation.threshold)
+
+
+def _windows(keys: _Keys, n_layer: int) -> tuple[int, ...]:
+    """Sliding windows. A pattern says which layers have one: a truth value each, or n: all but each n-th."""
+    window = keys.integer("attention.sliding_window", 0, 1 << 31, 0)
+    pattern = keys.get("attention.sliding_window_pattern")
+    if pattern is None:
+        return (window,) * n_layer
+    if not _is_array(pattern):
+        period = keys.integer("attention.sliding_window_pattern", 1, 1 << 12)
+        return tuple(0 if i % period == period - 1 else window for i in range(n_layer))
+    if len(pattern) != n_layer or not all(isinstance(v, bool | np.bool_) for v in pattern):
+        raise keys.error("attention.sliding_window_pattern", f"must hold true or false for {n_layer} layers")
+    return tuple(window if windowed else 0 for windowed in pattern)
+
+
+def _rope(gguf: GGUFFile, keys: _Keys, architecture: Architecture, head_dim: int, n_ctx_train: int) -> Rope:
+    """Frequencies base^(-2i / n_rot) with the file's scaling applied: none, linear, yarn, rope_freqs."""
+    n_rot = keys.integer("rope.dimension_count", 2, head_dim, head_dim)
+    if n_rot % 2:
+        raise keys.error("rope.dimension_count", f"is {n_rot}, which is odd")
+    base = keys.real("rope.freq_base", 1e-3, 1e15, 10000.0)
+    freq = base ** (-np.arange(0, n_rot, 2, dtype=np.float64) / n_rot)
+    if "rope_freqs.weight" in gguf.tensors:  # Llama 3's scaling is a tensor of divisors, not a key
+        freq = freq / _divisors(gguf, n_rot // 2)
+
+    kind = keys.text("rope.scaling.type") or "linear"
+    factor = keys.real("rope.scaling.factor", 0.0, 1e6, keys.get("rope.scale_linear", 0.0)) or 1.0
+    magnitude = 1.0
+    if kind == "linear":
+        freq = freq / factor
+    elif kind == "yarn":
+        freq, magnitude = _yarn(keys, freq, base, factor, n_ctx_train)
+    elif kind != "none":
+        raise UnsupportedModelError(
+            f"the RoPE scaling {_shown(kind)} is not supported; supported are none, linear, yarn"
+        )
+    magnitude *= keys.real("rope.scaling.attn_factor", 0.0, 1e3, 1.0)
+    return Rope(architecture.rope, n_rot, tuple(freq.tolist()), magnitude)
+
+
+def _divisors(gguf: GGUFFile, n: int) -> np.ndarray:
+    from hotset.formats.quants import dequantize
+
+    info = gguf.tensors["rope_freqs.weight"]
+    if tuple(info.shape) != (n,):
+        raise UnsupportedModelError(f"the tensor rope_freqs.weight is {list(info.shape)}, expected [{n}]")
+    divisors = dequantize(gguf.data(info.name), info.type, info.shape).reshape(n).astype(np.float64)
+    if not (np.isfinite(divisors).all() and (divisors > 0).all()):
+        raise FormatError("the tensor rope_freqs.weight holds a number that is not positive and finite")
+    return divisors
+
+
+def _yarn(
+    keys: _Keys, freq: np.ndarray, base: float, factor: float, n_ctx_train: int
+) -> tuple[np.ndarray, float]:
+    """YaRN (arXiv 2309.00071): slow channels interpolate by `factor`, fast ones stay, a ramp lies between."""
+    n_ctx_original = keys.integer("rope.scaling.original_context_length", 1, 1 << 31, n_ctx_train)
+    beta_fast = keys.real("rope.scaling.yarn_beta_fast", 1e-3, 1e6, 32.0)
+    beta_slow = keys.real("rope.scaling.yarn_beta_slow", 1e-3, 1e6, 1.0)
+    extrapolate = keys.real("rope.scaling.yarn_ext_factor", 0.0, 1.0, 1.0)
+    if base <= 1.0:
+        raise keys.error("rope.freq_base", f"is {base:g}, which YaRN cannot scale")
+
+    def channel(rotations: float) -> float:
+        """Index of the channel pair that turns `rotations` times within the original context."""
+        return len(freq) * math.log(n_ctx_original / (rotations * 2 * math.pi)) / math.log(base)
+
+    low = max(math.floor(channel(beta_fast)), 0)
+    high = min(math.ceil(channel(beta_slow)), 2 * len(freq) - 1)
+    ramp = np.clip((np.arange(len(freq)) - low) / max(0.001, high - low), 0, 1)
+    keep = (1 - ramp) * extrapolate
+    magnitude = keys.real("rope.scaling.yarn_attn_factor", 0.0, 1e3, _yarn_magnitude(factor, 1.0))
+    if multiplier := keys.real("rope.scaling.yarn_log_multiplier", 0.0, 1e3, 0.0):
+        magnitude = _yarn_magnitude(factor, 1.0) / _yarn_magnitude(factor, multiplier)
+    return freq / factor * (1 - keep) + freq * keep, magnitude
+
+
+def _yarn_magnitude(factor: float, multiplier: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, list | tuple | np.ndarray)
+
+
+def _shown(value: Any) -> str:
+    """A hostile value, short enough for a sentence."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
