@@ -328,6 +328,7 @@ def dequantize(data: np.ndarray, type: GGMLType, shape: Sequence[int]) -> np.nda
             f"tensors of type {type.name} cannot be decoded; use a file of another type."
         )
     facts = TYPES[type]
+    assert facts.block is not None, "a decodable type has a layout"
     n_values = math.prod(shape)
     expected = row_bytes(type, shape[0]) * math.prod(shape[1:]) if shape else facts.block_bytes
     if data.size != expected or data.dtype != np.uint8:
@@ -430,6 +431,7 @@ def quantize(values: np.ndarray, type: GGMLType) -> np.ndarray:
         names = ", ".join(t.name for t in sorted(ENCODABLE))
         raise InvalidRequestError(f"values cannot be quantised to {type.name}; choose one of {names}.")
     facts = TYPES[type]
+    assert facts.block is not None, "an encodable type has a layout"
     values = np.ascontiguousarray(values, dtype=np.float32)
     out = np.empty((*values.shape[:-1], row_bytes(type, values.shape[-1])), np.uint8)
     x = values.reshape(-1, facts.block_size)

@@ -1,0 +1,465 @@
+"""GGUF files: a memory-mapped reader that trusts nothing, and a streaming writer.
+
+Layout (versions 2 and 3, little-endian; specification: docs/gguf.md of the ggml repository):
+
+    magic "GGUF" | version u32 | n_tensors u64 | n_kv u64
+    n_kv     x  key string | type u32 | value
+    n_tensors x name string | n_dims u32 | dims u64[n_dims], ne0 first | type u32 | offset u64
+    padding to `general.alignment` (default 32), then the data; offsets count from here
+
+A string is a length u64 and bytes; an array is an element type u32, a count u64 and the elements.
+PowerInfer's dialect is version 3 with the magic "PWRI". A model may be split into shards named
+`<name>-00001-of-0000N.gguf`; each is a whole GGUF file with some of the tensors.
+
+Every count, length, offset and dimension is checked against the bytes that are there before it is used,
+so that a damaged or hostile file costs one sentence (FormatError), never a crash or a large allocation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import mmap
+import os
+import re
+import stat
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import numpy as np
+
+from hotset.errors import (
+    FormatError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
+from hotset.formats.quants import TYPES, GGMLType, row_bytes
+
+Dialect = Literal["gguf", "powerinfer"]
+MAGICS: dict[bytes, Dialect] = {b"GGUF": "gguf", b"PWRI": "powerinfer"}
+DEFAULT_ALIGNMENT = 32
+MAX_DIMS = 4
+MAX_ARRAY_DEPTH = 4  # arrays of arrays are legal and unknown in the wild
+MAX_NAME = 1024  # bytes of a key or tensor name (GGML itself stops at 64 for tensors)
+MAX_SHARDS = 99999  # five digits in the name
+SHARD_NAME = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
+
+
+class ValueType(IntEnum):
+    """Type ids of metadata values."""
+
+    UINT8 = 0
+    INT8 = 1
+    UINT16 = 2
+    INT16 = 3
+    UINT32 = 4
+    INT32 = 5
+    FLOAT32 = 6
+    BOOL = 7
+    STRING = 8
+    ARRAY = 9
+    UINT64 = 10
+    INT64 = 11
+    FLOAT64 = 12
+
+
+_NUMBERS: dict[int, tuple[struct.Struct, np.dtype]] = {
+    ValueType.UINT8: (struct.Struct("<B"), np.dtype("u1")),
+    ValueType.INT8: (struct.Struct("<b"), np.dtype("i1")),
+    ValueType.UINT16: (struct.Struct("<H"), np.dtype("<u2")),
+    ValueType.INT16: (struct.Struct("<h"), np.dtype("<i2")),
+    ValueType.UINT32: (struct.Struct("<I"), np.dtype("<u4")),
+    ValueType.INT32: (struct.Struct("<i"), np.dtype("<i4")),
+    ValueType.FLOAT32: (struct.Struct("<f"), np.dtype("<f4")),
+    ValueType.BOOL: (struct.Struct("<?"), np.dtype("?")),
+    ValueType.UINT64: (struct.Struct("<Q"), np.dtype("<u8")),
+    ValueType.INT64: (struct.Struct("<q"), np.dtype("<i8")),
+    ValueType.FLOAT64: (struct.Struct("<d"), np.dtype("<f8")),
+}
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_MIN_KEY_VALUE = 8 + 4 + 1  # bytes of the smallest key-value and of the smallest tensor info
+_MIN_TENSOR_INFO = 8 + 4 + 4 + 8
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies.
+
+    shape: GGUF order, ne0 (contiguous) first. offset: bytes from the start of file `shard`.
+    nbytes is 0 where the type is not known (its size cannot be); `GGUFFile.data` refuses such a tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLType
+    nbytes: int
+    offset: int
+    shard: int = 0
+
+    @property
+    def n_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+class _Cursor:
+    """Reads forward through the mapped header; every step is checked against the end of the file."""
+
+    def __init__(self, buffer: mmap.mmap, path: Path) -> None:
+        self.buffer, self.path, self.pos, self.size = buffer, path, 0, len(buffer)
+
+    def fail(self, what: str) -> FormatError:
+        return FormatError(f"{self.path}: {what}; the file is damaged, download or convert it again.")
+
+    def take(self, n_bytes: int, what: str) -> int:
+        """Moves over n_bytes and returns where they start."""
+        start = self.pos
+        if n_bytes > self.size - start:
+            raise self.fail(f"the file ends at byte {self.size}, inside {what}")
+        self.pos = start + n_bytes
+        return start
+
+    def u32(self, what: str) -> int:
+        return _U32.unpack_from(self.buffer, self.take(4, what))[0]
+
+    def u64(self, what: str) -> int:
+        return _U64.unpack_from(self.buffer, self.take(8, what))[0]
+
+    def count(self, what: str, min_bytes: int) -> int:
+        """A count of things of at least min_bytes each: one that cannot fit in the file is refused now."""
+        n = self.u64(what)
+        if n * min_bytes > self.size - self.pos:
+            raise self.fail(f"{n} {what} cannot fit in a file of {self.size} bytes")
+        return n
+
+    def bytes(self, what: str) -> bytes:
+        start = self.take(self.u64(what), what)
+        return self.buffer[start : self.pos]
+
+    def name(self, what: str) -> str:
+        name = self.bytes(what)
+        if len(name) > MAX_NAME:
+            raise self.fail(f"{what} is {len(name)} bytes long, more than {MAX_NAME}")
+        try:
+            return name.decode()
+        except UnicodeDecodeError:
+            raise self.fail(f"{what} is not valid UTF-8") from None
+
+    def value(self, type: int, key: str) -> object:
+        if type == ValueType.STRING:
+            return self.bytes(f"the value of {key!r}").decode(errors="replace")
+        if type == ValueType.ARRAY:
+            return self.array(key, 1)
+        if type not in _NUMBERS:
+            raise self.fail(f"key {key!r} has the unknown value type {type}")
+        number = _NUMBERS[type][0]
+        return number.unpack_from(self.buffer, self.take(number.size, f"the value of {key!r}"))[0]
+
+    def array(self, key: str, depth: int) -> object:
+        what = f"elements of {key!r}"
+        type = self.u32(what)
+        if type == ValueType.STRING:
+            return self.strings(self.count(what, 8), key)
+        if type == ValueType.ARRAY:
+            if depth == MAX_ARRAY_DEPTH:
+                raise self.fail(f"key {key!r} nests arrays more than {MAX_ARRAY_DEPTH} deep")
+            return [self.array(key, depth + 1) for _ in range(self.count(what, 12))]
+        if type not in _NUMBERS:
+            raise self.fail(f"key {key!r} is an array of the unknown value type {type}")
+        dtype = _NUMBERS[type][1]
+        n = self.count(what, dtype.itemsize)
+        start = self.take(n * dtype.itemsize, what)
+        if type == ValueType.BOOL:  # any byte but 0 is true; NumPy must not see other bytes than 0 and 1
+            return np.frombuffer(self.buffer[start : self.pos], np.uint8) != 0
+        return np.frombuffer(self.buffer[start : self.pos], dtype)
+
+    def strings(self, n: int, key: str) -> list[str]:
+        """n strings. Written flat: with 300,000 tokens and merges this loop is most of the time to open."""
+        out = []
+        buffer, pos, unpack = self.buffer, self.pos, _U64.unpack_from
+        try:
+            for _ in range(n):
+                start = pos + 8
+                pos = start + unpack(buffer, pos)[0]
+                # Lossless: token bytes that are not UTF-8 must not merge into one replacement character.
+                out.append(buffer[start:pos].decode("utf-8", "surrogateescape"))
+        except (struct.error, OverflowError):
+            pos = self.size + 1
+        if pos > self.size:
+            raise self.fail(f"the file ends at byte {self.size}, inside elements of {key!r}")
+        self.pos = pos
+        return out
+
+
+@dataclass
+class _Shard:
+    """One mapped file: its map and what its header says (offsets are already those of the file)."""
+
+    path: Path
+    buffer: mmap.mmap
+    version: int
+    dialect: Dialect
+    metadata: dict[str, object]
+    metadata_types: dict[str, tuple[int, ...]]
+    tensors: list[TensorInfo]
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise ModelNotFoundError(f"{path} does not exist; check the path.") from None
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{str(path)!r} cannot be opened: {error}.") from None
+    if stat.S_ISDIR(mode):
+        raise FormatError(f"{path} is a directory; name the .gguf file in it.")
+    if not stat.S_ISREG(mode):
+        raise FormatError(f"{path} is not a regular file; copy the model to one.")
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                raise FormatError(f"{path} is empty; download or convert it again.")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise FormatError(f"{path} cannot be opened: {error.strerror}.") from None
+
+
+def _read_shard(path: Path, index: int) -> _Shard:
+    buffer = _map_file(path)
+    try:
+        return _parse(_Cursor(buffer, path), index)
+    except BaseException:
+        buffer.close()
+        raise
+
+
+def _parse(cursor: _Cursor, index: int) -> _Shard:
+    path = cursor.path
+    magic = cursor.buffer[:4]
+    dialect = MAGICS.get(magic)
+    if dialect is None:
+        raise FormatError(f"{path} is not a GGUF file (it starts with {magic!r}); name a .gguf model.")
+    cursor.take(4, "the header")
+    version = cursor.u32("the header")
+    if version not in (2, 3):
+        if version & 0xFFFF == 0:
+            raise FormatError(
+                f"{path} is a big-endian GGUF file; convert the model for a little-endian machine."
+            )
+        raise FormatError(
+            f"{path} is GGUF version {version}, only 2 and 3 are read; convert the model again."
+        )
+    n_tensors = cursor.count("tensors", _MIN_TENSOR_INFO)
+    n_kv = cursor.count("key-values", _MIN_KEY_VALUE)
+    metadata: dict[str, object] = {}
+    types: dict[str, tuple[int, ...]] = {}
+    for _ in range(n_kv):
+        key = cursor.name("a key")
+        if key in metadata:
+            raise cursor.fail(f"key {key!r} stands twice")
+        type = cursor.u32(f"the type of {key!r}")
+        # An array's element type follows and is read again by value(): peek at it for a faithful copy.
+        start = cursor.pos
+        metadata[key] = cursor.value(type, key)
+        types[key] = (type,) if type != ValueType.ARRAY else (type, _U32.unpack_from(cursor.buffer, start)[0])
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
+        raise cursor.fail(f"general.alignment is {alignment!r}, not a power of two of at least 8")
+    infos = [_read_tensor_info(cursor, index) for _ in range(n_tensors)]
+    data_start = -(-cursor.pos // alignment) * alignment
+    tensors = [_place(cursor, info, data_start, alignment) for info in infos]
+    _check_overlap(cursor, tensors)
+    return _Shard(path, cursor.buffer, version, dialect, metadata, types, tensors)
+
+
+def _read_tensor_info(cursor: _Cursor, index: int) -> TensorInfo:
+    """The info as it stands: the offset still counts from the start of the data."""
+    name = cursor.name("a tensor name")
+    what = f"the description of tensor {name!r}"
+    n_dims = cursor.u32(what)
+    if n_dims > MAX_DIMS:
+        raise cursor.fail(f"tensor {name!r} has {n_dims} dimensions, at most {MAX_DIMS} are possible")
+    shape = tuple(cursor.u64(what) for _ in range(n_dims)) or (1,)
+    type = GGMLType(cursor.u32(what))
+    offset = cursor.u64(what)
+    if math.prod(shape) == 0:
+        raise cursor.fail(f"tensor {name!r} has a dimension of zero: {list(shape)}")
+    if type not in TYPES:
+        return TensorInfo(name, shape, type, 0, offset, index)
+    if shape[0] % TYPES[type].block_size:
+        raise cursor.fail(
+            f"tensor {name!r} has rows of {shape[0]} values, "
+            f"which blocks of {TYPES[type].block_size} ({type.name}) do not divide"
+        )
+    return TensorInfo(name, shape, type, row_bytes(type, shape[0]) * math.prod(shape[1:]), offset, index)
+
+
+def _place(cursor: _Cursor, info: TensorInfo, data_start: int, alignment: int) -> TensorInfo:
+    if info.offset % alignment:
+        raise cursor.fail(f"tensor {info.name!r} lies at offset {info.offset}, not a multiple of {alignment}")
+    offset = data_start + info.offset
+    if offset + info.nbytes > cursor.size:
+        raise FormatError(
+            f"{cursor.path} is cut short: tensor {info.name!r} ends at byte {offset + info.nbytes}, the file "
+            f"at {cursor.size}; download it again."
+        )
+    return TensorInfo(info.name, info.shape, info.type, info.nbytes, offset, info.shard)
+
+
+def _check_overlap(cursor: _Cursor, tensors: list[TensorInfo]) -> None:
+    in_order = sorted(tensors, key=lambda info: (info.offset, info.nbytes))
+    for one, other in itertools.pairwise(in_order):
+        if one.offset + one.nbytes > other.offset:
+            raise cursor.fail(f"tensors {one.name!r} and {other.name!r} overlap")
+
+
+class GGUFFile:
+    """An open model: facts at once, tensor bytes where they lie in the mapped file.
+
+    metadata: key → int, float, bool, str, NumPy array (numbers; read-only), list[str], or a list of arrays.
+      Of strings that are not UTF-8, single ones have U+FFFD for the bad bytes; those of an array keep the
+      bytes as lone surrogates (errors="surrogateescape"), so that tokens stay distinct.
+    metadata_types: key → (ValueType,) or (ValueType.ARRAY, element type), for a faithful copy.
+    tensors: name → TensorInfo, in file order, shard after shard.
+    paths: the files, in the order of the shards. version: of the first shard.
+
+    Use `open_gguf`. The file must not be truncated by others while it is open.
+    """
+
+    def __init__(self, shards: list[_Shard]) -> None:
+        first = shards[0]
+        self.path = first.path
+        self.paths = [shard.path for shard in shards]
+        self.version = first.version
+        self.dialect: Dialect = first.dialect
+        self.metadata = first.metadata
+        self.metadata_types = first.metadata_types
+        self.tensors: dict[str, TensorInfo] = {}
+        for shard in shards:
+            for info in shard.tensors:
+                if info.name in self.tensors:
+                    raise FormatError(
+                        f"{shard.path}: tensor {info.name!r} stands twice; convert the model again."
+                    )
+                self.tensors[info.name] = info
+        self._maps = [shard.buffer for shard in shards]
+        self._bytes = [np.frombuffer(buffer, np.uint8) for buffer in self._maps]
+
+    @property
+    def architecture(self) -> str:
+        """`general.architecture`; FormatError where it is missing."""
+        architecture = self.metadata.get("general.architecture")
+        if not isinstance(architecture, str):
+            raise FormatError(f"{self.path} does not name its general.architecture; convert the model again.")
+        return architecture
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all files together."""
+        return sum(len(data) for data in self._bytes)
+
+    @property
+    def n_parameters(self) -> int:
+        """Number of values in all tensors."""
+        return sum(info.n_elements for info in self.tensors.values())
+
+    def data(self, name: str) -> np.ndarray:
+        """The tensor's bytes: uint8 [nbytes], read-only, a view into the map (no copy; nothing is read yet).
+
+        Raises UnsupportedModelError where the tensor is missing or its type is not known.
+        """
+        info = self.tensors.get(name)
+        if info is None:
+            raise UnsupportedModelError(
+                f"{self.path} has no tensor {name!r}; the model cannot be run without it."
+            )
+        if info.type not in TYPES:
+            raise UnsupportedModelError(
+                f"{self.paths[info.shard]}: tensor {name!r} has type {int(info.type)}, which this version "
+                "does not know; use a file of another type."
+            )
+        if not self._bytes:
+            raise InvalidRequestError(f"{self.path} has been closed; open it again to read tensors.")
+        return self._bytes[info.shard][info.offset : info.offset + info.nbytes]
+
+    def prefetch(self) -> None:
+        """Asks the system to read all files ahead, in the background (where it can be asked)."""
+        if hasattr(mmap, "MADV_WILLNEED"):
+            for buffer in self._maps:
+                buffer.madvise(mmap.MADV_WILLNEED)
+
+    def close(self) -> None:
+        """Unmaps the files. A file of which views are still alive is unmapped when the last of them goes."""
+        self._bytes = []
+        for buffer in self._maps:
+            with contextlib.suppress(BufferError):
+                buffer.close()
+        self._maps = []
+
+    def __enter__(self) -> GGUFFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
+    """Opens a model file, or, given any of its shards, the whole split model.
+
+    Raises ModelNotFoundError where a file is missing and FormatError for all that cannot be read.
+    """
+    path = Path(path)
+    shards = [_read_shard(path, 0)]
+    try:
+        if shards[0].metadata.get("split.count", 1) != 1:
+            shards = _read_siblings(shards.pop())
+        return GGUFFile(shards)
+    except BaseException:
+        for shard in shards:
+            shard.buffer.close()
+        raise
+
+
+def _read_siblings(opened: _Shard) -> list[_Shard]:
+    """All shards of the model that `opened` is one of, in order."""
+    path, n_shards = opened.path, opened.metadata["split.count"]
+    opened.buffer.close()
+    if not isinstance(n_shards, int) or not 1 <= n_shards <= MAX_SHARDS:
+        raise FormatError(f"{path}: split.count is {n_shards!r}; download or convert the model again.")
+    match = SHARD_NAME.match(path.name)
+    if match is None or int(match["count"]) != n_shards:
+        raise FormatError(
+            f"{path} is one of {n_shards} shards but is not named so; give all of them their names back "
+            f"(<name>-00001-of-{n_shards:05d}.gguf) in one folder."
+        )
+    shards: list[_Shard] = []
+    try:
+        for i in range(n_shards):
+            sibling = path.with_name(f"{match['stem']}-{i + 1:05d}-of-{n_shards:05d}.gguf")
+            if not sibling.exists():
+                raise ModelNotFoundError(f"{sibling} is missing: put all {n_shards} shards in one folder.")
+            shard = _read_shard(sibling, i)
+            shards.append(shard)
+            found = (shard.metadata.get("split.no"), shard.metadata.get("split.count"), shard.dialect)
+            if found != (i, n_shards, shards[0].dialect):
+                raise FormatError(
+                    f"{sibling} is not shard {i + 1} of {n_shards} of this model; download it again."
+                )
+        n_tensors = sum(len(shard.tensors) for shard in shards)
+        expected = shards[0].metadata.get("split.tensors.count", n_tensors)
+        if n_tensors != expected:
+            raise FormatError(
+                f"{path}: the shards hold {n_tensors} tensors, not {expected}; download them again."
+            )
+        return shards
+    except BaseException:
+        for shard in shards:
+            shard.buffer.close()
+        raise
