@@ -23,23 +23,26 @@ import math
 import mmap
 import os
 import re
+import secrets
 import stat
 import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
 
 from hotset.errors import (
     FormatError,
+    HotsetError,
     InvalidRequestError,
     ModelNotFoundError,
     UnsupportedModelError,
 )
-from hotset.formats.quants import TYPES, GGMLType, row_bytes
+from hotset.formats.quants import ENCODABLE, TYPES, GGMLType, quantize, row_bytes
 
 Dialect = Literal["gguf", "powerinfer"]
 MAGICS: dict[bytes, Dialect] = {b"GGUF": "gguf", b"PWRI": "powerinfer"}
@@ -463,3 +466,254 @@ def _read_siblings(opened: _Shard) -> list[_Shard]:
         for shard in shards:
             shard.buffer.close()
         raise
+
+
+_INTEGERS = (
+    ValueType.UINT32,
+    ValueType.INT32,
+    ValueType.UINT64,
+    ValueType.INT64,
+)  # as llama.cpp expects them
+TensorData = np.ndarray | Callable[[], np.ndarray]
+
+
+class GGUFWriter:
+    """Writes a GGUF file (version 3), tensor by tensor, under its name only when it is whole.
+
+        writer = GGUFWriter("model.gguf", "llama")
+        writer.add("llama.block_count", 2)
+        writer.add_tensor("output_norm.weight", np.ones(64, np.float32), GGMLType.F32)
+        writer.write()
+
+    Every method raises InvalidRequestError for what the format cannot hold.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        architecture: str,
+        alignment: int = DEFAULT_ALIGNMENT,
+        dialect: Dialect = "gguf",
+    ) -> None:
+        if alignment < 8 or alignment & (alignment - 1):
+            raise InvalidRequestError(f"alignment {alignment} is not a power of two of at least 8.")
+        self.path = Path(path)
+        self.alignment = alignment
+        self._magic = next(magic for magic, name in MAGICS.items() if name == dialect)
+        self._values: dict[str, bytes] = {}
+        self._tensors: dict[str, tuple[TensorInfo, TensorData]] = {}
+        self.add("general.architecture", architecture)
+        if alignment != DEFAULT_ALIGNMENT:
+            self.add("general.alignment", alignment)
+
+    def add(self, key: str, value: object, type: ValueType | None = None) -> None:
+        """Adds a key-value: bool, int, float, str, list (of one of these) or one-dimensional array.
+
+        Without `type` an int is UINT32 (INT32 if negative, 64 bits if it must), a float FLOAT32, a list of
+        int INT32, and an array what its dtype says. With `type`, the value or each element is stored so:
+        `writer.add(key, file.metadata[key], file.metadata_types[key][-1])` copies a value as it was.
+        """
+        if key in self._values:
+            raise InvalidRequestError(f"key {key!r} has been added already; add it once.")
+        _encode_string(key, MAX_NAME)
+        try:
+            self._values[key] = _encode_value(value, type)
+        except (struct.error, OverflowError, TypeError, ValueError) as error:
+            raise InvalidRequestError(f"the value of key {key!r} cannot be stored: {error}.") from None
+
+    def add_tensor(
+        self, name: str, data: TensorData, type: GGMLType, shape: Sequence[int] | None = None
+    ) -> None:
+        """Adds a tensor; its data is encoded, or asked for, in `write`, one tensor at a time.
+
+        data: floats [..., ne0], quantised to `type` where they are not stored as they are; or uint8, the
+        blocks as they go into the file; or a function without arguments that returns either.
+        shape: GGUF order, ne0 first; needed with a function, else found from the array.
+        """
+        if name in self._tensors:
+            raise InvalidRequestError(f"tensor {name!r} has been added already; add it once.")
+        _encode_string(name, MAX_NAME)
+        type = GGMLType(type)
+        facts = TYPES.get(type)
+        if facts is None:
+            raise InvalidRequestError(
+                f"tensor {name!r} has type {int(type)}, which this version does not know."
+            )
+        if shape is None:
+            if callable(data):
+                raise InvalidRequestError(f"tensor {name!r} comes from a function: give its shape.")
+            shape = data.shape[::-1]
+            if data.dtype == np.uint8 and shape:
+                shape = (shape[0] // facts.block_bytes * facts.block_size, *shape[1:])
+        shape = tuple(int(n) for n in shape)
+        if not 1 <= len(shape) <= MAX_DIMS or min(shape) < 1 or shape[0] % facts.block_size:
+            raise InvalidRequestError(
+                f"tensor {name!r} of shape {list(shape)} cannot be stored as {facts.name}."
+            )
+        n_bytes = row_bytes(type, shape[0]) * math.prod(shape[1:])
+        info = TensorInfo(name, shape, type, n_bytes, self._end_of_tensors())
+        if not callable(data):
+            _check_tensor(info, data)
+        self._tensors[name] = (info, data)
+
+    def _end_of_tensors(self) -> int:
+        """Where the next tensor goes, from the start of the data."""
+        last = next((info for info, _ in reversed(self._tensors.values())), None)
+        return 0 if last is None else self._aligned(last.offset + last.nbytes)
+
+    def _aligned(self, n: int) -> int:
+        return -(-n // self.alignment) * self.alignment
+
+    def write(self) -> None:
+        """Writes the file: to a temporary name in the same folder, to the disk, then renamed.
+
+        Replaces a file of that name. On any error nothing is left; HotsetError where the system refuses.
+        """
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+        try:
+            try:
+                with temporary.open("xb") as file:
+                    self._write_to(file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, self.path)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+            _sync_folder(self.path.parent)
+        except OSError as error:
+            reason = error.strerror or error
+            raise HotsetError(f"{self.path} cannot be written ({reason}); choose another folder.") from error
+
+    def _write_to(self, file: BinaryIO) -> None:
+        file.write(self._magic + struct.pack("<IQQ", 3, len(self._tensors), len(self._values)))
+        for key, value in self._values.items():
+            file.write(_encode_string(key) + value)
+        for info, _ in self._tensors.values():
+            file.write(
+                _encode_string(info.name)
+                + struct.pack(f"<I{len(info.shape)}Q", len(info.shape), *info.shape)
+                + struct.pack("<IQ", info.type, info.offset)
+            )
+        self._pad(file)
+        for info, data in self._tensors.values():
+            file.write(_tensor_bytes(info, data() if callable(data) else data))
+            self._pad(file)
+
+    def _pad(self, file: BinaryIO) -> None:
+        position = file.tell()
+        file.write(bytes(self._aligned(position) - position))
+
+
+def _encode_string(text: str, limit: int | None = None) -> bytes:
+    # surrogateescape: bytes that were read as lone surrogates go back as they were
+    try:
+        data = text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise InvalidRequestError(f"{text!r} cannot be stored as UTF-8.") from None
+    if limit is not None and len(data) > limit:
+        raise InvalidRequestError(f"the name {text[:40]!r}... is longer than {limit} bytes.")
+    return _U64.pack(len(data)) + data
+
+
+def _encode_value(value: object, type: ValueType | None) -> bytes:
+    """Type id and payload."""
+    if isinstance(value, list | tuple | np.ndarray):
+        return _encode_array(value, type)
+    if isinstance(value, str):
+        if type not in (None, ValueType.STRING):
+            raise TypeError(f"it is a string, not {ValueType(type).name}")
+        return _U32.pack(ValueType.STRING) + _encode_string(value)
+    if isinstance(value, np.generic):
+        type = _type_of(value.dtype) if type is None else type
+        value = value.item()
+    if type is None:
+        type = _default_type(value)
+    if type not in _NUMBERS:
+        raise TypeError(f"{value!r} is not of type {ValueType(type).name}")
+    return _U32.pack(type) + _NUMBERS[type][0].pack(value)
+
+
+def _default_type(value: object) -> ValueType:
+    if isinstance(value, bool):
+        return ValueType.BOOL
+    if isinstance(value, float):
+        return ValueType.FLOAT32
+    if isinstance(value, int):
+        for type in _INTEGERS:
+            limits = np.iinfo(_NUMBERS[type][1])
+            if limits.min <= value <= limits.max:
+                return type
+    raise TypeError(f"{value!r} is not a bool, number or string that the format can hold")
+
+
+def _type_of(dtype: np.dtype) -> ValueType:
+    for type, (_, known) in _NUMBERS.items():
+        if dtype == known:
+            return ValueType(type)
+    raise TypeError(f"numbers of dtype {dtype} are not part of the format")
+
+
+def _encode_array(values: list | tuple | np.ndarray, type: ValueType | None) -> bytes:
+    if not isinstance(values, np.ndarray) and len(values) and isinstance(values[0], str):
+        if not all(isinstance(value, str) for value in values):
+            raise TypeError("the elements of a list must be of one type")
+        type = ValueType.STRING if type is None else type
+    if type == ValueType.STRING:
+        payload = b"".join(_encode_string(value) for value in values)
+    else:
+        array = np.asarray(values)
+        if array.ndim != 1:
+            raise ValueError("an array must have one dimension")
+        if type is None and not isinstance(values, np.ndarray):
+            if not len(values):
+                raise TypeError("an empty list does not say its type: give it")
+            type = _list_type(array)
+        type = _type_of(array.dtype) if type is None else type
+        if type not in _NUMBERS:
+            raise TypeError(f"numbers cannot be {ValueType(type).name}")
+        stored = array.astype(_NUMBERS[type][1])
+        if stored.dtype.kind in "iub" and not np.array_equal(stored, array):
+            raise ValueError(f"the numbers do not fit in {ValueType(type).name}")
+        payload = stored.tobytes()
+    return struct.pack("<IIQ", ValueType.ARRAY, type, len(values)) + payload
+
+
+def _list_type(array: np.ndarray) -> ValueType:
+    if array.dtype.kind == "i":
+        fits = not len(array) or (array.min() >= -(1 << 31) and array.max() < 1 << 31)
+        return ValueType.INT32 if fits else ValueType.INT64
+    return ValueType.FLOAT32 if array.dtype.kind == "f" else _type_of(array.dtype)
+
+
+def _check_tensor(info: TensorInfo, data: np.ndarray) -> None:
+    """A mismatch of shape, size or dtype is found before anything is encoded."""
+    facts = TYPES[info.type]
+    if data.dtype == np.uint8:
+        if data.size != info.nbytes:
+            raise InvalidRequestError(f"tensor {info.name!r} takes {info.nbytes} bytes, not {data.size}.")
+    elif data.shape != info.shape[::-1]:
+        expected, found = list(info.shape[::-1]), list(data.shape)
+        raise InvalidRequestError(f"tensor {info.name!r} must have shape {expected}, not {found}.")
+    elif data.dtype != facts.block and not (info.type in ENCODABLE and data.dtype.kind == "f"):
+        raise InvalidRequestError(
+            f"tensor {info.name!r}: {data.dtype} values cannot be stored as {facts.name}."
+        )
+
+
+def _tensor_bytes(info: TensorInfo, data: np.ndarray) -> memoryview:
+    """The bytes that go into the file, encoded where they must be."""
+    _check_tensor(info, data)
+    if data.dtype not in (np.uint8, TYPES[info.type].block):
+        data = quantize(data, info.type)
+    return np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes a rename durable (POSIX; elsewhere a folder cannot be opened)."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -74,7 +74,7 @@ class GGMLType(IntEnum):
 class TypeFacts:
     """One row of the table of formats.
 
-    block: dtype of one block where its values can be decoded, else None (only sizes are known).
+    block: dtype of one block, or None where only the sizes are known.
     """
 
     name: str
@@ -152,7 +152,7 @@ TYPES: dict[GGMLType, TypeFacts] = {
     _T.Q6_K: TypeFacts("Q6_K", 256, 210, "6 bits, 8-bit scale per 16", _Q6_K),
     _T.IQ4_NL: TypeFacts("IQ4_NL", 32, 18, "4-bit codebook, one scale per 32", _Q4_0),
     _T.IQ4_XS: TypeFacts("IQ4_XS", 256, 136, "4-bit codebook, 6-bit scale per 32", _IQ4_XS),
-    # Sizes only: these are listed and copied, never computed with.
+    # These are listed and copied, never computed with.
     _T.Q8_1: TypeFacts("Q8_1", 32, 36, "8 bits, scale and sum per 32"),
     _T.Q8_K: TypeFacts("Q8_K", 256, 292, "8 bits, float32 scale per 256"),
     _T.IQ2_XXS: TypeFacts("IQ2_XXS", 256, 66, "2.06-bit lattice"),
@@ -165,11 +165,11 @@ TYPES: dict[GGMLType, TypeFacts] = {
     _T.TQ1_0: TypeFacts("TQ1_0", 256, 54, "ternary, 1.69 bits"),
     _T.TQ2_0: TypeFacts("TQ2_0", 256, 66, "ternary, 2.06 bits"),
     _T.MXFP4: TypeFacts("MXFP4", 32, 17, "4-bit float, shared exponent per 32"),
-    _T.I8: TypeFacts("I8", 1, 1, "int8"),
-    _T.I16: TypeFacts("I16", 1, 2, "int16"),
-    _T.I32: TypeFacts("I32", 1, 4, "int32"),
-    _T.I64: TypeFacts("I64", 1, 8, "int64"),
-    _T.F64: TypeFacts("F64", 1, 8, "float64"),
+    _T.I8: TypeFacts("I8", 1, 1, "int8", np.dtype("i1")),
+    _T.I16: TypeFacts("I16", 1, 2, "int16", np.dtype("<i2")),
+    _T.I32: TypeFacts("I32", 1, 4, "int32", np.dtype("<i4")),
+    _T.I64: TypeFacts("I64", 1, 8, "int64", np.dtype("<i8")),
+    _T.F64: TypeFacts("F64", 1, 8, "float64", np.dtype("<f8")),
 }
 
 
