@@ -1,0 +1,422 @@
+"""The step loop: which tokens run next, in which pages, and what becomes of their logits.
+
+`Engine.step()` is the whole loop. A sequence is a list of tokens of which the first `n_computed` are in the
+KV cache; whatever is missing is computed next. That one rule covers a new prompt, a chunk of a long one,
+decoding (one token is missing) and a sequence that lost its pages and starts again. Since the logits of a
+token never depend on its neighbours and each sequence draws from its own generator, none of this changes the
+text.
+
+The engine knows token ids only. It is driven by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Tokens
+from typing import Literal
+
+import numpy as np
+
+from hotset.backends.base import PAGE_SIZE, Backend, Batch
+from hotset.engine.kv_cache import ROOT, PagePool
+from hotset.engine.sampler import Sampler, SamplingParams, TokenLogprobs
+from hotset.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+_MAX_LOGITS_BYTES = 64 << 20  # logits that one step hands to `score`
+
+
+class Sequence:
+    """One request on its way through the engine; made by `Engine.submit` and `Engine.score`.
+
+    tokens: prompt and generated token ids. n_prompt: how many of them are the prompt.
+    n_reused: prompt tokens found in the cache. logprobs: one entry per generated token, if asked for.
+    finish_reason: None while it runs; "stop" (a stop token, which is the last of `tokens`), "length"
+    (max_tokens or the end of the context), "cancelled", or "error" (then `error` holds the exception).
+    started, first_token, last_token: time.perf_counter() seconds; 0.0 until it happened.
+    """
+
+    __slots__ = (
+        "chain",
+        "error",
+        "finish_reason",
+        "first_output",
+        "first_token",
+        "last_token",
+        "logprobs",
+        "n_computed",
+        "n_prompt",
+        "n_registered",
+        "n_reused",
+        "n_tokens_max",
+        "on_logits",
+        "pages",
+        "reuse_prefix",
+        "sampler",
+        "slot",
+        "started",
+        "stop_ids",
+        "tokens",
+    )
+
+    def __init__(self, tokens: list[int], sampler: Sampler | None, n_tokens_max: int) -> None:
+        self.tokens = tokens
+        self.n_prompt = len(tokens)
+        self.sampler = sampler
+        self.n_tokens_max = n_tokens_max
+        self.stop_ids: frozenset[int] = frozenset()
+        self.on_logits: Callable[[int, np.ndarray], None] | None = None
+        self.first_output = self.n_prompt - 1  # the first position whose logits are wanted
+        self.reuse_prefix = True
+        self.logprobs: list[TokenLogprobs] = []
+        self.finish_reason: FinishReason | None = None
+        self.error: Exception | None = None
+        self.n_reused = 0
+        self.n_computed = 0
+        self.pages: list[int] = []
+        self.n_registered = 0  # pages that other sequences can find, from the first on
+        self.chain = ROOT  # serial number of the last of them
+        self.slot = -1  # row of the page table while it runs
+        self.started = 0.0
+        self.first_token = 0.0
+        self.last_token = 0.0
+
+    @property
+    def generated(self) -> list[int]:
+        """The generated token ids so far (a copy)."""
+        return self.tokens[self.n_prompt :]
+
+    @property
+    def prompt_per_second(self) -> float:
+        """Prompt tokens computed (not reused) per second until the first generated token."""
+        seconds = self.first_token - self.started
+        return (self.n_prompt - self.n_reused) / seconds if seconds > 0 else 0.0
+
+    @property
+    def predicted_per_second(self) -> float:
+        """Generated tokens per second after the first; 0.0 before there is a second."""
+        seconds = self.last_token - self.first_token
+        return (len(self.tokens) - self.n_prompt - 1) / seconds if seconds > 0 else 0.0
+
+
+class Engine:
+    """Runs sequences on a backend, several at once.
+
+    n_ctx: tokens that one sequence may have, prompt and answer together.
+    max_sequences: how many run at once; the others wait for their turn.
+    Raises OutOfMemoryError when the cache of the backend cannot hold one whole context.
+    """
+
+    def __init__(self, backend: Backend, n_ctx: int, max_sequences: int = 16) -> None:
+        if n_ctx < 1 or max_sequences < 1:
+            raise InvalidRequestError(
+                f"n_ctx and max_sequences must be at least 1, not {n_ctx} and {max_sequences}"
+            )
+        max_pages = -(-n_ctx // PAGE_SIZE)
+        if backend.n_pages < max_pages:
+            raise OutOfMemoryError(
+                f"a context of {n_ctx} tokens needs {max_pages} pages of the KV cache, "
+                f"which has {backend.n_pages}; lower n_ctx to {backend.n_pages * PAGE_SIZE}"
+            )
+        self.backend = backend
+        self.n_ctx = n_ctx
+        self.pool = PagePool(backend.n_pages)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # oldest first: the last one is preempted when pages run out
+        self._slots = list(range(max_sequences - 1, -1, -1))
+        self._max_batch = backend.max_batch
+        self._max_outputs = max(1, _MAX_LOGITS_BYTES // (4 * backend.n_vocab))
+        self._tokens = np.zeros(self._max_batch, np.int32)
+        self._positions = np.zeros(self._max_batch, np.int32)
+        self._sequences = np.zeros(self._max_batch, np.int32)
+        self._outputs = np.zeros(self._max_batch, np.int32)
+        self._page_tables = np.full((max_sequences, max_pages), -1, np.int32)
+
+    # ---- requests ----
+
+    def submit(
+        self,
+        prompt: Tokens[int],
+        params: SamplingParams | None = None,
+        *,
+        stop_ids: Collection[int] = (),
+        reuse_prefix: bool = True,
+    ) -> Sequence:
+        """Queues a prompt for generation; call `step` until its `finish_reason` is set.
+
+        stop_ids: tokens that end the answer. reuse_prefix: False computes the whole prompt again.
+        Raises ContextLengthError when the prompt and one token do not fit, InvalidRequestError for a token id
+        outside the vocabulary.
+        """
+        params = params or SamplingParams()
+        tokens = self._checked(prompt)
+        if len(tokens) >= self.n_ctx:
+            raise ContextLengthError(
+                f"the prompt has {len(tokens)} tokens and leaves no room for an answer in the context of "
+                f"{self.n_ctx}; shorten it or load the model with a larger n_ctx"
+            )
+        forbidden = stop_ids if params.ignore_eos else ()
+        sampler = Sampler(params, self.backend.n_vocab, tokens, forbidden)
+        n_tokens_max = self.n_ctx
+        if params.max_tokens is not None:
+            n_tokens_max = min(n_tokens_max, len(tokens) + params.max_tokens)
+        sequence = Sequence(tokens, sampler, n_tokens_max)
+        sequence.stop_ids = frozenset(stop_ids)
+        sequence.reuse_prefix = reuse_prefix
+        self.waiting.append(sequence)
+        return sequence
+
+    def score(
+        self,
+        tokens: Tokens[int],
+        on_logits: Callable[[int, np.ndarray], None],
+        *,
+        first: int = 0,
+        reuse_prefix: bool = True,
+    ) -> Sequence:
+        """Queues tokens whose logits are wanted and after which nothing is generated.
+
+        on_logits(position, rows) is called in order with float32 rows [n, n_vocab] of positions position,
+        position + 1, ..., beginning at `first`; the rows are valid during the call. The sequence finishes with
+        "length". Raises ContextLengthError when the tokens do not fit.
+        """
+        checked = self._checked(tokens)
+        if len(checked) > self.n_ctx:
+            raise ContextLengthError(
+                f"{len(checked)} tokens do not fit in the context of {self.n_ctx}; "
+                "load the model with a larger n_ctx"
+            )
+        if not 0 <= first < len(checked):
+            raise InvalidRequestError(
+                f"the first scored position must be in [0, {len(checked)}), not {first}"
+            )
+        sequence = Sequence(checked, None, len(checked))
+        sequence.on_logits = on_logits
+        sequence.first_output = first
+        sequence.reuse_prefix = reuse_prefix
+        self.waiting.append(sequence)
+        return sequence
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Ends a sequence between two steps and frees its pages; a finished one stays as it is."""
+        if sequence.finish_reason is None:
+            self._finish(sequence, "cancelled")
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self.running or self.waiting)
+
+    # ---- the loop ----
+
+    def step(self) -> list[Sequence]:
+        """Runs one batch; returns the sequences that got a token, got logits, or ended.
+
+        When the backend fails, the sequences of the batch end with "error" and its exception is raised; the
+        others, and the engine, go on. After an interruption (Ctrl-C) every sequence can go on.
+        """
+        chunks = self._schedule()
+        if not chunks:
+            return []
+        batch = self._assemble(chunks)
+        try:
+            logits = self.backend.step(batch).logits
+        except Exception as error:
+            for sequence, _ in chunks:
+                self._fail(sequence, error)
+            raise
+        return self._collect(chunks, logits)
+
+    def _schedule(self) -> list[tuple[Sequence, int]]:
+        """Sequences of the next batch and how many tokens of each: decoding first, then prompts in chunks."""
+        if self.waiting:
+            self._admit()
+        budget = self._max_batch
+        chunks: list[tuple[Sequence, int]] = []
+        prompts: list[Sequence] = []
+        for sequence in self.running:
+            if len(sequence.tokens) - sequence.n_computed > 1:
+                prompts.append(sequence)
+            elif budget:
+                chunks.append((sequence, 1))
+                budget -= 1
+        for sequence in prompts:
+            if not budget:
+                break
+            n = min(len(sequence.tokens) - sequence.n_computed, budget)
+            if sequence.on_logits:  # whole rows of logits leave the step: bound their memory
+                n = min(n, max(sequence.first_output - sequence.n_computed, 0) + self._max_outputs)
+            chunks.append((sequence, n))
+            budget -= n
+        for sequence, n in chunks:
+            if sequence.slot >= 0 and len(sequence.pages) * PAGE_SIZE < sequence.n_computed + n:
+                self._grow(sequence, n)
+        return [chunk for chunk in chunks if chunk[0].slot >= 0]
+
+    def _admit(self) -> None:
+        """Lets waiting sequences run, in order, while there is a slot and room for what they must compute."""
+        while self.waiting and self._slots:
+            sequence = self.waiting[0]
+            reusable = min(sequence.first_output, len(sequence.tokens) - 1) if sequence.reuse_prefix else 0
+            pages, chain = self.pool.match(sequence.tokens, reusable // PAGE_SIZE)
+            n_missing = -(-len(sequence.tokens) // PAGE_SIZE) - len(pages)
+            # One spare page for each running sequence, lest the next of their pages throw this one out again.
+            if self.running and n_missing + len(self.running) > self.pool.n_available:
+                self.pool.release(pages)
+                return
+            self.waiting.popleft()
+            self.running.append(sequence)
+            sequence.slot = self._slots.pop()
+            sequence.pages = pages
+            sequence.chain = chain
+            sequence.n_registered = len(pages)
+            sequence.n_computed = len(pages) * PAGE_SIZE
+            self._page_tables[sequence.slot, : len(pages)] = pages
+            if not sequence.started:
+                sequence.started = time.perf_counter()
+                sequence.n_reused = sequence.n_computed
+
+    def _grow(self, sequence: Sequence, n: int) -> None:
+        """Gives a sequence the pages for `n` more tokens; the newest sequences lose theirs if need be."""
+        n_pages = -(-(sequence.n_computed + n) // PAGE_SIZE)
+        while len(sequence.pages) < n_pages:
+            page = self.pool.allocate()
+            if page is not None:
+                self._page_tables[sequence.slot, len(sequence.pages)] = page
+                sequence.pages.append(page)
+                continue
+            newest = self.running[-1]
+            self._leave(newest)
+            self.waiting.appendleft(newest)
+            if newest is sequence:
+                return
+
+    def _assemble(self, chunks: list[tuple[Sequence, int]]) -> Batch:
+        """The batch, as views of buffers that live as long as the engine."""
+        tokens, positions, sequences, outputs = self._tokens, self._positions, self._sequences, self._outputs
+        n_tokens = n_outputs = 0
+        for sequence, n in chunks:
+            start = sequence.n_computed
+            if n == 1:
+                tokens[n_tokens] = sequence.tokens[start]
+                positions[n_tokens] = start
+                sequences[n_tokens] = sequence.slot
+            else:
+                tokens[n_tokens : n_tokens + n] = sequence.tokens[start : start + n]
+                positions[n_tokens : n_tokens + n] = np.arange(start, start + n)
+                sequences[n_tokens : n_tokens + n] = sequence.slot
+            if sequence.on_logits:
+                first = max(sequence.first_output - start, 0)
+                if first < n:
+                    outputs[n_outputs : n_outputs + n - first] = np.arange(n_tokens + first, n_tokens + n)
+                    n_outputs += n - first
+            elif start + n == len(sequence.tokens):
+                outputs[n_outputs] = n_tokens + n - 1
+                n_outputs += 1
+            n_tokens += n
+        return Batch(
+            tokens[:n_tokens],
+            positions[:n_tokens],
+            sequences[:n_tokens],
+            self._page_tables,
+            outputs[:n_outputs],
+        )
+
+    def _collect(self, chunks: list[tuple[Sequence, int]], logits: np.ndarray) -> list[Sequence]:
+        """Samples, hands out logits, makes full pages findable and ends what is finished."""
+        now = time.perf_counter()
+        changed = []
+        row = 0
+        for sequence, n in chunks:
+            start, end = sequence.n_computed, sequence.n_computed + n
+            n_rows = 0
+            if sequence.on_logits:
+                n_rows = max(end - max(sequence.first_output, start), 0)
+            elif end == len(sequence.tokens):
+                n_rows = 1
+            rows = logits[row : row + n_rows]
+            row += n_rows
+            try:
+                # An interruption in here leaves n_computed behind: the chunk runs again, to the same bits.
+                if sequence.on_logits and n_rows:
+                    sequence.on_logits(end - n_rows, rows)
+                elif n_rows:
+                    self._append_token(sequence, rows[0], now)
+            except Exception as error:
+                self._fail(sequence, error)
+                changed.append(sequence)
+                continue
+            sequence.n_computed = end
+            if end // PAGE_SIZE > sequence.n_registered:
+                self._register_pages(sequence)
+            if sequence.on_logits:
+                if end == len(sequence.tokens):
+                    self._finish(sequence, "length")
+            elif n_rows:
+                if sequence.tokens[-1] in sequence.stop_ids:
+                    self._finish(sequence, "stop")
+                elif len(sequence.tokens) >= sequence.n_tokens_max:
+                    self._finish(sequence, "length")
+            if n_rows:
+                changed.append(sequence)
+        return changed
+
+    def _append_token(self, sequence: Sequence, logits: np.ndarray, now: float) -> None:
+        sampler = sequence.sampler
+        assert sampler is not None
+        token = sampler.sample(logits)
+        if sampler.params.logprobs is not None:
+            sequence.logprobs.append(sampler.logprobs(logits, token))
+        sampler.accept(token)
+        sequence.tokens.append(token)
+        sequence.last_token = now
+        if not sequence.first_token:
+            sequence.first_token = now
+
+    def _register_pages(self, sequence: Sequence) -> None:
+        for i in range(sequence.n_registered, sequence.n_computed // PAGE_SIZE):
+            tokens = sequence.tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
+            sequence.chain = self.pool.register(sequence.pages[i], sequence.chain, tokens)
+            sequence.n_registered = i + 1
+
+    # ---- ends ----
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Takes a running sequence out of the batch and frees its pages; its tokens remain."""
+        self.running.remove(sequence)
+        self.pool.release(sequence.pages)
+        self._page_tables[sequence.slot] = -1
+        self._slots.append(sequence.slot)
+        sequence.slot = -1
+        sequence.pages = []
+        sequence.n_computed = 0
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.finish_reason = reason
+        if sequence.slot >= 0:
+            self._leave(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        sequence.error = error
+        self._finish(sequence, "error")
+
+    def _checked(self, tokens: Tokens[int]) -> list[int]:
+        """Token ids as a list of int, each in the vocabulary."""
+        try:
+            checked = np.asarray(tokens)
+        except ValueError:  # lists of different lengths
+            checked = np.empty((0, 0))
+        if checked.ndim != 1 or not checked.size or checked.dtype.kind not in "iu":
+            raise InvalidRequestError("a prompt must be one or more token ids, whole numbers in a flat list")
+        outside = checked[(checked < 0) | (checked >= self.backend.n_vocab)]
+        if outside.size:
+            raise InvalidRequestError(
+                f"token {outside[0]} is not in the vocabulary of {self.backend.n_vocab} tokens"
+            )
+        result: list[int] = checked.tolist()
+        return result

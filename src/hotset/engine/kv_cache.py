@@ -1,0 +1,122 @@
+"""Pages of the KV cache: which are free, which are shared, which still hold a prefix worth reusing.
+
+The backend owns the memory; this module owns the numbering. A page holds PAGE_SIZE positions of one
+sequence. Only full pages are shared, and a full page never changes, so nothing is ever copied.
+
+A full page is found again by what was computed into it: the serial number of the page before it and its own
+token ids. The dictionary compares the whole key, so two prefixes that merely hash alike are never mixed up,
+and a serial number is never used twice, so a page whose parent was evicted can no longer be reached.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from hotset.backends.base import PAGE_SIZE
+from hotset.errors import InvalidRequestError
+
+ROOT = 0  # the serial number that stands before the first page of every sequence
+
+_Key = tuple[int, bytes]
+
+
+class PagePool:
+    """Hands out `n_pages` pages with reference counts; released prefixes stay until room is needed (LRU)."""
+
+    def __init__(self, n_pages: int) -> None:
+        if n_pages < 1:
+            raise InvalidRequestError(f"the KV cache needs at least one page, not {n_pages}")
+        self.n_pages = n_pages
+        self._empty = list(range(n_pages - 1, -1, -1))  # unused pages, the lowest on top
+        self._idle: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # unused, but a prefix can be found in them; LRU first
+        self._references = [0] * n_pages
+        self._keys: list[_Key | None] = [None] * n_pages
+        self._serials = [ROOT] * n_pages
+        self._pages: dict[_Key, int] = {}
+        self._next_serial = ROOT + 1
+
+    @property
+    def n_available(self) -> int:
+        """Pages that `allocate` could hand out now (unused ones, whether or not they hold a prefix)."""
+        return len(self._empty) + len(self._idle)
+
+    def allocate(self) -> int | None:
+        """A page for one sequence, taken from the least recently used prefix if need be; None if all are in use."""
+        if self._empty:
+            page = self._empty.pop()
+        elif self._idle:
+            page, _ = self._idle.popitem(last=False)
+            self._forget(page)
+        else:
+            return None
+        self._references[page] = 1
+        return page
+
+    def match(self, tokens: Sequence[int], max_pages: int) -> tuple[list[int], int]:
+        """The longest stored prefix of `tokens`, in whole pages, `max_pages` at most.
+
+        Returns the pages, each now referenced once more, and the serial number of the last (see `register`).
+        """
+        pages: list[int] = []
+        serial = ROOT
+        if max_pages <= 0 or not self._pages:
+            return pages, serial
+        data = np.asarray(tokens[: max_pages * PAGE_SIZE], dtype=np.int32)
+        for start in range(0, len(data) - PAGE_SIZE + 1, PAGE_SIZE):
+            page = self._pages.get((serial, data[start : start + PAGE_SIZE].tobytes()))
+            if page is None:
+                break
+            if self._references[page] == 0:
+                del self._idle[page]
+            self._references[page] += 1
+            pages.append(page)
+            serial = self._serials[page]
+        return pages, serial
+
+    def register(self, page: int, parent: int, tokens: Sequence[int]) -> int:
+        """Makes a page that was just filled with `tokens` findable after `parent`; returns its serial number.
+
+        Where another page already holds the same prefix, that one stays the one to find, and its number is
+        returned.
+        """
+        key = (parent, np.asarray(tokens, dtype=np.int32).tobytes())
+        known = self._pages.get(key)
+        if known is not None:
+            return self._serials[known]
+        self._pages[key] = page
+        self._keys[page] = key
+        self._serials[page] = self._next_serial
+        self._next_serial += 1
+        return self._serials[page]
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Drops one reference of each page, given in the order of the sequence.
+
+        The last page becomes the oldest: a prefix is evicted from its end, never from its beginning.
+        """
+        for page in reversed(list(pages)):
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                if self._keys[page] is None:
+                    self._empty.append(page)
+                else:
+                    self._idle[page] = None
+
+    def clear(self) -> None:
+        """Forgets every prefix; pages in use stay in use."""
+        for page in self._idle:
+            self._empty.append(page)
+        self._idle.clear()
+        for page in range(self.n_pages):
+            self._forget(page)
+
+    def _forget(self, page: int) -> None:
+        key = self._keys[page]
+        if key is not None:
+            del self._pages[key]
+            self._keys[page] = None

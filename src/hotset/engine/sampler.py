@@ -1,0 +1,267 @@
+"""From a row of logits to a token.
+
+The order is llama.cpp's: logit bias, penalties, top-k, top-p, min-p, temperature, draw. A vocabulary may have
+150,000 entries and a step 3 ms, so the few candidates are selected first and everything else is done on them,
+in float64. Each sampler draws from its own generator, exactly one number per token: what it returns never
+depends on the sequences beside it.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hotset.errors import HotsetError, InvalidRequestError
+
+_GROUP = 64
+_WHOLE = (int, np.integer)
+_REAL = (int, float, np.integer, np.floating)
+
+
+def top_k(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The k largest logits: indices by falling logit, ties by rising index, and their values."""
+    n = logits.size
+    if k <= n // _GROUP:
+        # The maxima of disjoint groups are distinct logits: their k-th largest is at most the k-th largest of
+        # all. Groups are columns, so that the maximum is taken over whole rows at once.
+        maxima = logits[: n - n % _GROUP].reshape(_GROUP, -1).max(axis=0)
+        bound = np.partition(maxima, len(maxima) - k)[len(maxima) - k]
+        candidates = np.flatnonzero(logits >= bound)
+    else:
+        candidates = np.arange(n)
+    order = np.argsort(-logits[candidates], kind="stable")[:k]
+    indices = candidates[order]
+    return indices, logits[indices]
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of the model's own probabilities (no bias, penalty or temperature)."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # the most likely (token, logprob), best first
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. The defaults are llama.cpp's.
+
+    temperature: 0 takes the most likely token. Applied last, as llama.cpp does.
+    top_k: keep the k most likely tokens; 0 keeps all.
+    top_p: keep the fewest tokens whose probabilities reach top_p; 1 keeps all.
+    min_p: keep tokens at least min_p times as likely as the most likely; 0 keeps all.
+    repetition_penalty: divides positive and multiplies negative logits of recent tokens; 1 is off.
+    frequency_penalty, presence_penalty: subtracted from the logit of a recent token, per occurrence and once.
+    penalty_last_n: how many tokens, of prompt and answer, are recent; -1 means all, 0 none.
+    logit_bias: token id → number added to its logit; -inf forbids the token.
+    seed: any integer from 0 to 2**64 - 1; None picks one (`Sampler.seed` tells which).
+    logprobs: None for none, n for those of the chosen token and of the n most likely.
+    max_tokens: None runs to the end of the context.
+    stop: strings that end the answer and are not part of it.
+    ignore_eos: forbids the tokens that would end the answer.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    penalty_last_n: int = 64
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    logprobs: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _check_real("temperature", self.temperature, 0)
+        _check_integer("top_k", self.top_k, 0)
+        _check_real("top_p", self.top_p, 0, 1)
+        _check_real("min_p", self.min_p, 0, 1)
+        _check_real("repetition_penalty", self.repetition_penalty, 0)
+        if self.repetition_penalty == 0:
+            raise InvalidRequestError("repetition_penalty must be greater than 0 (1 turns it off)")
+        _check_real("frequency_penalty", self.frequency_penalty)
+        _check_real("presence_penalty", self.presence_penalty)
+        _check_integer("penalty_last_n", self.penalty_last_n, -1)
+        if self.seed is not None:
+            _check_integer("seed", self.seed, 0, 2**64 - 1)
+        if self.logprobs is not None:
+            _check_integer("logprobs", self.logprobs, 0)
+        if self.max_tokens is not None:
+            _check_integer("max_tokens", self.max_tokens, 1)
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if not all(isinstance(text, str) and text for text in stop):
+            raise InvalidRequestError("stop must be a string or a list of strings, none of them empty")
+        object.__setattr__(self, "stop", stop)
+        bias: dict[int, float] = {}
+        for token, value in dict(self.logit_bias or {}).items():
+            if isinstance(token, str) and token.isdecimal():  # JSON has no other keys
+                token = int(token)
+            _check_integer("the token id in logit_bias", token, 0)
+            if not isinstance(value, _REAL) or math.isnan(value) or value == math.inf:
+                raise InvalidRequestError(
+                    f"logit_bias of token {token} must be a number below infinity, not {value!r}"
+                )
+            bias[int(token)] = float(value)
+        object.__setattr__(self, "logit_bias", bias)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether any penalty can change a logit."""
+        return self.penalty_last_n != 0 and (
+            self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+        )
+
+
+def _check_real(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, _REAL) or not math.isfinite(value):
+        raise InvalidRequestError(f"{name} must be a finite number, not {value!r}")
+    if not low <= value <= high:
+        span = f"between {low} and {high}" if high < math.inf else f"at least {low}"
+        raise InvalidRequestError(f"{name} must be {span}, not {value!r}")
+
+
+def _check_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, _WHOLE):
+        raise InvalidRequestError(f"{name} must be a whole number, not {value!r}")
+    if value < low or (high is not None and value > high):
+        span = f"between {low} and {high}" if high is not None else f"at least {low}"
+        raise InvalidRequestError(f"{name} must be {span}, not {value!r}")
+
+
+class Sampler:
+    """Chooses the tokens of one sequence.
+
+    tokens: the prompt, which the penalties count. forbidden: token ids that are never chosen.
+    """
+
+    def __init__(
+        self, params: SamplingParams, n_vocab: int, tokens: Iterable[int] = (), forbidden: Iterable[int] = ()
+    ) -> None:
+        self.params = params
+        self.seed = secrets.randbits(64) if params.seed is None else int(params.seed)
+        bias = dict(params.logit_bias) | dict.fromkeys(forbidden, -math.inf)
+        for token in bias:
+            if token >= n_vocab:
+                raise InvalidRequestError(
+                    f"token {token} in logit_bias is not in the vocabulary of {n_vocab} tokens"
+                )
+        self._random = np.random.Generator(np.random.Philox(self.seed)).random
+        self._bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
+        self._bias = np.fromiter(bias.values(), np.float32, len(bias))
+        self._recent: deque[int] = deque(maxlen=params.penalty_last_n if params.penalty_last_n >= 0 else None)
+        self._counts: Counter[int] = Counter()
+        self._adjusts = bool(bias) or params.penalizes
+        self._scratch = np.empty(n_vocab if self._adjusts else 0, np.float32)
+        for token in tokens:
+            self.accept(token)
+
+    def accept(self, token: int) -> None:
+        """Counts a token of the sequence for the penalties."""
+        if not self.params.penalizes:
+            return
+        if len(self._recent) == self._recent.maxlen:
+            oldest = self._recent[0]
+            self._counts[oldest] -= 1
+            if not self._counts[oldest]:
+                del self._counts[oldest]
+        self._recent.append(token)
+        self._counts[token] += 1
+
+    def sample(self, logits: np.ndarray) -> int:
+        """The next token, from float32 logits [n_vocab], which are left as they are."""
+        if self._adjusts:
+            logits = self._adjusted(logits)
+        if self.params.temperature == 0:
+            token = int(np.argmax(logits))
+            if not logits[token] > -math.inf:
+                raise _no_choice(float(logits[token]))
+            return token
+        ids, logits = self._candidates(logits)
+        cumulative = np.exp(logits / self.params.temperature).cumsum()
+        # A float below 1 times the total can round up to the total, past the last candidate.
+        drawn = int(cumulative.searchsorted(self._random() * cumulative[-1], side="right"))
+        return int(ids[min(drawn, len(ids) - 1)])
+
+    def logprobs(self, logits: np.ndarray, token: int) -> TokenLogprobs:
+        """What the model itself thought of `token` and of the most likely ones, from unmodified logits."""
+        log_total = log_sum_exp(logits)
+        top: tuple[tuple[int, float], ...] = ()
+        if self.params.logprobs:
+            ids, values = top_k(logits, min(self.params.logprobs, logits.size))
+            top = tuple(zip(ids.tolist(), (values - log_total).tolist(), strict=True))
+        return TokenLogprobs(token, float(logits[token]) - log_total, top)
+
+    def _adjusted(self, logits: np.ndarray) -> np.ndarray:
+        """A copy with bias and penalties applied."""
+        params = self.params
+        adjusted = self._scratch
+        np.copyto(adjusted, logits)
+        adjusted[self._bias_ids] += self._bias
+        if self._counts:
+            ids = np.fromiter(self._counts.keys(), np.int64, len(self._counts))
+            counts = np.fromiter(self._counts.values(), np.float32, len(self._counts))
+            values = adjusted[ids]
+            penalty = np.float32(params.repetition_penalty)
+            values = np.where(values > 0, values / penalty, values * penalty)
+            adjusted[ids] = (
+                values - counts * np.float32(params.frequency_penalty) - np.float32(params.presence_penalty)
+            )
+        return adjusted
+
+    def _candidates(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids that survive top-k, top-p and min-p, and their logits less the largest, float64."""
+        params = self.params
+        log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
+        total = None
+        if 0 < params.top_k < logits.size:
+            ids, values = top_k(logits, params.top_k)
+            if not len(ids) or not values[0] > -math.inf:
+                raise _no_choice(float(values[0]) if len(ids) else math.nan)
+            relative = values.astype(np.float64)
+            relative -= relative[0]
+        else:
+            largest = logits.max()
+            if not largest > -math.inf:
+                raise _no_choice(float(largest))
+            relative = logits - largest
+            cut = log_min_p
+            if params.top_p < 1:
+                # All tokens less likely than (1 - top_p) / n together do not reach 1 - top_p: never needed.
+                total = float(np.exp(relative).sum())
+                cut = max(cut, math.log((1 - params.top_p) * total / logits.size))
+            if cut == -math.inf:
+                return np.arange(logits.size), relative.astype(np.float64)
+            ids = np.flatnonzero(relative >= cut - 1e-3)  # a margin for float32; the exact cut follows
+            relative = relative[ids].astype(np.float64)
+            order = np.argsort(-relative, kind="stable")
+            ids, relative = ids[order], relative[order]
+        n = len(ids)
+        if params.top_p < 1:
+            cumulative = np.exp(relative).cumsum()
+            n = int(cumulative.searchsorted(params.top_p * (total or cumulative[-1]))) + 1
+        if params.min_p > 0:
+            n = min(n, int((-relative).searchsorted(-log_min_p, side="right")))
+        return ids[:n], relative[:n]
+
+
+def log_sum_exp(logits: np.ndarray) -> float:
+    """log(sum(exp(logits))) of one row, accumulated in float64."""
+    largest = float(logits.max())
+    return largest + math.log(float(np.exp(logits - np.float32(largest)).sum(dtype=np.float64)))
+
+
+def _no_choice(largest: float) -> HotsetError:
+    if math.isnan(largest):
+        return HotsetError("the model computed logits that are not numbers; the file may be damaged")
+    return InvalidRequestError("logit_bias forbids every token of the vocabulary")

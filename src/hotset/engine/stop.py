@@ -1,0 +1,46 @@
+"""Stop strings, matched over streamed text: nothing that may still become one is let out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Watches a stream of text for the first stop string, across the borders of its pieces.
+
+    The string whose last character comes first wins, so the result does not depend on how the text is cut.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = tuple(stops)
+        self.stopped = False
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """Takes the next piece, returns the text that may be shown, sets `stopped` once a stop string ended."""
+        if not self.stops:
+            return text
+        if self.stopped:
+            return ""
+        text = self._held + text
+        found = [(start + len(stop), start) for stop in self.stops if (start := text.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            self._held = ""
+            return text[: min(found)[1]]
+        n_held = self._possible_start(text)
+        self._held = text[len(text) - n_held :]
+        return text[: len(text) - n_held]
+
+    def flush(self) -> str:
+        """The text still held back, once no more will come."""
+        held, self._held = self._held, ""
+        return held
+
+    def _possible_start(self, text: str) -> int:
+        """Length of the longest end of `text` that is the beginning of a stop string."""
+        longest = min(max(map(len, self.stops)) - 1, len(text))
+        for n in range(longest, 0, -1):
+            if any(stop.startswith(text[-n:]) for stop in self.stops):
+                return n
+        return 0

@@ -1,0 +1,63 @@
+"""A backend without a model, for the tests of the engine.
+
+It stores token ids in pages and reads them back through the page table, so a wrong page, position or order
+changes the logits. The logits of a token are a function of all tokens up to it and of nothing else.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hotset.backends.base import PAGE_SIZE, Batch, StepResult
+
+
+class FakeBackend:
+    name = "fake"
+
+    def __init__(self, n_vocab: int = 97, n_pages: int = 64, max_batch: int = 128, peak: float = 3.0) -> None:
+        self.n_vocab = n_vocab
+        self.n_pages = n_pages
+        self.max_batch = max_batch
+        self.peak = peak
+        self.cache = np.full((n_pages, PAGE_SIZE), -1, np.int64)
+        self.n_tokens_seen = 0
+        self.batches: list[int] = []
+        self.fail_at_step: int | None = None
+        self.closed = False
+
+    def step(self, batch: Batch) -> StepResult:
+        if self.fail_at_step == len(self.batches):
+            self.fail_at_step = None
+            raise RuntimeError("the fake backend was told to fail")
+        n = len(batch.tokens)
+        assert 0 < n <= self.max_batch
+        assert all(
+            a.dtype == np.int32 for a in (batch.tokens, batch.positions, batch.sequences, batch.outputs)
+        )
+        assert (np.diff(batch.outputs) > 0).all()
+        self.n_tokens_seen += n
+        self.batches.append(n)
+        for token, position, sequence in zip(batch.tokens, batch.positions, batch.sequences, strict=True):
+            page = batch.page_tables[sequence, position // PAGE_SIZE]
+            assert 0 <= page < self.n_pages
+            self.cache[page, position % PAGE_SIZE] = token
+        logits = np.empty((len(batch.outputs), self.n_vocab), np.float32)
+        for row, output in enumerate(batch.outputs):
+            pages = batch.page_tables[batch.sequences[output]]
+            n_seen = int(batch.positions[output]) + 1
+            seen = self.cache[pages[: -(-n_seen // PAGE_SIZE)]].reshape(-1)[:n_seen]
+            assert (seen >= 0).all()
+            logits[row] = fake_logits(seen, self.n_vocab, self.peak)
+        return StepResult(logits)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def fake_logits(tokens: np.ndarray, n_vocab: int, peak: float = 3.0) -> np.ndarray:
+    """The logits after `tokens`, float32 [n_vocab]: random numbers seeded by all of them."""
+    mixed = (np.asarray(tokens, np.uint64) + np.uint64(1)) * (
+        np.arange(len(tokens), dtype=np.uint64) * 2654435761 + 97
+    )
+    seed = int(mixed.sum() % np.uint64(2**63))
+    return (np.random.default_rng(seed).standard_normal(n_vocab) * peak).astype(np.float32)
