@@ -1,0 +1,506 @@
+"""From text to token ids and back, with nothing but the metadata of a GGUF file.
+
+The libraries do the tokenizing: `tokenizers` for byte-level BPE (tokenizer.ggml.model = "gpt2") and
+`sentencepiece` for SentencePiece BPE ("llama"). What is here is what a GGUF file leaves to its reader:
+building the library's model from pieces, scores, merges and types; cutting special tokens out of the text;
+BOS and EOS; and turning ids back into bytes, which may split a character and so are decoded with care.
+"""
+
+import codecs
+import re
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+
+from ..errors import TokenizerError
+from .pretokenizers import pre_tokenizer
+
+# Values of tokenizer.ggml.token_type; they are SentencePiece's own.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+
+# Tokens that end a generation by their text, whatever the file's keys say: many files name only one of
+# several (Llama 3: eos is <|end_of_text|>, but a turn ends with <|eot_id|>). Texts that nobody writes by
+# chance count whatever their type, since converters often left these tokens as normal ones; ...
+_END_OF_GENERATION = frozenset(
+    [
+        "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+        "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_utterance>",
+        "<|tool_response>", "<｜end▁of▁sentence｜>",
+        # fill-in-the-middle: the end of a file or of a repository
+        "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>",
+        "<|file_sep|>",
+    ]
+)  # fmt: skip
+# ... these only as control or user-defined tokens: in Qwen's vocabulary "</s>" is a piece of HTML.
+_END_OF_GENERATION_IF_SPECIAL = frozenset(
+    [
+        "</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>", "<turn|>", "[e~[", "<PAD>", "[PAD]", "<REPO>",
+        "<reponame>",
+    ]
+)  # fmt: skip
+
+# Tokens of OpenAI's harmony format that a program must see in the output, although files type them control.
+_HARMONY_VISIBLE = frozenset(["<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"])
+
+_KNOWN_TEXTS = _END_OF_GENERATION | _END_OF_GENERATION_IF_SPECIAL | _HARMONY_VISIBLE
+
+_SPACE = "\u2581"  # SentencePiece's visible space
+
+
+class Tokenizer:
+    """Text ↔ token ids. Made by `load_tokenizer`; immutable, and safe to use from several threads.
+
+    tokens: piece text of every id, as the file spells it (byte-level BPE: in GPT-2's alphabet of bytes).
+    bos_id, eos_id: None where the file has none.
+    stop_ids: every id that ends a generation (eos, eot, eom, and well-known end-of-turn tokens).
+    add_bos, add_eos: what `encode(add_special=True)` adds.
+    """
+
+    def __init__(
+        self, metadata: Mapping[str, Any], *, bos: int | None, eos: int | None, add_bos: bool
+    ) -> None:
+        self.tokens: list[str] = _strings(metadata, "tokenizer.ggml.tokens")
+        n = len(self.tokens)
+        if n == 0:
+            raise TokenizerError(
+                "The file's vocabulary (tokenizer.ggml.tokens) is empty: fetch or convert it again."
+            )
+        self.types = _types(metadata, self.tokens)
+        self.bos_id = _special_id(metadata, "bos_token_id", n, bos)
+        self.eos_id = _special_id(metadata, "eos_token_id", n, eos)
+        self.unk_id = _special_id(metadata, "unknown_token_id", n, None)
+        self.pad_id = _special_id(metadata, "padding_token_id", n, None)
+        self.eot_id = _special_id(metadata, "eot_token_id", n, None)
+        self.eom_id = _special_id(metadata, "eom_token_id", n, None)
+        self.add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos))
+        self.add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
+        for wanted, id, name in ((self.add_bos, self.bos_id, "bos"), (self.add_eos, self.eos_id, "eos")):
+            if wanted and id is None:
+                raise TokenizerError(
+                    f"The file asks for {name.upper()} around every text but names no valid id for it "
+                    f"(tokenizer.ggml.{name}_token_id): set it, or tokenizer.ggml.add_{name}_token to false."
+                )
+        self.stop_ids = self._find_stop_ids()
+        # Texts that are one token wherever they stand. User-defined ones always (runs of spaces in code
+        # models, say); control tokens only where special tokens are parsed, so that a user cannot write them.
+        self._user_defined = self._ids_of(_USER_DEFINED)
+        self._special = self._user_defined | self._ids_of(_CONTROL) | self._ids_of(_UNKNOWN)
+
+    # --- text → ids
+
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """The ids of `text`.
+
+        add_special: add BOS and EOS as the file says (a rendered chat template brings its own: False there).
+        parse_special: special tokens spelled in `text` become their ids. Only for text that is trusted, such
+            as a rendered chat template; otherwise they are text like any other.
+        """
+        text = _without_surrogates(text)
+        ids: list[int] = [self.bos_id] if add_special and self.add_bos and self.bos_id is not None else []
+        splitter = self._special_splitter if parse_special else self._user_defined_splitter
+        specials = self._special if parse_special else self._user_defined
+        after_special = True
+        for i, part in enumerate(splitter.split(text) if splitter else [text]):
+            if i % 2:  # re.split with one group: the odd ones are the matches
+                ids.append(specials[part])
+                after_special = True
+            elif part:
+                ids += self._encode_plain(part, after_special)
+                after_special = False
+        if add_special and self.add_eos and self.eos_id is not None:
+            ids.append(self.eos_id)
+        return ids
+
+    def _encode_plain(self, text: str, after_special: bool) -> list[int]:
+        """The ids of `text` (not empty), which holds no special token.
+
+        after_special: it begins the whole text or follows a special token.
+        """
+        raise NotImplementedError
+
+    # --- ids → text
+
+    def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
+        """The text of `ids`: the inverse of `encode`. Bytes that are not UTF-8 become U+FFFD.
+
+        skip_special: leave out control tokens. To decode the continuation of a prompt, use `stream`, which
+        keeps the space that a SentencePiece text begins with.
+        """
+        return b"".join(self._whole_text_bytes(ids, skip_special)).decode("utf-8", "replace")
+
+    def _whole_text_bytes(self, ids: Iterable[int], skip_special: bool) -> Iterable[bytes]:
+        return (self.token_bytes(id) for id in ids if not (skip_special and self.is_special(id)))
+
+    def stream(self, skip_special: bool = False) -> "StreamDecoder":
+        """A decoder for ids that come one by one."""
+        return StreamDecoder(self, skip_special)
+
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes that `id` stands for (not always whole characters; a special token's spell its name).
+
+        Raises TokenizerError for an id outside the vocabulary.
+        """
+        if not 0 <= id < len(self.tokens):
+            raise TokenizerError(f"Token id {id} is outside the vocabulary of {len(self.tokens)} tokens.")
+        kind = self.types[id]
+        piece = self.tokens[id]
+        if kind == _UNUSED:
+            return b""
+        if kind == _BYTE:
+            return bytes([int(piece[3:5], 16)])
+        if kind in (_CONTROL, _UNKNOWN):
+            return _utf8(piece)
+        return self._piece_bytes(piece, user_defined=kind == _USER_DEFINED)
+
+    def _piece_bytes(self, piece: str, user_defined: bool) -> bytes:
+        raise NotImplementedError
+
+    # --- the vocabulary
+
+    @property
+    def n_vocab(self) -> int:
+        """How many ids there are. The model's output may be longer (padding)."""
+        return len(self.tokens)
+
+    @cached_property
+    def vocabulary(self) -> dict[str, int]:
+        """Piece text, as the file spells it → id (`tokens` is the way back)."""
+        return {piece: id for id, piece in enumerate(self.tokens)}
+
+    def is_special(self, id: int) -> bool:
+        """Whether `id` is a control token (or the unknown one), which a reader of the text should not see."""
+        return bool(self.types[id] in (_CONTROL, _UNKNOWN))
+
+    def piece(self, id: int | None) -> str:
+        """The spelling of a special token, "" for None: what chat templates call `bos_token`."""
+        return "" if id is None else self.tokens[id]
+
+    def _ids_of(self, kind: int) -> dict[str, int]:
+        ids = np.flatnonzero(self.types == kind).tolist()
+        return {self.tokens[id]: id for id in ids if self.tokens[id]}
+
+    def _find_stop_ids(self) -> frozenset[int]:
+        """Also mends the types of tokens whose text says what they are."""
+        known = {piece: id for id, piece in enumerate(self.tokens) if piece in _KNOWN_TEXTS}
+        stops = {
+            piece: id
+            for piece, id in known.items()
+            if piece in _END_OF_GENERATION
+            or (piece in _END_OF_GENERATION_IF_SPECIAL and self.types[id] in (_CONTROL, _USER_DEFINED))
+        }
+        # harmony and its kin: <|end|> ends a message, not the answer
+        if stops.keys() >= {"<|return|>", "<|call|>", "<|end|>"} or stops.keys() >= {
+            "<|calls|>",
+            "<|flush|>",
+            "<|end|>",
+        }:
+            self.types[stops.pop("<|end|>")] = _USER_DEFINED
+        self.types[list(stops.values())] = _CONTROL
+        self.types[[known[piece] for piece in _HARMONY_VISIBLE & known.keys()]] = _USER_DEFINED
+        named = {id for id in (self.eos_id, self.eot_id, self.eom_id) if id is not None}
+        return frozenset(stops.values()) | named
+
+    @cached_property
+    def _special_splitter(self) -> re.Pattern[str] | None:
+        return _splitter(self._special)
+
+    @cached_property
+    def _user_defined_splitter(self) -> re.Pattern[str] | None:
+        return _splitter(self._user_defined)
+
+
+class BytePairTokenizer(Tokenizer):
+    """Byte-level BPE: every byte is a letter of GPT-2's alphabet; pairs merge in the order of the merges."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        row = pre_tokenizer(str(metadata.get("tokenizer.ggml.pre", "")))
+        super().__init__(
+            metadata, bos=None, eos=None, add_bos=row.add_bos and "tokenizer.ggml.bos_token_id" in metadata
+        )
+        merges = _strings(metadata, "tokenizer.ggml.merges")
+        vocab = {piece: id for id, piece in enumerate(self.tokens)}
+        # Control tokens are no words of the model: text must never become one by merging.
+        for piece in ("", *self._ids_of(_CONTROL), *self._ids_of(_UNKNOWN)):
+            vocab.pop(piece, None)
+
+        from tokenizers import Regex
+        from tokenizers import Tokenizer as HFTokenizer
+        from tokenizers.models import BPE
+        from tokenizers.pre_tokenizers import ByteLevel, Split
+        from tokenizers.pre_tokenizers import Sequence as PreTokenizers
+
+        pairs: Any = [tuple(merge.split(" ", 1)) for merge in merges]
+        try:
+            model = BPE(vocab, pairs, ignore_merges=row.ignore_merges)
+        except Exception:
+            # Some files have merges of tokens that were cut from the vocabulary, or pieces that are not text.
+            # The library wants neither; the merges could only lead to tokens that are not there.
+            vocab = {piece: id for piece, id in vocab.items() if _is_text(piece)}
+            pairs = [
+                p for p in pairs if len(p) == 2 and p[0] in vocab and p[1] in vocab and "".join(p) in vocab
+            ]
+            model = BPE(vocab, pairs, ignore_merges=row.ignore_merges)
+        self._library = HFTokenizer(model)
+        cuts: list[Any] = [Split(Regex(pattern), "isolated") for pattern in row.patterns]
+        self._library.pre_tokenizer = PreTokenizers(
+            [*cuts, ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
+
+    def _encode_plain(self, text: str, after_special: bool) -> list[int]:
+        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _piece_bytes(self, piece: str, user_defined: bool) -> bytes:
+        if user_defined:
+            return _utf8(piece)
+        try:
+            return bytes([_BYTE_OF_LETTER[letter] for letter in piece])
+        except KeyError:  # a piece in plain text, as some added tokens are
+            return _utf8(piece)
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """SentencePiece BPE: the pair whose union has the best score merges first; bytes are the fallback."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        super().__init__(metadata, bos=1, eos=2, add_bos=True)
+        n = self.n_vocab
+        scores = np.asarray(metadata.get("tokenizer.ggml.scores", ()), dtype="<f4")
+        if len(scores) < n:
+            raise TokenizerError(
+                f"The file has {n} tokens but {len(scores)} scores (tokenizer.ggml.scores), and "
+                "SentencePiece merges by score: fetch or convert it again."
+            )
+        self.add_space_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+
+        from sentencepiece import SentencePieceProcessor
+
+        try:
+            self._library = SentencePieceProcessor(
+                model_proto=_sentencepiece_model(self.tokens, scores[:n], self.types)
+            )
+        except (RuntimeError, ValueError, OSError) as error:
+            raise TokenizerError(
+                f"The file's SentencePiece vocabulary is not usable ({error}): fetch or convert it again."
+            ) from None
+
+    def _encode_plain(self, text: str, after_special: bool) -> list[int]:
+        if after_special and self.add_space_prefix:
+            text = " " + text
+        # An unknown piece that the library had to be given is no token of the file.
+        return [id for id in self._library.encode(text) if id < self.n_vocab]
+
+    def _whole_text_bytes(self, ids: Iterable[int], skip_special: bool) -> Iterable[bytes]:
+        # encode puts a space where a text begins and after a special token: take it away again there.
+        after_special = self.add_space_prefix
+        for id in ids:
+            piece = self.token_bytes(id)
+            if self.types[id] in (_CONTROL, _UNKNOWN, _USER_DEFINED):
+                after_special = self.add_space_prefix
+                if not (skip_special and self.is_special(id)):
+                    yield piece
+            else:
+                yield piece.removeprefix(b" ") if after_special else piece
+                after_special = False
+
+    def _piece_bytes(self, piece: str, user_defined: bool) -> bytes:
+        return _utf8(piece.replace(_SPACE, " "))
+
+
+class StreamDecoder:
+    """Turns ids into text as they come, holding back the bytes of a character that is not complete yet."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, id: int) -> str:
+        """The text that `id` completes: "" while a character is open, U+FFFD for bytes that are no text."""
+        piece = self._tokenizer.token_bytes(id)
+        if self._skip_special and self._tokenizer.is_special(id):
+            return ""
+        return self._utf8.decode(piece)
+
+    def flush(self) -> str:
+        """What was held back, as U+FFFD. The decoder is then as new."""
+        text = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        return text
+
+
+_KINDS: dict[str, Callable[[Mapping[str, Any]], Tokenizer]] = {
+    "gpt2": BytePairTokenizer,
+    "llama": SentencePieceTokenizer,
+}
+
+
+def load_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer that a GGUF file's metadata describes (keys `tokenizer.ggml.*`).
+
+    Arrays of numbers may be NumPy arrays or lists; strings that were not UTF-8 in the file hold their bytes
+    as surrogates (errors="surrogateescape"). Raises TokenizerError for a kind that is not supported or a
+    vocabulary that is damaged.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind is None:
+        raise TokenizerError(
+            "The file has no tokenizer (no key tokenizer.ggml.model): convert the model with one."
+        )
+    make = _KINDS.get(kind) if isinstance(kind, str) else None
+    if make is None:
+        raise TokenizerError(
+            f"The file's tokenizer is of kind {kind!r} (tokenizer.ggml.model), which this version cannot "
+            f"run: it knows {' and '.join(map(repr, _KINDS))} (byte-level BPE and SentencePiece BPE)."
+        )
+    return make(metadata)
+
+
+# --- reading hostile metadata
+
+
+def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
+    values = metadata.get(key)
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise TokenizerError(
+            f"The file's {key} is missing or not a list of strings: fetch or convert it again."
+        )
+    return values
+
+
+def _special_id(metadata: Mapping[str, Any], name: str, n_vocab: int, default: int | None) -> int | None:
+    """The id under tokenizer.ggml.<name>; one outside the vocabulary counts as absent, as everywhere."""
+    id = metadata.get(f"tokenizer.ggml.{name}", default)
+    return int(id) if isinstance(id, (int, np.integer)) and 0 <= id < n_vocab else None
+
+
+def _types(metadata: Mapping[str, Any], tokens: Sequence[str]) -> np.ndarray:
+    """The type of every token, (n_vocab,) uint8. Old files have none: all are normal but the byte pieces."""
+    stated = metadata.get("tokenizer.ggml.token_type")
+    if stated is None:
+        return np.array(
+            [_BYTE if _BYTE_PIECE.fullmatch(piece) else _NORMAL for piece in tokens], dtype=np.uint8
+        )
+    types = np.asarray(stated)
+    if types.ndim != 1 or len(types) < len(tokens) or types.dtype.kind not in "iu":
+        raise TokenizerError(
+            f"The file's tokenizer.ggml.token_type does not give a type for each of the {len(tokens)} "
+            "tokens: fetch or convert it again."
+        )
+    types = types[: len(tokens)]
+    types = np.where((types >= _NORMAL) & (types <= _BYTE), types, _NORMAL).astype(np.uint8)
+    for id in np.flatnonzero(types == _BYTE).tolist():
+        if not _BYTE_PIECE.fullmatch(tokens[id]):
+            types[id] = _NORMAL
+    return types
+
+
+_BYTE_PIECE = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+
+# --- text and bytes
+
+
+def _byte_letters() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for letters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_LETTER = _byte_letters()
+
+
+def _utf8(piece: str) -> bytes:
+    try:
+        return piece.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return piece.encode("utf-8", "replace")
+
+
+def _without_surrogates(text: str) -> str:
+    """`text` with surrogate pairs joined and lone surrogates, which no UTF-8 can hold, as U+FFFD."""
+    if _is_text(text):
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _splitter(specials: Mapping[str, int]) -> re.Pattern[str] | None:
+    """Finds the first special token in a text, the longest where several begin."""
+    if not specials:
+        return None
+    return re.compile(f"({'|'.join(map(re.escape, sorted(specials, key=len, reverse=True)))})")
+
+
+# --- SentencePiece's model file, written by hand: the library's own classes for it would need protobuf
+
+
+def _sentencepiece_model(tokens: Sequence[str], scores: np.ndarray, types: np.ndarray) -> bytes:
+    """A serialised sentencepiece.ModelProto (sentencepiece_model.proto) of a BPE model.
+
+    The library insists on pieces that are distinct and not empty, on exactly one unknown piece, and on all
+    256 byte pieces or none. What a file has beyond that can never come out of a text and is made a control
+    piece; if it has no unknown piece, one is appended with the id n_vocab.
+    """
+    byte_fallback = len({tokens[id].upper() for id in np.flatnonzero(types == _BYTE).tolist()}) == 256
+    seen = {b""}
+    has_unknown = False
+    out = []
+    for id, (piece, score, kind) in enumerate(zip(tokens, scores.tolist(), types.tolist(), strict=True)):
+        text = _utf8(piece)
+        if text in seen or not _is_text(piece):
+            text, kind = b"[hotset: piece %d]" % id, _CONTROL
+        if kind == _UNKNOWN:
+            kind = _CONTROL if has_unknown else _UNKNOWN
+            has_unknown = True
+        elif kind == _BYTE and not byte_fallback:
+            kind = _CONTROL
+        seen.add(text)
+        out.append(_piece_message(text, score, kind))
+    if not has_unknown:
+        out.append(_piece_message(b"[hotset: unknown]", 0.0, _UNKNOWN))
+    bpe = 2
+    trainer_spec = _varint_field(3, bpe) + _varint_field(35, byte_fallback)
+    # The text is used as it is: no Unicode normalisation, no squeezing of spaces; spaces become U+2581.
+    normalizer_spec = (
+        _bytes_field(1, b"identity")
+        + _varint_field(3, False)
+        + _varint_field(4, False)
+        + _varint_field(5, True)
+    )
+    return b"".join(out) + _bytes_field(2, trainer_spec) + _bytes_field(3, normalizer_spec)
+
+
+def _piece_message(text: bytes, score: float, kind: int) -> bytes:
+    return _bytes_field(
+        1, _bytes_field(1, text) + struct.pack("<Bf", 2 << 3 | 5, score) + _varint_field(3, kind)
+    )
+
+
+def _varint_field(number: int, value: int) -> bytes:
+    return _varint(number << 3) + _varint(value)
+
+
+def _bytes_field(number: int, value: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(value)) + value
+
+
+@cache
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
