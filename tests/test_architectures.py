@@ -1,0 +1,115 @@
+"""Every architecture against transformers: a tiny model with every parameter random gives the same logits.
+
+Each recipe of `tiny_models.RECIPES` is saved as a checkpoint, converted to GGUF in F32 and run by every
+backend as a whole prompt, in chunks, token by token and mixed with other sequences. Prompts are longer than
+the sliding windows (24) and the original contexts (32) of the recipes, and cross pages of the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotset.backends.base import PAGE_SIZE, Backend, Batch
+from hotset.backends.reference import ReferenceBackend
+from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.formats.hf import convert_hf
+from hotset.formats.quants import GGMLType
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+tiny_models = pytest.importorskip("tiny_models")
+
+TOLERANCE = 1e-4  # of the largest logit
+LENGTHS = (150, 90, 37)  # tokens of the sequences
+PAGES_EACH = 3
+BACKENDS: dict[str, Callable[..., Backend]] = {"reference": ReferenceBackend}
+
+
+@pytest.fixture(scope="module", params=tiny_models.RECIPES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """(open GGUF file, sequences of token ids, their logits by transformers)."""
+    recipe = tiny_models.RECIPES[request.param]
+    folder = tmp_path_factory.mktemp("checkpoint")
+    theirs = tiny_models.build(recipe)
+    tiny_models.save(recipe, theirs, folder)
+    convert_hf(folder, folder / "model.gguf", GGMLType.F32)
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, tiny_models.VOCABULARY, n) for n in LENGTHS]
+    with torch.no_grad():
+        expected = [theirs(torch.tensor(s)[None]).logits[0].numpy() for s in sequences]
+    with open_gguf(folder / "model.gguf") as gguf:
+        yield gguf, sequences, expected
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, model: Any) -> Iterator[Backend]:
+    backend = open_backend(request.param, model[0])
+    yield backend
+    backend.close()
+
+
+def open_backend(name: str, gguf: GGUFFile) -> Backend:
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    return BACKENDS[name](gguf, graph, n_pages=PAGES_EACH * len(LENGTHS), max_batch=256, kv_type="f32")
+
+
+def run(backend: Backend, sequences: Sequence[np.ndarray], plan: Sequence[Sequence[tuple[int, int]]]) -> list:
+    """Logits [n_tokens, n_vocab] of each sequence; plan: for each step, (sequence, number of tokens) pairs.
+
+    The pages of the sequences are interleaved, so that a page table is never the identity.
+    """
+    tables = np.arange(PAGES_EACH * len(sequences), dtype=np.int32).reshape(PAGES_EACH, -1).T[:, ::-1].copy()
+    done, logits = [0] * len(sequences), [[] for _ in sequences]
+    for step in plan:
+        tokens, positions, owners = [], [], []
+        for i, n in step:
+            tokens += sequences[i][done[i] : done[i] + n].tolist()
+            positions += range(done[i], done[i] + n)
+            owners += [i] * n
+            done[i] += n
+        arrays = (np.array(a, np.int32) for a in (tokens, positions, owners))
+        result = backend.step(Batch(*arrays, tables, np.arange(len(tokens), dtype=np.int32)))
+        for i in range(len(sequences)):
+            logits[i].append(result.logits[np.array(owners) == i].copy())
+    assert done == [len(s) for s in sequences]
+    return [np.concatenate(rows) for rows in logits]
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    assert found.shape == expected.shape
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def mixed_plan() -> list[list[tuple[int, int]]]:
+    """Prompts that start late and end early while others decode: 0 prefills, then all at different paces."""
+    plan = [[(0, 70)], [(0, 1), (1, 50)], [(1, 1), (2, 30), (0, 5)]]
+    plan += [[(2, 1), (0, 1), (1, 1)]] * 7
+    rest = [LENGTHS[0] - 83, LENGTHS[1] - 58, 0]
+    return [*plan, [(1, rest[1]), (0, rest[0])]]
+
+
+PLANS = {
+    "prefill": [[(i, n)] for i, n in enumerate(LENGTHS)],
+    "chunks": [[(i, min(23, n - at))] for i, n in enumerate(LENGTHS) for at in range(0, n, 23)],
+    "decode": [[(i, 1)] for i, n in enumerate(LENGTHS) for _ in range(n)],
+    "mixed": mixed_plan(),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_logits_match_transformers(model: Any, backend: Backend, plan: str) -> None:
+    _, sequences, expected = model
+    found = run(backend, sequences, PLANS[plan])
+    for i in range(len(sequences)):
+        assert relative_error(found[i], expected[i]) < TOLERANCE, f"sequence {i}"
+
+
+def test_prompts_cross_windows_contexts_and_pages() -> None:
+    assert LENGTHS[0] > 2 * PAGE_SIZE
+    assert min(LENGTHS) > max(tiny_models.ROPE_ORIGINAL, 24)

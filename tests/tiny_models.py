@@ -1,0 +1,168 @@
+"""Tiny Hugging Face models in which every parameter is random, saved as checkpoints.
+
+A fresh model has norms of one and biases of zero, and would hide a norm or a bias that is never read: here
+each parameter is drawn anew, with a spread that keeps activations near one. Needs torch and transformers;
+import it inside a fixture or after `pytest.importorskip`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+VOCABULARY = 320  # 256 bytes, a few merges, special tokens, and rows that pad the embedding
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-2,  # large enough that a wrong one shows
+    "bos_token_id": 300,
+    "eos_token_id": 301,
+    "attn_implementation": "eager",
+}
+ROPE_ORIGINAL = 32  # context before scaling: the tests run well past it
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A recipe: which transformers class, which deviations from SHAPE, what to patch after loading."""
+
+    kind: str  # of transformers' classes: "Llama" → LlamaConfig, LlamaForCausalLM
+    settings: dict[str, Any] = field(default_factory=dict)
+    patch: Callable[[torch.nn.Module], None] | None = None
+    written_as: dict[str, Any] = field(default_factory=dict)  # replaces entries of the saved config.json
+
+
+class DReLU(torch.nn.Module):
+    """Bamboo's FFN, down(relu(gate(x)) * relu(up(x))), around the three matrices of a llama's."""
+
+    def __init__(self, mlp: torch.nn.Module) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(torch.relu(self.gate_proj(x)) * torch.relu(self.up_proj(x)))
+
+
+class FATReLU(torch.nn.Module):
+    """ProSparse's activation: x if x >= 0.1 else 0."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.where(x >= 0.1, x, torch.zeros_like(x))
+
+
+def use_drelu(model: torch.nn.Module) -> None:
+    for layer in model.model.layers:
+        layer.mlp = DReLU(layer.mlp)
+
+
+def use_fatrelu(model: torch.nn.Module) -> None:
+    for layer in model.model.layers:
+        layer.mlp.act_fn = FATReLU()
+
+
+def rope(kind: str, factor: float = 4.0, **more: float) -> dict[str, Any]:
+    original = {} if kind == "linear" else {"original_max_position_embeddings": ROPE_ORIGINAL}
+    return {
+        "rope_parameters": {"rope_type": kind, "factor": factor, "rope_theta": 10000.0, **original, **more}
+    }
+
+
+LLAMA3 = rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0)
+WIDE_HEADS = {"head_dim": 32}  # 6 heads of 32 in a width of 96
+
+RECIPES: dict[str, TinyModel] = {
+    "llama": TinyModel("Llama"),
+    "llama-wide-heads": TinyModel("Llama", WIDE_HEADS),
+    "llama-biases": TinyModel("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama3-rope": TinyModel("Llama", {**WIDE_HEADS, **LLAMA3}),
+    "llama-linear-rope": TinyModel("Llama", rope("linear")),
+    "llama-yarn": TinyModel("Llama", rope("yarn")),
+    "llama-yarn-betas": TinyModel(
+        "Llama", {**WIDE_HEADS, **rope("yarn", beta_fast=8.0, beta_slow=2.0, attention_factor=1.3)}
+    ),
+    "llama-relu": TinyModel("Llama", {"hidden_act": "relu"}),
+    "prosparse": TinyModel(
+        "Llama", patch=use_fatrelu, written_as={"hidden_act": "fatrelu", "hidden_act_param": 0.1}
+    ),
+    "smollm": TinyModel(
+        "Llama", {"tie_word_embeddings": True, "num_attention_heads": 3, "num_key_value_heads": 1}
+    ),
+    "mistral-window": TinyModel("Mistral", {**WIDE_HEADS, "sliding_window": 24}),
+    "mistral-full": TinyModel("Mistral", {"sliding_window": None}),
+    "qwen2": TinyModel("Qwen2"),
+    "qwen2-window": TinyModel(
+        "Qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
+    ),
+    "qwen2-yarn": TinyModel("Qwen2", rope("yarn")),
+    "qwen3": TinyModel("Qwen3", WIDE_HEADS),
+    "qwen3-tied": TinyModel("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
+    "bamboo": TinyModel(
+        "Llama",
+        {"hidden_act": "relu", "num_key_value_heads": 3},
+        patch=use_drelu,
+        written_as={"architectures": ["BambooForCausalLM"], "model_type": "bamboo"},
+    ),
+}
+
+
+def build(recipe: TinyModel, seed: int = 0, **settings: Any) -> torch.nn.Module:
+    """The model of a recipe, in evaluation mode, every parameter drawn anew."""
+    config_class = getattr(transformers, f"{recipe.kind}Config")
+    model_class = getattr(transformers, f"{recipe.kind}ForCausalLM")
+    model = model_class(config_class(**{**SHAPE, **recipe.settings, **settings})).eval()
+    if recipe.patch is not None:
+        recipe.patch(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("norm.weight") or "layernorm" in name:
+                parameter.copy_(1 + 0.3 * noise)
+            elif name.endswith(".bias"):
+                parameter.copy_(0.3 * noise)
+            elif "embed_tokens" in name:
+                parameter.copy_(noise)
+            else:  # gains above one: attention is sharp, and the residual stream drowns no layer
+                parameter.copy_(1.5 * noise / parameter.shape[1] ** 0.5)
+    return model
+
+
+def save(recipe: TinyModel, model: torch.nn.Module, folder: Path, **how: Any) -> None:
+    """Writes config.json and safetensors (`how`: save_pretrained's options) and a byte-level tokenizer."""
+    model.save_pretrained(folder, **how)
+    config_path = folder / "config.json"
+    config_path.write_text(json.dumps(json.loads(config_path.read_text()) | recipe.written_as))
+    save_tokenizer(folder)
+
+
+def save_tokenizer(folder: Path) -> Tokenizer:
+    """A byte-level BPE tokenizer with a few merges (ids 0 to 259) and special tokens 300 to 302."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("i", "n")]
+    tokens = [*alphabet, *("".join(pair) for pair in merges)]
+    tokens += [f"<|unused_{i}|>" for i in range(len(tokens), 300)]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<|begin|>", "<|end|>"])
+    tokenizer.add_tokens(["<|user|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "bos_token": "<|begin|>",
+        "eos_token": {"content": "<|end|>"},
+        "add_bos_token": True,
+        "chat_template": "{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tokenizer
