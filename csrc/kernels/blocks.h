@@ -1,0 +1,136 @@
+// The quantised block formats of GGUF, one 32-weight block at a time, in plain scalar code.
+// Included inside a namespace (each instruction set compiles its own copy).
+//
+// Bit diagrams: lowest byte first; "16 x u8: hi|lo" means byte i holds weight i in its low nibble and weight
+// i + 16 in its high nibble.
+
+// Weight i of the block is (scale * sub_scale[i / 16]) * q[i] + min * sub_min[i / 16].
+struct Block32 {
+    int q[32];
+    float scale;
+    float min;
+    int sub_scale[2];
+    int sub_min[2];
+};
+
+constexpr int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+// Q4_K and Q5_K: eight 6-bit scales and minimums in 12 bytes.
+//   bytes 0..3: scale j = 0..3 in bits 0..5, top bits of scale j + 4 in bits 6..7
+//   bytes 4..7: min   j = 0..3 in bits 0..5, top bits of min   j + 4 in bits 6..7
+//   bytes 8..11: low nibble = low bits of scale j + 4, high nibble = low bits of min j + 4
+inline void unpack_scale_min(const uint8_t* s, int j, int* scale, int* min) {
+    if (j < 4) {
+        *scale = s[j] & 63;
+        *min = s[j + 4] & 63;
+    } else {
+        *scale = (s[j + 4] & 15) | (s[j - 4] >> 6) << 4;
+        *min = (s[j + 4] >> 4) | (s[j] >> 6) << 4;
+    }
+}
+
+// Q3_K: sixteen 6-bit scales, offset by 32, in 12 bytes.
+//   bytes 0..7: low nibble = low bits of scale j = 0..7, high nibble = low bits of scale j + 8
+//   bytes 8..11: bits 2(j / 4) .. +1 of byte 8 + j % 4 = high bits of scale j
+inline int unpack_scale_q3(const uint8_t* s, int j) {
+    const int low = j < 8 ? s[j] & 15 : s[j - 8] >> 4;
+    return (low | ((s[8 + j % 4] >> (2 * (j / 4))) & 3) << 4) - 32;
+}
+
+// Block `b` (32 weights) of a row.
+inline Block32 decode_block(Type type, const uint8_t* row, int64_t b) {
+    Block32 out = {{}, 0.0f, 0.0f, {1, 1}, {1, 1}};
+    const TypeFacts facts = type_facts(type);
+    const uint8_t* p = row + b / (facts.block_size / 32) * facts.block_bytes;
+    const int j = int(b % (facts.block_size / 32));  // which 32 of a super-block
+    switch (type) {
+        case Type::Q4_0:  // f16 d | 16 x u8: hi|lo
+            out.scale = load_f16(p);
+            for (int i = 0; i < 32; i++) out.q[i] = (i < 16 ? p[2 + i] & 15 : p[2 + i - 16] >> 4) - 8;
+            break;
+        case Type::Q4_1:  // f16 d | f16 m | 16 x u8: hi|lo
+            out.scale = load_f16(p);
+            out.min = load_f16(p + 2);
+            for (int i = 0; i < 32; i++) out.q[i] = i < 16 ? p[4 + i] & 15 : p[4 + i - 16] >> 4;
+            break;
+        case Type::Q5_0:  // f16 d | u32 fifth bits | 16 x u8: hi|lo
+        case Type::Q5_1: {  // f16 d | f16 m | u32 fifth bits | 16 x u8: hi|lo
+            const int at = type == Type::Q5_0 ? 2 : 4;
+            const uint32_t high = load_u32(p + at);
+            out.scale = load_f16(p);
+            if (type == Type::Q5_1) out.min = load_f16(p + 2);
+            for (int i = 0; i < 32; i++) {
+                const int low = i < 16 ? p[at + 4 + i] & 15 : p[at + 4 + i - 16] >> 4;
+                out.q[i] = (low | int(high >> i & 1) << 4) - (type == Type::Q5_0 ? 16 : 0);
+            }
+            break;
+        }
+        case Type::Q8_0:  // f16 d | 32 x i8
+            out.scale = load_f16(p);
+            for (int i = 0; i < 32; i++) out.q[i] = int8_t(p[2 + i]);
+            break;
+        case Type::IQ4_NL:  // f16 d | 16 x u8: hi|lo, indices into kIq4Values
+            out.scale = load_f16(p);
+            for (int i = 0; i < 32; i++) out.q[i] = kIq4Values[i < 16 ? p[2 + i] & 15 : p[2 + i - 16] >> 4];
+            break;
+        case Type::IQ4_XS: {  // f16 d | u16 high scale bits | 4 x u8 low scale bits | 8 x (16 x u8: hi|lo)
+            const int low = p[4 + j / 2] >> (4 * (j % 2)) & 15, high = load_u16(p + 2) >> (2 * j) & 3;
+            out.scale = load_f16(p) * float((low | high << 4) - 32);
+            const uint8_t* codes = p + 8 + 16 * j;
+            for (int i = 0; i < 32; i++) out.q[i] = kIq4Values[i < 16 ? codes[i] & 15 : codes[i - 16] >> 4];
+            break;
+        }
+        case Type::Q2_K: {  // 16 x u8: min|scale | 64 x u8: 2 bits of weights i, i + 32, i + 64, i + 96 | f16 d | f16 dmin
+            const uint8_t* codes = p + 16 + 32 * (j / 4);
+            out.scale = load_f16(p + 80);
+            out.min = -load_f16(p + 82);
+            for (int h = 0; h < 2; h++) {
+                out.sub_scale[h] = p[2 * j + h] & 15;
+                out.sub_min[h] = p[2 * j + h] >> 4;
+            }
+            for (int i = 0; i < 32; i++) out.q[i] = codes[i] >> (2 * (j % 4)) & 3;
+            break;
+        }
+        case Type::Q3_K: {  // 32 x u8 third bits | 64 x u8: 2 bits as in Q2_K | 12 x u8 scales | f16 d
+            const uint8_t* codes = p + 32 + 32 * (j / 4);
+            out.scale = load_f16(p + 108);
+            for (int h = 0; h < 2; h++) out.sub_scale[h] = unpack_scale_q3(p + 96, 2 * j + h);
+            for (int i = 0; i < 32; i++) out.q[i] = ((codes[i] >> (2 * (j % 4)) & 3) | (p[i] >> j & 1) << 2) - 4;
+            break;
+        }
+        case Type::Q4_K:    // f16 d | f16 dmin | 12 x u8 scales | 4 x (32 x u8: block 2j + 1 | block 2j)
+        case Type::Q5_K: {  // f16 d | f16 dmin | 12 x u8 scales | 32 x u8: bit j = fifth bit of block j | as Q4_K
+            const uint8_t* codes = p + (type == Type::Q4_K ? 16 : 48) + 32 * (j / 2);
+            int scale, min;
+            unpack_scale_min(p + 4, j, &scale, &min);
+            out.scale = load_f16(p) * float(scale);
+            out.min = -(load_f16(p + 2) * float(min));
+            for (int i = 0; i < 32; i++) {
+                out.q[i] = codes[i] >> (4 * (j % 2)) & 15;
+                if (type == Type::Q5_K) out.q[i] |= (p[16 + i] >> j & 1) << 4;
+            }
+            break;
+        }
+        case Type::Q6_K: {  // 128 x u8 low nibbles | 64 x u8 high 2 bits | 16 x i8 scales | f16 d
+            // Of each 128 weights: low nibbles of bytes 0..63 are weights 0..63, high nibbles 64..127.
+            const uint8_t* low = p + 64 * (j / 4) + 32 * (j % 2);
+            const uint8_t* high = p + 128 + 32 * (j / 4);
+            out.scale = load_f16(p + 208);
+            for (int h = 0; h < 2; h++) out.sub_scale[h] = int8_t(p[192 + 2 * j + h]);
+            for (int i = 0; i < 32; i++)
+                out.q[i] = ((low[i] >> (j % 4 / 2 * 4) & 15) | (high[i] >> (2 * (j % 4)) & 3) << 4) - 32;
+            break;
+        }
+        case Type::F32:
+        case Type::F16:
+        case Type::BF16: break;  // not blocks
+    }
+    return out;
+}
+
+constexpr bool has_min(Type type) {
+    return type == Type::Q4_1 || type == Type::Q5_1 || type == Type::Q2_K || type == Type::Q4_K || type == Type::Q5_K;
+}
+
+// Sub-blocks of 16 weights with integer scales: their products are summed as integers.
+constexpr bool has_sub_blocks(Type type) { return type == Type::Q2_K || type == Type::Q3_K || type == Type::Q6_K; }

@@ -1,0 +1,461 @@
+// Everything in float, written once over the sixteen lanes `V` of an instruction set, and so equal to the bit
+// on all of them. Included inside the namespace of an instruction set, after its simd_*.h.
+
+inline int imin(int64_t a, int64_t b) { return int(a < b ? a : b); }
+inline int imax(int64_t a, int64_t b) { return int(a > b ? a : b); }
+
+// e^x to about one unit in the last place; 0 below -88, exactly 1 at 0.
+inline V exp(V x) {
+    x = max(x, V::set(-88.5f));
+    x = min(x, V::set(89.0f));
+    V n = max(round(x * V::set(1.44269504f)), V::set(-127.0f));
+    V r = fma(n, V::set(-0.693359375f), x);  // ln 2 in two parts, so that r is exact
+    r = fma(n, V::set(2.12194440e-4f), r);
+    V p = V::set(1.9875691500e-4f);  // minimax polynomial of (e^r - 1 - r) / r^2
+    p = fma(p, r, V::set(1.3981999507e-3f));
+    p = fma(p, r, V::set(8.3334519073e-3f));
+    p = fma(p, r, V::set(4.1665795894e-2f));
+    p = fma(p, r, V::set(1.6666665459e-1f));
+    p = fma(p, r, V::set(5.0000001201e-1f));
+    return fma(p * r, r, r + V::set(1.0f)) * pow2(n);
+}
+
+inline float exp1(float x) {
+    float lanes[16];
+    exp(V::set(x)).store(lanes);
+    return lanes[0];
+}
+
+inline V activate(Activation kind, V threshold, V x) {
+    const V one = V::set(1.0f);
+    switch (kind) {
+        case Activation::Silu: return x / (one + exp(V::zero() - x));
+        case Activation::GeluTanh: {  // x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3))
+            const V u = x * fma(x * x, V::set(0.0713548162726f), V::set(1.59576912161f));
+            return x / (one + exp(V::zero() - u));
+        }
+        case Activation::Gelu: {
+            float lanes[16];
+            x.store(lanes);
+            for (float& lane : lanes) lane = 0.5f * lane * (1.0f + __builtin_erff(lane * 0.70710678118f));
+            return V::load(lanes);
+        }
+        case Activation::Relu: return max(x, V::zero());
+        case Activation::Relu2: {
+            const V r = max(x, V::zero());
+            return r * r;
+        }
+        case Activation::FatRelu: return at_least(x, threshold);
+    }
+    return x;
+}
+
+// Calls f(offset, count) for each run of up to sixteen elements.
+template <class F>
+inline void for_lanes(int64_t n, F f) {
+    for (int64_t i = 0; i < n; i += 16) f(i, imin(n - i, 16));
+}
+
+void activate_row(Activation kind, float threshold, const float* x, int64_t n, float* out) {
+    const V bound = V::set(threshold);
+    for_lanes(n, [&](int64_t i, int c) { activate(kind, bound, V::load_n(x + i, c)).store_n(out + i, c); });
+}
+
+void gated_row(Activation kind, float threshold, const float* gate, const float* up, int64_t n, float* out) {
+    const V bound = V::set(threshold);
+    for_lanes(n, [&](int64_t i, int c) {
+        (activate(kind, bound, V::load_n(gate + i, c)) * V::load_n(up + i, c)).store_n(out + i, c);
+    });
+}
+
+void add_row(const float* a, const float* b, int64_t n, float* out) {
+    for_lanes(n, [&](int64_t i, int c) { (V::load_n(a + i, c) + V::load_n(b + i, c)).store_n(out + i, c); });
+}
+
+void multiply_row(const float* a, const float* b, int64_t n, float* out) {
+    for_lanes(n, [&](int64_t i, int c) { (V::load_n(a + i, c) * V::load_n(b + i, c)).store_n(out + i, c); });
+}
+
+void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* out) {
+    V squares = V::zero();
+    for_lanes(n, [&](int64_t i, int c) {
+        const V v = V::load_n(x + i, c);
+        squares = fma(v, v, squares);
+    });
+    const V scale = V::set(1.0f / __builtin_sqrtf(sum(squares) / float(n) + eps));
+    for_lanes(n, [&](int64_t i, int c) { (V::load_n(x + i, c) * scale * V::load_n(weight + i, c)).store_n(out + i, c); });
+}
+
+void layer_norm(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* out) {
+    V total = V::zero();
+    for_lanes(n, [&](int64_t i, int c) { total = total + V::load_n(x + i, c); });
+    const V mean = V::set(sum(total) / float(n));
+    V squares = V::zero();
+    for_lanes(n, [&](int64_t i, int c) {
+        const V centred = blend_range(0, c, V::load_n(x + i, c) - mean, V::zero());
+        squares = fma(centred, centred, squares);
+    });
+    const V scale = V::set(1.0f / __builtin_sqrtf(sum(squares) / float(n) + eps));
+    for_lanes(n, [&](int64_t i, int c) {
+        const V normal = (V::load_n(x + i, c) - mean) * scale * V::load_n(weight + i, c);
+        (bias ? normal + V::load_n(bias + i, c) : normal).store_n(out + i, c);
+    });
+}
+
+int argmax(const float* x, int64_t n) {
+    V best = V::set(-__builtin_inff());
+    for_lanes(n, [&](int64_t i, int c) { best = max(best, blend_range(0, c, V::load_n(x + i, c), best)); });
+    const float top = max_lane(best);
+    for (int64_t i = 0; i < n; i++)
+        if (x[i] == top) return int(i);
+    return 0;  // only NaN
+}
+
+void quantize(const float* x, int64_t k, int8_t* q, float* scale, float* sums, int32_t* isum) {
+    const int64_t blocks = padded(k) / 32;
+    for (int64_t b = 0; b < blocks; b++) {
+        int8_t* first = q + b / 4 * kGroup + b % 4 * 16;  // the block's halves lie 64 bytes apart
+        int8_t* second = first + 64;
+        if (b * 32 >= k) {
+            V::zero().store_i8(first);
+            V::zero().store_i8(second);
+            scale[b] = sums[b] = 0.0f;
+            isum[b] = isum[blocks + b] = 0;
+            continue;
+        }
+        const int count = imin(k - b * 32, 32);
+        const V lo = V::load_n(x + b * 32, imin(count, 16));
+        const V hi = V::load_n(x + b * 32 + 16, imax(count - 16, 0));
+        const float largest = max_lane(max(abs(lo), abs(hi)));
+        const V inverse = V::set(largest > 0.0f ? 127.0f / largest : 0.0f);
+        const V qlo = round(lo * inverse), qhi = round(hi * inverse);
+        qlo.store_i8(first);
+        qhi.store_i8(second);
+        const float slo = sum(qlo), shi = sum(qhi);  // sums of small integers: exact
+        scale[b] = largest / 127.0f;
+        sums[b] = scale[b] * (slo + shi);
+        isum[b] = int32_t(slo);
+        isum[blocks + b] = int32_t(shi);
+    }
+}
+
+// ---- Matrix products with float weights -------------------------------------------------------------------------
+
+struct F32Weights {
+    static V load(const uint8_t* p) { return V::load(reinterpret_cast<const float*>(p)); }
+    static constexpr int kBytes = 4;
+};
+struct F16Weights {
+    static V load(const uint8_t* p) { return V::load_f16(reinterpret_cast<const uint16_t*>(p)); }
+    static constexpr int kBytes = 2;
+};
+struct BF16Weights {
+    static V load(const uint8_t* p) { return V::load_bf16(reinterpret_cast<const uint16_t*>(p)); }
+    static constexpr int kBytes = 2;
+};
+
+// R rows by T tokens, each pair with its own sixteen lanes.
+template <class W, int R, int T>
+inline void float_tile(const Matrix& w, int64_t row, const Inputs& x, int token, float* out, int64_t ld) {
+    V acc[R][T];
+    for (int r = 0; r < R; r++)
+        for (int t = 0; t < T; t++) acc[r][t] = V::zero();
+    const uint8_t* rows = w.row(row);
+    const float* xs = x.x + token * x.k;
+    const int64_t whole = x.k / 16 * 16;
+    for (int64_t i = 0; i < whole; i += 16) {
+        V weights[R];
+        for (int r = 0; r < R; r++) weights[r] = W::load(rows + r * w.row_bytes + i * W::kBytes);
+        for (int t = 0; t < T; t++) {
+            const V input = V::load(xs + t * x.k + i);
+            for (int r = 0; r < R; r++) acc[r][t] = fma(weights[r], input, acc[r][t]);
+        }
+    }
+    if (const int rest = int(x.k - whole)) {
+        for (int r = 0; r < R; r++) {
+            alignas(64) uint8_t padded_weights[64] = {};
+            memcpy(padded_weights, rows + r * w.row_bytes + whole * W::kBytes, size_t(rest) * W::kBytes);
+            const V weights = W::load(padded_weights);
+            for (int t = 0; t < T; t++)
+                acc[r][t] = fma(weights, V::load_n(xs + t * x.k + whole, rest), acc[r][t]);
+        }
+    }
+    for (int t = 0; t < T; t++)
+        for (int r = 0; r < R; r++) out[t * ld + r] = sum(acc[r][t]);
+}
+
+template <class W, int R>
+inline void float_rows(const Matrix& w, int64_t row, const Inputs& x, int t0, int t1, float* out, int64_t ld) {
+    int t = t0;
+    for (; t + 6 <= t1; t += 6) float_tile<W, R, 6>(w, row, x, t, out + (t - t0) * ld, ld);
+    switch (t1 - t) {
+        case 5: float_tile<W, R, 5>(w, row, x, t, out + (t - t0) * ld, ld); break;
+        case 4: float_tile<W, R, 4>(w, row, x, t, out + (t - t0) * ld, ld); break;
+        case 3: float_tile<W, R, 3>(w, row, x, t, out + (t - t0) * ld, ld); break;
+        case 2: float_tile<W, R, 2>(w, row, x, t, out + (t - t0) * ld, ld); break;
+        case 1: float_tile<W, R, 1>(w, row, x, t, out + (t - t0) * ld, ld); break;
+    }
+}
+
+template <class W>
+void float_linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out, int64_t ld,
+                  uint8_t*) {
+    int64_t r = row0;
+    for (; r + 4 <= row1; r += 4) float_rows<W, 4>(w, r, x, t0, t1, out + (r - row0), ld);
+    for (; r < row1; r++) float_rows<W, 1>(w, r, x, t0, t1, out + (r - row0), ld);
+}
+
+// ---- Attention over pages ---------------------------------------------------------------------------------------
+
+constexpr int kRowTile = 6;  // query rows that share one read of the keys
+
+template <KvType kType>
+inline V load_kv(const uint8_t* p, int64_t i) {
+    if constexpr (kType == KvType::F32) return V::load(reinterpret_cast<const float*>(p) + i);
+    if constexpr (kType == KvType::F16) return V::load_f16(reinterpret_cast<const uint16_t*>(p) + i);
+    if constexpr (kType == KvType::Q8_0) return V::load_i8(reinterpret_cast<const int8_t*>(p) + i);
+}
+
+// scores[r][0:64] = q_r · k for the 64 positions of a page: lanes are positions, channels are added in order.
+template <KvType kType, int R>
+inline void page_scores(const KvLayer& kv, const uint8_t* keys, const uint16_t* scales, const float* const* q,
+                        float (*scores)[kPageSize]) {
+    V acc[R][4];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < 4; c++) acc[r][c] = V::zero();
+    if constexpr (kType == KvType::Q8_0) {
+        for (int block = 0; block < kv.head_dim / 32; block++) {
+            V part[R][4];
+            for (int r = 0; r < R; r++)
+                for (int c = 0; c < 4; c++) part[r][c] = V::zero();
+            for (int d = block * 32; d < block * 32 + 32; d++)
+                for (int c = 0; c < 4; c++) {
+                    const V key = load_kv<kType>(keys, int64_t(d) * kPageSize + c * 16);
+                    for (int r = 0; r < R; r++) part[r][c] = fma(V::set(q[r][d]), key, part[r][c]);
+                }
+            for (int c = 0; c < 4; c++) {
+                const V scale = V::load_f16(scales + block * kPageSize + c * 16);
+                for (int r = 0; r < R; r++) acc[r][c] = fma(scale, part[r][c], acc[r][c]);
+            }
+        }
+    } else {
+        for (int d = 0; d < kv.head_dim; d++)
+            for (int c = 0; c < 4; c++) {
+                const V key = load_kv<kType>(keys, int64_t(d) * kPageSize + c * 16);
+                for (int r = 0; r < R; r++) acc[r][c] = fma(V::set(q[r][d]), key, acc[r][c]);
+            }
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < 4; c++) acc[r][c].store(scores[r] + c * 16);
+}
+
+// out_r += sum over slots [first, last) of p[r][slot] * value, in order of slots, C vectors of sixteen channels wide.
+template <KvType kType, int R, int C>
+inline void page_values(const KvLayer& kv, const uint8_t* values, const uint16_t* scales, int channel, int first,
+                        int last, const float (*p)[kPageSize], float* out) {
+    const int stride = kv.value_stride();
+    V acc[R][C];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) acc[r][c] = V::load(out + r * stride + channel + c * 16);
+    for (int slot = first; slot < last; slot++) {
+        V value[C];
+        for (int c = 0; c < C; c++) {
+            value[c] = load_kv<kType>(values, int64_t(slot) * stride + channel + c * 16);
+            if constexpr (kType == KvType::Q8_0)
+                value[c] = value[c] * V::set(f16_to_f32(scales[slot * (kv.head_dim_v / 32) + (channel + c * 16) / 32]));
+        }
+        for (int r = 0; r < R; r++) {
+            const V weight = V::set(p[r][slot]);
+            for (int c = 0; c < C; c++) acc[r][c] = fma(weight, value[c], acc[r][c]);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) acc[r][c].store(out + r * stride + channel + c * 16);
+}
+
+template <KvType kType, int R>
+inline void attend_page(const KvLayer& kv, int head, int page, int base, const float* const* q,
+                        const int32_t* row_first, const int32_t* row_last, AttentionState* state, float* out) {
+    const int stride = kv.value_stride();
+    int lowest = kPageSize, highest = 0;
+    for (int r = 0; r < R; r++) {
+        const int first = imax(row_first[r] - base, 0), last = imin(row_last[r] - base, kPageSize);
+        if (first >= last) continue;
+        lowest = imin(lowest, first);
+        highest = imax(highest, last);
+    }
+    if (lowest >= highest) return;
+
+    const int64_t slab = int64_t(page) * kv.n_head_kv + head;
+    alignas(64) float p[R][kPageSize];
+    page_scores<kType, R>(kv, kv.k + slab * kv.head_dim * kPageSize * KvLayer::element_bytes(kType),
+                          kv.k_scale + slab * (kv.head_dim / 32) * kPageSize, q, p);
+    for (int r = 0; r < R; r++) {
+        const int first = imax(row_first[r] - base, 0), last = imin(row_last[r] - base, kPageSize);
+        if (first >= last) {
+            for (int c = 0; c < 4; c++) V::zero().store(p[r] + c * 16);
+            continue;
+        }
+        const V hidden = V::set(-__builtin_inff());
+        V score[4];
+        for (int c = 0; c < 4; c++)
+            score[c] = blend_range(imin(imax(first - c * 16, 0), 16), imin(imax(last - c * 16, 0), 16),
+                                   V::load(p[r] + c * 16), hidden);
+        const float top = max_lane(max(max(score[0], score[1]), max(score[2], score[3])));
+        const float new_max = top > state[r].max ? top : state[r].max;
+        const V shift = V::set(new_max);
+        for (int c = 0; c < 4; c++) {  // exp of -inf is 0
+            score[c] = exp(score[c] - shift);
+            score[c].store(p[r] + c * 16);
+        }
+        const float page_sum = sum((score[0] + score[1]) + (score[2] + score[3]));
+        const float rescale = exp1(state[r].max - new_max);
+        state[r].sum = __builtin_fmaf(state[r].sum, rescale, page_sum);
+        state[r].max = new_max;
+        if (rescale != 1.0f)
+            for (int c = 0; c < stride; c += 16) (V::load(out + r * stride + c) * V::set(rescale)).store(out + r * stride + c);
+    }
+    const uint8_t* values = kv.v + slab * stride * kPageSize * KvLayer::element_bytes(kType);
+    const uint16_t* value_scales = kv.v_scale + slab * (kv.head_dim_v / 32) * kPageSize;
+    int channel = 0;
+    for (; channel + 64 <= stride; channel += 64)
+        page_values<kType, R, 4>(kv, values, value_scales, channel, lowest, highest, p, out);
+    for (; channel < stride; channel += 16)
+        page_values<kType, R, 1>(kv, values, value_scales, channel, lowest, highest, p, out);
+}
+
+template <KvType kType>
+inline void attend(const KvLayer& kv, int head, const int32_t* pages, int first, int last, int n_rows,
+                   const float* const* q, const int32_t* row_first, const int32_t* row_last, AttentionState* state,
+                   float* out) {
+    const int stride = kv.value_stride();
+    for (int r = 0; r < n_rows; r++) {
+        state[r] = {-__builtin_inff(), 0.0f};
+        for (int c = 0; c < stride; c += 16) V::zero().store(out + r * stride + c);
+    }
+    for (int index = first / kPageSize; index * kPageSize < last; index++) {
+        int r = 0;
+        auto rows = [&]<int R>() {
+            attend_page<kType, R>(kv, head, pages[index], index * kPageSize, q + r, row_first + r, row_last + r,
+                                  state + r, out + r * stride);
+        };
+        for (; r + kRowTile <= n_rows; r += kRowTile) rows.template operator()<kRowTile>();
+        switch (n_rows - r) {
+            case 5: rows.template operator()<5>(); break;
+            case 4: rows.template operator()<4>(); break;
+            case 3: rows.template operator()<3>(); break;
+            case 2: rows.template operator()<2>(); break;
+            case 1: rows.template operator()<1>(); break;
+        }
+    }
+}
+
+void attention(const KvLayer& kv, int head, const int32_t* pages, int first, int last, int n_rows,
+               const float* const* q, const int32_t* row_first, const int32_t* row_last, AttentionState* state,
+               float* out) {
+    switch (kv.type) {
+        case KvType::F32:
+            return attend<KvType::F32>(kv, head, pages, first, last, n_rows, q, row_first, row_last, state, out);
+        case KvType::F16:
+            return attend<KvType::F16>(kv, head, pages, first, last, n_rows, q, row_first, row_last, state, out);
+        case KvType::Q8_0:
+            return attend<KvType::Q8_0>(kv, head, pages, first, last, n_rows, q, row_first, row_last, state, out);
+    }
+}
+
+void merge_attention(int n_parts, const AttentionState* states, const float* parts, int64_t stride, int64_t n,
+                     float* out) {
+    float top = states[0].max;
+    for (int i = 1; i < n_parts; i++) top = states[i].max > top ? states[i].max : top;
+    float total = 0.0f;
+    for (int i = 0; i < n_parts; i++) {  // a part with no visible position has max -inf, weight 0
+        const float weight = exp1(states[i].max - top);
+        total = __builtin_fmaf(weight, states[i].sum, total);
+        for_lanes(n, [&](int64_t c, int count) {
+            const V part = V::load_n(parts + i * stride + c, count) * V::set(weight);
+            (i ? V::load_n(out + c, count) + part : part).store_n(out + c, count);
+        });
+    }
+    const V inverse = V::set(1.0f / total);
+    for_lanes(n, [&](int64_t c, int count) { (V::load_n(out + c, count) * inverse).store_n(out + c, count); });
+}
+
+inline uint16_t to_f16(float x) { return f32_to_f16(x); }
+
+// Int8 of up to 32 values and their scale, as Q8_0 stores them.
+inline uint16_t quantize_q8_0(const float* x, int8_t* q) {
+    const V lo = V::load(x), hi = V::load(x + 16);
+    const float largest = max_lane(max(abs(lo), abs(hi)));
+    const uint16_t half = to_f16(largest / 127.0f);
+    const float scale = f16_to_f32(half);
+    const V inverse = V::set(scale > 0.0f ? 1.0f / scale : 0.0f);
+    const V bound = V::set(127.0f);  // the rounded scale may be a little small
+    max(min(round(lo * inverse), bound), V::zero() - bound).store_i8(q);
+    max(min(round(hi * inverse), bound), V::zero() - bound).store_i8(q + 16);
+    return half;
+}
+
+void store_key(const KvLayer& kv, int page, int slot, int head, const float* k) {
+    const int64_t slab = int64_t(page) * kv.n_head_kv + head;
+    const int64_t origin = slab * kv.head_dim * kPageSize + slot;
+    switch (kv.type) {
+        case KvType::F32:
+            for (int d = 0; d < kv.head_dim; d++)
+                reinterpret_cast<float*>(kv.k)[origin + int64_t(d) * kPageSize] = k[d];
+            break;
+        case KvType::F16:
+            for (int d = 0; d < kv.head_dim; d++)
+                reinterpret_cast<uint16_t*>(kv.k)[origin + int64_t(d) * kPageSize] = to_f16(k[d]);
+            break;
+        case KvType::Q8_0:
+            for (int block = 0; block < kv.head_dim / 32; block++) {
+                int8_t q[32];
+                kv.k_scale[(slab * (kv.head_dim / 32) + block) * kPageSize + slot] = quantize_q8_0(k + block * 32, q);
+                for (int i = 0; i < 32; i++)
+                    reinterpret_cast<int8_t*>(kv.k)[origin + int64_t(block * 32 + i) * kPageSize] = q[i];
+            }
+            break;
+    }
+}
+
+void store_value(const KvLayer& kv, int page, int slot, int head, const float* v) {
+    const int64_t slab = int64_t(page) * kv.n_head_kv + head;
+    const int stride = kv.value_stride();
+    const int64_t origin = (slab * kPageSize + slot) * stride;
+    switch (kv.type) {
+        case KvType::F32:
+            for (int c = 0; c < stride; c++)
+                reinterpret_cast<float*>(kv.v)[origin + c] = c < kv.head_dim_v ? v[c] : 0.0f;
+            break;
+        case KvType::F16:
+            for (int c = 0; c < stride; c += 16)
+                V::load_n(v + c, imin(kv.head_dim_v - c, 16)).store_f16(reinterpret_cast<uint16_t*>(kv.v) + origin + c);
+            break;
+        case KvType::Q8_0:
+            for (int block = 0; block < kv.head_dim_v / 32; block++)
+                kv.v_scale[(slab * kPageSize + slot) * (kv.head_dim_v / 32) + block] =
+                    quantize_q8_0(v + block * 32, reinterpret_cast<int8_t*>(kv.v) + origin + block * 32);
+            break;
+    }
+}
+
+inline Kernels float_kernel_table(const char* isa) {
+    Kernels table = {};
+    table.isa = isa;
+    table.linear[int(Type::F32)] = float_linear<F32Weights>;
+    table.linear[int(Type::F16)] = float_linear<F16Weights>;
+    table.linear[int(Type::BF16)] = float_linear<BF16Weights>;
+    table.quantize = quantize;
+    table.rms_norm = rms_norm;
+    table.layer_norm = layer_norm;
+    table.activate = activate_row;
+    table.gated = gated_row;
+    table.add = add_row;
+    table.multiply = multiply_row;
+    table.attention = attention;
+    table.merge_attention = merge_attention;
+    table.store_key = store_key;
+    table.store_value = store_value;
+    table.argmax = argmax;
+    return table;
+}

@@ -1,0 +1,665 @@
+// AVX-512 (F, BW, DQ, VL, VNNI). A vector holds a half of four 32-blocks: four int32 lanes a block after dpbusd.
+//
+// One token: sixteen blocks a step, their dot products transposed into one vector, a lane a block.
+// Many tokens: sixteen rows are packed into a panel whose lanes are rows, so that the transpose is paid once.
+#include <immintrin.h>
+
+#include "kernels.h"
+
+namespace hotset::avx512 {
+
+#include "blocks.h"
+#include "simd_avx512.h"
+#include "float_kernels.h"
+
+// Scales of up to sixteen blocks of one row, a lane a block.
+struct Scales {
+    __m512 scale;
+    __m512 min;
+    __m512i sub_scale[2];
+    __m512i sub_min[2];
+};
+
+inline __m512i four_lanes(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d) {
+    auto at = [](const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); };
+    __m512i v = _mm512_castsi128_si512(at(a));
+    v = _mm512_inserti32x4(v, at(b), 1);
+    v = _mm512_inserti32x4(v, at(c), 2);
+    return _mm512_inserti32x4(v, at(d), 3);
+}
+
+inline __m512i broadcast16(const uint8_t* p) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+inline __m512i low_nibbles(__m512i v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+inline __m512i high_nibbles(__m512i v) { return low_nibbles(_mm512_srli_epi16(v, 4)); }
+
+// Sixteen 4-byte words, `kStride` bytes apart: reads up to 16 * kStride + 64 bytes.
+template <int kStride>
+inline __m512i words_at_stride(const uint8_t* p) {
+    alignas(64) uint32_t words[16];
+    for (int i = 0; i < 16; i++) words[i] = load_u32(p + i * kStride);
+    return _mm512_load_si512(words);
+}
+
+inline __m512 low_halves(__m512i words) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words)); }
+inline __m512 high_halves(__m512i words) { return low_halves(_mm512_srli_epi32(words, 16)); }
+
+// Types with 32-blocks: f16 scale (and minimum) at the head of each block of kBytes.
+template <int kBytes, bool kMin>
+struct HeadScales {
+    static Scales scales(const uint8_t* p, int /*n*/) {
+        const __m512i words = words_at_stride<kBytes>(p);
+        Scales s;
+        s.scale = low_halves(words);
+        if constexpr (kMin) s.min = high_halves(words);
+        return s;
+    }
+};
+
+// Each format: kBytes per sixteen blocks; kZero, what its codes are offset by; unpack(p, g, a, b) gives the codes
+// (unsigned bytes) of blocks 4g..4g+3 of the sixteen at p: first halves in a, second halves in b.
+
+template <int kHead, int kBlockBytes, bool kMin>
+struct Nibbles : HeadScales<kBlockBytes, kMin> {
+    static constexpr int kBytes = 16 * kBlockBytes;
+    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+        const uint8_t* at = p + 4 * g * kBlockBytes + kHead;
+        const __m512i codes = four_lanes(at, at + kBlockBytes, at + 2 * kBlockBytes, at + 3 * kBlockBytes);
+        a = low_nibbles(codes);
+        b = high_nibbles(codes);
+    }
+};
+
+struct FormatQ4_0 : Nibbles<2, 18, false> {
+    static constexpr Type kType = Type::Q4_0;
+    static constexpr int kZero = 8;
+};
+
+struct FormatQ4_1 : Nibbles<4, 20, true> {
+    static constexpr Type kType = Type::Q4_1;
+    static constexpr int kZero = 0;
+};
+
+template <int kHead, int kBlockBytes, bool kMin>
+struct FiveBits : HeadScales<kBlockBytes, kMin> {
+    static constexpr int kBytes = 16 * kBlockBytes;
+    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+        const uint8_t* at = p + 4 * g * kBlockBytes + kHead + 4;
+        const __m512i codes = four_lanes(at, at + kBlockBytes, at + 2 * kBlockBytes, at + 3 * kBlockBytes);
+        uint64_t first = 0, second = 0;
+        for (int j = 0; j < 4; j++) {
+            const uint64_t bits = load_u32(at - 4 + j * kBlockBytes);
+            first |= (bits & 0xffff) << (16 * j);
+            second |= (bits >> 16) << (16 * j);
+        }
+        const __m512i sixteen = _mm512_set1_epi8(16);
+        const __m512i low = low_nibbles(codes), high = high_nibbles(codes);
+        a = _mm512_mask_add_epi8(low, first, low, sixteen);
+        b = _mm512_mask_add_epi8(high, second, high, sixteen);
+    }
+};
+
+struct FormatQ5_0 : FiveBits<2, 22, false> {
+    static constexpr Type kType = Type::Q5_0;
+    static constexpr int kZero = 16;
+};
+
+struct FormatQ5_1 : FiveBits<4, 24, true> {
+    static constexpr Type kType = Type::Q5_1;
+    static constexpr int kZero = 0;
+};
+
+struct FormatQ8_0 : HeadScales<34, false> {
+    static constexpr Type kType = Type::Q8_0;
+    static constexpr int kZero = 128;
+    static constexpr int kBytes = 16 * 34;
+    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+        const uint8_t* at = p + 4 * g * 34 + 2;
+        const __m512i offset = _mm512_set1_epi8(int8_t(0x80));
+        a = _mm512_xor_si512(four_lanes(at, at + 34, at + 68, at + 102), offset);
+        b = _mm512_xor_si512(four_lanes(at + 16, at + 50, at + 84, at + 118), offset);
+    }
+};
+
+// The table of IQ4 values, offset by 128 to be unsigned.
+inline __m512i iq4_codes(__m512i nibbles) {
+    alignas(16) static constexpr uint8_t kOffset[16] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                                        129, 141, 153, 166, 181, 197, 217, 241};
+    return _mm512_shuffle_epi8(broadcast16(kOffset), nibbles);
+}
+
+struct FormatIQ4_NL : Nibbles<2, 18, false> {
+    static constexpr Type kType = Type::IQ4_NL;
+    static constexpr int kZero = 128;
+    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+        Nibbles::unpack(p, g, a, b);
+        a = iq4_codes(a);
+        b = iq4_codes(b);
+    }
+};
+
+// Types with super-blocks of 256: sixteen 32-blocks are two of them. `n` says whether the second is there.
+template <int kSuperBytes, class F>
+inline void for_super_blocks(const uint8_t* p, int n, F f) {
+    f(p, 0);
+    if (n > 8) f(p + kSuperBytes, 8);
+}
+
+inline __m512 two_halves(float a, float b) {
+    return _mm512_insertf32x8(_mm512_set1_ps(a), _mm256_set1_ps(b), 1);
+}
+
+struct FormatIQ4_XS {
+    static constexpr Type kType = Type::IQ4_XS;
+    static constexpr int kZero = 128;
+    static constexpr int kBytes = 2 * 136;
+    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+        const __m512i codes = _mm512_loadu_si512(p + g / 2 * 136 + 8 + g % 2 * 64);
+        a = iq4_codes(low_nibbles(codes));
+        b = iq4_codes(high_nibbles(codes));
+    }
+    static Scales scales(const uint8_t* p, int n) {
+        alignas(64) int32_t sub[16] = {};
+        float d[2] = {0, 0};
+        for_super_blocks<136>(p, n, [&](const uint8_t* s, int at) {
+            d[at / 8] = _cvtsh_ss(load_u16(s));
+            const uint32_t low = load_u32(s + 4), high = load_u16(s + 2);
+            for (int j = 0; j < 8; j++)
+                sub[at + j] = int((low >> (4 * j) & 15) | (high >> (2 * j) & 3) << 4) - 32;
+        });
+        Scales out;
+        out.scale = _mm512_mul_ps(two_halves(d[0], d[1]), _mm512_cvtepi32_ps(_mm512_load_si512(sub)));
+        return out;
+    }
+};
+
+// Eight scales (low half) and eight minimums (high half) of a Q4_K or Q5_K super-block as bytes.
+inline __m128i scale_min_bytes(const uint8_t* s) {
+    const uint32_t w0 = load_u32(s), w1 = load_u32(s + 4), w2 = load_u32(s + 8);
+    const uint32_t scale_low = w0 & 0x3f3f3f3f, min_low = w1 & 0x3f3f3f3f;
+    const uint32_t scale_high = (w2 & 0x0f0f0f0f) | (w0 >> 2 & 0x30303030);
+    const uint32_t min_high = (w2 >> 4 & 0x0f0f0f0f) | (w1 >> 2 & 0x30303030);
+    return _mm_set_epi32(int(min_high), int(min_low), int(scale_high), int(scale_low));
+}
+
+template <int kSuperBytes>
+struct KScales {
+    static Scales scales(const uint8_t* p, int n) {
+        const __m128i first = scale_min_bytes(p + 4);
+        __m128i second = _mm_setzero_si128();
+        float d[2] = {_cvtsh_ss(load_u16(p)), 0}, dmin[2] = {_cvtsh_ss(load_u16(p + 2)), 0};
+        if (n > 8) {
+            second = scale_min_bytes(p + kSuperBytes + 4);
+            d[1] = _cvtsh_ss(load_u16(p + kSuperBytes));
+            dmin[1] = _cvtsh_ss(load_u16(p + kSuperBytes + 2));
+        }
+        const __m128i scale = _mm_unpacklo_epi64(first, second), min = _mm_unpackhi_epi64(first, second);
+        Scales out;
+        out.scale = _mm512_mul_ps(two_halves(d[0], d[1]), _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(scale)));
+        out.min = _mm512_mul_ps(two_halves(-dmin[0], -dmin[1]), _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(min)));
+        return out;
+    }
+};
+
+// 64 bytes of codes, whose 32-byte halves hold two blocks each in their nibbles, as halves of four blocks.
+inline void unpack_nibble_pairs(__m512i codes, __m512i& a, __m512i& b) {
+    const __m512i low = low_nibbles(codes), high = high_nibbles(codes);  // lanes: b0a b0b b2a b2b; b1a b1b b3a b3b
+    const __m512i even = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), odd = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+    a = _mm512_permutex2var_epi64(low, even, high);
+    b = _mm512_permutex2var_epi64(low, odd, high);
+}
+
+struct FormatQ4_K : KScales<144> {
+    static constexpr Type kType = Type::Q4_K;
+    static constexpr int kZero = 0;
+    static constexpr int kBytes = 2 * 144;
+    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+        unpack_nibble_pairs(_mm512_loadu_si512(p + g / 2 * 144 + 16 + g % 2 * 64), a, b);
+    }
+};
+
+// Bit (first + lane * step) of each of sixteen bytes in each 128-bit lane, moved to bit 0.
+inline __m512i lane_bits(__m512i bytes, int first, int step, int mask) {
+    const __m512i lane = _mm512_setr_epi64(0x0000000000000000, 0x0000000000000000, 0x0001000100010001,
+                                           0x0001000100010001, 0x0002000200020002, 0x0002000200020002,
+                                           0x0003000300030003, 0x0003000300030003);
+    const __m512i shift = _mm512_add_epi16(_mm512_set1_epi16(int16_t(first)),
+                                           step == 2 ? _mm512_add_epi16(lane, lane) : lane);
+    return _mm512_and_si512(_mm512_srlv_epi16(bytes, shift), _mm512_set1_epi8(int8_t(mask)));
+}
+
+struct FormatQ5_K : KScales<176> {
+    static constexpr Type kType = Type::Q5_K;
+    static constexpr int kZero = 0;
+    static constexpr int kBytes = 2 * 176;
+    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+        const uint8_t* s = p + g / 2 * 176;
+        unpack_nibble_pairs(_mm512_loadu_si512(s + 48 + g % 2 * 64), a, b);
+        const int first = g % 2 * 4;
+        a = _mm512_or_si512(a, _mm512_slli_epi16(lane_bits(broadcast16(s + 16), first, 1, 1), 4));
+        b = _mm512_or_si512(b, _mm512_slli_epi16(lane_bits(broadcast16(s + 32), first, 1, 1), 4));
+    }
+};
+
+// Splits sixteen int8 or uint8 sub-scales per super-block, widened to int32, into first and second halves.
+inline void split_pairs(__m512i first_super, __m512i second_super, __m512i out[2]) {
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+    out[0] = _mm512_permutex2var_epi32(first_super, even, second_super);
+    out[1] = _mm512_permutex2var_epi32(first_super, odd, second_super);
+}
+
+struct FormatQ6_K {
+    static constexpr Type kType = Type::Q6_K;
+    static constexpr int kZero = 32;
+    static constexpr int kBytes = 2 * 210;
+    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+        const uint8_t* s = p + g / 2 * 210;
+        const uint8_t* low = s + g % 2 * 64;
+        const uint8_t* high = s + 128 + g % 2 * 32;
+        // Lanes: bytes 0..15, 32..47 (low nibbles), the same again (high nibbles).
+        const __m512i codes_a = four_lanes(low, low + 32, low, low + 32);
+        const __m512i codes_b = four_lanes(low + 16, low + 48, low + 16, low + 48);
+        const __m512i shift = _mm512_setr_epi64(0, 0, 0, 0, 0x0004000400040004, 0x0004000400040004, 0x0004000400040004,
+                                                0x0004000400040004);
+        a = low_nibbles(_mm512_srlv_epi16(codes_a, shift));
+        b = low_nibbles(_mm512_srlv_epi16(codes_b, shift));
+        a = _mm512_or_si512(a, _mm512_slli_epi16(lane_bits(broadcast16(high), 0, 2, 3), 4));
+        b = _mm512_or_si512(b, _mm512_slli_epi16(lane_bits(broadcast16(high + 16), 0, 2, 3), 4));
+    }
+    static Scales scales(const uint8_t* p, int n) {
+        __m512i sub[2] = {};
+        float d[2] = {0, 0};
+        for_super_blocks<210>(p, n, [&](const uint8_t* s, int at) {
+            d[at / 8] = _cvtsh_ss(load_u16(s + 208));
+            sub[at / 8] = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(s + 192)));
+        });
+        Scales out;
+        out.scale = two_halves(d[0], d[1]);
+        split_pairs(sub[0], sub[1], out.sub_scale);
+        return out;
+    }
+};
+
+struct FormatQ3_K {
+    static constexpr Type kType = Type::Q3_K;
+    static constexpr int kZero = 4;
+    static constexpr int kBytes = 2 * 110;
+    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+        const uint8_t* s = p + g / 2 * 110;
+        const uint8_t* codes = s + 32 + g % 2 * 32;
+        const int first = g % 2 * 4;
+        a = lane_bits(broadcast16(codes), 0, 2, 3);
+        b = lane_bits(broadcast16(codes + 16), 0, 2, 3);
+        a = _mm512_or_si512(a, _mm512_slli_epi16(lane_bits(broadcast16(s), first, 1, 1), 2));
+        b = _mm512_or_si512(b, _mm512_slli_epi16(lane_bits(broadcast16(s + 16), first, 1, 1), 2));
+    }
+    static Scales scales(const uint8_t* p, int n) {
+        __m512i sub[2] = {};
+        float d[2] = {0, 0};
+        for_super_blocks<110>(p, n, [&](const uint8_t* s, int at) {
+            d[at / 8] = _cvtsh_ss(load_u16(s + 108));
+            const uint32_t w0 = load_u32(s + 96), w1 = load_u32(s + 100), w2 = load_u32(s + 104);
+            const __m128i bytes = _mm_set_epi32(int((w1 >> 4 & 0x0f0f0f0f) | (w2 >> 2 & 0x30303030)),
+                                                int((w0 >> 4 & 0x0f0f0f0f) | (w2 & 0x30303030)),
+                                                int((w1 & 0x0f0f0f0f) | (w2 << 2 & 0x30303030)),
+                                                int((w0 & 0x0f0f0f0f) | (w2 << 4 & 0x30303030)));
+            sub[at / 8] = _mm512_sub_epi32(_mm512_cvtepu8_epi32(bytes), _mm512_set1_epi32(32));
+        });
+        Scales out;
+        out.scale = two_halves(d[0], d[1]);
+        split_pairs(sub[0], sub[1], out.sub_scale);
+        return out;
+    }
+};
+
+struct FormatQ2_K {
+    static constexpr Type kType = Type::Q2_K;
+    static constexpr int kZero = 0;
+    static constexpr int kBytes = 2 * 84;
+    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+        const uint8_t* codes = p + g / 2 * 84 + 16 + g % 2 * 32;
+        a = lane_bits(broadcast16(codes), 0, 2, 3);
+        b = lane_bits(broadcast16(codes + 16), 0, 2, 3);
+    }
+    static Scales scales(const uint8_t* p, int n) {
+        __m512i sub[2] = {}, min[2] = {};
+        float d[2] = {0, 0}, dmin[2] = {0, 0};
+        for_super_blocks<84>(p, n, [&](const uint8_t* s, int at) {
+            d[at / 8] = _cvtsh_ss(load_u16(s + 80));
+            dmin[at / 8] = -_cvtsh_ss(load_u16(s + 82));
+            const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(s)));
+            sub[at / 8] = _mm512_and_si512(bytes, _mm512_set1_epi32(15));
+            min[at / 8] = _mm512_srli_epi32(bytes, 4);
+        });
+        Scales out;
+        out.scale = two_halves(d[0], d[1]);
+        out.min = two_halves(dmin[0], dmin[1]);
+        split_pairs(sub[0], sub[1], out.sub_scale);
+        split_pairs(min[0], min[1], out.sub_min);
+        return out;
+    }
+};
+
+// How far past its sixteen blocks a format may read.
+constexpr int kSlack = 64;
+
+// Sixteen blocks that may lie at the end of the mapped file, copied to where they can be read past.
+template <class Format>
+inline const uint8_t* readable(const uint8_t* p, int n, const uint8_t* end, uint8_t* copy) {
+    if (p + Format::kBytes + kSlack <= end) return p;
+    constexpr int kBlocks = 256 / type_facts(Format::kType).block_size * 2;  // storage blocks in sixteen 32-blocks
+    const size_t bytes = size_t(n) * Format::kBytes / 16;
+    static_assert(Format::kBytes == kBlocks * type_facts(Format::kType).block_bytes);
+    memset(copy + bytes, 0, Format::kBytes + kSlack - bytes);
+    memcpy(copy, p, bytes);
+    return copy;
+}
+
+// The sums of four int32 lanes of each of sixteen blocks, a lane a block: dots[g] holds blocks 4g..4g+3.
+inline __m512i lane_per_block(const __m512i dots[4]) {
+    const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(dots[0], dots[1]), _mm512_unpackhi_epi32(dots[0], dots[1]));
+    const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(dots[2], dots[3]), _mm512_unpackhi_epi32(dots[2], dots[3]));
+    const __m512i all = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return _mm512_permutexvar_epi32(order, all);  // lane 4j + g → 4g + j
+}
+
+inline __m512i times_zero(int zero, __m512i sums) {
+    return _mm512_slli_epi32(sums, __builtin_ctz(unsigned(zero)));  // offsets are powers of two
+}
+
+// Adds `kGroups` groups of four blocks (n <= 16 blocks in all) of one row and one token to acc, a lane a block.
+template <class Format, int kGroups>
+inline __m512 add_blocks(const uint8_t* p, int n, const int8_t* q, const float* scale, const float* sum,
+                         const int32_t* isum0, const int32_t* isum1, __m512 acc) {
+    constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
+    __m512i first[4], second[4];
+    for (int g = 0; g < 4; g++) first[g] = second[g] = _mm512_setzero_si512();
+    for (int g = 0; g < kGroups; g++) {
+        __m512i a, b;
+        Format::unpack(p, g, a, b);
+        first[g] = _mm512_dpbusd_epi32(first[g], a, _mm512_loadu_si512(q + g * kGroup));
+        __m512i& target = kSub ? second[g] : first[g];
+        target = _mm512_dpbusd_epi32(target, b, _mm512_loadu_si512(q + g * kGroup + 64));
+    }
+    const Scales s = Format::scales(p, n);
+    const __mmask16 lanes = V::first_lanes(n);
+    const __m512i sums0 = _mm512_loadu_si512(isum0), sums1 = _mm512_loadu_si512(isum1);
+    const __m512 input = _mm512_loadu_ps(scale);
+    __m512i dot = lane_per_block(first);
+    if constexpr (kSub) {
+        __m512i dot1 = lane_per_block(second);
+        if constexpr (Format::kZero) {
+            dot = _mm512_sub_epi32(dot, times_zero(Format::kZero, sums0));
+            dot1 = _mm512_sub_epi32(dot1, times_zero(Format::kZero, sums1));
+        }
+        dot = _mm512_add_epi32(_mm512_mullo_epi32(dot, s.sub_scale[0]), _mm512_mullo_epi32(dot1, s.sub_scale[1]));
+    } else if constexpr (Format::kZero) {
+        dot = _mm512_sub_epi32(dot, times_zero(Format::kZero, _mm512_add_epi32(sums0, sums1)));
+    }
+    // Lanes beyond n may hold anything, NaN too: they are masked, never multiplied by zero.
+    acc = _mm512_mask3_fmadd_ps(_mm512_mul_ps(s.scale, input), _mm512_cvtepi32_ps(dot), acc, lanes);
+    if constexpr (kMin && kSub) {
+        const __m512i mins = _mm512_add_epi32(_mm512_mullo_epi32(sums0, s.sub_min[0]), _mm512_mullo_epi32(sums1, s.sub_min[1]));
+        acc = _mm512_mask3_fmadd_ps(_mm512_mul_ps(s.min, input), _mm512_cvtepi32_ps(mins), acc, lanes);
+    } else if constexpr (kMin) {
+        acc = _mm512_mask3_fmadd_ps(s.min, _mm512_loadu_ps(sum), acc, lanes);
+    }
+    return acc;
+}
+
+template <class Format>
+inline float dot(const uint8_t* row, const uint8_t* end, int64_t blocks, const int8_t* q, const float* scale,
+                 const float* sum_, const int32_t* isum0, const int32_t* isum1) {
+    alignas(64) uint8_t copy[Format::kBytes + kSlack];
+    __m512 acc = _mm512_setzero_ps();
+    int64_t b = 0;
+    const uint8_t* p = row;
+    for (; b + 16 <= blocks; b += 16, p += Format::kBytes)
+        acc = add_blocks<Format, 4>(readable<Format>(p, 16, end, copy), 16, q + b * 32, scale + b, sum_ + b, isum0 + b,
+                                    isum1 + b, acc);
+    if (const int n = int(blocks - b)) {
+        const uint8_t* at = readable<Format>(p, n, end, copy);
+        switch ((n + 3) / 4) {
+            case 1: acc = add_blocks<Format, 1>(at, n, q + b * 32, scale + b, sum_ + b, isum0 + b, isum1 + b, acc); break;
+            case 2: acc = add_blocks<Format, 2>(at, n, q + b * 32, scale + b, sum_ + b, isum0 + b, isum1 + b, acc); break;
+            case 3: acc = add_blocks<Format, 3>(at, n, q + b * 32, scale + b, sum_ + b, isum0 + b, isum1 + b, acc); break;
+            case 4: acc = add_blocks<Format, 4>(at, n, q + b * 32, scale + b, sum_ + b, isum0 + b, isum1 + b, acc); break;
+        }
+    }
+    return sum(V{acc});
+}
+
+// ---- Many tokens ------------------------------------------------------------------------------------------------
+
+// Transposes sixteen vectors of sixteen 4-byte words.
+inline void transpose(__m512i v[16]) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 4) {
+        const __m512i ab_lo = _mm512_unpacklo_epi32(v[i], v[i + 1]), ab_hi = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+        const __m512i cd_lo = _mm512_unpacklo_epi32(v[i + 2], v[i + 3]);
+        const __m512i cd_hi = _mm512_unpackhi_epi32(v[i + 2], v[i + 3]);
+        t[i] = _mm512_unpacklo_epi64(ab_lo, cd_lo);      // words 0, 4, 8, 12 of four rows
+        t[i + 1] = _mm512_unpackhi_epi64(ab_lo, cd_lo);  // words 1, 5, 9, 13
+        t[i + 2] = _mm512_unpacklo_epi64(ab_hi, cd_hi);
+        t[i + 3] = _mm512_unpackhi_epi64(ab_hi, cd_hi);
+    }
+    for (int i = 0; i < 4; i++) {
+        const __m512i even01 = _mm512_shuffle_i32x4(t[i], t[i + 4], 0x88), odd01 = _mm512_shuffle_i32x4(t[i], t[i + 4], 0xdd);
+        const __m512i even23 = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0x88);
+        const __m512i odd23 = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0xdd);
+        v[i] = _mm512_shuffle_i32x4(even01, even23, 0x88);
+        v[i + 8] = _mm512_shuffle_i32x4(even01, even23, 0xdd);
+        v[i + 4] = _mm512_shuffle_i32x4(odd01, odd23, 0x88);
+        v[i + 12] = _mm512_shuffle_i32x4(odd01, odd23, 0xdd);
+    }
+}
+
+// Sixteen rows whose lanes are rows: per 32-block eight vectors of codes (four bytes a row), then its scales.
+struct Panel {
+    __m512i* codes;      // [blocks][8]
+    float* scale;        // [blocks][16]
+    float* min;          // [blocks][16]
+    int32_t* sub_scale;  // [blocks][2][16]
+    int32_t* sub_min;    // [blocks][2][16]
+};
+
+template <class Format>
+inline void pack_panel(const Matrix& w, int64_t row, int n_rows, int64_t blocks, const Panel& panel) {
+    constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
+    for (int64_t b = 0; b < blocks; b += 16) {
+        const int n = imin(blocks - b, 16), groups = (n + 3) / 4;
+        alignas(64) uint8_t copies[16][Format::kBytes + kSlack];
+        const uint8_t* rows[16];
+        Scales scales[16];
+        for (int r = 0; r < 16; r++) {  // a short panel repeats its last row
+            rows[r] = w.row(row + imin(r, n_rows - 1)) + b / 16 * Format::kBytes;
+            rows[r] = readable<Format>(rows[r], n, w.end(), copies[r]);
+            scales[r] = Format::scales(rows[r], n);
+        }
+        for (int g = 0; g < groups; g++) {
+            __m512i first[16], second[16];
+            for (int r = 0; r < 16; r++) Format::unpack(rows[r], g, first[r], second[r]);
+            transpose(first);
+            transpose(second);
+            for (int j = 0; j < imin(n - 4 * g, 4); j++) {
+                __m512i* block = panel.codes + (b + 4 * g + j) * 8;
+                for (int i = 0; i < 4; i++) {
+                    _mm512_store_si512(block + i, first[4 * j + i]);
+                    _mm512_store_si512(block + 4 + i, second[4 * j + i]);
+                }
+            }
+        }
+        __m512i lanes[16];
+        auto place = [&](auto get, auto* out, int64_t stride) {
+            for (int r = 0; r < 16; r++) lanes[r] = get(scales[r]);
+            transpose(lanes);
+            for (int i = 0; i < n; i++) _mm512_store_si512(out + (b + i) * stride, lanes[i]);
+        };
+        place([](const Scales& s) { return _mm512_castps_si512(s.scale); }, panel.scale, 16);
+        if constexpr (kMin) place([](const Scales& s) { return _mm512_castps_si512(s.min); }, panel.min, 16);
+        for (int h = 0; kSub && h < 2; h++) {
+            place([h](const Scales& s) { return s.sub_scale[h]; }, panel.sub_scale + 16 * h, 32);
+            if constexpr (kMin) place([h](const Scales& s) { return s.sub_min[h]; }, panel.sub_min + 16 * h, 32);
+        }
+    }
+}
+
+// Inputs of one token as the panel kernel reads them. `start` is minus the codes' offset times the sums.
+struct TokenInputs {
+    const int8_t* q;
+    const float* scale;
+    const float* sum;
+    const int32_t* isum0;
+    const int32_t* isum1;
+    const int32_t* start0;
+    const int32_t* start1;
+};
+
+constexpr int kTokenTile = 6;
+
+inline __m512i broadcast_word(const int8_t* p) {
+    int32_t word;
+    memcpy(&word, p, 4);
+    return _mm512_set1_epi32(word);
+}
+
+template <class Format, int T>
+inline void panel_tile(const Panel& panel, int64_t blocks, const TokenInputs* x, float (*acc)[kTokenTile][16]) {
+    constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
+    for (int64_t b = 0; b < blocks; b++) {
+        const int64_t at = b / 4 * kGroup + b % 4 * 16;
+        __m512i codes[8];
+        for (int i = 0; i < 8; i++) codes[i] = _mm512_load_si512(panel.codes + b * 8 + i);
+        const __m512 scale = _mm512_load_ps(panel.scale + b * 16);
+        for (int t = 0; t < T; t++) {
+            const int8_t* q = x[t].q + at;
+            __m512i dot = Format::kZero ? _mm512_set1_epi32(x[t].start0[b]) : _mm512_setzero_si512();
+            for (int i = 0; i < 4; i++) dot = _mm512_dpbusd_epi32(dot, codes[i], broadcast_word(q + 4 * i));
+            if constexpr (kSub) {
+                __m512i dot1 = Format::kZero ? _mm512_set1_epi32(x[t].start1[b]) : _mm512_setzero_si512();
+                for (int i = 0; i < 4; i++) dot1 = _mm512_dpbusd_epi32(dot1, codes[4 + i], broadcast_word(q + 64 + 4 * i));
+                dot = _mm512_add_epi32(_mm512_mullo_epi32(dot, _mm512_load_si512(panel.sub_scale + b * 32)),
+                                       _mm512_mullo_epi32(dot1, _mm512_load_si512(panel.sub_scale + b * 32 + 16)));
+            } else {
+                for (int i = 0; i < 4; i++) dot = _mm512_dpbusd_epi32(dot, codes[4 + i], broadcast_word(q + 64 + 4 * i));
+            }
+            const __m512 input = _mm512_set1_ps(x[t].scale[b]);
+            float* lane = acc[b % 16][t];
+            __m512 total = _mm512_fmadd_ps(_mm512_mul_ps(scale, input), _mm512_cvtepi32_ps(dot), _mm512_load_ps(lane));
+            if constexpr (kMin && kSub) {
+                const __m512i mins = _mm512_add_epi32(
+                    _mm512_mullo_epi32(_mm512_set1_epi32(x[t].isum0[b]), _mm512_load_si512(panel.sub_min + b * 32)),
+                    _mm512_mullo_epi32(_mm512_set1_epi32(x[t].isum1[b]), _mm512_load_si512(panel.sub_min + b * 32 + 16)));
+                total = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_load_ps(panel.min + b * 16), input), _mm512_cvtepi32_ps(mins), total);
+            } else if constexpr (kMin) {
+                total = _mm512_fmadd_ps(_mm512_load_ps(panel.min + b * 16), _mm512_set1_ps(x[t].sum[b]), total);
+            }
+            _mm512_store_ps(lane, total);
+        }
+    }
+}
+
+template <class Format>
+void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out, int64_t ld,
+            uint8_t* scratch) {
+    const int64_t blocks = x.k / 32, width = padded(x.k);
+    auto take = [&](size_t bytes) {
+        uint8_t* p = scratch;
+        scratch += (bytes + 63) / 64 * 64;
+        return p;
+    };
+    Panel panel[kPanelRows / 16];
+    for (Panel& p : panel) {
+        p.codes = reinterpret_cast<__m512i*>(take(blocks * 8 * 64));
+        p.scale = reinterpret_cast<float*>(take(blocks * 64));
+        p.min = reinterpret_cast<float*>(take(blocks * 64));
+        p.sub_scale = reinterpret_cast<int32_t*>(take(blocks * 128));
+        p.sub_min = reinterpret_cast<int32_t*>(take(blocks * 128));
+    }
+    int32_t* starts = reinterpret_cast<int32_t*>(take(size_t(kTokenTile) * blocks * 8));
+    for (int64_t r = row0; r < row1; r += kPanelRows) {
+        const int n_panels = (imin(row1 - r, kPanelRows) + 15) / 16;
+        for (int i = 0; i < n_panels; i++)
+            pack_panel<Format>(w, r + 16 * i, imin(row1 - r - 16 * i, 16), blocks, panel[i]);
+        for (int t = t0; t < t1; t += kTokenTile) {
+            const int n = imin(t1 - t, kTokenTile);
+            TokenInputs tokens[kTokenTile];
+            for (int i = 0; i < n; i++) {
+                const int32_t* isum = x.isum + (t + i) * (width / 16);
+                int32_t* start0 = starts + i * blocks * 2;
+                int32_t* start1 = start0 + blocks;
+                tokens[i] = {x.q + (t + i) * width, x.scale + (t + i) * (width / 32), x.sum + (t + i) * (width / 32),
+                             isum, isum + width / 32, start0, start1};
+                if constexpr (Format::kZero != 0) {
+                    for (int64_t b = 0; b < blocks; b++) {
+                        const bool halves = has_sub_blocks(Format::kType);
+                        start0[b] = -Format::kZero * (isum[b] + (halves ? 0 : isum[width / 32 + b]));
+                        start1[b] = -Format::kZero * isum[width / 32 + b];
+                    }
+                }
+            }
+            for (int i = 0; i < n_panels; i++) {
+                alignas(64) float acc[16][kTokenTile][16] = {};
+                switch (n) {
+                    case 1: panel_tile<Format, 1>(panel[i], blocks, tokens, acc); break;
+                    case 2: panel_tile<Format, 2>(panel[i], blocks, tokens, acc); break;
+                    case 3: panel_tile<Format, 3>(panel[i], blocks, tokens, acc); break;
+                    case 4: panel_tile<Format, 4>(panel[i], blocks, tokens, acc); break;
+                    case 5: panel_tile<Format, 5>(panel[i], blocks, tokens, acc); break;
+                    default: panel_tile<Format, 6>(panel[i], blocks, tokens, acc); break;
+                }
+                const int64_t row = r + 16 * i;
+                for (int j = 0; j < n; j++) {
+                    __m512 lane[16];
+                    for (int l = 0; l < 16; l++) lane[l] = _mm512_load_ps(acc[l][j]);
+                    for (int half = 8; half; half /= 2)
+                        for (int l = 0; l < half; l++) lane[l] = _mm512_add_ps(lane[l], lane[l + half]);
+                    V{lane[0]}.store_n(out + (t + j - t0) * ld + (row - row0), imin(row1 - row, 16));
+                }
+            }
+        }
+    }
+}
+
+template <class Format>
+void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out, int64_t ld,
+            uint8_t* scratch) {
+    if (t1 - t0 > 1) return panels<Format>(w, row0, row1, x, t0, t1, out, ld, scratch);
+    const int64_t width = padded(x.k);
+    const int32_t* isum = x.isum + t0 * (width / 16);
+    for (int64_t r = row0; r < row1; r++)
+        out[r - row0] = dot<Format>(w.row(r), w.end(), x.k / 32, x.q + t0 * width, x.scale + t0 * (width / 32),
+                                    x.sum + t0 * (width / 32), isum, isum + width / 32);
+}
+
+}  // namespace hotset::avx512
+
+namespace hotset {
+
+const Kernels* avx512_kernels() {
+    static const Kernels table = [] {
+        using namespace avx512;
+        Kernels t = float_kernel_table("avx512");
+        auto set = [&]<class Format>() { t.linear[int(Format::kType)] = linear<Format>; };
+        set.operator()<FormatQ4_0>();
+        set.operator()<FormatQ4_1>();
+        set.operator()<FormatQ5_0>();
+        set.operator()<FormatQ5_1>();
+        set.operator()<FormatQ8_0>();
+        set.operator()<FormatQ2_K>();
+        set.operator()<FormatQ3_K>();
+        set.operator()<FormatQ4_K>();
+        set.operator()<FormatQ5_K>();
+        set.operator()<FormatQ6_K>();
+        set.operator()<FormatIQ4_NL>();
+        set.operator()<FormatIQ4_XS>();
+        return t;
+    }();
+    return &table;
+}
+
+}  // namespace hotset

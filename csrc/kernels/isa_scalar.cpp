@@ -1,0 +1,90 @@
+// The readable reference: every other instruction set must give these bits.
+#include "kernels.h"
+
+namespace hotset::scalar {
+
+#include "blocks.h"
+#include "simd_scalar.h"
+#include "float_kernels.h"
+
+// One row times one token, in the canonical order that kernels.h describes.
+template <Type kType>
+float dot(const uint8_t* row, const Inputs& x, int token) {
+    const int64_t width = padded(x.k), blocks = x.k / 32;
+    const int8_t* q = x.q + token * width;
+    const float* scales = x.scale + token * (width / 32);
+    const float* sums = x.sum + token * (width / 32);
+    const int32_t* isums = x.isum + token * (width / 16);
+    V acc = V::zero();
+    for (int64_t b = 0; b < blocks; b++) {
+        const Block32 block = decode_block(kType, row, b);
+        const int8_t* halves[2] = {q + b / 4 * kGroup + b % 4 * 16, q + b / 4 * kGroup + b % 4 * 16 + 64};
+        int dots[2] = {0, 0};
+        for (int i = 0; i < 32; i++) dots[i / 16] += block.q[i] * halves[i / 16][i % 16];
+        const int product = block.sub_scale[0] * dots[0] + block.sub_scale[1] * dots[1];
+        float& lane = acc.v[b % 16];
+        lane = __builtin_fmaf(block.scale * scales[b], float(product), lane);
+        if (has_min(kType)) {
+            if (has_sub_blocks(kType)) {
+                const int mins = block.sub_min[0] * isums[b] + block.sub_min[1] * isums[width / 32 + b];
+                lane = __builtin_fmaf(block.min * scales[b], float(mins), lane);
+            } else {
+                lane = __builtin_fmaf(block.min, sums[b], lane);
+            }
+        }
+    }
+    return sum(acc);
+}
+
+template <Type kType>
+void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out, int64_t ld,
+            uint8_t*) {
+    for (int t = t0; t < t1; t++)
+        for (int64_t r = row0; r < row1; r++) out[(t - t0) * ld + (r - row0)] = dot<kType>(w.row(r), x, t);
+}
+
+}  // namespace hotset::scalar
+
+namespace hotset {
+
+const Kernels* scalar_kernels() {
+    static const Kernels table = [] {
+        Kernels t = scalar::float_kernel_table("scalar");
+        t.linear[int(Type::Q4_0)] = scalar::linear<Type::Q4_0>;
+        t.linear[int(Type::Q4_1)] = scalar::linear<Type::Q4_1>;
+        t.linear[int(Type::Q5_0)] = scalar::linear<Type::Q5_0>;
+        t.linear[int(Type::Q5_1)] = scalar::linear<Type::Q5_1>;
+        t.linear[int(Type::Q8_0)] = scalar::linear<Type::Q8_0>;
+        t.linear[int(Type::Q2_K)] = scalar::linear<Type::Q2_K>;
+        t.linear[int(Type::Q3_K)] = scalar::linear<Type::Q3_K>;
+        t.linear[int(Type::Q4_K)] = scalar::linear<Type::Q4_K>;
+        t.linear[int(Type::Q5_K)] = scalar::linear<Type::Q5_K>;
+        t.linear[int(Type::Q6_K)] = scalar::linear<Type::Q6_K>;
+        t.linear[int(Type::IQ4_NL)] = scalar::linear<Type::IQ4_NL>;
+        t.linear[int(Type::IQ4_XS)] = scalar::linear<Type::IQ4_XS>;
+        return t;
+    }();
+    return &table;
+}
+
+void dequantize_row(Type type, const uint8_t* row, int64_t cols, float* out) {
+    switch (type) {
+        case Type::F32: std::memcpy(out, row, size_t(cols) * 4); return;
+        case Type::F16:
+            for (int64_t i = 0; i < cols; i++) out[i] = load_f16(row + 2 * i);
+            return;
+        case Type::BF16:
+            for (int64_t i = 0; i < cols; i++) out[i] = bf16_to_f32(load_u16(row + 2 * i));
+            return;
+        default:
+            for (int64_t b = 0; b < cols / 32; b++) {
+                const scalar::Block32 block = scalar::decode_block(type, row, b);
+                for (int i = 0; i < 32; i++) {
+                    const float value = (block.scale * float(block.sub_scale[i / 16])) * float(block.q[i]);
+                    out[b * 32 + i] = value + block.min * float(block.sub_min[i / 16]);
+                }
+            }
+    }
+}
+
+}  // namespace hotset

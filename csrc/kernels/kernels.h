@@ -1,0 +1,126 @@
+// The kernels of one instruction set behind one table of function pointers, chosen once at import.
+//
+// One order of accumulation for all of them (this is what makes results independent of threads, batch
+// shape and instruction set):
+//
+//   * Quantised weights. Activations are int8 with one scale per 32 (`Inputs`). The integer dot product
+//     of a 32-block is exact. Block b belongs to lane b % 16; each lane adds its blocks in order:
+//         acc = fma(weight_scale * input_scale, float(dot), acc)
+//         acc = fma(weight_min, input_sum, acc)                    (types with a minimum)
+//     and the 16 lanes are summed by a fixed tree: (l, l+8), then (l, l+4), (l, l+2), (l, l+1).
+//     K-quants are 32-blocks as well: their sub-block scale times the super-block's is the weight scale,
+//     or, where sub-blocks hold 16 weights, dot = sc0 * dot0 + sc1 * dot1 in integers.
+//   * Float weights. Element k belongs to lane k % 16: acc = fma(w, x, acc); the same tree.
+//
+// A one-row kernel has the lanes in a register, a many-row kernel keeps them as 16 accumulators; the
+// result is the same to the bit.
+#pragma once
+
+#include <cstdint>
+
+#include "../types.h"
+
+namespace hotset {
+
+constexpr int kGroup = 128;      // int8 activations are interleaved in groups of four 32-blocks
+constexpr int kPadding = 512;    // and padded with zeros to 16 blocks
+constexpr int kPageSize = 64;    // tokens per page of the KV cache
+constexpr int kSplitPages = 8;   // pages per partial softmax: fixed, so that sums do not depend on threads
+constexpr int kMaxHeadDim = 512;
+
+constexpr int64_t padded(int64_t k) { return (k + kPadding - 1) / kPadding * kPadding; }
+
+// Activations of n tokens as a matrix product reads them. Float weights read `x`; quantised weights the rest.
+//
+// In `q`, the 128 values of four blocks b0..b3 are stored as
+//     b0[0:16] b1[0:16] b2[0:16] b3[0:16] b0[16:32] b1[16:32] b2[16:32] b3[16:32]
+// so that one 64-byte vector holds a half of four blocks, as nibble-packed weights do.
+struct Inputs {
+    int n = 0;                    // tokens
+    int64_t k = 0;                // width
+    const float* x = nullptr;     // [n][k]
+    const int8_t* q = nullptr;    // [n][padded(k)]
+    const float* scale = nullptr; // [n][padded(k) / 32]
+    const float* sum = nullptr;   // [n][padded(k) / 32], scale * sum of q
+    const int32_t* isum = nullptr;// [n][2][padded(k) / 32], sum of q over the first and the second half of each block
+};
+
+// out[(t - t0) * ld + r - row0] = dot(row r of w, token t) for rows row0..row1 and tokens t0..t1.
+// `scratch`: kernel_scratch_bytes(k) bytes, 64-byte aligned, private to the thread.
+using LinearKernel = void (*)(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
+                              int64_t ld, uint8_t* scratch);
+
+// Rows that one call of a many-token kernel likes to have (it packs them once for all tokens).
+constexpr int kPanelRows = 64;
+
+constexpr size_t kernel_scratch_bytes(int64_t k) {
+    // A packed panel: a byte a weight, and per 32-block a float scale, a float minimum, two int32 scales and two mins.
+    return size_t(kPanelRows) * size_t(padded(k) + padded(k) / 32 * 24) + 65536;
+}
+
+enum class KvType : int { F32 = 0, F16 = 1, Q8_0 = 2 };
+
+// One layer's cache. Keys of a page and head are stored transposed, [head_dim][64 positions]; values [64][stride].
+struct KvLayer {
+    KvType type = KvType::F16;
+    int n_head_kv = 0;
+    int head_dim = 0;    // of keys
+    int head_dim_v = 0;  // of values
+    uint8_t* k = nullptr;
+    uint8_t* v = nullptr;
+    uint16_t* k_scale = nullptr;  // Q8_0: [page][head][head_dim / 32][64]
+    uint16_t* v_scale = nullptr;  // Q8_0: [page][head][64][head_dim_v / 32]
+
+    int value_stride() const { return (head_dim_v + 15) / 16 * 16; }
+    static int element_bytes(KvType type) { return type == KvType::F32 ? 4 : type == KvType::F16 ? 2 : 1; }
+    size_t k_page_bytes() const { return size_t(n_head_kv) * head_dim * kPageSize * element_bytes(type); }
+    size_t v_page_bytes() const { return size_t(n_head_kv) * value_stride() * kPageSize * element_bytes(type); }
+};
+
+// A running softmax of one query row: sum of exp(score - max) * value, their sum, and the max.
+struct AttentionState {
+    float max;
+    float sum;
+};
+
+// Attends `n_rows` query rows of one KV head to positions [first, last) of one sequence.
+// Row r sees positions [row_first[r], row_last[r]). Positions are absolute; page i of `pages` holds 64 * i.
+// q: row r at q_rows[r], float [head_dim], already scaled. State and out ([n_rows][value_stride]) are overwritten.
+using AttentionKernel = void (*)(const KvLayer& kv, int head, const int32_t* pages, int first, int last, int n_rows,
+                                 const float* const* q_rows, const int32_t* row_first, const int32_t* row_last,
+                                 AttentionState* state, float* out);
+
+enum class Activation : int { Silu = 0, Gelu = 1, GeluTanh = 2, Relu = 3, Relu2 = 4, FatRelu = 5 };
+
+struct Kernels {
+    const char* isa;
+    LinearKernel linear[kTypeCount];
+    // Quantises one row of k floats into the layout of Inputs (padding written as zeros).
+    void (*quantize)(const float* x, int64_t k, int8_t* q, float* scale, float* sum, int32_t* isum);
+    void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* out);
+    void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* out);
+    void (*activate)(Activation kind, float threshold, const float* x, int64_t n, float* out);
+    // out = activate(gate) * up
+    void (*gated)(Activation kind, float threshold, const float* gate, const float* up, int64_t n, float* out);
+    void (*add)(const float* a, const float* b, int64_t n, float* out);
+    void (*multiply)(const float* a, const float* b, int64_t n, float* out);
+    AttentionKernel attention;
+    // Merges partial states in order: out[n] from n_parts states and rows of `stride` floats.
+    void (*merge_attention)(int n_parts, const AttentionState* states, const float* parts, int64_t stride, int64_t n,
+                            float* out);
+    void (*store_key)(const KvLayer& kv, int page, int slot, int head, const float* k);
+    void (*store_value)(const KvLayer& kv, int page, int slot, int head, const float* v);
+    int (*argmax)(const float* x, int64_t n);
+};
+
+// Each is defined where its instruction set can be compiled, else null.
+const Kernels* scalar_kernels();
+const Kernels* avx2_kernels();
+const Kernels* avx512_kernels();
+const Kernels* neon_kernels();
+
+// The best table that this processor can run; HOTSET_ISA (scalar, avx2, avx512, neon) forces one.
+// Null with a reason in `error` when the forced one is unknown or cannot run here.
+const Kernels* select_kernels(const char* forced, const char** error);
+
+}  // namespace hotset

@@ -1,0 +1,65 @@
+// Sixteen float lanes in one register: see simd_scalar.h for what each function means.
+// Included inside the namespace of an instruction set.
+
+struct V {
+    __m512 v;
+
+    static V zero() { return {_mm512_setzero_ps()}; }
+    static V set(float x) { return {_mm512_set1_ps(x)}; }
+    static V load(const float* p) { return {_mm512_loadu_ps(p)}; }
+    static V load_n(const float* p, int n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }
+    static V load_f16(const uint16_t* p) {
+        return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+    }
+    static V load_bf16(const uint16_t* p) {
+        const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+        return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16))};
+    }
+    static V load_i8(const int8_t* p) {
+        const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+        return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b))};
+    }
+    void store(float* p) const { _mm512_storeu_ps(p, v); }
+    void store_n(float* p, int n) const { _mm512_mask_storeu_ps(p, first_lanes(n), v); }
+    void store_f16(uint16_t* p) const {
+        const __m256i h = _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), h);
+    }
+    void store_i8(int8_t* p) const {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+    }
+
+    static __mmask16 first_lanes(int n) { return __mmask16((1u << n) - 1); }
+};
+
+inline V operator+(V a, V b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline V operator-(V a, V b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline V operator*(V a, V b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline V operator/(V a, V b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline V fma(V a, V b, V c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline V max(V a, V b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline V min(V a, V b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline V abs(V a) { return {_mm512_abs_ps(a.v)}; }
+inline V round(V a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+inline V at_least(V a, V bound) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, bound.v, _CMP_GE_OQ), a.v)}; }
+inline V pow2(V n) {
+    const __m512i e = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(e, 23))};
+}
+inline V blend_range(int first, int last, V a, V b) {
+    const __mmask16 inside = V::first_lanes(last) & __mmask16(~V::first_lanes(first));
+    return {_mm512_mask_blend_ps(inside, b.v, a.v)};
+}
+
+inline float sum(V a) {
+    const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+    const __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    const __m128 d = _mm_add_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_add_ss(d, _mm_movehdup_ps(d)));
+}
+inline float max_lane(V a) {
+    const __m256 h = _mm256_max_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+    const __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    const __m128 d = _mm_max_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_max_ss(d, _mm_movehdup_ps(d)));
+}

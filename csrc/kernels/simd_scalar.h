@@ -1,0 +1,84 @@
+// Sixteen float lanes, written out: the readable twin of simd_avx2.h, simd_avx512.h and simd_neon.h.
+// Included inside the namespace of an instruction set.
+
+struct V {
+    float v[16];
+
+    static V zero() { return set(0.0f); }
+    static V set(float x) {
+        V r;
+        for (int i = 0; i < 16; i++) r.v[i] = x;
+        return r;
+    }
+    static V load(const float* p) {
+        V r;
+        for (int i = 0; i < 16; i++) r.v[i] = p[i];
+        return r;
+    }
+    // The first n lanes; the others are zero.
+    static V load_n(const float* p, int n) {
+        V r = zero();
+        for (int i = 0; i < n; i++) r.v[i] = p[i];
+        return r;
+    }
+    static V load_f16(const uint16_t* p) {
+        V r;
+        for (int i = 0; i < 16; i++) r.v[i] = f16_to_f32(p[i]);
+        return r;
+    }
+    static V load_bf16(const uint16_t* p) {
+        V r;
+        for (int i = 0; i < 16; i++) r.v[i] = bf16_to_f32(p[i]);
+        return r;
+    }
+    static V load_i8(const int8_t* p) {
+        V r;
+        for (int i = 0; i < 16; i++) r.v[i] = float(p[i]);
+        return r;
+    }
+    void store(float* p) const {
+        for (int i = 0; i < 16; i++) p[i] = v[i];
+    }
+    void store_n(float* p, int n) const {
+        for (int i = 0; i < n; i++) p[i] = v[i];
+    }
+    void store_f16(uint16_t* p) const {
+        for (int i = 0; i < 16; i++) p[i] = f32_to_f16(v[i]);
+    }
+    // Lanes hold integers in [-128, 127].
+    void store_i8(int8_t* p) const {
+        for (int i = 0; i < 16; i++) p[i] = int8_t(v[i]);
+    }
+};
+
+#define HOTSET_LANEWISE(expression)                          \
+    V r;                                                     \
+    for (int i = 0; i < 16; i++) r.v[i] = (expression);      \
+    return r
+
+inline V operator+(V a, V b) { HOTSET_LANEWISE(a.v[i] + b.v[i]); }
+inline V operator-(V a, V b) { HOTSET_LANEWISE(a.v[i] - b.v[i]); }
+inline V operator*(V a, V b) { HOTSET_LANEWISE(a.v[i] * b.v[i]); }
+inline V operator/(V a, V b) { HOTSET_LANEWISE(a.v[i] / b.v[i]); }
+inline V fma(V a, V b, V c) { HOTSET_LANEWISE(__builtin_fmaf(a.v[i], b.v[i], c.v[i])); }
+inline V max(V a, V b) { HOTSET_LANEWISE(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
+inline V min(V a, V b) { HOTSET_LANEWISE(a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
+inline V abs(V a) { HOTSET_LANEWISE(__builtin_fabsf(a.v[i])); }
+inline V round(V a) { HOTSET_LANEWISE(__builtin_nearbyintf(a.v[i])); }  // to nearest, ties to even
+inline V at_least(V a, V bound) { HOTSET_LANEWISE(a.v[i] >= bound.v[i] ? a.v[i] : 0.0f); }  // a >= bound ? a : 0
+inline V pow2(V n) { HOTSET_LANEWISE(f32_from_bits(uint32_t(int32_t(n.v[i]) + 127) << 23)); }  // n in [-127, 128]
+// Lanes [first, last) of a, the others of b.
+inline V blend_range(int first, int last, V a, V b) { HOTSET_LANEWISE(i >= first && i < last ? a.v[i] : b.v[i]); }
+
+#undef HOTSET_LANEWISE
+
+inline float sum(V a) {
+    for (int half = 8; half; half /= 2)
+        for (int i = 0; i < half; i++) a.v[i] = a.v[i] + a.v[i + half];
+    return a.v[0];
+}
+inline float max_lane(V a) {
+    for (int half = 8; half; half /= 2)
+        for (int i = 0; i < half; i++) a.v[i] = a.v[i] > a.v[i + half] ? a.v[i] : a.v[i + half];
+    return a.v[0];
+}

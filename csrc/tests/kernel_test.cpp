@@ -1,0 +1,241 @@
+// Compares every kernel of every instruction set of this machine with the scalar reference, bit for bit.
+// Needs no Python, so that it also runs under an emulator and under sanitizers. Exit status 1 on a difference.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "../kernels/kernels.h"
+
+using namespace hotset;
+
+namespace {
+
+std::mt19937 random_engine(1);
+int failures = 0;
+
+float normal() { return std::normal_distribution<float>()(random_engine); }
+
+std::vector<float> normals(int64_t n) {
+    std::vector<float> v(n);
+    for (float& x : v) x = normal();
+    return v;
+}
+
+// Byte offsets of the f16 fields of a block, which must hold finite numbers.
+std::vector<int> half_fields(Type type) {
+    switch (type) {
+        case Type::Q4_1:
+        case Type::Q5_1:
+        case Type::Q4_K:
+        case Type::Q5_K: return {0, 2};
+        case Type::Q2_K: return {80, 82};
+        case Type::Q3_K: return {108};
+        case Type::Q6_K: return {208};
+        default: return {0};
+    }
+}
+
+std::vector<uint8_t> random_matrix(Type type, int64_t rows, int64_t cols) {
+    const TypeFacts facts = type_facts(type);
+    std::vector<uint8_t> bytes(rows * (cols / facts.block_size) * facts.block_bytes);
+    if (is_float(type)) {
+        for (size_t i = 0; i < bytes.size(); i += facts.block_bytes) {
+            const float x = normal();
+            const uint16_t half = type == Type::F16 ? f32_to_f16(x) : uint16_t(std::bit_cast<uint32_t>(x) >> 16);
+            std::memcpy(&bytes[i], type == Type::F32 ? static_cast<const void*>(&x) : &half, facts.block_bytes);
+        }
+        return bytes;
+    }
+    for (uint8_t& b : bytes) b = uint8_t(random_engine());
+    for (size_t i = 0; i < bytes.size(); i += facts.block_bytes)
+        for (int field : half_fields(type)) {
+            const uint16_t half = f32_to_f16(normal() * 0.05f);
+            std::memcpy(&bytes[i + field], &half, 2);
+        }
+    return bytes;
+}
+
+struct QuantizedInputs {
+    std::vector<float> x;
+    std::vector<int8_t> q;
+    std::vector<float> scale, sum;
+    std::vector<int32_t> isum;
+    Inputs view;
+
+    QuantizedInputs(const Kernels& kernels, std::vector<float> values, int n, int64_t k) : x(std::move(values)) {
+        const int64_t width = padded(k);
+        q.resize(n * width);
+        scale.resize(n * width / 32);
+        sum.resize(n * width / 32);
+        isum.resize(n * width / 16);
+        for (int t = 0; t < n; t++)
+            kernels.quantize(&x[t * k], k, &q[t * width], &scale[t * width / 32], &sum[t * width / 32],
+                             &isum[t * width / 16]);
+        view = {n, k, x.data(), q.data(), scale.data(), sum.data(), isum.data()};
+    }
+};
+
+template <class T>
+void expect_equal(const char* what, const char* isa, const char* detail, const std::vector<T>& a, const std::vector<T>& b) {
+    if (a.size() == b.size() && !std::memcmp(a.data(), b.data(), a.size() * sizeof(T))) return;
+    failures++;
+    for (size_t i = 0; i < a.size(); i++)
+        if (std::memcmp(&a[i], &b[i], sizeof(T))) {
+            std::printf("FAIL %s %s %s: element %zu of %zu is %.9g, scalar gives %.9g\n", isa, what, detail, i, a.size(),
+                        double(a[i]), double(b[i]));
+            return;
+        }
+}
+
+void test_linear(const Kernels& kernels, Type type, int64_t rows, int64_t cols, int n) {
+    const Kernels& reference = *scalar_kernels();
+    const std::vector<uint8_t> bytes = random_matrix(type, rows, cols);
+    // Exactly as large as the matrix, so that a sanitizer sees every byte read too far.
+    std::unique_ptr<uint8_t[]> exact(new uint8_t[bytes.size()]);
+    std::memcpy(exact.get(), bytes.data(), bytes.size());
+    const Matrix w = {type, exact.get(), rows, cols, bytes.size() / size_t(rows)};
+    const QuantizedInputs x(reference, normals(n * cols), n, cols);
+    std::vector<float> expected(n * rows), got(n * rows, -1.0f);
+    uint8_t* scratch = static_cast<uint8_t*>(std::aligned_alloc(64, (kernel_scratch_bytes(cols) + 63) / 64 * 64));
+    reference.linear[int(type)](w, 0, rows, x.view, 0, n, expected.data(), rows, scratch);
+    kernels.linear[int(type)](w, 0, rows, x.view, 0, n, got.data(), rows, scratch);
+    char detail[64];
+    std::snprintf(detail, sizeof detail, "%s %dx%d, %d tokens", type_facts(type).name, int(rows), int(cols), n);
+    expect_equal("linear", kernels.isa, detail, got, expected);
+    if (rows > 3 && n > 1) {  // a part of the rows, a part of the tokens
+        std::vector<float> part((n - 1) * (rows - 3)), want((n - 1) * (rows - 3));
+        kernels.linear[int(type)](w, 2, rows - 1, x.view, 1, n, part.data(), rows - 3, scratch);
+        for (int t = 1; t < n; t++)
+            for (int64_t r = 2; r < rows - 1; r++) want[(t - 1) * (rows - 3) + r - 2] = expected[t * rows + r];
+        expect_equal("linear part", kernels.isa, detail, part, want);
+    }
+    std::free(scratch);
+}
+
+void test_quantize(const Kernels& kernels, int64_t k) {
+    std::vector<float> values = normals(k);
+    for (int64_t i = 0; i < k && i < 32; i++) values[i] = 0.0f;  // a block of zeros
+    const QuantizedInputs got(kernels, values, 1, k), want(*scalar_kernels(), values, 1, k);
+    const std::string detail = "k = " + std::to_string(k);
+    expect_equal("quantize q", kernels.isa, detail.c_str(), got.q, want.q);
+    expect_equal("quantize scale", kernels.isa, detail.c_str(), got.scale, want.scale);
+    expect_equal("quantize sum", kernels.isa, detail.c_str(), got.sum, want.sum);
+    expect_equal("quantize isum", kernels.isa, detail.c_str(), got.isum, want.isum);
+}
+
+void test_rows(const Kernels& kernels, int64_t n) {
+    const Kernels& reference = *scalar_kernels();
+    const std::vector<float> a = normals(n), b = normals(n), c = normals(n);
+    const std::string detail = "n = " + std::to_string(n);
+    auto compare = [&](const char* what, auto call) {
+        std::vector<float> got(n), want(n);
+        call(kernels, got.data());
+        call(reference, want.data());
+        expect_equal(what, kernels.isa, detail.c_str(), got, want);
+    };
+    compare("rms_norm", [&](const Kernels& k, float* out) { k.rms_norm(a.data(), b.data(), 1e-5f, n, out); });
+    compare("layer_norm", [&](const Kernels& k, float* out) { k.layer_norm(a.data(), b.data(), c.data(), 1e-5f, n, out); });
+    compare("add", [&](const Kernels& k, float* out) { k.add(a.data(), b.data(), n, out); });
+    compare("multiply", [&](const Kernels& k, float* out) { k.multiply(a.data(), b.data(), n, out); });
+    for (int kind = 0; kind <= int(Activation::FatRelu); kind++) {
+        compare("activate", [&](const Kernels& k, float* out) { k.activate(Activation(kind), 0.3f, a.data(), n, out); });
+        compare("gated", [&](const Kernels& k, float* out) { k.gated(Activation(kind), 0.3f, a.data(), b.data(), n, out); });
+    }
+    compare("argmax", [&](const Kernels& k, float* out) { *out = float(k.argmax(a.data(), n)); });
+}
+
+void test_attention(const Kernels& kernels, KvType type, int head_dim, int n_rows, int last, int window) {
+    const int heads = 2, pages = (last + kPageSize - 1) / kPageSize;
+    KvLayer kv = {type, heads, head_dim, head_dim, nullptr, nullptr, nullptr, nullptr};
+    struct Cache {
+        std::vector<uint8_t> k, v;
+        std::vector<uint16_t> ks, vs;
+    } caches[2];
+    std::vector<int32_t> table(pages);
+    for (int i = 0; i < pages; i++) table[i] = pages - 1 - i;
+    const std::vector<float> keys = normals(last * heads * head_dim), values = normals(last * heads * head_dim);
+    const std::vector<float> q = normals(n_rows * head_dim);
+    std::vector<float> out[2];
+    std::vector<float> states[2];
+    const Kernels* tables[2] = {&kernels, scalar_kernels()};
+    for (int side = 0; side < 2; side++) {
+        Cache& cache = caches[side];
+        cache.k.resize(pages * kv.k_page_bytes());
+        cache.v.resize(pages * kv.v_page_bytes());
+        cache.ks.resize(pages * heads * (head_dim / 32 + 1) * kPageSize);
+        cache.vs.resize(pages * heads * (head_dim / 32 + 1) * kPageSize);
+        kv.k = cache.k.data(), kv.v = cache.v.data(), kv.k_scale = cache.ks.data(), kv.v_scale = cache.vs.data();
+        for (int pos = 0; pos < last; pos++)
+            for (int h = 0; h < heads; h++) {
+                tables[side]->store_key(kv, table[pos / kPageSize], pos % kPageSize, h, &keys[(pos * heads + h) * head_dim]);
+                tables[side]->store_value(kv, table[pos / kPageSize], pos % kPageSize, h, &values[(pos * heads + h) * head_dim]);
+            }
+        std::vector<const float*> rows(n_rows);
+        std::vector<int32_t> first(n_rows), end(n_rows);
+        for (int r = 0; r < n_rows; r++) {
+            rows[r] = &q[r * head_dim];
+            end[r] = last - n_rows + 1 + r;
+            first[r] = window && end[r] > window ? end[r] - window : 0;
+        }
+        std::vector<AttentionState> state(n_rows);
+        out[side].resize(n_rows * kv.value_stride());
+        tables[side]->attention(kv, 1, table.data(), 0, last, n_rows, rows.data(), first.data(), end.data(), state.data(),
+                                out[side].data());
+        for (const AttentionState& s : state) states[side].insert(states[side].end(), {s.max, s.sum});
+        std::vector<float> merged(head_dim);
+        tables[side]->merge_attention(n_rows, state.data(), out[side].data(), kv.value_stride(), head_dim, merged.data());
+        out[side].insert(out[side].end(), merged.begin(), merged.end());
+    }
+    char detail[96];
+    std::snprintf(detail, sizeof detail, "kv type %d, head_dim %d, %d rows, %d positions", int(type), head_dim, n_rows, last);
+    expect_equal("keys", kernels.isa, detail, caches[0].k, caches[1].k);
+    expect_equal("values", kernels.isa, detail, caches[0].v, caches[1].v);
+    expect_equal("attention", kernels.isa, detail, out[0], out[1]);
+    expect_equal("attention state", kernels.isa, detail, states[0], states[1]);
+}
+
+void test_all(const Kernels& kernels) {
+    for (int type = 0; type < kTypeCount; type++) {
+        const TypeFacts facts = type_facts(Type(type));
+        if (!facts.block_bytes) continue;
+        if (!kernels.linear[type]) {
+            std::printf("FAIL %s has no kernel for %s\n", kernels.isa, facts.name);
+            failures++;
+            continue;
+        }
+        std::vector<int64_t> widths = facts.block_size == 256 ? std::vector<int64_t>{256, 512, 768, 2304}
+                                      : facts.block_size == 32 ? std::vector<int64_t>{32, 96, 160, 512, 576, 1536, 1120}
+                                                               : std::vector<int64_t>{1, 15, 16, 24, 100, 576};
+        for (int64_t cols : widths)
+            for (int64_t rows : {1, 5, 19, 70})
+                for (int n : {1, 2, 3, 7, 13}) test_linear(kernels, Type(type), rows, cols, n);
+    }
+    for (int64_t k : {32, 96, 128, 512, 576, 1120}) test_quantize(kernels, k);
+    for (int64_t n : {1, 7, 16, 33, 576}) test_rows(kernels, n);
+    for (KvType type : {KvType::F32, KvType::F16, KvType::Q8_0})
+        for (int head_dim : {24, 32, 64, 96, 128}) {
+            if (type == KvType::Q8_0 && head_dim % 32) continue;
+            for (int rows : {1, 3, 6, 11})
+                for (int last : {11, 64, 65, 200}) test_attention(kernels, type, head_dim, rows, last, rows == 3 ? 20 : 0);
+        }
+}
+
+}  // namespace
+
+int main() {
+    int tested = 0;
+    for (const char* isa : {"avx2", "avx512", "neon"}) {
+        const char* error = nullptr;
+        const Kernels* kernels = select_kernels(isa, &error);
+        if (!kernels) continue;
+        test_all(*kernels);
+        std::printf("%s: compared with the scalar reference, %d failures so far\n", isa, failures);
+        tested++;
+    }
+    if (!tested) std::printf("this machine has none of avx2, avx512, neon: nothing compared\n");
+    return failures ? 1 : 0;
+}

@@ -1,0 +1,120 @@
+// Tensor types of GGUF: ids, block sizes, and the view of a matrix in a mapped file.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace hotset {
+
+enum class Type : int {
+    F32 = 0,
+    F16 = 1,
+    Q4_0 = 2,
+    Q4_1 = 3,
+    Q5_0 = 6,
+    Q5_1 = 7,
+    Q8_0 = 8,
+    Q2_K = 10,
+    Q3_K = 11,
+    Q4_K = 12,
+    Q5_K = 13,
+    Q6_K = 14,
+    IQ4_NL = 20,
+    IQ4_XS = 23,
+    BF16 = 30,
+};
+
+constexpr int kTypeCount = 31;
+
+struct TypeFacts {
+    const char* name;
+    int block_size;   // weights per block
+    int block_bytes;  // bytes per block; 0: the type is not supported
+};
+
+constexpr TypeFacts type_facts(Type type) {
+    switch (type) {
+        case Type::F32: return {"F32", 1, 4};
+        case Type::F16: return {"F16", 1, 2};
+        case Type::BF16: return {"BF16", 1, 2};
+        case Type::Q4_0: return {"Q4_0", 32, 18};
+        case Type::Q4_1: return {"Q4_1", 32, 20};
+        case Type::Q5_0: return {"Q5_0", 32, 22};
+        case Type::Q5_1: return {"Q5_1", 32, 24};
+        case Type::Q8_0: return {"Q8_0", 32, 34};
+        case Type::Q2_K: return {"Q2_K", 256, 84};
+        case Type::Q3_K: return {"Q3_K", 256, 110};
+        case Type::Q4_K: return {"Q4_K", 256, 144};
+        case Type::Q5_K: return {"Q5_K", 256, 176};
+        case Type::Q6_K: return {"Q6_K", 256, 210};
+        case Type::IQ4_NL: return {"IQ4_NL", 32, 18};
+        case Type::IQ4_XS: return {"IQ4_XS", 256, 136};
+    }
+    return {"?", 1, 0};
+}
+
+constexpr bool is_float(Type type) { return type == Type::F32 || type == Type::F16 || type == Type::BF16; }
+
+// A weight matrix where it lies in the file: `rows` rows of `cols` weights each.
+struct Matrix {
+    Type type = Type::F32;
+    const uint8_t* data = nullptr;
+    int64_t rows = 0;
+    int64_t cols = 0;
+    size_t row_bytes = 0;
+
+    const uint8_t* row(int64_t r) const { return data + r * row_bytes; }
+    const uint8_t* end() const { return data + rows * row_bytes; }  // nothing may be read from here on
+};
+
+inline float f32_from_bits(uint32_t bits) { return std::bit_cast<float>(bits); }
+
+// IEEE half to float, exactly, without relying on the compiler's support for half types.
+inline float f16_to_f32(uint16_t h) {
+    const uint32_t sign = uint32_t(h & 0x8000) << 16;
+    const uint32_t exponent = (h >> 10) & 0x1f;
+    uint32_t mantissa = h & 0x3ff;
+    if (exponent == 31) return f32_from_bits(sign | 0x7f800000 | mantissa << 13);
+    if (exponent != 0) return f32_from_bits(sign | (exponent + 112) << 23 | mantissa << 13);
+    const float tiny = float(mantissa) * 0x1p-24f;  // subnormal: exact in float
+    return sign ? -tiny : tiny;
+}
+
+// Float to IEEE half, rounding to nearest even.
+inline uint16_t f32_to_f16(float f) {
+    const uint32_t bits = std::bit_cast<uint32_t>(f);
+    const uint32_t sign = (bits >> 16) & 0x8000;
+    const uint32_t magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00 | ((magnitude >> 13) & 0x3ff));  // NaN
+    if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7c00);                                // overflows
+    if (magnitude < 0x38800000) {                                                               // subnormal
+        // Adding 0.5 leaves the rounded multiple of 2^-24 in the low bits of the mantissa.
+        const float shifted = f32_from_bits(magnitude) + 0.5f;
+        return uint16_t(sign | (std::bit_cast<uint32_t>(shifted) - 0x3f000000));
+    }
+    const uint32_t odd = (magnitude >> 13) & 1;
+    return uint16_t(sign | ((magnitude - 0x38000000 + 0xfff + odd) >> 13));
+}
+
+inline float bf16_to_f32(uint16_t b) { return f32_from_bits(uint32_t(b) << 16); }
+
+inline uint16_t load_u16(const uint8_t* p) {
+    uint16_t v;
+    std::memcpy(&v, p, 2);
+    return v;
+}
+
+inline uint32_t load_u32(const uint8_t* p) {
+    uint32_t v;
+    std::memcpy(&v, p, 4);
+    return v;
+}
+
+inline float load_f16(const uint8_t* p) { return f16_to_f32(load_u16(p)); }
+
+// Decodes one row of `cols` weights to float: the readable truth about every format.
+void dequantize_row(Type type, const uint8_t* row, int64_t cols, float* out);
+
+}  // namespace hotset
