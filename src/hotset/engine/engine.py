@@ -137,7 +137,7 @@ class Engine:
 
     # ---- requests ----
 
-    def submit(
+    def prepare(
         self,
         prompt: Tokens[int],
         params: SamplingParams | None = None,
@@ -145,7 +145,7 @@ class Engine:
         stop_ids: Collection[int] = (),
         reuse_prefix: bool = True,
     ) -> Sequence:
-        """Queues a prompt for generation; call `step` until its `finish_reason` is set.
+        """A checked sequence that generates after `prompt` once it is given to `enqueue`.
 
         stop_ids: tokens that end the answer. reuse_prefix: False computes the whole prompt again.
         Raises ContextLengthError when the prompt and one token do not fit, InvalidRequestError for a token id
@@ -166,7 +166,23 @@ class Engine:
         sequence = Sequence(tokens, sampler, n_tokens_max)
         sequence.stop_ids = frozenset(stop_ids)
         sequence.reuse_prefix = reuse_prefix
+        return sequence
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Queues a new sequence; call `step` until its `finish_reason` is set."""
         self.waiting.append(sequence)
+
+    def submit(
+        self,
+        prompt: Tokens[int],
+        params: SamplingParams | None = None,
+        *,
+        stop_ids: Collection[int] = (),
+        reuse_prefix: bool = True,
+    ) -> Sequence:
+        """`prepare` and `enqueue` in one."""
+        sequence = self.prepare(prompt, params, stop_ids=stop_ids, reuse_prefix=reuse_prefix)
+        self.enqueue(sequence)
         return sequence
 
     def score(
@@ -180,8 +196,8 @@ class Engine:
         """Queues tokens whose logits are wanted and after which nothing is generated.
 
         on_logits(position, rows) is called in order with float32 rows [n, n_vocab] of positions position,
-        position + 1, ..., beginning at `first`; the rows are valid during the call. The sequence finishes with
-        "length". Raises ContextLengthError when the tokens do not fit.
+        position + 1, ..., beginning at `first`; the rows are valid during the call. The sequence finishes
+        with "length". Raises ContextLengthError when the tokens do not fit.
         """
         checked = self._checked(tokens)
         if len(checked) > self.n_ctx:
@@ -197,11 +213,11 @@ class Engine:
         sequence.on_logits = on_logits
         sequence.first_output = first
         sequence.reuse_prefix = reuse_prefix
-        self.waiting.append(sequence)
+        self.enqueue(sequence)
         return sequence
 
     def cancel(self, sequence: Sequence) -> None:
-        """Ends a sequence between two steps and frees its pages; a finished one stays as it is."""
+        """Ends a queued sequence between two steps and frees its pages; a finished one stays as it is."""
         if sequence.finish_reason is None:
             self._finish(sequence, "cancelled")
 

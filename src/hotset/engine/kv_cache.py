@@ -46,7 +46,7 @@ class PagePool:
         return len(self._empty) + len(self._idle)
 
     def allocate(self) -> int | None:
-        """A page for one sequence, taken from the least recently used prefix if need be; None if all are in use."""
+        """A page for one sequence, evicting the oldest idle prefix if need be; None if all are in use."""
         if self._empty:
             page = self._empty.pop()
         elif self._idle:

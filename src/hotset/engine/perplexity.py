@@ -1,8 +1,8 @@
 """Perplexity by the protocol of llama-perplexity, so that its numbers can be compared.
 
 The tokens are cut into chunks of n_ctx, each computed on its own with BOS in place of its first token where
-the model has one; of each chunk the second half is scored, since its tokens have seen enough. The error is the
-standard error of the mean negative log-likelihood, carried through the exponential.
+the model has one; of each chunk the second half is scored, since its tokens have seen enough. The error is
+the standard error of the mean negative log-likelihood, carried through the exponential.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hotset.errors import ContextLengthError, InvalidRequestError
 
 @dataclass(frozen=True)
 class PerplexityResult:
-    """Perplexity over the `n_scored` tokens scored in `chunk` of `n_chunks` chunks, with its standard error."""
+    """Perplexity over `n_scored` tokens, after `chunk` of `n_chunks` chunks, with its standard error."""
 
     ppl: float
     error: float

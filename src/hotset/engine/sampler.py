@@ -199,7 +199,7 @@ class Sampler:
         top: tuple[tuple[int, float], ...] = ()
         if self.params.logprobs:
             ids, values = top_k(logits, min(self.params.logprobs, logits.size))
-            top = tuple(zip(ids.tolist(), (values - log_total).tolist(), strict=True))
+            top = tuple(zip(ids.tolist(), (values.astype(np.float64) - log_total).tolist(), strict=True))
         return TokenLogprobs(token, float(logits[token]) - log_total, top)
 
     def _adjusted(self, logits: np.ndarray) -> np.ndarray:

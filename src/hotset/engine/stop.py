@@ -17,7 +17,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Takes the next piece, returns the text that may be shown, sets `stopped` once a stop string ended."""
+        """Takes the next piece, returns the text that may be shown; sets `stopped` at a stop string."""
         if not self.stops:
             return text
         if self.stopped:

@@ -1,0 +1,86 @@
+"""hotset runs large language models on a personal computer by touching only the neurons that fire.
+
+    import hotset
+    with hotset.load("smollm2-135m") as model:
+        print(model.generate("The sky is", max_tokens=32).text)
+
+Importing this costs nothing: what is named here is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hotset.api import ChatMessage, Chunk, Completion, Model, Timings, load
+    from hotset.engine.perplexity import PerplexityResult
+    from hotset.engine.sampler import SamplingParams, TokenLogprobs
+    from hotset.errors import (
+        ContextLengthError,
+        DownloadError,
+        FormatError,
+        HotsetError,
+        InvalidRequestError,
+        ModelNotFoundError,
+        OutOfMemoryError,
+        TokenizerError,
+        UnsupportedModelError,
+    )
+
+    __version__: str
+
+_HOMES = {
+    "hotset.api": ("ChatMessage", "Chunk", "Completion", "Model", "Timings", "load"),
+    "hotset.engine.perplexity": ("PerplexityResult",),
+    "hotset.engine.sampler": ("SamplingParams", "TokenLogprobs"),
+    "hotset.errors": (
+        "ContextLengthError",
+        "DownloadError",
+        "FormatError",
+        "HotsetError",
+        "InvalidRequestError",
+        "ModelNotFoundError",
+        "OutOfMemoryError",
+        "TokenizerError",
+        "UnsupportedModelError",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "ChatMessage",
+    "Chunk",
+    "Completion",
+    "ContextLengthError",
+    "DownloadError",
+    "FormatError",
+    "HotsetError",
+    "InvalidRequestError",
+    "Model",
+    "ModelNotFoundError",
+    "OutOfMemoryError",
+    "PerplexityResult",
+    "SamplingParams",
+    "Timings",
+    "TokenLogprobs",
+    "TokenizerError",
+    "UnsupportedModelError",
+    "__version__",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("hotset")
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'hotset' has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,538 @@
+"""The Python API: `hotset.load(...)` gives a Model that generates, chats and scores.
+
+Text and token ids meet here: the engine below knows ids only. Several threads may use one Model; whoever
+waits for a token drives the engine, and its step serves everyone.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import numpy as np
+
+from hotset.backends.base import PAGE_SIZE, Backend, KVType
+from hotset.engine.engine import Engine, FinishReason
+from hotset.engine.engine import Sequence as EngineSequence
+from hotset.engine.perplexity import PerplexityResult, perplexity_chunks
+from hotset.engine.sampler import SamplingParams, TokenLogprobs
+from hotset.engine.stop import StopMatcher
+from hotset.errors import InvalidRequestError, OutOfMemoryError
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import GGUFFile
+    from hotset.model.config import ModelConfig
+    from hotset.model.graph import Graph
+    from hotset.text.chat import ChatTemplate
+    from hotset.text.tokenizer import Tokenizer
+
+BackendName = Literal["cpu", "reference"]
+Prompt = str | Sequence[int]
+
+DEFAULT_N_CTX = 4096
+_SMALLEST_DEFAULT_N_CTX = 512
+_KV_BYTES: dict[KVType, float] = {"f16": 2, "q8_0": 34 / 32, "f32": 4}  # per channel of keys or values
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """How long an answer took. Reused prompt tokens were found in the cache and cost no time."""
+
+    prompt_tokens: int
+    reused_tokens: int
+    predicted_tokens: int
+    prompt_per_second: float  # computed prompt tokens until the first generated one
+    predicted_per_second: float  # generated tokens after the first
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of an answer while it is generated.
+
+    text may be empty: half a character, or what could still become a stop string, is held back.
+    tokens: the ids generated since the last chunk. logprobs: one per token, where they were asked for.
+    finish_reason: set in the last chunk, see Completion.
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+    finish_reason: FinishReason | None
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished answer.
+
+    tokens: all generated ids, with the end-of-sequence token if there was one (it has no text).
+    prompt_tokens: how many tokens the prompt had. seed: draws the same answer again.
+    finish_reason: "stop" (the model ended it, or a stop string came), "length" (max_tokens or the end of the
+    context), "cancelled" (the model was closed).
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+    prompt_tokens: int
+    finish_reason: FinishReason
+    seed: int
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """An answer in a conversation: append it to the messages to go on."""
+
+    content: str
+    completion: Completion
+    role: str = "assistant"
+
+    def as_dict(self) -> dict[str, str]:
+        """The message as OpenAI's clients write it."""
+        return {"role": self.role, "content": self.content}
+
+
+def load(
+    model: str | os.PathLike[str],
+    *,
+    n_ctx: int | None = None,
+    n_threads: int | None = None,
+    kv_type: KVType = "f16",
+    backend: BackendName = "cpu",
+    activation: str | None = None,
+    max_batch: int = 512,
+    n_seqs: int = 1,
+) -> Model:
+    """Opens a model: a GGUF file, a stored or catalogue name, or "hf:owner/repository[:file]".
+
+    n_ctx: tokens of one conversation, prompt and answers; by default what the model was trained for, 4096 at
+    most, and less (down to 512) where file and cache would not fit in the memory that is free.
+    n_threads: of the cpu backend; None takes the physical cores that this process may use.
+    kv_type: how keys and values are stored: "f16", or "q8_0" in about half the memory.
+    backend: "cpu", or "reference", the slow one in plain NumPy that the others are checked against.
+    activation: overrides the FFN activation that the file names.
+    max_batch: tokens computed in one step at most. n_seqs: full contexts that the cache holds at once; more
+    sequences than that run together while they are shorter.
+    Raises ModelNotFoundError, DownloadError, FormatError, UnsupportedModelError, OutOfMemoryError.
+    """
+    for name, value in (
+        ("n_ctx", n_ctx),
+        ("n_threads", n_threads),
+        ("max_batch", max_batch),
+        ("n_seqs", n_seqs),
+    ):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise InvalidRequestError(f"{name} must be a whole number of at least 1, not {value!r}")
+    if kv_type not in _KV_BYTES:
+        raise InvalidRequestError(f"kv_type must be one of {', '.join(_KV_BYTES)}, not {kv_type!r}")
+    if backend not in ("cpu", "reference"):
+        raise InvalidRequestError(f"backend must be cpu or reference, not {backend!r}")
+
+    from hotset.formats.gguf import open_gguf
+    from hotset.model.config import config_from_gguf
+    from hotset.model.decoder import describe
+
+    gguf = open_gguf(_resolve(model))
+    try:
+        config = config_from_gguf(gguf, activation=activation)
+        graph = describe(config, gguf.tensors)
+        n_ctx = _context(n_ctx, config, graph, kv_type, n_seqs, gguf.nbytes)
+        n_pages = n_seqs * -(-n_ctx // PAGE_SIZE)
+        opened: Backend
+        if backend == "cpu":
+            from hotset.backends.cpu import CpuBackend
+
+            opened = CpuBackend(
+                gguf, graph, n_pages=n_pages, max_batch=max_batch, kv_type=kv_type, n_threads=n_threads
+            )
+        else:
+            from hotset.backends.reference import ReferenceBackend
+
+            opened = ReferenceBackend(gguf, graph, n_pages=n_pages, max_batch=max_batch, kv_type=kv_type)
+        return Model(gguf, config, graph, opened, n_ctx)
+    except BaseException:
+        gguf.close()
+        raise
+
+
+def _resolve(model: str | os.PathLike[str]) -> Path:
+    path = Path(model)
+    if path.is_file():
+        return path
+    from hotset.storage import resolve
+
+    return resolve(model)
+
+
+def _context(
+    asked: int | None, config: ModelConfig, graph: Graph, kv_type: KVType, n_seqs: int, file_bytes: int
+) -> int:
+    """The context length to use: what was asked, or the default that fits in the free memory."""
+    import psutil
+
+    free = psutil.virtual_memory().available
+    per_token = n_seqs * kv_bytes_per_token(graph, kv_type)
+    if asked is not None:
+        if asked * per_token > free:
+            raise OutOfMemoryError(
+                f"the cache for {n_seqs} x {asked} tokens needs {asked * per_token / 1e9:.1f} GB and "
+                f"{free / 1e9:.1f} GB are free; lower n_ctx, or use kv_type q8_0"
+            )
+        if asked > config.n_ctx_train:
+            warnings.warn(
+                f"a context of {asked} tokens is longer than the {config.n_ctx_train} of the training",
+                stacklevel=3,
+            )
+        return asked
+    most = min(config.n_ctx_train, DEFAULT_N_CTX)
+    fitting = int((free - file_bytes) // per_token) // PAGE_SIZE * PAGE_SIZE
+    return min(most, max(fitting, _SMALLEST_DEFAULT_N_CTX))
+
+
+def kv_bytes_per_token(graph: Graph, kv_type: KVType) -> int:
+    """Bytes of the KV cache for one token of one sequence, over all layers."""
+    from hotset.model.graph import Attention
+
+    channels = sum(
+        op.n_head_kv * (op.head_dim + op.head_dim_v) for op in graph.ops if isinstance(op, Attention)
+    )
+    return int(channels * _KV_BYTES[kv_type])
+
+
+class Model:
+    """A loaded model; made by `load`. Use it as a context manager, or call `close`.
+
+    config: facts of the architecture. backend, engine: what runs it. n_ctx: tokens of one conversation.
+
+    Sampling parameters of `generate`, `stream` and `chat` are the fields of SamplingParams.
+    """
+
+    def __init__(
+        self, gguf: GGUFFile, config: ModelConfig, graph: Graph, backend: Backend, n_ctx: int
+    ) -> None:
+        self.gguf = gguf
+        self.config = config
+        self.graph = graph
+        self.backend = backend
+        self.n_ctx = n_ctx
+        self.engine = Engine(backend, n_ctx)
+        self._lock = threading.Lock()  # one thread at a time drives the engine
+        self._closed = False
+
+    # ---- text ----
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the file. Raises TokenizerError where it cannot be used."""
+        from hotset.text.tokenizer import load_tokenizer
+
+        return load_tokenizer(self.gguf.metadata)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The chat template of the file. Raises TokenizerError where there is none."""
+        from hotset.text.chat import chat_template
+
+        return chat_template(self.gguf.metadata, self.tokenizer)
+
+    @property
+    def _bos_id(self) -> int | None:
+        """The token that every text of this model begins with, if there is one."""
+        return self.tokenizer.bos_id if self.tokenizer.add_bos else None
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any] | ChatMessage], tools: list[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation up to where the answer begins, by the template of the file."""
+        text = self.chat_template.render(_checked_messages(messages), add_generation_prompt=True, tools=tools)
+        tokens = list(self.tokenizer.encode(text, add_special=False, parse_special=True))
+        # Most templates write BOS themselves: it belongs there once.
+        if self._bos_id is not None and tokens[:1] != [self._bos_id]:
+            tokens.insert(0, self._bos_id)
+        return tokens
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return list(self.tokenizer.encode(prompt, add_special=True, parse_special=False))
+        return list(prompt)
+
+    # ---- generation ----
+
+    def generate(self, prompt: Prompt, *, reuse_prefix: bool = True, **params: Any) -> Completion:
+        """The answer to a prompt: text (special tokens in it are plain text), or token ids taken as they are.
+
+        reuse_prefix: False computes the prompt even where its beginning is in the cache.
+        Raises InvalidRequestError for a bad parameter, ContextLengthError for a prompt that does not fit.
+        """
+        return self.generate_many([prompt], reuse_prefix=reuse_prefix, **params)[0]
+
+    def generate_many(
+        self, prompts: Sequence[Prompt], *, reuse_prefix: bool = True, **params: Any
+    ) -> list[Completion]:
+        """Answers several prompts side by side; each answer is the same as from `generate`."""
+        checked = _sampling_params(params)
+        generations = [self._prepare(self._encode(prompt), checked, reuse_prefix) for prompt in prompts]
+        try:
+            for generation in generations:
+                self._enqueue(generation)
+            for generation in generations:
+                while generation.completion is None:
+                    self._next_chunk(generation)
+        finally:
+            self._cancel(generations)
+        return [generation.completion for generation in generations if generation.completion is not None]
+
+    def stream(self, prompt: Prompt, *, reuse_prefix: bool = True, **params: Any) -> Iterator[Chunk]:
+        """The answer piece by piece, a chunk per token; leaving the loop cancels the rest.
+
+        Prompt and parameters are checked at the call, as in `generate`; the work begins with the first chunk.
+        """
+        return self._stream(self._prepare(self._encode(prompt), _sampling_params(params), reuse_prefix))
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any] | ChatMessage],
+        *,
+        stream: Literal[False] = ...,
+        **params: Any,
+    ) -> ChatMessage: ...
+
+    @overload
+    def chat(
+        self, messages: Sequence[Mapping[str, Any] | ChatMessage], *, stream: Literal[True], **params: Any
+    ) -> Iterator[Chunk]: ...
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any] | ChatMessage],
+        *,
+        stream: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        **params: Any,
+    ) -> ChatMessage | Iterator[Chunk]:
+        """The next message of a conversation.
+
+        messages: as OpenAI's clients write them, [{"role": "user", "content": "Hello"}, ...].
+        stream: chunks instead of the whole message. tools: handed to the chat template.
+        """
+        tokens = self.encode_chat(messages, tools)
+        if stream:
+            return self.stream(tokens, **params)
+        completion = self.generate(tokens, **params)
+        return ChatMessage(completion.text, completion)
+
+    def _prepare(self, tokens: list[int], params: SamplingParams, reuse_prefix: bool) -> _Generation:
+        self._check_open()
+        sequence = self.engine.prepare(
+            tokens, params, stop_ids=self.tokenizer.stop_ids, reuse_prefix=reuse_prefix
+        )
+        return _Generation(sequence, self.tokenizer, params)
+
+    def _stream(self, generation: _Generation) -> Iterator[Chunk]:
+        try:
+            self._enqueue(generation)
+            while generation.completion is None:
+                yield self._next_chunk(generation)
+        finally:
+            self._cancel([generation])
+
+    def _enqueue(self, generation: _Generation) -> None:
+        with self._lock:
+            self._check_open()
+            self.engine.enqueue(generation.sequence)
+            generation.queued = True
+
+    def _next_chunk(self, generation: _Generation) -> Chunk:
+        """Drives the engine until the generation has something new."""
+        while True:
+            with self._lock:
+                if not generation.has_news:
+                    self.engine.step()
+                if generation.has_news:
+                    chunk = generation.take()
+                    if generation.completion is not None:
+                        self.engine.cancel(generation.sequence)  # where a stop string ended it
+                    return chunk
+
+    def _cancel(self, generations: list[_Generation]) -> None:
+        with self._lock:
+            for generation in generations:
+                if generation.queued:
+                    self.engine.cancel(generation.sequence)
+
+    # ---- scores ----
+
+    def logits(self, tokens: Prompt, *, reuse_prefix: bool = True) -> np.ndarray:
+        """The logits after each token: float32 [n_tokens, n_vocab]. Text is encoded as a prompt is."""
+        ids = self._encode(tokens)
+        rows = np.empty((len(ids), self.backend.n_vocab), np.float32)
+
+        def keep(position: int, logits: np.ndarray) -> None:
+            rows[position : position + len(logits)] = logits
+
+        with self._lock:
+            self._check_open()
+            sequence = self.engine.score(ids, keep, reuse_prefix=reuse_prefix)
+            try:
+                while sequence.finish_reason is None:
+                    self.engine.step()
+            finally:
+                self.engine.cancel(sequence)
+        if sequence.error is not None:
+            raise sequence.error
+        return rows
+
+    def perplexity(self, text: str, *, n_ctx: int = 512, chunks: int | None = None) -> PerplexityResult:
+        """Perplexity of a text by the protocol of llama-perplexity (see engine/perplexity.py)."""
+        *_, result = self.perplexity_chunks(text, n_ctx=n_ctx, chunks=chunks)
+        return result
+
+    def perplexity_chunks(
+        self, text: str, *, n_ctx: int = 512, chunks: int | None = None
+    ) -> Iterator[PerplexityResult]:
+        """As `perplexity`, yielding the running result after each chunk."""
+        tokens = self.tokenizer.encode(text, add_special=True)
+        results = perplexity_chunks(self.engine, tokens, n_ctx=n_ctx, chunks=chunks, bos_id=self._bos_id)
+        while True:
+            with self._lock:
+                self._check_open()
+                result = next(results, None)
+            if result is None:
+                return
+            yield result
+
+    # ---- the rest ----
+
+    def close(self) -> None:
+        """Ends what still runs and frees threads, cache and file; safe to call twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for sequence in [*self.engine.running, *self.engine.waiting]:
+                self.engine.cancel(sequence)
+            self.backend.close()
+            self.gguf.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidRequestError("the model has been closed; load it again")
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<hotset.Model {self.gguf.path.name}, {self.backend.name}, n_ctx {self.n_ctx}>"
+
+
+class _Generation:
+    """A sequence of the engine and the text that it has become so far."""
+
+    def __init__(self, sequence: EngineSequence, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self.sequence = sequence
+        self.queued = False
+        self.completion: Completion | None = None
+        self._decoder = tokenizer.stream(skip_special=True)
+        self._matcher = StopMatcher(params.stop)
+        self._text = ""
+        self._end = sequence.n_prompt  # tokens before this were taken
+
+    @property
+    def has_news(self) -> bool:
+        return len(self.sequence.tokens) > self._end or self.sequence.finish_reason is not None
+
+    def take(self) -> Chunk:
+        """What came since the last call; sets `completion` with the last chunk. Raises a step's failure."""
+        sequence = self.sequence
+        if sequence.error is not None:
+            raise sequence.error
+        start = self._end
+        finish_reason = sequence.finish_reason
+        text = ""
+        for token in sequence.tokens[start:]:
+            self._end += 1
+            if token not in sequence.stop_ids:
+                text += self._matcher.push(self._decoder.push(token))
+                if self._matcher.stopped:
+                    break
+        if finish_reason is not None and not self._matcher.stopped:
+            text += self._matcher.push(self._decoder.flush())
+            text += self._matcher.flush()
+        if self._matcher.stopped:
+            finish_reason = "stop"
+        self._text += text
+        n_before, n_after = start - sequence.n_prompt, self._end - sequence.n_prompt
+        timings = Timings(
+            sequence.n_prompt,
+            sequence.n_reused,
+            n_after,
+            sequence.prompt_per_second,
+            sequence.predicted_per_second,
+        )
+        if finish_reason is not None:
+            assert sequence.sampler is not None
+            self.completion = Completion(
+                text=self._text,
+                tokens=sequence.tokens[sequence.n_prompt : self._end],
+                logprobs=sequence.logprobs[:n_after],
+                prompt_tokens=sequence.n_prompt,
+                finish_reason=finish_reason,
+                seed=sequence.sampler.seed,
+                timings=timings,
+            )
+        return Chunk(
+            text,
+            sequence.tokens[start : self._end],
+            sequence.logprobs[n_before:n_after],
+            finish_reason,
+            timings,
+        )
+
+
+def _sampling_params(params: dict[str, Any]) -> SamplingParams:
+    known = [field.name for field in fields(SamplingParams)]
+    for name in params:
+        if name not in known:
+            raise InvalidRequestError(
+                f"there is no parameter {name!r}; the parameters are {', '.join(known)}"
+            )
+    return SamplingParams(**params)
+
+
+def _checked_messages(messages: Sequence[Mapping[str, Any] | ChatMessage]) -> list[dict[str, Any]]:
+    """OpenAI-shaped messages as plain dictionaries whose content is a string."""
+    if isinstance(messages, str | Mapping) or not messages:
+        raise InvalidRequestError('messages must be a list such as [{"role": "user", "content": "Hello"}]')
+    checked: list[dict[str, Any]] = []
+    for i, message in enumerate(messages):
+        if isinstance(message, ChatMessage):
+            message = message.as_dict()
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidRequestError(f"message {i} must be a dictionary with a role and a content")
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "".join(_text_part(part, i) for part in content)
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise InvalidRequestError(f"the content of message {i} must be text, not {content!r}")
+        checked.append({**message, "content": content})
+    return checked
+
+
+def _text_part(part: Any, i: int) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise InvalidRequestError(f"message {i} has a part that is not text; this model reads only text")
