@@ -324,7 +324,7 @@ def _check_overlap(cursor: _Cursor, tensors: list[TensorInfo]) -> None:
 class GGUFFile:
     """An open model: facts at once, tensor bytes where they lie in the mapped file.
 
-    metadata: key → int, float, bool, str, NumPy array (numbers; read-only), list[str], or a list of arrays.
+    metadata: key → int, float, bool, str, NumPy array (numbers; do not write), list[str] or list of arrays.
       Of strings that are not UTF-8, single ones have U+FFFD for the bad bytes; those of an array keep the
       bytes as lone surrogates (errors="surrogateescape"), so that tokens stay distinct.
     metadata_types: key → (ValueType,) or (ValueType.ARRAY, element type), for a faithful copy.
@@ -629,7 +629,7 @@ def _encode_value(value: object, type: ValueType | None) -> bytes:
         value = value.item()
     if type is None:
         type = _default_type(value)
-    if type not in _NUMBERS:
+    if type not in _NUMBERS or (type == ValueType.BOOL and not isinstance(value, bool)):
         raise TypeError(f"{value!r} is not of type {ValueType(type).name}")
     return _U32.pack(type) + _NUMBERS[type][0].pack(value)
 
@@ -669,6 +669,8 @@ def _encode_array(values: list | tuple | np.ndarray, type: ValueType | None) -> 
             if not len(values):
                 raise TypeError("an empty list does not say its type: give it")
             type = _list_type(array)
+            if type == ValueType.FLOAT32 and all(isinstance(value, int) for value in values):
+                raise ValueError("no integer type holds all the numbers")  # NumPy would make them floats
         type = _type_of(array.dtype) if type is None else type
         if type not in _NUMBERS:
             raise TypeError(f"numbers cannot be {ValueType(type).name}")
@@ -695,7 +697,10 @@ def _check_tensor(info: TensorInfo, data: np.ndarray) -> None:
     elif data.shape != info.shape[::-1]:
         expected, found = list(info.shape[::-1]), list(data.shape)
         raise InvalidRequestError(f"tensor {info.name!r} must have shape {expected}, not {found}.")
-    elif data.dtype != facts.block and not (info.type in ENCODABLE and data.dtype.kind == "f"):
+    # `is None` first: NumPy takes None for float64, and compares it so
+    elif (facts.block is None or data.dtype != facts.block) and not (
+        info.type in ENCODABLE and data.dtype.kind == "f"
+    ):
         raise InvalidRequestError(
             f"tensor {info.name!r}: {data.dtype} values cannot be stored as {facts.name}."
         )

@@ -329,14 +329,13 @@ def dequantize(data: np.ndarray, type: GGMLType, shape: Sequence[int]) -> np.nda
         )
     facts = TYPES[type]
     assert facts.block is not None, "a decodable type has a layout"
-    n_values = math.prod(shape)
-    expected = row_bytes(type, shape[0]) * math.prod(shape[1:]) if shape else facts.block_bytes
+    expected = row_bytes(type, shape[0]) * math.prod(shape[1:])
     if data.size != expected or data.dtype != np.uint8:
         raise FormatError(
             f"{type.name} of shape {list(shape)} takes {expected} bytes, not {data.size} {data.dtype} values."
         )
     blocks = np.ascontiguousarray(data).reshape(-1).view(facts.block)
-    out = np.empty((n_values // facts.block_size, facts.block_size), np.float32)
+    out = np.empty((len(blocks), facts.block_size), np.float32)
     step = max(CHUNK_VALUES // facts.block_size, 1)
     with np.errstate(all="ignore"):  # hostile scales: infinity and NaN go through, as in GGML
         for i in range(0, len(blocks), step):
