@@ -23,7 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from hotset.errors import FormatError, ModelNotFoundError, TokenizerError, UnsupportedModelError
+from hotset.errors import (
+    FormatError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    TokenizerError,
+    UnsupportedModelError,
+)
 from hotset.formats.gguf import GGUFWriter
 from hotset.formats.quants import TYPES, GGMLType
 from hotset.model.config import (
@@ -65,24 +71,26 @@ OUTPUT_TYPES = {GGMLType.F32: 0, GGMLType.F16: 1, GGMLType.Q8_0: 7, GGMLType.BF1
 
 
 def convert_hf(
-    src_dir: str | os.PathLike[str], out_path: str | os.PathLike[str], type: GGMLType = GGMLType.F16
+    src_dir: str | os.PathLike[str], out_path: str | os.PathLike[str], type: GGMLType | str = GGMLType.F16
 ) -> None:
     """Writes the checkpoint in the folder `src_dir` as a GGUF file.
 
     type: of the matrices, F32, F16, BF16 or Q8_0 (a matrix whose rows Q8_0's blocks do not divide becomes
     F16); vectors are F32. A checkpoint without tokenizer files gives a file without tokenizer. Raises
-    ModelNotFoundError, FormatError, UnsupportedModelError or TokenizerError, and then leaves no file.
+    ModelNotFoundError, FormatError, UnsupportedModelError, TokenizerError or InvalidRequestError, and then
+    leaves no file.
     """
     src = Path(src_dir)
-    if type not in OUTPUT_TYPES:
-        raise UnsupportedModelError(
-            f"the converter writes {', '.join(t.name for t in OUTPUT_TYPES)}, not {GGMLType(type).name}"
+    stored = next((t for t in OUTPUT_TYPES if type == t or str(type).upper() == t.name), None)
+    if stored is None:
+        raise InvalidRequestError(
+            f"the converter writes {', '.join(t.name for t in OUTPUT_TYPES)}, not {type}"
         )
     config = _read_json(src / "config.json")
     name = _architecture(config)
     writer = GGUFWriter(out_path, name)
     writer.add("general.name", src.resolve().name)
-    writer.add("general.file_type", OUTPUT_TYPES[type])
+    writer.add("general.file_type", OUTPUT_TYPES[stored])
     writer.add("general.quantization_version", 2)
     for key, value in _model_keys(config, name).items():
         writer.add(key, value)
@@ -94,7 +102,7 @@ def convert_hf(
     for source, target in _tensor_names(checkpoint, config):
         shape = checkpoint.tensors[source].shape
         read = partial(_tensor, checkpoint, source, target, config, name)
-        writer.add_tensor(target, read, _stored_type(shape, type), shape[::-1])
+        writer.add_tensor(target, read, _stored_type(shape, stored), shape[::-1])
     writer.write()
 
 

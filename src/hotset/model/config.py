@@ -248,7 +248,11 @@ def _vocabulary(gguf: GGUFFile) -> int:
         raise UnsupportedModelError("the file has no tensor token_embd.weight: it holds no complete model")
     if len(embedding.shape) != 2:
         raise FormatError(f"the tensor token_embd.weight must be a matrix, not {list(embedding.shape)}")
-    return int(embedding.shape[1])
+    n_vocab = int(embedding.shape[1])
+    tokens = gguf.metadata.get("tokenizer.ggml.tokens", ())
+    if _is_array(tokens) and len(tokens) > n_vocab:  # type: ignore[arg-type]
+        raise FormatError(f"the tokenizer has {len(tokens)} tokens, the embedding only {n_vocab} rows")  # type: ignore[arg-type]
+    return n_vocab
 
 
 def _activation(keys: _Keys, architecture: Architecture) -> FFNActivation:
@@ -311,6 +315,8 @@ def _rope(gguf: GGUFFile, keys: _Keys, architecture: Architecture, head_dim: int
             f"the RoPE scaling {_shown(kind)} is not supported; supported are none, linear, yarn"
         )
     magnitude *= keys.real("rope.scaling.attn_factor", 0.0, 1e3, 1.0)
+    if not np.isfinite(freq).all():
+        raise FormatError("the file's RoPE frequencies are not finite; the file is damaged")
     return Rope(architecture.rope, n_rot, tuple(freq.tolist()), magnitude)
 
 

@@ -1,0 +1,75 @@
+"""What a token costs: bytes read and floating-point operations, counted from the graph and the file.
+
+Decoding reads every weight once per step and every visible key and value once per token, so bytes per token
+over the measured read bandwidth is the ceiling that `bench` prints. The formulas stand here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from hotset.backends.base import KVType
+from hotset.formats.quants import GGMLType, row_bytes
+from hotset.model.graph import Attention, Embed, Graph, LayerNorm, Linear, RMSNorm
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import TensorInfo
+
+# Bytes and channels of one block of the cache: q8_0 shares a 2-byte scale among 32 channels.
+KV_BLOCKS: dict[KVType, tuple[int, int]] = {"f32": (4, 1), "f16": (2, 1), "q8_0": (34, 32)}
+
+
+class Cost:
+    """The costs of one model.
+
+    Depth is the number of tokens in the cache before the token in question, which sees them and itself, or
+    as many as a layer's window lets it.
+    """
+
+    def __init__(self, graph: Graph, tensors: Mapping[str, TensorInfo]) -> None:
+        self._attentions = [op for op in graph.ops if isinstance(op, Attention)]
+        self._linear_flops = sum(2 * op.x.width * op.out.width for op in graph.ops if isinstance(op, Linear))
+        self._weight_bytes: Counter[GGMLType] = Counter()
+        for op in graph.ops:
+            if isinstance(op, Embed):  # a token's row, not the matrix
+                info = tensors[op.weight]
+                self._weight_bytes[info.type] += row_bytes(info.type, info.shape[0])
+            elif isinstance(op, Linear | RMSNorm | LayerNorm):
+                for name in (op.weight, getattr(op, "bias", None)):
+                    if name is not None:
+                        self._weight_bytes[tensors[name].type] += tensors[name].nbytes
+
+    @property
+    def weight_bytes(self) -> dict[GGMLType, int]:
+        """Bytes of weights that decoding one token reads, by tensor type; the most first."""
+        return dict(self._weight_bytes.most_common())
+
+    def kv_bytes_per_token(self, kv_type: KVType) -> int:
+        """Bytes that one token occupies in the cache, over all layers."""
+        return sum(_kv_bytes(op, kv_type) for op in self._attentions)
+
+    def kv_bytes_read(self, depth: float, kv_type: KVType) -> float:
+        """Bytes of keys and values that a token at `depth` reads (a mean depth need not be whole)."""
+        return sum(_kv_bytes(op, kv_type) * _seen(op, depth) for op in self._attentions)
+
+    def bytes_per_token(self, depth: float, kv_type: KVType, batch: int = 1) -> float:
+        """Bytes that a token at `depth` reads where `batch` tokens of other sequences share the weights."""
+        return self._weight_bytes.total() / batch + self.kv_bytes_read(depth, kv_type)
+
+    def flops_per_token(self, depth: float) -> float:
+        """Multiplications and additions of the matrices and of attention; norms and the like are left out."""
+        attention = sum(
+            2 * op.n_head * (op.head_dim + op.head_dim_v) * _seen(op, depth) for op in self._attentions
+        )
+        return self._linear_flops + attention
+
+
+def _kv_bytes(op: Attention, kv_type: KVType) -> int:
+    n_bytes, n_channels = KV_BLOCKS[kv_type]
+    return op.n_head_kv * (op.head_dim + op.head_dim_v) * n_bytes // n_channels
+
+
+def _seen(op: Attention, depth: float) -> float:
+    return min(depth + 1, op.window) if op.window else depth + 1
