@@ -1,0 +1,378 @@
+"""The step loop on a backend without a model: whatever is scheduled how, the tokens are the same."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_backend import FakeBackend, fake_logits
+
+from hotset.backends.base import PAGE_SIZE, Batch, StepResult
+from hotset.engine.engine import Engine, Sequence
+from hotset.engine.perplexity import perplexity_chunks
+from hotset.engine.sampler import SamplingParams
+from hotset.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError
+
+
+def prompt(n: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng([seed, n]).integers(0, 97, n).tolist()
+
+
+def engine(n_ctx: int = 512, max_sequences: int = 16, **options: Any) -> Engine:
+    return Engine(FakeBackend(**options), n_ctx, max_sequences)
+
+
+def drain(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+def generate(engine: Engine, tokens: list[int], stop_ids: tuple[int, ...] = (), **params: Any) -> Sequence:
+    sequence = engine.submit(tokens, SamplingParams(**params), stop_ids=stop_ids)
+    drain(engine)
+    assert engine.pool.n_available == engine.pool.n_pages
+    return sequence
+
+
+def test_greedy_tokens_are_those_of_the_model():
+    sequence = generate(engine(), [1, 2, 3], temperature=0, max_tokens=150)
+    expected = [1, 2, 3]
+    for _ in range(150):
+        expected.append(int(np.argmax(fake_logits(np.array(expected), 97))))
+    assert sequence.tokens == expected
+    assert sequence.finish_reason == "length"
+
+
+@pytest.mark.parametrize("max_batch", [1, 7, 64, 512])
+def test_chunks_of_a_prompt_do_not_change_the_answer(max_batch: int):
+    whole = generate(engine(), prompt(300), seed=3, max_tokens=20)
+    chunked = engine(max_batch=max_batch)
+    assert generate(chunked, prompt(300), seed=3, max_tokens=20).tokens == whole.tokens
+    assert chunked.backend.batches[0] == min(max_batch, 300)
+
+
+@pytest.mark.parametrize("max_batch", [3, 40, 512])
+@pytest.mark.parametrize("n_pages", [4, 5, 9, 64])
+@pytest.mark.parametrize("max_sequences", [2, 16])
+def test_the_same_seed_gives_the_same_tokens_alone_or_in_a_batch(
+    max_batch: int, n_pages: int, max_sequences: int
+):
+    """With few pages, sequences are preempted and computed again; with few slots, they wait."""
+    options = [
+        {"seed": i, "max_tokens": 30 + 25 * i, "repetition_penalty": 1.0 + 0.1 * (i % 2)} for i in range(6)
+    ]
+    prompts = [prompt(20 + 13 * i, seed=i) for i in range(6)]
+    alone = [generate(engine(256), p, **o).tokens for p, o in zip(prompts, options, strict=True)]
+    batched = engine(256, max_sequences, max_batch=max_batch, n_pages=n_pages)
+    sequences = []
+    for p, o in zip(prompts, options, strict=True):
+        sequences.append(batched.submit(p, SamplingParams(**o)))
+        batched.step()
+        batched.step()
+    drain(batched)
+    assert [sequence.tokens for sequence in sequences] == alone
+    assert {sequence.finish_reason for sequence in sequences} == {"length"}
+    assert batched.pool.n_available == n_pages
+
+
+def test_a_preempted_sequence_is_computed_again_and_goes_on():
+    alone = [generate(engine(256), prompt(60, seed=i), seed=i, max_tokens=100).tokens for i in range(2)]
+    tight = engine(256, n_pages=4)
+    sequences = [
+        tight.submit(prompt(60, seed=i), SamplingParams(seed=i, max_tokens=100), reuse_prefix=False)
+        for i in range(2)
+    ]
+    preempted = False
+    while tight.has_work:
+        before = set(tight.running)
+        tight.step()
+        preempted |= any(s in tight.waiting for s in before)
+    assert preempted
+    assert tight.backend.n_tokens_seen > 2 * 159
+    assert [sequence.tokens for sequence in sequences] == alone
+
+
+def test_decoding_comes_before_prompts_and_shares_their_batch():
+    shared = engine(max_batch=32)
+    first = shared.submit(prompt(10), SamplingParams(seed=1, max_tokens=50))
+    shared.step()
+    shared.submit(prompt(100, seed=2), SamplingParams(seed=2, max_tokens=1))
+    for n_generated in range(2, 6):
+        shared.step()
+        assert len(first.generated) == n_generated
+    assert shared.backend.batches == [10, 32, 32, 32, 8]  # 1 + 31, 1 + 31, 1 + 31, 1 + 7
+
+
+def test_a_shared_prefix_is_computed_once_and_changes_nothing():
+    common = prompt(200)
+    fresh = engine()
+    whole = generate(fresh, common + [5, 6], seed=9, max_tokens=40)
+    assert whole.n_reused == 0
+    reusing = engine()
+    generate(reusing, common + [7], seed=1, max_tokens=10)
+    seen = reusing.backend.n_tokens_seen
+    again = generate(reusing, common + [5, 6], seed=9, max_tokens=40)
+    assert again.n_reused == 200 // PAGE_SIZE * PAGE_SIZE
+    assert again.tokens == whole.tokens
+    assert reusing.backend.n_tokens_seen - seen == 202 - again.n_reused + 39
+    refused = reusing.submit(common + [5, 6], SamplingParams(seed=9, max_tokens=40), reuse_prefix=False)
+    drain(reusing)
+    assert refused.n_reused == 0
+    assert refused.tokens == whole.tokens
+
+
+def test_a_prompt_that_is_all_in_the_cache_still_computes_its_last_token():
+    exact = prompt(2 * PAGE_SIZE)
+    reusing = engine()
+    first = generate(reusing, exact, seed=1, max_tokens=5)
+    again = generate(reusing, exact, seed=1, max_tokens=5)
+    assert again.n_reused == PAGE_SIZE
+    assert again.tokens == first.tokens
+
+
+def test_an_answer_is_reused_as_the_prefix_of_the_next_turn():
+    chatting = engine()
+    turn = generate(chatting, prompt(50), seed=1, max_tokens=100)
+    following = generate(chatting, turn.tokens + [3, 4], seed=2, max_tokens=10)
+    assert following.n_reused == 2 * PAGE_SIZE
+    assert following.tokens == generate(engine(), turn.tokens + [3, 4], seed=2, max_tokens=10).tokens
+
+
+def test_a_running_sequence_shares_its_pages():
+    shared = engine(n_pages=6, n_ctx=256)  # 4 + 4 would not fit
+    long = shared.submit(prompt(200), SamplingParams(seed=1, max_tokens=30))
+    shared.step()
+    shared.step()
+    short = shared.submit(prompt(200) + [1], SamplingParams(seed=2, max_tokens=30))
+    shared.step()
+    assert short.n_reused == 3 * PAGE_SIZE
+    assert short.pages[:3] == long.pages[:3]
+    drain(shared)
+    assert shared.pool.n_available == 6
+    assert short.tokens == generate(engine(), prompt(200) + [1], seed=2, max_tokens=30).tokens
+
+
+@pytest.mark.parametrize("n_steps", [0, 1, 2, 5])
+def test_cancelling_frees_pages_and_disturbs_nobody(n_steps: int):
+    alone = generate(engine(), prompt(70), seed=1, max_tokens=40)
+    shared = engine(max_batch=64)
+    kept = shared.submit(prompt(70), SamplingParams(seed=1, max_tokens=40))
+    dropped = shared.submit(prompt(90, seed=5), SamplingParams(seed=2))
+    for _ in range(n_steps):
+        shared.step()
+    shared.cancel(dropped)
+    shared.cancel(dropped)
+    assert dropped.finish_reason == "cancelled"
+    in_use = -(-kept.n_computed // PAGE_SIZE)
+    assert shared.pool.n_available == shared.pool.n_pages - in_use
+    drain(shared)
+    assert kept.tokens == alone.tokens
+    shared.cancel(kept)
+    assert kept.finish_reason == "length"
+    assert (shared._page_tables == -1).all()
+
+
+def test_stop_tokens_end_the_answer():
+    free = generate(engine(), prompt(10), seed=4, max_tokens=60).generated
+    token = free[20]
+    first = free.index(token)
+    stopped = generate(engine(), prompt(10), stop_ids=(token,), seed=4, max_tokens=60)
+    assert stopped.generated == free[: first + 1]
+    assert stopped.finish_reason == "stop"
+
+
+def test_ignore_eos_forbids_the_stop_tokens():
+    stop_ids = tuple(range(0, 97, 2))
+    sequence = generate(engine(), prompt(10), stop_ids=stop_ids, seed=4, max_tokens=60, ignore_eos=True)
+    assert len(sequence.generated) == 60
+    assert all(token % 2 for token in sequence.generated)
+
+
+def test_a_prompt_that_does_not_fit_is_an_error():
+    small = engine(n_ctx=100)
+    with pytest.raises(ContextLengthError, match="the prompt has 100 tokens"):
+        small.submit(prompt(100))
+    with pytest.raises(ContextLengthError, match="101 tokens do not fit"):
+        small.score(prompt(101), lambda position, rows: None)
+    assert not small.has_work
+
+
+def test_generation_ends_at_the_end_of_the_context():
+    sequence = generate(engine(n_ctx=100), prompt(99), seed=1)
+    assert (len(sequence.generated), sequence.finish_reason) == (1, "length")
+    sequence = generate(engine(n_ctx=100), prompt(10), seed=1, max_tokens=1000)
+    assert (len(sequence.tokens), sequence.finish_reason) == (100, "length")
+
+
+@pytest.mark.parametrize("tokens", [[], [97], [-1], [[1, 2]], [[1], [2, 3]], [1.5], ["a"], [2**70], [True]])
+def test_a_prompt_that_is_not_token_ids_is_an_error(tokens: Any):
+    with pytest.raises(InvalidRequestError, match="prompt must be|not in the vocabulary"):
+        engine().submit(tokens)
+
+
+def test_a_cache_smaller_than_a_context_is_an_error():
+    with pytest.raises(OutOfMemoryError, match="lower n_ctx to 256"):
+        engine(n_ctx=257, n_pages=4)
+
+
+def test_the_engine_goes_on_after_a_step_failed():
+    shared = engine(max_batch=16)
+    first = shared.submit(prompt(10), SamplingParams(seed=1, max_tokens=10))
+    waiting = shared.submit(prompt(40, seed=1), SamplingParams(seed=2, max_tokens=10))
+    shared.backend.fail_at_step = 3
+    with pytest.raises(RuntimeError, match="told to fail"):
+        drain(shared)
+    for sequence in (first, waiting):
+        assert sequence.finish_reason == "error"
+        assert isinstance(sequence.error, RuntimeError)
+    assert not shared.has_work
+    assert shared.pool.n_available == shared.pool.n_pages
+    expected = generate(engine(), prompt(10), seed=1, max_tokens=10).tokens
+    assert generate(shared, prompt(10), seed=1, max_tokens=10).tokens == expected
+
+
+def test_an_error_of_one_sequence_leaves_the_others_alone():
+    shared = engine()
+
+    def fail(position: int, rows: np.ndarray) -> None:
+        raise ValueError("no")
+
+    failing = shared.score(prompt(20), fail)
+    fine = shared.submit(prompt(30), SamplingParams(seed=1, max_tokens=5))
+    drain(shared)
+    assert failing.finish_reason == "error"
+    assert isinstance(failing.error, ValueError)
+    assert fine.tokens == generate(engine(), prompt(30), seed=1, max_tokens=5).tokens
+
+
+class Interrupted(FakeBackend):
+    """Is interrupted after the work of the second step, as by Ctrl-C."""
+
+    def step(self, batch: Batch) -> StepResult:
+        result = super().step(batch)
+        if len(self.batches) == 2:
+            raise KeyboardInterrupt
+        return result
+
+
+def test_an_interrupted_step_can_be_taken_again():
+    interrupted = Engine(Interrupted(), 512)
+    sequence = interrupted.submit(prompt(30), SamplingParams(seed=1, max_tokens=8))
+    interrupted.step()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.step()
+    drain(interrupted)
+    assert sequence.tokens == generate(engine(), prompt(30), seed=1, max_tokens=8).tokens
+
+
+def test_logprobs_come_with_every_token():
+    sequence = generate(engine(), [1, 2], seed=1, max_tokens=6, logprobs=2)
+    assert [entry.token for entry in sequence.logprobs] == sequence.generated
+    logits = fake_logits(np.array(sequence.tokens[:4]), 97).astype(np.float64)
+    expected = logits - np.log(np.exp(logits).sum())
+    assert sequence.logprobs[2].logprob == pytest.approx(expected[sequence.tokens[4]], abs=1e-5)
+    assert len(sequence.logprobs[2].top) == 2
+
+
+@pytest.mark.parametrize(("first", "max_batch"), [(0, 512), (0, 7), (99, 512), (130, 33), (199, 64)])
+def test_scores_are_the_logits_from_the_first_position_on(first: int, max_batch: int):
+    tokens = prompt(200)
+    scoring = engine(max_batch=max_batch)
+    other = scoring.submit(prompt(20, seed=3), SamplingParams(seed=3, max_tokens=40))
+    rows: dict[int, np.ndarray] = {}
+    for _ in range(2):  # the second time with a reused prefix, where `first` allows it
+        rows.clear()
+        sequence = scoring.score(
+            tokens,
+            lambda position, logits: rows.update({position + i: row.copy() for i, row in enumerate(logits)}),
+            first=first,
+        )
+        drain(scoring)
+        assert sequence.finish_reason == "length"
+        assert list(rows) == list(range(first, 200))
+        for position, row in rows.items():
+            assert (row == fake_logits(np.array(tokens[: position + 1]), 97)).all()
+    assert sequence.n_reused == first // PAGE_SIZE * PAGE_SIZE
+    assert len(other.generated) == 40
+
+
+def test_scoring_bounds_the_logits_of_one_step(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hotset.engine.engine._MAX_LOGITS_BYTES", 10 * 4 * 97)
+    scoring = engine()
+    sizes = []
+    scoring.score(prompt(100), lambda position, rows: sizes.append(len(rows)), first=65)
+    drain(scoring)
+    assert sizes == [10, 10, 10, 5]
+    assert scoring.backend.batches == [75, 10, 10, 5]
+
+
+# ---- perplexity ----
+
+
+def plain_perplexity(tokens: list[int], n_ctx: int, chunks: int, bos_id: int | None) -> tuple[float, float]:
+    """llama-perplexity's arithmetic, written down one token after the other."""
+    losses = []
+    for i in range(chunks):
+        chunk = tokens[i * n_ctx : (i + 1) * n_ctx]
+        seen = [bos_id, *chunk[1:]] if bos_id is not None else chunk
+        for position in range(n_ctx // 2, n_ctx - 1):
+            logits = fake_logits(np.array(seen[: position + 1]), 97).astype(np.float64)
+            losses.append(np.log(np.exp(logits).sum()) - logits[chunk[position + 1]])
+    nll, nll2 = np.mean(losses), np.mean(np.square(losses))
+    return float(np.exp(nll)), float(np.exp(nll) * np.sqrt((nll2 - nll**2) / (len(losses) - 1)))
+
+
+@pytest.mark.parametrize(("n_ctx", "max_batch"), [(64, 512), (65, 20), (128, 128)])
+@pytest.mark.parametrize("bos_id", [None, 1])
+@pytest.mark.parametrize("chunks", [None, 2, 99])
+def test_perplexity_is_llama_perplexitys(n_ctx: int, max_batch: int, bos_id: int | None, chunks: int | None):
+    tokens = prompt(300)
+    n_chunks = min(chunks or 99, 300 // n_ctx)
+    scoring = engine(max_batch=max_batch)
+    results = list(perplexity_chunks(scoring, tokens, n_ctx=n_ctx, chunks=chunks, bos_id=bos_id))
+    assert [result.chunk for result in results] == list(range(1, n_chunks + 1))
+    for i, result in enumerate(results):
+        ppl, error = plain_perplexity(tokens, n_ctx, i + 1, bos_id)
+        assert result.ppl == pytest.approx(ppl, rel=1e-6)
+        assert result.error == pytest.approx(error, rel=1e-5)
+        assert result.n_scored == (i + 1) * (n_ctx - 1 - n_ctx // 2)
+    assert scoring.pool.n_available == scoring.pool.n_pages
+
+
+def test_perplexity_refuses_what_it_cannot_measure():
+    scoring = engine(n_ctx=128)
+    with pytest.raises(InvalidRequestError, match="at least 128 tokens, and the text has 127"):
+        next(perplexity_chunks(scoring, prompt(127), n_ctx=64))
+    with pytest.raises(ContextLengthError, match="does not fit in the context of 128"):
+        next(perplexity_chunks(scoring, prompt(1000), n_ctx=256))
+    with pytest.raises(InvalidRequestError, match="n_ctx of at least 4"):
+        next(perplexity_chunks(scoring, prompt(100), n_ctx=2))
+    with pytest.raises(InvalidRequestError, match="at least one chunk"):
+        next(perplexity_chunks(scoring, prompt(200), n_ctx=64, chunks=0))
+
+
+# ---- cost ----
+
+
+class Instant(FakeBackend):
+    """Takes no time: the logits are there already."""
+
+    def step(self, batch: Batch) -> StepResult:
+        if not hasattr(self, "_ready"):
+            self._ready = fake_logits(np.zeros(1, np.int64), self.n_vocab)[None]
+        return StepResult(self._ready)
+
+
+def test_a_decode_step_costs_little_python():
+    """5 to 10 µs were measured, greedy sampling not included; the bound leaves room for a busy machine."""
+    quick = Engine(Instant(n_vocab=1000, n_pages=64), 4096)
+    quick.submit([1, 2, 3], SamplingParams(temperature=0))
+    quick.step()
+    times = []
+    for _ in range(1500):
+        start = time.perf_counter()
+        quick.step()
+        times.append(time.perf_counter() - start)
+    assert np.median(times) < 60e-6

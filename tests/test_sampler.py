@@ -1,0 +1,310 @@
+"""The sampler against a plain dense reference, and the matching of stop strings."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotset.engine.sampler import Sampler, SamplingParams, log_sum_exp, top_k
+from hotset.engine.stop import StopMatcher
+from hotset.errors import HotsetError, InvalidRequestError
+
+N_VOCAB = 3000  # more than k groups, so that top_k selects before it sorts
+
+
+def some_logits(seed: int = 0, n: int = N_VOCAB, scale: float = 2.0) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal(n) * scale).astype(np.float32)
+
+
+def plain_distribution(logits: np.ndarray, params: SamplingParams, tokens: list[int]) -> np.ndarray:
+    """The probabilities that `params` ask for, written over the whole vocabulary with no shortcut: float64."""
+    values = logits.astype(np.float64)
+    for token, bias in params.logit_bias.items():
+        values[token] += bias
+    if params.penalty_last_n != 0:
+        recent = tokens if params.penalty_last_n < 0 else tokens[-params.penalty_last_n :]
+        for token in set(recent):
+            penalty = params.repetition_penalty
+            values[token] = values[token] / penalty if values[token] > 0 else values[token] * penalty
+            values[token] -= recent.count(token) * params.frequency_penalty + params.presence_penalty
+    order = sorted(range(len(values)), key=lambda i: (-values[i], i))
+    if params.temperature == 0:
+        return np.eye(1, len(values), order[0])[0]
+    if params.top_k:
+        order = order[: params.top_k]
+    weights = [math.exp(values[i] - values[order[0]]) for i in order]
+    kept, mass = [], 0.0
+    for i, weight in zip(order, weights, strict=True):
+        kept.append(i)
+        mass += weight
+        if mass >= params.top_p * sum(weights) and params.top_p < 1:
+            break
+    kept = [i for i, w in zip(kept, weights, strict=False) if w >= params.min_p * weights[0]]
+    probabilities = np.zeros(len(values))
+    probabilities[kept] = np.exp((values[kept] - values[order[0]]) / params.temperature)
+    return probabilities / probabilities.sum()
+
+
+PARAMS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0},
+    {"temperature": 1.5, "top_k": 200, "top_p": 0.5, "min_p": 0.0},
+    {"top_k": 0},
+    {"top_k": 0, "min_p": 0.0, "top_p": 0.7},
+    {"top_k": 0, "min_p": 0.2, "top_p": 1.0},
+    {"top_k": 0, "min_p": 0.0, "top_p": 1.0, "temperature": 0.3},
+    {"top_k": 5, "top_p": 1.0, "min_p": 0.0},
+    {"top_k": N_VOCAB + 5, "top_p": 0.9},
+    {"top_p": 0.0},
+    {"min_p": 1.0},
+    {"repetition_penalty": 1.3},
+    {"frequency_penalty": 0.7, "presence_penalty": 0.4},
+    {"repetition_penalty": 0.7, "frequency_penalty": -0.5, "penalty_last_n": -1},
+    {"presence_penalty": 2.0, "penalty_last_n": 3, "top_k": 0},
+    {"logit_bias": {7: 11.5, 8: -math.inf, 9: -3}, "top_k": 10},
+    {"logit_bias": {7: 11.5}, "repetition_penalty": 1.4, "temperature": 0},
+]
+
+
+@pytest.mark.parametrize("options", PARAMS, ids=str)
+def test_draws_follow_the_plain_distribution(options: dict[str, Any]):
+    params = SamplingParams(seed=11, **options)
+    logits = some_logits(3)
+    likely = np.argsort(-logits)[:6].tolist()
+    history = [*likely, 1, 2, 3, likely[0], likely[0]] * 2
+    expected = plain_distribution(logits, params, history)
+    sampler = Sampler(params, N_VOCAB, history)
+    n = 4000
+    counts = np.bincount([sampler.sample(logits) for _ in range(n)], minlength=N_VOCAB)
+    assert not counts[expected == 0].any(), "drew a token that the filters exclude"
+    # Pearson's statistic over tokens expected at least 5 times, the others together in one cell. For c cells its
+    # mean is c - 1 and its standard deviation sqrt(2 (c - 1)); seven of these never happen by chance.
+    common = expected * n >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    wanted = np.append(expected[common] * n, expected[~common].sum() * n)
+    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+    freedom = max(len(wanted) - 1, 1)
+    statistic = ((observed - wanted) ** 2 / wanted).sum()
+    assert statistic <= freedom + 7 * math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("options", PARAMS, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_candidates_are_those_of_the_plain_distribution(options: dict[str, Any], seed: int):
+    """Exactly the allowed tokens can be drawn, and with exactly their probabilities (to float64 rounding)."""
+    params = SamplingParams(seed=0, **options)
+    logits = some_logits(seed)
+    history = (
+        np.random.default_rng(seed).integers(0, N_VOCAB, 100).tolist() + np.argsort(-logits)[:3].tolist()
+    )
+    expected = plain_distribution(logits, params, history)
+    sampler = Sampler(params, N_VOCAB, history)
+    got = np.zeros(N_VOCAB)
+    for u in np.linspace(0, 1, 400, endpoint=False):
+        sampler._random = fixed(float(u))
+        got[sampler.sample(logits)] += 1 / 400
+    assert not got[expected == 0].any()
+    # Evenly spaced numbers hit each interval of the cumulative distribution to within one of them.
+    assert np.abs(got - expected).max() <= 1.01 / 400
+
+
+def fixed(u: float) -> Callable[[], float]:
+    return lambda: u
+
+
+def test_the_largest_number_below_one_draws_an_allowed_token():
+    for options in PARAMS:
+        sampler = Sampler(SamplingParams(seed=0, **options), N_VOCAB)
+        sampler._random = fixed(math.nextafter(1.0, 0.0))
+        logits = some_logits(1)
+        assert plain_distribution(logits, sampler.params, [])[sampler.sample(logits)] > 0
+
+
+@pytest.mark.parametrize("n", [1, 63, 64, 65, 1000, 4096 + 17])
+@pytest.mark.parametrize("k", [1, 2, 15, 40])
+@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "infinite"])
+def test_top_k_equals_a_full_sort(n: int, k: int, kind: str):
+    logits = some_logits(n, n)
+    if kind == "ties":
+        logits = np.round(logits)
+    elif kind == "equal":
+        logits[:] = -1.5
+    elif kind == "infinite":
+        logits[::2] = -np.inf
+    expected = sorted(range(n), key=lambda i: (-logits[i], i))[:k]
+    indices, values = top_k(logits, k)
+    assert indices.tolist() == expected
+    assert values.tolist() == logits[expected].tolist()
+
+
+def test_logits_are_left_as_they_are():
+    logits = some_logits()
+    logits.flags.writeable = False
+    Sampler(SamplingParams(logit_bias={1: 5}, repetition_penalty=1.2), N_VOCAB, [1, 2]).sample(logits)
+    assert (logits == some_logits()).all()
+
+
+def test_one_number_is_drawn_per_token_whatever_the_logits():
+    params = SamplingParams(seed=5)
+    alone, mixed = Sampler(params, N_VOCAB), Sampler(params, N_VOCAB)
+    for i in range(5):
+        alone.sample(some_logits(i))
+        mixed.sample(some_logits(i + 50, scale=0.01 if i % 2 else 20))
+    assert alone.sample(some_logits(99)) == mixed.sample(some_logits(99))
+
+
+def test_a_seed_is_reported_and_repeats():
+    first = Sampler(SamplingParams(), N_VOCAB)
+    again = Sampler(SamplingParams(seed=first.seed), N_VOCAB)
+    logits = some_logits(scale=0.5)
+    assert [first.sample(logits) for _ in range(20)] == [again.sample(logits) for _ in range(20)]
+    assert Sampler(SamplingParams(), N_VOCAB).seed != first.seed
+
+
+def test_penalties_forget_tokens_that_left_the_window():
+    params = SamplingParams(temperature=0, presence_penalty=100, penalty_last_n=4)
+    sampler = Sampler(params, N_VOCAB)
+    logits = some_logits()
+    ranking = np.argsort(-logits).tolist()
+    drawn = []
+    for _ in range(12):
+        drawn.append(sampler.sample(logits))
+        sampler.accept(drawn[-1])
+    assert drawn == [ranking[i % 5] for i in range(12)]
+
+
+def test_logprobs_are_of_the_model_and_not_of_the_sampler():
+    logits = some_logits(2)
+    params = SamplingParams(logprobs=3, temperature=0.1, logit_bias={5: 100}, repetition_penalty=2)
+    sampler = Sampler(params, N_VOCAB, [5, 6])
+    expected = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum())
+    result = sampler.logprobs(logits, 5)
+    best = np.argsort(-logits)[:3]
+    assert result.token == 5
+    assert result.logprob == pytest.approx(expected[5], abs=1e-6)
+    assert [token for token, _ in result.top] == best.tolist()
+    assert [logprob for _, logprob in result.top] == pytest.approx(expected[best], abs=1e-6)
+    assert Sampler(SamplingParams(logprobs=0), N_VOCAB).logprobs(logits, 5).top == ()
+
+
+def test_log_sum_exp_of_extreme_logits():
+    assert log_sum_exp(np.array([1000, 1000], np.float32)) == pytest.approx(1000 + math.log(2))
+    assert log_sum_exp(np.array([-1000, -np.inf], np.float32)) == -1000
+
+
+def test_logits_that_are_not_numbers_are_an_error():
+    for options in ({}, {"temperature": 0}, {"top_k": 0}, {"logit_bias": {1: 1}}):
+        with pytest.raises(HotsetError, match="not numbers"):
+            Sampler(SamplingParams(**options), N_VOCAB).sample(np.full(N_VOCAB, np.nan, np.float32))
+
+
+def test_a_bias_that_forbids_everything_is_an_error():
+    for options in ({}, {"temperature": 0}, {"top_k": 0}):
+        sampler = Sampler(SamplingParams(**options), 4, forbidden=range(4))
+        with pytest.raises(InvalidRequestError, match="forbids every token"):
+            sampler.sample(np.zeros(4, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"temperature": -0.1}, "temperature must be at least 0"),
+        ({"temperature": math.nan}, "temperature must be a finite number"),
+        ({"temperature": "hot"}, "temperature must be a finite number"),
+        ({"temperature": True}, "temperature must be a finite number"),
+        ({"top_k": -1}, "top_k must be at least 0"),
+        ({"top_k": 1.5}, "top_k must be a whole number"),
+        ({"top_p": 1.1}, "top_p must be between 0 and 1"),
+        ({"min_p": -0.1}, "min_p must be between 0 and 1"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be greater than 0"),
+        ({"frequency_penalty": math.inf}, "frequency_penalty must be a finite number"),
+        ({"penalty_last_n": -2}, "penalty_last_n must be at least -1"),
+        ({"seed": -1}, "seed must be between 0"),
+        ({"logprobs": -1}, "logprobs must be at least 0"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"stop": ["a", ""]}, "none of them empty"),
+        ({"stop": [3]}, "stop must be a string"),
+        ({"logit_bias": {-1: 2}}, "token id in logit_bias must be at least 0"),
+        ({"logit_bias": {"x": 2}}, "token id in logit_bias must be a whole number"),
+        ({"logit_bias": {1: math.inf}}, "below infinity"),
+        ({"logit_bias": {1: "a"}}, "below infinity"),
+    ],
+    ids=str,
+)
+def test_a_parameter_out_of_range_is_one_sentence(options: dict[str, Any], sentence: str):
+    with pytest.raises(InvalidRequestError, match=sentence):
+        SamplingParams(**options)
+
+
+def test_a_bias_outside_the_vocabulary_is_an_error():
+    with pytest.raises(InvalidRequestError, match="token 50 in logit_bias"):
+        Sampler(SamplingParams(logit_bias={50: 1}), 50)
+
+
+def test_parameters_as_json_writes_them():
+    params = SamplingParams(stop="end", logit_bias={"12": -1})
+    assert params.stop == ("end",)
+    assert params.logit_bias == {12: -1.0}
+
+
+# ---- stop strings ----
+
+
+def cut(text: str, seed: int) -> list[str]:
+    source = random.Random(seed)
+    pieces = []
+    while text:
+        n = source.randrange(0, 4)
+        pieces.append(text[:n])
+        text = text[n:]
+    return pieces
+
+
+def run(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
+    matcher = StopMatcher(stops)
+    shown = "".join(matcher.push(piece) for piece in pieces)
+    return shown + matcher.flush(), matcher.stopped
+
+
+def plain_stop(stops: list[str], text: str) -> tuple[str, bool]:
+    """Character by character: the text before the stop string that is complete first."""
+    for end in range(1, len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            return text[: min(starts)], True
+    return text, False
+
+
+def test_stop_strings_do_not_depend_on_how_the_text_is_cut():
+    source = random.Random(1)
+    for seed in range(500):
+        text = "".join(source.choice("abc") for _ in range(source.randrange(30)))
+        stops = ["".join(source.choice("abc") for _ in range(source.randrange(1, 6))) for _ in range(2)]
+        expected = plain_stop(stops, text)
+        assert run(stops, [text]) == expected
+        assert run(stops, list(text)) == expected
+        assert run(stops, cut(text, seed)) == expected
+
+
+def test_text_is_held_back_only_while_it_could_become_a_stop_string():
+    matcher = StopMatcher(["\n\nUser:"])
+    assert matcher.push("Hello\n") == "Hello"
+    assert matcher.push("\nUs") == ""
+    assert matcher.push("age") == "\n\nUsage"
+    assert matcher.push("\n\nUser") == ""
+    assert matcher.push(": no") == ""
+    assert matcher.stopped
+    assert matcher.push("more") == ""
+    assert matcher.flush() == ""
+
+
+def test_what_was_held_back_comes_out_at_the_end():
+    matcher = StopMatcher(["STOP"])
+    assert matcher.push("a STO") == "a "
+    assert matcher.flush() == "STO"
+    assert not matcher.stopped
