@@ -118,6 +118,8 @@ class ReferenceBackend:
             raise InvalidRequestError(f"a token id lies outside the vocabulary of {self.n_vocab}")
         if len(batch.outputs) and not 0 <= batch.outputs.min() <= batch.outputs.max() < n:
             raise InvalidRequestError("an output index lies outside the batch")
+        if not 0 <= batch.sequences.min() <= batch.sequences.max() < len(batch.page_tables):
+            raise InvalidRequestError("a sequence of the batch has no page table")
         slots = []
         for position, sequence in zip(batch.positions.tolist(), batch.sequences.tolist(), strict=True):
             pages = batch.page_tables[sequence, : position // PAGE_SIZE + 1]

@@ -1,0 +1,272 @@
+"""The configuration of a file: facts that stand in keys, and keys that make no sense."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotset.errors import FormatError, HotsetError, InvalidRequestError, UnsupportedModelError
+from hotset.formats.quants import GGMLType
+from hotset.model.config import (
+    ARCHITECTURES,
+    DRELU,
+    FATRELU_THRESHOLD_KEY,
+    UP_ACTIVATION_KEY,
+    FFNActivation,
+    config_from_gguf,
+    parse_activation,
+)
+from hotset.model.decoder import describe
+
+SOUND = {
+    "block_count": 2,
+    "context_length": 128,
+    "embedding_length": 64,
+    "feed_forward_length": 96,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+}
+
+
+def file(architecture: str = "llama", tensors: dict[str, Any] | None = None, **keys: Any) -> Any:
+    """What config_from_gguf reads of a file. Keys: dots written as __, None removes one."""
+    keys = SOUND | {key.replace("__", "."): value for key, value in keys.items()}
+    metadata = {f"{architecture}.{key}": value for key, value in keys.items() if value is not None}
+    shapes = {"token_embd.weight": (64, 300), **(tensors or {})}
+    infos = {name: SimpleNamespace(name=name, shape=s, type=GGMLType.F32) for name, s in shapes.items()}
+    return SimpleNamespace(
+        metadata={"general.architecture": architecture, **metadata},
+        tensors=infos,
+        data=lambda name: np.full(math.prod(infos[name].shape), 2.0, np.float32).view(np.uint8),
+    )
+
+
+def complete(**replaced: tuple[int, ...] | None) -> dict[str, Any]:
+    """The tensors of a two-layer llama of SOUND; a shape of None drops one of them."""
+    layer = {
+        "attn_norm": (64,), "attn_q": (64, 64), "attn_k": (64, 32), "attn_v": (64, 32),
+        "attn_output": (64, 64), "ffn_norm": (64,),
+        "ffn_gate": (64, 96), "ffn_up": (64, 96), "ffn_down": (96, 64),
+    }  # fmt: skip
+    shapes: dict[str, Any] = {"token_embd.weight": (64, 300), "output_norm.weight": (64,)}
+    shapes |= {f"blk.{i}.{name}.weight": shape for i in range(2) for name, shape in layer.items()}
+    shapes |= replaced
+    return {name: SimpleNamespace(name=name, shape=s) for name, s in shapes.items() if s is not None}
+
+
+def test_defaults_of_a_plain_llama() -> None:
+    config = config_from_gguf(file())
+    assert (config.n_layer, config.n_embd, config.n_ff, config.n_vocab) == (2, 64, (96, 96), 300)
+    assert (config.n_head, config.n_head_kv, config.head_dim, config.head_dim_v) == (4, 2, 16, 16)
+    assert config.windows == (0, 0)
+    assert config.activation == FFNActivation("silu")
+    assert config.rope.freq == pytest.approx([10000 ** (-2 * i / 16) for i in range(8)], rel=1e-14)
+
+
+def test_arrays_give_a_number_per_layer() -> None:
+    assert config_from_gguf(file(feed_forward_length=np.array([96, 128]))).n_ff == (96, 128)
+    assert config_from_gguf(file(attention__head_count=[4, 4])).n_head == 4
+    with pytest.raises(UnsupportedModelError, match="differs between layers"):
+        config_from_gguf(file(attention__head_count_kv=[4, 2]))
+    with pytest.raises(FormatError, match="3 entries for 2 layers"):
+        config_from_gguf(file(feed_forward_length=[96, 96, 96]))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "windows"),
+    [
+        (None, (16, 16)),
+        ([True, False], (16, 0)),
+        (np.array([False, True]), (0, 16)),
+        (2, (16, 0)),
+        (1, (0, 0)),
+    ],
+)
+def test_windows(pattern: Any, windows: tuple[int, ...]) -> None:
+    config = config_from_gguf(file(attention__sliding_window=16, attention__sliding_window_pattern=pattern))
+    assert config.windows == windows
+
+
+def test_rope_freqs_divide_and_linear_scaling_slows() -> None:
+    plain = config_from_gguf(file()).rope.freq
+    divided = config_from_gguf(file(tensors={"rope_freqs.weight": (8,)})).rope.freq
+    slowed = config_from_gguf(file(rope__scaling__type="linear", rope__scaling__factor=4.0)).rope.freq
+    old_key = config_from_gguf(file(rope__scale_linear=4.0)).rope.freq
+    none = config_from_gguf(file(rope__scaling__type="none", rope__scaling__factor=4.0)).rope.freq
+    assert divided == pytest.approx([f / 2 for f in plain])
+    assert slowed == old_key == pytest.approx([f / 4 for f in plain])
+    assert none == plain
+
+
+def test_yarn_keeps_fast_channels_and_slows_slow_ones() -> None:
+    yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
+    plain = np.array(config_from_gguf(file(context_length=4096)).rope.freq)
+    config = config_from_gguf(file(context_length=4096, **yarn))
+    ratio = plain / np.array(config.rope.freq)
+    assert ratio[0] == 1
+    assert ratio[-1] == pytest.approx(4)
+    assert (np.diff(ratio) >= 0).all()
+    assert 1 < ratio[3] < 4
+    assert config.rope.magnitude == pytest.approx(0.1 * math.log(4) + 1)
+
+
+def test_activations() -> None:
+    def activation(architecture: str = "llama", override: str | None = None, **more: Any) -> FFNActivation:
+        gguf = file(architecture, hidden_activation=more.pop("named", None))
+        gguf.metadata |= {key: value for key, value in more.items() if value is not None}
+        return config_from_gguf(gguf, activation=override).activation
+
+    assert activation("bamboo") == DRELU
+    assert activation(named="relu") == FFNActivation("relu")
+    assert activation(named="relu", **{UP_ACTIVATION_KEY: "relu"}) == DRELU
+    assert activation(named="drelu") == DRELU
+    assert activation(named="fatrelu", **{FATRELU_THRESHOLD_KEY: 0.25}) == FFNActivation(
+        "fatrelu", None, 0.25
+    )
+    assert activation(named="silu", override="fatrelu:0.01") == FFNActivation("fatrelu", None, 0.01)
+    assert parse_activation("gelu_pytorch_tanh").gate == "gelu_tanh"
+    for refused in ("fatrelu", "swiglu", ""):
+        with pytest.raises(UnsupportedModelError, match="hidden_activation"):
+            activation(named=refused)
+    with pytest.raises(UnsupportedModelError, match="only relu"):
+        activation(named="relu", **{UP_ACTIVATION_KEY: "tanh"})
+    with pytest.raises(FormatError, match="must be a number"):
+        activation(named="fatrelu", **{FATRELU_THRESHOLD_KEY: "high"})
+    for refused in ("fatrelu", "fatrelu:-1", "fatrelu:nan", "relu:1", "tanh"):
+        with pytest.raises(InvalidRequestError):
+            parse_activation(refused)
+
+
+def test_an_unknown_architecture_is_named() -> None:
+    with pytest.raises(UnsupportedModelError, match="'mamba' is not supported; supported are llama, qwen2"):
+        config_from_gguf(file("mamba"))
+    with pytest.raises(FormatError, match=r"general\.architecture"):
+        config_from_gguf(SimpleNamespace(metadata={}, tensors={}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"block_count": None}, "llama.block_count is missing"),
+        ({"block_count": 0}, "outside 1 to"),
+        ({"block_count": 2**62}, "outside 1 to"),
+        ({"block_count": True}, "must be an integer"),
+        ({"embedding_length": "64"}, "must be an integer, not '64'"),
+        ({"attention__head_count": 3}, "not a multiple of the 2 KV heads"),
+        ({"attention__head_count": 6}, "does not divide the width 64"),
+        ({"attention__layer_norm_rms_epsilon": math.nan}, "is nan"),
+        ({"attention__layer_norm_rms_epsilon": None}, "is missing"),
+        ({"rope__dimension_count": 7}, "odd"),
+        ({"rope__dimension_count": 64}, "outside 2 to 16"),
+        ({"rope__freq_base": math.inf}, "is inf"),
+        ({"rope__freq_base": -1.0}, "outside"),
+        (
+            {"rope__freq_base": 1.0, "rope__scaling__type": "yarn", "rope__scaling__factor": 2.0},
+            "cannot scale",
+        ),
+        ({"rope__scaling__type": 3}, "must be a string"),
+        ({"attention__sliding_window": -1}, "outside"),
+        ({"attention__sliding_window": 8, "attention__sliding_window_pattern": [True]}, "for 2 layers"),
+    ],
+)
+def test_a_damaged_key_is_named(keys: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(FormatError, match="llama") as error:
+        config_from_gguf(file(**keys))
+    assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"rope__scaling__type": "longrope"}, "'longrope' is not supported"),
+        ({"expert_count": 8}, "mixture-of-experts"),
+        ({"attention__causal": False}, "encoder"),
+    ],
+)
+def test_what_cannot_run_is_refused(keys: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=sentence):
+        config_from_gguf(file(**keys))
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused() -> None:
+    gguf = file()
+    gguf.metadata["tokenizer.ggml.tokens"] = ["x"] * 301
+    with pytest.raises(FormatError, match="301 tokens"):
+        config_from_gguf(gguf)
+
+
+junk = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(0, 200),
+    st.floats(),
+    st.floats(0, 100, width=32),
+    st.text(max_size=8),
+    st.sampled_from(["linear", "yarn", "none", "relu", "drelu", "fatrelu"]),
+    st.lists(st.one_of(st.integers(-1, 100), st.booleans()), max_size=3),
+)
+KEYS = [
+    *SOUND,
+    *("attention.key_length", "attention.value_length", "attention.sliding_window"),
+    *("attention.sliding_window_pattern", "rope.dimension_count", "rope.freq_base", "rope.scaling.type"),
+    *("rope.scaling.factor", "rope.scale_linear", "rope.scaling.original_context_length"),
+    *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_ext_factor"),
+    *("rope.scaling.yarn_attn_factor", "rope.scaling.yarn_log_multiplier", "rope.scaling.attn_factor"),
+    *("hidden_activation", "expert_count", "attention.causal"),
+]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(sorted(ARCHITECTURES)), st.dictionaries(st.sampled_from(KEYS), junk, max_size=4))
+def test_any_keys_give_a_sentence(architecture: str, keys: dict[str, Any]) -> None:
+    gguf = file(architecture, **keys)
+
+    def load() -> None:
+        config = config_from_gguf(gguf)
+        assert all(math.isfinite(f) for f in config.rope.freq)
+        describe(config, gguf.tensors)
+
+    with pytest.raises(HotsetError) as error:  # the file has one tensor: it is refused, whatever its keys say
+        load()
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 400
+
+
+def test_the_decoder_asks_for_each_tensor_with_its_shape() -> None:
+    config = config_from_gguf(file())
+    graph = describe(config, complete())
+    assert graph.logits.name == "logits"
+    assert len({value.name for value in graph.values}) == len(graph.values)
+    for name, replaced, sentence in [
+        ("blk.1.ffn_up.weight", None, r"lacks the tensor blk.1.ffn_up.weight \[64, 96\]"),
+        ("blk.0.attn_k.weight", (64, 64), r"attn_k.weight is \[64, 64\], but the file's keys say \[64, 32\]"),
+        ("blk.0.attn_q.bias", (32,), r"attn_q.bias is \[32\]"),
+        (
+            "blk.0.ffn_gate_inp.weight",
+            (64, 8),
+            "1 tensors that no llama model uses, such as blk.0.ffn_gate_inp",
+        ),
+    ]:
+        with pytest.raises(UnsupportedModelError, match=sentence):
+            describe(config, complete(**{name: replaced}))
+
+
+def test_the_output_is_tied_where_the_file_has_none() -> None:
+    config = config_from_gguf(file())
+    assert describe(config, complete()).ops[-1].weight == "token_embd.weight"
+    untied = complete(**{"output.weight": (64, 300)})
+    assert describe(config, untied).ops[-1].weight == "output.weight"
+
+
+def test_qwen2_needs_its_biases() -> None:
+    config = config_from_gguf(file("qwen2"))
+    with pytest.raises(UnsupportedModelError, match=r"lacks the tensor blk\.0\.attn_q\.bias"):
+        describe(config, complete())

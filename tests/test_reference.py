@@ -1,0 +1,220 @@
+"""The NumPy backend beyond what test_architectures covers: ops alone, cache types, taps, broken batches."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotset.backends.base import PAGE_SIZE, Batch, KVType
+from hotset.backends.reference import ACTIVATIONS, ReferenceBackend, rotate
+from hotset.errors import InvalidRequestError, UnsupportedModelError
+from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
+from hotset.formats.quants import GGMLType
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+from hotset.model.graph import Attention, Embed, Graph, LayerNorm, Rope, Rotate, SelectOutputs, Value
+
+N_VOCAB, D, N_FF, HEADS, KV_HEADS, HEAD = 96, 64, 96, 4, 2, 32
+F32 = np.float32
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> GGUFFile:
+    """A random two-layer llama with heads of 32; the embedding is Q8_0 and serves as output too."""
+    rng = np.random.default_rng(1)
+    path = tmp_path_factory.mktemp("llama") / "llama.gguf"
+    writer = GGUFWriter(path, "llama")
+    for key, value in {
+        "block_count": 2, "context_length": 256, "embedding_length": D, "feed_forward_length": N_FF,
+        "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "attention.key_length": HEAD,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+    }.items():  # fmt: skip
+        writer.add(f"llama.{key}", value)
+
+    def add(name: str, *shape: int, type: GGMLType = GGMLType.F32) -> None:
+        scale = 1.5 / math.sqrt(shape[-1]) if len(shape) > 1 else 1.0
+        writer.add_tensor(f"{name}.weight", (rng.standard_normal(shape) * scale).astype(F32), type)
+
+    add("token_embd", N_VOCAB, D, type=GGMLType.Q8_0)
+    add("output_norm", D)
+    for i in range(2):
+        add(f"blk.{i}.attn_norm", D)
+        add(f"blk.{i}.attn_q", HEADS * HEAD, D, type=GGMLType.F16)
+        add(f"blk.{i}.attn_k", KV_HEADS * HEAD, D)
+        add(f"blk.{i}.attn_v", KV_HEADS * HEAD, D)
+        add(f"blk.{i}.attn_output", D, HEADS * HEAD)
+        add(f"blk.{i}.ffn_norm", D)
+        add(f"blk.{i}.ffn_gate", N_FF, D)
+        add(f"blk.{i}.ffn_up", N_FF, D)
+        add(f"blk.{i}.ffn_down", D, N_FF)
+    writer.write()
+    return open_gguf(path)
+
+
+def backend(gguf: GGUFFile, **options: Any) -> ReferenceBackend:
+    return ReferenceBackend(gguf, describe(config_from_gguf(gguf), gguf.tensors), n_pages=4, **options)
+
+
+def batch(n: int, outputs: list[int] | None = None, taps: tuple[str, ...] = (), **replaced: Any) -> Batch:
+    """n tokens of one sequence from position 0, on pages 2, 0, 1."""
+    tokens = (np.arange(n) * 37 + 5) % N_VOCAB
+    arrays: dict[str, Any] = {
+        "tokens": tokens,
+        "positions": np.arange(n),
+        "sequences": np.zeros(n),
+        "page_tables": [[2, 0, 1]],
+        "outputs": range(n) if outputs is None else outputs,
+    }
+    return Batch(**{key: np.array(v, np.int32) for key, v in (arrays | replaced).items()}, taps=taps)
+
+
+def test_taps_are_the_values_on_the_way(llama: GGUFFile) -> None:
+    names = ("embedding", "blk.0.ffn_act", "blk.0.ffn_inp", "blk.0.ffn_down", "blk.0.out", "output_norm")
+    reference = backend(llama)
+    result = reference.step(batch(5, outputs=[1, 4], taps=names))
+    assert set(result.taps) == set(names)
+    assert result.taps["blk.0.ffn_act"].shape == (5, N_FF)
+    assert result.taps["output_norm"].shape == (2, D)
+    assert result.logits.shape == (2, N_VOCAB)
+    total = result.taps["blk.0.ffn_inp"] + result.taps["blk.0.ffn_down"]
+    assert np.array_equal(total, result.taps["blk.0.out"])
+    with pytest.raises(InvalidRequestError, match=r"blk\.9\.ffn_act"):
+        reference.step(batch(5, taps=("blk.9.ffn_act",)))
+
+
+def test_a_selected_row_is_that_row(llama: GGUFFile) -> None:
+    everything = backend(llama).step(batch(70)).logits
+    some = backend(llama).step(batch(70, outputs=[3, 69])).logits
+    np.testing.assert_allclose(some, everything[[3, 69]], rtol=1e-5, atol=1e-5)
+
+
+def test_a_step_without_outputs_fills_the_cache(llama: GGUFFile) -> None:
+    whole, parts = backend(llama), backend(llama)
+    expected = whole.step(batch(70, outputs=[69])).logits
+    assert parts.step(batch(69, outputs=[])).logits.shape == (0, N_VOCAB)
+    last = batch(70)
+    last = Batch(
+        last.tokens[69:], last.positions[69:], last.sequences[69:], last.page_tables, np.zeros(1, np.int32)
+    )
+    np.testing.assert_allclose(parts.step(last).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_of_weights_too_small_changes_nothing(llama: GGUFFile) -> None:
+    kept, small = backend(llama), backend(llama, weight_cache_bytes=30_000)
+    assert np.array_equal(kept.step(batch(9)).logits, small.step(batch(9)).logits)
+    assert 0 < sum(w.nbytes for w in small._weights.values()) <= 30_000
+
+
+@pytest.mark.parametrize(("kv_type", "low", "high"), [("f16", 1e-6, 2e-3), ("q8_0", 1e-4, 3e-2)])
+def test_a_rounded_cache_is_close_and_not_equal(
+    llama: GGUFFile, kv_type: KVType, low: float, high: float
+) -> None:
+    exact = backend(llama).step(batch(150)).logits
+    rounded = backend(llama, kv_type=kv_type).step(batch(150)).logits
+    error = np.abs(rounded - exact).max() / np.abs(exact).max()
+    assert low < error < high
+
+
+def test_a_q8_0_cache_needs_whole_blocks() -> None:
+    graph = Graph()
+    q, out = Value(0, 48, "q"), Value(1, 48, "out")
+    graph.add(Attention(out, q, q, q, 0, 1, 1, 48, 48, 1.0))
+    with pytest.raises(UnsupportedModelError, match="multiple of 32"):
+        ReferenceBackend(None, graph, n_pages=1, kv_type="q8_0")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("replaced", "sentence"),
+    [
+        ({"tokens": [0, 1, N_VOCAB]}, "outside the vocabulary"),
+        ({"tokens": [0, 1, -1]}, "outside the vocabulary"),
+        ({"positions": [0, 1]}, "differ in length"),
+        ({"positions": [-1, 0, 1]}, "position -1"),
+        ({"positions": [0, 1, 3 * PAGE_SIZE]}, "position 192"),
+        ({"sequences": [0, 0, 1]}, "page table"),
+        ({"sequences": [-1, 0, 0]}, "page table"),
+        ({"page_tables": [[-1, 0, 1]]}, "no page"),
+        ({"page_tables": [[4, 0, 1]]}, "no page"),
+        ({"outputs": [3]}, "output index"),
+        ({"tokens": [], "positions": [], "sequences": [], "outputs": []}, "1 to 512 tokens, not 0"),
+    ],
+)
+def test_a_broken_batch_is_refused(llama: GGUFFile, replaced: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidRequestError, match=sentence):
+        backend(llama).step(batch(3, **replaced))
+
+
+def test_close_twice(llama: GGUFFile) -> None:
+    reference = backend(llama)
+    reference.close()
+    reference.close()
+
+
+def test_rotation_keeps_lengths_and_depends_on_distance() -> None:
+    """|Rq| = |q|, and (R_m q) · (R_n k) depends on m - n only: what RoPE is for."""
+    rng = np.random.default_rng(2)
+    q, k = rng.standard_normal((2, 1, 24)).astype(F32)
+    for kind in ("norm", "neox"):
+        rope = Rope(kind, 16, tuple(10000 ** (-np.arange(8) / 8)))
+        op = Rotate(Value(1, 24, "r"), Value(0, 24, "x"), 1, 24, rope)
+
+        def turned(x: np.ndarray, position: int, op: Rotate = op) -> np.ndarray:
+            return rotate(x, np.array([position]), op)[0]
+
+        assert np.linalg.norm(turned(q, 1000)) == pytest.approx(np.linalg.norm(q), rel=1e-5)
+        assert np.array_equal(turned(q, 1000)[16:], q[0, 16:])  # channels past n_rot stay
+        assert turned(q, 90) @ turned(k, 83) == pytest.approx(turned(q, 7) @ k[0], rel=1e-4)
+        assert turned(q, 90) @ turned(k, 80) != pytest.approx(turned(q, 7) @ k[0], rel=1e-2)
+
+
+def test_norm_and_neox_rotate_the_same_pairs_in_another_order() -> None:
+    x = np.random.default_rng(3).standard_normal((4, 32)).astype(F32)
+    freq = tuple(100.0 ** (-np.arange(8) / 8))
+    positions = np.array([0, 3, 17, 400])
+    value = Value(0, 32, "x")
+    norm = rotate(x, positions, Rotate(value, value, 2, 16, Rope("norm", 16, freq, 1.5)))
+    halves = x.reshape(4, 2, 8, 2).swapaxes(2, 3).reshape(4, 32)
+    neox = rotate(halves, positions, Rotate(value, value, 2, 16, Rope("neox", 16, freq, 1.5)))
+    assert np.array_equal(neox.reshape(4, 2, 2, 8).swapaxes(2, 3).reshape(4, 32), norm)
+    np.testing.assert_allclose(norm[0], 1.5 * x[0], rtol=1e-6)
+
+
+def test_activations_against_their_formulas() -> None:
+    x = np.array([-100, -3, -0.5, -1e-3, 0, 1e-3, 0.2, 0.25, 3, 100], F32)
+    formulas = {
+        "silu": lambda v: v / (1 + math.exp(-v)),
+        "gelu": lambda v: v * 0.5 * math.erfc(-v / math.sqrt(2)),
+        "gelu_tanh": lambda v: 0.5 * v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))),
+        "relu": lambda v: max(v, 0.0),
+        "relu2": lambda v: max(v, 0.0) ** 2,
+        "fatrelu": lambda v: v if v >= 0.25 else 0.0,
+    }
+    assert set(formulas) == set(ACTIVATIONS)
+    for kind, formula in formulas.items():
+        found = ACTIVATIONS[kind](x, F32(0.25))
+        assert found.dtype == F32
+        np.testing.assert_allclose(found, [formula(float(v)) for v in x], rtol=1e-5, atol=1e-6, err_msg=kind)
+
+
+def test_layer_norm(tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    x, weight, bias = (rng.standard_normal(s).astype(F32) for s in ((8, 32), (32,), (32,)))
+    writer = GGUFWriter(tmp_path / "norm.gguf", "none")
+    for name, data in {"x": x, "w": weight, "b": bias}.items():
+        writer.add_tensor(name, data, GGMLType.F32)
+    writer.write()
+    graph = Graph()
+    embedded = graph.add(Embed(graph.value("x", 32), "x"))
+    normed = graph.add(LayerNorm(graph.value("normed", 32), embedded, "w", "b", 1e-2))
+    graph.add(SelectOutputs(graph.value("out", 32), normed))
+    with open_gguf(tmp_path / "norm.gguf") as gguf:
+        found = ReferenceBackend(gguf, graph, n_pages=4).step(
+            batch(8, tokens=range(8), outputs=[0, 7]),
+        )
+    centred = x - x.mean(1, keepdims=True)
+    expected = centred / np.sqrt(x.var(1, keepdims=True) + 1e-2) * weight + bias
+    np.testing.assert_allclose(found.logits, expected[[0, 7]], rtol=1e-5, atol=1e-5)
