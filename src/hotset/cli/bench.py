@@ -1,0 +1,369 @@
+"""`hotset bench`: llama-bench's options and table, and how much of the machine's memory speed was reached.
+
+The backend is driven directly, as llama-bench does: random tokens, no tokenizer, no sampling. `pp` is the
+processing of a prompt, `tg` the generation of tokens one by one, `@ d` with d tokens in the cache before.
+Generation reads every weight once per token, so the rate at which the mapped file can be read is its ceiling:
+it is measured first, and again between the repetitions, since a shared machine's ceiling moves.
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hotset.cli import options
+from hotset.cli.console import DownloadBar, human_count, print_json, say
+from hotset.storage import catalogue, store
+
+if TYPE_CHECKING:
+    from hotset.backends.base import Backend, KVType
+
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Test:
+    """n_prompt tokens at once, then n_gen one by one, after n_depth tokens that are not timed."""
+
+    n_prompt: int
+    n_gen: int
+    n_depth: int
+
+    @property
+    def name(self) -> str:
+        parts = [f"pp{self.n_prompt}"] if self.n_prompt else []
+        parts += [f"tg{self.n_gen}"] if self.n_gen else []
+        return "+".join(parts) + (f" @ d{self.n_depth}" if self.n_depth else "")
+
+    @property
+    def n_ctx(self) -> int:
+        return self.n_depth + self.n_prompt + self.n_gen
+
+
+@dataclass
+class Measurement:
+    """Seconds of each repetition, and bytes per second read of the mapped file beside them."""
+
+    seconds: list[float] = field(default_factory=list)
+    bandwidth: list[float] = field(default_factory=list)
+
+
+def bench(
+    model: options.OptionalModel = None,
+    model_option: Annotated[str | None, typer.Option("--model", "-m", help="The same as MODEL.")] = None,
+    prompt: Annotated[
+        str, typer.Option("--n-prompt", "-p", help="Prompt sizes: 512 or 128,512; 0 for none.")
+    ] = "512",
+    gen: Annotated[str, typer.Option("--n-gen", "-n", help="Numbers of tokens to generate.")] = "128",
+    both: Annotated[
+        list[str] | None, typer.Option("-pg", help="PP,TG: a prompt and then an answer; repeatable.")
+    ] = None,
+    depth: Annotated[str, typer.Option("--n-depth", "-d", help="Tokens in the cache before.")] = "0",
+    threads: Annotated[
+        str, typer.Option("--threads", "-t", help="Threads; the usable cores if not given.")
+    ] = "",
+    repetitions: Annotated[int, typer.Option("--repetitions", "-r", min=1, help="Repetitions.")] = 5,
+    batch: Annotated[
+        int, typer.Option("--batch-size", "-b", min=1, help="Tokens of a prompt per step.")
+    ] = 2048,
+    cache_type: Annotated[
+        str, typer.Option("--cache-type-k", "-ctk", help="Type of the KV cache: f16, q8_0.")
+    ] = "f16",
+    output: Annotated[str, typer.Option("--output", "-o", help="md, csv, json or jsonl.")] = "md",
+    json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
+) -> None:
+    """Measure speed in llama-bench's terms, and the share of the memory bandwidth that it reaches."""
+    import hotset
+    from hotset.model.cost import Cost
+
+    output = "json" if json else output
+    if output not in _PRINTERS:
+        raise typer.BadParameter(f"'{output}' is none of {', '.join(_PRINTERS)}.", param_hint="-o")
+    depths = _integers(depth, "-d")
+    plain = [(p, 0) for p in _integers(prompt, "-p")] + [(0, n) for n in _integers(gen, "-n")]
+    pairs = [pair for pair in [*plain, *map(_pair, both or [])] if any(pair)]
+    tests = [Test(p, n, d) for d in depths for p, n in pairs]
+    if not tests:
+        raise typer.BadParameter("there is nothing to measure: give -p or -n.", param_hint="-p")
+    with DownloadBar() as bar:
+        path = store.resolve(model_option or model or catalogue.DEFAULT, progress=bar)
+
+    printer = _PRINTERS[output]()
+    first = True
+    for n_threads in _integers(threads, "-t", minimum=1) if threads else [None]:
+        for kv_type in _kv_types(cache_type):
+            n_ctx = max(test.n_ctx for test in tests)
+            with hotset.load(path, n_ctx=n_ctx, n_threads=n_threads, kv_type=kv_type) as loaded:
+                cost = Cost(loaded.graph, loaded.gguf.tensors)
+                facts = _facts(loaded, path, kv_type, batch)
+                read = _bandwidth_reader(path, facts["n_threads"])
+                if first:
+                    measured = statistics.median(read() for _ in range(3))
+                    printer.bandwidth(measured, facts["n_threads"])
+                    first = False
+                for test in tests:
+                    result = measure(loaded.backend, test, repetitions, batch, read)
+                    printer.row(_entry(facts, test, result, cost.bytes_per_token(_mean_depth(test), kv_type)))
+    printer.end()
+
+
+def _integers(text: str, option: str, minimum: int = 0) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < minimum:
+        raise typer.BadParameter(
+            f"'{text}' is not a list of numbers such as 128 or 128,512.", param_hint=option
+        )
+    return numbers
+
+
+def _pair(text: str) -> tuple[int, int]:
+    numbers = _integers(text, "-pg")
+    if len(numbers) != 2:
+        raise typer.BadParameter(f"'{text}' is not PP,TG such as 512,128.", param_hint="-pg")
+    return numbers[0], numbers[1]
+
+
+def _kv_types(text: str) -> list[KVType]:
+    types: list[KVType] = []
+    for name in text.split(","):
+        if name not in ("f16", "q8_0"):
+            raise typer.BadParameter(f"'{name}' is neither f16 nor q8_0.", param_hint="-ctk")
+        types.append(name)  # type: ignore[arg-type]
+    return types
+
+
+def _mean_depth(test: Test) -> float:
+    """The tokens in the cache before an average generated one."""
+    return test.n_depth + test.n_prompt + max(test.n_gen - 1, 0) / 2
+
+
+# -- measuring -----------------------------------------------------------------------------------
+
+
+def measure(
+    backend: Backend, test: Test, repetitions: int, batch: int, read_bandwidth: Callable[[], float]
+) -> Measurement:
+    """Runs the test after a warm-up. The depth is computed once; repetitions write over what follows it."""
+    run = _Run(backend, test.n_ctx, min(batch, backend.max_batch))
+    run.prompt(0, test.n_depth)
+    start = test.n_depth
+    run.prompt(start, test.n_prompt)
+    run.generate(start + test.n_prompt, min(test.n_gen, 2))
+    result = Measurement()
+    for _ in range(repetitions):
+        if test.n_gen:
+            result.bandwidth.append(read_bandwidth())
+        begun = time.perf_counter()
+        run.prompt(start, test.n_prompt)
+        run.generate(start + test.n_prompt, test.n_gen)
+        result.seconds.append(time.perf_counter() - begun)
+    if not result.bandwidth:
+        result.bandwidth.append(read_bandwidth())
+    return result
+
+
+class _Run:
+    """One sequence of random tokens in the first pages of the cache."""
+
+    def __init__(self, backend: Backend, n_ctx: int, batch: int) -> None:
+        import numpy as np
+
+        from hotset.backends.base import PAGE_SIZE
+
+        self.backend, self.batch = backend, batch
+        self.pages = np.arange(-(-n_ctx // PAGE_SIZE), dtype=np.int32)[None]
+        self.tokens = np.random.default_rng(_SEED).integers(0, backend.n_vocab, n_ctx, dtype=np.int32)
+
+    def prompt(self, start: int, n: int) -> None:
+        for first in range(start, start + n, self.batch):
+            self._step(first, min(self.batch, start + n - first))
+
+    def generate(self, start: int, n: int) -> None:
+        for position in range(start, start + n):
+            self._step(position, 1)
+
+    def _step(self, first: int, n: int) -> None:
+        import numpy as np
+
+        from hotset.backends.base import Batch
+
+        positions = np.arange(first, first + n, dtype=np.int32)
+        self.backend.step(
+            Batch(
+                tokens=self.tokens[first : first + n],
+                positions=positions,
+                sequences=np.zeros(n, np.int32),
+                page_tables=self.pages,
+                outputs=np.array([n - 1], np.int32),
+            )
+        )
+
+
+def _bandwidth_reader(path: Path, n_threads: int) -> Callable[[], float]:
+    """Reads the mapped file (at most 2 GB of it) and returns bytes per second."""
+    import numpy as np
+
+    from hotset import _core
+
+    mapped = np.memmap(path, np.uint8, mode="r")[: 2 << 30]
+    return lambda: float(_core.read_bandwidth(mapped, n_threads))
+
+
+# -- reporting -----------------------------------------------------------------------------------
+
+
+def _facts(model: Any, path: Path, kv_type: str, batch: int) -> dict[str, Any]:
+    """What all entries of a model share, under llama-bench's names."""
+    from hotset.cli.doctor import package_version, processor_name
+    from hotset.cli.models import describe
+
+    facts = describe(model.gguf, path)
+    main_type = next(iter(facts["types"]))
+    return {
+        "build_commit": f"hotset {package_version('hotset') or '(source)'}",
+        "cpu_info": processor_name(),
+        "gpu_info": "",
+        "backends": model.backend.name.upper(),
+        "model_filename": str(path),
+        "model_type": f"{facts['architecture']} {human_count(facts['parameters'])} {main_type}",
+        "model_size": facts["size"],
+        "model_n_params": facts["parameters"],
+        "n_batch": batch,
+        "n_ubatch": min(batch, model.backend.max_batch),
+        "n_threads": getattr(model.backend, "n_threads", 1),
+        "type_k": kv_type,
+        "type_v": kv_type,
+    }
+
+
+def _entry(facts: dict[str, Any], test: Test, result: Measurement, bytes_per_token: float) -> dict[str, Any]:
+    """One line of the table. ts: tokens per second; ns: nanoseconds of a repetition."""
+    n = test.n_prompt + test.n_gen
+    speeds = [n / seconds for seconds in result.seconds]
+    nanoseconds = [int(seconds * 1e9) for seconds in result.seconds]
+    bandwidth = statistics.median(result.bandwidth)
+    average = statistics.fmean(speeds)
+    return facts | {
+        "n_prompt": test.n_prompt,
+        "n_gen": test.n_gen,
+        "n_depth": test.n_depth,
+        "test_time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "avg_ns": int(statistics.fmean(nanoseconds)),
+        "stddev_ns": int(_deviation(nanoseconds)),
+        "avg_ts": average,
+        "stddev_ts": _deviation(speeds),
+        "samples_ns": nanoseconds,
+        "samples_ts": speeds,
+        "read_bandwidth": bandwidth,
+        "bytes_per_token": int(bytes_per_token),
+        "bandwidth_share": average * bytes_per_token / bandwidth
+        if test.n_gen and not test.n_prompt
+        else None,
+    }
+
+
+def _deviation(values: list[float] | list[int]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+class _Markdown:
+    """llama-bench's table, with a last column: the share of the read bandwidth that generation reached."""
+
+    columns = ("model", "size", "params", "backend", "threads", "type_kv", "test", "t/s", "of bandwidth")
+    widths = (30, 10, 10, 10, 7, 7, 15, 20, 12)
+
+    def __init__(self) -> None:
+        self._started = False
+
+    def bandwidth(self, measured: float, n_threads: int) -> None:
+        plural = "s" if n_threads != 1 else ""
+        print(
+            f"read bandwidth of the mapped file: {measured / 1e9:.1f} GB/s with {n_threads} thread{plural}\n"
+        )
+
+    def row(self, entry: dict[str, Any]) -> None:
+        if not self._started:
+            self._line(self.columns)
+            rules = ["-" * width for width in self.widths]
+            print(
+                "| " + " | ".join(rule if i == 0 else rule[:-1] + ":" for i, rule in enumerate(rules)) + " |"
+            )
+            self._started = True
+        share = entry["bandwidth_share"]
+        self._line(
+            (
+                entry["model_type"],
+                f"{entry['model_size'] / 2**20:.2f} MiB"
+                if entry["model_size"] < 2**30
+                else f"{entry['model_size'] / 2**30:.2f} GiB",
+                human_count(entry["model_n_params"]),
+                entry["backends"],
+                str(entry["n_threads"]),
+                entry["type_k"],
+                Test(entry["n_prompt"], entry["n_gen"], entry["n_depth"]).name,
+                f"{entry['avg_ts']:.2f} ± {entry['stddev_ts']:.2f}",
+                f"{100 * share:.0f}%" if share is not None else "",
+            )
+        )
+
+    def _line(self, cells: tuple[str, ...]) -> None:
+        padded = [
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, self.widths, strict=True))
+        ]
+        print("| " + " | ".join(padded) + " |", flush=True)
+
+    def end(self) -> None:
+        pass
+
+
+class _Json:
+    def __init__(self) -> None:
+        self._entries: list[dict[str, Any]] = []
+
+    def bandwidth(self, measured: float, n_threads: int) -> None:
+        say(f"read bandwidth of the mapped file: {measured / 1e9:.1f} GB/s, {n_threads} threads", dim=True)
+
+    def row(self, entry: dict[str, Any]) -> None:
+        self._entries.append(entry)
+
+    def end(self) -> None:
+        print_json(self._entries)
+
+
+class _JsonLines(_Json):
+    def row(self, entry: dict[str, Any]) -> None:
+        import json
+
+        print(json.dumps(entry), flush=True)
+
+    def end(self) -> None:
+        pass
+
+
+class _Csv(_Json):
+    def row(self, entry: dict[str, Any]) -> None:
+        flat = {key: value for key, value in entry.items() if not key.startswith("samples")}
+        writer = csv.DictWriter(sys.stdout, flat, quoting=csv.QUOTE_ALL, lineterminator="\n")
+        if not self._entries:
+            writer.writeheader()
+        writer.writerow(flat)
+        sys.stdout.flush()
+        super().row(entry)
+
+    def end(self) -> None:
+        pass
+
+
+_PRINTERS: dict[str, Any] = {"md": _Markdown, "csv": _Csv, "json": _Json, "jsonl": _JsonLines}

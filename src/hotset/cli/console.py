@@ -1,0 +1,148 @@
+"""What the verbs share: sentences on stderr, tables and JSON on stdout, progress bars, sizes.
+
+Rich is imported only where a table or a bar is really printed: `hotset run` answers before it would load.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from hotset.storage.fetch import Reporter
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+def say(text: str, *, dim: bool = False) -> None:
+    """One line on stderr; stdout belongs to the answer."""
+    typer.secho(text, err=True, dim=dim)
+
+
+def print_json(value: Any) -> None:
+    """`value` as JSON on stdout. Numbers that JSON does not know (NaN, infinity) become null."""
+    json.dump(_finite(value), sys.stdout, indent=2, ensure_ascii=False)
+    sys.stdout.write("\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value
+
+
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None, err: bool = False
+) -> None:
+    """Rows of text as a table; a column whose name begins with ">" is set flush right."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(stderr=err)
+    if not console.is_terminal:
+        console = Console(stderr=err, width=400)  # a pipe has no width: never wrap or cut
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    for column in columns:
+        right = column.startswith(">")
+        table.add_column(column.removeprefix(">"), justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table, markup=False) if rows else console.print("(none)", markup=False)
+
+
+def escape(text: str) -> str:
+    """Text from a file or a person, as rich prints it literally."""
+    from rich.markup import escape as rich_escape
+
+    return rich_escape(text)
+
+
+def human_size(size: float) -> str:
+    """Decimal, as disks and the hub count: 98.4 MB, 4.3 GB."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size:.0f} B"
+
+
+def human_count(count: float) -> str:
+    """134.52 M, 7.24 B: numbers of parameters."""
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return str(int(count))
+
+
+class DownloadBar(Reporter):
+    """Shows downloads on stderr: a bar with speed and time left on a terminal, a few lines elsewhere."""
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._tenths: dict[str, int] = {}
+
+    def __enter__(self) -> DownloadBar:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def say(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.console.print(text, markup=False, highlight=False)
+        else:
+            say(text)
+
+    def advance(self, label: str, done: int, total: int) -> None:
+        if not sys.stderr.isatty():
+            self._line(label, done, total)
+            return
+        if self._progress is None:
+            self._progress = _bar()
+            self._progress.start()
+        if label not in self._tasks:
+            self._tasks[label] = self._progress.add_task(label, total=total or None)
+        self._progress.update(self._tasks[label], completed=done)
+
+    def _line(self, label: str, done: int, total: int) -> None:
+        tenth = 10 * done // total if total else 0
+        if tenth > self._tenths.get(label, -1):
+            self._tenths[label] = tenth
+            say(f"{label}: {human_size(done)} of {human_size(total)}" if total else f"{label} ...")
+
+
+def _bar() -> Progress:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )

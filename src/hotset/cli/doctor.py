@@ -1,0 +1,159 @@
+"""`hotset doctor`: what this machine has, what hotset chose of it and why."""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from hotset.cli import options
+from hotset.cli.console import human_size, print_json, print_table
+from hotset.storage import store
+
+_PACKAGES = (
+    "hotset",
+    "numpy",
+    "tokenizers",
+    "sentencepiece",
+    "jinja2",
+    "safetensors",
+    "huggingface-hub",
+    "psutil",
+    "typer",
+    "rich",
+)
+_GPU_DRIVERS = {"NVIDIA driver (libcuda)": ("cuda", "nvcuda"), "AMD runtime (libamdhip64)": ("amdhip64",)}
+_GPU_PACKAGES = ("torch", "triton")
+
+
+def doctor(json: options.Json = False) -> None:
+    """Show the processor, the kernels chosen and why, memory, libraries and where models are kept."""
+    report = examine()
+    if json:
+        print_json(report)
+        return
+    cpu, memory, kernels, place = report["processor"], report["memory"], report["kernels"], report["store"]
+    gpu = report["gpu"]
+    cores = f"{cpu['physical_cores']} physical, {cpu['logical_cores']} logical"
+    rows = [
+        ["hotset", report["packages"]["hotset"] or "not installed (running from a source folder)"],
+        ["python", f"{report['python']} on {report['platform']}"],
+        ["processor", cpu["name"]],
+        ["cores", f"{cores}; usable by hotset: {kernels['cores']}" if kernels["cores"] else cores],
+        ["instruction sets", ", ".join(cpu["features"]) or "not told by this system"],
+        ["kernels", f"{kernels['chosen'] or 'none'}: {kernels['why']}"],
+        ["memory", f"{human_size(memory['usable'])} usable, {human_size(memory['available'])} free now"],
+        [
+            "store",
+            f"{place['path']}, {place['models']} models, {human_size(place['free'])} free on that disk",
+        ],
+        *[[name, "found" if found else "not found"] for name, found in gpu["drivers"].items()],
+        *[[name, version or "not installed"] for name, version in gpu["packages"].items()],
+        ["GPU", gpu["advice"]],
+        [
+            "packages",
+            ", ".join(f"{name} {version or 'MISSING'}" for name, version in report["packages"].items()),
+        ],
+    ]
+    print_table(["what", "found"], rows)
+
+
+def examine() -> dict[str, Any]:
+    """Everything that doctor shows, as plain values."""
+    import psutil
+
+    folder = store.models_folder()
+    existing = next(p for p in [folder, *folder.parents] if p.exists())
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": {
+            "name": processor_name(),
+            "physical_cores": psutil.cpu_count(logical=False) or 0,
+            "logical_cores": os.cpu_count() or 0,
+            "features": _features(),
+        },
+        "kernels": _kernels(),
+        "memory": {"usable": store.usable_memory(), "available": int(psutil.virtual_memory().available)},
+        "store": {
+            "path": str(folder),
+            "models": len(store.list_models()),
+            "free": shutil.disk_usage(existing).free,
+        },
+        "gpu": _gpu(),
+        "packages": {name: package_version(name) for name in _PACKAGES},
+    }
+
+
+def _kernels() -> dict[str, Any]:
+    """Which kernels the native core chose, of which it has, and the reason in words."""
+    try:
+        from hotset import _core
+    except ImportError as error:
+        why = f"the native core is not there ({error}): reinstall with 'pip install --force-reinstall hotset'"
+        return {"chosen": None, "available": [], "cores": None, "why": why}
+    chosen, available = _core.isa(), list(_core.available_isas())
+    if os.environ.get("HOTSET_ISA"):
+        why = f"forced by HOTSET_ISA={os.environ['HOTSET_ISA']}"
+    elif len(available) == 1:
+        why = "the only kernels that this processor runs"
+    else:
+        others = ", ".join(isa for isa in available if isa != chosen)
+        why = f"the widest vectors that this processor has (also there: {others})"
+    return {"chosen": chosen, "available": available, "cores": _core.n_cores(), "why": why}
+
+
+def _gpu() -> dict[str, Any]:
+    drivers = {
+        name: any(ctypes.util.find_library(library) for library in libraries)
+        for name, libraries in _GPU_DRIVERS.items()
+    }
+    packages = {name: package_version(name) for name in _GPU_PACKAGES}
+    advice = "this version computes on the CPU only and needs none of these"
+    if any(drivers.values()) and not all(packages.values()):
+        advice += "; for the versions that will use the GPU: pip install torch triton"
+    return {"drivers": drivers, "packages": packages, "advice": advice}
+
+
+def package_version(package: str) -> str | None:
+    """The installed version, or None (running from a source folder has none of hotset)."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The first processor of /proc/cpuinfo; empty elsewhere than on Linux."""
+    try:
+        block = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in block.splitlines() if ":" in line)
+    return {key.strip(): value.strip() for key, value in pairs}
+
+
+def processor_name() -> str:
+    info = _cpuinfo()
+    name = info.get("model name") or info.get("Model") or ""
+    if not name and sys.platform == "darwin":
+        import subprocess
+
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        name = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return name or platform.processor() or platform.machine()
+
+
+def _features() -> list[str]:
+    """Those instruction sets that matter to the kernels, as Linux names them."""
+    info = _cpuinfo()
+    flags = set((info.get("flags") or info.get("Features") or "").split())
+    relevant = "avx avx2 fma f16c avx_vnni avx512f avx512bw avx512vl avx512_vnni avx512_bf16 amx_int8 "
+    relevant += "asimd asimddp i8mm sve"
+    return [name for name in relevant.split() if name in flags]

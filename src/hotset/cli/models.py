@@ -1,0 +1,268 @@
+"""The verbs of the store: pull, list, show, rm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hotset.cli import options
+from hotset.cli.console import DownloadBar, human_count, human_size, print_json, print_table, say
+from hotset.storage import catalogue, store
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import GGUFFile
+
+
+def pull(
+    name: Annotated[str, typer.Argument(help="A name of the catalogue, or hf:owner/repository[:file].")],
+    everything: Annotated[
+        bool,
+        typer.Option("--all", help="Fetch every file of the repository, not just the model and activation/."),
+    ] = False,
+    json: options.Json = False,
+) -> None:
+    """Fetch a model into the store; an interrupted pull continues where it stopped."""
+    from hotset.storage import fetch
+
+    entry = catalogue.find(name)
+    if entry and entry.unsupported:
+        say(f"Note: {entry.unsupported}.")
+    with DownloadBar() as bar:
+        path = fetch.pull(name, everything=everything, progress=bar)
+    size = sum(part.stat().st_size for part in store.shards(path))
+    if json:
+        print_json({"name": name, "path": str(path), "size": size})
+    else:
+        say(f"{human_size(size)} in {path}")
+        say(f"Run it with: hotset run {name}")
+
+
+def list_command(
+    everything: Annotated[
+        bool, typer.Option("--all", "-a", help="Also the models of the catalogue that are not here yet.")
+    ] = False,
+    json: options.Json = False,
+) -> None:
+    """List the models of the store, ReLU models marked."""
+    memory = store.usable_memory()
+    local = store.list_models()
+    items: list[dict[str, Any]] = [
+        {
+            "name": model.name,
+            "size": model.size,
+            "local": True,
+            "path": str(model.path),
+            "dialect": model.dialect,
+            "relu": model.relu,
+            "fits": store.fits(model.size, memory),
+            "needs": None,
+            "unsupported": None,
+        }
+        for model in local
+    ]
+    if everything:
+        here = {model.name.partition(":")[0] for model in local}
+        items += [
+            {
+                "name": entry.name,
+                "size": entry.size,
+                "local": False,
+                "path": None,
+                "repository": entry.repo,
+                "file": entry.file,
+                "relu": entry.relu,
+                "fits": store.fits(entry.size, memory),
+                "needs": entry.needs,
+                "unsupported": entry.unsupported,
+            }
+            for entry in catalogue.ENTRIES
+            if entry.name not in here
+        ]
+    if json:
+        print_json(items)
+        return
+    if not items:
+        say(
+            f"No models in {store.models_folder()} yet: 'hotset run' fetches a small one, "
+            "'hotset list --all' shows the catalogue, 'hotset pull NAME' fetches from it."
+        )
+        return
+    print_table(
+        ["name", ">size", "fits in memory", "kind", "where"],
+        [
+            [
+                item["name"],
+                human_size(item["size"]),
+                "yes" if item["fits"] else "no",
+                "ReLU" if item["relu"] else "dense",
+                "here"
+                if item["local"]
+                else ("not here yet" if not item["unsupported"] else "cannot run yet"),
+            ]
+            for item in items
+        ],
+    )
+
+
+def rm(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Models of the store.")],
+    json: options.Json = False,
+) -> None:
+    """Delete models from the store."""
+    deleted = []
+    for name in names:
+        files, freed = store.remove(name)
+        deleted.append({"name": name, "files": [str(path) for path in files], "freed": freed})
+        if not json:
+            say(f"Deleted {name}: {len(files)} file{'s' if len(files) != 1 else ''}, {human_size(freed)}.")
+    if json:
+        print_json(deleted)
+
+
+def show(
+    model: options.ModelName,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Also every tensor.")] = False,
+    metadata: Annotated[bool, typer.Option("--metadata", help="Also every key of the file.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Show the facts of a model file; nothing is loaded."""
+    from hotset.formats.gguf import open_gguf
+
+    path = store.resolve(model, download=False)
+    with open_gguf(path) as gguf:
+        facts = describe(gguf, path)
+        listed: list[dict[str, Any]] = [
+            {"name": t.name, "type": t.type.name, "shape": list(t.shape), "nbytes": t.nbytes}
+            for t in gguf.tensors.values()
+        ]
+        keys = {key: _shown(value) for key, value in gguf.metadata.items()}
+    if json:
+        facts["metadata"] = keys
+        if tensors:
+            facts["tensors"] = listed
+        print_json(facts)
+        return
+    print_table(["fact", "value"], _fact_rows(facts), title=path.name)
+    if metadata:
+        print_table(["key", "value"], [[key, str(value)] for key, value in keys.items()], title="metadata")
+    if tensors:
+        rows = [
+            [t["name"], t["type"], " x ".join(map(str, t["shape"])), human_size(t["nbytes"])] for t in listed
+        ]
+        print_table(["tensor", "type", "shape", ">size"], rows, title="tensors (innermost dimension first)")
+
+
+def describe(gguf: GGUFFile, path: Path) -> dict[str, Any]:
+    """The facts of a file as plain values. An architecture that cannot run still has most of them."""
+    from hotset.errors import HotsetError
+    from hotset.model.config import config_from_gguf
+
+    types: dict[str, dict[str, int]] = {}
+    for tensor in gguf.tensors.values():
+        kind = types.setdefault(tensor.type.name, {"tensors": 0, "bytes": 0})
+        kind["tensors"] += 1
+        kind["bytes"] += tensor.nbytes
+    meta = gguf.metadata
+    tokens = meta.get("tokenizer.ggml.tokens")
+    facts: dict[str, Any] = {
+        "path": str(path),
+        "shards": len(gguf.paths),
+        "format": f"GGUF version {gguf.version}"
+        if gguf.dialect == "gguf"
+        else f"{gguf.dialect} {gguf.version}",
+        "architecture": gguf.architecture,
+        "name": meta.get("general.name"),
+        "license": meta.get("general.license"),
+        "size": gguf.nbytes,
+        "parameters": gguf.n_parameters,
+        "types": dict(sorted(types.items(), key=lambda item: -item[1]["bytes"])),
+        "tokenizer": meta.get("tokenizer.ggml.model"),
+        "pre_tokenizer": meta.get("tokenizer.ggml.pre"),
+        "vocabulary": len(tokens) if tokens is not None else None,  # type: ignore[arg-type]
+        "chat_template": "tokenizer.chat_template" in meta,
+    }
+    try:
+        config = config_from_gguf(gguf)
+    except HotsetError as error:
+        facts["runs"] = False
+        facts["reason"] = str(error)
+        return facts
+    facts |= {
+        "runs": True,
+        "context": config.n_ctx_train,
+        "layers": config.n_layer,
+        "embedding": config.n_embd,
+        "feed_forward": sorted(set(config.n_ff)),
+        "heads": config.n_head,
+        "kv_heads": config.n_head_kv,
+        "head_size": config.head_dim,
+        "window": max(config.windows, default=0),
+        "activation": _activation(config.activation),
+        "rope": {
+            "kind": config.rope.kind,
+            "base": meta.get(f"{gguf.architecture}.rope.freq_base"),
+            "scaling": meta.get(f"{gguf.architecture}.rope.scaling.type"),
+            "channels": config.rope.n_rot,
+        },
+        "kv_bytes_per_token": 2 * config.n_layer * config.n_head_kv * (config.head_dim + config.head_dim_v),
+    }
+    return facts
+
+
+def _activation(activation: Any) -> str:
+    text = str(activation.gate)
+    if activation.up:
+        text += f" on the gate, {activation.up} on up"
+    return text + (f", threshold {activation.threshold:g}" if activation.threshold else "")
+
+
+def _fact_rows(facts: dict[str, Any]) -> list[list[str]]:
+    types = ", ".join(
+        f"{name} {kind['tensors']} ({human_size(kind['bytes'])})" for name, kind in facts["types"].items()
+    )
+    shards = f" in {facts['shards']} shards" if facts["shards"] > 1 else ""
+    tokenizer = f"{facts['tokenizer']}" + (f" ({facts['pre_tokenizer']})" if facts["pre_tokenizer"] else "")
+    rows = [
+        ["path", facts["path"]],
+        ["format", facts["format"] + shards],
+        ["architecture", facts["architecture"]],
+        ["name", facts["name"]],
+        ["license", facts["license"]],
+        ["size", human_size(facts["size"])],
+        ["parameters", human_count(facts["parameters"])],
+        ["tensor types", types],
+        ["tokenizer", f"{tokenizer}, {facts['vocabulary']} tokens" if facts["tokenizer"] else None],
+        ["chat template", "yes" if facts["chat_template"] else "no"],
+    ]
+    if not facts["runs"]:
+        return [*[r for r in rows if r[1]], ["runs here", f"no: {facts['reason']}"]]
+    rope = facts["rope"]
+    rows += [
+        ["context", f"{facts['context']} tokens"],
+        ["layers", str(facts["layers"])],
+        ["width", f"{facts['embedding']}, feed-forward {', '.join(map(str, facts['feed_forward']))}"],
+        [
+            "heads",
+            f"{facts['heads']}, {facts['kv_heads']} for keys and values, {facts['head_size']} channels each",
+        ],
+        ["window", f"{facts['window']} tokens" if facts["window"] else None],
+        ["activation", facts["activation"]],
+        [
+            "RoPE",
+            f"{rope['kind']}, {rope['channels']} channels, base {rope['base'] or 10000:g}"
+            + (f", scaling {rope['scaling']}" if rope["scaling"] else ""),
+        ],
+        ["KV cache", f"{human_size(facts['kv_bytes_per_token'])} per token in F16"],
+    ]
+    return [row for row in rows if row[1]]
+
+
+def _shown(value: Any) -> Any:
+    """A value of the metadata as JSON can hold it; long lists by their length and beginning."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list) and len(value) > 8:
+        return f"[{', '.join(map(str, value[:4]))}, ... {len(value)} in all]"
+    return value

@@ -1,0 +1,305 @@
+"""`hotset run`: one answer, or a chat. The answer goes to stdout and everything else to stderr."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hotset.cli import options
+from hotset.cli.console import DownloadBar, human_size, print_json, print_table, say
+from hotset.storage import catalogue, store
+
+if TYPE_CHECKING:
+    from hotset.api import Chunk, Model, Timings
+
+
+def run(
+    model: options.OptionalModel = None,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="The prompt; without one a terminal opens a chat.")
+    ] = None,
+    model_option: Annotated[str | None, typer.Option("--model", "-m", help="The same as MODEL.")] = None,
+    prompt_option: Annotated[str | None, typer.Option("--prompt", "-p", help="The same as PROMPT.")] = None,
+    n_predict: options.NPredict = -1,
+    file: options.File = None,
+    system: options.System = None,
+    raw: options.Raw = False,
+    json: options.JsonAnswer = False,
+    threads: options.Threads = None,
+    ctx_size: options.ContextSize = None,
+    cache_type: options.CacheType = "f16",
+    activation: options.Activation = None,
+    backend: options.BackendName = "cpu",
+    temp: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repeat_penalty: options.RepeatPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    logit_bias: options.LogitBias = None,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    ignore_eos: options.IgnoreEos = False,
+) -> None:
+    """Answer a prompt, or chat."""
+    name, text = _arguments(model, prompt, model_option, prompt_option, file)
+    if n_predict == 0:
+        raise typer.BadParameter("an answer has at least one token.", param_hint="-n")
+    given: dict[str, Any] = {
+        "temperature": temp,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repeat_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logit_bias": _logit_bias(logit_bias or []) or None,
+        "seed": seed if seed != -1 else None,  # llama.cpp's way to ask for any
+        "stop": tuple(stop) if stop else None,
+        "max_tokens": n_predict if n_predict != -1 else None,
+        "ignore_eos": ignore_eos or None,
+    }
+    params = {key: value for key, value in given.items() if value is not None}
+    interactive = text is None
+    if interactive and json:
+        raise typer.BadParameter("it needs a prompt.", param_hint="--json")
+    path = _find(name, interactive)
+
+    import hotset
+
+    with hotset.load(
+        path,
+        n_ctx=ctx_size,
+        n_threads=threads,
+        kv_type=cache_type,  # type: ignore[arg-type]
+        backend=backend,  # type: ignore[arg-type]
+        activation=activation,
+    ) as loaded:
+        if text is None:
+            from hotset.cli.chat import chat
+
+            chat(loaded, system=system, raw=raw, params=params)
+        else:
+            _answer(loaded, _messages(loaded, system, text, raw), params, json)
+
+
+def _arguments(
+    model: str | None,
+    prompt: str | None,
+    model_option: str | None,
+    prompt_option: str | None,
+    file: Path | None,
+) -> tuple[str | None, str | None]:
+    """Which of the ways to give a model and a prompt were used; a prompt of None means a chat."""
+    if model_option is not None:  # then the first positional argument can only be the prompt
+        if prompt is not None:
+            raise typer.BadParameter("the model is given twice.", param_hint="-m")
+        model, prompt = model_option, model
+    elif model is not None and prompt is None and _is_sentence(model):
+        model, prompt = None, model  # hotset run "Why is the sky blue?"
+    prompts = [p for p in (prompt, prompt_option) if p is not None]
+    if file is not None:
+        prompts.append(_decode(file.read_bytes(), str(file)))
+    if len(prompts) > 1:
+        raise typer.BadParameter("the prompt is given twice.", param_hint="-p")
+    if prompts:
+        return model, prompts[0].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    if sys.stdin.isatty():
+        return model, None
+    text = _decode(sys.stdin.buffer.read(), "the standard input")
+    if not text.strip():
+        raise typer.BadParameter(
+            "there is no prompt: give one, or run it in a terminal to chat.", param_hint="PROMPT"
+        )
+    return model, text
+
+
+def _is_sentence(text: str) -> bool:
+    return bool(re.search(r"\s", text.strip())) and not Path(text).exists()
+
+
+def _decode(data: bytes, source: str) -> str:
+    """Text of a prompt; the newline that an editor or `echo` puts at its end is not part of it."""
+    try:
+        return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(
+            f"{source} is not UTF-8 text (byte {error.start}).", param_hint="PROMPT"
+        ) from None
+
+
+def _logit_bias(texts: list[str]) -> dict[int, float]:
+    bias = {}
+    for text in texts:
+        match = re.fullmatch(r"(\d+)=?([+-].+)", text)
+        try:
+            bias[int(match[1])] = float(match[2])  # type: ignore[index]
+        except (TypeError, ValueError):
+            raise typer.BadParameter(
+                f"'{text}' is not ID+BIAS or ID-BIAS, such as 15043-1.", param_hint="--logit-bias"
+            ) from None
+    return bias
+
+
+# -- which model ---------------------------------------------------------------------------------
+
+
+def _find(name: str | None, interactive: bool) -> Path:
+    if name is None:
+        name = _choose() if interactive else catalogue.DEFAULT
+    with DownloadBar() as bar:
+        return store.resolve(name, progress=bar)
+
+
+def _choose() -> str:
+    """Asks which model to chat with: ReLU models first, then what is here, then by size."""
+    memory = store.usable_memory()
+    local = store.list_models()
+    here = {model.name for model in local}
+    choices = [(model.name, model.size, model.relu, True) for model in local]
+    choices += [
+        (entry.name, entry.size, entry.relu, False)
+        for entry in catalogue.ENTRIES
+        if entry.name not in here and not entry.unsupported
+    ]
+    choices.sort(key=lambda choice: (not choice[2], not choice[3], choice[1]))
+    print_table(
+        [">", "model", ">size", "fits in memory", "kind", "where"],
+        [
+            [
+                str(i),
+                name,
+                human_size(size),
+                "yes" if store.fits(size, memory) else "no",
+                "ReLU" if relu else "dense",
+                "here" if is_here else "to be fetched",
+            ]
+            for i, (name, size, relu, is_here) in enumerate(choices, 1)
+        ],
+        err=True,
+    )
+    while True:
+        answer = _ask(f"Which one? [{catalogue.DEFAULT}] ").strip()
+        if not answer:
+            return catalogue.DEFAULT
+        if answer.isdecimal() and 1 <= int(answer) <= len(choices):
+            return choices[int(answer) - 1][0]
+        if not answer.isdecimal():
+            return answer
+        say(f"A number from 1 to {len(choices)}, please.")
+
+
+def _ask(question: str) -> str:
+    """A line from the terminal; the question goes to stderr. Ctrl-D leaves."""
+    sys.stderr.write(question)
+    sys.stderr.flush()
+    line = sys.stdin.readline()
+    if not line:
+        say("")
+        raise typer.Exit
+    return line
+
+
+# -- one answer ----------------------------------------------------------------------------------
+
+
+def has_template(model: Model) -> bool:
+    return bool(model.gguf.metadata.get("tokenizer.chat_template"))
+
+
+def _messages(model: Model, system: str | None, text: str, raw: bool) -> str | list[dict[str, str]]:
+    """The conversation of one prompt, or the bare text where no chat template is applied."""
+    if raw or not has_template(model):
+        if system:
+            raise typer.BadParameter(
+                "it needs a chat template, which "
+                + ("--raw leaves out." if raw else "this file does not have."),
+                param_hint="--system",
+            )
+        return text
+    messages = [{"role": "system", "content": system}] if system else []
+    return [*messages, {"role": "user", "content": text}]
+
+
+def chunks(model: Model, prompt: str | list[dict[str, str]], params: dict[str, Any]) -> Iterator[Chunk]:
+    """The answer piece by piece: to a text as it stands, or to messages through the chat template."""
+    if isinstance(prompt, str):
+        return model.stream(prompt, **params)
+    return model.chat(prompt, stream=True, **params)
+
+
+def _answer(model: Model, prompt: str | list[dict[str, str]], params: dict[str, Any], as_json: bool) -> None:
+    pieces: list[str] = []
+    tokens: list[int] = []
+    last: Chunk | None = None
+    interrupted = False
+    try:
+        with closing(chunks(model, prompt, params)) as stream:  # type: ignore[type-var]
+            for last in stream:
+                pieces.append(last.text)
+                tokens += last.tokens
+                if not as_json:
+                    sys.stdout.write(last.text)
+                    sys.stdout.flush()
+    except KeyboardInterrupt:
+        interrupted = True
+    if as_json and last is not None and not interrupted:
+        print_json(_result(model, "".join(pieces), tokens, last))
+    elif last is not None:
+        if pieces and not "".join(pieces[-2:]).endswith("\n"):
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+        say(closing_line(model, last), dim=True)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def _result(model: Model, text: str, tokens: list[int], last: Chunk) -> dict[str, Any]:
+    timings = last.timings
+    return {
+        "text": text,
+        "tokens": tokens,
+        "prompt_tokens": timings.prompt_tokens,
+        "prompt_per_second": timings.prompt_per_second,
+        "predicted_per_second": timings.predicted_per_second,
+        "finish_reason": last.finish_reason,
+        "bytes_per_token": bytes_touched(model, timings),
+        "model": str(model.gguf.path),
+    }
+
+
+def bytes_touched(model: Model, timings: Timings) -> int:
+    """Bytes of weights and cache that an average token of the answer touched."""
+    from hotset.model.cost import Cost
+
+    depth = timings.prompt_tokens + timings.predicted_tokens / 2
+    return round(
+        Cost(model.graph, model.gguf.tensors).bytes_per_token(depth, getattr(model.backend, "kv_type", "f16"))
+    )
+
+
+def closing_line(model: Model, last: Chunk) -> str:
+    """One line: sizes and speeds of prompt and answer, bytes touched, and what cut the answer short."""
+    timings = last.timings
+    parts = [f"prompt {timings.prompt_tokens} tokens"]
+    if timings.reused_tokens:
+        parts[0] += f" ({timings.reused_tokens} from the cache)"
+    if timings.prompt_per_second:
+        parts[0] += f", {timings.prompt_per_second:.1f} t/s"
+    parts.append(f"answer {timings.predicted_tokens} tokens")
+    if timings.predicted_per_second:
+        parts[1] += f", {timings.predicted_per_second:.1f} t/s"
+    parts.append(f"{human_size(bytes_touched(model, timings))} touched per token")
+    if last.finish_reason is None:
+        parts.append("interrupted")
+    elif last.finish_reason == "length":
+        full = timings.prompt_tokens + timings.predicted_tokens >= model.n_ctx
+        parts.append(f"the context of {model.n_ctx} tokens is full" if full else "cut at -n")
+    return "[" + " | ".join(parts) + "]"
