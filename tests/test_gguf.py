@@ -334,6 +334,18 @@ def test_shards_that_disagree(tmp_path: Path, overrides: dict[str, object], mess
         open_gguf(paths[0])
 
 
+@pytest.mark.parametrize("key", ["count", "no", "tensors.count"])
+@pytest.mark.parametrize("value", [[1, 2], "3", 1.5, -1])
+def test_split_keys_of_the_wrong_type(tmp_path: Path, key: str, value: object) -> None:
+    for i in range(2):
+        writer = GGUFWriter(tmp_path / f"big-{i + 1:05d}-of-00002.gguf", "llama")
+        for name, good in {"count": 2, "no": i, "tensors.count": 0}.items():
+            writer.add(f"split.{name}", value if name == key else good)
+        writer.write()
+    with pytest.raises(FormatError, match=f"split.{key} is not a count"):
+        open_gguf(writer.path)
+
+
 def test_a_missing_or_renamed_shard(tmp_path: Path) -> None:
     paths = write_shards(tmp_path)
     paths[1].rename(tmp_path / "other.gguf")

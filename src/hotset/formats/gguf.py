@@ -50,7 +50,6 @@ DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
 MAX_ARRAY_DEPTH = 4  # arrays of arrays are legal and unknown in the wild
 MAX_NAME = 1024  # bytes of a key or tensor name (GGML itself stops at 64 for tensors)
-MAX_SHARDS = 99999  # five digits in the name
 SHARD_NAME = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 
 
@@ -421,7 +420,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     path = Path(path)
     shards = [_read_shard(path, 0)]
     try:
-        if shards[0].metadata.get("split.count", 1) != 1:
+        if _split(shards[0], "count", 1) != 1:
             shards = _read_siblings(shards.pop())
         return GGUFFile(shards)
     except BaseException:
@@ -430,12 +429,18 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
         raise
 
 
+def _split(shard: _Shard, key: str, default: int) -> int:
+    """A key of the split; it can be of any type in a hostile file, and an array does not compare."""
+    value = shard.metadata.get(f"split.{key}", default)
+    if not isinstance(value, int) or value < 0:
+        raise FormatError(f"{shard.path}: split.{key} is not a count; download or convert the model again.")
+    return value
+
+
 def _read_siblings(opened: _Shard) -> list[_Shard]:
     """All shards of the model that `opened` is one of, in order."""
-    path, n_shards = opened.path, opened.metadata["split.count"]
+    path, n_shards = opened.path, _split(opened, "count", 1)
     opened.buffer.close()
-    if not isinstance(n_shards, int) or not 1 <= n_shards <= MAX_SHARDS:
-        raise FormatError(f"{path}: split.count is {n_shards!r}; download or convert the model again.")
     match = SHARD_NAME.match(path.name)
     if match is None or int(match["count"]) != n_shards:
         raise FormatError(
@@ -450,13 +455,13 @@ def _read_siblings(opened: _Shard) -> list[_Shard]:
                 raise ModelNotFoundError(f"{sibling} is missing: put all {n_shards} shards in one folder.")
             shard = _read_shard(sibling, i)
             shards.append(shard)
-            found = (shard.metadata.get("split.no"), shard.metadata.get("split.count"), shard.dialect)
+            found = (_split(shard, "no", i), _split(shard, "count", 1), shard.dialect)
             if found != (i, n_shards, shards[0].dialect):
                 raise FormatError(
                     f"{sibling} is not shard {i + 1} of {n_shards} of this model; download it again."
                 )
         n_tensors = sum(len(shard.tensors) for shard in shards)
-        expected = shards[0].metadata.get("split.tensors.count", n_tensors)
+        expected = _split(shards[0], "tensors.count", n_tensors)
         if n_tensors != expected:
             raise FormatError(
                 f"{path}: the shards hold {n_tensors} tensors, not {expected}; download them again."
