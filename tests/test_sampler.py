@@ -22,7 +22,7 @@ def some_logits(seed: int = 0, n: int = N_VOCAB, scale: float = 2.0) -> np.ndarr
 
 
 def plain_distribution(logits: np.ndarray, params: SamplingParams, tokens: list[int]) -> np.ndarray:
-    """The probabilities that `params` ask for, written over the whole vocabulary with no shortcut: float64."""
+    """The probabilities that `params` ask for, over the whole vocabulary and with no shortcut: float64."""
     values = logits.astype(np.float64)
     for token, bias in params.logit_bias.items():
         values[token] += bias
@@ -82,8 +82,8 @@ def test_draws_follow_the_plain_distribution(options: dict[str, Any]):
     n = 4000
     counts = np.bincount([sampler.sample(logits) for _ in range(n)], minlength=N_VOCAB)
     assert not counts[expected == 0].any(), "drew a token that the filters exclude"
-    # Pearson's statistic over tokens expected at least 5 times, the others together in one cell. For c cells its
-    # mean is c - 1 and its standard deviation sqrt(2 (c - 1)); seven of these never happen by chance.
+    # Pearson's statistic over tokens expected at least 5 times, the others together in one cell. For c cells
+    # its mean is c - 1 and its standard deviation sqrt(2 (c - 1)); seven of these never happen by chance.
     common = expected * n >= 5
     observed = np.append(counts[common], counts[~common].sum())
     wanted = np.append(expected[common] * n, expected[~common].sum() * n)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from hotset.errors import InvalidRequestError, OutOfMemoryError
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
     from hotset.model.config import ModelConfig
+    from hotset.model.cost import Cost
     from hotset.model.graph import Graph
     from hotset.text.chat import ChatTemplate
     from hotset.text.tokenizer import Tokenizer
@@ -38,7 +39,6 @@ Prompt = str | Sequence[int]
 
 DEFAULT_N_CTX = 4096
 _SMALLEST_DEFAULT_N_CTX = 512
-_KV_BYTES: dict[KVType, float] = {"f16": 2, "q8_0": 34 / 32, "f32": 4}  # per channel of keys or values
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,20 +131,23 @@ def load(
     ):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise InvalidRequestError(f"{name} must be a whole number of at least 1, not {value!r}")
-    if kv_type not in _KV_BYTES:
-        raise InvalidRequestError(f"kv_type must be one of {', '.join(_KV_BYTES)}, not {kv_type!r}")
-    if backend not in ("cpu", "reference"):
-        raise InvalidRequestError(f"backend must be cpu or reference, not {backend!r}")
+    if kv_type not in get_args(KVType):
+        raise InvalidRequestError(f"kv_type must be one of {', '.join(get_args(KVType))}, not {kv_type!r}")
+    if backend not in get_args(BackendName):
+        raise InvalidRequestError(f"backend must be {' or '.join(get_args(BackendName))}, not {backend!r}")
 
     from hotset.formats.gguf import open_gguf
     from hotset.model.config import config_from_gguf
+    from hotset.model.cost import Cost
     from hotset.model.decoder import describe
 
     gguf = open_gguf(_resolve(model))
     try:
         config = config_from_gguf(gguf, activation=activation)
         graph = describe(config, gguf.tensors)
-        n_ctx = _context(n_ctx, config, graph, kv_type, n_seqs, gguf.nbytes)
+        cost = Cost(graph, gguf.tensors)
+        kv_bytes = n_seqs * cost.kv_bytes_per_token(kv_type)
+        n_ctx = _context(n_ctx, config.n_ctx_train, kv_bytes, gguf.nbytes)
         n_pages = n_seqs * -(-n_ctx // PAGE_SIZE)
         opened: Backend
         if backend == "cpu":
@@ -157,7 +160,7 @@ def load(
             from hotset.backends.reference import ReferenceBackend
 
             opened = ReferenceBackend(gguf, graph, n_pages=n_pages, max_batch=max_batch, kv_type=kv_type)
-        return Model(gguf, config, graph, opened, n_ctx)
+        return Model(gguf, config, graph, cost, opened, n_ctx, kv_type)
     except BaseException:
         gguf.close()
         raise
@@ -172,57 +175,56 @@ def _resolve(model: str | os.PathLike[str]) -> Path:
     return resolve(model)
 
 
-def _context(
-    asked: int | None, config: ModelConfig, graph: Graph, kv_type: KVType, n_seqs: int, file_bytes: int
-) -> int:
-    """The context length to use: what was asked, or the default that fits in the free memory."""
+def _context(asked: int | None, n_ctx_train: int, kv_bytes: int, file_bytes: int) -> int:
+    """The context length to use: what was asked, or the default that fits in the free memory.
+
+    kv_bytes: bytes of the cache per token of the context.
+    """
     import psutil
 
     free = psutil.virtual_memory().available
-    per_token = n_seqs * kv_bytes_per_token(graph, kv_type)
-    if asked is not None:
-        if asked * per_token > free:
-            raise OutOfMemoryError(
-                f"the cache for {n_seqs} x {asked} tokens needs {asked * per_token / 1e9:.1f} GB and "
-                f"{free / 1e9:.1f} GB are free; lower n_ctx, or use kv_type q8_0"
-            )
-        if asked > config.n_ctx_train:
-            warnings.warn(
-                f"a context of {asked} tokens is longer than the {config.n_ctx_train} of the training",
-                stacklevel=3,
-            )
-        return asked
-    most = min(config.n_ctx_train, DEFAULT_N_CTX)
-    fitting = int((free - file_bytes) // per_token) // PAGE_SIZE * PAGE_SIZE
-    return min(most, max(fitting, _SMALLEST_DEFAULT_N_CTX))
-
-
-def kv_bytes_per_token(graph: Graph, kv_type: KVType) -> int:
-    """Bytes of the KV cache for one token of one sequence, over all layers."""
-    from hotset.model.graph import Attention
-
-    channels = sum(
-        op.n_head_kv * (op.head_dim + op.head_dim_v) for op in graph.ops if isinstance(op, Attention)
-    )
-    return int(channels * _KV_BYTES[kv_type])
+    if asked is None:
+        fitting = (free - file_bytes) // kv_bytes // PAGE_SIZE * PAGE_SIZE
+        return min(n_ctx_train, DEFAULT_N_CTX, max(fitting, _SMALLEST_DEFAULT_N_CTX))
+    if asked * kv_bytes > free:
+        raise OutOfMemoryError(
+            f"a context of {asked} tokens needs a cache of {asked * kv_bytes / 1e9:.1f} GB and "
+            f"{free / 1e9:.1f} GB are free; lower n_ctx, or use kv_type q8_0"
+        )
+    if asked > n_ctx_train:
+        warnings.warn(
+            f"a context of {asked} tokens is longer than the {n_ctx_train} that the model was trained for",
+            stacklevel=3,
+        )
+    return asked
 
 
 class Model:
     """A loaded model; made by `load`. Use it as a context manager, or call `close`.
 
-    config: facts of the architecture. backend, engine: what runs it. n_ctx: tokens of one conversation.
+    config: facts of the architecture. backend, engine: what runs it. cost: bytes and FLOPs of its tokens.
+    n_ctx: tokens of one conversation. kv_type: how keys and values are stored.
 
     Sampling parameters of `generate`, `stream` and `chat` are the fields of SamplingParams.
     """
 
     def __init__(
-        self, gguf: GGUFFile, config: ModelConfig, graph: Graph, backend: Backend, n_ctx: int
+        self,
+        gguf: GGUFFile,
+        config: ModelConfig,
+        graph: Graph,
+        cost: Cost,
+        backend: Backend,
+        n_ctx: int,
+        kv_type: KVType,
     ) -> None:
         self.gguf = gguf
         self.config = config
         self.graph = graph
+        self.cost = cost
         self.backend = backend
         self.n_ctx = n_ctx
+        self.kv_type = kv_type
         self.engine = Engine(backend, n_ctx)
         self._lock = threading.Lock()  # one thread at a time drives the engine
         self._closed = False
@@ -411,6 +413,11 @@ class Model:
             yield result
 
     # ---- the rest ----
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that decoding the first token reads; `cost` tells how many at a depth."""
+        return self.cost.bytes_per_token(0, self.kv_type)
 
     def close(self) -> None:
         """Ends what still runs and frees threads, cache and file; safe to call twice."""
