@@ -185,7 +185,7 @@ def _activation(config: dict[str, Any], name: str) -> FFNActivation:
     act = config.get("hidden_act")
     if not isinstance(act, str):
         raise FormatError(f"hidden_act in config.json must be a name, not {act!r}")
-    threshold = _number(config, "hidden_act_param", math.nan) if act == "fatrelu" else None
+    threshold = _number(config, "hidden_act_param") if act == "fatrelu" else None
     activation = parse_activation(act, threshold)
     of_row = ARCHITECTURES[name].activation
     # Bamboo's checkpoints say "relu" and mean both relus of dReLU: the second is in the class.
@@ -392,19 +392,22 @@ def _interleave(values: np.ndarray, head_dim: int, name: str) -> np.ndarray:
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
 
-# Regular expressions of a tokenizer.json's Split steps → tokenizer.ggml.pre. `None` is ByteLevel's own regex.
-_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+# Steps of a tokenizer.json's pre-tokenizer, and whether a word that is a token is taken whole whatever the
+# merges say (ignore_merges) → tokenizer.ggml.pre. A Split is its regular expression; "bytelevel" splits too.
+_CL100K = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-PRE_TOKENIZERS: dict[tuple[str, ...], str] = {
-    ("bytelevel",): "gpt-2",
-    ("digits", "bytelevel"): "smollm",
-    (_CONTRACTION + r"\p{N}{1,3}" + _REST,): "llama-bpe",
-    (_CONTRACTION + r"\p{N}" + _REST,): "qwen2",
-    (
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}|"
-        r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    ): "tekken",
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PRE_TOKENIZERS: dict[tuple[tuple[str, ...], bool], str] = {
+    (("bytelevel",), False): "gpt-2",
+    (("digits", "bytelevel"), False): "smollm",
+    ((_CL100K + r"\p{N}{1,3}" + _REST,), True): "llama-bpe",
+    ((_CL100K + r"\p{N}{1,3}" + _REST,), False): "dbrx",
+    ((_CL100K + r"\p{N}" + _REST,), False): "qwen2",
+    ((_TEKKEN,), True): "tekken",
 }
 
 
@@ -467,6 +470,9 @@ def _byte_level_bpe(
             raise TokenizerError(
                 "tokenizer.json is not byte-level BPE, and there is no tokenizer.model to read instead"
             )
+        # NFC (Qwen's) has no key in GGUF; text is nearly always in that form already.
+        if (normalizer := tokenizer.get("normalizer")) and normalizer["type"] != "NFC":
+            raise TokenizerError(f"the normalizer {normalizer['type']!r} in tokenizer.json is not supported")
         by_id = {id: (token, NORMAL) for token, id in model["vocab"].items()}
         for token in added:
             by_id[token["id"]] = (token["content"], CONTROL if token["special"] else USER_DEFINED)
@@ -480,14 +486,16 @@ def _byte_level_bpe(
         raise TokenizerError(f"tokenizer.json is damaged: {error!r}") from None
     keys: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": _pre_tokenizer(tokenizer.get("pre_tokenizer")),
+        "tokenizer.ggml.pre": _pre_tokenizer(
+            tokenizer.get("pre_tokenizer"), bool(model.get("ignore_merges"))
+        ),
         "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.add_bos_token": _adds_bos(tokenizer.get("post_processor"), settings),
     }
     return [token for token, _ in rows], [kind for _, kind in rows], keys
 
 
-def _pre_tokenizer(step: Any) -> str:
+def _pre_tokenizer(step: Any, ignore_merges: bool) -> str:
     """The name that GGUF files give to a tokenizer.json's pre-tokenizer."""
     steps = (
         step.get("pretokenizers", []) if isinstance(step, dict) and step.get("type") == "Sequence" else [step]
@@ -503,7 +511,7 @@ def _pre_tokenizer(step: Any) -> str:
             found += ["bytelevel"] if one.get("use_regex", True) else []
         else:
             found.append(f"an unknown step {kind!r}")
-    name = PRE_TOKENIZERS.get(tuple(found))
+    name = PRE_TOKENIZERS.get((tuple(found), ignore_merges))
     if name is None:
         raise TokenizerError(f"the pre-tokenizer in tokenizer.json is not known: {', '.join(found)[:200]}")
     return name
@@ -523,10 +531,16 @@ def _adds_bos(post_processor: Any, settings: dict[str, Any]) -> bool:
 def _sentencepiece(src: Path, settings: dict[str, Any]) -> tuple[list[str], list[int], dict[str, Any]]:
     from sentencepiece import SentencePieceProcessor
 
+    path = src / "tokenizer.model"
     try:
-        sp = SentencePieceProcessor(model_file=str(src / "tokenizer.model"))
+        proto = path.read_bytes()
+        sp = SentencePieceProcessor(model_proto=proto)
     except (OSError, RuntimeError):
-        raise TokenizerError(f"{src / 'tokenizer.model'} is not a SentencePiece model") from None
+        raise TokenizerError(f"{path} is not a SentencePiece model") from None
+    facts = dict(_proto_fields(proto))  # of sentencepiece_model.proto: 2 is the trainer, 3 the normalizer
+    trainer, normalizer = (dict(_proto_fields(facts.get(number, b""))) for number in (2, 3))
+    if trainer.get(3) != 2 or normalizer.get(2):
+        raise TokenizerError(f"{path} is not BPE without normalisation, the only kind that is supported")
     n = sp.vocab_size()
     tokens = [sp.id_to_piece(i) for i in range(n)]
     scores = [sp.get_score(i) for i in range(n)]
@@ -550,10 +564,37 @@ def _sentencepiece(src: Path, settings: dict[str, Any]) -> tuple[list[str], list
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.pre": "default",
         "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.add_space_prefix": bool(normalizer.get(3, True)),
         "tokenizer.ggml.add_bos_token": settings.get("add_bos_token") is not False,
         "tokenizer.ggml.add_eos_token": settings.get("add_eos_token") is True,
     }
     return tokens, types, keys
+
+
+def _proto_fields(message: bytes | int) -> Iterator[tuple[int, bytes | int]]:
+    """(field number, value) of a protocol buffer that the sentencepiece library has accepted."""
+    data = message if isinstance(message, bytes) else b""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = data[at]
+            at, value, shift = at + 1, value | (byte & 127) << shift, shift + 7
+            if byte < 128:
+                return value
+
+    while at < len(data):
+        tag = varint()
+        kind, n_bytes = tag & 7, {1: 8, 5: 4}.get(tag & 7, 0)
+        value = varint() if kind in (0, 2) else int.from_bytes(data[at : at + n_bytes], "little")
+        if kind == 2:
+            n_bytes = value
+            yield tag >> 3, data[at : at + n_bytes]
+        else:
+            yield tag >> 3, value
+        at += n_bytes
 
 
 def _added_tokens(src: Path) -> list[tuple[int, str, bool]]:

@@ -1,0 +1,82 @@
+"""Bytes and FLOPs per token against sums done by hand for a small llama with one windowed layer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hotset.formats.quants import GGMLType, row_bytes
+from hotset.model.config import SILU, ModelConfig
+from hotset.model.cost import Cost
+from hotset.model.decoder import describe
+from hotset.model.graph import Rope
+
+CONFIG = ModelConfig(
+    "llama", n_layer=2, n_embd=64, n_ff=(96, 128), n_head=4, n_head_kv=2, head_dim=32, head_dim_v=32,
+    n_vocab=300, n_ctx_train=128, norm_eps=1e-5, rope=Rope("norm", 32, (1.0,) * 16), windows=(0, 16),
+    activation=SILU, qk_norm=False, qkv_bias=False,
+)  # fmt: skip
+
+
+def tensors() -> dict[str, Any]:
+    """Q4_0 matrices, a Q8_0 embedding that is the output too, F32 norms and one bias."""
+    infos = {}
+
+    def add(name: str, type: GGMLType, *shape: int) -> None:
+        nbytes = row_bytes(type, shape[0]) * (shape[1] if len(shape) > 1 else 1)
+        infos[name] = SimpleNamespace(name=name, type=type, shape=shape, nbytes=nbytes)
+
+    add("token_embd.weight", GGMLType.Q8_0, 64, 300)
+    add("output_norm.weight", GGMLType.F32, 64)
+    add("blk.0.attn_q.bias", GGMLType.F32, 128)
+    for i, n_ff in enumerate(CONFIG.n_ff):
+        for name, shape in {
+            "attn_q": (64, 128), "attn_k": (64, 64), "attn_v": (64, 64), "attn_output": (128, 64),
+            "ffn_gate": (64, n_ff), "ffn_up": (64, n_ff), "ffn_down": (n_ff, 64),
+        }.items():  # fmt: skip
+            add(f"blk.{i}.{name}.weight", GGMLType.Q4_0, *shape)
+        add(f"blk.{i}.attn_norm.weight", GGMLType.F32, 64)
+        add(f"blk.{i}.ffn_norm.weight", GGMLType.F32, 64)
+    return infos
+
+
+@pytest.fixture(scope="module")
+def cost() -> Cost:
+    return Cost(describe(CONFIG, tensors()), tensors())
+
+
+def test_weight_bytes(cost: Cost) -> None:
+    attention = 2 * (64 * 128 + 64 * 64 + 64 * 64 + 128 * 64)
+    ffn = 3 * 64 * (96 + 128)
+    embedding = 300 * 64 // 32 * 34
+    assert cost.weight_bytes == {
+        GGMLType.Q4_0: (attention + ffn) // 32 * 18,
+        GGMLType.Q8_0: embedding + 64 // 32 * 34,  # the output matrix, and one row to embed the token
+        GGMLType.F32: (5 * 64 + 128) * 4,
+    }
+    assert next(iter(cost.weight_bytes)) == GGMLType.Q4_0
+
+
+def test_kv_bytes(cost: Cost) -> None:
+    channels = 2 * 2 * (32 + 32)
+    assert cost.kv_bytes_per_token("f32") == channels * 4
+    assert cost.kv_bytes_per_token("f16") == channels * 2
+    assert cost.kv_bytes_per_token("q8_0") == channels * 34 // 32
+    # At depth 99 the first layer sees 100 tokens, the second its window.
+    assert cost.kv_bytes_read(99, "f16") == (100 + 16) * channels
+    assert cost.kv_bytes_read(0, "f16") == 2 * channels
+
+
+def test_bytes_per_token_share_weights_in_a_batch(cost: Cost) -> None:
+    weights = sum(cost.weight_bytes.values())
+    kv = cost.kv_bytes_read(50, "q8_0")
+    assert cost.bytes_per_token(50, "q8_0") == weights + kv
+    assert cost.bytes_per_token(50, "q8_0", batch=4) == weights / 4 + kv
+
+
+def test_flops(cost: Cost) -> None:
+    matrices = 2 * 24576 + 3 * 64 * 224 + 300 * 64
+    attention = 4 * (32 + 32) * (100 + 16)
+    assert cost.flops_per_token(99) == 2 * (matrices + attention)
