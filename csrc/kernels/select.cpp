@@ -8,6 +8,11 @@
 #define HOTSET_CPU_HAS(feature) (__builtin_cpu_supports(feature) != 0)
 #elif defined(_M_X64)
 #include <intrin.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(_M_ARM64)
+#define WIN32_LEAN_AND_MEAN
+#include <windows.h>
 #endif
 
 namespace hotset {
@@ -36,6 +41,23 @@ bool has_avx2() { return false; }
 bool has_avx512() { return false; }
 #endif
 
+// NEON belongs to every AArch64 processor; the dot product instructions came with Armv8.2.
+#if defined(__aarch64__) && defined(__linux__)
+bool has_neon() {
+    constexpr unsigned long kDotProduct = 1ul << 20;  // HWCAP_ASIMDDP, which older headers lack
+    return getauxval(AT_HWCAP) & kDotProduct;
+}
+#elif defined(__aarch64__) && defined(__APPLE__)
+bool has_neon() { return true; }
+#elif defined(_M_ARM64)
+bool has_neon() {
+    constexpr DWORD kDotProduct = 43;  // PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE, which older headers lack
+    return IsProcessorFeaturePresent(kDotProduct);
+}
+#else
+bool has_neon() { return false; }
+#endif
+
 }  // namespace
 
 #ifndef HOTSET_X86
@@ -49,7 +71,8 @@ const Kernels* neon_kernels() { return nullptr; }
 const Kernels* select_kernels(const char* forced, const char** error) {
     const Kernels* avx512 = has_avx512() ? avx512_kernels() : nullptr;
     const Kernels* avx2 = has_avx2() ? avx2_kernels() : nullptr;
-    const Kernels* choices[] = {avx512, avx2, neon_kernels(), scalar_kernels()};
+    const Kernels* neon = has_neon() ? neon_kernels() : nullptr;
+    const Kernels* choices[] = {avx512, avx2, neon, scalar_kernels()};
     for (const Kernels* table : choices)
         if (table && (!forced || !*forced || !std::strcmp(forced, table->isa))) return table;
     for (const char* name : {"avx512", "avx2", "neon"})

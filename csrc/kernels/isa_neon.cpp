@@ -1,0 +1,639 @@
+// AArch64 NEON with the dot product extension (Armv8.2). A register holds a half of one 32-block, as signed codes.
+//
+// One token: sixteen blocks a step, in four groups whose dot products are added pairwise into a lane a block.
+// Many tokens: sixteen rows are packed into a panel whose lanes are rows, so that nothing is added across lanes.
+//
+// Compile with -ffp-contract=off: vmulq_f32 and vaddq_f32 are ordinary operators to the compiler.
+#include <arm_neon.h>
+
+#include <utility>
+
+#include "kernels.h"
+
+namespace hotset::neon {
+
+#include "blocks.h"
+#include "simd_neon.h"
+#include "float_kernels.h"
+
+// f.operator()<0>(), f.operator()<1>(), ...: shifts and lanes must be constants.
+template <int kCount, class F>
+inline void unroll(F f) {
+    [&]<int... i>(std::integer_sequence<int, i...>) {
+        (f.template operator()<i>(), ...);
+    }(std::make_integer_sequence<int, kCount>{});
+}
+
+template <int kBits>
+inline uint8x16_t shift_right(uint8x16_t v) {
+    if constexpr (kBits == 0) return v;
+    else return vshrq_n_u8(v, kBits);
+}
+
+// Bits kFirst.. of each byte, as many as `mask` has.
+template <int kFirst>
+inline uint8x16_t field(uint8x16_t bytes, uint8_t mask) {
+    return vandq_u8(shift_right<kFirst>(bytes), vdupq_n_u8(mask));
+}
+
+template <int kNibble>
+inline uint8x16_t nibbles(uint8x16_t bytes) {
+    if constexpr (kNibble == 0) return vandq_u8(bytes, vdupq_n_u8(15));
+    else return vshrq_n_u8(bytes, 4);
+}
+
+inline int8x16_t as_signed(uint8x16_t codes) { return vreinterpretq_s8_u8(codes); }
+inline int8x16_t minus(uint8x16_t codes, int zero) { return vsubq_s8(as_signed(codes), vdupq_n_s8(int8_t(zero))); }
+
+// `high` where bit kBit of a byte is set.
+template <int kBit>
+inline uint8x16_t where_bit(uint8x16_t bytes, uint8_t high) {
+    return vandq_u8(vtstq_u8(bytes, vdupq_n_u8(1 << kBit)), vdupq_n_u8(high));
+}
+
+inline int8x16_t iq4_codes(uint8x16_t indices) { return vqtbl1q_s8(vld1q_s8(kIq4Values), indices); }
+
+inline float32x4_t load_half_broadcast(const uint8_t* p) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(load_u16(p))));
+}
+
+// Scales of the sixteen blocks of a step, four to a register.
+struct Scales {
+    float32x4_t scale[4];
+    float32x4_t min[4];
+    int32x4_t sub_scale[2][4];
+    int32x4_t sub_min[2][4];
+};
+
+// Each format: kBytes per sixteen blocks; unpack<i>(p, a, b) gives the codes of block i of the sixteen at p, first
+// half in a, second half in b; scales(p) those of all sixteen. None reads outside of its kBytes.
+
+// Types with 32-blocks: f16 scale (and minimum) at the head of each block.
+template <Type kBlockType>
+struct SmallBlocks {
+    static constexpr Type kType = kBlockType;
+    static constexpr int kBlockBytes = type_facts(kType).block_bytes;
+    static constexpr int kBytes = 16 * kBlockBytes;
+    static constexpr int kHead = has_min(kType) ? 4 : 2;
+
+    static Scales scales(const uint8_t* p) {
+        Scales s;
+        unroll<4>([&]<int g>() {
+            const uint8_t* at = p + 4 * g * kBlockBytes;
+            if constexpr (has_min(kType)) {
+                uint32x4_t words = vdupq_n_u32(load_u32(at));
+                words = vsetq_lane_u32(load_u32(at + kBlockBytes), words, 1);
+                words = vsetq_lane_u32(load_u32(at + 2 * kBlockBytes), words, 2);
+                words = vsetq_lane_u32(load_u32(at + 3 * kBlockBytes), words, 3);
+                s.scale[g] = vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32(words)));
+                s.min[g] = vcvt_f32_f16(vreinterpret_f16_u16(vshrn_n_u32(words, 16)));
+            } else {
+                uint16x4_t halves = vdup_n_u16(load_u16(at));
+                halves = vset_lane_u16(load_u16(at + kBlockBytes), halves, 1);
+                halves = vset_lane_u16(load_u16(at + 2 * kBlockBytes), halves, 2);
+                halves = vset_lane_u16(load_u16(at + 3 * kBlockBytes), halves, 3);
+                s.scale[g] = vcvt_f32_f16(vreinterpret_f16_u16(halves));
+            }
+        });
+        return s;
+    }
+};
+
+struct FormatQ4_0 : SmallBlocks<Type::Q4_0> {
+    template <int kBlock>
+    static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
+        const uint8x16_t codes = vld1q_u8(p + kBlock * kBlockBytes + kHead);
+        a = minus(nibbles<0>(codes), 8);
+        b = minus(nibbles<1>(codes), 8);
+    }
+};
+
+struct FormatQ4_1 : SmallBlocks<Type::Q4_1> {
+    template <int kBlock>
+    static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
+        const uint8x16_t codes = vld1q_u8(p + kBlock * kBlockBytes + kHead);
+        a = as_signed(nibbles<0>(codes));
+        b = as_signed(nibbles<1>(codes));
+    }
+};
+
+// 0xff in byte i where bit i of 2 * kHalf and the following byte is set.
+template <int kHalf>
+inline uint8x16_t bits_to_bytes(uint32_t bits) {
+    alignas(16) static constexpr uint8_t kBit[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    const uint8x16_t bytes = vcombine_u8(vdup_n_u8(uint8_t(bits >> (16 * kHalf))), vdup_n_u8(uint8_t(bits >> (16 * kHalf + 8))));
+    return vtstq_u8(bytes, vld1q_u8(kBit));
+}
+
+struct FormatQ5_0 : SmallBlocks<Type::Q5_0> {
+    template <int kBlock>
+    static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
+        const uint8_t* at = p + kBlock * kBlockBytes + kHead;
+        const uint8x16_t codes = vld1q_u8(at + 4), negative = vdupq_n_u8(0xf0);
+        // Minus 16 where the fifth bit is clear: the sign bits, and the code is signed.
+        a = as_signed(vorrq_u8(nibbles<0>(codes), vbicq_u8(negative, bits_to_bytes<0>(load_u32(at)))));
+        b = as_signed(vorrq_u8(nibbles<1>(codes), vbicq_u8(negative, bits_to_bytes<1>(load_u32(at)))));
+    }
+};
+
+struct FormatQ5_1 : SmallBlocks<Type::Q5_1> {
+    template <int kBlock>
+    static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
+        const uint8_t* at = p + kBlock * kBlockBytes + kHead;
+        const uint8x16_t codes = vld1q_u8(at + 4), sixteen = vdupq_n_u8(16);
+        a = as_signed(vorrq_u8(nibbles<0>(codes), vandq_u8(sixteen, bits_to_bytes<0>(load_u32(at)))));
+        b = as_signed(vorrq_u8(nibbles<1>(codes), vandq_u8(sixteen, bits_to_bytes<1>(load_u32(at)))));
+    }
+};
+
+struct FormatQ8_0 : SmallBlocks<Type::Q8_0> {
+    template <int kBlock>
+    static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
+        const uint8_t* at = p + kBlock * kBlockBytes + kHead;
+        a = as_signed(vld1q_u8(at));
+        b = as_signed(vld1q_u8(at + 16));
+    }
+};
+
+struct FormatIQ4_NL : SmallBlocks<Type::IQ4_NL> {
+    template <int kBlock>
+    static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
+        const uint8x16_t codes = vld1q_u8(p + kBlock * kBlockBytes + kHead);
+        a = iq4_codes(nibbles<0>(codes));
+        b = iq4_codes(nibbles<1>(codes));
+    }
+};
+
+// Types with super-blocks of 256: sixteen 32-blocks are two of them. In `unpack`, super_block<i> is where that of
+// block i starts, and kPart and kPlace say which 128 weights of it, and which 32 of those, the block is.
+template <Type kBlockType>
+struct SuperBlocks {
+    static constexpr Type kType = kBlockType;
+    static constexpr int kSuperBytes = type_facts(kType).block_bytes;
+    static constexpr int kBytes = 2 * kSuperBytes;
+
+    template <int kBlock>
+    static const uint8_t* super_block(const uint8_t* p) {
+        return p + kBlock / 8 * kSuperBytes;
+    }
+    template <int kBlock>
+    static constexpr int kPart = kBlock % 8 / 4;
+    template <int kBlock>
+    static constexpr int kPlace = kBlock % 4;
+};
+
+struct FormatIQ4_XS : SuperBlocks<Type::IQ4_XS> {
+    template <int kBlock>
+    static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
+        const uint8x16_t codes = vld1q_u8(super_block<kBlock>(p) + 8 + kBlock % 8 * 16);
+        a = iq4_codes(nibbles<0>(codes));
+        b = iq4_codes(nibbles<1>(codes));
+    }
+    static Scales scales(const uint8_t* p) {
+        alignas(16) static constexpr int32_t kLowShift[8] = {0, -4, -8, -12, -16, -20, -24, -28};
+        alignas(16) static constexpr int32_t kHighShift[8] = {4, 2, 0, -2, -4, -6, -8, -10};
+        Scales s;
+        for (int g = 0; g < 4; g++) {
+            const uint8_t* at = p + g / 2 * kSuperBytes;
+            const uint32x4_t low = vshlq_u32(vdupq_n_u32(load_u32(at + 4)), vld1q_s32(kLowShift + g % 2 * 4));
+            const uint32x4_t high = vshlq_u32(vdupq_n_u32(load_u16(at + 2)), vld1q_s32(kHighShift + g % 2 * 4));
+            const uint32x4_t sub = vorrq_u32(vandq_u32(low, vdupq_n_u32(15)), vandq_u32(high, vdupq_n_u32(48)));
+            const int32x4_t centred = vsubq_s32(vreinterpretq_s32_u32(sub), vdupq_n_s32(32));
+            s.scale[g] = vmulq_f32(load_half_broadcast(at), vcvtq_f32_s32(centred));
+        }
+        return s;
+    }
+};
+
+// Eight bytes as two registers of int32.
+inline void widen(uint8x8_t bytes, int32x4_t out[2]) {
+    const uint16x8_t wide = vmovl_u8(bytes);
+    out[0] = vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(wide)));
+    out[1] = vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(wide)));
+}
+
+inline void widen(int8x8_t bytes, int32x4_t out[2]) {
+    const int16x8_t wide = vmovl_s8(bytes);
+    out[0] = vmovl_s16(vget_low_s16(wide));
+    out[1] = vmovl_s16(vget_high_s16(wide));
+}
+
+inline uint8x8_t eight_bytes(uint32_t low, uint32_t high) { return vcreate_u8(low | uint64_t(high) << 32); }
+
+// Q4_K and Q5_K.
+template <Type kBlockType>
+struct KBlocks : SuperBlocks<kBlockType> {
+    using SuperBlocks<kBlockType>::kSuperBytes;
+
+    static Scales scales(const uint8_t* p) {
+        Scales s;
+        for (int super = 0; super < 2; super++) {
+            const uint8_t* at = p + super * kSuperBytes;
+            const uint32_t w0 = load_u32(at + 4), w1 = load_u32(at + 8), w2 = load_u32(at + 12);
+            int32x4_t scale[2], min[2];
+            widen(eight_bytes(w0 & 0x3f3f3f3f, (w2 & 0x0f0f0f0f) | (w0 >> 2 & 0x30303030)), scale);
+            widen(eight_bytes(w1 & 0x3f3f3f3f, (w2 >> 4 & 0x0f0f0f0f) | (w1 >> 2 & 0x30303030)), min);
+            const float32x4_t d = load_half_broadcast(at), dmin = vnegq_f32(load_half_broadcast(at + 2));
+            for (int i = 0; i < 2; i++) {
+                s.scale[2 * super + i] = vmulq_f32(d, vcvtq_f32_s32(scale[i]));
+                s.min[2 * super + i] = vmulq_f32(dmin, vcvtq_f32_s32(min[i]));
+            }
+        }
+        return s;
+    }
+};
+
+struct FormatQ4_K : KBlocks<Type::Q4_K> {
+    template <int kBlock>
+    static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
+        const uint8_t* codes = super_block<kBlock>(p) + 16 + kBlock % 8 / 2 * 32;
+        a = as_signed(nibbles<kBlock % 2>(vld1q_u8(codes)));
+        b = as_signed(nibbles<kBlock % 2>(vld1q_u8(codes + 16)));
+    }
+};
+
+struct FormatQ5_K : KBlocks<Type::Q5_K> {
+    template <int kBlock>
+    static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
+        const uint8_t* s = super_block<kBlock>(p);
+        const uint8_t* codes = s + 48 + kBlock % 8 / 2 * 32;
+        const uint8x16_t high_a = where_bit<kBlock % 8>(vld1q_u8(s + 16), 16);
+        const uint8x16_t high_b = where_bit<kBlock % 8>(vld1q_u8(s + 32), 16);
+        a = as_signed(vorrq_u8(nibbles<kBlock % 2>(vld1q_u8(codes)), high_a));
+        b = as_signed(vorrq_u8(nibbles<kBlock % 2>(vld1q_u8(codes + 16)), high_b));
+    }
+};
+
+// Sixteen sub-block scales of a super-block: the even ones are of first halves, the odd ones of second halves.
+inline void split_pairs(int8x16_t bytes, int super, int32x4_t out[2][4]) {
+    widen(vget_low_s8(vuzp1q_s8(bytes, bytes)), out[0] + 2 * super);
+    widen(vget_low_s8(vuzp2q_s8(bytes, bytes)), out[1] + 2 * super);
+}
+
+struct FormatQ6_K : SuperBlocks<Type::Q6_K> {
+    template <int kBlock>
+    static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
+        const uint8_t* low = super_block<kBlock>(p) + 64 * kPart<kBlock> + 32 * (kBlock % 2);
+        const uint8_t* high = super_block<kBlock>(p) + 128 + 32 * kPart<kBlock>;
+        auto codes = [](const uint8_t* lo, const uint8_t* hi) {
+            const uint8x16_t top = field<2 * kPlace<kBlock>>(vld1q_u8(hi), 3);
+            return minus(vorrq_u8(nibbles<kPlace<kBlock> / 2>(vld1q_u8(lo)), vshlq_n_u8(top, 4)), 32);
+        };
+        a = codes(low, high);
+        b = codes(low + 16, high + 16);
+    }
+    static Scales scales(const uint8_t* p) {
+        Scales s;
+        for (int super = 0; super < 2; super++) {
+            const uint8_t* at = p + super * kSuperBytes;
+            s.scale[2 * super] = s.scale[2 * super + 1] = load_half_broadcast(at + 208);
+            split_pairs(as_signed(vld1q_u8(at + 192)), super, s.sub_scale);
+        }
+        return s;
+    }
+};
+
+struct FormatQ3_K : SuperBlocks<Type::Q3_K> {
+    template <int kBlock>
+    static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
+        const uint8_t* s = super_block<kBlock>(p);
+        auto codes = [](const uint8_t* low, const uint8_t* high) {
+            const uint8x16_t set = where_bit<kBlock % 8>(vld1q_u8(high), 0xfc);  // minus 4 where clear: the sign bits
+            return as_signed(vorrq_u8(field<2 * kPlace<kBlock>>(vld1q_u8(low), 3), veorq_u8(set, vdupq_n_u8(0xfc))));
+        };
+        a = codes(s + 32 + 32 * kPart<kBlock>, s);
+        b = codes(s + 48 + 32 * kPart<kBlock>, s + 16);
+    }
+    static Scales scales(const uint8_t* p) {
+        Scales s;
+        for (int super = 0; super < 2; super++) {
+            const uint8_t* at = p + super * kSuperBytes;
+            const uint32_t w0 = load_u32(at + 96), w1 = load_u32(at + 100), w2 = load_u32(at + 104);
+            const uint8x16_t bytes = vcombine_u8(
+                eight_bytes((w0 & 0x0f0f0f0f) | (w2 << 4 & 0x30303030), (w1 & 0x0f0f0f0f) | (w2 << 2 & 0x30303030)),
+                eight_bytes((w0 >> 4 & 0x0f0f0f0f) | (w2 & 0x30303030), (w1 >> 4 & 0x0f0f0f0f) | (w2 >> 2 & 0x30303030)));
+            s.scale[2 * super] = s.scale[2 * super + 1] = load_half_broadcast(at + 108);
+            split_pairs(minus(bytes, 32), super, s.sub_scale);
+        }
+        return s;
+    }
+};
+
+struct FormatQ2_K : SuperBlocks<Type::Q2_K> {
+    template <int kBlock>
+    static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
+        const uint8_t* codes = super_block<kBlock>(p) + 16 + 32 * kPart<kBlock>;
+        a = as_signed(field<2 * kPlace<kBlock>>(vld1q_u8(codes), 3));
+        b = as_signed(field<2 * kPlace<kBlock>>(vld1q_u8(codes + 16), 3));
+    }
+    static Scales scales(const uint8_t* p) {
+        Scales s;
+        for (int super = 0; super < 2; super++) {
+            const uint8_t* at = p + super * kSuperBytes;
+            const uint8x16_t bytes = vld1q_u8(at);
+            s.scale[2 * super] = s.scale[2 * super + 1] = load_half_broadcast(at + 80);
+            s.min[2 * super] = s.min[2 * super + 1] = vnegq_f32(load_half_broadcast(at + 82));
+            split_pairs(as_signed(nibbles<0>(bytes)), super, s.sub_scale);
+            split_pairs(as_signed(nibbles<1>(bytes)), super, s.sub_min);
+        }
+        return s;
+    }
+};
+
+// The first n of sixteen blocks at p. At the end of the mapped file they are copied to where sixteen can be read.
+template <class Format>
+inline const uint8_t* readable(const uint8_t* p, int n, const uint8_t* end, uint8_t* copy) {
+    if (Format::kBytes <= end - p) return p;
+    const size_t bytes = size_t(n) * Format::kBytes / 16;
+    memcpy(copy, p, bytes);
+    memset(copy + bytes, 0, Format::kBytes - bytes);
+    return copy;
+}
+
+// Quantised inputs of one token.
+struct Token {
+    const int8_t* q;
+    const float* scale;
+    const float* sum;
+    const int32_t* isum[2];
+
+    Token() = default;
+    Token(const Inputs& x, int t) {
+        const int64_t width = padded(x.k);
+        q = x.q + t * width;
+        scale = x.scale + t * (width / 32);
+        sum = x.sum + t * (width / 32);
+        isum[0] = x.isum + t * (width / 16);
+        isum[1] = isum[0] + width / 32;
+    }
+};
+
+// The sums of four registers, a lane each.
+inline int32x4_t lane_per_block(const int32x4_t dots[4]) {
+    return vpaddq_s32(vpaddq_s32(dots[0], dots[1]), vpaddq_s32(dots[2], dots[3]));
+}
+
+// Adds the first n of sixteen blocks of one row and one token to acc, a lane a block.
+template <class Format, bool kWhole>
+inline void add_blocks(const uint8_t* p, int n, const Token& x, int64_t at, V& acc) {
+    constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
+    const Scales s = Format::scales(p);
+    unroll<4>([&]<int g>() {
+        if (!kWhole && 4 * g >= n) return;
+        const int8_t* q = x.q + at * 32 + g * kGroup;
+        const int64_t b = at + 4 * g;
+        int32x4_t first[4], second[4];
+        unroll<4>([&]<int j>() {
+            int8x16_t codes_a, codes_b;
+            Format::template unpack<4 * g + j>(p, codes_a, codes_b);
+            first[j] = vdotq_s32(vdupq_n_s32(0), codes_a, vld1q_s8(q + 16 * j));
+            second[j] = vdotq_s32(kSub ? vdupq_n_s32(0) : first[j], codes_b, vld1q_s8(q + 64 + 16 * j));
+        });
+        int32x4_t dot = lane_per_block(second);
+        if constexpr (kSub) {
+            dot = vmulq_s32(dot, s.sub_scale[1][g]);
+            dot = vmlaq_s32(dot, lane_per_block(first), s.sub_scale[0][g]);
+        }
+        const float32x4_t input = vld1q_f32(x.scale + b);
+        float32x4_t total = vfmaq_f32(acc.v[g], vmulq_f32(s.scale[g], input), vcvtq_f32_s32(dot));
+        if constexpr (kMin && kSub) {
+            int32x4_t mins = vmulq_s32(vld1q_s32(x.isum[0] + b), s.sub_min[0][g]);
+            mins = vmlaq_s32(mins, vld1q_s32(x.isum[1] + b), s.sub_min[1][g]);
+            total = vfmaq_f32(total, vmulq_f32(s.min[g], input), vcvtq_f32_s32(mins));
+        } else if constexpr (kMin) {
+            total = vfmaq_f32(total, s.min[g], vld1q_f32(x.sum + b));
+        }
+        acc.v[g] = total;
+    });
+}
+
+template <class Format>
+inline float dot(const uint8_t* row, const uint8_t* end, int64_t blocks, const Token& x) {
+    V acc = V::zero();
+    int64_t b = 0;
+    const uint8_t* p = row;
+    for (; b + 16 <= blocks; b += 16, p += Format::kBytes) add_blocks<Format, true>(p, 16, x, b, acc);
+    if (const int n = int(blocks - b)) {
+        alignas(16) uint8_t copy[Format::kBytes];
+        V with_rest = acc;
+        add_blocks<Format, false>(readable<Format>(p, n, end, copy), n, x, b, with_rest);
+        acc = blend_range(0, n, with_rest, acc);  // lanes beyond n may hold anything, NaN too
+    }
+    return sum(acc);
+}
+
+// ---- Many tokens ------------------------------------------------------------------------------------------------
+
+// Sixteen rows, in fours whose lanes are rows. Per 32-block and four rows eight registers of codes (four bytes of
+// each row), then the block's scales.
+struct Panel {
+    int8_t* codes;       // [blocks][4][8][16]
+    float* scale;        // [blocks][16]
+    float* min;          // [blocks][16]
+    int32_t* sub_scale;  // [blocks][2][16]
+    int32_t* sub_min;    // [blocks][2][16]
+};
+
+// Transposes four registers of four 4-byte words.
+inline void transpose(int32x4_t v[4]) {
+    const int64x2_t ab_even = vreinterpretq_s64_s32(vtrn1q_s32(v[0], v[1])), ab_odd = vreinterpretq_s64_s32(vtrn2q_s32(v[0], v[1]));
+    const int64x2_t cd_even = vreinterpretq_s64_s32(vtrn1q_s32(v[2], v[3])), cd_odd = vreinterpretq_s64_s32(vtrn2q_s32(v[2], v[3]));
+    v[0] = vreinterpretq_s32_s64(vtrn1q_s64(ab_even, cd_even));
+    v[1] = vreinterpretq_s32_s64(vtrn1q_s64(ab_odd, cd_odd));
+    v[2] = vreinterpretq_s32_s64(vtrn2q_s64(ab_even, cd_even));
+    v[3] = vreinterpretq_s32_s64(vtrn2q_s64(ab_odd, cd_odd));
+}
+
+// Packs four rows (rows[i] is readable for sixteen blocks), the fours-th four of a panel, blocks b.. b + n.
+template <class Format>
+inline void pack_four(const uint8_t* const rows[4], int four, int64_t b, int n, const Panel& panel) {
+    constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
+    Scales scales[4];
+    for (int r = 0; r < 4; r++) scales[r] = Format::scales(rows[r]);
+    unroll<4>([&]<int g>() {
+        if (4 * g >= n) return;
+        const int count = imin(n - 4 * g, 4);
+        const int64_t first_block = b + 4 * g;
+        int32x4_t words[4][2][4];  // [block][half][row]
+        for (int r = 0; r < 4; r++)
+            unroll<4>([&]<int j>() {
+                int8x16_t a, c;
+                Format::template unpack<4 * g + j>(rows[r], a, c);
+                words[j][0][r] = vreinterpretq_s32_s8(a);
+                words[j][1][r] = vreinterpretq_s32_s8(c);
+            });
+        for (int j = 0; j < count; j++)
+            for (int half = 0; half < 2; half++) {
+                int8_t* out = panel.codes + ((first_block + j) * 4 + four) * 128 + half * 64;
+                transpose(words[j][half]);
+                for (int i = 0; i < 4; i++) vst1q_s8(out + 16 * i, vreinterpretq_s8_s32(words[j][half][i]));
+            }
+        int32x4_t lanes[4];
+        auto place = [&](auto* out, int stride) {
+            transpose(lanes);
+            for (int j = 0; j < count; j++) memcpy(out + (first_block + j) * stride + 4 * four, &lanes[j], 16);
+        };
+        for (int r = 0; r < 4; r++) lanes[r] = vreinterpretq_s32_f32(scales[r].scale[g]);
+        place(panel.scale, 16);
+        if constexpr (kMin) {
+            for (int r = 0; r < 4; r++) lanes[r] = vreinterpretq_s32_f32(scales[r].min[g]);
+            place(panel.min, 16);
+        }
+        for (int half = 0; kSub && half < 2; half++) {
+            for (int r = 0; r < 4; r++) lanes[r] = scales[r].sub_scale[half][g];
+            place(panel.sub_scale + 16 * half, 32);
+            if constexpr (kMin) {
+                for (int r = 0; r < 4; r++) lanes[r] = scales[r].sub_min[half][g];
+                place(panel.sub_min + 16 * half, 32);
+            }
+        }
+    });
+}
+
+template <class Format>
+inline void pack_panel(const Matrix& w, int64_t row, int n_rows, int64_t blocks, const Panel& panel) {
+    for (int four = 0; four < 4; four++)
+        for (int64_t b = 0; b < blocks; b += 16) {
+            const int n = imin(blocks - b, 16);
+            alignas(16) uint8_t copies[4][Format::kBytes];
+            const uint8_t* rows[4];
+            for (int r = 0; r < 4; r++) {  // a short panel repeats its last row
+                rows[r] = w.row(row + imin(4 * four + r, n_rows - 1)) + b / 16 * Format::kBytes;
+                rows[r] = readable<Format>(rows[r], n, w.end(), copies[r]);
+            }
+            pack_four<Format>(rows, four, b, n, panel);
+        }
+}
+
+constexpr int kTokenTile = 4;
+
+// Four lanes (rows) of the dot product of 16 weights: codes[i] holds weights 4i..4i+3 of each row.
+inline int32x4_t dot_rows(int32x4_t acc, const int8x16_t codes[4], int8x16_t q) {
+    acc = vdotq_laneq_s32(acc, codes[0], q, 0);
+    acc = vdotq_laneq_s32(acc, codes[1], q, 1);
+    acc = vdotq_laneq_s32(acc, codes[2], q, 2);
+    return vdotq_laneq_s32(acc, codes[3], q, 3);
+}
+
+template <class Format, int T>
+inline void panel_tile(const Panel& panel, int64_t blocks, const Token* x, float (*acc)[kTokenTile][16]) {
+    constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
+    for (int64_t b = 0; b < blocks; b++) {
+        const int64_t at = b / 4 * kGroup + b % 4 * 16;
+        int8x16_t q[T][2];
+        for (int t = 0; t < T; t++) {
+            q[t][0] = vld1q_s8(x[t].q + at);
+            q[t][1] = vld1q_s8(x[t].q + at + 64);
+        }
+        for (int four = 0; four < 4; four++) {
+            int8x16_t codes[8];
+            for (int i = 0; i < 8; i++) codes[i] = vld1q_s8(panel.codes + (b * 4 + four) * 128 + i * 16);
+            const float32x4_t scale = vld1q_f32(panel.scale + b * 16 + four * 4);
+            for (int t = 0; t < T; t++) {
+                int32x4_t dot = dot_rows(vdupq_n_s32(0), codes, q[t][0]);
+                if constexpr (kSub) {
+                    const int32x4_t dot1 = dot_rows(vdupq_n_s32(0), codes + 4, q[t][1]);
+                    dot = vmulq_s32(dot, vld1q_s32(panel.sub_scale + b * 32 + four * 4));
+                    dot = vmlaq_s32(dot, dot1, vld1q_s32(panel.sub_scale + b * 32 + 16 + four * 4));
+                } else {
+                    dot = dot_rows(dot, codes + 4, q[t][1]);
+                }
+                float* lane = acc[b % 16][t] + 4 * four;
+                float32x4_t total = vfmaq_f32(vld1q_f32(lane), vmulq_n_f32(scale, x[t].scale[b]), vcvtq_f32_s32(dot));
+                if constexpr (kMin) {
+                    const float32x4_t min = vld1q_f32(panel.min + b * 16 + four * 4);
+                    if constexpr (kSub) {
+                        int32x4_t mins = vmulq_n_s32(vld1q_s32(panel.sub_min + b * 32 + four * 4), x[t].isum[0][b]);
+                        mins = vmlaq_n_s32(mins, vld1q_s32(panel.sub_min + b * 32 + 16 + four * 4), x[t].isum[1][b]);
+                        total = vfmaq_f32(total, vmulq_n_f32(min, x[t].scale[b]), vcvtq_f32_s32(mins));
+                    } else {
+                        total = vfmaq_n_f32(total, min, x[t].sum[b]);
+                    }
+                }
+                vst1q_f32(lane, total);
+            }
+        }
+    }
+}
+
+template <class Format>
+void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out, int64_t ld,
+            uint8_t* scratch) {
+    const int64_t blocks = x.k / 32;
+    auto take = [&](size_t bytes) {
+        uint8_t* p = scratch;
+        scratch += (bytes + 63) / 64 * 64;
+        return p;
+    };
+    Panel panel[kPanelRows / 16];
+    for (Panel& p : panel) {
+        p.codes = reinterpret_cast<int8_t*>(take(size_t(blocks) * 512));
+        p.scale = reinterpret_cast<float*>(take(size_t(blocks) * 64));
+        p.min = reinterpret_cast<float*>(take(size_t(blocks) * 64));
+        p.sub_scale = reinterpret_cast<int32_t*>(take(size_t(blocks) * 128));
+        p.sub_min = reinterpret_cast<int32_t*>(take(size_t(blocks) * 128));
+    }
+    for (int64_t r = row0; r < row1; r += kPanelRows) {
+        const int n_panels = (imin(row1 - r, kPanelRows) + 15) / 16;
+        for (int i = 0; i < n_panels; i++)
+            pack_panel<Format>(w, r + 16 * i, imin(row1 - r - 16 * i, 16), blocks, panel[i]);
+        for (int t = t0; t < t1; t += kTokenTile) {
+            const int n = imin(t1 - t, kTokenTile);
+            Token tokens[kTokenTile];
+            for (int i = 0; i < n; i++) tokens[i] = Token(x, t + i);
+            for (int i = 0; i < n_panels; i++) {
+                alignas(64) float acc[16][kTokenTile][16] = {};
+                switch (n) {
+                    case 1: panel_tile<Format, 1>(panel[i], blocks, tokens, acc); break;
+                    case 2: panel_tile<Format, 2>(panel[i], blocks, tokens, acc); break;
+                    case 3: panel_tile<Format, 3>(panel[i], blocks, tokens, acc); break;
+                    default: panel_tile<Format, 4>(panel[i], blocks, tokens, acc); break;
+                }
+                const int64_t row = r + 16 * i;
+                for (int j = 0; j < n; j++) {
+                    V lane[16];
+                    for (int l = 0; l < 16; l++) lane[l] = V::load(acc[l][j]);
+                    for (int half = 8; half; half /= 2)
+                        for (int l = 0; l < half; l++) lane[l] = lane[l] + lane[l + half];
+                    lane[0].store_n(out + (t + j - t0) * ld + (row - row0), imin(row1 - row, 16));
+                }
+            }
+        }
+    }
+}
+
+template <class Format>
+void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out, int64_t ld,
+            uint8_t* scratch) {
+    if (t1 - t0 > 1) return panels<Format>(w, row0, row1, x, t0, t1, out, ld, scratch);
+    const Token token(x, t0);
+    for (int64_t r = row0; r < row1; r++) out[r - row0] = dot<Format>(w.row(r), w.end(), x.k / 32, token);
+}
+
+}  // namespace hotset::neon
+
+namespace hotset {
+
+const Kernels* neon_kernels() {
+    static const Kernels table = [] {
+        using namespace neon;
+        Kernels t = float_kernel_table("neon");
+        auto set = [&]<class Format>() { t.linear[int(Format::kType)] = linear<Format>; };
+        set.operator()<FormatQ4_0>();
+        set.operator()<FormatQ4_1>();
+        set.operator()<FormatQ5_0>();
+        set.operator()<FormatQ5_1>();
+        set.operator()<FormatQ8_0>();
+        set.operator()<FormatQ2_K>();
+        set.operator()<FormatQ3_K>();
+        set.operator()<FormatQ4_K>();
+        set.operator()<FormatQ5_K>();
+        set.operator()<FormatQ6_K>();
+        set.operator()<FormatIQ4_NL>();
+        set.operator()<FormatIQ4_XS>();
+        return t;
+    }();
+    return &table;
+}
+
+}  // namespace hotset
