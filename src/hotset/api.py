@@ -254,7 +254,8 @@ class Model:
         self, messages: Sequence[Mapping[str, Any] | ChatMessage], tools: list[dict[str, Any]] | None = None
     ) -> list[int]:
         """Token ids of a conversation up to where the answer begins, by the template of the file."""
-        text = self.chat_template.render(_checked_messages(messages), add_generation_prompt=True, tools=tools)
+        checked = _checked_messages(messages)
+        text = self.chat_template.render(checked, add_generation_prompt=True, tools=tools)
         tokens = list(self.tokenizer.encode(text, add_special=False, parse_special=True))
         # Most templates write BOS themselves: it belongs there once.
         if self._bos_id is not None and tokens[:1] != [self._bos_id]:

@@ -1,0 +1,403 @@
+"""The Python API, on a tiny random model written to a file, with the reference backend."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hotset
+from hotset.backends.base import PAGE_SIZE
+from hotset.formats.gguf import GGUFWriter
+from hotset.formats.quants import GGMLType
+
+SPECIALS = ["<s>", "</s>", "<|im_start|>"]
+BOS, EOS = 256, 257
+PRINTABLE = {id: -math.inf for id in range(259) if not 32 <= id < 127}  # a bias: ids are bytes
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+)
+
+
+def byte_letters() -> list[str]:
+    """GPT-2's alphabet: printable bytes stand for themselves, the others for letters from 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    letters, n = [], 0
+    for byte in range(256):
+        if byte in printable:
+            letters.append(chr(byte))
+        else:
+            letters.append(chr(256 + n))
+            n += 1
+    return letters
+
+
+def write_model(path: Path, **keys: Any) -> Path:
+    """A llama of two layers over bytes and three special tokens, every parameter random."""
+    random = np.random.default_rng(5)
+    d, n_ff, n_head, n_head_kv, head_dim = 32, 48, 4, 2, 8
+    tokens = byte_letters() + SPECIALS
+    metadata: dict[str, Any] = {
+        "llama.context_length": 256,
+        "llama.embedding_length": d,
+        "llama.block_count": 2,
+        "llama.feed_forward_length": n_ff,
+        "llama.attention.head_count": n_head,
+        "llama.attention.head_count_kv": n_head_kv,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.rope.freq_base": 10000.0,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * 256 + [3] * len(SPECIALS),
+        "tokenizer.ggml.merges": ["h e"],
+        "tokenizer.ggml.bos_token_id": BOS,
+        "tokenizer.ggml.eos_token_id": EOS,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.chat_template": TEMPLATE,
+    }
+    writer = GGUFWriter(path, "llama")
+    for key, value in (metadata | keys).items():
+        if value is not None:
+            writer.add(key, value)
+    shapes: dict[str, tuple[int, ...]] = {"token_embd": (len(tokens), d), "output": (len(tokens), d)}
+    for i in range(2):
+        shapes |= {
+            f"blk.{i}.attn_q": (n_head * head_dim, d),
+            f"blk.{i}.attn_k": (n_head_kv * head_dim, d),
+            f"blk.{i}.attn_v": (n_head_kv * head_dim, d),
+            f"blk.{i}.attn_output": (d, n_head * head_dim),
+            f"blk.{i}.ffn_gate": (n_ff, d),
+            f"blk.{i}.ffn_up": (n_ff, d),
+            f"blk.{i}.ffn_down": (d, n_ff),
+        }
+    for name, shape in shapes.items():
+        weights = random.standard_normal(shape) * (3 if name == "output" else 1.5) / np.sqrt(shape[1])
+        writer.add_tensor(f"{name}.weight", weights.astype(np.float32), GGMLType.F32)
+    for name in ("output_norm", *(f"blk.{i}.{part}_norm" for i in range(2) for part in ("attn", "ffn"))):
+        writer.add_tensor(f"{name}.weight", random.uniform(0.5, 1.5, d).astype(np.float32), GGMLType.F32)
+    writer.write()
+    return path
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture
+def model(path: Path) -> Iterator[hotset.Model]:
+    with hotset.load(path, backend="reference", max_batch=32) as model:
+        yield model
+
+
+def pages_in_use(model: hotset.Model) -> int:
+    return model.engine.pool.n_pages - model.engine.pool.n_available
+
+
+def test_generate(model: hotset.Model):
+    answer = model.generate("hello", seed=1, max_tokens=12)
+    assert answer.prompt_tokens == 6  # with BOS
+    assert len(answer.tokens) == 12
+    assert answer.finish_reason == "length"
+    assert answer.text == model.tokenizer.decode(answer.tokens, skip_special=True)
+    assert answer.timings.predicted_tokens == 12
+    assert answer.timings.prompt_per_second > 0
+    assert answer.timings.predicted_per_second > 0
+    assert answer.seed == 1
+    assert model.generate("hello", seed=1, max_tokens=12).tokens == answer.tokens
+    assert pages_in_use(model) == 0
+
+
+def test_text_and_its_token_ids_are_the_same_prompt(model: hotset.Model):
+    ids = [BOS, *b"hello"]
+    by_text = model.generate("hello", seed=1, max_tokens=5)
+    assert model.generate(ids, seed=1, max_tokens=5).tokens == by_text.tokens
+    assert model.generate(np.array(ids), seed=1, max_tokens=5).tokens == by_text.tokens
+
+
+def test_special_tokens_in_a_prompt_are_plain_text(model: hotset.Model):
+    answer = model.generate("</s>", seed=1, max_tokens=1)
+    assert answer.prompt_tokens == 5
+
+
+def test_greedy_follows_the_logits(model: hotset.Model):
+    answer = model.generate("abc", temperature=0, max_tokens=8, ignore_eos=True)
+    tokens = model.tokenizer.encode("abc") + answer.tokens
+    logits = model.logits(tokens)
+    assert logits.shape == (len(tokens), 259)
+    assert logits.dtype == np.float32
+    logits[:, EOS] = -np.inf
+    assert np.argmax(logits[3:-1], axis=1).tolist() == answer.tokens
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_chunks_and_a_reused_prefix_change_nothing(path: Path, backend: Any):
+    """To the bit on the cpu backend; NumPy's sums depend on the shape of the batch."""
+    if backend == "cpu":
+        pytest.importorskip("hotset._core", reason="the native module is not built")
+    tolerance = 0.0 if backend == "cpu" else 1e-4
+    kv_type: Any = "f16" if backend == "cpu" else "f32"  # rounding to f16 would magnify the difference
+    tokens = np.random.default_rng(0).integers(0, 259, 150).tolist()
+    params: dict[str, Any] = {"seed": 3, "max_tokens": 20, "logprobs": 5, "ignore_eos": True}
+
+    def logprobs(answer: hotset.Completion) -> list[float]:
+        return [entry.logprob for entry in answer.logprobs]
+
+    with hotset.load(path, backend=backend, kv_type=kv_type, max_batch=512) as whole:
+        expected = whole.logits(tokens)
+        first = whole.generate([*tokens, 1], **params, reuse_prefix=False)
+    with hotset.load(path, backend=backend, kv_type=kv_type, max_batch=32) as model:
+        np.testing.assert_allclose(model.logits(tokens), expected, rtol=tolerance, atol=tolerance)
+        again = model.generate([*tokens, 1], **params)
+        fresh = model.generate([*tokens, 1], **params, reuse_prefix=False)
+    assert (again.timings.reused_tokens, fresh.timings.reused_tokens) == (2 * PAGE_SIZE, 0)
+    for answer in (again, fresh):
+        assert answer.tokens == first.tokens
+        np.testing.assert_allclose(logprobs(answer), logprobs(first), rtol=tolerance, atol=tolerance)
+
+
+def test_stream_gives_the_same_text_in_pieces(model: hotset.Model):
+    whole = model.generate("hello", seed=2, max_tokens=30, logprobs=1)
+    chunks = list(model.stream("hello", seed=2, max_tokens=30, logprobs=1))
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert [token for chunk in chunks for token in chunk.tokens] == whole.tokens
+    assert [entry for chunk in chunks for entry in chunk.logprobs] == whole.logprobs
+    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [whole.finish_reason]
+    assert [chunk.timings.predicted_tokens for chunk in chunks] == list(range(1, len(chunks) + 1))
+
+
+def test_leaving_a_stream_frees_its_pages(model: hotset.Model):
+    for chunk in model.stream("hello", seed=1):
+        assert pages_in_use(model) == 1
+        if chunk.timings.predicted_tokens == 3:
+            break
+    assert pages_in_use(model) == 0
+    assert not model.engine.has_work
+    never_begun = model.stream("hello", seed=1)
+    del never_begun
+    assert not model.engine.has_work
+
+
+def test_streams_side_by_side_give_what_they_give_alone(model: hotset.Model):
+    prompts = ["one", "two", "three"]
+    alone = [model.generate(p, seed=i, max_tokens=25).tokens for i, p in enumerate(prompts)]
+    streams = [model.stream(p, seed=i, max_tokens=25) for i, p in enumerate(prompts)]
+    tokens: list[list[int]] = [[], [], []]
+    for chunks in itertools.zip_longest(*streams):
+        for i, chunk in enumerate(chunks):
+            tokens[i] += chunk.tokens if chunk else []
+    assert tokens == alone
+
+
+def test_many_prompts_at_once_give_what_they_give_alone(model: hotset.Model):
+    prompts = ["one", "two and more", "three"]
+    alone = [model.generate(p, seed=4, max_tokens=25) for p in prompts]
+    together = model.generate_many(prompts, seed=4, max_tokens=25)
+    assert [answer.tokens for answer in together] == [answer.tokens for answer in alone]
+
+
+def test_threads_share_a_model(model: hotset.Model):
+    alone = [model.generate("hello", seed=i, max_tokens=20).tokens for i in range(4)]
+    together: dict[int, list[int]] = {}
+
+    def ask(i: int) -> None:
+        together[i] = model.generate("hello", seed=i, max_tokens=20).tokens
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [together[i] for i in range(4)] == alone
+
+
+def test_stop_strings_across_tokens(model: hotset.Model):
+    params: dict[str, Any] = {"seed": 6, "max_tokens": 40, "logit_bias": PRINTABLE}
+    free = model.generate("hello", **params)
+    assert len(free.text) == 40
+    stop = free.text[8:11]
+    at = free.text.index(stop)
+    answer = model.generate("hello", **params, stop=stop)
+    assert answer.finish_reason == "stop"
+    assert answer.text == free.text[:at]
+    assert answer.tokens == free.tokens[: at + 3]
+    chunks = list(model.stream("hello", **params, stop=[stop, "nothing like it"]))
+    assert "".join(chunk.text for chunk in chunks) == answer.text
+    assert [token for chunk in chunks for token in chunk.tokens] == answer.tokens
+    assert pages_in_use(model) == 0
+
+
+def test_the_end_of_sequence_token_has_no_text(model: hotset.Model):
+    answer = model.generate("hello", seed=1, logit_bias={EOS: 100})
+    assert answer.tokens == [EOS]
+    assert answer.text == ""
+    assert answer.finish_reason == "stop"
+
+
+def test_half_a_character_is_held_back(model: hotset.Model):
+    first_byte = "é".encode()[0]
+    chunks = list(model.stream("x", max_tokens=2, logit_bias={first_byte: 500}))
+    assert [chunk.tokens for chunk in chunks] == [[first_byte], [first_byte]]
+    assert [chunk.text for chunk in chunks] == ["", "\ufffd\ufffd"]
+
+
+def test_chat(model: hotset.Model):
+    messages: list[Any] = [{"role": "user", "content": "hello"}]
+    tokens = model.encode_chat(messages)
+    assert tokens[0] == BOS
+    assert tokens.count(BOS) == 1
+    text = "<s><|im_start|>user:hello\n<|im_start|>assistant:"
+    assert tokens == model.tokenizer.encode(text, add_special=False, parse_special=True)
+    assert tokens.count(258) == 2
+    reply = model.chat(messages, seed=1, max_tokens=10)
+    assert reply.role == "assistant"
+    assert reply.content == model.generate(tokens, seed=1, max_tokens=10).text
+    assert reply.completion.prompt_tokens == len(tokens)
+    streamed = model.chat(messages, stream=True, seed=1, max_tokens=10)
+    assert "".join(chunk.text for chunk in streamed) == reply.content
+    messages += [reply, {"role": "user", "content": [{"type": "text", "text": "more"}]}]
+    following = model.encode_chat(messages)
+    assert following[: len(tokens)] == tokens
+
+
+def test_a_template_without_bos_gets_one(tmp_path: Path):
+    template = TEMPLATE.replace("{{ bos_token }}", "")
+    path = write_model(tmp_path / "plain.gguf", **{"tokenizer.chat_template": template})
+    with hotset.load(path, backend="reference") as model:
+        tokens = model.encode_chat([{"role": "user", "content": "x"}])
+        assert tokens[:2] == [BOS, 258]
+    path = write_model(
+        tmp_path / "none.gguf", **{"tokenizer.ggml.add_bos_token": False, "tokenizer.chat_template": template}
+    )
+    with hotset.load(path, backend="reference") as model:
+        assert model.encode_chat([{"role": "user", "content": "x"}])[0] == 258
+
+
+@pytest.mark.parametrize(
+    ("messages", "sentence"),
+    [
+        ([], "messages must be a list"),
+        ("hello", "messages must be a list"),
+        ({"role": "user", "content": "x"}, "messages must be a list"),
+        (["hello"], "message 0 must be a dictionary"),
+        ([{"content": "x"}], "message 0 must be a dictionary with a role"),
+        ([{"role": "user", "content": "x"}, {"role": "user"}], "content of message 1 must be text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "message 0 has a part that is not text"),
+    ],
+    ids=str,
+)
+def test_messages_that_are_none(model: hotset.Model, messages: Any, sentence: str):
+    with pytest.raises(hotset.InvalidRequestError, match=sentence):
+        model.chat(messages)
+
+
+def test_perplexity(model: hotset.Model):
+    text = "the quick brown fox jumps over the lazy dog. " * 10
+    result = model.perplexity(text, n_ctx=64, chunks=3)
+    assert (result.chunk, result.n_chunks, result.n_scored) == (3, 3, 3 * 31)
+    tokens = model.tokenizer.encode(text)
+    losses = []
+    for i in range(3):
+        chunk = tokens[64 * i : 64 * i + 64]
+        logits = model.logits([BOS, *chunk[1:]]).astype(np.float64)
+        logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        losses += [-logprobs[p, chunk[p + 1]] for p in range(32, 63)]
+    assert result.ppl == pytest.approx(np.exp(np.mean(losses)), rel=1e-5)
+    running = list(model.perplexity_chunks(text, n_ctx=64, chunks=3))
+    assert [r.chunk for r in running] == [1, 2, 3]
+    assert running[-1] == result
+
+
+def test_parameters_are_checked_at_the_call(model: hotset.Model):
+    with pytest.raises(
+        hotset.InvalidRequestError, match="no parameter 'temprature'; the parameters are temp"
+    ):
+        model.stream("x", temprature=1)
+    with pytest.raises(hotset.InvalidRequestError, match="top_p must be between"):
+        model.stream("x", top_p=2)
+    with pytest.raises(hotset.ContextLengthError, match="the prompt has 256 tokens"):
+        model.stream([1] * 256)
+    with pytest.raises(hotset.InvalidRequestError, match="token 259 is not in the vocabulary"):
+        model.generate([259])
+    with pytest.raises(hotset.InvalidRequestError, match="token ids"):
+        model.logits([])
+    assert not model.engine.has_work
+
+
+def test_a_closed_model_says_so(path: Path):
+    model = hotset.load(path, backend="reference")
+    stream = model.stream("hello", seed=1)
+    next(stream)
+    model.close()
+    model.close()
+    assert [chunk.finish_reason for chunk in stream] == ["cancelled"]
+    for use in (lambda: model.generate("x"), lambda: model.logits([1]), lambda: model.perplexity("x" * 2000)):
+        with pytest.raises(hotset.InvalidRequestError, match="has been closed"):
+            use()
+
+
+def test_load_chooses_a_context(path: Path):
+    with hotset.load(path, backend="reference") as model:
+        assert model.n_ctx == model.config.n_ctx_train == 256
+        assert model.bytes_per_token > 0
+        assert "tiny.gguf" in repr(model)
+    with (
+        pytest.warns(UserWarning, match="longer than the 256"),
+        hotset.load(path, backend="reference", n_ctx=300) as model,
+    ):
+        assert len(model.generate([1] * 290, seed=1, ignore_eos=True).tokens) == 10
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"n_ctx": 0}, "n_ctx must be a whole number of at least 1"),
+        ({"n_threads": 1.5}, "n_threads must be a whole number"),
+        ({"max_batch": True}, "max_batch must be a whole number"),
+        ({"kv_type": "q4_0"}, "kv_type must be one of f16, q8_0, f32"),
+        ({"backend": "gpu"}, "backend must be cpu or reference"),
+        ({"activation": "tanh"}, "activation 'tanh' is not known"),
+    ],
+    ids=str,
+)
+def test_load_checks_its_parameters(path: Path, options: dict[str, Any], sentence: str):
+    with pytest.raises(hotset.InvalidRequestError, match=sentence):
+        hotset.load(path, **{"backend": "reference", **options})
+
+
+def test_load_refuses_a_context_larger_than_the_memory(path: Path):
+    with pytest.raises(hotset.OutOfMemoryError, match=r"needs a cache of .* GB"):
+        hotset.load(path, backend="reference", n_ctx=10**13)
+
+
+def test_load_of_nothing(tmp_path: Path):
+    with pytest.raises(hotset.ModelNotFoundError):
+        hotset.load(tmp_path / "missing.gguf")
+    (tmp_path / "text.gguf").write_text("hello")
+    with pytest.raises(hotset.FormatError):
+        hotset.load(tmp_path / "text.gguf")
+
+
+def test_importing_hotset_loads_nothing_heavy():
+    code = (
+        "import sys, hotset; hotset.HotsetError; "
+        "print([m for m in ('numpy', 'tokenizers', 'jinja2', 'torch', 'transformers') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+    assert set(hotset.__all__) >= {"load", "Model", "ContextLengthError"}
+    for name in hotset.__all__:
+        if name != "__version__":
+            assert getattr(hotset, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        hotset.nothing  # noqa: B018
