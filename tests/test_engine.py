@@ -94,6 +94,67 @@ def test_a_preempted_sequence_is_computed_again_and_goes_on():
     assert [sequence.tokens for sequence in sequences] == alone
 
 
+def test_a_preempted_sequence_reuses_what_is_left_of_its_pages():
+    alone = [generate(engine(256), prompt(60, seed=i), seed=i, max_tokens=100).tokens for i in range(2)]
+    tight = engine(256, n_pages=5)
+    old, new = (tight.submit(prompt(60, seed=i), SamplingParams(seed=i, max_tokens=100)) for i in range(2))
+    while new not in tight.waiting or new.n_computed == 0:
+        tight.step()
+    n_generated = len(new.generated)
+    assert len(new.tokens) == 2 * PAGE_SIZE + 1
+    tight.cancel(old)
+    seen = tight.backend.n_tokens_seen
+    tight.step()
+    assert tight.backend.n_tokens_seen - seen == 1  # its two full pages were still there
+    assert len(new.generated) == n_generated + 1
+    drain(tight)
+    assert new.tokens == alone[1]
+
+
+def test_a_preempted_sequence_goes_on_before_those_that_wait():
+    tight = engine(256, max_sequences=2, n_pages=4)
+    old, new, third = (
+        tight.submit(prompt(60, seed=i), SamplingParams(seed=i, max_tokens=100)) for i in range(3)
+    )
+    tight.step()
+    while list(tight.waiting) == [third]:
+        tight.step()
+    assert list(tight.waiting) == [new, third]
+    while old.finish_reason is None:
+        tight.step()
+    tight.step()
+    assert tight.running[0] is new
+
+
+def test_logits_of_a_preempted_sequence_are_handed_out_once():
+    tight = engine(256, n_pages=6, max_batch=2)
+    tight.submit(prompt(60), SamplingParams(seed=0, max_tokens=190))
+    positions: list[int] = []
+    for _ in range(60):
+        tight.step()
+    scored = tight.score(
+        prompt(190, seed=1),
+        lambda position, rows: positions.extend(range(position, position + len(rows))),
+        first=20,
+    )
+    preempted = False
+    while tight.has_work:
+        ran = scored in tight.running
+        tight.step()
+        preempted |= ran and scored in tight.waiting and bool(positions)
+    assert preempted
+    assert positions == list(range(20, 190))
+
+
+def test_pages_after_a_reused_prefix_are_found_only_after_it():
+    long = prompt(4 * PAGE_SIZE + 1)
+    reusing = engine()
+    generate(reusing, long[: 2 * PAGE_SIZE + 1], seed=1, max_tokens=1)
+    assert generate(reusing, long, seed=1, max_tokens=1).n_reused == 2 * PAGE_SIZE
+    assert generate(reusing, long, seed=1, max_tokens=1).n_reused == 4 * PAGE_SIZE
+    assert generate(reusing, long[2 * PAGE_SIZE :], seed=1, max_tokens=1).n_reused == 0
+
+
 def test_decoding_comes_before_prompts_and_shares_their_batch():
     shared = engine(max_batch=32)
     first = shared.submit(prompt(10), SamplingParams(seed=1, max_tokens=50))

@@ -69,7 +69,7 @@ class Sequence:
         self.n_tokens_max = n_tokens_max
         self.stop_ids: frozenset[int] = frozenset()
         self.on_logits: Callable[[int, np.ndarray], None] | None = None
-        self.first_output = self.n_prompt - 1  # the first position whose logits are wanted
+        self.first_output = 0  # the next position that on_logits waits for
         self.reuse_prefix = True
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
@@ -276,8 +276,10 @@ class Engine:
         """Lets waiting sequences run, in order, while there is a slot and room for what they must compute."""
         while self.waiting and self._slots:
             sequence = self.waiting[0]
-            reusable = min(sequence.first_output, len(sequence.tokens) - 1) if sequence.reuse_prefix else 0
-            pages, chain = self.pool.match(sequence.tokens, reusable // PAGE_SIZE)
+            # At least one token must be computed, and every one whose logits are still wanted.
+            reusable = sequence.first_output if sequence.on_logits else len(sequence.tokens) - 1
+            max_reused = reusable // PAGE_SIZE if sequence.reuse_prefix else 0
+            pages, chain = self.pool.match(sequence.tokens, max_reused)
             n_missing = -(-len(sequence.tokens) // PAGE_SIZE) - len(pages)
             # One spare page for each running sequence, lest the next of their pages throw this one out again.
             if self.running and n_missing + len(self.running) > self.pool.n_available:
@@ -359,6 +361,7 @@ class Engine:
                 # An interruption in here leaves n_computed behind: the chunk runs again, to the same bits.
                 if sequence.on_logits and n_rows:
                     sequence.on_logits(end - n_rows, rows)
+                    sequence.first_output = end  # not again, should the sequence lose its pages
                 elif n_rows:
                     self._append_token(sequence, rows[0], now)
             except Exception as error:
@@ -408,7 +411,6 @@ class Engine:
         self._slots.append(sequence.slot)
         sequence.slot = -1
         sequence.pages = []
-        sequence.n_computed = 0
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
