@@ -95,13 +95,17 @@ struct QuantizedInputs {
     }
 };
 
+template <class T>
+void add_to_hash(const std::vector<T>& reference) {
+    for (size_t i = 0; i < reference.size() * sizeof(T); i++)
+        reference_hash = (reference_hash ^ reinterpret_cast<const uint8_t*>(reference.data())[i]) * 0x100000001b3;
+}
+
 // `portable`: whether the reference's results `b` are the same on all platforms.
 template <class T>
 void expect_equal(const char* what, const char* isa, const char* detail, const std::vector<T>& a, const std::vector<T>& b,
                   bool portable = true) {
-    if (portable)
-        for (size_t i = 0; i < b.size() * sizeof(T); i++)
-            reference_hash = (reference_hash ^ reinterpret_cast<const uint8_t*>(b.data())[i]) * 0x100000001b3;
+    if (portable) add_to_hash(b);
     if (a.size() == b.size() && !std::memcmp(a.data(), b.data(), a.size() * sizeof(T))) return;
     failures++;
     for (size_t i = 0; i < a.size(); i++)
@@ -235,6 +239,9 @@ void test_all(const Kernels& kernels) {
         std::vector<int64_t> widths = facts.block_size == 256 ? std::vector<int64_t>{256, 512, 768, 2304}
                                       : facts.block_size == 32 ? std::vector<int64_t>{32, 96, 160, 512, 576, 1536, 1120}
                                                                : std::vector<int64_t>{1, 15, 16, 24, 100, 576};
+        std::vector<float> decoded(768);
+        dequantize_row(Type(type), random_matrix(Type(type), 1, 768).data(), 768, decoded.data());
+        add_to_hash(decoded);
         for (int64_t cols : widths)
             for (int64_t rows : {1, 5, 19, 70})
                 for (int n : {1, 2, 3, 7, 13}) test_linear(kernels, Type(type), rows, cols, n);

@@ -1,0 +1,12 @@
+// What the memory of this machine gives: the ceiling that every benchmark is held against.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace hotset {
+
+// Reads `bytes` bytes once with `n_threads` threads; bytes per second.
+double read_bandwidth(const uint8_t* data, size_t bytes, int n_threads);
+
+}  // namespace hotset

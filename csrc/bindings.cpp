@@ -1,0 +1,358 @@
+// The only file that knows Python: checks every argument, releases the GIL, turns errors into sentences.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "bandwidth.h"
+#include "plan.h"
+#include "top_k.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using namespace hotset;
+
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using WritableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using FloatMatrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using IntMatrix = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+void require(bool condition, const std::string& sentence) {
+    if (!condition) throw nb::value_error(sentence.c_str());
+}
+
+const Kernels& chosen_kernels(const std::optional<std::string>& isa) {
+    const char* forced = isa ? isa->c_str() : std::getenv("HOTSET_ISA");
+    const char* error = nullptr;
+    const Kernels* kernels = select_kernels(forced, &error);
+    require(kernels != nullptr, std::string("HOTSET_ISA=") + (forced ? forced : "") + " cannot be used: " + (error ? error : ""));
+    return *kernels;
+}
+
+Matrix make_matrix(int type, const Bytes& data, int64_t rows, int64_t cols) {
+    require(type >= 0 && type < kTypeCount && type_facts(Type(type)).block_bytes > 0,
+            "tensor type " + std::to_string(type) + " has no kernel");
+    const TypeFacts facts = type_facts(Type(type));
+    require(rows > 0 && cols > 0 && rows < INT32_MAX && cols < INT32_MAX, "a matrix needs rows and columns");
+    require(cols % facts.block_size == 0, "rows of " + std::to_string(cols) + " weights are not whole blocks of type " + facts.name);
+    const size_t row_bytes = size_t(cols / facts.block_size) * facts.block_bytes;
+    require(data.size() == size_t(rows) * row_bytes,
+            "a " + std::string(facts.name) + " matrix of " + std::to_string(rows) + " x " + std::to_string(cols) + " takes " +
+                std::to_string(size_t(rows) * row_bytes) + " bytes, not " + std::to_string(data.size()));
+    return {Type(type), data.data(), rows, cols, row_bytes};
+}
+
+std::vector<float> to_vector(const std::optional<Floats>& array) {
+    return array ? std::vector<float>(array->data(), array->data() + array->size()) : std::vector<float>();
+}
+
+// A plan as Python builds it: the same operations, with every argument checked.
+class PlanBuilder {
+  public:
+    PlanBuilder(int max_tokens, int n_pages, int max_pages, int n_threads, const std::optional<std::string>& isa)
+        : n_pages_(n_pages) {
+        require(max_tokens > 0 && n_pages > 0 && max_pages > 0, "a plan needs tokens and pages");
+        require(n_threads > 0 && n_threads <= kMaxThreads, "the number of threads must be 1 to " + std::to_string(kMaxThreads));
+        plan_ = std::make_unique<Plan>(chosen_kernels(isa), max_tokens, max_pages, n_threads);
+    }
+
+    int buffer(int64_t width, bool outputs) {
+        require(!finished_ && width > 0, "a buffer needs a width");
+        widths_.push_back(width);
+        outputs_.push_back(outputs);
+        return plan_->add_buffer(width, outputs);
+    }
+
+    int rope(bool neox, int n_rot, const std::vector<double>& frequencies, float magnitude) {
+        require(n_rot > 0 && n_rot % 2 == 0 && int(frequencies.size()) == n_rot / 2, "a rope needs n_rot / 2 frequencies");
+        n_rot_.push_back(n_rot);
+        const int id = plan_->add_rope({neox, n_rot, magnitude, frequencies});
+        n_rot_.resize(std::max(id + 1, int(n_rot_.size())));
+        return id;
+    }
+
+    void embed(int type, const Bytes& data, int64_t rows, int out) {
+        const Matrix weight = make_matrix(type, data, rows, width(out));
+        n_vocab_ = n_vocab_ ? std::min(n_vocab_, rows) : rows;
+        plan_->add_embed(weight, out);
+    }
+
+    void select(int x, int out) {
+        require(width(x) == width(out) && !outputs_[x] && outputs_[out], "select goes from tokens to outputs of one width");
+        plan_->add_select(x, out);
+    }
+
+    void norm(bool layer, const Floats& weight, const std::optional<Floats>& bias, float eps, int n_head, int x, int out) {
+        require(n_head > 0 && width(x) % n_head == 0 && width(x) == width(out), "a norm keeps its width");
+        same_rows(x, out);
+        plan_->add_norm(make_norm(layer, weight, bias, eps, width(x) / n_head), n_head, x, out);
+    }
+
+    // parts: (type, data, bias or None, out)
+    void linear(int x, const std::optional<std::tuple<bool, Floats, std::optional<Floats>, float>>& norm,
+                const std::vector<std::tuple<int, Bytes, std::optional<Floats>, int>>& parts, int residual, bool gated,
+                int activation, float threshold) {
+        require(!parts.empty() && (!gated || parts.size() == 2) && (residual < 0 || parts.size() == 1), "a matrix product has parts");
+        Norm before;
+        if (norm) before = make_norm(std::get<0>(*norm), std::get<1>(*norm), std::get<2>(*norm), std::get<3>(*norm), width(x));
+        std::vector<LinearPart> built;
+        for (const auto& [type, data, bias, out] : parts) {
+            same_rows(x, out);
+            require(!bias || int64_t(bias->size()) == width(out), "a bias has the width of its output");
+            built.push_back({make_matrix(type, data, width(out), width(x)), to_vector(bias), out});
+        }
+        require(!gated || built[0].weight.rows == built[1].weight.rows, "gate and up have the same rows");
+        if (residual >= 0) {
+            same_rows(x, residual);
+            require(width(residual) == width(built[0].out) && residual != built[0].out, "a residual has the width of the output");
+        }
+        plan_->add_linear(x, std::move(before), std::move(built), residual, gated, checked_activation(activation), threshold);
+    }
+
+    void rotate(int x, int out, int n_head, int head_dim, int rope) {
+        require(width(x) == int64_t(n_head) * head_dim && width(out) == width(x), "heads fill the width");
+        require(rope >= 0 && rope < int(n_rot_.size()) && n_rot_[rope] <= head_dim, "a rope fits its head");
+        same_rows(x, out);
+        plan_->add_rotate(x, out, n_head, head_dim, rope);
+    }
+
+    void attention(int q, int k, int v, int out, int n_head, int n_head_kv, int head_dim, int head_dim_v, float scale,
+                   int window, int rope, const std::optional<std::pair<Floats, float>>& q_norm,
+                   const std::optional<std::pair<Floats, float>>& k_norm, int kv_type, const WritableBytes& k_cache,
+                   const WritableBytes& v_cache, const std::optional<WritableBytes>& k_scale,
+                   const std::optional<WritableBytes>& v_scale) {
+        require(n_head > 0 && n_head_kv > 0 && n_head % n_head_kv == 0 && n_head / n_head_kv <= kMaxGroup,
+                "query heads come in groups of equal size");
+        require(head_dim > 0 && head_dim <= kMaxHeadDim && head_dim_v > 0 && head_dim_v <= kMaxHeadDim, "a head has 1 to " + std::to_string(kMaxHeadDim) + " channels");
+        require(width(q) == int64_t(n_head) * head_dim && width(k) == int64_t(n_head_kv) * head_dim &&
+                    width(v) == int64_t(n_head_kv) * head_dim_v && width(out) == int64_t(n_head) * head_dim_v,
+                "heads fill the widths of q, k, v and out");
+        for (int id : {q, k, v, out}) require(!outputs_[id], "attention works on all tokens");
+        require(rope < int(n_rot_.size()) && (rope < 0 || n_rot_[rope] <= head_dim), "a rope fits its head");
+        AttentionFacts facts;
+        facts.q = q, facts.k = k, facts.v = v, facts.out = out;
+        facts.n_head = n_head;
+        facts.scale = scale;
+        facts.window = window;
+        facts.rope = rope;
+        if (q_norm) facts.q_norm = make_norm(false, q_norm->first, std::nullopt, q_norm->second, head_dim);
+        if (k_norm) facts.k_norm = make_norm(false, k_norm->first, std::nullopt, k_norm->second, head_dim);
+        require(kv_type >= 0 && kv_type <= 2, "a cache is F32, F16 or Q8_0");
+        facts.kv = {KvType(kv_type), n_head_kv, head_dim, head_dim_v, k_cache.data(), v_cache.data(), nullptr, nullptr};
+        require(k_cache.size() == n_pages_ * facts.kv.k_page_bytes() && v_cache.size() == n_pages_ * facts.kv.v_page_bytes(),
+                "the cache has the size of its pages");
+        if (facts.kv.type == KvType::Q8_0) {
+            require(head_dim % 32 == 0 && head_dim_v % 32 == 0, "a Q8_0 cache needs heads of whole 32-blocks");
+            const size_t per_page = size_t(n_head_kv) * kPageSize * 2;
+            require(k_scale && v_scale && k_scale->size() == n_pages_ * per_page * (head_dim / 32) &&
+                        v_scale->size() == n_pages_ * per_page * (head_dim_v / 32),
+                    "a Q8_0 cache has scales");
+            facts.kv.k_scale = reinterpret_cast<uint16_t*>(k_scale->data());
+            facts.kv.v_scale = reinterpret_cast<uint16_t*>(v_scale->data());
+        }
+        plan_->add_attention(std::move(facts));
+    }
+
+    void activate(int kind, float threshold, int x, int out) {
+        require(width(x) == width(out), "an activation keeps its width");
+        same_rows(x, out);
+        plan_->add_activate(checked_activation(kind), threshold, x, out);
+    }
+
+    void add(int a, int b, int out) { check_pair(a, b, out), plan_->add_add(a, b, out); }
+    void multiply(int a, int b, int out) { check_pair(a, b, out), plan_->add_multiply(a, b, out); }
+
+    void finish() {
+        plan_->finish();
+        finished_ = true;
+    }
+
+    void run(const Ints& tokens, const Ints& positions, const Ints& sequences, const IntMatrix& pages, const Ints& outputs) {
+        require(finished_, "the plan is not finished");
+        const int n = int(tokens.size()), n_sequences = int(pages.shape(0)), max_pages = int(pages.shape(1));
+        require(n > 0 && n <= plan_->max_tokens(), "a step takes 1 to " + std::to_string(plan_->max_tokens()) + " tokens, not " + std::to_string(n));
+        require(int(positions.size()) == n && int(sequences.size()) == n, "every token has a position and a sequence");
+        require(max_pages <= plan_->max_pages(), "a sequence has more pages than the plan allows");
+        for (int t = 0; t < n; t++) {
+            const int token = tokens.data()[t], position = positions.data()[t], sequence = sequences.data()[t];
+            require(token >= 0 && token < n_vocab_, "token " + std::to_string(token) + " is not in the vocabulary");
+            require(sequence >= 0 && sequence < n_sequences, "a token's sequence has no page table");
+            require(position >= 0 && position / kPageSize < max_pages, "position " + std::to_string(position) + " lies beyond the page table");
+            const bool adjacent = t > 0 && sequences.data()[t - 1] == sequence;
+            require(!adjacent || positions.data()[t - 1] < position, "positions of a sequence must rise");
+            for (int i = adjacent ? positions.data()[t - 1] / kPageSize : 0; i <= position / kPageSize; i++) {
+                const int page = pages.data()[int64_t(sequence) * max_pages + i];
+                require(page >= 0 && page < n_pages_, "a position has no page in the cache");
+            }
+        }
+        const int n_outputs = int(outputs.size());
+        for (int i = 0; i < n_outputs; i++) {
+            const int t = outputs.data()[i];
+            require(t >= 0 && t < n && (i == 0 || outputs.data()[i - 1] < t), "outputs must be rising indices of tokens");
+        }
+        n_tokens_ = n;
+        n_outputs_ = n_outputs;
+        nb::gil_scoped_release release;
+        plan_->run(tokens.data(), positions.data(), sequences.data(), n, pages.data(), n_sequences, max_pages,
+                   outputs.data(), n_outputs);
+    }
+
+    // A view of the buffer's rows of the last step.
+    nb::ndarray<nb::numpy, float, nb::ndim<2>> rows(nb::handle self, int id) {
+        const Buffer& buffer = plan_->buffer(checked(id));
+        return {buffer.row(0), {size_t(buffer.outputs ? n_outputs_ : n_tokens_), size_t(buffer.width)}, self};
+    }
+
+    std::string isa() const { return plan_->kernels().isa; }
+
+  private:
+    int checked(int id) const {
+        require(id >= 0 && id < int(widths_.size()), "there is no buffer " + std::to_string(id));
+        return id;
+    }
+    int64_t width(int id) const { return widths_[checked(id)]; }
+    void same_rows(int a, int b) const { require(outputs_[checked(a)] == outputs_[checked(b)], "rows of tokens and of outputs do not mix"); }
+    void check_pair(int a, int b, int out) const {
+        require(width(a) == width(b) && width(a) == width(out), "both sides have the same width");
+        same_rows(a, b);
+        same_rows(a, out);
+    }
+    static Activation checked_activation(int kind) {
+        require(kind >= 0 && kind <= int(Activation::FatRelu), "there is no activation " + std::to_string(kind));
+        return Activation(kind);
+    }
+    static Norm make_norm(bool layer, const Floats& weight, const std::optional<Floats>& bias, float eps, int64_t width) {
+        require(int64_t(weight.size()) == width && (!bias || int64_t(bias->size()) == width), "a norm has the width of its input");
+        return {layer, to_vector(weight), to_vector(bias), eps};
+    }
+
+    const int n_pages_;
+    std::unique_ptr<Plan> plan_;
+    std::vector<int64_t> widths_;
+    std::vector<bool> outputs_;
+    std::vector<int> n_rot_;
+    int64_t n_vocab_ = 0;
+    int n_tokens_ = 0;
+    int n_outputs_ = 0;
+    bool finished_ = false;
+};
+
+template <class T, class... Shape>
+nb::ndarray<nb::numpy, T, nb::ndim<sizeof...(Shape)>> new_array(T*& data, Shape... shape) {
+    data = new T[(size_t(shape) * ... * 1)];
+    nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+    return {data, {size_t(shape)...}, owner};
+}
+
+// The product of one matrix and rows of activations, for tests and benchmarks of single kernels.
+nb::object linear(int type, const Bytes& data, int64_t rows, const FloatMatrix& x, const std::optional<std::string>& isa) {
+    const int n = int(x.shape(0));
+    const int64_t k = int64_t(x.shape(1)), width = padded(k);
+    const Matrix weight = make_matrix(type, data, rows, k);
+    require(n > 0, "a product needs a row of activations");
+    const Kernels& kernels = chosen_kernels(isa);
+    Memory q(n * width), scale(n * width / 8), sum(n * width / 8), isum(n * width / 4), scratch(kernel_scratch_bytes(k));
+    if (!is_float(weight.type))
+        for (int t = 0; t < n; t++)
+            kernels.quantize(x.data() + t * k, k, q.as<int8_t>() + t * width, scale.as<float>() + t * width / 32,
+                             sum.as<float>() + t * width / 32, isum.as<int32_t>() + t * width / 16);
+    const Inputs inputs = {n, k, x.data(), q.as<int8_t>(), scale.as<float>(), sum.as<float>(), isum.as<int32_t>()};
+    float* out;
+    auto result = new_array<float>(out, n, rows);
+    {
+        nb::gil_scoped_release release;
+        kernels.linear[type](weight, 0, rows, inputs, 0, n, out, rows, scratch.data());
+    }
+    return nb::cast(result);
+}
+
+nb::object dequantize(int type, const Bytes& data, int64_t rows, int64_t cols) {
+    const Matrix weight = make_matrix(type, data, rows, cols);
+    float* out;
+    auto result = new_array<float>(out, rows, cols);
+    nb::gil_scoped_release release;
+    for (int64_t r = 0; r < rows; r++) dequantize_row(weight.type, weight.row(r), cols, out + r * cols);
+    nb::gil_scoped_acquire acquire;
+    return nb::cast(result);
+}
+
+nb::object top_k_indices(const Floats& x, int64_t k) {
+    const int64_t n = int64_t(x.size());
+    require(k > 0 && k <= n, "top_k needs 1 to " + std::to_string(n) + " elements, not " + std::to_string(k));
+    int32_t* out;
+    auto result = new_array<int32_t>(out, k);
+    {
+        nb::gil_scoped_release release;
+        top_k(chosen_kernels(std::nullopt), x.data(), n, k, out);
+    }
+    return nb::cast(result);
+}
+
+int64_t argmax(const Floats& x) {
+    require(x.size() > 0, "argmax needs an element");
+    nb::gil_scoped_release release;
+    return chosen_kernels(std::nullopt).argmax(x.data(), int64_t(x.size()));
+}
+
+double measured_read_bandwidth(const Bytes& data, int n_threads) {
+    require(n_threads > 0 && n_threads <= kMaxThreads, "the number of threads must be 1 to " + std::to_string(kMaxThreads));
+    nb::gil_scoped_release release;
+    return read_bandwidth(data.data(), data.size(), n_threads);
+}
+
+std::vector<std::string> available_isas() {
+    std::vector<std::string> names;
+    for (const char* name : {"avx512", "avx2", "neon", "scalar"}) {
+        const char* error = nullptr;
+        if (select_kernels(name, &error)) names.push_back(name);
+    }
+    return names;
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+    m.doc() = "The native core of hotset: kernels, the plan of a step and the threads that run it.";
+    m.attr("PAGE_SIZE") = kPageSize;
+    m.def("isa", [] { return std::string(chosen_kernels(std::nullopt).isa); },
+          "The instruction set whose kernels are used: HOTSET_ISA, or the best that this processor has.");
+    m.def("available_isas", &available_isas, "The instruction sets that this processor can run, best first.");
+    m.def("top_k", &top_k_indices, "x"_a, "k"_a, "Indices of the k largest, in falling order; of equals the lower index first.");
+    m.def("argmax", &argmax, "x"_a, "Index of the largest element; of equals the lowest.");
+    m.def("read_bandwidth", &measured_read_bandwidth, "data"_a, "n_threads"_a, "Reads the bytes once; bytes per second.");
+    m.def("linear", &linear, "type"_a, "data"_a, "rows"_a, "x"_a, "isa"_a.none() = nb::none(),
+          "x [n, k] times a matrix of `rows` rows of k weights of a GGML type, by the kernel that a plan would use.");
+    m.def("dequantize", &dequantize, "type"_a, "data"_a, "rows"_a, "cols"_a, "Decodes a matrix to float32 [rows, cols].");
+    nb::class_<PlanBuilder>(m, "Plan", "The operations of one step; built once, run once per step (csrc/plan.h).")
+        .def(nb::init<int, int, int, int, const std::optional<std::string>&>(), "max_tokens"_a, "n_pages"_a, "max_pages"_a,
+             "n_threads"_a, "isa"_a.none() = nb::none())
+        .def("buffer", &PlanBuilder::buffer, "width"_a, "outputs"_a)
+        .def("rope", &PlanBuilder::rope, "neox"_a, "n_rot"_a, "frequencies"_a, "magnitude"_a)
+        .def("embed", &PlanBuilder::embed, "type"_a, "data"_a, "rows"_a, "out"_a)
+        .def("select", &PlanBuilder::select, "x"_a, "out"_a)
+        .def("norm", &PlanBuilder::norm, "layer"_a, "weight"_a, "bias"_a.none(), "eps"_a, "n_head"_a, "x"_a, "out"_a)
+        .def("linear", &PlanBuilder::linear, "x"_a, "norm"_a.none(), "parts"_a, "residual"_a, "gated"_a, "activation"_a,
+             "threshold"_a)
+        .def("rotate", &PlanBuilder::rotate, "x"_a, "out"_a, "n_head"_a, "head_dim"_a, "rope"_a)
+        .def("attention", &PlanBuilder::attention, "q"_a, "k"_a, "v"_a, "out"_a, "n_head"_a, "n_head_kv"_a, "head_dim"_a,
+             "head_dim_v"_a, "scale"_a, "window"_a, "rope"_a, "q_norm"_a.none(), "k_norm"_a.none(), "kv_type"_a, "k_cache"_a,
+             "v_cache"_a, "k_scale"_a.none(), "v_scale"_a.none())
+        .def("activate", &PlanBuilder::activate, "kind"_a, "threshold"_a, "x"_a, "out"_a)
+        .def("add", &PlanBuilder::add, "a"_a, "b"_a, "out"_a)
+        .def("multiply", &PlanBuilder::multiply, "a"_a, "b"_a, "out"_a)
+        .def("finish", &PlanBuilder::finish)
+        .def("run", &PlanBuilder::run, "tokens"_a, "positions"_a, "sequences"_a, "pages"_a, "outputs"_a)
+        .def("rows", [](nb::handle self, int id) { return nb::cast<PlanBuilder&>(self).rows(self, id); }, "buffer"_a)
+        .def_prop_ro("isa", &PlanBuilder::isa);
+}

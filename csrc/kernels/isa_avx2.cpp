@@ -1,0 +1,728 @@
+// AVX2, FMA and F16C. A vector holds a half of a pair of 32-blocks: four int32 lanes a block after maddubs and madd.
+//
+// One token: eight blocks a step, their dot products summed into one vector, a lane a block; the sixteen lanes of
+// the canonical order are two accumulators, for even and odd steps.
+// Many tokens: eight rows are packed into a panel whose lanes are rows, so that nothing is summed across lanes.
+//
+// maddubs multiplies unsigned codes by signed inputs and adds pairs in int16, where it would saturate silently.
+// Inputs lie in [-127, 127], so a pair of codes up to kMaxCode stays within 254 * kMaxCode: `kInt16Terms` such pairs
+// may be added before they are widened. Signed codes up to 128 go in as magnitudes, their signs moved to the inputs.
+#include <immintrin.h>
+
+#include "kernels.h"
+
+namespace hotset::avx2 {
+
+#include "blocks.h"
+#include "simd_avx2.h"
+#include "float_kernels.h"
+
+// Scales of eight blocks of one row, a lane a block. Integer scales of sub-blocks are int16, two a lane.
+struct Scales {
+    __m256 scale;
+    __m256 min;
+    __m256i sub_scale;
+    __m256i sub_min;
+};
+
+inline __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+inline __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline __m256i broadcast128(const uint8_t* p) { return _mm256_broadcastsi128_si256(load128(p)); }
+inline __m256i two_lanes(const uint8_t* a, const uint8_t* b) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(load128(a)), load128(b), 1);
+}
+
+inline __m256i low_nibbles(__m256i v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
+inline __m256i high_nibbles(__m256i v) { return low_nibbles(_mm256_srli_epi16(v, 4)); }
+
+// Bytes moved left by kLow bits in the lower 128-bit lane and by kHigh in the upper (right where negative), masked.
+template <int kLow, int kHigh, int kMask>
+inline __m256i lane_bits(__m256i bytes) {
+    static_assert((kLow >= 0) == (kHigh >= 0) || kLow == 0);
+    constexpr bool kLeft = kHigh >= 0;
+    constexpr int kSign = kLeft ? 1 : -1;
+    const __m256i count = _mm256_setr_epi32(kSign * kLow, kSign * kLow, kSign * kLow, kSign * kLow, kSign * kHigh,
+                                            kSign * kHigh, kSign * kHigh, kSign * kHigh);
+    const __m256i moved = kLeft ? _mm256_sllv_epi32(bytes, count) : _mm256_srlv_epi32(bytes, count);
+    return _mm256_and_si256(moved, _mm256_set1_epi8(kMask));
+}
+
+// kCount 4-byte words, kStride bytes apart; the other lanes hold anything. Loads and blends beat a gather, which is
+// slow on most processors that stop at AVX2.
+template <int kStride, int kCount>
+inline __m256i words_at_stride(const uint8_t* p) {
+    const __m256i last = _mm256_set1_epi32(int(load_u32(p + (kCount - 1) * kStride)));
+    if constexpr (kCount == 1)
+        return last;
+    else
+        return _mm256_blend_epi32(words_at_stride<kStride, kCount - 1>(p), last, 1 << (kCount - 1));
+}
+
+// Each format: unpack<g, n>(p, a, b) gives the codes of blocks 2g and 2g + 1 of the n at p: first halves in a, second
+// halves in b. scales<n>(p) gives the scales of all n. Weight = code - kZero; kMaxCode bounds the magnitude of codes.
+// Nothing past the n blocks is read; block n, where n is odd, holds anything.
+
+// Types with 32-blocks: f16 scale (and minimum) at the head of each block, sixteen bytes of codes kHead bytes on.
+template <int kHead, int kBlockBytes, bool kMin>
+struct Nibbles {
+    static constexpr bool kSigned = false;
+    static constexpr int kBytes = 8 * kBlockBytes;
+
+    template <int n>
+    static Scales scales(const uint8_t* p) {
+        const __m256i words = words_at_stride<kBlockBytes, n>(p);
+        const __m256i split = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15,  //
+                                               0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+        const __m256i halves = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(words, split), 0xd8);
+        Scales s = {};
+        s.scale = _mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+        if constexpr (kMin) s.min = _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
+        return s;
+    }
+    // Where the codes of the pair start, the last block standing in for one that is missing.
+    template <int g, int n>
+    static const uint8_t* first(const uint8_t* p) { return p + 2 * g * kBlockBytes + kHead; }
+    template <int g, int n>
+    static const uint8_t* second(const uint8_t* p) { return first<g, n>(p) + (2 * g + 1 < n ? kBlockBytes : 0); }
+
+    template <int g, int n>
+    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+        const __m256i codes = two_lanes(first<g, n>(p), second<g, n>(p));
+        a = low_nibbles(codes);
+        b = high_nibbles(codes);
+    }
+};
+
+struct FormatQ4_0 : Nibbles<2, 18, false> {
+    static constexpr Type kType = Type::Q4_0;
+    static constexpr int kZero = 8, kMaxCode = 15;
+};
+
+struct FormatQ4_1 : Nibbles<4, 20, true> {
+    static constexpr Type kType = Type::Q4_1;
+    static constexpr int kZero = 0, kMaxCode = 15;
+};
+
+template <int kHead, int kBlockBytes, bool kMin>
+struct FiveBits : Nibbles<kHead, kBlockBytes, kMin> {
+    using Base = Nibbles<kHead, kBlockBytes, kMin>;
+    static constexpr int kMaxCode = 31;
+
+    // Bit i of the two bytes that `pick` repeats, as 16 or 0 in byte i.
+    static __m256i spread(__m256i bits, __m256i pick) {
+        const __m256i each = _mm256_set1_epi64x(int64_t(0x8040201008040201));
+        const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(bits, pick), each), each);
+        return _mm256_and_si256(set, _mm256_set1_epi8(16));
+    }
+    template <int g, int n>
+    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+        Base::template unpack<g, n>(p, a, b);
+        const __m256i bits = _mm256_blend_epi32(_mm256_set1_epi32(int(load_u32(Base::template first<g, n>(p) - 4))),
+                                                _mm256_set1_epi32(int(load_u32(Base::template second<g, n>(p) - 4))), 0xf0);
+        constexpr int64_t kOnes = 0x0101010101010101;
+        a = _mm256_or_si256(a, spread(bits, _mm256_setr_epi64x(0, kOnes, 0, kOnes)));
+        b = _mm256_or_si256(b, spread(bits, _mm256_setr_epi64x(2 * kOnes, 3 * kOnes, 2 * kOnes, 3 * kOnes)));
+    }
+};
+
+// The codes lie four bytes on, after the fifth bits.
+struct FormatQ5_0 : FiveBits<6, 22, false> {
+    static constexpr Type kType = Type::Q5_0;
+    static constexpr int kZero = 16;
+};
+
+struct FormatQ5_1 : FiveBits<8, 24, true> {
+    static constexpr Type kType = Type::Q5_1;
+    static constexpr int kZero = 0;
+};
+
+struct FormatQ8_0 : Nibbles<2, 34, false> {
+    static constexpr Type kType = Type::Q8_0;
+    static constexpr int kZero = 0, kMaxCode = 128;
+    static constexpr bool kSigned = true;
+
+    template <int g, int n>
+    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+        a = two_lanes(first<g, n>(p), second<g, n>(p));
+        b = two_lanes(first<g, n>(p) + 16, second<g, n>(p) + 16);
+    }
+};
+
+inline __m256i iq4_codes(__m256i nibbles) {
+    const __m256i table = _mm256_broadcastsi128_si256(load128(kIq4Values));
+    return _mm256_shuffle_epi8(table, nibbles);
+}
+
+struct FormatIQ4_NL : Nibbles<2, 18, false> {
+    static constexpr Type kType = Type::IQ4_NL;
+    static constexpr int kZero = 0, kMaxCode = 128;
+    static constexpr bool kSigned = true;
+
+    template <int g, int n>
+    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+        Nibbles::unpack<g, n>(p, a, b);
+        a = iq4_codes(a);
+        b = iq4_codes(b);
+    }
+};
+
+// Types with super-blocks: always eight blocks, which are one super-block.
+
+inline __m256 times(uint16_t half, __m256i integers) {
+    return _mm256_mul_ps(_mm256_set1_ps(_cvtsh_ss(half)), _mm256_cvtepi32_ps(integers));
+}
+
+struct FormatIQ4_XS {
+    static constexpr Type kType = Type::IQ4_XS;
+    static constexpr int kZero = 0, kMaxCode = 128;
+    static constexpr bool kSigned = true;
+    static constexpr int kBytes = 136;
+
+    template <int g, int n>
+    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+        const __m256i codes = load256(p + 8 + 32 * g);
+        a = iq4_codes(low_nibbles(codes));
+        b = iq4_codes(high_nibbles(codes));
+    }
+    template <int n>
+    static Scales scales(const uint8_t* p) {
+        const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        const __m256i low = _mm256_srlv_epi32(_mm256_set1_epi32(int(load_u32(p + 4))), _mm256_slli_epi32(lane, 2));
+        const __m256i high = _mm256_srlv_epi32(_mm256_set1_epi32(load_u16(p + 2)), _mm256_slli_epi32(lane, 1));
+        const __m256i six_bits = _mm256_or_si256(_mm256_and_si256(low, _mm256_set1_epi32(15)),
+                                                 _mm256_slli_epi32(_mm256_and_si256(high, _mm256_set1_epi32(3)), 4));
+        Scales s = {};
+        s.scale = times(load_u16(p), _mm256_sub_epi32(six_bits, _mm256_set1_epi32(32)));
+        return s;
+    }
+};
+
+// Q4_K and Q5_K: their 6-bit scales and minimums.
+struct KScales {
+    static constexpr bool kSigned = false;
+
+    template <int n>
+    static Scales scales(const uint8_t* p) {
+        const uint32_t w0 = load_u32(p + 4), w1 = load_u32(p + 8), w2 = load_u32(p + 12);
+        const uint64_t scale_high = (w2 & 0x0f0f0f0f) | (w0 >> 2 & 0x30303030);
+        const uint64_t min_high = (w2 >> 4 & 0x0f0f0f0f) | (w1 >> 2 & 0x30303030);
+        const uint64_t scales = (w0 & 0x3f3f3f3f) | scale_high << 32, mins = (w1 & 0x3f3f3f3f) | min_high << 32;
+        Scales s = {};
+        s.scale = times(load_u16(p), _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(int64_t(scales))));
+        s.min = times(load_u16(p + 2) ^ 0x8000, _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(int64_t(mins))));
+        return s;
+    }
+};
+
+struct FormatQ4_K : KScales {
+    static constexpr Type kType = Type::Q4_K;
+    static constexpr int kZero = 0, kMaxCode = 15;
+    static constexpr int kBytes = 144;
+
+    template <int g, int n>
+    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+        a = lane_bits<0, -4, 15>(broadcast128(p + 16 + 32 * g));
+        b = lane_bits<0, -4, 15>(broadcast128(p + 32 + 32 * g));
+    }
+};
+
+struct FormatQ5_K : KScales {
+    static constexpr Type kType = Type::Q5_K;
+    static constexpr int kZero = 0, kMaxCode = 31;
+    static constexpr int kBytes = 176;
+
+    template <int g, int n>
+    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+        constexpr int kLow = 4 - 2 * g, kHigh = 3 - 2 * g;  // bits 2g and 2g + 1 to bit 4
+        a = _mm256_or_si256(lane_bits<0, -4, 15>(broadcast128(p + 48 + 32 * g)),
+                            lane_bits<kLow, kHigh, 16>(broadcast128(p + 16)));
+        b = _mm256_or_si256(lane_bits<0, -4, 15>(broadcast128(p + 64 + 32 * g)),
+                            lane_bits<kLow, kHigh, 16>(broadcast128(p + 32)));
+    }
+};
+
+struct FormatQ6_K {
+    static constexpr Type kType = Type::Q6_K;
+    static constexpr int kZero = 32, kMaxCode = 63;
+    static constexpr bool kSigned = false;
+    static constexpr int kBytes = 210;
+
+    template <int g, int n>
+    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+        const uint8_t* low = p + 64 * (g / 2);
+        const uint8_t* high = p + 128 + 32 * (g / 2);
+        constexpr int kLow = 4 - 4 * (g % 2), kHigh = 2 - 4 * (g % 2);  // bits 4(g % 2) and on to bits 4 and 5
+        a = two_lanes(low, low + 32);
+        b = two_lanes(low + 16, low + 48);
+        a = _mm256_or_si256(g % 2 ? high_nibbles(a) : low_nibbles(a), lane_bits<kLow, kHigh, 0x30>(broadcast128(high)));
+        b = _mm256_or_si256(g % 2 ? high_nibbles(b) : low_nibbles(b), lane_bits<kLow, kHigh, 0x30>(broadcast128(high + 16)));
+    }
+    template <int n>
+    static Scales scales(const uint8_t* p) {
+        Scales s = {};
+        s.scale = _mm256_set1_ps(_cvtsh_ss(load_u16(p + 208)));
+        s.sub_scale = _mm256_cvtepi8_epi16(load128(p + 192));
+        return s;
+    }
+};
+
+struct FormatQ3_K {
+    static constexpr Type kType = Type::Q3_K;
+    static constexpr int kZero = 4, kMaxCode = 7;
+    static constexpr bool kSigned = false;
+    static constexpr int kBytes = 110;
+
+    template <int g, int n>
+    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+        const uint8_t* codes = p + 32 + 32 * (g / 2);
+        constexpr int kLow = -4 * (g % 2), kHigh = -2 - 4 * (g % 2);
+        constexpr int kLowThird = 2 - 2 * g, kHighThird = 1 - 2 * g;  // bits 2g and 2g + 1 to bit 2
+        a = _mm256_or_si256(lane_bits<kLow, kHigh, 3>(broadcast128(codes)),
+                            lane_bits<kLowThird, kHighThird, 4>(broadcast128(p)));
+        b = _mm256_or_si256(lane_bits<kLow, kHigh, 3>(broadcast128(codes + 16)),
+                            lane_bits<kLowThird, kHighThird, 4>(broadcast128(p + 16)));
+    }
+    template <int n>
+    static Scales scales(const uint8_t* p) {
+        const uint32_t w0 = load_u32(p + 96), w1 = load_u32(p + 100), w2 = load_u32(p + 104);
+        const __m128i bytes =
+            _mm_set_epi32(int((w1 >> 4 & 0x0f0f0f0f) | (w2 >> 2 & 0x30303030)), int((w0 >> 4 & 0x0f0f0f0f) | (w2 & 0x30303030)),
+                          int((w1 & 0x0f0f0f0f) | (w2 << 2 & 0x30303030)), int((w0 & 0x0f0f0f0f) | (w2 << 4 & 0x30303030)));
+        Scales s = {};
+        s.scale = _mm256_set1_ps(_cvtsh_ss(load_u16(p + 108)));
+        s.sub_scale = _mm256_cvtepi8_epi16(_mm_sub_epi8(bytes, _mm_set1_epi8(32)));
+        return s;
+    }
+};
+
+struct FormatQ2_K {
+    static constexpr Type kType = Type::Q2_K;
+    static constexpr int kZero = 0, kMaxCode = 3;
+    static constexpr bool kSigned = false;
+    static constexpr int kBytes = 84;
+
+    template <int g, int n>
+    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+        const uint8_t* codes = p + 16 + 32 * (g / 2);
+        constexpr int kLow = -4 * (g % 2), kHigh = -2 - 4 * (g % 2);
+        a = lane_bits<kLow, kHigh, 3>(broadcast128(codes));
+        b = lane_bits<kLow, kHigh, 3>(broadcast128(codes + 16));
+    }
+    template <int n>
+    static Scales scales(const uint8_t* p) {
+        const __m256i words = _mm256_cvtepu8_epi16(load128(p));
+        Scales s = {};
+        s.scale = _mm256_set1_ps(_cvtsh_ss(load_u16(p + 80)));
+        s.min = _mm256_set1_ps(-_cvtsh_ss(load_u16(p + 82)));
+        s.sub_scale = _mm256_and_si256(words, _mm256_set1_epi16(15));
+        s.sub_min = _mm256_srli_epi16(words, 4);
+        return s;
+    }
+};
+
+// How many maddubs results may be added in int16.
+template <class Format>
+constexpr int kInt16Terms = 32767 / (254 * Format::kMaxCode);
+
+inline __m256i ones() { return _mm256_set1_epi16(1); }
+
+inline __m256i times_zero(int zero, __m256i v) { return _mm256_slli_epi32(v, __builtin_ctz(unsigned(zero))); }
+
+// The weights of the two halves' input sums in a block's integer dot product, or in its minimum: int16, two a lane.
+template <class Format>
+inline __m256i sum_weights(const Scales& s) {
+    if constexpr (has_min(Format::kType)) return s.sub_min;
+    return _mm256_slli_epi16(s.sub_scale, __builtin_ctz(unsigned(Format::kZero)));  // at most 128 * 32
+}
+
+// ---- One token --------------------------------------------------------------------------------------------------
+
+struct TokenInputs {
+    const int8_t* q;
+    const float* scale;
+    const float* sum;
+    const int32_t* isum0;
+    const int32_t* isum1;
+};
+
+// int16 scales of half h of blocks 2g and 2g + 1, filling a 128-bit lane each. `half_scales` holds in both lanes the
+// scales of four blocks, of which these are the first or the last two.
+template <int g, int h>
+inline __m256i pair_scales(__m256i half_scales) {
+    constexpr int kFirst = 8 * (g % 2) + 2 * h, kSecond = kFirst + 4;
+    return _mm256_shuffle_epi8(half_scales, _mm256_set_m128i(_mm_set1_epi16(kSecond | (kSecond + 1) << 8),
+                                                             _mm_set1_epi16(kFirst | (kFirst + 1) << 8)));
+}
+
+inline __m256i signed_pairs(__m256i codes, __m256i q) {
+    return _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(q, codes));
+}
+
+// Dot products of blocks 2g and 2g + 1, four int32 lanes each.
+template <class Format, int g, int n>
+inline __m256i pair_dot(const uint8_t* p, const int8_t* q, const __m256i half_scales[2]) {
+    if constexpr (2 * g >= n) return _mm256_setzero_si256();
+    __m256i a, b;
+    Format::template unpack<g, n>(p, a, b);
+    const __m256i qa = load256(q + g / 2 * kGroup + g % 2 * 32), qb = load256(q + g / 2 * kGroup + g % 2 * 32 + 64);
+    if constexpr (Format::kSigned) {
+        return _mm256_add_epi32(_mm256_madd_epi16(signed_pairs(a, qa), ones()),
+                                _mm256_madd_epi16(signed_pairs(b, qb), ones()));
+    } else if constexpr (has_sub_blocks(Format::kType)) {
+        return _mm256_add_epi32(_mm256_madd_epi16(_mm256_maddubs_epi16(a, qa), pair_scales<g, 0>(half_scales[g / 2])),
+                                _mm256_madd_epi16(_mm256_maddubs_epi16(b, qb), pair_scales<g, 1>(half_scales[g / 2])));
+    } else {
+        static_assert(kInt16Terms<Format> >= 2);
+        return _mm256_madd_epi16(_mm256_add_epi16(_mm256_maddubs_epi16(a, qa), _mm256_maddubs_epi16(b, qb)), ones());
+    }
+}
+
+// Adds n <= 8 blocks of one row and one token to acc, a lane a block.
+template <class Format, int n>
+inline __m256 add_blocks(const uint8_t* p, const TokenInputs& x, int64_t b, __m256 acc) {
+    constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
+    const Scales s = Format::template scales<n>(p);
+    __m256i half_scales[2] = {};
+    if constexpr (kSub) {
+        half_scales[0] = _mm256_permute4x64_epi64(s.sub_scale, 0x44);
+        half_scales[1] = _mm256_permute4x64_epi64(s.sub_scale, 0xee);
+    }
+    const int8_t* q = x.q + b * 32;
+    const __m256i even = _mm256_hadd_epi32(pair_dot<Format, 0, n>(p, q, half_scales), pair_dot<Format, 1, n>(p, q, half_scales));
+    const __m256i odd = _mm256_hadd_epi32(pair_dot<Format, 2, n>(p, q, half_scales), pair_dot<Format, 3, n>(p, q, half_scales));
+    // Blocks 0 2 4 6 | 1 3 5 7.
+    __m256i dot = _mm256_permutevar8x32_epi32(_mm256_hadd_epi32(even, odd), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    const __m256 input = _mm256_loadu_ps(x.scale + b);
+    __m256i by_sum = _mm256_setzero_si256();
+    if constexpr (kSub) {
+        const __m256i sums = _mm256_blend_epi16(load256(x.isum0 + b), _mm256_slli_epi32(load256(x.isum1 + b), 16), 0xaa);
+        by_sum = _mm256_madd_epi16(sums, sum_weights<Format>(s));
+        if constexpr (!kMin) dot = _mm256_sub_epi32(dot, by_sum);
+    } else if constexpr (Format::kZero != 0) {
+        const __m256i sums = _mm256_add_epi32(load256(x.isum0 + b), load256(x.isum1 + b));
+        dot = _mm256_sub_epi32(dot, times_zero(Format::kZero, sums));
+    }
+    __m256 total = _mm256_fmadd_ps(_mm256_mul_ps(s.scale, input), _mm256_cvtepi32_ps(dot), acc);
+    if constexpr (kMin && kSub)
+        total = _mm256_fmadd_ps(_mm256_mul_ps(s.min, input), _mm256_cvtepi32_ps(by_sum), total);
+    else if constexpr (kMin)
+        total = _mm256_fmadd_ps(s.min, _mm256_loadu_ps(x.sum + b), total);
+    return _mm256_blend_ps(acc, total, (1 << n) - 1);
+}
+
+// `kTail`: blocks % 8.
+template <class Format, int kTail>
+inline float dot(const uint8_t* p, int64_t blocks, const TokenInputs& x) {
+    __m256 lo = _mm256_setzero_ps(), hi = _mm256_setzero_ps();
+    int64_t b = 0;
+    for (; b + 16 <= blocks; b += 16, p += 2 * Format::kBytes) {
+        lo = add_blocks<Format, 8>(p, x, b, lo);
+        hi = add_blocks<Format, 8>(p + Format::kBytes, x, b + 8, hi);
+    }
+    const bool one_more = b + 8 <= blocks;
+    if (one_more) {
+        lo = add_blocks<Format, 8>(p, x, b, lo);
+        p += Format::kBytes;
+        b += 8;
+    }
+    if constexpr (kTail != 0) {
+        if (one_more)
+            hi = add_blocks<Format, kTail>(p, x, b, hi);
+        else
+            lo = add_blocks<Format, kTail>(p, x, b, lo);
+    }
+    return sum(V{lo, hi});
+}
+
+template <class Format, int kTail>
+void one_token(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int token, float* out) {
+    const int64_t width = padded(x.k);
+    const int32_t* isum = x.isum + token * (width / 16);
+    const TokenInputs inputs = {x.q + token * width, x.scale + token * (width / 32), x.sum + token * (width / 32), isum,
+                                isum + width / 32};
+    for (int64_t r = row0; r < row1; r++) out[r - row0] = dot<Format, kTail>(w.row(r), x.k / 32, inputs);
+}
+
+template <class Format>
+void one_token(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int token, float* out) {
+    if constexpr (type_facts(Format::kType).block_size == 32) {
+        switch (x.k / 32 % 8) {
+            case 1: return one_token<Format, 1>(w, row0, row1, x, token, out);
+            case 2: return one_token<Format, 2>(w, row0, row1, x, token, out);
+            case 3: return one_token<Format, 3>(w, row0, row1, x, token, out);
+            case 4: return one_token<Format, 4>(w, row0, row1, x, token, out);
+            case 5: return one_token<Format, 5>(w, row0, row1, x, token, out);
+            case 6: return one_token<Format, 6>(w, row0, row1, x, token, out);
+            case 7: return one_token<Format, 7>(w, row0, row1, x, token, out);
+        }
+    }
+    one_token<Format, 0>(w, row0, row1, x, token, out);
+}
+
+// ---- Many tokens ------------------------------------------------------------------------------------------------
+
+constexpr int kLanes = 8;       // rows of a panel
+constexpr int kTokenTile = 16;  // tokens that share one pass over a panel
+
+// Transposes eight vectors of eight 4-byte words.
+inline void transpose(__m256i v[8]) {
+    __m256i t[8];
+    for (int i = 0; i < 8; i += 4) {
+        const __m256i ab_lo = _mm256_unpacklo_epi32(v[i], v[i + 1]), ab_hi = _mm256_unpackhi_epi32(v[i], v[i + 1]);
+        const __m256i cd_lo = _mm256_unpacklo_epi32(v[i + 2], v[i + 3]);
+        const __m256i cd_hi = _mm256_unpackhi_epi32(v[i + 2], v[i + 3]);
+        t[i] = _mm256_unpacklo_epi64(ab_lo, cd_lo);      // words 0, 4 of four rows
+        t[i + 1] = _mm256_unpackhi_epi64(ab_lo, cd_lo);  // words 1, 5
+        t[i + 2] = _mm256_unpacklo_epi64(ab_hi, cd_hi);
+        t[i + 3] = _mm256_unpackhi_epi64(ab_hi, cd_hi);
+    }
+    for (int i = 0; i < 4; i++) {
+        v[i] = _mm256_permute2x128_si256(t[i], t[i + 4], 0x20);
+        v[i + 4] = _mm256_permute2x128_si256(t[i], t[i + 4], 0x31);
+    }
+}
+
+// Eight rows whose lanes are rows: per 32-block eight vectors of codes (four bytes a row), then its scales.
+struct Panel {
+    __m256i* codes;      // [blocks][8]
+    __m256* scale;       // [blocks]
+    __m256* min;         // [blocks]
+    __m256i* sub_scale;  // [blocks][2], int16: that of the first half twice a lane, that of the second half
+    __m256i* by_sum;     // [blocks], int16: sum_weights()
+};
+
+template <class Format, int g>
+inline void pack_pair(const uint8_t* const rows[8], int n, __m256i* codes) {
+    __m256i first[8], second[8];
+    for (int r = 0; r < 8; r++) Format::template unpack<g, 8>(rows[r], first[r], second[r]);
+    transpose(first);
+    transpose(second);
+    for (int j = 0; j < imin(n - 2 * g, 2); j++)
+        for (int i = 0; i < 4; i++) {
+            codes[(2 * g + j) * 8 + i] = first[4 * j + i];
+            codes[(2 * g + j) * 8 + 4 + i] = second[4 * j + i];
+        }
+}
+
+template <class Format>
+inline void pack_panel(const Matrix& w, int64_t row, int n_rows, int64_t blocks, const Panel& panel) {
+    constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
+    constexpr int kBytes = Format::kBytes;
+    for (int64_t b = 0; b < blocks; b += 8) {
+        const int n = imin(blocks - b, 8);
+        uint8_t copies[8][kBytes];
+        const uint8_t* rows[8];
+        Scales scales[8];
+        for (int r = 0; r < 8; r++) {  // a short panel repeats its last row
+            rows[r] = w.row(row + imin(r, n_rows - 1)) + b / 8 * kBytes;
+            if (n < 8) {  // the last blocks of a row, completed with zeros
+                memset(copies[r], 0, kBytes);
+                memcpy(copies[r], rows[r], size_t(n) * (kBytes / 8));
+                rows[r] = copies[r];
+            }
+            scales[r] = Format::template scales<8>(rows[r]);
+        }
+        pack_pair<Format, 0>(rows, n, panel.codes + b * 8);
+        pack_pair<Format, 1>(rows, n, panel.codes + b * 8);
+        pack_pair<Format, 2>(rows, n, panel.codes + b * 8);
+        pack_pair<Format, 3>(rows, n, panel.codes + b * 8);
+        __m256i lanes[8];
+        for (int r = 0; r < 8; r++) lanes[r] = _mm256_castps_si256(scales[r].scale);
+        transpose(lanes);
+        for (int i = 0; i < n; i++) panel.scale[b + i] = _mm256_castsi256_ps(lanes[i]);
+        if constexpr (kMin) {
+            for (int r = 0; r < 8; r++) lanes[r] = _mm256_castps_si256(scales[r].min);
+            transpose(lanes);
+            for (int i = 0; i < n; i++) panel.min[b + i] = _mm256_castsi256_ps(lanes[i]);
+        }
+        if constexpr (kSub) {
+            for (int r = 0; r < 8; r++) lanes[r] = sum_weights<Format>(scales[r]);
+            transpose(lanes);
+            for (int i = 0; i < n; i++) panel.by_sum[b + i] = lanes[i];
+            for (int r = 0; r < 8; r++) lanes[r] = scales[r].sub_scale;
+            transpose(lanes);
+            for (int i = 0; i < n; i++) {
+                const __m256i shifted = _mm256_slli_epi32(lanes[i], 16);
+                panel.sub_scale[(b + i) * 2] = _mm256_blend_epi16(_mm256_srli_epi32(shifted, 16), shifted, 0xaa);
+                panel.sub_scale[(b + i) * 2 + 1] = _mm256_blend_epi16(_mm256_srli_epi32(lanes[i], 16), lanes[i], 0xaa);
+            }
+        }
+    }
+}
+
+inline __m256i broadcast_word(const int8_t* p) {
+    int32_t word;
+    memcpy(&word, p, 4);
+    return _mm256_set1_epi32(word);
+}
+
+// Sum of four codes vectors (a half of a block) times sixteen inputs, as int32 after madd with `by`.
+template <class Format>
+inline __m256i half_dot(const __m256i codes[4], const int8_t* q, __m256i by) {
+    constexpr int kRun = kInt16Terms<Format> < 4 ? kInt16Terms<Format> : 4;
+    __m256i total = _mm256_setzero_si256();
+    for (int i = 0; i < 4; i += kRun) {
+        __m256i pairs = _mm256_maddubs_epi16(codes[i], broadcast_word(q + 4 * i));
+        for (int j = 1; j < kRun; j++)
+            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(codes[i + j], broadcast_word(q + 4 * (i + j))));
+        const __m256i part = _mm256_madd_epi16(pairs, by);
+        total = i ? _mm256_add_epi32(total, part) : part;
+    }
+    return total;
+}
+
+// One block of eight rows times one token. q: the block's first half, its second 64 bytes on.
+template <class Format>
+inline __m256i block_dot(const __m256i codes[8], const __m256i magnitudes[8], const __m256i sub_scale[2], const int8_t* q) {
+    if constexpr (Format::kSigned) {
+        __m256i total = _mm256_setzero_si256();
+        for (int i = 0; i < 8; i++) {
+            const __m256i input = broadcast_word(q + 4 * (i % 4) + 64 * (i / 4));
+            const __m256i pairs = _mm256_maddubs_epi16(magnitudes[i], _mm256_sign_epi8(input, codes[i]));
+            total = _mm256_add_epi32(total, _mm256_madd_epi16(pairs, ones()));
+        }
+        return total;
+    } else if constexpr (has_sub_blocks(Format::kType)) {
+        return _mm256_add_epi32(half_dot<Format>(codes, q, sub_scale[0]), half_dot<Format>(codes + 4, q + 64, sub_scale[1]));
+    } else if constexpr (kInt16Terms<Format> >= 8) {
+        __m256i pairs = _mm256_maddubs_epi16(codes[0], broadcast_word(q));
+        for (int i = 1; i < 8; i++)
+            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(codes[i], broadcast_word(q + 4 * (i % 4) + 64 * (i / 4))));
+        return _mm256_madd_epi16(pairs, ones());
+    } else {
+        return _mm256_add_epi32(half_dot<Format>(codes, q, ones()), half_dot<Format>(codes + 4, q + 64, ones()));
+    }
+}
+
+// Inputs of the tokens of a tile. `correction` depends on the format: kZero times the sum of a block's inputs or, for
+// sub-blocks, the sums over its halves as two int16.
+struct TileInputs {
+    const int8_t* q;            // [tokens][32 * stride]
+    const float* scale;         // [tokens][stride]
+    const float* sum;           // [tokens][stride]
+    const int32_t* correction;  // [tokens][stride]
+    int64_t stride;
+};
+
+template <class Format>
+inline void panel_tile(const Panel& panel, int64_t blocks, const TileInputs& x, int n, float (*acc)[kTokenTile][kLanes]) {
+    constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
+    for (int64_t b = 0; b < blocks; b++) {
+        __m256i codes[8], magnitudes[8], sub_scale[2] = {};
+        for (int i = 0; i < 8; i++) {
+            codes[i] = panel.codes[b * 8 + i];
+            magnitudes[i] = _mm256_abs_epi8(codes[i]);
+        }
+        if constexpr (kSub)
+            for (int h = 0; h < 2; h++) sub_scale[h] = panel.sub_scale[b * 2 + h];
+        const __m256 scale = panel.scale[b];
+        const int8_t* q = x.q + b / 4 * kGroup + b % 4 * 16;
+        for (int t = 0; t < n; t++) {
+            const int64_t at = t * x.stride + b;
+            __m256i dot = block_dot<Format>(codes, magnitudes, sub_scale, q + t * x.stride * 32);
+            __m256i by_sum = _mm256_setzero_si256();
+            if constexpr (kSub) by_sum = _mm256_madd_epi16(panel.by_sum[b], _mm256_set1_epi32(x.correction[at]));
+            if constexpr (kSub && !kMin)
+                dot = _mm256_sub_epi32(dot, by_sum);
+            else if constexpr (Format::kZero != 0)
+                dot = _mm256_sub_epi32(dot, _mm256_set1_epi32(x.correction[at]));
+            const __m256 input = _mm256_set1_ps(x.scale[at]);
+            float* lane = acc[b % 16][t];
+            __m256 total = _mm256_fmadd_ps(_mm256_mul_ps(scale, input), _mm256_cvtepi32_ps(dot), _mm256_load_ps(lane));
+            if constexpr (kMin && kSub)
+                total = _mm256_fmadd_ps(_mm256_mul_ps(panel.min[b], input), _mm256_cvtepi32_ps(by_sum), total);
+            else if constexpr (kMin)
+                total = _mm256_fmadd_ps(panel.min[b], _mm256_set1_ps(x.sum[at]), total);
+            _mm256_store_ps(lane, total);
+        }
+    }
+}
+
+template <class Format>
+void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out, int64_t ld,
+            uint8_t* scratch) {
+    constexpr int kPanels = kPanelRows / kLanes;
+    const int64_t blocks = x.k / 32, stride = padded(x.k) / 32;
+    auto take = [&](int64_t vectors) {
+        uint8_t* p = scratch;
+        scratch += vectors * 32;
+        return p;
+    };
+    Panel panel[kPanels];
+    for (Panel& p : panel) {
+        p.codes = reinterpret_cast<__m256i*>(take(blocks * 8));
+        p.scale = reinterpret_cast<__m256*>(take(blocks));
+        p.min = reinterpret_cast<__m256*>(take(blocks));
+        p.sub_scale = reinterpret_cast<__m256i*>(take(blocks * 2));
+        p.by_sum = reinterpret_cast<__m256i*>(take(blocks));
+    }
+    int32_t* correction = reinterpret_cast<int32_t*>(take(kTokenTile * stride / 8));
+    for (int64_t r = row0; r < row1; r += kPanelRows) {
+        const int n_panels = (imin(row1 - r, kPanelRows) + kLanes - 1) / kLanes;
+        for (int i = 0; i < n_panels; i++)
+            pack_panel<Format>(w, r + kLanes * i, imin(row1 - r - kLanes * i, kLanes), blocks, panel[i]);
+        for (int t = t0; t < t1; t += kTokenTile) {
+            const int n = imin(t1 - t, kTokenTile);
+            for (int j = 0; j < n; j++) {
+                const int32_t* isum0 = x.isum + (t + j) * stride * 2;
+                const int32_t* isum1 = isum0 + stride;
+                for (int64_t b = 0; b < blocks; b++)
+                    correction[j * stride + b] = has_sub_blocks(Format::kType)
+                                                     ? int32_t((uint32_t(isum0[b]) & 0xffff) | uint32_t(isum1[b]) << 16)
+                                                     : Format::kZero * (isum0[b] + isum1[b]);
+            }
+            const TileInputs tile = {x.q + t * stride * 32, x.scale + t * stride, x.sum + t * stride, correction, stride};
+            for (int i = 0; i < n_panels; i++) {
+                alignas(32) float acc[16][kTokenTile][kLanes] = {};
+                panel_tile<Format>(panel[i], blocks, tile, n, acc);
+                const int64_t row = r + kLanes * i;
+                const __m256i mask = V::below(imin(row1 - row, kLanes));
+                for (int j = 0; j < n; j++) {
+                    __m256 lane[16];
+                    for (int l = 0; l < 16; l++) lane[l] = _mm256_load_ps(acc[l][j]);
+                    for (int half = 8; half; half /= 2)
+                        for (int l = 0; l < half; l++) lane[l] = _mm256_add_ps(lane[l], lane[l + half]);
+                    _mm256_maskstore_ps(out + (t + j - t0) * ld + (row - row0), mask, lane[0]);
+                }
+            }
+        }
+    }
+}
+
+// Packing a panel costs about as much as this many tokens.
+constexpr int kPackFrom = 4;
+
+template <class Format>
+void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out, int64_t ld,
+            uint8_t* scratch) {
+    if (t1 - t0 >= kPackFrom) return panels<Format>(w, row0, row1, x, t0, t1, out, ld, scratch);
+    for (int t = t0; t < t1; t++) one_token<Format>(w, row0, row1, x, t, out + (t - t0) * ld);
+}
+
+}  // namespace hotset::avx2
+
+namespace hotset {
+
+const Kernels* avx2_kernels() {
+    static const Kernels table = [] {
+        using namespace avx2;
+        Kernels t = float_kernel_table("avx2");
+        auto set = [&]<class Format>() { t.linear[int(Format::kType)] = linear<Format>; };
+        set.operator()<FormatQ4_0>();
+        set.operator()<FormatQ4_1>();
+        set.operator()<FormatQ5_0>();
+        set.operator()<FormatQ5_1>();
+        set.operator()<FormatQ8_0>();
+        set.operator()<FormatQ2_K>();
+        set.operator()<FormatQ3_K>();
+        set.operator()<FormatQ4_K>();
+        set.operator()<FormatQ5_K>();
+        set.operator()<FormatQ6_K>();
+        set.operator()<FormatIQ4_NL>();
+        set.operator()<FormatIQ4_XS>();
+        return t;
+    }();
+    return &table;
+}
+
+}  // namespace hotset

@@ -1,0 +1,94 @@
+// Sixteen float lanes in two registers: see simd_scalar.h for what each function means.
+// Included inside the namespace of an instruction set.
+
+struct V {
+    __m256 lo, hi;
+
+    static V zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+    static V set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+    static V load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+    static V load_n(const float* p, int n) {
+        if (n == 16) return load(p);
+        return {_mm256_maskload_ps(p, below(n)), _mm256_maskload_ps(p + 8, below(n - 8))};
+    }
+    static V load_f16(const uint16_t* p) { return {_mm256_cvtph_ps(load128(p)), _mm256_cvtph_ps(load128(p + 8))}; }
+    static V load_bf16(const uint16_t* p) { return {widen_bf16(load128(p)), widen_bf16(load128(p + 8))}; }
+    static V load_i8(const int8_t* p) {
+        const __m128i b = load128(p);
+        return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(b)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(b, 8)))};
+    }
+    void store(float* p) const {
+        _mm256_storeu_ps(p, lo);
+        _mm256_storeu_ps(p + 8, hi);
+    }
+    void store_n(float* p, int n) const {
+        if (n == 16) return store(p);
+        _mm256_maskstore_ps(p, below(n), lo);
+        _mm256_maskstore_ps(p + 8, below(n - 8), hi);
+    }
+    void store_f16(uint16_t* p) const {
+        constexpr int kRounding = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(lo, kRounding));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(hi, kRounding));
+    }
+    void store_i8(int8_t* p) const {
+        const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(lo), _mm256_cvtps_epi32(hi));
+        const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);  // packs works within 128-bit lanes
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                         _mm_packs_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1)));
+    }
+
+    // All ones in the lanes below n of eight.
+    static __m256i below(int n) {
+        return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    }
+    static __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+    static __m256 widen_bf16(__m128i h) {
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+    }
+};
+
+inline V operator+(V a, V b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+inline V operator-(V a, V b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+inline V operator*(V a, V b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+inline V operator/(V a, V b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+inline V fma(V a, V b, V c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
+inline V max(V a, V b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+inline V min(V a, V b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+inline V abs(V a) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
+}
+inline V round(V a) {
+    constexpr int kRounding = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(a.lo, kRounding), _mm256_round_ps(a.hi, kRounding)};
+}
+inline V at_least(V a, V bound) {
+    return {_mm256_and_ps(a.lo, _mm256_cmp_ps(a.lo, bound.lo, _CMP_GE_OQ)),
+            _mm256_and_ps(a.hi, _mm256_cmp_ps(a.hi, bound.hi, _CMP_GE_OQ))};
+}
+inline __m256 pow2(__m256 n) {
+    const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
+}
+inline V pow2(V n) { return {pow2(n.lo), pow2(n.hi)}; }
+inline __m256 blend_range(int first, int last, __m256 a, __m256 b) {
+    const __m256i inside = _mm256_andnot_si256(V::below(first), V::below(last));
+    return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(inside));
+}
+inline V blend_range(int first, int last, V a, V b) {
+    return {blend_range(first, last, a.lo, b.lo), blend_range(first - 8, last - 8, a.hi, b.hi)};
+}
+
+inline float sum(V a) {
+    const __m256 h = _mm256_add_ps(a.lo, a.hi);
+    const __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    const __m128 d = _mm_add_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_add_ss(d, _mm_movehdup_ps(d)));
+}
+inline float max_lane(V a) {
+    const __m256 h = _mm256_max_ps(a.lo, a.hi);
+    const __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    const __m128 d = _mm_max_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_max_ss(d, _mm_movehdup_ps(d)));
+}

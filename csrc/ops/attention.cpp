@@ -1,0 +1,229 @@
+// Causal attention over the paged cache: norms and rotates the heads, stores keys and values, attends.
+//
+// Positions are cut into splits of kSplitPages pages, each with its own running softmax, merged in order. Where the
+// cuts lie depends on positions alone, so a token's sum is the same however the work is shared out.
+#include <algorithm>
+
+#include "../plan.h"
+
+namespace hotset {
+namespace {
+
+constexpr int kSplitTokens = kSplitPages * kPageSize;
+constexpr int kTileRows = 24;  // query rows (tokens × heads of a group) that attend together
+constexpr int kStoreTokens = 4;
+static_assert(kTileRows <= kMaxGroup);
+
+class Attention : public Op {
+  public:
+    Attention(const Plan& plan, AttentionFacts facts) : plan_(plan), f_(std::move(facts)) {
+        group_ = f_.n_head / f_.kv.n_head_kv;
+        tile_tokens_ = std::max(1, kTileRows / group_);
+        stride_ = f_.kv.value_stride();
+        max_splits_ = ceil_div(plan.max_pages(), kSplitPages);
+        max_split_units_ = 4 * plan.n_threads() + f_.kv.n_head_kv;
+        query_ = Memory(size_t(plan.max_tokens()) * f_.n_head * f_.kv.head_dim * sizeof(float));
+        parts_ = Memory(size_t(max_split_units_) * max_splits_ * tile_rows() * stride_ * sizeof(float));
+        states_ = Memory(size_t(max_split_units_) * max_splits_ * tile_rows() * sizeof(AttentionState));
+    }
+
+    // 0: store; 1: attend; 2: merge, where splits are chunks of their own
+    int n_phases(const StepTokens& step) const override { return splits_apart(step) ? 3 : 2; }
+
+    int n_chunks(int phase, const StepTokens& step) const override {
+        if (phase == 0) return std::min(ceil_div(step.n_tokens, kStoreTokens), kMaxChunks);
+        const int units = n_tiles(step) * f_.kv.n_head_kv;
+        return phase == 1 && splits_apart(step) ? units * n_splits(step) : units;
+    }
+
+    void run(int phase, int chunk, const StepTokens& step, Worker& worker) const override {
+        if (phase == 0) return store(chunk, step, worker);
+        if (phase == 2) return merge(chunk, step, worker);
+        if (splits_apart(step)) return attend_split(chunk, step, worker);
+        attend_all(chunk, step, worker);
+    }
+
+    WorkerMemory worker_memory() const override {
+        const size_t heads = size_t(kStoreTokens + plan_.max_tokens() / kMaxChunks + 1) *
+                             size_t(f_.n_head + f_.kv.n_head_kv) * f_.kv.head_dim;
+        const size_t rows = tile_rows();
+        const size_t splits = size_t(max_splits_) * rows * (stride_ + 2) + rows * stride_ + 2 * max_splits_;
+        return {std::max(heads, splits) + size_t(f_.kv.head_dim) * (rows + 2), 0};
+    }
+
+  private:
+    int tile_rows() const { return tile_tokens_ * group_; }
+
+    // Tiles are found anew by each call: adjacent tokens of one sequence, cut every tile_tokens_.
+    template <class F>
+    void for_tiles(const StepTokens& step, F f) const {
+        for (int t = 0, index = 0; t < step.n_tokens; index++) {
+            int end = t + 1;
+            while (end < step.n_tokens && end - t < tile_tokens_ && step.sequences[end] == step.sequences[t]) end++;
+            if (!f(index, TokenTile{t, end - t, step.sequences[t]})) return;
+            t = end;
+        }
+    }
+    int n_tiles(const StepTokens& step) const {
+        int n = 0;
+        for_tiles(step, [&](int, TokenTile) { return ++n, true; });
+        return n;
+    }
+    TokenTile tile(const StepTokens& step, int wanted) const {
+        TokenTile found;
+        for_tiles(step, [&](int index, TokenTile tile) { return found = tile, index != wanted; });
+        return found;
+    }
+
+    int n_splits(const StepTokens& step) const {
+        int last = 0;
+        for (int t = 0; t < step.n_tokens; t++) last = std::max(last, step.positions[t] + 1);
+        return ceil_div(last, kSplitTokens);
+    }
+    // With few tiles and a long context, splits are shared out as well.
+    bool splits_apart(const StepTokens& step) const {
+        const int units = n_tiles(step) * f_.kv.n_head_kv, splits = n_splits(step);
+        return units <= max_split_units_ && units < 8 * plan_.n_threads() && splits > 1 && units * splits <= kMaxChunks;
+    }
+
+    void store(int chunk, const StepTokens& step, Worker& worker) const {
+        const RowRange rows(chunk, n_chunks(0, step), step.n_tokens);
+        const int dim = f_.kv.head_dim, heads = f_.n_head, heads_kv = f_.kv.n_head_kv;
+        float* q = worker.results.as<float>();
+        float* k = q + int64_t(rows.count()) * heads * dim;
+        float* scratch = k + int64_t(rows.count()) * heads_kv * dim;
+        for (int t = rows.first; t < rows.last; t++) {
+            const int i = t - rows.first;
+            head_rows(step, t, plan_.buffer(f_.q).row(t), heads, f_.q_norm, scratch, q + int64_t(i) * heads * dim);
+            for (int64_t d = 0; d < int64_t(heads) * dim; d++) q[int64_t(i) * heads * dim + d] *= f_.scale;
+            head_rows(step, t, plan_.buffer(f_.k).row(t), heads_kv, f_.k_norm, scratch, k + int64_t(i) * heads_kv * dim);
+        }
+        if (!worker.begin_commit()) return;
+        std::copy_n(q, int64_t(rows.count()) * heads * dim, query(rows.first));
+        for (int t = rows.first; t < rows.last; t++) {
+            const int page = pages(step, t)[step.positions[t] / kPageSize], slot = step.positions[t] % kPageSize;
+            for (int h = 0; h < heads_kv; h++) {
+                plan_.kernels().store_key(f_.kv, page, slot, h, k + (int64_t(t - rows.first) * heads_kv + h) * dim);
+                plan_.kernels().store_value(f_.kv, page, slot, h, plan_.buffer(f_.v).row(t) + h * f_.kv.head_dim_v);
+            }
+        }
+        worker.end_commit();
+    }
+
+    void head_rows(const StepTokens& step, int t, const float* x, int heads, const Norm& norm, float* scratch,
+                   float* out) const {
+        const int dim = f_.kv.head_dim;
+        for (int h = 0; h < heads; h++) {
+            const float* head = x + h * dim;
+            if (!norm.weight.empty()) {
+                norm.apply(plan_.kernels(), head, dim, scratch);
+                head = scratch;
+            }
+            if (f_.rope >= 0) {
+                const Rope& rope = plan_.rope(f_.rope);
+                const int64_t at = int64_t(t) * (rope.n_rot / 2);
+                rotate_head(rope, &step.rope_cos[f_.rope][at], &step.rope_sin[f_.rope][at], dim, head, out + h * dim);
+            } else {
+                std::copy_n(head, dim, out + h * dim);
+            }
+        }
+    }
+
+    float* query(int t) const { return query_.as<float>() + int64_t(t) * f_.n_head * f_.kv.head_dim; }
+    const int32_t* pages(const StepTokens& step, int t) const {
+        return step.pages.data() + int64_t(step.sequences[t]) * step.max_pages;
+    }
+
+    // Attends all rows of a tile and KV head within one split.
+    void attend(const StepTokens& step, TokenTile tile, int head, int split, AttentionState* states, float* out) const {
+        const float* q[kMaxGroup];
+        int32_t first[kMaxGroup], last[kMaxGroup];
+        int end = 0, begin = INT32_MAX;
+        for (int i = 0, row = 0; i < tile.count; i++)
+            for (int g = 0; g < group_; g++, row++) {
+                const int t = tile.first + i, position = step.positions[t];
+                q[row] = query(t) + int64_t(head * group_ + g) * f_.kv.head_dim;
+                first[row] = f_.window ? std::max(0, position + 1 - f_.window) : 0;
+                last[row] = position + 1;
+                begin = std::min(begin, first[row]);
+                end = std::max(end, last[row]);
+            }
+        begin = std::max(begin, split * kSplitTokens);
+        end = std::min(end, (split + 1) * kSplitTokens);
+        plan_.kernels().attention(f_.kv, head, pages(step, tile.first), begin, end, tile.count * group_, q, first, last,
+                                  states, out);
+    }
+
+    void attend_split(int chunk, const StepTokens& step, Worker& worker) const {
+        const int splits = n_splits(step), unit = chunk / splits, split = chunk % splits;
+        const TokenTile tile = this->tile(step, unit / f_.kv.n_head_kv);
+        const int rows = tile.count * group_;
+        float* out = worker.results.as<float>();
+        AttentionState* states = reinterpret_cast<AttentionState*>(out + int64_t(rows) * stride_);
+        attend(step, tile, unit % f_.kv.n_head_kv, split, states, out);
+        if (!worker.begin_commit()) return;
+        const int64_t at = (int64_t(unit) * max_splits_ + split) * tile_rows();
+        std::copy_n(out, int64_t(rows) * stride_, parts_.as<float>() + at * stride_);
+        std::copy_n(states, rows, states_.as<AttentionState>() + at);
+        worker.end_commit();
+    }
+
+    void merge(int chunk, const StepTokens& step, Worker& worker) const {
+        const int64_t at = int64_t(chunk) * max_splits_ * tile_rows();
+        merge_rows(step, chunk, n_splits(step), parts_.as<float>() + at * stride_, states_.as<AttentionState>() + at,
+                   tile_rows(), worker, worker.results.as<float>());
+    }
+
+    void attend_all(int chunk, const StepTokens& step, Worker& worker) const {
+        const TokenTile tile = this->tile(step, chunk / f_.kv.n_head_kv);
+        const int rows = tile.count * group_;
+        int last = 0;
+        for (int i = 0; i < tile.count; i++) last = std::max(last, step.positions[tile.first + i] + 1);
+        const int splits = ceil_div(last, kSplitTokens);
+        float* parts = worker.results.as<float>();
+        AttentionState* states = reinterpret_cast<AttentionState*>(parts + int64_t(splits) * rows * stride_);
+        for (int split = 0; split < splits; split++)
+            attend(step, tile, chunk % f_.kv.n_head_kv, split, states + split * rows,
+                   parts + int64_t(split) * rows * stride_);
+        merge_rows(step, chunk, splits, parts, states, rows, worker, reinterpret_cast<float*>(states + splits * rows));
+    }
+
+    // parts: [n_splits][row_stride][stride_], states: [n_splits][row_stride]
+    void merge_rows(const StepTokens& step, int unit, int splits, const float* parts, const AttentionState* states,
+                    int row_stride, Worker& worker, float* scratch) const {
+        const TokenTile tile = this->tile(step, unit / f_.kv.n_head_kv);
+        const int head = unit % f_.kv.n_head_kv, rows = tile.count * group_, dim = f_.kv.head_dim_v;
+        AttentionState* row_states = reinterpret_cast<AttentionState*>(scratch);
+        float* out = scratch + 2 * splits;
+        for (int row = 0; row < rows; row++) {
+            for (int s = 0; s < splits; s++) row_states[s] = states[s * row_stride + row];
+            plan_.kernels().merge_attention(splits, row_states, parts + int64_t(row) * stride_,
+                                            int64_t(row_stride) * stride_, dim, out + row * dim);
+        }
+        if (!worker.begin_commit()) return;
+        const Buffer& target = plan_.buffer(f_.out);
+        for (int row = 0; row < rows; row++)
+            std::copy_n(out + row * dim, dim,
+                        target.row(tile.first + row / group_) + (head * group_ + row % group_) * dim);
+        worker.end_commit();
+    }
+
+    const Plan& plan_;
+    const AttentionFacts f_;
+    int group_;        // query heads per KV head
+    int tile_tokens_;
+    int stride_;
+    int max_splits_;
+    int max_split_units_;
+    Memory query_;   // [max_tokens][n_head][head_dim], normed, rotated and scaled
+    Memory parts_;   // [units][max_splits][tile rows][stride]
+    Memory states_;  // [units][max_splits][tile rows]
+};
+
+}  // namespace
+
+std::unique_ptr<Op> make_attention(const Plan& plan, AttentionFacts facts) {
+    return std::make_unique<Attention>(plan, std::move(facts));
+}
+
+}  // namespace hotset

@@ -1,0 +1,133 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace hotset {
+
+// The phases of one step, and its tokens: what a slot of the team holds.
+class Plan::Step : public Job {
+  public:
+    struct Phase {
+        const Op* op;
+        int phase;
+        int n_chunks;
+    };
+    StepTokens tokens;
+    std::vector<Phase> phases;
+
+    int n_phases() const override { return int(phases.size()); }
+    int n_chunks(int phase) const override { return phases[phase].n_chunks; }
+    void run_chunk(int phase, int chunk, Worker& worker) const override {
+        phases[phase].op->run(phases[phase].phase, chunk, tokens, worker);
+    }
+};
+
+void Norm::apply(const Kernels& kernels, const float* x, int64_t n, float* out) const {
+    if (layer)
+        kernels.layer_norm(x, weight.data(), bias.empty() ? nullptr : bias.data(), eps, n, out);
+    else
+        kernels.rms_norm(x, weight.data(), eps, n, out);
+}
+
+Plan::Plan(const Kernels& kernels, int max_tokens, int max_pages, int n_threads)
+    : kernels_(kernels), max_tokens_(max_tokens), max_pages_(max_pages), team_(n_threads) {
+    for (int i = 0; i < team_.n_slots(); i++) steps_.push_back(std::make_unique<Step>());
+}
+
+Plan::~Plan() = default;
+
+int Plan::add_buffer(int64_t width, bool outputs) {
+    auto buffer = std::make_unique<Buffer>();
+    buffer->width = width;
+    buffer->outputs = outputs;
+    buffer->memory = Memory(size_t(width) * max_tokens_ * sizeof(float));
+    buffers_.push_back(std::move(buffer));
+    return int(buffers_.size()) - 1;
+}
+
+int Plan::add_rope(Rope rope) {
+    for (size_t i = 0; i < ropes_.size(); i++)
+        if (ropes_[i] == rope) return int(i);
+    ropes_.push_back(std::move(rope));
+    return int(ropes_.size()) - 1;
+}
+
+void Plan::add_embed(const Matrix& weight, int out) { ops_.push_back(make_embed(*this, weight, out)); }
+void Plan::add_select(int x, int out) { ops_.push_back(make_select(*this, x, out)); }
+void Plan::add_norm(Norm norm, int n_head, int x, int out) {
+    ops_.push_back(make_norm(*this, std::move(norm), n_head, x, out));
+}
+void Plan::add_linear(int x, Norm norm, std::vector<LinearPart> parts, int residual, bool gated, Activation activation,
+                      float threshold) {
+    ops_.push_back(make_linear(*this, x, std::move(norm), std::move(parts), residual, gated, activation, threshold));
+}
+void Plan::add_rotate(int x, int out, int n_head, int head_dim, int rope) {
+    ops_.push_back(make_rotate(*this, x, out, n_head, head_dim, rope));
+}
+void Plan::add_attention(AttentionFacts facts) { ops_.push_back(make_attention(*this, std::move(facts))); }
+void Plan::add_activate(Activation kind, float threshold, int x, int out) {
+    ops_.push_back(make_activate(*this, kind, threshold, x, out));
+}
+void Plan::add_add(int a, int b, int out) { ops_.push_back(make_add(*this, a, b, out)); }
+void Plan::add_multiply(int a, int b, int out) { ops_.push_back(make_multiply(*this, a, b, out)); }
+
+void Plan::finish() {
+    WorkerMemory most;
+    for (const auto& op : ops_) {
+        const WorkerMemory need = op->worker_memory();
+        most.result_floats = std::max(most.result_floats, need.result_floats);
+        most.input_width = std::max(most.input_width, need.input_width);
+    }
+    const int64_t width = padded(most.input_width);
+    for (int i = 0; i < team_.n_threads(); i++) {
+        Worker& worker = team_.worker(i);
+        worker.kernel_scratch = Memory(kernel_scratch_bytes(width));
+        worker.results = Memory(most.result_floats * sizeof(float));
+        worker.inputs = Memory(size_t(kPrivateInputs) * width * 6);  // see InputsMemory
+    }
+    for (const auto& step : steps_) {
+        StepTokens& t = step->tokens;
+        // Allocated here, so that no step has to.
+        for (std::vector<int32_t>* v : {&t.tokens, &t.positions, &t.sequences, &t.outputs}) v->resize(max_tokens_);
+        t.rope_cos.resize(ropes_.size());
+        t.rope_sin.resize(ropes_.size());
+        for (size_t i = 0; i < ropes_.size(); i++) {
+            t.rope_cos[i].resize(size_t(max_tokens_) * (ropes_[i].n_rot / 2));
+            t.rope_sin[i].resize(size_t(max_tokens_) * (ropes_[i].n_rot / 2));
+        }
+        step->phases.reserve(ops_.size() * 3);
+    }
+}
+
+void Plan::run(const int32_t* tokens, const int32_t* positions, const int32_t* sequences, int n_tokens,
+               const int32_t* pages, int n_sequences, int max_pages, const int32_t* outputs, int n_outputs) {
+    const int slot = team_.free_slot();
+    Step& step = *steps_[slot];
+    StepTokens& t = step.tokens;
+    t.n_tokens = n_tokens;
+    t.n_outputs = n_outputs;
+    t.max_pages = max_pages;
+    std::copy_n(tokens, n_tokens, t.tokens.begin());
+    std::copy_n(positions, n_tokens, t.positions.begin());
+    std::copy_n(sequences, n_tokens, t.sequences.begin());
+    std::copy_n(outputs, n_outputs, t.outputs.begin());
+    t.pages.assign(pages, pages + size_t(n_sequences) * max_pages);
+    for (size_t i = 0; i < ropes_.size(); i++) {
+        const Rope& rope = ropes_[i];
+        const int half = rope.n_rot / 2;
+        for (int token = 0; token < n_tokens; token++)
+            for (int j = 0; j < half; j++) {
+                const double angle = positions[token] * rope.frequencies[j];
+                t.rope_cos[i][token * half + j] = float(std::cos(angle)) * rope.magnitude;
+                t.rope_sin[i][token * half + j] = float(std::sin(angle)) * rope.magnitude;
+            }
+    }
+    step.phases.clear();
+    for (const auto& op : ops_)
+        for (int phase = 0; phase < op->n_phases(t); phase++)
+            if (const int n = op->n_chunks(phase, t)) step.phases.push_back({op.get(), phase, n});
+    team_.run(slot, step);
+}
+
+}  // namespace hotset

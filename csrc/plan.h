@@ -1,0 +1,169 @@
+// The list of operations of one forward step, and its executor.
+//
+// A plan is built once from the description of a model (backends/cpu.py lowers it) and run once per step: one call,
+// no Python inside. Intermediates are float32 matrices [n_tokens][width] called buffers. After `select`, values have
+// a row per *output* token instead of a row per token.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/kernels.h"
+#include "threads.h"
+
+namespace hotset {
+
+struct Buffer {
+    int64_t width = 0;
+    bool outputs = false;  // rows are output tokens, not tokens
+    Memory memory;
+
+    float* row(int64_t r) const { return memory.as<float>() + r * width; }
+};
+
+struct Rope {
+    bool neox = false;  // pairs (i, i + n_rot / 2) rather than (2i, 2i + 1)
+    int n_rot = 0;
+    float magnitude = 1.0f;
+    std::vector<double> frequencies;  // [n_rot / 2]
+
+    bool operator==(const Rope&) const = default;
+};
+
+// Adjacent tokens of one sequence that attend together.
+struct TokenTile {
+    int first = 0;
+    int count = 0;
+    int sequence = 0;
+};
+
+// One step's tokens, and what is computed from them once for all layers.
+struct StepTokens {
+    int n_tokens = 0;
+    int n_outputs = 0;
+    int max_pages = 0;
+    std::vector<int32_t> tokens, positions, sequences, pages, outputs;
+    std::vector<std::vector<float>> rope_cos, rope_sin;  // per rope of the plan: [n_tokens][n_rot / 2]
+
+    int rows(const Buffer& buffer) const { return buffer.outputs ? n_outputs : n_tokens; }
+};
+
+struct Norm {
+    bool layer = false;  // LayerNorm, else RMSNorm
+    std::vector<float> weight;
+    std::vector<float> bias;  // empty: none
+    float eps = 0.0f;
+
+    void apply(const Kernels& kernels, const float* x, int64_t n, float* out) const;
+};
+
+// Upper bounds of what an operation needs from each worker.
+struct WorkerMemory {
+    size_t result_floats = 0;
+    int64_t input_width = 0;   // widest matrix product
+};
+
+constexpr int kPrivateInputs = 8;  // up to this many tokens every worker quantises the inputs for itself
+
+class Op {
+  public:
+    virtual ~Op() = default;
+    virtual int n_phases(const StepTokens& step) const = 0;
+    virtual int n_chunks(int phase, const StepTokens& step) const = 0;  // 0: the phase is left out
+    virtual void run(int phase, int chunk, const StepTokens& step, Worker& worker) const = 0;
+    virtual WorkerMemory worker_memory() const = 0;
+};
+
+struct LinearPart {
+    Matrix weight;
+    std::vector<float> bias;  // empty: none
+    int out = -1;
+};
+
+constexpr int kMaxGroup = 256;  // query heads per KV head, at most
+
+struct AttentionFacts {
+    int q = -1, k = -1, v = -1, out = -1;
+    int n_head = 0;
+    KvLayer kv;
+    float scale = 1.0f;
+    int window = 0;       // 0: none
+    int rope = -1;        // index of a rope of the plan, -1: none (already rotated)
+    Norm q_norm, k_norm;  // per head; empty weight: none
+};
+
+class Plan {
+  public:
+    Plan(const Kernels& kernels, int max_tokens, int max_pages, int n_threads);
+    ~Plan();
+
+    int add_buffer(int64_t width, bool outputs);
+    int add_rope(Rope rope);
+
+    void add_embed(const Matrix& weight, int out);
+    void add_select(int x, int out);
+    void add_norm(Norm norm, int n_head, int x, int out);
+    // Matrix products of one input. With a norm, it is applied to the input first; with a residual, it is added to
+    // the one output; with `gated`, parts are gate and up and the first part's output gets activate(gate) * up.
+    void add_linear(int x, Norm norm, std::vector<LinearPart> parts, int residual, bool gated, Activation activation,
+                    float threshold);
+    void add_rotate(int x, int out, int n_head, int head_dim, int rope);
+    void add_attention(AttentionFacts facts);
+    void add_activate(Activation kind, float threshold, int x, int out);
+    void add_add(int a, int b, int out);
+    void add_multiply(int a, int b, int out);
+
+    // After the last operation: allocates what the workers need.
+    void finish();
+
+    // Runs one step. Arrays as in backends/base.py. Every index must have been checked.
+    void run(const int32_t* tokens, const int32_t* positions, const int32_t* sequences, int n_tokens,
+             const int32_t* pages, int n_sequences, int max_pages, const int32_t* outputs, int n_outputs);
+
+    const Buffer& buffer(int id) const { return *buffers_[id]; }
+    const Kernels& kernels() const { return kernels_; }
+    int max_tokens() const { return max_tokens_; }
+    int max_pages() const { return max_pages_; }
+    int n_threads() const { return team_.n_threads(); }
+    const Rope& rope(int id) const { return ropes_[id]; }
+
+  private:
+    class Step;
+
+    const Kernels& kernels_;
+    const int max_tokens_;
+    const int max_pages_;
+    std::vector<std::unique_ptr<Buffer>> buffers_;
+    std::vector<Rope> ropes_;
+    std::vector<std::unique_ptr<Op>> ops_;
+    std::vector<std::unique_ptr<Step>> steps_;  // one per slot of the team
+    Team team_;                                 // last: its threads stop before what they read is destroyed
+};
+
+// ops/*.cpp
+std::unique_ptr<Op> make_embed(const Plan& plan, const Matrix& weight, int out);
+std::unique_ptr<Op> make_select(const Plan& plan, int x, int out);
+std::unique_ptr<Op> make_norm(const Plan& plan, Norm norm, int n_head, int x, int out);
+std::unique_ptr<Op> make_linear(const Plan& plan, int x, Norm norm, std::vector<LinearPart> parts, int residual,
+                                bool gated, Activation activation, float threshold);
+std::unique_ptr<Op> make_rotate(const Plan& plan, int x, int out, int n_head, int head_dim, int rope);
+std::unique_ptr<Op> make_attention(const Plan& plan, AttentionFacts facts);
+std::unique_ptr<Op> make_activate(const Plan& plan, Activation kind, float threshold, int x, int out);
+std::unique_ptr<Op> make_add(const Plan& plan, int a, int b, int out);
+std::unique_ptr<Op> make_multiply(const Plan& plan, int a, int b, int out);
+
+// ops/rope.cpp: rotates one head; cos and sin are [n_rot / 2].
+void rotate_head(const Rope& rope, const float* cos, const float* sin, int head_dim, const float* x, float* out);
+
+inline int ceil_div(int64_t a, int64_t b) { return int((a + b - 1) / b); }
+
+// Rows [first, last) of chunk `chunk` of `n_chunks`.
+struct RowRange {
+    int first, last;
+    RowRange(int chunk, int n_chunks, int n_rows)
+        : first(int(int64_t(n_rows) * chunk / n_chunks)), last(int(int64_t(n_rows) * (chunk + 1) / n_chunks)) {}
+    int count() const { return last - first; }
+};
+
+}  // namespace hotset

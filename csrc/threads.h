@@ -1,0 +1,118 @@
+// One team of workers that executes the phases of a step.
+//
+// A phase is a number of independent chunks. Chunks are claimed one at a time, never dealt out; the thread that
+// commits the last chunk of a phase opens the next one. A chunk is computed into memory private to its thread and
+// then *committed* (copied out), which only one thread can do. So when a thread loses its core in the middle of a
+// chunk, another simply computes the chunk again and commits it; the late one finds the chunk taken and drops its
+// result. Nobody waits for a stolen core, except in the few hundred nanoseconds of a copy.
+//
+// A late thread may read memory that has moved on to later phases or steps (its result is dropped); what it must
+// never see is memory that is gone. Hence the data of a step lives in one of several slots, and a slot is used
+// again only when no thread is left in it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <thread>
+#include <vector>
+
+namespace hotset {
+
+constexpr int kMaxChunks = 1024;  // per phase
+constexpr int kMaxThreads = 256;
+
+// 64-byte aligned memory that is zero until touched (large blocks cost nothing until used).
+class Memory {
+  public:
+    Memory() = default;
+    explicit Memory(size_t bytes);
+    uint8_t* data() const { return data_.get(); }
+    template <class T>
+    T* as() const {
+        return reinterpret_cast<T*>(data_.get());
+    }
+
+  private:
+    struct Free {
+        void operator()(uint8_t* p) const;
+    };
+    std::unique_ptr<uint8_t, Free> data_;
+};
+
+class Team;
+struct Slot;
+
+// What one thread owns.
+class Worker {
+  public:
+    // Between these two the chunk's results are copied out. False: another thread has done it, drop them.
+    bool begin_commit();
+    void end_commit();
+
+    uint64_t phase_id() const { return epoch_; }  // differs between any two phases of a slot's life
+    int slot_index() const;
+
+    Memory kernel_scratch;  // packed weights
+    Memory results;         // a chunk's results before they are committed
+    Memory inputs;          // quantised activations of the phase that `inputs_phase` names
+    uint64_t inputs_phase = ~uint64_t(0);
+    int inputs_slot = -1;
+
+  private:
+    friend class Team;
+    Slot* slot_ = nullptr;
+    uint64_t epoch_ = 0;
+    int chunk_ = 0;
+    std::atomic<Slot*> inside_{nullptr};  // the slot that this thread may be reading
+};
+
+// What a step consists of. Implementations must be safe to call from several threads at once.
+class Job {
+  public:
+    virtual ~Job() = default;
+    virtual int n_phases() const = 0;
+    virtual int n_chunks(int phase) const = 0;  // 1..kMaxChunks
+    virtual void run_chunk(int phase, int chunk, Worker& worker) const = 0;
+};
+
+struct Slot {
+    int index = 0;
+    const Job* job = nullptr;
+    uint64_t first_epoch = 1;
+    uint64_t end_epoch = 1;
+    alignas(64) std::atomic<uint64_t> ticket{0};  // epoch << kTicketBits | next chunk
+    alignas(64) std::atomic<int> n_committed{0};
+    std::unique_ptr<std::atomic<uint64_t>[]> taken;  // [kMaxChunks], epoch whose commit has begun
+};
+
+class Team {
+  public:
+    explicit Team(int n_threads);
+    ~Team();
+    Team(const Team&) = delete;
+
+    int n_threads() const { return int(workers_.size()); }
+    int n_slots() const { return int(slots_.size()); }
+    Worker& worker(int i) { return *workers_[i]; }
+
+    // A slot that no thread is in and that was not the last to run. Its data may be written until `run`.
+    int free_slot() const;
+    // Runs all phases of the job; the caller is one of the team. Not reentrant.
+    void run(int slot, const Job& job);
+
+  private:
+    void serve(Worker& worker);
+    void participate(Worker& worker, Slot& slot);
+    void wait_or_redo(Worker& worker, Slot& slot, uint64_t epoch, int64_t own_chunk_ns);
+
+    std::vector<std::unique_ptr<Worker>> workers_;
+    std::vector<std::unique_ptr<Slot>> slots_;
+    std::vector<std::thread> threads_;
+    std::atomic<uint32_t> generation_{0};
+    std::atomic<Slot*> current_{nullptr};
+    std::atomic<int> sleepers_{0};
+    std::atomic<bool> stop_{false};
+};
+
+}  // namespace hotset
