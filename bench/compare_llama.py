@@ -1,0 +1,76 @@
+"""hotset against llama.cpp: decode, prompts, and decode deep in the context, on the same file in turn.
+
+usage: python bench/compare_llama.py --llama BUILD/bin --model SmolLM2.gguf --model b7.gguf [--isa avx2]
+
+Every round runs both programs on the same test within seconds of each other and yields a ratio; the table
+holds medians. With --isa avx2, give a llama.cpp that was built for AVX2.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import peers
+from peers import Job, Row
+
+LARGE = 1 << 30  # bytes of a file from which a token is bound by memory, and takes long
+
+# Least ratio to llama.cpp, by size of the model and kind of test
+TARGETS = {"small": {"pp": 1.5, "tg": 1.8}, "large": {"pp": 1.0, "tg": 1.3}}
+LARGE_SHARE = 0.95  # of the read bandwidth: where decode reaches it, no ratio is asked for
+FORCED_ISA = DEEP = 1.0
+
+
+def jobs(model: Path, threads: list[int], depth: int) -> list[Job]:
+    """What is measured of a model. Deep tests with the most threads, where the cache of a large one fits."""
+    most = max(threads)
+    if model.stat().st_size >= LARGE:
+        return [Job(model, 256, 32, n_threads=n, repetitions=1 if n < most else 2) for n in threads]
+    deep = [Job(model, 0, 64, depth, most, kv_type) for kv_type in ("f16", "q8_0")] if depth else []
+    return [Job(model, 256, 64, n_threads=n) for n in threads] + deep
+
+
+def set_target(row: Row, job: Job, kind: str, isa: str | None) -> None:
+    """What this test is expected to show."""
+    large = job.model.stat().st_size >= LARGE
+    if isa:
+        row.target = FORCED_ISA
+    elif job.n_depth:
+        row.target = DEEP
+    else:
+        row.target = TARGETS["large" if large else "small"][kind]
+        if large and kind == "tg":
+            row.share_target = LARGE_SHARE
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    peers.common_arguments(parser, rounds=5)
+    parser.add_argument("--model", type=Path, required=True, action="append", help="GGUF file; repeatable")
+    parser.add_argument("--threads", default="2,1", help="numbers of threads (2,1)")
+    parser.add_argument("--depth", type=int, default=4096, help="of the deep tests; 0 for none (4096)")
+    parser.add_argument("--isa", help="force hotset's kernels: avx2, avx512, scalar, ...")
+    args = parser.parse_args()
+    ours, llama = peers.hotset(args.isa), peers.llama_bench(args.llama)
+
+    peers.wait_until_quiet(args.force)
+    results = {}
+    for model in args.model:
+        rows = []
+        for job in jobs(model, [int(n) for n in args.threads.split(",")], args.depth):
+            measured = peers.compare(ours, llama, job, args.rounds)
+            for row, (_, kind) in zip(measured, job.tests, strict=True):
+                set_target(row, job, kind, args.isa)
+            rows += measured
+        print(f"\n{model.name}, {args.rounds} rounds{f', {args.isa} kernels' if args.isa else ''}\n")
+        peers.print_table(peers.HEADERS, [peers.row_cells(row) for row in rows])
+        results[model.name] = peers.as_dicts(rows)
+    print()
+    peers.print_json("compare_llama", isa=args.isa, machine=peers.machine(), results=results)
+
+
+if __name__ == "__main__":
+    main()
