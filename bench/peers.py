@@ -196,14 +196,7 @@ class Row:
     share_target: float | None = None  # an alternative to `target`
 
     @property
-    def _commit() -> str:
-    """The commit of this checkout, with "-dirty" where files differ from it."""
-    command = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
-    return done.stdout.strip() or "unknown"
-
-
-def verdict(self) -> str:
+    def verdict(self) -> str:
         if self.target is None:
             return ""
         by_share = self.share_target is not None and (self.share or 0.0) >= self.share_target
