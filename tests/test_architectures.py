@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from hotset.backends.base import PAGE_SIZE, Backend, Batch
+from hotset.backends.cpu import CpuBackend
 from hotset.backends.reference import ReferenceBackend
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.hf import convert_hf
@@ -28,7 +29,7 @@ tiny_models = pytest.importorskip("tiny_models")
 TOLERANCE = 1e-4  # of the largest logit
 LENGTHS = (150, 90, 37)  # tokens of the sequences
 PAGES_EACH = 3
-BACKENDS: dict[str, Callable[..., Backend]] = {"reference": ReferenceBackend}
+BACKENDS: dict[str, Callable[..., Backend]] = {"reference": ReferenceBackend, "cpu": CpuBackend}
 
 
 @pytest.fixture(scope="module", params=tiny_models.RECIPES)

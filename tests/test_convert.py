@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hotset.errors import (
     FormatError,
@@ -29,6 +31,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 tiny_models = pytest.importorskip("tiny_models")
 
+INNER_KEYS = ["type", "rope_type", "factor", "rope_theta", "vocab", "merges", "id", "content", "special"]
+INNER_KEYS += ["pretokenizers", "pattern", "Regex", "behavior", "processors", "single", "name", "template"]
+FUZZED_KEYS = {
+    "config.json": ["head_dim", "rope_scaling", "sliding_window", "layer_types", "hidden_act_param"],
+    "tokenizer.json": ["normalizer", "post_processor"],
+    "tokenizer_config.json": ["unk_token", "chat_template"],
+}
 NASTY = "the then 1234  in\tthe\n\n naïve 🦙🚀 日本語 it's IT'S e\u0301 <|end|> <|user|>"
 
 
@@ -220,7 +229,7 @@ def test_a_tied_output_is_not_stored_twice(checkpoint: Path) -> None:
         ({"hidden_act": "fatrelu"}, FormatError, "hidden_act_param"),
         ({"hidden_size": "96"}, FormatError, "hidden_size in config.json must be a number"),
         ({"num_hidden_layers": None}, FormatError, "num_hidden_layers"),
-        ({"num_hidden_layers": -1}, FormatError, "positive integer"),
+        ({"num_hidden_layers": -1}, FormatError, "integer from 1"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, UnsupportedModelError, "'dynamic'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, UnsupportedModelError, "partial_rotary_factor"),
         ({"head_dim": 15}, FormatError, "not whole heads of 15"),
@@ -306,6 +315,34 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(checkpoint: Path
     edit(checkpoint / "tokenizer.json", added_tokens=tokenizer["added_tokens"])
     with pytest.raises(TokenizerError, match="321 tokens, the model only 320"):
         converted(checkpoint)
+
+
+junk = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(INNER_KEYS), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(["config.json", "tokenizer.json", "tokenizer_config.json"]), st.data())
+def test_any_json_gives_a_file_or_a_sentence(checkpoint: Path, file: str, data: st.DataObject) -> None:
+    whole = (checkpoint / file).read_text()
+    content = json.loads(whole)
+    keys = [*content, *FUZZED_KEYS[file]]
+    changes = data.draw(st.dictionaries(st.sampled_from(keys), junk, min_size=1, max_size=2))
+    (checkpoint / file).write_text(json.dumps(content | changes))
+    try:
+        convert_hf(checkpoint, checkpoint.parent / "out.gguf")
+    except HotsetError as error:
+        message = str(error)
+    else:
+        message = ""
+    finally:
+        (checkpoint / file).write_text(whole)
+    assert "\n" not in message
 
 
 def test_every_class_has_a_row() -> None:

@@ -124,7 +124,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _architecture(config: dict[str, Any]) -> str:
     classes = config.get("architectures")
     name = classes[0] if isinstance(classes, list) and classes else None
-    if name not in CLASSES:
+    if not isinstance(name, str) or name not in CLASSES:
         raise UnsupportedModelError(
             f"the architecture {name!r} in config.json is not supported; supported are {', '.join(CLASSES)}"
         )
@@ -136,33 +136,35 @@ def _architecture(config: dict[str, Any]) -> str:
 def _number(config: dict[str, Any], key: str, default: float | None = None) -> float:
     value = config.get(key)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise FormatError(f"{key} in config.json must be a number, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:  # NaN too
+        raise FormatError(f"{key} in config.json must be a number, not {str(value)[:60]!r}")
     return value
 
 
-def _integer(config: dict[str, Any], key: str, default: int | None = None) -> int:
+def _integer(config: dict[str, Any], key: str, default: int | None = None, high: int = 1 << 31) -> int:
     value = _number(config, key, default)
-    if not isinstance(value, int) or value < 1:
-        raise FormatError(f"{key} in config.json must be a positive integer, not {value!r}")
+    if not isinstance(value, int) or not 1 <= value <= high:
+        raise FormatError(f"{key} in config.json must be an integer from 1 to {high}, not {value!r}")
     return value
 
 
 def _head_dim(config: dict[str, Any]) -> int:
-    return _integer(
-        config, "head_dim", _integer(config, "hidden_size") // _integer(config, "num_attention_heads")
-    )
+    default = _integer(config, "hidden_size") // _integer(config, "num_attention_heads")
+    return _integer(config, "head_dim", default, 1 << 14)
 
 
 def _model_keys(config: dict[str, Any], name: str) -> dict[str, Any]:
-    n_layer, n_head = _integer(config, "num_hidden_layers"), _integer(config, "num_attention_heads")
+    n_layer, n_head = (
+        _integer(config, "num_hidden_layers", high=1 << 12),
+        _integer(config, "num_attention_heads"),
+    )
     activation = _activation(config, name)
     keys: dict[str, Any] = {
         "block_count": n_layer,
         "context_length": _integer(config, "max_position_embeddings"),
         "embedding_length": _integer(config, "hidden_size"),
         "feed_forward_length": _integer(config, "intermediate_size"),
-        "vocab_size": _integer(config, "vocab_size"),
+        "vocab_size": _integer(config, "vocab_size", high=1 << 24),
         "attention.head_count": n_head,
         "attention.head_count_kv": _integer(config, "num_key_value_heads", n_head),
         "attention.key_length": _head_dim(config),
@@ -203,7 +205,8 @@ def _window_keys(config: dict[str, Any], n_layer: int) -> dict[str, Any]:
     keys: dict[str, Any] = {"attention.sliding_window": _integer(config, "sliding_window")}
     types = config.get("layer_types")
     if types is not None:
-        if len(types) != n_layer or not set(types) <= {"full_attention", "sliding_attention"}:
+        known = ("full_attention", "sliding_attention")
+        if not isinstance(types, list) or len(types) != n_layer or any(kind not in known for kind in types):
             raise UnsupportedModelError(
                 "layer_types in config.json holds a kind of layer that is not supported"
             )
@@ -220,7 +223,10 @@ def _window_keys(config: dict[str, Any], n_layer: int) -> dict[str, Any]:
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
     """RoPE's parameters in today's spelling (older files: rope_theta beside rope_scaling, "type")."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise FormatError("rope_parameters in config.json must be an object")
+    rope = dict(rope)
     rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     original = config.get("original_max_position_embeddings", config.get("max_position_embeddings"))
@@ -413,7 +419,7 @@ PRE_TOKENIZERS: dict[tuple[tuple[str, ...], bool], str] = {
 
 def _tokenizer_keys(src: Path, config: dict[str, Any]) -> dict[str, Any]:
     """tokenizer.* keys from tokenizer.model (SentencePiece) or tokenizer.json (byte-level BPE), if any."""
-    n_vocab = _integer(config, "vocab_size")
+    n_vocab = _integer(config, "vocab_size", high=1 << 24)
     path = src / "tokenizer_config.json"
     settings = _read_json(path) if path.exists() else {}
     if (src / "tokenizer.model").exists():
@@ -457,7 +463,8 @@ def _chat_template(src: Path, settings: dict[str, Any]) -> str | None:
         return path.read_text(encoding="utf-8")
     template = settings.get("chat_template")
     if isinstance(template, list):  # several, each with a name
-        template = next((t.get("template") for t in template if t.get("name") == "default"), None)
+        named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
+        template = named[0].get("template") if named else None
     return template if isinstance(template, str) else None
 
 
@@ -482,16 +489,16 @@ def _byte_level_bpe(
         if n > 2 * len(by_id) + 65536:
             raise TokenizerError(f"tokenizer.json numbers its {len(by_id)} tokens up to {n - 1}")
         rows = [by_id.get(i, (f"[PAD{i}]", UNUSED)) for i in range(n)]
+        keys: dict[str, Any] = {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": _pre_tokenizer(
+                tokenizer["pre_tokenizer"], model.get("ignore_merges") is True
+            ),
+            "tokenizer.ggml.merges": merges,
+            "tokenizer.ggml.add_bos_token": _adds_bos(tokenizer.get("post_processor"), settings),
+        }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise TokenizerError(f"tokenizer.json is damaged: {error!r}") from None
-    keys: dict[str, Any] = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": _pre_tokenizer(
-            tokenizer.get("pre_tokenizer"), bool(model.get("ignore_merges"))
-        ),
-        "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.add_bos_token": _adds_bos(tokenizer.get("post_processor"), settings),
-    }
+        raise TokenizerError(f"tokenizer.json is damaged: {str(error)[:100]!r}") from None
     return [token for token, _ in rows], [kind for _, kind in rows], keys
 
 
