@@ -1,0 +1,485 @@
+"""Tokenizers from metadata alone: equal to the libraries' own, exact on bytes, safe on damaged files."""
+
+import io
+import json
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hotset.errors import TokenizerError
+from hotset.text.pretokenizers import PRE_TOKENIZERS
+from hotset.text.tokenizer import load_tokenizer
+
+SHARED_VOCABULARY = Path(__file__).parents[2] / "shared" / "data" / "ggml-vocab-llama.gguf"
+
+NASTY = [
+    "",
+    " ",
+    "   ",
+    "\n",
+    "\n\n \n",
+    "\t\t x",
+    "a\r\nb",
+    " \x0b\x0c ",
+    "Hello",
+    "  Hello,  world!! ",
+    "\nHello\n",
+    "I'm he's THEY'RE we'll o'clock '90s 'S 'LL ’s",
+    "1 12 123 1234 1,000,000 3.14 0x1F ½ Ⅷ ٣٤٥",
+    "e\u0301 n\u0303 Z̸̧̢̼͇ é",
+    "नमस्ते दुनिया สวัสดี",
+    "שלום مرحبا \u202ertl\u202c",
+    "你好，世界！測試 こんにちは カタカナ 안녕",
+    "👨‍👩‍👧‍👦 👩🏽‍💻 🏳️‍🌈 🇩🇪 1️⃣ ❤️",
+    "\u200b\u200d\ufeff\u00a0\u3000\u2028\u0085",
+    "\x00a\x00\x01\x7f\ufffd\uffff\U0010ffff",
+    "def f(x):\n    if x:\n\t\treturn {'a': [1]}\n\n\n",
+    "for(;;){x+=a[i]*b;}//",
+    "<html>&amp;</html>",
+    "C:\\n\\t \\",
+    "snake_case CamelCase HTTPServer iPhone",
+    "a" * 3000,
+    "ab" * 500,
+    "é" * 300,
+    " " * 400,
+    "\n" * 100,
+    "7" * 200,
+    "🦙" * 50,
+    " \n" * 50,
+    "▁ ▁▁a",
+    "Ġ Ċ",
+    "<0x0A>",
+    "<s> </s> <unk>",
+    "<|im_start|>hi<|im_end|>",
+    "<|im_",
+    "''''",
+]
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog. It's 1234 times they're here, we'll see!\n",
+    "def main(argv):\n    for i in range(10):\n        print('hello world', i)\n    return 0\n\n",
+    "Die Größe der Äpfel; où êtes-vous? Привет мир, как дела. 你好世界 こんにちは 안녕하세요 👋🏽 🦙\n",
+] * 20
+
+# --- byte-level BPE
+
+
+@cache
+def _trained_bpe():
+    """A vocabulary learnt here: (pieces in the order of their ids, merges as "left right")."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from tokenizers.trainers import BpeTrainer
+
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    trainer = BpeTrainer(vocab_size=700, initial_alphabet=ByteLevel.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    pieces = sorted(model["vocab"], key=model["vocab"].get)
+    return pieces, [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+
+
+def bpe_metadata(pre="gpt-2", **changes):
+    pieces, merges = _trained_bpe()
+    specials = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    tokens = [*pieces, *specials, "    "]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array([1] * len(pieces) + [3] * 3 + [4], dtype=np.int32),
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": tokens.index("<|im_start|>"),
+        "tokenizer.ggml.eos_token_id": tokens.index("<|im_end|>"),
+    }
+    metadata |= {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+    return {key: value for key, value in metadata.items() if value is not None}
+
+
+def _reference_bpe(pre_tokenizers):
+    """The same vocabulary in a tokenizer that Hugging Face's library puts together from its own parts."""
+    from tokenizers import AddedToken, Tokenizer
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import Sequence
+
+    pieces, merges = _trained_bpe()
+    reference = Tokenizer(BPE({p: i for i, p in enumerate(pieces)}, [tuple(m.split(" ")) for m in merges]))
+    reference.pre_tokenizer = Sequence(pre_tokenizers)
+    reference.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
+    reference.add_tokens([AddedToken("    ", normalized=False)])
+    return reference
+
+
+def _reference_rows():
+    """Pre-tokenizers as the tokenizer.json of one model of each family has them (not our table's)."""
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Split
+
+    raw = ByteLevel(add_prefix_space=False, use_regex=False)
+    gpt2 = ByteLevel(add_prefix_space=False, use_regex=True)
+    llama3 = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    o200k = (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    return {
+        "gpt-2": [gpt2],
+        "smollm": [Digits(individual_digits=True), gpt2],
+        "smaug-bpe": [Split(Regex(llama3), "isolated"), raw],
+        "qwen2": [Split(Regex(llama3.replace(r"\p{N}{1,3}", r"\p{N}")), "isolated"), raw],
+        "gpt-4o": [Split(Regex(o200k), "isolated"), raw],
+    }
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "smaug-bpe", "qwen2", "gpt-4o"])
+def test_bpe_equals_hugging_face(pre):
+    reference = _reference_bpe(_reference_rows()[pre])
+    tokenizer = load_tokenizer(bpe_metadata(pre))
+    for text in NASTY:
+        expected = reference.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text, add_special=False, parse_special=True) == expected, text
+
+
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+def test_every_pre_tokenizer_keeps_every_byte(pre):
+    tokenizer = load_tokenizer(bpe_metadata(pre))
+    for text in NASTY:
+        assert tokenizer.decode(tokenizer.encode(text, add_special=False)) == text
+
+
+CUTS = {
+    "gpt-2": ["Ab", "1234", " 5", "'", "S", " it", "'s", " iPhone", "\n\n ", " x", ",.", "é你"],
+    "smollm": [
+        "Ab",
+        "1",
+        "2",
+        "3",
+        "4",
+        " ",
+        "5",
+        "'",
+        "S",
+        " it",
+        "'s",
+        " iPhone",
+        "\n\n ",
+        " x",
+        ",.",
+        "é你",
+    ],
+    "llama-bpe": ["Ab", "123", "4", " ", "5", "'S", " it", "'s", " iPhone", "\n\n", " ", " x", ",.", "é你"],
+    "qwen2": ["Ab", *"1234", " ", "5", "'S", " it", "'s", " iPhone", "\n\n", " ", " x", ",.", "é你"],
+    "tekken": ["Ab", *"1234", " ", "5", "'S", " it", "'s", " i", "Phone", "\n\n", " ", " x", ",.", "é你"],
+    "gpt-4o": ["Ab", "123", "4", " ", "5", "'S", " it's", " i", "Phone", "\n\n", " ", " x", ",.", "é你"],
+    "tiny_aya": ["Ab", "1", "234", " ", "5", "'S", " it's", " i", "Phone", "\n\n", " ", " x", ",.", "é你"],
+    "deepseek-v3": [
+        "Ab",
+        "123",
+        "4",
+        " ",
+        "5",
+        "'S",
+        " it",
+        "'s",
+        " iPhone",
+        "\n\n",
+        " ",
+        " x",
+        ",.",
+        "é",
+        "你",
+    ],
+}
+
+
+@pytest.mark.parametrize("pre", CUTS)
+def test_where_a_text_is_cut(pre):
+    tokenizer = load_tokenizer(bpe_metadata(pre))
+    cuts = tokenizer._library.pre_tokenizer.pre_tokenize_str("Ab1234 5'S it's iPhone\n\n  x,.é你")
+    words = ["Ab1234 5'S it's iPhone\n\n  x,.é你"[begin:end] for _, (begin, end) in cuts]
+    assert words == CUTS[pre]
+
+
+def test_an_unknown_pre_tokenizer_is_named():
+    with pytest.raises(TokenizerError, match="'klingon-bpe'"):
+        load_tokenizer(bpe_metadata("klingon-bpe"))
+
+
+def test_ignore_merges_takes_a_word_whole():
+    pieces, _ = _trained_bpe()
+    tokens = [*pieces, "qzqz"]  # a token that no merge leads to
+    whole = bpe_metadata("llama-bpe", tokens=tokens, token_type=None, bos_token_id=0, eos_token_id=None)
+    apart = bpe_metadata("smaug-bpe", tokens=tokens, token_type=None, bos_token_id=0, eos_token_id=None)
+    assert load_tokenizer(whole).encode("qzqz", add_special=False) == [len(pieces)]
+    assert load_tokenizer(apart).encode("qzqz", add_special=False) == [pieces.index(c) for c in "qzqz"]
+
+
+def test_special_tokens_are_text_unless_they_are_parsed():
+    tokenizer = load_tokenizer(bpe_metadata())
+    start, end = tokenizer.bos_id, tokenizer.eos_id
+    text = "<|im_start|>user\nhi<|im_end|>"
+    plain = tokenizer.encode(text)
+    assert not {start, end} & set(plain)
+    assert tokenizer.decode(plain) == text
+    parsed = tokenizer.encode(text, parse_special=True)
+    assert (parsed[0], parsed[-1]) == (start, end)
+    assert tokenizer.decode(parsed) == text
+    assert tokenizer.decode(parsed, skip_special=True) == "user\nhi"
+    # user-defined tokens are always found
+    assert tokenizer.encode("x    y").count(tokenizer.vocabulary["    "]) == 1
+
+
+def test_text_never_merges_into_a_control_token():
+    pieces, _ = _trained_bpe()
+    control = next(p for p in pieces if len(p) > 2 and p.isalpha() and p.isascii())
+    types = [3 if p == control else 1 for p in pieces]
+    metadata = bpe_metadata(tokens=pieces, token_type=types, bos_token_id=None, eos_token_id=None)
+    tokenizer = load_tokenizer(metadata)
+    id = pieces.index(control)
+    assert id not in tokenizer.encode(control)
+    assert tokenizer.decode(tokenizer.encode(control)) == control
+    assert tokenizer.encode(control, parse_special=True) == [id]
+
+
+@pytest.mark.parametrize(
+    ("pre", "changes", "bos", "eos"),
+    [
+        ("gpt-2", {}, False, False),
+        ("llama-bpe", {}, True, False),
+        ("tekken", {}, True, False),
+        ("llama-bpe", {"add_bos_token": False}, False, False),
+        ("gpt-2", {"add_bos_token": True, "add_eos_token": True}, True, True),
+        ("llama-bpe", {"bos_token_id": None}, False, False),
+    ],
+)
+def test_bos_and_eos_follow_the_file(pre, changes, bos, eos):
+    tokenizer = load_tokenizer(bpe_metadata(pre, **changes))
+    plain = tokenizer.encode("hi", add_special=False)
+    expected = [tokenizer.bos_id] * bos + plain + [tokenizer.eos_id] * eos
+    assert tokenizer.encode("hi") == expected
+
+
+def test_bos_wanted_but_not_named():
+    with pytest.raises(TokenizerError, match="bos_token_id"):
+        load_tokenizer(bpe_metadata(add_bos_token=True, bos_token_id=10**6))
+
+
+def test_stop_ids():
+    tokenizer = load_tokenizer(bpe_metadata())
+    assert {tokenizer.tokens[id] for id in tokenizer.stop_ids} == {"<|im_end|>", "<|endoftext|>"}
+    pieces, _ = _trained_bpe()
+    more = [*pieces, "<|eot_id|>", "</s>", "<|end|>"]
+    # typed normal: <|eot_id|> is made a control token; </s> is a piece of HTML
+    tokenizer = load_tokenizer(bpe_metadata(tokens=more, token_type=None, bos_token_id=None, eos_token_id=5))
+    assert tokenizer.stop_ids == {5, more.index("<|eot_id|>"), more.index("<|end|>")}
+    assert more.index("<|eot_id|>") not in tokenizer.encode("<|eot_id|>")
+    harmony = [*pieces, "<|end|>", "<|return|>", "<|call|>"]
+    tokenizer = load_tokenizer(
+        bpe_metadata(tokens=harmony, token_type=None, bos_token_id=None, eos_token_id=None)
+    )
+    assert tokenizer.stop_ids == {harmony.index("<|return|>"), harmony.index("<|call|>")}
+
+
+def test_merges_of_tokens_that_are_not_there():
+    _, merges = _trained_bpe()
+    tokenizer = load_tokenizer(bpe_metadata(merges=[*merges, "zz yy", "justone"]))
+    assert tokenizer.encode("hello world") == load_tokenizer(bpe_metadata()).encode("hello world")
+
+
+# --- SentencePiece
+
+
+@cache
+def _trained_sentencepiece():
+    """(serialised model, pieces, scores, types), learnt here by the library itself."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS), model_writer=model, model_type="bpe", vocab_size=600,
+        byte_fallback=True, character_coverage=1.0, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        user_defined_symbols=["<user>"], minloglevel=2,
+    )  # fmt: skip
+    library = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    n = library.vocab_size()
+    kinds = (
+        (library.is_unknown, 2), (library.is_control, 3), (library.is_unused, 5), (library.is_byte, 6),
+    )  # fmt: skip
+    types = [next((kind for test, kind in kinds if test(id)), 1) for id in range(n)]
+    types[library.piece_to_id("<user>")] = 4
+    return (
+        library,
+        [library.id_to_piece(i) for i in range(n)],
+        [library.get_score(i) for i in range(n)],
+        types,
+    )
+
+
+def sentencepiece_metadata(**changes):
+    _, pieces, scores, types = _trained_sentencepiece()
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.scores": np.array(scores, dtype=np.float32),
+        "tokenizer.ggml.token_type": np.array(types, dtype=np.int32),
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    metadata |= {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+    return {key: value for key, value in metadata.items() if value is not None}
+
+
+def test_sentencepiece_equals_the_original_model():
+    library, *_ = _trained_sentencepiece()
+    tokenizer = load_tokenizer(sentencepiece_metadata())
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
+    for text in NASTY:
+        expected = library.encode(text)
+        assert tokenizer.encode(text, add_special=False) == expected, text
+        assert tokenizer.encode(text) == [1, *expected]
+        assert tokenizer.decode(tokenizer.encode(text, add_special=False)) == text.replace("▁", " ")
+
+
+def test_sentencepiece_special_tokens():
+    tokenizer = load_tokenizer(sentencepiece_metadata())
+    hi = tokenizer.encode("hi", add_special=False)
+    assert tokenizer.encode("<s>hi</s>", add_special=False, parse_special=True) == [1, *hi, 2]
+    assert not {1, 2} & set(tokenizer.encode("<s>hi</s>", add_special=False))
+    user = tokenizer.vocabulary["<user>"]
+    assert tokenizer.encode("hi<user>hi", add_special=False) == [
+        *hi,
+        user,
+        *hi,
+    ]  # a space after it, as llama.cpp
+    assert tokenizer.decode([1, *hi, 2]) == "<s>hi</s>"
+    assert tokenizer.decode([1, *hi, 2], skip_special=True) == "hi"
+    assert tokenizer.stop_ids == {2}
+
+
+def test_sentencepiece_without_the_leading_space():
+    tokenizer = load_tokenizer(sentencepiece_metadata(add_space_prefix=False))
+    assert tokenizer.token_bytes(tokenizer.encode("hello", add_special=False)[0])[:1] == b"h"
+    for text in (" x", "x", "  x"):
+        assert tokenizer.decode(tokenizer.encode(text, add_special=False)) == text
+
+
+def test_sentencepiece_without_types_or_with_odd_pieces():
+    _, pieces, *_ = _trained_sentencepiece()
+    plain = load_tokenizer(sentencepiece_metadata(token_type=None))
+    assert plain.decode(plain.encode("hello 🦙", add_special=False)) == "hello 🦙"
+    odd = [*pieces[:-3], "", pieces[300], "\udcff"]  # empty, twice, not UTF-8
+    tokenizer = load_tokenizer(sentencepiece_metadata(tokens=odd))
+    assert tokenizer.decode(tokenizer.encode("hello 🦙", add_special=False)) == "hello 🦙"
+    assert tokenizer.token_bytes(len(odd) - 1) == b"\xff"
+
+
+def test_the_llama_vocabulary_gives_the_ids_that_llama_cpp_gives():
+    if not SHARED_VOCABULARY.exists():
+        pytest.skip("needs ../shared/data/ggml-vocab-llama.gguf")
+    from hotset.formats.gguf import open_gguf
+
+    tokenizer = load_tokenizer(open_gguf(SHARED_VOCABULARY).metadata)
+    # from llama-tokenize
+    assert tokenizer.encode("Hello world!") == [1, 15043, 3186, 29991]
+    assert tokenizer.encode(" <s> 你好", add_special=False) == EXPECTED_LLAMA
+    for text in NASTY:
+        assert tokenizer.decode(tokenizer.encode(text, add_special=False)) == text.replace("▁", " ")
+
+
+EXPECTED_LLAMA = [29871, 529, 29879, 29958, 29871, 30919, 31076]
+
+# --- bytes and streams
+
+
+@pytest.mark.parametrize("metadata", [bpe_metadata, sentencepiece_metadata])
+def test_a_stream_never_shows_half_a_character(metadata):
+    tokenizer = load_tokenizer(metadata())
+    for text in NASTY:
+        ids = tokenizer.encode(text, add_special=False)
+        stream = tokenizer.stream()
+        parts = [stream.push(id) for id in ids]
+        assert stream.flush() == ""
+        assert not any("\ufffd" in part for part in parts) or "\ufffd" in text
+        whole = b"".join(map(tokenizer.token_bytes, ids)).decode()
+        assert "".join(parts) == whole
+
+
+def test_a_stream_cut_short_ends_in_one_replacement_character():
+    tokenizer = load_tokenizer(bpe_metadata())
+    letters = [tokenizer.vocabulary[letter] for letter in "ðŁ¦"]  # three of the four bytes of a llama
+    assert [tokenizer.token_bytes(id) for id in letters] == [b"\xf0", b"\x9f", b"\xa6"]
+    stream = tokenizer.stream()
+    assert [stream.push(id) for id in letters] == ["", "", ""]
+    assert stream.flush() == "\ufffd"
+    assert stream.flush() == ""
+    assert stream.push(letters[2]) == "\ufffd"  # no character begins like that
+    assert stream.push(tokenizer.vocabulary["a"]) == "a"
+
+
+def test_a_stream_can_leave_out_special_tokens():
+    tokenizer = load_tokenizer(bpe_metadata())
+    ids = tokenizer.encode("a<|im_end|>b", parse_special=True)
+    for skip, expected in ((True, "ab"), (False, "a<|im_end|>b")):
+        stream = tokenizer.stream(skip_special=skip)
+        assert "".join(map(stream.push, ids)) == expected
+
+
+@pytest.mark.parametrize("id", [-1, 10**9])
+def test_an_id_outside_the_vocabulary(id):
+    with pytest.raises(TokenizerError, match="outside the vocabulary"):
+        load_tokenizer(bpe_metadata()).decode([id])
+
+
+@pytest.mark.parametrize("metadata", [bpe_metadata, sentencepiece_metadata])
+def test_lone_surrogates_become_replacement_characters(metadata):
+    tokenizer = load_tokenizer(metadata())
+    assert tokenizer.decode(tokenizer.encode("a\ud800b \ud83e\udd99", add_special=False)) == "a\ufffdb 🦙"
+
+
+# --- damaged files
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": None},
+        {"model": "t5"},
+        {"model": 7},
+        {"tokens": None},
+        {"tokens": []},
+        {"tokens": [1, 2]},
+        {"tokens": "abc"},
+        {"merges": None},
+        {"merges": [3]},
+        {"token_type": [1, 2]},
+        {"token_type": "x"},
+        {"token_type": [0.5] * 10_000},
+        {"model": "llama"},
+        {"model": "llama", "scores": [0.0]},
+    ],
+)
+def test_damaged_metadata_is_a_sentence(changes):
+    with pytest.raises(TokenizerError) as error:
+        load_tokenizer(bpe_metadata(**changes))
+    assert "\n" not in str(error.value)
+
+
+def test_nonsense_that_can_be_read_is_harmless():
+    pieces, _ = _trained_bpe()
+    tokenizer = load_tokenizer(
+        bpe_metadata(
+            tokens=["\udcff", "", *pieces],
+            token_type=[99, -5] + [6] * len(pieces),
+            bos_token_id=-1,
+            eos_token_id="x",
+        )
+    )
+    assert tokenizer.bos_id is None
+    assert tokenizer.token_bytes(0) == b"\xff"
+    assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
