@@ -304,7 +304,8 @@ def _trained_sentencepiece():
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS), model_writer=model, model_type="bpe", vocab_size=600,
-        byte_fallback=True, character_coverage=1.0, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        byte_fallback=True, character_coverage=1.0,
+        normalization_rule_name="identity", remove_extra_whitespaces=False,
         user_defined_symbols=["<user>"], minloglevel=2,
     )  # fmt: skip
     library = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
