@@ -345,35 +345,67 @@ struct TokenInputs {
     const int32_t* isum1;
 };
 
-// int16 scales of half h of blocks 2g and 2g + 1, filling a 128-bit lane each. `half_scales` holds in both lanes the
-// scales of four blocks, of which these are the first or the last two.
-template <int g, int h>
-inline __m256i pair_scales(__m256i half_scales) {
-    constexpr int kFirst = 8 * (g % 2) + 2 * h, kSecond = kFirst + 4;
-    return _mm256_shuffle_epi8(half_scales, _mm256_set_m128i(_mm_set1_epi16(kSecond | (kSecond + 1) << 8),
-                                                             _mm_set1_epi16(kFirst | (kFirst + 1) << 8)));
-}
-
-inline __m256i signed_pairs(__m256i codes, __m256i q) {
-    return _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(q, codes));
-}
-
-// Dot products of blocks 2g and 2g + 1, four int32 lanes each.
+// Codes of blocks 2g and 2g + 1 times their inputs, pairs added in int16: of the first halves in a, the second in b.
 template <class Format, int g, int n>
-inline __m256i pair_dot(const uint8_t* p, const int8_t* q, const __m256i half_scales[2]) {
-    if constexpr (2 * g >= n) return _mm256_setzero_si256();
-    __m256i a, b;
-    Format::template unpack<g, n>(p, a, b);
-    const __m256i qa = load256(q + g / 2 * kGroup + g % 2 * 32), qb = load256(q + g / 2 * kGroup + g % 2 * 32 + 64);
-    if constexpr (Format::kSigned) {
-        return _mm256_add_epi32(_mm256_madd_epi16(signed_pairs(a, qa), ones()),
-                                _mm256_madd_epi16(signed_pairs(b, qb), ones()));
-    } else if constexpr (has_sub_blocks(Format::kType)) {
-        return _mm256_add_epi32(_mm256_madd_epi16(_mm256_maddubs_epi16(a, qa), pair_scales<g, 0>(half_scales[g / 2])),
-                                _mm256_madd_epi16(_mm256_maddubs_epi16(b, qb), pair_scales<g, 1>(half_scales[g / 2])));
+inline void pair_products(const uint8_t* p, const int8_t* q, __m256i& a, __m256i& b) {
+    a = b = _mm256_setzero_si256();
+    if constexpr (2 * g < n) {
+        Format::template unpack<g, n>(p, a, b);
+        const __m256i qa = load256(q + g / 2 * kGroup + g % 2 * 32), qb = load256(q + g / 2 * kGroup + g % 2 * 32 + 64);
+        if constexpr (Format::kSigned) {
+            a = _mm256_maddubs_epi16(_mm256_abs_epi8(a), _mm256_sign_epi8(qa, a));
+            b = _mm256_maddubs_epi16(_mm256_abs_epi8(b), _mm256_sign_epi8(qb, b));
+        } else {
+            a = _mm256_maddubs_epi16(a, qa);
+            b = _mm256_maddubs_epi16(b, qb);
+        }
+    }
+}
+
+// int16 scales of half h of blocks 2g and 2g + 1, filling a 128-bit lane each.
+template <int g, int h>
+inline __m256i pair_scales(__m256i sub_scale) {
+    constexpr int kFirst = 8 * (g % 2) + 2 * h, kSecond = kFirst + 4;
+    const __m256i pick = _mm256_set_m128i(_mm_set1_epi16(kSecond | (kSecond + 1) << 8), _mm_set1_epi16(kFirst | (kFirst + 1) << 8));
+    return _mm256_shuffle_epi8(_mm256_permute4x64_epi64(sub_scale, g < 2 ? 0x44 : 0xee), pick);
+}
+
+// Sums of neighbours put blocks in the order 0 2 4 6 | 1 3 5 7.
+inline __m256i in_order(__m256i v) { return _mm256_permutevar8x32_epi32(v, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); }
+
+// Integer dot products of the n blocks, a lane a block; with sub-scales but without an offset of the codes.
+// The sums are widened to int32 as late as the codes allow.
+template <class Format, int n>
+inline __m256i block_dots(const uint8_t* p, const int8_t* q, __m256i sub_scale) {
+    constexpr int kTerms = kInt16Terms<Format>;
+    __m256i a[4], b[4];
+    pair_products<Format, 0, n>(p, q, a[0], b[0]);
+    pair_products<Format, 1, n>(p, q, a[1], b[1]);
+    pair_products<Format, 2, n>(p, q, a[2], b[2]);
+    pair_products<Format, 3, n>(p, q, a[3], b[3]);
+    if constexpr (has_sub_blocks(Format::kType) && kTerms >= 8) {
+        for (int g = 0; g < 4; g++) a[g] = _mm256_hadd_epi16(a[g], b[g]);
+        const __m256i halves = _mm256_hadd_epi16(_mm256_hadd_epi16(a[0], a[1]), _mm256_hadd_epi16(a[2], a[3]));
+        return _mm256_madd_epi16(in_order(halves), sub_scale);
+    } else if constexpr (kTerms >= 8) {
+        for (int g = 0; g < 4; g++) a[g] = _mm256_add_epi16(a[g], b[g]);
+        const __m256i halves = _mm256_hadd_epi16(_mm256_hadd_epi16(a[0], a[1]), _mm256_hadd_epi16(a[2], a[3]));
+        return in_order(_mm256_madd_epi16(halves, ones()));
+    } else if constexpr (kTerms >= 4) {
+        for (int g = 0; g < 4; g++) a[g] = _mm256_add_epi16(a[g], b[g]);
+        return in_order(_mm256_hadd_epi32(_mm256_madd_epi16(_mm256_hadd_epi16(a[0], a[1]), ones()),
+                                          _mm256_madd_epi16(_mm256_hadd_epi16(a[2], a[3]), ones())));
     } else {
-        static_assert(kInt16Terms<Format> >= 2);
-        return _mm256_madd_epi16(_mm256_add_epi16(_mm256_maddubs_epi16(a, qa), _mm256_maddubs_epi16(b, qb)), ones());
+        __m256i by_a[4] = {ones(), ones(), ones(), ones()}, by_b[4] = {ones(), ones(), ones(), ones()};
+        if constexpr (has_sub_blocks(Format::kType)) {
+            by_a[0] = pair_scales<0, 0>(sub_scale), by_b[0] = pair_scales<0, 1>(sub_scale);
+            by_a[1] = pair_scales<1, 0>(sub_scale), by_b[1] = pair_scales<1, 1>(sub_scale);
+            by_a[2] = pair_scales<2, 0>(sub_scale), by_b[2] = pair_scales<2, 1>(sub_scale);
+            by_a[3] = pair_scales<3, 0>(sub_scale), by_b[3] = pair_scales<3, 1>(sub_scale);
+        }
+        for (int g = 0; g < 4; g++)
+            a[g] = _mm256_add_epi32(_mm256_madd_epi16(a[g], by_a[g]), _mm256_madd_epi16(b[g], by_b[g]));
+        return in_order(_mm256_hadd_epi32(_mm256_hadd_epi32(a[0], a[1]), _mm256_hadd_epi32(a[2], a[3])));
     }
 }
 
@@ -382,16 +414,7 @@ template <class Format, int n>
 inline __m256 add_blocks(const uint8_t* p, const TokenInputs& x, int64_t b, __m256 acc) {
     constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
     const Scales s = Format::template scales<n>(p);
-    __m256i half_scales[2] = {};
-    if constexpr (kSub) {
-        half_scales[0] = _mm256_permute4x64_epi64(s.sub_scale, 0x44);
-        half_scales[1] = _mm256_permute4x64_epi64(s.sub_scale, 0xee);
-    }
-    const int8_t* q = x.q + b * 32;
-    const __m256i even = _mm256_hadd_epi32(pair_dot<Format, 0, n>(p, q, half_scales), pair_dot<Format, 1, n>(p, q, half_scales));
-    const __m256i odd = _mm256_hadd_epi32(pair_dot<Format, 2, n>(p, q, half_scales), pair_dot<Format, 3, n>(p, q, half_scales));
-    // Blocks 0 2 4 6 | 1 3 5 7.
-    __m256i dot = _mm256_permutevar8x32_epi32(_mm256_hadd_epi32(even, odd), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    __m256i dot = block_dots<Format, n>(p, x.q + b * 32, s.sub_scale);
     const __m256 input = _mm256_loadu_ps(x.scale + b);
     __m256i by_sum = _mm256_setzero_si256();
     if constexpr (kSub) {
