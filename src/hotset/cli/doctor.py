@@ -40,12 +40,15 @@ def doctor(json: options.Json = False) -> None:
         return
     cpu, memory, kernels, place = report["processor"], report["memory"], report["kernels"], report["store"]
     gpu = report["gpu"]
-    cores = f"{cpu['physical_cores']} physical, {cpu['logical_cores']} logical"
     rows = [
         ["hotset", report["packages"]["hotset"] or "not installed (running from a source folder)"],
         ["python", f"{report['python']} on {report['platform']}"],
         ["processor", cpu["name"]],
-        ["cores", f"{cores}; usable by hotset: {kernels['cores']}" if kernels["cores"] else cores],
+        [
+            "cores",
+            f"{cpu['usable_cores']} usable by this process, of {cpu['physical_cores']} physical "
+            f"and {cpu['logical_cores']} logical",
+        ],
         ["instruction sets", ", ".join(cpu["features"]) or "not told by this system"],
         ["kernels", f"{kernels['chosen'] or 'none'}: {kernels['why']}"],
         ["memory", f"{human_size(memory['usable'])} usable, {human_size(memory['available'])} free now"],
@@ -68,6 +71,8 @@ def examine() -> dict[str, Any]:
     """Everything that doctor shows, as plain values."""
     import psutil
 
+    from hotset.backends.cores import usable_cores
+
     folder = store.models_folder()
     existing = next(p for p in [folder, *folder.parents] if p.exists())
     return {
@@ -77,6 +82,7 @@ def examine() -> dict[str, Any]:
             "name": processor_name(),
             "physical_cores": psutil.cpu_count(logical=False) or 0,
             "logical_cores": os.cpu_count() or 0,
+            "usable_cores": usable_cores(),
             "features": _features(),
         },
         "kernels": _kernels(),
@@ -97,7 +103,7 @@ def _kernels() -> dict[str, Any]:
         from hotset import _core
     except ImportError as error:
         why = f"the native core is not there ({error}): reinstall with 'pip install --force-reinstall hotset'"
-        return {"chosen": None, "available": [], "cores": None, "why": why}
+        return {"chosen": None, "available": [], "why": why}
     chosen, available = _core.isa(), list(_core.available_isas())
     if os.environ.get("HOTSET_ISA"):
         why = f"forced by HOTSET_ISA={os.environ['HOTSET_ISA']}"
@@ -106,7 +112,7 @@ def _kernels() -> dict[str, Any]:
     else:
         others = ", ".join(isa for isa in available if isa != chosen)
         why = f"the widest vectors that this processor has (also there: {others})"
-    return {"chosen": chosen, "available": available, "cores": _core.n_cores(), "why": why}
+    return {"chosen": chosen, "available": available, "why": why}
 
 
 def _gpu() -> dict[str, Any]:

@@ -1,0 +1,797 @@
+"""The command line, as a person and as a script meet it: on tiny models, mostly in NumPy."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_backend import FakeBackend
+from fake_hub import FakeHub
+
+from hotset.formats.gguf import GGUFWriter
+from hotset.formats.quants import GGMLType
+
+try:
+    from hotset import _core  # noqa: F401
+
+    HAS_CORE = True
+except ImportError:
+    HAS_CORE = False
+needs_core = pytest.mark.skipif(not HAS_CORE, reason="the native core is not built")
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_model(path: Path, *, template: bool = True, architecture: str = "llama") -> Path:
+    """A random llama whose vocabulary is printable ASCII, a newline and three special tokens."""
+    n_embd, n_ff, n_head, n_layer = 64, 96, 2, 2
+    tokens = [chr(c) for c in range(33, 127)] + ["Ġ", "Ċ", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    types = [1] * 96 + [3] * 3
+    rng = np.random.default_rng(7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = GGUFWriter(path, architecture)
+    keys: dict[str, Any] = {
+        "general.name": "Tiny Random",
+        "general.license": "mit",
+        f"{architecture}.context_length": 512,
+        f"{architecture}.embedding_length": n_embd,
+        f"{architecture}.feed_forward_length": n_ff,
+        f"{architecture}.block_count": n_layer,
+        f"{architecture}.attention.head_count": n_head,
+        f"{architecture}.attention.head_count_kv": 1,
+        f"{architecture}.attention.layer_norm_rms_epsilon": 1e-5,
+        f"{architecture}.rope.freq_base": 10000.0,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": ["t h", "Ġ t"],
+        "tokenizer.ggml.eos_token_id": 98,
+        "tokenizer.ggml.bos_token_id": 96,
+        "tokenizer.ggml.add_bos_token": False,
+    }
+    keys["tokenizer.ggml.tokens"] = [*tokens, "th", "Ġt"]
+    keys["tokenizer.ggml.token_type"] = [*types, 1, 1]
+    if template:
+        keys["tokenizer.chat_template"] = CHATML
+    for key, value in keys.items():
+        writer.add(key, value)
+    n_vocab = len(tokens) + 2
+    shapes = {"token_embd.weight": (n_vocab, n_embd), "output_norm.weight": (n_embd,)}
+    for i in range(n_layer):
+        shapes |= {
+            f"blk.{i}.attn_norm.weight": (n_embd,),
+            f"blk.{i}.attn_q.weight": (n_embd, n_embd),
+            f"blk.{i}.attn_k.weight": (n_embd // n_head, n_embd),
+            f"blk.{i}.attn_v.weight": (n_embd // n_head, n_embd),
+            f"blk.{i}.attn_output.weight": (n_embd, n_embd),
+            f"blk.{i}.ffn_norm.weight": (n_embd,),
+            f"blk.{i}.ffn_gate.weight": (n_ff, n_embd),
+            f"blk.{i}.ffn_up.weight": (n_ff, n_embd),
+            f"blk.{i}.ffn_down.weight": (n_embd, n_ff),
+        }
+    for name, shape in shapes.items():
+        values = rng.standard_normal(shape).astype(np.float32) * (1 if len(shape) == 1 else shape[-1] ** -0.5)
+        kind = GGMLType.F32 if len(shape) == 1 else GGMLType.Q8_0
+        writer.add_tensor(name, values, kind)
+    writer.write()
+    return path
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "tiny.gguf")
+
+
+@pytest.fixture(scope="session")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "bare.gguf", template=False)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+COMMAND = [sys.executable, "-m", "hotset.cli.main"]
+
+
+def hotset(
+    *arguments: object, stdin: str | bytes | None = "", env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    data = stdin.encode() if isinstance(stdin, str) else stdin
+    done = subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        input=data,
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, **(env or {})},
+    )
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def inside(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """As `hotset`, within this process: without the time that a process takes to start."""
+    from typer.testing import CliRunner
+
+    from hotset.cli.main import app
+
+    texts = list(map(str, arguments))
+    done = CliRunner().invoke(app, texts, input=stdin, prog_name="hotset")
+    return subprocess.CompletedProcess(texts, done.exit_code, done.stdout, done.stderr)
+
+
+def answer(*arguments: object, stdin: str = "") -> dict[str, Any]:
+    """The JSON of `hotset run`, with the reference backend."""
+    done = inside("run", *arguments, "--backend", "reference", "--json", stdin=stdin)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+# -- run -----------------------------------------------------------------------------------------
+
+
+def test_run_prints_the_answer_and_nothing_else(model: Path) -> None:
+    done = hotset("run", model, "Hello", "-n", 6, "--temp", 0, "--backend", "reference")
+    assert done.returncode == 0
+    result = answer(model, "Hello", "-n", 6, "--temp", 0)
+    assert done.stdout.rstrip("\n") == result["text"].rstrip("\n")
+    assert re.search(
+        r"\[prompt \d+ tokens, [\d.]+ t/s \| answer 6 tokens, [\d.]+ t/s \| "
+        r"[\d.]+ kB touched per token \| cut at -n\]",
+        done.stderr,
+    )
+
+
+def test_run_json_has_what_scripts_rely_on(model: Path) -> None:
+    result = answer(model, "Hello", "-n", 5, "-t", 1, "--temp", 0)
+    assert isinstance(result["text"], str)
+    assert len(result["tokens"]) == 5
+    assert all(isinstance(token, int) for token in result["tokens"])
+    # <|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n, character by character
+    assert result["prompt_tokens"] == 1 + 5 + 5 + 1 + 1 + 1 + 10
+    assert result["prompt_per_second"] > 0
+    assert result["predicted_per_second"] > 0
+    assert result["finish_reason"] == "length"
+    assert result["bytes_per_token"] > 0
+
+
+def test_run_agrees_with_the_python_api(model: Path) -> None:
+    import hotset as package
+
+    with package.load(model, backend="reference") as loaded:
+        raw = loaded.generate("Hello", temperature=0.0, max_tokens=7)
+        chat = loaded.chat([{"role": "user", "content": "Hello"}], seed=5, max_tokens=7)
+    result = answer(model, "Hello", "--raw", "-n", 7, "--temp", 0)
+    assert (result["text"], result["tokens"], result["prompt_tokens"]) == (raw.text, raw.tokens, 5)
+    assert answer(model, "Hello", "-n", 7, "-s", 5)["tokens"] == chat.completion.tokens
+
+
+def test_the_ways_to_give_a_prompt_are_equal(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("the question\n")
+    fixed = ["-n", 4, "--temp", 0]
+    first = answer(model, "the question", *fixed)
+    for arguments, stdin in [
+        (["-m", model, "-p", "the question"], ""),
+        (["-m", model, "the question"], ""),
+        ([model, "-f", tmp_path / "prompt.txt"], ""),
+        ([model], "the question\n"),
+    ]:
+        other = answer(*arguments, *fixed, stdin=stdin)
+        assert (other["tokens"], other["prompt_tokens"]) == (first["tokens"], first["prompt_tokens"])
+    assert answer(model, "the question", "--raw", *fixed)["prompt_tokens"] < first["prompt_tokens"]
+    longer = answer(model, "the question", "--system", "Be kind.", *fixed)
+    assert longer["prompt_tokens"] > first["prompt_tokens"]
+
+
+def test_a_file_without_a_template_continues_the_prompt(bare: Path) -> None:
+    result = answer(bare, "Hello", "-n", 3, "--temp", 0)
+    assert result["prompt_tokens"] == 5
+    done = inside("run", bare, "Hello", "--system", "x", "--backend", "reference")
+    assert done.returncode == 2
+    assert "chat template" in done.stderr
+
+
+def test_sampling_options_reach_the_sampler(model: Path) -> None:
+    greedy = answer(model, "Hello", "-n", 12, "--temp", 0)["tokens"]
+    assert answer(model, "Hello", "-n", 12, "--top-k", 1)["tokens"] == greedy
+    assert answer(model, "Hello", "-n", 12, "--top-p", 0)["tokens"] == greedy
+    assert answer(model, "Hello", "-n", 12, "--min-p", 1)["tokens"] == greedy
+    hot = [answer(model, "Hello", "-n", 12, "--temp", 5, "-s", 3, "--min-p", 0)["tokens"] for _ in range(2)]
+    assert hot[0] == hot[1] != greedy
+    forbidden = answer(model, "Hello", "-n", 12, "--temp", 0, "--logit-bias", f"{greedy[0]}-100")["tokens"]
+    assert greedy[0] not in forbidden
+    penalised = answer(model, "Hello", "-n", 12, "--temp", 0, "--presence-penalty", 50)["tokens"]
+    assert len(set(penalised)) == 12
+    repeated = answer(model, "Hello", "-n", 12, "--temp", 0, "--repeat-penalty", 9)["tokens"]
+    assert repeated != greedy
+    often = answer(model, "Hello", "-n", 12, "--temp", 0, "--frequency-penalty", 50)["tokens"]
+    assert often != greedy
+
+
+def test_stop_ends_the_answer_before_its_text(model: Path) -> None:
+    text = answer(model, "Hello", "-n", 12, "--temp", 0)["text"]
+    stop = text[3:5]
+    result = answer(model, "Hello", "-n", 12, "--temp", 0, "--stop", stop)
+    assert result["text"] == text[: text.index(stop)]
+    assert result["finish_reason"] == "stop"
+
+
+def test_a_full_context_is_said_and_not_silent(model: Path) -> None:
+    done = inside("run", model, "Hello", "--temp", 0, "-c", 40, "--ignore-eos", "--backend", "reference")
+    assert done.returncode == 0
+    assert "the context of 40 tokens is full" in done.stderr
+    done = inside("run", model, "Hello " * 20, "-c", 40, "--backend", "reference")
+    assert done.returncode == 1
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "context of 40" in done.stderr
+
+
+def test_activation_overrides_the_file(model: Path) -> None:
+    greedy = answer(model, "Hello", "-n", 12, "--temp", 0)["tokens"]
+    assert answer(model, "Hello", "-n", 12, "--temp", 0, "--activation", "relu")["tokens"] != greedy
+    done = inside("run", model, "Hello", "--activation", "nonsense", "--backend", "reference")
+    assert done.returncode == 1
+    assert "nonsense" in done.stderr
+
+
+@needs_core
+def test_the_native_backend_is_the_default(model: Path) -> None:
+    done = inside("run", model, "Hello", "-n", 8, "--temp", 0, "-t", 1, "--json")
+    assert json.loads(done.stdout)["tokens"] == answer(model, "Hello", "-n", 8, "--temp", 0)["tokens"]
+    again = inside("run", model, "Hello", "-n", 8, "--temp", 0, "-t", 2, "--cache-type", "q8_0", "--json")
+    assert len(json.loads(again.stdout)["tokens"]) == 8
+
+
+def test_a_closed_pipe_is_silent(model: Path) -> None:
+    command = [*COMMAND, "run", str(model), "Hello", "-n", "200", "--ignore-eos", "--backend", "reference"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
+    )
+    assert process.stdout
+    assert process.stderr
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.wait(60) == 0
+    assert process.stderr.read() == b""
+
+
+# -- mistakes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "fragment"),
+    [
+        (["run", "no-such-model", "hi"], 1, "There is no model 'no-such-model'"),
+        (["run", "smolm2-135", "hi"], 1, "did you mean smollm2-135m?"),
+        (["run", "missing.gguf", "hi"], 1, "There is no file missing.gguf"),
+        (["run", "prosparse-7b", "hi"], 1, "hotset pull prosparse-7b"),
+        (["run", "MODEL", "hi", "--temp", "-1"], 1, "Temperature must be at least 0"),
+        (["run", "MODEL", "hi", "--backend", "abacus"], 1, "abacus"),
+        (["run", "MODEL", "hi", "--cache-type", "q4"], 1, "q4"),
+        (["run", "MODEL", "hi", "--temp", "warm"], 2, "--temp"),
+        (["run", "MODEL", "hi", "-n", "0"], 2, "at least one token"),
+        (["run", "MODEL", "hi", "-p", "ho"], 2, "given twice"),
+        (["run", "MODEL", "hi", "--logit-bias", "x"], 2, "ID+BIAS"),
+        (["run", "MODEL"], 2, "there is no prompt"),
+        (["run", "MODEL", "hi", "--nonsense"], 2, "--nonsense"),
+        (["frobnicate"], 2, "frobnicate"),
+        (["show", "EMPTY"], 1, "EMPTY"),
+        (["rm", "nothing"], 1, "no model 'nothing'"),
+        (["bench", "-m", "MODEL", "-p", "many"], 2, "128,512"),
+        (["bench", "-m", "MODEL", "-o", "xml"], 2, "jsonl"),
+        (["bench", "-m", "MODEL", "-p", "0", "-n", "0"], 2, "nothing to measure"),
+        (["perplexity", "MODEL", "-f", "SHORT"], 1, "at least 1024 tokens"),
+        (["perplexity", "MODEL", "-f", "BINARY"], 2, "not UTF-8"),
+        (["convert", "EMPTY", "out.gguf", "--type", "q9"], 2, "q9"),
+    ],
+)
+def test_a_mistake_is_told_without_a_traceback(
+    home: Path, tmp_path: Path, model: Path, arguments: list[str], code: int, fragment: str
+) -> None:
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "SHORT").write_text("too short")
+    (tmp_path / "BINARY").write_bytes(b"\xff\xfe")
+    places = {"MODEL": str(model)} | {n: str(tmp_path / n) for n in ("EMPTY", "SHORT", "BINARY")}
+    if arguments[0] in ("run", "perplexity") and "--backend" not in arguments:
+        arguments = [*arguments, "--backend", "reference"]
+    done = inside(*[places.get(argument, argument) for argument in arguments])
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert fragment in " ".join(done.stderr.replace("│", " ").split())
+    if code == 1:
+        assert len(done.stderr.strip().splitlines()) == 1
+        assert done.stderr.startswith("error: ")
+
+
+def test_a_damaged_file_is_a_sentence(tmp_path: Path, model: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(model.read_bytes()[:3000])
+    for verb in (["run", broken, "hi"], ["show", broken]):
+        done = inside(*verb)
+        assert done.returncode == 1
+        assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_fault_of_hotset_asks_for_a_report(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import hotset.storage.store as s\ndef f(*a, **k): raise ZeroDivisionError('oh')\ns.list_models = f\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = hotset("list", env={"PYTHONPATH": path})
+    assert done.returncode == 1
+    assert "ZeroDivisionError: oh" in done.stderr
+    assert "HOTSET_DEBUG=1" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Traceback" in hotset("list", env={"PYTHONPATH": path, "HOTSET_DEBUG": "1"}).stderr
+
+
+def test_help_and_version() -> None:
+    for verb in ("run", "pull", "list", "rm", "show", "bench", "perplexity", "doctor", "convert"):
+        assert verb in inside("--help").stdout
+        assert inside(verb, "-h").returncode == 0
+    assert re.match(r"hotset \S+\n$", hotset("--version").stdout)
+
+
+# -- a terminal ----------------------------------------------------------------------------------
+
+
+class Terminal:
+    """A person at a pseudo-terminal: types, waits for what the screen shows."""
+
+    def __init__(self, *arguments: object, env: dict[str, str] | None = None) -> None:
+        import pty
+
+        pid, self.fd = pty.fork()
+        if pid == 0:
+            os.environ.update({"TERM": "dumb", "COLUMNS": "100", **(env or {})})
+            os.execv(COMMAND[0], [*COMMAND, *map(str, arguments)])
+        self.pid = pid
+        self.screen = ""
+
+    def wait_for(self, pattern: str, seconds: float = 60) -> re.Match[str]:
+        import select
+
+        end = time.monotonic() + seconds
+        while not (match := re.search(pattern, self.screen)):
+            assert time.monotonic() < end, f"{pattern!r} does not come; the screen shows:\n{self.screen}"
+            if select.select([self.fd], [], [], 0.1)[0]:
+                try:
+                    data = os.read(self.fd, 65536)
+                except OSError:  # Linux: the other end is closed
+                    data = b""
+                assert data, f"{pattern!r} did not come; the screen showed:\n{self.screen}"
+                self.screen += data.decode(errors="replace")
+        self.screen = self.screen[match.end() :]
+        return match
+
+    def type(self, text: str) -> None:
+        os.write(self.fd, text.encode())
+
+    def exit_code(self, seconds: float = 30) -> int:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            try:
+                os.set_blocking(self.fd, False)
+                self.screen += os.read(self.fd, 65536).decode(errors="replace")
+            except (BlockingIOError, OSError):
+                pass
+            time.sleep(0.02)
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        raise AssertionError(f"it does not end; the screen shows:\n{self.screen}")
+
+
+needs_pty = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals of this kind")
+CHAT = ("--backend", "reference", "--temp", "0")
+PROMPT = r"> $"
+ANSWERED = r"\[prompt \d+ tokens.*\]"
+
+
+@needs_pty
+def test_a_chat_answers_remembers_and_obeys_its_commands(model: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "chat.json"
+    chat = Terminal("run", model, *CHAT, "-n", 5)
+    chat.wait_for("tiny.gguf, context 512 tokens")
+    chat.wait_for(PROMPT)
+    chat.type("one\n")
+    first = int(chat.wait_for(r"\[prompt (\d+) tokens")[1])
+    chat.wait_for(PROMPT)
+    chat.type("one\n")
+    assert int(chat.wait_for(r"\[prompt (\d+) tokens")[1]) > first  # the conversation grows
+    for typed, shown in [
+        ("/help", r"/regen\s+answer the last question again"),
+        ("/stats", r"2 answers, 10 tokens"),
+        ("/regen", ANSWERED),
+        (f"/save {saved}", "Saved 4 messages"),
+        ("/frob", "There is no command /frob"),
+        ("/system Be brief.", "a new conversation"),
+        ("/clear", "a new conversation"),
+        ("/regen", "no question to answer again"),
+    ]:
+        chat.wait_for(PROMPT)
+        chat.type(typed + "\n")
+        chat.wait_for(shown)
+    chat.wait_for(PROMPT)
+    chat.type("one\\\ntwo\n")
+    chat.wait_for(ANSWERED)
+    chat.wait_for(PROMPT)
+    chat.type("/exit\n")
+    assert chat.exit_code() == 0
+    roles = [message["role"] for message in json.loads(saved.read_text())]
+    assert roles == ["user", "assistant", "user", "assistant"]
+
+
+@needs_pty
+def test_ctrl_c_stops_the_answer_and_not_the_chat(model: Path) -> None:
+    chat = Terminal("run", model, *CHAT, "--ignore-eos", "-c", 512)
+    chat.wait_for(PROMPT)
+    chat.type("count\n")
+    chat.wait_for(r"count\r?\n[^\n]{3}")  # the echo, and the beginning of the answer
+    chat.type("\x03")
+    chat.wait_for(r"\[prompt \d+ tokens.* interrupted\]")
+    chat.wait_for(PROMPT)
+    chat.type("\x03")
+    chat.wait_for("Ctrl-D or /exit leaves")
+    chat.wait_for(PROMPT)
+    chat.type("\x04")
+    assert chat.exit_code() == 0
+
+
+@needs_pty
+def test_ctrl_c_ends_a_single_answer(model: Path) -> None:
+    run = Terminal("run", model, "count", *CHAT, "--ignore-eos", "-c", 512)
+    run.wait_for(r"\S{3}")
+    run.type("\x03")
+    run.wait_for(r"interrupted\]")
+    assert run.exit_code() == 130
+
+
+@needs_pty
+def test_a_question_that_does_not_fit_leaves_the_chat_alive(model: Path) -> None:
+    chat = Terminal("run", model, *CHAT, "-n", 3, "-c", 64)
+    chat.wait_for(PROMPT)
+    chat.type("a" * 90 + "\n")
+    chat.wait_for("context of 64")
+    chat.wait_for(PROMPT)
+    chat.type("short\n")
+    chat.wait_for(ANSWERED)
+    chat.wait_for(PROMPT)
+    chat.type("\x04")
+    assert chat.exit_code() == 0
+
+
+@needs_pty
+def test_without_a_model_a_terminal_chooses(home: Path, model: Path) -> None:
+    folder = home / "models"
+    folder.mkdir(parents=True)
+    (folder / "tiny-relu.gguf").symlink_to(model)
+    (folder / "another.gguf").symlink_to(model)
+    chat = Terminal("run", *CHAT, "-n", 3)
+    table = chat.wait_for(r"(?s)(1\s+tiny-relu.*)Which one\?")[1]
+    assert table.index("tiny-relu") < table.index("bamboo-7b") < table.index("another")
+    assert "prosparse" not in table
+    chat.type("99\n")
+    chat.wait_for("A number from 1 to")
+    chat.type("1\n")
+    chat.wait_for("tiny-relu.gguf, context 512")
+    chat.wait_for(PROMPT)
+    chat.type("\x04")
+    assert chat.exit_code() == 0
+
+
+# -- the store -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    with FakeHub() as fake:
+        yield fake
+
+
+def test_pull_list_show_and_rm(home: Path, hub: FakeHub, model: Path) -> None:
+    hub.repositories["owner/repo"] = {
+        "tiny.Q8_0.gguf": model.read_bytes(),
+        "tiny.F16.gguf": b"GGUF" * 9,
+        "activation/activation_0.pt": b"zero",
+    }
+    env = {"HF_ENDPOINT": hub.url}
+    assert json.loads(inside("list", "--json").stdout) == []
+    assert "hotset pull NAME" in inside("list").stderr
+
+    pulled = hotset("pull", "hf:owner/repo", env=env)
+    assert pulled.returncode == 0, pulled.stderr
+    assert pulled.stdout == ""
+    assert "Choosing tiny.Q8_0.gguf" in pulled.stderr
+    assert "most precise of 2 models that fits" in pulled.stderr
+    again = json.loads(hotset("pull", "hf:owner/repo", "--json", env=env).stdout)
+    assert again["size"] == model.stat().st_size
+
+    (item,) = json.loads(inside("list", "--json").stdout)
+    assert item["name"] == "owner/repo"
+    assert item["path"] == again["path"]
+    assert item["size"] == model.stat().st_size
+    assert item["fits"]
+    assert "owner/repo" in inside("list").stdout
+    assert answer("owner/repo", "Hello", "-n", 2)["model"] == again["path"]
+    assert answer("hf:owner/repo", "Hello", "-n", 2)["tokens"]
+
+    assert json.loads(inside("show", "owner/repo", "--json").stdout)["architecture"] == "llama"
+    removed = json.loads(inside("rm", "owner/repo", "--json").stdout)
+    assert removed[0]["freed"] == model.stat().st_size + 4
+    assert not list(home.rglob("*.gguf"))
+
+
+def test_a_model_named_by_its_repository_is_fetched_when_it_is_run(
+    home: Path, hub: FakeHub, model: Path
+) -> None:
+    hub.repositories["owner/repo"] = {"tiny.gguf": model.read_bytes()}
+    arguments = ("run", "hf:owner/repo", "Hello", "-n", 2, "--backend", "reference", "--json")
+    assert json.loads(hotset(*arguments, env={"HF_ENDPOINT": hub.url}).stdout)["tokens"]
+
+
+def test_pull_tells_a_checksum_that_does_not_match(home: Path, hub: FakeHub, model: Path) -> None:
+    hub.repositories["owner/repo"] = {"tiny.gguf": model.read_bytes()}
+    hub.corrupt.add("tiny.gguf")
+    done = hotset("pull", "hf:owner/repo", env={"HF_ENDPOINT": hub.url})
+    assert done.returncode == 1
+    assert "does not match its checksum" in done.stderr
+    assert json.loads(inside("list", "--json").stdout) == []
+
+
+def test_pull_without_a_network_fails_in_seconds(home: Path) -> None:
+    began = time.monotonic()
+    done = hotset("pull", "hf:owner/repo", env={"HF_ENDPOINT": "http://127.0.0.1:9"})
+    assert done.returncode == 1
+    assert "does not answer" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - began < 15
+
+
+def test_list_all_shows_the_catalogue_with_what_cannot_run(home: Path) -> None:
+    items = {item["name"]: item for item in json.loads(inside("list", "--all", "--json").stdout)}
+    assert items["bamboo-7b"]["unsupported"] is None
+    assert "hotset pull relullama-70b" in items["relullama-70b"]["unsupported"]
+    assert items["relufalcon-40b"]["repository"] == "PowerInfer/ReluFalcon-40B-PowerInfer-GGUF"
+    assert "cannot run yet" in inside("list", "--all").stdout
+
+
+def test_show_gives_the_facts_of_a_file(model: Path) -> None:
+    facts = json.loads(inside("show", model, "--json", "--tensors").stdout)
+    wanted = {
+        "architecture": "llama",
+        "name": "Tiny Random",
+        "license": "mit",
+        "context": 512,
+        "layers": 2,
+        "embedding": 64,
+        "feed_forward": [96],
+        "heads": 2,
+        "kv_heads": 1,
+        "head_size": 32,
+        "activation": "silu",
+        "tokenizer": "gpt2",
+        "vocabulary": 101,
+        "chat_template": True,
+        "runs": True,
+        "kv_bytes_per_token": 2 * 2 * (32 + 32),
+    }
+    assert {key: facts[key] for key in wanted} == wanted
+    assert facts["types"]["Q8_0"]["tensors"] == 15
+    assert facts["types"]["F32"]["tensors"] == 5
+    assert len(facts["tensors"]) == 20
+    assert {"name": "blk.1.ffn_up.weight", "type": "Q8_0", "shape": [64, 96], "nbytes": 6528} in facts[
+        "tensors"
+    ]
+    assert facts["metadata"]["llama.rope.freq_base"] == 10000
+    shown = inside("show", model, "--tensors", "--metadata").stdout
+    assert re.search(r"blk\.1\.ffn_up\.weight\s+Q8_0\s+64 x 96\s+6\.5 kB", shown)
+    assert re.search(r"tokenizer\.ggml\.tokens\s+\[!, \", #, \$, \.\.\. 101 in all\]", shown)
+
+
+def test_show_describes_what_it_cannot_run(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "x.gguf", architecture="zebra")
+    facts = json.loads(inside("show", path, "--json").stdout)
+    assert facts["architecture"] == "zebra"
+    assert not facts["runs"]
+    assert "zebra" in facts["reason"]
+    assert "runs here" in inside("show", path).stdout
+
+
+# -- measuring -----------------------------------------------------------------------------------
+
+
+def test_bench_drives_the_backend_as_llama_bench_does() -> None:
+    from hotset.cli.bench import Test, _entry, measure
+
+    backend = FakeBackend(n_pages=8, max_batch=50)
+    rates = iter([1e9, 3e9, 2e9])
+    result = measure(backend, Test(120, 3, 70), 3, 2048, lambda: next(rates))
+    depth, prompt, repetition = [50, 20], [50, 50, 20], [50, 50, 20, 1, 1, 1]
+    assert backend.batches == depth + prompt + [1, 1] + repetition * 3
+    entry = _entry({}, Test(0, 100, 0), result, 1000)
+    assert entry["read_bandwidth"] == 2e9
+    assert entry["avg_ts"] == pytest.approx(np.mean(entry["samples_ts"]))
+    assert entry["stddev_ts"] == pytest.approx(np.std(entry["samples_ts"], ddof=1))
+    assert entry["bandwidth_share"] == pytest.approx(entry["avg_ts"] * 1000 / 2e9)
+    assert Test(512, 0, 0).name == "pp512"
+    assert Test(512, 128, 4096).name == "pp512+tg128 @ d4096"
+
+
+@needs_core
+def test_bench_json_has_llama_benchs_fields(model: Path) -> None:
+    done = inside(
+        "bench",
+        "-m",
+        model,
+        "-p",
+        "8,16",
+        "-n",
+        4,
+        "-pg",
+        "8,4",
+        "-d",
+        "0,64",
+        "-t",
+        1,
+        "-r",
+        2,
+        "-o",
+        "json",
+    )
+    assert done.returncode == 0, done.stderr
+    entries = json.loads(done.stdout)
+    assert [(e["n_prompt"], e["n_gen"], e["n_depth"]) for e in entries] == [
+        (p, n, d) for d in (0, 64) for p, n in [(8, 0), (16, 0), (0, 4), (8, 4)]
+    ]
+    for entry in entries:
+        assert entry["n_threads"] == 1
+        assert len(entry["samples_ts"]) == 2
+        assert entry["avg_ts"] == pytest.approx(sum(entry["samples_ts"]) / 2)
+        assert entry["stddev_ts"] >= 0
+        assert entry["read_bandwidth"] > 0
+        assert entry["bytes_per_token"] > 0
+        assert entry["model_size"] > 0
+        assert entry["type_k"] == "f16"
+    assert "read bandwidth of the mapped file" in done.stderr
+    deeper = [e["bytes_per_token"] for e in entries if e["n_gen"] and not e["n_prompt"]]
+    assert deeper[1] > deeper[0]  # the cache is read too
+
+
+@needs_core
+def test_bench_prints_a_table_and_csv_and_lines(model: Path) -> None:
+    arguments = ("bench", model, "-p", 8, "-n", 4, "-t", 1, "-r", 2)
+    table = inside(*arguments).stdout
+    assert re.match(r"read bandwidth of the mapped file: [\d.]+ GB/s with 1 thread\n", table)
+    assert re.search(r"\| llama \S+ K Q8_0 +\|.*\| +pp8 \| +[\d.]+ ± [\d.]+ \|", table)
+    assert re.search(r"\| +tg4 \| +[\d.]+ ± [\d.]+ \| +\d+% \|", table)
+    rows = list(csv.DictReader(io.StringIO(inside(*arguments, "-o", "csv").stdout)))
+    assert [row["n_gen"] for row in rows] == ["0", "4"]
+    lines = [json.loads(line) for line in inside(*arguments, "-o", "jsonl").stdout.splitlines()]
+    assert [line["n_prompt"] for line in lines] == [8, 0]
+
+
+def test_perplexity_agrees_with_the_python_api(model: Path, tmp_path: Path) -> None:
+    import hotset as package
+
+    text = "the quick brown fox jumps over the lazy dog\r\n" * 20
+    (tmp_path / "text.txt").write_bytes(text.encode())
+    arguments = (
+        "perplexity",
+        model,
+        "-f",
+        tmp_path / "text.txt",
+        "-c",
+        32,
+        "--chunks",
+        4,
+        "--backend",
+        "reference",
+    )
+    done = inside(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    with package.load(model, n_ctx=32, backend="reference") as loaded:
+        expected = loaded.perplexity(text, n_ctx=32, chunks=4)
+    assert result["ppl"] == pytest.approx(expected.ppl)
+    assert result["error"] == pytest.approx(expected.error)
+    assert result["chunks"] == 4
+    assert f"PPL = {expected.ppl:.4f} ±" in inside(*arguments).stdout
+
+
+def test_doctor_tells_what_there_is(home: Path) -> None:
+    report = json.loads(inside("doctor", "--json").stdout)
+    assert report["processor"]["usable_cores"] >= 1
+    assert report["memory"]["usable"] > 10**8
+    assert report["store"]["path"] == str(home / "models")
+    assert report["packages"]["numpy"] == np.__version__
+    assert report["kernels"]["why"]
+    shown = inside("doctor").stdout
+    for word in ("processor", "kernels", "memory", "NVIDIA", "torch", "store"):
+        assert word in shown
+
+
+@needs_core
+def test_doctor_says_that_kernels_were_forced(home: Path) -> None:
+    kernels = json.loads(hotset("doctor", "--json", env={"HOTSET_ISA": "scalar"}).stdout)["kernels"]
+    assert kernels["chosen"] == "scalar"
+    assert "HOTSET_ISA" in kernels["why"]
+
+
+def test_convert_writes_a_file_that_runs(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    n_vocab, width, n_ff = 64, 32, 64
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": n_vocab,
+        "hidden_size": width,
+        "intermediate_size": n_ff,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+    }
+    shapes = {
+        "model.embed_tokens": (n_vocab, width),
+        "model.norm": (width,),
+        "model.layers.0.input_layernorm": (width,),
+        "model.layers.0.post_attention_layernorm": (width,),
+        **{f"model.layers.0.self_attn.{x}_proj": (width, width) for x in "qkvo"},
+        "model.layers.0.mlp.gate_proj": (n_ff, width),
+        "model.layers.0.mlp.up_proj": (n_ff, width),
+        "model.layers.0.mlp.down_proj": (width, n_ff),
+    }
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    tensors = {f"{name}.weight": np.ones(shape, np.float32) for name, shape in shapes.items()}
+    save_file(tensors, source / "model.safetensors")
+    done = inside("convert", tmp_path / "source", tmp_path / "out.gguf", "--type", "f32", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["size"] == (tmp_path / "out.gguf").stat().st_size
+    facts = json.loads(inside("show", tmp_path / "out.gguf", "--json").stdout)
+    assert facts["layers"] == 1
+    assert facts["types"]["F32"]["tensors"] > 0
+
+
+# -- starting ------------------------------------------------------------------------------------
+
+
+def test_run_imports_no_more_than_it_needs(model: Path) -> None:
+    code = (
+        "import sys; from hotset.cli.main import app\n"
+        f"try: app(['run', {str(model)!r}, 'Hello', '-n', '2', '--backend', 'reference'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'huggingface_hub', 'scipy', 'rich.table', 'rich.progress'}\n"
+        "print('loaded:', sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.endswith("loaded: []\n"), done.stdout + done.stderr
