@@ -42,6 +42,7 @@ def file(architecture: str = "llama", tensors: dict[str, Any] | None = None, **k
     shapes = {"token_embd.weight": (64, 300), **(tensors or {})}
     infos = {name: SimpleNamespace(name=name, shape=s, type=GGMLType.F32) for name, s in shapes.items()}
     return SimpleNamespace(
+        dialect="gguf",
         metadata={"general.architecture": architecture, **metadata},
         tensors=infos,
         data=lambda name: np.full(math.prod(infos[name].shape), 2.0, np.float32).view(np.uint8),
@@ -193,6 +194,13 @@ def test_a_damaged_key_is_named(keys: dict[str, Any], sentence: str) -> None:
 def test_what_cannot_run_is_refused(keys: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UnsupportedModelError, match=sentence):
         config_from_gguf(file(**keys))
+
+
+def test_a_powerinfer_file_is_not_run_as_a_plain_one() -> None:
+    gguf = file()
+    gguf.dialect = "powerinfer"
+    with pytest.raises(UnsupportedModelError, match="PowerInfer"):
+        config_from_gguf(gguf)
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused() -> None:

@@ -202,6 +202,10 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         raise UnsupportedModelError(
             f"the architecture {_shown(name)} is not supported; supported are {', '.join(ARCHITECTURES)}"
         )
+    if gguf.dialect != "gguf":  # its llama is a ReLU model, its FFN is stored transposed
+        raise UnsupportedModelError(
+            "PowerInfer GGUF files are not supported by this version; use a plain one"
+        )
     architecture = ARCHITECTURES[name]
     keys = _Keys(gguf.metadata, name)
     if keys.integer("expert_count", 0, 1 << 16, 0):
