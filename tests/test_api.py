@@ -231,7 +231,11 @@ def test_stop_strings_across_tokens(model: hotset.Model):
     assert answer.finish_reason == "stop"
     assert answer.text == free.text[:at]
     assert answer.tokens == free.tokens[: at + 3]
-    chunks = list(model.stream("hello", **params, stop=[stop, "nothing like it"]))
+    stream = model.stream("hello", **params, stop=[stop, "nothing like it"])
+    chunks = [next(stream) for _ in answer.tokens]
+    assert chunks[-1].finish_reason == "stop"
+    assert pages_in_use(model) == 0  # freed with the last chunk, before the caller asks for more
+    assert next(stream, None) is None
     assert "".join(chunk.text for chunk in chunks) == answer.text
     assert [token for chunk in chunks for token in chunk.tokens] == answer.tokens
     assert pages_in_use(model) == 0
@@ -242,6 +246,13 @@ def test_the_end_of_sequence_token_has_no_text(model: hotset.Model):
     assert answer.tokens == [EOS]
     assert answer.text == ""
     assert answer.finish_reason == "stop"
+
+
+def test_an_end_that_the_file_types_as_text_has_none_either(tmp_path: Path):
+    path = write_model(tmp_path / "plain.gguf", **{"tokenizer.ggml.eos_token_id": ord("q")})
+    with hotset.load(path, backend="reference") as model:
+        answer = model.generate("hello", seed=1, logit_bias={ord("q"): 500})
+    assert (answer.tokens, answer.text, answer.finish_reason) == ([ord("q")], "", "stop")
 
 
 def test_half_a_character_is_held_back(model: hotset.Model):

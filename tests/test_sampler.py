@@ -178,6 +178,14 @@ def test_penalties_forget_tokens_that_left_the_window():
     assert drawn == [ranking[i % 5] for i in range(12)]
 
 
+@pytest.mark.parametrize("logits", [[-1.0, -1.2], [1.2, 1.0], [0.1, -0.1]], ids=str)
+def test_a_repetition_penalty_lowers_logits_of_either_sign(logits: list[float]):
+    params = SamplingParams(temperature=0, repetition_penalty=2)
+    expected = 1 if logits[0] != 0.1 else 0  # 0.1 / 2 still exceeds -0.1
+    assert Sampler(params, 2, [0]).sample(np.array(logits, np.float32)) == expected
+    assert Sampler(params, 2, [0, 1]).sample(np.array(logits, np.float32)) == 0
+
+
 def test_logprobs_are_of_the_model_and_not_of_the_sampler():
     logits = some_logits(2)
     params = SamplingParams(logprobs=3, temperature=0.1, logit_bias={5: 100}, repetition_penalty=2)
