@@ -345,23 +345,6 @@ struct TokenInputs {
     const int32_t* isum1;
 };
 
-// Codes of blocks 2g and 2g + 1 times their inputs, pairs added in int16: of the first halves in a, the second in b.
-template <class Format, int g, int n>
-inline void pair_products(const uint8_t* p, const int8_t* q, __m256i& a, __m256i& b) {
-    a = b = _mm256_setzero_si256();
-    if constexpr (2 * g < n) {
-        Format::template unpack<g, n>(p, a, b);
-        const __m256i qa = load256(q + g / 2 * kGroup + g % 2 * 32), qb = load256(q + g / 2 * kGroup + g % 2 * 32 + 64);
-        if constexpr (Format::kSigned) {
-            a = _mm256_maddubs_epi16(_mm256_abs_epi8(a), _mm256_sign_epi8(qa, a));
-            b = _mm256_maddubs_epi16(_mm256_abs_epi8(b), _mm256_sign_epi8(qb, b));
-        } else {
-            a = _mm256_maddubs_epi16(a, qa);
-            b = _mm256_maddubs_epi16(b, qb);
-        }
-    }
-}
-
 // int16 scales of half h of blocks 2g and 2g + 1, filling a 128-bit lane each.
 template <int g, int h>
 inline __m256i pair_scales(__m256i sub_scale) {
@@ -370,43 +353,51 @@ inline __m256i pair_scales(__m256i sub_scale) {
     return _mm256_shuffle_epi8(_mm256_permute4x64_epi64(sub_scale, g < 2 ? 0x44 : 0xee), pick);
 }
 
-// Sums of neighbours put blocks in the order 0 2 4 6 | 1 3 5 7.
-inline __m256i in_order(__m256i v) { return _mm256_permutevar8x32_epi32(v, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); }
+// Products of a vector of codes and their inputs, pairs added in int16.
+template <class Format>
+inline __m256i products(__m256i codes, const int8_t* q) {
+    if constexpr (Format::kSigned)
+        return _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(load256(q), codes));
+    else
+        return _mm256_maddubs_epi16(codes, load256(q));
+}
+
+// Partial sums of blocks 2g and 2g + 1, each in its 128-bit lane: where the codes allow it eight int16, the first
+// four of them of the first half if halves have scales, otherwise four int32.
+template <class Format, int g, int n>
+inline __m256i pair_sums(const uint8_t* p, const int8_t* q, __m256i sub_scale) {
+    if constexpr (2 * g >= n) return _mm256_setzero_si256();
+    constexpr bool kSub = has_sub_blocks(Format::kType);
+    __m256i a, b;
+    Format::template unpack<g, n>(p, a, b);
+    a = products<Format>(a, q + g / 2 * kGroup + g % 2 * 32);
+    b = products<Format>(b, q + g / 2 * kGroup + g % 2 * 32 + 64);
+    if constexpr (kSub && kInt16Terms<Format> >= 8) return _mm256_hadd_epi16(a, b);
+    if constexpr (!kSub && kInt16Terms<Format> >= 4) return _mm256_add_epi16(a, b);
+    return _mm256_add_epi32(_mm256_madd_epi16(a, kSub ? pair_scales<g, 0>(sub_scale) : ones()),
+                            _mm256_madd_epi16(b, kSub ? pair_scales<g, 1>(sub_scale) : ones()));
+}
 
 // Integer dot products of the n blocks, a lane a block; with sub-scales but without an offset of the codes.
 // The sums are widened to int32 as late as the codes allow.
 template <class Format, int n>
 inline __m256i block_dots(const uint8_t* p, const int8_t* q, __m256i sub_scale) {
-    constexpr int kTerms = kInt16Terms<Format>;
-    __m256i a[4], b[4];
-    pair_products<Format, 0, n>(p, q, a[0], b[0]);
-    pair_products<Format, 1, n>(p, q, a[1], b[1]);
-    pair_products<Format, 2, n>(p, q, a[2], b[2]);
-    pair_products<Format, 3, n>(p, q, a[3], b[3]);
-    if constexpr (has_sub_blocks(Format::kType) && kTerms >= 8) {
-        for (int g = 0; g < 4; g++) a[g] = _mm256_hadd_epi16(a[g], b[g]);
-        const __m256i halves = _mm256_hadd_epi16(_mm256_hadd_epi16(a[0], a[1]), _mm256_hadd_epi16(a[2], a[3]));
-        return _mm256_madd_epi16(in_order(halves), sub_scale);
-    } else if constexpr (kTerms >= 8) {
-        for (int g = 0; g < 4; g++) a[g] = _mm256_add_epi16(a[g], b[g]);
-        const __m256i halves = _mm256_hadd_epi16(_mm256_hadd_epi16(a[0], a[1]), _mm256_hadd_epi16(a[2], a[3]));
-        return in_order(_mm256_madd_epi16(halves, ones()));
-    } else if constexpr (kTerms >= 4) {
-        for (int g = 0; g < 4; g++) a[g] = _mm256_add_epi16(a[g], b[g]);
-        return in_order(_mm256_hadd_epi32(_mm256_madd_epi16(_mm256_hadd_epi16(a[0], a[1]), ones()),
-                                          _mm256_madd_epi16(_mm256_hadd_epi16(a[2], a[3]), ones())));
+    const __m256i s0 = pair_sums<Format, 0, n>(p, q, sub_scale), s1 = pair_sums<Format, 1, n>(p, q, sub_scale);
+    const __m256i s2 = pair_sums<Format, 2, n>(p, q, sub_scale), s3 = pair_sums<Format, 3, n>(p, q, sub_scale);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // hadd leaves blocks 0 2 4 6 | 1 3 5 7
+    __m256i sums;
+    if constexpr (kInt16Terms<Format> >= 8) {
+        sums = _mm256_hadd_epi16(_mm256_hadd_epi16(s0, s1), _mm256_hadd_epi16(s2, s3));
+        if constexpr (has_sub_blocks(Format::kType))
+            return _mm256_madd_epi16(_mm256_permutevar8x32_epi32(sums, order), sub_scale);
+        sums = _mm256_madd_epi16(sums, ones());
+    } else if constexpr (kInt16Terms<Format> >= 4) {
+        sums = _mm256_hadd_epi32(_mm256_madd_epi16(_mm256_hadd_epi16(s0, s1), ones()),
+                                 _mm256_madd_epi16(_mm256_hadd_epi16(s2, s3), ones()));
     } else {
-        __m256i by_a[4] = {ones(), ones(), ones(), ones()}, by_b[4] = {ones(), ones(), ones(), ones()};
-        if constexpr (has_sub_blocks(Format::kType)) {
-            by_a[0] = pair_scales<0, 0>(sub_scale), by_b[0] = pair_scales<0, 1>(sub_scale);
-            by_a[1] = pair_scales<1, 0>(sub_scale), by_b[1] = pair_scales<1, 1>(sub_scale);
-            by_a[2] = pair_scales<2, 0>(sub_scale), by_b[2] = pair_scales<2, 1>(sub_scale);
-            by_a[3] = pair_scales<3, 0>(sub_scale), by_b[3] = pair_scales<3, 1>(sub_scale);
-        }
-        for (int g = 0; g < 4; g++)
-            a[g] = _mm256_add_epi32(_mm256_madd_epi16(a[g], by_a[g]), _mm256_madd_epi16(b[g], by_b[g]));
-        return in_order(_mm256_hadd_epi32(_mm256_hadd_epi32(a[0], a[1]), _mm256_hadd_epi32(a[2], a[3])));
+        sums = _mm256_hadd_epi32(_mm256_hadd_epi32(s0, s1), _mm256_hadd_epi32(s2, s3));
     }
+    return _mm256_permutevar8x32_epi32(sums, order);
 }
 
 // Adds n <= 8 blocks of one row and one token to acc, a lane a block.
