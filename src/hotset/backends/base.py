@@ -37,7 +37,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class StepResult:
-    """logits: float32 [n_outputs, n_vocab], valid until the next step; taps: name → [n_rows, width], copies."""
+    """logits: float32 [n_outputs, n_vocab], valid until the next step; taps: name → [n_rows, width]."""
 
     logits: np.ndarray
     taps: Mapping[str, np.ndarray] = field(default_factory=dict)

@@ -8,8 +8,7 @@ A value that is asked for as a tap is kept, and what would fuse it away is not f
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +105,7 @@ class CpuBackend:
             if unknown:
                 raise InvalidRequestError(f"the model has no value named {min(unknown)!r} to tap")
             while len(self._lowered) > 2:  # the plain plan and one with taps stay
-                self._lowered.pop([key for key in self._lowered if key][0])
+                self._lowered.pop(next(key for key in self._lowered if key))
             self._lowered[taps] = self._lower(taps)
         return self._lowered[taps]
 
@@ -165,7 +164,13 @@ class CpuBackend:
             parts.append((int(info.type), self._bytes(linear.weight), bias, buffers[out]))
         kind, threshold = (ACTIVATIONS[activate.kind], activate.threshold) if activate else (0, 0.0)
         plan.linear(
-            buffers[x], self._norm(norm) if norm else None, parts, residual, activate is not None, kind, threshold
+            buffers[x],
+            self._norm(norm) if norm else None,
+            parts,
+            residual,
+            activate is not None,
+            kind,
+            threshold,
         )
 
     def _emit_attention(self, plan: Any, op: Fused, main: Attention, buffers: _Buffers) -> None:
@@ -254,103 +259,109 @@ def inputs_of(op: Op) -> list[Value]:
 
 def fuse(graph: Graph, taps: Iterable[str]) -> list[Fused]:
     """Groups the operations of a graph; a value named in `taps` is never fused away."""
-    kept = set(taps)
-    ops = graph.ops
-    uses = Counter(value for op in ops for value in inputs_of(op))
-    producer = {op.out: op for op in ops}
-    taken: set[int] = set()  # ids of operations that an earlier group holds
-    groups: list[Fused] = []
-
-    def private(value: Value, n_uses: int = 1) -> bool:
-        """Nobody but the group itself needs the value."""
-        return uses[value] == n_uses and value.name not in kept and value != graph.logits
-
-    def following(i: int, test: Callable[[Op], bool]) -> Op | None:
-        """The next operation that is not in a group, if it passes the test."""
-        op = next((op for op in ops[i + 1 :] if id(op) not in taken), None)
-        return op if op is not None and test(op) else None
-
-    for i, op in enumerate(ops):
-        if id(op) in taken:
-            continue
-        group = [op]
-        taken.add(id(op))
-
-        def take(op: Op | None, group: list[Op] = group) -> Op | None:
-            if op is not None:
-                group.append(op)
-                taken.add(id(op))
-            return op
-
-        is_norm = isinstance(op, LayerNorm) or (isinstance(op, RMSNorm) and op.n_head == 1)
-        readers = [o for o in ops if op.out in inputs_of(o)] if is_norm else []
-        if is_norm and readers and all(isinstance(o, Linear) for o in readers) and private(op.out, len(readers)):
-            first = following(i, lambda o: o is readers[0])
-            take(first)
-            consecutive = first is not None
-            while consecutive and len(group) <= len(readers):
-                consecutive = take(following(i, lambda o: o is readers[len(group) - 1])) is not None
-            if not consecutive:  # its readers lie apart: the norm stands alone
-                for o in group[1:]:
-                    taken.discard(id(o))
-                del group[1:]
-        elif isinstance(op, Linear):
-            x = op.x
-            while take(following(i, lambda o: isinstance(o, Linear) and o.x == x)):
-                pass
-        linears = [o for o in group if isinstance(o, Linear)]
-        outs = [o.out for o in linears] or [op.out]
-        if len(linears) == 2:
-            gate, up = linears[0].out, linears[1].out
-            activate = following(i, lambda o: isinstance(o, Activate) and o.x == gate)
-            if activate and private(gate) and private(activate.out) and private(up):
-                taken.add(id(activate))
-                multiply = following(
-                    i, lambda o: isinstance(o, Multiply) and {o.a, o.b} == {activate.out, up}
-                )
-                taken.discard(id(activate))
-                if multiply:
-                    take(activate)
-                    take(multiply)
-                    outs = [multiply.out]
-        elif len(linears) == 1 and private(linears[0].out):
-            add = take(following(i, lambda o: isinstance(o, Add) and linears[0].out in (o.a, o.b)))
-            if add:
-                outs = [add.out]
-        groups.append(Fused(group, [], outs))
-
-    groups = _fuse_heads(groups, producer, private)
-    for g in groups:
-        inner = {op.out for op in g.ops}
-        g.reads = [value for op in g.ops for value in inputs_of(op) if value not in inner]
-    return groups
+    return _Fusion(graph, frozenset(taps)).groups()
 
 
-def _fuse_heads(
-    groups: list[Fused], producer: dict[Value, Op], private: Callable[..., bool]
-) -> list[Fused]:
-    """Takes rotations, and head norms before them, into the attention that reads them."""
-    absorbed: set[int] = set()
-    for group in groups:
-        attention = group.ops[-1]
-        if not isinstance(attention, Attention):
-            continue
-        chains: list[list[Op]] = []
-        for value in (attention.q, attention.k):
-            chain: list[Op] = []
-            rotate = producer[value]
-            if isinstance(rotate, Rotate) and private(value):
-                chain.insert(0, rotate)
-                norm = producer[rotate.x]
-                if isinstance(norm, RMSNorm) and norm.n_head > 1 and private(rotate.x):
-                    chain.insert(0, norm)
-            chains.append(chain)
-        ropes = [op.rope for chain in chains for op in chain if isinstance(op, Rotate)]
-        if len(ropes) == 2 and ropes[0] == ropes[1]:  # the native operation rotates both, by the same angles
-            fused = [op for chain in chains for op in chain]
-            absorbed.update(id(op) for op in fused)
-            group.ops = [*fused, attention]
-    return [group for group in groups if id(group.ops[0]) not in absorbed or len(group.ops) > 1]
+class _Fusion:
+    """Walks the operations in order: each starts a group, which takes what follows as far as it fits."""
+
+    def __init__(self, graph: Graph, kept: frozenset[str]) -> None:
+        self._ops = graph.ops
+        self._kept = kept | {graph.logits.name}
+        self._readers: dict[Value, list[Op]] = {value: [] for value in graph.values}
+        for op in graph.ops:
+            for value in inputs_of(op):
+                self._readers[value].append(op)
+        self._producer = {op.out: op for op in graph.ops}
+        self._at = 0
+
+    def groups(self) -> list[Fused]:
+        groups = []
+        while self._at < len(self._ops):
+            groups.append(self._next_group())
+        groups = self._take_heads(groups)
+        for group in groups:
+            inner = {op.out for op in group.ops}
+            group.reads = [value for op in group.ops for value in inputs_of(op) if value not in inner]
+        return groups
+
+    def _private(self, value: Value, n_readers: int = 1) -> bool:
+        """Nobody but its n readers, all of them in the group, needs the value."""
+        return len(self._readers[value]) == n_readers and value.name not in self._kept
+
+    def _peek(self, ahead: int = 0) -> Op | None:
+        at = self._at + ahead
+        return self._ops[at] if at < len(self._ops) else None
+
+    def _next_group(self) -> Fused:
+        first = self._ops[self._at]
+        n = self._n_linears_of_norm(first)
+        if n == 0 and not isinstance(first, Linear):
+            self._at += 1
+            return Fused([first], [], [first.out])
+        ops: list[Op] = [first]
+        self._at += 1
+        x = first.x if isinstance(first, Linear) else first.out
+        while isinstance(op := self._peek(), Linear) and op.x == x:
+            ops.append(op)
+            self._at += 1
+        linears = [op for op in ops if isinstance(op, Linear)]
+        tail = self._gate_tail(linears) or self._residual_tail(linears)
+        ops += tail
+        self._at += len(tail)
+        return Fused(ops, [], [tail[-1].out] if tail else [op.out for op in linears])
+
+    def _n_linears_of_norm(self, op: Op) -> int:
+        """How many matrix products read a norm, if they follow it and nothing else does; else 0."""
+        if not isinstance(op, RMSNorm | LayerNorm) or (isinstance(op, RMSNorm) and op.n_head > 1):
+            return 0
+        readers = self._readers[op.out]
+        following = [self._peek(1 + i) for i in range(len(readers))]
+        fits = all(a is b and isinstance(a, Linear) for a, b in zip(readers, following, strict=True))
+        return len(readers) if fits and self._private(op.out, len(readers)) else 0
+
+    def _gate_tail(self, linears: list[Linear]) -> list[Op]:
+        """The activation of a gate and its product with an up projection, where they follow."""
+        activate, multiply = self._peek(), self._peek(1)
+        if len(linears) != 2 or not isinstance(activate, Activate) or not isinstance(multiply, Multiply):
+            return []
+        gate, up = (op.out for op in linears)
+        fits = activate.x == gate and {multiply.a, multiply.b} == {activate.out, up}
+        return [activate, multiply] if fits and all(map(self._private, (gate, up, activate.out))) else []
+
+    def _residual_tail(self, linears: list[Linear]) -> list[Op]:
+        """The sum that a single matrix product flows into, where it follows."""
+        add = self._peek()
+        if len(linears) != 1 or not isinstance(add, Add):
+            return []
+        out = linears[0].out
+        return [add] if out in (add.a, add.b) and add.a != add.b and self._private(out) else []
+
+    def _take_heads(self, groups: list[Fused]) -> list[Fused]:
+        """Moves rotations, and head norms before them, into the attention that reads them."""
+        moved: set[Value] = set()
+        for group in groups:
+            attention = group.ops[-1]
+            if not isinstance(attention, Attention):
+                continue
+            chains = [self._head_chain(attention.q), self._head_chain(attention.k)]
+            ropes = [chain[-1].rope for chain in chains if chain]
+            if (
+                len(ropes) == 2 and ropes[0] == ropes[1]
+            ):  # the native operation rotates both by the same angles
+                group.ops = [op for chain in chains for op in chain] + [attention]
+                moved.update(op.out for op in group.ops[:-1])
+        return [group for group in groups if group.out[0] not in moved]
+
+    def _head_chain(self, value: Value) -> list[Any]:
+        """The rotation that yields q or k, its head norm before it; empty where others read them too."""
+        rotate = self._producer[value]
+        if not isinstance(rotate, Rotate) or not self._private(value):
+            return []
+        norm = self._producer[rotate.x]
+        if isinstance(norm, RMSNorm) and norm.n_head == rotate.n_head and self._private(rotate.x):
+            return [norm, rotate]
+        return [rotate]
 
 
 class _Buffers:

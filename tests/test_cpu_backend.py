@@ -1,0 +1,261 @@
+"""The native backend: equal to the reference, and equal to itself however a step is cut up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_gguf import write_llama
+
+from hotset import _core
+from hotset.backends.base import PAGE_SIZE, Batch
+from hotset.backends.cores import usable_cores
+from hotset.backends.cpu import CpuBackend
+from hotset.backends.reference import ReferenceBackend
+from hotset.errors import InvalidRequestError, UnsupportedModelError
+from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.formats.quants import DECODABLE, GGMLType
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+
+N_VOCAB = 96
+PAGES = 40
+MIXED = {"attn_v": GGMLType.Q6_K, "ffn_down": GGMLType.Q5_0, "output": GGMLType.Q8_0, "ffn_up": GGMLType.F16}
+
+
+def mixed_types(name: str) -> GGMLType:
+    return MIXED.get(name.split(".")[-1], GGMLType.Q4_K if "ffn" in name else GGMLType.Q4_1)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> GGUFFile:
+    """A model that mixes tensor types, as real files do."""
+    path = tmp_path_factory.mktemp("mixed") / "mixed.gguf"
+    return open_gguf(write_llama(path, n_embd=256, n_ff=288, head_dim=64, type_of=mixed_types, n_ctx=4096))
+
+
+def cpu(gguf: GGUFFile, **options: Any) -> CpuBackend:
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    return CpuBackend(gguf, graph, **{"n_pages": PAGES, "max_batch": 128, "n_threads": 2, **options})
+
+
+def tokens(n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, N_VOCAB, n).astype(np.int32)
+
+
+def batch(parts: Sequence[tuple[np.ndarray, int, list[int]]], taps: tuple[str, ...] = ()) -> Batch:
+    """One step of several sequences: (tokens, first position, pages); every token's logits are wanted."""
+    table = np.full((len(parts), max(len(pages) for _, _, pages in parts)), -1, np.int32)
+    for i, (_, _, pages) in enumerate(parts):
+        table[i, : len(pages)] = pages
+    ids = np.concatenate([t for t, _, _ in parts]).astype(np.int32)
+    positions = np.concatenate([np.arange(at, at + len(t)) for t, at, _ in parts]).astype(np.int32)
+    owners = np.concatenate([np.full(len(t), i) for i, (t, _, _) in enumerate(parts)]).astype(np.int32)
+    return Batch(ids, positions, owners, table, np.arange(len(ids), dtype=np.int32), taps)
+
+
+def logits_of(backend: Any, ids: np.ndarray, cuts: Sequence[int], pages: list[int]) -> np.ndarray:
+    """Logits of every token, run in steps that end at `cuts`."""
+    rows, at = [], 0
+    for cut in [*cuts, len(ids)]:
+        rows.append(backend.step(batch([(ids[at:cut], at, pages)])).logits.copy())
+        at = cut
+    return np.concatenate(rows)
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    """Root mean square of the difference over that of the logits.
+
+    Activations are int8 with a step of 1/127 of the largest of 32: each product is off by about 1%.
+    (The largest error says little: a random model's softmax can turn on the rounding of a single score.)
+    """
+    return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
+
+
+@pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0"])
+def test_logits_are_those_of_the_reference(mixed: GGUFFile, kv_type: str) -> None:
+    ids, pages = tokens(100), [3, 1]
+    graph = describe(config_from_gguf(mixed), mixed.tensors)
+    reference = ReferenceBackend(mixed, graph, n_pages=PAGES, kv_type=kv_type)  # type: ignore[arg-type]
+    expected = logits_of(reference, ids, [], pages)
+    found = logits_of(cpu(mixed, kv_type=kv_type), ids, [], pages)
+    assert relative_error(found, expected) < 0.05
+
+
+@pytest.mark.parametrize("type_", sorted(DECODABLE), ids=lambda t: t.name)
+def test_every_tensor_type_runs(tmp_path: Path, type_: GGMLType) -> None:
+    gguf = open_gguf(
+        write_llama(tmp_path / "m.gguf", n_embd=256, n_ff=256, head_dim=64, type_of=lambda _: type_)
+    )
+    ids = tokens(20)
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    expected = logits_of(ReferenceBackend(gguf, graph, n_pages=2, kv_type="f16"), ids, [], [0])
+    found = logits_of(cpu(gguf), ids, [13], [0])
+    assert relative_error(found, expected) < 0.05
+
+
+@pytest.mark.parametrize("isa", _core.available_isas())
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("keys", [{}, {"llama.attention.sliding_window": 70}], ids=["full", "window"])
+def test_the_same_bits_however_a_step_is_cut(tmp_path: Path, isa: str, kv_type: Any, keys: dict) -> None:
+    path = write_llama(
+        tmp_path / "m.gguf", n_embd=256, n_ff=288, head_dim=64, type_of=mixed_types, n_ctx=4096, keys=keys
+    )
+    gguf = open_gguf(path)
+    ids, pages = tokens(330), [4, 2, 9, 7, 11, 1]
+    options = {"isa": isa, "kv_type": kv_type, "max_batch": 330}
+    expected = logits_of(cpu(gguf, n_threads=1, **options), ids, [], pages)
+    two = cpu(gguf, n_threads=2, **options)
+    for cuts in ([], [1], [64, 128, 200], [7, 8, 9, 130, 329], [*range(1, 40), 300, *range(301, 330)]):
+        np.testing.assert_array_equal(logits_of(two, ids, cuts, pages), expected)
+
+
+def test_the_same_bits_on_every_instruction_set(mixed: GGUFFile) -> None:
+    ids, pages = tokens(90), [0, 1]
+    expected = logits_of(cpu(mixed, isa="scalar"), ids, [33], pages)
+    for isa in _core.available_isas():
+        np.testing.assert_array_equal(logits_of(cpu(mixed, isa=isa), ids, [33], pages), expected)
+
+
+def test_the_same_bits_beside_neighbours(mixed: GGUFFile) -> None:
+    backend, alone = cpu(mixed), cpu(mixed)
+    first, second, third = tokens(70, 1), tokens(5, 2), tokens(20, 3)
+    pages = ([5, 0], [8], [2])
+    mixed_step = backend.step(
+        batch([(first[:64], 0, pages[0]), (second, 0, pages[1]), (third, 0, pages[2])])
+    ).logits.copy()
+    rest = backend.step(batch([(first[64:], 64, pages[0])])).logits.copy()
+    np.testing.assert_array_equal(
+        np.concatenate([mixed_step[:64], rest]), logits_of(alone, first, [], [10, 11])
+    )
+    np.testing.assert_array_equal(mixed_step[64:69], logits_of(alone, second, [], [12]))
+    np.testing.assert_array_equal(mixed_step[69:], logits_of(alone, third, [], [13]))
+
+
+def test_the_same_bits_over_a_shared_prefix(mixed: GGUFFile) -> None:
+    """A second sequence reads the pages of a first one, as prefix reuse does."""
+    prefix, tail = tokens(2 * PAGE_SIZE, 1), tokens(9, 2)
+    backend = cpu(mixed)
+    backend.step(batch([(prefix, 0, [0, 1])]))
+    found = backend.step(batch([(tail, 2 * PAGE_SIZE, [0, 1, 5])])).logits
+    whole = logits_of(cpu(mixed, max_batch=256), np.concatenate([prefix, tail]), [], [0, 1, 2])
+    np.testing.assert_array_equal(found, whole[2 * PAGE_SIZE :])
+
+
+def test_the_same_bits_far_into_a_context(mixed: GGUFFile) -> None:
+    """Beyond one split of the softmax: shared out for few tokens, done in one go for many."""
+    ids = tokens(1300)
+    pages = list(range(21))
+    options = {"n_pages": 21, "max_batch": 512}
+    expected = logits_of(cpu(mixed, n_threads=1, **options), ids, [512, 1024], pages)
+    cuts = [500, 1000, *range(1250, 1300)]
+    np.testing.assert_array_equal(logits_of(cpu(mixed, n_threads=3, **options), ids, cuts, pages), expected)
+
+
+def test_more_threads_than_cores_change_nothing(mixed: GGUFFile) -> None:
+    """Threads that lose their core in the middle of a chunk: another computes it again."""
+    ids, pages = tokens(60), [0]
+    expected = logits_of(cpu(mixed, n_threads=1), ids, [20, *range(21, 60)], pages)
+    many = cpu(mixed, n_threads=8)
+    for _ in range(3):
+        np.testing.assert_array_equal(logits_of(many, ids, [20, *range(21, 60)], pages), expected)
+
+
+def test_two_models_run_at_once(mixed: GGUFFile) -> None:
+    ids = tokens(40)
+    expected = logits_of(cpu(mixed), ids, list(range(1, 40)), [0])
+    found: dict[int, np.ndarray] = {}
+
+    def work(i: int) -> None:
+        found[i] = logits_of(cpu(mixed), ids, list(range(1, 40)), [0])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(3):
+        np.testing.assert_array_equal(found[i], expected)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "bamboo"])
+def test_taps_are_the_references_and_change_nothing(tmp_path: Path, architecture: str) -> None:
+    gguf = open_gguf(write_llama(tmp_path / "m.gguf", architecture=architecture))
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    names = tuple(value.name for value in graph.values)
+    ids = tokens(30)
+    step = batch([(ids, 0, [1])], names)
+    backend = cpu(gguf, kv_type="f32")
+    plain = backend.step(batch([(ids, 0, [1])])).logits.copy()
+    tapped = backend.step(step)
+    np.testing.assert_array_equal(tapped.logits, plain)
+    expected = ReferenceBackend(gguf, graph, n_pages=2, kv_type="f32").step(step).taps
+    assert set(tapped.taps) == set(names)
+    for name in names:
+        assert tapped.taps[name].shape == expected[name].shape, name
+        error = np.abs(tapped.taps[name] - expected[name]).max()
+        assert error <= 1e-4 * max(1.0, np.abs(expected[name]).max()), name
+    one = backend.step(batch([(ids, 0, [1])], ("blk.1.ffn_act",)))
+    np.testing.assert_array_equal(one.taps["blk.1.ffn_act"], tapped.taps["blk.1.ffn_act"])
+    np.testing.assert_array_equal(one.logits, plain)
+
+
+def test_no_outputs_no_logits(mixed: GGUFFile) -> None:
+    backend = cpu(mixed)
+    step = batch([(tokens(5), 0, [0])])
+    empty = Batch(step.tokens, step.positions, step.sequences, step.page_tables, np.zeros(0, np.int32))
+    assert backend.step(empty).logits.shape == (0, N_VOCAB)
+    last = Batch(step.tokens, step.positions, step.sequences, step.page_tables, np.array([4], np.int32))
+    found = backend.step(last).logits[0].copy()
+    np.testing.assert_array_equal(found, backend.step(step).logits[4])
+
+
+BROKEN = {
+    "a token outside the vocabulary": {"tokens": [N_VOCAB]},
+    "a negative token": {"tokens": [-1]},
+    "a position beyond the pages": {"positions": [PAGE_SIZE]},
+    "a page that the cache lacks": {"page_tables": [[PAGES]]},
+    "a position without a page": {"page_tables": [[-1]]},
+    "a sequence without a table": {"sequences": [1]},
+    "an output that is no token": {"outputs": [1]},
+    "no tokens": {"tokens": [], "positions": [], "sequences": [], "outputs": []},
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_batches_are_refused(mixed: GGUFFile, what: str) -> None:
+    arrays: dict[str, Any] = {
+        "tokens": [1], "positions": [0], "sequences": [0], "page_tables": [[0]], "outputs": [0]
+    }  # fmt: skip
+    arrays |= BROKEN[what]
+    step = Batch(**{k: np.array(v, np.int32) for k, v in arrays.items()})
+    with pytest.raises(InvalidRequestError):
+        cpu(mixed).step(step)
+
+
+def test_positions_must_rise(mixed: GGUFFile) -> None:
+    step = batch([(tokens(2), 0, [0])])
+    with pytest.raises(InvalidRequestError, match="rise"):
+        cpu(mixed).step(
+            Batch(
+                step.tokens, step.positions[::-1].copy(), *([step.sequences, step.page_tables, step.outputs])
+            )
+        )
+
+
+def test_mistakes_at_load_are_sentences(mixed: GGUFFile, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="1 to 256"):
+        cpu(mixed, n_threads=0)
+    with pytest.raises(InvalidRequestError, match=r"no value named 'blk\.9\.out'"):
+        cpu(mixed).step(batch([(tokens(1), 0, [0])], ("blk.9.out",)))
+    narrow = open_gguf(write_llama(tmp_path / "m.gguf", head_dim=24))
+    with pytest.raises(UnsupportedModelError, match="f16 cache"):
+        cpu(narrow, kv_type="q8_0")
+
+
+def test_usable_cores() -> None:
+    assert 1 <= usable_cores() <= 4096
