@@ -17,6 +17,7 @@ from fake_hub import FakeHub
 from hotset.errors import DownloadError, ModelNotFoundError, UnsupportedModelError
 from hotset.storage import catalogue, fetch, resolve, store
 from hotset.storage.fetch import Checksum, HubFile
+from hotset.storage.reporter import Reporter
 
 GB = 10**9
 
@@ -43,7 +44,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         yield fake
 
 
-class Log(fetch.Reporter):
+class Log(Reporter):
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.steps: list[tuple[str, int, int]] = []

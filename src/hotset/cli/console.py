@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hotset.storage.fetch import Reporter
+from hotset.storage.reporter import Reporter
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

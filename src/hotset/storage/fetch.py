@@ -29,21 +29,12 @@ from typing import Any
 
 from hotset.errors import DownloadError, ModelNotFoundError
 from hotset.storage import catalogue, store
+from hotset.storage.reporter import Reporter
 
 PYPI = "https://pypi.org/pypi"
 TIMEOUT = 10.0  # seconds to connect, and of silence while reading: a dead network fails in seconds
 _CHUNK = 1 << 20
 _RETRIES = 4  # after a cut; a retry that brings nothing new counts, one that does starts afresh
-
-
-class Reporter:
-    """Receives what a download has to say; this one is silent."""
-
-    def say(self, text: str) -> None:
-        """One line for a person: what is chosen and why, where it comes from."""
-
-    def advance(self, label: str, done: int, total: int) -> None:
-        """`done` of `total` bytes of `label` are here (total 0: not known)."""
 
 
 @dataclass(frozen=True)

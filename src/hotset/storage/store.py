@@ -11,7 +11,6 @@ There is no index beside the files: what lies in the folder is what there is.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shutil
@@ -24,7 +23,7 @@ from hotset.errors import ModelNotFoundError, UnsupportedModelError
 from hotset.storage import catalogue
 
 if TYPE_CHECKING:
-    from hotset.storage.fetch import Reporter
+    from hotset.storage.reporter import Reporter
 
 SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _RELU_NAME = re.compile(r"relu|prosparse|bamboo|turbosparse|smallthinker", re.IGNORECASE)
@@ -213,6 +212,8 @@ def _fetch(text: str, download: bool, progress: Reporter | None) -> Path:
 
 
 def _suggest(name: str, *, local_only: bool = False) -> str:
+    import difflib
+
     names = [model.name for model in list_models()]
     if not local_only:
         names += list(catalogue.BY_NAME)

@@ -1,0 +1,11 @@
+"""How storage talks to whoever watches; apart from fetch, so that a start-up need not load HTTP."""
+
+
+class Reporter:
+    """Receives what a download has to say; this one is silent."""
+
+    def say(self, text: str) -> None:
+        """One line for a person: what is chosen and why, where it comes from."""
+
+    def advance(self, label: str, done: int, total: int) -> None:
+        """`done` of `total` bytes of `label` are here (total 0: not known)."""
