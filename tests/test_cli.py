@@ -423,7 +423,7 @@ def test_a_chat_answers_remembers_and_obeys_its_commands(model: Path, tmp_path: 
     assert int(chat.wait_for(r"\[prompt (\d+) tokens")[1]) > first  # the conversation grows
     for typed, shown in [
         ("/help", r"/regen\s+answer the last question again"),
-        ("/stats", r"2 answers, 10 tokens"),
+        ("/stats", r"Answers: 2, with 10 tokens"),
         ("/regen", ANSWERED),
         (f"/save {saved}", "Saved 4 messages"),
         ("/frob", "There is no command /frob"),

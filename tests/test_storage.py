@@ -351,7 +351,7 @@ def test_pull_fetches_the_model_with_its_activation_folder(home: Path, hub: Fake
     assert path.read_bytes() == DATA
     names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
     assert names == ["activation/activation_0.pt", "activation/activation_10.pt", "config.json", "model.gguf"]
-    assert "the repository's only model" in log.lines[0]
+    assert "the repository's only model, with 3 files that belong to it" in log.lines[0]
     assert all("/resolve/c0ffee/" in request[0] for request in hub.asked("resolve"))
     assert all(request[2] == "Bearer hf_secret" for request in hub.asked("resolve"))
 

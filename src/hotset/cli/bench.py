@@ -211,13 +211,17 @@ class _Run:
 
 
 def _bandwidth_reader(path: Path, n_threads: int) -> Callable[[], float]:
-    """Reads the mapped file (at most 2 GB of it) and returns bytes per second."""
+    """Reads the mapped file (at most 2 GB of it) and returns bytes per second.
+
+    A small file is read several times and the best is taken, since an interruption is no part of a ceiling.
+    """
     import numpy as np
 
     from hotset import _core
 
     mapped = np.memmap(path, np.uint8, mode="r")[: 2 << 30]
-    return lambda: float(_core.read_bandwidth(mapped, n_threads))
+    n_passes = max(1, min(8, 2**29 // mapped.size))
+    return lambda: max(float(_core.read_bandwidth(mapped, n_threads)) for _ in range(n_passes))
 
 
 # -- reporting -----------------------------------------------------------------------------------
@@ -280,8 +284,8 @@ def _deviation(values: list[float] | list[int]) -> float:
 class _Markdown:
     """llama-bench's table, with a last column: the share of the read bandwidth that generation reached."""
 
-    columns = ("model", "size", "params", "backend", "threads", "type_kv", "test", "t/s", "of bandwidth")
-    widths = (30, 10, 10, 10, 7, 7, 15, 20, 12)
+    columns = ("model", "size", "params", "backend", "threads", "cache", "test", "t/s", "of read")
+    widths = (22, 10, 8, 7, 7, 5, 14, 16, 7)
 
     def __init__(self) -> None:
         self._started = False

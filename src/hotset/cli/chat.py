@@ -53,12 +53,13 @@ class Chat:
         if not self.template:
             hint = "No chat template: every line is continued on its own. " + hint
         name = Path(self.model.gguf.path).name
-        say(f"{name}, context {self.model.n_ctx} tokens. {hint}", dim=True)
+        say(f"{name}, context {self.model.n_ctx} tokens", dim=True)
+        say(hint, dim=True)
         while True:
             try:
                 line = _read()
             except KeyboardInterrupt:
-                say("\n(Ctrl-D or /exit leaves.)", dim=True)
+                say("\n(Ctrl-D or /exit leaves)", dim=True)
                 continue
             except EOFError:
                 say("")
@@ -157,7 +158,7 @@ class Chat:
         timings = self.last.timings
         used = timings.prompt_tokens + timings.predicted_tokens
         say(closing_line(self.model, self.last))
-        say(f"{self.answered} answers, {self.generated} tokens")
+        say(f"Answers: {self.answered}, with {self.generated} tokens")
         say(f"{used} of {self.model.n_ctx} tokens of the context are used")
         say(f"{human_size(self.model.gguf.nbytes)} of weights, backend {self.model.backend.name}")
 

@@ -118,7 +118,7 @@ class DownloadBar(Reporter):
             self._progress.start()
         if label not in self._tasks:
             self._tasks[label] = self._progress.add_task(label, total=total or None)
-        self._progress.update(self._tasks[label], completed=done)
+        self._progress.update(self._tasks[label], completed=done, total=total or None)
 
     def _line(self, label: str, done: int, total: int) -> None:
         tenth = 10 * done // total if total else 0

