@@ -505,6 +505,11 @@ def test_without_a_model_a_terminal_chooses(home: Path, model: Path) -> None:
 # -- the store -----------------------------------------------------------------------------------
 
 
+def reach(url: str) -> dict[str, str]:
+    """The environment in which that hub, and none but it, is asked."""
+    return {"HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+
+
 @pytest.fixture
 def hub() -> Iterator[FakeHub]:
     with FakeHub() as fake:
@@ -517,7 +522,7 @@ def test_pull_list_show_and_rm(home: Path, hub: FakeHub, model: Path) -> None:
         "tiny.F16.gguf": b"GGUF" * 9,
         "activation/activation_0.pt": b"zero",
     }
-    env = {"HF_ENDPOINT": hub.url}
+    env = reach(hub.url)
     assert json.loads(inside("list", "--json").stdout) == []
     assert "hotset pull NAME" in inside("list").stderr
 
@@ -549,13 +554,13 @@ def test_a_model_named_by_its_repository_is_fetched_when_it_is_run(
 ) -> None:
     hub.repositories["owner/repo"] = {"tiny.gguf": model.read_bytes()}
     arguments = ("run", "hf:owner/repo", "Hello", "-n", 2, "--backend", "reference", "--json")
-    assert json.loads(hotset(*arguments, env={"HF_ENDPOINT": hub.url}).stdout)["tokens"]
+    assert json.loads(hotset(*arguments, env=reach(hub.url)).stdout)["tokens"]
 
 
 def test_pull_tells_a_checksum_that_does_not_match(home: Path, hub: FakeHub, model: Path) -> None:
     hub.repositories["owner/repo"] = {"tiny.gguf": model.read_bytes()}
     hub.corrupt.add("tiny.gguf")
-    done = hotset("pull", "hf:owner/repo", env={"HF_ENDPOINT": hub.url})
+    done = hotset("pull", "hf:owner/repo", env=reach(hub.url))
     assert done.returncode == 1
     assert "does not match its checksum" in done.stderr
     assert json.loads(inside("list", "--json").stdout) == []
@@ -563,7 +568,7 @@ def test_pull_tells_a_checksum_that_does_not_match(home: Path, hub: FakeHub, mod
 
 def test_pull_without_a_network_fails_in_seconds(home: Path) -> None:
     began = time.monotonic()
-    done = hotset("pull", "hf:owner/repo", env={"HF_ENDPOINT": "http://127.0.0.1:9"})
+    done = hotset("pull", "hf:owner/repo", env=reach("http://127.0.0.1:9"))
     assert done.returncode == 1
     assert "does not answer" in done.stderr
     assert "Traceback" not in done.stderr

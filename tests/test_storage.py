@@ -33,6 +33,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     import huggingface_hub.constants
     import huggingface_hub.file_download
 
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     with FakeHub() as fake:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", fake.url)
         template = fake.url + "/{repo_id}/resolve/{revision}/{filename}"

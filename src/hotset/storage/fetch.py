@@ -268,7 +268,7 @@ def repository_files(repo: str) -> tuple[str, list[HubFile]]:
     """The revision (commit) of a hub repository and its files. Raises DownloadError with a sentence."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.utils import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
     try:
         info = HfApi(library_name="hotset").model_info(repo, files_metadata=True, timeout=TIMEOUT)
