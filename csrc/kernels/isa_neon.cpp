@@ -1,7 +1,9 @@
-// AArch64 NEON with the dot product extension (Armv8.2). A register holds a half of one 32-block, as signed codes.
+// AArch64 NEON with the dot product extension (Armv8.2). A register holds a half of one 32-block, as signed
+// codes.
 //
 // One token: sixteen blocks a step, in four groups whose dot products are added pairwise into a lane a block.
-// Many tokens: sixteen rows are packed into a panel whose lanes are rows, so that nothing is added across lanes.
+// Many tokens: sixteen rows are packed into a panel whose lanes are rows, so that nothing is added across
+// lanes.
 //
 // Compile with -ffp-contract=off: vmulq_f32 and vaddq_f32 are ordinary operators to the compiler.
 #include <arm_neon.h>
@@ -21,13 +23,16 @@ template <int kCount, class F>
 inline void unroll(F f) {
     [&]<int... i>(std::integer_sequence<int, i...>) {
         (f.template operator()<i>(), ...);
-    }(std::make_integer_sequence<int, kCount>{});
+    }
+    (std::make_integer_sequence<int, kCount>{});
 }
 
 template <int kBits>
 inline uint8x16_t shift_right(uint8x16_t v) {
-    if constexpr (kBits == 0) return v;
-    else return vshrq_n_u8(v, kBits);
+    if constexpr (kBits == 0)
+        return v;
+    else
+        return vshrq_n_u8(v, kBits);
 }
 
 // Bits kFirst.. of each byte, as many as `mask` has.
@@ -38,12 +43,18 @@ inline uint8x16_t field(uint8x16_t bytes, uint8_t mask) {
 
 template <int kNibble>
 inline uint8x16_t nibbles(uint8x16_t bytes) {
-    if constexpr (kNibble == 0) return vandq_u8(bytes, vdupq_n_u8(15));
-    else return vshrq_n_u8(bytes, 4);
+    if constexpr (kNibble == 0)
+        return vandq_u8(bytes, vdupq_n_u8(15));
+    else
+        return vshrq_n_u8(bytes, 4);
 }
 
-inline int8x16_t as_signed(uint8x16_t codes) { return vreinterpretq_s8_u8(codes); }
-inline int8x16_t minus(uint8x16_t codes, int zero) { return vsubq_s8(as_signed(codes), vdupq_n_s8(int8_t(zero))); }
+inline int8x16_t as_signed(uint8x16_t codes) {
+    return vreinterpretq_s8_u8(codes);
+}
+inline int8x16_t minus(uint8x16_t codes, int zero) {
+    return vsubq_s8(as_signed(codes), vdupq_n_s8(int8_t(zero)));
+}
 
 // `high` where bit kBit of a byte is set.
 template <int kBit>
@@ -51,7 +62,9 @@ inline uint8x16_t where_bit(uint8x16_t bytes, uint8_t high) {
     return vandq_u8(vtstq_u8(bytes, vdupq_n_u8(1 << kBit)), vdupq_n_u8(high));
 }
 
-inline int8x16_t iq4_codes(uint8x16_t indices) { return vqtbl1q_s8(vld1q_s8(kIq4Values), indices); }
+inline int8x16_t iq4_codes(uint8x16_t indices) {
+    return vqtbl1q_s8(vld1q_s8(kIq4Values), indices);
+}
 
 inline float32x4_t load_half_broadcast(const uint8_t* p) {
     return vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(load_u16(p))));
@@ -65,8 +78,8 @@ struct Scales {
     int32x4_t sub_min[2][4];
 };
 
-// Each format: kBytes per sixteen blocks; unpack<i>(p, a, b) gives the codes of block i of the sixteen at p, first
-// half in a, second half in b; scales(p) those of all sixteen. None reads outside of its kBytes.
+// Each format: kBytes per sixteen blocks; unpack<i>(p, a, b) gives the codes of block i of the sixteen at p,
+// first half in a, second half in b; scales(p) those of all sixteen. None reads outside of its kBytes.
 
 // Types with 32-blocks: f16 scale (and minimum) at the head of each block.
 template <Type kBlockType>
@@ -120,8 +133,10 @@ struct FormatQ4_1 : SmallBlocks<Type::Q4_1> {
 // 0xff in byte i where bit i of 2 * kHalf and the following byte is set.
 template <int kHalf>
 inline uint8x16_t bits_to_bytes(uint32_t bits) {
-    alignas(16) static constexpr uint8_t kBit[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
-    const uint8x16_t bytes = vcombine_u8(vdup_n_u8(uint8_t(bits >> (16 * kHalf))), vdup_n_u8(uint8_t(bits >> (16 * kHalf + 8))));
+    alignas(16) static constexpr uint8_t kBit[16] = {1, 2, 4, 8, 16, 32, 64, 128,
+                                                     1, 2, 4, 8, 16, 32, 64, 128};
+    const uint8x16_t bytes =
+        vcombine_u8(vdup_n_u8(uint8_t(bits >> (16 * kHalf))), vdup_n_u8(uint8_t(bits >> (16 * kHalf + 8))));
     return vtstq_u8(bytes, vld1q_u8(kBit));
 }
 
@@ -164,8 +179,9 @@ struct FormatIQ4_NL : SmallBlocks<Type::IQ4_NL> {
     }
 };
 
-// Types with super-blocks of 256: sixteen 32-blocks are two of them. In `unpack`, super_block<i> is where that of
-// block i starts, and kPart and kPlace say which 128 weights of it, and which 32 of those, the block is.
+// Types with super-blocks of 256: sixteen 32-blocks are two of them. In `unpack`, super_block<i> is where
+// that of block i starts, and kPart and kPlace say which 128 weights of it, and which 32 of those, the block
+// is.
 template <Type kBlockType>
 struct SuperBlocks {
     static constexpr Type kType = kBlockType;
@@ -196,8 +212,10 @@ struct FormatIQ4_XS : SuperBlocks<Type::IQ4_XS> {
         for (int g = 0; g < 4; g++) {
             const uint8_t* at = p + g / 2 * kSuperBytes;
             const uint32x4_t low = vshlq_u32(vdupq_n_u32(load_u32(at + 4)), vld1q_s32(kLowShift + g % 2 * 4));
-            const uint32x4_t high = vshlq_u32(vdupq_n_u32(load_u16(at + 2)), vld1q_s32(kHighShift + g % 2 * 4));
-            const uint32x4_t sub = vorrq_u32(vandq_u32(low, vdupq_n_u32(15)), vandq_u32(high, vdupq_n_u32(48)));
+            const uint32x4_t high =
+                vshlq_u32(vdupq_n_u32(load_u16(at + 2)), vld1q_s32(kHighShift + g % 2 * 4));
+            const uint32x4_t sub =
+                vorrq_u32(vandq_u32(low, vdupq_n_u32(15)), vandq_u32(high, vdupq_n_u32(48)));
             const int32x4_t centred = vsubq_s32(vreinterpretq_s32_u32(sub), vdupq_n_s32(32));
             s.scale[g] = vmulq_f32(load_half_broadcast(at), vcvtq_f32_s32(centred));
         }
@@ -218,7 +236,9 @@ inline void widen(int8x8_t bytes, int32x4_t out[2]) {
     out[1] = vmovl_s16(vget_high_s16(wide));
 }
 
-inline uint8x8_t eight_bytes(uint32_t low, uint32_t high) { return vcreate_u8(low | uint64_t(high) << 32); }
+inline uint8x8_t eight_bytes(uint32_t low, uint32_t high) {
+    return vcreate_u8(low | uint64_t(high) << 32);
+}
 
 // Q4_K and Q5_K.
 template <Type kBlockType>
@@ -264,7 +284,8 @@ struct FormatQ5_K : KBlocks<Type::Q5_K> {
     }
 };
 
-// Sixteen sub-block scales of a super-block: the even ones are of first halves, the odd ones of second halves.
+// Sixteen sub-block scales of a super-block: the even ones are of first halves, the odd ones of second
+// halves.
 inline void split_pairs(int8x16_t bytes, int super, int32x4_t out[2][4]) {
     widen(vget_low_s8(vuzp1q_s8(bytes, bytes)), out[0] + 2 * super);
     widen(vget_low_s8(vuzp2q_s8(bytes, bytes)), out[1] + 2 * super);
@@ -298,8 +319,10 @@ struct FormatQ3_K : SuperBlocks<Type::Q3_K> {
     static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
         const uint8_t* s = super_block<kBlock>(p);
         auto codes = [](const uint8_t* low, const uint8_t* high) {
-            const uint8x16_t set = where_bit<kBlock % 8>(vld1q_u8(high), 0xfc);  // minus 4 where clear: the sign bits
-            return as_signed(vorrq_u8(field<2 * kPlace<kBlock>>(vld1q_u8(low), 3), veorq_u8(set, vdupq_n_u8(0xfc))));
+            const uint8x16_t set =
+                where_bit<kBlock % 8>(vld1q_u8(high), 0xfc);  // minus 4 where clear: the sign bits
+            return as_signed(
+                vorrq_u8(field<2 * kPlace<kBlock>>(vld1q_u8(low), 3), veorq_u8(set, vdupq_n_u8(0xfc))));
         };
         a = codes(s + 32 + 32 * kPart<kBlock>, s);
         b = codes(s + 48 + 32 * kPart<kBlock>, s + 16);
@@ -309,9 +332,11 @@ struct FormatQ3_K : SuperBlocks<Type::Q3_K> {
         for (int super = 0; super < 2; super++) {
             const uint8_t* at = p + super * kSuperBytes;
             const uint32_t w0 = load_u32(at + 96), w1 = load_u32(at + 100), w2 = load_u32(at + 104);
-            const uint8x16_t bytes = vcombine_u8(
-                eight_bytes((w0 & 0x0f0f0f0f) | (w2 << 4 & 0x30303030), (w1 & 0x0f0f0f0f) | (w2 << 2 & 0x30303030)),
-                eight_bytes((w0 >> 4 & 0x0f0f0f0f) | (w2 & 0x30303030), (w1 >> 4 & 0x0f0f0f0f) | (w2 >> 2 & 0x30303030)));
+            const uint8x16_t bytes =
+                vcombine_u8(eight_bytes((w0 & 0x0f0f0f0f) | (w2 << 4 & 0x30303030),
+                                        (w1 & 0x0f0f0f0f) | (w2 << 2 & 0x30303030)),
+                            eight_bytes((w0 >> 4 & 0x0f0f0f0f) | (w2 & 0x30303030),
+                                        (w1 >> 4 & 0x0f0f0f0f) | (w2 >> 2 & 0x30303030)));
             s.scale[2 * super] = s.scale[2 * super + 1] = load_half_broadcast(at + 108);
             split_pairs(minus(bytes, 32), super, s.sub_scale);
         }
@@ -340,7 +365,8 @@ struct FormatQ2_K : SuperBlocks<Type::Q2_K> {
     }
 };
 
-// The first n of sixteen blocks at p. At the end of the mapped file they are copied to where sixteen can be read.
+// The first n of sixteen blocks at p. At the end of the mapped file they are copied to where sixteen can be
+// read.
 template <class Format>
 inline const uint8_t* readable(const uint8_t* p, int n, const uint8_t* end, uint8_t* copy) {
     if (Format::kBytes <= end - p) return p;
@@ -422,10 +448,11 @@ inline float dot(const uint8_t* row, const uint8_t* end, int64_t blocks, const T
     return sum(acc);
 }
 
-// ---- Many tokens ------------------------------------------------------------------------------------------------
+// ---- Many tokens
+// ------------------------------------------------------------------------------------------------
 
-// Sixteen rows, in fours whose lanes are rows. Per 32-block and four rows eight registers of codes (four bytes of
-// each row), then the block's scales.
+// Sixteen rows, in fours whose lanes are rows. Per 32-block and four rows eight registers of codes (four
+// bytes of each row), then the block's scales.
 struct Panel {
     int8_t* codes;       // [blocks][4][8][16]
     float* scale;        // [blocks][16]
@@ -436,8 +463,10 @@ struct Panel {
 
 // Transposes four registers of four 4-byte words.
 inline void transpose(int32x4_t v[4]) {
-    const int64x2_t ab_even = vreinterpretq_s64_s32(vtrn1q_s32(v[0], v[1])), ab_odd = vreinterpretq_s64_s32(vtrn2q_s32(v[0], v[1]));
-    const int64x2_t cd_even = vreinterpretq_s64_s32(vtrn1q_s32(v[2], v[3])), cd_odd = vreinterpretq_s64_s32(vtrn2q_s32(v[2], v[3]));
+    const int64x2_t ab_even = vreinterpretq_s64_s32(vtrn1q_s32(v[0], v[1])),
+                    ab_odd = vreinterpretq_s64_s32(vtrn2q_s32(v[0], v[1]));
+    const int64x2_t cd_even = vreinterpretq_s64_s32(vtrn1q_s32(v[2], v[3])),
+                    cd_odd = vreinterpretq_s64_s32(vtrn2q_s32(v[2], v[3]));
     v[0] = vreinterpretq_s32_s64(vtrn1q_s64(ab_even, cd_even));
     v[1] = vreinterpretq_s32_s64(vtrn1q_s64(ab_odd, cd_odd));
     v[2] = vreinterpretq_s32_s64(vtrn2q_s64(ab_even, cd_even));
@@ -471,7 +500,8 @@ inline void pack_four(const uint8_t* const rows[4], int four, int64_t b, int n, 
         int32x4_t lanes[4];
         auto place = [&](auto* out, int stride) {
             transpose(lanes);
-            for (int j = 0; j < count; j++) memcpy(out + (first_block + j) * stride + 4 * four, &lanes[j], 16);
+            for (int j = 0; j < count; j++)
+                memcpy(out + (first_block + j) * stride + 4 * four, &lanes[j], 16);
         };
         for (int r = 0; r < 4; r++) lanes[r] = vreinterpretq_s32_f32(scales[r].scale[g]);
         place(panel.scale, 16);
@@ -539,12 +569,15 @@ inline void panel_tile(const Panel& panel, int64_t blocks, const Token* x, float
                     dot = dot_rows(dot, codes + 4, q[t][1]);
                 }
                 float* lane = acc[b % 16][t] + 4 * four;
-                float32x4_t total = vfmaq_f32(vld1q_f32(lane), vmulq_n_f32(scale, x[t].scale[b]), vcvtq_f32_s32(dot));
+                float32x4_t total =
+                    vfmaq_f32(vld1q_f32(lane), vmulq_n_f32(scale, x[t].scale[b]), vcvtq_f32_s32(dot));
                 if constexpr (kMin) {
                     const float32x4_t min = vld1q_f32(panel.min + b * 16 + four * 4);
                     if constexpr (kSub) {
-                        int32x4_t mins = vmulq_n_s32(vld1q_s32(panel.sub_min + b * 32 + four * 4), x[t].isum[0][b]);
-                        mins = vmlaq_n_s32(mins, vld1q_s32(panel.sub_min + b * 32 + 16 + four * 4), x[t].isum[1][b]);
+                        int32x4_t mins =
+                            vmulq_n_s32(vld1q_s32(panel.sub_min + b * 32 + four * 4), x[t].isum[0][b]);
+                        mins = vmlaq_n_s32(mins, vld1q_s32(panel.sub_min + b * 32 + 16 + four * 4),
+                                           x[t].isum[1][b]);
                         total = vfmaq_f32(total, vmulq_n_f32(min, x[t].scale[b]), vcvtq_f32_s32(mins));
                     } else {
                         total = vfmaq_n_f32(total, min, x[t].sum[b]);
@@ -557,8 +590,8 @@ inline void panel_tile(const Panel& panel, int64_t blocks, const Token* x, float
 }
 
 template <class Format>
-void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out, int64_t ld,
-            uint8_t* scratch) {
+void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
+            int64_t ld, uint8_t* scratch) {
     const int64_t blocks = x.k / 32;
     auto take = [&](size_t bytes) {
         uint8_t* p = scratch;
@@ -584,10 +617,18 @@ void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
             for (int i = 0; i < n_panels; i++) {
                 alignas(64) float acc[16][kTokenTile][16] = {};
                 switch (n) {
-                    case 1: panel_tile<Format, 1>(panel[i], blocks, tokens, acc); break;
-                    case 2: panel_tile<Format, 2>(panel[i], blocks, tokens, acc); break;
-                    case 3: panel_tile<Format, 3>(panel[i], blocks, tokens, acc); break;
-                    default: panel_tile<Format, 4>(panel[i], blocks, tokens, acc); break;
+                    case 1:
+                        panel_tile<Format, 1>(panel[i], blocks, tokens, acc);
+                        break;
+                    case 2:
+                        panel_tile<Format, 2>(panel[i], blocks, tokens, acc);
+                        break;
+                    case 3:
+                        panel_tile<Format, 3>(panel[i], blocks, tokens, acc);
+                        break;
+                    default:
+                        panel_tile<Format, 4>(panel[i], blocks, tokens, acc);
+                        break;
                 }
                 const int64_t row = r + 16 * i;
                 for (int j = 0; j < n; j++) {
@@ -603,8 +644,8 @@ void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
 }
 
 template <class Format>
-void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out, int64_t ld,
-            uint8_t* scratch) {
+void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
+            int64_t ld, uint8_t* scratch) {
     if (t1 - t0 > 1) return panels<Format>(w, row0, row1, x, t0, t1, out, ld, scratch);
     const Token token(x, t0);
     for (int64_t r = row0; r < row1; r++) out[r - row0] = dot<Format>(w.row(r), w.end(), x.k / 32, token);

@@ -19,10 +19,12 @@ namespace hotset {
 namespace {
 
 #if defined(__x86_64__) && defined(__GNUC__)
-bool has_avx2() { return HOTSET_CPU_HAS("avx2") && HOTSET_CPU_HAS("fma"); }
+bool has_avx2() {
+    return HOTSET_CPU_HAS("avx2") && HOTSET_CPU_HAS("fma");
+}
 bool has_avx512() {
-    return has_avx2() && HOTSET_CPU_HAS("avx512f") && HOTSET_CPU_HAS("avx512bw") && HOTSET_CPU_HAS("avx512dq") &&
-           HOTSET_CPU_HAS("avx512vl") && HOTSET_CPU_HAS("avx512vnni");
+    return has_avx2() && HOTSET_CPU_HAS("avx512f") && HOTSET_CPU_HAS("avx512bw") &&
+           HOTSET_CPU_HAS("avx512dq") && HOTSET_CPU_HAS("avx512vl") && HOTSET_CPU_HAS("avx512vnni");
 }
 #elif defined(_M_X64)
 bool cpu_bit(int leaf, int reg, int bit) {
@@ -30,15 +32,23 @@ bool cpu_bit(int leaf, int reg, int bit) {
     __cpuidex(info, leaf, 0);
     return info[reg] >> bit & 1;
 }
-bool os_saves(unsigned mask) { return cpu_bit(1, 2, 27) && (_xgetbv(0) & mask) == mask; }
-bool has_avx2() { return os_saves(0x6) && cpu_bit(7, 1, 5) && cpu_bit(1, 2, 12) && cpu_bit(1, 2, 29); }
+bool os_saves(unsigned mask) {
+    return cpu_bit(1, 2, 27) && (_xgetbv(0) & mask) == mask;
+}
+bool has_avx2() {
+    return os_saves(0x6) && cpu_bit(7, 1, 5) && cpu_bit(1, 2, 12) && cpu_bit(1, 2, 29);
+}
 bool has_avx512() {
     return has_avx2() && os_saves(0xe6) && cpu_bit(7, 1, 16) && cpu_bit(7, 1, 30) && cpu_bit(7, 1, 17) &&
            cpu_bit(7, 1, 31) && cpu_bit(7, 2, 11);
 }
 #else
-bool has_avx2() { return false; }
-bool has_avx512() { return false; }
+bool has_avx2() {
+    return false;
+}
+bool has_avx512() {
+    return false;
+}
 #endif
 
 // NEON belongs to every AArch64 processor; the dot product instructions came with Armv8.2.
@@ -48,24 +58,34 @@ bool has_neon() {
     return getauxval(AT_HWCAP) & kDotProduct;
 }
 #elif defined(__aarch64__) && defined(__APPLE__)
-bool has_neon() { return true; }
+bool has_neon() {
+    return true;
+}
 #elif defined(_M_ARM64)
 bool has_neon() {
     constexpr DWORD kDotProduct = 43;  // PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE, which older headers lack
     return IsProcessorFeaturePresent(kDotProduct);
 }
 #else
-bool has_neon() { return false; }
+bool has_neon() {
+    return false;
+}
 #endif
 
 }  // namespace
 
 #ifndef HOTSET_X86
-const Kernels* avx2_kernels() { return nullptr; }
-const Kernels* avx512_kernels() { return nullptr; }
+const Kernels* avx2_kernels() {
+    return nullptr;
+}
+const Kernels* avx512_kernels() {
+    return nullptr;
+}
 #endif
 #ifndef HOTSET_ARM64
-const Kernels* neon_kernels() { return nullptr; }
+const Kernels* neon_kernels() {
+    return nullptr;
+}
 #endif
 
 const Kernels* select_kernels(const char* forced, const char** error) {

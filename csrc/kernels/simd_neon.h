@@ -52,14 +52,19 @@ struct V {
     }
     void store_i8(int8_t* p) const {
         auto pair = [this](int i) {
-            return vmovn_s16(vcombine_s16(vmovn_s32(vcvtq_s32_f32(v[i])), vmovn_s32(vcvtq_s32_f32(v[i + 1]))));
+            return vmovn_s16(
+                vcombine_s16(vmovn_s32(vcvtq_s32_f32(v[i])), vmovn_s32(vcvtq_s32_f32(v[i + 1]))));
         };
         vst1q_s8(p, vcombine_s8(pair(0), pair(2)));
     }
 };
 
-inline float32x4_t larger(float32x4_t a, float32x4_t b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
-inline float32x4_t smaller(float32x4_t a, float32x4_t b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+inline float32x4_t larger(float32x4_t a, float32x4_t b) {
+    return vbslq_f32(vcgtq_f32(a, b), a, b);
+}
+inline float32x4_t smaller(float32x4_t a, float32x4_t b) {
+    return vbslq_f32(vcltq_f32(a, b), a, b);
+}
 
 inline V operator+(V a, V b) {
     return V::each([&](int i) { return vaddq_f32(a.v[i], b.v[i]); });
@@ -89,7 +94,8 @@ inline V round(V a) {
     return V::each([&](int i) { return vrndnq_f32(a.v[i]); });
 }
 inline V at_least(V a, V bound) {
-    return V::each([&](int i) { return vbslq_f32(vcgeq_f32(a.v[i], bound.v[i]), a.v[i], vdupq_n_f32(0.0f)); });
+    return V::each(
+        [&](int i) { return vbslq_f32(vcgeq_f32(a.v[i], bound.v[i]), a.v[i], vdupq_n_f32(0.0f)); });
 }
 inline V pow2(V n) {
     return V::each([&](int i) {
@@ -100,7 +106,8 @@ inline V blend_range(int first, int last, V a, V b) {
     alignas(16) static constexpr int32_t kLanes[4] = {0, 1, 2, 3};
     return V::each([&](int i) {
         const int32x4_t lane = vaddq_s32(vld1q_s32(kLanes), vdupq_n_s32(4 * i));
-        const uint32x4_t inside = vandq_u32(vcgeq_s32(lane, vdupq_n_s32(first)), vcltq_s32(lane, vdupq_n_s32(last)));
+        const uint32x4_t inside =
+            vandq_u32(vcgeq_s32(lane, vdupq_n_s32(first)), vcltq_s32(lane, vdupq_n_s32(last)));
         return vbslq_f32(inside, a.v[i], b.v[i]);
     });
 }
