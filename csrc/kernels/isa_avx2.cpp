@@ -703,14 +703,78 @@ void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
     }
 }
 
-// Packing a panel costs about as much as this many tokens.
-constexpr int kPackFrom = 4;
+// Tokens from which a panel is worth its packing.
+constexpr int kPackFrom = 5;
 
 template <class Format>
 void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out, int64_t ld,
             uint8_t* scratch) {
     if (t1 - t0 >= kPackFrom) return panels<Format>(w, row0, row1, x, t0, t1, out, ld, scratch);
     for (int t = t0; t < t1; t++) one_token<Format>(w, row0, row1, x, t, out + (t - t0) * ld);
+}
+
+// ---- Float weights, many tokens ---------------------------------------------------------------------------------
+
+// Adds lanes 8h..8h + 7 of `count` columns (a multiple of 16). One half at a time, twelve accumulators and four
+// weights are just the sixteen registers; with whole lanes they would be spilled at each step.
+template <class W, int h, int R, int T>
+inline void add_columns(const uint8_t* w, size_t row_bytes, const float* x, int64_t stride, int64_t count, __m256 (*acc)[T]) {
+    __m256 total[R][T];
+    for (int r = 0; r < R; r++)
+        for (int t = 0; t < T; t++) total[r][t] = acc[r][t];
+    for (int64_t i = 0; i < count; i += 16) {
+        __m256 weights[R];
+        for (int r = 0; r < R; r++) {
+            const V lanes = W::load(w + r * row_bytes + i * W::kBytes);
+            weights[r] = h ? lanes.hi : lanes.lo;
+        }
+        for (int t = 0; t < T; t++) {
+            const __m256 input = _mm256_loadu_ps(x + t * stride + i + 8 * h);
+            for (int r = 0; r < R; r++) total[r][t] = _mm256_fmadd_ps(weights[r], input, total[r][t]);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int t = 0; t < T; t++) acc[r][t] = total[r][t];
+}
+
+template <class W, int R, int T>
+inline void halved_float_tile(const Matrix& w, int64_t row, const Inputs& x, int token, float* out, int64_t ld) {
+    constexpr int64_t kSpan = 512;  // columns that stay in the first-level cache between the halves
+    __m256 acc[2][R][T] = {};
+    auto add = [&](const uint8_t* rows, size_t row_bytes, const float* xs, int64_t stride, int64_t count) {
+        add_columns<W, 0, R, T>(rows, row_bytes, xs, stride, count, acc[0]);
+        add_columns<W, 1, R, T>(rows, row_bytes, xs, stride, count, acc[1]);
+    };
+    const uint8_t* rows = w.row(row);
+    const float* xs = x.x + token * x.k;
+    const int64_t whole = x.k / 16 * 16;
+    for (int64_t i = 0; i < whole; i += kSpan) add(rows + i * W::kBytes, w.row_bytes, xs + i, x.k, imin(whole - i, kSpan));
+    if (const size_t rest = size_t(x.k - whole)) {
+        uint8_t last_weights[R][64] = {};
+        float last_inputs[T][16] = {};
+        for (int r = 0; r < R; r++) memcpy(last_weights[r], rows + r * w.row_bytes + whole * W::kBytes, rest * W::kBytes);
+        for (int t = 0; t < T; t++) memcpy(last_inputs[t], xs + t * x.k + whole, rest * sizeof(float));
+        add(last_weights[0], 64, last_inputs[0], 16, 16);
+    }
+    for (int t = 0; t < T; t++)
+        for (int r = 0; r < R; r++) out[t * ld + r] = sum(V{acc[0][r][t], acc[1][r][t]});
+}
+
+template <class W>
+void halved_float_linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
+                         int64_t ld, uint8_t* scratch) {
+    constexpr int kTokens = 24;  // whose inputs stay in the second-level cache between rows
+    const int whole = t0 + (t1 - t0) / 3 * 3;
+    for (int first = t0; first < whole; first += kTokens) {
+        auto tiles = [&]<int R>(int64_t row) {
+            for (int t = first; t < imin(first + kTokens, whole); t += 3)
+                halved_float_tile<W, R, 3>(w, row, x, t, out + (t - t0) * ld + (row - row0), ld);
+        };
+        int64_t r = row0;
+        for (; r + 4 <= row1; r += 4) tiles.template operator()<4>(r);
+        for (; r < row1; r++) tiles.template operator()<1>(r);
+    }
+    if (whole < t1) float_linear<W>(w, row0, row1, x, whole, t1, out + (whole - t0) * ld, ld, scratch);
 }
 
 }  // namespace hotset::avx2
@@ -721,6 +785,9 @@ const Kernels* avx2_kernels() {
     static const Kernels table = [] {
         using namespace avx2;
         Kernels t = float_kernel_table("avx2");
+        t.linear[int(Type::F32)] = halved_float_linear<F32Weights>;
+        t.linear[int(Type::F16)] = halved_float_linear<F16Weights>;
+        t.linear[int(Type::BF16)] = halved_float_linear<BF16Weights>;
         auto set = [&]<class Format>() { t.linear[int(Format::kType)] = linear<Format>; };
         set.operator()<FormatQ4_0>();
         set.operator()<FormatQ4_1>();
