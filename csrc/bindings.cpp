@@ -12,7 +12,6 @@
 
 #include "bandwidth.h"
 #include "plan.h"
-#include "top_k.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -36,7 +35,8 @@ const Kernels& chosen_kernels(const std::optional<std::string>& isa) {
     const char* forced = isa ? isa->c_str() : std::getenv("HOTSET_ISA");
     const char* error = nullptr;
     const Kernels* kernels = select_kernels(forced, &error);
-    require(kernels != nullptr, std::string("HOTSET_ISA=") + (forced ? forced : "") + " cannot be used: " + (error ? error : ""));
+    require(kernels != nullptr,
+            std::string("HOTSET_ISA=") + (forced ? forced : "") + " cannot be used: " + (error ? error : ""));
     return *kernels;
 }
 
@@ -45,11 +45,13 @@ Matrix make_matrix(int type, const Bytes& data, int64_t rows, int64_t cols) {
             "tensor type " + std::to_string(type) + " has no kernel");
     const TypeFacts facts = type_facts(Type(type));
     require(rows > 0 && cols > 0 && rows < INT32_MAX && cols < INT32_MAX, "a matrix needs rows and columns");
-    require(cols % facts.block_size == 0, "rows of " + std::to_string(cols) + " weights are not whole blocks of type " + facts.name);
+    require(cols % facts.block_size == 0,
+            "rows of " + std::to_string(cols) + " weights are not whole blocks of type " + facts.name);
     const size_t row_bytes = size_t(cols / facts.block_size) * facts.block_bytes;
     require(data.size() == size_t(rows) * row_bytes,
-            "a " + std::string(facts.name) + " matrix of " + std::to_string(rows) + " x " + std::to_string(cols) + " takes " +
-                std::to_string(size_t(rows) * row_bytes) + " bytes, not " + std::to_string(data.size()));
+            "a " + std::string(facts.name) + " matrix of " + std::to_string(rows) + " x " +
+                std::to_string(cols) + " takes " + std::to_string(size_t(rows) * row_bytes) + " bytes, not " +
+                std::to_string(data.size()));
     return {Type(type), data.data(), rows, cols, row_bytes};
 }
 
@@ -60,10 +62,12 @@ std::vector<float> to_vector(const std::optional<Floats>& array) {
 // A plan as Python builds it: the same operations, with every argument checked.
 class PlanBuilder {
   public:
-    PlanBuilder(int max_tokens, int n_pages, int max_pages, int n_threads, const std::optional<std::string>& isa)
+    PlanBuilder(int max_tokens, int n_pages, int max_pages, int n_threads,
+                const std::optional<std::string>& isa)
         : n_pages_(n_pages) {
         require(max_tokens > 0 && n_pages > 0 && max_pages > 0, "a plan needs tokens and pages");
-        require(n_threads > 0 && n_threads <= kMaxThreads, "the number of threads must be 1 to " + std::to_string(kMaxThreads));
+        require(n_threads > 0 && n_threads <= kMaxThreads,
+                "the number of threads must be 1 to " + std::to_string(kMaxThreads));
         plan_ = std::make_unique<Plan>(chosen_kernels(isa), max_tokens, max_pages, n_threads);
     }
 
@@ -75,7 +79,8 @@ class PlanBuilder {
     }
 
     int rope(bool neox, int n_rot, const std::vector<double>& frequencies, float magnitude) {
-        require(n_rot > 0 && n_rot % 2 == 0 && int(frequencies.size()) == n_rot / 2, "a rope needs n_rot / 2 frequencies");
+        require(n_rot > 0 && n_rot % 2 == 0 && int(frequencies.size()) == n_rot / 2,
+                "a rope needs n_rot / 2 frequencies");
         n_rot_.push_back(n_rot);
         const int id = plan_->add_rope({neox, n_rot, magnitude, frequencies});
         n_rot_.resize(std::max(id + 1, int(n_rot_.size())));
@@ -89,11 +94,13 @@ class PlanBuilder {
     }
 
     void select(int x, int out) {
-        require(width(x) == width(out) && !outputs_[x] && outputs_[out], "select goes from tokens to outputs of one width");
+        require(width(x) == width(out) && !outputs_[x] && outputs_[out],
+                "select goes from tokens to outputs of one width");
         plan_->add_select(x, out);
     }
 
-    void norm(bool layer, const Floats& weight, const std::optional<Floats>& bias, float eps, int n_head, int x, int out) {
+    void norm(bool layer, const Floats& weight, const std::optional<Floats>& bias, float eps, int n_head,
+              int x, int out) {
         require(n_head > 0 && width(x) % n_head == 0 && width(x) == width(out), "a norm keeps its width");
         same_rows(x, out);
         plan_->add_norm(make_norm(layer, weight, bias, eps, width(x) / n_head), n_head, x, out);
@@ -101,11 +108,14 @@ class PlanBuilder {
 
     // parts: (type, data, bias or None, out)
     void linear(int x, const std::optional<std::tuple<bool, Floats, std::optional<Floats>, float>>& norm,
-                const std::vector<std::tuple<int, Bytes, std::optional<Floats>, int>>& parts, int residual, bool gated,
-                int activation, float threshold) {
-        require(!parts.empty() && (!gated || parts.size() == 2) && (residual < 0 || parts.size() == 1), "a matrix product has parts");
+                const std::vector<std::tuple<int, Bytes, std::optional<Floats>, int>>& parts, int residual,
+                bool gated, int activation, float threshold) {
+        require(!parts.empty() && (!gated || parts.size() == 2) && (residual < 0 || parts.size() == 1),
+                "a matrix product has parts");
         Norm before;
-        if (norm) before = make_norm(std::get<0>(*norm), std::get<1>(*norm), std::get<2>(*norm), std::get<3>(*norm), width(x));
+        if (norm)
+            before = make_norm(std::get<0>(*norm), std::get<1>(*norm), std::get<2>(*norm), std::get<3>(*norm),
+                               width(x));
         std::vector<LinearPart> built;
         for (const auto& [type, data, bias, out] : parts) {
             same_rows(x, out);
@@ -115,9 +125,11 @@ class PlanBuilder {
         require(!gated || built[0].weight.rows == built[1].weight.rows, "gate and up have the same rows");
         if (residual >= 0) {
             same_rows(x, residual);
-            require(width(residual) == width(built[0].out) && residual != built[0].out, "a residual has the width of the output");
+            require(width(residual) == width(built[0].out) && residual != built[0].out,
+                    "a residual has the width of the output");
         }
-        plan_->add_linear(x, std::move(before), std::move(built), residual, gated, checked_activation(activation), threshold);
+        plan_->add_linear(x, std::move(before), std::move(built), residual, gated,
+                          checked_activation(activation), threshold);
     }
 
     void rotate(int x, int out, int n_head, int head_dim, int rope) {
@@ -127,14 +139,15 @@ class PlanBuilder {
         plan_->add_rotate(x, out, n_head, head_dim, rope);
     }
 
-    void attention(int q, int k, int v, int out, int n_head, int n_head_kv, int head_dim, int head_dim_v, float scale,
-                   int window, int rope, const std::optional<std::pair<Floats, float>>& q_norm,
-                   const std::optional<std::pair<Floats, float>>& k_norm, int kv_type, const WritableBytes& k_cache,
-                   const WritableBytes& v_cache, const std::optional<WritableBytes>& k_scale,
-                   const std::optional<WritableBytes>& v_scale) {
+    void attention(int q, int k, int v, int out, int n_head, int n_head_kv, int head_dim, int head_dim_v,
+                   float scale, int window, int rope, const std::optional<std::pair<Floats, float>>& q_norm,
+                   const std::optional<std::pair<Floats, float>>& k_norm, int kv_type,
+                   const WritableBytes& k_cache, const WritableBytes& v_cache,
+                   const std::optional<WritableBytes>& k_scale, const std::optional<WritableBytes>& v_scale) {
         require(n_head > 0 && n_head_kv > 0 && n_head % n_head_kv == 0 && n_head / n_head_kv <= kMaxGroup,
                 "query heads come in groups of equal size");
-        require(head_dim > 0 && head_dim <= kMaxHeadDim && head_dim_v > 0 && head_dim_v <= kMaxHeadDim, "a head has 1 to " + std::to_string(kMaxHeadDim) + " channels");
+        require(head_dim > 0 && head_dim <= kMaxHeadDim && head_dim_v > 0 && head_dim_v <= kMaxHeadDim,
+                "a head has 1 to " + std::to_string(kMaxHeadDim) + " channels");
         require(width(q) == int64_t(n_head) * head_dim && width(k) == int64_t(n_head_kv) * head_dim &&
                     width(v) == int64_t(n_head_kv) * head_dim_v && width(out) == int64_t(n_head) * head_dim_v,
                 "heads fill the widths of q, k, v and out");
@@ -149,11 +162,14 @@ class PlanBuilder {
         if (q_norm) facts.q_norm = make_norm(false, q_norm->first, std::nullopt, q_norm->second, head_dim);
         if (k_norm) facts.k_norm = make_norm(false, k_norm->first, std::nullopt, k_norm->second, head_dim);
         require(kv_type >= 0 && kv_type <= 2, "a cache is F32, F16 or Q8_0");
-        facts.kv = {KvType(kv_type), n_head_kv, head_dim, head_dim_v, k_cache.data(), v_cache.data(), nullptr, nullptr};
-        require(k_cache.size() == n_pages_ * facts.kv.k_page_bytes() && v_cache.size() == n_pages_ * facts.kv.v_page_bytes(),
+        facts.kv = {KvType(kv_type), n_head_kv,      head_dim, head_dim_v,
+                    k_cache.data(),  v_cache.data(), nullptr,  nullptr};
+        require(k_cache.size() == n_pages_ * facts.kv.k_page_bytes() &&
+                    v_cache.size() == n_pages_ * facts.kv.v_page_bytes(),
                 "the cache has the size of its pages");
         if (facts.kv.type == KvType::Q8_0) {
-            require(head_dim % 32 == 0 && head_dim_v % 32 == 0, "a Q8_0 cache needs heads of whole 32-blocks");
+            require(head_dim % 32 == 0 && head_dim_v % 32 == 0,
+                    "a Q8_0 cache needs heads of whole 32-blocks");
             const size_t per_page = size_t(n_head_kv) * kPageSize * 2;
             require(k_scale && v_scale && k_scale->size() == n_pages_ * per_page * (head_dim / 32) &&
                         v_scale->size() == n_pages_ * per_page * (head_dim_v / 32),
@@ -178,17 +194,24 @@ class PlanBuilder {
         finished_ = true;
     }
 
-    void run(const Ints& tokens, const Ints& positions, const Ints& sequences, const IntMatrix& pages, const Ints& outputs) {
+    void run(const Ints& tokens, const Ints& positions, const Ints& sequences, const IntMatrix& pages,
+             const Ints& outputs) {
         require(finished_, "the plan is not finished");
         const int n = int(tokens.size()), n_sequences = int(pages.shape(0)), max_pages = int(pages.shape(1));
-        require(n > 0 && n <= plan_->max_tokens(), "a step takes 1 to " + std::to_string(plan_->max_tokens()) + " tokens, not " + std::to_string(n));
-        require(int(positions.size()) == n && int(sequences.size()) == n, "every token has a position and a sequence");
+        require(
+            n > 0 && n <= plan_->max_tokens(),
+            "a step takes 1 to " + std::to_string(plan_->max_tokens()) + " tokens, not " + std::to_string(n));
+        require(int(positions.size()) == n && int(sequences.size()) == n,
+                "every token has a position and a sequence");
         require(max_pages <= plan_->max_pages(), "a sequence has more pages than the plan allows");
         for (int t = 0; t < n; t++) {
-            const int token = tokens.data()[t], position = positions.data()[t], sequence = sequences.data()[t];
-            require(token >= 0 && token < n_vocab_, "token " + std::to_string(token) + " is not in the vocabulary");
+            const int token = tokens.data()[t], position = positions.data()[t],
+                      sequence = sequences.data()[t];
+            require(token >= 0 && token < n_vocab_,
+                    "token " + std::to_string(token) + " is not in the vocabulary");
             require(sequence >= 0 && sequence < n_sequences, "a token's sequence has no page table");
-            require(position >= 0 && position / kPageSize < max_pages, "position " + std::to_string(position) + " lies beyond the page table");
+            require(position >= 0 && position / kPageSize < max_pages,
+                    "position " + std::to_string(position) + " lies beyond the page table");
             const bool adjacent = t > 0 && sequences.data()[t - 1] == sequence;
             require(!adjacent || positions.data()[t - 1] < position, "positions of a sequence must rise");
             for (int i = adjacent ? positions.data()[t - 1] / kPageSize : 0; i <= position / kPageSize; i++) {
@@ -199,7 +222,8 @@ class PlanBuilder {
         const int n_outputs = int(outputs.size());
         for (int i = 0; i < n_outputs; i++) {
             const int t = outputs.data()[i];
-            require(t >= 0 && t < n && (i == 0 || outputs.data()[i - 1] < t), "outputs must be rising indices of tokens");
+            require(t >= 0 && t < n && (i == 0 || outputs.data()[i - 1] < t),
+                    "outputs must be rising indices of tokens");
         }
         n_tokens_ = n;
         n_outputs_ = n_outputs;
@@ -222,18 +246,23 @@ class PlanBuilder {
         return id;
     }
     int64_t width(int id) const { return widths_[checked(id)]; }
-    void same_rows(int a, int b) const { require(outputs_[checked(a)] == outputs_[checked(b)], "rows of tokens and of outputs do not mix"); }
+    void same_rows(int a, int b) const {
+        require(outputs_[checked(a)] == outputs_[checked(b)], "rows of tokens and of outputs do not mix");
+    }
     void check_pair(int a, int b, int out) const {
         require(width(a) == width(b) && width(a) == width(out), "both sides have the same width");
         same_rows(a, b);
         same_rows(a, out);
     }
     static Activation checked_activation(int kind) {
-        require(kind >= 0 && kind <= int(Activation::FatRelu), "there is no activation " + std::to_string(kind));
+        require(kind >= 0 && kind <= int(Activation::FatRelu),
+                "there is no activation " + std::to_string(kind));
         return Activation(kind);
     }
-    static Norm make_norm(bool layer, const Floats& weight, const std::optional<Floats>& bias, float eps, int64_t width) {
-        require(int64_t(weight.size()) == width && (!bias || int64_t(bias->size()) == width), "a norm has the width of its input");
+    static Norm make_norm(bool layer, const Floats& weight, const std::optional<Floats>& bias, float eps,
+                          int64_t width) {
+        require(int64_t(weight.size()) == width && (!bias || int64_t(bias->size()) == width),
+                "a norm has the width of its input");
         return {layer, to_vector(weight), to_vector(bias), eps};
     }
 
@@ -256,18 +285,22 @@ nb::ndarray<nb::numpy, T, nb::ndim<sizeof...(Shape)>> new_array(T*& data, Shape.
 }
 
 // The product of one matrix and rows of activations, for tests and benchmarks of single kernels.
-nb::object linear(int type, const Bytes& data, int64_t rows, const FloatMatrix& x, const std::optional<std::string>& isa) {
+nb::object linear(int type, const Bytes& data, int64_t rows, const FloatMatrix& x,
+                  const std::optional<std::string>& isa) {
     const int n = int(x.shape(0));
     const int64_t k = int64_t(x.shape(1)), width = padded(k);
     const Matrix weight = make_matrix(type, data, rows, k);
     require(n > 0, "a product needs a row of activations");
     const Kernels& kernels = chosen_kernels(isa);
-    Memory q(n * width), scale(n * width / 8), sum(n * width / 8), isum(n * width / 4), scratch(kernel_scratch_bytes(k));
+    Memory q(n * width), scale(n * width / 8), sum(n * width / 8), isum(n * width / 4),
+        scratch(kernel_scratch_bytes(k));
     if (!is_float(weight.type))
         for (int t = 0; t < n; t++)
-            kernels.quantize(x.data() + t * k, k, q.as<int8_t>() + t * width, scale.as<float>() + t * width / 32,
-                             sum.as<float>() + t * width / 32, isum.as<int32_t>() + t * width / 16);
-    const Inputs inputs = {n, k, x.data(), q.as<int8_t>(), scale.as<float>(), sum.as<float>(), isum.as<int32_t>()};
+            kernels.quantize(x.data() + t * k, k, q.as<int8_t>() + t * width,
+                             scale.as<float>() + t * width / 32, sum.as<float>() + t * width / 32,
+                             isum.as<int32_t>() + t * width / 16);
+    const Inputs inputs = {
+        n, k, x.data(), q.as<int8_t>(), scale.as<float>(), sum.as<float>(), isum.as<int32_t>()};
     float* out;
     auto result = new_array<float>(out, n, rows);
     {
@@ -287,26 +320,9 @@ nb::object dequantize(int type, const Bytes& data, int64_t rows, int64_t cols) {
     return nb::cast(result);
 }
 
-nb::object top_k_indices(const Floats& x, int64_t k) {
-    const int64_t n = int64_t(x.size());
-    require(k > 0 && k <= n, "top_k needs 1 to " + std::to_string(n) + " elements, not " + std::to_string(k));
-    int32_t* out;
-    auto result = new_array<int32_t>(out, k);
-    {
-        nb::gil_scoped_release release;
-        top_k(chosen_kernels(std::nullopt), x.data(), n, k, out);
-    }
-    return nb::cast(result);
-}
-
-int64_t argmax(const Floats& x) {
-    require(x.size() > 0, "argmax needs an element");
-    nb::gil_scoped_release release;
-    return chosen_kernels(std::nullopt).argmax(x.data(), int64_t(x.size()));
-}
-
 double measured_read_bandwidth(const Bytes& data, int n_threads) {
-    require(n_threads > 0 && n_threads <= kMaxThreads, "the number of threads must be 1 to " + std::to_string(kMaxThreads));
+    require(n_threads > 0 && n_threads <= kMaxThreads,
+            "the number of threads must be 1 to " + std::to_string(kMaxThreads));
     nb::gil_scoped_release release;
     return read_bandwidth(data.data(), data.size(), n_threads);
 }
@@ -325,34 +341,40 @@ std::vector<std::string> available_isas() {
 NB_MODULE(_core, m) {
     m.doc() = "The native core of hotset: kernels, the plan of a step and the threads that run it.";
     m.attr("PAGE_SIZE") = kPageSize;
-    m.def("isa", [] { return std::string(chosen_kernels(std::nullopt).isa); },
-          "The instruction set whose kernels are used: HOTSET_ISA, or the best that this processor has.");
+    m.def(
+        "isa", [] { return std::string(chosen_kernels(std::nullopt).isa); },
+        "The instruction set whose kernels are used: HOTSET_ISA, or the best that this processor has.");
     m.def("available_isas", &available_isas, "The instruction sets that this processor can run, best first.");
-    m.def("top_k", &top_k_indices, "x"_a, "k"_a, "Indices of the k largest, in falling order; of equals the lower index first.");
-    m.def("argmax", &argmax, "x"_a, "Index of the largest element; of equals the lowest.");
-    m.def("read_bandwidth", &measured_read_bandwidth, "data"_a, "n_threads"_a, "Reads the bytes once; bytes per second.");
+    m.def("read_bandwidth", &measured_read_bandwidth, "data"_a, "n_threads"_a,
+          "Reads the bytes once; bytes per second.");
     m.def("linear", &linear, "type"_a, "data"_a, "rows"_a, "x"_a, "isa"_a.none() = nb::none(),
-          "x [n, k] times a matrix of `rows` rows of k weights of a GGML type, by the kernel that a plan would use.");
-    m.def("dequantize", &dequantize, "type"_a, "data"_a, "rows"_a, "cols"_a, "Decodes a matrix to float32 [rows, cols].");
-    nb::class_<PlanBuilder>(m, "Plan", "The operations of one step; built once, run once per step (csrc/plan.h).")
-        .def(nb::init<int, int, int, int, const std::optional<std::string>&>(), "max_tokens"_a, "n_pages"_a, "max_pages"_a,
-             "n_threads"_a, "isa"_a.none() = nb::none())
+          "x [n, k] times a matrix of `rows` rows of k weights of a GGML type, by the kernel that a plan "
+          "would use.");
+    m.def("dequantize", &dequantize, "type"_a, "data"_a, "rows"_a, "cols"_a,
+          "Decodes a matrix to float32 [rows, cols].");
+    nb::class_<PlanBuilder>(m, "Plan",
+                            "The operations of one step; built once, run once per step (csrc/plan.h).")
+        .def(nb::init<int, int, int, int, const std::optional<std::string>&>(), "max_tokens"_a, "n_pages"_a,
+             "max_pages"_a, "n_threads"_a, "isa"_a.none() = nb::none())
         .def("buffer", &PlanBuilder::buffer, "width"_a, "outputs"_a)
         .def("rope", &PlanBuilder::rope, "neox"_a, "n_rot"_a, "frequencies"_a, "magnitude"_a)
         .def("embed", &PlanBuilder::embed, "type"_a, "data"_a, "rows"_a, "out"_a)
         .def("select", &PlanBuilder::select, "x"_a, "out"_a)
-        .def("norm", &PlanBuilder::norm, "layer"_a, "weight"_a, "bias"_a.none(), "eps"_a, "n_head"_a, "x"_a, "out"_a)
-        .def("linear", &PlanBuilder::linear, "x"_a, "norm"_a.none(), "parts"_a, "residual"_a, "gated"_a, "activation"_a,
-             "threshold"_a)
+        .def("norm", &PlanBuilder::norm, "layer"_a, "weight"_a, "bias"_a.none(), "eps"_a, "n_head"_a, "x"_a,
+             "out"_a)
+        .def("linear", &PlanBuilder::linear, "x"_a, "norm"_a.none(), "parts"_a, "residual"_a, "gated"_a,
+             "activation"_a, "threshold"_a)
         .def("rotate", &PlanBuilder::rotate, "x"_a, "out"_a, "n_head"_a, "head_dim"_a, "rope"_a)
-        .def("attention", &PlanBuilder::attention, "q"_a, "k"_a, "v"_a, "out"_a, "n_head"_a, "n_head_kv"_a, "head_dim"_a,
-             "head_dim_v"_a, "scale"_a, "window"_a, "rope"_a, "q_norm"_a.none(), "k_norm"_a.none(), "kv_type"_a, "k_cache"_a,
-             "v_cache"_a, "k_scale"_a.none(), "v_scale"_a.none())
+        .def("attention", &PlanBuilder::attention, "q"_a, "k"_a, "v"_a, "out"_a, "n_head"_a, "n_head_kv"_a,
+             "head_dim"_a, "head_dim_v"_a, "scale"_a, "window"_a, "rope"_a, "q_norm"_a.none(),
+             "k_norm"_a.none(), "kv_type"_a, "k_cache"_a, "v_cache"_a, "k_scale"_a.none(), "v_scale"_a.none())
         .def("activate", &PlanBuilder::activate, "kind"_a, "threshold"_a, "x"_a, "out"_a)
         .def("add", &PlanBuilder::add, "a"_a, "b"_a, "out"_a)
         .def("multiply", &PlanBuilder::multiply, "a"_a, "b"_a, "out"_a)
         .def("finish", &PlanBuilder::finish)
         .def("run", &PlanBuilder::run, "tokens"_a, "positions"_a, "sequences"_a, "pages"_a, "outputs"_a)
-        .def("rows", [](nb::handle self, int id) { return nb::cast<PlanBuilder&>(self).rows(self, id); }, "buffer"_a)
+        .def(
+            "rows", [](nb::handle self, int id) { return nb::cast<PlanBuilder&>(self).rows(self, id); },
+            "buffer"_a)
         .def_prop_ro("isa", &PlanBuilder::isa);
 }

@@ -53,32 +53,45 @@ int Plan::add_rope(Rope rope) {
     return int(ropes_.size()) - 1;
 }
 
-void Plan::add_embed(const Matrix& weight, int out) { ops_.push_back(make_embed(*this, weight, out)); }
-void Plan::add_select(int x, int out) { ops_.push_back(make_select(*this, x, out)); }
+void Plan::add_embed(const Matrix& weight, int out) {
+    ops_.push_back(make_embed(*this, weight, out));
+}
+void Plan::add_select(int x, int out) {
+    ops_.push_back(make_select(*this, x, out));
+}
 void Plan::add_norm(Norm norm, int n_head, int x, int out) {
     ops_.push_back(make_norm(*this, std::move(norm), n_head, x, out));
 }
-void Plan::add_linear(int x, Norm norm, std::vector<LinearPart> parts, int residual, bool gated, Activation activation,
-                      float threshold) {
-    ops_.push_back(make_linear(*this, x, std::move(norm), std::move(parts), residual, gated, activation, threshold));
+void Plan::add_linear(int x, Norm norm, std::vector<LinearPart> parts, int residual, bool gated,
+                      Activation activation, float threshold) {
+    ops_.push_back(
+        make_linear(*this, x, std::move(norm), std::move(parts), residual, gated, activation, threshold));
 }
 void Plan::add_rotate(int x, int out, int n_head, int head_dim, int rope) {
     ops_.push_back(make_rotate(*this, x, out, n_head, head_dim, rope));
 }
-void Plan::add_attention(AttentionFacts facts) { ops_.push_back(make_attention(*this, std::move(facts))); }
+void Plan::add_attention(AttentionFacts facts) {
+    ops_.push_back(make_attention(*this, std::move(facts)));
+}
 void Plan::add_activate(Activation kind, float threshold, int x, int out) {
     ops_.push_back(make_activate(*this, kind, threshold, x, out));
 }
-void Plan::add_add(int a, int b, int out) { ops_.push_back(make_add(*this, a, b, out)); }
-void Plan::add_multiply(int a, int b, int out) { ops_.push_back(make_multiply(*this, a, b, out)); }
+void Plan::add_add(int a, int b, int out) {
+    ops_.push_back(make_add(*this, a, b, out));
+}
+void Plan::add_multiply(int a, int b, int out) {
+    ops_.push_back(make_multiply(*this, a, b, out));
+}
 
 void Plan::finish() {
-    WorkerMemory most;
+    Needs most;
     for (const auto& op : ops_) {
-        const WorkerMemory need = op->worker_memory();
+        const Needs need = op->needs();
         most.result_floats = std::max(most.result_floats, need.result_floats);
         most.input_width = std::max(most.input_width, need.input_width);
+        most.shared_bytes = std::max(most.shared_bytes, need.shared_bytes);
     }
+    shared_ = Memory(most.shared_bytes);
     const int64_t width = padded(most.input_width);
     for (int i = 0; i < team_.n_threads(); i++) {
         Worker& worker = team_.worker(i);
@@ -89,7 +102,8 @@ void Plan::finish() {
     for (const auto& step : steps_) {
         StepTokens& t = step->tokens;
         // Allocated here, so that no step has to.
-        for (std::vector<int32_t>* v : {&t.tokens, &t.positions, &t.sequences, &t.outputs}) v->resize(max_tokens_);
+        for (std::vector<int32_t>* v : {&t.tokens, &t.positions, &t.sequences, &t.outputs})
+            v->resize(max_tokens_);
         t.rope_cos.resize(ropes_.size());
         t.rope_sin.resize(ropes_.size());
         for (size_t i = 0; i < ropes_.size(); i++) {

@@ -1,8 +1,8 @@
 // The list of operations of one forward step, and its executor.
 //
-// A plan is built once from the description of a model (backends/cpu.py lowers it) and run once per step: one call,
-// no Python inside. Intermediates are float32 matrices [n_tokens][width] called buffers. After `select`, values have
-// a row per *output* token instead of a row per token.
+// A plan is built once from the description of a model (backends/cpu.py lowers it) and run once per step: one
+// call, no Python inside. Intermediates are float32 matrices [n_tokens][width] called buffers. After
+// `select`, values have a row per *output* token instead of a row per token.
 #pragma once
 
 #include <memory>
@@ -58,10 +58,11 @@ struct Norm {
     void apply(const Kernels& kernels, const float* x, int64_t n, float* out) const;
 };
 
-// Upper bounds of what an operation needs from each worker.
-struct WorkerMemory {
-    size_t result_floats = 0;
-    int64_t input_width = 0;   // widest matrix product
+// Upper bounds of the memory that an operation needs beside its buffers.
+struct Needs {
+    size_t result_floats = 0;  // of each worker, for the results of a chunk
+    int64_t input_width = 0;   // widest input of a matrix product
+    size_t shared_bytes = 0;   // of the plan, from one phase of the operation to the next
 };
 
 constexpr int kPrivateInputs = 8;  // up to this many tokens every worker quantises the inputs for itself
@@ -72,7 +73,7 @@ class Op {
     virtual int n_phases(const StepTokens& step) const = 0;
     virtual int n_chunks(int phase, const StepTokens& step) const = 0;  // 0: the phase is left out
     virtual void run(int phase, int chunk, const StepTokens& step, Worker& worker) const = 0;
-    virtual WorkerMemory worker_memory() const = 0;
+    virtual Needs needs() const = 0;
 };
 
 struct LinearPart {
@@ -104,10 +105,11 @@ class Plan {
     void add_embed(const Matrix& weight, int out);
     void add_select(int x, int out);
     void add_norm(Norm norm, int n_head, int x, int out);
-    // Matrix products of one input. With a norm, it is applied to the input first; with a residual, it is added to
-    // the one output; with `gated`, parts are gate and up and the first part's output gets activate(gate) * up.
-    void add_linear(int x, Norm norm, std::vector<LinearPart> parts, int residual, bool gated, Activation activation,
-                    float threshold);
+    // Matrix products of one input. With a norm, it is applied to the input first; with a residual, it is
+    // added to the one output; with `gated`, parts are gate and up and the first part's output gets
+    // activate(gate) * up.
+    void add_linear(int x, Norm norm, std::vector<LinearPart> parts, int residual, bool gated,
+                    Activation activation, float threshold);
     void add_rotate(int x, int out, int n_head, int head_dim, int rope);
     void add_attention(AttentionFacts facts);
     void add_activate(Activation kind, float threshold, int x, int out);
@@ -127,6 +129,7 @@ class Plan {
     int max_pages() const { return max_pages_; }
     int n_threads() const { return team_.n_threads(); }
     const Rope& rope(int id) const { return ropes_[id]; }
+    uint8_t* shared() const { return shared_.data(); }  // 64-byte aligned; what it holds lasts one operation
 
   private:
     class Step;
@@ -137,6 +140,7 @@ class Plan {
     std::vector<std::unique_ptr<Buffer>> buffers_;
     std::vector<Rope> ropes_;
     std::vector<std::unique_ptr<Op>> ops_;
+    Memory shared_;
     std::vector<std::unique_ptr<Step>> steps_;  // one per slot of the team
     Team team_;                                 // last: its threads stop before what they read is destroyed
 };
@@ -145,8 +149,8 @@ class Plan {
 std::unique_ptr<Op> make_embed(const Plan& plan, const Matrix& weight, int out);
 std::unique_ptr<Op> make_select(const Plan& plan, int x, int out);
 std::unique_ptr<Op> make_norm(const Plan& plan, Norm norm, int n_head, int x, int out);
-std::unique_ptr<Op> make_linear(const Plan& plan, int x, Norm norm, std::vector<LinearPart> parts, int residual,
-                                bool gated, Activation activation, float threshold);
+std::unique_ptr<Op> make_linear(const Plan& plan, int x, Norm norm, std::vector<LinearPart> parts,
+                                int residual, bool gated, Activation activation, float threshold);
 std::unique_ptr<Op> make_rotate(const Plan& plan, int x, int out, int n_head, int head_dim, int rope);
 std::unique_ptr<Op> make_attention(const Plan& plan, AttentionFacts facts);
 std::unique_ptr<Op> make_activate(const Plan& plan, Activation kind, float threshold, int x, int out);
@@ -154,15 +158,19 @@ std::unique_ptr<Op> make_add(const Plan& plan, int a, int b, int out);
 std::unique_ptr<Op> make_multiply(const Plan& plan, int a, int b, int out);
 
 // ops/rope.cpp: rotates one head; cos and sin are [n_rot / 2].
-void rotate_head(const Rope& rope, const float* cos, const float* sin, int head_dim, const float* x, float* out);
+void rotate_head(const Rope& rope, const float* cos, const float* sin, int head_dim, const float* x,
+                 float* out);
 
-inline int ceil_div(int64_t a, int64_t b) { return int((a + b - 1) / b); }
+inline int ceil_div(int64_t a, int64_t b) {
+    return int((a + b - 1) / b);
+}
 
 // Rows [first, last) of chunk `chunk` of `n_chunks`.
 struct RowRange {
     int first, last;
     RowRange(int chunk, int n_chunks, int n_rows)
-        : first(int(int64_t(n_rows) * chunk / n_chunks)), last(int(int64_t(n_rows) * (chunk + 1) / n_chunks)) {}
+        : first(int(int64_t(n_rows) * chunk / n_chunks)),
+          last(int(int64_t(n_rows) * (chunk + 1) / n_chunks)) {}
     int count() const { return last - first; }
 };
 

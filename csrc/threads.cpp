@@ -66,7 +66,9 @@ void Worker::end_commit() {
     slot_->ticket.store((epoch_ + 1) << kTicketBits, std::memory_order_release);
 }
 
-int Worker::slot_index() const { return slot_->index; }
+int Worker::slot_index() const {
+    return slot_->index;
+}
 
 Team::Team(int n_threads) {
     for (int i = 0; i < n_threads; i++) workers_.push_back(std::make_unique<Worker>());
@@ -161,8 +163,8 @@ void Team::participate(Worker& worker, Slot& slot) {
     }
 }
 
-// All chunks of the phase are claimed. Waits for the next phase; a chunk that takes much longer than our own did is
-// computed again here.
+// All chunks of the phase are claimed. Waits for the next phase; a chunk that takes much longer than our own
+// did is computed again here.
 void Team::wait_or_redo(Worker& worker, Slot& slot, uint64_t epoch, int64_t own_chunk_ns) {
     auto over = [&] { return slot.ticket.load(std::memory_order_acquire) >> kTicketBits != epoch; };
     const int64_t start = now_ns();

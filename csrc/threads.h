@@ -1,14 +1,15 @@
 // One team of workers that executes the phases of a step.
 //
-// A phase is a number of independent chunks. Chunks are claimed one at a time, never dealt out; the thread that
-// commits the last chunk of a phase opens the next one. A chunk is computed into memory private to its thread and
-// then *committed* (copied out), which only one thread can do. So when a thread loses its core in the middle of a
-// chunk, another simply computes the chunk again and commits it; the late one finds the chunk taken and drops its
-// result. Nobody waits for a stolen core, except in the few hundred nanoseconds of a copy.
+// A phase is a number of independent chunks. Chunks are claimed one at a time, never dealt out; the thread
+// that commits the last chunk of a phase opens the next one. A chunk is computed into memory private to its
+// thread and then *committed* (copied out), which only one thread can do. So when a thread loses its core in
+// the middle of a chunk, another simply computes the chunk again and commits it; the late one finds the chunk
+// taken and drops its result. Nobody waits for a stolen core, except in the few hundred nanoseconds of a
+// copy.
 //
-// A late thread may read memory that has moved on to later phases or steps (its result is dropped); what it must
-// never see is memory that is gone. Hence the data of a step lives in one of several slots, and a slot is used
-// again only when no thread is left in it.
+// A late thread may read memory that has moved on to later phases or steps (its result is dropped); what it
+// must never see is memory that is gone. Hence the data of a step lives in one of several slots, and a slot
+// is used again only when no thread is left in it.
 #pragma once
 
 #include <atomic>

@@ -36,26 +36,43 @@ struct TypeFacts {
 
 constexpr TypeFacts type_facts(Type type) {
     switch (type) {
-        case Type::F32: return {"F32", 1, 4};
-        case Type::F16: return {"F16", 1, 2};
-        case Type::BF16: return {"BF16", 1, 2};
-        case Type::Q4_0: return {"Q4_0", 32, 18};
-        case Type::Q4_1: return {"Q4_1", 32, 20};
-        case Type::Q5_0: return {"Q5_0", 32, 22};
-        case Type::Q5_1: return {"Q5_1", 32, 24};
-        case Type::Q8_0: return {"Q8_0", 32, 34};
-        case Type::Q2_K: return {"Q2_K", 256, 84};
-        case Type::Q3_K: return {"Q3_K", 256, 110};
-        case Type::Q4_K: return {"Q4_K", 256, 144};
-        case Type::Q5_K: return {"Q5_K", 256, 176};
-        case Type::Q6_K: return {"Q6_K", 256, 210};
-        case Type::IQ4_NL: return {"IQ4_NL", 32, 18};
-        case Type::IQ4_XS: return {"IQ4_XS", 256, 136};
+        case Type::F32:
+            return {"F32", 1, 4};
+        case Type::F16:
+            return {"F16", 1, 2};
+        case Type::BF16:
+            return {"BF16", 1, 2};
+        case Type::Q4_0:
+            return {"Q4_0", 32, 18};
+        case Type::Q4_1:
+            return {"Q4_1", 32, 20};
+        case Type::Q5_0:
+            return {"Q5_0", 32, 22};
+        case Type::Q5_1:
+            return {"Q5_1", 32, 24};
+        case Type::Q8_0:
+            return {"Q8_0", 32, 34};
+        case Type::Q2_K:
+            return {"Q2_K", 256, 84};
+        case Type::Q3_K:
+            return {"Q3_K", 256, 110};
+        case Type::Q4_K:
+            return {"Q4_K", 256, 144};
+        case Type::Q5_K:
+            return {"Q5_K", 256, 176};
+        case Type::Q6_K:
+            return {"Q6_K", 256, 210};
+        case Type::IQ4_NL:
+            return {"IQ4_NL", 32, 18};
+        case Type::IQ4_XS:
+            return {"IQ4_XS", 256, 136};
     }
     return {"?", 1, 0};
 }
 
-constexpr bool is_float(Type type) { return type == Type::F32 || type == Type::F16 || type == Type::BF16; }
+constexpr bool is_float(Type type) {
+    return type == Type::F32 || type == Type::F16 || type == Type::BF16;
+}
 
 // A weight matrix where it lies in the file: `rows` rows of `cols` weights each.
 struct Matrix {
@@ -69,7 +86,9 @@ struct Matrix {
     const uint8_t* end() const { return data + rows * row_bytes; }  // nothing may be read from here on
 };
 
-inline float f32_from_bits(uint32_t bits) { return std::bit_cast<float>(bits); }
+inline float f32_from_bits(uint32_t bits) {
+    return std::bit_cast<float>(bits);
+}
 
 // IEEE half to float, exactly, without relying on the compiler's support for half types.
 inline float f16_to_f32(uint16_t h) {
@@ -88,8 +107,8 @@ inline uint16_t f32_to_f16(float f) {
     const uint32_t sign = (bits >> 16) & 0x8000;
     const uint32_t magnitude = bits & 0x7fffffff;
     if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00 | ((magnitude >> 13) & 0x3ff));  // NaN
-    if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7c00);                                // overflows
-    if (magnitude < 0x38800000) {                                                               // subnormal
+    if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7c00);                               // overflows
+    if (magnitude < 0x38800000) {                                                              // subnormal
         // Adding 0.5 leaves the rounded multiple of 2^-24 in the low bits of the mantissa.
         const float shifted = f32_from_bits(magnitude) + 0.5f;
         return uint16_t(sign | (std::bit_cast<uint32_t>(shifted) - 0x3f000000));
@@ -98,7 +117,9 @@ inline uint16_t f32_to_f16(float f) {
     return uint16_t(sign | ((magnitude - 0x38000000 + 0xfff + odd) >> 13));
 }
 
-inline float bf16_to_f32(uint16_t b) { return f32_from_bits(uint32_t(b) << 16); }
+inline float bf16_to_f32(uint16_t b) {
+    return f32_from_bits(uint32_t(b) << 16);
+}
 
 inline uint16_t load_u16(const uint8_t* p) {
     uint16_t v;
@@ -112,7 +133,9 @@ inline uint32_t load_u32(const uint8_t* p) {
     return v;
 }
 
-inline float load_f16(const uint8_t* p) { return f16_to_f32(load_u16(p)); }
+inline float load_f16(const uint8_t* p) {
+    return f16_to_f32(load_u16(p));
+}
 
 // Decodes one row of `cols` weights to float: the readable truth about every format.
 void dequantize_row(Type type, const uint8_t* row, int64_t cols, float* out);

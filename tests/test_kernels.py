@@ -86,21 +86,6 @@ def test_one_token_equals_many_on_every_instruction_set(type_: GGMLType) -> None
         np.testing.assert_array_equal(one_by_one, expected)
 
 
-def test_top_k_orders_by_logit_then_index() -> None:
-    rng = np.random.default_rng(4)
-    for n, k in [(1, 1), (10, 10), (1000, 40), (151_936, 40), (151_936, 5000)]:
-        x = np.round(rng.standard_normal(n), 2).astype(np.float32)  # many ties
-        expected = np.lexsort((np.arange(n), -x))[:k]
-        np.testing.assert_array_equal(_core.top_k(x, k), expected)
-        assert _core.argmax(x) == expected[0]
-
-
-def test_top_k_puts_nan_last() -> None:
-    x = np.array([np.nan, 1.0, np.nan, 3.0, -np.inf, 2.0], np.float32)
-    assert _core.top_k(x, 3).tolist() == [3, 5, 1]
-    assert _core.argmax(x) == 3
-
-
 def test_wrong_arguments_are_sentences() -> None:
     data = np.zeros(18, np.uint8)
     x = np.zeros((1, 32), np.float32)
@@ -112,8 +97,6 @@ def test_wrong_arguments_are_sentences() -> None:
         _core.linear(16, data, 1, x)
     with pytest.raises(ValueError, match="HOTSET_ISA=sse"):
         _core.linear(GGMLType.Q4_0, data, 1, x, "sse")
-    with pytest.raises(ValueError, match="top_k needs 1 to 5"):
-        _core.top_k(np.zeros(5, np.float32), 6)
 
 
 def test_bandwidth_is_measured() -> None:

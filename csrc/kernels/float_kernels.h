@@ -1,8 +1,12 @@
 // Everything in float, written once over the sixteen lanes `V` of an instruction set, and so equal to the bit
 // on all of them. Included inside the namespace of an instruction set, after its simd_*.h.
 
-inline int imin(int64_t a, int64_t b) { return int(a < b ? a : b); }
-inline int imax(int64_t a, int64_t b) { return int(a > b ? a : b); }
+inline int imin(int64_t a, int64_t b) {
+    return int(a < b ? a : b);
+}
+inline int imax(int64_t a, int64_t b) {
+    return int(a > b ? a : b);
+}
 
 // e^x to about one unit in the last place; 0 below -88, exactly 1 at 0.
 inline V exp(V x) {
@@ -29,7 +33,8 @@ inline float exp1(float x) {
 inline V activate(Activation kind, V threshold, V x) {
     const V one = V::set(1.0f);
     switch (kind) {
-        case Activation::Silu: return x / (one + exp(V::zero() - x));
+        case Activation::Silu:
+            return x / (one + exp(V::zero() - x));
         case Activation::GeluTanh: {  // x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3))
             const V u = x * fma(x * x, V::set(0.0713548162726f), V::set(1.59576912161f));
             return x / (one + exp(V::zero() - u));
@@ -40,12 +45,14 @@ inline V activate(Activation kind, V threshold, V x) {
             for (float& lane : lanes) lane = 0.5f * lane * (1.0f + __builtin_erff(lane * 0.70710678118f));
             return V::load(lanes);
         }
-        case Activation::Relu: return max(x, V::zero());
+        case Activation::Relu:
+            return max(x, V::zero());
         case Activation::Relu2: {
             const V r = max(x, V::zero());
             return r * r;
         }
-        case Activation::FatRelu: return at_least(x, threshold);
+        case Activation::FatRelu:
+            return at_least(x, threshold);
     }
     return x;
 }
@@ -83,7 +90,9 @@ void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* 
         squares = fma(v, v, squares);
     });
     const V scale = V::set(1.0f / __builtin_sqrtf(sum(squares) / float(n) + eps));
-    for_lanes(n, [&](int64_t i, int c) { (V::load_n(x + i, c) * scale * V::load_n(weight + i, c)).store_n(out + i, c); });
+    for_lanes(n, [&](int64_t i, int c) {
+        (V::load_n(x + i, c) * scale * V::load_n(weight + i, c)).store_n(out + i, c);
+    });
 }
 
 void layer_norm(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* out) {
@@ -100,15 +109,6 @@ void layer_norm(const float* x, const float* weight, const float* bias, float ep
         const V normal = (V::load_n(x + i, c) - mean) * scale * V::load_n(weight + i, c);
         (bias ? normal + V::load_n(bias + i, c) : normal).store_n(out + i, c);
     });
-}
-
-int argmax(const float* x, int64_t n) {
-    V best = V::set(-__builtin_inff());
-    for_lanes(n, [&](int64_t i, int c) { best = max(best, blend_range(0, c, V::load_n(x + i, c), best)); });
-    const float top = max_lane(best);
-    for (int64_t i = 0; i < n; i++)
-        if (x[i] == top) return int(i);
-    return 0;  // only NaN
 }
 
 void quantize(const float* x, int64_t k, int8_t* q, float* scale, float* sums, int32_t* isum) {
@@ -139,7 +139,8 @@ void quantize(const float* x, int64_t k, int8_t* q, float* scale, float* sums, i
     }
 }
 
-// ---- Matrix products with float weights -------------------------------------------------------------------------
+// ---- Matrix products with float weights
+// -------------------------------------------------------------------------
 
 struct F32Weights {
     static V load(const uint8_t* p) { return V::load(reinterpret_cast<const float*>(p)); }
@@ -185,27 +186,39 @@ inline void float_tile(const Matrix& w, int64_t row, const Inputs& x, int token,
 }
 
 template <class W, int R>
-inline void float_rows(const Matrix& w, int64_t row, const Inputs& x, int t0, int t1, float* out, int64_t ld) {
+inline void float_rows(const Matrix& w, int64_t row, const Inputs& x, int t0, int t1, float* out,
+                       int64_t ld) {
     int t = t0;
     for (; t + 6 <= t1; t += 6) float_tile<W, R, 6>(w, row, x, t, out + (t - t0) * ld, ld);
     switch (t1 - t) {
-        case 5: float_tile<W, R, 5>(w, row, x, t, out + (t - t0) * ld, ld); break;
-        case 4: float_tile<W, R, 4>(w, row, x, t, out + (t - t0) * ld, ld); break;
-        case 3: float_tile<W, R, 3>(w, row, x, t, out + (t - t0) * ld, ld); break;
-        case 2: float_tile<W, R, 2>(w, row, x, t, out + (t - t0) * ld, ld); break;
-        case 1: float_tile<W, R, 1>(w, row, x, t, out + (t - t0) * ld, ld); break;
+        case 5:
+            float_tile<W, R, 5>(w, row, x, t, out + (t - t0) * ld, ld);
+            break;
+        case 4:
+            float_tile<W, R, 4>(w, row, x, t, out + (t - t0) * ld, ld);
+            break;
+        case 3:
+            float_tile<W, R, 3>(w, row, x, t, out + (t - t0) * ld, ld);
+            break;
+        case 2:
+            float_tile<W, R, 2>(w, row, x, t, out + (t - t0) * ld, ld);
+            break;
+        case 1:
+            float_tile<W, R, 1>(w, row, x, t, out + (t - t0) * ld, ld);
+            break;
     }
 }
 
 template <class W>
-void float_linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out, int64_t ld,
-                  uint8_t*) {
+void float_linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
+                  int64_t ld, uint8_t*) {
     int64_t r = row0;
     for (; r + 4 <= row1; r += 4) float_rows<W, 4>(w, r, x, t0, t1, out + (r - row0), ld);
     for (; r < row1; r++) float_rows<W, 1>(w, r, x, t0, t1, out + (r - row0), ld);
 }
 
-// ---- Attention over pages ---------------------------------------------------------------------------------------
+// ---- Attention over pages
+// ---------------------------------------------------------------------------------------
 
 constexpr int kRowTile = 6;  // query rows that share one read of the keys
 
@@ -249,10 +262,11 @@ inline void page_scores(const KvLayer& kv, const uint8_t* keys, const uint16_t* 
         for (int c = 0; c < 4; c++) acc[r][c].store(scores[r] + c * 16);
 }
 
-// out_r += sum over slots [first, last) of p[r][slot] * value, in order of slots, C vectors of sixteen channels wide.
+// out_r += sum over slots [first, last) of p[r][slot] * value, in order of slots, C vectors of sixteen
+// channels wide.
 template <KvType kType, int R, int C>
-inline void page_values(const KvLayer& kv, const uint8_t* values, const uint16_t* scales, int channel, int first,
-                        int last, const float (*p)[kPageSize], float* out) {
+inline void page_values(const KvLayer& kv, const uint8_t* values, const uint16_t* scales, int channel,
+                        int first, int last, const float (*p)[kPageSize], float* out) {
     const int stride = kv.value_stride();
     V acc[R][C];
     for (int r = 0; r < R; r++)
@@ -262,7 +276,8 @@ inline void page_values(const KvLayer& kv, const uint8_t* values, const uint16_t
         for (int c = 0; c < C; c++) {
             value[c] = load_kv<kType>(values, int64_t(slot) * stride + channel + c * 16);
             if constexpr (kType == KvType::Q8_0)
-                value[c] = value[c] * V::set(f16_to_f32(scales[slot * (kv.head_dim_v / 32) + (channel + c * 16) / 32]));
+                value[c] = value[c] *
+                           V::set(f16_to_f32(scales[slot * (kv.head_dim_v / 32) + (channel + c * 16) / 32]));
         }
         for (int r = 0; r < R; r++) {
             const V weight = V::set(p[r][slot]);
@@ -275,7 +290,8 @@ inline void page_values(const KvLayer& kv, const uint8_t* values, const uint16_t
 
 template <KvType kType, int R>
 inline void attend_page(const KvLayer& kv, int head, int page, int base, const float* const* q,
-                        const int32_t* row_first, const int32_t* row_last, AttentionState* state, float* out) {
+                        const int32_t* row_first, const int32_t* row_last, AttentionState* state,
+                        float* out) {
     const int stride = kv.value_stride();
     int lowest = kPageSize, highest = 0;
     for (int r = 0; r < R; r++) {
@@ -313,7 +329,8 @@ inline void attend_page(const KvLayer& kv, int head, int page, int base, const f
         state[r].sum = __builtin_fmaf(state[r].sum, rescale, page_sum);
         state[r].max = new_max;
         if (rescale != 1.0f)
-            for (int c = 0; c < stride; c += 16) (V::load(out + r * stride + c) * V::set(rescale)).store(out + r * stride + c);
+            for (int c = 0; c < stride; c += 16)
+                (V::load(out + r * stride + c) * V::set(rescale)).store(out + r * stride + c);
     }
     const uint8_t* values = kv.v + slab * stride * kPageSize * KvLayer::element_bytes(kType);
     const uint16_t* value_scales = kv.v_scale + slab * (kv.head_dim_v / 32) * kPageSize;
@@ -326,8 +343,8 @@ inline void attend_page(const KvLayer& kv, int head, int page, int base, const f
 
 template <KvType kType>
 inline void attend(const KvLayer& kv, int head, const int32_t* pages, int first, int last, int n_rows,
-                   const float* const* q, const int32_t* row_first, const int32_t* row_last, AttentionState* state,
-                   float* out) {
+                   const float* const* q, const int32_t* row_first, const int32_t* row_last,
+                   AttentionState* state, float* out) {
     const int stride = kv.value_stride();
     for (int r = 0; r < n_rows; r++) {
         state[r] = {-__builtin_inff(), 0.0f};
@@ -336,30 +353,43 @@ inline void attend(const KvLayer& kv, int head, const int32_t* pages, int first,
     for (int index = first / kPageSize; index * kPageSize < last; index++) {
         int r = 0;
         auto rows = [&]<int R>() {
-            attend_page<kType, R>(kv, head, pages[index], index * kPageSize, q + r, row_first + r, row_last + r,
-                                  state + r, out + r * stride);
+            attend_page<kType, R>(kv, head, pages[index], index * kPageSize, q + r, row_first + r,
+                                  row_last + r, state + r, out + r * stride);
         };
         for (; r + kRowTile <= n_rows; r += kRowTile) rows.template operator()<kRowTile>();
         switch (n_rows - r) {
-            case 5: rows.template operator()<5>(); break;
-            case 4: rows.template operator()<4>(); break;
-            case 3: rows.template operator()<3>(); break;
-            case 2: rows.template operator()<2>(); break;
-            case 1: rows.template operator()<1>(); break;
+            case 5:
+                rows.template operator()<5>();
+                break;
+            case 4:
+                rows.template operator()<4>();
+                break;
+            case 3:
+                rows.template operator()<3>();
+                break;
+            case 2:
+                rows.template operator()<2>();
+                break;
+            case 1:
+                rows.template operator()<1>();
+                break;
         }
     }
 }
 
 void attention(const KvLayer& kv, int head, const int32_t* pages, int first, int last, int n_rows,
-               const float* const* q, const int32_t* row_first, const int32_t* row_last, AttentionState* state,
-               float* out) {
+               const float* const* q, const int32_t* row_first, const int32_t* row_last,
+               AttentionState* state, float* out) {
     switch (kv.type) {
         case KvType::F32:
-            return attend<KvType::F32>(kv, head, pages, first, last, n_rows, q, row_first, row_last, state, out);
+            return attend<KvType::F32>(kv, head, pages, first, last, n_rows, q, row_first, row_last, state,
+                                       out);
         case KvType::F16:
-            return attend<KvType::F16>(kv, head, pages, first, last, n_rows, q, row_first, row_last, state, out);
+            return attend<KvType::F16>(kv, head, pages, first, last, n_rows, q, row_first, row_last, state,
+                                       out);
         case KvType::Q8_0:
-            return attend<KvType::Q8_0>(kv, head, pages, first, last, n_rows, q, row_first, row_last, state, out);
+            return attend<KvType::Q8_0>(kv, head, pages, first, last, n_rows, q, row_first, row_last, state,
+                                        out);
     }
 }
 
@@ -377,10 +407,13 @@ void merge_attention(int n_parts, const AttentionState* states, const float* par
         });
     }
     const V inverse = V::set(1.0f / total);
-    for_lanes(n, [&](int64_t c, int count) { (V::load_n(out + c, count) * inverse).store_n(out + c, count); });
+    for_lanes(n,
+              [&](int64_t c, int count) { (V::load_n(out + c, count) * inverse).store_n(out + c, count); });
 }
 
-inline uint16_t to_f16(float x) { return f32_to_f16(x); }
+inline uint16_t to_f16(float x) {
+    return f32_to_f16(x);
+}
 
 // Int8 of up to 32 values and their scale, as Q8_0 stores them.
 inline uint16_t quantize_q8_0(const float* x, int8_t* q) {
@@ -410,7 +443,8 @@ void store_key(const KvLayer& kv, int page, int slot, int head, const float* k) 
         case KvType::Q8_0:
             for (int block = 0; block < kv.head_dim / 32; block++) {
                 int8_t q[32];
-                kv.k_scale[(slab * (kv.head_dim / 32) + block) * kPageSize + slot] = quantize_q8_0(k + block * 32, q);
+                kv.k_scale[(slab * (kv.head_dim / 32) + block) * kPageSize + slot] =
+                    quantize_q8_0(k + block * 32, q);
                 for (int i = 0; i < 32; i++)
                     reinterpret_cast<int8_t*>(kv.k)[origin + int64_t(block * 32 + i) * kPageSize] = q[i];
             }
@@ -429,7 +463,8 @@ void store_value(const KvLayer& kv, int page, int slot, int head, const float* v
             break;
         case KvType::F16:
             for (int c = 0; c < stride; c += 16)
-                V::load_n(v + c, imin(kv.head_dim_v - c, 16)).store_f16(reinterpret_cast<uint16_t*>(kv.v) + origin + c);
+                V::load_n(v + c, imin(kv.head_dim_v - c, 16))
+                    .store_f16(reinterpret_cast<uint16_t*>(kv.v) + origin + c);
             break;
         case KvType::Q8_0:
             for (int block = 0; block < kv.head_dim_v / 32; block++)
@@ -456,6 +491,5 @@ inline Kernels float_kernel_table(const char* isa) {
     table.merge_attention = merge_attention;
     table.store_key = store_key;
     table.store_value = store_value;
-    table.argmax = argmax;
     return table;
 }

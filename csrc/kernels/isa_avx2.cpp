@@ -1,12 +1,14 @@
-// AVX2, FMA and F16C. A vector holds a half of a pair of 32-blocks: four int32 lanes a block after maddubs and madd.
+// AVX2, FMA and F16C. A vector holds a half of a pair of 32-blocks: four int32 lanes a block after maddubs
+// and madd.
 //
-// One token: eight blocks a step, their dot products summed into one vector, a lane a block; the sixteen lanes of
-// the canonical order are two accumulators, for even and odd steps.
-// Many tokens: eight rows are packed into a panel whose lanes are rows, so that nothing is summed across lanes.
+// One token: eight blocks a step, their dot products summed into one vector, a lane a block; the sixteen
+// lanes of the canonical order are two accumulators, for even and odd steps. Many tokens: eight rows are
+// packed into a panel whose lanes are rows, so that nothing is summed across lanes.
 //
-// maddubs multiplies unsigned codes by signed inputs and adds pairs in int16, where it would saturate silently.
-// Inputs lie in [-127, 127], so a pair of codes up to kMaxCode stays within 254 * kMaxCode: `kInt16Terms` such pairs
-// may be added before they are widened. Signed codes up to 128 go in as magnitudes, their signs moved to the inputs.
+// maddubs multiplies unsigned codes by signed inputs and adds pairs in int16, where it would saturate
+// silently. Inputs lie in [-127, 127], so a pair of codes up to kMaxCode stays within 254 * kMaxCode:
+// `kInt16Terms` such pairs may be added before they are widened. Signed codes up to 128 go in as magnitudes,
+// their signs moved to the inputs.
 #include <immintrin.h>
 
 #include "kernels.h"
@@ -25,30 +27,41 @@ struct Scales {
     __m256i sub_min;
 };
 
-inline __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
-inline __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-inline __m256i broadcast128(const uint8_t* p) { return _mm256_broadcastsi128_si256(load128(p)); }
+inline __m128i load128(const void* p) {
+    return _mm_loadu_si128(static_cast<const __m128i*>(p));
+}
+inline __m256i load256(const void* p) {
+    return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+}
+inline __m256i broadcast128(const uint8_t* p) {
+    return _mm256_broadcastsi128_si256(load128(p));
+}
 inline __m256i two_lanes(const uint8_t* a, const uint8_t* b) {
     return _mm256_inserti128_si256(_mm256_castsi128_si256(load128(a)), load128(b), 1);
 }
 
-inline __m256i low_nibbles(__m256i v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
-inline __m256i high_nibbles(__m256i v) { return low_nibbles(_mm256_srli_epi16(v, 4)); }
+inline __m256i low_nibbles(__m256i v) {
+    return _mm256_and_si256(v, _mm256_set1_epi8(15));
+}
+inline __m256i high_nibbles(__m256i v) {
+    return low_nibbles(_mm256_srli_epi16(v, 4));
+}
 
-// Bytes moved left by kLow bits in the lower 128-bit lane and by kHigh in the upper (right where negative), masked.
+// Bytes moved left by kLow bits in the lower 128-bit lane and by kHigh in the upper (right where negative),
+// masked.
 template <int kLow, int kHigh, int kMask>
 inline __m256i lane_bits(__m256i bytes) {
     static_assert((kLow >= 0) == (kHigh >= 0) || kLow == 0);
     constexpr bool kLeft = kHigh >= 0;
     constexpr int kSign = kLeft ? 1 : -1;
-    const __m256i count = _mm256_setr_epi32(kSign * kLow, kSign * kLow, kSign * kLow, kSign * kLow, kSign * kHigh,
-                                            kSign * kHigh, kSign * kHigh, kSign * kHigh);
+    const __m256i count = _mm256_setr_epi32(kSign * kLow, kSign * kLow, kSign * kLow, kSign * kLow,
+                                            kSign * kHigh, kSign * kHigh, kSign * kHigh, kSign * kHigh);
     const __m256i moved = kLeft ? _mm256_sllv_epi32(bytes, count) : _mm256_srlv_epi32(bytes, count);
     return _mm256_and_si256(moved, _mm256_set1_epi8(kMask));
 }
 
-// kCount 4-byte words, kStride bytes apart; the other lanes hold anything. Loads and blends beat a gather, which is
-// slow on most processors that stop at AVX2.
+// kCount 4-byte words, kStride bytes apart; the other lanes hold anything. Loads and blends beat a gather,
+// which is slow on most processors that stop at AVX2.
 template <int kStride, int kCount>
 inline __m256i words_at_stride(const uint8_t* p) {
     const __m256i last = _mm256_set1_epi32(int(load_u32(p + (kCount - 1) * kStride)));
@@ -58,11 +71,12 @@ inline __m256i words_at_stride(const uint8_t* p) {
         return _mm256_blend_epi32(words_at_stride<kStride, kCount - 1>(p), last, 1 << (kCount - 1));
 }
 
-// Each format: unpack<g, n>(p, a, b) gives the codes of blocks 2g and 2g + 1 of the n at p: first halves in a, second
-// halves in b. scales<n>(p) gives the scales of all n. Weight = code - kZero; kMaxCode bounds the magnitude of codes.
-// Nothing past the n blocks is read; block n, where n is odd, holds anything.
+// Each format: unpack<g, n>(p, a, b) gives the codes of blocks 2g and 2g + 1 of the n at p: first halves in
+// a, second halves in b. scales<n>(p) gives the scales of all n. Weight = code - kZero; kMaxCode bounds the
+// magnitude of codes. Nothing past the n blocks is read; block n, where n is odd, holds anything.
 
-// Types with 32-blocks: f16 scale (and minimum) at the head of each block, sixteen bytes of codes kHead bytes on.
+// Types with 32-blocks: f16 scale (and minimum) at the head of each block, sixteen bytes of codes kHead bytes
+// on.
 template <int kHead, int kBlockBytes, bool kMin>
 struct Nibbles {
     static constexpr bool kSigned = false;
@@ -81,9 +95,13 @@ struct Nibbles {
     }
     // Where the codes of the pair start, the last block standing in for one that is missing.
     template <int g, int n>
-    static const uint8_t* first(const uint8_t* p) { return p + 2 * g * kBlockBytes + kHead; }
+    static const uint8_t* first(const uint8_t* p) {
+        return p + 2 * g * kBlockBytes + kHead;
+    }
     template <int g, int n>
-    static const uint8_t* second(const uint8_t* p) { return first<g, n>(p) + (2 * g + 1 < n ? kBlockBytes : 0); }
+    static const uint8_t* second(const uint8_t* p) {
+        return first<g, n>(p) + (2 * g + 1 < n ? kBlockBytes : 0);
+    }
 
     template <int g, int n>
     static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
@@ -117,8 +135,9 @@ struct FiveBits : Nibbles<kHead, kBlockBytes, kMin> {
     template <int g, int n>
     static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
         Base::template unpack<g, n>(p, a, b);
-        const __m256i bits = _mm256_blend_epi32(_mm256_set1_epi32(int(load_u32(Base::template first<g, n>(p) - 4))),
-                                                _mm256_set1_epi32(int(load_u32(Base::template second<g, n>(p) - 4))), 0xf0);
+        const __m256i bits =
+            _mm256_blend_epi32(_mm256_set1_epi32(int(load_u32(Base::template first<g, n>(p) - 4))),
+                               _mm256_set1_epi32(int(load_u32(Base::template second<g, n>(p) - 4))), 0xf0);
         constexpr int64_t kOnes = 0x0101010101010101;
         a = _mm256_or_si256(a, spread(bits, _mm256_setr_epi64x(0, kOnes, 0, kOnes)));
         b = _mm256_or_si256(b, spread(bits, _mm256_setr_epi64x(2 * kOnes, 3 * kOnes, 2 * kOnes, 3 * kOnes)));
@@ -187,10 +206,13 @@ struct FormatIQ4_XS {
     template <int n>
     static Scales scales(const uint8_t* p) {
         const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-        const __m256i low = _mm256_srlv_epi32(_mm256_set1_epi32(int(load_u32(p + 4))), _mm256_slli_epi32(lane, 2));
-        const __m256i high = _mm256_srlv_epi32(_mm256_set1_epi32(load_u16(p + 2)), _mm256_slli_epi32(lane, 1));
-        const __m256i six_bits = _mm256_or_si256(_mm256_and_si256(low, _mm256_set1_epi32(15)),
-                                                 _mm256_slli_epi32(_mm256_and_si256(high, _mm256_set1_epi32(3)), 4));
+        const __m256i low =
+            _mm256_srlv_epi32(_mm256_set1_epi32(int(load_u32(p + 4))), _mm256_slli_epi32(lane, 2));
+        const __m256i high =
+            _mm256_srlv_epi32(_mm256_set1_epi32(load_u16(p + 2)), _mm256_slli_epi32(lane, 1));
+        const __m256i six_bits =
+            _mm256_or_si256(_mm256_and_si256(low, _mm256_set1_epi32(15)),
+                            _mm256_slli_epi32(_mm256_and_si256(high, _mm256_set1_epi32(3)), 4));
         Scales s = {};
         s.scale = times(load_u16(p), _mm256_sub_epi32(six_bits, _mm256_set1_epi32(32)));
         return s;
@@ -206,7 +228,8 @@ struct KScales {
         const uint32_t w0 = load_u32(p + 4), w1 = load_u32(p + 8), w2 = load_u32(p + 12);
         const uint64_t scale_high = (w2 & 0x0f0f0f0f) | (w0 >> 2 & 0x30303030);
         const uint64_t min_high = (w2 >> 4 & 0x0f0f0f0f) | (w1 >> 2 & 0x30303030);
-        const uint64_t scales = (w0 & 0x3f3f3f3f) | scale_high << 32, mins = (w1 & 0x3f3f3f3f) | min_high << 32;
+        const uint64_t scales = (w0 & 0x3f3f3f3f) | scale_high << 32,
+                       mins = (w1 & 0x3f3f3f3f) | min_high << 32;
         Scales s = {};
         s.scale = times(load_u16(p), _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(int64_t(scales))));
         s.min = times(load_u16(p + 2) ^ 0x8000, _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(int64_t(mins))));
@@ -251,11 +274,14 @@ struct FormatQ6_K {
     static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
         const uint8_t* low = p + 64 * (g / 2);
         const uint8_t* high = p + 128 + 32 * (g / 2);
-        constexpr int kLow = 4 - 4 * (g % 2), kHigh = 2 - 4 * (g % 2);  // bits 4(g % 2) and on to bits 4 and 5
+        constexpr int kLow = 4 - 4 * (g % 2),
+                      kHigh = 2 - 4 * (g % 2);  // bits 4(g % 2) and on to bits 4 and 5
         a = two_lanes(low, low + 32);
         b = two_lanes(low + 16, low + 48);
-        a = _mm256_or_si256(g % 2 ? high_nibbles(a) : low_nibbles(a), lane_bits<kLow, kHigh, 0x30>(broadcast128(high)));
-        b = _mm256_or_si256(g % 2 ? high_nibbles(b) : low_nibbles(b), lane_bits<kLow, kHigh, 0x30>(broadcast128(high + 16)));
+        a = _mm256_or_si256(g % 2 ? high_nibbles(a) : low_nibbles(a),
+                            lane_bits<kLow, kHigh, 0x30>(broadcast128(high)));
+        b = _mm256_or_si256(g % 2 ? high_nibbles(b) : low_nibbles(b),
+                            lane_bits<kLow, kHigh, 0x30>(broadcast128(high + 16)));
     }
     template <int n>
     static Scales scales(const uint8_t* p) {
@@ -285,9 +311,10 @@ struct FormatQ3_K {
     template <int n>
     static Scales scales(const uint8_t* p) {
         const uint32_t w0 = load_u32(p + 96), w1 = load_u32(p + 100), w2 = load_u32(p + 104);
-        const __m128i bytes =
-            _mm_set_epi32(int((w1 >> 4 & 0x0f0f0f0f) | (w2 >> 2 & 0x30303030)), int((w0 >> 4 & 0x0f0f0f0f) | (w2 & 0x30303030)),
-                          int((w1 & 0x0f0f0f0f) | (w2 << 2 & 0x30303030)), int((w0 & 0x0f0f0f0f) | (w2 << 4 & 0x30303030)));
+        const __m128i bytes = _mm_set_epi32(int((w1 >> 4 & 0x0f0f0f0f) | (w2 >> 2 & 0x30303030)),
+                                            int((w0 >> 4 & 0x0f0f0f0f) | (w2 & 0x30303030)),
+                                            int((w1 & 0x0f0f0f0f) | (w2 << 2 & 0x30303030)),
+                                            int((w0 & 0x0f0f0f0f) | (w2 << 4 & 0x30303030)));
         Scales s = {};
         s.scale = _mm256_set1_ps(_cvtsh_ss(load_u16(p + 108)));
         s.sub_scale = _mm256_cvtepi8_epi16(_mm_sub_epi8(bytes, _mm_set1_epi8(32)));
@@ -324,18 +351,24 @@ struct FormatQ2_K {
 template <class Format>
 constexpr int kInt16Terms = 32767 / (254 * Format::kMaxCode);
 
-inline __m256i ones() { return _mm256_set1_epi16(1); }
+inline __m256i ones() {
+    return _mm256_set1_epi16(1);
+}
 
-inline __m256i times_zero(int zero, __m256i v) { return _mm256_slli_epi32(v, __builtin_ctz(unsigned(zero))); }
+inline __m256i times_zero(int zero, __m256i v) {
+    return _mm256_slli_epi32(v, __builtin_ctz(unsigned(zero)));
+}
 
-// The weights of the two halves' input sums in a block's integer dot product, or in its minimum: int16, two a lane.
+// The weights of the two halves' input sums in a block's integer dot product, or in its minimum: int16, two a
+// lane.
 template <class Format>
 inline __m256i sum_weights(const Scales& s) {
     if constexpr (has_min(Format::kType)) return s.sub_min;
     return _mm256_slli_epi16(s.sub_scale, __builtin_ctz(unsigned(Format::kZero)));  // at most 128 * 32
 }
 
-// ---- One token --------------------------------------------------------------------------------------------------
+// ---- One token
+// --------------------------------------------------------------------------------------------------
 
 struct TokenInputs {
     const int8_t* q;
@@ -349,7 +382,8 @@ struct TokenInputs {
 template <int g, int h>
 inline __m256i pair_scales(__m256i sub_scale) {
     constexpr int kFirst = 8 * (g % 2) + 2 * h, kSecond = kFirst + 4;
-    const __m256i pick = _mm256_set_m128i(_mm_set1_epi16(kSecond | (kSecond + 1) << 8), _mm_set1_epi16(kFirst | (kFirst + 1) << 8));
+    const __m256i pick = _mm256_set_m128i(_mm_set1_epi16(kSecond | (kSecond + 1) << 8),
+                                          _mm_set1_epi16(kFirst | (kFirst + 1) << 8));
     return _mm256_shuffle_epi8(_mm256_permute4x64_epi64(sub_scale, g < 2 ? 0x44 : 0xee), pick);
 }
 
@@ -362,8 +396,8 @@ inline __m256i products(__m256i codes, const int8_t* q) {
         return _mm256_maddubs_epi16(codes, load256(q));
 }
 
-// Partial sums of blocks 2g and 2g + 1, each in its 128-bit lane: where the codes allow it eight int16, the first
-// four of them of the first half if halves have scales, otherwise four int32.
+// Partial sums of blocks 2g and 2g + 1, each in its 128-bit lane: where the codes allow it eight int16, the
+// first four of them of the first half if halves have scales, otherwise four int32.
 template <class Format, int g, int n>
 inline __m256i pair_sums(const uint8_t* p, const int8_t* q, __m256i sub_scale) {
     if constexpr (2 * g >= n) return _mm256_setzero_si256();
@@ -382,8 +416,10 @@ inline __m256i pair_sums(const uint8_t* p, const int8_t* q, __m256i sub_scale) {
 // The sums are widened to int32 as late as the codes allow.
 template <class Format, int n>
 inline __m256i block_dots(const uint8_t* p, const int8_t* q, __m256i sub_scale) {
-    const __m256i s0 = pair_sums<Format, 0, n>(p, q, sub_scale), s1 = pair_sums<Format, 1, n>(p, q, sub_scale);
-    const __m256i s2 = pair_sums<Format, 2, n>(p, q, sub_scale), s3 = pair_sums<Format, 3, n>(p, q, sub_scale);
+    const __m256i s0 = pair_sums<Format, 0, n>(p, q, sub_scale),
+                  s1 = pair_sums<Format, 1, n>(p, q, sub_scale);
+    const __m256i s2 = pair_sums<Format, 2, n>(p, q, sub_scale),
+                  s3 = pair_sums<Format, 3, n>(p, q, sub_scale);
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // hadd leaves blocks 0 2 4 6 | 1 3 5 7
     __m256i sums;
     if constexpr (kInt16Terms<Format> >= 8) {
@@ -409,7 +445,8 @@ inline __m256 add_blocks(const uint8_t* p, const TokenInputs& x, int64_t b, __m2
     const __m256 input = _mm256_loadu_ps(x.scale + b);
     __m256i by_sum = _mm256_setzero_si256();
     if constexpr (kSub) {
-        const __m256i sums = _mm256_blend_epi16(load256(x.isum0 + b), _mm256_slli_epi32(load256(x.isum1 + b), 16), 0xaa);
+        const __m256i sums =
+            _mm256_blend_epi16(load256(x.isum0 + b), _mm256_slli_epi32(load256(x.isum1 + b), 16), 0xaa);
         by_sum = _mm256_madd_epi16(sums, sum_weights<Format>(s));
         if constexpr (!kMin) dot = _mm256_sub_epi32(dot, by_sum);
     } else if constexpr (Format::kZero != 0) {
@@ -452,8 +489,8 @@ template <class Format, int kTail>
 void one_token(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int token, float* out) {
     const int64_t width = padded(x.k);
     const int32_t* isum = x.isum + token * (width / 16);
-    const TokenInputs inputs = {x.q + token * width, x.scale + token * (width / 32), x.sum + token * (width / 32), isum,
-                                isum + width / 32};
+    const TokenInputs inputs = {x.q + token * width, x.scale + token * (width / 32),
+                                x.sum + token * (width / 32), isum, isum + width / 32};
     for (int64_t r = row0; r < row1; r++) out[r - row0] = dot<Format, kTail>(w.row(r), x.k / 32, inputs);
 }
 
@@ -461,19 +498,27 @@ template <class Format>
 void one_token(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int token, float* out) {
     if constexpr (type_facts(Format::kType).block_size == 32) {
         switch (x.k / 32 % 8) {
-            case 1: return one_token<Format, 1>(w, row0, row1, x, token, out);
-            case 2: return one_token<Format, 2>(w, row0, row1, x, token, out);
-            case 3: return one_token<Format, 3>(w, row0, row1, x, token, out);
-            case 4: return one_token<Format, 4>(w, row0, row1, x, token, out);
-            case 5: return one_token<Format, 5>(w, row0, row1, x, token, out);
-            case 6: return one_token<Format, 6>(w, row0, row1, x, token, out);
-            case 7: return one_token<Format, 7>(w, row0, row1, x, token, out);
+            case 1:
+                return one_token<Format, 1>(w, row0, row1, x, token, out);
+            case 2:
+                return one_token<Format, 2>(w, row0, row1, x, token, out);
+            case 3:
+                return one_token<Format, 3>(w, row0, row1, x, token, out);
+            case 4:
+                return one_token<Format, 4>(w, row0, row1, x, token, out);
+            case 5:
+                return one_token<Format, 5>(w, row0, row1, x, token, out);
+            case 6:
+                return one_token<Format, 6>(w, row0, row1, x, token, out);
+            case 7:
+                return one_token<Format, 7>(w, row0, row1, x, token, out);
         }
     }
     one_token<Format, 0>(w, row0, row1, x, token, out);
 }
 
-// ---- Many tokens ------------------------------------------------------------------------------------------------
+// ---- Many tokens
+// ------------------------------------------------------------------------------------------------
 
 constexpr int kLanes = 8;       // rows of a panel
 constexpr int kTokenTile = 16;  // tokens that share one pass over a panel
@@ -482,7 +527,8 @@ constexpr int kTokenTile = 16;  // tokens that share one pass over a panel
 inline void transpose(__m256i v[8]) {
     __m256i t[8];
     for (int i = 0; i < 8; i += 4) {
-        const __m256i ab_lo = _mm256_unpacklo_epi32(v[i], v[i + 1]), ab_hi = _mm256_unpackhi_epi32(v[i], v[i + 1]);
+        const __m256i ab_lo = _mm256_unpacklo_epi32(v[i], v[i + 1]),
+                      ab_hi = _mm256_unpackhi_epi32(v[i], v[i + 1]);
         const __m256i cd_lo = _mm256_unpacklo_epi32(v[i + 2], v[i + 3]);
         const __m256i cd_hi = _mm256_unpackhi_epi32(v[i + 2], v[i + 3]);
         t[i] = _mm256_unpacklo_epi64(ab_lo, cd_lo);      // words 0, 4 of four rows
@@ -557,8 +603,10 @@ inline void pack_panel(const Matrix& w, int64_t row, int n_rows, int64_t blocks,
             transpose(lanes);
             for (int i = 0; i < n; i++) {
                 const __m256i shifted = _mm256_slli_epi32(lanes[i], 16);
-                panel.sub_scale[(b + i) * 2] = _mm256_blend_epi16(_mm256_srli_epi32(shifted, 16), shifted, 0xaa);
-                panel.sub_scale[(b + i) * 2 + 1] = _mm256_blend_epi16(_mm256_srli_epi32(lanes[i], 16), lanes[i], 0xaa);
+                panel.sub_scale[(b + i) * 2] =
+                    _mm256_blend_epi16(_mm256_srli_epi32(shifted, 16), shifted, 0xaa);
+                panel.sub_scale[(b + i) * 2 + 1] =
+                    _mm256_blend_epi16(_mm256_srli_epi32(lanes[i], 16), lanes[i], 0xaa);
             }
         }
     }
@@ -578,7 +626,8 @@ inline __m256i half_dot(const __m256i codes[4], const int8_t* q, __m256i by) {
     for (int i = 0; i < 4; i += kRun) {
         __m256i pairs = _mm256_maddubs_epi16(codes[i], broadcast_word(q + 4 * i));
         for (int j = 1; j < kRun; j++)
-            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(codes[i + j], broadcast_word(q + 4 * (i + j))));
+            pairs =
+                _mm256_add_epi16(pairs, _mm256_maddubs_epi16(codes[i + j], broadcast_word(q + 4 * (i + j))));
         const __m256i part = _mm256_madd_epi16(pairs, by);
         total = i ? _mm256_add_epi32(total, part) : part;
     }
@@ -587,7 +636,8 @@ inline __m256i half_dot(const __m256i codes[4], const int8_t* q, __m256i by) {
 
 // One block of eight rows times one token. q: the block's first half, its second 64 bytes on.
 template <class Format>
-inline __m256i block_dot(const __m256i codes[8], const __m256i magnitudes[8], const __m256i sub_scale[2], const int8_t* q) {
+inline __m256i block_dot(const __m256i codes[8], const __m256i magnitudes[8], const __m256i sub_scale[2],
+                         const int8_t* q) {
     if constexpr (Format::kSigned) {
         __m256i total = _mm256_setzero_si256();
         for (int i = 0; i < 8; i++) {
@@ -597,19 +647,22 @@ inline __m256i block_dot(const __m256i codes[8], const __m256i magnitudes[8], co
         }
         return total;
     } else if constexpr (has_sub_blocks(Format::kType)) {
-        return _mm256_add_epi32(half_dot<Format>(codes, q, sub_scale[0]), half_dot<Format>(codes + 4, q + 64, sub_scale[1]));
+        return _mm256_add_epi32(half_dot<Format>(codes, q, sub_scale[0]),
+                                half_dot<Format>(codes + 4, q + 64, sub_scale[1]));
     } else if constexpr (kInt16Terms<Format> >= 8) {
         __m256i pairs = _mm256_maddubs_epi16(codes[0], broadcast_word(q));
         for (int i = 1; i < 8; i++)
-            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(codes[i], broadcast_word(q + 4 * (i % 4) + 64 * (i / 4))));
+            pairs = _mm256_add_epi16(
+                pairs, _mm256_maddubs_epi16(codes[i], broadcast_word(q + 4 * (i % 4) + 64 * (i / 4))));
         return _mm256_madd_epi16(pairs, ones());
     } else {
-        return _mm256_add_epi32(half_dot<Format>(codes, q, ones()), half_dot<Format>(codes + 4, q + 64, ones()));
+        return _mm256_add_epi32(half_dot<Format>(codes, q, ones()),
+                                half_dot<Format>(codes + 4, q + 64, ones()));
     }
 }
 
-// Inputs of the tokens of a tile. `correction` depends on the format: kZero times the sum of a block's inputs or, for
-// sub-blocks, the sums over its halves as two int16.
+// Inputs of the tokens of a tile. `correction` depends on the format: kZero times the sum of a block's inputs
+// or, for sub-blocks, the sums over its halves as two int16.
 struct TileInputs {
     const int8_t* q;            // [tokens][32 * stride]
     const float* scale;         // [tokens][stride]
@@ -619,7 +672,8 @@ struct TileInputs {
 };
 
 template <class Format>
-inline void panel_tile(const Panel& panel, int64_t blocks, const TileInputs& x, int n, float (*acc)[kTokenTile][kLanes]) {
+inline void panel_tile(const Panel& panel, int64_t blocks, const TileInputs& x, int n,
+                       float (*acc)[kTokenTile][kLanes]) {
     constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
     for (int64_t b = 0; b < blocks; b++) {
         __m256i codes[8], magnitudes[8], sub_scale[2] = {};
@@ -635,16 +689,19 @@ inline void panel_tile(const Panel& panel, int64_t blocks, const TileInputs& x, 
             const int64_t at = t * x.stride + b;
             __m256i dot = block_dot<Format>(codes, magnitudes, sub_scale, q + t * x.stride * 32);
             __m256i by_sum = _mm256_setzero_si256();
-            if constexpr (kSub) by_sum = _mm256_madd_epi16(panel.by_sum[b], _mm256_set1_epi32(x.correction[at]));
+            if constexpr (kSub)
+                by_sum = _mm256_madd_epi16(panel.by_sum[b], _mm256_set1_epi32(x.correction[at]));
             if constexpr (kSub && !kMin)
                 dot = _mm256_sub_epi32(dot, by_sum);
             else if constexpr (Format::kZero != 0)
                 dot = _mm256_sub_epi32(dot, _mm256_set1_epi32(x.correction[at]));
             const __m256 input = _mm256_set1_ps(x.scale[at]);
             float* lane = acc[b % 16][t];
-            __m256 total = _mm256_fmadd_ps(_mm256_mul_ps(scale, input), _mm256_cvtepi32_ps(dot), _mm256_load_ps(lane));
+            __m256 total =
+                _mm256_fmadd_ps(_mm256_mul_ps(scale, input), _mm256_cvtepi32_ps(dot), _mm256_load_ps(lane));
             if constexpr (kMin && kSub)
-                total = _mm256_fmadd_ps(_mm256_mul_ps(panel.min[b], input), _mm256_cvtepi32_ps(by_sum), total);
+                total =
+                    _mm256_fmadd_ps(_mm256_mul_ps(panel.min[b], input), _mm256_cvtepi32_ps(by_sum), total);
             else if constexpr (kMin)
                 total = _mm256_fmadd_ps(panel.min[b], _mm256_set1_ps(x.sum[at]), total);
             _mm256_store_ps(lane, total);
@@ -653,8 +710,8 @@ inline void panel_tile(const Panel& panel, int64_t blocks, const TileInputs& x, 
 }
 
 template <class Format>
-void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out, int64_t ld,
-            uint8_t* scratch) {
+void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
+            int64_t ld, uint8_t* scratch) {
     constexpr int kPanels = kPanelRows / kLanes;
     const int64_t blocks = x.k / 32, stride = padded(x.k) / 32;
     auto take = [&](int64_t vectors) {
@@ -681,11 +738,13 @@ void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
                 const int32_t* isum0 = x.isum + (t + j) * stride * 2;
                 const int32_t* isum1 = isum0 + stride;
                 for (int64_t b = 0; b < blocks; b++)
-                    correction[j * stride + b] = has_sub_blocks(Format::kType)
-                                                     ? int32_t((uint32_t(isum0[b]) & 0xffff) | uint32_t(isum1[b]) << 16)
-                                                     : Format::kZero * (isum0[b] + isum1[b]);
+                    correction[j * stride + b] =
+                        has_sub_blocks(Format::kType)
+                            ? int32_t((uint32_t(isum0[b]) & 0xffff) | uint32_t(isum1[b]) << 16)
+                            : Format::kZero * (isum0[b] + isum1[b]);
             }
-            const TileInputs tile = {x.q + t * stride * 32, x.scale + t * stride, x.sum + t * stride, correction, stride};
+            const TileInputs tile = {x.q + t * stride * 32, x.scale + t * stride, x.sum + t * stride,
+                                     correction, stride};
             for (int i = 0; i < n_panels; i++) {
                 alignas(32) float acc[16][kTokenTile][kLanes] = {};
                 panel_tile<Format>(panel[i], blocks, tile, n, acc);
@@ -707,18 +766,20 @@ void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
 constexpr int kPackFrom = 5;
 
 template <class Format>
-void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out, int64_t ld,
-            uint8_t* scratch) {
+void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
+            int64_t ld, uint8_t* scratch) {
     if (t1 - t0 >= kPackFrom) return panels<Format>(w, row0, row1, x, t0, t1, out, ld, scratch);
     for (int t = t0; t < t1; t++) one_token<Format>(w, row0, row1, x, t, out + (t - t0) * ld);
 }
 
-// ---- Float weights, many tokens ---------------------------------------------------------------------------------
+// ---- Float weights, many tokens
+// ---------------------------------------------------------------------------------
 
-// Adds lanes 8h..8h + 7 of `count` columns (a multiple of 16). One half at a time, twelve accumulators and four
-// weights are just the sixteen registers; with whole lanes they would be spilled at each step.
+// Adds lanes 8h..8h + 7 of `count` columns (a multiple of 16). One half at a time, twelve accumulators and
+// four weights are just the sixteen registers; with whole lanes they would be spilled at each step.
 template <class W, int h, int R, int T>
-inline void add_columns(const uint8_t* w, size_t row_bytes, const float* x, int64_t stride, int64_t count, __m256 (*acc)[T]) {
+inline void add_columns(const uint8_t* w, size_t row_bytes, const float* x, int64_t stride, int64_t count,
+                        __m256 (*acc)[T]) {
     __m256 total[R][T];
     for (int r = 0; r < R; r++)
         for (int t = 0; t < T; t++) total[r][t] = acc[r][t];
@@ -738,7 +799,8 @@ inline void add_columns(const uint8_t* w, size_t row_bytes, const float* x, int6
 }
 
 template <class W, int R, int T>
-inline void halved_float_tile(const Matrix& w, int64_t row, const Inputs& x, int token, float* out, int64_t ld) {
+inline void halved_float_tile(const Matrix& w, int64_t row, const Inputs& x, int token, float* out,
+                              int64_t ld) {
     constexpr int64_t kSpan = 512;  // columns that stay in the first-level cache between the halves
     __m256 acc[2][R][T] = {};
     auto add = [&](const uint8_t* rows, size_t row_bytes, const float* xs, int64_t stride, int64_t count) {
@@ -748,11 +810,13 @@ inline void halved_float_tile(const Matrix& w, int64_t row, const Inputs& x, int
     const uint8_t* rows = w.row(row);
     const float* xs = x.x + token * x.k;
     const int64_t whole = x.k / 16 * 16;
-    for (int64_t i = 0; i < whole; i += kSpan) add(rows + i * W::kBytes, w.row_bytes, xs + i, x.k, imin(whole - i, kSpan));
+    for (int64_t i = 0; i < whole; i += kSpan)
+        add(rows + i * W::kBytes, w.row_bytes, xs + i, x.k, imin(whole - i, kSpan));
     if (const size_t rest = size_t(x.k - whole)) {
         uint8_t last_weights[R][64] = {};
         float last_inputs[T][16] = {};
-        for (int r = 0; r < R; r++) memcpy(last_weights[r], rows + r * w.row_bytes + whole * W::kBytes, rest * W::kBytes);
+        for (int r = 0; r < R; r++)
+            memcpy(last_weights[r], rows + r * w.row_bytes + whole * W::kBytes, rest * W::kBytes);
         for (int t = 0; t < T; t++) memcpy(last_inputs[t], xs + t * x.k + whole, rest * sizeof(float));
         add(last_weights[0], 64, last_inputs[0], 16, 16);
     }
@@ -761,8 +825,8 @@ inline void halved_float_tile(const Matrix& w, int64_t row, const Inputs& x, int
 }
 
 template <class W>
-void halved_float_linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
-                         int64_t ld, uint8_t* scratch) {
+void halved_float_linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1,
+                         float* out, int64_t ld, uint8_t* scratch) {
     constexpr int kTokens = 24;  // whose inputs stay in the second-level cache between rows
     const int whole = t0 + (t1 - t0) / 3 * 3;
     for (int first = t0; first < whole; first += kTokens) {

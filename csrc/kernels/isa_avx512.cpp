@@ -1,4 +1,5 @@
-// AVX-512 (F, BW, DQ, VL, VNNI). A vector holds a half of four 32-blocks: four int32 lanes a block after dpbusd.
+// AVX-512 (F, BW, DQ, VL, VNNI). A vector holds a half of four 32-blocks: four int32 lanes a block after
+// dpbusd.
 //
 // One token: sixteen blocks a step, their dot products transposed into one vector, a lane a block.
 // Many tokens: sixteen rows are packed into a panel whose lanes are rows, so that the transpose is paid once.
@@ -32,34 +33,67 @@ inline __m512i broadcast16(const uint8_t* p) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 
-inline __m512i low_nibbles(__m512i v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
-inline __m512i high_nibbles(__m512i v) { return low_nibbles(_mm512_srli_epi16(v, 4)); }
-
-// Sixteen 4-byte words, `kStride` bytes apart: reads up to 16 * kStride + 64 bytes.
-template <int kStride>
-inline __m512i words_at_stride(const uint8_t* p) {
-    alignas(64) uint32_t words[16];
-    for (int i = 0; i < 16; i++) words[i] = load_u32(p + i * kStride);
-    return _mm512_load_si512(words);
+inline __m512i low_nibbles(__m512i v) {
+    return _mm512_and_si512(v, _mm512_set1_epi8(15));
+}
+inline __m512i high_nibbles(__m512i v) {
+    return low_nibbles(_mm512_srli_epi16(v, 4));
 }
 
-inline __m512 low_halves(__m512i words) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words)); }
-inline __m512 high_halves(__m512i words) { return low_halves(_mm512_srli_epi32(words, 16)); }
+// Where a permutation of two registers (128 bytes from block `first` on) finds the head of each of sixteen
+// blocks.
+template <class Word>
+struct HeadIndex {
+    alignas(64) Word lane[64 / sizeof(Word)] = {};
 
-// Types with 32-blocks: f16 scale (and minimum) at the head of each block of kBytes.
-template <int kBytes, bool kMin>
+    constexpr HeadIndex(int stride, int first) {
+        for (int i = 0; i < 16; i++) lane[i] = i < first ? 0 : Word((i - first) * stride / int(sizeof(Word)));
+    }
+};
+
+// Types with 32-blocks: an f16 scale at the head of each block of kStride bytes, an f16 minimum after it
+// where kMin. Sixteen heads are gathered by permutations of two registers, as many blocks at a time as 128
+// bytes hold.
+template <int kStride, bool kMin>
 struct HeadScales {
-    static Scales scales(const uint8_t* p, int /*n*/) {
-        const __m512i words = words_at_stride<kBytes>(p);
+    static constexpr int kWord = kMin ? 4 : 2;
+    static constexpr int kAtOnce = (128 - kWord) / kStride + 1;
+
+    template <int kFirst>
+    static __m512i heads(const uint8_t* p, int n) {
+        const __m512i low = _mm512_loadu_si512(p + kFirst * kStride),
+                      high = _mm512_loadu_si512(p + kFirst * kStride + 64);
+        __m512i found;
+        if constexpr (kMin) {
+            static constexpr HeadIndex<int32_t> kIndex(kStride, kFirst);
+            const __mmask16 lanes = __mmask16(((1u << kAtOnce) - 1) << kFirst);
+            found = _mm512_maskz_permutex2var_epi32(lanes, low, _mm512_load_si512(kIndex.lane), high);
+        } else {
+            static constexpr HeadIndex<int16_t> kIndex(kStride, kFirst);
+            const __mmask32 lanes = __mmask32(((uint64_t(1) << kAtOnce) - 1) << kFirst) & 0xffff;
+            found = _mm512_maskz_permutex2var_epi16(lanes, low, _mm512_load_si512(kIndex.lane), high);
+        }
+        if constexpr (kFirst + kAtOnce < 16) {
+            if (n > kFirst + kAtOnce) found = _mm512_or_si512(found, heads<kFirst + kAtOnce>(p, n));
+        }
+        return found;
+    }
+
+    static Scales scales(const uint8_t* p, int n) {
+        const __m512i words = heads<0>(p, n);
         Scales s;
-        s.scale = low_halves(words);
-        if constexpr (kMin) s.min = high_halves(words);
+        if constexpr (kMin) {
+            s.scale = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words));
+            s.min = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(words, 16)));
+        } else {
+            s.scale = _mm512_cvtph_ps(_mm512_castsi512_si256(words));
+        }
         return s;
     }
 };
 
-// Each format: kBytes per sixteen blocks; kZero, what its codes are offset by; unpack(p, g, a, b) gives the codes
-// (unsigned bytes) of blocks 4g..4g+3 of the sixteen at p: first halves in a, second halves in b.
+// Each format: kBytes per sixteen blocks; kZero, what its codes are offset by; unpack(p, g, a, b) gives the
+// codes (unsigned bytes) of blocks 4g..4g+3 of the sixteen at p: first halves in a, second halves in b.
 
 template <int kHead, int kBlockBytes, bool kMin>
 struct Nibbles : HeadScales<kBlockBytes, kMin> {
@@ -198,15 +232,18 @@ struct KScales {
         const __m128i scale = _mm_unpacklo_epi64(first, second), min = _mm_unpackhi_epi64(first, second);
         Scales out;
         out.scale = _mm512_mul_ps(two_halves(d[0], d[1]), _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(scale)));
-        out.min = _mm512_mul_ps(two_halves(-dmin[0], -dmin[1]), _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(min)));
+        out.min =
+            _mm512_mul_ps(two_halves(-dmin[0], -dmin[1]), _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(min)));
         return out;
     }
 };
 
 // 64 bytes of codes, whose 32-byte halves hold two blocks each in their nibbles, as halves of four blocks.
 inline void unpack_nibble_pairs(__m512i codes, __m512i& a, __m512i& b) {
-    const __m512i low = low_nibbles(codes), high = high_nibbles(codes);  // lanes: b0a b0b b2a b2b; b1a b1b b3a b3b
-    const __m512i even = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), odd = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+    const __m512i low = low_nibbles(codes),
+                  high = high_nibbles(codes);  // lanes: b0a b0b b2a b2b; b1a b1b b3a b3b
+    const __m512i even = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13),
+                  odd = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
     a = _mm512_permutex2var_epi64(low, even, high);
     b = _mm512_permutex2var_epi64(low, odd, high);
 }
@@ -222,11 +259,11 @@ struct FormatQ4_K : KScales<144> {
 
 // Bit (first + lane * step) of each of sixteen bytes in each 128-bit lane, moved to bit 0.
 inline __m512i lane_bits(__m512i bytes, int first, int step, int mask) {
-    const __m512i lane = _mm512_setr_epi64(0x0000000000000000, 0x0000000000000000, 0x0001000100010001,
-                                           0x0001000100010001, 0x0002000200020002, 0x0002000200020002,
-                                           0x0003000300030003, 0x0003000300030003);
-    const __m512i shift = _mm512_add_epi16(_mm512_set1_epi16(int16_t(first)),
-                                           step == 2 ? _mm512_add_epi16(lane, lane) : lane);
+    const __m512i lane =
+        _mm512_setr_epi64(0x0000000000000000, 0x0000000000000000, 0x0001000100010001, 0x0001000100010001,
+                          0x0002000200020002, 0x0002000200020002, 0x0003000300030003, 0x0003000300030003);
+    const __m512i shift =
+        _mm512_add_epi16(_mm512_set1_epi16(int16_t(first)), step == 2 ? _mm512_add_epi16(lane, lane) : lane);
     return _mm512_and_si512(_mm512_srlv_epi16(bytes, shift), _mm512_set1_epi8(int8_t(mask)));
 }
 
@@ -262,8 +299,8 @@ struct FormatQ6_K {
         // Lanes: bytes 0..15, 32..47 (low nibbles), the same again (high nibbles).
         const __m512i codes_a = four_lanes(low, low + 32, low, low + 32);
         const __m512i codes_b = four_lanes(low + 16, low + 48, low + 16, low + 48);
-        const __m512i shift = _mm512_setr_epi64(0, 0, 0, 0, 0x0004000400040004, 0x0004000400040004, 0x0004000400040004,
-                                                0x0004000400040004);
+        const __m512i shift = _mm512_setr_epi64(0, 0, 0, 0, 0x0004000400040004, 0x0004000400040004,
+                                                0x0004000400040004, 0x0004000400040004);
         a = low_nibbles(_mm512_srlv_epi16(codes_a, shift));
         b = low_nibbles(_mm512_srlv_epi16(codes_b, shift));
         a = _mm512_or_si512(a, _mm512_slli_epi16(lane_bits(broadcast16(high), 0, 2, 3), 4));
@@ -344,13 +381,22 @@ struct FormatQ2_K {
 };
 
 // How far past its sixteen blocks a format may read.
-constexpr int kSlack = 64;
+constexpr int kSlack = 128;
+
+// How far ahead of a row's blocks they are fetched: the rows of a matrix lie one after the other.
+constexpr int kAhead = 4096;
+
+inline void prefetch(const uint8_t* p, int bytes) {
+    for (int at = 0; at < bytes; at += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(p + kAhead + at), _MM_HINT_T0);
+}
 
 // Sixteen blocks that may lie at the end of the mapped file, copied to where they can be read past.
 template <class Format>
 inline const uint8_t* readable(const uint8_t* p, int n, const uint8_t* end, uint8_t* copy) {
     if (p + Format::kBytes + kSlack <= end) return p;
-    constexpr int kBlocks = 256 / type_facts(Format::kType).block_size * 2;  // storage blocks in sixteen 32-blocks
+    constexpr int kBlocks =
+        256 / type_facts(Format::kType).block_size * 2;  // storage blocks in sixteen 32-blocks
     const size_t bytes = size_t(n) * Format::kBytes / 16;
     static_assert(Format::kBytes == kBlocks * type_facts(Format::kType).block_bytes);
     memset(copy + bytes, 0, Format::kBytes + kSlack - bytes);
@@ -360,8 +406,10 @@ inline const uint8_t* readable(const uint8_t* p, int n, const uint8_t* end, uint
 
 // The sums of four int32 lanes of each of sixteen blocks, a lane a block: dots[g] holds blocks 4g..4g+3.
 inline __m512i lane_per_block(const __m512i dots[4]) {
-    const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(dots[0], dots[1]), _mm512_unpackhi_epi32(dots[0], dots[1]));
-    const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(dots[2], dots[3]), _mm512_unpackhi_epi32(dots[2], dots[3]));
+    const __m512i ab =
+        _mm512_add_epi32(_mm512_unpacklo_epi32(dots[0], dots[1]), _mm512_unpackhi_epi32(dots[0], dots[1]));
+    const __m512i cd =
+        _mm512_add_epi32(_mm512_unpacklo_epi32(dots[2], dots[3]), _mm512_unpackhi_epi32(dots[2], dots[3]));
     const __m512i all = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     return _mm512_permutexvar_epi32(order, all);  // lane 4j + g → 4g + j
@@ -371,7 +419,8 @@ inline __m512i times_zero(int zero, __m512i sums) {
     return _mm512_slli_epi32(sums, __builtin_ctz(unsigned(zero)));  // offsets are powers of two
 }
 
-// Adds `kGroups` groups of four blocks (n <= 16 blocks in all) of one row and one token to acc, a lane a block.
+// Adds `kGroups` groups of four blocks (n <= 16 blocks in all) of one row and one token to acc, a lane a
+// block.
 template <class Format, int kGroups>
 inline __m512 add_blocks(const uint8_t* p, int n, const int8_t* q, const float* scale, const float* sum,
                          const int32_t* isum0, const int32_t* isum1, __m512 acc) {
@@ -396,14 +445,16 @@ inline __m512 add_blocks(const uint8_t* p, int n, const int8_t* q, const float* 
             dot = _mm512_sub_epi32(dot, times_zero(Format::kZero, sums0));
             dot1 = _mm512_sub_epi32(dot1, times_zero(Format::kZero, sums1));
         }
-        dot = _mm512_add_epi32(_mm512_mullo_epi32(dot, s.sub_scale[0]), _mm512_mullo_epi32(dot1, s.sub_scale[1]));
+        dot = _mm512_add_epi32(_mm512_mullo_epi32(dot, s.sub_scale[0]),
+                               _mm512_mullo_epi32(dot1, s.sub_scale[1]));
     } else if constexpr (Format::kZero) {
         dot = _mm512_sub_epi32(dot, times_zero(Format::kZero, _mm512_add_epi32(sums0, sums1)));
     }
     // Lanes beyond n may hold anything, NaN too: they are masked, never multiplied by zero.
     acc = _mm512_mask3_fmadd_ps(_mm512_mul_ps(s.scale, input), _mm512_cvtepi32_ps(dot), acc, lanes);
     if constexpr (kMin && kSub) {
-        const __m512i mins = _mm512_add_epi32(_mm512_mullo_epi32(sums0, s.sub_min[0]), _mm512_mullo_epi32(sums1, s.sub_min[1]));
+        const __m512i mins = _mm512_add_epi32(_mm512_mullo_epi32(sums0, s.sub_min[0]),
+                                              _mm512_mullo_epi32(sums1, s.sub_min[1]));
         acc = _mm512_mask3_fmadd_ps(_mm512_mul_ps(s.min, input), _mm512_cvtepi32_ps(mins), acc, lanes);
     } else if constexpr (kMin) {
         acc = _mm512_mask3_fmadd_ps(s.min, _mm512_loadu_ps(sum), acc, lanes);
@@ -418,28 +469,45 @@ inline float dot(const uint8_t* row, const uint8_t* end, int64_t blocks, const i
     __m512 acc = _mm512_setzero_ps();
     int64_t b = 0;
     const uint8_t* p = row;
-    for (; b + 16 <= blocks; b += 16, p += Format::kBytes)
-        acc = add_blocks<Format, 4>(readable<Format>(p, 16, end, copy), 16, q + b * 32, scale + b, sum_ + b, isum0 + b,
-                                    isum1 + b, acc);
+    for (; b + 16 <= blocks; b += 16, p += Format::kBytes) {
+        prefetch(p, Format::kBytes);
+        acc = add_blocks<Format, 4>(readable<Format>(p, 16, end, copy), 16, q + b * 32, scale + b, sum_ + b,
+                                    isum0 + b, isum1 + b, acc);
+    }
     if (const int n = int(blocks - b)) {
+        prefetch(p, n * Format::kBytes / 16);
         const uint8_t* at = readable<Format>(p, n, end, copy);
         switch ((n + 3) / 4) {
-            case 1: acc = add_blocks<Format, 1>(at, n, q + b * 32, scale + b, sum_ + b, isum0 + b, isum1 + b, acc); break;
-            case 2: acc = add_blocks<Format, 2>(at, n, q + b * 32, scale + b, sum_ + b, isum0 + b, isum1 + b, acc); break;
-            case 3: acc = add_blocks<Format, 3>(at, n, q + b * 32, scale + b, sum_ + b, isum0 + b, isum1 + b, acc); break;
-            case 4: acc = add_blocks<Format, 4>(at, n, q + b * 32, scale + b, sum_ + b, isum0 + b, isum1 + b, acc); break;
+            case 1:
+                acc =
+                    add_blocks<Format, 1>(at, n, q + b * 32, scale + b, sum_ + b, isum0 + b, isum1 + b, acc);
+                break;
+            case 2:
+                acc =
+                    add_blocks<Format, 2>(at, n, q + b * 32, scale + b, sum_ + b, isum0 + b, isum1 + b, acc);
+                break;
+            case 3:
+                acc =
+                    add_blocks<Format, 3>(at, n, q + b * 32, scale + b, sum_ + b, isum0 + b, isum1 + b, acc);
+                break;
+            case 4:
+                acc =
+                    add_blocks<Format, 4>(at, n, q + b * 32, scale + b, sum_ + b, isum0 + b, isum1 + b, acc);
+                break;
         }
     }
     return sum(V{acc});
 }
 
-// ---- Many tokens ------------------------------------------------------------------------------------------------
+// ---- Many tokens
+// ------------------------------------------------------------------------------------------------
 
 // Transposes sixteen vectors of sixteen 4-byte words.
 inline void transpose(__m512i v[16]) {
     __m512i t[16];
     for (int i = 0; i < 16; i += 4) {
-        const __m512i ab_lo = _mm512_unpacklo_epi32(v[i], v[i + 1]), ab_hi = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+        const __m512i ab_lo = _mm512_unpacklo_epi32(v[i], v[i + 1]),
+                      ab_hi = _mm512_unpackhi_epi32(v[i], v[i + 1]);
         const __m512i cd_lo = _mm512_unpacklo_epi32(v[i + 2], v[i + 3]);
         const __m512i cd_hi = _mm512_unpackhi_epi32(v[i + 2], v[i + 3]);
         t[i] = _mm512_unpacklo_epi64(ab_lo, cd_lo);      // words 0, 4, 8, 12 of four rows
@@ -448,7 +516,8 @@ inline void transpose(__m512i v[16]) {
         t[i + 3] = _mm512_unpackhi_epi64(ab_hi, cd_hi);
     }
     for (int i = 0; i < 4; i++) {
-        const __m512i even01 = _mm512_shuffle_i32x4(t[i], t[i + 4], 0x88), odd01 = _mm512_shuffle_i32x4(t[i], t[i + 4], 0xdd);
+        const __m512i even01 = _mm512_shuffle_i32x4(t[i], t[i + 4], 0x88),
+                      odd01 = _mm512_shuffle_i32x4(t[i], t[i + 4], 0xdd);
         const __m512i even23 = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0x88);
         const __m512i odd23 = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0xdd);
         v[i] = _mm512_shuffle_i32x4(even01, even23, 0x88);
@@ -503,7 +572,8 @@ inline void pack_panel(const Matrix& w, int64_t row, int n_rows, int64_t blocks,
         if constexpr (kMin) place([](const Scales& s) { return _mm512_castps_si512(s.min); }, panel.min, 16);
         for (int h = 0; kSub && h < 2; h++) {
             place([h](const Scales& s) { return s.sub_scale[h]; }, panel.sub_scale + 16 * h, 32);
-            if constexpr (kMin) place([h](const Scales& s) { return s.sub_min[h]; }, panel.sub_min + 16 * h, 32);
+            if constexpr (kMin)
+                place([h](const Scales& s) { return s.sub_min[h]; }, panel.sub_min + 16 * h, 32);
         }
     }
 }
@@ -528,7 +598,8 @@ inline __m512i broadcast_word(const int8_t* p) {
 }
 
 template <class Format, int T>
-inline void panel_tile(const Panel& panel, int64_t blocks, const TokenInputs* x, float (*acc)[kTokenTile][16]) {
+inline void panel_tile(const Panel& panel, int64_t blocks, const TokenInputs* x,
+                       float (*acc)[kTokenTile][16]) {
     constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
     for (int64_t b = 0; b < blocks; b++) {
         const int64_t at = b / 4 * kGroup + b % 4 * 16;
@@ -541,22 +612,30 @@ inline void panel_tile(const Panel& panel, int64_t blocks, const TokenInputs* x,
             for (int i = 0; i < 4; i++) dot = _mm512_dpbusd_epi32(dot, codes[i], broadcast_word(q + 4 * i));
             if constexpr (kSub) {
                 __m512i dot1 = Format::kZero ? _mm512_set1_epi32(x[t].start1[b]) : _mm512_setzero_si512();
-                for (int i = 0; i < 4; i++) dot1 = _mm512_dpbusd_epi32(dot1, codes[4 + i], broadcast_word(q + 64 + 4 * i));
-                dot = _mm512_add_epi32(_mm512_mullo_epi32(dot, _mm512_load_si512(panel.sub_scale + b * 32)),
-                                       _mm512_mullo_epi32(dot1, _mm512_load_si512(panel.sub_scale + b * 32 + 16)));
+                for (int i = 0; i < 4; i++)
+                    dot1 = _mm512_dpbusd_epi32(dot1, codes[4 + i], broadcast_word(q + 64 + 4 * i));
+                dot = _mm512_add_epi32(
+                    _mm512_mullo_epi32(dot, _mm512_load_si512(panel.sub_scale + b * 32)),
+                    _mm512_mullo_epi32(dot1, _mm512_load_si512(panel.sub_scale + b * 32 + 16)));
             } else {
-                for (int i = 0; i < 4; i++) dot = _mm512_dpbusd_epi32(dot, codes[4 + i], broadcast_word(q + 64 + 4 * i));
+                for (int i = 0; i < 4; i++)
+                    dot = _mm512_dpbusd_epi32(dot, codes[4 + i], broadcast_word(q + 64 + 4 * i));
             }
             const __m512 input = _mm512_set1_ps(x[t].scale[b]);
             float* lane = acc[b % 16][t];
-            __m512 total = _mm512_fmadd_ps(_mm512_mul_ps(scale, input), _mm512_cvtepi32_ps(dot), _mm512_load_ps(lane));
+            __m512 total =
+                _mm512_fmadd_ps(_mm512_mul_ps(scale, input), _mm512_cvtepi32_ps(dot), _mm512_load_ps(lane));
             if constexpr (kMin && kSub) {
-                const __m512i mins = _mm512_add_epi32(
-                    _mm512_mullo_epi32(_mm512_set1_epi32(x[t].isum0[b]), _mm512_load_si512(panel.sub_min + b * 32)),
-                    _mm512_mullo_epi32(_mm512_set1_epi32(x[t].isum1[b]), _mm512_load_si512(panel.sub_min + b * 32 + 16)));
-                total = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_load_ps(panel.min + b * 16), input), _mm512_cvtepi32_ps(mins), total);
+                const __m512i mins =
+                    _mm512_add_epi32(_mm512_mullo_epi32(_mm512_set1_epi32(x[t].isum0[b]),
+                                                        _mm512_load_si512(panel.sub_min + b * 32)),
+                                     _mm512_mullo_epi32(_mm512_set1_epi32(x[t].isum1[b]),
+                                                        _mm512_load_si512(panel.sub_min + b * 32 + 16)));
+                total = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_load_ps(panel.min + b * 16), input),
+                                        _mm512_cvtepi32_ps(mins), total);
             } else if constexpr (kMin) {
-                total = _mm512_fmadd_ps(_mm512_load_ps(panel.min + b * 16), _mm512_set1_ps(x[t].sum[b]), total);
+                total =
+                    _mm512_fmadd_ps(_mm512_load_ps(panel.min + b * 16), _mm512_set1_ps(x[t].sum[b]), total);
             }
             _mm512_store_ps(lane, total);
         }
@@ -564,8 +643,8 @@ inline void panel_tile(const Panel& panel, int64_t blocks, const TokenInputs* x,
 }
 
 template <class Format>
-void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out, int64_t ld,
-            uint8_t* scratch) {
+void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
+            int64_t ld, uint8_t* scratch) {
     const int64_t blocks = x.k / 32, width = padded(x.k);
     auto take = [&](size_t bytes) {
         uint8_t* p = scratch;
@@ -592,8 +671,13 @@ void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
                 const int32_t* isum = x.isum + (t + i) * (width / 16);
                 int32_t* start0 = starts + i * blocks * 2;
                 int32_t* start1 = start0 + blocks;
-                tokens[i] = {x.q + (t + i) * width, x.scale + (t + i) * (width / 32), x.sum + (t + i) * (width / 32),
-                             isum, isum + width / 32, start0, start1};
+                tokens[i] = {x.q + (t + i) * width,
+                             x.scale + (t + i) * (width / 32),
+                             x.sum + (t + i) * (width / 32),
+                             isum,
+                             isum + width / 32,
+                             start0,
+                             start1};
                 if constexpr (Format::kZero != 0) {
                     for (int64_t b = 0; b < blocks; b++) {
                         const bool halves = has_sub_blocks(Format::kType);
@@ -605,12 +689,24 @@ void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
             for (int i = 0; i < n_panels; i++) {
                 alignas(64) float acc[16][kTokenTile][16] = {};
                 switch (n) {
-                    case 1: panel_tile<Format, 1>(panel[i], blocks, tokens, acc); break;
-                    case 2: panel_tile<Format, 2>(panel[i], blocks, tokens, acc); break;
-                    case 3: panel_tile<Format, 3>(panel[i], blocks, tokens, acc); break;
-                    case 4: panel_tile<Format, 4>(panel[i], blocks, tokens, acc); break;
-                    case 5: panel_tile<Format, 5>(panel[i], blocks, tokens, acc); break;
-                    default: panel_tile<Format, 6>(panel[i], blocks, tokens, acc); break;
+                    case 1:
+                        panel_tile<Format, 1>(panel[i], blocks, tokens, acc);
+                        break;
+                    case 2:
+                        panel_tile<Format, 2>(panel[i], blocks, tokens, acc);
+                        break;
+                    case 3:
+                        panel_tile<Format, 3>(panel[i], blocks, tokens, acc);
+                        break;
+                    case 4:
+                        panel_tile<Format, 4>(panel[i], blocks, tokens, acc);
+                        break;
+                    case 5:
+                        panel_tile<Format, 5>(panel[i], blocks, tokens, acc);
+                        break;
+                    default:
+                        panel_tile<Format, 6>(panel[i], blocks, tokens, acc);
+                        break;
                 }
                 const int64_t row = r + 16 * i;
                 for (int j = 0; j < n; j++) {
@@ -626,14 +722,15 @@ void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
 }
 
 template <class Format>
-void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out, int64_t ld,
-            uint8_t* scratch) {
+void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
+            int64_t ld, uint8_t* scratch) {
     if (t1 - t0 > 1) return panels<Format>(w, row0, row1, x, t0, t1, out, ld, scratch);
     const int64_t width = padded(x.k);
     const int32_t* isum = x.isum + t0 * (width / 16);
     for (int64_t r = row0; r < row1; r++)
-        out[r - row0] = dot<Format>(w.row(r), w.end(), x.k / 32, x.q + t0 * width, x.scale + t0 * (width / 32),
-                                    x.sum + t0 * (width / 32), isum, isum + width / 32);
+        out[r - row0] =
+            dot<Format>(w.row(r), w.end(), x.k / 32, x.q + t0 * width, x.scale + t0 * (width / 32),
+                        x.sum + t0 * (width / 32), isum, isum + width / 32);
 }
 
 }  // namespace hotset::avx512

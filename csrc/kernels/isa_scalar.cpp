@@ -37,8 +37,8 @@ float dot(const uint8_t* row, const Inputs& x, int token) {
 }
 
 template <Type kType>
-void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out, int64_t ld,
-            uint8_t*) {
+void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
+            int64_t ld, uint8_t*) {
     for (int t = t0; t < t1; t++)
         for (int64_t r = row0; r < row1; r++) out[(t - t0) * ld + (r - row0)] = dot<kType>(w.row(r), x, t);
 }
@@ -69,7 +69,9 @@ const Kernels* scalar_kernels() {
 
 void dequantize_row(Type type, const uint8_t* row, int64_t cols, float* out) {
     switch (type) {
-        case Type::F32: std::memcpy(out, row, size_t(cols) * 4); return;
+        case Type::F32:
+            std::memcpy(out, row, size_t(cols) * 4);
+            return;
         case Type::F16:
             for (int64_t i = 0; i < cols; i++) out[i] = load_f16(row + 2 * i);
             return;

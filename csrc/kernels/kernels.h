@@ -22,13 +22,15 @@
 
 namespace hotset {
 
-constexpr int kGroup = 128;      // int8 activations are interleaved in groups of four 32-blocks
-constexpr int kPadding = 512;    // and padded with zeros to 16 blocks
-constexpr int kPageSize = 64;    // tokens per page of the KV cache
-constexpr int kSplitPages = 8;   // pages per partial softmax: fixed, so that sums do not depend on threads
+constexpr int kGroup = 128;     // int8 activations are interleaved in groups of four 32-blocks
+constexpr int kPadding = 512;   // and padded with zeros to 16 blocks
+constexpr int kPageSize = 64;   // tokens per page of the KV cache
+constexpr int kSplitPages = 8;  // pages per partial softmax: fixed, so that sums do not depend on threads
 constexpr int kMaxHeadDim = 512;
 
-constexpr int64_t padded(int64_t k) { return (k + kPadding - 1) / kPadding * kPadding; }
+constexpr int64_t padded(int64_t k) {
+    return (k + kPadding - 1) / kPadding * kPadding;
+}
 
 // Activations of n tokens as a matrix product reads them. Float weights read `x`; quantised weights the rest.
 //
@@ -36,31 +38,34 @@ constexpr int64_t padded(int64_t k) { return (k + kPadding - 1) / kPadding * kPa
 //     b0[0:16] b1[0:16] b2[0:16] b3[0:16] b0[16:32] b1[16:32] b2[16:32] b3[16:32]
 // so that one 64-byte vector holds a half of four blocks, as nibble-packed weights do.
 struct Inputs {
-    int n = 0;                    // tokens
-    int64_t k = 0;                // width
-    const float* x = nullptr;     // [n][k]
-    const int8_t* q = nullptr;    // [n][padded(k)]
-    const float* scale = nullptr; // [n][padded(k) / 32]
-    const float* sum = nullptr;   // [n][padded(k) / 32], scale * sum of q
-    const int32_t* isum = nullptr;// [n][2][padded(k) / 32], sum of q over the first and the second half of each block
+    int n = 0;                     // tokens
+    int64_t k = 0;                 // width
+    const float* x = nullptr;      // [n][k]
+    const int8_t* q = nullptr;     // [n][padded(k)]
+    const float* scale = nullptr;  // [n][padded(k) / 32]
+    const float* sum = nullptr;    // [n][padded(k) / 32], scale * sum of q
+    const int32_t* isum =
+        nullptr;  // [n][2][padded(k) / 32], sum of q over the first and the second half of each block
 };
 
 // out[(t - t0) * ld + r - row0] = dot(row r of w, token t) for rows row0..row1 and tokens t0..t1.
 // `scratch`: kernel_scratch_bytes(k) bytes, 64-byte aligned, private to the thread.
-using LinearKernel = void (*)(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
-                              int64_t ld, uint8_t* scratch);
+using LinearKernel = void (*)(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1,
+                              float* out, int64_t ld, uint8_t* scratch);
 
 // Rows that one call of a many-token kernel likes to have (it packs them once for all tokens).
 constexpr int kPanelRows = 64;
 
 constexpr size_t kernel_scratch_bytes(int64_t k) {
-    // A packed panel: a byte a weight, and per 32-block a float scale, a float minimum, two int32 scales and two mins.
+    // A packed panel: a byte a weight, and per 32-block a float scale, a float minimum, two int32 scales and
+    // two mins.
     return size_t(kPanelRows) * size_t(padded(k) + padded(k) / 32 * 24) + 65536;
 }
 
 enum class KvType : int { F32 = 0, F16 = 1, Q8_0 = 2 };
 
-// One layer's cache. Keys of a page and head are stored transposed, [head_dim][64 positions]; values [64][stride].
+// One layer's cache. Keys of a page and head are stored transposed, [head_dim][64 positions]; values
+// [64][stride].
 struct KvLayer {
     KvType type = KvType::F16;
     int n_head_kv = 0;
@@ -74,7 +79,9 @@ struct KvLayer {
     int value_stride() const { return (head_dim_v + 15) / 16 * 16; }
     static int element_bytes(KvType type) { return type == KvType::F32 ? 4 : type == KvType::F16 ? 2 : 1; }
     size_t k_page_bytes() const { return size_t(n_head_kv) * head_dim * kPageSize * element_bytes(type); }
-    size_t v_page_bytes() const { return size_t(n_head_kv) * value_stride() * kPageSize * element_bytes(type); }
+    size_t v_page_bytes() const {
+        return size_t(n_head_kv) * value_stride() * kPageSize * element_bytes(type);
+    }
 };
 
 // A running softmax of one query row: sum of exp(score - max) * value, their sum, and the max.
@@ -85,10 +92,11 @@ struct AttentionState {
 
 // Attends `n_rows` query rows of one KV head to positions [first, last) of one sequence.
 // Row r sees positions [row_first[r], row_last[r]). Positions are absolute; page i of `pages` holds 64 * i.
-// q: row r at q_rows[r], float [head_dim], already scaled. State and out ([n_rows][value_stride]) are overwritten.
-using AttentionKernel = void (*)(const KvLayer& kv, int head, const int32_t* pages, int first, int last, int n_rows,
-                                 const float* const* q_rows, const int32_t* row_first, const int32_t* row_last,
-                                 AttentionState* state, float* out);
+// q: row r at q_rows[r], float [head_dim], already scaled. State and out ([n_rows][value_stride]) are
+// overwritten.
+using AttentionKernel = void (*)(const KvLayer& kv, int head, const int32_t* pages, int first, int last,
+                                 int n_rows, const float* const* q_rows, const int32_t* row_first,
+                                 const int32_t* row_last, AttentionState* state, float* out);
 
 enum class Activation : int { Silu = 0, Gelu = 1, GeluTanh = 2, Relu = 3, Relu2 = 4, FatRelu = 5 };
 
@@ -98,19 +106,20 @@ struct Kernels {
     // Quantises one row of k floats into the layout of Inputs (padding written as zeros).
     void (*quantize)(const float* x, int64_t k, int8_t* q, float* scale, float* sum, int32_t* isum);
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* out);
-    void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* out);
+    void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int64_t n,
+                       float* out);
     void (*activate)(Activation kind, float threshold, const float* x, int64_t n, float* out);
     // out = activate(gate) * up
-    void (*gated)(Activation kind, float threshold, const float* gate, const float* up, int64_t n, float* out);
+    void (*gated)(Activation kind, float threshold, const float* gate, const float* up, int64_t n,
+                  float* out);
     void (*add)(const float* a, const float* b, int64_t n, float* out);
     void (*multiply)(const float* a, const float* b, int64_t n, float* out);
     AttentionKernel attention;
     // Merges partial states in order: out[n] from n_parts states and rows of `stride` floats.
-    void (*merge_attention)(int n_parts, const AttentionState* states, const float* parts, int64_t stride, int64_t n,
-                            float* out);
+    void (*merge_attention)(int n_parts, const AttentionState* states, const float* parts, int64_t stride,
+                            int64_t n, float* out);
     void (*store_key)(const KvLayer& kv, int page, int slot, int head, const float* k);
     void (*store_value)(const KvLayer& kv, int page, int slot, int head, const float* v);
-    int (*argmax)(const float* x, int64_t n);
 };
 
 // Each is defined where its instruction set can be compiled, else null.

@@ -32,16 +32,36 @@ struct V {
     static __mmask16 first_lanes(int n) { return __mmask16((1u << n) - 1); }
 };
 
-inline V operator+(V a, V b) { return {_mm512_add_ps(a.v, b.v)}; }
-inline V operator-(V a, V b) { return {_mm512_sub_ps(a.v, b.v)}; }
-inline V operator*(V a, V b) { return {_mm512_mul_ps(a.v, b.v)}; }
-inline V operator/(V a, V b) { return {_mm512_div_ps(a.v, b.v)}; }
-inline V fma(V a, V b, V c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-inline V max(V a, V b) { return {_mm512_max_ps(a.v, b.v)}; }
-inline V min(V a, V b) { return {_mm512_min_ps(a.v, b.v)}; }
-inline V abs(V a) { return {_mm512_abs_ps(a.v)}; }
-inline V round(V a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-inline V at_least(V a, V bound) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, bound.v, _CMP_GE_OQ), a.v)}; }
+inline V operator+(V a, V b) {
+    return {_mm512_add_ps(a.v, b.v)};
+}
+inline V operator-(V a, V b) {
+    return {_mm512_sub_ps(a.v, b.v)};
+}
+inline V operator*(V a, V b) {
+    return {_mm512_mul_ps(a.v, b.v)};
+}
+inline V operator/(V a, V b) {
+    return {_mm512_div_ps(a.v, b.v)};
+}
+inline V fma(V a, V b, V c) {
+    return {_mm512_fmadd_ps(a.v, b.v, c.v)};
+}
+inline V max(V a, V b) {
+    return {_mm512_max_ps(a.v, b.v)};
+}
+inline V min(V a, V b) {
+    return {_mm512_min_ps(a.v, b.v)};
+}
+inline V abs(V a) {
+    return {_mm512_abs_ps(a.v)};
+}
+inline V round(V a) {
+    return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+inline V at_least(V a, V bound) {
+    return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, bound.v, _CMP_GE_OQ), a.v)};
+}
 inline V pow2(V n) {
     const __m512i e = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(e, 23))};

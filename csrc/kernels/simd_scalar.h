@@ -51,24 +51,48 @@ struct V {
     }
 };
 
-#define HOTSET_LANEWISE(expression)                          \
-    V r;                                                     \
-    for (int i = 0; i < 16; i++) r.v[i] = (expression);      \
+#define HOTSET_LANEWISE(expression)                     \
+    V r;                                                \
+    for (int i = 0; i < 16; i++) r.v[i] = (expression); \
     return r
 
-inline V operator+(V a, V b) { HOTSET_LANEWISE(a.v[i] + b.v[i]); }
-inline V operator-(V a, V b) { HOTSET_LANEWISE(a.v[i] - b.v[i]); }
-inline V operator*(V a, V b) { HOTSET_LANEWISE(a.v[i] * b.v[i]); }
-inline V operator/(V a, V b) { HOTSET_LANEWISE(a.v[i] / b.v[i]); }
-inline V fma(V a, V b, V c) { HOTSET_LANEWISE(__builtin_fmaf(a.v[i], b.v[i], c.v[i])); }
-inline V max(V a, V b) { HOTSET_LANEWISE(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
-inline V min(V a, V b) { HOTSET_LANEWISE(a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
-inline V abs(V a) { HOTSET_LANEWISE(__builtin_fabsf(a.v[i])); }
-inline V round(V a) { HOTSET_LANEWISE(__builtin_nearbyintf(a.v[i])); }  // to nearest, ties to even
-inline V at_least(V a, V bound) { HOTSET_LANEWISE(a.v[i] >= bound.v[i] ? a.v[i] : 0.0f); }  // a >= bound ? a : 0
-inline V pow2(V n) { HOTSET_LANEWISE(f32_from_bits(uint32_t(int32_t(n.v[i]) + 127) << 23)); }  // n in [-127, 128]
+inline V operator+(V a, V b) {
+    HOTSET_LANEWISE(a.v[i] + b.v[i]);
+}
+inline V operator-(V a, V b) {
+    HOTSET_LANEWISE(a.v[i] - b.v[i]);
+}
+inline V operator*(V a, V b) {
+    HOTSET_LANEWISE(a.v[i] * b.v[i]);
+}
+inline V operator/(V a, V b) {
+    HOTSET_LANEWISE(a.v[i] / b.v[i]);
+}
+inline V fma(V a, V b, V c) {
+    HOTSET_LANEWISE(__builtin_fmaf(a.v[i], b.v[i], c.v[i]));
+}
+inline V max(V a, V b) {
+    HOTSET_LANEWISE(a.v[i] > b.v[i] ? a.v[i] : b.v[i]);
+}
+inline V min(V a, V b) {
+    HOTSET_LANEWISE(a.v[i] < b.v[i] ? a.v[i] : b.v[i]);
+}
+inline V abs(V a) {
+    HOTSET_LANEWISE(__builtin_fabsf(a.v[i]));
+}
+inline V round(V a) {
+    HOTSET_LANEWISE(__builtin_nearbyintf(a.v[i]));
+}  // to nearest, ties to even
+inline V at_least(V a, V bound) {
+    HOTSET_LANEWISE(a.v[i] >= bound.v[i] ? a.v[i] : 0.0f);
+}  // a >= bound ? a : 0
+inline V pow2(V n) {
+    HOTSET_LANEWISE(f32_from_bits(uint32_t(int32_t(n.v[i]) + 127) << 23));
+}  // n in [-127, 128]
 // Lanes [first, last) of a, the others of b.
-inline V blend_range(int first, int last, V a, V b) { HOTSET_LANEWISE(i >= first && i < last ? a.v[i] : b.v[i]); }
+inline V blend_range(int first, int last, V a, V b) {
+    HOTSET_LANEWISE(i >= first && i < last ? a.v[i] : b.v[i]);
+}
 
 #undef HOTSET_LANEWISE
 

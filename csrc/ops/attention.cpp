@@ -1,7 +1,7 @@
 // Causal attention over the paged cache: norms and rotates the heads, stores keys and values, attends.
 //
-// Positions are cut into splits of kSplitPages pages, each with its own running softmax, merged in order. Where the
-// cuts lie depends on positions alone, so a token's sum is the same however the work is shared out.
+// Positions are cut into splits of kSplitPages pages, each with its own running softmax, merged in order.
+// Where the cuts lie depends on positions alone, so a token's sum is the same however the work is shared out.
 #include <algorithm>
 
 #include "../plan.h"
@@ -22,9 +22,6 @@ class Attention : public Op {
         stride_ = f_.kv.value_stride();
         max_splits_ = ceil_div(plan.max_pages(), kSplitPages);
         max_split_units_ = 4 * plan.n_threads() + f_.kv.n_head_kv;
-        query_ = Memory(size_t(plan.max_tokens()) * f_.n_head * f_.kv.head_dim * sizeof(float));
-        parts_ = Memory(size_t(max_split_units_) * max_splits_ * tile_rows() * stride_ * sizeof(float));
-        states_ = Memory(size_t(max_split_units_) * max_splits_ * tile_rows() * sizeof(AttentionState));
     }
 
     // 0: store; 1: attend; 2: merge, where splits are chunks of their own
@@ -43,12 +40,13 @@ class Attention : public Op {
         attend_all(chunk, step, worker);
     }
 
-    WorkerMemory worker_memory() const override {
+    Needs needs() const override {
         const size_t heads = size_t(kStoreTokens + plan_.max_tokens() / kMaxChunks + 1) *
                              size_t(f_.n_head + f_.kv.n_head_kv) * f_.kv.head_dim;
         const size_t rows = tile_rows();
         const size_t splits = size_t(max_splits_) * rows * (stride_ + 2) + rows * stride_ + 2 * max_splits_;
-        return {std::max(heads, splits) + size_t(f_.kv.head_dim) * (rows + 2), 0};
+        return {std::max(heads, splits) + size_t(f_.kv.head_dim) * (rows + 2), 0,
+                (query_floats() + part_rows() * (stride_ + 2)) * sizeof(float)};
     }
 
   private:
@@ -59,7 +57,8 @@ class Attention : public Op {
     void for_tiles(const StepTokens& step, F f) const {
         for (int t = 0, index = 0; t < step.n_tokens; index++) {
             int end = t + 1;
-            while (end < step.n_tokens && end - t < tile_tokens_ && step.sequences[end] == step.sequences[t]) end++;
+            while (end < step.n_tokens && end - t < tile_tokens_ && step.sequences[end] == step.sequences[t])
+                end++;
             if (!f(index, TokenTile{t, end - t, step.sequences[t]})) return;
             t = end;
         }
@@ -83,7 +82,8 @@ class Attention : public Op {
     // With few tiles and a long context, splits are shared out as well.
     bool splits_apart(const StepTokens& step) const {
         const int units = n_tiles(step) * f_.kv.n_head_kv, splits = n_splits(step);
-        return units <= max_split_units_ && units < 8 * plan_.n_threads() && splits > 1 && units * splits <= kMaxChunks;
+        return units <= max_split_units_ && units < 8 * plan_.n_threads() && splits > 1 &&
+               units * splits <= kMaxChunks;
     }
 
     void store(int chunk, const StepTokens& step, Worker& worker) const {
@@ -94,17 +94,22 @@ class Attention : public Op {
         float* scratch = k + int64_t(rows.count()) * heads_kv * dim;
         for (int t = rows.first; t < rows.last; t++) {
             const int i = t - rows.first;
-            head_rows(step, t, plan_.buffer(f_.q).row(t), heads, f_.q_norm, scratch, q + int64_t(i) * heads * dim);
+            head_rows(step, t, plan_.buffer(f_.q).row(t), heads, f_.q_norm, scratch,
+                      q + int64_t(i) * heads * dim);
             for (int64_t d = 0; d < int64_t(heads) * dim; d++) q[int64_t(i) * heads * dim + d] *= f_.scale;
-            head_rows(step, t, plan_.buffer(f_.k).row(t), heads_kv, f_.k_norm, scratch, k + int64_t(i) * heads_kv * dim);
+            head_rows(step, t, plan_.buffer(f_.k).row(t), heads_kv, f_.k_norm, scratch,
+                      k + int64_t(i) * heads_kv * dim);
         }
         if (!worker.begin_commit()) return;
         std::copy_n(q, int64_t(rows.count()) * heads * dim, query(rows.first));
         for (int t = rows.first; t < rows.last; t++) {
-            const int page = pages(step, t)[step.positions[t] / kPageSize], slot = step.positions[t] % kPageSize;
+            const int page = pages(step, t)[step.positions[t] / kPageSize],
+                      slot = step.positions[t] % kPageSize;
             for (int h = 0; h < heads_kv; h++) {
-                plan_.kernels().store_key(f_.kv, page, slot, h, k + (int64_t(t - rows.first) * heads_kv + h) * dim);
-                plan_.kernels().store_value(f_.kv, page, slot, h, plan_.buffer(f_.v).row(t) + h * f_.kv.head_dim_v);
+                plan_.kernels().store_key(f_.kv, page, slot, h,
+                                          k + (int64_t(t - rows.first) * heads_kv + h) * dim);
+                plan_.kernels().store_value(f_.kv, page, slot, h,
+                                            plan_.buffer(f_.v).row(t) + h * f_.kv.head_dim_v);
             }
         }
         worker.end_commit();
@@ -122,20 +127,33 @@ class Attention : public Op {
             if (f_.rope >= 0) {
                 const Rope& rope = plan_.rope(f_.rope);
                 const int64_t at = int64_t(t) * (rope.n_rot / 2);
-                rotate_head(rope, &step.rope_cos[f_.rope][at], &step.rope_sin[f_.rope][at], dim, head, out + h * dim);
+                rotate_head(rope, &step.rope_cos[f_.rope][at], &step.rope_sin[f_.rope][at], dim, head,
+                            out + h * dim);
             } else {
                 std::copy_n(head, dim, out + h * dim);
             }
         }
     }
 
-    float* query(int t) const { return query_.as<float>() + int64_t(t) * f_.n_head * f_.kv.head_dim; }
+    // The plan's shared memory: the queries, normed, rotated and scaled [max_tokens][n_head][head_dim]; then,
+    // where splits are apart, sums [units][max_splits][tile rows][stride] and states [units][max_splits][tile
+    // rows].
+    size_t query_floats() const { return size_t(plan_.max_tokens()) * f_.n_head * f_.kv.head_dim; }
+    size_t part_rows() const { return size_t(max_split_units_) * max_splits_ * tile_rows(); }
+    float* query(int t) const {
+        return reinterpret_cast<float*>(plan_.shared()) + int64_t(t) * f_.n_head * f_.kv.head_dim;
+    }
+    float* parts() const { return reinterpret_cast<float*>(plan_.shared()) + query_floats(); }
+    AttentionState* states() const {
+        return reinterpret_cast<AttentionState*>(parts() + part_rows() * stride_);
+    }
     const int32_t* pages(const StepTokens& step, int t) const {
         return step.pages.data() + int64_t(step.sequences[t]) * step.max_pages;
     }
 
     // Attends all rows of a tile and KV head within one split.
-    void attend(const StepTokens& step, TokenTile tile, int head, int split, AttentionState* states, float* out) const {
+    void attend(const StepTokens& step, TokenTile tile, int head, int split, AttentionState* states,
+                float* out) const {
         const float* q[kMaxGroup];
         int32_t first[kMaxGroup], last[kMaxGroup];
         int end = 0, begin = INT32_MAX;
@@ -150,8 +168,8 @@ class Attention : public Op {
             }
         begin = std::max(begin, split * kSplitTokens);
         end = std::min(end, (split + 1) * kSplitTokens);
-        plan_.kernels().attention(f_.kv, head, pages(step, tile.first), begin, end, tile.count * group_, q, first, last,
-                                  states, out);
+        plan_.kernels().attention(f_.kv, head, pages(step, tile.first), begin, end, tile.count * group_, q,
+                                  first, last, states, out);
     }
 
     void attend_split(int chunk, const StepTokens& step, Worker& worker) const {
@@ -163,14 +181,14 @@ class Attention : public Op {
         attend(step, tile, unit % f_.kv.n_head_kv, split, states, out);
         if (!worker.begin_commit()) return;
         const int64_t at = (int64_t(unit) * max_splits_ + split) * tile_rows();
-        std::copy_n(out, int64_t(rows) * stride_, parts_.as<float>() + at * stride_);
-        std::copy_n(states, rows, states_.as<AttentionState>() + at);
+        std::copy_n(out, int64_t(rows) * stride_, this->parts() + at * stride_);
+        std::copy_n(states, rows, this->states() + at);
         worker.end_commit();
     }
 
     void merge(int chunk, const StepTokens& step, Worker& worker) const {
         const int64_t at = int64_t(chunk) * max_splits_ * tile_rows();
-        merge_rows(step, chunk, n_splits(step), parts_.as<float>() + at * stride_, states_.as<AttentionState>() + at,
+        merge_rows(step, chunk, n_splits(step), this->parts() + at * stride_, this->states() + at,
                    tile_rows(), worker, worker.results.as<float>());
     }
 
@@ -185,12 +203,13 @@ class Attention : public Op {
         for (int split = 0; split < splits; split++)
             attend(step, tile, chunk % f_.kv.n_head_kv, split, states + split * rows,
                    parts + int64_t(split) * rows * stride_);
-        merge_rows(step, chunk, splits, parts, states, rows, worker, reinterpret_cast<float*>(states + splits * rows));
+        merge_rows(step, chunk, splits, parts, states, rows, worker,
+                   reinterpret_cast<float*>(states + splits * rows));
     }
 
     // parts: [n_splits][row_stride][stride_], states: [n_splits][row_stride]
-    void merge_rows(const StepTokens& step, int unit, int splits, const float* parts, const AttentionState* states,
-                    int row_stride, Worker& worker, float* scratch) const {
+    void merge_rows(const StepTokens& step, int unit, int splits, const float* parts,
+                    const AttentionState* states, int row_stride, Worker& worker, float* scratch) const {
         const TokenTile tile = this->tile(step, unit / f_.kv.n_head_kv);
         const int head = unit % f_.kv.n_head_kv, rows = tile.count * group_, dim = f_.kv.head_dim_v;
         AttentionState* row_states = reinterpret_cast<AttentionState*>(scratch);
@@ -210,14 +229,11 @@ class Attention : public Op {
 
     const Plan& plan_;
     const AttentionFacts f_;
-    int group_;        // query heads per KV head
+    int group_;  // query heads per KV head
     int tile_tokens_;
     int stride_;
     int max_splits_;
     int max_split_units_;
-    Memory query_;   // [max_tokens][n_head][head_dim], normed, rotated and scaled
-    Memory parts_;   // [units][max_splits][tile rows][stride]
-    Memory states_;  // [units][max_splits][tile rows]
 };
 
 }  // namespace

@@ -26,9 +26,10 @@ class RowOp : public Op {
         std::copy_n(results, rows.count() * out_.width, out_.row(rows.first));
         worker.end_commit();
     }
-    WorkerMemory worker_memory() const override {
-        const int64_t rows = std::max(rows_per_chunk(), int64_t(ceil_div(plan_.max_tokens(), kMaxChunks)) + 1);
-        return {size_t(rows * out_.width), 0};
+    Needs needs() const override {
+        const int64_t rows =
+            std::max(rows_per_chunk(), int64_t(ceil_div(plan_.max_tokens(), kMaxChunks)) + 1);
+        return {size_t(rows * out_.width), 0, 0};
     }
 
   private:
@@ -63,9 +64,11 @@ std::unique_ptr<Op> make_norm(const Plan& plan, Norm norm, int n_head, int x, in
     const Buffer& in = plan.buffer(x);
     const Kernels& kernels = plan.kernels();
     const int64_t width = in.width / n_head;
-    return make_row_op(plan, out, [=, &in, &kernels, norm = std::move(norm)](const StepTokens&, int r, float* result) {
-        for (int h = 0; h < n_head; h++) norm.apply(kernels, in.row(r) + h * width, width, result + h * width);
-    });
+    return make_row_op(plan, out,
+                       [=, &in, &kernels, norm = std::move(norm)](const StepTokens&, int r, float* result) {
+                           for (int h = 0; h < n_head; h++)
+                               norm.apply(kernels, in.row(r) + h * width, width, result + h * width);
+                       });
 }
 
 std::unique_ptr<Op> make_rotate(const Plan& plan, int x, int out, int n_head, int head_dim, int rope) {

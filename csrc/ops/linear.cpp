@@ -26,7 +26,9 @@ struct InputsMemory {
         isum = reinterpret_cast<int32_t*>(sum + n * width / 32);
         q = reinterpret_cast<int8_t*>(isum + n * width / 16);
     }
-    static size_t bytes(int n, int64_t k) { return size_t(n) * padded(k) * 6; }  // 4 + 1/8 + 1/8 + 1/4 + 1, rounded up
+    static size_t bytes(int n, int64_t k) {
+        return size_t(n) * padded(k) * 6;
+    }  // 4 + 1/8 + 1/8 + 1/4 + 1, rounded up
 };
 
 class Linear : public Op {
@@ -46,7 +48,6 @@ class Linear : public Op {
             bytes_ += int64_t(part.weight.rows) * int64_t(part.weight.row_bytes);
             if (!gated_ || &part == &parts_[0]) rows_ += part.weight.rows;
         }
-        shared_ = Memory(InputsMemory::bytes(plan.max_tokens(), x_.width));
     }
 
     int n_phases(const StepTokens& step) const override { return prepares_together(step) ? 2 : 1; }
@@ -65,7 +66,7 @@ class Linear : public Op {
         multiply(chunk, step, worker);
     }
 
-    WorkerMemory worker_memory() const override {
+    Needs needs() const override {
         const int64_t n = plan_.max_tokens();
         int64_t rows = 0;
         for (size_t p = 0; p < n_row_parts(); p++)
@@ -76,7 +77,8 @@ class Linear : public Op {
             single = std::max(single, largest_chunk_rows(parts_[p].weight.rows, part_chunks(p, 1)));
         const int64_t prepared = std::max<int64_t>(kPrepareTokens, ceil_div(n, kMaxChunks) + 1);
         const size_t prepare = InputsMemory::bytes(int(prepared), x_.width) / sizeof(float) + 1;
-        return {std::max({many, size_t(single) * 2, prepare}), x_.width};
+        return {std::max({many, size_t(single) * 2, prepare}), x_.width,
+                InputsMemory::bytes(int(n), x_.width)};
     }
 
   private:
@@ -94,7 +96,8 @@ class Linear : public Op {
             return int(std::min<int64_t>(ceil_div(rows, panel), kMaxChunks / int64_t(n_row_parts())));
         }
         const int64_t share = bytes_ * rows / rows_;
-        return int(std::clamp<int64_t>(share / kChunkBytes, 1, std::min<int64_t>(kDecodeChunks, ceil_div(rows, 4))));
+        return int(
+            std::clamp<int64_t>(share / kChunkBytes, 1, std::min<int64_t>(kDecodeChunks, ceil_div(rows, 4))));
     }
 
     static int64_t chunk_first_row(int64_t rows, int chunks, int chunk) {
@@ -123,7 +126,7 @@ class Linear : public Op {
         const InputsMemory own(worker.results.data(), rows.count(), k);
         for (int r = rows.first; r < rows.last; r++) prepare(own, r - rows.first, x_.row(r));
         if (!worker.begin_commit()) return;
-        const InputsMemory all(shared_.data(), plan_.max_tokens(), k);
+        const InputsMemory all(plan_.shared(), plan_.max_tokens(), k);
         const int n = rows.count();
         if (!norm_.weight.empty()) std::copy_n(own.x, n * k, all.x + rows.first * k);
         if (quantized_) {
@@ -138,7 +141,7 @@ class Linear : public Op {
     Inputs inputs(const StepTokens& step, Worker& worker) const {
         const int n = step.rows(x_);
         const bool together = prepares_together(step);
-        const InputsMemory memory(together ? shared_.data() : worker.inputs.data(),
+        const InputsMemory memory(together ? plan_.shared() : worker.inputs.data(),
                                   together ? plan_.max_tokens() : kPrivateInputs, x_.width);
         if (!together && n <= kPrivateInputs &&
             (worker.inputs_phase != worker.phase_id() || worker.inputs_slot != worker.slot_index())) {
@@ -146,8 +149,8 @@ class Linear : public Op {
             worker.inputs_phase = worker.phase_id();
             worker.inputs_slot = worker.slot_index();
         }
-        return {n, x_.width, norm_.weight.empty() ? x_.row(0) : memory.x, memory.q, memory.scale, memory.sum,
-                memory.isum};
+        return {n,          x_.width,   norm_.weight.empty() ? x_.row(0) : memory.x, memory.q, memory.scale,
+                memory.sum, memory.isum};
     }
 
     void multiply(int chunk, const StepTokens& step, Worker& worker) const {
@@ -167,7 +170,8 @@ class Linear : public Op {
         auto product = [&](const LinearPart& of, float* out) {
             kernels.linear[int(of.weight.type)](of.weight, first, last, in, 0, n, out, rows, scratch);
             if (!of.bias.empty())
-                for (int t = 0; t < n; t++) kernels.add(out + t * rows, of.bias.data() + first, rows, out + t * rows);
+                for (int t = 0; t < n; t++)
+                    kernels.add(out + t * rows, of.bias.data() + first, rows, out + t * rows);
         };
         product(part, results);
         if (gated_) {
@@ -195,14 +199,14 @@ class Linear : public Op {
     bool quantized_ = false;
     int64_t bytes_ = 0;
     int64_t rows_ = 0;
-    Memory shared_;  // prepared inputs of a step of many tokens
 };
 
 }  // namespace
 
-std::unique_ptr<Op> make_linear(const Plan& plan, int x, Norm norm, std::vector<LinearPart> parts, int residual,
-                                bool gated, Activation activation, float threshold) {
-    return std::make_unique<Linear>(plan, x, std::move(norm), std::move(parts), residual, gated, activation, threshold);
+std::unique_ptr<Op> make_linear(const Plan& plan, int x, Norm norm, std::vector<LinearPart> parts,
+                                int residual, bool gated, Activation activation, float threshold) {
+    return std::make_unique<Linear>(plan, x, std::move(norm), std::move(parts), residual, gated, activation,
+                                    threshold);
 }
 
 }  // namespace hotset

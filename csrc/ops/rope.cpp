@@ -5,7 +5,8 @@
 
 namespace hotset {
 
-void rotate_head(const Rope& rope, const float* cos, const float* sin, int head_dim, const float* x, float* out) {
+void rotate_head(const Rope& rope, const float* cos, const float* sin, int head_dim, const float* x,
+                 float* out) {
     const int half = rope.n_rot / 2;
     const int step = rope.neox ? 1 : 2, distance = rope.neox ? half : 1;
     for (int i = 0; i < half; i++) {
