@@ -2,44 +2,38 @@
 
 #include <atomic>
 #include <chrono>
-#include <cstring>
 #include <thread>
 #include <vector>
 
 namespace hotset {
 namespace {
 
-constexpr size_t kStretch = 1 << 20;  // claimed at a time, as the chunks of a step are
-
-// Sums are kept in sixteen lanes, which compilers turn into the widest registers they may use.
-uint64_t sum_words(const uint8_t* data, size_t bytes) {
-    uint64_t lanes[16] = {};
-    for (size_t i = 0; i + 128 <= bytes; i += 128) {
-        uint64_t words[16];
-        std::memcpy(words, data + i, 128);
-        for (int lane = 0; lane < 16; lane++) lanes[lane] += words[lane];
-    }
-    uint64_t total = 0;
-    for (uint64_t lane : lanes) total += lane;
-    return total;
-}
+constexpr size_t kUnit = 256;         // bytes: what Kernels::read takes a multiple of
+constexpr size_t kStretch = 1 << 20;  // read at a time; whoever is done early helps with what is left
 
 }  // namespace
 
-double read_bandwidth(const uint8_t* data, size_t bytes, int n_threads) {
-    std::atomic<size_t> next{0};
-    std::atomic<uint64_t> total{0};
-    auto work = [&] {
-        for (;;) {
-            const size_t at = next.fetch_add(kStretch);
-            if (at >= bytes) return;
-            total += sum_words(data + at, bytes - at < kStretch ? bytes - at : kStretch);
+double read_bandwidth(const Kernels& kernels, const uint8_t* data, size_t bytes, int n_threads) {
+    bytes = bytes / kUnit * kUnit;
+    const size_t part = (bytes / n_threads + kStretch - 1) / kStretch * kStretch;
+    std::vector<std::atomic<size_t>> next(n_threads);
+    std::atomic<float> sink{0.0f};  // keeps the reads
+    auto work = [&](int self) {
+        for (int i = 0; i < n_threads; i++) {
+            const size_t begin = size_t((self + i) % n_threads) * part;
+            const size_t end = begin + part < bytes ? begin + part : bytes;
+            for (;;) {
+                const size_t at = begin + next[(self + i) % n_threads].fetch_add(kStretch);
+                if (at >= end) break;
+                const size_t n = end - at < kStretch ? end - at : kStretch;
+                sink = kernels.read(reinterpret_cast<const float*>(data + at), int64_t(n / sizeof(float)));
+            }
         }
     };
     const auto start = std::chrono::steady_clock::now();
     std::vector<std::thread> threads;
-    for (int i = 1; i < n_threads; i++) threads.emplace_back(work);
-    work();
+    for (int i = 1; i < n_threads; i++) threads.emplace_back(work, i);
+    work(0);
     for (std::thread& thread : threads) thread.join();
     return double(bytes) / std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }

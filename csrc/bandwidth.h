@@ -4,9 +4,11 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/kernels.h"
+
 namespace hotset {
 
-// Reads `bytes` bytes once with `n_threads` threads; bytes per second.
-double read_bandwidth(const uint8_t* data, size_t bytes, int n_threads);
+// Reads `bytes` bytes once with `n_threads` threads, each a contiguous part; bytes per second.
+double read_bandwidth(const Kernels& kernels, const uint8_t* data, size_t bytes, int n_threads);
 
 }  // namespace hotset

@@ -323,8 +323,9 @@ nb::object dequantize(int type, const Bytes& data, int64_t rows, int64_t cols) {
 double measured_read_bandwidth(const Bytes& data, int n_threads) {
     require(n_threads > 0 && n_threads <= kMaxThreads,
             "the number of threads must be 1 to " + std::to_string(kMaxThreads));
+    const Kernels& kernels = chosen_kernels(std::nullopt);
     nb::gil_scoped_release release;
-    return read_bandwidth(data.data(), data.size(), n_threads);
+    return read_bandwidth(kernels, data.data(), data.size(), n_threads);
 }
 
 std::vector<std::string> available_isas() {

@@ -21,6 +21,9 @@ class Plan::Step : public Job {
     void run_chunk(int phase, int chunk, Worker& worker) const override {
         phases[phase].op->run(phases[phase].phase, chunk, tokens, worker);
     }
+    bool prefetch(int phase, int chunk, int piece) const override {
+        return phases[phase].op->prefetch(phases[phase].phase, chunk, piece, tokens);
+    }
 };
 
 void Norm::apply(const Kernels& kernels, const float* x, int64_t n, float* out) const {

@@ -74,6 +74,10 @@ class Op {
     virtual int n_chunks(int phase, const StepTokens& step) const = 0;  // 0: the phase is left out
     virtual void run(int phase, int chunk, const StepTokens& step, Worker& worker) const = 0;
     virtual Needs needs() const = 0;
+    // As Job::prefetch. Most operations read nothing but what the last one wrote.
+    virtual bool prefetch(int /*phase*/, int /*chunk*/, int /*piece*/, const StepTokens&) const {
+        return false;
+    }
 };
 
 struct LinearPart {

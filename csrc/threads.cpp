@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <new>
+#include <utility>
 
 #if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
@@ -18,6 +19,7 @@ constexpr int kTicketBits = 20;
 constexpr uint64_t kTicketMask = (uint64_t(1) << kTicketBits) - 1;
 constexpr int64_t kSpinBeforeSleep_ns = 2'000'000;  // longer than what lies between two tokens
 constexpr int64_t kPatience_ns = 20'000;            // before another thread's chunk is computed again
+constexpr int kPrefetchPhases = 3;                  // how far a waiting thread looks for something to fetch
 
 void relax() {
 #if defined(__x86_64__) || defined(_M_X64)
@@ -62,8 +64,15 @@ bool Worker::begin_commit() {
 void Worker::end_commit() {
     const int n = slot_->job->n_chunks(int(epoch_ - slot_->first_epoch));
     if (slot_->n_committed.fetch_add(1, std::memory_order_acq_rel) + 1 < n) return;
-    slot_->n_committed.store(0, std::memory_order_relaxed);
-    slot_->ticket.store((epoch_ + 1) << kTicketBits, std::memory_order_release);
+    slot_->open(epoch_ + 1);
+}
+
+void Slot::open(uint64_t new_epoch) {
+    n_committed.store(0, std::memory_order_relaxed);
+    if (new_epoch < end_epoch)
+        for (Ticket& ticket : tickets)
+            ticket.value.store(new_epoch << kTicketBits, std::memory_order_release);
+    epoch.store(new_epoch, std::memory_order_release);
 }
 
 int Worker::slot_index() const {
@@ -71,10 +80,14 @@ int Worker::slot_index() const {
 }
 
 Team::Team(int n_threads) {
-    for (int i = 0; i < n_threads; i++) workers_.push_back(std::make_unique<Worker>());
+    for (int i = 0; i < n_threads; i++) {
+        workers_.push_back(std::make_unique<Worker>());
+        workers_.back()->index_ = i;
+    }
     for (int i = 0; i <= n_threads; i++) {  // the current one, a late thread in each other: one is left
         auto slot = std::make_unique<Slot>();
         slot->index = i;
+        slot->tickets = std::vector<Slot::Ticket>(n_threads);
         slot->taken = std::make_unique<std::atomic<uint64_t>[]>(kMaxChunks);
         slots_.push_back(std::move(slot));
     }
@@ -106,7 +119,7 @@ void Team::run(int slot_index, const Job& job) {
     slot.job = &job;
     slot.first_epoch = slot.end_epoch + 1;
     slot.end_epoch = slot.first_epoch + job.n_phases();
-    slot.ticket.store(slot.first_epoch << kTicketBits);
+    slot.open(slot.first_epoch);
     current_.store(&slot);
     generation_.fetch_add(1);
     if (sleepers_.load() > 0) generation_.notify_all();
@@ -140,47 +153,67 @@ void Team::serve(Worker& worker) {
     }
 }
 
+// Claims and runs a chunk of the range of thread `owner`; false when none is left.
+bool Team::claim(Worker& worker, Slot& slot, int owner) {
+    auto range_of = [&](uint64_t ticket) {
+        const int n = slot.job->n_chunks(int((ticket >> kTicketBits) - slot.first_epoch));
+        const int first = int(int64_t(n) * owner / n_threads());
+        return std::pair(first, int(int64_t(n) * (owner + 1) / n_threads()) - first);
+    };
+    std::atomic<uint64_t>& next = slot.tickets[owner].value;
+    uint64_t ticket = next.load(std::memory_order_acquire);
+    if (int(ticket & kTicketMask) >= range_of(ticket).second) return false;  // without disturbing the others
+    ticket = next.fetch_add(1, std::memory_order_acq_rel);  // perhaps of a later phase by now
+    const auto [first, count] = range_of(ticket);
+    const int claimed = int(ticket & kTicketMask);
+    if (claimed >= count) return false;
+    worker.epoch_ = ticket >> kTicketBits;
+    worker.chunk_ = first + claimed;
+    slot.job->run_chunk(int(worker.epoch_ - slot.first_epoch), worker.chunk_, worker);
+    return true;
+}
+
 void Team::participate(Worker& worker, Slot& slot) {
     worker.slot_ = &slot;
-    uint64_t timed_epoch = 0;
-    int64_t own_chunk_ns = 0;
     for (;;) {
-        const uint64_t ticket = slot.ticket.fetch_add(1, std::memory_order_acq_rel);
-        const uint64_t epoch = ticket >> kTicketBits;
+        const uint64_t epoch = slot.epoch.load(std::memory_order_acquire);
         if (epoch >= slot.end_epoch) return;
-        const int phase = int(epoch - slot.first_epoch), chunk = int(ticket & kTicketMask);
-        if (timed_epoch != epoch) own_chunk_ns = 0;
-        timed_epoch = epoch;
-        if (chunk < slot.job->n_chunks(phase)) {
-            worker.epoch_ = epoch;
-            worker.chunk_ = chunk;
-            const int64_t start = now_ns();
-            slot.job->run_chunk(phase, chunk, worker);
-            own_chunk_ns = now_ns() - start;
-        } else {
-            wait_or_redo(worker, slot, epoch, own_chunk_ns);
-        }
+        const int64_t start = now_ns();
+        int n_own = 0;
+        for (int i = 0; i < n_threads(); i++)
+            while (claim(worker, slot, (worker.index_ + i) % n_threads())) n_own++;
+        const int64_t per_chunk = n_own ? (now_ns() - start) / n_own : 0;
+        wait_or_redo(worker, slot, epoch, kPatience_ns + 2 * per_chunk);
     }
 }
 
-// All chunks of the phase are claimed. Waits for the next phase; a chunk that takes much longer than our own
-// did is computed again here.
-void Team::wait_or_redo(Worker& worker, Slot& slot, uint64_t epoch, int64_t own_chunk_ns) {
-    auto over = [&] { return slot.ticket.load(std::memory_order_acquire) >> kTicketBits != epoch; };
+// All chunks of the phase are claimed. Waits for the next phase, and fetches what this thread will read
+// there; a chunk that takes much longer than our own did is computed again here.
+void Team::wait_or_redo(Worker& worker, Slot& slot, uint64_t epoch, int64_t patience_ns) {
+    auto over = [&] { return slot.epoch.load(std::memory_order_acquire) != epoch; };
+    if (over()) return;
+    const Job& job = *slot.job;
+    const int phase = int(epoch - slot.first_epoch), n_phases = int(slot.end_epoch - slot.first_epoch);
     const int64_t start = now_ns();
-    int64_t patience = 2 * own_chunk_ns + kPatience_ns;
+    int ahead = 1, piece = 0;
     for (int spins = 1; !over(); spins++) {
+        if (ahead <= kPrefetchPhases && phase + ahead < n_phases) {
+            const int chunk = int(int64_t(job.n_chunks(phase + ahead)) * worker.index_ / n_threads());
+            if (job.prefetch(phase + ahead, chunk, piece++)) continue;
+            ahead = piece > 1 ? n_phases : ahead + 1;  // one phase with something to fetch is enough
+            piece = 0;
+            continue;
+        }
         relax();
-        if (spins % 16 || now_ns() - start < patience) continue;
-        const int phase = int(epoch - slot.first_epoch);
-        for (int chunk = 0; chunk < slot.job->n_chunks(phase) && !over(); chunk++) {
+        if (spins % 16 || now_ns() - start < patience_ns) continue;
+        for (int chunk = 0; chunk < job.n_chunks(phase) && !over(); chunk++) {
             if (slot.taken[chunk].load(std::memory_order_relaxed) >= epoch) continue;
             worker.epoch_ = epoch;
             worker.chunk_ = chunk;
-            slot.job->run_chunk(phase, chunk, worker);
+            job.run_chunk(phase, chunk, worker);
         }
         std::this_thread::yield();  // the thread in the middle of its copy may be waiting for this core
-        patience *= 2;
+        patience_ns *= 2;
     }
 }
 

@@ -1,11 +1,14 @@
 // One team of workers that executes the phases of a step.
 //
-// A phase is a number of independent chunks. Chunks are claimed one at a time, never dealt out; the thread
-// that commits the last chunk of a phase opens the next one. A chunk is computed into memory private to its
-// thread and then *committed* (copied out), which only one thread can do. So when a thread loses its core in
-// the middle of a chunk, another simply computes the chunk again and commits it; the late one finds the chunk
-// taken and drops its result. Nobody waits for a stolen core, except in the few hundred nanoseconds of a
-// copy.
+// A phase is a number of independent chunks. Each thread claims the chunks of its own range one at a time, so
+// that it streams through adjacent memory, then those that others have left. The thread that commits the last
+// chunk of a phase opens the next one; threads that wait for it fetch what they will read first in the next
+// phase.
+//
+// A chunk is computed into memory private to its thread and then *committed* (copied out), which only one
+// thread can do. So when a thread loses its core in the middle of a chunk, another simply computes the chunk
+// again and commits it; the late one finds the chunk taken and drops its result. Nobody waits for a stolen
+// core, except in the few hundred nanoseconds of a copy.
 //
 // A late thread may read memory that has moved on to later phases or steps (its result is dropped); what it
 // must never see is memory that is gone. Hence the data of a step lives in one of several slots, and a slot
@@ -62,6 +65,7 @@ class Worker {
 
   private:
     friend class Team;
+    int index_ = 0;
     Slot* slot_ = nullptr;
     uint64_t epoch_ = 0;
     int chunk_ = 0;
@@ -75,6 +79,8 @@ class Job {
     virtual int n_phases() const = 0;
     virtual int n_chunks(int phase) const = 0;  // 1..kMaxChunks
     virtual void run_chunk(int phase, int chunk, Worker& worker) const = 0;
+    // Fetches piece `piece` (0, 1, ...) of what the chunk will read; false: there is no such piece.
+    virtual bool prefetch(int phase, int chunk, int piece) const = 0;
 };
 
 struct Slot {
@@ -82,9 +88,15 @@ struct Slot {
     const Job* job = nullptr;
     uint64_t first_epoch = 1;
     uint64_t end_epoch = 1;
-    alignas(64) std::atomic<uint64_t> ticket{0};  // epoch << kTicketBits | next chunk
+    alignas(64) std::atomic<uint64_t> epoch{0};  // the open phase is epoch - first_epoch
     alignas(64) std::atomic<int> n_committed{0};
+    struct alignas(64) Ticket {
+        std::atomic<uint64_t> value{0};  // epoch << kTicketBits | chunks claimed of the thread's range
+    };
+    std::vector<Ticket> tickets;                     // one per thread
     std::unique_ptr<std::atomic<uint64_t>[]> taken;  // [kMaxChunks], epoch whose commit has begun
+
+    void open(uint64_t new_epoch);
 };
 
 class Team {
@@ -105,7 +117,8 @@ class Team {
   private:
     void serve(Worker& worker);
     void participate(Worker& worker, Slot& slot);
-    void wait_or_redo(Worker& worker, Slot& slot, uint64_t epoch, int64_t own_chunk_ns);
+    bool claim(Worker& worker, Slot& slot, int owner);
+    void wait_or_redo(Worker& worker, Slot& slot, uint64_t epoch, int64_t patience_ns);
 
     std::vector<std::unique_ptr<Worker>> workers_;
     std::vector<std::unique_ptr<Slot>> slots_;

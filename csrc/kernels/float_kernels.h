@@ -474,6 +474,13 @@ void store_value(const KvLayer& kv, int page, int slot, int head, const float* v
     }
 }
 
+float read(const float* x, int64_t n) {
+    V top[4] = {V::zero(), V::zero(), V::zero(), V::zero()};
+    for (int64_t i = 0; i < n; i += 64)
+        for (int lane = 0; lane < 4; lane++) top[lane] = max(top[lane], V::load(x + i + 16 * lane));
+    return max_lane(max(max(top[0], top[1]), max(top[2], top[3])));
+}
+
 inline Kernels float_kernel_table(const char* isa) {
     Kernels table = {};
     table.isa = isa;
@@ -491,5 +498,6 @@ inline Kernels float_kernel_table(const char* isa) {
     table.merge_attention = merge_attention;
     table.store_key = store_key;
     table.store_value = store_value;
+    table.read = read;
     return table;
 }

@@ -120,6 +120,9 @@ struct Kernels {
                             int64_t n, float* out);
     void (*store_key)(const KvLayer& kv, int page, int slot, int head, const float* k);
     void (*store_value)(const KvLayer& kv, int page, int slot, int head, const float* v);
+    // Reads n floats (n a multiple of 64) with the widest loads there are, and does next to nothing with
+    // them.
+    float (*read)(const float* x, int64_t n);
 };
 
 // Each is defined where its instruction set can be compiled, else null.

@@ -8,6 +8,8 @@ namespace {
 
 constexpr int64_t kChunkBytes = 24 * 1024;  // of weights, for one token: about two microseconds
 constexpr int kDecodeChunks = 64;           // at most, for large matrices
+constexpr int kPrefetchPieces = 64;         // that a waiting thread fetches of a phase to come,
+constexpr int64_t kPrefetchBytes = 512;     // each of this size
 constexpr int kPrepareTokens = 4;           // per chunk, when inputs are prepared together
 
 // Activations of up to n tokens of width k, quantised, in one block of memory.
@@ -64,6 +66,19 @@ class Linear : public Op {
     void run(int phase, int chunk, const StepTokens& step, Worker& worker) const override {
         if (phase == 0 && prepares_together(step)) return prepare_chunk(chunk, step, worker);
         multiply(chunk, step, worker);
+    }
+
+    // The first rows of the chunk's weights, half from the gate and half from up where there are both.
+    bool prefetch(int phase, int chunk, int piece, const StepTokens& step) const override {
+        if ((phase == 0 && prepares_together(step)) || piece >= kPrefetchPieces) return false;
+        const int n = step.rows(x_);
+        size_t p = 0;
+        while (chunk >= part_chunks(p, n)) chunk -= part_chunks(p++, n);
+        const int64_t row = chunk_first_row(parts_[p].weight.rows, part_chunks(p, n), chunk);
+        const LinearPart& part = gated_ && piece % 2 ? parts_[1] : parts_[p];
+        const uint8_t* at = part.weight.row(row) + (gated_ ? piece / 2 : piece) * kPrefetchBytes;
+        for (int64_t i = 0; i < kPrefetchBytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+        return true;
     }
 
     Needs needs() const override {
