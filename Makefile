@@ -2,30 +2,70 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h)
-TORCH := torch==2.13.0
+JOBS ?= 2
 
-.PHONY: demo test build lint format kernel-test test-neon sanitize fuzz clean
+.PHONY: demo build test lint format kernel-test test-neon sanitize fuzz wheel clean
 
 demo: build
-	$(BIN)/hotset run --temp 0 -n 64 smollm2-135m "Why is the sky blue? Answer in one sentence."
+	$(BIN)/hotset run smollm2-135m "What is photosynthesis?" --temp 0 -n 80
 
-build: $(STAMP)
+build: $(VENV)/.installed
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-# Build requirements first: the package itself is then built in place, so that a change of csrc/ is a quick rebuild.
-$(STAMP): pyproject.toml CMakeLists.txt $(SOURCES) | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q "scikit-build-core>=0.11" "nanobind>=2.4" "ninja" "cmake>=3.25"
+# The tools of the build come first, so that the package is built in place: after a change of csrc/ that is quick.
+$(VENV)/.tools: | $(VENV)/bin/python
+	$(BIN)/python -m pip install -q "scikit-build-core>=0.11" "nanobind>=2.4" ninja "cmake>=3.25"
+	touch $@
+
+$(VENV)/.installed: pyproject.toml CMakeLists.txt $(SOURCES) $(VENV)/.tools
 	$(BIN)/python -m pip install -q --no-build-isolation -e .
 	touch $@
 
-$(VENV)/.dev: $(STAMP)
-	$(BIN)/python -m pip install -q $(TORCH)
+# torch is pinned to a build without CUDA; the tests use it and transformers as an oracle, hotset itself does not.
+$(VENV)/.dev: pyproject.toml | $(VENV)/.installed
+	$(BIN)/python -m pip install -q torch==2.13.0
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[dev]"
 	touch $@
 
-test: $(VENV)/.dev lint kernel-test
-	$(BIN)/python -m pytest -n 2
+test: build $(VENV)/.dev lint kernel-test
+	$(BIN)/python -m pytest -n $(JOBS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(SOURCES)
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(SOURCES)
+
+# Every instruction set of this machine against the scalar reference, bit for bit.
+kernel-test: $(VENV)/.tools
+	$(BIN)/cmake -S . -B build/kernels -G Ninja -DCMAKE_BUILD_TYPE=Release -DHOTSET_PYTHON=OFF -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja >/dev/null
+	$(BIN)/cmake --build build/kernels --target kernel_test
+	build/kernels/kernel_test
+
+# The same for AArch64, cross-compiled and run under qemu (Debian: g++-aarch64-linux-gnu, qemu-user).
+test-neon:
+	sh csrc/tests/run_neon.sh
+
+# The kernels under the address and undefined-behaviour sanitizers.
+sanitize: $(VENV)/.tools
+	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHOTSET_PYTHON=OFF -DHOTSET_SANITIZE=ON -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja >/dev/null
+	$(BIN)/cmake --build build/sanitize --target kernel_test
+	build/sanitize/kernel_test
+
+# Damaged files for a while: only sentences may come of them.
+fuzz: build $(VENV)/.dev
+	$(BIN)/python tests/fuzz/fuzz_gguf.py --seconds 60
+
+wheel: $(VENV)/.tools
+	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w dist .
+
+clean:
+	rm -rf build dist $(VENV)

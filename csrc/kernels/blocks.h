@@ -53,7 +53,7 @@ inline Block32 decode_block(Type type, const uint8_t* row, int64_t b) {
             out.min = load_f16(p + 2);
             for (int i = 0; i < 32; i++) out.q[i] = i < 16 ? p[4 + i] & 15 : p[4 + i - 16] >> 4;
             break;
-        case Type::Q5_0:  // f16 d | u32 fifth bits | 16 x u8: hi|lo
+        case Type::Q5_0:    // f16 d | u32 fifth bits | 16 x u8: hi|lo
         case Type::Q5_1: {  // f16 d | f16 m | u32 fifth bits | 16 x u8: hi|lo
             const int at = type == Type::Q5_0 ? 2 : 4;
             const uint32_t high = load_u32(p + at);
@@ -80,7 +80,8 @@ inline Block32 decode_block(Type type, const uint8_t* row, int64_t b) {
             for (int i = 0; i < 32; i++) out.q[i] = kIq4Values[i < 16 ? codes[i] & 15 : codes[i - 16] >> 4];
             break;
         }
-        case Type::Q2_K: {  // 16 x u8: min|scale | 64 x u8: 2 bits of weights i, i + 32, i + 64, i + 96 | f16 d | f16 dmin
+        case Type::Q2_K: {  // 16 x u8: min|scale | 64 x u8: 2 bits of weights i, i + 32, i + 64, i + 96 | f16
+                            // d | f16 dmin
             const uint8_t* codes = p + 16 + 32 * (j / 4);
             out.scale = load_f16(p + 80);
             out.min = -load_f16(p + 82);
@@ -95,11 +96,13 @@ inline Block32 decode_block(Type type, const uint8_t* row, int64_t b) {
             const uint8_t* codes = p + 32 + 32 * (j / 4);
             out.scale = load_f16(p + 108);
             for (int h = 0; h < 2; h++) out.sub_scale[h] = unpack_scale_q3(p + 96, 2 * j + h);
-            for (int i = 0; i < 32; i++) out.q[i] = ((codes[i] >> (2 * (j % 4)) & 3) | (p[i] >> j & 1) << 2) - 4;
+            for (int i = 0; i < 32; i++)
+                out.q[i] = ((codes[i] >> (2 * (j % 4)) & 3) | (p[i] >> j & 1) << 2) - 4;
             break;
         }
         case Type::Q4_K:    // f16 d | f16 dmin | 12 x u8 scales | 4 x (32 x u8: block 2j + 1 | block 2j)
-        case Type::Q5_K: {  // f16 d | f16 dmin | 12 x u8 scales | 32 x u8: bit j = fifth bit of block j | as Q4_K
+        case Type::Q5_K: {  // f16 d | f16 dmin | 12 x u8 scales | 32 x u8: bit j = fifth bit of block j | as
+                            // Q4_K
             const uint8_t* codes = p + (type == Type::Q4_K ? 16 : 48) + 32 * (j / 2);
             int scale, min;
             unpack_scale_min(p + 4, j, &scale, &min);
@@ -123,14 +126,18 @@ inline Block32 decode_block(Type type, const uint8_t* row, int64_t b) {
         }
         case Type::F32:
         case Type::F16:
-        case Type::BF16: break;  // not blocks
+        case Type::BF16:
+            break;  // not blocks
     }
     return out;
 }
 
 constexpr bool has_min(Type type) {
-    return type == Type::Q4_1 || type == Type::Q5_1 || type == Type::Q2_K || type == Type::Q4_K || type == Type::Q5_K;
+    return type == Type::Q4_1 || type == Type::Q5_1 || type == Type::Q2_K || type == Type::Q4_K ||
+           type == Type::Q5_K;
 }
 
 // Sub-blocks of 16 weights with integer scales: their products are summed as integers.
-constexpr bool has_sub_blocks(Type type) { return type == Type::Q2_K || type == Type::Q3_K || type == Type::Q6_K; }
+constexpr bool has_sub_blocks(Type type) {
+    return type == Type::Q2_K || type == Type::Q3_K || type == Type::Q6_K;
+}

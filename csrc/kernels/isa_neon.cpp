@@ -23,8 +23,7 @@ template <int kCount, class F>
 inline void unroll(F f) {
     [&]<int... i>(std::integer_sequence<int, i...>) {
         (f.template operator()<i>(), ...);
-    }
-    (std::make_integer_sequence<int, kCount>{});
+    }(std::make_integer_sequence<int, kCount>{});
 }
 
 template <int kBits>
