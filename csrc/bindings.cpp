@@ -35,8 +35,9 @@ const Kernels& chosen_kernels(const std::optional<std::string>& isa) {
     const char* forced = isa ? isa->c_str() : std::getenv("HOTSET_ISA");
     const char* error = nullptr;
     const Kernels* kernels = select_kernels(forced, &error);
-    require(kernels != nullptr,
-            std::string("HOTSET_ISA=") + (forced ? forced : "") + " cannot be used: " + (error ? error : ""));
+    if (!kernels && forced && *forced)
+        throw nb::value_error((std::string("HOTSET_ISA=") + forced + " cannot be used: " + error).c_str());
+    if (!kernels) throw nb::value_error(error);
     return *kernels;
 }
 

@@ -1,10 +1,20 @@
 // Tensor types of GGUF: ids, block sizes, and the view of a matrix in a mapped file.
+//
+// Functions of this header and of kernels.h are static, members HOTSET_INLINE: of an inline function that is
+// compiled in several files the linker keeps any copy, perhaps one with AVX-512, for processors without it
+// too.
 #pragma once
 
 #include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+
+#ifdef _MSC_VER
+#define HOTSET_INLINE __forceinline
+#else
+#define HOTSET_INLINE inline __attribute__((always_inline))
+#endif
 
 namespace hotset {
 
@@ -34,7 +44,7 @@ struct TypeFacts {
     int block_bytes;  // bytes per block; 0: the type is not supported
 };
 
-constexpr TypeFacts type_facts(Type type) {
+static constexpr TypeFacts type_facts(Type type) {
     switch (type) {
         case Type::F32:
             return {"F32", 1, 4};
@@ -70,7 +80,7 @@ constexpr TypeFacts type_facts(Type type) {
     return {"?", 1, 0};
 }
 
-constexpr bool is_float(Type type) {
+static constexpr bool is_float(Type type) {
     return type == Type::F32 || type == Type::F16 || type == Type::BF16;
 }
 
@@ -82,16 +92,17 @@ struct Matrix {
     int64_t cols = 0;
     size_t row_bytes = 0;
 
-    const uint8_t* row(int64_t r) const { return data + r * row_bytes; }
-    const uint8_t* end() const { return data + rows * row_bytes; }  // nothing may be read from here on
+    HOTSET_INLINE const uint8_t* row(int64_t r) const { return data + r * row_bytes; }
+    // Nothing may be read from here on.
+    HOTSET_INLINE const uint8_t* end() const { return data + rows * row_bytes; }
 };
 
-inline float f32_from_bits(uint32_t bits) {
+static inline float f32_from_bits(uint32_t bits) {
     return std::bit_cast<float>(bits);
 }
 
 // IEEE half to float, exactly, without relying on the compiler's support for half types.
-inline float f16_to_f32(uint16_t h) {
+static inline float f16_to_f32(uint16_t h) {
     const uint32_t sign = uint32_t(h & 0x8000) << 16;
     const uint32_t exponent = (h >> 10) & 0x1f;
     uint32_t mantissa = h & 0x3ff;
@@ -102,7 +113,7 @@ inline float f16_to_f32(uint16_t h) {
 }
 
 // Float to IEEE half, rounding to nearest even.
-inline uint16_t f32_to_f16(float f) {
+static inline uint16_t f32_to_f16(float f) {
     const uint32_t bits = std::bit_cast<uint32_t>(f);
     const uint32_t sign = (bits >> 16) & 0x8000;
     const uint32_t magnitude = bits & 0x7fffffff;
@@ -117,23 +128,23 @@ inline uint16_t f32_to_f16(float f) {
     return uint16_t(sign | ((magnitude - 0x38000000 + 0xfff + odd) >> 13));
 }
 
-inline float bf16_to_f32(uint16_t b) {
+static inline float bf16_to_f32(uint16_t b) {
     return f32_from_bits(uint32_t(b) << 16);
 }
 
-inline uint16_t load_u16(const uint8_t* p) {
+static inline uint16_t load_u16(const uint8_t* p) {
     uint16_t v;
     std::memcpy(&v, p, 2);
     return v;
 }
 
-inline uint32_t load_u32(const uint8_t* p) {
+static inline uint32_t load_u32(const uint8_t* p) {
     uint32_t v;
     std::memcpy(&v, p, 4);
     return v;
 }
 
-inline float load_f16(const uint8_t* p) {
+static inline float load_f16(const uint8_t* p) {
     return f16_to_f32(load_u16(p));
 }
 

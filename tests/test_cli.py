@@ -745,6 +745,18 @@ def test_doctor_says_that_kernels_were_forced(home: Path) -> None:
     assert "HOTSET_ISA" in kernels["why"]
 
 
+@needs_core
+def test_kernels_that_cannot_be_used_are_a_sentence(home: Path, model: Path) -> None:
+    env = {"HOTSET_ISA": "sse"}
+    report = json.loads(hotset("doctor", "--json", env=env).stdout)["kernels"]
+    assert report["chosen"] is None
+    assert report["why"] == "HOTSET_ISA=sse cannot be used: it must be scalar, avx2, avx512 or neon"
+    assert "scalar" in report["available"]
+    done = hotset("run", model, "Hello", "-n", 1, env=env)
+    assert done.returncode == 1
+    assert done.stderr == f"error: {report['why']}.\n"
+
+
 def test_convert_writes_a_file_that_runs(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 

@@ -65,10 +65,12 @@ inline __m256i lane_bits(__m256i bytes) {
 template <int kStride, int kCount>
 inline __m256i words_at_stride(const uint8_t* p) {
     const __m256i last = _mm256_set1_epi32(int(load_u32(p + (kCount - 1) * kStride)));
-    if constexpr (kCount == 1)
+    if constexpr (kCount == 1) {
         return last;
-    else
-        return _mm256_blend_epi32(words_at_stride<kStride, kCount - 1>(p), last, 1 << (kCount - 1));
+    } else {
+        const __m256i others = words_at_stride<kStride, kCount - 1>(p);  // named: the blend may be a macro
+        return _mm256_blend_epi32(others, last, 1 << (kCount - 1));
+    }
 }
 
 // Each format: unpack<g, n>(p, a, b) gives the codes of blocks 2g and 2g + 1 of the n at p: first halves in

@@ -28,7 +28,7 @@ constexpr int kPageSize = 64;   // tokens per page of the KV cache
 constexpr int kSplitPages = 8;  // pages per partial softmax: fixed, so that sums do not depend on threads
 constexpr int kMaxHeadDim = 512;
 
-constexpr int64_t padded(int64_t k) {
+static constexpr int64_t padded(int64_t k) {
     return (k + kPadding - 1) / kPadding * kPadding;
 }
 
@@ -56,7 +56,7 @@ using LinearKernel = void (*)(const Matrix& w, int64_t row0, int64_t row1, const
 // Rows that one call of a many-token kernel likes to have (it packs them once for all tokens).
 constexpr int kPanelRows = 64;
 
-constexpr size_t kernel_scratch_bytes(int64_t k) {
+static constexpr size_t kernel_scratch_bytes(int64_t k) {
     // A packed panel: a byte a weight, and per 32-block a float scale, a float minimum, two int32 scales and
     // two mins.
     return size_t(kPanelRows) * size_t(padded(k) + padded(k) / 32 * 24) + 65536;
@@ -76,10 +76,14 @@ struct KvLayer {
     uint16_t* k_scale = nullptr;  // Q8_0: [page][head][head_dim / 32][64]
     uint16_t* v_scale = nullptr;  // Q8_0: [page][head][64][head_dim_v / 32]
 
-    int value_stride() const { return (head_dim_v + 15) / 16 * 16; }
-    static int element_bytes(KvType type) { return type == KvType::F32 ? 4 : type == KvType::F16 ? 2 : 1; }
-    size_t k_page_bytes() const { return size_t(n_head_kv) * head_dim * kPageSize * element_bytes(type); }
-    size_t v_page_bytes() const {
+    HOTSET_INLINE int value_stride() const { return (head_dim_v + 15) / 16 * 16; }
+    static HOTSET_INLINE int element_bytes(KvType type) {
+        return type == KvType::F32 ? 4 : type == KvType::F16 ? 2 : 1;
+    }
+    HOTSET_INLINE size_t k_page_bytes() const {
+        return size_t(n_head_kv) * head_dim * kPageSize * element_bytes(type);
+    }
+    HOTSET_INLINE size_t v_page_bytes() const {
         return size_t(n_head_kv) * value_stride() * kPageSize * element_bytes(type);
     }
 };
@@ -131,8 +135,8 @@ const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
 const Kernels* neon_kernels();
 
-// The best table that this processor can run; HOTSET_ISA (scalar, avx2, avx512, neon) forces one.
-// Null with a reason in `error` when the forced one is unknown or cannot run here.
+// The best table that this processor can run, or the one that `forced` names (scalar, avx2, avx512, neon).
+// Null with a reason in `error` when that one is unknown or cannot run here, or when none can.
 const Kernels* select_kernels(const char* forced, const char** error);
 
 }  // namespace hotset

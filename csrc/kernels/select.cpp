@@ -5,6 +5,7 @@
 #include "kernels.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
+#include <cpuid.h>
 #define HOTSET_CPU_HAS(feature) (__builtin_cpu_supports(feature) != 0)
 #elif defined(_M_X64)
 #include <intrin.h>
@@ -19,8 +20,12 @@ namespace hotset {
 namespace {
 
 #if defined(__x86_64__) && defined(__GNUC__)
+bool has_f16c() {  // by hand: older compilers do not know its name
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
 bool has_avx2() {
-    return HOTSET_CPU_HAS("avx2") && HOTSET_CPU_HAS("fma");
+    return HOTSET_CPU_HAS("avx2") && HOTSET_CPU_HAS("fma") && HOTSET_CPU_HAS("bmi2") && has_f16c();
 }
 bool has_avx512() {
     return has_avx2() && HOTSET_CPU_HAS("avx512f") && HOTSET_CPU_HAS("avx512bw") &&
@@ -36,7 +41,7 @@ bool os_saves(unsigned mask) {
     return cpu_bit(1, 2, 27) && (_xgetbv(0) & mask) == mask;
 }
 bool has_avx2() {
-    return os_saves(0x6) && cpu_bit(7, 1, 5) && cpu_bit(1, 2, 12) && cpu_bit(1, 2, 29);
+    return os_saves(0x6) && cpu_bit(7, 1, 5) && cpu_bit(7, 1, 8) && cpu_bit(1, 2, 12) && cpu_bit(1, 2, 29);
 }
 bool has_avx512() {
     return has_avx2() && os_saves(0xe6) && cpu_bit(7, 1, 16) && cpu_bit(7, 1, 30) && cpu_bit(7, 1, 17) &&
@@ -89,6 +94,12 @@ const Kernels* neon_kernels() {
 #endif
 
 const Kernels* select_kernels(const char* forced, const char** error) {
+#ifdef HOTSET_X86
+    if (!has_avx2()) {  // the scalar kernels are compiled for AVX2 and FMA as well
+        *error = "this processor lacks AVX2, which hotset needs";
+        return nullptr;
+    }
+#endif
     const Kernels* avx512 = has_avx512() ? avx512_kernels() : nullptr;
     const Kernels* avx2 = has_avx2() ? avx2_kernels() : nullptr;
     const Kernels* neon = has_neon() ? neon_kernels() : nullptr;

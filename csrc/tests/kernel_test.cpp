@@ -308,6 +308,11 @@ void test_all(const Kernels& kernels) {
 int main() {
     const Kernels* tables[] = {scalar_kernels(), nullptr, nullptr, nullptr};
     int n_tables = 1;
+    const char* reason = nullptr;
+    if (!select_kernels(nullptr, &reason)) {
+        std::printf("FAIL %s\n", reason);
+        return 1;
+    }
     for (const char* isa : {"avx2", "avx512", "neon"}) {
         const char* error = nullptr;
         if (const Kernels* kernels = select_kernels(isa, &error)) tables[n_tables++] = kernels;

@@ -110,7 +110,10 @@ class CpuBackend:
         return self._lowered[taps]
 
     def _lower(self, taps: frozenset[str]) -> _Lowered:
-        plan = _core.Plan(self.max_batch, self.n_pages, self.n_pages, self.n_threads, self._isa)
+        try:
+            plan = _core.Plan(self.max_batch, self.n_pages, self.n_pages, self.n_threads, self._isa)
+        except ValueError as error:  # HOTSET_ISA, or a processor without the instructions that are needed
+            raise InvalidRequestError(str(error)) from None
         fused = fuse(self.graph, taps)
         buffers = _Buffers(plan, self.graph, fused, taps)
         for op in fused:

@@ -104,7 +104,10 @@ def _kernels() -> dict[str, Any]:
     except ImportError as error:
         why = f"the native core is not there ({error}): reinstall with 'pip install --force-reinstall hotset'"
         return {"chosen": None, "available": [], "why": why}
-    chosen, available = _core.isa(), list(_core.available_isas())
+    try:
+        chosen, available = _core.isa(), list(_core.available_isas())
+    except ValueError as error:
+        return {"chosen": None, "available": _core.available_isas(), "why": str(error)}
     if os.environ.get("HOTSET_ISA"):
         why = f"forced by HOTSET_ISA={os.environ['HOTSET_ISA']}"
     elif len(available) == 1:
