@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_gguf import write_llama
 
 import hotset
 from hotset.backends.base import PAGE_SIZE
-from hotset.formats.gguf import GGUFWriter
-from hotset.formats.quants import GGMLType
 
 SPECIALS = ["<s>", "</s>", "<|im_start|>"]
 BOS, EOS = 256, 257
@@ -43,18 +42,8 @@ def byte_letters() -> list[str]:
 
 def write_model(path: Path, **keys: Any) -> Path:
     """A llama of two layers over bytes and three special tokens, every parameter random."""
-    random = np.random.default_rng(5)
-    d, n_ff, n_head, n_head_kv, head_dim = 32, 48, 4, 2, 8
     tokens = byte_letters() + SPECIALS
-    metadata: dict[str, Any] = {
-        "llama.context_length": 256,
-        "llama.embedding_length": d,
-        "llama.block_count": 2,
-        "llama.feed_forward_length": n_ff,
-        "llama.attention.head_count": n_head,
-        "llama.attention.head_count_kv": n_head_kv,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5,
-        "llama.rope.freq_base": 10000.0,
+    tokenizer: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": tokens,
@@ -65,28 +54,16 @@ def write_model(path: Path, **keys: Any) -> Path:
         "tokenizer.ggml.add_bos_token": True,
         "tokenizer.chat_template": TEMPLATE,
     }
-    writer = GGUFWriter(path, "llama")
-    for key, value in (metadata | keys).items():
-        if value is not None:
-            writer.add(key, value)
-    shapes: dict[str, tuple[int, ...]] = {"token_embd": (len(tokens), d), "output": (len(tokens), d)}
-    for i in range(2):
-        shapes |= {
-            f"blk.{i}.attn_q": (n_head * head_dim, d),
-            f"blk.{i}.attn_k": (n_head_kv * head_dim, d),
-            f"blk.{i}.attn_v": (n_head_kv * head_dim, d),
-            f"blk.{i}.attn_output": (d, n_head * head_dim),
-            f"blk.{i}.ffn_gate": (n_ff, d),
-            f"blk.{i}.ffn_up": (n_ff, d),
-            f"blk.{i}.ffn_down": (d, n_ff),
-        }
-    for name, shape in shapes.items():
-        weights = random.standard_normal(shape) * (3 if name == "output" else 1.5) / np.sqrt(shape[1])
-        writer.add_tensor(f"{name}.weight", weights.astype(np.float32), GGMLType.F32)
-    for name in ("output_norm", *(f"blk.{i}.{part}_norm" for i in range(2) for part in ("attn", "ffn"))):
-        writer.add_tensor(f"{name}.weight", random.uniform(0.5, 1.5, d).astype(np.float32), GGMLType.F32)
-    writer.write()
-    return path
+    return write_llama(
+        path,
+        n_embd=32,
+        n_ff=48,
+        head_dim=8,
+        n_vocab=len(tokens),
+        spread=lambda name: 3.0 if name == "output" else 1.5,
+        keys=tokenizer | keys,
+        seed=5,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_gguf import write_llama
 
 from hotset.backends.base import PAGE_SIZE, Batch, KVType
 from hotset.backends.reference import ACTIVATIONS, ReferenceBackend, rotate
@@ -18,40 +19,20 @@ from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import Attention, Embed, Graph, LayerNorm, Rope, Rotate, SelectOutputs, Value
 
-N_VOCAB, D, N_FF, HEADS, KV_HEADS, HEAD = 96, 64, 96, 4, 2, 32
+N_VOCAB, D, N_FF = 96, 64, 96  # of the tiny model
 F32 = np.float32
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> GGUFFile:
     """A random two-layer llama with heads of 32; the embedding is Q8_0 and serves as output too."""
-    rng = np.random.default_rng(1)
-    path = tmp_path_factory.mktemp("llama") / "llama.gguf"
-    writer = GGUFWriter(path, "llama")
-    for key, value in {
-        "block_count": 2, "context_length": 256, "embedding_length": D, "feed_forward_length": N_FF,
-        "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "attention.key_length": HEAD,
-        "attention.layer_norm_rms_epsilon": 1e-5,
-    }.items():  # fmt: skip
-        writer.add(f"llama.{key}", value)
-
-    def add(name: str, *shape: int, type: GGMLType = GGMLType.F32) -> None:
-        scale = 1.5 / math.sqrt(shape[-1]) if len(shape) > 1 else 1.0
-        writer.add_tensor(f"{name}.weight", (rng.standard_normal(shape) * scale).astype(F32), type)
-
-    add("token_embd", N_VOCAB, D, type=GGMLType.Q8_0)
-    add("output_norm", D)
-    for i in range(2):
-        add(f"blk.{i}.attn_norm", D)
-        add(f"blk.{i}.attn_q", HEADS * HEAD, D, type=GGMLType.F16)
-        add(f"blk.{i}.attn_k", KV_HEADS * HEAD, D)
-        add(f"blk.{i}.attn_v", KV_HEADS * HEAD, D)
-        add(f"blk.{i}.attn_output", D, HEADS * HEAD)
-        add(f"blk.{i}.ffn_norm", D)
-        add(f"blk.{i}.ffn_gate", N_FF, D)
-        add(f"blk.{i}.ffn_up", N_FF, D)
-        add(f"blk.{i}.ffn_down", D, N_FF)
-    writer.write()
+    types = {"token_embd": GGMLType.Q8_0, "attn_q": GGMLType.F16}
+    path = write_llama(
+        tmp_path_factory.mktemp("llama") / "llama.gguf",
+        tied=True,
+        type_of=lambda name: types.get(name.split(".")[-1], GGMLType.F32),
+        spread=lambda name: 1.0,
+    )
     return open_gguf(path)
 
 

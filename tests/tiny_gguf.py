@@ -26,13 +26,17 @@ def write_llama(
     head_dim: int = 32,
     n_vocab: int = 96,
     n_ctx: int = 256,
+    tied: bool = False,
     type_of: Callable[[str], GGMLType] = lambda name: GGMLType.F32,
+    spread: Callable[[str], float] | None = None,
     keys: Mapping[str, Any] | None = None,
     seed: int = 1,
 ) -> Path:
-    """A random model of the llama family; `type_of` names the type of each matrix, `keys` adds and replaces.
+    """A random model of the llama family. tied: without a matrix of its own for the output.
 
-    Matrices of float types are normal with a spread of 1.5 / sqrt(columns), others random valid blocks.
+    type_of: the type of each matrix. keys: adds to the metadata and replaces it; None leaves a key out.
+    spread: matrices are normal with a deviation of spread(name) / sqrt(columns). Without it those of float
+    types are, with 1.5, and others are random valid blocks.
     """
     rng = np.random.default_rng(seed)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,8 +59,9 @@ def write_llama(
 
     def matrix(name: str, rows: int, cols: int) -> None:
         type_ = type_of(name)
-        if type_ in (GGMLType.F32, GGMLType.F16, GGMLType.BF16):
-            data = (rng.standard_normal((rows, cols)) * 1.5 / math.sqrt(cols)).astype(np.float32)
+        if spread or type_ in (GGMLType.F32, GGMLType.F16, GGMLType.BF16):
+            deviation = (spread(name) if spread else 1.5) / math.sqrt(cols)
+            data = (rng.standard_normal((rows, cols)) * deviation).astype(np.float32)
             writer.add_tensor(f"{name}.weight", data, type_)
         else:
             writer.add_tensor(f"{name}.weight", random_blocks(type_, rows, cols, rng), type_, (cols, rows))
@@ -68,7 +73,8 @@ def write_llama(
         writer.add_tensor(f"{name}.bias", rng.standard_normal(width).astype(np.float32) * 0.1, GGMLType.F32)
 
     matrix("token_embd", n_vocab, n_embd)
-    matrix("output", n_vocab, n_embd)
+    if not tied:
+        matrix("output", n_vocab, n_embd)
     norm("output_norm", n_embd)
     for i in range(n_layer):
         widths = {"attn_q": n_head * head_dim, "attn_k": n_head_kv * head_dim, "attn_v": n_head_kv * head_dim}
