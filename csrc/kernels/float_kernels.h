@@ -222,6 +222,12 @@ void float_linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, 
 
 constexpr int kRowTile = 6;  // query rows that share one read of the keys
 
+// Vectors of positions or channels at once for R query rows: as many as there are registers for their sums.
+template <int R>
+constexpr int kColumns = V::kRegisters == 1 || R == 1 ? 4
+                         : R <= 3                     ? 2
+                                                      : 1;
+
 template <KvType kType>
 inline V load_kv(const uint8_t* p, int64_t i) {
     if constexpr (kType == KvType::F32) return V::load(reinterpret_cast<const float*>(p) + i);
@@ -230,36 +236,41 @@ inline V load_kv(const uint8_t* p, int64_t i) {
 }
 
 // scores[r][0:64] = q_r · k for the 64 positions of a page: lanes are positions, channels are added in order.
-template <KvType kType, int R>
+template <KvType kType, int R, int C>
 inline void page_scores(const KvLayer& kv, const uint8_t* keys, const uint16_t* scales, const float* const* q,
                         float (*scores)[kPageSize]) {
-    V acc[R][4];
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < 4; c++) acc[r][c] = V::zero();
-    if constexpr (kType == KvType::Q8_0) {
-        for (int block = 0; block < kv.head_dim / 32; block++) {
-            V part[R][4];
-            for (int r = 0; r < R; r++)
-                for (int c = 0; c < 4; c++) part[r][c] = V::zero();
-            for (int d = block * 32; d < block * 32 + 32; d++)
-                for (int c = 0; c < 4; c++) {
-                    const V key = load_kv<kType>(keys, int64_t(d) * kPageSize + c * 16);
-                    for (int r = 0; r < R; r++) part[r][c] = fma(V::set(q[r][d]), key, part[r][c]);
+    for (int position = 0; position < kPageSize; position += 16 * C) {
+        V acc[R][C];
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++) acc[r][c] = V::zero();
+        auto add = [&](int first, int last) {
+            for (int d = first; d < last; d++)
+                for (int c = 0; c < C; c++) {
+                    const V key = load_kv<kType>(keys, int64_t(d) * kPageSize + position + c * 16);
+                    for (int r = 0; r < R; r++) acc[r][c] = fma(V::set(q[r][d]), key, acc[r][c]);
                 }
-            for (int c = 0; c < 4; c++) {
-                const V scale = V::load_f16(scales + block * kPageSize + c * 16);
-                for (int r = 0; r < R; r++) acc[r][c] = fma(scale, part[r][c], acc[r][c]);
+        };
+        if constexpr (kType == KvType::Q8_0) {
+            V total[R][C];
+            for (int r = 0; r < R; r++)
+                for (int c = 0; c < C; c++) total[r][c] = V::zero();
+            for (int block = 0; block < kv.head_dim / 32; block++) {
+                for (int r = 0; r < R; r++)
+                    for (int c = 0; c < C; c++) acc[r][c] = V::zero();
+                add(block * 32, block * 32 + 32);
+                for (int c = 0; c < C; c++) {
+                    const V scale = V::load_f16(scales + block * kPageSize + position + c * 16);
+                    for (int r = 0; r < R; r++) total[r][c] = fma(scale, acc[r][c], total[r][c]);
+                }
             }
+            for (int r = 0; r < R; r++)
+                for (int c = 0; c < C; c++) acc[r][c] = total[r][c];
+        } else {
+            add(0, kv.head_dim);
         }
-    } else {
-        for (int d = 0; d < kv.head_dim; d++)
-            for (int c = 0; c < 4; c++) {
-                const V key = load_kv<kType>(keys, int64_t(d) * kPageSize + c * 16);
-                for (int r = 0; r < R; r++) acc[r][c] = fma(V::set(q[r][d]), key, acc[r][c]);
-            }
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++) acc[r][c].store(scores[r] + position + c * 16);
     }
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < 4; c++) acc[r][c].store(scores[r] + c * 16);
 }
 
 // out_r += sum over slots [first, last) of p[r][slot] * value, in order of slots, C vectors of sixteen
@@ -304,8 +315,9 @@ inline void attend_page(const KvLayer& kv, int head, int page, int base, const f
 
     const int64_t slab = int64_t(page) * kv.n_head_kv + head;
     alignas(64) float p[R][kPageSize];
-    page_scores<kType, R>(kv, kv.k + slab * kv.head_dim * kPageSize * KvLayer::element_bytes(kType),
-                          kv.k_scale + slab * (kv.head_dim / 32) * kPageSize, q, p);
+    page_scores<kType, R, kColumns<R>>(kv,
+                                       kv.k + slab * kv.head_dim * kPageSize * KvLayer::element_bytes(kType),
+                                       kv.k_scale + slab * (kv.head_dim / 32) * kPageSize, q, p);
     for (int r = 0; r < R; r++) {
         const int first = imax(row_first[r] - base, 0), last = imin(row_last[r] - base, kPageSize);
         if (first >= last) {
@@ -335,8 +347,8 @@ inline void attend_page(const KvLayer& kv, int head, int page, int base, const f
     const uint8_t* values = kv.v + slab * stride * kPageSize * KvLayer::element_bytes(kType);
     const uint16_t* value_scales = kv.v_scale + slab * (kv.head_dim_v / 32) * kPageSize;
     int channel = 0;
-    for (; channel + 64 <= stride; channel += 64)
-        page_values<kType, R, 4>(kv, values, value_scales, channel, lowest, highest, p, out);
+    for (; channel + 16 * kColumns<R> <= stride; channel += 16 * kColumns<R>)
+        page_values<kType, R, kColumns<R>>(kv, values, value_scales, channel, lowest, highest, p, out);
     for (; channel < stride; channel += 16)
         page_values<kType, R, 1>(kv, values, value_scales, channel, lowest, highest, p, out);
 }

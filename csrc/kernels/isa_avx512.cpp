@@ -80,13 +80,17 @@ struct HeadScales {
     }
 
     static Scales scales(const uint8_t* p, int n) {
-        const __m512i words = heads<0>(p, n);
         Scales s;
         if constexpr (kMin) {
+            const __m512i words = heads<0>(p, n);
             s.scale = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words));
             s.min = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(words, 16)));
-        } else {
-            s.scale = _mm512_cvtph_ps(_mm512_castsi512_si256(words));
+        } else if constexpr (kAtOnce > 4) {
+            s.scale = _mm512_cvtph_ps(_mm512_castsi512_si256(heads<0>(p, n)));
+        } else {  // blocks so long that sixteen loads are quicker
+            alignas(32) uint16_t halves[16];
+            for (int i = 0; i < n; i++) halves[i] = load_u16(p + i * kStride);
+            s.scale = _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(halves)));
         }
         return s;
     }

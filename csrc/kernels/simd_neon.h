@@ -12,6 +12,7 @@ struct V {
         return {{f(0), f(1), f(2), f(3)}};
     }
 
+    static constexpr int kRegisters = 4;
     static V zero() { return set(0.0f); }
     static V set(float x) {
         const float32x4_t r = vdupq_n_f32(x);

@@ -4,6 +4,7 @@
 struct V {
     float v[16];
 
+    static constexpr int kRegisters = 16;
     static V zero() { return set(0.0f); }
     static V set(float x) {
         V r;

@@ -84,12 +84,9 @@ def _open(url: str, headers: Mapping[str, str], token: str | None) -> AbstractCo
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     context = ssl.create_default_context()
     if sys.platform == "darwin" and not os.environ.get("SSL_CERT_FILE"):
-        try:  # python.org's builds for macOS come without certificates
-            import certifi
+        import certifi  # python.org's builds for macOS come without certificates
 
-            context.load_verify_locations(certifi.where())
-        except ImportError:
-            pass
+        context.load_verify_locations(certifi.where())
     opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context))
     response: AbstractContextManager[HTTPResponse] = opener.open(request, timeout=TIMEOUT)
     return response
