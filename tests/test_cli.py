@@ -652,6 +652,7 @@ def test_bench_json_has_llama_benchs_fields(model: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     entries = json.loads(done.stdout)
+    tensors = json.loads(inside("show", model, "--json", "--tensors").stdout)["tensors"]
     assert [(e["n_prompt"], e["n_gen"], e["n_depth"]) for e in entries] == [
         (p, n, d) for d in (0, 64) for p, n in [(8, 0), (16, 0), (0, 4), (8, 4)]
     ]
@@ -662,7 +663,8 @@ def test_bench_json_has_llama_benchs_fields(model: Path) -> None:
         assert entry["stddev_ts"] >= 0
         assert entry["read_bandwidth"] > 0
         assert entry["bytes_per_token"] > 0
-        assert entry["model_size"] > 0
+        assert entry["model_type"] == "llama 68.22 K Q8_0"
+        assert entry["model_size"] == sum(t["nbytes"] for t in tensors)
         assert entry["type_k"] == "f16"
     assert "read bandwidth of the mapped file" in done.stderr
     deeper = [e["bytes_per_token"] for e in entries if e["n_gen"] and not e["n_prompt"]]

@@ -24,6 +24,7 @@ from hotset.cli.console import DownloadBar, human_count, print_json, say
 from hotset.storage import catalogue, store
 
 if TYPE_CHECKING:
+    from hotset.api import Model
     from hotset.backends.base import Backend, KVType
 
 _SEED = 0
@@ -82,7 +83,6 @@ def bench(
 ) -> None:
     """Measure speed in llama-bench's terms, and the share of the memory bandwidth that it reaches."""
     import hotset
-    from hotset.model.cost import Cost
 
     output = "json" if json else output
     if output not in _PRINTERS:
@@ -102,8 +102,7 @@ def bench(
         for kv_type in _kv_types(cache_type):
             n_ctx = max(test.n_ctx for test in tests)
             with hotset.load(path, n_ctx=n_ctx, n_threads=n_threads, kv_type=kv_type) as loaded:
-                cost = Cost(loaded.graph, loaded.gguf.tensors)
-                facts = _facts(loaded, path, kv_type, batch)
+                facts = _facts(loaded, path, batch)
                 read = _bandwidth_reader(path, facts["n_threads"])
                 if first:
                     measured = statistics.median(read() for _ in range(3))
@@ -111,7 +110,8 @@ def bench(
                     first = False
                 for test in tests:
                     result = measure(loaded.backend, test, repetitions, batch, read)
-                    printer.row(_entry(facts, test, result, cost.bytes_per_token(_mean_depth(test), kv_type)))
+                    n_bytes = loaded.cost.bytes_per_token(_mean_depth(test), loaded.kv_type)
+                    printer.row(_entry(facts, test, result, n_bytes))
     printer.end()
 
 
@@ -227,7 +227,7 @@ def _bandwidth_reader(path: Path, n_threads: int) -> Callable[[], float]:
 # -- reporting -----------------------------------------------------------------------------------
 
 
-def _facts(model: Any, path: Path, kv_type: str, batch: int) -> dict[str, Any]:
+def _facts(model: Model, path: Path, batch: int) -> dict[str, Any]:
     """What all entries of a model share, under llama-bench's names."""
     from hotset.cli.doctor import package_version, processor_name
     from hotset.cli.models import describe
@@ -241,13 +241,13 @@ def _facts(model: Any, path: Path, kv_type: str, batch: int) -> dict[str, Any]:
         "backends": model.backend.name.upper(),
         "model_filename": str(path),
         "model_type": f"{facts['architecture']} {human_count(facts['parameters'])} {main_type}",
-        "model_size": facts["size"],
+        "model_size": sum(kind["bytes"] for kind in facts["types"].values()),  # of tensors, not the file
         "model_n_params": facts["parameters"],
         "n_batch": batch,
         "n_ubatch": min(batch, model.backend.max_batch),
         "n_threads": getattr(model.backend, "n_threads", 1),
-        "type_k": kv_type,
-        "type_v": kv_type,
+        "type_k": model.kv_type,
+        "type_v": model.kv_type,
     }
 
 

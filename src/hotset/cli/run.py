@@ -277,12 +277,8 @@ def _result(model: Model, text: str, tokens: list[int], last: Chunk) -> dict[str
 
 def bytes_touched(model: Model, timings: Timings) -> int:
     """Bytes of weights and cache that an average token of the answer touched."""
-    from hotset.model.cost import Cost
-
     depth = timings.prompt_tokens + timings.predicted_tokens / 2
-    return round(
-        Cost(model.graph, model.gguf.tensors).bytes_per_token(depth, getattr(model.backend, "kv_type", "f16"))
-    )
+    return round(model.cost.bytes_per_token(depth, model.kv_type))
 
 
 def closing_line(model: Model, last: Chunk) -> str:
