@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import DownloadBar, human_count, print_json, say
+from hotset.cli.console import DownloadBar, print_json, say
 from hotset.storage import catalogue, store
+from hotset.units import human_count
 
 if TYPE_CHECKING:
     from hotset.api import Model

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hotset.cli.console import human_size, say
+from hotset.cli.console import say
 from hotset.cli.run import chunks, closing_line, has_template
 from hotset.errors import HotsetError
+from hotset.units import human_size
 
 if TYPE_CHECKING:
     from hotset.api import Chunk, Model

@@ -1,4 +1,4 @@
-"""What the verbs share: sentences on stderr, tables and JSON on stdout, progress bars, sizes.
+"""What the verbs share: sentences on stderr, tables and JSON on stdout, progress bars.
 
 Rich is imported only where a table or a bar is really printed: `hotset run` answers before it would load.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from hotset.storage.reporter import Reporter
+from hotset.units import human_size
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -65,22 +66,6 @@ def escape(text: str) -> str:
     from rich.markup import escape as rich_escape
 
     return rich_escape(text)
-
-
-def human_size(size: float) -> str:
-    """Decimal, as disks and the hub count: 98.4 MB, 4.3 GB."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size:.0f} B"
-
-
-def human_count(count: float) -> str:
-    """134.52 M, 7.24 B: numbers of parameters."""
-    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return str(int(count))
 
 
 class DownloadBar(Reporter):

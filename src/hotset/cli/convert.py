@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import human_size, print_json, say
+from hotset.cli.console import print_json, say
+from hotset.units import human_size
 
 
 def convert(

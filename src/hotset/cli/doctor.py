@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from hotset.cli import options
-from hotset.cli.console import human_size, print_json, print_table
+from hotset.cli.console import print_json, print_table
 from hotset.storage import store
+from hotset.units import human_size
 
 _PACKAGES = (
     "hotset",

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import DownloadBar, human_count, human_size, print_json, print_table, say
+from hotset.cli.console import DownloadBar, print_json, print_table, say
 from hotset.storage import catalogue, store
+from hotset.units import human_count, human_size
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
@@ -158,6 +159,8 @@ def describe(gguf: GGUFFile, path: Path) -> dict[str, Any]:
     """The facts of a file as plain values. An architecture that cannot run still has most of them."""
     from hotset.errors import HotsetError
     from hotset.model.config import config_from_gguf
+    from hotset.model.cost import Cost
+    from hotset.model.decoder import describe as describe_graph
 
     types: dict[str, dict[str, int]] = {}
     for tensor in gguf.tensors.values():
@@ -185,6 +188,7 @@ def describe(gguf: GGUFFile, path: Path) -> dict[str, Any]:
     }
     try:
         config = config_from_gguf(gguf)
+        cost = Cost(describe_graph(config, gguf.tensors), gguf.tensors)
     except HotsetError as error:
         facts["runs"] = False
         facts["reason"] = str(error)
@@ -206,7 +210,7 @@ def describe(gguf: GGUFFile, path: Path) -> dict[str, Any]:
             "scaling": meta.get(f"{gguf.architecture}.rope.scaling.type"),
             "channels": config.rope.n_rot,
         },
-        "kv_bytes_per_token": 2 * config.n_layer * config.n_head_kv * (config.head_dim + config.head_dim_v),
+        "kv_bytes_per_token": cost.kv_bytes_per_token("f16"),
     }
     return facts
 

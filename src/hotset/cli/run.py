@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import DownloadBar, human_size, print_json, print_table, say
+from hotset.cli.console import DownloadBar, print_json, print_table, say
 from hotset.storage import catalogue, store
+from hotset.units import human_size
 
 if TYPE_CHECKING:
     from hotset.api import Chunk, Model, Timings

