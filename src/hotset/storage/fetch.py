@@ -352,7 +352,8 @@ def choose_model(files: list[HubFile], memory: int) -> tuple[list[HubFile], str]
     if len(ranked) == 1:
         reason = f"{name} ({human_size(size(best))}), the repository's only model"
     elif fitting:
-        reason = f"{name} ({human_size(size(best))}), the most precise of {len(ranked)} models that fits in {human_size(memory)}"
+        reason = f"{name} ({human_size(size(best))}), the most precise of {len(ranked)} models that fits"
+        reason += f" in {human_size(memory)}"
         larger = [path for path in ranked[: ranked.index(best)]]
         if larger:
             reason += f"; {PurePosixPath(larger[-1]).name} ({human_size(size(larger[-1]))}) does not fit"
