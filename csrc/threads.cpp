@@ -36,6 +36,14 @@ int64_t now_ns() {
 
 }  // namespace
 
+void prefetch_line(const void* p) {
+#if defined(__GNUC__)
+    __builtin_prefetch(p, 0, 2);
+#elif defined(_M_X64)
+    _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
+#endif
+}
+
 Memory::Memory(size_t bytes) {
     bytes = (bytes + 63) / 64 * 64 + 64;
 #ifdef _WIN32

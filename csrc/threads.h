@@ -44,6 +44,9 @@ class Memory {
     std::unique_ptr<uint8_t, Free> data_;
 };
 
+// Fetches the cache line at p, if there is memory: any address may be given.
+void prefetch_line(const void* p);
+
 class Team;
 struct Slot;
 

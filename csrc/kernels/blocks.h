@@ -137,6 +137,11 @@ constexpr bool has_min(Type type) {
            type == Type::Q5_K;
 }
 
+// Of a power of two.
+constexpr int log2_of(int n) {
+    return n <= 1 ? 0 : 1 + log2_of(n / 2);
+}
+
 // Sub-blocks of 16 weights with integer scales: their products are summed as integers.
 constexpr bool has_sub_blocks(Type type) {
     return type == Type::Q2_K || type == Type::Q3_K || type == Type::Q6_K;

@@ -42,7 +42,7 @@ inline V activate(Activation kind, V threshold, V x) {
         case Activation::Gelu: {
             float lanes[16];
             x.store(lanes);
-            for (float& lane : lanes) lane = 0.5f * lane * (1.0f + __builtin_erff(lane * 0.70710678118f));
+            for (float& lane : lanes) lane = 0.5f * lane * (1.0f + erff(lane * 0.70710678118f));
             return V::load(lanes);
         }
         case Activation::Relu:
@@ -89,7 +89,7 @@ void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* 
         const V v = V::load_n(x + i, c);
         squares = fma(v, v, squares);
     });
-    const V scale = V::set(1.0f / __builtin_sqrtf(sum(squares) / float(n) + eps));
+    const V scale = V::set(1.0f / sqrtf(sum(squares) / float(n) + eps));
     for_lanes(n, [&](int64_t i, int c) {
         (V::load_n(x + i, c) * scale * V::load_n(weight + i, c)).store_n(out + i, c);
     });
@@ -104,7 +104,7 @@ void layer_norm(const float* x, const float* weight, const float* bias, float ep
         const V centred = blend_range(0, c, V::load_n(x + i, c) - mean, V::zero());
         squares = fma(centred, centred, squares);
     });
-    const V scale = V::set(1.0f / __builtin_sqrtf(sum(squares) / float(n) + eps));
+    const V scale = V::set(1.0f / sqrtf(sum(squares) / float(n) + eps));
     for_lanes(n, [&](int64_t i, int c) {
         const V normal = (V::load_n(x + i, c) - mean) * scale * V::load_n(weight + i, c);
         (bias ? normal + V::load_n(bias + i, c) : normal).store_n(out + i, c);
@@ -324,7 +324,7 @@ inline void attend_page(const KvLayer& kv, int head, int page, int base, const f
             for (int c = 0; c < 4; c++) V::zero().store(p[r] + c * 16);
             continue;
         }
-        const V hidden = V::set(-__builtin_inff());
+        const V hidden = V::set(-INFINITY);
         V score[4];
         for (int c = 0; c < 4; c++)
             score[c] = blend_range(imin(imax(first - c * 16, 0), 16), imin(imax(last - c * 16, 0), 16),
@@ -338,7 +338,7 @@ inline void attend_page(const KvLayer& kv, int head, int page, int base, const f
         }
         const float page_sum = sum((score[0] + score[1]) + (score[2] + score[3]));
         const float rescale = exp1(state[r].max - new_max);
-        state[r].sum = __builtin_fmaf(state[r].sum, rescale, page_sum);
+        state[r].sum = fmaf(state[r].sum, rescale, page_sum);
         state[r].max = new_max;
         if (rescale != 1.0f)
             for (int c = 0; c < stride; c += 16)
@@ -359,7 +359,7 @@ inline void attend(const KvLayer& kv, int head, const int32_t* pages, int first,
                    AttentionState* state, float* out) {
     const int stride = kv.value_stride();
     for (int r = 0; r < n_rows; r++) {
-        state[r] = {-__builtin_inff(), 0.0f};
+        state[r] = {-INFINITY, 0.0f};
         for (int c = 0; c < stride; c += 16) V::zero().store(out + r * stride + c);
     }
     for (int index = first / kPageSize; index * kPageSize < last; index++) {
@@ -412,7 +412,7 @@ void merge_attention(int n_parts, const AttentionState* states, const float* par
     float total = 0.0f;
     for (int i = 0; i < n_parts; i++) {  // a part with no visible position has max -inf, weight 0
         const float weight = exp1(states[i].max - top);
-        total = __builtin_fmaf(weight, states[i].sum, total);
+        total = fmaf(weight, states[i].sum, total);
         for_lanes(n, [&](int64_t c, int count) {
             const V part = V::load_n(parts + i * stride + c, count) * V::set(weight);
             (i ? V::load_n(out + c, count) + part : part).store_n(out + c, count);

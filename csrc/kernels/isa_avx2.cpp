@@ -19,6 +19,10 @@ namespace hotset::avx2 {
 #include "simd_avx2.h"
 #include "float_kernels.h"
 
+inline float half(uint16_t bits) {
+    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
+}
+
 // Scales of eight blocks of one row, a lane a block. Integer scales of sub-blocks are int16, two a lane.
 struct Scales {
     __m256 scale;
@@ -189,8 +193,8 @@ struct FormatIQ4_NL : Nibbles<2, 18, false> {
 
 // Types with super-blocks: always eight blocks, which are one super-block.
 
-inline __m256 times(uint16_t half, __m256i integers) {
-    return _mm256_mul_ps(_mm256_set1_ps(_cvtsh_ss(half)), _mm256_cvtepi32_ps(integers));
+inline __m256 times(uint16_t scale, __m256i integers) {
+    return _mm256_mul_ps(_mm256_set1_ps(half(scale)), _mm256_cvtepi32_ps(integers));
 }
 
 struct FormatIQ4_XS {
@@ -288,7 +292,7 @@ struct FormatQ6_K {
     template <int n>
     static Scales scales(const uint8_t* p) {
         Scales s = {};
-        s.scale = _mm256_set1_ps(_cvtsh_ss(load_u16(p + 208)));
+        s.scale = _mm256_set1_ps(half(load_u16(p + 208)));
         s.sub_scale = _mm256_cvtepi8_epi16(load128(p + 192));
         return s;
     }
@@ -318,7 +322,7 @@ struct FormatQ3_K {
                                             int((w1 & 0x0f0f0f0f) | (w2 << 2 & 0x30303030)),
                                             int((w0 & 0x0f0f0f0f) | (w2 << 4 & 0x30303030)));
         Scales s = {};
-        s.scale = _mm256_set1_ps(_cvtsh_ss(load_u16(p + 108)));
+        s.scale = _mm256_set1_ps(half(load_u16(p + 108)));
         s.sub_scale = _mm256_cvtepi8_epi16(_mm_sub_epi8(bytes, _mm_set1_epi8(32)));
         return s;
     }
@@ -341,8 +345,8 @@ struct FormatQ2_K {
     static Scales scales(const uint8_t* p) {
         const __m256i words = _mm256_cvtepu8_epi16(load128(p));
         Scales s = {};
-        s.scale = _mm256_set1_ps(_cvtsh_ss(load_u16(p + 80)));
-        s.min = _mm256_set1_ps(-_cvtsh_ss(load_u16(p + 82)));
+        s.scale = _mm256_set1_ps(half(load_u16(p + 80)));
+        s.min = _mm256_set1_ps(-half(load_u16(p + 82)));
         s.sub_scale = _mm256_and_si256(words, _mm256_set1_epi16(15));
         s.sub_min = _mm256_srli_epi16(words, 4);
         return s;
@@ -358,7 +362,7 @@ inline __m256i ones() {
 }
 
 inline __m256i times_zero(int zero, __m256i v) {
-    return _mm256_slli_epi32(v, __builtin_ctz(unsigned(zero)));
+    return _mm256_slli_epi32(v, log2_of(zero));
 }
 
 // The weights of the two halves' input sums in a block's integer dot product, or in its minimum: int16, two a
@@ -366,7 +370,7 @@ inline __m256i times_zero(int zero, __m256i v) {
 template <class Format>
 inline __m256i sum_weights(const Scales& s) {
     if constexpr (has_min(Format::kType)) return s.sub_min;
-    return _mm256_slli_epi16(s.sub_scale, __builtin_ctz(unsigned(Format::kZero)));  // at most 128 * 32
+    return _mm256_slli_epi16(s.sub_scale, log2_of(Format::kZero));  // at most 128 * 32
 }
 
 // ---- One token

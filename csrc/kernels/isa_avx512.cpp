@@ -13,6 +13,10 @@ namespace hotset::avx512 {
 #include "simd_avx512.h"
 #include "float_kernels.h"
 
+inline float half(uint16_t bits) {
+    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
+}
+
 // Scales of up to sixteen blocks of one row, a lane a block.
 struct Scales {
     __m512 scale;
@@ -202,7 +206,7 @@ struct FormatIQ4_XS {
         alignas(64) int32_t sub[16] = {};
         float d[2] = {0, 0};
         for_super_blocks<136>(p, n, [&](const uint8_t* s, int at) {
-            d[at / 8] = _cvtsh_ss(load_u16(s));
+            d[at / 8] = half(load_u16(s));
             const uint32_t low = load_u32(s + 4), high = load_u16(s + 2);
             for (int j = 0; j < 8; j++)
                 sub[at + j] = int((low >> (4 * j) & 15) | (high >> (2 * j) & 3) << 4) - 32;
@@ -227,11 +231,11 @@ struct KScales {
     static Scales scales(const uint8_t* p, int n) {
         const __m128i first = scale_min_bytes(p + 4);
         __m128i second = _mm_setzero_si128();
-        float d[2] = {_cvtsh_ss(load_u16(p)), 0}, dmin[2] = {_cvtsh_ss(load_u16(p + 2)), 0};
+        float d[2] = {half(load_u16(p)), 0}, dmin[2] = {half(load_u16(p + 2)), 0};
         if (n > 8) {
             second = scale_min_bytes(p + kSuperBytes + 4);
-            d[1] = _cvtsh_ss(load_u16(p + kSuperBytes));
-            dmin[1] = _cvtsh_ss(load_u16(p + kSuperBytes + 2));
+            d[1] = half(load_u16(p + kSuperBytes));
+            dmin[1] = half(load_u16(p + kSuperBytes + 2));
         }
         const __m128i scale = _mm_unpacklo_epi64(first, second), min = _mm_unpackhi_epi64(first, second);
         Scales out;
@@ -314,7 +318,7 @@ struct FormatQ6_K {
         __m512i sub[2] = {};
         float d[2] = {0, 0};
         for_super_blocks<210>(p, n, [&](const uint8_t* s, int at) {
-            d[at / 8] = _cvtsh_ss(load_u16(s + 208));
+            d[at / 8] = half(load_u16(s + 208));
             sub[at / 8] = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(s + 192)));
         });
         Scales out;
@@ -341,7 +345,7 @@ struct FormatQ3_K {
         __m512i sub[2] = {};
         float d[2] = {0, 0};
         for_super_blocks<110>(p, n, [&](const uint8_t* s, int at) {
-            d[at / 8] = _cvtsh_ss(load_u16(s + 108));
+            d[at / 8] = half(load_u16(s + 108));
             const uint32_t w0 = load_u32(s + 96), w1 = load_u32(s + 100), w2 = load_u32(s + 104);
             const __m128i bytes = _mm_set_epi32(int((w1 >> 4 & 0x0f0f0f0f) | (w2 >> 2 & 0x30303030)),
                                                 int((w0 >> 4 & 0x0f0f0f0f) | (w2 & 0x30303030)),
@@ -369,8 +373,8 @@ struct FormatQ2_K {
         __m512i sub[2] = {}, min[2] = {};
         float d[2] = {0, 0}, dmin[2] = {0, 0};
         for_super_blocks<84>(p, n, [&](const uint8_t* s, int at) {
-            d[at / 8] = _cvtsh_ss(load_u16(s + 80));
-            dmin[at / 8] = -_cvtsh_ss(load_u16(s + 82));
+            d[at / 8] = half(load_u16(s + 80));
+            dmin[at / 8] = -half(load_u16(s + 82));
             const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(s)));
             sub[at / 8] = _mm512_and_si512(bytes, _mm512_set1_epi32(15));
             min[at / 8] = _mm512_srli_epi32(bytes, 4);
@@ -420,7 +424,7 @@ inline __m512i lane_per_block(const __m512i dots[4]) {
 }
 
 inline __m512i times_zero(int zero, __m512i sums) {
-    return _mm512_slli_epi32(sums, __builtin_ctz(unsigned(zero)));  // offsets are powers of two
+    return _mm512_slli_epi32(sums, log2_of(zero));  // offsets are powers of two
 }
 
 // Adds `kGroups` groups of four blocks (n <= 16 blocks in all) of one row and one token to acc, a lane a

@@ -23,13 +23,13 @@ float dot(const uint8_t* row, const Inputs& x, int token) {
         for (int i = 0; i < 32; i++) dots[i / 16] += block.q[i] * halves[i / 16][i % 16];
         const int product = block.sub_scale[0] * dots[0] + block.sub_scale[1] * dots[1];
         float& lane = acc.v[b % 16];
-        lane = __builtin_fmaf(block.scale * scales[b], float(product), lane);
+        lane = fmaf(block.scale * scales[b], float(product), lane);
         if (has_min(kType)) {
             if (has_sub_blocks(kType)) {
                 const int mins = block.sub_min[0] * isums[b] + block.sub_min[1] * isums[width / 32 + b];
-                lane = __builtin_fmaf(block.min * scales[b], float(mins), lane);
+                lane = fmaf(block.min * scales[b], float(mins), lane);
             } else {
-                lane = __builtin_fmaf(block.min, sums[b], lane);
+                lane = fmaf(block.min, sums[b], lane);
             }
         }
     }

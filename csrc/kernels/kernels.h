@@ -16,6 +16,8 @@
 // result is the same to the bit.
 #pragma once
 
+#include <math.h>  // the C functions: no inline copies that a linker could mix up
+
 #include <cstdint>
 
 #include "../types.h"

@@ -70,7 +70,7 @@ inline V operator/(V a, V b) {
     HOTSET_LANEWISE(a.v[i] / b.v[i]);
 }
 inline V fma(V a, V b, V c) {
-    HOTSET_LANEWISE(__builtin_fmaf(a.v[i], b.v[i], c.v[i]));
+    HOTSET_LANEWISE(fmaf(a.v[i], b.v[i], c.v[i]));
 }
 inline V max(V a, V b) {
     HOTSET_LANEWISE(a.v[i] > b.v[i] ? a.v[i] : b.v[i]);
@@ -79,10 +79,10 @@ inline V min(V a, V b) {
     HOTSET_LANEWISE(a.v[i] < b.v[i] ? a.v[i] : b.v[i]);
 }
 inline V abs(V a) {
-    HOTSET_LANEWISE(__builtin_fabsf(a.v[i]));
+    HOTSET_LANEWISE(fabsf(a.v[i]));
 }
 inline V round(V a) {
-    HOTSET_LANEWISE(__builtin_nearbyintf(a.v[i]));
+    HOTSET_LANEWISE(nearbyintf(a.v[i]));
 }  // to nearest, ties to even
 inline V at_least(V a, V bound) {
     HOTSET_LANEWISE(a.v[i] >= bound.v[i] ? a.v[i] : 0.0f);

@@ -77,7 +77,7 @@ class Linear : public Op {
         const int64_t row = chunk_first_row(parts_[p].weight.rows, part_chunks(p, n), chunk);
         const LinearPart& part = gated_ && piece % 2 ? parts_[1] : parts_[p];
         const uint8_t* at = part.weight.row(row) + (gated_ ? piece / 2 : piece) * kPrefetchBytes;
-        for (int64_t i = 0; i < kPrefetchBytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+        for (int64_t i = 0; i < kPrefetchBytes; i += 64) prefetch_line(at + i);
         return true;
     }
 
