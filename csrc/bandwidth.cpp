@@ -10,11 +10,15 @@ namespace {
 
 constexpr size_t kUnit = 256;         // bytes: what Kernels::read takes a multiple of
 constexpr size_t kStretch = 1 << 20;  // read at a time; whoever is done early helps with what is left
+constexpr size_t kAtLeast =
+    size_t(1) << 30;  // bytes: less is read several times, so that starting threads costs nothing
 
 }  // namespace
 
 double read_bandwidth(const Kernels& kernels, const uint8_t* data, size_t bytes, int n_threads) {
     bytes = bytes / kUnit * kUnit;
+    if (bytes == 0) return 0.0;
+    const size_t passes = (kAtLeast + bytes - 1) / bytes;
     const size_t part = (bytes / n_threads + kStretch - 1) / kStretch * kStretch;
     std::vector<std::atomic<size_t>> next(n_threads);
     std::atomic<float> sink{0.0f};  // keeps the reads
@@ -22,9 +26,11 @@ double read_bandwidth(const Kernels& kernels, const uint8_t* data, size_t bytes,
         for (int i = 0; i < n_threads; i++) {
             const size_t begin = size_t((self + i) % n_threads) * part;
             const size_t end = begin + part < bytes ? begin + part : bytes;
+            const size_t stretches = end > begin ? (end - begin + kStretch - 1) / kStretch : 0;
             for (;;) {
-                const size_t at = begin + next[(self + i) % n_threads].fetch_add(kStretch);
-                if (at >= end) break;
+                const size_t claimed = next[(self + i) % n_threads].fetch_add(1);
+                if (claimed >= stretches * passes) break;
+                const size_t at = begin + claimed % stretches * kStretch;
                 const size_t n = end - at < kStretch ? end - at : kStretch;
                 sink = kernels.read(reinterpret_cast<const float*>(data + at), int64_t(n / sizeof(float)));
             }
@@ -35,7 +41,8 @@ double read_bandwidth(const Kernels& kernels, const uint8_t* data, size_t bytes,
     for (int i = 1; i < n_threads; i++) threads.emplace_back(work, i);
     work(0);
     for (std::thread& thread : threads) thread.join();
-    return double(bytes) / std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    return double(bytes * passes) /
+           std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
 }  // namespace hotset

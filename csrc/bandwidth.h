@@ -8,7 +8,8 @@
 
 namespace hotset {
 
-// Reads `bytes` bytes once with `n_threads` threads, each a contiguous part; bytes per second.
+// Reads `bytes` bytes with `n_threads` threads, each a contiguous part, as often as makes a gigabyte; bytes
+// per second.
 double read_bandwidth(const Kernels& kernels, const uint8_t* data, size_t bytes, int n_threads);
 
 }  // namespace hotset

@@ -348,7 +348,7 @@ NB_MODULE(_core, m) {
         "The instruction set whose kernels are used: HOTSET_ISA, or the best that this processor has.");
     m.def("available_isas", &available_isas, "The instruction sets that this processor can run, best first.");
     m.def("read_bandwidth", &measured_read_bandwidth, "data"_a, "n_threads"_a,
-          "Reads the bytes once; bytes per second.");
+          "Reads the bytes, a small array several times; bytes per second.");
     m.def("linear", &linear, "type"_a, "data"_a, "rows"_a, "x"_a, "isa"_a.none() = nb::none(),
           "x [n, k] times a matrix of `rows` rows of k weights of a GGML type, by the kernel that a plan "
           "would use.");
