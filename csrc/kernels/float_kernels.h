@@ -166,7 +166,12 @@ inline void float_tile(const Matrix& w, int64_t row, const Inputs& x, int token,
     const int64_t whole = x.k / 16 * 16;
     for (int64_t i = 0; i < whole; i += 16) {
         V weights[R];
-        for (int r = 0; r < R; r++) weights[r] = W::load(rows + r * w.row_bytes + i * W::kBytes);
+        for (int r = 0; r < R; r++) {
+            weights[r] = W::load(rows + r * w.row_bytes + i * W::kBytes);
+            // With one token memory is the limit, and R streams are more than the processor follows by
+            // itself.
+            if (T == 1 && i * W::kBytes % 64 == 0) V::fetch(rows + (R + r) * w.row_bytes + i * W::kBytes);
+        }
         for (int t = 0; t < T; t++) {
             const V input = V::load(xs + t * x.k + i);
             for (int r = 0; r < R; r++) acc[r][t] = fma(weights[r], input, acc[r][t]);

@@ -467,15 +467,24 @@ inline __m256 add_blocks(const uint8_t* p, const TokenInputs& x, int64_t b, __m2
     return _mm256_blend_ps(acc, total, (1 << n) - 1);
 }
 
+// How far ahead of a row's blocks they are fetched: the rows of a matrix lie one after the other.
+constexpr int kAhead = 4096;
+
+inline void prefetch(const uint8_t* p, int bytes) {
+    for (int at = 0; at < bytes; at += 64) V::fetch(p + kAhead + at);
+}
+
 // `kTail`: blocks % 8.
 template <class Format, int kTail>
 inline float dot(const uint8_t* p, int64_t blocks, const TokenInputs& x) {
     __m256 lo = _mm256_setzero_ps(), hi = _mm256_setzero_ps();
     int64_t b = 0;
     for (; b + 16 <= blocks; b += 16, p += 2 * Format::kBytes) {
+        prefetch(p, 2 * Format::kBytes);
         lo = add_blocks<Format, 8>(p, x, b, lo);
         hi = add_blocks<Format, 8>(p + Format::kBytes, x, b + 8, hi);
     }
+    prefetch(p, int(blocks - b) * Format::kBytes / 8);
     const bool one_more = b + 8 <= blocks;
     if (one_more) {
         lo = add_blocks<Format, 8>(p, x, b, lo);

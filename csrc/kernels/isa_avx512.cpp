@@ -395,8 +395,7 @@ constexpr int kSlack = 128;
 constexpr int kAhead = 4096;
 
 inline void prefetch(const uint8_t* p, int bytes) {
-    for (int at = 0; at < bytes; at += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(p + kAhead + at), _MM_HINT_T0);
+    for (int at = 0; at < bytes; at += 64) V::fetch(p + kAhead + at);
 }
 
 // Sixteen blocks that may lie at the end of the mapped file, copied to where they can be read past.

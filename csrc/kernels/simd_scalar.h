@@ -5,6 +5,7 @@ struct V {
     float v[16];
 
     static constexpr int kRegisters = 16;
+    static void fetch(const void*) {}  // a hint: any address may be given
     static V zero() { return set(0.0f); }
     static V set(float x) {
         V r;

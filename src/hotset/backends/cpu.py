@@ -104,7 +104,7 @@ class CpuBackend:
             unknown = taps - {value.name for value in self.graph.values}
             if unknown:
                 raise InvalidRequestError(f"the model has no value named {min(unknown)!r} to tap")
-            while len(self._lowered) > 2:  # the plain plan and one with taps stay
+            while len(self._lowered) > 2:  # the plain plan and the latest two with taps stay
                 self._lowered.pop(next(key for key in self._lowered if key))
             self._lowered[taps] = self._lower(taps)
         return self._lowered[taps]
