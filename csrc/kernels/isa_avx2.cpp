@@ -856,6 +856,8 @@ void halved_float_linear(const Matrix& w, int64_t row0, int64_t row1, const Inpu
     if (whole < t1) float_linear<W>(w, row0, row1, x, whole, t1, out + (whole - t0) * ld, ld, scratch);
 }
 
+#include "format_table.h"
+
 }  // namespace hotset::avx2
 
 namespace hotset {
@@ -867,19 +869,7 @@ const Kernels* avx2_kernels() {
         t.linear[int(Type::F32)] = halved_float_linear<F32Weights>;
         t.linear[int(Type::F16)] = halved_float_linear<F16Weights>;
         t.linear[int(Type::BF16)] = halved_float_linear<BF16Weights>;
-        auto set = [&]<class Format>() { t.linear[int(Format::kType)] = linear<Format>; };
-        set.operator()<FormatQ4_0>();
-        set.operator()<FormatQ4_1>();
-        set.operator()<FormatQ5_0>();
-        set.operator()<FormatQ5_1>();
-        set.operator()<FormatQ8_0>();
-        set.operator()<FormatQ2_K>();
-        set.operator()<FormatQ3_K>();
-        set.operator()<FormatQ4_K>();
-        set.operator()<FormatQ5_K>();
-        set.operator()<FormatQ6_K>();
-        set.operator()<FormatIQ4_NL>();
-        set.operator()<FormatIQ4_XS>();
+        add_formats(t);
         return t;
     }();
     return &table;

@@ -740,6 +740,8 @@ void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
                         x.sum + t0 * (width / 32), isum, isum + width / 32);
 }
 
+#include "format_table.h"
+
 }  // namespace hotset::avx512
 
 namespace hotset {
@@ -748,19 +750,7 @@ const Kernels* avx512_kernels() {
     static const Kernels table = [] {
         using namespace avx512;
         Kernels t = float_kernel_table("avx512");
-        auto set = [&]<class Format>() { t.linear[int(Format::kType)] = linear<Format>; };
-        set.operator()<FormatQ4_0>();
-        set.operator()<FormatQ4_1>();
-        set.operator()<FormatQ5_0>();
-        set.operator()<FormatQ5_1>();
-        set.operator()<FormatQ8_0>();
-        set.operator()<FormatQ2_K>();
-        set.operator()<FormatQ3_K>();
-        set.operator()<FormatQ4_K>();
-        set.operator()<FormatQ5_K>();
-        set.operator()<FormatQ6_K>();
-        set.operator()<FormatIQ4_NL>();
-        set.operator()<FormatIQ4_XS>();
+        add_formats(t);
         return t;
     }();
     return &table;

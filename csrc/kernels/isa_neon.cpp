@@ -650,6 +650,8 @@ void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
     for (int64_t r = row0; r < row1; r++) out[r - row0] = dot<Format>(w.row(r), w.end(), x.k / 32, token);
 }
 
+#include "format_table.h"
+
 }  // namespace hotset::neon
 
 namespace hotset {
@@ -658,19 +660,7 @@ const Kernels* neon_kernels() {
     static const Kernels table = [] {
         using namespace neon;
         Kernels t = float_kernel_table("neon");
-        auto set = [&]<class Format>() { t.linear[int(Format::kType)] = linear<Format>; };
-        set.operator()<FormatQ4_0>();
-        set.operator()<FormatQ4_1>();
-        set.operator()<FormatQ5_0>();
-        set.operator()<FormatQ5_1>();
-        set.operator()<FormatQ8_0>();
-        set.operator()<FormatQ2_K>();
-        set.operator()<FormatQ3_K>();
-        set.operator()<FormatQ4_K>();
-        set.operator()<FormatQ5_K>();
-        set.operator()<FormatQ6_K>();
-        set.operator()<FormatIQ4_NL>();
-        set.operator()<FormatIQ4_XS>();
+        add_formats(t);
         return t;
     }();
     return &table;

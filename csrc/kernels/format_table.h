@@ -1,0 +1,18 @@
+// Enters the matrix product of every quantised format into a table of kernels.
+// Included inside the namespace of an instruction set, after its formats and `linear`.
+
+inline void add_formats(Kernels& table) {
+    auto add = [&]<class Format>() { table.linear[int(Format::kType)] = linear<Format>; };
+    add.operator()<FormatQ4_0>();
+    add.operator()<FormatQ4_1>();
+    add.operator()<FormatQ5_0>();
+    add.operator()<FormatQ5_1>();
+    add.operator()<FormatQ8_0>();
+    add.operator()<FormatQ2_K>();
+    add.operator()<FormatQ3_K>();
+    add.operator()<FormatQ4_K>();
+    add.operator()<FormatQ5_K>();
+    add.operator()<FormatQ6_K>();
+    add.operator()<FormatIQ4_NL>();
+    add.operator()<FormatIQ4_XS>();
+}
