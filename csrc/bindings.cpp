@@ -82,14 +82,12 @@ class PlanBuilder {
     int rope(bool neox, int n_rot, const std::vector<double>& frequencies, float magnitude) {
         require(n_rot > 0 && n_rot % 2 == 0 && int(frequencies.size()) == n_rot / 2,
                 "a rope needs n_rot / 2 frequencies");
-        n_rot_.push_back(n_rot);
-        const int id = plan_->add_rope({neox, n_rot, magnitude, frequencies});
-        n_rot_.resize(std::max(id + 1, int(n_rot_.size())));
-        return id;
+        return plan_->add_rope({neox, n_rot, magnitude, frequencies});
     }
 
     void embed(int type, const Bytes& data, int64_t rows, int out) {
         const Matrix weight = make_matrix(type, data, rows, width(out));
+        weights_.push_back(data);
         n_vocab_ = n_vocab_ ? std::min(n_vocab_, rows) : rows;
         plan_->add_embed(weight, out);
     }
@@ -122,6 +120,7 @@ class PlanBuilder {
             same_rows(x, out);
             require(!bias || int64_t(bias->size()) == width(out), "a bias has the width of its output");
             built.push_back({make_matrix(type, data, width(out), width(x)), to_vector(bias), out});
+            weights_.push_back(data);
         }
         require(!gated || built[0].weight.rows == built[1].weight.rows, "gate and up have the same rows");
         if (residual >= 0) {
@@ -135,7 +134,8 @@ class PlanBuilder {
 
     void rotate(int x, int out, int n_head, int head_dim, int rope) {
         require(width(x) == int64_t(n_head) * head_dim && width(out) == width(x), "heads fill the width");
-        require(rope >= 0 && rope < int(n_rot_.size()) && n_rot_[rope] <= head_dim, "a rope fits its head");
+        require(rope >= 0 && rope < plan_->n_ropes() && plan_->rope(rope).n_rot <= head_dim,
+                "a rope fits its head");
         same_rows(x, out);
         plan_->add_rotate(x, out, n_head, head_dim, rope);
     }
@@ -153,7 +153,8 @@ class PlanBuilder {
                     width(v) == int64_t(n_head_kv) * head_dim_v && width(out) == int64_t(n_head) * head_dim_v,
                 "heads fill the widths of q, k, v and out");
         for (int id : {q, k, v, out}) require(!outputs_[id], "attention works on all tokens");
-        require(rope < int(n_rot_.size()) && (rope < 0 || n_rot_[rope] <= head_dim), "a rope fits its head");
+        require(rope < plan_->n_ropes() && (rope < 0 || plan_->rope(rope).n_rot <= head_dim),
+                "a rope fits its head");
         AttentionFacts facts;
         facts.q = q, facts.k = k, facts.v = v, facts.out = out;
         facts.n_head = n_head;
@@ -178,6 +179,9 @@ class PlanBuilder {
             facts.kv.k_scale = reinterpret_cast<uint16_t*>(k_scale->data());
             facts.kv.v_scale = reinterpret_cast<uint16_t*>(v_scale->data());
         }
+        caches_.insert(caches_.end(), {k_cache, v_cache});
+        if (k_scale) caches_.push_back(*k_scale);
+        if (v_scale) caches_.push_back(*v_scale);
         plan_->add_attention(std::move(facts));
     }
 
@@ -268,10 +272,13 @@ class PlanBuilder {
     }
 
     const int n_pages_;
+    // A late thread may still read weights and cache when Python drops the plan: they must outlive plan_,
+    // whose end waits for its threads. So they stand before it.
+    std::vector<Bytes> weights_;
+    std::vector<WritableBytes> caches_;
     std::unique_ptr<Plan> plan_;
     std::vector<int64_t> widths_;
     std::vector<bool> outputs_;
-    std::vector<int> n_rot_;
     int64_t n_vocab_ = 0;
     int n_tokens_ = 0;
     int n_outputs_ = 0;

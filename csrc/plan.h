@@ -133,6 +133,7 @@ class Plan {
     int max_pages() const { return max_pages_; }
     int n_threads() const { return team_.n_threads(); }
     const Rope& rope(int id) const { return ropes_[id]; }
+    int n_ropes() const { return int(ropes_.size()); }
     uint8_t* shared() const { return shared_.data(); }  // 64-byte aligned; what it holds lasts one operation
 
   private:

@@ -26,7 +26,7 @@ namespace hotset {
 constexpr int kMaxChunks = 1024;  // per phase
 constexpr int kMaxThreads = 256;
 
-// 64-byte aligned memory that is zero until touched (large blocks cost nothing until used).
+// 64-byte aligned memory, not cleared (large blocks cost nothing until used).
 class Memory {
   public:
     Memory() = default;

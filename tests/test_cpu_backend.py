@@ -257,5 +257,17 @@ def test_mistakes_at_load_are_sentences(mixed: GGUFFile, tmp_path: Path) -> None
         cpu(narrow, kv_type="q8_0")
 
 
+def test_a_rope_that_does_not_fit_its_head_is_refused() -> None:
+    plan = _core.Plan(4, 1, 1, 1)
+    x, out = plan.buffer(32, False), plan.buffer(32, False)
+    narrow = [plan.rope(True, 8, [1.0] * 4, 1.0) for _ in range(2)]
+    assert narrow[0] == narrow[1]  # equal ropes are one
+    wide = plan.rope(True, 64, [1.0] * 32, 1.0)
+    plan.rotate(x, out, 1, 32, narrow[0])
+    for rope in (wide, wide + 1, -1):
+        with pytest.raises(ValueError, match="a rope fits its head"):
+            plan.rotate(x, out, 1, 32, rope)
+
+
 def test_usable_cores() -> None:
     assert 1 <= usable_cores() <= 4096

@@ -72,11 +72,9 @@ class Linear : public Op {
     bool prefetch(int phase, int chunk, int piece, const StepTokens& step) const override {
         if ((phase == 0 && prepares_together(step)) || piece >= kPrefetchPieces) return false;
         const int n = step.rows(x_);
-        size_t p = 0;
-        while (chunk >= part_chunks(p, n)) chunk -= part_chunks(p++, n);
-        const int64_t row = chunk_first_row(parts_[p].weight.rows, part_chunks(p, n), chunk);
-        const LinearPart& part = gated_ && piece % 2 ? parts_[1] : parts_[p];
-        const uint8_t* at = part.weight.row(row) + (gated_ ? piece / 2 : piece) * kPrefetchBytes;
+        const ChunkRows range = chunk_rows(chunk, n);
+        const LinearPart& part = gated_ && piece % 2 ? parts_[1] : parts_[range.part];
+        const uint8_t* at = part.weight.row(range.first) + (gated_ ? piece / 2 : piece) * kPrefetchBytes;
         for (int64_t i = 0; i < kPrefetchBytes; i += 64) prefetch_line(at + i);
         return true;
     }
@@ -118,6 +116,18 @@ class Linear : public Op {
     static int64_t chunk_first_row(int64_t rows, int chunks, int chunk) {
         const int64_t units = ceil_div(rows, 16);  // chunks begin at whole panels
         return chunk == chunks ? rows : units * chunk / chunks * 16;
+    }
+    struct ChunkRows {
+        size_t part;
+        int64_t first, last;
+    };
+    // Chunks are numbered through the parts.
+    ChunkRows chunk_rows(int chunk, int n) const {
+        size_t p = 0;
+        while (chunk >= part_chunks(p, n)) chunk -= part_chunks(p++, n);
+        const int64_t rows = parts_[p].weight.rows;
+        const int chunks = part_chunks(p, n);
+        return {p, chunk_first_row(rows, chunks, chunk), chunk_first_row(rows, chunks, chunk + 1)};
     }
     static int64_t largest_chunk_rows(int64_t rows, int chunks) {
         return int64_t(ceil_div(ceil_div(rows, 16), chunks)) * 16;
@@ -172,13 +182,9 @@ class Linear : public Op {
         const Kernels& kernels = plan_.kernels();
         const Inputs in = inputs(step, worker);
         const int n = in.n;
-        size_t p = 0;
-        while (chunk >= part_chunks(p, n)) chunk -= part_chunks(p++, n);
-        const LinearPart& part = parts_[p];
-        const int chunks = part_chunks(p, n);
-        const int64_t first = chunk_first_row(part.weight.rows, chunks, chunk);
-        const int64_t last = chunk_first_row(part.weight.rows, chunks, chunk + 1);
-        const int64_t rows = last - first;
+        const ChunkRows range = chunk_rows(chunk, n);
+        const LinearPart& part = parts_[range.part];
+        const int64_t first = range.first, last = range.last, rows = last - first;
         float* results = worker.results.as<float>();
         uint8_t* scratch = worker.kernel_scratch.data();
 
