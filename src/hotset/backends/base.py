@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import TensorInfo
 
 PAGE_SIZE = 64  # tokens per page of the KV cache
 KVType = Literal["f16", "q8_0", "f32"]  # f32: reference backend and tests only
@@ -35,6 +38,42 @@ class Batch:
     taps: tuple[str, ...] = ()
 
 
+class WeightSource(Protocol):
+    """Where a backend finds its weights: a GGUFFile, or one with sidecar files over it (formats/overlay.py)."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Name → type and shape."""
+        ...
+
+    def data(self, name: str) -> np.ndarray:
+        """The tensor's bytes, uint8 [nbytes], where they lie."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What the FFNs of one step did; arrays are [n_layer].
+
+    n_tokens: of the step; all counts are sums over them, except rows.
+    selected: neurons that a predictor named (all of them without one). active: neurons whose value is not 0.
+    gate_rows, up_rows, down_rows: rows of the matrices that were read; the tokens of a step share them.
+    predictor, ffn, attention: seconds. ffn covers its norm and its matrices without the predictor. other:
+    seconds of the rest of the step.
+    """
+
+    n_tokens: int
+    selected: np.ndarray
+    active: np.ndarray
+    gate_rows: np.ndarray
+    up_rows: np.ndarray
+    down_rows: np.ndarray
+    predictor: np.ndarray
+    ffn: np.ndarray
+    attention: np.ndarray
+    other: float
+
+
 @dataclass(frozen=True)
 class StepResult:
     """logits: float32 [n_outputs, n_vocab], valid until the next step; taps: name → [n_rows, width]."""
@@ -53,6 +92,10 @@ class Backend(Protocol):
 
     def step(self, batch: Batch) -> StepResult:
         """Runs one step: stores keys and values, returns logits (and taps)."""
+        ...
+
+    def stats(self) -> StepStats | None:
+        """Counts and times of the latest step; None where the backend keeps none."""
         ...
 
     def close(self) -> None:

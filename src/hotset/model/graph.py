@@ -42,10 +42,12 @@ class Rope:
 
 @dataclass(frozen=True)
 class Embed:
-    """out[t] = row tokens[t] of `weight`."""
+    """out[t] = row tokens[t] of `weight`, or, of learned positions, row positions[t] + first_row."""
 
     out: Value
     weight: str
+    of: Literal["token", "position"] = "token"
+    first_row: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,33 @@ class LayerNorm:
 
 @dataclass(frozen=True)
 class Linear:
-    """out = x @ weight.T + bias; weight is [out.width, x.width] (GGUF: ne0 = x.width, ne1 = out.width)."""
+    """out = x @ weight.T + bias; weight is [out.width, x.width] (GGUF: ne0 = x.width, ne1 = out.width).
+
+    A fused tensor serves several products, each with the rows [first_row, first_row + out.width) of weight
+    and bias.
+    """
 
     out: Value
     x: Value
     weight: str
     bias: str | None = None
+    first_row: int = 0
+
+
+@dataclass(frozen=True)
+class TransposedLinear:
+    """out = x @ weight + bias; weight is [x.width, out.width]: row i is what input i adds to the output.
+
+    The down projection of a sparse FFN, a row per neuron. Each output is summed over the inputs in order, by
+    fused multiply-add of float32 inputs and decoded weights, whatever is skipped because it is zero.
+    With `scales` the weight is in planes (sparsity/planes.py): codes by neuron, scales by 32 neurons.
+    """
+
+    out: Value
+    x: Value
+    weight: str
+    bias: str | None = None
+    scales: str | None = None
 
 
 @dataclass(frozen=True)
@@ -141,6 +164,34 @@ class Add:
 
 
 @dataclass(frozen=True)
+class SignScores:
+    """out[i] = channels of x whose sign is that of row i of a matrix, minus those where it differs, + bias[i].
+
+    weight: int8 [out.width, ceil(x.width / 8)], bit k % 8 of byte k // 8 set where channel k of the row is
+    negative; so is a channel of x below zero (zero counts as positive). Spare bits are zero.
+    """
+
+    out: Value
+    x: Value
+    weight: str
+    bias: str | None = None
+
+
+@dataclass(frozen=True)
+class Mask:
+    """out = x where the neuron was selected, else 0: neuron i is selected unless its score < threshold.
+
+    Neurons below `first` are always selected and have no score: scores.width = x.width - first.
+    """
+
+    out: Value
+    x: Value
+    scores: Value
+    threshold: float
+    first: int = 0
+
+
+@dataclass(frozen=True)
 class SelectOutputs:
     """Keeps the rows of the tokens whose logits are wanted: out is [n_outputs, width]."""
 
@@ -148,7 +199,21 @@ class SelectOutputs:
     x: Value
 
 
-Op = Embed | RMSNorm | LayerNorm | Linear | Rotate | Attention | Activate | Multiply | Add | SelectOutputs
+Op = (
+    Embed
+    | RMSNorm
+    | LayerNorm
+    | Linear
+    | TransposedLinear
+    | Rotate
+    | Attention
+    | Activate
+    | Multiply
+    | Add
+    | SignScores
+    | Mask
+    | SelectOutputs
+)
 
 
 @dataclass

@@ -1,0 +1,35 @@
+"""A model file with sidecar files over it: tensors that hotset built, beside those that were published."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Mapping
+
+import numpy as np
+
+from hotset.formats.gguf import GGUFFile, TensorInfo
+
+
+class Overlay:
+    """A WeightSource: a tensor is taken from the last of the files that has it.
+
+    The files stay the property of the caller, except that `close` closes the sidecars.
+    """
+
+    def __init__(self, model: GGUFFile, *sidecars: GGUFFile) -> None:
+        self._files = [*reversed(sidecars), model]
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Name → type and shape, over all files."""
+        return ChainMap(*(file.tensors for file in self._files))
+
+    def data(self, name: str) -> np.ndarray:
+        """The tensor's bytes, uint8 [nbytes], in the map of its file."""
+        owner = next((file for file in self._files if name in file.tensors), self._files[-1])
+        return owner.data(name)
+
+    def close(self) -> None:
+        """Closes the sidecars."""
+        for file in self._files[:-1]:
+            file.close()
