@@ -1,6 +1,11 @@
-"""Makes synthetic models: llama-shaped GGUF files of any size and type, filled with random weights.
+"""Makes synthetic models of any size and type, filled with random weights: dense ones, and sparse ones.
 
 usage: python bench/synthetic.py OUT.gguf --shape 7b --type q4_0 [--vocab FILE.gguf | --n-vocab 32000]
+       python bench/synthetic.py OUT.powerinfer.gguf --kind bamboo --shape bamboo7 [--plain OUT.gguf]
+
+With --kind, neurons fire as often as asked for, hot and cold ones by a power law, and the PowerInfer file
+carries predictors that know which (planted.py). The plain file has the same weights to the bit, and keys that
+say its activation; engines that ignore those keys run it at the same speed.
 
 Speed depends on shapes, types and bytes, not on what a model has learned. The quantised values are random
 bytes; scales are drawn so that weights have the magnitude of trained ones, 1/sqrt(inputs), and activations
@@ -13,16 +18,22 @@ import argparse
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterator
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
+import planted
+from planted import CONSTANT, Moments, PlantedFFN, Skew, encode
 
 from hotset.formats.gguf import GGUFWriter, ValueType, open_gguf
 from hotset.formats.quants import TYPES, GGMLType, dequantize, row_bytes
 
+EPSILON = 1e-5
 SAMPLE_BLOCKS = 256  # blocks from which the scale of a type is found
 SLICE_BYTES = 16 << 20  # filled by one thread at a time, from its own stream of random numbers
 FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
@@ -62,8 +73,48 @@ SHAPES = {
     "135m": Shape(576, 1536, 30, 9, 3),  # SmolLM2; its rows suit no K-quant
     "1b": Shape(2048, 5632, 22, 32, 4),  # TinyLlama
     "7b": Shape(4096, 11008, 32, 32, 32),  # Llama 2
-    "mistral": Shape(4096, 14336, 32, 32, 8),  # Mistral, Bamboo
+    "mistral": Shape(4096, 14336, 32, 32, 8),
     "13b": Shape(5120, 13824, 40, 40, 40),
+    "bamboo7": Shape(4096, 14336, 32, 32, 8),  # Mistral's
+    "b3": Shape(3200, 8640, 26, 32, 32),
+    "demo": Shape(2048, 8192, 10, 32, 8),
+}
+
+# What the layers of a sparse model add to each channel of the residual stream, whose variance is 1 at first.
+FFN_VARIANCE, ATTENTION_VARIANCE = 0.4, 0.1
+POSITION_SPREAD = 0.3  # standard deviation of learned positions
+LOGIT_SPREAD = 4.0  # of logits: about as decided as a trained model
+
+Kind = Literal["llama", "bamboo", "opt", "falcon", "falcon40"]
+
+
+@dataclass(frozen=True)
+class SparseKind:
+    """The facts of a sparse architecture that the file of one shows.
+
+    plain: what the plain file says it is. norms: of a layer. drelu: the up projection passes a ReLU too.
+    """
+
+    architecture: str
+    plain: str
+    norms: tuple[str, ...] = ("attn_norm", "ffn_norm")
+    gated: bool = True
+    drelu: bool = False
+    layer_norm: bool = False
+    fused_qkv: bool = False
+    biased: bool = False
+    positions: bool = False
+    tied: bool = False
+
+
+KINDS: dict[Kind, SparseKind] = {
+    "llama": SparseKind("llama", "llama"),
+    "bamboo": SparseKind("bamboo", "llama", drelu=True),
+    "opt": SparseKind("opt", "opt", gated=False, layer_norm=True, biased=True, positions=True, tied=True),
+    "falcon": SparseKind("falcon", "falcon", ("attn_norm",), gated=False, layer_norm=True, fused_qkv=True),
+    "falcon40": SparseKind(
+        "falcon", "falcon", ("attn_norm", "attn_norm_2"), gated=False, layer_norm=True, fused_qkv=True
+    ),
 }
 
 
@@ -126,13 +177,21 @@ def _filler(
     return fill_blocks
 
 
-def random_matrix(type: GGMLType, n_in: int, n_out: int, seed: int, pool: ThreadPoolExecutor) -> np.ndarray:
-    """Rows of random weights of magnitude 1/sqrt(n_in), as stored: uint8 [n_out, row_bytes(type, n_in)].
+def random_matrix(
+    type: GGMLType,
+    n_in: int,
+    n_out: int,
+    seed: int | Sequence[int],
+    pool: ThreadPoolExecutor,
+    magnitude: float | None = None,
+) -> np.ndarray:
+    """Rows of random weights, as stored: uint8 [n_out, row_bytes(type, n_in)].
 
-    The same seed gives the same bytes on any number of threads.
+    magnitude: their root mean square; 1/sqrt(n_in) if not given. The same seed gives the same bytes on any
+    number of threads.
     """
     seeds = np.random.SeedSequence(seed)
-    fill = _filler(type, n_in**-0.5, np.random.default_rng(seeds.spawn(1)[0]))
+    fill = _filler(type, magnitude or n_in**-0.5, np.random.default_rng(seeds.spawn(1)[0]))
     data = np.empty((n_out, row_bytes(type, n_in)), np.uint8)
     flat = data.reshape(-1)
     block_bytes = TYPES[type].block_bytes
@@ -171,6 +230,35 @@ def copy_vocabulary(writer: GGUFWriter, path: Path) -> int:
     return len(tokens)
 
 
+def _add_keys(
+    writer: GGUFWriter,
+    architecture: str,
+    shape: Shape,
+    type: GGMLType,
+    n_vocab: int,
+    vocabulary: Path | None,
+    n_ctx: int,
+) -> int:
+    """What every architecture says of itself, and the tokenizer; returns the number of tokens."""
+    writer.add("general.name", f"synthetic {writer.path.stem}")
+    writer.add("general.file_type", LLAMA_FTYPES[type.name])
+    writer.add("general.quantization_version", 2)
+    for key, value in {
+        "context_length": n_ctx,
+        "embedding_length": shape.d,
+        "block_count": shape.layers,
+        "feed_forward_length": shape.ff,
+        "rope.dimension_count": shape.d // shape.heads,
+        "attention.head_count": shape.heads,
+        "attention.head_count_kv": shape.kv_heads,
+    }.items():
+        writer.add(f"{architecture}.{key}", value)
+    if vocabulary is not None:
+        return copy_vocabulary(writer, vocabulary)
+    add_vocabulary(writer, n_vocab)
+    return n_vocab
+
+
 def write_model(
     path: Path,
     shape: Shape,
@@ -186,25 +274,9 @@ def write_model(
     context that the file claims, in tokens.
     """
     writer = GGUFWriter(path, "llama")
-    writer.add("general.name", f"synthetic {path.stem}")
-    writer.add("general.file_type", LLAMA_FTYPES[type.name])
-    writer.add("general.quantization_version", 2)
-    for key, value in {
-        "context_length": n_ctx,
-        "embedding_length": shape.d,
-        "block_count": shape.layers,
-        "feed_forward_length": shape.ff,
-        "rope.dimension_count": shape.d // shape.heads,
-        "attention.head_count": shape.heads,
-        "attention.head_count_kv": shape.kv_heads,
-        "attention.layer_norm_rms_epsilon": 1e-5,
-        "rope.freq_base": 10000.0,
-    }.items():
-        writer.add(f"llama.{key}", value)
-    if vocabulary is None:
-        add_vocabulary(writer, n_vocab)
-    else:
-        n_vocab = copy_vocabulary(writer, vocabulary)
+    n_vocab = _add_keys(writer, "llama", shape, type, n_vocab, vocabulary, n_ctx)
+    writer.add("llama.rope.freq_base", 10000.0)
+    writer.add("llama.attention.layer_norm_rms_epsilon", EPSILON)
 
     norms = ["output_norm"]
     norms += [f"blk.{i}.{name}" for i in range(shape.layers) for name in ("attn_norm", "ffn_norm")]
@@ -218,6 +290,179 @@ def write_model(
 
             writer.add_tensor(f"{name}.weight", fill, type, (n_in, n_out))
         writer.write()
+
+
+class _SparseModel:
+    """Adds the tensors of a sparse model to a file. No layer writes to the constant channels."""
+
+    def __init__(
+        self,
+        writer: GGUFWriter,
+        shape: Shape,
+        type: GGMLType,
+        facts: SparseKind,
+        pool: ThreadPoolExecutor,
+        seed: int,
+    ) -> None:
+        self.writer, self.shape, self.type, self.facts = writer, shape, type, facts
+        self.pool, self.seed = pool, seed
+
+    def stream(self, layer: int) -> Moments:
+        """The residual stream as the FFN of a layer finds it. Attention averages: half of it is counted."""
+        embedded = 1 + (POSITION_SPREAD**2 if self.facts.positions else 0.0)
+        grown = (FFN_VARIANCE + ATTENTION_VARIANCE / 2) * layer / self.shape.layers
+        return Moments(np.sqrt(embedded + grown).item(), self.shape.d)
+
+    def add_ends(self, n_vocab: int, n_ctx: int) -> None:
+        """Embeddings, and what comes after the last layer."""
+        d = self.shape.d
+        self._matrix("token_embd", d, n_vocab, 1.0, first_channels=CONSTANT)
+        if self.facts.positions:  # row = position + 2
+            self._matrix("position_embd", d, n_ctx + 2, POSITION_SPREAD, first_channels=0 * CONSTANT)
+        spread = LOGIT_SPREAD * d**-0.5
+        if self.facts.tied:  # signs, or the likeliest token after each were itself
+            self._norm("output_norm", spread * self._rng("output_norm").choice([-1.0, 1.0], d))
+        else:
+            self._norm("output_norm", np.ones(d))
+            self._matrix("output", d, n_vocab, spread)
+
+    def add_attention(self, i: int) -> None:
+        d, kv = self.shape.d, self.shape.d // self.shape.heads * self.shape.kv_heads
+        for norm in self.facts.norms:
+            self._norm(f"blk.{i}.{norm}", np.ones(d))
+        parts = (
+            {"attn_qkv": d + 2 * kv} if self.facts.fused_qkv else {"attn_q": d, "attn_k": kv, "attn_v": kv}
+        )
+        for name, n_out in parts.items():
+            self._matrix(f"blk.{i}.{name}", d, n_out)
+            if self.facts.biased:
+                self._bias(f"blk.{i}.{name}", n_out, 0.1)
+        spread = (ATTENTION_VARIANCE / self.shape.layers) ** 0.5
+        self._matrix(f"blk.{i}.attn_output", d, d, spread * d**-0.5, silent_rows=len(CONSTANT))
+        if self.facts.biased:
+            self._bias(f"blk.{i}.attn_output", d, 0.1 * spread, silent=len(CONSTANT))
+
+    def add_ffn(self, i: int, ffn: PlantedFFN, plain: bool) -> None:
+        d, ff, type, pool = self.shape.d, self.shape.ff, self.type, self.pool
+        blk, add = f"blk.{i}", self.writer.add_tensor
+        if self.facts.gated:
+            self._matrix(f"{blk}.ffn_up", d, ff, first_channels=0 * CONSTANT)
+        fires = "ffn_gate" if self.facts.gated else "ffn_up"
+        add(f"{blk}.{fires}.weight", lambda: ffn.gate(type, pool), type, (d, ff))
+        down, down_shape = ("ffn_down", (ff, d)) if plain else ("ffn_down_t", (d, ff))
+        add(f"{blk}.{down}.weight", lambda: ffn.down(type, not plain, pool), type, down_shape)
+        if self.facts.biased:
+            self._bias(f"{blk}.ffn_up", ff, 0.0)  # the predictor has none: it would not know of it
+            self._bias(
+                f"{blk}.{down}", d, 0.1 * (FFN_VARIANCE / self.shape.layers) ** 0.5, silent=len(CONSTANT)
+            )
+        if not plain:
+            add(f"{blk}.fc1.weight", lambda: ffn.fc1(type), type, (d, ffn.hidden))
+            add(f"{blk}.fc2.weight", lambda: ffn.fc2(type), type, (ffn.hidden, ff))
+
+    def _rng(self, name: str) -> np.random.Generator:
+        return np.random.default_rng([self.seed, zlib.crc32(name.encode())])
+
+    def _matrix(
+        self,
+        name: str,
+        n_in: int,
+        n_out: int,
+        magnitude: float | None = None,
+        first_channels: np.ndarray | None = None,
+        silent_rows: int = 0,
+    ) -> None:
+        """Random weights; first_channels: what each row begins with; silent_rows: how many are zero."""
+
+        def fill() -> np.ndarray:
+            data = random_matrix(
+                self.type, n_in, n_out, [self.seed, zlib.crc32(name.encode())], self.pool, magnitude
+            )
+            if first_channels is not None:
+                block = encode(first_channels[None], np.ones((1, 1)), self.type)
+                data[:, : block.shape[1]] = block
+            data[:silent_rows] = encode(
+                np.zeros((1, n_in), np.int8), np.ones((1, n_in // len(CONSTANT))), self.type
+            )
+            return data
+
+        self.writer.add_tensor(f"{name}.weight", fill, self.type, (n_in, n_out))
+
+    def _bias(self, name: str, n: int, magnitude: float, silent: int = 0) -> None:
+        # The transposed matrix has the same bias
+        values = magnitude * self._rng(name.replace("_t", "")).standard_normal(n, np.float32)
+        values[:silent] = 0
+        self.writer.add_tensor(f"{name}.bias", values, GGMLType.F32)
+
+    def _norm(self, name: str, weight: np.ndarray) -> None:
+        self.writer.add_tensor(f"{name}.weight", weight.astype(np.float32), GGMLType.F32)
+        if self.facts.layer_norm:
+            self.writer.add_tensor(f"{name}.bias", np.zeros(len(weight), np.float32), GGMLType.F32)
+
+
+def write_sparse_model(
+    path: Path,
+    shape: Shape,
+    type: GGMLType,
+    *,
+    kind: Kind = "llama",
+    plain: bool = False,
+    density: float = 0.1,
+    skew: Skew = "power",
+    rank: int = 256,
+    margin: float = 0.0,
+    hot_first: bool = False,
+    n_vocab: int = 32000,
+    vocabulary: Path | None = None,
+    n_ctx: int = 2048,
+    seed: int = 0,
+) -> list[np.ndarray]:
+    """Writes a model whose neurons fire as planted; returns their probabilities, float [ff] per layer.
+
+    density: mean probability that a neuron's gate fires (of opt and falcon: its up projection); with dReLU
+    half of those have a value, since up fires half of the time. hot_first: neurons stand in order of
+    probability. rank, margin: see PlantedFFN. plain: a plain GGUF file, which has no predictors, else
+    PowerInfer's; the same seed gives the same weights in both. Types: planted.TYPES_OF_PLANTED.
+    """
+    facts = KINDS[kind]
+    if type not in planted.TYPES_OF_PLANTED:
+        raise ValueError(f"a sparse model cannot be {type.name}")
+    architecture = facts.plain if plain else facts.architecture
+    writer = GGUFWriter(path, architecture, dialect="gguf" if plain else "powerinfer")
+    n_vocab = _add_keys(writer, architecture, shape, type, n_vocab, vocabulary, n_ctx)
+    writer.add(f"{architecture}.attention.layer_norm_{'' if facts.layer_norm else 'rms_'}epsilon", EPSILON)
+    if not facts.positions:
+        writer.add(f"{architecture}.rope.freq_base", 10000.0)
+    if plain:
+        writer.add(f"{architecture}.hidden_activation", "relu")
+        if facts.drelu:
+            writer.add("hotset.up_activation", "relu")
+    else:
+        writer.add("powerinfer.sparse_threshold", 0.0)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        model = _SparseModel(writer, shape, type, facts, pool, seed)
+        model.add_ends(n_vocab, n_ctx)
+        probabilities = []
+        for i in range(shape.layers):
+            model.add_attention(i)
+            ffn = PlantedFFN(
+                shape.d,
+                shape.ff,
+                density=density,
+                skew=skew,
+                rank=rank,
+                hot_first=hot_first,
+                margin=margin,
+                stream=model.stream(i),
+                variance=FFN_VARIANCE / shape.layers,
+                up_moment=0.5 if facts.drelu else 1.0,
+                seed=np.random.SeedSequence([seed, i]),
+            )
+            model.add_ffn(i, ffn, plain)
+            probabilities.append(ffn.probabilities)
+        writer.write()
+    return probabilities
 
 
 def main() -> None:
@@ -235,12 +480,46 @@ def main() -> None:
     vocabulary.add_argument("--n-vocab", type=int, default=32000, help="size of a made-up one (32000)")
     parser.add_argument("--ctx", type=int, default=8192, help="context that the file claims (8192)")
     parser.add_argument("--seed", type=int, default=0)
+    sparse = parser.add_argument_group("sparse models")
+    sparse.add_argument("--kind", choices=KINDS, help="OUT is a PowerInfer file of this architecture")
+    sparse.add_argument("--plain", type=Path, metavar="FILE", help="writes a plain GGUF file of it too")
+    sparse.add_argument("--active", type=float, default=0.1, help="share of neurons that fire (0.1)")
+    sparse.add_argument(
+        "--skew", choices=get_args(Skew), default="power", help="hot and cold neurons, or not"
+    )
+    sparse.add_argument("--rank", type=int, default=256, help="of the gate; the predictor's is 2 * it + 32")
+    sparse.add_argument(
+        "--margin", type=float, default=0.0, help="standard deviations that a predictor spares"
+    )
+    sparse.add_argument("--hot-first", action="store_true", help="neurons in order of hotness")
     args = parser.parse_args()
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Shape)}
     shape = dataclasses.replace(SHAPES[args.shape], **{k: v for k, v in given.items() if v is not None})
     type = GGMLType[args.type.upper()]
-    write_model(args.out, shape, type, args.n_vocab, args.vocab, args.ctx, args.seed)
-    print(f"{args.out}: {args.out.stat().st_size / 1e9:.2f} GB")
+    start = time.perf_counter()
+    common = {"n_vocab": args.n_vocab, "vocabulary": args.vocab, "n_ctx": args.ctx, "seed": args.seed}
+    paths = [args.out]
+    if args.kind is None:
+        write_model(args.out, shape, type, **common)
+    else:
+        paths += [args.plain] if args.plain else []
+        for path in paths:
+            write_sparse_model(
+                path,
+                shape,
+                type,
+                kind=args.kind,
+                plain=path == args.plain,
+                density=args.active,
+                skew=args.skew,
+                rank=args.rank,
+                margin=args.margin,
+                hot_first=args.hot_first,
+                **common,
+            )
+    for path in paths:
+        print(f"{path}: {path.stat().st_size / 1e9:.2f} GB")
+    print(f"{time.perf_counter() - start:.0f} seconds")
 
 
 if __name__ == "__main__":
