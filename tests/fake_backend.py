@@ -1,14 +1,15 @@
 """A backend without a model, for the tests of the engine.
 
 It stores token ids in pages and reads them back through the page table, so a wrong page, position or order
-changes the logits. The logits of a token are a function of all tokens up to it and of nothing else.
+changes the logits. The logits of a token are a function of all tokens up to it and of nothing else. Its
+statistics are a function of the number of tokens and of the step.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE, Batch, StepResult
+from hotset.backends.base import PAGE_SIZE, Batch, StepResult, StepStats
 
 
 class FakeBackend:
@@ -23,6 +24,7 @@ class FakeBackend:
         self.n_tokens_seen = 0
         self.batches: list[int] = []
         self.fail_at_step: int | None = None
+        self.n_stats_asked = 0
         self.closed = False
 
     def step(self, batch: Batch) -> StepResult:
@@ -50,8 +52,31 @@ class FakeBackend:
             logits[row] = fake_logits(seen, self.n_vocab, self.peak)
         return StepResult(logits)
 
+    def stats(self) -> StepStats | None:
+        """Two layers of 100 neurons: of the first, 10 fire per token; of the second, as many as the step."""
+        self.n_stats_asked += 1
+        return fake_stats(self.batches[-1], len(self.batches))
+
     def close(self) -> None:
         self.closed = True
+
+
+def fake_stats(n_tokens: int, step: int) -> StepStats:
+    active = np.array([10, step]) * n_tokens
+    rows = np.array([100, 100])
+    seconds = np.array([1e-3, 2e-3])
+    return StepStats(
+        n_tokens=n_tokens,
+        selected=np.array([20, 100]) * n_tokens,
+        active=active,
+        gate_rows=rows,
+        up_rows=active,
+        down_rows=active,
+        predictor=seconds / 10,
+        ffn=seconds,
+        attention=seconds / 2,
+        other=5e-4,
+    )
 
 
 def fake_logits(tokens: np.ndarray, n_vocab: int, peak: float = 3.0) -> np.ndarray:

@@ -306,6 +306,40 @@ def test_perplexity(model: hotset.Model):
     assert running[-1] == result
 
 
+def test_taps_are_the_values_of_the_graph(model: hotset.Model):
+    tokens = np.random.default_rng(1).integers(0, 259, 100).tolist()
+    names = ["blk.0.ffn_gate", "blk.0.ffn_up", "blk.0.ffn_act", "logits"]
+    taps = model.taps(tokens, names)
+    assert {name: value.shape for name, value in taps.items()} == {
+        "blk.0.ffn_gate": (100, 48),
+        "blk.0.ffn_up": (100, 48),
+        "blk.0.ffn_act": (100, 48),
+        "logits": (100, 259),
+    }
+    gate, up, act = (taps[name] for name in names[:3])
+    np.testing.assert_allclose(act, gate / (1 + np.exp(-gate)) * up, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(taps["logits"], model.logits(tokens), rtol=1e-3, atol=1e-3)
+    assert pages_in_use(model) == 0
+    assert [len(part["blk.1.out"]) for part in model.tap_steps(tokens, ["blk.1.out"])] == [32, 32, 32, 4]
+
+
+def test_taps_leave_running_answers_alone(model: hotset.Model):
+    alone = model.generate("hello", seed=1, max_tokens=20).tokens
+    stream = model.stream("hello", seed=1, max_tokens=20)
+    tokens = [token for _ in range(5) for token in next(stream).tokens]
+    model.taps([1] * 100, ["blk.0.out"])
+    with pytest.raises(hotset.OutOfMemoryError, match="need 4 pages of the KV cache, of which 3 are free"):
+        model.taps([1] * 200, ["blk.0.out"])
+    assert tokens + [token for chunk in stream for token in chunk.tokens] == alone
+
+
+def test_taps_say_what_they_cannot_give(model: hotset.Model):
+    with pytest.raises(hotset.InvalidRequestError, match="no value named 'blk.9.ffn_act'"):
+        model.taps([1], ["blk.9.ffn_act"])
+    with pytest.raises(hotset.ContextLengthError, match="257 tokens do not fit in the context of 256"):
+        model.taps([1] * 257, ["blk.0.out"])
+
+
 def test_parameters_are_checked_at_the_call(model: hotset.Model):
     with pytest.raises(
         hotset.InvalidRequestError, match="no parameter 'temprature'; the parameters are temp"

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE, Backend, KVType
+from hotset.backends.base import PAGE_SIZE, Backend, Batch, KVType
 from hotset.engine.engine import Engine, FinishReason
 from hotset.engine.engine import Sequence as EngineSequence
 from hotset.engine.perplexity import PerplexityResult, perplexity_chunks
 from hotset.engine.sampler import SamplingParams, TokenLogprobs
 from hotset.engine.stop import StopMatcher
-from hotset.errors import InvalidRequestError, OutOfMemoryError
+from hotset.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
@@ -39,6 +39,7 @@ Prompt = str | Sequence[int]
 
 DEFAULT_N_CTX = 4096
 _SMALLEST_DEFAULT_N_CTX = 512
+_TAPPED_BYTES = 64 << 20  # of intermediate values that one step hands out
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,6 +413,62 @@ class Model:
             if result is None:
                 return
             yield result
+
+    # ---- what happens inside ----
+
+    def taps(self, tokens: Prompt, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """Intermediate values of a text, by name: float32 [n_tokens, width].
+
+        names: of values of the graph (model/decoder.py lists them), such as "blk.0.ffn_act", one per neuron.
+        Raises InvalidRequestError for a name that the graph lacks, ContextLengthError and OutOfMemoryError
+        where the text does not fit in the context or beside what runs.
+        """
+        parts = list(self.tap_steps(tokens, names))
+        return {name: np.concatenate([part[name] for part in parts]) for name in names}
+
+    def tap_steps(self, tokens: Prompt, names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
+        """As `taps`, a step at a time: what a long text yields need not be in memory at once."""
+        ids = np.array(self.engine.checked(self._encode(tokens)), np.int32)
+        if len(ids) > self.n_ctx:
+            raise ContextLengthError(
+                f"{len(ids)} tokens do not fit in the context of {self.n_ctx}; "
+                "load the model with a larger n_ctx"
+            )
+        from hotset.model.graph import SelectOutputs
+
+        widths = {value.name: value.width for value in self.graph.values}
+        for name in names:
+            if name not in widths:
+                raise InvalidRequestError(f"the model has no value named {name!r} to tap")
+        ops = self.graph.ops
+        selection = next(i for i, op in enumerate(ops) if isinstance(op, SelectOutputs))
+        outputs = any(op.out.name in names for op in ops[selection:])  # these have rows of output tokens only
+        n_bytes = 4 * sum(widths[name] for name in names)
+        n_step = max(1, min(self.backend.max_batch, _TAPPED_BYTES // max(n_bytes, 1)))
+        pages: list[int] = []
+        try:
+            with self._lock:
+                self._check_open()
+                pages = self.engine.take_pages(len(ids))
+            table = np.array([pages], np.int32)
+            for start in range(0, len(ids), n_step):
+                n = min(n_step, len(ids) - start)
+                every = np.arange(n, dtype=np.int32)
+                batch = Batch(
+                    tokens=ids[start : start + n],
+                    positions=every + np.int32(start),
+                    sequences=np.zeros(n, np.int32),
+                    page_tables=table,
+                    outputs=every if outputs else every[:0],
+                    taps=tuple(names),
+                )
+                with self._lock:
+                    self._check_open()
+                    taps = dict(self.backend.step(batch).taps)
+                yield taps
+        finally:
+            with self._lock:
+                self.engine.pool.release(pages)
 
     # ---- the rest ----
 

@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE, Backend, Batch
+from hotset.backends.base import PAGE_SIZE, Backend, Batch, StepStats
 from hotset.engine.kv_cache import ROOT, PagePool
 from hotset.engine.sampler import Sampler, SamplingParams, TokenLogprobs
 from hotset.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError
@@ -37,10 +37,13 @@ class Sequence:
     finish_reason: None while it runs; "stop" (a stop token, which is the last of `tokens`), "length"
     (max_tokens or the end of the context), "cancelled", or "error" (then `error` holds the exception).
     started, first_token, last_token: time.perf_counter() seconds; 0.0 until it happened.
+    step_stats: of the step that gave the newest token. decode_stats: summed over all steps that generated a
+    token after the first, with what other sequences had in them. None unless the engine collects them.
     """
 
     __slots__ = (
         "chain",
+        "decode_stats",
         "error",
         "finish_reason",
         "first_output",
@@ -58,6 +61,7 @@ class Sequence:
         "sampler",
         "slot",
         "started",
+        "step_stats",
         "stop_ids",
         "tokens",
     )
@@ -83,6 +87,8 @@ class Sequence:
         self.started = 0.0
         self.first_token = 0.0
         self.last_token = 0.0
+        self.step_stats: StepStats | None = None
+        self.decode_stats: StepStats | None = None
 
     @property
     def generated(self) -> list[int]:
@@ -107,10 +113,13 @@ class Engine:
 
     n_ctx: tokens that one sequence may have, prompt and answer together.
     max_sequences: how many run at once; the others wait for their turn.
+    collect_stats: asks the backend for the statistics of every step; step_stats then holds the latest.
     Raises OutOfMemoryError when the cache of the backend cannot hold one whole context.
     """
 
-    def __init__(self, backend: Backend, n_ctx: int, max_sequences: int = 16) -> None:
+    def __init__(
+        self, backend: Backend, n_ctx: int, max_sequences: int = 16, *, collect_stats: bool = False
+    ) -> None:
         if n_ctx < 1 or max_sequences < 1:
             raise InvalidRequestError(
                 f"n_ctx and max_sequences must be at least 1, not {n_ctx} and {max_sequences}"
@@ -123,6 +132,8 @@ class Engine:
             )
         self.backend = backend
         self.n_ctx = n_ctx
+        self.collect_stats = collect_stats
+        self.step_stats: StepStats | None = None
         self.pool = PagePool(backend.n_pages)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first: the last one is preempted when pages run out
@@ -152,7 +163,7 @@ class Engine:
         outside the vocabulary.
         """
         params = params or SamplingParams()
-        tokens = self._checked(prompt)
+        tokens = self.checked(prompt)
         if len(tokens) >= self.n_ctx:
             raise ContextLengthError(
                 f"the prompt has {len(tokens)} tokens and leaves no room for an answer in the context of "
@@ -199,7 +210,7 @@ class Engine:
         position + 1, ..., beginning at `first`; the rows are valid during the call. The sequence finishes
         with "length". Raises ContextLengthError when the tokens do not fit.
         """
-        checked = self._checked(tokens)
+        checked = self.checked(tokens)
         if len(checked) > self.n_ctx:
             raise ContextLengthError(
                 f"{len(checked)} tokens do not fit in the context of {self.n_ctx}; "
@@ -220,6 +231,19 @@ class Engine:
         """Ends a queued sequence between two steps and frees its pages; a finished one stays as it is."""
         if sequence.finish_reason is None:
             self._finish(sequence, "cancelled")
+
+    def take_pages(self, n_tokens: int) -> list[int]:
+        """Pages of the cache for a caller that steps the backend itself; give them back to `pool.release`.
+
+        Raises OutOfMemoryError where the running sequences leave too few.
+        """
+        n_pages = -(-n_tokens // PAGE_SIZE)
+        if n_pages > self.pool.n_available:
+            raise OutOfMemoryError(
+                f"{n_tokens} tokens need {n_pages} pages of the KV cache, of which "
+                f"{self.pool.n_available} are free; wait for what runs, or load with a larger n_seqs"
+            )
+        return [page for page in (self.pool.allocate() for _ in range(n_pages)) if page is not None]
 
     @property
     def has_work(self) -> bool:
@@ -244,6 +268,8 @@ class Engine:
             for sequence, _ in chunks:
                 self._fail(sequence, error)
             raise
+        if self.collect_stats:
+            self.step_stats = self.backend.stats()
         return self._collect(chunks, logits)
 
     def _schedule(self) -> list[tuple[Sequence, int]]:
@@ -392,6 +418,10 @@ class Engine:
         sampler.accept(token)
         sequence.tokens.append(token)
         sequence.last_token = now
+        stats = sequence.step_stats = self.step_stats
+        if stats is not None and sequence.first_token:
+            total = sequence.decode_stats
+            sequence.decode_stats = stats if total is None else total + stats
         if not sequence.first_token:
             sequence.first_token = now
 
@@ -423,8 +453,8 @@ class Engine:
         sequence.error = error
         self._finish(sequence, "error")
 
-    def _checked(self, tokens: Tokens[int]) -> list[int]:
-        """Token ids as a list of int, each in the vocabulary."""
+    def checked(self, tokens: Tokens[int]) -> list[int]:
+        """Token ids as a list of int; InvalidRequestError where one is not in the vocabulary."""
         try:
             checked = np.asarray(tokens)
         except ValueError:  # lists of different lengths
