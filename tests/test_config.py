@@ -19,6 +19,7 @@ from hotset.model.config import (
     FATRELU_THRESHOLD_KEY,
     UP_ACTIVATION_KEY,
     FFNActivation,
+    ModelConfig,
     config_from_gguf,
     parse_activation,
 )
@@ -196,11 +197,19 @@ def test_what_cannot_run_is_refused(keys: dict[str, Any], sentence: str) -> None
         config_from_gguf(file(**keys))
 
 
-def test_a_powerinfer_file_is_not_run_as_a_plain_one() -> None:
-    gguf = file()
-    gguf.dialect = "powerinfer"
-    with pytest.raises(UnsupportedModelError, match="PowerInfer"):
-        config_from_gguf(gguf)
+def test_a_powerinfer_file_means_other_activations() -> None:
+    def config(architecture: str, **more: Any) -> ModelConfig:
+        gguf = file(architecture, attention__layer_norm_epsilon=1e-5, **more)
+        gguf.dialect = "powerinfer"
+        return config_from_gguf(gguf)
+
+    assert config("llama").activation == config("opt").activation == FFNActivation("relu")
+    assert config("falcon").activation == FFNActivation("relu")
+    assert config_from_gguf(file("falcon", attention__layer_norm_epsilon=1e-5)).activation.gate == "gelu"
+    assert config("bamboo").activation == DRELU
+    assert config("llama", hidden_activation="relu2").activation.gate == "relu2"
+    with pytest.raises(UnsupportedModelError, match="'qwen2' is not supported in PowerInfer's format"):
+        config("qwen2")
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused() -> None:
@@ -228,18 +237,23 @@ KEYS = [
     *("rope.scaling.factor", "rope.scale_linear", "rope.scaling.original_context_length"),
     *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_ext_factor"),
     *("rope.scaling.yarn_attn_factor", "rope.scaling.yarn_log_multiplier", "rope.scaling.attn_factor"),
-    *("hidden_activation", "expert_count", "attention.causal"),
+    *("hidden_activation", "expert_count", "attention.causal", "attention.layer_norm_epsilon"),
 ]
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.sampled_from(sorted(ARCHITECTURES)), st.dictionaries(st.sampled_from(KEYS), junk, max_size=4))
-def test_any_keys_give_a_sentence(architecture: str, keys: dict[str, Any]) -> None:
+@given(
+    st.sampled_from(sorted(ARCHITECTURES)),
+    st.sampled_from(["gguf", "powerinfer"]),
+    st.dictionaries(st.sampled_from(KEYS), junk, max_size=4),
+)
+def test_any_keys_give_a_sentence(architecture: str, dialect: str, keys: dict[str, Any]) -> None:
     gguf = file(architecture, **keys)
+    gguf.dialect = dialect
 
     def load() -> None:
         config = config_from_gguf(gguf)
-        assert all(math.isfinite(f) for f in config.rope.freq)
+        assert config.rope is None or all(math.isfinite(f) for f in config.rope.freq)
         describe(config, gguf.tensors)
 
     with pytest.raises(HotsetError) as error:  # the file has one tensor: it is refused, whatever its keys say

@@ -348,4 +348,4 @@ def test_any_json_gives_a_file_or_a_sentence(checkpoint: Path, file: str, data: 
 def test_every_class_has_a_row() -> None:
     from hotset.model.config import ARCHITECTURES
 
-    assert set(CLASSES.values()) == set(ARCHITECTURES)
+    assert set(CLASSES.values()) <= set(ARCHITECTURES)

@@ -16,7 +16,7 @@ from hotset.model.graph import Rope
 CONFIG = ModelConfig(
     "llama", n_layer=2, n_embd=64, n_ff=(96, 128), n_head=4, n_head_kv=2, head_dim=32, head_dim_v=32,
     n_vocab=300, n_ctx_train=128, norm_eps=1e-5, rope=Rope("norm", 32, (1.0,) * 16), windows=(0, 16),
-    activation=SILU, qk_norm=False, qkv_bias=False,
+    activation=SILU,
 )  # fmt: skip
 
 

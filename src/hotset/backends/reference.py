@@ -7,12 +7,13 @@ they fit in `weight_cache_bytes`; a larger model decodes the rest again in each 
 from __future__ import annotations
 
 import math
+import re
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE, Batch, KVType, StepResult
+from hotset.backends.base import PAGE_SIZE, Batch, KVType, StepResult, StepStats, WeightSource
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.quants import GGMLType, dequantize, quantize
 from hotset.model.graph import (
@@ -23,17 +24,21 @@ from hotset.model.graph import (
     Graph,
     LayerNorm,
     Linear,
+    Mask,
     Multiply,
     Op,
     RMSNorm,
     Rotate,
     SelectOutputs,
+    SignScores,
+    TransposedLinear,
 )
 
-if TYPE_CHECKING:
-    from hotset.formats.gguf import GGUFFile
-
 Q8_0_BLOCK = 32  # values that share one scale
+# Values of a layer whose computation belongs to a time of StepStats; all others are "other".
+TIMED = re.compile(r"blk\.(\d+)\.(?:(ffn_pred)|(ffn_(?!inp))|(attn))")
+COUNTED = re.compile(r"blk\.(\d+)\.(?:ffn_gate_act|ffn_masked|ffn_down)")
+F32 = np.float32
 
 
 class ReferenceBackend:
@@ -41,27 +46,30 @@ class ReferenceBackend:
 
     kv_type says how keys and values are rounded when they are stored: f32 not at all, f16 to half precision,
     q8_0 to 8-bit blocks of 32 channels. Raises UnsupportedModelError where q8_0 does not fit the head size.
+    sparse says only how `stats` counts rows: those that the step's neurons needed, or all. All are computed.
     """
 
     name = "reference"
 
     def __init__(
         self,
-        gguf: GGUFFile,
+        weights: WeightSource,
         graph: Graph,
         *,
         n_pages: int,
         max_batch: int = 512,
         kv_type: KVType = "f32",
         weight_cache_bytes: int = 4 << 30,
+        sparse: bool = False,
     ) -> None:
-        self.gguf, self.graph = gguf, graph
+        self.weights, self.graph, self.sparse = weights, graph, sparse
         self.n_pages, self.max_batch, self.kv_type = n_pages, max_batch, kv_type
         self.n_vocab = graph.logits.width
         self._weights: dict[str, np.ndarray] = {}
         self._weight_room = weight_cache_bytes
         self._keys: dict[int, np.ndarray] = {}  # layer → [n_pages * PAGE_SIZE, n_head_kv, head_dim]
         self._values: dict[int, np.ndarray] = {}  # layer → [n_pages * PAGE_SIZE, n_head_kv, head_dim_v]
+        self._stats: StepStats | None = None
         stored = np.float16 if kv_type == "f16" else np.float32
         for op in graph.ops:
             if isinstance(op, Attention):
@@ -90,19 +98,28 @@ class ReferenceBackend:
         values: dict[int, np.ndarray] = {}
         taps: dict[str, np.ndarray] = {}
         last_use = self._last_use()
+        counts = _Counts(self.graph, len(batch.tokens), self.sparse)
         for index, op in enumerate(self.graph.ops):
+            began = time.perf_counter()
             result = self._compute(op, values, batch, slots)
+            counts.add_time(op.out.name, time.perf_counter() - began)
+            counts.add(op, result, values)
             values[op.out.id] = result
             if op.out.name in batch.taps:
                 taps[op.out.name] = result.copy()
             for id in [id for id in values if last_use.get(id, index) < index]:
                 del values[id]
+        self._stats = counts.stats()
         return StepResult(values[self.graph.logits.id], taps)
+
+    def stats(self) -> StepStats | None:
+        """Counts and times of the latest step; None before the first."""
+        return self._stats
 
     def _last_use(self) -> dict[int, int]:
         uses: dict[int, int] = {}
         for index, op in enumerate(self.graph.ops):
-            for field in ("out", "x", "a", "b", "q", "k", "v"):
+            for field in ("out", "x", "a", "b", "q", "k", "v", "scores"):
                 if (value := getattr(op, field, None)) is not None:
                     uses[value.id] = index
         return uses
@@ -141,7 +158,7 @@ class ReferenceBackend:
     ) -> np.ndarray:
         match op:
             case Embed():
-                return self._rows(op.weight, batch.tokens)
+                return self._rows(op.weight, batch.tokens if op.of == "token" else self._positions(op, batch))
             case RMSNorm():
                 x = values[op.x.id].reshape(-1, op.n_head, op.x.width // op.n_head)
                 scale = 1 / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(op.eps))
@@ -153,8 +170,18 @@ class ReferenceBackend:
                 x = x * self._weight(op.weight)
                 return x if op.bias is None else x + self._weight(op.bias)
             case Linear():
-                out = values[op.x.id] @ self._weight(op.weight).T
+                rows = slice(op.first_row, op.first_row + op.out.width)
+                out = values[op.x.id] @ self._weight(op.weight)[rows].T
+                return out if op.bias is None else out + self._weight(op.bias)[rows]
+            case TransposedLinear():
+                out = values[op.x.id] @ self._by_neuron(op)
                 return out if op.bias is None else out + self._weight(op.bias)
+            case SignScores():
+                # With signs as +1 and -1, channels that agree less channels that differ is a dot product.
+                out = np.where(values[op.x.id] < 0, F32(-1), F32(1)) @ self._signs(op).T
+                return out if op.bias is None else out + self._weight(op.bias)
+            case Mask():
+                return np.where(selected(op, values[op.scores.id]), values[op.x.id], F32(0))
             case Rotate():
                 return rotate(values[op.x.id], batch.positions, op)
             case Attention():
@@ -199,19 +226,98 @@ class ReferenceBackend:
         """A whole tensor as float32: [ne1, ne0], or [ne0]."""
         if name in self._weights:
             return self._weights[name]
-        info = self.gguf.tensors[name]
-        weight = dequantize(self.gguf.data(name), info.type, info.shape).reshape(tuple(info.shape)[::-1])
+        info = self.weights.tensors[name]
+        weight = dequantize(self.weights.data(name), info.type, info.shape).reshape(tuple(info.shape)[::-1])
         if weight.nbytes <= self._weight_room:
             self._weight_room -= weight.nbytes
             self._weights[name] = weight
         return weight
 
+    def _by_neuron(self, op: TransposedLinear) -> np.ndarray:
+        """The matrix of a down projection [n_ff, width], from its rows or from its planes."""
+        if op.scales is None:
+            return self._weight(op.weight)
+        from hotset.sparsity.planes import decode
+
+        codes = self.weights.data(op.weight).view(np.int8).reshape(op.x.width, -1)
+        scales = self.weights.data(op.scales).view(np.float16).reshape(-1, op.out.width)
+        return decode(codes, scales)
+
+    def _signs(self, op: SignScores) -> np.ndarray:
+        """The signs of a matrix as +1 and -1 [out.width, x.width]."""
+        packed = np.asarray(self.weights.data(op.weight)).reshape(op.out.width, -1)
+        negative = np.unpackbits(packed, axis=1, count=op.x.width, bitorder="little")
+        return np.where(negative, F32(-1), F32(1))
+
+    def _positions(self, op: Embed, batch: Batch) -> np.ndarray:
+        """Rows of the learned positions. Raises InvalidRequestError past the last."""
+        rows, n_rows = batch.positions + op.first_row, self.weights.tensors[op.weight].shape[1]
+        if rows.max() >= n_rows:
+            last = n_rows - op.first_row - 1
+            raise InvalidRequestError(
+                f"position {batch.positions.max()} lies past {last}, the last that the model has learned"
+            )
+        return rows
+
     def _rows(self, name: str, rows: np.ndarray) -> np.ndarray:
         """Some rows of a matrix as float32 (an embedding is large, and a step needs few of its rows)."""
-        info = self.gguf.tensors[name]
+        info = self.weights.tensors[name]
         width, n_rows = info.shape
-        encoded = np.asarray(self.gguf.data(name)).reshape(n_rows, -1)[rows]
+        encoded = np.asarray(self.weights.data(name)).reshape(n_rows, -1)[rows]
         return dequantize(np.ascontiguousarray(encoded).ravel(), info.type, (width, len(rows)))
+
+
+class _Counts:
+    """Collects StepStats while a step runs."""
+
+    def __init__(self, graph: Graph, n_tokens: int, sparse: bool) -> None:
+        self.n_tokens, self.sparse = n_tokens, sparse
+        n_layer = 1 + max((op.layer for op in graph.ops if isinstance(op, Attention)), default=-1)
+        names = ("selected", "active", "gate_rows", "up_rows", "down_rows")
+        self.counts = {name: np.zeros(n_layer, np.int64) for name in names}
+        self.times = {name: np.zeros(n_layer) for name in ("predictor", "ffn", "attention")}
+        self.other = 0.0
+        self._gates: dict[int, np.ndarray] = {}  # layer → bool [n_tokens, n_ff]: the gate fires
+        self._selected: dict[int, np.ndarray] = {}  # layer → bool [n_tokens, n_ff]
+
+    def add_time(self, name: str, seconds: float) -> None:
+        match = TIMED.match(name)
+        if match is None:
+            self.other += seconds
+        else:
+            kind = "predictor" if match[2] else "ffn" if match[3] else "attention"
+            self.times[kind][int(match[1])] += seconds
+
+    def add(self, op: Op, result: np.ndarray, values: dict[int, np.ndarray]) -> None:
+        """Counts what `result`, the value of `op`, and the values before it say about a layer's neurons."""
+        match = COUNTED.fullmatch(op.out.name)
+        if match is None:
+            return
+        layer = int(match[1])
+        if isinstance(op, Activate):
+            self._gates[layer] = result != 0
+        elif isinstance(op, Mask):
+            self._selected[layer] = selected(op, values[op.scores.id])
+        elif isinstance(op, Linear | TransposedLinear):
+            self._count(layer, values[op.x.id] != 0)
+
+    def _count(self, layer: int, active: np.ndarray) -> None:
+        gates = self._gates.pop(layer, None)
+        chosen = self._selected.pop(layer, np.ones_like(active))
+        up = chosen if gates is None else chosen & gates
+        for name, needed in {"gate_rows": chosen, "up_rows": up, "down_rows": active}.items():
+            n_rows = needed.any(axis=0).sum() if self.sparse else active.shape[1]
+            self.counts[name][layer] = 0 if name == "gate_rows" and gates is None else n_rows
+        self.counts["selected"][layer] = chosen.sum()
+        self.counts["active"][layer] = active.sum()
+
+    def stats(self) -> StepStats:
+        return StepStats(self.n_tokens, **self.counts, **self.times, other=self.other)
+
+
+def selected(op: Mask, scores: np.ndarray) -> np.ndarray:
+    """The neurons that a mask lets through, bool [n_tokens, n_ff]: also those whose score is NaN."""
+    return np.pad(~(scores < F32(op.threshold)), ((0, 0), (op.first, 0)), constant_values=True)
 
 
 def rotate(x: np.ndarray, positions: np.ndarray, op: Rotate) -> np.ndarray:

@@ -2,12 +2,14 @@
 
 An architecture is a row of `ARCHITECTURES`, not a class: what a file cannot say (which RoPE layout its
 q and k rows are stored for, whether q and k are normalised, which activation it was trained with) stands in
-the row, everything else in the file. A file is hostile until this module has read it: every number has a
-range, and every complaint names the key.
+the row, everything else in the file. PowerInfer's dialect has rows of its own: it means something else by the
+same name. A file is hostile until this module has read it: every number has a range, and every complaint
+names the key.
 
 Keys of our own, beside the standard ones (gguf's `docs/gguf.md`):
 
 - `<arch>.hidden_activation` (standard, string): silu, gelu, gelu_tanh, relu, relu2, fatrelu or drelu.
+- `powerinfer.sparse_threshold` (f32, PowerInfer's): a neuron whose predicted score is below it is skipped.
 - `hotset.fatrelu_threshold` (f32): t of FATReLU, f(x) = x if x >= t else 0; needed with fatrelu.
 - `hotset.up_activation` (string): activation applied to the up projection too; relu with a relu gate is
   dReLU, relu(gate) * relu(up) (TurboSparse, arXiv 2406.05955).
@@ -17,8 +19,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -30,13 +32,22 @@ if TYPE_CHECKING:
 
 UP_ACTIVATION_KEY = "hotset.up_activation"
 FATRELU_THRESHOLD_KEY = "hotset.fatrelu_threshold"
+SPARSE_THRESHOLD_KEY = "powerinfer.sparse_threshold"
+
+NormKind = Literal["rms", "layer"]
+PredictorInput = Literal["ffn_inp", "layer_input"]
+EPSILON_KEYS: dict[NormKind, str] = {
+    "rms": "attention.layer_norm_rms_epsilon",
+    "layer": "attention.layer_norm_epsilon",
+}
 
 
 @dataclass(frozen=True)
 class FFNActivation:
-    """neuron = f_gate(gate) * f_up(up); `up` None leaves the up projection as it is.
+    """neuron = f_gate(gate) * f_up(up), or f_gate(up) in an FFN without a gate.
 
-    `threshold` is FATReLU's (x if x >= threshold else 0), used where `gate` is "fatrelu".
+    `up` None leaves the up projection as it is. `threshold` is FATReLU's (x if x >= threshold else 0), used
+    where `gate` is "fatrelu".
     """
 
     gate: ActivationKind
@@ -45,6 +56,9 @@ class FFNActivation:
 
 
 SILU = FFNActivation("silu")
+GELU = FFNActivation("gelu")
+RELU = FFNActivation("relu")
+RELU2 = FFNActivation("relu2")
 DRELU = FFNActivation("relu", up="relu")
 
 
@@ -52,24 +66,55 @@ DRELU = FFNActivation("relu", up="relu")
 class Architecture:
     """What every file of one `general.architecture` has in common and none of its keys says.
 
-    rope: layout that the rows of attn_q and attn_k are stored for.
-    activation: of the FFN, where the file names none.
+    rope: layout that the rows of attn_q and attn_k are stored for; None: no rotation.
+    first_position: row of position 0 in the learned positions `position_embd`; None: there are none.
+    norm: rms, or layer (with biases). norm_eps: where the file has no key for it; None: it must have one.
     qk_norm: q and k of each head pass an RMS norm before the rotation (`attn_q_norm`, `attn_k_norm`).
-    qkv_bias: `attn_q`, `attn_k` and `attn_v` must have a bias (elsewhere a bias is used where it is present).
+    gated: the FFN has a gate beside up. activation: of the FFN, where the file names none.
+    parallel: the FFN reads what enters the layer, through `attn_norm`, which attention reads too where there
+      is no `attn_norm_2`; elsewhere it reads the sum after attention, through `ffn_norm`.
+    biased: tensors of a layer that must have a bias (elsewhere a bias is used where it is present).
+    predictor_input: what a published predictor (fc1, fc2) reads: the residual stream after attention, or as
+      it enters the layer; never the normalised input of the FFN.
     """
 
-    rope: RopeKind = "norm"
-    activation: FFNActivation = SILU
+    rope: RopeKind | None = "norm"
+    first_position: int | None = None
+    norm: NormKind = "rms"
+    norm_eps: float | None = None
     qk_norm: bool = False
-    qkv_bias: bool = False
+    gated: bool = True
+    activation: FFNActivation = SILU
+    parallel: bool = False
+    biased: tuple[str, ...] = ()
+    predictor_input: PredictorInput = "ffn_inp"
 
+
+_QKV = ("attn_q", "attn_k", "attn_v")
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(),  # Llama 1 to 3.x, Mistral, SmolLM
-    "qwen2": Architecture(rope="neox", qkv_bias=True),
+    "qwen2": Architecture(rope="neox", biased=_QKV),
     "qwen3": Architecture(rope="neox", qk_norm=True),
     "bamboo": Architecture(activation=DRELU),
+    "falcon": Architecture(
+        rope="neox", norm="layer", gated=False, activation=GELU, parallel=True, predictor_input="layer_input"
+    ),
+    "opt": Architecture(
+        rope=None, first_position=2, norm="layer", norm_eps=1e-5, gated=False, activation=RELU,
+        biased=(*_QKV, "attn_output", "ffn_up", "ffn_down"),
+    ),
+    "nemotron": Architecture(rope="neox", norm="layer", gated=False, activation=RELU2),
+    "arcee": Architecture(gated=False, activation=RELU2),
+}  # fmt: skip
+
+POWERINFER_ARCHITECTURES: dict[str, Architecture] = {
+    "llama": replace(ARCHITECTURES["llama"], activation=RELU),  # ReluLLaMA, ProSparse: never SiLU
+    "bamboo": ARCHITECTURES["bamboo"],
+    "falcon": replace(ARCHITECTURES["falcon"], activation=RELU),
+    "opt": ARCHITECTURES["opt"],
 }
+"""The rows of a file in PowerInfer's dialect."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +124,7 @@ class ModelConfig:
     n_ff has one entry per layer; windows too (0: the layer sees everything before it). head_dim is the width
     of one head of q and k, head_dim_v of v; neither need be n_embd / n_head. norm_eps belongs to every norm.
     `rope` holds final frequencies. `n_ctx_train` is the context that the file promises, in tokens.
+    `sparse_threshold` belongs to the predictor in the file. For the rest see Architecture.
     """
 
     architecture: str
@@ -92,11 +138,27 @@ class ModelConfig:
     n_vocab: int
     n_ctx_train: int
     norm_eps: float
-    rope: Rope
+    rope: Rope | None
     windows: tuple[int, ...]
     activation: FFNActivation
-    qk_norm: bool
-    qkv_bias: bool
+    norm: NormKind = "rms"
+    qk_norm: bool = False
+    gated: bool = True
+    parallel: bool = False
+    biased: tuple[str, ...] = ()
+    first_position: int | None = None
+    predictor_input: PredictorInput = "ffn_inp"
+    sparse_threshold: float = 0.0
+
+    @property
+    def is_relu(self) -> bool:
+        """Whether the activation gives exact zeros, so that neurons that do not fire can be skipped."""
+        return self.activation.gate in ("relu", "relu2", "fatrelu")
+
+    @property
+    def n_ctx_max(self) -> int | None:
+        """The longest context that can be computed, in tokens; None where rotation sets no limit."""
+        return None if self.first_position is None else self.n_ctx_train
 
 
 def parse_activation(text: str, threshold: float | None = None) -> FFNActivation:
@@ -198,15 +260,13 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
     name = gguf.metadata.get("general.architecture")
     if not isinstance(name, str):
         raise FormatError("the file has no key general.architecture: it is not a model, or it is damaged")
-    if name not in ARCHITECTURES:
+    rows = POWERINFER_ARCHITECTURES if gguf.dialect == "powerinfer" else ARCHITECTURES
+    if name not in rows:
+        dialect = " in PowerInfer's format" if gguf.dialect == "powerinfer" else ""
         raise UnsupportedModelError(
-            f"the architecture {_shown(name)} is not supported; supported are {', '.join(ARCHITECTURES)}"
+            f"the architecture {_shown(name)} is not supported{dialect}; supported are {', '.join(rows)}"
         )
-    if gguf.dialect != "gguf":  # its llama is a ReLU model, its FFN is stored transposed
-        raise UnsupportedModelError(
-            "PowerInfer GGUF files are not supported by this version; use a plain one"
-        )
-    architecture = ARCHITECTURES[name]
+    architecture = rows[name]
     keys = _Keys(gguf.metadata, name)
     if keys.integer("expert_count", 0, 1 << 16, 0):
         raise UnsupportedModelError(f"mixture-of-experts models of the architecture {name} are not supported")
@@ -224,8 +284,9 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
     if n_embd % n_head and keys.get("attention.key_length") is None:
         raise keys.error("attention.head_count", f"is {n_head}, which does not divide the width {n_embd}")
     head_dim = keys.integer("attention.key_length", 1, 1 << 14, n_embd // n_head)
-    n_ctx_train = keys.integer("context_length", 1, 1 << 31)
-    return ModelConfig(
+    n_ctx_train = _context(gguf, keys, architecture)
+    override = None if activation is None else parse_activation(activation)
+    config = ModelConfig(
         architecture=name,
         n_layer=n_layer,
         n_embd=n_embd,
@@ -236,13 +297,46 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         head_dim_v=keys.integer("attention.value_length", 1, 1 << 14, head_dim),
         n_vocab=_vocabulary(gguf),
         n_ctx_train=n_ctx_train,
-        norm_eps=keys.real("attention.layer_norm_rms_epsilon", 0.0, 1.0),
-        rope=_rope(gguf, keys, architecture, head_dim, n_ctx_train),
+        norm_eps=keys.real(EPSILON_KEYS[architecture.norm], 0.0, 1.0, architecture.norm_eps),
+        rope=_rope(gguf, keys, architecture.rope, head_dim, n_ctx_train) if architecture.rope else None,
         windows=_windows(keys, n_layer),
-        activation=_activation(keys, architecture) if activation is None else parse_activation(activation),
+        activation=override or _activation(keys, architecture),
+        norm=architecture.norm,
         qk_norm=architecture.qk_norm,
-        qkv_bias=architecture.qkv_bias,
+        gated=architecture.gated,
+        parallel=architecture.parallel,
+        biased=architecture.biased,
+        first_position=architecture.first_position,
+        predictor_input=architecture.predictor_input,
+        sparse_threshold=_number(gguf.metadata, SPARSE_THRESHOLD_KEY) or 0.0,
     )
+    if config.activation.up is not None and not config.gated:
+        what = f"the {name} model's feed-forward network has no gate, so its activation cannot be dReLU"
+        raise InvalidRequestError(what) if override else UnsupportedModelError(what)
+    return config
+
+
+def _context(gguf: GGUFFile, keys: _Keys, architecture: Architecture) -> int:
+    """The length that the file's key promises, or, of learned positions, the rows that are there."""
+    positions = gguf.tensors.get("position_embd.weight")
+    if architecture.first_position is None or positions is None:  # the decoder asks for what is missing
+        return keys.integer("context_length", 1, 1 << 31)
+    n_rows = int(positions.shape[-1])
+    if n_rows <= architecture.first_position:
+        raise FormatError(f"the tensor position_embd.weight has only {n_rows} rows; the file is damaged")
+    return n_rows - architecture.first_position
+
+
+def _number(metadata: Mapping[str, Any], key: str) -> float | None:
+    """A number of a key without an architecture in its name, finite; None where it is missing."""
+    value = metadata.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.number):
+        raise FormatError(f"the file's key {key} must be a number, not {_shown(value)}")
+    if not abs(value) < 1e30:  # also false for NaN
+        raise FormatError(f"the file's key {key} is {value}; the file is damaged")
+    return float(value)
 
 
 def _vocabulary(gguf: GGUFFile) -> int:
@@ -261,13 +355,7 @@ def _vocabulary(gguf: GGUFFile) -> int:
 
 def _activation(keys: _Keys, architecture: Architecture) -> FFNActivation:
     gate, up = keys.text("hidden_activation"), keys.metadata.get(UP_ACTIVATION_KEY)
-    threshold = keys.metadata.get(FATRELU_THRESHOLD_KEY)
-    if threshold is not None:
-        if not isinstance(threshold, int | float | np.floating):
-            raise FormatError(
-                f"the file's key {FATRELU_THRESHOLD_KEY} must be a number, not {_shown(threshold)}"
-            )
-        threshold = float(threshold)
+    threshold = _number(keys.metadata, FATRELU_THRESHOLD_KEY)
     try:
         activation = architecture.activation if gate is None else parse_activation(gate, threshold)
     except InvalidRequestError as error:
@@ -297,7 +385,7 @@ def _windows(keys: _Keys, n_layer: int) -> tuple[int, ...]:
     return tuple(window if windowed else 0 for windowed in pattern)
 
 
-def _rope(gguf: GGUFFile, keys: _Keys, architecture: Architecture, head_dim: int, n_ctx_train: int) -> Rope:
+def _rope(gguf: GGUFFile, keys: _Keys, layout: RopeKind, head_dim: int, n_ctx_train: int) -> Rope:
     """Frequencies base^(-2i / n_rot) with the file's scaling applied: none, linear, yarn, rope_freqs."""
     n_rot = keys.integer("rope.dimension_count", 2, head_dim, head_dim)
     if n_rot % 2:
@@ -321,7 +409,7 @@ def _rope(gguf: GGUFFile, keys: _Keys, architecture: Architecture, head_dim: int
     magnitude *= keys.real("rope.scaling.attn_factor", 0.0, 1e3, 1.0)
     if not np.isfinite(freq).all():
         raise FormatError("the file's RoPE frequencies are not finite; the file is damaged")
-    return Rope(architecture.rope, n_rot, tuple(freq.tolist()), magnitude)
+    return Rope(layout, n_rot, tuple(freq.tolist()), magnitude)
 
 
 def _divisors(gguf: GGUFFile, n: int) -> np.ndarray:

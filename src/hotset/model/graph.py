@@ -165,7 +165,7 @@ class Add:
 
 @dataclass(frozen=True)
 class SignScores:
-    """out[i] = channels of x whose sign is that of row i of a matrix, minus those where it differs, + bias[i].
+    """out[i] = channels of x whose sign is that of row i of a matrix, less those where it differs, + bias[i].
 
     weight: int8 [out.width, ceil(x.width / 8)], bit k % 8 of byte k // 8 set where channel k of the row is
     negative; so is a channel of x below zero (zero counts as positive). Spare bits are zero.
