@@ -334,7 +334,7 @@ def test_taps_leave_running_answers_alone(model: hotset.Model):
 
 
 def test_taps_say_what_they_cannot_give(model: hotset.Model):
-    with pytest.raises(hotset.InvalidRequestError, match="no value named 'blk.9.ffn_act'"):
+    with pytest.raises(hotset.InvalidRequestError, match=r"no value named 'blk\.9\.ffn_act'"):
         model.taps([1], ["blk.9.ffn_act"])
     with pytest.raises(hotset.ContextLengthError, match="257 tokens do not fit in the context of 256"):
         model.taps([1] * 257, ["blk.0.out"])

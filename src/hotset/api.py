@@ -28,9 +28,13 @@ from hotset.errors import ContextLengthError, InvalidRequestError, OutOfMemoryEr
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
+    from hotset.formats.overlay import Overlay
     from hotset.model.config import ModelConfig
     from hotset.model.cost import Cost
     from hotset.model.graph import Graph
+    from hotset.sparsity.modes import Choice
+    from hotset.sparsity.profile import Profile
+    from hotset.storage.reporter import Reporter
     from hotset.text.chat import ChatTemplate
     from hotset.text.tokenizer import Tokenizer
 
@@ -109,8 +113,12 @@ def load(
     kv_type: KVType = "f16",
     backend: BackendName = "cpu",
     activation: str | None = None,
+    sparsity: str | None = None,
+    predictor: str | None = None,
+    profile: str | os.PathLike[str] | None = None,
     max_batch: int = 512,
     n_seqs: int = 1,
+    progress: Reporter | None = None,
 ) -> Model:
     """Opens a model: a GGUF file, a stored or catalogue name, or "hf:owner/repository[:file]".
 
@@ -120,9 +128,15 @@ def load(
     kv_type: how keys and values are stored: "f16", or "q8_0" in about half the memory.
     backend: "cpu", or "reference", the slow one in plain NumPy that the others are checked against.
     activation: overrides the FFN activation that the file names.
+    sparsity: which neurons are computed: "dense", "exact" or "predicted" (sparsity/modes.py); by default the
+    fastest that keeps the file's meaning. predictor: "mlp", "sign", "svd", with their settings
+    (sparsity/predictors.py); implies "predicted". profile: a file of `hotset profile`, whose neurons that
+    nearly always fire are computed without prediction. What these need and the file lacks is built once, in
+    files beside the model.
     max_batch: tokens computed in one step at most. n_seqs: full contexts that the cache holds at once; more
-    sequences than that run together while they are shorter.
-    Raises ModelNotFoundError, DownloadError, FormatError, UnsupportedModelError, OutOfMemoryError.
+    sequences than that run together while they are shorter. progress: is told of what takes long.
+    Raises ModelNotFoundError, DownloadError, FormatError, UnsupportedModelError, OutOfMemoryError, and
+    InvalidRequestError for a mode that the model does not have.
     """
     for name, value in (
         ("n_ctx", n_ctx),
@@ -141,30 +155,59 @@ def load(
     from hotset.model.config import config_from_gguf
     from hotset.model.cost import Cost
     from hotset.model.decoder import describe
+    from hotset.sparsity.modes import choose, prepare
 
     gguf = open_gguf(_resolve(model))
+    weights: Overlay | None = None
     try:
         config = config_from_gguf(gguf, activation=activation)
-        graph = describe(config, gguf.tensors)
-        cost = Cost(graph, gguf.tensors)
+        choice = choose(config, gguf.tensors, sparsity, predictor)
+        prepared = prepare(gguf, config, choice, profile=_profile(profile, choice), progress=progress)
+        weights = prepared.weights
+        graph = describe(config, weights.tensors, prepared.predictor)
+        cost = Cost(graph, weights.tensors)
         kv_bytes = n_seqs * cost.kv_bytes_per_token(kv_type)
-        n_ctx = _context(n_ctx, config.n_ctx_train, kv_bytes, gguf.nbytes)
+        n_ctx = _context(n_ctx, config, kv_bytes, gguf.nbytes)
         n_pages = n_seqs * -(-n_ctx // PAGE_SIZE)
+        sparse = choice.mode != "dense"
         opened: Backend
         if backend == "cpu":
             from hotset.backends.cpu import CpuBackend
 
             opened = CpuBackend(
-                gguf, graph, n_pages=n_pages, max_batch=max_batch, kv_type=kv_type, n_threads=n_threads
+                weights,
+                graph,
+                n_pages=n_pages,
+                max_batch=max_batch,
+                kv_type=kv_type,
+                n_threads=n_threads,
+                **({"sparse": True} if sparse else {}),
             )
         else:
             from hotset.backends.reference import ReferenceBackend
 
-            opened = ReferenceBackend(gguf, graph, n_pages=n_pages, max_batch=max_batch, kv_type=kv_type)
-        return Model(gguf, config, graph, cost, opened, n_ctx, kv_type)
+            opened = ReferenceBackend(
+                weights, graph, n_pages=n_pages, max_batch=max_batch, kv_type=kv_type, sparse=sparse
+            )
+        return Model(gguf, weights, config, graph, cost, opened, n_ctx, kv_type, choice, prepared.notes)
     except BaseException:
+        if weights is not None:
+            weights.close()
         gguf.close()
         raise
+
+
+def _profile(path: str | os.PathLike[str] | None, choice: Choice) -> Profile | None:
+    """The activation profile of a file; refused where nothing would use it."""
+    if path is None:
+        return None
+    if choice.mode != "predicted":
+        raise InvalidRequestError(
+            f"a profile serves predicted sparsity, and this model runs {choice.mode}; name a predictor too"
+        )
+    from hotset.sparsity.profile import Profile
+
+    return Profile.open(path)
 
 
 def _resolve(model: str | os.PathLike[str]) -> Path:
@@ -176,12 +219,19 @@ def _resolve(model: str | os.PathLike[str]) -> Path:
     return resolve(model)
 
 
-def _context(asked: int | None, n_ctx_train: int, kv_bytes: int, file_bytes: int) -> int:
+def _context(asked: int | None, config: ModelConfig, kv_bytes: int, file_bytes: int) -> int:
     """The context length to use: what was asked, or the default that fits in the free memory.
 
     kv_bytes: bytes of the cache per token of the context.
     """
     import psutil
+
+    n_ctx_train, n_ctx_max = config.n_ctx_train, config.n_ctx_max
+    if asked is not None and n_ctx_max is not None and asked > n_ctx_max:
+        raise ContextLengthError(
+            f"a context of {asked} tokens is longer than the {n_ctx_max} positions that the model has; "
+            f"lower n_ctx to {n_ctx_max}"
+        )
 
     free = psutil.virtual_memory().available
     if asked is None:
@@ -205,6 +255,7 @@ class Model:
 
     config: facts of the architecture. backend, engine: what runs it. cost: bytes and FLOPs of its tokens.
     n_ctx: tokens of one conversation. kv_type: how keys and values are stored.
+    sparsity: which neurons are computed, and why. notes: what was built or opened for it, a sentence each.
 
     Sampling parameters of `generate`, `stream` and `chat` are the fields of SamplingParams.
     """
@@ -212,21 +263,27 @@ class Model:
     def __init__(
         self,
         gguf: GGUFFile,
+        weights: Overlay,
         config: ModelConfig,
         graph: Graph,
         cost: Cost,
         backend: Backend,
         n_ctx: int,
         kv_type: KVType,
+        sparsity: Choice,
+        notes: list[str],
     ) -> None:
         self.gguf = gguf
+        self.weights = weights
         self.config = config
         self.graph = graph
         self.cost = cost
         self.backend = backend
         self.n_ctx = n_ctx
         self.kv_type = kv_type
-        self.engine = Engine(backend, n_ctx)
+        self.sparsity = sparsity
+        self.notes = notes
+        self.engine = Engine(backend, n_ctx, collect_stats=config.is_relu)
         self._lock = threading.Lock()  # one thread at a time drives the engine
         self._closed = False
 
@@ -486,6 +543,7 @@ class Model:
             for sequence in [*self.engine.running, *self.engine.waiting]:
                 self.engine.cancel(sequence)
             self.backend.close()
+            self.weights.close()
             self.gguf.close()
 
     def _check_open(self) -> None:
