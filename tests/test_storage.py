@@ -191,6 +191,22 @@ def test_remove_deletes_one_of_several_and_what_a_pull_left(home: Path) -> None:
     assert not (models / "cut--off").exists()
 
 
+def test_sidecars_are_no_models_and_go_with_theirs(home: Path) -> None:
+    models = home / "models"
+    for name in ("m", "m.Q4_0"):
+        put(models / f"{name}.gguf")
+        put(models / f"{name}.down.hotset.gguf", b"GGUF" * 5)
+    assert [model.name for model in store.list_models()] == ["m", "m.Q4_0"]
+    files, freed = store.remove("m")
+    assert sorted(path.name for path in files) == ["m.down.hotset.gguf", "m.gguf"]
+    assert freed == 20 + (models / "m.Q4_0.gguf").stat().st_size
+    folder = home / "apart"
+    only = put(folder / "b.gguf")
+    put(folder / "b.svd.hotset.gguf")
+    assert resolve(folder) == only
+    assert (models / "m.Q4_0.down.hotset.gguf").exists()
+
+
 def test_remove_never_leaves_the_store(home: Path, tmp_path: Path) -> None:
     outside = put(tmp_path / "outside.gguf")
     (home / "models").mkdir(parents=True)

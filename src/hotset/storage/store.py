@@ -5,6 +5,7 @@
         smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf     a name of the catalogue
         owner--repository/model.gguf, activation/...      a repository of the Hugging Face hub
         mine.gguf                                         whatever a person puts there
+        mine.down.hotset.gguf                             what hotset built from it (sparsity/sidecar.py)
 
 There is no index beside the files: what lies in the folder is what there is.
 """
@@ -25,6 +26,7 @@ from hotset.storage import catalogue
 if TYPE_CHECKING:
     from hotset.storage.reporter import Reporter
 
+SIDECAR_SUFFIX = ".hotset.gguf"
 SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _RELU_NAME = re.compile(r"relu|prosparse|bamboo|turbosparse|smallthinker", re.IGNORECASE)
 
@@ -75,6 +77,8 @@ def complete_models(folder: Path) -> list[Path]:
     """The models below `folder`, sharded ones by their first file and only with every shard there."""
     found = []
     for path in sorted(folder.rglob("*.gguf")):
+        if path.name.endswith(SIDECAR_SUFFIX):
+            continue
         match = SHARD.search(path.name)
         if match and int(match[1]) != 1:
             continue
@@ -88,7 +92,8 @@ def list_models() -> list[StoredModel]:
     folder = models_folder()
     if not folder.is_dir():
         return []
-    models = [_describe(path, path.stem) for path in sorted(folder.glob("*.gguf")) if path.is_file()]
+    files = [path for path in sorted(folder.glob("*.gguf")) if path.is_file()]
+    models = [_describe(path, path.stem) for path in files if not path.name.endswith(SIDECAR_SUFFIX)]
     for child in sorted(p for p in folder.iterdir() if p.is_dir()):
         paths = complete_models(child)
         base = child.name.replace("--", "/", 1)
@@ -96,6 +101,12 @@ def list_models() -> list[StoredModel]:
             name = base if len(paths) == 1 else f"{base}:{path.relative_to(child).as_posix()}"
             models.append(_describe(path, name))
     return sorted(models, key=lambda model: model.name.lower())
+
+
+def sidecars(path: Path) -> list[Path]:
+    """What hotset built from the model at `path` and keeps beside it."""
+    name = re.compile(rf"{re.escape(path.name.removesuffix('.gguf'))}\.[^.]+{re.escape(SIDECAR_SUFFIX)}")
+    return sorted(file for file in path.parent.glob(f"*{SIDECAR_SUFFIX}") if name.fullmatch(file.name))
 
 
 def _describe(path: Path, name: str) -> StoredModel:
@@ -125,7 +136,7 @@ def find_local(name: str) -> StoredModel | None:
 
 
 def remove(name: str) -> tuple[list[Path], int]:
-    """Deletes a stored model (and its folder when no other model is left in it).
+    """Deletes a stored model with its sidecars (and its folder when no other model is left in it).
 
     Returns the deleted files and the bytes that they held. Raises ModelNotFoundError.
     """
@@ -133,7 +144,7 @@ def remove(name: str) -> tuple[list[Path], int]:
     model = find_local(name)
     folder = folder_of(name.removeprefix("hf:").partition(":")[0])
     if model is not None:
-        doomed = shards(model.path)
+        doomed = [*shards(model.path), *sidecars(model.path)]
         parent = next((p for p in model.path.parents if p.parent == models_folder()), None)
         if parent is not None and complete_models(parent) == [model.path]:
             folder, doomed = parent, [p for p in parent.rglob("*") if p.is_file()]
