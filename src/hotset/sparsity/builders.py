@@ -1,0 +1,180 @@
+"""Builds the predictors `sign` and `svd` from the weights of a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hotset.formats.quants import TYPES, GGMLType, dequantize, quantize
+from hotset.model.decoder import describe
+from hotset.sparsity.calibration import Calibration, Sample, ffn_of, samples, threshold, values_of
+
+if TYPE_CHECKING:
+    from hotset.backends.base import WeightSource
+    from hotset.formats.gguf import GGUFFile, GGUFWriter
+    from hotset.model.config import ModelConfig
+    from hotset.sparsity.predictors import PredictorSpec
+
+THRESHOLDS_KEY = "hotset.predictor.thresholds"
+_BLOCK_VALUES = 1 << 23  # of a matrix decoded at a time
+_OVERSAMPLING = 16  # of the randomised decomposition (arXiv 0909.4061)
+_N_POWER_ITERATIONS = 1
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer's predictor: tensors by name, and its scores of some inputs [n, n_embd] → [n, n_rows]."""
+
+    tensors: Mapping[str, tuple[np.ndarray, GGMLType, tuple[int, ...]]]
+    score: Callable[[np.ndarray], np.ndarray]
+
+
+def build(
+    writer: GGUFWriter,
+    gguf: GGUFFile,
+    config: ModelConfig,
+    spec: PredictorSpec,
+    weights: WeightSource,
+    first: tuple[int, ...],
+    calibration: Calibration,
+) -> None:
+    """Adds the predictor's tensors and thresholds; `first`: neurons per layer that need no prediction.
+
+    Holds the whole predictor in memory: the thresholds go into the file before the tensors.
+    """
+    graph = describe(config, weights.tensors)
+    fixed = spec.kind == "sign" and spec.margin is not None
+    sampled: Iterator[Sample | None] = iter([None] * config.n_layer)
+    if not fixed:
+        sampled = samples(gguf, config, weights, calibration)
+    thresholds = []
+    for i, sample in enumerate(sampled):
+        op = ffn_of(graph, i).decides
+        matrix = _Rows(weights, op.weight, op.first_row + first[i], op.out.width - first[i])
+        bias = (
+            None if op.bias is None else values_of(weights, op.bias)[op.first_row :][first[i] : op.out.width]
+        )
+        if spec.kind == "sign":
+            layer = _sign(f"blk.{i}", matrix, bias, sample)
+        else:
+            assert sample is not None
+            layer = _svd(f"blk.{i}", matrix, bias, sample, spec, np.random.default_rng(i))
+        if sample is None:
+            thresholds.append(spec.margin * matrix.n_embd if spec.margin is not None else 0.0)
+        else:
+            scores, neurons = layer.score(sample.inputs), sample.neurons[:, first[i] :]
+            thresholds.append(threshold(scores, neurons, calibration.recall))
+        for name, (data, type_, shape) in layer.tensors.items():
+            writer.add_tensor(name, data, type_, shape)
+    writer.add(THRESHOLDS_KEY, np.array(thresholds, np.float32))
+
+
+def scores_of_signs(signs: np.ndarray, inputs: np.ndarray) -> np.ndarray:
+    """graph.SignScores without bias: signs uint8 [n, bytes], inputs [m, n_embd] → float32 [m, n]."""
+    width = inputs.shape[1]
+    negative = np.unpackbits(signs, axis=1, count=width, bitorder="little").astype(np.float32)
+    return np.where(inputs < 0, -1, 1).astype(np.float32) @ (1 - 2 * negative).T
+
+
+class _Rows:
+    """Some rows of a matrix, decoded a block at a time (all of a large one would be gigabytes)."""
+
+    def __init__(self, weights: WeightSource, name: str, first: int, n: int) -> None:
+        info = weights.tensors[name]
+        self.n, self.n_embd, self._type = n, info.shape[0], info.type
+        self._data = weights.data(name).reshape(info.shape[1], -1)[first : first + n]
+
+    def blocks(self) -> Iterator[tuple[slice, np.ndarray]]:
+        step = max(1, _BLOCK_VALUES // self.n_embd)
+        for first in range(0, self.n, step):
+            rows = slice(first, min(first + step, self.n))
+            data = np.ascontiguousarray(self._data[rows]).reshape(-1)
+            yield rows, dequantize(data, self._type, (self.n_embd, rows.stop - rows.start))
+
+
+def _sign(blk: str, matrix: _Rows, bias: np.ndarray | None, sample: Sample | None) -> _Layer:
+    signs = np.empty((matrix.n, -(-matrix.n_embd // 8)), np.uint8)
+    magnitude = np.empty(matrix.n, np.float32)
+    for rows, values in matrix.blocks():
+        signs[rows] = np.packbits(values < 0, axis=1, bitorder="little")
+        magnitude[rows] = np.abs(values).mean(axis=1)
+    tensors: dict[str, Any] = {f"{blk}.sign.weight": (signs, GGMLType.I8, signs.shape[::-1])}
+    scaled = None
+    if bias is not None and sample is not None:
+        # Channels count one each, whatever they weigh: a bias counts as many as it is worth on average.
+        per_channel = magnitude * np.abs(sample.inputs).mean()
+        scaled = np.divide(bias, per_channel, out=np.zeros_like(bias), where=per_channel > 0)
+        tensors[f"{blk}.always.bias"] = (scaled, GGMLType.F32, scaled.shape)
+
+    def score(inputs: np.ndarray) -> np.ndarray:
+        scores = scores_of_signs(signs, inputs)
+        return scores if scaled is None else scores + scaled
+
+    return _Layer(tensors, score)
+
+
+def _svd(
+    blk: str,
+    matrix: _Rows,
+    bias: np.ndarray | None,
+    sample: Sample,
+    spec: PredictorSpec,
+    rng: np.random.Generator,
+) -> _Layer:
+    assert spec.rank is not None
+    rank = min(spec.rank, matrix.n, matrix.n_embd)
+    # The error that counts is that of the product, so channels weigh as much as the inputs have in them.
+    weight = np.sqrt(np.square(sample.inputs, dtype=np.float64).mean(axis=0)).astype(np.float32)
+    weight = np.maximum(weight, 1e-3 * max(float(weight.max()), 1e-20))
+    a, b = decompose(matrix, weight, rank, rng)
+    a_type = _fitting(spec.type, matrix.n_embd)
+    b_type = _fitting(spec.type, rank)
+    stored_a, stored_b = quantize(a, a_type), quantize(b, b_type)
+    tensors: dict[str, Any] = {
+        f"{blk}.svd_a.weight": (stored_a, a_type, (matrix.n_embd, rank)),
+        f"{blk}.svd_b.weight": (stored_b, b_type, (rank, matrix.n)),
+    }
+    if bias is not None:
+        tensors[f"{blk}.always.bias"] = (bias, GGMLType.F32, bias.shape)
+    a = dequantize(stored_a, a_type, (matrix.n_embd, rank))
+    b = dequantize(stored_b, b_type, (rank, matrix.n))
+
+    def score(inputs: np.ndarray) -> np.ndarray:
+        scores = inputs @ a.T @ b.T
+        return scores if bias is None else scores + bias
+
+    return _Layer(tensors, score)
+
+
+def _fitting(type: GGMLType | None, width: int) -> GGMLType:
+    """q8_0 unless something else is asked for; F16 where blocks do not divide the rows."""
+    type = GGMLType.Q8_0 if type is None else type
+    return GGMLType.F16 if width % TYPES[type].block_size else type
+
+
+def decompose(
+    matrix: _Rows, weight: np.ndarray, rank: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """a [rank, n_embd] and b [n, rank]: b @ a is nearly `matrix`, the best of that rank for inputs whose
+    channels have the root mean squares `weight`. Randomised (Halko, Martinsson, Tropp, arXiv 0909.4061).
+
+    Columns of b have length one: the singular values stand in a, where no quantised block mixes two of them.
+    """
+    width = min(rank + _OVERSAMPLING, matrix.n, matrix.n_embd)
+    scaled = np.empty((matrix.n, matrix.n_embd), np.float32)
+    for rows, values in matrix.blocks():
+        np.multiply(values, weight, out=scaled[rows])
+    basis = scaled @ rng.standard_normal((matrix.n_embd, width)).astype(np.float32)
+    for _ in range(_N_POWER_ITERATIONS):
+        basis = scaled @ np.linalg.qr(scaled.T @ np.linalg.qr(basis)[0])[0]
+    basis = np.linalg.qr(basis)[0]
+    left, values, right = np.linalg.svd(basis.T @ scaled, full_matrices=False)
+    b = basis @ left[:, :rank]
+    a = values[:rank, None] * right[:rank] / weight
+    if not math.isfinite(float(a.sum())):
+        raise FloatingPointError("a decomposition that is not finite")
+    return a, b

@@ -1,0 +1,181 @@
+"""What a predictor is fitted to: inputs of each FFN and what its neurons made of them, and a threshold."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hotset.backends.reference import ACTIVATIONS
+from hotset.errors import InvalidRequestError
+from hotset.formats.quants import dequantize
+from hotset.model.decoder import describe
+from hotset.model.graph import Activate, Graph, LayerNorm, Linear, Multiply, Op, RMSNorm, Value
+from hotset.sparsity import taps
+
+if TYPE_CHECKING:
+    from hotset.backends.base import Backend, WeightSource
+    from hotset.formats.gguf import GGUFFile
+    from hotset.model.config import ModelConfig
+
+_N_SEQUENCES = 8  # that a model writes for its calibration
+_N_DRAWN = 64  # inputs drawn for each layer where there are no tokens: times n_ff that is enough
+_TAPS_BYTES = 1 << 30  # of taps held at a time; a larger model runs its tokens once for each part of it
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How thresholds are found.
+
+    tokens: int32 [n] or [n_sequences, n]; None: the model writes n_tokens itself.
+    open_backend: makes the backend that runs them; None: no tokens are run, inputs are drawn at random.
+    recall: the share of the firing neurons' magnitude that the predicted ones must keep.
+    """
+
+    tokens: np.ndarray | None = None
+    n_tokens: int = 512
+    recall: float = 0.99
+    open_backend: taps.BackendFactory | None = field(default=taps.open_cpu, compare=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.recall <= 1:
+            raise InvalidRequestError(
+                f"the recall of a predictor must lie above 0 and up to 1, not {self.recall}"
+            )
+        if self.n_tokens < 2 * _N_SEQUENCES:
+            raise InvalidRequestError(f"a calibration takes at least {2 * _N_SEQUENCES} tokens")
+        if self.tokens is not None and self.tokens.size == 0:
+            raise InvalidRequestError("the calibration text is empty; give some text, or none")
+
+    def settings(self) -> dict[str, object]:
+        """What tells one calibration from another."""
+        if self.open_backend is None:
+            data = "drawn"
+        elif self.tokens is None:
+            data = f"written {self.n_tokens}"
+        else:
+            tokens = np.ascontiguousarray(self.tokens, np.int32)
+            data = hashlib.sha256(f"{tokens.shape}".encode() + tokens.tobytes()).hexdigest()[:16]
+        return {"data": data, "recall": self.recall}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """inputs: float32 [n, n_embd], what an FFN read, after its norm. neurons: float32 [n, n_ff]."""
+
+    inputs: np.ndarray
+    neurons: np.ndarray
+
+
+@dataclass(frozen=True)
+class FFN:
+    """Where one FFN stands in a graph. decides: the product whose sign says which neurons can fire."""
+
+    decides: Linear
+    ops: tuple[Op, ...]  # from its products to the neurons' values
+    neurons: Value
+
+
+def ffn_of(graph: Graph, layer: int) -> FFN:
+    """The FFN of a layer: its gate, or its up projection where it has no gate, decides."""
+    names = [f"blk.{layer}.{part}.weight" for part in ("ffn_gate", "ffn_up")]
+    products = [op for op in graph.ops if isinstance(op, Linear) and op.weight in names]
+    decides = min(products, key=lambda op: names.index(op.weight))
+    ops: list[Op] = []
+    known = {op.out.id for op in products}
+    for op in graph.ops:
+        if op in products:
+            ops.append(op)
+        elif isinstance(op, Activate | Multiply):
+            reads = [op.x] if isinstance(op, Activate) else [op.a, op.b]
+            if all(value.id in known for value in reads):
+                known.add(op.out.id)
+                ops.append(op)
+    return FFN(decides, tuple(ops), next(op.out for op in ops if op.out.name == f"blk.{layer}.ffn_act"))
+
+
+def samples(
+    gguf: GGUFFile, config: ModelConfig, weights: WeightSource, calibration: Calibration
+) -> Iterator[Sample]:
+    """One Sample for each layer, in order. Holds the taps of some layers at a time."""
+    graph = describe(config, weights.tensors)
+    layers = [ffn_of(graph, i) for i in range(config.n_layer)]
+    if calibration.open_backend is None:
+        for i, ffn in enumerate(layers):
+            yield _drawn(weights, graph, ffn, np.random.default_rng(i))
+        return
+    backend = calibration.open_backend(weights, graph)
+    try:
+        tokens = calibration.tokens
+        if tokens is None:
+            first = gguf.metadata.get("tokenizer.ggml.bos_token_id")
+            if not isinstance(first, int) or first >= config.n_vocab:
+                first = None
+            tokens = taps.generate(backend, _N_SEQUENCES, calibration.n_tokens // _N_SEQUENCES, first)
+        yield from _tapped(backend, tokens, layers)
+    finally:
+        backend.close()
+
+
+def _tapped(backend: Backend, tokens: np.ndarray, layers: list[FFN]) -> Iterator[Sample]:
+    bytes_per_layer = max(4 * tokens.size * (ffn.decides.x.width + ffn.neurons.width) for ffn in layers)
+    longest = taps.longest_sequence(backend)
+    n_layers = max(1, _TAPS_BYTES // bytes_per_layer)
+    for first in range(0, len(layers), n_layers):
+        part = layers[first : first + n_layers]
+        names = tuple(dict.fromkeys(name for ffn in part for name in (ffn.decides.x.name, ffn.neurons.name)))
+        runs = [taps.run(backend, sequence, names) for sequence in taps.sequences(tokens, longest)]
+        for ffn in part:
+            inputs, neurons = (
+                np.concatenate([run.pop(name) for run in runs])
+                for name in (ffn.decides.x.name, ffn.neurons.name)
+            )
+            yield Sample(inputs, neurons)
+
+
+def _drawn(weights: WeightSource, graph: Graph, ffn: FFN, rng: np.random.Generator) -> Sample:
+    """Inputs as a norm makes them of normally distributed vectors, and their neurons."""
+    norm = next((op for op in graph.ops if op.out == ffn.decides.x), None)
+    inputs = rng.standard_normal((_N_DRAWN, ffn.decides.x.width)).astype(np.float32)
+    if isinstance(norm, RMSNorm | LayerNorm):
+        inputs *= values_of(weights, norm.weight)
+        if isinstance(norm, LayerNorm) and norm.bias is not None:
+            inputs += values_of(weights, norm.bias)
+    values = {ffn.decides.x.id: inputs}
+    for op in ffn.ops:
+        match op:
+            case Linear():
+                rows = values_of(weights, op.weight)[op.first_row : op.first_row + op.out.width]
+                values[op.out.id] = values[op.x.id] @ rows.T
+                if op.bias is not None:
+                    values[op.out.id] += values_of(weights, op.bias)[op.first_row :][: op.out.width]
+            case Activate():
+                values[op.out.id] = ACTIVATIONS[op.kind](values[op.x.id], np.float32(op.threshold))
+            case Multiply():
+                values[op.out.id] = values[op.a.id] * values[op.b.id]
+    return Sample(inputs, values[ffn.neurons.id])
+
+
+def values_of(weights: WeightSource, name: str) -> np.ndarray:
+    """A tensor as float32 [ne1, ne0], or [ne0]."""
+    info = weights.tensors[name]
+    return dequantize(weights.data(name), info.type, info.shape)
+
+
+def threshold(scores: np.ndarray, neurons: np.ndarray, recall: float) -> float:
+    """The highest threshold that keeps `recall` of the neurons' magnitude; both [n, n_ff].
+
+    -inf where no neuron fired: such a sample says nothing about which do.
+    """
+    fires = neurons != 0
+    mass = np.abs(neurons[fires]).astype(np.float64)
+    if not len(mass):
+        return -np.inf
+    fired = scores[fires]
+    order = np.argsort(fired)
+    dropped = np.cumsum(mass[order])  # by a threshold just above each score
+    n_droppable = int(np.searchsorted(dropped, (1 - recall) * dropped[-1], side="right"))
+    return float(fired[order[min(n_droppable, len(order) - 1)]])

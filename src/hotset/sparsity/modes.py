@@ -1,0 +1,173 @@
+"""Which neurons a model computes: the choice of a mode, with its reason, and the files that it needs.
+
+    dense      all neurons
+    exact      every gate, but up and down rows only of neurons that fire: the same bits as dense
+    predicted  the neurons that a predictor names, and within them as exact: an approximation
+
+The default is the fastest that keeps the file's meaning: `predicted` where the file carries predictors, for
+the model was published to run so, else `exact` where neurons can be exactly zero, else `dense`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, get_args
+
+from hotset.errors import InvalidRequestError
+from hotset.formats.overlay import Overlay
+from hotset.model.predictor import Predictor, PredictorKind
+from hotset.sparsity import planes, sidecar
+from hotset.sparsity.predictors import Calibration, PredictorSpec, open_predictor, parse_predictor
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import GGUFFile, TensorInfo
+    from hotset.model.config import ModelConfig
+    from hotset.sparsity.profile import Profile
+    from hotset.storage.reporter import Reporter
+
+SparsityMode = Literal["dense", "exact", "predicted"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A mode with the reason for it, one sentence; with `predicted`, which predictor and its settings."""
+
+    mode: SparsityMode
+    predictor: PredictorKind | None
+    reason: str
+    spec: PredictorSpec | None = None
+
+
+@dataclass
+class Prepared:
+    """What a backend runs a choice from.
+
+    weights: the model with the sidecars over it; its `close` closes the sidecars. predictor: for
+    decoder.describe. notes: what was built or opened, a sentence each.
+    """
+
+    weights: Overlay
+    predictor: Predictor | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def choose(
+    config: ModelConfig,
+    tensors: Mapping[str, TensorInfo],
+    mode: str | None = None,
+    predictor: str | None = None,
+) -> Choice:
+    """The mode and predictor for a model; `mode` and `predictor` are what a user asked for.
+
+    Raises InvalidRequestError where the model cannot run so, or for a text that means nothing.
+    """
+    if mode is not None and mode not in get_args(SparsityMode):
+        raise InvalidRequestError(
+            f"the sparsity mode {mode!r} is not known; it must be one of {', '.join(get_args(SparsityMode))}"
+        )
+    spec = None if predictor is None else parse_predictor(predictor)
+    activation = _activation_name(config)
+    published = all(
+        f"blk.{i}.{name}.weight" in tensors for i in range(config.n_layer) for name in ("fc1", "fc2")
+    )
+    if spec is not None and mode in ("dense", "exact"):
+        raise InvalidRequestError(
+            f"a predictor serves the sparsity mode predicted, not {mode}; leave one of the two out"
+        )
+    if (mode in ("exact", "predicted") or spec is not None) and not config.is_relu:
+        raise InvalidRequestError(
+            f"the model's activation is {activation}, which has no zeros, so that only dense is possible; "
+            "if the file is a ReLU model that does not say so, name its activation (--activation relu)"
+        )
+    if spec is not None and spec.kind == "mlp" and not published:
+        raise InvalidRequestError(
+            "the predictor mlp is part of a file (fc1, fc2), and this file has none; choose svd or sign"
+        )
+
+    asked = "as asked" if mode is not None else ""
+    if mode == "dense":
+        return Choice("dense", None, f"dense: all neurons, {asked}")
+    if mode == "exact":
+        return Choice("exact", None, f"exact: only neurons that fire, {asked}")
+    if spec is not None:
+        how = "the file carries it" if spec.kind == "mlp" else "hotset builds it from the weights"
+        return Choice("predicted", spec.kind, f"predicted: by {spec}, as asked ({how})", spec)
+    if published and config.is_relu:
+        spec = PredictorSpec("mlp")
+        return Choice("predicted", "mlp", "predicted: the file carries predictors (fc1, fc2)", spec)
+    if mode == "predicted":
+        spec = parse_predictor("svd")
+        reason = f"predicted: by {spec}, {asked}; the file carries no predictors, so hotset builds one"
+        return Choice("predicted", "svd", reason, spec)
+    if config.is_relu:
+        reason = f"exact: its activation is {activation}, so that neurons that do not fire add nothing"
+        return Choice("exact", None, reason)
+    return Choice("dense", None, f"dense: {activation} has no zeros")
+
+
+def prepare(
+    gguf: GGUFFile,
+    config: ModelConfig,
+    choice: Choice,
+    *,
+    calibration: Calibration | None = None,
+    profile: Profile | None = None,
+    progress: Reporter | None = None,
+) -> Prepared:
+    """Opens, or builds once, the sidecars that a choice needs.
+
+    The down matrix by neuron belongs to every mode of a ReLU model, dense too: its sums are then the same to
+    the bit. calibration: how a predictor's thresholds are found (the default: on text that the model itself
+    generates). profile: its neurons that nearly always fire are computed without prediction.
+    Raises InvalidRequestError for a profile of another model, HotsetError where no file can be written.
+    """
+    if not config.is_relu:
+        return Prepared(Overlay(gguf))
+    model = sidecar.fingerprint(gguf)
+    notes: list[str] = []
+    sidecars = _open_down(gguf, config, model, notes, progress)
+    if choice.spec is None:
+        return Prepared(Overlay(gguf, *sidecars), None, notes)
+    try:
+        predictor, more = open_predictor(
+            gguf, config, choice.spec, Overlay(gguf, *sidecars), model,
+            calibration=calibration or Calibration(), profile=profile, notes=notes, progress=progress,
+        )  # fmt: skip
+    except BaseException:
+        Overlay(gguf, *sidecars).close()
+        raise
+    return Prepared(Overlay(gguf, *sidecars, *more), predictor, notes)
+
+
+def _open_down(
+    gguf: GGUFFile, config: ModelConfig, model: str, notes: list[str], progress: Reporter | None
+) -> list[GGUFFile]:
+    """The sidecar with the down matrices by neuron, where the file has them by output and they can be."""
+    names = [f"blk.{i}.ffn_down" for i in range(config.n_layer)]
+    plain = [gguf.tensors[f"{name}.weight"] for name in names if f"{name}.weight" in gguf.tensors]
+    plain = [info for info in plain if f"{info.name.removesuffix('.weight')}_t.weight" not in gguf.tensors]
+    possible = [info for info in plain if planes.layout_of(info) is not None]
+    if len(possible) < len(plain):
+        types = sorted({info.type.name for info in plain if planes.layout_of(info) is None})
+        notes.append(
+            f"the down projection of {len(plain) - len(possible)} layers stays dense: {', '.join(types)} "
+            "cannot be laid out by neuron without changing its values"
+        )
+    if not possible:
+        return []
+
+    def fill(writer: sidecar.GGUFWriter) -> None:
+        for info in possible:
+            planes.add_down(writer, gguf, info.name.removesuffix(".weight"))
+
+    n_bytes = sum(info.nbytes for info in possible)
+    built = sidecar.open_or_build(gguf, "down", {}, fill, n_bytes=n_bytes, model=model, progress=progress)
+    notes.append(built.note("down matrices by neuron"))
+    return [built.file]
+
+
+def _activation_name(config: ModelConfig) -> str:
+    names = {"relu": "ReLU", "relu2": "squared ReLU", "fatrelu": "FATReLU"}
+    gate, up = config.activation.gate, config.activation.up
+    return "dReLU" if gate == up == "relu" else names.get(str(gate), str(gate))

@@ -1,0 +1,165 @@
+"""The down projection of a plain GGUF file, laid out again so that a neuron is a row.
+
+A plain file stores `ffn_down` by output: a quantised block holds 32 *neurons* of one output, and what one
+neuron adds to all outputs is spread over the whole matrix. Decoding and encoding again would change values,
+so the blocks are split in planes instead, in which every number is the file's own:
+
+    blk.N.ffn_down_t.codes   int8 [n_ff, bytes per neuron]  the codes of a neuron, one output after the other
+      Q4_0: for each 32 outputs 16 bytes, byte j = code[j] | code[j + 16] << 4; value = scale * (code - 8)
+      Q8_0: one int8 per output; value = scale * code
+    blk.N.ffn_down_t.scales  F16  [n_ff / 32, n_embd]       scale of neuron i and output c: [i // 32, c]
+
+Float matrices are simply transposed (`blk.N.ffn_down_t.weight`, same type). Other types pack scales of
+scales; their down projection stays as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from hotset.formats.quants import TYPES, GGMLType
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import GGUFFile, GGUFWriter, TensorInfo
+
+Layout = Literal["planes", "transposed"]
+GROUP = 32  # neurons that share a scale, and outputs whose nibbles are packed together
+
+_FLOATS: dict[GGMLType, np.dtype] = {
+    GGMLType.F32: np.dtype("<u4"),
+    GGMLType.F16: np.dtype("<u2"),
+    GGMLType.BF16: np.dtype("<u2"),
+}
+_TILE_ROWS, _TILE_BYTES = 512, 64  # of a transposition: both sides stay in the second-level cache
+
+
+def layout_of(info: TensorInfo) -> Layout | None:
+    """How an `ffn_down` of this type and shape is laid out by neuron; None where its values would change."""
+    if info.type in _FLOATS:
+        return "transposed"
+    # A row of Q4_0 codes packs 32 outputs at a time.
+    if info.type == GGMLType.Q8_0 or (info.type == GGMLType.Q4_0 and info.shape[1] % GROUP == 0):
+        return "planes"
+    return None
+
+
+def add_down(writer: GGUFWriter, gguf: GGUFFile, name: str) -> None:
+    """Adds the matrix `<name>.weight` of `gguf`, by neuron, under `<name>_t`; built when it is written.
+
+    Its layout_of must not be None.
+    """
+    info = gguf.tensors[f"{name}.weight"]
+    n_ff, n_embd = info.shape
+    if layout_of(info) == "transposed":
+        writer.add_tensor(
+            f"{name}_t.weight",
+            lambda: transpose(gguf.data(info.name), info.type, info.shape).view(np.uint8),
+            info.type,
+            (n_embd, n_ff),
+        )
+        return
+    n_bytes = n_embd // 2 if info.type == GGMLType.Q4_0 else n_embd
+    writer.add_tensor(
+        f"{name}_t.codes",
+        lambda: codes_of(gguf.data(info.name), info.type, info.shape).view(np.uint8),
+        GGMLType.I8,
+        (n_bytes, n_ff),
+    )
+    writer.add_tensor(
+        f"{name}_t.scales",
+        lambda: scales_of(gguf.data(info.name), info.type, info.shape),
+        GGMLType.F16,
+        (n_embd, n_ff // GROUP),
+    )
+
+
+def transpose(data: np.ndarray, type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
+    """A float matrix of GGUF shape (n_ff, n_embd) → its bits as unsigned integers [n_ff, n_embd]."""
+    n_ff, n_embd = shape
+    matrix: np.ndarray = data.view(_FLOATS[type]).reshape(n_embd, n_ff)
+    out = np.empty((n_ff, n_embd), matrix.dtype)
+    step = _TILE_BYTES // matrix.itemsize
+
+    def chunk(first: int) -> None:
+        _transpose_tiled(matrix[:, first : first + step], out[first : first + step])
+
+    _in_parallel(chunk, range(0, n_ff, step))
+    return out
+
+
+def codes_of(data: np.ndarray, type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
+    """The codes of a Q4_0 or Q8_0 matrix of GGUF shape (n_ff, n_embd): int8 [n_ff, bytes per neuron]."""
+    n_ff, n_embd = shape
+    codes = _blocks(data, type, shape)["qs"].view(np.uint8)  # [n_embd, groups, 16 or 32]
+    n_bytes = codes.shape[2]
+    out = np.empty((n_ff, n_embd * n_bytes // GROUP), np.uint8)
+    step = _TILE_BYTES // n_bytes
+
+    def chunk(first: int) -> None:
+        part = codes[:, first : first + step].reshape(n_embd, -1)
+        rows = out[first * GROUP : (first + step) * GROUP]
+        if type == GGMLType.Q8_0:
+            _transpose_tiled(part, rows)
+            return
+        by_neurons = np.empty((part.shape[1], n_embd), np.uint8)  # byte: neuron j, and neuron j + 16 above it
+        _transpose_tiled(part, by_neurons)
+        pairs = by_neurons.reshape(-1, 16, n_embd // GROUP, 2, 16)
+        low, high = pairs[..., 0, :], pairs[..., 1, :]  # outputs j and j + 16 of each 32
+        nibbles = rows.reshape(-1, 2, 16, n_embd // GROUP, 16)
+        np.bitwise_or(low & 15, high << np.uint8(4), out=nibbles[:, 0])
+        np.bitwise_or(low >> np.uint8(4), high & np.uint8(0xF0), out=nibbles[:, 1])
+
+    _in_parallel(chunk, range(0, n_ff // GROUP, step))
+    return out.view(np.int8)
+
+
+def scales_of(data: np.ndarray, type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
+    """The scales of a Q4_0 or Q8_0 matrix of GGUF shape (n_ff, n_embd): float16 [n_ff / 32, n_embd]."""
+    return np.ascontiguousarray(_blocks(data, type, shape)["d"].T)
+
+
+def decode(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """The values of planes: float32 [n_ff, n_embd], to the bit those that the file's matrix decodes to.
+
+    codes: int8 or uint8 [n_ff, n_embd / 2] (Q4_0) or [n_ff, n_embd] (Q8_0).
+    scales: float16 [n_ff / 32, n_embd].
+    """
+    n_ff, n_embd = len(codes), scales.shape[1]
+    if codes.shape[1] == n_embd:
+        values = codes.view(np.int8).astype(np.float32)
+    else:
+        packed = codes.view(np.uint8).reshape(n_ff, n_embd // GROUP, 1, 16)
+        nibbles = np.concatenate([packed & 15, packed >> np.uint8(4)], axis=2)
+        values = nibbles.reshape(n_ff, n_embd).astype(np.float32) - 8
+    values = values.reshape(len(scales), -1, n_embd)
+    values *= scales.astype(np.float32)[:, None, :]
+    return values.reshape(n_ff, n_embd)
+
+
+def _blocks(data: np.ndarray, type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
+    """The structured blocks of a matrix of GGUF shape (n_ff, n_embd): [n_embd, n_ff / 32]."""
+    layout = TYPES[type].block
+    assert layout is not None
+    return data.view(layout).reshape(shape[1], shape[0] // GROUP)
+
+
+def _transpose_tiled(source: np.ndarray, out: np.ndarray) -> None:
+    """out = source.T, some rows at a time: a row of the source is a column of the result."""
+    for row in range(0, len(source), _TILE_ROWS):
+        out[:, row : row + _TILE_ROWS] = source[row : row + _TILE_ROWS].T
+
+
+def _in_parallel(work: Callable[[int], None], items: range) -> None:
+    """NumPy copies without the interpreter's lock: a few threads share the chunks."""
+    n_threads = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
+    if len(items) < 8 or n_threads == 1:
+        for item in items:
+            work(item)
+        return
+    with ThreadPoolExecutor(n_threads) as pool:
+        list(pool.map(work, items))

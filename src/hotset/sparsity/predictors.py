@@ -1,0 +1,238 @@
+"""Predictors: cheap guesses of which neurons fire, so that the others cost nothing.
+
+    mlp[:TYPE]         fc1 and fc2 of the file (PowerInfer), as stored or requantised to q8_0 or q4_0
+    sign[:MARGIN]      signs of the gate row against signs of its input, one bit per weight (arXiv 2411.12692)
+    svd[:RANK[:TYPE]]  the gate's product through a truncated singular value decomposition (arXiv 2603.14110)
+
+`sign` and `svd` are built from the weights alone. In a model without a gate the up matrix is the one whose
+sign decides, and takes the gate's place. What remains to be found is where to cut: a neuron is computed
+unless its score lies below its layer's threshold, and the threshold is the highest at which the neurons that
+are computed keep `recall` of the magnitude of all that fire, the sum of |value| over calibration tokens. (Not
+of their number: neurons that barely fire are the hardest to predict and the least worth it.)
+
+The tokens are a text that is given, or one that the model writes itself; or there are none, and the FFN's
+inputs are normally distributed vectors as its norm would hand them on (calibration.Calibration).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from hotset.errors import FormatError, InvalidRequestError
+from hotset.formats.gguf import TensorInfo
+from hotset.formats.quants import TYPES, GGMLType, dequantize, quantize
+from hotset.model.predictor import Predictor, PredictorKind
+from hotset.sparsity import builders, sidecar
+from hotset.sparsity.calibration import Calibration
+from hotset.sparsity.profile import ALWAYS_FREQUENCY
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import GGUFFile, GGUFWriter
+    from hotset.formats.overlay import Overlay
+    from hotset.model.config import ModelConfig
+    from hotset.sparsity.profile import Profile
+    from hotset.storage.reporter import Reporter
+
+DEFAULT_RANK = 256
+N_ALWAYS_KEY = (
+    "hotset.n_always"  # of a file in order of hotness: leading neurons per layer without prediction
+)
+_TYPES = {"q8_0": GGMLType.Q8_0, "q4_0": GGMLType.Q4_0, "f16": GGMLType.F16}
+
+
+@dataclass(frozen=True)
+class PredictorSpec:
+    """What `--predictor` says. type: the weights' (None: the file's, or q8_0 where hotset builds them).
+
+    margin: of `sign`, -1 to 1: a neuron is left out where the share of channels that agree in sign, less that
+    of those that differ, lies below it; None: calibrated, per layer.
+    """
+
+    kind: PredictorKind
+    type: GGMLType | None = None
+    rank: int | None = None
+    margin: float | None = None
+
+    def __str__(self) -> str:
+        parts = (self.rank, self.type and self.type.name.lower(), self.margin)
+        return ":".join([self.kind, *(f"{part}" for part in parts if part is not None)])
+
+
+def parse_predictor(text: str) -> PredictorSpec:
+    """Reads `--predictor`. Raises InvalidRequestError naming what is accepted."""
+    kind, *rest = text.strip().lower().split(":")
+    try:
+        match kind, rest:
+            case (("mlp" | "sign"), []):
+                return PredictorSpec(cast(PredictorKind, kind))
+            case "mlp", ["q8_0" | "q4_0" as type_]:
+                return PredictorSpec("mlp", type=_TYPES[type_])
+            case "sign", [margin] if -1 <= float(margin) <= 1:
+                return PredictorSpec("sign", margin=float(margin))
+            case "svd", []:
+                return PredictorSpec("svd", rank=DEFAULT_RANK)
+            case "svd", [rank, *more] if len(more) < 2 and int(rank) >= 1:
+                return PredictorSpec("svd", rank=int(rank), type=_TYPES[more[0]] if more else None)
+    except (KeyError, ValueError):
+        pass
+    raise InvalidRequestError(
+        f"the predictor {text!r} is not known; it must be mlp, mlp:q8_0, mlp:q4_0, sign, "
+        "sign:MARGIN (-1 to 1), svd, svd:RANK or svd:RANK:TYPE (q8_0, q4_0, f16)"
+    )
+
+
+def open_predictor(
+    gguf: GGUFFile,
+    config: ModelConfig,
+    spec: PredictorSpec,
+    weights: Overlay,
+    model: str,
+    *,
+    calibration: Calibration,
+    profile: Profile | None,
+    notes: list[str],
+    progress: Reporter | None,
+) -> tuple[Predictor, list[GGUFFile]]:
+    """The predictor of a model and the files to lay over it; says in `notes` what was built or opened.
+
+    weights: the model with its down matrices, which calibration runs. model: its fingerprint.
+    """
+    if profile is not None:
+        profile.check_model(model)
+    first = n_always(gguf, config)
+    if spec.kind == "mlp":
+        thresholds = [config.sparse_threshold] * config.n_layer
+        built = None if spec.type is None else _requantised(gguf, config, spec.type, model, progress)
+    else:
+        built = _built(gguf, config, spec, weights, first, model, calibration, progress)
+        thresholds = _thresholds(built.file, config)
+    files = []
+    if built is not None:
+        notes.append(built.note(f"predictor {spec}"))
+        files.append(built.file)
+    extra = _Tensors()
+    owner = files[-1] if files else gguf
+    for i, n in enumerate(first):
+        if spec.kind == "mlp" and n:  # the rows of neurons that are not predicted are passed over
+            info = owner.tensors[f"blk.{i}.fc2.weight"]
+            rows = owner.data(info.name).reshape(info.shape[1], -1)[n:]
+            extra.add(info.name, rows.reshape(-1), info.type, (info.shape[0], info.shape[1] - n))
+        if profile is not None:
+            always = (profile.frequencies(i) >= ALWAYS_FREQUENCY)[n:]
+            bias = np.where(always, np.float32(np.inf), np.float32(0))
+            name = f"blk.{i}.always.bias"
+            if name in owner.tensors:
+                bias += owner.data(name).view(np.float32)
+            extra.add(name, bias.view(np.uint8), GGMLType.F32, bias.shape)
+    if profile is not None:
+        n_on = sum(int((profile.frequencies(i) >= ALWAYS_FREQUENCY).sum()) for i in range(config.n_layer))
+        notes.append(
+            f"{n_on} of {sum(config.n_ff)} neurons fire for at least {ALWAYS_FREQUENCY:.0%} of the profile's "
+            "tokens: they are computed without prediction"
+        )
+    if extra.tensors:
+        files.append(cast(Any, extra))
+    return Predictor(spec.kind, tuple(thresholds), first if any(first) else ()), files
+
+
+def n_always(gguf: GGUFFile, config: ModelConfig) -> tuple[int, ...]:
+    """Per layer, how many leading neurons the file says to compute always (`hotset reorder` writes it)."""
+    value = gguf.metadata.get(N_ALWAYS_KEY)
+    if value is None:
+        return (0,) * config.n_layer
+    counts = value.tolist() if isinstance(value, np.ndarray) else value
+    if (
+        not isinstance(counts, list)
+        or len(counts) != config.n_layer
+        or not all(type(n) is int and 0 <= n < n_ff for n, n_ff in zip(counts, config.n_ff, strict=True))
+    ):
+        raise FormatError(
+            f"the file's key {N_ALWAYS_KEY} must hold a number of neurons for each of {config.n_layer} "
+            "layers; the file is damaged"
+        )
+    return tuple(counts)
+
+
+def _requantised(
+    gguf: GGUFFile, config: ModelConfig, type: GGMLType, model: str, progress: Reporter | None
+) -> sidecar.Sidecar:
+    """fc1 and fc2 in another type; a matrix whose rows its blocks do not divide stays as it is."""
+    names = [f"blk.{i}.{part}.weight" for i in range(config.n_layer) for part in ("fc1", "fc2")]
+    infos = [gguf.tensors[name] for name in names]
+    infos = [info for info in infos if info.shape[0] % TYPES[type].block_size == 0]
+    if not infos:
+        raise InvalidRequestError(
+            f"the predictor's rows of {gguf.tensors[names[0]].shape[0]} values cannot be {type.name}; use mlp"
+        )
+
+    def add(writer: GGUFWriter, info: TensorInfo) -> None:
+        def data() -> np.ndarray:
+            return quantize(dequantize(gguf.data(info.name), info.type, info.shape), type)
+
+        writer.add_tensor(info.name, data, type, info.shape)
+
+    def fill(writer: GGUFWriter) -> None:
+        for info in infos:
+            add(writer, info)
+
+    n_bytes = sum(info.n_elements for info in infos) * TYPES[type].block_bytes // TYPES[type].block_size
+    what = f"mlp-{type.name.lower()}"
+    return sidecar.open_or_build(gguf, what, {}, fill, n_bytes=n_bytes, model=model, progress=progress)
+
+
+def _built(
+    gguf: GGUFFile,
+    config: ModelConfig,
+    spec: PredictorSpec,
+    weights: Overlay,
+    first: tuple[int, ...],
+    model: str,
+    calibration: Calibration,
+    progress: Reporter | None,
+) -> sidecar.Sidecar:
+    """The sidecar with `sign` or `svd`. The activation belongs to its settings: a user can override it."""
+    settings: dict[str, object] = {"predictor": str(spec), "activation": str(config.activation)}
+    if spec.margin is None:
+        settings |= calibration.settings()
+
+    def fill(writer: GGUFWriter) -> None:
+        builders.build(writer, gguf, config, spec, weights, first, calibration)
+
+    if spec.kind == "sign":
+        n_bytes = sum(config.n_ff) * -(-config.n_embd // 8)
+    else:
+        assert spec.rank is not None
+        n_bytes = spec.rank * sum(config.n_embd + n_ff for n_ff in config.n_ff) * 34 // 32
+    what = str(spec).replace(":", "-")
+    return sidecar.open_or_build(
+        gguf, what, settings, fill, n_bytes=n_bytes, model=model, progress=progress
+    )  # fmt: skip
+
+
+def _thresholds(file: GGUFFile, config: ModelConfig) -> list[float]:
+    values = file.metadata.get(builders.THRESHOLDS_KEY)
+    if not isinstance(values, np.ndarray) or len(values) != config.n_layer:
+        raise FormatError(f"{file.path} lacks its thresholds; delete it, and it is built again.")
+    return values.tolist()
+
+
+class _Tensors:
+    """Tensors in memory that lie over a model as a sidecar's do."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, TensorInfo] = {}
+        self._data: dict[str, np.ndarray] = {}
+
+    def add(self, name: str, data: np.ndarray, type: GGMLType, shape: tuple[int, ...]) -> None:
+        """data: uint8, the bytes as a file would hold them."""
+        self.tensors[name] = TensorInfo(name, shape, type, data.size, 0)
+        self._data[name] = data
+
+    def data(self, name: str) -> np.ndarray:
+        return self._data[name]
+
+    def close(self) -> None:
+        self._data.clear()

@@ -1,0 +1,189 @@
+"""Activation profiles: how often each neuron fired over some text.
+
+    profile = collect(backend, config, tokens, model=sidecar.fingerprint(gguf))
+    profile.save(default_path(gguf.path))
+
+A neuron fires where its value (`blk.N.ffn_act`) is not zero. Counts belong to one model file: its neurons in
+its order. The file is GGUF (`<model>.profile.hotset.gguf`), an I64 tensor `blk.N.counts` [n_ff] per layer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hotset.errors import FormatError, InvalidRequestError
+from hotset.formats.gguf import GGUFWriter, ValueType, open_gguf
+from hotset.formats.quants import GGMLType
+from hotset.sparsity import sidecar, taps
+
+if TYPE_CHECKING:
+    from hotset.backends.base import Backend
+    from hotset.model.config import ModelConfig
+
+ALWAYS_FREQUENCY = 0.95  # a neuron that fires this often is not worth predicting
+HOT_MASS = 0.8  # the share of activations that "hot" neurons make, as the PowerInfer paper counts them
+_N_TOKENS, _MODEL, _DATA = "hotset.profile.n_tokens", "hotset.profile.model", "hotset.profile.data"
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """active_share: of its neurons that fire for a token, mean. hot_share: of neurons that make HOT_MASS of
+    all activations. n_always: neurons that fire for ALWAYS_FREQUENCY of the tokens; n_never: for none.
+    """
+
+    layer: int
+    n_ff: int
+    active_share: float
+    hot_share: float
+    n_always: int
+    n_never: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """counts: per layer uint64 [n_ff], tokens for which the neuron fired. n_tokens: that were run.
+
+    model: fingerprint of the file (sidecar.fingerprint). data: hashes of the texts.
+    """
+
+    counts: tuple[np.ndarray, ...]
+    n_tokens: int
+    model: str
+    data: tuple[str, ...]
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Profile:
+        """Reads a profile. Raises ModelNotFoundError or FormatError."""
+        with open_gguf(path) as file:
+            n_tokens, model, data = (file.metadata.get(key) for key in (_N_TOKENS, _MODEL, _DATA))
+            names = [f"blk.{i}.counts" for i in range(len(file.tensors))]
+            if (
+                type(n_tokens) is not int
+                or not isinstance(model, str)
+                or not isinstance(data, list)
+                or list(file.tensors) != names
+                or any(info.type != GGMLType.I64 or len(info.shape) != 1 for info in file.tensors.values())
+            ):
+                raise FormatError(f"{path} is not an activation profile; make one with 'hotset profile'.")
+            counts = tuple(file.data(name).view("<i8").astype(np.uint64) for name in names)
+            return cls(counts, n_tokens, model, tuple(map(str, data)))
+
+    def frequencies(self, layer: int) -> np.ndarray:
+        """float64 [n_ff], 0 to 1."""
+        return self.counts[layer] / max(self.n_tokens, 1)
+
+    def check_model(self, model: str) -> None:
+        """Raises InvalidRequestError where the profile was taken of another file."""
+        if model != self.model:
+            raise InvalidRequestError(
+                "the profile was taken of another model file; take one of this file with 'hotset profile'"
+            )
+
+    def merge(self, other: Profile) -> Profile:
+        """Both together. Raises InvalidRequestError for another model and for a text that both counted."""
+        other.check_model(self.model)
+        if set(self.data) & set(other.data):
+            raise InvalidRequestError(
+                "the profile has counted this text already, and would count it twice; use another text, or "
+                "start a new profile"
+            )
+        counts = tuple(a + b for a, b in zip(self.counts, other.counts, strict=True))
+        return Profile(counts, self.n_tokens + other.n_tokens, self.model, self.data + other.data)
+
+    def permuted(self, orders: Sequence[np.ndarray], model: str) -> Profile:
+        """The same counts for a file whose neuron i is neuron orders[layer][i] of this one."""
+        counts = tuple(count[order] for count, order in zip(self.counts, orders, strict=True))
+        return Profile(counts, self.n_tokens, model, self.data)
+
+    def summary(self) -> list[LayerProfile]:
+        """What a person wants to know of each layer."""
+        layers = []
+        for i, counts in enumerate(self.counts):
+            total = int(counts.sum())
+            hottest = np.cumsum(np.sort(counts)[::-1])
+            n_hot = int(np.searchsorted(hottest, HOT_MASS * total)) + 1 if total else 0
+            n_always = int((self.frequencies(i) >= ALWAYS_FREQUENCY).sum())
+            active = total / (max(self.n_tokens, 1) * len(counts))
+            never = int((counts == 0).sum())
+            layers.append(LayerProfile(i, len(counts), active, n_hot / len(counts), n_always, never))
+        return layers
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the file, whole or not at all. HotsetError where it cannot be written."""
+        writer = GGUFWriter(path, "hotset")
+        writer.add(_N_TOKENS, self.n_tokens, ValueType.UINT64)
+        writer.add(_MODEL, self.model)
+        writer.add(_DATA, list(self.data), ValueType.STRING)
+        for i, counts in enumerate(self.counts):
+            writer.add_tensor(f"blk.{i}.counts", counts.astype("<i8").view(np.uint8), GGMLType.I64)
+        writer.write()
+
+
+def default_path(model: Path) -> Path:
+    """Where a model's profile lies: beside it."""
+    return model.with_name(f"{sidecar.stem_of(model)}.profile{sidecar.SUFFIX}")
+
+
+def collect(
+    backend: Backend,
+    config: ModelConfig,
+    tokens: np.ndarray,
+    *,
+    model: str,
+    progress: Callable[[int, int], None] | None = None,
+) -> Profile:
+    """Counts over a text. tokens: int32 [n] or [n_sequences, n]; a long one runs in sequences of 512.
+
+    model: the file's fingerprint. progress: told (tokens done, tokens of all). The backend's cache is
+    overwritten from position 0; it needs pages for a sequence, or sequences are as long as its pages hold.
+    """
+    if tokens.size == 0:
+        raise InvalidRequestError("the text is empty; give some text to profile the model on")
+    names = tuple(f"blk.{i}.ffn_act" for i in range(config.n_layer))
+    counts = tuple(np.zeros(n_ff, np.uint64) for n_ff in config.n_ff)
+    done = 0
+    for sequence in taps.sequences(tokens, taps.longest_sequence(backend)):
+        for values in taps.steps(backend, sequence, names):
+            for name, count in zip(names, counts, strict=True):
+                count += np.count_nonzero(values[name], axis=0).astype(np.uint64)
+            done += len(values[names[0]])
+            if progress is not None:
+                progress(done, tokens.size)
+    digest = hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes()).hexdigest()[:32]
+    return Profile(counts, done, model, (digest,))
+
+
+def import_activations(folder: Path, config: ModelConfig, model: str) -> Profile:
+    """The counts that are published beside a PowerInfer model, activation/activation_<layer>.pt.
+
+    Such files do not say of how many tokens they are: the largest count stands for it, since the hottest
+    neuron of a model fires for nearly all. Raises FormatError where they do not fit the model.
+    """
+    from hotset.formats.powerinfer import read_activations
+
+    layers = read_activations(folder)
+    if tuple(len(counts) for counts in layers) != config.n_ff:
+        raise FormatError(
+            f"{folder} holds counts for {len(layers)} layers that do not fit the model's {config.n_layer} "
+            "layers of neurons; take the folder of this model."
+        )
+    counts = tuple(np.maximum(counts, 0).round().astype(np.uint64) for counts in layers)
+    digest = hashlib.sha256(b"".join(count.astype("<u8").tobytes() for count in counts)).hexdigest()[:32]
+    return Profile(counts, max(int(count.max()) for count in counts), model, (digest,))
+
+
+def export_activations(profile: Profile, folder: Path) -> None:
+    """Writes activation_<layer>.pt, as the original engine reads them."""
+    from hotset.formats.powerinfer import write_activations
+
+    write_activations(folder, [count.astype(np.int64) for count in profile.counts])

@@ -1,0 +1,160 @@
+"""Sidecar files: tensors that hotset built from a model, kept so that they are built once.
+
+A sidecar is a GGUF file `<model>.<what>.hotset.gguf` beside the model; where that folder cannot be written or
+is full, it is `cache/<fingerprint>/<what>.hotset.gguf` under the folder of the store (storage.store.home). It
+names the model that it was built from by a fingerprint and the settings that it was built with; one that does
+not match, or that is damaged, is built again. Writing is atomic (GGUFWriter), so that two processes that
+build at once cost time and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hotset.errors import HotsetError
+from hotset.formats.gguf import GGUFWriter, open_gguf
+from hotset.units import human_size
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import GGUFFile
+    from hotset.storage.reporter import Reporter
+
+SUFFIX = ".hotset.gguf"
+MODEL_KEY, SETTINGS_KEY, VERSION_KEY = (
+    "hotset.sidecar.model",
+    "hotset.sidecar.settings",
+    "hotset.sidecar.version",
+)
+VERSION = 1  # of what the tensors mean; a sidecar of another version is built again
+_N_SAMPLES, _SAMPLE_BYTES = 4, 64  # of each tensor
+
+Fill = Callable[[GGUFWriter], None]
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """One that is open. seconds: what building it took, None where it was there already."""
+
+    file: GGUFFile
+    seconds: float | None
+
+    def note(self, what: str) -> str:
+        """A sentence for a person: "the down matrix by neuron: built in 3.1 s, 722 MB, /models/m.down..."."""
+        how = "opened" if self.seconds is None else f"built in {self.seconds:.1f} s"
+        return f"{what}: {how}, {human_size(self.file.nbytes)}, {self.file.path}"
+
+
+def fingerprint(gguf: GGUFFile) -> str:
+    """Names a model by its content without reading all of it: 32 hex digits.
+
+    SHA-256 over the size and the whole header of each file and a few samples of each tensor.
+    """
+    digest = hashlib.sha256()
+    for shard, path in enumerate(gguf.paths):
+        infos = [info for info in gguf.tensors.values() if info.shard == shard]
+        size = path.stat().st_size
+        header = min((info.offset for info in infos), default=size)
+        digest.update(f"{size} {header} ".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(header))
+        for info in infos:
+            data = gguf.data(info.name)
+            last = max(len(data) - _SAMPLE_BYTES, 0)
+            for i in range(_N_SAMPLES):
+                start = last * i // (_N_SAMPLES - 1)
+                digest.update(data[start : start + _SAMPLE_BYTES].tobytes())
+    return digest.hexdigest()[:32]
+
+
+def stem_of(path: Path) -> str:
+    """What the files that belong to a model are named after: its (first) file without .gguf."""
+    return path.name.removesuffix(".gguf")
+
+
+def places(gguf: GGUFFile, what: str, model: str) -> list[Path]:
+    """Where a sidecar may lie, the better place first; `model` is the fingerprint."""
+    from hotset.storage.store import home
+
+    beside = gguf.path.with_name(f"{stem_of(gguf.path)}.{what}{SUFFIX}")
+    return [beside, home() / "cache" / model / f"{what}{SUFFIX}"]
+
+
+def find(gguf: GGUFFile, what: str, settings: Mapping[str, object], model: str) -> GGUFFile | None:
+    """The open sidecar that was built from this model with these settings, or None."""
+    for path in places(gguf, what, model):
+        if not path.is_file():
+            continue
+        try:
+            file = open_gguf(path)
+        except HotsetError:  # damaged: as good as none
+            continue
+        expected = {MODEL_KEY: model, SETTINGS_KEY: _text(settings), VERSION_KEY: VERSION}
+        if all(file.metadata.get(key) == value for key, value in expected.items()):
+            return file
+        file.close()
+    return None
+
+
+def open_or_build(
+    gguf: GGUFFile,
+    what: str,
+    settings: Mapping[str, object],
+    fill: Fill,
+    *,
+    n_bytes: int,
+    model: str | None = None,
+    progress: Reporter | None = None,
+) -> Sidecar:
+    """The sidecar `what` of a model, built by `fill` (which adds keys and tensors) where there is none.
+
+    n_bytes: about how large it will be. Raises HotsetError where no place takes it.
+    """
+    model = model or fingerprint(gguf)
+    found = find(gguf, what, settings, model)
+    if found is not None:
+        return Sidecar(found, None)
+    started = time.perf_counter()
+    path = _writable(places(gguf, what, model), n_bytes)
+    if progress is not None:
+        progress.say(f"Building {path} ({human_size(n_bytes)}), once.")
+    writer = GGUFWriter(path, "hotset")
+    writer.add(VERSION_KEY, VERSION)
+    writer.add(MODEL_KEY, model)
+    writer.add(SETTINGS_KEY, _text(settings))
+    fill(writer)
+    writer.write()
+    return Sidecar(open_gguf(path), time.perf_counter() - started)
+
+
+def _text(settings: Mapping[str, object]) -> str:
+    return json.dumps(settings, sort_keys=True)
+
+
+def _writable(paths: list[Path], n_bytes: int) -> Path:
+    """The first place with a folder that can be written (the cache's is made) and has the room."""
+    reasons = []
+    for i, path in enumerate(paths):
+        folder = path.parent
+        try:
+            if i > 0:
+                folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                reasons.append(f"{folder} cannot be written")
+            elif shutil.disk_usage(folder).free < n_bytes + (64 << 20):
+                reasons.append(f"{folder} has no room")
+            else:
+                return path
+        except OSError as error:
+            reasons.append(f"{folder} cannot be made ({error.strerror})")
+    raise HotsetError(
+        f"The model needs a file of {human_size(n_bytes)} that hotset builds, but {' and '.join(reasons)}; "
+        "free some space, or set HOTSET_HOME to a folder that has it."
+    )
