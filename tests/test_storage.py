@@ -196,10 +196,15 @@ def test_sidecars_are_no_models_and_go_with_theirs(home: Path) -> None:
     for name in ("m", "m.Q4_0"):
         put(models / f"{name}.gguf")
         put(models / f"{name}.down.hotset.gguf", b"GGUF" * 5)
+        put(models / f"{name}.sign-0.1.hotset.gguf", b"GGUF")
     assert [model.name for model in store.list_models()] == ["m", "m.Q4_0"]
     files, freed = store.remove("m")
-    assert sorted(path.name for path in files) == ["m.down.hotset.gguf", "m.gguf"]
-    assert freed == 20 + (models / "m.Q4_0.gguf").stat().st_size
+    assert sorted(path.name for path in files) == [
+        "m.down.hotset.gguf",
+        "m.gguf",
+        "m.sign-0.1.hotset.gguf",
+    ]
+    assert freed == 24 + (models / "m.Q4_0.gguf").stat().st_size
     folder = home / "apart"
     only = put(folder / "b.gguf")
     put(folder / "b.svd.hotset.gguf")
