@@ -1,0 +1,98 @@
+"""What a decoded token is made of: bytes that stream, bytes that are gathered, neurons that fire."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hotset.backends.base import PAGE_SIZE, Batch
+from hotset.model.graph import Linear, TransposedLinear
+
+if TYPE_CHECKING:
+    from hotset import Model
+    from hotset.backends.base import StepStats
+
+STREAMS_ABOVE = 0.75  # share of a matrix's rows from which the engine reads all of them
+FFN_MATRIX = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)")
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Means over tokens and layers. streamed, gathered: bytes per token; selected, active: shares of neurons.
+
+    seconds: of a step, the median; predictor, ffn, attention: seconds within it, means.
+    """
+
+    streamed: float
+    gathered: float
+    selected: float
+    active: float
+    seconds: float
+    predictor: float
+    ffn: float
+    attention: float
+
+    def at_best(self, streaming: float, gathering: float) -> float:
+        """Tokens per second, if nothing but memory at these rates (bytes per second) took time."""
+        return 1 / (self.streamed / streaming + self.gathered / gathering)
+
+
+def decode(model: Model, tokens: Sequence[int]) -> tuple[list[float], list[StepStats]]:
+    """Decodes the tokens one by one, straight through the backend: seconds and statistics of each step."""
+    n = len(tokens)
+    pages = np.arange(-(-n // PAGE_SIZE), dtype=np.int32)[None]
+    zero = np.zeros(1, np.int32)
+    seconds, stats = [], []
+    for position, token in enumerate(tokens):
+        at = np.array([position], np.int32)
+        start = time.perf_counter()
+        model.backend.step(Batch(np.array([token], np.int32), at, zero, pages, zero))
+        seconds.append(time.perf_counter() - start)
+        counted = model.backend.stats()
+        assert counted is not None, "this backend keeps no statistics"
+        stats.append(counted)
+    return seconds, stats
+
+
+def random_tokens(model: Model, n: int, seed: int = 0) -> list[int]:
+    """Token ids that repeat nothing, as those of a benchmark should."""
+    return np.random.default_rng(seed).integers(0, model.backend.n_vocab, n).tolist()
+
+
+def anatomy(model: Model, n_tokens: int = 24, n_warm: int = 4) -> Anatomy:
+    """Decodes random tokens, the first `n_warm` uncounted. The model needs a context of n_tokens + n_warm."""
+    seconds, stats = decode(model, random_tokens(model, n_tokens + n_warm))
+    seconds, stats = seconds[n_warm:], stats[n_warm:]
+    n_ff = np.array(model.config.n_ff)
+    rows = {
+        "gate": np.mean([s.gate_rows for s in stats], axis=0) / n_ff,
+        "up": np.mean([s.up_rows for s in stats], axis=0) / n_ff,
+        "down": np.mean([s.down_rows for s in stats], axis=0) / n_ff,
+    }
+    depth = n_warm + n_tokens / 2
+    streamed = sum(model.cost.weight_bytes.values()) + model.cost.kv_bytes_read(depth, model.kv_type)
+    gathered = 0.0
+    tensors = model.weights.tensors
+    for op in model.graph.ops:
+        named = FFN_MATRIX.fullmatch(op.out.name)
+        if named is None or not isinstance(op, Linear | TransposedLinear):
+            continue
+        share = rows[named[2]][int(named[1])]
+        if share < STREAMS_ABOVE and (named[2] != "down" or isinstance(op, TransposedLinear)):
+            streamed -= tensors[op.weight].nbytes
+            gathered += tensors[op.weight].nbytes * share
+    return Anatomy(
+        streamed=streamed,
+        gathered=gathered,
+        selected=float(np.mean([s.selected / n_ff for s in stats])),
+        active=float(np.mean([s.active / n_ff for s in stats])),
+        seconds=float(np.median(seconds)),
+        predictor=float(np.mean([s.predictor.sum() for s in stats])),
+        ffn=float(np.mean([s.ffn.sum() for s in stats])),
+        attention=float(np.mean([s.attention.sum() for s in stats])),
+    )
