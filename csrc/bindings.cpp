@@ -41,8 +41,11 @@ const Kernels& chosen_kernels(const std::optional<std::string>& isa) {
     return *kernels;
 }
 
-Matrix make_matrix(int type, const Bytes& data, int64_t rows, int64_t cols) {
-    require(type >= 0 && type < kTypeCount && type_facts(Type(type)).block_bytes > 0,
+// scales: of planes, whose type is then that of their codes.
+Matrix make_matrix(int type, const Bytes& data, int64_t rows, int64_t cols,
+                   const std::optional<Bytes>& scales = std::nullopt) {
+    require(type >= 0 && type < kTypeCount && type_facts(Type(type)).block_bytes > 0 &&
+                is_planes(Type(type)) == scales.has_value(),
             "tensor type " + std::to_string(type) + " has no kernel");
     const TypeFacts facts = type_facts(Type(type));
     require(rows > 0 && cols > 0 && rows < INT32_MAX && cols < INT32_MAX, "a matrix needs rows and columns");
@@ -53,7 +56,10 @@ Matrix make_matrix(int type, const Bytes& data, int64_t rows, int64_t cols) {
             "a " + std::string(facts.name) + " matrix of " + std::to_string(rows) + " x " +
                 std::to_string(cols) + " takes " + std::to_string(size_t(rows) * row_bytes) + " bytes, not " +
                 std::to_string(data.size()));
-    return {Type(type), data.data(), rows, cols, row_bytes};
+    require(!scales || scales->size() == size_t((rows + kPlaneRows - 1) / kPlaneRows) * size_t(cols) * 2,
+            "planes have a scale for each column and 32 rows");
+    return {Type(type), data.data(), rows,
+            cols,       row_bytes,   scales ? reinterpret_cast<const uint16_t*>(scales->data()) : nullptr};
 }
 
 std::vector<float> to_vector(const std::optional<Floats>& array) {
@@ -85,11 +91,15 @@ class PlanBuilder {
         return plan_->add_rope({neox, n_rot, magnitude, frequencies});
     }
 
-    void embed(int type, const Bytes& data, int64_t rows, int out) {
+    // Rows of tokens, or of positions + first_row.
+    void embed(int type, const Bytes& data, int64_t rows, bool positions, int first_row, int out) {
         const Matrix weight = make_matrix(type, data, rows, width(out));
         weights_.push_back(data);
-        n_vocab_ = n_vocab_ ? std::min(n_vocab_, rows) : rows;
-        plan_->add_embed(weight, out);
+        require(first_row >= 0 && first_row < rows && (positions || first_row == 0),
+                "rows begin in the matrix");
+        int64_t& limit = positions ? n_positions_ : n_vocab_;
+        limit = limit ? std::min(limit, rows - first_row) : rows - first_row;
+        plan_->add_embed(weight, positions, first_row, out);
     }
 
     void select(int x, int out) {
@@ -105,31 +115,90 @@ class PlanBuilder {
         plan_->add_norm(make_norm(layer, weight, bias, eps, width(x) / n_head), n_head, x, out);
     }
 
-    // parts: (type, data, bias or None, out)
-    void linear(int x, const std::optional<std::tuple<bool, Floats, std::optional<Floats>, float>>& norm,
-                const std::vector<std::tuple<int, Bytes, std::optional<Floats>, int>>& parts, int residual,
-                bool gated, int activation, float threshold) {
-        require(!parts.empty() && (!gated || parts.size() == 2) && (residual < 0 || parts.size() == 1),
+    using NormArguments = std::optional<std::tuple<bool, Floats, std::optional<Floats>, float>>;
+    using Part = std::tuple<int, Bytes, std::optional<Floats>, int>;  // type, data, bias, out
+    using ActivationArguments = std::pair<int, float>;                // kind, threshold
+
+    // With an activation and two parts, these are gate and up; with one part, it is applied to the result.
+    void linear(int x, const NormArguments& norm, const std::vector<Part>& parts, int residual, bool gated,
+                const std::optional<ActivationArguments>& activation) {
+        require(!parts.empty() && (!gated || (parts.size() == 2 && activation)) &&
+                    (residual < 0 || parts.size() == 1) && (gated || !activation || parts.size() == 1),
                 "a matrix product has parts");
-        Norm before;
-        if (norm)
-            before = make_norm(std::get<0>(*norm), std::get<1>(*norm), std::get<2>(*norm), std::get<3>(*norm),
-                               width(x));
         std::vector<LinearPart> built;
-        for (const auto& [type, data, bias, out] : parts) {
-            same_rows(x, out);
-            require(!bias || int64_t(bias->size()) == width(out), "a bias has the width of its output");
-            built.push_back({make_matrix(type, data, width(out), width(x)), to_vector(bias), out});
-            weights_.push_back(data);
-        }
+        for (const Part& part : parts) built.push_back(make_part(part, x));
         require(!gated || built[0].weight.rows == built[1].weight.rows, "gate and up have the same rows");
+        LinearTail tail;
+        if (activation)
+            tail = {gated ? LinearTail::Gated : LinearTail::Activated, checked_activation(activation->first),
+                    activation->second};
         if (residual >= 0) {
             same_rows(x, residual);
             require(width(residual) == width(built[0].out) && residual != built[0].out,
                     "a residual has the width of the output");
         }
-        plan_->add_linear(x, std::move(before), std::move(built), residual, gated,
-                          checked_activation(activation), threshold);
+        plan_->add_linear(x, make_norm(norm, x), std::move(built), residual, tail);
+    }
+
+    // The values of an FFN's neurons (csrc/ops/neurons.cpp). predictor: buffer of scores, threshold, and how
+    // many leading neurons have no score.
+    void neurons(int x, const NormArguments& norm, const std::optional<Part>& gate, const Part& up,
+                 const ActivationArguments& activation, std::optional<int> up_activation,
+                 const std::optional<std::tuple<int, float, int64_t>>& predictor, bool sparse, int out) {
+        NeuronFacts facts;
+        facts.x = x, facts.out = out, facts.sparse = sparse;
+        facts.norm = make_norm(norm, x);
+        if (gate) facts.gate = make_part(*gate, x);
+        facts.up = make_part(up, x);
+        require(std::get<3>(up) == out && (!gate || std::get<3>(*gate) == out),
+                "gate and up have a row per neuron");
+        facts.activation = checked_activation(activation.first);
+        facts.activation_threshold = activation.second;
+        require(gate || !up_activation, "without a gate there is one activation");
+        if (up_activation) {
+            facts.up_activated = true;
+            facts.up_activation = checked_activation(*up_activation);
+        }
+        if (predictor) {
+            std::tie(facts.scores, facts.threshold, facts.first) = *predictor;
+            same_rows(facts.scores, out);
+            require(facts.first >= 0 && width(facts.scores) == width(out) - facts.first,
+                    "a predictor has a score for each neuron");
+        }
+        plan_->add_neurons(std::move(facts));
+    }
+
+    // x times a matrix with a row per input (csrc/ops/axpy.cpp).
+    void axpy(int x, int type, const Bytes& data, const std::optional<Bytes>& scales,
+              const std::optional<Floats>& bias, int residual, bool sparse, int out) {
+        same_rows(x, out);
+        require(!bias || int64_t(bias->size()) == width(out), "a bias has the width of its output");
+        const Matrix weight = make_matrix(type, data, width(x), width(out), scales);
+        weights_.push_back(data);
+        if (scales) weights_.push_back(*scales);
+        if (residual >= 0) {
+            same_rows(x, residual);
+            require(width(residual) == width(out) && residual != out,
+                    "a residual has the width of the output");
+        }
+        plan_->add_axpy(x, {weight, to_vector(bias), out}, residual, sparse);
+    }
+
+    void mask(int x, int scores, float threshold, int64_t first, int out) {
+        require(width(x) == width(out) && first >= 0 && width(scores) == width(out) - first,
+                "a mask has a score for each column from `first` on");
+        same_rows(x, out);
+        same_rows(scores, out);
+        plan_->add_mask(x, scores, threshold, first, out);
+    }
+
+    void sign_scores(int x, const Bytes& rows, const std::optional<Floats>& bias, int out) {
+        same_rows(x, out);
+        require(int64_t(rows.size()) == width(out) * ((width(x) + 7) / 8),
+                "signs are a bit per channel and row");
+        require(!bias || int64_t(bias->size()) == width(out), "a bias has the width of its output");
+        weights_.push_back(rows);
+        plan_->add_sign_scores(x, rows.data(), to_vector(bias), out);
     }
 
     void rotate(int x, int out, int n_head, int head_dim, int rope) {
@@ -217,6 +286,9 @@ class PlanBuilder {
             require(sequence >= 0 && sequence < n_sequences, "a token's sequence has no page table");
             require(position >= 0 && position / kPageSize < max_pages,
                     "position " + std::to_string(position) + " lies beyond the page table");
+            require(!n_positions_ || position < n_positions_, "position " + std::to_string(position) +
+                                                                  " lies beyond the model's context of " +
+                                                                  std::to_string(n_positions_));
             const bool adjacent = t > 0 && sequences.data()[t - 1] == sequence;
             require(!adjacent || positions.data()[t - 1] < position, "positions of a sequence must rise");
             for (int i = adjacent ? positions.data()[t - 1] / kPageSize : 0; i <= position / kPageSize; i++) {
@@ -245,6 +317,18 @@ class PlanBuilder {
 
     std::string isa() const { return plan_->kernels().isa; }
 
+    // Of each operation in the latest step.
+    std::vector<double> op_seconds() const { return plan_->op_seconds(); }
+    std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>> op_counts() const {
+        std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>> counts;
+        for (int i = 0; i < plan_->n_ops(); i++) {
+            const FfnCounts c = plan_->op(i).counters.get();
+            counts.emplace_back(c.selected, c.active, c.gate_rows, c.up_rows, c.down_rows);
+        }
+        return counts;
+    }
+    int n_ops() const { return plan_->n_ops(); }
+
   private:
     int checked(int id) const {
         require(id >= 0 && id < int(widths_.size()), "there is no buffer " + std::to_string(id));
@@ -264,6 +348,18 @@ class PlanBuilder {
                 "there is no activation " + std::to_string(kind));
         return Activation(kind);
     }
+    Norm make_norm(const NormArguments& norm, int x) const {
+        if (!norm) return {};
+        const auto& [layer, weight, bias, eps] = *norm;
+        return make_norm(layer, weight, bias, eps, width(x));
+    }
+    LinearPart make_part(const Part& part, int x) {
+        const auto& [type, data, bias, out] = part;
+        same_rows(x, out);
+        require(!bias || int64_t(bias->size()) == width(out), "a bias has the width of its output");
+        weights_.push_back(data);
+        return {make_matrix(type, data, width(out), width(x)), to_vector(bias), out};
+    }
     static Norm make_norm(bool layer, const Floats& weight, const std::optional<Floats>& bias, float eps,
                           int64_t width) {
         require(int64_t(weight.size()) == width && (!bias || int64_t(bias->size()) == width),
@@ -280,6 +376,7 @@ class PlanBuilder {
     std::vector<int64_t> widths_;
     std::vector<bool> outputs_;
     int64_t n_vocab_ = 0;
+    int64_t n_positions_ = 0;  // 0: any
     int n_tokens_ = 0;
     int n_outputs_ = 0;
     bool finished_ = false;
@@ -367,12 +464,22 @@ NB_MODULE(_core, m) {
              "max_pages"_a, "n_threads"_a, "isa"_a.none() = nb::none())
         .def("buffer", &PlanBuilder::buffer, "width"_a, "outputs"_a)
         .def("rope", &PlanBuilder::rope, "neox"_a, "n_rot"_a, "frequencies"_a, "magnitude"_a)
-        .def("embed", &PlanBuilder::embed, "type"_a, "data"_a, "rows"_a, "out"_a)
+        .def("embed", &PlanBuilder::embed, "type"_a, "data"_a, "rows"_a, "positions"_a, "first_row"_a,
+             "out"_a)
         .def("select", &PlanBuilder::select, "x"_a, "out"_a)
         .def("norm", &PlanBuilder::norm, "layer"_a, "weight"_a, "bias"_a.none(), "eps"_a, "n_head"_a, "x"_a,
              "out"_a)
         .def("linear", &PlanBuilder::linear, "x"_a, "norm"_a.none(), "parts"_a, "residual"_a, "gated"_a,
-             "activation"_a, "threshold"_a)
+             "activation"_a.none())
+        .def("neurons", &PlanBuilder::neurons, "x"_a, "norm"_a.none(), "gate"_a.none(), "up"_a,
+             "activation"_a, "up_activation"_a.none(), "predictor"_a.none(), "sparse"_a, "out"_a)
+        .def("axpy", &PlanBuilder::axpy, "x"_a, "type"_a, "data"_a, "scales"_a.none(), "bias"_a.none(),
+             "residual"_a, "sparse"_a, "out"_a)
+        .def("sign_scores", &PlanBuilder::sign_scores, "x"_a, "rows"_a, "bias"_a.none(), "out"_a)
+        .def("mask", &PlanBuilder::mask, "x"_a, "scores"_a, "threshold"_a, "first"_a, "out"_a)
+        .def("n_ops", &PlanBuilder::n_ops)
+        .def("op_seconds", &PlanBuilder::op_seconds)
+        .def("op_counts", &PlanBuilder::op_counts)
         .def("rotate", &PlanBuilder::rotate, "x"_a, "out"_a, "n_head"_a, "head_dim"_a, "rope"_a)
         .def("attention", &PlanBuilder::attention, "q"_a, "k"_a, "v"_a, "out"_a, "n_head"_a, "n_head_kv"_a,
              "head_dim"_a, "head_dim_v"_a, "scale"_a, "window"_a, "rope"_a, "q_norm"_a.none(),

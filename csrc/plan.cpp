@@ -10,11 +10,13 @@ class Plan::Step : public Job {
   public:
     struct Phase {
         const Op* op;
+        int op_index;
         int phase;
         int n_chunks;
     };
     StepTokens tokens;
     std::vector<Phase> phases;
+    mutable std::vector<int64_t> reached_ns;  // when each phase began, and when the last one ended
 
     int n_phases() const override { return int(phases.size()); }
     int n_chunks(int phase) const override { return phases[phase].n_chunks; }
@@ -24,6 +26,7 @@ class Plan::Step : public Job {
     bool prefetch(int phase, int chunk, int piece) const override {
         return phases[phase].op->prefetch(phases[phase].phase, chunk, piece, tokens);
     }
+    void reached(int phase) const override { reached_ns[phase] = now_ns(); }
 };
 
 void Norm::apply(const Kernels& kernels, const float* x, int64_t n, float* out) const {
@@ -56,8 +59,8 @@ int Plan::add_rope(Rope rope) {
     return int(ropes_.size()) - 1;
 }
 
-void Plan::add_embed(const Matrix& weight, int out) {
-    ops_.push_back(make_embed(*this, weight, out));
+void Plan::add_embed(const Matrix& weight, bool positions, int first_row, int out) {
+    ops_.push_back(make_embed(*this, weight, positions, first_row, out));
 }
 void Plan::add_select(int x, int out) {
     ops_.push_back(make_select(*this, x, out));
@@ -65,10 +68,20 @@ void Plan::add_select(int x, int out) {
 void Plan::add_norm(Norm norm, int n_head, int x, int out) {
     ops_.push_back(make_norm(*this, std::move(norm), n_head, x, out));
 }
-void Plan::add_linear(int x, Norm norm, std::vector<LinearPart> parts, int residual, bool gated,
-                      Activation activation, float threshold) {
-    ops_.push_back(
-        make_linear(*this, x, std::move(norm), std::move(parts), residual, gated, activation, threshold));
+void Plan::add_linear(int x, Norm norm, std::vector<LinearPart> parts, int residual, LinearTail tail) {
+    ops_.push_back(make_linear(*this, x, std::move(norm), std::move(parts), residual, tail));
+}
+void Plan::add_neurons(NeuronFacts facts) {
+    ops_.push_back(make_neurons(*this, std::move(facts)));
+}
+void Plan::add_axpy(int x, LinearPart part, int residual, bool sparse) {
+    ops_.push_back(make_axpy(*this, x, std::move(part), residual, sparse));
+}
+void Plan::add_mask(int x, int scores, float threshold, int64_t first, int out) {
+    ops_.push_back(make_mask(*this, x, scores, threshold, first, out));
+}
+void Plan::add_sign_scores(int x, const uint8_t* rows, std::vector<float> bias, int out) {
+    ops_.push_back(make_sign_scores(*this, x, rows, std::move(bias), out));
 }
 void Plan::add_rotate(int x, int out, int n_head, int head_dim, int rope) {
     ops_.push_back(make_rotate(*this, x, out, n_head, head_dim, rope));
@@ -114,6 +127,7 @@ void Plan::finish() {
             t.rope_sin[i].resize(size_t(max_tokens_) * (ropes_[i].n_rot / 2));
         }
         step->phases.reserve(ops_.size() * 3);
+        step->reached_ns.resize(ops_.size() * 3 + 1);
     }
 }
 
@@ -141,10 +155,23 @@ void Plan::run(const int32_t* tokens, const int32_t* positions, const int32_t* s
             }
     }
     step.phases.clear();
-    for (const auto& op : ops_)
+    for (int i = 0; i < n_ops(); i++) {
+        const Op* op = ops_[i].get();
+        op->counters.reset();
         for (int phase = 0; phase < op->n_phases(t); phase++)
-            if (const int n = op->n_chunks(phase, t)) step.phases.push_back({op.get(), phase, n});
+            if (const int n = op->n_chunks(phase, t)) step.phases.push_back({op, i, phase, n});
+    }
+    latest_ = &step;
     team_.run(slot, step);
+}
+
+std::vector<double> Plan::op_seconds() const {
+    std::vector<double> seconds(ops_.size());
+    if (!latest_) return seconds;
+    for (size_t i = 0; i < latest_->phases.size(); i++)
+        seconds[latest_->phases[i].op_index] +=
+            double(latest_->reached_ns[i + 1] - latest_->reached_ns[i]) * 1e-9;
+    return seconds;
 }
 
 }  // namespace hotset

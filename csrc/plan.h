@@ -5,6 +5,7 @@
 // `select`, values have a row per *output* token instead of a row per token.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
@@ -67,6 +68,26 @@ struct Needs {
 
 constexpr int kPrivateInputs = 8;  // up to this many tokens every worker quantises the inputs for itself
 
+// What the FFN operations of a step did; see StepStats of backends/base.py.
+struct FfnCounts {
+    int64_t selected = 0, active = 0, gate_rows = 0, up_rows = 0, down_rows = 0;
+};
+
+class FfnCounters {
+  public:
+    void reset() {
+        for (auto& value : values_) value.store(0, std::memory_order_relaxed);
+    }
+    void add(const FfnCounts& c) {
+        const int64_t more[] = {c.selected, c.active, c.gate_rows, c.up_rows, c.down_rows};
+        for (int i = 0; i < 5; i++) values_[i].fetch_add(more[i], std::memory_order_relaxed);
+    }
+    FfnCounts get() const { return {values_[0], values_[1], values_[2], values_[3], values_[4]}; }
+
+  private:
+    std::atomic<int64_t> values_[5] = {};
+};
+
 class Op {
   public:
     virtual ~Op() = default;
@@ -78,12 +99,37 @@ class Op {
     virtual bool prefetch(int /*phase*/, int /*chunk*/, int /*piece*/, const StepTokens&) const {
         return false;
     }
+
+    mutable FfnCounters counters;  // of the latest step; added to by the thread that commits a chunk
 };
 
 struct LinearPart {
     Matrix weight;
     std::vector<float> bias;  // empty: none
     int out = -1;
+};
+
+// What becomes of the result of a matrix product.
+struct LinearTail {
+    enum Kind { None, Activated, Gated };  // Gated: parts are gate and up, out gets activate(gate) * up
+    Kind kind = None;
+    Activation activation = Activation::Relu;
+    float threshold = 0.0f;
+};
+
+struct NeuronFacts {
+    int x = -1, out = -1;
+    Norm norm;        // applied to x first; empty weight: none
+    LinearPart gate;  // without data: none, and the activation is up's
+    LinearPart up;
+    Activation activation = Activation::Relu;
+    float activation_threshold = 0.0f;
+    bool up_activated = false;
+    Activation up_activation = Activation::Relu;
+    bool sparse = false;  // leave out what is not needed
+    int scores = -1;      // buffer of a predictor, -1: none
+    float threshold = 0.0f;
+    int64_t first = 0;  // neurons before it are always selected and have no score
 };
 
 constexpr int kMaxGroup = 256;  // query heads per KV head, at most
@@ -106,14 +152,19 @@ class Plan {
     int add_buffer(int64_t width, bool outputs);
     int add_rope(Rope rope);
 
-    void add_embed(const Matrix& weight, int out);
+    void add_embed(const Matrix& weight, bool positions, int first_row, int out);
     void add_select(int x, int out);
     void add_norm(Norm norm, int n_head, int x, int out);
     // Matrix products of one input. With a norm, it is applied to the input first; with a residual, it is
-    // added to the one output; with `gated`, parts are gate and up and the first part's output gets
-    // activate(gate) * up.
-    void add_linear(int x, Norm norm, std::vector<LinearPart> parts, int residual, bool gated,
-                    Activation activation, float threshold);
+    // added to the one output.
+    void add_linear(int x, Norm norm, std::vector<LinearPart> parts, int residual, LinearTail tail);
+    void add_neurons(NeuronFacts facts);
+    // part.out = x times part.weight (rows = inputs) + bias + residual. Sparse: rows of zeros are left out.
+    void add_axpy(int x, LinearPart part, int residual, bool sparse);
+    // out = sign_scores of x and `rows` (out.width rows of signs) + bias.
+    // out = x where not scores < threshold, else 0; columns before `first` have no score and are kept.
+    void add_mask(int x, int scores, float threshold, int64_t first, int out);
+    void add_sign_scores(int x, const uint8_t* rows, std::vector<float> bias, int out);
     void add_rotate(int x, int out, int n_head, int head_dim, int rope);
     void add_attention(AttentionFacts facts);
     void add_activate(Activation kind, float threshold, int x, int out);
@@ -134,6 +185,10 @@ class Plan {
     int n_threads() const { return team_.n_threads(); }
     const Rope& rope(int id) const { return ropes_[id]; }
     int n_ropes() const { return int(ropes_.size()); }
+    int n_ops() const { return int(ops_.size()); }
+    const Op& op(int i) const { return *ops_[i]; }
+    // Seconds that each operation of the latest step took.
+    std::vector<double> op_seconds() const;
     uint8_t* shared() const { return shared_.data(); }  // 64-byte aligned; what it holds lasts one operation
 
   private:
@@ -147,18 +202,26 @@ class Plan {
     std::vector<std::unique_ptr<Op>> ops_;
     Memory shared_;
     std::vector<std::unique_ptr<Step>> steps_;  // one per slot of the team
-    Team team_;                                 // last: its threads stop before what they read is destroyed
+    const Step* latest_ = nullptr;
+    Team team_;  // last: its threads stop before what they read is destroyed
 };
 
 // ops/*.cpp
-std::unique_ptr<Op> make_embed(const Plan& plan, const Matrix& weight, int out);
+// `positions`: rows are positions + first_row, not tokens.
+std::unique_ptr<Op> make_embed(const Plan& plan, const Matrix& weight, bool positions, int first_row,
+                               int out);
 std::unique_ptr<Op> make_select(const Plan& plan, int x, int out);
 std::unique_ptr<Op> make_norm(const Plan& plan, Norm norm, int n_head, int x, int out);
 std::unique_ptr<Op> make_linear(const Plan& plan, int x, Norm norm, std::vector<LinearPart> parts,
-                                int residual, bool gated, Activation activation, float threshold);
+                                int residual, LinearTail tail);
+std::unique_ptr<Op> make_neurons(const Plan& plan, NeuronFacts facts);
+std::unique_ptr<Op> make_axpy(const Plan& plan, int x, LinearPart part, int residual, bool sparse);
+std::unique_ptr<Op> make_sign_scores(const Plan& plan, int x, const uint8_t* rows, std::vector<float> bias,
+                                     int out);
 std::unique_ptr<Op> make_rotate(const Plan& plan, int x, int out, int n_head, int head_dim, int rope);
 std::unique_ptr<Op> make_attention(const Plan& plan, AttentionFacts facts);
 std::unique_ptr<Op> make_activate(const Plan& plan, Activation kind, float threshold, int x, int out);
+std::unique_ptr<Op> make_mask(const Plan& plan, int x, int scores, float threshold, int64_t first, int out);
 std::unique_ptr<Op> make_add(const Plan& plan, int a, int b, int out);
 std::unique_ptr<Op> make_multiply(const Plan& plan, int a, int b, int out);
 

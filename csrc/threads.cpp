@@ -29,12 +29,12 @@ void relax() {
 #endif
 }
 
+}  // namespace
+
 int64_t now_ns() {
     using namespace std::chrono;
     return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
 }
-
-}  // namespace
 
 void prefetch_line(const void* p) {
 #if defined(__GNUC__)
@@ -77,14 +77,18 @@ void Worker::end_commit() {
 
 void Slot::open(uint64_t new_epoch) {
     n_committed.store(0, std::memory_order_relaxed);
+    job->reached(int(new_epoch - first_epoch));
     if (new_epoch < end_epoch)
         for (Ticket& ticket : tickets)
             ticket.value.store(new_epoch << kTicketBits, std::memory_order_release);
     epoch.store(new_epoch, std::memory_order_release);
 }
 
-int Worker::slot_index() const {
-    return slot_->index;
+bool Worker::enter_inputs() {
+    if (inputs_epoch_ == epoch_ && inputs_slot_ == slot_) return false;
+    inputs_epoch_ = epoch_;
+    inputs_slot_ = slot_;
+    return true;
 }
 
 Team::Team(int n_threads) {

@@ -44,6 +44,8 @@ class Memory {
     std::unique_ptr<uint8_t, Free> data_;
 };
 
+int64_t now_ns();  // of a clock that never goes back
+
 // Fetches the cache line at p, if there is memory: any address may be given.
 void prefetch_line(const void* p);
 
@@ -57,14 +59,14 @@ class Worker {
     bool begin_commit();
     void end_commit();
 
-    uint64_t phase_id() const { return epoch_; }  // differs between any two phases of a slot's life
-    int slot_index() const;
-
     Memory kernel_scratch;  // packed weights
     Memory results;         // a chunk's results before they are committed
-    Memory inputs;          // quantised activations of the phase that `inputs_phase` names
-    uint64_t inputs_phase = ~uint64_t(0);
-    int inputs_slot = -1;
+    // What the thread derives once a phase from what the phase reads (quantised activations, a list of
+    // neurons).
+    Memory inputs;
+    int n_inputs = 0;
+    // Whether `inputs` is of another phase, and must be filled now.
+    bool enter_inputs();
 
   private:
     friend class Team;
@@ -72,6 +74,8 @@ class Worker {
     Slot* slot_ = nullptr;
     uint64_t epoch_ = 0;
     int chunk_ = 0;
+    uint64_t inputs_epoch_ = ~uint64_t(0);
+    const Slot* inputs_slot_ = nullptr;
     std::atomic<Slot*> inside_{nullptr};  // the slot that this thread may be reading
 };
 
@@ -84,6 +88,8 @@ class Job {
     virtual void run_chunk(int phase, int chunk, Worker& worker) const = 0;
     // Fetches piece `piece` (0, 1, ...) of what the chunk will read; false: there is no such piece.
     virtual bool prefetch(int phase, int chunk, int piece) const = 0;
+    // Called by one thread when all phases before `phase` are complete; n_phases() when all are.
+    virtual void reached(int phase) const = 0;
 };
 
 struct Slot {

@@ -34,9 +34,13 @@ enum class Type : int {
     IQ4_NL = 20,
     IQ4_XS = 23,
     BF16 = 30,
+    // Not types of GGUF: codes by row, scales by 32 rows and column (see Matrix::scales).
+    Planes4 = 31,  // of each 32 columns 16 bytes, codes as in a block of Q4_0
+    Planes8 = 32,  // a byte a column
 };
 
-constexpr int kTypeCount = 31;
+constexpr int kTypeCount = 33;
+constexpr int kPlaneRows = 32;  // rows that share a row of scales
 
 struct TypeFacts {
     const char* name;
@@ -76,12 +80,20 @@ static constexpr TypeFacts type_facts(Type type) {
             return {"IQ4_NL", 32, 18};
         case Type::IQ4_XS:
             return {"IQ4_XS", 256, 136};
+        case Type::Planes4:
+            return {"planes of 4 bits", 32, 16};
+        case Type::Planes8:
+            return {"planes of 8 bits", 32, 32};
     }
     return {"?", 1, 0};
 }
 
 static constexpr bool is_float(Type type) {
     return type == Type::F32 || type == Type::F16 || type == Type::BF16;
+}
+
+static constexpr bool is_planes(Type type) {
+    return type == Type::Planes4 || type == Type::Planes8;
 }
 
 // A weight matrix where it lies in the file: `rows` rows of `cols` weights each.
@@ -91,6 +103,7 @@ struct Matrix {
     int64_t rows = 0;
     int64_t cols = 0;
     size_t row_bytes = 0;
+    const uint16_t* scales = nullptr;  // of planes: f16 [ceil(rows / kPlaneRows)][cols]
 
     HOTSET_INLINE const uint8_t* row(int64_t r) const { return data + r * row_bytes; }
     // Nothing may be read from here on.

@@ -127,6 +127,8 @@ inline Block32 decode_block(Type type, const uint8_t* row, int64_t b) {
         case Type::F32:
         case Type::F16:
         case Type::BF16:
+        case Type::Planes4:
+        case Type::Planes8:
             break;  // not blocks
     }
     return out;

@@ -1,8 +1,11 @@
-// Enters the matrix product of every quantised format into a table of kernels.
-// Included inside the namespace of an instruction set, after its formats and `linear`.
+// Enters the matrix products of every quantised format into a table of kernels.
+// Included inside the namespace of an instruction set, after its formats, `linear` and sparse_kernels.h.
 
 inline void add_formats(Kernels& table) {
-    auto add = [&]<class Format>() { table.linear[int(Format::kType)] = linear<Format>; };
+    auto add = [&]<class Format>() {
+        table.linear[int(Format::kType)] = linear<Format>;
+        table.gather[int(Format::kType)] = gather<Format>;
+    };
     add.operator()<FormatQ4_0>();
     add.operator()<FormatQ4_1>();
     add.operator()<FormatQ5_0>();

@@ -11,6 +11,9 @@
 // their signs moved to the inputs.
 #include <immintrin.h>
 
+#include <bit>
+#include <utility>
+
 #include "kernels.h"
 
 namespace hotset::avx2 {
@@ -467,24 +470,25 @@ inline __m256 add_blocks(const uint8_t* p, const TokenInputs& x, int64_t b, __m2
     return _mm256_blend_ps(acc, total, (1 << n) - 1);
 }
 
-// How far ahead of a row's blocks they are fetched: the rows of a matrix lie one after the other.
+// How far ahead of a row's blocks they are fetched where the rows of a matrix are read one after the other.
 constexpr int kAhead = 4096;
+constexpr int kGatherAhead = 2;  // rows, where they are gathered
 
 inline void prefetch(const uint8_t* p, int bytes) {
-    for (int at = 0; at < bytes; at += 64) V::fetch(p + kAhead + at);
+    for (int at = 0; at < bytes; at += 64) V::fetch(p + at);
 }
 
-// `kTail`: blocks % 8.
+// `kTail`: blocks % 8. `ahead`: what is fetched meanwhile, as long as the row.
 template <class Format, int kTail>
-inline float dot(const uint8_t* p, int64_t blocks, const TokenInputs& x) {
+inline float dot(const uint8_t* p, const uint8_t* ahead, int64_t blocks, const TokenInputs& x) {
     __m256 lo = _mm256_setzero_ps(), hi = _mm256_setzero_ps();
     int64_t b = 0;
-    for (; b + 16 <= blocks; b += 16, p += 2 * Format::kBytes) {
-        prefetch(p, 2 * Format::kBytes);
+    for (; b + 16 <= blocks; b += 16, p += 2 * Format::kBytes, ahead += 2 * Format::kBytes) {
+        prefetch(ahead, 2 * Format::kBytes);
         lo = add_blocks<Format, 8>(p, x, b, lo);
         hi = add_blocks<Format, 8>(p + Format::kBytes, x, b + 8, hi);
     }
-    prefetch(p, int(blocks - b) * Format::kBytes / 8);
+    prefetch(ahead, int(blocks - b) * Format::kBytes / 8);
     const bool one_more = b + 8 <= blocks;
     if (one_more) {
         lo = add_blocks<Format, 8>(p, x, b, lo);
@@ -500,36 +504,38 @@ inline float dot(const uint8_t* p, int64_t blocks, const TokenInputs& x) {
     return sum(V{lo, hi});
 }
 
-template <class Format, int kTail>
-void one_token(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int token, float* out) {
-    const int64_t width = padded(x.k);
+// One row times one token.
+template <class Format>
+inline float one_row(const Matrix& w, int64_t row, const Inputs& x, int token, const uint8_t* ahead) {
+    const int64_t width = padded(x.k), blocks = x.k / 32;
     const int32_t* isum = x.isum + token * (width / 16);
     const TokenInputs inputs = {x.q + token * width, x.scale + token * (width / 32),
                                 x.sum + token * (width / 32), isum, isum + width / 32};
-    for (int64_t r = row0; r < row1; r++) out[r - row0] = dot<Format, kTail>(w.row(r), x.k / 32, inputs);
+    const uint8_t* p = w.row(row);
+    if constexpr (type_facts(Format::kType).block_size == 32) {
+        switch (blocks % 8) {
+            case 1:
+                return dot<Format, 1>(p, ahead, blocks, inputs);
+            case 2:
+                return dot<Format, 2>(p, ahead, blocks, inputs);
+            case 3:
+                return dot<Format, 3>(p, ahead, blocks, inputs);
+            case 4:
+                return dot<Format, 4>(p, ahead, blocks, inputs);
+            case 5:
+                return dot<Format, 5>(p, ahead, blocks, inputs);
+            case 6:
+                return dot<Format, 6>(p, ahead, blocks, inputs);
+            case 7:
+                return dot<Format, 7>(p, ahead, blocks, inputs);
+        }
+    }
+    return dot<Format, 0>(p, ahead, blocks, inputs);
 }
 
 template <class Format>
 void one_token(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int token, float* out) {
-    if constexpr (type_facts(Format::kType).block_size == 32) {
-        switch (x.k / 32 % 8) {
-            case 1:
-                return one_token<Format, 1>(w, row0, row1, x, token, out);
-            case 2:
-                return one_token<Format, 2>(w, row0, row1, x, token, out);
-            case 3:
-                return one_token<Format, 3>(w, row0, row1, x, token, out);
-            case 4:
-                return one_token<Format, 4>(w, row0, row1, x, token, out);
-            case 5:
-                return one_token<Format, 5>(w, row0, row1, x, token, out);
-            case 6:
-                return one_token<Format, 6>(w, row0, row1, x, token, out);
-            case 7:
-                return one_token<Format, 7>(w, row0, row1, x, token, out);
-        }
-    }
-    one_token<Format, 0>(w, row0, row1, x, token, out);
+    for (int64_t r = row0; r < row1; r++) out[r - row0] = one_row<Format>(w, r, x, token, w.row(r) + kAhead);
 }
 
 // ---- Many tokens
@@ -856,6 +862,13 @@ void halved_float_linear(const Matrix& w, int64_t row0, int64_t row1, const Inpu
     if (whole < t1) float_linear<W>(w, row0, row1, x, whole, t1, out + (whole - t0) * ld, ld, scratch);
 }
 
+// Scales of n blocks of kStride bytes whose first two bytes are an f16 scale.
+template <int kStride>
+inline void block_scales(const uint8_t* p, int n, const uint8_t*, float* out) {
+    for (int i = 0; i < n; i++) out[i] = _cvtsh_ss(load_u16(p + i * kStride));
+}
+
+#include "sparse_kernels.h"
 #include "format_table.h"
 
 }  // namespace hotset::avx2
@@ -870,6 +883,7 @@ const Kernels* avx2_kernels() {
         t.linear[int(Type::F16)] = halved_float_linear<F16Weights>;
         t.linear[int(Type::BF16)] = halved_float_linear<BF16Weights>;
         add_formats(t);
+        add_sparse_kernels(t);
         return t;
     }();
     return &table;

@@ -5,6 +5,9 @@
 // Many tokens: sixteen rows are packed into a panel whose lanes are rows, so that the transpose is paid once.
 #include <immintrin.h>
 
+#include <bit>
+#include <utility>
+
 #include "kernels.h"
 
 namespace hotset::avx512 {
@@ -391,11 +394,12 @@ struct FormatQ2_K {
 // How far past its sixteen blocks a format may read.
 constexpr int kSlack = 128;
 
-// How far ahead of a row's blocks they are fetched: the rows of a matrix lie one after the other.
+// How far ahead of a row's blocks they are fetched where the rows of a matrix are read one after the other.
 constexpr int kAhead = 4096;
+constexpr int kGatherAhead = 2;  // rows, where they are gathered
 
 inline void prefetch(const uint8_t* p, int bytes) {
-    for (int at = 0; at < bytes; at += 64) V::fetch(p + kAhead + at);
+    for (int at = 0; at < bytes; at += 64) V::fetch(p + at);
 }
 
 // Sixteen blocks that may lie at the end of the mapped file, copied to where they can be read past.
@@ -469,20 +473,22 @@ inline __m512 add_blocks(const uint8_t* p, int n, const int8_t* q, const float* 
     return acc;
 }
 
+// `ahead`: what is fetched meanwhile, as long as the row.
 template <class Format>
-inline float dot(const uint8_t* row, const uint8_t* end, int64_t blocks, const int8_t* q, const float* scale,
-                 const float* sum_, const int32_t* isum0, const int32_t* isum1) {
+inline float dot(const uint8_t* row, const uint8_t* ahead, const uint8_t* end, int64_t blocks,
+                 const int8_t* q, const float* scale, const float* sum_, const int32_t* isum0,
+                 const int32_t* isum1) {
     alignas(64) uint8_t copy[Format::kBytes + kSlack];
     __m512 acc = _mm512_setzero_ps();
     int64_t b = 0;
     const uint8_t* p = row;
     for (; b + 16 <= blocks; b += 16, p += Format::kBytes) {
-        prefetch(p, Format::kBytes);
+        prefetch(ahead + (p - row), Format::kBytes);
         acc = add_blocks<Format, 4>(readable<Format>(p, 16, end, copy), 16, q + b * 32, scale + b, sum_ + b,
                                     isum0 + b, isum1 + b, acc);
     }
     if (const int n = int(blocks - b)) {
-        prefetch(p, n * Format::kBytes / 16);
+        prefetch(ahead + (p - row), n * Format::kBytes / 16);
         const uint8_t* at = readable<Format>(p, n, end, copy);
         switch ((n + 3) / 4) {
             case 1:
@@ -729,17 +735,29 @@ void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
 }
 
 template <class Format>
+inline float one_row(const Matrix& w, int64_t row, const Inputs& x, int t, const uint8_t* ahead) {
+    const int64_t width = padded(x.k);
+    const int32_t* isum = x.isum + t * (width / 16);
+    return dot<Format>(w.row(row), ahead, w.end(), x.k / 32, x.q + t * width, x.scale + t * (width / 32),
+                       x.sum + t * (width / 32), isum, isum + width / 32);
+}
+
+template <class Format>
 void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
             int64_t ld, uint8_t* scratch) {
     if (t1 - t0 > 1) return panels<Format>(w, row0, row1, x, t0, t1, out, ld, scratch);
-    const int64_t width = padded(x.k);
-    const int32_t* isum = x.isum + t0 * (width / 16);
-    for (int64_t r = row0; r < row1; r++)
-        out[r - row0] =
-            dot<Format>(w.row(r), w.end(), x.k / 32, x.q + t0 * width, x.scale + t0 * (width / 32),
-                        x.sum + t0 * (width / 32), isum, isum + width / 32);
+    for (int64_t r = row0; r < row1; r++) out[r - row0] = one_row<Format>(w, r, x, t0, w.row(r) + kAhead);
 }
 
+// Scales of n <= 16 blocks of kStride bytes whose first two bytes are an f16 scale.
+template <int kStride>
+inline void block_scales(const uint8_t* p, int n, const uint8_t* end, float* out) {
+    if (p + 16 * kStride + kSlack <= end)
+        return _mm512_store_ps(out, HeadScales<kStride, false>::scales(p, n).scale);
+    for (int i = 0; i < n; i++) out[i] = half(load_u16(p + i * kStride));
+}
+
+#include "sparse_kernels.h"
 #include "format_table.h"
 
 }  // namespace hotset::avx512
@@ -751,6 +769,7 @@ const Kernels* avx512_kernels() {
         using namespace avx512;
         Kernels t = float_kernel_table("avx512");
         add_formats(t);
+        add_sparse_kernels(t);
         return t;
     }();
     return &table;

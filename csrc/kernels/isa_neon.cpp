@@ -432,12 +432,20 @@ inline void add_blocks(const uint8_t* p, int n, const Token& x, int64_t at, V& a
     });
 }
 
+constexpr int kGatherAhead = 2;  // rows, where they are gathered
+
+// `ahead`: what is fetched meanwhile, as long as the row; null: the processor sees for itself what comes.
 template <class Format>
-inline float dot(const uint8_t* row, const uint8_t* end, int64_t blocks, const Token& x) {
+inline float dot(const uint8_t* row, const uint8_t* ahead, const uint8_t* end, int64_t blocks,
+                 const Token& x) {
     V acc = V::zero();
     int64_t b = 0;
     const uint8_t* p = row;
-    for (; b + 16 <= blocks; b += 16, p += Format::kBytes) add_blocks<Format, true>(p, 16, x, b, acc);
+    for (; b + 16 <= blocks; b += 16, p += Format::kBytes) {
+        if (ahead)
+            for (int at = 0; at < Format::kBytes; at += 64) V::fetch(ahead + (p - row) + at);
+        add_blocks<Format, true>(p, 16, x, b, acc);
+    }
     if (const int n = int(blocks - b)) {
         alignas(16) uint8_t copy[Format::kBytes];
         V with_rest = acc;
@@ -647,9 +655,22 @@ void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
             int64_t ld, uint8_t* scratch) {
     if (t1 - t0 > 1) return panels<Format>(w, row0, row1, x, t0, t1, out, ld, scratch);
     const Token token(x, t0);
-    for (int64_t r = row0; r < row1; r++) out[r - row0] = dot<Format>(w.row(r), w.end(), x.k / 32, token);
+    for (int64_t r = row0; r < row1; r++)
+        out[r - row0] = dot<Format>(w.row(r), nullptr, w.end(), x.k / 32, token);
 }
 
+template <class Format>
+inline float one_row(const Matrix& w, int64_t row, const Inputs& x, int t, const uint8_t* ahead) {
+    return dot<Format>(w.row(row), ahead, w.end(), x.k / 32, Token(x, t));
+}
+
+// Scales of n blocks of kStride bytes whose first two bytes are an f16 scale.
+template <int kStride>
+inline void block_scales(const uint8_t* p, int n, const uint8_t*, float* out) {
+    for (int i = 0; i < n; i++) out[i] = load_f16(p + i * kStride);
+}
+
+#include "sparse_kernels.h"
 #include "format_table.h"
 
 }  // namespace hotset::neon
@@ -661,6 +682,7 @@ const Kernels* neon_kernels() {
         using namespace neon;
         Kernels t = float_kernel_table("neon");
         add_formats(t);
+        add_sparse_kernels(t);
         return t;
     }();
     return &table;

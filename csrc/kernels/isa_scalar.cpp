@@ -1,4 +1,7 @@
 // The readable reference: every other instruction set must give these bits.
+#include <bit>
+#include <utility>
+
 #include "kernels.h"
 
 namespace hotset::scalar {
@@ -36,12 +39,45 @@ float dot(const uint8_t* row, const Inputs& x, int token) {
     return sum(acc);
 }
 
-template <Type kType>
+template <Type kOf>
+struct Format {
+    static constexpr Type kType = kOf;
+};
+using FormatQ4_0 = Format<Type::Q4_0>;
+using FormatQ4_1 = Format<Type::Q4_1>;
+using FormatQ5_0 = Format<Type::Q5_0>;
+using FormatQ5_1 = Format<Type::Q5_1>;
+using FormatQ8_0 = Format<Type::Q8_0>;
+using FormatQ2_K = Format<Type::Q2_K>;
+using FormatQ3_K = Format<Type::Q3_K>;
+using FormatQ4_K = Format<Type::Q4_K>;
+using FormatQ5_K = Format<Type::Q5_K>;
+using FormatQ6_K = Format<Type::Q6_K>;
+using FormatIQ4_NL = Format<Type::IQ4_NL>;
+using FormatIQ4_XS = Format<Type::IQ4_XS>;
+
+template <class Format>
+float one_row(const Matrix& w, int64_t row, const Inputs& x, int t, const uint8_t*) {
+    return dot<Format::kType>(w.row(row), x, t);
+}
+
+template <class Format>
 void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
             int64_t ld, uint8_t*) {
     for (int t = t0; t < t1; t++)
-        for (int64_t r = row0; r < row1; r++) out[(t - t0) * ld + (r - row0)] = dot<kType>(w.row(r), x, t);
+        for (int64_t r = row0; r < row1; r++)
+            out[(t - t0) * ld + (r - row0)] = dot<Format::kType>(w.row(r), x, t);
 }
+
+constexpr int kGatherAhead = 1;  // nothing is fetched ahead here
+
+template <int kStride>
+void block_scales(const uint8_t* p, int n, const uint8_t*, float* out) {
+    for (int i = 0; i < n; i++) out[i] = load_f16(p + i * kStride);
+}
+
+#include "sparse_kernels.h"
+#include "format_table.h"
 
 }  // namespace hotset::scalar
 
@@ -50,18 +86,8 @@ namespace hotset {
 const Kernels* scalar_kernels() {
     static const Kernels table = [] {
         Kernels t = scalar::float_kernel_table("scalar");
-        t.linear[int(Type::Q4_0)] = scalar::linear<Type::Q4_0>;
-        t.linear[int(Type::Q4_1)] = scalar::linear<Type::Q4_1>;
-        t.linear[int(Type::Q5_0)] = scalar::linear<Type::Q5_0>;
-        t.linear[int(Type::Q5_1)] = scalar::linear<Type::Q5_1>;
-        t.linear[int(Type::Q8_0)] = scalar::linear<Type::Q8_0>;
-        t.linear[int(Type::Q2_K)] = scalar::linear<Type::Q2_K>;
-        t.linear[int(Type::Q3_K)] = scalar::linear<Type::Q3_K>;
-        t.linear[int(Type::Q4_K)] = scalar::linear<Type::Q4_K>;
-        t.linear[int(Type::Q5_K)] = scalar::linear<Type::Q5_K>;
-        t.linear[int(Type::Q6_K)] = scalar::linear<Type::Q6_K>;
-        t.linear[int(Type::IQ4_NL)] = scalar::linear<Type::IQ4_NL>;
-        t.linear[int(Type::IQ4_XS)] = scalar::linear<Type::IQ4_XS>;
+        scalar::add_formats(t);
+        scalar::add_sparse_kernels(t);
         return t;
     }();
     return &table;

@@ -55,6 +55,20 @@ struct Inputs {
 using LinearKernel = void (*)(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1,
                               float* out, int64_t ld, uint8_t* scratch);
 
+// out[j] = dot(row rows[j] of w, token t) for j < n. The rows may lie anywhere; while one is computed, those
+// that come are fetched, a few lines at a time, and after the last of them the row `then` (-1: none).
+using GatherKernel = void (*)(const Matrix& w, const int32_t* rows, int n, int32_t then, const Inputs& x,
+                              int t, float* out);
+
+// acc[c] = fma(values[j], weight(rows[j], col0 + c), acc[c]) for c < n_cols, for j = 0, 1, ... n - 1 in this
+// order: one order for all types, with the decoded weight in float32. col0 is a multiple of 32, n_cols too
+// unless the type is a float or the columns are the last.
+using AxpyKernel = void (*)(const Matrix& w, const int32_t* rows, const float* values, int n, int64_t col0,
+                            int64_t n_cols, float* acc);
+
+// out[c] = weight(row, col0 + c) for c < n_cols, as dequantize_row gives it.
+using DecodeKernel = void (*)(const Matrix& w, int64_t row, int64_t col0, int64_t n_cols, float* out);
+
 // Rows that one call of a many-token kernel likes to have (it packs them once for all tokens).
 constexpr int kPanelRows = 64;
 
@@ -108,7 +122,16 @@ enum class Activation : int { Silu = 0, Gelu = 1, GeluTanh = 2, Relu = 3, Relu2 
 
 struct Kernels {
     const char* isa;
-    LinearKernel linear[kTypeCount];
+    LinearKernel linear[kTypeCount];  // null for planes
+    GatherKernel gather[kTypeCount];  // null for planes
+    AxpyKernel axpy[kTypeCount];
+    DecodeKernel decode[kTypeCount];
+    // out[r] = channels where the signs of x and of row r agree, minus those where they differ, for rows of k
+    // bits (set: negative) in whole bytes, spare bits zero. x_signs: the same of x.
+    void (*sign_scores)(const uint8_t* rows, int64_t n_rows, const uint8_t* x_signs, int64_t k, float* out);
+    // Bit i % 64 of word i / 64 tells whether x[i] is not zero, or below zero; spare bits are zero.
+    void (*nonzero_bits)(const float* x, int64_t n, uint64_t* bits);
+    void (*negative_bits)(const float* x, int64_t n, uint64_t* bits);
     // Quantises one row of k floats into the layout of Inputs (padding written as zeros).
     void (*quantize)(const float* x, int64_t k, int8_t* q, float* scale, float* sum, int32_t* isum);
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* out);

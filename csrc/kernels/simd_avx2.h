@@ -17,10 +17,15 @@ struct V {
         return {_mm256_cvtph_ps(load128(p)), _mm256_cvtph_ps(load128(p + 8))};
     }
     static V load_bf16(const uint16_t* p) { return {widen_bf16(load128(p)), widen_bf16(load128(p + 8))}; }
-    static V load_i8(const int8_t* p) {
-        const __m128i b = load128(p);
-        return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(b)),
-                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(b, 8)))};
+    static V load_i8(const int8_t* p) { return widen_i8(load128(p)); }
+    static void load_q4(const uint8_t* p, float scale, V& lo, V& hi) {
+        const __m128i b = load128(p), nibble = _mm_set1_epi8(15);
+        const __m128i values = _mm_setr_epi8(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+        const __m256 by = _mm256_set1_ps(scale);
+        const V a = widen_i8(_mm_shuffle_epi8(values, _mm_and_si128(b, nibble)));
+        const V z = widen_i8(_mm_shuffle_epi8(values, _mm_and_si128(_mm_srli_epi16(b, 4), nibble)));
+        lo = {_mm256_mul_ps(by, a.lo), _mm256_mul_ps(by, a.hi)};
+        hi = {_mm256_mul_ps(by, z.lo), _mm256_mul_ps(by, z.hi)};
     }
     void store(float* p) const {
         _mm256_storeu_ps(p, lo);
@@ -49,6 +54,10 @@ struct V {
         return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
     }
     static __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+    static V widen_i8(__m128i b) {
+        return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(b)),
+                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(b, 8)))};
+    }
     static __m256 widen_bf16(__m128i h) {
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
     }
@@ -100,6 +109,17 @@ inline __m256 blend_range(int first, int last, __m256 a, __m256 b) {
 }
 inline V blend_range(int first, int last, V a, V b) {
     return {blend_range(first, last, a.lo, b.lo), blend_range(first - 8, last - 8, a.hi, b.hi)};
+}
+
+inline uint32_t nonzero_lanes(V a) {
+    const __m256 zero = _mm256_setzero_ps();
+    return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a.lo, zero, _CMP_NEQ_UQ))) |
+           uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a.hi, zero, _CMP_NEQ_UQ))) << 8;
+}
+inline uint32_t negative_lanes(V a) {
+    const __m256 zero = _mm256_setzero_ps();
+    return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a.lo, zero, _CMP_LT_OQ))) |
+           uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a.hi, zero, _CMP_LT_OQ))) << 8;
 }
 
 inline float sum(V a) {

@@ -21,6 +21,13 @@ struct V {
         const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
         return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b))};
     }
+    static void load_q4(const uint8_t* p, float scale, V& lo, V& hi) {
+        const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        const __m512 values = _mm512_mul_ps(
+            _mm512_set1_ps(scale), _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7));
+        lo = {_mm512_permutexvar_ps(codes, values)};  // looks at the low four bits of an index only
+        hi = {_mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), values)};
+    }
     void store(float* p) const { _mm512_storeu_ps(p, v); }
     void store_n(float* p, int n) const { _mm512_mask_storeu_ps(p, first_lanes(n), v); }
     void store_f16(uint16_t* p) const {
@@ -71,6 +78,13 @@ inline V pow2(V n) {
 inline V blend_range(int first, int last, V a, V b) {
     const __mmask16 inside = V::first_lanes(last) & __mmask16(~V::first_lanes(first));
     return {_mm512_mask_blend_ps(inside, b.v, a.v)};
+}
+
+inline uint32_t nonzero_lanes(V a) {
+    return _mm512_cmp_ps_mask(a.v, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+}
+inline uint32_t negative_lanes(V a) {
+    return _mm512_cmp_ps_mask(a.v, _mm512_setzero_ps(), _CMP_LT_OQ);
 }
 
 inline float sum(V a) {

@@ -34,8 +34,16 @@ struct V {
     static V load_bf16(const uint16_t* p) {
         return each([p](int i) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16)); });
     }
-    static V load_i8(const int8_t* p) {
-        const int8x16_t b = vld1q_s8(p);
+    static V load_i8(const int8_t* p) { return widen_i8(vld1q_s8(p)); }
+    static void load_q4(const uint8_t* p, float scale, V& lo, V& hi) {
+        const uint8x16_t b = vld1q_u8(p);
+        const int8x16_t eight = vdupq_n_s8(8);
+        const V a = widen_i8(vsubq_s8(vreinterpretq_s8_u8(vandq_u8(b, vdupq_n_u8(15))), eight));
+        const V z = widen_i8(vsubq_s8(vreinterpretq_s8_u8(vshrq_n_u8(b, 4)), eight));
+        lo = each([&](int i) { return vmulq_n_f32(a.v[i], scale); });
+        hi = each([&](int i) { return vmulq_n_f32(z.v[i], scale); });
+    }
+    static V widen_i8(int8x16_t b) {
         const int16x8_t lo = vmovl_s8(vget_low_s8(b)), hi = vmovl_s8(vget_high_s8(b));
         return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(lo))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(lo))),
                  vcvtq_f32_s32(vmovl_s16(vget_low_s16(hi))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(hi)))}};
@@ -112,6 +120,22 @@ inline V blend_range(int first, int last, V a, V b) {
             vandq_u32(vcgeq_s32(lane, vdupq_n_s32(first)), vcltq_s32(lane, vdupq_n_s32(last)));
         return vbslq_f32(inside, a.v[i], b.v[i]);
     });
+}
+
+inline uint32_t lane_bits(const uint32x4_t lanes[4]) {
+    uint32_t bits = 0;
+    for (int i = 0; i < 4; i++) bits |= vaddvq_u32(vandq_u32(lanes[i], uint32x4_t{1, 2, 4, 8})) << (4 * i);
+    return bits;
+}
+inline uint32_t nonzero_lanes(V a) {
+    uint32x4_t lanes[4];
+    for (int i = 0; i < 4; i++) lanes[i] = vmvnq_u32(vceqzq_f32(a.v[i]));
+    return lane_bits(lanes);
+}
+inline uint32_t negative_lanes(V a) {
+    uint32x4_t lanes[4];
+    for (int i = 0; i < 4; i++) lanes[i] = vcltzq_f32(a.v[i]);
+    return lane_bits(lanes);
 }
 
 inline float sum(V a) {

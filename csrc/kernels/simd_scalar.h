@@ -38,6 +38,13 @@ struct V {
         for (int i = 0; i < 16; i++) r.v[i] = float(p[i]);
         return r;
     }
+    // scale * (code - 8) for the codes in the nibbles of 16 bytes: low ones in lo, high ones in hi.
+    static void load_q4(const uint8_t* p, float scale, V& lo, V& hi) {
+        for (int i = 0; i < 16; i++) {
+            lo.v[i] = scale * float((p[i] & 15) - 8);
+            hi.v[i] = scale * float((p[i] >> 4) - 8);
+        }
+    }
     void store(float* p) const {
         for (int i = 0; i < 16; i++) p[i] = v[i];
     }
@@ -52,6 +59,18 @@ struct V {
         for (int i = 0; i < 16; i++) p[i] = int8_t(v[i]);
     }
 };
+
+// A bit for each lane that is not zero, or below zero.
+inline uint32_t nonzero_lanes(V a) {
+    uint32_t bits = 0;
+    for (int i = 0; i < 16; i++) bits |= uint32_t(a.v[i] != 0.0f) << i;
+    return bits;
+}
+inline uint32_t negative_lanes(V a) {
+    uint32_t bits = 0;
+    for (int i = 0; i < 16; i++) bits |= uint32_t(a.v[i] < 0.0f) << i;
+    return bits;
+}
 
 #define HOTSET_LANEWISE(expression)                     \
     V r;                                                \

@@ -47,9 +47,11 @@ std::unique_ptr<Op> make_row_op(const Plan& plan, int out, F f) {
 
 }  // namespace
 
-std::unique_ptr<Op> make_embed(const Plan& plan, const Matrix& weight, int out) {
-    return make_row_op(plan, out, [weight](const StepTokens& step, int r, float* result) {
-        dequantize_row(weight.type, weight.row(step.tokens[r]), weight.cols, result);
+std::unique_ptr<Op> make_embed(const Plan& plan, const Matrix& weight, bool positions, int first_row,
+                               int out) {
+    return make_row_op(plan, out, [=](const StepTokens& step, int r, float* result) {
+        const int row = positions ? step.positions[r] + first_row : step.tokens[r];
+        dequantize_row(weight.type, weight.row(row), weight.cols, result);
     });
 }
 
@@ -87,6 +89,15 @@ std::unique_ptr<Op> make_activate(const Plan& plan, Activation kind, float thres
     const Kernels& kernels = plan.kernels();
     return make_row_op(plan, out, [=, &in, &kernels](const StepTokens&, int r, float* result) {
         kernels.activate(kind, threshold, in.row(r), in.width, result);
+    });
+}
+
+std::unique_ptr<Op> make_mask(const Plan& plan, int x, int scores, float threshold, int64_t first, int out) {
+    const Buffer &in = plan.buffer(x), &by = plan.buffer(scores);
+    return make_row_op(plan, out, [=, &in, &by](const StepTokens&, int r, float* result) {
+        std::copy_n(in.row(r), in.width, result);
+        for (int64_t i = first; i < in.width; i++)
+            if (by.row(r)[i - first] < threshold) result[i] = 0.0f;
     });
 }
 

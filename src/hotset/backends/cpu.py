@@ -1,24 +1,26 @@
 """Lowers a graph to the native plan: one call into C++ per step, nothing of Python inside.
 
 What happens here and nowhere else: fusion (a norm into the matrix products that read it; q, k and v, or gate
-and up, into one operation; activation and product into gate and up; a residual into the product before it;
-head norms and rotation into attention) and the sharing of memory between values that are not alive together.
+and up, into one operation; activation, product and a predictor's mask into gate and up; a residual into the
+product before it; head norms and rotation into attention) and the sharing of memory between values that are
+not alive together.
 A value that is asked for as a tap is kept, and what would fuse it away is not fused: the bits are the same.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hotset import _core
-from hotset.backends.base import PAGE_SIZE, Batch, KVType, StepResult
+from hotset.backends.base import PAGE_SIZE, Batch, KVType, StepResult, StepStats, WeightSource
 from hotset.backends.cores import usable_cores
 from hotset.errors import InvalidRequestError, UnsupportedModelError
-from hotset.formats.quants import dequantize
+from hotset.formats.quants import dequantize, row_bytes
 from hotset.model.graph import (
     Activate,
     Add,
@@ -27,21 +29,23 @@ from hotset.model.graph import (
     Graph,
     LayerNorm,
     Linear,
+    Mask,
     Multiply,
     Op,
     RMSNorm,
     Rotate,
     SelectOutputs,
+    SignScores,
+    TransposedLinear,
     Value,
 )
 
-if TYPE_CHECKING:
-    from hotset.formats.gguf import GGUFFile
-
 # Numbers of csrc/kernels/kernels.h.
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "fatrelu": 5}
+PLANES = {2: 31, 1: 32}  # columns per byte of the codes → type
 KV_TYPES = {"f32": (0, 4), "f16": (1, 2), "q8_0": (2, 1)}  # name → (number, bytes per element)
 Q8_0_BLOCK = 32
+WITH_ZEROS = ("relu", "relu2", "fatrelu")  # activations that leave neurons at zero
 
 assert _core.PAGE_SIZE == PAGE_SIZE
 
@@ -51,6 +55,8 @@ class CpuBackend:
 
     kv_type: how keys and values are stored (f16, q8_0; f32 for tests). n_threads: None takes every core that
     this process may use. isa: forces a set of kernels, as the environment variable HOTSET_ISA does.
+    sparse: leaves out what an FFN with zeros does not need: up rows of neurons whose gate does not fire, down
+    rows of those that are zero, and all of those that a predictor does not name. The bits are the same.
     Raises UnsupportedModelError for tensor types without a kernel and heads that q8_0 does not fit.
     """
 
@@ -58,7 +64,7 @@ class CpuBackend:
 
     def __init__(
         self,
-        gguf: GGUFFile,
+        weights: WeightSource,
         graph: Graph,
         *,
         n_pages: int,
@@ -66,16 +72,18 @@ class CpuBackend:
         kv_type: KVType = "f16",
         n_threads: int | None = None,
         isa: str | None = None,
+        sparse: bool = False,
     ) -> None:
         if n_threads is not None and not 1 <= n_threads <= 256:
             raise InvalidRequestError(f"the number of threads must be 1 to 256, not {n_threads}")
-        self.gguf, self.graph = gguf, graph
+        self.weights, self.graph, self.sparse = weights, graph, sparse
         self.n_pages, self.max_batch, self.kv_type = n_pages, max_batch, kv_type
         self.n_threads = n_threads or usable_cores()
         self.n_vocab = graph.logits.width
         self._isa = isa
         self._cache = {op.layer: self._new_cache(op) for op in graph.ops if isinstance(op, Attention)}
         self._lowered: dict[frozenset[str], _Lowered] = {}
+        self._latest: tuple[_Lowered, int] | None = None  # plan and tokens of the latest step
         self._plan_for(frozenset())
 
     @property
@@ -91,11 +99,32 @@ class CpuBackend:
             plan.run(batch.tokens, batch.positions, batch.sequences, batch.page_tables, batch.outputs)
         except ValueError as error:
             raise InvalidRequestError(str(error)) from None
+        self._latest = lowered, len(batch.tokens)
         taps = {name: plan.rows(lowered.buffers[name]).copy() for name in batch.taps}
         return StepResult(plan.rows(lowered.logits), taps)
 
+    def stats(self) -> StepStats | None:
+        """Counts and times of the latest step; None for a model whose FFNs have no zeros.
+
+        Of a step with taps that lie inside an FFN there are no counts for it.
+        """
+        if self._latest is None or not self._latest[0].has_neurons:
+            return None
+        lowered, n_tokens = self._latest
+        n_layer = 1 + max(layer for layer, _ in lowered.parts)
+        counts = np.zeros((n_layer, 5), np.int64)
+        seconds = {part: np.zeros(n_layer) for part in ("predictor", "ffn", "attention", "other")}
+        for (layer, part), spent, counted in zip(
+            lowered.parts, lowered.plan.op_seconds(), lowered.plan.op_counts(), strict=True
+        ):
+            seconds[part][layer] += spent
+            counts[layer] += counted
+        other = float(seconds.pop("other").sum())
+        return StepStats(n_tokens, *counts.T, **seconds, other=other)  # type: ignore[arg-type]
+
     def close(self) -> None:
         """Stops the threads and drops the cache; safe to call twice."""
+        self._latest = None
         self._lowered.clear()
         self._cache.clear()
 
@@ -116,21 +145,35 @@ class CpuBackend:
             raise InvalidRequestError(str(error)) from None
         fused = fuse(self.graph, taps)
         buffers = _Buffers(plan, self.graph, fused, taps)
+        parts: list[tuple[int, str]] = []
         for op in fused:
             buffers.enter(op)
             self._emit(plan, op, buffers)
             buffers.leave(op)
+            parts.append(_part_of(op))
         plan.finish()
         kept = {value.name: buffers[value] for value in self.graph.values if value.name in taps}
-        return _Lowered(plan, buffers[self.graph.logits], kept)
+        has_neurons = any(op.is_neurons for op in fused)
+        return _Lowered(plan, buffers[self.graph.logits], kept, parts, has_neurons)
 
     def _emit(self, plan: Any, op: Fused, buffers: _Buffers) -> None:
         main = op.ops[-1]
         out = buffers[op.out[0]]
         match main:
             case Embed():
-                info = self.gguf.tensors[main.weight]
-                plan.embed(int(info.type), self._bytes(main.weight), int(info.shape[1]), out)
+                info = self.weights.tensors[main.weight]
+                plan.embed(
+                    int(info.type), self._bytes(main.weight), int(info.shape[1]),
+                    main.of == "position", main.first_row, out,
+                )  # fmt: skip
+            case _ if op.is_neurons:
+                self._emit_neurons(plan, op, buffers)
+            case Mask():
+                plan.mask(buffers[main.x], buffers[main.scores], main.threshold, main.first, out)
+            case SignScores():
+                plan.sign_scores(buffers[main.x], self._bytes(main.weight), self._bias(main.bias), out)
+            case _ if isinstance(op.ops[0], TransposedLinear):
+                self._emit_transposed(plan, op, op.ops[0], buffers)
             case SelectOutputs():
                 plan.select(buffers[main.x], out)
             case RMSNorm() | LayerNorm():
@@ -151,30 +194,63 @@ class CpuBackend:
                 plan.multiply(buffers[main.a], buffers[main.b], out)
 
     def _emit_linear(self, plan: Any, op: Fused, buffers: _Buffers) -> None:
-        norm = next((o for o in op.ops if isinstance(o, RMSNorm | LayerNorm)), None)
-        activate = next((o for o in op.ops if isinstance(o, Activate)), None)
-        add = next((o for o in op.ops if isinstance(o, Add)), None)
+        norm = op.first(RMSNorm, LayerNorm)
+        activate = op.first(Activate)
+        add = op.first(Add)
         x = norm.x if norm else op.linears[0].x
-        residual = -1
-        if add:
-            residual = buffers[add.a if add.b == op.linears[0].out else add.b]
-        parts = []
-        for i, linear in enumerate(op.linears):
-            info = self.gguf.tensors[linear.weight]
-            bias = None if linear.bias is None else self._vector(linear.bias)
-            # Of a gate and up that were fused, only the product exists: its buffer stands for both.
-            out = op.out[0] if activate or add else op.out[i]
-            parts.append((int(info.type), self._bytes(linear.weight), bias, buffers[out]))
-        kind, threshold = (ACTIVATIONS[activate.kind], activate.threshold) if activate else (0, 0.0)
+        # Of a gate and up that were fused, only the product exists: its buffer stands for both.
+        outs = op.out if len(op.out) == len(op.linears) else [op.out[0]] * len(op.linears)
         plan.linear(
             buffers[x],
             self._norm(norm) if norm else None,
-            parts,
-            residual,
-            activate is not None,
-            kind,
-            threshold,
+            [self._part(linear, buffers[out]) for linear, out in zip(op.linears, outs, strict=True)],
+            self._residual(add, op.linears[0].out, buffers),
+            op.first(Multiply) is not None,
+            (ACTIVATIONS[activate.kind], activate.threshold) if activate else None,
         )
+
+    def _emit_neurons(self, plan: Any, op: Fused, buffers: _Buffers) -> None:
+        norm, mask = op.first(RMSNorm, LayerNorm), op.first(Mask)
+        linears, out = op.linears, buffers[op.out[0]]
+        activations = [o for o in op.ops if isinstance(o, Activate)]
+        plan.neurons(
+            buffers[norm.x if norm else linears[0].x],
+            self._norm(norm) if norm else None,
+            self._part(linears[0], out) if len(linears) == 2 else None,
+            self._part(linears[-1], out),
+            (ACTIVATIONS[activations[0].kind], activations[0].threshold),
+            ACTIVATIONS[activations[1].kind] if len(activations) == 2 else None,
+            (buffers[mask.scores], mask.threshold, mask.first) if mask else None,
+            self.sparse,
+            out,
+        )
+
+    def _emit_transposed(self, plan: Any, op: Fused, main: TransposedLinear, buffers: _Buffers) -> None:
+        info = self.weights.tensors[main.weight]
+        type, scales = int(info.type), None
+        if main.scales is not None:
+            type, scales = PLANES[main.out.width // info.shape[0]], self._bytes(main.scales)
+        plan.axpy(
+            buffers[main.x], type, self._bytes(main.weight), scales, self._bias(main.bias),
+            self._residual(op.first(Add), main.out, buffers), self.sparse, buffers[op.out[0]],
+        )  # fmt: skip
+
+    def _part(self, op: Linear, out: int) -> tuple[int, np.ndarray, np.ndarray | None, int]:
+        """A matrix product as the plan takes it: type, bytes of its rows, bias, buffer of the result."""
+        info = self.weights.tensors[op.weight]
+        first, last = op.first_row, op.first_row + op.out.width
+        data = self._bytes(op.weight)
+        row = row_bytes(info.type, info.shape[0])
+        bias = None if op.bias is None else self._vector(op.bias)[first:last]
+        return int(info.type), data[first * row : last * row], bias, out
+
+    @staticmethod
+    def _residual(add: Add | None, product: Value, buffers: _Buffers) -> int:
+        """The buffer that a product is added to, -1: none."""
+        return -1 if add is None else buffers[add.a if add.b == product else add.b]
+
+    def _bias(self, name: str | None) -> np.ndarray | None:
+        return None if name is None else self._vector(name)
 
     def _emit_attention(self, plan: Any, op: Fused, main: Attention, buffers: _Buffers) -> None:
         q, k = main.q, main.k
@@ -204,11 +280,11 @@ class CpuBackend:
         return plan.rope(rope.kind == "neox", rope.n_rot, list(rope.freq), rope.magnitude)
 
     def _bytes(self, weight: str) -> np.ndarray:
-        return self.gguf.data(weight)
+        return self.weights.data(weight)
 
     def _vector(self, name: str) -> np.ndarray:
-        info = self.gguf.tensors[name]
-        return np.ascontiguousarray(dequantize(self.gguf.data(name), info.type, info.shape).reshape(-1))
+        info = self.weights.tensors[name]
+        return np.ascontiguousarray(dequantize(self.weights.data(name), info.type, info.shape).reshape(-1))
 
     def _new_cache(self, op: Attention) -> tuple[np.ndarray | None, ...]:
         """Keys, values, and their scales where the type has them. Untouched pages cost no memory."""
@@ -232,6 +308,8 @@ class _Lowered:
     plan: Any
     logits: int
     buffers: dict[str, int]
+    parts: list[tuple[int, str]]  # of each operation: its layer, and what it belongs to
+    has_neurons: bool
 
 
 @dataclass
@@ -242,9 +320,24 @@ class Fused:
     reads: list[Value]
     out: list[Value]
 
+    is_neurons: bool = False  # an FFN up to the values of its neurons
+
     @property
     def linears(self) -> list[Linear]:
         return [op for op in self.ops if isinstance(op, Linear)]
+
+    def first(self, *kinds: type) -> Any:
+        """The first operation of one of the kinds, or None."""
+        return next((op for op in self.ops if isinstance(op, kinds)), None)
+
+
+def _part_of(op: Fused) -> tuple[int, str]:
+    """Layer and part of the model that an operation belongs to, for statistics."""
+    match = re.match(r"blk\.(\d+)\.(ffn_pred|ffn_inp|ffn|attn)?", op.ops[0].out.name)
+    if match is None or match[2] is None:
+        return 0, "other"
+    parts = {"ffn_pred": "predictor", "ffn_inp": "attention", "attn": "attention", "ffn": "ffn"}
+    return int(match[1]), parts[match[2]]
 
 
 def inputs_of(op: Op) -> list[Value]:
@@ -256,6 +349,8 @@ def inputs_of(op: Op) -> list[Value]:
             return [op.q, op.k, op.v]
         case Add() | Multiply():
             return [op.a, op.b]
+        case Mask():
+            return [op.x, op.scores]
         case _:
             return [op.x]
 
@@ -299,6 +394,11 @@ class _Fusion:
     def _next_group(self) -> Fused:
         first = self._ops[self._at]
         n = self._n_linears_of_norm(first)
+        if isinstance(first, TransposedLinear):
+            self._at += 1
+            tail = self._residual_tail(first.out)
+            self._at += len(tail)
+            return Fused([first, *tail], [], [tail[-1].out if tail else first.out])
         if n == 0 and not isinstance(first, Linear):
             self._at += 1
             return Fused([first], [], [first.out])
@@ -309,7 +409,12 @@ class _Fusion:
             ops.append(op)
             self._at += 1
         linears = [op for op in ops if isinstance(op, Linear)]
-        tail = self._gate_tail(linears) or self._residual_tail(linears)
+        if tail := self._neurons_tail(linears):
+            self._at += len(tail)
+            return Fused(ops + tail, [], [tail[-1].out], is_neurons=True)
+        tail = self._gate_tail(linears)
+        if not tail and len(linears) == 1:
+            tail = self._activation_tail(linears[0]) or self._residual_tail(linears[0].out)
         ops += tail
         self._at += len(tail)
         return Fused(ops, [], [tail[-1].out] if tail else [op.out for op in linears])
@@ -323,6 +428,51 @@ class _Fusion:
         fits = all(a is b and isinstance(a, Linear) for a, b in zip(readers, following, strict=True))
         return len(readers) if fits and self._private(op.out, len(readers)) else 0
 
+    def _neurons_tail(self, linears: list[Linear]) -> list[Op]:
+        """What follows gate and up, or up alone, of an FFN whose neurons are often zero.
+
+        The activations, the product of gate and up, and the mask of a predictor. Where a value on the way is
+        kept, nothing (the mask alone may be left to itself).
+        """
+        tail: list[Op] = []
+
+        def take(kind: type, *inputs: Value) -> Value | None:
+            op = self._peek(len(tail))
+            if not isinstance(op, kind) or set(inputs_of(op)[: len(inputs)]) != set(inputs):
+                return None
+            if not all(map(self._private, inputs)):
+                return None
+            tail.append(op)
+            return op.out
+
+        first = self._peek()
+        if not 1 <= len(linears) <= 2 or not isinstance(first, Activate) or first.kind not in WITH_ZEROS:
+            return []
+        neurons: Value | None
+        if len(linears) == 2:
+            gate = take(Activate, linears[0].out)
+            up = take(Activate, linears[1].out) or linears[1].out
+            neurons = take(Multiply, gate, up) if gate else None
+        else:
+            neurons = take(Activate, linears[0].out)
+        if neurons is None:
+            return []
+        masked = take(Mask, neurons)
+        down = self._readers[masked or neurons]
+        # Without a gate the same stands before a predictor's second matrix, which reads all of it.
+        if (
+            len(linears) == 1
+            and not masked
+            and not all(isinstance(op, TransposedLinear | Mask) for op in down)
+        ):
+            return []
+        return tail
+
+    def _activation_tail(self, linear: Linear) -> list[Op]:
+        activate = self._peek()
+        fits = isinstance(activate, Activate) and activate.x == linear.out and self._private(linear.out)
+        return [activate] if activate and fits else []
+
     def _gate_tail(self, linears: list[Linear]) -> list[Op]:
         """The activation of a gate and its product with an up projection, where they follow."""
         activate, multiply = self._peek(), self._peek(1)
@@ -332,12 +482,11 @@ class _Fusion:
         fits = activate.x == gate and {multiply.a, multiply.b} == {activate.out, up}
         return [activate, multiply] if fits and all(map(self._private, (gate, up, activate.out))) else []
 
-    def _residual_tail(self, linears: list[Linear]) -> list[Op]:
-        """The sum that a single matrix product flows into, where it follows."""
+    def _residual_tail(self, out: Value) -> list[Op]:
+        """The sum that a matrix product flows into, where it follows."""
         add = self._peek()
-        if len(linears) != 1 or not isinstance(add, Add):
+        if not isinstance(add, Add):
             return []
-        out = linears[0].out
         return [add] if out in (add.a, add.b) and add.a != add.b and self._private(out) else []
 
     def _take_heads(self, groups: list[Fused]) -> list[Fused]:

@@ -1,0 +1,291 @@
+// What works on rows = neurons from a list of indices, written once over the sixteen lanes `V`: the axpy of
+// the down projection, and products with gathered rows. Included inside the namespace of an instruction set,
+// after its formats.
+
+constexpr int kAxpyRows = 4;       // rows that share one read and write of the sums
+constexpr int kAxpyColumns = 512;  // whose scales are decoded at a time: sixteen 32-blocks
+
+inline float float_weight(const Matrix& w, int64_t row, int64_t col) {
+    const uint8_t* p = w.row(row) + col * type_facts(w.type).block_bytes;
+    if (w.type == Type::F32) return f32_from_bits(load_u32(p));
+    return w.type == Type::F16 ? load_f16(p) : bf16_to_f32(load_u16(p));
+}
+
+// How rows of each type are read, 32 columns (a block) at a time. `Row(w, row, col0)` stands on a block;
+// scales(n) decodes the scales of the next n <= 16 blocks; load(b, lo, hi) gives block b of these; next(n)
+// goes on by n; fetch(b) fetches what block b needs from memory.
+
+template <class W>
+struct FloatRow {
+    const uint8_t* p;
+    FloatRow(const Matrix& w, int64_t row, int64_t col0) : p(w.row(row) + col0 * W::kBytes) {}
+    void scales(int) {}
+    void load(int b, V& lo, V& hi) const {
+        lo = W::load(p + b * 32 * W::kBytes);
+        hi = W::load(p + b * 32 * W::kBytes + 16 * W::kBytes);
+    }
+    void next(int n) { p += n * 32 * W::kBytes; }
+    void fetch(int b) const {
+        for (int at = 0; at < 32 * W::kBytes; at += 64) V::fetch(p + b * 32 * W::kBytes + at);
+    }
+};
+
+// Fetches each line once, with the block in which it begins.
+template <int kBytes>
+inline void fetch_block(const uint8_t* p, int b) {
+    if (b == 0 || b * kBytes % 64 < kBytes) V::fetch(p + b * kBytes);
+}
+
+struct RowQ4_0 {
+    const uint8_t* p;
+    const uint8_t* end;
+    alignas(64) float scale[16];
+    RowQ4_0(const Matrix& w, int64_t row, int64_t col0) : p(w.row(row) + col0 / 32 * 18), end(w.end()) {}
+    void scales(int n) { block_scales<18>(p, n, end, scale); }
+    void load(int b, V& lo, V& hi) const { V::load_q4(p + b * 18 + 2, scale[b], lo, hi); }
+    void next(int n) { p += n * 18; }
+    void fetch(int b) const { fetch_block<18>(p, b); }
+};
+
+struct RowQ8_0 {
+    const uint8_t* p;
+    const uint8_t* end;
+    alignas(64) float scale[16];
+    RowQ8_0(const Matrix& w, int64_t row, int64_t col0) : p(w.row(row) + col0 / 32 * 34), end(w.end()) {}
+    void scales(int n) { block_scales<34>(p, n, end, scale); }
+    void load(int b, V& lo, V& hi) const {
+        const int8_t* codes = reinterpret_cast<const int8_t*>(p + b * 34 + 2);
+        const V d = V::set(scale[b]);
+        lo = d * V::load_i8(codes);
+        hi = d * V::load_i8(codes + 16);
+    }
+    void next(int n) { p += n * 34; }
+    void fetch(int b) const { fetch_block<34>(p, b); }
+};
+
+template <bool kFour>
+struct RowPlanes {
+    static constexpr int kBytes = kFour ? 16 : 32;
+    const uint8_t* p;
+    const uint16_t* d;
+    RowPlanes(const Matrix& w, int64_t row, int64_t col0)
+        : p(w.row(row) + col0 / 32 * kBytes), d(w.scales + row / kPlaneRows * w.cols + col0) {}
+    void scales(int) {}
+    void load(int b, V& lo, V& hi) const {
+        if constexpr (kFour) {
+            V::load_q4(p + b * 16, 1.0f, lo, hi);
+        } else {
+            lo = V::load_i8(reinterpret_cast<const int8_t*>(p + b * 32));
+            hi = V::load_i8(reinterpret_cast<const int8_t*>(p + b * 32 + 16));
+        }
+        lo = lo * V::load_f16(d + b * 32);
+        hi = hi * V::load_f16(d + b * 32 + 16);
+    }
+    void next(int n) { p += n * kBytes, d += n * 32; }
+    void fetch(int b) const {
+        fetch_block<kBytes>(p, b);
+        V::fetch(d + b * 32);
+    }
+};
+
+// Every other type, by the scalar decoder.
+template <Type kType>
+struct DecodedRow {
+    const uint8_t* row;
+    int64_t block;
+    DecodedRow(const Matrix& w, int64_t r, int64_t col0) : row(w.row(r)), block(col0 / 32) {}
+    void scales(int) {}
+    void load(int b, V& lo, V& hi) const {
+        const Block32 decoded = decode_block(kType, row, block + b);
+        float x[32];
+        for (int i = 0; i < 32; i++) {
+            const float value = (decoded.scale * float(decoded.sub_scale[i / 16])) * float(decoded.q[i]);
+            x[i] = value + decoded.min * float(decoded.sub_min[i / 16]);
+        }
+        lo = V::load(x);
+        hi = V::load(x + 16);
+    }
+    void next(int n) { block += n; }
+    void fetch(int) const {}
+};
+
+// Adds `kRows` rows to the sums; `coming` are fetched meanwhile.
+template <class Row, int kRows>
+inline void axpy_rows(const Matrix& w, const int32_t* rows, const float* values, const int32_t* coming,
+                      int64_t col0, int64_t n_cols, float* acc) {
+    auto group = [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
+        Row row[kRows] = {Row(w, rows[kIndex], col0)...};
+        Row ahead[kRows] = {Row(w, coming[kIndex], col0)...};
+        V value[kRows];
+        for (int r = 0; r < kRows; r++) value[r] = V::set(values[r]);
+        for (int64_t c = 0; c + 32 <= n_cols; c += kAxpyColumns) {
+            const int blocks = imin((n_cols - c) / 32, kAxpyColumns / 32);
+            for (int r = 0; r < kRows; r++) row[r].scales(blocks);
+            for (int b = 0; b < blocks; b++) {
+                float* sums = acc + c + b * 32;
+                V lo = V::load(sums), hi = V::load(sums + 16);
+                for (int r = 0; r < kRows; r++) {
+                    V a, z;
+                    row[r].load(b, a, z);
+                    lo = fma(value[r], a, lo);
+                    hi = fma(value[r], z, hi);
+                    ahead[r].fetch(b);
+                }
+                lo.store(sums);
+                hi.store(sums + 16);
+            }
+            for (int r = 0; r < kRows; r++) row[r].next(blocks), ahead[r].next(blocks);
+        }
+    };
+    group(std::make_index_sequence<kRows>());
+}
+
+// The last columns of a float matrix whose width is no multiple of 32.
+inline void axpy_rest(const Matrix& w, const int32_t* rows, const float* values, int n, int64_t col0,
+                      int64_t n_cols, float* acc) {
+    for (int j = 0; j < n; j++)
+        for (int64_t c = n_cols / 32 * 32; c < n_cols; c++)
+            acc[c] = fmaf(values[j], float_weight(w, rows[j], col0 + c), acc[c]);
+}
+
+template <class Row>
+void axpy(const Matrix& w, const int32_t* rows, const float* values, int n, int64_t col0, int64_t n_cols,
+          float* acc) {
+    int j = 0;
+    for (; j + kAxpyRows <= n; j += kAxpyRows) {
+        int32_t coming[kAxpyRows];
+        for (int r = 0; r < kAxpyRows; r++) coming[r] = rows[imin(j + kAxpyRows + r, n - 1)];
+        axpy_rows<Row, kAxpyRows>(w, rows + j, values + j, coming, col0, n_cols, acc);
+    }
+    for (; j < n; j++)
+        axpy_rows<Row, 1>(w, rows + j, values + j, rows + imin(j + 1, n - 1), col0, n_cols, acc);
+    if (n_cols % 32) axpy_rest(w, rows, values, n, col0, n_cols, acc);
+}
+
+template <class Row>
+void decode(const Matrix& w, int64_t row_index, int64_t col0, int64_t n_cols, float* out) {
+    Row row(w, row_index, col0);
+    for (int64_t c = 0; c + 32 <= n_cols; c += kAxpyColumns) {
+        const int blocks = imin((n_cols - c) / 32, kAxpyColumns / 32);
+        row.scales(blocks);
+        for (int b = 0; b < blocks; b++) {
+            V lo, hi;
+            row.load(b, lo, hi);
+            lo.store(out + c + b * 32);
+            hi.store(out + c + b * 32 + 16);
+        }
+        row.next(blocks);
+    }
+    for (int64_t c = n_cols / 32 * 32; c < n_cols; c++) out[c] = float_weight(w, row_index, col0 + c);
+}
+
+// ---- Products with gathered rows
+
+// R rows anywhere by one token; `ahead` are fetched meanwhile. The order of float_tile.
+template <class W, int R>
+inline void float_dots(const uint8_t* const* rows, const uint8_t* const* ahead, const float* x, int64_t k,
+                       float* out) {
+    V acc[R];
+    for (int r = 0; r < R; r++) acc[r] = V::zero();
+    const int64_t whole = k / 16 * 16;
+    for (int64_t i = 0; i < whole; i += 16) {
+        const V input = V::load(x + i);
+        for (int r = 0; r < R; r++) {
+            acc[r] = fma(W::load(rows[r] + i * W::kBytes), input, acc[r]);
+            if (i * W::kBytes % 64 == 0) V::fetch(ahead[r] + i * W::kBytes);
+        }
+    }
+    if (const int rest = int(k - whole)) {
+        for (int r = 0; r < R; r++) {
+            alignas(64) uint8_t padded_weights[64] = {};
+            memcpy(padded_weights, rows[r] + whole * W::kBytes, size_t(rest) * W::kBytes);
+            acc[r] = fma(W::load(padded_weights), V::load_n(x + whole, rest), acc[r]);
+        }
+    }
+    for (int r = 0; r < R; r++) out[r] = sum(acc[r]);
+}
+
+template <class W>
+void float_gather(const Matrix& w, const int32_t* rows, int n, int32_t then, const Inputs& x, int t,
+                  float* out) {
+    const float* input = x.x + t * x.k;
+    auto at = [&](int j) { return w.row(j < n ? rows[j] : then < 0 ? rows[n - 1] : then); };
+    int j = 0;
+    for (; j + 4 <= n; j += 4) {
+        const uint8_t* now[4] = {at(j), at(j + 1), at(j + 2), at(j + 3)};
+        const uint8_t* ahead[4] = {at(j + 4), at(j + 5), at(j + 6), at(j + 7)};
+        float_dots<W, 4>(now, ahead, input, x.k, out + j);
+    }
+    for (; j < n; j++) {
+        const uint8_t* now = at(j);
+        const uint8_t* ahead = at(j + 1);
+        float_dots<W, 1>(&now, &ahead, input, x.k, out + j);
+    }
+}
+
+// Rows of blocks: each is computed by the kernel of one token while the next but one is fetched.
+template <class Format>
+void gather(const Matrix& w, const int32_t* rows, int n, int32_t then, const Inputs& x, int t, float* out) {
+    for (int j = 0; j < n; j++) {
+        const int next = j + kGatherAhead;
+        const int32_t ahead = next < n ? rows[next] : then < 0 ? rows[j] : then;
+        out[j] = one_row<Format>(w, rows[j], x, t, w.row(ahead));
+    }
+}
+
+void sign_scores(const uint8_t* rows, int64_t n_rows, const uint8_t* x_signs, int64_t k, float* out) {
+    const int64_t bytes = (k + 7) / 8;
+    for (int64_t r = 0; r < n_rows; r++) {
+        const uint8_t* row = rows + r * bytes;
+        int64_t differ = 0, i = 0;
+        for (; i + 8 <= bytes; i += 8) {
+            uint64_t a, b;
+            memcpy(&a, row + i, 8);
+            memcpy(&b, x_signs + i, 8);
+            differ += std::popcount(a ^ b);
+        }
+        for (; i < bytes; i++) differ += std::popcount(uint8_t(row[i] ^ x_signs[i]));
+        out[r] = float(k - 2 * differ);
+    }
+}
+
+// n lanes as bits, in whole 64-bit words.
+template <uint32_t (*kLanes)(V)>
+void lanes_to_bits(const float* x, int64_t n, uint64_t* bits) {
+    for (int64_t i = 0; i < n; i += 64) {
+        uint64_t word = 0;
+        for (int64_t j = i; j < n && j < i + 64; j += 16)
+            word |= uint64_t(kLanes(V::load_n(x + j, imin(n - j, 16)))) << (j - i);
+        bits[i / 64] = word;
+    }
+}
+
+inline void add_sparse_kernels(Kernels& table) {
+    auto rows = [&]<class Row>(Type type) {
+        table.axpy[int(type)] = axpy<Row>;
+        table.decode[int(type)] = decode<Row>;
+    };
+    rows.template operator()<FloatRow<F32Weights>>(Type::F32);
+    rows.template operator()<FloatRow<F16Weights>>(Type::F16);
+    rows.template operator()<FloatRow<BF16Weights>>(Type::BF16);
+    rows.template operator()<RowQ4_0>(Type::Q4_0);
+    rows.template operator()<DecodedRow<Type::Q4_1>>(Type::Q4_1);
+    rows.template operator()<DecodedRow<Type::Q5_0>>(Type::Q5_0);
+    rows.template operator()<DecodedRow<Type::Q5_1>>(Type::Q5_1);
+    rows.template operator()<RowQ8_0>(Type::Q8_0);
+    rows.template operator()<DecodedRow<Type::Q2_K>>(Type::Q2_K);
+    rows.template operator()<DecodedRow<Type::Q3_K>>(Type::Q3_K);
+    rows.template operator()<DecodedRow<Type::Q4_K>>(Type::Q4_K);
+    rows.template operator()<DecodedRow<Type::Q5_K>>(Type::Q5_K);
+    rows.template operator()<DecodedRow<Type::Q6_K>>(Type::Q6_K);
+    rows.template operator()<DecodedRow<Type::IQ4_NL>>(Type::IQ4_NL);
+    rows.template operator()<DecodedRow<Type::IQ4_XS>>(Type::IQ4_XS);
+    rows.template operator()<RowPlanes<true>>(Type::Planes4);
+    rows.template operator()<RowPlanes<false>>(Type::Planes8);
+    table.gather[int(Type::F32)] = float_gather<F32Weights>;
+    table.gather[int(Type::F16)] = float_gather<F16Weights>;
+    table.gather[int(Type::BF16)] = float_gather<BF16Weights>;
+    table.sign_scores = sign_scores;
+    table.nonzero_bits = lanes_to_bits<nonzero_lanes>;
+    table.negative_bits = lanes_to_bits<negative_lanes>;
+}

@@ -1,0 +1,212 @@
+// One value per neuron of an FFN: f(gate) * g(up), or f(up) without a gate.
+//
+// Sparse: the rows of neurons that a predictor did not name are not read, nor the up rows of those whose gate
+// is zero. One token reads the rows it needs where they lie; several read the rows that any of them needs,
+// copied side by side, or all rows of a chunk where that is cheaper, and each token keeps its own. Whatever
+// is read, a value is the same to the bit.
+#include <algorithm>
+#include <cstring>
+
+#include "linear_input.h"
+
+namespace hotset {
+namespace {
+
+constexpr int kDecodeChunks = 64;        // one token, at most
+constexpr int kPredictedChunks = 32;     // the same where most neurons are left out
+constexpr int64_t kChunkNeurons = 64;    // one token, at least
+constexpr int kPrefetchPieces = 64;      // that a waiting thread fetches of this phase,
+constexpr int64_t kPrefetchBytes = 512;  // each of this size
+constexpr double kGatherBelow = 0.75;    // share of a chunk's rows: above it reading all of them is as quick
+
+class Neurons : public Op {
+  public:
+    Neurons(const Plan& plan, NeuronFacts facts)
+        : plan_(plan),
+          facts_(std::move(facts)),
+          input_(plan, facts_.x, facts_.norm),
+          out_(plan.buffer(facts_.out)),
+          scores_(facts_.scores < 0 ? nullptr : &plan.buffer(facts_.scores)) {
+        input_.serves(facts_.up.weight);
+        if (gated()) input_.serves(facts_.gate.weight);
+    }
+
+    int n_phases(const StepTokens& step) const override { return input_.prepares_together(step) ? 2 : 1; }
+
+    int n_chunks(int phase, const StepTokens& step) const override {
+        const int n = input_.n_tokens(step);
+        if (n == 0) return 0;
+        return phase == 0 && input_.prepares_together(step) ? input_.n_prepare_chunks(step)
+                                                            : neuron_chunks(n);
+    }
+
+    void run(int phase, int chunk, const StepTokens& step, Worker& worker) const override {
+        if (phase == 0 && input_.prepares_together(step)) return input_.prepare_chunk(chunk, step, worker);
+        const Inputs in = input_.inputs(step, worker);
+        const int chunks = neuron_chunks(in.n);
+        const int64_t first = panel_chunk(n_neurons(), chunks, chunk),
+                      last = panel_chunk(n_neurons(), chunks, chunk + 1);
+        Chunk c = {first, last - first, in, worker, Scratch(worker, last - first, in.n), {}};
+        select(c);
+        compute(c);
+        if (!worker.begin_commit()) return;
+        for (int t = 0; t < in.n; t++)
+            std::copy_n(c.scratch.values + t * c.size, c.size, out_.row(t) + first);
+        counters.add(c.counts);
+        worker.end_commit();
+    }
+
+    // The first rows of the chunk, where all of them are read.
+    bool prefetch(int phase, int chunk, int piece, const StepTokens& step) const override {
+        if ((phase == 0 && input_.prepares_together(step)) || piece >= kPrefetchPieces || scores_)
+            return false;
+        const Matrix& weight = gated() ? facts_.gate.weight : facts_.up.weight;
+        const int64_t first = panel_chunk(n_neurons(), neuron_chunks(input_.n_tokens(step)), chunk);
+        const uint8_t* at = weight.row(first) + piece * kPrefetchBytes;
+        for (int64_t i = 0; i < kPrefetchBytes; i += 64) prefetch_line(at + i);
+        return true;
+    }
+
+    Needs needs() const override {
+        Needs needs = input_.needs();
+        for (int n : {1, plan_.max_tokens()})
+            needs.result_floats =
+                std::max(needs.result_floats,
+                         Scratch::bytes(largest_panel_chunk(n_neurons(), neuron_chunks(n)), n, row_bytes()) /
+                                 sizeof(float) +
+                             1);
+        return needs;
+    }
+
+  private:
+    // Memory of one chunk of `size` neurons and n tokens, in the worker's results.
+    struct Scratch {
+        float* values;     // [n][size] what is committed; at first the gate
+        float* up;         // [n][size]
+        float* packed;     // [n][size] products with gathered rows
+        uint8_t* wanted;   // [n][size] whether the token wants the neuron
+        int32_t* rows;     // [size] a list of rows
+        uint8_t* weights;  // gathered rows side by side
+
+        Scratch(Worker& worker, int64_t size, int n) {
+            values = worker.results.as<float>();
+            up = values + n * size;
+            packed = up + n * size;
+            rows = reinterpret_cast<int32_t*>(packed + n * size);
+            wanted = reinterpret_cast<uint8_t*>(rows + size);
+            weights = wanted + (n * size + 63) / 64 * 64;
+        }
+        static size_t bytes(int64_t size, int n, size_t row_bytes) {
+            return size_t(n) * size * 13 + size * 4 + 64 + (n > 1 ? size * row_bytes : 0);
+        }
+    };
+    struct Chunk {
+        int64_t first, size;
+        Inputs in;
+        Worker& worker;
+        Scratch scratch;
+        FfnCounts counts;
+    };
+
+    bool gated() const { return facts_.gate.weight.data != nullptr; }
+    int64_t n_neurons() const { return facts_.up.weight.rows; }
+    size_t row_bytes() const { return std::max(facts_.up.weight.row_bytes, facts_.gate.weight.row_bytes); }
+    int neuron_chunks(int n) const {
+        if (n > 1) return many_token_chunks(n_neurons(), plan_.n_threads());
+        const int64_t most = scores_ && facts_.sparse ? kPredictedChunks : kDecodeChunks;
+        return int(std::clamp<int64_t>(n_neurons() / kChunkNeurons, 1, most));
+    }
+
+    // Which neurons each token wants, as far as the predictor tells.
+    void select(Chunk& c) const {
+        for (int t = 0; t < c.in.n; t++) {
+            uint8_t* wanted = c.scratch.wanted + t * c.size;
+            int64_t i = 0;
+            if (scores_) {
+                const float* scores = scores_->row(t) - facts_.first;
+                for (; i < c.size && c.first + i < facts_.first; i++) wanted[i] = 1;
+                for (; i < c.size; i++) wanted[i] = !(scores[c.first + i] < facts_.threshold);
+            }
+            std::fill(wanted + i, wanted + c.size, uint8_t(1));
+            for (int64_t j = 0; j < c.size; j++) c.counts.selected += wanted[j];
+        }
+    }
+
+    void compute(Chunk& c) const {
+        const Kernels& kernels = plan_.kernels();
+        const int64_t n_values = c.in.n * c.size;
+        float* values = c.scratch.values;
+        if (gated()) {
+            product(c, facts_.gate, values, c.counts.gate_rows);
+            kernels.activate(facts_.activation, facts_.activation_threshold, values, n_values, values);
+            for (int64_t i = 0; i < n_values; i++)
+                if (facts_.sparse) c.scratch.wanted[i] &= values[i] != 0.0f;
+            float* up = c.scratch.up;
+            product(c, facts_.up, up, c.counts.up_rows);
+            if (facts_.up_activated) kernels.activate(facts_.up_activation, 0.0f, up, n_values, up);
+            kernels.multiply(values, up, n_values, values);
+        } else {
+            product(c, facts_.up, values, c.counts.up_rows);
+            kernels.activate(facts_.activation, facts_.activation_threshold, values, n_values, values);
+        }
+        for (int64_t i = 0; i < n_values; i++) {
+            values[i] = c.scratch.wanted[i] ? values[i] : 0.0f;
+            c.counts.active += values[i] != 0.0f;
+        }
+    }
+
+    // out[t][i] = row i of the chunk times token t, for all that are wanted; anything finite for the others.
+    void product(Chunk& c, const LinearPart& part, float* out, int64_t& n_rows) const {
+        const Kernels& kernels = plan_.kernels();
+        const Matrix& w = part.weight;
+        const int n = c.in.n;
+        uint8_t* scratch = c.worker.kernel_scratch.data();
+        int32_t* rows = c.scratch.rows;
+        int count = 0;
+        if (facts_.sparse)
+            for (int64_t i = 0; i < c.size; i++) {
+                uint8_t any = 0;
+                for (int t = 0; t < n && !any; t++) any = c.scratch.wanted[t * c.size + i];
+                rows[count] = int32_t(c.first + i);
+                count += any;
+            }
+        if (!facts_.sparse || count > kGatherBelow * double(c.size)) {
+            kernels.linear[int(w.type)](w, c.first, c.first + c.size, c.in, 0, n, out, c.size, scratch);
+            add_bias(kernels, part.bias, c.first, n, c.size, out);
+            n_rows += c.size;
+            return;
+        }
+        n_rows += count;
+        std::fill_n(out, n * c.size, 0.0f);
+        if (count == 0) return;
+        float* packed = c.scratch.packed;
+        if (n == 1) {
+            kernels.gather[int(w.type)](w, rows, count, -1, c.in, 0, packed);
+        } else {
+            for (int j = 0; j < count; j++)
+                std::memcpy(c.scratch.weights + j * w.row_bytes, w.row(rows[j]), w.row_bytes);
+            const Matrix side_by_side = {w.type, c.scratch.weights, count, w.cols, w.row_bytes};
+            kernels.linear[int(w.type)](side_by_side, 0, count, c.in, 0, n, packed, count, scratch);
+        }
+        for (int t = 0; t < n; t++)
+            for (int j = 0; j < count; j++) {
+                const float bias = part.bias.empty() ? 0.0f : part.bias[rows[j]];
+                const float sum = packed[t * count + j];
+                out[t * c.size + rows[j] - c.first] = part.bias.empty() ? sum : sum + bias;
+            }
+    }
+
+    const Plan& plan_;
+    const NeuronFacts facts_;
+    LinearInput input_;
+    const Buffer& out_;
+    const Buffer* scores_;
+};
+
+}  // namespace
+
+std::unique_ptr<Op> make_neurons(const Plan& plan, NeuronFacts facts) {
+    return std::make_unique<Neurons>(plan, std::move(facts));
+}
+
+}  // namespace hotset
