@@ -171,13 +171,8 @@ def import_activations(folder: Path, config: ModelConfig, model: str) -> Profile
     """
     from hotset.formats.powerinfer import read_activations
 
-    layers = read_activations(folder)
-    if tuple(len(counts) for counts in layers) != config.n_ff:
-        raise FormatError(
-            f"{folder} holds counts for {len(layers)} layers that do not fit the model's {config.n_layer} "
-            "layers of neurons; take the folder of this model."
-        )
-    counts = tuple(np.maximum(counts, 0).round().astype(np.uint64) for counts in layers)
+    layers = read_activations(folder, config.n_layer, config.n_ff)
+    counts = tuple(layer.round().astype(np.uint64) for layer in layers)
     digest = hashlib.sha256(b"".join(count.astype("<u8").tobytes() for count in counts)).hexdigest()[:32]
     return Profile(counts, max(int(count.max()) for count in counts), model, (digest,))
 
@@ -186,4 +181,4 @@ def export_activations(profile: Profile, folder: Path) -> None:
     """Writes activation_<layer>.pt, as the original engine reads them."""
     from hotset.formats.powerinfer import write_activations
 
-    write_activations(folder, [count.astype(np.int64) for count in profile.counts])
+    write_activations(folder, profile.counts)

@@ -1,0 +1,169 @@
+"""Writes a model again with the neurons of each layer in order of hotness.
+
+The order of neurons means nothing to a model: any permutation, applied to everything that refers to them,
+leaves the same function. In order of hotness the neurons that fire nearly always stand together at the head
+of each matrix, where they stream without prediction (key `hotset.n_always`), and what is gathered lies close.
+
+What refers to neurons: rows of ffn_gate, ffn_up, fc2 and ffn_down_t, biases of ffn_gate and ffn_up, columns
+of ffn_down; beside the file, its activation counts and its GPU index. Sidecars are built anew: they belong to
+the old file. Columns of a quantised ffn_down cannot move, for a block of 32 neurons shares one scale.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hotset.errors import InvalidRequestError
+from hotset.formats import powerinfer
+from hotset.formats.gguf import DEFAULT_ALIGNMENT, GGUFWriter, ValueType, open_gguf
+from hotset.formats.quants import TYPES, GGMLType
+from hotset.sparsity import sidecar
+from hotset.sparsity.predictors import N_ALWAYS_KEY
+from hotset.sparsity.profile import ALWAYS_FREQUENCY, Profile, default_path
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import GGUFFile, TensorInfo
+    from hotset.storage.reporter import Reporter
+
+ORDER_KEY = "hotset.neuron_order"  # hash of the permutation, so that files in one order know each other
+_NEURONS = re.compile(r"blk\.(\d+)\.(ffn_gate|ffn_up|fc2|ffn_down_t|ffn_down)\.(weight|bias)")
+_OWN_KEYS = (N_ALWAYS_KEY, ORDER_KEY, "general.architecture", "general.alignment")
+
+
+@dataclass(frozen=True)
+class Reordered:
+    """What was written. n_always: leading neurons per layer that need no prediction. files: all of them."""
+
+    n_always: tuple[int, ...]
+    n_bytes: int
+    files: tuple[Path, ...]
+
+
+def reorder(
+    in_path: str | os.PathLike[str],
+    out_path: str | os.PathLike[str],
+    profile: Profile,
+    *,
+    always: float = ALWAYS_FREQUENCY,
+    progress: Reporter | None = None,
+) -> Reordered:
+    """Writes `out_path`: the model in the order of the profile's counts, the hottest neuron first.
+
+    always: the frequency from which a neuron is computed without prediction (above 1: none is). Metadata and
+    dialect stay; a split model becomes one file. The profile goes along, and so do the counts and the GPU
+    index of a published PowerInfer model. Raises InvalidRequestError where the profile is another model's, or
+    the order cannot change without changing values.
+    """
+    out = Path(out_path)
+    with open_gguf(in_path) as gguf:
+        if any(path.resolve() == out.resolve() for path in gguf.paths):
+            raise InvalidRequestError(f"{out} is the model that is read; write to another file")
+        profile.check_model(sidecar.fingerprint(gguf))
+        _refuse_quantised_columns(gguf)
+        if powerinfer.activation_files(gguf.path) and out.parent.resolve() == gguf.path.parent.resolve():
+            raise InvalidRequestError(
+                f"{gguf.path.parent / 'activation'} belongs to the old order of neurons, and a folder "
+                "holds one; write the reordered model to a folder of its own"
+            )
+        orders = [np.argsort(-counts.astype(np.int64), kind="stable") for counts in profile.counts]
+        writer = GGUFWriter(out, gguf.architecture, _alignment(gguf), gguf.dialect)
+        for key, value in gguf.metadata.items():
+            if key not in _OWN_KEYS and not key.startswith("split."):
+                writer.add(key, value, ValueType(gguf.metadata_types[key][-1]))
+        n_always = tuple(
+            min(int((profile.frequencies(i) >= always).sum()), len(order) - 1)
+            for i, order in enumerate(orders)
+        )
+        digest = hashlib.sha256(b"".join(order.astype("<i8").tobytes() for order in orders))
+        writer.add(N_ALWAYS_KEY, list(n_always), ValueType.INT32)
+        writer.add(ORDER_KEY, digest.hexdigest()[:32])
+        for info in gguf.tensors.values():
+            writer.add_tensor(info.name, _moved(gguf, info, orders), info.type, info.shape)
+        if progress is not None:
+            progress.say(f"Writing {out} in order of hotness.")
+        writer.write()
+        files = [out, *_move_companions(Path(in_path), out, profile, orders)]
+    return Reordered(n_always, out.stat().st_size, tuple(files))
+
+
+def _alignment(gguf: GGUFFile) -> int:
+    value = gguf.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    assert isinstance(value, int)  # open_gguf has checked it
+    return value
+
+
+def _moved(gguf: GGUFFile, info: TensorInfo, orders: list[np.ndarray]) -> Callable[[], np.ndarray]:
+    """A function that yields the tensor's bytes with its neurons in the new order."""
+    match = _NEURONS.fullmatch(info.name)
+    if match is None or (match[3] == "bias" and match[2] in ("ffn_down", "ffn_down_t")):
+        return lambda: gguf.data(info.name)
+    if int(match[1]) >= len(orders):
+        raise InvalidRequestError(f"the profile has {len(orders)} layers, and the model has {info.name}")
+    order = orders[int(match[1])]
+    by_column = match[2] == "ffn_down"
+    n_neurons = info.shape[0] if by_column or match[3] == "bias" else info.shape[1]
+    if n_neurons != len(order):
+        raise InvalidRequestError(
+            f"the profile has {len(order)} neurons in layer {match[1]}, and {info.name} has {n_neurons}"
+        )
+    if by_column or match[3] == "bias":
+        return lambda: _columns(gguf, info, order)
+    return lambda: gguf.data(info.name).reshape(n_neurons, -1)[order]
+
+
+def _columns(gguf: GGUFFile, info: TensorInfo, order: np.ndarray) -> np.ndarray:
+    n_bytes = TYPES[info.type].block_bytes
+    values = gguf.data(info.name).view(f"u{n_bytes}").reshape(-1, info.shape[0])
+    return np.take(values, order, axis=1).view(np.uint8)
+
+
+def _refuse_quantised_columns(gguf: GGUFFile) -> None:
+    """Raises InvalidRequestError where the down projection of a file is quantised across neurons."""
+    for info in gguf.tensors.values():
+        match = _NEURONS.fullmatch(info.name)
+        if match and match[2] == "ffn_down" and match[3] == "weight" and TYPES[info.type].block_size > 1:
+            raise InvalidRequestError(
+                f"{gguf.path} cannot be reordered: {info.name} is {info.type.name}, where "
+                f"{TYPES[info.type].block_size} neurons share a scale; reorder the F16 model, and quantise that"
+            )
+
+
+def _move_companions(source: Path, out: Path, profile: Profile, orders: list[np.ndarray]) -> list[Path]:
+    """Writes what lies beside a model and refers to its neurons, beside the new one."""
+    with open_gguf(out) as written:
+        moved = profile.permuted(orders, sidecar.fingerprint(written))
+    moved.save(default_path(out))
+    files = [default_path(out)]
+    counts = powerinfer.activation_files(source)
+    if counts is not None:
+        n_ff = [len(order) for order in orders]
+        published = powerinfer.read_activations(counts, len(n_ff), n_ff)
+        powerinfer.write_activations(
+            out.parent / "activation", [c[order] for c, order in zip(published, orders, strict=True)]
+        )
+        files.append(out.parent / "activation")
+    index = powerinfer.gpu_index_file(source)
+    if index is not None:
+        files.append(_move_gpu_index(index, out, orders))
+    return files
+
+
+def _move_gpu_index(index: Path, out: Path, orders: list[np.ndarray]) -> Path:
+    old = powerinfer.read_gpu_index(index, [len(order) for order in orders])
+    path = out.with_name(out.name + powerinfer.GPU_INDEX_SUFFIX)
+    writer = GGUFWriter(path, powerinfer.GPU_INDEX_ARCHITECTURE, dialect="powerinfer")
+    writer.add("split.vram_capacity", old.vram_capacity, ValueType.UINT64)
+    for i, (on_gpu, order) in enumerate(zip(old.on_gpu, orders, strict=True)):
+        moved = on_gpu[order]
+        writer.add_tensor(f"blk.{i}.gpu_idx", moved.astype("<i4"), GGMLType.I32)
+        writer.add_tensor(f"blk.{i}.gpu_bucket", np.flatnonzero(moved).astype("<i4"), GGMLType.I32)
+    writer.write()
+    return path

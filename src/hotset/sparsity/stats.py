@@ -1,0 +1,271 @@
+"""What sparsity saved: the counts of steps (backends.base.StepStats) as shares, bytes and times per token.
+
+    statistics = StatsAccumulator(graph, weights.tensors)
+    ... after each step: statistics.add(backend.stats())
+    statistics.summary().active_share
+
+Bytes are those of weights; keys and values are not among them, nor the biases of neurons. The tokens of a
+step share what it reads, so bytes per token fall with the size of the steps: add steps of decoding to learn
+what decoding touches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hotset.backends.base import StepStats
+from hotset.backends.reference import selected
+from hotset.formats.quants import row_bytes
+from hotset.model.graph import (
+    Attention,
+    Embed,
+    Graph,
+    LayerNorm,
+    Linear,
+    Mask,
+    RMSNorm,
+    SignScores,
+    TransposedLinear,
+)
+from hotset.sparsity import taps
+
+if TYPE_CHECKING:
+    from hotset.backends.base import Backend
+    from hotset.formats.gguf import TensorInfo
+
+_GROUP = 32  # neurons that share a row of scales in planes
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """One layer, mean per token. Shares are of its neurons: selected by a predictor, active: not zero.
+
+    recall: of the neurons that fire, the share that was selected; precision: of those selected, the share
+    that fires; None where they were not measured. bytes: of the FFN and its predictor. Times are in seconds.
+    """
+
+    layer: int
+    active_share: float
+    selected_share: float
+    recall: float | None
+    precision: float | None
+    bytes: float
+    predictor_s: float
+    ffn_s: float
+    attention_s: float
+
+
+@dataclass(frozen=True)
+class StatsSummary:
+    """All layers and steps, mean per token.
+
+    bytes_touched_per_token: weights that were read. bytes_total_per_token: that the same steps would have
+    read with every neuron and no predictor. active_parameters: that a token was multiplied with; flops: two
+    for each. seconds: by kind, "predictor", "ffn", "attention", "other".
+    """
+
+    layers: tuple[LayerStats, ...]
+    n_tokens: int
+    n_steps: int
+    active_share: float
+    selected_share: float
+    bytes_touched_per_token: float
+    bytes_total_per_token: float
+    active_parameters: float
+    flops: float
+    seconds: dict[str, float]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def with_quality(self, quality: Sequence[PredictorQuality]) -> StatsSummary:
+        """The same with each layer's recall and precision filled in."""
+        layers = tuple(
+            replace(layer, recall=one.recall, precision=one.precision)
+            for layer, one in zip(self.layers, quality, strict=True)
+        )
+        return replace(self, layers=layers)
+
+
+class StatsAccumulator:
+    """Adds up the steps of one model. tensors: those of the weights that the graph runs on."""
+
+    def __init__(self, graph: Graph, tensors: Mapping[str, TensorInfo]) -> None:
+        n_layer = sum(isinstance(op, Attention) for op in graph.ops)
+        self._layers = [_FFNCost(graph, tensors, i) for i in range(n_layer)]
+        counted = {id(op) for layer in self._layers for op in layer.ops}
+        self._rest_bytes = self._embed_bytes = self._rest_parameters = 0
+        for op in graph.ops:
+            if id(op) in counted:
+                continue
+            if isinstance(op, Embed):
+                info = tensors[op.weight]
+                self._embed_bytes += row_bytes(info.type, info.shape[0])
+            elif isinstance(op, Linear):
+                info = tensors[op.weight]  # of a fused matrix, the product's own rows
+                self._rest_bytes += row_bytes(info.type, info.shape[0]) * op.out.width
+                self._rest_parameters += op.x.width * op.out.width
+            elif isinstance(op, RMSNorm | LayerNorm):
+                self._rest_bytes += tensors[op.weight].nbytes
+        self._n_steps = self._n_tokens = 0
+        shape = (n_layer,)
+        self._selected, self._active = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        self._bytes, self._seconds = np.zeros(shape), {k: np.zeros(shape) for k in _TIMES}
+        self._parameters = self._other = 0.0
+
+    def add(self, step: StepStats, n_steps: int = 1) -> None:
+        """One step of the model, or the sum of several (StepStats of steps with as many tokens each)."""
+        self._n_steps += n_steps
+        self._n_tokens += step.n_tokens
+        self._selected += step.selected
+        self._active += step.active
+        for i, layer in enumerate(self._layers):
+            gate, up, down = (rows[i] / n_steps for rows in (step.gate_rows, step.up_rows, step.down_rows))
+            self._bytes[i] += n_steps * layer.bytes(gate, up, down)
+            self._parameters += layer.parameters(step, n_steps, i)
+        for kind in _TIMES:
+            self._seconds[kind] += getattr(step, kind)
+        self._other += step.other
+
+    def summary(self) -> StatsSummary:
+        """The means so far; all zero before the first step."""
+        n = max(self._n_tokens, 1)
+        neurons = np.array([layer.n_ff for layer in self._layers])
+        rest = self._rest_bytes * self._n_steps / n + self._embed_bytes
+        dense = sum(layer.dense_bytes for layer in self._layers) * self._n_steps / n
+        layers = tuple(
+            LayerStats(
+                i,
+                float(self._active[i] / (n * n_ff)),
+                float(self._selected[i] / (n * n_ff)),
+                None,
+                None,
+                float(self._bytes[i] / n),
+                *(float(self._seconds[kind][i] / n) for kind in _TIMES),
+            )
+            for i, n_ff in enumerate(neurons)
+        )
+        parameters = self._rest_parameters + self._parameters / n
+        return StatsSummary(
+            layers=layers,
+            n_tokens=self._n_tokens,
+            n_steps=self._n_steps,
+            active_share=float(self._active.sum() / (n * neurons.sum())),
+            selected_share=float(self._selected.sum() / (n * neurons.sum())),
+            bytes_touched_per_token=float(self._bytes.sum() / n + rest),
+            bytes_total_per_token=float(dense + rest),
+            active_parameters=float(parameters),
+            flops=float(2 * parameters),
+            seconds={k: float(v.sum() / n) for k, v in self._seconds.items()} | {"other": self._other / n},
+        )
+
+
+_TIMES = ("predictor", "ffn", "attention")
+
+
+class _FFNCost:
+    """Bytes and parameters of one layer's FFN by the rows that were read."""
+
+    def __init__(self, graph: Graph, tensors: Mapping[str, TensorInfo], layer: int) -> None:
+        named = {op.out.name.removeprefix(f"blk.{layer}."): op for op in graph.ops}
+        self._gate, self._up, self._down = (named.get(f"ffn_{part}") for part in ("gate", "up", "down"))
+        predictor = [op for name, op in named.items() if name in ("ffn_pred", "ffn_pred_h")]
+        self.ops = [op for op in (self._gate, self._up, self._down, *predictor) if op is not None]
+        assert isinstance(self._up, Linear)
+        assert isinstance(self._down, Linear | TransposedLinear)
+        self.n_ff, self._n_embd = self._up.out.width, self._up.x.width
+        self._gate_row = self._row(tensors, self._gate) if isinstance(self._gate, Linear) else 0
+        self._up_row = self._row(tensors, self._up)
+        self._by_neuron = isinstance(self._down, TransposedLinear)
+        self._down_row = self._row(tensors, self._down)  # of a matrix by output: a row for each output
+        has_scales = isinstance(self._down, TransposedLinear) and self._down.scales is not None
+        self._scales = 2 * self._n_embd if has_scales else 0
+        self._predictor_bytes = self._predictor_parameters = 0
+        for op in predictor:
+            if isinstance(op, Linear | SignScores):
+                self._predictor_bytes += self._row(tensors, op) * op.out.width
+                self._predictor_parameters += op.x.width * op.out.width
+        self.dense_bytes = self.bytes(self.n_ff, self.n_ff, self.n_ff) - self._predictor_bytes
+
+    @staticmethod
+    def _row(tensors: Mapping[str, TensorInfo], op: Linear | TransposedLinear | SignScores) -> int:
+        info = tensors[op.weight]
+        return row_bytes(info.type, info.shape[0])
+
+    def bytes(self, gate: float, up: float, down: float) -> float:
+        """Of a step that read so many rows of each. A group's scales are read if one of its neurons is; how
+        many groups that are is what it would be if the neurons were spread at random."""
+        if not self._by_neuron:
+            down_bytes: float = self._down_row * self._n_embd
+        else:
+            n_groups = -(-self.n_ff // _GROUP)
+            touched = n_groups * (1 - (1 - down / self.n_ff) ** _GROUP)
+            down_bytes = down * self._down_row + touched * self._scales
+        return gate * self._gate_row + up * self._up_row + down_bytes + self._predictor_bytes
+
+    def parameters(self, step: StepStats, n_steps: int, layer: int) -> float:
+        """That the tokens were multiplied with, summed over them.
+
+        Rows of a step are the union of its tokens'; so where it has several, a token's own are its selected
+        neurons (gate, or up without a gate) and those whose value is not zero (up, down).
+        """
+        n = step.n_tokens
+        gate, up, down = (int(rows[layer]) for rows in (step.gate_rows, step.up_rows, step.down_rows))
+        if up == n_steps * self.n_ff:  # every neuron was computed, for every token
+            gate, up, down = (n * rows // n_steps for rows in (gate, up, down))
+        elif n > n_steps:
+            chosen, down = int(step.selected[layer]), int(step.active[layer])
+            gate, up = (0, chosen) if self._gate is None else (chosen, down)
+        if not self._by_neuron:
+            down = n * self.n_ff
+        return self._n_embd * (gate + up + down) + n * self._predictor_parameters
+
+
+@dataclass(frozen=True)
+class PredictorQuality:
+    """One layer's predictor on real inputs.
+
+    recall: of the neurons that fire, the share selected; of_magnitude: the same with each counted by its
+    value's magnitude. precision: of those selected, the share that fires. NaN where there are none.
+    """
+
+    layer: int
+    recall: float
+    of_magnitude: float
+    precision: float
+    selected_share: float
+    active_share: float
+
+
+def measure_predictor(backend: Backend, graph: Graph, tokens: np.ndarray) -> list[PredictorQuality]:
+    """Compares, layer by layer, what the predictor selects with what fires on the same FFN input.
+
+    graph: with a predictor. backend: one that runs it and computes every neuron (sparse=False), so that the
+    taps `ffn_act` hold also those that the mask drops. tokens: int32 [n] or [n_sequences, n].
+    """
+    masks = [op for op in graph.ops if isinstance(op, Mask)]
+    names = tuple(name for op in masks for name in (op.x.name, op.scores.name))
+    sums = np.zeros((len(masks), 5))  # neurons that fire, are selected, both; magnitude of firing, of both
+    n_tokens = 0
+    for sequence in taps.sequences(tokens, taps.longest_sequence(backend)):
+        for values in taps.steps(backend, sequence, names):
+            for i, op in enumerate(masks):
+                neurons = values[op.x.name]
+                chosen, fires = selected(op, values[op.scores.name]), neurons != 0
+                magnitude = np.abs(neurons, dtype=np.float64)
+                both = (chosen & fires).sum()
+                sums[i] += fires.sum(), chosen.sum(), both, magnitude.sum(), magnitude[chosen].sum()
+        n_tokens += len(sequence)
+    result = []
+    for op, (n_fire, n_chosen, n_both, total, kept) in zip(masks, sums, strict=True):
+        n = n_tokens * op.x.width
+        with np.errstate(invalid="ignore"):
+            recall, of_magnitude, precision = n_both / n_fire, kept / total, n_both / n_chosen
+        numbers = (recall, of_magnitude, precision, n_chosen / n, n_fire / n)
+        result.append(PredictorQuality(int(op.x.name.split(".")[1]), *map(float, numbers)))
+    return result
