@@ -10,8 +10,106 @@ from typing import Any
 import numpy as np
 from make_blocks import random_blocks
 
-from hotset.formats.gguf import GGUFWriter
+from hotset.formats.gguf import Dialect, GGUFWriter
 from hotset.formats.quants import GGMLType
+
+
+def write_relu(
+    path: Path,
+    architecture: str = "llama",
+    *,
+    dialect: Dialect = "powerinfer",
+    two_norms: bool = False,
+    ranks: tuple[int, ...] = (32, 64),
+    threshold: float | None = 0.1,
+    n_embd: int = 64,
+    n_ff: int = 96,
+    n_head: int = 4,
+    n_head_kv: int = 2,
+    n_vocab: int = 96,
+    n_ctx: int = 256,
+    type_of: Callable[[str], GGMLType] = lambda name: GGMLType.F32,
+    keys: Mapping[str, Any] | None = None,
+    replaced: Mapping[str, np.ndarray] | None = None,
+    seed: int = 1,
+) -> Path:
+    """A random model of one of PowerInfer's architectures: llama, bamboo, falcon, opt.
+
+    In its dialect with predictors, one layer per rank of `ranks`; as a plain file (dialect="gguf") with the
+    same values, the down projection by output, the activation in its key, no predictors. two_norms: falcon
+    as 40B has it. threshold: None leaves the key out. type_of: the type of each matrix. replaced: matrices
+    instead of the random ones.
+    """
+    rng, of_predictor = np.random.default_rng(seed), np.random.default_rng(seed + 1)
+    layer_norm, gated = architecture in ("falcon", "opt"), architecture in ("llama", "bamboo")
+    head_dim = n_embd // n_head
+    n_head_kv = n_head if architecture == "opt" else n_head_kv
+    epsilon = "layer_norm_epsilon" if layer_norm else "layer_norm_rms_epsilon"
+    facts: dict[str, Any] = {
+        f"{architecture}.block_count": len(ranks),
+        f"{architecture}.context_length": n_ctx,
+        f"{architecture}.embedding_length": n_embd,
+        f"{architecture}.feed_forward_length": n_ff,
+        f"{architecture}.attention.head_count": n_head,
+        f"{architecture}.attention.head_count_kv": n_head_kv,
+        f"{architecture}.attention.{epsilon}": None if architecture == "opt" else 1e-5,
+        "powerinfer.sparse_threshold": threshold if dialect == "powerinfer" else None,
+        f"{architecture}.hidden_activation": None
+        if dialect == "powerinfer" or architecture == "bamboo"
+        else "relu",
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = GGUFWriter(path, architecture, dialect=dialect)
+    for key, value in {**facts, **(keys or {})}.items():
+        if value is not None:
+            writer.add(key, value)
+
+    def matrix(name: str, rows: int, cols: int, *, scale: float = 1.5, by_column: bool = False) -> None:
+        source = of_predictor if ".fc" in name else rng
+        data = (source.standard_normal((rows, cols)) * scale / math.sqrt(cols)).astype(np.float32)
+        data = (replaced or {}).get(name, data)
+        writer.add_tensor(
+            f"{name}.weight", np.ascontiguousarray(data.T if by_column else data), type_of(name)
+        )
+
+    def bias(name: str, width: int) -> None:
+        writer.add_tensor(f"{name}.bias", rng.standard_normal(width).astype(np.float32) * 0.1, GGMLType.F32)
+
+    def norm(name: str) -> None:
+        writer.add_tensor(f"{name}.weight", rng.uniform(0.5, 1.5, n_embd).astype(np.float32), GGMLType.F32)
+        if layer_norm:
+            bias(name, n_embd)
+
+    matrix("token_embd", n_vocab, n_embd, scale=8)
+    if architecture == "opt":
+        matrix("position_embd", n_ctx + 2, n_embd, scale=4)
+    else:
+        matrix("output", n_vocab, n_embd)
+    norm("output_norm")
+    for i, rank in enumerate(ranks):
+        blk, kv = f"blk.{i}", n_head_kv * head_dim
+        if architecture == "falcon":
+            matrices = {"attn_qkv": (n_embd + 2 * kv, n_embd), "attn_output": (n_embd, n_embd)}
+            norms = ["attn_norm", "attn_norm_2"] if two_norms else ["attn_norm"]
+        else:
+            matrices = {"attn_q": (n_embd, n_embd), "attn_k": (kv, n_embd), "attn_v": (kv, n_embd)}
+            matrices |= {"attn_output": (n_embd, n_embd)}
+            norms = ["attn_norm", "ffn_norm"]
+        matrices |= {name: (n_ff, n_embd) for name in (("ffn_gate", "ffn_up") if gated else ("ffn_up",))}
+        for name in norms:
+            norm(f"{blk}.{name}")
+        for name, (rows, cols) in matrices.items():
+            matrix(f"{blk}.{name}", rows, cols)
+        down = "ffn_down_t" if dialect == "powerinfer" else "ffn_down"
+        matrix(f"{blk}.{down}", n_ff, n_embd, scale=1.0, by_column=dialect == "gguf")
+        if architecture == "opt":
+            for name, width in {**{n: rows for n, (rows, _) in matrices.items()}, down: n_embd}.items():
+                bias(f"{blk}.{name}", width)
+        if dialect == "powerinfer":
+            matrix(f"{blk}.fc1", rank, n_embd)
+            matrix(f"{blk}.fc2", n_ff, rank)
+    writer.write()
+    return path
 
 
 def write_llama(

@@ -289,7 +289,7 @@ def _read_tensor_info(cursor: _Cursor, index: int) -> TensorInfo:
     shape = tuple(cursor.u64(what) for _ in range(n_dims)) or (1,)
     type = GGMLType(cursor.u32(what))
     offset = cursor.u64(what)
-    if math.prod(shape) == 0:
+    if math.prod(shape) == 0 and not (shape == (0,) and cursor.buffer[:4] == b"PWRI"):  # a GPU index has such
         raise cursor.fail(f"tensor {name!r} has a dimension of zero: {list(shape)}")
     if type not in TYPES:
         return TensorInfo(name, shape, type, 0, offset, index)

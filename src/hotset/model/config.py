@@ -334,9 +334,10 @@ def _number(metadata: Mapping[str, Any], key: str) -> float | None:
         return None
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.number):
         raise FormatError(f"the file's key {key} must be a number, not {_shown(value)}")
-    if not abs(value) < 1e30:  # also false for NaN
-        raise FormatError(f"the file's key {key} is {value}; the file is damaged")
-    return float(value)
+    number = float(value)
+    if not math.isfinite(number):
+        raise FormatError(f"the file's key {key} is {number}; the file is damaged")
+    return number
 
 
 def _vocabulary(gguf: GGUFFile) -> int:

@@ -1,0 +1,141 @@
+"""What PowerInfer's published repositories hold beside a model: activation counts and GPU indices.
+
+    model.powerinfer.gguf
+    model.powerinfer.gguf.generated.gpuidx   which neurons the original engine puts on the GPU
+    activation/activation_<layer>.pt         how often each neuron fired: one torch tensor [n_ff] per layer
+
+The model itself is GGUF with another magic and is read by `formats/gguf.py`; docs/GGUF.md says what differs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hotset.errors import FormatError, HotsetError
+from hotset.formats.gguf import open_gguf
+from hotset.formats.quants import GGMLType
+from hotset.formats.torch_file import read_torch, write_torch
+
+ACTIVATION_FILE = re.compile(r"activation_(\d+)\.pt")
+GPU_INDEX_SUFFIX = ".generated.gpuidx"
+GPU_INDEX_ARCHITECTURE = "generic.gpu_index"
+VRAM_CAPACITY_KEY = "split.vram_capacity"
+
+
+@dataclass(frozen=True)
+class GPUIndex:
+    """Which neurons of each layer are on the GPU.
+
+    vram_capacity: bytes that the choice was made for. on_gpu: per layer, bool [n_ff].
+    """
+
+    vram_capacity: int
+    on_gpu: list[np.ndarray]
+
+
+def activation_files(model_path: str | os.PathLike[str]) -> Path | None:
+    """The folder with activation counts beside a model, or None."""
+    folder = Path(model_path).parent / "activation"
+    return folder if folder.is_dir() and _activation_numbers(folder) else None
+
+
+def gpu_index_file(model_path: str | os.PathLike[str]) -> Path | None:
+    """The GPU index beside a model, or None: the one named after it, else the only one in its folder."""
+    model = Path(model_path)
+    named = model.with_name(model.name + GPU_INDEX_SUFFIX)
+    if named.is_file():
+        return named
+    others = [path for path in model.parent.glob(f"*{GPU_INDEX_SUFFIX}") if path.is_file()]
+    return others[0] if len(others) == 1 else None
+
+
+def read_activations(
+    folder: str | os.PathLike[str], n_layer: int | None = None, n_ff: int | Sequence[int] | None = None
+) -> list[np.ndarray]:
+    """How often each neuron fired: per layer, float64 [n_ff], finite and not negative.
+
+    n_layer, n_ff (of every layer, or one per layer): of the model; without them the files decide. Raises
+    FormatError where a layer is missing or the counts are not those of such a model.
+    """
+    folder = Path(folder)
+    # By number: as text, 10 would come before 2.
+    files = _activation_numbers(folder)
+    if not files:
+        raise FormatError(f"{folder} holds no activation_<layer>.pt")
+    n_layer = len(files) if n_layer is None else n_layer
+    widths = [n_ff] * n_layer if n_ff is None or isinstance(n_ff, int) else list(n_ff)
+    if files.keys() != set(range(n_layer)):
+        odd = min(files.keys() ^ set(range(n_layer)))
+        what = "lacks" if odd < n_layer else f"is of a model with more than {n_layer} layers: it has"
+        raise FormatError(f"{folder} {what} activation_{odd}.pt")
+    counts = []
+    for layer, width in enumerate(widths):
+        values = read_torch(files[layer])
+        if isinstance(values, dict) or values.ndim != 1 or width not in (None, len(values)):
+            found = "several tensors" if isinstance(values, dict) else f"a tensor {list(values.shape)}"
+            neurons = "a vector is needed" if width is None else f"the layer has {width} neurons"
+            raise FormatError(f"{files[layer]} holds {found}, but {neurons}")
+        values = values.astype(np.float64)
+        if not (np.isfinite(values).all() and (values >= 0).all()):
+            raise FormatError(f"{files[layer]} holds a number that cannot be a count")
+        counts.append(values)
+    return counts
+
+
+def write_activations(folder: str | os.PathLike[str], counts: Sequence[np.ndarray]) -> None:
+    """Writes activation_<layer>.pt for each layer, int64 [n_ff], as PowerInfer's solver reads them."""
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HotsetError(f"{folder} cannot be made ({error.strerror or error}); choose another") from None
+    for layer, values in enumerate(counts):
+        write_torch(folder / f"activation_{layer}.pt", np.asarray(values).astype(np.int64))
+
+
+def read_gpu_index(path: str | os.PathLike[str], n_ff: Sequence[int]) -> GPUIndex:
+    """The GPU index of a model whose layers have n_ff[i] neurons.
+
+    Raises FormatError for a file of another kind, of another model, or that contradicts itself.
+    """
+    with open_gguf(path) as file:
+        if file.dialect != "powerinfer" or file.architecture != GPU_INDEX_ARCHITECTURE:
+            raise FormatError(f"{path} is not a GPU index of PowerInfer")
+        capacity = file.metadata.get(VRAM_CAPACITY_KEY)
+        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 0:
+            raise FormatError(f"{path} does not say its {VRAM_CAPACITY_KEY}; the file is damaged")
+        if len(file.tensors) != 2 * len(n_ff):
+            raise FormatError(
+                f"{path} has {len(file.tensors)} tensors, not two for each of {len(n_ff)} layers"
+            )
+        on_gpu = []
+        for layer, width in enumerate(n_ff):
+            parts = []
+            for name in (f"blk.{layer}.gpu_idx", f"blk.{layer}.gpu_bucket"):
+                info = file.tensors.get(name)
+                if info is None or info.type != GGMLType.I32 or len(info.shape) != 1:
+                    raise FormatError(f"{path} lacks the vector {name} of 32-bit integers")
+                parts.append(file.data(name).view("<i4").copy())
+            index, bucket = parts
+            if len(index) != width or not np.isin(index, (0, 1)).all():
+                raise FormatError(f"{path}: blk.{layer}.gpu_idx is not 0 or 1 for each of {width} neurons")
+            if not np.array_equal(np.flatnonzero(index), bucket):
+                raise FormatError(f"{path}: blk.{layer}.gpu_bucket does not list the neurons of gpu_idx")
+            on_gpu.append(index == 1)
+        return GPUIndex(capacity, on_gpu)
+
+
+def _activation_numbers(folder: Path) -> dict[int, Path]:
+    """Layer → file of activation counts."""
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        raise FormatError(f"{folder} cannot be read: {error.strerror or error}") from None
+    matches = (ACTIVATION_FILE.fullmatch(name) for name in names)
+    return {int(match[1]): folder / match[0] for match in matches if match}

@@ -1,0 +1,309 @@
+"""Tensors in files of `torch.save`, read and written without torch, and without unpickling.
+
+A pickle is a program. The one in these files is interpreted here by a dozen opcodes that call nothing: names
+that torch writes for a tensor (_rebuild_tensor_v2, the storage types, OrderedDict) are recognised, and every
+other name, opcode or argument is refused (FormatError) before anything comes of it.
+
+Two layouts: a zip archive `<any>/data.pkl` with the storages under `<any>/data/<key>`, not compressed, and
+torch's older stream of pickles (magic, protocol, machine, value, keys) followed by the storages, each a count
+i64 and its elements.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickletools
+import struct
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from hotset.errors import FormatError, HotsetError
+
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+LEGACY_PROTOCOL = 1001
+MAX_PICKLE = 1 << 24  # bytes; that of a state dict with thousands of tensors is far smaller
+MAX_DIMS = 8
+
+STORAGES: dict[str, np.dtype] = {
+    "DoubleStorage": np.dtype("<f8"),
+    "FloatStorage": np.dtype("<f4"),
+    "HalfStorage": np.dtype("<f2"),
+    "LongStorage": np.dtype("<i8"),
+    "IntStorage": np.dtype("<i4"),
+    "ShortStorage": np.dtype("<i2"),
+    "CharStorage": np.dtype("i1"),
+    "ByteStorage": np.dtype("u1"),
+    "BoolStorage": np.dtype("?"),
+}
+
+
+@dataclass(frozen=True)
+class _Global:
+    """A name that the pickle mentions; never the thing itself."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class _Storage:
+    dtype: np.dtype
+    key: str
+    n: int
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    storage: _Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+_MARK = object()
+_TENSOR, _DICT = _Global("torch._utils _rebuild_tensor_v2"), _Global("collections OrderedDict")
+_STORAGE_TYPES: dict[Any, np.dtype] = {_Global(f"torch {name}"): dtype for name, dtype in STORAGES.items()}
+
+
+def read_torch(path: str | os.PathLike[str]) -> np.ndarray | dict[str, np.ndarray]:
+    """The tensor, or the tensors by name, in a file that torch.save wrote.
+
+    Raises FormatError for a file that holds anything else, is damaged or was written on a big-endian machine.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            if zipfile.is_zipfile(file):
+                value, storages = _read_zip(path, file)
+            else:
+                file.seek(0)
+                value, storages = _read_legacy(path, file)
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read: {error.strerror or error}") from None
+    if isinstance(value, _Tensor):
+        return _array(path, value, storages)
+    if not isinstance(value, dict) or not all(isinstance(v, _Tensor) for v in value.values()):
+        raise FormatError(f"{path} holds something else than tensors; export a tensor or a state dict")
+    return {name: _array(path, tensor, storages) for name, tensor in value.items()}
+
+
+def _read_zip(path: Path, file: BinaryIO) -> tuple[Any, Mapping[str, bytes]]:
+    size = path.stat().st_size
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            if any(i.compress_type != zipfile.ZIP_STORED or i.file_size > size for i in entries.values()):
+                raise FormatError(f"{path} is a compressed archive, which torch does not write")
+            if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
+                raise FormatError(f"{path} was written on a big-endian machine; save it on another")
+            if "data.pkl" not in entries:
+                raise FormatError(f"{path} is an archive without data.pkl: it is not a file of torch.save")
+            with archive.open(entries["data.pkl"]) as pickle:
+                value, storages = _interpret(path, io.BytesIO(pickle.read(MAX_PICKLE)))
+            data = {}
+            for key in storages:
+                if f"data/{key}" not in entries:
+                    raise FormatError(f"{path} lacks the storage {key!r}; the file is damaged")
+                data[key] = archive.read(entries[f"data/{key}"])
+            return value, data
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+        raise FormatError(f"{path} is a damaged archive: {error}") from None
+
+
+def _read_legacy(path: Path, file: BinaryIO) -> tuple[Any, Mapping[str, bytes]]:
+    size = path.stat().st_size
+    magic, protocol, machine = (_interpret(path, file)[0] for _ in range(3))
+    if magic != LEGACY_MAGIC or protocol != LEGACY_PROTOCOL or not isinstance(machine, dict):
+        raise FormatError(f"{path} is not a file of torch.save")
+    if machine.get("little_endian") is not True:
+        raise FormatError(f"{path} was written on a big-endian machine; save it on another")
+    value, storages = _interpret(path, file)
+    keys, _ = _interpret(path, file)
+    if not isinstance(keys, list) or not all(isinstance(key, str) and key in storages for key in keys):
+        raise FormatError(f"{path} does not say which storages follow; the file is damaged")
+    data = {}
+    for key in keys:
+        head = file.read(8)
+        n_bytes = storages[key].n * storages[key].dtype.itemsize
+        if len(head) < 8 or struct.unpack("<q", head)[0] != storages[key].n or n_bytes > size - file.tell():
+            raise FormatError(f"{path} ends inside the storage {key!r}; the file is damaged")
+        data[key] = file.read(n_bytes)
+    return value, data
+
+
+def _interpret(path: Path, file: BinaryIO) -> tuple[Any, dict[str, _Storage]]:
+    """The value that a pickle describes, tensors as _Tensor, and the storages that it names, by key."""
+    stack: list[Any] = []
+    memo: dict[int, Any] = {}
+    storages: dict[str, _Storage] = {}
+
+    def marked() -> list[Any]:
+        """Takes what lies above the last mark, and the mark."""
+        at = len(stack) - 1 - next(i for i, v in enumerate(reversed(stack)) if v is _MARK)
+        items = stack[at + 1 :]
+        del stack[at:]
+        return items
+
+    try:
+        argument: Any
+        for opcode, argument, _ in pickletools.genops(file):
+            match opcode.name:
+                case "PROTO" | "FRAME":
+                    pass
+                case "MARK":
+                    stack.append(_MARK)
+                case "NONE" | "NEWTRUE" | "NEWFALSE":
+                    stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[opcode.name])
+                case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINUNICODE" | "SHORT_BINUNICODE":
+                    stack.append(argument)
+                case "EMPTY_TUPLE" | "EMPTY_DICT" | "EMPTY_LIST":
+                    stack.append(
+                        {"EMPTY_TUPLE": tuple, "EMPTY_DICT": dict, "EMPTY_LIST": list}[opcode.name]()
+                    )
+                case "TUPLE":
+                    stack.append(tuple(marked()))
+                case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                    n = int(opcode.name[-1])
+                    stack[-n:] = [tuple(stack[-n:])]
+                case "BINPUT" | "LONG_BINPUT":
+                    memo[argument] = stack[-1]
+                case "MEMOIZE":
+                    memo[len(memo)] = stack[-1]
+                case "BINGET" | "LONG_BINGET":
+                    stack.append(memo[argument])
+                case "GLOBAL":
+                    stack.append(_Global(argument))
+                case "STACK_GLOBAL":
+                    name, module = stack.pop(), stack.pop()
+                    stack.append(_Global(f"{module} {name}"))
+                case "SETITEM" | "SETITEMS":
+                    items = marked() if opcode.name == "SETITEMS" else [stack.pop(-2), stack.pop()]
+                    for key, item in zip(items[::2], items[1::2], strict=True):
+                        if not isinstance(stack[-1], dict) or not isinstance(key, str):
+                            raise ValueError("a key is not a string")
+                        stack[-1][key] = item
+                case "APPEND" | "APPENDS":
+                    items = marked() if opcode.name == "APPENDS" else [stack.pop()]
+                    if not isinstance(stack[-1], list):
+                        raise ValueError("something is appended to what is not a list")
+                    stack[-1].extend(items)
+                case "BUILD":  # attributes of a state dict (its _metadata)
+                    stack.pop()
+                    if not isinstance(stack[-1], dict):
+                        raise ValueError("attributes of something else than a dictionary")
+                case "BINPERSID":
+                    storage = _storage(stack.pop())
+                    if storages.setdefault(storage.key, storage) != storage:
+                        raise ValueError("two storages of one name")
+                    stack.append(storage)
+                case "REDUCE":
+                    arguments, function = stack.pop(), stack.pop()
+                    stack.append(_reduce(function, arguments))
+                case "STOP":
+                    return stack.pop(), storages
+                case _:
+                    raise ValueError(f"the instruction {opcode.name}")
+    except (
+        ValueError,
+        IndexError,
+        KeyError,
+        StopIteration,
+        TypeError,
+        UnicodeDecodeError,
+        struct.error,
+    ) as error:
+        what = str(error) or type(error).__name__
+        raise FormatError(f"{path} holds something else than plain tensors ({what[:100]})") from None
+    raise FormatError(f"{path} ends inside a pickle; the file is damaged")
+
+
+def _storage(id: Any) -> _Storage:
+    """Of a persistent id ("storage", type, key, location, number of elements[, view])."""
+    kind, type, key, _, n = id[:5]
+    if kind != "storage" or type not in _STORAGE_TYPES or not isinstance(key, str) or not _is_count(n):
+        raise ValueError(f"a storage of type {getattr(type, 'name', type)}")
+    if any(view is not None for view in id[5:]):
+        raise ValueError("a view of a storage")
+    return _Storage(_STORAGE_TYPES[type], key, n)
+
+
+def _reduce(function: Any, arguments: Any) -> Any:
+    if function == _DICT and arguments == ():
+        return {}
+    if function != _TENSOR:
+        raise ValueError(f"a call of {getattr(function, 'name', function)}")
+    storage, offset, shape, strides = arguments[:4]
+    sizes = (offset, *shape, *strides)
+    if not isinstance(storage, _Storage) or len(shape) != len(strides) or not all(map(_is_count, sizes)):
+        raise ValueError("a tensor that makes no sense")
+    if len(shape) > MAX_DIMS or math.prod(shape) > storage.n:
+        raise ValueError("a tensor larger than its storage")
+    last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    if math.prod(shape) and last >= storage.n:
+        raise ValueError("a tensor outside its storage")
+    return _Tensor(storage, offset, tuple(shape), tuple(strides))
+
+
+def _is_count(n: Any) -> bool:
+    return isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 48
+
+
+def _array(path: Path, tensor: _Tensor, storages: Mapping[str, bytes]) -> np.ndarray:
+    storage = tensor.storage
+    data, itemsize = storages.get(storage.key, b""), storage.dtype.itemsize
+    if len(data) != storage.n * itemsize:
+        raise FormatError(f"{path}: the storage {storage.key!r} is not {storage.n} elements; it is damaged")
+    if storage.dtype == np.bool_:  # any byte but 0 is true; NumPy must not see other bytes than 0 and 1
+        values = np.frombuffer(data, np.uint8) != 0
+    else:
+        values = np.frombuffer(data, storage.dtype)
+    if not math.prod(tensor.shape):
+        return np.empty(tensor.shape, storage.dtype)
+    strides = tuple(stride * itemsize for stride in tensor.strides)
+    return np.lib.stride_tricks.as_strided(values[tensor.offset :], tensor.shape, strides).copy()
+
+
+def write_torch(path: str | os.PathLike[str], values: np.ndarray) -> None:
+    """Writes one tensor as torch.save does: torch.load(path, weights_only=True) reads it.
+
+    Replaces the file when the new one is whole. Raises HotsetError where the system refuses.
+    """
+    path = Path(path)
+    values = np.ascontiguousarray(values)
+    name = next(name for name, dtype in STORAGES.items() if dtype == values.dtype)
+
+    def integer(n: int) -> bytes:
+        return b"\x8a\x08" + struct.pack("<q", n)  # LONG1
+
+    def text(s: str) -> bytes:
+        return b"X" + struct.pack("<I", len(s)) + s.encode()  # BINUNICODE
+
+    storage = b"(" + text("storage") + f"ctorch\n{name}\n".encode() + text("0") + text("cpu")
+    storage += integer(values.size) + b"tQ"  # TUPLE, BINPERSID
+    strides = [stride // values.itemsize for stride in values.strides]
+    shapes = b"".join(b"(" + b"".join(map(integer, sizes)) + b"t" for sizes in (values.shape, strides))
+    # PROTO 2, the function, its arguments in a tuple (NEWFALSE: no gradient; no hooks), REDUCE, STOP
+    pickle = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + integer(0) + shapes
+    pickle += b"\x89ccollections\nOrderedDict\n)RtR."
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
+                archive.writestr(f"{path.stem}/data.pkl", pickle)
+                archive.writestr(f"{path.stem}/byteorder", b"little")
+                archive.writestr(f"{path.stem}/data/0", values.tobytes())
+                archive.writestr(f"{path.stem}/version", b"3\n")
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise HotsetError(
+            f"{path} cannot be written ({error.strerror or error}); choose another folder"
+        ) from None

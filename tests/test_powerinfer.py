@@ -1,0 +1,473 @@
+"""PowerInfer's dialect: its models against a masked forward pass written here, and the files beside them."""
+
+from __future__ import annotations
+
+import math
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_gguf import write_relu
+
+from hotset.backends.base import Batch, StepResult, StepStats
+from hotset.backends.reference import ReferenceBackend
+from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
+from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
+from hotset.formats.powerinfer import (
+    activation_files,
+    gpu_index_file,
+    read_activations,
+    read_gpu_index,
+    write_activations,
+)
+from hotset.formats.quants import GGMLType, dequantize
+from hotset.formats.torch_file import read_torch, write_torch
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+from hotset.model.predictor import Predictor
+
+# Of tiny_gguf.write_relu.
+N_LAYER, D, N_FF, N_HEAD, N_VOCAB, HEAD_DIM = 2, 64, 96, 4, 96, 16
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"architecture": "llama"},
+    "bamboo": {"architecture": "bamboo"},
+    "falcon-7b": {"architecture": "falcon", "n_head_kv": 1},
+    "falcon-40b": {"architecture": "falcon", "two_norms": True},
+    "opt": {"architecture": "opt"},
+}
+TOKENS = np.random.default_rng(5).integers(0, N_VOCAB, 75)
+
+
+def write(path: Path, model: str, **options: Any) -> Path:
+    return write_relu(path / "model.gguf", **{**MODELS[model], **options})
+
+
+def run(gguf: GGUFFile, mode: str, *taps: str, **options: Any) -> tuple[StepResult, StepStats]:
+    """The whole prompt in one step, by the predictor in the file (mode "predicted") or without."""
+    config = config_from_gguf(gguf)
+    predictor = Predictor("mlp", (config.sparse_threshold,) * config.n_layer) if mode == "predicted" else None
+    backend = ReferenceBackend(gguf, describe(config, gguf.tensors, predictor), n_pages=2, **options)
+    n = len(TOKENS)
+    arrays = (TOKENS, np.arange(n), np.zeros(n), [[1, 0]], np.arange(n))
+    result = backend.step(Batch(*(np.array(a, np.int32) for a in arrays), taps=taps))
+    stats = backend.stats()
+    assert stats is not None
+    return result, stats
+
+
+class Masked:
+    """A forward pass of PowerInfer's models in float64, from its source; knows nothing of Graph."""
+
+    def __init__(self, gguf: GGUFFile) -> None:
+        self.architecture, self.tensors = gguf.architecture, gguf.tensors
+        self.weights = {
+            name: dequantize(gguf.data(name), info.type, info.shape)
+            .reshape(info.shape[::-1])
+            .astype(np.float64)
+            for name, info in gguf.tensors.items()
+        }
+        self.threshold = gguf.metadata.get("powerinfer.sparse_threshold", 0.0)
+        self.masks: list[np.ndarray] = []
+        self.neurons: list[np.ndarray] = []
+
+    def product(self, x: np.ndarray, name: str) -> np.ndarray:
+        return x @ self.weights[f"{name}.weight"].T + self.weights.get(f"{name}.bias", 0)
+
+    def norm(self, x: np.ndarray, name: str) -> np.ndarray:
+        if f"{name}.bias" in self.weights:
+            x = x - x.mean(1, keepdims=True)
+        x = x / np.sqrt((x * x).mean(1, keepdims=True) + 1e-5)
+        return x * self.weights[f"{name}.weight"] + self.weights.get(f"{name}.bias", 0)
+
+    def rotated(self, x: np.ndarray) -> np.ndarray:
+        """x [n_tokens, n_head, HEAD_DIM] as complex numbers, turned."""
+        angles = np.arange(len(x))[:, None] * 10000.0 ** (-np.arange(HEAD_DIM // 2) * 2 / HEAD_DIM)
+        turn = np.exp(1j * angles)[:, None]
+        half = HEAD_DIM // 2
+        if self.architecture == "falcon":
+            z = (x[..., :half] + 1j * x[..., half:]) * turn
+            return np.concatenate([z.real, z.imag], axis=-1)
+        z = (x[..., 0::2] + 1j * x[..., 1::2]) * turn
+        return np.stack([z.real, z.imag], axis=-1).reshape(x.shape)
+
+    def attention(self, h: np.ndarray, blk: str) -> np.ndarray:
+        if self.architecture == "falcon":
+            qkv = self.product(h, f"{blk}.attn_qkv")
+            kv = (qkv.shape[1] - D) // 2
+            q, k, v = qkv[:, :D], qkv[:, D : D + kv], qkv[:, D + kv :]
+        else:
+            q, k, v = (self.product(h, f"{blk}.attn_{x}") for x in "qkv")
+        q, k, v = (x.reshape(len(h), -1, HEAD_DIM) for x in (q, k, v))
+        if self.architecture != "opt":
+            q, k = self.rotated(q), self.rotated(k)
+        k, v = (np.repeat(x, N_HEAD // x.shape[1], axis=1) for x in (k, v))
+        scores = np.einsum("thd,shd->hts", q, k) / math.sqrt(HEAD_DIM)
+        scores[:, np.triu(np.ones((len(h), len(h)), bool), 1)] = -np.inf
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        return self.product(np.einsum("hts,shd->thd", weights, v).reshape(len(h), D), f"{blk}.attn_output")
+
+    def ffn(self, h: np.ndarray, p: np.ndarray, blk: str) -> np.ndarray:
+        scores = self.product(np.maximum(self.product(p, f"{blk}.fc1"), 0), f"{blk}.fc2")
+        up = self.product(h, f"{blk}.ffn_up")
+        if self.architecture in ("llama", "bamboo"):
+            gate = np.maximum(self.product(h, f"{blk}.ffn_gate"), 0)
+            neurons = gate * (np.maximum(up, 0) if self.architecture == "bamboo" else up)
+        else:
+            neurons = np.maximum(up, 0)
+        self.masks.append(scores >= self.threshold)
+        self.neurons.append(neurons * self.masks[-1])
+        down = self.neurons[-1] @ self.weights[f"{blk}.ffn_down_t.weight"]
+        return down + self.weights.get(f"{blk}.ffn_down_t.bias", 0)
+
+    def logits(self) -> np.ndarray:
+        x = self.weights["token_embd.weight"][TOKENS]
+        if self.architecture == "opt":
+            x = x + self.weights["position_embd.weight"][2 : 2 + len(TOKENS)]
+        for i in range(N_LAYER):
+            blk = f"blk.{i}"
+            if self.architecture == "falcon":
+                h = self.norm(x, f"{blk}.attn_norm")
+                second = f"{blk}.attn_norm_2"
+                of_attention = self.norm(x, second) if f"{second}.weight" in self.weights else h
+                x = x + self.attention(of_attention, blk) + self.ffn(h, x, blk)
+            else:
+                x = x + self.attention(self.norm(x, f"{blk}.attn_norm"), blk)
+                x = x + self.ffn(self.norm(x, f"{blk}.ffn_norm"), x, blk)
+        output = "output" if "output.weight" in self.weights else "token_embd"
+        return self.product(self.norm(x, "output_norm"), output)
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    assert found.shape == expected.shape
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+@pytest.mark.parametrize("type_", [GGMLType.F32, GGMLType.F16, GGMLType.Q8_0, GGMLType.Q4_0])
+@pytest.mark.parametrize("model", MODELS)
+def test_predicted_is_the_masked_forward_pass(tmp_path: Path, model: str, type_: GGMLType) -> None:
+    def type_of(name: str) -> GGMLType:
+        """As the original quantiser writes a Q4_0 file, but for output.weight (Q6_K is not encoded here)."""
+        return GGMLType.Q8_0 if type_ == GGMLType.Q4_0 and name == "output" else type_
+
+    with open_gguf(write(tmp_path, model, type_of=type_of)) as gguf:
+        taps = [f"blk.{i}.{name}" for i in range(N_LAYER) for name in ("ffn_pred", "ffn_masked")]
+        found, stats = run(gguf, "predicted", *taps, sparse=True)
+        expected = Masked(gguf)
+        logits = expected.logits()
+    for i in range(N_LAYER):
+        assert np.array_equal(found.taps[f"blk.{i}.ffn_pred"] >= np.float32(0.1), expected.masks[i])
+        assert relative_error(found.taps[f"blk.{i}.ffn_masked"], expected.neurons[i]) < 1e-4
+        fires, mask = expected.neurons[i] != 0, expected.masks[i]
+        assert 0.2 < mask.mean() < 0.8  # neither all nor none: the mask matters
+        assert stats.selected[i] == mask.sum()
+        assert stats.active[i] == fires.sum()
+        assert stats.down_rows[i] == fires.any(0).sum()
+        assert stats.gate_rows[i] == (mask.any(0).sum() if model in ("llama", "bamboo") else 0)
+    assert relative_error(found.logits, logits) < 1e-4
+    dense, stats = run(gguf := open_gguf(gguf.path), "dense")
+    assert relative_error(dense.logits, logits) > 1e-2  # another function than without the predictor
+    assert (stats.selected == len(TOKENS) * N_FF).all()
+    assert (stats.up_rows == N_FF).all()
+    gguf.close()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_predictor_that_says_all_and_one_that_says_none(tmp_path: Path, model: str) -> None:
+    silent = {f"blk.{i}.fc2": np.zeros((N_FF, rank), np.float32) for i, rank in enumerate((32, 64))}
+    with open_gguf(write(tmp_path / "all", model, replaced=silent, threshold=None)) as gguf:
+        assert np.array_equal(run(gguf, "predicted")[0].logits, run(gguf, "dense")[0].logits)
+    nothing = {f"blk.{i}.ffn_down_t": np.zeros((N_FF, D), np.float32) for i in range(N_LAYER)}
+    with (
+        open_gguf(write(tmp_path / "none", model, replaced=silent, threshold=0.5)) as gguf,
+        open_gguf(write(tmp_path / "path", model, replaced=nothing)) as attention_only,
+    ):
+        found, stats = run(gguf, "predicted")
+        np.testing.assert_array_equal(found.logits, run(attention_only, "dense")[0].logits)
+        assert stats.selected.sum() == stats.active.sum() == 0
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_dense_is_the_plain_file(tmp_path: Path, model: str) -> None:
+    """Transposed or not, the same function; and a plain file may carry the transposed matrix as well."""
+    with (
+        open_gguf(write(tmp_path / "sparse", model)) as sparse,
+        open_gguf(write(tmp_path / "plain", model, dialect="gguf")) as plain,
+    ):
+        expected = run(plain, "dense")[0].logits
+        assert relative_error(run(sparse, "dense")[0].logits, expected) < 1e-5
+        config = config_from_gguf(plain)
+        assert config.is_relu
+        both = {**plain.tensors, **{n: i for n, i in sparse.tensors.items() if "ffn_down_t.weight" in n}}
+        names = {getattr(op, "weight", None) for op in describe(config, both).ops}
+        assert "blk.1.ffn_down_t.weight" in names
+        assert "blk.1.ffn_down.weight" not in names
+
+
+def test_nan_scores_select() -> None:
+    from hotset.backends.reference import selected
+    from hotset.model.graph import Mask, Value
+
+    op = Mask(Value(2, 5, "m"), Value(0, 5, "x"), Value(1, 4, "s"), threshold=0.5, first=1)
+    scores = np.array([[np.nan, 0.4, 0.5, -np.inf]], np.float32)
+    assert selected(op, scores).tolist() == [[True, True, False, True, False]]
+
+
+def test_neurons_that_are_always_computed_have_no_score(tmp_path: Path) -> None:
+    """`first` neurons before the scored ones, and the bias that lets single neurons through."""
+    first, rank = 32, 64
+    with open_gguf(write(tmp_path, "llama", ranks=(32, 64))) as gguf:
+        path = tmp_path / "first.gguf"
+        writer = GGUFWriter(path, "llama", dialect="powerinfer")
+        for key, value in gguf.metadata.items():
+            if key != "general.architecture":
+                writer.add(key, value, gguf.metadata_types[key][-1])
+        for name, info in gguf.tensors.items():
+            data = dequantize(gguf.data(name), info.type, info.shape).reshape(info.shape[::-1])
+            writer.add_tensor(name, data[first:] if name == "blk.1.fc2.weight" else data, info.type)
+        bias = np.zeros(N_FF - first, np.float32)
+        bias[3] = np.inf
+        writer.add_tensor("blk.1.always.bias", bias, GGMLType.F32)
+        writer.write()
+    with open_gguf(path) as gguf:
+        config = config_from_gguf(gguf)
+        predictor = Predictor("mlp", (0.1, 0.1), first=(N_FF, first))
+        graph = describe(config, gguf.tensors, predictor)
+        names = {value.name for value in graph.values}
+        assert "blk.0.ffn_pred" not in names
+        assert "blk.0.ffn_masked" not in names
+        assert next(v.width for v in graph.values if v.name == "blk.1.ffn_pred_h") == rank
+        backend = ReferenceBackend(gguf, graph, n_pages=1)
+        taps = ("blk.1.ffn_act", "blk.1.ffn_masked", "blk.1.ffn_pred")
+        arrays = (TOKENS[:20], np.arange(20), np.zeros(20), [[0]], [])
+        found = backend.step(Batch(*(np.array(a, np.int32) for a in arrays), taps=taps)).taps
+    kept = np.ones((20, N_FF), bool)
+    kept[:, first:] = found["blk.1.ffn_pred"] >= np.float32(0.1)
+    assert kept[:, first + 3].all()
+    assert not kept.all()
+    assert np.array_equal(found["blk.1.ffn_masked"], np.where(kept, found["blk.1.ffn_act"], 0))
+
+
+def test_opt_refuses_positions_that_it_has_not_learned(tmp_path: Path) -> None:
+    with open_gguf(write(tmp_path, "opt", n_ctx=60)) as gguf:
+        config = config_from_gguf(gguf)
+        assert config.n_ctx_train == config.n_ctx_max == 60  # not what the key says, not the 62 rows
+        with pytest.raises(InvalidRequestError, match="position 74 lies past 59"):
+            run(gguf, "dense")
+
+
+@pytest.mark.parametrize("model", ["llama", "falcon-7b", "opt"])
+def test_every_tensor_is_asked_for_with_its_shape(tmp_path: Path, model: str) -> None:
+    with open_gguf(write(tmp_path, model)) as gguf:
+        config = config_from_gguf(gguf)
+        predictor = Predictor("mlp", (0.0, 0.0))
+        for name, info in gguf.tensors.items():
+            rest = {n: i for n, i in gguf.tensors.items() if n != name}
+            if name != "output.weight":
+                with pytest.raises(UnsupportedModelError, match="lacks the tensor"):
+                    describe(config, rest, predictor)
+            wrong = type(info)(name, (*info.shape[:-1], info.shape[-1] + 8), info.type, 0, 0)
+            with pytest.raises(UnsupportedModelError, match="but the file's keys say"):
+                describe(config, {**gguf.tensors, name: wrong}, predictor)
+
+
+# ---- the files beside a model ----------------------------------------------------------------------------
+
+
+def test_activation_counts_are_in_the_order_of_layer_numbers(tmp_path: Path) -> None:
+    model = tmp_path / "model.powerinfer.gguf"
+    assert activation_files(model) is None
+    counts = [np.arange(6) * 10**i for i in range(12)]  # activation_10 sorts before activation_2 as text
+    write_activations(tmp_path / "activation", counts)
+    folder = activation_files(model)
+    assert folder == tmp_path / "activation"
+    for n_layer, n_ff in ((12, 6), (12, (6,) * 12), (None, None)):
+        found = read_activations(folder, n_layer, n_ff)
+        assert all(np.array_equal(a, b) for a, b in zip(found, counts, strict=True))
+    with pytest.raises(FormatError, match=r"more than 11 layers: it has activation_11\.pt"):
+        read_activations(folder, 11, 6)
+    with pytest.raises(FormatError, match=r"lacks activation_12\.pt"):
+        read_activations(folder, 13, 6)
+    with pytest.raises(FormatError, match=r"a tensor \[6\], but the layer has 7 neurons"):
+        read_activations(folder, 12, 7)
+    write_torch(folder / "activation_3.pt", np.array([1, 2, 3, 4, 5, -1.0]))
+    with pytest.raises(FormatError, match="cannot be a count"):
+        read_activations(folder)
+    (folder / "activation_999999999999.pt").touch()
+    with pytest.raises(FormatError, match=r"lacks activation_12\.pt"):
+        read_activations(folder)
+
+
+def test_torch_reads_what_is_written(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    for values in (np.arange(5), np.ones((2, 3), np.float32), np.zeros(0), np.array([True, False])):
+        write_torch(tmp_path / "x.pt", values)
+        found = torch.load(tmp_path / "x.pt", weights_only=True).numpy()
+        assert found.dtype == values.dtype
+        assert np.array_equal(found, values)
+        assert np.array_equal(read_torch(tmp_path / "x.pt"), values)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_what_torch_writes_is_read(tmp_path: Path, zipped: bool) -> None:
+    torch = pytest.importorskip("torch")
+    base = torch.arange(24).reshape(4, 6)
+    tensors = {
+        "long": base,
+        "view": base[1:, ::2],
+        "turned": base.T,
+        "float": torch.linspace(-1, 1, 7),
+        "half": torch.ones(3, dtype=torch.float16),
+        "one": torch.tensor(5, dtype=torch.int32),
+        "none": torch.zeros(0),
+        "bool": torch.tensor([True, False]),
+    }
+    for name, tensor in tensors.items():
+        torch.save(tensor, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+        assert np.array_equal(read_torch(tmp_path / "x.pt"), tensor.numpy()), name
+    torch.save(torch.nn.Linear(3, 2).state_dict(), tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+    state = read_torch(tmp_path / "x.pt")
+    assert isinstance(state, dict)
+    assert {name: v.shape for name, v in state.items()} == {"weight": (2, 3), "bias": (2,)}
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_anything_but_tensors_is_refused_and_nothing_is_called(tmp_path: Path, zipped: bool) -> None:
+    torch = pytest.importorskip("torch")
+
+    class Hostile:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "called",)
+
+    for value in (
+        Hostile(),
+        [1, 2],
+        "text",
+        {"a": 1},
+        {"a": torch.zeros(2), "b": Hostile()},
+        torch.nn.ReLU(),
+    ):
+        torch.save(value, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+        with pytest.raises(FormatError, match="holds something else"):
+            read_torch(tmp_path / "x.pt")
+    assert not (tmp_path / "called").exists()
+
+
+def storage(n: int = 4, kind: str = "torch\nLongStorage") -> bytes:
+    size = b"\x8a\x08" + struct.pack("<q", n)
+    return b"(X\7\0\0\0storagec" + kind.encode() + b"\nX\1\0\0\0" + b"0X\3\0\0\0cpu" + size + b"tQ"
+
+
+def tensor(numbers: list[int], base: bytes) -> bytes:
+    offset, size, stride = (b"\x8a\x08" + struct.pack("<q", n) for n in numbers)
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + base + offset + size + b"\x85" + stride + b"\x85tR"
+
+
+@pytest.mark.parametrize(
+    "pickle",
+    [
+        tensor([0, 5, 1], storage()),  # longer than its storage
+        tensor([2, 3, 1], storage()),  # past its end
+        tensor([-1, 3, 1], storage()),
+        tensor([0, 4, 2], storage()),
+        tensor([0, 4, -1], storage()),
+        tensor([0, 1 << 40, 0], storage()),  # a terabyte out of one element
+        tensor([0, 4, 1], storage(-4)),
+        tensor([0, 4, 1], storage(1 << 40)),
+        tensor([0, 4, 1], storage(kind="os\nsystem")),
+        tensor([0, 4, 1], b"K\1"),
+        b"cos\nsystem\n(X\4\0\0\0truetR",
+        b"cbuiltins\neval\n(tR",
+        b"\x94" * 10,
+        b"r\xff\xff\xff\xff",
+        b"X\xff\xff\xff\x7f",
+        b"\x8a\xff",
+        b"K\1K\1s",
+        b"t",
+        b"h\0",
+        b"(((((",
+        b"",
+    ],
+)
+def test_a_hostile_pickle_is_refused(tmp_path: Path, pickle: bytes) -> None:
+    path = tmp_path / "x.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x/data.pkl", b"\x80\x02" + pickle + b".")
+        archive.writestr("x/data/0", bytes(32))
+    with pytest.raises(FormatError) as error:
+        read_torch(path)
+    assert "\n" not in str(error.value)
+    path.write_bytes(b"\x80\x02" + pickle + b".")
+    with pytest.raises(FormatError):
+        read_torch(path)
+
+
+def test_every_truncation_of_a_tensor_file_is_a_sentence(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "x.pt"
+    for zipped in (True, False):
+        torch.save(torch.arange(9), path, _use_new_zipfile_serialization=zipped)
+        whole = path.read_bytes()
+        for n in range(0, len(whole), 7):
+            path.write_bytes(whole[:n])
+            with pytest.raises(FormatError):
+                read_torch(path)
+    with pytest.raises(FormatError, match="cannot be read"):
+        read_torch(tmp_path / "none.pt")
+
+
+def write_gpu_index(path: Path, masks: list[list[int]], **replaced: Any) -> Path:
+    """As powerinfer-py's export_split writes it, by the gguf package; the bucket of a layer may be empty."""
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(str(path), "generic.gpu_index")
+    for i, mask in enumerate(masks):
+        writer.add_tensor(f"blk.{i}.gpu_idx", np.array(mask, np.int32))
+        bucket = replaced.get("bucket", np.flatnonzero(mask))
+        writer.add_tensor(f"blk.{i}.gpu_bucket", np.array(bucket, np.int32))
+    writer.add_block_count(len(masks))
+    if replaced.get("capacity", True):
+        writer.add_uint64("split.vram_capacity", 12_345_678_901)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with path.open("r+b") as file:
+        file.write(replaced.get("magic", b"PWRI"))
+    return path
+
+
+def test_a_gpu_index_is_read(tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    assert gpu_index_file(model) is None
+    path = write_gpu_index(tmp_path / "other.generated.gpuidx", [[0, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
+    assert gpu_index_file(model) == path
+    path = path.rename(tmp_path / "model.gguf.generated.gpuidx")
+    (tmp_path / "b.generated.gpuidx").touch()
+    assert gpu_index_file(model) == path
+    index = read_gpu_index(path, (4, 4, 4))
+    assert index.vram_capacity == 12_345_678_901
+    assert [np.flatnonzero(mask).tolist() for mask in index.on_gpu] == [[1, 2], [], [0, 1, 2, 3]]
+    with pytest.raises(FormatError, match="two for each of 2 layers"):
+        read_gpu_index(path, (4, 4))
+    with pytest.raises(FormatError, match="each of 5 neurons"):
+        read_gpu_index(path, (5, 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("replaced", "sentence"),
+    [
+        ({"bucket": [0, 2]}, "does not list the neurons"),
+        ({"capacity": False}, "does not say its split.vram_capacity"),
+        ({"magic": b"GGUF"}, "is not a GPU index"),
+    ],
+)
+def test_a_gpu_index_that_makes_no_sense_is_refused(
+    tmp_path: Path, replaced: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(FormatError, match=sentence):
+        read_gpu_index(write_gpu_index(tmp_path / "x.gpuidx", [[0, 1]], **replaced), (2,))
+    with pytest.raises(FormatError, match="not 0 or 1"):
+        read_gpu_index(write_gpu_index(tmp_path / "y.gpuidx", [[0, 2]]), (2,))
