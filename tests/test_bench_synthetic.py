@@ -15,6 +15,7 @@ from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType, dequantize
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
+from hotset.model.predictor import Predictor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import planted
@@ -31,11 +32,13 @@ def matrix(path: Path, name: str) -> np.ndarray:
         return dequantize(file.data(name), info.type, info.shape)
 
 
-def taps(path: Path, names: list[str]) -> dict[str, np.ndarray]:
+def taps(path: Path, names: list[str], predicted: bool = False) -> dict[str, np.ndarray]:
     """Values of the reference engine for random tokens, [N_TOKENS, width] each."""
     with open_gguf(path) as file:
         config = config_from_gguf(file)
-        backend = ReferenceBackend(file, describe(config, file.tensors), n_pages=N_TOKENS // PAGE_SIZE)
+        predictor = Predictor("mlp", (config.sparse_threshold,) * config.n_layer) if predicted else None
+        graph = describe(config, file.tensors, predictor)
+        backend = ReferenceBackend(file, graph, n_pages=N_TOKENS // PAGE_SIZE)
         tokens = np.random.default_rng(1).integers(0, config.n_vocab, N_TOKENS, dtype=np.int32)
         positions = np.arange(N_TOKENS, dtype=np.int32)
         pages = np.arange(N_TOKENS // PAGE_SIZE, dtype=np.int32)[None]
@@ -93,7 +96,7 @@ def test_both_files_hold_the_same_weights(tmp_path: Path, kind: synthetic.Kind) 
             np.testing.assert_array_equal(a.data(name), b.data(name))
 
 
-@pytest.mark.parametrize("kind", ["llama", "bamboo"])
+@pytest.mark.parametrize("kind", synthetic.KINDS)
 @pytest.mark.parametrize("skew", ["power", "uniform"])
 def test_neurons_fire_as_planted(tmp_path: Path, kind: synthetic.Kind, skew: planted.Skew) -> None:
     path = tmp_path / "plain.gguf"
@@ -109,6 +112,22 @@ def test_neurons_fire_as_planted(tmp_path: Path, kind: synthetic.Kind, skew: pla
         assert (np.abs(frequency - p) < 5 * spread).all()
         if skew == "power":
             assert np.corrcoef(frequency, p)[0, 1] > 0.95
+
+
+@pytest.mark.parametrize("type", [GGMLType.F16, GGMLType.Q4_0])
+@pytest.mark.parametrize("kind", synthetic.KINDS)
+def test_the_predictor_selects_the_neurons_that_fire(
+    tmp_path: Path, type: GGMLType, kind: synthetic.Kind
+) -> None:
+    path = tmp_path / "sparse.gguf"
+    make(path, type, kind=kind)
+    names = ["blk.1.ffn_act", "blk.1.ffn_pred"]
+    values = taps(path, names, predicted=True)
+    fires, selected = values["blk.1.ffn_act"] != 0, values["blk.1.ffn_pred"] >= 0
+    assert 0.09 < selected.mean() < 0.12
+    assert selected[fires].mean() > 0.999
+    precision = fires[selected].mean()
+    assert precision == pytest.approx(0.5 if kind == "bamboo" else 1.0, abs=0.02)
 
 
 def test_no_layer_touches_the_constant_channels(tmp_path: Path) -> None:
