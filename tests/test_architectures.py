@@ -1,8 +1,8 @@
 """Every architecture against transformers: a tiny model with every parameter random gives the same logits.
 
 Each recipe of `tiny_models.RECIPES` is written as GGUF in F32 and run by every backend as a whole prompt, in
-chunks, token by token and mixed with other sequences. Prompts are longer than the sliding windows (24) and the
-original contexts (32) of the recipes, and cross pages of the cache.
+chunks, token by token and mixed with other sequences. Prompts are longer than the sliding windows (24) and
+the original contexts (32) of the recipes, and cross pages of the cache.
 """
 
 from __future__ import annotations

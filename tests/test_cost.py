@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiny_gguf import write_relu
 
+from hotset.formats.gguf import TensorInfo, open_gguf
 from hotset.formats.quants import GGMLType, row_bytes
-from hotset.model.config import SILU, ModelConfig
+from hotset.model.config import SILU, ModelConfig, config_from_gguf
 from hotset.model.cost import Cost
 from hotset.model.decoder import describe
 from hotset.model.graph import Rope
+from hotset.model.predictor import Predictor
 
 CONFIG = ModelConfig(
     "llama", n_layer=2, n_embd=64, n_ff=(96, 128), n_head=4, n_head_kv=2, head_dim=32, head_dim_v=32,
@@ -80,3 +84,42 @@ def test_flops(cost: Cost) -> None:
     matrices = 2 * 24576 + 3 * 64 * 224 + 300 * 64
     attention = 4 * (32 + 32) * (100 + 16)
     assert cost.flops_per_token(99) == 2 * (matrices + attention)
+
+
+def test_fused_transposed_and_sign_products(tmp_path: Path) -> None:
+    """Falcon with predictors: the rows of a fused tensor are counted once, and so is every other tensor."""
+    with open_gguf(write_relu(tmp_path / "m.gguf", "falcon", type_of=lambda _: GGMLType.Q8_0)) as gguf:
+        config = config_from_gguf(gguf)
+        plain, embedding = describe(config, gguf.tensors), gguf.tensors["token_embd.weight"]
+        predicted = describe(config, gguf.tensors, Predictor("mlp", (0.0, 0.0)))
+        fc = {name: info.nbytes for name, info in gguf.tensors.items() if ".fc" in name}
+        total = sum(info.nbytes for info in gguf.tensors.values())
+        total += sum(
+            4 * 2 * config.n_embd for _ in range(config.n_layer)
+        )  # a norm is read twice (decoder.py)
+        expected = total - embedding.nbytes + embedding.nbytes // config.n_vocab
+        assert Cost(predicted, gguf.tensors).bytes_per_token(-1, "f16") == expected
+        assert Cost(plain, gguf.tensors).bytes_per_token(-1, "f16") == expected - sum(fc.values())
+        dense_flops = Cost(plain, gguf.tensors).flops_per_token(9)
+        of_predictors = 2 * (64 + 96) * (32 + 64)  # n_embd and n_ff, the ranks of both layers
+        assert Cost(predicted, gguf.tensors).flops_per_token(9) == dense_flops + of_predictors
+
+        signs = dict(gguf.tensors)
+        for i in range(config.n_layer):
+            name = f"blk.{i}.sign.weight"
+            signs[name] = TensorInfo(name, (8, 96), GGMLType.I8, 8 * 96, 0)
+        by_sign = Cost(describe(config, signs, Predictor("sign", (0.0, 0.0))), signs)
+        assert by_sign.weight_bytes[GGMLType.I8] == 2 * 8 * 96
+        assert by_sign.flops_per_token(9) == dense_flops
+
+
+def test_planes_count_codes_and_scales(tmp_path: Path) -> None:
+    with open_gguf(write_relu(tmp_path / "m.gguf", dialect="gguf")) as gguf:
+        tensors = {name: info for name, info in gguf.tensors.items() if "ffn_down" not in name}
+        for i in range(2):
+            for name, type_, shape in (("codes", GGMLType.I8, (32, 96)), ("scales", GGMLType.F16, (64, 3))):
+                name = f"blk.{i}.ffn_down_t.{name}"
+                tensors[name] = TensorInfo(name, shape, type_, row_bytes(type_, shape[0]) * shape[1], 0)
+        bytes_of = Cost(describe(config_from_gguf(gguf), tensors), tensors).weight_bytes
+    assert bytes_of[GGMLType.I8] == 2 * 32 * 96
+    assert bytes_of[GGMLType.F16] == 2 * 64 * 3 * 2

@@ -1,7 +1,8 @@
 """What a token costs: bytes read and floating-point operations, counted from the graph and the file.
 
 Decoding reads every weight once per step and every visible key and value once per token, so bytes per token
-over the measured read bandwidth is the ceiling that `bench` prints. The formulas stand here and nowhere else.
+over the measured read bandwidth is the ceiling that `bench` prints. What a sparse step leaves unread is
+counted in sparsity/stats.py.
 """
 
 from __future__ import annotations
@@ -12,7 +13,16 @@ from typing import TYPE_CHECKING
 
 from hotset.backends.base import KVType
 from hotset.formats.quants import GGMLType, row_bytes
-from hotset.model.graph import Attention, Embed, Graph, LayerNorm, Linear, RMSNorm
+from hotset.model.graph import (
+    Attention,
+    Embed,
+    Graph,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    SignScores,
+    TransposedLinear,
+)
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import TensorInfo
@@ -30,14 +40,22 @@ class Cost:
 
     def __init__(self, graph: Graph, tensors: Mapping[str, TensorInfo]) -> None:
         self._attentions = [op for op in graph.ops if isinstance(op, Attention)]
-        self._linear_flops = sum(2 * op.x.width * op.out.width for op in graph.ops if isinstance(op, Linear))
+        self._linear_flops = sum(
+            2 * op.x.width * op.out.width for op in graph.ops if isinstance(op, Linear | TransposedLinear)
+        )
         self._weight_bytes: Counter[GGMLType] = Counter()
         for op in graph.ops:
             if isinstance(op, Embed):  # a token's row, not the matrix
                 info = tensors[op.weight]
                 self._weight_bytes[info.type] += row_bytes(info.type, info.shape[0])
-            elif isinstance(op, Linear | RMSNorm | LayerNorm):
-                for name in (op.weight, getattr(op, "bias", None)):
+            elif isinstance(op, Linear):  # its rows, of a fused tensor
+                for name in (op.weight, op.bias):
+                    if name is not None:
+                        info = tensors[name]
+                        n_rows = info.shape[-1]
+                        self._weight_bytes[info.type] += info.nbytes // n_rows * op.out.width
+            elif isinstance(op, RMSNorm | LayerNorm | TransposedLinear | SignScores):
+                for name in (op.weight, getattr(op, "scales", None), getattr(op, "bias", None)):
                     if name is not None:
                         self._weight_bytes[tensors[name].type] += tensors[name].nbytes
 
@@ -59,7 +77,9 @@ class Cost:
         return self._weight_bytes.total() / batch + self.kv_bytes_read(depth, kv_type)
 
     def flops_per_token(self, depth: float) -> float:
-        """Multiplications and additions of the matrices and of attention; norms and the like are left out."""
+        """Multiplications and additions of the matrices and of attention; norms, signs and the like are left
+        out.
+        """
         attention = sum(
             2 * op.n_head * (op.head_dim + op.head_dim_v) * _seen(op, depth) for op in self._attentions
         )
