@@ -376,25 +376,25 @@ def test_statistics_are_not_asked_for_unless_they_are_wanted():
     plain = engine()
     sequence = generate(plain, prompt(20), seed=1, max_tokens=5)
     assert plain.backend.n_stats_asked == 0
-    assert (plain.step_stats, sequence.step_stats, sequence.decode_stats) == (None, None, None)
+    assert (plain.step_stats, sequence.step_stats) == (None, [])
 
 
-def test_statistics_of_an_answer_are_the_sum_of_its_decoding_steps():
+def test_every_token_has_the_statistics_of_its_step():
     counting = Engine(FakeBackend(max_batch=16), 512, collect_stats=True)
     sequence = generate(counting, prompt(40), seed=1, max_tokens=5)
     assert counting.backend.batches == [16, 16, 8, 1, 1, 1, 1]
     assert counting.backend.n_stats_asked == 7
-    total = sequence.decode_stats
-    assert total is not None
-    assert total.n_tokens == 4  # the first token came from the prompt
-    assert total.active.tolist() == [4 * 10, 4 + 5 + 6 + 7]
-    assert total.selected.tolist() == [4 * 20, 4 * 100]
-    assert total.down_rows.tolist() == total.active.tolist()
-    np.testing.assert_allclose(total.ffn, [4e-3, 8e-3])
-    assert total.other == pytest.approx(2e-3)
-    assert sequence.step_stats is counting.step_stats
-    assert sequence.step_stats is not None
-    assert sequence.step_stats.active.tolist() == [10, 7]
+    assert [stats.n_tokens for stats in sequence.step_stats] == [
+        8,
+        1,
+        1,
+        1,
+        1,
+    ]  # the first came of the prompt
+    assert [stats.active.tolist() for stats in sequence.step_stats] == [
+        [80, 24], [10, 4], [10, 5], [10, 6], [10, 7],
+    ]  # fmt: skip
+    assert sequence.step_stats[-1] is counting.step_stats
 
 
 def test_sequences_side_by_side_each_have_the_steps_that_they_were_in():
@@ -404,8 +404,8 @@ def test_sequences_side_by_side_each_have_the_steps_that_they_were_in():
     )
     drain(counting)
     assert counting.backend.batches == [18, 2, 2, 1, 1, 1]
-    assert (long.decode_stats.n_tokens, short.decode_stats.n_tokens) == (2 + 2 + 1 + 1 + 1, 4)
-    assert short.decode_stats.active.tolist() == [4 * 10, 2 * 2 + 2 * 3]
+    assert [stats.n_tokens for stats in long.step_stats] == [18, 2, 2, 1, 1, 1]
+    assert [stats.n_tokens for stats in short.step_stats] == [18, 2, 2]
 
 
 # ---- perplexity ----

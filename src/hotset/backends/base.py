@@ -7,7 +7,7 @@ Batches mix prefill and decode freely; the result for a token never depends on i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
@@ -72,10 +72,6 @@ class StepStats:
     ffn: np.ndarray
     attention: np.ndarray
     other: float
-
-    def __add__(self, more: StepStats) -> StepStats:
-        """The sums over the tokens of both."""
-        return StepStats(*(getattr(self, f.name) + getattr(more, f.name) for f in fields(self)))
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 The backend is driven directly, as llama-bench does: random tokens, no tokenizer, no sampling. `pp` is the
 processing of a prompt, `tg` the generation of tokens one by one, `@ d` with d tokens in the cache before.
-Generation reads every weight once per token, so the rate at which the mapped file can be read is its ceiling:
-it is measured first, and again between the repetitions, since a shared machine's ceiling moves.
+Generation reads every weight once per token, but those of neurons that it skips, so the rate at which the
+mapped file can be read is its ceiling: it is measured first, and again between the repetitions, since a
+shared machine's ceiling moves.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import DownloadBar, print_json, say
+from hotset.cli.console import DownloadBar, print_json, say, tell_choice
+from hotset.report.bars import percent
 from hotset.storage import catalogue, store
 from hotset.units import human_count
 
 if TYPE_CHECKING:
     from hotset.api import Model
-    from hotset.backends.base import Backend, KVType
+    from hotset.backends.base import Backend, KVType, StepStats
 
 _SEED = 0
 
@@ -52,10 +54,14 @@ class Test:
 
 @dataclass
 class Measurement:
-    """Seconds of each repetition, and bytes per second read of the mapped file beside them."""
+    """Seconds of each repetition, and bytes per second read of the mapped file beside them.
+
+    stats: of the measured steps that generated, or of those of prompts where none did.
+    """
 
     seconds: list[float] = field(default_factory=list)
     bandwidth: list[float] = field(default_factory=list)
+    stats: list[StepStats] = field(default_factory=list)
 
 
 def bench(
@@ -79,6 +85,10 @@ def bench(
     cache_type: Annotated[
         str, typer.Option("--cache-type-k", "-ctk", help="Type of the KV cache: f16, q8_0.")
     ] = "f16",
+    sparsity: options.Sparsity = None,
+    predictor: options.Predictor = None,
+    profile: options.ProfileFile = None,
+    activation: options.Activation = None,
     output: Annotated[str, typer.Option("--output", "-o", help="md, csv, json or jsonl.")] = "md",
     json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
 ) -> None:
@@ -94,7 +104,8 @@ def bench(
     tests = [Test(p, n, d) for d in depths for p, n in pairs]
     if not tests:
         raise typer.BadParameter("there is nothing to measure: give -p or -n.", param_hint="-p")
-    with DownloadBar() as bar:
+    bar = DownloadBar()
+    with bar:
         path = store.resolve(model_option or model or catalogue.DEFAULT, progress=bar)
 
     printer = _PRINTERS[output]()
@@ -102,17 +113,29 @@ def bench(
     for n_threads in _integers(threads, "-t", minimum=1) if threads else [None]:
         for kv_type in _kv_types(cache_type):
             n_ctx = max(test.n_ctx for test in tests)
-            with hotset.load(path, n_ctx=n_ctx, n_threads=n_threads, kv_type=kv_type) as loaded:
+            with hotset.load(
+                path,
+                n_ctx=n_ctx,
+                n_threads=n_threads,
+                kv_type=kv_type,
+                activation=activation,
+                sparsity=sparsity,
+                predictor=predictor,
+                profile=profile,
+                progress=bar,
+            ) as loaded:
                 facts = _facts(loaded, path, batch)
                 read = _bandwidth_reader(path, facts["n_threads"])
                 if first:
+                    tell_choice(loaded)
                     measured = statistics.median(read() for _ in range(3))
                     printer.bandwidth(measured, facts["n_threads"])
                     first = False
                 for test in tests:
-                    result = measure(loaded.backend, test, repetitions, batch, read)
-                    n_bytes = loaded.cost.bytes_per_token(_mean_depth(test), loaded.kv_type)
-                    printer.row(_entry(facts, test, result, n_bytes))
+                    result = measure(
+                        loaded.backend, test, repetitions, batch, read, collect_stats=loaded.config.is_relu
+                    )
+                    printer.row(_entry(facts, test, result, *_touched(loaded, test, result)))
     printer.end()
 
 
@@ -153,14 +176,21 @@ def _mean_depth(test: Test) -> float:
 
 
 def measure(
-    backend: Backend, test: Test, repetitions: int, batch: int, read_bandwidth: Callable[[], float]
+    backend: Backend,
+    test: Test,
+    repetitions: int,
+    batch: int,
+    read_bandwidth: Callable[[], float],
+    *,
+    collect_stats: bool = False,
 ) -> Measurement:
     """Runs the test after a warm-up. The depth is computed once; repetitions write over what follows it."""
-    run = _Run(backend, test.n_ctx, min(batch, backend.max_batch))
+    run = _Run(backend, test.n_ctx, min(batch, backend.max_batch), collect_stats)
     run.prompt(0, test.n_depth)
     start = test.n_depth
     run.prompt(start, test.n_prompt)
     run.generate(start + test.n_prompt, min(test.n_gen, 2))
+    run.stats = {"prompt": [], "generate": []}
     result = Measurement()
     for _ in range(repetitions):
         if test.n_gen:
@@ -171,13 +201,14 @@ def measure(
         result.seconds.append(time.perf_counter() - begun)
     if not result.bandwidth:
         result.bandwidth.append(read_bandwidth())
+    result.stats = run.stats["generate" if test.n_gen else "prompt"]
     return result
 
 
 class _Run:
     """One sequence of random tokens in the first pages of the cache."""
 
-    def __init__(self, backend: Backend, n_ctx: int, batch: int) -> None:
+    def __init__(self, backend: Backend, n_ctx: int, batch: int, collect_stats: bool) -> None:
         import numpy as np
 
         from hotset.backends.base import PAGE_SIZE
@@ -185,16 +216,18 @@ class _Run:
         self.backend, self.batch = backend, batch
         self.pages = np.arange(-(-n_ctx // PAGE_SIZE), dtype=np.int32)[None]
         self.tokens = np.random.default_rng(_SEED).integers(0, backend.n_vocab, n_ctx, dtype=np.int32)
+        self.collect_stats = collect_stats
+        self.stats: dict[str, list[StepStats]] = {"prompt": [], "generate": []}
 
     def prompt(self, start: int, n: int) -> None:
         for first in range(start, start + n, self.batch):
-            self._step(first, min(self.batch, start + n - first))
+            self._step(first, min(self.batch, start + n - first), "prompt")
 
     def generate(self, start: int, n: int) -> None:
         for position in range(start, start + n):
-            self._step(position, 1)
+            self._step(position, 1, "generate")
 
-    def _step(self, first: int, n: int) -> None:
+    def _step(self, first: int, n: int, kind: str) -> None:
         import numpy as np
 
         from hotset.backends.base import Batch
@@ -209,6 +242,8 @@ class _Run:
                 outputs=np.array([n - 1], np.int32),
             )
         )
+        if self.collect_stats and (stats := self.backend.stats()) is not None:
+            self.stats[kind].append(stats)
 
 
 def _bandwidth_reader(path: Path, n_threads: int) -> Callable[[], float]:
@@ -225,6 +260,18 @@ def _bandwidth_reader(path: Path, n_threads: int) -> Callable[[], float]:
 
 
 # -- reporting -----------------------------------------------------------------------------------
+
+
+def _touched(model: Model, test: Test, result: Measurement) -> tuple[float, float | None]:
+    """Bytes that a generated token touched, and the share of the neurons that fired for a token."""
+    summary = model.summary(result.stats)
+    depth = _mean_depth(test)
+    if summary is None:
+        return model.cost.bytes_per_token(depth, model.kv_type), None
+    if not test.n_gen:
+        return model.cost.bytes_per_token(depth, model.kv_type), summary.active_share
+    n_bytes = summary.bytes_touched_per_token + model.cost.kv_bytes_read(depth, model.kv_type)
+    return n_bytes, summary.active_share
 
 
 def _facts(model: Model, path: Path, batch: int) -> dict[str, Any]:
@@ -248,10 +295,18 @@ def _facts(model: Model, path: Path, batch: int) -> dict[str, Any]:
         "n_threads": getattr(model.backend, "n_threads", 1),
         "type_k": model.kv_type,
         "type_v": model.kv_type,
+        "sparsity": model.sparsity.mode,
+        "predictor": str(model.sparsity.spec) if model.sparsity.spec else None,
     }
 
 
-def _entry(facts: dict[str, Any], test: Test, result: Measurement, bytes_per_token: float) -> dict[str, Any]:
+def _entry(
+    facts: dict[str, Any],
+    test: Test,
+    result: Measurement,
+    bytes_per_token: float,
+    active_share: float | None = None,
+) -> dict[str, Any]:
     """One line of the table. ts: tokens per second; ns: nanoseconds of a repetition."""
     n = test.n_prompt + test.n_gen
     speeds = [n / seconds for seconds in result.seconds]
@@ -271,6 +326,7 @@ def _entry(facts: dict[str, Any], test: Test, result: Measurement, bytes_per_tok
         "samples_ts": speeds,
         "read_bandwidth": bandwidth,
         "bytes_per_token": int(bytes_per_token),
+        "active_share": active_share,
         "bandwidth_share": average * bytes_per_token / bandwidth
         if test.n_gen and not test.n_prompt
         else None,
@@ -282,10 +338,23 @@ def _deviation(values: list[float] | list[int]) -> float:
 
 
 class _Markdown:
-    """llama-bench's table, with a last column: the share of the read bandwidth that generation reached."""
+    """llama-bench's table, with more columns: the share of the read bandwidth that generation reached, and,
+    where neurons are skipped, the mode and the share of them that fired."""
 
-    columns = ("model", "size", "params", "backend", "threads", "cache", "test", "t/s", "of read")
-    widths = (22, 10, 8, 7, 7, 5, 14, 16, 7)
+    columns: tuple[str, ...] = (
+        "model",
+        "size",
+        "params",
+        "backend",
+        "threads",
+        "cache",
+        "test",
+        "t/s",
+        "of read",
+    )
+    widths: tuple[int, ...] = (22, 10, 8, 7, 7, 5, 14, 16, 7)
+    sparse_columns = ("sparsity", "active")
+    sparse_widths = (13, 6)
 
     def __init__(self) -> None:
         self._started = False
@@ -297,29 +366,32 @@ class _Markdown:
         )
 
     def row(self, entry: dict[str, Any]) -> None:
+        sparse = entry["sparsity"] != "dense"
         if not self._started:
+            if sparse:
+                self.columns += self.sparse_columns
+                self.widths += self.sparse_widths
             self._line(self.columns)
             rules = ["-" * width for width in self.widths]
             print(
                 "| " + " | ".join(rule if i == 0 else rule[:-1] + ":" for i, rule in enumerate(rules)) + " |"
             )
             self._started = True
-        share = entry["bandwidth_share"]
-        self._line(
-            (
-                entry["model_type"],
-                f"{entry['model_size'] / 2**20:.2f} MiB"
-                if entry["model_size"] < 2**30
-                else f"{entry['model_size'] / 2**30:.2f} GiB",
-                human_count(entry["model_n_params"]),
-                entry["backends"],
-                str(entry["n_threads"]),
-                entry["type_k"],
-                Test(entry["n_prompt"], entry["n_gen"], entry["n_depth"]).name,
-                f"{entry['avg_ts']:.2f} ± {entry['stddev_ts']:.2f}",
-                f"{100 * share:.0f}%" if share is not None else "",
-            )
+        size, share = entry["model_size"], entry["bandwidth_share"]
+        cells: tuple[str, ...] = (
+            entry["model_type"],
+            f"{size / 2**20:.2f} MiB" if size < 2**30 else f"{size / 2**30:.2f} GiB",
+            human_count(entry["model_n_params"]),
+            entry["backends"],
+            str(entry["n_threads"]),
+            entry["type_k"],
+            Test(entry["n_prompt"], entry["n_gen"], entry["n_depth"]).name,
+            f"{entry['avg_ts']:.2f} ± {entry['stddev_ts']:.2f}",
+            f"{100 * share:.0f}%" if share is not None else "",
         )
+        if sparse:
+            cells += (entry["predictor"] or entry["sparsity"], percent(entry["active_share"]))
+        self._line(cells)
 
     def _line(self, cells: tuple[str, ...]) -> None:
         padded = [

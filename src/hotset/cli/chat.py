@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from hotset.cli.console import say
-from hotset.cli.run import chunks, closing_line, has_template
+from hotset.cli.run import chunks, closing_line, has_template, print_stats
 from hotset.errors import HotsetError
 from hotset.units import human_size
 
@@ -162,6 +162,8 @@ class Chat:
         say(f"Answers: {self.answered}, with {self.generated} tokens")
         say(f"{used} of {self.model.n_ctx} tokens of the context are used")
         say(f"{human_size(self.model.gguf.nbytes)} of weights, backend {self.model.backend.name}")
+        if self.model.config.is_relu:
+            print_stats(self.last.answer_stats)
 
     def save(self, rest: str) -> None:
         if not rest:

@@ -17,12 +17,34 @@ from hotset.storage.reporter import Reporter
 from hotset.units import human_size
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.progress import Progress, TaskID
+
+    from hotset.api import Model
 
 
 def say(text: str, *, dim: bool = False) -> None:
     """One line on stderr; stdout belongs to the answer."""
     typer.secho(text, err=True, dim=dim)
+
+
+def tell_choice(model: Model) -> None:
+    """Which neurons are computed and why, and what was built for it; nothing where there is no choice."""
+    if model.config.is_relu:
+        say(f"sparsity {model.sparsity.reason}", dim=True)
+        for note in model.notes:
+            say(note, dim=True)
+
+
+def read_text(file: Path, option: str) -> str:
+    """A text file as it stands: newlines stay what they are."""
+    try:
+        return file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(
+            f"{file} is not UTF-8 text (byte {error.start}).", param_hint=option
+        ) from None
 
 
 def print_json(value: Any) -> None:

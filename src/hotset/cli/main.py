@@ -26,6 +26,8 @@ VERBS = {
     "rm": ("models", "rm"),
     "bench": ("bench", "bench"),
     "perplexity": ("perplexity", "perplexity"),
+    "profile": ("profile", "profile"),
+    "reorder": ("profile", "reorder"),
     "convert": ("convert", "convert"),
     "doctor": ("doctor", "doctor"),
 }

@@ -31,6 +31,17 @@ CacheType = Annotated[str, _option("--cache-type -ctk", "Type of the KV cache: f
 Activation = Annotated[
     str | None, _option("--activation", "Override the FFN's activation, such as relu.", _ENGINE)
 ]
+Sparsity = Annotated[
+    str | None,
+    _option("--sparsity", "dense, exact or predicted; default: the fastest that keeps the meaning.", _ENGINE),
+]
+Predictor = Annotated[
+    str | None, _option("--predictor", "mlp[:TYPE], sign[:MARGIN] or svd[:RANK]; implies predicted.", _ENGINE)
+]
+ProfileFile = Annotated[
+    Path | None,
+    _option("--profile", "Of 'hotset profile': hot neurons need no prediction.", _ENGINE, dir_okay=False),
+]
 BackendName = Annotated[str, _option("--backend", "cpu, or reference: slow, plain NumPy.", _ENGINE)]
 
 File = Annotated[
@@ -39,6 +50,8 @@ File = Annotated[
 System = Annotated[str | None, _option("--system -sys", "System message of the chat template.", _TEXT)]
 Raw = Annotated[bool, _option("--raw", "Continue the prompt as it stands, without a chat template.", _TEXT)]
 JsonAnswer = Annotated[bool, _option("--json", "Print one JSON object: text, tokens, speeds.", _TEXT)]
+
+Stats = Annotated[bool, _option("--stats", "At the end, what each layer computed and touched.", _TEXT)]
 
 NPredict = Annotated[
     int, _option("--n-predict -n", "Tokens of an answer at most; -1: until it ends.", min=-1)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import DownloadBar, print_json, say
+from hotset.cli.console import DownloadBar, print_json, read_text, say, tell_choice
+from hotset.report.bars import percent
 
 if TYPE_CHECKING:
     from hotset.engine.perplexity import PerplexityResult
@@ -26,6 +27,9 @@ def perplexity(
     threads: options.Threads = None,
     cache_type: options.CacheType = "f16",
     activation: options.Activation = None,
+    sparsity: options.Sparsity = None,
+    predictor: options.Predictor = None,
+    profile: options.ProfileFile = None,
     backend: options.BackendName = "cpu",
     json: options.Json = False,
 ) -> None:
@@ -33,11 +37,9 @@ def perplexity(
     import hotset
     from hotset.storage import store
 
-    try:
-        text = file.read_bytes().decode("utf-8")  # not read_text: newlines must stay what they are
-    except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"{file} is not UTF-8 text (byte {error.start}).", param_hint="-f") from None
-    with DownloadBar() as bar:
+    text = read_text(file, "-f")
+    bar = DownloadBar()
+    with bar:
         path = store.resolve(model, progress=bar)
     with hotset.load(
         path,
@@ -46,7 +48,13 @@ def perplexity(
         kv_type=cache_type,  # type: ignore[arg-type]
         backend=backend,  # type: ignore[arg-type]
         activation=activation,
+        sparsity=sparsity,
+        predictor=predictor,
+        profile=profile,
+        progress=bar,
     ) as loaded:
+        tell_choice(loaded)
+        mode, spec = loaded.sparsity.mode, loaded.sparsity.spec
         final = _follow(loaded.perplexity_chunks(text, n_ctx=n_ctx, chunks=chunks))
     if json:
         print_json(
@@ -56,12 +64,18 @@ def perplexity(
                 "chunks": final.n_chunks,
                 "n_ctx": n_ctx,
                 "scored": final.n_scored,
+                "sparsity": mode,
+                "predictor": str(spec) if spec else None,
+                "active_share": final.active_share,
                 "model": str(path),
             }
         )
     else:
         print(f"PPL = {final.ppl:.4f} ± {final.error:.5f}")
-        say(f"[{final.n_chunks} chunks of {n_ctx} tokens | {final.n_scored} tokens scored]", dim=True)
+        parts = [f"{final.n_chunks} chunks of {n_ctx} tokens", f"{final.n_scored} tokens scored"]
+        if final.active_share is not None:
+            parts.append(f"{spec or mode}: {percent(final.active_share)} of FFN neurons active")
+        say("[" + " | ".join(parts) + "]", dim=True)
 
 
 def _follow(results: Iterable[PerplexityResult]) -> PerplexityResult:

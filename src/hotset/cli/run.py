@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import DownloadBar, print_json, print_table, say
+from hotset.cli.console import DownloadBar, print_json, print_table, say, tell_choice
+from hotset.report.bars import percent
 from hotset.storage import catalogue, store
-from hotset.units import human_size
+from hotset.units import human_count, human_size, size_of
 
 if TYPE_CHECKING:
     from hotset.api import Chunk, Model, Timings
+    from hotset.sparsity.stats import StatsSummary
+
+_QUALITY_TOKENS = 128  # over which --stats measures a predictor
 
 
 def run(
@@ -32,10 +36,14 @@ def run(
     system: options.System = None,
     raw: options.Raw = False,
     json: options.JsonAnswer = False,
+    stats: options.Stats = False,
     threads: options.Threads = None,
     ctx_size: options.ContextSize = None,
     cache_type: options.CacheType = "f16",
     activation: options.Activation = None,
+    sparsity: options.Sparsity = None,
+    predictor: options.Predictor = None,
+    profile: options.ProfileFile = None,
     backend: options.BackendName = "cpu",
     temp: options.Temperature = None,
     top_k: options.TopK = None,
@@ -71,7 +79,8 @@ def run(
     interactive = text is None
     if interactive and json:
         raise typer.BadParameter("it needs a prompt.", param_hint="--json")
-    path = _find(name, interactive)
+    bar = DownloadBar()
+    path = _find(name, interactive, bar)
 
     import hotset
 
@@ -82,13 +91,18 @@ def run(
         kv_type=cache_type,  # type: ignore[arg-type]
         backend=backend,  # type: ignore[arg-type]
         activation=activation,
+        sparsity=sparsity,
+        predictor=predictor,
+        profile=profile,
+        progress=bar,
     ) as loaded:
+        tell_choice(loaded)
         if text is None:
             from hotset.cli.chat import chat
 
             chat(loaded, system=system, raw=raw, params=params)
         else:
-            _answer(loaded, _messages(loaded, system, text, raw), params, json)
+            _answer(loaded, _messages(loaded, system, text, raw), params, json, stats)
 
 
 def _arguments(
@@ -152,10 +166,10 @@ def _logit_bias(texts: list[str]) -> dict[int, float]:
 # -- which model ---------------------------------------------------------------------------------
 
 
-def _find(name: str | None, interactive: bool) -> Path:
+def _find(name: str | None, interactive: bool, bar: DownloadBar) -> Path:
     if name is None:
         name = _choose() if interactive else catalogue.DEFAULT
-    with DownloadBar() as bar:
+    with bar:
         return store.resolve(name, progress=bar)
 
 
@@ -236,7 +250,13 @@ def chunks(model: Model, prompt: str | list[dict[str, str]], params: dict[str, A
     return model.chat(prompt, stream=True, **params)
 
 
-def _answer(model: Model, prompt: str | list[dict[str, str]], params: dict[str, Any], as_json: bool) -> None:
+def _answer(
+    model: Model,
+    prompt: str | list[dict[str, str]],
+    params: dict[str, Any],
+    as_json: bool,
+    with_stats: bool,
+) -> None:
     pieces: list[str] = []
     tokens: list[int] = []
     last: Chunk | None = None
@@ -252,18 +272,24 @@ def _answer(model: Model, prompt: str | list[dict[str, str]], params: dict[str, 
     except KeyboardInterrupt:
         interrupted = True
     if as_json and last is not None and not interrupted:
-        print_json(_result(model, "".join(pieces), tokens, last))
+        result = _result(model, "".join(pieces), tokens, last)
+        if with_stats:
+            stats = _with_quality(model, last.answer_stats, prompt, tokens)
+            result["stats"] = stats.as_dict() if stats else None
+        print_json(result)
     elif last is not None:
         if pieces and not "".join(pieces[-2:]).endswith("\n"):
             sys.stdout.write("\n")
             sys.stdout.flush()
         say(closing_line(model, last), dim=True)
+        if with_stats and not interrupted:
+            print_stats(_with_quality(model, last.answer_stats, prompt, tokens))
     if interrupted:
         raise KeyboardInterrupt
 
 
 def _result(model: Model, text: str, tokens: list[int], last: Chunk) -> dict[str, Any]:
-    timings = last.timings
+    timings, stats, choice = last.timings, last.answer_stats, model.sparsity
     return {
         "text": text,
         "tokens": tokens,
@@ -271,15 +297,24 @@ def _result(model: Model, text: str, tokens: list[int], last: Chunk) -> dict[str
         "prompt_per_second": timings.prompt_per_second,
         "predicted_per_second": timings.predicted_per_second,
         "finish_reason": last.finish_reason,
-        "bytes_per_token": bytes_touched(model, timings),
+        "bytes_per_token": round(bytes_touched(model, timings, stats)),
+        "sparsity": {
+            "mode": choice.mode,
+            "predictor": str(choice.spec) if choice.spec else None,
+            "reason": choice.reason,
+            "notes": model.notes,
+        },
+        "active_share": stats.active_share if stats else None,
         "model": str(model.gguf.path),
     }
 
 
-def bytes_touched(model: Model, timings: Timings) -> int:
+def bytes_touched(model: Model, timings: Timings, stats: StatsSummary | None) -> float:
     """Bytes of weights and cache that an average token of the answer touched."""
     depth = timings.prompt_tokens + timings.predicted_tokens / 2
-    return round(model.cost.bytes_per_token(depth, model.kv_type))
+    if stats is None:
+        return model.cost.bytes_per_token(depth, model.kv_type)
+    return stats.bytes_touched_per_token + model.cost.kv_bytes_read(depth, model.kv_type)
 
 
 def closing_line(model: Model, last: Chunk) -> str:
@@ -293,10 +328,53 @@ def closing_line(model: Model, last: Chunk) -> str:
     parts.append(f"answer {timings.predicted_tokens} tokens")
     if timings.predicted_per_second:
         parts[1] += f", {timings.predicted_per_second:.1f} t/s"
-    parts.append(f"{human_size(bytes_touched(model, timings))} touched per token")
+    parts.append(_touched(model, timings, last.answer_stats))
     if last.finish_reason is None:
         parts.append("interrupted")
     elif last.finish_reason == "length":
         full = timings.prompt_tokens + timings.predicted_tokens >= model.n_ctx
         parts.append(f"the context of {model.n_ctx} tokens is full" if full else "cut at -n")
     return "[" + " | ".join(parts) + "]"
+
+
+def _touched(model: Model, timings: Timings, stats: StatsSummary | None) -> str:
+    touched = bytes_touched(model, timings, stats)
+    if stats is None:
+        return f"{human_size(touched)} touched per token"
+    share = percent(stats.active_share)
+    if model.sparsity.mode == "dense":
+        return f"{share} of FFN neurons fired, {human_size(touched)} touched per token"
+    whole = touched - stats.bytes_touched_per_token + stats.bytes_total_per_token
+    return f"touched {share} of FFN neurons, {size_of(touched, whole)} per token"
+
+
+# -- statistics ----------------------------------------------------------------------------------
+
+
+def _with_quality(
+    model: Model, stats: StatsSummary | None, prompt: str | list[dict[str, str]], tokens: list[int]
+) -> StatsSummary | None:
+    """The statistics with the predictor's recall and precision, over the beginning of the conversation."""
+    if stats is None or model.sparsity.mode != "predicted":
+        return stats
+    ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else model.encode_chat(prompt)
+    return stats.with_quality(model.measure_predictor([*ids, *tokens][:_QUALITY_TOKENS]))
+
+
+def print_stats(stats: StatsSummary | None) -> None:
+    """A table with a row for each layer, and a line for the whole, on stderr."""
+    if stats is None:
+        say("No statistics: the activation of this model has no zeros, so that every neuron is computed.")
+        return
+    from hotset.report.layers import stats_table
+
+    print_table(*stats_table(stats), err=True)
+    steps = f"{stats.n_tokens} tokens" + (
+        f" in {stats.n_steps} steps" if stats.n_steps != stats.n_tokens else ""
+    )
+    times = ", ".join(f"{kind} {1e3 * seconds:.3g} ms" for kind, seconds in stats.seconds.items())
+    say(
+        f"[{steps} | per token: {human_count(stats.active_parameters)} parameters active, "
+        f"{human_count(stats.flops)} FLOPs, {times}]",
+        dim=True,
+    )

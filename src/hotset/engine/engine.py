@@ -37,13 +37,12 @@ class Sequence:
     finish_reason: None while it runs; "stop" (a stop token, which is the last of `tokens`), "length"
     (max_tokens or the end of the context), "cancelled", or "error" (then `error` holds the exception).
     started, first_token, last_token: time.perf_counter() seconds; 0.0 until it happened.
-    step_stats: of the step that gave the newest token. decode_stats: summed over all steps that generated a
-    token after the first, with what other sequences had in them. None unless the engine collects them.
+    step_stats: of the step that gave each generated token, with what other sequences had in it; empty unless
+    the engine collects them.
     """
 
     __slots__ = (
         "chain",
-        "decode_stats",
         "error",
         "finish_reason",
         "first_output",
@@ -87,8 +86,7 @@ class Sequence:
         self.started = 0.0
         self.first_token = 0.0
         self.last_token = 0.0
-        self.step_stats: StepStats | None = None
-        self.decode_stats: StepStats | None = None
+        self.step_stats: list[StepStats] = []
 
     @property
     def generated(self) -> list[int]:
@@ -418,10 +416,8 @@ class Engine:
         sampler.accept(token)
         sequence.tokens.append(token)
         sequence.last_token = now
-        stats = sequence.step_stats = self.step_stats
-        if stats is not None and sequence.first_token:
-            total = sequence.decode_stats
-            sequence.decode_stats = stats if total is None else total + stats
+        if self.step_stats is not None:
+            sequence.step_stats.append(self.step_stats)
         if not sequence.first_token:
             sequence.first_token = now
 

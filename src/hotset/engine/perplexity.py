@@ -20,13 +20,17 @@ from hotset.errors import ContextLengthError, InvalidRequestError
 
 @dataclass(frozen=True)
 class PerplexityResult:
-    """Perplexity over `n_scored` tokens, after `chunk` of `n_chunks` chunks, with its standard error."""
+    """Perplexity over `n_scored` tokens, after `chunk` of `n_chunks` chunks, with its standard error.
+
+    active_share: of all neurons, those that fired for a token, mean; None where they were not counted.
+    """
 
     ppl: float
     error: float
     chunk: int
     n_chunks: int
     n_scored: int
+    active_share: float | None = None
 
 
 def perplexity_chunks(
@@ -36,10 +40,12 @@ def perplexity_chunks(
     n_ctx: int = 512,
     chunks: int | None = None,
     bos_id: int | None = None,
+    n_neurons: int = 0,
 ) -> Iterator[PerplexityResult]:
     """Computes chunk after chunk and yields the running result after each; the last one is the answer.
 
     chunks: how many, None or more than there are for all. bos_id: None for a model that adds no BOS.
+    n_neurons: of all layers, for the active share, which the engine counts if it collects statistics.
     Raises InvalidRequestError when there are fewer than 2 * n_ctx tokens, as llama-perplexity does, and
     ContextLengthError when n_ctx is larger than the engine's.
     """
@@ -63,6 +69,7 @@ def perplexity_chunks(
 
     first = n_ctx // 2
     losses: list[float] = []
+    n_active = n_counted = 0
     for i in range(n_chunks):
         chunk = list(tokens[i * n_ctx : (i + 1) * n_ctx])
         targets = chunk[1:]
@@ -77,15 +84,18 @@ def perplexity_chunks(
         try:
             while sequence.finish_reason is None:
                 engine.step()
+                if engine.step_stats is not None:
+                    n_active += int(engine.step_stats.active.sum())
+                    n_counted += engine.step_stats.n_tokens * n_neurons
         finally:
             engine.cancel(sequence)
         if sequence.error is not None:
             raise sequence.error
-        yield _result(losses, i + 1, n_chunks)
+        yield _result(losses, i + 1, n_chunks, n_active / n_counted if n_counted else None)
 
 
-def _result(losses: list[float], chunk: int, n_chunks: int) -> PerplexityResult:
+def _result(losses: list[float], chunk: int, n_chunks: int, active_share: float | None) -> PerplexityResult:
     nll = np.asarray(losses, np.float64)
     ppl = math.exp(nll.mean()) if nll.mean() < 700 else math.inf
     error = ppl * float(nll.std()) / math.sqrt(len(losses) - 1) if len(losses) > 1 else 0.0
-    return PerplexityResult(ppl, error, chunk, n_chunks, len(losses))
+    return PerplexityResult(ppl, error, chunk, n_chunks, len(losses), active_share)

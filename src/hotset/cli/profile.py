@@ -1,0 +1,236 @@
+"""`hotset profile` and `hotset reorder`: which neurons fire how often, and a file in that order."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hotset.cli import options
+from hotset.cli.console import DownloadBar, print_json, print_table, read_text, say, tell_choice
+from hotset.storage import store
+from hotset.units import human_size
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from hotset.api import Model
+    from hotset.sparsity.profile import Profile
+
+_STEP = 128  # tokens whose neurons are looked at together: their values, of all layers, are in memory
+
+_ExistingFolder = Annotated[
+    Path | None,
+    typer.Option("--import", exists=True, file_okay=False, help="Add the counts of activation_<layer>.pt."),
+]
+
+
+def profile(
+    model: options.ModelName,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", "-f", exists=True, dir_okay=False, help="Run this text through the model."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to; default: beside the model.")
+    ] = None,
+    merge: Annotated[
+        list[Path] | None, typer.Option("--merge", help="Add the counts of this profile; repeatable.")
+    ] = None,
+    import_from: _ExistingFolder = None,
+    export_to: Annotated[
+        Path | None, typer.Option("--export", file_okay=False, help="Write activation_<layer>.pt into it.")
+    ] = None,
+    n_ctx: Annotated[int, typer.Option("--ctx-size", "-c", min=2, help="Tokens of a sequence.")] = 512,
+    n_tokens: Annotated[int | None, typer.Option("--tokens", "-n", min=1, help="At most so many.")] = None,
+    threads: options.Threads = None,
+    activation: options.Activation = None,
+    backend: options.BackendName = "cpu",
+    json: options.Json = False,
+) -> None:
+    """Count how often each neuron fires over a text; without one, show what is counted."""
+    from hotset.sparsity.profile import Profile, default_path, export_activations
+
+    with DownloadBar() as bar:
+        path = store.resolve(model, progress=bar)
+    target = output or default_path(path)
+    parts: list[Profile] = [Profile.open(part) for part in merge or []]
+    new = file is not None or import_from is not None or bool(parts)
+    if not new:
+        counted = Profile.open(target)
+        _check_model(counted, path)
+    else:
+        if output is None and target.exists() and target.resolve() not in [p.resolve() for p in merge or []]:
+            raise typer.BadParameter(
+                f"{target} exists: add to it with --merge {target}, or replace it with -o {target}.",
+                param_hint="-o",
+            )
+        if import_from is not None:
+            parts.append(_imported(path, import_from, activation))
+        if file is not None:
+            text = read_text(file, "-f")
+            parts.append(_run(path, text, n_ctx, n_tokens, threads, activation, backend))
+        counted = parts[0]
+        for part in parts[1:]:
+            counted = counted.merge(part)
+        _check_model(counted, path)
+        counted.save(target)
+    if export_to is not None:
+        export_to.mkdir(parents=True, exist_ok=True)
+        export_activations(counted, export_to)
+    if json:
+        print_json(_as_json(counted, target))
+        return
+    _print(counted)
+    if new:
+        say(f"{human_size(target.stat().st_size)} in {target}")
+    if export_to is not None:
+        say(f"{len(counted.counts)} files activation_<layer>.pt in {export_to}")
+
+
+def _check_model(profile: Profile, path: Path) -> None:
+    from hotset.formats.gguf import open_gguf
+    from hotset.sparsity.sidecar import fingerprint
+
+    with open_gguf(path) as gguf:
+        profile.check_model(fingerprint(gguf))
+
+
+def _imported(path: Path, folder: Path, activation: str | None) -> Profile:
+    from hotset.formats.gguf import open_gguf
+    from hotset.model.config import config_from_gguf
+    from hotset.sparsity.profile import import_activations
+    from hotset.sparsity.sidecar import fingerprint
+
+    with open_gguf(path) as gguf:
+        return import_activations(folder, config_from_gguf(gguf, activation=activation), fingerprint(gguf))
+
+
+def _run(
+    path: Path,
+    text: str,
+    n_ctx: int,
+    n_tokens: int | None,
+    threads: int | None,
+    activation: str | None,
+    backend: str,
+) -> Profile:
+    import hotset
+    from hotset.sparsity.profile import collect
+    from hotset.sparsity.sidecar import fingerprint
+
+    with (
+        DownloadBar() as bar,
+        hotset.load(
+            path,
+            n_ctx=n_ctx,
+            n_threads=threads,
+            activation=activation,
+            backend=backend,  # type: ignore[arg-type]
+            sparsity="exact",  # what fires, not what a predictor thinks of it
+            max_batch=_STEP,
+            progress=bar,
+        ) as loaded,
+    ):
+        tell_choice(loaded)
+        tokens = _sequences(loaded, text, n_ctx, n_tokens)
+        with _progress() as progress:
+            return collect(
+                loaded.backend, loaded.config, tokens, model=fingerprint(loaded.gguf), progress=progress
+            )
+
+
+def _sequences(model: Model, text: str, n_ctx: int, n_tokens: int | None) -> np.ndarray:
+    """The text as rows of n_ctx tokens, each with the beginning of a text; a shorter text as one."""
+    import numpy as np
+
+    tokens = np.array(model.tokenizer.encode(text, add_special=True), np.int32)[:n_tokens]
+    if len(tokens) < n_ctx:
+        return tokens
+    rows = tokens[: len(tokens) // n_ctx * n_ctx].reshape(-1, n_ctx).copy()
+    if model.tokenizer.add_bos and model.tokenizer.bos_id is not None:
+        rows[:, 0] = model.tokenizer.bos_id
+    return rows
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, and a line for each tenth elsewhere."""
+    if not sys.stderr.isatty():
+        said = 0
+
+        def tell(done: int, total: int) -> None:
+            nonlocal said
+            if 10 * done // total > said:
+                said = 10 * done // total
+                say(f"{done} of {total} tokens")
+
+        yield tell
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("tokens", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _mean_share(profile: Profile) -> float:
+    counts = sum(float(count.sum()) for count in profile.counts)
+    return counts / max(profile.n_tokens * sum(map(len, profile.counts)), 1)
+
+
+def _as_json(profile: Profile, path: Path) -> dict[str, Any]:
+    return {
+        "path": str(path),
+        "model": profile.model,
+        "data": list(profile.data),
+        "n_tokens": profile.n_tokens,
+        "active_share": _mean_share(profile),
+        "layers": [layer.as_dict() for layer in profile.summary()],
+    }
+
+
+def _print(profile: Profile) -> None:
+    from hotset.report.bars import percent
+    from hotset.report.layers import profile_table
+
+    print_table(*profile_table(profile.summary()))
+    texts = len(profile.data)
+    say(
+        f"[{profile.n_tokens} tokens of {texts} text{'s' if texts != 1 else ''} | "
+        f"{percent(_mean_share(profile))} of the neurons fire for a token, mean]",
+        dim=True,
+    )
+
+
+def reorder(
+    source: Annotated[str, typer.Argument(metavar="IN", help="The model: a path or a name.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The file to write.")],
+    profile: Annotated[
+        Path | None, typer.Option("--profile", dir_okay=False, help="Its profile; default: that beside it.")
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Write a model whose neurons stand in order of hotness, and all that refers to them with it."""
+    from hotset.sparsity.profile import Profile, default_path
+    from hotset.sparsity.reorder import reorder as write_reordered
+
+    path = store.resolve(source, download=False)
+    place = profile or default_path(path)
+    if not place.is_file():
+        raise typer.BadParameter(
+            f"there is no profile {place}: make one with 'hotset profile {source} -f TEXT'.",
+            param_hint="--profile",
+        )
+    write_reordered(path, target, Profile.open(place))
+    size = target.stat().st_size
+    if json:
+        print_json({"path": str(target), "size": size, "profile": str(place)})
+    else:
+        say(f"Wrote {target} ({human_size(size)}). Run it with: hotset run {target}")

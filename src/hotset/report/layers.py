@@ -1,0 +1,59 @@
+"""Tables with a row and a bar for each layer: what a run touched, what a profile counted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hotset.report.bars import bar, percent
+from hotset.units import human_size
+
+if TYPE_CHECKING:
+    from hotset.sparsity.profile import LayerProfile
+    from hotset.sparsity.stats import StatsSummary
+
+Table = tuple[list[str], list[list[str]]]  # columns (">": flush right), rows
+
+
+def stats_table(stats: StatsSummary) -> Table:
+    """Each layer, mean per token, and a last row for all of them. Times in milliseconds.
+
+    A predictor's columns are left out where there is none, recall and precision where they were not measured.
+    """
+    layers = stats.layers
+    predicted = any(layer.predictor_s or layer.selected_share < 1 for layer in layers)
+    measured = any(layer.recall is not None for layer in layers)
+    widest = max((layer.active_share for layer in layers), default=0.0)
+    columns = [">layer", ">active", f"0 to {percent(widest)}"]
+    columns += [">selected"] if predicted else []
+    columns += [">recall", ">precision"] if measured else []
+    columns += [">FFN bytes"] + ([">predictor ms"] if predicted else []) + [">FFN ms", ">attention ms"]
+    rows = []
+    for layer in layers:
+        row = [str(layer.layer), percent(layer.active_share), bar(layer.active_share, full=widest)]
+        row += [percent(layer.selected_share)] if predicted else []
+        row += [percent(layer.recall), percent(layer.precision)] if measured else []
+        row += [human_size(layer.bytes)] + ([_ms(layer.predictor_s)] if predicted else [])
+        rows.append([*row, _ms(layer.ffn_s), _ms(layer.attention_s)])
+    total = ["all", percent(stats.active_share), ""]
+    total += [percent(stats.selected_share)] if predicted else []
+    total += ["", ""] if measured else []
+    total += [human_size(sum(layer.bytes for layer in layers))]
+    total += [_ms(stats.seconds["predictor"])] if predicted else []
+    rows.append([*total, _ms(stats.seconds["ffn"]), _ms(stats.seconds["attention"])])
+    return columns, rows
+
+
+def profile_table(layers: list[LayerProfile]) -> Table:
+    """Each layer: how many of its neurons fire for a token, how few make most of the activations."""
+    columns = [">layer", ">neurons", ">active", "", ">make 80%", "", ">always", ">never"]
+    rows = []
+    for layer in layers:
+        row = [str(layer.layer), str(layer.n_ff)]
+        for share in (layer.active_share, layer.hot_share):
+            row += [percent(share), bar(share)]
+        rows.append([*row, str(layer.n_always), str(layer.n_never)])
+    return columns, rows
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
