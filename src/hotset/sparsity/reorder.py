@@ -132,7 +132,7 @@ def _refuse_quantised_columns(gguf: GGUFFile) -> None:
         if match and match[2] == "ffn_down" and match[3] == "weight" and TYPES[info.type].block_size > 1:
             raise InvalidRequestError(
                 f"{gguf.path} cannot be reordered: {info.name} is {info.type.name}, where "
-                f"{TYPES[info.type].block_size} neurons share a scale; reorder the F16 model, and quantise that"
+                f"{TYPES[info.type].block_size} neurons share a scale; reorder and quantise its F16 model"
             )
 
 

@@ -118,16 +118,16 @@ class StatsAccumulator:
         self._bytes, self._seconds = np.zeros(shape), {k: np.zeros(shape) for k in _TIMES}
         self._parameters = self._other = 0.0
 
-    def add(self, step: StepStats, n_steps: int = 1) -> None:
-        """One step of the model, or the sum of several (StepStats of steps with as many tokens each)."""
-        self._n_steps += n_steps
+    def add(self, step: StepStats) -> None:
+        """One step of the model."""
+        self._n_steps += 1
         self._n_tokens += step.n_tokens
         self._selected += step.selected
         self._active += step.active
         for i, layer in enumerate(self._layers):
-            gate, up, down = (rows[i] / n_steps for rows in (step.gate_rows, step.up_rows, step.down_rows))
-            self._bytes[i] += n_steps * layer.bytes(gate, up, down)
-            self._parameters += layer.parameters(step, n_steps, i)
+            gate, up, down = (int(rows[i]) for rows in (step.gate_rows, step.up_rows, step.down_rows))
+            self._bytes[i] += layer.bytes(gate, up, down)
+            self._parameters += layer.parameters(step, i)
         for kind in _TIMES:
             self._seconds[kind] += getattr(step, kind)
         self._other += step.other
@@ -197,7 +197,7 @@ class _FFNCost:
         info = tensors[op.weight]
         return row_bytes(info.type, info.shape[0])
 
-    def bytes(self, gate: float, up: float, down: float) -> float:
+    def bytes(self, gate: int, up: int, down: int) -> float:
         """Of a step that read so many rows of each. A group's scales are read if one of its neurons is; how
         many groups that are is what it would be if the neurons were spread at random."""
         if not self._by_neuron:
@@ -208,7 +208,7 @@ class _FFNCost:
             down_bytes = down * self._down_row + touched * self._scales
         return gate * self._gate_row + up * self._up_row + down_bytes + self._predictor_bytes
 
-    def parameters(self, step: StepStats, n_steps: int, layer: int) -> float:
+    def parameters(self, step: StepStats, layer: int) -> float:
         """That the tokens were multiplied with, summed over them.
 
         Rows of a step are the union of its tokens'; so where it has several, a token's own are its selected
@@ -216,9 +216,9 @@ class _FFNCost:
         """
         n = step.n_tokens
         gate, up, down = (int(rows[layer]) for rows in (step.gate_rows, step.up_rows, step.down_rows))
-        if up == n_steps * self.n_ff:  # every neuron was computed, for every token
-            gate, up, down = (n * rows // n_steps for rows in (gate, up, down))
-        elif n > n_steps:
+        if n == 1 or up == self.n_ff:  # the latter: every neuron was computed, for every token
+            gate, up, down = n * gate, n * up, n * down
+        else:
             chosen, down = int(step.selected[layer]), int(step.active[layer])
             gate, up = (0, chosen) if self._gate is None else (chosen, down)
         if not self._by_neuron:

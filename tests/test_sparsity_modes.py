@@ -1,0 +1,217 @@
+"""The choice of a mode, and the sidecars that a model needs to run in it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_gguf import write_llama, write_relu
+
+from hotset.backends.reference import ReferenceBackend
+from hotset.errors import HotsetError, InvalidRequestError
+from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
+from hotset.formats.quants import GGMLType
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+from hotset.model.graph import Linear, TransposedLinear
+from hotset.sparsity import modes, sidecar, taps
+from hotset.sparsity.modes import Choice, Prepared, choose, prepare
+
+FFN_TYPES = [GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.Q8_0, GGMLType.Q4_0]
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "store"))
+    return tmp_path / "store"
+
+
+def relu(path: Path, type_: GGMLType = GGMLType.Q4_0, **how: Any) -> GGUFFile:
+    how.setdefault("dialect", "gguf")
+    return open_gguf(write_relu(path, type_of=lambda n: type_ if "ffn" in n else GGMLType.F32, **how))
+
+
+def choice(gguf: GGUFFile, *asked: str | None, activation: str | None = None) -> Choice:
+    return choose(config_from_gguf(gguf, activation=activation), gguf.tensors, *asked)
+
+
+def prepared(gguf: GGUFFile, *asked: str | None) -> Prepared:
+    return prepare(gguf, config_from_gguf(gguf), choice(gguf, *asked))
+
+
+def logits(weights: Any, gguf: GGUFFile, **how: Any) -> np.ndarray:
+    graph = describe(config_from_gguf(gguf), weights.tensors, **how)
+    backend = ReferenceBackend(weights, graph, n_pages=2)
+    return taps.run(backend, np.arange(12, dtype=np.int32) * 7, ("blk.1.out",))["blk.1.out"]
+
+
+def test_the_default_is_the_fastest_that_keeps_the_meaning(tmp_path: Path) -> None:
+    published = choice(relu(tmp_path / "p.gguf", dialect="powerinfer"))
+    assert (published.mode, published.predictor) == ("predicted", "mlp")
+    assert published.reason == "predicted: the file carries predictors (fc1, fc2)"
+    plain = relu(tmp_path / "plain.gguf")
+    assert choice(plain).mode == "exact"
+    assert choice(plain).reason.startswith("exact: its activation is ReLU")
+    silu = open_gguf(write_llama(tmp_path / "silu.gguf"))
+    assert (choice(silu).mode, choice(silu).reason) == ("dense", "dense: silu has no zeros")
+    assert choice(silu, activation="relu2").mode == "exact"
+    assert choice(silu, None, None, activation="fatrelu:0.01").reason.startswith(
+        "exact: its activation is FATReLU"
+    )
+
+
+def test_a_user_can_ask_for_any_mode_that_the_model_has(tmp_path: Path) -> None:
+    published = relu(tmp_path / "p.gguf", dialect="powerinfer")
+    plain = relu(tmp_path / "plain.gguf")
+    for gguf in (published, plain):
+        for mode in ("dense", "exact"):
+            assert choice(gguf, mode).mode == mode
+            assert choice(gguf, mode).predictor is None
+        for text in ("sign", "svd:16", "sign:0.1"):
+            assert choice(gguf, None, text) == choice(gguf, "predicted", text)
+            assert choice(gguf, None, text).predictor == text[:4].strip(":")
+    assert choice(published, "predicted").predictor == "mlp"
+    assert choice(plain, "predicted").predictor == "svd"
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        (("sparse",), "'sparse' is not known; it must be one of dense, exact, predicted"),
+        (("exact",), "silu, which has no zeros"),
+        (("predicted",), "silu, which has no zeros"),
+        ((None, "svd"), "silu, which has no zeros"),
+        (("dense", "svd"), "leave one of the two out"),
+        (("predicted", "tree"), "'tree' is not known"),
+    ],
+)
+def test_what_cannot_be_costs_a_sentence(
+    asked: tuple[str | None, ...], sentence: str, tmp_path: Path
+) -> None:
+    silu = open_gguf(write_llama(tmp_path / "silu.gguf"))
+    with pytest.raises(InvalidRequestError, match=sentence):
+        choice(silu, *asked)
+
+
+def test_mlp_needs_a_file_with_predictors(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="this file has none; choose svd or sign"):
+        choice(relu(tmp_path / "plain.gguf"), None, "mlp")
+
+
+@pytest.mark.parametrize("type_", FFN_TYPES)
+@pytest.mark.parametrize("mode", ["dense", "exact"])
+def test_a_down_matrix_by_neuron_computes_the_same(type_: GGMLType, mode: str, tmp_path: Path) -> None:
+    gguf = relu(tmp_path / "model.gguf", type_)
+    ready = prepared(gguf, mode)
+    graph = describe(config_from_gguf(gguf), ready.weights.tensors)
+    assert [type(op) for op in graph.ops if op.out.name.endswith("ffn_down")] == [TransposedLinear] * 2
+    assert ready.predictor is None
+    np.testing.assert_allclose(
+        logits(ready.weights, gguf), logits(gguf, gguf), rtol=1e-4, atol=1e-5
+    )  # one sums by neuron, one by output
+    assert "built in" in ready.notes[0]
+    assert str(tmp_path / "model.down.hotset.gguf") in ready.notes[0]
+    ready.weights.close()
+
+
+def test_what_cannot_be_laid_out_by_neuron_stays_dense(tmp_path: Path) -> None:
+    gguf = relu(tmp_path / "model.gguf", GGMLType.Q4_1)
+    ready = prepared(gguf)
+    assert len(ready.notes) == 1
+    assert ready.notes[0].startswith("the down projection of 2 layers stays dense: Q4_1 cannot be laid out")
+    graph = describe(config_from_gguf(gguf), ready.weights.tensors)
+    assert [type(op) for op in graph.ops if op.out.name.endswith("ffn_down")] == [Linear] * 2
+    assert list(tmp_path.glob("*hotset*")) == []
+
+
+def test_a_model_without_zeros_and_a_published_one_need_no_sidecar(tmp_path: Path) -> None:
+    for gguf in (
+        open_gguf(write_llama(tmp_path / "silu.gguf")),
+        relu(tmp_path / "p.gguf", dialect="powerinfer"),
+    ):
+        ready = prepared(gguf)
+        assert ready.notes == []
+        assert dict(ready.weights.tensors) == gguf.tensors
+    assert list(tmp_path.glob("*hotset*")) == []
+
+
+def test_a_sidecar_is_built_once_and_bound_to_its_model(tmp_path: Path) -> None:
+    built = tmp_path / "model.down.hotset.gguf"
+    prepared(relu(tmp_path / "model.gguf")).weights.close()
+    first = built.stat().st_mtime_ns
+    again = prepared(relu(tmp_path / "model.gguf"))
+    assert "opened" in again.notes[0]
+    assert built.stat().st_mtime_ns == first
+
+    other = relu(tmp_path / "model.gguf", seed=2)  # another model under the same name
+    ready = prepared(other)
+    assert "built in" in ready.notes[0]
+    np.testing.assert_allclose(logits(ready.weights, other), logits(other, other), rtol=1e-4, atol=1e-5)
+
+
+def test_a_damaged_sidecar_is_built_again(tmp_path: Path) -> None:
+    gguf = relu(tmp_path / "model.gguf")
+    prepared(gguf).weights.close()
+    built = tmp_path / "model.down.hotset.gguf"
+    whole = built.read_bytes()
+    built.write_bytes(whole[: len(whole) // 2])
+    assert "built in" in prepared(gguf).notes[0]
+    assert built.read_bytes() == whole
+
+
+def test_a_changed_weight_changes_the_fingerprint(tmp_path: Path) -> None:
+    path = write_relu(tmp_path / "model.gguf")
+    with open_gguf(path) as gguf:
+        before = sidecar.fingerprint(gguf)
+        assert sidecar.fingerprint(gguf) == before
+        offset = gguf.tensors["blk.1.ffn_up.weight"].offset
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+    with open_gguf(path) as gguf:
+        assert sidecar.fingerprint(gguf) != before
+
+
+def test_a_folder_that_cannot_be_written_sends_sidecars_to_the_cache(
+    tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf = relu(tmp_path / "locked" / "model.gguf")
+    real = os.access  # not chmod: root may write anywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "locked" and real(path, mode))
+    first = prepared(gguf)
+    cached = store / "cache" / sidecar.fingerprint(gguf) / "down.hotset.gguf"
+    assert str(cached) in first.notes[0]
+    assert "opened" in prepared(gguf).notes[0]
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    cached.unlink()
+    with pytest.raises(
+        HotsetError, match=r"locked cannot be written and .* cannot be written; free some space"
+    ):
+        prepared(gguf)
+
+
+def test_a_disk_without_room_sends_sidecars_to_the_cache(
+    tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf = relu(tmp_path / "full" / "model.gguf")
+    real = sidecar.shutil.disk_usage
+    usage = real(tmp_path)._replace(free=0)
+    monkeypatch.setattr(
+        sidecar.shutil, "disk_usage", lambda path: usage if Path(path).name == "full" else real(path)
+    )
+    assert str(store) in prepared(gguf).notes[0]
+
+
+def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf = relu(tmp_path / "model.gguf")
+
+    def fail(writer: GGUFWriter, model: GGUFFile, name: str) -> None:
+        writer.add_tensor(f"{name}_t.codes", lambda: 1 // 0, GGMLType.I8, (32, 96))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(modes.planes, "add_down", fail)
+    with pytest.raises(ZeroDivisionError):
+        prepared(gguf)
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.gguf"]

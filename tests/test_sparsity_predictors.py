@@ -1,0 +1,325 @@
+"""Predictors that hotset builds or requantises: what they score, what they keep, what they are bound to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_gguf import write_relu
+
+from hotset.backends.base import WeightSource
+from hotset.backends.reference import ReferenceBackend
+from hotset.errors import FormatError, InvalidRequestError
+from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.formats.quants import GGMLType, dequantize
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+from hotset.model.graph import Graph, Mask
+from hotset.sparsity import sidecar, taps
+from hotset.sparsity.calibration import Calibration, threshold
+from hotset.sparsity.modes import Prepared, choose, prepare
+from hotset.sparsity.predictors import PredictorSpec, parse_predictor
+from hotset.sparsity.profile import Profile
+from hotset.sparsity.stats import PredictorQuality, measure_predictor
+
+ARCHITECTURES = ["llama", "bamboo", "falcon", "opt"]
+N_FF, N_EMBD, N_VOCAB = 96, 64, 96
+TOKENS = np.random.default_rng(7).integers(0, N_VOCAB, (4, 60)).astype(np.int32)
+
+
+def reference(weights: WeightSource, graph: Graph) -> ReferenceBackend:
+    return ReferenceBackend(weights, graph, n_pages=8)
+
+
+GIVEN = Calibration(TOKENS, open_backend=reference)
+WRITTEN = Calibration(n_tokens=256, open_backend=reference)
+DRAWN = Calibration(open_backend=None)
+
+
+def model(path: Path, architecture: str = "llama", **how: Any) -> GGUFFile:
+    how.setdefault("dialect", "gguf")
+    return open_gguf(write_relu(path, architecture, **how))
+
+
+def prepared(gguf: GGUFFile, predictor: str, calibration: Calibration = GIVEN, **how: Any) -> Prepared:
+    config = config_from_gguf(gguf)
+    return prepare(
+        gguf, config, choose(config, gguf.tensors, None, predictor), calibration=calibration, **how
+    )
+
+
+def opened(gguf: GGUFFile, ready: Prepared) -> tuple[ReferenceBackend, Graph]:
+    graph = describe(config_from_gguf(gguf), ready.weights.tensors, ready.predictor)
+    return reference(ready.weights, graph), graph
+
+
+def quality(gguf: GGUFFile, ready: Prepared) -> list[PredictorQuality]:
+    return measure_predictor(*opened(gguf, ready), TOKENS)
+
+
+def matrix(weights: WeightSource, name: str) -> np.ndarray:
+    info = weights.tensors[name]
+    return dequantize(weights.data(name), info.type, info.shape)
+
+
+def test_what_the_option_says() -> None:
+    assert parse_predictor("mlp") == PredictorSpec("mlp")
+    assert parse_predictor("mlp:q4_0") == PredictorSpec("mlp", type=GGMLType.Q4_0)
+    assert parse_predictor("sign") == PredictorSpec("sign")
+    assert parse_predictor("SIGN:-0.25") == PredictorSpec("sign", margin=-0.25)
+    assert parse_predictor("svd").rank is not None
+    assert parse_predictor("svd:64") == PredictorSpec("svd", rank=64)
+    assert parse_predictor("svd:64:f16") == PredictorSpec("svd", rank=64, type=GGMLType.F16)
+    assert str(parse_predictor("svd:64:f16")) == "svd:64:f16"
+    for text in (
+        "",
+        "mlp:f16",
+        "mlp:q8_0:1",
+        "sign:2",
+        "sign:nan",
+        "sign:",
+        "svd:0",
+        "svd:x",
+        "svd:8:q5_0",
+        "svd:",
+    ):
+        with pytest.raises(InvalidRequestError, match="must be mlp, mlp:q8_0, mlp:q4_0, sign"):
+            parse_predictor(text)
+
+
+def test_the_threshold_is_the_highest_that_keeps_the_recall() -> None:
+    scores = np.array([[4.0, 3.0, 2.0, 1.0, 9.0]])
+    neurons = np.array([[10.0, 80.0, -5.0, 5.0, 0.0]])  # in order of score: 5, 5, 80, 10
+    assert threshold(scores, neurons, 1.0) == 1.0
+    assert threshold(scores, neurons, 0.96) == 1.0
+    assert threshold(scores, neurons, 0.94) == 2.0
+    assert threshold(scores, neurons, 0.89) == 3.0
+    assert threshold(scores, neurons, 0.1) == 4.0
+    assert threshold(scores, np.zeros((1, 5)), 0.9) == -np.inf
+    rng = np.random.default_rng(1)
+    scores, neurons = rng.standard_normal((40, 70)), np.maximum(rng.standard_normal((40, 70)), 0)
+    for recall in (0.5, 0.9, 0.99):
+        at = threshold(scores, neurons, recall)
+        kept, above = neurons[scores >= at].sum(), neurons[scores > at].sum()
+        assert kept >= recall * neurons.sum() > above
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("predictor", ["sign", "svd:16"])
+@pytest.mark.parametrize("calibration", [GIVEN, WRITTEN, DRAWN], ids=["given", "written", "drawn"])
+def test_predictors_keep_what_they_are_calibrated_to(
+    architecture: str, predictor: str, calibration: Calibration, tmp_path: Path
+) -> None:
+    gguf = model(tmp_path / "model.gguf", architecture)
+    ready = prepared(gguf, predictor, calibration)
+    layers = quality(gguf, ready)
+    # The first layer reads what calibration saw; what others read has passed through a predicted layer.
+    # Tokens that calibration did not see are like those that it saw, and no more.
+    tolerance = 1e-4 if calibration is GIVEN else 0.02
+    assert layers[0].of_magnitude >= 0.99 - tolerance
+    assert all(layer.of_magnitude > 0.95 for layer in layers)
+    assert all(layer.selected_share < 1 for layer in layers)
+    assert all(layer.precision > layer.active_share for layer in layers)
+
+
+def test_a_gate_of_low_rank_is_predicted_all_but_exactly(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    low = {
+        f"blk.{i}.ffn_gate": rng.standard_normal((N_FF, 8)) @ rng.standard_normal((8, N_EMBD))
+        for i in range(2)
+    }
+    gguf = model(tmp_path / "model.gguf", replaced=low)
+    ready = prepared(gguf, "svd:8:f16")
+    for i in range(2):
+        a, b = (matrix(ready.weights, f"blk.{i}.svd_{part}.weight") for part in "ab")
+        assert (a.shape, b.shape) == ((8, N_EMBD), (N_FF, 8))
+        error = np.linalg.norm(b @ a - low[f"blk.{i}.ffn_gate"]) / np.linalg.norm(low[f"blk.{i}.ffn_gate"])
+        assert error < 2e-3  # of float16
+    for layer in quality(gguf, ready):
+        assert layer.recall > 0.85  # of neurons; it was asked to keep 0.99 of their magnitude
+        assert layer.precision > 0.99
+
+
+def test_more_rank_selects_fewer_neurons(tmp_path: Path) -> None:
+    gguf = model(tmp_path / "model.gguf")
+    shares = [
+        np.mean([layer.selected_share for layer in quality(gguf, prepared(gguf, f"svd:{rank}"))])
+        for rank in (8, 32, 64)
+    ]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] - shares[-1] > 0.1
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
+def test_signs_are_those_of_the_deciding_matrix(architecture: str, tmp_path: Path) -> None:
+    gguf = model(
+        tmp_path / "model.gguf", architecture, type_of=lambda n: GGMLType.Q8_0 if "ffn" in n else GGMLType.F32
+    )
+    ready = prepared(gguf, "sign:0.0")
+    decides = matrix(gguf, f"blk.0.{'ffn_gate' if architecture == 'llama' else 'ffn_up'}.weight")
+    backend, _ = opened(gguf, ready)
+    seen = taps.run(
+        backend, TOKENS[0], ("blk.0.ffn_norm", "blk.0.ffn_pred", "blk.0.ffn_masked", "blk.0.ffn_act")
+    )
+    agree = (seen["blk.0.ffn_norm"][:, None, :] < 0) == (decides < 0)
+    scores = 2 * agree.sum(axis=2) - N_EMBD
+    assert np.array_equal(seen["blk.0.ffn_pred"], scores)
+    assert np.array_equal(seen["blk.0.ffn_masked"], np.where(scores < 0, 0, seen["blk.0.ffn_act"]))
+
+
+def test_a_margin_of_minus_one_selects_everything(tmp_path: Path) -> None:
+    gguf = model(tmp_path / "model.gguf")
+    for layer in quality(gguf, prepared(gguf, "sign:-1", DRAWN)):
+        assert layer.selected_share == layer.recall == 1
+
+
+def test_a_bias_counts_in_a_score(tmp_path: Path) -> None:
+    """opt's up projection has a bias: with a large one, a neuron fires whatever its row says."""
+    gguf = model(tmp_path / "model.gguf", "opt")
+    bias = np.asarray(gguf.data("blk.0.ffn_up.bias")).view(np.float32)
+    for predictor in ("svd:64:f16", "sign"):
+        ready = prepared(gguf, predictor)
+        added = matrix(ready.weights, "blk.0.always.bias")
+        assert np.corrcoef(added, bias)[0, 1] > 0.9
+    backend, _ = opened(gguf, prepared(gguf, "svd:64:f16"))
+    seen = taps.run(backend, TOKENS[0], ("blk.0.ffn_up", "blk.0.ffn_pred"))
+    np.testing.assert_allclose(seen["blk.0.ffn_pred"], seen["blk.0.ffn_up"], atol=0.02)
+
+
+def test_a_predictor_is_built_again_for_other_settings(tmp_path: Path) -> None:
+    gguf = model(tmp_path / "model.gguf")
+
+    def was_built(predictor: str, calibration: Calibration) -> bool:
+        note = prepared(gguf, predictor, calibration).notes[-1]
+        assert note.startswith(f"predictor {predictor}: ")
+        return "built in" in note
+
+    assert was_built("svd:16", GIVEN)
+    assert not was_built("svd:16", GIVEN)
+    assert was_built("svd:16", Calibration(TOKENS[:2], open_backend=reference))
+    assert was_built("svd:16", Calibration(TOKENS[:2], recall=0.9, open_backend=reference))
+    assert was_built("svd:8", DRAWN)
+    assert was_built("sign", DRAWN)
+    assert was_built("sign:0.0", DRAWN)
+    assert not was_built("sign:0.0", GIVEN)  # a margin that is given needs no calibration
+    assert not was_built("svd:8", DRAWN)
+    other = prepare(
+        gguf,
+        config := config_from_gguf(gguf, activation="relu2"),
+        choose(config, gguf.tensors, None, "svd:8"),
+        calibration=DRAWN,
+    )
+    assert "built in" in other.notes[-1]
+
+
+def test_an_odd_calibration_costs_a_sentence() -> None:
+    with pytest.raises(InvalidRequestError, match=r"recall .* not 0"):
+        Calibration(recall=0)
+    with pytest.raises(InvalidRequestError, match="empty"):
+        Calibration(np.zeros(0, np.int32))
+    with pytest.raises(InvalidRequestError, match="at least 16 tokens"):
+        Calibration(n_tokens=3)
+
+
+@pytest.mark.parametrize("type_", ["q8_0", "q4_0"])
+def test_a_published_predictor_in_fewer_bits(type_: str, tmp_path: Path) -> None:
+    gguf = model(tmp_path / "model.gguf", dialect="powerinfer", ranks=(33, 64))
+    ready = prepared(gguf, f"mlp:{type_}")
+    asked = parse_predictor(f"mlp:{type_}").type
+    types = {
+        name: ready.weights.tensors[f"blk.{name}.weight"].type
+        for name in ("0.fc1", "0.fc2", "1.fc1", "1.fc2")
+    }
+    assert types.pop("0.fc2") == GGMLType.F32  # rows of 33 are no blocks of 32
+    assert set(types.values()) == {asked}
+    assert ready.predictor is not None
+    assert ready.predictor.thresholds == (pytest.approx(0.1),) * 2
+    plain, few = (
+        taps.run(opened(gguf, r)[0], TOKENS[0], ("blk.0.ffn_pred",))["blk.0.ffn_pred"]
+        for r in (prepared(gguf, "mlp"), ready)
+    )
+    error = np.abs(few - plain).max() / np.abs(plain).max()
+    assert 0 < error < (0.02 if type_ == "q8_0" else 0.3)
+
+
+def test_rows_that_no_blocks_divide_cost_a_sentence(tmp_path: Path) -> None:
+    gguf = model(tmp_path / "model.gguf", dialect="powerinfer", ranks=(33, 17), n_embd=48)
+    with pytest.raises(InvalidRequestError, match="rows of 48 values cannot be Q8_0; use mlp"):
+        prepared(gguf, "mlp:q8_0")
+
+
+@pytest.mark.parametrize("predictor", ["mlp", "mlp:q8_0", "sign", "svd:32"])
+def test_leading_neurons_that_a_file_names_need_no_score(predictor: str, tmp_path: Path) -> None:
+    keys = {"hotset.n_always": np.array([5, 0], np.int32)}
+    whole = model(tmp_path / "whole.gguf", dialect="powerinfer", ranks=(32, 32))
+    gguf = model(tmp_path / "model.gguf", dialect="powerinfer", ranks=(32, 32), keys=keys)
+    ready = prepared(gguf, predictor)
+    assert ready.predictor is not None
+    assert ready.predictor.first == (5, 0)
+    backend, graph = opened(gguf, ready)
+    assert [op.first for op in graph.ops if isinstance(op, Mask)] == [5, 0]
+    names = ("blk.0.ffn_pred", "blk.0.ffn_act", "blk.0.ffn_masked")
+    scores, neurons, masked = (taps.run(backend, TOKENS[0], names)[name] for name in names)
+    assert scores.shape == (60, N_FF - 5)
+    assert np.array_equal(masked[:, :5], neurons[:, :5])
+    assert (masked[:, 5:] != neurons[:, 5:]).any()
+    of_all = taps.run(opened(whole, prepared(whole, predictor))[0], TOKENS[0], names[:1])["blk.0.ffn_pred"]
+    if predictor != "svd:32":  # whose decomposition is of the other rows
+        np.testing.assert_allclose(scores, of_all[:, 5:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "value", [np.array([5], np.int32), np.array([96, 0], np.int32), [-1, 0], "5", [0.5, 1.0]]
+)
+def test_a_damaged_count_costs_a_sentence(value: Any, tmp_path: Path) -> None:
+    gguf = model(tmp_path / "model.gguf", keys={"hotset.n_always": value})
+    with pytest.raises(
+        FormatError, match=r"hotset\.n_always must hold a number of neurons for each of 2 layers"
+    ):
+        prepared(gguf, "svd:8", DRAWN)
+
+
+@pytest.mark.parametrize("predictor", ["mlp", "sign", "svd:8"])
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
+def test_neurons_that_a_profile_saw_always_fire_are_selected(
+    predictor: str, architecture: str, tmp_path: Path
+) -> None:
+    gguf = model(tmp_path / "model.gguf", architecture, dialect="powerinfer")
+    counts = np.full((2, N_FF), 94, np.uint64)
+    counts[0, [3, 50, 95]] = 95  # of 100
+    profile = Profile(tuple(counts), 100, sidecar.fingerprint(gguf), ("hash",))
+    ready = prepared(gguf, predictor, profile=profile)
+    assert ready.notes[-1].startswith("3 of 192 neurons fire for at least 95% of the profile's tokens")
+    backend, _ = opened(gguf, ready)
+    scores = taps.run(backend, TOKENS[0], ("blk.0.ffn_pred",))["blk.0.ffn_pred"]
+    assert np.flatnonzero((scores == np.inf).all(axis=0)).tolist() == [3, 50, 95]
+    assert np.isfinite(np.delete(scores, [3, 50, 95], axis=1)).all()
+    with pytest.raises(InvalidRequestError, match="another model file"):
+        prepared(gguf, predictor, profile=Profile(tuple(counts), 100, "other", ("hash",)))
+
+
+def test_texts_that_a_model_writes(tmp_path: Path) -> None:
+    gguf = model(tmp_path / "model.gguf")
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    one, same = (taps.generate(reference(gguf, graph), 3, 70, first=5, seed=1) for _ in range(2))
+    assert np.array_equal(one, same)
+    assert one.shape == (3, 70)
+    assert (one[:, 0] == 5).all()
+    assert len({tuple(row) for row in one.tolist()}) == 3
+    # Sampled at temperature 1, a token's mean log probability is minus the entropy: recompute both.
+    from hotset.backends.base import Batch
+
+    pages, steps = np.arange(2, dtype=np.int32)[None], np.arange(70, dtype=np.int32)
+    logits = (
+        reference(gguf, graph).step(Batch(one[0], steps, steps * 0, pages, steps)).logits.astype(np.float64)
+    )
+    logp = (
+        logits
+        - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True))
+        - logits.max(1, keepdims=True)
+    )
+    entropy = -(np.exp(logp) * logp).sum(1)[:-1]
+    surprise = -logp[np.arange(69), one[0, 1:]]
+    assert abs(surprise.mean() - entropy.mean()) < 0.5

@@ -1,0 +1,175 @@
+"""Statistics: shares, bytes and parameters from the counts of steps; a predictor compared with what fires."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_gguf import write_relu
+
+from hotset.backends.base import StepStats
+from hotset.backends.reference import ReferenceBackend
+from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.formats.quants import GGMLType, row_bytes
+from hotset.model.config import config_from_gguf
+from hotset.model.cost import Cost
+from hotset.model.decoder import describe
+from hotset.model.graph import Graph
+from hotset.model.predictor import Predictor
+from hotset.sparsity import taps
+from hotset.sparsity.modes import choose, prepare
+from hotset.sparsity.stats import StatsAccumulator, measure_predictor
+
+N_FF, D = 96, 64
+Q4, Q8 = row_bytes(GGMLType.Q4_0, D), row_bytes(GGMLType.Q8_0, D)
+TYPES = {"ffn_gate": GGMLType.Q4_0, "ffn_up": GGMLType.Q8_0, "ffn_down": GGMLType.Q8_0, "fc1": GGMLType.F16}
+MLP = Predictor("mlp", (0.1, 0.1))
+
+
+def opened(path: Path, *args: Any, **how: Any) -> GGUFFile:
+    return open_gguf(
+        write_relu(
+            path, *args, type_of=lambda n: TYPES.get(n.split(".")[-1].removesuffix("_t"), GGMLType.F32), **how
+        )
+    )
+
+
+def step(n_tokens: int = 1, **counts: list[int]) -> StepStats:
+    names = ("selected", "active", "gate_rows", "up_rows", "down_rows")
+    times = {"predictor": [0.1, 0.2], "ffn": [1.0, 2.0], "attention": [3.0, 4.0]}
+    return StepStats(
+        n_tokens,
+        **{name: np.array(counts[name]) for name in names},
+        **{name: np.array(value) for name, value in times.items()},
+        other=0.5,
+    )
+
+
+def dense_step(n_tokens: int = 1, gated: bool = True) -> StepStats:
+    every, rows = [n_tokens * N_FF] * 2, [N_FF] * 2
+    gate = rows if gated else [0, 0]
+    return step(n_tokens, selected=every, active=[30, 20], gate_rows=gate, up_rows=rows, down_rows=rows)
+
+
+def test_every_row_is_what_the_model_costs(tmp_path: Path) -> None:
+    """A dense step reads what Cost counts, and is multiplied with every parameter of the matrices."""
+    gguf = opened(tmp_path / "model.gguf", dialect="gguf", ranks=(32, 32))
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    statistics = StatsAccumulator(graph, gguf.tensors)
+    statistics.add(dense_step())
+    summary = statistics.summary()
+    assert summary.bytes_touched_per_token == summary.bytes_total_per_token
+    assert summary.bytes_touched_per_token == sum(Cost(graph, gguf.tensors).weight_bytes.values())
+    matrices = [t for name, t in gguf.tensors.items() if len(t.shape) == 2 and name != "token_embd.weight"]
+    assert summary.active_parameters == sum(t.n_elements for t in matrices)
+    assert summary.flops == 2 * summary.active_parameters
+
+
+def test_rows_that_were_read_are_bytes(tmp_path: Path) -> None:
+    gguf = opened(tmp_path / "model.gguf", ranks=(32, 64))
+    graph = describe(config_from_gguf(gguf), gguf.tensors, MLP)
+    statistics = StatsAccumulator(graph, gguf.tensors)
+    counts = {"selected": [40, 10], "active": [8, 2], "gate_rows": [40, 10]}
+    statistics.add(step(**counts, up_rows=[12, 4], down_rows=[8, 2]))
+    summary = statistics.summary()
+    first, second = summary.layers
+    fc = [rank * D * 2 + N_FF * rank * 4 for rank in (32, 64)]  # fc1 is F16, fc2 F32
+    assert first.bytes == 40 * Q4 + 12 * Q8 + 8 * Q8 + fc[0]
+    assert second.bytes == 10 * Q4 + 4 * Q8 + 2 * Q8 + fc[1]
+    assert (first.active_share, first.selected_share) == (8 / N_FF, 40 / N_FF)
+    assert summary.active_share == pytest.approx(10 / (2 * N_FF))
+    ffn = 2 * N_FF * (Q4 + Q8 + Q8)
+    assert summary.bytes_total_per_token - ffn == summary.bytes_touched_per_token - first.bytes - second.bytes
+    rest = 2 * (2 * D * D + 2 * D * 32) + 96 * D  # q, output, k, v; the output matrix
+    assert summary.active_parameters == rest + D * (40 + 12 + 8 + 10 + 4 + 2) + (D + N_FF) * (32 + 64)
+    assert first.attention_s == 3.0
+    assert summary.seconds == pytest.approx({"predictor": 0.3, "ffn": 3.0, "attention": 7.0, "other": 0.5})
+    assert (first.recall, first.precision) == (None, None)
+
+
+def test_scales_of_planes_are_read_by_group(tmp_path: Path) -> None:
+    gguf = opened(tmp_path / "model.gguf", dialect="gguf")
+    config = config_from_gguf(gguf)
+    ready = prepare(gguf, config, choose(config, gguf.tensors))
+    statistics = StatsAccumulator(describe(config, ready.weights.tensors), ready.weights.tensors)
+    counts = {"selected": [N_FF, N_FF], "active": [8, N_FF], "gate_rows": [N_FF] * 2}
+    statistics.add(step(**counts, up_rows=[8, N_FF], down_rows=[8, N_FF]))
+    first, second = statistics.summary().layers
+    groups = 3 * (1 - (1 - 8 / N_FF) ** 32)
+    assert first.bytes == pytest.approx(N_FF * Q4 + 8 * Q8 + 8 * D + groups * 2 * D)
+    assert second.bytes == N_FF * Q4 + N_FF * Q8 + N_FF * D + 3 * 2 * D
+
+
+def test_a_down_matrix_by_output_is_read_whole(tmp_path: Path) -> None:
+    gguf = opened(tmp_path / "model.gguf", dialect="gguf")
+    statistics = StatsAccumulator(describe(config_from_gguf(gguf), gguf.tensors), gguf.tensors)
+    counts = {"selected": [N_FF] * 2, "active": [8, 1], "gate_rows": [N_FF] * 2}
+    statistics.add(step(**counts, up_rows=[8, 1], down_rows=[8, 1]))
+    layer = statistics.summary().layers[0]
+    assert layer.bytes == N_FF * Q4 + 8 * Q8 + D * row_bytes(GGMLType.Q8_0, N_FF)
+
+
+def test_tokens_of_a_step_share_its_bytes(tmp_path: Path) -> None:
+    gguf = opened(tmp_path / "model.gguf", "opt")
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    one, four = (StatsAccumulator(graph, gguf.tensors) for _ in range(2))
+    one.add(dense_step(gated=False))
+    four.add(dense_step(4, gated=False))
+    embedded = 2 * D * 4  # a token's own rows: of the embedding and of the positions
+    alone, shared = one.summary().bytes_touched_per_token, four.summary().bytes_touched_per_token
+    assert shared - embedded == pytest.approx((alone - embedded) / 4)
+    assert one.summary().active_parameters == four.summary().active_parameters
+    assert four.summary().n_tokens == 4
+
+
+def test_nothing_yet_is_zero_and_json(tmp_path: Path) -> None:
+    gguf = opened(tmp_path / "model.gguf")
+    summary = StatsAccumulator(describe(config_from_gguf(gguf), gguf.tensors), gguf.tensors).summary()
+    assert (summary.n_tokens, summary.active_share) == (0, 0)
+    assert json.loads(json.dumps(summary.as_dict()))["layers"][1]["layer"] == 1
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bamboo", "falcon", "opt"])
+def test_what_a_backend_counts_is_what_its_taps_saw(architecture: str, tmp_path: Path) -> None:
+    gguf = opened(tmp_path / "model.gguf", architecture)
+    graph = describe(config_from_gguf(gguf), gguf.tensors, MLP)
+    backend = ReferenceBackend(gguf, graph, n_pages=1, sparse=True)
+    statistics = StatsAccumulator(graph, gguf.tensors)
+    active = 0
+    for values in taps.steps(
+        backend, np.arange(40, dtype=np.int32), ("blk.0.ffn_masked", "blk.1.ffn_masked")
+    ):
+        stats = backend.stats()
+        assert stats is not None
+        statistics.add(stats)
+        active += sum(np.count_nonzero(value) for value in values.values())
+    summary = statistics.summary()
+    assert summary.active_share == pytest.approx(active / (2 * 40 * N_FF))
+    assert summary.bytes_touched_per_token > 0
+    assert all(value > 0 for value in summary.seconds.values())
+
+
+def test_recall_and_precision(tmp_path: Path) -> None:
+    gguf = opened(tmp_path / "model.gguf")
+    graph = describe(config_from_gguf(gguf), gguf.tensors, MLP)
+    tokens = (np.arange(120, dtype=np.int32) * 5 % 96).reshape(2, 60)
+
+    def backend(graph: Graph) -> ReferenceBackend:
+        return ReferenceBackend(gguf, graph, n_pages=1)
+
+    found = measure_predictor(backend(graph), graph, tokens)
+    for i, layer in enumerate(found):
+        names = tuple(f"blk.{i}.{name}" for name in ("ffn_act", "ffn_pred"))
+        runs = [taps.run(backend(graph), row, names) for row in tokens]
+        neurons, scores = (np.concatenate([run[name] for run in runs]) for name in names)
+        fires, chosen = neurons != 0, scores >= np.float32(0.1)
+        assert layer.layer == i
+        assert layer.recall == (fires & chosen).sum() / fires.sum()
+        assert layer.precision == (fires & chosen).sum() / chosen.sum()
+        assert layer.of_magnitude == pytest.approx(np.abs(neurons[chosen]).sum() / np.abs(neurons).sum())
+        assert (layer.active_share, layer.selected_share) == (fires.mean(), chosen.mean())
+    summary = StatsAccumulator(graph, gguf.tensors).summary().with_quality(found)
+    assert [layer.recall for layer in summary.layers] == [layer.recall for layer in found]
