@@ -8,10 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-_POWERINFER = (
-    "this version runs dense models only and cannot run PowerInfer files yet: "
-    "use 'hotset run bamboo-7b' for a ReLU model that it runs, or 'hotset pull {name}' to keep the file"
-)
 _MOE = (
     "this version has no mixture of experts yet, so it cannot run {name}: "
     "use 'hotset run bamboo-7b' for a ReLU model that it runs, or 'hotset pull {name}' to keep the file"
@@ -89,7 +85,6 @@ ENTRIES: tuple[Entry, ...] = (
         int(14.5 * _GB),
         relu=True,
         needs="16 GB of memory; PowerInfer format",
-        reason=_POWERINFER,
     ),
     Entry(
         "prosparse-13b",
@@ -98,7 +93,6 @@ ENTRIES: tuple[Entry, ...] = (
         int(27.6 * _GB),
         relu=True,
         needs="32 GB of memory; PowerInfer format",
-        reason=_POWERINFER,
     ),
     Entry(
         "relullama-7b",
@@ -107,7 +101,6 @@ ENTRIES: tuple[Entry, ...] = (
         int(15.1 * _GB),
         relu=True,
         needs="16 GB of memory; PowerInfer format",
-        reason=_POWERINFER,
     ),
     Entry(
         "relullama-13b",
@@ -116,7 +109,6 @@ ENTRIES: tuple[Entry, ...] = (
         int(28.3 * _GB),
         relu=True,
         needs="32 GB of memory; PowerInfer format",
-        reason=_POWERINFER,
     ),
     Entry(
         "relullama-70b",
@@ -125,7 +117,6 @@ ENTRIES: tuple[Entry, ...] = (
         int(42.2 * _GB),
         relu=True,
         needs="48 GB of memory; PowerInfer format",
-        reason=_POWERINFER,
     ),
     Entry(
         "relufalcon-40b",
@@ -134,7 +125,6 @@ ENTRIES: tuple[Entry, ...] = (
         int(25.5 * _GB),
         relu=True,
         needs="32 GB of memory; PowerInfer format; a Hugging Face account that accepted its conditions",
-        reason=_POWERINFER,
     ),
     Entry(
         "turbosparse-mistral-7b",
