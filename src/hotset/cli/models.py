@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,11 +11,13 @@ import typer
 
 from hotset.cli import options
 from hotset.cli.console import DownloadBar, print_json, print_table, say
+from hotset.report.bars import percent
 from hotset.storage import catalogue, store
 from hotset.units import human_count, human_size
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
+    from hotset.model.config import ModelConfig
 
 
 def pull(
@@ -126,6 +130,7 @@ def show(
     model: options.ModelName,
     tensors: Annotated[bool, typer.Option("--tensors", help="Also every tensor.")] = False,
     metadata: Annotated[bool, typer.Option("--metadata", help="Also every key of the file.")] = False,
+    activation: options.Activation = None,
     json: options.Json = False,
 ) -> None:
     """Show the facts of a model file; nothing is loaded."""
@@ -133,7 +138,7 @@ def show(
 
     path = store.resolve(model, download=False)
     with open_gguf(path) as gguf:
-        facts = describe(gguf, path)
+        facts = describe(gguf, path, activation)
         listed: list[dict[str, Any]] = [
             {"name": t.name, "type": t.type.name, "shape": list(t.shape), "nbytes": t.nbytes}
             for t in gguf.tensors.values()
@@ -155,7 +160,7 @@ def show(
         print_table(["tensor", "type", "shape", ">size"], rows, title="tensors (innermost dimension first)")
 
 
-def describe(gguf: GGUFFile, path: Path) -> dict[str, Any]:
+def describe(gguf: GGUFFile, path: Path, activation: str | None = None) -> dict[str, Any]:
     """The facts of a file as plain values. An architecture that cannot run still has most of them."""
     from hotset.errors import HotsetError
     from hotset.model.config import config_from_gguf
@@ -187,7 +192,7 @@ def describe(gguf: GGUFFile, path: Path) -> dict[str, Any]:
         "chat_template": "tokenizer.chat_template" in meta,
     }
     try:
-        config = config_from_gguf(gguf)
+        config = config_from_gguf(gguf, activation=activation)
         cost = Cost(describe_graph(config, gguf.tensors), gguf.tensors)
     except HotsetError as error:
         facts["runs"] = False
@@ -204,14 +209,48 @@ def describe(gguf: GGUFFile, path: Path) -> dict[str, Any]:
         "head_size": config.head_dim,
         "window": max(config.windows, default=0),
         "activation": _activation(config.activation),
-        "rope": {
+        "gated": config.gated,
+        "rope": None
+        if config.rope is None
+        else {
             "kind": config.rope.kind,
             "base": meta.get(f"{gguf.architecture}.rope.freq_base"),
             "scaling": meta.get(f"{gguf.architecture}.rope.scaling.type"),
             "channels": config.rope.n_rot,
         },
         "kv_bytes_per_token": cost.kv_bytes_per_token("f16"),
+        "sparsity": _sparsity(gguf, config),
     }
+    return facts
+
+
+def _sparsity(gguf: GGUFFile, config: ModelConfig) -> dict[str, Any]:
+    """How a file runs by default and why, the predictor that it carries, and what lies beside it."""
+    from hotset.formats.powerinfer import activation_files, gpu_index_file
+    from hotset.sparsity.modes import choose
+    from hotset.sparsity.predictors import N_ALWAYS_KEY
+
+    choice = choose(config, gguf.tensors)
+    facts: dict[str, Any] = {"mode": choice.mode, "reason": choice.reason, "predictor": None}
+    if not config.is_relu:
+        return facts
+    parts = [t for t in gguf.tensors.values() if re.fullmatch(r"blk\.\d+\.fc[12]\.weight", t.name)]
+    if parts:
+        n_bytes = sum(t.nbytes for t in parts)
+        facts["predictor"] = {
+            "kind": "mlp",
+            "ranks": [t.shape[1] for t in parts if ".fc1." in t.name],
+            "types": sorted({t.type.name for t in parts}),
+            "bytes": n_bytes,
+            "share": n_bytes / gguf.nbytes,
+            "threshold": config.sparse_threshold,
+            "reads": config.predictor_input,
+        }
+    always = gguf.metadata.get(N_ALWAYS_KEY)
+    beside = {"activation_counts": activation_files(gguf.path), "gpu_index": gpu_index_file(gguf.path)}
+    facts["n_always"] = always.tolist() if hasattr(always, "tolist") else always
+    facts |= {name: str(found) if found else None for name, found in beside.items()}
+    facts["built"] = [{"path": str(p), "size": p.stat().st_size} for p in store.sidecars(gguf.path)]
     return facts
 
 
@@ -220,6 +259,31 @@ def _activation(activation: Any) -> str:
     if activation.up:
         text += f" on the gate, {activation.up} on up"
     return text + (f", threshold {activation.threshold:g}" if activation.threshold else "")
+
+
+def _range(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _sparsity_rows(facts: dict[str, Any]) -> list[list[str]]:
+    rows = [["by default", facts["reason"]]]
+    predictor = facts["predictor"]
+    if predictor:
+        reads = {"ffn_inp": "after attention", "layer_input": "as it enters the layer"}[predictor["reads"]]
+        rows.append(
+            [
+                "predictor",
+                f"{predictor['kind']} of rank {_range(predictor['ranks'])}, {', '.join(predictor['types'])}, "
+                f"{human_size(predictor['bytes'])}: {percent(predictor['share'])} of the file; "
+                f"threshold {predictor['threshold']:g}, reads the residual stream {reads}",
+            ]
+        )
+    if facts.get("n_always"):
+        rows.append(["hot head", f"{_range(facts['n_always'])} neurons of a layer need no prediction"])
+    rows += [["activation counts", facts.get("activation_counts")], ["GPU index", facts.get("gpu_index")]]
+    rows += [["built by hotset", f"{b['path']} ({human_size(b['size'])})"] for b in facts.get("built", [])]
+    return rows
 
 
 def _fact_rows(facts: dict[str, Any]) -> list[list[str]]:
@@ -252,13 +316,16 @@ def _fact_rows(facts: dict[str, Any]) -> list[list[str]]:
             f"{facts['heads']}, {facts['kv_heads']} for keys and values, {facts['head_size']} channels each",
         ],
         ["window", f"{facts['window']} tokens" if facts["window"] else None],
-        ["activation", facts["activation"]],
+        ["activation", facts["activation"] + ("" if facts["gated"] else ", no gate")],
         [
-            "RoPE",
-            f"{rope['kind']}, {rope['channels']} channels, base {rope['base'] or 10000:g}"
-            + (f", scaling {rope['scaling']}" if rope["scaling"] else ""),
+            "positions",
+            f"RoPE {rope['kind']}, {rope['channels']} channels, base {rope['base'] or 10000:g}"
+            + (f", scaling {rope['scaling']}" if rope["scaling"] else "")
+            if rope
+            else "learned",
         ],
         ["KV cache", f"{human_size(facts['kv_bytes_per_token'])} per token in F16"],
+        *_sparsity_rows(facts["sparsity"]),
     ]
     return [row for row in rows if row[1]]
 

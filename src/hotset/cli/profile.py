@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import DownloadBar, print_json, print_table, read_text, say, tell_choice
+from hotset.cli.console import DownloadBar, print_json, print_table, read_text, say
 from hotset.storage import store
 from hotset.units import human_size
 
@@ -136,7 +136,8 @@ def _run(
             progress=bar,
         ) as loaded,
     ):
-        tell_choice(loaded)
+        for note in loaded.notes:
+            say(note, dim=True)
         tokens = _sequences(loaded, text, n_ctx, n_tokens)
         with _progress() as progress:
             return collect(
@@ -228,9 +229,20 @@ def reorder(
             f"there is no profile {place}: make one with 'hotset profile {source} -f TEXT'.",
             param_hint="--profile",
         )
-    write_reordered(path, target, Profile.open(place))
-    size = target.stat().st_size
+    with DownloadBar() as bar:
+        written = write_reordered(path, target, Profile.open(place), progress=bar)
     if json:
-        print_json({"path": str(target), "size": size, "profile": str(place)})
-    else:
-        say(f"Wrote {target} ({human_size(size)}). Run it with: hotset run {target}")
+        print_json(
+            {
+                "path": str(target),
+                "size": written.n_bytes,
+                "profile": str(place),
+                "n_always": list(written.n_always),
+                "files": [str(file) for file in written.files],
+            }
+        )
+        return
+    say(f"Wrote {target} ({human_size(written.n_bytes)}). Run it with: hotset run {target}")
+    fewest, most = min(written.n_always), max(written.n_always)
+    head = str(most) if fewest == most else f"{fewest} to {most}"
+    say(f"The first {head} neurons of each layer nearly always fire: they need no prediction.", dim=True)
