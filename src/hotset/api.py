@@ -230,8 +230,7 @@ def _open_backend(
     if name == "cpu":
         from hotset.backends.cpu import CpuBackend
 
-        more: dict[str, Any] = {"sparse": True} if sparse else {}
-        return CpuBackend(weights, graph, n_threads=n_threads, **more, **options)
+        return CpuBackend(weights, graph, n_threads=n_threads, sparse=sparse, **options)
     from hotset.backends.reference import ReferenceBackend
 
     return ReferenceBackend(weights, graph, sparse=sparse, **options)
