@@ -12,6 +12,7 @@ import numpy as np
 
 from hotset.backends.base import PAGE_SIZE, Batch
 from hotset.model.graph import Linear, TransposedLinear
+from hotset.sparsity.stats import StatsAccumulator
 
 if TYPE_CHECKING:
     from hotset import Model
@@ -74,8 +75,6 @@ def anatomy(model: Model, n_tokens: int = 24, n_warm: int = 4) -> Anatomy:
         "up": np.mean([s.up_rows for s in stats], axis=0) / n_ff,
         "down": np.mean([s.down_rows for s in stats], axis=0) / n_ff,
     }
-    depth = n_warm + n_tokens / 2
-    streamed = sum(model.cost.weight_bytes.values()) + model.cost.kv_bytes_read(depth, model.kv_type)
     gathered = 0.0
     tensors = model.weights.tensors
     for op in model.graph.ops:
@@ -84,15 +83,19 @@ def anatomy(model: Model, n_tokens: int = 24, n_warm: int = 4) -> Anatomy:
             continue
         share = rows[named[2]][int(named[1])]
         if share < STREAMS_ABOVE and (named[2] != "down" or isinstance(op, TransposedLinear)):
-            streamed -= tensors[op.weight].nbytes
             gathered += tensors[op.weight].nbytes * share
+    counts = StatsAccumulator(model.graph, tensors)
+    for step in stats:
+        counts.add(step)
+    summary = counts.summary()
+    keys_and_values = model.cost.kv_bytes_read(n_warm + n_tokens / 2, model.kv_type)
     return Anatomy(
-        streamed=streamed,
+        streamed=summary.bytes_touched_per_token - gathered + keys_and_values,
         gathered=gathered,
-        selected=float(np.mean([s.selected / n_ff for s in stats])),
-        active=float(np.mean([s.active / n_ff for s in stats])),
+        selected=summary.selected_share,
+        active=summary.active_share,
         seconds=float(np.median(seconds)),
-        predictor=float(np.mean([s.predictor.sum() for s in stats])),
-        ffn=float(np.mean([s.ffn.sum() for s in stats])),
-        attention=float(np.mean([s.attention.sum() for s in stats])),
+        predictor=summary.seconds["predictor"],
+        ffn=summary.seconds["ffn"],
+        attention=summary.seconds["attention"],
     )
