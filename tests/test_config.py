@@ -24,6 +24,8 @@ from hotset.model.config import (
     parse_activation,
 )
 from hotset.model.decoder import describe
+from hotset.model.graph import Mask
+from hotset.model.predictor import Predictor, PredictorKind
 
 SOUND = {
     "block_count": 2,
@@ -292,3 +294,121 @@ def test_qwen2_needs_its_biases() -> None:
     config = config_from_gguf(file("qwen2"))
     with pytest.raises(UnsupportedModelError, match=r"lacks the tensor blk\.0\.attn_q\.bias"):
         describe(config, complete())
+
+
+# ---- architectures without a gate, with LayerNorm, learned positions -------------------------------------
+
+FALCON = {"attention__layer_norm_epsilon": 1e-5, "attention__layer_norm_rms_epsilon": None}
+
+
+def test_what_an_architecture_says_reaches_the_config() -> None:
+    falcon = config_from_gguf(file("falcon", **FALCON))
+    assert (falcon.norm, falcon.parallel, falcon.gated) == ("layer", True, False)
+    assert falcon.predictor_input == "layer_input"
+    assert falcon.rope is not None
+    assert falcon.rope.kind == "neox"
+    opt = config_from_gguf(file("opt", {"position_embd.weight": (64, 50)}))
+    assert (opt.rope, opt.first_position, opt.norm_eps, opt.predictor_input) == (None, 2, 1e-5, "ffn_inp")
+    assert opt.n_ctx_train == opt.n_ctx_max == 48  # the key says 128
+    assert config_from_gguf(file("opt", attention__layer_norm_epsilon=1e-3)).norm_eps == pytest.approx(1e-3)
+    llama = config_from_gguf(file())
+    assert (llama.norm, llama.gated, llama.n_ctx_max, llama.sparse_threshold) == ("rms", True, None, 0.0)
+    nemotron = config_from_gguf(file("nemotron", rope__dimension_count=8, **FALCON))
+    assert nemotron.rope is not None
+    assert nemotron.rope.n_rot == 8
+    with pytest.raises(FormatError, match=r"falcon\.attention\.layer_norm_epsilon is missing"):
+        config_from_gguf(file("falcon"))
+    with pytest.raises(FormatError, match="has only 2 rows"):
+        config_from_gguf(file("opt", {"position_embd.weight": (64, 2)}))
+
+
+def test_relu_models_are_those_whose_activation_gives_zeros() -> None:
+    for act in ("relu", "relu2", "drelu", "fatrelu:0.1"):
+        assert config_from_gguf(file(), activation=act).is_relu
+    for act in ("silu", "gelu", "gelu_tanh"):
+        assert not config_from_gguf(file(), activation=act).is_relu
+    assert [config_from_gguf(file(name, **FALCON)).is_relu for name in ("falcon", "nemotron")] == [
+        False,
+        True,
+    ]
+    assert config_from_gguf(file("arcee")).is_relu
+    assert config_from_gguf(file("falcon", hidden_activation="relu", **FALCON)).is_relu
+
+
+def test_without_a_gate_there_is_no_drelu() -> None:
+    with pytest.raises(InvalidRequestError, match="no gate"):
+        config_from_gguf(file("arcee"), activation="drelu")
+    with pytest.raises(UnsupportedModelError, match="no gate"):
+        config_from_gguf(file("arcee", hidden_activation="drelu"))
+
+
+@pytest.mark.parametrize("value", ["low", True, math.nan, math.inf])
+def test_a_threshold_must_be_a_number(value: Any) -> None:
+    gguf = file()
+    gguf.metadata["powerinfer.sparse_threshold"] = value
+    with pytest.raises(FormatError, match=r"powerinfer\.sparse_threshold"):
+        config_from_gguf(gguf)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shapes", "sentence"),
+    [
+        ("mlp", {}, r"lacks the tensor blk\.0\.fc1\.weight of its predictor"),
+        ("mlp", {"fc1": (64, 8)}, r"lacks the tensor blk\.0\.fc2\.weight \[8, 96\]"),
+        ("mlp", {"fc1": (32, 8), "fc2": (8, 96)}, r"fc1\.weight is \[32, 8\], .* \[64, 8\]"),
+        ("mlp", {"fc1": (64, 8), "fc2": (8, 95)}, r"fc2\.weight is \[8, 95\], .* \[8, 96\]"),
+        ("svd", {"svd_a": (64, 8), "svd_b": (9, 96)}, r"svd_b\.weight is \[9, 96\], .* \[8, 96\]"),
+        ("sign", {"sign": (64, 96)}, r"sign\.weight is \[64, 96\], .* \[8, 96\]"),
+    ],
+)
+def test_a_predictor_that_does_not_fit_is_refused(
+    kind: PredictorKind, shapes: dict[str, tuple[int, ...]], sentence: str
+) -> None:
+    config = config_from_gguf(file(), activation="relu")
+    named = {f"blk.{i}.{name}.weight": shape for i in range(2) for name, shape in shapes.items()}
+    with pytest.raises(UnsupportedModelError, match=sentence):
+        describe(config, complete(**named), Predictor(kind, (0.0, 0.0)))
+
+
+def test_where_predictors_stand_in_the_graph() -> None:
+    """mlp reads the residual stream, so that it can run before the FFN's norm; svd and sign read the norm."""
+    config = config_from_gguf(file(), activation="relu")
+    shapes = {"fc1": (64, 8), "fc2": (8, 96), "svd_a": (64, 4), "svd_b": (4, 96), "sign": (8, 96)}
+    tensors = complete(**{f"blk.{i}.{n}.weight": shape for i in range(2) for n, shape in shapes.items()})
+    dense = [value.name for value in describe(config, tensors).values]
+    for kind, more in (
+        ("mlp", ["ffn_pred_h", "ffn_pred_h_act", "ffn_pred"]),
+        ("svd", ["ffn_pred_h", "ffn_pred"]),
+        ("sign", ["ffn_pred"]),
+    ):
+        graph = describe(config, tensors, Predictor(kind, (0.5, 0.25)))  # type: ignore[arg-type]
+        computed = [op.out.name for op in graph.ops]
+        assert set(computed) - set(dense) == {f"blk.{i}.{n}" for i in range(2) for n in [*more, "ffn_masked"]}
+        at = {name: computed.index(f"blk.0.{name}") for name in (*more, "ffn_norm", "ffn_gate", "ffn_inp")}
+        assert (at["ffn_pred"] < at["ffn_norm"]) == (kind == "mlp")
+        assert at["ffn_inp"] < at["ffn_pred"] < at["ffn_gate"]
+        masks = [op for op in graph.ops if isinstance(op, Mask)]
+        assert [(mask.threshold, mask.first) for mask in masks] == [(0.5, 0), (0.25, 0)]
+
+
+def test_the_down_projection_takes_the_form_that_the_file_has() -> None:
+    config = config_from_gguf(file(), activation="relu")
+
+    def read(**more: tuple[int, ...] | None) -> set[str]:
+        tensors = complete(**{f"blk.{i}.{name}": shape for i in range(2) for name, shape in more.items()})
+        ops = [op for op in describe(config, tensors).ops if op.out.name.endswith("ffn_down")]
+        used = {getattr(op, field, None) for op in ops for field in ("weight", "scales", "bias")}
+        return {name.removeprefix("blk.0.") for name in used if name and name.startswith("blk.0")}
+
+    rows = {"ffn_down_t.weight": (64, 96)}
+    planes = {"ffn_down_t.codes": (32, 96), "ffn_down_t.scales": (64, 3)}
+    assert read() == {"ffn_down.weight"}
+    assert read(**planes) == {"ffn_down_t.codes", "ffn_down_t.scales"}
+    assert read(**planes | {"ffn_down_t.codes": (64, 96)}) == {"ffn_down_t.codes", "ffn_down_t.scales"}
+    assert read(**rows, **planes, **{"ffn_down.weight": None}) == {"ffn_down_t.weight"}
+    assert read(**planes, **{"ffn_down.bias": (64,)}) == {*planes, "ffn_down.bias"}
+    assert read(**rows, **{"ffn_down_t.bias": (64,)}) == {*rows, "ffn_down_t.bias"}
+    with pytest.raises(UnsupportedModelError, match=r"ffn_down_t\.codes is \[33, 96\]"):
+        read(**planes | {"ffn_down_t.codes": (33, 96)})
+    with pytest.raises(UnsupportedModelError, match=r"ffn_down_t\.scales is \[64, 2\]"):
+        read(**planes | {"ffn_down_t.scales": (64, 2)})

@@ -14,10 +14,24 @@ from hotset.backends.base import PAGE_SIZE, Batch, KVType
 from hotset.backends.reference import ACTIVATIONS, ReferenceBackend, rotate
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
-from hotset.formats.quants import GGMLType
+from hotset.formats.quants import GGMLType, dequantize, quantize
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
-from hotset.model.graph import Attention, Embed, Graph, LayerNorm, Rope, Rotate, SelectOutputs, Value
+from hotset.model.graph import (
+    Attention,
+    Embed,
+    Graph,
+    LayerNorm,
+    Linear,
+    Mask,
+    Rope,
+    Rotate,
+    SelectOutputs,
+    SignScores,
+    TransposedLinear,
+    Value,
+)
+from hotset.sparsity.planes import codes_of, scales_of
 
 N_VOCAB, D, N_FF = 96, 64, 96  # of the tiny model
 F32 = np.float32
@@ -199,3 +213,107 @@ def test_layer_norm(tmp_path: Path) -> None:
     centred = x - x.mean(1, keepdims=True)
     expected = centred / np.sqrt(x.var(1, keepdims=True) + 1e-2) * weight + bias
     np.testing.assert_allclose(found.logits, expected[[0, 7]], rtol=1e-5, atol=1e-5)
+
+
+def step_of(path: Path, tensors: dict[str, Any], build: Any, n: int = 6, width: int = 40) -> np.ndarray:
+    """What `build(graph, x)` computes from the rows x [n, width] of the tensor "x"; types by name."""
+    writer = GGUFWriter(path / "ops.gguf", "none")
+    for name, (data, type_, shape) in tensors.items():
+        writer.add_tensor(name, data, type_, shape)
+    writer.write()
+    graph = Graph()
+    x = graph.add(Embed(graph.value("embedded", width), "x"))
+    out = build(graph, x)
+    graph.add(SelectOutputs(graph.value("logits", out.width), out))
+    with open_gguf(path / "ops.gguf") as gguf:
+        return ReferenceBackend(gguf, graph, n_pages=4).step(batch(n, tokens=range(n))).logits
+
+
+def test_products_of_rows_columns_and_signs(tmp_path: Path) -> None:
+    rng = np.random.default_rng(6)
+    x, rows, columns = (rng.standard_normal(s).astype(F32) for s in ((96, 40), (96, 40), (40, 96)))
+    x[:, 7] = 0  # neither sign: it counts as positive
+    biases = {n: rng.standard_normal(96).astype(F32) for n in ("rows.bias", "columns.bias", "signs.bias")}
+    packed = np.packbits(rows < 0, axis=1, bitorder="little")
+    tensors = {name: (data, GGMLType.F32, None) for name, data in {"x": x, "rows": rows, **biases}.items()}
+    tensors |= {"columns": (columns, GGMLType.F32, None), "signs": (packed, GGMLType.I8, (5, 96))}
+
+    def linear(graph: Graph, x: Value) -> Value:
+        return graph.add(Linear(graph.value("out", 30), x, "rows", "rows.bias", first_row=50))
+
+    def transposed(graph: Graph, x: Value) -> Value:
+        return graph.add(TransposedLinear(graph.value("out", 96), x, "columns", "columns.bias"))
+
+    def signs(graph: Graph, x: Value) -> Value:
+        return graph.add(SignScores(graph.value("out", 96), x, "signs", "signs.bias"))
+
+    found = step_of(tmp_path, tensors, linear)
+    np.testing.assert_allclose(found, (x[:6] @ rows.T + biases["rows.bias"])[:, 50:80], rtol=1e-4, atol=1e-5)
+    found = step_of(tmp_path, tensors, transposed)
+    np.testing.assert_allclose(found, x[:6] @ columns + biases["columns.bias"], rtol=1e-4, atol=1e-5)
+    agree = ((x[:6, None] < 0) == (rows < 0)).sum(2)
+    expected = (agree - (40 - agree)).astype(F32) + biases["signs.bias"]
+    assert np.array_equal(step_of(tmp_path, tensors, signs), expected)
+
+
+@pytest.mark.parametrize("type_", [GGMLType.Q4_0, GGMLType.Q8_0])
+def test_a_matrix_in_planes_is_the_matrix(tmp_path: Path, type_: GGMLType) -> None:
+    """Values of the file's own down matrix [n_embd, n_ff], read by neuron."""
+    rng = np.random.default_rng(7)
+    n_ff, d = 64, 32
+    x, down = rng.standard_normal((96, n_ff)).astype(F32), rng.standard_normal((d, n_ff)).astype(F32)
+    blocks = quantize(down, type_)
+    codes, scales = codes_of(blocks, type_, (n_ff, d)), scales_of(blocks, type_, (n_ff, d))
+    tensors = {
+        "x": (x, GGMLType.F32, None),
+        "codes": (codes.view(np.uint8), GGMLType.I8, codes.shape[::-1]),
+        "scales": (scales, GGMLType.F16, None),
+    }
+
+    def build(graph: Graph, x: Value) -> Value:
+        return graph.add(TransposedLinear(graph.value("out", d), x, "codes", scales="scales"))
+
+    expected = x[:6] @ dequantize(blocks, type_, (n_ff, d)).reshape(d, n_ff).T
+    np.testing.assert_allclose(step_of(tmp_path, tensors, build, width=n_ff), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_mask_keeps_what_is_not_below_the_threshold(tmp_path: Path) -> None:
+    x = np.array([[1, 2, 3, 4], [5, 6, 7, 8]] * 48, F32)
+    scores = np.array([[0.5, np.nan, 0.4], [-np.inf, np.inf, 0.5]] * 48, F32)
+    tensors = {"x": (x, GGMLType.F32, None), "scores": (scores, GGMLType.F32, None)}
+
+    def build(graph: Graph, x: Value) -> Value:
+        scores = graph.add(Embed(graph.value("s", 3), "scores"))
+        return graph.add(Mask(graph.value("out", 4), x, scores, threshold=0.5, first=1))
+
+    found = step_of(tmp_path, tensors, build, n=2, width=4)
+    assert found.tolist() == [[1, 2, 3, 0], [5, 0, 7, 8]]
+
+
+def test_statistics_of_a_step(tmp_path: Path) -> None:
+    with open_gguf(write_llama(tmp_path / "m.gguf")) as gguf:
+        graph = describe(config_from_gguf(gguf, activation="relu"), gguf.tensors)
+        names = [f"blk.{i}.{name}" for i in range(2) for name in ("ffn_gate_act", "ffn_act")]
+        counts = {}
+        for sparse in (False, True):
+            reference = ReferenceBackend(gguf, graph, n_pages=4, sparse=sparse)
+            assert reference.stats() is None
+            taps = reference.step(batch(3, taps=tuple(names))).taps
+            stats = counts[sparse] = reference.stats()
+            assert stats is not None
+            assert stats.n_tokens == 3
+            assert stats.selected.tolist() == [3 * N_FF] * 2
+            assert stats.active.tolist() == [np.count_nonzero(taps[f"blk.{i}.ffn_act"]) for i in range(2)]
+            assert not stats.predictor.any()
+            assert (stats.ffn > 0).all()
+            assert (stats.attention > 0).all()
+            assert stats.other > 0
+    for rows in ("gate_rows", "up_rows", "down_rows"):
+        assert getattr(counts[False], rows).tolist() == [N_FF] * 2
+    gates, neurons = (
+        [taps[f"blk.{i}.{name}"].any(axis=0).sum() for i in range(2)] for name in ("ffn_gate_act", "ffn_act")
+    )
+    assert counts[True].gate_rows.tolist() == [N_FF] * 2
+    assert counts[True].up_rows.tolist() == gates
+    assert counts[True].down_rows.tolist() == neurons
+    assert max(gates) < N_FF
