@@ -208,6 +208,17 @@ def test_where_a_text_is_cut(pre):
     assert words == CUTS[pre]
 
 
+@pytest.mark.parametrize(("architecture", "pre"), [("opt", "gpt-2"), ("falcon", "falcon"), ("llama", "")])
+def test_without_a_name_the_architecture_says_where_a_text_is_cut(architecture, pre):
+    """PowerInfer's files carry no tokenizer.ggml.pre."""
+    text = "It's 12345 `x`, he said...\n"
+    cuts = [
+        load_tokenizer(metadata)._library.pre_tokenizer.pre_tokenize_str(text)
+        for metadata in (bpe_metadata(None) | {"general.architecture": architecture}, bpe_metadata(pre))
+    ]
+    assert cuts[0] == cuts[1]
+
+
 def test_an_unknown_pre_tokenizer_is_named():
     with pytest.raises(TokenizerError, match="'klingon-bpe'"):
         load_tokenizer(bpe_metadata("klingon-bpe"))

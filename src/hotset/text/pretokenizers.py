@@ -236,6 +236,9 @@ _TABLE: dict[tuple[str, ...], PreTokenizer] = {
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {name: row for names, row in _TABLE.items() for name in names}
 """Every known value of `tokenizer.ggml.pre` ("" where the key is absent) → its row."""
 
+UNNAMED = {"opt": "gpt-2", "falcon": "falcon"}
+"""Architecture → the name that its files mean without the key, which PowerInfer's converter never writes."""
+
 
 def pre_tokenizer(name: str) -> PreTokenizer:
     """The row of `name`; TokenizerError for one that is not known, since guessing would change the tokens."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import TokenizerError
-from .pretokenizers import pre_tokenizer
+from .pretokenizers import UNNAMED, pre_tokenizer
 
 # Values of tokenizer.ggml.token_type; they are SentencePiece's own.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
@@ -216,7 +216,8 @@ class BytePairTokenizer(Tokenizer):
     """Byte-level BPE: every byte is a letter of GPT-2's alphabet; pairs merge in the order of the merges."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
-        row = pre_tokenizer(str(metadata.get("tokenizer.ggml.pre", "")))
+        unnamed = UNNAMED.get(str(metadata.get("general.architecture")), "")
+        row = pre_tokenizer(str(metadata.get("tokenizer.ggml.pre", unnamed)))
         super().__init__(
             metadata, bos=None, eos=None, add_bos=row.add_bos and "tokenizer.ggml.bos_token_id" in metadata
         )
