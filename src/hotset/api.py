@@ -246,6 +246,8 @@ def _profile(path: str | os.PathLike[str] | None, choice: Choice) -> Profile | N
         )
     from hotset.sparsity.profile import Profile
 
+    if not Path(path).is_file():
+        raise InvalidRequestError(f"there is no profile {path}; make one with 'hotset profile'")
     return Profile.open(path)
 
 

@@ -12,6 +12,7 @@ import typer
 
 from hotset.cli import options
 from hotset.cli.console import DownloadBar, print_json, print_table, read_text, say
+from hotset.errors import InvalidRequestError
 from hotset.storage import store
 from hotset.units import human_size
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from hotset.api import Model
     from hotset.sparsity.profile import Profile
 
+_LONGEST = 512  # tokens of a sequence
 _STEP = 128  # tokens whose neurons are looked at together: their values, of all layers, are in memory
 
 _ExistingFolder = Annotated[
@@ -45,7 +47,9 @@ def profile(
     export_to: Annotated[
         Path | None, typer.Option("--export", file_okay=False, help="Write activation_<layer>.pt into it.")
     ] = None,
-    n_ctx: Annotated[int, typer.Option("--ctx-size", "-c", min=2, help="Tokens of a sequence.")] = 512,
+    n_ctx: Annotated[
+        int | None, typer.Option("--ctx-size", "-c", min=2, max=_LONGEST, help="Tokens of a sequence.")
+    ] = None,
     n_tokens: Annotated[int | None, typer.Option("--tokens", "-n", min=1, help="At most so many.")] = None,
     threads: options.Threads = None,
     activation: options.Activation = None,
@@ -73,6 +77,8 @@ def profile(
             parts.append(_imported(path, import_from, activation))
         if file is not None:
             text = read_text(file, "-f")
+            if not text.strip():
+                raise InvalidRequestError(f"the text in {file} is empty; give some to profile the model on")
             parts.append(_run(path, text, n_ctx, n_tokens, threads, activation, backend))
         counted = parts[0]
         for part in parts[1:]:
@@ -113,7 +119,7 @@ def _imported(path: Path, folder: Path, activation: str | None) -> Profile:
 def _run(
     path: Path,
     text: str,
-    n_ctx: int,
+    n_ctx: int | None,
     n_tokens: int | None,
     threads: int | None,
     activation: str | None,
@@ -138,7 +144,7 @@ def _run(
     ):
         for note in loaded.notes:
             say(note, dim=True)
-        tokens = _sequences(loaded, text, n_ctx, n_tokens)
+        tokens = _sequences(loaded, text, n_ctx or min(_LONGEST, loaded.n_ctx), n_tokens)
         with _progress() as progress:
             return collect(
                 loaded.backend, loaded.config, tokens, model=fingerprint(loaded.gguf), progress=progress

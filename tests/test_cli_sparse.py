@@ -1,0 +1,444 @@
+"""The command line on models whose neurons can be skipped."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_backend import FakeBackend
+from test_api_sparse import N_FF, N_LAYER, write_sparse
+from test_cli import answer, inside, needs_core, write_model
+
+from hotset.formats.quants import GGMLType
+from hotset.report.bars import bar, percent
+
+TEXT = "the quick brown fox jumps over the lazy dog; " * 12
+FIXED = ("-n", 6, "--temp", 0, "--ignore-eos")
+REFERENCE = ("--backend", "reference")
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    return write_sparse(tmp_path / "published.gguf")
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    return write_sparse(tmp_path / "plain.gguf", dialect="gguf")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "text.txt"
+
+
+def result(*arguments: object) -> Any:
+    """The JSON that a verb prints."""
+    done = inside(*arguments)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+# -- run -----------------------------------------------------------------------------------------
+
+
+def test_run_says_its_mode_and_why_and_what_was_touched(published: Path, plain: Path) -> None:
+    done = inside("run", plain, "Hello", *FIXED, *REFERENCE)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^sparsity exact: its activation is ReLU", done.stderr, re.M)
+    assert re.search(r"^down matrices by neuron: built in .*plain\.down\.hotset\.gguf$", done.stderr, re.M)
+    assert re.search(r"\| touched \d+% of FFN neurons, [\d.]+ of [\d.]+ kB per token \|", done.stderr)
+    assert "opened" in inside("run", plain, "Hello", *FIXED, *REFERENCE).stderr
+    done = inside("run", published, "Hello", *FIXED, *REFERENCE)
+    assert done.stderr.startswith("sparsity predicted: the file carries predictors (fc1, fc2)\n[prompt ")
+    done = inside("run", plain, "Hello", *FIXED, *REFERENCE, "--sparsity", "dense")
+    assert done.stderr.startswith("sparsity dense: all neurons, as asked\n")
+    assert re.search(r"\| \d+% of FFN neurons fired, [\d.]+ kB touched per token \|", done.stderr)
+
+
+def test_a_dense_model_has_no_sparsity_to_speak_of(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "dense.gguf")
+    done = inside("run", model, "Hello", *FIXED, *REFERENCE, "--stats")
+    assert "sparsity" not in done.stderr
+    assert re.search(r"\| [\d.]+ kB touched per token \|", done.stderr)
+    assert "No statistics" in done.stderr
+    facts = answer(model, "Hello", *FIXED, "--stats")
+    assert (facts["sparsity"]["mode"], facts["active_share"], facts["stats"]) == ("dense", None, None)
+
+
+def test_the_modes_agree_as_far_as_they_should(published: Path) -> None:
+    by_mode = {
+        mode: answer(published, "Hello", *FIXED, "--sparsity", mode)
+        for mode in ("dense", "exact", "predicted")
+    }
+    assert by_mode["dense"]["tokens"] == by_mode["exact"]["tokens"]
+    assert by_mode["dense"]["active_share"] == by_mode["exact"]["active_share"]
+    assert by_mode["predicted"]["active_share"] < by_mode["exact"]["active_share"] < 1
+    assert by_mode["exact"]["bytes_per_token"] < by_mode["dense"]["bytes_per_token"]
+    for mode, facts in by_mode.items():
+        assert facts["sparsity"]["mode"] == mode
+        assert facts["sparsity"]["predictor"] == ("mlp" if mode == "predicted" else None)
+        assert facts["sparsity"]["reason"].startswith(mode)
+        assert "stats" not in facts
+    asked = answer(published, "Hello", *FIXED, "--predictor", "svd:16")
+    assert asked["sparsity"]["predictor"] == "svd:16"
+    assert any("svd:16" in note for note in asked["sparsity"]["notes"])
+
+
+def test_stats_are_a_table_with_a_bar_for_each_layer(published: Path, plain: Path) -> None:
+    done = inside("run", published, "Hello", *FIXED, *REFERENCE, "--stats")
+    header = next(line for line in done.stderr.splitlines() if line.split()[:2] == ["layer", "active"])
+    for column in ("selected", "recall", "precision", "FFN bytes", "predictor ms", "FFN ms", "attention ms"):
+        assert column in header
+    for i in range(N_LAYER):
+        assert re.search(rf"^ +{i} +\d+% +█+[▏▎▍▌▋▊▉]? +\d+% +\d+% +\d+% +[\d.]+ kB ", done.stderr, re.M)
+    assert re.search(r"^ +all +\d+% +\d+% ", done.stderr, re.M)
+    assert re.search(
+        r"\[5 tokens \| per token: [\d.]+ K parameters active, [\d.]+ K FLOPs, predictor", done.stderr
+    )
+    assert "█" not in done.stdout
+    done = inside("run", plain, "Hello", *FIXED, *REFERENCE, "--stats")
+    assert "FFN ms" in done.stderr
+    assert "recall" not in done.stderr
+    assert "selected" not in done.stderr
+
+
+def test_stats_as_json(published: Path) -> None:
+    facts = answer(published, "Hello", *FIXED, "--stats")
+    stats = facts["stats"]
+    assert stats["active_share"] == facts["active_share"]
+    assert (stats["n_tokens"], stats["n_steps"]) == (5, 5)
+    assert [layer["layer"] for layer in stats["layers"]] == list(range(N_LAYER))
+    for layer in stats["layers"]:
+        assert 0 < layer["active_share"] <= layer["selected_share"] <= 1
+        assert 0 < layer["recall"] <= 1
+        assert 0 < layer["precision"] <= 1
+        assert layer["bytes"] > 0
+        assert layer["ffn_s"] > 0
+    assert set(stats["seconds"]) == {"predictor", "ffn", "attention", "other"}
+    assert stats["bytes_touched_per_token"] < facts["bytes_per_token"]  # the cache is read too
+
+
+def test_the_chat_has_statistics(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import hotset
+    from hotset.cli.chat import Chat
+
+    with hotset.load(plain, backend="reference") as model:
+        chat = Chat(model, None, False, {"max_tokens": 4, "temperature": 0})
+        chat.handle("Hello")
+        chat.handle("/stats")
+    shown = capsys.readouterr().err
+    assert "attention ms" in shown
+    assert shown.count("of FFN neurons") == 2
+
+
+def test_run_takes_a_profile(published: Path, text: Path) -> None:
+    counted = result("profile", published, "-f", text, "-c", 64, *REFERENCE, "--json")
+    done = inside("run", published, "Hello", *FIXED, *REFERENCE, "--profile", counted["path"])
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"\d+ of 192 neurons fire for at least 95% of the profile's t", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "fragment"),
+    [
+        (["run", "PLAIN", "hi", "--sparsity", "half"], 1, "mode 'half' is not known"),
+        (["run", "PLAIN", "hi", "--predictor", "oracle"], 1, "predictor 'oracle' is not known"),
+        (["run", "PLAIN", "hi", "--predictor", "mlp"], 1, "choose svd or sign"),
+        (["run", "PLAIN", "hi", "--sparsity", "exact", "--predictor", "svd"], 1, "leave one of the two out"),
+        (["run", "DENSE", "hi", "--sparsity", "exact"], 1, "--activation relu"),
+        (["run", "PLAIN", "hi", "--profile", "TEXT"], 1, "name a predictor too"),
+        (["run", "PUBLISHED", "hi", "--profile", "TEXT"], 1, "TEXT"),
+        (["run", "PUBLISHED", "hi", "--profile", "missing"], 1, "There is no profile missing"),
+        (["bench", "DENSE", "--sparsity", "predicted"], 1, "has no zeros"),
+        (["perplexity", "DENSE", "-f", "TEXT", "--sparsity", "exact"], 1, "has no zeros"),
+        (["profile", "DENSE", "-f", "TEXT"], 1, "has no zeros"),
+        (["profile", "PLAIN"], 1, "plain.profile.hotset.gguf"),
+        (["profile", "PLAIN", "-f", "BINARY"], 2, "not UTF-8"),
+        (["profile", "PLAIN", "-f", "EMPTY"], 1, "give some to profile"),
+        (["profile", "PLAIN", "--merge", "TEXT"], 1, "TEXT"),
+        (["profile", "PLAIN", "--import", "FOLDER"], 1, "holds no activation_<layer>.pt"),
+        (["reorder", "PLAIN", "out.gguf"], 2, "hotset profile"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_sentence(
+    tmp_path: Path, published: Path, plain: Path, text: Path, arguments: list[str], code: int, fragment: str
+) -> None:
+    places = {"PLAIN": plain, "PUBLISHED": published, "TEXT": text, "FOLDER": tmp_path / "FOLDER"}
+    places |= {name: tmp_path / name for name in ("BINARY", "EMPTY", "DENSE")}
+    places["FOLDER"].mkdir()
+    places["BINARY"].write_bytes(b"\xff\xfe")
+    places["EMPTY"].write_bytes(b"")
+    if "DENSE" in arguments:
+        write_model(places["DENSE"])
+    given = [str(places.get(argument, argument)) for argument in arguments]
+    if arguments[0] not in ("bench", "reorder"):
+        given += REFERENCE
+    done = inside(*given)
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert places.get(fragment, Path(fragment)).name in " ".join(done.stderr.replace("│", " ").split())
+    if code == 1:
+        assert len(done.stderr.strip().splitlines()) == 1
+        assert done.stderr.startswith("error: ")
+
+
+# -- measuring -----------------------------------------------------------------------------------
+
+
+def test_bench_counts_the_measured_steps_of_decoding() -> None:
+    from hotset.cli.bench import Test, measure
+
+    def counted(test: Test, **options: Any) -> list[tuple[int, list[int]]]:
+        backend = FakeBackend(n_pages=8, max_batch=50)
+        stats = measure(backend, test, 2, 2048, lambda: 1e9, **options).stats
+        return [(step.n_tokens, step.active.tolist()) for step in stats]
+
+    # Warm-up: steps 1 and 2 for the depth, 3 and 4 for the prompt, 5 and 6 generate.
+    both = counted(Test(60, 3, 70), collect_stats=True)
+    assert both == [(1, [10, step]) for step in (9, 10, 11, 14, 15, 16)]
+    prompts = counted(Test(60, 0, 0), collect_stats=True)
+    assert [n for n, _ in prompts] == [50, 10, 50, 10]
+    assert counted(Test(60, 3, 70)) == []
+
+
+@needs_core
+def test_bench_json_has_the_mode_and_what_was_touched(published: Path) -> None:
+    arguments = ("bench", published, "-p", 16, "-n", 4, "-t", 1, "-r", 2, "-o")
+    rows = {mode: result(*arguments, "json", "--sparsity", mode) for mode in ("dense", "exact", "predicted")}
+    for mode, (prompt, decoding) in rows.items():
+        for row in (prompt, decoding):
+            assert row["sparsity"] == mode
+            assert row["predictor"] == ("mlp" if mode == "predicted" else None)
+            assert 0 < row["active_share"] < 1
+        assert decoding["bandwidth_share"] == pytest.approx(
+            decoding["avg_ts"] * decoding["bytes_per_token"] / decoding["read_bandwidth"], rel=1e-4
+        )
+    decoding_bytes = {mode: decoding["bytes_per_token"] for mode, (_, decoding) in rows.items()}
+    assert decoding_bytes["exact"] < decoding_bytes["dense"]
+    assert rows["exact"][1]["active_share"] == rows["dense"][1]["active_share"]
+    assert rows["predicted"][1]["active_share"] < rows["exact"][1]["active_share"]
+    table = inside(*arguments, "md").stdout
+    assert re.search(r"\| of read \| +sparsity \| active \|", table)
+    assert re.search(r"\| +tg4 \| +[\d.]+ ± [\d.]+ \| +\d+% \| +mlp \| +\d+% \|", table)
+    lines = list(csv.DictReader(io.StringIO(inside(*arguments, "csv", "--predictor", "sign").stdout)))
+    assert [line["predictor"] for line in lines] == ["sign", "sign"]
+
+
+@needs_core
+def test_bench_of_a_dense_model_is_as_it_was(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "dense.gguf")
+    arguments = ("bench", model, "-p", 0, "-n", 4, "-t", 1, "-r", 1)
+    (row,) = result(*arguments, "-o", "json")
+    assert (row["sparsity"], row["predictor"], row["active_share"]) == ("dense", None, None)
+    assert "sparsity" not in inside(*arguments).stdout
+    (row,) = result(*arguments, "-o", "json", "--activation", "relu")
+    assert (row["sparsity"], row["active_share"] < 1) == ("exact", True)
+
+
+def test_perplexity_has_the_mode_and_the_active_share(plain: Path, text: Path) -> None:
+    arguments = ("perplexity", plain, "-f", text, "-c", 64, "--chunks", 2, *REFERENCE)
+    modes = {
+        mode: result(*arguments, "--sparsity", mode, "--json") for mode in ("dense", "exact", "predicted")
+    }
+    for mode, facts in modes.items():
+        assert facts["sparsity"] == mode
+        assert 0 < facts["active_share"] < 1
+    assert modes["exact"]["ppl"] == pytest.approx(modes["dense"]["ppl"], rel=1e-6)
+    assert modes["predicted"]["ppl"] != modes["dense"]["ppl"]
+    assert modes["predicted"]["predictor"].startswith("svd")
+    done = inside(*arguments)
+    assert done.stderr.startswith("sparsity exact:")
+    assert re.search(r"62 tokens scored \| exact: \d+% of FFN neurons active\]", done.stderr)
+
+
+# -- profiles ------------------------------------------------------------------------------------
+
+
+def test_profile_counts_what_fires(plain: Path, text: Path, tmp_path: Path) -> None:
+    import hotset
+
+    counted = result("profile", plain, "-f", text, "-c", 64, "-n", 200, *REFERENCE, "--json")
+    assert counted["n_tokens"] == 192  # whole sequences of 64
+    assert counted["path"] == str(plain.with_name("plain.profile.hotset.gguf"))
+    with hotset.load(plain, backend="reference") as model:
+        ids = model.tokenizer.encode(TEXT)[:192]
+        names = [f"blk.{i}.ffn_act" for i in range(N_LAYER)]
+        taps = [model.taps(ids[i : i + 64], names) for i in range(0, 192, 64)]
+    fires = [np.concatenate([part[name] != 0 for part in taps]) for name in names]
+    for layer, fire in zip(counted["layers"], fires, strict=True):
+        assert layer["n_ff"] == N_FF
+        assert layer["active_share"] == pytest.approx(fire.mean())
+        assert layer["n_never"] == (fire.sum(axis=0) == 0).sum()
+    assert counted["active_share"] == pytest.approx(np.mean(fires))
+    # Without a text, what is there is shown.
+    assert result("profile", plain, "--json") == counted
+    shown = inside("profile", plain)
+    assert re.search(r"layer +neurons +active +make 80% +always +never", shown.stdout)
+    for i in range(N_LAYER):
+        assert re.search(
+            rf"^ +{i} +{N_FF} +\d+% +█+[▏▎▍▌▋▊▉]? +\d+% +█+[▏▎▍▌▋▊▉]? +\d+ +\d+ *$", shown.stdout, re.M
+        )
+    assert re.search(r"\[192 tokens of 1 text \| \d+% of the neurons fire", shown.stderr)
+
+
+def test_profiles_merge_and_are_not_overwritten(plain: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "more.txt").write_text("another text, of other words " * 9)
+    common = ("-c", 64, *REFERENCE, "--json")
+    first = result("profile", plain, "-f", text, *common)
+    refused = inside("profile", plain, "-f", tmp_path / "more.txt", *common)
+    assert refused.returncode == 2
+    assert "--merge" in refused.stderr
+    second = result("profile", plain, "-f", tmp_path / "more.txt", "-o", tmp_path / "b", *common)
+    both = result(
+        "profile", plain, "--merge", first["path"], "--merge", tmp_path / "b", "-o", tmp_path / "c", "--json"
+    )
+    assert both["n_tokens"] == first["n_tokens"] + second["n_tokens"]
+    assert both["data"] == first["data"] + second["data"]
+    grown = result("profile", plain, "-f", tmp_path / "more.txt", "--merge", first["path"], *common)
+    assert (grown["path"], grown["n_tokens"]) == (first["path"], both["n_tokens"])
+    twice = inside(
+        "profile", plain, "--merge", first["path"], "--merge", tmp_path / "b", "-o", tmp_path / "d"
+    )
+    assert twice.returncode == 1
+    assert "counted this text already" in twice.stderr
+    assert not (tmp_path / "d").exists()
+
+
+def test_profiles_are_exported_and_imported(plain: Path, text: Path, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    counted = result(
+        "profile", plain, "-f", text, "-c", 64, *REFERENCE, "--export", tmp_path / "activation", "--json"
+    )
+    files = sorted((tmp_path / "activation").iterdir())
+    assert [file.name for file in files] == ["activation_0.pt", "activation_1.pt"]
+    counts = [torch.load(file, weights_only=True) for file in files]
+    assert all(count.shape == (N_FF,) for count in counts)
+    total = sum(int(count.sum()) for count in counts)
+    assert total == pytest.approx(counted["active_share"] * counted["n_tokens"] * N_FF * N_LAYER)
+    imported = result(
+        "profile", plain, "--import", tmp_path / "activation", "-o", tmp_path / "imported", "--json"
+    )
+    assert imported["n_tokens"] == max(int(count.max()) for count in counts)
+    assert [layer["n_never"] for layer in imported["layers"]] == [
+        layer["n_never"] for layer in counted["layers"]
+    ]
+
+
+def test_reorder_writes_a_file_of_the_same_meaning(published: Path, text: Path, tmp_path: Path) -> None:
+    result("profile", published, "-f", text, "-c", 64, *REFERENCE, "--json")
+    out = tmp_path / "elsewhere" / "hot.gguf"
+    out.parent.mkdir()
+    written = result("reorder", published, out, "--json")
+    assert written["size"] == out.stat().st_size
+    assert len(written["n_always"]) == N_LAYER
+    for mode in ("exact", "predicted"):
+        before, after = (answer(path, "Hello", *FIXED, "--sparsity", mode) for path in (published, out))
+        assert after["tokens"] == before["tokens"]
+    facts = result("show", out, "--json")["sparsity"]
+    assert facts["n_always"] == written["n_always"]
+    done = inside(
+        "reorder",
+        published,
+        tmp_path / "again.gguf",
+        "--profile",
+        published.with_name("published.profile.hotset.gguf"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "nearly always fire" in done.stderr
+
+
+def test_reorder_refuses_what_it_cannot_move(tmp_path: Path, text: Path) -> None:
+    path = write_sparse(tmp_path / "q.gguf", dialect="gguf", type_of=lambda name: GGMLType.Q8_0)
+    result("profile", path, "-f", text, "-c", 64, *REFERENCE, "--json")
+    done = inside("reorder", path, tmp_path / "out.gguf")
+    assert done.returncode == 1
+    assert "cannot be reordered" in done.stderr
+    assert not (tmp_path / "out.gguf").exists()
+
+
+# -- show ----------------------------------------------------------------------------------------
+
+
+def test_show_explains_a_sparse_file(published: Path, text: Path) -> None:
+    facts = result("show", published, "--json")
+    sparsity, predictor = facts["sparsity"], facts["sparsity"]["predictor"]
+    assert facts["format"].startswith("powerinfer")
+    assert (sparsity["mode"], facts["activation"], facts["gated"]) == ("predicted", "relu", True)
+    n_bytes = 4 * (64 + N_FF) * (32 + 64)
+    assert predictor == {
+        "kind": "mlp",
+        "ranks": [32, 64],
+        "types": ["F32"],
+        "bytes": n_bytes,
+        "share": pytest.approx(n_bytes / facts["size"]),
+        "threshold": pytest.approx(0.1),
+        "reads": "ffn_inp",
+    }
+    assert (sparsity["activation_counts"], sparsity["gpu_index"], sparsity["built"]) == (None, None, [])
+    assert (
+        inside(
+            "profile",
+            published,
+            "-f",
+            text,
+            *REFERENCE,
+            "-c",
+            64,
+            "--export",
+            published.parent / "activation",
+        ).returncode
+        == 0
+    )
+    published.with_name(f"{published.name}.generated.gpuidx").touch()
+    shown = inside("show", published).stdout
+    assert re.search(r"by default +predicted: the file carries predictors", shown)
+    assert re.search(
+        r"predictor +mlp of rank 32 to 64, F32, 61\.4 kB: \d+% of the file; threshold 0\.1, reads", shown
+    )
+    assert re.search(r"activation counts +\S+/activation\s", shown)
+    assert re.search(r"GPU index +\S+published\.gguf\.generated\.gpuidx\s", shown)
+    assert re.search(r"built by hotset +\S+published\.profile\.hotset\.gguf \(", shown)
+
+
+def test_show_of_plain_files(plain: Path, tmp_path: Path) -> None:
+    facts = result("show", plain, "--json")["sparsity"]
+    assert (facts["mode"], facts["predictor"]) == ("exact", None)
+    opt = result("show", write_sparse(tmp_path / "opt.gguf", architecture="opt"), "--json")
+    assert (opt["gated"], opt["rope"]) == (False, None)
+    shown = inside("show", tmp_path / "opt.gguf").stdout
+    assert re.search(r"activation +relu, no gate", shown)
+    assert re.search(r"positions +learned", shown)
+    dense = write_model(tmp_path / "dense.gguf")
+    assert result("show", dense, "--json")["sparsity"] == {
+        "mode": "dense",
+        "reason": "dense: silu has no zeros",
+        "predictor": None,
+    }
+    assert result("show", dense, "--activation", "relu", "--json")["sparsity"]["mode"] == "exact"
+
+
+# -- bars ----------------------------------------------------------------------------------------
+
+
+def test_bars() -> None:
+    assert bar(1, 4) == "████"
+    assert bar(0.5, 4) == "██"
+    assert bar(0.625, 4) == "██▌"
+    assert bar(1e-9, 4) == "▏"
+    assert bar(0.1, 4, full=0.2) == "██"
+    assert (bar(0, 4), bar(float("nan"), 4), bar(0.5, 4, full=0)) == ("", "", "")
+    assert bar(7, 4) == "████"
+    assert [percent(share) for share in (0.0, 0.004, 0.0994, 0.0996, 0.114, 1.0)] == [
+        "0%", "0.4%", "9.9%", "10%", "11%", "100%",
+    ]  # fmt: skip
+    assert [percent(None), percent(float("nan"))] == ["-", "-"]
