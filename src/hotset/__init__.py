@@ -27,6 +27,8 @@ if TYPE_CHECKING:
         TokenizerError,
         UnsupportedModelError,
     )
+    from hotset.sparsity.modes import Choice
+    from hotset.sparsity.stats import LayerStats, PredictorQuality, StatsSummary
 
     __version__: str
 
@@ -45,11 +47,14 @@ _HOMES = {
         "TokenizerError",
         "UnsupportedModelError",
     ),
+    "hotset.sparsity.modes": ("Choice",),
+    "hotset.sparsity.stats": ("LayerStats", "PredictorQuality", "StatsSummary"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "ChatMessage",
+    "Choice",
     "Chunk",
     "Completion",
     "ContextLengthError",
@@ -57,11 +62,14 @@ __all__ = [
     "FormatError",
     "HotsetError",
     "InvalidRequestError",
+    "LayerStats",
     "Model",
     "ModelNotFoundError",
     "OutOfMemoryError",
     "PerplexityResult",
+    "PredictorQuality",
     "SamplingParams",
+    "StatsSummary",
     "Timings",
     "TokenLogprobs",
     "TokenizerError",
