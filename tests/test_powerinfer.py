@@ -274,6 +274,19 @@ def test_every_tensor_is_asked_for_with_its_shape(tmp_path: Path, model: str) ->
                 describe(config, {**gguf.tensors, name: wrong}, predictor)
 
 
+def test_integers_have_the_type_ids_of_an_older_ggml(tmp_path: Path) -> None:
+    ids = {GGMLType.I8: 16, GGMLType.I16: 17, GGMLType.I32: 18}
+    for type_, id in ids.items():
+        values = np.arange(5, dtype=f"<i{ {16: 1, 17: 2, 18: 4}[id] }")
+        writer = GGUFWriter(tmp_path / "x.gguf", "llama", dialect="powerinfer")
+        writer.add_tensor("numbers", values.view(np.uint8), type_, (5,))
+        writer.write()
+        assert struct.pack("<QI", 5, id) in (tmp_path / "x.gguf").read_bytes()
+        with open_gguf(tmp_path / "x.gguf") as gguf:
+            assert gguf.tensors["numbers"].type == type_
+            assert np.array_equal(gguf.data("numbers").view(values.dtype), values)
+
+
 # ---- the files beside a model ----------------------------------------------------------------------------
 
 
@@ -420,22 +433,25 @@ def test_every_truncation_of_a_tensor_file_is_a_sentence(tmp_path: Path) -> None
 
 
 def write_gpu_index(path: Path, masks: list[list[int]], **replaced: Any) -> Path:
-    """As powerinfer-py's export_split writes it, by the gguf package; the bucket of a layer may be empty."""
-    gguf = pytest.importorskip("gguf")
-    writer = gguf.GGUFWriter(str(path), "generic.gpu_index")
-    for i, mask in enumerate(masks):
-        writer.add_tensor(f"blk.{i}.gpu_idx", np.array(mask, np.int32))
-        bucket = replaced.get("bucket", np.flatnonzero(mask))
-        writer.add_tensor(f"blk.{i}.gpu_bucket", np.array(bucket, np.int32))
-    writer.add_block_count(len(masks))
+    """As powerinfer-py's export_split writes it: integers of type 18, the bucket of a layer may be empty."""
+
+    def text(s: str) -> bytes:
+        return struct.pack("<Q", len(s)) + s.encode()
+
+    keys = [text("general.architecture") + struct.pack("<I", 8) + text("generic.gpu_index")]
     if replaced.get("capacity", True):
-        writer.add_uint64("split.vram_capacity", 12_345_678_901)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with path.open("r+b") as file:
-        file.write(replaced.get("magic", b"PWRI"))
+        keys.append(text("split.vram_capacity") + struct.pack("<IQ", 10, 12_345_678_901))
+    vectors = {}
+    for i, mask in enumerate(masks):
+        vectors[f"blk.{i}.gpu_idx"] = np.array(mask, np.int32)
+        vectors[f"blk.{i}.gpu_bucket"] = np.array(replaced.get("bucket", np.flatnonzero(mask)), np.int32)
+    infos, data = b"", b""
+    for name, vector in vectors.items():
+        infos += text(name) + struct.pack("<IQIQ", 1, len(vector), replaced.get("type", 18), len(data))
+        data += vector.tobytes() + bytes(-vector.nbytes % 32)
+    head = replaced.get("magic", b"PWRI") + struct.pack("<IQQ", 3, len(vectors), len(keys))
+    head += b"".join(keys) + infos
+    path.write_bytes(head + bytes(-len(head) % 32) + data)
     return path
 
 
@@ -461,7 +477,8 @@ def test_a_gpu_index_is_read(tmp_path: Path) -> None:
     [
         ({"bucket": [0, 2]}, "does not list the neurons"),
         ({"capacity": False}, "does not say its split.vram_capacity"),
-        ({"magic": b"GGUF"}, "is not a GPU index"),
+        ({"magic": b"GGUF", "type": 26}, "is not a GPU index"),
+        ({"type": 0}, "lacks the vector blk.0.gpu_idx of 32-bit integers"),
     ],
 )
 def test_a_gpu_index_that_makes_no_sense_is_refused(

@@ -8,8 +8,9 @@ Layout (versions 2 and 3, little-endian; specification: docs/gguf.md of the ggml
     padding to `general.alignment` (default 32), then the data; offsets count from here
 
 A string is a length u64 and bytes; an array is an element type u32, a count u64 and the elements.
-PowerInfer's dialect is version 3 with the magic "PWRI". A model may be split into shards named
-`<name>-00001-of-0000N.gguf`; each is a whole GGUF file with some of the tensors.
+PowerInfer's dialect is version 3 with the magic "PWRI", its own type ids for integers, and vectors that may
+be empty. A model may be split into shards named `<name>-00001-of-0000N.gguf`; each is a whole GGUF file with
+some of the tensors.
 
 Every count, length, offset and dimension is checked against the bytes that are there before it is used,
 so that a damaged or hostile file costs one sentence (FormatError), never a crash or a large allocation.
@@ -46,6 +47,8 @@ from hotset.formats.quants import ENCODABLE, TYPES, GGMLType, quantize, row_byte
 
 Dialect = Literal["gguf", "powerinfer"]
 MAGICS: dict[bytes, Dialect] = {b"GGUF": "gguf", b"PWRI": "powerinfer"}
+# Its ggml is older than the IQ types, whose ids these are today.
+POWERINFER_TYPES = {16: GGMLType.I8, 17: GGMLType.I16, 18: GGMLType.I32}
 DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
 MAX_ARRAY_DEPTH = 4  # arrays of arrays are legal and unknown in the wild
@@ -287,9 +290,11 @@ def _read_tensor_info(cursor: _Cursor, index: int) -> TensorInfo:
     if n_dims > MAX_DIMS:
         raise cursor.fail(f"tensor {name!r} has {n_dims} dimensions, at most {MAX_DIMS} are possible")
     shape = tuple(cursor.u64(what) for _ in range(n_dims)) or (1,)
-    type = GGMLType(cursor.u32(what))
+    powerinfer = MAGICS[cursor.buffer[:4]] == "powerinfer"
+    id = cursor.u32(what)
+    type = POWERINFER_TYPES.get(id, GGMLType(id)) if powerinfer else GGMLType(id)
     offset = cursor.u64(what)
-    if math.prod(shape) == 0 and not (shape == (0,) and cursor.buffer[:4] == b"PWRI"):  # a GPU index has such
+    if math.prod(shape) == 0 and not (powerinfer and shape == (0,)):  # a GPU index of no neurons
         raise cursor.fail(f"tensor {name!r} has a dimension of zero: {list(shape)}")
     if type not in TYPES:
         return TensorInfo(name, shape, type, 0, offset, index)
@@ -505,6 +510,7 @@ class GGUFWriter:
         self.path = Path(path)
         self.alignment = alignment
         self._magic = next(magic for magic, name in MAGICS.items() if name == dialect)
+        self._type_ids = {t: id for id, t in POWERINFER_TYPES.items()} if dialect == "powerinfer" else {}
         self._values: dict[str, bytes] = {}
         self._tensors: dict[str, tuple[TensorInfo, TensorData]] = {}
         self.add("general.architecture", architecture)
@@ -598,7 +604,7 @@ class GGUFWriter:
             file.write(
                 _encode_string(info.name)
                 + struct.pack(f"<I{len(info.shape)}Q", len(info.shape), *info.shape)
-                + struct.pack("<IQ", info.type, info.offset)
+                + struct.pack("<IQ", self._type_ids.get(info.type, info.type), info.offset)
             )
         self._pad(file)
         for info, data in self._tensors.values():
