@@ -33,9 +33,9 @@ def reference(weights: WeightSource, graph: Graph) -> ReferenceBackend:
     return ReferenceBackend(weights, graph, n_pages=8)
 
 
-GIVEN = Calibration(TOKENS, open_backend=reference)
-WRITTEN = Calibration(n_tokens=256, open_backend=reference)
-DRAWN = Calibration(open_backend=None)
+GIVEN = Calibration(TOKENS, recall=0.99, open_backend=reference)
+WRITTEN = Calibration(n_tokens=256, recall=0.99, open_backend=reference)
+DRAWN = Calibration(recall=0.99, open_backend=None)
 
 
 def model(path: Path, architecture: str = "llama", **how: Any) -> GGUFFile:
@@ -69,7 +69,7 @@ def test_what_the_option_says() -> None:
     assert parse_predictor("mlp:q4_0") == PredictorSpec("mlp", type=GGMLType.Q4_0)
     assert parse_predictor("sign") == PredictorSpec("sign")
     assert parse_predictor("SIGN:-0.25") == PredictorSpec("sign", margin=-0.25)
-    assert parse_predictor("svd").rank is not None
+    assert parse_predictor("svd") == PredictorSpec("svd")
     assert parse_predictor("svd:64") == PredictorSpec("svd", rank=64)
     assert parse_predictor("svd:64:f16") == PredictorSpec("svd", rank=64, type=GGMLType.F16)
     assert str(parse_predictor("svd:64:f16")) == "svd:64:f16"
@@ -117,7 +117,7 @@ def test_predictors_keep_what_they_are_calibrated_to(
     layers = quality(gguf, ready)
     # The first layer reads what calibration saw; what others read has passed through a predicted layer.
     # Tokens that calibration did not see are like those that it saw, and no more.
-    tolerance = 1e-4 if calibration is GIVEN else 0.02
+    tolerance = 1e-3 if calibration is GIVEN else 0.02
     assert layers[0].of_magnitude >= 0.99 - tolerance
     assert all(layer.of_magnitude > 0.95 for layer in layers)
     assert all(layer.selected_share < 1 for layer in layers)
@@ -193,7 +193,7 @@ def test_a_predictor_is_built_again_for_other_settings(tmp_path: Path) -> None:
 
     def was_built(predictor: str, calibration: Calibration) -> bool:
         note = prepared(gguf, predictor, calibration).notes[-1]
-        assert note.startswith(f"predictor {predictor}: ")
+        assert note.startswith(f"predictor {predictor}")
         return "built in" in note
 
     assert was_built("svd:16", GIVEN)

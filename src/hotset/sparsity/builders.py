@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -126,6 +125,7 @@ def _svd(
     rng: np.random.Generator,
 ) -> _Layer:
     assert spec.rank is not None
+    assert spec.type is not None
     rank = min(spec.rank, matrix.n, matrix.n_embd)
     # The error that counts is that of the product, so channels weigh as much as the inputs have in them.
     weight = np.sqrt(np.square(sample.inputs, dtype=np.float64).mean(axis=0)).astype(np.float32)
@@ -150,9 +150,8 @@ def _svd(
     return _Layer(tensors, score)
 
 
-def _fitting(type: GGMLType | None, width: int) -> GGMLType:
-    """q8_0 unless something else is asked for; F16 where blocks do not divide the rows."""
-    type = GGMLType.Q8_0 if type is None else type
+def _fitting(type: GGMLType, width: int) -> GGMLType:
+    """F16 where blocks do not divide the rows."""
     return GGMLType.F16 if width % TYPES[type].block_size else type
 
 
@@ -172,9 +171,6 @@ def decompose(
     for _ in range(_N_POWER_ITERATIONS):
         basis = scaled @ np.linalg.qr(scaled.T @ np.linalg.qr(basis)[0])[0]
     basis = np.linalg.qr(basis)[0]
-    left, values, right = np.linalg.svd(basis.T @ scaled, full_matrices=False)
-    b = basis @ left[:, :rank]
-    a = values[:rank, None] * right[:rank] / weight
-    if not math.isfinite(float(a.sum())):
-        raise FloatingPointError("a decomposition that is not finite")
-    return a, b
+    small = basis.T @ scaled
+    left = np.linalg.eigh(small @ small.T)[1][:, ::-1][:, :rank]  # left singular vectors, the largest first
+    return left.T @ small / weight, basis @ left

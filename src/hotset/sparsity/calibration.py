@@ -37,7 +37,7 @@ class Calibration:
 
     tokens: np.ndarray | None = None
     n_tokens: int = 512
-    recall: float = 0.99
+    recall: float = 0.98
     open_backend: taps.BackendFactory | None = field(default=taps.open_cpu, compare=False)
 
     def __post_init__(self) -> None:

@@ -66,7 +66,7 @@ def choose(
         raise InvalidRequestError(
             f"the sparsity mode {mode!r} is not known; it must be one of {', '.join(get_args(SparsityMode))}"
         )
-    spec = None if predictor is None else parse_predictor(predictor)
+    spec = None if predictor is None else parse_predictor(predictor).resolved(config)
     activation = _activation_name(config)
     published = all(
         f"blk.{i}.{name}.weight" in tensors for i in range(config.n_layer) for name in ("fc1", "fc2")
@@ -97,7 +97,7 @@ def choose(
         spec = PredictorSpec("mlp")
         return Choice("predicted", "mlp", "predicted: the file carries predictors (fc1, fc2)", spec)
     if mode == "predicted":
-        spec = parse_predictor("svd")
+        spec = PredictorSpec("svd").resolved(config)
         reason = f"predicted: by {spec}, {asked}; the file carries no predictors, so hotset builds one"
         return Choice("predicted", "svd", reason, spec)
     if config.is_relu:

@@ -16,7 +16,7 @@ inputs are normally distributed vectors as its norm would hand them on (calibrat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from hotset.sparsity.profile import Profile
     from hotset.storage.reporter import Reporter
 
-DEFAULT_RANK = 256
+# Of `svd`, measured (docs/SPARSITY.md): 4 bits select the same neurons as 8 and buy twice the rank; from a rank
+# of an eighth of the width on, a larger predictor costs as many bytes as it saves of the gate.
+DEFAULT_RANK_SHARE, DEFAULT_SVD_TYPE = 8, GGMLType.Q4_0
 N_ALWAYS_KEY = (
     "hotset.n_always"  # of a file in order of hotness: leading neurons per layer without prediction
 )
@@ -45,8 +47,9 @@ _TYPES = {"q8_0": GGMLType.Q8_0, "q4_0": GGMLType.Q4_0, "f16": GGMLType.F16}
 
 @dataclass(frozen=True)
 class PredictorSpec:
-    """What `--predictor` says. type: the weights' (None: the file's, or q8_0 where hotset builds them).
+    """What `--predictor` says. type: the weights' (of mlp, None: the file's). rank: of svd.
 
+    Of svd, None stands for the model's default (`resolved`).
     margin: of `sign`, -1 to 1: a neuron is left out where the share of channels that agree in sign, less that
     of those that differ, lies below it; None: calibrated, per layer.
     """
@@ -59,6 +62,13 @@ class PredictorSpec:
     def __str__(self) -> str:
         parts = (self.rank, self.type and self.type.name.lower(), self.margin)
         return ":".join([self.kind, *(f"{part}" for part in parts if part is not None)])
+
+    def resolved(self, config: ModelConfig) -> PredictorSpec:
+        """With the defaults for a model in place of what was left open."""
+        if self.kind != "svd":
+            return self
+        rank = max(32, config.n_embd // DEFAULT_RANK_SHARE // 32 * 32)
+        return replace(self, rank=self.rank or rank, type=self.type or DEFAULT_SVD_TYPE)
 
 
 def parse_predictor(text: str) -> PredictorSpec:
@@ -73,7 +83,7 @@ def parse_predictor(text: str) -> PredictorSpec:
             case "sign", [margin] if -1 <= float(margin) <= 1:
                 return PredictorSpec("sign", margin=float(margin))
             case "svd", []:
-                return PredictorSpec("svd", rank=DEFAULT_RANK)
+                return PredictorSpec("svd")
             case "svd", [rank, *more] if len(more) < 2 and int(rank) >= 1:
                 return PredictorSpec("svd", rank=int(rank), type=_TYPES[more[0]] if more else None)
     except (KeyError, ValueError):
@@ -205,11 +215,11 @@ def _built(
         n_bytes = sum(config.n_ff) * -(-config.n_embd // 8)
     else:
         assert spec.rank is not None
-        n_bytes = spec.rank * sum(config.n_embd + n_ff for n_ff in config.n_ff) * 34 // 32
+        assert spec.type is not None
+        n_values = spec.rank * sum(config.n_embd + n_ff for n_ff in config.n_ff)
+        n_bytes = int(n_values * TYPES[spec.type].bits_per_value / 8)
     what = str(spec).replace(":", "-")
-    return sidecar.open_or_build(
-        gguf, what, settings, fill, n_bytes=n_bytes, model=model, progress=progress
-    )  # fmt: skip
+    return sidecar.open_or_build(gguf, what, settings, fill, n_bytes=n_bytes, model=model, progress=progress)
 
 
 def _thresholds(file: GGUFFile, config: ModelConfig) -> list[float]:
