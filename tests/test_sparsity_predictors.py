@@ -18,6 +18,7 @@ from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph, Mask
 from hotset.sparsity import sidecar, taps
+from hotset.sparsity.builders import decompose
 from hotset.sparsity.calibration import Calibration, threshold
 from hotset.sparsity.modes import Prepared, choose, prepare
 from hotset.sparsity.predictors import PredictorSpec, parse_predictor
@@ -140,6 +141,39 @@ def test_a_gate_of_low_rank_is_predicted_all_but_exactly(tmp_path: Path) -> None
     for layer in quality(gguf, ready):
         assert layer.recall > 0.85  # of neurons; it was asked to keep 0.99 of their magnitude
         assert layer.precision > 0.99
+
+
+@pytest.mark.parametrize("spectrum", ["falling", "outlier", "low"])
+def test_a_decomposition_is_nearly_the_best_of_its_rank(spectrum: str) -> None:
+    """An outlier a hundred times the rest is what norm weights of trained models do."""
+    rng = np.random.default_rng(0)
+    n, d, rank = 700, 300, 40
+    values = (1 + np.arange(d)) ** -0.5
+    if spectrum == "outlier":
+        values[0] = 100
+    if spectrum == "low":
+        values[24:] = 0
+    u, v = (np.linalg.qr(rng.standard_normal((rows, d)))[0] for rows in (n, d))
+    w = ((u * values) @ v.T).astype(np.float32)
+
+    class Rows:
+        n_embd = d
+
+        def blocks(self) -> Any:
+            yield slice(0, 300), w[:300]
+            yield slice(300, n), w[300:]
+
+    rows: Any = Rows()
+    rows.n = n
+    weight = rng.uniform(0.1, 3, d).astype(np.float32)
+    a, b = decompose(rows, weight, rank, rng)
+    assert (a.shape, b.shape) == ((rank, d), (n, rank))
+    best = np.linalg.svd(w * weight, compute_uv=False)
+    error = np.linalg.norm((w - b @ a) * weight)
+    assert error < 1.12 * np.sqrt((best[rank:] ** 2).sum()) + 1e-5 * best[0]
+    lengths = np.linalg.norm(b, axis=0)
+    used = 24 if spectrum == "low" else rank
+    np.testing.assert_allclose(lengths[:used], 1, rtol=1e-4)
 
 
 def test_more_rank_selects_fewer_neurons(tmp_path: Path) -> None:

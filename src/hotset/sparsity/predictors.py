@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from hotset.sparsity.profile import Profile
     from hotset.storage.reporter import Reporter
 
-# Of `svd`, measured (docs/SPARSITY.md): 4 bits select the same neurons as 8 and buy twice the rank; from a rank
-# of an eighth of the width on, a larger predictor costs as many bytes as it saves of the gate.
+# Of `svd`, measured (docs/SPARSITY.md): 4 bits select the same neurons as 8 and buy twice the rank. From an
+# eighth of the width on, more rank costs as many bytes as it saves of the gate.
 DEFAULT_RANK_SHARE, DEFAULT_SVD_TYPE = 8, GGMLType.Q4_0
 N_ALWAYS_KEY = (
     "hotset.n_always"  # of a file in order of hotness: leading neurons per layer without prediction
