@@ -9,6 +9,7 @@ JOBS ?= 2
 
 demo: build
 	$(BIN)/hotset run smollm2-135m "What is photosynthesis?" --temp 0 -n 80
+	$(BIN)/python bench/demo_sparse.py
 
 build: $(VENV)/.installed
 
