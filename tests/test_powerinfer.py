@@ -432,6 +432,26 @@ def test_every_truncation_of_a_tensor_file_is_a_sentence(tmp_path: Path) -> None
         read_torch(tmp_path / "none.pt")
 
 
+def test_mutated_tensor_files_are_read_or_cost_a_sentence(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    path, rng = tmp_path / "x.pt", np.random.default_rng(8)
+    for zipped in (True, False):
+        torch.save(torch.nn.Linear(3, 2).state_dict(), path, _use_new_zipfile_serialization=zipped)
+        whole = path.read_bytes()
+        n_refused = 0
+        for _ in range(400):
+            mutated = bytearray(whole)
+            for at in rng.integers(0, len(whole), rng.integers(1, 4)):
+                mutated[at : at + 4] = [bytes(rng.integers(0, 256, 4).tolist()), b"\xff\xff\xff\x7f"][at % 2]
+            path.write_bytes(mutated)
+            try:
+                read_torch(path)
+            except FormatError as error:
+                n_refused += 1
+                assert "\n" not in str(error)
+        assert n_refused > 100
+
+
 def write_gpu_index(path: Path, masks: list[list[int]], **replaced: Any) -> Path:
     """As powerinfer-py's export_split writes it: integers of type 18, the bucket of a layer may be empty."""
 

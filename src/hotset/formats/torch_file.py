@@ -28,7 +28,6 @@ from hotset.errors import FormatError, HotsetError
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PROTOCOL = 1001
-MAX_PICKLE = 1 << 24  # bytes; that of a state dict with thousands of tensors is far smaller
 MAX_DIMS = 8
 
 STORAGES: dict[str, np.dtype] = {
@@ -78,14 +77,13 @@ def read_torch(path: str | os.PathLike[str]) -> np.ndarray | dict[str, np.ndarra
     """
     path = Path(path)
     try:
-        with path.open("rb") as file:
-            if zipfile.is_zipfile(file):
-                value, storages = _read_zip(path, file)
-            else:
-                file.seek(0)
-                value, storages = _read_legacy(path, file)
+        # The whole file: reads of hostile lengths then end where it ends.
+        data = path.read_bytes()
     except OSError as error:
         raise FormatError(f"{path} cannot be read: {error.strerror or error}") from None
+    value, storages = (_read_zip if data.startswith(b"PK") else _read_legacy)(
+        path, io.BytesIO(data), len(data)
+    )
     if isinstance(value, _Tensor):
         return _array(path, value, storages)
     if not isinstance(value, dict) or not all(isinstance(v, _Tensor) for v in value.values()):
@@ -93,31 +91,28 @@ def read_torch(path: str | os.PathLike[str]) -> np.ndarray | dict[str, np.ndarra
     return {name: _array(path, tensor, storages) for name, tensor in value.items()}
 
 
-def _read_zip(path: Path, file: BinaryIO) -> tuple[Any, Mapping[str, bytes]]:
-    size = path.stat().st_size
+def _read_zip(path: Path, file: BinaryIO, size: int) -> tuple[Any, Mapping[str, bytes]]:
     try:
         with zipfile.ZipFile(file) as archive:
             entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             if any(i.compress_type != zipfile.ZIP_STORED or i.file_size > size for i in entries.values()):
-                raise FormatError(f"{path} is a compressed archive, which torch does not write")
+                raise FormatError(f"{path} is a compressed or damaged archive; save it with torch.save")
             if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
                 raise FormatError(f"{path} was written on a big-endian machine; save it on another")
             if "data.pkl" not in entries:
                 raise FormatError(f"{path} is an archive without data.pkl: it is not a file of torch.save")
-            with archive.open(entries["data.pkl"]) as pickle:
-                value, storages = _interpret(path, io.BytesIO(pickle.read(MAX_PICKLE)))
+            value, storages = _interpret(path, io.BytesIO(archive.read(entries["data.pkl"])))
             data = {}
             for key in storages:
                 if f"data/{key}" not in entries:
                     raise FormatError(f"{path} lacks the storage {key!r}; the file is damaged")
                 data[key] = archive.read(entries[f"data/{key}"])
             return value, data
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
-        raise FormatError(f"{path} is a damaged archive: {error}") from None
+    except (zipfile.BadZipFile, RuntimeError, EOFError, ValueError, OverflowError, struct.error) as error:
+        raise FormatError(f"{path} is a damaged archive ({type(error).__name__})") from None
 
 
-def _read_legacy(path: Path, file: BinaryIO) -> tuple[Any, Mapping[str, bytes]]:
-    size = path.stat().st_size
+def _read_legacy(path: Path, file: BinaryIO, size: int) -> tuple[Any, Mapping[str, bytes]]:
     magic, protocol, machine = (_interpret(path, file)[0] for _ in range(3))
     if magic != LEGACY_MAGIC or protocol != LEGACY_PROTOCOL or not isinstance(machine, dict):
         raise FormatError(f"{path} is not a file of torch.save")
