@@ -204,15 +204,7 @@ def _interpret(path: Path, file: BinaryIO) -> tuple[Any, dict[str, _Storage]]:
                     return stack.pop(), storages
                 case _:
                     raise ValueError(f"the instruction {opcode.name}")
-    except (
-        ValueError,
-        IndexError,
-        KeyError,
-        StopIteration,
-        TypeError,
-        UnicodeDecodeError,
-        struct.error,
-    ) as error:
+    except (ValueError, LookupError, StopIteration, TypeError, struct.error) as error:
         what = str(error) or type(error).__name__
         raise FormatError(f"{path} holds something else than plain tensors ({what[:100]})") from None
     raise FormatError(f"{path} ends inside a pickle; the file is damaged")
