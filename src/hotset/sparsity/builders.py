@@ -168,7 +168,8 @@ def decompose(
     for rows, values in matrix.blocks():
         np.multiply(values, weight, out=scaled[rows])
     directions = rng.standard_normal((matrix.n_embd, width)).astype(np.float32)
-    directions, _, _ = _thin_svd(scaled.T @ (scaled @ directions))
+    # Orthogonal in between: with an outlier among the values, float32 would lose the rest to its square.
+    directions = _thin_svd(scaled.T @ _thin_svd(scaled @ directions)[0])[0]
     left, values, right = _thin_svd(scaled @ directions)
     n = min(rank, len(values))  # less where the matrix itself has a lower rank
     a, b = np.zeros((rank, matrix.n_embd), np.float32), np.zeros((matrix.n, rank), np.float32)
