@@ -27,7 +27,6 @@ tiny_models = pytest.importorskip("tiny_models")
 TOLERANCE = 1e-4  # of the largest logit
 LENGTHS = (150, 90, 37)  # tokens of the sequences
 PAGES_EACH = 3
-NOT_YET_ON_CPU = {"falcon", "opt", "nemotron", "arcee"}
 BACKENDS: dict[str, Callable[..., Backend]] = {"reference": ReferenceBackend, "cpu": CpuBackend}
 
 
@@ -48,8 +47,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, model: Any) -> Iterator[Backend]:
-    if request.param == "cpu" and model[0].architecture in NOT_YET_ON_CPU:
-        pytest.skip(f"the cpu backend does not run {model[0].architecture} yet")
     backend = open_backend(request.param, model[0])
     yield backend
     backend.close()

@@ -228,6 +228,10 @@ class ReferenceBackend:
             return self._weights[name]
         info = self.weights.tensors[name]
         weight = dequantize(self.weights.data(name), info.type, info.shape).reshape(tuple(info.shape)[::-1])
+        return self._kept(name, weight)
+
+    def _kept(self, name: str, weight: np.ndarray) -> np.ndarray:
+        """Keeps a decoded tensor for later steps, where there is room."""
         if weight.nbytes <= self._weight_room:
             self._weight_room -= weight.nbytes
             self._weights[name] = weight
@@ -235,19 +239,21 @@ class ReferenceBackend:
 
     def _by_neuron(self, op: TransposedLinear) -> np.ndarray:
         """The matrix of a down projection [n_ff, width], from its rows or from its planes."""
-        if op.scales is None:
+        if op.scales is None or op.weight in self._weights:
             return self._weight(op.weight)
         from hotset.sparsity.planes import decode
 
         codes = self.weights.data(op.weight).view(np.int8).reshape(op.x.width, -1)
         scales = self.weights.data(op.scales).view(np.float16).reshape(-1, op.out.width)
-        return decode(codes, scales)
+        return self._kept(op.weight, decode(codes, scales))
 
     def _signs(self, op: SignScores) -> np.ndarray:
         """The signs of a matrix as +1 and -1 [out.width, x.width]."""
+        if op.weight in self._weights:
+            return self._weights[op.weight]
         packed = np.asarray(self.weights.data(op.weight)).reshape(op.out.width, -1)
         negative = np.unpackbits(packed, axis=1, count=op.x.width, bitorder="little")
-        return np.where(negative, F32(-1), F32(1))
+        return self._kept(op.weight, np.where(negative, F32(-1), F32(1)))
 
     def _positions(self, op: Embed, batch: Batch) -> np.ndarray:
         """Rows of the learned positions. Raises InvalidRequestError past the last."""
