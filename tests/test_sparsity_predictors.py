@@ -22,7 +22,7 @@ from hotset.sparsity.builders import decompose
 from hotset.sparsity.calibration import Calibration, threshold
 from hotset.sparsity.modes import Prepared, choose, prepare
 from hotset.sparsity.predictors import PredictorSpec, parse_predictor
-from hotset.sparsity.profile import Profile
+from hotset.sparsity.profile import Profile, collect
 from hotset.sparsity.stats import PredictorQuality, measure_predictor
 
 ARCHITECTURES = ["llama", "bamboo", "falcon", "opt"]
@@ -357,3 +357,21 @@ def test_texts_that_a_model_writes(tmp_path: Path) -> None:
     entropy = -(np.exp(logp) * logp).sum(1)[:-1]
     surprise = -logp[np.arange(69), one[0, 1:]]
     assert abs(surprise.mean() - entropy.mean()) < 0.5
+
+
+def test_the_native_backend_calibrates_and_profiles(tmp_path: Path) -> None:
+    """What prepare does without being told: the CPU backend writes a text and taps it."""
+    pytest.importorskip("hotset._core")
+    gguf = model(tmp_path / "model.gguf", "bamboo", n_head=2, n_head_kv=1)
+    config = config_from_gguf(gguf)
+    ready = prepare(gguf, config, choose(config, gguf.tensors, None, "svd:32"))
+    for layer in quality(gguf, ready):
+        assert layer.of_magnitude > 0.93
+        assert layer.selected_share < 1
+    graph = describe(config, ready.weights.tensors)
+    profiles = [
+        collect(open_backend(ready.weights, graph), config, TOKENS, model="m")
+        for open_backend in (taps.open_cpu, reference)
+    ]
+    for one, other in zip(*(profile.counts for profile in profiles), strict=True):
+        assert np.abs(one.astype(int) - other.astype(int)).max() <= 0.05 * TOKENS.size

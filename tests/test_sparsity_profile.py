@@ -177,7 +177,7 @@ def test_a_reordered_file_is_the_same_model(architecture: str, dialect: Any, tmp
         for counts in moved.counts:
             assert (np.diff(counts.astype(np.int64)) <= 2).all()  # a value may round to zero elsewhere
         frequencies = [profile.frequencies(i) for i in range(2)]
-        assert done.n_always == tuple(int((f >= 0.95).sum()) for f in frequencies)
+        assert done.n_always == tuple(int((f >= 0.6).sum()) for f in frequencies)
         assert hot.metadata["hotset.n_always"].tolist() == list(done.n_always)
         saved = Profile.open(default_path(hot.path))
         saved.check_model(sidecar.fingerprint(hot))

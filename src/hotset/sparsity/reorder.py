@@ -27,12 +27,15 @@ from hotset.formats.gguf import DEFAULT_ALIGNMENT, GGUFWriter, ValueType, open_g
 from hotset.formats.quants import TYPES, GGMLType
 from hotset.sparsity import sidecar
 from hotset.sparsity.predictors import N_ALWAYS_KEY
-from hotset.sparsity.profile import ALWAYS_FREQUENCY, Profile, default_path
+from hotset.sparsity.profile import Profile, default_path
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile, TensorInfo
     from hotset.storage.reporter import Reporter
 
+# A gathered byte costs about as much as 1.6 streamed ones (docs/DESIGN.md): from this frequency on, reading a
+# neuron for every token, at the head, is cheaper than predicting and gathering it.
+HEAD_FREQUENCY = 0.6
 ORDER_KEY = "hotset.neuron_order"  # hash of the permutation, so that files in one order know each other
 _NEURONS = re.compile(r"blk\.(\d+)\.(ffn_gate|ffn_up|fc2|ffn_down_t|ffn_down)\.(weight|bias)")
 _OWN_KEYS = (N_ALWAYS_KEY, ORDER_KEY, "general.architecture", "general.alignment")
@@ -52,7 +55,7 @@ def reorder(
     out_path: str | os.PathLike[str],
     profile: Profile,
     *,
-    always: float = ALWAYS_FREQUENCY,
+    always: float = HEAD_FREQUENCY,
     progress: Reporter | None = None,
 ) -> Reordered:
     """Writes `out_path`: the model in the order of the profile's counts, the hottest neuron first.
