@@ -31,6 +31,7 @@ from sparse_ffn import gathering_rate
 
 import hotset
 from hotset.formats.gguf import open_gguf
+from hotset.text.tokenizer import load_tokenizer
 
 ROOFLINE_TARGET = 0.85
 PROMPT_TARGET = 2.5  # × PowerInfer
@@ -56,8 +57,8 @@ class PowerInfer:
         samples: dict[str, list[float]] = {"pp": [], "tg": []}
         for seed in range(job.repetitions):
             argv = [str(self.program), "-m", str(job.model), "-t", str(job.n_threads), "-s", str(seed + 1)]
-            argv += ["-n", str(job.n_gen), "-c", str(2 * job.n_prompt + job.n_gen + 64), "--ignore-eos"]
-            argv += ["--temp", "1.0", "-b", str(max(job.n_prompt, 1)), "-p", self.prompt]
+            argv += ["-n", str(job.n_gen), "-c", str(job.n_prompt + job.n_gen + 256), "--ignore-eos"]
+            argv += ["--temp", "1.0", "-b", "512", "-p", self.prompt]
             done = subprocess.run(argv, capture_output=True, text=True, errors="replace")
             prompt, run = PROMPT_EVAL.search(done.stderr), EVAL.search(done.stderr)
             if done.returncode or prompt is None or run is None:
@@ -67,13 +68,15 @@ class PowerInfer:
         return {kind: {"samples_ts": speeds} for kind, speeds in samples.items()}
 
 
-def words(path: Path, n: int) -> str:
-    """A text of about n tokens of the file's vocabulary, at random."""
+def text_of(path: Path, n: int) -> str:
+    """Random letters and words that are about n tokens to the file's tokenizer."""
+    rng = np.random.default_rng(0)
+    text = "a"
     with open_gguf(path) as file:
-        tokens = file.metadata["tokenizer.ggml.tokens"]
-        assert isinstance(tokens, Sequence)
-        known = [t[1:] for t in tokens if t.startswith("\u2581") and t[1:].isascii() and t[1:].isalpha()]
-    return " ".join(np.random.default_rng(0).choice(known, n - 1))
+        tokenizer = load_tokenizer(file.metadata)
+        while len(tokenizer.encode(text, add_special=True)) < n:
+            text += " " + "".join(rng.choice(list("aeioudgklmnprst"), rng.integers(1, 5)))
+    return text
 
 
 @dataclass(frozen=True)
@@ -240,7 +243,7 @@ def main() -> None:
     job = Job(args.sparse, args.prompt, args.gen, n_threads=args.threads, repetitions=2)
     rivals: list[tuple[Any, Path]] = [(peers.llama_bench(args.llama), args.dense)]
     if args.powerinfer:
-        rivals.append((PowerInfer(args.powerinfer, words(args.sparse, args.prompt or 8)), args.sparse))
+        rivals.append((PowerInfer(args.powerinfer, text_of(args.sparse, args.prompt or 8)), args.sparse))
     peers.wait_until_quiet(args.force)
 
     parts = {}
