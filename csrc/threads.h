@@ -64,7 +64,6 @@ class Worker {
     // What the thread derives once a phase from what the phase reads (quantised activations, a list of
     // neurons).
     Memory inputs;
-    int n_inputs = 0;
     // Whether `inputs` is of another phase, and must be filled now.
     bool enter_inputs();
 

@@ -168,6 +168,8 @@ class CpuBackend:
                 )  # fmt: skip
             case _ if op.is_neurons:
                 self._emit_neurons(plan, op, buffers)
+            case _ if op.linears:
+                self._emit_linear(plan, op, buffers)
             case Mask():
                 plan.mask(buffers[main.x], buffers[main.scores], main.threshold, main.first, out)
             case SignScores():
@@ -186,8 +188,6 @@ class CpuBackend:
                 self._emit_attention(plan, op, main, buffers)
             case Activate():
                 plan.activate(ACTIVATIONS[main.kind], main.threshold, buffers[main.x], out)
-            case _ if op.linears:
-                self._emit_linear(plan, op, buffers)
             case Add():
                 plan.add(buffers[main.a], buffers[main.b], out)
             case Multiply():
