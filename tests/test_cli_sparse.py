@@ -88,15 +88,14 @@ def test_the_modes_agree_as_far_as_they_should(published: Path) -> None:
         assert facts["sparsity"]["reason"].startswith(mode)
         assert "stats" not in facts
     asked = answer(published, "Hello", *FIXED, "--predictor", "svd:16")
-    assert asked["sparsity"]["predictor"] == "svd:16"
+    assert asked["sparsity"]["predictor"].startswith("svd:16")
     assert any("svd:16" in note for note in asked["sparsity"]["notes"])
 
 
 def test_stats_are_a_table_with_a_bar_for_each_layer(published: Path, plain: Path) -> None:
     done = inside("run", published, "Hello", *FIXED, *REFERENCE, "--stats")
     header = next(line for line in done.stderr.splitlines() if line.split()[:2] == ["layer", "active"])
-    for column in ("selected", "recall", "precision", "FFN bytes", "predictor ms", "FFN ms", "attention ms"):
-        assert column in header
+    assert header.split()[4:] == ["chosen", "recall", "precise", "bytes", "ms", "ms", "ms"]
     for i in range(N_LAYER):
         assert re.search(rf"^ +{i} +\d+% +█+[▏▎▍▌▋▊▉]? +\d+% +\d+% +\d+% +[\d.]+ kB ", done.stderr, re.M)
     assert re.search(r"^ +all +\d+% +\d+% ", done.stderr, re.M)
@@ -105,9 +104,9 @@ def test_stats_are_a_table_with_a_bar_for_each_layer(published: Path, plain: Pat
     )
     assert "█" not in done.stdout
     done = inside("run", plain, "Hello", *FIXED, *REFERENCE, "--stats")
-    assert "FFN ms" in done.stderr
+    assert re.search(r"^ +layer +active +to \d+% +bytes +ms +ms *$", done.stderr, re.M)
     assert "recall" not in done.stderr
-    assert "selected" not in done.stderr
+    assert "chosen" not in done.stderr
 
 
 def test_stats_as_json(published: Path) -> None:
@@ -135,7 +134,7 @@ def test_the_chat_has_statistics(plain: Path, capsys: pytest.CaptureFixture[str]
         chat.handle("Hello")
         chat.handle("/stats")
     shown = capsys.readouterr().err
-    assert "attention ms" in shown
+    assert re.search(r"^ +all +\d+% +[\d.]+ kB ", shown, re.M)
     assert shown.count("of FFN neurons") == 2
 
 
@@ -341,9 +340,12 @@ def test_reorder_writes_a_file_of_the_same_meaning(published: Path, text: Path, 
     written = result("reorder", published, out, "--json")
     assert written["size"] == out.stat().st_size
     assert len(written["n_always"]) == N_LAYER
-    for mode in ("exact", "predicted"):
-        before, after = (answer(path, "Hello", *FIXED, "--sparsity", mode) for path in (published, out))
-        assert after["tokens"] == before["tokens"]
+    arguments = ("Hello", *FIXED, "--stats", "--sparsity")
+    before, after = (answer(path, *arguments, "exact") for path in (published, out))
+    assert after["tokens"] == before["tokens"]
+    layers = answer(out, *arguments, "predicted")["stats"]["layers"]
+    for layer, n_always in zip(layers, written["n_always"], strict=True):
+        assert layer["selected_share"] >= n_always / N_FF  # the head is computed, whatever the predictor says
     facts = result("show", out, "--json")["sparsity"]
     assert facts["n_always"] == written["n_always"]
     done = inside(

@@ -64,7 +64,12 @@ def _finite(value: Any) -> Any:
 
 
 def print_table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None, err: bool = False
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    title: str | None = None,
+    err: bool = False,
+    tight: bool = False,
 ) -> None:
     """Rows of text as a table; a column whose name begins with ">" is set flush right."""
     from rich.box import SIMPLE_HEAD
@@ -74,7 +79,7 @@ def print_table(
     console = Console(stderr=err)
     if not console.is_terminal:
         console = Console(stderr=err, width=400)  # a pipe has no width: never wrap or cut
-    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, collapse_padding=tight)
     for column in columns:
         right = column.startswith(">")
         table.add_column(column.removeprefix(">"), justify="right" if right else "left", overflow="fold")

@@ -207,7 +207,7 @@ def _print(profile: Profile) -> None:
     from hotset.report.bars import percent
     from hotset.report.layers import profile_table
 
-    print_table(*profile_table(profile.summary()))
+    print_table(*profile_table(profile.summary()), tight=True)
     texts = len(profile.data)
     say(
         f"[{profile.n_tokens} tokens of {texts} text{'s' if texts != 1 else ''} | "

@@ -368,7 +368,7 @@ def print_stats(stats: StatsSummary | None) -> None:
         return
     from hotset.report.layers import stats_table
 
-    print_table(*stats_table(stats), err=True)
+    print_table(*stats_table(stats), err=True, tight=True)
     steps = f"{stats.n_tokens} tokens" + (
         f" in {stats.n_steps} steps" if stats.n_steps != stats.n_tokens else ""
     )

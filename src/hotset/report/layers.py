@@ -17,19 +17,19 @@ Table = tuple[list[str], list[list[str]]]  # columns (">": flush right), rows
 def stats_table(stats: StatsSummary) -> Table:
     """Each layer, mean per token, and a last row for all of them. Times in milliseconds.
 
-    A predictor's columns are left out where there is none, recall and precision where they were not measured.
+    Columns of a predictor are left out where there is none, those of its quality where it was not measured.
     """
     layers = stats.layers
     predicted = any(layer.predictor_s or layer.selected_share < 1 for layer in layers)
     measured = any(layer.recall is not None for layer in layers)
     widest = max((layer.active_share for layer in layers), default=0.0)
-    columns = [">layer", ">active", f"0 to {percent(widest)}"]
-    columns += [">selected"] if predicted else []
-    columns += [">recall", ">precision"] if measured else []
-    columns += [">FFN bytes"] + ([">predictor ms"] if predicted else []) + [">FFN ms", ">attention ms"]
+    columns = [">layer", ">active", f"to {percent(widest)}"]
+    columns += [">chosen"] if predicted else []
+    columns += [">recall", ">precise"] if measured else []
+    columns += [">FFN\nbytes"] + ([">pred.\nms"] if predicted else []) + [">FFN\nms", ">attn.\nms"]
     rows = []
     for layer in layers:
-        row = [str(layer.layer), percent(layer.active_share), bar(layer.active_share, full=widest)]
+        row = [str(layer.layer), percent(layer.active_share), bar(layer.active_share, 7, full=widest)]
         row += [percent(layer.selected_share)] if predicted else []
         row += [percent(layer.recall), percent(layer.precision)] if measured else []
         row += [human_size(layer.bytes)] + ([_ms(layer.predictor_s)] if predicted else [])
@@ -56,4 +56,4 @@ def profile_table(layers: list[LayerProfile]) -> Table:
 
 
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
+    return f"{1e3 * seconds:.3f}" if seconds < 0.01 else f"{1e3 * seconds:.1f}"
