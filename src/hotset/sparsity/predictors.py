@@ -6,9 +6,9 @@
 
 `sign` and `svd` are built from the weights alone. In a model without a gate the up matrix is the one whose
 sign decides, and takes the gate's place. What remains to be found is where to cut: a neuron is computed
-unless its score lies below its layer's threshold, and the threshold is the highest at which the neurons that
-are computed keep `recall` of the magnitude of all that fire, the sum of |value| over calibration tokens. (Not
-of their number: neurons that barely fire are the hardest to predict and the least worth it.)
+unless its score lies below its layer's threshold, and the threshold is the highest that keeps `recall` of the
+magnitude of the neurons that are scored, the sum of |value| over calibration tokens. (Not of their number:
+neurons that barely fire are the hardest to predict and the least worth it.)
 
 The tokens are a text that is given, or one that the model writes itself; or there are none, and the FFN's
 inputs are normally distributed vectors as its norm would hand them on (calibration.Calibration).
