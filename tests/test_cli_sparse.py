@@ -194,20 +194,26 @@ def test_a_mistake_is_one_sentence(
 # -- measuring -----------------------------------------------------------------------------------
 
 
-def test_bench_counts_the_measured_steps_of_decoding() -> None:
+def test_bench_counts_beside_what_it_times() -> None:
     from hotset.cli.bench import Test, measure
 
-    def counted(test: Test, **options: Any) -> list[tuple[int, list[int]]]:
+    def counted(test: Test, **options: Any) -> tuple[list[tuple[int, list[int]]], FakeBackend]:
         backend = FakeBackend(n_pages=8, max_batch=50)
         stats = measure(backend, test, 2, 2048, lambda: 1e9, **options).stats
-        return [(step.n_tokens, step.active.tolist()) for step in stats]
+        return [(step.n_tokens, step.active.tolist()) for step in stats], backend
 
-    # Warm-up: steps 1 and 2 for the depth, 3 and 4 for the prompt, 5 and 6 generate.
-    both = counted(Test(60, 3, 70), collect_stats=True)
-    assert both == [(1, [10, step]) for step in (9, 10, 11, 14, 15, 16)]
-    prompts = counted(Test(60, 0, 0), collect_stats=True)
-    assert [n for n, _ in prompts] == [50, 10, 50, 10]
-    assert counted(Test(60, 3, 70)) == []
+    # Warm-up: steps 1 and 2 for the depth, 3 and 4 for the prompt, then one for each token.
+    both, backend = counted(Test(60, 3, 70), collect_stats=True)
+    assert both == [(1, [10, step]) for step in (5, 6, 7)]
+    assert backend.n_stats_asked == 5
+    assert backend.batches == [50, 20, 50, 10, 1, 1, 1] + 2 * [50, 10, 1, 1, 1]
+    many, backend = counted(Test(0, 100, 0), collect_stats=True)
+    assert len(many) == backend.n_stats_asked == 32
+    prompts, _ = counted(Test(60, 0, 70), collect_stats=True)
+    assert [n for n, _ in prompts] == [50, 10]
+    nothing, backend = counted(Test(60, 3, 70))
+    assert (nothing, backend.n_stats_asked) == ([], 0)
+    assert backend.batches == [50, 20, 50, 10, 1, 1] + 2 * [50, 10, 1, 1, 1]
 
 
 @needs_core

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hotset.backends.base import Backend, KVType, StepStats
 
 _SEED = 0
+_N_COUNTED = 32  # generated tokens whose neurons are counted
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class Test:
 class Measurement:
     """Seconds of each repetition, and bytes per second read of the mapped file beside them.
 
-    stats: of the measured steps that generated, or of those of prompts where none did.
+    stats: of the steps of the warm-up that generated, or of those of prompts where none did. The same tokens
+    give the same counts again, and counting in the repetitions would cost them time.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -184,14 +186,20 @@ def measure(
     *,
     collect_stats: bool = False,
 ) -> Measurement:
-    """Runs the test after a warm-up. The depth is computed once; repetitions write over what follows it."""
-    run = _Run(backend, test.n_ctx, min(batch, backend.max_batch), collect_stats)
+    """Runs the test after a warm-up. The depth is computed once; repetitions write over what follows it.
+
+    collect_stats: the warm-up generates some more tokens, and counts which neurons fire.
+    """
+    run = _Run(backend, test.n_ctx, min(batch, backend.max_batch))
     run.prompt(0, test.n_depth)
     start = test.n_depth
+    run.stats = [] if collect_stats else None
     run.prompt(start, test.n_prompt)
-    run.generate(start + test.n_prompt, min(test.n_gen, 2))
-    run.stats = {"prompt": [], "generate": []}
-    result = Measurement()
+    if collect_stats and test.n_gen:
+        run.stats = []
+    run.generate(start + test.n_prompt, min(test.n_gen, _N_COUNTED if collect_stats else 2))
+    result = Measurement(stats=run.stats or [])
+    run.stats = None
     for _ in range(repetitions):
         if test.n_gen:
             result.bandwidth.append(read_bandwidth())
@@ -201,14 +209,13 @@ def measure(
         result.seconds.append(time.perf_counter() - begun)
     if not result.bandwidth:
         result.bandwidth.append(read_bandwidth())
-    result.stats = run.stats["generate" if test.n_gen else "prompt"]
     return result
 
 
 class _Run:
     """One sequence of random tokens in the first pages of the cache."""
 
-    def __init__(self, backend: Backend, n_ctx: int, batch: int, collect_stats: bool) -> None:
+    def __init__(self, backend: Backend, n_ctx: int, batch: int) -> None:
         import numpy as np
 
         from hotset.backends.base import PAGE_SIZE
@@ -216,18 +223,17 @@ class _Run:
         self.backend, self.batch = backend, batch
         self.pages = np.arange(-(-n_ctx // PAGE_SIZE), dtype=np.int32)[None]
         self.tokens = np.random.default_rng(_SEED).integers(0, backend.n_vocab, n_ctx, dtype=np.int32)
-        self.collect_stats = collect_stats
-        self.stats: dict[str, list[StepStats]] = {"prompt": [], "generate": []}
+        self.stats: list[StepStats] | None = None  # of the steps, where they are wanted
 
     def prompt(self, start: int, n: int) -> None:
         for first in range(start, start + n, self.batch):
-            self._step(first, min(self.batch, start + n - first), "prompt")
+            self._step(first, min(self.batch, start + n - first))
 
     def generate(self, start: int, n: int) -> None:
         for position in range(start, start + n):
-            self._step(position, 1, "generate")
+            self._step(position, 1)
 
-    def _step(self, first: int, n: int, kind: str) -> None:
+    def _step(self, first: int, n: int) -> None:
         import numpy as np
 
         from hotset.backends.base import Batch
@@ -242,8 +248,8 @@ class _Run:
                 outputs=np.array([n - 1], np.int32),
             )
         )
-        if self.collect_stats and (stats := self.backend.stats()) is not None:
-            self.stats[kind].append(stats)
+        if self.stats is not None and (stats := self.backend.stats()) is not None:
+            self.stats.append(stats)
 
 
 def _bandwidth_reader(path: Path, n_threads: int) -> Callable[[], float]:
