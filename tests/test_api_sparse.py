@@ -33,9 +33,12 @@ def vocabulary() -> dict[str, Any]:
     }
 
 
-def write_sparse(path: Path, **options: Any) -> Path:
-    """A random PowerInfer model of two layers, or the same one as a plain file (dialect="gguf")."""
-    return write_relu(path, n_vocab=N_VOCAB, keys=vocabulary(), **options)
+def write_sparse(path: Path, more: dict[str, Any] | None = None, **options: Any) -> Path:
+    """A random PowerInfer model of two layers, or the same one as a plain file (dialect="gguf").
+
+    more: keys of the file.
+    """
+    return write_relu(path, n_vocab=N_VOCAB, keys={**vocabulary(), **(more or {})}, **options)
 
 
 @pytest.fixture(params=["reference", "cpu"])

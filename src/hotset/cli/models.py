@@ -194,6 +194,7 @@ def describe(gguf: GGUFFile, path: Path, activation: str | None = None) -> dict[
     try:
         config = config_from_gguf(gguf, activation=activation)
         cost = Cost(describe_graph(config, gguf.tensors), gguf.tensors)
+        sparsity = _sparsity(gguf, config)
     except HotsetError as error:
         facts["runs"] = False
         facts["reason"] = str(error)
@@ -219,7 +220,7 @@ def describe(gguf: GGUFFile, path: Path, activation: str | None = None) -> dict[
             "channels": config.rope.n_rot,
         },
         "kv_bytes_per_token": cost.kv_bytes_per_token("f16"),
-        "sparsity": _sparsity(gguf, config),
+        "sparsity": sparsity,
     }
     return facts
 
@@ -228,27 +229,28 @@ def _sparsity(gguf: GGUFFile, config: ModelConfig) -> dict[str, Any]:
     """How a file runs by default and why, the predictor that it carries, and what lies beside it."""
     from hotset.formats.powerinfer import activation_files, gpu_index_file
     from hotset.sparsity.modes import choose
-    from hotset.sparsity.predictors import N_ALWAYS_KEY
+    from hotset.sparsity.predictors import n_always
 
     choice = choose(config, gguf.tensors)
     facts: dict[str, Any] = {"mode": choice.mode, "reason": choice.reason, "predictor": None}
     if not config.is_relu:
         return facts
     parts = [t for t in gguf.tensors.values() if re.fullmatch(r"blk\.\d+\.fc[12]\.weight", t.name)]
-    if parts:
+    ranks = [t.shape[1] for t in parts if ".fc1." in t.name and len(t.shape) == 2]
+    if ranks:
         n_bytes = sum(t.nbytes for t in parts)
         facts["predictor"] = {
             "kind": "mlp",
-            "ranks": [t.shape[1] for t in parts if ".fc1." in t.name],
+            "ranks": ranks,
             "types": sorted({t.type.name for t in parts}),
             "bytes": n_bytes,
             "share": n_bytes / gguf.nbytes,
             "threshold": config.sparse_threshold,
             "reads": config.predictor_input,
         }
-    always = gguf.metadata.get(N_ALWAYS_KEY)
+    head = n_always(gguf, config)
     beside = {"activation_counts": activation_files(gguf.path), "gpu_index": gpu_index_file(gguf.path)}
-    facts["n_always"] = always.tolist() if hasattr(always, "tolist") else always
+    facts["n_always"] = list(head) if any(head) else None
     facts |= {name: str(found) if found else None for name, found in beside.items()}
     facts["built"] = [{"path": str(p), "size": p.stat().st_size} for p in store.sidecars(gguf.path)]
     return facts
