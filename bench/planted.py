@@ -101,8 +101,8 @@ class PlantedFFN:
 
     probabilities: float [ff], how often each neuron's gate fires (without a gate: its up projection).
     rank: directions; the predictor's hidden layer has 2 * rank + 32. margin: in standard deviations, how
-    much sooner the predictor fires than the gate. variance: what the FFN adds to each channel, where a
-    neuron's value is up_moment (mean square of what the gate is multiplied with) times its gate's.
+    much sooner the predictor fires than the gate. variance: what the FFN adds to each channel. up: mean and
+    mean square over tokens of what an active gate is multiplied with.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class PlantedFFN:
         stream: Moments,
         margin: float,
         variance: float,
-        up_moment: float,
+        up: tuple[float, float],
         seed: np.random.SeedSequence,
     ) -> None:
         if d % BLOCK or d <= BLOCK or ff % BLOCK:
@@ -136,8 +136,10 @@ class PlantedFFN:
         normal = NormalDist()
         quantiles = np.array([normal.inv_cdf(p) for p in pairs])
         self.probabilities = self._of_pairs(pairs)
-        self._bias = few_bits(self._of_pairs(quantiles * stream.sigma), 8)
-        self._predictor_bias = few_bits(self._of_pairs((quantiles + margin) * stream.sigma), 8)
+        self._unit = float(few_bits(1 / math.sqrt(TERMS * (d - BLOCK)), 5))
+        spread = self._unit * math.sqrt(TERMS * (d - BLOCK)) * stream.sigma  # of a score over tokens
+        self._bias = few_bits(self._of_pairs(quantiles * spread), 8)
+        self._predictor_bias = few_bits(self._of_pairs((quantiles + margin) * spread), 8)
 
         # Each direction has as many +1 as -1: the mean that a layer norm subtracts does not matter.
         half = (d - BLOCK) // 2
@@ -148,11 +150,12 @@ class PlantedFFN:
         # Which directions a gate row is the sum of: [ff, TERMS], + rank for the negative.
         chosen = rng.random((ff, rank), np.float32).argpartition(TERMS, axis=1)[:, :TERMS]
         self._terms = chosen + rank * rng.integers(0, 2, chosen.shape)
-        self._unit = float(few_bits(1 / math.sqrt(TERMS * (d - BLOCK)), 5))
 
+        # Mean and mean square over tokens of relu(score), whose score is N(quantile, 1) before scaling
         density_at = np.array([normal.pdf(q) for q in quantiles])
-        squares = (quantiles**2 + 1) * pairs + quantiles * density_at  # mean of relu(N(quantile, 1))²
-        values = 2 * squares.sum() * stream.sigma**2 / stream.mean_square * up_moment
+        means = quantiles * pairs + density_at
+        squares = (quantiles**2 + 1) * pairs + quantiles * density_at
+        values = 2 * (squares * up[1] - (means * up[0]) ** 2).sum() * spread**2 / stream.mean_square
         mean_code = LARGEST * (LARGEST + 1) / 3  # mean square of whole numbers from -LARGEST to LARGEST
         wobble = rng.uniform(0.75, 1.25, d // BLOCK)
         self._down_scales = few_bits(math.sqrt(variance / (values * mean_code)) * wobble, 5)  # by outputs

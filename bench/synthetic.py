@@ -106,6 +106,13 @@ class SparseKind:
     positions: bool = False
     tied: bool = False
 
+    @property
+    def up_moments(self) -> tuple[float, float]:
+        """Mean and mean square of what a gate is multiplied with: N(0, 1), its ReLU, or without a gate 1."""
+        if not self.gated:
+            return 1.0, 1.0
+        return ((2 * np.pi) ** -0.5, 0.5) if self.drelu else (0.0, 1.0)
+
 
 KINDS: dict[Kind, SparseKind] = {
     "llama": SparseKind("llama", "llama"),
@@ -134,7 +141,7 @@ def _unit_scales(type: GGMLType, rng: np.random.Generator) -> np.ndarray:
         blocks["m"] = 0
         blocks["m"] = -np.median(dequantize(data, type, (facts.block_size, SAMPLE_BLOCKS)))
     values = dequantize(data, type, (facts.block_size, SAMPLE_BLOCKS)).astype(np.float64)
-    factor = rng.uniform(0.7, 1.3, SAMPLE_BLOCKS) / np.sqrt(np.mean(values**2))
+    factor = rng.uniform(0.7, 1.3, SAMPLE_BLOCKS) / np.sqrt(1.03 * np.mean(values**2))
     factor *= rng.choice([-1.0, 1.0], SAMPLE_BLOCKS)  # K-quants are not centred: half of them the other way
     unit = np.zeros(SAMPLE_BLOCKS, [(name, np.float64) for name in _scale_fields(facts.block)])
     for name in unit.dtype.names or ():
@@ -308,9 +315,9 @@ class _SparseModel:
         self.pool, self.seed = pool, seed
 
     def stream(self, layer: int) -> Moments:
-        """The residual stream as the FFN of a layer finds it. Attention averages: half of it is counted."""
+        """The residual stream as the FFN of a layer finds it; attention averages to next to nothing."""
         embedded = 1 + (POSITION_SPREAD**2 if self.facts.positions else 0.0)
-        grown = (FFN_VARIANCE + ATTENTION_VARIANCE / 2) * layer / self.shape.layers
+        grown = FFN_VARIANCE * layer / self.shape.layers
         return Moments(np.sqrt(embedded + grown).item(), self.shape.d)
 
     def add_ends(self, n_vocab: int, n_ctx: int) -> None:
@@ -456,7 +463,7 @@ def write_sparse_model(
                 margin=margin,
                 stream=model.stream(i),
                 variance=FFN_VARIANCE / shape.layers,
-                up_moment=0.5 if facts.drelu else 1.0,
+                up=facts.up_moments,
                 seed=np.random.SeedSequence([seed, i]),
             )
             model.add_ffn(i, ffn, plain)

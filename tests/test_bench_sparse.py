@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,7 +91,7 @@ def test_divergence_is_that_of_the_distributions() -> None:
 @pytest.mark.parametrize("kind", ["mlp", "sign"])
 def test_a_predictor_is_measured(model: Path, kind: str) -> None:
     with predictors.bare(model) as path:
-        settings = {"n_ctx": 64, "n_threads": 1}
+        settings: dict[str, Any] = {"n_ctx": 64, "n_threads": 1}
         with hotset.load(path, sparsity="dense", **settings) as loaded:
             dense = loaded.logits(list(range(3, 35)))
         row = predictors.measure(path, kind, list(range(3, 35)), dense, settings)
