@@ -362,7 +362,7 @@ def test_reorder_writes_a_file_of_the_same_meaning(published: Path, text: Path, 
         published.with_name("published.profile.hotset.gguf"),
     )
     assert done.returncode == 0, done.stderr
-    assert "nearly always fire" in done.stderr
+    assert re.search(r"The first \d+( to \d+)? neurons of each layer are computed always", done.stderr)
 
 
 def test_reorder_refuses_what_it_cannot_move(tmp_path: Path, text: Path) -> None:

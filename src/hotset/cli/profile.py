@@ -251,4 +251,4 @@ def reorder(
     say(f"Wrote {target} ({human_size(written.n_bytes)}). Run it with: hotset run {target}")
     fewest, most = min(written.n_always), max(written.n_always)
     head = str(most) if fewest == most else f"{fewest} to {most}"
-    say(f"The first {head} neurons of each layer nearly always fire: they need no prediction.", dim=True)
+    say(f"The first {head} neurons of each layer are computed always, without prediction.", dim=True)
