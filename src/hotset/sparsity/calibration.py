@@ -36,7 +36,7 @@ class Calibration:
     """
 
     tokens: np.ndarray | None = None
-    n_tokens: int = 512
+    n_tokens: int = 256
     recall: float = 0.98
     open_backend: taps.BackendFactory | None = field(default=taps.open_cpu, compare=False)
 
