@@ -317,17 +317,9 @@ class PlanBuilder {
 
     std::string isa() const { return plan_->kernels().isa; }
 
-    // Of each operation in the latest step.
-    std::vector<double> op_seconds() const { return plan_->op_seconds(); }
-    std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>> op_counts() const {
-        std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>> counts;
-        for (int i = 0; i < plan_->n_ops(); i++) {
-            const FfnCounts c = plan_->op(i).counters.get();
-            counts.emplace_back(c.selected, c.active, c.gate_rows, c.up_rows, c.down_rows);
-        }
-        return counts;
-    }
-    int n_ops() const { return plan_->n_ops(); }
+    // Of each operation in the latest step: seconds, and [n_ops, 5] of FfnCounts.
+    nb::ndarray<nb::numpy, double, nb::ndim<1>> op_seconds() const;
+    nb::ndarray<nb::numpy, int64_t, nb::ndim<2>> op_counts() const;
 
   private:
     int checked(int id) const {
@@ -387,6 +379,24 @@ nb::ndarray<nb::numpy, T, nb::ndim<sizeof...(Shape)>> new_array(T*& data, Shape.
     data = new T[(size_t(shape) * ... * 1)];
     nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
     return {data, {size_t(shape)...}, owner};
+}
+
+nb::ndarray<nb::numpy, double, nb::ndim<1>> PlanBuilder::op_seconds() const {
+    double* out;
+    auto result = new_array<double>(out, plan_->n_ops());
+    std::ranges::copy(plan_->op_seconds(), out);
+    return result;
+}
+
+nb::ndarray<nb::numpy, int64_t, nb::ndim<2>> PlanBuilder::op_counts() const {
+    int64_t* out;
+    auto result = new_array<int64_t>(out, plan_->n_ops(), 5);
+    for (int i = 0; i < plan_->n_ops(); i++, out += 5) {
+        const FfnCounts c = plan_->op(i).counters.get();
+        out[0] = c.selected, out[1] = c.active, out[2] = c.gate_rows, out[3] = c.up_rows,
+        out[4] = c.down_rows;
+    }
+    return result;
 }
 
 // The product of one matrix and rows of activations, for tests and benchmarks of single kernels.
@@ -477,7 +487,6 @@ NB_MODULE(_core, m) {
              "residual"_a, "sparse"_a, "out"_a)
         .def("sign_scores", &PlanBuilder::sign_scores, "x"_a, "rows"_a, "bias"_a.none(), "out"_a)
         .def("mask", &PlanBuilder::mask, "x"_a, "scores"_a, "threshold"_a, "first"_a, "out"_a)
-        .def("n_ops", &PlanBuilder::n_ops)
         .def("op_seconds", &PlanBuilder::op_seconds)
         .def("op_counts", &PlanBuilder::op_counts)
         .def("rotate", &PlanBuilder::rotate, "x"_a, "out"_a, "n_head"_a, "head_dim"_a, "rope"_a)

@@ -81,7 +81,11 @@ void Slot::open(uint64_t new_epoch) {
     if (new_epoch < end_epoch)
         for (Ticket& ticket : tickets)
             ticket.value.store(new_epoch << kTicketBits, std::memory_order_release);
-    epoch.store(new_epoch, std::memory_order_release);
+    // Since the tickets are out, others may have finished this phase, and opened more, before this thread
+    // goes on (it may just have lost its core): the epoch must never go back.
+    uint64_t seen = epoch.load(std::memory_order_relaxed);
+    while (seen < new_epoch && !epoch.compare_exchange_weak(seen, new_epoch, std::memory_order_acq_rel)) {
+    }
 }
 
 bool Worker::enter_inputs() {

@@ -472,8 +472,6 @@ inline __m256 add_blocks(const uint8_t* p, const TokenInputs& x, int64_t b, __m2
 
 // How far ahead of a row's blocks they are fetched where the rows of a matrix are read one after the other.
 constexpr int kAhead = 4096;
-constexpr int kGatherAhead = 2;  // rows, where they are gathered
-
 inline void prefetch(const uint8_t* p, int bytes) {
     for (int at = 0; at < bytes; at += 64) V::fetch(p + at);
 }
@@ -506,36 +504,36 @@ inline float dot(const uint8_t* p, const uint8_t* ahead, int64_t blocks, const T
 
 // One row times one token.
 template <class Format>
-inline float one_row(const Matrix& w, int64_t row, const Inputs& x, int token, const uint8_t* ahead) {
+inline float one_row(const Matrix&, const uint8_t* row, const Inputs& x, int token, const uint8_t* ahead) {
     const int64_t width = padded(x.k), blocks = x.k / 32;
     const int32_t* isum = x.isum + token * (width / 16);
     const TokenInputs inputs = {x.q + token * width, x.scale + token * (width / 32),
                                 x.sum + token * (width / 32), isum, isum + width / 32};
-    const uint8_t* p = w.row(row);
     if constexpr (type_facts(Format::kType).block_size == 32) {
         switch (blocks % 8) {
             case 1:
-                return dot<Format, 1>(p, ahead, blocks, inputs);
+                return dot<Format, 1>(row, ahead, blocks, inputs);
             case 2:
-                return dot<Format, 2>(p, ahead, blocks, inputs);
+                return dot<Format, 2>(row, ahead, blocks, inputs);
             case 3:
-                return dot<Format, 3>(p, ahead, blocks, inputs);
+                return dot<Format, 3>(row, ahead, blocks, inputs);
             case 4:
-                return dot<Format, 4>(p, ahead, blocks, inputs);
+                return dot<Format, 4>(row, ahead, blocks, inputs);
             case 5:
-                return dot<Format, 5>(p, ahead, blocks, inputs);
+                return dot<Format, 5>(row, ahead, blocks, inputs);
             case 6:
-                return dot<Format, 6>(p, ahead, blocks, inputs);
+                return dot<Format, 6>(row, ahead, blocks, inputs);
             case 7:
-                return dot<Format, 7>(p, ahead, blocks, inputs);
+                return dot<Format, 7>(row, ahead, blocks, inputs);
         }
     }
-    return dot<Format, 0>(p, ahead, blocks, inputs);
+    return dot<Format, 0>(row, ahead, blocks, inputs);
 }
 
 template <class Format>
 void one_token(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int token, float* out) {
-    for (int64_t r = row0; r < row1; r++) out[r - row0] = one_row<Format>(w, r, x, token, w.row(r) + kAhead);
+    for (int64_t r = row0; r < row1; r++)
+        out[r - row0] = one_row<Format>(w, w.row(r), x, token, w.row(r) + kAhead);
 }
 
 // ---- Many tokens

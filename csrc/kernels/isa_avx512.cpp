@@ -396,8 +396,6 @@ constexpr int kSlack = 128;
 
 // How far ahead of a row's blocks they are fetched where the rows of a matrix are read one after the other.
 constexpr int kAhead = 4096;
-constexpr int kGatherAhead = 2;  // rows, where they are gathered
-
 inline void prefetch(const uint8_t* p, int bytes) {
     for (int at = 0; at < bytes; at += 64) V::fetch(p + at);
 }
@@ -735,10 +733,10 @@ void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
 }
 
 template <class Format>
-inline float one_row(const Matrix& w, int64_t row, const Inputs& x, int t, const uint8_t* ahead) {
+inline float one_row(const Matrix& w, const uint8_t* row, const Inputs& x, int t, const uint8_t* ahead) {
     const int64_t width = padded(x.k);
     const int32_t* isum = x.isum + t * (width / 16);
-    return dot<Format>(w.row(row), ahead, w.end(), x.k / 32, x.q + t * width, x.scale + t * (width / 32),
+    return dot<Format>(row, ahead, w.end(), x.k / 32, x.q + t * width, x.scale + t * (width / 32),
                        x.sum + t * (width / 32), isum, isum + width / 32);
 }
 
@@ -746,7 +744,8 @@ template <class Format>
 void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
             int64_t ld, uint8_t* scratch) {
     if (t1 - t0 > 1) return panels<Format>(w, row0, row1, x, t0, t1, out, ld, scratch);
-    for (int64_t r = row0; r < row1; r++) out[r - row0] = one_row<Format>(w, r, x, t0, w.row(r) + kAhead);
+    for (int64_t r = row0; r < row1; r++)
+        out[r - row0] = one_row<Format>(w, w.row(r), x, t0, w.row(r) + kAhead);
 }
 
 // Scales of n <= 16 blocks of kStride bytes whose first two bytes are an f16 scale.

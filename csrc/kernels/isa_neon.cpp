@@ -432,8 +432,6 @@ inline void add_blocks(const uint8_t* p, int n, const Token& x, int64_t at, V& a
     });
 }
 
-constexpr int kGatherAhead = 2;  // rows, where they are gathered
-
 // `ahead`: what is fetched meanwhile, as long as the row; null: the processor sees for itself what comes.
 template <class Format>
 inline float dot(const uint8_t* row, const uint8_t* ahead, const uint8_t* end, int64_t blocks,
@@ -660,8 +658,8 @@ void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
 }
 
 template <class Format>
-inline float one_row(const Matrix& w, int64_t row, const Inputs& x, int t, const uint8_t* ahead) {
-    return dot<Format>(w.row(row), ahead, w.end(), x.k / 32, Token(x, t));
+inline float one_row(const Matrix& w, const uint8_t* row, const Inputs& x, int t, const uint8_t* ahead) {
+    return dot<Format>(row, ahead, w.end(), x.k / 32, Token(x, t));
 }
 
 // Scales of n blocks of kStride bytes whose first two bytes are an f16 scale.

@@ -57,8 +57,8 @@ using FormatIQ4_NL = Format<Type::IQ4_NL>;
 using FormatIQ4_XS = Format<Type::IQ4_XS>;
 
 template <class Format>
-float one_row(const Matrix& w, int64_t row, const Inputs& x, int t, const uint8_t*) {
-    return dot<Format::kType>(w.row(row), x, t);
+float one_row(const Matrix&, const uint8_t* row, const Inputs& x, int t, const uint8_t*) {
+    return dot<Format::kType>(row, x, t);
 }
 
 template <class Format>
@@ -68,8 +68,6 @@ void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
         for (int64_t r = row0; r < row1; r++)
             out[(t - t0) * ld + (r - row0)] = dot<Format::kType>(w.row(r), x, t);
 }
-
-constexpr int kGatherAhead = 1;  // nothing is fetched ahead here
 
 template <int kStride>
 void block_scales(const uint8_t* p, int n, const uint8_t*, float* out) {

@@ -55,10 +55,12 @@ struct Inputs {
 using LinearKernel = void (*)(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1,
                               float* out, int64_t ld, uint8_t* scratch);
 
-// out[j] = dot(row rows[j] of w, token t) for j < n. The rows may lie anywhere; while one is computed, those
-// that come are fetched, a few lines at a time, and after the last of them the row `then` (-1: none).
-using GatherKernel = void (*)(const Matrix& w, const int32_t* rows, int n, int32_t then, const Inputs& x,
-                              int t, float* out);
+// out[j] = dot(rows[j], token t) for j < n, where rows[j] is a row of w. The rows may lie anywhere; while one
+// is computed, the one kGatherAhead after it is fetched, a few lines at a time. So the list goes on behind
+// its end, with what the caller will read next (any address will do).
+using GatherKernel = void (*)(const Matrix& w, const uint8_t* const* rows, int n, const Inputs& x, int t,
+                              float* out);
+constexpr int kGatherAhead = 2;
 
 // acc[c] = fma(values[j], weight(rows[j], col0 + c), acc[c]) for c < n_cols, for j = 0, 1, ... n - 1 in this
 // order: one order for all types, with the decoded weight in float32. col0 is a multiple of 32, n_cols too

@@ -206,31 +206,16 @@ inline void float_dots(const uint8_t* const* rows, const uint8_t* const* ahead, 
 }
 
 template <class W>
-void float_gather(const Matrix& w, const int32_t* rows, int n, int32_t then, const Inputs& x, int t,
-                  float* out) {
+void float_gather(const Matrix&, const uint8_t* const* rows, int n, const Inputs& x, int t, float* out) {
     const float* input = x.x + t * x.k;
-    auto at = [&](int j) { return w.row(j < n ? rows[j] : then < 0 ? rows[n - 1] : then); };
     int j = 0;
-    for (; j + 4 <= n; j += 4) {
-        const uint8_t* now[4] = {at(j), at(j + 1), at(j + 2), at(j + 3)};
-        const uint8_t* ahead[4] = {at(j + 4), at(j + 5), at(j + 6), at(j + 7)};
-        float_dots<W, 4>(now, ahead, input, x.k, out + j);
-    }
-    for (; j < n; j++) {
-        const uint8_t* now = at(j);
-        const uint8_t* ahead = at(j + 1);
-        float_dots<W, 1>(&now, &ahead, input, x.k, out + j);
-    }
+    for (; j + 2 <= n; j += 2) float_dots<W, 2>(rows + j, rows + j + kGatherAhead, input, x.k, out + j);
+    if (j < n) float_dots<W, 1>(rows + j, rows + j + kGatherAhead, input, x.k, out + j);
 }
 
-// Rows of blocks: each is computed by the kernel of one token while the next but one is fetched.
 template <class Format>
-void gather(const Matrix& w, const int32_t* rows, int n, int32_t then, const Inputs& x, int t, float* out) {
-    for (int j = 0; j < n; j++) {
-        const int next = j + kGatherAhead;
-        const int32_t ahead = next < n ? rows[next] : then < 0 ? rows[j] : then;
-        out[j] = one_row<Format>(w, rows[j], x, t, w.row(ahead));
-    }
+void gather(const Matrix& w, const uint8_t* const* rows, int n, const Inputs& x, int t, float* out) {
+    for (int j = 0; j < n; j++) out[j] = one_row<Format>(w, rows[j], x, t, rows[j + kGatherAhead]);
 }
 
 void sign_scores(const uint8_t* rows, int64_t n_rows, const uint8_t* x_signs, int64_t k, float* out) {

@@ -81,23 +81,25 @@ class Neurons : public Op {
   private:
     // Memory of one chunk of `size` neurons and n tokens, in the worker's results.
     struct Scratch {
-        float* values;     // [n][size] what is committed; at first the gate
-        float* up;         // [n][size]
-        float* packed;     // [n][size] products with gathered rows
-        uint8_t* wanted;   // [n][size] whether the token wants the neuron
-        int32_t* rows;     // [size] a list of rows
-        uint8_t* weights;  // gathered rows side by side
+        float* values;         // [n][size] what is committed; at first the gate
+        float* up;             // [n][size]
+        float* packed;         // [n][size] products with gathered rows
+        const uint8_t** rows;  // [size + kGatherAhead] where gathered rows lie
+        int32_t* neurons;      // [size] their places in the chunk
+        uint8_t* wanted;       // [n][size] whether the token wants the neuron
+        uint8_t* weights;      // gathered rows side by side
 
         Scratch(Worker& worker, int64_t size, int n) {
-            values = worker.results.as<float>();
+            rows = worker.results.as<const uint8_t*>();
+            values = reinterpret_cast<float*>(rows + size + kGatherAhead);
             up = values + n * size;
             packed = up + n * size;
-            rows = reinterpret_cast<int32_t*>(packed + n * size);
-            wanted = reinterpret_cast<uint8_t*>(rows + size);
+            neurons = reinterpret_cast<int32_t*>(packed + n * size);
+            wanted = reinterpret_cast<uint8_t*>(neurons + size);
             weights = wanted + (n * size + 63) / 64 * 64;
         }
         static size_t bytes(int64_t size, int n, size_t row_bytes) {
-            return size_t(n) * size * 13 + size * 4 + 64 + (n > 1 ? size * row_bytes : 0);
+            return size_t(n) * size * 13 + size * 12 + 128 + (n > 1 ? size * row_bytes : 0);
         }
     };
     struct Chunk {
@@ -137,16 +139,16 @@ class Neurons : public Op {
         const int64_t n_values = c.in.n * c.size;
         float* values = c.scratch.values;
         if (gated()) {
-            product(c, facts_.gate, values, c.counts.gate_rows);
+            product(c, facts_.gate, &facts_.up.weight, values, c.counts.gate_rows);
             kernels.activate(facts_.activation, facts_.activation_threshold, values, n_values, values);
-            for (int64_t i = 0; i < n_values; i++)
-                if (facts_.sparse) c.scratch.wanted[i] &= values[i] != 0.0f;
+            if (facts_.sparse)
+                for (int64_t i = 0; i < n_values; i++) c.scratch.wanted[i] &= values[i] != 0.0f;
             float* up = c.scratch.up;
-            product(c, facts_.up, up, c.counts.up_rows);
+            product(c, facts_.up, nullptr, up, c.counts.up_rows);
             if (facts_.up_activated) kernels.activate(facts_.up_activation, 0.0f, up, n_values, up);
             kernels.multiply(values, up, n_values, values);
         } else {
-            product(c, facts_.up, values, c.counts.up_rows);
+            product(c, facts_.up, nullptr, values, c.counts.up_rows);
             kernels.activate(facts_.activation, facts_.activation_threshold, values, n_values, values);
         }
         for (int64_t i = 0; i < n_values; i++) {
@@ -155,45 +157,91 @@ class Neurons : public Op {
         }
     }
 
-    // out[t][i] = row i of the chunk times token t, for all that are wanted; anything finite for the others.
-    void product(Chunk& c, const LinearPart& part, float* out, int64_t& n_rows) const {
-        const Kernels& kernels = plan_.kernels();
+    // out[t][i] = row i of the chunk times token t, for all that are wanted; anything for the others.
+    // then: the matrix that is read next in this chunk, null: the chunk is done.
+    void product(Chunk& c, const LinearPart& part, const Matrix* then, float* out, int64_t& n_rows) const {
         const Matrix& w = part.weight;
-        const int n = c.in.n;
-        uint8_t* scratch = c.worker.kernel_scratch.data();
-        int32_t* rows = c.scratch.rows;
-        int count = 0;
-        if (facts_.sparse)
-            for (int64_t i = 0; i < c.size; i++) {
-                uint8_t any = 0;
-                for (int t = 0; t < n && !any; t++) any = c.scratch.wanted[t * c.size + i];
-                rows[count] = int32_t(c.first + i);
-                count += any;
-            }
-        if (!facts_.sparse || count > kGatherBelow * double(c.size)) {
-            kernels.linear[int(w.type)](w, c.first, c.first + c.size, c.in, 0, n, out, c.size, scratch);
-            add_bias(kernels, part.bias, c.first, n, c.size, out);
-            n_rows += c.size;
+        const int n = c.in.n, count = facts_.sparse ? list_wanted(c, w) : int(c.size);
+        const bool all = !facts_.sparse || count > kGatherBelow * double(c.size);
+        n_rows += all ? c.size : count;
+        if (all) {
+            all_rows(c, w, then, out);
+            add_bias(plan_.kernels(), part.bias, c.first, n, c.size, out);
             return;
         }
-        n_rows += count;
         std::fill_n(out, n * c.size, 0.0f);
         if (count == 0) return;
         float* packed = c.scratch.packed;
-        if (n == 1) {
-            kernels.gather[int(w.type)](w, rows, count, -1, c.in, 0, packed);
-        } else {
-            for (int j = 0; j < count; j++)
-                std::memcpy(c.scratch.weights + j * w.row_bytes, w.row(rows[j]), w.row_bytes);
-            const Matrix side_by_side = {w.type, c.scratch.weights, count, w.cols, w.row_bytes};
-            kernels.linear[int(w.type)](side_by_side, 0, count, c.in, 0, n, packed, count, scratch);
-        }
+        if (n == 1)
+            gathered_rows(c, w, then, count);
+        else
+            packed_rows(c, w, count);
         for (int t = 0; t < n; t++)
             for (int j = 0; j < count; j++) {
-                const float bias = part.bias.empty() ? 0.0f : part.bias[rows[j]];
+                const int32_t i = c.scratch.neurons[j];
                 const float sum = packed[t * count + j];
-                out[t * c.size + rows[j] - c.first] = part.bias.empty() ? sum : sum + bias;
+                out[t * c.size + i] = part.bias.empty() ? sum : sum + part.bias[c.first + i];
             }
+    }
+
+    // Where the rows lie that any token wants; returns how many.
+    int list_wanted(Chunk& c, const Matrix& w) const {
+        int count = 0;
+        for (int64_t i = 0; i < c.size; i++) {
+            uint8_t any = 0;
+            for (int t = 0; t < c.in.n && !any; t++) any = c.scratch.wanted[t * c.size + i];
+            c.scratch.neurons[count] = int32_t(i);
+            c.scratch.rows[count] = w.row(c.first + i);
+            count += any;
+        }
+        return count;
+    }
+
+    void all_rows(Chunk& c, const Matrix& w, const Matrix* then, float* out) const {
+        const auto linear = plan_.kernels().linear[int(w.type)];
+        uint8_t* scratch = c.worker.kernel_scratch.data();
+        // Gates of one token are found in two parts, so that the first up rows come while the second is
+        // computed.
+        const int64_t part = facts_.sparse && then && c.in.n == 1 ? c.size * 3 / 4 : 0;
+        if (part) {
+            linear(w, c.first, c.first + part, c.in, 0, 1, out, c.size, scratch);
+            int found = 0;
+            for (int64_t i = 0; i < part && found < kGatherAhead; i++)
+                if (out[i] > 0.0f) fetch_row(*then, c.first + i), found++;
+        }
+        linear(w, c.first + part, c.first + c.size, c.in, 0, c.in.n, out + part, c.size, scratch);
+    }
+
+    static void fetch_row(const Matrix& w, int64_t row) {
+        for (size_t at = 0; at < w.row_bytes; at += 64) prefetch_line(w.row(row) + at);
+    }
+
+    // One token. The list goes on with what is read after it: the first up rows after gates, the first rows
+    // of the neurons behind the chunk after those, since they are likely the next.
+    void gathered_rows(Chunk& c, const Matrix& w, const Matrix* then, int count) const {
+        const uint8_t** rows = c.scratch.rows;
+        const Matrix& next = then ? *then : gated() ? facts_.gate.weight : facts_.up.weight;
+        int64_t behind = c.first + c.size;
+        for (int j = 0; j < kGatherAhead; j++) {
+            if (then) {
+                rows[count + j] = then->row(c.first + c.scratch.neurons[std::min(j, count - 1)]);
+                continue;
+            }
+            while (behind < n_neurons() && scores_ && behind >= facts_.first &&
+                   scores_->row(0)[behind - facts_.first] < facts_.threshold)
+                behind++;
+            rows[count + j] = next.row(std::min(behind++, n_neurons() - 1));
+        }
+        plan_.kernels().gather[int(w.type)](w, rows, count, c.in, 0, c.scratch.packed);
+    }
+
+    // Several tokens: the rows are copied side by side, for the kernels of many tokens.
+    void packed_rows(Chunk& c, const Matrix& w, int count) const {
+        for (int j = 0; j < count; j++)
+            std::memcpy(c.scratch.weights + j * w.row_bytes, c.scratch.rows[j], w.row_bytes);
+        const Matrix side_by_side = {w.type, c.scratch.weights, count, w.cols, w.row_bytes};
+        plan_.kernels().linear[int(w.type)](side_by_side, 0, count, c.in, 0, c.in.n, c.scratch.packed, count,
+                                            c.worker.kernel_scratch.data());
     }
 
     const Plan& plan_;

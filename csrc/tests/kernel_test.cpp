@@ -169,8 +169,11 @@ void test_gather(const Kernels& kernels, Type type, int64_t rows, int64_t cols) 
     for (int step : {1, 3}) {
         std::vector<int32_t> wanted;
         for (int64_t r = step - 1; r < rows; r += step) wanted.push_back(int32_t(r));
+        std::vector<const uint8_t*> at;
+        for (int32_t r : wanted) at.push_back(w.row(r));
+        at.insert(at.end(), kGatherAhead, nullptr);
         std::vector<float> got(wanted.size()), want(wanted.size());
-        kernels.gather[int(type)](w, wanted.data(), int(wanted.size()), -1, x.view, 1, got.data());
+        kernels.gather[int(type)](w, at.data(), int(wanted.size()), x.view, 1, got.data());
         for (size_t j = 0; j < wanted.size(); j++)
             scalar_kernels()->linear[int(type)](w, wanted[j], wanted[j] + 1, x.view, 1, 2, &want[j], 1,
                                                 nullptr);

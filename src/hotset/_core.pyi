@@ -11,6 +11,7 @@ def linear(type: int, data: np.ndarray, rows: int, x: np.ndarray, isa: str | Non
 def dequantize(type: int, data: np.ndarray, rows: int, cols: int) -> np.ndarray: ...
 
 NormFacts = tuple[bool, np.ndarray, np.ndarray | None, float]  # layer norm?, weight, bias, eps
+Part = tuple[int, np.ndarray, np.ndarray | None, int]  # type, data, bias, buffer of the result
 
 class Plan:
     def __init__(
@@ -20,7 +21,9 @@ class Plan:
     def isa(self) -> str: ...
     def buffer(self, width: int, outputs: bool) -> int: ...
     def rope(self, neox: bool, n_rot: int, frequencies: list[float], magnitude: float) -> int: ...
-    def embed(self, type: int, data: np.ndarray, rows: int, out: int) -> None: ...
+    def embed(
+        self, type: int, data: np.ndarray, rows: int, positions: bool, first_row: int, out: int
+    ) -> None: ...
     def select(self, x: int, out: int) -> None: ...
     def norm(
         self,
@@ -36,12 +39,36 @@ class Plan:
         self,
         x: int,
         norm: NormFacts | None,
-        parts: list[tuple[int, np.ndarray, np.ndarray | None, int]],  # type, data, bias, out
+        parts: list[Part],
         residual: int,
         gated: bool,
-        activation: int,
-        threshold: float,
+        activation: tuple[int, float] | None,  # kind, threshold
     ) -> None: ...
+    def neurons(
+        self,
+        x: int,
+        norm: NormFacts | None,
+        gate: Part | None,
+        up: Part,
+        activation: tuple[int, float],
+        up_activation: int | None,
+        predictor: tuple[int, float, int] | None,  # buffer of scores, threshold, first
+        sparse: bool,
+        out: int,
+    ) -> None: ...
+    def axpy(
+        self,
+        x: int,
+        type: int,
+        data: np.ndarray,
+        scales: np.ndarray | None,
+        bias: np.ndarray | None,
+        residual: int,
+        sparse: bool,
+        out: int,
+    ) -> None: ...
+    def sign_scores(self, x: int, rows: np.ndarray, bias: np.ndarray | None, out: int) -> None: ...
+    def mask(self, x: int, scores: int, threshold: float, first: int, out: int) -> None: ...
     def rotate(self, x: int, out: int, n_head: int, head_dim: int, rope: int) -> None: ...
     def attention(
         self,
@@ -77,3 +104,5 @@ class Plan:
         outputs: np.ndarray,
     ) -> None: ...
     def rows(self, buffer: int) -> np.ndarray: ...
+    def op_seconds(self) -> np.ndarray: ...
+    def op_counts(self) -> np.ndarray: ...

@@ -45,6 +45,7 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "fat
 PLANES = {2: 31, 1: 32}  # columns per byte of the codes → type
 KV_TYPES = {"f32": (0, 4), "f16": (1, 2), "q8_0": (2, 1)}  # name → (number, bytes per element)
 Q8_0_BLOCK = 32
+PARTS = ("predictor", "ffn", "attention", "other")  # of a model, for statistics
 WITH_ZEROS = ("relu", "relu2", "fatrelu")  # activations that leave neurons at zero
 
 assert _core.PAGE_SIZE == PAGE_SIZE
@@ -111,16 +112,16 @@ class CpuBackend:
         if self._latest is None or not self._latest[0].has_neurons:
             return None
         lowered, n_tokens = self._latest
-        n_layer = 1 + max(layer for layer, _ in lowered.parts)
+        n_layer, n_parts = lowered.n_layer, len(PARTS)
+        seconds = np.bincount(lowered.cell, lowered.plan.op_seconds(), n_layer * n_parts)
+        predictor, ffn, attention, other = seconds.reshape(n_layer, n_parts).T
         counts = np.zeros((n_layer, 5), np.int64)
-        seconds = {part: np.zeros(n_layer) for part in ("predictor", "ffn", "attention", "other")}
-        for (layer, part), spent, counted in zip(
-            lowered.parts, lowered.plan.op_seconds(), lowered.plan.op_counts(), strict=True
-        ):
-            seconds[part][layer] += spent
-            counts[layer] += counted
-        other = float(seconds.pop("other").sum())
-        return StepStats(n_tokens, *counts.T, **seconds, other=other)  # type: ignore[arg-type]
+        np.add.at(counts, lowered.layers, lowered.plan.op_counts())
+        selected, active, gate_rows, up_rows, down_rows = counts.T
+        return StepStats(
+            n_tokens, selected, active, gate_rows, up_rows, down_rows,
+            predictor, ffn, attention, float(other.sum()),
+        )  # fmt: skip
 
     def close(self) -> None:
         """Stops the threads and drops the cache; safe to call twice."""
@@ -145,7 +146,7 @@ class CpuBackend:
             raise InvalidRequestError(str(error)) from None
         fused = fuse(self.graph, taps)
         buffers = _Buffers(plan, self.graph, fused, taps)
-        parts: list[tuple[int, str]] = []
+        parts: list[tuple[int, int]] = []
         for op in fused:
             buffers.enter(op)
             self._emit(plan, op, buffers)
@@ -154,7 +155,11 @@ class CpuBackend:
         plan.finish()
         kept = {value.name: buffers[value] for value in self.graph.values if value.name in taps}
         has_neurons = any(op.is_neurons for op in fused)
-        return _Lowered(plan, buffers[self.graph.logits], kept, parts, has_neurons)
+        layers, part = np.array(parts).T
+        cell = layers * len(PARTS) + part
+        return _Lowered(
+            plan, buffers[self.graph.logits], kept, has_neurons, int(layers.max()) + 1, layers, cell
+        )
 
     def _emit(self, plan: Any, op: Fused, buffers: _Buffers) -> None:
         main = op.ops[-1]
@@ -308,8 +313,10 @@ class _Lowered:
     plan: Any
     logits: int
     buffers: dict[str, int]
-    parts: list[tuple[int, str]]  # of each operation: its layer, and what it belongs to
     has_neurons: bool
+    n_layer: int
+    layers: np.ndarray  # of each operation
+    cell: np.ndarray  # of each operation: layer * len(PARTS) + part
 
 
 @dataclass
@@ -331,13 +338,13 @@ class Fused:
         return next((op for op in self.ops if isinstance(op, kinds)), None)
 
 
-def _part_of(op: Fused) -> tuple[int, str]:
-    """Layer and part of the model that an operation belongs to, for statistics."""
-    match = re.match(r"blk\.(\d+)\.(ffn_pred|ffn_inp|ffn|attn)?", op.ops[0].out.name)
-    if match is None or match[2] is None:
-        return 0, "other"
+def _part_of(op: Fused) -> tuple[int, int]:
+    """Layer and part of the model (an index of PARTS) that an operation belongs to, for statistics."""
+    match = re.match(r"blk\.(\d+)\.(ffn_pred|ffn_inp|ffn|attn)", op.ops[0].out.name)
+    if match is None:
+        return 0, PARTS.index("other")
     parts = {"ffn_pred": "predictor", "ffn_inp": "attention", "attn": "attention", "ffn": "ffn"}
-    return int(match[1]), parts[match[2]]
+    return int(match[1]), PARTS.index(parts[match[2]])
 
 
 def inputs_of(op: Op) -> list[Value]:
@@ -438,7 +445,7 @@ class _Fusion:
 
         def take(kind: type, *inputs: Value) -> Value | None:
             op = self._peek(len(tail))
-            if not isinstance(op, kind) or set(inputs_of(op)[: len(inputs)]) != set(inputs):
+            if op is None or not isinstance(op, kind) or set(inputs_of(op)[: len(inputs)]) != set(inputs):
                 return None
             if not all(map(self._private, inputs)):
                 return None
