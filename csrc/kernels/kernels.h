@@ -128,6 +128,9 @@ struct Kernels {
     GatherKernel gather[kTypeCount];  // null for planes
     AxpyKernel axpy[kTypeCount];
     DecodeKernel decode[kTypeCount];
+    // What axpy does, with decoded rows that lie in cache: row r at tile + r * n_cols.
+    void (*tile_axpy)(const float* tile, const int32_t* rows, const float* values, int n, int64_t n_cols,
+                      float* sums);
     // out[r] = channels where the signs of x and of row r agree, minus those where they differ, for rows of k
     // bits (set: negative) in whole bytes, spare bits zero. x_signs: the same of x.
     void (*sign_scores)(const uint8_t* rows, int64_t n_rows, const uint8_t* x_signs, int64_t k, float* out);

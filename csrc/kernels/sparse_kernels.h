@@ -179,6 +179,32 @@ void decode(const Matrix& w, int64_t row_index, int64_t col0, int64_t n_cols, fl
     for (int64_t c = n_cols / 32 * 32; c < n_cols; c++) out[c] = float_weight(w, row_index, col0 + c);
 }
 
+// Sums that stay in registers while the rows of a tile are added to them.
+constexpr int kTileSums = V::kRegisters == 1 ? 8 : 4;
+
+template <int kSums>
+inline void tile_columns(const float* tile, const int32_t* rows, const float* values, int n, int64_t stride,
+                         float* sums) {
+    V acc[kSums];
+    for (int c = 0; c < kSums; c++) acc[c] = V::load(sums + 16 * c);
+    for (int j = 0; j < n; j++) {
+        const V value = V::set(values[j]);
+        const float* row = tile + rows[j] * stride;
+        for (int c = 0; c < kSums; c++) acc[c] = fma(value, V::load(row + 16 * c), acc[c]);
+    }
+    for (int c = 0; c < kSums; c++) acc[c].store(sums + 16 * c);
+}
+
+void tile_axpy(const float* tile, const int32_t* rows, const float* values, int n, int64_t n_cols,
+               float* sums) {
+    int64_t c = 0;
+    for (; c + 16 * kTileSums <= n_cols; c += 16 * kTileSums)
+        tile_columns<kTileSums>(tile + c, rows, values, n, n_cols, sums + c);
+    for (; c + 16 <= n_cols; c += 16) tile_columns<1>(tile + c, rows, values, n, n_cols, sums + c);
+    for (; c < n_cols; c++)
+        for (int j = 0; j < n; j++) sums[c] = fmaf(values[j], tile[rows[j] * n_cols + c], sums[c]);
+}
+
 // ---- Products with gathered rows
 
 // R rows anywhere by one token; `ahead` are fetched meanwhile. The order of float_tile.
@@ -270,6 +296,7 @@ inline void add_sparse_kernels(Kernels& table) {
     table.gather[int(Type::F32)] = float_gather<F32Weights>;
     table.gather[int(Type::F16)] = float_gather<F16Weights>;
     table.gather[int(Type::BF16)] = float_gather<BF16Weights>;
+    table.tile_axpy = tile_axpy;
     table.sign_scores = sign_scores;
     table.nonzero_bits = lanes_to_bits<nonzero_lanes>;
     table.negative_bits = lanes_to_bits<negative_lanes>;

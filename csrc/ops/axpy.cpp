@@ -14,12 +14,13 @@ namespace hotset {
 namespace {
 
 constexpr int kRanges = 16;
-constexpr int kTileNeurons = 64;         // a bit each of a word; ranges begin at whole tiles
-constexpr int64_t kSumColumns = 1024;    // of a chunk that adds up the ranges
-constexpr int64_t kFewestColumns = 256;  // of a chunk of several tokens,
-constexpr int64_t kTileColumns = 128;    // and of many: with a tile's neurons 32 KB of floats
+constexpr int kTileNeurons = 64;       // a bit each of a word; ranges begin at whole tiles
+constexpr int64_t kSumColumns = 1024;  // of a chunk that adds up the ranges
+constexpr int64_t kTileColumns = 128;  // decoded at a time: with a tile's neurons 32 KB of floats
+constexpr int64_t kMostColumns = 512;  // of a chunk of many tokens, so that its sums stay in cache
 constexpr int kManyTokens = 16;
-constexpr int kMarkedTokens = 4;  // per chunk
+constexpr int kChunksPerThread = 4;  // at least, where there are columns enough
+constexpr int kMarkedTokens = 4;     // per chunk
 
 class Axpy : public Op {
   public:
@@ -56,7 +57,7 @@ class Axpy : public Op {
         size_t floats = std::max(size_t(cols()) + 2 * range_, size_t(marked) * words() * 2);
         for (int several : {std::min(kManyTokens, n), n}) {
             const int64_t columns = (ceil_div(ceil_div(cols(), 32), column_chunks(several)) + 1) * 32;
-            floats = std::max(floats, size_t(2 * several + kTileNeurons) * columns);
+            floats = std::max(floats, Tiles::floats(several, columns));
         }
         return {
             floats, 0,
@@ -71,8 +72,9 @@ class Axpy : public Op {
     int sum_chunks() const { return ceil_div(cols(), kSumColumns); }
     int mark_chunks(int n) const { return std::min(ceil_div(n, kMarkedTokens), kMaxChunks); }
     int column_chunks(int n) const {
-        const int64_t smallest = n > kManyTokens ? kTileColumns : kFewestColumns;
-        return int(std::clamp<int64_t>(cols() / smallest, 1, kMaxChunks));
+        const int64_t fewest = n > kManyTokens ? ceil_div(cols(), kMostColumns) : 1;
+        const int64_t most = std::clamp<int64_t>(cols() / kTileColumns, 1, kMaxChunks);
+        return int(std::min(std::max<int64_t>(fewest, kChunksPerThread * plan_.n_threads()), most));
     }
     int64_t first_column(int chunk, int chunks) const {
         return chunk == chunks ? cols() : int64_t(ceil_div(cols(), 32)) * chunk / chunks * 32;
@@ -127,49 +129,77 @@ class Axpy : public Op {
 
     uint64_t* shared_marks() const { return reinterpret_cast<uint64_t*>(plan_.shared()); }
 
+    // Memory of a chunk of `count` outputs, in the worker's results.
+    struct Tiles {
+        float* sums;        // [n][count]
+        float* range_sums;  // [n][count]
+        float* tile;        // [kTileNeurons][kTileColumns] decoded weights
+        float* values;      // [n][kTileNeurons] of the neurons that a token adds of a tile
+        int32_t* neurons;   // [n][kTileNeurons] their places in the tile
+        int32_t* found;     // [n] how many
+
+        Tiles(float* memory, int64_t n, int64_t count)
+            : sums(memory),
+              range_sums(sums + n * count),
+              tile(range_sums + n * count),
+              values(tile + kTileNeurons * kTileColumns),
+              neurons(reinterpret_cast<int32_t*>(values + n * kTileNeurons)),
+              found(neurons + n * kTileNeurons) {}
+        static size_t floats(int64_t n, int64_t count) {
+            return size_t(2 * n * count + kTileNeurons * kTileColumns + n * (2 * kTileNeurons + 1));
+        }
+    };
+
     void add_tiles(int chunk, int n, Worker& worker) const {
         const int chunks = column_chunks(n);
         const int64_t first = first_column(chunk, chunks), count = first_column(chunk + 1, chunks) - first;
         const Kernels& kernels = plan_.kernels();
-        const Matrix& w = part_.weight;
-        float* sums = worker.results.as<float>();
-        float* range_sums = sums + n * count;
-        float* tile = range_sums + n * count;
-        const Matrix decoded = {Type::F32, reinterpret_cast<const uint8_t*>(tile), kTileNeurons, count,
-                                size_t(count) * sizeof(float)};
+        const Tiles m(worker.results.as<float>(), n, count);
         FfnCounts counts;
-        std::fill_n(sums, 2 * n * count, 0.0f);
+        std::fill_n(m.sums, 2 * n * count, 0.0f);
         for (int64_t neuron = 0; neuron < rows(); neuron += kTileNeurons) {
-            const int64_t word = neuron / kTileNeurons;
-            const uint64_t all =
-                ~uint64_t(0) >> (kTileNeurons - std::min<int64_t>(rows() - neuron, kTileNeurons));
-            auto wanted = [&](int t) { return sparse_ ? shared_marks()[t * words() + word] & all : all; };
-            uint64_t any = 0;
-            for (int t = 0; t < n; t++) any |= wanted(t);
-            for (uint64_t rest = any; rest; rest &= rest - 1) {
-                const int i = std::countr_zero(rest);
-                kernels.decode[int(w.type)](w, neuron + i, first, count, tile + i * count);
-            }
+            const uint64_t any = list_neurons(neuron, n, m);
             counts.down_rows += std::popcount(any);
-            for (int t = 0; t < n; t++) {
-                int32_t neurons[kTileNeurons];
-                float values[kTileNeurons];
-                int found = 0;
-                for (uint64_t rest = wanted(t); rest; rest &= rest - 1) {
-                    neurons[found] = std::countr_zero(rest);
-                    values[found] = x_.row(t)[neuron + neurons[found]];
-                    found++;
+            for (int64_t at = 0; at < count && any; at += kTileColumns) {
+                const int64_t width = std::min(count - at, kTileColumns);
+                for (uint64_t rest = any; rest; rest &= rest - 1) {
+                    const int i = std::countr_zero(rest);
+                    kernels.decode[int(part_.weight.type)](part_.weight, neuron + i, first + at, width,
+                                                           m.tile + i * width);
                 }
-                kernels.axpy[int(Type::F32)](decoded, neurons, values, found, 0, count,
-                                             range_sums + t * count);
+                for (int t = 0; t < n; t++)
+                    kernels.tile_axpy(m.tile, m.neurons + t * kTileNeurons, m.values + t * kTileNeurons,
+                                      m.found[t], width, m.range_sums + t * count + at);
             }
             if ((neuron + kTileNeurons) % range_ == 0 || neuron + kTileNeurons >= rows()) {
-                kernels.add(sums, range_sums, n * count, sums);
-                std::fill_n(range_sums, n * count, 0.0f);
+                kernels.add(m.sums, m.range_sums, n * count, m.sums);
+                std::fill_n(m.range_sums, n * count, 0.0f);
             }
         }
         if (chunk != 0) counts = {};  // every chunk reads of the same rows
-        finish(first, count, n, sums, counts, worker);
+        finish(first, count, n, m.sums, counts, worker);
+    }
+
+    // Which neurons of the tile from `neuron` on each token adds; returns a bit for each that any does.
+    uint64_t list_neurons(int64_t neuron, int n, const Tiles& m) const {
+        const uint64_t all =
+            ~uint64_t(0) >> (kTileNeurons - std::min<int64_t>(rows() - neuron, kTileNeurons));
+        uint64_t any = 0;
+        for (int t = 0; t < n; t++) {
+            const uint64_t wanted = sparse_ ? shared_marks()[t * words() + neuron / kTileNeurons] & all : all;
+            const float* x = x_.row(t) + neuron;
+            int32_t* neurons = m.neurons + t * kTileNeurons;
+            float* values = m.values + t * kTileNeurons;
+            int found = 0;
+            for (uint64_t rest = wanted; rest; rest &= rest - 1) {
+                neurons[found] = std::countr_zero(rest);
+                values[found] = x[neurons[found]];
+                found++;
+            }
+            m.found[t] = found;
+            any |= wanted;
+        }
+        return any;
     }
 
     void finish(int64_t first, int64_t count, int n, float* sums, const FfnCounts& counts,
