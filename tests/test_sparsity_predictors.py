@@ -375,3 +375,11 @@ def test_the_native_backend_calibrates_and_profiles(tmp_path: Path) -> None:
     ]
     for one, other in zip(*(profile.counts for profile in profiles), strict=True):
         assert np.abs(one.astype(int) - other.astype(int)).max() <= 0.05 * TOKENS.size
+
+
+def test_a_predictor_that_has_the_type_already_is_used_as_it_is(tmp_path: Path) -> None:
+    gguf = model(tmp_path / "m.gguf", dialect="powerinfer", type_of=lambda name: GGMLType.Q8_0)
+    ready = prepared(gguf, "mlp:q8_0")
+    assert not any("predictor" in note for note in ready.notes)
+    name = "blk.0.fc1.weight"
+    np.testing.assert_array_equal(ready.weights.data(name), gguf.data(name))

@@ -168,8 +168,11 @@ def n_always(gguf: GGUFFile, config: ModelConfig) -> tuple[int, ...]:
 
 def _requantised(
     gguf: GGUFFile, config: ModelConfig, type: GGMLType, model: str, progress: Reporter | None
-) -> sidecar.Sidecar:
-    """fc1 and fc2 in another type; a matrix whose rows its blocks do not divide stays as it is."""
+) -> sidecar.Sidecar | None:
+    """fc1 and fc2 in another type; a matrix whose rows its blocks do not divide stays as it is.
+
+    None where the file has them in that type.
+    """
     names = [f"blk.{i}.{part}.weight" for i in range(config.n_layer) for part in ("fc1", "fc2")]
     infos = [gguf.tensors[name] for name in names]
     infos = [info for info in infos if info.shape[0] % TYPES[type].block_size == 0]
@@ -177,6 +180,9 @@ def _requantised(
         raise InvalidRequestError(
             f"the predictor's rows of {gguf.tensors[names[0]].shape[0]} values cannot be {type.name}; use mlp"
         )
+    infos = [info for info in infos if info.type != type]
+    if not infos:
+        return None
 
     def add(writer: GGUFWriter, info: TensorInfo) -> None:
         def data() -> np.ndarray:
