@@ -134,9 +134,11 @@ struct Kernels {
     // out[r] = channels where the signs of x and of row r agree, minus those where they differ, for rows of k
     // bits (set: negative) in whole bytes, spare bits zero. x_signs: the same of x.
     void (*sign_scores)(const uint8_t* rows, int64_t n_rows, const uint8_t* x_signs, int64_t k, float* out);
-    // Bit i % 64 of word i / 64 tells whether x[i] is not zero, or below zero; spare bits are zero.
+    // Bit i % 64 of word i / 64 tells whether x[i] is not zero, is below zero, is not below the bound (as a
+    // NaN); spare bits are zero.
     void (*nonzero_bits)(const float* x, int64_t n, uint64_t* bits);
     void (*negative_bits)(const float* x, int64_t n, uint64_t* bits);
+    void (*not_below_bits)(const float* x, float bound, int64_t n, uint64_t* bits);
     // Quantises one row of k floats into the layout of Inputs (padding written as zeros).
     void (*quantize)(const float* x, int64_t k, int8_t* q, float* scale, float* sum, int32_t* isum);
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* out);

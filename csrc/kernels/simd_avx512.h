@@ -86,6 +86,9 @@ inline uint32_t nonzero_lanes(V a) {
 inline uint32_t negative_lanes(V a) {
     return _mm512_cmp_ps_mask(a.v, _mm512_setzero_ps(), _CMP_LT_OQ);
 }
+inline uint32_t not_below_lanes(V a, V bound) {
+    return _mm512_cmp_ps_mask(a.v, bound.v, _CMP_NLT_UQ);
+}
 
 inline float sum(V a) {
     const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));

@@ -137,6 +137,11 @@ inline uint32_t negative_lanes(V a) {
     for (int i = 0; i < 4; i++) lanes[i] = vcltzq_f32(a.v[i]);
     return lane_bits(lanes);
 }
+inline uint32_t not_below_lanes(V a, V bound) {
+    uint32x4_t lanes[4];
+    for (int i = 0; i < 4; i++) lanes[i] = vmvnq_u32(vcltq_f32(a.v[i], bound.v[i]));
+    return lane_bits(lanes);
+}
 
 inline float sum(V a) {
     const float32x4_t q = vaddq_f32(vaddq_f32(a.v[0], a.v[2]), vaddq_f32(a.v[1], a.v[3]));

@@ -260,15 +260,29 @@ void sign_scores(const uint8_t* rows, int64_t n_rows, const uint8_t* x_signs, in
     }
 }
 
-// n lanes as bits, in whole 64-bit words.
-template <uint32_t (*kLanes)(V)>
-void lanes_to_bits(const float* x, int64_t n, uint64_t* bits) {
+// What `lanes` says of n floats, as bits in whole 64-bit words.
+template <class F>
+inline void lanes_to_bits(const float* x, int64_t n, uint64_t* bits, F lanes) {
     for (int64_t i = 0; i < n; i += 64) {
         uint64_t word = 0;
-        for (int64_t j = i; j < n && j < i + 64; j += 16)
-            word |= uint64_t(kLanes(V::load_n(x + j, imin(n - j, 16)))) << (j - i);
+        for (int64_t j = i; j < n && j < i + 64; j += 16) {
+            const int count = imin(n - j, 16);
+            word |= (uint64_t(lanes(V::load_n(x + j, count))) & ((1u << count) - 1)) << (j - i);
+        }
         bits[i / 64] = word;
     }
+}
+
+void nonzero_bits(const float* x, int64_t n, uint64_t* bits) {
+    lanes_to_bits(x, n, bits, [](V v) { return nonzero_lanes(v); });
+}
+
+void negative_bits(const float* x, int64_t n, uint64_t* bits) {
+    lanes_to_bits(x, n, bits, [](V v) { return negative_lanes(v); });
+}
+
+void not_below_bits(const float* x, float bound, int64_t n, uint64_t* bits) {
+    lanes_to_bits(x, n, bits, [limit = V::set(bound)](V v) { return not_below_lanes(v, limit); });
 }
 
 inline void add_sparse_kernels(Kernels& table) {
@@ -298,6 +312,7 @@ inline void add_sparse_kernels(Kernels& table) {
     table.gather[int(Type::BF16)] = float_gather<BF16Weights>;
     table.tile_axpy = tile_axpy;
     table.sign_scores = sign_scores;
-    table.nonzero_bits = lanes_to_bits<nonzero_lanes>;
-    table.negative_bits = lanes_to_bits<negative_lanes>;
+    table.nonzero_bits = nonzero_bits;
+    table.negative_bits = negative_bits;
+    table.not_below_bits = not_below_bits;
 }

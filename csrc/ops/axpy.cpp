@@ -87,12 +87,22 @@ class Axpy : public Op {
         float* sums = worker.results.as<float>();
         float* values = sums + cols();
         int32_t* neurons = reinterpret_cast<int32_t*>(values + range_);
+        uint64_t marked[kTileNeurons] = {};  // of the range, kTileNeurons words at a time
         int n = 0;
-        for (int64_t i = first; i < last; i++) {
-            const float value = x_.row(0)[i];  // read once: a late thread may see it change
-            neurons[n] = int32_t(i);
-            values[n] = value;
-            n += !sparse_ || value != 0.0f;
+        for (int64_t at = first; at < last; at += kTileNeurons * kTileNeurons) {
+            const int64_t count = std::min<int64_t>(last - at, kTileNeurons * kTileNeurons);
+            std::fill_n(marked, kTileNeurons, ~uint64_t(0));
+            if (sparse_) plan_.kernels().nonzero_bits(x_.row(0) + at, count, marked);
+            for (int64_t word = 0; word < ceil_div(count, kTileNeurons); word++) {
+                uint64_t rest = marked[word];
+                if (count - word * kTileNeurons < kTileNeurons)
+                    rest &= (uint64_t(1) << count % kTileNeurons) - 1;
+                for (; rest; rest &= rest - 1) {
+                    neurons[n] = int32_t(at + word * kTileNeurons + std::countr_zero(rest));
+                    values[n] = x_.row(0)[neurons[n]];
+                    n++;
+                }
+            }
         }
         std::fill_n(sums, cols(), 0.0f);
         plan_.kernels().axpy[int(part_.weight.type)](part_.weight, neurons, values, n, 0, cols(), sums);

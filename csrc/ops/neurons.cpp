@@ -5,6 +5,7 @@
 // copied side by side, or all rows of a chunk where that is cheaper, and each token keeps its own. Whatever
 // is read, a value is the same to the bit.
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "linear_input.h"
@@ -47,8 +48,12 @@ class Neurons : public Op {
         const int64_t first = panel_chunk(n_neurons(), chunks, chunk),
                       last = panel_chunk(n_neurons(), chunks, chunk + 1);
         Chunk c = {first, last - first, in, worker, Scratch(worker, last - first, in.n), {}};
-        select(c);
-        compute(c);
+        if (in.n == 1 && facts_.sparse) {
+            one_token(c);
+        } else {
+            select(c);
+            compute(c);
+        }
         if (!worker.begin_commit()) return;
         for (int t = 0; t < in.n; t++)
             std::copy_n(c.scratch.values + t * c.size, c.size, out_.row(t) + first);
@@ -84,13 +89,15 @@ class Neurons : public Op {
         float* values;         // [n][size] what is committed; at first the gate
         float* up;             // [n][size]
         float* packed;         // [n][size] products with gathered rows
+        uint64_t* bits;        // [size / 64] of one token, what is wanted
         const uint8_t** rows;  // [size + kGatherAhead] where gathered rows lie
         int32_t* neurons;      // [size] their places in the chunk
         uint8_t* wanted;       // [n][size] whether the token wants the neuron
         uint8_t* weights;      // gathered rows side by side
 
         Scratch(Worker& worker, int64_t size, int n) {
-            rows = worker.results.as<const uint8_t*>();
+            bits = worker.results.as<uint64_t>();
+            rows = reinterpret_cast<const uint8_t**>(bits + ceil_div(size, 64));
             values = reinterpret_cast<float*>(rows + size + kGatherAhead);
             up = values + n * size;
             packed = up + n * size;
@@ -99,7 +106,7 @@ class Neurons : public Op {
             weights = wanted + (n * size + 63) / 64 * 64;
         }
         static size_t bytes(int64_t size, int n, size_t row_bytes) {
-            return size_t(n) * size * 13 + size * 12 + 128 + (n > 1 ? size * row_bytes : 0);
+            return size_t(n) * size * 13 + size * 13 + 128 + (n > 1 ? size * row_bytes : 0);
         }
     };
     struct Chunk {
@@ -118,6 +125,97 @@ class Neurons : public Op {
         const int64_t most = scores_ && facts_.sparse ? kPredictedChunks : kDecodeChunks;
         return int(std::clamp<int64_t>(n_neurons() / kChunkNeurons, 1, most));
     }
+
+    // ---- one token, sparse: lists of neurons, so that what is left out costs nothing
+
+    void one_token(Chunk& c) const {
+        const Kernels& kernels = plan_.kernels();
+        const LinearPart& deciding = gated() ? facts_.gate : facts_.up;
+        float* decided = c.scratch.packed;  // activations, of the listed neurons
+        int count = select_one(c);
+        c.counts.selected += count;
+        if (count > kGatherBelow * double(c.size)) {
+            all_rows(c, deciding.weight, gated() ? &facts_.up.weight : nullptr, c.scratch.up);
+            (gated() ? c.counts.gate_rows : c.counts.up_rows) += c.size;
+            for (int j = 0; j < count; j++) decided[j] = c.scratch.up[c.scratch.neurons[j]];
+        } else {
+            gathered_rows(c, deciding.weight, gated() ? &facts_.up.weight : nullptr, count);
+            (gated() ? c.counts.gate_rows : c.counts.up_rows) += count;
+        }
+        add_bias_of_list(c, deciding, count, decided);
+        kernels.activate(facts_.activation, facts_.activation_threshold, decided, count, decided);
+        int fired = 0;
+        float* values = c.scratch.values;
+        std::fill_n(values, c.size, 0.0f);
+        for (int j = 0; j < count; j++) {
+            const int32_t i = c.scratch.neurons[j];
+            c.scratch.neurons[fired] = i;
+            values[i] = decided[j];
+            fired += decided[j] != 0.0f;
+        }
+        if (gated() && fired) multiply_by_up(c, fired, values);
+        for (int j = 0; j < fired; j++) c.counts.active += values[c.scratch.neurons[j]] != 0.0f;
+    }
+
+    // Lists the neurons that the predictor names.
+    int select_one(Chunk& c) const {
+        int count = 0;
+        auto add = [&](int64_t i) { c.scratch.neurons[count++] = int32_t(i); };
+        const int64_t unscored = scores_ ? std::clamp<int64_t>(facts_.first - c.first, 0, c.size) : c.size;
+        for (int64_t i = 0; i < unscored; i++) add(i);
+        if (unscored == c.size) return count;
+        const float* scores = scores_->row(0) + c.first + unscored - facts_.first;
+        plan_.kernels().not_below_bits(scores, facts_.threshold, c.size - unscored, c.scratch.bits);
+        for (int64_t word = 0; word < ceil_div(c.size - unscored, 64); word++)
+            for (uint64_t rest = c.scratch.bits[word]; rest; rest &= rest - 1)
+                add(unscored + word * 64 + std::countr_zero(rest));
+        return count;
+    }
+
+    void multiply_by_up(Chunk& c, int fired, float* values) const {
+        const Kernels& kernels = plan_.kernels();
+        float* up = c.scratch.packed;
+        if (fired > kGatherBelow * double(c.size)) {
+            all_rows(c, facts_.up.weight, nullptr, c.scratch.up);
+            c.counts.up_rows += c.size;
+            for (int j = 0; j < fired; j++) up[j] = c.scratch.up[c.scratch.neurons[j]];
+        } else {
+            gathered_rows(c, facts_.up.weight, nullptr, fired);
+            c.counts.up_rows += fired;
+        }
+        add_bias_of_list(c, facts_.up, fired, up);
+        if (facts_.up_activated) kernels.activate(facts_.up_activation, 0.0f, up, fired, up);
+        for (int j = 0; j < fired; j++) values[c.scratch.neurons[j]] *= up[j];
+    }
+
+    void add_bias_of_list(const Chunk& c, const LinearPart& part, int count, float* sums) const {
+        if (part.bias.empty()) return;
+        for (int j = 0; j < count; j++) sums[j] += part.bias[c.first + c.scratch.neurons[j]];
+    }
+
+    // Products with the listed rows, into `packed`. Behind the list is fetched what is read after it: the
+    // first up rows after gates, the first rows of the neurons behind the chunk after those, since they are
+    // likely the next.
+    void gathered_rows(Chunk& c, const Matrix& w, const Matrix* then, int count) const {
+        if (count == 0) return;
+        const uint8_t** rows = c.scratch.rows;
+        for (int j = 0; j < count; j++) rows[j] = w.row(c.first + c.scratch.neurons[j]);
+        const Matrix& next = gated() ? facts_.gate.weight : facts_.up.weight;
+        int64_t behind = c.first + c.size;
+        for (int j = 0; j < kGatherAhead; j++) {
+            if (then) {
+                rows[count + j] = then->row(c.first + c.scratch.neurons[std::min(j, count - 1)]);
+                continue;
+            }
+            while (behind < n_neurons() && scores_ && behind >= facts_.first &&
+                   scores_->row(0)[behind - facts_.first] < facts_.threshold)
+                behind++;
+            rows[count + j] = next.row(std::min(behind++, n_neurons() - 1));
+        }
+        plan_.kernels().gather[int(w.type)](w, rows, count, c.in, 0, c.scratch.packed);
+    }
+
+    // ---- several tokens, or dense
 
     // Which neurons each token wants, as far as the predictor tells.
     void select(Chunk& c) const {
@@ -139,16 +237,16 @@ class Neurons : public Op {
         const int64_t n_values = c.in.n * c.size;
         float* values = c.scratch.values;
         if (gated()) {
-            product(c, facts_.gate, &facts_.up.weight, values, c.counts.gate_rows);
+            product(c, facts_.gate, values, c.counts.gate_rows);
             kernels.activate(facts_.activation, facts_.activation_threshold, values, n_values, values);
             if (facts_.sparse)
                 for (int64_t i = 0; i < n_values; i++) c.scratch.wanted[i] &= values[i] != 0.0f;
             float* up = c.scratch.up;
-            product(c, facts_.up, nullptr, up, c.counts.up_rows);
+            product(c, facts_.up, up, c.counts.up_rows);
             if (facts_.up_activated) kernels.activate(facts_.up_activation, 0.0f, up, n_values, up);
             kernels.multiply(values, up, n_values, values);
         } else {
-            product(c, facts_.up, nullptr, values, c.counts.up_rows);
+            product(c, facts_.up, values, c.counts.up_rows);
             kernels.activate(facts_.activation, facts_.activation_threshold, values, n_values, values);
         }
         for (int64_t i = 0; i < n_values; i++) {
@@ -158,24 +256,20 @@ class Neurons : public Op {
     }
 
     // out[t][i] = row i of the chunk times token t, for all that are wanted; anything for the others.
-    // then: the matrix that is read next in this chunk, null: the chunk is done.
-    void product(Chunk& c, const LinearPart& part, const Matrix* then, float* out, int64_t& n_rows) const {
+    void product(Chunk& c, const LinearPart& part, float* out, int64_t& n_rows) const {
         const Matrix& w = part.weight;
-        const int n = c.in.n, count = facts_.sparse ? list_wanted(c, w) : int(c.size);
+        const int n = c.in.n, count = facts_.sparse ? list_wanted(c) : int(c.size);
         const bool all = !facts_.sparse || count > kGatherBelow * double(c.size);
         n_rows += all ? c.size : count;
         if (all) {
-            all_rows(c, w, then, out);
+            all_rows(c, w, nullptr, out);
             add_bias(plan_.kernels(), part.bias, c.first, n, c.size, out);
             return;
         }
         std::fill_n(out, n * c.size, 0.0f);
         if (count == 0) return;
         float* packed = c.scratch.packed;
-        if (n == 1)
-            gathered_rows(c, w, then, count);
-        else
-            packed_rows(c, w, count);
+        packed_rows(c, w, count);
         for (int t = 0; t < n; t++)
             for (int j = 0; j < count; j++) {
                 const int32_t i = c.scratch.neurons[j];
@@ -184,25 +278,25 @@ class Neurons : public Op {
             }
     }
 
-    // Where the rows lie that any token wants; returns how many.
-    int list_wanted(Chunk& c, const Matrix& w) const {
+    // Lists the neurons that any token wants.
+    int list_wanted(Chunk& c) const {
         int count = 0;
         for (int64_t i = 0; i < c.size; i++) {
             uint8_t any = 0;
             for (int t = 0; t < c.in.n && !any; t++) any = c.scratch.wanted[t * c.size + i];
             c.scratch.neurons[count] = int32_t(i);
-            c.scratch.rows[count] = w.row(c.first + i);
             count += any;
         }
         return count;
     }
 
+    // then: the matrix that is read next in this chunk, null: none.
     void all_rows(Chunk& c, const Matrix& w, const Matrix* then, float* out) const {
         const auto linear = plan_.kernels().linear[int(w.type)];
         uint8_t* scratch = c.worker.kernel_scratch.data();
         // Gates of one token are found in two parts, so that the first up rows come while the second is
         // computed.
-        const int64_t part = facts_.sparse && then && c.in.n == 1 ? c.size * 3 / 4 : 0;
+        const int64_t part = then ? c.size * 3 / 4 : 0;
         if (part) {
             linear(w, c.first, c.first + part, c.in, 0, 1, out, c.size, scratch);
             int found = 0;
@@ -216,29 +310,11 @@ class Neurons : public Op {
         for (size_t at = 0; at < w.row_bytes; at += 64) prefetch_line(w.row(row) + at);
     }
 
-    // One token. The list goes on with what is read after it: the first up rows after gates, the first rows
-    // of the neurons behind the chunk after those, since they are likely the next.
-    void gathered_rows(Chunk& c, const Matrix& w, const Matrix* then, int count) const {
-        const uint8_t** rows = c.scratch.rows;
-        const Matrix& next = then ? *then : gated() ? facts_.gate.weight : facts_.up.weight;
-        int64_t behind = c.first + c.size;
-        for (int j = 0; j < kGatherAhead; j++) {
-            if (then) {
-                rows[count + j] = then->row(c.first + c.scratch.neurons[std::min(j, count - 1)]);
-                continue;
-            }
-            while (behind < n_neurons() && scores_ && behind >= facts_.first &&
-                   scores_->row(0)[behind - facts_.first] < facts_.threshold)
-                behind++;
-            rows[count + j] = next.row(std::min(behind++, n_neurons() - 1));
-        }
-        plan_.kernels().gather[int(w.type)](w, rows, count, c.in, 0, c.scratch.packed);
-    }
-
     // Several tokens: the rows are copied side by side, for the kernels of many tokens.
     void packed_rows(Chunk& c, const Matrix& w, int count) const {
         for (int j = 0; j < count; j++)
-            std::memcpy(c.scratch.weights + j * w.row_bytes, c.scratch.rows[j], w.row_bytes);
+            std::memcpy(c.scratch.weights + j * w.row_bytes, w.row(c.first + c.scratch.neurons[j]),
+                        w.row_bytes);
         const Matrix side_by_side = {w.type, c.scratch.weights, count, w.cols, w.row_bytes};
         plan_.kernels().linear[int(w.type)](side_by_side, 0, count, c.in, 0, c.in.n, c.scratch.packed, count,
                                             c.worker.kernel_scratch.data());
