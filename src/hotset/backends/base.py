@@ -39,7 +39,7 @@ class Batch:
 
 
 class WeightSource(Protocol):
-    """Where a backend finds its weights: a GGUFFile, or one with sidecar files over it (formats/overlay.py)."""
+    """Where a backend finds its weights: a GGUFFile, or one under sidecars (formats/overlay.py)."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:

@@ -91,8 +91,8 @@ class Linear:
 class TransposedLinear:
     """out = x @ weight + bias; weight is [x.width, out.width]: row i is what input i adds to the output.
 
-    The down projection of a sparse FFN, a row per neuron. Each output is summed over the inputs in order, by
-    fused multiply-add of float32 inputs and decoded weights, whatever is skipped because it is zero.
+    The down projection of a sparse FFN, a row per neuron. An input of zero adds nothing, whether its row is
+    read or not: sums of float32 inputs times decoded weights have one order (csrc/ops/axpy.cpp).
     With `scales` the weight is in planes (sparsity/planes.py): codes by neuron, scales by 32 neurons.
     """
 
