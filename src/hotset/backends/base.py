@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
+from hotset.errors import InvalidRequestError
+
 if TYPE_CHECKING:
     from hotset.formats.gguf import TensorInfo
 
@@ -36,6 +38,35 @@ class Batch:
     page_tables: np.ndarray
     outputs: np.ndarray
     taps: tuple[str, ...] = ()
+
+
+def cache_slots(batch: Batch, *, max_batch: int, n_pages: int, n_vocab: int) -> np.ndarray:
+    """Where the cache holds each token of a batch, int64 [n_tokens]: page * PAGE_SIZE + place in the page.
+
+    Raises InvalidRequestError for a batch that breaks the contract of Batch.
+    """
+    n = len(batch.tokens)
+    if not 1 <= n <= max_batch:
+        raise InvalidRequestError(f"a step takes 1 to {max_batch} tokens, not {n}")
+    if n != len(batch.positions) or n != len(batch.sequences):
+        raise InvalidRequestError("tokens, positions and sequences of a batch differ in length")
+    if batch.tokens.min() < 0 or batch.tokens.max() >= n_vocab:
+        raise InvalidRequestError(f"a token id lies outside the vocabulary of {n_vocab}")
+    if len(batch.outputs) and not 0 <= batch.outputs.min() <= batch.outputs.max() < n:
+        raise InvalidRequestError("an output index lies outside the batch")
+    if not 0 <= batch.sequences.min() <= batch.sequences.max() < len(batch.page_tables):
+        raise InvalidRequestError("a sequence of the batch has no page table")
+    positions = batch.positions.astype(np.int64)
+    tables, last = batch.page_tables[batch.sequences], positions // PAGE_SIZE
+    missing = (tables < 0) | (tables >= n_pages)
+    needed = np.arange(tables.shape[1]) <= last[:, None]
+    bad = (positions < 0) | (last >= tables.shape[1]) | (missing & needed).any(axis=1)
+    if bad.any():
+        token = int(bad.argmax())
+        raise InvalidRequestError(
+            f"position {positions[token]} of sequence {batch.sequences[token]} has no page in the cache"
+        )
+    return np.asarray(tables[np.arange(n), last].astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE)
 
 
 class WeightSource(Protocol):

@@ -16,7 +16,7 @@ import numpy as np
 from hotset import _core
 from hotset.backends.base import PAGE_SIZE, Batch, KVType, StepResult, StepStats, WeightSource
 from hotset.backends.cores import usable_cores
-from hotset.backends.fusion import Fused, fuse, inputs_of
+from hotset.backends.fusion import Buffers, Fused, fuse
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.quants import dequantize, row_bytes
 from hotset.model.graph import (
@@ -141,7 +141,7 @@ class CpuBackend:
         except ValueError as error:  # HOTSET_ISA, or a processor without the instructions that are needed
             raise InvalidRequestError(str(error)) from None
         fused = fuse(self.graph, taps)
-        buffers = _Buffers(plan, self.graph, fused, taps)
+        buffers = Buffers(plan.buffer, self.graph, fused, taps)
         parts: list[tuple[int, int]] = []
         for op in fused:
             buffers.enter(op)
@@ -157,7 +157,7 @@ class CpuBackend:
             plan, buffers[self.graph.logits], kept, has_neurons, int(layers.max()) + 1, layers, cell
         )
 
-    def _emit(self, plan: Any, op: Fused, buffers: _Buffers) -> None:
+    def _emit(self, plan: Any, op: Fused, buffers: Buffers) -> None:
         main = op.ops[-1]
         out = buffers[op.out[0]]
         match main:
@@ -194,7 +194,7 @@ class CpuBackend:
             case Multiply():
                 plan.multiply(buffers[main.a], buffers[main.b], out)
 
-    def _emit_linear(self, plan: Any, op: Fused, buffers: _Buffers) -> None:
+    def _emit_linear(self, plan: Any, op: Fused, buffers: Buffers) -> None:
         norm = op.first(RMSNorm, LayerNorm)
         activate = op.first(Activate)
         add = op.first(Add)
@@ -210,7 +210,7 @@ class CpuBackend:
             (ACTIVATIONS[activate.kind], activate.threshold) if activate else None,
         )
 
-    def _emit_neurons(self, plan: Any, op: Fused, buffers: _Buffers) -> None:
+    def _emit_neurons(self, plan: Any, op: Fused, buffers: Buffers) -> None:
         norm, mask = op.first(RMSNorm, LayerNorm), op.first(Mask)
         linears, out = op.linears, buffers[op.out[0]]
         activations = [o for o in op.ops if isinstance(o, Activate)]
@@ -226,7 +226,7 @@ class CpuBackend:
             out,
         )
 
-    def _emit_transposed(self, plan: Any, op: Fused, main: TransposedLinear, buffers: _Buffers) -> None:
+    def _emit_transposed(self, plan: Any, op: Fused, main: TransposedLinear, buffers: Buffers) -> None:
         info = self.weights.tensors[main.weight]
         type, scales = int(info.type), None
         if main.scales is not None:
@@ -246,14 +246,14 @@ class CpuBackend:
         return int(info.type), data[first * row : last * row], bias, out
 
     @staticmethod
-    def _residual(add: Add | None, product: Value, buffers: _Buffers) -> int:
+    def _residual(add: Add | None, product: Value, buffers: Buffers) -> int:
         """The buffer that a product is added to, -1: none."""
         return -1 if add is None else buffers[add.a if add.b == product else add.b]
 
     def _bias(self, name: str | None) -> np.ndarray | None:
         return None if name is None else self._vector(name)
 
-    def _emit_attention(self, plan: Any, op: Fused, main: Attention, buffers: _Buffers) -> None:
+    def _emit_attention(self, plan: Any, op: Fused, main: Attention, buffers: Buffers) -> None:
         q, k = main.q, main.k
         rope, q_norm, k_norm = -1, None, None
         for fused in reversed(op.ops[:-1]):
@@ -322,36 +322,3 @@ def _part_of(op: Fused) -> tuple[int, int]:
         return 0, PARTS.index("other")
     parts = {"ffn_pred": "predictor", "ffn_inp": "attention", "attn": "attention", "ffn": "ffn"}
     return int(match[1]), PARTS.index(parts[match[2]])
-
-
-class _Buffers:
-    """Gives each value that exists a native buffer, and takes it back after the value's last reader."""
-
-    def __init__(self, plan: Any, graph: Graph, fused: list[Fused], taps: frozenset[str]) -> None:
-        self._plan = plan
-        self._ids: dict[Value, int] = {}
-        self._free: dict[tuple[int, bool], list[int]] = {}
-        self._last_use = {value: i for i, op in enumerate(fused) for value in [*op.out, *op.reads]}
-        for value in graph.values:
-            if value.name in taps or value == graph.logits:
-                self._last_use[value] = len(fused)
-        self._outputs: set[Value] = set()  # values with a row per output token
-        for op in graph.ops:
-            if isinstance(op, SelectOutputs) or any(x in self._outputs for x in inputs_of(op)):
-                self._outputs.add(op.out)
-        self._index = 0
-
-    def __getitem__(self, value: Value) -> int:
-        return self._ids[value]
-
-    def enter(self, op: Fused) -> None:
-        for value in op.out:
-            shape = (value.width, value in self._outputs)
-            free = self._free.setdefault(shape, [])
-            self._ids[value] = free.pop() if free else self._plan.buffer(*shape)
-
-    def leave(self, op: Fused) -> None:
-        for value in {*op.reads, *op.out}:
-            if self._last_use[value] == self._index:
-                self._free[value.width, value in self._outputs].append(self._ids[value])
-        self._index += 1

@@ -8,10 +8,12 @@ not fused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from hotset.errors import InvalidRequestError
 from hotset.model.graph import (
     Activate,
     Add,
@@ -25,6 +27,7 @@ from hotset.model.graph import (
     Op,
     RMSNorm,
     Rotate,
+    SelectOutputs,
     TransposedLinear,
     Value,
 )
@@ -69,6 +72,35 @@ def inputs_of(op: Op) -> list[Value]:
 def fuse(graph: Graph, taps: Iterable[str]) -> list[Fused]:
     """Groups the operations of a graph; a value named in `taps` is never fused away."""
     return _Fusion(graph, frozenset(taps)).groups()
+
+
+def layer_starts(graph: Graph) -> list[int]:
+    """The index of the first operation of each layer, and of the first after the last layer."""
+    starts: dict[int, int] = {}
+    after = 0
+    for index, op in enumerate(graph.ops):
+        if match := re.match(r"blk\.(\d+)\.", op.out.name):
+            starts.setdefault(int(match[1]), index)
+            after = index + 1
+    return [*(starts[layer] for layer in sorted(starts)), after]
+
+
+def cut(graph: Graph, first_op: int, last_op: int) -> tuple[Graph, Value | None]:
+    """The operations [first_op, last_op) as a graph of their own, and the value that enters it.
+
+    A graph is cut between layers: the residual stream alone crosses. Raises InvalidRequestError elsewhere.
+    """
+    if not 0 <= first_op < last_op <= len(graph.ops):
+        raise InvalidRequestError(f"a graph of {len(graph.ops)} operations has no part {first_op}:{last_op}")
+    part = Graph(graph.ops[first_op:last_op], graph.values)
+    inner = {op.out for op in part.ops}
+    entering = {value for op in part.ops for value in inputs_of(op)} - inner
+    leaving = {value for op in graph.ops[last_op:] for value in inputs_of(op)} & inner
+    if len(entering) > 1 or leaving - {part.logits}:
+        raise InvalidRequestError(
+            f"a graph is cut between layers, where one value crosses, not at operations {first_op}:{last_op}"
+        )
+    return part, next(iter(entering), None)
 
 
 class _Fusion:
@@ -225,3 +257,41 @@ class _Fusion:
         if isinstance(norm, RMSNorm) and norm.n_head == rotate.n_head and self._private(rotate.x):
             return [norm, rotate]
         return [rotate]
+
+
+class Buffers:
+    """Gives each value that exists a buffer, and takes it back after the value's last reader.
+
+    new: makes a buffer of a width, with a row per token or (True) per output, and returns its number.
+    """
+
+    def __init__(
+        self, new: Callable[[int, bool], int], graph: Graph, fused: list[Fused], taps: frozenset[str]
+    ) -> None:
+        self._new = new
+        self._ids: dict[Value, int] = {}
+        self._free: dict[tuple[int, bool], list[int]] = {}
+        self._last_use = {value: i for i, op in enumerate(fused) for value in [*op.out, *op.reads]}
+        for value in graph.values:
+            if value.name in taps or value == graph.logits:
+                self._last_use[value] = len(fused)
+        self._outputs: set[Value] = set()  # values with a row per output token
+        for op in graph.ops:
+            if isinstance(op, SelectOutputs) or any(x in self._outputs for x in inputs_of(op)):
+                self._outputs.add(op.out)
+        self._index = 0
+
+    def __getitem__(self, value: Value) -> int:
+        return self._ids[value]
+
+    def enter(self, op: Fused) -> None:
+        for value in op.out:
+            shape = (value.width, value in self._outputs)
+            free = self._free.setdefault(shape, [])
+            self._ids[value] = free.pop() if free else self._new(*shape)
+
+    def leave(self, op: Fused) -> None:
+        for value in {*op.reads, *op.out}:
+            if self._last_use[value] == self._index:
+                self._free[value.width, value in self._outputs].append(self._ids[value])
+        self._index += 1

@@ -13,7 +13,16 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE, Batch, KVType, StepResult, StepStats, WeightSource
+from hotset.backends.base import (
+    PAGE_SIZE,
+    Batch,
+    KVType,
+    StepResult,
+    StepStats,
+    WeightSource,
+    cache_slots,
+)
+from hotset.backends.embedding import lookup
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.quants import GGMLType, dequantize, quantize
 from hotset.model.graph import (
@@ -126,29 +135,10 @@ class ReferenceBackend:
 
     def _slots(self, batch: Batch) -> list[np.ndarray]:
         """For each token, the cache slots of positions 0 to its own; checks the batch on the way."""
-        n = len(batch.tokens)
-        if not 1 <= n <= self.max_batch:
-            raise InvalidRequestError(f"a step takes 1 to {self.max_batch} tokens, not {n}")
-        if n != len(batch.positions) or n != len(batch.sequences):
-            raise InvalidRequestError("tokens, positions and sequences of a batch differ in length")
-        if batch.tokens.min() < 0 or batch.tokens.max() >= self.n_vocab:
-            raise InvalidRequestError(f"a token id lies outside the vocabulary of {self.n_vocab}")
-        if len(batch.outputs) and not 0 <= batch.outputs.min() <= batch.outputs.max() < n:
-            raise InvalidRequestError("an output index lies outside the batch")
-        if not 0 <= batch.sequences.min() <= batch.sequences.max() < len(batch.page_tables):
-            raise InvalidRequestError("a sequence of the batch has no page table")
+        cache_slots(batch, max_batch=self.max_batch, n_pages=self.n_pages, n_vocab=self.n_vocab)
         slots = []
         for position, sequence in zip(batch.positions.tolist(), batch.sequences.tolist(), strict=True):
             pages = batch.page_tables[sequence, : position // PAGE_SIZE + 1]
-            if (
-                position < 0
-                or len(pages) <= position // PAGE_SIZE
-                or pages.min() < 0
-                or pages.max() >= self.n_pages
-            ):
-                raise InvalidRequestError(
-                    f"position {position} of sequence {sequence} has no page in the cache"
-                )
             table = pages[:, None].astype(np.int64) * PAGE_SIZE + np.arange(PAGE_SIZE)
             slots.append(table.ravel()[: position + 1])
         return slots
@@ -158,7 +148,7 @@ class ReferenceBackend:
     ) -> np.ndarray:
         match op:
             case Embed():
-                return self._rows(op.weight, batch.tokens if op.of == "token" else self._positions(op, batch))
+                return lookup(self.weights, op, batch)
             case RMSNorm():
                 x = values[op.x.id].reshape(-1, op.n_head, op.x.width // op.n_head)
                 scale = 1 / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(op.eps))
@@ -254,23 +244,6 @@ class ReferenceBackend:
         packed = np.asarray(self.weights.data(op.weight)).reshape(op.out.width, -1)
         negative = np.unpackbits(packed, axis=1, count=op.x.width, bitorder="little")
         return self._kept(op.weight, np.where(negative, F32(-1), F32(1)))
-
-    def _positions(self, op: Embed, batch: Batch) -> np.ndarray:
-        """Rows of the learned positions. Raises InvalidRequestError past the last."""
-        rows, n_rows = batch.positions + op.first_row, self.weights.tensors[op.weight].shape[1]
-        if rows.max() >= n_rows:
-            last = n_rows - op.first_row - 1
-            raise InvalidRequestError(
-                f"position {batch.positions.max()} lies past {last}, the last that the model has learned"
-            )
-        return rows
-
-    def _rows(self, name: str, rows: np.ndarray) -> np.ndarray:
-        """Some rows of a matrix as float32 (an embedding is large, and a step needs few of its rows)."""
-        info = self.weights.tensors[name]
-        width, n_rows = info.shape
-        encoded = np.asarray(self.weights.data(name)).reshape(n_rows, -1)[rows]
-        return dequantize(np.ascontiguousarray(encoded).ravel(), info.type, (width, len(rows)))
 
 
 class _Counts:

@@ -1,0 +1,27 @@
+"""Embeddings, looked up where the file lies: the matrix is large, and a step needs a few of its rows."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hotset.backends.base import Batch, WeightSource
+from hotset.errors import InvalidRequestError
+from hotset.formats.quants import dequantize
+from hotset.model.graph import Embed
+
+
+def lookup(weights: WeightSource, op: Embed, batch: Batch) -> np.ndarray:
+    """The rows that an Embed takes for the tokens of a batch, float32 [n_tokens, width].
+
+    Raises InvalidRequestError for a position past the last that the model has learned.
+    """
+    info = weights.tensors[op.weight]
+    width, n_rows = info.shape
+    rows = batch.tokens if op.of == "token" else batch.positions + op.first_row
+    if op.of == "position" and rows.max() >= n_rows:
+        raise InvalidRequestError(
+            f"position {batch.positions.max()} lies past {n_rows - op.first_row - 1}, "
+            "the last that the model has learned"
+        )
+    encoded = np.asarray(weights.data(op.weight)).reshape(n_rows, -1)[rows]
+    return dequantize(np.ascontiguousarray(encoded).ravel(), info.type, (width, len(rows))).reshape(-1, width)
