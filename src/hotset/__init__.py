@@ -13,8 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hotset.api import ChatMessage, Chunk, Completion, Model, Timings, load
-    from hotset.engine.perplexity import PerplexityResult
+    from hotset.api import ChatMessage, Chunk, Completion, Model, Timings, compare, compare_chunks, load
+    from hotset.engine.perplexity import Divergence, PerplexityResult
     from hotset.engine.sampler import SamplingParams, TokenLogprobs
     from hotset.errors import (
         ContextLengthError,
@@ -33,8 +33,17 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOMES = {
-    "hotset.api": ("ChatMessage", "Chunk", "Completion", "Model", "Timings", "load"),
-    "hotset.engine.perplexity": ("PerplexityResult",),
+    "hotset.api": (
+        "ChatMessage",
+        "Chunk",
+        "Completion",
+        "Model",
+        "Timings",
+        "compare",
+        "compare_chunks",
+        "load",
+    ),
+    "hotset.engine.perplexity": ("Divergence", "PerplexityResult"),
     "hotset.engine.sampler": ("SamplingParams", "TokenLogprobs"),
     "hotset.errors": (
         "ContextLengthError",
@@ -58,6 +67,7 @@ __all__ = [
     "Chunk",
     "Completion",
     "ContextLengthError",
+    "Divergence",
     "DownloadError",
     "FormatError",
     "HotsetError",
@@ -75,6 +85,8 @@ __all__ = [
     "TokenizerError",
     "UnsupportedModelError",
     "__version__",
+    "compare",
+    "compare_chunks",
     "load",
 ]
 

@@ -10,6 +10,7 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -19,9 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 import numpy as np
 
 from hotset.backends.base import PAGE_SIZE, Backend, Batch, KVType, StepStats
+from hotset.engine import perplexity as engine_perplexity
 from hotset.engine.engine import Engine, FinishReason
 from hotset.engine.engine import Sequence as EngineSequence
-from hotset.engine.perplexity import PerplexityResult, perplexity_chunks
+from hotset.engine.perplexity import PerplexityResult
 from hotset.engine.sampler import SamplingParams, TokenLogprobs
 from hotset.engine.stop import StopMatcher
 from hotset.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError
@@ -502,21 +504,7 @@ class Model:
         self, text: str, *, n_ctx: int = 512, chunks: int | None = None
     ) -> Iterator[PerplexityResult]:
         """As `perplexity`, yielding the running result after each chunk."""
-        tokens = self.tokenizer.encode(text, add_special=True)
-        results = perplexity_chunks(
-            self.engine,
-            tokens,
-            n_ctx=n_ctx,
-            chunks=chunks,
-            bos_id=self._bos_id,
-            n_neurons=sum(self.config.n_ff),
-        )
-        while True:
-            with self._lock:
-                self._check_open()
-                result = next(results, None)
-            if result is None:
-                return
+        for (result,) in compare_chunks([self], text, n_ctx=n_ctx, chunks=chunks):
             yield result
 
     # ---- what happens inside ----
@@ -649,6 +637,55 @@ class Model:
 
     def __repr__(self) -> str:
         return f"<hotset.Model {self.gguf.path.name}, {self.backend.name}, n_ctx {self.n_ctx}>"
+
+
+def compare(
+    models: Sequence[Model], text: str, *, n_ctx: int = 512, chunks: int | None = None
+) -> tuple[PerplexityResult, ...]:
+    """Perplexity of several models side by side, and how far each is from the first (`divergence`).
+
+    The models are loaded by the caller, one file in several modes or several files, and must share their
+    tokens; the first one's tokenizer cuts the text. Raises InvalidRequestError for different vocabularies.
+    """
+    *_, results = compare_chunks(models, text, n_ctx=n_ctx, chunks=chunks)
+    return results
+
+
+def compare_chunks(
+    models: Sequence[Model], text: str, *, n_ctx: int = 512, chunks: int | None = None
+) -> Iterator[tuple[PerplexityResult, ...]]:
+    """As `compare`, yielding the running results after each chunk."""
+    if not models:
+        raise InvalidRequestError("there is no model to compare; give at least one")
+    _check_same_tokens(models)
+    results = engine_perplexity.compare_chunks(
+        [model.engine for model in models],
+        models[0].tokenizer.encode(text, add_special=True),
+        n_ctx=n_ctx,
+        chunks=chunks,
+        bos_id=models[0]._bos_id,
+        n_neurons=[sum(model.config.n_ff) for model in models],
+    )
+    while True:
+        with ExitStack() as locks:
+            for model in sorted(set(models), key=id):  # one order for all threads: no two wait for each other
+                locks.enter_context(model._lock)
+                model._check_open()
+            now = next(results, None)
+        if now is None:
+            return
+        yield now
+
+
+def _check_same_tokens(models: Sequence[Model]) -> None:
+    """Raises InvalidRequestError where token i of one model is another token in the next."""
+    spelled = [model.gguf.metadata.get("tokenizer.ggml.tokens") for model in models]
+    for model, tokens in zip(models[1:], spelled[1:], strict=True):
+        if tokens != spelled[0]:
+            raise InvalidRequestError(
+                f"{models[0].gguf.path.name} and {model.gguf.path.name} have different vocabularies, so that "
+                "their predictions cannot be compared token by token; compare models that share a tokenizer"
+            )
 
 
 class _Generation:

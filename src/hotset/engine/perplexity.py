@@ -1,15 +1,20 @@
-"""Perplexity by the protocol of llama-perplexity, so that its numbers can be compared.
+"""Perplexity by the protocol of llama-perplexity, of one model or of several side by side.
 
 The tokens are cut into chunks of n_ctx, each computed on its own with BOS in place of its first token where
 the model has one; of each chunk the second half is scored, since its tokens have seen enough. The error is
 the standard error of the mean negative log-likelihood, carried through the exponential.
+
+Side by side, every engine sees the same tokens, and each is measured against the first: what it predicts for
+a token is compared over the whole vocabulary while both rows of logits are there, so that nothing of the
+vocabulary's size outlives a step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,12 +22,40 @@ from hotset.engine.engine import Engine
 from hotset.engine.sampler import log_sum_exp
 from hotset.errors import ContextLengthError, InvalidRequestError
 
+_TILE_BYTES = 8 << 20  # of float64 logits that are compared at a time
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How far a model is from the first one, over the tokens that were scored; errors are standard errors.
+
+    kl: mean over tokens of KL(first ‖ this) = Σ p₁ · (ln p₁ − ln p), in nats, over the whole vocabulary.
+    kl_median, kl_p99, kl_max: of the same values, the percentile with linear interpolation.
+    same_top: share of the tokens for which both find the same token likeliest.
+    ppl_ratio: perplexity over the first's; its error is that of the difference token by token, which is far
+    smaller than the errors of the two perplexities, since both stumble at the same words.
+    """
+
+    kl: float
+    kl_error: float
+    kl_median: float
+    kl_p99: float
+    kl_max: float
+    same_top: float
+    same_top_error: float
+    ppl_ratio: float
+    ppl_ratio_error: float
+
 
 @dataclass(frozen=True)
 class PerplexityResult:
     """Perplexity over `n_scored` tokens, after `chunk` of `n_chunks` chunks, with its standard error.
 
-    active_share: of all neurons, those that fired for a token, mean; None where they were not counted.
+    active_share: of all neurons, those that fired for a token, mean; selected_share: those that a predictor
+    named (all of them without one). Both are None where they were not counted.
+    tokens_per_second: at which chunks were computed, all tokens of them side by side; the first, which finds
+    the file cold, counts only where it is alone.
+    divergence: from the first of several models; None for the first, or the only one.
     """
 
     ppl: float
@@ -31,6 +64,9 @@ class PerplexityResult:
     n_chunks: int
     n_scored: int
     active_share: float | None = None
+    selected_share: float | None = None
+    tokens_per_second: float = field(default=0.0, compare=False)
+    divergence: Divergence | None = None
 
 
 def perplexity_chunks(
@@ -44,16 +80,61 @@ def perplexity_chunks(
 ) -> Iterator[PerplexityResult]:
     """Computes chunk after chunk and yields the running result after each; the last one is the answer.
 
-    chunks: how many, None or more than there are for all. bos_id: None for a model that adds no BOS.
-    n_neurons: of all layers, for the active share, which the engine counts if it collects statistics.
-    Raises InvalidRequestError when there are fewer than 2 * n_ctx tokens, as llama-perplexity does, and
-    ContextLengthError when n_ctx is larger than the engine's.
+    As `compare_chunks` for one engine.
     """
+    results = compare_chunks(
+        [engine], tokens, n_ctx=n_ctx, chunks=chunks, bos_id=bos_id, n_neurons=[n_neurons]
+    )
+    for (result,) in results:
+        yield result
+
+
+def compare_chunks(
+    engines: Sequence[Engine],
+    tokens: Sequence[int],
+    *,
+    n_ctx: int = 512,
+    chunks: int | None = None,
+    bos_id: int | None = None,
+    n_neurons: Sequence[int],
+) -> Iterator[tuple[PerplexityResult, ...]]:
+    """Computes chunk after chunk with every engine and yields their running results after each.
+
+    chunks: how many, None or more than there are for all. bos_id: None for a model that adds no BOS.
+    n_neurons: of all layers, per engine, for the shares, which an engine counts if it collects statistics.
+    Raises InvalidRequestError when there are fewer than 2 * n_ctx tokens, as llama-perplexity does, or the
+    engines do not have the same vocabulary, and ContextLengthError when n_ctx is larger than an engine's.
+    """
+    n_chunks = _n_chunks(engines, tokens, n_ctx, chunks)
+    first = n_ctx // 2
+    sides = [_Side(engine, n) for engine, n in zip(engines, n_neurons, strict=True)]
+    for i in range(n_chunks):
+        chunk = list(tokens[i * n_ctx : (i + 1) * n_ctx])
+        targets = np.array(chunk[1:])
+        if bos_id is not None:
+            chunk[0] = bos_id
+        streams = [side.run(chunk[:-1], first, timed=i > 0 or n_chunks == 1) for side in sides]
+        try:
+            position = first
+            for rows in _together(streams):
+                for side, logits in zip(sides, rows, strict=True):
+                    side.score(logits, targets[position : position + len(logits)])
+                    if side is not sides[0]:
+                        side.diverge(rows[0], logits)
+                position += len(rows[0])
+        finally:
+            for stream in streams:
+                stream.close()
+        yield tuple(side.result(sides[0], i + 1, n_chunks) for side in sides)
+
+
+def _n_chunks(engines: Sequence[Engine], tokens: Sequence[int], n_ctx: int, chunks: int | None) -> int:
     if n_ctx < 4:
         raise InvalidRequestError(f"perplexity needs an n_ctx of at least 4, not {n_ctx}")
-    if n_ctx > engine.n_ctx:
+    smallest = min(engine.n_ctx for engine in engines)
+    if n_ctx > smallest:
         raise ContextLengthError(
-            f"perplexity over chunks of {n_ctx} tokens does not fit in the context of {engine.n_ctx}; "
+            f"perplexity over chunks of {n_ctx} tokens does not fit in the context of {smallest}; "
             "load the model with a larger n_ctx"
         )
     if len(tokens) < 2 * n_ctx:
@@ -63,39 +144,140 @@ def perplexity_chunks(
         )
     if chunks is not None and chunks < 1:
         raise InvalidRequestError(f"perplexity needs at least one chunk, not {chunks}")
+    if len({id(engine) for engine in engines}) < len(engines):
+        raise InvalidRequestError("a model cannot be compared with itself; load it a second time")
+    n_vocab = engines[0].backend.n_vocab
+    for engine in engines[1:]:
+        if engine.backend.n_vocab != n_vocab:
+            raise InvalidRequestError(
+                f"models with vocabularies of {n_vocab} and {engine.backend.n_vocab} tokens cannot be "
+                "compared token by token; compare models that share a tokenizer"
+            )
     n_chunks = len(tokens) // n_ctx
-    if chunks is not None:
-        n_chunks = min(n_chunks, chunks)
+    return n_chunks if chunks is None else min(n_chunks, chunks)
 
-    first = n_ctx // 2
-    losses: list[float] = []
-    n_active = n_counted = 0
-    for i in range(n_chunks):
-        chunk = list(tokens[i * n_ctx : (i + 1) * n_ctx])
-        targets = chunk[1:]
-        if bos_id is not None:
-            chunk[0] = bos_id
 
-        def score(position: int, logits: np.ndarray, targets: list[int] = targets) -> None:
-            for row, target in zip(logits, targets[position : position + len(logits)], strict=True):
-                losses.append(log_sum_exp(row) - float(row[target]))
+class _Side:
+    """One engine on its way through the chunks: losses of the scored tokens, counts, seconds."""
 
-        sequence = engine.score(chunk[:-1], score, first=first)  # nothing follows the last token
+    def __init__(self, engine: Engine, n_neurons: int) -> None:
+        self.engine = engine
+        self._n_neurons = n_neurons
+        self.losses: list[float] = []
+        self._kl: list[float] = []
+        self._n_same = 0
+        self._n_active = self._n_selected = self._n_counted = 0
+        self._n_timed = 0
+        self._seconds = 0.0
+
+    def run(self, tokens: list[int], first: int, *, timed: bool) -> Generator[np.ndarray, None, None]:
+        """The logits of the positions from `first` on, float32 [n, n_vocab] a step; valid until the next."""
+        blocks: list[np.ndarray] = []
+        sequence = self.engine.score(tokens, lambda _, rows: blocks.append(rows), first=first)
+        seconds = 0.0
         try:
             while sequence.finish_reason is None:
-                engine.step()
-                if engine.step_stats is not None:
-                    n_active += int(engine.step_stats.active.sum())
-                    n_counted += engine.step_stats.n_tokens * n_neurons
+                started = time.perf_counter()
+                self.engine.step()
+                seconds += time.perf_counter() - started
+                self._count()
+                while blocks:
+                    yield blocks.pop(0)
         finally:
-            engine.cancel(sequence)
+            self.engine.cancel(sequence)
         if sequence.error is not None:
             raise sequence.error
-        yield _result(losses, i + 1, n_chunks, n_active / n_counted if n_counted else None)
+        if timed:
+            self._n_timed += len(tokens) - sequence.n_reused
+            self._seconds += seconds
+
+    def _count(self) -> None:
+        stats = self.engine.step_stats
+        if stats is not None:
+            self._n_active += int(stats.active.sum())
+            self._n_selected += int(stats.selected.sum())
+            self._n_counted += stats.n_tokens * self._n_neurons
+
+    def score(self, logits: np.ndarray, targets: np.ndarray) -> None:
+        for row, target in zip(logits, targets, strict=True):
+            self.losses.append(log_sum_exp(row) - float(row[target]))
+
+    def diverge(self, first: np.ndarray, logits: np.ndarray) -> None:
+        """Adds the tokens of these rows, `first` being the first model's."""
+        n = max(1, _TILE_BYTES // (8 * logits.shape[1]))
+        for i in range(0, len(logits), n):
+            self._kl += kl_divergence(first[i : i + n], logits[i : i + n]).tolist()
+        self._n_same += int((first.argmax(axis=1) == logits.argmax(axis=1)).sum())
+
+    def result(self, first: _Side, chunk: int, n_chunks: int) -> PerplexityResult:
+        nll, error = _mean(self.losses)
+        ppl = _exp(nll)
+        return PerplexityResult(
+            ppl,
+            ppl * error,
+            chunk,
+            n_chunks,
+            len(self.losses),
+            self._n_active / self._n_counted if self._n_counted else None,
+            self._n_selected / self._n_counted if self._n_counted else None,
+            self._n_timed / self._seconds if self._seconds else 0.0,
+            None if self is first else self._divergence(first),
+        )
+
+    def _divergence(self, first: _Side) -> Divergence:
+        n = len(self._kl)
+        kl, kl_error = _mean(self._kl)
+        median, p99, largest = np.percentile(self._kl, (50, 99, 100))
+        same = self._n_same / n
+        log_ratio, ratio_error = _mean(np.subtract(self.losses, first.losses))
+        ratio = _exp(log_ratio)
+        same_error = math.sqrt(same * (1 - same) / (n - 1)) if n > 1 else 0.0
+        return Divergence(
+            kl, kl_error, float(median), float(p99), float(largest),
+            same, same_error, ratio, ratio * ratio_error,
+        )  # fmt: skip
 
 
-def _result(losses: list[float], chunk: int, n_chunks: int, active_share: float | None) -> PerplexityResult:
-    nll = np.asarray(losses, np.float64)
-    ppl = math.exp(nll.mean()) if nll.mean() < 700 else math.inf
-    error = ppl * float(nll.std()) / math.sqrt(len(losses) - 1) if len(losses) > 1 else 0.0
-    return PerplexityResult(ppl, error, chunk, n_chunks, len(losses), active_share)
+def kl_divergence(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """KL(first ‖ second) of each row of logits [n, n_vocab], in nats: float64 [n].
+
+    In float64, for a KL is a small difference of large numbers: from float32 log-probabilities those of
+    nearly equal models would be noise.
+    """
+    p, q = _log_softmax(first), _log_softmax(second)
+    # Rounding leaves about 1e-16 to either side of the zero of equal rows.
+    kl: np.ndarray = np.maximum(np.einsum("ij,ij->i", np.exp(p), p - q), 0.0)
+    return kl
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    values = logits.astype(np.float64)
+    values -= values.max(axis=1, keepdims=True)
+    values -= np.log(np.exp(values).sum(axis=1, keepdims=True))
+    return values
+
+
+def _together(streams: Sequence[Iterator[np.ndarray]]) -> Iterator[list[np.ndarray]]:
+    """Rows of the same positions from every stream; streams may cut them into steps differently."""
+    ahead: list[np.ndarray | None] = [None] * len(streams)
+    while True:
+        for i, stream in enumerate(streams):
+            if ahead[i] is None:
+                ahead[i] = next(stream, None)
+        present = [rows for rows in ahead if rows is not None]
+        if len(present) < len(streams):
+            return
+        n = min(map(len, present))
+        yield [rows[:n] for rows in present]
+        ahead = [rows[n:] if len(rows) > n else None for rows in present]
+
+
+def _mean(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """The mean, and its standard error."""
+    array = np.asarray(values, np.float64)
+    error = float(array.std()) / math.sqrt(len(array) - 1) if len(array) > 1 else 0.0
+    return float(array.mean()), error
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
