@@ -256,35 +256,27 @@ def _array(path: Path, tensor: _Tensor, storages: Mapping[str, bytes]) -> np.nda
     return np.lib.stride_tricks.as_strided(values[tensor.offset :], tensor.shape, strides).copy()
 
 
-def write_torch(path: str | os.PathLike[str], values: np.ndarray) -> None:
-    """Writes one tensor as torch.save does: torch.load(path, weights_only=True) reads it.
+def write_torch(path: str | os.PathLike[str], values: np.ndarray | Mapping[str, np.ndarray]) -> None:
+    """Writes one tensor, or a state dict, as torch.save does: torch.load(path, weights_only=True) reads it.
 
     Replaces the file when the new one is whole. Raises HotsetError where the system refuses.
     """
     path = Path(path)
-    values = np.ascontiguousarray(values)
-    name = next(name for name, dtype in STORAGES.items() if dtype == values.dtype)
-
-    def integer(n: int) -> bytes:
-        return b"\x8a\x08" + struct.pack("<q", n)  # LONG1
-
-    def text(s: str) -> bytes:
-        return b"X" + struct.pack("<I", len(s)) + s.encode()  # BINUNICODE
-
-    storage = b"(" + text("storage") + f"ctorch\n{name}\n".encode() + text("0") + text("cpu")
-    storage += integer(values.size) + b"tQ"  # TUPLE, BINPERSID
-    strides = [stride // values.itemsize for stride in values.strides]
-    shapes = b"".join(b"(" + b"".join(map(integer, sizes)) + b"t" for sizes in (values.shape, strides))
-    # PROTO 2, the function, its arguments in a tuple (NEWFALSE: no gradient; no hooks), REDUCE, STOP
-    pickle = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + integer(0) + shapes
-    pickle += b"\x89ccollections\nOrderedDict\n)RtR."
+    one = isinstance(values, np.ndarray)
+    tensors = {"": values} if isinstance(values, np.ndarray) else dict(values)
+    tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    pickles = [_pickled(str(key), tensor) for key, tensor in enumerate(tensors.values())]
+    # PROTO 2, the value, STOP; a state dict: EMPTY_DICT, MARK, names and tensors, SETITEMS
+    value = pickles[0] if one else b"}(" + b"".join(map(bytes.__add__, map(_text, tensors), pickles)) + b"u"
+    pickle = b"\x80\x02" + value + b"."
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         try:
             with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
                 archive.writestr(f"{path.stem}/data.pkl", pickle)
                 archive.writestr(f"{path.stem}/byteorder", b"little")
-                archive.writestr(f"{path.stem}/data/0", values.tobytes())
+                for key, tensor in enumerate(tensors.values()):
+                    archive.writestr(f"{path.stem}/data/{key}", tensor.tobytes())
                 archive.writestr(f"{path.stem}/version", b"3\n")
             os.replace(temporary, path)
         except BaseException:
@@ -294,3 +286,23 @@ def write_torch(path: str | os.PathLike[str], values: np.ndarray) -> None:
         raise HotsetError(
             f"{path} cannot be written ({error.strerror or error}); choose another folder"
         ) from None
+
+
+def _pickled(key: str, values: np.ndarray) -> bytes:
+    """The opcodes that make a tensor of the storage `key`: the function, its arguments in a tuple, REDUCE."""
+    name = next(name for name, dtype in STORAGES.items() if dtype == values.dtype)
+    storage = b"(" + _text("storage") + f"ctorch\n{name}\n".encode() + _text(key) + _text("cpu")
+    storage += _integer(values.size) + b"tQ"  # TUPLE, BINPERSID
+    strides = [stride // values.itemsize for stride in values.strides]
+    shapes = b"".join(b"(" + b"".join(map(_integer, sizes)) + b"t" for sizes in (values.shape, strides))
+    # NEWFALSE: no gradient; an empty OrderedDict: no hooks
+    tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + _integer(0) + shapes
+    return tensor + b"\x89ccollections\nOrderedDict\n)RtR"
+
+
+def _integer(n: int) -> bytes:
+    return b"\x8a\x08" + struct.pack("<q", n)  # LONG1
+
+
+def _text(s: str) -> bytes:
+    return b"X" + struct.pack("<I", len(s)) + s.encode()  # BINUNICODE
