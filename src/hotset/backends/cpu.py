@@ -7,7 +7,6 @@ A value that is asked for as a tap is kept, and what would fuse it away is not f
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 from hotset import _core
 from hotset.backends.base import PAGE_SIZE, Batch, KVType, StepResult, StepStats, WeightSource
 from hotset.backends.cores import usable_cores
-from hotset.backends.fusion import Buffers, Fused, fuse
+from hotset.backends.fusion import PARTS, Buffers, Fused, fuse, part_of
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.quants import dequantize, row_bytes
 from hotset.model.graph import (
@@ -42,7 +41,6 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "fat
 PLANES = {2: 31, 1: 32}  # columns per byte of the codes → type
 KV_TYPES = {"f32": (0, 4), "f16": (1, 2), "q8_0": (2, 1)}  # name → (number, bytes per element)
 Q8_0_BLOCK = 32
-PARTS = ("predictor", "ffn", "attention", "other")  # of a model, for statistics
 
 assert _core.PAGE_SIZE == PAGE_SIZE
 
@@ -147,7 +145,7 @@ class CpuBackend:
             buffers.enter(op)
             self._emit(plan, op, buffers)
             buffers.leave(op)
-            parts.append(_part_of(op))
+            parts.append(part_of(op))
         plan.finish()
         kept = {value.name: buffers[value] for value in self.graph.values if value.name in taps}
         has_neurons = any(op.is_neurons for op in fused)
@@ -313,12 +311,3 @@ class _Lowered:
     n_layer: int
     layers: np.ndarray  # of each operation
     cell: np.ndarray  # of each operation: layer * len(PARTS) + part
-
-
-def _part_of(op: Fused) -> tuple[int, int]:
-    """Layer and part of the model (an index of PARTS) that an operation belongs to, for statistics."""
-    match = re.match(r"blk\.(\d+)\.(ffn_pred|ffn_inp|ffn|attn)", op.ops[0].out.name)
-    if match is None:
-        return 0, PARTS.index("other")
-    parts = {"ffn_pred": "predictor", "ffn_inp": "attention", "attn": "attention", "ffn": "ffn"}
-    return int(match[1]), PARTS.index(parts[match[2]])

@@ -32,6 +32,7 @@ from hotset.model.graph import (
     Value,
 )
 
+PARTS = ("predictor", "ffn", "attention", "other")  # of a model, for statistics
 WITH_ZEROS = ("relu", "relu2", "fatrelu")  # activations that leave neurons at zero
 
 
@@ -52,6 +53,15 @@ class Fused:
     def first(self, *kinds: type) -> Any:
         """The first operation of one of the kinds, or None."""
         return next((op for op in self.ops if isinstance(op, kinds)), None)
+
+
+def part_of(op: Fused) -> tuple[int, int]:
+    """Layer and part of the model (an index of PARTS) that an operation belongs to, for statistics."""
+    match = re.match(r"blk\.(\d+)\.(ffn_pred|ffn_inp|ffn|attn)", op.ops[0].out.name)
+    if match is None:
+        return 0, PARTS.index("other")
+    parts = {"ffn_pred": "predictor", "ffn_inp": "attention", "attn": "attention", "ffn": "ffn"}
+    return int(match[1]), PARTS.index(parts[match[2]])
 
 
 def inputs_of(op: Op) -> list[Value]:
