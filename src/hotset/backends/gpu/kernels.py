@@ -1,0 +1,70 @@
+"""Chooses, once per backend, who computes on a device: Triton's kernels, or their twins in plain torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Literal
+
+import torch
+
+from hotset.backends.gpu import twins
+from hotset.errors import DeviceError, InvalidRequestError
+
+
+class Kernels:
+    """The operations of a stage on `device`; `twins` says what each computes, and its shapes.
+
+    triton: None chooses: Triton on CUDA and ROCm devices, and anywhere in Triton's interpreter
+    (TRITON_INTERPRET=1); the environment variable HOTSET_TRITON=0 or 1 overrides. Raises DeviceError where
+    Triton is needed and missing, InvalidRequestError where it is asked for and does not serve the device.
+    """
+
+    def __init__(self, device: torch.device | str, triton: bool | None = None) -> None:
+        self.device = torch.device(device)
+        self.triton = _wants_triton(self.device) if triton is None else triton
+        self.angles = twins.angles
+        self.activate = twins.activate
+        self.layer_norm = twins.layer_norm
+        self.linear = twins.linear
+        self.linear_t = twins.linear_t
+        self.neurons = twins.neurons
+        self.sparse_ffn = twins.sparse_ffn
+        self.sign_scores = twins.sign_scores
+        self.pack_bits = twins.pack_bits
+        self.rms_norm = twins.rms_norm
+        self.rotate = twins.rotate
+        self.store_kv = twins.store_kv
+        self.rotate_store = twins.rotate_store
+        self.attention = twins.attention
+
+    @property
+    def name(self) -> Literal["triton", "torch"]:
+        """Who computes."""
+        return "triton" if self.triton else "torch"
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a step may be captured in a CUDA graph: twins look at numbers on the host."""
+        return self.triton and self.device.type == "cuda"
+
+
+def _wants_triton(device: torch.device) -> bool:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    wish = os.environ.get("HOTSET_TRITON")
+    if wish not in (None, "", "0", "1"):
+        raise InvalidRequestError(f"HOTSET_TRITON must be 0 or 1, not {wish!r}")
+    if wish == "0":
+        return False
+    if wish == "1" and device.type != "cuda" and not interpreted:
+        raise InvalidRequestError(
+            f"HOTSET_TRITON=1, but Triton does not run on {device}; unset it, or set TRITON_INTERPRET=1"
+        )
+    if device.type != "cuda" and not interpreted:
+        return False
+    if importlib.util.find_spec("triton") is None:
+        raise DeviceError(
+            f"{device} needs Triton, which is not installed: pip install 'hotset[gpu]' "
+            "(or set HOTSET_TRITON=0 for the slow path in plain torch)"
+        )
+    return True

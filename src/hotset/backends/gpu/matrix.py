@@ -1,0 +1,284 @@
+"""A weight matrix as a device holds it: quantised as in the file, its blocks taken apart.
+
+A GGUF block puts a scale before its codes (18 bytes for 32 weights of Q4_0), so that codes lie at odd
+addresses and neighbouring threads read with gaps. Here each field of the blocks is a matrix of its own: the
+codes of a row are contiguous and aligned, 16 bytes at a time, and scales are read beside them. No number
+changes and no byte is added.
+
+    field       Q4_0   Q4_1   Q5_0   Q5_1   Q8_0   Q4_K           Q6_K
+    codes       qs     qs     qs     qs     qs     qs             ql      [n_rows, bytes of codes]
+    scales      d      d      d      d      d      d              d       float16 [n_rows, blocks]
+    mins               m             m             dmin                   float16 [n_rows, blocks]
+    high                      qh     qh                           qh      int32 [n_rows, blocks]; Q6_K: bytes
+    sub_scales                                            scales  scales  bytes, 12 a block; Q6_K: int8, 16
+
+A byte of `codes` holds two weights HALF columns apart (formats/quants.py has the bit diagrams):
+
+    byte c  →  columns 2 * HALF * (c // HALF) + c % HALF, the low nibble, and that + HALF, the high one
+    HALF    =  16 (Q4_0, Q4_1, Q5_0, Q5_1), 32 (Q4_K), 64 (Q6_K)
+
+Down projections of a plain file (sparsity/planes.py) are codes by neuron under scales that 32 neurons share:
+`scales` is then [groups, n_cols], one value per column, and `group_of` says which row of it a neuron uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotset.errors import UnsupportedModelError
+from hotset.formats.quants import TYPES, GGMLType, row_bytes
+
+SLICE_VALUES = 1 << 22  # decoded or copied at a time: bounds what a temporary takes
+PLANE_GROUP = 32  # neurons of a matrix in planes that share a row of scales
+
+_FLOATS = {
+    GGMLType.F32: (np.dtype("<f4"), torch.float32),
+    GGMLType.F16: (np.dtype("<f2"), torch.float16),
+    GGMLType.BF16: (np.dtype("<i2"), torch.bfloat16),  # NumPy has no bfloat16: its bits travel as int16
+}
+# Type → field of DeviceMatrix → field of the block, and the dtype that its bytes are seen as.
+_FIELDS: dict[GGMLType, dict[str, tuple[str, str]]] = {
+    GGMLType.Q4_0: {"codes": ("qs", "u1"), "scales": ("d", "<f2")},
+    GGMLType.Q4_1: {"codes": ("qs", "u1"), "scales": ("d", "<f2"), "mins": ("m", "<f2")},
+    GGMLType.Q5_0: {"codes": ("qs", "u1"), "scales": ("d", "<f2"), "high": ("qh", "<i4")},
+    GGMLType.Q5_1: {
+        "codes": ("qs", "u1"),
+        "scales": ("d", "<f2"),
+        "mins": ("m", "<f2"),
+        "high": ("qh", "<i4"),
+    },
+    GGMLType.Q8_0: {"codes": ("qs", "i1"), "scales": ("d", "<f2")},
+    GGMLType.Q4_K: {
+        "codes": ("qs", "u1"),
+        "scales": ("d", "<f2"),
+        "mins": ("dmin", "<f2"),
+        "sub_scales": ("scales", "u1"),
+    },
+    GGMLType.Q6_K: {
+        "codes": ("ql", "u1"),
+        "scales": ("d", "<f2"),
+        "high": ("qh", "u1"),
+        "sub_scales": ("scales", "i1"),
+    },
+}
+SUPPORTED = (*_FLOATS, *_FIELDS)
+
+
+@dataclass(frozen=True)
+class DeviceMatrix:
+    """n_rows rows of n_cols weights of a GGUF type on one device; see the module's text for the fields."""
+
+    type: GGMLType
+    n_rows: int
+    n_cols: int
+    codes: Tensor
+    scales: Tensor | None = None
+    mins: Tensor | None = None
+    high: Tensor | None = None
+    sub_scales: Tensor | None = None
+    group_of: Tensor | None = None  # int32 [n_rows], of planes only
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        parts = [getattr(self, field.name) for field in fields(self)]
+        return sum(part.numel() * part.element_size() for part in parts if isinstance(part, Tensor))
+
+    @classmethod
+    def from_bytes(
+        cls,
+        data: np.ndarray,
+        type: GGMLType,
+        n_rows: int,
+        n_cols: int,
+        device: torch.device | str,
+        rows: np.ndarray | None = None,
+    ) -> DeviceMatrix:
+        """Copies a matrix of a file, or its rows `rows`, to a device, some rows at a time.
+
+        data: uint8 [n_rows * row_bytes(type, n_cols)], as in the file. rows: int64, which of them, in this
+        order. Raises UnsupportedModelError for a type that cannot be computed with on a device.
+        """
+        type = GGMLType(type)
+        check_type(type)
+        whole = np.asarray(data).reshape(n_rows, row_bytes(type, n_cols))
+        n_kept = n_rows if rows is None else len(rows)
+        parts: dict[str, Tensor] = {}
+        step = max(SLICE_VALUES // n_cols, 1)
+        # An empty selection passes once too, so that the parts get their shapes.
+        for first in range(0, max(n_kept, 1), step):
+            last = min(first + step, n_kept)
+            chunk = whole[first:last] if rows is None else whole[rows[first:last]]
+            for name, piece in _taken_apart(np.ascontiguousarray(chunk), type).items():
+                if name not in parts:
+                    parts[name] = torch.empty((n_kept, piece.shape[1]), dtype=piece.dtype, device=device)
+                parts[name][first:last].copy_(piece)
+        return cls(type, n_kept, n_cols, **parts)
+
+    @classmethod
+    def from_planes(
+        cls,
+        codes: np.ndarray,
+        scales: np.ndarray,
+        device: torch.device | str,
+        rows: np.ndarray | None = None,
+    ) -> DeviceMatrix:
+        """The down projection of a plain file, by neuron; of the scales only the groups that `rows` touch.
+
+        codes: int8 or uint8 [n_ff, n_cols / 2] (Q4_0) or [n_ff, n_cols] (Q8_0). scales: float16
+        [n_ff / 32, n_cols]. rows: int64, neurons to take, in this order; None: all.
+        """
+        n_cols = scales.shape[1]
+        is_q8 = codes.shape[1] == n_cols
+        rows = np.arange(len(codes)) if rows is None else np.asarray(rows, np.int64)
+        groups, group_of = np.unique(rows // PLANE_GROUP, return_inverse=True)
+        codes = codes.view(np.int8 if is_q8 else np.uint8)
+        out = torch.empty(
+            (len(rows), codes.shape[1]), dtype=torch.int8 if is_q8 else torch.uint8, device=device
+        )
+        step = max(SLICE_VALUES // n_cols, 1)
+        for first in range(0, len(rows), step):
+            out[first : first + step].copy_(torch.from_numpy(codes[rows[first : first + step]]))
+        return cls(
+            GGMLType.Q8_0 if is_q8 else GGMLType.Q4_0,
+            len(rows),
+            n_cols,
+            out,
+            scales=torch.from_numpy(scales.view(np.float16)[groups]).to(device),
+            group_of=torch.from_numpy(group_of.reshape(-1).astype(np.int32)).to(device),
+        )
+
+    def values(self, rows: slice | Tensor) -> Tensor:
+        """Some rows decoded, float32 [n, n_cols], to the bit what the file's decoder yields.
+
+        rows: a slice, or indices int64 [n] on the same device.
+        """
+        if self.type in _FLOATS:
+            return self.codes[rows].float()
+        if self.group_of is not None:
+            assert self.scales is not None
+            codes = self.codes[rows]
+            q = codes.float() if self.type == GGMLType.Q8_0 else _nibbles(codes, 16).float() - 8
+            return q * self.scales[self.group_of[rows].long()].float()
+        part = {name: getattr(self, name)[rows] for name in _FIELDS[self.type]}
+        return _DECODERS[self.type](part).reshape(len(part["codes"]), self.n_cols)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The whole matrix decoded, [n_rows, n_cols]."""
+        out = torch.empty((self.n_rows, self.n_cols), dtype=dtype, device=self.device)
+        for rows in self.slices():
+            out[rows] = self.values(rows).to(dtype)
+        return out
+
+    def slices(self) -> list[slice]:
+        """Cuts the rows so that each slice decodes to a temporary of some megabytes."""
+        step = max(SLICE_VALUES // self.n_cols, 1)
+        return [slice(i, min(i + step, self.n_rows)) for i in range(0, self.n_rows, step)]
+
+
+def check_type(type: GGMLType) -> None:
+    """Raises UnsupportedModelError for a tensor type that no device computes with."""
+    if type not in SUPPORTED:
+        names = ", ".join(TYPES[t].name for t in sorted(SUPPORTED))
+        raise UnsupportedModelError(
+            f"tensors of type {type.name} cannot be computed on a GPU; use a file of {names}, or --no-gpu."
+        )
+
+
+def _taken_apart(rows: np.ndarray, type: GGMLType) -> dict[str, Tensor]:
+    """Rows of blocks, uint8 [n, row bytes] → the fields of DeviceMatrix, each [n, width], on the host."""
+    if type in _FLOATS:
+        dtype, torch_dtype = _FLOATS[type]
+        return {"codes": torch.from_numpy(rows.view(dtype).copy()).view(torch_dtype)}  # a map is read-only
+    layout = TYPES[type].block
+    assert layout is not None
+    blocks = rows.reshape(-1).view(layout)
+    n_blocks = rows.shape[1] // layout.itemsize
+    parts = {}
+    for name, (field, seen_as) in _FIELDS[type].items():
+        n_bytes = n_blocks * layout[field].itemsize
+        piece = np.array(blocks[field]).reshape(-1).view(np.uint8).reshape(len(rows), n_bytes)
+        parts[name] = torch.from_numpy(piece.view(np.dtype(seen_as)))
+    return parts
+
+
+# ---- decoders: fields of n rows → float32, the same operations in the same order as formats/quants.py ------
+
+
+def _nibbles(codes: Tensor, half: int) -> Tensor:
+    """uint8 [n, m] → uint8 [n, 2m]: columns in order, low and high nibbles `half` apart."""
+    packed = codes.reshape(len(codes), -1, half)
+    return torch.stack([packed & 15, packed >> 4], dim=2).reshape(len(codes), -1)
+
+
+def _by_blocks(codes: Tensor, part: dict[str, Tensor]) -> Tensor:
+    return codes.reshape(*part["scales"].shape, -1).float()
+
+
+def _five_bits(part: dict[str, Tensor]) -> Tensor:
+    shifts = torch.arange(32, dtype=torch.int32, device=part["high"].device)
+    fifth = (part["high"][..., None] >> shifts) & 1
+    return _by_blocks(_nibbles(part["codes"], 16), part) + 16 * fifth
+
+
+def _column(part: dict[str, Tensor], name: str) -> Tensor:
+    return part[name].float()[..., None]
+
+
+def _decode_q4_0(part: dict[str, Tensor]) -> Tensor:
+    return _column(part, "scales") * (_by_blocks(_nibbles(part["codes"], 16), part) - 8)
+
+
+def _decode_q4_1(part: dict[str, Tensor]) -> Tensor:
+    return _column(part, "scales") * _by_blocks(_nibbles(part["codes"], 16), part) + _column(part, "mins")
+
+
+def _decode_q5_0(part: dict[str, Tensor]) -> Tensor:
+    return _column(part, "scales") * (_five_bits(part) - 16)
+
+
+def _decode_q5_1(part: dict[str, Tensor]) -> Tensor:
+    return _column(part, "scales") * _five_bits(part) + _column(part, "mins")
+
+
+def _decode_q8_0(part: dict[str, Tensor]) -> Tensor:
+    return _column(part, "scales") * _by_blocks(part["codes"], part)
+
+
+def _decode_q4_k(part: dict[str, Tensor]) -> Tensor:
+    packed = part["sub_scales"].reshape(*part["scales"].shape, 3, 4)
+    first, second, third = packed.unbind(2)
+    scale = torch.cat([first & 63, (third & 15) | (first >> 6) << 4], dim=2).float()
+    minimum = torch.cat([second & 63, (third >> 4) | (second >> 6) << 4], dim=2).float()
+    scale, minimum = _column(part, "scales") * scale, _column(part, "mins") * minimum  # [n, blocks, 8]
+    q = _nibbles(part["codes"], 32).reshape(*scale.shape, 32).float()
+    return scale[..., None] * q - minimum[..., None]
+
+
+def _decode_q6_k(part: dict[str, Tensor]) -> Tensor:
+    scale = _column(part, "scales") * part["sub_scales"].reshape(*part["scales"].shape, 16).float()
+    high = part["high"].reshape(*part["scales"].shape, 2, 1, 32)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=high.device)[:, None]
+    high = ((high >> shifts) & 3).reshape(*scale.shape, 16)
+    q = _nibbles(part["codes"], 64).reshape(*scale.shape, 16) | high << 4
+    return scale[..., None] * (q.float() - 32)
+
+
+_DECODERS: dict[GGMLType, Callable[[dict[str, Tensor]], Tensor]] = {
+    GGMLType.Q4_0: _decode_q4_0,
+    GGMLType.Q4_1: _decode_q4_1,
+    GGMLType.Q5_0: _decode_q5_0,
+    GGMLType.Q5_1: _decode_q5_1,
+    GGMLType.Q8_0: _decode_q8_0,
+    GGMLType.Q4_K: _decode_q4_k,
+    GGMLType.Q6_K: _decode_q6_k,
+}

@@ -1,0 +1,392 @@
+"""Every kernel of the GPU backend in plain torch: what it computes, and the path of devices without Triton.
+
+`triton_kernels` has functions of the same names and signatures; `kernels.Kernels` chooses once. Inputs and
+results are float32 on the device of the weights, weights are decoded, sums are float32. Nothing is written
+in place but `out`, the pages of the cache and `counts`.
+
+A twin may look at numbers on the host (which neurons fire, how long a sequence is), so that a CPU does no
+more than it must. A step of twins is therefore not captured in a graph.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotset.backends.base import PAGE_SIZE
+from hotset.backends.gpu.matrix import SLICE_VALUES, DeviceMatrix
+from hotset.model.graph import ActivationKind, Rope, RopeKind
+
+GATHER_BELOW = 0.75  # share of the rows that are wanted: above it all are decoded, without an index
+QUERY_ROWS = 64  # tokens of a sequence that attend together
+N_COUNTS = 5  # selected, active, gate_rows, up_rows, down_rows: the counts of StepStats, in its order
+
+
+def activate(x: Tensor, kind: ActivationKind, threshold: float = 0.0) -> Tensor:
+    """f(x), elementwise. threshold: of fatrelu, x where x >= threshold, else 0."""
+    match kind:
+        case "silu":
+            return torch.nn.functional.silu(x)
+        case "gelu":
+            return torch.nn.functional.gelu(x)
+        case "gelu_tanh":
+            return torch.nn.functional.gelu(x, approximate="tanh")
+        case "relu":
+            return torch.relu(x)
+        case "relu2":
+            return torch.relu(x).square()
+        case "fatrelu":
+            return torch.where(x >= threshold, x, 0.0)
+
+
+def linear(
+    x: Tensor,
+    m: DeviceMatrix,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x [T, n_cols] → x @ m.T + bias + residual, [T, n_rows]."""
+    y = torch.empty((len(x), m.n_rows), device=x.device)
+    for rows in m.slices():
+        y[:, rows] = x @ m.values(rows).T
+    return _finish(y, bias, residual, out)
+
+
+def linear_t(
+    x: Tensor,
+    m: DeviceMatrix,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x [T, n_rows] → x @ m + bias + residual, [T, n_cols]. Row i: what input i adds; unread for a zero."""
+    fires = (x != 0).any(dim=0)
+    y = torch.zeros((len(x), m.n_cols), device=x.device)
+    for rows in _cuts(fires, m):
+        y += x[:, rows] @ m.values(rows)
+    return _finish(y, bias, residual, out)
+
+
+def neurons(
+    h: Tensor,
+    gate: DeviceMatrix | None,
+    up: DeviceMatrix,
+    *,
+    activation: ActivationKind,
+    threshold: float = 0.0,
+    up_activation: ActivationKind | None = None,
+    selected: Tensor | None = None,
+    rows: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Tensor:
+    """One value per neuron: f(gate) * g(up), or f(up) without a gate; 0 where it is not selected. [T, n].
+
+    h: [T, n_cols]. Rows of gate and up are neurons; n = up.n_rows. activation, threshold: f;
+    up_activation: g, None: identity. selected: uint8 [T, bytes], bit i % 8 of byte i // 8 says whether
+    neuron i is wanted; None: all are. rows: int32 [n], the number in `selected` of each row's neuron; None:
+    its own index. The up row of a neuron whose gate yields 0 for every token is not read.
+    counts: int64 [N_COUNTS], is added to.
+    """
+    first = up if gate is None else gate
+    chosen = None if selected is None else unpack_bits(selected, up.n_rows, rows)
+    z = _products(h, first, up_bias if gate is None else gate_bias, chosen)
+    value = activate(z, activation, threshold)
+    if chosen is not None:
+        value = torch.where(chosen, value, 0.0)
+    fires = value != 0
+    if gate is not None:
+        u = _products(h, up, up_bias, fires)
+        if up_activation is not None:
+            u = activate(u, up_activation)
+        value = torch.where(fires, value * u, 0.0)
+    if counts is not None:
+        _count(counts, chosen, fires if gate is not None else None, value)
+    return value
+
+
+def sparse_ffn(
+    h: Tensor,
+    gate: DeviceMatrix | None,
+    up: DeviceMatrix,
+    down_t: DeviceMatrix,
+    *,
+    activation: ActivationKind,
+    threshold: float = 0.0,
+    up_activation: ActivationKind | None = None,
+    selected: Tensor | None = None,
+    rows: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    counts: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """An FFN by neurons: `neurons`, then `linear_t` over those that are not 0. [T, down_t.n_cols]."""
+    values = neurons(
+        h, gate, up, activation=activation, threshold=threshold, up_activation=up_activation,
+        selected=selected, rows=rows, gate_bias=gate_bias, up_bias=up_bias, counts=counts,
+    )  # fmt: skip
+    return linear_t(values, down_t, down_bias, residual, out)
+
+
+def sign_scores(x: Tensor, signs: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Channels of x whose sign is that of a row, less those where it differs, + bias. [T, n].
+
+    signs: uint8 [n, ceil(width / 8)], bit k % 8 of byte k // 8 set where channel k of the row is negative
+    (graph.SignScores). A channel of x below zero is negative.
+    """
+    n, width = len(signs), x.shape[1]
+    ours = torch.where(x < 0, -1.0, 1.0)
+    y = torch.empty((len(x), n), device=x.device)
+    step = max(SLICE_VALUES // width, 1)
+    for first in range(0, n, step):
+        negative = unpack_bits(signs[first : first + step], width)
+        y[:, first : first + step] = ours @ torch.where(negative, -1.0, 1.0).T
+    return y if bias is None else y + bias
+
+
+def pack_bits(scores: Tensor, threshold: float, first: int = 0) -> Tensor:
+    """The neurons that a predictor selects, uint8 [T, ceil(n / 8)], n = first + scores.shape[1].
+
+    Bit i % 8 of byte i // 8 is set unless scores[i - first] < threshold (a score of NaN selects); neurons
+    below `first` have no score and are always selected. Spare bits are 0.
+    """
+    bits = torch.nn.functional.pad(~(scores < threshold), (first, 0), value=True)
+    bits = torch.nn.functional.pad(bits, (0, -bits.shape[1] % 8))
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.int32, device=scores.device)
+    return (bits.reshape(len(bits), -1, 8) * weights).sum(dim=2, dtype=torch.int32).to(torch.uint8)
+
+
+def unpack_bits(bits: Tensor, n: int, rows: Tensor | None = None) -> Tensor:
+    """uint8 [T, bytes] → bool [T, n], of neurons 0 to n - 1 or, with rows [n], of those."""
+    index = torch.arange(n, device=bits.device) if rows is None else rows.long()
+    return (bits[:, index // 8] >> (index % 8).to(torch.uint8)) & 1 != 0
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, n_head: int = 1) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, over each of n_head equal parts of the width."""
+    parts = x.reshape(len(x), n_head, -1)
+    return (parts * torch.rsqrt(parts.square().mean(dim=-1, keepdim=True) + eps) * weight).reshape(x.shape)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias, over the width."""
+    return torch.nn.functional.layer_norm(x, (x.shape[1],), weight, bias, eps)
+
+
+ANGLE_STEP = 256  # positions: table rows of RopeTable.near
+
+
+@dataclass(frozen=True)
+class RopeTable:
+    """What a rotation needs to find its angles on a device that may lack float64.
+
+    cos and sin of ANGLE_STEP neighbouring positions and of every ANGLE_STEP-th position, computed in float64
+    on the host; the angle of a position is the sum of two of them, so the tables stay small at any context.
+    near: [2, ANGLE_STEP, n_rot / 2]; far: [2, ceil(n_ctx / ANGLE_STEP), n_rot / 2], times the magnitude.
+    """
+
+    kind: RopeKind
+    n_rot: int
+    near: Tensor
+    far: Tensor
+
+    @classmethod
+    def build(cls, rope: Rope, n_ctx: int, device: torch.device | str) -> RopeTable:
+        """For positions 0 to n_ctx - 1."""
+        freq = np.asarray(rope.freq, np.float64)
+        near = np.arange(ANGLE_STEP)[:, None] * freq
+        far = np.arange(0, max(n_ctx, 1), ANGLE_STEP)[:, None] * freq
+
+        def table(angles: np.ndarray, magnitude: float) -> Tensor:
+            both = np.stack([np.cos(angles), np.sin(angles)]) * magnitude
+            return torch.from_numpy(both.astype(np.float32)).to(device)
+
+        return cls(rope.kind, rope.n_rot, table(near, 1.0), table(far, rope.magnitude))
+
+
+def angles(positions: Tensor, table: RopeTable) -> Tensor:
+    """cos and sin of each token's angles, float32 [2, T, n_rot / 2]: once per step, for all layers.
+
+    positions: int32 or int64 [T]. Past the table's context the result is that of its last positions.
+    """
+    positions = positions.long()
+    cos_near, sin_near = table.near[:, positions % ANGLE_STEP]
+    row = (positions // ANGLE_STEP).clamp(max=table.far.shape[1] - 1)
+    cos_far, sin_far = table.far[:, row]
+    return torch.stack([cos_near * cos_far - sin_near * sin_far, sin_near * cos_far + cos_near * sin_far])
+
+
+def rotate(
+    x: Tensor,
+    cos_sin: Tensor,
+    *,
+    n_head: int,
+    kind: RopeKind,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Rotary embedding (arXiv 2104.09864) of the first n_rot channels of each head; x [T, n_head * head_dim].
+
+    cos_sin: [2, T, n_rot / 2], from `angles`. kind: norm pairs (2i, 2i + 1), neox pairs (i, i + n_rot / 2).
+    norm_weight, eps: an RMSNorm of each head, before.
+    """
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps, n_head)
+    cos, sin = cos_sin[:, :, None, :]
+    half = cos.shape[-1]
+    heads = x.reshape(len(x), n_head, -1)
+    pairs, rest = heads[..., : 2 * half], heads[..., 2 * half :]
+    if kind == "norm":
+        a, b = pairs[..., 0::2], pairs[..., 1::2]
+        turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+    else:
+        a, b = pairs[..., :half], pairs[..., half:]
+        turned = torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+    return torch.cat([turned, rest], dim=-1).reshape(x.shape)
+
+
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_tables: Tensor,
+    sequences: Tensor,
+    positions: Tensor,
+) -> None:
+    """Writes a step's keys and values into their pages.
+
+    k: [T, n_head_kv * head_dim], v: [T, n_head_kv * head_dim_v]. k_pages, v_pages: float16 or float32
+    [n_pages, n_head_kv, PAGE_SIZE, head_dim or head_dim_v]. page_tables: int32 [n_sequences, max_pages];
+    sequences, positions: int32 [T] (Batch in backends/base.py). A token whose page is -1 is not stored.
+    """
+    positions = positions.long()
+    page = page_tables[sequences.long(), positions // PAGE_SIZE].long()
+    kept = page >= 0
+    slot = positions % PAGE_SIZE
+    for x, pages in ((k, k_pages), (v, v_pages)):
+        heads = x.reshape(len(x), pages.shape[1], pages.shape[3]).to(pages.dtype)
+        pages[page[kept], :, slot[kept]] = heads[kept]
+
+
+def rotate_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor | None,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_tables: Tensor,
+    sequences: Tensor,
+    positions: Tensor,
+    *,
+    n_head: int,
+    kind: RopeKind = "norm",
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """What stands between the projections and attention, at once: head norms and rotation of q and k, and
+    `store_kv`. Returns the rotated q. cos_sin None: no rotation (then q_norm and k_norm must be None).
+    """
+    if cos_sin is not None:
+        q = rotate(q, cos_sin, n_head=n_head, kind=kind, norm_weight=q_norm, eps=eps)
+        k = rotate(k, cos_sin, n_head=k_pages.shape[1], kind=kind, norm_weight=k_norm, eps=eps)
+    store_kv(k, v, k_pages, v_pages, page_tables, sequences, positions)
+    return q
+
+
+def attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_tables: Tensor,
+    sequences: Tensor,
+    positions: Tensor,
+    *,
+    n_head: int,
+    scale: float,
+    window: int = 0,
+) -> Tensor:
+    """Causal attention over the paged cache, which holds the step's own keys and values already.
+
+    q: [T, n_head * head_dim]; pages and tables as in `store_kv`; [T, n_head * head_dim_v]. window > 0: a
+    token sees itself and the window - 1 before it. A token whose page is -1 yields zeros.
+    """
+    n_head_kv, head_dim_v = k_pages.shape[1], v_pages.shape[3]
+    group = n_head // n_head_kv
+    out = torch.zeros((len(q), n_head * head_dim_v), device=q.device)
+    queries = q.reshape(len(q), n_head_kv, group, -1) * scale
+    tokens = list(zip(sequences.tolist(), positions.tolist(), strict=True))
+    first = 0
+    while first < len(tokens):
+        # Neighbours in one sequence share its keys: [first, last) is a run of them.
+        last = first + 1
+        while last < min(first + QUERY_ROWS, len(tokens)) and tokens[last][0] == tokens[first][0]:
+            last += 1
+        sequence, n_seen = tokens[first][0], 1 + max(p for _, p in tokens[first:last])
+        pages = page_tables[sequence, : -(-n_seen // PAGE_SIZE)].long()
+        if bool((pages >= 0).all()):
+            keys = (
+                k_pages[pages].transpose(0, 1).flatten(1, 2)[:, :n_seen].float()
+            )  # [n_head_kv, n_seen, dim]
+            vals = v_pages[pages].transpose(0, 1).flatten(1, 2)[:, :n_seen].float()
+            own = positions[first:last].long()[:, None]
+            seen = torch.arange(n_seen, device=q.device)[None, :]
+            hidden = seen > own
+            if window > 0:
+                hidden = hidden | (seen <= own - window)
+            scores = torch.einsum("thgd,hnd->htgn", queries[first:last], keys)
+            scores = scores.masked_fill(hidden[None, :, None, :], -math.inf)
+            mixed = torch.einsum("htgn,hnd->thgd", torch.softmax(scores, dim=-1), vals)
+            out[first:last] = mixed.reshape(last - first, -1)
+        first = last
+    return out
+
+
+def _finish(y: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor | None) -> Tensor:
+    if bias is not None:
+        y = y + bias
+    if residual is not None:
+        y = y + residual
+    return y if out is None else out.copy_(y)
+
+
+def _cuts(wanted: Tensor, m: DeviceMatrix) -> list[slice] | list[Tensor]:
+    """The rows of m that are wanted, bool [n_rows], in pieces that decode to some megabytes."""
+    index = wanted.nonzero()[:, 0]
+    if len(index) > GATHER_BELOW * m.n_rows:
+        return m.slices()
+    return list(index.split(max(SLICE_VALUES // m.n_cols, 1))) if len(index) else []
+
+
+def _products(x: Tensor, m: DeviceMatrix, bias: Tensor | None, wanted: Tensor | None) -> Tensor:
+    """x @ m.T + bias [T, n_rows]; rows that no token wants (bool [T, n_rows]) are 0 and not read."""
+    if wanted is None:
+        return linear(x, m, bias)
+    y = torch.zeros((len(x), m.n_rows), device=x.device)
+    for rows in _cuts(wanted.any(dim=0), m):
+        y[:, rows] = x @ m.values(rows).T
+        if bias is not None:
+            y[:, rows] += bias[rows]
+    return y
+
+
+def _count(counts: Tensor, chosen: Tensor | None, fires: Tensor | None, value: Tensor) -> None:
+    """Adds to int64 [N_COUNTS]: neurons selected and active over all tokens, and rows read by any of them."""
+    active = value != 0
+    if chosen is None:
+        chosen = torch.ones_like(active)
+    gate_rows = torch.zeros_like(chosen[:1]) if fires is None else chosen
+    up_rows = chosen if fires is None else fires
+    rows = [wanted.any(dim=0).sum() for wanted in (gate_rows, up_rows, active)]
+    counts += torch.stack([chosen.sum(), active.sum(), *rows]).to(counts.dtype)
