@@ -1,25 +1,40 @@
-"""`hotset perplexity`: llama-perplexity's protocol, with a bar that says how long it will take."""
+"""`hotset perplexity`: llama-perplexity's protocol, with a bar that says how long it will take.
+
+One model, or several modes and files side by side (cli/compare.py).
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import DownloadBar, print_json, read_text, say, tell_choice
+from hotset.cli.compare import Side, names_of, sides_of, table_of
+from hotset.cli.console import DownloadBar, print_json, print_table, read_text, say, tell_choice
 from hotset.report.bars import percent
 
 if TYPE_CHECKING:
+    from hotset.api import Model
     from hotset.engine.perplexity import PerplexityResult
+
+_COMPARE_HELP = (
+    "Measure this side by side with MODEL: a mode, a predictor or a file (exact, svd:256, OTHER.gguf, "
+    "OTHER.gguf,exact). Given more than once, these side by side, each against the first."
+)
 
 
 def perplexity(
     model: options.ModelName,
     file: Annotated[Path, typer.Option("--file", "-f", help="The text.", exists=True, dir_okay=False)],
+    compare: Annotated[
+        list[str] | None, typer.Option("--compare", metavar="WHAT", help=_COMPARE_HELP)
+    ] = None,
     n_ctx: Annotated[int, typer.Option("--ctx-size", "-c", min=4, help="Tokens of a chunk.")] = 512,
     chunks: Annotated[
         int | None, typer.Option("--chunks", min=1, help="How many chunks; default: all.")
@@ -38,53 +53,76 @@ def perplexity(
     from hotset.storage import store
 
     text = read_text(file, "-f")
-    bar = DownloadBar()
-    with bar:
-        path = store.resolve(model, progress=bar)
-    with hotset.load(
-        path,
-        n_ctx=n_ctx,
-        n_threads=threads,
-        kv_type=cache_type,  # type: ignore[arg-type]
-        backend=backend,  # type: ignore[arg-type]
-        activation=activation,
-        sparsity=sparsity,
-        predictor=predictor,
-        profile=profile,
-        progress=bar,
-    ) as loaded:
-        tell_choice(loaded)
-        mode, spec = loaded.sparsity.mode, loaded.sparsity.spec
-        final = _follow(loaded.perplexity_chunks(text, n_ctx=n_ctx, chunks=chunks))
-    if json:
-        print_json(
-            {
-                "ppl": final.ppl,
-                "error": final.error,
-                "chunks": final.n_chunks,
-                "n_ctx": n_ctx,
-                "scored": final.n_scored,
-                "sparsity": mode,
-                "predictor": str(spec) if spec else None,
-                "active_share": final.active_share,
-                "model": str(path),
-            }
-        )
+    settings = {
+        "n_threads": threads,
+        "kv_type": cache_type,
+        "backend": backend,
+        "activation": activation,
+        "sparsity": sparsity,
+        "predictor": predictor,
+        "profile": profile,
+    }
+    sides = [Side(model, settings)] if not compare else sides_of(model, settings, compare)
+    models: list[Model] = []
+    with DownloadBar() as bar, ExitStack() as opened:
+        paths = [store.resolve(side.model, progress=bar) for side in sides]
+        for path, side in zip(paths, sides, strict=True):
+            loaded = hotset.load(path, n_ctx=n_ctx, progress=bar, **side.options)
+            models.append(opened.enter_context(loaded))
+            tell_choice(loaded)
+        results = _follow(hotset.compare_chunks(models, text, n_ctx=n_ctx, chunks=chunks))
+    names = names_of(sides, models)
+    if json and compare:
+        facts = [_as_json(*side) for side in zip(models, results, strict=True)]
+        sides_json = [{"name": name, **fact} for name, fact in zip(names, facts, strict=True)]
+        print_json({**_protocol(results[0], n_ctx), "sides": sides_json})
+    elif json:
+        print_json(_as_json(models[0], results[0]) | _protocol(results[0], n_ctx))
+    else:
+        _print(names, results, n_ctx)
+
+
+def _protocol(result: PerplexityResult, n_ctx: int) -> dict[str, Any]:
+    return {"chunks": result.n_chunks, "n_ctx": n_ctx, "scored": result.n_scored}
+
+
+def _as_json(model: Model, result: PerplexityResult) -> dict[str, Any]:
+    spec = model.sparsity.spec
+    facts = {
+        "ppl": result.ppl,
+        "error": result.error,
+        "sparsity": model.sparsity.mode,
+        "predictor": str(spec) if spec else None,
+        "active_share": result.active_share,
+        "selected_share": result.selected_share,
+        "tokens_per_second": result.tokens_per_second,
+        "model": str(model.gguf.path),
+    }
+    return facts | {"divergence": asdict(result.divergence)} if result.divergence else facts
+
+
+def _print(names: Sequence[str], results: Sequence[PerplexityResult], n_ctx: int) -> None:
+    final = results[0]
+    parts = [f"{final.n_chunks} chunks of {n_ctx} tokens", f"{final.n_scored} tokens scored"]
+    if len(results) > 1:
+        print_table(*table_of(names, results), tight=True)
+        parts += ["KL in nats, of each against the first", "t/s of chunks; 'hotset bench' times decoding"]
     else:
         print(f"PPL = {final.ppl:.4f} ± {final.error:.5f}")
-        parts = [f"{final.n_chunks} chunks of {n_ctx} tokens", f"{final.n_scored} tokens scored"]
         if final.active_share is not None:
-            parts.append(f"{spec or mode}: {percent(final.active_share)} of FFN neurons active")
-        say("[" + " | ".join(parts) + "]", dim=True)
+            parts.append(f"{names[0]}: {percent(final.active_share)} of FFN neurons active")
+    say("[" + " | ".join(parts) + "]", dim=True)
 
 
-def _follow(results: Iterable[PerplexityResult]) -> PerplexityResult:
+def _follow(results: Iterable[tuple[PerplexityResult, ...]]) -> tuple[PerplexityResult, ...]:
     """Runs through the chunks, with a bar on a terminal and a line now and then elsewhere."""
-    result: PerplexityResult | None = None
+    sides: tuple[PerplexityResult, ...] = ()
     if not sys.stderr.isatty():
-        for result in results:
-            if result.chunk % 10 == 0 or result.chunk == result.n_chunks:
-                say(f"chunk {result.chunk} of {result.n_chunks}: PPL {result.ppl:.4f}")
+        for sides in results:
+            now = sides[0]
+            if now.chunk % 10 == 0 or now.chunk == now.n_chunks:
+                ppl = ", ".join(f"{side.ppl:.4f}" for side in sides)
+                say(f"chunk {now.chunk} of {now.n_chunks}: PPL {ppl}")
     else:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -92,12 +130,13 @@ def _follow(results: Iterable[PerplexityResult]) -> PerplexityResult:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("perplexity", total=None)
-            for result in results:
+            for sides in results:
+                now = sides[0]
+                each = ", ".join(f"{side.ppl:.3f}" for side in sides)
                 progress.update(
                     task,
-                    total=result.n_chunks,
-                    completed=result.chunk,
-                    description=f"perplexity {result.ppl:.3f} ± {result.error:.3f}",
+                    total=now.n_chunks,
+                    completed=now.chunk,
+                    description=f"perplexity {each} ± {now.error:.3f}",
                 )
-    assert result is not None  # perplexity_chunks refuses a text that is too short for one
-    return result
+    return sides

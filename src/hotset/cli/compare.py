@@ -1,0 +1,124 @@
+"""The sides of `hotset perplexity --compare`: what each word stands for, and the table of all.
+
+    --compare exact --compare svd:256          two modes of MODEL
+    --compare OTHER.gguf                       MODEL against another file
+    --compare OTHER.gguf,exact,cache-type=q8_0 a file, its mode, a setting
+
+A side is a list of words with commas between: a mode (dense, exact, predicted), a predictor (svd:256, or
+predicted:svd:256), a setting (NAME=VALUE), or else a model. What it leaves out is as on the rest of the
+command line; but what is said there of MODEL itself (mode, predictor, profile, activation) is not said of
+another file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import typer
+
+from hotset.report.bars import percent
+
+if TYPE_CHECKING:
+    from hotset.api import Model
+    from hotset.engine.perplexity import PerplexityResult
+
+SETTINGS = {"cache-type": "kv_type", "activation": "activation", "backend": "backend", "profile": "profile"}
+_OF_THE_FILE = ("sparsity", "predictor", "profile", "activation")
+
+
+@dataclass(frozen=True)
+class Side:
+    """model: a path or a name. options: of hotset.load. said: its settings, as they were written."""
+
+    model: str
+    options: Mapping[str, Any]
+    said: tuple[str, ...] = ()
+
+
+def sides_of(model: str, options: Mapping[str, Any], compare: Sequence[str]) -> list[Side]:
+    """What is compared: MODEL as its options say with the one that is named, or those that are named."""
+    named = [_side(words, model, options) for words in compare]
+    return [Side(model, options), *named] if len(named) < 2 else named
+
+
+def _side(text: str, model: str, options: Mapping[str, Any]) -> Side:
+    from hotset.model.predictor import PredictorKind
+    from hotset.sparsity.modes import SparsityMode
+
+    def wrong(sentence: str) -> typer.BadParameter:
+        return typer.BadParameter(sentence, param_hint="--compare")
+
+    other: str | None = None
+    changed: dict[str, Any] = {}
+    said: list[str] = []
+
+    def put(key: str, value: str, what: str) -> None:
+        if key in changed:
+            raise wrong(f"{text} names {what} twice.")
+        changed[key] = value
+
+    for word in [text] if Path(text).is_file() else text.split(","):
+        head, _, rest = word.partition(":")
+        name, equals, value = word.partition("=")
+        if head == "predicted" and rest:
+            put("sparsity", head, "a mode")
+            put("predictor", rest, "a predictor")
+        elif word in get_args(SparsityMode):
+            put("sparsity", word, "a mode")
+        elif head in get_args(PredictorKind):
+            put("predictor", word, "a predictor")
+        elif equals and name in SETTINGS:
+            put(SETTINGS[name], value, name)
+            said.append(word)
+        elif not word or (equals and not Path(word).is_file()):
+            raise wrong(
+                f"{word!r} in {text!r} is no mode, predictor, model or setting; the settings are "
+                f"{', '.join(f'{key}=...' for key in SETTINGS)}."
+            )
+        elif other is not None:
+            raise wrong(f"{text} names two models; give each a --compare of its own.")
+        else:
+            other = word
+    kept = dict(options)
+    if other is not None:
+        kept |= dict.fromkeys(_OF_THE_FILE)
+    elif "sparsity" in changed or "predictor" in changed:
+        kept |= {"sparsity": None, "predictor": None}
+        if changed.get("sparsity") in ("dense", "exact"):
+            kept["profile"] = None  # it serves predictions
+    return Side(other or model, kept | changed, tuple(said))
+
+
+def names_of(sides: Sequence[Side], models: Sequence[Model]) -> list[str]:
+    """A short name for each: the file where there are several, the mode, the settings."""
+    files = [model.gguf.path.name.removesuffix(".gguf") for model in models]
+    several = len(set(files)) > 1
+    names = []
+    for side, model, file in zip(sides, models, files, strict=True):
+        choice = model.sparsity
+        names.append(" ".join([*([file] if several else []), str(choice.spec or choice.mode), *side.said]))
+    return names
+
+
+def table_of(names: Sequence[str], results: Sequence[PerplexityResult]) -> tuple[list[str], list[list[str]]]:
+    """A row for each side; what is compared with the first is blank in its own row."""
+    counted = any(result.active_share is not None for result in results)
+    chosen = any((result.selected_share or 1) < 1 for result in results)
+    columns = ["", ">PPL", ">÷ first", ">KL mean", ">KL 99%", ">same top"]
+    columns += [">active"] * counted + [">chosen"] * chosen + [">t/s"]
+    rows = []
+    for name, result in zip(names, results, strict=True):
+        row = [name, f"{result.ppl:.4f} ± {result.error:.4f}"]
+        one = result.divergence
+        if one is None:
+            row += [""] * 4
+        else:
+            row += [f"{one.ppl_ratio:.5f} ± {one.ppl_ratio_error:.5f}"]
+            row += [f"{one.kl:.3g} ± {one.kl_error:.1g}", f"{one.kl_p99:.3g}"]
+            row += [f"{100 * one.same_top:.2f} ± {100 * one.same_top_error:.2f}%"]
+        row += [percent(result.active_share)] * counted + [percent(result.selected_share)] * chosen
+        rows.append([*row, f"{result.tokens_per_second:.0f}"])
+    return columns, rows

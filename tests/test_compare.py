@@ -1,0 +1,316 @@
+"""Models side by side: what is measured against NumPy on their whole logits, and the words of --compare."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_backend import FakeBackend
+from test_api import write_model as write_dense
+from test_api_sparse import write_sparse
+from test_cli import inside
+
+import hotset
+from hotset.cli.compare import Side, sides_of
+from hotset.engine.engine import Engine
+from hotset.engine.perplexity import compare_chunks, kl_divergence
+
+TEXT = "the quick brown fox jumps over the lazy dog; " * 12
+N_CTX, CHUNKS = 64, 3
+REFERENCE: dict[str, Any] = {"backend": "reference"}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sparse(tmp_path_factory.mktemp("models") / "plain.gguf", dialect="gguf")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "text.txt"
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """One row after the other, in float64."""
+    rows = [row - np.logaddexp.reduce(row) for row in logits.astype(np.float64)]
+    return np.array(rows)
+
+
+def scored(model: hotset.Model) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities of every scored position [n, n_vocab], and the tokens that came."""
+    tokens = model.tokenizer.encode(TEXT)
+    rows, targets = [], []
+    for i in range(CHUNKS):
+        chunk = tokens[N_CTX * i : N_CTX * (i + 1)]
+        rows.append(log_softmax(model.logits(chunk)[N_CTX // 2 : -1]))
+        targets += chunk[N_CTX // 2 + 1 :]
+    return np.concatenate(rows), np.array(targets)
+
+
+def test_the_numbers_are_those_of_the_whole_logits(plain: Path):
+    with (
+        hotset.load(plain, sparsity="exact", **REFERENCE) as first,
+        hotset.load(plain, predictor="svd:32", **REFERENCE) as second,
+    ):
+        one, other = hotset.compare([first, second], TEXT, n_ctx=N_CTX, chunks=CHUNKS)
+        (p, targets), (q, _) = scored(first), scored(second)
+        assert one == first.perplexity(TEXT, n_ctx=N_CTX, chunks=CHUNKS)
+        alone = second.perplexity(TEXT, n_ctx=N_CTX, chunks=CHUNKS)
+    assert (other.ppl, other.error, other.active_share) == (alone.ppl, alone.error, alone.active_share)
+    assert one.selected_share == 1
+    assert other.selected_share is not None
+    assert 0 < other.selected_share < 1
+    kl = (np.exp(p) * (p - q)).sum(axis=1)
+    assert len(kl) == other.n_scored == CHUNKS * 31
+    measured = other.divergence
+    assert measured is not None
+    assert measured.kl == pytest.approx(kl.mean(), rel=1e-9)
+    assert measured.kl > 0.001  # so that the equalities above and below mean something
+    assert measured.kl_error == pytest.approx(kl.std(ddof=1) / np.sqrt(len(kl)), rel=1e-9)
+    assert measured.kl_p99 == pytest.approx(np.percentile(kl, 99), rel=1e-9)
+    assert measured.kl_median == pytest.approx(np.median(kl), rel=1e-9)
+    assert measured.kl_max == pytest.approx(kl.max(), rel=1e-9)
+    same = (p.argmax(axis=1) == q.argmax(axis=1)).mean()
+    assert 0 < same < 1
+    assert measured.same_top == pytest.approx(same)
+    assert measured.same_top_error == pytest.approx(np.sqrt(same * (1 - same) / (len(kl) - 1)))
+    rows = np.arange(len(targets))
+    difference = p[rows, targets] - q[rows, targets]
+    assert measured.ppl_ratio == pytest.approx(other.ppl / one.ppl, rel=1e-9)
+    assert measured.ppl_ratio == pytest.approx(np.exp(difference.mean()), rel=1e-6)
+    error = measured.ppl_ratio * difference.std(ddof=1) / np.sqrt(len(kl))
+    assert measured.ppl_ratio_error == pytest.approx(error, rel=1e-6)
+    assert one.divergence is None
+
+
+def test_equal_models_do_not_differ_at_all(plain: Path):
+    with (
+        hotset.load(plain, sparsity="dense", **REFERENCE) as first,
+        hotset.load(plain, sparsity="dense", **REFERENCE) as second,
+    ):
+        _, other = hotset.compare([first, second], TEXT, n_ctx=N_CTX, chunks=CHUNKS)
+    assert other.divergence == hotset.Divergence(0, 0, 0, 0, 0, 1, 0, 1, 0)
+
+
+def test_small_differences_of_large_logits_are_not_noise():
+    """One logit that rises by d changes nothing but a sum: KL = ln(1 + p(e^d - 1)) - pd."""
+    rng = np.random.default_rng(0)
+    first = (3 * rng.standard_normal((4, 1000)) + 500).astype(np.float32)
+    rows, top = np.arange(4), first.argmax(axis=1)
+    nudged = first.copy()
+    nudged[rows, top] += np.float32(0.01)
+    p = np.exp(log_softmax(first - np.float32(500))[rows, top])
+    d = nudged[rows, top].astype(np.float64) - first[rows, top]
+    expected = np.log1p(p * np.expm1(d)) - p * d
+    assert (expected < 2e-5).all()
+    assert np.allclose(kl_divergence(first, nudged), expected, rtol=1e-8)
+    assert (kl_divergence(first, first) == 0).all()
+    assert (kl_divergence(first, first + np.float32(8)) < 1e-7).all()  # a shift of all logits means nothing
+
+
+def engine(max_batch: int, peak: float = 3.0, n_vocab: int = 97) -> Engine:
+    return Engine(FakeBackend(n_vocab=n_vocab, max_batch=max_batch, peak=peak), n_ctx=128)
+
+
+@pytest.mark.parametrize("bos_id", [None, 1])
+def test_steps_of_different_sizes_are_brought_together(bos_id: int | None):
+    tokens = np.random.default_rng(1).integers(0, 97, 300).tolist()
+
+    def last(*batches: int) -> hotset.PerplexityResult:
+        engines = [engine(batches[0]), engine(batches[1], peak=2.5)]
+        *_, (_, result) = compare_chunks(engines, tokens, n_ctx=65, bos_id=bos_id, n_neurons=[200, 200])
+        assert all(one.pool.n_available == one.pool.n_pages for one in engines)
+        return result
+
+    same = last(128, 128)
+    assert same.divergence is not None
+    assert same.divergence.kl > 0
+    for batches in ((7, 128), (128, 20), (7, 20)):
+        other = last(*batches)
+        assert other.divergence is not None
+        assert other.divergence.kl == pytest.approx(same.divergence.kl, rel=1e-12)
+        assert (other.ppl, other.n_scored) == (same.ppl, same.n_scored)
+
+
+def test_logits_of_a_whole_text_are_never_held(monkeypatch: pytest.MonkeyPatch):
+    """Rows of one step at most, and while they are compared, tiles of them."""
+    import hotset.engine.engine as engine_module
+    import hotset.engine.perplexity as perplexity_module
+
+    monkeypatch.setattr(engine_module, "_MAX_LOGITS_BYTES", 4 * 97 * 5)
+    monkeypatch.setattr(perplexity_module, "_TILE_BYTES", 8 * 97 * 2)
+    widest: list[int] = []
+    kl = perplexity_module.kl_divergence
+    monkeypatch.setattr(
+        perplexity_module,
+        "kl_divergence",
+        lambda first, second: widest.append(len(first)) or kl(first, second),
+    )
+    engines = [engine(128), engine(128, peak=2.5)]
+    list(compare_chunks(engines, list(range(97)) * 4, n_ctx=64, n_neurons=[1, 1]))
+    assert max(widest) == 2
+    assert sum(widest) == 6 * 31
+
+
+def test_a_failure_of_one_side_frees_both():
+    engines = [engine(16), engine(16)]
+    engines[1].backend.fail_at_step = 5
+    with pytest.raises(RuntimeError, match="told to fail"):
+        list(compare_chunks(engines, list(range(97)) * 4, n_ctx=64, n_neurons=[1, 1]))
+    assert all(one.pool.n_available == one.pool.n_pages and not one.has_work for one in engines)
+
+
+def test_what_cannot_be_compared_is_a_sentence(plain: Path, tmp_path: Path):
+    with pytest.raises(hotset.InvalidRequestError, match="vocabularies of 97 and 50 tokens"):
+        list(compare_chunks([engine(16), engine(16, n_vocab=50)], [1] * 200, n_ctx=64, n_neurons=[1, 1]))
+    with hotset.load(plain, **REFERENCE) as first:
+        with pytest.raises(hotset.InvalidRequestError, match="with itself; load it a second time"):
+            hotset.compare([first, first], TEXT, n_ctx=N_CTX)
+        with pytest.raises(hotset.InvalidRequestError, match="no model to compare"):
+            hotset.compare([], TEXT)
+        with (
+            hotset.load(write_dense(tmp_path / "other.gguf"), **REFERENCE) as other,
+            pytest.raises(
+                hotset.InvalidRequestError, match=r"plain\.gguf and other\.gguf have different voc"
+            ),
+        ):
+            hotset.compare([first, other], TEXT, n_ctx=N_CTX)
+
+
+def test_two_threads_that_compare_the_same_models_do_not_block_each_other(plain: Path):
+    with hotset.load(plain, **REFERENCE) as first, hotset.load(plain, **REFERENCE) as second:
+        found: list[Any] = []
+
+        def measure(*models: hotset.Model) -> None:
+            found.append(hotset.compare(models, TEXT, n_ctx=N_CTX, chunks=2)[0].ppl)
+
+        threads = [
+            threading.Thread(target=measure, args=pair, daemon=True)
+            for pair in ((first, second), (second, first))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert len(found) == 2
+        assert found[0] == found[1]
+
+
+# ---- the command line ----
+
+
+BASE = {"kv_type": "f16", "backend": "cpu", "sparsity": None, "predictor": None, "profile": None}
+BASE |= {"activation": "relu", "n_threads": 2}
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "changed", "said"),
+    [
+        ("exact", "M", {"sparsity": "exact"}, ()),
+        ("svd:256:q8_0", "M", {"predictor": "svd:256:q8_0"}, ()),
+        ("predicted:sign:0.1", "M", {"sparsity": "predicted", "predictor": "sign:0.1"}, ()),
+        ("predicted", "M", {"sparsity": "predicted"}, ()),
+        ("cache-type=q8_0", "M", {"kv_type": "q8_0"}, ("cache-type=q8_0",)),
+        (
+            "dense,backend=reference",
+            "M",
+            {"sparsity": "dense", "backend": "reference"},
+            ("backend=reference",),
+        ),
+        ("other.gguf", "other.gguf", {"activation": None}, ()),
+        ("hf:owner/name:f.gguf,exact", "hf:owner/name:f.gguf", {"sparsity": "exact", "activation": None}, ()),
+        ("other.gguf,activation=relu", "other.gguf", {}, ("activation=relu",)),
+    ],
+)
+def test_the_words_of_a_side(words: str, model: str, changed: dict[str, Any], said: tuple[str, ...]):
+    (first, side) = sides_of("M", BASE, [words])
+    assert first == Side("M", BASE)
+    assert side == Side(model, BASE | changed, said)
+
+
+def test_two_sides_stand_for_themselves_and_a_mode_replaces_that_of_the_command():
+    asked = BASE | {"sparsity": "predicted", "predictor": "svd", "profile": "p"}
+    sides = sides_of("M", asked, ["dense", "sign", "other"])
+    assert [side.model for side in sides] == ["M", "M", "other"]
+    assert [side.options["sparsity"] for side in sides] == ["dense", None, None]
+    assert [side.options["predictor"] for side in sides] == [None, "sign", None]
+    assert [side.options["profile"] for side in sides] == [None, "p", None]
+
+
+def test_a_file_may_be_called_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a,b=c.gguf", "x=y.gguf"):
+        Path(name).touch()
+        assert sides_of("M", BASE, [name])[1].model == name
+    assert sides_of("M", BASE, ["x=y.gguf,exact"])[1].model == "x=y.gguf"
+
+
+@pytest.mark.parametrize(
+    ("words", "fragment"),
+    [
+        ("exact,dense", "names a mode twice"),
+        ("predicted:svd,sign", "names a predictor twice"),
+        ("a.gguf,b.gguf", "names two models"),
+        ("colour=red", "no mode, predictor, model or setting; the settings are cache-type="),
+        ("exact,", "no mode, predictor, model or setting"),
+        ("cache-type=f16,cache-type=q8_0", "cache-type twice"),
+    ],
+)
+def test_words_that_mean_nothing(plain: Path, text: Path, words: str, fragment: str):
+    done = inside("perplexity", plain, "-f", text, "--compare", words)
+    assert done.returncode == 2
+    assert fragment in " ".join(done.stderr.replace("│", " ").split())
+    assert done.stdout == ""
+
+
+def test_perplexity_compare(plain: Path, text: Path, tmp_path: Path):
+    arguments = ("perplexity", plain, "-f", text, "-c", N_CTX, "--chunks", 2, "--backend", "reference")
+    sides = ("--compare", "exact", "--compare", "svd:32", "--compare", "dense")
+    done = inside(*arguments, *sides, "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["chunks"], result["n_ctx"], result["scored"]) == (2, N_CTX, 62)
+    exact, predicted, dense = result["sides"]
+    assert [side["name"] for side in result["sides"]] == ["exact", "svd:32:q4_0", "dense"]
+    assert [side["sparsity"] for side in result["sides"]] == ["exact", "predicted", "dense"]
+    assert "divergence" not in exact
+    assert predicted["divergence"]["kl"] > 0
+    assert dense["divergence"]["kl"] < 1e-9
+    with (
+        hotset.load(plain, sparsity="exact", **REFERENCE) as first,
+        hotset.load(plain, predictor="svd:32", **REFERENCE) as second,
+    ):
+        _, expected = hotset.compare([first, second], TEXT, n_ctx=N_CTX, chunks=2)
+    assert expected.divergence is not None
+    assert predicted["divergence"]["kl"] == pytest.approx(expected.divergence.kl)
+    assert predicted["ppl"] == pytest.approx(expected.ppl)
+    assert all(side["tokens_per_second"] > 0 for side in result["sides"])
+    done = inside(*arguments, *sides)
+    assert re.search(r"^ +PPL +÷ first +KL mean +KL 99% +same top +active +chosen +t/s *$", done.stdout, re.M)
+    pattern = (
+        r"^ svd:32:q4_0 +[\d.]+ ± [\d.]+ +[\d.]+ ± [\d.]+ +\S+ ± \S+ +\S+ +[\d.]+ ± [\d.]+% +\d+% +\d+% +\d+"
+    )
+    assert re.search(pattern, done.stdout, re.M), done.stdout
+    assert "2 chunks of 64 tokens | 62 tokens scored | KL in nats" in done.stderr
+
+
+def test_files_are_named_where_there_are_several(plain: Path, text: Path, tmp_path: Path):
+    other = write_sparse(tmp_path / "other.gguf", dialect="gguf", seed=9)
+    arguments = ("perplexity", plain, "-f", text, "-c", N_CTX, "--chunks", 2, "--backend", "reference")
+    done = inside(*arguments, "--compare", f"{other},dense", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert [side["name"] for side in result["sides"]] == ["plain exact", "other dense"]
+    assert [side["model"] for side in result["sides"]] == [str(plain), str(other)]
+    assert result["sides"][1]["divergence"]["kl"] > 0.1
+    dense = write_dense(tmp_path / "dense.gguf")
+    done = inside(*arguments, "--compare", dense)
+    assert done.returncode == 1
+    assert "different vocabularies" in done.stderr
+    assert "Traceback" not in done.stderr
