@@ -144,14 +144,14 @@ def _run(
     ):
         for note in loaded.notes:
             say(note, dim=True)
-        tokens = _sequences(loaded, text, n_ctx or min(_LONGEST, loaded.n_ctx), n_tokens)
-        with _progress() as progress:
+        tokens = sequences(loaded, text, n_ctx or min(_LONGEST, loaded.n_ctx), n_tokens)
+        with token_progress() as progress:
             return collect(
                 loaded.backend, loaded.config, tokens, model=fingerprint(loaded.gguf), progress=progress
             )
 
 
-def _sequences(model: Model, text: str, n_ctx: int, n_tokens: int | None) -> np.ndarray:
+def sequences(model: Model, text: str, n_ctx: int, n_tokens: int | None) -> np.ndarray:
     """The text as rows of n_ctx tokens, each with the beginning of a text; a shorter text as one."""
     import numpy as np
 
@@ -165,7 +165,7 @@ def _sequences(model: Model, text: str, n_ctx: int, n_tokens: int | None) -> np.
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
+def token_progress() -> Iterator[Callable[[int, int], None]]:
     """A bar on a terminal, and a line for each tenth elsewhere."""
     if not sys.stderr.isatty():
         said = 0

@@ -1,0 +1,262 @@
+"""`hotset report`: what a person would look at, of a profile and of a text, as plots on one page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hotset.cli import options
+from hotset.cli.console import DownloadBar, print_json, read_text, say
+from hotset.errors import InvalidRequestError
+from hotset.report.bars import percent
+from hotset.storage import store
+from hotset.units import human_size
+
+if TYPE_CHECKING:
+    from hotset.model.config import ModelConfig
+    from hotset.report.activity import LayerCurves, Run
+    from hotset.report.page import Facts
+    from hotset.sparsity.profile import Profile
+
+_LONGEST = 512  # tokens of a sequence
+_TOKENS = 4096  # of the text, by default: enough for a smooth picture
+_STEP = 128  # tokens whose neurons are looked at together: their values, of all layers, are in memory
+
+
+def report(
+    model: options.ModelName,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file", "-f", exists=True, dir_okay=False, help="Run this text: overlap, co-activation."
+        ),
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", dir_okay=False, help="Its profile; default: that beside it.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", dir_okay=False, help="The page; default: NAME.report.html, here."),
+    ] = None,
+    images: Annotated[
+        list[str] | None, typer.Option("--images", help="Write the plots as png or svg too; repeatable.")
+    ] = None,
+    n_tokens: Annotated[int, typer.Option("--tokens", "-n", min=2, help="Of the text, at most.")] = _TOKENS,
+    n_ctx: Annotated[
+        int | None, typer.Option("--ctx-size", "-c", min=2, max=_LONGEST, help="Tokens of a sequence.")
+    ] = None,
+    threads: options.Threads = None,
+    activation: options.Activation = None,
+    backend: options.BackendName = "cpu",
+    json: options.Json = False,
+) -> None:
+    """Draw which neurons fire: the power law, sparsity, token-to-token overlap, co-activation."""
+    kinds = _image_kinds(images)
+    if output is not None and output.suffix.lower() not in (".html", ".htm"):
+        raise typer.BadParameter(f"{output} must end with .html.", param_hint="-o")
+    drawn = not json or output is not None or bool(kinds)
+    if drawn:
+        from hotset.report.plots import require_matplotlib
+
+        require_matplotlib()  # before the work, not after it
+    text = None if file is None else read_text(file, "-f")
+    if text is not None and not text.strip():
+        raise InvalidRequestError(f"the text in {file} is empty; give some to run through the model")
+
+    with DownloadBar() as bar:
+        path = store.resolve(model, progress=bar)
+    config, counted, source = _open(path, profile, activation, needed=text is None)
+    run: Run | None = None
+    if text is not None:
+        counts, run = _run(path, text, counted, n_ctx, n_tokens, threads, activation, backend)
+        if counted is None:
+            counted, source = counts, str(file)
+    assert counted is not None  # _open refuses to go on with neither
+
+    from hotset.report.activity import curves_of
+
+    curves = curves_of(counted)
+    written = _write(path, config, counted, source, curves, run, output, kinds) if drawn else []
+    if json:
+        print_json(_as_json(path, config, counted, source, curves, run, written))
+        return
+    for place in written:
+        say(f"Wrote {place} ({human_size(place.stat().st_size)}).")
+    if run is None:
+        say("Without a text (-f) there is no overlap and no co-activation in it.", dim=True)
+
+
+def _image_kinds(images: list[str] | None) -> list[str]:
+    kinds = list(dict.fromkeys(images or []))
+    for kind in kinds:
+        if kind not in ("png", "svg"):
+            raise typer.BadParameter(f"{kind} must be png or svg.", param_hint="--images")
+    return kinds
+
+
+def _open(
+    path: Path, profile: Path | None, activation: str | None, *, needed: bool
+) -> tuple[ModelConfig, Profile | None, str]:
+    """The model's configuration, and its profile and where that is from."""
+    from hotset.formats.gguf import open_gguf
+    from hotset.model.config import config_from_gguf
+    from hotset.sparsity.profile import Profile, default_path
+    from hotset.sparsity.sidecar import fingerprint
+
+    with open_gguf(path) as gguf:
+        config = config_from_gguf(gguf, activation=activation)
+        if not config.is_relu:
+            raise InvalidRequestError(
+                f"the activation of {path.name} is {config.activation.gate}, which has no zeros: every "
+                "neuron fires for every token, and there is nothing to draw; if the file is a ReLU model "
+                "that does not say so, name its activation (--activation relu)"
+            )
+        place = profile or default_path(path)
+        if not place.is_file():
+            if profile is not None or needed:
+                raise InvalidRequestError(
+                    f"there is no profile {place}; make one with 'hotset profile {path} -f TEXT', or give a "
+                    "text here with -f"
+                )
+            return config, None, ""
+        counted = Profile.open(place)
+        counted.check_model(fingerprint(gguf))
+        return config, counted, str(place)
+
+
+def _run(
+    path: Path,
+    text: str,
+    profile: Profile | None,
+    n_ctx: int | None,
+    n_tokens: int,
+    threads: int | None,
+    activation: str | None,
+    backend: str,
+) -> tuple[Profile, Run]:
+    """What fires over a text: the counts, and what only a run shows."""
+    import hotset
+    from hotset.cli.profile import sequences, token_progress
+    from hotset.report.activity import Observer
+    from hotset.sparsity.profile import Profile
+    from hotset.sparsity.sidecar import fingerprint
+
+    with (
+        DownloadBar() as bar,
+        hotset.load(
+            path,
+            n_ctx=n_ctx,
+            n_threads=threads,
+            activation=activation,
+            backend=backend,  # type: ignore[arg-type]
+            sparsity="exact",  # what fires, not what a predictor thinks of it
+            max_batch=_STEP,
+            progress=bar,
+        ) as loaded,
+    ):
+        tokens = sequences(loaded, text, n_ctx or min(_LONGEST, loaded.n_ctx), n_tokens)
+        pilot = None
+        if profile is not None:
+            pilot = [profile.frequencies(i) for i in range(loaded.config.n_layer)]
+        observer = Observer(loaded.config.n_ff, pilot=pilot)
+        with token_progress() as progress:
+            for row in tokens if tokens.ndim == 2 else [tokens]:
+                observer.start()
+                for values in loaded.tap_steps(row, observer.names):
+                    observer.add(values)
+                    progress(observer.n_tokens, tokens.size)
+        counts = Profile(observer.counts, observer.n_tokens, fingerprint(loaded.gguf), ())
+    return counts, observer.result()
+
+
+def _write(
+    path: Path,
+    config: ModelConfig,
+    profile: Profile,
+    source: str,
+    curves: list[LayerCurves],
+    run: Run | None,
+    output: Path | None,
+    kinds: list[str],
+) -> list[Path]:
+    from hotset.report.page import html_page, image, write_whole
+    from hotset.report.plots import plots_of
+    from hotset.sparsity.sidecar import stem_of
+
+    target = output or Path(f"{stem_of(path)}.report.html")
+    plots = plots_of(curves, run)
+    contents = {target: html_page(_facts(path, config, profile, source, curves, run), plots).encode()}
+    for kind in kinds:
+        for plot in plots:
+            contents[target.with_name(f"{target.stem}-{plot.name}.{kind}")] = image(plot, kind)  # type: ignore[arg-type]
+    write_whole(contents)
+    return list(contents)
+
+
+def _facts(
+    path: Path,
+    config: ModelConfig,
+    profile: Profile,
+    source: str,
+    curves: list[LayerCurves],
+    run: Run | None,
+) -> Facts:
+    """The head of the page."""
+    import numpy as np
+
+    from hotset.report.page import Facts
+    from hotset.sparsity.profile import HOT_MASS
+
+    n_ff = sorted({one.summary.n_ff for one in curves})
+    neurons = str(n_ff[0]) if len(n_ff) == 1 else f"{n_ff[0]} to {n_ff[-1]}"
+    notes = [
+        f"{path.name}: {config.architecture}, {len(curves)} layers of {neurons} neurons.",
+        f"How often neurons fire was counted over {profile.n_tokens} tokens ({Path(source).name}).",
+    ]
+    hot = float(np.median([one.summary.hot_share for one in curves]))
+    numbers = [
+        (percent(_mean_share(profile)), "of the neurons fire for a token, mean"),
+        (percent(hot), f"of a layer's neurons make {percent(HOT_MASS)} of its activations, median layer"),
+    ]
+    if run is not None:
+        notes.append(
+            f"Overlap and co-activation are those of {run.n_tokens} tokens of a text, in {run.n_sequences} "
+            f"sequence{'s' if run.n_sequences != 1 else ''}."
+        )
+        overlap = float(np.median([layer.overlap[0] for layer in run.layers]))
+        numbers.append((percent(overlap), "of a token's neurons fired for the token before, median layer"))
+        together = float(np.median([layer.coactivation for layer in run.layers]))
+        numbers.append((f"{together:.3f}", "mean correlation |φ| of sampled neurons, median layer"))
+    return Facts(path.name.removesuffix(".gguf"), notes, numbers)
+
+
+def _mean_share(profile: Profile) -> float:
+    counts = sum(float(count.sum()) for count in profile.counts)
+    return counts / max(profile.n_tokens * sum(map(len, profile.counts)), 1)
+
+
+def _as_json(
+    path: Path,
+    config: ModelConfig,
+    profile: Profile,
+    source: str,
+    curves: list[LayerCurves],
+    run: Run | None,
+    written: list[Path],
+) -> dict[str, Any]:
+    from hotset.report.activity import GRID, PUBLISHED
+
+    return {
+        "model": str(path),
+        "architecture": config.architecture,
+        "counted": source,
+        "n_tokens": profile.n_tokens,
+        "active_share": _mean_share(profile),
+        "published_hot_share": PUBLISHED,
+        "grid": GRID.tolist(),
+        "layers": [one.as_dict() for one in curves],
+        "run": None if run is None else run.as_dict(),
+        "files": [str(place) for place in written],
+    }

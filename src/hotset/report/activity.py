@@ -1,0 +1,228 @@
+"""What a report shows, as numbers: from a profile, and from a text that runs through the model.
+
+A profile says how often each neuron fires: hence the share of neurons that fire for a token, and the power
+law, the share of all activations that the hottest neurons make. It does not say which fire *together*, or
+whether the next token needs the same ones; that takes a run, which `Observer` watches step by step through
+the taps `blk.N.ffn_act`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from hotset.sparsity.profile import LayerProfile, Profile
+
+GRID = np.linspace(0, 1, 101)  # shares of a layer's neurons, hottest first, at which curves are given
+# Share of a layer's neurons that make 80% of its activations (profile.HOT_MASS), as published by PowerInfer,
+# arXiv 2312.12456.
+PUBLISHED = {"OPT-30B (ReLU)": 0.26, "Llama-70B (ReGLU)": 0.43, "Llama-70B (SwiGLU)": 0.69}
+LAGS = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens apart at which active sets are compared
+N_SAMPLED = 64  # neurons of a layer whose co-activation is counted
+_PERCENTILES = (10, 50, 90)
+
+
+@dataclass(frozen=True)
+class LayerCurves:
+    """One layer of a profile. summary: its numbers (sparsity/profile.py).
+
+    cumulative: float64 [101], the share of all activations that the hottest GRID of the neurons make; NaN
+    where none fired. frequency: float64 [101], for what share of the tokens the neuron at GRID fires.
+    """
+
+    summary: LayerProfile
+    cumulative: np.ndarray
+    frequency: np.ndarray
+
+    def as_dict(self) -> dict[str, Any]:
+        curves = {"cumulative": self.cumulative.tolist(), "frequency": self.frequency.tolist()}
+        return self.summary.as_dict() | curves
+
+
+def curves_of(profile: Profile) -> list[LayerCurves]:
+    """The curves of every layer, straight lines between neurons."""
+    layers = []
+    for summary, counts in zip(profile.summary(), profile.counts, strict=True):
+        hottest = np.sort(counts.astype(np.float64))[::-1]
+        total = hottest.sum()
+        sums = np.concatenate([[0.0], np.cumsum(hottest)]) / (total or np.nan)
+        n = len(counts)
+        cumulative = np.interp(GRID, np.arange(n + 1) / n, sums)
+        frequency = np.interp(GRID * (n - 1), np.arange(n), hottest) / max(profile.n_tokens, 1)
+        layers.append(LayerCurves(summary, cumulative, frequency))
+    return layers
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """One layer over a text.
+
+    active: share of its neurons that fire for a token, at the 10th, 50th and 90th percentile of tokens.
+    overlap: for each of LAGS, of the neurons that fire for a token, the share that fired so many tokens
+    before, over all tokens together; NaN where the text is too short. overlap_independent: what it would be
+    if each neuron fired as often, but independently from token to token.
+    sampled: neurons (their index in the file) whose co-activation was counted, those that fire together as
+    neighbours. correlation: float64 [n, n], the phi coefficient of each pair, which is 0 for neurons that
+    are independent and 1 for two that fire for the same tokens. coactivation: the mean of |phi| over pairs.
+    """
+
+    layer: int
+    active: tuple[float, ...]
+    overlap: tuple[float, ...]
+    overlap_independent: float
+    sampled: np.ndarray
+    correlation: np.ndarray
+    coactivation: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {
+            "sampled": self.sampled.tolist(),
+            "correlation": self.correlation.round(4).tolist(),
+        }
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was seen of a text. coactivation_independent: of neurons that fire independently over so many
+    tokens, the mean of |phi| that chance alone leaves, sqrt(2 / (π n_tokens))."""
+
+    n_tokens: int
+    n_sequences: int
+    layers: tuple[LayerRun, ...]
+    coactivation_independent: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "n_tokens": self.n_tokens,
+            "n_sequences": self.n_sequences,
+            "lags": list(LAGS),
+            "active_percentiles": list(_PERCENTILES),
+            "coactivation_independent": self.coactivation_independent,
+            "layers": [layer.as_dict() for layer in self.layers],
+        }
+
+
+class Observer:
+    """Watches which neurons fire, in every layer: `start` at each sequence, `add` at each of its steps.
+
+    n_ff: neurons per layer. pilot: per layer how often each neuron fires, to choose those whose
+    co-activation is counted; None: the first step tells. Memory: for each layer a bit per neuron and token
+    of the last 128, as bytes, and a byte for each sampled neuron and token of all.
+    """
+
+    def __init__(
+        self, n_ff: Sequence[int], *, pilot: Sequence[np.ndarray] | None = None, seed: int = 0
+    ) -> None:
+        self._layers = [_LayerObserver(n) for n in n_ff]
+        self._rng = np.random.default_rng(seed)
+        self.n_tokens = self.n_sequences = 0
+        if pilot is not None:
+            for layer, frequencies in zip(self._layers, pilot, strict=True):
+                layer.sampled = self._sample(frequencies)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The taps that `add` reads."""
+        return tuple(f"blk.{i}.ffn_act" for i in range(len(self._layers)))
+
+    @property
+    def counts(self) -> tuple[np.ndarray, ...]:
+        """Per layer uint64 [n_ff]: tokens for which each neuron fired, as a profile counts them."""
+        return tuple(layer.counts for layer in self._layers)
+
+    def _sample(self, frequencies: np.ndarray) -> np.ndarray:
+        """Neurons by chance, more likely those that fire for some tokens and not for others."""
+        weights = frequencies * (1 - frequencies)
+        n = min(N_SAMPLED, int(np.count_nonzero(weights > 0)))
+        if n == 0:
+            return np.zeros(0, np.int64)
+        return np.sort(self._rng.choice(len(weights), n, replace=False, p=weights / weights.sum()))
+
+    def start(self) -> None:
+        """A new sequence: its first token follows no other."""
+        self.n_sequences += 1
+        for layer in self._layers:
+            layer.tail = layer.tail[:0]
+
+    def add(self, values: Mapping[str, np.ndarray]) -> None:
+        """The next tokens of the sequence: each tap float32 [n_tokens, n_ff]."""
+        for name, layer in zip(self.names, self._layers, strict=True):
+            fires = values[name] != 0
+            if layer.sampled is None:
+                layer.sampled = self._sample(fires.mean(axis=0))
+            layer.add(fires)
+        self.n_tokens += len(values[self.names[0]])
+
+    def result(self) -> Run:
+        """What was seen; needs a token at least."""
+        layers = tuple(layer.result(i, self.n_tokens) for i, layer in enumerate(self._layers))
+        return Run(
+            self.n_tokens, self.n_sequences, layers, float(np.sqrt(2 / (np.pi * max(self.n_tokens, 1))))
+        )
+
+
+class _LayerObserver:
+    def __init__(self, n_ff: int) -> None:
+        self.counts = np.zeros(n_ff, np.uint64)
+        self.tail = np.zeros((0, n_ff), bool)  # the tokens before, as many as the longest lag
+        self.sampled: np.ndarray | None = None
+        self._n_active: list[np.ndarray] = []
+        self._bits: list[np.ndarray] = []
+        self._both = np.zeros(len(LAGS), np.int64)
+        self._either = np.zeros(len(LAGS), np.int64)  # that fire for the later token
+
+    def add(self, fires: np.ndarray) -> None:
+        self.counts += np.count_nonzero(fires, axis=0).astype(np.uint64)
+        n_active = np.count_nonzero(fires, axis=1)
+        self._n_active.append(n_active)
+        assert self.sampled is not None
+        self._bits.append(fires[:, self.sampled])
+        n_before = len(self.tail)
+        joined = np.concatenate([self.tail, fires])
+        for i, lag in enumerate(LAGS):
+            first = max(n_before, lag)
+            if first < len(joined):
+                later = joined[first:]
+                self._both[i] += np.count_nonzero(later & joined[first - lag : len(joined) - lag])
+                self._either[i] += n_active[first - n_before :].sum()
+        self.tail = joined[-LAGS[-1] :]
+
+    def result(self, layer: int, n_tokens: int) -> LayerRun:
+        assert self.sampled is not None
+        n_active = np.concatenate(self._n_active) / len(self.counts)
+        frequencies = self.counts / n_tokens
+        sampled, correlation = _correlation(self.sampled, np.concatenate(self._bits))
+        pairs = np.abs(correlation[np.triu_indices(len(sampled), 1)])
+        with np.errstate(invalid="ignore"):
+            overlap = self._both / self._either
+            independent = (frequencies**2).sum() / frequencies.sum()
+        return LayerRun(
+            layer,
+            tuple(np.percentile(n_active, _PERCENTILES).tolist()),
+            tuple(overlap.tolist()),
+            float(independent),
+            sampled,
+            correlation,
+            float(pairs.mean()) if len(pairs) else float("nan"),
+        )
+
+
+def _correlation(sampled: np.ndarray, bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The sampled neurons that fire for some tokens but not for all, and phi of each pair, in an order that
+    brings neurons that fire together side by side (by the first principal component).
+
+    bits: bool [n_tokens, n_sampled].
+    """
+    fires = bits.mean(axis=0)
+    varies = (fires > 0) & (fires < 1)
+    sampled, values = sampled[varies], bits[:, varies].astype(np.float64)
+    if not len(sampled):
+        return sampled, np.zeros((0, 0))
+    values -= values.mean(axis=0)
+    values /= np.sqrt((values**2).mean(axis=0))
+    phi = values.T @ values / len(values)
+    order = np.argsort(np.linalg.eigh(phi)[1][:, -1], kind="stable")
+    return sampled[order], phi[np.ix_(order, order)]

@@ -1,0 +1,364 @@
+"""The plots of a report, drawn with matplotlib (the extra `plot`): for any number of layers.
+
+A model has 30 to 80 layers, so that no plot has a line for each: a curve is the median over layers within
+the bands of the middle half and of all of them, and what differs by layer has the layer as an axis.
+
+`Plot.figure` is an ordinary figure in the colours of COLOURS; a page gives the same colours other meanings in
+the dark (report/page.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hotset.errors import HotsetError
+from hotset.report.activity import GRID, LAGS, PUBLISHED, LayerCurves, Run
+from hotset.report.bars import percent
+from hotset.sparsity.profile import HOT_MASS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Every colour that a figure uses, but for heat maps. The page replaces them, so no two may be equal.
+COLOURS = {
+    "ink": "#1c2126",
+    "muted": "#667078",
+    "grid": "#dde1e4",
+    "blue": "#2063a4",
+    "orange": "#b9541b",
+    "green": "#2f7a4d",
+    "purple": "#76489c",
+}
+_WIDTH = 9.2  # inches of every figure, so that text is as large in each
+_MARKS = ("orange", "green", "purple")  # of the published models
+_SHOWN = 3  # layers whose co-activation is drawn: the first, the middle one, the last
+
+Table = tuple[list[str], list[list[str]]]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """name: of its file. alt: what it shows, in words with the numbers that matter. table: its numbers."""
+
+    name: str
+    title: str
+    caption: str
+    alt: str
+    table: Table
+    draw: Callable[[], Figure]
+
+
+def require_matplotlib() -> None:
+    """Raises HotsetError, with what to install, where there is no matplotlib."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise HotsetError(
+            "the plots of a report need matplotlib, which is not installed; install it with "
+            "pip install 'hotset[plot]' (or matplotlib), or take the numbers with --json"
+        ) from None
+
+
+def plots_of(curves: Sequence[LayerCurves], run: Run | None) -> list[Plot]:
+    """What can be drawn of a profile, and with a run of the text too."""
+    plots = [_power_law(curves), _sparsity(curves, run)]
+    if run is not None:
+        plots += [_overlap(run), _coactivation(run)]
+    return plots
+
+
+# ---- the four plots ----
+
+
+def _power_law(curves: Sequence[LayerCurves]) -> Plot:
+    hot = np.array([one.summary.hot_share for one in curves])
+    cumulative = 100 * np.array([one.cumulative for one in curves])
+    mass = percent(HOT_MASS)
+    median = float(np.median(hot))
+
+    def draw() -> Figure:
+        figure, (left, right) = _figure(3.7, 2, (3, 2))
+        left.plot([0, 100], [0, 100], color=COLOURS["muted"], ls=":", lw=1)
+        left.text(
+            74, 72, "every neuron alike", rotation=45, transform_rotates_text=True, rotation_mode="anchor",
+            ha="center", va="top", color=COLOURS["muted"], fontsize=8,
+        )  # fmt: skip
+        left.axhline(100 * HOT_MASS, color=COLOURS["muted"], lw=0.8, ls="--")
+        _band(left, 100 * GRID, cumulative)
+        for (name, share), colour in zip(PUBLISHED.items(), _MARKS, strict=True):
+            left.plot(
+                100 * share,
+                100 * HOT_MASS,
+                "o",
+                ms=6,
+                color=COLOURS[colour],
+                label=f"{name} {percent(share)}",
+            )
+        left.plot(
+            100 * median,
+            100 * HOT_MASS,
+            "D",
+            ms=6,
+            color=COLOURS["blue"],
+            label=f"this model {percent(median)}",
+        )
+        left.set(xlim=(0, 100), ylim=(0, 101), xlabel="neurons of a layer, hottest first (%)")
+        left.set_ylabel("share of all activations (%)")
+        _legend(left, loc="lower right")
+        _by_layer(right, 100 * hot)
+        for (name, share), colour in zip(PUBLISHED.items(), _MARKS, strict=True):
+            right.axhline(100 * share, color=COLOURS[colour], lw=1, ls="--")
+            right.annotate(
+                name, (1, 100 * share), xycoords=("axes fraction", "data"), ha="right", va="bottom",
+                xytext=(-2, 1), textcoords="offset points", fontsize=7.5, color=COLOURS[colour],
+            )  # fmt: skip
+        right.set(ylim=(0, max(100.0 * max(PUBLISHED.values()), 100 * hot.max()) + 8))
+        right.set_ylabel(f"neurons that make {mass} (%)")
+        return figure
+
+    marks = (5, 10, 20, 50)  # of GRID
+    columns = [">layer", ">neurons", f">make {mass}", *(f">hottest {mark}% make" for mark in marks)]
+    rows = [
+        [str(one.summary.layer), str(one.summary.n_ff), percent(one.summary.hot_share)]
+        + [percent(float(one.cumulative[i])) for i in marks]
+        for one in curves
+    ]
+    return Plot(
+        "power-law",
+        "A few neurons make most of the activations",
+        f"Left: how much of all activations the hottest neurons make, as the median over layers, with the "
+        f"middle half of the layers and all of them as bands. The marks are where the curves of published "
+        f"models reach {mass} (PowerInfer, arXiv 2312.12456). Right: the share of neurons that make {mass}, "
+        "layer by layer.",
+        f"Cumulative share of activations by neuron rank. In the median layer {percent(median)} of the "
+        f"neurons make {mass} of the activations; over layers that ranges from {percent(float(hot.min()))} "
+        f"to {percent(float(hot.max()))}. Published: "
+        + ", ".join(f"{name} {percent(share)}" for name, share in PUBLISHED.items()) + ".",
+        (columns, rows),
+        draw,
+    )  # fmt: skip
+
+
+def _sparsity(curves: Sequence[LayerCurves], run: Run | None) -> Plot:
+    active = np.array([one.summary.active_share for one in curves])
+    weights = np.array([one.summary.n_ff for one in curves])
+    mean = float((active * weights).sum() / weights.sum())
+    frequency = 100 * np.array([one.frequency for one in curves])
+    spread = None if run is None else 100 * np.array([layer.active for layer in run.layers])
+
+    def draw() -> Figure:
+        figure, (left, right) = _figure(3.7, 2, (2, 3))
+        if spread is not None:
+            x = np.arange(len(spread))
+            left.vlines(x, spread[:, 0], spread[:, 2], color=COLOURS["blue"], alpha=0.3, lw=_thick(len(x)))
+        _by_layer(left, 100 * active)
+        left.set_ylim(0, None)
+        left.set_ylabel("neurons that fire for a token (%)")
+        image = right.pcolormesh(
+            100 * GRID, np.arange(len(curves)), frequency, cmap="viridis", vmin=0, vmax=100, rasterized=True,
+            shading="nearest",
+        )  # fmt: skip
+        right.invert_yaxis()
+        _whole_numbers(right.yaxis)
+        right.set(xlabel="neurons of a layer, hottest first (%)", ylabel="layer")
+        _colour_bar(figure, image, right, "fires for tokens (%)")
+        return figure
+
+    columns = [">layer", ">fire for a token", ">always fire", ">never fire"]
+    rows = [
+        [str(s.layer), percent(s.active_share), str(s.n_always), str(s.n_never)]
+        for s in (one.summary for one in curves)
+    ]
+    caption = "Left: the share of a layer's neurons that fire for a token, mean over tokens"
+    if run is not None:
+        columns[2:2] = [">10% of tokens: at most", ">90%: at most"]
+        for row, layer in zip(rows, run.layers, strict=True):
+            row[2:2] = [percent(layer.active[0]), percent(layer.active[2])]
+        caption += "; the bars reach from the 10th to the 90th percentile of the tokens of the text"
+    least, most = int(active.argmin()), int(active.argmax())
+    return Plot(
+        "sparsity",
+        "How many neurons fire, and how often each",
+        f"{caption}. Right: how often each neuron fires; a row is a layer, its neurons in order of hotness. "
+        "A sharp edge means that hot and cold neurons are different neurons.",
+        f"Share of neurons that fire for a token, by layer: {percent(mean)} of all neurons on average, from "
+        f"{percent(float(active[least]))} in layer {least} to {percent(float(active[most]))} in layer "
+        f"{most}. Beside it a heat map of how often the neurons of each layer fire.",
+        (columns, rows),
+        draw,
+    )
+
+
+def _overlap(run: Run) -> Plot:
+    overlap = 100 * np.array([layer.overlap for layer in run.layers])
+    chance = 100 * np.array([layer.overlap_independent for layer in run.layers])
+    known = ~np.isnan(overlap).all(axis=0)
+    lags = np.array(LAGS)[known]
+    next_token = float(np.nanmedian(overlap[:, 0])) / 100 if known[0] else float("nan")
+    by_chance = float(np.nanmedian(chance)) / 100
+
+    def draw() -> Figure:
+        figure, (left, right) = _figure(3.4, 2, (3, 2))
+        _band(left, lags, overlap[:, known])
+        left.axhline(
+            100 * by_chance, color=COLOURS["orange"], ls="--", lw=1.2, label="if tokens were independent"
+        )
+        left.set_xscale("log", base=2)
+        left.set_xticks(lags, [str(lag) for lag in lags])
+        left.minorticks_off()
+        left.set(xlabel="tokens apart", ylabel="of the active neurons, fired then too (%)", ylim=(0, 100))
+        _legend(left, loc="upper right")
+        _by_layer(right, overlap[:, 0], label="the token before")
+        right.plot(chance, ls="none", marker="_", ms=5, color=COLOURS["orange"], label="if independent")
+        right.set_ylim(0, 100)
+        _legend(right, loc="upper right")
+        return figure
+
+    rows = []
+    for layer in run.layers:
+        shares = [*(layer.overlap[i] for i in np.flatnonzero(known)), layer.overlap_independent]
+        rows.append([str(layer.layer), *map(percent, shares)])
+    return Plot(
+        "overlap",
+        "The next token needs many of the same neurons",
+        "Of the neurons that fire for a token, the share that fired so many tokens before, over all "
+        "tokens of the text: the median over layers with bands as above (left), and for the token before by "
+        "layer (right). Hot neurons fire for most tokens anyway; the dashed line is what they alone give, if "
+        "each neuron fired as often but independently from token to token. What lies above it is context.",
+        f"Token-to-token overlap: in the median layer {percent(next_token)} of a token's active neurons were "
+        f"active for the token before; {percent(by_chance)} would be if tokens were independent.",
+        ([">layer", *(f">{lag} apart" for lag in lags), ">if independent"], rows),
+        draw,
+    )  # fmt: skip
+
+
+def _coactivation(run: Run) -> Plot:
+    means = np.array([layer.coactivation for layer in run.layers])
+    n = len(run.layers)
+    shown = [run.layers[i] for i in sorted({0, n // 2, n - 1})[:_SHOWN]]
+    drawn = [layer for layer in shown if len(layer.sampled) > 1]
+
+    def draw() -> Figure:
+        figure = _new_figure(5.4 if drawn else 2.4)
+        grid = figure.add_gridspec(2, max(len(drawn), 1), height_ratios=(2.2, 1) if drawn else (0.01, 1))
+        axes = [figure.add_subplot(grid[0, i]) for i in range(len(drawn))]
+        for axis, layer in zip(axes, drawn, strict=True):
+            _style(axis)
+            axis.grid(False)
+            image = axis.imshow(layer.correlation, cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
+            axis.set_title(f"layer {layer.layer}", fontsize=9, color=COLOURS["ink"])
+            axis.set(xticks=[], yticks=[], xlabel=f"{len(layer.sampled)} neurons")
+            if axis is axes[-1]:
+                _colour_bar(figure, image, axes, "correlation φ")
+        below = figure.add_subplot(grid[1, :])
+        _style(below)
+        _by_layer(below, means)
+        below.axhline(
+            run.coactivation_independent, color=COLOURS["orange"], ls="--", lw=1.2, label="chance alone"
+        )
+        below.set_ylabel("mean |φ| of pairs")
+        below.set_ylim(0, None)
+        _legend(below, loc="upper right")
+        return figure
+
+    rows = []
+    for layer in run.layers:
+        pairs = layer.correlation[np.triu_indices(len(layer.sampled), 1)]
+        largest = f"{pairs.max():.2f}" if len(pairs) else "-"
+        strong = percent(float((np.abs(pairs) > 0.3).mean())) if len(pairs) else "-"
+        mean = f"{layer.coactivation:.3f}" if len(pairs) else "-"
+        rows.append([str(layer.layer), str(len(layer.sampled)), mean, strong, largest])
+    median = float(np.nanmedian(means)) if not np.isnan(means).all() else float("nan")
+    return Plot(
+        "coactivation",
+        "Some neurons fire together",
+        "How far pairs of neurons fire for the same tokens (φ: 1 always together, 0 independent, -1 never), "
+        "for neurons drawn at random among those that fire for some tokens and not for others, with neurons "
+        "that fire together side by side: the first, the middle and the last layer above, the mean of |φ| in "
+        "each layer below. The dashed line is what chance leaves in a text of this length.",
+        f"Co-activation of sampled neurons. The mean of |φ| over pairs is {median:.3f} in the median layer; "
+        f"independent neurons would have {run.coactivation_independent:.3f}.",
+        ([">layer", ">neurons sampled", ">mean |φ|", ">pairs with |φ| > 0.3", ">largest φ"], rows),
+        draw,
+    )
+
+
+# ---- what they share ----
+
+
+def _new_figure(height: float) -> Figure:
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with rc_context({"font.size": 9}):
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    FigureCanvasAgg(figure)  # no window, no global state
+    return figure
+
+
+def _figure(height: float, n: int, widths: Sequence[float]) -> tuple[Figure, list[Axes]]:
+    figure = _new_figure(height)
+    axes = list(figure.subplots(1, n, width_ratios=widths))
+    for axis in axes:
+        _style(axis)
+    return figure, axes
+
+
+def _style(axis: Axes) -> None:
+    axis.set_facecolor("none")
+    axis.spines[["top", "right"]].set_visible(False)
+    for spine in axis.spines.values():
+        spine.set_color(COLOURS["muted"])
+    axis.tick_params(colors=COLOURS["muted"], labelcolor=COLOURS["ink"], labelsize=8)
+    axis.xaxis.label.set(color=COLOURS["ink"], fontsize=9)
+    axis.yaxis.label.set(color=COLOURS["ink"], fontsize=9)
+    axis.grid(True, color=COLOURS["grid"], lw=0.7)
+    axis.set_axisbelow(True)
+
+
+def _band(axis: Axes, x: np.ndarray, values: np.ndarray) -> None:
+    """The median of values [n_layers, n] over layers, in the bands of the middle half and of all."""
+    low, first, median, third, high = np.nanpercentile(values, (0, 25, 50, 75, 100), axis=0)
+    n = len(values)
+    if n > 1:
+        axis.fill_between(x, low, high, color=COLOURS["blue"], alpha=0.16, lw=0, label=f"all {n} layers")
+    if n > 3:
+        axis.fill_between(x, first, third, color=COLOURS["blue"], alpha=0.3, lw=0, label="middle half")
+    axis.plot(x, median, color=COLOURS["blue"], lw=2, label="median layer" if n > 1 else "the layer")
+
+
+def _by_layer(axis: Axes, values: np.ndarray, label: str | None = None) -> None:
+    """One point for each layer; a line between them, since a layer has neighbours."""
+    x = np.arange(len(values))
+    axis.plot(x, values, color=COLOURS["blue"], lw=1, alpha=0.6)
+    axis.plot(x, values, "o", color=COLOURS["blue"], ms=5 if len(x) <= 24 else 3, label=label)
+    axis.set_xlim(-0.6, len(values) - 0.4)
+    axis.set_xlabel("layer")
+    _whole_numbers(axis.xaxis)
+
+
+def _whole_numbers(axis: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+
+
+def _thick(n: int) -> float:
+    return 6.0 if n <= 16 else 3.0 if n <= 48 else 1.8
+
+
+def _legend(axis: Axes, loc: str) -> None:
+    axis.legend(loc=loc, fontsize=7.5, frameon=False, labelcolor=COLOURS["ink"], handlelength=1.4)
+
+
+def _colour_bar(figure: Figure, image: Any, axes: Any, label: str) -> None:
+    bar = figure.colorbar(image, ax=axes, fraction=0.05, pad=0.02)
+    bar.set_label(label, color=COLOURS["ink"], fontsize=8.5)
+    bar.ax.tick_params(colors=COLOURS["muted"], labelcolor=COLOURS["ink"], labelsize=8)
+    bar.outline.set_visible(False)
