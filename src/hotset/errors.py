@@ -37,5 +37,9 @@ class OutOfMemoryError(HotsetError):
     """A model, cache or batch does not fit in the memory that is there."""
 
 
+class DeviceError(HotsetError):
+    """A device that was named is not there, what drives it is not installed, or it failed while it ran."""
+
+
 class InvalidRequestError(HotsetError, ValueError):
     """A parameter out of its range (temperature, top_p, number of threads, ...)."""

@@ -1,0 +1,118 @@
+"""Devices by name: which are there, how much memory they have, and what to install where one is missing.
+
+A device that is asked for and cannot be used is an error; nothing here falls back to another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from hotset.errors import DeviceError, InvalidRequestError, OutOfMemoryError
+
+if TYPE_CHECKING:
+    import torch
+
+KINDS = ("cuda", "mps", "xpu", "cpu")  # AMD's devices are called cuda too
+
+
+def find_device(name: str) -> torch.device:
+    """The device that `name` stands for: "cuda", "cuda:1", "mps", "xpu:0", or "cpu", the stand-in of tests.
+
+    Raises InvalidRequestError for a name that means nothing, DeviceError where the device, its driver or
+    PyTorch is missing; the sentence says what to install.
+    """
+    try:
+        import torch
+    except ImportError:
+        raise DeviceError(
+            "a GPU needs PyTorch, which is not installed; run pip install 'hotset[gpu]', or use --no-gpu"
+        ) from None
+    kind, _, number = name.partition(":")
+    if kind not in KINDS or (number and not number.isdecimal()):
+        raise InvalidRequestError(
+            f"the device {name!r} is not known; it must be one of {', '.join(KINDS)}, with a number where "
+            "there are several (cuda:1)"
+        )
+    index = int(number or 0)
+    if kind == "cpu":
+        return torch.device("cpu")
+    built = {
+        "cuda": torch.version.cuda is not None or torch.version.hip is not None,
+        "mps": torch.backends.mps.is_built(),
+        "xpu": getattr(torch.version, "xpu", None) is not None,
+    }
+    if not built[kind]:
+        raise DeviceError(
+            f"the device {name} cannot be used: PyTorch {torch.__version__} is built without {kind}; install "
+            "the build for it from pytorch.org/get-started/locally, or use --no-gpu"
+        )
+    count = _count(kind)
+    if count == 0:
+        raise DeviceError(
+            f"the device {name} is not there: PyTorch finds no {kind} device; check its driver, or use "
+            "--no-gpu"
+        )
+    if index >= count:
+        raise DeviceError(f"the device {name} is not there: PyTorch finds {count}, numbered from 0")
+    return torch.device(kind, index)
+
+
+def _count(kind: str) -> int:
+    import torch
+
+    if kind == "cuda":
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "xpu":
+        return torch.xpu.device_count() if torch.xpu.is_available() else 0
+    return int(torch.backends.mps.is_available())
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that can still be allocated on a device; of "cpu", those that the machine has free."""
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "xpu":
+        return int(torch.xpu.mem_get_info(device)[0])
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+@contextmanager
+def memory_errors(device: torch.device, what: str, advice: str) -> Iterator[None]:
+    """Turns a device that runs out of memory into one sentence: what needed it, and what to do."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise OutOfMemoryError(f"{device} ran out of memory while {what}; {advice}") from None
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done what it was given."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    elif device.type == "xpu":
+        torch.xpu.current_stream(device).synchronize()
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def limit_memory(device: torch.device, n_bytes: int) -> None:
+    """Lets torch take no more than n_bytes of a CUDA device, its context not counted: a budget that holds."""
+    import torch
+
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(n_bytes / total, 1.0), device)

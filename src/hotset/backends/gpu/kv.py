@@ -1,0 +1,87 @@
+"""What a step reads on a device and never moves: the paged cache, and the numbers of the batch.
+
+A captured graph replays with the addresses that it was captured with, so a step's tokens are always written
+to the same tensors, and whoever runs, captured or not, reads nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotset.backends.base import PAGE_SIZE, Batch, KVType
+from hotset.errors import UnsupportedModelError
+from hotset.model.graph import Attention
+
+KV_DTYPES = {"f16": torch.float16, "f32": torch.float32}
+
+
+class PagedCache:
+    """Keys and values of some layers: per layer [n_pages, n_head_kv, PAGE_SIZE, head_dim or head_dim_v].
+
+    Raises UnsupportedModelError for q8_0: the attention kernels read halves and floats.
+    """
+
+    def __init__(
+        self, layers: Iterable[Attention], n_pages: int, kv_type: KVType, device: torch.device
+    ) -> None:
+        if kv_type not in KV_DTYPES:
+            raise UnsupportedModelError(f"a {kv_type} cache runs on the CPU only; use f16 on {device}")
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        for op in layers:
+            k, v = (
+                torch.zeros((n_pages, op.n_head_kv, PAGE_SIZE, dim), dtype=KV_DTYPES[kv_type], device=device)
+                for dim in (op.head_dim, op.head_dim_v)
+            )
+            self.layers[op.layer] = k, v
+
+    @property
+    def nbytes(self) -> int:
+        return sum(k.nbytes + v.nbytes for k, v in self.layers.values())
+
+
+class StepInputs:
+    """The numbers of a batch on the device, and the vectors that enter the stage.
+
+    positions, sequences, outputs: int32 [max_batch]; page_tables: int32 [max_batch, n_pages], a row per
+    sequence of the step. vectors: float32 [max_batch, width], by the id of the graph's value.
+    """
+
+    def __init__(self, max_batch: int, n_pages: int, vectors: dict[int, int], device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self._numbers = torch.zeros((3, max_batch), dtype=torch.int32, pin_memory=pinned)
+        self._tables = torch.full((max_batch, n_pages), -1, dtype=torch.int32, pin_memory=pinned)
+        self._vectors = {
+            id: torch.zeros((max_batch, width), pin_memory=pinned) for id, width in vectors.items()
+        }
+        self._on_device = self._numbers.to(device, copy=True)
+        self.positions, self.sequences, self.outputs = self._on_device.unbind(0)
+        self.page_tables = self._tables.to(device, copy=True)
+        self.vectors = {id: rows.to(device, copy=True) for id, rows in self._vectors.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(t.nbytes for t in (self._on_device, self.page_tables, *self.vectors.values()))
+
+    def fill(self, batch: Batch, vectors: dict[int, np.ndarray | Tensor]) -> None:
+        """Takes over a batch that was checked (base.cache_slots), and what enters, [n_tokens, width] each."""
+        n = len(batch.tokens)
+        # Rows of the tables are those of the step: the caller may have more sequences than a step has tokens.
+        rows, own = np.unique(batch.sequences, return_inverse=True)
+        width = min(int(batch.positions.max()) // PAGE_SIZE + 1, self._tables.shape[1])
+        numbers = self._numbers.numpy()
+        numbers[0, :n], numbers[1, :n] = batch.positions, own.reshape(-1)
+        numbers[2, : len(batch.outputs)] = batch.outputs
+        numbers[2, len(batch.outputs) :] = 0  # a captured step computes the logits of as many rows as tokens
+        self._tables.numpy()[: len(rows), :width] = batch.page_tables[rows, :width]
+        self._on_device.copy_(self._numbers, non_blocking=True)
+        self.page_tables[: len(rows)].copy_(self._tables[: len(rows)], non_blocking=True)
+        for id, values in vectors.items():
+            if isinstance(values, np.ndarray):
+                self._vectors[id].numpy()[:n] = values
+                values = self._vectors[id][:n]
+            self.vectors[id][:n].copy_(values, non_blocking=True)

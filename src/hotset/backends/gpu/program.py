@@ -1,0 +1,512 @@
+"""Turns the operations of a stage into calls of kernels, once; a step then makes these calls in order.
+
+The groups are those of backends/fusion.py, and an FFN whose neurons are often zero becomes one call from its
+norm to its residual. Where some of its neurons are on the CPU, the layer is
+
+    post    the FFN's input and the predictor's bits go to the cold service
+    hot     the device computes its own rows meanwhile
+    collect what the cold rows add comes back, and is added once
+
+or, for a long prompt, all of it on the device, cold rows streaming in (stream.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotset.backends.fusion import Fused, fuse, part_of
+from hotset.backends.gpu.kernels import Kernels
+from hotset.backends.gpu.kv import PagedCache, StepInputs
+from hotset.backends.gpu.stream import ColdRows
+from hotset.backends.gpu.twins import unpack_bits
+from hotset.backends.gpu.weights import DeviceWeights
+from hotset.errors import InvalidRequestError, UnsupportedModelError
+from hotset.model.graph import (
+    Activate,
+    Add,
+    Attention,
+    Embed,
+    Graph,
+    LayerNorm,
+    Linear,
+    Mask,
+    Multiply,
+    RMSNorm,
+    Rope,
+    Rotate,
+    SelectOutputs,
+    SignScores,
+    TransposedLinear,
+    Value,
+)
+
+
+class ColdService(Protocol):
+    """The CPU's half of split layers (handshake.ColdService), for steps of up to max_batch tokens."""
+
+    max_batch: int
+
+    def step(self, n_tokens: int) -> AbstractContextManager[None]:
+        """A block in which layers are posted and collected; its end waits for the device.
+
+        Raises where the CPU's half failed; an exception in the block releases whoever waits.
+        """
+        ...
+
+    def post(self, layer: int, h: Tensor, bits: Tensor | None) -> None:
+        """Hands over the FFN's input [T, n_embd] and the predicted neurons, uint8 [T, ceil(n_ff / 8)].
+
+        bits: None for a layer without predictor: all of its cold neurons. Those of hot neurons may be set.
+        """
+        ...
+
+    def collect(self, layer: int) -> Tensor:
+        """What the cold neurons add, float32 [T, n_embd] on the device; no bias, no residual."""
+        ...
+
+
+@dataclass
+class Frame:
+    """One step as it runs. n: tokens. outputs: rows of them whose logits are wanted, int32 on the device.
+
+    values: by id, dropped after their last use. streamed: cold rows come to the device, the service rests.
+    """
+
+    n: int
+    inputs: StepInputs
+    outputs: Tensor
+    streamed: bool
+    values: dict[int, Tensor] = field(default_factory=dict)
+    angles: dict[Rope, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Call:
+    """One group of operations. layer, part: as part_of says.
+
+    outs: ids of the values that it makes. drops: those that nobody reads after it.
+    """
+
+    run: Callable[[Frame], None]
+    layer: int
+    part: int
+    outs: tuple[int, ...]
+    drops: tuple[int, ...] = ()
+
+
+@dataclass
+class Ffn:
+    """An FFN by neurons, as the graph has it: the arguments of sparse_ffn and where its values are."""
+
+    layer: int
+    gate: Linear | None
+    up: Linear
+    down: TransposedLinear | None  # None: the values of the neurons are wanted, not their sum
+    norm: RMSNorm | LayerNorm | None
+    mask: Mask | None
+    residual: Value | None
+    options: dict[str, Any]  # activation, threshold, up_activation
+
+    @property
+    def x(self) -> Value:
+        return self.norm.x if self.norm else self.up.x
+
+
+class Program:
+    """The calls of a stage for one set of taps. body: for every token; tail: for rows with logits alone.
+
+    hot: layer → bool [n_ff], see GpuStage. sparse: False computes every neuron of an FFN.
+    Raises UnsupportedModelError for a split layer that has no neurons of its own, InvalidRequestError for a
+    tap inside a split layer.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        taps: frozenset[str],
+        weights: DeviceWeights,
+        cache: PagedCache,
+        kernels: Kernels,
+        hot: dict[int, np.ndarray],
+        cold: ColdService | None,
+        counts: Tensor,
+        *,
+        n_ctx: int,
+        sparse: bool,
+        stream_bytes: int,
+    ) -> None:
+        self._weights, self._cache, self._kernels = weights, cache, kernels
+        self._hot, self._cold, self._counts = hot, cold, counts
+        self._n_ctx, self._sparse, self._stream_bytes = n_ctx, sparse, stream_bytes
+        groups = self._merged(fuse(graph, taps), taps)
+        self.has_neurons = any(group.is_neurons for group in groups)
+        self.taps = {value.id: value.name for value in graph.values if value.name in taps}
+        calls: list[Call] = []
+        n_body = len(groups)
+        for i, group in enumerate(groups):
+            if isinstance(group.ops[0], SelectOutputs):
+                n_body = min(n_body, i)
+            outs = tuple(value.id for value in group.out)
+            calls.append(Call(self._lower(group), *part_of(group), outs))
+        last_use = {v.id: i for i, group in enumerate(groups) for v in [*group.out, *group.reads]}
+        last_use.pop(graph.logits.id)
+        for i, call in enumerate(calls):
+            # The tail runs once per slice of outputs: it may not drop what the body made.
+            call.drops = tuple(id for id, last in last_use.items() if last == i and i < n_body)
+        self.body, self.tail = calls[:n_body], calls[n_body:]
+        self._kept = groups[n_body].reads[0].width if self.tail else 0  # of the body, while the tail runs
+        self._widths = _most_alive(groups[:n_body], self.body), _most_alive(groups[n_body:], self.tail)
+
+    def n_live(self, n_tokens: int, n_outputs: int) -> int:
+        """Numbers that a step's values take, where most of them are alive."""
+        body, tail = self._widths
+        return max(n_tokens * body, n_tokens * self._kept + n_outputs * tail)
+
+    # ---- groups → calls ----
+
+    def _merged(self, groups: list[Fused], taps: frozenset[str]) -> list[Fused]:
+        """Joins the neurons of an FFN with the down projection that follows; checks layers that are split."""
+        merged: list[Fused] = []
+        split: set[int] = set()
+        for group in groups:
+            before = merged[-1] if merged else None
+            neurons = before.out[0] if before and before.is_neurons else None
+            first = group.ops[0]
+            if (
+                before is not None
+                and isinstance(first, TransposedLinear)
+                and first.x == neurons
+                and neurons.name not in taps
+            ):
+                inner = {op.out for op in before.ops}
+                reads = [*before.reads, *(value for value in group.reads if value not in inner)]
+                merged[-1] = Fused([*before.ops, *group.ops], reads, group.out, is_neurons=True)
+                split.add(part_of(before)[0])
+            else:
+                merged.append(group)
+        for layer in self._hot:
+            if layer in split and self._sparse:
+                continue
+            inside = [name for name in taps if name.startswith(f"blk.{layer}.ffn_")]
+            if inside:
+                raise InvalidRequestError(
+                    f"{min(inside)} cannot be tapped: the neurons of layer {layer} are split between GPU and "
+                    "CPU; use --no-gpu"
+                )
+            raise UnsupportedModelError(
+                f"the neurons of layer {layer} cannot be split between GPU and CPU: its FFN has no zeros, or "
+                "its down projection no row per neuron"
+            )
+        return merged
+
+    def _lower(self, group: Fused) -> Callable[[Frame], None]:
+        main = group.ops[-1]
+        if group.is_neurons:
+            return self._ffn(group)
+        if group.linears:
+            return self._linears(group)
+        out, k = main.out.id, self._kernels
+        match main:
+            case Embed():
+                return lambda f: f.values.__setitem__(out, f.inputs.vectors[out][: f.n])
+            case SelectOutputs():
+                x = main.x.id
+                return lambda f: f.values.__setitem__(out, f.values[x].index_select(0, f.outputs))
+            case _ if isinstance(group.ops[0], TransposedLinear):
+                return self._transposed(group, group.ops[0])
+            case Attention():
+                return self._attention(group, main)
+            case Rotate():
+                return self._rotate(main)
+        compute = self._elementwise(main, k)
+        return lambda f: f.values.__setitem__(out, compute(f.values))
+
+    def _elementwise(self, op: Any, k: Kernels) -> Callable[[dict[int, Tensor]], Tensor]:
+        match op:
+            case RMSNorm() | LayerNorm():
+                norm, x = self._norm(op), op.x.id
+                return lambda v: norm(v[x])
+            case SignScores():
+                signs, bias, x = self._weights.signs(op), self._weights.bias(op.bias), op.x.id
+                return lambda v: k.sign_scores(v[x], signs, bias)
+            case Activate():
+                x, kind, threshold = op.x.id, op.kind, op.threshold
+                return lambda v: k.activate(v[x], kind, threshold)
+            case Mask():
+                x, scores, cut, first = op.x.id, op.scores.id, op.threshold, op.first
+                return lambda v: v[x] * torch.nn.functional.pad(~(v[scores] < cut), (first, 0), value=True)
+            case Add():
+                a, b = op.a.id, op.b.id
+                return lambda v: v[a] + v[b]
+            case Multiply():
+                a, b = op.a.id, op.b.id
+                return lambda v: v[a] * v[b]
+        raise AssertionError(f"no kernel for {op}")
+
+    def _norm(self, op: RMSNorm | LayerNorm | None) -> Callable[[Tensor], Tensor]:
+        """The norm in front of a product; without one, what enters as it is."""
+        if op is None:
+            return lambda x: x
+        weight, k, eps = self._weights.vector(op.weight), self._kernels, op.eps
+        if isinstance(op, LayerNorm):
+            bias = self._weights.bias(op.bias)
+            return lambda x: k.layer_norm(x, weight, bias, eps)
+        n_head = op.n_head
+        return lambda x: k.rms_norm(x, weight, eps, n_head)
+
+    def _linears(self, group: Fused) -> Callable[[Frame], None]:
+        """Products of one input, with what was fused: a norm before, activation, gate * up or a sum after."""
+        norm_op, add = group.first(RMSNorm, LayerNorm), group.first(Add)
+        norm, x = self._norm(norm_op), (norm_op.x if norm_op else group.linears[0].x).id
+        residual = self._residual(add, group.linears[0].out)
+        parts = [(self._weights.linear(op), self._bias(op)) for op in group.linears]
+        outs = [value.id for value in group.out]
+        k, activate, has_product = self._kernels, group.first(Activate), group.first(Multiply) is not None
+
+        def run(f: Frame) -> None:
+            h = norm(f.values[x])
+            added = None if residual is None else f.values[residual]
+            results = [k.linear(h, matrix, bias, added) for matrix, bias in parts]
+            if activate is not None:
+                results[0] = k.activate(results[0], activate.kind, activate.threshold)
+            if has_product:
+                results = [results[0] * results[1]]
+            f.values.update(zip(outs, results, strict=True))
+
+        return run
+
+    def _transposed(self, group: Fused, main: TransposedLinear) -> Callable[[Frame], None]:
+        matrix, bias = self._weights.down(main), self._weights.bias(main.bias)
+        x, out, k = main.x.id, group.out[0].id, self._kernels
+        residual = self._residual(group.first(Add), main.out)
+
+        def run(f: Frame) -> None:
+            added = None if residual is None else f.values[residual]
+            f.values[out] = k.linear_t(f.values[x], matrix, bias, added)
+
+        return run
+
+    def _rotate(self, op: Rotate) -> Callable[[Frame], None]:
+        angles, x, out, k = self._angles(op.rope), op.x.id, op.out.id, self._kernels
+
+        def run(f: Frame) -> None:
+            f.values[out] = k.rotate(f.values[x], angles(f), n_head=op.n_head, kind=op.rope.kind)
+
+        return run
+
+    def _angles(self, rope: Rope) -> Callable[[Frame], Tensor]:
+        """cos and sin of the step's positions: computed by the first layer that needs them."""
+        k = self._kernels
+        table = self._weights.rope(rope, self._n_ctx)
+
+        def angles(f: Frame) -> Tensor:
+            if rope not in f.angles:
+                f.angles[rope] = k.angles(f.inputs.positions[: f.n], table)
+            return f.angles[rope]
+
+        return angles
+
+    def _attention(self, group: Fused, main: Attention) -> Callable[[Frame], None]:
+        """Attention, with the head norms and rotations that were fused into it."""
+        q, key = main.q, main.k
+        rope: Rope | None = None
+        norms: dict[str, Any] = {"q_norm": None, "k_norm": None, "eps": 0.0}
+        for op in reversed(group.ops[:-1]):
+            side = "q_norm" if op.out == q else "k_norm"
+            if isinstance(op, Rotate):
+                rope = op.rope
+            elif isinstance(op, RMSNorm):
+                norms[side], norms["eps"] = self._weights.vector(op.weight), op.eps
+            assert isinstance(op, Rotate | RMSNorm)
+            q, key = (op.x, key) if op.out == q else (q, op.x)
+        k_pages, v_pages = self._cache.layers[main.layer]
+        angles = self._angles(rope) if rope else None
+        kind = rope.kind if rope else "norm"
+        ids, out, k = (q.id, key.id, main.v.id), main.out.id, self._kernels
+
+        def run(f: Frame) -> None:
+            where = f.inputs.page_tables, f.inputs.sequences[: f.n], f.inputs.positions[: f.n]
+            queries, keys, values = (f.values[id] for id in ids)
+            if angles is None:
+                k.store_kv(keys, values, k_pages, v_pages, *where)
+            else:
+                queries = k.rotate_store(
+                    queries, keys, values, angles(f), k_pages, v_pages, *where,
+                    n_head=main.n_head, kind=kind, **norms,
+                )  # fmt: skip
+            f.values[out] = k.attention(
+                queries, k_pages, v_pages, *where,
+                n_head=main.n_head, scale=main.scale, window=main.window,
+            )  # fmt: skip
+
+        return run
+
+    # ---- FFNs by neurons ----
+
+    def _ffn(self, group: Fused) -> Callable[[Frame], None]:
+        linears, down = group.linears, group.first(TransposedLinear)
+        activations = [op for op in group.ops if isinstance(op, Activate)]
+        add = group.first(Add)
+        ffn = Ffn(
+            layer=part_of(group)[0],
+            gate=linears[0] if len(linears) == 2 else None,
+            up=linears[-1],
+            down=down,
+            norm=group.first(RMSNorm, LayerNorm),
+            mask=group.first(Mask),
+            residual=None if add is None else add.a if add.b == down.out else add.b,
+            options={
+                "activation": activations[0].kind,
+                "threshold": activations[0].threshold,
+                "up_activation": activations[1].kind if len(activations) == 2 else None,
+            },
+        )
+        out = group.out[0].id
+        compute = self._split(ffn) if ffn.layer in self._hot and down is not None else self._whole(ffn, down)
+        norm, x, bits = self._norm(ffn.norm), ffn.x.id, self._bits(ffn.mask)
+        residual = None if ffn.residual is None else ffn.residual.id
+
+        def run(f: Frame) -> None:
+            added = None if residual is None else f.values[residual]
+            f.values[out] = compute(f, norm(f.values[x]), bits(f), added)
+
+        return run
+
+    def _bits(self, mask: Mask | None) -> Callable[[Frame], Tensor | None]:
+        if mask is None:
+            return lambda f: None
+        k, scores, threshold, first = self._kernels, mask.scores.id, mask.threshold, mask.first
+        return lambda f: k.pack_bits(f.values[scores], threshold, first)
+
+    def _whole(
+        self, ffn: Ffn, down: TransposedLinear | None
+    ) -> Callable[[Frame, Tensor, Tensor | None, Tensor | None], Tensor]:
+        """All neurons on the device: with their sum, or, without `down`, their values."""
+        k, counts = self._kernels, self._counts[ffn.layer]
+        given = self._rows(ffn, None) | ffn.options
+        if down is None:
+            values = k.neurons if self._sparse else self._every_neuron
+            return lambda f, h, bits, added: values(h, selected=bits, counts=counts, **given)
+        matrix, bias = self._weights.down(down), self._weights.bias(down.bias)
+        if self._sparse:
+            return lambda f, h, bits, added: k.sparse_ffn(
+                h, down_t=matrix, down_bias=bias, residual=added, selected=bits, counts=counts, **given
+            )
+        return lambda f, h, bits, added: k.linear_t(
+            self._every_neuron(h, selected=bits, counts=counts, **given), matrix, bias, added
+        )
+
+    def _split(self, ffn: Ffn) -> Callable[[Frame, Tensor, Tensor | None, Tensor | None], Tensor]:
+        """Hot neurons on the device, cold ones by the service, or streamed in."""
+        hot, cold, k = self._hot[ffn.layer], self._cold, self._kernels
+        counts = self._counts[ffn.layer]
+        assert cold is not None
+        assert ffn.down is not None
+        bias = self._weights.bias(ffn.down.bias)
+        indices = np.flatnonzero(hot)
+        rows = self._weights.tensor((ffn.layer, "hot"), indices.astype(np.int32))
+        given = self._rows(ffn, indices) | ffn.options
+        down_t = self._weights.hot_rows(ffn.down, indices)
+        matrices = {"gate": ffn.gate, "up": ffn.up, "down_t": ffn.down}
+        stream = ColdRows(self._weights, matrices, ~hot, self._stream_bytes)
+
+        def hot_half(h: Tensor, bits: Tensor | None, added: Tensor | None) -> Tensor:
+            if len(indices):
+                return k.sparse_ffn(
+                    h, down_t=down_t, down_bias=bias, residual=added, selected=bits, rows=rows,
+                    counts=counts, **given,
+                )  # fmt: skip
+            y = torch.zeros((len(h), down_t.n_cols), device=h.device) if added is None else added
+            return y if bias is None else y + bias
+
+        def run(f: Frame, h: Tensor, bits: Tensor | None, added: Tensor | None) -> Tensor:
+            if f.streamed:
+                y = hot_half(h, bits, added)
+                for part in stream.parts():
+                    y = k.sparse_ffn(h, selected=bits, residual=y, counts=counts, **part, **ffn.options)
+                return y
+            cold.post(ffn.layer, h, bits)
+            y = hot_half(h, bits, added)
+            return y + cold.collect(ffn.layer)
+
+        return run
+
+    def _rows(self, ffn: Ffn, indices: np.ndarray | None) -> dict[str, Any]:
+        """Gate and up with their biases, of all neurons or of some, as the kernels' arguments are named."""
+        given: dict[str, Any] = {}
+        for name, op in (("gate", ffn.gate), ("up", ffn.up)):
+            if op is None:
+                given[name] = None
+                continue
+            if indices is None:
+                given[name], given[f"{name}_bias"] = self._weights.linear(op), self._bias(op)
+                continue
+            given[name] = self._weights.hot_rows(op, indices)
+            if op.bias is not None:
+                bias = self._weights.host_vector(op.bias)[op.first_row + indices]
+                given[f"{name}_bias"] = self._weights.tensor((op.bias, "hot"), bias)
+        return given
+
+    def _every_neuron(
+        self,
+        h: Tensor,
+        gate: Any,
+        up: Any,
+        *,
+        activation: Any,
+        threshold: float,
+        up_activation: Any,
+        selected: Tensor | None,
+        counts: Tensor,
+        gate_bias: Tensor | None = None,
+        up_bias: Tensor | None = None,
+    ) -> Tensor:
+        """`neurons` by whole products: nothing is left out, the dense mode."""
+        k = self._kernels
+        value = k.linear(h, up, up_bias)
+        if gate is None:
+            value = k.activate(value, activation, threshold)
+        else:
+            value = k.activate(value, up_activation, 0.0) if up_activation else value
+            value = value * k.activate(k.linear(h, gate, gate_bias), activation, threshold)
+        chosen = None
+        if selected is not None:
+            chosen = unpack_bits(selected, value.shape[1])
+            value = torch.where(chosen, value, 0.0)
+        n = value.shape[1]
+        counts[0] += len(h) * n if chosen is None else chosen.sum()
+        counts[1] += (value != 0).sum()
+        counts[2:] += n
+        if gate is None:
+            counts[2] -= n
+        return value
+
+    # ---- small things ----
+
+    def _bias(self, op: Linear) -> Tensor | None:
+        return self._weights.bias(op.bias, op.first_row, op.out.width)
+
+    @staticmethod
+    def _residual(add: Add | None, product: Value) -> int | None:
+        """The id of the value that a product is added to."""
+        return None if add is None else (add.a if add.b == product else add.b).id
+
+
+def _most_alive(groups: list[Fused], calls: list[Call]) -> int:
+    """The greatest sum of widths of values that are alive together, those inside a group among them."""
+    alive: dict[int, int] = {}
+    most = 0
+    for group, call in zip(groups, calls, strict=True):
+        alive |= {value.id: value.width for value in [*group.reads, *group.out]}
+        inside = sum(op.out.width for op in group.ops if op.out not in group.out)
+        most = max(most, sum(alive.values()) + inside)
+        for id in call.drops:
+            alive.pop(id, None)
+    return most

@@ -1,0 +1,278 @@
+"""A stage: some layers of a model on one device, run step by step.
+
+A model on one GPU is one stage. On several, each runs a range of the graph's operations and hands the
+residual stream to the next. The hot neurons of a layer may be all that the stage has of its FFN; a cold
+service then computes the others on the CPU at the same time.
+
+Steps of a few tokens are captured in a CUDA graph, one per number of tokens: the first such step runs as it
+is, and its calls are then recorded and replayed, without Python or launches between them. Captured or not,
+`_compute` is what runs, and it reads the tensors of StepInputs and nothing of the batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotset.backends.base import PAGE_SIZE, Batch, KVType, WeightSource
+from hotset.backends.embedding import lookup
+from hotset.backends.fusion import PARTS, cut
+from hotset.backends.gpu.devices import find_device, memory_errors, synchronize
+from hotset.backends.gpu.kernels import Kernels
+from hotset.backends.gpu.kv import PagedCache, StepInputs
+from hotset.backends.gpu.program import Call, ColdService, Frame, Program
+from hotset.backends.gpu.twins import N_COUNTS
+from hotset.backends.gpu.weights import DeviceWeights
+from hotset.errors import InvalidRequestError
+from hotset.model.graph import Attention, Embed, Graph, SelectOutputs
+
+MAX_CAPTURED = 8  # tokens of a step that is captured: as many as the matrix-vector kernel takes
+OUTPUT_ROWS = 64  # rows of logits that the device holds at a time
+STREAM_FROM = 64  # tokens from which on cold rows come to the device
+STREAM_BYTES = 64 << 20  # of cold rows that are there at a time
+
+
+class Captured(Protocol):
+    """A recorded step, such as torch.cuda.CUDAGraph."""
+
+    def replay(self) -> None: ...
+
+
+Capture = Callable[[Callable[[], Tensor]], tuple[Captured, Tensor]]
+
+
+class GpuStage:
+    """Executes graph.ops[first_op:last_op] on `device`.
+
+    hot: layer → bool [n_ff], the neurons whose rows (gate, up, down_t, biases) are on the device; the layers
+    that are not in it are there as a whole. cold: computes the others, where there are any.
+    stream_from: number of tokens from which on cold rows come to the device and the service is not used;
+    None: never. sparse: False computes every neuron (no layer can be split then).
+    nbytes: what the stage holds, by kind: weights, kv, workspace.
+    Raises DeviceError, InvalidRequestError, UnsupportedModelError, OutOfMemoryError where it does not fit.
+    """
+
+    def __init__(
+        self,
+        weights: WeightSource,
+        graph: Graph,
+        device: str,
+        *,
+        first_op: int = 0,
+        last_op: int | None = None,
+        n_pages: int,
+        max_batch: int,
+        kv_type: KVType = "f16",
+        hot: Mapping[int, np.ndarray] | None = None,
+        cold: ColdService | None = None,
+        kernels: Kernels | None = None,
+        sparse: bool = True,
+        stream_from: int | None = STREAM_FROM,
+        stream_bytes: int = STREAM_BYTES,
+        capture: Capture | None = None,
+    ) -> None:
+        self.device = find_device(device)
+        self.kernels = kernels or Kernels(self.device)
+        self.graph, self._entering = cut(graph, first_op, len(graph.ops) if last_op is None else last_op)
+        self.n_pages, self.max_batch, self.sparse = n_pages, max_batch, sparse
+        attention = [op for op in self.graph.ops if isinstance(op, Attention)]
+        layers = {op.layer for op in attention}
+        self._hot = {i: mask for i, mask in (hot or {}).items() if i in layers and not mask.all()}
+        if self._hot and cold is None:
+            raise InvalidRequestError(f"layer {min(self._hot)} has cold neurons and needs a service for them")
+        if self._hot and cold is not None:
+            most = max_batch if stream_from is None else min(max_batch, stream_from - 1)
+            if cold.max_batch < most:
+                raise InvalidRequestError(
+                    f"steps of up to {most} tokens need a cold service for as many, not {cold.max_batch}"
+                )
+        self._cold = cold if self._hot else None
+        self._stream_from, self._stream_bytes = stream_from, stream_bytes
+        self._embeds = [op for op in self.graph.ops if isinstance(op, Embed)]
+        self._has_outputs = any(isinstance(op, SelectOutputs) for op in self.graph.ops)
+        entering = [op.out for op in self._embeds] + ([self._entering] if self._entering else [])
+        self._source = weights
+        self._weights = DeviceWeights(weights, self.device)
+        self._programs: dict[frozenset[str], Program] = {}
+        self._captured: dict[int, tuple[Captured, Tensor]] = {}
+        self._capture = capture or (self._cuda_graph if self.kernels.capturable else None)
+        self.tapped: dict[str, np.ndarray] = {}  # of the latest step: name → [n_rows, width]
+        self.timed = False  # measures each group, which forbids captured graphs on a GPU
+        n_layer = 1 + max((op.layer for op in graph.ops if isinstance(op, Attention)), default=-1)
+        self._seconds = np.zeros((n_layer, len(PARTS)))
+        self._pool: Any = None
+        advice = "lower the context, max_batch or --vram-budget, or use --no-gpu"
+        with memory_errors(self.device, "loading the model", advice):
+            self._counts = torch.zeros((n_layer, N_COUNTS), dtype=torch.int64, device=self.device)
+            self._cache = PagedCache(attention, n_pages, kv_type, self.device)
+            widths = {value.id: value.width for value in entering}
+            self._inputs = StepInputs(max_batch, n_pages, widths, self.device)
+            self._program(frozenset())
+            if self.device.type == "cuda":
+                self._warm_up()
+
+    @property
+    def has_neurons(self) -> bool:
+        """Whether the FFNs have zeros to count."""
+        return self._program(frozenset()).has_neurons
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes that the stage holds. workspace: a step's inputs, and its values where most are alive."""
+        values = 4 * self._program(frozenset()).n_live(self.max_batch, min(self.max_batch, OUTPUT_ROWS))
+        streamed = 2 * self._stream_bytes if self._hot and self._stream_from is not None else 0
+        inputs = self._inputs.nbytes + self._counts.nbytes + self._weights.table_nbytes
+        return {
+            "weights": self._weights.nbytes,
+            "kv": self._cache.nbytes,
+            "workspace": values + streamed + inputs,
+        }
+
+    def run(self, batch: Batch, x: Tensor | None = None) -> Tensor:
+        """One step of a batch that was checked (base.cache_slots).
+
+        x: float32 [n_tokens, width], the residual stream that enters; None for a stage that begins with the
+        tokens. Returns what the stage ends with: the residual stream, or logits [n_outputs, n_vocab] (on the
+        host where there are more than OUTPUT_ROWS). It is valid until the next step.
+        """
+        program = self._program(frozenset(batch.taps))
+        vectors: dict[int, np.ndarray | Tensor] = {
+            op.out.id: lookup(self._source, op, batch) for op in self._embeds
+        }
+        if (self._entering is None) != (x is None):
+            raise InvalidRequestError("a stage that begins with tokens takes no residual; another needs it")
+        if self._entering is not None and x is not None:
+            vectors[self._entering.id] = x
+        n = len(batch.tokens)
+        cold = None if self._streams(n) else self._cold
+        advice = "load the model with a smaller max_batch or --vram-budget"
+        with memory_errors(self.device, f"computing {n} tokens", advice):
+            self._inputs.fill(batch, vectors)
+            with nullcontext() if cold is None else cold.step(n):
+                return self._run(program, n, len(batch.outputs))
+
+    def counts(self) -> np.ndarray:
+        """Of the latest step, int64 [n_layer, 5]: selected, active, gate_rows, up_rows, down_rows here."""
+        return self._counts.cpu().numpy()
+
+    def seconds(self) -> np.ndarray:
+        """Of the latest step, float64 [n_layer, 4]: predictor, ffn, attention, other.
+
+        On a GPU zeros, unless `timed` is set.
+        """
+        return self._seconds
+
+    def close(self) -> None:
+        """Frees the memory of the device; safe to call twice."""
+        self._captured.clear()
+        self._programs.clear()
+        self._cache.layers.clear()
+        self._weights.clear()
+
+    # ---- one step ----
+
+    def _run(self, program: Program, n: int, n_outputs: int) -> Tensor:
+        small = n <= MAX_CAPTURED and not program.taps and not self.timed
+        if self._capture is None or not small or self._streams(n):
+            return self._eager(program, n, n_outputs)
+        if n not in self._captured:
+            # Runs the step, so that kernels are compiled, and records it for the next of its size.
+            result = self._eager(program, n, n_outputs).clone()
+            self._captured[n] = self._capture(lambda: self._compute(program, n, n, {}))
+            return result
+        graph, logits = self._captured[n]
+        graph.replay()
+        return logits[:n_outputs] if self._has_outputs else logits
+
+    def _eager(self, program: Program, n: int, n_outputs: int) -> Tensor:
+        taps: dict[str, list[Tensor]] = {}
+        result = self._compute(program, n, n_outputs, taps)
+        self.tapped = {
+            name: np.concatenate([rows.cpu().numpy() for rows in parts]) for name, parts in taps.items()
+        }
+        return result
+
+    def _compute(self, program: Program, n: int, n_outputs: int, taps: dict[str, list[Tensor]]) -> Tensor:
+        """The calls of a step, over what stands in the inputs."""
+        self._counts.zero_()
+        self._seconds[:] = 0
+        inputs = self._inputs
+        frame = Frame(n, inputs, inputs.outputs[:0], self._streams(n))
+        if self._entering is not None:
+            frame.values[self._entering.id] = inputs.vectors[self._entering.id][:n]
+        for call in program.body:
+            self._call(call, frame, program, taps)
+        last = self.graph.logits.id
+        if not program.tail:
+            return frame.values[last]
+        if n_outputs == 0:
+            for call in program.tail:
+                for id in (id for id in call.outs if id in program.taps):
+                    taps[program.taps[id]] = [torch.zeros((0, self.graph.values[id].width))]
+            return torch.zeros((0, self.graph.logits.width))
+        slices = []
+        for first in range(0, n_outputs, OUTPUT_ROWS):
+            outputs = inputs.outputs[first : min(first + OUTPUT_ROWS, n_outputs)]
+            part = Frame(n, inputs, outputs, frame.streamed, dict(frame.values))
+            for call in program.tail:
+                self._call(call, part, program, taps)
+            slices.append(part.values[last] if n_outputs <= OUTPUT_ROWS else part.values[last].cpu())
+        return slices[0] if len(slices) == 1 else torch.cat(slices)
+
+    def _call(self, call: Call, frame: Frame, program: Program, taps: dict[str, list[Tensor]]) -> None:
+        if self.timed or self.device.type == "cpu":
+            synchronize(self.device)
+            began = time.perf_counter()
+            call.run(frame)
+            synchronize(self.device)
+            self._seconds[call.layer, call.part] += time.perf_counter() - began
+        else:
+            call.run(frame)
+        for id in call.outs:
+            if id in program.taps:
+                taps.setdefault(program.taps[id], []).append(frame.values[id])
+        for id in call.drops:
+            frame.values.pop(id, None)
+
+    def _streams(self, n: int) -> bool:
+        return bool(self._hot) and self._stream_from is not None and n >= self._stream_from
+
+    # ---- programs, graphs ----
+
+    def _program(self, taps: frozenset[str]) -> Program:
+        if taps not in self._programs:
+            unknown = taps - {value.name for value in self.graph.values}
+            if unknown:
+                raise InvalidRequestError(f"the model has no value named {min(unknown)!r} to tap")
+            while len(self._programs) > 2:  # the plain program and the latest two with taps stay
+                self._programs.pop(next(key for key in self._programs if key))
+            self._programs[taps] = Program(
+                self.graph, taps, self._weights, self._cache, self.kernels, self._hot, self._cold,
+                self._counts, n_ctx=self.n_pages * PAGE_SIZE, sparse=self.sparse,
+                stream_bytes=self._stream_bytes,
+            )  # fmt: skip
+        return self._programs[taps]
+
+    def _cuda_graph(self, function: Callable[[], Tensor]) -> tuple[Captured, Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:  # the graphs never run at once: they share their memory
+            self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=self._pool):
+            result = function()
+        return graph, result
+
+    def _warm_up(self) -> None:
+        """Compiles the kernels and takes the memory of the largest step: no later step waits or asks for it.
+
+        No token of these steps has a page: the cache stays as it is.
+        """
+        for n in {self.max_batch, 1}:
+            zeros, rows = np.zeros(n, np.int32), np.arange(n, dtype=np.int32)
+            x = None if self._entering is None else torch.zeros((n, self._entering.width))
+            self.run(Batch(zeros, zeros, zeros, np.full((1, 1), -1, np.int32), rows), x)

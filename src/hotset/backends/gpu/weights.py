@@ -1,0 +1,107 @@
+"""The weights of a stage in device memory, each loaded once, in the type that the file has."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotset.backends.base import WeightSource
+from hotset.backends.gpu.matrix import DeviceMatrix
+from hotset.backends.gpu.twins import RopeTable
+from hotset.formats.quants import dequantize, row_bytes
+from hotset.model.graph import Linear, Rope, SignScores, TransposedLinear
+
+
+class DeviceWeights:
+    """Loads tensors of a file to `device` when they are first asked for.
+
+    nbytes: what they take there; table_nbytes: what tables of rotations take.
+    """
+
+    def __init__(self, source: WeightSource, device: torch.device) -> None:
+        self.source, self.device = source, device
+        self.nbytes = self.table_nbytes = 0
+        self._kept: dict[object, DeviceMatrix | Tensor] = {}
+        self._ropes: dict[Rope, RopeTable] = {}
+
+    def linear(self, op: Linear) -> DeviceMatrix:
+        """The rows of a matrix that a product takes."""
+        key = op.weight, op.first_row, op.out.width
+        if key not in self._kept:
+            self._keep(key, self._rows(op, None))
+        return self._kept[key]  # type: ignore[return-value]
+
+    def down(self, op: TransposedLinear) -> DeviceMatrix:
+        """A down projection, a row per neuron, in rows or in planes."""
+        if op.weight not in self._kept:
+            self._keep(op.weight, self.some_rows(op, None))
+        return self._kept[op.weight]  # type: ignore[return-value]
+
+    def hot_rows(self, op: Linear | TransposedLinear, rows: np.ndarray) -> DeviceMatrix:
+        """The rows of some neurons, int64 [n]; asked for again, those that were loaded first."""
+        key = op.weight, "hot"
+        if key not in self._kept:
+            self._keep(key, self.some_rows(op, rows))
+        return self._kept[key]  # type: ignore[return-value]
+
+    def some_rows(self, op: Linear | TransposedLinear, rows: np.ndarray | None) -> DeviceMatrix:
+        """The rows of some neurons, or of all, loaded anew and kept by nobody."""
+        if isinstance(op, Linear):
+            return self._rows(op, rows)
+        info, data = self.source.tensors[op.weight], self.source.data(op.weight)
+        if op.scales is None:
+            return DeviceMatrix.from_bytes(data, info.type, op.x.width, op.out.width, self.device, rows)
+        codes = data.view(np.int8).reshape(op.x.width, -1)
+        scales = self.source.data(op.scales).view(np.float16).reshape(-1, op.out.width)
+        return DeviceMatrix.from_planes(codes, scales, self.device, rows)
+
+    def bias(self, name: str | None, first: int = 0, width: int | None = None) -> Tensor | None:
+        """As `vector`; None where there is none."""
+        return None if name is None else self.vector(name, first, width)
+
+    def vector(self, name: str, first: int = 0, width: int | None = None) -> Tensor:
+        """A norm's weight or a bias in float32, or `width` of its values from `first` on."""
+        key = name, first, width
+        if key not in self._kept:
+            values = self.host_vector(name)[first : None if width is None else first + width]
+            self._keep(key, torch.from_numpy(values.copy()).to(self.device))
+        return self._kept[key]  # type: ignore[return-value]
+
+    def host_vector(self, name: str) -> np.ndarray:
+        """A vector of the file, decoded: float32 [n]."""
+        info = self.source.tensors[name]
+        return np.asarray(dequantize(self.source.data(name), info.type, info.shape)).reshape(-1)
+
+    def tensor(self, key: object, values: np.ndarray) -> Tensor:
+        """Any array on the device, kept under `key`."""
+        if key not in self._kept:
+            self._keep(key, torch.from_numpy(np.array(values)).to(self.device))
+        return self._kept[key]  # type: ignore[return-value]
+
+    def signs(self, op: SignScores) -> Tensor:
+        """The packed signs of a matrix, uint8 [out.width, ceil(x.width / 8)]."""
+        return self.tensor(op.weight, self.source.data(op.weight).reshape(op.out.width, -1).view(np.uint8))
+
+    def rope(self, rope: Rope, n_ctx: int) -> RopeTable:
+        """The tables of a rotation, shared by the layers."""
+        if rope not in self._ropes:
+            self._ropes[rope] = RopeTable.build(rope, n_ctx, self.device)
+            self.table_nbytes += self._ropes[rope].near.nbytes + self._ropes[rope].far.nbytes
+        return self._ropes[rope]
+
+    def _rows(self, op: Linear, rows: np.ndarray | None) -> DeviceMatrix:
+        info = self.source.tensors[op.weight]
+        n_cols, size = op.x.width, row_bytes(info.type, op.x.width)
+        data = self.source.data(op.weight)[op.first_row * size : (op.first_row + op.out.width) * size]
+        return DeviceMatrix.from_bytes(data, info.type, op.out.width, n_cols, self.device, rows)
+
+    def _keep(self, key: object, weight: DeviceMatrix | Tensor) -> None:
+        self._kept[key] = weight
+        self.nbytes += weight.nbytes
+
+    def clear(self) -> None:
+        """Drops all of them."""
+        self._kept.clear()
+        self._ropes.clear()
+        self.nbytes = self.table_nbytes = 0

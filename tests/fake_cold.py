@@ -1,0 +1,87 @@
+"""A cold service in NumPy: what the CPU's half of a split layer must hand back, by the reference's own ops.
+
+Checks the protocol on the way: one post per layer and step, then one collect, nothing outside a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from hotset.backends.base import WeightSource
+from hotset.backends.reference import ReferenceBackend
+from hotset.model.graph import Graph, Linear, Mask, SignScores, TransposedLinear
+
+
+class FakeCold:
+    """Sums the rows of cold neurons that `bits` names, without bias or residual."""
+
+    def __init__(
+        self, weights: WeightSource, graph: Graph, layers: Mapping[int, np.ndarray], max_batch: int
+    ) -> None:
+        self.layers, self.graph, self.max_batch = layers, graph, max_batch
+        self._reference = ReferenceBackend(weights, graph, n_pages=1)
+        self._done: dict[int, torch.Tensor] = {}
+        self._n_tokens = 0
+        self.n_steps = 0
+        self.n_posts = 0
+        self.n_selected = 0
+        self.fails = False
+
+    @contextmanager
+    def step(self, n_tokens: int) -> Iterator[None]:
+        assert self._n_tokens == 0
+        assert 1 <= n_tokens <= self.max_batch
+        self._n_tokens = n_tokens
+        try:
+            yield
+            assert not self._done, "a layer was posted and never collected"
+        finally:
+            self._n_tokens = 0
+            self._done.clear()
+        self.n_steps += 1
+        if self.fails:
+            raise RuntimeError("the cold half failed")
+
+    def post(self, layer: int, h: torch.Tensor, bits: torch.Tensor | None) -> None:
+        hot = self.layers[layer]
+        assert layer not in self._done
+        assert self._n_tokens, "outside a step"
+        assert h.shape[0] == self._n_tokens
+        assert h.dtype == torch.float32
+        wanted = np.ones((self._n_tokens, len(hot)), bool)
+        if bits is not None:
+            assert bits.dtype == torch.uint8
+            assert bits.shape == (self._n_tokens, -(-len(hot) // 8))
+            wanted = np.unpackbits(bits.cpu().numpy(), axis=1, count=len(hot), bitorder="little").astype(bool)
+        wanted &= ~hot
+        self.n_posts += 1
+        self.n_selected += int(wanted.sum())
+        self._done[layer] = torch.from_numpy(self._sum(layer, h.cpu().numpy(), wanted)).to(h.device)
+
+    def collect(self, layer: int) -> torch.Tensor:
+        return self._done.pop(layer)
+
+    def _sum(self, layer: int, h: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        """The layer's own operations from gate and up to down, with the unwanted neurons at zero."""
+        ops = self.graph.ops
+        last = next(i for i, op in enumerate(ops) if op.out.name == f"blk.{layer}.ffn_down")
+        down = ops[last]
+        assert isinstance(down, TransposedLinear)
+        names = ("ffn_gate", "ffn_up", "ffn_gate_act", "ffn_up_act", "ffn_act")
+        values: dict[int, np.ndarray] = {}
+        compute = self._reference._compute
+        for op in ops[:last]:
+            if op.out.name not in {f"blk.{layer}.{name}" for name in names}:
+                continue
+            if isinstance(op, Linear):
+                values[op.x.id] = h
+            assert not isinstance(op, Mask | SignScores)
+            values[op.out.id] = compute(op, values, None, [])  # type: ignore[arg-type]
+            neurons = values[op.out.id]
+        values[down.x.id] = np.where(wanted, neurons, np.float32(0))
+        return compute(replace(down, bias=None), values, None, []).astype(np.float32)  # type: ignore[arg-type]
