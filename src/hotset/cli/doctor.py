@@ -26,6 +26,7 @@ _PACKAGES = (
     "huggingface-hub",
     "filelock",
     "psutil",
+    "scipy",
     "typer",
     "rich",
 )

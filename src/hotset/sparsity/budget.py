@@ -3,13 +3,44 @@
 A budget is a promise: weights, keys and values, workspace and the device's own context together never exceed
 it. So everything that a backend will hold is counted here, from the graph and the tensor table alone: no
 weight is read, nothing of torch is imported, and Python's integers do not overflow at 175 billion parameters.
+
+    facts = model_facts(graph, weights.tensors, kv_type="f16", n_pages=64, max_batch=512)
+    facts.layers[0].neuron_bytes      what one hot neuron of the first layer costs
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
+from hotset.backends.base import PAGE_SIZE, KVType
 from hotset.formats.quants import GGMLType, row_bytes
+from hotset.model.cost import KV_BLOCKS
+from hotset.model.graph import (
+    Attention,
+    Embed,
+    Graph,
+    LayerNorm,
+    Linear,
+    Mask,
+    Op,
+    RMSNorm,
+    SignScores,
+    TransposedLinear,
+)
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import TensorInfo
+
+FFNMode = Literal["dense", "exact", "predicted"]
+
+INDEX_BYTES = 8  # of a hot neuron: its number, and that of its scales in planes
+STREAM_BYTES = 2 * (64 << 20)  # of cold rows that are on a device for a prompt (backends/gpu/stage.py)
+OUTPUT_ROWS = 64  # of logits that a device holds at a time
+FLOAT_BYTES = 4  # norms, biases and intermediates are float32 on a device
+ALIGNMENT = 512  # bytes that an allocator rounds a tensor up to
 
 
 def matrix_bytes(type: GGMLType, n_rows: int, n_cols: int) -> int:
@@ -48,3 +79,170 @@ class Budget:
 
     devices: tuple[DeviceBudget, ...]
     host: int = 0
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """One layer in bytes.
+
+    On a device: fixed_bytes whatever its neurons (attention, norms, predictor; the FFN too where it cannot be
+    split), neuron_bytes for each hot neuron, shared_bytes once where any neuron is hot (scales, which 32
+    neurons of a matrix in planes share), kv_bytes of cache.
+    A token reads: fixed_bytes; of a neuron always_bytes, and fired_bytes more when it fires (mode exact: gate
+    rows always, up and down when it fires; predicted: nothing but when it is named); kv_read_bytes.
+    n_split: its neurons if they can be split, else 0.
+    """
+
+    n_ff: int
+    n_split: int
+    fixed_bytes: int
+    neuron_bytes: int
+    shared_bytes: int
+    kv_bytes: int
+    kv_read_bytes: int
+    always_bytes: int
+    fired_bytes: int
+
+    @property
+    def whole_bytes(self) -> int:
+        """On a device with all neurons and the cache."""
+        return self.fixed_bytes + self.n_split * self.neuron_bytes + self.shared_bytes + self.kv_bytes
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model in bytes; its embeddings are looked up on the host.
+
+    output_bytes: final norm and output matrix (a tied one too). workspace_bytes: of every device that runs a
+    part of the model. stream_bytes: of workspace too, where some of its neurons are on the CPU.
+    """
+
+    layers: tuple[LayerFacts, ...]
+    output_bytes: int
+    workspace_bytes: int
+    stream_bytes: int
+
+    @property
+    def whole_bytes(self) -> int:
+        """All of it on one device, without the context."""
+        return sum(layer.whole_bytes for layer in self.layers) + self.output_bytes + self.workspace_bytes
+
+    def smallest_bytes(self, n_layers: int = 1) -> int:
+        """The least with which the last layers are on a device at all, without the context: their fixed
+        parts, or, where that is less, these layers whole (then nothing streams).
+        """
+        last = self.layers[len(self.layers) - n_layers :]
+        split = sum(layer.fixed_bytes + layer.kv_bytes for layer in last)
+        if any(layer.n_split for layer in last):
+            split += self.stream_bytes
+        whole = sum(layer.whole_bytes for layer in last)
+        return min(split, whole) + self.output_bytes + self.workspace_bytes
+
+
+def model_facts(
+    graph: Graph,
+    tensors: Mapping[str, TensorInfo],
+    *,
+    mode: FFNMode,
+    kv_type: KVType,
+    n_pages: int,
+    max_batch: int,
+) -> ModelFacts:
+    """Counts a model. n_pages: of the cache; max_batch: tokens of a step at most."""
+    parts: dict[int, list[Op]] = {}
+    n_layer = sum(isinstance(op, Attention) for op in graph.ops)
+    for op in graph.ops:
+        match = re.match(r"blk\.(\d+)\.", op.out.name)
+        layer = int(match[1]) if match else (-1 if isinstance(op, Embed) or not parts.get(0) else n_layer)
+        parts.setdefault(layer, []).append(op)
+    layers = tuple(
+        _layer_facts(parts[i], i, tensors, mode=mode, kv_type=kv_type, n_pages=n_pages)
+        for i in range(n_layer)
+    )
+    return ModelFacts(
+        layers,
+        sum(op_bytes(op, tensors) for op in parts[n_layer]),
+        workspace_bytes(graph, n_pages, max_batch),
+        STREAM_BYTES,
+    )
+
+
+def op_bytes(op: Op, tensors: Mapping[str, TensorInfo]) -> int:
+    """Bytes on a device of the weights of one operation, each tensor rounded up as allocators do."""
+    match op:
+        case Linear():  # of a fused matrix, the product's own rows
+            info = tensors[op.weight]
+            return _rounded(matrix_bytes(info.type, op.out.width, op.x.width)) + _vector(
+                op.bias, op.out.width
+            )
+        case RMSNorm() | LayerNorm():
+            bias = op.bias if isinstance(op, LayerNorm) else None
+            return _vector(op.weight, tensors[op.weight].n_elements) + _vector(bias, op.out.width)
+        case TransposedLinear():
+            names = [op.weight, *([op.scales] if op.scales else [])]
+            groups = op.x.width * INDEX_BYTES if op.scales else 0
+            matrix = sum(_rounded(tensors[name].nbytes) for name in names)
+            return matrix + groups + _vector(op.bias, op.out.width)
+        case SignScores():
+            return _rounded(tensors[op.weight].nbytes) + _vector(op.bias, op.out.width)
+        case _:
+            return 0
+
+
+def workspace_bytes(graph: Graph, n_pages: int, max_batch: int) -> int:
+    """Intermediates of a step of max_batch tokens, the numbers of its batch, and some of its logits.
+
+    At most four values as wide as the widest are alive together (gate, up, their product, a mask's scores),
+    and as many of the residual's width.
+    """
+    widest = max(op.out.width for op in graph.ops if op.out is not graph.logits)
+    d = graph.ops[0].out.width
+    values = max_batch * (4 * (widest + d) + n_pages) + min(max_batch, OUTPUT_ROWS) * graph.logits.width
+    tables = 2 * 2 * n_pages * PAGE_SIZE  # a few of a rotation's angles
+    return FLOAT_BYTES * (values + tables) + (1 << 20)
+
+
+def _layer_facts(
+    ops: list[Op], i: int, tensors: Mapping[str, TensorInfo], *, mode: FFNMode, kv_type: KVType, n_pages: int
+) -> LayerFacts:
+    named = {op.out.name.removeprefix(f"blk.{i}."): op for op in ops}
+    gate, up, down = (named.get(f"ffn_{part}") for part in ("gate", "up", "down"))
+    attention = named["attn"]
+    assert isinstance(attention, Attention)
+    assert isinstance(up, Linear)
+    n_ff = up.out.width
+    per_token = attention.n_head_kv * (attention.head_dim + attention.head_dim_v)
+    n_bytes, n_channels = KV_BLOCKS[kv_type]
+    kv_bytes = n_pages * PAGE_SIZE * (per_token * n_bytes // n_channels)
+    seen = min(n_pages * PAGE_SIZE // 2, attention.window or n_pages * PAGE_SIZE)
+    kv_read = seen * (per_token * n_bytes // n_channels)
+    has_zeros = any(getattr(op, "kind", None) in ("relu", "relu2", "fatrelu") for op in ops)
+    fixed = sum(op_bytes(op, tensors) for op in ops if op not in (gate, up, down))
+    if not isinstance(down, TransposedLinear) or not has_zeros:
+        fixed += sum(op_bytes(op, tensors) for op in (gate, up, down) if op is not None)
+        return LayerFacts(n_ff, 0, fixed, 0, 0, kv_bytes, kv_read, 0, 0)
+    first = gate if isinstance(gate, Linear) else up
+    first_row = _row(first, tensors)
+    second_row = _row(up, tensors) if first is gate else 0
+    down_row = row_bytes(tensors[down.weight].type, tensors[down.weight].shape[0])
+    shared = tensors[down.scales].nbytes if down.scales else 0
+    rows = first_row + second_row + down_row
+    neuron = rows + INDEX_BYTES
+    fixed += _vector(down.bias, down.out.width)
+    if mode == "predicted" and not any(isinstance(op, Mask) for op in ops):
+        mode = "dense"  # a layer whose neurons are all computed always has no mask
+    always = {"dense": rows, "exact": first_row, "predicted": 0}[mode]
+    return LayerFacts(n_ff, n_ff, fixed, neuron, shared, kv_bytes, kv_read, always, rows - always)
+
+
+def _row(op: Linear, tensors: Mapping[str, TensorInfo]) -> int:
+    """Bytes of a neuron's row and its bias."""
+    return row_bytes(tensors[op.weight].type, op.x.width) + (FLOAT_BYTES if op.bias else 0)
+
+
+def _vector(name: str | None, n: int) -> int:
+    return 0 if name is None else _rounded(int(n) * FLOAT_BYTES)
+
+
+def _rounded(n_bytes: int) -> int:
+    return -(-int(n_bytes) // ALIGNMENT) * ALIGNMENT
