@@ -286,11 +286,12 @@ def split(weights: Any, graph: Any, hot: dict[int, np.ndarray], **options: Any) 
     return GpuStage(weights, graph, hot=hot, cold=cold, **given), cold
 
 
-def run(stage: GpuStage, ids: np.ndarray, cuts: Sequence[int] = (), pages: Sequence[int] = (2, 0)) -> Any:
-    rows, at = [], 0
+def run(stage: GpuStage, ids: np.ndarray, cuts: Sequence[int] = (), at: int = 0) -> np.ndarray:
+    """Logits of every token of a sequence that goes on at position `at`, in steps that end at `cuts`."""
+    rows, done = [], 0
     for end in [*cuts, len(ids)]:
-        rows.append(stage.run(batch([(ids[at:end], at, list(pages))])).cpu().numpy().copy())
-        at = end
+        rows.append(stage.run(batch([(ids[done:end], at + done, [2, 0])])).numpy().copy())
+        done = end
     return np.concatenate(rows)
 
 

@@ -6,13 +6,19 @@ import time
 from typing import Any
 
 from hotset.backends.base import Batch, KVType, StepResult, StepStats, WeightSource, cache_slots
+from hotset.backends.gpu.devices import find_device, free_bytes
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.stage import GpuStage
+from hotset.errors import OutOfMemoryError
 from hotset.model.graph import Graph
+from hotset.sparsity.budget import model_facts
+from hotset.units import human_size
 
 
 class GpuBackend:
     """One stage that is the whole graph; see GpuStage for `options` and what is raised.
+
+    OutOfMemoryError is raised before anything is loaded where the device has too little memory free.
 
     kernels: None chooses Triton or plain torch (kernels.Kernels). sparse: False computes every neuron.
     """
@@ -32,6 +38,16 @@ class GpuBackend:
         kernels: Kernels | None = None,
         **options: Any,
     ) -> None:
+        found = find_device(device)
+        facts = model_facts(
+            graph, weights.tensors, mode="dense", kv_type=kv_type, n_pages=n_pages, max_batch=max_batch
+        )
+        free = free_bytes(found)
+        if facts.whole_bytes > free:
+            raise OutOfMemoryError(
+                f"the model needs {human_size(facts.whole_bytes)} on {found}, cache and workspace included, "
+                f"and {human_size(free)} are free; share it with the CPU (--vram-budget) or lower the context"
+            )
         self.n_pages, self.max_batch, self.kv_type, self.sparse = n_pages, max_batch, kv_type, sparse
         self.n_vocab = graph.logits.width
         self.stage = GpuStage(

@@ -6,7 +6,7 @@ A device that is asked for and cannot be used is an error; nothing here falls ba
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from hotset.errors import DeviceError, InvalidRequestError, OutOfMemoryError
@@ -95,6 +95,13 @@ def memory_errors(device: torch.device, what: str, advice: str) -> Iterator[None
         if device.type == "cuda":
             torch.cuda.empty_cache()
         raise OutOfMemoryError(f"{device} ran out of memory while {what}; {advice}") from None
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """A block in which `device` is the one that kernels are launched on."""
+    import torch
+
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def synchronize(device: torch.device) -> None:

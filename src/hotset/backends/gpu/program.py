@@ -76,13 +76,15 @@ class ColdService(Protocol):
 class Frame:
     """One step as it runs. n: tokens. outputs: rows of them whose logits are wanted, int32 on the device.
 
-    values: by id, dropped after their last use. streamed: cold rows come to the device, the service rests.
+    values: by id, dropped after their last use. streamed: cold rows come to the device, the service rests;
+    warming: the first of them alone, for the result is not wanted.
     """
 
     n: int
     inputs: StepInputs
     outputs: Tensor
     streamed: bool
+    warming: bool = False
     values: dict[int, Tensor] = field(default_factory=dict)
     angles: dict[Rope, Tensor] = field(default_factory=dict)
 
@@ -431,6 +433,8 @@ class Program:
                 y = hot_half(h, bits, added)
                 for part in stream.parts():
                     y = k.sparse_ffn(h, selected=bits, residual=y, counts=counts, **part, **ffn.options)
+                    if f.warming:
+                        break
                 return y
             cold.post(ffn.layer, h, bits)
             y = hot_half(h, bits, added)

@@ -23,7 +23,7 @@ from torch import Tensor
 from hotset.backends.base import PAGE_SIZE, Batch, KVType, WeightSource
 from hotset.backends.embedding import lookup
 from hotset.backends.fusion import PARTS, cut
-from hotset.backends.gpu.devices import find_device, memory_errors, synchronize
+from hotset.backends.gpu.devices import current, find_device, memory_errors, synchronize
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.kv import PagedCache, StepInputs
 from hotset.backends.gpu.program import Call, ColdService, Frame, Program
@@ -107,15 +107,17 @@ class GpuStage:
         n_layer = 1 + max((op.layer for op in graph.ops if isinstance(op, Attention)), default=-1)
         self._seconds = np.zeros((n_layer, len(PARTS)))
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self._warming = False
         advice = "lower the context, max_batch or --vram-budget, or use --no-gpu"
-        with memory_errors(self.device, "loading the model", advice):
+        with memory_errors(self.device, "loading the model", advice), current(self.device):
             self._counts = torch.zeros((n_layer, N_COUNTS), dtype=torch.int64, device=self.device)
             self._cache = PagedCache(attention, n_pages, kv_type, self.device)
             widths = {value.id: value.width for value in entering}
             self._inputs = StepInputs(max_batch, n_pages, widths, self.device)
             self._program(frozenset())
             if self.device.type == "cuda":
-                self._warm_up()
+                self.warm_up()
 
     @property
     def has_neurons(self) -> bool:
@@ -152,7 +154,7 @@ class GpuStage:
         n = len(batch.tokens)
         cold = None if self._streams(n) else self._cold
         advice = "load the model with a smaller max_batch or --vram-budget"
-        with memory_errors(self.device, f"computing {n} tokens", advice):
+        with memory_errors(self.device, f"computing {n} tokens", advice), current(self.device):
             self._inputs.fill(batch, vectors)
             with nullcontext() if cold is None else cold.step(n):
                 return self._run(program, n, len(batch.outputs))
@@ -178,6 +180,7 @@ class GpuStage:
     # ---- one step ----
 
     def _run(self, program: Program, n: int, n_outputs: int) -> Tensor:
+        self._seconds[:] = 0
         small = n <= MAX_CAPTURED and not program.taps and not self.timed
         if self._capture is None or not small or self._streams(n):
             return self._eager(program, n, n_outputs)
@@ -201,9 +204,8 @@ class GpuStage:
     def _compute(self, program: Program, n: int, n_outputs: int, taps: dict[str, list[Tensor]]) -> Tensor:
         """The calls of a step, over what stands in the inputs."""
         self._counts.zero_()
-        self._seconds[:] = 0
         inputs = self._inputs
-        frame = Frame(n, inputs, inputs.outputs[:0], self._streams(n))
+        frame = Frame(n, inputs, inputs.outputs[:0], self._streams(n), self._warming)
         if self._entering is not None:
             frame.values[self._entering.id] = inputs.vectors[self._entering.id][:n]
         for call in program.body:
@@ -219,7 +221,7 @@ class GpuStage:
         slices = []
         for first in range(0, n_outputs, OUTPUT_ROWS):
             outputs = inputs.outputs[first : min(first + OUTPUT_ROWS, n_outputs)]
-            part = Frame(n, inputs, outputs, frame.streamed, dict(frame.values))
+            part = Frame(n, inputs, outputs, frame.streamed, frame.warming, dict(frame.values))
             for call in program.tail:
                 self._call(call, part, program, taps)
             slices.append(part.values[last] if n_outputs <= OUTPUT_ROWS else part.values[last].cpu())
@@ -261,18 +263,21 @@ class GpuStage:
 
     def _cuda_graph(self, function: Callable[[], Tensor]) -> tuple[Captured, Tensor]:
         graph = torch.cuda.CUDAGraph()
-        if self._pool is None:  # the graphs never run at once: they share their memory
-            self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=self._pool):
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+            self._pool = torch.cuda.graph_pool_handle()  # the graphs never run at once: they share memory
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             result = function()
         return graph, result
 
-    def _warm_up(self) -> None:
+    def warm_up(self) -> None:
         """Compiles the kernels and takes the memory of the largest step: no later step waits or asks for it.
 
         No token of these steps has a page: the cache stays as it is.
         """
-        for n in {self.max_batch, 1}:
+        self._warming = True
+        for n in sorted({self.max_batch, 1}):
             zeros, rows = np.zeros(n, np.int32), np.arange(n, dtype=np.int32)
             x = None if self._entering is None else torch.zeros((n, self._entering.width))
             self.run(Batch(zeros, zeros, zeros, np.full((1, 1), -1, np.int32), rows), x)
+        self._warming = False

@@ -1,0 +1,227 @@
+"""What only a GPU does, shown without one: captured steps, memory that runs out, missing devices."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_cpu_backend import batch, logits_of, tokens
+from test_gpu_backend import N_LAYER, assert_close, gpu, masks, run, split, write
+from test_sparse_cpu import prepared
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hotset.backends.gpu import devices
+from hotset.backends.gpu.kernels import Kernels
+from hotset.backends.reference import ReferenceBackend
+from hotset.errors import DeviceError, OutOfMemoryError
+
+
+class Watch(TorchDispatchMode):
+    """Notes the memory that a function reads or writes and did not allocate itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside: set[int] = set()
+        self._made: dict[int, torch.Tensor] = {}  # kept alive, so that no address is used twice
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tree_leaves((args, kwargs or {})):
+            if isinstance(tensor, torch.Tensor) and tensor.numel():
+                address = tensor.untyped_storage().data_ptr()
+                if function is torch.ops.aten.lift_fresh.default:  # a constant of the code, torch.tensor(...)
+                    self._made[address] = tensor
+                elif address not in self._made:
+                    self.outside.add(address)
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.outside:
+                self._made[tensor.untyped_storage().data_ptr()] = tensor
+        return result
+
+
+class Recording:
+    """In place of a CUDA graph: replays by calling again, and insists on the addresses of the capture."""
+
+    def __init__(self, function: Callable[[], torch.Tensor]) -> None:
+        self._function = function
+        self.n_replays = 0
+        with Watch() as watch:
+            self.result = function().clone()
+        self._outside = watch.outside
+
+    def replay(self) -> None:
+        with Watch() as watch:
+            self.result.copy_(self._function())
+        # (The result is the recording's own memory, written after the step.)
+        assert watch.outside - {self.result.untyped_storage().data_ptr()} <= self._outside
+        self.n_replays += 1
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.made: list[Recording] = []
+
+    def __call__(self, function: Callable[[], torch.Tensor]) -> tuple[Recording, torch.Tensor]:
+        self.made.append(Recording(function))
+        return self.made[-1], self.made[-1].result
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("model", ["bamboo", "opt", "falcon-40b"])
+def test_captured_steps_read_only_what_stays_in_place(tmp_path: Path, model: str) -> None:
+    ready, graph = prepared(write(tmp_path, model), "predicted")
+    recorder = Recorder()
+    captured = gpu(ready.weights, graph, capture=recorder)
+    plain = gpu(ready.weights, graph)
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 96, (3, 90)).astype(np.int32)
+    pages = [[4, 1], [0, 7], [2, 6]]
+    for backend in (captured, plain):
+        backend.step(batch([(ids[i, :60], 0, pages[i]) for i in range(1)]))
+        backend.step(batch([(ids[i, :20], 0, pages[i]) for i in range(1, 3)]))
+    places = [60, 20, 20]
+    for step in range(16):
+        who = [[0], [0, 1, 2], [2, 1], [1, 2, 0]][step % 4]  # crosses a page, changes rows of the tables
+        parts = [(ids[i, places[i] : places[i] + 1], places[i], pages[i]) for i in who]
+        for i in who:
+            places[i] += 1
+        found, expected = captured.step(batch(parts)), plain.step(batch(parts))
+        assert_close(found.logits, expected.logits)
+        ours, theirs = captured.stats(), plain.stats()
+        assert ours is not None
+        assert theirs is not None
+        np.testing.assert_array_equal(ours.active, theirs.active)
+    assert [recording.n_replays for recording in recorder.made] == [3, 7, 3]  # 1, 3 and 2 tokens
+
+
+def test_captured_steps_give_the_outputs_that_are_wanted(tmp_path: Path) -> None:
+    ready, graph = prepared(write(tmp_path, "bamboo"), "exact")
+    recorder = Recorder()
+    captured = gpu(ready.weights, graph, capture=recorder)
+    expected = logits_of(ReferenceBackend(ready.weights, graph, n_pages=1), tokens(4), [], [0])
+    whole = batch([(tokens(4), 0, [0])])
+    for wanted in ([0, 1, 2, 3], [1, 3], [2], []):
+        part = type(whole)(
+            whole.tokens, whole.positions, whole.sequences, whole.page_tables, np.array(wanted, np.int32)
+        )
+        found = captured.step(part).logits
+        assert found.shape == (len(wanted), 96)
+        if wanted:
+            assert_close(found, expected[wanted])
+    assert recorder.made[0].n_replays == 3
+
+
+def test_a_split_layer_is_captured_with_its_round_trip(tmp_path: Path) -> None:
+    ready, graph = prepared(write(tmp_path, "bamboo"), "predicted")
+    ids, recorder = tokens(20), Recorder()
+    cuts = [*range(6, 20)]
+    expected = logits_of(gpu(ready.weights, graph), ids, cuts, [2, 0])
+    stage, cold = split(ready.weights, graph, masks(0.3), capture=recorder)
+    assert_close(run(stage, ids, cuts), expected)
+    assert recorder.made[0].n_replays == 0  # the prompt of six, and
+    assert recorder.made[1].n_replays == len(cuts) - 1
+    assert cold.n_posts > N_LAYER * len(cuts)
+
+
+def test_taps_and_long_steps_are_not_captured(tmp_path: Path) -> None:
+    ready, graph = prepared(write(tmp_path, "bamboo"), "exact")
+    recorder = Recorder()
+    backend = gpu(ready.weights, graph, capture=recorder)
+    backend.step(batch([(tokens(20), 0, [0])]))
+    backend.step(batch([(tokens(1), 20, [0])], ("blk.0.out",)))
+    backend.stage.timed = True
+    backend.step(batch([(tokens(1), 20, [0])]))
+    assert not recorder.made
+    seconds = backend.stage.seconds()
+    assert seconds[:, 1:3].min() > 0  # of every layer's FFN and attention
+    assert seconds[0, 3] > 0
+
+
+@pytest.mark.parametrize("split_layers", [False, True])
+def test_warming_up_leaves_no_trace(tmp_path: Path, split_layers: bool) -> None:
+    ready, graph = prepared(write(tmp_path, "opt"), "exact")
+    ids = tokens(20)
+    options = {"stream_from": 16, "stream_bytes": 3000}
+    stage, _ = split(ready.weights, graph, masks(0.3 if split_layers else 1.0), **options)
+    expected = run(stage, ids, [15])
+    stage, _ = split(ready.weights, graph, masks(0.3 if split_layers else 1.0), **options)
+    stage.run(batch([(ids[:9], 0, [2, 0])]))
+    stage.warm_up()
+    found = run(stage, ids[9:], [6, 10], at=9)
+    assert_close(found, expected[9:])
+
+
+def test_memory_that_runs_out_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ready, graph = prepared(write(tmp_path, "bamboo"), "exact")
+    kernels = Kernels("cpu", triton=False)
+    backend = gpu(ready.weights, graph, kernels=kernels)
+    expected = backend.step(batch([(tokens(9), 0, [0])])).logits.copy()
+    attention = backend.stage.kernels.attention
+
+    def exhausted(*arguments: Any, **options: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    kernels.attention = exhausted  # type: ignore[method-assign]
+    with pytest.raises(OutOfMemoryError, match=r"cpu ran out of memory while computing 9 tokens; load .*"):
+        backend.step(batch([(tokens(9), 0, [0])]))
+    kernels.attention = attention  # type: ignore[method-assign]
+    np.testing.assert_array_equal(backend.step(batch([(tokens(9), 0, [0])])).logits, expected)
+
+    monkeypatch.setattr("hotset.backends.gpu.backend.free_bytes", lambda device: 100_000)
+    with pytest.raises(OutOfMemoryError, match=r"needs .* on cpu, .* and 100.0 kB are free; share it"):
+        gpu(ready.weights, graph)
+
+
+def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DeviceError, match="finds no cuda device; check its driver"):
+        devices.find_device("cuda:0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert devices.find_device("cuda:1") == torch.device("cuda", 1)
+    assert devices.find_device("cuda") == torch.device("cuda", 0)
+    with pytest.raises(DeviceError, match="cuda:2 is not there: PyTorch finds 2"):
+        devices.find_device("cuda:2")
+
+
+def python(code: str, **environment: str) -> str:
+    """Standard output of a fresh interpreter."""
+    here = str(Path(__file__).parent)
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    return found.stdout
+
+
+def test_without_torch_a_sentence_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from hotset.backends.gpu import open_gpu\n"
+        "from hotset.errors import DeviceError\n"
+        "try: open_gpu(None, None, device='cuda', n_pages=1)\n"
+        "except DeviceError as error: print(error)\n"
+    )
+    assert "pip install 'hotset[gpu]'" in python(code)
+
+
+def test_nothing_of_torch_is_imported_before_a_gpu_is_opened() -> None:
+    code = "import sys, hotset.backends.gpu, hotset.backends.gpu.devices; print('torch' in sys.modules)"
+    assert python(code).strip() == "False"
