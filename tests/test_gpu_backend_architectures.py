@@ -1,0 +1,30 @@
+"""The GPU backend against transformers, as test_architectures has it for others: prompts among decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_architectures import LENGTHS, PAGES_EACH, PLANS, TOLERANCE, model, relative_error, run
+
+from hotset.backends.gpu import open_gpu
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+
+torch = pytest.importorskip("torch")
+
+__all__ = ["model"]  # the fixture
+
+
+@pytest.mark.parametrize("plan", ["chunks", "mixed"])
+def test_logits_match_transformers(model: Any, plan: str) -> None:
+    torch.set_num_threads(1)
+    gguf, sequences, expected = model
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    backend = open_gpu(
+        gguf, graph, device="cpu", n_pages=PAGES_EACH * len(LENGTHS), max_batch=256, kv_type="f32"
+    )
+    found = run(backend, sequences, PLANS[plan])
+    for i in range(len(sequences)):
+        assert relative_error(found[i], expected[i]) < TOLERANCE, f"sequence {i}"
+    backend.close()
