@@ -154,12 +154,25 @@ void Plan::run(const int32_t* tokens, const int32_t* positions, const int32_t* s
                 t.rope_sin[i][token * half + j] = float(std::sin(angle)) * rope.magnitude;
             }
     }
+    execute(slot, 0, n_ops());
+}
+
+void Plan::run_rows(int first_op, int last_op, int n_tokens) {
+    const int slot = team_.free_slot();
+    StepTokens& t = steps_[slot]->tokens;
+    t.n_tokens = n_tokens;
+    t.n_outputs = 0;
+    execute(slot, first_op, last_op);
+}
+
+void Plan::execute(int slot, int first_op, int last_op) {
+    Step& step = *steps_[slot];
     step.phases.clear();
-    for (int i = 0; i < n_ops(); i++) {
+    for (int i = first_op; i < last_op; i++) {
         const Op* op = ops_[i].get();
         op->counters.reset();
-        for (int phase = 0; phase < op->n_phases(t); phase++)
-            if (const int n = op->n_chunks(phase, t)) step.phases.push_back({op, i, phase, n});
+        for (int phase = 0; phase < op->n_phases(step.tokens); phase++)
+            if (const int n = op->n_chunks(phase, step.tokens)) step.phases.push_back({op, i, phase, n});
     }
     latest_ = &step;
     team_.run(slot, step);

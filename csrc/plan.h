@@ -177,6 +177,9 @@ class Plan {
     // Runs one step. Arrays as in backends/base.py. Every index must have been checked.
     void run(const int32_t* tokens, const int32_t* positions, const int32_t* sequences, int n_tokens,
              const int32_t* pages, int n_sequences, int max_pages, const int32_t* outputs, int n_outputs);
+    // Runs the operations [first_op, last_op) on rows that the caller wrote into their buffers: operations
+    // that read neither tokens nor the cache, before any that selects outputs.
+    void run_rows(int first_op, int last_op, int n_tokens);
 
     const Buffer& buffer(int id) const { return *buffers_[id]; }
     const Kernels& kernels() const { return kernels_; }
@@ -193,6 +196,7 @@ class Plan {
 
   private:
     class Step;
+    void execute(int slot, int first_op, int last_op);
 
     const Kernels& kernels_;
     const int max_tokens_;

@@ -21,19 +21,19 @@ constexpr int64_t kSpinBeforeSleep_ns = 2'000'000;  // longer than what lies bet
 constexpr int64_t kPatience_ns = 20'000;            // before another thread's chunk is computed again
 constexpr int kPrefetchPhases = 3;                  // how far a waiting thread looks for something to fetch
 
+}  // namespace
+
+int64_t now_ns() {
+    using namespace std::chrono;
+    return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
+}
+
 void relax() {
 #if defined(__x86_64__) || defined(_M_X64)
     _mm_pause();
 #elif defined(__aarch64__) && defined(__GNUC__)
     asm volatile("yield");
 #endif
-}
-
-}  // namespace
-
-int64_t now_ns() {
-    using namespace std::chrono;
-    return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
 }
 
 void prefetch_line(const void* p) {

@@ -45,6 +45,7 @@ class Memory {
 };
 
 int64_t now_ns();  // of a clock that never goes back
+void relax();      // tells the processor that this thread only waits
 
 // Fetches the cache line at p, if there is memory: any address may be given.
 void prefetch_line(const void* p);

@@ -45,6 +45,31 @@ Q8_0_BLOCK = 32
 assert _core.PAGE_SIZE == PAGE_SIZE
 
 
+def decoded_vector(weights: WeightSource, name: str) -> np.ndarray:
+    """A vector of the file, float32 [n]."""
+    info = weights.tensors[name]
+    return np.ascontiguousarray(dequantize(weights.data(name), info.type, info.shape).reshape(-1))
+
+
+def linear_matrix(weights: WeightSource, op: Linear) -> tuple[int, np.ndarray, np.ndarray | None]:
+    """What the native core takes of a matrix product: type, bytes of its rows, bias."""
+    info = weights.tensors[op.weight]
+    first, last = op.first_row, op.first_row + op.out.width
+    row = row_bytes(info.type, info.shape[0])
+    bias = None if op.bias is None else decoded_vector(weights, op.bias)[first:last]
+    return int(info.type), weights.data(op.weight)[first * row : last * row], bias
+
+
+def transposed_matrix(
+    weights: WeightSource, op: TransposedLinear
+) -> tuple[int, np.ndarray, np.ndarray | None]:
+    """What the native core takes of a down projection by neurons: type, bytes or codes, scales of planes."""
+    info = weights.tensors[op.weight]
+    if op.scales is None:
+        return int(info.type), weights.data(op.weight), None
+    return PLANES[op.out.width // info.shape[0]], weights.data(op.weight), weights.data(op.scales)
+
+
 class CpuBackend:
     """The Backend protocol over the native core.
 
@@ -225,23 +250,14 @@ class CpuBackend:
         )
 
     def _emit_transposed(self, plan: Any, op: Fused, main: TransposedLinear, buffers: Buffers) -> None:
-        info = self.weights.tensors[main.weight]
-        type, scales = int(info.type), None
-        if main.scales is not None:
-            type, scales = PLANES[main.out.width // info.shape[0]], self._bytes(main.scales)
         plan.axpy(
-            buffers[main.x], type, self._bytes(main.weight), scales, self._bias(main.bias),
+            buffers[main.x], *transposed_matrix(self.weights, main), self._bias(main.bias),
             self._residual(op.first(Add), main.out, buffers), self.sparse, buffers[op.out[0]],
         )  # fmt: skip
 
     def _part(self, op: Linear, out: int) -> tuple[int, np.ndarray, np.ndarray | None, int]:
         """A matrix product as the plan takes it: type, bytes of its rows, bias, buffer of the result."""
-        info = self.weights.tensors[op.weight]
-        first, last = op.first_row, op.first_row + op.out.width
-        data = self._bytes(op.weight)
-        row = row_bytes(info.type, info.shape[0])
-        bias = None if op.bias is None else self._vector(op.bias)[first:last]
-        return int(info.type), data[first * row : last * row], bias, out
+        return *linear_matrix(self.weights, op), out
 
     @staticmethod
     def _residual(add: Add | None, product: Value, buffers: Buffers) -> int:
@@ -282,8 +298,7 @@ class CpuBackend:
         return self.weights.data(weight)
 
     def _vector(self, name: str) -> np.ndarray:
-        info = self.weights.tensors[name]
-        return np.ascontiguousarray(dequantize(self.weights.data(name), info.type, info.shape).reshape(-1))
+        return decoded_vector(self.weights, name)
 
     def _new_cache(self, op: Attention) -> tuple[np.ndarray | None, ...]:
         """Keys, values, and their scales where the type has them. Untouched pages cost no memory."""

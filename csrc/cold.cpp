@@ -1,0 +1,321 @@
+#include "cold.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <exception>
+#include <sstream>
+
+namespace hotset {
+namespace {
+
+constexpr size_t kPageBytes = 4096;  // what a device maps
+constexpr size_t kLineBytes = 64;
+constexpr int64_t kSpin_ns = 20'000;  // before a waiting thread offers its core to others
+constexpr int64_t kSpinBeforeSleep_ns = 2'000'000;
+constexpr auto kNap = std::chrono::microseconds(50);
+// A device that asks for nothing may be compiling its kernels: it gets many times as long as a layer here.
+constexpr int kSilentTimeouts = 10;
+
+// Scores of eight neurons by their bits: 1 wanted, -1 not.
+struct ScoreTable {
+    float scores[256][8];
+    constexpr ScoreTable() : scores() {
+        for (int byte = 0; byte < 256; byte++)
+            for (int bit = 0; bit < 8; bit++) scores[byte][bit] = byte >> bit & 1 ? 1.0f : -1.0f;
+    }
+};
+constexpr ScoreTable kScoreTable;
+
+size_t round_up(size_t bytes, size_t to) {
+    return (bytes + to - 1) / to * to;
+}
+
+std::string seconds(int64_t ns) {
+    std::ostringstream text;
+    text << double(ns) * 1e-9 << " s";
+    return text.str();
+}
+
+// One turn of a thread that waits for a flag since `start`: spins, then yields, then naps.
+void pause(int64_t start_ns, int turn) {
+    relax();
+    if (turn % 32) return;
+    const int64_t waited = now_ns() - start_ns;
+    if (waited > kSpinBeforeSleep_ns)
+        std::this_thread::sleep_for(kNap);
+    else if (waited > kSpin_ns)
+        std::this_thread::yield();
+}
+
+}  // namespace
+
+ColdPlan::ColdPlan(const Kernels& kernels, int64_t width, int max_tokens, int n_threads, int64_t timeout_ns)
+    : width_(width),
+      max_tokens_(max_tokens),
+      timeout_ns_(timeout_ns),
+      plan_(kernels, max_tokens, 1, n_threads) {
+    x_ = plan_.add_buffer(width, false);
+    sum_ = plan_.add_buffer(width, false);
+}
+
+ColdPlan::~ColdPlan() {
+    close();
+}
+
+int ColdPlan::buffer_of(std::vector<std::pair<int64_t, int>>& known, int64_t width) {
+    for (const auto& [w, buffer] : known)
+        if (w == width) return buffer;
+    known.emplace_back(width, plan_.add_buffer(width, false));
+    return known.back().second;
+}
+
+int ColdPlan::add_layer(int number, NeuronFacts facts, LinearPart down, std::vector<uint8_t> cold,
+                        bool predicted) {
+    const int64_t n = facts.up.weight.rows;
+    const int values = buffer_of(values_, n), scores = buffer_of(scores_, n);
+    facts.x = x_;
+    facts.out = facts.gate.out = facts.up.out = values;
+    facts.norm = {};
+    facts.sparse = true;
+    facts.scores = scores;
+    facts.threshold = 0.0f;
+    facts.first = 0;
+    down.out = sum_;
+    const int first_op = plan_.n_ops();
+    plan_.add_neurons(std::move(facts));
+    plan_.add_axpy(values, std::move(down), -1, true);
+    layers_.push_back({number, first_op, n, std::move(cold), predicted, scores, {}});
+    return n_layers() - 1;
+}
+
+void ColdPlan::start() {
+    plan_.finish();
+    int64_t most = 0;
+    for (const Layer& layer : layers_) most = std::max(most, layer.n_neurons);
+    const size_t rows = size_t(max_tokens_) * width_ * sizeof(float);
+    done_offset_ = round_up(layers_.size() * kFlagBytes, kLineBytes);
+    h_offset_ = 2 * done_offset_;
+    bits_offset_ = round_up(h_offset_ + rows, kLineBytes);
+    out_offset_ = round_up(bits_offset_ + size_t(max_tokens_) * ceil_div(most, 8), kLineBytes);
+    memory_bytes_ = round_up(out_offset_ + rows, kPageBytes);
+    allocation_ = Memory(memory_bytes_ + kPageBytes);
+    memory_ =
+        reinterpret_cast<uint8_t*>(round_up(reinterpret_cast<uintptr_t>(allocation_.data()), kPageBytes));
+    std::memset(memory_, 0, memory_bytes_);
+    for (int i = 0; i < n_layers(); i++) host_calls_.push_back({this, i});
+    started_ = true;
+    server_ = std::thread([this] { serve(); });
+    watchdog_ = std::thread([this] { watch(); });
+}
+
+// ---- a step, as the device's side sees it
+
+std::string ColdPlan::begin(int n_tokens) {
+    std::unique_lock lock(mutex_);
+    if (closed_) return "the CPU's half was closed";
+    if (open_) return "the CPU's half is in the middle of a step";
+    const auto limit = std::chrono::nanoseconds(timeout_ns_);
+    if (!changed_.wait_for(lock, limit, [this] { return !serving_ || closed_; }))
+        return "the CPU's half is still busy with a layer of the step before";
+    if (closed_) return "the CPU's half was closed";
+    for (int i = 0; i < n_layers(); i++) {
+        request(i).store(0, std::memory_order_relaxed);
+        done(i).store(0, std::memory_order_relaxed);
+        layers_[i].counts = {};
+    }
+    reason_.clear();
+    poisoned_.store(false);
+    n_tokens_.store(n_tokens);
+    computing_.store(-1);
+    progress_ns_.store(now_ns());
+    in_step_.store(true);
+    open_ = serving_ = true;
+    changed_.notify_all();
+    return {};
+}
+
+std::string ColdPlan::end() {
+    std::unique_lock lock(mutex_);
+    if (!open_) return closed_ ? "the CPU's half was closed" : "there is no step to end";
+    for (int i = 0; i < n_layers() && reason_.empty(); i++)
+        if (request(i).load() || done(i).load() || computing_.load() == i)
+            poison_locked("the cold neurons of layer " + std::to_string(layers_[i].number) +
+                          " were asked for and not collected");
+    in_step_.store(false);
+    open_ = false;
+    changed_.notify_all();
+    // A server that is stuck in a layer is waited for by the next step, not by this one.
+    if (reason_.empty()) changed_.wait(lock, [this] { return !serving_; });
+    return reason_;
+}
+
+void ColdPlan::poison(const std::string& reason) {
+    std::lock_guard lock(mutex_);
+    poison_locked(reason);
+}
+
+void ColdPlan::poison_locked(const std::string& reason) {
+    if (reason_.empty()) reason_ = reason;
+    poisoned_.store(true);
+    for (int i = 0; i < n_layers(); i++) done(i).store(1, std::memory_order_release);
+}
+
+std::string ColdPlan::poisoned() const {
+    std::lock_guard lock(mutex_);
+    return reason_;
+}
+
+void ColdPlan::close() {
+    {
+        std::lock_guard lock(mutex_);
+        closed_ = true;
+        if (started_) poison_locked("the CPU's half was closed");
+        in_step_.store(false);
+        open_ = false;
+        changed_.notify_all();
+    }
+    if (server_.joinable()) server_.join();
+    if (watchdog_.joinable()) watchdog_.join();
+}
+
+void ColdPlan::post(int layer) {
+    request(layer).store(1, std::memory_order_release);
+}
+
+ColdPlan::Wait ColdPlan::wait(int layer, int64_t timeout_ns) {
+    const int64_t start = now_ns();
+    for (int turn = 1;; turn++) {
+        if (done(layer).load(std::memory_order_acquire)) {
+            done(layer).store(0, std::memory_order_relaxed);
+            return poisoned_.load() ? Wait::Poisoned : Wait::Done;
+        }
+        if (poisoned_.load()) return Wait::Poisoned;
+        pause(start, turn);
+        if (turn % 32 == 0 && now_ns() - start > timeout_ns) return Wait::TimedOut;
+    }
+}
+
+void cold_post_on_stream(void* call) {
+    const auto& [plan, layer] = *static_cast<ColdPlan::HostCall*>(call);
+    plan->post(layer);
+}
+
+void cold_wait_on_stream(void* call) {
+    const auto& [plan, layer] = *static_cast<ColdPlan::HostCall*>(call);
+    plan->wait(layer, INT64_MAX);  // the watchdog ends it
+}
+
+// ---- the thread that serves
+
+void ColdPlan::serve() {
+    for (;;) {
+        {
+            std::unique_lock lock(mutex_);
+            changed_.wait(lock, [this] { return serving_ || closed_; });
+            if (closed_) return;
+        }
+        serve_step();
+        std::lock_guard lock(mutex_);
+        serving_ = false;
+        changed_.notify_all();
+    }
+}
+
+void ColdPlan::serve_step() {
+    int next = 0, turn = 1;
+    int64_t start = now_ns();
+    while (in_step_.load(std::memory_order_acquire)) {
+        const int i = next_request(next);
+        if (i < 0) {
+            pause(start, turn++);
+            continue;
+        }
+        start = now_ns();
+        progress_ns_.store(start);
+        computing_.store(i);
+        request(i).store(0, std::memory_order_relaxed);
+        try {
+            if (!poisoned_.load()) compute(layers_[i]);
+        } catch (const std::exception& error) {
+            poison("the CPU's half of layer " + std::to_string(layers_[i].number) +
+                   " failed: " + error.what());
+        }
+        const int64_t end = now_ns();
+        layers_[i].counts.seconds += double(end - start) * 1e-9;
+        progress_ns_.store(end);
+        computing_.store(-1);
+        done(i).store(1, std::memory_order_release);
+        next = (i + 1) % n_layers();
+        start = end, turn = 1;
+    }
+}
+
+// The device asks for layers in order, but it may leave some out.
+int ColdPlan::next_request(int from) const {
+    for (int i = from; i < n_layers(); i++)
+        if (request(i).load(std::memory_order_acquire)) return i;
+    for (int i = 0; i < from; i++)
+        if (request(i).load(std::memory_order_acquire)) return i;
+    return -1;
+}
+
+void ColdPlan::compute(Layer& layer) {
+    const int n = n_tokens_.load();
+    layer.counts.requests++;
+    if (!expand(layer, n)) {  // no neuron at all
+        std::fill_n(out(), n * width_, 0.0f);
+        return;
+    }
+    std::copy_n(h(), n * width_, plan_.buffer(x_).row(0));
+    plan_.run_rows(layer.first_op, layer.first_op + 2, n);
+    std::copy_n(plan_.buffer(sum_).row(0), n * width_, out());
+    for (int op : {layer.first_op, layer.first_op + 1}) {
+        const FfnCounts c = plan_.op(op).counters.get();
+        FfnCounts& sum = layer.counts.ffn;
+        sum.selected += c.selected, sum.active += c.active, sum.gate_rows += c.gate_rows;
+        sum.up_rows += c.up_rows, sum.down_rows += c.down_rows;
+    }
+}
+
+// Writes the scores: above zero where a neuron is cold and, with a predictor, named. False: none is.
+bool ColdPlan::expand(const Layer& layer, int n_tokens) {
+    const int64_t n = layer.n_neurons, n_bytes = ceil_div(n, 8);
+    const Buffer& scores = plan_.buffer(layer.scores);
+    uint8_t any = 0;
+    for (int t = 0; t < n_tokens; t++) {
+        const uint8_t* bits = memory_ + bits_offset_ + t * n_bytes;
+        float* row = scores.row(t);
+        for (int64_t b = 0; b < n_bytes; b++) {
+            const uint8_t wanted = layer.predicted ? bits[b] & layer.cold[b] : layer.cold[b];
+            any |= wanted;
+            std::memcpy(row + b * 8, kScoreTable.scores[wanted],
+                        std::min<int64_t>(8, n - b * 8) * sizeof(float));
+        }
+    }
+    return any;
+}
+
+// ---- the thread that watches the time
+
+void ColdPlan::watch() {
+    std::unique_lock lock(mutex_);
+    const auto period = std::chrono::nanoseconds(std::max<int64_t>(timeout_ns_ / 4, 100'000));
+    while (!closed_) {
+        if (!open_) {
+            changed_.wait(lock, [this] { return open_ || closed_; });
+            continue;
+        }
+        changed_.wait_for(lock, period, [this] { return !open_ || closed_; });
+        if (!open_ || closed_ || !reason_.empty()) continue;
+        const int layer = computing_.load();
+        const int64_t waited = now_ns() - progress_ns_.load();
+        if (layer >= 0 && waited > timeout_ns_)
+            poison_locked("the CPU's half of layer " + std::to_string(layers_[layer].number) +
+                          " took more than " + seconds(timeout_ns_));
+        else if (layer < 0 && waited > kSilentTimeouts * timeout_ns_)
+            poison_locked("the device asked for no layer for " + seconds(kSilentTimeouts * timeout_ns_));
+    }
+}
+
+}  // namespace hotset

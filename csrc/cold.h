@@ -1,0 +1,145 @@
+// The CPU's half of layers whose neurons are split between a device and the CPU.
+//
+// For each such layer the device hands over what the FFN reads and which neurons a predictor names; the CPU
+// computes those that are cold, and hands back what they add. The exchange is one block of host memory and
+// two flags a layer in it, which a device can write and wait for by itself, in the middle of a captured
+// graph:
+//
+//     device: writes h and bits, request = 1, [computes the hot half], waits for done == 1, done = 0, reads
+//     out CPU:    waits for request == 1, request = 0, computes, writes out, done = 1
+//
+// Both values are constants, and after a layer both flags are zero again: a graph can be replayed as it is.
+// A native thread serves the requests with a team of its own; no Python, hence no lock of it, is involved.
+//
+// Poison: whatever goes wrong on either side, nobody waits for ever. `poison` sets every `done`, and from
+// then on a request is answered at once, with anything, until the step ends; `end` tells why.
+#pragma once
+
+#include <condition_variable>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "plan.h"
+
+namespace hotset {
+
+// Of a layer since the step began.
+struct ColdCounts {
+    int64_t requests = 0;
+    FfnCounts ffn;
+    double seconds = 0.0;  // from seeing a request to answering it
+};
+
+class ColdPlan {
+  public:
+    static constexpr int kFlagBytes = 4;
+
+    // What a host function of a device's stream gets as its argument.
+    struct HostCall {
+        ColdPlan* plan;
+        int layer;
+    };
+
+    // width: of h and out. timeout_ns: how long a layer may take before the step is given up.
+    ColdPlan(const Kernels& kernels, int64_t width, int max_tokens, int n_threads, int64_t timeout_ns);
+    ~ColdPlan();
+
+    // Weights of `facts` (its buffers and norm are set here), the down projection by rows = neurons, and
+    // which neurons are cold: bit i % 8 of byte i / 8. number: of the layer in the model. predicted: the
+    // device hands over bits; else all cold neurons are computed. Returns the layer's index here.
+    int add_layer(int number, NeuronFacts facts, LinearPart down, std::vector<uint8_t> cold, bool predicted);
+    void start();  // after the last layer
+
+    // ---- the block of memory, all zero at first
+    uint8_t* memory() const { return memory_; }  // page-aligned
+    size_t memory_bytes() const { return memory_bytes_; }
+    size_t h_offset() const { return h_offset_; }        // float [max_tokens][width]
+    size_t out_offset() const { return out_offset_; }    // float [max_tokens][width]
+    size_t bits_offset() const { return bits_offset_; }  // [max_tokens][ceil(n_neurons / 8)]
+    size_t request_offset() const { return 0; }          // int32 [n_layers]
+    size_t done_offset() const { return done_offset_; }  // int32 [n_layers]
+
+    int n_layers() const { return int(layers_.size()); }
+    int64_t width() const { return width_; }
+    int max_tokens() const { return max_tokens_; }
+    int64_t n_neurons(int layer) const { return layers_[layer].n_neurons; }
+    bool predicted(int layer) const { return layers_[layer].predicted; }
+    HostCall* host_call(int layer) { return &host_calls_[layer]; }
+
+    // ---- a step
+
+    // Between begin and end requests are served. Empty string: done; else why it cannot be.
+    std::string begin(int n_tokens);
+    // Ends the step, whatever its state; why it failed, or an empty string. Nothing may touch the flags on
+    // the device's side any more.
+    std::string end();
+    void poison(const std::string& reason);
+    std::string poisoned() const;  // the reason, or empty
+    // Poison for good, and the threads end; safe to call twice and while others wait.
+    void close();
+
+    // The device's side of the flags, for a device that is this processor.
+    void post(int layer);
+    enum class Wait { Done, Poisoned, TimedOut };
+    Wait wait(int layer, int64_t timeout_ns);  // resets `done` when it was set
+
+    // Of the latest step; only after it has ended.
+    const ColdCounts& counts(int layer) const { return layers_[layer].counts; }
+
+  private:
+    struct Layer {
+        int number;  // in the model
+        int first_op;
+        int64_t n_neurons;
+        std::vector<uint8_t> cold;
+        bool predicted;
+        int scores;
+        ColdCounts counts;
+    };
+
+    using Flag = std::atomic<int32_t>;
+    static_assert(sizeof(Flag) == kFlagBytes && Flag::is_always_lock_free);
+
+    Flag& request(int layer) const { return reinterpret_cast<Flag*>(memory_)[layer]; }
+    Flag& done(int layer) const { return reinterpret_cast<Flag*>(memory_ + done_offset_)[layer]; }
+    float* h() const { return reinterpret_cast<float*>(memory_ + h_offset_); }
+    float* out() const { return reinterpret_cast<float*>(memory_ + out_offset_); }
+    int buffer_of(std::vector<std::pair<int64_t, int>>& known, int64_t width);
+    void serve();
+    void serve_step();
+    int next_request(int from) const;
+    void compute(Layer& layer);
+    bool expand(const Layer& layer, int n_tokens);
+    void watch();
+    void poison_locked(const std::string& reason);
+
+    const int64_t width_;
+    const int max_tokens_;
+    const int64_t timeout_ns_;
+    std::vector<Layer> layers_;
+    std::vector<HostCall> host_calls_;
+    int x_ = -1, sum_ = -1;                                 // buffers of the plan
+    std::vector<std::pair<int64_t, int>> scores_, values_;  // width → buffer
+    Memory allocation_;
+    uint8_t* memory_ = nullptr;
+    size_t memory_bytes_ = 0, done_offset_ = 0, h_offset_ = 0, bits_offset_ = 0, out_offset_ = 0;
+    Plan plan_;
+
+    mutable std::mutex mutex_;
+    std::condition_variable changed_;
+    bool open_ = false, serving_ = false, closed_ = false, started_ = false;  // under the mutex
+    std::string reason_;                                                      // under the mutex
+    std::atomic<bool> in_step_{false}, poisoned_{false};
+    std::atomic<int> n_tokens_{0};
+    std::atomic<int> computing_{-1};       // layer whose request is being served
+    std::atomic<int64_t> progress_ns_{0};  // when a request or an answer came last
+    std::thread server_, watchdog_;
+};
+
+// Host functions for a device's stream, as CUDA takes them; the argument is a ColdPlan::HostCall.
+void cold_post_on_stream(void* call);
+void cold_wait_on_stream(void* call);
+
+}  // namespace hotset

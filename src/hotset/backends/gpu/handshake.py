@@ -1,0 +1,631 @@
+"""How a device and the CPU take turns within a layer whose neurons they share.
+
+`ColdService` is the device's view of the CPU's half (csrc/cold.h). Per step and layer:
+
+    service.post(layer, h, bits)     what the FFN reads and the predicted neurons go to host memory
+    y = hot half on the device       meanwhile a native thread computes the cold neurons that fire
+    y += service.collect(layer)      what these add: a vector a token, without the bias of the down projection
+
+One round trip a layer. Both calls only put work on the device's current stream, and all that they put there
+holds constant values and leaves the flags as it found them, so a CUDA graph may capture it once and replay it
+for every token. How the stream waits is the *kind*:
+
+    memops    the stream itself writes a flag and waits for one (cuStreamWriteValue32, cuStreamWaitValue32)
+    spin      two kernels of one block, of which the second spins on the flag (spin_kernel.py)
+    hostfunc  native functions that the driver calls from the stream (cuLaunchHostFunc)
+    direct    the host waits: for devices whose memory or queue it shares ("cpu"), and those without the above
+
+`choose_kind` tries those that a device offers and takes the quickest; HOTSET_HANDSHAKE forces one.
+
+Whatever fails, nobody waits for ever: the flags are set (csrc/cold.h, poison), the stream runs to its end,
+and `end_step` raises one sentence. The next step begins with clean flags.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, cast, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotset import _core
+from hotset.backends.base import WeightSource
+from hotset.backends.cores import usable_cores
+from hotset.backends.cpu import ACTIVATIONS, linear_matrix, transposed_matrix
+from hotset.backends.fusion import Fused, fuse, inputs_of, part_of
+from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError
+from hotset.model.graph import Activate, Graph, Mask, TransposedLinear
+
+Kind = Literal["memops", "spin", "hostfunc", "direct"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+TIMEOUT = 60.0  # seconds that a layer may take on the CPU: its rows may have to come from a slow disk
+PROBE_TIMEOUT = 2.0
+PROBE_REPLAYS = 50
+
+
+@dataclass(frozen=True)
+class ColdCounts:
+    """What the CPU did in the latest step; arrays are [len(layers)].
+
+    requests: how often a layer was asked for. The rest as in StepStats, of cold neurons alone; seconds: from
+    a request's arrival to its answer.
+    """
+
+    layers: tuple[int, ...]
+    requests: np.ndarray
+    selected: np.ndarray
+    active: np.ndarray
+    gate_rows: np.ndarray
+    up_rows: np.ndarray
+    down_rows: np.ndarray
+    seconds: np.ndarray
+
+
+def split_ffns(graph: Graph) -> dict[int, tuple[Fused, TransposedLinear]]:
+    """The FFNs whose neurons can be shared, by layer: gate and up with all that follows them, and the down.
+
+    Those whose activation leaves neurons at zero, and whose down projection has a row per neuron.
+    """
+    found: dict[int, tuple[Fused, TransposedLinear]] = {}
+    readers: dict[int, list[Any]] = {}
+    for op in graph.ops:
+        for value in inputs_of(op):
+            readers.setdefault(value.id, []).append(op)
+    for group in fuse(graph, ()):
+        if group.is_neurons:
+            downs = readers.get(group.out[0].id, [])
+            if len(downs) == 1 and isinstance(downs[0], TransposedLinear):
+                found[part_of(group)[0]] = group, downs[0]
+    return found
+
+
+class ColdService:
+    """The cold neurons of some layers of a graph, computed by the CPU on request.
+
+    layers: which neurons the *device* has of each layer, bool [n_ff]; the service computes the others, and
+    never one of these. Give bits to `post` if, and only if, the graph has a predictor for the layer.
+    device: whose tensors `post` takes and `collect` returns. max_batch: tokens of a step, at most. kind: None
+    chooses. timeout: seconds that a layer may take before the step is given up. driver: of tests.
+
+    One thread drives a service; `cancel` and `close` may come from any. Raises UnsupportedModelError for a
+    layer whose neurons cannot be shared, InvalidRequestError for masks of the wrong shape or without a cold
+    neuron, DeviceError for a kind that the device does not offer.
+    """
+
+    def __init__(
+        self,
+        weights: WeightSource,
+        graph: Graph,
+        layers: Mapping[int, np.ndarray],
+        device: torch.device | str,
+        *,
+        max_batch: int,
+        n_threads: int | None = None,
+        kind: Kind | None = None,
+        timeout: float = TIMEOUT,
+        isa: str | None = None,
+        driver: Driver | None = None,
+    ) -> None:
+        self.device, self.layers, self.max_batch = torch.device(device), tuple(sorted(layers)), max_batch
+        self.n_threads = n_threads or usable_cores()
+        ffns = split_ffns(graph)
+        if not layers:
+            raise InvalidRequestError("no layer has neurons on the CPU")
+        missing = [layer for layer in self.layers if layer not in ffns]
+        if missing:
+            raise UnsupportedModelError(
+                f"the neurons of layer {missing[0]} cannot be shared between devices: its activation leaves "
+                "none at zero, or its down projection has no row per neuron"
+            )
+        width = ffns[self.layers[0]][1].out.width
+        try:
+            native = _core.Cold(width, max_batch, self.n_threads, timeout, isa)
+            for layer in self.layers:
+                _add_layer(native, weights, layer, *ffns[layer], np.asarray(layers[layer]))
+            native.start()
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from None
+        self._native, self._index = native, {layer: i for i, layer in enumerate(self.layers)}
+        self._predicted = [_has_mask(ffns[layer][0]) for layer in self.layers]
+        self._broken = ""
+        self._is_open = False
+        choice = Choice(kind, None, f"handshake {kind}") if kind else choose_kind(self.device)
+        self.kind, self.reason = choice.kind, choice.reason
+        n_neurons = [ffns[layer][0].out[0].width for layer in self.layers]
+        shared = _Shared(native, max_batch, width, n_neurons)
+        self._exchange = _exchange(self.kind, shared, self.device, driver)
+        self._finalizer = weakref.finalize(self, _end, native, self._exchange)
+
+    # ---- one step
+
+    def begin_step(self, n_tokens: int) -> None:
+        """Requests are served from now on, for the first n_tokens rows of what is posted.
+
+        Raises DeviceError where the service cannot: it was closed, or an earlier failure is not over.
+        """
+        if self._broken:
+            raise DeviceError(self._broken)
+        if reason := self._native.begin(n_tokens):
+            raise DeviceError(f"the hybrid step cannot begin: {reason}")
+        self._is_open = True
+
+    def post(self, layer: int, h: Tensor, bits: Tensor | None = None) -> None:
+        """Asks for the cold neurons of a layer.
+
+        h: float32 [T, n_embd], what gate and up read. bits: uint8 [T, ceil(n_ff / 8)], bit i % 8 of byte
+        i // 8 set where the predictor names neuron i. T may exceed the step's tokens.
+        """
+        index = self._index[layer]
+        if self._predicted[index] != (bits is not None):
+            raise InvalidRequestError(
+                f"layer {layer} has {'a' if self._predicted[index] else 'no'} predictor: bits "
+                f"{'must' if self._predicted[index] else 'cannot'} be posted"
+            )
+        self._exchange.post(index, h, bits)
+
+    def collect(self, layer: int) -> Tensor:
+        """What the cold neurons add, float32 [T, n_embd] on the device, T as posted; rows past the step's
+        tokens hold anything finite. Raises DeviceError where the host waits and the step was given up."""
+        return self._exchange.collect(self._index[layer])
+
+    def end_step(self) -> None:
+        """Waits for the device and ends the step. Raises DeviceError, in a sentence, if it was given up."""
+        try:
+            self._exchange.synchronize()
+        except BaseException as error:
+            self.abort(_sentence(error))
+            raise
+        self._is_open = False
+        if reason := self._native.end():
+            raise DeviceError(f"the hybrid step was given up: {reason}")
+
+    def cancel(self, reason: str) -> None:
+        """Gives the step up, from any thread: nobody waits any longer, and its owner's end_step raises."""
+        self._native.poison(reason)
+
+    def abort(self, reason: str) -> None:
+        """Ends a step whose device has failed: nothing waits any longer, and the next step begins clean."""
+        self._native.poison(reason)
+        try:
+            self._exchange.synchronize()
+        except Exception as error:
+            self._broken = f"{self.device} failed in an earlier step; start anew ({_sentence(error)})"
+        finally:
+            self._is_open = False
+            self._native.end()
+
+    @contextmanager
+    def step(self, n_tokens: int) -> Iterator[None]:
+        """begin_step and end_step around a block; an exception inside aborts the step and goes on."""
+        self.begin_step(n_tokens)
+        try:
+            yield
+        except BaseException as error:
+            if self._is_open:
+                self.abort(_sentence(error))
+            raise
+        if self._is_open:
+            self.end_step()
+
+    # ---- beside the steps
+
+    def counts(self) -> ColdCounts:
+        """Of the latest step, after its end."""
+        requests, *counts = self._native.counts().T
+        return ColdCounts(self.layers, requests, *counts, self._native.seconds())
+
+    def close(self) -> None:
+        """Ends the threads; whoever waits is released with a sentence. Safe to call twice."""
+        self._finalizer()
+
+
+def _end(native: Any, exchange: _Direct | _OnStream) -> None:
+    native.close()
+    exchange.close()  # after the threads that use the memory, before it is gone
+
+
+def _has_mask(neurons: Fused) -> bool:
+    return neurons.first(Mask) is not None
+
+
+def _add_layer(
+    native: Any, weights: WeightSource, layer: int, neurons: Fused, down: TransposedLinear, hot: np.ndarray
+) -> None:
+    linears = neurons.linears
+    n_ff = linears[-1].out.width
+    if hot.dtype != np.bool_ or hot.shape != (n_ff,):
+        raise InvalidRequestError(
+            f"the neurons of layer {layer} on a device are given by bool [{n_ff}], not {hot.dtype} "
+            f"{list(hot.shape)}"
+        )
+    if hot.all():
+        raise InvalidRequestError(f"layer {layer} has no neuron on the CPU")
+    activations = [op for op in neurons.ops if isinstance(op, Activate)]
+    native.layer(
+        layer,
+        linear_matrix(weights, linears[0]) if len(linears) == 2 else None,
+        linear_matrix(weights, linears[-1]),
+        n_ff,
+        (ACTIVATIONS[activations[0].kind], activations[0].threshold),
+        ACTIVATIONS[activations[1].kind] if len(activations) == 2 else None,
+        transposed_matrix(weights, down),
+        np.packbits(~hot, bitorder="little"),
+        _has_mask(neurons),
+    )
+
+
+def _sentence(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+# ---- the kinds
+
+
+class _Shared:
+    """The block of host memory that both sides see, as tensors; its offsets in bytes."""
+
+    def __init__(self, native: Any, max_batch: int, width: int, n_neurons: list[int]) -> None:
+        self.native, self.memory = native, cast(np.ndarray, native.memory())
+        self.request, self.done, h, bits, out = native.offsets()
+
+        def rows(first: int, n_bytes: int) -> Tensor:
+            return torch.from_numpy(self.memory[first : first + max_batch * n_bytes]).view(max_batch, n_bytes)
+
+        self.h, self.out = (rows(first, 4 * width).view(torch.float32) for first in (h, out))
+        self.bits = [rows(bits, -(-n // 8)) for n in n_neurons]
+        self.posted = [0] * len(n_neurons)  # rows
+
+    def flag(self, offset: int, index: int) -> Tensor:
+        """One of the flags from `offset` on, int32 [1]."""
+        at = offset + 4 * index
+        return torch.from_numpy(self.memory[at : at + 4].view(np.int32))
+
+
+class Driver(Protocol):
+    """What the kinds need of a device's runtime; work goes to the current stream. Tests have their own."""
+
+    def register(self, memory: np.ndarray) -> int:
+        """Lets the device see host memory; the address that it has there."""
+        ...
+
+    def unregister(self, memory: np.ndarray) -> None: ...
+    def copy(self, to: Tensor, source: Tensor) -> None: ...
+    def write(self, address: int, value: int) -> None: ...
+    def wait(self, address: int, value: int) -> None: ...
+    def call(self, function: int, argument: int) -> None:
+        """Calls the native function at an address, void(void*), when the stream comes to it."""
+        ...
+
+    def synchronize(self) -> None: ...
+
+
+class _Direct:
+    """The host carries the tensors and waits."""
+
+    def __init__(self, shared: _Shared, device: torch.device) -> None:
+        self.shared, self.device = shared, device
+
+    def post(self, index: int, h: Tensor, bits: Tensor | None) -> None:
+        shared, n = self.shared, len(h)
+        shared.posted[index] = n
+        shared.h[:n].copy_(h)  # waits for the device, where it is another
+        if bits is not None:
+            shared.bits[index][:n].copy_(bits)
+        shared.native.post(index)
+
+    def collect(self, index: int) -> Tensor:
+        if not self.shared.native.wait(index):
+            raise DeviceError(f"the hybrid step was given up: {self.shared.native.poisoned()}")
+        return self.shared.out[: self.shared.posted[index]].to(self.device, copy=True)
+
+    def synchronize(self) -> None:
+        pass  # `collect` has waited
+
+    def close(self) -> None:
+        pass
+
+
+class _OnStream:
+    """Copies on the stream; how it signals and waits is left to the kinds."""
+
+    def __init__(self, shared: _Shared, device: torch.device, driver: Driver) -> None:
+        self.shared, self.device, self.driver = shared, device, driver
+        self.address = driver.register(shared.memory)
+
+    def post(self, index: int, h: Tensor, bits: Tensor | None) -> None:
+        n = self.shared.posted[index] = len(h)
+        self.driver.copy(self.shared.h[:n], h)
+        if bits is not None:
+            self.driver.copy(self.shared.bits[index][:n], bits)
+        self.signal(index)
+
+    def collect(self, index: int) -> Tensor:
+        self.wait(index)
+        rows = self.shared.out[: self.shared.posted[index]]
+        out = torch.empty_like(rows, device=self.device)
+        self.driver.copy(out, rows)
+        return out
+
+    def signal(self, index: int) -> None:
+        raise NotImplementedError
+
+    def wait(self, index: int) -> None:
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        self.driver.synchronize()
+
+    def close(self) -> None:
+        self.driver.unregister(self.shared.memory)
+
+
+class _MemOps(_OnStream):
+    def signal(self, index: int) -> None:
+        self.driver.write(self.address + self.shared.request + 4 * index, 1)
+
+    def wait(self, index: int) -> None:
+        done = self.address + self.shared.done + 4 * index
+        self.driver.wait(done, 1)
+        self.driver.write(done, 0)
+
+
+class _HostFunctions(_OnStream):
+    def signal(self, index: int) -> None:
+        self.driver.call(_core.Cold.host_functions()[0], self.shared.native.host_argument(index))
+
+    def wait(self, index: int) -> None:
+        self.driver.call(_core.Cold.host_functions()[1], self.shared.native.host_argument(index))
+
+
+class _Spin(_OnStream):
+    """Two kernels, which copy too."""
+
+    def __init__(self, shared: _Shared, device: torch.device, driver: Driver) -> None:
+        if importlib.util.find_spec("triton") is None:
+            raise DeviceError(
+                "a spinning kernel needs Triton, which is not installed: pip install 'hotset[gpu]'"
+            )
+        super().__init__(shared, device, driver)
+        n_layers = len(shared.posted)
+        self._request = [shared.flag(shared.request, i) for i in range(n_layers)]
+        self._done = [shared.flag(shared.done, i) for i in range(n_layers)]
+
+    def post(self, index: int, h: Tensor, bits: Tensor | None) -> None:
+        from hotset.backends.gpu.spin_kernel import BLOCK, post_kernel
+
+        shared, n = self.shared, len(h)
+        shared.posted[index] = n
+        h, bits = h.contiguous(), None if bits is None else bits.contiguous()
+        host_bits, n_bits = (shared.bits[index], 0) if bits is None else (shared.bits[index], bits.numel())
+        # Without bits something must stand in their place; nothing of it is read.
+        post_kernel[(1,)](
+            h,
+            host_bits if bits is None else bits,
+            shared.h,
+            host_bits,
+            self._request[index],
+            h.numel(),
+            n_bits,
+            BLOCK,
+        )
+
+    def collect(self, index: int) -> Tensor:
+        from hotset.backends.gpu.spin_kernel import BLOCK, collect_kernel
+
+        rows = self.shared.out[: self.shared.posted[index]]
+        out = torch.empty_like(rows, device=self.device)
+        collect_kernel[(1,)](self._done[index], self.shared.out, out, out.numel(), BLOCK)
+        return out
+
+
+class CudaDriver:
+    """The current stream of a CUDA device, through PyTorch, and through the driver's library for the rest.
+
+    Raises DeviceError, in a sentence, for calls that fail or that the driver does not have.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._library: Any = None
+
+    def register(self, memory: np.ndarray) -> int:
+        torch.cuda.synchronize(self.device)  # makes the device's context, if there is none yet
+        flags = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
+        with torch.cuda.device(self.device):
+            code = int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, flags))
+            if code:
+                raise DeviceError(
+                    f"{self.device} cannot map {memory.nbytes} bytes of host memory: error {code}"
+                )
+            if torch.version.hip is not None:
+                return int(memory.ctypes.data)
+            address = ctypes.c_uint64()
+            self._call(
+                "cuMemHostGetDevicePointer_v2",
+                ctypes.byref(address),
+                ctypes.c_void_p(memory.ctypes.data),
+                ctypes.c_uint(0),
+            )
+        return int(address.value)
+
+    def unregister(self, memory: np.ndarray) -> None:
+        with torch.cuda.device(self.device):
+            torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
+
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        to.copy_(source, non_blocking=True)
+
+    def write(self, address: int, value: int) -> None:
+        # Flags 0: what the stream did before is seen before the value is.
+        self._on_stream(
+            "cuStreamWriteValue32_v2", ctypes.c_uint64(address), ctypes.c_uint32(value), ctypes.c_uint(0)
+        )
+
+    def wait(self, address: int, value: int) -> None:
+        equal = 1  # CU_STREAM_WAIT_VALUE_EQ
+        self._on_stream(
+            "cuStreamWaitValue32_v2", ctypes.c_uint64(address), ctypes.c_uint32(value), ctypes.c_uint(equal)
+        )
+
+    def call(self, function: int, argument: int) -> None:
+        self._on_stream("cuLaunchHostFunc", ctypes.c_void_p(function), ctypes.c_void_p(argument))
+
+    def synchronize(self) -> None:
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def _on_stream(self, name: str, *arguments: Any) -> None:
+        self._call(name, ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream), *arguments)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if self._library is None:
+            file = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+            try:
+                self._library = ctypes.CDLL(file)
+            except OSError:
+                raise DeviceError(f"the driver of {self.device} has no {file}") from None
+        function = getattr(self._library, name, None)
+        if function is None:
+            raise DeviceError(f"the driver of {self.device} is too old: it has no {name}")
+        if code := function(*arguments):
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(code, ctypes.byref(text))
+            raise DeviceError(f"{name} failed on {self.device}: {(text.value or b'?').decode()}")
+
+
+def _exchange(
+    kind: Kind, shared: _Shared, device: torch.device, driver: Driver | None
+) -> _Direct | _OnStream:
+    if kind == "direct":
+        return _Direct(shared, device)
+    if driver is None:
+        if device.type != "cuda":
+            raise DeviceError(f"{device} has no streams that wait, so that the handshake cannot be {kind}")
+        driver = CudaDriver(device)
+    kinds: dict[Kind, type[_OnStream]] = {"memops": _MemOps, "spin": _Spin, "hostfunc": _HostFunctions}
+    return kinds[kind](shared, device, driver)
+
+
+# ---- the choice
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kind, what a round trip takes with it (None: not measured), and why it was chosen, in a sentence."""
+
+    kind: Kind
+    seconds: float | None
+    reason: str
+
+
+_choices: dict[torch.device, Choice] = {}
+
+
+def choose_kind(device: torch.device | str) -> Choice:
+    """The quickest kind that works on a device: tried once per process, or HOTSET_HANDSHAKE."""
+    device = torch.device(device)
+    if forced := os.environ.get("HOTSET_HANDSHAKE"):
+        if forced not in KINDS:
+            raise InvalidRequestError(f"HOTSET_HANDSHAKE must be one of {', '.join(KINDS)}, not {forced!r}")
+        return Choice(cast(Kind, forced), None, f"handshake {forced}, as HOTSET_HANDSHAKE says")
+    if device.type != "cuda":
+        return Choice("direct", None, f"handshake direct: {device} has no streams that wait")
+    if device not in _choices:
+        _choices[device] = _probe(device)
+    return _choices[device]
+
+
+def _probe(device: torch.device) -> Choice:
+    """Tries the kinds in order; host functions, which cost most, only where those before do not work."""
+    works: dict[Kind, float] = {}
+    tried: list[str] = []
+    kinds: tuple[Kind, ...] = ("memops", "spin", "hostfunc", "direct")
+    for kind in kinds:
+        if works and kind in ("hostfunc", "direct"):
+            break
+        try:
+            works[kind] = round_trip_seconds(device, kind)
+            tried.append(f"{kind} {works[kind] * 1e6:.0f} µs")
+        except Exception as error:  # whatever a driver does not do: the next kind is tried
+            tried.append(f"{kind} does not work ({_sentence(error)})")
+    if not works:
+        raise DeviceError(f"{device} cannot take turns with the CPU: {'; '.join(tried)}")
+    best = min(works, key=lambda kind: works[kind])
+    return Choice(best, works[best], f"handshake {best}; a round trip takes: {', '.join(tried)}")
+
+
+def round_trip_seconds(
+    device: torch.device | str, kind: Kind | None = None, width: int = 4096, driver: Driver | None = None
+) -> float:
+    """Seconds of a round trip in which the CPU computes nothing: `width` floats there and back, and flags.
+
+    On a CUDA device within a captured graph, as decoding has it. Raises DeviceError where the kind does not
+    work.
+    """
+    device = torch.device(device)
+    kind = kind or choose_kind(device).kind
+    n_ff = 2 * width
+    native = _core.Cold(width, 1, 1, PROBE_TIMEOUT)
+    rows = np.zeros(n_ff * width * 4, np.uint8)  # never read, hence never in memory
+    everything = np.full(n_ff // 8, 255, np.uint8)
+    native.layer(
+        0, None, (0, rows, None), n_ff, (ACTIVATIONS["relu"], 0.0), None, (0, rows, None), everything, True
+    )
+    native.start()
+    exchange = _exchange(kind, _Shared(native, 1, width, [n_ff]), device, driver)
+    h = torch.ones(1, width, device=device)
+    bits = torch.zeros(1, n_ff // 8, dtype=torch.uint8, device=device)
+
+    def trip() -> Tensor:
+        exchange.post(0, h, bits)
+        return exchange.collect(0)
+
+    def run(work: Callable[[], object], times: int) -> float:
+        if reason := native.begin(1):
+            raise DeviceError(reason)
+        start = time.perf_counter()
+        for _ in range(times):
+            work()
+        _wait_for_device(device, native)
+        seconds = time.perf_counter() - start
+        if reason := native.end():
+            raise DeviceError(reason)
+        return seconds / times
+
+    try:
+        run(trip, 2)  # compiles, and shows that flags are found as they were left
+        if device.type != "cuda" or kind == "direct":
+            return run(trip, PROBE_REPLAYS)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device), torch.cuda.graph(graph):
+            trip()
+        run(graph.replay, 2)
+        return run(graph.replay, PROBE_REPLAYS)
+    finally:
+        native.close()
+        exchange.close()
+
+
+def _wait_for_device(device: torch.device, native: Any) -> None:
+    """Until the stream is idle; one that waits for what never comes is released, and reported."""
+    if device.type != "cuda":
+        return
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    start = time.monotonic()
+    while not event.query():
+        waited = time.monotonic() - start
+        if waited > PROBE_TIMEOUT:
+            native.poison("the stream did not go on")
+        if waited > 2 * PROBE_TIMEOUT:
+            raise DeviceError(f"the stream of {device} hangs")
+        time.sleep(0)

@@ -1,0 +1,41 @@
+"""The handshake with the CPU as two Triton kernels of one block each.
+
+They serve where a stream cannot write and wait for values by itself: one copies what the CPU reads to host
+memory and raises its flag, the other spins on the CPU's flag, lowers it and copies the answer.
+
+The trap: polling must be a plain load. A GPU without atomics over its bus makes an atomic addition of zero
+from a read and a write, and the write can undo what the CPU stored in between. The exchange that lowers the
+flag is safe, since the CPU writes it only once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BLOCK = 1024
+
+
+@triton.jit
+def post_kernel(h, bits, host_h, host_bits, request, n_h, n_bits, BLOCK: tl.constexpr):
+    """host_h[:n_h] = h, host_bits[:n_bits] = bits, then request = 1, seen by all in this order."""
+    for first in range(0, n_h, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        tl.store(host_h + i, tl.load(h + i, mask=i < n_h), mask=i < n_h)
+    for first in range(0, n_bits, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        tl.store(host_bits + i, tl.load(bits + i, mask=i < n_bits), mask=i < n_bits)
+    tl.debug_barrier()  # all threads have stored before one releases
+    tl.atomic_xchg(request, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def collect_kernel(done, host_out, out, n_out, BLOCK: tl.constexpr):
+    """Waits for done == 1, done = 0, then out = host_out[:n_out]."""
+    while tl.load(done, volatile=True) == 0:
+        pass
+    tl.atomic_xchg(done, 0, sem="acq_rel", scope="sys")
+    tl.debug_barrier()  # one thread has acquired before the others load
+    for first in range(0, n_out, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        tl.store(out + i, tl.load(host_out + i, mask=i < n_out, volatile=True), mask=i < n_out)

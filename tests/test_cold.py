@@ -1,0 +1,495 @@
+"""The CPU's half of a layer: the same bits as the CPU engine's, on request, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_sparse_cpu import MODELS, N_FF, cpu, prepared, step, tokens, write
+from tiny_gguf import write_llama, write_relu
+
+torch = pytest.importorskip("torch")
+
+from fake_cuda import FakeCuda  # noqa: E402
+
+from hotset import _core  # noqa: E402
+from hotset.backends.gpu.handshake import (  # noqa: E402
+    ColdService,
+    choose_kind,
+    round_trip_seconds,
+    split_ffns,
+)
+from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError  # noqa: E402
+from hotset.formats.gguf import GGUFFile, open_gguf  # noqa: E402
+from hotset.formats.quants import GGMLType as T  # noqa: E402
+
+N_EMBD = 64
+LAYERS = (0, 1)
+
+
+def hot_neurons(share: float, seed: int = 0) -> np.ndarray:
+    hot = np.zeros(N_FF, np.bool_)
+    hot[np.random.default_rng(seed).permutation(N_FF)[: round(share * N_FF)]] = True
+    return hot
+
+
+def service(gguf: GGUFFile, mode: str, share: float = 0.3, **options: Any) -> ColdService:
+    ready, graph = prepared(gguf, mode)
+    hot = options.pop("hot", None)
+    layers = {i: hot_neurons(share, i) for i in LAYERS} if hot is None else {i: hot for i in LAYERS}
+    given = {"max_batch": 16, "n_threads": 2, **options}
+    return ColdService(ready.weights, graph, layers, "cpu", **given)
+
+
+def packed(selected: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.packbits(selected, axis=1, bitorder="little"))
+
+
+def inputs(n: int, seed: int = 3) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal((n, N_EMBD)).astype(np.float32))
+
+
+def random_bits(n: int, share: float = 0.4, seed: int = 5) -> torch.Tensor:
+    return packed(np.random.default_rng(seed).random((n, N_FF)) < share)
+
+
+def ask(cold: ColdService, layer: int, h: torch.Tensor, bits: torch.Tensor | None = None) -> np.ndarray:
+    with cold.step(len(h)):
+        cold.post(layer, h, bits)
+        return cold.collect(layer).numpy()
+
+
+def within(seconds: float, work: Callable[[], Any]) -> Any:
+    """What `work` returns or raises; fails where it takes longer."""
+    result: list[Any] = []
+
+    def run() -> None:
+        try:
+            result.append(work())
+        except BaseException as error:
+            result.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "it hangs"
+    if isinstance(result[0], BaseException):
+        raise result[0]
+    return result[0]
+
+
+@pytest.mark.parametrize("n_threads", [1, 2])
+@pytest.mark.parametrize("type_", [T.F32, T.F16, T.Q8_0, T.Q4_0], ids=lambda t: t.name)
+@pytest.mark.parametrize("model", MODELS)
+def test_with_all_neurons_it_is_the_ffn_to_the_bit(
+    tmp_path: Path, model: str, type_: T, n_threads: int
+) -> None:
+    gguf = write(tmp_path, model, type_)
+    ids = tokens(6)
+    for mode in ("exact", "predicted"):
+        names = [f"blk.{i}.{name}" for i in LAYERS for name in ("ffn_down", "ffn_norm", "attn_norm")]
+        names += [f"blk.{i}.ffn_pred" for i in LAYERS if mode == "predicted"]
+        _, graph = prepared(gguf, mode)
+        present = {value.name for value in graph.values}
+        taps = dict(step(cpu(gguf, mode), ids, [name for name in names if name in present]).taps)
+        cold = service(gguf, mode, hot=np.zeros(N_FF, np.bool_), n_threads=n_threads)
+        for i in LAYERS:
+            reads = split_ffns(graph)[i][0].linears[0].x.name
+            h = torch.from_numpy(taps[reads])
+            bits = None
+            if mode == "predicted":
+                bits = packed(~(taps[f"blk.{i}.ffn_pred"] < np.float32(0.1)))
+            bias = split_ffns(graph)[i][1].bias  # which the device adds
+            added = 0 if bias is None else gguf.data(bias).view(np.float32)
+            np.testing.assert_array_equal(ask(cold, i, h, bits) + added, taps[f"blk.{i}.ffn_down"])
+            alone = [ask(cold, i, h[t : t + 1], None if bits is None else bits[t : t + 1]) for t in range(6)]
+            np.testing.assert_array_equal(np.concatenate(alone) + added, taps[f"blk.{i}.ffn_down"])
+        cold.close()
+
+
+def masked_plan(gguf: GGUFFile, mode: str, layer: int, h: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """What the wanted neurons add, by a plan of the CPU engine's own operations that reads every row."""
+    ready, graph = prepared(gguf, mode)
+    neurons, down = split_ffns(graph)[layer]
+    n = len(h)
+    plan = _core.Plan(n, 1, 1, 1)
+    x, scores = plan.buffer(N_EMBD, False), plan.buffer(N_FF, False)
+    values, kept, out = plan.buffer(N_FF, False), plan.buffer(N_FF, False), plan.buffer(N_EMBD, False)
+    floats = [np.ascontiguousarray(h), np.where(wanted, 1, -1).astype(np.float32)]
+    for table, buffer in zip(floats, (x, scores), strict=True):
+        plan.embed(0, table.view(np.uint8).reshape(-1), n, False, 0, buffer)
+    parts = []
+    for linear in neurons.linears:
+        bias = None if linear.bias is None else gguf.data(linear.bias).view(np.float32)
+        parts.append((int(gguf.tensors[linear.weight].type), gguf.data(linear.weight), bias, values))
+    gate = parts[0] if len(parts) == 2 else None
+    relu = 3
+    both = relu if MODELS_UP.get(gguf.metadata["general.architecture"]) else None
+    plan.neurons(x, None, gate, parts[-1], (relu, 0.0), both, None, False, values)
+    plan.mask(values, scores, 0.0, 0, kept)
+    plan.axpy(
+        kept, int(gguf.tensors[down.weight].type), ready.weights.data(down.weight), None, None, -1, False, out
+    )
+    plan.finish()
+    ids = np.arange(n, dtype=np.int32)
+    plan.run(ids, ids, np.zeros(n, np.int32), np.zeros((1, 1), np.int32), np.zeros(0, np.int32))
+    return plan.rows(out).copy()
+
+
+MODELS_UP = {"bamboo": True}  # where up is activated too
+
+
+@pytest.mark.parametrize("type_", [T.F32, T.Q4_0], ids=lambda t: t.name)
+@pytest.mark.parametrize("model", MODELS)
+def test_hot_neurons_are_never_added(tmp_path: Path, model: str, type_: T) -> None:
+    gguf = write(tmp_path, model, type_)
+    for mode in ("exact", "predicted"):
+        for share in (0.05, 0.3, 0.9):
+            cold = service(gguf, mode, share)
+            for n in (1, 3, 11):
+                h, bits = inputs(n), random_bits(n)
+                named = np.unpackbits(bits.numpy(), axis=1, count=N_FF, bitorder="little").astype(bool)
+                for layer in LAYERS:
+                    wanted = np.broadcast_to(~hot_neurons(share, layer), (n, N_FF))
+                    if mode == "predicted":
+                        wanted = wanted & named
+                    found = ask(cold, layer, h, bits if mode == "predicted" else None)
+                    np.testing.assert_array_equal(found, masked_plan(gguf, mode, layer, h.numpy(), wanted))
+                    assert np.abs(found).max() > 0
+                    counts = cold.counts()
+                    at = LAYERS.index(layer)
+                    assert counts.requests.tolist() == [int(i == at) for i in range(2)]
+                    assert counts.selected[at] == wanted.sum()
+                    assert 0 < counts.active[at] <= counts.selected[at]
+                    assert counts.seconds[at] > 0
+            cold.close()
+
+
+def test_rows_beyond_the_step_are_not_computed(tmp_path: Path) -> None:
+    cold = service(write(tmp_path, "llama"), "predicted")
+    h, bits = inputs(8), random_bits(8)
+    expected = ask(cold, 0, h[:3], bits[:3])
+    with cold.step(3):
+        cold.post(0, h, bits)
+        found = cold.collect(0).numpy()
+    np.testing.assert_array_equal(found[:3], expected)
+    assert found.shape == (8, N_EMBD)
+    assert np.isfinite(found).all()
+    assert cold.counts().selected[0] <= 3 * N_FF
+
+
+def test_nothing_predicted_is_zero(tmp_path: Path) -> None:
+    cold = service(write(tmp_path, "bamboo"), "predicted")
+    ask(cold, 0, inputs(2), random_bits(2))
+    found = ask(cold, 0, inputs(2), packed(np.zeros((2, N_FF), np.bool_)))
+    np.testing.assert_array_equal(found, np.zeros((2, N_EMBD)))
+    hot = np.repeat(hot_neurons(0.3, 0)[None], 2, axis=0)
+    np.testing.assert_array_equal(ask(cold, 0, inputs(2), packed(hot)), np.zeros((2, N_EMBD)))
+
+
+def test_what_is_wrong_is_said_before_a_step(tmp_path: Path) -> None:
+    gguf = write(tmp_path, "llama")
+    with pytest.raises(InvalidRequestError, match=r"bool \[736\], not float64 \[736\]"):
+        service(gguf, "exact", hot=np.zeros(N_FF))
+    with pytest.raises(InvalidRequestError, match="layer 0 has no neuron on the CPU"):
+        service(gguf, "exact", hot=np.ones(N_FF, np.bool_))
+    with pytest.raises(DeviceError, match="cpu has no streams"):
+        service(gguf, "exact", kind="memops")
+    with pytest.raises(InvalidRequestError, match="no predictor"):
+        ask(service(gguf, "exact"), 0, inputs(1), random_bits(1))
+    with pytest.raises(InvalidRequestError, match="has a predictor"):
+        ask(service(gguf, "predicted"), 0, inputs(1))
+    silu = open_gguf(write_llama(tmp_path / "silu.gguf"))
+    ready, graph = prepared(silu, "dense")
+    with pytest.raises(UnsupportedModelError, match="the neurons of layer 0 cannot be shared"):
+        ColdService(ready.weights, graph, {0: np.zeros(96, np.bool_)}, "cpu", max_batch=1)
+    cold = service(gguf, "exact")
+    with pytest.raises(ValueError, match="takes 1 to 16 tokens, not 17"):
+        cold.begin_step(17)
+
+
+def test_the_environment_forces_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_kind("cpu").kind == "direct"
+    monkeypatch.setenv("HOTSET_HANDSHAKE", "spin")
+    assert choose_kind("cpu").kind == "spin"
+    monkeypatch.setenv("HOTSET_HANDSHAKE", "pigeon")
+    with pytest.raises(InvalidRequestError, match="HOTSET_HANDSHAKE must be one of memops, spin"):
+        choose_kind("cpu")
+
+
+def test_a_round_trip_is_measured() -> None:
+    assert 0 < round_trip_seconds("cpu", width=256) < 1
+
+
+# ---- failures: each is over soon, says why, and the next step works
+
+
+@pytest.fixture
+def cold(tmp_path: Path) -> Iterator[ColdService]:
+    made = service(write(tmp_path, "llama"), "exact", timeout=20)
+    yield made
+    within(30, made.close)
+
+
+def assert_works(cold: ColdService) -> None:
+    fresh = within(30, lambda: ask(cold, 1, inputs(2)))
+    assert np.abs(fresh).max() > 0
+    np.testing.assert_array_equal(within(30, lambda: ask(cold, 1, inputs(2))), fresh)
+
+
+def test_a_device_that_fails_leaves_the_next_step_clean(cold: ColdService) -> None:
+    def fail(at: int) -> None:
+        with cold.step(2):
+            for point, work in enumerate([lambda: cold.post(0, inputs(2)), lambda: cold.collect(0)] * 2):
+                if point == at:
+                    raise ZeroDivisionError("the device")
+                work()
+            raise ZeroDivisionError("the device")
+
+    for at in range(5):
+        with pytest.raises(ZeroDivisionError, match="the device"):
+            within(30, lambda at=at: fail(at))
+        assert_works(cold)
+
+
+def test_what_was_posted_must_be_collected(cold: ColdService) -> None:
+    with pytest.raises(DeviceError, match="layer 0 were asked for and not collected"), cold.step(1):
+        cold.post(0, inputs(1))
+    assert_works(cold)
+
+
+def test_a_waiter_is_released_from_elsewhere(cold: ColdService) -> None:
+    def wait_for_nothing() -> None:
+        with cold.step(1):
+            cold.collect(0)  # nobody asked
+
+    threading.Timer(0.2, lambda: cold.cancel("someone pulled the plug")).start()
+    with pytest.raises(DeviceError, match="given up: someone pulled the plug"):
+        within(30, wait_for_nothing)
+    assert_works(cold)
+
+
+def test_a_waiter_is_released_by_close(cold: ColdService) -> None:
+    def wait_for_nothing() -> None:
+        with cold.step(1):
+            cold.collect(0)
+
+    threading.Timer(0.2, cold.close).start()
+    with pytest.raises(DeviceError, match="was closed"):
+        within(30, wait_for_nothing)
+    with pytest.raises(DeviceError, match="cannot begin: the CPU's half was closed"):
+        cold.begin_step(1)
+    cold.close()
+
+
+def test_a_step_within_a_step_is_refused(cold: ColdService) -> None:
+    with cold.step(1), pytest.raises(DeviceError, match="in the middle of a step"):
+        cold.begin_step(1)
+    assert_works(cold)
+
+
+def test_ctrl_c_gets_through_to_a_waiter(cold: ColdService) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(KeyboardInterrupt), cold.step(1):
+            cold.collect(0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert_works(cold)
+
+
+def test_a_layer_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
+    path = write_relu(tmp_path / "wide.gguf", n_embd=1024, n_ff=4096, ranks=(32,), n_head=16)
+    gguf = open_gguf(path)
+    ready, graph = prepared(gguf, "exact")
+    h = torch.randn(64, 1024)
+    slow = ColdService(
+        ready.weights, graph, {0: np.zeros(4096, np.bool_)}, "cpu", max_batch=64, n_threads=1, timeout=1e-3
+    )
+
+    def work() -> None:
+        with slow.step(64):
+            slow.post(0, h)
+            slow.collect(0)
+
+    with pytest.raises(DeviceError, match=r"layer 0 took more than 0\.001 s"):
+        within(60, work)
+    # The next step begins once the thread is through with the layer, or says that it is not.
+    reasons: set[str] = set()
+    for _ in range(1000):
+        try:
+            slow.begin_step(1)
+            break
+        except DeviceError as error:
+            reasons.add(str(error))
+            time.sleep(0.01)
+    slow.abort("the end")
+    busy = "the hybrid step cannot begin: the CPU's half is still busy with a layer of the step before"
+    assert reasons <= {busy}
+    within(60, slow.close)
+
+
+def test_several_services_in_one_process(tmp_path: Path) -> None:
+    gguf = write(tmp_path, "llama")
+    services = [service(gguf, "exact", share) for share in (0.1, 0.5, 0.9)]
+    expected = [ask(one, 0, inputs(2)) for one in services]
+    for one in services:
+        one.begin_step(2)
+        one.post(0, inputs(2))
+    for one, rows in zip(services, expected, strict=True):
+        np.testing.assert_array_equal(one.collect(0).numpy(), rows)
+        one.end_step()
+    services[0].close()
+    np.testing.assert_array_equal(ask(services[1], 0, inputs(2)), expected[1])
+
+
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_many_random_steps(tmp_path: Path, n_threads: int) -> None:
+    cold = service(write(tmp_path, "opt", T.Q8_0), "predicted", n_threads=n_threads)
+    rng = np.random.default_rng(n_threads)
+    known: dict[tuple[int, int, int], np.ndarray] = {}
+    seen = 0
+
+    def steps() -> None:
+        nonlocal seen
+        for _ in range(300):
+            n, seed = int(rng.integers(1, 4)), int(rng.integers(3))
+            broken = rng.random() < 0.1
+            try:
+                with cold.step(n):
+                    for layer in LAYERS:
+                        cold.post(layer, inputs(n, seed), random_bits(n, seed=seed))
+                        if broken and rng.random() < 0.5:
+                            raise ZeroDivisionError
+                        rows = cold.collect(layer).numpy()
+                        expected = known.setdefault((layer, n, seed), rows)
+                        np.testing.assert_array_equal(rows, expected)
+                        seen += 1
+            except ZeroDivisionError:
+                pass
+
+    within(120, steps)
+    assert seen > 400
+
+
+# ---- streams: the fake does what it was told in order, on a thread of its own
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeCuda]:
+    made = FakeCuda()
+    yield made
+    made.close()
+
+
+def on_stream(tmp_path: Path, fake: FakeCuda, kind: str, **options: Any) -> ColdService:
+    return service(write(tmp_path, "llama"), "predicted", kind=kind, driver=fake, **options)
+
+
+@pytest.mark.parametrize("kind", ["memops", "hostfunc"])
+def test_a_captured_step_is_replayed(tmp_path: Path, fake: FakeCuda, kind: str) -> None:
+    direct, streamed = service(write(tmp_path, "llama"), "predicted"), on_stream(tmp_path, fake, kind)
+    h, bits = inputs(2), random_bits(2)
+    out: list[torch.Tensor] = []
+
+    def work() -> None:
+        for layer in LAYERS:
+            streamed.post(layer, h, bits)
+            out.append(streamed.collect(layer))
+
+    graph = fake.capture(work)
+    for seed in range(20):
+        h.copy_(inputs(2, seed))
+        bits.copy_(random_bits(2, seed=seed))
+        with streamed.step(2):
+            fake.replay(graph)
+        for layer in LAYERS:
+            np.testing.assert_array_equal(out[layer].numpy(), ask(direct, layer, h, bits))
+    within(30, streamed.close)
+    assert not fake.registered
+
+
+def test_memory_operations_are_constant_and_in_order(tmp_path: Path, fake: FakeCuda) -> None:
+    streamed = on_stream(tmp_path, fake, "memops")
+    h, bits = inputs(1), random_bits(1)
+
+    def work() -> None:
+        for layer in LAYERS:
+            streamed.post(layer, h, bits)
+            streamed.collect(layer)
+
+    fake.capture(work)
+    done = 64  # a line behind the requests
+    expected = []
+    for i in range(2):
+        expected += ["copy", "copy", f"write {4 * i} 1"]
+        expected += [f"wait {done + 4 * i} 1", f"write {done + 4 * i} 0", "copy"]
+    assert fake.log == expected
+    within(30, streamed.close)
+
+
+@pytest.mark.parametrize("kind", ["memops", "hostfunc"])
+def test_a_stream_that_waits_is_released(tmp_path: Path, fake: FakeCuda, kind: str) -> None:
+    streamed = on_stream(tmp_path, fake, kind)
+    h, bits = inputs(1), random_bits(1)
+
+    def wait_for_nothing() -> None:
+        with streamed.step(1):
+            streamed.collect(0)
+
+    threading.Timer(0.2, lambda: streamed.cancel("someone pulled the plug")).start()
+    with pytest.raises(DeviceError, match="someone pulled the plug"):
+        within(60, wait_for_nothing)
+    fake.fails_at = "wait" if kind == "memops" else "copy"
+    with pytest.raises(RuntimeError, match="failed"):
+        within(30, lambda: ask(streamed, 0, h, bits))
+    fake.fails_at = None
+    direct = service(write(tmp_path, "llama"), "predicted")
+    with streamed.step(1):
+        streamed.post(0, h, bits)
+        out = streamed.collect(0)
+    np.testing.assert_array_equal(out.numpy(), ask(direct, 0, h, bits))
+    within(30, streamed.close)
+
+
+def test_a_replay_after_the_step_was_given_up_does_not_hang(tmp_path: Path, fake: FakeCuda) -> None:
+    streamed = on_stream(tmp_path, fake, "memops")
+    h, bits = inputs(1), random_bits(1)
+    graph = fake.capture(lambda: [(streamed.post(i, h, bits), streamed.collect(i)) for i in LAYERS])
+
+    def work() -> None:
+        streamed.begin_step(1)
+        streamed._native.poison("the CPU's half failed")
+        for _ in range(3):
+            fake.replay(graph)
+        streamed.end_step()
+
+    with pytest.raises(DeviceError, match="given up: the CPU's half failed"):
+        within(60, work)
+    with streamed.step(1):
+        fake.replay(graph)
+    within(30, streamed.close)
+
+
+def test_a_device_that_cannot_be_waited_for_ends_the_service(tmp_path: Path, fake: FakeCuda) -> None:
+    streamed = on_stream(tmp_path, fake, "memops")
+
+    def broken() -> None:
+        raise RuntimeError("an illegal memory access")
+
+    with pytest.raises(RuntimeError, match="illegal"), streamed.step(1):
+        fake.synchronize = broken  # type: ignore[method-assign]
+    with pytest.raises(DeviceError, match=r"cpu failed in an earlier step; start anew \(an illegal"):
+        streamed.begin_step(1)
+    within(30, streamed.close)
