@@ -1,0 +1,442 @@
+"""How fast this machine is, measured once: what placement reckons with.
+
+    cpu_read         bytes per second of an FFN's matrices when every row is computed, one after the other
+    cpu_gather       the same of a tenth of the neurons, here and there, as cold ones that fire are
+    *_busy           while the device works too: both may share memory, power and the bus
+    read, read_busy  of a device's matrices, by its matrix-vector kernel
+    launch, sync     seconds of a kernel that does nothing, and of a round trip to the CPU (handshake.py)
+
+All are measured with the operations that run later, on weights of Q4_0. The results are kept in machine.json
+in the folder of the store, under a key that names the processor, its threads and kernels, the device and the
+versions of hotset and torch; measuring takes some seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hotset.formats.gguf import TensorInfo
+from hotset.formats.quants import TYPES, GGMLType, row_bytes
+from hotset.model import graph as g
+from hotset.sparsity.placement import DeviceRates, Rates
+
+if TYPE_CHECKING:
+    import torch
+
+    from hotset.storage.reporter import Reporter
+
+STAND_IN_CONTEXT = 0  # of a device whose memory is the machine's
+USUAL_CONTEXT = 600 << 20  # bytes that a CUDA context with its kernels takes, where it cannot be measured
+_WIDTH, _N_FF, _N_LAYER = 4096, 8192, 6  # of the FFNs that are measured: 340 MB, more than caches hold
+_ACTIVE = 0.1
+_SECONDS = 0.3  # of each measurement
+_TYPE = GGMLType.Q4_0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One device beside this CPU, as machine.json keeps it; context: bytes its runtime takes by itself."""
+
+    cpu_read: float
+    cpu_gather: float
+    cpu_read_busy: float
+    cpu_gather_busy: float
+    read: float
+    read_busy: float
+    launch: float
+    sync: float
+    context: int
+
+
+def rates_of(measured: Sequence[Measured]) -> Rates:
+    """What placement takes: the CPU as it is beside the busiest of the devices."""
+    return Rates(
+        cpu_read=max(m.cpu_read for m in measured),
+        cpu_gather=max(m.cpu_gather for m in measured),
+        cpu_read_busy=min(m.cpu_read_busy for m in measured),
+        cpu_gather_busy=min(m.cpu_gather_busy for m in measured),
+        devices=tuple(DeviceRates(m.read, m.read_busy, m.launch, m.sync) for m in measured),
+    )
+
+
+def measure(
+    device: str,
+    *,
+    n_threads: int | None = None,
+    progress: Reporter | None = None,
+    anew: bool = False,
+    path: Path | None = None,
+) -> Measured:
+    """What is known of a device beside this CPU, measured where it is not (or `anew`).
+
+    path: the file to keep it in. Raises DeviceError for a device that is not there.
+    """
+    from hotset.backends.cores import usable_cores
+    from hotset.backends.gpu.devices import find_device
+
+    found = find_device(device)
+    n_threads = n_threads or usable_cores()
+    path = path or _path()
+    key = _key(found, n_threads)
+    known = _known(path)
+    if not anew and key in known:
+        with contextlib.suppress(TypeError):  # of a version that measured other things
+            return Measured(**known[key])
+    if progress is not None:
+        progress.say(f"Measuring this machine with {device}, once.")
+    measured = _measure(found, n_threads)
+    _keep(path, key, measured)
+    return measured
+
+
+def _measure(device: torch.device, n_threads: int) -> Measured:
+    with _Context(device) as context, _Cpu(n_threads) as cpu:
+        loop = _DeviceLoop(device)
+        cpu_read, cpu_gather = cpu.rate(_SECONDS, sparse=False), cpu.rate(_SECONDS, sparse=True)
+        read = loop.rate(_SECONDS)
+        with loop.running() as busy:
+            cpu_read_busy = cpu.rate(_SECONDS, sparse=False)
+            cpu_gather_busy = cpu.rate(_SECONDS, sparse=True)
+        launch, sync = loop.launch_seconds(), _round_trip(device)
+        loop.close()
+    # Noise must not make anything faster for being disturbed.
+    return Measured(
+        cpu_read,
+        cpu_gather,
+        min(cpu_read, cpu_read_busy),
+        min(cpu_gather, cpu_gather_busy),
+        read,
+        min(read, busy.rate),
+        launch,
+        sync,
+        context.n_bytes,
+    )
+
+
+def _round_trip(device: torch.device) -> float:
+    from hotset.backends.gpu.handshake import round_trip_seconds
+
+    return round_trip_seconds(device, width=_WIDTH)
+
+
+# -- the CPU -------------------------------------------------------------------------------------
+
+
+class _Weights:
+    """FFNs whose every neuron fires, so that a mask alone decides, as a WeightSource."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, TensorInfo] = {}
+        self._data: dict[str, np.ndarray] = {}
+        rng = np.random.default_rng(0)
+        self._add("x", np.full((2, _WIDTH), 1e-3, np.float32))
+        for i in range(_N_LAYER):
+            scores = np.where(rng.random((2, _N_FF)) < _ACTIVE, 1.0, -1.0).astype(np.float32)
+            self._add(f"blk.{i}.scores", scores)
+            for part in ("gate", "up", "down"):
+                self._add_matrix(f"blk.{i}.{part}")
+
+    def _add(self, name: str, values: np.ndarray) -> None:
+        self.tensors[name] = TensorInfo(name, values.shape[::-1], GGMLType.F32, values.nbytes, 0)
+        self._data[name] = values.view(np.uint8).reshape(-1)
+
+    def _add_matrix(self, name: str) -> None:
+        layout = TYPES[_TYPE].block
+        assert layout is not None
+        blocks = np.empty(_N_FF * _WIDTH // 32, layout)
+        blocks["d"], blocks["qs"] = 2.0**-12, 0x99  # every value is 2^-12
+        self.tensors[name] = TensorInfo(name, (_WIDTH, _N_FF), _TYPE, blocks.nbytes, 0)
+        self._data[name] = blocks.view(np.uint8).reshape(-1)
+
+    def data(self, name: str) -> np.ndarray:
+        return self._data[name]
+
+
+def _ffn_graph() -> g.Graph:
+    """Some FFNs, one after the other, whose neurons a table of scores selects."""
+    graph = g.Graph()
+    value, add = graph.value, graph.add
+    x = add(g.Embed(value("embedding", _WIDTH), "x"))
+    for i in range(_N_LAYER):
+        blk = f"blk.{i}"
+        scores = add(g.Embed(value(f"{blk}.ffn_pred", _N_FF), f"{blk}.scores"))
+        gate = add(g.Linear(value(f"{blk}.ffn_gate", _N_FF), x, f"{blk}.gate"))
+        up = add(g.Linear(value(f"{blk}.ffn_up", _N_FF), x, f"{blk}.up"))
+        fired = add(g.Activate(value(f"{blk}.ffn_gate_act", _N_FF), gate, "relu"))
+        neurons = add(g.Multiply(value(f"{blk}.ffn_act", _N_FF), fired, up))
+        masked = add(g.Mask(value(f"{blk}.ffn_masked", _N_FF), neurons, scores, 0.0))
+        down = add(g.TransposedLinear(value(f"{blk}.ffn_down", _WIDTH), masked, f"{blk}.down"))
+        x = add(g.Add(value(f"{blk}.out", _WIDTH), x, down))
+    add(g.SelectOutputs(value("logits", _WIDTH), x))
+    return graph
+
+
+class _Cpu:
+    """The CPU backend on synthetic FFNs."""
+
+    def __init__(self, n_threads: int) -> None:
+        from hotset.backends.base import Batch
+        from hotset.backends.cpu import CpuBackend
+
+        weights, graph = _Weights(), _ffn_graph()
+        self._backends = {
+            sparse: CpuBackend(weights, graph, n_pages=1, max_batch=1, n_threads=n_threads, sparse=sparse)
+            for sparse in (False, True)
+        }
+        zero = np.zeros(1, np.int32)
+        self._batch = Batch(zero, zero, zero, zero[None], zero)
+        rows = _N_LAYER * _N_FF * 3 * row_bytes(_TYPE, _WIDTH)
+        self._bytes = {False: rows, True: _ACTIVE * rows}
+
+    def rate(self, seconds: float, *, sparse: bool) -> float:
+        """Bytes of rows per second: the median over steps for so long."""
+        backend = self._backends[sparse]
+        backend.step(self._batch)
+        return self._bytes[sparse] / _median_seconds(lambda: backend.step(self._batch), seconds)
+
+    def __enter__(self) -> _Cpu:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for backend in self._backends.values():
+            backend.close()
+
+
+def _median_seconds(work: Callable[[], object], seconds: float) -> float:
+    times: list[float] = []
+    until = time.perf_counter() + seconds
+    while len(times) < 3 or time.perf_counter() < until:
+        begun = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times)
+
+
+# -- a device ------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Busy:
+    rate: float = 0.0
+
+
+class _DeviceLoop:
+    """Matrices in a device's memory, and products with them."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        from hotset.backends.gpu.devices import free_bytes, synchronize
+        from hotset.backends.gpu.kernels import Kernels
+        from hotset.backends.gpu.matrix import DeviceMatrix
+
+        self._kernels, self._device = Kernels(device), device
+        self._synchronize = lambda: synchronize(device)
+        n_rows = 65536 if device.type in ("cuda", "xpu") else 2048  # large, where a launch costs
+        n_bytes = n_rows * row_bytes(_TYPE, _WIDTH)
+        n_matrices = max(1, min(4, free_bytes(device) // (4 * n_bytes)))
+        layout = TYPES[_TYPE].block
+        assert layout is not None
+        blocks = np.empty(n_rows * _WIDTH // 32, layout)
+        blocks["d"], blocks["qs"] = 2.0**-12, 0x99
+        data = blocks.view(np.uint8).reshape(-1)
+        self._matrices = [
+            DeviceMatrix.from_bytes(data, _TYPE, n_rows, _WIDTH, device) for _ in range(n_matrices)
+        ]
+        self._small = DeviceMatrix.from_bytes(data[: row_bytes(_TYPE, _WIDTH)], _TYPE, 1, _WIDTH, device)
+        self._x = torch.full((1, _WIDTH), 1e-3, device=device)
+        self._bytes = n_bytes * n_matrices
+        self._pass()
+
+    def _pass(self) -> None:
+        for matrix in self._matrices:
+            self._kernels.linear(self._x, matrix)
+        self._synchronize()
+
+    def rate(self, seconds: float) -> float:
+        """Bytes per second."""
+        return self._bytes / _median_seconds(self._pass, seconds)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[_Busy]:
+        """Keeps the device at work in another thread; its rate stands in what is yielded, at the end."""
+        busy, ending, passes, failed = _Busy(), threading.Event(), [0], list[BaseException]()
+
+        def work() -> None:
+            try:
+                while not ending.is_set():
+                    self._pass()
+                    passes[0] += 1
+            except BaseException as error:  # raised where the rate is wanted
+                failed.append(error)
+
+        thread = threading.Thread(target=work, daemon=True)
+        begun = time.perf_counter()
+        thread.start()
+        try:
+            yield busy
+        finally:
+            ending.set()
+            thread.join()
+        if failed:
+            raise failed[0]
+        busy.rate = max(passes[0], 1) * self._bytes / (time.perf_counter() - begun)
+
+    def launch_seconds(self) -> float:
+        """Seconds of a kernel with nothing to do, in a captured graph where the device has them."""
+        import torch
+
+        n = 100
+
+        def launch() -> None:
+            for _ in range(n):
+                self._kernels.linear(self._x, self._small)
+
+        if self._device.type != "cuda":
+            launch()
+
+            def run() -> None:
+                launch()
+                self._synchronize()
+
+            return _median_seconds(run, _SECONDS / 3) / n
+        launch()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device), torch.cuda.graph(graph):
+            launch()
+
+        def replay() -> None:
+            graph.replay()
+            self._synchronize()
+
+        replay()
+        return _median_seconds(replay, _SECONDS / 3) / n
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        import torch
+
+        self._matrices.clear()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class _Context:
+    """Finds out what a device's runtime and kernels take beside tensors: `n_bytes`, when it ends."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.n_bytes = USUAL_CONTEXT if device.type == "cuda" else STAND_IN_CONTEXT
+
+    def __enter__(self) -> _Context:
+        self._before = self._used()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import torch
+
+        after = self._used()
+        if self._before is not None and after is not None:
+            grown = after - self._before - torch.cuda.memory_reserved(self._device)
+            if grown > 64 << 20:  # less: the context was there before
+                self.n_bytes = grown
+
+    def _used(self) -> int | None:
+        """Bytes in use on the device by everybody, from the driver's own library, which makes no context."""
+        if self._device.type != "cuda":
+            return None
+        import ctypes
+
+        import torch
+
+        class Memory(ctypes.Structure):
+            _fields_ = (("total", ctypes.c_uint64), ("free", ctypes.c_uint64), ("used", ctypes.c_uint64))
+
+        try:
+            nvml = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+            uuid = f"GPU-{torch.cuda.get_device_properties(self._device).uuid}".encode()
+        except (OSError, AttributeError):
+            return None
+        handle, memory = ctypes.c_void_p(), Memory()
+        if (
+            nvml.nvmlInit_v2() == 0
+            and nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)) == 0
+            and nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0
+        ):
+            return int(memory.used)
+        return None
+
+
+# -- machine.json --------------------------------------------------------------------------------
+
+
+def processor_name() -> str:
+    """As the system names it."""
+    if sys.platform == "darwin":
+        import subprocess
+
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        name = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    else:
+        name = ""
+        with contextlib.suppress(OSError):
+            lines = (
+                line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line
+            )
+            info = {key.strip(): value.strip() for key, value in reversed(list(lines))}
+            name = info.get("model name") or info.get("Model") or ""
+    return name or platform.processor() or platform.machine()
+
+
+def _path() -> Path:
+    from hotset.storage.store import home
+
+    return home() / "machine.json"
+
+
+def _key(device: torch.device, n_threads: int) -> str:
+    import importlib.metadata
+
+    import torch
+
+    from hotset import _core
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    versions = [str(torch.__version__)]
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        versions.append(importlib.metadata.version("hotset"))
+    threads = f"{n_threads} threads"
+    return " | ".join([processor_name(), threads, _core.isa(), f"{device} {name}", *versions])
+
+
+def _known(path: Path) -> Mapping[str, Any]:
+    try:
+        known = json.loads(path.read_text())
+    except (OSError, ValueError):  # none yet, or damaged: measured again
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _keep(path: Path, key: str, measured: Measured) -> None:
+    """Adds to the file; where it cannot be written the machine is measured again next time."""
+    known = {**_known(path), key: asdict(measured)}
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".machine")
+        with os.fdopen(handle, "w") as file:
+            json.dump(known, file, indent=1)
+        os.replace(name, path)
