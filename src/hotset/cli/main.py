@@ -28,7 +28,11 @@ VERBS = {
     "perplexity": ("perplexity", "perplexity"),
     "profile": ("profile", "profile"),
     "reorder": ("profile", "reorder"),
+    "train-predictor": ("train_predictor", "train_predictor"),
+    "report": ("report", "report"),
     "convert": ("convert", "convert"),
+    "quantize": ("quantize", "quantize"),
+    "sparsify": ("sparsify", "sparsify"),
     "doctor": ("doctor", "doctor"),
 }
 

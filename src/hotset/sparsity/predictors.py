@@ -123,7 +123,7 @@ def open_predictor(
     if built is not None:
         notes.append(built.note(f"predictor {spec}"))
         files.append(built.file)
-    extra = _Tensors()
+    extra = MemoryTensors()
     owner = files[-1] if files else gguf
     for i, n in enumerate(first):
         if spec.kind == "mlp" and n:  # the rows of neurons that are not predicted are passed over
@@ -235,7 +235,7 @@ def _thresholds(file: GGUFFile, config: ModelConfig) -> list[float]:
     return values.tolist()
 
 
-class _Tensors:
+class MemoryTensors:
     """Tensors in memory that lie over a model as a sidecar's do."""
 
     def __init__(self) -> None:

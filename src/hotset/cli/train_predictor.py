@@ -1,0 +1,223 @@
+"""`hotset train-predictor`: predictors for a ReLU-family model, from text to a file that runs with them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hotset.cli import options
+from hotset.cli.console import print_json, print_table, read_text, say
+from hotset.errors import HotsetError
+from hotset.storage import store
+from hotset.storage.reporter import Reporter
+from hotset.units import human_size
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from hotset.formats.gguf import Dialect
+    from hotset.training.predictor import Trained
+
+TYPES = ("f16", "q8_0", "q4_0")
+DIALECTS: dict[str, Dialect] = {"powerinfer": "powerinfer", "plain": "gguf"}
+
+
+def train_predictor(
+    model: options.ModelName,
+    file: Annotated[
+        list[Path],
+        typer.Option("--file", "-f", exists=True, dir_okay=False, help="Text to learn from; repeatable."),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the model with its predictors here.")
+    ] = None,
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", "-d", help="For model_<layer>.pt; default: MODEL.predictors beside the model."),
+    ] = None,
+    format: Annotated[
+        str | None,
+        typer.Option("--format", help="Of OUTPUT: powerinfer or plain; default: what can hold it."),
+    ] = None,
+    type: Annotated[str, typer.Option("--type", help="Of the predictors: f16, q8_0 or q4_0.")] = "q8_0",
+    recall: Annotated[
+        float, typer.Option("--recall", help="Share of the firing neurons' magnitude to keep.")
+    ] = 0.98,
+    precision: Annotated[
+        float, typer.Option("--precision", help="Grow until so many of the selected neurons fire.")
+    ] = 0.6,
+    max_increase: Annotated[
+        float, typer.Option("--max-increase", help="Of perplexity against exact, in percent.")
+    ] = 0.5,
+    max_share: Annotated[
+        float, typer.Option("--max-share", help="All predictors together, in percent of the model.")
+    ] = 10.0,
+    max_bytes: Annotated[
+        str, typer.Option("--max-bytes", help="Disk for the pairs, such as 800M or 4G.")
+    ] = "2G",
+    n_tokens: Annotated[
+        int | None, typer.Option("--tokens", "-n", min=2, help="Of the text, at most.")
+    ] = None,
+    n_ctx: Annotated[
+        int, typer.Option("--ctx-size", "-c", min=8, max=512, help="Tokens of a sequence.")
+    ] = 512,
+    epochs: Annotated[float, typer.Option("--epochs", help="Times that each pair is seen, per size.")] = 4.0,
+    learning_rate: Annotated[float, typer.Option("--lr", help="Of Adam.")] = 2e-3,
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, ...")] = "cpu",
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", "-j", min=1, help="Layers side by side; default: one per core.")
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep pairs and checkpoints, to go on with other targets.")
+    ] = False,
+    threads: options.Threads = None,
+    activation: options.Activation = None,
+    json: options.Json = False,
+) -> None:
+    """Train predictors of which neurons fire: one small network per layer, as large as it must be."""
+    if type not in TYPES:
+        raise typer.BadParameter(f"'{type}' is none of {', '.join(TYPES)}.", param_hint="--type")
+    if format is not None and format not in DIALECTS:
+        raise typer.BadParameter(f"'{format}' is none of {', '.join(DIALECTS)}.", param_hint="--format")
+    try:
+        from hotset.training.predictor import Schedule, Settings, train_predictors
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise HotsetError("training needs PyTorch; install it with: pip install torch") from None
+    from hotset.formats.quants import GGMLType
+    from hotset.sparsity.sidecar import stem_of
+
+    settings = Settings(
+        recall=recall,
+        precision=precision,
+        max_increase=max_increase / 100,
+        max_share=max_share / 100,
+        type=GGMLType[type.upper()],
+        max_bytes=_bytes(max_bytes),
+        n_tokens=n_tokens,
+        n_ctx=n_ctx,
+        schedule=Schedule(epochs=epochs, learning_rate=learning_rate),
+        device=device,
+        jobs=jobs,
+    )
+    texts = [read_text(path, "-f") for path in file]
+    with StepBar() as bar:
+        path = store.resolve(model, progress=bar)
+        folder = directory or path.with_name(f"{stem_of(path)}.predictors")
+        trained = train_predictors(
+            path,
+            texts,
+            folder,
+            output,
+            settings,
+            activation=activation,
+            dialect=DIALECTS[format] if format else None,
+            n_threads=threads,
+            keep=keep,
+            progress=bar,
+        )
+    if json:
+        print_json(trained.as_dict())
+    else:
+        _print(trained)
+    for problem in trained.problems:
+        typer.secho(f"warning: {problem[0].upper()}{problem[1:]}.", fg="yellow", err=True)
+    say(f"Wrote model_0.pt to model_{len(trained.layers) - 1}.pt and config.json in {folder}.")
+    if output is not None:
+        say(f"Wrote {output} ({human_size(output.stat().st_size)}). Run it with: hotset run {output}")
+
+
+def _bytes(text: str) -> int:
+    scale = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}.get(text[-1:].lower())
+    number = text[:-1] if scale else text
+    try:
+        n = int(float(number) * (scale or 1))
+    except ValueError:
+        n = 0
+    if n < 1:
+        raise typer.BadParameter(f"'{text}' is not a size such as 800M or 4G.", param_hint="--max-bytes")
+    return n
+
+
+def _print(trained: Trained) -> None:
+    from hotset.report.bars import percent
+    from hotset.training.predictor import REASONS
+
+    columns = [">layer", ">rank", ">of model", ">active", ">selected", ">recall", ">of values", ">precise"]
+    rows = []
+    for layer, found in zip(trained.layers, trained.measured, strict=True):
+        shares = (found.active_share, found.selected_share, found.recall, found.of_magnitude, found.precision)
+        row = [str(layer.layer), str(layer.rank), f"{layer.share:.2%}", *map(percent, shares)]
+        rows.append([*row, REASONS[layer.stopped]])
+    n = len(trained.layers)
+    measured = [
+        [getattr(found, name) for found in trained.measured]
+        for name in ("active_share", "selected_share", "recall", "of_magnitude", "precision")
+    ]
+    mean_rank = sum(layer.rank for layer in trained.layers) / n
+    means = [percent(sum(values) / n) for values in measured]
+    rows.append(["all", f"{mean_rank:.0f}", f"{trained.share:.2%}", *means, ""])
+    print_table([*columns, "grown until"], rows, tight=True)
+    apart = trained.predicted.divergence
+    assert apart is not None
+    print(
+        f"perplexity {trained.exact.ppl:.3f} exact, {trained.predicted.ppl:.3f} predicted: "
+        f"{trained.increase:+.2%} ± {apart.ppl_ratio_error:.2%}, KL {apart.kl:.4f}, likeliest token the same "
+        f"for {apart.same_top:.1%} ({trained.exact.n_scored} held-out tokens)"
+    )
+
+
+class StepBar(Reporter):
+    """Counts steps on stderr: bars on a terminal, a line for each tenth elsewhere."""
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._tenths: dict[str, int] = {}
+
+    def __enter__(self) -> StepBar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def say(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.console.print(text, markup=False, highlight=False)
+        else:
+            say(text, dim=True)
+
+    def advance(self, label: str, done: int, total: int) -> None:
+        if not sys.stderr.isatty():
+            tenth = 10 * done // max(total, 1)
+            if tenth > self._tenths.get(label, 0) or done == total:
+                self._tenths[label] = 0 if done == total else tenth
+                say(f"{label}: {done} of {total}")
+            return
+        if self._progress is None:
+            from rich.console import Console
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeElapsedColumn,
+                TimeRemainingColumn,
+            )
+
+            columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+            times = (TimeElapsedColumn(), TimeRemainingColumn())
+            self._progress = Progress(*columns, *times, console=Console(stderr=True))
+            self._progress.start()
+        task = self._tasks.get(label)
+        if task is None or done < self._progress.tasks[task].completed:
+            task = self._tasks[label] = self._progress.add_task(label, total=total)
+        self._progress.update(task, completed=done, total=total)

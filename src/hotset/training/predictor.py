@@ -1,0 +1,692 @@
+"""Adaptive predictors for a ReLU-family model: collected, trained, grown until they are good enough, written.
+
+PowerInfer (arXiv 2312.12456, section 5.2) gives every layer a two-layer network that names the neurons worth
+computing, as small as the layer's sparsity and skew allow. Here:
+
+1. Pairs of predictor input and active set are collected from text (pairs.py).
+2. Each layer starts at a rank in proportion to the mean entropy of its neurons' firing, which is low where
+   few fire, and low where the same ones do.
+3. A layer is trained (predictor_layer.py), calibrated to the recall that is asked for, and grows, its rank
+   doubled, while too few of the neurons that it selects fire, as long as that saves more bytes than it costs
+   and all predictors together stay within their share of the model.
+4. The model is run with all of them on held-out text. Where its perplexity is further from the exact one than
+   allowed, the recall is raised, half of what was missed allowed, and 3 and 4 are done again.
+
+Every step is deterministic and what it trained is kept in `folder/training`, so that a run that was killed,
+started again, takes the same path and finds most of it walked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+import hotset
+from hotset.engine.perplexity import PerplexityResult, compare_chunks
+from hotset.errors import HotsetError, InvalidRequestError
+from hotset.formats.gguf import Dialect, open_gguf
+from hotset.formats.quants import GGMLType, row_bytes
+from hotset.formats.torch_file import read_torch, write_torch
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+from hotset.model.graph import Add, LayerNorm, RMSNorm
+from hotset.sparsity import sidecar
+from hotset.sparsity.calibration import ffn_of, values_of
+from hotset.training import pairs as pair_files
+from hotset.training import predictor_files, predictor_layer
+from hotset.training.pairs import Pairs, Source
+from hotset.training.predictor_files import fitting
+from hotset.training.predictor_layer import Quality, Schedule, Weights
+
+if TYPE_CHECKING:
+    from hotset.api import Model
+    from hotset.backends.base import WeightSource
+    from hotset.model.config import ModelConfig
+    from hotset.model.graph import Graph
+    from hotset.sparsity.stats import PredictorQuality
+    from hotset.storage.reporter import Reporter
+
+STEP = 32  # ranks are multiples of it: a row of fc2 is then whole blocks
+GATHERED = 1.6  # what a gathered byte costs in streamed ones (docs/DESIGN.md)
+_WIDTH_PER_RANK = 6  # a layer whose neurons are all coins starts at a sixth of the width
+_HELD_OUT = 10  # one sequence in so many
+_HIGHEST_RECALL = 0.9995
+_LAYOUT = 1  # of what is kept in folder/training
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the predictors must reach, and what they may take.
+
+    recall: share of the magnitude of the neurons that fire. precision: share of the selected neurons that
+    fire, from which a layer is good enough. max_increase: of the perplexity on held-out text, relative.
+    max_share: of the model's bytes, for all predictors together. type: of fc1 and fc2 in the model file.
+    max_bytes: of the pairs on disk. n_tokens: of the texts, at most. n_ctx: tokens of a sequence.
+    n_measured: held-out tokens that the perplexity is measured on, at most; half of them are scored.
+    device: torch's. jobs: layers trained side by side; None: one per usable core, one on a GPU.
+    """
+
+    recall: float = 0.98
+    precision: float = 0.6
+    max_increase: float = 0.005
+    max_share: float = 0.10
+    type: GGMLType = GGMLType.Q8_0
+    max_bytes: int = 2 << 30
+    n_tokens: int | None = None
+    n_ctx: int = 512
+    n_measured: int = 8192
+    schedule: Schedule = field(default_factory=Schedule)
+    device: str = "cpu"
+    jobs: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("recall", 0, 1), ("precision", 0, 1), ("max_share", 0, 1)):
+            value = getattr(self, name)
+            if not low < value < high:
+                raise InvalidRequestError(f"{name} must lie between {low} and {high}, not {value}")
+        if not self.max_increase > 0:
+            raise InvalidRequestError(f"max_increase must be above 0, not {self.max_increase}")
+        if self.schedule.epochs <= 0 or self.schedule.batch < 1 or self.schedule.learning_rate <= 0:
+            raise InvalidRequestError("epochs, batch and learning rate must be above 0")
+
+
+Stop = Literal["target", "pays", "room"]
+REASONS: dict[Stop, str] = {
+    "target": "good enough",
+    "pays": "more would cost more than it saves",
+    "room": "no room for more",
+}
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer's predictor. n_bytes: of fc1 and fc2; share: of the model's bytes. quality: on held-out
+    tokens. stopped: why it did not grow further."""
+
+    layer: int
+    rank: int
+    n_bytes: int
+    share: float
+    quality: Quality
+    stopped: Stop
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came out. recall: that the layers were calibrated to in the end. problems: what was asked for and
+    not reached, a sentence each. measured: the layers as the engine runs them, on held-out text; exact and
+    predicted: perplexity of all of them together."""
+
+    layers: tuple[LayerReport, ...]
+    measured: tuple[PredictorQuality, ...]
+    recall: float
+    exact: PerplexityResult
+    predicted: PerplexityResult
+    share: float
+    n_tokens: int
+    problems: tuple[str, ...]
+    files: tuple[Path, ...]
+    dialect: Dialect
+
+    @property
+    def increase(self) -> float:
+        """Of the perplexity, relative."""
+        return _increase(self.predicted)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        value = asdict(self)
+        value["increase"] = self.increase
+        for layer in value["layers"]:
+            del layer["quality"]["shift"]  # is in the weights
+        value["files"] = [str(path) for path in self.files]
+        return value
+
+
+def train_predictors(
+    model: str | os.PathLike[str],
+    texts: Sequence[str],
+    folder: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    settings: Settings | None = None,
+    *,
+    activation: str | None = None,
+    dialect: Dialect | None = None,
+    n_threads: int | None = None,
+    keep: bool = False,
+    progress: Reporter | None = None,
+) -> Trained:
+    """Trains a predictor for each layer of a model file and writes them.
+
+    texts: what the model is run on. folder: gets model_<layer>.pt and config.json, and while it lasts the
+    state of the training, from which a killed run goes on; keep: also afterwards. out: the model file with
+    the predictors; None: none. dialect: None takes PowerInfer's where it can hold the model as it is.
+    Raises HotsetError, in a sentence, for a model without zeros, texts that are too short, predictors that
+    cannot be as small as they must, and files that cannot be written.
+    """
+    settings = settings or Settings()
+    folder = Path(folder)
+    _check_device(settings.device)
+    with hotset.load(
+        model, n_ctx=_context(Path(model), settings.n_ctx), n_threads=n_threads, sparsity="exact",
+        activation=activation, max_batch=256, progress=progress,
+    ) as loaded:  # fmt: skip
+        chosen = _dialect(loaded, dialect) if out is not None else "gguf"
+        if out is not None and any(path.resolve() == Path(out).resolve() for path in loaded.gguf.paths):
+            raise InvalidRequestError(f"{out} is the model that is read; write to another file")
+        run = _Run(loaded, activation, texts, folder, settings, progress)
+        trained = run.train()
+        predictor_files.write_folder(folder, run.weights)
+        files = [folder / "config.json", *(folder / f"model_{i}.pt" for i in range(len(run.weights)))]
+        if out is not None:
+            predictor_files.write_merged(
+                Path(out), loaded.gguf, loaded.config, run.weights, settings.type, chosen
+            )
+            files.insert(0, Path(out))
+    if not keep:
+        shutil.rmtree(folder / "training", ignore_errors=True)
+    return replace(trained, files=tuple(files), dialect=chosen)
+
+
+def _context(path: Path, asked: int) -> int:
+    with open_gguf(path) as gguf:
+        return min(asked, config_from_gguf(gguf).n_ctx_train)
+
+
+def _dialect(model: Model, asked: Dialect | None) -> Dialect:
+    if asked == "gguf":
+        return asked
+    try:
+        predictor_files.powerinfer_architecture(model.gguf, model.config)
+    except InvalidRequestError:
+        if asked is not None:
+            raise
+        return "gguf"
+    return "powerinfer"
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InvalidRequestError(f"the device {device!r} cannot be used ({reason}); use cpu") from None
+
+
+def cut(model: Model, texts: Sequence[str], settings: Settings) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Sequences of model.n_ctx tokens to train on, in random order, and those held out: a tenth of each text,
+    its end. Each begins as a text does."""
+    train: list[np.ndarray] = []
+    held_out: list[np.ndarray] = []
+    n_ctx, left, tokenizer = model.n_ctx, settings.n_tokens, model.tokenizer
+    for text in texts:
+        tokens = np.array(tokenizer.encode(text, add_special=True), np.int32)[:left]
+        left = None if left is None else left - len(tokens)
+        rows = list(tokens[: len(tokens) // n_ctx * n_ctx].reshape(-1, n_ctx).copy())
+        for row in rows:
+            if tokenizer.add_bos and tokenizer.bos_id is not None:
+                row[0] = tokenizer.bos_id
+        n_held = -(-len(rows) // _HELD_OUT)
+        train += rows[: len(rows) - n_held]
+        held_out += rows[len(rows) - n_held :]
+    while len(held_out) < 2 and train:
+        held_out.insert(0, train.pop())
+    if not train:
+        raise InvalidRequestError(
+            f"the text is too short: predictors learn from some sequences of {n_ctx} tokens and are measured "
+            f"on two others at least, and it has {len(held_out)}; give more text, or a smaller --ctx-size"
+        )
+    order = np.random.default_rng(settings.schedule.seed).permutation(len(train))
+    return [train[i] for i in order], held_out
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One layer to train, if it is not yet, and to measure. ranks: those it has had, and now has."""
+
+    model: Path
+    activation: str | None
+    pairs: Path
+    checkpoints: Path
+    layer: int
+    ranks: tuple[int, ...]
+    recall: float
+    settings: Settings
+
+
+def _work(task: _Task) -> Quality:
+    with open_gguf(task.model) as gguf:
+        config = config_from_gguf(gguf, activation=task.activation)
+        with Pairs(task.pairs, config.n_ff) as pairs:
+
+            def decides() -> np.ndarray:
+                return _deciding_matrix(gguf, describe(config, gguf.tensors), task.layer)
+
+            weights = _trained(task, pairs, decides)
+            held_out = pairs.layer(task.layer, "held_out")
+            settings = task.settings
+            return predictor_layer.calibrate(held_out, weights, settings.type, task.recall, settings.device)
+
+
+def _checkpoint(task: _Task) -> Path:
+    return task.checkpoints / f"blk.{task.layer}.{'-'.join(map(str, task.ranks))}.pt"
+
+
+def _trained(task: _Task, pairs: Pairs, decides: Callable[[], np.ndarray]) -> Weights:
+    """The weights of a checkpoint, or of a training that leaves one."""
+    path = _checkpoint(task)
+    if path.is_file():
+        return _read(path)
+    settings, rank, part = task.settings, task.ranks[-1], pairs.layer(task.layer, "train")
+    seed = settings.schedule.seed + task.layer
+    if len(task.ranks) == 1:
+        weights = predictor_layer.start(part, decides(), rank, settings.device, seed)
+    else:
+        before = _trained(replace(task, ranks=task.ranks[:-1]), pairs, decides)
+        weights = predictor_layer.grown(before, rank, part, seed)
+    weights = predictor_layer.train(part, weights, replace(settings.schedule, seed=seed), settings.device)
+    write_torch(path, {"fc1.weight": weights.fc1, "fc2.weight": weights.fc2})
+    return weights
+
+
+def _read(path: Path) -> Weights:
+    tensors = read_torch(path)
+    assert isinstance(tensors, dict)
+    return Weights(tensors["fc1.weight"], tensors["fc2.weight"])
+
+
+def _deciding_matrix(weights: WeightSource, graph: Graph, layer: int) -> np.ndarray:
+    """float32 [n_ff, n_embd]: what, times the predictor's input, decides which neurons fire, but for a bias
+    and the size of the input. The norm before the FFN multiplies channels; a layer norm removes the mean."""
+    op = ffn_of(graph, layer).decides
+    rows = values_of(weights, op.weight)[op.first_row : op.first_row + op.out.width]
+    norm = next(one for one in graph.ops if one.out == op.x)
+    assert isinstance(norm, RMSNorm | LayerNorm)
+    matrix = rows * values_of(weights, norm.weight)
+    if isinstance(norm, LayerNorm):
+        matrix -= matrix.mean(axis=1, keepdims=True)
+    return np.ascontiguousarray(matrix, np.float32)
+
+
+def predictor_inputs(config: ModelConfig, graph: Graph) -> list[str]:
+    """Name of the value that each layer's predictor reads (ModelConfig.predictor_input)."""
+    names = []
+    for i in range(config.n_layer):
+        after = next(op for op in graph.ops if op.out.name == f"blk.{i}.ffn_inp")
+        assert isinstance(after, Add)
+        names.append(after.a.name if config.predictor_input == "layer_input" else after.out.name)
+    return names
+
+
+class _Run:
+    """One training, from text to weights."""
+
+    def __init__(
+        self,
+        model: Model,
+        activation: str | None,
+        texts: Sequence[str],
+        folder: Path,
+        settings: Settings,
+        progress: Reporter | None,
+    ) -> None:
+        self.model, self.config, self.settings, self.progress = model, model.config, settings, progress
+        self.activation, self.folder = activation, folder
+        self.train_sequences, self.held_out = cut(model, texts, settings)
+        self.model_bytes = sum(
+            info.nbytes
+            for name, info in model.gguf.tensors.items()
+            if not predictor_files.is_of_predictor(name)
+        )
+        self.weights: list[Weights] = []
+        self.ranks: list[tuple[int, ...]] = []
+        self.stopped: dict[int, Stop] = {}
+        self.qualities: dict[tuple[int, tuple[int, ...], float], Quality] = {}
+
+    def train(self) -> Trained:
+        settings = self.settings
+        n_tokens = self._collect()
+        self.ranks = [(rank,) for rank in self._first_ranks()]
+        recall = settings.recall
+        with self._pool() as pool:
+            while True:
+                self._grow(pool, recall)
+                self.weights = self._calibrated(recall)
+                predicted = self._predicted_model()
+                try:
+                    exact_ppl, predicted_ppl = self._perplexity(predicted)
+                    increase = _increase(predicted_ppl)
+                    done = increase <= settings.max_increase or recall >= _HIGHEST_RECALL
+                    measured = self._measure(predicted) if done else ()
+                finally:
+                    predicted.backend.close()
+                self._say(
+                    f"recall {recall:.2%}: perplexity {exact_ppl.ppl:.3f} exact, "
+                    f"{predicted_ppl.ppl:.3f} predicted ({increase:+.2%})"
+                )
+                if done:
+                    break
+                recall = min(1 - (1 - recall) / 2, _HIGHEST_RECALL)
+        layers = tuple(self._report(i, recall) for i in range(self.config.n_layer))
+        share = sum(layer.n_bytes for layer in layers) / self.model_bytes
+        problems = self._problems(layers, increase, recall)
+        return Trained(
+            layers, measured, recall, exact_ppl, predicted_ppl, share, n_tokens, problems, (), "gguf"
+        )
+
+    # ---- pairs ----
+
+    def _collect(self) -> int:
+        config, graph = self.config, self.model.graph
+        sources = [
+            Source(name, f"blk.{i}.ffn_act", config.n_embd, config.n_ff[i])
+            for i, name in enumerate(predictor_inputs(config, graph))
+        ]
+        digest = hashlib.sha256()
+        for sequence in [*self.train_sequences, *self.held_out]:
+            digest.update(sequence.tobytes() + b"/")
+        identity = {
+            "layout": _LAYOUT,
+            "model": sidecar.fingerprint(self.model.gguf),
+            "activation": str(config.activation),
+            "tokens": digest.hexdigest(),
+        }
+        collected = pair_files.collect(
+            self._pairs_folder,
+            lambda tokens, names: self.model.tap_steps(tokens.tolist(), names),
+            sources,
+            self.train_sequences,
+            self.held_out,
+            max_bytes=self.settings.max_bytes,
+            settings=identity,
+            progress=self.progress,
+        )
+        schedule = asdict(self.settings.schedule)
+        identity |= {"max_bytes": self.settings.max_bytes, "schedule": schedule}
+        identity["device"] = self.settings.device.partition(":")[0]
+        key = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        self._checkpoints = self.folder / "training" / f"layers-{key}"
+        self._checkpoints.mkdir(parents=True, exist_ok=True)
+        self._say(
+            f"{collected.n_train + collected.n_held_out} tokens, {collected.n_held_out} of them held out: "
+            f"{collected.n_bytes / 1e6:.0f} MB of pairs"
+            + (", which is all that --max-bytes allows" if collected.limited else "")
+        )
+        return collected.n_train + collected.n_held_out
+
+    @property
+    def _pairs_folder(self) -> Path:
+        return self.folder / "training" / "pairs"
+
+    # ---- ranks ----
+
+    def _n_bytes(self, layer: int, rank: int) -> int:
+        """Of a layer's predictor in the model file."""
+        type, width, n_ff = self.settings.type, self.config.n_embd, self.config.n_ff[layer]
+        return row_bytes(fitting(type, width), width) * rank + row_bytes(fitting(type, rank), rank) * n_ff
+
+    @property
+    def _room(self) -> int:
+        """Bytes that all predictors together may have."""
+        return int(self.settings.max_share * self.model_bytes)
+
+    def _first_ranks(self) -> list[int]:
+        """By sparsity and skew: the mean entropy of a neuron's firing, in bits."""
+        with Pairs(self._pairs_folder, self.config.n_ff) as pairs:
+            entropies = [_entropy(pairs.layer(i, "train").frequencies()) for i in range(self.config.n_layer)]
+        unit = self.config.n_embd / _WIDTH_PER_RANK
+        ranks = [max(STEP, round(unit * entropy / STEP) * STEP) for entropy in entropies]
+        least = sum(self._n_bytes(i, STEP) for i in range(len(ranks)))
+        if least > self._room:
+            raise InvalidRequestError(
+                f"even predictors of rank {STEP} take {least / self.model_bytes:.1%} of the model as "
+                f"{self.settings.type.name}, and {self.settings.max_share:.0%} is allowed; choose a smaller "
+                "type, or raise --max-share"
+            )
+        while sum(self._n_bytes(i, rank) for i, rank in enumerate(ranks)) > self._room:
+            ranks = [max(STEP, rank - STEP) if rank == max(ranks) else rank for rank in ranks]
+        return ranks
+
+    def _grow(self, pool: _Pool, recall: float) -> None:
+        """Trains and measures all layers at this recall, and grows those that need it, until none does."""
+        settings, n_layer = self.settings, self.config.n_layer
+        self.stopped.clear()
+        self._run_tasks(pool, [(i, self.ranks[i]) for i in range(n_layer)], recall)
+        while True:
+            wanting = []
+            for i in range(n_layer):
+                if i in self.stopped:
+                    continue
+                if self._quality(i, recall).precision >= settings.precision:
+                    self.stopped[i] = "target"
+                else:
+                    wanting.append(i)
+            larger: list[tuple[int, tuple[int, ...]]] = []
+            used = sum(self._n_bytes(i, ranks[-1]) for i, ranks in enumerate(self.ranks))
+            for i in sorted(wanting, key=lambda i: self._quality(i, recall).precision):
+                rank = self._next_rank(i, self._room - used)
+                if rank is None:
+                    self.stopped[i] = "room"
+                else:
+                    used += self._n_bytes(i, rank) - self._n_bytes(i, self.ranks[i][-1])
+                    larger.append((i, (*self.ranks[i], rank)))
+            if not larger:
+                return
+            self._run_tasks(pool, larger, recall)
+            for i, ranks in larger:
+                if self._cost(i, ranks, recall) < self._cost(i, self.ranks[i], recall):
+                    self.ranks[i] = ranks
+                else:
+                    self.stopped[i] = "pays"
+
+    def _next_rank(self, layer: int, room: int) -> int | None:
+        """Twice the rank, or as much as there is room for, a quarter more at least; None: not even that."""
+        now = self.ranks[layer][-1]
+        rank = min(2 * now, self.config.n_embd // STEP * STEP)
+        while rank > now and self._n_bytes(layer, rank) - self._n_bytes(layer, now) > room:
+            rank -= STEP
+        return rank if rank >= now + max(STEP, now // 4) else None
+
+    def _cost(self, layer: int, ranks: tuple[int, ...], recall: float) -> float:
+        """Bytes that a token reads for the predictor and for the rows that it selects, in streamed bytes."""
+        decides = ffn_of(self.model.graph, layer).decides
+        info = self.model.weights.tensors[decides.weight]
+        rows = self.qualities[layer, ranks, recall].selected_share * self.config.n_ff[layer]
+        return self._n_bytes(layer, ranks[-1]) + GATHERED * rows * row_bytes(info.type, info.shape[0])
+
+    def _quality(self, layer: int, recall: float) -> Quality:
+        return self.qualities[layer, self.ranks[layer], recall]
+
+    # ---- work ----
+
+    @contextlib.contextmanager
+    def _pool(self) -> Iterator[_Pool]:
+        with _Pool(self.settings, self.config.n_layer) as pool:
+            yield pool
+
+    def _task(self, layer: int, ranks: tuple[int, ...], recall: float) -> _Task:
+        return _Task(
+            self.model.gguf.path, self.activation, self._pairs_folder, self._checkpoints, layer, ranks,
+            recall, self.settings,
+        )  # fmt: skip
+
+    def _run_tasks(self, pool: _Pool, wanted: list[tuple[int, tuple[int, ...]]], recall: float) -> None:
+        tasks = [self._task(i, ranks, recall) for i, ranks in wanted]
+        new = sum(not _checkpoint(task).is_file() for task in tasks)
+        label = f"training {new} layers" if new else "calibrating"
+        for done, (task, quality) in enumerate(pool.results(tasks), 1):
+            self.qualities[task.layer, task.ranks, recall] = quality
+            if self.progress is not None:
+                self.progress.advance(label, done, len(tasks))
+
+    def _calibrated(self, recall: float) -> list[Weights]:
+        return [
+            _read(_checkpoint(self._task(i, ranks, recall))).shifted(self._quality(i, recall).shift)
+            for i, ranks in enumerate(self.ranks)
+        ]
+
+    # ---- the model with its predictors ----
+
+    def _measured_sequences(self) -> list[np.ndarray]:
+        """Held-out sequences, the last ones: thresholds come from the first half."""
+        n = max(2, self.settings.n_measured // len(self.held_out[0]))
+        return self.held_out[-n:]
+
+    def _predicted_model(self) -> Model:
+        """The model that is loaded, with the predictors over it. Its backend is to be closed, and no more."""
+        from hotset.api import Model
+        from hotset.backends.cpu import CpuBackend
+        from hotset.formats.overlay import Overlay
+        from hotset.formats.quants import quantize
+        from hotset.model.cost import Cost
+        from hotset.model.predictor import Predictor
+        from hotset.sparsity.modes import Choice
+        from hotset.sparsity.predictors import MemoryTensors, PredictorSpec
+
+        model, extra = self.model, MemoryTensors()
+        for i, weights in enumerate(self.weights):
+            for part, matrix in (("fc1", weights.fc1), ("fc2", weights.fc2)):
+                type = fitting(self.settings.type, matrix.shape[1])
+                data = np.ascontiguousarray(quantize(matrix, type)).reshape(-1).view(np.uint8)
+                extra.add(f"blk.{i}.{part}.weight", data, type, matrix.shape[::-1])
+        laid = Overlay(model.weights, extra)  # type: ignore[arg-type]
+        thresholds = (predictor_files.THRESHOLD,) * self.config.n_layer
+        graph = describe(self.config, laid.tensors, Predictor("mlp", thresholds))
+        n_pages = getattr(model.backend, "n_pages", 0)
+        backend = CpuBackend(
+            laid, graph, n_pages=n_pages, max_batch=model.backend.max_batch, kv_type=model.kv_type,
+            n_threads=getattr(model.backend, "n_threads", None), sparse=True,
+        )  # fmt: skip
+        choice = Choice("predicted", "mlp", "predicted: as trained", PredictorSpec("mlp"))
+        cost = Cost(graph, laid.tensors)
+        return Model(
+            model.gguf, laid, self.config, graph, cost, backend, model.n_ctx, model.kv_type, choice, []
+        )
+
+    def _perplexity(self, predicted: Model) -> tuple[PerplexityResult, PerplexityResult]:
+        tokens = np.concatenate(self._measured_sequences()).tolist()
+        engines = (self.model.engine, predicted.engine)
+        n_neurons = (sum(self.config.n_ff),) * 2
+        n_ctx = len(self.held_out[0])
+        for exact, other in compare_chunks(engines, tokens, n_ctx=n_ctx, n_neurons=n_neurons):  # noqa: B007
+            if self.progress is not None:
+                self.progress.advance("perplexity", exact.chunk, exact.n_chunks)
+        return exact, other
+
+    def _measure(self, predicted: Model) -> tuple[PredictorQuality, ...]:
+        tokens = np.concatenate(self._measured_sequences()[-2:])
+        return tuple(predicted.measure_predictor(tokens.tolist()))
+
+    # ---- words ----
+
+    def _report(self, layer: int, recall: float) -> LayerReport:
+        rank = self.ranks[layer][-1]
+        n_bytes = self._n_bytes(layer, rank)
+        quality = self._quality(layer, recall)
+        return LayerReport(layer, rank, n_bytes, n_bytes / self.model_bytes, quality, self.stopped[layer])
+
+    def _problems(self, layers: Sequence[LayerReport], increase: float, recall: float) -> tuple[str, ...]:
+        settings, problems = self.settings, []
+        if increase > settings.max_increase:
+            problems.append(
+                f"perplexity rises by {increase:.2%} on held-out text, more than "
+                f"{settings.max_increase:.2%}, even at a recall of {recall:.2%}: give more text"
+            )
+        short = [layer for layer in layers if layer.stopped == "room"]
+        if short:
+            worst = min(short, key=lambda layer: layer.quality.precision)
+            problems.append(
+                f"{len(short)} of {len(layers)} layers would select fewer neurons with more rank, but "
+                f"there is no room in {settings.max_share:.0%} of the model: in layer "
+                f"{worst.layer} {worst.quality.precision:.0%} of the selected neurons fire, "
+                f"{settings.precision:.0%} was asked for; a smaller --type or a larger --max-share gives room"
+            )
+        return tuple(problems)
+
+    def _say(self, text: str) -> None:
+        if self.progress is not None:
+            self.progress.say(text)
+
+
+def _increase(predicted: PerplexityResult) -> float:
+    assert predicted.divergence is not None
+    return predicted.divergence.ppl_ratio - 1
+
+
+def _entropy(frequencies: np.ndarray) -> float:
+    p = np.clip(frequencies, 1e-12, 1 - 1e-12)
+    return float(-(p * np.log2(p) + (1 - p) * np.log2(1 - p)).mean())
+
+
+class _Pool:
+    """Runs tasks in worker processes, or here where one at a time is enough."""
+
+    def __init__(self, settings: Settings, n_layer: int) -> None:
+        from hotset.backends.cores import usable_cores
+
+        n_cores = usable_cores()
+        jobs = settings.jobs or (n_cores if settings.device == "cpu" else 1)
+        self._jobs = max(1, min(jobs, n_layer))
+        self._n_threads = max(1, n_cores // self._jobs)
+        self._executor: Executor | None = None
+
+    def results(self, tasks: Sequence[_Task]) -> Iterator[tuple[_Task, Quality]]:
+        """In the order in which they are done, whichever that is."""
+        if self._jobs == 1 or (len(tasks) == 1 and self._executor is None):
+            for task in tasks:
+                yield task, _work(task)
+            return
+        if self._executor is None:
+            # Spawned: torch's threads and a GPU's context do not survive a fork.
+            self._executor = ProcessPoolExecutor(
+                self._jobs, multiprocessing.get_context("spawn"), _start_worker, (self._n_threads,)
+            )
+        futures: dict[Future[Quality], _Task] = {self._executor.submit(_work, task): task for task in tasks}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        except BrokenProcessPool:
+            raise HotsetError(
+                "a process that trained a layer was ended by the system, which may lack memory for "
+                f"{self._jobs} of them; start again with --jobs 1, and what is done is kept"
+            ) from None
+
+    def __enter__(self) -> _Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_worker(n_threads: int) -> None:
+    import signal
+
+    import torch
+
+    torch.set_num_threads(n_threads)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair
+    parent = multiprocessing.parent_process()
+
+    def follow() -> None:
+        """A worker whose parent was killed would wait for work for ever."""
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()

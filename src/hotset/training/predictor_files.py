@@ -1,0 +1,165 @@
+"""Trained predictors as files: the original layout, and a model file that carries them.
+
+    folder/model_<layer>.pt   state dict: fc1.weight [rank, n_embd], fc2.weight [n_ff, rank], float32
+    folder/config.json        {"sparse_threshold": 0.0}
+
+which PowerInfer's converters read, and GGUF with blk.N.fc1.weight and blk.N.fc2.weight: in PowerInfer's
+dialect where that can hold the model with its very values, else the model's own dialect with the predictors
+added, which hotset runs and other engines of plain GGUF do not know.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hotset.errors import HotsetError, InvalidRequestError
+from hotset.formats.gguf import DEFAULT_ALIGNMENT, Dialect, GGUFWriter, ValueType
+from hotset.formats.quants import quantize
+from hotset.formats.torch_file import write_torch
+from hotset.model.config import (
+    FATRELU_THRESHOLD_KEY,
+    POWERINFER_ARCHITECTURES,
+    SPARSE_THRESHOLD_KEY,
+    UP_ACTIVATION_KEY,
+)
+from hotset.sparsity import planes
+from hotset.training.predictor_layer import Weights, fitting
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import GGUFFile
+    from hotset.formats.quants import GGMLType
+    from hotset.model.config import ModelConfig
+
+THRESHOLD = 0.0  # every layer's: predictor_layer.py says how
+_PREDICTOR_TENSORS = ("fc1.weight", "fc2.weight", "always.bias")
+# What the original engine has no other architecture for: a llama whose up projection has ReLU too.
+_AS_BAMBOO = ("llama", "relu", "relu")
+
+
+def is_of_predictor(name: str) -> bool:
+    """Whether a tensor belongs to a predictor that is in the file."""
+    return name.startswith("blk.") and name.endswith(_PREDICTOR_TENSORS)
+
+
+def write_folder(folder: Path, layers: Sequence[Weights]) -> None:
+    """Writes model_<layer>.pt and, last, config.json. HotsetError where the system refuses."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for i, weights in enumerate(layers):
+            write_torch(folder / f"model_{i}.pt", {"fc1.weight": weights.fc1, "fc2.weight": weights.fc2})
+        temporary = folder / f".config.json.{os.getpid()}.tmp"
+        temporary.write_text(json.dumps({"sparse_threshold": THRESHOLD}))
+        os.replace(temporary, folder / "config.json")
+    except OSError as error:
+        raise HotsetError(f"{folder} cannot be written ({error.strerror or error}); choose another") from None
+
+
+def powerinfer_architecture(gguf: GGUFFile, config: ModelConfig) -> str:
+    """The architecture under which PowerInfer's dialect holds the model.
+
+    Raises InvalidRequestError where it cannot: another activation, or a down projection that would change.
+    """
+    activation = config.activation
+    name = config.architecture
+    if (name, activation.gate, activation.up) == _AS_BAMBOO:
+        name = "bamboo"
+    row = POWERINFER_ARCHITECTURES.get(name)
+    if row is None or row.activation != activation:
+        raise InvalidRequestError(
+            f"PowerInfer's format has no {config.architecture} model with the activation {activation.gate}; "
+            "write the plain format"
+        )
+    unknown = next((t for t in gguf.tensors if name in ("llama", "bamboo") and t.endswith(".bias")), None)
+    if unknown is not None and not is_of_predictor(unknown):
+        raise InvalidRequestError(
+            f"PowerInfer's format has no {unknown} in a {name} model; write the plain format"
+        )
+    for i in range(config.n_layer):
+        info = gguf.tensors.get(f"blk.{i}.ffn_down.weight")
+        transposed = f"blk.{i}.ffn_down_t.weight" in gguf.tensors
+        if not transposed and (info is None or planes.layout_of(info) != "transposed"):
+            raise InvalidRequestError(
+                f"PowerInfer's format has a row of the down projection per neuron, and in this file, where "
+                f"it is {info.type.name if info else 'missing'}, neurons share their scales; write the plain "
+                "format, or train on the F16 model and quantise what comes out"
+            )
+    return name
+
+
+def write_merged(
+    path: Path,
+    gguf: GGUFFile,
+    config: ModelConfig,
+    layers: Sequence[Weights],
+    type: GGMLType,
+    dialect: Dialect,
+) -> None:
+    """Writes the model with its predictors, instead of those that it had; whole or not at all.
+
+    type: of fc1 and fc2; a matrix whose rows its blocks do not divide is F16. dialect: "powerinfer" raises
+    InvalidRequestError where powerinfer_architecture does.
+    """
+    if any(part.resolve() == path.resolve() for part in gguf.paths):
+        raise InvalidRequestError(f"{path} is the model that is read; write to another file")
+    powerinfer = dialect == "powerinfer"
+    name = powerinfer_architecture(gguf, config) if powerinfer else config.architecture
+    alignment = gguf.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    assert isinstance(alignment, int)  # open_gguf has checked it
+    writer = GGUFWriter(path, name, alignment, dialect)
+    own = _activation_keys(name, config) | {SPARSE_THRESHOLD_KEY: THRESHOLD}
+    for key, value in gguf.metadata.items():
+        if key in ("general.architecture", "general.alignment") or key.startswith("split."):
+            continue
+        if key.startswith(f"{config.architecture}."):
+            key = name + key.removeprefix(config.architecture)
+        if key not in own and key not in (UP_ACTIVATION_KEY, FATRELU_THRESHOLD_KEY):
+            original = key if name == config.architecture else _renamed(key, name, config.architecture)
+            writer.add(key, value, ValueType(gguf.metadata_types[original][-1]))
+    for key, fact in own.items():
+        writer.add(key, fact)
+
+    def add(tensor: str) -> None:
+        info = gguf.tensors[tensor]
+        stem = tensor.removesuffix(".weight")
+        if powerinfer and stem.endswith(".ffn_down"):
+            if f"{stem}_t.weight" not in gguf.tensors:
+                planes.add_down(writer, gguf, stem)
+            return
+        new = tensor.replace(".ffn_down.bias", ".ffn_down_t.bias") if powerinfer else tensor
+        writer.add_tensor(new, lambda: gguf.data(tensor), info.type, info.shape)
+
+    for tensor in gguf.tensors:
+        if not is_of_predictor(tensor):
+            add(tensor)
+    if powerinfer and name != "opt" and "output.weight" not in gguf.tensors:
+        # The original engine knows no tied output but OPT's.
+        info = gguf.tensors["token_embd.weight"]
+        writer.add_tensor("output.weight", lambda: gguf.data(info.name), info.type, info.shape)
+    for i, weights in enumerate(layers):
+        for part, matrix in (("fc1", weights.fc1), ("fc2", weights.fc2)):
+            stored = fitting(type, matrix.shape[1])
+            writer.add_tensor(f"blk.{i}.{part}.weight", quantize(matrix, stored), stored, matrix.shape[::-1])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HotsetError(f"{path.parent} cannot be made ({error.strerror or error})") from None
+    writer.write()
+
+
+def _renamed(key: str, name: str, original: str) -> str:
+    return original + key.removeprefix(name) if key.startswith(f"{name}.") else key
+
+
+def _activation_keys(name: str, config: ModelConfig) -> dict[str, object]:
+    """What the model was trained with, said in the file: it may have been an option until now."""
+    activation = config.activation
+    keys: dict[str, object] = {f"{name}.hidden_activation": str(activation.gate)}
+    if activation.up is not None:
+        keys[UP_ACTIVATION_KEY] = str(activation.up)
+    if activation.gate == "fatrelu":
+        keys[FATRELU_THRESHOLD_KEY] = float(activation.threshold)
+    return keys

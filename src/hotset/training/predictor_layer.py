@@ -1,0 +1,257 @@
+"""Trains the predictor of one layer: score = fc2 · relu(fc1 · p), and a neuron is computed where score >= 0.
+
+The network has no biases and reads the residual stream before the norm, so its scores grow with p while which
+neurons fire does not. Everything here is therefore scale-free: inputs have a root mean square of one, and the
+threshold is zero, in every layer. What would be a bias is a weight on something that is nearly constant.
+Residual streams have directions that hardly change: training starts with a unit that yields about 1 for every
+input, on which each neuron has its log-odds of firing. And calibration, which moves a layer's threshold, adds
+the same to all scores: that combination of the hidden units, by least squares, which is closest to 1, times
+the shift. So the file keeps one threshold, 0, that every engine of this format understands.
+
+The rest of the start is what is known too, in pairs of units w, -w: the best linear predictor of that rank, a
+decomposition of the matrix that decides who fires as these inputs see it. Growing keeps what was learned and
+adds units that weigh nothing yet. The loss is cross-entropy, in which the neurons that fire weigh as much as
+those that do not, few as they are, each by its share of the token's magnitude too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hotset.formats.quants import TYPES, GGMLType, dequantize, quantize
+from hotset.sparsity.calibration import threshold
+
+if TYPE_CHECKING:
+    from hotset.training.pairs import LayerPairs
+
+_SAMPLE = 4096  # inputs that the start is computed from
+_CALIBRATION = 4096  # of what is held out, at most so many tokens for the threshold, and to measure
+_LOGIT = 6.0  # log-odds are cut here: a neuron that was never seen to fire may yet
+_SPREAD = 2.0  # standard deviation that a linear score starts with
+_MAX_POSITIVE = 32.0  # weight of the neurons that fire, against those that do not
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long and how fast. batch: tokens of a step; epochs: times that every pair is seen."""
+
+    epochs: float = 4.0
+    batch: int = 512
+    learning_rate: float = 2e-3
+    seed: int = 0
+
+    def n_steps(self, n_tokens: int) -> int:
+        return max(1, math.ceil(self.epochs * n_tokens / min(self.batch, n_tokens)))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """fc1 float32 [rank, n_embd]; fc2 float32 [n_ff, rank]."""
+
+    fc1: np.ndarray
+    fc2: np.ndarray
+
+    @property
+    def rank(self) -> int:
+        return len(self.fc1)
+
+    def shifted(self, shift: Sequence[float] | np.ndarray) -> Weights:
+        """Every score higher by the hidden units times `shift`, float [rank]."""
+        return Weights(self.fc1, self.fc2 + np.asarray(shift, np.float32))
+
+    def stored(self, type: GGMLType) -> Weights:
+        """As a file of that type will hold them."""
+        return Weights(_rounded(self.fc1, type), _rounded(self.fc2, type))
+
+
+@dataclass(frozen=True)
+class Quality:
+    """A calibrated predictor on held-out tokens: shares of the layer's neurons, and what was found.
+
+    shift: for Weights.shifted. recall: of the neurons that fire, those selected; of_magnitude: the same with
+    each counted by its value. precision: of those selected, those that fire.
+    """
+
+    shift: tuple[float, ...] = field(repr=False)
+    recall: float
+    of_magnitude: float
+    precision: float
+    selected_share: float
+    active_share: float
+
+
+def fitting(type: GGMLType, width: int) -> GGMLType:
+    """The type of a matrix with rows of that width: F16 where blocks do not divide them."""
+    return GGMLType.F16 if width % TYPES[type].block_size else type
+
+
+def _rounded(matrix: np.ndarray, type: GGMLType) -> np.ndarray:
+    type = fitting(type, matrix.shape[1])
+    return dequantize(quantize(matrix, type), type, matrix.shape[::-1])
+
+
+def start(pairs: LayerPairs, decides: np.ndarray, rank: int, device: str, seed: int) -> Weights:
+    """The weights from which training begins. decides: float32 [n_ff, n_embd], whose product with an input
+    tells, but for a bias, which neurons fire."""
+    generator = np.random.default_rng(seed)
+    rows = generator.choice(len(pairs), min(_SAMPLE, len(pairs)), replace=False)
+    x = torch.from_numpy(pairs.batch(rows)[0]).to(device)
+    frequency = torch.from_numpy(pairs.frequencies()).to(device, torch.float32)
+    matrix = torch.from_numpy(decides).to(device)
+
+    mean, n = x.mean(0), len(x)
+    second = x.T @ x / n
+    # A ridge for directions that the sample hardly has; by the median, for some channels dwarf all others.
+    ridge = 1e-3 * second.diagonal().median().clamp_min(1e-8)
+    second.diagonal().add_(ridge + 0.01 * second.diagonal().mean() * x.shape[1] / n)
+    constant = torch.linalg.solve(second, mean)
+    constant /= (x @ constant).mean()
+
+    covariance = second - torch.outer(mean, mean)
+    covariance.diagonal().add_(ridge)
+    lower = torch.linalg.cholesky(covariance)
+    seen = matrix @ lower  # what the product of each neuron is made of, in directions of variance one
+    spread = seen.norm(dim=1, keepdim=True).clamp_min(1e-12)
+    logit = torch.logit(frequency.clamp(1e-4, 1 - 1e-4)).clamp(-_LOGIT, _LOGIT)
+    # Neurons that always or never fire need no direction: how uncertain one is, it weighs.
+    uncertain = (frequency * (1 - frequency)).sqrt()[:, None] + 0.02
+    torch.manual_seed(seed)
+    n_linear = min((rank - 1) // 2, *seen.shape)
+    _, _, directions = torch.svd_lowrank(seen / spread * uncertain, min(n_linear + 16, *seen.shape), niter=3)
+    directions = directions[:, :n_linear]
+    a = torch.linalg.solve_triangular(lower.T, directions, upper=True).T  # [n_linear, n_embd]
+    b = _SPREAD * (seen / spread) @ directions
+    fc1 = torch.zeros(rank, x.shape[1], device=device)
+    fc2 = torch.zeros(len(matrix), rank, device=device)
+    fc1[0], fc2[:, 0] = constant, logit - b @ (a @ mean)
+    fc1[1 : 1 + n_linear], fc1[1 + n_linear : 1 + 2 * n_linear] = a, -a
+    fc2[:, 1 : 1 + n_linear], fc2[:, 1 + n_linear : 1 + 2 * n_linear] = b, -b
+    weights = Weights(fc1.cpu().numpy(), fc2.cpu().numpy())
+    return _with_units(weights, 1 + 2 * n_linear, second, generator)
+
+
+def grown(weights: Weights, rank: int, pairs: LayerPairs, seed: int) -> Weights:
+    """The same function with more units, which yield something and weigh nothing."""
+    generator = np.random.default_rng([seed, rank])
+    rows = generator.choice(len(pairs), min(_SAMPLE, len(pairs)), replace=False)
+    x = torch.from_numpy(pairs.batch(rows)[0])
+    fc1 = np.zeros((rank, weights.fc1.shape[1]), np.float32)
+    fc2 = np.zeros((len(weights.fc2), rank), np.float32)
+    fc1[: weights.rank], fc2[:, : weights.rank] = weights.fc1, weights.fc2
+    return _with_units(Weights(fc1, fc2), weights.rank, x.T @ x / len(x), generator)
+
+
+def _with_units(
+    weights: Weights, first: int, second: torch.Tensor, generator: np.random.Generator
+) -> Weights:
+    """Units from `first` on become random directions, channels by their size, that yield about one."""
+    n, width = weights.rank - first, weights.fc1.shape[1]
+    size = second.diagonal().sqrt().clamp_min(1e-6).cpu().numpy()
+    weights.fc1[first:] = generator.standard_normal((n, width)).astype(np.float32) / (size * math.sqrt(width))
+    return weights
+
+
+def train(pairs: LayerPairs, weights: Weights, schedule: Schedule, device: str) -> Weights:
+    """The same pairs, weights and schedule give the same result on a CPU with as many threads."""
+    torch.manual_seed(schedule.seed)
+    generator = np.random.default_rng([schedule.seed, weights.rank])
+    rows = generator.choice(len(pairs), min(_SAMPLE, len(pairs)), replace=False)
+    sample = pairs.batch(rows)[0]
+    # Adam takes steps of one size for every weight, so channels must be of one size too.
+    size = torch.from_numpy(np.sqrt(np.square(sample).mean(axis=0)) + 1e-6).to(device)
+    fc1 = (torch.from_numpy(weights.fc1).to(device) * size).requires_grad_()
+    fc2 = torch.from_numpy(weights.fc2.copy()).to(device).requires_grad_()
+    share = float(pairs.frequencies().mean())
+    positive = min(_MAX_POSITIVE, (1 - share) / max(share, 1e-6))
+
+    n_steps = schedule.n_steps(len(pairs))
+    optimizer = torch.optim.Adam([fc1, fc2], schedule.learning_rate, betas=(0.9, 0.98))
+    order = np.empty(0, np.int64)
+    batch = min(schedule.batch, len(pairs))
+    for step in range(n_steps):
+        done = step / n_steps
+        rate = schedule.learning_rate * min(1.0, 20 * (done + 1 / n_steps)) * (0.02 + 0.98 * (1 - done))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        if len(order) < batch:
+            order = np.concatenate([order, generator.permutation(len(pairs))])
+        rows, order = order[:batch], order[batch:]
+        inputs, magnitudes = pairs.batch(rows)
+        x = torch.from_numpy(inputs).to(device) / size
+        target = _targets(torch.from_numpy(magnitudes).to(device), positive)
+        scores = torch.relu(x @ fc1.T) @ fc2.T
+        with torch.no_grad():  # of Σ weight * cross-entropy: weight * (probability - fires)
+            gradient = torch.sigmoid(scores) * torch.where(target > 0, target, 1.0) - target
+            gradient /= batch
+        optimizer.zero_grad(set_to_none=True)
+        scores.backward(gradient)
+        optimizer.step()
+    return Weights((fc1.detach() / size).cpu().numpy(), fc2.detach().cpu().numpy())
+
+
+def _targets(magnitudes: torch.Tensor, positive: float) -> torch.Tensor:
+    """Weights of the neurons that fire, `positive` on average over a token's, and 0 of those that do not."""
+    values = magnitudes.float()
+    fires = (magnitudes > 0).sum(1, keepdim=True)
+    mean = values.sum(1, keepdim=True) / fires.clamp_min(1)
+    # Half by magnitude: the number of neurons that are computed in vain counts as well.
+    return positive * (values > 0) * (0.5 + 0.5 * values / mean.clamp_min(1))
+
+
+def calibrate(pairs: LayerPairs, weights: Weights, type: GGMLType, recall: float, device: str) -> Quality:
+    """Finds the shift that keeps `recall` of the magnitude, on one half of the held-out tokens, and measures
+    on the other. Weights are taken as the file will hold them."""
+    n = min(len(pairs), 2 * _CALIBRATION)
+    half = n // 2
+    inputs, magnitudes = pairs.batch(np.arange(half))
+    hidden = _hidden(inputs, weights.stored(type), device)
+    second = hidden.T @ hidden / half
+    second.diagonal().add_(1e-3 * second.diagonal().mean() + 1e-12)
+    constant = torch.linalg.solve(second, hidden.mean(0))
+    nearly_one = (hidden @ constant).cpu().numpy()[:, None]
+    shift = np.zeros(weights.rank, np.float32)
+    for _ in range(1 if TYPES[type].block_size == 1 else 3):  # the shift is rounded too: look again
+        scores = _scores(hidden, weights.shifted(shift).stored(type))
+        away = np.where(scores < 0, np.float32(-np.inf), np.float32(np.inf))
+        ratio = np.divide(scores, nearly_one, out=away, where=nearly_one > 0)
+        cut = threshold(ratio, magnitudes, recall)
+        if not math.isfinite(cut):  # nothing fires, or nothing can be moved
+            break
+        shift -= cut * constant.cpu().numpy()
+    final = weights.shifted(shift).stored(type)
+    inputs, magnitudes = pairs.batch(np.arange(half, n))
+    selected = _scores(_hidden(inputs, final, device), final) >= 0
+    return _measured(selected, magnitudes, tuple(shift.tolist()))
+
+
+@torch.no_grad()
+def _hidden(inputs: np.ndarray, weights: Weights, device: str) -> torch.Tensor:
+    """[n, rank]"""
+    return torch.relu(torch.from_numpy(inputs).to(device) @ torch.from_numpy(weights.fc1).to(device).T)
+
+
+@torch.no_grad()
+def _scores(hidden: torch.Tensor, weights: Weights) -> np.ndarray:
+    """float32 [n, n_ff]"""
+    scores: np.ndarray = (hidden @ torch.from_numpy(weights.fc2).to(hidden.device).T).cpu().numpy()
+    return scores
+
+
+def _measured(selected: np.ndarray, magnitudes: np.ndarray, shift: tuple[float, ...]) -> Quality:
+    fires = magnitudes > 0
+    both, values = int((selected & fires).sum()), magnitudes.astype(np.float64)
+    n_fires, n_selected, total = int(fires.sum()), int(selected.sum()), float(values.sum())
+    return Quality(
+        shift,
+        both / n_fires if n_fires else 1.0,
+        float(values[selected].sum()) / total if total else 1.0,
+        both / n_selected if n_selected else 1.0,
+        n_selected / selected.size,
+        n_fires / selected.size,
+    )
