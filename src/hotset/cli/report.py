@@ -204,8 +204,7 @@ def _facts(
     run: Run | None,
 ) -> Facts:
     """The head of the page."""
-    import numpy as np
-
+    from hotset.report.activity import median
     from hotset.report.page import Facts
     from hotset.sparsity.profile import HOT_MASS
 
@@ -215,7 +214,7 @@ def _facts(
         f"{path.name}: {config.architecture}, {len(curves)} layers of {neurons} neurons.",
         f"How often neurons fire was counted over {profile.n_tokens} tokens ({Path(source).name}).",
     ]
-    hot = float(np.median([one.summary.hot_share for one in curves]))
+    hot = median([one.summary.hot_share for one in curves])
     numbers = [
         (percent(_mean_share(profile)), "of the neurons fire for a token, mean"),
         (percent(hot), f"of a layer's neurons make {percent(HOT_MASS)} of its activations, median layer"),
@@ -225,9 +224,9 @@ def _facts(
             f"Overlap and co-activation are those of {run.n_tokens} tokens of a text, in {run.n_sequences} "
             f"sequence{'s' if run.n_sequences != 1 else ''}."
         )
-        overlap = float(np.median([layer.overlap[0] for layer in run.layers]))
+        overlap = median([layer.overlap[0] for layer in run.layers])
         numbers.append((percent(overlap), "of a token's neurons fired for the token before, median layer"))
-        together = float(np.median([layer.coactivation for layer in run.layers]))
+        together = median([layer.coactivation for layer in run.layers])
         numbers.append((f"{together:.3f}", "mean correlation |φ| of sampled neurons, median layer"))
     return Facts(path.name.removesuffix(".gguf"), notes, numbers)
 

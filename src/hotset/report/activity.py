@@ -210,6 +210,13 @@ class _LayerObserver:
         )
 
 
+def median(values: Sequence[float] | np.ndarray) -> float:
+    """Of the layers that have a value; NaN where none has."""
+    known = np.asarray(values, np.float64)
+    known = known[~np.isnan(known)]
+    return float(np.median(known)) if len(known) else float("nan")
+
+
 def _correlation(sampled: np.ndarray, bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The sampled neurons that fire for some tokens but not for all, and phi of each pair, in an order that
     brings neurons that fire together side by side (by the first principal component).

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hotset.errors import HotsetError
-from hotset.report.activity import GRID, LAGS, PUBLISHED, LayerCurves, Run
+from hotset.report.activity import GRID, LAGS, PUBLISHED, LayerCurves, Run, median
 from hotset.report.bars import percent
 from hotset.sparsity.profile import HOT_MASS
 
@@ -79,7 +79,7 @@ def _power_law(curves: Sequence[LayerCurves]) -> Plot:
     hot = np.array([one.summary.hot_share for one in curves])
     cumulative = 100 * np.array([one.cumulative for one in curves])
     mass = percent(HOT_MASS)
-    median = float(np.median(hot))
+    typical = median(hot)
 
     def draw() -> Figure:
         figure, (left, right) = _figure(3.7, 2, (3, 2))
@@ -100,12 +100,12 @@ def _power_law(curves: Sequence[LayerCurves]) -> Plot:
                 label=f"{name} {percent(share)}",
             )
         left.plot(
-            100 * median,
+            100 * typical,
             100 * HOT_MASS,
             "D",
             ms=6,
             color=COLOURS["blue"],
-            label=f"this model {percent(median)}",
+            label=f"this model {percent(typical)}",
         )
         left.set(xlim=(0, 100), ylim=(0, 101), xlabel="neurons of a layer, hottest first (%)")
         left.set_ylabel("share of all activations (%)")
@@ -130,12 +130,12 @@ def _power_law(curves: Sequence[LayerCurves]) -> Plot:
     ]
     return Plot(
         "power-law",
-        "A few neurons make most of the activations",
+        "Activation by neuron rank",
         f"Left: how much of all activations the hottest neurons make, as the median over layers, with the "
         f"middle half of the layers and all of them as bands. The marks are where the curves of published "
         f"models reach {mass} (PowerInfer, arXiv 2312.12456). Right: the share of neurons that make {mass}, "
         "layer by layer.",
-        f"Cumulative share of activations by neuron rank. In the median layer {percent(median)} of the "
+        f"Cumulative share of activations by neuron rank. In the median layer {percent(typical)} of the "
         f"neurons make {mass} of the activations; over layers that ranges from {percent(float(hot.min()))} "
         f"to {percent(float(hot.max()))}. Published: "
         + ", ".join(f"{name} {percent(share)}" for name, share in PUBLISHED.items()) + ".",
@@ -152,21 +152,27 @@ def _sparsity(curves: Sequence[LayerCurves], run: Run | None) -> Plot:
     spread = None if run is None else 100 * np.array([layer.active for layer in run.layers])
 
     def draw() -> Figure:
+        from matplotlib.colors import PowerNorm  # most neurons are rare: half of the colours below 25%
+
         figure, (left, right) = _figure(3.7, 2, (2, 3))
         if spread is not None:
             x = np.arange(len(spread))
-            left.vlines(x, spread[:, 0], spread[:, 2], color=COLOURS["blue"], alpha=0.3, lw=_thick(len(x)))
-        _by_layer(left, 100 * active)
-        left.set_ylim(0, None)
+            left.vlines(
+                x, spread[:, 0], spread[:, 2], color=COLOURS["blue"], alpha=0.3, lw=_thick(len(x)),
+                label="10th to 90th percentile of tokens",
+            )  # fmt: skip
+        _by_layer(left, 100 * active, label="mean")
+        left.set_ylim(0, 1.25 * max(left.get_ylim()[1], 1e-3))
+        _legend(left, loc="upper right")
         left.set_ylabel("neurons that fire for a token (%)")
         image = right.pcolormesh(
-            100 * GRID, np.arange(len(curves)), frequency, cmap="viridis", vmin=0, vmax=100, rasterized=True,
-            shading="nearest",
+            100 * GRID, np.arange(len(curves)), frequency, cmap="viridis", rasterized=True, shading="nearest",
+            norm=PowerNorm(0.5, 0, 100),
         )  # fmt: skip
         right.invert_yaxis()
         _whole_numbers(right.yaxis)
         right.set(xlabel="neurons of a layer, hottest first (%)", ylabel="layer")
-        _colour_bar(figure, image, right, "fires for tokens (%)")
+        _colour_bar(figure, image, right, "fires for tokens (%)", ticks=(0, 1, 5, 10, 25, 50, 75, 100))
         return figure
 
     columns = [">layer", ">fire for a token", ">always fire", ">never fire"]
@@ -183,7 +189,7 @@ def _sparsity(curves: Sequence[LayerCurves], run: Run | None) -> Plot:
     least, most = int(active.argmin()), int(active.argmax())
     return Plot(
         "sparsity",
-        "How many neurons fire, and how often each",
+        "Sparsity by layer",
         f"{caption}. Right: how often each neuron fires; a row is a layer, its neurons in order of hotness. "
         "A sharp edge means that hot and cold neurons are different neurons.",
         f"Share of neurons that fire for a token, by layer: {percent(mean)} of all neurons on average, from "
@@ -199,8 +205,7 @@ def _overlap(run: Run) -> Plot:
     chance = 100 * np.array([layer.overlap_independent for layer in run.layers])
     known = ~np.isnan(overlap).all(axis=0)
     lags = np.array(LAGS)[known]
-    next_token = float(np.nanmedian(overlap[:, 0])) / 100 if known[0] else float("nan")
-    by_chance = float(np.nanmedian(chance)) / 100
+    next_token, by_chance = median(overlap[:, 0]) / 100, median(chance) / 100
 
     def draw() -> Figure:
         figure, (left, right) = _figure(3.4, 2, (3, 2))
@@ -211,7 +216,7 @@ def _overlap(run: Run) -> Plot:
         left.set_xscale("log", base=2)
         left.set_xticks(lags, [str(lag) for lag in lags])
         left.minorticks_off()
-        left.set(xlabel="tokens apart", ylabel="of the active neurons, fired then too (%)", ylim=(0, 100))
+        left.set(xlabel="tokens apart", ylabel="active neurons in common (%)", ylim=(0, 100))
         _legend(left, loc="upper right")
         _by_layer(right, overlap[:, 0], label="the token before")
         right.plot(chance, ls="none", marker="_", ms=5, color=COLOURS["orange"], label="if independent")
@@ -225,7 +230,7 @@ def _overlap(run: Run) -> Plot:
         rows.append([str(layer.layer), *map(percent, shares)])
     return Plot(
         "overlap",
-        "The next token needs many of the same neurons",
+        "Overlap from token to token",
         "Of the neurons that fire for a token, the share that fired so many tokens before, over all "
         "tokens of the text: the median over layers with bands as above (left), and for the token before by "
         "layer (right). Hot neurons fire for most tokens anyway; the dashed line is what they alone give, if "
@@ -247,14 +252,18 @@ def _coactivation(run: Run) -> Plot:
         figure = _new_figure(5.4 if drawn else 2.4)
         grid = figure.add_gridspec(2, max(len(drawn), 1), height_ratios=(2.2, 1) if drawn else (0.01, 1))
         axes = [figure.add_subplot(grid[0, i]) for i in range(len(drawn))]
+        limit = _limit([layer.correlation for layer in drawn])
         for axis, layer in zip(axes, drawn, strict=True):
             _style(axis)
             axis.grid(False)
-            image = axis.imshow(layer.correlation, cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
+            image = axis.imshow(
+                layer.correlation, cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="nearest"
+            )
+            axis.spines[:].set_visible(False)
             axis.set_title(f"layer {layer.layer}", fontsize=9, color=COLOURS["ink"])
             axis.set(xticks=[], yticks=[], xlabel=f"{len(layer.sampled)} neurons")
             if axis is axes[-1]:
-                _colour_bar(figure, image, axes, "correlation φ")
+                _colour_bar(figure, image, axes, "correlation φ", extend="both")
         below = figure.add_subplot(grid[1, :])
         _style(below)
         _by_layer(below, means)
@@ -262,7 +271,7 @@ def _coactivation(run: Run) -> Plot:
             run.coactivation_independent, color=COLOURS["orange"], ls="--", lw=1.2, label="chance alone"
         )
         below.set_ylabel("mean |φ| of pairs")
-        below.set_ylim(0, None)
+        below.set_ylim(0, 1.25 * max(np.nan_to_num(means).max(), run.coactivation_independent))
         _legend(below, loc="upper right")
         return figure
 
@@ -273,15 +282,15 @@ def _coactivation(run: Run) -> Plot:
         strong = percent(float((np.abs(pairs) > 0.3).mean())) if len(pairs) else "-"
         mean = f"{layer.coactivation:.3f}" if len(pairs) else "-"
         rows.append([str(layer.layer), str(len(layer.sampled)), mean, strong, largest])
-    median = float(np.nanmedian(means)) if not np.isnan(means).all() else float("nan")
+    typical = f"{median(means):.3f}" if not np.isnan(means).all() else "unknown"
     return Plot(
         "coactivation",
-        "Some neurons fire together",
+        "Co-activation of neurons",
         "How far pairs of neurons fire for the same tokens (φ: 1 always together, 0 independent, -1 never), "
         "for neurons drawn at random among those that fire for some tokens and not for others, with neurons "
-        "that fire together side by side: the first, the middle and the last layer above, the mean of |φ| in "
-        "each layer below. The dashed line is what chance leaves in a text of this length.",
-        f"Co-activation of sampled neurons. The mean of |φ| over pairs is {median:.3f} in the median layer; "
+        "that fire together side by side: the first, the middle and the last layer above, the mean size of φ "
+        "in each layer below. The dashed line is what chance leaves in a text of this length.",
+        f"Co-activation of sampled neurons. The mean of |φ| over pairs is {typical} in the median layer; "
         f"independent neurons would have {run.coactivation_independent:.3f}.",
         ([">layer", ">neurons sampled", ">mean |φ|", ">pairs with |φ| > 0.3", ">largest φ"], rows),
         draw,
@@ -298,6 +307,7 @@ def _new_figure(height: float) -> Figure:
 
     with rc_context({"font.size": 9}):
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.09, h_pad=0.09)  # type: ignore[union-attr]
     FigureCanvasAgg(figure)  # no window, no global state
     return figure
 
@@ -324,8 +334,11 @@ def _style(axis: Axes) -> None:
 
 def _band(axis: Axes, x: np.ndarray, values: np.ndarray) -> None:
     """The median of values [n_layers, n] over layers, in the bands of the middle half and of all."""
-    low, first, median, third, high = np.nanpercentile(values, (0, 25, 50, 75, 100), axis=0)
+    values = values[~np.isnan(values).any(axis=1)]  # layers in which nothing fired have no curve
     n = len(values)
+    if n == 0:
+        return
+    low, first, median, third, high = np.percentile(values, (0, 25, 50, 75, 100), axis=0)
     if n > 1:
         axis.fill_between(x, low, high, color=COLOURS["blue"], alpha=0.16, lw=0, label=f"all {n} layers")
     if n > 3:
@@ -357,8 +370,15 @@ def _legend(axis: Axes, loc: str) -> None:
     axis.legend(loc=loc, fontsize=7.5, frameon=False, labelcolor=COLOURS["ink"], handlelength=1.4)
 
 
-def _colour_bar(figure: Figure, image: Any, axes: Any, label: str) -> None:
-    bar = figure.colorbar(image, ax=axes, fraction=0.05, pad=0.02)
+def _limit(matrices: Sequence[np.ndarray]) -> float:
+    """Where the colours of correlations end: few pairs lie beyond, and the diagonal, which is 1."""
+    pairs = [np.abs(one[np.triu_indices(len(one), 1)]) for one in matrices]
+    largest = float(np.percentile(np.concatenate(pairs), 99.5)) if pairs else 1.0
+    return float(np.clip(np.ceil(10 * largest) / 10, 0.2, 1.0))
+
+
+def _colour_bar(figure: Figure, image: Any, axes: Any, label: str, **how: Any) -> None:
+    bar = figure.colorbar(image, ax=axes, fraction=0.05, pad=0.02, **how)
     bar.set_label(label, color=COLOURS["ink"], fontsize=8.5)
     bar.ax.tick_params(colors=COLOURS["muted"], labelcolor=COLOURS["ink"], labelsize=8)
     bar.outline.set_visible(False)

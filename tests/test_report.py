@@ -1,0 +1,407 @@
+"""Reports: their numbers against NumPy on the whole run, their page as a browser would read it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_api import write_model as write_dense
+from test_api_sparse import write_sparse
+from test_cli import inside
+
+import hotset
+from hotset.errors import HotsetError
+from hotset.report.activity import GRID, LAGS, Observer, curves_of
+from hotset.report.bars import percent
+from hotset.report.page import Facts, html_page, image, write_whole
+from hotset.report.plots import COLOURS, plots_of
+from hotset.sparsity.profile import Profile
+
+TEXT = "the quick brown fox jumps over the lazy dog; " * 12
+N_LAYER, N_FF = 2, 96
+REFERENCE = ("--backend", "reference")
+
+
+def profile_of(*counts: Any, n_tokens: int = 100) -> Profile:
+    return Profile(tuple(np.array(count, np.uint64) for count in counts), n_tokens, "m", ("d",))
+
+
+def observed(*layers: np.ndarray, cuts: tuple[int, ...] = (), **how: Any) -> Observer:
+    """One sequence in which neurons fire as told (bool [n_tokens, n_ff]), in steps that end at `cuts`."""
+    observer = Observer([fires.shape[1] for fires in layers], **how)
+    observer.start()
+    for start, end in zip((0, *cuts), (*cuts, len(layers[0])), strict=True):
+        observer.add(
+            {f"blk.{i}.ffn_act": fires[start:end].astype(np.float32) for i, fires in enumerate(layers)}
+        )
+    return observer
+
+
+# ---- numbers ----
+
+
+def test_the_curve_of_a_power_law():
+    counts = np.array([8, 0, 4, 2, 2, 0, 0, 0])  # hottest first: 8 4 2 2, of 16
+    (layer,) = curves_of(profile_of(counts))
+    assert layer.cumulative[0] == 0
+    assert layer.cumulative[-1] == 1
+    for share, mass in ((1 / 8, 0.5), (2 / 8, 0.75), (3 / 8, 0.875), (4 / 8, 1.0)):
+        assert np.interp(share, GRID, layer.cumulative) == pytest.approx(mass, abs=0.01)
+    assert layer.cumulative[25] == pytest.approx(0.75)
+    assert layer.frequency[0] == 0.08
+    assert layer.frequency[-1] == 0
+    assert (np.diff(layer.frequency) <= 0).all()
+    assert layer.summary.hot_share == 3 / 8
+
+
+def test_neurons_that_are_alike_give_the_diagonal_and_none_gives_no_curve():
+    alike, never = curves_of(profile_of(np.full(40, 7), np.zeros(40)))
+    assert np.allclose(alike.cumulative, GRID)
+    assert np.isnan(never.cumulative).all()
+    assert (never.frequency == 0).all()
+
+
+@pytest.mark.parametrize("cuts", [(), (1, 50), (130, 131)])
+def test_overlap_is_that_of_active_sets(cuts: tuple[int, ...]):
+    rng = np.random.default_rng(0)
+    fires = rng.random((200, 60)) < rng.uniform(0.01, 0.9, 60)
+    fires[1::2] = fires[::2]  # every second token repeats the one before
+    run = observed(fires, cuts=cuts).result()
+    layer = run.layers[0]
+    for lag, overlap in zip(LAGS, layer.overlap, strict=True):
+        both = [(fires[t] & fires[t - lag]).sum() for t in range(lag, 200)]
+        assert overlap == pytest.approx(sum(both) / fires[lag:].sum())
+    assert layer.overlap[0] > layer.overlap[1] + 0.05
+    f = fires.mean(axis=0)
+    assert layer.overlap_independent == pytest.approx((f * f).sum() / f.sum())
+    assert layer.active == pytest.approx(np.percentile(fires.mean(axis=1), (10, 50, 90)))
+
+
+def test_independent_tokens_overlap_as_the_line_says():
+    rng = np.random.default_rng(0)
+    run = observed(rng.random((4000, 50)) < rng.uniform(0.01, 0.9, 50)).result()
+    assert run.layers[0].overlap == pytest.approx([run.layers[0].overlap_independent] * len(LAGS), abs=0.01)
+    assert run.layers[0].coactivation == pytest.approx(run.coactivation_independent, rel=0.1)
+
+
+def test_sequences_do_not_overlap_each_other():
+    observer = Observer([4])
+    for fires in ([1, 1, 0, 0], [0, 0, 1, 1]):
+        observer.start()
+        observer.add({"blk.0.ffn_act": np.array([fires, fires], np.float32)})
+    run = observer.result()
+    assert (run.n_sequences, run.n_tokens) == (2, 4)
+    assert run.layers[0].overlap[0] == 1
+    assert np.isnan(run.layers[0].overlap[1:]).all()
+
+
+def test_correlation_is_phi_and_brings_groups_together():
+    rng = np.random.default_rng(0)
+    groups = rng.random((500, 2)) < 0.4
+    fires = groups[:, [0, 1, 0, 1, 0, 1]] ^ (rng.random((500, 6)) < 0.05)
+    fires = np.concatenate([fires, np.zeros((500, 1), bool), np.ones((500, 1), bool)], axis=1)
+    layer = observed(fires, cuts=(100,)).result().layers[0]
+    assert sorted(layer.sampled) == list(range(6))  # those that never or always fire have no correlation
+    expected = np.corrcoef(fires[:, layer.sampled].T)
+    assert np.allclose(layer.correlation, expected)
+    assert len(set(layer.sampled[:3] % 2)) == 1
+    assert len(set(layer.sampled[3:] % 2)) == 1
+    assert layer.coactivation == pytest.approx(np.abs(expected[np.triu_indices(6, 1)]).mean())
+
+
+def test_sampled_neurons_are_those_that_vary():
+    fires = np.zeros((40, 1000), bool)
+    fires[:, :500] = True
+    fires[::2, 500:600] = True
+    layer = observed(fires, pilot=[fires.mean(axis=0)]).result().layers[0]
+    assert len(layer.sampled) == 64
+    assert ((layer.sampled >= 500) & (layer.sampled < 600)).all()
+    silent = observed(np.zeros((5, 8), bool)).result().layers[0]
+    assert silent.sampled.shape == (0,)
+    assert np.isnan(silent.coactivation)
+
+
+# ---- the page ----
+
+
+class Page(HTMLParser):
+    """Collects what the tests ask of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.open: list[str] = []
+        self.cells: list[str] = []
+        self.tables: list[list[list[str]]] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+        if tag not in ("meta", "br", "link", "img"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("td", "th"):
+            self.tables[-1][-1][-1] += data
+
+    def of(self, tag: str) -> list[dict[str, str]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def check_self_contained(text: str) -> Page:
+    page = Page(text)
+    assert page.open == []
+    for tag, attributes in page.tags:
+        assert tag not in ("script", "link", "iframe", "object", "embed", "base"), tag
+        for name, value in attributes.items():
+            assert not name.startswith("on"), (tag, name)
+            if name in ("src", "href", "xlink:href", "srcset", "data", "action", "poster"):
+                assert value.startswith(("data:", "#")), (tag, name, value[:80])
+    for outside in re.findall(r"url\(([^)]*)\)", text):
+        assert outside.startswith("#"), outside
+    assert "@import" not in text
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for used in re.findall(r"url\(#([^)]+)\)|href=\"#([^\"]+)\"", text):
+        assert (used[0] or used[1]) in ids
+    return page
+
+
+def random_layers(n_layer: int, n_ff: int = 64, n_tokens: int = 40) -> list[np.ndarray]:
+    rng = np.random.default_rng(1)
+    return [rng.random((n_tokens, n_ff)) < rng.uniform(0, 0.5, n_ff) ** 2 for _ in range(n_layer)]
+
+
+def test_the_page_needs_nothing_but_itself():
+    n_layer = 80
+    layers = random_layers(n_layer)
+    run = observed(*layers).result()
+    profile = profile_of(*(fires.sum(axis=0) for fires in layers), n_tokens=40)
+    curves = curves_of(profile)
+    plots = plots_of(curves, run)
+    assert [plot.name for plot in plots] == ["power-law", "sparsity", "overlap", "coactivation"]
+    facts = Facts("a <model> & more", ["a note"], [("9%", "of the neurons")])
+    text = html_page(facts, plots)
+    page = check_self_contained(text)
+    assert "a &lt;model&gt; &amp; more: which neurons fire</title>" in text
+    assert page.of("html") == [{"lang": "en"}]
+    drawings = page.of("svg")
+    assert len(drawings) == len(page.of("figure")) == len(page.of("figcaption")) == 4
+    ids = {a["id"]: tag for tag, a in page.tags if "id" in a}
+    for drawing in drawings:
+        assert drawing["role"] == "img"
+        title, description = drawing["aria-labelledby"].split()
+        assert (ids[title], ids[description]) == ("title", "desc")
+    for plot in plots:
+        assert plot.alt in unescape(text)
+    # A table beside each, with a row for each layer and the columns that the plot says.
+    assert len(page.tables) == 4
+    for table, plot in zip(page.tables, plots, strict=True):
+        assert len(table) == 1 + n_layer
+        assert {len(row) for row in table} == {len(plot.table[0])}
+        assert [row[0] for row in table[1:]] == [str(i) for i in range(n_layer)]
+    active = [one.summary.active_share for one in curves]
+    assert [row[1] for row in page.tables[1][1:]] == [percent(share) for share in active]
+    # Light and dark: no colour of a figure is left as it was drawn, and both sets define every name.
+    assert "prefers-color-scheme: dark" in text
+    style = text[text.index("<style>") : text.index("</style>")]
+    body = text[text.index("<body>") :]
+    for name, colour in COLOURS.items():
+        assert colour not in body
+        assert style.count(f"--{name}:") == 2
+        assert f"var(--{name})" in text
+    assert len(text) < 1_000_000
+
+
+def test_a_profile_alone_makes_a_page_and_layers_that_never_fire_are_no_fault():
+    curves = curves_of(profile_of(np.zeros(30), np.arange(30), np.zeros(30)))
+    plots = plots_of(curves, None)
+    text = html_page(Facts("m", [], []), plots)
+    assert text == html_page(Facts("m", [], []), plots)  # the same numbers, the same bytes
+    assert [plot.name for plot in plots] == ["power-law", "sparsity"]
+    check_self_contained(text)
+    silent = [np.zeros((3, 8), bool)]
+    plots = plots_of(curves_of(profile_of(np.zeros(8))), observed(*silent).result())
+    page = check_self_contained(html_page(Facts("m", [], []), plots))
+    assert page.tables[2][1][1] == "-"
+
+
+def test_images_are_what_they_are_called():
+    layers = random_layers(3)
+    profile = profile_of(*(fires.sum(axis=0) for fires in layers), n_tokens=40)
+    plots = plots_of(curves_of(profile), observed(*layers).result())
+    assert image(plots[0], "png").startswith(b"\x89PNG\r\n")
+    for plot in plots:
+        root = ElementTree.fromstring(image(plot, "svg"))
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        texts = "".join("".join(element.itertext()) for element in root.iter())
+        assert "layer" in texts  # labels are text
+
+
+def test_files_are_written_whole_or_not_at_all(tmp_path: Path):
+    (tmp_path / "a.html").write_bytes(b"old")
+    with pytest.raises(HotsetError, match=r"missing.*cannot be written .*choose another place with -o"):
+        write_whole({tmp_path / "a.html": b"new", tmp_path / "missing" / "b.png": b"new"})
+    assert (tmp_path / "a.html").read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.html"]
+    write_whole({tmp_path / "a.html": b"new", tmp_path / "b.png": b"new"})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "b.png"]
+
+
+# ---- the command line ----
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    return write_sparse(tmp_path / "plain.gguf", dialect="gguf")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "text.txt"
+
+
+def firing(path: Path, n_tokens: int, n_ctx: int) -> list[list[np.ndarray]]:
+    """Per layer, per sequence: which neurons fire, bool [n_ctx, n_ff]."""
+    with hotset.load(path, sparsity="exact", backend="reference") as model:
+        ids = model.tokenizer.encode(TEXT)[:n_tokens]
+        names = [f"blk.{i}.ffn_act" for i in range(N_LAYER)]
+        taps = [model.taps(ids[i : i + n_ctx], names) for i in range(0, n_tokens, n_ctx)]
+    return [[part[name] != 0 for part in taps] for name in names]
+
+
+def test_the_json_of_a_text_is_what_numpy_computes(plain: Path, text: Path):
+    done = inside("report", plain, "-f", text, "-c", 64, "-n", 130, *REFERENCE, "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["n_tokens"], result["counted"], result["files"]) == (128, str(text), [])
+    assert (result["run"]["n_tokens"], result["run"]["n_sequences"]) == (128, 2)
+    for i, sequences in enumerate(firing(plain, 128, 64)):
+        fires = np.concatenate(sequences)
+        layer, run = result["layers"][i], result["run"]["layers"][i]
+        assert layer["active_share"] == pytest.approx(fires.mean())
+        counts = np.sort(fires.sum(axis=0))[::-1]
+        sums = np.concatenate([[0], np.cumsum(counts) / counts.sum()])
+        expected = np.interp(result["grid"], np.linspace(0, 1, N_FF + 1), sums)
+        assert layer["cumulative"] == pytest.approx(expected)
+        assert run["active"] == pytest.approx(np.percentile(fires.mean(axis=1), (10, 50, 90)))
+        for lag, overlap in zip(result["run"]["lags"], run["overlap"], strict=True):
+            if lag >= 64:
+                assert overlap is None
+                continue
+            both = sum((one[lag:] & one[:-lag]).sum() for one in sequences)
+            assert overlap == pytest.approx(both / sum(one[lag:].sum() for one in sequences))
+        expected = np.corrcoef(fires[:, run["sampled"]].T)
+        assert np.allclose(run["correlation"], expected, atol=1e-4)
+    assert result["active_share"] == pytest.approx(np.mean([x["active_share"] for x in result["layers"]]))
+
+
+def test_report_of_a_profile_and_a_text(
+    plain: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    done = inside("report", plain)
+    assert done.returncode == 1
+    assert "there is no profile" in done.stderr.lower()
+    assert "hotset profile" in done.stderr
+    assert inside("profile", plain, "-f", text, "-n", 400, *REFERENCE).returncode == 0
+    done = inside("report", plain)
+    assert done.returncode == 0, done.stderr
+    assert "Wrote plain.report.html" in done.stderr
+    assert "Without a text (-f)" in done.stderr
+    page = check_self_contained(Path("plain.report.html").read_text("utf-8"))
+    assert len(page.of("svg")) == 2
+    both = ("report", plain, "-f", text, "-n", 128, *REFERENCE, "--images", "png", "--images", "svg")
+    done = inside(*both, "-o", "missing/r.html")
+    assert done.returncode == 1
+    assert "cannot be written" in done.stderr
+    done = inside(*both, "-o", "r.html")
+    assert done.returncode == 0, done.stderr
+    page = check_self_contained(Path("r.html").read_text("utf-8"))
+    assert len(page.of("svg")) == 4
+    names = {"power-law", "sparsity", "overlap", "coactivation"}
+    assert {path.name for path in tmp_path.glob("r*.*")} == {"r.html"} | {
+        f"r-{name}.{kind}" for name in names for kind in ("png", "svg")
+    }
+    # The curve is the profile's, the overlap the text's.
+    result = json.loads(inside("report", plain, "-f", text, "-n", 128, *REFERENCE, "--json").stdout)
+    assert result["n_tokens"] > result["run"]["n_tokens"] == 128
+    assert result["counted"].endswith("plain.profile.hotset.gguf")
+    counted = json.loads(inside("profile", plain, "--json").stdout)
+    for layer, expected in zip(result["layers"], counted["layers"], strict=True):
+        assert {key: layer[key] for key in expected} == expected
+
+
+def test_what_cannot_be_drawn_is_a_sentence(plain: Path, text: Path, tmp_path: Path):
+    dense = write_dense(tmp_path / "dense.gguf")
+    other = write_sparse(tmp_path / "other.gguf", dialect="gguf", seed=4)
+    assert inside("profile", other, "-f", text, "-n", 64, *REFERENCE).returncode == 0
+    (tmp_path / "empty.txt").write_text(" \n")
+    mistakes = [
+        (("report", dense, "-f", text), 1, "no zeros: every neuron fires for every token"),
+        (
+            ("report", plain, "--profile", tmp_path / "other.profile.hotset.gguf"),
+            1,
+            "profile was taken of another",
+        ),
+        (("report", plain, "--profile", tmp_path / "none.gguf", "-f", text), 1, "there is no profile"),
+        (("report", plain, "--profile", plain), 1, "is not an activation profile"),
+        (("report", plain, "-f", tmp_path / "empty.txt"), 1, "is empty"),
+        (("report", plain, "-f", text, "-o", "model.gguf"), 2, "must end with .html"),
+        (("report", plain, "-f", text, "--images", "jpg"), 2, "jpg must be png or svg"),
+    ]
+    for arguments, code, fragment in mistakes:
+        done = inside(*arguments)
+        assert done.returncode == code, done.stderr
+        said = " ".join(done.stderr.replace("│", " ").split())
+        assert fragment.lower() in said.lower()
+        assert done.stdout == ""
+        if code == 1:
+            assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_without_matplotlib_the_numbers_remain(
+    plain: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.chdir(tmp_path)
+    arguments = ("report", plain, "-f", text, "-n", 64, *REFERENCE)
+    done = inside(*arguments)
+    assert done.returncode == 1
+    assert "need matplotlib" in done.stderr
+    assert "hotset[plot]" in done.stderr
+    assert "--json" in done.stderr
+    assert not list(tmp_path.glob("*.html"))
+    result = json.loads(inside(*arguments, "--json").stdout)
+    assert len(result["layers"]) == N_LAYER
+
+
+def test_matplotlib_is_loaded_to_draw_and_for_nothing_else():
+    code = (
+        "import sys, hotset.cli.report, hotset.report.plots, hotset.report.page, hotset.cli.perplexity\n"
+        "sys.exit(any(name in sys.modules for name in ('matplotlib', 'jinja2', 'torch')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
