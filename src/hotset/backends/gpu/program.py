@@ -268,14 +268,22 @@ class Program:
         norm_op, add = group.first(RMSNorm, LayerNorm), group.first(Add)
         norm, x = self._norm(norm_op), (norm_op.x if norm_op else group.linears[0].x).id
         residual = self._residual(add, group.linears[0].out)
-        parts = [(self._weights.linear(op), self._bias(op)) for op in group.linears]
+        # q, k and v, or gate and up, of one type are one product: fewer launches, each with more to do.
+        types = {self._weights.source.tensors[op.weight].type for op in group.linears}
+        stacks = [group.linears] if len(types) == 1 else [[op] for op in group.linears]
+        parts = [(self._weights.linear(*ops), self._weights.biases(ops)) for ops in stacks]
+        widths = [[op.out.width for op in ops] for ops in stacks]
         outs = [value.id for value in group.out]
         k, activate, has_product = self._kernels, group.first(Activate), group.first(Multiply) is not None
 
         def run(f: Frame) -> None:
             h = norm(f.values[x])
             added = None if residual is None else f.values[residual]
-            results = [k.linear(h, matrix, bias, added) for matrix, bias in parts]
+            results = [
+                result
+                for (matrix, bias), width in zip(parts, widths, strict=True)
+                for result in k.linear(h, matrix, bias, added).split(width, dim=1)
+            ]
             if activate is not None:
                 results[0] = k.activate(results[0], activate.kind, activate.threshold)
             if has_product:

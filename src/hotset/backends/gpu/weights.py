@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -25,11 +27,15 @@ class DeviceWeights:
         self._kept: dict[object, DeviceMatrix | Tensor] = {}
         self._ropes: dict[Rope, RopeTable] = {}
 
-    def linear(self, op: Linear) -> DeviceMatrix:
-        """The rows of a matrix that a product takes."""
-        key = op.weight, op.first_row, op.out.width
+    def linear(self, *ops: Linear) -> DeviceMatrix:
+        """The rows that a product takes, or those of several of one input and type, one under the other."""
+        key = tuple((op.weight, op.first_row, op.out.width) for op in ops)
         if key not in self._kept:
-            self._keep(key, self._rows(op, None))
+            info = self.source.tensors[ops[0].weight]
+            parts = [self._data(op) for op in ops]
+            data = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            n_rows, n_cols = sum(op.out.width for op in ops), ops[0].x.width
+            self._keep(key, DeviceMatrix.from_bytes(data, info.type, n_rows, n_cols, self.device))
         return self._kept[key]  # type: ignore[return-value]
 
     def down(self, op: TransposedLinear) -> DeviceMatrix:
@@ -47,9 +53,12 @@ class DeviceWeights:
 
     def some_rows(self, op: Linear | TransposedLinear, rows: np.ndarray | None) -> DeviceMatrix:
         """The rows of some neurons, or of all, loaded anew and kept by nobody."""
+        info = self.source.tensors[op.weight]
         if isinstance(op, Linear):
-            return self._rows(op, rows)
-        info, data = self.source.tensors[op.weight], self.source.data(op.weight)
+            return DeviceMatrix.from_bytes(
+                self._data(op), info.type, op.out.width, op.x.width, self.device, rows
+            )
+        data = self.source.data(op.weight)
         if op.scales is None:
             return DeviceMatrix.from_bytes(data, info.type, op.x.width, op.out.width, self.device, rows)
         codes = data.view(np.int8).reshape(op.x.width, -1)
@@ -59,6 +68,18 @@ class DeviceWeights:
     def bias(self, name: str | None, first: int = 0, width: int | None = None) -> Tensor | None:
         """As `vector`; None where there is none."""
         return None if name is None else self.vector(name, first, width)
+
+    def biases(self, ops: Sequence[Linear]) -> Tensor | None:
+        """The biases of products whose rows are stacked, zeros where one has none."""
+        if all(op.bias is None for op in ops):
+            return None
+        parts = [
+            np.zeros(op.out.width, np.float32)
+            if op.bias is None
+            else self.host_vector(op.bias)[op.first_row : op.first_row + op.out.width]
+            for op in ops
+        ]
+        return self.tensor(tuple((op.bias, op.first_row) for op in ops), np.concatenate(parts))
 
     def vector(self, name: str, first: int = 0, width: int | None = None) -> Tensor:
         """A norm's weight or a bias in float32, or `width` of its values from `first` on."""
@@ -90,11 +111,10 @@ class DeviceWeights:
             self.table_nbytes += self._ropes[rope].near.nbytes + self._ropes[rope].far.nbytes
         return self._ropes[rope]
 
-    def _rows(self, op: Linear, rows: np.ndarray | None) -> DeviceMatrix:
-        info = self.source.tensors[op.weight]
-        n_cols, size = op.x.width, row_bytes(info.type, op.x.width)
-        data = self.source.data(op.weight)[op.first_row * size : (op.first_row + op.out.width) * size]
-        return DeviceMatrix.from_bytes(data, info.type, op.out.width, n_cols, self.device, rows)
+    def _data(self, op: Linear) -> np.ndarray:
+        """The bytes of the rows that a product takes."""
+        size = row_bytes(self.source.tensors[op.weight].type, op.x.width)
+        return self.source.data(op.weight)[op.first_row * size : (op.first_row + op.out.width) * size]
 
     def _keep(self, key: object, weight: DeviceMatrix | Tensor) -> None:
         self._kept[key] = weight
