@@ -54,7 +54,10 @@ class FakeCuda:
         self.registered.remove(memory.ctypes.data)
 
     def copy(self, to: Tensor, source: Tensor) -> None:
-        self._put("copy", lambda: to.copy_(source) and None)
+        def work() -> None:
+            to.copy_(source)
+
+        self._put("copy", work)
 
     def write(self, address: int, value: int) -> None:
         flag = ctypes.c_int32.from_address(address)
