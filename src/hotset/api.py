@@ -35,13 +35,15 @@ if TYPE_CHECKING:
     from hotset.model.cost import Cost
     from hotset.model.graph import Graph
     from hotset.sparsity.modes import Choice
+    from hotset.sparsity.placement import Placement
+    from hotset.sparsity.planner import DeviceMemory
     from hotset.sparsity.profile import Profile
     from hotset.sparsity.stats import PredictorQuality, StatsSummary
     from hotset.storage.reporter import Reporter
     from hotset.text.chat import ChatTemplate
     from hotset.text.tokenizer import Tokenizer
 
-BackendName = Literal["cpu", "reference"]
+BackendName = Literal["auto", "cpu", "reference"]
 Prompt = str | Sequence[int]
 
 DEFAULT_N_CTX = 4096
@@ -150,7 +152,13 @@ def load(
     n_ctx: int | None = None,
     n_threads: int | None = None,
     kv_type: KVType = "f16",
-    backend: BackendName = "cpu",
+    backend: BackendName = "auto",
+    device: str | Sequence[str] | None = None,
+    vram_budget: float | None = None,
+    n_gpu_layers: int | None = None,
+    gpu_index: str | os.PathLike[str] | None = None,
+    split_neurons: bool = True,
+    plan_anew: bool = False,
     activation: str | None = None,
     sparsity: str | None = None,
     predictor: str | None = None,
@@ -165,7 +173,14 @@ def load(
     most, and less (down to 512) where file and cache would not fit in the memory that is free.
     n_threads: of the cpu backend; None takes the physical cores that this process may use.
     kv_type: how keys and values are stored: "f16", or "q8_0" in about half the memory.
-    backend: "cpu", or "reference", the slow one in plain NumPy that the others are checked against.
+    backend: "auto" uses the CPU and, where there is one, an NVIDIA or AMD GPU; "cpu" the CPU alone;
+    "reference" is the slow one in plain NumPy that the others are checked against.
+    device: which GPU, as torch names it: "cuda:0", "mps", "xpu", several in the order of their layers, or
+    "cpu", which stands in for a GPU and makes nothing faster. vram_budget: GiB of each device that weights,
+    cache, workspace and context together stay within; by default what is free. n_gpu_layers: that many of the
+    last layers are on the device; by default the planner decides (sparsity/placement.py). gpu_index: a file
+    in PowerInfer's format that says which neurons are. split_neurons: False keeps the neurons of a layer
+    together. plan_anew: solves the placement again although it is known. Model.placement has the decision.
     activation: overrides the FFN activation that the file names.
     sparsity: which neurons are computed: "dense", "exact" or "predicted" (sparsity/modes.py); by default the
     fastest that keeps the file's meaning. predictor: "mlp", "sign", "svd", with their settings
@@ -174,8 +189,9 @@ def load(
     files beside the model.
     max_batch: tokens computed in one step at most. n_seqs: full contexts that the cache holds at once; more
     sequences than that run together while they are shorter. progress: is told of what takes long.
-    Raises ModelNotFoundError, DownloadError, FormatError, UnsupportedModelError, OutOfMemoryError, and
-    InvalidRequestError for a mode that the model does not have.
+    Raises ModelNotFoundError, DownloadError, FormatError, UnsupportedModelError, OutOfMemoryError (with the
+    smallest budget that works, where a budget is too small), DeviceError for a device that is asked for and
+    not there, and InvalidRequestError for a mode that the model does not have.
     """
     for name, value in (
         ("n_ctx", n_ctx),
@@ -189,6 +205,24 @@ def load(
         raise InvalidRequestError(f"kv_type must be one of {', '.join(get_args(KVType))}, not {kv_type!r}")
     if backend not in get_args(BackendName):
         raise InvalidRequestError(f"backend must be {' or '.join(get_args(BackendName))}, not {backend!r}")
+    from hotset.backends.detect import Wishes, wanted_devices
+
+    wishes = Wishes(
+        (device,) if isinstance(device, str) else tuple(device) if device else None,
+        vram_budget,
+        n_gpu_layers,
+        None if gpu_index is None else Path(gpu_index),
+        plan_anew,
+        split_neurons,
+    )
+    if backend != "auto" and wishes.are_made:
+        raise InvalidRequestError(
+            f"the backend {backend} computes on the CPU alone; leave it out to use a device, or leave out "
+            "what is asked of a device"
+        )
+    devices, unused = wanted_devices(wishes) if backend == "auto" else ((), None)
+    if unused is not None:
+        warnings.warn(unused, stacklevel=2)
 
     from hotset.formats.gguf import open_gguf
     from hotset.model.config import config_from_gguf
@@ -201,24 +235,61 @@ def load(
     try:
         config = config_from_gguf(gguf, activation=activation)
         choice = choose(config, gguf.tensors, sparsity, predictor)
-        prepared = prepare(gguf, config, choice, profile=_profile(profile, choice), progress=progress)
+        counted = _profile(profile, choice, devices)
+        prepared = prepare(
+            gguf, config, choice, profile=counted if choice.mode == "predicted" else None, progress=progress
+        )
         weights = prepared.weights
         graph = describe(config, weights.tensors, prepared.predictor)
         cost = Cost(graph, weights.tensors)
         kv_bytes = n_seqs * cost.kv_bytes_per_token(kv_type)
         n_ctx = _context(n_ctx, config, kv_bytes, gguf.nbytes)
         n_pages = n_seqs * -(-n_ctx // PAGE_SIZE)
-        opened = _open_backend(
-            backend,
+        sparse = choice.mode != "dense"
+        if not devices:
+            opened = _open_backend(
+                "cpu" if backend == "auto" else backend,
+                weights,
+                graph,
+                n_pages=n_pages,
+                max_batch=max_batch,
+                kv_type=kv_type,
+                n_threads=n_threads,
+                sparse=sparse,
+            )
+            return Model(gguf, weights, config, graph, cost, opened, n_ctx, kv_type, choice, prepared.notes)
+        from hotset.sparsity.planner import open_placed, place
+
+        placement = place(
+            gguf,
+            config,
+            weights,
+            graph,
+            choice.mode,
+            wishes,
+            devices,
+            n_pages=n_pages,
+            max_batch=max_batch,
+            kv_type=kv_type,
+            n_threads=n_threads,
+            profile=counted,
+            progress=progress,
+        )
+        if progress is not None:
+            progress.planned(placement)
+        opened = open_placed(
+            placement,
             weights,
             graph,
             n_pages=n_pages,
             max_batch=max_batch,
             kv_type=kv_type,
             n_threads=n_threads,
-            sparse=choice.mode != "dense",
+            sparse=sparse,
         )
-        return Model(gguf, weights, config, graph, cost, opened, n_ctx, kv_type, choice, prepared.notes)
+        return Model(
+            gguf, weights, config, graph, cost, opened, n_ctx, kv_type, choice, prepared.notes, placement
+        )
     except BaseException:
         if weights is not None:
             weights.close()
@@ -238,11 +309,11 @@ def _open_backend(
     return ReferenceBackend(weights, graph, sparse=sparse, **options)
 
 
-def _profile(path: str | os.PathLike[str] | None, choice: Choice) -> Profile | None:
+def _profile(path: str | os.PathLike[str] | None, choice: Choice, devices: Sequence[str]) -> Profile | None:
     """The activation profile of a file; refused where nothing would use it."""
     if path is None:
         return None
-    if choice.mode != "predicted":
+    if choice.mode != "predicted" and (choice.mode == "dense" or not devices):
         raise InvalidRequestError(
             f"a profile serves predicted sparsity, and this model runs {choice.mode}; name a predictor too"
         )
@@ -299,6 +370,7 @@ class Model:
     config: facts of the architecture. backend, engine: what runs it. cost: bytes and FLOPs of its tokens.
     n_ctx: tokens of one conversation. kv_type: how keys and values are stored.
     sparsity: which neurons are computed, and why. notes: what was built or opened for it, a sentence each.
+    placement: what is on which device; None where the CPU computes alone.
 
     Sampling parameters of `generate`, `stream` and `chat` are the fields of SamplingParams.
     """
@@ -315,6 +387,7 @@ class Model:
         kv_type: KVType,
         sparsity: Choice,
         notes: list[str],
+        placement: Placement | None = None,
     ) -> None:
         self.gguf = gguf
         self.weights = weights
@@ -326,6 +399,7 @@ class Model:
         self.kv_type = kv_type
         self.sparsity = sparsity
         self.notes = notes
+        self.placement = placement
         self.engine = Engine(backend, n_ctx, collect_stats=config.is_relu)
         self._lock = threading.Lock()  # one thread at a time drives the engine
         self._closed = False
@@ -590,7 +664,7 @@ class Model:
         with self._lock:
             self._check_open()
         every = _open_backend(
-            self.backend.name,
+            "reference" if self.backend.name == "reference" else "cpu",
             self.weights,
             self.graph,
             n_pages=_MEASURED_PAGES,
@@ -605,6 +679,14 @@ class Model:
             every.close()
 
     # ---- the rest ----
+
+    def device_memory(self) -> list[DeviceMemory]:
+        """What was planned of each device, and what is really used there now."""
+        if self.placement is None:
+            return []
+        from hotset.sparsity.planner import device_memory
+
+        return device_memory(self.placement, self.backend)
 
     @property
     def bytes_per_token(self) -> float:

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from hotset.storage.reporter import Reporter
 
-STAND_IN_CONTEXT = 0  # of a device whose memory is the machine's
 USUAL_CONTEXT = 600 << 20  # bytes that a CUDA context with its kernels takes, where it cannot be measured
 _WIDTH, _N_FF, _N_LAYER = 4096, 8192, 6  # of the FFNs that are measured: 340 MB, more than caches hold
 _ACTIVE = 0.1
@@ -60,6 +59,20 @@ class Measured:
     launch: float
     sync: float
     context: int
+
+
+STAND_IN = Measured(
+    cpu_read=50e9,
+    cpu_gather=30e9,
+    cpu_read_busy=45e9,
+    cpu_gather_busy=27e9,
+    read=500e9,
+    read_busy=480e9,
+    launch=4e-6,
+    sync=15e-6,
+    context=0,
+)
+"""Of the device cpu: a desktop with a middling GPU; not measured."""
 
 
 def rates_of(measured: Sequence[Measured]) -> Rates:
@@ -83,12 +96,15 @@ def measure(
 ) -> Measured:
     """What is known of a device beside this CPU, measured where it is not (or `anew`).
 
+    Of "cpu", which stands in for a GPU, the rates of one, so that a plan is what a GPU's would be.
     path: the file to keep it in. Raises DeviceError for a device that is not there.
     """
     from hotset.backends.cores import usable_cores
     from hotset.backends.gpu.devices import find_device
 
     found = find_device(device)
+    if found.type == "cpu":
+        return STAND_IN
     n_threads = n_threads or usable_cores()
     path = path or _path()
     key = _key(found, n_threads)
@@ -340,7 +356,7 @@ class _Context:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.n_bytes = USUAL_CONTEXT if device.type == "cuda" else STAND_IN_CONTEXT
+        self.n_bytes = USUAL_CONTEXT if device.type == "cuda" else 0
 
     def __enter__(self) -> _Context:
         self._before = self._used()

@@ -37,6 +37,17 @@ def tell_choice(model: Model) -> None:
             say(note, dim=True)
 
 
+def tell_memory(model: Model) -> None:
+    """Planned beside measured memory of devices, and what their backend chose; nothing without a device."""
+    if model.placement is None:
+        return
+    from hotset.report.placement import memory_table
+
+    for note in getattr(model.backend, "notes", ()):
+        say(note, dim=True)
+    print_table(*memory_table(model.device_memory()), err=True, tight=True)
+
+
 def read_text(file: Path, option: str) -> str:
     """A text file as it stands: newlines stay what they are."""
     try:
@@ -131,6 +142,13 @@ class DownloadBar(Reporter):
         if label not in self._tasks:
             self._tasks[label] = self._progress.add_task(label, total=total or None)
         self._progress.update(self._tasks[label], completed=done, total=total or None)
+
+    def planned(self, placement: Any) -> None:
+        from hotset.report.placement import placement_lines, placement_table
+
+        print_table(*placement_table(placement), err=True, tight=True)
+        for line in placement_lines(placement):
+            say(line, dim=True)
 
     def _line(self, label: str, done: int, total: int) -> None:
         tenth = 10 * done // total if total else 0

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from hotset.errors import FormatError, HotsetError
-from hotset.formats.gguf import open_gguf
+from hotset.formats.gguf import GGUFWriter, ValueType, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.formats.torch_file import read_torch, write_torch
 
@@ -129,6 +129,24 @@ def read_gpu_index(path: str | os.PathLike[str], n_ff: Sequence[int]) -> GPUInde
                 raise FormatError(f"{path}: blk.{layer}.gpu_bucket does not list the neurons of gpu_idx")
             on_gpu.append(index == 1)
         return GPUIndex(capacity, on_gpu)
+
+
+def write_gpu_index(path: str | os.PathLike[str], index: GPUIndex) -> None:
+    """Writes a GPU index as the original engine reads it: whole, or not at all.
+
+    Each layer's vectors stand in pairs, in order, for the engine takes them by number. A layer without
+    neurons on the GPU has an empty bucket. Raises InvalidRequestError for a capacity that is no size.
+    """
+    writer = GGUFWriter(path, GPU_INDEX_ARCHITECTURE, dialect="powerinfer")
+    writer.add(f"{GPU_INDEX_ARCHITECTURE}.block_count", len(index.on_gpu))
+    for layer, mask in enumerate(index.on_gpu):
+        bucket = np.flatnonzero(mask).astype("<i4")
+        writer.add_tensor(f"blk.{layer}.gpu_idx", np.asarray(mask).astype("<i4").view(np.uint8), GGMLType.I32)
+        writer.add_tensor(
+            f"blk.{layer}.gpu_bucket", bucket.view(np.uint8), GGMLType.I32, shape=(len(bucket),)
+        )
+    writer.add(VRAM_CAPACITY_KEY, index.vram_capacity, ValueType.UINT64)
+    writer.write()
 
 
 def _activation_numbers(folder: Path) -> dict[int, Path]:

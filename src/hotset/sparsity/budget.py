@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 FFNMode = Literal["dense", "exact", "predicted"]
 
 INDEX_BYTES = 8  # of a hot neuron: its number, and that of its scales in planes
-STREAM_BYTES = 2 * (64 << 20)  # of cold rows that are on a device for a prompt (backends/gpu/stage.py)
+STREAM_BYTES = 64 << 20  # of cold rows that come to a device at a time, for a prompt
 OUTPUT_ROWS = 64  # of logits that a device holds at a time
 FLOAT_BYTES = 4  # norms, biases and intermediates are float32 on a device
 ALIGNMENT = 512  # bytes that an allocator rounds a tensor up to
@@ -75,10 +75,14 @@ class DeviceBudget:
 
 @dataclass(frozen=True)
 class Budget:
-    """Planned bytes: of each device, and of weights that the CPU reads where they are mapped."""
+    """Planned bytes: of each device, and of weights that the CPU reads where they are mapped.
+
+    stream: of cold rows that come to a device for a prompt, counted in its workspace where it needs them.
+    """
 
     devices: tuple[DeviceBudget, ...]
     host: int = 0
+    stream: int = 0
 
 
 @dataclass(frozen=True)
@@ -163,7 +167,9 @@ def model_facts(
         layers,
         sum(op_bytes(op, tensors) for op in parts[n_layer]),
         workspace_bytes(graph, n_pages, max_batch),
-        STREAM_BYTES,
+        # Two parts are there at a time (backends/gpu/stream.py).
+        2
+        * min(STREAM_BYTES, max(layer.n_split * layer.neuron_bytes + layer.shared_bytes for layer in layers)),
     )
 
 

@@ -186,6 +186,56 @@ def solve(
     return problem.placement(problem.filled(best), how)
 
 
+def place_index(
+    facts: ModelFacts,
+    rates: Rates,
+    devices: Sequence[Device],
+    frequencies: Sequence[np.ndarray],
+    on_gpu: Sequence[np.ndarray],
+) -> Placement:
+    """The placement that a GPU index describes: all layers on devices, with the neurons that it names.
+
+    on_gpu: per layer bool [n_ff]. Raises OutOfMemoryError where the devices do not hold that.
+    """
+    problem = _Problem(facts, rates, tuple(devices), frequencies, len(facts.layers), True)
+    if not all(problem.is_split):
+        raise InvalidRequestError(
+            "a GPU index names neurons, and this model's layers cannot be split; leave --gpu-index out"
+        )
+    for owners in problem.cuts(0):
+        choice = [
+            LayerPlacement(d, None if hot.all() else hot) for d, hot in zip(owners, on_gpu, strict=True)
+        ]
+        if problem.fits(choice):
+            return problem.placement(choice, "as the GPU index says")
+    choice = [LayerPlacement(0, None if hot.all() else hot) for hot in on_gpu]
+    needed = problem.budget_of(choice, 0).total
+    raise OutOfMemoryError(
+        f"the GPU index needs {-(-needed * 100 // 2**30) / 100:.2f} GiB with this context; raise the budget, "
+        "or leave the index out to plan for the budget that is there"
+    )
+
+
+def rebuild(
+    facts: ModelFacts,
+    rates: Rates,
+    devices: Sequence[Device],
+    frequencies: Sequence[np.ndarray],
+    owners: Sequence[int],
+    hot: Sequence[np.ndarray | None],
+    how: str,
+) -> Placement:
+    """A placement that `solve` found before. owners: index into devices, or CPU, of each layer.
+
+    Raises InvalidRequestError where it is none of this problem.
+    """
+    problem = _Problem(facts, rates, tuple(devices), frequencies, None, True)
+    choice = [LayerPlacement(int(d), mask) for d, mask in zip(owners, hot, strict=True)]
+    if len(choice) != problem.n_layer or not problem.fits(choice):
+        raise InvalidRequestError("the placement that was kept does not fit")
+    return problem.placement(choice, how)
+
+
 def predict(
     facts: ModelFacts, rates: Rates, layers: Sequence[LayerPlacement], frequencies: Sequence[np.ndarray]
 ) -> Predicted:
@@ -322,7 +372,7 @@ class _Problem:
             if n_more:
                 n_more -= 1
                 continue
-            found = [choice for cut in self._cuts(n_cpu) for choice in self._filled_cuts(cut)]
+            found = [choice for cut in self.cuts(n_cpu) for choice in self._filled_cuts(cut)]
             if found and step > 4:
                 break
             if found:
@@ -333,7 +383,7 @@ class _Problem:
                     best = seconds, choice
         return None if best is None else best[1]
 
-    def _cuts(self, n_cpu: int) -> list[list[int]]:
+    def cuts(self, n_cpu: int) -> list[list[int]]:
         """Device of each layer: in proportion to the devices' room, and as few devices as hold the least."""
         cuts = []
         total = sum(self.room[d] for d in self.usable)
@@ -487,7 +537,8 @@ class _Problem:
         used = sorted({place.device for place in choice} - {CPU})
         number = {CPU: CPU} | {d: new for new, d in enumerate(used)}
         predicted = predict(self.facts, self.rates, choice, self.frequencies)
-        budget = Budget(tuple(self.budget_of(choice, d) for d in used), self._host_bytes(choice))
+        planned = tuple(self.budget_of(choice, d) for d in used)
+        budget = Budget(planned, self._host_bytes(choice), self.facts.stream_bytes)
         layers = tuple(LayerPlacement(number[place.device], place.hot) for place in choice)
         hot = total = served = fired = 0.0
         for layer, place, frequency in zip(self.facts.layers, choice, self.frequencies, strict=True):
@@ -500,11 +551,11 @@ class _Problem:
                 hot += layer.n_ff if place.hot is None else int(place.hot.sum())
                 served += float(frequency[mine].sum())
         notes = [how]
-        for planned in budget.devices:
+        for one in planned:
             is_larger = any(place.device == CPU or place.is_split for place in choice)
-            if is_larger and planned.total < 0.95 * planned.limit:
-                share = 100 * planned.total / planned.limit
-                notes.append(f"{share:.0f}% of {planned.device}'s budget is used: more on it would be slower")
+            if is_larger and one.total < 0.95 * one.limit:
+                share = 100 * one.total / one.limit
+                notes.append(f"{share:.0f}% of {one.device}'s budget is used: more on it would be slower")
         return Placement(
             tuple(self.devices[d].name for d in used),
             layers,

@@ -9,3 +9,6 @@ class Reporter:
 
     def advance(self, label: str, done: int, total: int) -> None:
         """`done` of `total` bytes of `label` are here (total 0: not known)."""
+
+    def planned(self, placement: object) -> None:
+        """What goes on which device (sparsity.placement.Placement), before it is loaded there."""

@@ -1,0 +1,312 @@
+"""From what a user asked for to a Placement: devices, budgets, activation frequencies, and the solver.
+
+    wishes = Wishes(device=("cuda:0",), vram_budget=8.0)
+    devices, note = wanted_devices(wishes)
+    placement = place(gguf, config, weights, graph, mode, wishes, devices, n_pages=64, ...)
+
+Frequencies come from the profile that is named, else from the one beside the model (`hotset profile`), else
+from the counts that were published with it (activation/), else from a short run of a text that comes with
+hotset, whose counts are kept in the store's cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hotset.backends.base import PAGE_SIZE, KVType
+from hotset.backends.detect import Wishes
+from hotset.errors import HotsetError, OutOfMemoryError
+from hotset.sparsity import sidecar
+from hotset.sparsity.budget import DeviceBudget, FFNMode, ModelFacts, model_facts
+from hotset.sparsity.placement import Device, Placement, Rates, place_index, rebuild, solve
+
+if TYPE_CHECKING:
+    from hotset.backends.base import Backend
+    from hotset.formats.gguf import GGUFFile
+    from hotset.formats.overlay import Overlay
+    from hotset.model.config import ModelConfig
+    from hotset.model.graph import Graph
+    from hotset.sparsity.profile import Profile
+    from hotset.storage.reporter import Reporter
+
+KEPT_FREE = 256 << 20  # bytes of a GPU that are left alone where no budget is given
+_N_TOKENS = 512  # of the built-in text, at most
+_STEP = 128
+
+
+def place(
+    gguf: GGUFFile,
+    config: ModelConfig,
+    weights: Overlay,
+    graph: Graph,
+    mode: FFNMode,
+    wishes: Wishes,
+    devices: Sequence[str],
+    *,
+    n_pages: int,
+    max_batch: int,
+    kv_type: KVType,
+    n_threads: int | None = None,
+    profile: Profile | None = None,
+    progress: Reporter | None = None,
+) -> Placement:
+    """The placement of a model on the devices that wanted_devices found.
+
+    profile: of this model's neurons. Raises OutOfMemoryError with the smallest budget that works, FormatError
+    for an index of another model, InvalidRequestError for a profile of another model.
+    """
+    from hotset.backends.machine import measure, rates_of
+
+    facts = model_facts(
+        graph, weights.tensors, mode=mode, kv_type=kv_type, n_pages=n_pages, max_batch=max_batch
+    )
+    measured = [measure(name, n_threads=n_threads, progress=progress) for name in devices]
+    limits = [
+        _limit(name, one.context, wishes.vram_budget) for name, one in zip(devices, measured, strict=True)
+    ]
+    rates = rates_of(measured)
+    frequencies = [np.zeros(n_ff) for n_ff in config.n_ff]
+    notes: list[str] = []
+    wishes = replace(wishes, split=wishes.split and mode != "dense")  # every neuron is computed: none is cold
+    if wishes.split and any(layer.n_split for layer in facts.layers):
+        counted, note = _profile_of(gguf, config, weights, profile, n_threads, progress)
+        frequencies = [counted.frequencies(i) for i in range(config.n_layer)]
+        notes.append(note)
+    if wishes.gpu_index is not None:
+        from hotset.formats.powerinfer import read_gpu_index
+
+        index = read_gpu_index(wishes.gpu_index, config.n_ff)
+        placement = place_index(facts, rates, limits, frequencies, index.on_gpu)
+    else:
+        placement = _solved(gguf, facts, rates, limits, frequencies, wishes)
+    if any(name == "cpu" for name in devices):
+        notes.insert(
+            0, "the device cpu stands in for a GPU: torch computes its part, and nothing gets faster"
+        )
+    return replace(placement, notes=(*notes, *placement.notes))
+
+
+def _limit(name: str, context: int, budget: float | None) -> Device:
+    """Bytes that may be used of a device."""
+    from hotset.backends.gpu.devices import find_device, free_bytes
+
+    device = find_device(name)
+    free = free_bytes(device) + context  # the context is there already
+    if budget is None or budget == -1:
+        return Device(name, max(free - (KEPT_FREE if device.type != "cpu" else 0), 0), context)
+    limit = int(budget * 2**30)
+    if limit > free:
+        raise OutOfMemoryError(
+            f"a budget of {budget:g} GiB is more than the {free / 2**30:.1f} GiB that are free on {name}; "
+            "lower --vram-budget, or free some of its memory"
+        )
+    return Device(name, limit, context)
+
+
+# -- frequencies ---------------------------------------------------------------------------------
+
+
+def _profile_of(
+    gguf: GGUFFile,
+    config: ModelConfig,
+    weights: Overlay,
+    given: Profile | None,
+    n_threads: int | None,
+    progress: Reporter | None,
+) -> tuple[Profile, str]:
+    """How often each neuron fires, and a sentence on where that comes from."""
+    from hotset.formats.powerinfer import activation_files
+    from hotset.sparsity.profile import Profile, default_path, import_activations
+    from hotset.storage.store import home
+
+    model = sidecar.fingerprint(gguf)
+    if given is not None:
+        given.check_model(model)
+        return given, f"hotness from the profile that was given, {given.n_tokens} tokens"
+    beside = default_path(gguf.path)
+    if beside.is_file():
+        found = Profile.open(beside)
+        if found.model == model:
+            return found, f"hotness from {beside}, {found.n_tokens} tokens"
+    folder = activation_files(gguf.path)
+    if folder is not None:
+        return import_activations(folder, config, model), f"hotness from {folder}, as published"
+    kept = home() / "cache" / model / f"builtin.profile{sidecar.SUFFIX}"
+    how = "hotness from a short text that comes with hotset ('hotset profile' on your own is better)"
+    with contextlib.suppress(HotsetError):
+        found = Profile.open(kept)
+        if found.model == model:
+            return found, how
+    found = _run_builtin(gguf, config, weights, model, n_threads, progress)
+    with contextlib.suppress(OSError, HotsetError):  # counted again next time
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        found.save(kept)
+    return found, how
+
+
+def _run_builtin(
+    gguf: GGUFFile,
+    config: ModelConfig,
+    weights: Overlay,
+    model: str,
+    n_threads: int | None,
+    progress: Reporter | None,
+) -> Profile:
+    """Counts over the built-in text, computed on the CPU with every neuron that fires."""
+    from importlib.resources import files
+
+    from hotset.backends.cpu import CpuBackend
+    from hotset.model.decoder import describe
+    from hotset.sparsity.profile import collect
+    from hotset.text.tokenizer import load_tokenizer
+
+    text = files("hotset.sparsity").joinpath("builtin.txt").read_text("utf-8")
+    tokens = np.array(load_tokenizer(gguf.metadata).encode(text, add_special=True), np.int32)
+    n_tokens = min(_N_TOKENS, config.n_ctx_max or _N_TOKENS, len(tokens))
+    if progress is not None:
+        progress.say(f"Counting which neurons fire, over {n_tokens} tokens, once.")
+    backend = CpuBackend(
+        weights,
+        describe(config, weights.tensors),
+        n_pages=-(-n_tokens // PAGE_SIZE),
+        max_batch=_STEP,
+        n_threads=n_threads,
+        sparse=True,
+    )
+    try:
+        return collect(backend, config, tokens[:n_tokens], model=model)
+    finally:
+        backend.close()
+
+
+# -- the solver's answer, kept -------------------------------------------------------------------
+
+
+def _solved(
+    gguf: GGUFFile,
+    facts: ModelFacts,
+    rates: Rates,
+    devices: Sequence[Device],
+    frequencies: Sequence[np.ndarray],
+    wishes: Wishes,
+) -> Placement:
+    """The solver's placement, from the store's cache where the same was asked before."""
+    from hotset.storage.store import home
+
+    asked: list[Any] = [facts, rates, [replace(d, limit=_coarse(d.limit, wishes)) for d in devices]]
+    devices = asked[2]
+    digest = hashlib.sha256(repr((*asked, wishes.n_gpu_layers, wishes.split)).encode())
+    for frequency in frequencies:
+        digest.update(np.ascontiguousarray(frequency, np.float64).tobytes())
+    path = home() / "cache" / "placements" / f"{digest.hexdigest()[:32]}.npz"
+    if not wishes.reset:
+        with contextlib.suppress(OSError, ValueError, KeyError, HotsetError):
+            with np.load(path, allow_pickle=False) as kept:
+                owners, how = kept["devices"].tolist(), str(kept["how"])
+                hot = [np.unpackbits(kept[f"hot.{i}"])[:n] > 0 if f"hot.{i}" in kept else None
+                       for i, n in enumerate(len(f) for f in frequencies)]  # fmt: skip
+            return rebuild(facts, rates, devices, frequencies, owners, hot, how)
+    placement = solve(
+        facts, rates, devices, frequencies, n_gpu_layers=wishes.n_gpu_layers, split=wishes.split
+    )
+    arrays: dict[str, Any] = {
+        f"hot.{i}": np.packbits(layer.hot)
+        for i, layer in enumerate(placement.layers)
+        if layer.hot is not None
+    }
+    numbers, used = [d.name for d in devices], [-1]  # devices of the placement are some of those, in order
+    for name in placement.devices:
+        used.append(numbers.index(name, used[-1] + 1))
+    arrays["devices"] = np.array([used[layer.device + 1] for layer in placement.layers])
+    with contextlib.suppress(OSError):  # a cache that cannot be written: solved again next time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        with os.fdopen(handle, "wb") as file:
+            np.savez(file, how=np.array(placement.notes[0]), **arrays)
+        os.replace(name, path)
+    return placement
+
+
+def _coarse(limit: int, wishes: Wishes) -> int:
+    """What is free moves by some bytes from start to start: rounded down, so that a plan is found again."""
+    return limit if wishes.vram_budget not in (None, -1) else limit >> 26 << 26
+
+
+# -- opening a placement -------------------------------------------------------------------------
+
+
+def open_placed(
+    placement: Placement,
+    weights: Overlay,
+    graph: Graph,
+    *,
+    n_threads: int | None = None,
+    sparse: bool,
+    **options: Any,
+) -> Backend:
+    """The backend of a placement: one GPU's where it has everything, else the hybrid one.
+
+    A CUDA device gives torch no more than was planned. OutOfMemoryError, where it has less than that free
+    after all, names a smaller budget.
+    """
+    from hotset.backends.gpu.devices import find_device, limit_memory
+
+    for planned in placement.budget.devices if placement.budget else ():
+        limit_memory(find_device(planned.device), planned.limit - planned.context)
+    try:
+        if placement.is_whole:
+            from hotset.backends.gpu import open_gpu
+
+            return open_gpu(weights, graph, device=placement.devices[0], sparse=sparse, **options)
+        from hotset.backends.hybrid import HybridBackend
+
+        if placement.budget is not None and placement.budget.stream:
+            options["stream_bytes"] = placement.budget.stream // 2
+        return HybridBackend(weights, graph, placement, n_threads=n_threads, sparse=sparse, **options)
+    except OutOfMemoryError as error:
+        raise OutOfMemoryError(f"{error}; {_smaller(placement)}") from None
+
+
+def _smaller(placement: Placement) -> str:
+    """What to try where a plan did not hold."""
+    planned = max((d.total for d in placement.budget.devices), default=0) if placement.budget else 0
+    return f"a plan of nine tenths is --vram-budget {max(0.9 * planned / 2**30, 0.01):.2g}"
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """One device after loading. planned: bytes; measured: bytes by kind as the backend holds them, and, of a
+    CUDA device, `reserved`, all that torch took there at most.
+    """
+
+    planned: DeviceBudget
+    measured: dict[str, int]
+
+    @property
+    def used(self) -> int:
+        """Bytes that are really used, the runtime's own context as it was planned."""
+        held = self.measured.get("reserved") or sum(self.measured.values())
+        return held + self.planned.context
+
+
+def device_memory(placement: Placement, backend: Backend) -> list[DeviceMemory]:
+    """Planned and measured bytes of each device of a placement."""
+    stage = getattr(backend, "stage", None)
+    by_name = {placement.devices[0]: stage.nbytes} if stage is not None else getattr(backend, "nbytes", {})
+    found = []
+    for planned in placement.budget.devices if placement.budget else ():
+        measured = dict(by_name.get(planned.device, {}))
+        if planned.device.startswith("cuda"):
+            import torch
+
+            measured["reserved"] = torch.cuda.max_memory_reserved(planned.device)
+        found.append(DeviceMemory(planned, measured))
+    return found
