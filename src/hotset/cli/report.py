@@ -164,7 +164,7 @@ def _run(
         with token_progress() as progress:
             for row in tokens if tokens.ndim == 2 else [tokens]:
                 observer.start()
-                for values in loaded.tap_steps(row, observer.names):
+                for values in loaded.tap_steps(row.tolist(), observer.names):
                     observer.add(values)
                     progress(observer.n_tokens, tokens.size)
         counts = Profile(observer.counts, observer.n_tokens, fingerprint(loaded.gguf), ())
@@ -211,7 +211,8 @@ def _facts(
     n_ff = sorted({one.summary.n_ff for one in curves})
     neurons = str(n_ff[0]) if len(n_ff) == 1 else f"{n_ff[0]} to {n_ff[-1]}"
     notes = [
-        f"{path.name}: {config.architecture}, {len(curves)} layers of {neurons} neurons.",
+        f"{path.name}: {config.architecture}, {len(curves)} layers of {neurons} neurons, activation "
+        f"{config.activation.gate or config.activation.up}.",
         f"How often neurons fire was counted over {profile.n_tokens} tokens ({Path(source).name}).",
     ]
     hot = median([one.summary.hot_share for one in curves])

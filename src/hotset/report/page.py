@@ -16,7 +16,7 @@ from html import escape
 from importlib.resources import files
 from io import BytesIO
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hotset.errors import HotsetError
 from hotset.report.plots import COLOURS, Plot
@@ -86,8 +86,8 @@ def _drawn(plot: Plot, kind: ImageType, background: str) -> bytes:
     from matplotlib import rc_context
 
     # Text stays text in SVG, and the same numbers give the same bytes.
-    settings = {"svg.fonttype": "none", "svg.hashsalt": plot.name}
-    metadata = {"Date": None, "Title": plot.title} if kind == "svg" else {"Title": plot.title}
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": plot.name}
+    metadata: Any = {"Title": plot.title} | ({"Date": None} if kind == "svg" else {})
     file = BytesIO()
     with rc_context(settings):
         plot.draw().savefig(file, format=kind, dpi=_PNG_DPI, facecolor=background, metadata=metadata)

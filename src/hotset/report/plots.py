@@ -162,8 +162,8 @@ def _sparsity(curves: Sequence[LayerCurves], run: Run | None) -> Plot:
                 label="10th to 90th percentile of tokens",
             )  # fmt: skip
         _by_layer(left, 100 * active, label="mean")
-        left.set_ylim(0, 1.25 * max(left.get_ylim()[1], 1e-3))
-        _legend(left, loc="upper right")
+        left.set_ylim(0, None)
+        _legend_above(left)
         left.set_ylabel("neurons that fire for a token (%)")
         image = right.pcolormesh(
             100 * GRID, np.arange(len(curves)), frequency, cmap="viridis", rasterized=True, shading="nearest",
@@ -208,20 +208,27 @@ def _overlap(run: Run) -> Plot:
     next_token, by_chance = median(overlap[:, 0]) / 100, median(chance) / 100
 
     def draw() -> Figure:
-        figure, (left, right) = _figure(3.4, 2, (3, 2))
-        _band(left, lags, overlap[:, known])
-        left.axhline(
-            100 * by_chance, color=COLOURS["orange"], ls="--", lw=1.2, label="if tokens were independent"
+        figure, (left, right) = _figure(3.6, 2, (3, 2))
+        _by_layer(left, overlap[:, 0], label="measured")
+        left.plot(
+            chance,
+            ls="none",
+            marker="_",
+            ms=7,
+            mew=1.5,
+            color=COLOURS["orange"],
+            label="if tokens were independent",
         )
-        left.set_xscale("log", base=2)
-        left.set_xticks(lags, [str(lag) for lag in lags])
-        left.minorticks_off()
-        left.set(xlabel="tokens apart", ylabel="active neurons in common (%)", ylim=(0, 100))
-        _legend(left, loc="upper right")
-        _by_layer(right, overlap[:, 0], label="the token before")
-        right.plot(chance, ls="none", marker="_", ms=5, color=COLOURS["orange"], label="if independent")
-        right.set_ylim(0, 100)
-        _legend(right, loc="upper right")
+        left.set_ylim(0, 100)
+        left.set_ylabel("fired for the token before (%)")
+        _legend_above(left)
+        _band(right, lags, (overlap - chance[:, None])[:, known])
+        right.axhline(0, color=COLOURS["orange"], ls="--", lw=1.2)
+        right.set_xscale("log", base=2)
+        right.set_xticks(lags, [str(lag) for lag in lags])
+        right.minorticks_off()
+        right.set(xlabel="tokens apart", ylabel="more than if independent (points)")
+        _legend_above(right)
         return figure
 
     rows = []
@@ -231,10 +238,11 @@ def _overlap(run: Run) -> Plot:
     return Plot(
         "overlap",
         "Overlap from token to token",
-        "Of the neurons that fire for a token, the share that fired so many tokens before, over all "
-        "tokens of the text: the median over layers with bands as above (left), and for the token before by "
-        "layer (right). Hot neurons fire for most tokens anyway; the dashed line is what they alone give, if "
-        "each neuron fired as often but independently from token to token. What lies above it is context.",
+        "Left: of the neurons that fire for a token, the share that fired for the token before too, layer "
+        "by layer, over all tokens of the text. Hot neurons fire for most tokens anyway; the dashes are what "
+        "they alone give, if each neuron fired as often but independently from token to token. Right: what "
+        "lies above the dashes, in percentage points, for tokens further apart, with bands as above. It is "
+        "what the context adds, and how long it lasts.",
         f"Token-to-token overlap: in the median layer {percent(next_token)} of a token's active neurons were "
         f"active for the token before; {percent(by_chance)} would be if tokens were independent.",
         ([">layer", *(f">{lag} apart" for lag in lags), ">if independent"], rows),
@@ -271,8 +279,8 @@ def _coactivation(run: Run) -> Plot:
             run.coactivation_independent, color=COLOURS["orange"], ls="--", lw=1.2, label="chance alone"
         )
         below.set_ylabel("mean |φ| of pairs")
-        below.set_ylim(0, 1.25 * max(np.nan_to_num(means).max(), run.coactivation_independent))
-        _legend(below, loc="upper right")
+        below.set_ylim(0, None)
+        _legend_above(below)
         return figure
 
     rows = []
@@ -304,10 +312,11 @@ def _new_figure(height: float) -> Figure:
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     with rc_context({"font.size": 9}):
-        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.09, h_pad=0.09)  # type: ignore[union-attr]
+        layout = ConstrainedLayoutEngine(w_pad=0.09, h_pad=0.09)
+        figure = Figure(figsize=(_WIDTH, height), layout=layout)
     FigureCanvasAgg(figure)  # no window, no global state
     return figure
 
@@ -366,8 +375,13 @@ def _thick(n: int) -> float:
     return 6.0 if n <= 16 else 3.0 if n <= 48 else 1.8
 
 
-def _legend(axis: Axes, loc: str) -> None:
-    axis.legend(loc=loc, fontsize=7.5, frameon=False, labelcolor=COLOURS["ink"], handlelength=1.4)
+def _legend(axis: Axes, **where: Any) -> None:
+    axis.legend(fontsize=7.5, frameon=False, labelcolor=COLOURS["ink"], handlelength=1.4, **where)
+
+
+def _legend_above(axis: Axes) -> None:
+    """On a line above the plot, where it covers nothing."""
+    _legend(axis, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2, columnspacing=1.2)
 
 
 def _limit(matrices: Sequence[np.ndarray]) -> float:
