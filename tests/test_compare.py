@@ -226,6 +226,7 @@ BASE |= {"activation": "relu", "n_threads": 2}
         ("other.gguf", "other.gguf", {"activation": None}, ()),
         ("hf:owner/name:f.gguf,exact", "hf:owner/name:f.gguf", {"sparsity": "exact", "activation": None}, ()),
         ("other.gguf,activation=relu", "other.gguf", {}, ("activation=relu",)),
+        ("device=cuda:1,dense", "M", {"device": "cuda:1", "sparsity": "dense"}, ("device=cuda:1",)),
     ],
 )
 def test_the_words_of_a_side(words: str, model: str, changed: dict[str, Any], said: tuple[str, ...]):
@@ -241,6 +242,14 @@ def test_two_sides_stand_for_themselves_and_a_mode_replaces_that_of_the_command(
     assert [side.options["sparsity"] for side in sides] == ["dense", None, None]
     assert [side.options["predictor"] for side in sides] == [None, "sign", None]
     assert [side.options["profile"] for side in sides] == [None, "p", None]
+
+
+def test_a_side_on_the_cpu_does_not_take_what_is_said_of_the_gpu():
+    on_gpu = BASE | {"backend": "auto", "device": ["cuda:0"], "n_gpu_layers": 4, "gpu_index": "i"}
+    sides = sides_of("M", on_gpu, ["backend=cpu", "exact", "other"])
+    assert [side.options["device"] for side in sides] == [None, ["cuda:0"], ["cuda:0"]]
+    assert [side.options["n_gpu_layers"] for side in sides] == [None, 4, 4]
+    assert [side.options["gpu_index"] for side in sides] == [None, "i", None]
 
 
 def test_a_file_may_be_called_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

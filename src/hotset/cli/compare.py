@@ -25,8 +25,15 @@ if TYPE_CHECKING:
     from hotset.api import Model
     from hotset.engine.perplexity import PerplexityResult
 
-SETTINGS = {"cache-type": "kv_type", "activation": "activation", "backend": "backend", "profile": "profile"}
-_OF_THE_FILE = ("sparsity", "predictor", "profile", "activation")
+SETTINGS = {
+    "cache-type": "kv_type",
+    "activation": "activation",
+    "backend": "backend",
+    "device": "device",
+    "profile": "profile",
+}
+_OF_THE_FILE = ("sparsity", "predictor", "profile", "activation", "gpu_index")
+_OF_THE_GPU = ("device", "vram_budget", "n_gpu_layers", "gpu_index")
 
 
 @dataclass(frozen=True)
@@ -84,11 +91,13 @@ def _side(text: str, model: str, options: Mapping[str, Any]) -> Side:
             other = word
     kept = dict(options)
     if other is not None:
-        kept |= dict.fromkeys(_OF_THE_FILE)
+        kept |= {key: None for key in _OF_THE_FILE if key in kept}
     elif "sparsity" in changed or "predictor" in changed:
         kept |= {"sparsity": None, "predictor": None}
         if changed.get("sparsity") in ("dense", "exact"):
             kept["profile"] = None  # it serves predictions
+    if "backend" in changed and "device" not in changed:  # what says how to use a GPU was not said of it
+        kept |= {key: None for key in _OF_THE_GPU if key in kept}
     return Side(other or model, kept | changed, tuple(said))
 
 
