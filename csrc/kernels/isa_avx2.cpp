@@ -868,6 +868,7 @@ inline void block_scales(const uint8_t* p, int n, const uint8_t*, float* out) {
 
 #include "sparse_kernels.h"
 #include "format_table.h"
+#include "encode_kernels.h"
 
 }  // namespace hotset::avx2
 
@@ -882,6 +883,7 @@ const Kernels* avx2_kernels() {
         t.linear[int(Type::BF16)] = halved_float_linear<BF16Weights>;
         add_formats(t);
         add_sparse_kernels(t);
+        add_encoders(t);
         return t;
     }();
     return &table;

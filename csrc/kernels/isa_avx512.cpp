@@ -758,6 +758,7 @@ inline void block_scales(const uint8_t* p, int n, const uint8_t* end, float* out
 
 #include "sparse_kernels.h"
 #include "format_table.h"
+#include "encode_kernels.h"
 
 }  // namespace hotset::avx512
 
@@ -769,6 +770,7 @@ const Kernels* avx512_kernels() {
         Kernels t = float_kernel_table("avx512");
         add_formats(t);
         add_sparse_kernels(t);
+        add_encoders(t);
         return t;
     }();
     return &table;

@@ -670,6 +670,7 @@ inline void block_scales(const uint8_t* p, int n, const uint8_t*, float* out) {
 
 #include "sparse_kernels.h"
 #include "format_table.h"
+#include "encode_kernels.h"
 
 }  // namespace hotset::neon
 
@@ -681,6 +682,7 @@ const Kernels* neon_kernels() {
         Kernels t = float_kernel_table("neon");
         add_formats(t);
         add_sparse_kernels(t);
+        add_encoders(t);
         return t;
     }();
     return &table;

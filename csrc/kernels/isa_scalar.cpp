@@ -76,6 +76,7 @@ void block_scales(const uint8_t* p, int n, const uint8_t*, float* out) {
 
 #include "sparse_kernels.h"
 #include "format_table.h"
+#include "encode_kernels.h"
 
 }  // namespace hotset::scalar
 
@@ -86,6 +87,7 @@ const Kernels* scalar_kernels() {
         Kernels t = scalar::float_kernel_table("scalar");
         scalar::add_formats(t);
         scalar::add_sparse_kernels(t);
+        scalar::add_encoders(t);
         return t;
     }();
     return &table;

@@ -71,6 +71,9 @@ using AxpyKernel = void (*)(const Matrix& w, const int32_t* rows, const float* v
 // out[c] = weight(row, col0 + c) for c < n_cols, as dequantize_row gives it.
 using DecodeKernel = void (*)(const Matrix& w, int64_t row, int64_t col0, int64_t n_cols, float* out);
 
+// Writes n floats, whole blocks, as a type stores them; false: one of them cannot be stored (quantize.h).
+using EncodeKernel = bool (*)(const float* x, int64_t n, uint8_t* out);
+
 // Rows that one call of a many-token kernel likes to have (it packs them once for all tokens).
 constexpr int kPanelRows = 64;
 
@@ -128,6 +131,7 @@ struct Kernels {
     GatherKernel gather[kTypeCount];  // null for planes
     AxpyKernel axpy[kTypeCount];
     DecodeKernel decode[kTypeCount];
+    EncodeKernel encode[kTypeCount];  // null for what is never written
     // What axpy does, with decoded rows that lie in cache: row r at tile + r * n_cols.
     void (*tile_axpy)(const float* tile, const int32_t* rows, const float* values, int n, int64_t n_cols,
                       float* sums);

@@ -224,6 +224,29 @@ void test_axpy(const Kernels& kernels, Type type, int64_t rows, int64_t cols) {
     }
 }
 
+// Heavy tails, zeros of both signs, groups that are all alike.
+void test_encode(const Kernels& kernels, Type type, int64_t n) {
+    const Kernels& reference = *scalar_kernels();
+    if (!reference.encode[int(type)]) return;
+    std::vector<float> x = normals(n);
+    for (int64_t i = 0; i < n; i++) {
+        if (i % 7 == 0) x[i] *= x[i] * 4;
+        if (i / 32 % 5 == 1) x[i] = i % 3 ? 0.0f : -0.0f;
+        if (i / 32 % 5 == 2) x[i] = 1.5f;
+    }
+    const TypeFacts facts = type_facts(type);
+    std::vector<uint8_t> got(size_t(n / facts.block_size) * facts.block_bytes), want = got;
+    if (!kernels.encode[int(type)](x.data(), n, got.data()) ||
+        !reference.encode[int(type)](x.data(), n, want.data()))
+        failures++;
+    expect_equal("encode", kernels.isa, facts.name, got, want, false);
+    x[n / 2] = NAN;
+    if (type != Type::F32 && type != Type::BF16 && kernels.encode[int(type)](x.data(), n, got.data())) {
+        std::printf("FAIL encode %s %s: takes a NaN\n", kernels.isa, facts.name);
+        failures++;
+    }
+}
+
 void test_bits(const Kernels& kernels, int64_t n) {
     const Kernels& reference = *scalar_kernels();
     std::vector<float> x = normals(n);
@@ -397,6 +420,7 @@ void test_all(const Kernels& kernels) {
                 test_axpy(kernels, Type(type), rows, cols);
             }
         if (!is_float(Type(type))) test_next_row(kernels, Type(type));
+        for (int64_t cols : widths) test_encode(kernels, Type(type), cols);
     }
     for (int64_t k : {32, 96, 128, 512, 576, 1120}) test_quantize(kernels, k);
     for (int64_t n : {1, 7, 16, 33, 576}) {

@@ -1,0 +1,53 @@
+#include "quantize.h"
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace hotset {
+
+namespace {
+
+constexpr int64_t kStrip = 4096;              // weights decoded at a time: whole blocks of every type
+constexpr int64_t kClaim = int64_t(1) << 16;  // weights that a thread takes at a time, about
+
+}  // namespace
+
+int64_t quantize_matrix(const Kernels& kernels, const Matrix& from, Type to, uint8_t* out, int n_threads) {
+    const TypeFacts facts = type_facts(to);
+    const EncodeKernel encode = kernels.encode[int(to)];
+    const DecodeKernel decode = kernels.decode[int(from.type)];
+    const int64_t row_bytes = from.cols / facts.block_size * facts.block_bytes;
+    const int64_t claim = std::max<int64_t>(kClaim / from.cols, 1);
+    std::atomic<int64_t> next{0}, bad{-1};
+    auto work = [&] {
+        alignas(64) float strip[kStrip];
+        while (bad.load(std::memory_order_relaxed) < 0) {
+            const int64_t first = next.fetch_add(claim), last = std::min(first + claim, from.rows);
+            if (first >= from.rows) return;
+            for (int64_t row = first; row < last; row++)
+                for (int64_t col = 0; col < from.cols; col += kStrip) {
+                    const int64_t n = std::min(kStrip, from.cols - col);
+                    decode(from, row, col, n, strip);
+                    uint8_t* to_bytes = out + row * row_bytes + col / facts.block_size * facts.block_bytes;
+                    if (!encode(strip, n, to_bytes)) {
+                        bad = row;
+                        return;
+                    }
+                }
+        }
+    };
+    std::vector<std::thread> threads;
+    try {
+        for (int i = 1; i < n_threads && i * claim < from.rows; i++) threads.emplace_back(work);
+    } catch (const std::system_error&) {  // fewer threads do the same
+    }
+    work();
+    for (std::thread& thread : threads) thread.join();
+    return bad;
+}
+
+}  // namespace hotset
