@@ -13,11 +13,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hotset.api import ChatMessage, Chunk, Completion, Model, Timings, compare, compare_chunks, load
+    from hotset.api import (
+        ChatMessage,
+        Chunk,
+        Completion,
+        Model,
+        Timings,
+        compare,
+        compare_chunks,
+        load,
+        plan,
+    )
     from hotset.engine.perplexity import Divergence, PerplexityResult
     from hotset.engine.sampler import SamplingParams, TokenLogprobs
     from hotset.errors import (
         ContextLengthError,
+        DeviceError,
         DownloadError,
         FormatError,
         HotsetError,
@@ -28,6 +39,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from hotset.sparsity.modes import Choice
+    from hotset.sparsity.placement import Placement
     from hotset.sparsity.stats import LayerStats, PredictorQuality, StatsSummary
 
     __version__: str
@@ -42,11 +54,13 @@ _HOMES = {
         "compare",
         "compare_chunks",
         "load",
+        "plan",
     ),
     "hotset.engine.perplexity": ("Divergence", "PerplexityResult"),
     "hotset.engine.sampler": ("SamplingParams", "TokenLogprobs"),
     "hotset.errors": (
         "ContextLengthError",
+        "DeviceError",
         "DownloadError",
         "FormatError",
         "HotsetError",
@@ -57,6 +71,7 @@ _HOMES = {
         "UnsupportedModelError",
     ),
     "hotset.sparsity.modes": ("Choice",),
+    "hotset.sparsity.placement": ("Placement",),
     "hotset.sparsity.stats": ("LayerStats", "PredictorQuality", "StatsSummary"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -67,6 +82,7 @@ __all__ = [
     "Chunk",
     "Completion",
     "ContextLengthError",
+    "DeviceError",
     "Divergence",
     "DownloadError",
     "FormatError",
@@ -77,6 +93,7 @@ __all__ = [
     "ModelNotFoundError",
     "OutOfMemoryError",
     "PerplexityResult",
+    "Placement",
     "PredictorQuality",
     "SamplingParams",
     "StatsSummary",
@@ -88,6 +105,7 @@ __all__ = [
     "compare",
     "compare_chunks",
     "load",
+    "plan",
 ]
 
 

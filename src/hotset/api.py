@@ -193,6 +193,107 @@ def load(
     smallest budget that works, where a budget is too small), DeviceError for a device that is asked for and
     not there, and InvalidRequestError for a mode that the model does not have.
     """
+    described = _describe(
+        model,
+        n_ctx=n_ctx,
+        n_threads=n_threads,
+        kv_type=kv_type,
+        backend=backend,
+        device=device,
+        vram_budget=vram_budget,
+        n_gpu_layers=n_gpu_layers,
+        gpu_index=gpu_index,
+        split_neurons=split_neurons,
+        plan_anew=plan_anew,
+        activation=activation,
+        sparsity=sparsity,
+        predictor=predictor,
+        profile=profile,
+        max_batch=max_batch,
+        n_seqs=n_seqs,
+        progress=progress,
+    )
+    try:
+        if progress is not None and described.placement is not None:
+            progress.planned(described.placement)
+        return described.open("cpu" if backend == "auto" else backend, max_batch, kv_type, n_threads)
+    except BaseException:
+        described.close()
+        raise
+
+
+def plan(model: str | os.PathLike[str], **settings: Any) -> Placement | None:
+    """What `load` would put where with these settings, which are its own; None where the CPU computes alone.
+
+    Nothing is loaded on a device. Predictors and the down matrices by neuron are built where the model needs
+    them, as in `load`, whose errors these are.
+    """
+    described = _describe(model, **settings)
+    described.close()
+    return described.placement
+
+
+@dataclass
+class _Described:
+    """A model that is open, with all that was decided about it, before its backend is."""
+
+    gguf: GGUFFile
+    weights: Overlay
+    config: ModelConfig
+    choice: Choice
+    graph: Graph
+    cost: Cost
+    n_ctx: int
+    n_pages: int
+    notes: list[str]
+    placement: Placement | None
+
+    def open(self, backend: str, max_batch: int, kv_type: KVType, n_threads: int | None) -> Model:
+        options: dict[str, Any] = {
+            "n_pages": self.n_pages,
+            "max_batch": max_batch,
+            "kv_type": kv_type,
+            "n_threads": n_threads,
+            "sparse": self.choice.mode != "dense",
+        }
+        if self.placement is None:
+            opened = _open_backend(backend, self.weights, self.graph, **options)
+        else:
+            from hotset.sparsity.planner import open_placed
+
+            opened = open_placed(self.placement, self.weights, self.graph, **options)
+        return Model(
+            self.gguf, self.weights, self.config, self.graph, self.cost, opened, self.n_ctx, kv_type,
+            self.choice, self.notes, self.placement,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self.weights.close()
+        self.gguf.close()
+
+
+def _describe(
+    model: str | os.PathLike[str],
+    *,
+    n_ctx: int | None = None,
+    n_threads: int | None = None,
+    kv_type: KVType = "f16",
+    backend: BackendName = "auto",
+    device: str | Sequence[str] | None = None,
+    vram_budget: float | None = None,
+    n_gpu_layers: int | None = None,
+    gpu_index: str | os.PathLike[str] | None = None,
+    split_neurons: bool = True,
+    plan_anew: bool = False,
+    activation: str | None = None,
+    sparsity: str | None = None,
+    predictor: str | None = None,
+    profile: str | os.PathLike[str] | None = None,
+    max_batch: int = 512,
+    n_seqs: int = 1,
+    progress: Reporter | None = None,
+) -> _Described:
+    """Opens the file and decides; the settings are those of `load`."""
     for name, value in (
         ("n_ctx", n_ctx),
         ("n_threads", n_threads),
@@ -222,7 +323,7 @@ def load(
         )
     devices, unused = wanted_devices(wishes) if backend == "auto" else ((), None)
     if unused is not None:
-        warnings.warn(unused, stacklevel=2)
+        warnings.warn(unused, stacklevel=3)
 
     from hotset.formats.gguf import open_gguf
     from hotset.model.config import config_from_gguf
@@ -245,50 +346,27 @@ def load(
         kv_bytes = n_seqs * cost.kv_bytes_per_token(kv_type)
         n_ctx = _context(n_ctx, config, kv_bytes, gguf.nbytes)
         n_pages = n_seqs * -(-n_ctx // PAGE_SIZE)
-        sparse = choice.mode != "dense"
-        if not devices:
-            opened = _open_backend(
-                "cpu" if backend == "auto" else backend,
+        placement = None
+        if devices:
+            from hotset.sparsity.planner import place
+
+            placement = place(
+                gguf,
+                config,
                 weights,
                 graph,
+                choice.mode,
+                wishes,
+                devices,
                 n_pages=n_pages,
                 max_batch=max_batch,
                 kv_type=kv_type,
                 n_threads=n_threads,
-                sparse=sparse,
+                profile=counted,
+                progress=progress,
             )
-            return Model(gguf, weights, config, graph, cost, opened, n_ctx, kv_type, choice, prepared.notes)
-        from hotset.sparsity.planner import open_placed, place
-
-        placement = place(
-            gguf,
-            config,
-            weights,
-            graph,
-            choice.mode,
-            wishes,
-            devices,
-            n_pages=n_pages,
-            max_batch=max_batch,
-            kv_type=kv_type,
-            n_threads=n_threads,
-            profile=counted,
-            progress=progress,
-        )
-        if progress is not None:
-            progress.planned(placement)
-        opened = open_placed(
-            placement,
-            weights,
-            graph,
-            n_pages=n_pages,
-            max_batch=max_batch,
-            kv_type=kv_type,
-            n_threads=n_threads,
-            sparse=sparse,
-        )
-        return Model(
-            gguf, weights, config, graph, cost, opened, n_ctx, kv_type, choice, prepared.notes, placement
+        return _Described(
+            gguf, weights, config, choice, graph, cost, n_ctx, n_pages, prepared.notes, placement
         )
     except BaseException:
         if weights is not None:
@@ -359,7 +437,7 @@ def _context(asked: int | None, config: ModelConfig, kv_bytes: int, file_bytes: 
     if asked > n_ctx_train:
         warnings.warn(
             f"a context of {asked} tokens is longer than the {n_ctx_train} that the model was trained for",
-            stacklevel=3,
+            stacklevel=4,
         )
     return asked
 

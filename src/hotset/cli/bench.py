@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import DownloadBar, print_json, say, tell_choice
+from hotset.cli.console import DownloadBar, print_json, say, tell_choice, tell_memory
 from hotset.report.bars import percent
 from hotset.storage import catalogue, store
 from hotset.units import human_count
@@ -91,6 +91,13 @@ def bench(
     predictor: options.Predictor = None,
     profile: options.ProfileFile = None,
     activation: options.Activation = None,
+    device: options.DeviceNames = None,
+    vram_budget: options.VramBudget = None,
+    n_gpu_layers: options.GpuLayers = None,
+    gpu_index: options.GpuIndexFile = None,
+    reset_gpu_index: options.ResetGpuIndex = False,
+    disable_gpu_index: options.DisableGpuIndex = False,
+    no_gpu: options.NoGpu = False,
     output: Annotated[str, typer.Option("--output", "-o", help="md, csv, json or jsonl.")] = "md",
     json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
 ) -> None:
@@ -110,6 +117,16 @@ def bench(
     with bar:
         path = store.resolve(model_option or model or catalogue.DEFAULT, progress=bar)
 
+    on_devices = options.device_settings(
+        backend="auto",
+        device=device,
+        vram_budget=vram_budget,
+        n_gpu_layers=n_gpu_layers,
+        gpu_index=gpu_index,
+        reset_gpu_index=reset_gpu_index,
+        disable_gpu_index=disable_gpu_index,
+        no_gpu=no_gpu,
+    )
     printer = _PRINTERS[output]()
     first = True
     for n_threads in _integers(threads, "-t", minimum=1) if threads else [None]:
@@ -125,11 +142,13 @@ def bench(
                 predictor=predictor,
                 profile=profile,
                 progress=bar,
+                **on_devices,
             ) as loaded:
                 facts = _facts(loaded, path, batch)
                 read = _bandwidth_reader(path, facts["n_threads"])
                 if first:
                     tell_choice(loaded)
+                    tell_memory(loaded)
                     measured = statistics.median(read() for _ in range(3))
                     printer.bandwidth(measured, facts["n_threads"])
                     first = False
@@ -290,7 +309,8 @@ def _facts(model: Model, path: Path, batch: int) -> dict[str, Any]:
     return {
         "build_commit": f"hotset {package_version('hotset') or '(source)'}",
         "cpu_info": processor_name(),
-        "gpu_info": "",
+        "gpu_info": ", ".join(model.placement.devices) if model.placement else "",
+        "n_gpu_layers": _n_gpu_layers(model),
         "backends": model.backend.name.upper(),
         "model_filename": str(path),
         "model_type": f"{facts['architecture']} {human_count(facts['parameters'])} {main_type}",
@@ -304,6 +324,10 @@ def _facts(model: Model, path: Path, batch: int) -> dict[str, Any]:
         "sparsity": model.sparsity.mode,
         "predictor": str(model.sparsity.spec) if model.sparsity.spec else None,
     }
+
+
+def _n_gpu_layers(model: Model) -> int:
+    return len(model.placement.layers) - model.placement.n_cpu_layers if model.placement else 0
 
 
 def _entry(

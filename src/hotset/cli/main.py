@@ -33,6 +33,7 @@ VERBS = {
     "convert": ("convert", "convert"),
     "quantize": ("quantize", "quantize"),
     "sparsify": ("sparsify", "sparsify"),
+    "plan": ("plan", "plan"),
     "doctor": ("doctor", "doctor"),
 }
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-_ENGINE, _SAMPLING, _TEXT = "Engine", "Sampling", "Input and output"
+_ENGINE, _SAMPLING, _TEXT, _GPU = "Engine", "Sampling", "Input and output", "GPU"
 
 
 def _option(names: str, help: str, panel: str | None = None, **more: object) -> typer.models.OptionInfo:
@@ -42,7 +42,35 @@ ProfileFile = Annotated[
     Path | None,
     _option("--profile", "Of 'hotset profile': hot neurons need no prediction.", _ENGINE, dir_okay=False),
 ]
-BackendName = Annotated[str, _option("--backend", "cpu, or reference: slow, plain NumPy.", _ENGINE)]
+BackendName = Annotated[
+    str, _option("--backend", "auto, cpu (no GPU), or reference: slow, plain NumPy.", _ENGINE)
+]
+
+DeviceNames = Annotated[
+    str | None,
+    _option("--device", "cuda:0, mps, xpu; several: cuda:0,cuda:1; cpu stands in for a GPU.", _GPU),
+]
+VramBudget = Annotated[
+    float | None,
+    _option("--vram-budget", "GiB of each GPU to use, cache and all; default, or -1: what is free.", _GPU),
+]
+GpuLayers = Annotated[
+    str | None,
+    _option("--n-gpu-layers --gpu-layers -ngl", "The last so many layers on the GPU; default: auto.", _GPU),
+]
+GpuIndexFile = Annotated[
+    Path | None,
+    _option(
+        "--gpu-index", "Put the neurons on the GPU that this file names.", _GPU, exists=True, dir_okay=False
+    ),
+]
+ResetGpuIndex = Annotated[
+    bool, _option("--reset-gpu-index", "Plan anew even if the placement is known.", _GPU)
+]
+DisableGpuIndex = Annotated[
+    bool, _option("--disable-gpu-index", "Do not split the neurons of a layer.", _GPU)
+]
+NoGpu = Annotated[bool, _option("--no-gpu", "The CPU alone.", _GPU)]
 
 File = Annotated[
     Path | None, _option("--file -f", "Read the prompt from a file.", _TEXT, exists=True, dir_okay=False)
@@ -81,3 +109,46 @@ Stop = Annotated[
     list[str] | None, _option("--stop -r", "End the answer before this text; repeatable.", _SAMPLING)
 ]
 IgnoreEos = Annotated[bool, _option("--ignore-eos", "Go on where the model would end.", _SAMPLING)]
+
+
+def device_settings(
+    *,
+    backend: str,
+    device: str | None,
+    vram_budget: float | None,
+    n_gpu_layers: str | None,
+    gpu_index: Path | None,
+    reset_gpu_index: bool,
+    disable_gpu_index: bool,
+    no_gpu: bool,
+) -> dict[str, Any]:
+    """What hotset.load takes for these options."""
+    if no_gpu:
+        asked = [
+            device,
+            vram_budget,
+            gpu_index,
+            None if n_gpu_layers in (None, "0", "auto") else n_gpu_layers,
+        ]
+        if any(value is not None for value in asked):
+            raise typer.BadParameter(
+                "it leaves no GPU for what the other options ask.", param_hint="--no-gpu"
+            )
+        return {"backend": "cpu" if backend == "auto" else backend}
+    layers: int | None = None
+    if n_gpu_layers not in (None, "auto"):
+        try:
+            layers = int(str(n_gpu_layers))
+        except ValueError:
+            layers = -1
+        if layers < 0:
+            raise typer.BadParameter(f"'{n_gpu_layers}' is neither a number nor auto.", param_hint="-ngl")
+    return {
+        "backend": backend,
+        "device": [name.strip() for name in device.split(",")] if device else None,
+        "vram_budget": vram_budget,
+        "n_gpu_layers": layers,
+        "gpu_index": gpu_index,
+        "split_neurons": not disable_gpu_index,
+        "plan_anew": reset_gpu_index,
+    }

@@ -16,7 +16,7 @@ import typer
 
 from hotset.cli import options
 from hotset.cli.compare import Side, names_of, sides_of, table_of
-from hotset.cli.console import DownloadBar, print_json, print_table, read_text, say, tell_choice
+from hotset.cli.console import DownloadBar, print_json, print_table, read_text, say, tell_choice, tell_memory
 from hotset.report.bars import percent
 
 if TYPE_CHECKING:
@@ -45,7 +45,14 @@ def perplexity(
     sparsity: options.Sparsity = None,
     predictor: options.Predictor = None,
     profile: options.ProfileFile = None,
-    backend: options.BackendName = "cpu",
+    backend: options.BackendName = "auto",
+    device: options.DeviceNames = None,
+    vram_budget: options.VramBudget = None,
+    n_gpu_layers: options.GpuLayers = None,
+    gpu_index: options.GpuIndexFile = None,
+    reset_gpu_index: options.ResetGpuIndex = False,
+    disable_gpu_index: options.DisableGpuIndex = False,
+    no_gpu: options.NoGpu = False,
     json: options.Json = False,
 ) -> None:
     """Measure perplexity on a text: chunks of n_ctx tokens, the second half of each scored."""
@@ -56,11 +63,20 @@ def perplexity(
     settings = {
         "n_threads": threads,
         "kv_type": cache_type,
-        "backend": backend,
         "activation": activation,
         "sparsity": sparsity,
         "predictor": predictor,
         "profile": profile,
+        **options.device_settings(
+            backend=backend,
+            device=device,
+            vram_budget=vram_budget,
+            n_gpu_layers=n_gpu_layers,
+            gpu_index=gpu_index,
+            reset_gpu_index=reset_gpu_index,
+            disable_gpu_index=disable_gpu_index,
+            no_gpu=no_gpu,
+        ),
     }
     sides = [Side(model, settings)] if not compare else sides_of(model, settings, compare)
     models: list[Model] = []
@@ -70,6 +86,7 @@ def perplexity(
             loaded = hotset.load(path, n_ctx=n_ctx, progress=bar, **side.options)
             models.append(opened.enter_context(loaded))
             tell_choice(loaded)
+            tell_memory(loaded)
         results = _follow(hotset.compare_chunks(models, text, n_ctx=n_ctx, chunks=chunks))
     names = names_of(sides, models)
     if json and compare:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import DownloadBar, print_json, print_table, say, tell_choice
+from hotset.cli.console import DownloadBar, print_json, print_table, say, tell_choice, tell_memory
 from hotset.report.bars import percent
 from hotset.storage import catalogue, store
 from hotset.units import human_count, human_size, size_of
@@ -44,7 +44,14 @@ def run(
     sparsity: options.Sparsity = None,
     predictor: options.Predictor = None,
     profile: options.ProfileFile = None,
-    backend: options.BackendName = "cpu",
+    backend: options.BackendName = "auto",
+    device: options.DeviceNames = None,
+    vram_budget: options.VramBudget = None,
+    n_gpu_layers: options.GpuLayers = None,
+    gpu_index: options.GpuIndexFile = None,
+    reset_gpu_index: options.ResetGpuIndex = False,
+    disable_gpu_index: options.DisableGpuIndex = False,
+    no_gpu: options.NoGpu = False,
     temp: options.Temperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
@@ -75,6 +82,16 @@ def run(
         "max_tokens": n_predict if n_predict != -1 else None,
         "ignore_eos": ignore_eos or None,
     }
+    on_devices = options.device_settings(
+        backend=backend,
+        device=device,
+        vram_budget=vram_budget,
+        n_gpu_layers=n_gpu_layers,
+        gpu_index=gpu_index,
+        reset_gpu_index=reset_gpu_index,
+        disable_gpu_index=disable_gpu_index,
+        no_gpu=no_gpu,
+    )
     params = {key: value for key, value in given.items() if value is not None}
     interactive = text is None
     if interactive and json:
@@ -89,14 +106,15 @@ def run(
         n_ctx=ctx_size,
         n_threads=threads,
         kv_type=cache_type,  # type: ignore[arg-type]
-        backend=backend,  # type: ignore[arg-type]
         activation=activation,
         sparsity=sparsity,
         predictor=predictor,
         profile=profile,
         progress=bar,
+        **on_devices,
     ) as loaded:
         tell_choice(loaded)
+        tell_memory(loaded)
         if text is None:
             from hotset.cli.chat import chat
 
@@ -306,7 +324,16 @@ def _result(model: Model, text: str, tokens: list[int], last: Chunk) -> dict[str
         },
         "active_share": stats.active_share if stats else None,
         "model": str(model.gguf.path),
-    }
+    } | _placement(model)
+
+
+def _placement(model: Model) -> dict[str, Any]:
+    """What is on which device, with planned and measured bytes; nothing where the CPU computes alone."""
+    if model.placement is None:
+        return {}
+    from hotset.report.placement import memory_dict, placement_dict
+
+    return {"placement": placement_dict(model.placement), "memory": memory_dict(model.device_memory())}
 
 
 def bytes_touched(model: Model, timings: Timings, stats: StatsSummary | None) -> float:

@@ -198,13 +198,17 @@ def op_bytes(op: Op, tensors: Mapping[str, TensorInfo]) -> int:
 def workspace_bytes(graph: Graph, n_pages: int, max_batch: int) -> int:
     """Intermediates of a step of max_batch tokens, the numbers of its batch, and some of its logits.
 
-    At most four values as wide as the widest are alive together (gate, up, their product, a mask's scores),
-    and as many of the residual's width.
+    At most the values of one attention or of one FFN are alive together, beside a few of the residual's width.
     """
-    widest = max(op.out.width for op in graph.ops if op.out is not graph.logits)
     d = graph.ops[0].out.width
-    values = max_batch * (4 * (widest + d) + n_pages) + min(max_batch, OUTPUT_ROWS) * graph.logits.width
-    tables = 2 * 2 * n_pages * PAGE_SIZE  # a few of a rotation's angles
+    parts: dict[tuple[str, str], int] = {}
+    for op in graph.ops:
+        if match := re.match(r"blk\.(\d+)\.(attn|ffn)", op.out.name):
+            key = match[1], match[2]
+            parts[key] = parts.get(key, 0) + op.out.width
+    values = max_batch * (max(parts.values()) + 6 * d + n_pages + 3)
+    values += min(max_batch, OUTPUT_ROWS) * graph.logits.width
+    tables = 2 * n_pages * PAGE_SIZE  # of a rotation: angles of some positions stand for all
     return FLOAT_BYTES * (values + tables) + (1 << 20)
 
 

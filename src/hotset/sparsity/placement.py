@@ -82,7 +82,7 @@ class Placement:
     devices: torch names, such as ("cuda:0", "cuda:1"); layers on them are contiguous, in this order, after
     those on the CPU. output_device: of the final norm and the output matrix; CPU (-1) only where all layers
     are on the CPU. hot_share, served_share: of all neurons the share on devices, and the share of activations
-    that these make. notes: a sentence each.
+    that these make. notes: a sentence each. n_ff: neurons of each layer.
     """
 
     devices: tuple[str, ...]
@@ -93,6 +93,7 @@ class Placement:
     hot_share: float | None = None
     served_share: float | None = None
     notes: tuple[str, ...] = ()
+    n_ff: tuple[int, ...] = ()
 
     @property
     def n_cpu_layers(self) -> int:
@@ -552,8 +553,8 @@ class _Problem:
                 served += float(frequency[mine].sum())
         notes = [how]
         for one in planned:
-            is_larger = any(place.device == CPU or place.is_split for place in choice)
-            if is_larger and one.total < 0.95 * one.limit:
+            is_free = self.asked is None and any(p.device == CPU or p.is_split for p in choice)
+            if is_free and one.total < 0.95 * one.limit:
                 share = 100 * one.total / one.limit
                 notes.append(f"{share:.0f}% of {one.device}'s budget is used: more on it would be slower")
         return Placement(
@@ -565,6 +566,7 @@ class _Problem:
             hot / total if total else None,
             served / fired if fired else None,
             tuple(notes),
+            tuple(layer.n_ff for layer in self.facts.layers),
         )
 
     def _host_bytes(self, choice: _Choice) -> int:

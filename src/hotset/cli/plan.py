@@ -1,0 +1,129 @@
+"""`hotset plan`: what would go where, before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hotset.cli import options
+from hotset.cli.console import DownloadBar, print_json, print_table, say
+from hotset.errors import DeviceError
+from hotset.storage import store
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from hotset.sparsity.placement import Placement
+
+_BATCH = 512  # tokens of a step, as `hotset run` has it
+
+
+def plan(
+    model: options.ModelName,
+    vram_budget: options.VramBudget = None,
+    device: options.DeviceNames = None,
+    n_gpu_layers: options.GpuLayers = None,
+    gpu_index: options.GpuIndexFile = None,
+    disable_gpu_index: options.DisableGpuIndex = False,
+    reset_gpu_index: options.ResetGpuIndex = False,
+    ctx_size: options.ContextSize = None,
+    parallel: Annotated[
+        int, typer.Option("--parallel", "-np", min=1, help="Contexts of that size in the cache at once.")
+    ] = 1,
+    batch: Annotated[
+        int, typer.Option("--batch-size", "-b", min=1, help="Tokens of a step at most.")
+    ] = _BATCH,
+    cache_type: options.CacheType = "f16",
+    threads: options.Threads = None,
+    activation: options.Activation = None,
+    sparsity: options.Sparsity = None,
+    predictor: options.Predictor = None,
+    profile: options.ProfileFile = None,
+    layers: Annotated[bool, typer.Option("--layers", help="A row for each layer too.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", dir_okay=False, help="Write a GPU index that PowerInfer reads too."),
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Plan what goes on the GPU and what stays on the CPU within a memory budget."""
+    import hotset
+
+    settings = options.device_settings(
+        backend="auto",
+        device=device,
+        vram_budget=vram_budget,
+        n_gpu_layers=n_gpu_layers,
+        gpu_index=gpu_index,
+        reset_gpu_index=reset_gpu_index,
+        disable_gpu_index=disable_gpu_index,
+        no_gpu=False,
+    )
+    bar = DownloadBar()
+    with bar:
+        path = store.resolve(model, progress=bar)
+        planned = hotset.plan(
+            path,
+            n_ctx=ctx_size,
+            n_seqs=parallel,
+            max_batch=batch,
+            n_threads=threads,
+            kv_type=cache_type,  # type: ignore[arg-type]
+            activation=activation,
+            sparsity=sparsity,
+            predictor=predictor,
+            profile=profile,
+            progress=bar,
+            **settings,
+        )
+    if planned is None:
+        raise DeviceError(
+            "there is no GPU to plan for: name a device (--device mps, xpu, or cpu as a stand-in)"
+        )
+    if output is not None:
+        _write_index(output, planned)
+    if json:
+        _print_json(planned, output)
+        return
+    _print(planned, layers)
+    if output is not None:
+        say(f"Wrote {output}; use it with --gpu-index.")
+
+
+def _masks(planned: Placement) -> list[np.ndarray]:
+    """Per layer bool [n_ff]: neurons on a device; none of a layer of the CPU."""
+    import numpy as np
+
+    from hotset.sparsity.placement import CPU
+
+    return [
+        place.hot if place.hot is not None else np.full(n_ff, place.device != CPU)
+        for place, n_ff in zip(planned.layers, planned.n_ff, strict=True)
+    ]
+
+
+def _write_index(path: Path, planned: Placement) -> None:
+    from hotset.formats.powerinfer import GPUIndex, write_gpu_index
+
+    # The capacity that the original compares with its budget is what the neurons need, without the rest.
+    neurons = sum(device.neurons for device in planned.budget.devices) if planned.budget else 0
+    write_gpu_index(path, GPUIndex(neurons, _masks(planned)))
+
+
+def _print_json(planned: Placement, output: Path | None) -> None:
+    from hotset.report.placement import placement_dict
+
+    facts: dict[str, Any] = placement_dict(planned)
+    print_json(facts | ({"gpu_index": str(output)} if output else {}))
+
+
+def _print(planned: Placement, layers: bool) -> None:
+    from hotset.report.placement import layer_table, placement_lines, placement_table
+
+    if layers:
+        print_table(*layer_table(planned), tight=True)
+    print_table(*placement_table(planned), tight=True)
+    for line in placement_lines(planned):
+        say(line, dim=True)
