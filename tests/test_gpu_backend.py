@@ -21,6 +21,7 @@ from hotset.backends.cpu import CpuBackend
 from hotset.backends.fusion import cut, layer_starts
 from hotset.backends.gpu import open_gpu
 from hotset.backends.gpu.backend import GpuBackend
+from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.stage import GpuStage
 from hotset.backends.reference import ReferenceBackend
 from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError
@@ -338,6 +339,38 @@ def test_cold_rows_stream_in_for_prompts(
     assert_close(run(stage, ids, [32, 38]), expected)
     assert cold.n_steps == 2  # the prompt of 32 went without
     assert cold.n_posts == 2 * N_LAYER
+
+
+@pytest.mark.parametrize("predictor", [None, "mlp:q8_0", "sign:0"])
+@pytest.mark.parametrize("model", MODELS)
+def test_an_ffn_that_can_go_first_is_posted_before_attention(
+    tmp_path: Path, model: str, predictor: str | None
+) -> None:
+    ready, graph = prepared(write(tmp_path, model), "exact" if predictor is None else "predicted", predictor)
+    hot, events = masks(0.3), []
+    cold = FakeCold(ready.weights, graph, hot, max_batch=64)
+    kernels = Kernels("cpu", triton=False)
+
+    def noted(name: str, call: Any) -> Any:
+        return lambda *given, **options: (events.append(name), call(*given, **options))[1]
+
+    kernels.attention = noted("attention", kernels.attention)  # type: ignore[method-assign]
+    cold.post = noted("post", cold.post)  # type: ignore[method-assign]
+    cold.collect = noted("collect", cold.collect)  # type: ignore[method-assign]
+    stage = GpuStage(
+        ready.weights,
+        graph,
+        "cpu",
+        n_pages=8,
+        max_batch=64,
+        kv_type="f32",
+        hot=hot,
+        cold=cold,
+        kernels=kernels,
+    )
+    run(stage, tokens(5))
+    first = ["post", "attention"] if "falcon" in model else ["attention", "post"]
+    assert events == [*first, "collect"] * N_LAYER
 
 
 @pytest.mark.parametrize("predictor", [None, "mlp:q8_0"])

@@ -7,7 +7,8 @@ norm to its residual. Where some of its neurons are on the CPU, the layer is
     hot     the device computes its own rows meanwhile
     collect what the cold rows add comes back, and is added once
 
-or, for a long prompt, all of it on the device, cold rows streaming in (stream.py).
+or, for a long prompt, all of it on the device, cold rows streaming in (stream.py). An FFN that does not wait
+for attention (falcon's) is posted before it: the CPU then has attention's time too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -86,20 +87,25 @@ class Frame:
     streamed: bool
     warming: bool = False
     values: dict[int, Tensor] = field(default_factory=dict)
+    posted: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)  # layer → FFN input, bits
     angles: dict[Rope, Tensor] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
     """One group of operations. layer, part: as part_of says.
 
-    outs: ids of the values that it makes. drops: those that nobody reads after it.
+    reads, outs: values that it needs and makes; inside: the widths of those that it makes for itself.
+    kind: what an FFN that does not wait for attention is moved by. drops: ids that nobody reads after it.
     """
 
     run: Callable[[Frame], None]
     layer: int
     part: int
-    outs: tuple[int, ...]
+    reads: tuple[Value, ...]
+    outs: tuple[Value, ...]
+    inside: int = 0
+    kind: Literal["post", "attention", "outputs", ""] = ""
     drops: tuple[int, ...] = ()
 
 
@@ -149,22 +155,16 @@ class Program:
         self._n_ctx, self._sparse, self._stream_bytes = n_ctx, sparse, stream_bytes
         groups = self._merged(fuse(graph, taps), taps)
         self.has_neurons = any(group.is_neurons for group in groups)
-        self.taps = {value.id: value.name for value in graph.values if value.name in taps}
-        calls: list[Call] = []
-        n_body = len(groups)
-        for i, group in enumerate(groups):
-            if isinstance(group.ops[0], SelectOutputs):
-                n_body = min(n_body, i)
-            outs = tuple(value.id for value in group.out)
-            calls.append(Call(self._lower(group), *part_of(group), outs))
-        last_use = {v.id: i for i, group in enumerate(groups) for v in [*group.out, *group.reads]}
+        self.taps = {value.id for value in graph.values if value.name in taps}
+        calls = _posted_early([call for group in groups for call in self._calls(group)])
+        last_use = {v.id: i for i, call in enumerate(calls) for v in [*call.outs, *call.reads]}
         last_use.pop(graph.logits.id)
-        for i, call in enumerate(calls):
-            # The tail runs once per slice of outputs: it may not drop what the body made.
-            call.drops = tuple(id for id, last in last_use.items() if last == i and i < n_body)
+        n_body = next((i for i, call in enumerate(calls) if call.kind == "outputs"), len(calls))
+        for i, call in enumerate(calls[:n_body]):  # the tail runs once per slice of outputs: it drops nothing
+            call.drops = tuple(id for id, last in last_use.items() if last == i)
         self.body, self.tail = calls[:n_body], calls[n_body:]
-        self._kept = groups[n_body].reads[0].width if self.tail else 0  # of the body, while the tail runs
-        self._widths = _most_alive(groups[:n_body], self.body), _most_alive(groups[n_body:], self.tail)
+        self._kept = self.tail[0].reads[0].width if self.tail else 0  # of the body, while the tail runs
+        self._widths = _most_alive(self.body), _most_alive(self.tail)
 
     def n_live(self, n_tokens: int, n_outputs: int) -> int:
         """Numbers that a step's values take, where most of them are alive."""
@@ -208,10 +208,28 @@ class Program:
             )
         return merged
 
+    def _calls(self, group: Fused) -> list[Call]:
+        """One call; of a split FFN two: what it hands to the CPU, and what it does itself."""
+        layer, part = part_of(group)
+        outs, reads = tuple(group.out), tuple(group.reads)
+        inside = sum(op.out.width for op in group.ops if op.out not in group.out)
+        if group.is_neurons:
+            ffn = _ffn_of(group)
+            if layer not in self._hot or ffn.down is None:
+                return [Call(self._whole(ffn, group.out[0]), layer, part, reads, outs, inside)]
+            before = (ffn.x,) if ffn.mask is None else (ffn.x, ffn.mask.scores)
+            after = () if ffn.residual is None else (ffn.residual,)
+            post, finish = self._split(ffn, group.out[0])
+            return [
+                Call(post, layer, part, before, (), ffn.x.width, "post"),
+                Call(finish, layer, part, after, outs, inside),
+            ]
+        main = group.ops[-1]
+        kind: Any = {Attention: "attention", SelectOutputs: "outputs"}.get(type(main), "")
+        return [Call(self._lower(group), layer, part, reads, outs, inside, kind)]
+
     def _lower(self, group: Fused) -> Callable[[Frame], None]:
         main = group.ops[-1]
-        if group.is_neurons:
-            return self._ffn(group)
         if group.linears:
             return self._linears(group)
         out, k = main.out.id, self._kernels
@@ -360,95 +378,82 @@ class Program:
 
     # ---- FFNs by neurons ----
 
-    def _ffn(self, group: Fused) -> Callable[[Frame], None]:
-        linears, down = group.linears, group.first(TransposedLinear)
-        activations = [op for op in group.ops if isinstance(op, Activate)]
-        add = group.first(Add)
-        ffn = Ffn(
-            layer=part_of(group)[0],
-            gate=linears[0] if len(linears) == 2 else None,
-            up=linears[-1],
-            down=down,
-            norm=group.first(RMSNorm, LayerNorm),
-            mask=group.first(Mask),
-            residual=None if add is None else add.a if add.b == down.out else add.b,
-            options={
-                "activation": activations[0].kind,
-                "threshold": activations[0].threshold,
-                "up_activation": activations[1].kind if len(activations) == 2 else None,
-            },
-        )
-        out = group.out[0].id
-        compute = self._split(ffn) if ffn.layer in self._hot and down is not None else self._whole(ffn, down)
-        norm, x, bits = self._norm(ffn.norm), ffn.x.id, self._bits(ffn.mask)
-        residual = None if ffn.residual is None else ffn.residual.id
-
-        def run(f: Frame) -> None:
-            added = None if residual is None else f.values[residual]
-            f.values[out] = compute(f, norm(f.values[x]), bits(f), added)
-
-        return run
-
     def _bits(self, mask: Mask | None) -> Callable[[Frame], Tensor | None]:
         if mask is None:
             return lambda f: None
         k, scores, threshold, first = self._kernels, mask.scores.id, mask.threshold, mask.first
         return lambda f: k.pack_bits(f.values[scores], threshold, first)
 
-    def _whole(
-        self, ffn: Ffn, down: TransposedLinear | None
-    ) -> Callable[[Frame, Tensor, Tensor | None, Tensor | None], Tensor]:
-        """All neurons on the device: with their sum, or, without `down`, their values."""
-        k, counts = self._kernels, self._counts[ffn.layer]
+    def _whole(self, ffn: Ffn, out: Value) -> Callable[[Frame], None]:
+        """All neurons on the device: their sum, or, where the group has no down projection, their values."""
+        k, counts, down = self._kernels, self._counts[ffn.layer], ffn.down
         given = self._rows(ffn, None) | ffn.options
+        norm, x, bits, residual = self._norm(ffn.norm), ffn.x.id, self._bits(ffn.mask), ffn.residual
+        values = k.neurons if self._sparse else self._every_neuron
         if down is None:
-            values = k.neurons if self._sparse else self._every_neuron
-            return lambda f, h, bits, added: values(h, selected=bits, counts=counts, **given)
+
+            def neurons(f: Frame) -> None:
+                f.values[out.id] = values(norm(f.values[x]), selected=bits(f), counts=counts, **given)
+
+            return neurons
         matrix, bias = self._weights.down(down), self._weights.bias(down.bias)
-        if self._sparse:
-            return lambda f, h, bits, added: k.sparse_ffn(
-                h, down_t=matrix, down_bias=bias, residual=added, selected=bits, counts=counts, **given
-            )
-        return lambda f, h, bits, added: k.linear_t(
-            self._every_neuron(h, selected=bits, counts=counts, **given), matrix, bias, added
-        )
 
-    def _split(self, ffn: Ffn) -> Callable[[Frame, Tensor, Tensor | None, Tensor | None], Tensor]:
-        """Hot neurons on the device, cold ones by the service, or streamed in."""
-        hot, cold, k = self._hot[ffn.layer], self._cold, self._kernels
-        counts = self._counts[ffn.layer]
+        def run(f: Frame) -> None:
+            h, selected, added = norm(f.values[x]), bits(f), residual and f.values[residual.id]
+            if self._sparse:
+                f.values[out.id] = k.sparse_ffn(
+                    h, down_t=matrix, down_bias=bias, residual=added, selected=selected, counts=counts,
+                    **given,
+                )  # fmt: skip
+            else:
+                f.values[out.id] = k.linear_t(
+                    values(h, selected=selected, counts=counts, **given), matrix, bias, added
+                )
+
+        return run
+
+    def _split(self, ffn: Ffn, out: Value) -> tuple[Callable[[Frame], None], Callable[[Frame], None]]:
+        """Hot neurons on the device, cold ones by the service or streamed in: the post, and the rest."""
+        layer, hot, cold, k, down = ffn.layer, self._hot[ffn.layer], self._cold, self._kernels, ffn.down
+        counts = self._counts[layer]
         assert cold is not None
-        assert ffn.down is not None
-        bias = self._weights.bias(ffn.down.bias)
+        assert down is not None
+        bias = self._weights.bias(down.bias)
         indices = np.flatnonzero(hot)
-        rows = self._weights.tensor((ffn.layer, "hot"), indices.astype(np.int32))
+        rows = self._weights.tensor((layer, "hot"), indices.astype(np.int32))
         given = self._rows(ffn, indices) | ffn.options
-        down_t = self._weights.hot_rows(ffn.down, indices)
-        matrices = {"gate": ffn.gate, "up": ffn.up, "down_t": ffn.down}
+        down_t = self._weights.hot_rows(down, indices)
+        matrices = {"gate": ffn.gate, "up": ffn.up, "down_t": down}
         stream = ColdRows(self._weights, matrices, ~hot, self._stream_bytes)
+        norm, x, bits, residual = self._norm(ffn.norm), ffn.x.id, self._bits(ffn.mask), ffn.residual
 
-        def hot_half(h: Tensor, bits: Tensor | None, added: Tensor | None) -> Tensor:
+        def post(f: Frame) -> None:
+            f.posted[layer] = h, selected = norm(f.values[x]), bits(f)
+            if not f.streamed:
+                cold.post(layer, h, selected)
+
+        def hot_half(h: Tensor, selected: Tensor | None, added: Tensor | None) -> Tensor:
             if len(indices):
                 return k.sparse_ffn(
-                    h, down_t=down_t, down_bias=bias, residual=added, selected=bits, rows=rows,
+                    h, down_t=down_t, down_bias=bias, residual=added, selected=selected, rows=rows,
                     counts=counts, **given,
                 )  # fmt: skip
             y = torch.zeros((len(h), down_t.n_cols), device=h.device) if added is None else added
             return y if bias is None else y + bias
 
-        def run(f: Frame, h: Tensor, bits: Tensor | None, added: Tensor | None) -> Tensor:
+        def finish(f: Frame) -> None:
+            h, selected = f.posted.pop(layer)
+            y = hot_half(h, selected, residual and f.values[residual.id])
             if f.streamed:
-                y = hot_half(h, bits, added)
                 for part in stream.parts():
-                    y = k.sparse_ffn(h, selected=bits, residual=y, counts=counts, **part, **ffn.options)
+                    y = k.sparse_ffn(h, selected=selected, residual=y, counts=counts, **part, **ffn.options)
                     if f.warming:
                         break
-                return y
-            cold.post(ffn.layer, h, bits)
-            y = hot_half(h, bits, added)
-            return y + cold.collect(ffn.layer)
+            else:
+                y = y + cold.collect(layer)
+            f.values[out.id] = y
 
-        return run
+        return post, finish
 
     def _rows(self, ffn: Ffn, indices: np.ndarray | None) -> dict[str, Any]:
         """Gate and up with their biases, of all neurons or of some, as the kernels' arguments are named."""
@@ -511,14 +516,56 @@ class Program:
         return None if add is None else (add.a if add.b == product else add.b).id
 
 
-def _most_alive(groups: list[Fused], calls: list[Call]) -> int:
-    """The greatest sum of widths of values that are alive together, those inside a group among them."""
+def _ffn_of(group: Fused) -> Ffn:
+    linears, down, add = group.linears, group.first(TransposedLinear), group.first(Add)
+    activations = [op for op in group.ops if isinstance(op, Activate)]
+    return Ffn(
+        layer=part_of(group)[0],
+        gate=linears[0] if len(linears) == 2 else None,
+        up=linears[-1],
+        down=down,
+        norm=group.first(RMSNorm, LayerNorm),
+        mask=group.first(Mask),
+        residual=None if add is None else add.a if add.b == down.out else add.b,
+        options={
+            "activation": activations[0].kind,
+            "threshold": activations[0].threshold,
+            "up_activation": activations[1].kind if len(activations) == 2 else None,
+        },
+    )
+
+
+def _posted_early(calls: list[Call]) -> list[Call]:
+    """Moves what is posted, and what it needs, before an attention that it does not wait for."""
+    for post in [call for call in calls if call.kind == "post"]:
+        at = calls.index(post)
+        attention = max((i for i in range(at) if calls[i].kind == "attention"), default=None)
+        if attention is None:
+            continue
+        waits = set(calls[attention].outs)  # values that attention must come before
+        for call in calls[attention + 1 : at]:
+            if waits & set(call.reads):
+                waits |= set(call.outs)
+        if waits & set(post.reads):
+            continue
+        moved, needed = [post], set(post.reads)
+        for call in reversed(calls[attention + 1 : at]):
+            if needed & set(call.outs):
+                moved.insert(0, call)
+                needed |= set(call.reads)
+        rest = [call for call in calls if call not in moved]
+        first = 1 + max((i for i, call in enumerate(rest) if needed & set(call.outs)), default=-1)
+        calls = [*rest[:first], *moved, *rest[first:]]
+    return calls
+
+
+def _most_alive(calls: list[Call]) -> int:
+    """The greatest sum of widths of values that are alive together, those inside a call among them."""
     alive: dict[int, int] = {}
     most = 0
-    for group, call in zip(groups, calls, strict=True):
-        alive |= {value.id: value.width for value in [*group.reads, *group.out]}
-        inside = sum(op.out.width for op in group.ops if op.out not in group.out)
-        most = max(most, sum(alive.values()) + inside)
+    for call in calls:
+        alive |= {value.id: value.width for value in [*call.reads, *call.outs]}
+        most = max(most, sum(alive.values()) + call.inside)
         for id in call.drops:
             alive.pop(id, None)
     return most

@@ -136,7 +136,7 @@ class GpuStage:
             "workspace": values + streamed + inputs,
         }
 
-    def run(self, batch: Batch, x: Tensor | None = None) -> Tensor:
+    def run(self, batch: Batch, x: Tensor | np.ndarray | None = None) -> Tensor:
         """One step of a batch that was checked (base.cache_slots).
 
         x: float32 [n_tokens, width], the residual stream that enters; None for a stage that begins with the
@@ -215,8 +215,9 @@ class GpuStage:
             return frame.values[last]
         if n_outputs == 0:
             for call in program.tail:
-                for id in (id for id in call.outs if id in program.taps):
-                    taps[program.taps[id]] = [torch.zeros((0, self.graph.values[id].width))]
+                for value in call.outs:
+                    if value.id in program.taps:
+                        taps[value.name] = [torch.zeros((0, value.width))]
             return torch.zeros((0, self.graph.logits.width))
         slices = []
         for first in range(0, n_outputs, OUTPUT_ROWS):
@@ -236,9 +237,9 @@ class GpuStage:
             self._seconds[call.layer, call.part] += time.perf_counter() - began
         else:
             call.run(frame)
-        for id in call.outs:
-            if id in program.taps:
-                taps.setdefault(program.taps[id], []).append(frame.values[id])
+        for value in call.outs:
+            if value.id in program.taps:
+                taps.setdefault(value.name, []).append(frame.values[value.id])
         for id in call.drops:
             frame.values.pop(id, None)
 
