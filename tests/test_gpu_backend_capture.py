@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,37 @@ def test_a_split_layer_is_captured_with_its_round_trip(tmp_path: Path) -> None:
     assert recorder.made[0].n_replays == 0  # the prompt of six, and
     assert recorder.made[1].n_replays == len(cuts) - 1
     assert cold.n_posts > N_LAYER * len(cuts)
+
+
+def test_cuda_graphs_share_a_stream_and_a_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's recording with its CUDA parts replaced: how it is called, and that its results are handed out."""
+    given: list[tuple[Any, Any]] = []
+
+    class Graph:
+        n_replays = 0
+
+        def replay(self) -> None:
+            Graph.n_replays += 1
+
+    @contextmanager
+    def recording(graph: Any, pool: Any, stream: Any) -> Iterator[None]:
+        given.append((pool, stream))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: object())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    monkeypatch.setattr(Kernels, "capturable", True)
+    ready, graph = prepared(write(tmp_path, "bamboo"), "exact")
+    backend = gpu(ready.weights, graph)
+    steps = [batch([(tokens(n), 0, [0])]) for n in (1, 2, 8, 9)]
+    first = [backend.step(step).logits.copy() for step in steps]
+    assert len(given) == 3
+    assert len({id(pool) for pool, _ in given}) == len({id(stream) for _, stream in given}) == 1
+    for step, expected in zip(steps, first, strict=True):
+        np.testing.assert_array_equal(backend.step(step).logits, expected)
+    assert Graph.n_replays == 3
 
 
 def test_taps_and_long_steps_are_not_captured(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ class ColdRows:
                     tensor.record_stream(compute)
             compute.wait_stream(copies)
             yield part
+            del part  # else three parts would be there while the next is made
             event = torch.cuda.Event()
             event.record(compute)
             done.append(event)
