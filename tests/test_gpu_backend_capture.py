@@ -137,7 +137,7 @@ def test_a_split_layer_is_captured_with_its_round_trip(tmp_path: Path) -> None:
 
 
 def test_cuda_graphs_share_a_stream_and_a_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's recording with its CUDA parts replaced: how it is called, and that its results are handed out."""
+    """torch's recording with its CUDA parts replaced: how it is called, and that its results are used."""
     given: list[tuple[Any, Any]] = []
 
     class Graph:
