@@ -1,0 +1,313 @@
+"""`hotset sparsify`: a SiLU model becomes a ReLU one, recovered by distillation; or finished adapters are
+merged."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hotset.cli import options
+from hotset.cli.console import DownloadBar, print_json, read_text, say
+from hotset.errors import HotsetError, InvalidRequestError
+from hotset.report.bars import percent
+from hotset.units import human_size
+
+if TYPE_CHECKING:
+    from hotset.training.sparsify import Evaluation, Training
+
+_TRAINING, _TEXT, _RUN = "Training", "Text", "Run"
+_FULL_LR = 20  # whole matrices take so much smaller steps than the factors of low-rank ones
+
+
+def sparsify(
+    model: options.ModelName,
+    target: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The ReLU model to write.")],
+    adapters: Annotated[
+        Path | None, typer.Option("--adapters", help="Only merge these finished adapters.", dir_okay=False)
+    ] = None,
+    type: Annotated[
+        str, typer.Option("--type", help="Of the matrices that change: q8_0, f16, f32.")
+    ] = "q8_0",
+    activation: Annotated[
+        str, typer.Option("--activation", help="relu or drelu.", rich_help_panel=_TRAINING)
+    ] = "relu",
+    idle: Annotated[
+        float, typer.Option("--idle", help="Share of neurons to be idle.", rich_help_panel=_TRAINING)
+    ] = 0.72,
+    lora: Annotated[
+        int | None,
+        typer.Option("--lora", help="Rank of low-rank adapters; default: full.", rich_help_panel=_TRAINING),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option("--tokens", "-n", help="Tokens to train on.", rich_help_panel=_TRAINING)
+    ] = 1_000_000,
+    hours: Annotated[
+        float | None, typer.Option("--hours", help="Instead of --tokens.", rich_help_panel=_TRAINING)
+    ] = None,
+    n_ctx: Annotated[
+        int, typer.Option("--ctx-size", "-c", help="Tokens of a window.", rich_help_panel=_TRAINING)
+    ] = 512,
+    batch: Annotated[
+        int, typer.Option("--batch", "-b", help="Windows of a step.", rich_help_panel=_TRAINING)
+    ] = 2,
+    lr: Annotated[
+        float | None, typer.Option("--lr", help="Learning rate.", rich_help_panel=_TRAINING)
+    ] = None,
+    labels: Annotated[
+        float,
+        typer.Option("--labels", help="Weight of the text's own next token.", rich_help_panel=_TRAINING),
+    ] = 0.0,
+    scored: Annotated[
+        float,
+        typer.Option("--scored", help="Share of positions whose logits count.", rich_help_panel=_TRAINING),
+    ] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", "-s", help="Of everything random.")] = 0,
+    start: Annotated[
+        Path | None,
+        typer.Option("--from-adapters", help="Start from these.", dir_okay=False, rich_help_panel=_TRAINING),
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option("--text", "-f", help="FILE[:WEIGHT]; repeatable.", rich_help_panel=_TEXT),
+    ] = None,
+    generate: Annotated[
+        str | None,
+        typer.Option(
+            "--generate", metavar="N[:WEIGHT]", help="Tokens the teacher writes.", rich_help_panel=_TEXT
+        ),
+    ] = None,
+    held_out: Annotated[
+        Path | None,
+        typer.Option(
+            "--held-out", help="Evaluate on this; default: the end of a text.", rich_help_panel=_TEXT
+        ),
+    ] = None,
+    work: Annotated[
+        Path | None,
+        typer.Option("--work", help="Folder of the run; default: OUT.sparsify.", rich_help_panel=_RUN),
+    ] = None,
+    eval_every: Annotated[int, typer.Option("--eval-every", min=1, help="Steps.", rich_help_panel=_RUN)] = 50,
+    save_every: Annotated[int, typer.Option("--save-every", min=1, help="Steps.", rich_help_panel=_RUN)] = 25,
+    device: Annotated[
+        str, typer.Option("--device", help="cpu, cuda, or auto.", rich_help_panel=_RUN)
+    ] = "auto",
+    threads: options.Threads = None,
+    json: options.Json = False,
+) -> None:
+    """Turn a SiLU model into a ReLU one by distillation, or merge adapters that did."""
+    from hotset.training.adapters import MERGED_TYPES
+
+    if type not in MERGED_TYPES:
+        raise typer.BadParameter(f"'{type}' is none of {', '.join(MERGED_TYPES)}.", param_hint="--type")
+    folder = work or target.with_suffix(".sparsify")
+    last: Evaluation | None = None
+    is_first = True
+    with contextlib.ExitStack() as stack:
+        path = _source(model, folder, stack)
+        if adapters is None:
+            run, is_first = _open(
+                path, folder, stack,
+                activation=activation, idle=idle, lora=lora, tokens=tokens, hours=hours, n_ctx=n_ctx,
+                batch=batch, lr=lr, labels=labels, scored=scored, seed=seed, start=start,
+                texts=text or [], generate=generate, held_out=held_out, device=device, threads=threads,
+            )  # fmt: skip
+            last = _train(run, eval_every, save_every)
+            adapters = folder / "adapters.safetensors"
+        if is_first:
+            _merge(path, adapters, target, type)
+            if json:
+                from dataclasses import asdict
+
+                print_json(
+                    {
+                        "path": str(target),
+                        "size": target.stat().st_size,
+                        "adapters": str(adapters),
+                        "evaluation": asdict(last) if last else None,
+                    }
+                )
+            else:
+                say(f"Wrote {target} ({human_size(target.stat().st_size)}). Run it with: hotset run {target}")
+
+
+def _source(model: str, folder: Path, stack: contextlib.ExitStack) -> Path:
+    """The GGUF file to start from; a Hugging Face checkpoint is converted into the run's folder first."""
+    if Path(model).is_dir() and (Path(model) / "config.json").is_file():
+        from hotset.formats.hf import convert_hf
+
+        folder.mkdir(parents=True, exist_ok=True)
+        converted = folder / "original.gguf"
+        if not converted.exists():
+            say(f"converting {model}")
+            convert_hf(model, converted, "f32")
+        return converted
+    from hotset.storage import store
+
+    return store.resolve(model, progress=stack.enter_context(DownloadBar()))
+
+
+def _open(
+    path: Path,
+    folder: Path,
+    stack: contextlib.ExitStack,
+    *,
+    activation: str,
+    idle: float,
+    lora: int | None,
+    tokens: int,
+    hours: float | None,
+    n_ctx: int,
+    batch: int,
+    lr: float | None,
+    labels: float,
+    scored: float,
+    seed: int,
+    start: Path | None,
+    texts: list[str],
+    generate: str | None,
+    held_out: Path | None,
+    device: str,
+    threads: int | None,
+) -> tuple[Training, bool]:
+    """A run that is ready to train, and whether this process is the first of those that share it."""
+    if lora is not None and lora < 1:
+        raise InvalidRequestError(f"the rank of --lora must be at least 1, not {lora}")
+    if not texts and generate is None:
+        raise InvalidRequestError(
+            "there is no text to train on: name files with --text, or let the teacher write some with "
+            "--generate"
+        )
+    torch = _torch()
+
+    import hotset
+    from hotset.backends.cores import usable_cores
+    from hotset.formats.gguf import open_gguf
+    from hotset.training import generate as writing
+    from hotset.training.adapters import Adapters, digest
+    from hotset.training.llama_torch import load_llama
+    from hotset.training.sparsify import EngineTeacher, Settings, TorchTeacher, Training
+    from hotset.training.text import Mixture, Source, joined, parse_amount, parse_text, split_held_out
+
+    defaults = Settings()
+    settings = Settings(
+        activation=activation, rank=lora or 0, idle=idle, n_tokens=tokens, hours=hours, n_ctx=n_ctx,
+        batch=batch, lr=lr or (defaults.lr if lora else defaults.lr / _FULL_LR), labels=labels,
+        scored=scored, seed=seed,
+    )  # fmt: skip
+    n_threads = threads or usable_cores()
+    torch.set_num_threads(n_threads)
+    torch.set_flush_denormal(True)  # products of small adapters and small gradients
+    on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    process, n_processes = _processes(torch, on_gpu)
+    where = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if on_gpu else "cpu"
+    folder.mkdir(parents=True, exist_ok=True)
+
+    gguf = stack.enter_context(open_gguf(path))
+    base = load_llama(gguf, where)
+    n_seqs = writing.N_SEQUENCES if generate is not None and process == 0 else 1
+    engine = stack.enter_context(
+        hotset.load(path, n_ctx=max(n_ctx, writing.LONGEST), n_threads=n_threads, n_seqs=n_seqs)
+    )
+    files = [parse_text(option) for option in texts]
+    encoded = [engine.tokenizer.encode(read_text(file, "--text"), add_special=True) for file, _ in files]
+    sources, held = [], []
+    for (file, weight), ids in zip(files, encoded, strict=True):
+        kept, rest = (ids, []) if held_out is not None else split_held_out(ids, n_ctx)
+        sources.append(Source(str(file), joined([kept]), weight))
+        held.extend(rest)
+    if held_out is not None:
+        held = split_held_out(engine.tokenizer.encode(read_text(held_out, "--held-out")), n_ctx, whole=True)[
+            1
+        ]
+    if generate is not None:
+        amount, weight = parse_amount(generate)
+        written = folder / "generated.jsonl"
+        if process == 0:
+            with DownloadBar() as bar:
+                writing.generate(
+                    engine,
+                    written,
+                    amount,
+                    texts=[s.tokens.tolist() for s in sources],
+                    seed=seed,
+                    progress=bar,
+                )
+        _wait(torch, n_processes)
+        ids = joined(writing.read_documents(written)).tolist()
+        kept, rest = (ids, []) if held else split_held_out(ids, n_ctx)
+        sources.append(Source("of the teacher", joined([kept]), weight))
+        held.extend(rest)
+
+    values = None
+    if start is not None:
+        opened = Adapters.open(start)
+        if opened.model != digest(gguf):
+            raise InvalidRequestError(f"the adapters {start} were trained on other weights than {path.name}")
+        values = {name: torch.from_numpy(value) for name, value in opened.values.items()}
+    run = Training(
+        base,
+        TorchTeacher(base) if on_gpu else EngineTeacher(engine),
+        Mixture(sources, n_ctx, seed),
+        torch.tensor(held).long(),
+        folder,
+        settings,
+        model=digest(gguf),
+        start=values,
+        process=process,
+        n_processes=n_processes,
+    )
+    return run, process == 0
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise HotsetError("training needs torch; install it with: pip install 'hotset[train]'") from None
+    return torch
+
+
+def _processes(torch: Any, on_gpu: bool) -> tuple[int, int]:
+    """Number of this process, and how many torchrun started."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return 0, 1
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
+    return torch.distributed.get_rank(), world
+
+
+def _wait(torch: Any, n_processes: int) -> None:
+    if n_processes > 1:
+        torch.distributed.barrier()
+
+
+def _train(run: Training, eval_every: int, save_every: int) -> Evaluation | None:
+    last: list[Evaluation] = []
+
+    def told(evaluation: Evaluation) -> None:
+        last.append(evaluation)
+        layers = evaluation.idle_per_layer
+        say(
+            f"{evaluation.tokens:9d} tokens, {evaluation.seconds / 60:5.1f} min: PPL {evaluation.ppl:.2f} "
+            f"(teacher {evaluation.teacher_ppl:.2f}), KL {evaluation.kl:.3f}, "
+            f"top-1 {percent(evaluation.top1)}, idle {percent(evaluation.idle)} "
+            f"({percent(min(layers))} to {percent(max(layers))})"
+        )
+
+    run.prepare(say)
+    run.run(eval_every=eval_every, save_every=save_every, on_eval=told)
+    return last[-1] if last else None
+
+
+def _merge(path: Path, adapters: Path, target: Path, type: str) -> None:
+    from hotset.formats.gguf import open_gguf
+    from hotset.training.adapters import MERGED_TYPES, Adapters, merge
+
+    opened = Adapters.open(adapters)
+    with open_gguf(path) as gguf:
+        merge(gguf, opened, target, MERGED_TYPES[type])

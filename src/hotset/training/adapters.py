@@ -1,0 +1,186 @@
+"""Adapters on disk, and what they make of the file that they belong to.
+
+An adapter file (safetensors) holds what `llama_torch.Student` trains, by tensor names. Matrices are int8 with
+one float32 scale per rank ("name.a" with "name.a.scale"; of full training, per row), the rest float16: a rank
+in int8 says more per byte than half the ranks in float16. Its metadata name the activation, the rank and the
+model.
+
+Merging writes the GGUF file again: weight + b @ a, rows of ffn_up times the neurons' scales, biases beside
+them, the activation in its key. Everything else, tokenizer and embedding too, is copied byte for byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hotset.errors import FormatError, InvalidRequestError
+from hotset.formats.quants import TYPES, GGMLType, dequantize
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import GGUFFile
+
+FORMAT = "hotset adapters 1"
+MERGED_TYPES = {"q8_0": GGMLType.Q8_0, "f16": GGMLType.F16, "f32": GGMLType.F32}
+_FILE_TYPES = {GGMLType.F32: 0, GGMLType.F16: 1, GGMLType.Q8_0: 7}  # → general.file_type
+_MATRIX = re.compile(r"blk\.\d+\.(attn_q|attn_k|attn_v|attn_output|ffn_gate|ffn_up|ffn_down)\.weight")
+
+
+class Adapters:
+    """Values by name, float32 arrays, and what they were trained for (see Student for the names).
+
+    activation: relu or drelu. rank: 0 for whole differences. model: digest of the file that they belong to.
+    """
+
+    def __init__(self, values: Mapping[str, np.ndarray], activation: str, rank: int, model: str) -> None:
+        self.values = dict(values)
+        self.activation = activation
+        self.rank = rank
+        self.model = model
+
+    def save(self, path: Path) -> None:
+        """Writes the file whole, under its name only when it is complete."""
+        from safetensors.numpy import save
+
+        tensors: dict[str, np.ndarray] = {}
+        for name, value in self.values.items():
+            if value.ndim == 1:
+                tensors[name] = value.astype(np.float16)
+            else:
+                axis = 0 if name.endswith(".b") else 1
+                scale = np.abs(value).max(axis=axis, keepdims=True) / 127
+                codes = np.divide(value, scale, out=np.zeros_like(value), where=scale > 0)
+                tensors[name] = np.rint(codes).astype(np.int8)
+                tensors[f"{name}.scale"] = scale.astype(np.float32)
+        metadata = {
+            "format": FORMAT,
+            "activation": self.activation,
+            "rank": str(self.rank),
+            "model": self.model,
+        }
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_bytes(save(tensors, metadata))
+        os.replace(temporary, path)
+
+    @classmethod
+    def open(cls, path: Path) -> Adapters:
+        """Reads a file. Raises InvalidRequestError where there is none, FormatError where it is none of
+        these."""
+        from safetensors import SafetensorError, safe_open
+
+        if not path.is_file():
+            raise InvalidRequestError(f"there are no adapters {path}; train some with 'hotset sparsify'")
+        try:
+            with safe_open(path, "numpy") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise FormatError(f"{path} is not a safetensors file ({error})") from None
+        if metadata.get("format") != FORMAT:
+            raise FormatError(f"{path} does not hold adapters of hotset sparsify")
+        values = {}
+        for name, tensor in tensors.items():
+            if name.endswith(".scale"):
+                continue
+            value = tensor.astype(np.float32)
+            if tensor.dtype == np.int8:
+                value *= tensors[f"{name}.scale"]
+            values[name] = value
+        try:
+            return cls(values, metadata["activation"], int(metadata["rank"]), metadata["model"])
+        except (KeyError, ValueError):
+            raise FormatError(f"the adapters {path} lack their activation, rank or model") from None
+
+
+def digest(gguf: GGUFFile) -> str:
+    """Says which weights a file has, whatever its name and metadata: of types, shapes and a part of the
+    bytes."""
+    sha = hashlib.sha256()
+    for name in sorted(gguf.tensors):
+        info = gguf.tensors[name]
+        data = gguf.data(name)
+        sha.update(json.dumps([name, int(info.type), [int(n) for n in info.shape]]).encode())
+        sha.update(data[:4096].tobytes())
+    return sha.hexdigest()
+
+
+def merge(
+    gguf: GGUFFile,
+    adapters: Adapters,
+    path: str | os.PathLike[str],
+    type: GGMLType = GGMLType.Q8_0,
+    on_tensor: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Writes the model of `gguf` with the adapters in it. type: of the matrices that change.
+
+    (Rows that the type's blocks do not divide become F16.) Raises InvalidRequestError where the adapters
+    belong to other weights, and leaves no file on any error.
+    """
+    from hotset.formats.gguf import DEFAULT_ALIGNMENT, GGUFWriter, ValueType
+
+    if adapters.model != digest(gguf):
+        raise InvalidRequestError(
+            f"the adapters were trained on other weights than those of {gguf.path.name}; "
+            "merge them with the file that they were trained on"
+        )
+    if any(p.resolve() == Path(path).resolve() for p in gguf.paths):
+        raise InvalidRequestError(f"{path} is the model that is read; write to another file")
+    architecture = gguf.architecture
+    values = adapters.values
+    alignment = gguf.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    writer = GGUFWriter(path, architecture, alignment)  # type: ignore[arg-type]
+    own = {
+        "general.architecture", "general.alignment", "general.file_type", "hotset.up_activation",
+        "hotset.fatrelu_threshold", f"{architecture}.hidden_activation",
+    }  # fmt: skip
+    for key, value in gguf.metadata.items():
+        if key not in own and not key.startswith("split."):
+            writer.add(key, value, ValueType(gguf.metadata_types[key][-1]))
+    writer.add("general.file_type", _FILE_TYPES[type])
+    writer.add(f"{architecture}.hidden_activation", adapters.activation)
+
+    total = len(gguf.tensors)
+    for done, (name, info) in enumerate(gguf.tensors.items()):
+        stem, _, kind = name.rpartition(".")
+        if kind == "bias" and name in values:
+            continue  # written with its matrix
+        if _MATRIX.fullmatch(name):
+            stored = type if info.shape[0] % TYPES[type].block_size == 0 else GGMLType.F16
+
+            def matrix(name: str = name, done: int = done) -> np.ndarray:
+                on_tensor(done + 1, total)
+                return _merged(gguf, name, adapters)
+
+            writer.add_tensor(name, matrix, stored, info.shape)
+            if f"{stem}.bias" in values:
+                writer.add_tensor(f"{stem}.bias", values[f"{stem}.bias"], GGMLType.F32)
+        elif stem in values:
+            writer.add_tensor(name, values[stem], GGMLType.F32)
+        else:
+            writer.add_tensor(name, lambda name=name: gguf.data(name), info.type, info.shape)  # type: ignore[misc]
+    writer.write()
+
+
+def _merged(gguf: GGUFFile, name: str, adapters: Adapters) -> np.ndarray:
+    """A matrix [n_out, n_in] as the student computes with it."""
+    info, stem, values = gguf.tensors[name], name.removesuffix(".weight"), adapters.values
+    weight = dequantize(gguf.data(name), info.type, info.shape)
+    if f"{stem}.delta" in values:
+        weight += values[f"{stem}.delta"]
+    elif f"{stem}.b" in values:
+        weight += values[f"{stem}.b"] @ values[f"{stem}.a"]
+    else:
+        raise InvalidRequestError(f"the adapters hold nothing for {name}; they belong to another model")
+    scale = values[f"{stem.rpartition('.')[0]}.ffn_scale"]
+    if stem.endswith(".ffn_up") and adapters.activation == "relu":
+        weight *= scale[:, None]
+    if stem.endswith(".ffn_down") and adapters.activation == "drelu":  # relu(up) does not let a sign through
+        weight *= scale
+    return weight

@@ -1,0 +1,123 @@
+"""Training text that the teacher writes itself, many documents side by side.
+
+Three kinds: answers to questions through the model's chat template, articles from an opening, and, where
+texts are given, continuations of a few words out of them. They are sampled at temperature 1, so that what the
+teacher thinks likely is what the student sees. Documents are kept as token ids, a JSON line each, appended as
+they are finished: after a kill the next call goes on, and a line that was cut short is dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hotset.engine.engine import Engine
+from hotset.engine.sampler import SamplingParams
+from hotset.errors import FormatError
+from hotset.training import prompts
+
+if TYPE_CHECKING:
+    from hotset.api import Model
+    from hotset.engine.engine import Sequence as EngineSequence
+    from hotset.storage.reporter import Reporter
+
+LONGEST = 448  # tokens of a document, with its beginning
+N_SEQUENCES = 64  # written side by side: a batch is then large enough for the many-row kernels
+CONTINUED = 48  # tokens of a given text that a continuation begins with
+
+
+def generate(
+    model: Model,
+    path: Path,
+    n_tokens: int,
+    *,
+    texts: Sequence[Sequence[int]] = (),
+    seed: int = 0,
+    progress: Reporter | None = None,
+) -> list[list[int]]:
+    """Documents of at least `n_tokens` tokens together, from `path` where they are there already.
+
+    model: loaded with n_ctx of at least LONGEST and n_seqs for N_SEQUENCES of them. texts: token ids of which
+    a third of the documents take their beginnings. Raises InvalidRequestError for a model without a chat
+    template and FormatError for a file that something else wrote.
+    """
+    documents = read_documents(path)
+    done = sum(map(len, documents))
+    with path.open("a", encoding="utf-8") as file:
+        for document in _write(model, random.Random(seed + done), texts, n_tokens - done):
+            documents.append(document)
+            file.write(json.dumps(document) + "\n")
+            file.flush()
+            done += len(document)
+            if progress is not None:
+                progress.advance("generating text", min(done, n_tokens), n_tokens)
+        os.fsync(file.fileno())
+    return documents
+
+
+def read_documents(path: Path) -> list[list[int]]:
+    """The documents of a file, none where it is missing; cuts off an unfinished last line."""
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        os.truncate(path, len(whole))
+    documents = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            document = json.loads(line)
+        except ValueError:
+            document = None
+        if not isinstance(document, list) or not all(type(token) is int for token in document):
+            raise FormatError(f"line {number} of {path} is not a list of token ids; name another folder")
+        documents.append(document)
+    return documents
+
+
+def _write(
+    model: Model, random: random.Random, texts: Sequence[Sequence[int]], n_tokens: int
+) -> Iterator[list[int]]:
+    """Documents until they have `n_tokens` tokens; the engine always has enough of them at work."""
+    if n_tokens <= 0:
+        return
+    texts = [text for text in texts if len(text) > CONTINUED]
+    engine = Engine(model.backend, LONGEST, N_SEQUENCES)
+    stop_ids = model.tokenizer.stop_ids
+
+    def begin() -> EngineSequence:
+        # A large top_k and a small min_p cut what is nearly impossible and leave the teacher's own manner.
+        params = SamplingParams(
+            temperature=1.0, top_k=256, top_p=1.0, min_p=0.01, seed=random.getrandbits(63)
+        )
+        return engine.submit(_beginning(model, random, texts), params, stop_ids=stop_ids)
+
+    active = [begin() for _ in range(N_SEQUENCES)]
+    try:
+        while n_tokens > 0:
+            engine.step()
+            for i, sequence in enumerate(active):
+                if sequence.finish_reason is not None:
+                    if sequence.error is not None:
+                        raise sequence.error
+                    yield sequence.tokens
+                    n_tokens -= len(sequence.tokens)
+                    active[i] = begin()
+    finally:
+        for sequence in active:
+            engine.cancel(sequence)
+
+
+def _beginning(model: Model, random: random.Random, texts: Sequence[Sequence[int]]) -> list[int]:
+    kind = random.random()
+    if texts and kind < 1 / 3:
+        text = random.choice(texts)
+        start = random.randrange(len(text) - CONTINUED)
+        return list(text[start : start + random.randint(8, CONTINUED)])
+    if kind < 0.7:
+        return model.encode_chat([{"role": "user", "content": prompts.question(random)}])
+    return list(model.tokenizer.encode(prompts.opening(random), add_special=True))

@@ -1,0 +1,341 @@
+"""A Llama-family model in torch, for training: the twin of what `model/decoder.py` describes.
+
+It is built from a GGUF file (dequantised) and keeps its tensor names. The file's weights never change: what
+is trained stands beside them. `Student` holds, for each matrix, a low-rank product or (full training) a
+difference, and for each layer what a ReLU network needs to stand in for a SiLU one: a shift of the gate, a
+scale per neuron and a bias of the down projection. Without a student the network is the original, so that one
+set of weights serves as teacher and as student.
+
+Values are [n_batch, n_tokens, width]. The FFN of the student is
+
+    neuron = relu(gate(x) + ffn_gate.bias) * up(x) * ffn_scale       (dReLU: relu(up(x) + ffn_up.bias))
+
+and a neuron is idle where its value is zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from hotset.errors import InvalidRequestError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import GGUFFile
+    from hotset.model.config import ModelConfig
+
+ReluKind = Literal["relu", "drelu"]
+MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+NORMS = ("attn_norm", "ffn_norm")
+
+
+@dataclass
+class Activity:
+    """What the FFNs of one forward pass did, filled in by it.
+
+    price: what the loss pays for one more active neuron (see SparseGLU). width: half the width of its kernel,
+    one per layer. share: of the neurons, those not idle, per layer (tensors of one element). deviation:
+    standard deviation of the gates, per layer, where it is a list.
+    """
+
+    price: float = 0.0
+    width: list[float] = field(default_factory=list)
+    share: list[Tensor] = field(default_factory=list)
+    deviation: list[Tensor] = field(default_factory=list)
+
+
+class SparseGLU(torch.autograd.Function):
+    """relu(gate) * up, or relu(gate) * relu(up), with a gradient for being active.
+
+    Whether a neuron fires is a step function of its gate: its derivative is zero nearly everywhere, so
+    nothing would ever push a neuron to be idle. As in JumpReLU's training (Rajamanoharan et al., arXiv
+    2407.14435) the step is given the derivative of a ramp: 1 / (2 width) where |gate| < width. Each value
+    within it is charged `price`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, both: bool, price: float, width: float) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.both, ctx.price, ctx.width = both, price, width
+        return gate.relu() * (up.relu() if both else up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type: ignore[override]
+        gate, up = ctx.saved_tensors
+        fires = gate > 0
+        if ctx.both:
+            grad_gate = grad * up.relu() * fires
+            grad_up = grad * gate.relu() * (up > 0)
+        else:
+            grad_gate = grad * up * fires
+            grad_up = grad * gate.relu()
+        if ctx.price:
+            charge = ctx.price / (2 * ctx.width)
+            if ctx.both:  # what fires does so where the smaller of the two is positive
+                grad_gate += charge * ((gate.abs() < ctx.width) & (gate <= up))
+                grad_up += charge * ((up.abs() < ctx.width) & (up < gate))
+            else:
+                grad_gate += charge * (gate.abs() < ctx.width)
+        return grad_gate, grad_up, None, None, None
+
+
+class Student(nn.Module):
+    """What is trained. Parameters are named as the tensors they belong to, with "." replaced by "/".
+
+    blk/N/attn_q/a [rank, n_in] and /b [n_out, rank]: the matrix becomes weight + b @ a; with rank 0,
+    blk/N/attn_q/delta [n_out, n_in]: weight + delta. blk/N/attn_norm, ...: the norms' weights themselves.
+    blk/N/ffn_gate/bias, ffn_up/bias (dReLU), ffn_scale [n_ff]; blk/N/ffn_down/bias [n_embd].
+    """
+
+    def __init__(self, base: Llama, activation: ReluKind, rank: int, *, seed: int = 0) -> None:
+        super().__init__()
+        config = base.config
+        self.activation: ReluKind = activation
+        self.rank = rank
+        self.values = nn.ParameterDict()
+        generator = torch.Generator().manual_seed(seed)
+
+        def add(name: str, value: Tensor) -> None:
+            self.values[name.replace(".", "/")] = nn.Parameter(value.to(base.device))
+
+        add("output_norm", base.weight("output_norm").cpu().clone())
+        for i in range(config.n_layer):
+            blk = f"blk.{i}"
+            for name in NORMS:
+                add(f"{blk}.{name}", base.weight(f"{blk}.{name}").cpu().clone())
+            for name in MATRICES:
+                n_out, n_in = base.weight(f"{blk}.{name}").shape
+                if rank:
+                    a = torch.randn(rank, n_in, generator=generator) / math.sqrt(n_in)
+                    add(f"{blk}.{name}.a", a)
+                    add(f"{blk}.{name}.b", torch.zeros(n_out, rank))
+                else:
+                    add(f"{blk}.{name}.delta", torch.zeros(n_out, n_in))
+            add(f"{blk}.ffn_gate.bias", base.bias(f"{blk}.ffn_gate", config.n_ff[i]))
+            if activation == "drelu":
+                add(f"{blk}.ffn_up.bias", base.bias(f"{blk}.ffn_up", config.n_ff[i]))
+            add(f"{blk}.ffn_scale", torch.ones(config.n_ff[i]))
+            add(f"{blk}.ffn_down.bias", base.bias(f"{blk}.ffn_down", config.n_embd))
+
+    def get(self, name: str) -> nn.Parameter | None:
+        """The parameter of a tensor, such as "blk.0.ffn_gate.bias"; None where none is trained."""
+        key = name.replace(".", "/")
+        return self.values[key] if key in self.values else None  # noqa: SIM401 - it has no get
+
+    @torch.no_grad()
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Takes values by their dotted names. Raises InvalidRequestError where they are not this
+        student's."""
+        own = dict(self.named_values())
+        for name in [*(own.keys() - values.keys()), *(values.keys() - own.keys())]:
+            raise InvalidRequestError(
+                f"the adapters do not fit: {name} is missing in them or in the student; "
+                "use the activation, the rank and the model that they were trained with"
+            )
+        for name, value in values.items():
+            if value.shape != own[name].shape:
+                raise InvalidRequestError(
+                    f"the adapters do not fit: {name} is {list(value.shape)}, not {list(own[name].shape)}; "
+                    "use the activation, the rank and the model that they were trained with"
+                )
+            own[name].copy_(value)
+
+    def named_values(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names with dots, and parameters."""
+        for name, value in self.values.items():
+            yield name.replace("/", "."), value
+
+
+class Llama(nn.Module):
+    """The network over the frozen weights of a file."""
+
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.config = config
+        self.weights = weights
+        self.student: Student | None = None
+        rope = config.rope
+        assert rope is not None
+        self._freq = torch.tensor(rope.freq, dtype=torch.float64)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.weights["token_embd.weight"].device
+
+    def weight(self, name: str) -> Tensor:
+        """The frozen weight of a tensor."""
+        return self.weights[f"{name}.weight"]
+
+    def bias(self, name: str, width: int) -> Tensor:
+        """A copy of the frozen bias of a tensor, zeros where it has none; on the CPU."""
+        bias = self.weights.get(f"{name}.bias")
+        return torch.zeros(width) if bias is None else bias.cpu().clone()
+
+    @property
+    def output(self) -> Tensor:
+        """The matrix [n_vocab, n_embd] that turns the last hidden state into logits."""
+        return self.weights.get("output.weight", self.weights["token_embd.weight"])
+
+    def linear(self, x: Tensor, name: str, student: Student | None) -> Tensor:
+        weight, bias = self.weight(name), self.weights.get(f"{name}.bias")
+        if student is None:
+            return F.linear(x, weight, bias)
+        own = student.get(f"{name}.bias")
+        bias = bias if own is None else own
+        if (delta := student.get(f"{name}.delta")) is not None:
+            return F.linear(x, weight + delta, bias)
+        a, b = student.get(f"{name}.a"), student.get(f"{name}.b")
+        assert a is not None
+        assert b is not None
+        return F.linear(x, weight, bias) + F.linear(F.linear(x, a), b)
+
+    def norm(self, x: Tensor, name: str, student: Student | None) -> Tensor:
+        own = None if student is None else student.get(name)
+        weight = self.weight(name) if own is None else own
+        return F.rms_norm(x, (x.shape[-1],), weight, self.config.norm_eps)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotary embedding of x [n_batch, n_head, n_tokens, head_dim] at positions 0, 1, ..."""
+        rope = self.config.rope
+        assert rope is not None
+        angle = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64), self._freq)
+        cos = (angle.cos() * rope.magnitude).to(x)
+        sin = (angle.sin() * rope.magnitude).to(x)
+        turned, rest = x[..., : rope.n_rot], x[..., rope.n_rot :]
+        if rope.kind == "norm":
+            first, second = turned[..., 0::2], turned[..., 1::2]
+            out = torch.stack((first * cos - second * sin, first * sin + second * cos), -1).flatten(-2)
+        else:
+            first, second = turned.chunk(2, -1)
+            out = torch.cat((first * cos - second * sin, first * sin + second * cos), -1)
+        return torch.cat((out, rest), -1) if rest.shape[-1] else out
+
+    def attention(self, x: Tensor, blk: str, student: Student | None) -> Tensor:
+        config = self.config
+        n_batch, n_tokens, _ = x.shape
+
+        def heads(name: str, n: int, width: int) -> Tensor:
+            return self.linear(x, f"{blk}.{name}", student).view(n_batch, n_tokens, n, width).transpose(1, 2)
+
+        q = heads("attn_q", config.n_head, config.head_dim)
+        k = heads("attn_k", config.n_head_kv, config.head_dim)
+        v = heads("attn_v", config.n_head_kv, config.head_dim_v)
+        if config.qk_norm:
+            q, k = self.norm(q, f"{blk}.attn_q_norm", None), self.norm(k, f"{blk}.attn_k_norm", None)
+        q, k = self.rotate(q), self.rotate(k)
+        n = config.n_head // config.n_head_kv
+        if n > 1:
+            k, v = k.repeat_interleave(n, 1), v.repeat_interleave(n, 1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.linear(out.transpose(1, 2).reshape(n_batch, n_tokens, -1), f"{blk}.attn_output", student)
+
+    def activated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """The neurons of the original."""
+        activation = self.config.activation
+        return _F[activation.gate](gate) * (up if activation.up is None else _F[activation.up](up))
+
+    def ffn(self, x: Tensor, layer: int, student: Student | None, activity: Activity | None) -> Tensor:
+        blk = f"blk.{layer}"
+        gate = self.linear(x, f"{blk}.ffn_gate", student)
+        up = self.linear(x, f"{blk}.ffn_up", student)
+        if student is None:
+            return self.linear(self.activated(gate, up), f"{blk}.ffn_down", None)
+        both = student.activation == "drelu"
+        price = activity.price if activity else 0.0
+        width = activity.width[layer] if activity and activity.width else 1.0
+        neurons: Tensor = SparseGLU.apply(gate, up, both, price, width)
+        if activity is not None:
+            with torch.no_grad():
+                activity.deviation.append(gate.std())
+                activity.share.append(neurons.count_nonzero() / neurons.numel())
+        scale = student.get(f"{blk}.ffn_scale")
+        assert scale is not None
+        return self.linear(neurons * scale, f"{blk}.ffn_down", student)
+
+    def layer(self, x: Tensor, i: int, student: Student | None, activity: Activity | None = None) -> Tensor:
+        """The residual stream after layer i."""
+        blk = f"blk.{i}"
+        x = x + self.attention(self.norm(x, f"{blk}.attn_norm", student), blk, student)
+        return x + self.ffn(self.norm(x, f"{blk}.ffn_norm", student), i, student, activity)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        student: Student | None = None,
+        activity: Activity | None = None,
+        stream: list[Tensor] | None = None,
+    ) -> Tensor:
+        """What the output matrix reads, float32 [n_batch, n_tokens, n_embd], of token ids [n_batch,
+        n_tokens]."""
+        x = F.embedding(tokens, self.weights["token_embd.weight"])
+        for i in range(self.config.n_layer):
+            x = self.layer(x, i, student, activity)
+            if stream is not None:
+                stream.append(x)
+        return self.norm(x, "output_norm", student)
+
+    def logits(self, tokens: Tensor, student: Student | None = None) -> Tensor:
+        """Logits, float32 [n_batch, n_tokens, n_vocab]."""
+        return F.linear(self.forward(tokens, student), self.output, self.weights.get("output.bias"))
+
+
+_F: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+def load_llama(gguf: GGUFFile, device: str | torch.device = "cpu") -> Llama:
+    """The network of a file, its weights as float32.
+
+    Raises UnsupportedModelError for what is not of the Llama family: it must have RMS norms, RoPE, a gated
+    FFN that reads the residual stream after attention, separate q, k and v, and full attention.
+    """
+    from hotset.formats.quants import dequantize
+    from hotset.model.config import config_from_gguf
+    from hotset.model.decoder import describe
+
+    config = config_from_gguf(gguf)
+    describe(config, gguf.tensors)  # checks that every tensor is there, in its shape
+    reason = _unsupported(config, gguf)
+    if reason:
+        raise UnsupportedModelError(
+            f"sparsify trains models of the Llama family, and {gguf.path.name} ({config.architecture}) "
+            f"{reason}"
+        )
+    weights = {
+        name: torch.from_numpy(dequantize(gguf.data(name), info.type, info.shape)).to(device)
+        for name, info in gguf.tensors.items()
+        if name != "rope_freqs.weight"
+    }
+    return Llama(config, weights)
+
+
+def _unsupported(config: ModelConfig, gguf: GGUFFile) -> str | None:
+    if config.norm != "rms":
+        return "has layer norms"
+    if not config.gated:
+        return "has an FFN without a gate"
+    if config.parallel:
+        return "has attention and FFN side by side"
+    if config.rope is None:
+        return "has no rotary positions"
+    if any(config.windows):
+        return "has sliding windows"
+    if gguf.dialect != "gguf" or "blk.0.ffn_down.weight" not in gguf.tensors:
+        return "is stored in PowerInfer's format"
+    if "blk.0.attn_qkv.weight" in gguf.tensors:
+        return "has q, k and v in one matrix"
+    if config.activation.gate == "fatrelu":
+        return "has the activation FATReLU"
+    return None

@@ -1,0 +1,478 @@
+"""From a SiLU model to a ReLU one: swap the activation, then recover by distillation.
+
+The first step of TurboSparse's recipe (arXiv 2406.05955), for a machine that is at hand. The student starts
+where `calibrate` puts it; then its output distribution is drawn towards the teacher's,
+
+    loss = mean over tokens of KL(teacher || student) + price * share of active neurons + guide * stray
+
+where stray is the relative squared distance of the two residual streams, mean over layers: it tells each
+layer what it lacks, where the divergence at the end only tells all of them together, and fades out towards
+the end of the run. The price is raised while more neurons fire than asked, and lowered while fewer do (a
+Lagrange multiplier), so that the share is what was asked for and goes to the neurons and layers that need it.
+The file's weights stay as they are; what is trained (`llama_torch.Student`) is small enough to be kept as
+adapters of some megabytes.
+
+On a CPU the teacher is hotset's own engine on the same file: its integer kernels are several times faster
+than a second pass in torch, and it is the very model that the student will be compared with.
+
+A run lives in a folder: settings.json, generated.jsonl (what the teacher wrote), checkpoint.pt (replaced
+whole, every so often), curve.jsonl (a line per evaluation), adapters.safetensors (the latest). It goes on
+from there after a kill, with the same windows in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from hotset.errors import InvalidRequestError
+from hotset.training.adapters import Adapters
+from hotset.training.calibrate import calibrate, kernel_widths
+from hotset.training.llama_torch import Activity, Llama, Student
+from hotset.training.text import Mixture
+
+if TYPE_CHECKING:
+    from hotset.api import Model
+
+_ROWS = 256  # tokens whose logits are in memory together
+_CALIBRATION = 8192  # tokens
+_PRICE_STEP, _PRICE_PULL = (
+    0.02,
+    4.0,
+)  # of the multiplier: per step, and at once, per relative error of the share
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What makes a run what it is; a run is resumed only with the same.
+
+    activation: relu or drelu. rank: of the low-rank products, 0 for full training. idle: share of neurons
+    that are to be idle. n_tokens: to train on, over all processes; hours: instead, how long, where it is not
+    None (the learning rate falls with the time then). n_ctx, batch: tokens of a window, windows of a step and
+    process. lr: of the matrices; vector_lr: of norms, biases and scales. price: of a neuron's being active,
+    at the start. guide: weight of the residual streams' distance at the start. scored: share of the positions
+    at which a step compares the distributions (the rows of logits are a fifth of its time). labels: weight of
+    the text's own next token in what is aimed at, beside the teacher's distribution. warmup: steps.
+    """
+
+    activation: str = "relu"
+    rank: int = 32
+    idle: float = 0.72
+    n_tokens: int = 1_000_000
+    hours: float | None = None
+    n_ctx: int = 512
+    batch: int = 2
+    lr: float = 1e-3
+    vector_lr: float = 2e-3
+    price: float = 0.5
+    guide: float = 0.5
+    scored: float = 1.0
+    labels: float = 0.0
+    warmup: int = 20
+    final_lr: float = 0.05
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.activation not in ("relu", "drelu"):
+            raise InvalidRequestError(f"--activation must be relu or drelu, not {self.activation!r}")
+        if self.rank < 0:
+            raise InvalidRequestError(f"the rank of the adapters must be at least 1, not {self.rank}")
+        if not 0 < self.idle < 1:
+            raise InvalidRequestError(f"--idle must lie between 0 and 1, not {self.idle:g}")
+        if self.n_tokens < 1 or self.batch < 1 or self.n_ctx < 8:
+            raise InvalidRequestError("--tokens and --batch must be at least 1, --ctx-size at least 8")
+        if not 0 <= self.labels <= 1:
+            raise InvalidRequestError(f"--labels must lie between 0 and 1, not {self.labels:g}")
+        if not 0 < self.scored <= 1:
+            raise InvalidRequestError(f"--scored must lie between 0 and 1, not {self.scored:g}")
+        if not (self.lr > 0 and self.vector_lr > 0 and math.isfinite(self.lr + self.vector_lr)):
+            raise InvalidRequestError("the learning rate must be a positive number")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How the student does on held-out windows (the second half of each is scored, as `hotset perplexity`
+    does).
+
+    tokens, seconds: trained on so far, over all processes. ppl, teacher_ppl: perplexities. kl: mean
+    divergence from the teacher, in nats. top1: how often both name the same token first. idle: share of
+    neurons, mean and per layer.
+    """
+
+    step: int
+    tokens: int
+    seconds: float
+    loss: float | None
+    ppl: float
+    teacher_ppl: float
+    kl: float
+    top1: float
+    idle: float
+    idle_per_layer: list[float] = field(default_factory=list)
+
+
+class EngineTeacher:
+    """The original's residual stream, by hotset's CPU engine."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self._names = [f"blk.{i}.out" for i in range(model.config.n_layer)]
+
+    def stream(self, tokens: Tensor) -> list[Tensor]:
+        """After each layer, float32 [n_batch, n_tokens, n_embd], of int64 [n_batch, n_tokens]."""
+        taps = [self.model.taps(window.tolist(), self._names) for window in tokens]
+        return [torch.from_numpy(np.stack([tap[name] for tap in taps])) for name in self._names]
+
+
+class TorchTeacher:
+    """The original's residual stream, by the network that the student shares."""
+
+    def __init__(self, base: Llama) -> None:
+        self.base = base
+
+    @torch.no_grad()
+    def stream(self, tokens: Tensor) -> list[Tensor]:
+        """As EngineTeacher's, on the device of the network."""
+        layers: list[Tensor] = []
+        self.base(tokens.to(self.base.device), stream=layers)
+        return layers
+
+
+class _Divergence(torch.autograd.Function):
+    """Mean KL(teacher || student) over tokens, and its gradient, without keeping a row of logits.
+
+    hidden, wanted: what the output matrix reads, of student and teacher, [n, n_embd]; output [n_vocab,
+    n_embd]; following: the tokens that the text goes on with, [n]. The gradient is that of (1 - labels) KL +
+    labels * cross entropy; the value is the divergence alone.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, wanted: Tensor, output: Tensor, following: Tensor, labels: float
+    ) -> Tensor:
+        grad = torch.empty_like(hidden)
+        total = hidden.new_zeros(())
+        n = len(hidden)
+        for i in range(0, n, _ROWS):
+            got = F.log_softmax(F.linear(hidden[i : i + _ROWS], output), -1)
+            aim = F.log_softmax(F.linear(wanted[i : i + _ROWS], output), -1)
+            p = aim.exp()
+            total += (p * aim.sub_(got)).sum()
+            slope = got.exp_().sub_(p, alpha=1 - labels)
+            slope[torch.arange(len(slope)), following[i : i + _ROWS]] -= labels
+            grad[i : i + _ROWS] = slope @ output
+        ctx.save_for_backward(grad.div_(n))
+        return total / n
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (grad,) = ctx.saved_tensors
+        return grad * scale, None, None, None, None
+
+
+def _stray(stream: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
+    """How far the student's residual stream is from the teacher's: squared, relative, mean over layers and
+    tokens."""
+    parts = [
+        ((x - y).square().sum(-1) / y.square().sum(-1)).mean() for x, y in zip(stream, wanted, strict=True)
+    ]
+    return torch.stack(parts).mean()
+
+
+class Training:
+    """One run: `run` trains to the end, or from where its folder says on.
+
+    held_out: windows for evaluation, int64 [n, n_ctx]. model: digest of the file (adapters.digest). start:
+    values of earlier adapters. process, n_processes: this process, and how many share the work
+    (torch.distributed must be set up); only process 0 writes.
+    """
+
+    def __init__(
+        self,
+        base: Llama,
+        teacher: EngineTeacher | TorchTeacher,
+        mixture: Mixture,
+        held_out: Tensor,
+        folder: Path,
+        settings: Settings,
+        *,
+        model: str = "",
+        start: dict[str, Tensor] | None = None,
+        process: int = 0,
+        n_processes: int = 1,
+    ) -> None:
+        self.base, self.teacher, self.mixture, self.held_out = base, teacher, mixture, held_out
+        self.folder, self.settings, self.process, self.n_processes = folder, settings, process, n_processes
+        self.student = Student(base, settings.activation, settings.rank, seed=settings.seed)  # type: ignore[arg-type]
+        self.optimizer = self._optimizer()
+        self.step = 0
+        self.seconds = 0.0
+        self.price = settings.price
+        self.loss: float | None = None
+        self.widths: list[float] = []
+        self._start = start
+        self._model = model
+        self._share = 0.0  # of active neurons in the last step
+
+    # ---- state ----
+
+    @property
+    def tokens(self) -> int:
+        """Trained on so far, by all processes."""
+        return self.step * self.settings.batch * self.settings.n_ctx * self.n_processes
+
+    @property
+    def progress(self) -> float:
+        """0 at the start, 1 at the end."""
+        if self.settings.hours is not None:
+            return self.seconds / (3600 * self.settings.hours)
+        return self.tokens / self.settings.n_tokens
+
+    def prepare(self, say: Callable[[str], None] = lambda text: None) -> None:
+        """Resumes from the folder, or calibrates."""
+        if self.resume():
+            say(f"resumed after {self.tokens} tokens")
+            return
+        if self._start is not None:
+            self.student.load(self._start)
+            tokens = torch.from_numpy(self.mixture.window(0)[None]).long()
+            self.widths = kernel_widths(self.base, self.student, tokens)
+            return
+        n = max(1, _CALIBRATION // self.settings.n_ctx)
+        tokens = torch.from_numpy(np.stack([self.mixture.window(i) for i in range(n)])).long()
+        calibrate(self.base, self.student, tokens, 1 - self.settings.idle)
+        self.widths = kernel_widths(self.base, self.student, tokens[:2])
+
+    def save(self) -> None:
+        """Replaces the checkpoint and the adapters."""
+        if self.process:
+            return
+        state = {
+            "settings": asdict(self.settings),
+            "values": {name: value.detach().cpu() for name, value in self.student.named_values()},
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "seconds": self.seconds,
+            "price": self.price,
+            "share": self._share,
+            "loss": self.loss,
+            "widths": self.widths,
+            "n_processes": self.n_processes,
+        }
+        temporary = self.folder / ".checkpoint.pt.tmp"
+        torch.save(state, temporary)
+        os.replace(temporary, self.folder / "checkpoint.pt")
+        self.adapters().save(self.folder / "adapters.safetensors")
+
+    def adapters(self) -> Adapters:
+        """What has been learnt so far."""
+        values = {name: value.detach().cpu().numpy() for name, value in self.student.named_values()}
+        return Adapters(values, self.settings.activation, self.settings.rank, self._model)
+
+    def resume(self) -> bool:
+        """Takes up the checkpoint of the folder, if there is one. Raises InvalidRequestError for other
+        settings."""
+        path = self.folder / "checkpoint.pt"
+        if not path.exists():
+            return False
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["settings"] != asdict(self.settings) or state["n_processes"] != self.n_processes:
+            changed = [k for k, v in asdict(self.settings).items() if state["settings"].get(k) != v]
+            raise InvalidRequestError(
+                f"the training in {self.folder} was begun with other settings "
+                f"({', '.join(changed) or 'number of processes'}); use those, or another folder with --work"
+            )
+        self.student.load(state["values"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.seconds, self.price = state["step"], state["seconds"], state["price"]
+        self.widths, self._share, self.loss = state["widths"], state["share"], state["loss"]
+        curve = self.folder / "curve.jsonl"
+        if curve.exists() and not self.process:  # evaluations after the checkpoint will be made again
+            lines = [line for line in read_curve(curve) if line["step"] <= self.step]
+            _write_whole(curve, "".join(json.dumps(line) + "\n" for line in lines))
+        return True
+
+    # ---- one step ----
+
+    def train_step(self) -> float:
+        """One step of the optimizer; returns the mean divergence, in nats per token."""
+        started = time.perf_counter()
+        settings = self.settings
+        tokens = self._windows()
+        wanted = [x.to(self.base.device) for x in self.teacher.stream(tokens)]
+        activity = Activity(width=self.widths)
+        share_wanted = 1 - settings.idle
+        error = (self._share - share_wanted) / share_wanted if self.step else 0.0
+        n_values = tokens.numel() * sum(self.base.config.n_ff)
+        activity.price = self.price * math.exp(_PRICE_PULL * error) / n_values
+        lr_factor = self._lr_factor()
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["base_lr"] * lr_factor
+        stream: list[Tensor] = []
+        hidden = self.base(tokens.to(self.base.device), self.student, activity, stream)
+        with torch.no_grad():
+            aim = self.base.norm(wanted[-1], "output_norm", None)
+        scored = self._scored(tokens[:, :-1].numel())
+        loss: Tensor = _Divergence.apply(
+            hidden[:, :-1].flatten(0, 1)[scored],
+            aim[:, :-1].flatten(0, 1)[scored],
+            self.base.output,
+            tokens[:, 1:].flatten().to(self.base.device)[scored],
+            settings.labels,
+        )
+        stray = _stray(stream, wanted)
+        self.optimizer.zero_grad(set_to_none=True)
+        (loss + settings.guide * max(0.0, 1 - self.progress) * stray).backward()
+        share = torch.stack(activity.share).mean()
+        report = torch.stack([loss.detach(), share])
+        if self.n_processes > 1:
+            self._all_reduce(report)
+        torch.nn.utils.clip_grad_norm_(self.student.parameters(), 1.0)
+        self.optimizer.step()
+        self._share = float(report[1])
+        self.price *= math.exp(_PRICE_STEP * (self._share - share_wanted) / share_wanted)
+        self.step += 1
+        elapsed = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+        if self.n_processes > 1:  # all of them must end, and lower the learning rate, at the same step
+            torch.distributed.all_reduce(elapsed, torch.distributed.ReduceOp.MAX)
+        self.seconds += float(elapsed)
+        return float(report[0])
+
+    def _scored(self, n: int) -> Tensor:
+        """The positions, of n, at which the divergence is taken: drawn anew for each step."""
+        rng = np.random.default_rng([self.settings.seed, self.step, self.process])
+        chosen = rng.permutation(n)[: max(1, round(n * self.settings.scored))]
+        return torch.from_numpy(np.sort(chosen)).to(self.base.device)
+
+    def _windows(self) -> Tensor:
+        first = (self.step * self.n_processes + self.process) * self.settings.batch
+        windows = [self.mixture.window(first + i) for i in range(self.settings.batch)]
+        return torch.from_numpy(np.stack(windows)).long()
+
+    def _lr_factor(self) -> float:
+        settings = self.settings
+        cosine = 0.5 * (1 + math.cos(math.pi * min(self.progress, 1.0)))
+        falling = settings.final_lr + (1 - settings.final_lr) * cosine
+        return falling * min(1.0, (self.step + 1) / settings.warmup) if settings.warmup else falling
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        matrices = [p for p in self.student.parameters() if p.ndim == 2]
+        vectors = [p for p in self.student.parameters() if p.ndim == 1]
+        groups = [
+            {"params": matrices, "lr": self.settings.lr, "base_lr": self.settings.lr},
+            {"params": vectors, "lr": self.settings.vector_lr, "base_lr": self.settings.vector_lr},
+        ]
+        return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def _all_reduce(self, report: Tensor) -> None:
+        """Means over the processes, of the gradients and of the report."""
+        from torch import distributed
+
+        parameters = list(self.student.parameters())
+        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+        flat = torch.cat([report, *(grad.flatten() for grad in grads)])
+        distributed.all_reduce(flat)
+        flat /= self.n_processes
+        report.copy_(flat[:2])
+        first = 2
+        for p, grad in zip(parameters, grads, strict=True):
+            p.grad = flat[first : first + grad.numel()].view_as(grad)
+            first += grad.numel()
+
+    # ---- evaluation ----
+
+    @torch.no_grad()
+    def evaluate(self) -> Evaluation:
+        """The student against the teacher on the held-out windows."""
+        n_ctx = self.held_out.shape[1]
+        first = n_ctx // 2 - 1  # the logits of this position are the first that are scored
+        nll = teacher_nll = kl = top1 = 0.0
+        n = 0
+        shares = []
+        for window in self.held_out:
+            aim = self.base.norm(
+                self.teacher.stream(window[None])[-1].to(self.base.device), "output_norm", None
+            )
+            wanted = F.log_softmax(F.linear(aim[0, first:-1], self.base.output), -1)
+            activity = Activity()
+            hidden = self.base(window[None].to(self.base.device), self.student, activity)[0, first:-1]
+            got = F.log_softmax(F.linear(hidden, self.base.output), -1)
+            targets = window[first + 1 :, None].to(self.base.device)
+            nll -= float(got.gather(1, targets).sum())
+            teacher_nll -= float(wanted.gather(1, targets).sum())
+            kl += float((wanted.exp() * (wanted - got)).sum())
+            top1 += float((wanted.argmax(-1) == got.argmax(-1)).sum())
+            n += len(targets)
+            shares.append(torch.stack(activity.share))
+        idle = (1 - torch.stack(shares).mean(0)).tolist()
+        return Evaluation(
+            step=self.step,
+            tokens=self.tokens,
+            seconds=round(self.seconds, 1),
+            loss=self.loss,
+            ppl=math.exp(min(nll / n, 700)),
+            teacher_ppl=math.exp(min(teacher_nll / n, 700)),
+            kl=kl / n,
+            top1=top1 / n,
+            idle=sum(idle) / len(idle),
+            idle_per_layer=[round(v, 4) for v in idle],
+        )
+
+    # ---- the run ----
+
+    def run(
+        self,
+        *,
+        eval_every: int = 50,
+        save_every: int = 25,
+        on_step: Callable[[Training], None] = lambda training: None,
+        on_eval: Callable[[Evaluation], None] = lambda evaluation: None,
+    ) -> None:
+        """Trains to the end. eval_every, save_every: steps."""
+        if self.step == 0:
+            self._evaluate(on_eval)
+            self.save()
+        while self.progress < 1:
+            loss = self.train_step()
+            self.loss = loss if self.loss is None else 0.95 * self.loss + 0.05 * loss
+            on_step(self)
+            ends = self.progress >= 1
+            if ends or self.step % eval_every == 0:
+                self._evaluate(on_eval)
+            if ends or self.step % save_every == 0:
+                self.save()
+
+    def _evaluate(self, on_eval: Callable[[Evaluation], None]) -> None:
+        if self.process == 0:
+            evaluation = self.evaluate()
+            with (self.folder / "curve.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(evaluation)) + "\n")
+            on_eval(evaluation)
+
+
+def read_curve(path: Path) -> list[dict[str, Any]]:
+    """The lines of a curve; one that was cut short is left out."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines
+
+
+def _write_whole(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,552 @@
+"""Sparsifying a model: the torch twin, the start in closed form, training, resuming, merging, the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_gguf import write_llama, write_relu
+
+from hotset.errors import FormatError, HotsetError, InvalidRequestError, UnsupportedModelError
+from hotset.formats.gguf import GGUFWriter, open_gguf
+from hotset.formats.quants import GGMLType
+from hotset.model.config import config_from_gguf
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+tiny_models = pytest.importorskip("tiny_models")
+
+import hotset  # noqa: E402
+from hotset.training.adapters import Adapters, digest, merge  # noqa: E402
+from hotset.training.calibrate import calibrate, kernel_widths  # noqa: E402
+from hotset.training.generate import generate, read_documents  # noqa: E402
+from hotset.training.llama_torch import Activity, SparseGLU, Student, load_llama  # noqa: E402
+from hotset.training.sparsify import Settings, TorchTeacher, Training, read_curve  # noqa: E402
+from hotset.training.text import (  # noqa: E402
+    Mixture,
+    Source,
+    parse_amount,
+    parse_text,
+    split_held_out,
+)
+
+N_CTX = 32
+RNG = np.random.default_rng(0)
+TOKENS = RNG.integers(0, 96, 6000).astype(np.int32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_threads() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def silu(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("silu") / "silu.gguf", spread=lambda name: 1.0)
+
+
+def training(path: Path, folder: Path, **settings: Any) -> Training:
+    folder.mkdir(exist_ok=True)
+    gguf = open_gguf(path)
+    base = load_llama(gguf)
+    defaults: dict[str, Any] = {
+        "n_ctx": N_CTX,
+        "batch": 2,
+        "rank": 8,
+        "warmup": 2,
+        "n_tokens": 40 * 2 * N_CTX,
+    }
+    return Training(
+        base,
+        TorchTeacher(base),
+        Mixture([Source("random", TOKENS[:4000])], N_CTX),
+        torch.from_numpy(TOKENS[4000 : 4000 + 8 * N_CTX].reshape(8, N_CTX)).long(),
+        folder,
+        Settings(**{**defaults, **settings}),
+        model=digest(gguf),
+    )
+
+
+def logits_of(path: Path, tokens: np.ndarray) -> np.ndarray:
+    with hotset.load(path, backend="reference", kv_type="f32", n_ctx=64) as model:
+        return model.logits(tokens.tolist())
+
+
+class TestTwin:
+    @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_equals_the_reference(self, tmp_path: Path, architecture: str, tied: bool) -> None:
+        path = write_llama(tmp_path / "m.gguf", architecture=architecture, tied=tied)
+        with open_gguf(path) as gguf:
+            base = load_llama(gguf)
+        tokens = TOKENS[:40]
+        got = base.logits(torch.from_numpy(tokens).long()[None])[0].numpy()
+        wanted = logits_of(path, tokens)
+        np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-3 * np.abs(wanted).max())
+
+    @pytest.mark.parametrize("recipe", ["llama", "llama-llama3"])
+    def test_equals_the_checkpoint(self, tmp_path: Path, recipe: str) -> None:
+        if recipe not in tiny_models.RECIPES:
+            recipe = next(name for name in tiny_models.RECIPES if name.startswith("llama"))
+        model = tiny_models.build(tiny_models.RECIPES[recipe])
+        with open_gguf(tiny_models.to_gguf(tiny_models.RECIPES[recipe], model, tmp_path)) as gguf:
+            base = load_llama(gguf)
+        tokens = torch.from_numpy(TOKENS[:64]).long()[None]
+        with torch.no_grad():
+            wanted = model(tokens).logits
+            got = base.logits(tokens)
+        assert torch.allclose(got, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+
+    def test_a_batch_is_its_rows(self, silu: Path) -> None:
+        with open_gguf(silu) as gguf:
+            base = load_llama(gguf)
+        tokens = torch.from_numpy(TOKENS[: 3 * N_CTX]).long().view(3, N_CTX)
+        with torch.no_grad():
+            together = base.logits(tokens)
+            for i in range(3):
+                torch.testing.assert_close(
+                    together[i], base.logits(tokens[i : i + 1])[0], rtol=1e-4, atol=1e-4
+                )
+
+    def test_what_is_not_of_the_family_is_refused(self, tmp_path: Path) -> None:
+        for architecture in ("falcon", "opt", "llama"):  # the last in PowerInfer's dialect
+            dialect = "powerinfer" if architecture == "llama" else "gguf"
+            path = write_relu(tmp_path / f"{architecture}.gguf", architecture, dialect=dialect)
+            with open_gguf(path) as gguf, pytest.raises(UnsupportedModelError, match="Llama family"):
+                load_llama(gguf)
+
+
+class TestSparseGLU:
+    @pytest.mark.parametrize("both", [False, True])
+    def test_gradient_is_that_of_the_plain_formula(self, both: bool) -> None:
+        gate, up = torch.randn(2, 5, 7, dtype=torch.float64, requires_grad=True).unbind(0)
+        gate.retain_grad(), up.retain_grad()
+        weight = torch.randn(5, 7, dtype=torch.float64)
+        (SparseGLU.apply(gate, up, both, 0.0, 1.0) * weight).sum().backward()
+        got = gate.grad.clone(), up.grad.clone()
+        g, u = gate.detach().requires_grad_(), up.detach().requires_grad_()
+        (g.relu() * (u.relu() if both else u) * weight).sum().backward()
+        torch.testing.assert_close(got[0], g.grad)
+        torch.testing.assert_close(got[1], u.grad)
+
+    @pytest.mark.parametrize("both", [False, True])
+    def test_the_price_is_that_of_the_share(self, both: bool) -> None:
+        """Moving every gate by a little changes the share of active neurons as the gradient says."""
+        generator = torch.Generator().manual_seed(0)
+        gate = torch.randn(400_000, generator=generator, requires_grad=True)
+        up = torch.randn(400_000, generator=generator, requires_grad=True)
+        width, price = 0.1, 3.0
+        SparseGLU.apply(gate, up, both, price / gate.numel(), width).backward(torch.zeros_like(gate))
+
+        def share(shift: float) -> float:
+            fires = gate.detach() + shift > 0
+            if both:
+                fires &= up.detach() + shift > 0
+            return float(fires.float().mean())
+
+        slope = price * (share(width) - share(-width)) / (2 * width)
+        moved = gate.grad.sum() + (up.grad.sum() if both else 0.0)
+        assert float(moved) == pytest.approx(slope, rel=0.05)
+
+
+class TestCalibration:
+    @pytest.mark.parametrize("activation", ["relu", "drelu"])
+    @pytest.mark.parametrize("rank", [0, 8])
+    def test_start_is_near_and_sparse(self, silu: Path, activation: Any, rank: int) -> None:
+        with open_gguf(silu) as gguf:
+            base = load_llama(gguf)
+        tokens = torch.from_numpy(TOKENS[: 64 * N_CTX]).long().view(64, N_CTX)
+        fitted, cut_only = Student(base, activation, rank), Student(base, activation, rank)
+        calibrate(base, fitted, tokens, 0.28)
+        widths = kernel_widths(base, fitted, tokens)
+        assert len(widths) == 2
+        assert min(widths) > 0
+        with torch.no_grad():
+            wanted = base(tokens[:8])
+            activity = Activity()
+            start = base(tokens[:8], fitted, activity)
+            cut_only.load(dict(fitted.named_values()))
+            for name, value in cut_only.named_values():
+                if "ffn_down" in name:
+                    value.zero_()
+            unfitted = base(tokens[:8], cut_only)
+        assert float(torch.stack(activity.share).mean()) == pytest.approx(0.28, abs=0.05)
+        missed, missed_by_cuts = ((x - wanted).square().mean() for x in (start, unfitted))
+        assert float(missed) < 0.8 * float(missed_by_cuts)
+
+
+class TestTraining:
+    def test_loss_falls_and_neurons_stay_idle(self, silu: Path, tmp_path: Path) -> None:
+        run = training(silu, tmp_path / "run", lr=5e-3, vector_lr=5e-3)
+        run.prepare()
+        run.run(eval_every=20, save_every=40)
+        curve = read_curve(tmp_path / "run" / "curve.jsonl")
+        assert [line["step"] for line in curve] == [0, 20, 40]
+        assert [line["tokens"] for line in curve] == [0, 20 * 2 * N_CTX, 40 * 2 * N_CTX]
+        assert curve[-1]["kl"] < 0.8 * curve[0]["kl"]
+        assert curve[-1]["idle"] == pytest.approx(0.72, abs=0.04)
+        assert len(curve[-1]["idle_per_layer"]) == 2
+
+    def test_idle_share_is_driven_to_what_is_asked(self, silu: Path, tmp_path: Path) -> None:
+        run = training(silu, tmp_path / "run", idle=0.6, vector_lr=1e-2, price=2.0)
+        run.prepare()
+        assert run.evaluate().idle == pytest.approx(0.6, abs=0.05)
+        object.__setattr__(run.settings, "idle", 0.8)
+        run.run(eval_every=100, save_every=100)
+        assert run.evaluate().idle > 0.7
+
+    @pytest.mark.parametrize("rank", [0, 4])
+    def test_goes_on_after_a_kill(self, silu: Path, tmp_path: Path, rank: int) -> None:
+        class KilledError(Exception):
+            pass
+
+        def kill(run: Training) -> None:
+            if run.step == 7:
+                raise KilledError
+
+        options = {"rank": rank, "n_tokens": 12 * 2 * N_CTX}
+        whole = training(silu, tmp_path / "whole", **options)
+        whole.prepare()
+        whole.run(eval_every=3, save_every=4)
+        killed = training(silu, tmp_path / "killed", **options)
+        killed.prepare()
+        with pytest.raises(KilledError):
+            killed.run(eval_every=3, save_every=4, on_step=kill)
+        assert [line["step"] for line in read_curve(tmp_path / "killed" / "curve.jsonl")] == [0, 3, 6]
+        resumed = training(silu, tmp_path / "killed", **options)
+        said: list[str] = []
+        resumed.prepare(said.append)
+        assert said == [f"resumed after {4 * 2 * N_CTX} tokens"]
+        resumed.run(eval_every=3, save_every=4)
+        curves = [read_curve(tmp_path / name / "curve.jsonl") for name in ("whole", "killed")]
+        for one, other in zip(*curves, strict=True):
+            del one["seconds"], other["seconds"]
+            assert one == other
+        first, second = (Adapters.open(tmp_path / n / "adapters.safetensors") for n in ("whole", "killed"))
+        for name, value in first.values.items():
+            np.testing.assert_array_equal(value, second.values[name])
+        assert not list((tmp_path / "killed").glob(".*"))
+
+    def test_other_settings_do_not_resume(self, silu: Path, tmp_path: Path) -> None:
+        run = training(silu, tmp_path / "run")
+        run.prepare()
+        run.save()
+        with pytest.raises(InvalidRequestError, match="other settings \\(idle\\)"):
+            training(silu, tmp_path / "run", idle=0.5).prepare()
+
+    def test_time_can_end_it(self, silu: Path, tmp_path: Path) -> None:
+        run = training(silu, tmp_path / "run", hours=1.0)
+        run.prepare()
+        run.train_step()
+        assert 0 < run.progress < 0.01
+        run.seconds = 3600.0
+        assert run.progress == 1
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"activation": "silu"}, "relu or drelu"),
+            ({"rank": -1}, "rank"),
+            ({"idle": 1.0}, "--idle"),
+            ({"batch": 0}, "at least 1"),
+            ({"lr": float("nan")}, "learning rate"),
+        ],
+    )
+    def test_settings_are_checked(self, settings: dict[str, Any], message: str) -> None:
+        with pytest.raises(InvalidRequestError, match=message):
+            Settings(**settings)
+
+
+class TestMerging:
+    @pytest.mark.parametrize("activation", ["relu", "drelu"])
+    @pytest.mark.parametrize("rank", [0, 8])
+    def test_merged_file_is_the_student(self, silu: Path, tmp_path: Path, activation: str, rank: int) -> None:
+        run = training(silu, tmp_path / "run", activation=activation, rank=rank, n_tokens=5 * 2 * N_CTX)
+        run.prepare()
+        run.run(eval_every=100, save_every=100)
+        adapters = Adapters.open(tmp_path / "run" / "adapters.safetensors")
+        run.student.load({name: torch.from_numpy(value) for name, value in adapters.values.items()})
+        out = tmp_path / "merged.gguf"
+        with open_gguf(silu) as gguf:
+            merge(gguf, adapters, out, GGMLType.F32)
+        tokens = TOKENS[:N_CTX]
+        with torch.no_grad():
+            wanted = run.base.logits(torch.from_numpy(tokens).long()[None], run.student)[0].numpy()
+        got = logits_of(out, tokens)
+        np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-3 * np.abs(wanted).max())
+        with open_gguf(out) as gguf:
+            assert gguf.metadata["llama.hidden_activation"] == activation
+            config = config_from_gguf(gguf)
+            assert config.is_relu
+            assert config.activation.up == ("relu" if activation == "drelu" else None)
+            assert gguf.tensors["token_embd.weight"].type == GGMLType.F32
+        with hotset.load(out, backend="cpu", sparsity="exact", n_ctx=64) as model:
+            taps = model.taps(tokens.tolist(), ["blk.0.ffn_act", "blk.1.ffn_act"])
+            sparse = model.logits(tokens.tolist())
+        np.testing.assert_allclose(sparse, wanted, atol=0.1 * np.abs(wanted).max())
+        active = np.mean([np.count_nonzero(tap) / tap.size for tap in taps.values()])
+        assert active == pytest.approx(0.28, abs=0.06)
+
+    def test_types(self, silu: Path, tmp_path: Path) -> None:
+        run = training(silu, tmp_path / "run")
+        run.prepare()
+        run.save()
+        adapters = Adapters.open(tmp_path / "run" / "adapters.safetensors")
+        with open_gguf(silu) as gguf:
+            merge(gguf, adapters, tmp_path / "q8.gguf", GGMLType.Q8_0)
+            with pytest.raises(InvalidRequestError, match="the model that is read"):
+                merge(gguf, adapters, silu)
+        with open_gguf(tmp_path / "q8.gguf") as gguf:
+            assert gguf.tensors["blk.0.ffn_up.weight"].type == GGMLType.Q8_0
+            assert gguf.tensors["blk.0.ffn_gate.bias"].type == GGMLType.F32
+            assert gguf.tensors["output.weight"].type == GGMLType.F32
+            assert gguf.metadata["general.file_type"] == 7
+
+    def test_adapters_of_another_model_are_refused(self, silu: Path, tmp_path: Path) -> None:
+        other = write_llama(tmp_path / "other.gguf", seed=2)
+        run = training(silu, tmp_path / "run")
+        run.prepare()
+        run.save()
+        adapters = Adapters.open(tmp_path / "run" / "adapters.safetensors")
+        with open_gguf(other) as gguf, pytest.raises(InvalidRequestError, match="trained on other weights"):
+            merge(gguf, adapters, tmp_path / "out.gguf")
+        assert not (tmp_path / "out.gguf").exists()
+
+    def test_what_is_no_adapter_file_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(InvalidRequestError, match="there are no adapters"):
+            Adapters.open(tmp_path / "missing")
+        (tmp_path / "bad").write_bytes(b"\xff" * 100)
+        with pytest.raises(FormatError, match="safetensors"):
+            Adapters.open(tmp_path / "bad")
+
+        from safetensors.numpy import save
+
+        (tmp_path / "plain").write_bytes(save({"a": np.ones(1)}))
+        with pytest.raises(FormatError, match="does not hold adapters"):
+            Adapters.open(tmp_path / "plain")
+
+    def test_int8_is_close(self, tmp_path: Path) -> None:
+        values = {
+            "blk.0.ffn_up.a": RNG.standard_normal((4, 64)).astype(np.float32),
+            "blk.0.ffn_up.b": RNG.standard_normal((96, 4)).astype(np.float32) * 1e-3,
+            "blk.0.ffn_gate.bias": RNG.standard_normal(96).astype(np.float32),
+            "blk.0.ffn_down.b": np.zeros((64, 4), np.float32),
+        }
+        Adapters(values, "relu", 4, "x").save(tmp_path / "a.safetensors")
+        read = Adapters.open(tmp_path / "a.safetensors")
+        assert (read.activation, read.rank, read.model) == ("relu", 4, "x")
+        for name, value in values.items():
+            assert np.abs(read.values[name] - value).max() <= np.abs(value).max() / 200
+
+
+class TestText:
+    def test_windows_are_a_function_of_the_seed(self) -> None:
+        sources = [Source("a", np.arange(1000, dtype=np.int32), 3), Source("b", np.arange(1000, 2000), 1)]
+        first, second = Mixture(sources, 16, seed=5), Mixture(sources, 16, seed=5)
+        for number in (700, 3, 699, 5000):
+            np.testing.assert_array_equal(first.window(number), second.window(number))
+        windows = np.stack([first.window(i) for i in range(800)])
+        assert windows.shape == (800, 16)
+        assert (np.diff(windows, axis=1) == 1).all()
+        assert np.mean(windows[:, 0] < 1000) == pytest.approx(0.75, abs=0.06)
+        assert (windows != np.stack([Mixture(sources, 16, 6).window(i) for i in range(800)])).any()
+
+    def test_one_round_covers_a_text_once(self) -> None:
+        mixture = Mixture([Source("a", np.arange(160, dtype=np.int32))], 16)
+        starts = [int(mixture.window(i)[0]) // 16 for i in range(9)]
+        assert sorted(starts) == list(range(starts[0] * 0, 9))
+
+    def test_too_little_text_is_refused(self) -> None:
+        with pytest.raises(InvalidRequestError, match="at least 64"):
+            Mixture([Source("a", np.arange(50))], 32)
+        with pytest.raises(InvalidRequestError, match="no text"):
+            Mixture([], 32)
+        with pytest.raises(InvalidRequestError, match="too short"):
+            split_held_out([1, 2, 3], 32)
+
+    def test_held_out_is_not_trained_on(self) -> None:
+        kept, held = split_held_out(list(range(1000)), 10)
+        assert len(held) == 8
+        assert kept[-1] + 1 == held[0][0]
+        assert held[-1][-1] == 999
+
+    def test_options(self, tmp_path: Path) -> None:
+        odd = tmp_path / "odd:2"
+        odd.write_text("x")
+        assert parse_text(str(odd)) == (odd, 1.0)
+        assert parse_text("a.txt:0.5") == (Path("a.txt"), 0.5)
+        assert parse_text("a.txt") == (Path("a.txt"), 1.0)
+        assert parse_amount("1000") == (1000, 1.0)
+        assert parse_amount("1000:0.25") == (1000, 0.25)
+        for bad in ("x", "0", "10:-1", "10:x"):
+            with pytest.raises(InvalidRequestError, match="--generate"):
+                parse_amount(bad)
+        with pytest.raises(InvalidRequestError, match="weight"):
+            parse_text("a.txt:0")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hf") / "tiny"
+    recipe = tiny_models.RECIPES["llama"]
+    tiny_models.save(recipe, tiny_models.build(recipe), folder)
+    return folder
+
+
+class TestGenerating:
+    def test_goes_on_where_it_stopped(self, checkpoint: Path, tmp_path: Path) -> None:
+        from hotset.formats.hf import convert_hf
+
+        convert_hf(checkpoint, tmp_path / "m.gguf", "f32")
+        path = tmp_path / "generated.jsonl"
+        with hotset.load(tmp_path / "m.gguf", n_ctx=448, n_seqs=8) as model:
+            texts = [model.tokenizer.encode("the thing in the thin thing " * 40)]
+            first = generate(model, path, 600, texts=texts)
+            assert sum(map(len, first)) >= 600
+            with path.open("a") as file:
+                file.write("[1, 2")  # cut short by a kill
+            more = generate(model, path, 2500, texts=texts)
+        assert more[: len(first)] == first
+        assert sum(map(len, more)) >= 2500
+        assert read_documents(path) == more
+
+    def test_another_file_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "x").write_text('{"a": 1}\n')
+        with pytest.raises(FormatError, match="line 1"):
+            read_documents(tmp_path / "x")
+
+
+class TestCommand:
+    def run(self, *arguments: object) -> dict[str, Any]:
+        from typer.testing import CliRunner
+
+        from hotset.cli.main import app
+
+        result = CliRunner().invoke(app, ["sparsify", *map(str, arguments), "--json"])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        assert result.exit_code == 0, result.output
+        return dict(json.loads(result.stdout))
+
+    @pytest.fixture
+    def text(self, tmp_path: Path) -> Path:
+        path = tmp_path / "text.txt"
+        path.write_text(" ".join(f"the {i} thing in {i * 7}" for i in range(600)))
+        return path
+
+    def test_checkpoint_to_relu_model_and_merge(self, checkpoint: Path, text: Path, tmp_path: Path) -> None:
+        options = ("--lora", 4, "-n", 256, "-c", 16, "-b", 2, "-f", f"{text}:2", "--generate", "200:1")
+        told = self.run(checkpoint, tmp_path / "out.gguf", *options)
+        assert told["evaluation"]["tokens"] == 256
+        with open_gguf(tmp_path / "out.gguf") as gguf:
+            assert gguf.metadata["llama.hidden_activation"] == "relu"
+        with hotset.load(tmp_path / "out.gguf", n_ctx=64) as model:
+            assert model.sparsity.mode == "exact"
+            model.generate("the thing", max_tokens=4, temperature=0)
+        folder = tmp_path / "out.sparsify"
+        merged = tmp_path / "again.gguf"
+        self.run(folder / "original.gguf", merged, "--adapters", told["adapters"])
+        assert merged.read_bytes() == (tmp_path / "out.gguf").read_bytes()
+        again = self.run(
+            folder / "original.gguf", tmp_path / "b.gguf", *options, "--from-adapters", told["adapters"]
+        )
+        first = json.loads((tmp_path / "b.sparsify" / "curve.jsonl").read_text().splitlines()[0])
+        assert first["kl"] == pytest.approx(told["evaluation"]["kl"], rel=0.05)
+        assert again["evaluation"]["step"] == 8
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ((), "no text to train on"),
+            (("--lora", 0, "-f", "TEXT"), "--lora must be at least 1"),
+            (("--activation", "gelu", "-f", "TEXT"), "relu or drelu"),
+            (("-f", "TEXT", "--idle", 2), "--idle"),
+            (("-f", "missing.txt"), "missing.txt"),
+            (("--adapters", "missing.safetensors"), "there are no adapters"),
+            (("-f", "TEXT", "-c", 512), "too short|at least"),
+        ],
+    )
+    def test_mistakes_get_a_sentence(
+        self, silu: Path, text: Path, tmp_path: Path, options: tuple[object, ...], message: str
+    ) -> None:
+        from hotset.cli.main import main
+
+        words = [str(text) if option == "TEXT" else str(option) for option in options]
+        result = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "hotset.cli.main",
+                "sparsify",
+                str(silu),
+                str(tmp_path / "o.gguf"),
+                *words,
+            ],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert main
+        assert result.returncode != 0
+        assert "Traceback" not in result.stderr
+        import re
+
+        assert re.search(message, " ".join(result.stderr.split()))
+        assert not (tmp_path / "o.gguf").exists()
+
+
+class TestProcesses:
+    def test_two_equal_one_with_twice_the_batch(self, silu: Path, tmp_path: Path) -> None:
+        """Gradients are averaged, and the windows shared out: the curve is that of one process."""
+        script = tmp_path / "two.py"
+        script.write_text(
+            "import sys, pathlib\n"
+            f"sys.path[:0] = {[str(Path(__file__).parent)]!r}\n"
+            "import torch, test_sparsify as t\n"
+            "torch.set_num_threads(1)\n"
+            "torch.distributed.init_process_group('gloo')\n"
+            "import hotset.training.sparsify as s\n"
+            f"paths = pathlib.Path({str(silu)!r}), pathlib.Path({str(tmp_path / 'two')!r})\n"
+            "run = t.training(*paths, batch=1, n_tokens=6 * 2 * t.N_CTX)\n"
+            "run.process, run.n_processes = torch.distributed.get_rank(), 2\n"
+            "run.prepare(); run.run(eval_every=3, save_every=6)\n"
+            "torch.distributed.destroy_process_group()\n"
+        )
+        (tmp_path / "two").mkdir()
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node=2",
+                str(script),
+            ],
+            check=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            timeout=240,
+        )
+        one = training(silu, tmp_path / "one", batch=2, n_tokens=6 * 2 * N_CTX)
+        one.prepare()
+        one.run(eval_every=3, save_every=6)
+        both = [read_curve(tmp_path / name / "curve.jsonl") for name in ("one", "two")]
+        for left, right in zip(*both, strict=True):
+            assert left["tokens"] == right["tokens"]
+            assert left["kl"] == pytest.approx(right["kl"], rel=2e-2)
+
+
+def test_files_that_are_no_models_end_with_a_sentence(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.write()
+    with open_gguf(tmp_path / "x.gguf") as gguf, pytest.raises(HotsetError):
+        load_llama(gguf)
