@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from types import ModuleType
 from typing import Literal
 
 import torch
@@ -23,20 +24,21 @@ class Kernels:
     def __init__(self, device: torch.device | str, triton: bool | None = None) -> None:
         self.device = torch.device(device)
         self.triton = _wants_triton(self.device) if triton is None else triton
-        self.angles = twins.angles
+        ops = _triton_kernels() if self.triton else twins
         self.activate = twins.activate
-        self.layer_norm = twins.layer_norm
-        self.linear = twins.linear
-        self.linear_t = twins.linear_t
-        self.neurons = twins.neurons
-        self.sparse_ffn = twins.sparse_ffn
-        self.sign_scores = twins.sign_scores
-        self.pack_bits = twins.pack_bits
-        self.rms_norm = twins.rms_norm
-        self.rotate = twins.rotate
-        self.store_kv = twins.store_kv
-        self.rotate_store = twins.rotate_store
-        self.attention = twins.attention
+        self.angles = twins.angles
+        self.linear = ops.linear
+        self.linear_t = ops.linear_t
+        self.neurons = ops.neurons
+        self.sparse_ffn = ops.sparse_ffn
+        self.sign_scores = ops.sign_scores
+        self.pack_bits = ops.pack_bits
+        self.rms_norm = ops.rms_norm
+        self.layer_norm = ops.layer_norm
+        self.rotate = ops.rotate
+        self.store_kv = ops.store_kv
+        self.rotate_store = ops.rotate_store
+        self.attention = ops.attention
 
     @property
     def name(self) -> Literal["triton", "torch"]:
@@ -47,6 +49,13 @@ class Kernels:
     def capturable(self) -> bool:
         """Whether a step may be captured in a CUDA graph: twins look at numbers on the host."""
         return self.triton and self.device.type == "cuda"
+
+
+def _triton_kernels() -> ModuleType:
+    """Imported only here: Triton takes half a second, and decides at its import whether it interprets."""
+    from hotset.backends.gpu import triton_kernels
+
+    return triton_kernels
 
 
 def _wants_triton(device: torch.device) -> bool:

@@ -36,7 +36,7 @@ from hotset.formats.quants import TYPES, GGMLType, row_bytes
 SLICE_VALUES = 1 << 22  # decoded or copied at a time: bounds what a temporary takes
 PLANE_GROUP = 32  # neurons of a matrix in planes that share a row of scales
 
-_FLOATS = {
+_FLOATS: dict[GGMLType, tuple[np.dtype, torch.dtype]] = {
     GGMLType.F32: (np.dtype("<f4"), torch.float32),
     GGMLType.F16: (np.dtype("<f2"), torch.float16),
     GGMLType.BF16: (np.dtype("<i2"), torch.bfloat16),  # NumPy has no bfloat16: its bits travel as int16

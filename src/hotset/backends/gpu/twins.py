@@ -107,7 +107,7 @@ def neurons(
             u = activate(u, up_activation)
         value = torch.where(fires, value * u, 0.0)
     if counts is not None:
-        _count(counts, chosen, fires if gate is not None else None, value)
+        count(counts, chosen, fires if gate is not None else None, value)
     return value
 
 
@@ -381,7 +381,7 @@ def _products(x: Tensor, m: DeviceMatrix, bias: Tensor | None, wanted: Tensor | 
     return y
 
 
-def _count(counts: Tensor, chosen: Tensor | None, fires: Tensor | None, value: Tensor) -> None:
+def count(counts: Tensor, chosen: Tensor | None, fires: Tensor | None, value: Tensor) -> None:
     """Adds to int64 [N_COUNTS]: neurons selected and active over all tokens, and rows read by any of them."""
     active = value != 0
     if chosen is None:

@@ -1,0 +1,1115 @@
+"""The kernels of the GPU backend in Triton; `twins` has the same functions in plain torch, and their meaning.
+
+Decoding is bound by how fast weights come in, so everything here is about their bytes:
+
+- A word is four bytes of codes: of eight weights in two *parts*, the low nibbles and the high ones (Q8_0:
+  four weights, one part). The weights of a part are four neighbouring columns under one scale. Threads take
+  neighbouring words, so that a warp reads codes in whole lines and the inputs they meet in whole lines too;
+  a thread sums up what it has, and threads meet once at the end.
+- Codes become floats without a conversion, which GPUs do at a fraction of their speed: or-ed into the
+  mantissa of 2^23 they are 2^23 + code, and one subtraction takes off 2^23 and the type's offset.
+- Neurons that are not wanted cost the launch of a program that ends at once. The down projection finds the
+  rows it needs by counting, within fixed ranges of neurons.
+
+The same bits on every run: no atomic additions of floats, partial sums belong to fixed ranges and are added
+in order by `_add_kernel`. No kernel waits for another, nothing is read back by the host, and shapes alone
+decide what is launched, so that a step can be captured in a CUDA graph.
+
+With TRITON_INTERPRET=1, set before this module is imported, all of it runs on a CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hotset.backends.base import PAGE_SIZE
+from hotset.backends.gpu import twins
+from hotset.backends.gpu.matrix import DeviceMatrix
+from hotset.formats.quants import GGMLType
+from hotset.model.graph import ActivationKind, RopeKind
+
+FEW_TOKENS = 8  # up to here a matrix is streamed once by the kernels for vectors; more tokens multiply tiles
+
+# Formats and activations as constants of the kernels. The type of the codes' pointer says which float it is.
+FLOAT = tl.constexpr(0)
+Q8_0 = tl.constexpr(1)
+Q4_0 = tl.constexpr(2)  # from here on a byte holds two codes
+Q4_1 = tl.constexpr(3)
+Q5_0 = tl.constexpr(4)
+Q5_1 = tl.constexpr(5)
+Q4_K = tl.constexpr(6)
+Q6_K = tl.constexpr(7)
+FORMATS = {
+    GGMLType.F32: 0, GGMLType.F16: 0, GGMLType.BF16: 0, GGMLType.Q8_0: 1, GGMLType.Q4_0: 2, GGMLType.Q4_1: 3,
+    GGMLType.Q5_0: 4, GGMLType.Q5_1: 5, GGMLType.Q4_K: 6, GGMLType.Q6_K: 7,
+}  # fmt: skip
+SILU = tl.constexpr(0)
+GELU = tl.constexpr(1)
+GELU_TANH = tl.constexpr(2)
+RELU = tl.constexpr(3)
+RELU2 = tl.constexpr(4)
+FATRELU = tl.constexpr(5)
+IDENTITY = tl.constexpr(6)
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "fatrelu": 5, None: 6}
+
+PAGE = tl.constexpr(PAGE_SIZE)
+MANTISSA = tl.constexpr(0x4B000000)  # 2^23 as float32: or-ing n < 2^23 into it gives 2^23 + n
+TWO_23 = tl.constexpr(8388608.0)
+SIGN_BITS = tl.constexpr(-0x7F7F7F80)  # 0x80808080
+
+
+# ---- weights -------------------------------------------------------------------------------------------
+#
+# A matrix comes as six pointers (codes, scales, mins, high, sub_scales, group_of; None where the type has
+# none) and the number of words in a row of codes: int32 words of four codes or eight, or single floats. In
+# the functions below rows [R] are the rows of a tile, live [R] those that are read, w [W] its words, and
+# `part` is 0 or 1, the low or the high nibbles.
+
+
+@triton.jit
+def _column(w, part: tl.constexpr, TYPE: tl.constexpr):
+    """The first of the four columns that a part of word w holds."""
+    HALF: tl.constexpr = 16 if TYPE == Q6_K else (8 if TYPE == Q4_K else 4)  # in words
+    if TYPE <= Q8_0:
+        return w * 4
+    else:
+        return (w // HALF * (2 * HALF) + w % HALF) * 4 + HALF * 4 * part
+
+
+@triton.jit
+def _load(
+    codes, scales, mins, high, sub_scales, group_of, stride, rows, live, w, last, TYPE: tl.constexpr
+):  # fmt: skip
+    """All that a tile needs, as stored: codes, high bits, d, m, three words of smaller scales; each [R, W].
+
+    Floats: [R, W, 4]. What the type lacks is None; the scales of planes are left to `_weights`.
+    """
+    row = rows.to(tl.int64)[:, None]
+    mask = live[:, None] & (w < last)[None, :]
+    bits, d, m, s0, s1, s2 = None, None, None, None, None, None
+    if TYPE == FLOAT:
+        column = (w * 4)[:, None] + tl.arange(0, 4)[None, :]
+        inside = mask[:, :, None] & (column < stride)[None, :, :]
+        words = tl.load(codes + row[:, :, None] * stride + column[None, :, :], mask=inside, other=0.0)
+    else:
+        words = tl.load(codes + row * stride + w[None, :], mask=mask, other=0)
+        PER_BLOCK: tl.constexpr = 32 if TYPE >= Q4_K else (8 if TYPE == Q8_0 else 4)  # words of codes
+        block = row * (stride // PER_BLOCK) + (w // PER_BLOCK)[None, :]
+        if TYPE == Q6_K:
+            word = row * (stride // 2) + (w // 16 * 8 + w % 8)[None, :]
+            bits = tl.load(high + word, mask=mask, other=0)
+            sub = row * (stride // 2) + (w // 16 * 8 + w % 16 // 4)[None, :]
+            s0 = tl.load(sub_scales + sub, mask=mask, other=0)
+            s1 = tl.load(sub_scales + sub + 4, mask=mask, other=0)
+        elif high is not None:
+            bits = tl.load(high + block, mask=mask, other=0)
+        if TYPE == Q4_K:
+            s0 = tl.load(sub_scales + block * 3, mask=mask, other=0)
+            s1 = tl.load(sub_scales + block * 3 + 1, mask=mask, other=0)
+            s2 = tl.load(sub_scales + block * 3 + 2, mask=mask, other=0)
+        if group_of is None:
+            d = tl.load(scales + block, mask=mask, other=0.0)
+            if mins is not None:
+                m = tl.load(mins + block, mask=mask, other=0.0)
+    return words, bits, d, m, s0, s1, s2
+
+
+@triton.jit
+def _numbers(words, bits, w, part: tl.constexpr, TYPE: tl.constexpr):
+    """Codes as the numbers that scales multiply, float32 [R, W, 4]."""
+    if TYPE == FLOAT:
+        return words.to(tl.float32)
+    else:
+        i = tl.arange(0, 4)[None, None, :]
+        if TYPE == Q8_0:  # the sign bit turned over: codes of 0 to 255, 128 too high
+            q = ((words ^ SIGN_BITS)[:, :, None] >> (8 * i)) & 255
+        else:
+            q = (words[:, :, None] >> (8 * i + 4 * part)) & 15
+            if TYPE == Q6_K:
+                shift = (w % 16 // 8 * 2 + 4 * part)[None, :, None] + 8 * i
+                q = q | ((bits[:, :, None] >> shift) & 3) << 4
+            elif bits is not None:
+                shift = (w % 4 * 4 + 16 * part)[None, :, None] + i
+                q = q | ((bits[:, :, None] >> shift) & 1) << 4
+        OFFSET: tl.constexpr = (
+            128.0
+            if TYPE == Q8_0
+            else 8.0
+            if TYPE == Q4_0
+            else 16.0
+            if TYPE == Q5_0
+            else 32.0
+            if TYPE == Q6_K
+            else 0.0
+        )
+        return (q | MANTISSA).to(tl.float32, bitcast=True) - (TWO_23 + OFFSET)
+
+
+@triton.jit
+def _scale(d, s0, s1, s2, w, part: tl.constexpr, TYPE: tl.constexpr):
+    """The scale of a part of each word, float32 [R, W]."""
+    if TYPE == Q4_K:
+        group = w % 32 // 8 * 2 + part
+        at = (group % 4 * 8)[None, :]
+        scale = tl.where((group < 4)[None, :], (s0 >> at) & 63, ((s2 >> at) & 15) | ((s0 >> at) & 0xC0) >> 2)
+        return d.to(tl.float32) * scale.to(tl.float32)
+    elif TYPE == Q6_K:
+        return d.to(tl.float32) * (s0 if part == 0 else s1).to(tl.float32)
+    else:
+        return d.to(tl.float32)
+
+
+@triton.jit
+def _minimum(m, s1, s2, w, part: tl.constexpr, TYPE: tl.constexpr):
+    """What is added to each weight of a part of each word, float32 [R, W]."""
+    if TYPE == Q4_K:
+        group = w % 32 // 8 * 2 + part
+        at = (group % 4 * 8)[None, :]
+        minimum = tl.where(
+            (group < 4)[None, :], (s1 >> at) & 63, ((s2 >> (at + 4)) & 15) | ((s1 >> at) & 0xC0) >> 2
+        )
+        return -(m.to(tl.float32) * minimum.to(tl.float32))
+    else:
+        return m.to(tl.float32)
+
+
+@triton.jit
+def _weights(
+    raw, scales, group_of, stride, rows, live, w, last, part: tl.constexpr, TYPE: tl.constexpr
+):  # fmt: skip
+    """A tile decoded, float32 [R, W, 4]. Of planes the scales belong to columns, 32 neurons together."""
+    words, bits, d, m, s0, s1, s2 = raw
+    q = _numbers(words, bits, w, part, TYPE)
+    if TYPE == FLOAT:
+        return q
+    elif group_of is not None:
+        PER_WORD: tl.constexpr = 4 if TYPE == Q8_0 else 8
+        group = tl.load(group_of + rows, mask=live, other=0).to(tl.int64)
+        columns = _column(w, part, TYPE)[:, None] + tl.arange(0, 4)[None, :]
+        mask = live[:, None, None] & (w < last)[None, :, None]
+        at = scales + group[:, None, None] * (stride * PER_WORD) + columns[None, :, :]
+        return q * tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    else:
+        y = q * _scale(d, s0, s1, s2, w, part, TYPE)[:, :, None]
+        if m is not None:
+            y += _minimum(m, s1, s2, w, part, TYPE)[:, :, None]
+        return y
+
+
+# ---- a few tokens: rows times vectors ------------------------------------------------------------------
+
+
+@triton.jit
+def _dot_rows(
+    x, n_tokens, n_cols, codes, scales, mins, high, sub_scales, stride, rows, live, first_word, last_word,
+    zero, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """x [T, n_cols] times the rows of a tile, over words [first_word, last_word): float32 [T, R].
+
+    zero: 0, but not known to the compiler. Or-ed into the numbers of the words it hides that these are
+    neighbours, so that a thread takes one word of each row, its neighbour the next, and both read
+    their columns of x in one piece.
+    """
+    PARTS: tl.constexpr = 1 if TYPE <= Q8_0 else 2
+    token = tl.arange(0, T)[:, None, None]
+    acc = tl.zeros([T, R, W], tl.float32)
+    for first in range(first_word, last_word, W):
+        w = first + (tl.arange(0, W) | zero)
+        raw = _load(codes, scales, mins, high, sub_scales, None, stride, rows, live, w, last_word, TYPE)
+        words, bits, d, m, s0, s1, s2 = raw
+        for part in tl.static_range(PARTS):
+            q = _numbers(words, bits, w, part, TYPE)
+            column = (_column(w, part, TYPE)[:, None] + tl.arange(0, 4)[None, :])[None, :, :]
+            inside = (w < last_word)[None, :, None]
+            if TYPE == FLOAT:
+                inside = inside & (column < n_cols)
+            for t in tl.static_range(T):
+                # [1, W, 4]; where there are fewer tokens, the last one again, which nobody stores
+                xs = tl.load(x + tl.minimum(t, n_tokens - 1) * n_cols + column, mask=inside, other=0.0)
+                y = tl.sum(q * xs, axis=2)
+                if TYPE != FLOAT:
+                    y = y * _scale(d, s0, s1, s2, w, part, TYPE)
+                    if m is not None:
+                        y += tl.sum(xs, axis=2) * _minimum(m, s1, s2, w, part, TYPE)
+                if T == 1:
+                    acc += y[None, :, :]
+                else:  # which token it is is known when this is compiled: no choice is left at run time
+                    acc = tl.where(token == t, acc + y[None, :, :], acc)
+    return tl.sum(acc, axis=2)
+
+
+@triton.jit
+def _matvec_kernel(
+    x, out, bias, residual, codes, scales, mins, high, sub_scales,
+    n_tokens, n_rows, n_cols, stride, n_words, words_of_split, zero,
+    TYPE: tl.constexpr, SPLIT: tl.constexpr, T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """out [T, n_rows], or, where the columns are split, partial sums [SPLIT, T, n_rows]."""
+    rows = tl.program_id(0) * R + tl.arange(0, R)
+    live = rows < n_rows
+    first = tl.program_id(1) * words_of_split
+    last = tl.minimum(first + words_of_split, n_words)
+    y = _dot_rows(
+        x, n_tokens, n_cols, codes, scales, mins, high, sub_scales, stride, rows, live, first, last, zero,
+        TYPE, T, R, W,
+    )  # fmt: skip
+    t = tl.arange(0, T)[:, None]
+    mask = (t < n_tokens) & live[None, :]
+    where = t * n_rows + rows[None, :]
+    if SPLIT == 1:
+        if bias is not None:
+            y += tl.load(bias + rows, mask=live, other=0.0)[None, :]
+        if residual is not None:
+            y += tl.load(residual + where, mask=mask, other=0.0)
+    tl.store(out + tl.program_id(1).to(tl.int64) * n_tokens * n_rows + where, y, mask=mask)
+
+
+@triton.jit
+def _add_kernel(partials, out, bias, residual, n_parts, n_tokens, n, P: tl.constexpr, N: tl.constexpr):
+    """Adds up partial sums [n_parts, T, n] in a fixed order, P of them at a time."""
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    t = tl.program_id(1)
+    acc = tl.zeros([N], tl.float32)
+    for first in range(0, n_parts, P):
+        p = first + tl.arange(0, P)
+        pointers = partials + (p.to(tl.int64) * n_tokens + t)[:, None] * n + i[None, :]
+        acc += tl.sum(tl.load(pointers, mask=(p < n_parts)[:, None] & (i < n)[None, :], other=0.0), axis=0)
+    if bias is not None:
+        acc += tl.load(bias + i, mask=i < n, other=0.0)
+    if residual is not None:
+        acc += tl.load(residual + t * n + i, mask=i < n, other=0.0)
+    tl.store(out + t * n + i, acc, mask=i < n)
+
+
+# ---- a few tokens: the sparse FFN ----------------------------------------------------------------------
+
+
+@triton.jit
+def _activated(x, threshold, KIND: tl.constexpr):
+    """f(x); a NaN stays one."""
+    if KIND == RELU:
+        return tl.where(x < 0.0, 0.0, x)
+    elif KIND == RELU2:
+        y = tl.where(x < 0.0, 0.0, x)
+        return y * y
+    elif KIND == FATRELU:
+        return tl.where(x >= threshold, x, 0.0)
+    elif KIND == SILU:
+        return x / (1.0 + tl.exp(-x))
+    elif KIND == GELU:
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == GELU_TANH:  # (1 + tanh(u)) / 2 is the logistic function of 2u
+        u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        return x / (1.0 + tl.exp(-2.0 * u))
+    else:
+        return x
+
+
+@triton.jit
+def _neurons_kernel(
+    h, values, selected, numbers, counts, gate_bias, up_bias,
+    gate_codes, gate_scales, gate_mins, gate_high, gate_sub_scales,
+    codes, scales, mins, high, sub_scales,
+    n_tokens, n, n_cols, gate_stride, gate_words, stride, n_words, n_bytes, threshold, zero,
+    GATE_TYPE: tl.constexpr, TYPE: tl.constexpr, KIND: tl.constexpr, UP_KIND: tl.constexpr,
+    T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """values [T, n] = f(gate) * g(up), or f(up) without a gate; a program has R neurons."""
+    rows = tl.program_id(0) * R + tl.arange(0, R)
+    inside = rows < n
+    t = tl.arange(0, T)[:, None]
+    wanted = (t < n_tokens) & inside[None, :]
+    if selected is not None:
+        number = rows
+        if numbers is not None:
+            number = tl.load(numbers + rows, mask=inside, other=0)
+        byte = tl.load(selected + t * n_bytes + (number // 8)[None, :], mask=wanted, other=0).to(tl.int32)
+        wanted = wanted & (((byte >> (number % 8)[None, :]) & 1) != 0)
+    live = tl.max(wanted.to(tl.int32), axis=0) != 0
+    n_live = tl.sum(live.to(tl.int32), axis=0)
+    value = tl.zeros([T, R], tl.float32)
+    if n_live > 0:
+        up_wanted = wanted
+        if GATE_TYPE is not None:
+            z = _dot_rows(
+                h, n_tokens, n_cols, gate_codes, gate_scales, gate_mins, gate_high, gate_sub_scales,
+                gate_stride, rows, live, 0, gate_words, zero, GATE_TYPE, T, R, W,
+            )  # fmt: skip
+            if gate_bias is not None:
+                z += tl.load(gate_bias + rows, mask=inside, other=0.0)[None, :]
+            value = tl.where(wanted, _activated(z, threshold, KIND), 0.0)
+            up_wanted = value != 0.0
+        up_live = tl.max(up_wanted.to(tl.int32), axis=0) != 0
+        n_up = tl.sum(up_live.to(tl.int32), axis=0)
+        if n_up > 0:
+            z = _dot_rows(
+                h, n_tokens, n_cols, codes, scales, mins, high, sub_scales, stride, rows, up_live, 0,
+                n_words, zero, TYPE, T, R, W,
+            )  # fmt: skip
+            if up_bias is not None:
+                z += tl.load(up_bias + rows, mask=inside, other=0.0)[None, :]
+            if GATE_TYPE is not None:
+                value = tl.where(up_wanted, value * _activated(z, threshold, UP_KIND), 0.0)
+            else:
+                value = tl.where(up_wanted, _activated(z, threshold, KIND), 0.0)
+        if counts is not None:  # whole numbers: the order in which they are added does not matter
+            active = value != 0.0
+            down = tl.max(active.to(tl.int32), axis=0)
+            tl.atomic_add(counts, tl.sum(tl.sum(wanted.to(tl.int32), axis=1), axis=0).to(tl.int64))
+            tl.atomic_add(counts + 1, tl.sum(tl.sum(active.to(tl.int32), axis=1), axis=0).to(tl.int64))
+            if GATE_TYPE is not None:
+                tl.atomic_add(counts + 2, n_live.to(tl.int64))
+            tl.atomic_add(counts + 3, n_up.to(tl.int64))
+            tl.atomic_add(counts + 4, tl.sum(down, axis=0).to(tl.int64))
+    tl.store(values + t * n + rows[None, :], value, mask=(t < n_tokens) & inside[None, :])
+
+
+@triton.jit
+def _axpy_kernel(
+    x, partials, codes, scales, mins, high, sub_scales, group_of,
+    n_tokens, n_rows, n_cols, stride, n_words, zero,
+    TYPE: tl.constexpr, RANGE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """partials [ranges, T, n_cols]: x [T, n_rows] times the rows of one range, in W of their words."""
+    PARTS: tl.constexpr = 1 if TYPE <= Q8_0 else 2
+    w = tl.program_id(0) * W + (tl.arange(0, W) | zero)  # see _dot_rows
+    start = tl.program_id(1) * RANGE
+    i = start + tl.arange(0, RANGE)
+    fires = tl.zeros([RANGE], tl.int32)
+    for t in tl.static_range(T):
+        mine = tl.load(x + tl.minimum(t, n_tokens - 1) * n_rows + i, mask=i < n_rows, other=0.0)
+        fires = fires | (mine != 0.0).to(tl.int32)
+    n_before = tl.cumsum(fires, axis=0)  # neurons of the range that fire, up to and with each
+    n_fires = tl.sum(fires, axis=0)
+    token = tl.arange(0, T)[:, None, None]
+    # Zeros, by a load that reads nothing: so the sums lie in the threads as the rows do, four columns each.
+    # tl.zeros would spread them otherwise, and every row would travel through shared memory.
+    base = partials + (tl.program_id(1).to(tl.int64) * n_tokens + token) * n_cols
+    column = (_column(w, 0, TYPE)[:, None] + tl.arange(0, 4)[None, :])[None, :, :]
+    low = tl.load(base + column, mask=(token < zero) & (column < n_cols), other=0.0)
+    upper = low
+    for k in range(0, n_fires, R):
+        # The k-th neuron that fires stands behind all those with at most k up to them.
+        wanted = k + tl.arange(0, R)
+        live = wanted < n_fires
+        index = tl.sum((n_before[None, :] <= wanted[:, None]).to(tl.int32), axis=1)
+        rows = start + tl.where(live, index, 0)
+        raw = _load(codes, scales, mins, high, sub_scales, group_of, stride, rows, live, w, n_words, TYPE)
+        for part in tl.static_range(PARTS):
+            y = _weights(raw, scales, group_of, stride, rows, live, w, n_words, part, TYPE)
+            for t in tl.static_range(T):
+                v = tl.load(x + tl.minimum(t, n_tokens - 1) * n_rows + rows, mask=live, other=0.0)
+                added = tl.sum(v[:, None, None] * y, axis=0)[None, :, :]
+                if part == 0:
+                    low = tl.where(token == t, low + added, low)
+                else:
+                    upper = tl.where(token == t, upper + added, upper)
+    for part in tl.static_range(PARTS):
+        column = (_column(w, part, TYPE)[:, None] + tl.arange(0, 4)[None, :])[None, :, :]
+        mask = (token < n_tokens) & (w < n_words)[None, :, None] & (column < n_cols)
+        tl.store(base + column, low if part == 0 else upper, mask=mask)
+
+
+@triton.jit
+def _sign_kernel(
+    bits, signs, bias, out, n_tokens, n, width, n_bytes, T: tl.constexpr, R: tl.constexpr, B: tl.constexpr
+):
+    """out [T, n] = 2 * agreeing channels - width + bias; bits say which channels of x are not negative."""
+    rows = tl.program_id(0) * R + tl.arange(0, R)
+    t = tl.program_id(1) * T + tl.arange(0, T)
+    agree = tl.zeros([T, R, B], tl.int32)
+    for first in range(0, n_bytes, B):
+        b = first + tl.arange(0, B)
+        mask = (rows < n)[:, None] & (b < n_bytes)[None, :]
+        theirs = tl.load(signs + rows.to(tl.int64)[:, None] * n_bytes + b[None, :], mask=mask, other=0)
+        mask = (t < n_tokens)[:, None] & (b < n_bytes)[None, :]
+        ours = tl.load(bits + t[:, None] * n_bytes + b[None, :], mask=mask, other=0)
+        both = ours.to(tl.int32)[:, None, :] ^ theirs.to(tl.int32)[None, :, :]
+        both = both - ((both >> 1) & 0x55)  # the bits of a byte, counted in pairs, fours, eights
+        both = (both & 0x33) + ((both >> 2) & 0x33)
+        agree += (both + (both >> 4)) & 0x0F
+    y = (2 * tl.sum(agree, axis=2) - width).to(tl.float32)
+    if bias is not None:
+        y += tl.load(bias + rows, mask=rows < n, other=0.0)[None, :]
+    mask = (t < n_tokens)[:, None] & (rows < n)[None, :]
+    tl.store(out + t[:, None] * n + rows[None, :], y, mask=mask)
+
+
+@triton.jit
+def _pack_kernel(scores, bits, threshold, first, n_scores, n_bytes, B: tl.constexpr):
+    """A bit per neuron: set below `first`, and unless its score is below the threshold."""
+    byte = tl.program_id(0) * B + tl.arange(0, B)
+    t = tl.program_id(1)
+    j = tl.arange(0, 8)[None, :]
+    i = byte[:, None] * 8 + j - first
+    score = tl.load(scores + t * n_scores + i, mask=(i >= 0) & (i < n_scores), other=0.0)
+    chosen = ((i < 0) | ~(score < threshold)) & (i < n_scores)
+    packed = tl.sum(chosen.to(tl.int32) << j, axis=1)
+    tl.store(bits + t * n_bytes + byte, packed.to(tl.uint8), mask=byte < n_bytes)
+
+
+# ---- many tokens: decode a tile, multiply it --------------------------------------------------------------
+
+
+@triton.jit
+def _matmul_kernel(
+    x, out, bias, residual, codes, scales, mins, high, sub_scales, group_of,
+    n_tokens, n_rows, n_cols, stride, n_words,
+    TYPE: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """out [T, n_rows] = x [T, n_cols] @ matrix.T: M tokens and N rows a program, W words at a time."""
+    PARTS: tl.constexpr = 1 if TYPE <= Q8_0 else 2
+    rows = tl.program_id(0) * N + tl.arange(0, N)
+    t = tl.program_id(1) * M + tl.arange(0, M)
+    live = rows < n_rows
+    acc = tl.zeros([M, N], tl.float32)
+    for first in range(0, n_words, W):
+        w = first + tl.arange(0, W)
+        raw = _load(codes, scales, mins, high, sub_scales, group_of, stride, rows, live, w, n_words, TYPE)
+        for part in tl.static_range(PARTS):
+            y = _weights(raw, scales, group_of, stride, rows, live, w, n_words, part, TYPE)
+            column = tl.reshape(_column(w, part, TYPE)[:, None] + tl.arange(0, 4)[None, :], [W * 4])
+            mask = (t < n_tokens)[:, None] & (column < n_cols)[None, :]
+            xs = tl.load(x + t[:, None].to(tl.int64) * n_cols + column[None, :], mask=mask, other=0.0)
+            acc = tl.dot(xs, tl.trans(tl.reshape(y, [N, W * 4])), acc, input_precision=PRECISION)
+    if bias is not None:
+        acc += tl.load(bias + rows, mask=live, other=0.0)[None, :]
+    where = t[:, None].to(tl.int64) * n_rows + rows[None, :]
+    mask = (t < n_tokens)[:, None] & live[None, :]
+    if residual is not None:
+        acc += tl.load(residual + where, mask=mask, other=0.0)
+    tl.store(out + where, acc, mask=mask)
+
+
+@triton.jit
+def _matmul_t_kernel(
+    x, out, bias, residual, codes, scales, mins, high, sub_scales, group_of,
+    n_tokens, n_rows, n_cols, stride, n_words,
+    TYPE: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """out [T, n_cols] = x [T, n_rows] @ matrix: M tokens and W words a program, K rows at a time."""
+    PARTS: tl.constexpr = 1 if TYPE <= Q8_0 else 2
+    w = tl.program_id(0) * W + tl.arange(0, W)
+    t = tl.program_id(1) * M + tl.arange(0, M)
+    low = tl.zeros([M, W * 4], tl.float32)
+    upper = tl.zeros([M, W * 4], tl.float32)
+    for first in range(0, n_rows, K):
+        rows = first + tl.arange(0, K)
+        live = rows < n_rows
+        mask = (t < n_tokens)[:, None] & live[None, :]
+        xs = tl.load(x + t[:, None].to(tl.int64) * n_rows + rows[None, :], mask=mask, other=0.0)
+        raw = _load(codes, scales, mins, high, sub_scales, group_of, stride, rows, live, w, n_words, TYPE)
+        y = _weights(raw, scales, group_of, stride, rows, live, w, n_words, 0, TYPE)
+        low = tl.dot(xs, tl.reshape(y, [K, W * 4]), low, input_precision=PRECISION)
+        if PARTS == 2:
+            y = _weights(raw, scales, group_of, stride, rows, live, w, n_words, 1, TYPE)
+            upper = tl.dot(xs, tl.reshape(y, [K, W * 4]), upper, input_precision=PRECISION)
+    for part in tl.static_range(PARTS):
+        column = tl.reshape(_column(w, part, TYPE)[:, None] + tl.arange(0, 4)[None, :], [W * 4])
+        y = low if part == 0 else upper
+        inside = column < n_cols
+        if bias is not None:
+            y += tl.load(bias + column, mask=inside, other=0.0)[None, :]
+        where = t[:, None].to(tl.int64) * n_cols + column[None, :]
+        mask = (t < n_tokens)[:, None] & inside[None, :]
+        if residual is not None:
+            y += tl.load(residual + where, mask=mask, other=0.0)
+        tl.store(out + where, y, mask=mask)
+
+
+# ---- attention, norms, rotation --------------------------------------------------------------------------
+
+
+@triton.jit
+def _attention_kernel(
+    q, out, stats, k_pages, v_pages, tables, sequences, positions,
+    scale, window, n_head, n_head_kv, max_pages, pages_of_split, n_splits,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One token, the GROUP heads of one KV head, the pages of one split, N positions at a time.
+
+    Without SPLIT: out [T, n_head, DIM_V]. With: sums that are not divided yet in out
+    [T, n_head, n_splits, DIM_V], and in stats [T, n_head, n_splits, 2] the largest score and the sum of
+    weights relative to it.
+    H, D, V: GROUP, DIM, DIM_V rounded up.
+    """
+    t, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    position = tl.load(positions + t)
+    table = tables + tl.load(sequences + t).to(tl.int64) * max_pages
+    start = 0
+    if window > 0:
+        start = tl.maximum(position - window + 1, 0)
+    first = tl.maximum(split * pages_of_split * PAGE, start // N * N)
+    last = tl.minimum((split + 1) * pages_of_split * PAGE, position + 1)
+    last = tl.minimum(last, max_pages * PAGE)
+
+    h, d, dv, n = tl.arange(0, H), tl.arange(0, D), tl.arange(0, V), tl.arange(0, N)
+    head = kv * GROUP + h
+    of_group = h < GROUP
+    query = tl.load(
+        q + (t * n_head + head)[:, None] * DIM + d[None, :],
+        mask=of_group[:, None] & (d < DIM)[None, :], other=0.0,
+    ) * scale  # fmt: skip
+    largest = tl.full([H], float("-inf"), tl.float32)
+    total = tl.zeros([H], tl.float32)
+    acc = tl.zeros([H, V], tl.float32)
+    for at in range(first, last, N):
+        page = tl.load(table + at // PAGE)
+        i = at + n
+        seen = (i >= start) & (i <= position) & (page >= 0)
+        # What is not seen is not read either: pages hold what was there before.
+        slot = (page.to(tl.int64) * n_head_kv + kv) * PAGE + at % PAGE + n
+        k = tl.load(
+            k_pages + slot[:, None] * DIM + d[None, :], mask=seen[:, None] & (d < DIM)[None, :], other=0.0
+        ).to(tl.float32)
+        scores = tl.dot(query, tl.trans(k), input_precision=PRECISION)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        before = largest
+        largest = tl.maximum(before, tl.max(scores, axis=1))
+        finite = tl.where(largest == float("-inf"), 0.0, largest)  # -inf less -inf would be NaN
+        shrink = tl.exp(before - finite)
+        weights = tl.exp(scores - finite[:, None])
+        total = total * shrink + tl.sum(weights, axis=1)
+        v = tl.load(
+            v_pages + slot[:, None] * DIM_V + dv[None, :],
+            mask=seen[:, None] & (dv < DIM_V)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        acc = tl.dot(weights, v, acc * shrink[:, None], input_precision=PRECISION)
+    mask = of_group[:, None] & (dv < DIM_V)[None, :]
+    if SPLIT:
+        row = (t * n_head + head).to(tl.int64) * n_splits + split
+        tl.store(out + row[:, None] * DIM_V + dv[None, :], acc, mask=mask)
+        tl.store(stats + row * 2, largest, mask=of_group)
+        tl.store(stats + row * 2 + 1, total, mask=of_group)
+    else:
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out + (t * n_head + head)[:, None] * DIM_V + dv[None, :], acc, mask=mask)
+
+
+@triton.jit
+def _merge_kernel(
+    partials, stats, out, n_splits, DIM_V: tl.constexpr, V: tl.constexpr, S: tl.constexpr, P: tl.constexpr
+):
+    """The splits of one token and head, weighed against the largest score of all, P of them at a time."""
+    row = tl.program_id(0).to(tl.int64)
+    s, dv = tl.arange(0, S), tl.arange(0, V)
+    largest = tl.max(
+        tl.load(stats + (row * n_splits + s) * 2, mask=s < n_splits, other=float("-inf")), axis=0
+    )
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
+    total = 0.0
+    acc = tl.zeros([V], tl.float32)
+    for first in range(0, n_splits, P):
+        p = first + tl.arange(0, P)
+        at = row * n_splits + p
+        own = tl.load(stats + at * 2, mask=p < n_splits, other=float("-inf"))
+        weight = tl.exp(own - largest)
+        total += tl.sum(weight * tl.load(stats + at * 2 + 1, mask=p < n_splits, other=0.0), axis=0)
+        mask = (own != float("-inf"))[:, None] & (dv < DIM_V)[None, :]
+        part = tl.load(partials + at[:, None] * DIM_V + dv[None, :], mask=mask, other=0.0)
+        acc += tl.sum(weight[:, None] * part, axis=0)
+    tl.store(out + row * DIM_V + dv, acc / tl.where(total == 0.0, 1.0, total), mask=dv < DIM_V)
+
+
+@triton.jit
+def _norm_kernel(x, out, weight, bias, eps, n, LAYER: tl.constexpr, N: tl.constexpr):
+    """One part of one row: RMSNorm, or LayerNorm."""
+    row = tl.program_id(0).to(tl.int64) * n
+    i = tl.arange(0, N)
+    y = tl.load(x + row + i, mask=i < n, other=0.0)
+    if LAYER:
+        y = tl.where(i < n, y - tl.sum(y, axis=0) / n, 0.0)
+    y = y * (1.0 / tl.sqrt(tl.sum(y * y, axis=0) / n + eps)) * tl.load(weight + i, mask=i < n, other=0.0)
+    if bias is not None:
+        y += tl.load(bias + i, mask=i < n, other=0.0)
+    tl.store(out + row + i, y, mask=i < n)
+
+
+@triton.jit
+def _turned(
+    head, norm, cos_sin, t, n_tokens, half, eps, DIM: tl.constexpr, D: tl.constexpr, NEOX: tl.constexpr
+):
+    """One head, normalised and rotated: each channel meets the other one of its pair."""
+    i = tl.arange(0, D)
+    rotated = i < 2 * half
+    if NEOX:
+        is_first = i < half
+        other = tl.where(is_first, i + half, i - half)
+        pair = tl.where(is_first, i, i - half)
+    else:
+        is_first = i % 2 == 0
+        other = i ^ 1
+        pair = i // 2
+    x = tl.load(head + i, mask=i < DIM, other=0.0)
+    y = tl.load(head + other, mask=rotated, other=0.0)
+    if norm is not None:
+        r = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / DIM + eps)
+        x = x * r * tl.load(norm + i, mask=i < DIM, other=0.0)
+        y = y * r * tl.load(norm + other, mask=rotated, other=0.0)
+    if cos_sin is not None:
+        cos = tl.load(cos_sin + t * half + pair, mask=rotated, other=1.0)
+        sin = tl.load(cos_sin + (n_tokens + t) * half + pair, mask=rotated, other=0.0)
+        x = x * cos + tl.where(is_first, -y, y) * sin
+    return x
+
+
+@triton.jit
+def _heads_kernel(
+    q, k, v, q_out, cos_sin, q_norm, k_norm, k_pages, v_pages, tables, sequences, positions,
+    eps, n_tokens, n_head, n_head_kv, half, max_pages,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, D: tl.constexpr, NEOX: tl.constexpr,
+):  # fmt: skip
+    """One head of one token: q is rotated, k rotated and stored, v stored. q, or k and v, may be None."""
+    t, head = tl.program_id(0), tl.program_id(1)
+    i = tl.arange(0, D)
+    if q is not None:  # noqa: SIM102  (known when this is compiled, unlike the next)
+        if head < n_head:
+            at = (t * n_head + head) * DIM
+            x = _turned(q + at, q_norm, cos_sin, t, n_tokens, half, eps, DIM, D, NEOX)
+            tl.store(q_out + at + i, x, mask=i < DIM)
+    if k is not None:  # noqa: SIM102
+        if head >= n_head:
+            position = tl.load(positions + t)
+            page = tl.load(tables + tl.load(sequences + t).to(tl.int64) * max_pages + position // PAGE)
+            is_key = head < n_head + n_head_kv
+            kv = (head - n_head) % n_head_kv
+            slot = (page.to(tl.int64) * n_head_kv + kv) * PAGE + position % PAGE
+            if page >= 0:
+                if is_key:
+                    at = (t * n_head_kv + kv) * DIM
+                    x = _turned(k + at, k_norm, cos_sin, t, n_tokens, half, eps, DIM, D, NEOX)
+                    tl.store(k_pages + slot * DIM + i, x.to(k_pages.dtype.element_ty), mask=i < DIM)
+                else:
+                    x = tl.load(v + (t * n_head_kv + kv) * DIM_V + i, mask=i < DIM_V, other=0.0)
+                    tl.store(v_pages + slot * DIM_V + i, x.to(v_pages.dtype.element_ty), mask=i < DIM_V)
+
+
+# ---- launches --------------------------------------------------------------------------------------------
+#
+# Shapes choose the tiles, never timing, so that one model gives one result. `_launch` is the only place
+# where something is launched: the tests read there what to compile ahead of time.
+
+MATVEC_ROWS = {1: 4, 2: 4, 4: 2, 8: 2}  # by padded number of tokens
+MATVEC_WORDS = 256  # of each row: two for a thread of four warps
+MATVEC_PROGRAMS = 256  # fewer, and the columns are split
+MAX_SPLITS = 8
+NEURON_WORDS = {
+    1: 512,
+    2: 512,
+    4: 256,
+    8: 128,
+}  # of a program that has one neuron: the row of a 7B model at once
+AXPY_WORDS = {1: 128, 2: 128, 4: 64, 8: 32}  # one warp: four words of each row for a thread, or fewer
+AXPY_ROWS = 4
+MAX_RANGES = 192  # of a down projection: each adds a row of partial sums
+PROMPT_TOKENS = 32  # from here on attention has programs enough without splits
+SPLIT_PAGES = 2
+MAX_ATTENTION_SPLITS = 256
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, **constants: Any) -> None:
+    """Launches on the device of the first argument that is a tensor."""
+    device = next(arg for arg in args if isinstance(arg, Tensor)).device
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            kernel[grid](*args, num_warps=warps, **constants)
+    else:
+        kernel[grid](*args, num_warps=warps, **constants)
+
+
+def _precision(x: Tensor) -> str:
+    """How tl.dot multiplies float32: three products of TF32 are as exact as one, and use the tensor cores."""
+    return "tf32x3" if x.device.type != "cpu" and torch.version.hip is None else "ieee"
+
+
+def _parts(m: DeviceMatrix) -> tuple[Tensor | None, ...]:
+    """codes, scales, mins, high and sub_scales as the kernels read them, in words."""
+    floats = m.codes.is_floating_point()
+    codes = m.codes if floats else m.codes.view(torch.int32)
+    high = None if m.high is None else m.high.view(torch.int32)
+    sub_scales = m.sub_scales
+    if sub_scales is not None and m.type == GGMLType.Q4_K:
+        sub_scales = sub_scales.view(torch.int32)
+    return codes, m.scales, m.mins, high, sub_scales
+
+
+def _row(m: DeviceMatrix) -> tuple[int, int]:
+    """The length of a row of codes, in words or floats, and its words."""
+    n = m.codes.shape[1]
+    return (n, -(-n // 4)) if m.codes.is_floating_point() else (n // 4, n // 4)
+
+
+def _pow2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _new(x: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+def linear(
+    x: Tensor,
+    m: DeviceMatrix,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """twins.linear."""
+    x, n_tokens = x.contiguous(), len(x)
+    out = _new(x, n_tokens, m.n_rows) if out is None else out
+    if n_tokens == 0 or m.n_rows == 0:
+        return out
+    stride, n_words = _row(m)
+    if n_tokens > FEW_TOKENS:
+        rows, tile = 64, _token_tile(n_tokens)
+        _launch(
+            _matmul_kernel, (-(-m.n_rows // rows), -(-n_tokens // tile)),
+            x, out, bias, residual, *_parts(m), m.group_of, n_tokens, m.n_rows, m.n_cols, stride, n_words,
+            TYPE=FORMATS[m.type], PRECISION=_precision(x), M=tile, N=rows, W=8, warps=4,
+        )  # fmt: skip
+        return out
+    tokens = _pow2(n_tokens)
+    rows, words = MATVEC_ROWS[tokens], max(4, min(MATVEC_WORDS, _pow2(n_words)))
+    programs = -(-m.n_rows // rows)
+    splits = max(1, min(MAX_SPLITS, MATVEC_PROGRAMS // programs, n_words // words))
+    words_of_split = -(-n_words // (words * splits)) * words
+    splits = -(-n_words // words_of_split)
+    y = out if splits == 1 else _new(x, splits, n_tokens, m.n_rows)
+    _launch(
+        _matvec_kernel, (programs, splits),
+        x, y, bias, residual, *_parts(m),
+        n_tokens, m.n_rows, m.n_cols, stride, n_words, words_of_split, 0,
+        TYPE=FORMATS[m.type], SPLIT=splits, T=tokens, R=rows, W=words, warps=4,
+    )  # fmt: skip
+    if splits > 1:
+        _add(y, out, bias, residual)
+    return out
+
+
+def _token_tile(n_tokens: int) -> int:
+    return 16 if n_tokens <= 16 else 32 if n_tokens <= 32 else 64
+
+
+def _add(partials: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
+    """Adds up partials [n_parts, T, n] into out [T, n]."""
+    n_parts, n_tokens, n = partials.shape
+    _launch(
+        _add_kernel, (-(-n // 32), n_tokens), partials, out, bias, residual, n_parts, n_tokens, n,
+        P=min(64, _pow2(n_parts)), N=32, warps=4,
+    )  # fmt: skip
+
+
+def linear_t(
+    x: Tensor,
+    m: DeviceMatrix,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """twins.linear_t."""
+    x, n_tokens = x.contiguous(), len(x)
+    out = _new(x, n_tokens, m.n_cols) if out is None else out
+    if n_tokens == 0:
+        return out
+    if m.n_rows == 0:
+        return twins.linear_t(x, m, bias, residual, out)
+    stride, n_words = _row(m)
+    shape = (n_tokens, m.n_rows, m.n_cols, stride, n_words)
+    if n_tokens > FEW_TOKENS:
+        words, tile = 8, _token_tile(n_tokens)
+        _launch(
+            _matmul_t_kernel, (-(-n_words // words), -(-n_tokens // tile)),
+            x, out, bias, residual, *_parts(m), m.group_of, *shape,
+            TYPE=FORMATS[m.type], PRECISION=_precision(x), M=tile, K=32, W=words, warps=4,
+        )  # fmt: skip
+        return out
+    tokens = _pow2(n_tokens)
+    words = max(4, min(AXPY_WORDS[tokens], _pow2(n_words)))
+    size = max(64, _pow2(-(-m.n_rows // MAX_RANGES)))
+    ranges = -(-m.n_rows // size)
+    partials = _new(x, ranges, n_tokens, m.n_cols)
+    _launch(
+        _axpy_kernel, (-(-n_words // words), ranges),
+        x, partials, *_parts(m), m.group_of, *shape, 0,
+        TYPE=FORMATS[m.type], RANGE=size, T=tokens, R=AXPY_ROWS, W=words, warps=1,
+    )  # fmt: skip
+    _add(partials, out, bias, residual)
+    return out
+
+
+def neurons(
+    h: Tensor,
+    gate: DeviceMatrix | None,
+    up: DeviceMatrix,
+    *,
+    activation: ActivationKind,
+    threshold: float = 0.0,
+    up_activation: ActivationKind | None = None,
+    selected: Tensor | None = None,
+    rows: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Tensor:
+    """twins.neurons; more than FEW_TOKENS read every row."""
+    h, n_tokens = h.contiguous(), len(h)
+    if n_tokens > FEW_TOKENS:
+        return _all_neurons(
+            h, gate, up, activation, threshold, up_activation, selected, rows, gate_bias, up_bias, counts
+        )
+    values = _new(h, n_tokens, up.n_rows)
+    if n_tokens == 0 or up.n_rows == 0:
+        return values
+    tokens = _pow2(n_tokens)
+    stride, n_words = _row(up)
+    gate_stride, gate_words = (0, 0) if gate is None else _row(gate)
+    # With a predictor a program has one neuron; else several share what they read of h.
+    per_program = 1 if selected is not None else MATVEC_ROWS[tokens]
+    words = NEURON_WORDS[tokens] if selected is not None else MATVEC_WORDS
+    words = max(4, min(words, _pow2(max(n_words, gate_words))))
+    _launch(
+        _neurons_kernel, (-(-up.n_rows // per_program),),
+        h, values, selected, rows, counts, gate_bias, up_bias,
+        *((None,) * 5 if gate is None else _parts(gate)), *_parts(up),
+        n_tokens, up.n_rows, up.n_cols, gate_stride, gate_words, stride, n_words,
+        0 if selected is None else selected.shape[1], threshold, 0,
+        GATE_TYPE=None if gate is None else FORMATS[gate.type], TYPE=FORMATS[up.type],
+        KIND=ACTIVATIONS[activation], UP_KIND=ACTIVATIONS[up_activation],
+        T=tokens, R=per_program, W=words, warps=4,
+    )  # fmt: skip
+    return values
+
+
+def _all_neurons(
+    h: Tensor, gate: DeviceMatrix | None, up: DeviceMatrix, activation: ActivationKind, threshold: float,
+    up_activation: ActivationKind | None, selected: Tensor | None, rows: Tensor | None,
+    gate_bias: Tensor | None, up_bias: Tensor | None, counts: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Neurons of many tokens: nearly every row fires for one of them, so all are computed, then masked."""
+    first, bias = (up, up_bias) if gate is None else (gate, gate_bias)
+    value = twins.activate(linear(h, first, bias), activation, threshold)
+    chosen = None if selected is None else twins.unpack_bits(selected, up.n_rows, rows)
+    if chosen is not None:
+        value = torch.where(chosen, value, 0.0)
+    fires = value != 0
+    if gate is not None:
+        u = linear(h, up, up_bias)
+        if up_activation is not None:
+            u = twins.activate(u, up_activation)
+        value = torch.where(fires, value * u, 0.0)
+    if counts is not None:
+        twins.count(counts, chosen, None if gate is None else fires, value)
+    return value
+
+
+def sparse_ffn(
+    h: Tensor,
+    gate: DeviceMatrix | None,
+    up: DeviceMatrix,
+    down_t: DeviceMatrix,
+    *,
+    activation: ActivationKind,
+    threshold: float = 0.0,
+    up_activation: ActivationKind | None = None,
+    selected: Tensor | None = None,
+    rows: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    counts: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """twins.sparse_ffn."""
+    values = neurons(
+        h, gate, up, activation=activation, threshold=threshold, up_activation=up_activation,
+        selected=selected, rows=rows, gate_bias=gate_bias, up_bias=up_bias, counts=counts,
+    )  # fmt: skip
+    return linear_t(values, down_t, down_bias, residual, out)
+
+
+def sign_scores(x: Tensor, signs: Tensor, bias: Tensor | None = None) -> Tensor:
+    """twins.sign_scores."""
+    n, n_bytes = signs.shape
+    bits = pack_bits(x, 0.0)  # of channels that are not negative: exclusive or with `signs` is agreement
+    out = _new(x, len(x), n)
+    tokens = min(_pow2(len(x)), FEW_TOKENS)
+    _launch(
+        _sign_kernel, (-(-n // 8), -(-len(x) // tokens)), bits, signs, bias, out,
+        len(x), n, x.shape[1], n_bytes, T=tokens, R=8, B=min(256, _pow2(n_bytes)), warps=4,
+    )  # fmt: skip
+    return out
+
+
+def pack_bits(scores: Tensor, threshold: float, first: int = 0) -> Tensor:
+    """twins.pack_bits."""
+    scores = scores.contiguous()
+    n_tokens, n_scores = scores.shape
+    n_bytes = -(-(first + n_scores) // 8)
+    bits = torch.empty((n_tokens, n_bytes), dtype=torch.uint8, device=scores.device)
+    _launch(
+        _pack_kernel, (-(-n_bytes // 64), n_tokens), scores, bits, threshold, first, n_scores, n_bytes,
+        B=64, warps=1,
+    )  # fmt: skip
+    return bits
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, n_head: int = 1) -> Tensor:
+    """twins.rms_norm."""
+    return _norm(x, weight, None, eps, x.shape[1] // n_head, layer=False)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """twins.layer_norm."""
+    return _norm(x, weight, bias, eps, x.shape[1], layer=True)
+
+
+def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, n: int, *, layer: bool) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _launch(
+        _norm_kernel, (x.numel() // n,), x, out, weight, bias, eps, n,
+        LAYER=layer, N=_pow2(n), warps=4 if n <= 4096 else 8,
+    )  # fmt: skip
+    return out
+
+
+def rotate(
+    x: Tensor,
+    cos_sin: Tensor,
+    *,
+    n_head: int,
+    kind: RopeKind,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """twins.rotate."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    head_dim = x.shape[1] // n_head
+    _launch(
+        _heads_kernel, (len(x), n_head),
+        x, None, None, out, cos_sin.contiguous(), norm_weight, None, None, None, None, None, None,
+        eps, len(x), n_head, 0, cos_sin.shape[2], 0,
+        DIM=head_dim, DIM_V=head_dim, D=_pow2(head_dim), NEOX=kind == "neox", warps=1,
+    )  # fmt: skip
+    return out
+
+
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_tables: Tensor,
+    sequences: Tensor,
+    positions: Tensor,
+) -> None:
+    """twins.store_kv."""
+    _heads(None, k, v, None, k_pages, v_pages, page_tables, sequences, positions, 0, "norm", None, None, 0.0)
+
+
+def rotate_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor | None,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_tables: Tensor,
+    sequences: Tensor,
+    positions: Tensor,
+    *,
+    n_head: int,
+    kind: RopeKind = "norm",
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """twins.rotate_store."""
+    if cos_sin is None:
+        store_kv(k, v, k_pages, v_pages, page_tables, sequences, positions)
+        return q
+    out = _heads(
+        q,
+        k,
+        v,
+        cos_sin,
+        k_pages,
+        v_pages,
+        page_tables,
+        sequences,
+        positions,
+        n_head,
+        kind,
+        q_norm,
+        k_norm,
+        eps,
+    )
+    assert out is not None
+    return out
+
+
+def _heads(
+    q: Tensor | None, k: Tensor, v: Tensor, cos_sin: Tensor | None, k_pages: Tensor, v_pages: Tensor,
+    page_tables: Tensor, sequences: Tensor, positions: Tensor, n_head: int, kind: RopeKind,
+    q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+) -> Tensor | None:  # fmt: skip
+    n_head_kv, dim, dim_v = k_pages.shape[1], k_pages.shape[3], v_pages.shape[3]
+    q = None if q is None else q.contiguous()
+    out = None if q is None else torch.empty_like(q)
+    _launch(
+        _heads_kernel, (len(k), n_head + 2 * n_head_kv),
+        q, k.contiguous(), v.contiguous(), out, None if cos_sin is None else cos_sin.contiguous(),
+        q_norm, k_norm, k_pages, v_pages, page_tables, sequences, positions,
+        eps, len(k), n_head, n_head_kv, 0 if cos_sin is None else cos_sin.shape[2], page_tables.shape[1],
+        DIM=dim, DIM_V=dim_v, D=_pow2(max(dim, dim_v)), NEOX=kind == "neox", warps=1,
+    )  # fmt: skip
+    return out
+
+
+def attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_tables: Tensor,
+    sequences: Tensor,
+    positions: Tensor,
+    *,
+    n_head: int,
+    scale: float,
+    window: int = 0,
+) -> Tensor:
+    """twins.attention; fewer than PROMPT_TOKENS split their positions, and the splits are merged in order."""
+    q, n_tokens = q.contiguous(), len(q)
+    n_head_kv, dim, dim_v = k_pages.shape[1], k_pages.shape[3], v_pages.shape[3]
+    max_pages = page_tables.shape[1]
+    pages_of_split = max_pages
+    if n_tokens < PROMPT_TOKENS:
+        pages_of_split = max(SPLIT_PAGES, -(-max_pages // MAX_ATTENTION_SPLITS))
+    n_splits = -(-max_pages // pages_of_split)
+    out = _new(q, n_tokens, n_head * dim_v)
+    sums, stats = out, None
+    if n_splits > 1:
+        sums, stats = _new(q, n_tokens, n_head, n_splits, dim_v), _new(q, n_tokens, n_head, n_splits, 2)
+    group = n_head // n_head_kv
+    _launch(
+        _attention_kernel, (n_tokens, n_head_kv, n_splits),
+        q, sums, stats, k_pages, v_pages, page_tables, sequences, positions,
+        scale, window, n_head, n_head_kv, max_pages, pages_of_split, n_splits,
+        SPLIT=n_splits > 1, PRECISION=_precision(q), GROUP=group, DIM=dim, DIM_V=dim_v,
+        H=max(16, _pow2(group)), D=max(16, _pow2(dim)), V=max(16, _pow2(dim_v)), N=32, warps=4,
+    )  # fmt: skip
+    if stats is not None:
+        _launch(
+            _merge_kernel, (n_tokens * n_head,), sums, stats, out, n_splits,
+            DIM_V=dim_v, V=_pow2(dim_v), S=_pow2(n_splits), P=min(32, _pow2(n_splits)), warps=1,
+        )  # fmt: skip
+    return out

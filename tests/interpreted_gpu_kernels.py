@@ -1,0 +1,310 @@
+"""Every Triton kernel against its twin, in Triton's interpreter; test_gpu_triton.py runs this file.
+
+It is not collected by itself: Triton decides when it is imported whether it interprets, so this needs a
+process in which TRITON_INTERPRET=1 from the start, and the other tests need one in which it is not.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from make_blocks import random_blocks
+from test_gpu_kernels import EPS, FLOATS, K_TYPES, Cache, matrix, randn, rng_of
+
+from hotset.backends.gpu import triton_kernels as kernels
+from hotset.backends.gpu import twins
+from hotset.backends.gpu.kernels import Kernels
+from hotset.backends.gpu.matrix import SUPPORTED, DeviceMatrix
+from hotset.formats.quants import GGMLType
+from hotset.model.graph import Rope
+from hotset.sparsity import planes
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+
+t = torch.from_numpy
+Q4_0, Q8_0 = GGMLType.Q4_0, GGMLType.Q8_0
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles so small that small matrices take several, with loops, splits and ranges."""
+    monkeypatch.setattr(kernels, "MATVEC_WORDS", 16)
+    monkeypatch.setattr(kernels, "NEURON_WORDS", dict.fromkeys((1, 2, 4, 8), 16))
+    monkeypatch.setattr(kernels, "AXPY_WORDS", dict.fromkeys((1, 2, 4, 8), 16))
+
+
+def agree(found: torch.Tensor, twin: torch.Tensor, magnitude: torch.Tensor | float, n: int) -> None:
+    """Two float32 sums of n products, in any order: each is off by n eps times their magnitudes at most."""
+    assert found.shape == twin.shape
+    assert (found - twin).abs().le(2 * (n + 16) * EPS * magnitude + 1e-30).all(), (found - twin).abs().max()
+
+
+def width_of(type_: GGMLType, n_blocks: int) -> int:
+    return n_blocks * (256 if type_ in K_TYPES else 32) + (5 if type_ in FLOATS else 0)
+
+
+CASES = [(type_, 13, 3, n_tokens) for type_ in SUPPORTED for n_tokens in (1, 3, 9)]
+CASES += [
+    (Q4_0, 1, 1, 1),
+    (Q4_0, 66, 1, 17),
+    (Q4_0, 5, 8, 2),
+    (Q4_0, 6, 2, 5),
+    (Q4_0, 3, 5, 8),
+    (Q8_0, 4, 1, 7),
+]
+each_case = pytest.mark.parametrize(
+    ("type_", "n_rows", "n_blocks", "n_tokens"),
+    CASES,
+    ids=lambda v: v.name if isinstance(v, GGMLType) else None,
+)
+
+
+@each_case
+def test_linear(type_: GGMLType, n_rows: int, n_blocks: int, n_tokens: int) -> None:
+    n_cols = width_of(type_, n_blocks if type_ not in K_TYPES else min(n_blocks, 2))
+    m, w = matrix(type_, n_rows, n_cols)
+    x, bias, residual = (
+        t(randn(n_tokens, n_cols)),
+        t(randn(n_rows, seed=1)),
+        t(randn(n_tokens, n_rows, seed=2)),
+    )
+    magnitude = x.abs() @ t(np.abs(w).T).float() + bias.abs() + residual.abs()
+    out = torch.full((n_tokens, n_rows), float("nan"))
+    assert kernels.linear(x, m, bias, residual, out) is out
+    agree(out, twins.linear(x, m, bias, residual), magnitude, n_cols)
+    agree(kernels.linear(x, m), twins.linear(x, m), magnitude, n_cols)
+
+
+@each_case
+@pytest.mark.parametrize("share", [0.3])
+def test_linear_t(type_: GGMLType, n_rows: int, n_blocks: int, n_tokens: int, share: float) -> None:
+    check_linear_t(*matrix(type_, n_rows, width_of(type_, min(n_blocks, 2))), n_tokens, share)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 1.0])
+@pytest.mark.parametrize("n_tokens", [1, 2])
+def test_linear_t_of_several_ranges(n_tokens: int, share: float) -> None:
+    check_linear_t(*matrix(Q4_0, 150, 64), n_tokens, share)
+
+
+def check_linear_t(m: DeviceMatrix, w: np.ndarray, n_tokens: int, share: float) -> None:
+    v = randn(n_tokens, m.n_rows) * (rng_of(m.n_rows, n_tokens).random((n_tokens, m.n_rows)) < share)
+    v, bias = t(v.astype(np.float32)), t(randn(m.n_cols, seed=1))
+    residual = t(randn(n_tokens, m.n_cols, seed=2))
+    magnitude = v.abs() @ t(np.abs(w)).float() + bias.abs() + residual.abs()
+    found = kernels.linear_t(v, m, bias, residual)
+    agree(found, twins.linear_t(v, m, bias, residual), magnitude, m.n_rows)
+    agree(kernels.linear_t(v, m), twins.linear_t(v, m), magnitude, m.n_rows)
+
+
+@pytest.mark.parametrize("type_", [Q4_0, Q8_0], ids=lambda v: v.name)
+@pytest.mark.parametrize("rows", [None, [0, 31, 95, 33, 64]], ids=["all", "some"])
+@pytest.mark.parametrize("n_tokens", [1, 3, 9])
+def test_linear_t_of_planes(type_: GGMLType, rows: list[int] | None, n_tokens: int) -> None:
+    n_ff, n_embd = 128, 96
+    data = random_blocks(type_, n_embd, n_ff, rng_of(2)).reshape(-1).view(np.uint8)
+    codes = planes.codes_of(data, type_, (n_ff, n_embd))
+    scales = planes.scales_of(data, type_, (n_ff, n_embd))
+    kept = None if rows is None else np.array(rows, np.int64)
+    m = DeviceMatrix.from_planes(codes, scales, "cpu", kept)
+    check_linear_t(m, m.dequantize().double().numpy(), n_tokens, 0.3)
+
+
+def test_an_empty_matrix_and_no_tokens() -> None:
+    data = np.zeros(0, np.uint8)
+    m = DeviceMatrix.from_bytes(data, Q4_0, 0, 32, "cpu")
+    bias = t(randn(32))
+    assert kernels.linear(t(randn(2, 32)), m).shape == (2, 0)
+    assert torch.equal(kernels.linear_t(torch.empty(2, 0), m, bias), bias.expand(2, 32))
+    assert kernels.sparse_ffn(t(randn(0, 32)), m, m, m, activation="relu").shape == (0, 32)
+    assert not kernels.sparse_ffn(t(randn(1, 32)), m, m, m, activation="relu").any()
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "share", "gated", "kind", "up_kind", "types"),
+    [
+        (1, None, True, "relu", None, (Q4_0, Q4_0)),
+        (1, 0.0, True, "relu", "relu", (Q4_0, Q4_0)),
+        (1, 0.3, True, "fatrelu", None, (Q8_0, GGMLType.F16)),
+        (1, 1.0, False, "relu2", None, (None, GGMLType.Q4_K)),
+        (3, 0.3, True, "relu", "relu", (GGMLType.Q4_1, GGMLType.Q5_0)),
+        (2, 0.3, False, "relu", None, (None, GGMLType.F32)),
+        (3, None, True, "silu", None, (GGMLType.BF16, Q8_0)),
+        (2, None, True, "gelu", None, (GGMLType.Q6_K, Q4_0)),
+        (1, None, False, "gelu_tanh", None, (None, Q8_0)),
+        (9, 0.3, True, "relu", "relu", (Q4_0, Q8_0)),
+        (9, None, False, "relu2", None, (None, Q4_0)),
+    ],
+)
+def test_sparse_ffn(
+    n_tokens: int, share: float | None, gated: bool, kind: str, up_kind: str | None, types: tuple
+) -> None:
+    n, d = 27, 256 if set(types) & set(K_TYPES) else 64
+    gate = matrix(types[0], n, d, 2)[0] if gated else None
+    up, down = matrix(types[1], n, d, 1)[0], matrix(Q4_0, n, d, 3)[0]
+    h, biases, residual = t(randn(n_tokens, d)), t(randn(2, n, seed=1) * 0.1), t(randn(n_tokens, d, seed=4))
+    selected = rows = None
+    if share is not None:  # the rows are some of 40 neurons
+        chosen = rng_of(5, n_tokens).random((n_tokens, 40)) < share
+        selected = t(np.packbits(chosen, axis=1, bitorder="little"))
+        rows = t(rng_of(6).permutation(40)[:n].astype(np.int32)) if n_tokens != 2 else None
+    results = []
+    for ops in (kernels, twins):
+        counts = torch.zeros(twins.N_COUNTS, dtype=torch.int64)
+        y = ops.sparse_ffn(
+            h, gate, up, down, activation=kind, threshold=0.1, up_activation=up_kind, selected=selected,
+            rows=rows, gate_bias=biases[0] if gated else None, up_bias=biases[1], down_bias=residual[0],
+            residual=residual, counts=counts,
+        )  # fmt: skip
+        results.append((y, counts))
+    values = twins.neurons(
+        h, gate, up, activation=kind, threshold=0.1, up_activation=up_kind, selected=selected, rows=rows,
+        gate_bias=biases[0] if gated else None, up_bias=biases[1],
+    )  # fmt: skip
+    # A value is a product or square of two sums of d products, each of magnitude |h| |w| + |bias|.
+    largest = (
+        h.norm(dim=1).max() * max(m.dequantize().norm(dim=1).max() for m in (gate, up) if m is not None) + 1
+    )
+    magnitude = (2 * largest**2 + values.abs()).sum() / n_tokens * down.dequantize().abs().max() + 1
+    agree(results[0][0], results[1][0], magnitude, n + d)
+    assert results[0][1].tolist() == results[1][1].tolist()
+
+
+def test_rows_that_no_token_wants_are_not_read() -> None:
+    """Rows of NaN: what reads them shows it."""
+    n, d = 64, 32
+    data = np.full((n, d), np.nan, np.float32)
+    data[::4] = randn(n // 4, d)
+    m = DeviceMatrix.from_bytes(data.view(np.uint8).reshape(-1), GGMLType.F32, n, d, "cpu")
+    bits = t(np.packbits(np.arange(n) % 4 == 0, bitorder="little")[None])
+    y = kernels.sparse_ffn(t(randn(1, d)), m, m, m, activation="relu", selected=bits)
+    assert torch.isfinite(y).all()
+
+
+@pytest.mark.parametrize(("n_scored", "first"), [(1, 0), (29, 3), (530, 16)])
+def test_pack_bits(n_scored: int, first: int) -> None:
+    scores = randn(3, n_scored)
+    scores[0, 0] = np.nan
+    found = kernels.pack_bits(t(scores), 0.25, first)
+    assert torch.equal(found, twins.pack_bits(t(scores), 0.25, first))
+
+
+@pytest.mark.parametrize(("n_tokens", "n", "width"), [(1, 9, 32), (3, 21, 43), (10, 8, 700)])
+def test_sign_scores(n_tokens: int, n: int, width: int) -> None:
+    x, bias = randn(n_tokens, width), t(randn(n))
+    x[0, :5] = 0.0
+    signs = t(np.packbits(rng_of(1).random((n, width)) < 0.5, axis=1, bitorder="little"))
+    assert torch.equal(kernels.sign_scores(t(x), signs, bias), twins.sign_scores(t(x), signs, bias))
+    assert torch.equal(kernels.sign_scores(t(x), signs), twins.sign_scores(t(x), signs))
+
+
+@pytest.mark.parametrize("width", [32, 96, 100])
+def test_norms(width: int) -> None:
+    x, weight, bias = t(randn(3, width)), t(randn(width, seed=1)), t(randn(width, seed=2))
+    # A norm is at most sqrt(width); what it is divided by is a sum of `width` squares.
+    magnitude = weight.abs() * width**0.5 + bias.abs()
+    agree(kernels.rms_norm(x, weight, 1e-5), twins.rms_norm(x, weight, 1e-5), magnitude, width)
+    agree(
+        kernels.layer_norm(x, weight, bias, 1e-5), twins.layer_norm(x, weight, bias, 1e-5), magnitude, width
+    )
+    agree(
+        kernels.layer_norm(x, weight, None, 1e-5), twins.layer_norm(x, weight, None, 1e-5), magnitude, width
+    )
+    part = weight[: width // 4].contiguous()
+    agree(kernels.rms_norm(x, part, 1e-5, 4), twins.rms_norm(x, part, 1e-5, 4), magnitude.max(), width)
+
+
+@pytest.mark.parametrize("kind", ["norm", "neox"])
+@pytest.mark.parametrize(
+    ("dim", "n_rot", "normed"), [(16, 16, True), (24, 10, False), (24, 10, True), (8, 2, False)]
+)
+def test_rotate(kind: str, dim: int, n_rot: int, normed: bool) -> None:
+    table = twins.RopeTable.build(Rope(kind, n_rot, tuple(0.5 ** np.arange(n_rot // 2)), 1.1), 4096, "cpu")
+    cos_sin = twins.angles(torch.tensor([0, 300, 4095], dtype=torch.int32), table)
+    x, weight = t(randn(3, 3 * dim)), t(randn(dim, seed=1)) if normed else None
+    found, twin = (
+        ops.rotate(x, cos_sin, n_head=3, kind=kind, norm_weight=weight, eps=1e-5) for ops in (kernels, twins)
+    )
+    largest = 1.1 * x.abs().max() if weight is None else 1.1 * dim**0.5 * weight.abs().max()
+    agree(found, twin, 2 * largest, dim)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["f16", "f32"])
+@pytest.mark.parametrize(
+    ("lengths", "last", "window", "heads", "dims"),
+    [
+        ([1, 64, 150, 65], 1, 0, (4, 4), (16, 16)),
+        ([300, 70], 2, 70, (6, 2), (24, 8)),
+        ([40], 40, 20, (2, 1), (16, 16)),
+        ([130], 1, 1, (3, 3), (10, 12)),
+    ],
+)
+@pytest.mark.parametrize("rope", [None, "norm", "neox"])
+def test_attention(
+    dtype: torch.dtype,
+    lengths: list[int],
+    last: int,
+    window: int,
+    heads: tuple,
+    dims: tuple,
+    rope: str | None,
+) -> None:
+    """Several sequences in pages out of order; the rest of the pages is NaN."""
+    n_head, n_head_kv = heads
+    cache = Cache(lengths, n_head_kv, *dims, dtype)
+    tables = t(cache.tables)
+    sequences, positions = cache.tokens(1000)
+    k, v = (t(randn(len(sequences), n_head_kv * dim)) for dim in dims)
+    twins.store_kv(k, v, cache.k, cache.v, tables, sequences, positions)
+
+    sequences, positions = cache.tokens(last)
+    n = len(sequences)
+    q, k, v = (
+        t(randn(n, width, seed=7)) for width in (n_head * dims[0], n_head_kv * dims[0], n_head_kv * dims[1])
+    )
+    cos_sin = norm = None
+    if rope is not None:
+        table = twins.RopeTable.build(
+            Rope(rope, dims[0] // 4 * 2, tuple(0.5 ** np.arange(dims[0] // 4))), 512, "cpu"
+        )
+        cos_sin, norm = twins.angles(positions, table), t(randn(dims[0], seed=3)) if rope == "neox" else None
+    stored = []
+    for ops in (kernels, twins):
+        k_pages, v_pages = cache.k.clone(), cache.v.clone()
+        turned = ops.rotate_store(
+            q, k, v, cos_sin, k_pages, v_pages, tables, sequences, positions,
+            n_head=n_head, kind=rope or "norm", q_norm=norm, k_norm=norm, eps=1e-5,
+        )  # fmt: skip
+        stored.append((turned, k_pages, v_pages))
+    for found, twin in zip(*stored, strict=True):
+        unit = EPS if found.dtype == torch.float32 else 2.0**-10  # a rounding to f16 may fall either way
+        assert torch.equal(found.isnan(), twin.isnan())
+        assert (found - twin).abs().nan_to_num().max() <= 64 * unit * twin.nan_to_num().abs().max()
+
+    turned, k_pages, v_pages = stored[1]
+    if last == 1:  # a token of a batch that is not full
+        sequences, positions = torch.cat([sequences, sequences[:1]]), torch.cat([positions, positions[:1]])
+        tables = torch.cat([tables, torch.full_like(tables[:1], -1)])
+        sequences[-1] = len(lengths)
+        turned = torch.cat([turned, turned[:1]])
+    found, twin = (
+        ops.attention(
+            turned, k_pages, v_pages, tables, sequences, positions, n_head=n_head, scale=0.3, window=window
+        )
+        for ops in (kernels, twins)
+    )
+    if last == 1:
+        assert not found[-1].any()
+    # Scores are sums of dim products, and their errors go through exp into the weights of the values.
+    reach = 0.3 * turned.norm(dim=1).max() * k_pages.float().nan_to_num().abs().max() * dims[0] ** 0.5
+    agree(found, twin, (1 + reach) * v_pages.float().nan_to_num().abs().max(), dims[0] + max(lengths))
+
+
+def test_kernels_of_an_interpreter_are_tritons() -> None:
+    ops = Kernels("cpu")
+    assert ops.name == "triton"
+    assert not ops.capturable
+    assert ops.linear is kernels.linear
