@@ -202,9 +202,12 @@ class HybridBackend:
                 cold = service.counts()
                 columns = (cold.selected, cold.active, cold.gate_rows, cold.up_rows, cold.down_rows)
                 counts[list(cold.layers)] += np.stack(columns, axis=1)
+        selected, active, gate_rows, up_rows, down_rows = counts.T
         predictor, ffn, attention, _ = seconds.T
         other = max(total - float(seconds[:, :3].sum()), 0.0)
-        return StepStats(n_tokens, *counts.T, predictor, ffn, attention, other)
+        return StepStats(
+            n_tokens, selected, active, gate_rows, up_rows, down_rows, predictor, ffn, attention, other
+        )
 
     def cold_seconds(self) -> np.ndarray:
         """Of the latest step: how long the CPU took for the cold neurons of each layer, float64 [n_layer]."""

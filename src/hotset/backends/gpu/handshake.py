@@ -32,6 +32,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, Protocol, cast, get_args
 
 import numpy as np
@@ -166,6 +167,8 @@ class ColdService:
         i // 8 set where the predictor names neuron i. T may exceed the step's tokens.
         """
         index = self._index[layer]
+        if not self._finalizer.alive:
+            raise DeviceError("the CPU's half was closed")
         if self._predicted[index] != (bits is not None):
             raise InvalidRequestError(
                 f"layer {layer} has {'a' if self._predicted[index] else 'no'} predictor: bits "
@@ -221,8 +224,9 @@ class ColdService:
 
     def counts(self) -> ColdCounts:
         """Of the latest step, after its end."""
-        requests, *counts = self._native.counts().T
-        return ColdCounts(self.layers, requests, *counts, self._native.seconds())
+        requests, selected, active, gate_rows, up_rows, down_rows = self._native.counts().T
+        seconds = self._native.seconds()
+        return ColdCounts(self.layers, requests, selected, active, gate_rows, up_rows, down_rows, seconds)
 
     def close(self) -> None:
         """Ends the threads; whoever waits is released with a sentence. Safe to call twice."""
@@ -232,6 +236,8 @@ class ColdService:
 def _end(native: Any, exchange: _Direct | _OnStream) -> None:
     native.close()
     exchange.close()  # after the threads that use the memory, before it is gone
+    # When the interpreter ends, PyTorch no longer lets go of memory that it was lent.
+    exchange.shared.drop_tensors()
 
 
 def _has_mask(neurons: Fused) -> bool:
@@ -285,10 +291,14 @@ class _Shared:
         self.bits = [rows(bits, -(-n // 8)) for n in n_neurons]
         self.posted = [0] * len(n_neurons)  # rows
 
-    def flag(self, offset: int, index: int) -> Tensor:
-        """One of the flags from `offset` on, int32 [1]."""
-        at = offset + 4 * index
-        return torch.from_numpy(self.memory[at : at + 4].view(np.int32))
+    def flags(self, offset: int) -> list[Tensor]:
+        """The flags from `offset` on, int32 [1] each."""
+        ends = [offset + 4 * i for i in range(len(self.posted) + 1)]
+        return [torch.from_numpy(self.memory[a:b].view(np.int32)) for a, b in pairwise(ends)]
+
+    def drop_tensors(self) -> None:
+        self.h = self.out = torch.empty(0)
+        self.bits.clear()
 
 
 class Driver(Protocol):
@@ -396,9 +406,7 @@ class _Spin(_OnStream):
                 "a spinning kernel needs Triton, which is not installed: pip install 'hotset[gpu]'"
             )
         super().__init__(shared, device, driver)
-        n_layers = len(shared.posted)
-        self._request = [shared.flag(shared.request, i) for i in range(n_layers)]
-        self._done = [shared.flag(shared.done, i) for i in range(n_layers)]
+        self._requests, self._dones = shared.flags(shared.request), shared.flags(shared.done)
 
     def post(self, index: int, h: Tensor, bits: Tensor | None) -> None:
         from hotset.backends.gpu.spin_kernel import BLOCK, post_kernel
@@ -413,7 +421,7 @@ class _Spin(_OnStream):
             host_bits if bits is None else bits,
             shared.h,
             host_bits,
-            self._request[index],
+            self._requests[index],
             h.numel(),
             n_bits,
             BLOCK,
@@ -424,8 +432,12 @@ class _Spin(_OnStream):
 
         rows = self.shared.out[: self.shared.posted[index]]
         out = torch.empty_like(rows, device=self.device)
-        collect_kernel[(1,)](self._done[index], self.shared.out, out, out.numel(), BLOCK)
+        collect_kernel[(1,)](self._dones[index], self.shared.out, out, out.numel(), BLOCK)
         return out
+
+    def close(self) -> None:
+        super().close()
+        self._requests, self._dones = [], []
 
 
 class CudaDriver:
@@ -536,7 +548,7 @@ def choose_kind(device: torch.device | str) -> Choice:
     if forced := os.environ.get("HOTSET_HANDSHAKE"):
         if forced not in KINDS:
             raise InvalidRequestError(f"HOTSET_HANDSHAKE must be one of {', '.join(KINDS)}, not {forced!r}")
-        return Choice(cast(Kind, forced), None, f"handshake {forced}, as HOTSET_HANDSHAKE says")
+        return Choice(forced, None, f"handshake {forced}, as HOTSET_HANDSHAKE says")
     if device.type != "cuda":
         return Choice("direct", None, f"handshake direct: {device} has no streams that wait")
     if device not in _choices:

@@ -8,6 +8,7 @@ from a read and a write, and the write can undo what the CPU stored in between. 
 flag is safe, since the CPU writes it only once.
 """
 
+# mypy: disable-error-code=no-untyped-def
 from __future__ import annotations
 
 import triton
@@ -34,6 +35,7 @@ def collect_kernel(done, host_out, out, n_out, BLOCK: tl.constexpr):
     """Waits for done == 1, done = 0, then out = host_out[:n_out]."""
     while tl.load(done, volatile=True) == 0:
         pass
+    tl.debug_barrier()  # all threads have seen the flag before one lowers it
     tl.atomic_xchg(done, 0, sem="acq_rel", scope="sys")
     tl.debug_barrier()  # one thread has acquired before the others load
     for first in range(0, n_out, BLOCK):

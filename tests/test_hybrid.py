@@ -1,0 +1,322 @@
+"""The hybrid engine with CPU tensors in the GPU's place: the CPU engine's logits, however it is divided."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_cpu_backend import batch, logits_of, relative_error, tokens
+from test_sparse_cpu import MODELS, N_FF, prepared, write
+from tiny_gguf import write_llama
+
+torch = pytest.importorskip("torch")
+
+from test_cold import within  # noqa: E402
+
+from hotset.backends.base import KVType  # noqa: E402
+from hotset.backends.cpu import CpuBackend  # noqa: E402
+from hotset.backends.gpu.kernels import Kernels  # noqa: E402
+from hotset.backends.hybrid import HybridBackend  # noqa: E402
+from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError  # noqa: E402
+from hotset.formats.gguf import GGUFFile, open_gguf  # noqa: E402
+from hotset.formats.quants import GGMLType as T  # noqa: E402
+from hotset.sparsity.placement import CPU, LayerPlacement, Placement  # noqa: E402
+
+# Of F32 weights both sides round sums of at most N_FF terms, in different orders: sqrt(N_FF) / 2^24 each,
+# over the eight products of each of two layers. Norms and softmax pass an error on about as large as it was;
+# four times as much is left for those that do not.
+TOLERANCE = 4 * 16 * math.sqrt(N_FF) * 2.0**-24
+# The CPU's activations are int8 for quantised weights, the device's are float32; see relative_error.
+QUANTIZED_TOLERANCE = 0.05
+
+ONE_BY_ONE = [*range(20, 30)]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def hot_neurons(share: float, n_ff: int = N_FF, seed: int = 0) -> np.ndarray:
+    hot = np.zeros(n_ff, np.bool_)
+    hot[np.random.default_rng(seed).permutation(n_ff)[: round(share * n_ff)]] = True
+    return hot
+
+
+def split(
+    share: float, n_layer: int = 2, devices: Sequence[int] | None = None, n_ff: int = N_FF
+) -> Placement:
+    """Each layer on a device of its list, CPU among them, with this share of its neurons."""
+    owners = list(devices or [0] * n_layer)
+    layers = [
+        LayerPlacement(owner, None if owner == CPU else hot_neurons(share, n_ff, i))
+        for i, owner in enumerate(owners)
+    ]
+    return Placement(("cpu",) * (max(owners) + 1), tuple(layers), max(owners))
+
+
+def whole(owners: Sequence[int], output: int | None = None) -> Placement:
+    output = owners[-1] if output is None else output
+    return Placement(("cpu",) * (output + 1), tuple(LayerPlacement(i) for i in owners), output)
+
+
+def both(
+    gguf: GGUFFile,
+    mode: str,
+    placement: Placement,
+    kv_type: KVType = "f32",
+    n_threads: int = 2,
+    **options: Any,
+) -> tuple[CpuBackend, HybridBackend]:
+    ready, graph = prepared(gguf, mode)
+    given: dict[str, Any] = {"n_pages": 8, "max_batch": 48, "kv_type": kv_type, "n_threads": n_threads}
+    sparse = mode != "dense"
+    hybrid = HybridBackend(ready.weights, graph, placement, sparse=sparse, timeout=30, **given, **options)
+    return CpuBackend(ready.weights, graph, sparse=sparse, **given), hybrid
+
+
+def assert_same_logits(
+    cpu: CpuBackend | HybridBackend, hybrid: HybridBackend, tolerance: float = TOLERANCE
+) -> None:
+    ids = tokens(30)
+    expected = logits_of(cpu, ids, ONE_BY_ONE, [2])
+    found = within(60, lambda: logits_of(hybrid, ids, ONE_BY_ONE, [2]))
+    assert relative_error(found, expected) < tolerance
+    # Several sequences: one that goes on, one that begins.
+    more = batch([(tokens(1, 7), 30, [2]), (tokens(3, 8), 0, [5])])
+    expected = cpu.step(more).logits.copy()
+    assert relative_error(within(60, lambda: hybrid.step(more)).logits, expected) < tolerance
+    within(30, hybrid.close)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+@pytest.mark.parametrize("model", MODELS)
+def test_any_share_of_neurons_on_the_device(tmp_path: Path, model: str, mode: str, share: float) -> None:
+    gguf = write(tmp_path, model)
+    for n_threads in (1, 2):
+        cpu, hybrid = both(gguf, mode, split(share), n_threads=n_threads)
+        assert_same_logits(cpu, hybrid)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("model", ["nemotron-biases", "arcee"])
+def test_architectures_of_plain_files(tmp_path: Path, model: str, share: float) -> None:
+    pytest.importorskip("transformers")
+    from tiny_models import RECIPES, build, to_gguf
+
+    gguf = open_gguf(to_gguf(RECIPES[model], build(RECIPES[model]), tmp_path))
+    cpu, hybrid = both(gguf, "exact", split(share, n_layer=3, n_ff=160))
+    assert_same_logits(cpu, hybrid, 1.5 * TOLERANCE)  # three layers
+
+
+@pytest.mark.parametrize("type_", [T.F16, T.Q8_0, T.Q4_0], ids=lambda t: t.name)
+@pytest.mark.parametrize("dialect", ["powerinfer", "gguf"])
+def test_quantised_weights(tmp_path: Path, type_: T, dialect: Any) -> None:
+    gguf = write(tmp_path, "bamboo", type_, dialect=dialect)
+    tolerance = TOLERANCE if type_ == T.F16 else QUANTIZED_TOLERANCE
+    cpu, hybrid = both(gguf, "exact", split(0.3))
+    assert_same_logits(cpu, hybrid, tolerance)
+    if dialect == "powerinfer":
+        # The CPU engine's predictor reads int8, which moves neurons over the threshold: both predict on a
+        # device here. The second layer's still sees what the first one's cold neurons are off by.
+        _, device = both(gguf, "predicted", split(1.0))
+        assert_same_logits(device, both(gguf, "predicted", split(0.3))[1], 2 * tolerance)
+
+
+def test_prompts_stream_and_decoding_shares(tmp_path: Path) -> None:
+    cpu, hybrid = both(write(tmp_path, "llama"), "predicted", split(0.3), stream_from=8)
+    assert_same_logits(cpu, hybrid)
+    ids = tokens(9)
+    cpu, hybrid = both(write(tmp_path, "llama"), "predicted", split(0.3), stream_from=8)
+    hybrid.step(batch([(ids, 0, [0])]))
+    assert not hybrid.cold_seconds().any()
+    hybrid.step(batch([(ids[:1], 9, [0])]))
+    assert hybrid.cold_seconds().all()
+
+
+# ---- layers on several processors
+
+
+@pytest.mark.parametrize("n_cpu", [0, 1, 3, 4])
+def test_dense_models_are_split_by_layers(tmp_path: Path, n_cpu: int) -> None:
+    gguf = open_gguf(write_llama(tmp_path / "m.gguf", n_layer=4))
+    placement = whole([CPU] * n_cpu + [0] * (4 - n_cpu), output=0)
+    cpu, hybrid = both(gguf, "dense", placement)
+    assert list(hybrid.nbytes) == ["cpu"]
+    assert_same_logits(cpu, hybrid, 2 * TOLERANCE)  # four layers
+
+
+def test_all_on_the_cpu_is_the_cpu_engine_to_the_bit(tmp_path: Path) -> None:
+    gguf = write(tmp_path, "bamboo")
+    cpu, hybrid = both(gguf, "exact", Placement((), (LayerPlacement(CPU),) * 2, CPU))
+    ids = tokens(20)
+    np.testing.assert_array_equal(logits_of(hybrid, ids, [5], [0]), logits_of(cpu, ids, [5], [0]))
+
+
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+@pytest.mark.parametrize("owners", [[CPU, 0, 0], [0, 0, 1], [CPU, 0, 1]], ids=str)
+@pytest.mark.parametrize("model", ["llama", "falcon-7b", "opt"])
+def test_a_chain_of_processors(tmp_path: Path, model: str, owners: list[int], mode: str) -> None:
+    gguf = write(tmp_path, model, ranks=(32, 64, 32))
+    cpu, hybrid = both(gguf, mode, split(0.4, devices=owners))
+    assert len(hybrid.nbytes) == 1  # one name, though there may be two of it
+    assert_same_logits(cpu, hybrid, 1.5 * TOLERANCE)
+
+
+def test_a_placement_is_of_the_model_and_in_order(tmp_path: Path) -> None:
+    gguf = write(tmp_path, "llama")
+    for placement, sentence in {
+        whole([0]): "the placement has 1 layers and the model 2",
+        whole([0, CPU], output=0): "goes down the layers",
+        Placement(("cpu",) * 2, whole([0, 1]).layers, 0): "goes down the layers",
+        Placement(("cpu",), whole([1, 1]).layers, 1): "names a device that is not among its 1",
+    }.items():
+        with pytest.raises(InvalidRequestError, match=sentence):
+            both(gguf, "exact", placement)
+    dense = open_gguf(write_llama(tmp_path / "dense.gguf", n_ff=N_FF))
+    with pytest.raises(UnsupportedModelError, match="the neurons of layer 0 cannot be shared"):
+        both(dense, "dense", split(0.3))
+
+
+# ---- statistics, taps
+
+
+@pytest.mark.parametrize("owners", [[0, 0], [CPU, 0], [0, 1]], ids=str)
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+@pytest.mark.parametrize("model", ["llama", "opt"])
+def test_statistics_are_those_of_both_sides(tmp_path: Path, model: str, mode: str, owners: list[int]) -> None:
+    cpu, hybrid = both(write(tmp_path, model), mode, split(0.3, devices=owners))
+    for part in ([(tokens(12), 0, [0])], [(tokens(1), 12, [0])]):
+        cpu.step(batch(part))
+        hybrid.step(batch(part))
+        expected, found = cpu.stats(), hybrid.stats()
+        assert expected is not None
+        assert found is not None
+        assert found.n_tokens == expected.n_tokens
+        np.testing.assert_array_equal(found.selected, expected.selected)
+        np.testing.assert_array_equal(found.active, expected.active)
+        assert found.down_rows.min() > 0
+        assert found.ffn.min() > 0
+        assert found.attention.min() > 0
+        assert found.other > 0
+        assert (hybrid.cold_seconds() > 0).tolist() == [owner != CPU for owner in owners]
+
+
+@pytest.mark.parametrize("owners", [[0, 0], [CPU, 0], [0, 1]], ids=str)
+def test_taps_of_every_part(tmp_path: Path, owners: list[int]) -> None:
+    gguf = write(tmp_path, "llama")
+    cpu, hybrid = both(gguf, "predicted", split(0.3, devices=owners))
+    names = ("embedding", "blk.0.attn", "blk.0.out", "blk.1.ffn_inp", "blk.1.attn_norm", "output_norm")
+    request = batch([(tokens(5), 0, [0])], names)
+    expected, found = cpu.step(request), hybrid.step(request)
+    assert set(found.taps) == set(names)
+    for name in names:
+        assert relative_error(found.taps[name], expected.taps[name]) < TOLERANCE
+    with pytest.raises(InvalidRequestError, match=r"blk\.1\.ffn_act cannot be tapped"):
+        hybrid.step(batch([(tokens(1), 0, [0])], ("blk.1.ffn_act",)))
+    with pytest.raises(InvalidRequestError, match="no value named 'nothing'"):
+        hybrid.step(batch([(tokens(1), 0, [0])], ("nothing",)))
+    hybrid.step(batch([(tokens(1), 0, [0])]))
+
+
+# ---- failures
+
+
+def _fall_off() -> None:
+    raise RuntimeError("the device fell off the bus")
+
+
+class Failing(Kernels):
+    """Kernels that fail, or do something else, when `countdown` calls of those named have been made."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.countdown, self.then = -1, _fall_off
+        for name in ("linear", "sparse_ffn", "attention", "rms_norm", "pack_bits"):
+            setattr(self, name, self._counted(getattr(self, name)))
+
+    def _counted(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.countdown -= 1
+            if self.countdown == 0:
+                self.then()
+            return work(*arguments, **options)
+
+        return call
+
+
+@pytest.mark.parametrize("owners", [[0, 0], [CPU, 0], [0, 1]], ids=str)
+def test_a_device_that_fails_anywhere(tmp_path: Path, owners: list[int]) -> None:
+    gguf = write(tmp_path, "llama")
+    kernels = Failing()
+    cpu, hybrid = both(gguf, "predicted", split(0.3, devices=owners), kernels=kernels)
+    ids = tokens(4)
+    expected = cpu.step(batch([(ids, 0, [0])])).logits.copy()
+    failures = 0
+    for at in range(1, 40):
+        kernels.countdown = at
+        try:
+            within(60, lambda: hybrid.step(batch([(ids, 0, [0])])))
+        except RuntimeError as error:
+            failures += str(error) == "the device fell off the bus"
+        kernels.countdown = -1
+        found = within(60, lambda: hybrid.step(batch([(ids, 0, [0])]))).logits
+        assert relative_error(found, expected) < TOLERANCE
+    assert 5 < failures < 39  # each call of a step, and none once the step has fewer
+    within(30, hybrid.close)
+
+
+@pytest.mark.parametrize("at", [1, 7, 12, 18])
+def test_a_step_that_is_cancelled(tmp_path: Path, at: int) -> None:
+    kernels = Failing()
+    cpu, hybrid = both(write(tmp_path, "llama"), "predicted", split(0.2), kernels=kernels)
+    request = batch([(tokens(4), 0, [0])])
+    expected = cpu.step(request).logits.copy()
+    kernels.countdown, kernels.then = at, lambda: hybrid.cancel("someone pulled the plug")
+    with pytest.raises(DeviceError, match="given up: someone pulled the plug"):
+        within(60, lambda: hybrid.step(request))
+    found = within(60, lambda: hybrid.step(request)).logits
+    assert relative_error(found, expected) < TOLERANCE
+    within(30, hybrid.close)
+
+
+def test_what_cannot_be_built_leaves_nothing_behind(tmp_path: Path) -> None:
+    gguf = write(tmp_path, "llama")
+    before = threading.active_count()
+    with pytest.raises(UnsupportedModelError, match="q8_0 cache runs on the CPU only"):
+        both(gguf, "exact", split(0.3), kv_type="q8_0")
+    with pytest.raises(DeviceError, match="cuda"):
+        both(gguf, "exact", Placement(("cuda:0",), split(0.3).layers, 0))
+    assert threading.active_count() == before
+    _, hybrid = both(gguf, "exact", split(0.3))
+    hybrid.close()
+    hybrid.close()
+
+
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_many_random_steps(tmp_path: Path, n_threads: int) -> None:
+    """300 steps of random batches: none hangs, and equal steps give equal bits."""
+    gguf = write(tmp_path, "bamboo")
+    _, hybrid = both(gguf, "predicted", split(0.3, devices=[0, 1]), n_threads=n_threads)
+    rng = np.random.default_rng(n_threads)
+    known: dict[tuple[int, ...], np.ndarray] = {}
+
+    def steps() -> None:
+        for _ in range(300):
+            sizes = tuple(int(n) for n in rng.integers(1, 4, rng.integers(1, 3)))
+            parts = [(tokens(n, seed=n), 0, [i]) for i, n in enumerate(sizes)]
+            found = hybrid.step(batch(parts)).logits
+            np.testing.assert_array_equal(found, known.setdefault(sizes, found.copy()))
+
+    within(240, steps)
+    assert len(known) == 12
+    within(30, hybrid.close)
