@@ -387,7 +387,7 @@ def test_load_chooses_a_context(path: Path):
         ({"n_threads": 1.5}, "n_threads must be a whole number"),
         ({"max_batch": True}, "max_batch must be a whole number"),
         ({"kv_type": "q4_0"}, "kv_type must be one of f16, q8_0, f32"),
-        ({"backend": "gpu"}, "backend must be cpu or reference"),
+        ({"backend": "gpu"}, "backend must be auto or cpu or reference"),
         ({"activation": "tanh"}, "activation 'tanh' is not known"),
     ],
     ids=str,

@@ -198,7 +198,7 @@ def op_bytes(op: Op, tensors: Mapping[str, TensorInfo]) -> int:
 def workspace_bytes(graph: Graph, n_pages: int, max_batch: int) -> int:
     """Intermediates of a step of max_batch tokens, the numbers of its batch, and some of its logits.
 
-    At most the values of one attention or of one FFN are alive together, beside a few of the residual's width.
+    At most the values of one attention or one FFN are alive together, beside a few of the residual's width.
     """
     d = graph.ops[0].out.width
     parts: dict[tuple[str, str], int] = {}

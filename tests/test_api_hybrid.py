@@ -1,0 +1,292 @@
+"""Models on devices through the API: placement, budget, hotness, index, with the CPU in a GPU's place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_api_sparse import vocabulary, write_sparse
+from tiny_gguf import write_llama
+
+import hotset
+from hotset.backends import detect, machine
+from hotset.errors import DeviceError, FormatError, InvalidRequestError, OutOfMemoryError
+from hotset.formats.powerinfer import GPUIndex, write_activations, write_gpu_index
+from hotset.sparsity import planner, profile, sidecar
+from hotset.sparsity.placement import CPU
+
+pytest.importorskip("hotset._core", reason="the native module is not built")
+
+N_LAYER, N_FF = 6, 512
+SMALL: dict[str, Any] = {"n_ctx": 128, "max_batch": 16, "n_threads": 1}
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
+    # A machine whose CPU is slow: then a tiny model is worth placing.
+    slow = replace(
+        machine.STAND_IN, cpu_read=1e7, cpu_gather=1e7, cpu_read_busy=1e7, cpu_gather_busy=1e7, sync=1e-6
+    )
+    monkeypatch.setattr(machine, "STAND_IN", slow)
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_sparse(tmp_path / "model.gguf", n_ff=N_FF, ranks=(32,) * N_LAYER)
+
+
+@pytest.fixture
+def expected(model: Path) -> Iterator[np.ndarray]:
+    with hotset.load(model, backend="cpu", **SMALL) as loaded:
+        yield loaded.logits("Hello there").copy()
+
+
+def budget(model: Path, fraction: float) -> float:
+    """GiB between the least that holds every layer's fixed part and the whole model."""
+    whole = hotset.plan(model, device="cpu", vram_budget=1.0, **SMALL)
+    assert whole is not None
+    assert whole.budget is not None
+    planned = whole.budget.devices[0]
+    low = planned.total - planned.neurons + whole.budget.stream
+    return (low + fraction * (planned.total - low)) / GIB
+
+
+def close(a: np.ndarray, b: np.ndarray) -> bool:
+    return bool(np.allclose(a, b, atol=2e-3 * np.abs(b).max()))
+
+
+def test_without_a_device_the_cpu_computes_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, "detect_gpu", lambda: None)
+    with hotset.load(model, **SMALL) as loaded:
+        assert loaded.backend.name == "cpu"
+        assert loaded.placement is None
+        assert loaded.device_memory() == []
+    assert hotset.plan(model, **SMALL) is None
+
+
+def test_a_model_that_fits_is_wholly_on_the_device(model: Path, expected: np.ndarray) -> None:
+    with hotset.load(model, device="cpu", vram_budget=1.0, **SMALL) as loaded:
+        assert loaded.backend.name == "gpu"
+        assert loaded.placement is not None
+        assert loaded.placement.is_whole
+        assert close(loaded.logits("Hello there"), expected)
+
+
+@pytest.mark.parametrize("fraction", [0.2, 0.5])
+def test_within_a_budget_neurons_are_split_and_the_answer_is_the_same(
+    model: Path, expected: np.ndarray, fraction: float
+) -> None:
+    write_activations(model.parent / "activation", counts(100))
+    gib = budget(model, fraction)
+    with hotset.load(model, device="cpu", vram_budget=gib, **SMALL) as loaded:
+        placement = loaded.placement
+        assert placement is not None
+        assert loaded.backend.name == "hybrid"
+        assert any(place.is_split for place in placement.layers)
+        assert placement.hot_share is not None
+        assert placement.served_share is not None
+        assert 0 < placement.hot_share < placement.served_share
+        assert close(loaded.logits("Hello there"), expected)
+        [memory] = loaded.device_memory()
+        assert memory.used <= memory.planned.total <= gib * GIB
+        assert memory.planned.total >= 0.95 * gib * GIB
+        answers = loaded.generate_many(["Hello", "World, hello"], max_tokens=5, temperature=0)
+    with hotset.load(model, backend="cpu", **SMALL) as alone:
+        for prompt, answer in zip(["Hello", "World, hello"], answers, strict=True):
+            assert alone.generate(prompt, max_tokens=5, temperature=0).tokens == answer.tokens
+
+
+def test_two_devices_follow_one_another(model: Path, expected: np.ndarray) -> None:
+    half = budget(model, 0.0) * 0.75
+    with hotset.load(model, device=["cpu", "cpu"], vram_budget=half, **SMALL) as loaded:
+        placement = loaded.placement
+        assert placement is not None
+        assert placement.devices == ("cpu", "cpu")
+        owners = [place.device for place in placement.layers]
+        assert owners == sorted(owners)
+        assert {0, 1} <= set(owners)
+        assert placement.budget is not None
+        assert all(planned.total <= half * GIB for planned in placement.budget.devices)
+        assert close(loaded.logits("Hello there"), expected)
+
+
+def test_as_many_layers_as_are_asked_for(model: Path, expected: np.ndarray) -> None:
+    with hotset.load(model, device="cpu", vram_budget=1.0, n_gpu_layers=2, **SMALL) as loaded:
+        assert loaded.placement is not None
+        assert [place.device for place in loaded.placement.layers] == [CPU] * 4 + [0, 0]
+        assert close(loaded.logits("Hello there"), expected)
+    with hotset.load(model, n_gpu_layers=0, **SMALL) as loaded:
+        assert loaded.placement is None
+
+
+def test_a_dense_model_goes_by_layers(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "dense.gguf", keys=vocabulary(), n_vocab=101)
+    with hotset.load(path, backend="cpu", **SMALL) as alone:
+        expected = alone.logits([1, 2, 3]).copy()
+    with hotset.load(path, device="cpu", vram_budget=1.0, n_gpu_layers=1, **SMALL) as loaded:
+        assert loaded.placement is not None
+        assert loaded.placement.n_cpu_layers == len(loaded.placement.layers) - 1
+        assert loaded.placement.hot_share is None
+        assert close(loaded.logits([1, 2, 3]), expected)
+
+
+def test_neurons_stay_together_where_that_is_asked_or_all_are_computed(model: Path) -> None:
+    gib = budget(model, 0.5)
+    settings: dict[str, Any]
+    for settings in ({"split_neurons": False}, {"sparsity": "dense"}):
+        found = hotset.plan(model, device="cpu", vram_budget=gib, **settings, **SMALL)
+        assert found is not None
+        assert not any(place.is_split for place in found.layers)
+        assert found.n_cpu_layers > 0
+
+
+# -- hotness -------------------------------------------------------------------------------------
+
+
+def test_a_short_text_is_counted_once_and_kept(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    run = planner._run_builtin
+    monkeypatch.setattr(planner, "_run_builtin", lambda *a: runs.append(1) or run(*a))
+    gib = budget(model, 0.5)
+    for _ in range(2):
+        found = hotset.plan(model, device="cpu", vram_budget=gib, **SMALL)
+        assert found is not None
+        assert "a short text that comes with hotset" in " ".join(found.notes)
+    assert len(runs) == 1
+    assert not profile.default_path(model).exists()
+
+
+def counts(hot: int) -> list[np.ndarray]:
+    """Layers in which 64 neurons from `hot` on fire for every token and the others seldom."""
+    layers = [np.ones(N_FF, np.int64) for _ in range(N_LAYER)]
+    for layer in layers:
+        layer[hot : hot + 64] = 1000
+    return layers
+
+
+def test_counts_are_taken_from_where_they_are(model: Path) -> None:
+    gib = budget(model, 0.4)
+
+    def hot() -> tuple[list[int], str]:
+        found = hotset.plan(model, device="cpu", vram_budget=gib, **SMALL)
+        assert found is not None
+        masks = [place.hot for place in found.layers if place.hot is not None]
+        return [int(np.flatnonzero(mask)[0]) for mask in masks if mask.any()], " ".join(found.notes)
+
+    write_activations(model.parent / "activation", counts(100))
+    first, notes = hot()
+    assert "as published" in notes
+    assert first
+    assert set(first) <= {0, 100}  # the hottest first; from 0 on where the budget takes more
+    with hotset.load(model, backend="cpu", **SMALL) as loaded:
+        own = profile.Profile(
+            tuple(layer.astype(np.uint64) for layer in counts(200)),
+            1000,
+            sidecar.fingerprint(loaded.gguf),
+            ("x",),
+        )
+    own.save(profile.default_path(model))
+    assert "profile.hotset.gguf, 1000 tokens" in hot()[1]
+    given = model.parent / "given.gguf"
+    own.save(given)
+    found = hotset.plan(model, device="cpu", vram_budget=gib, profile=given, **SMALL)
+    assert found is not None
+    assert "the profile that was given" in " ".join(found.notes)
+    for place in found.layers:
+        if place.is_split and place.hot is not None and place.hot.any():
+            assert place.hot[200:264].all()
+
+
+# -- the index -----------------------------------------------------------------------------------
+
+
+def test_an_index_says_which_neurons_are_on_the_device(model: Path, expected: np.ndarray) -> None:
+    rng = np.random.default_rng(0)
+    masks = [rng.random(N_FF) < 0.3 for _ in range(N_LAYER)]
+    masks[1][:] = False
+    masks[2][:] = True
+    path = model.parent / "model.generated.gpuidx"
+    write_gpu_index(path, GPUIndex(1 << 20, masks))
+    with hotset.load(model, device="cpu", vram_budget=1.0, gpu_index=path, **SMALL) as loaded:
+        assert loaded.placement is not None
+        first, second, third = (place.hot for place in loaded.placement.layers[:3])
+        assert np.array_equal(first, masks[0])
+        assert second is not None
+        assert not second.any()
+        assert third is None
+        assert close(loaded.logits("Hello there"), expected)
+    with pytest.raises(OutOfMemoryError, match=r"the GPU index needs 0\.\d+ GiB"):
+        hotset.plan(model, device="cpu", vram_budget=0.001, gpu_index=path, **SMALL)
+    write_gpu_index(path, GPUIndex(1, [mask[:100] for mask in masks]))
+    with pytest.raises(FormatError, match="each of 512 neurons"):
+        hotset.plan(model, device="cpu", vram_budget=1.0, gpu_index=path, **SMALL)
+
+
+# -- what is kept, and what is refused -----------------------------------------------------------
+
+
+def test_a_placement_is_solved_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    solved = []
+    solve = planner.solve
+    monkeypatch.setattr(planner, "solve", lambda *a, **k: solved.append(1) or solve(*a, **k))
+    gib = budget(model, 0.5)
+    solved.clear()
+    settings: dict[str, Any] = {"device": "cpu", "vram_budget": gib, **SMALL}
+    first, again = hotset.plan(model, **settings), hotset.plan(model, **settings)
+    assert first is not None
+    assert again is not None
+    assert len(solved) == 1
+    assert again.predicted == first.predicted
+    assert again.budget == first.budget
+    for a, b in zip(first.layers, again.layers, strict=True):
+        assert a.device == b.device
+        assert np.array_equal(a.hot, b.hot) if a.hot is not None else b.hot is None
+    hotset.plan(model, plan_anew=True, **settings)
+    hotset.plan(model, **{**settings, "vram_budget": 1.1 * gib})
+    assert len(solved) == 3
+
+
+def test_what_cannot_be_is_refused_in_a_sentence(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"cannot be placed in 0.00 GiB on cpu: the smallest budget"):
+        hotset.load(model, device="cpu", vram_budget=0.0001, **SMALL)
+    with pytest.raises(OutOfMemoryError, match="more than the"):
+        hotset.load(model, device="cpu", vram_budget=1e5, **SMALL)
+    with pytest.raises(InvalidRequestError, match="the backend cpu computes on the CPU alone"):
+        hotset.load(model, backend="cpu", vram_budget=1.0)
+    monkeypatch.setattr(detect, "detect_gpu", lambda: None)
+    with pytest.raises(DeviceError, match="no NVIDIA or AMD GPU was found"):
+        hotset.load(model, vram_budget=1.0)
+
+
+def test_the_smallest_budget_that_is_named_works(model: Path) -> None:
+    with pytest.raises(OutOfMemoryError) as error:
+        hotset.plan(model, device="cpu", vram_budget=0.0001, **SMALL)
+    named = float(str(error.value).split("works is ")[1].split(" GiB")[0])
+    assert hotset.plan(model, device="cpu", vram_budget=named, **SMALL) is not None
+
+
+def test_a_device_that_has_less_than_it_said_gets_a_smaller_plan_offered(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise OutOfMemoryError("cuda:0 ran out of memory while loading the model")
+
+    monkeypatch.setattr("hotset.backends.hybrid.HybridBackend.__init__", fails)
+    with pytest.raises(OutOfMemoryError, match=r"ran out of memory .*--vram-budget 0\.0\d+"):
+        hotset.load(model, device="cpu", vram_budget=budget(model, 0.5), **SMALL)
+
+
+def test_a_gpu_whose_libraries_are_missing_is_told_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, "detect_gpu", lambda: detect.GPU("NVIDIA", "NVIDIA GeForce", 1))
+    monkeypatch.setattr(detect, "missing_libraries", lambda: ["torch"])
+    with pytest.warns(UserWarning, match="torch is not installed: pip install 'hotset\\[gpu\\]'"):
+        loaded = hotset.load(model, **SMALL)
+    assert loaded.backend.name == "cpu"
+    loaded.close()

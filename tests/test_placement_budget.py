@@ -1,0 +1,287 @@
+"""Planned bytes against what a device really holds, rates of a machine, GPUs found without torch."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_api_sparse import write_sparse
+from tiny_gguf import write_llama
+
+from hotset.backends import detect, machine
+from hotset.backends.detect import GPU, Wishes, detect_gpu, missing_libraries, wanted_devices
+from hotset.backends.gpu import open_gpu
+from hotset.backends.gpu.matrix import DeviceMatrix
+from hotset.backends.gpu.stage import GpuStage
+from hotset.backends.hybrid import HybridBackend
+from hotset.errors import DeviceError, InvalidRequestError
+from hotset.formats.gguf import open_gguf
+from hotset.formats.quants import TYPES, GGMLType
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+from hotset.sparsity.budget import matrix_bytes, model_facts
+from hotset.sparsity.modes import choose, prepare
+from hotset.sparsity.placement import Device, LayerPlacement, Placement, _Problem
+
+MIB = 1 << 20
+SHAPE: dict[str, Any] = {"n_embd": 64, "n_ff": 512, "ranks": (32, 32, 32)}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+# -- budgets -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("type", [GGMLType.F16, GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.Q6_K])
+def test_a_matrix_takes_as_many_bytes_on_a_device_as_was_planned(type: GGMLType) -> None:
+    n_rows, n_cols = 6, 512
+    data = np.zeros(matrix_bytes(type, n_rows, n_cols), np.uint8)
+    rows = np.array([1, 4], np.int64)
+    assert DeviceMatrix.from_bytes(data, type, n_rows, n_cols, "cpu").nbytes == len(data)
+    some = DeviceMatrix.from_bytes(data, type, n_rows, n_cols, "cpu", rows)
+    assert some.nbytes == matrix_bytes(type, 2, n_cols)
+
+
+def test_bytes_of_a_large_matrix_are_python_integers() -> None:
+    n_bytes = matrix_bytes(GGMLType.F16, np.int32(1_000_000), np.int32(100_000))  # type: ignore[arg-type]
+    assert n_bytes == 200_000_000_000
+    block = TYPES[GGMLType.Q4_0].block_bytes
+    assert matrix_bytes(GGMLType.Q4_0, 96 * 49152, 12288) == 96 * 49152 * 12288 // 32 * block
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dialect", "type"),
+    [
+        ("llama", "powerinfer", GGMLType.F16),
+        ("llama", "gguf", GGMLType.Q8_0),  # the down matrices in planes
+        ("bamboo", "powerinfer", GGMLType.Q4_0),
+        ("falcon", "powerinfer", GGMLType.F32),
+        ("opt", "powerinfer", GGMLType.F16),
+    ],
+)
+@pytest.mark.parametrize("hot_share", [0.0, 0.3, 1.0])
+def test_a_device_never_holds_more_than_was_planned(
+    tmp_path: Path, architecture: str, dialect: str, type: GGMLType, hot_share: float
+) -> None:
+    path = write_sparse(
+        tmp_path / "m.gguf", architecture=architecture, dialect=dialect, type_of=lambda name: type, **SHAPE
+    )
+    rng = np.random.default_rng(0)
+    with open_gguf(path) as gguf:
+        config = config_from_gguf(gguf)
+        choice = choose(config, gguf.tensors)
+        prepared = prepare(gguf, config, choice)
+        graph = describe(config, prepared.weights.tensors, prepared.predictor)
+        options: dict[str, Any] = {"n_pages": 3, "max_batch": 128, "kv_type": "f16"}
+        facts = model_facts(graph, prepared.weights.tensors, mode=choice.mode, **options)
+        masks = [rng.random(n_ff) < hot_share for n_ff in config.n_ff]
+        places = tuple(LayerPlacement(0, mask) for mask in masks)
+        machine_rates = machine.rates_of([machine.STAND_IN])
+        frequencies = [np.full(n_ff, 0.1) for n_ff in config.n_ff]
+        problem = _Problem(facts, machine_rates, (Device("cpu", 1 << 40, 0),), frequencies, None, True)
+        planned = problem.budget_of(list(places), 0)
+        stream = facts.stream_bytes // 2
+        backend = HybridBackend(
+            prepared.weights,
+            graph,
+            Placement(("cpu",), places, 0),
+            stream_bytes=stream,
+            n_threads=1,
+            **options,
+        )
+        held = backend.nbytes["cpu"]
+        backend.close()
+        prepared.weights.close()
+    assert planned.kv == held["kv"]
+    weights = planned.weights + planned.neurons
+    assert held["weights"] <= weights <= 1.2 * held["weights"]  # tensors are small: they are rounded up
+    assert held["workspace"] <= planned.workspace <= 3 * held["workspace"] + MIB
+    assert sum(held.values()) <= planned.total
+
+
+def test_a_dense_model_is_counted_too(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "dense.gguf")
+    with open_gguf(path) as gguf:
+        config = config_from_gguf(gguf)
+        graph = describe(config, gguf.tensors)
+        options: dict[str, Any] = {"n_pages": 2, "max_batch": 64, "kv_type": "f16"}
+        facts = model_facts(graph, gguf.tensors, mode="dense", **options)
+        assert [layer.n_split for layer in facts.layers] == [0] * config.n_layer
+        backend = open_gpu(gguf, graph, device="cpu", sparse=False, **options)
+        stage: GpuStage = backend.stage
+        assert sum(stage.nbytes.values()) <= facts.whole_bytes
+        assert stage.nbytes["kv"] == sum(layer.kv_bytes for layer in facts.layers)
+        backend.close()
+
+
+# -- which devices -------------------------------------------------------------------------------
+
+
+class Driver:
+    """A driver's library with so many devices; `fails`: its start does."""
+
+    def __init__(self, n_devices: int, fails: bool = False) -> None:
+        self.n_devices, self.fails = n_devices, fails
+        self.opened: list[str] = []
+
+    def __call__(self, name: str) -> Driver:
+        self.opened.append(name)
+        return self
+
+    def cuInit(self, _: int) -> int:  # noqa: N802
+        return 100 if self.fails else 0
+
+    def cuDeviceGetCount(self, pointer: Any) -> int:  # noqa: N802
+        ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int))[0] = self.n_devices
+        return 0
+
+    hipInit, hipGetDeviceCount = cuInit, cuDeviceGetCount  # noqa: N815
+
+
+def add(root: Path, name: str, text: str = "") -> None:
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_text(text)
+
+
+def test_a_gpu_is_found_by_files_before_any_library_is_opened(tmp_path: Path) -> None:
+    driver = Driver(3)
+    assert detect_gpu(tmp_path, driver, {}) is None
+    for i in range(2):
+        add(tmp_path, f"proc/driver/nvidia/gpus/000{i}/information", "Model: \t\t NVIDIA GeForce\nIRQ: 1\n")
+    assert detect_gpu(tmp_path, driver, {}) == GPU("NVIDIA", "NVIDIA GeForce", 2)
+    assert str(detect_gpu(tmp_path, driver, {})) == "2 x NVIDIA GeForce"
+    assert detect_gpu(tmp_path, driver, {"CUDA_VISIBLE_DEVICES": ""}) is None
+    assert detect_gpu(tmp_path, driver, {"CUDA_VISIBLE_DEVICES": "-1"}) is None
+    assert driver.opened == []
+
+
+@pytest.mark.parametrize(("file", "vendor"), [("dev/dxg", "NVIDIA"), ("dev/kfd", "AMD")])
+def test_a_driver_is_asked_where_files_leave_it_open(tmp_path: Path, file: str, vendor: str) -> None:
+    add(tmp_path, file)
+    found = detect_gpu(tmp_path, Driver(1), {})
+    assert found is not None
+    assert found.vendor == vendor
+    assert detect_gpu(tmp_path, Driver(0), {}) is None
+    assert detect_gpu(tmp_path, Driver(1, fails=True), {}) is None
+
+    def missing(name: str) -> Any:
+        raise OSError(name)
+
+    assert detect_gpu(tmp_path, missing, {}) is None
+
+
+def test_missing_libraries_are_named() -> None:
+    assert missing_libraries(lambda name: None if name == "triton" else name) == ["triton"]
+    assert missing_libraries(lambda name: name) == []
+
+
+def test_a_gpu_without_its_libraries_is_never_left_out_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, "detect_gpu", lambda: GPU("NVIDIA", "NVIDIA GeForce", 1))
+    monkeypatch.setattr(detect, "missing_libraries", lambda: ["torch", "triton"])
+    devices, line = wanted_devices(Wishes())
+    assert devices == ()
+    assert line is not None
+    assert (
+        "NVIDIA GeForce is there, but torch and triton are not installed: pip install 'hotset[gpu]'" in line
+    )
+    with pytest.raises(DeviceError, match="torch and triton are not installed"):
+        wanted_devices(Wishes(vram_budget=8))
+    assert wanted_devices(Wishes(n_gpu_layers=0)) == ((), None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, "detect_gpu", lambda: None)
+    assert wanted_devices(Wishes()) == ((), None)
+    for wishes in (Wishes(vram_budget=8), Wishes(n_gpu_layers=1), Wishes(gpu_index=Path("x"))):
+        with pytest.raises(DeviceError, match="no NVIDIA or AMD GPU was found"):
+            wanted_devices(wishes)
+    with pytest.raises(DeviceError, match="cuda:0"):
+        wanted_devices(Wishes(device=("cuda:0",)))
+    with pytest.raises(InvalidRequestError, match="not known"):
+        wanted_devices(Wishes(device=("gpu",)))
+    assert wanted_devices(Wishes(device=("cpu", "cpu"))) == (("cpu", "cpu"), None)
+    # A GPU with a torch that cannot use it: a line, and an error where it was asked for.
+    monkeypatch.setattr(detect, "detect_gpu", lambda: GPU("NVIDIA", "NVIDIA GeForce", 1))
+    monkeypatch.setattr(detect, "missing_libraries", lambda: [])
+    devices, line = wanted_devices(Wishes())
+    assert devices == ()
+    assert line is not None
+    assert "cuda:0" in line
+    with pytest.raises(DeviceError, match="NVIDIA GeForce is there, but"):
+        wanted_devices(Wishes(vram_budget=8))
+
+
+@pytest.mark.parametrize(
+    ("wish", "sentence"),
+    [
+        ({"vram_budget": 0.0}, "GiB above 0"),
+        ({"vram_budget": -2.0}, "GiB above 0"),
+        ({"vram_budget": float("nan")}, "GiB above 0"),
+        ({"n_gpu_layers": -1}, "0 or more"),
+        ({"n_gpu_layers": 1, "gpu_index": Path("x")}, "leave out"),
+    ],
+)
+def test_wishes_that_make_no_sense(wish: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidRequestError, match=sentence):
+        Wishes(**wish)
+
+
+# -- the machine ---------------------------------------------------------------------------------
+
+
+def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    known = machine.Measured(*range(1, 9), 10)  # type: ignore[arg-type]
+    monkeypatch.setattr(machine, "_measure", lambda device, n_threads: calls.append(device) or known)
+    monkeypatch.setattr("hotset.backends.gpu.devices.find_device", lambda name: torch.device("meta"))
+    path = tmp_path / "machine.json"
+    assert machine.measure("xpu", n_threads=1, path=path) == known
+    assert machine.measure("xpu", n_threads=1, path=path) == known
+    assert len(calls) == 1
+    machine.measure("xpu", n_threads=2, path=path)  # another number of threads is another machine
+    machine.measure("xpu", n_threads=1, path=path, anew=True)
+    assert len(calls) == 3
+    assert len(json.loads(path.read_text())) == 2
+    path.write_text("{")  # damaged: measured again
+    assert machine.measure("xpu", n_threads=1, path=path) == known
+    assert len(calls) == 4
+
+
+def test_what_is_measured_makes_sense(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("hotset._core", reason="the native module is not built")
+    monkeypatch.setattr(machine, "_SECONDS", 0.02)
+    monkeypatch.setattr(machine, "_WIDTH", 512)
+    monkeypatch.setattr(machine, "_N_FF", 512)
+    monkeypatch.setattr(machine, "_N_LAYER", 2)
+    found = machine._measure(torch.device("cpu"), 1)
+    assert 0 < found.cpu_read_busy <= found.cpu_read < 1e12
+    assert 0 < found.cpu_gather_busy <= found.cpu_gather < 1e12
+    assert 0 < found.read_busy <= found.read < 1e13
+    assert 0 < found.launch < 1
+    assert 0 < found.sync < 1
+    assert found.context == 0
+    assert machine.rates_of([found, found]).devices[1].read == found.read
+
+
+def test_the_synthetic_ffns_compute_a_tenth_of_their_neurons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes that rates are counted in are those that the operation reads."""
+    pytest.importorskip("hotset._core", reason="the native module is not built")
+    monkeypatch.setattr(machine, "_WIDTH", 256)
+    monkeypatch.setattr(machine, "_N_LAYER", 2)
+    with machine._Cpu(1) as cpu:
+        backend = cpu._backends[True]
+        backend.step(cpu._batch)
+        stats = backend.stats()
+        assert stats is not None
+        assert np.allclose(stats.gate_rows / machine._N_FF, machine._ACTIVE, atol=0.02)
+        assert (stats.down_rows == stats.gate_rows).all()
