@@ -16,6 +16,7 @@ constexpr int64_t kSpinBeforeSleep_ns = 2'000'000;
 constexpr auto kNap = std::chrono::microseconds(50);
 // A device that asks for nothing may be compiling its kernels: it gets many times as long as a layer here.
 constexpr int kSilentTimeouts = 10;
+constexpr int kTurns = 4;  // of the watchdog in a timeout
 
 // Scores of eight neurons by their bits: 1 wanted, -1 not.
 struct ScoreTable {
@@ -298,9 +299,12 @@ bool ColdPlan::expand(const Layer& layer, int n_tokens) {
 
 // ---- the thread that watches the time
 
+// Time is counted in its own turns: a process that was stopped for a while has not taken long.
 void ColdPlan::watch() {
     std::unique_lock lock(mutex_);
-    const auto period = std::chrono::nanoseconds(std::max<int64_t>(timeout_ns_ / 4, 100'000));
+    const auto period = std::chrono::nanoseconds(std::max<int64_t>(timeout_ns_ / kTurns, 100'000));
+    int64_t progress = 0;
+    int turns = 0;  // without progress
     while (!closed_) {
         if (!open_) {
             changed_.wait(lock, [this] { return open_ || closed_; });
@@ -308,12 +312,13 @@ void ColdPlan::watch() {
         }
         changed_.wait_for(lock, period, [this] { return !open_ || closed_; });
         if (!open_ || closed_ || !reason_.empty()) continue;
+        turns = progress_ns_.load() == progress ? turns + 1 : 0;
+        progress = progress_ns_.load();
         const int layer = computing_.load();
-        const int64_t waited = now_ns() - progress_ns_.load();
-        if (layer >= 0 && waited > timeout_ns_)
+        if (layer >= 0 && turns >= kTurns)
             poison_locked("the CPU's half of layer " + std::to_string(layers_[layer].number) +
                           " took more than " + seconds(timeout_ns_));
-        else if (layer < 0 && waited > kSilentTimeouts * timeout_ns_)
+        else if (layer < 0 && turns >= kTurns * kSilentTimeouts)
             poison_locked("the device asked for no layer for " + seconds(kSilentTimeouts * timeout_ns_));
     }
 }

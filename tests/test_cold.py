@@ -234,13 +234,13 @@ def test_a_round_trip_is_measured() -> None:
 def cold(tmp_path: Path) -> Iterator[ColdService]:
     made = service(write(tmp_path, "llama"), "exact", timeout=20)
     yield made
-    within(30, made.close)
+    within(120, made.close)
 
 
 def assert_works(cold: ColdService) -> None:
-    fresh = within(30, lambda: ask(cold, 1, inputs(2)))
+    fresh = within(120, lambda: ask(cold, 1, inputs(2)))
     assert np.abs(fresh).max() > 0
-    np.testing.assert_array_equal(within(30, lambda: ask(cold, 1, inputs(2))), fresh)
+    np.testing.assert_array_equal(within(120, lambda: ask(cold, 1, inputs(2))), fresh)
 
 
 def test_a_device_that_fails_leaves_the_next_step_clean(cold: ColdService) -> None:
@@ -254,7 +254,7 @@ def test_a_device_that_fails_leaves_the_next_step_clean(cold: ColdService) -> No
 
     for at in range(5):
         with pytest.raises(ZeroDivisionError, match="the device"):
-            within(30, lambda at=at: fail(at))
+            within(120, lambda at=at: fail(at))
         assert_works(cold)
 
 
@@ -271,7 +271,7 @@ def test_a_waiter_is_released_from_elsewhere(cold: ColdService) -> None:
 
     threading.Timer(0.2, lambda: cold.cancel("someone pulled the plug")).start()
     with pytest.raises(DeviceError, match="given up: someone pulled the plug"):
-        within(30, wait_for_nothing)
+        within(120, wait_for_nothing)
     assert_works(cold)
 
 
@@ -282,7 +282,7 @@ def test_a_waiter_is_released_by_close(cold: ColdService) -> None:
 
     threading.Timer(0.2, cold.close).start()
     with pytest.raises(DeviceError, match="was closed"):
-        within(30, wait_for_nothing)
+        within(120, wait_for_nothing)
     with pytest.raises(DeviceError, match="cannot begin: the CPU's half was closed"):
         cold.begin_step(1)
     cold.close()
@@ -324,7 +324,7 @@ def test_a_layer_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
             slow.collect(0)
 
     with pytest.raises(DeviceError, match=r"layer 0 took more than 0\.001 s"):
-        within(60, work)
+        within(120, work)
     # The next step begins once the thread is through with the layer, or says that it is not.
     reasons: set[str] = set()
     for _ in range(1000):
@@ -337,7 +337,7 @@ def test_a_layer_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     slow.abort("the end")
     busy = "the hybrid step cannot begin: the CPU's half is still busy with a layer of the step before"
     assert reasons <= {busy}
-    within(60, slow.close)
+    within(120, slow.close)
 
 
 def test_several_services_in_one_process(tmp_path: Path) -> None:
@@ -416,7 +416,7 @@ def test_a_captured_step_is_replayed(tmp_path: Path, fake: FakeCuda, kind: str) 
             fake.replay(graph)
         for layer in LAYERS:
             np.testing.assert_array_equal(out[layer].numpy(), ask(direct, layer, h, bits))
-    within(30, streamed.close)
+    within(120, streamed.close)
     assert not fake.registered
 
 
@@ -436,7 +436,7 @@ def test_memory_operations_are_constant_and_in_order(tmp_path: Path, fake: FakeC
         expected += ["copy", "copy", f"write {4 * i} 1"]
         expected += [f"wait {done + 4 * i} 1", f"write {done + 4 * i} 0", "copy"]
     assert fake.log == expected
-    within(30, streamed.close)
+    within(120, streamed.close)
 
 
 @pytest.mark.parametrize("kind", ["memops", "hostfunc"])
@@ -450,17 +450,17 @@ def test_a_stream_that_waits_is_released(tmp_path: Path, fake: FakeCuda, kind: s
 
     threading.Timer(0.2, lambda: streamed.cancel("someone pulled the plug")).start()
     with pytest.raises(DeviceError, match="someone pulled the plug"):
-        within(60, wait_for_nothing)
+        within(120, wait_for_nothing)
     fake.fails_at = "wait" if kind == "memops" else "copy"
     with pytest.raises(RuntimeError, match="failed"):
-        within(30, lambda: ask(streamed, 0, h, bits))
+        within(120, lambda: ask(streamed, 0, h, bits))
     fake.fails_at = None
     direct = service(write(tmp_path, "llama"), "predicted")
     with streamed.step(1):
         streamed.post(0, h, bits)
         out = streamed.collect(0)
     np.testing.assert_array_equal(out.numpy(), ask(direct, 0, h, bits))
-    within(30, streamed.close)
+    within(120, streamed.close)
 
 
 def test_a_replay_after_the_step_was_given_up_does_not_hang(tmp_path: Path, fake: FakeCuda) -> None:
@@ -476,10 +476,10 @@ def test_a_replay_after_the_step_was_given_up_does_not_hang(tmp_path: Path, fake
         streamed.end_step()
 
     with pytest.raises(DeviceError, match="given up: the CPU's half failed"):
-        within(60, work)
+        within(120, work)
     with streamed.step(1):
         fake.replay(graph)
-    within(30, streamed.close)
+    within(120, streamed.close)
 
 
 def test_a_device_that_cannot_be_waited_for_ends_the_service(tmp_path: Path, fake: FakeCuda) -> None:
@@ -492,4 +492,4 @@ def test_a_device_that_cannot_be_waited_for_ends_the_service(tmp_path: Path, fak
         fake.synchronize = broken  # type: ignore[method-assign]
     with pytest.raises(DeviceError, match=r"cpu failed in an earlier step; start anew \(an illegal"):
         streamed.begin_step(1)
-    within(30, streamed.close)
+    within(120, streamed.close)

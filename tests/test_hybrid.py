@@ -88,13 +88,13 @@ def assert_same_logits(
 ) -> None:
     ids = tokens(30)
     expected = logits_of(cpu, ids, ONE_BY_ONE, [2])
-    found = within(60, lambda: logits_of(hybrid, ids, ONE_BY_ONE, [2]))
+    found = within(120, lambda: logits_of(hybrid, ids, ONE_BY_ONE, [2]))
     assert relative_error(found, expected) < tolerance
     # Several sequences: one that goes on, one that begins.
     more = batch([(tokens(1, 7), 30, [2]), (tokens(3, 8), 0, [5])])
     expected = cpu.step(more).logits.copy()
-    assert relative_error(within(60, lambda: hybrid.step(more)).logits, expected) < tolerance
-    within(30, hybrid.close)
+    assert relative_error(within(120, lambda: hybrid.step(more)).logits, expected) < tolerance
+    within(120, hybrid.close)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
@@ -265,14 +265,14 @@ def test_a_device_that_fails_anywhere(tmp_path: Path, owners: list[int]) -> None
     for at in range(1, 40):
         kernels.countdown = at
         try:
-            within(60, lambda: hybrid.step(batch([(ids, 0, [0])])))
+            within(120, lambda: hybrid.step(batch([(ids, 0, [0])])))
         except RuntimeError as error:
             failures += str(error) == "the device fell off the bus"
         kernels.countdown = -1
-        found = within(60, lambda: hybrid.step(batch([(ids, 0, [0])]))).logits
+        found = within(120, lambda: hybrid.step(batch([(ids, 0, [0])]))).logits
         assert relative_error(found, expected) < TOLERANCE
     assert 5 < failures < 39  # each call of a step, and none once the step has fewer
-    within(30, hybrid.close)
+    within(120, hybrid.close)
 
 
 @pytest.mark.parametrize("at", [1, 7, 12, 18])
@@ -283,10 +283,10 @@ def test_a_step_that_is_cancelled(tmp_path: Path, at: int) -> None:
     expected = cpu.step(request).logits.copy()
     kernels.countdown, kernels.then = at, lambda: hybrid.cancel("someone pulled the plug")
     with pytest.raises(DeviceError, match="given up: someone pulled the plug"):
-        within(60, lambda: hybrid.step(request))
-    found = within(60, lambda: hybrid.step(request)).logits
+        within(120, lambda: hybrid.step(request))
+    found = within(120, lambda: hybrid.step(request)).logits
     assert relative_error(found, expected) < TOLERANCE
-    within(30, hybrid.close)
+    within(120, hybrid.close)
 
 
 def test_what_cannot_be_built_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -319,4 +319,4 @@ def test_many_random_steps(tmp_path: Path, n_threads: int) -> None:
 
     within(240, steps)
     assert len(known) == 12
-    within(30, hybrid.close)
+    within(120, hybrid.close)
