@@ -18,6 +18,9 @@ decide what is launched, so that a step can be captured in a CUDA graph.
 With TRITON_INTERPRET=1, set before this module is imported, all of it runs on a CPU.
 """
 
+# Kernels have no types of Python: pointers, numbers of a program, constants.
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 from typing import Any

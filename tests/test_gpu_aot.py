@@ -1,0 +1,207 @@
+"""Every Triton kernel compiled for GPUs that are not here: what a step of a 7B model launches.
+
+The launches are recorded, not written down again: the functions of triton_kernels run over tensors without
+memory (torch's meta device), and what `_launch` is handed is compiled as the launch itself would. Run as a
+program, this file prints what each kernel takes of registers, shared memory and spills.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from hotset.backends.gpu import matrix
+from hotset.backends.gpu import triton_kernels as kernels
+from hotset.backends.gpu.matrix import SUPPORTED, DeviceMatrix
+from hotset.formats.quants import GGMLType, row_bytes
+
+TARGETS = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 86, 89, 90, 120)}
+TARGETS["gfx1100"] = GPUTarget("hip", "gfx1100", 32)
+D, N_FF, N_PAGES = 4096, 11008, 64
+F16, Q4_0 = GGMLType.F16, GGMLType.Q4_0
+TYPES = {
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
+    torch.uint8: "*u8", torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
+
+
+def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def weights(type_: GGMLType, n_rows: int, n_cols: int) -> DeviceMatrix:
+    """A matrix of the right fields, without memory."""
+    row = matrix._taken_apart(np.zeros((1, row_bytes(type_, n_cols)), np.uint8), type_)
+    parts = {name: new(n_rows, part.shape[1], dtype=part.dtype) for name, part in row.items()}
+    return DeviceMatrix(type_, n_rows, n_cols, **parts)
+
+
+def decode_step() -> None:
+    """One token of a sparse layer, Q4_0, and its predictor by signs."""
+    kernels.linear(new(1, D), weights(Q4_0, D, D))
+    up = weights(Q4_0, N_FF, D)
+    bits = kernels.pack_bits(new(1, N_FF), 0.0)
+    kernels.sparse_ffn(new(1, D), up, up, up, activation="relu", selected=bits)
+    kernels.sign_scores(new(1, D), new(N_FF, D // 8, dtype=torch.uint8))
+    kernels.rms_norm(new(1, D), new(D), 1e-5)
+    pages = new(N_PAGES, 8, 64, 128, dtype=torch.float16)
+    table, one = new(1, N_PAGES, dtype=torch.int32), new(1, dtype=torch.int32)
+    kernels.rotate_store(
+        new(1, D), new(1, 1024), new(1, 1024), new(2, 1, 64), pages, pages, table, one, one,
+        n_head=32, kind="neox",
+    )  # fmt: skip
+    kernels.attention(new(1, D), pages, pages, table, one, one, n_head=32, scale=0.1)
+
+
+def prompt_step() -> None:
+    """The matrix products of a prompt, Q4_0."""
+    kernels.linear(new(64, D), weights(Q4_0, N_FF, D))
+    kernels.linear_t(new(64, N_FF), weights(Q4_0, N_FF, D))
+
+
+def other_types(types: list[GGMLType]) -> Callable[[], None]:
+    def run() -> None:
+        for type_ in types:
+            kernels.linear(new(1, D), weights(type_, D, D))
+            if type_ in (F16, GGMLType.Q8_0):
+                kernels.linear_t(new(1, N_FF), weights(type_, N_FF, D))
+
+    return run
+
+
+def eight_tokens() -> None:
+    kernels.linear(new(8, D), weights(Q4_0, D, D))
+
+
+def exact_ffn() -> None:
+    up = weights(Q4_0, N_FF, D)
+    kernels.neurons(
+        new(1, D), up, up, activation="relu", up_activation="relu", counts=new(5, dtype=torch.int64)
+    )
+
+
+def source_of(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> ASTSource:
+    """A launch as its just-in-time compiler sees it: what is constant, and what 16 divides."""
+    signature, constants, facts = {}, dict(constants), {}
+    for i, (name, arg) in enumerate(zip(kernel.arg_names, args, strict=False)):
+        if arg is None or (isinstance(arg, int) and arg == 1):
+            signature[name], constants[name] = "constexpr", arg
+        elif isinstance(arg, torch.Tensor):
+            signature[name] = TYPES[arg.dtype]
+            facts[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(arg, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32"
+            if arg % 16 == 0:
+                facts[(i,)] = [["tt.divisibility", 16]]
+    signature |= {name: "constexpr" for name in constants}
+    return ASTSource(kernel, signature, constexprs=constants, attrs=facts)
+
+
+def compile_all(
+    run: Callable[[], None], target: GPUTarget, patch: pytest.MonkeyPatch
+) -> list[dict[str, Any]]:
+    """Records the launches of `run` and compiles each: a row per kernel, its name and what it takes."""
+    launches: list[tuple[Any, ...]] = []
+
+    def record(kernel: Any, grid: Any, *args: Any, warps: int, **constants: Any) -> None:
+        launches.append((kernel, args, warps, constants))
+
+    patch.setattr(kernels, "_launch", record)
+    is_cuda = target.backend == "cuda"
+    patch.setattr(kernels, "_precision", lambda x: "tf32x3" if is_cuda else "ieee")
+    run()
+    rows = []
+    for kernel, args, warps, constants in launches:
+        binary = triton.compile(source_of(kernel, args, constants), target, options={"num_warps": warps})
+        code = binary.asm["cubin" if is_cuda else "hsaco"]
+        row = {"kernel": kernel.__name__, "format": constants.get("TYPE"), "bytes": len(code)}
+        row["shared"] = binary.metadata.shared
+        rows.append(
+            row | (_resources_of_cubin(code) if is_cuda else _resources_of_hsaco(binary.asm["amdgcn"]))
+        )
+        assert code[:4] == b"\x7fELF"
+    return rows
+
+
+def _resources_of_cubin(code: bytes) -> dict[str, int]:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        done = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        )
+    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", done.stdout)}
+    return {"registers": found["REG"], "spilled": found["STACK"] + found["LOCAL"]}  # bytes per thread
+
+
+def _resources_of_hsaco(assembly: str) -> dict[str, int]:
+    found = dict(re.findall(r"\.(vgpr_count|vgpr_spill_count):\s+(\d+)", assembly))
+    return {"registers": int(found["vgpr_count"]), "spilled": int(found["vgpr_spill_count"])}
+
+
+@pytest.fixture(autouse=True)
+def _not_interpreted() -> None:
+    assert os.environ.get("TRITON_INTERPRET") != "1", "kernels are compiled here; unset TRITON_INTERPRET"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_decode_step_compiles(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = compile_all(decode_step, TARGETS[target], monkeypatch)
+    found = {row["kernel"] for row in rows}
+    assert found == {
+        "_matvec_kernel", "_neurons_kernel", "_axpy_kernel", "_add_kernel", "_pack_kernel", "_sign_kernel",
+        "_norm_kernel", "_heads_kernel", "_attention_kernel", "_merge_kernel",
+    }  # fmt: skip
+    for row in rows:
+        # What streams weights keeps all of it in registers; 64 KB of shared memory is what AMD has.
+        if row["kernel"] in ("_matvec_kernel", "_neurons_kernel", "_axpy_kernel"):
+            assert row["spilled"] == 0, row
+        assert row["shared"] <= 64 * 1024, row
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_prompt_compiles(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = compile_all(prompt_step, TARGETS[target], monkeypatch)
+    assert [row["kernel"] for row in rows] == ["_matmul_kernel", "_matmul_t_kernel"]
+    assert all(row["shared"] <= 64 * 1024 for row in rows)
+
+
+OTHERS = [type_ for type_ in SUPPORTED if type_ != Q4_0]
+
+
+@pytest.mark.parametrize(("target", "first"), list(zip(TARGETS, range(0, 12, 2), strict=True)))
+def test_every_type_compiles_somewhere(target: str, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    types = OTHERS[first : first + 2] or [F16]
+    for row in compile_all(other_types(types), TARGETS[target], monkeypatch):
+        assert row["spilled"] == 0, row
+
+
+def test_several_tokens_and_counts_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = compile_all(eight_tokens, TARGETS["sm_80"], monkeypatch)
+    rows += compile_all(exact_ffn, TARGETS["sm_90"], monkeypatch)
+    assert [row["kernel"] for row in rows] == ["_matvec_kernel", "_neurons_kernel"]
+    assert all(row["spilled"] == 0 for row in rows)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or TARGETS:
+        for step in (decode_step, prompt_step, other_types(OTHERS), eight_tokens, exact_ffn):
+            with pytest.MonkeyPatch.context() as patch:
+                for row in compile_all(step, TARGETS[name], patch):
+                    print(name, *(f"{key}={value}" for key, value in row.items()), flush=True)
