@@ -1,0 +1,207 @@
+"""`hotset plan` and the options of devices on the command line; GPU indices in PowerInfer's format."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from test_api_hybrid import N_FF, N_LAYER, counts
+from test_api_sparse import write_sparse
+from test_cli import inside
+
+from hotset.backends import detect, machine
+from hotset.errors import InvalidRequestError
+from hotset.formats.gguf import open_gguf
+from hotset.formats.powerinfer import GPUIndex, read_gpu_index, write_activations, write_gpu_index
+
+pytest.importorskip("hotset._core", reason="the native module is not built")
+
+SMALL = ("-c", 128, "-t", 1)
+STAND_IN = ("--device", "cpu", "--vram-budget")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(detect, "detect_gpu", lambda: None)
+    slow = replace(
+        machine.STAND_IN, cpu_read=1e7, cpu_gather=1e7, cpu_read_busy=1e7, cpu_gather_busy=1e7, sync=1e-6
+    )
+    monkeypatch.setattr(machine, "STAND_IN", slow)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = write_sparse(tmp_path / "model.gguf", n_ff=N_FF, ranks=(32,) * N_LAYER)
+    write_activations(tmp_path / "activation", counts(100))
+    return path
+
+
+def planned(model: Path, *options: object) -> dict[str, Any]:
+    done = inside("plan", model, *SMALL, "-b", 16, *options, "--json")
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def split_budget(model: Path) -> float:
+    """GiB that hold the fixed parts of all layers, what streams, and some neurons."""
+    [device] = planned(model, *STAND_IN, 1)["devices"]
+    return (device["total"] - 0.45 * device["neurons"]) / 2**30
+
+
+def test_a_plan_as_a_table(model: Path) -> None:
+    done = inside("plan", model, *SMALL, "-b", 16, *STAND_IN, split_budget(model), "--layers")
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"^ *CPU +cold neurons of {N_LAYER} ", done.stdout, re.M)
+    assert re.search(rf"^ *cpu \(stand-in\) +0 to {N_LAYER - 1}, output +\d+ of \d+ ", done.stdout, re.M)
+    assert len(re.findall(r"^ +\d+ +cpu \(stand-in\) +\d+ of 512 ", done.stdout, re.M)) == N_LAYER
+    hot = re.search(r"^hot (\d+)% on the GPU serve (\d+)% of activations$", done.stderr, re.M)
+    assert hot is not None
+    assert int(hot[2]) > int(hot[1])
+    assert re.search(r"^predicted [\d.]+ ms per token", done.stderr, re.M)
+    assert "stands in for a GPU" in done.stderr
+    assert "as published" in done.stderr
+
+
+def test_a_plan_as_json(model: Path) -> None:
+    gib = split_budget(model)
+    facts = planned(model, *STAND_IN, gib)
+    [device] = facts["devices"]
+    assert device["limit"] == int(gib * 2**30)
+    kinds = ("weights", "neurons", "kv", "workspace", "context")
+    assert device["total"] == sum(device[kind] for kind in kinds) <= device["limit"]
+    assert [layer["layer"] for layer in facts["layers"]] == list(range(N_LAYER))
+    total = sum(layer["seconds"]["total"] for layer in facts["layers"])
+    assert 0 < total < facts["predicted_seconds"]
+    assert 0 < facts["hot_share"] < facts["served_share"] < 1
+    more = planned(model, *STAND_IN, gib, "-np", 2)  # two contexts leave less for neurons
+    assert more["devices"][0]["kv"] == 2 * device["kv"]
+    assert more["hot_share"] < facts["hot_share"]
+
+
+def test_a_plan_writes_an_index_that_run_takes(model: Path, tmp_path: Path) -> None:
+    path, gib = tmp_path / "out.gpuidx", split_budget(model)
+    facts = planned(model, *STAND_IN, gib, "-o", path)
+    assert facts["gpu_index"] == str(path)
+    index = read_gpu_index(path, (N_FF,) * N_LAYER)
+    assert [int(mask.sum()) for mask in index.on_gpu] == [layer["hot_neurons"] for layer in facts["layers"]]
+    assert index.vram_capacity == facts["devices"][0]["neurons"]
+    done = inside(
+        "run", model, "Hello", "-n", 3, "--temp", 0, *SMALL, *STAND_IN, 1, "--gpu-index", path, "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["placement"]["layers"][0]["hot_neurons"] == facts["layers"][0]["hot_neurons"]
+    [memory] = answer["memory"]
+    assert memory["measured"]["total"] <= memory["total"]
+    alone = inside("run", model, "Hello", "-n", 3, "--temp", 0, *SMALL, "--no-gpu", "--json")
+    assert json.loads(alone.stdout)["tokens"] == answer["tokens"]
+    assert "placement" not in json.loads(alone.stdout)
+
+
+def test_run_prints_the_plan_and_what_was_measured(model: Path) -> None:
+    done = inside("run", model, "Hello", "-n", 3, "--temp", 0, *SMALL, *STAND_IN, 1, "-ngl", 2)
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"^ *CPU +0 to {N_LAYER - 3} whole ", done.stderr, re.M)
+    assert "planned / measured" in done.stderr
+    assert done.stdout.strip()
+
+
+def test_bench_and_perplexity_take_devices(model: Path, tmp_path: Path) -> None:
+    done = inside("bench", model, "-p", 0, "-n", 2, "-r", 1, "-t", 1, *STAND_IN, 1, "-ngl", 2, "--json")
+    assert done.returncode == 0, done.stderr
+    [entry] = json.loads(done.stdout)
+    assert (entry["backends"], entry["gpu_info"], entry["n_gpu_layers"]) == ("HYBRID", "cpu", 2)
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox " * 8)
+    ppl = {}
+    for options in (("--no-gpu",), (*STAND_IN, 1)):
+        done = inside("perplexity", model, "-f", text, "-c", 64, "-t", 1, *options, "--json")
+        assert done.returncode == 0, done.stderr
+        ppl[options] = json.loads(done.stdout)["ppl"]
+    first, second = ppl.values()
+    assert second == pytest.approx(first, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "sentence"),
+    [
+        ((*STAND_IN, "0.0001"), 1, "the smallest budget that works is 0.01 GiB"),
+        (("--vram-budget", 8), 1, "No NVIDIA or AMD GPU was found"),
+        ((), 1, "There is no GPU to plan for"),
+        (("--device", "gpu"), 1, "The device 'gpu' is not known"),
+        ((*STAND_IN, 1, "-ngl", "few"), 2, "'few' is neither a number nor auto"),
+        (("--vram-budget", "-7", "--device", "cpu"), 1, "is a number of GiB above 0"),
+        ((*STAND_IN, 1, "--gpu-index", "none.gpuidx"), 2, "does not exist"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_told_in_a_sentence(
+    model: Path, options: tuple[object, ...], code: int, sentence: str
+) -> None:
+    done = inside("plan", model, *SMALL, "-b", 16, *options)
+    assert done.returncode == code
+    assert sentence in " ".join(done.stderr.replace("│", " ").split())
+    assert "Traceback" not in done.stderr
+
+
+def test_options_that_contradict_one_another(model: Path) -> None:
+    done = inside("run", model, "Hello", "--no-gpu", "--vram-budget", 4)
+    assert done.returncode == 2
+    assert "no GPU" in done.stderr
+
+
+# -- the index -----------------------------------------------------------------------------------
+
+
+def test_an_index_as_the_original_writes_it(tmp_path: Path) -> None:
+    """Twelve layers, in the order of their numbers: the engine takes the tensors by position."""
+    rng = np.random.default_rng(0)
+    masks = [rng.random(96) < 0.4 for _ in range(12)]
+    masks[3][:] = False
+    path = tmp_path / "index.gpuidx"
+    write_gpu_index(path, GPUIndex(2**40 + 1, masks))
+    again = read_gpu_index(path, (96,) * 12)
+    assert again.vram_capacity == 2**40 + 1
+    assert all(np.array_equal(a, b) for a, b in zip(again.on_gpu, masks, strict=True))
+    with open_gguf(path) as file:
+        names = [f"blk.{i}.{kind}" for i in range(12) for kind in ("gpu_idx", "gpu_bucket")]
+        assert list(file.tensors) == names
+    data = path.read_bytes()
+    assert data[:8] == b"PWRI" + (3).to_bytes(4, "little")
+    # The gguf package reads it where the magic is GGUF's and the type of integers is its own.
+    plain = tmp_path / "plain.gguf"
+    patched = data[:4].replace(b"PWRI", b"GGUF") + data[4:]
+    for name in names:
+        at = patched.index(name.encode()) + len(name) + 4 + 8
+        assert patched[at : at + 4] == (18).to_bytes(4, "little")  # I32 as PowerInfer's GGML numbers it
+        patched = patched[:at] + int(gguf.GGMLQuantizationType.I32).to_bytes(4, "little") + patched[at + 4 :]
+    plain.write_bytes(patched)
+    reader = gguf.GGUFReader(plain)
+    for i, mask in enumerate(masks):
+        assert np.array_equal(reader.tensors[2 * i].data, mask.astype(np.int32))
+        assert np.array_equal(reader.tensors[2 * i + 1].data, np.flatnonzero(mask))
+    with pytest.raises(InvalidRequestError):
+        write_gpu_index(path, GPUIndex(-1, masks))
+    assert read_gpu_index(path, (96,) * 12).vram_capacity == 2**40 + 1  # the file is as it was
+
+
+def test_a_chat_on_a_machine_without_gpu_imports_nothing_of_one(model: Path) -> None:
+    code = (
+        "import sys; from hotset.backends import detect; detect.detect_gpu = lambda: None\n"
+        "import hotset\n"
+        f"m = hotset.load({str(model)!r}, n_ctx=128, n_threads=1)\n"
+        "m.generate('Hello', max_tokens=2); m.close()\n"
+        "print([n for n in ('torch', 'triton', 'scipy', 'hotset.sparsity.planner') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr
