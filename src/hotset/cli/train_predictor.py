@@ -65,8 +65,8 @@ def train_predictor(
     n_ctx: Annotated[
         int, typer.Option("--ctx-size", "-c", min=8, max=512, help="Tokens of a sequence.")
     ] = 512,
-    epochs: Annotated[float, typer.Option("--epochs", help="Times that each pair is seen, per size.")] = 4.0,
-    learning_rate: Annotated[float, typer.Option("--lr", help="Of Adam.")] = 2e-3,
+    epochs: Annotated[float, typer.Option("--epochs", help="Times that each pair is seen, per size.")] = 10.0,
+    learning_rate: Annotated[float, typer.Option("--lr", help="Of Adam.")] = 1e-2,
     device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, ...")] = "cpu",
     jobs: Annotated[
         int | None, typer.Option("--jobs", "-j", min=1, help="Layers side by side; default: one per core.")

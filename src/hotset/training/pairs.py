@@ -44,6 +44,7 @@ HELD_OUT_SHARE = 0.1  # of the bytes, at most
 _SHARD_BYTES = 64 << 20  # held in memory until they are written
 _SETTINGS_KEY, _SEQUENCES_KEY, _COMPLETE = "hotset.pairs.settings", "hotset.pairs.sequences", "complete.json"
 _COMPLETE_BYTES = 512
+_CACHE_BYTES = 256 << 20  # of a layer that is kept decoded
 _BYTES_PER_TENSOR = 160  # of a shard's header, its padding included
 _POPCOUNT = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1).astype(np.int64)
 
@@ -238,10 +239,12 @@ class _Shard:
 
 
 class LayerPairs:
-    """The pairs of one layer, mapped: only the rows that are asked for are read."""
+    """The pairs of one layer, mapped: only the rows that are asked for are read, and few enough are kept
+    decoded."""
 
     def __init__(self, shards: list[_Shard], n_ff: int) -> None:
         self._shards, self.n_ff = shards, n_ff
+        self._decoded: tuple[np.ndarray, np.ndarray] | None = None
         self._first = np.cumsum([0, *(len(shard.inputs) for shard in shards)])
         self.n_embd = shards[0].inputs.shape[1]
 
@@ -254,11 +257,23 @@ class LayerPairs:
         rows: int64 [n]; the result is in rising order of them.
         """
         rows = np.sort(rows)
+        if self._decoded is None and len(self) * (2 * self.n_embd + self.n_ff) <= _CACHE_BYTES:
+            parts = (self._read(np.arange(i, min(i + 1024, len(self)))) for i in range(0, len(self), 1024))
+            inputs, magnitudes = map(np.concatenate, zip(*parts, strict=True))
+            self._decoded = inputs, magnitudes
+        if self._decoded is not None:
+            inputs, magnitudes = (array[rows] for array in self._decoded)
+        else:
+            inputs, magnitudes = self._read(rows)
+        return inputs.astype(np.float32), magnitudes
+
+    def _read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs float16 [n, n_embd] and magnitudes uint8 [n, n_ff] of rows in rising order."""
         inputs, magnitudes = [], []
         owner = np.searchsorted(self._first, rows, side="right") - 1
         for i in np.unique(owner):
             shard, local = self._shards[i], rows[owner == i] - self._first[i]
-            inputs.append(shard.inputs[local].astype(np.float32))
+            inputs.append(shard.inputs[local])
             fires = np.unpackbits(shard.active[local], axis=1, count=self.n_ff, bitorder="little") != 0
             starts, lengths = shard.ends[local], shard.ends[local + 1] - shard.ends[local]
             # Ranges side by side: each begins where the last has ended.

@@ -34,16 +34,18 @@ _SAMPLE = 4096  # inputs that the start is computed from
 _CALIBRATION = 4096  # of what is held out, at most so many tokens for the threshold, and to measure
 _LOGIT = 6.0  # log-odds are cut here: a neuron that was never seen to fire may yet
 _SPREAD = 2.0  # standard deviation that a linear score starts with
+_FAN_IN = (512, 64)  # of fc1 and fc2: up to these many inputs the learning rate is the schedule's
 _MAX_POSITIVE = 32.0  # weight of the neurons that fire, against those that do not
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast. batch: tokens of a step; epochs: times that every pair is seen."""
+    """How long and how fast. batch: tokens of a step; epochs: times that every pair is seen. learning_rate:
+    Adam's, of small layers; those with more inputs than _FAN_IN take smaller steps in proportion."""
 
-    epochs: float = 4.0
+    epochs: float = 10.0
     batch: int = 512
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-2
     seed: int = 0
 
     def n_steps(self, n_tokens: int) -> int:
@@ -171,37 +173,38 @@ def train(pairs: LayerPairs, weights: Weights, schedule: Schedule, device: str) 
     positive = min(_MAX_POSITIVE, (1 - share) / max(share, 1e-6))
 
     n_steps = schedule.n_steps(len(pairs))
-    optimizer = torch.optim.Adam([fc1, fc2], schedule.learning_rate, betas=(0.9, 0.98))
+    optimizer = torch.optim.Adam([{"params": [fc1]}, {"params": [fc2]}], betas=(0.9, 0.98))
+    scales = [min(1.0, wide / fc.shape[1]) for wide, fc in zip(_FAN_IN, (fc1, fc2), strict=True)]
     order = np.empty(0, np.int64)
     batch = min(schedule.batch, len(pairs))
     for step in range(n_steps):
         done = step / n_steps
         rate = schedule.learning_rate * min(1.0, 20 * (done + 1 / n_steps)) * (0.02 + 0.98 * (1 - done))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        for group, scale in zip(optimizer.param_groups, scales, strict=True):
+            group["lr"] = rate * scale
         if len(order) < batch:
             order = np.concatenate([order, generator.permutation(len(pairs))])
         rows, order = order[:batch], order[batch:]
         inputs, magnitudes = pairs.batch(rows)
         x = torch.from_numpy(inputs).to(device) / size
-        target = _targets(torch.from_numpy(magnitudes).to(device), positive)
+        weight, target = _targets(torch.from_numpy(magnitudes).to(device), positive)
         scores = torch.relu(x @ fc1.T) @ fc2.T
         with torch.no_grad():  # of Σ weight * cross-entropy: weight * (probability - fires)
-            gradient = torch.sigmoid(scores) * torch.where(target > 0, target, 1.0) - target
-            gradient /= batch
+            gradient = torch.sigmoid(scores).mul_(weight).sub_(target).div_(batch)
         optimizer.zero_grad(set_to_none=True)
         scores.backward(gradient)
         optimizer.step()
     return Weights((fc1.detach() / size).cpu().numpy(), fc2.detach().cpu().numpy())
 
 
-def _targets(magnitudes: torch.Tensor, positive: float) -> torch.Tensor:
-    """Weights of the neurons that fire, `positive` on average over a token's, and 0 of those that do not."""
+def _targets(magnitudes: torch.Tensor, positive: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights of all neurons, and of those that fire, else 0: `positive` on average over a token's, half of
+    it by magnitude (the number of neurons that are computed in vain counts as well). Others weigh one."""
+    fires = (magnitudes > 0).float()
     values = magnitudes.float()
-    fires = (magnitudes > 0).sum(1, keepdim=True)
-    mean = values.sum(1, keepdim=True) / fires.clamp_min(1)
-    # Half by magnitude: the number of neurons that are computed in vain counts as well.
-    return positive * (values > 0) * (0.5 + 0.5 * values / mean.clamp_min(1))
+    mean = values.sum(1, keepdim=True) / fires.sum(1, keepdim=True).clamp_min(1)
+    target = values.mul_(0.5 * positive / mean.clamp_min(1)).add_(fires, alpha=0.5 * positive)
+    return (target - fires).add_(1), target
 
 
 def calibrate(pairs: LayerPairs, weights: Weights, type: GGMLType, recall: float, device: str) -> Quality:
