@@ -141,8 +141,14 @@ class HybridBackend:
 
     @property
     def nbytes(self) -> dict[str, dict[str, int]]:
-        """Bytes that each device's stage holds, by kind (GpuStage.nbytes)."""
-        return {str(stage.device): stage.nbytes for stage in self._stages}
+        """Bytes that each device of the placement holds, by kind (GpuStage.nbytes)."""
+        held: dict[str, dict[str, int]] = {}
+        parts = (part for part in self._parts if part.device != CPU)
+        for part, stage in zip(parts, self._stages, strict=True):
+            kinds = held.setdefault(self.placement.devices[part.device], {})
+            for kind, n_bytes in stage.nbytes.items():
+                kinds[kind] = kinds.get(kind, 0) + n_bytes
+        return held
 
     def step(self, batch: Batch) -> StepResult:
         """Runs one step. Raises InvalidRequestError; DeviceError where a side failed or took too long."""
