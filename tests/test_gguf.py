@@ -544,7 +544,7 @@ def test_values_that_the_format_cannot_hold(tmp_path: Path, value: object, type:
         (np.zeros((1,) * 4 + (32,), np.float32), F32, None, "cannot be stored as F32"),
         (np.zeros(32, np.float32), F32, (16,), r"must have shape \[16\], not \[32\]"),
         (np.zeros(32, np.uint8), F32, (16,), "takes 64 bytes, not 32"),
-        (np.zeros(256, np.float32), GGMLType.Q4_K, None, "cannot be stored as Q4_K"),
+        (np.zeros(256, np.float32), GGMLType.IQ4_XS, None, "cannot be stored as IQ4_XS"),
         (np.zeros(256, np.float64), GGMLType.IQ2_XS, None, "cannot be stored as IQ2_XS"),
         (np.zeros(8, np.int64), GGMLType.I32, None, "int64 values cannot be stored as I32"),
         (np.zeros(8, np.int32), F32, None, "int32 values cannot be stored as F32"),

@@ -25,14 +25,17 @@ import mmap
 import os
 import re
 import secrets
+import shutil
 import stat
 import struct
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 import numpy as np
 
@@ -43,7 +46,12 @@ from hotset.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
-from hotset.formats.quants import ENCODABLE, TYPES, GGMLType, quantize, row_bytes
+from hotset.formats.encode import WRITABLE, encode
+from hotset.formats.quants import TYPES, GGMLType, row_bytes
+from hotset.units import human_size
+
+if TYPE_CHECKING:
+    from hotset.storage.reporter import Reporter
 
 Dialect = Literal["gguf", "powerinfer"]
 MAGICS: dict[bytes, Dialect] = {b"GGUF": "gguf", b"PWRI": "powerinfer"}
@@ -394,6 +402,20 @@ class GGUFFile:
             raise InvalidRequestError(f"{self.path} has been closed; open it again to read tensors.")
         return self._bytes[info.shard][info.offset : info.offset + info.nbytes]
 
+    def advise(self, name: str, start: int, stop: int, *, needed: bool) -> None:
+        """Tells the system that bytes start..stop of a tensor will be read soon, or not again.
+
+        A file that is read once, piece by piece, then streams from the disk and takes no memory of the
+        process. (Nothing happens where the system cannot be told.)
+        """
+        info = self.tensors[name]
+        stop = min(stop, info.nbytes)
+        if not hasattr(mmap, "MADV_WILLNEED") or start >= stop:
+            return
+        first = (info.offset + start) // mmap.PAGESIZE * mmap.PAGESIZE
+        advice = mmap.MADV_WILLNEED if needed else mmap.MADV_DONTNEED
+        self._maps[info.shard].madvise(advice, first, info.offset + stop - first)
+
     def prefetch(self) -> None:
         """Asks the system to read all files ahead, in the background (where it can be asked)."""
         if hasattr(mmap, "MADV_WILLNEED"):
@@ -484,7 +506,9 @@ _INTEGERS = (
     ValueType.UINT64,
     ValueType.INT64,
 )  # as llama.cpp expects them
-TensorData = np.ndarray | Callable[[], np.ndarray]
+TensorData = np.ndarray | Callable[[], np.ndarray | Iterable[np.ndarray]]
+PIECE_VALUES = 1 << 22  # values encoded at a time: all cores work on them, and they take 16 MB at most
+PIECES_BEHIND = 2  # encoded pieces that may wait for the disk
 
 
 class GGUFWriter:
@@ -538,7 +562,8 @@ class GGUFWriter:
         """Adds a tensor; its data is encoded, or asked for, in `write`, one tensor at a time.
 
         data: floats [..., ne0], quantised to `type` where they are not stored as they are; or uint8, the
-        blocks as they go into the file; or a function without arguments that returns either.
+        blocks as they go into the file; or a function without arguments that returns either, or an iterable
+        of such arrays, whole rows each, for what does not fit in memory. Arrays must then stay as they are.
         shape: GGUF order, ne0 first; needed with a function, else found from the array.
         """
         if name in self._tensors:
@@ -557,36 +582,52 @@ class GGUFWriter:
             if data.dtype == np.uint8 and shape:
                 shape = (shape[0] // facts.block_bytes * facts.block_size, *shape[1:])
         shape = tuple(int(n) for n in shape)
-        if not 1 <= len(shape) <= MAX_DIMS or min(shape) < 1 or shape[0] % facts.block_size:
+        # Only a vector may be empty, such as the list of no neurons in PowerInfer's GPU index.
+        smallest = 0 if len(shape) == 1 else 1
+        if not 1 <= len(shape) <= MAX_DIMS or min(shape) < smallest or shape[0] % facts.block_size:
             raise InvalidRequestError(
                 f"tensor {name!r} of shape {list(shape)} cannot be stored as {facts.name}."
             )
         n_bytes = row_bytes(type, shape[0]) * math.prod(shape[1:])
-        info = TensorInfo(name, shape, type, n_bytes, self._end_of_tensors())
+        info = TensorInfo(name, shape, type, n_bytes, self.nbytes)
         if not callable(data):
             _check_tensor(info, data)
         self._tensors[name] = (info, data)
 
-    def _end_of_tensors(self) -> int:
-        """Where the next tensor goes, from the start of the data."""
+    @property
+    def keys(self) -> frozenset[str]:
+        """What has been added."""
+        return frozenset(self._values)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the data of all tensors; where the next one goes, from its start."""
         last = next((info for info, _ in reversed(self._tensors.values())), None)
         return 0 if last is None else self._aligned(last.offset + last.nbytes)
 
     def _aligned(self, n: int) -> int:
         return -(-n // self.alignment) * self.alignment
 
-    def write(self) -> None:
-        """Writes the file: to a temporary name in the same folder, to the disk, then renamed.
+    def write(self, progress: Reporter | None = None) -> None:
+        """Writes the file: without a name (or to a temporary one), to the disk, then under its name.
 
-        Replaces a file of that name. On any error nothing is left; HotsetError where the system refuses.
+        Replaces a file of that name. On any error nothing is left, and where the system has files without a
+        name (Linux) nor does a killed process leave anything; HotsetError where the system refuses.
         """
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
         try:
+            free = shutil.disk_usage(self.path.parent).free
+            if self.nbytes > free:
+                raise HotsetError(
+                    f"{self.path} takes {human_size(self.nbytes)}, and {self.path.parent} has "
+                    f"{human_size(free)} left; make room or choose another folder."
+                )
             try:
-                with temporary.open("xb") as file:
-                    self._write_to(file)
+                with _create(temporary) as file:
+                    self._write_to(file, progress)
                     file.flush()
                     os.fsync(file.fileno())
+                    _name(file, temporary)
                 os.replace(temporary, self.path)
             except BaseException:
                 temporary.unlink(missing_ok=True)
@@ -596,7 +637,7 @@ class GGUFWriter:
             reason = error.strerror or error
             raise HotsetError(f"{self.path} cannot be written ({reason}); choose another folder.") from error
 
-    def _write_to(self, file: BinaryIO) -> None:
+    def _write_to(self, file: BinaryIO, progress: Reporter | None) -> None:
         file.write(self._magic + struct.pack("<IQQ", 3, len(self._tensors), len(self._values)))
         for key, value in self._values.items():
             file.write(_encode_string(key) + value)
@@ -606,14 +647,28 @@ class GGUFWriter:
                 + struct.pack(f"<I{len(info.shape)}Q", len(info.shape), *info.shape)
                 + struct.pack("<IQ", self._type_ids.get(info.type, info.type), info.offset)
             )
-        self._pad(file)
-        for info, data in self._tensors.values():
-            file.write(_tensor_bytes(info, data() if callable(data) else data))
-            self._pad(file)
+        file.write(bytes(-file.tell() % self.alignment))
+        done, behind = 0, deque[Future[int]]()
+        # One thread writes while this one reads and encodes what comes next.
+        with ThreadPoolExecutor(1) as disk:
+            for info, data in self._tensors.values():
+                padding = bytes(self._aligned(info.nbytes) - info.nbytes)
+                for piece in itertools.chain(_pieces(info, data), [memoryview(padding)]):
+                    if len(behind) == PIECES_BEHIND:
+                        behind.popleft().result()
+                    behind.append(disk.submit(file.write, piece))
+                    done += len(piece)
+                    if progress is not None:
+                        progress.advance(self.path.name, done, self.nbytes)
+            while behind:
+                behind.popleft().result()
 
-    def _pad(self, file: BinaryIO) -> None:
-        position = file.tell()
-        file.write(bytes(self._aligned(position) - position))
+
+def copy_metadata(file: GGUFFile, writer: GGUFWriter, without: Sequence[str] = ()) -> None:
+    """Adds the keys of a file, but for `without`, those that the writer has, and those of shards."""
+    for key, value in file.metadata.items():
+        if key not in without and key not in writer.keys and not key.startswith("split."):
+            writer.add(key, value, ValueType(file.metadata_types[key][-1]))
 
 
 def _encode_string(text: str, limit: int | None = None) -> bytes:
@@ -710,19 +765,65 @@ def _check_tensor(info: TensorInfo, data: np.ndarray) -> None:
         raise InvalidRequestError(f"tensor {info.name!r} must have shape {expected}, not {found}.")
     # `is None` first: NumPy takes None for float64, and compares it so
     elif (facts.block is None or data.dtype != facts.block) and not (
-        info.type in ENCODABLE and data.dtype.kind == "f"
+        info.type in WRITABLE and data.dtype.kind == "f"
     ):
         raise InvalidRequestError(
             f"tensor {info.name!r}: {data.dtype} values cannot be stored as {facts.name}."
         )
 
 
-def _tensor_bytes(info: TensorInfo, data: np.ndarray) -> memoryview:
-    """The bytes that go into the file, encoded where they must be."""
-    _check_tensor(info, data)
-    if data.dtype not in (np.uint8, TYPES[info.type].block):
-        data = quantize(data, info.type)
-    return np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+def _pieces(info: TensorInfo, data: TensorData) -> Iterator[memoryview]:
+    """The bytes that go into the file, encoded where they must be, a few megabytes at a time."""
+    given = data() if callable(data) else data
+    if isinstance(given, np.ndarray):
+        _check_tensor(info, given)
+        given = [given]
+    n_bytes = 0
+    for part in given:
+        for piece in _encoded(info, part):
+            n_bytes += len(piece)
+            yield piece
+    if n_bytes != info.nbytes:
+        raise InvalidRequestError(f"tensor {info.name!r} takes {info.nbytes} bytes, not {n_bytes}.")
+
+
+def _encoded(info: TensorInfo, part: np.ndarray) -> Iterator[memoryview]:
+    if part.dtype in (np.uint8, TYPES[info.type].block):
+        stored = np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
+        for i in range(0, len(stored), 4 * PIECE_VALUES):
+            yield stored[i : i + 4 * PIECE_VALUES]
+        return
+    if part.dtype.kind != "f" or part.shape[-1:] != info.shape[:1] or info.type not in WRITABLE:
+        raise InvalidRequestError(
+            f"tensor {info.name!r} takes rows of {info.shape[0]} values of {info.type.name}, not "
+            f"{part.dtype} {list(part.shape)}."
+        )
+    rows = part.reshape(-1, info.shape[0])
+    step = max(PIECE_VALUES // info.shape[0], 1)
+    for i in range(0, len(rows), step):
+        try:
+            yield encode(rows[i : i + step], info.type).reshape(-1).data
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"tensor {info.name!r}: {error}") from None
+
+
+def _create(temporary: Path) -> BinaryIO:
+    """A new file without a name, gone with the process; where there are none, one named `temporary`."""
+    if hasattr(os, "O_TMPFILE") and Path("/proc/self/fd").is_dir():
+        with contextlib.suppress(OSError):  # not every file system has them
+            return open(os.open(temporary.parent, os.O_TMPFILE | os.O_WRONLY, 0o666), "wb")
+    return temporary.open("xb")
+
+
+def _name(file: BinaryIO, temporary: Path) -> None:
+    """Gives a file of `_create` its temporary name, if it has none yet."""
+    if os.fstat(file.fileno()).st_nlink:
+        return
+    folder = os.open(temporary.parent, os.O_RDONLY)
+    try:  # with a folder given, Python follows the link in /proc to the file
+        os.link(f"/proc/self/fd/{file.fileno()}", temporary.name, src_dir_fd=folder, dst_dir_fd=folder)
+    finally:
+        os.close(folder)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -362,7 +362,8 @@ def _pack_fifth_bit(q: np.ndarray) -> np.ndarray:
 
 def _encode_symmetric(x: np.ndarray, block: np.dtype, half: int) -> np.ndarray:
     """Q4_0 (half = 8), Q5_0 (half = 16): the value of largest magnitude becomes -half exactly."""
-    largest = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1)
+    # The first of those; + 0: that of a block of zeros is +0.
+    largest = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1) + np.float32(0)
     d = largest / np.float32(-half)
     q = np.trunc(x * _inverse(d) + np.float32(half + 0.5)).clip(0, 2 * half - 1).astype(np.uint8)
     out = np.empty(len(x), block)
@@ -375,8 +376,8 @@ def _encode_symmetric(x: np.ndarray, block: np.dtype, half: int) -> np.ndarray:
 
 def _encode_affine(x: np.ndarray, block: np.dtype, largest: int) -> np.ndarray:
     """Q4_1 (largest = 15), Q5_1 (largest = 31): the block's minimum becomes 0 and its maximum `largest`."""
-    low = x.min(axis=1, keepdims=True)
-    d = (x.max(axis=1, keepdims=True) - low) / np.float32(largest)
+    low = np.take_along_axis(x, x.argmin(axis=1, keepdims=True), axis=1)  # of zeros of both signs, the first
+    d = (x.max(axis=1, keepdims=True) - low) / np.float32(largest) + np.float32(0)
     q = np.trunc((x - low) * _inverse(d) + np.float32(0.5)).clip(0, largest).astype(np.uint8)
     out = np.empty(len(x), block)
     out["d"], out["m"] = d[:, 0], low[:, 0]

@@ -1,0 +1,134 @@
+"""`hotset quantize`: a GGUF file with its matrices in another type."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hotset.cli import options
+from hotset.cli.console import DownloadBar, print_json, print_table, say
+from hotset.storage import store
+from hotset.units import human_size
+
+if TYPE_CHECKING:
+    from hotset.formats.requantize import PlannedTensor
+
+
+def quantize(
+    source: Annotated[str, typer.Argument(metavar="IN", help="The model: a path or a name.")],
+    target: Annotated[
+        Path | None, typer.Argument(metavar="OUT.gguf", help="The file to write; not with --dry-run.")
+    ] = None,
+    type: Annotated[
+        str | None,
+        typer.Option(
+            "--type",
+            help="Of the matrices: q8_0, q6_k, q5_k_m, q5_1, q5_0, q4_k_m, q4_1, q4_0, q3_k, q2_k, f16, "
+            "bf16, f32; default: q4_0, or, with --tensor-type, what they are.",
+        ),
+    ] = None,
+    tensor_type: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tensor-type",
+            metavar="PATTERN=TYPE",
+            help="For matrices in whose name this regular expression is found; repeatable, the first wins.",
+        ),
+    ] = None,
+    allow_requantize: Annotated[
+        bool, typer.Option("--allow-requantize", help="Quantise again what has been quantised.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print types and sizes; write nothing.")] = False,
+    threads: options.Threads = None,
+    json: options.Json = False,
+) -> None:
+    """Quantise a GGUF file, plain or PowerInfer's."""
+    from hotset.formats import requantize
+    from hotset.formats.gguf import open_gguf
+
+    path = store.resolve(source, download=False)
+    if target is None and not dry_run:
+        raise typer.BadParameter("name the file to write, or use --dry-run.", param_hint="OUT.gguf")
+    rules = tensor_type or []
+    type = type or (None if rules else "q4_0")
+    with open_gguf(path) as gguf:
+        if target is not None:
+            requantize.check_paths(gguf, target)
+        tensors = requantize.plan(gguf, type, rules, allow_requantize=allow_requantize)
+        before, powerinfer = gguf.nbytes, gguf.dialect == "powerinfer"
+    after = before + sum(planned.nbytes - planned.info.nbytes for planned in tensors)
+    began = time.monotonic()
+    if not dry_run:
+        assert target is not None
+        with DownloadBar() as bar:
+            requantize.quantize(
+                path, target, type, tensor_types=rules, allow_requantize=allow_requantize, n_threads=threads,
+                progress=bar,
+            )  # fmt: skip
+        after = target.stat().st_size
+    seconds = time.monotonic() - began
+    if json:
+        print_json(_as_json(path, None if dry_run else target, tensors, before, after, seconds))
+        return
+    if dry_run:
+        print_table(["tensors", ">", "shape", "from", "to", ">size", "note"], _rows(tensors), tight=True)
+    bits = 8 * after / sum(planned.info.n_elements for planned in tensors)
+    size = f"{human_size(after)}, {bits:.2f} bits per weight; {human_size(before)} before"
+    say(f"It would take {size}." if dry_run else f"Wrote {target} ({size}) in {seconds:.1f} s.")
+    if powerinfer and (odd := _unread_by_powerinfer(tensors)):
+        say(f"PowerInfer itself reads ffn_down_t as F16 or Q4_0 only, and here it is {odd}.", dim=True)
+
+
+def _unread_by_powerinfer(tensors: list[PlannedTensor]) -> str | None:
+    """The type of a down projection that the original engine would misread, if there is one."""
+    types = {p.type.name for p in tensors if p.info.name.endswith("ffn_down_t.weight")}
+    return next(iter(sorted(types - {"F16", "Q4_0"})), None)
+
+
+def _rows(tensors: list[PlannedTensor]) -> list[list[str]]:
+    """One row for all layers' tensors that are alike."""
+    groups: dict[tuple[str, ...], list[PlannedTensor]] = {}
+    for planned in tensors:
+        info = planned.info
+        name = re.sub(r"^blk\.\d+\.", "blk.*.", info.name)
+        shape = " x ".join(str(n) for n in info.shape)
+        key = (name, shape, info.type.name, planned.type.name, planned.note)
+        groups.setdefault(key, []).append(planned)
+    rows = []
+    for (name, shape, old, new, note), group in groups.items():
+        count = f"{len(group)}" if len(group) > 1 else ""
+        size = human_size(sum(planned.nbytes for planned in group))
+        rows.append([name, count, shape, old, "" if new == old else new, size, note])
+    return rows
+
+
+def _as_json(
+    source: Path,
+    target: Path | None,
+    tensors: list[PlannedTensor],
+    before: int,
+    after: int,
+    seconds: float,
+) -> dict[str, Any]:
+    return {
+        "source": str(source),
+        "path": None if target is None else str(target),
+        "size_before": before,
+        "size": after,
+        "seconds": None if target is None else seconds,
+        "tensors": [
+            {
+                "name": planned.info.name,
+                "shape": list(planned.info.shape),
+                "from": planned.info.type.name,
+                "type": planned.type.name,
+                "size": planned.nbytes,
+                "note": planned.note or None,
+            }
+            for planned in tensors
+        ],
+    }

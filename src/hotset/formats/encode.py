@@ -1,0 +1,67 @@
+"""Encodes matrices natively, on all cores: what writes files. Its readable twin is `quants.quantize`.
+
+The round-to-nearest types have the bytes of that twin, and so of GGML's reference quantisers. K types, which
+have no twin, are fitted: of some trial scales per group the best by weighted least squares
+(csrc/kernels/encode_kernels.h).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hotset.errors import InvalidRequestError
+from hotset.formats.quants import GGMLType, row_bytes
+
+_T = GGMLType
+WRITABLE: tuple[GGMLType, ...] = (
+    _T.F32, _T.F16, _T.BF16, _T.Q8_0, _T.Q6_K, _T.Q5_K, _T.Q5_1, _T.Q5_0, _T.Q4_K, _T.Q4_1, _T.Q4_0, _T.Q3_K,
+    _T.Q2_K,
+)  # fmt: skip
+"""The types that can be written, most bits first."""
+
+
+def encode(values: np.ndarray, type: GGMLType, n_threads: int | None = None) -> np.ndarray:
+    """Rows of floats [..., ne0] as uint8 [..., row_bytes(type, ne0)].
+
+    n_threads: default, the usable cores. Raises InvalidRequestError for a type that cannot be written and for
+    NaN, infinity or a value too large for the type's float16 (F32 and BF16 keep any value), FormatError if
+    blocks do not divide ne0.
+    """
+    data = np.ascontiguousarray(values, np.float32)
+    encoded = recode(data.reshape(-1).view(np.uint8), _T.F32, data.shape[-1], type, n_threads)
+    return encoded.reshape(*data.shape[:-1], encoded.shape[-1])
+
+
+def recode(
+    data: np.ndarray, source: GGMLType, ne0: int, type: GGMLType, n_threads: int | None = None
+) -> np.ndarray:
+    """Rows of ne0 values of one type, uint8, as rows of another, uint8 [rows, row_bytes(type, ne0)].
+
+    `source` is any type that the kernels decode. Raises as `encode` does.
+    """
+    from hotset import _core
+    from hotset.backends.cores import usable_cores
+
+    if type not in WRITABLE:
+        names = ", ".join(t.name for t in WRITABLE)
+        raise InvalidRequestError(f"values cannot be quantised to {type.name}; choose one of {names}")
+    n_rows, rest = divmod(data.size, row_bytes(source, ne0))
+    assert not rest, "whole rows"
+    out = np.empty((n_rows, row_bytes(type, ne0)), np.uint8)
+    if n_rows:
+        threads = n_threads or usable_cores()
+        bad = _core.quantize(
+            int(source),
+            np.ascontiguousarray(data).reshape(-1),
+            n_rows,
+            ne0,
+            int(type),
+            out.reshape(-1),
+            threads,
+        )
+        if bad >= 0:
+            raise InvalidRequestError(
+                f"values that are NaN, infinite or too large for float16 cannot be stored as {type.name}; "
+                "check the model, or store this tensor as F32 or BF16"
+            )
+    return out

@@ -1,0 +1,323 @@
+"""Writes a model again with its matrices in other types: what `hotset quantize` does.
+
+Matrices are quantised; vectors, and what decides rather than computes (a router), stay as they are. Some
+matrices get another type than the rest, as with GGML's quantisers, since their errors cost more than their
+bits:
+
+- the output matrix (or the embedding, where it serves as output): Q6_K, or Q8_0 where blocks of 256 do not
+  divide its rows, and for falcon;
+- the predictors of a PowerInfer model (`fc1`, `fc2`), as its own quantiser has them: Q4_0 in a Q4_0 file,
+  Q5_0 in another quantised one;
+- in `q4_k_m` and `q5_k_m`: Q6_K for attn_v and ffn_down in half of the layers.
+
+Rows that a type's blocks do not divide take a type near it (FALLBACKS).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hotset.errors import InvalidRequestError, UnsupportedModelError
+from hotset.formats.encode import WRITABLE, recode
+from hotset.formats.gguf import (
+    DEFAULT_ALIGNMENT,
+    Dialect,
+    GGUFFile,
+    GGUFWriter,
+    TensorInfo,
+    copy_metadata,
+    open_gguf,
+)
+from hotset.formats.quants import DECODABLE, TYPES, GGMLType, row_bytes
+
+if TYPE_CHECKING:
+    from hotset.storage.reporter import Reporter
+
+_T = GGMLType
+FLOATS = (_T.F32, _T.F16, _T.BF16)
+QUANTIZATION_VERSION = 2
+
+
+@dataclass(frozen=True)
+class Target:
+    """What --type names. file_type: of general.file_type. better: of matrices in _better_layers."""
+
+    type: GGMLType
+    file_type: int
+    better: GGMLType | None = None
+
+
+TARGETS: dict[str, Target] = {
+    "f32": Target(_T.F32, 0),
+    "f16": Target(_T.F16, 1),
+    "bf16": Target(_T.BF16, 32),
+    "q8_0": Target(_T.Q8_0, 7),
+    "q6_k": Target(_T.Q6_K, 18),
+    "q5_k_m": Target(_T.Q5_K, 17, better=_T.Q6_K),
+    "q5_k_s": Target(_T.Q5_K, 16),
+    "q5_1": Target(_T.Q5_1, 9),
+    "q5_0": Target(_T.Q5_0, 8),
+    "q4_k_m": Target(_T.Q4_K, 15, better=_T.Q6_K),
+    "q4_k_s": Target(_T.Q4_K, 14),
+    "q4_1": Target(_T.Q4_1, 3),
+    "q4_0": Target(_T.Q4_0, 2),
+    "q3_k": Target(_T.Q3_K, 11),
+    "q2_k": Target(_T.Q2_K, 10),
+}
+ALIASES = {"q5_k": "q5_k_m", "q4_k": "q4_k_m"}
+
+FALLBACKS: dict[GGMLType, GGMLType] = {
+    _T.Q6_K: _T.Q8_0,
+    _T.Q5_K: _T.Q5_1,
+    _T.Q4_K: _T.Q5_0,
+    _T.Q3_K: _T.Q4_0,
+    _T.Q2_K: _T.Q4_0,
+    **dict.fromkeys((_T.Q8_0, _T.Q5_1, _T.Q5_0, _T.Q4_1, _T.Q4_0), _T.F16),
+}
+"""Where blocks do not divide the rows."""
+
+# Read as floats by every engine, small, or both.
+_KEPT = re.compile(r"(ffn_gate_inp|token_types|ssm_conv1d|rope_freqs|rope_factors_\w+)\.weight$")
+_BETTER = re.compile(r"blk\.(\d+)\.(attn_v|ffn_down|ffn_down_t)\.weight")
+_PREDICTOR = re.compile(r"blk\.\d+\.fc[12]\.weight")
+_PIECE_BYTES = 1 << 24  # read and encoded at a time
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """What becomes of one tensor. note: why it has another type than was asked for, or ""."""
+
+    info: TensorInfo
+    type: GGMLType
+    note: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the new file."""
+        if self.type == self.info.type:
+            return self.info.nbytes
+        return row_bytes(self.type, self.info.shape[0]) * math.prod(self.info.shape[1:])
+
+
+def quantize(
+    in_path: str | os.PathLike[str],
+    out_path: str | os.PathLike[str],
+    type: str | None = "q4_0",
+    *,
+    tensor_types: Sequence[str] = (),
+    allow_requantize: bool = False,
+    n_threads: int | None = None,
+    progress: Reporter | None = None,
+) -> list[PlannedTensor]:
+    """Writes `out_path`: the model with its matrices in another type (see `plan`, which it returns).
+
+    Dialect, metadata and the order of tensors stay; a split model becomes one file. It is read once, piece by
+    piece, and takes less than 500 MB of memory whatever its size. Raises what `plan` does, and
+    InvalidRequestError for weights that are not finite; then no file is left.
+    """
+    with open_gguf(in_path) as gguf:
+        check_paths(gguf, out_path)
+        tensors = plan(gguf, type, tensor_types, allow_requantize=allow_requantize)
+        alignment = gguf.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        assert isinstance(alignment, int)  # open_gguf has checked it
+        writer = GGUFWriter(out_path, gguf.architecture, alignment, gguf.dialect)
+        if type is not None:
+            writer.add("general.file_type", target_of(type).file_type)
+        if any(planned.type not in FLOATS for planned in tensors):
+            writer.add("general.quantization_version", QUANTIZATION_VERSION)
+        copy_metadata(gguf, writer)
+        for planned in tensors:
+            info = planned.info
+
+            def pieces(planned: PlannedTensor = planned) -> Iterator[np.ndarray]:
+                return _pieces(gguf, planned, n_threads)
+
+            writer.add_tensor(info.name, pieces, planned.type, info.shape)
+        writer.write(progress)
+    return tensors
+
+
+def check_paths(gguf: GGUFFile, out_path: str | os.PathLike[str]) -> None:
+    """Raises InvalidRequestError where the output would replace what is read."""
+    out = Path(out_path).resolve()
+    if any(path.resolve() == out for path in gguf.paths):
+        raise InvalidRequestError(f"{out_path} is the model that is read; write to another file")
+
+
+def plan(
+    gguf: GGUFFile,
+    type: str | None,
+    tensor_types: Sequence[str] = (),
+    *,
+    allow_requantize: bool = False,
+) -> list[PlannedTensor]:
+    """The type that each tensor gets, in the order of the file.
+
+    type: a name of TARGETS or ALIASES, for every matrix; None: they stay. tensor_types: "PATTERN=TYPE", where
+    PATTERN is a regular expression that is searched in the names of matrices; the first that matches wins.
+    allow_requantize: matrices that are quantised already may become another quantised type. Raises
+    InvalidRequestError for what makes no sense, UnsupportedModelError for a type that cannot be decoded.
+    """
+    for info in gguf.tensors.values():
+        if info.type not in TYPES:
+            gguf.data(info.name)  # says why it cannot be read
+    n_layer = gguf.metadata.get(f"{gguf.architecture}.block_count")
+    facts = ModelFacts(
+        gguf.architecture,
+        gguf.dialect,
+        "output.weight" in gguf.tensors,
+        n_layer if isinstance(n_layer, int) else 0,
+    )
+    planned = plan_types(facts, list(gguf.tensors.values()), type, tensor_types)
+    _check_sources(gguf, planned, allow_requantize)
+    return planned
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the choice of types depends on. n_layer: 0 where it is not known."""
+
+    architecture: str
+    dialect: Dialect
+    has_output: bool
+    n_layer: int
+
+
+def plan_types(
+    model: ModelFacts, tensors: Sequence[TensorInfo], type: str | None, tensor_types: Sequence[str] = ()
+) -> list[PlannedTensor]:
+    """`plan` for the tensors of a model that need not be in a file: without a look at their present types."""
+    target = None if type is None else target_of(type)
+    rules = [_rule(text) for text in tensor_types]
+    if target is None and not rules:
+        raise InvalidRequestError("nothing is to be done: give a type, or PATTERN=TYPE for some tensors")
+    used: set[int] = set()
+    planned = []
+    for info in tensors:
+        if not is_matrix(info):
+            planned.append(PlannedTensor(info, info.type))
+            continue
+        matching = [i for i, (pattern, _) in enumerate(rules) if pattern.search(info.name)]
+        used.update(matching)
+        if matching:
+            wanted, note = rules[matching[0]][1], ""
+        elif target is None:
+            wanted, note = info.type, ""
+        else:
+            wanted, note = _default(model, info, target)
+        planned.append(_possible(info, wanted, note))
+    for i, text in enumerate(tensor_types):
+        if i not in used:
+            raise InvalidRequestError(
+                f"no matrix of the model has a name in which {text.rpartition('=')[0]!r} is found; "
+                "'hotset show MODEL --tensors' lists them"
+            )
+    return planned
+
+
+def is_matrix(info: TensorInfo) -> bool:
+    """Whether a tensor is one that quantisers touch: weights with rows."""
+    return info.name.endswith(".weight") and math.prod(info.shape[1:]) > 1
+
+
+def target_of(type: str) -> Target:
+    """The row of TARGETS that a name means; InvalidRequestError for an unknown one."""
+    name = type.lower()
+    name = ALIASES.get(name, name)
+    if name not in TARGETS:
+        raise InvalidRequestError(f"the type {type!r} is not known; it must be one of {', '.join(TARGETS)}")
+    return TARGETS[name]
+
+
+def _rule(text: str) -> tuple[re.Pattern[str], GGMLType]:
+    pattern, equals, name = text.rpartition("=")
+    type = next((t for t in WRITABLE if t.name.lower() == name.lower()), None)
+    if not equals or not pattern or type is None:
+        names = ", ".join(t.name.lower() for t in WRITABLE)
+        raise InvalidRequestError(f"{text!r} is not PATTERN=TYPE with one of the types {names}")
+    try:
+        return re.compile(pattern), type
+    except re.error as error:
+        raise InvalidRequestError(f"{pattern!r} is not a regular expression ({error})") from None
+
+
+def _default(model: ModelFacts, info: TensorInfo, target: Target) -> tuple[GGMLType, str]:
+    """The type of a matrix that no rule names, and why it is not the one asked for."""
+    powerinfer = model.dialect == "powerinfer"
+    if _KEPT.search(info.name) or (info.name == "position_embd.weight" and not powerinfer):
+        return info.type, "kept"
+    if target.type in FLOATS:
+        return target.type, ""
+    output = "output.weight" if model.has_output or powerinfer else "token_embd.weight"
+    if info.name == output and target.type != _T.Q8_0:
+        if model.architecture == "falcon" or info.shape[0] % TYPES[_T.Q6_K].block_size:
+            return _T.Q8_0, "output"
+        return _T.Q6_K, "" if target.type == _T.Q6_K else "output"
+    if powerinfer and _PREDICTOR.fullmatch(info.name):
+        return (_T.Q4_0, "") if target.type == _T.Q4_0 else (_T.Q5_0, "predictor")
+    match = _BETTER.fullmatch(info.name)
+    if target.better is not None and match and _is_better_layer(int(match[1]), model.n_layer):
+        return target.better, "more bits"
+    return target.type, ""
+
+
+def _is_better_layer(layer: int, n_layer: int) -> bool:
+    """The first and the last eighth of the layers, and each third between."""
+    first, last = n_layer // 8, 7 * n_layer // 8
+    return layer < first or layer >= last or (layer - first) % 3 == 2
+
+
+def _possible(info: TensorInfo, type: GGMLType, note: str) -> PlannedTensor:
+    """With the type, or the one near it whose blocks divide the rows."""
+    wanted = type
+    while info.shape[0] % TYPES[type].block_size:
+        type = FALLBACKS[type]
+    if type != wanted:
+        size = TYPES[wanted].block_size
+        note = f"rows of {info.shape[0]} are not whole blocks of {size} ({wanted.name})"
+    return PlannedTensor(info, type, note)
+
+
+def _check_sources(gguf: GGUFFile, tensors: list[PlannedTensor], allow_requantize: bool) -> None:
+    changed = [planned for planned in tensors if planned.type != planned.info.type]
+    for planned in changed:
+        if planned.info.type not in DECODABLE:
+            raise UnsupportedModelError(
+                f"the tensor {planned.info.name} of {gguf.path} is {planned.info.type.name}, which cannot be "
+                "decoded; quantise a file of another type"
+            )
+    again = [p for p in changed if p.info.type not in FLOATS and p.type not in FLOATS]
+    if again and not allow_requantize:
+        info = again[0].info
+        raise InvalidRequestError(
+            f"{len(again)} matrices of {gguf.path} are quantised already ({info.name}: {info.type.name}), "
+            f"and what was lost does not come back in {again[0].type.name}; quantise the F16 model, or "
+            "insist with --allow-requantize"
+        )
+
+
+def _pieces(gguf: GGUFFile, planned: PlannedTensor, n_threads: int | None) -> Iterator[np.ndarray]:
+    """The tensor's new bytes, read ahead a piece and let go of behind."""
+    info, data = planned.info, gguf.data(planned.info.name)
+    old = row_bytes(info.type, info.shape[0])
+    step = max(_PIECE_BYTES // max(old, planned.nbytes * old // max(info.nbytes, 1)), 1) * old
+    gguf.advise(info.name, 0, step, needed=True)
+    for start in range(0, info.nbytes, step):
+        gguf.advise(info.name, start + step, start + 2 * step, needed=True)
+        piece = data[start : start + step]
+        if planned.type == info.type:
+            yield piece.copy()  # so that the map can let go of it
+        else:
+            try:
+                yield recode(piece, info.type, info.shape[0], planned.type, n_threads)
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"{gguf.path}: tensor {info.name!r}: {error}") from None
+        gguf.advise(info.name, start, start + step, needed=False)
