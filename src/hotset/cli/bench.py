@@ -301,7 +301,8 @@ def _touched(model: Model, test: Test, result: Measurement) -> tuple[float, floa
 
 def _facts(model: Model, path: Path, batch: int) -> dict[str, Any]:
     """What all entries of a model share, under llama-bench's names."""
-    from hotset.cli.doctor import package_version, processor_name
+    from hotset.backends.machine import processor_name
+    from hotset.cli.doctor import package_version
     from hotset.cli.models import describe
 
     facts = describe(model.gguf, path)

@@ -8,7 +8,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +73,7 @@ def examine() -> dict[str, Any]:
     import psutil
 
     from hotset.backends.cores import usable_cores
+    from hotset.backends.machine import processor_name
 
     folder = store.models_folder()
     existing = next(p for p in [folder, *folder.parents] if p.exists())
@@ -121,15 +121,23 @@ def _kernels() -> dict[str, Any]:
 
 
 def _gpu() -> dict[str, Any]:
+    """GPUs, the libraries that use them, and what to do; nothing of torch is imported."""
+    from hotset.backends.detect import INSTALL, detect_gpu, missing_libraries
+
     drivers = {
         name: any(ctypes.util.find_library(library) for library in libraries)
         for name, libraries in _GPU_DRIVERS.items()
     }
     packages = {name: package_version(name) for name in _GPU_PACKAGES}
-    advice = "this version computes on the CPU only and needs none of these"
-    if any(drivers.values()) and not all(packages.values()):
-        advice += "; for the versions that will use the GPU: pip install torch triton"
-    return {"drivers": drivers, "packages": packages, "advice": advice}
+    found = detect_gpu()
+    if found is None:
+        advice = "no NVIDIA or AMD GPU was found: the CPU computes alone"
+    elif missing := missing_libraries():
+        advice = f"{found} is there; it is used once {' and '.join(missing)} are installed: {INSTALL}"
+    else:
+        advice = f"{found} is used ('hotset plan MODEL' shows how; --no-gpu: the CPU alone)"
+    name = None if found is None else str(found)
+    return {"drivers": drivers, "packages": packages, "found": name, "advice": advice}
 
 
 def package_version(package: str) -> str | None:
@@ -148,17 +156,6 @@ def _cpuinfo() -> dict[str, str]:
         return {}
     pairs = (line.split(":", 1) for line in block.splitlines() if ":" in line)
     return {key.strip(): value.strip() for key, value in pairs}
-
-
-def processor_name() -> str:
-    info = _cpuinfo()
-    name = info.get("model name") or info.get("Model") or ""
-    if not name and sys.platform == "darwin":
-        import subprocess
-
-        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        name = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    return name or platform.processor() or platform.machine()
 
 
 def _features() -> list[str]:

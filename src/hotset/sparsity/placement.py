@@ -303,6 +303,7 @@ class _Problem:
         self.usable = [d for d, room in enumerate(self.room) if room > 0]
         self.is_split = [split and layer.n_split > 0 for layer in facts.layers]
         self._of_neurons: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._more_of_none: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         self.order = [np.argsort(-frequency, kind="stable") for frequency in frequencies]
 
     @property
@@ -482,6 +483,9 @@ class _Problem:
         """
         layer, hot, device = self.facts.layers[i], place.hot, self.rates.devices[d]
         assert hot is not None
+        is_empty = not hot.any()
+        if is_empty and (i, d) in self._more_of_none:
+            return self._more_of_none[i, d]
         cold_s, hot_s = self.seconds_of_neurons(i, d)
         order = self.order[i][~hot[self.order[i]]]
         now = self.time(i, place)
@@ -489,7 +493,10 @@ class _Problem:
         already = device.launch + layer.shared_bytes / device.read_busy + float(hot_s[hot].sum())
         ends = nothing.attention + already + np.cumsum(hot_s[order])
         n = int(np.searchsorted(ends, now * (1 + 1e-12), side="right"))
-        return order[:n], cold_s[order[:n]]
+        found = order[:n], cold_s[order[:n]]
+        if is_empty:
+            self._more_of_none[i, d] = found
+        return found
 
     def _grown(self, i: int, place: LayerPlacement, neurons: np.ndarray) -> LayerPlacement:
         """The layer with more hot neurons; as it was where that is slower, or not worth the launch."""
