@@ -21,7 +21,9 @@ from hotset.errors import (
     UnsupportedModelError,
 )
 from hotset.formats.gguf import GGUFFile, open_gguf
-from hotset.formats.hf import CLASSES, PRE_TOKENIZERS, convert_hf
+from hotset.formats.hf import convert_hf
+from hotset.formats.hf_config import CLASSES
+from hotset.formats.hf_tokenizer import PRE_TOKENIZERS
 from hotset.formats.quants import GGMLType, dequantize
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
@@ -165,11 +167,16 @@ def test_every_known_pre_tokenizer_means_what_the_reader_takes_it_for(
 
     found: list[Any] = []
     for step in steps[0]:
-        if step == "digits":
-            found.append(pre_tokenizers.Digits(individual_digits=True))
+        if step in ("digits", "number runs"):
+            found.append(pre_tokenizers.Digits(individual_digits=step == "digits"))
+        elif step == "punctuation":
+            found.append(pre_tokenizers.Punctuation("contiguous"))
+        elif step == "bytelevel" and step != steps[0][-1]:
+            found.append(pre_tokenizers.ByteLevel(add_prefix_space=False))
         elif step != "bytelevel":
             found.append(pre_tokenizers.Split(Regex(step), "isolated"))
-    found.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex="bytelevel" in steps[0]))
+    if "bytelevel" not in steps[0][:-1]:
+        found.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex="bytelevel" in steps[0]))
     theirs = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     theirs.pre_tokenizer = pre_tokenizers.Sequence(found)
     theirs.save(str(checkpoint / "tokenizer.json"))
@@ -232,7 +239,13 @@ def test_a_tied_output_is_not_stored_twice(checkpoint: Path) -> None:
         ({"num_hidden_layers": -1}, FormatError, "integer from 1"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, UnsupportedModelError, "'dynamic'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, UnsupportedModelError, "partial_rotary_factor"),
-        ({"head_dim": 15}, FormatError, "not whole heads of 15"),
+        (
+            {"head_dim": 15},
+            FormatError,
+            r"is \[32, 96\], and its config.json says \[30, 96\]",
+        ),
+        ({"intermediate_size": 161}, FormatError, r"mlp.* is .*160.*, .* says .*161"),
+        ({"num_hidden_layers": 2}, UnsupportedModelError, r"not known: model\.layers\.2\."),
     ],
 )
 def test_configurations_that_are_refused(
@@ -247,8 +260,8 @@ def test_configurations_that_are_refused(
 def test_missing_files(tmp_path: Path, checkpoint: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"config\.json"):
         convert_hf(tmp_path / "nowhere", tmp_path / "out.gguf")
-    with pytest.raises(InvalidRequestError, match="F32, F16"):
-        convert_hf(checkpoint, tmp_path / "out.gguf", "q4_k")
+    with pytest.raises(InvalidRequestError, match="'q9_k' is not known; it must be one of f32, f16"):
+        convert_hf(checkpoint, tmp_path / "out.gguf", "q9_k")
     (checkpoint / "model.safetensors").unlink()
     with pytest.raises(ModelNotFoundError, match=r"model\.safetensors"):
         convert_hf(checkpoint, tmp_path / "out.gguf")
@@ -348,4 +361,322 @@ def test_any_json_gives_a_file_or_a_sentence(checkpoint: Path, file: str, data: 
 def test_every_class_has_a_row() -> None:
     from hotset.model.config import ARCHITECTURES
 
-    assert set(CLASSES.values()) <= set(ARCHITECTURES)
+    assert {row.architecture for row in CLASSES.values()} == set(ARCHITECTURES)
+
+
+# ---- other files of a checkpoint -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torch_files(checkpoint: Path, dtype: str, zipped: bool) -> None:
+    """pytorch_model*.bin in two shards give the file that safetensors give."""
+    from safetensors.torch import load_file, save_file
+
+    state = {k: v.to(getattr(torch, dtype)) for k, v in load_file(checkpoint / "model.safetensors").items()}
+    save_file(state, checkpoint / "model.safetensors")
+    expected = converted(checkpoint, "bf16")
+    contents = {name: expected.data(name).copy() for name in expected.tensors}
+    (checkpoint / "model.safetensors").unlink()
+    names = sorted(state)
+    weight_map = {}
+    for i, part in enumerate((names[::2], names[1::2])):
+        file = f"pytorch_model-{i + 1:05d}-of-00002.bin"
+        weight_map |= dict.fromkeys(part, file)
+        torch.save({n: state[n] for n in part}, checkpoint / file, _use_new_zipfile_serialization=zipped)
+    (checkpoint / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    found = converted(checkpoint, "bf16")
+    assert found.tensors.keys() == contents.keys()
+    assert all(np.array_equal(found.data(name), data) for name, data in contents.items())
+
+
+def test_gpt2_files_without_tokenizer_json(checkpoint: Path) -> None:
+    """vocab.json and merges.txt, as OPT ships them."""
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
+    expected = load_tokenizer(converted(checkpoint).metadata)
+    vocabulary = tokenizer["model"]["vocab"] | {t["content"]: t["id"] for t in tokenizer["added_tokens"]}
+    merges = [m if isinstance(m, str) else " ".join(m) for m in tokenizer["model"]["merges"]]
+    (checkpoint / "vocab.json").write_text(json.dumps(vocabulary))
+    (checkpoint / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    (checkpoint / "tokenizer.json").unlink()
+    gguf = converted(checkpoint)
+    types = gguf.metadata["tokenizer.ggml.token_type"]
+    assert isinstance(types, np.ndarray)
+    assert types[[0, 300, 301]].tolist() == [1, 3, 3]
+    text = NASTY.replace("<|user|>", "")
+    assert load_tokenizer(gguf.metadata).encode(text) == expected.encode(text)
+
+
+# ---- PowerInfer's format -------------------------------------------------------------------------------
+
+SPARSE = {
+    "llama": ("llama-relu", "llama"),
+    "bamboo": ("bamboo", "bamboo"),
+    "prosparse": ("prosparse", "llama"),
+    "falcon-7b": ("falcon-7b", "falcon"),
+    "falcon-40b": ("falcon-40b", "falcon"),
+    "opt": ("opt", "opt"),
+}
+
+
+def save_predictors(folder: Path, d: int, n_ff: int, threshold: float | None = 0.1) -> list[dict[str, Any]]:
+    """Random ones of ranks 32, 48 and 64, as torch saves them."""
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(7)
+    states = []
+    for layer, rank in enumerate((32, 48, 64)):
+        fc1 = torch.randn(rank, d, generator=generator) / d**0.5
+        fc2 = torch.randn(n_ff, rank, generator=generator)
+        states.append({"fc1.weight": fc1, "fc2.weight": fc2})
+        torch.save(states[-1], folder / f"model_{layer}.pt")
+    if threshold is not None:
+        (folder / "config.json").write_text(json.dumps({"sparse_threshold": threshold}))
+    return states
+
+
+def masked_logits(
+    model: Any, states: list[dict[str, Any]], threshold: float, tokens: np.ndarray
+) -> np.ndarray:
+    """transformers' own modules, in which a neuron whose score is below the threshold is zero.
+
+    The predictor reads the residual stream: after attention (where it enters the FFN's norm), falcon's as it
+    enters the layer.
+    """
+    hooks, seen = [], {}
+    layers = getattr(model, "transformer", getattr(model, "model", None))
+    layers = getattr(layers, "decoder", layers)
+    layers = layers.h if hasattr(layers, "h") else layers.layers
+    for i, (layer, state) in enumerate(zip(layers, states, strict=True)):
+        mlp = getattr(layer, "mlp", layer)
+        down = getattr(mlp, "down_proj", getattr(mlp, "dense_4h_to_h", getattr(mlp, "fc2", None)))
+        norm = getattr(layer, "post_attention_layernorm", getattr(layer, "final_layer_norm", None))
+        reader = layer if hasattr(mlp, "dense_4h_to_h") else norm
+
+        def remember(_: Any, inputs: Any, i: int = i) -> None:
+            seen[i] = inputs[0]
+
+        def mask(_: Any, inputs: Any, i: int = i, state: dict[str, Any] = state) -> Any:
+            scores = torch.relu(seen[i] @ state["fc1.weight"].T) @ state["fc2.weight"].T
+            return inputs[0] * (scores.reshape(inputs[0].shape) >= threshold)
+
+        hooks += [reader.register_forward_pre_hook(remember), down.register_forward_pre_hook(mask)]
+    with torch.no_grad():
+        logits = model(torch.tensor(tokens)[None]).logits[0].numpy()
+    for hook in hooks:
+        hook.remove()
+    return logits
+
+
+def reference_logits(gguf: GGUFFile, tokens: np.ndarray) -> np.ndarray:
+    """By the predictor in the file, where there is one."""
+    from hotset.backends.base import Batch
+    from hotset.backends.reference import ReferenceBackend
+    from hotset.model.predictor import Predictor
+
+    config = config_from_gguf(gguf)
+    predictor = None
+    if gguf.dialect == "powerinfer":
+        predictor = Predictor("mlp", (config.sparse_threshold,) * config.n_layer)
+    backend = ReferenceBackend(gguf, describe(config, gguf.tensors, predictor), n_pages=2)
+    n = len(tokens)
+    arrays = (tokens, np.arange(n), np.zeros(n), [[0, 1]], np.arange(n))
+    return backend.step(Batch(*(np.array(a, np.int32) for a in arrays))).logits
+
+
+def sparse_model(name: str) -> tuple[Any, Any]:
+    recipe = tiny_models.RECIPES[SPARSE[name][0]]
+    relu = {"activation": "relu"} if SPARSE[name][1] == "falcon" else {}
+    return recipe, tiny_models.build(recipe, **relu)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_powerinfer_files_equal_the_masked_model(tmp_path: Path, name: str) -> None:
+    recipe, model = sparse_model(name)
+    tiny_models.save(recipe, model, tmp_path / "hf")
+    states = save_predictors(tmp_path / "pred", 96, 160)
+    out = tmp_path / "out.powerinfer.gguf"
+    convert_hf(tmp_path / "hf", out, "f32", predictors=tmp_path / "pred")
+    with open_gguf(out) as gguf:
+        assert (gguf.dialect, gguf.architecture) == ("powerinfer", SPARSE[name][1])
+        assert gguf.metadata["powerinfer.sparse_threshold"] == pytest.approx(0.1)
+        assert gguf.tensors["blk.1.ffn_down_t.weight"].shape == (96, 160)
+        assert gguf.tensors["blk.1.fc1.weight"].shape == (96, 48)
+        assert config_from_gguf(gguf).activation.threshold == pytest.approx(0.1 * (name == "prosparse"))
+        tokens = np.random.default_rng(3).integers(0, tiny_models.VOCABULARY, 60)
+        expected = masked_logits(model, states, 0.1, tokens)
+        dense = model(torch.tensor(tokens)[None]).logits[0].detach().numpy()
+        assert np.abs(dense - expected).max() > 0.05 * np.abs(expected).max()  # the mask matters
+        assert np.abs(reference_logits(gguf, tokens) - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+def test_types_of_a_powerinfer_file(tmp_path: Path) -> None:
+    """Converting to a quantised type is converting to F32 and quantising."""
+    from hotset.formats.requantize import quantize
+
+    recipe, model = sparse_model("llama")
+    tiny_models.save(recipe, model, tmp_path / "hf")
+    save_predictors(tmp_path / "pred", 96, 160, threshold=None)
+    convert_hf(tmp_path / "hf", tmp_path / "f32.gguf", "f32", predictors=tmp_path / "pred")
+    for type in ("q4_0", "q8_0"):
+        convert_hf(tmp_path / "hf", tmp_path / "direct.gguf", type, predictors=tmp_path / "pred")
+        quantize(tmp_path / "f32.gguf", tmp_path / "quantised.gguf", type)
+        with open_gguf(tmp_path / "direct.gguf") as one, open_gguf(tmp_path / "quantised.gguf") as other:
+            assert {n: (t.type, t.shape) for n, t in one.tensors.items()} == {
+                n: (t.type, t.shape) for n, t in other.tensors.items()
+            }
+            assert all(np.array_equal(one.data(n), other.data(n)) for n in one.tensors)
+            assert one.metadata["general.file_type"] == other.metadata["general.file_type"]
+
+
+def test_drelu_llamas_are_bamboos_to_powerinfer(tmp_path: Path) -> None:
+    recipe = tiny_models.RECIPES["llama-relu"]
+    tiny_models.save(recipe, tiny_models.build(recipe), tmp_path / "hf")
+    save_predictors(tmp_path / "pred", 96, 160)
+    convert_hf(tmp_path / "hf", tmp_path / "o.gguf", predictors=tmp_path / "pred", activation="drelu")
+    with open_gguf(tmp_path / "o.gguf") as gguf:
+        assert gguf.architecture == "bamboo"
+        assert config_from_gguf(gguf).activation.up == "relu"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "change", "sentence"),
+    [
+        ("llama", None, "activation of the checkpoint is silu, and PowerInfer's format holds llama"),
+        ("falcon-7b", None, "is gelu, and PowerInfer's format holds falcon models with relu only"),
+        ("qwen2", None, "has no qwen2 models, only llama, bamboo"),
+        ("llama-relu", "missing", r"lacks the predictor of layer 1, model_1\.pt"),
+        ("llama-relu", "shape", r"model_2\.pt holds .* fc2\.weight \[160, rank\]"),
+        ("llama-relu", "threshold", "sparse_threshold in .* must be a number"),
+    ],
+)
+def test_powerinfer_files_that_are_refused(
+    tmp_path: Path, recipe: str, change: str | None, sentence: str
+) -> None:
+    row = tiny_models.RECIPES[recipe]
+    tiny_models.save(row, tiny_models.build(row), tmp_path / "hf")
+    states = save_predictors(tmp_path / "pred", 96, 160)
+    if change == "missing":
+        (tmp_path / "pred" / "model_1.pt").unlink()
+    elif change == "shape":
+        torch.save(states[2] | {"fc2.weight": torch.zeros(159, 64)}, tmp_path / "pred" / "model_2.pt")
+    elif change == "threshold":
+        (tmp_path / "pred" / "config.json").write_text('{"sparse_threshold": "low"}')
+    with pytest.raises(HotsetError, match=sentence):
+        convert_hf(tmp_path / "hf", tmp_path / "out.gguf", predictors=tmp_path / "pred")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "pred"]
+
+
+# ---- hot-first order -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", ["gguf", "powerinfer"])
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_a_profile_orders_the_neurons_and_changes_nothing_else(
+    tmp_path: Path, name: str, dialect: str
+) -> None:
+    from hotset.sparsity.profile import Profile, default_path
+    from hotset.sparsity.reorder import reorder
+    from hotset.sparsity.sidecar import fingerprint
+
+    recipe, model = sparse_model(name)
+    tiny_models.save(recipe, model, tmp_path / "hf")
+    save_predictors(tmp_path / "pred", 96, 160)
+    how: dict[str, Any] = {"predictors": tmp_path / "pred"} if dialect == "powerinfer" else {}
+    convert_hf(tmp_path / "hf", tmp_path / "plain.gguf", "f32", **how)
+    rng = np.random.default_rng(5)
+    counts = [rng.integers(0, 101, 160).astype(np.uint64) for _ in range(3)]
+    with open_gguf(tmp_path / "plain.gguf") as plain:
+        profile = Profile(tuple(counts), 100, fingerprint(plain), ("text",))
+        written = convert_hf(tmp_path / "hf", tmp_path / "hot.gguf", "f32", profile=profile, **how)
+        (tmp_path / "other").mkdir()
+        reorder(tmp_path / "plain.gguf", tmp_path / "other" / "hot.gguf", profile)
+        with open_gguf(tmp_path / "hot.gguf") as hot, open_gguf(tmp_path / "other" / "hot.gguf") as expected:
+            assert all(np.array_equal(hot.data(n), expected.data(n)) for n in expected.tensors)
+            for key in ("hotset.n_always", "hotset.neuron_order"):
+                assert np.array_equal(hot.metadata[key], expected.metadata[key])
+            assert written.n_always == tuple(int((c >= 60).sum()) for c in counts)
+            moved = Profile.open(default_path(tmp_path / "hot.gguf"))
+            moved.check_model(fingerprint(hot))
+            assert all((np.diff(c.astype(int)) <= 0).all() for c in moved.counts)
+    wrong = Profile(tuple(counts[:2]), 100, "x", ("text",))
+    with pytest.raises(InvalidRequestError, match="2 layers of 160 neurons, and the checkpoint 3 of 160"):
+        convert_hf(tmp_path / "hf", tmp_path / "no.gguf", profile=wrong, **how)
+
+
+# ---- the process and the command -----------------------------------------------------------------------
+
+MEASURE = """
+import resource, sys
+from hotset.formats.hf import convert_hf
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+convert_hf(sys.argv[1], sys.argv[2], "q8_0")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
+    """400 MB of zeros, a hole in the file; mapped pages count."""
+    import subprocess
+    import sys
+
+    d, n_ff, n_vocab = 1024, 32768, 65536
+    config = {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": d, "intermediate_size": n_ff,
+        "vocab_size": n_vocab,
+        "num_hidden_layers": 1, "num_attention_heads": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+        "hidden_act": "silu", "tie_word_embeddings": True,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shapes = {f"self_attn.{x}_proj": (d, d) for x in "qkvo"}
+    shapes |= {"mlp.gate_proj": (n_ff, d), "mlp.up_proj": (n_ff, d), "mlp.down_proj": (d, n_ff)}
+    shapes |= {"input_layernorm": (d,), "post_attention_layernorm": (d,)}
+    shapes = {f"model.layers.0.{stem}.weight": shape for stem, shape in shapes.items()}
+    shapes |= {"model.embed_tokens.weight": (n_vocab, d), "model.norm.weight": (d,)}
+    header, at = {}, 0
+    for name, shape in shapes.items():
+        n_bytes = 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + n_bytes]}
+        at += n_bytes
+    text = json.dumps(header).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + at)
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path), str(tmp_path / "out.gguf")],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert at > 320e6
+    assert int(run.stdout) * 1024 < 250e6
+
+
+def run_command(*arguments: object) -> tuple[int, str, str]:
+    from typer.testing import CliRunner
+
+    from hotset.cli.main import app
+
+    result = CliRunner().invoke(app, ["convert", *map(str, arguments)])
+    return result.exit_code, result.stdout, " ".join(result.stderr.split())
+
+
+def test_command(tmp_path: Path) -> None:
+    recipe, model = sparse_model("llama")
+    tiny_models.save(recipe, model, tmp_path / "hf")
+    save_predictors(tmp_path / "pred", 96, 160)
+    out = tmp_path / "out.gguf"
+    code, printed, err = run_command(
+        tmp_path / "hf", out, "--type", "Q4_0", "--predictors", tmp_path / "pred", "--json"
+    )
+    assert code == 0, err
+    assert json.loads(printed) == {"path": str(out), "size": out.stat().st_size, "type": "q4_0"}
+    code, _, err = run_command(tmp_path / "hf", out, "--tensor-type", "ffn_up=q8_0", "--activation", "silu")
+    assert code == 0, err
+    assert f"Wrote {out}" in err
+    with open_gguf(out) as gguf:
+        assert gguf.tensors["blk.0.ffn_up.weight"].type == GGMLType.Q8_0
+        assert config_from_gguf(gguf).activation.gate == "silu"
+    code, _, err = run_command(tmp_path / "hf", out, "--powerinfer")
+    assert code == 2
+    assert "needs predictors" in err
+    code, _, err = run_command(tmp_path / "hf", out, "--type", "q9")
+    assert code == 1
+    assert "'q9' is not known" in err

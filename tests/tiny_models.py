@@ -1,4 +1,4 @@
-"""Tiny Hugging Face models in which every parameter is random, saved as checkpoints or written as GGUF.
+"""Tiny Hugging Face models in which every parameter is random, saved as checkpoints.
 
 A fresh model has norms of one and biases of zero, and would hide a norm or a bias that is never read: here
 each parameter is drawn anew, with a spread that keeps activations near one. Needs torch and transformers;
@@ -8,18 +8,15 @@ import it inside a fixture or after `pytest.importorskip`.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from hotset.formats.gguf import GGUFWriter
 from hotset.formats.hf import convert_hf
 from hotset.formats.quants import GGMLType
 
@@ -44,15 +41,13 @@ ROPE_ORIGINAL = 32  # context before scaling: the tests run well past it
 class TinyModel:
     """A recipe: which transformers class, which deviations from SHAPE, what to patch after loading.
 
-    written_as: replaces entries of the saved config.json. gguf: written by `write_gguf` here as this
-    architecture (as llama.cpp's converter does), since hotset does not convert the class.
+    written_as: replaces entries of the saved config.json.
     """
 
     kind: str  # of transformers' classes: "Llama" → LlamaConfig, LlamaForCausalLM
     settings: dict[str, Any] = field(default_factory=dict)
     patch: Callable[[torch.nn.Module], None] | None = None
     written_as: dict[str, Any] = field(default_factory=dict)
-    gguf: str | None = None
 
 
 class DReLU(torch.nn.Module):
@@ -127,22 +122,17 @@ RECIPES: dict[str, TinyModel] = {
         patch=use_drelu,
         written_as={"architectures": ["BambooForCausalLM"], "model_type": "bamboo"},
     ),
-    "falcon-7b": TinyModel("Falcon", {"multi_query": True, **FALCON}, gguf="falcon"),
-    "falcon-40b": TinyModel(
-        "Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, **FALCON}, gguf="falcon"
-    ),
+    "falcon-7b": TinyModel("Falcon", {"multi_query": True, **FALCON}),
+    "falcon-40b": TinyModel("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, **FALCON}),
     "falcon2-11b": TinyModel(
         "Falcon",
         {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, **FALCON},
-        gguf="falcon",
     ),
-    "opt": TinyModel("OPT", {"ffn_dim": 160, "word_embed_proj_dim": 96}, gguf="opt"),
-    "nemotron": TinyModel("Nemotron", {"norm_eps": 1e-2}, gguf="nemotron"),
-    "nemotron-biases": TinyModel(
-        "Nemotron", {"norm_eps": 1e-2, "attention_bias": True, "mlp_bias": True}, gguf="nemotron"
-    ),
-    "arcee": TinyModel("Arcee", gguf="arcee"),
-    "arcee-yarn": TinyModel("Arcee", {**WIDE_HEADS, **rope("yarn")}, gguf="arcee"),
+    "opt": TinyModel("OPT", {"ffn_dim": 160, "word_embed_proj_dim": 96}),
+    "nemotron": TinyModel("Nemotron", {"norm_eps": 1e-2}),
+    "nemotron-biases": TinyModel("Nemotron", {"norm_eps": 1e-2, "attention_bias": True, "mlp_bias": True}),
+    "arcee": TinyModel("Arcee"),
+    "arcee-yarn": TinyModel("Arcee", {**WIDE_HEADS, **rope("yarn")}),
 }
 
 
@@ -176,89 +166,11 @@ def save(recipe: TinyModel, model: torch.nn.Module, folder: Path, **how: Any) ->
     save_tokenizer(folder)
 
 
-# transformers' names, without layer numbers and "weight" or "bias" → GGUF's.
-GGUF_NAMES = {
-    r"(model|transformer|model\.decoder)\.(embed_tokens|word_embeddings)": "token_embd",
-    r"model\.decoder\.embed_positions": "position_embd",
-    r"(model\.norm|transformer\.ln_f|model\.decoder\.final_layer_norm)": "output_norm",
-    r"lm_head": "output",
-    r"(input_layernorm|ln_mlp|self_attn_layer_norm)": "attn_norm",
-    r"ln_attn": "attn_norm_2",
-    r"(post_attention_layernorm|final_layer_norm)": "ffn_norm",
-    r"self_attention\.query_key_value": "attn_qkv",
-    r"self_attn\.q_proj": "attn_q",
-    r"self_attn\.k_proj": "attn_k",
-    r"self_attn\.v_proj": "attn_v",
-    r"(self_attn\.(o_proj|out_proj)|self_attention\.dense)": "attn_output",
-    r"(mlp\.up_proj|mlp\.dense_h_to_4h|fc1)": "ffn_up",
-    r"(mlp\.down_proj|mlp\.dense_4h_to_h|fc2)": "ffn_down",
-}
-LAYER_NAME = re.compile(r"(?:model\.layers|transformer\.h|model\.decoder\.layers)\.(\d+)\.(.+)")
-
-
-def gguf_name(name: str) -> str:
-    stem, _, suffix = name.rpartition(".")
-    layer = LAYER_NAME.fullmatch(stem)
-    inner = layer[2] if layer else stem
-    found = next(target for pattern, target in GGUF_NAMES.items() if re.fullmatch(pattern, inner))
-    return f"blk.{layer[1]}.{found}.{suffix}" if layer else f"{found}.{suffix}"
-
-
-def write_gguf(recipe: TinyModel, model: torch.nn.Module, path: Path) -> None:
-    """The model as llama.cpp's converter writes it (its conversion/ folder), in F32, without tokenizer."""
-    config, arch = model.config, recipe.gguf
-    writer = GGUFWriter(path, arch)
-    n_head, d = config.num_attention_heads, config.hidden_size
-    n_head_kv = {"falcon": getattr(config, "num_kv_heads", 1), "opt": n_head}.get(
-        arch
-    ) or config.num_key_value_heads
-    if arch == "falcon" and not config.new_decoder_architecture:
-        n_head_kv = 1
-    facts = {
-        "block_count": config.num_hidden_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": d,
-        "feed_forward_length": 160,
-        "attention.head_count": n_head,
-        "attention.head_count_kv": n_head_kv,
-    }
-    if arch == "arcee":
-        facts["attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
-        facts |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
-    elif arch != "opt":  # whose converter writes none
-        facts["attention.layer_norm_epsilon"] = SHAPE["rms_norm_eps"]
-    scaling = getattr(config, "rope_parameters", None) or {}
-    if arch == "nemotron":
-        facts["rope.dimension_count"] = int(scaling["partial_rotary_factor"] * d) // n_head
-        facts["rope.scaling.type"] = "none"
-    if scaling.get("rope_type") == "yarn":
-        facts |= {"rope.scaling.type": "yarn", "rope.scaling.factor": scaling["factor"]}
-        facts["rope.scaling.original_context_length"] = ROPE_ORIGINAL
-    for key, value in facts.items():
-        writer.add(f"{arch}.{key}", value)
-    for name, parameter in model.named_parameters():  # a tied output is not among them
-        target, data = gguf_name(name), parameter.detach().numpy()
-        if arch == "nemotron" and target.endswith("norm.weight"):
-            data = data + 1  # layernorm1p
-        if target.endswith("attn_qkv.weight"):
-            groups = data.reshape(n_head_kv, n_head // n_head_kv + 2, d // n_head, d)
-            data = np.concatenate(
-                [part.reshape(-1, d) for part in (groups[:, :-2], groups[:, -2], groups[:, -1])]
-            )
-        if arch == "arcee" and re.search(r"attn_[qk]\.", target):  # halves → neighbours
-            data = data.reshape(-1, 2, config.head_dim // 2, d).swapaxes(1, 2).reshape(data.shape)
-        writer.add_tensor(target, np.ascontiguousarray(data), GGMLType.F32)
-    writer.write()
-
-
 def to_gguf(recipe: TinyModel, model: torch.nn.Module, folder: Path) -> Path:
-    """The model as a GGUF file in F32: a saved checkpoint converted by hotset, or written here."""
+    """The model as a GGUF file in F32: a saved checkpoint converted by hotset."""
     path = folder / "model.gguf"
-    if recipe.gguf is not None:
-        write_gguf(recipe, model, path)
-    else:
-        save(recipe, model, folder)
-        convert_hf(folder, path, GGMLType.F32)
+    save(recipe, model, folder)
+    convert_hf(folder, path, GGMLType.F32)
     return path
 
 

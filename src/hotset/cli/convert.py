@@ -1,4 +1,4 @@
-"""`hotset convert`: a Hugging Face checkpoint to a GGUF file."""
+"""`hotset convert`: a Hugging Face checkpoint to a GGUF file, plain or PowerInfer's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import print_json, say
+from hotset.cli.console import DownloadBar, print_json, say
 from hotset.units import human_size
 
 
@@ -16,20 +16,68 @@ def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC_DIR", help="Folder of the checkpoint.")],
     target: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The file to write.")],
     type: Annotated[
-        str, typer.Option("--type", help="Type of the matrices: f32, f16, bf16 or q8_0.")
+        str,
+        typer.Option(
+            "--type", help="Of the matrices: f32, f16, bf16, q8_0, q4_0, ... as 'hotset quantize' has."
+        ),
     ] = "f16",
+    tensor_type: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tensor-type", metavar="PATTERN=TYPE", help="As 'hotset quantize' has it; repeatable."
+        ),
+    ] = None,
+    powerinfer: Annotated[
+        bool, typer.Option("--powerinfer", help="Write PowerInfer's format; needs --predictors.")
+    ] = False,
+    predictors: Annotated[
+        Path | None,
+        typer.Option(
+            "--predictors",
+            exists=True,
+            file_okay=False,
+            help="Folder of model_<layer>.pt (fc1.weight, fc2.weight) and config.json; implies --powerinfer.",
+        ),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            "--profile", exists=True, dir_okay=False, help="Of 'hotset profile': hot neurons come first."
+        ),
+    ] = None,
+    activation: options.Activation = None,
     json: options.Json = False,
 ) -> None:
-    """Convert a Hugging Face checkpoint (config.json, safetensors, tokenizer) to GGUF."""
-    from hotset.formats.hf import OUTPUT_TYPES, convert_hf
+    """Convert a Hugging Face checkpoint (config.json, tensors, tokenizer) to GGUF."""
+    from hotset.formats.hf import convert_hf
+    from hotset.sparsity.profile import Profile
 
-    chosen = {known.name.lower(): known for known in OUTPUT_TYPES}.get(type.lower())
-    if chosen is None:
-        known = ", ".join(known.name.lower() for known in OUTPUT_TYPES)
-        raise typer.BadParameter(f"'{type}' is none of {known}.", param_hint="--type")
-    convert_hf(source, target, type=chosen)
-    size = target.stat().st_size
+    if powerinfer and predictors is None:
+        raise typer.BadParameter(
+            "PowerInfer's format needs predictors: name their folder with --predictors, or make them with "
+            "'hotset train-predictor'.",
+            param_hint="--powerinfer",
+        )
+    with DownloadBar() as bar:
+        written = convert_hf(
+            source,
+            target,
+            type,
+            tensor_types=tensor_type or [],
+            predictors=predictors,
+            profile=None if profile is None else Profile.open(profile),
+            activation=activation,
+            progress=bar,
+        )
     if json:
-        print_json({"path": str(target), "size": size, "type": type})
-    else:
-        say(f"Wrote {target} ({human_size(size)}). Run it with: hotset run {target}")
+        result = {"path": str(target), "size": written.n_bytes, "type": type.lower()}
+        if written.n_always is not None:
+            result["n_always"] = list(written.n_always)
+        print_json(result)
+        return
+    say(f"Wrote {target} ({human_size(written.n_bytes)}). Run it with: hotset run {target}")
+    if notes := sorted(
+        {f"{t.info.name}: {t.type.name}, {t.note}" for t in written.tensors if "rows" in t.note}
+    ):
+        more = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
+        say(f"{notes[0]}{more}", dim=True)

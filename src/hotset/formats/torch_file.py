@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import io
 import math
+import mmap
 import os
 import pickletools
 import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,6 +31,8 @@ LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PROTOCOL = 1001
 MAX_DIMS = 8
 
+BFLOAT16 = np.dtype([("bfloat16", "<u2")])  # the high half of a float32, which NumPy has no name for
+
 STORAGES: dict[str, np.dtype] = {
     "DoubleStorage": np.dtype("<f8"),
     "FloatStorage": np.dtype("<f4"),
@@ -40,6 +43,7 @@ STORAGES: dict[str, np.dtype] = {
     "CharStorage": np.dtype("i1"),
     "ByteStorage": np.dtype("u1"),
     "BoolStorage": np.dtype("?"),
+    "BFloat16Storage": BFLOAT16,
 }
 
 
@@ -71,7 +75,7 @@ _STORAGE_TYPES: dict[Any, np.dtype] = {_Global(f"torch {name}"): dtype for name,
 
 
 def read_torch(path: str | os.PathLike[str]) -> np.ndarray | dict[str, np.ndarray]:
-    """The tensor, or the tensors by name, in a file that torch.save wrote.
+    """The tensor, or the tensors by name, in a file that torch.save wrote; bfloat16 as float32.
 
     Raises FormatError for a file that holds anything else, is damaged or was written on a big-endian machine.
     """
@@ -81,17 +85,62 @@ def read_torch(path: str | os.PathLike[str]) -> np.ndarray | dict[str, np.ndarra
         data = path.read_bytes()
     except OSError as error:
         raise FormatError(f"{path} cannot be read: {error.strerror or error}") from None
-    value, storages = (_read_zip if data.startswith(b"PK") else _read_legacy)(
-        path, io.BytesIO(data), len(data)
-    )
+    value, storages = _read(path, io.BytesIO(data), len(data), None)
+
+    def array(tensor: _Tensor) -> np.ndarray:
+        values = _array(path, tensor, storages)
+        return to_floats(values) if values.dtype == BFLOAT16 else values.copy()
+
     if isinstance(value, _Tensor):
-        return _array(path, value, storages)
+        return array(value)
+    return {name: array(tensor) for name, tensor in _state_dict(path, value).items()}
+
+
+def map_torch(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], mmap.mmap]:
+    """A state dict that need not fit in memory: read-only views of the mapped file, and that file.
+
+    Checksums are not compared. Values of dtype BFLOAT16 are as they are stored (see to_floats).
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            mapped = _MappedFile(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{path} cannot be read: {error}") from None
+    value, storages = _read(path, mapped, len(mapped), memoryview(mapped))
+    return {name: _array(path, tensor, storages) for name, tensor in _state_dict(path, value).items()}, mapped
+
+
+def to_floats(values: np.ndarray) -> np.ndarray:
+    """float32 of the same shape, bfloat16 decoded."""
+    if values.dtype == BFLOAT16:
+        return (values["bfloat16"].astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return values.astype(np.float32)
+
+
+class _MappedFile(mmap.mmap):
+    """A mapped file as zipfile likes it."""
+
+    def seekable(self) -> bool:
+        return True
+
+
+def _state_dict(path: Path, value: Any) -> dict[str, _Tensor]:
     if not isinstance(value, dict) or not all(isinstance(v, _Tensor) for v in value.values()):
         raise FormatError(f"{path} holds something else than tensors; export a tensor or a state dict")
-    return {name: _array(path, tensor, storages) for name, tensor in value.items()}
+    return value
 
 
-def _read_zip(path: Path, file: BinaryIO, size: int) -> tuple[Any, Mapping[str, bytes]]:
+def _read(path: Path, file: Any, size: int, mapped: memoryview | None) -> tuple[Any, Mapping[str, Any]]:
+    """What the file describes, and its storages: read, or, of a mapped file, where they lie."""
+    magic = file.read(2)
+    file.seek(0)
+    return (_read_zip if magic == b"PK" else _read_legacy)(path, file, size, mapped)
+
+
+def _read_zip(
+    path: Path, file: BinaryIO, size: int, mapped: memoryview | None
+) -> tuple[Any, Mapping[str, Any]]:
     try:
         with zipfile.ZipFile(file) as archive:
             entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
@@ -102,17 +151,29 @@ def _read_zip(path: Path, file: BinaryIO, size: int) -> tuple[Any, Mapping[str, 
             if "data.pkl" not in entries:
                 raise FormatError(f"{path} is an archive without data.pkl: it is not a file of torch.save")
             value, storages = _interpret(path, io.BytesIO(archive.read(entries["data.pkl"])))
+            load: Callable[[zipfile.ZipInfo], Any] = archive.read
+            if mapped is not None:
+                load = lambda info: _stored(mapped, info)  # noqa: E731
             data = {}
             for key in storages:
                 if f"data/{key}" not in entries:
                     raise FormatError(f"{path} lacks the storage {key!r}; the file is damaged")
-                data[key] = archive.read(entries[f"data/{key}"])
+                data[key] = load(entries[f"data/{key}"])
             return value, data
     except (zipfile.BadZipFile, RuntimeError, EOFError, ValueError, OverflowError, struct.error) as error:
         raise FormatError(f"{path} is a damaged archive ({type(error).__name__})") from None
 
 
-def _read_legacy(path: Path, file: BinaryIO, size: int) -> tuple[Any, Mapping[str, bytes]]:
+def _stored(mapped: memoryview, info: zipfile.ZipInfo) -> memoryview:
+    """The bytes of an entry that is not compressed: behind its local header, which has lengths of its own."""
+    n_name, n_extra = struct.unpack_from("<HH", mapped, info.header_offset + 26)
+    start = info.header_offset + 30 + n_name + n_extra
+    return mapped[start : start + info.file_size]
+
+
+def _read_legacy(
+    path: Path, file: BinaryIO, size: int, mapped: memoryview | None
+) -> tuple[Any, Mapping[str, Any]]:
     magic, protocol, machine = (_interpret(path, file)[0] for _ in range(3))
     if magic != LEGACY_MAGIC or protocol != LEGACY_PROTOCOL or not isinstance(machine, dict):
         raise FormatError(f"{path} is not a file of torch.save")
@@ -122,13 +183,18 @@ def _read_legacy(path: Path, file: BinaryIO, size: int) -> tuple[Any, Mapping[st
     keys, _ = _interpret(path, file)
     if not isinstance(keys, list) or not all(isinstance(key, str) and key in storages for key in keys):
         raise FormatError(f"{path} does not say which storages follow; the file is damaged")
-    data = {}
+    data: dict[str, Any] = {}
     for key in keys:
         head = file.read(8)
         n_bytes = storages[key].n * storages[key].dtype.itemsize
-        if len(head) < 8 or struct.unpack("<q", head)[0] != storages[key].n or n_bytes > size - file.tell():
+        start = file.tell()
+        if len(head) < 8 or struct.unpack("<q", head)[0] != storages[key].n or n_bytes > size - start:
             raise FormatError(f"{path} ends inside the storage {key!r}; the file is damaged")
-        data[key] = file.read(n_bytes)
+        if mapped is None:
+            data[key] = file.read(n_bytes)
+        else:
+            data[key] = mapped[start : start + n_bytes]
+            file.seek(start + n_bytes)
     return value, data
 
 
@@ -241,7 +307,7 @@ def _is_count(n: Any) -> bool:
     return isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 48
 
 
-def _array(path: Path, tensor: _Tensor, storages: Mapping[str, bytes]) -> np.ndarray:
+def _array(path: Path, tensor: _Tensor, storages: Mapping[str, Any]) -> np.ndarray:
     storage = tensor.storage
     data, itemsize = storages.get(storage.key, b""), storage.dtype.itemsize
     if len(data) != storage.n * itemsize:
@@ -253,7 +319,7 @@ def _array(path: Path, tensor: _Tensor, storages: Mapping[str, bytes]) -> np.nda
     if not math.prod(tensor.shape):
         return np.empty(tensor.shape, storage.dtype)
     strides = tuple(stride * itemsize for stride in tensor.strides)
-    return np.lib.stride_tricks.as_strided(values[tensor.offset :], tensor.shape, strides).copy()
+    return np.lib.stride_tricks.as_strided(values[tensor.offset :], tensor.shape, strides, writeable=False)
 
 
 def write_torch(path: str | os.PathLike[str], values: np.ndarray | Mapping[str, np.ndarray]) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 
 from hotset.errors import InvalidRequestError
 from hotset.formats import powerinfer
-from hotset.formats.gguf import DEFAULT_ALIGNMENT, GGUFWriter, ValueType, open_gguf
+from hotset.formats.gguf import DEFAULT_ALIGNMENT, GGUFWriter, ValueType, copy_metadata, open_gguf
 from hotset.formats.quants import TYPES, GGMLType
 from hotset.sparsity import sidecar
 from hotset.sparsity.predictors import N_ALWAYS_KEY
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 HEAD_FREQUENCY = 0.6
 ORDER_KEY = "hotset.neuron_order"  # hash of the permutation, so that files in one order know each other
 _NEURONS = re.compile(r"blk\.(\d+)\.(ffn_gate|ffn_up|fc2|ffn_down_t|ffn_down)\.(weight|bias)")
-_OWN_KEYS = (N_ALWAYS_KEY, ORDER_KEY, "general.architecture", "general.alignment")
 
 
 @dataclass(frozen=True)
@@ -76,18 +75,10 @@ def reorder(
                 f"{gguf.path.parent / 'activation'} belongs to the old order of neurons, and a folder "
                 "holds one; write the reordered model to a folder of its own"
             )
-        orders = [np.argsort(-counts.astype(np.int64), kind="stable") for counts in profile.counts]
+        orders = neuron_orders(profile)
         writer = GGUFWriter(out, gguf.architecture, _alignment(gguf), gguf.dialect)
-        for key, value in gguf.metadata.items():
-            if key not in _OWN_KEYS and not key.startswith("split."):
-                writer.add(key, value, ValueType(gguf.metadata_types[key][-1]))
-        n_always = tuple(
-            min(int((profile.frequencies(i) >= always).sum()), len(order) - 1)
-            for i, order in enumerate(orders)
-        )
-        digest = hashlib.sha256(b"".join(order.astype("<i8").tobytes() for order in orders))
-        writer.add(N_ALWAYS_KEY, list(n_always), ValueType.INT32)
-        writer.add(ORDER_KEY, digest.hexdigest()[:32])
+        n_always = add_order(writer, profile, orders, always)
+        copy_metadata(gguf, writer)
         for info in gguf.tensors.values():
             writer.add_tensor(info.name, _moved(gguf, info, orders), info.type, info.shape)
         if progress is not None:
@@ -95,6 +86,32 @@ def reorder(
         writer.write()
         files = [out, *_move_companions(Path(in_path), out, profile, orders)]
     return Reordered(n_always, out.stat().st_size, tuple(files))
+
+
+def neuron_orders(profile: Profile) -> list[np.ndarray]:
+    """Per layer, the neurons from the hottest to the coldest."""
+    return [np.argsort(-counts.astype(np.int64), kind="stable") for counts in profile.counts]
+
+
+def add_order(
+    writer: GGUFWriter, profile: Profile, orders: list[np.ndarray], always: float = HEAD_FREQUENCY
+) -> tuple[int, ...]:
+    """Adds the keys of a file in these orders; how many neurons lead each layer that need no prediction."""
+    n_always = tuple(
+        min(int((profile.frequencies(i) >= always).sum()), len(order) - 1) for i, order in enumerate(orders)
+    )
+    digest = hashlib.sha256(b"".join(order.astype("<i8").tobytes() for order in orders))
+    writer.add(N_ALWAYS_KEY, list(n_always), ValueType.INT32)
+    writer.add(ORDER_KEY, digest.hexdigest()[:32])
+    return n_always
+
+
+def neurons_of(name: str) -> tuple[int, bool] | None:
+    """The layer of a tensor that has neurons, and whether they are its columns (else rows, or a bias)."""
+    match = _NEURONS.fullmatch(name)
+    if match is None or (match[3] == "bias" and match[2] in ("ffn_down", "ffn_down_t")):
+        return None
+    return int(match[1]), match[2] == "ffn_down"
 
 
 def _alignment(gguf: GGUFFile) -> int:
@@ -105,19 +122,20 @@ def _alignment(gguf: GGUFFile) -> int:
 
 def _moved(gguf: GGUFFile, info: TensorInfo, orders: list[np.ndarray]) -> Callable[[], np.ndarray]:
     """A function that yields the tensor's bytes with its neurons in the new order."""
-    match = _NEURONS.fullmatch(info.name)
-    if match is None or (match[3] == "bias" and match[2] in ("ffn_down", "ffn_down_t")):
+    place = neurons_of(info.name)
+    if place is None:
         return lambda: gguf.data(info.name)
-    if int(match[1]) >= len(orders):
+    layer, by_column = place
+    if layer >= len(orders):
         raise InvalidRequestError(f"the profile has {len(orders)} layers, and the model has {info.name}")
-    order = orders[int(match[1])]
-    by_column = match[2] == "ffn_down"
-    n_neurons = info.shape[0] if by_column or match[3] == "bias" else info.shape[1]
+    order = orders[layer]
+    by_value = by_column or info.name.endswith(".bias")
+    n_neurons = info.shape[0] if by_value else info.shape[1]
     if n_neurons != len(order):
         raise InvalidRequestError(
-            f"the profile has {len(order)} neurons in layer {match[1]}, and {info.name} has {n_neurons}"
+            f"the profile has {len(order)} neurons in layer {layer}, and {info.name} has {n_neurons}"
         )
-    if by_column or match[3] == "bias":
+    if by_value:
         return lambda: _columns(gguf, info, order)
     return lambda: gguf.data(info.name).reshape(n_neurons, -1)[order]
 

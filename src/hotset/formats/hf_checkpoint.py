@@ -1,0 +1,126 @@
+"""The tensors of a Hugging Face checkpoint where they lie: safetensors, or `torch.save`'s files, in shards.
+
+Neither torch nor the safetensors library is needed. Files are mapped, so that a tensor costs memory only
+while a piece of it is read, and none after `release`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from hotset.errors import FormatError, ModelNotFoundError, UnsupportedModelError
+from hotset.formats.hf_config import read_json
+from hotset.formats.torch_file import BFLOAT16, map_torch
+
+# Which files a checkpoint may consist of, the first that is there.
+INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
+DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": BFLOAT16,
+}
+
+
+class Checkpoint:
+    """All tensors of a folder: name → array, outermost dimension first, read-only, in the mapped file.
+
+    Raises ModelNotFoundError where files are missing, FormatError for damaged ones, UnsupportedModelError for
+    tensors that are not floats.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.tensors: dict[str, np.ndarray] = {}
+        self._maps: list[mmap.mmap] = []
+        for path in _files(folder):
+            tensors, mapped = (map_torch if path.suffix == ".bin" else _map_safetensors)(path)
+            self._maps.append(mapped)
+            for name, values in tensors.items():
+                if values.dtype not in DTYPES.values() and not name.endswith(
+                    (".inv_freq", ".bias", ".masked_bias")
+                ):
+                    raise UnsupportedModelError(
+                        f"the tensor {name} in {path} is {values.dtype}, which is not supported"
+                    )
+                if name in self.tensors:
+                    raise FormatError(f"the tensor {name} stands twice in {folder}; download it again")
+                self.tensors[name] = values
+
+    def release(self) -> None:
+        """Takes what has been read out of the process's memory (the system may keep it)."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for mapped in self._maps:
+                mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def _files(folder: Path) -> list[Path]:
+    for name in INDICES:
+        if not (folder / name).exists():
+            continue
+        listed = read_json(folder / name).get("weight_map")
+        if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
+            raise FormatError(f"{folder / name} has no weight_map")
+        return sorted({folder / Path(file).name for file in listed.values()})
+    for name in SINGLE_FILES:
+        if (folder / name).exists():
+            return [folder / name]
+    raise ModelNotFoundError(f"{folder} holds none of {', '.join((*INDICES, *SINGLE_FILES))}")
+
+
+def _map_safetensors(path: Path) -> tuple[dict[str, np.ndarray], mmap.mmap]:
+    """Format: u64 header length, JSON header, raw little-endian values."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
+            if length > size - 8:
+                raise FormatError(f"{path} is cut short inside its header; download it again")
+            header = json.loads(file.read(length))
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise ModelNotFoundError(f"{path} does not exist: the checkpoint is not complete") from None
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError):
+        raise FormatError(f"{path} has a damaged header; download it again") from None
+    if not isinstance(header, dict):
+        raise FormatError(f"{path} has a damaged header; download it again")
+    return dict(_tensors(path, header, 8 + length, mapped)), mapped
+
+
+def _tensors(
+    path: Path, header: dict[str, object], data_start: int, mapped: mmap.mmap
+) -> Iterator[tuple[str, np.ndarray]]:
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        dtype: object = None
+        shape: tuple[int, ...] = ()
+        start, end = 0, -1
+        with contextlib.suppress(KeyError, TypeError, ValueError, IndexError):
+            if not isinstance(entry, dict):
+                raise TypeError
+            dtype, shape = entry["dtype"], tuple(int(n) for n in entry["shape"])
+            start, end = (data_start + int(offset) for offset in entry["data_offsets"])
+        if not isinstance(dtype, str) or end < 0:
+            raise FormatError(f"{path} describes the tensor {name} wrongly; download it again")
+        if dtype not in DTYPES:
+            raise UnsupportedModelError(f"the tensor {name} in {path} is {dtype}, which is not supported")
+        n = math.prod(shape)
+        if (
+            not data_start <= start <= end <= len(mapped)
+            or end - start != n * DTYPES[dtype].itemsize
+            or min(shape, default=1) < 1
+        ):
+            raise FormatError(f"{path} is cut short or damaged at the tensor {name}; download it again")
+        yield name, np.frombuffer(mapped, DTYPES[dtype], n, start).reshape(shape)

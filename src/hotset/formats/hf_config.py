@@ -1,0 +1,368 @@
+"""A Hugging Face config.json as the keys of a GGUF file: one row of facts per class, and what they share.
+
+config.json is a stranger's file: every number has a type and a range, and what is not known is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hotset.errors import FormatError, ModelNotFoundError, UnsupportedModelError
+from hotset.model.config import (
+    ARCHITECTURES,
+    DRELU,
+    EPSILON_KEYS,
+    FATRELU_THRESHOLD_KEY,
+    UP_ACTIVATION_KEY,
+    FFNActivation,
+    parse_activation,
+)
+
+_LLAMA_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_LLAMA_TENSORS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+@dataclass(frozen=True)
+class HFClass:
+    """What config.json's `architectures` entry means, beyond what the row of ARCHITECTURES says.
+
+    architecture: that row. tensors: stems of tensors outside the layers → GGUF's. layers: what stands before
+    the number of a layer. layer_tensors: stems within it. head, ff, activation, epsilon, context: names of
+    entries of config.json. tied: whether the output is the embedding, where config.json does not say.
+    """
+
+    architecture: str
+    tensors: dict[str, str] = field(default_factory=lambda: _LLAMA_TENSORS)
+    layers: str = "model.layers"
+    layer_tensors: dict[str, str] = field(default_factory=lambda: _LLAMA_NAMES)
+    ff: str = "intermediate_size"
+    activation: str = "hidden_act"
+    epsilon: str | None = "rms_norm_eps"
+    tied: bool = False
+
+
+_FALCON = HFClass(
+    "falcon",
+    tensors={
+        "transformer.word_embeddings": "token_embd",
+        "transformer.ln_f": "output_norm",
+        "lm_head": "output",
+    },
+    layers="transformer.h",
+    layer_tensors={
+        "input_layernorm": "attn_norm",
+        "ln_mlp": "attn_norm",
+        "ln_attn": "attn_norm_2",
+        "self_attention.query_key_value": "attn_qkv",
+        "self_attention.dense": "attn_output",
+        "mlp.dense_h_to_4h": "ffn_up",
+        "mlp.dense_4h_to_h": "ffn_down",
+    },
+    ff="ffn_hidden_size",
+    activation="activation",
+    epsilon="layer_norm_epsilon",
+    tied=True,
+)
+CLASSES: dict[str, HFClass] = {
+    "LlamaForCausalLM": HFClass("llama"),
+    "MistralForCausalLM": HFClass("llama"),
+    "Qwen2ForCausalLM": HFClass("qwen2"),
+    "Qwen3ForCausalLM": HFClass("qwen3"),
+    "BambooForCausalLM": HFClass("bamboo"),
+    "FalconForCausalLM": _FALCON,
+    "RWForCausalLM": _FALCON,
+    "OPTForCausalLM": HFClass(
+        "opt",
+        tensors={
+            "model.decoder.embed_tokens": "token_embd",
+            "model.decoder.embed_positions": "position_embd",
+            "model.decoder.final_layer_norm": "output_norm",
+            "lm_head": "output",
+        },
+        layers="model.decoder.layers",
+        layer_tensors={
+            "self_attn_layer_norm": "attn_norm",
+            "self_attn.q_proj": "attn_q",
+            "self_attn.k_proj": "attn_k",
+            "self_attn.v_proj": "attn_v",
+            "self_attn.out_proj": "attn_output",
+            "final_layer_norm": "ffn_norm",
+            "fc1": "ffn_up",
+            "fc2": "ffn_down",
+        },
+        ff="ffn_dim",
+        activation="activation_function",
+        epsilon=None,
+        tied=True,
+    ),
+    "NemotronForCausalLM": HFClass("nemotron", epsilon="norm_eps"),
+    "ArceeForCausalLM": HFClass("arcee"),
+}
+"""What config.json calls a class."""
+
+# Entries that change what a model computes in a way that no key describes → the value that is supported.
+_REFUSED: dict[str, dict[str, Any]] = {
+    "falcon": {"alibi": False, "parallel_attn": True},
+    "opt": {
+        "do_layer_norm_before": True,
+        "_remove_final_layer_norm": False,
+        "layer_norm_elementwise_affine": True,
+    },
+}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ModelNotFoundError or FormatError where there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelNotFoundError(f"{path} does not exist: name the folder of a checkpoint") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is not readable JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise FormatError(f"{path} is not a JSON object")
+    return value
+
+
+def number(config: dict[str, Any], key: str, default: float | None = None) -> float:
+    """A number of config.json, below 1e30 in magnitude."""
+    value = config.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:  # NaN too
+        raise FormatError(f"{key} in config.json must be a number, not {str(value)[:60]!r}")
+    return value
+
+
+def integer(config: dict[str, Any], key: str, default: int | None = None, high: int = 1 << 31) -> int:
+    """An integer of config.json from 1 to `high`."""
+    value = number(config, key, default)
+    if not isinstance(value, int) or not 1 <= value <= high:
+        raise FormatError(f"{key} in config.json must be an integer from 1 to {high}, not {value!r}")
+    return value
+
+
+class HFConfig:
+    """A checked config.json.
+
+    activation: overrides what it says (see parse_activation). Raises UnsupportedModelError for what cannot be
+    converted, FormatError for what makes no sense.
+    """
+
+    def __init__(self, config: dict[str, Any], activation: str | None = None) -> None:
+        self.raw = config
+        classes = config.get("architectures")
+        name = classes[0] if isinstance(classes, list) and classes else None
+        if not isinstance(name, str) or name not in CLASSES:
+            raise UnsupportedModelError(
+                f"the architecture {name!r} in config.json is not supported; supported are "
+                f"{', '.join(CLASSES)}"
+            )
+        if "quantization_config" in config:
+            raise UnsupportedModelError(
+                "the checkpoint is quantised (quantization_config); convert the original"
+            )
+        self.hf_class = CLASSES[name]
+        self.architecture = self.hf_class.architecture
+        for key, value in _REFUSED.get(self.architecture, {}).items():
+            if config.get(key, value) is not value:
+                raise UnsupportedModelError(f"{key} set to {config[key]!r} in config.json is not supported")
+        # Falcon's first checkpoints say n_layer, n_head and n_head_kv.
+        self.n_layer = integer(config, "num_hidden_layers", config.get("n_layer"), 1 << 12)
+        self.n_embd = integer(config, "hidden_size", high=1 << 20)
+        self.n_head = integer(config, "num_attention_heads", config.get("n_head"), 1 << 14)
+        if self.architecture == "opt" and config.get("word_embed_proj_dim", self.n_embd) != self.n_embd:
+            raise UnsupportedModelError("word_embed_proj_dim other than hidden_size is not supported")
+        self.n_head_kv = self._n_head_kv()
+        if self.n_head % self.n_head_kv:
+            raise FormatError(
+                f"config.json has {self.n_head} heads, not a multiple of {self.n_head_kv} KV heads"
+            )
+        self.head_dim = integer(config, "head_dim", max(self.n_embd // self.n_head, 1), 1 << 14)
+        n_ff = 4 * self.n_embd if self.architecture == "falcon" else None
+        self.n_ff = integer(config, self.hf_class.ff, n_ff, 1 << 22)
+        self.n_vocab = integer(config, "vocab_size", high=1 << 24)
+        # Falcon's own code never reads it: its checkpoints were trained with 2048.
+        context = 2048 if self.architecture == "falcon" else None
+        self.n_ctx = integer(config, "max_position_embeddings", context)
+        self.activation = self._activation(activation)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the embedding is the output matrix as well."""
+        return self.raw.get("tie_word_embeddings", self.hf_class.tied) is True
+
+    def _n_head_kv(self) -> int:
+        if self.architecture == "opt":
+            return self.n_head
+        if self.architecture != "falcon":
+            return integer(self.raw, "num_key_value_heads", self.n_head)
+        if self.raw.get("new_decoder_architecture") is True or "n_head_kv" in self.raw:
+            return integer(self.raw, "num_kv_heads", self.raw.get("n_head_kv", self.n_head))
+        return 1 if self.raw.get("multi_query", True) is True else self.n_head
+
+    def _activation(self, override: str | None) -> FFNActivation:
+        row = ARCHITECTURES[self.architecture]
+        if override is not None:
+            activation = parse_activation(override)
+        else:
+            key = self.hf_class.activation
+            name = self.raw.get(key, row.activation.gate if self.architecture == "falcon" else None)
+            if not isinstance(name, str):
+                raise FormatError(f"{key} in config.json must be a name, not {name!r}")
+            threshold = number(self.raw, "hidden_act_param") if name == "fatrelu" else None
+            activation = parse_activation(name, threshold)
+            # Bamboo's checkpoints say "relu" and mean both relus of dReLU: the second is in the class.
+            if activation == FFNActivation(row.activation.gate):
+                activation = row.activation
+        if activation == DRELU and not row.gated:
+            raise UnsupportedModelError(
+                f"the {self.architecture} model's feed-forward network has no gate, so its activation cannot "
+                "be dReLU"
+            )
+        return activation
+
+    def keys(self, name: str, n_positions: int) -> dict[str, Any]:
+        """Keys of the GGUF file, for the architecture `name`, with a context of n_positions."""
+        row = ARCHITECTURES[self.architecture]
+        keys: dict[str, Any] = {
+            "block_count": self.n_layer,
+            "context_length": n_positions,
+            "embedding_length": self.n_embd,
+            "feed_forward_length": self.n_ff,
+            "vocab_size": self.n_vocab,
+            "attention.head_count": self.n_head,
+            "attention.head_count_kv": self.n_head_kv,
+            "attention.key_length": self.head_dim,
+            "attention.value_length": self.head_dim,
+        }
+        if self.hf_class.epsilon is not None:
+            default = 1e-5 if row.norm == "layer" else None
+            keys[EPSILON_KEYS[row.norm]] = float(number(self.raw, self.hf_class.epsilon, default))
+        if row.rope is not None:
+            keys |= {**self._window_keys(), **self._rope_keys()}
+        keys["hidden_activation"] = self.activation.gate
+        keys = {f"{name}.{key}": value for key, value in keys.items()}
+        if self.activation.gate == "fatrelu":
+            keys[FATRELU_THRESHOLD_KEY] = float(self.activation.threshold)
+        if self.activation.up is not None:
+            keys[UP_ACTIVATION_KEY] = self.activation.up
+        return keys
+
+    def _window_keys(self) -> dict[str, Any]:
+        """Mistral slides every layer, Qwen, if told to, those of layer_types (older: max_window_layers)."""
+        config = self.raw
+        mistral = config["architectures"][0] == "MistralForCausalLM"
+        if config.get("sliding_window") is None or config.get("use_sliding_window", mistral) is False:
+            return {}
+        keys: dict[str, Any] = {"attention.sliding_window": integer(config, "sliding_window")}
+        types = config.get("layer_types")
+        if types is not None:
+            known = ("full_attention", "sliding_attention")
+            if (
+                not isinstance(types, list)
+                or len(types) != self.n_layer
+                or any(t not in known for t in types)
+            ):
+                raise UnsupportedModelError(
+                    "layer_types in config.json holds a kind of layer that is not supported"
+                )
+            windowed = [kind == "sliding_attention" for kind in types]
+        else:
+            first = number(config, "max_window_layers", 0)
+            windowed = [i >= first for i in range(self.n_layer)]
+        if not any(windowed):
+            return {}
+        if not all(windowed):
+            keys["attention.sliding_window_pattern"] = windowed
+        return keys
+
+    def _rope(self) -> dict[str, Any]:
+        """RoPE's parameters in today's spelling (older files: rope_theta beside rope_scaling, "type")."""
+        config = self.raw
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(rope, dict):
+            raise FormatError("rope_parameters in config.json must be an object")
+        rope = dict(rope)
+        rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+        rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+        original = config.get("original_max_position_embeddings", self.n_ctx)
+        rope.setdefault("original_max_position_embeddings", original)
+        return rope
+
+    def _n_rot(self, rope: dict[str, Any]) -> int:
+        """Channels of a head that are rotated: all, but for nemotron."""
+        default = 0.5 if self.architecture == "nemotron" else 1.0
+        factor = number(rope, "partial_rotary_factor", self.raw.get("partial_rotary_factor", default))
+        if factor != 1.0 and self.architecture != "nemotron":
+            raise UnsupportedModelError(
+                "a partial_rotary_factor other than 1 in config.json is not supported"
+            )
+        n_rot = int(self.head_dim * factor)
+        if n_rot < 2 or n_rot % 2 or n_rot > self.head_dim:
+            raise FormatError(f"config.json asks for a rotation of {n_rot} of {self.head_dim} channels")
+        return n_rot
+
+    def _rope_keys(self) -> dict[str, Any]:
+        rope = self._rope()
+        kind = rope["rope_type"]
+        keys: dict[str, Any] = {
+            "rope.dimension_count": self._n_rot(rope),
+            "rope.freq_base": float(number(rope, "rope_theta")),
+        }
+        if kind in ("default", "llama3"):  # llama3's scaling is the tensor rope_freqs.weight
+            return keys
+        if kind not in ("linear", "yarn"):
+            raise UnsupportedModelError(
+                f"the RoPE scaling {kind!r} in config.json is not supported; supported are linear, yarn, "
+                "llama3"
+            )
+        original = integer(rope, "original_max_position_embeddings")
+        keys["rope.scaling.type"] = kind
+        keys["rope.scaling.factor"] = float(number(rope, "factor", self.n_ctx / original))
+        if kind == "yarn":
+            if rope.get("truncate", True) is False:
+                raise UnsupportedModelError("YaRN with truncate set to false in config.json is not supported")
+            keys["rope.scaling.original_context_length"] = original
+            keys["rope.scaling.yarn_beta_fast"] = float(number(rope, "beta_fast", 32.0))
+            keys["rope.scaling.yarn_beta_slow"] = float(number(rope, "beta_slow", 1.0))
+            if rope.get("attention_factor") is not None:
+                keys["rope.scaling.yarn_attn_factor"] = float(number(rope, "attention_factor"))
+            elif rope.get("mscale") and rope.get("mscale_all_dim"):
+                scale = 0.1 * math.log(max(keys["rope.scaling.factor"], 1.0))
+                ratio = (scale * number(rope, "mscale") + 1) / (scale * number(rope, "mscale_all_dim") + 1)
+                keys["rope.scaling.yarn_attn_factor"] = ratio
+        return keys
+
+    def llama3_divisors(self) -> np.ndarray | None:
+        """Llama 3.1's scaling as GGUF stores it: what each frequency is divided by, float32 [head_dim / 2].
+
+        Channels that turn less than low_freq_factor times in the original context are slowed by `factor`,
+        those that turn more than high_freq_factor times stay, and between them 1 / divisor is interpolated.
+        """
+        rope = self._rope()
+        if rope["rope_type"] != "llama3" or ARCHITECTURES[self.architecture].rope is None:
+            return None
+        factor, low, high = (number(rope, k) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+        n_rot = self._n_rot(rope)
+        freq = number(rope, "rope_theta") ** (-np.arange(0, n_rot, 2, dtype=np.float64) / n_rot)
+        turns = integer(rope, "original_max_position_embeddings") * freq / (2 * math.pi)
+        smooth = np.clip((turns - low) / (high - low), 0, 1)
+        return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)

@@ -1,0 +1,270 @@
+"""The tokenizer of a Hugging Face checkpoint as the keys `tokenizer.*` of a GGUF file.
+
+Three sources, in this order: tokenizer.model (SentencePiece BPE), tokenizer.json (byte-level BPE), vocab.json
+with merges.txt (byte-level BPE as GPT-2's, which OPT ships alone). A pre-tokenizer that GGUF has no name for
+is refused: a guess would silently change the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hotset.errors import TokenizerError
+from hotset.formats.hf_config import integer, read_json
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
+
+# Steps of a tokenizer.json's pre-tokenizer, and whether a word that is a token is taken whole whatever the
+# merges say (ignore_merges) → tokenizer.ggml.pre. A Split is its regular expression; "bytelevel" splits too.
+_CL100K = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PRE_TOKENIZERS: dict[tuple[tuple[str, ...], bool], str] = {
+    (("bytelevel",), False): "gpt-2",
+    (("digits", "bytelevel"), False): "smollm",
+    ((_CL100K + r"\p{N}{1,3}" + _REST,), True): "llama-bpe",
+    ((_CL100K + r"\p{N}{1,3}" + _REST,), False): "dbrx",
+    ((_CL100K + r"\p{N}" + _REST,), False): "qwen2",
+    ((_TEKKEN,), True): "tekken",
+    # Falcon's cuts " 12" into " " and "12" as well: it has no merge across that cut, so the name serves both.
+    (("punctuation", "bytelevel", "[0-9][0-9][0-9]"), False): "falcon",
+    (("punctuation", "bytelevel", "number runs", "[0-9][0-9][0-9]"), False): "falcon",
+}
+
+
+def tokenizer_keys(src: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The tokenizer.* keys, as GGUFWriter.add takes them; none for a folder without tokenizer.
+
+    Raises TokenizerError for a tokenizer that no key describes, FormatError for damaged JSON.
+    """
+    n_vocab = integer(config, "vocab_size", high=1 << 24)
+    path = src / "tokenizer_config.json"
+    settings = read_json(path) if path.exists() else {}
+    if (src / "tokenizer.model").exists():
+        tokens, types, keys = _sentencepiece(src, settings)
+    elif (src / "tokenizer.json").exists():
+        tokens, types, keys = _byte_level_bpe(read_json(src / "tokenizer.json"), settings)
+    elif (src / "vocab.json").exists() and (src / "merges.txt").exists():
+        tokens, types, keys = _gpt2_bpe(src, settings, config)
+    else:
+        return {}
+    if len(tokens) > n_vocab:
+        raise TokenizerError(f"the tokenizer has {len(tokens)} tokens, the model only {n_vocab}")
+    missing = range(len(tokens), n_vocab)  # rows that pad the embedding to a round number
+    keys["tokenizer.ggml.tokens"] = tokens + [f"[PAD{i}]" for i in missing]
+    keys["tokenizer.ggml.token_type"] = np.array(types + [UNUSED for _ in missing], np.int32)
+    if "tokenizer.ggml.scores" in keys:
+        scores = keys["tokenizer.ggml.scores"] + [-1000.0 for _ in missing]
+        keys["tokenizer.ggml.scores"] = np.array(scores, np.float32)
+    ids = {token: i for i, token in enumerate(tokens)}
+    for kind, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        if (id := _special_id(f"{kind}_token", settings, config, ids)) is not None:
+            keys[f"tokenizer.ggml.{key}_token_id"] = id
+    if (template := _chat_template(src, settings)) is not None:
+        keys["tokenizer.chat_template"] = template
+    return keys
+
+
+def _special_id(
+    kind: str, settings: dict[str, Any], config: dict[str, Any], ids: dict[str, int]
+) -> int | None:
+    """By its text in tokenizer_config.json, else by its number in config.json (the first of several)."""
+    token = settings.get(kind)
+    token = token.get("content") if isinstance(token, dict) else token
+    if isinstance(token, str) and token in ids:
+        return ids[token]
+    id = config.get(f"{kind}_id")
+    id = id[0] if isinstance(id, list) and id else id
+    return id if isinstance(id, int) and 0 <= id < len(ids) else None
+
+
+def _chat_template(src: Path, settings: dict[str, Any]) -> str | None:
+    if (path := src / "chat_template.jinja").exists():
+        return path.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several, each with a name
+        named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    return template if isinstance(template, str) else None
+
+
+def _byte_level_bpe(
+    tokenizer: dict[str, Any], settings: dict[str, Any]
+) -> tuple[list[str], list[int], dict[str, Any]]:
+    try:
+        model, added = tokenizer["model"], tokenizer.get("added_tokens") or []
+        if model.get("type", "BPE") != "BPE" or model.get("byte_fallback"):
+            raise TokenizerError(
+                "tokenizer.json is not byte-level BPE, and there is no tokenizer.model to read instead"
+            )
+        # NFC (Qwen's) has no key in GGUF; text is nearly always in that form already.
+        if (normalizer := tokenizer.get("normalizer")) and normalizer["type"] != "NFC":
+            raise TokenizerError(f"the normalizer {normalizer['type']!r} in tokenizer.json is not supported")
+        by_id = {id: (token, NORMAL) for token, id in model["vocab"].items()}
+        for token in added:
+            by_id[token["id"]] = (token["content"], CONTROL if token["special"] else USER_DEFINED)
+        # Written "left right" by older versions of the library, as a pair by newer ones.
+        merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+        n = max(by_id) + 1
+        if n > 2 * len(by_id) + 65536:
+            raise TokenizerError(f"tokenizer.json numbers its {len(by_id)} tokens up to {n - 1}")
+        rows = [by_id.get(i, (f"[PAD{i}]", UNUSED)) for i in range(n)]
+        keys: dict[str, Any] = {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": _pre_tokenizer(
+                tokenizer["pre_tokenizer"], model.get("ignore_merges") is True
+            ),
+            "tokenizer.ggml.merges": merges,
+            "tokenizer.ggml.add_bos_token": _adds_bos(tokenizer.get("post_processor"), settings),
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise TokenizerError(f"tokenizer.json is damaged: {str(error)[:100]!r}") from None
+    return [token for token, _ in rows], [kind for _, kind in rows], keys
+
+
+def _gpt2_bpe(
+    src: Path, settings: dict[str, Any], config: dict[str, Any]
+) -> tuple[list[str], list[int], dict[str, Any]]:
+    """vocab.json and merges.txt: special tokens are those that a setting or config.json names."""
+    vocabulary = read_json(src / "vocab.json")
+    lines = (src / "merges.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+    named = [settings.get(f"{kind}_token") for kind in ("bos", "eos", "unk", "pad")]
+    named = [token.get("content") if isinstance(token, dict) else token for token in named]
+    ids = [config.get(f"{kind}_token_id") for kind in ("bos", "eos", "pad")]
+    special = [token for token, id in vocabulary.items() if token in named or id in ids]
+    tokenizer = {
+        "model": {"vocab": vocabulary, "merges": [line for line in lines if line and line[:8] != "#version"]},
+        "added_tokens": [{"id": vocabulary[t], "content": t, "special": True} for t in special],
+        "pre_tokenizer": {"type": "ByteLevel"},
+    }
+    return _byte_level_bpe(tokenizer, settings)
+
+
+def _pre_tokenizer(step: Any, ignore_merges: bool) -> str:
+    """The name that GGUF files give to a tokenizer.json's pre-tokenizer."""
+    steps = (
+        step.get("pretokenizers", []) if isinstance(step, dict) and step.get("type") == "Sequence" else [step]
+    )
+    found = []
+    for one in steps:
+        kind = one.get("type") if isinstance(one, dict) else None
+        if kind == "Split" and one.get("behavior") == "Isolated" and not one.get("invert"):
+            found.append(str((one.get("pattern") or {}).get("Regex")))
+        elif kind == "Digits" and one.get("individual_digits"):
+            found.append("digits")
+        elif kind == "Digits" and one.get("individual_digits") is False:
+            found.append("number runs")
+        elif kind == "Punctuation" and one.get("behavior") == "Contiguous":
+            found.append("punctuation")
+        elif kind == "ByteLevel" and not one.get("add_prefix_space"):
+            found += ["bytelevel"] if one.get("use_regex", True) else []
+        else:
+            found.append(f"an unknown step {kind!r}")
+    name = PRE_TOKENIZERS.get((tuple(found), ignore_merges))
+    if name is None:
+        raise TokenizerError(f"the pre-tokenizer in tokenizer.json is not known: {', '.join(found)[:200]}")
+    return name
+
+
+def _adds_bos(post_processor: Any, settings: dict[str, Any]) -> bool:
+    """Whether a single text starts with a special token (Llama 3's template says so, Qwen has none)."""
+    steps = [post_processor] if isinstance(post_processor, dict) else []
+    for step in steps:
+        steps += [s for s in step.get("processors") or [] if isinstance(s, dict)]
+        single = step.get("single")
+        if step.get("type") == "TemplateProcessing" and isinstance(single, list) and single:
+            return "SpecialToken" in single[0]
+    return settings.get("add_bos_token") is True
+
+
+def _sentencepiece(src: Path, settings: dict[str, Any]) -> tuple[list[str], list[int], dict[str, Any]]:
+    from sentencepiece import SentencePieceProcessor
+
+    path = src / "tokenizer.model"
+    try:
+        proto = path.read_bytes()
+        sp = SentencePieceProcessor(model_proto=proto)
+    except (OSError, RuntimeError):
+        raise TokenizerError(f"{path} is not a SentencePiece model") from None
+    facts = dict(_proto_fields(proto))  # of sentencepiece_model.proto: 2 is the trainer, 3 the normalizer
+    trainer, normalizer = (dict(_proto_fields(facts.get(number, b""))) for number in (2, 3))
+    if trainer.get(3) != 2 or normalizer.get(2):
+        raise TokenizerError(f"{path} is not BPE without normalisation, the only kind that is supported")
+    n = sp.vocab_size()
+    tokens = [sp.id_to_piece(i) for i in range(n)]
+    scores = [sp.get_score(i) for i in range(n)]
+    types = [NORMAL] * n
+    for kind, is_kind in (
+        (UNKNOWN, sp.is_unknown),
+        (CONTROL, sp.is_control),
+        (UNUSED, sp.is_unused),
+        (BYTE, sp.is_byte),
+    ):
+        types = [kind if is_kind(i) else t for i, t in enumerate(types)]
+    for id, token, special in _added_tokens(src):
+        while len(tokens) <= id:
+            tokens.append(f"[PAD{len(tokens)}]")
+            scores.append(-1000.0)
+            types.append(UNUSED)
+        if id < n and types[id] != NORMAL:
+            continue  # <s> and </s>, which are control tokens of the model already
+        tokens[id], types[id] = token, CONTROL if special else USER_DEFINED
+    keys: dict[str, Any] = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.add_space_prefix": bool(normalizer.get(3, True)),
+        "tokenizer.ggml.add_bos_token": settings.get("add_bos_token") is not False,
+        "tokenizer.ggml.add_eos_token": settings.get("add_eos_token") is True,
+    }
+    return tokens, types, keys
+
+
+def _proto_fields(message: bytes | int) -> Iterator[tuple[int, bytes | int]]:
+    """(field number, value) of a protocol buffer that the sentencepiece library has accepted."""
+    data = message if isinstance(message, bytes) else b""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = data[at]
+            at, value, shift = at + 1, value | (byte & 127) << shift, shift + 7
+            if byte < 128:
+                return value
+
+    while at < len(data):
+        tag = varint()
+        kind, n_bytes = tag & 7, {1: 8, 5: 4}.get(tag & 7, 0)
+        value = varint() if kind in (0, 2) else int.from_bytes(data[at : at + n_bytes], "little")
+        if kind == 2:
+            n_bytes = value
+            yield tag >> 3, data[at : at + n_bytes]
+        else:
+            yield tag >> 3, value
+        at += n_bytes
+
+
+def _added_tokens(src: Path) -> list[tuple[int, str, bool]]:
+    """(id, text, special) of the tokens that Hugging Face added to a SentencePiece model, by id."""
+    found: dict[int, tuple[str, bool]] = {}
+    try:
+        if (path := src / "added_tokens.json").exists():
+            found |= {int(id): (token, False) for token, id in read_json(path).items()}
+        if (path := src / "tokenizer.json").exists():
+            for token in read_json(path).get("added_tokens") or []:
+                found[int(token["id"])] = (str(token["content"]), bool(token["special"]))
+    except (KeyError, TypeError, ValueError):
+        raise TokenizerError(f"the added tokens in {path} are damaged") from None
+    if found and not 0 <= min(found) <= max(found) < 1 << 24:
+        raise TokenizerError(f"an added token has the id {max(found)}, which is out of range")
+    return [(id, *found[id]) for id in sorted(found)]
