@@ -43,7 +43,12 @@ def train_predictor(
         str | None,
         typer.Option("--format", help="Of OUTPUT: powerinfer or plain; default: what can hold it."),
     ] = None,
-    type: Annotated[str, typer.Option("--type", help="Of the predictors: f16, q8_0 or q4_0.")] = "q8_0",
+    type: Annotated[
+        str | None,
+        typer.Option(
+            "--type", help="Of the predictors: f16, q8_0, q4_0; default: q4_0 in a quantised model."
+        ),
+    ] = None,
     recall: Annotated[
         float, typer.Option("--recall", help="Share of the firing neurons' magnitude to keep.")
     ] = 0.98,
@@ -79,7 +84,7 @@ def train_predictor(
     json: options.Json = False,
 ) -> None:
     """Train predictors of which neurons fire: one small network per layer, as large as it must be."""
-    if type not in TYPES:
+    if type is not None and type not in TYPES:
         raise typer.BadParameter(f"'{type}' is none of {', '.join(TYPES)}.", param_hint="--type")
     if format is not None and format not in DIALECTS:
         raise typer.BadParameter(f"'{format}' is none of {', '.join(DIALECTS)}.", param_hint="--format")
@@ -97,7 +102,7 @@ def train_predictor(
         precision=precision,
         max_increase=max_increase / 100,
         max_share=max_share / 100,
-        type=GGMLType[type.upper()],
+        type=GGMLType[type.upper()] if type else None,
         max_bytes=_bytes(max_bytes),
         n_tokens=n_tokens,
         n_ctx=n_ctx,

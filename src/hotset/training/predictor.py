@@ -38,7 +38,7 @@ import hotset
 from hotset.engine.perplexity import PerplexityResult, compare_chunks
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.formats.gguf import Dialect, open_gguf
-from hotset.formats.quants import GGMLType, row_bytes
+from hotset.formats.quants import TYPES, GGMLType, row_bytes
 from hotset.formats.torch_file import read_torch, write_torch
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
@@ -73,7 +73,8 @@ class Settings:
 
     recall: share of the magnitude of the neurons that fire. precision: share of the selected neurons that
     fire, from which a layer is good enough. max_increase: of the perplexity on held-out text, relative.
-    max_share: of the model's bytes, for all predictors together. type: of fc1 and fc2 in the model file.
+    max_share: of the model's bytes, for all predictors together. type: of fc1 and fc2 in the file; None:
+    Q4_0 where the model is quantised (at half the bytes it selects hardly more than Q8_0), else F16.
     max_bytes: of the pairs on disk. n_tokens: of the texts, at most. n_ctx: tokens of a sequence.
     n_measured: held-out tokens that the perplexity is measured on, at most; half of them are scored.
     device: torch's. jobs: layers trained side by side; None: one per usable core, one on a GPU.
@@ -83,7 +84,7 @@ class Settings:
     precision: float = 0.6
     max_increase: float = 0.005
     max_share: float = 0.10
-    type: GGMLType = GGMLType.Q8_0
+    type: GGMLType | None = None
     max_bytes: int = 2 << 30
     n_tokens: int | None = None
     n_ctx: int = 512
@@ -187,14 +188,13 @@ def train_predictors(
         chosen = _dialect(loaded, dialect) if out is not None else "gguf"
         if out is not None and any(path.resolve() == Path(out).resolve() for path in loaded.gguf.paths):
             raise InvalidRequestError(f"{out} is the model that is read; write to another file")
+        settings = replace(settings, type=settings.type or _default_type(loaded))
         run = _Run(loaded, activation, texts, folder, settings, progress)
         trained = run.train()
         predictor_files.write_folder(folder, run.weights)
         files = [folder / "config.json", *(folder / f"model_{i}.pt" for i in range(len(run.weights)))]
         if out is not None:
-            predictor_files.write_merged(
-                Path(out), loaded.gguf, loaded.config, run.weights, settings.type, chosen
-            )
+            predictor_files.write_merged(Path(out), loaded.gguf, loaded.config, run.weights, run.type, chosen)
             files.insert(0, Path(out))
     if not keep:
         shutil.rmtree(folder / "training", ignore_errors=True)
@@ -204,6 +204,11 @@ def train_predictors(
 def _context(path: Path, asked: int) -> int:
     with open_gguf(path) as gguf:
         return min(asked, config_from_gguf(gguf).n_ctx_train)
+
+
+def _default_type(model: Model) -> GGMLType:
+    name = ffn_of(model.graph, 0).decides.weight
+    return GGMLType.Q4_0 if TYPES[model.weights.tensors[name].type].block_size > 1 else GGMLType.F16
 
 
 def _dialect(model: Model, asked: Dialect | None) -> Dialect:
@@ -279,8 +284,10 @@ def _work(task: _Task) -> Quality:
 
             weights = _trained(task, pairs, decides)
             held_out = pairs.layer(task.layer, "held_out")
-            settings = task.settings
-            return predictor_layer.calibrate(held_out, weights, settings.type, task.recall, settings.device)
+            assert task.settings.type is not None
+            return predictor_layer.calibrate(
+                held_out, weights, task.settings.type, task.recall, task.settings.device
+            )
 
 
 def _checkpoint(task: _Task) -> Path:
@@ -347,6 +354,8 @@ class _Run:
     ) -> None:
         self.model, self.config, self.settings, self.progress = model, model.config, settings, progress
         self.activation, self.folder = activation, folder
+        assert settings.type is not None
+        self.type = settings.type
         self.train_sequences, self.held_out = cut(model, texts, settings)
         self.model_bytes = sum(
             info.nbytes
@@ -437,7 +446,7 @@ class _Run:
 
     def _n_bytes(self, layer: int, rank: int) -> int:
         """Of a layer's predictor in the model file."""
-        type, width, n_ff = self.settings.type, self.config.n_embd, self.config.n_ff[layer]
+        type, width, n_ff = self.type, self.config.n_embd, self.config.n_ff[layer]
         return row_bytes(fitting(type, width), width) * rank + row_bytes(fitting(type, rank), rank) * n_ff
 
     @property
@@ -455,7 +464,7 @@ class _Run:
         if least > self._room:
             raise InvalidRequestError(
                 f"even predictors of rank {STEP} take {least / self.model_bytes:.1%} of the model as "
-                f"{self.settings.type.name}, and {self.settings.max_share:.0%} is allowed; choose a smaller "
+                f"{self.type.name}, and {self.settings.max_share:.0%} is allowed; choose a smaller "
                 "type, or raise --max-share"
             )
         while sum(self._n_bytes(i, rank) for i, rank in enumerate(ranks)) > self._room:
@@ -561,7 +570,7 @@ class _Run:
         model, extra = self.model, MemoryTensors()
         for i, weights in enumerate(self.weights):
             for part, matrix in (("fc1", weights.fc1), ("fc2", weights.fc2)):
-                type = fitting(self.settings.type, matrix.shape[1])
+                type = fitting(self.type, matrix.shape[1])
                 data = np.ascontiguousarray(quantize(matrix, type)).reshape(-1).view(np.uint8)
                 extra.add(f"blk.{i}.{part}.weight", data, type, matrix.shape[::-1])
         laid = Overlay(model.weights, extra)  # type: ignore[arg-type]
