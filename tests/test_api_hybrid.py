@@ -14,7 +14,13 @@ from tiny_gguf import write_llama
 
 import hotset
 from hotset.backends import detect, machine
-from hotset.errors import DeviceError, FormatError, InvalidRequestError, OutOfMemoryError
+from hotset.errors import (
+    DeviceError,
+    FormatError,
+    InvalidRequestError,
+    OutOfMemoryError,
+    UnsupportedModelError,
+)
 from hotset.formats.powerinfer import GPUIndex, write_activations, write_gpu_index
 from hotset.sparsity import planner, profile, sidecar
 from hotset.sparsity.placement import CPU
@@ -290,3 +296,23 @@ def test_a_gpu_whose_libraries_are_missing_is_told_of(model: Path, monkeypatch: 
         loaded = hotset.load(model, **SMALL)
     assert loaded.backend.name == "cpu"
     loaded.close()
+
+
+def test_a_gpu_that_nobody_asked_for_and_that_cannot_take_the_model_costs_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_sparse(tmp_path / "wide.gguf", n_embd=128)  # heads that a q8_0 cache fits
+    monkeypatch.setattr(detect, "wanted_devices", lambda wishes: (("cpu",), None))
+    with pytest.warns(UserWarning, match="the GPU is not used: a q8_0 cache runs on the CPU only"):
+        loaded = hotset.load(model, kv_type="q8_0", **SMALL)
+    assert loaded.backend.name == "cpu"
+    assert loaded.placement is None
+    loaded.close()
+    monkeypatch.setattr(planner, "_limit", lambda name, context, budget: planner.Device(name, 1000, 0))
+    with pytest.warns(UserWarning, match="the GPU is not used: the model cannot be placed"):
+        assert hotset.plan(model, **SMALL) is None
+
+
+def test_a_device_that_was_asked_for_must_take_the_model(model: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="a q8_0 cache runs on the CPU only"):
+        hotset.load(model, device="cpu", kv_type="q8_0", **SMALL)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from hotset.errors import InvalidRequestError, OutOfMemoryError
-from hotset.sparsity import placement
 from hotset.sparsity.budget import LayerFacts, ModelFacts
 from hotset.sparsity.placement import (
     CPU,
@@ -20,8 +19,8 @@ from hotset.sparsity.placement import (
     Placement,
     Rates,
     predict,
-    solve,
 )
+from hotset.sparsity.solver import Problem, solve
 
 GPU = DeviceRates(read=800e9, read_busy=780e9, launch=4e-6, sync=12e-6)
 
@@ -247,9 +246,7 @@ def test_bytes_of_a_175b_model_do_not_overflow() -> None:
     facts = large(96, 12288, 49152, 12288)
     assert facts.whole_bytes > 2**36
     place = [LayerPlacement(0)] * 96
-    problem = placement._Problem(
-        facts, rates(), (Device("cuda:0", 2**40, 0),), [np.zeros(49152)] * 96, None, True
-    )
+    problem = Problem(facts, rates(), (Device("cuda:0", 2**40, 0),), [np.zeros(49152)] * 96, None, True)
     budget = problem.budget_of(place, 0)
     row = 12288 * 9 // 16
     assert budget.neurons == 96 * 49152 * (3 * row + 16)

@@ -26,7 +26,8 @@ from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.sparsity.budget import matrix_bytes, model_facts
 from hotset.sparsity.modes import choose, prepare
-from hotset.sparsity.placement import Device, LayerPlacement, Placement, _Problem
+from hotset.sparsity.placement import Device, LayerPlacement, Placement
+from hotset.sparsity.solver import Problem
 
 MIB = 1 << 20
 SHAPE: dict[str, Any] = {"n_embd": 64, "n_ff": 512, "ranks": (32, 32, 32)}
@@ -87,7 +88,7 @@ def test_a_device_never_holds_more_than_was_planned(
         places = tuple(LayerPlacement(0, mask) for mask in masks)
         machine_rates = machine.rates_of([machine.STAND_IN])
         frequencies = [np.full(n_ff, 0.1) for n_ff in config.n_ff]
-        problem = _Problem(facts, machine_rates, (Device("cpu", 1 << 40, 0),), frequencies, None, True)
+        problem = Problem(facts, machine_rates, (Device("cpu", 1 << 40, 0),), frequencies, None, True)
         planned = problem.budget_of(list(places), 0)
         stream = facts.stream_bytes // 2
         backend = HybridBackend(

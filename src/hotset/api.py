@@ -26,7 +26,14 @@ from hotset.engine.engine import Sequence as EngineSequence
 from hotset.engine.perplexity import PerplexityResult
 from hotset.engine.sampler import SamplingParams, TokenLogprobs
 from hotset.engine.stop import StopMatcher
-from hotset.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError
+from hotset.errors import (
+    ContextLengthError,
+    DeviceError,
+    HotsetError,
+    InvalidRequestError,
+    OutOfMemoryError,
+    UnsupportedModelError,
+)
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
@@ -178,7 +185,7 @@ def load(
     device: which GPU, as torch names it: "cuda:0", "mps", "xpu", several in the order of their layers, or
     "cpu", which stands in for a GPU and makes nothing faster. vram_budget: GiB of each device that weights,
     cache, workspace and context together stay within; by default what is free. n_gpu_layers: that many of the
-    last layers are on the device; by default the planner decides (sparsity/placement.py). gpu_index: a file
+    last layers are on the device; by default the planner decides (sparsity/solver.py). gpu_index: a file
     in PowerInfer's format that says which neurons are. split_neurons: False keeps the neurons of a layer
     together. plan_anew: solves the placement again although it is known. Model.placement has the decision.
     activation: overrides the FFN activation that the file names.
@@ -216,10 +223,26 @@ def load(
     try:
         if progress is not None and described.placement is not None:
             progress.planned(described.placement)
-        return described.open("cpu" if backend == "auto" else backend, max_batch, kv_type, n_threads)
+        name = "cpu" if backend == "auto" else backend
+        try:
+            return described.open(name, max_batch, kv_type, n_threads)
+        except _CANNOT_PLACE as error:
+            if described.placement is None or described.is_asked:
+                raise
+            described.placement = None
+            _say_unplaced(error)
+        return described.open(name, max_batch, kv_type, n_threads)
     except BaseException:
         described.close()
         raise
+
+
+_CANNOT_PLACE = (DeviceError, OutOfMemoryError, UnsupportedModelError)
+
+
+def _say_unplaced(error: HotsetError) -> None:
+    """A GPU that nobody asked for and that cannot be used costs a line, and the CPU computes alone."""
+    warnings.warn(f"the GPU is not used: {error} (--no-gpu: without this line)", stacklevel=4)
 
 
 def plan(model: str | os.PathLike[str], **settings: Any) -> Placement | None:
@@ -247,6 +270,7 @@ class _Described:
     n_pages: int
     notes: list[str]
     placement: Placement | None
+    is_asked: bool  # whether a device was asked for, so that it must be used
 
     def open(self, backend: str, max_batch: int, kv_type: KVType, n_threads: int | None) -> Model:
         options: dict[str, Any] = {
@@ -350,24 +374,30 @@ def _describe(
         if devices:
             from hotset.sparsity.planner import place
 
-            placement = place(
-                gguf,
-                config,
-                weights,
-                graph,
-                choice.mode,
-                wishes,
-                devices,
-                n_pages=n_pages,
-                max_batch=max_batch,
-                kv_type=kv_type,
-                n_threads=n_threads,
-                profile=counted,
-                progress=progress,
-            )
+            try:
+                placement = place(
+                    gguf,
+                    config,
+                    weights,
+                    graph,
+                    choice.mode,
+                    wishes,
+                    devices,
+                    n_pages=n_pages,
+                    max_batch=max_batch,
+                    kv_type=kv_type,
+                    n_threads=n_threads,
+                    profile=counted,
+                    progress=progress,
+                )
+            except _CANNOT_PLACE as error:
+                if wishes.are_made:
+                    raise
+                _say_unplaced(error)
         return _Described(
-            gguf, weights, config, choice, graph, cost, n_ctx, n_pages, prepared.notes, placement
-        )
+            gguf, weights, config, choice, graph, cost, n_ctx, n_pages, prepared.notes, placement,
+            wishes.are_made,
+        )  # fmt: skip
     except BaseException:
         if weights is not None:
             weights.close()

@@ -26,7 +26,8 @@ from hotset.backends.detect import Wishes
 from hotset.errors import HotsetError, OutOfMemoryError
 from hotset.sparsity import sidecar
 from hotset.sparsity.budget import DeviceBudget, FFNMode, ModelFacts, model_facts
-from hotset.sparsity.placement import Device, Placement, Rates, place_index, rebuild, solve
+from hotset.sparsity.placement import Device, Placement, Rates
+from hotset.sparsity.solver import place_index, rebuild, solve
 
 if TYPE_CHECKING:
     from hotset.backends.base import Backend
