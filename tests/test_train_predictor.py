@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from tiny_gguf import write_relu
@@ -375,8 +376,11 @@ def test_a_killed_process_leaves_whole_files_and_its_workers_follow(tmp_path: Pa
         assert process.is_alive()
         time.sleep(0.05)
     assert process.pid is not None
+    workers = psutil.Process(process.pid).children(recursive=True)
+    assert len(workers) >= 2
     os.kill(process.pid, signal.SIGKILL)
     process.join()
+    assert not psutil.wait_procs(workers, timeout=60)[1]
     done = {p: p.stat().st_mtime_ns for p in folder.glob("training/layers-*/blk.*.pt")}
     run_it(path, folder, replace(settings, jobs=1))
     assert (
