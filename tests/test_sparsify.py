@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -181,28 +182,40 @@ class TestCalibration:
             unfitted = base(tokens[:8], cut_only)
         assert float(torch.stack(activity.share).mean()) == pytest.approx(0.28, abs=0.05)
         missed, missed_by_cuts = ((x - wanted).square().mean() for x in (start, unfitted))
-        assert float(missed) < 0.8 * float(missed_by_cuts)
+        assert float(missed) < (0.95 if rank else 0.8) * float(missed_by_cuts)
 
 
 class TestTraining:
-    def test_loss_falls_and_neurons_stay_idle(self, silu: Path, tmp_path: Path) -> None:
-        run = training(silu, tmp_path / "run", lr=5e-3, vector_lr=5e-3)
+    @pytest.mark.parametrize("labels", [0.0, 0.3])
+    def test_recovers_what_was_broken(self, silu: Path, tmp_path: Path, labels: float) -> None:
+        """A student with noise in one matrix finds back to the teacher, and the curve tells."""
+        run = training(silu, tmp_path / "run", lr=1e-2, vector_lr=1e-3, labels=labels, scored=0.7)
         run.prepare()
+        noisy = run.student.get("blk.0.attn_output.b")
+        assert noisy is not None
+        with torch.no_grad():
+            noisy.copy_(0.3 * torch.randn(noisy.shape, generator=torch.Generator().manual_seed(1)))
         run.run(eval_every=20, save_every=40)
         curve = read_curve(tmp_path / "run" / "curve.jsonl")
         assert [line["step"] for line in curve] == [0, 20, 40]
         assert [line["tokens"] for line in curve] == [0, 20 * 2 * N_CTX, 40 * 2 * N_CTX]
-        assert curve[-1]["kl"] < 0.8 * curve[0]["kl"]
-        assert curve[-1]["idle"] == pytest.approx(0.72, abs=0.04)
+        assert curve[-1]["kl"] < 0.6 * curve[0]["kl"]
         assert len(curve[-1]["idle_per_layer"]) == 2
 
-    def test_idle_share_is_driven_to_what_is_asked(self, silu: Path, tmp_path: Path) -> None:
-        run = training(silu, tmp_path / "run", idle=0.6, vector_lr=1e-2, price=2.0)
-        run.prepare()
-        assert run.evaluate().idle == pytest.approx(0.6, abs=0.05)
-        object.__setattr__(run.settings, "idle", 0.8)
+    def test_neurons_become_idle(self, silu: Path, tmp_path: Path) -> None:
+        """From the swap alone half of the neurons fire; the price drives them to what was asked."""
+        run = training(silu, tmp_path / "run", vector_lr=1e-2, price=2.0, n_tokens=60 * 2 * N_CTX)
+        run.widths = kernel_widths(run.base, run.student, run.held_out)
+        assert run.evaluate().idle == pytest.approx(0.5, abs=0.05)
         run.run(eval_every=100, save_every=100)
-        assert run.evaluate().idle > 0.7
+        assert run.evaluate().idle == pytest.approx(0.72, abs=0.06)
+
+    def test_calibrated_share_stays(self, silu: Path, tmp_path: Path) -> None:
+        run = training(silu, tmp_path / "run")
+        run.prepare()
+        run.run(eval_every=20, save_every=40)
+        for line in read_curve(tmp_path / "run" / "curve.jsonl"):
+            assert line["idle"] == pytest.approx(0.72, abs=0.05)
 
     @pytest.mark.parametrize("rank", [0, 4])
     def test_goes_on_after_a_kill(self, silu: Path, tmp_path: Path, rank: int) -> None:
@@ -402,13 +415,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class TestGenerating:
-    def test_goes_on_where_it_stopped(self, checkpoint: Path, tmp_path: Path) -> None:
-        from hotset.formats.hf import convert_hf
+@pytest.fixture(scope="module")
+def converted(checkpoint: Path) -> Path:
+    from hotset.formats.hf import convert_hf
 
-        convert_hf(checkpoint, tmp_path / "m.gguf", "f32")
+    path = checkpoint.parent / "tiny.gguf"
+    convert_hf(checkpoint, path, "f32")
+    return path
+
+
+class TestGenerating:
+    def test_goes_on_where_it_stopped(self, converted: Path, tmp_path: Path) -> None:
         path = tmp_path / "generated.jsonl"
-        with hotset.load(tmp_path / "m.gguf", n_ctx=448, n_seqs=8) as model:
+        with hotset.load(converted, n_ctx=256, n_seqs=8) as model:
             texts = [model.tokenizer.encode("the thing in the thin thing " * 40)]
             first = generate(model, path, 600, texts=texts)
             assert sum(map(len, first)) >= 600
@@ -472,35 +491,23 @@ class TestCommand:
             (("-f", "TEXT", "--idle", 2), "--idle"),
             (("-f", "missing.txt"), "missing.txt"),
             (("--adapters", "missing.safetensors"), "there are no adapters"),
-            (("-f", "TEXT", "-c", 512), "too short|at least"),
+            (("-f", "TEXT", "-c", 4096), "too short|at least"),
         ],
     )
     def test_mistakes_get_a_sentence(
-        self, silu: Path, text: Path, tmp_path: Path, options: tuple[object, ...], message: str
+        self, converted: Path, text: Path, tmp_path: Path, options: tuple[object, ...], message: str
     ) -> None:
-        from hotset.cli.main import main
+        from typer.testing import CliRunner
+
+        from hotset.cli.main import app
 
         words = [str(text) if option == "TEXT" else str(option) for option in options]
-        result = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "hotset.cli.main",
-                "sparsify",
-                str(silu),
-                str(tmp_path / "o.gguf"),
-                *words,
-            ],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert main
-        assert result.returncode != 0
-        assert "Traceback" not in result.stderr
-        import re
-
-        assert re.search(message, " ".join(result.stderr.split()))
+        result = CliRunner().invoke(app, ["sparsify", str(converted), str(tmp_path / "o.gguf"), *words])
+        assert isinstance(result.exception, SystemExit)
+        assert result.exit_code == 1
+        told = " ".join(result.output.split())
+        assert told.startswith("error: ")
+        assert re.search(message, told, re.IGNORECASE)
         assert not (tmp_path / "o.gguf").exists()
 
 

@@ -80,6 +80,12 @@ def sparsify(
             "--generate", metavar="N[:WEIGHT]", help="Tokens the teacher writes.", rich_help_panel=_TEXT
         ),
     ] = None,
+    chat: Annotated[
+        float,
+        typer.Option(
+            "--chat", help="Share of what is generated: answers.", min=0, max=1, rich_help_panel=_TEXT
+        ),
+    ] = 0.4,
     held_out: Annotated[
         Path | None,
         typer.Option(
@@ -113,7 +119,8 @@ def sparsify(
                 path, folder, stack,
                 activation=activation, idle=idle, lora=lora, tokens=tokens, hours=hours, n_ctx=n_ctx,
                 batch=batch, lr=lr, labels=labels, scored=scored, seed=seed, start=start,
-                texts=text or [], generate=generate, held_out=held_out, device=device, threads=threads,
+                texts=text or [], generate=generate, chat=chat, held_out=held_out,
+                device=device, threads=threads,
             )  # fmt: skip
             last = _train(run, eval_every, save_every)
             adapters = folder / "adapters.safetensors"
@@ -169,6 +176,7 @@ def _open(
     start: Path | None,
     texts: list[str],
     generate: str | None,
+    chat: float,
     held_out: Path | None,
     device: str,
     threads: int | None,
@@ -210,7 +218,7 @@ def _open(
     base = load_llama(gguf, where)
     n_seqs = writing.N_SEQUENCES if generate is not None and process == 0 else 1
     engine = stack.enter_context(
-        hotset.load(path, n_ctx=max(n_ctx, writing.LONGEST), n_threads=n_threads, n_seqs=n_seqs)
+        hotset.load(path, n_ctx=max(n_ctx, writing.longest(base.config)), n_threads=n_threads, n_seqs=n_seqs)
     )
     files = [parse_text(option) for option in texts]
     encoded = [engine.tokenizer.encode(read_text(file, "--text"), add_special=True) for file, _ in files]
@@ -233,6 +241,7 @@ def _open(
                     written,
                     amount,
                     texts=[s.tokens.tolist() for s in sources],
+                    chat=chat,
                     seed=seed,
                     progress=bar,
                 )

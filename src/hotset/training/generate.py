@@ -23,11 +23,17 @@ from hotset.training import prompts
 if TYPE_CHECKING:
     from hotset.api import Model
     from hotset.engine.engine import Sequence as EngineSequence
+    from hotset.model.config import ModelConfig
     from hotset.storage.reporter import Reporter
 
-LONGEST = 448  # tokens of a document, with its beginning
+_LONGEST = 448  # tokens of a document, with its beginning
 N_SEQUENCES = 64  # written side by side: a batch is then large enough for the many-row kernels
 CONTINUED = 48  # tokens of a given text that a continuation begins with
+
+
+def longest(config: ModelConfig) -> int:
+    """Tokens that a document may have, with its beginning."""
+    return min(_LONGEST, config.n_ctx_train)
 
 
 def generate(
@@ -36,19 +42,20 @@ def generate(
     n_tokens: int,
     *,
     texts: Sequence[Sequence[int]] = (),
+    chat: float = 0.4,
     seed: int = 0,
     progress: Reporter | None = None,
 ) -> list[list[int]]:
     """Documents of at least `n_tokens` tokens together, from `path` where they are there already.
 
-    model: loaded with n_ctx of at least LONGEST and n_seqs for N_SEQUENCES of them. texts: token ids of which
-    a third of the documents take their beginnings. Raises InvalidRequestError for a model without a chat
-    template and FormatError for a file that something else wrote.
+    model: loaded with n_ctx of at least `longest` and n_seqs for N_SEQUENCES of them. texts: token ids of
+    which a third of the documents take their beginnings. Raises InvalidRequestError for a model without a
+    chat template and FormatError for a file that something else wrote.
     """
     documents = read_documents(path)
     done = sum(map(len, documents))
     with path.open("a", encoding="utf-8") as file:
-        for document in _write(model, random.Random(seed + done), texts, n_tokens - done):
+        for document in _write(model, random.Random(seed + done), texts, chat, n_tokens - done):
             documents.append(document)
             file.write(json.dumps(document) + "\n")
             file.flush()
@@ -80,13 +87,13 @@ def read_documents(path: Path) -> list[list[int]]:
 
 
 def _write(
-    model: Model, random: random.Random, texts: Sequence[Sequence[int]], n_tokens: int
+    model: Model, random: random.Random, texts: Sequence[Sequence[int]], chat: float, n_tokens: int
 ) -> Iterator[list[int]]:
     """Documents until they have `n_tokens` tokens; the engine always has enough of them at work."""
     if n_tokens <= 0:
         return
     texts = [text for text in texts if len(text) > CONTINUED]
-    engine = Engine(model.backend, LONGEST, N_SEQUENCES)
+    engine = Engine(model.backend, longest(model.config), N_SEQUENCES)
     stop_ids = model.tokenizer.stop_ids
 
     def begin() -> EngineSequence:
@@ -94,7 +101,7 @@ def _write(
         params = SamplingParams(
             temperature=1.0, top_k=256, top_p=1.0, min_p=0.01, seed=random.getrandbits(63)
         )
-        return engine.submit(_beginning(model, random, texts), params, stop_ids=stop_ids)
+        return engine.submit(_beginning(model, random, texts, chat), params, stop_ids=stop_ids)
 
     active = [begin() for _ in range(N_SEQUENCES)]
     try:
@@ -112,12 +119,12 @@ def _write(
             engine.cancel(sequence)
 
 
-def _beginning(model: Model, random: random.Random, texts: Sequence[Sequence[int]]) -> list[int]:
+def _beginning(model: Model, random: random.Random, texts: Sequence[Sequence[int]], chat: float) -> list[int]:
     kind = random.random()
-    if texts and kind < 1 / 3:
+    if kind < chat:
+        return model.encode_chat([{"role": "user", "content": prompts.question(random)}])
+    if texts and kind < (1 + chat) / 2:
         text = random.choice(texts)
         start = random.randrange(len(text) - CONTINUED)
         return list(text[start : start + random.randint(8, CONTINUED)])
-    if kind < 0.7:
-        return model.encode_chat([{"role": "user", "content": prompts.question(random)}])
     return list(model.tokenizer.encode(prompts.opening(random), add_special=True))
