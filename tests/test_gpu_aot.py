@@ -127,7 +127,9 @@ def compile_all(
     run()
     rows = []
     for kernel, args, warps, constants in launches:
-        binary = triton.compile(source_of(kernel, args, constants), target, options={"num_warps": warps})
+        binary = triton.compile(
+            source_of(kernel, args, constants), target, options={"num_warps": warps, "enable_fp_fusion": True}
+        )
         code = binary.asm["cubin" if is_cuda else "hsaco"]
         row = {"kernel": kernel.__name__, "format": constants.get("TYPE"), "bytes": len(code)}
         row["shared"] = binary.metadata.shared

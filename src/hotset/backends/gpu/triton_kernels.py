@@ -23,6 +23,7 @@ With TRITON_INTERPRET=1, set before this module is imported, all of it runs on a
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -563,11 +564,11 @@ def _attention_kernel(
     total = tl.zeros([H], tl.float32)
     acc = tl.zeros([H, V], tl.float32)
     for at in range(first, last, N):
-        page = tl.load(table + at // PAGE)
         i = at + n
+        page = tl.load(table + i // PAGE)  # one page: N divides PAGE
         seen = (i >= start) & (i <= position) & (page >= 0)
         # What is not seen is not read either: pages hold what was there before.
-        slot = (page.to(tl.int64) * n_head_kv + kv) * PAGE + at % PAGE + n
+        slot = (page.to(tl.int64) * n_head_kv + kv) * PAGE + i % PAGE
         k = tl.load(
             k_pages + slot[:, None] * DIM + d[None, :], mask=seen[:, None] & (d < DIM)[None, :], other=0.0
         ).to(tl.float32)
@@ -718,13 +719,13 @@ MAX_ATTENTION_SPLITS = 256
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, **constants: Any) -> None:
-    """Launches on the device of the first argument that is a tensor."""
+    """Launches on the device of the first argument that is a tensor.
+
+    Products and sums are fused (Triton's default until 3.9, not after): half the instructions, better sums.
+    """
     device = next(arg for arg in args if isinstance(arg, Tensor)).device
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            kernel[grid](*args, num_warps=warps, **constants)
-    else:
-        kernel[grid](*args, num_warps=warps, **constants)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[grid](*args, num_warps=warps, enable_fp_fusion=True, **constants)
 
 
 def _precision(x: Tensor) -> str:
@@ -778,6 +779,7 @@ def linear(
             TYPE=FORMATS[m.type], PRECISION=_precision(x), M=tile, N=rows, W=8, warps=4,
         )  # fmt: skip
         return out
+    assert m.group_of is None, "planes are multiplied by their transpose"
     tokens = _pow2(n_tokens)
     rows, words = MATVEC_ROWS[tokens], max(4, min(MATVEC_WORDS, _pow2(n_words)))
     programs = -(-m.n_rows // rows)
