@@ -121,6 +121,8 @@ def test_two_devices_follow_one_another(model: Path, expected: np.ndarray) -> No
         assert placement.budget is not None
         assert all(planned.total <= half * GIB for planned in placement.budget.devices)
         assert close(loaded.logits("Hello there"), expected)
+        for memory in loaded.device_memory():
+            assert 0 < memory.used <= memory.planned.total
 
 
 def test_as_many_layers_as_are_asked_for(model: Path, expected: np.ndarray) -> None:
@@ -316,3 +318,17 @@ def test_a_gpu_that_nobody_asked_for_and_that_cannot_take_the_model_costs_a_line
 def test_a_device_that_was_asked_for_must_take_the_model(model: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="a q8_0 cache runs on the CPU only"):
         hotset.load(model, device="cpu", kv_type="q8_0", **SMALL)
+
+
+def test_a_device_that_runs_out_of_memory_in_a_step_says_what_is_smaller(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise OutOfMemoryError("cuda:0 ran out of memory while computing 5 tokens")
+
+    with hotset.load(model, device="cpu", vram_budget=budget(model, 0.5), **SMALL) as loaded:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(loaded.backend), "step", fails)
+            with pytest.raises(OutOfMemoryError, match=r"computing 5 tokens; a plan .*--vram-budget 0\.0\d+"):
+                loaded.generate("Hello", max_tokens=2)
+        assert loaded.generate("Hello", max_tokens=2).finish_reason == "length"  # and the next one works

@@ -642,12 +642,23 @@ class Model:
         while True:
             with self._lock:
                 if not generation.has_news:
-                    self.engine.step()
+                    self._step()
                 if generation.has_news:
                     chunk = generation.take()
                     if generation.completion is not None:
                         self.engine.cancel(generation.sequence)  # where a stop string ended it
                     return chunk
+
+    def _step(self) -> None:
+        """One step of the engine. Where a device runs out of memory the sentence offers a smaller plan."""
+        try:
+            self.engine.step()
+        except OutOfMemoryError as error:
+            if self.placement is None:
+                raise
+            from hotset.sparsity.planner import smaller_plan
+
+            raise OutOfMemoryError(f"{error}; {smaller_plan(self.placement)}") from None
 
     def _cancel(self, generations: list[_Generation]) -> None:
         with self._lock:
@@ -670,7 +681,7 @@ class Model:
             sequence = self.engine.score(ids, keep, reuse_prefix=reuse_prefix)
             try:
                 while sequence.finish_reason is None:
-                    self.engine.step()
+                    self._step()
             finally:
                 self.engine.cancel(sequence)
         if sequence.error is not None:

@@ -71,6 +71,7 @@ def wanted_devices(wishes: Wishes) -> tuple[tuple[str, ...], str | None]:
     if wishes.n_gpu_layers == 0:
         return (), None
     if wishes.device is not None:
+        _pack_memory()
         from hotset.backends.gpu.devices import find_device
 
         named = tuple(str(find_device(name)) for name in wishes.device)
@@ -88,6 +89,7 @@ def wanted_devices(wishes: Wishes) -> tuple[tuple[str, ...], str | None]:
     missing = missing_libraries()
     problem = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: {INSTALL}"
     if not missing:
+        _pack_memory()
         from hotset.backends.gpu.devices import find_device
 
         try:
@@ -97,6 +99,17 @@ def wanted_devices(wishes: Wishes) -> tuple[tuple[str, ...], str | None]:
     if wishes.are_made:
         raise DeviceError(f"{gpu} is there, but {problem}")
     return (), f"{gpu} is there, but {problem}. The CPU computes alone (--no-gpu: without this line)."
+
+
+def _pack_memory() -> None:
+    """Asks torch, before it starts, for CUDA memory that grows in small pages.
+
+    Otherwise tensors of some megabytes share segments of 20 MiB that they do not fill, and a budget that is
+    planned to the byte does not hold. What a user has set stays.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # since torch 2.9, and before
+    if sys.platform == "linux" and not any(name in os.environ for name in names):
+        os.environ.update(dict.fromkeys(names, "expandable_segments:True"))
 
 
 @dataclass(frozen=True)

@@ -273,11 +273,11 @@ def open_placed(
             options["stream_bytes"] = placement.budget.stream // 2
         return HybridBackend(weights, graph, placement, n_threads=n_threads, sparse=sparse, **options)
     except OutOfMemoryError as error:
-        raise OutOfMemoryError(f"{error}; {_smaller(placement)}") from None
+        raise OutOfMemoryError(f"{error}; {smaller_plan(placement)}") from None
 
 
-def _smaller(placement: Placement) -> str:
-    """What to try where a plan did not hold."""
+def smaller_plan(placement: Placement) -> str:
+    """What to try where a plan did not hold, as the end of a sentence."""
     planned = max((d.total for d in placement.budget.devices), default=0) if placement.budget else 0
     return f"a plan of nine tenths is --vram-budget {max(0.9 * planned / 2**30, 0.01):.2g}"
 
@@ -301,13 +301,13 @@ class DeviceMemory:
 def device_memory(placement: Placement, backend: Backend) -> list[DeviceMemory]:
     """Planned and measured bytes of each device of a placement."""
     stage = getattr(backend, "stage", None)
-    by_name = {placement.devices[0]: stage.nbytes} if stage is not None else getattr(backend, "nbytes", {})
+    stages = [stage] if stage is not None else getattr(backend, "stages", [])
     found = []
-    for planned in placement.budget.devices if placement.budget else ():
-        measured = dict(by_name.get(planned.device, {}))
+    for planned, stage in zip(placement.budget.devices if placement.budget else (), stages, strict=True):
+        measured = stage.nbytes
         if planned.device.startswith("cuda"):
             import torch
 
-            measured["reserved"] = torch.cuda.max_memory_reserved(planned.device)
+            measured = measured | {"reserved": torch.cuda.max_memory_reserved(planned.device)}
         found.append(DeviceMemory(planned, measured))
     return found
