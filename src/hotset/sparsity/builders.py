@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotset.formats.quants import TYPES, GGMLType, dequantize, quantize
+from hotset.formats.encode import encode
+from hotset.formats.quants import TYPES, GGMLType, dequantize
 from hotset.model.decoder import describe
 from hotset.sparsity.calibration import Calibration, Sample, ffn_of, samples, threshold, values_of
 
@@ -132,7 +133,7 @@ def _svd(
     a, b = decompose(matrix, weight, rank, rng)
     a_type = _fitting(spec.type, matrix.n_embd)
     b_type = _fitting(spec.type, rank)
-    stored_a, stored_b = quantize(a, a_type), quantize(b, b_type)
+    stored_a, stored_b = encode(a, a_type), encode(b, b_type)
     tensors: dict[str, Any] = {
         f"{blk}.svd_a.weight": (stored_a, a_type, (matrix.n_embd, rank)),
         f"{blk}.svd_b.weight": (stored_b, b_type, (rank, matrix.n)),

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from hotset.errors import FormatError, InvalidRequestError
+from hotset.formats.encode import recode
 from hotset.formats.gguf import TensorInfo
-from hotset.formats.quants import TYPES, GGMLType, dequantize, quantize
+from hotset.formats.quants import TYPES, GGMLType
 from hotset.model.predictor import Predictor, PredictorKind
 from hotset.sparsity import builders, sidecar
 from hotset.sparsity.calibration import Calibration
@@ -186,7 +187,7 @@ def _requantised(
 
     def add(writer: GGUFWriter, info: TensorInfo) -> None:
         def data() -> np.ndarray:
-            return quantize(dequantize(gguf.data(info.name), info.type, info.shape), type)
+            return recode(gguf.data(info.name), info.type, info.shape[0], type)
 
         writer.add_tensor(info.name, data, type, info.shape)
 
