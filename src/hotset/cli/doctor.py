@@ -25,6 +25,7 @@ _PACKAGES = (
     "huggingface-hub",
     "filelock",
     "psutil",
+    "safetensors",
     "scipy",
     "typer",
     "rich",
