@@ -678,5 +678,5 @@ def test_command(tmp_path: Path) -> None:
     assert code == 2
     assert "needs predictors" in err
     code, _, err = run_command(tmp_path / "hf", out, "--type", "q9")
-    assert code == 1
+    assert code == 2
     assert "'q9' is not known" in err

@@ -455,6 +455,7 @@ def test_command_tells_what_powerinfer_cannot_read(tmp_path: Path) -> None:
 
 def test_command_mistakes(f16: Path) -> None:
     assert run(f16)[0] == 2
+    assert run(f16, f16.with_name("out.gguf"), "--type", "q9")[0] == 2
     code, _, err = run(f16, f16)
     assert code == 1
     assert "is the model that is read" in err.replace("\n", " ")

@@ -228,7 +228,9 @@ void test_axpy(const Kernels& kernels, Type type, int64_t rows, int64_t cols) {
 void test_encode(const Kernels& kernels, Type type, int64_t n) {
     const Kernels& reference = *scalar_kernels();
     if (!reference.encode[int(type)]) return;
+    const std::mt19937 before = random_engine;  // its bytes are not part of the hash, nor are its numbers
     std::vector<float> x = normals(n);
+    random_engine = before;
     for (int64_t i = 0; i < n; i++) {
         if (i % 7 == 0) x[i] *= x[i] * 4;
         if (i / 32 % 5 == 1) x[i] = i % 3 ? 0.0f : -0.0f;

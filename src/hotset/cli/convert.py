@@ -52,6 +52,7 @@ def convert(
     from hotset.formats.hf import convert_hf
     from hotset.sparsity.profile import Profile
 
+    options.check_type(type)
     if powerinfer and predictors is None:
         raise typer.BadParameter(
             "PowerInfer's format needs predictors: name their folder with --predictors, or make them with "

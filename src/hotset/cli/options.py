@@ -152,3 +152,14 @@ def device_settings(
         "split_neurons": not disable_gpu_index,
         "plan_anew": reset_gpu_index,
     }
+
+
+def check_type(name: str) -> None:
+    """Wrong usage unless `name` is a --type of convert and quantize."""
+    from hotset.errors import InvalidRequestError
+    from hotset.formats.requantize import target_of
+
+    try:
+        target_of(name)
+    except InvalidRequestError as error:
+        raise typer.BadParameter(f"{error}.", param_hint="--type") from None

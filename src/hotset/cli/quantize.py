@@ -50,6 +50,8 @@ def quantize(
     from hotset.formats import requantize
     from hotset.formats.gguf import open_gguf
 
+    if type is not None:
+        options.check_type(type)
     path = store.resolve(source, download=False)
     if target is None and not dry_run:
         raise typer.BadParameter("name the file to write, or use --dry-run.", param_hint="OUT.gguf")
