@@ -218,7 +218,13 @@ def _open(
     base = load_llama(gguf, where)
     n_seqs = writing.N_SEQUENCES if generate is not None and process == 0 else 1
     engine = stack.enter_context(
-        hotset.load(path, n_ctx=max(n_ctx, writing.longest(base.config)), n_threads=n_threads, n_seqs=n_seqs)
+        hotset.load(
+            path,
+            n_ctx=max(n_ctx, writing.longest(base.config)),
+            n_threads=n_threads,
+            backend="cpu",  # the GPU is for training
+            n_seqs=n_seqs,
+        )
     )
     files = [parse_text(option) for option in texts]
     encoded = [engine.tokenizer.encode(read_text(file, "--text"), add_special=True) for file, _ in files]

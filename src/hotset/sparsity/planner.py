@@ -90,7 +90,9 @@ def place(
         placement = _solved(gguf, facts, rates, limits, frequencies, wishes)
     if any(name == "cpu" for name in devices):
         notes.insert(
-            0, "the device cpu stands in for a GPU: torch computes its part, and nothing gets faster"
+            0,
+            "the device cpu stands in for a GPU: torch computes its part on the CPU, slowly; the plan is "
+            "that of a desktop with a GPU of 500 GB/s",
         )
     return replace(placement, notes=(*notes, *placement.notes))
 

@@ -182,8 +182,8 @@ def train_predictors(
     folder = Path(folder)
     _check_device(settings.device)
     with hotset.load(
-        model, n_ctx=_context(Path(model), settings.n_ctx), n_threads=n_threads, sparsity="exact",
-        activation=activation, max_batch=256, progress=progress,
+        model, n_ctx=_context(Path(model), settings.n_ctx), n_threads=n_threads, backend="cpu",
+        sparsity="exact", activation=activation, max_batch=256, progress=progress,
     ) as loaded:  # fmt: skip
         chosen = _dialect(loaded, dialect) if out is not None else "gguf"
         if out is not None and any(path.resolve() == Path(out).resolve() for path in loaded.gguf.paths):
