@@ -83,7 +83,7 @@ class HybridBackend:
         self.n_layer = len(layer_starts(graph)) - 1
         self._parts = _parts_of(graph, placement)
         self._head: CpuBackend | None = None
-        self._stages: list[GpuStage] = []
+        self.stages: list[GpuStage] = []
         self._services: list[ColdService | None] = []
         self._latest: tuple[int, float] | None = None  # tokens and seconds of the latest step
         self.notes: list[str] = []
@@ -136,7 +136,7 @@ class HybridBackend:
             weights, self.graph, device, first_op=part.first_op, last_op=part.last_op, hot=hot, cold=service,
             **options,
         )  # fmt: skip
-        self._stages.append(stage)
+        self.stages.append(stage)
         self.notes.append(f"{device}: kernels in {stage.kernels.name}")
 
     @property
@@ -144,7 +144,7 @@ class HybridBackend:
         """Bytes that each device of the placement holds, by kind (GpuStage.nbytes)."""
         held: dict[str, dict[str, int]] = {}
         parts = (part for part in self._parts if part.device != CPU)
-        for part, stage in zip(parts, self._stages, strict=True):
+        for part, stage in zip(parts, self.stages, strict=True):
             kinds = held.setdefault(self.placement.devices[part.device], {})
             for kind, n_bytes in stage.nbytes.items():
                 kinds[kind] = kinds.get(kind, 0) + n_bytes
@@ -162,7 +162,7 @@ class HybridBackend:
         taps: dict[str, np.ndarray] = {}
         x: torch.Tensor | None = None
         logits: np.ndarray | None = None
-        stages = iter(self._stages)
+        stages = iter(self.stages)
         for part in self._parts:
             own = replace(batch, taps=tuple(name for name in batch.taps if name in part.names))
             if part.device == CPU:
@@ -188,7 +188,7 @@ class HybridBackend:
         neurons' time is not added, since it passes at the same time: cold_seconds has it.
         """
         if self._latest is None or not (
-            any(stage.has_neurons for stage in self._stages) or (self._head and self._head.stats())
+            any(stage.has_neurons for stage in self.stages) or (self._head and self._head.stats())
         ):
             return None
         n_tokens, total = self._latest
@@ -199,7 +199,7 @@ class HybridBackend:
             columns = (head.selected, head.active, head.gate_rows, head.up_rows, head.down_rows)
             counts[:n] += np.stack(columns, axis=1)[:n]
             seconds[:n, :3] += np.stack((head.predictor, head.ffn, head.attention), axis=1)[:n]
-        for stage in self._stages:
+        for stage in self.stages:
             own = stage.counts()
             counts[: len(own)] += own
             seconds[: len(own)] += stage.seconds()
@@ -236,7 +236,7 @@ class HybridBackend:
         for service in self._services:
             if service is not None:
                 service.close()
-        for stage in self._stages:
+        for stage in self.stages:
             stage.close()
         if self._head is not None:
             self._head.close()
