@@ -1,0 +1,74 @@
+"""Run by test_gpu_backend_interpreted, with TRITON_INTERPRET=1: whole steps by Triton's kernels on a CPU.
+
+Prints one line per model: its name and the largest error, relative to the largest logit.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fake_cold import FakeCold
+from test_cpu_backend import batch, logits_of, tokens
+from test_sparse_cpu import MODELS, prepared
+from tiny_gguf import write_relu
+
+from hotset.backends.gpu.backend import GpuBackend
+from hotset.backends.gpu.stage import GpuStage
+from hotset.backends.reference import ReferenceBackend
+from hotset.formats.gguf import open_gguf
+from hotset.formats.quants import GGMLType
+
+N_FF = (
+    64  # one layer, little of everything: the interpreter takes a second for what a GPU does in a microsecond
+)
+CASES: dict[str, tuple[str, str | None, GGMLType]] = {
+    "bamboo": ("exact", None, GGMLType.F32),
+    "opt": ("predicted", "sign:0", GGMLType.F16),
+    "falcon-40b": ("predicted", None, GGMLType.Q4_0),
+}
+SPLIT = ("bamboo", "opt")  # also with two thirds of the neurons on the CPU
+
+
+def run(backend: Any, cuts: list[int], ids: np.ndarray) -> np.ndarray:
+    """Logits of one sequence: a prompt of more tokens than a matrix-vector kernel takes, then one by one."""
+    rows, at = [], 0
+    for end in [*cuts, len(ids)]:
+        step = batch([(ids[at:end], at, [1, 0])])
+        found = backend.step(step).logits if hasattr(backend, "step") else backend.run(step).numpy()
+        rows.append(found.copy())
+        at = end
+    return np.concatenate(rows)
+
+
+def main(folder: Path) -> None:
+    ids, cuts = tokens(12), [9, 10]
+    for model, (mode, predictor, type) in CASES.items():
+        options = {
+            "n_embd": 32,
+            "n_ff": N_FF,
+            "ranks": (32,),
+            "type_of": lambda name, type=type: type,
+            **MODELS[model],
+        }
+        gguf = open_gguf(write_relu(folder / f"{model}.gguf", **options))
+        ready, graph = prepared(gguf, mode, predictor)
+        expected = logits_of(ReferenceBackend(ready.weights, graph, n_pages=2), ids, [], [1, 0])
+        given = {"device": "cpu", "n_pages": 2, "max_batch": 16, "kv_type": "f32"}
+        whole = GpuBackend(ready.weights, graph, **given)  # type: ignore[arg-type]
+        assert whole.stage.kernels.name == "triton"
+        assert whole.stage.kernels.linear.__module__.endswith("triton_kernels")
+        runs: dict[str, Any] = {model: whole}
+        if model in SPLIT:
+            hot = {0: np.arange(N_FF) % 3 == 0}
+            cold = FakeCold(ready.weights, graph, hot, 16)
+            runs[f"{model}-split"] = GpuStage(ready.weights, graph, hot=hot, cold=cold, **given)  # type: ignore[arg-type]
+        for name, backend in runs.items():
+            error = np.abs(run(backend, cuts, ids) - expected).max() / np.abs(expected).max()
+            print(name, float(error), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

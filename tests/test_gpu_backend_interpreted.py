@@ -1,0 +1,26 @@
+"""Triton's kernels under the whole backend, in Triton's interpreter: a process of its own, for Triton decides
+at import whether it interprets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from interpreted_backend import CASES, SPLIT
+
+
+def test_steps_by_the_kernels_are_the_references(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    found = subprocess.run(
+        [sys.executable, str(here / "interpreted_backend.py"), str(tmp_path)],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    errors = dict(line.split() for line in found.stdout.splitlines())
+    assert set(errors) == {*CASES, *(f"{model}-split" for model in SPLIT)}
+    assert all(float(error) < 1e-4 for error in errors.values()), errors
