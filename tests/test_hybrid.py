@@ -168,7 +168,7 @@ def test_all_on_the_cpu_is_the_cpu_engine_to_the_bit(tmp_path: Path) -> None:
 def test_a_chain_of_processors(tmp_path: Path, model: str, owners: list[int], mode: str) -> None:
     gguf = write(tmp_path, model, ranks=(32, 64, 32))
     cpu, hybrid = both(gguf, mode, split(0.4, devices=owners))
-    held = [stage.nbytes for stage in hybrid._stages]
+    held = [stage.nbytes for stage in hybrid.stages]
     assert hybrid.nbytes == {"cpu": {kind: sum(one[kind] for one in held) for kind in held[0]}}
     assert_same_logits(cpu, hybrid, 1.5 * TOLERANCE)
 
