@@ -2,11 +2,15 @@
 
 It is not collected by itself: Triton decides when it is imported whether it interprets, so this needs a
 process in which TRITON_INTERPRET=1 from the start, and the other tests need one in which it is not.
+
+With HOTSET_TEST_DEVICE=cuda:0 the same tests run the compiled kernels there (bench/gpu/stages.py check).
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,16 +18,48 @@ import torch
 from make_blocks import random_blocks
 from test_gpu_kernels import EPS, FLOATS, K_TYPES, Cache, matrix, randn, rng_of
 
-from hotset.backends.gpu import triton_kernels as kernels
-from hotset.backends.gpu import twins
+from hotset.backends.gpu import triton_kernels, twins
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.matrix import SUPPORTED, DeviceMatrix
 from hotset.formats.quants import GGMLType
 from hotset.model.graph import Rope
 from hotset.sparsity import planes
 
-assert os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = os.environ.get("HOTSET_TEST_DEVICE")
+assert (os.environ.get("TRITON_INTERPRET") == "1") != (DEVICE is not None)
 
+
+class OnDevice:
+    """Functions of a module, on a device: arguments go there, and come back with what was written to them."""
+
+    def __init__(self, module: Any, device: str) -> None:
+        self._module, self._device = module, device
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._module, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+            def move(value: Any) -> Any:
+                if isinstance(value, torch.Tensor):
+                    moved.append((value, value.to(self._device)))
+                    return moved[-1][1]
+                if is_dataclass(value) and not isinstance(value, type):
+                    return replace(value, **{f.name: move(getattr(value, f.name)) for f in fields(value)})
+                return value
+
+            result = function(*map(move, args), **{key: move(value) for key, value in options.items()})
+            for host, there in moved:
+                host.copy_(there)
+                if result is there:
+                    return host
+            return result.cpu() if isinstance(result, torch.Tensor) else result
+
+        return call if callable(function) else function
+
+
+kernels: Any = triton_kernels if DEVICE is None else OnDevice(triton_kernels, DEVICE)
 t = torch.from_numpy
 Q4_0, Q8_0 = GGMLType.Q4_0, GGMLType.Q8_0
 SOME = [0, 31, 95, 33, 64]  # rows of planes
@@ -32,9 +68,9 @@ SOME = [0, 31, 95, 33, 64]  # rows of planes
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that small matrices take several, with loops, splits and ranges."""
-    monkeypatch.setattr(kernels, "MATVEC_WORDS", 16)
-    monkeypatch.setattr(kernels, "NEURON_WORDS", dict.fromkeys((1, 2, 4, 8), 16))
-    monkeypatch.setattr(kernels, "AXPY_WORDS", dict.fromkeys((1, 2, 4, 8), 16))
+    monkeypatch.setattr(triton_kernels, "MATVEC_WORDS", 16)
+    monkeypatch.setattr(triton_kernels, "NEURON_WORDS", dict.fromkeys((1, 2, 4, 8), 16))
+    monkeypatch.setattr(triton_kernels, "AXPY_WORDS", dict.fromkeys((1, 2, 4, 8), 16))
 
 
 def agree(found: torch.Tensor, twin: torch.Tensor, magnitude: torch.Tensor | float, n: int) -> None:
@@ -303,6 +339,7 @@ def test_attention(
     agree(found, twin, (1 + reach) * v_pages.float().nan_to_num().abs().max(), dims[0] + max(lengths))
 
 
+@pytest.mark.skipif(DEVICE is not None, reason="of the interpreter")
 def test_kernels_of_an_interpreter_are_tritons() -> None:
     ops = Kernels("cpu")
     assert ops.name == "triton"

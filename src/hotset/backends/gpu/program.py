@@ -443,7 +443,7 @@ class Program:
 
         def finish(f: Frame) -> None:
             h, selected = f.posted.pop(layer)
-            y = hot_half(h, selected, residual and f.values[residual.id])
+            y = hot_half(h, selected, None if residual is None else f.values[residual.id])
             if f.streamed:
                 for part in stream.parts():
                     y = k.sparse_ffn(h, selected=selected, residual=y, counts=counts, **part, **ffn.options)

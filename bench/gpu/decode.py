@@ -1,0 +1,49 @@
+"""One load and one answer, as JSON: the process that `hybrid` starts for each of its measurements.
+
+Its argument is JSON: {"path": FILE, "options": of hotset.load, "n_gen": tokens}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import hotset
+from hotset.backends.hybrid import HybridBackend
+from hotset.sparsity.planner import device_memory
+
+PROMPT = [1, 2, 3]
+
+
+def decode(path: str, options: dict[str, Any], n_gen: int) -> dict[str, Any]:
+    """Speed first, undisturbed; then, on a device, bytes planned and held, and the parts of a token.
+
+    seconds: by part, where each waits for the device, so that their sum is more than a token takes; cold:
+    what the CPU took for its neurons, at the same time as the device for its own.
+    """
+    params = {"temperature": 1.0, "seed": 1, "ignore_eos": True}
+    with hotset.load(path, n_ctx=1024, **options) as model:
+        model.generate(PROMPT, max_tokens=4, **params)  # compiles kernels and captures the step
+        done = model.generate(PROMPT, max_tokens=n_gen, reuse_prefix=False, **params)
+        result: dict[str, Any] = {"tokens_per_second": done.timings.predicted_per_second}
+        if (placement := model.placement) is None:
+            return result
+        memory = device_memory(placement, model.backend)
+        backend = model.backend  # of several processors, or of one device
+        for stage in backend.stages if isinstance(backend, HybridBackend) else [backend.stage]:
+            stage.timed = True
+        timed = model.generate(PROMPT, max_tokens=8, reuse_prefix=False, **params).stats
+        cold = float(backend.cold_seconds().sum()) if isinstance(backend, HybridBackend) else 0.0
+        return result | {
+            "planned": sum(device.planned.total for device in memory),
+            "held": sum(device.used for device in memory),
+            "hot": placement.hot_share,
+            "served": placement.served_share,
+            "seconds": (dict(timed.seconds) if timed else {}) | {"cold": cold},
+            "predicted": placement.predicted.total if placement.predicted else None,
+        }
+
+
+if __name__ == "__main__":
+    print(json.dumps(decode(**json.loads(sys.argv[1]))))

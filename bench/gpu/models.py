@@ -1,0 +1,65 @@
+"""Whole models on a device and split with the CPU, against the CPU engine: are the logits the same?
+
+The CPU's kernels round their inputs to 8 bits, so quantised models differ by that; the tolerance is that of
+the tests (tests/test_hybrid.py). Models of floats must agree to a float's rounding, whatever the split.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from peers import print_table, verdict
+from synthetic import Kind, Shape, write_sparse_model
+
+import hotset
+from hotset.formats.powerinfer import GPUIndex, write_gpu_index
+from hotset.formats.quants import GGMLType
+
+SHAPE = Shape(512, 2048, 4, 8, 8)
+KINDS: tuple[Kind, ...] = ("llama", "bamboo", "opt", "falcon", "falcon40")
+TYPES = {GGMLType.F32: 1e-4, GGMLType.F16: 1e-3, GGMLType.Q4_0: 5e-2}  # relative, root mean square
+INDEX = "split.generated.gpuidx"
+PLACES: dict[str, dict[str, object]] = {
+    "all on the device": {},
+    "half of the layers": {"n_gpu_layers": SHAPE.layers // 2},
+    "three of ten neurons": {"gpu_index": INDEX},
+}
+PROMPT = list(range(3, 40))
+
+
+def agree(device: str) -> bool:
+    """Prints a table; whether every model agrees."""
+    rows, good = [], True
+    with tempfile.TemporaryDirectory() as folder:
+        rng = np.random.default_rng(0)
+        on_gpu = [rng.random(SHAPE.ff) < 0.3 for _ in range(SHAPE.layers)]
+        write_gpu_index(Path(folder) / INDEX, GPUIndex(1 << 30, on_gpu))
+        for kind in KINDS:
+            for type, tolerance in TYPES.items():
+                path = Path(folder) / f"{kind}-{type.name}.gguf"
+                write_sparse_model(path, SHAPE, type, kind=kind, rank=32, n_vocab=600, n_ctx=256)
+                for place in PLACES:
+                    error, hot = _error(path, device, place)
+                    good &= error <= tolerance
+                    cells = [kind, type.name, place, hot, f"{error:.1e}", f"{tolerance:.0e}"]
+                    rows.append([*cells, verdict(error <= tolerance)])
+                path.unlink()
+    print_table(["model", "type", "place", "neurons on the device", "error", "allowed", ""], rows)
+    return good
+
+
+def _error(path: Path, device: str, place: str) -> tuple[float, str]:
+    """Of the logits of a prompt, relative to the CPU engine's, and the share of neurons on the device."""
+    settings = {"sparsity": "exact", "n_ctx": 64, "max_batch": 16}
+    with hotset.load(path, backend="cpu", **settings) as model:
+        expected = model.logits(PROMPT)
+    options = dict(PLACES[place])
+    if "gpu_index" in options:
+        options["gpu_index"] = path.with_name(INDEX)
+    with hotset.load(path, device=device, **options, **settings) as model:
+        found = model.logits(PROMPT)
+        placement = model.placement
+    hot = "" if placement is None or placement.hot_share is None else f"{placement.hot_share:.0%}"
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected)), hot
