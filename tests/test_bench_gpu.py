@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).parents[1] / "bench"
-sys.path.insert(0, str(BENCH))
-sys.path.insert(0, str(BENCH / "gpu"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench" / "gpu"))
 import hybrid
 import kernels
 from ledger import Ledger
 
-STAGES = BENCH / "gpu" / "stages.py"
+STAGES = Path(__file__).parents[1] / "bench" / "gpu" / "stages.py"
 
 
 def test_a_unit_is_measured_once_and_kept_whole(tmp_path: Path) -> None:
