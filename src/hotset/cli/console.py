@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import typer
 
@@ -19,7 +19,7 @@ from hotset.units import human_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress, ProgressColumn, TaskID
 
     from hotset.api import Model
 
@@ -114,7 +114,7 @@ class DownloadBar(Reporter):
         self._tasks: dict[str, TaskID] = {}
         self._tenths: dict[str, int] = {}
 
-    def __enter__(self) -> DownloadBar:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -137,7 +137,11 @@ class DownloadBar(Reporter):
             self._line(label, done, total)
             return
         if self._progress is None:
-            self._progress = _bar()
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn
+
+            name = TextColumn("{task.description}", markup=False)
+            self._progress = Progress(name, BarColumn(), *self._columns(), console=Console(stderr=True))
             self._progress.start()
         if label not in self._tasks:
             self._tasks[label] = self._progress.add_task(label, total=total or None)
@@ -156,23 +160,28 @@ class DownloadBar(Reporter):
             self._tenths[label] = tenth
             say(f"{label}: {human_size(done)} of {human_size(total)}" if total else f"{label} ...")
 
+    def _columns(self) -> list[ProgressColumn]:
+        from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
-def _bar() -> Progress:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+        return [DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()]
 
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )
+
+class StepBar(DownloadBar):
+    """Counts steps instead of bytes; a label that begins again gets a new bar."""
+
+    def advance(self, label: str, done: int, total: int) -> None:
+        task = self._tasks.get(label)
+        if self._progress is not None and task is not None and done < self._progress.tasks[task].completed:
+            del self._tasks[label]
+        super().advance(label, done, total)
+
+    def _line(self, label: str, done: int, total: int) -> None:
+        tenth = 10 * done // max(total, 1)
+        if tenth > self._tenths.get(label, 0) or done == total:
+            self._tenths[label] = 0 if done == total else tenth
+            say(f"{label}: {done} of {total}", dim=True)
+
+    def _columns(self) -> list[ProgressColumn]:
+        from rich.progress import MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        return [MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()]

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import print_json, print_table, read_text, say
+from hotset.cli.console import StepBar, print_json, print_table, read_text, say
 from hotset.errors import HotsetError
 from hotset.storage import store
-from hotset.storage.reporter import Reporter
 from hotset.units import human_size
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
     from hotset.formats.gguf import Dialect
     from hotset.training.predictor import Trained
 
@@ -175,54 +170,3 @@ def _print(trained: Trained) -> None:
         f"{trained.increase:+.2%} ± {apart.ppl_ratio_error:.2%}, KL {apart.kl:.4f}, likeliest token the same "
         f"for {apart.same_top:.1%} ({trained.exact.n_scored} held-out tokens)"
     )
-
-
-class StepBar(Reporter):
-    """Counts steps on stderr: bars on a terminal, a line for each tenth elsewhere."""
-
-    def __init__(self) -> None:
-        self._progress: Progress | None = None
-        self._tasks: dict[str, TaskID] = {}
-        self._tenths: dict[str, int] = {}
-
-    def __enter__(self) -> StepBar:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-    def say(self, text: str) -> None:
-        if self._progress is not None:
-            self._progress.console.print(text, markup=False, highlight=False)
-        else:
-            say(text, dim=True)
-
-    def advance(self, label: str, done: int, total: int) -> None:
-        if not sys.stderr.isatty():
-            tenth = 10 * done // max(total, 1)
-            if tenth > self._tenths.get(label, 0) or done == total:
-                self._tenths[label] = 0 if done == total else tenth
-                say(f"{label}: {done} of {total}")
-            return
-        if self._progress is None:
-            from rich.console import Console
-            from rich.progress import (
-                BarColumn,
-                MofNCompleteColumn,
-                Progress,
-                TextColumn,
-                TimeElapsedColumn,
-                TimeRemainingColumn,
-            )
-
-            columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-            times = (TimeElapsedColumn(), TimeRemainingColumn())
-            self._progress = Progress(*columns, *times, console=Console(stderr=True))
-            self._progress.start()
-        task = self._tasks.get(label)
-        if task is None or done < self._progress.tasks[task].completed:
-            task = self._tasks[label] = self._progress.add_task(label, total=total)
-        self._progress.update(task, completed=done, total=total)
