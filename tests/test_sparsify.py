@@ -94,10 +94,8 @@ class TestTwin:
         wanted = logits_of(path, tokens)
         np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-3 * np.abs(wanted).max())
 
-    @pytest.mark.parametrize("recipe", ["llama", "llama-llama3"])
+    @pytest.mark.parametrize("recipe", ["llama", "llama-biases"])
     def test_equals_the_checkpoint(self, tmp_path: Path, recipe: str) -> None:
-        if recipe not in tiny_models.RECIPES:
-            recipe = next(name for name in tiny_models.RECIPES if name.startswith("llama"))
         model = tiny_models.build(tiny_models.RECIPES[recipe])
         with open_gguf(tiny_models.to_gguf(tiny_models.RECIPES[recipe], model, tmp_path)) as gguf:
             base = load_llama(gguf)
@@ -359,6 +357,21 @@ class TestMerging:
         assert (read.activation, read.rank, read.model) == ("relu", 4, "x")
         for name, value in values.items():
             assert np.abs(read.values[name] - value).max() <= np.abs(value).max() / 200
+
+    def test_a_bias_of_up_is_scaled_with_its_rows(self, tmp_path: Path) -> None:
+        recipe = tiny_models.RECIPES["llama-biases"]
+        path = tiny_models.to_gguf(recipe, tiny_models.build(recipe), tmp_path)
+        with open_gguf(path) as gguf:
+            base = load_llama(gguf)
+            student = Student(base, "relu", 4)
+            tokens = torch.from_numpy(TOKENS[: 8 * N_CTX]).long().view(8, N_CTX)
+            calibrate(base, student, tokens, 0.3)
+            values = {name: value.detach().numpy() for name, value in student.named_values()}
+            merge(gguf, Adapters(values, "relu", 4, digest(gguf)), tmp_path / "out.gguf", GGMLType.F32)
+        with torch.no_grad():
+            wanted = base.logits(tokens[:1], student)[0].numpy()
+        got = logits_of(tmp_path / "out.gguf", TOKENS[:N_CTX])
+        np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-3 * np.abs(wanted).max())
 
 
 class TestText:

@@ -161,6 +161,9 @@ def merge(
             writer.add_tensor(name, matrix, stored, info.shape)
             if f"{stem}.bias" in values:
                 writer.add_tensor(f"{stem}.bias", values[f"{stem}.bias"], GGMLType.F32)
+        elif name.endswith(".ffn_up.bias") and adapters.activation == "relu":  # scaled as the rows are
+            bias = dequantize(gguf.data(name), info.type, info.shape)
+            writer.add_tensor(name, bias * values[f"{stem.removesuffix('ffn_up')}ffn_scale"], GGMLType.F32)
         elif stem in values:
             writer.add_tensor(name, values[stem], GGMLType.F32)
         else:
