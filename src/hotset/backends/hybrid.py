@@ -24,13 +24,12 @@ from hotset.backends.cpu import CpuBackend
 from hotset.backends.fusion import PARTS, cut, layer_starts
 from hotset.errors import InvalidRequestError
 from hotset.model.graph import Graph
+from hotset.sparsity.budget import STREAM_FROM
 from hotset.sparsity.placement import CPU, Placement
 
 if TYPE_CHECKING:
     from hotset.backends.gpu.handshake import ColdService, Kind
     from hotset.backends.gpu.stage import GpuStage
-
-STREAM_FROM = 64  # tokens of a step from which on a device fetches cold rows and computes whole layers
 
 
 @dataclass

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from hotset.errors import UnsupportedModelError
 from hotset.model.config import ModelConfig
 from hotset.model.graph import (
+    PLANE_GROUP,
     Activate,
     ActivationKind,
     Add,
@@ -54,7 +55,6 @@ REDUNDANT_TENSORS = re.compile(
     r"(attn_rot_embd|attn\.rotary_emb)\..*|(fc1|fc2|svd_a|svd_b|sign)\.weight|always\.bias|"
     r"ffn_down\.weight|ffn_down_t\.(codes|scales))"
 )
-GROUP = 32  # neurons that share one row of scales (sparsity/planes.py)
 
 
 def describe(
@@ -230,7 +230,7 @@ class _Weights:
         """Codes and scales of a matrix in planes; the width of the codes says which type they are."""
         wide = n_out if tuple(self.tensors[f"{name}.codes"].shape) == (n_out, n_neurons) else n_out // 2
         codes = self._ask(f"{name}.codes", (wide, n_neurons))
-        return codes, self._ask(f"{name}.scales", (n_out, -(-n_neurons // GROUP)))
+        return codes, self._ask(f"{name}.scales", (n_out, -(-n_neurons // PLANE_GROUP)))
 
     def _ask(self, name: str, shape: tuple[int, ...]) -> str:
         info = self.tensors.get(name)

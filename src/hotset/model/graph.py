@@ -17,6 +17,9 @@ ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu"
 RopeKind = Literal["norm", "neox"]  # norm: pairs (2i, 2i+1); neox: pairs (i, i + n_rot/2)
 
 
+PLANE_GROUP = 32  # neurons of a down projection in planes that share a row of scales (TransposedLinear)
+
+
 @dataclass(frozen=True)
 class Value:
     """One intermediate of the step, float32 [n_tokens, width]."""

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 FFNMode = Literal["dense", "exact", "predicted"]
 
 INDEX_BYTES = 8  # of a hot neuron: its number, and that of its scales in planes
-STREAM_BYTES = 64 << 20  # of cold rows that come to a device at a time, for a prompt
+# What a stage (backends/gpu/stage.py) holds, and hence is planned for:
+STREAM_FROM = 64  # tokens of a step from which on cold rows come to a device, which computes whole layers
+STREAM_BYTES = 64 << 20  # of cold rows that come at a time
 OUTPUT_ROWS = 64  # of logits that a device holds at a time
 FLOAT_BYTES = 4  # norms, biases and intermediates are float32 on a device
 ALIGNMENT = 512  # bytes that an allocator rounds a tensor up to

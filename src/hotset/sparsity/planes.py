@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from hotset.formats.quants import TYPES, GGMLType
+from hotset.model.graph import PLANE_GROUP
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile, GGUFWriter, TensorInfo
 
 Layout = Literal["planes", "transposed"]
-GROUP = 32  # neurons that share a scale, and outputs whose nibbles are packed together
+GROUP = PLANE_GROUP  # neurons that share a scale, and outputs whose nibbles are packed together
 
 _FLOATS: dict[GGMLType, np.dtype] = {
     GGMLType.F32: np.dtype("<u4"),

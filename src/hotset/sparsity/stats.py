@@ -21,6 +21,7 @@ from hotset.backends.base import StepStats
 from hotset.backends.reference import selected
 from hotset.formats.quants import row_bytes
 from hotset.model.graph import (
+    PLANE_GROUP,
     Attention,
     Embed,
     Graph,
@@ -36,8 +37,6 @@ from hotset.sparsity import taps
 if TYPE_CHECKING:
     from hotset.backends.base import Backend
     from hotset.formats.gguf import TensorInfo
-
-_GROUP = 32  # neurons that share a row of scales in planes
 
 
 @dataclass(frozen=True)
@@ -203,8 +202,8 @@ class _FFNCost:
         if not self._by_neuron:
             down_bytes: float = self._down_row * self._n_embd
         else:
-            n_groups = -(-self.n_ff // _GROUP)
-            touched = n_groups * (1 - (1 - down / self.n_ff) ** _GROUP)
+            n_groups = -(-self.n_ff // PLANE_GROUP)
+            touched = n_groups * (1 - (1 - down / self.n_ff) ** PLANE_GROUP)
             down_bytes = down * self._down_row + touched * self._scales
         return gate * self._gate_row + up * self._up_row + down_bytes + self._predictor_bytes
 

@@ -32,9 +32,9 @@ from torch import Tensor
 
 from hotset.errors import UnsupportedModelError
 from hotset.formats.quants import TYPES, GGMLType, row_bytes
+from hotset.model.graph import PLANE_GROUP
 
 SLICE_VALUES = 1 << 22  # decoded or copied at a time: bounds what a temporary takes
-PLANE_GROUP = 32  # neurons of a matrix in planes that share a row of scales
 
 _FLOATS: dict[GGMLType, tuple[np.dtype, torch.dtype]] = {
     GGMLType.F32: (np.dtype("<f4"), torch.float32),

@@ -31,11 +31,9 @@ from hotset.backends.gpu.twins import N_COUNTS
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.errors import InvalidRequestError
 from hotset.model.graph import Attention, Embed, Graph, SelectOutputs
+from hotset.sparsity.budget import OUTPUT_ROWS, STREAM_BYTES, STREAM_FROM
 
 MAX_CAPTURED = 8  # tokens of a step that is captured: as many as the matrix-vector kernel takes
-OUTPUT_ROWS = 64  # rows of logits that the device holds at a time
-STREAM_FROM = 64  # tokens from which on cold rows come to the device
-STREAM_BYTES = 64 << 20  # of cold rows that are there at a time
 
 
 class Captured(Protocol):
