@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hotset.api import Model
     from hotset.sparsity.profile import Profile
 
-_LONGEST = 512  # tokens of a sequence
+LONGEST = 512  # tokens of a sequence
 _STEP = 128  # tokens whose neurons are looked at together: their values, of all layers, are in memory
 
 _ExistingFolder = Annotated[
@@ -48,7 +48,7 @@ def profile(
         Path | None, typer.Option("--export", file_okay=False, help="Write activation_<layer>.pt into it.")
     ] = None,
     n_ctx: Annotated[
-        int | None, typer.Option("--ctx-size", "-c", min=2, max=_LONGEST, help="Tokens of a sequence.")
+        int | None, typer.Option("--ctx-size", "-c", min=2, max=LONGEST, help="Tokens of a sequence.")
     ] = None,
     n_tokens: Annotated[int | None, typer.Option("--tokens", "-n", min=1, help="At most so many.")] = None,
     threads: options.Threads = None,
@@ -125,9 +125,25 @@ def _run(
     activation: str | None,
     backend: str,
 ) -> Profile:
-    import hotset
     from hotset.sparsity.profile import collect
     from hotset.sparsity.sidecar import fingerprint
+
+    with loaded_exact(path, n_ctx, threads, activation, backend) as loaded:
+        for note in loaded.notes:
+            say(note, dim=True)
+        tokens = sequences(loaded, text, n_ctx, n_tokens)
+        with token_progress() as progress:
+            return collect(
+                loaded.backend, loaded.config, tokens, model=fingerprint(loaded.gguf), progress=progress
+            )
+
+
+@contextmanager
+def loaded_exact(
+    path: Path, n_ctx: int | None, threads: int | None, activation: str | None, backend: str
+) -> Iterator[Model]:
+    """The model as it is looked at: what fires, not what a predictor thinks of it."""
+    import hotset
 
     with (
         DownloadBar() as bar,
@@ -137,24 +153,21 @@ def _run(
             n_threads=threads,
             activation=activation,
             backend=backend,  # type: ignore[arg-type]
-            sparsity="exact",  # what fires, not what a predictor thinks of it
+            sparsity="exact",
             max_batch=_STEP,
             progress=bar,
         ) as loaded,
     ):
-        for note in loaded.notes:
-            say(note, dim=True)
-        tokens = sequences(loaded, text, n_ctx or min(_LONGEST, loaded.n_ctx), n_tokens)
-        with token_progress() as progress:
-            return collect(
-                loaded.backend, loaded.config, tokens, model=fingerprint(loaded.gguf), progress=progress
-            )
+        yield loaded
 
 
-def sequences(model: Model, text: str, n_ctx: int, n_tokens: int | None) -> np.ndarray:
-    """The text as rows of n_ctx tokens, each with the beginning of a text; a shorter text as one."""
+def sequences(model: Model, text: str, n_ctx: int | None, n_tokens: int | None) -> np.ndarray:
+    """The text as rows of n_ctx tokens (None: as the model allows, LONGEST at most), each with the beginning
+    of a text; a shorter text as one.
+    """
     import numpy as np
 
+    n_ctx = n_ctx or min(LONGEST, model.n_ctx)
     tokens = np.array(model.tokenizer.encode(text, add_special=True), np.int32)[:n_tokens]
     if len(tokens) < n_ctx:
         return tokens

@@ -9,6 +9,7 @@ import typer
 
 from hotset.cli import options
 from hotset.cli.console import DownloadBar, print_json, read_text, say
+from hotset.cli.profile import LONGEST, loaded_exact, sequences, token_progress
 from hotset.errors import InvalidRequestError
 from hotset.report.bars import percent
 from hotset.storage import store
@@ -20,9 +21,7 @@ if TYPE_CHECKING:
     from hotset.report.page import Facts
     from hotset.sparsity.profile import Profile
 
-_LONGEST = 512  # tokens of a sequence
 _TOKENS = 4096  # of the text, by default: enough for a smooth picture
-_STEP = 128  # tokens whose neurons are looked at together: their values, of all layers, are in memory
 
 
 def report(
@@ -45,7 +44,7 @@ def report(
     ] = None,
     n_tokens: Annotated[int, typer.Option("--tokens", "-n", min=2, help="Of the text, at most.")] = _TOKENS,
     n_ctx: Annotated[
-        int | None, typer.Option("--ctx-size", "-c", min=2, max=_LONGEST, help="Tokens of a sequence.")
+        int | None, typer.Option("--ctx-size", "-c", min=2, max=LONGEST, help="Tokens of a sequence.")
     ] = None,
     threads: options.Threads = None,
     activation: options.Activation = None,
@@ -137,26 +136,12 @@ def _run(
     backend: str,
 ) -> tuple[Profile, Run]:
     """What fires over a text: the counts, and what only a run shows."""
-    import hotset
-    from hotset.cli.profile import sequences, token_progress
     from hotset.report.activity import Observer
     from hotset.sparsity.profile import Profile
     from hotset.sparsity.sidecar import fingerprint
 
-    with (
-        DownloadBar() as bar,
-        hotset.load(
-            path,
-            n_ctx=n_ctx,
-            n_threads=threads,
-            activation=activation,
-            backend=backend,  # type: ignore[arg-type]
-            sparsity="exact",  # what fires, not what a predictor thinks of it
-            max_batch=_STEP,
-            progress=bar,
-        ) as loaded,
-    ):
-        tokens = sequences(loaded, text, n_ctx or min(_LONGEST, loaded.n_ctx), n_tokens)
+    with loaded_exact(path, n_ctx, threads, activation, backend) as loaded:
+        tokens = sequences(loaded, text, n_ctx, n_tokens)
         pilot = None
         if profile is not None:
             pilot = [profile.frequencies(i) for i in range(loaded.config.n_layer)]
