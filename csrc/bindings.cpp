@@ -73,6 +73,18 @@ Activation checked_activation(int kind) {
     return Activation(kind);
 }
 
+// Activations of an FFN, as Python names them: (kind, threshold) of the gate, or of up without one, and up's.
+void set_activations(NeuronFacts& facts, bool gated, std::pair<int, float> activation,
+                     std::optional<int> up_activation) {
+    facts.activation = checked_activation(activation.first);
+    facts.activation_threshold = activation.second;
+    require(gated || !up_activation, "without a gate there is one activation");
+    if (up_activation) {
+        facts.up_activated = true;
+        facts.up_activation = checked_activation(*up_activation);
+    }
+}
+
 // A plan as Python builds it: the same operations, with every argument checked.
 class PlanBuilder {
   public:
@@ -159,13 +171,7 @@ class PlanBuilder {
         facts.up = make_part(up, x);
         require(std::get<3>(up) == out && (!gate || std::get<3>(*gate) == out),
                 "gate and up have a row per neuron");
-        facts.activation = checked_activation(activation.first);
-        facts.activation_threshold = activation.second;
-        require(gate || !up_activation, "without a gate there is one activation");
-        if (up_activation) {
-            facts.up_activated = true;
-            facts.up_activation = checked_activation(*up_activation);
-        }
+        set_activations(facts, gate.has_value(), activation, up_activation);
         if (predictor) {
             std::tie(facts.scores, facts.threshold, facts.first) = *predictor;
             same_rows(facts.scores, out);
@@ -404,13 +410,7 @@ class Cold {
         NeuronFacts facts;
         if (gate) facts.gate = make_part(*gate, n_neurons);
         facts.up = make_part(up, n_neurons);
-        facts.activation = checked_activation(activation.first);
-        facts.activation_threshold = activation.second;
-        require(gate || !up_activation, "without a gate there is one activation");
-        if (up_activation) {
-            facts.up_activated = true;
-            facts.up_activation = checked_activation(*up_activation);
-        }
+        set_activations(facts, gate.has_value(), activation, up_activation);
         const auto& [type, data, scales] = down;
         const Matrix weight = make_matrix(type, data, n_neurons, plan_->width(), scales);
         weights_.push_back(data);
