@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from killed import kill_while_it_writes, needs_unnamed_files
 
 from hotset.errors import (
     FormatError,
@@ -614,11 +617,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
-    """400 MB of zeros, a hole in the file; mapped pages count."""
-    import subprocess
-    import sys
-
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 340 MB of zeros, a hole in the file."""
+    folder = tmp_path_factory.mktemp("big")
     d, n_ff, n_vocab = 1024, 32768, 65536
     config = {
         "architectures": ["LlamaForCausalLM"], "hidden_size": d, "intermediate_size": n_ff,
@@ -626,7 +628,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
         "num_hidden_layers": 1, "num_attention_heads": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
         "hidden_act": "silu", "tie_word_embeddings": True,
     }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
     shapes = {f"self_attn.{x}_proj": (d, d) for x in "qkvo"}
     shapes |= {"mlp.gate_proj": (n_ff, d), "mlp.up_proj": (n_ff, d), "mlp.down_proj": (d, n_ff)}
     shapes |= {"input_layernorm": (d,), "post_attention_layernorm": (d,)}
@@ -638,15 +640,29 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + n_bytes]}
         at += n_bytes
     text = json.dumps(header).encode()
-    with (tmp_path / "model.safetensors").open("wb") as file:
+    with (folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + at)
+    assert at > 320e6
+    return folder
+
+
+def test_memory_does_not_grow_with_the_checkpoint(big: Path, tmp_path: Path) -> None:
+    """Mapped pages count."""
     run = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path), str(tmp_path / "out.gguf")],
+        [sys.executable, "-c", MEASURE, str(big), str(tmp_path / "out.gguf")],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert at > 320e6
     assert int(run.stdout) * 1024 < 250e6
+
+
+@needs_unnamed_files
+def test_a_killed_process_leaves_nothing(big: Path, tmp_path: Path) -> None:
+    code = "import sys; from hotset.formats.hf import convert_hf; convert_hf(*sys.argv[1:], 'q8_0')"
+    kill_while_it_writes(code, big, tmp_path / "out.gguf", folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    convert_hf(big, tmp_path / "out.gguf", "q8_0")
+    assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
 
 
 def run_command(*arguments: object) -> tuple[int, str, str]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import gguf
@@ -18,6 +16,7 @@ from gguf.quants import dequantize as oracle_dequantize
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from killed import kill_while_it_writes, needs_unnamed_files
 from make_blocks import random_blocks
 from tiny_gguf import write_llama, write_relu
 from typer.testing import CliRunner
@@ -382,32 +381,12 @@ def test_memory_does_not_grow_with_the_model(big: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out.gguf").stat().st_size > BIG[0] * BIG[1] // 32 * 18
 
 
-@pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="files without a name are Linux's")
+@needs_unnamed_files
 def test_a_killed_process_leaves_nothing(big: Path, tmp_path: Path) -> None:
-    code = "import sys; from hotset.formats.requantize import quantize; print(1, flush=True); "
+    code = "import sys; from hotset.formats.requantize import quantize; "
     code += "quantize(sys.argv[1], sys.argv[2], 'q6_k', n_threads=1)"
-    args = [sys.executable, "-c", code, str(big), str(tmp_path / "out.gguf")]
-    with subprocess.Popen(args, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        began = time.monotonic()
-        while not _writes_in(process.pid, tmp_path):  # until it is in the middle of it
-            assert process.poll() is None
-            assert time.monotonic() - began < 30
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
+    kill_while_it_writes(code, big, tmp_path / "out.gguf", folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def _writes_in(pid: int, folder: Path) -> bool:
-    """Whether the process has a file in the folder open that holds something."""
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            if os.readlink(link).startswith(str(folder)) and link.stat().st_size > 1 << 20:
-                return True
-        except OSError:  # closed meanwhile
-            continue
-    return False
 
 
 # ---- the command ---------------------------------------------------------------------------------------

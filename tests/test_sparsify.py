@@ -26,8 +26,15 @@ tiny_models = pytest.importorskip("tiny_models")
 import hotset  # noqa: E402
 from hotset.training.adapters import Adapters, digest, merge  # noqa: E402
 from hotset.training.calibrate import calibrate, kernel_widths  # noqa: E402
-from hotset.training.generate import generate, read_documents  # noqa: E402
-from hotset.training.llama_torch import Activity, SparseGLU, Student, load_llama  # noqa: E402
+from hotset.training.generate import circles, generate, read_documents  # noqa: E402
+from hotset.training.llama_torch import (  # noqa: E402
+    Activity,
+    LowRankLinear,
+    RMSNorm,
+    SparseGLU,
+    Student,
+    load_llama,
+)
 from hotset.training.sparsify import Settings, TorchTeacher, Training, read_curve  # noqa: E402
 from hotset.training.text import (  # noqa: E402
     Mixture,
@@ -124,27 +131,57 @@ class TestTwin:
                 load_llama(gguf)
 
 
+def doubles(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def assert_same_gradients(got: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+    """Of the same value, weighted at random."""
+    torch.testing.assert_close(got, wanted)
+    weight = torch.randn_like(wanted)
+    for own, plain in zip(
+        torch.autograd.grad((got * weight).sum(), inputs),
+        torch.autograd.grad((wanted * weight).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(own, plain)
+
+
+class TestFusedFunctions:
+    @pytest.mark.parametrize("shape", [(5,), (2, 3)])
+    def test_low_rank_linear(self, shape: tuple[int, ...]) -> None:
+        x, bias, a, b = doubles(*shape, 7), doubles(4), doubles(2, 7), doubles(4, 2)
+        weight = torch.randn(4, 7, dtype=torch.float64)
+        wanted = torch.nn.functional.linear(x, weight + b @ a, bias)
+        assert_same_gradients(LowRankLinear.apply(x, weight, bias, a, b), wanted, [x, bias, a, b])
+        without = LowRankLinear.apply(x, weight, None, a, b)
+        assert_same_gradients(without, torch.nn.functional.linear(x, weight + b @ a), [x, a, b])
+
+    @pytest.mark.parametrize("shape", [(5, 8), (2, 3, 8)])
+    def test_rms_norm(self, shape: tuple[int, ...]) -> None:
+        x, weight = doubles(*shape), doubles(8)
+        wanted = torch.nn.functional.rms_norm(x, (8,), weight, 0.3)
+        assert_same_gradients(RMSNorm.apply(x, weight, 0.3), wanted, [x, weight])
+
+
 class TestSparseGLU:
     @pytest.mark.parametrize("both", [False, True])
-    def test_gradient_is_that_of_the_plain_formula(self, both: bool) -> None:
-        gate, up = torch.randn(2, 5, 7, dtype=torch.float64, requires_grad=True).unbind(0)
-        gate.retain_grad(), up.retain_grad()
-        weight = torch.randn(5, 7, dtype=torch.float64)
-        (SparseGLU.apply(gate, up, both, 0.0, 1.0) * weight).sum().backward()
-        got = gate.grad.clone(), up.grad.clone()
-        g, u = gate.detach().requires_grad_(), up.detach().requires_grad_()
-        (g.relu() * (u.relu() if both else u) * weight).sum().backward()
-        torch.testing.assert_close(got[0], g.grad)
-        torch.testing.assert_close(got[1], u.grad)
+    def test_value_and_gradient_are_those_of_the_plain_formula(self, both: bool) -> None:
+        gate, up = doubles(5, 7), doubles(5, 7)
+        scale = doubles(7)
+        got = SparseGLU.apply(gate, up, scale, both, 0.0, 1.0)
+        wanted = gate.relu() * (up.relu() if both else up) * scale
+        assert_same_gradients(got, wanted, [gate, up, scale])
 
     @pytest.mark.parametrize("both", [False, True])
     def test_the_price_is_that_of_the_share(self, both: bool) -> None:
         """Moving every gate by a little changes the share of active neurons as the gradient says."""
         generator = torch.Generator().manual_seed(0)
-        gate = torch.randn(400_000, generator=generator, requires_grad=True)
-        up = torch.randn(400_000, generator=generator, requires_grad=True)
+        gate = torch.randn(1000, 400, generator=generator, requires_grad=True)
+        up = torch.randn(1000, 400, generator=generator, requires_grad=True)
         width, price = 0.1, 3.0
-        SparseGLU.apply(gate, up, both, price / gate.numel(), width).backward(torch.zeros_like(gate))
+        value = SparseGLU.apply(gate, up, torch.ones(400), both, price / gate.numel(), width)
+        value.backward(torch.zeros_like(gate))
 
         def share(shift: float) -> float:
             fires = gate.detach() + shift > 0
@@ -411,11 +448,11 @@ class TestText:
         assert parse_text(str(odd)) == (odd, 1.0)
         assert parse_text("a.txt:0.5") == (Path("a.txt"), 0.5)
         assert parse_text("a.txt") == (Path("a.txt"), 1.0)
-        assert parse_amount("1000") == (1000, 1.0)
-        assert parse_amount("1000:0.25") == (1000, 0.25)
+        assert parse_amount("1000", "--generate") == (1000, 1.0)
+        assert parse_amount("1000:0.25", "--generate") == (1000, 0.25)
         for bad in ("x", "0", "10:-1", "10:x"):
-            with pytest.raises(InvalidRequestError, match="--generate"):
-                parse_amount(bad)
+            with pytest.raises(InvalidRequestError, match="--on-policy"):
+                parse_amount(bad, "--on-policy")
         with pytest.raises(InvalidRequestError, match="weight"):
             parse_text("a.txt:0")
 
@@ -450,6 +487,20 @@ class TestGenerating:
         assert more[: len(first)] == first
         assert sum(map(len, more)) >= 2500
         assert read_documents(path) == more
+
+    def test_circles_are_known(self) -> None:
+        assert not circles([])
+        assert not circles(list(range(100)))
+        assert not circles([*range(80), *range(20)])
+        assert circles([*range(20), *([3, 1, 4, 1, 5] * 12)])
+
+    def test_half_of_what_a_model_that_only_circles_writes_is_kept(
+        self, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("hotset.training.generate.circles", lambda document: True)
+        with hotset.load(converted, n_ctx=256, n_seqs=8) as model:
+            documents = generate(model, tmp_path / "generated.jsonl", 600)
+        assert sum(map(len, documents)) >= 600
 
     def test_another_file_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "x").write_text('{"a": 1}\n')
@@ -488,10 +539,12 @@ class TestCommand:
         merged = tmp_path / "again.gguf"
         self.run(folder / "original.gguf", merged, "--adapters", told["adapters"])
         assert merged.read_bytes() == (tmp_path / "out.gguf").read_bytes()
-        again = self.run(
-            folder / "original.gguf", tmp_path / "b.gguf", *options, "--from-adapters", told["adapters"]
-        )
-        first = json.loads((tmp_path / "b.sparsify" / "curve.jsonl").read_text().splitlines()[0])
+        wider = ("--lora", 6, *options[2:], "--from-adapters", told["adapters"], "--on-policy", "100:2")
+        again = self.run(folder / "original.gguf", tmp_path / "b.gguf", *wider)
+        work = tmp_path / "b.sparsify"
+        assert 100 <= sum(map(len, read_documents(work / "on_policy.jsonl"))) < 200 * N_CTX
+        assert not (work / "student.gguf").exists()
+        first = json.loads((work / "curve.jsonl").read_text().splitlines()[0])
         assert first["kl"] == pytest.approx(told["evaluation"]["kl"], rel=0.05)
         assert again["evaluation"]["step"] == 8
 
@@ -501,6 +554,7 @@ class TestCommand:
             ((), "no text to train on"),
             (("--lora", 0, "-f", "TEXT"), "--lora must be at least 1"),
             (("--activation", "gelu", "-f", "TEXT"), "relu or drelu"),
+            (("--on-policy", 100), "--from-adapters"),
             (("-f", "TEXT", "--idle", 2), "--idle"),
             (("-f", "missing.txt"), "missing.txt"),
             (("--adapters", "missing.safetensors"), "there are no adapters"),

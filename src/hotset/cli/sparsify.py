@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import DownloadBar, print_json, read_text, say
+from hotset.cli.console import DownloadBar, StepBar, print_json, read_text, say
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.report.bars import percent
 from hotset.units import human_size
@@ -65,6 +66,15 @@ def sparsify(
         float,
         typer.Option("--scored", help="Share of positions whose logits count.", rich_help_panel=_TRAINING),
     ] = 1.0,
+    guide: Annotated[
+        float,
+        typer.Option(
+            "--guide",
+            help="Weight, at the start, of the residual streams' distance.",
+            min=0,
+            rich_help_panel=_TRAINING,
+        ),
+    ] = 0.5,
     seed: Annotated[int, typer.Option("--seed", "-s", help="Of everything random.")] = 0,
     start: Annotated[
         Path | None,
@@ -78,6 +88,15 @@ def sparsify(
         str | None,
         typer.Option(
             "--generate", metavar="N[:WEIGHT]", help="Tokens the teacher writes.", rich_help_panel=_TEXT
+        ),
+    ] = None,
+    on_policy: Annotated[
+        str | None,
+        typer.Option(
+            "--on-policy",
+            metavar="N[:WEIGHT]",
+            help="Tokens that the student of --from-adapters writes.",
+            rich_help_panel=_TEXT,
         ),
     ] = None,
     chat: Annotated[
@@ -118,11 +137,11 @@ def sparsify(
             run, is_first = _open(
                 path, folder, stack,
                 activation=activation, idle=idle, lora=lora, tokens=tokens, hours=hours, n_ctx=n_ctx,
-                batch=batch, lr=lr, labels=labels, scored=scored, seed=seed, start=start,
-                texts=text or [], generate=generate, chat=chat, held_out=held_out,
-                device=device, threads=threads,
+                batch=batch, lr=lr, labels=labels, scored=scored, guide=guide, seed=seed,
+                start=start, texts=text or [], generate=generate, on_policy=on_policy, chat=chat,
+                held_out=held_out, device=device, threads=threads,
             )  # fmt: skip
-            last = _train(run, eval_every, save_every)
+            last = _train(run, eval_every, save_every, show=is_first)
             adapters = folder / "adapters.safetensors"
         if is_first:
             _merge(path, adapters, target, type)
@@ -172,10 +191,12 @@ def _open(
     lr: float | None,
     labels: float,
     scored: float,
+    guide: float,
     seed: int,
     start: Path | None,
     texts: list[str],
     generate: str | None,
+    on_policy: str | None,
     chat: float,
     held_out: Path | None,
     device: str,
@@ -184,10 +205,15 @@ def _open(
     """A run that is ready to train, and whether this process is the first of those that share it."""
     if lora is not None and lora < 1:
         raise InvalidRequestError(f"the rank of --lora must be at least 1, not {lora}")
-    if not texts and generate is None:
+    if not texts and generate is None and on_policy is None:
         raise InvalidRequestError(
             "there is no text to train on: name files with --text, or let the teacher write some with "
             "--generate"
+        )
+    if on_policy is not None and start is None:
+        raise InvalidRequestError(
+            "what --on-policy asks for is written by a student that has learnt to write; name its adapters "
+            "with --from-adapters"
         )
     torch = _torch()
 
@@ -204,7 +230,7 @@ def _open(
     settings = Settings(
         activation=activation, rank=lora or 0, idle=idle, n_tokens=tokens, hours=hours, n_ctx=n_ctx,
         batch=batch, lr=lr or (defaults.lr if lora else defaults.lr / _FULL_LR), labels=labels,
-        scored=scored, seed=seed,
+        scored=scored, guide=guide, seed=seed,
     )  # fmt: skip
     n_threads = threads or usable_cores()
     torch.set_num_threads(n_threads)
@@ -216,15 +242,8 @@ def _open(
 
     gguf = stack.enter_context(open_gguf(path))
     base = load_llama(gguf, where)
-    n_seqs = writing.N_SEQUENCES if generate is not None and process == 0 else 1
     engine = stack.enter_context(
-        hotset.load(
-            path,
-            n_ctx=max(n_ctx, writing.longest(base.config)),
-            n_threads=n_threads,
-            backend="cpu",  # the GPU is for training
-            n_seqs=n_seqs,
-        )
+        hotset.load(path, n_ctx=n_ctx, n_threads=n_threads, backend="cpu")  # the GPU is for training
     )
     files = [parse_text(option) for option in texts]
     encoded = [engine.tokenizer.encode(read_text(file, "--text"), add_special=True) for file, _ in files]
@@ -237,24 +256,21 @@ def _open(
         held = split_held_out(engine.tokenizer.encode(read_text(held_out, "--held-out")), n_ctx, whole=True)[
             1
         ]
-    if generate is not None:
-        amount, weight = parse_amount(generate)
-        written = folder / "generated.jsonl"
+    for option, value, adapters in (("generate", generate, None), ("on-policy", on_policy, start)):
+        if value is None:
+            continue
+        amount, weight = parse_amount(value, f"--{option}")
+        written = folder / ("generated.jsonl" if adapters is None else "on_policy.jsonl")
         if process == 0:
-            with DownloadBar() as bar:
-                writing.generate(
-                    engine,
-                    written,
-                    amount,
-                    texts=[s.tokens.tolist() for s in sources],
-                    chat=chat,
-                    seed=seed,
-                    progress=bar,
-                )
+            _write(
+                path, adapters, written, amount,
+                texts=[source.tokens.tolist() for source in sources[: len(files)]],
+                chat=chat, seed=seed, n_ctx=writing.longest(base.config), n_threads=n_threads,
+            )  # fmt: skip
         _wait(torch, n_processes)
         ids = joined(writing.read_documents(written)).tolist()
         kept, rest = (ids, []) if held else split_held_out(ids, n_ctx)
-        sources.append(Source("of the teacher", joined([kept]), weight))
+        sources.append(Source(f"--{option}", joined([kept]), weight))
         held.extend(rest)
 
     values = None
@@ -278,6 +294,39 @@ def _open(
     return run, process == 0
 
 
+def _write(
+    path: Path,
+    adapters: Path | None,
+    written: Path,
+    n_tokens: int,
+    *,
+    texts: list[list[int]],
+    chat: float,
+    seed: int,
+    n_ctx: int,
+    n_threads: int,
+) -> None:
+    """Text of the model, or of the student that adapters make of it."""
+    import hotset
+    from hotset.training import generate as writing
+
+    if sum(map(len, writing.read_documents(written))) >= n_tokens:
+        return
+    author = path
+    if adapters is not None:
+        author = written.with_name("student.gguf")
+        _merge(path, adapters, author, "q8_0")
+    with (
+        hotset.load(
+            author, n_ctx=n_ctx, n_threads=n_threads, backend="cpu", n_seqs=writing.N_SEQUENCES
+        ) as engine,
+        StepBar() as bar,
+    ):
+        writing.generate(engine, written, n_tokens, texts=texts, chat=chat, seed=seed, progress=bar)
+    if adapters is not None:
+        author.unlink()
+
+
 def _torch() -> Any:
     try:
         import torch
@@ -292,7 +341,8 @@ def _processes(torch: Any, on_gpu: bool) -> tuple[int, int]:
     if world == 1:
         return 0, 1
     if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
+        # The others wait for the first one while it writes text, which may take it hours.
+        torch.distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(days=30))
     return torch.distributed.get_rank(), world
 
 
@@ -301,21 +351,31 @@ def _wait(torch: Any, n_processes: int) -> None:
         torch.distributed.barrier()
 
 
-def _train(run: Training, eval_every: int, save_every: int) -> Evaluation | None:
+def _train(run: Training, eval_every: int, save_every: int, *, show: bool) -> Evaluation | None:
     last: list[Evaluation] = []
+    with StepBar() as bar:
 
-    def told(evaluation: Evaluation) -> None:
-        last.append(evaluation)
-        layers = evaluation.idle_per_layer
-        say(
-            f"{evaluation.tokens:9d} tokens, {evaluation.seconds / 60:5.1f} min: PPL {evaluation.ppl:.2f} "
-            f"(teacher {evaluation.teacher_ppl:.2f}), KL {evaluation.kl:.3f}, "
-            f"top-1 {percent(evaluation.top1)}, idle {percent(evaluation.idle)} "
-            f"({percent(min(layers))} to {percent(max(layers))})"
-        )
+        def told(evaluation: Evaluation) -> None:
+            last.append(evaluation)
+            layers = evaluation.idle_per_layer
+            bar.say(
+                f"{evaluation.tokens:9d} tokens, {evaluation.seconds / 60:5.1f} min: "
+                f"PPL {evaluation.ppl:.2f} (teacher {evaluation.teacher_ppl:.2f}), KL {evaluation.kl:.3f}, "
+                f"top-1 {percent(evaluation.top1)}, idle {percent(evaluation.idle)} "
+                f"({percent(min(layers))} to {percent(max(layers))})"
+            )
 
-    run.prepare(say)
-    run.run(eval_every=eval_every, save_every=save_every, on_eval=told)
+        def stepped(run: Training) -> None:
+            if not show:
+                return
+            if run.settings.hours is None:
+                bar.advance("training, tokens", min(run.tokens, run.settings.n_tokens), run.settings.n_tokens)
+            else:
+                seconds = round(3600 * run.settings.hours)
+                bar.advance("training, seconds", min(round(run.seconds), seconds), seconds)
+
+        run.prepare(bar.say if show else lambda text: None)
+        run.run(eval_every=eval_every, save_every=save_every, on_step=stepped, on_eval=told)
     return last[-1] if last else None
 
 

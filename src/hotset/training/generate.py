@@ -1,9 +1,11 @@
 """Training text that the teacher writes itself, many documents side by side.
 
 Three kinds: answers to questions through the model's chat template, articles from an opening, and, where
-texts are given, continuations of a few words out of them. They are sampled at temperature 1, so that what the
-teacher thinks likely is what the student sees. Documents are kept as token ids, a JSON line each, appended as
-they are finished: after a kill the next call goes on, and a line that was cut short is dropped.
+texts are given, continuations of a few words out of them. Each is sampled at a temperature of its own: what
+people will ask the student to write is mostly cooler than 1, and at 1 a small model soon talks nonsense; only
+cool ones would be too much alike. A document that goes in circles, as small models do when cool, teaches
+circling and is thrown away. Documents are kept as token ids, a JSON line each, appended as they are finished:
+after a kill the next call goes on, and a line that was cut short is dropped.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 _LONGEST = 448  # tokens of a document, with its beginning
 N_SEQUENCES = 64  # written side by side: a batch is then large enough for the many-row kernels
 CONTINUED = 48  # tokens of a given text that a continuation begins with
+_TEMPERATURES = (0.3, 1.0)
+_PHRASE = 8  # tokens
+_REPEATED = 0.25  # share of a document's phrases that may have stood in it before
 
 
 def longest(config: ModelConfig) -> int:
@@ -86,12 +91,19 @@ def read_documents(path: Path) -> list[list[int]]:
     return documents
 
 
+def circles(document: Sequence[int]) -> bool:
+    """Whether a document says the same over and over."""
+    phrases = [tuple(document[i : i + _PHRASE]) for i in range(len(document) - _PHRASE + 1)]
+    return len(phrases) > len(set(phrases)) + _REPEATED * len(phrases)
+
+
 def _write(
     model: Model, random: random.Random, texts: Sequence[Sequence[int]], chat: float, n_tokens: int
 ) -> Iterator[list[int]]:
     """Documents until they have `n_tokens` tokens; the engine always has enough of them at work."""
     if n_tokens <= 0:
         return
+    kept = thrown = 0  # tokens
     texts = [text for text in texts if len(text) > CONTINUED]
     engine = Engine(model.backend, longest(model.config), N_SEQUENCES)
     stop_ids = model.tokenizer.stop_ids
@@ -99,20 +111,28 @@ def _write(
     def begin() -> EngineSequence:
         # A large top_k and a small min_p cut what is nearly impossible and leave the teacher's own manner.
         params = SamplingParams(
-            temperature=1.0, top_k=256, top_p=1.0, min_p=0.01, seed=random.getrandbits(63)
+            temperature=random.uniform(*_TEMPERATURES),
+            top_k=256,
+            top_p=1.0,
+            min_p=0.01,
+            seed=random.getrandbits(63),
         )
         return engine.submit(_beginning(model, random, texts, chat), params, stop_ids=stop_ids)
 
     active = [begin() for _ in range(N_SEQUENCES)]
     try:
-        while n_tokens > 0:
+        while kept < n_tokens:
             engine.step()
             for i, sequence in enumerate(active):
                 if sequence.finish_reason is not None:
                     if sequence.error is not None:
                         raise sequence.error
-                    yield sequence.tokens
-                    n_tokens -= len(sequence.tokens)
+                    document = sequence.tokens
+                    if circles(document) and thrown <= kept:  # else a model that only circles never ends
+                        thrown += len(document)
+                    else:
+                        kept += len(document)
+                        yield document
                     active[i] = begin()
     finally:
         for sequence in active:

@@ -87,8 +87,8 @@ def joined(documents: Sequence[Sequence[int]]) -> np.ndarray:
     return np.concatenate([np.asarray(document, np.int32) for document in documents])
 
 
-def parse_amount(text: str) -> tuple[int, float]:
-    """A --generate option: N or N:WEIGHT."""
+def parse_amount(text: str, option: str) -> tuple[int, float]:
+    """What an option such as --generate has: N or N:WEIGHT."""
     number, _, weight = text.partition(":")
     try:
         amount, share = int(number), float(weight or 1)
@@ -96,7 +96,7 @@ def parse_amount(text: str) -> tuple[int, float]:
         amount, share = 0, 0.0
     if amount < 1 or not 0 < share < float("inf"):
         raise InvalidRequestError(
-            f"--generate takes a number of tokens, and a weight after a colon if need be, not {text!r}"
+            f"{option} takes a number of tokens, and a weight after a colon if need be, not {text!r}"
         )
     return amount, share
 
