@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -25,10 +26,11 @@ tiny_models = pytest.importorskip("tiny_models")
 
 import hotset  # noqa: E402
 from hotset.training.adapters import Adapters, digest, merge  # noqa: E402
-from hotset.training.calibrate import calibrate, kernel_widths  # noqa: E402
+from hotset.training.calibrate import Choice, _cheapest, calibrate, choose, kernel_widths  # noqa: E402
 from hotset.training.generate import circles, generate, read_documents  # noqa: E402
 from hotset.training.llama_torch import (  # noqa: E402
     Activity,
+    Llama,
     LowRankLinear,
     RMSNorm,
     SparseGLU,
@@ -202,7 +204,7 @@ class TestCalibration:
             base = load_llama(gguf)
         tokens = torch.from_numpy(TOKENS[: 64 * N_CTX]).long().view(64, N_CTX)
         fitted, cut_only = Student(base, activation, rank), Student(base, activation, rank)
-        calibrate(base, fitted, tokens, 0.28)
+        calibrate(base, fitted, tokens, [Choice(0.28)] * 2)
         widths = kernel_widths(base, fitted, tokens)
         assert len(widths) == 2
         assert min(widths) > 0
@@ -218,6 +220,125 @@ class TestCalibration:
         assert float(torch.stack(activity.share).mean()) == pytest.approx(0.28, abs=0.05)
         missed, missed_by_cuts = ((x - wanted).square().mean() for x in (start, unfitted))
         assert float(missed) < (0.95 if rank else 0.8) * float(missed_by_cuts)
+
+
+@pytest.fixture(scope="module")
+def small_gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gates where SiLU is nearly linear, as in the middle layers of a real model."""
+    folder = tmp_path_factory.mktemp("small")
+    return write_llama(folder / "gates.gguf", spread=lambda name: 0.3 if "ffn_gate" in name else 1.0)
+
+
+@pytest.fixture(scope="module")
+def base(small_gates: Path) -> Llama:
+    with open_gguf(small_gates) as gguf:
+        return load_llama(gguf)
+
+
+@pytest.fixture(scope="module")
+def shifted(small_gates: Path) -> Llama:
+    """Gates about -1, where SiLU is nearly constant and a neuron nearly linear in its input."""
+    with open_gguf(small_gates) as gguf:
+        base = load_llama(gguf)
+    for i, n_ff in enumerate(base.config.n_ff):
+        base.weights[f"blk.{i}.ffn_gate.bias"] = torch.full((n_ff,), -1.0)
+    return base
+
+
+class TestLinearPath:
+    TEXT = torch.from_numpy(TOKENS[: 64 * N_CTX]).long().view(64, N_CTX)
+
+    def start(self, base: Llama, choices: list[Choice], rank: int = 8) -> tuple[Student, float, float]:
+        """The student, what it misses of the last hidden state on other text, and its active share."""
+        student = Student(base, "relu", rank)
+        calibrate(base, student, self.TEXT, choices)
+        other = torch.from_numpy(TOKENS[64 * N_CTX : 80 * N_CTX]).long().view(16, N_CTX)
+        activity = Activity()
+        with torch.no_grad():
+            missed = (base(other, student, activity) - base(other)).square().mean()
+        return student, float(missed), float(torch.stack(activity.share).mean())
+
+    def test_it_says_more_than_as_many_sparse_neurons(self, shifted: Llama) -> None:
+        n_ff = shifted.config.n_ff[0]
+        _, missed, active = self.start(shifted, [Choice(0.3)] * 2)
+        student, missed_less, active_too = self.start(shifted, [Choice(0.2, n_ff // 8)] * 2)
+        assert missed_less < 0.8 * missed
+        assert active_too == pytest.approx(active, abs=0.05)
+        for layer in range(2):
+            scale, bias = (student.get(f"blk.{layer}.{name}") for name in ("ffn_scale", "ffn_gate.bias"))
+            assert scale is not None
+            assert bias is not None
+            assert int((scale == 0).sum()) == int((bias < -100).sum()) == n_ff // 8
+
+    def test_it_comes_along_into_the_file(self, small_gates: Path, base: Llama, tmp_path: Path) -> None:
+        n_ff = base.config.n_ff[0]
+        student, _, _ = self.start(base, [Choice(0.2, n_ff // 8), Choice(0.3)])
+        values = {name: value.detach().numpy() for name, value in student.named_values()}
+        with open_gguf(small_gates) as gguf:
+            adapters = Adapters(values, "relu", 8, digest(gguf))
+            adapters.save(tmp_path / "a.safetensors")
+            merge(gguf, adapters, tmp_path / "out.gguf", GGMLType.F32)
+            merge(gguf, Adapters.open(tmp_path / "a.safetensors"), tmp_path / "int8.gguf", GGMLType.F32)
+        tokens = TOKENS[5000 : 5000 + N_CTX]
+        with torch.no_grad():
+            wanted = base.logits(torch.from_numpy(tokens).long()[None], student)[0].numpy()
+        size = np.abs(wanted).max()
+        np.testing.assert_allclose(logits_of(tmp_path / "out.gguf", tokens), wanted, atol=1e-3 * size)
+        assert np.abs(logits_of(tmp_path / "int8.gguf", tokens) - wanted).max() < 0.1 * size
+        with open_gguf(tmp_path / "out.gguf") as gguf:
+            info = gguf.tensors["blk.0.ffn_gate.weight"]
+            gate = gguf.data("blk.0.ffn_gate.weight").view(np.float32).reshape(info.shape[::-1])
+            always = np.flatnonzero(~gate.any(1))
+            assert len(always) == n_ff // 8
+            assert (gguf.data("blk.0.ffn_gate.bias").view(np.float32)[always] == 1).all()
+
+    def test_a_student_takes_it_from_adapters(self, base: Llama) -> None:
+        student, _, _ = self.start(base, [Choice(0.2, 5), Choice(0.3)])
+        other = Student(base, "relu", 12)
+        other.load(dict(student.named_values()))
+        tokens = self.TEXT[:2]
+        with torch.no_grad():
+            torch.testing.assert_close(base(tokens, other), base(tokens, student), rtol=1e-4, atol=1e-4)
+
+    def test_the_choice_keeps_to_the_share(self, shifted: Llama) -> None:
+        choices = choose(shifted, self.TEXT, 0.3, shifted.config.n_ff[0] // 8)
+        assert any(choice.n_linear for choice in choices)
+        _, missed, active = self.start(shifted, choices)
+        assert active == pytest.approx(0.3, abs=0.05)
+        assert missed < self.start(shifted, [Choice(0.3)] * 2)[1]
+        assert all(choice.n_linear == 0 for choice in choose(shifted, self.TEXT, 0.3))
+
+    def test_the_layers_that_suffer_more_get_more(self) -> None:
+        """The least sum of what all layers suffer, among all choices within the share: by brute force."""
+        rng = np.random.default_rng(4)
+        shares = np.array([0.05, 0.1, 0.2, 0.3, 0.5])
+        options = [
+            [(float(weight / s), float(s), Choice(float(s))) for s in shares]
+            for weight in rng.uniform(0.1, 10, 4)
+        ]
+        chosen = [choice.share for choice in _cheapest(options, 0.25)]
+        suffered = sum(layer[list(shares).index(s)][0] for layer, s in zip(options, chosen, strict=True))
+        assert sum(chosen) <= 4 * 0.25
+        for other in itertools.product(range(5), repeat=4):
+            if sum(shares[list(other)]) <= sum(chosen) + 1e-9:
+                assert sum(options[i][o][0] for i, o in enumerate(other)) >= suffered - 1e-9
+
+    def test_drelu_has_none(self) -> None:
+        with pytest.raises(InvalidRequestError, match="--activation relu"):
+            Settings(activation="drelu", linear=4)
+
+
+def test_adapters_do_not_depend_on_strides_and_keep_small_channels(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    a = rng.standard_normal((4, 30), np.float32)
+    a[:, 7] *= 1000  # a channel that is larger than the others
+    values = {"blk.0.attn_q.a": np.asfortranarray(a), "blk.0.attn_q.b": a.T.copy()}
+    Adapters(values, "relu", 4, "x").save(tmp_path / "a.safetensors")
+    got = Adapters.open(tmp_path / "a.safetensors").values
+    for name, value in values.items():
+        axis = 0 if name.endswith(".a") else 1
+        error = np.abs(got[name] - value).max(axis)
+        assert (error < 0.02 * np.abs(value).max(axis)).all()
 
 
 class TestTraining:
@@ -402,7 +523,7 @@ class TestMerging:
             base = load_llama(gguf)
             student = Student(base, "relu", 4)
             tokens = torch.from_numpy(TOKENS[: 8 * N_CTX]).long().view(8, N_CTX)
-            calibrate(base, student, tokens, 0.3)
+            calibrate(base, student, tokens, [Choice(0.3)] * base.config.n_layer)
             values = {name: value.detach().numpy() for name, value in student.named_values()}
             merge(gguf, Adapters(values, "relu", 4, digest(gguf)), tmp_path / "out.gguf", GGMLType.F32)
         with torch.no_grad():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from hotset.training.sparsify import Evaluation, Training
 
 _TRAINING, _TEXT, _RUN = "Training", "Text", "Run"
+_LINEAR = 8  # one in so many neurons
 _FULL_LR = 20  # whole matrices take so much smaller steps than the factors of low-rank ones
 
 
@@ -42,6 +44,14 @@ def sparsify(
     lora: Annotated[
         int | None,
         typer.Option("--lora", help="Rank of low-rank adapters; default: full.", rich_help_panel=_TRAINING),
+    ] = None,
+    linear: Annotated[
+        int | None,
+        typer.Option(
+            "--linear",
+            help="Neurons of a layer that may become a linear path, at most; default: an eighth.",
+            rich_help_panel=_TRAINING,
+        ),
     ] = None,
     tokens: Annotated[
         int, typer.Option("--tokens", "-n", help="Tokens to train on.", rich_help_panel=_TRAINING)
@@ -136,8 +146,8 @@ def sparsify(
         if adapters is None:
             run, is_first = _open(
                 path, folder, stack,
-                activation=activation, idle=idle, lora=lora, tokens=tokens, hours=hours, n_ctx=n_ctx,
-                batch=batch, lr=lr, labels=labels, scored=scored, guide=guide, seed=seed,
+                activation=activation, idle=idle, lora=lora, linear=linear, tokens=tokens, hours=hours,
+                n_ctx=n_ctx, batch=batch, lr=lr, labels=labels, scored=scored, guide=guide, seed=seed,
                 start=start, texts=text or [], generate=generate, on_policy=on_policy, chat=chat,
                 held_out=held_out, device=device, threads=threads,
             )  # fmt: skip
@@ -184,6 +194,7 @@ def _open(
     activation: str,
     idle: float,
     lora: int | None,
+    linear: int | None,
     tokens: int,
     hours: float | None,
     n_ctx: int,
@@ -227,9 +238,12 @@ def _open(
     from hotset.training.text import Mixture, Source, joined, parse_amount, parse_text, split_held_out
 
     defaults = Settings()
+    if lr is None:
+        lr = defaults.lr if lora else defaults.lr / _FULL_LR
     settings = Settings(
-        activation=activation, rank=lora or 0, idle=idle, n_tokens=tokens, hours=hours, n_ctx=n_ctx,
-        batch=batch, lr=lr or (defaults.lr if lora else defaults.lr / _FULL_LR), labels=labels,
+        activation=activation, rank=lora or 0, linear=linear or 0, idle=idle, n_tokens=tokens,
+        hours=hours, n_ctx=n_ctx, batch=batch, lr=lr,
+        vector_lr=2 * lr if lora else defaults.vector_lr, labels=labels,
         scored=scored, guide=guide, seed=seed,
     )  # fmt: skip
     n_threads = threads or usable_cores()
@@ -242,6 +256,8 @@ def _open(
 
     gguf = stack.enter_context(open_gguf(path))
     base = load_llama(gguf, where)
+    if linear is None and activation == "relu":
+        settings = replace(settings, linear=min(base.config.n_ff) // _LINEAR)
     engine = stack.enter_context(
         hotset.load(path, n_ctx=n_ctx, n_threads=n_threads, backend="cpu")  # the GPU is for training
     )

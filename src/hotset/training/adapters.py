@@ -1,12 +1,14 @@
 """Adapters on disk, and what they make of the file that they belong to.
 
-An adapter file (safetensors) holds what `llama_torch.Student` trains, by tensor names. Matrices are int8 with
-one float32 scale per rank ("name.a" with "name.a.scale"; of full training, per row), the rest float16: a rank
-in int8 says more per byte than half the ranks in float16. Its metadata name the activation, the rank and the
-model.
+An adapter file (safetensors) holds what `llama_torch.Student` trains, by tensor names. Matrices are int8
+with one float32 scale per rank ("name.a" with "name.a.scale"; of full training, per row) and one per channel
+across ("name.a.channel": a few channels of a residual stream are a hundred times as large as the others,
+which would be lost beside them); the rest float16. A rank in int8 says more per byte than half the ranks in
+float16. Its metadata name the activation, the rank and the model.
 
 Merging writes the GGUF file again: weight + b @ a, rows of ffn_up times the neurons' scales, biases beside
-them, the activation in its key. Everything else, tokenizer and embedding too, is copied byte for byte.
+them, linear paths in the places of retired neurons (gate 1, whatever comes), the activation in its key.
+Everything else, tokenizer and embedding too, is copied byte for byte.
 """
 
 from __future__ import annotations
@@ -55,10 +57,13 @@ class Adapters:
                 tensors[name] = value.astype(np.float16)
             else:
                 axis = 0 if name.endswith(".b") else 1
-                scale = np.abs(value).max(axis=axis, keepdims=True) / 127
-                codes = np.divide(value, scale, out=np.zeros_like(value), where=scale > 0)
+                channel = np.abs(value).max(axis=1 - axis, keepdims=True).astype(np.float32)
+                channel[channel == 0] = 1
+                scale = np.abs(value / channel).max(axis=axis, keepdims=True) / 127
+                codes = np.divide(value / channel, scale, out=np.zeros_like(value), where=scale > 0)
                 tensors[name] = np.rint(codes).astype(np.int8)
                 tensors[f"{name}.scale"] = scale.astype(np.float32)
+                tensors[f"{name}.channel"] = channel
         metadata = {
             "format": FORMAT,
             "activation": self.activation,
@@ -66,6 +71,8 @@ class Adapters:
             "model": self.model,
         }
         temporary = path.with_name(f".{path.name}.tmp")
+        # It writes the bytes as they lie in memory, whatever the strides.
+        tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
         temporary.write_bytes(save(tensors, metadata))
         os.replace(temporary, path)
 
@@ -87,11 +94,12 @@ class Adapters:
             raise FormatError(f"{path} does not hold adapters of hotset sparsify")
         values = {}
         for name, tensor in tensors.items():
-            if name.endswith(".scale"):
+            if name.endswith((".scale", ".channel")):
                 continue
             value = tensor.astype(np.float32)
             if tensor.dtype == np.int8:
                 value *= tensors[f"{name}.scale"]
+                value *= tensors.get(f"{name}.channel", np.float32(1))  # files before 2026-11-21 have none
             values[name] = value
         try:
             return cls(values, metadata["activation"], int(metadata["rank"]), metadata["model"])
@@ -160,7 +168,11 @@ def merge(
 
             writer.add_tensor(name, matrix, stored, info.shape)
             if f"{stem}.bias" in values:
-                writer.add_tensor(f"{stem}.bias", values[f"{stem}.bias"], GGMLType.F32)
+                bias = values[f"{stem}.bias"]
+                if stem.endswith(".ffn_gate"):
+                    bias = bias.copy()
+                    bias[_retired(stem.removesuffix(".ffn_gate"), values)] = 1
+                writer.add_tensor(f"{stem}.bias", bias, GGMLType.F32)
         elif name.endswith(".ffn_up.bias") and adapters.activation == "relu":  # scaled as the rows are
             bias = dequantize(gguf.data(name), info.type, info.shape)
             writer.add_tensor(name, bias * values[f"{stem.removesuffix('ffn_up')}ffn_scale"], GGMLType.F32)
@@ -186,4 +198,23 @@ def _merged(gguf: GGUFFile, name: str, adapters: Adapters) -> np.ndarray:
         weight *= scale[:, None]
     if stem.endswith(".ffn_down") and adapters.activation == "drelu":  # relu(up) does not let a sign through
         weight *= scale
+    blk, _, matrix = stem.rpartition(".")
+    retired = _retired(blk, values)
+    if matrix == "ffn_gate":
+        weight[retired] = 0
+    elif matrix == "ffn_up" and len(retired):
+        weight[retired] = values[f"{blk}.ffn_linear.a"]
+    elif matrix == "ffn_down" and len(retired):
+        weight[:, retired] = values[f"{blk}.ffn_linear.b"]
     return weight
+
+
+def _retired(blk: str, values: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Neurons of a layer that make room for its linear path: the first of those whose scale is zero."""
+    a = values.get(f"{blk}.ffn_linear.a")
+    if a is None:
+        return np.empty(0, np.int64)
+    retired = np.flatnonzero(values[f"{blk}.ffn_scale"] == 0)[: len(a)]
+    if len(retired) < len(a):
+        raise InvalidRequestError(f"the adapters of {blk} have a linear path, and no neurons retired for it")
+    return retired

@@ -10,19 +10,30 @@ times the squared length of the neuron's row of the down projection is what the 
 Each neuron takes the cut at which loss + price * (share of tokens at which it fires) is smallest; the price,
 one for a layer, is such that the mean share comes out as asked. So a neuron that matters may fire often, and
 one that does not hardly ever. What is lost on average goes into the bias of the down projection.
+
+Much of what the idle neurons would have said is linear in the layer's input: silu(g) is about g / 2 near
+zero, and about constant below. So the neurons that matter least are retired, and their places taken by a
+linear path of as many ranks (llama_torch.Student says how a ReLU network holds one): neurons that always
+fire. In the middle layers of SmolLM2-135M 192 of them halve what is missed, where 120 more sparse ones
+change it by a tenth (docs/TRAINING.md).
+
+How many neurons of a layer may fire, and how many are linear, is chosen over all layers together: each
+candidate is fitted on the original's own stream, what it misses on other text is weighed by what the output
+distribution suffers from such a miss at that layer, and one price on active neurons finds the best for all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from hotset.training.llama_torch import Activity
+from hotset.training.llama_torch import RETIRED, Activity
 
 if TYPE_CHECKING:
     from hotset.training.llama_torch import Llama, Student
@@ -30,8 +41,20 @@ if TYPE_CHECKING:
 RIDGE = 0.05  # of the mean of the Gram matrix's diagonal
 KERNEL = 0.25  # half the width of the gradient's kernel, in standard deviations of the layer's gates
 _SHARES = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.25, 0.3, 0.36, 0.43, 0.5, 0.6, 0.75, 0.9)
+_LAYER_SHARES = (0.25, 0.45, 0.65, 0.85, 1.1, 1.4)  # of what is asked for on average
+_LINEAR = (0.0, 0.25, 0.5, 1.0)  # of the most that is allowed
 _BISECTIONS = 30
-_SORTED = 1024  # tokens from which quantiles are taken
+_SORTED, _COUNTED = 1024, 4096  # tokens from which quantiles, and from which losses are taken
+_HELD_OUT = 4  # one in so many windows tells what the others' fit misses
+_WEIGHED = 2  # windows on which the output distribution's suffering is measured
+
+
+@dataclass(frozen=True)
+class Choice:
+    """For a layer: mean share of tokens at which a neuron fires, before any is retired; retired neurons."""
+
+    share: float
+    n_linear: int = 0
 
 
 @torch.no_grad()
@@ -39,44 +62,148 @@ def calibrate(
     model: Llama,
     student: Student,
     tokens: Tensor,
-    share: float,
+    choices: Sequence[Choice],
     on_layer: Callable[[int], None] = lambda layer: None,
 ) -> None:
-    """Sets the student's gate biases, scales, down projections and their biases.
+    """Sets the student's gate biases, scales, linear paths, down projections and their biases.
 
-    tokens: int64 [n_batch, n_tokens], some thousand in all. share: of neurons, those to be active, mean.
+    tokens: int64 [n_batch, n_tokens], some thousand in all. choices: one per layer; see `choose`.
     """
     wanted = given = F.embedding(tokens.to(model.device), model.weights["token_embd.weight"])
     both = student.activation == "drelu"
-    for i in range(model.config.n_layer):
+    for i, choice in enumerate(choices):
         blk = f"blk.{i}"
-
-        def enter(x: Tensor, student: Student | None, blk: str = blk) -> tuple[Tensor, Tensor, Tensor]:
-            x = x + model.attention(model.norm(x, f"{blk}.attn_norm", student), blk, student)
-            h = model.norm(x, f"{blk}.ffn_norm", student).flatten(0, 1)
-            return (
-                x.flatten(0, 1),
-                model.linear(h, f"{blk}.ffn_gate", student),
-                model.linear(h, f"{blk}.ffn_up", student),
-            )
-
-        inp, gate, up = enter(wanted, None)
+        inp, _, gate, up = _enter(model, wanted, i, None)
         original = model.activated(gate, up)
         out = inp + model.linear(original, f"{blk}.ffn_down", None)
-        inp, gate, up = enter(given, student)
-        down = model.weight(f"{blk}.ffn_down")
-        cut, scale, up_cut = _choose(original, gate, up, down, share, both=both)
+        inp, h, gate, up = _enter(model, given, i, student)
+        neurons = _Neurons(original, gate, up, model.weight(f"{blk}.ffn_down"), choice.share, both=both)
+        cut, scale, up_cut = neurons.pick(choice.share)
+        retired = neurons.least(choice.n_linear)
+        cut[retired], scale[retired] = -RETIRED, 0.0
         _set(student, f"{blk}.ffn_gate.bias", -cut, add=True)
         _set(student, f"{blk}.ffn_scale", scale)
         if both:
             _set(student, f"{blk}.ffn_up.bias", -up_cut, add=True)
-        neurons = (gate - cut).relu() * ((up - up_cut).relu() if both else up) * scale
-        _fit(
-            student, f"{blk}.ffn_down", neurons, out - inp - model.linear(neurons, f"{blk}.ffn_down", student)
-        )
-        given = inp + model.linear(neurons, f"{blk}.ffn_down", student)
+        values = neurons.values(cut, scale)
+        missing = out - inp - model.linear(values, f"{blk}.ffn_down", student)
+        fit = _Fit(values, h, missing, out)
+        linear = None
+        if choice.n_linear:
+            a, b = fit.linear(choice.n_linear)
+            student.set_linear(i, a, b)
+            linear = b @ a
+        delta = fit.down(linear)
+        if student.rank:
+            a, b = fit.limited(delta, student.rank)
+            _set(student, f"{blk}.ffn_down.a", a)
+            _set(student, f"{blk}.ffn_down.b", b)
+            delta = b @ a
+        else:
+            _set(student, f"{blk}.ffn_down.delta", delta)
+        _set(student, f"{blk}.ffn_down.bias", fit.bias(delta, linear), add=True)
+        given = inp + model.ffn_out(values, h, i, student)
         wanted, given = out.view(*tokens.shape, -1), given.view(*tokens.shape, -1)
         on_layer(i)
+
+
+@torch.no_grad()
+def choose(
+    model: Llama,
+    tokens: Tensor,
+    share: float,
+    n_linear: int = 0,
+    *,
+    both: bool = False,
+    on_layer: Callable[[int], None] = lambda layer: None,
+) -> list[Choice]:
+    """What each layer should be, so that `share` of all neurons are active and the output suffers least.
+
+    tokens: as for `calibrate`; every fourth window is held out. n_linear: at most so many neurons of a layer
+    are retired. both: dReLU.
+    """
+    n_windows, n_tokens = tokens.shape
+    tokens = tokens.to(model.device)
+    is_held = (torch.arange(n_windows) % _HELD_OUT == _HELD_OUT - 1).to(model.device)
+    if not is_held.any():
+        return [Choice(share)] * model.config.n_layer
+    fitted, held = (~is_held).repeat_interleave(n_tokens), is_held.repeat_interleave(n_tokens)
+    weighed = tokens[is_held][:_WEIGHED]
+    expected = F.log_softmax(model.logits(weighed), -1)
+    stream = F.embedding(tokens, model.weights["token_embd.weight"])
+    options: list[list[tuple[float, float, Choice]]] = []  # per layer: suffering, active share, choice
+    widths = sorted({round(n_linear * part) for part in _LINEAR})
+    for i in range(model.config.n_layer):
+        inp, h, gate, up = _enter(model, stream, i, None)
+        weight = model.weight(f"blk.{i}.ffn_down")
+        original = model.activated(gate, up)
+        out = model.linear(original, f"blk.{i}.ffn_down", None)
+        length = (inp + out)[held].square().sum(1)
+        neurons = _Neurons(original, gate, up, weight, share, both=both)
+        missed: list[tuple[float, float, Choice]] = []
+        for part in _LAYER_SHARES:
+            cut, scale, _ = neurons.pick(part * share)
+            values = neurons.values(cut, scale)
+            fit = _Fit(values[fitted], h[fitted], out[fitted], (inp + out)[fitted])
+            fires = (values != 0).float().mean(0)
+            for k in widths:
+                kept = torch.ones_like(fires, dtype=torch.bool)
+                kept[neurons.least(k)] = False
+                path = None
+                if k:
+                    a, b = fit.linear(k, kept)
+                    path = b @ a
+                down = torch.zeros_like(weight)
+                down[:, kept] = fit.down(path, kept)
+                error = out[held] - values[held] @ down.T - fit.bias(down, path)
+                if path is not None:
+                    error -= h[held] @ path.T
+                active = float(fires[kept].sum() + k) / len(fires)
+                square = float((error.square().sum(1) / length).mean())
+                missed.append((square, active, Choice(part * share, k)))
+        error, length = error[: weighed.numel()], length[: weighed.numel()]  # of the last: any will do
+        wrong = (inp + out)[held][: weighed.numel()] - error
+        suffered = _divergence(model, wrong.view(*weighed.shape, -1), i, expected)
+        per_square = suffered / max(float((error.square().sum(1) / length).mean()), 1e-30)
+        options.append([(per_square * square, active, choice) for square, active, choice in missed])
+        stream = (inp + out).view(*tokens.shape, -1)
+        on_layer(i)
+    return _cheapest(options, share)
+
+
+def _cheapest(options: Sequence[Sequence[tuple[float, float, Choice]]], share: float) -> list[Choice]:
+    """Of each layer's options the one with the least suffering + price * active share; bisects the price."""
+
+    def best(price: float) -> list[tuple[float, float, Choice]]:
+        return [min(layer, key=lambda option: option[0] + price * option[1]) for layer in options]
+
+    low, high = -30.0, 30.0
+    for _ in range(2 * _BISECTIONS):
+        middle = (low + high) / 2
+        if sum(active for _, active, _ in best(math.exp(middle))) > share * len(options):
+            low = middle
+        else:
+            high = middle
+    return [choice for _, _, choice in best(math.exp(high))]
+
+
+def _divergence(model: Llama, stream: Tensor, layer: int, expected: Tensor) -> float:
+    """Mean KL from the original where the stream after a layer is this one."""
+    for i in range(layer + 1, model.config.n_layer):
+        stream = model.layer(stream, i, None)
+    got = F.log_softmax(F.linear(model.norm(stream, "output_norm", None), model.output), -1)
+    return float((expected.exp() * (expected - got)).sum(-1).mean())
+
+
+def _enter(
+    model: Llama, stream: Tensor, layer: int, student: Student | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The residual stream after attention, the FFN's input, gate and up; each [n, width]."""
+    blk = f"blk.{layer}"
+    x = stream + model.attention(model.norm(stream, f"{blk}.attn_norm", student), blk, student)
+    h = model.norm(x, f"{blk}.ffn_norm", student).flatten(0, 1)
+    gate, up = (model.linear(h, f"{blk}.{name}", student) for name in ("ffn_gate", "ffn_up"))
+    return x.flatten(0, 1), h, gate, up
 
 
 @torch.no_grad()
@@ -90,69 +217,128 @@ def kernel_widths(model: Llama, student: Student, tokens: Tensor) -> list[float]
     return [KERNEL * float(deviation) for deviation in activity.deviation]
 
 
-def _fit(student: Student, name: str, x: Tensor, missing: Tensor) -> None:
-    """Adds to a matrix and its bias what yields most of `missing` [n, n_out] from `x` [n, n_in].
-
-    Ridge regression; of the low rank that the student has, the best in the metric of x.
-    """
-    mean = x.mean(0)
-    centred, target = x - mean, missing - missing.mean(0)
-    gram = centred.T @ centred
-    gram.diagonal().add_(RIDGE * gram.diagonal().mean() + 1e-12)
-    delta = torch.linalg.solve(gram, centred.T @ target).T  # [n_out, n_in]
-    if student.rank:
-        factor = torch.linalg.cholesky(gram)
-        u, s, v = torch.linalg.svd(delta @ factor, full_matrices=False)
-        u, s, v = u[:, : student.rank], s[: student.rank], v[: student.rank]
-        right = torch.linalg.solve_triangular(factor, v, upper=False, left=False)
-        balance = (s.max() * right.norm(dim=1).max()).sqrt() / right.norm(dim=1).max()
-        _set(student, f"{name}.b", u * (s / balance))
-        _set(student, f"{name}.a", right * balance)
-        delta = (u * s) @ right
-    else:
-        _set(student, f"{name}.delta", delta)
-    _set(student, f"{name}.bias", missing.mean(0) - delta @ mean, add=True)
-
-
 def _set(student: Student, name: str, value: Tensor, *, add: bool = False) -> None:
     parameter = student.get(name)
     assert parameter is not None
     parameter.copy_(parameter + value if add else value)
 
 
-def _choose(
-    original: Tensor, gate: Tensor, up: Tensor, down: Tensor, share: float, *, both: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut of the gate, scale, cut of up; each [n_ff]. With both cuts each half is allowed sqrt(share)."""
-    n = len(gate)
-    step = max(1, n // _SORTED)
-    ordered = gate[::step].T.contiguous().sort(1, descending=True).values  # [n_ff, n]
-    n_sorted = ordered.shape[1]
-    importance = down.square().sum(0)
-    up_cut = torch.zeros_like(importance)
-    lifted = up
-    if both:
-        place = min(int(math.sqrt(share) * n_sorted), n_sorted - 1)
-        up_cut = up[::step].T.contiguous().sort(1, descending=True).values[:, place]
-        lifted = (up - up_cut).relu()
-    cuts, losses, scales, shares = [], [], [], []
-    energy = original.square().mean(0)
-    for candidate in _SHARES:
-        cut = ordered[:, min(int(candidate * n_sorted), n_sorted - 1)]
-        value = (gate - cut).relu() * lifted
-        cross, own = (original * value).mean(0), value.square().mean(0) + 1e-12
-        cuts.append(cut)
-        scales.append(cross / own)
-        losses.append((energy - cross.square() / own) * importance)
-        shares.append((value != 0).float().mean(0))
-    loss, fires = torch.stack(losses), torch.stack(shares)
-    low, high = math.log(float(loss.max()) + 1e-30) - 30, math.log(float(loss.max()) + 1e-30) + 10
-    for _ in range(_BISECTIONS):  # of the logarithm of the price
-        price = (low + high) / 2
-        best = (loss + math.exp(price) * fires).argmin(0, keepdim=True)
-        if float(fires.gather(0, best).mean()) > share:
-            low = price
-        else:
-            high = price
-    best = (loss + math.exp(high) * fires).argmin(0, keepdim=True)
-    return torch.stack(cuts).gather(0, best)[0], torch.stack(scales).gather(0, best)[0], up_cut
+class _Neurons:
+    """Candidates for the cuts of a layer's neurons, and the choice among them.
+
+    original, gate, up: [n, n_ff]. With both cuts (dReLU) each half is allowed sqrt(share).
+    """
+
+    def __init__(
+        self, original: Tensor, gate: Tensor, up: Tensor, down: Tensor, share: float, *, both: bool
+    ) -> None:
+        step = max(1, len(gate) // _SORTED)
+        ordered = gate[::step].T.contiguous().sort(1, descending=True).values  # [n_ff, n]
+        n_sorted = ordered.shape[1]
+        importance = down.square().sum(0)
+        self.gate, self.lifted, self.up_cut = gate, up, torch.zeros_like(importance)
+        if both:
+            place = min(int(math.sqrt(share) * n_sorted), n_sorted - 1)
+            self.up_cut = up[::step].T.contiguous().sort(1, descending=True).values[:, place]
+            self.lifted = (up - self.up_cut).relu()
+        cuts, losses, scales, shares = [], [], [], []
+        every = max(1, len(gate) // _COUNTED)
+        original, gate, lifted = (x[::every] for x in (original, gate, self.lifted))
+        energy = original.square().mean(0)
+        for candidate in _SHARES:
+            cut = ordered[:, min(int(candidate * n_sorted), n_sorted - 1)]
+            value = (gate - cut).relu_().mul_(lifted)
+            cross, own = (original * value).mean(0), value.square().mean(0) + 1e-12
+            cuts.append(cut)
+            scales.append(cross / own)
+            losses.append((energy - cross.square() / own) * importance)
+            shares.append((value != 0).float().mean(0))
+        self._cuts, self._scales = torch.stack(cuts), torch.stack(scales)
+        self._losses, self._fires = torch.stack(losses), torch.stack(shares)
+        self._whole = energy * importance
+        self._gain = self._whole  # of each neuron, with the last cuts that were picked
+
+    def pick(self, share: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Cut of the gate, scale, cut of up; each [n_ff]. share: of tokens at which a neuron fires, mean."""
+        loss, fires = self._losses, self._fires
+        middle = math.log(float(loss.max()) + 1e-30)
+        low, high = middle - 30, middle + 10
+        for _ in range(_BISECTIONS):  # of the logarithm of the price
+            price = (low + high) / 2
+            best = (loss + math.exp(price) * fires).argmin(0, keepdim=True)
+            if float(fires.gather(0, best).mean()) > share:
+                low = price
+            else:
+                high = price
+        best = (loss + math.exp(high) * fires).argmin(0, keepdim=True)
+        self._gain = self._whole - loss.gather(0, best)[0]
+        return self._cuts.gather(0, best)[0], self._scales.gather(0, best)[0], self.up_cut
+
+    def least(self, n: int) -> Tensor:
+        """The n neurons whose loss would be least, with the cuts that were picked."""
+        return self._gain.argsort()[:n]
+
+    def values(self, cut: Tensor, scale: Tensor) -> Tensor:
+        """The neurons [n, n_ff] with such cuts and scales."""
+        return (self.gate - cut).relu_().mul_(self.lifted).mul_(scale)
+
+
+class _Fit:
+    """Ridge regression of what is missing [n, n_out] on neurons [n, n_ff] and the layer's input [n, n_embd],
+    with a linear map of limited rank from the latter.
+
+    Tokens count by 1 / the squared length of their residual stream [n, n_embd]: every layer after divides by
+    it, and a few tokens (attention sinks) are so much longer that they would be all that is fitted.
+    """
+
+    def __init__(self, neurons: Tensor, h: Tensor, missing: Tensor, stream: Tensor) -> None:
+        self.n_ff = neurons.shape[1]
+        weight = 1 / stream.square().sum(1, keepdim=True)
+        weight /= weight.sum()
+        x = torch.cat((neurons, h), 1)
+        self.mean, self.offset = (x * weight).sum(0), (missing * weight).sum(0)
+        x = (x - self.mean) * weight.sqrt()
+        self.gram = x.T @ x
+        for part in (slice(None, self.n_ff), slice(self.n_ff, None)):
+            diagonal = self.gram.diagonal()[part]
+            diagonal.add_(RIDGE * diagonal.mean() + 1e-12)
+        self.cross = x.T @ ((missing - self.offset) * weight.sqrt())
+
+    def linear(self, rank: int, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """a [rank, n_embd], b [n_out, rank] of the best map beside the neurons kept (bool [n_ff])."""
+        n_h = len(self.gram) - self.n_ff
+        rows = torch.arange(len(self.gram), device=self.gram.device)
+        if kept is not None:
+            rows = torch.cat((rows[: self.n_ff][kept], rows[self.n_ff :]))
+        whole = torch.linalg.solve(self.gram[rows][:, rows], self.cross[rows])[-n_h:].T  # [n_out, n_embd]
+        return _truncated(whole, self.gram[self.n_ff :, self.n_ff :], rank)
+
+    def down(self, linear: Tensor | None = None, kept: Tensor | None = None) -> Tensor:
+        """The map [n_out, n_ff] from the neurons, beside a linear one [n_out, n_embd]; of the neurons kept
+        alone, if some are named."""
+        gram, cross = self.gram[: self.n_ff, : self.n_ff], self.cross[: self.n_ff]
+        if linear is not None:
+            cross = cross - self.gram[: self.n_ff, self.n_ff :] @ linear.T
+        if kept is not None:
+            gram, cross = gram[kept][:, kept], cross[kept]
+        return torch.linalg.solve(gram, cross).T
+
+    def limited(self, down: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        """a [rank, n_ff], b [n_out, rank]: the best of that rank for a map from the neurons."""
+        return _truncated(down, self.gram[: self.n_ff, : self.n_ff], rank)
+
+    def bias(self, down: Tensor, linear: Tensor | None = None) -> Tensor:
+        """What is missing on average beside these maps, [n_out]."""
+        given = down @ self.mean[: self.n_ff]
+        return self.offset - given - (0 if linear is None else linear @ self.mean[self.n_ff :])
+
+
+def _truncated(matrix: Tensor, gram: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """a [rank, n_in], b [n_out, rank]: their product is closest to the matrix [n_out, n_in], on inputs with
+    this Gram matrix."""
+    factor = torch.linalg.cholesky(gram)
+    u, s, v = torch.linalg.svd(matrix @ factor, full_matrices=False)
+    u, s, v = u[:, :rank], s[:rank], v[:rank]
+    right = torch.linalg.solve_triangular(factor, v, upper=False, left=False)
+    balance = (s.max() * right.norm(dim=1).max()).sqrt() / right.norm(dim=1).max()
+    return right * balance, u * (s / balance)

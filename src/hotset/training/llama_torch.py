@@ -10,12 +10,13 @@ Values are [n_batch, n_tokens, width]. The FFN of the student is
 
     neuron = relu(gate(x) + ffn_gate.bias) * up(x) * ffn_scale       (dReLU: relu(up(x) + ffn_up.bias))
 
-and a neuron is idle where its value is zero.
+and a neuron is idle where its value is zero. Some neurons may have made room for a linear path (see Student).
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 ReluKind = Literal["relu", "drelu"]
 MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 NORMS = ("attn_norm", "ffn_norm")
+RETIRED = -1e4  # gate bias of a neuron that never fires
+_LINEAR = re.compile(r"blk\.(\d+)\.ffn_linear\.[ab]")
 
 
 @dataclass
@@ -146,6 +149,9 @@ class Student(nn.Module):
     blk/N/attn_q/a [rank, n_in] and /b [n_out, rank]: the matrix becomes weight + b @ a; with rank 0,
     blk/N/attn_q/delta [n_out, n_in]: weight + delta. blk/N/attn_norm, ...: the norms' weights themselves.
     blk/N/ffn_gate/bias, ffn_up/bias (dReLU), ffn_scale [n_ff]; blk/N/ffn_down/bias [n_embd].
+    blk/N/ffn_linear/a [k, n_embd], /b [n_embd, k], where a layer has a linear path beside its neurons: k of
+    them are retired (scale 0, gate far below zero), and in a file their places are taken by neurons whose
+    gate is always 1, with a in ffn_up and b in ffn_down.
     """
 
     def __init__(self, base: Llama, activation: ReluKind, rank: int, *, seed: int = 0) -> None:
@@ -178,6 +184,13 @@ class Student(nn.Module):
             add(f"{blk}.ffn_scale", torch.ones(config.n_ff[i]))
             add(f"{blk}.ffn_down.bias", base.bias(f"{blk}.ffn_down", config.n_embd))
 
+    def set_linear(self, layer: int, a: Tensor, b: Tensor) -> None:
+        """Gives a layer a linear path, a [k, n_embd] and b [n_embd, k]; as many neurons are retired."""
+        for name, value in (("a", a), ("b", b)):
+            self.values[f"blk/{layer}/ffn_linear/{name}"] = nn.Parameter(
+                value.clone(memory_format=torch.contiguous_format)
+            )
+
     def get(self, name: str) -> nn.Parameter | None:
         """The parameter of a tensor, such as "blk.0.ffn_gate.bias"; None where none is trained."""
         key = name.replace(".", "/")
@@ -186,7 +199,14 @@ class Student(nn.Module):
     @torch.no_grad()
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Takes values by their dotted names. Low-rank products of a smaller rank become the first part of
-        this student's. Raises InvalidRequestError where they are not this student's."""
+        this student's, and linear paths are taken as they are. Raises InvalidRequestError where they are not
+        this student's."""
+        device = next(iter(self.values.values())).device
+        for name in values:
+            if match := _LINEAR.fullmatch(name):
+                a, b = (values.get(f"blk.{match[1]}.ffn_linear.{x}") for x in "ab")
+                if a is not None and b is not None:
+                    self.set_linear(int(match[1]), a.to(device), b.to(device))
         own = dict(self.named_values())
         for name in [*(own.keys() - values.keys()), *(values.keys() - own.keys())]:
             raise InvalidRequestError(
@@ -195,6 +215,8 @@ class Student(nn.Module):
             )
         for name, value in values.items():
             place: Tensor = own[name]
+            if _LINEAR.fullmatch(name):
+                continue
             if name.endswith(".a"):
                 place = place[: len(value)]
             elif name.endswith(".b"):  # the rest of it is zero still
@@ -321,8 +343,17 @@ class Llama(nn.Module):
             with torch.no_grad():
                 if not activity.width:  # it is from the deviations that the widths are made
                     activity.deviation.append(gate.std())
-                activity.share.append(neurons.count_nonzero() / neurons.numel())
-        return self.linear(neurons, f"{blk}.ffn_down", student)
+                n_linear = 0 if (a := student.get(f"{blk}.ffn_linear.a")) is None else len(a)
+                share = neurons.count_nonzero() / neurons.numel() + n_linear / neurons.shape[-1]
+                activity.share.append(share)
+        return self.ffn_out(neurons, x, layer, student)
+
+    def ffn_out(self, neurons: Tensor, x: Tensor, layer: int, student: Student) -> Tensor:
+        """What the student's neurons, and its linear path from the FFN's input x, add to the stream."""
+        blk = f"blk.{layer}"
+        out = self.linear(neurons, f"{blk}.ffn_down", student)
+        a, b = student.get(f"{blk}.ffn_linear.a"), student.get(f"{blk}.ffn_linear.b")
+        return out if a is None or b is None else out + F.linear(F.linear(x, a), b)
 
     def layer(self, x: Tensor, i: int, student: Student | None, activity: Activity | None = None) -> Tensor:
         """The residual stream after layer i."""

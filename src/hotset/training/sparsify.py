@@ -38,7 +38,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from hotset.errors import InvalidRequestError
 from hotset.training.adapters import Adapters
-from hotset.training.calibrate import calibrate, kernel_widths
+from hotset.training.calibrate import calibrate, choose, kernel_widths
 from hotset.training.llama_torch import Activity, Llama, Student
 from hotset.training.text import Mixture
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from hotset.api import Model
 
 _ROWS = 256  # tokens whose logits are in memory together
-_CALIBRATION = 8192  # tokens
+_CALIBRATION = 16384  # tokens; half of them are enough to choose by
 _PRICE_STEP, _PRICE_PULL = (
     0.02,
     4.0,
@@ -57,17 +57,19 @@ _PRICE_STEP, _PRICE_PULL = (
 class Settings:
     """What makes a run what it is; a run is resumed only with the same.
 
-    activation: relu or drelu. rank: of the low-rank products, 0 for full training. idle: share of neurons
-    that are to be idle. n_tokens: to train on, over all processes; hours: instead, how long, where it is not
-    None (the learning rate falls with the time then). n_ctx, batch: tokens of a window, windows of a step and
-    process. lr: of the matrices; vector_lr: of norms, biases and scales. price: of a neuron's being active,
-    at the start. guide: weight of the residual streams' distance at the start. scored: share of the positions
-    at which a step compares the distributions (the rows of logits are a fifth of its time). labels: weight of
+    activation: relu or drelu. rank: of the low-rank products, 0 for full training. linear: neurons of a
+    layer that may be retired for a linear path, at most (relu only). idle: share of neurons that are to be
+    idle. n_tokens: to train on, over all processes; hours: instead, how long, where it is not None (the
+    learning rate falls with the time then). n_ctx, batch: tokens of a window, windows of a step and process.
+    lr: of the matrices; vector_lr: of norms, biases and scales. price: of a neuron's being active, at the
+    start. guide: weight of the residual streams' distance at the start. scored: share of the positions at
+    which a step compares the distributions (the rows of logits are a fifth of its time). labels: weight of
     the text's own next token in what is aimed at, beside the teacher's distribution. warmup: steps.
     """
 
     activation: str = "relu"
     rank: int = 32
+    linear: int = 0
     idle: float = 0.72
     n_tokens: int = 1_000_000
     hours: float | None = None
@@ -88,6 +90,10 @@ class Settings:
             raise InvalidRequestError(f"--activation must be relu or drelu, not {self.activation!r}")
         if self.rank < 0:
             raise InvalidRequestError(f"the rank of the adapters must be at least 1, not {self.rank}")
+        if self.linear < 0 or (self.linear and self.activation != "relu"):
+            raise InvalidRequestError(
+                "a linear path (--linear) needs --activation relu and a number of neurons"
+            )
         if not 0 < self.idle < 1:
             raise InvalidRequestError(f"--idle must lie between 0 and 1, not {self.idle:g}")
         if self.n_tokens < 1 or self.batch < 1 or self.n_ctx < 8:
@@ -215,7 +221,7 @@ class Training:
         self.base, self.teacher, self.mixture, self.held_out = base, teacher, mixture, held_out
         self.folder, self.settings, self.process, self.n_processes = folder, settings, process, n_processes
         self.student = Student(base, settings.activation, settings.rank, seed=settings.seed)  # type: ignore[arg-type]
-        self.optimizer = self._optimizer()
+        self._adamw: torch.optim.Optimizer | None = None
         self.step = 0
         self.seconds = 0.0
         self.price = settings.price
@@ -249,10 +255,40 @@ class Training:
             tokens = torch.from_numpy(self.mixture.window(0)[None]).long()
             self.widths = kernel_widths(self.base, self.student, tokens)
             return
-        n = max(1, _CALIBRATION // self.settings.n_ctx)
+        if self.process == 0:
+            self._calibrate(say)
+        if self.n_processes > 1:
+            self._take_start()
+
+    def _calibrate(self, say: Callable[[str], None]) -> None:
+        settings = self.settings
+        n = max(1, _CALIBRATION // settings.n_ctx)
         tokens = torch.from_numpy(np.stack([self.mixture.window(i) for i in range(n)])).long()
-        calibrate(self.base, self.student, tokens, 1 - self.settings.idle)
+        both = settings.activation == "drelu"
+        active = 1 - settings.idle
+        say("choosing how sparse each layer is to be")
+        choices = choose(self.base, tokens[: max(1, n // 2)], active, settings.linear, both=both)
+        ranks = [choice.n_linear for choice in choices]
+        say(f"calibrating; {sum(ranks) / len(ranks):.0f} neurons of a layer become a linear path")
+        calibrate(self.base, self.student, tokens, choices)
         self.widths = kernel_widths(self.base, self.student, tokens[:2])
+
+    def _take_start(self) -> None:
+        """What the first process has calibrated, to all: the last bits of two calibrations may differ."""
+        from torch import distributed
+
+        told: list[Any] = [{name: value.shape for name, value in self.student.named_values()}, self.widths]
+        distributed.broadcast_object_list(told)
+        shapes, self.widths = told
+        own = dict(self.student.named_values())
+        values = {
+            name: torch.empty(shape, device=self.base.device) if self.process else own[name].detach()
+            for name, shape in shapes.items()
+        }
+        for value in values.values():
+            distributed.broadcast(value, 0)
+        if self.process:
+            self.student.load(values)
 
     def save(self) -> None:
         """Replaces the checkpoint and the adapters."""
@@ -365,6 +401,13 @@ class Training:
         cosine = 0.5 * (1 + math.cos(math.pi * min(self.progress, 1.0)))
         falling = settings.final_lr + (1 - settings.final_lr) * cosine
         return falling * min(1.0, (self.step + 1) / settings.warmup) if settings.warmup else falling
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Made when it is first asked for: the closed form may add parameters."""
+        if self._adamw is None:
+            self._adamw = self._optimizer()
+        return self._adamw
 
     def _optimizer(self) -> torch.optim.Optimizer:
         matrices = [p for p in self.student.parameters() if p.ndim == 2]
