@@ -269,6 +269,7 @@ class TestLinearPath:
             assert scale is not None
             assert bias is not None
             assert int((scale == 0).sum()) == int((bias < -100).sum()) == n_ff // 8
+        assert max(kernel_widths(shifted, student, self.TEXT)) < 1  # retired gates do not count
 
     def test_it_comes_along_into_the_file(self, small_gates: Path, base: Llama, tmp_path: Path) -> None:
         n_ff = base.config.n_ff[0]

@@ -44,7 +44,7 @@ class Activity:
 
     price: what the loss pays for one more active neuron (see SparseGLU). width: half the width of its kernel,
     one per layer. share: of the neurons, those not idle, per layer (tensors of one element). deviation:
-    standard deviation of the gates, per layer, where it is a list.
+    standard deviation of the gates of neurons that are not retired, per layer, where no widths are given.
     """
 
     price: float = 0.0
@@ -342,7 +342,7 @@ class Llama(nn.Module):
         if activity is not None:
             with torch.no_grad():
                 if not activity.width:  # it is from the deviations that the widths are made
-                    activity.deviation.append(gate.std())
+                    activity.deviation.append(gate[gate > RETIRED / 2].std())
                 n_linear = 0 if (a := student.get(f"{blk}.ffn_linear.a")) is None else len(a)
                 share = neurons.count_nonzero() / neurons.numel() + n_linear / neurons.shape[-1]
                 activity.share.append(share)
