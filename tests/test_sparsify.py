@@ -25,6 +25,7 @@ pytest.importorskip("transformers")
 tiny_models = pytest.importorskip("tiny_models")
 
 import hotset  # noqa: E402
+from hotset.storage.reporter import Reporter  # noqa: E402
 from hotset.training.adapters import Adapters, digest, merge  # noqa: E402
 from hotset.training.calibrate import Choice, _cheapest, calibrate, choose, kernel_widths  # noqa: E402
 from hotset.training.generate import circles, generate, read_documents  # noqa: E402
@@ -342,7 +343,25 @@ def test_adapters_do_not_depend_on_strides_and_keep_small_channels(tmp_path: Pat
         assert (error < 0.02 * np.abs(value).max(axis)).all()
 
 
+class Told(Reporter):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.steps: list[tuple[str, int, int]] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def advance(self, label: str, done: int, total: int) -> None:
+        self.steps.append((label, done, total))
+
+
 class TestTraining:
+    def test_the_start_tells_how_far_it_is(self, silu: Path, tmp_path: Path) -> None:
+        reporter = Told()
+        training(silu, tmp_path / "run").prepare(reporter)
+        labels = ("choosing layers", "calibrating layers")
+        assert reporter.steps == [(label, done, 2) for label in labels for done in (1, 2)]
+
     @pytest.mark.parametrize("labels", [0.0, 0.3])
     def test_recovers_what_was_broken(self, silu: Path, tmp_path: Path, labels: float) -> None:
         """A student with noise in one matrix finds back to the teacher, and the curve tells."""
@@ -393,9 +412,9 @@ class TestTraining:
             killed.run(eval_every=3, save_every=4, on_step=kill)
         assert [line["step"] for line in read_curve(tmp_path / "killed" / "curve.jsonl")] == [0, 3, 6]
         resumed = training(silu, tmp_path / "killed", **options)
-        said: list[str] = []
-        resumed.prepare(said.append)
-        assert said == [f"resumed after {4 * 2 * N_CTX} tokens"]
+        reporter = Told()
+        resumed.prepare(reporter)
+        assert reporter.said == [f"resumed after {4 * 2 * N_CTX} tokens"]
         resumed.run(eval_every=3, save_every=4)
         curves = [read_curve(tmp_path / name / "curve.jsonl") for name in ("whole", "killed")]
         for one, other in zip(*curves, strict=True):

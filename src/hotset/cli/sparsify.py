@@ -390,7 +390,7 @@ def _train(run: Training, eval_every: int, save_every: int, *, show: bool) -> Ev
                 seconds = round(3600 * run.settings.hours)
                 bar.advance("training, seconds", min(round(run.seconds), seconds), seconds)
 
-        run.prepare(bar.say if show else lambda text: None)
+        run.prepare(bar if show else None)
         run.run(eval_every=eval_every, save_every=save_every, on_step=stepped, on_eval=told)
     return last[-1] if last else None
 

@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from hotset.errors import InvalidRequestError
+from hotset.storage.reporter import Reporter
 from hotset.training.adapters import Adapters
 from hotset.training.calibrate import calibrate, choose, kernel_widths
 from hotset.training.llama_torch import Activity, Llama, Student
@@ -245,10 +246,11 @@ class Training:
             return self.seconds / (3600 * self.settings.hours)
         return self.tokens / self.settings.n_tokens
 
-    def prepare(self, say: Callable[[str], None] = lambda text: None) -> None:
+    def prepare(self, progress: Reporter | None = None) -> None:
         """Resumes from the folder, or calibrates."""
+        progress = progress or Reporter()
         if self.resume():
-            say(f"resumed after {self.tokens} tokens")
+            progress.say(f"resumed after {self.tokens} tokens")
             return
         if self._start is not None:
             self.student.load(self._start)
@@ -256,21 +258,32 @@ class Training:
             self.widths = kernel_widths(self.base, self.student, tokens)
             return
         if self.process == 0:
-            self._calibrate(say)
+            self._calibrate(progress)
         if self.n_processes > 1:
             self._take_start()
 
-    def _calibrate(self, say: Callable[[str], None]) -> None:
-        settings = self.settings
+    def _calibrate(self, progress: Reporter) -> None:
+        settings, n_layer = self.settings, self.base.config.n_layer
         n = max(1, _CALIBRATION // settings.n_ctx)
         tokens = torch.from_numpy(np.stack([self.mixture.window(i) for i in range(n)])).long()
-        both = settings.activation == "drelu"
-        active = 1 - settings.idle
-        say("choosing how sparse each layer is to be")
-        choices = choose(self.base, tokens[: max(1, n // 2)], active, settings.linear, both=both)
+
+        def told(label: str) -> Callable[[int], None]:
+            return lambda layer: progress.advance(label, layer + 1, n_layer)
+
+        choices = choose(
+            self.base,
+            tokens[: max(1, n // 2)],
+            1 - settings.idle,
+            settings.linear,
+            both=settings.activation == "drelu",
+            on_layer=told("choosing layers"),
+        )
         ranks = [choice.n_linear for choice in choices]
-        say(f"calibrating; {sum(ranks) / len(ranks):.0f} neurons of a layer become a linear path")
-        calibrate(self.base, self.student, tokens, choices)
+        if any(ranks):
+            progress.say(
+                f"{sum(ranks) / len(ranks):.0f} neurons of a layer, on average, become a linear path"
+            )
+        calibrate(self.base, self.student, tokens, choices, told("calibrating layers"))
         self.widths = kernel_widths(self.base, self.student, tokens[:2])
 
     def _take_start(self) -> None:
