@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +20,9 @@ from hotset.report.bars import percent
 from hotset.units import human_size
 
 if TYPE_CHECKING:
+    from hotset.api import Model
     from hotset.training.sparsify import Evaluation, Training
+    from hotset.training.text import Source
 
 _TRAINING, _TEXT, _RUN = "Training", "Text", "Run"
 _LINEAR = 8  # one in so many neurons
@@ -231,11 +234,10 @@ def _open(
     import hotset
     from hotset.backends.cores import usable_cores
     from hotset.formats.gguf import open_gguf
-    from hotset.training import generate as writing
     from hotset.training.adapters import Adapters, digest
     from hotset.training.llama_torch import load_llama
     from hotset.training.sparsify import EngineTeacher, Settings, TorchTeacher, Training
-    from hotset.training.text import Mixture, Source, joined, parse_amount, parse_text, split_held_out
+    from hotset.training.text import Mixture
 
     defaults = Settings()
     if lr is None:
@@ -261,33 +263,11 @@ def _open(
     engine = stack.enter_context(
         hotset.load(path, n_ctx=n_ctx, n_threads=n_threads, backend="cpu")  # the GPU is for training
     )
-    files = [parse_text(option) for option in texts]
-    encoded = [engine.tokenizer.encode(read_text(file, "--text"), add_special=True) for file, _ in files]
-    sources, held = [], []
-    for (file, weight), ids in zip(files, encoded, strict=True):
-        kept, rest = (ids, []) if held_out is not None else split_held_out(ids, n_ctx)
-        sources.append(Source(str(file), joined([kept]), weight))
-        held.extend(rest)
-    if held_out is not None:
-        held = split_held_out(engine.tokenizer.encode(read_text(held_out, "--held-out")), n_ctx, whole=True)[
-            1
-        ]
-    for option, value, adapters in (("generate", generate, None), ("on-policy", on_policy, start)):
-        if value is None:
-            continue
-        amount, weight = parse_amount(value, f"--{option}")
-        written = folder / ("generated.jsonl" if adapters is None else "on_policy.jsonl")
-        if process == 0:
-            _write(
-                path, adapters, written, amount,
-                texts=[source.tokens.tolist() for source in sources[: len(files)]],
-                chat=chat, seed=seed, n_ctx=writing.longest(base.config), n_threads=n_threads,
-            )  # fmt: skip
-        _wait(torch, n_processes)
-        ids = joined(writing.read_documents(written)).tolist()
-        kept, rest = (ids, []) if held else split_held_out(ids, n_ctx)
-        sources.append(Source(f"--{option}", joined([kept]), weight))
-        held.extend(rest)
+    sources, held = _texts(
+        torch, engine, path, folder,
+        texts=texts, generate=generate, on_policy=on_policy, start=start, chat=chat, held_out=held_out,
+        n_ctx=n_ctx, n_threads=n_threads, seed=seed, process=process, n_processes=n_processes,
+    )  # fmt: skip
 
     values = None
     if start is not None:
@@ -310,37 +290,86 @@ def _open(
     return run, process == 0
 
 
+def _texts(
+    torch: Any,
+    engine: Model,
+    path: Path,
+    folder: Path,
+    *,
+    texts: list[str],
+    generate: str | None,
+    on_policy: str | None,
+    start: Path | None,
+    chat: float,
+    held_out: Path | None,
+    n_ctx: int,
+    n_threads: int,
+    seed: int,
+    process: int,
+    n_processes: int,
+) -> tuple[list[Source], list[list[int]]]:
+    """What to train on, from files and from what the models write, and the windows to evaluate on."""
+    from hotset.training.generate import read_documents
+    from hotset.training.text import Source, joined, parse_amount, parse_text, split_held_out
+
+    sources: list[Source] = []
+    held: list[list[int]] = []
+    if held_out is not None:
+        ids = engine.tokenizer.encode(read_text(held_out, "--held-out"))
+        held = split_held_out(ids, n_ctx, whole=True)[1]
+    for file, weight in map(parse_text, texts):
+        ids = engine.tokenizer.encode(read_text(file, "--text"), add_special=True)
+        kept, rest = (ids, []) if held_out is not None else split_held_out(ids, n_ctx)
+        sources.append(Source(str(file), joined([kept]), weight))
+        held.extend(rest)
+    openings = [source.tokens.tolist() for source in sources]
+    for option, value, adapters in (("generate", generate, None), ("on-policy", on_policy, start)):
+        if value is None:
+            continue
+        amount, weight = parse_amount(value, f"--{option}")
+        written = folder / ("generated.jsonl" if adapters is None else "on_policy.jsonl")
+        if process == 0:
+            _write(path, adapters, written, amount, openings, chat=chat, seed=seed, n_threads=n_threads)
+        _wait(torch, n_processes)
+        ids = joined(read_documents(written)).tolist()
+        kept, rest = (ids, []) if held else split_held_out(ids, n_ctx)
+        sources.append(Source(f"--{option}", joined([kept]), weight))
+        held.extend(rest)
+    return sources, held
+
+
 def _write(
     path: Path,
     adapters: Path | None,
     written: Path,
     n_tokens: int,
+    openings: list[list[int]],
     *,
-    texts: list[list[int]],
     chat: float,
     seed: int,
-    n_ctx: int,
     n_threads: int,
 ) -> None:
     """Text of the model, or of the student that adapters make of it."""
     import hotset
+    from hotset.formats.gguf import open_gguf
+    from hotset.model.config import config_from_gguf
     from hotset.training import generate as writing
 
     if sum(map(len, writing.read_documents(written))) >= n_tokens:
         return
-    author = path
-    if adapters is not None:
-        author = written.with_name("student.gguf")
-        _merge(path, adapters, author, "q8_0")
-    with (
-        hotset.load(
-            author, n_ctx=n_ctx, n_threads=n_threads, backend="cpu", n_seqs=writing.N_SEQUENCES
-        ) as engine,
-        StepBar() as bar,
-    ):
-        writing.generate(engine, written, n_tokens, texts=texts, chat=chat, seed=seed, progress=bar)
-    if adapters is not None:
-        author.unlink()
+    with contextlib.ExitStack() as stack:
+        if adapters is not None:  # with what hotset.load lays down beside a sparse model
+            place = stack.enter_context(tempfile.TemporaryDirectory(dir=written.parent))
+            student = Path(place) / "student.gguf"
+            _merge(path, adapters, student, "q8_0")
+            path = student
+        with open_gguf(path) as gguf:
+            n_ctx = writing.longest(config_from_gguf(gguf))
+        engine = stack.enter_context(
+            hotset.load(path, n_ctx=n_ctx, n_threads=n_threads, backend="cpu", n_seqs=writing.N_SEQUENCES)
+        )
+        bar = stack.enter_context(StepBar())
+        writing.generate(engine, written, n_tokens, texts=openings, chat=chat, seed=seed, progress=bar)
 
 
 def _torch() -> Any:
