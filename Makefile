@@ -4,12 +4,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h)
 JOBS ?= 2
+ADAPTERS := adapters/smollm2-135m-relu.safetensors
+RELU := build/demo/smollm2-135m-relu.gguf
 
 .PHONY: demo build test lint format kernel-test test-neon sanitize fuzz wheel clean
 
 demo: build
 	$(BIN)/hotset run smollm2-135m "What is photosynthesis?" --temp 0 -n 80
+	$(MAKE) $(RELU)
+	$(BIN)/hotset run $(RELU) "What is photosynthesis?" --temp 0 -n 80
 	$(BIN)/python bench/demo_sparse.py
+
+# The same model, its neurons made sparse: docs/TRAINING.md.
+$(RELU): $(ADAPTERS)
+	mkdir -p $(@D)
+	$(BIN)/hotset sparsify smollm2-135m $@ --adapters $(ADAPTERS)
 
 build: $(VENV)/.installed
 
