@@ -193,12 +193,12 @@ def _merged(gguf: GGUFFile, name: str, adapters: Adapters) -> np.ndarray:
         weight += values[f"{stem}.b"] @ values[f"{stem}.a"]
     else:
         raise InvalidRequestError(f"the adapters hold nothing for {name}; they belong to another model")
-    scale = values[f"{stem.rpartition('.')[0]}.ffn_scale"]
-    if stem.endswith(".ffn_up") and adapters.activation == "relu":
-        weight *= scale[:, None]
-    if stem.endswith(".ffn_down") and adapters.activation == "drelu":  # relu(up) does not let a sign through
-        weight *= scale
     blk, _, matrix = stem.rpartition(".")
+    scale = values[f"{blk}.ffn_scale"]
+    if matrix == "ffn_up" and adapters.activation == "relu":
+        weight *= scale[:, None]
+    if matrix == "ffn_down" and adapters.activation == "drelu":  # relu(up) does not let a sign through
+        weight *= scale
     retired = _retired(blk, values)
     if matrix == "ffn_gate":
         weight[retired] = 0

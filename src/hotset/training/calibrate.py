@@ -78,13 +78,13 @@ def calibrate(
         out = inp + model.linear(original, f"{blk}.ffn_down", None)
         inp, h, gate, up = _enter(model, given, i, student)
         neurons = _Neurons(original, gate, up, model.weight(f"{blk}.ffn_down"), choice.share, both=both)
-        cut, scale, up_cut = neurons.pick(choice.share)
-        retired = neurons.least(choice.n_linear)
+        cut, scale, gain = neurons.pick(choice.share)
+        retired = gain.argsort()[: choice.n_linear]
         cut[retired], scale[retired] = -RETIRED, 0.0
         _set(student, f"{blk}.ffn_gate.bias", -cut, add=True)
         _set(student, f"{blk}.ffn_scale", scale)
         if both:
-            _set(student, f"{blk}.ffn_up.bias", -up_cut, add=True)
+            _set(student, f"{blk}.ffn_up.bias", -neurons.up_cut, add=True)
         values = neurons.values(cut, scale)
         missing = out - inp - model.linear(values, f"{blk}.ffn_down", student)
         fit = _Fit(values, h, missing, out)
@@ -142,13 +142,13 @@ def choose(
         neurons = _Neurons(original, gate, up, weight, share, both=both)
         missed: list[tuple[float, float, Choice]] = []
         for part in _LAYER_SHARES:
-            cut, scale, _ = neurons.pick(part * share)
+            cut, scale, gain = neurons.pick(part * share)
             values = neurons.values(cut, scale)
             fit = _Fit(values[fitted], h[fitted], out[fitted], (inp + out)[fitted])
             fires = (values != 0).float().mean(0)
             for k in widths:
                 kept = torch.ones_like(fires, dtype=torch.bool)
-                kept[neurons.least(k)] = False
+                kept[gain.argsort()[:k]] = False
                 path = None
                 if k:
                     a, b = fit.linear(k, kept)
@@ -256,10 +256,12 @@ class _Neurons:
         self._cuts, self._scales = torch.stack(cuts), torch.stack(scales)
         self._losses, self._fires = torch.stack(losses), torch.stack(shares)
         self._whole = energy * importance
-        self._gain = self._whole  # of each neuron, with the last cuts that were picked
 
     def pick(self, share: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Cut of the gate, scale, cut of up; each [n_ff]. share: of tokens at which a neuron fires, mean."""
+        """Cut of the gate, scale, and by how much each neuron lessens the loss; each [n_ff].
+
+        share: of tokens at which a neuron fires, mean.
+        """
         loss, fires = self._losses, self._fires
         middle = math.log(float(loss.max()) + 1e-30)
         low, high = middle - 30, middle + 10
@@ -271,12 +273,8 @@ class _Neurons:
             else:
                 high = price
         best = (loss + math.exp(high) * fires).argmin(0, keepdim=True)
-        self._gain = self._whole - loss.gather(0, best)[0]
-        return self._cuts.gather(0, best)[0], self._scales.gather(0, best)[0], self.up_cut
-
-    def least(self, n: int) -> Tensor:
-        """The n neurons whose loss would be least, with the cuts that were picked."""
-        return self._gain.argsort()[:n]
+        gain = self._whole - loss.gather(0, best)[0]
+        return self._cuts.gather(0, best)[0], self._scales.gather(0, best)[0], gain
 
     def values(self, cut: Tensor, scale: Tensor) -> Tensor:
         """The neurons [n, n_ff] with such cuts and scales."""

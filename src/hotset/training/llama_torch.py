@@ -16,7 +16,6 @@ and a neuron is idle where its value is zero. Some neurons may have made room fo
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,7 +34,6 @@ ReluKind = Literal["relu", "drelu"]
 MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 NORMS = ("attn_norm", "ffn_norm")
 RETIRED = -1e4  # gate bias of a neuron that never fires
-_LINEAR = re.compile(r"blk\.(\d+)\.ffn_linear\.[ab]")
 
 
 @dataclass
@@ -106,7 +104,6 @@ class LowRankLinear(torch.autograd.Function):
         out = F.linear(flat, weight, bias)
         ctx.save_for_backward(flat, weight, a, b, low)
         ctx.shape = x.shape
-        ctx.has_bias = bias is not None
         return out.addmm_(low, b.T).view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -115,7 +112,7 @@ class LowRankLinear(torch.autograd.Function):
         grad = grad.flatten(0, -2)
         grad_low = grad @ b
         grad_x = (grad @ weight).addmm_(grad_low, a) if ctx.needs_input_grad[0] else None
-        grad_bias = grad.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         return (
             None if grad_x is None else grad_x.view(ctx.shape), None, grad_bias,
             grad_low.T @ x, grad.T @ low,
@@ -202,11 +199,9 @@ class Student(nn.Module):
         this student's, and linear paths are taken as they are. Raises InvalidRequestError where they are not
         this student's."""
         device = next(iter(self.values.values())).device
-        for name in values:
-            if match := _LINEAR.fullmatch(name):
-                a, b = (values.get(f"blk.{match[1]}.ffn_linear.{x}") for x in "ab")
-                if a is not None and b is not None:
-                    self.set_linear(int(match[1]), a.to(device), b.to(device))
+        for name, a in values.items():
+            if name.endswith(".ffn_linear.a") and (b := values.get(f"{name[:-1]}b")) is not None:
+                self.set_linear(int(name.split(".")[1]), a.to(device), b.to(device))
         own = dict(self.named_values())
         for name in [*(own.keys() - values.keys()), *(values.keys() - own.keys())]:
             raise InvalidRequestError(
@@ -215,8 +210,6 @@ class Student(nn.Module):
             )
         for name, value in values.items():
             place: Tensor = own[name]
-            if _LINEAR.fullmatch(name):
-                continue
             if name.endswith(".a"):
                 place = place[: len(value)]
             elif name.endswith(".b"):  # the rest of it is zero still
