@@ -54,11 +54,12 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(SOURCES)
 
-# Every instruction set of this machine against the scalar reference, bit for bit.
+# Every instruction set of this machine against the scalar reference, bit for bit; what a plan holds of its operations.
 kernel-test: $(VENV)/.tools
 	$(BIN)/cmake -S . -B build/kernels -G Ninja -DCMAKE_BUILD_TYPE=Release -DHOTSET_PYTHON=OFF -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja >/dev/null
-	$(BIN)/cmake --build build/kernels --target kernel_test
+	$(BIN)/cmake --build build/kernels --target kernel_test plan_test
 	build/kernels/kernel_test
+	build/kernels/plan_test
 
 # The same for AArch64, cross-compiled and run under qemu (Debian: g++-aarch64-linux-gnu, qemu-user).
 test-neon:

@@ -141,8 +141,9 @@ class PlanBuilder {
     // With an activation and two parts, these are gate and up; with one part, it is applied to the result.
     void linear(int x, const NormArguments& norm, const std::vector<Part>& parts, int residual, bool gated,
                 const std::optional<ActivationArguments>& activation) {
-        require(!parts.empty() && (!gated || (parts.size() == 2 && activation)) &&
-                    (residual < 0 || parts.size() == 1) && (gated || !activation || parts.size() == 1),
+        require(!parts.empty() && parts.size() <= kMaxChunks &&
+                    (!gated || (parts.size() == 2 && activation)) && (residual < 0 || parts.size() == 1) &&
+                    (gated || !activation || parts.size() == 1),
                 "a matrix product has parts");
         std::vector<LinearPart> built;
         for (const Part& part : parts) built.push_back(make_part(part, x));

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
 
 namespace hotset {
 
@@ -126,8 +127,8 @@ void Plan::finish() {
             t.rope_cos[i].resize(size_t(max_tokens_) * (ropes_[i].n_rot / 2));
             t.rope_sin[i].resize(size_t(max_tokens_) * (ropes_[i].n_rot / 2));
         }
-        step->phases.reserve(ops_.size() * 3);
-        step->reached_ns.resize(ops_.size() * 3 + 1);
+        step->phases.reserve(ops_.size() * kMaxPhases);
+        step->reached_ns.resize(ops_.size() * kMaxPhases + 1);
     }
 }
 
@@ -171,8 +172,17 @@ void Plan::execute(int slot, int first_op, int last_op) {
     for (int i = first_op; i < last_op; i++) {
         const Op* op = ops_[i].get();
         op->counters.reset();
-        for (int phase = 0; phase < op->n_phases(step.tokens); phase++)
-            if (const int n = op->n_chunks(phase, step.tokens)) step.phases.push_back({op, i, phase, n});
+        const int n_phases = op->n_phases(step.tokens);
+        for (int phase = 0; phase < n_phases; phase++) {
+            const int n = op->n_chunks(phase, step.tokens);
+            // Arrays of the team have room for so many: a mistake in an operation must not become a write
+            // past them.
+            if (n_phases > kMaxPhases || n < 0 || n > kMaxChunks)
+                throw std::logic_error("operation " + std::to_string(i) + " cuts phase " +
+                                       std::to_string(phase) + " of " + std::to_string(n_phases) + " into " +
+                                       std::to_string(n) + " chunks: a mistake in hotset");
+            if (n) step.phases.push_back({op, i, phase, n});
+        }
     }
     latest_ = &step;
     team_.run(slot, step);

@@ -88,9 +88,13 @@ class FfnCounters {
     std::atomic<int64_t> values_[5] = {};
 };
 
+constexpr int kMaxPhases = 3;  // of one operation
+
 class Op {
   public:
     virtual ~Op() = default;
+    // What the plan holds of an operation in every step, else the step is an error: kMaxPhases phases at
+    // most, of kMaxChunks chunks at most. Chunks must grow where there is more to do than that.
     virtual int n_phases(const StepTokens& step) const = 0;
     virtual int n_chunks(int phase, const StepTokens& step) const = 0;  // 0: the phase is left out
     virtual void run(int phase, int chunk, const StepTokens& step, Worker& worker) const = 0;
@@ -152,6 +156,7 @@ class Plan {
     int add_buffer(int64_t width, bool outputs);
     int add_rope(Rope rope);
 
+    void add(std::unique_ptr<Op> op) { ops_.push_back(std::move(op)); }
     void add_embed(const Matrix& weight, bool positions, int first_row, int out);
     void add_select(int x, int out);
     void add_norm(Norm norm, int n_head, int x, int out);
@@ -174,7 +179,8 @@ class Plan {
     // After the last operation: allocates what the workers need.
     void finish();
 
-    // Runs one step. Arrays as in backends/base.py. Every index must have been checked.
+    // Runs one step. Arrays as in backends/base.py. Every index must have been checked. Throws
+    // std::logic_error, before anything is computed, if an operation breaks its contract (see Op).
     void run(const int32_t* tokens, const int32_t* positions, const int32_t* sequences, int n_tokens,
              const int32_t* pages, int n_sequences, int max_pages, const int32_t* outputs, int n_outputs);
     // Runs the operations [first_op, last_op) on rows that the caller wrote into their buffers: operations

@@ -22,6 +22,7 @@ class Attention : public Op {
         stride_ = f_.kv.value_stride();
         max_splits_ = ceil_div(plan.max_pages(), kSplitPages);
         max_split_units_ = 4 * plan.n_threads() + f_.kv.n_head_kv;
+        most_chunk_units_ = ceil_div(int64_t(plan.max_tokens()) * f_.kv.n_head_kv, kMaxChunks);
     }
 
     // 0: store; 1: attend; 2: merge, where splits are chunks of their own
@@ -29,8 +30,9 @@ class Attention : public Op {
 
     int n_chunks(int phase, const StepTokens& step) const override {
         if (phase == 0) return std::min(ceil_div(step.n_tokens, kStoreTokens), kMaxChunks);
-        const int units = n_tiles(step) * f_.kv.n_head_kv;
-        return phase == 1 && splits_apart(step) ? units * n_splits(step) : units;
+        const int units = n_units(step);
+        if (splits_apart(step)) return phase == 1 ? units * n_splits(step) : units;
+        return std::min(units, kMaxChunks);
     }
 
     void run(int phase, int chunk, const StepTokens& step, Worker& worker) const override {
@@ -44,13 +46,18 @@ class Attention : public Op {
         const size_t heads = size_t(kStoreTokens + plan_.max_tokens() / kMaxChunks + 1) *
                              size_t(f_.n_head + f_.kv.n_head_kv) * f_.kv.head_dim;
         const size_t rows = tile_rows();
-        const size_t splits = size_t(max_splits_) * rows * (stride_ + 2) + rows * stride_ + 2 * max_splits_;
+        const size_t splits = size_t(max_splits_) * rows * (stride_ + 2) + 2 * max_splits_ +
+                              chunk_floats(most_chunk_units_) + rows * stride_;
         return {std::max(heads, splits) + size_t(f_.kv.head_dim) * (rows + 2), 0,
                 (query_floats() + part_rows() * (stride_ + 2)) * sizeof(float)};
     }
 
   private:
     int tile_rows() const { return tile_tokens_ * group_; }
+    // Room for the results of so many units, whole cache lines.
+    size_t chunk_floats(int units) const {
+        return (size_t(units) * tile_rows() * f_.kv.head_dim_v + 15) / 16 * 16;
+    }
 
     // Tiles are found anew by each call: adjacent tokens of one sequence, cut every tile_tokens_.
     template <class F>
@@ -68,6 +75,8 @@ class Attention : public Op {
         for_tiles(step, [&](int, TokenTile) { return ++n, true; });
         return n;
     }
+    // A unit of work is a tile and a KV head, numbered tile by tile.
+    int n_units(const StepTokens& step) const { return n_tiles(step) * f_.kv.n_head_kv; }
     TokenTile tile(const StepTokens& step, int wanted) const {
         TokenTile found;
         for_tiles(step, [&](int index, TokenTile tile) { return found = tile, index != wanted; });
@@ -81,7 +90,7 @@ class Attention : public Op {
     }
     // With few tiles and a long context, splits are shared out as well.
     bool splits_apart(const StepTokens& step) const {
-        const int units = n_tiles(step) * f_.kv.n_head_kv, splits = n_splits(step);
+        const int units = n_units(step), splits = n_splits(step);
         return units <= max_split_units_ && units < 8 * plan_.n_threads() && splits > 1 &&
                units * splits <= kMaxChunks;
     }
@@ -187,44 +196,77 @@ class Attention : public Op {
     }
 
     void merge(int chunk, const StepTokens& step, Worker& worker) const {
+        const TokenTile tile = this->tile(step, chunk / f_.kv.n_head_kv);
         const int64_t at = int64_t(chunk) * max_splits_ * tile_rows();
-        merge_rows(step, chunk, n_splits(step), this->parts() + at * stride_, this->states() + at,
-                   tile_rows(), worker, worker.results.as<float>());
+        float* out = worker.results.as<float>();
+        merge_rows(tile.count * group_, n_splits(step), this->parts() + at * stride_, this->states() + at,
+                   tile_rows(), out + int64_t(tile.count) * group_ * f_.kv.head_dim_v, out);
+        if (!worker.begin_commit()) return;
+        write(tile, chunk % f_.kv.n_head_kv, out);
+        worker.end_commit();
     }
 
+    // Units one after another: one a chunk, more where there are more units than a phase may have chunks.
     void attend_all(int chunk, const StepTokens& step, Worker& worker) const {
-        const TokenTile tile = this->tile(step, chunk / f_.kv.n_head_kv);
+        const RowRange units(chunk, n_chunks(1, step), n_units(step));
+        float* const out = worker.results.as<float>();  // [units][rows of the unit][head_dim_v]
+        float* scratch = out + chunk_floats(units.count());
+        float* unit_out = out;
+        for_units(step, units, [&](TokenTile tile, int head) {
+            attend_unit(step, tile, head, scratch, unit_out);
+            unit_out += int64_t(tile.count) * group_ * f_.kv.head_dim_v;
+        });
+        if (!worker.begin_commit()) return;
+        unit_out = out;
+        for_units(step, units, [&](TokenTile tile, int head) {
+            write(tile, head, unit_out);
+            unit_out += int64_t(tile.count) * group_ * f_.kv.head_dim_v;
+        });
+        worker.end_commit();
+    }
+
+    template <class F>
+    void for_units(const StepTokens& step, RowRange units, F f) const {
+        const int heads = f_.kv.n_head_kv;
+        for_tiles(step, [&](int index, TokenTile tile) {
+            for (int unit = std::max(units.first, index * heads);
+                 unit < std::min(units.last, (index + 1) * heads); unit++)
+                f(tile, unit % heads);
+            return (index + 1) * heads < units.last;
+        });
+    }
+
+    void attend_unit(const StepTokens& step, TokenTile tile, int head, float* scratch, float* out) const {
         const int rows = tile.count * group_;
         int last = 0;
         for (int i = 0; i < tile.count; i++) last = std::max(last, step.positions[tile.first + i] + 1);
         const int splits = ceil_div(last, kSplitTokens);
-        float* parts = worker.results.as<float>();
+        float* parts = scratch;
         AttentionState* states = reinterpret_cast<AttentionState*>(parts + int64_t(splits) * rows * stride_);
         for (int split = 0; split < splits; split++)
-            attend(step, tile, chunk % f_.kv.n_head_kv, split, states + split * rows,
-                   parts + int64_t(split) * rows * stride_);
-        merge_rows(step, chunk, splits, parts, states, rows, worker,
-                   reinterpret_cast<float*>(states + splits * rows));
+            attend(step, tile, head, split, states + split * rows, parts + int64_t(split) * rows * stride_);
+        merge_rows(rows, splits, parts, states, rows, reinterpret_cast<float*>(states + splits * rows), out);
     }
 
-    // parts: [n_splits][row_stride][stride_], states: [n_splits][row_stride]
-    void merge_rows(const StepTokens& step, int unit, int splits, const float* parts,
-                    const AttentionState* states, int row_stride, Worker& worker, float* scratch) const {
-        const TokenTile tile = this->tile(step, unit / f_.kv.n_head_kv);
-        const int head = unit % f_.kv.n_head_kv, rows = tile.count * group_, dim = f_.kv.head_dim_v;
+    // out: [rows][head_dim_v]; parts: [n_splits][row_stride][stride_], states: [n_splits][row_stride]
+    void merge_rows(int rows, int splits, const float* parts, const AttentionState* states, int row_stride,
+                    float* scratch, float* out) const {
+        const int dim = f_.kv.head_dim_v;
         AttentionState* row_states = reinterpret_cast<AttentionState*>(scratch);
-        float* out = scratch + 2 * splits;
         for (int row = 0; row < rows; row++) {
             for (int s = 0; s < splits; s++) row_states[s] = states[s * row_stride + row];
             plan_.kernels().merge_attention(splits, row_states, parts + int64_t(row) * stride_,
                                             int64_t(row_stride) * stride_, dim, out + row * dim);
         }
-        if (!worker.begin_commit()) return;
+    }
+
+    // Copies a unit's rows out, within a commit.
+    void write(TokenTile tile, int head, const float* rows) const {
         const Buffer& target = plan_.buffer(f_.out);
-        for (int row = 0; row < rows; row++)
-            std::copy_n(out + row * dim, dim,
+        const int dim = f_.kv.head_dim_v;
+        for (int row = 0; row < tile.count * group_; row++)
+            std::copy_n(rows + row * dim, dim,
                         target.row(tile.first + row / group_) + (head * group_ + row % group_) * dim);
-        worker.end_commit();
     }
 
     const Plan& plan_;
@@ -234,6 +276,7 @@ class Attention : public Op {
     int stride_;
     int max_splits_;
     int max_split_units_;
+    int most_chunk_units_;  // units of one chunk, at most
 };
 
 }  // namespace

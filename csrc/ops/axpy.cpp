@@ -69,7 +69,7 @@ class Axpy : public Op {
     int64_t cols() const { return part_.weight.cols; }
     int64_t words() const { return ceil_div(rows(), kTileNeurons); }
     int n_ranges() const { return ceil_div(rows(), range_); }
-    int sum_chunks() const { return ceil_div(cols(), kSumColumns); }
+    int sum_chunks() const { return std::min(ceil_div(cols(), kSumColumns), kMaxChunks); }
     int mark_chunks(int n) const { return std::min(ceil_div(n, kMarkedTokens), kMaxChunks); }
     int column_chunks(int n) const {
         const int64_t fewest = n > kManyTokens ? ceil_div(cols(), kMostColumns) : 1;

@@ -71,10 +71,11 @@ class Linear : public Op {
 
     int part_chunks(size_t p, int n) const {
         const int64_t rows = parts_[p].weight.rows;
-        if (n > 1) return many_token_chunks(rows, plan_.n_threads(), kMaxChunks / int(n_row_parts()));
+        const int most = kMaxChunks / int(n_row_parts());
+        if (n > 1) return many_token_chunks(rows, plan_.n_threads(), most);
         const int64_t share = bytes_ * rows / rows_;
-        return int(
-            std::clamp<int64_t>(share / kChunkBytes, 1, std::min<int64_t>(kDecodeChunks, ceil_div(rows, 4))));
+        return int(std::clamp<int64_t>(share / kChunkBytes, 1,
+                                       std::min<int64_t>(std::min(kDecodeChunks, most), ceil_div(rows, 4))));
     }
 
     struct ChunkRows {

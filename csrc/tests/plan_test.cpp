@@ -1,0 +1,95 @@
+// What a plan holds of its operations: one that cuts a step into more than there is room for is an error, not
+// a write past an array. Needs no Python, so that it also runs under sanitizers. Exit status 1 on a failure.
+#include <cstdio>
+#include <functional>
+#include <stdexcept>
+#include <string>
+
+#include "../plan.h"
+
+using namespace hotset;
+
+namespace {
+
+constexpr int kMaxTokens = 8;
+int failures = 0;
+
+void check(bool condition, const std::string& what) {
+    if (condition) return;
+    failures++;
+    std::printf("FAILED: %s\n", what.c_str());
+}
+
+// Counts its chunks in the one column of its output; phases and chunks are what the test says.
+class Counting : public Op {
+  public:
+    using Chunks = std::function<int(int phase, int n_tokens)>;
+    Counting(const Buffer& out, int n_phases, Chunks chunks)
+        : out_(out), n_phases_(n_phases), chunks_(std::move(chunks)) {}
+    int n_phases(const StepTokens&) const override { return n_phases_; }
+    int n_chunks(int phase, const StepTokens& step) const override { return chunks_(phase, step.n_tokens); }
+    void run(int, int, const StepTokens&, Worker& worker) const override {
+        if (!worker.begin_commit()) return;
+        std::atomic_ref<float>(*out_.row(0)).fetch_add(1.0f);
+        worker.end_commit();
+    }
+    Needs needs() const override { return {1, 1, 0}; }
+
+  private:
+    const Buffer& out_;
+    const int n_phases_;
+    const Chunks chunks_;
+};
+
+struct Tested {
+    Plan plan;
+    int out;
+
+    Tested(int n_threads, int n_phases, Counting::Chunks chunks)
+        : plan(*scalar_kernels(), kMaxTokens, 1, n_threads), out(plan.add_buffer(1, false)) {
+        plan.add(std::make_unique<Counting>(plan.buffer(out), n_phases, std::move(chunks)));
+        plan.finish();
+    }
+    // How many chunks ran, -1: the step was refused and nothing ran.
+    float step(int n_tokens) {
+        float& count = *plan.buffer(out).row(0);
+        count = 0.0f;
+        try {
+            plan.run_rows(0, plan.n_ops(), n_tokens);
+        } catch (const std::logic_error& error) {
+            check(std::string(error.what()).starts_with("operation 0 cuts phase"), error.what());
+            check(count == 0.0f, "nothing runs of a refused step");
+            return -1.0f;
+        }
+        return count;
+    }
+};
+
+void test_bounds(int n_threads) {
+    for (int phase = 0; phase < kMaxPhases; phase++) {
+        auto chunks_of = [&](int n) { return [=](int at, int) { return at == phase ? n : 1; }; };
+        const std::string where = "phase " + std::to_string(phase) + ", threads " + std::to_string(n_threads);
+        Tested most(n_threads, kMaxPhases, chunks_of(kMaxChunks));
+        for (int again = 0; again < 20; again++)
+            check(most.step(1) == kMaxChunks + kMaxPhases - 1, "as many chunks as there may be: " + where);
+        for (int n : {kMaxChunks + 1, 2 * kMaxChunks, 1 << 30, -1})
+            check(Tested(n_threads, kMaxPhases, chunks_of(n)).step(1) == -1.0f,
+                  std::to_string(n) + " chunks are refused: " + where);
+        check(Tested(n_threads, kMaxPhases, chunks_of(0)).step(1) == kMaxPhases - 1,
+              "a phase without chunks is left out: " + where);
+    }
+    check(Tested(n_threads, kMaxPhases + 1, [](int, int) { return 1; }).step(1) == -1.0f,
+          "more phases than there may be are refused");
+    // One step too large does not spoil the plan.
+    Tested grows(n_threads, 1, [](int, int n_tokens) { return n_tokens * 300; });
+    check(grows.step(3) == 900.0f && grows.step(4) == -1.0f && grows.step(2) == 600.0f,
+          "steps before and after a refused one run");
+}
+
+}  // namespace
+
+int main() {
+    for (int n_threads : {1, 2, 5}) test_bounds(n_threads);
+    std::printf(failures ? "%d failures\n" : "a plan holds its operations to their bounds\n", failures);
+    return failures != 0;
+}
