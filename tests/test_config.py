@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotset.errors import FormatError, HotsetError, InvalidRequestError, UnsupportedModelError
-from hotset.formats.quants import GGMLType
+from hotset.formats.quants import DECODABLE, GGMLType
 from hotset.model.config import (
     ARCHITECTURES,
     DRELU,
@@ -53,7 +53,11 @@ def file(architecture: str = "llama", tensors: dict[str, Any] | None = None, **k
 
 
 def complete(**replaced: tuple[int, ...] | None) -> dict[str, Any]:
-    """The tensors of a two-layer llama of SOUND; a shape of None drops one of them."""
+    """The tensors of a two-layer llama of SOUND; a shape of None drops one of them.
+
+    Planes and signs have the types that hotset builds them with, the others are F32.
+    """
+    own = {"codes": GGMLType.I8, "scales": GGMLType.F16, "sign.weight": GGMLType.I8}
     layer = {
         "attn_norm": (64,), "attn_q": (64, 64), "attn_k": (64, 32), "attn_v": (64, 32),
         "attn_output": (64, 64), "ffn_norm": (64,),
@@ -62,7 +66,13 @@ def complete(**replaced: tuple[int, ...] | None) -> dict[str, Any]:
     shapes: dict[str, Any] = {"token_embd.weight": (64, 300), "output_norm.weight": (64,)}
     shapes |= {f"blk.{i}.{name}.weight": shape for i in range(2) for name, shape in layer.items()}
     shapes |= replaced
-    return {name: SimpleNamespace(name=name, shape=s) for name, s in shapes.items() if s is not None}
+    return {
+        name: SimpleNamespace(
+            name=name, shape=s, type=next((own[end] for end in own if name.endswith(end)), GGMLType.F32)
+        )
+        for name, s in shapes.items()
+        if s is not None
+    }
 
 
 def test_defaults_of_a_plain_llama() -> None:
@@ -177,6 +187,7 @@ def test_an_unknown_architecture_is_named() -> None:
         ),
         ({"rope__scaling__type": 3}, "must be a string"),
         ({"attention__sliding_window": -1}, "outside"),
+        ({"attention__sliding_window": 2**31}, "outside"),
         ({"attention__sliding_window": 8, "attention__sliding_window_pattern": [True]}, "for 2 layers"),
     ],
 )
@@ -192,6 +203,12 @@ def test_a_damaged_key_is_named(keys: dict[str, Any], sentence: str) -> None:
         ({"rope__scaling__type": "longrope"}, "'longrope' is not supported"),
         ({"expert_count": 8}, "mixture-of-experts"),
         ({"attention__causal": False}, "encoder"),
+        ({"attention__key_length": 513}, "heads of 513 channels, and at most 512"),
+        ({"attention__value_length": 513}, "heads of 513 channels, and at most 512"),
+        (
+            {"attention__head_count": 257, "attention__head_count_kv": 1, "attention__key_length": 8},
+            "257 query heads for each KV head, and at most 256",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused(keys: dict[str, Any], sentence: str) -> None:
@@ -281,6 +298,27 @@ def test_the_decoder_asks_for_each_tensor_with_its_shape() -> None:
     ]:
         with pytest.raises(UnsupportedModelError, match=sentence):
             describe(config, complete(**{name: replaced}))
+
+
+@pytest.mark.parametrize("type_", sorted(set(GGMLType) - DECODABLE), ids=lambda type: type.name)
+def test_a_type_that_nothing_computes_with_is_named(type_: GGMLType) -> None:
+    config = config_from_gguf(file())
+    for name in ("blk.1.ffn_up.weight", "blk.0.attn_norm.weight", "token_embd.weight"):
+        tensors = complete()
+        tensors[name].type = type_
+        with pytest.raises(UnsupportedModelError, match=f"{name} has the type {type_.name}, which"):
+            describe(config, tensors)
+
+
+def test_planes_and_signs_have_types_of_their_own() -> None:
+    config = config_from_gguf(file(), activation="relu")
+    shapes = {"ffn_down_t.codes": (64, 96), "ffn_down_t.scales": (64, 3), "sign.weight": (8, 96)}
+    for name in shapes:
+        tensors = complete(**{f"blk.{i}.{n}": shape for i in range(2) for n, shape in shapes.items()})
+        describe(config, tensors, Predictor("sign", (0.0, 0.0)))
+        tensors[f"blk.1.{name}"].type = GGMLType.F32
+        with pytest.raises(UnsupportedModelError, match=f"blk.1.{name} has the type F32"):
+            describe(config, tensors, Predictor("sign", (0.0, 0.0)))
 
 
 def test_the_output_is_tied_where_the_file_has_none() -> None:

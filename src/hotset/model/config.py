@@ -36,6 +36,8 @@ SPARSE_THRESHOLD_KEY = "powerinfer.sparse_threshold"
 
 NormKind = Literal["rms", "layer"]
 PredictorInput = Literal["ffn_inp", "layer_input"]
+# What the native kernels hold: kMaxHeadDim of csrc/kernels/kernels.h, kMaxGroup of csrc/plan.h, an int's range.
+MAX_HEAD_DIM, MAX_GROUP, MAX_WINDOW = 512, 256, (1 << 31) - 1
 EPSILON_KEYS: dict[NormKind, str] = {
     "rms": "attention.layer_norm_rms_epsilon",
     "layer": "attention.layer_norm_epsilon",
@@ -284,6 +286,8 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
     if n_embd % n_head and keys.get("attention.key_length") is None:
         raise keys.error("attention.head_count", f"is {n_head}, which does not divide the width {n_embd}")
     head_dim = keys.integer("attention.key_length", 1, 1 << 14, n_embd // n_head)
+    head_dim_v = keys.integer("attention.value_length", 1, 1 << 14, head_dim)
+    _check_heads(n_head // n_head_kv, max(head_dim, head_dim_v))
     n_ctx_train = _context(gguf, keys, architecture)
     override = None if activation is None else parse_activation(activation)
     config = ModelConfig(
@@ -294,7 +298,7 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         n_head=n_head,
         n_head_kv=n_head_kv,
         head_dim=head_dim,
-        head_dim_v=keys.integer("attention.value_length", 1, 1 << 14, head_dim),
+        head_dim_v=head_dim_v,
         n_vocab=_vocabulary(gguf),
         n_ctx_train=n_ctx_train,
         norm_eps=keys.real(EPSILON_KEYS[architecture.norm], 0.0, 1.0, architecture.norm_eps),
@@ -314,6 +318,18 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         what = f"the {name} model's feed-forward network has no gate, so its activation cannot be dReLU"
         raise InvalidRequestError(what) if override else UnsupportedModelError(what)
     return config
+
+
+def _check_heads(group: int, head_dim: int) -> None:
+    """group: query heads per KV head."""
+    if head_dim > MAX_HEAD_DIM:
+        raise UnsupportedModelError(
+            f"the model has heads of {head_dim} channels, and at most {MAX_HEAD_DIM} are supported"
+        )
+    if group > MAX_GROUP:
+        raise UnsupportedModelError(
+            f"the model has {group} query heads for each KV head, and at most {MAX_GROUP} are supported"
+        )
 
 
 def _context(gguf: GGUFFile, keys: _Keys, architecture: Architecture) -> int:
@@ -374,7 +390,7 @@ def _activation(keys: _Keys, architecture: Architecture) -> FFNActivation:
 
 def _windows(keys: _Keys, n_layer: int) -> tuple[int, ...]:
     """Sliding windows. A pattern says which layers have one: a truth value each, or n: all but each n-th."""
-    window = keys.integer("attention.sliding_window", 0, 1 << 31, 0)
+    window = keys.integer("attention.sliding_window", 0, MAX_WINDOW, 0)
     pattern = keys.get("attention.sliding_window_pattern")
     if pattern is None:
         return (window,) * n_layer

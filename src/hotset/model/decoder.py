@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from hotset.errors import UnsupportedModelError
+from hotset.formats.quants import DECODABLE, GGMLType
 from hotset.model.config import ModelConfig
 from hotset.model.graph import (
     PLANE_GROUP,
@@ -57,14 +58,18 @@ REDUNDANT_TENSORS = re.compile(
 )
 
 
+# Types of what hotset builds itself: signs and codes of planes, and the scales of planes.
+_BYTES, _SCALES = frozenset({GGMLType.I8}), frozenset({GGMLType.F16})
+
+
 def describe(
     config: ModelConfig, tensors: Mapping[str, TensorInfo], predictor: Predictor | None = None
 ) -> Graph:
     """The step of `config` over the weights in `tensors` (name → TensorInfo, shapes innermost first).
 
     With a predictor, each layer computes only the neurons that it selects. Raises UnsupportedModelError where
-    a tensor is missing, has another shape than the configuration says, or is not one that the architecture
-    uses.
+    a tensor is missing, has another shape than the configuration says, is of a type that nothing computes
+    with, or is not one that the architecture uses.
     """
     graph = Graph()
     value, add = graph.value, graph.add
@@ -128,7 +133,7 @@ def describe(
 
     def sign_scores(blk: str, x: Value, n: int) -> Value:
         out, bias = value(f"{blk}.ffn_pred", n), weights.bias(f"{blk}.always", n)
-        return add(SignScores(out, x, weights.matrix(f"{blk}.sign", -(-d // 8), n), bias))
+        return add(SignScores(out, x, weights.matrix(f"{blk}.sign", -(-d // 8), n, _BYTES), bias))
 
     def down(blk: str, neurons: Value) -> Value:
         """The down projection as the file has it: a row per neuron, if possible, or a row per output."""
@@ -208,8 +213,8 @@ class _Weights:
         self.config, self.tensors = config, tensors
         self.used: set[str] = set()
 
-    def matrix(self, name: str, n_in: int, n_out: int) -> str:
-        return self._ask(f"{name}.weight", (n_in, n_out))
+    def matrix(self, name: str, n_in: int, n_out: int, types: Collection[GGMLType] = DECODABLE) -> str:
+        return self._ask(f"{name}.weight", (n_in, n_out), types)
 
     def vector(self, name: str, n: int) -> str:
         return self._ask(f"{name}.weight", (n,))
@@ -228,17 +233,26 @@ class _Weights:
 
     def planes(self, name: str, n_out: int, n_neurons: int) -> tuple[str, str]:
         """Codes and scales of a matrix in planes; the width of the codes says which type they are."""
+        if n_out % PLANE_GROUP:  # their kernels take as many outputs at a time
+            raise UnsupportedModelError(
+                f"the tensor {name}.codes is of {n_out} outputs, which planes cannot hold"
+            )
         wide = n_out if tuple(self.tensors[f"{name}.codes"].shape) == (n_out, n_neurons) else n_out // 2
-        codes = self._ask(f"{name}.codes", (wide, n_neurons))
-        return codes, self._ask(f"{name}.scales", (n_out, -(-n_neurons // PLANE_GROUP)))
+        codes = self._ask(f"{name}.codes", (wide, n_neurons), _BYTES)
+        return codes, self._ask(f"{name}.scales", (n_out, -(-n_neurons // PLANE_GROUP)), _SCALES)
 
-    def _ask(self, name: str, shape: tuple[int, ...]) -> str:
+    def _ask(self, name: str, shape: tuple[int, ...], types: Collection[GGMLType] = DECODABLE) -> str:
         info = self.tensors.get(name)
         if info is None:
             raise UnsupportedModelError(f"the file lacks the tensor {name} {list(shape)}")
         if tuple(info.shape) != shape:
             raise UnsupportedModelError(
                 f"the tensor {name} is {list(info.shape)}, but the file's keys say {list(shape)}"
+            )
+        if info.type not in types:
+            raise UnsupportedModelError(
+                f"the tensor {name} has the type {info.type.name}, which hotset does not compute with; "
+                "use a file of another type"
             )
         self.used.add(name)
         return name

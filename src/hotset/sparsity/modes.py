@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from hotset.errors import InvalidRequestError
 from hotset.formats.overlay import Overlay
+from hotset.model.decoder import describe
 from hotset.model.predictor import Predictor, PredictorKind
 from hotset.sparsity import planes, sidecar
 from hotset.sparsity.predictors import Calibration, PredictorSpec, open_predictor, parse_predictor
@@ -121,10 +122,14 @@ def prepare(
     The down matrix by neuron belongs to every mode of a ReLU model, dense too: its sums are then the same to
     the bit. calibration: how a predictor's thresholds are found (the default: on text that the model itself
     generates). profile: its neurons that nearly always fire are computed without prediction.
-    Raises InvalidRequestError for a profile of another model, HotsetError where no file can be written.
+    Raises InvalidRequestError for a profile of another model, UnsupportedModelError for a file that lacks a
+    tensor or has one of another shape or type, HotsetError where no file can be written.
     """
     if not config.is_relu:
         return Prepared(Overlay(gguf))
+    # What is built reads shapes and types of the file's tensors: they are checked first.
+    published = Predictor("mlp", (0.0,) * config.n_layer) if choice.predictor == "mlp" else None
+    describe(config, gguf.tensors, published)
     model = sidecar.fingerprint(gguf)
     notes: list[str] = []
     sidecars = _open_down(gguf, config, model, notes, progress)

@@ -43,8 +43,8 @@ def layout_of(info: TensorInfo) -> Layout | None:
     """How an `ffn_down` of this type and shape is laid out by neuron; None where its values would change."""
     if info.type in _FLOATS:
         return "transposed"
-    # A row of Q4_0 codes packs 32 outputs at a time.
-    if info.type == GGMLType.Q8_0 or (info.type == GGMLType.Q4_0 and info.shape[1] % GROUP == 0):
+    # A row of codes is taken, and that of Q4_0 is packed, 32 outputs at a time.
+    if info.type in (GGMLType.Q8_0, GGMLType.Q4_0) and info.shape[1] % GROUP == 0:
         return "planes"
     return None
 

@@ -1,0 +1,94 @@
+"""Whole models with one thing wrong, through the whole way of loading: one sentence, nothing built or left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_gguf import write_llama, write_relu
+
+import hotset
+from hotset.errors import UnsupportedModelError
+from hotset.formats.gguf import GGUFWriter, copy_metadata, open_gguf
+from hotset.formats.quants import GGMLType, row_bytes
+
+T = GGMLType
+RELU = {"llama.hidden_activation": "relu"}
+
+
+def rewritten(path: Path, out: Path, name: str, type_: GGMLType, shape: tuple[int, ...]) -> Path:
+    """The file with one tensor as zeros of another type and shape."""
+    with open_gguf(path) as gguf:
+        writer = GGUFWriter(out, gguf.architecture, dialect=gguf.dialect)
+        copy_metadata(gguf, writer)
+        for info in gguf.tensors.values():
+            if info.name == name:
+                n_bytes = row_bytes(type_, shape[0]) * int(np.prod(shape[1:]))
+                writer.add_tensor(name, np.zeros(n_bytes, np.uint8), type_, shape)
+            else:
+                writer.add_tensor(info.name, gguf.data(info.name), info.type, info.shape)
+        writer.write()
+    return out
+
+
+def load(path: Path, **options: Any) -> hotset.Model:
+    return hotset.load(path, n_threads=1, backend="cpu", n_ctx=64, **options)
+
+
+@pytest.mark.parametrize(
+    "type_", [T.IQ1_S, T.IQ2_XXS, T.IQ3_S, T.TQ1_0, T.TQ2_0, T.MXFP4, T.I32, T.F64, T.Q8_1, T(77)]
+)
+def test_a_type_without_a_kernel_is_named(tmp_path: Path, type_: GGMLType) -> None:
+    model = write_llama(tmp_path / "m.gguf", n_embd=256, n_ff=256)
+    name = "blk.0.ffn_up.weight"
+    if type_ == T(77):  # nobody knows its size
+        with open_gguf(model) as gguf:
+            data = model.read_bytes()
+        at = data.index(name.encode()) + len(name) + 4 + 16
+        model.write_bytes(data[:at] + bytes([77]) + data[at + 1 :])
+    else:
+        model = rewritten(model, tmp_path / "odd.gguf", name, type_, (256, 256))
+    with pytest.raises(UnsupportedModelError, match=f"{name} has the type {type_.name}"):
+        load(model)
+
+
+def test_planes_take_only_whole_groups_of_outputs(tmp_path: Path) -> None:
+    """A width that the kernels of planes do not take: the down matrix stays as the file has it."""
+    type_of = lambda name: T.Q8_0 if "ffn_down" in name else T.F32  # noqa: E731
+    path = write_llama(
+        tmp_path / "m.gguf", n_embd=48, n_ff=64, n_head=3, n_head_kv=1, type_of=type_of, keys=RELU
+    )
+    with load(path) as model:
+        assert model.sparsity.mode == "exact"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "predictor"),
+    [
+        ("blk.0.ffn_down.weight", (96,), None),
+        ("blk.1.ffn_down.weight", (64, 96), None),
+        ("blk.0.ffn_up.weight", (64, 95), "svd"),
+        ("blk.0.attn_q.weight", (64, 64, 1), "sign"),
+    ],
+)
+def test_nothing_is_built_of_a_file_that_does_not_fit_its_keys(
+    tmp_path: Path, name: str, shape: tuple[int, ...], predictor: str | None
+) -> None:
+    plain = write_llama(tmp_path / "m.gguf", n_head=2, head_dim=32, n_head_kv=1, keys=RELU)
+    path = rewritten(plain, tmp_path / "odd.gguf", name, T.F32, shape)
+    with pytest.raises(UnsupportedModelError, match=f"{name} is"):
+        load(path, predictor=predictor)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.gguf", "odd.gguf"]
+
+
+@pytest.mark.parametrize("shape", [(64,), (64, 1, 32), (32, 64)])
+@pytest.mark.parametrize("predictor", [None, "mlp:q8_0"])
+def test_a_published_predictor_is_checked_before_it_is_requantised(
+    tmp_path: Path, shape: tuple[int, ...], predictor: str | None
+) -> None:
+    plain = write_relu(tmp_path / "m.gguf")
+    path = rewritten(plain, tmp_path / "odd.gguf", "blk.0.fc1.weight", T.F32, shape)
+    with pytest.raises(UnsupportedModelError, match=r"blk\.0\.fc[12]\.weight"):
+        load(path, predictor=predictor)
