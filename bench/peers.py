@@ -315,7 +315,7 @@ def print_json(kind: str, **facts: Any) -> None:
 
 def machine() -> dict[str, Any]:
     """What numbers of this run can be compared with."""
-    from hotset.backends.machine import processor_name
+    from hotset.placement.machine import processor_name
 
     return {
         "hotset": _commit(),

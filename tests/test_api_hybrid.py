@@ -13,7 +13,6 @@ from test_api_sparse import vocabulary, write_sparse
 from tiny_gguf import write_llama
 
 import hotset
-from hotset.backends import detect, machine
 from hotset.errors import (
     DeviceError,
     FormatError,
@@ -22,8 +21,9 @@ from hotset.errors import (
     UnsupportedModelError,
 )
 from hotset.formats.powerinfer import GPUIndex, write_activations, write_gpu_index
-from hotset.sparsity import planner, profile, sidecar
-from hotset.sparsity.placement import CPU
+from hotset.placement import detect, machine, planner
+from hotset.placement.table import CPU
+from hotset.sparsity import profile, sidecar
 
 pytest.importorskip("hotset._core", reason="the native module is not built")
 

@@ -16,8 +16,8 @@ from hotset.backends.gpu.twins import RopeTable
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.quants import GGMLType, dequantize, row_bytes
 from hotset.model.graph import Attention, Graph, Rope, Rotate, Value
+from hotset.placement.budget import matrix_bytes
 from hotset.sparsity import planes
-from hotset.sparsity.budget import matrix_bytes
 
 EPS = float(np.finfo(np.float32).eps)
 each_type = pytest.mark.parametrize("type_", SUPPORTED, ids=lambda t: t.name)

@@ -25,7 +25,7 @@ from hotset.backends.hybrid import HybridBackend  # noqa: E402
 from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError  # noqa: E402
 from hotset.formats.gguf import GGUFFile, open_gguf  # noqa: E402
 from hotset.formats.quants import GGMLType as T  # noqa: E402
-from hotset.sparsity.placement import CPU, LayerPlacement, Placement  # noqa: E402
+from hotset.placement.table import CPU, LayerPlacement, Placement  # noqa: E402
 
 # Of F32 weights both sides round sums of at most N_FF terms, in different orders: sqrt(N_FF) / 2^24 each,
 # over the eight products of each of two layers. Norms and softmax pass an error on about as large as it was;

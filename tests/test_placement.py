@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from hotset.errors import InvalidRequestError, OutOfMemoryError
-from hotset.sparsity.budget import LayerFacts, ModelFacts
-from hotset.sparsity.placement import (
+from hotset.placement.budget import LayerFacts, ModelFacts
+from hotset.placement.solver import Problem, solve
+from hotset.placement.table import (
     CPU,
     Device,
     DeviceRates,
@@ -20,7 +21,6 @@ from hotset.sparsity.placement import (
     Rates,
     predict,
 )
-from hotset.sparsity.solver import Problem, solve
 
 GPU = DeviceRates(read=800e9, read_busy=780e9, launch=4e-6, sync=12e-6)
 

@@ -13,8 +13,6 @@ import torch
 from test_api_sparse import write_sparse
 from tiny_gguf import write_llama
 
-from hotset.backends import detect, machine
-from hotset.backends.detect import GPU, Wishes, detect_gpu, missing_libraries, wanted_devices
 from hotset.backends.gpu import open_gpu
 from hotset.backends.gpu.matrix import DeviceMatrix
 from hotset.backends.gpu.stage import GpuStage
@@ -24,10 +22,12 @@ from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import TYPES, GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
-from hotset.sparsity.budget import matrix_bytes, model_facts
+from hotset.placement import detect, machine
+from hotset.placement.budget import matrix_bytes, model_facts
+from hotset.placement.detect import GPU, Wishes, detect_gpu, missing_libraries, wanted_devices
+from hotset.placement.solver import Problem
+from hotset.placement.table import Device, LayerPlacement, Placement
 from hotset.sparsity.modes import choose, prepare
-from hotset.sparsity.placement import Device, LayerPlacement, Placement
-from hotset.sparsity.solver import Problem
 
 MIB = 1 << 20
 SHAPE: dict[str, Any] = {"n_embd": 64, "n_ff": 512, "ranks": (32, 32, 32)}

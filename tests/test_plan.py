@@ -17,10 +17,10 @@ from test_api_hybrid import N_FF, N_LAYER, counts
 from test_api_sparse import write_sparse
 from test_cli import inside
 
-from hotset.backends import detect, machine
 from hotset.errors import InvalidRequestError
 from hotset.formats.gguf import open_gguf
 from hotset.formats.powerinfer import GPUIndex, read_gpu_index, write_activations, write_gpu_index
+from hotset.placement import detect, machine
 
 pytest.importorskip("hotset._core", reason="the native module is not built")
 
@@ -197,11 +197,11 @@ def test_an_index_as_the_original_writes_it(tmp_path: Path) -> None:
 
 def test_a_chat_on_a_machine_without_gpu_imports_nothing_of_one(model: Path) -> None:
     code = (
-        "import sys; from hotset.backends import detect; detect.detect_gpu = lambda: None\n"
+        "import sys; from hotset.placement import detect; detect.detect_gpu = lambda: None\n"
         "import hotset\n"
         f"m = hotset.load({str(model)!r}, n_ctx=128, n_threads=1)\n"
         "m.generate('Hello', max_tokens=2); m.close()\n"
-        "print([n for n in ('torch', 'triton', 'scipy', 'hotset.sparsity.planner') if n in sys.modules])"
+        "print([n for n in ('torch', 'triton', 'scipy', 'hotset.placement.planner') if n in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stderr

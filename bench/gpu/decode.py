@@ -11,7 +11,7 @@ from typing import Any
 
 import hotset
 from hotset.backends.hybrid import HybridBackend
-from hotset.sparsity.planner import device_memory
+from hotset.placement.planner import device_memory
 
 PROMPT = [1, 2, 3]
 

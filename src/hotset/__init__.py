@@ -38,8 +38,8 @@ if TYPE_CHECKING:
         TokenizerError,
         UnsupportedModelError,
     )
+    from hotset.placement.table import Placement
     from hotset.sparsity.modes import Choice
-    from hotset.sparsity.placement import Placement
     from hotset.sparsity.stats import LayerStats, PredictorQuality, StatsSummary
 
     __version__: str
@@ -71,7 +71,7 @@ _HOMES = {
         "UnsupportedModelError",
     ),
     "hotset.sparsity.modes": ("Choice",),
-    "hotset.sparsity.placement": ("Placement",),
+    "hotset.placement.table": ("Placement",),
     "hotset.sparsity.stats": ("LayerStats", "PredictorQuality", "StatsSummary"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from hotset.model.config import ModelConfig
     from hotset.model.cost import Cost
     from hotset.model.graph import Graph
+    from hotset.placement.planner import DeviceMemory
+    from hotset.placement.table import Placement
     from hotset.sparsity.modes import Choice
-    from hotset.sparsity.placement import Placement
-    from hotset.sparsity.planner import DeviceMemory
     from hotset.sparsity.profile import Profile
     from hotset.sparsity.stats import PredictorQuality, StatsSummary
     from hotset.storage.reporter import Reporter
@@ -185,7 +185,7 @@ def load(
     device: which GPU, as torch names it: "cuda:0", "mps", "xpu", several in the order of their layers, or
     "cpu", which stands in for a GPU and makes nothing faster. vram_budget: GiB of each device that weights,
     cache, workspace and context together stay within; by default what is free. n_gpu_layers: that many of the
-    last layers are on the device; by default the planner decides (sparsity/solver.py). gpu_index: a file
+    last layers are on the device; by default the planner decides (placement/solver.py). gpu_index: a file
     in PowerInfer's format that says which neurons are. split_neurons: False keeps the neurons of a layer
     together. plan_anew: solves the placement again although it is known. Model.placement has the decision.
     activation: overrides the FFN activation that the file names.
@@ -283,7 +283,7 @@ class _Described:
         if self.placement is None:
             opened = _open_backend(backend, self.weights, self.graph, **options)
         else:
-            from hotset.sparsity.planner import open_placed
+            from hotset.placement.planner import open_placed
 
             opened = open_placed(self.placement, self.weights, self.graph, **options)
         return Model(
@@ -330,7 +330,7 @@ def _describe(
         raise InvalidRequestError(f"kv_type must be one of {', '.join(get_args(KVType))}, not {kv_type!r}")
     if backend not in get_args(BackendName):
         raise InvalidRequestError(f"backend must be {' or '.join(get_args(BackendName))}, not {backend!r}")
-    from hotset.backends.detect import Wishes, wanted_devices
+    from hotset.placement.detect import Wishes, wanted_devices
 
     wishes = Wishes(
         (device,) if isinstance(device, str) else tuple(device) if device else None,
@@ -372,7 +372,7 @@ def _describe(
         n_pages = n_seqs * -(-n_ctx // PAGE_SIZE)
         placement = None
         if devices:
-            from hotset.sparsity.planner import place
+            from hotset.placement.planner import place
 
             try:
                 placement = place(
@@ -656,7 +656,7 @@ class Model:
         except OutOfMemoryError as error:
             if self.placement is None:
                 raise
-            from hotset.sparsity.planner import smaller_plan
+            from hotset.placement.planner import smaller_plan
 
             raise OutOfMemoryError(f"{error}; {smaller_plan(self.placement)}") from None
 
@@ -803,7 +803,7 @@ class Model:
         """What was planned of each device, and what is really used there now."""
         if self.placement is None:
             return []
-        from hotset.sparsity.planner import device_memory
+        from hotset.placement.planner import device_memory
 
         return device_memory(self.placement, self.backend)
 

@@ -24,8 +24,8 @@ from hotset.backends.cpu import CpuBackend
 from hotset.backends.fusion import PARTS, cut, layer_starts
 from hotset.errors import InvalidRequestError
 from hotset.model.graph import Graph
-from hotset.sparsity.budget import STREAM_FROM
-from hotset.sparsity.placement import CPU, Placement
+from hotset.placement.budget import STREAM_FROM
+from hotset.placement.table import CPU, Placement
 
 if TYPE_CHECKING:
     from hotset.backends.gpu.handshake import ColdService, Kind

@@ -301,9 +301,9 @@ def _touched(model: Model, test: Test, result: Measurement) -> tuple[float, floa
 
 def _facts(model: Model, path: Path, batch: int) -> dict[str, Any]:
     """What all entries of a model share, under llama-bench's names."""
-    from hotset.backends.machine import processor_name
     from hotset.cli.doctor import package_version
     from hotset.cli.models import describe
+    from hotset.placement.machine import processor_name
 
     facts = describe(model.gguf, path)
     main_type = next(iter(facts["types"]))

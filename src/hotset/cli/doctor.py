@@ -74,7 +74,7 @@ def examine() -> dict[str, Any]:
     import psutil
 
     from hotset.backends.cores import usable_cores
-    from hotset.backends.machine import processor_name
+    from hotset.placement.machine import processor_name
 
     folder = store.models_folder()
     existing = next(p for p in [folder, *folder.parents] if p.exists())
@@ -123,7 +123,7 @@ def _kernels() -> dict[str, Any]:
 
 def _gpu() -> dict[str, Any]:
     """GPUs, the libraries that use them, and what to do; nothing of torch is imported."""
-    from hotset.backends.detect import INSTALL, detect_gpu, missing_libraries
+    from hotset.placement.detect import INSTALL, detect_gpu, missing_libraries
 
     drivers = {
         name: any(ctypes.util.find_library(library) for library in libraries)

@@ -15,7 +15,7 @@ from hotset.storage import store
 if TYPE_CHECKING:
     import numpy as np
 
-    from hotset.sparsity.placement import Placement
+    from hotset.placement.table import Placement
 
 _BATCH = 512  # tokens of a step, as `hotset run` has it
 
@@ -96,7 +96,7 @@ def _masks(planned: Placement) -> list[np.ndarray]:
     """Per layer bool [n_ff]: neurons on a device; none of a layer of the CPU."""
     import numpy as np
 
-    from hotset.sparsity.placement import CPU
+    from hotset.placement.table import CPU
 
     return [
         place.hot if place.hot is not None else np.full(n_ff, place.device != CPU)

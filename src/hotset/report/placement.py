@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hotset.placement.table import CPU, Placement
 from hotset.report.bars import percent
-from hotset.sparsity.placement import CPU, Placement
 from hotset.units import human_size
 
 if TYPE_CHECKING:
-    from hotset.sparsity.budget import DeviceBudget
-    from hotset.sparsity.planner import DeviceMemory
+    from hotset.placement.budget import DeviceBudget
+    from hotset.placement.planner import DeviceMemory
 
 KINDS = ("weights", "neurons", "kv", "workspace", "context")
 Table = tuple[list[str], list[list[str]]]

@@ -11,7 +11,7 @@ from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.stage import GpuStage
 from hotset.errors import OutOfMemoryError
 from hotset.model.graph import Graph
-from hotset.sparsity.budget import model_facts
+from hotset.placement.budget import model_facts
 from hotset.units import human_size
 
 

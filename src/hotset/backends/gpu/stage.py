@@ -31,7 +31,7 @@ from hotset.backends.gpu.twins import N_COUNTS
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.errors import InvalidRequestError
 from hotset.model.graph import Attention, Embed, Graph, SelectOutputs
-from hotset.sparsity.budget import OUTPUT_ROWS, STREAM_BYTES, STREAM_FROM
+from hotset.placement.budget import OUTPUT_ROWS, STREAM_BYTES, STREAM_FROM
 
 MAX_CAPTURED = 8  # tokens of a step that is captured: as many as the matrix-vector kernel takes
 

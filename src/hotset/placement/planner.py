@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hotset.backends.base import PAGE_SIZE, KVType
-from hotset.backends.detect import Wishes
 from hotset.errors import HotsetError, OutOfMemoryError
+from hotset.placement.budget import DeviceBudget, FFNMode, ModelFacts, model_facts
+from hotset.placement.detect import Wishes
+from hotset.placement.solver import place_index, rebuild, solve
+from hotset.placement.table import Device, Placement, Rates
 from hotset.sparsity import sidecar
-from hotset.sparsity.budget import DeviceBudget, FFNMode, ModelFacts, model_facts
-from hotset.sparsity.placement import Device, Placement, Rates
-from hotset.sparsity.solver import place_index, rebuild, solve
 
 if TYPE_CHECKING:
     from hotset.backends.base import Backend
@@ -64,7 +64,7 @@ def place(
     profile: of this model's neurons. Raises OutOfMemoryError with the smallest budget that works, FormatError
     for an index of another model, InvalidRequestError for a profile of another model.
     """
-    from hotset.backends.machine import measure, rates_of
+    from hotset.placement.machine import measure, rates_of
 
     facts = model_facts(
         graph, weights.tensors, mode=mode, kv_type=kv_type, n_pages=n_pages, max_batch=max_batch
@@ -171,7 +171,7 @@ def _run_builtin(
     from hotset.sparsity.profile import collect
     from hotset.text.tokenizer import load_tokenizer
 
-    text = files("hotset.sparsity").joinpath("builtin.txt").read_text("utf-8")
+    text = files("hotset.placement").joinpath("builtin.txt").read_text("utf-8")
     tokens = np.array(load_tokenizer(gguf.metadata).encode(text, add_special=True), np.int32)
     n_tokens = min(_N_TOKENS, config.n_ctx_max or _N_TOKENS, len(tokens))
     if progress is not None:

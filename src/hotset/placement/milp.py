@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hotset.sparsity.budget import LayerFacts
-from hotset.sparsity.placement import CPU, LayerPlacement, layer_time
-from hotset.sparsity.solver import group_sums
+from hotset.placement.budget import LayerFacts
+from hotset.placement.solver import group_sums
+from hotset.placement.table import CPU, LayerPlacement, layer_time
 
 if TYPE_CHECKING:
-    from hotset.sparsity.solver import Choice, Problem
+    from hotset.placement.solver import Choice, Problem
 
 SMALL = 1500  # neurons of a model that is placed neuron by neuron, exactly
 GRADE = 1.2  # neurons whose frequencies differ by less than this factor are a group

@@ -4,7 +4,7 @@ A layer on a device has everything there but its cold neurons: attention, norms,
 neurons. The CPU computes the cold ones that fire at the same time. Layers that do not fit at all stay on the
 CPU; they come first, as with llama.cpp's -ngl, and devices follow one another down the layers.
 
-The placement with the least predicted time is found in sparsity/solver.py.
+The placement with the least predicted time is found in placement/solver.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotset.sparsity.budget import Budget, LayerFacts, ModelFacts
+from hotset.placement.budget import Budget, LayerFacts, ModelFacts
 
 CPU = -1  # in place of the index of a device
 

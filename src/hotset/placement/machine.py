@@ -32,7 +32,7 @@ import numpy as np
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import TYPES, GGMLType, row_bytes
 from hotset.model import graph as g
-from hotset.sparsity.placement import DeviceRates, Rates
+from hotset.placement.table import DeviceRates, Rates
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ device pays no round trip. It is a mixed-integer program: which device has a lay
 or cold neurons are binary, the shares of groups of equally hot neurons are continuous, or whole neurons where
 a model is small. HiGHS solves it; a greedy placement bounds it, and is kept where none better is found.
 
-This module has the problem, the greedy placement and what both end in; program.py has HiGHS.
+This module has the problem, the greedy placement and what both end in; milp.py has HiGHS.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from hotset.errors import InvalidRequestError, OutOfMemoryError
-from hotset.sparsity.budget import Budget, DeviceBudget, ModelFacts
-from hotset.sparsity.placement import (
+from hotset.placement.budget import Budget, DeviceBudget, ModelFacts
+from hotset.placement.table import (
     CPU,
     Device,
     LayerPlacement,
@@ -358,7 +358,7 @@ class Problem:
         """The choice that HiGHS finds, and a sentence on how good it is."""
         if not self.usable:
             return None, ""
-        from hotset.sparsity.program import Program
+        from hotset.placement.milp import Program
 
         program = Program(self)
         bound = None if greedy is None else self.seconds(greedy)
