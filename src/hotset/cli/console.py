@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import typer
 
+from hotset.files import read_bounded
 from hotset.storage.reporter import Reporter
 from hotset.units import human_size
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn, TaskID
 
     from hotset.api import Model
+
+
+LONGEST_TEXT = 1 << 30  # bytes of a text to read; a device has no end
 
 
 def say(text: str, *, dim: bool = False) -> None:
@@ -51,7 +55,8 @@ def tell_memory(model: Model) -> None:
 def read_text(file: Path, option: str) -> str:
     """A text file as it stands: newlines stay what they are."""
     try:
-        return file.read_bytes().decode("utf-8")
+        with file.open("rb") as opened:  # a pipe too: -f <(...)
+            return read_bounded(opened, file, LONGEST_TEXT).decode("utf-8")
     except UnicodeDecodeError as error:
         raise typer.BadParameter(
             f"{file} is not UTF-8 text (byte {error.start}).", param_hint=option

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import DownloadBar, print_json, print_table, say, tell_choice, tell_memory
+from hotset.cli.console import (
+    LONGEST_TEXT,
+    DownloadBar,
+    print_json,
+    print_table,
+    say,
+    tell_choice,
+    tell_memory,
+)
+from hotset.files import read_bounded
 from hotset.report.bars import percent
 from hotset.storage import catalogue, store
 from hotset.units import human_count, human_size, size_of
@@ -139,14 +148,15 @@ def _arguments(
         model, prompt = None, model  # hotset run "Why is the sky blue?"
     prompts = [p for p in (prompt, prompt_option) if p is not None]
     if file is not None:
-        prompts.append(_decode(file.read_bytes(), str(file)))
+        with file.open("rb") as opened:
+            prompts.append(_decode(read_bounded(opened, file, LONGEST_TEXT), str(file)))
     if len(prompts) > 1:
         raise typer.BadParameter("the prompt is given twice.", param_hint="-p")
     if prompts:
         return model, prompts[0].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     if sys.stdin.isatty():
         return model, None
-    text = _decode(sys.stdin.buffer.read(), "the standard input")
+    text = _decode(read_bounded(sys.stdin.buffer, "the standard input", LONGEST_TEXT), "the standard input")
     if not text.strip():
         raise typer.BadParameter(
             "there is no prompt: give one, or run it in a terminal to chat.", param_hint="PROMPT"

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from hotset.errors import FormatError, ModelNotFoundError, UnsupportedModelError
+from hotset.files import SMALL_FILE, open_regular
 from hotset.formats.hf_config import read_json
 from hotset.formats.torch_file import BFLOAT16, map_torch
 
@@ -80,11 +81,13 @@ def _files(folder: Path) -> list[Path]:
 def _map_safetensors(path: Path) -> tuple[dict[str, np.ndarray], mmap.mmap]:
     """Format: u64 header length, JSON header, raw little-endian values."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
             if length > size - 8:
                 raise FormatError(f"{path} is cut short inside its header; download it again")
+            if length > SMALL_FILE:
+                raise FormatError(f"{path} has a header of {length} bytes, more than any model needs")
             header = json.loads(file.read(length))
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:

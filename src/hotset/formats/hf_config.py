@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from hotset.errors import FormatError, ModelNotFoundError, UnsupportedModelError
+from hotset.files import read_small_text
 from hotset.model.config import (
     ARCHITECTURES,
     DRELU,
@@ -132,7 +133,7 @@ _REFUSED: dict[str, dict[str, Any]] = {
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ModelNotFoundError or FormatError where there is none."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_small_text(path))
     except FileNotFoundError:
         raise ModelNotFoundError(f"{path} does not exist: name the folder of a checkpoint") from None
     except (OSError, ValueError, RecursionError) as error:

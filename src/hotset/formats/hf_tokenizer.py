@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from hotset.errors import TokenizerError
+from hotset.files import read_small_file, read_small_text
 from hotset.formats.hf_config import integer, read_json
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
@@ -88,7 +89,7 @@ def _special_id(
 
 def _chat_template(src: Path, settings: dict[str, Any]) -> str | None:
     if (path := src / "chat_template.jinja").exists():
-        return path.read_text(encoding="utf-8")
+        return read_small_text(path)
     template = settings.get("chat_template")
     if isinstance(template, list):  # several, each with a name
         named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
@@ -135,7 +136,7 @@ def _gpt2_bpe(
 ) -> tuple[list[str], list[int], dict[str, Any]]:
     """vocab.json and merges.txt: special tokens are those that a setting or config.json names."""
     vocabulary = read_json(src / "vocab.json")
-    lines = (src / "merges.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = read_small_file(src / "merges.txt").decode("utf-8", "replace").splitlines()
     named = [settings.get(f"{kind}_token") for kind in ("bos", "eos", "unk", "pad")]
     named = [token.get("content") if isinstance(token, dict) else token for token in named]
     ids = [config.get(f"{kind}_token_id") for kind in ("bos", "eos", "pad")]
@@ -190,7 +191,7 @@ def _sentencepiece(src: Path, settings: dict[str, Any]) -> tuple[list[str], list
 
     path = src / "tokenizer.model"
     try:
-        proto = path.read_bytes()
+        proto = read_small_file(path)
         sp = SentencePieceProcessor(model_proto=proto)
     except (OSError, RuntimeError):
         raise TokenizerError(f"{path} is not a SentencePiece model") from None

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from hotset.errors import FormatError, HotsetError
+from hotset.files import open_regular
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PROTOCOL = 1001
@@ -82,7 +83,8 @@ def read_torch(path: str | os.PathLike[str]) -> np.ndarray | dict[str, np.ndarra
     path = Path(path)
     try:
         # The whole file: reads of hostile lengths then end where it ends.
-        data = path.read_bytes()
+        with open_regular(path) as file:
+            data = file.read()
     except OSError as error:
         raise FormatError(f"{path} cannot be read: {error.strerror or error}") from None
     value, storages = _read(path, io.BytesIO(data), len(data), None)
@@ -103,7 +105,7 @@ def map_torch(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], mmap
     """
     path = Path(path)
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             mapped = _MappedFile(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise FormatError(f"{path} cannot be read: {error}") from None

@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hotset.errors import FormatError
+from hotset.files import read_small_text
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import TYPES, GGMLType, row_bytes
 from hotset.model import graph as g
@@ -441,8 +443,8 @@ def _key(device: torch.device, n_threads: int) -> str:
 
 def _known(path: Path) -> Mapping[str, Any]:
     try:
-        known = json.loads(path.read_text())
-    except (OSError, ValueError):  # none yet, or damaged: measured again
+        known = json.loads(read_small_text(path))
+    except (OSError, ValueError, RecursionError, FormatError):  # none yet, or damaged: measured again
         return {}
     return known if isinstance(known, dict) else {}
 
