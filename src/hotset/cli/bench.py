@@ -23,7 +23,7 @@ import typer
 from hotset.cli import options
 from hotset.cli.console import DownloadBar, print_json, say, tell_choice, tell_memory
 from hotset.report.bars import percent
-from hotset.storage import catalogue, store
+from hotset.storage import catalogue, resolve
 from hotset.units import human_count
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def bench(
         raise typer.BadParameter("there is nothing to measure: give -p or -n.", param_hint="-p")
     bar = DownloadBar()
     with bar:
-        path = store.resolve(model_option or model or catalogue.DEFAULT, progress=bar)
+        path = resolve(model_option or model or catalogue.DEFAULT, progress=bar)
 
     on_devices = options.device_settings(
         backend="auto",

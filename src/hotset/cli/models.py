@@ -12,7 +12,7 @@ import typer
 from hotset.cli import options
 from hotset.cli.console import DownloadBar, print_json, print_table, say
 from hotset.report.bars import percent
-from hotset.storage import catalogue, store
+from hotset.storage import catalogue, resolve, store
 from hotset.units import human_count, human_size
 
 if TYPE_CHECKING:
@@ -26,6 +26,12 @@ def pull(
         bool,
         typer.Option("--all", help="Fetch every file of the repository, not just the model and activation/."),
     ] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Read what is here already, and fetch again what does not match its checksum."
+        ),
+    ] = False,
     json: options.Json = False,
 ) -> None:
     """Fetch a model into the store; an interrupted pull continues where it stopped."""
@@ -35,7 +41,7 @@ def pull(
     if entry and entry.unsupported:
         say(f"Note: {entry.unsupported}.")
     with DownloadBar() as bar:
-        path = fetch.pull(name, everything=everything, progress=bar)
+        path = fetch.pull(name, everything=everything, check=check, progress=bar)
     size = sum(part.stat().st_size for part in store.shards(path))
     if json:
         print_json({"name": name, "path": str(path), "size": size})
@@ -136,7 +142,7 @@ def show(
     """Show the facts of a model file; nothing is loaded."""
     from hotset.formats.gguf import open_gguf
 
-    path = store.resolve(model, download=False)
+    path = resolve(model, download=False)
     with open_gguf(path) as gguf:
         facts = describe(gguf, path, activation)
         listed: list[dict[str, Any]] = [

@@ -57,7 +57,7 @@ def perplexity(
 ) -> None:
     """Measure perplexity on a text: chunks of n_ctx tokens, the second half of each scored."""
     import hotset
-    from hotset.storage import store
+    from hotset.storage import resolve
 
     text = read_text(file, "-f")
     settings = {
@@ -81,7 +81,7 @@ def perplexity(
     sides = [Side(model, settings)] if not compare else sides_of(model, settings, compare)
     models: list[Model] = []
     with DownloadBar() as bar, ExitStack() as opened:
-        paths = [store.resolve(side.model, progress=bar) for side in sides]
+        paths = [resolve(side.model, progress=bar) for side in sides]
         for path, side in zip(paths, sides, strict=True):
             loaded = hotset.load(path, n_ctx=n_ctx, progress=bar, **side.options)
             models.append(opened.enter_context(loaded))

@@ -10,7 +10,7 @@ import typer
 from hotset.cli import options
 from hotset.cli.console import DownloadBar, print_json, print_table, say
 from hotset.errors import DeviceError
-from hotset.storage import store
+from hotset.storage import resolve
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,7 +63,7 @@ def plan(
     )
     bar = DownloadBar()
     with bar:
-        path = store.resolve(model, progress=bar)
+        path = resolve(model, progress=bar)
         planned = hotset.plan(
             path,
             n_ctx=ctx_size,

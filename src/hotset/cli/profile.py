@@ -13,7 +13,7 @@ import typer
 from hotset.cli import options
 from hotset.cli.console import DownloadBar, print_json, print_table, read_text, say
 from hotset.errors import InvalidRequestError
-from hotset.storage import store
+from hotset.storage import resolve
 from hotset.units import human_size
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def profile(
     from hotset.sparsity.profile import Profile, default_path, export_activations
 
     with DownloadBar() as bar:
-        path = store.resolve(model, progress=bar)
+        path = resolve(model, progress=bar)
     target = output or default_path(path)
     parts: list[Profile] = [Profile.open(part) for part in merge or []]
     new = file is not None or import_from is not None or bool(parts)
@@ -241,7 +241,7 @@ def reorder(
     from hotset.sparsity.profile import Profile, default_path
     from hotset.sparsity.reorder import reorder as write_reordered
 
-    path = store.resolve(source, download=False)
+    path = resolve(source, download=False)
     place = profile or default_path(path)
     if not place.is_file():
         raise typer.BadParameter(

@@ -11,7 +11,7 @@ import typer
 
 from hotset.cli import options
 from hotset.cli.console import DownloadBar, print_json, print_table, say
-from hotset.storage import store
+from hotset.storage import resolve
 from hotset.units import human_size
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def quantize(
 
     if type is not None:
         options.check_type(type)
-    path = store.resolve(source, download=False)
+    path = resolve(source, download=False)
     if target is None and not dry_run:
         raise typer.BadParameter("name the file to write, or use --dry-run.", param_hint="OUT.gguf")
     rules = tensor_type or []

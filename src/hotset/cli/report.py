@@ -12,7 +12,7 @@ from hotset.cli.console import DownloadBar, print_json, read_text, say
 from hotset.cli.profile import LONGEST, loaded_exact, sequences, token_progress
 from hotset.errors import InvalidRequestError
 from hotset.report.bars import percent
-from hotset.storage import store
+from hotset.storage import resolve
 from hotset.units import human_size
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def report(
         raise InvalidRequestError(f"the text in {file} is empty; give some to run through the model")
 
     with DownloadBar() as bar:
-        path = store.resolve(model, progress=bar)
+        path = resolve(model, progress=bar)
     config, counted, source = _open(path, profile, activation, needed=text is None)
     run: Run | None = None
     if text is not None:

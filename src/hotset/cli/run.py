@@ -23,7 +23,7 @@ from hotset.cli.console import (
 )
 from hotset.files import read_bounded
 from hotset.report.bars import percent
-from hotset.storage import catalogue, store
+from hotset.storage import catalogue, resolve, store
 from hotset.units import human_count, human_size, size_of
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def _find(name: str | None, interactive: bool, bar: DownloadBar) -> Path:
     if name is None:
         name = _choose() if interactive else catalogue.DEFAULT
     with bar:
-        return store.resolve(name, progress=bar)
+        return resolve(name, progress=bar)
 
 
 def _choose() -> str:

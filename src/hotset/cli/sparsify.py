@@ -184,9 +184,9 @@ def _source(model: str, folder: Path, stack: contextlib.ExitStack) -> Path:
             say(f"converting {model}")
             convert_hf(model, converted, "f32")
         return converted
-    from hotset.storage import store
+    from hotset.storage import resolve
 
-    return store.resolve(model, progress=stack.enter_context(DownloadBar()))
+    return resolve(model, progress=stack.enter_context(DownloadBar()))
 
 
 def _open(

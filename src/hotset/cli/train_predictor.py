@@ -10,7 +10,7 @@ import typer
 from hotset.cli import options
 from hotset.cli.console import StepBar, print_json, print_table, read_text, say
 from hotset.errors import HotsetError
-from hotset.storage import store
+from hotset.storage import resolve
 from hotset.units import human_size
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def train_predictor(
     )
     texts = [read_text(path, "-f") for path in file]
     with StepBar() as bar:
-        path = store.resolve(model, progress=bar)
+        path = resolve(model, progress=bar)
         folder = directory or path.with_name(f"{stem_of(path)}.predictors")
         trained = train_predictors(
             path,

@@ -1,5 +1,5 @@
 """Where models are kept, what they are called, and how they get here."""
 
-from hotset.storage.store import resolve
+from hotset.storage.names import resolve
 
 __all__ = ["resolve"]

@@ -1,4 +1,4 @@
-"""The local store of models: a folder of GGUF files, and the rule that turns a name into a path.
+"""The local store of models: a folder of GGUF files, and the names that these have.
 
     $HOTSET_HOME (or the platform's data folder)
       models/
@@ -18,13 +18,9 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from hotset.errors import ModelNotFoundError, UnsupportedModelError
+from hotset.errors import HotsetError, ModelNotFoundError
 from hotset.storage import catalogue
-
-if TYPE_CHECKING:
-    from hotset.storage.reporter import Reporter
 
 SIDECAR_SUFFIX = ".hotset.gguf"
 SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
@@ -46,7 +42,10 @@ def home() -> Path:
     """$HOTSET_HOME, or the platform's folder for application data (not created here)."""
     chosen = os.environ.get("HOTSET_HOME")
     if chosen:
-        return Path(chosen).expanduser()
+        try:
+            return Path(chosen).expanduser()
+        except RuntimeError as error:
+            raise HotsetError(f"HOTSET_HOME is {chosen}: {error}") from None
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "hotset"
     if sys.platform == "darwin":
@@ -58,16 +57,26 @@ def models_folder() -> Path:
     return home() / "models"
 
 
+def is_repository(name: str) -> bool:
+    """Whether a name has the form "owner/name", neither of which is a folder's way up."""
+    return bool(re.fullmatch(r"(?!\.+/)[\w.-]+/(?!\.+$)[\w.-]+", name))
+
+
 def folder_of(name: str) -> Path:
     """Where a catalogue name or a repository "owner/name" is kept."""
     entry = catalogue.find(name) or catalogue.find_repository(name)
     return models_folder() / (entry.name if entry else name.replace("/", "--"))
 
 
+def _is_pulled(name: str) -> bool:
+    """Whether `folder_of` the name is one that a pull makes, all of which is the model's."""
+    return is_repository(name) or bool(catalogue.find(name))
+
+
 def shards(path: Path) -> list[Path]:
-    """All files of the model that begins at `path` (itself alone, unless it is a shard)."""
+    """All files of the model that `path` is of: itself alone, unless it has the name of a shard."""
     match = SHARD.search(path.name)
-    if not match:
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
         return [path]
     stem, count = path.name[: match.start()], int(match[2])
     return [path.with_name(f"{stem}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
@@ -79,10 +88,8 @@ def complete_models(folder: Path) -> list[Path]:
     for path in sorted(folder.rglob("*.gguf")):
         if path.name.endswith(SIDECAR_SUFFIX):
             continue
-        match = SHARD.search(path.name)
-        if match and int(match[1]) != 1:
-            continue
-        if all(part.is_file() for part in shards(path)):
+        parts = shards(path)
+        if path == parts[0] and all(part.is_file() for part in parts):
             found.append(path)
     return found
 
@@ -119,13 +126,22 @@ def _describe(path: Path, name: str) -> StoredModel:
 
 
 def find_local(name: str) -> StoredModel | None:
-    """The stored model of that name, or of that file name (case does not matter), or None."""
+    """The stored model of that name, or of that file name (case does not matter), or None.
+
+    Raises ModelNotFoundError where several files have that name: which is meant cannot be told.
+    """
     wanted = name.removeprefix("hf:").lower()
     models = list_models()
-    for model in models:
-        if wanted in (model.name.lower(), model.path.name.lower(), model.path.stem.lower()):
-            return model
+    by_name = [model for model in models if model.name.lower() == wanted]
+    by_file = [m for m in models if wanted in (m.path.name.lower(), m.path.stem.lower())]
+    if found := by_name or by_file:
+        if len(found) > 1:
+            names = " and ".join(model.name for model in found[:4])
+            raise ModelNotFoundError(f"Several models are called '{name}': name one of {names}.")
+        return found[0]
     repo, _, file = wanted.partition(":")
+    if not _is_pulled(repo):
+        return None
     entry = catalogue.find(repo) or catalogue.find_repository(repo)
     folder = folder_of(repo)
     inside = [model for model in models if folder in model.path.parents]
@@ -137,69 +153,79 @@ def find_local(name: str) -> StoredModel | None:
 
 
 def remove(name: str) -> tuple[list[Path], int]:
-    """Deletes a stored model with its sidecars (and its folder when no other model is left in it).
+    """Deletes a stored model with its sidecars, and all that its pull brought unless a model is left there.
 
-    Returns the deleted files and the bytes that they held. Raises ModelNotFoundError.
+    What an interrupted pull left is deleted by the name of the pull. Returns the deleted files and the bytes
+    that they held. Raises ModelNotFoundError for every name that is not a model's, and for models that lie
+    outside the store; HotsetError where the system refuses.
     """
-    root = models_folder().resolve()
+    root = models_folder()
     model = find_local(name)
-    folder = folder_of(name.removeprefix("hf:").partition(":")[0])
+    repo = name.removeprefix("hf:").partition(":")[0]
+    folder = None
     if model is not None:
         doomed = [*shards(model.path), *sidecars(model.path)]
-        parent = next((p for p in model.path.parents if p.parent == models_folder()), None)
-        if parent is not None and complete_models(parent) == [model.path]:
-            folder, doomed = parent, [p for p in parent.rglob("*") if p.is_file()]
-    elif folder.is_dir() and not complete_models(folder):  # what an interrupted pull left
-        doomed = [p for p in folder.rglob("*") if p.is_file()]
+        folder = next((p for p in model.path.parents if p.parent == root), None)
+        if (
+            folder
+            and _is_pulled(folder.name.replace("--", "/", 1))
+            and complete_models(folder) == [model.path]
+        ):
+            doomed = _files_in(folder)
+    elif _is_pulled(repo) and folder_of(repo).is_dir() and not complete_models(folder_of(repo)):
+        folder = folder_of(repo)
+        doomed = _files_in(folder)
     else:
         raise ModelNotFoundError(f"There is no model '{name}' in {root}{_suggest(name, local_only=True)}.")
-    freed = sum(path.stat().st_size for path in doomed)
     for path in doomed:
-        if not path.resolve().is_relative_to(root):
+        if not path.resolve().is_relative_to(root.resolve()):
             raise ModelNotFoundError(f"'{name}' leads outside the store to {path.resolve()}: not deleted.")
-        path.unlink()
-    if folder.is_dir() and not any(p.is_file() for p in folder.rglob("*")):
-        shutil.rmtree(folder)
+    try:
+        freed = sum(path.stat().st_size for path in doomed)
+        for path in doomed:
+            path.unlink()
+        if folder is not None and folder.is_dir() and not _files_in(folder):
+            shutil.rmtree(folder)
+    except OSError as error:
+        raise HotsetError(f"{error.filename} cannot be deleted ({error.strerror or error}).") from None
     return doomed, freed
 
 
-def resolve(name: str | os.PathLike[str], *, download: bool = True, progress: Reporter | None = None) -> Path:
-    """The file of a model: a path, a stored name, a catalogue name, or hf:owner/repository[:file].
+def _files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
 
-    What is not here is fetched when `download` is true, reporting to `progress`.
-    Raises ModelNotFoundError (with the nearest names), DownloadError, and UnsupportedModelError
-    for a catalogue entry that this version cannot run and that is not here yet.
+
+def local_path(name: str) -> Path | None:
+    """The file of a model that is on this machine: a path, a stored name, or a folder; None otherwise.
+
+    Raises ModelNotFoundError for a name or folder of several models, and a folder of none.
     """
-    text = os.fspath(name)
-    path = Path(text).expanduser()
-    if path.is_file():
+    if not name:  # which pathlib takes for the folder of the process
+        return None
+    try:
+        path = Path(name).expanduser()
+        is_file, is_folder = path.is_file(), path.is_dir()
+    except (OSError, ValueError, RuntimeError):  # too long, a zero byte, no such user: no name of a file
+        return None
+    if is_file:
         return path
-    local = find_local(text)
-    if local is not None:
+    if (local := find_local(name)) is not None:
         return local.path
-    if path.is_dir():
-        return _only_model(path)
-    if text.startswith("hf:"):
-        return _fetch(text, download, progress)
-    entry = catalogue.find(text)
-    if entry is not None:
-        if entry.unsupported:
-            raise UnsupportedModelError(_sentence(entry.unsupported))
-        return _fetch(text, download, progress)
-    if text.endswith(".gguf") or path.is_absolute() or text.startswith((".", "~")):
-        raise ModelNotFoundError(f"There is no file {text}.")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", text):
-        raise ModelNotFoundError(
-            f"There is no file {text}; for the repository of that name on the hub write hf:{text}."
+    return _only_model(path) if is_folder else None
+
+
+def unknown(name: str) -> ModelNotFoundError:
+    """The sentence on a name that is neither here nor known, with the nearest names."""
+    if name.endswith(".gguf") or Path(name).is_absolute() or name.startswith((".", "~")):
+        return ModelNotFoundError(f"There is no file {name}.")
+    if is_repository(name):
+        return ModelNotFoundError(
+            f"There is no file {name}; for the repository of that name on the hub write hf:{name}."
         )
-    raise ModelNotFoundError(
-        f"There is no model '{text}'{_suggest(text)}; give a path, a name from 'hotset list --all', "
+    return ModelNotFoundError(
+        f"There is no model '{name}'{_suggest(name)}; give a path, a name from 'hotset list --all', "
         "or hf:owner/repository."
     )
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:] + "."
 
 
 def _only_model(folder: Path) -> Path:
@@ -213,14 +239,6 @@ def _only_model(folder: Path) -> Path:
         )
     names = ", ".join(path.name for path in models[:4]) + (", ..." if len(models) > 4 else "")
     raise ModelNotFoundError(f"The folder {folder} holds {len(models)} models ({names}): name one of them.")
-
-
-def _fetch(text: str, download: bool, progress: Reporter | None) -> Path:
-    if not download:
-        raise ModelNotFoundError(f"'{text}' is not on this machine: fetch it with 'hotset pull {text}'.")
-    from hotset.storage import fetch
-
-    return fetch.pull(text, progress=progress)
 
 
 def _suggest(name: str, *, local_only: bool = False) -> str:

@@ -1,0 +1,443 @@
+"""One file over HTTP: resumed, checked, and bounded in whatever a server makes of it.
+
+A file is written beside its place as NAME.part and renamed once its size and checksum agree, read from the
+disk again. So an interrupted download continues where it stopped and never passes for a model, and one
+process at a time writes a file (NAME.lock).
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import os
+import shutil
+import ssl
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from http.client import HTTPConnection, HTTPException, HTTPMessage, HTTPResponse, HTTPSConnection
+from pathlib import Path
+from typing import IO, Any
+
+from hotset.errors import DownloadError, FormatError
+from hotset.files import open_regular
+from hotset.storage.reporter import Reporter
+from hotset.units import human_size
+
+TIMEOUT = 10.0  # seconds to connect, and of silence while reading: a dead network fails in seconds
+_HEADERS = (1 << 20, 30.0)  # the most bytes and seconds of an answer (and its redirects) before its contents
+_STALL = (1 << 15, 30.0)  # contents that come more slowly than these bytes in these seconds have stalled
+_WORTH = 1 << 20  # bytes that an attempt must bring to be none of the failures: one a request is an attack
+_RETRIES = 4  # failures after a cut before it is given up
+_CHUNK = 1 << 20
+_UNCHECKED = "{} has no checksum in the listing: only its size was compared."
+
+
+@dataclass(frozen=True)
+class Checksum:
+    """How a file proves itself: `sha256` of its bytes, or `git`, its id as a git blob. Lower-case hex."""
+
+    kind: str
+    value: str
+
+    def start(self, size: int) -> Any:
+        if self.kind == "sha256":
+            return hashlib.sha256()
+        return hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+
+
+def is_whole(path: Path, size: int, checksum: Checksum | None = None) -> bool:
+    """Whether a file is there with that many bytes and, where a checksum is given, these bytes."""
+    try:
+        with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size != size:
+                return False
+            if checksum is None:
+                return True
+            digest = checksum.start(size)
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+    except (OSError, FormatError):
+        return False
+    return bool(digest.hexdigest() == checksum.value)
+
+
+def shown(text: object) -> str:
+    """What a server or another program said, fit for a sentence: a line of printable characters, not long."""
+    line = " ".join(str(text).split())
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return (line if len(line) <= 200 else f"{line[:200]}...").rstrip(".")
+
+
+# -- requests ------------------------------------------------------------------------------------
+
+
+class _Allowance:
+    """What a server may still send, and how slowly: whatever it does, an answer ends."""
+
+    def __init__(self) -> None:
+        n_bytes, seconds = _HEADERS
+        self.allow(n_bytes, seconds)
+
+    def allow(self, n_bytes: float, seconds: float, least: float = float("inf")) -> None:
+        """At most `n_bytes` from now on; the answer is over, or `least` bytes came, in any `seconds`."""
+        self._left, self._least, self._seconds = n_bytes, least, seconds
+        self._start()
+
+    def _start(self) -> None:
+        self._came, self._end = 0, time.monotonic() + self._seconds
+
+    def take(self, n_bytes: int) -> None:
+        """Raises OSError where that was too much, or came too slowly."""
+        self._left -= n_bytes
+        self._came += n_bytes
+        if self._left < 0:
+            raise OSError("it sends more than it should")
+        if time.monotonic() > self._end:
+            if self._came < self._least:
+                raise TimeoutError("it sends too slowly")
+            self._start()
+
+
+class _Metered(io.RawIOBase):
+    """The bytes of a connection, counted as they come: under the headers, chunks and trailers of HTTP."""
+
+    def __init__(self, raw: io.RawIOBase, allowance: _Allowance) -> None:
+        self._raw, self._allowance = raw, allowance
+
+    def readable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._raw.fileno()
+
+    def readinto(self, buffer: Any) -> int | None:
+        n_bytes = self._raw.readinto(buffer)
+        self._allowance.take(n_bytes or 0)
+        return n_bytes
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _Response(HTTPResponse):
+    def __init__(self, allowance: _Allowance, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fp = io.BufferedReader(_Metered(self.fp.detach(), allowance))  # type: ignore[attr-defined]
+
+
+class _Handler(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
+    """Opens connections whose answers are metered."""
+
+    def __init__(self, allowance: _Allowance) -> None:
+        super().__init__()
+        self._allowance = allowance
+
+    def _connect(self, kind: Callable[..., HTTPConnection], host: str, **options: Any) -> HTTPConnection:
+        connection = kind(host, **options)
+        connection.response_class = partial(_Response, self._allowance)  # type: ignore[assignment]
+        return connection
+
+    def http_open(self, req: urllib.request.Request) -> HTTPResponse:
+        return self.do_open(partial(self._connect, HTTPConnection), req)  # type: ignore[arg-type]
+
+    def https_open(self, req: urllib.request.Request) -> HTTPResponse:
+        context = ssl.create_default_context()
+        if sys.platform == "darwin" and not os.environ.get("SSL_CERT_FILE"):
+            import certifi  # python.org's builds for macOS come without certificates
+
+            context.load_verify_locations(certifi.where())
+        return self.do_open(partial(self._connect, HTTPSConnection), req, context=context)  # type: ignore[arg-type]
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows to HTTP addresses only, never from a protected one to an open one; the token stays at home."""
+
+    def __init__(self, token: str | None) -> None:
+        self._token = token
+
+    def redirect_request(
+        self,
+        req: urllib.request.Request,
+        fp: IO[bytes],
+        code: int,
+        msg: str,
+        headers: HTTPMessage,
+        newurl: str,
+    ) -> urllib.request.Request | None:
+        old, new = urllib.parse.urlsplit(req.full_url), urllib.parse.urlsplit(newurl)
+        if new.scheme not in ("http", "https") or (old.scheme == "https") > (new.scheme == "https"):
+            raise urllib.error.HTTPError(newurl, code, "not followed", headers, fp)
+        request = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if request and (old.scheme, old.netloc) == (new.scheme, new.netloc):
+            _authorize(request, self._token)
+        return request
+
+
+def _authorize(request: urllib.request.Request, token: str | None) -> None:
+    if token:  # unredirected: not copied to where a redirect leads, which is another host as a rule
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
+
+
+def _open(
+    url: str, headers: Mapping[str, str], token: str | None, allowance: _Allowance
+) -> AbstractContextManager[HTTPResponse]:
+    try:
+        request = urllib.request.Request(url, headers={"User-Agent": "hotset", **headers})
+        _authorize(request, token)
+        opener = urllib.request.build_opener(_Handler(allowance), _Redirects(token))
+        response: AbstractContextManager[HTTPResponse] = opener.open(request, timeout=TIMEOUT)
+    except (ValueError, OverflowError) as error:  # the address, or the one that a redirect names
+        raise urllib.error.URLError(f"a broken address ({error})") from None
+    return response
+
+
+def read_url(url: str, token: str | None, limit: int, seconds: float) -> bytes:
+    """A small answer, whole. Raises urllib's HTTPError, and OSError or HTTPException where it does not come,
+    is larger than `limit` bytes or takes longer than `seconds`."""
+    allowance = _Allowance()
+    with _open(url, {}, token, allowance) as response:
+        allowance.allow(limit, seconds)
+        return response.read()
+
+
+def cause(error: BaseException) -> str:
+    """Why a request failed, in the words of whoever noticed."""
+    reason = getattr(error, "reason", None) or error
+    return shown(reason) or type(reason).__name__
+
+
+def http_sentence(code: int, label: str, host: str) -> str:
+    """What a status of HTTP that is none of success means for a person."""
+    if code in (401, 403):
+        return (
+            f"{host} refuses {label} ({code}): accept the model's conditions on its page, "
+            "then log in with 'hf auth login' or set HF_TOKEN."
+        )
+    if code == 404:
+        return f"{host} has no {label} (404)."
+    if 300 <= code < 400:
+        return f"{host} sends on for {label} ({code}) to an address that is not followed, or in a circle."
+    return f"{host} answered {code} for {label}: try again later."
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Errors of the system while files are written into `folder` as DownloadError."""
+    try:
+        yield
+    except OSError as error:
+        remedy = (
+            "make room, or set" if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", None)) else "set"
+        )
+        raise DownloadError(
+            f"{folder} cannot be written ({error.strerror or error}): {remedy} HOTSET_HOME to a folder "
+            "that can."
+        ) from None
+
+
+@contextmanager
+def alone(target: Path, progress: Reporter | None = None) -> Iterator[None]:
+    """Holds the lock of one target; waits for a process that holds it. The folder is made."""
+    from filelock import FileLock, Timeout
+
+    path = target.with_name(target.name + ".lock")
+    told = False
+    with writing(target.parent):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            # The lock goes with its holder, so what was waited for may be a file without a name by now, and
+            # another process may hold a new one. It is the right one if the name still means the file that
+            # it meant before the lock was opened.
+            with path.open("ab") as before:
+                lock = FileLock(path)
+                try:
+                    lock.acquire(timeout=0)
+                except Timeout:
+                    if progress is not None and not told:
+                        progress.say(f"Another process is fetching {target.name}: waiting for it.")
+                    told = True
+                    lock.acquire()
+                try:
+                    if os.path.samestat(os.fstat(before.fileno()), path.stat()):
+                        break
+                except FileNotFoundError:
+                    pass
+            lock.release()
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # Windows keeps an open file; the next download takes it over
+            path.unlink()
+        lock.release()
+
+
+def install(part: Path, target: Path) -> None:
+    """Gives a file that is whole its name, durably: after a power cut too it has its contents or no name."""
+    with part.open("rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(part, target)
+
+
+def check_room(n_bytes: int, folder: Path, label: str) -> None:
+    """Raises DownloadError where the disk of `folder` has less free than `n_bytes`."""
+    with writing(folder):
+        free = shutil.disk_usage(folder).free
+    if n_bytes > free:
+        raise DownloadError(
+            f"{label} needs {human_size(n_bytes)} and {folder} has {human_size(free)} free: "
+            "make room, or set HOTSET_HOME to a larger disk."
+        )
+
+
+def download(
+    url: str,
+    target: Path,
+    *,
+    size: int,
+    checksum: Checksum | None = None,
+    check: bool = False,
+    token: str | None = None,
+    label: str | None = None,
+    progress: Reporter | None = None,
+) -> None:
+    """Fetches `url` into `target`, continuing a TARGET.part that an earlier attempt left.
+
+    size: the bytes expected, which are compared. A target of that size is whole already, or with `check` if
+    its checksum agrees too. Raises DownloadError; a file that does not match its checksum is deleted.
+    """
+    report, label = progress or Reporter(), label or target.name
+    known = checksum if check else None
+    if check and target.exists():
+        report.say(f"Checking {label}.")
+    if is_whole(target, size, known):
+        if check and checksum is None:
+            report.say(_UNCHECKED.format(label))
+        return
+    with alone(target, report):
+        if is_whole(target, size, known):  # another process was faster
+            return
+        if check and target.exists():
+            report.say(f"{label} is damaged: fetching it again.")
+        part = target.with_name(target.name + ".part")
+        _fetch_part(url, part, size, token, label, report)
+        if size >= _CHUNK and checksum is not None:
+            report.say(f"Checking {label}.")
+        if not is_whole(part, size, checksum):
+            with suppress(OSError):
+                part.unlink()
+            raise DownloadError(
+                f"{label} from {urllib.parse.urlsplit(url).netloc} does not match its checksum or size: "
+                "nothing was kept, so try again, and do not trust that server if it repeats."
+            )
+        with writing(target.parent):
+            install(part, target)
+    if checksum is None:
+        report.say(_UNCHECKED.format(label))
+
+
+class _Part:
+    """The file being written, and how many bytes it has."""
+
+    def __init__(self, path: Path) -> None:
+        self._folder = path.parent
+        with writing(self._folder):
+            self._file = path.open("ab")
+            self.have = self._file.seek(0, os.SEEK_END)
+
+    def write(self, chunk: bytes) -> None:
+        with writing(self._folder):
+            self._file.write(chunk)
+        self.have += len(chunk)
+
+    def restart(self) -> None:
+        with writing(self._folder):
+            self._file.truncate(0)
+        self.have = 0
+
+    def close(self) -> None:
+        with writing(self._folder):
+            self._file.close()
+
+
+def _fetch_part(url: str, path: Path, size: int, token: str | None, label: str, report: Reporter) -> None:
+    part = _Part(path)
+    try:
+        check_room(size - part.have, path.parent, label)
+        if part.have > size:
+            part.restart()
+        _receive(part, url, size, token, label, report)
+    finally:
+        part.close()
+
+
+def _receive(part: _Part, url: str, size: int, token: str | None, label: str, report: Reporter) -> None:
+    """Asks until `size` bytes are here, going on after a cut; gives up when too little comes."""
+    host = urllib.parse.urlsplit(url).netloc
+    most, failures, restarts, answered = part.have, 0, 0, False
+    while part.have < size:
+        why = "it stops sending"
+        try:
+            allowance = _Allowance()
+            headers = {"Range": f"bytes={part.have}-"} if part.have else {}
+            with _open(url, headers, token, allowance) as response:
+                answered = True
+                if not _continues(response, part.have):
+                    part.restart()
+                if response.status == 206 and not _continues(response, part.have):
+                    why = "it sends another part than was asked for"
+                else:
+                    # Twice over and more: chunks of a few bytes cost as much again.
+                    allowance.allow(2 * (size - part.have) + (1 << 20), _STALL[1], _STALL[0])
+                    _copy(response, part, size, label, report)
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code != 416 or not part.have:
+                raise DownloadError(http_sentence(error.code, label, host)) from None
+            if restarts:  # its whole file is shorter than was said
+                return
+            answered = True
+            restarts += 1  # it has less than we hold, which was of another file
+            part.restart()
+        except (OSError, HTTPException) as error:
+            why = cause(error)
+        if part.have >= size:
+            return
+        failures = 0 if part.have >= most + _WORTH else failures + 1
+        most = max(most, part.have)
+        if failures > _RETRIES or not answered:
+            kept = (
+                f" ({human_size(part.have)} of {human_size(size)} are kept: run it again to continue)"
+                if part.have
+                else ""
+            )
+            raise DownloadError(f"{label} could not be fetched from {host}: {why}{kept}.")
+        time.sleep(0.25 * 2**failures if failures else 0)
+
+
+def _continues(response: HTTPResponse, have: int) -> bool:
+    """Whether an answer begins at byte `have` of the file."""
+    if response.status != 206:
+        return have == 0
+    return response.headers.get("Content-Range", "").startswith(f"bytes {have}-")
+
+
+def _copy(response: HTTPResponse, part: _Part, size: int, label: str, report: Reporter) -> None:
+    """What comes, as it comes, so that a cut leaves it here; at most a chunk more than `size` bytes."""
+    told = 0.0
+    while part.have <= size and (chunk := response.read1(_CHUNK)):
+        part.write(chunk)
+        if time.monotonic() - told > 0.1 or part.have >= size:  # not for each packet
+            told = time.monotonic()
+            report.advance(label, part.have, size)

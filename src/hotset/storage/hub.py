@@ -1,0 +1,326 @@
+"""The Hugging Face hub: what a repository holds, which of its models is taken, and the files of it.
+
+A listing is a stranger's: names, sizes and checksums are checked before anything is made of them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+from collections.abc import Iterable
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from hotset.errors import DownloadError, ModelNotFoundError
+from hotset.storage import store
+from hotset.storage.download import (
+    Checksum,
+    cause,
+    check_room,
+    download,
+    http_sentence,
+    is_whole,
+    read_url,
+    shown,
+)
+from hotset.storage.reporter import Reporter
+from hotset.units import human_size
+
+_SMALL = 10**7  # bytes of a file that is fetched without a bar
+_LISTING = (64 << 20, 60.0)  # bytes and seconds: a hundred thousand files take a third of that
+_LARGEST = 1 << 50  # bytes of a file; sums of sizes stay numbers that disks have
+_LONGEST = 240  # bytes of a name, so that NAME.part is one too
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a repository: path inside it, bytes (None: not told), checksum where the hub tells one."""
+
+    path: str
+    size: int | None
+    checksum: Checksum | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a pull will fetch. `model` is the (first) model file; `reason` says why that one."""
+
+    repo: str
+    revision: str
+    model: str
+    files: tuple[HubFile, ...]
+    reason: str
+
+    @property
+    def size(self) -> int:
+        return _size(self.files)
+
+
+def _size(files: Iterable[HubFile]) -> int:
+    return sum(file.size or 0 for file in files)
+
+
+# -- the listing ---------------------------------------------------------------------------------
+
+
+def repository_files(repo: str) -> tuple[str, list[HubFile]]:
+    """The revision (commit) of a hub repository and its files. Raises DownloadError with a sentence."""
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError:
+        raise ModelNotFoundError(f"'{repo}' is not a repository: write hf:owner/repository.") from None
+    if constants.HF_HUB_OFFLINE:
+        raise DownloadError("The Hugging Face hub is not asked while HF_HUB_OFFLINE is set.")
+    # Not through HfApi: it reads an answer of any length, for as long as something comes.
+    url = f"{constants.ENDPOINT}/api/models/{repo}?blobs=true"
+    try:
+        body = read_url(url, get_token(), *_LISTING)
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code in (401, 404):  # without a login a private repository is as good as none
+            raise ModelNotFoundError(
+                f"The Hugging Face hub has no repository {repo} "
+                "(or it is private: log in with 'hf auth login')."
+            ) from None
+        raise DownloadError(http_sentence(error.code, repo, "the Hugging Face hub")) from None
+    except (OSError, HTTPException) as error:
+        raise DownloadError(f"The Hugging Face hub does not answer: {cause(error)}.") from None
+    try:
+        listing = json.loads(body)
+        revision, siblings = listing.get("sha") or "main", listing.get("siblings") or []
+        files = [_file(sibling) for sibling in siblings]
+        if not re.fullmatch(r"[\w.-]{1,100}", revision):
+            raise ValueError("sha")
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise DownloadError(
+            f"The hub's listing of {repo} is not understood ({shown(error)}): try again later."
+        ) from None
+    return revision, files
+
+
+def _file(sibling: dict[str, Any]) -> HubFile:
+    path, size, lfs, blob = (sibling.get(key) for key in ("rfilename", "size", "lfs", "blobId"))
+    if not isinstance(path, str):
+        raise TypeError("a name that is none")
+    _check_path(path)
+    if size is not None and (type(size) is not int or not 0 <= size <= _LARGEST):
+        raise DownloadError(f"The repository gives {path} the size {shown(size)}: refused.")
+    checksum = None
+    if lfs:
+        checksum = Checksum("sha256", str(lfs["sha256"]).lower())
+    elif blob:
+        checksum = Checksum("git", str(blob).lower())
+    if checksum and not re.fullmatch("[0-9a-f]{64}" if lfs else "[0-9a-f]{40}", checksum.value):
+        raise ValueError(f"the checksum of {path}")
+    return HubFile(path, size, checksum)
+
+
+def _check_path(path: str) -> None:
+    """A repository names its files; none may lead out of its folder, or write on the terminal."""
+    parts = PurePosixPath(path).parts
+    if path.startswith("/") or ".." in parts or "\\" in path or ":" in path or "\0" in path:
+        raise DownloadError(
+            f"The repository names a file '{shown(path)}' that leads out of its folder: refused."
+        )
+    if not parts or not path.isprintable() or path != "/".join(parts):
+        raise DownloadError(f"The repository names a file '{shown(path)}', which is no name of one: refused.")
+
+
+# -- the choice ----------------------------------------------------------------------------------
+
+# Quantised files from the most to the least precise. Full precision comes last: twice the bytes of
+# Q8_0 for every token, and no difference that a reader could see. A name without a type comes between.
+# fmt: off
+_PRECISION = (
+    "Q8_0", "Q6_K", "Q5_K_M", "Q5_K", "Q5_K_S", "Q5_1", "Q5_0", "Q4_K_M", "Q4_K", "Q4_1", "IQ4_NL", "Q4_K_S",
+    "Q4_0", "IQ4_XS", "Q3_K_L", "Q3_K_M", "Q3_K", "Q3_K_S", "Q2_K", None, "BF16", "F16", "F32",
+)
+# fmt: on
+_TYPE = re.compile(r"(?<![A-Z0-9])(I?Q\d_[A-Z0-9]+(?:_(?:[SML]|X[SL]))?|TQ\d_\d|B?F16|F32|MXFP4)(?![A-Z0-9])")
+
+
+def type_of(path: str) -> str | None:
+    """The quantisation that a file name claims ("Q4_K_M"), or None."""
+    found = _TYPE.findall(PurePosixPath(path).name.upper())
+    if not found:
+        return None
+    kind = str(found[-1])
+    return kind if kind in _PRECISION else re.sub(r"_X?L$", "", kind)  # Q4_K_L: a larger embedding
+
+
+def _models(files: list[HubFile]) -> tuple[dict[str, list[HubFile]], str | None]:
+    """The models among files, by first path: all shards of each. And the sentence on one that is broken."""
+    groups: dict[str, list[HubFile]] = {}
+    by_path = {file.path: file for file in files}
+    problem = None
+    for path in sorted(by_path):
+        name = PurePosixPath(path).name.lower()
+        if (
+            not name.endswith(".gguf")
+            or name.endswith(store.SIDECAR_SUFFIX)
+            or re.search(r"imatrix|mmproj", name)
+        ):
+            continue
+        parts = [part.as_posix() for part in store.shards(Path(path))]
+        if (path != parts[0] and parts[0] in by_path) or type_of(name) not in _PRECISION:
+            continue
+        missing = [part for part in parts if part not in by_path]
+        empty = [part for part in parts if part in by_path and not by_path[part].size]
+        if missing:
+            problem = f"The repository lacks {missing[0]}, a part of {path}."
+        elif empty:
+            problem = f"The repository says that {empty[0]} has no bytes, or not how many."
+        else:
+            groups[path] = [by_path[part] for part in parts]
+    return groups, problem
+
+
+def choose_model(files: list[HubFile], memory: int) -> tuple[list[HubFile], str]:
+    """Of several models in a repository the best that fits in `memory` bytes, and the reason in words.
+
+    Best: the most precise quantised file (full precision only where there is nothing else). Plain GGUF
+    is preferred to PowerInfer's dialect; types that hotset has no kernels for are left out, and so are
+    models without a byte and those of which a shard is missing.
+    Raises ModelNotFoundError when there is no GGUF file to choose, DownloadError when all are broken.
+    """
+    groups, problem = _models(files)
+    if not groups and problem:
+        raise DownloadError(problem)
+    if not groups:
+        raise ModelNotFoundError(
+            "The repository holds no GGUF file that hotset can run; "
+            "a checkpoint becomes one with 'hotset convert FOLDER OUT.gguf'."
+        )
+
+    def rank(path: str) -> tuple[bool, int, str]:
+        return (".powerinfer." in path.lower(), _PRECISION.index(type_of(path)), path)
+
+    def size(path: str) -> int:
+        return _size(groups[path])
+
+    def whole_name(path: str) -> str:
+        return store.SHARD.sub(".gguf", PurePosixPath(path).name)
+
+    ranked = sorted(groups, key=rank)
+    fitting = [path for path in ranked if store.fits(size(path), memory)]
+    best = fitting[0] if fitting else min(ranked, key=size)
+    name = whole_name(best)
+    if len(ranked) == 1:
+        reason = f"{name} ({human_size(size(best))}), the repository's only model"
+    elif fitting:
+        reason = f"{name} ({human_size(size(best))}), the most precise of {len(ranked)} models that fits"
+        reason += f" in {human_size(memory)}"
+        larger = [path for path in ranked[: ranked.index(best)]]
+        if larger:
+            reason += f"; {whole_name(larger[-1])} ({human_size(size(larger[-1]))}) does not fit"
+    else:
+        reason = f"{name} ({human_size(size(best))}), the smallest of {len(ranked)} models"
+    if not fitting:
+        reason += f"; it does not fit in {human_size(memory)} of memory and will be slow, read from the disk"
+    return groups[best], reason
+
+
+def plan_repository(
+    repo: str, file: str | None = None, *, everything: bool = False, memory: int | None = None
+) -> Plan:
+    """What to fetch of a hub repository: `file` or the best model, with its activation statistics.
+
+    everything: all files of the repository instead. Raises ModelNotFoundError, and DownloadError for a
+    listing that no folder can hold.
+    """
+    revision, files = repository_files(repo)
+    by_path = {hub_file.path: hub_file for hub_file in files}
+    if len(by_path) < len(files):
+        raise DownloadError(f"The repository {repo} lists a file twice: refused.")
+    if file is not None:
+        if file not in by_path:
+            known = ", ".join(sorted(p for p in by_path if p.endswith(".gguf"))) or "none"
+            raise ModelNotFoundError(f"The repository {repo} has no file {file}; its GGUF files: {known}.")
+        parts = [part.as_posix() for part in store.shards(Path(file))]
+        if missing := [part for part in parts if part not in by_path]:
+            raise DownloadError(f"The repository {repo} lacks {missing[0]}, a part of {file}.")
+        model = [by_path[part] for part in parts]
+        if empty := [f.path for f in model if not f.size]:
+            raise DownloadError(f"The repository {repo} says that {empty[0]} has no bytes, or not how many.")
+        reason = f"{file} ({human_size(_size(model))})"
+    else:
+        model, reason = choose_model(files, store.usable_memory() if memory is None else memory)
+    beside = files if everything else [f for f in files if _belongs(f.path)]
+    chosen = {f.path: f for f in [*model, *beside]}
+    _check_names(chosen)
+    if extra := len(chosen) - len(model):
+        reason += f", with {extra} file{'s' if extra > 1 else ''} that belong to it"
+    return Plan(repo, revision, model[0].path, tuple(chosen.values()), reason)
+
+
+def _check_names(chosen: dict[str, HubFile]) -> None:
+    """Raises DownloadError where the files cannot lie in one folder, beside what a download makes of them."""
+    for path, file in chosen.items():
+        folders = [parent.as_posix() for parent in PurePosixPath(path).parents]
+        problem = None
+        if file.size is None:
+            problem = "without a size"
+        elif any(len(part.encode()) > _LONGEST for part in PurePosixPath(path).parts) or len(path) > 1000:
+            problem = "with a name that is too long"
+        elif any(folder in chosen for folder in folders):
+            problem = "inside another file"
+        elif path.endswith((".part", ".lock")) and path[:-5] in chosen:
+            problem = "with the name that a part of another file has"
+        if problem:
+            raise DownloadError(f"The repository lists a file {problem}, {shown(path)}: refused.")
+
+
+def _belongs(path: str) -> bool:
+    """Whether a file beside the model is of use to it: activation statistics and the configuration."""
+    parts = PurePosixPath(path).parts
+    return path == "config.json" or (len(parts) > 1 and parts[0].endswith("activation"))
+
+
+# -- the files -----------------------------------------------------------------------------------
+
+
+class _Quiet(Reporter):
+    """Sentences of a small file, without its progress: 80 layers' statistics need no 80 bars."""
+
+    def __init__(self, report: Reporter) -> None:
+        self.say = report.say  # type: ignore[method-assign]
+
+
+def fetch_plan(plan: Plan, folder: Path, progress: Reporter | None = None, *, check: bool = False) -> Path:
+    """Fetches every file of the plan into `folder`; those already there are kept. Returns the model.
+
+    check: what is there is compared with its checksum too, and fetched again where it differs.
+    """
+    from huggingface_hub import get_token, hf_hub_url
+
+    token = get_token()
+    report = progress or Reporter()
+    todo = [f for f in plan.files if not is_whole(folder / f.path, f.size or 0)]
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    begun = sum(_begun(folder / f.path) for f in todo)
+    check_room(_size(todo) - begun, existing, plan.repo)
+    for file in sorted(plan.files, key=lambda f: f.size or 0):
+        download(
+            hf_hub_url(plan.repo, file.path, revision=plan.revision),
+            folder / file.path,
+            size=file.size or 0,
+            checksum=file.checksum,
+            check=check,
+            token=token,
+            label=file.path,
+            progress=report if (file.size or 0) >= _SMALL else _Quiet(report),
+        )
+    return folder / plan.model
+
+
+def _begun(target: Path) -> int:
+    try:
+        return target.with_name(target.name + ".part").stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,32 @@
+"""What a person calls a model, and the file that it is: here already, or fetched."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hotset.errors import ModelNotFoundError, UnsupportedModelError
+from hotset.storage import catalogue, store
+from hotset.storage.reporter import Reporter
+
+
+def resolve(name: str | os.PathLike[str], *, download: bool = True, progress: Reporter | None = None) -> Path:
+    """The file of a model: a path, a stored name, a catalogue name, or hf:owner/repository[:file].
+
+    What is not here is fetched when `download` is true, reporting to `progress`.
+    Raises ModelNotFoundError (with the nearest names), DownloadError, and UnsupportedModelError
+    for a catalogue entry that this version cannot run and that is not here yet.
+    """
+    text = os.fspath(name)
+    if (local := store.local_path(text)) is not None:
+        return local
+    entry = catalogue.find(text)
+    if entry is None and not text.startswith("hf:"):
+        raise store.unknown(text)
+    if entry is not None and entry.unsupported:
+        raise UnsupportedModelError(f"{entry.unsupported[0].upper()}{entry.unsupported[1:]}.")
+    if not download:
+        raise ModelNotFoundError(f"'{text}' is not on this machine: fetch it with 'hotset pull {text}'.")
+    from hotset.storage import fetch  # HTTP is loaded where it is needed
+
+    return fetch.pull(text, progress=progress)
