@@ -239,8 +239,8 @@ def test_remove_never_leaves_the_store(home: Path, tmp_path: Path) -> None:
 
 NO_NAMES = [
     "", ".", "..", "...", ":", "::", "hf:", "hf:.", "hf:..", "hf::", "/", "./", "./.", "-", "--", "/.", " ",
-    "~", "hf:hf:", "\0", "*", "models", "../models", ".:m.gguf", ":m.gguf", "notes", "a" * 5000, "..--..", "../..",
-    "./m",
+    "~", "hf:hf:", "\0", "*", "models", "../models", ".:m.gguf", ":m.gguf", "notes", "a" * 5000, "..--..",
+    "../..", "./m",
 ]  # fmt: skip
 
 
