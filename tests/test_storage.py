@@ -766,7 +766,8 @@ def test_a_protected_address_does_not_lead_to_an_open_one() -> None:
 
 @pytest.mark.parametrize(
     "to",
-    ["http://[::1", "http://127.0.0.1:99999/", "http://127.0.0.1:x/", "http:///", "file:///etc/passwd",
+    ["http://[::1", "http://127.0.0.1:99999/", f"http://127.0.0.1:{10**30}/",
+     "http://127.0.0.1:-1/", "http://127.0.0.1:x/", "http:///", "file:///etc/passwd",
      "ftp://127.0.0.1/x", "data:,x", "//", "http://" + "a" * 70 + ".example/", "http://\u00fc\ud7ff/",
      "http://a b/\x1b[31m", "/o/r/resolve/main/m.gguf"],
 )  # fmt: skip
@@ -1054,6 +1055,34 @@ def test_a_listing_without_end_ends(home: Path, hub: FakeHub, monkeypatch: pytes
         hub.answers["owner/repo"] = answer
         with pytest.raises(DownloadError, match=f"hub does not answer: {sentence}"):
             fetch.pull("hf:owner/repo")
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "sentence"),
+    [
+        (
+            401,
+            ModelNotFoundError,
+            "no repository owner/repo .*hf auth login",
+        ),  # what the hub says of private ones
+        (403, DownloadError, r"refuses owner/repo \(403\): accept"),
+        (429, DownloadError, "answered 429"),
+        (500, DownloadError, "answered 500"),
+        (302, DownloadError, r"sends on for owner/repo \(302\)"),
+    ],
+)
+def test_what_the_hub_refuses_is_a_sentence(
+    home: Path, hub: FakeHub, status: int, error: type[Exception], sentence: str
+) -> None:
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        request.close_connection = True
+        request.wfile.write(
+            f"HTTP/1.1 {status} No\r\nLocation: file:///x\r\nContent-Length: 0\r\n\r\n".encode()
+        )
+
+    hub.answers["owner/repo"] = answer
+    with pytest.raises(error, match=sentence):
+        fetch.pull("hf:owner/repo")
 
 
 def test_the_hub_is_not_asked_offline(home: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
