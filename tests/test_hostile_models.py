@@ -1,4 +1,5 @@
-"""Whole models with one thing wrong, through the whole way of loading: one sentence, nothing built or left."""
+"""Whole models with one thing wrong, through the whole way of loading: one sentence, nothing built or
+left."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def test_a_type_without_a_kernel_is_named(tmp_path: Path, type_: GGMLType) -> No
     model = write_llama(tmp_path / "m.gguf", n_embd=256, n_ff=256)
     name = "blk.0.ffn_up.weight"
     if type_ == T(77):  # nobody knows its size
-        with open_gguf(model) as gguf:
+        with open_gguf(model):
             data = model.read_bytes()
         at = data.index(name.encode()) + len(name) + 4 + 16
         model.write_bytes(data[:at] + bytes([77]) + data[at + 1 :])

@@ -19,10 +19,9 @@ from test_api_sparse import write_sparse
 from test_cli import inside
 
 import hotset
-from hotset.errors import HotsetError
 from hotset.report.activity import GRID, LAGS, Observer, curves_of
 from hotset.report.bars import percent
-from hotset.report.page import Facts, html_page, image, write_whole
+from hotset.report.page import Facts, html_page, image
 from hotset.report.plots import COLOURS, plots_of
 from hotset.sparsity.profile import Profile
 
@@ -258,16 +257,6 @@ def test_images_are_what_they_are_called():
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
         texts = "".join("".join(element.itertext()) for element in root.iter())
         assert "layer" in texts  # labels are text
-
-
-def test_files_are_written_whole_or_not_at_all(tmp_path: Path):
-    (tmp_path / "a.html").write_bytes(b"old")
-    with pytest.raises(HotsetError, match=r"missing.*cannot be written .*choose another place with -o"):
-        write_whole({tmp_path / "a.html": b"new", tmp_path / "missing" / "b.png": b"new"})
-    assert (tmp_path / "a.html").read_bytes() == b"old"
-    assert [path.name for path in tmp_path.iterdir()] == ["a.html"]
-    write_whole({tmp_path / "a.html": b"new", tmp_path / "b.png": b"new"})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "b.png"]
 
 
 # ---- the command line ----

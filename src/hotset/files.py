@@ -1,18 +1,26 @@
-"""The door through which files are read whole: bounded, and only where a file is what it should be.
+"""The doors through which files are read whole and written.
 
-A path from a person or a download may be a pipe that nobody writes to, a device without an end, or a file of
-a terabyte. Whoever reads a whole file says how large it may be.
+Reading: a path from a person or a download may be a pipe that nobody writes to, a device without an end, or a
+file of a terabyte. Whoever reads a whole file says how large it may be.
+
+Writing: whole or not at all, and never in the place of what is no file. A file grows beside its place,
+without a name where the system has such files (Linux), else under a temporary one; it goes to the disk and
+then takes its name. So a reader meets the old file or the new one, an error leaves nothing, and on Linux a
+killed process leaves nothing either.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import secrets
 import stat
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from hotset.errors import FormatError
+from hotset.errors import FormatError, HotsetError, InvalidRequestError
 from hotset.units import human_size
 
 # Above the largest of published tokenizers and listings of tensors by a factor of ten.
@@ -62,3 +70,172 @@ def read_small_text(path: str | os.PathLike[str], limit: int = SMALL_FILE) -> st
         return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8").read()
     except UnicodeDecodeError as error:
         raise FormatError(f"{path} is not UTF-8 text (byte {error.start}).") from None
+
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def check_target(path: str | os.PathLike[str], reads: Iterable[Path] = ()) -> None:
+    """Raises InvalidRequestError where something that is no regular file stands in the way of a new file.
+
+    A rename would replace a device, a pipe or a socket without a word. A link to a file may be replaced, as
+    the file may, but not one that the system keeps (/dev/stdout). Verbs ask before their work, and every
+    writer asks again. reads: files of the model that is read, which are no targets either.
+    """
+    path = Path(path)
+    if any(_same(path, read) for read in reads):
+        raise InvalidRequestError(f"{path} is the model that is read; write to another file")
+    if path.name in ("", ".."):
+        raise InvalidRequestError(f"{path} is a folder; name a file to write")
+    try:
+        mode = path.stat().st_mode
+        link = os.readlink(path) if path.is_symlink() else ""
+    except OSError:  # nothing there, or nothing that can be seen: writing will tell
+        return
+    if link.startswith("/proc/"):
+        raise InvalidRequestError(f"{path} is a link of the system; name a file to write")
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "no regular file")
+        raise InvalidRequestError(f"{path} is {kind}, which is not replaced; name a file to write")
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """A path with ~ and ~user written out. Raises InvalidRequestError for a user without a home."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise InvalidRequestError(
+            f"{path} begins with a user who has no home here; write it in full"
+        ) from None
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False  # one of them is not there
+
+
+def check_folder(path: str | os.PathLike[str]) -> None:
+    """Raises InvalidRequestError where something that is no folder stands in the way of one."""
+    path = Path(path)
+    try:
+        is_other = not stat.S_ISDIR(path.stat().st_mode)
+    except OSError:
+        return
+    if is_other:
+        raise InvalidRequestError(f"{path} is no folder; name one")
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str], remedy: str = "choose another folder") -> Iterator[BinaryIO]:
+    """A new file, open for writing bytes, which takes the place of `path` if the block ends without an error.
+
+    Raises InvalidRequestError where what stands there is no file, and HotsetError, which ends with `remedy`,
+    where the system refuses.
+    """
+    with _replacing_all([Path(path)], remedy) as files:
+        yield files[0]
+
+
+def write_whole(
+    contents: Mapping[Path, bytes | str], remedy: str = "choose another folder", *, sync: bool = True
+) -> None:
+    """Writes files (text as UTF-8), and gives them their names when all are written. Errors as `replacing`.
+
+    sync: False for what can be made again, such as a cache: a power cut may leave it empty.
+    """
+    with _replacing_all(list(contents), remedy, sync=sync) as files:
+        for file, data in zip(files, contents.values(), strict=True):
+            file.write(data.encode() if isinstance(data, str) else data)
+
+
+@contextlib.contextmanager
+def appending(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A file, open for writing bytes behind its end. Errors as `replacing`."""
+    path = Path(path)
+    check_target(path)
+    with _told(path, "choose another folder"), path.open("ab") as file:
+        yield file
+
+
+@contextlib.contextmanager
+def _replacing_all(paths: list[Path], remedy: str, *, sync: bool = True) -> Iterator[list[BinaryIO]]:
+    for path in paths:
+        check_target(path)
+    temporary = [
+        path.with_name(f".{path.name[:50]}.{os.getpid()}-{secrets.token_hex(4)}.tmp") for path in paths
+    ]
+    try:
+        with contextlib.ExitStack() as opened:
+            files = []
+            for path, place in zip(paths, temporary, strict=True):
+                with _told(path, remedy):
+                    files.append(opened.enter_context(_create(place)))
+            with _told(paths[0] if len(paths) == 1 else None, remedy):
+                yield files
+            for path, place, file in zip(paths, temporary, files, strict=True):
+                with _told(path, remedy):
+                    file.flush()
+                    if sync:
+                        os.fsync(file.fileno())
+                    _name(file, place)
+        for path, place in zip(paths, temporary, strict=True):
+            check_target(path)  # what came meanwhile is not replaced either
+            with _told(path, remedy):
+                os.replace(place, path)
+    except BaseException:
+        for place in temporary:
+            with contextlib.suppress(OSError):
+                place.unlink(missing_ok=True)
+        raise
+    if sync:
+        for folder in {path.parent for path in paths}:
+            with contextlib.suppress(OSError):  # the files are there, whatever a power cut would do
+                _sync_folder(folder)
+
+
+@contextlib.contextmanager
+def _told(path: Path | None, remedy: str) -> Iterator[None]:
+    """An error of the system in the block as a sentence."""
+    try:
+        yield
+    except OSError as error:
+        where = path or error.filename or "a file"
+        reason = error.strerror or error
+        raise HotsetError(f"{where} cannot be written ({reason}); {remedy}.") from error
+
+
+def _create(temporary: Path) -> BinaryIO:
+    """A new file without a name, gone with the process; where there are none, one named `temporary`."""
+    if hasattr(os, "O_TMPFILE") and Path("/proc/self/fd").is_dir():
+        with contextlib.suppress(OSError):  # not every file system has them
+            return open(os.open(temporary.parent, os.O_TMPFILE | os.O_WRONLY, 0o666), "wb")
+    return temporary.open("xb")
+
+
+def _name(file: BinaryIO, temporary: Path) -> None:
+    """Gives a file of `_create` its temporary name, if it has none yet."""
+    if os.fstat(file.fileno()).st_nlink:
+        return
+    folder = os.open(temporary.parent, os.O_RDONLY)
+    try:  # with a folder given, Python follows the link in /proc to the file
+        os.link(f"/proc/self/fd/{file.fileno()}", temporary.name, src_dir_fd=folder, dst_dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes a rename durable (POSIX; elsewhere a folder cannot be opened)."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

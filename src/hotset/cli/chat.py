@@ -13,6 +13,7 @@ import typer
 from hotset.cli.console import say
 from hotset.cli.run import chunks, closing_line, has_template, print_stats
 from hotset.errors import HotsetError
+from hotset.files import check_target, expanded, write_whole
 from hotset.units import human_size
 
 if TYPE_CHECKING:
@@ -172,13 +173,10 @@ class Chat:
         import json
 
         system = [{"role": "system", "content": self.system}] if self.system else []
-        try:
-            Path(rest).expanduser().write_text(
-                json.dumps([*system, *self.messages], indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
-        except OSError as error:
-            say(f"{rest} cannot be written: {error.strerror}.")
-            return
+        path = expanded(rest)
+        check_target(path, self.model.gguf.paths)
+        text = json.dumps([*system, *self.messages], indent=2, ensure_ascii=False) + "\n"
+        write_whole({path: text.encode("utf-8", "replace")}, "choose another place")
         say(f"Saved {len(self.messages)} messages to {rest}.")
 
     def leave(self, rest: str) -> None:

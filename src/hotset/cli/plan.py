@@ -10,7 +10,8 @@ import typer
 from hotset.cli import options
 from hotset.cli.console import DownloadBar, print_json, print_table, say
 from hotset.errors import DeviceError
-from hotset.storage import resolve
+from hotset.files import check_target
+from hotset.storage import resolve, store
 
 if TYPE_CHECKING:
     import numpy as np
@@ -64,6 +65,8 @@ def plan(
     bar = DownloadBar()
     with bar:
         path = resolve(model, progress=bar)
+        if output is not None:
+            check_target(output, store.shards(path))
         planned = hotset.plan(
             path,
             n_ctx=ctx_size,

@@ -13,7 +13,8 @@ import typer
 from hotset.cli import options
 from hotset.cli.console import DownloadBar, print_json, print_table, read_text, say
 from hotset.errors import InvalidRequestError
-from hotset.storage import resolve
+from hotset.files import check_folder, check_target
+from hotset.storage import resolve, store
 from hotset.units import human_size
 
 if TYPE_CHECKING:
@@ -62,6 +63,9 @@ def profile(
     with DownloadBar() as bar:
         path = resolve(model, progress=bar)
     target = output or default_path(path)
+    check_target(target, store.shards(path))
+    if export_to is not None:
+        check_folder(export_to)
     parts: list[Profile] = [Profile.open(part) for part in merge or []]
     new = file is not None or import_from is not None or bool(parts)
     if not new:

@@ -11,6 +11,7 @@ import typer
 
 from hotset.cli import options
 from hotset.cli.console import DownloadBar, print_json, print_table, say
+from hotset.files import check_target
 from hotset.storage import resolve
 from hotset.units import human_size
 
@@ -59,7 +60,7 @@ def quantize(
     type = type or (None if rules else "q4_0")
     with open_gguf(path) as gguf:
         if target is not None:
-            requantize.check_paths(gguf, target)
+            check_target(target, gguf.paths)
         tensors = requantize.plan(gguf, type, rules, allow_requantize=allow_requantize)
         before, powerinfer = gguf.nbytes, gguf.dialect == "powerinfer"
     after = before + sum(planned.nbytes - planned.info.nbytes for planned in tensors)

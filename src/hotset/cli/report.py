@@ -11,8 +11,9 @@ from hotset.cli import options
 from hotset.cli.console import DownloadBar, print_json, read_text, say
 from hotset.cli.profile import LONGEST, loaded_exact, sequences, token_progress
 from hotset.errors import InvalidRequestError
+from hotset.files import check_target, write_whole
 from hotset.report.bars import percent
-from hotset.storage import resolve
+from hotset.storage import resolve, store
 from hotset.units import human_size
 
 if TYPE_CHECKING:
@@ -64,8 +65,13 @@ def report(
     if text is not None and not text.strip():
         raise InvalidRequestError(f"the text in {file} is empty; give some to run through the model")
 
+    from hotset.sparsity.sidecar import stem_of
+
     with DownloadBar() as bar:
         path = resolve(model, progress=bar)
+    target = output or Path(f"{stem_of(path)}.report.html")
+    if drawn:
+        check_target(target, store.shards(path))
     config, counted, source = _open(path, profile, activation, needed=text is None)
     run: Run | None = None
     if text is not None:
@@ -77,7 +83,7 @@ def report(
     from hotset.report.activity import curves_of
 
     curves = curves_of(counted)
-    written = _write(path, config, counted, source, curves, run, output, kinds) if drawn else []
+    written = _write(path, config, counted, source, curves, run, target, kinds) if drawn else []
     if json:
         print_json(_as_json(path, config, counted, source, curves, run, written))
         return
@@ -163,20 +169,18 @@ def _write(
     source: str,
     curves: list[LayerCurves],
     run: Run | None,
-    output: Path | None,
+    target: Path,
     kinds: list[str],
 ) -> list[Path]:
-    from hotset.report.page import html_page, image, write_whole
+    from hotset.report.page import html_page, image
     from hotset.report.plots import plots_of
-    from hotset.sparsity.sidecar import stem_of
 
-    target = output or Path(f"{stem_of(path)}.report.html")
     plots = plots_of(curves, run)
     contents = {target: html_page(_facts(path, config, profile, source, curves, run), plots).encode()}
     for kind in kinds:
         for plot in plots:
             contents[target.with_name(f"{target.stem}-{plot.name}.{kind}")] = image(plot, kind)  # type: ignore[arg-type]
-    write_whole(contents)
+    write_whole(contents, "choose another place with -o")
     return list(contents)
 
 

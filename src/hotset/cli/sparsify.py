@@ -16,6 +16,7 @@ import typer
 from hotset.cli import options
 from hotset.cli.console import DownloadBar, StepBar, print_json, read_text, say
 from hotset.errors import HotsetError, InvalidRequestError
+from hotset.files import check_folder, check_target
 from hotset.report.bars import percent
 from hotset.units import human_size
 
@@ -141,7 +142,9 @@ def sparsify(
 
     if type not in MERGED_TYPES:
         raise typer.BadParameter(f"'{type}' is none of {', '.join(MERGED_TYPES)}.", param_hint="--type")
+    check_target(target)
     folder = work or target.with_suffix(".sparsify")
+    check_folder(folder)
     last: Evaluation | None = None
     is_first = True
     with contextlib.ExitStack() as stack:

@@ -24,7 +24,6 @@ import math
 import mmap
 import os
 import re
-import secrets
 import shutil
 import stat
 import struct
@@ -46,6 +45,7 @@ from hotset.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
+from hotset.files import check_target, replacing
 from hotset.formats.encode import WRITABLE, encode
 from hotset.formats.quants import TYPES, GGMLType, row_bytes
 from hotset.units import human_size
@@ -614,28 +614,19 @@ class GGUFWriter:
         Replaces a file of that name. On any error nothing is left, and where the system has files without a
         name (Linux) nor does a killed process leave anything; HotsetError where the system refuses.
         """
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+        check_target(self.path)
         try:
             free = shutil.disk_usage(self.path.parent).free
-            if self.nbytes > free:
-                raise HotsetError(
-                    f"{self.path} takes {human_size(self.nbytes)}, and {self.path.parent} has "
-                    f"{human_size(free)} left; make room or choose another folder."
-                )
-            try:
-                with _create(temporary) as file:
-                    self._write_to(file, progress)
-                    file.flush()
-                    os.fsync(file.fileno())
-                    _name(file, temporary)
-                os.replace(temporary, self.path)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
-            _sync_folder(self.path.parent)
         except OSError as error:
             reason = error.strerror or error
             raise HotsetError(f"{self.path} cannot be written ({reason}); choose another folder.") from error
+        if self.nbytes > free:
+            raise HotsetError(
+                f"{self.path} takes {human_size(self.nbytes)}, and {self.path.parent} has "
+                f"{human_size(free)} left; make room or choose another folder."
+            )
+        with replacing(self.path) as file:
+            self._write_to(file, progress)
 
     def _write_to(self, file: BinaryIO, progress: Reporter | None) -> None:
         file.write(self._magic + struct.pack("<IQQ", 3, len(self._tensors), len(self._values)))
@@ -805,32 +796,3 @@ def _encoded(info: TensorInfo, part: np.ndarray) -> Iterator[memoryview]:
             yield encode(rows[i : i + step], info.type).reshape(-1).data
         except InvalidRequestError as error:
             raise InvalidRequestError(f"tensor {info.name!r}: {error}") from None
-
-
-def _create(temporary: Path) -> BinaryIO:
-    """A new file without a name, gone with the process; where there are none, one named `temporary`."""
-    if hasattr(os, "O_TMPFILE") and Path("/proc/self/fd").is_dir():
-        with contextlib.suppress(OSError):  # not every file system has them
-            return open(os.open(temporary.parent, os.O_TMPFILE | os.O_WRONLY, 0o666), "wb")
-    return temporary.open("xb")
-
-
-def _name(file: BinaryIO, temporary: Path) -> None:
-    """Gives a file of `_create` its temporary name, if it has none yet."""
-    if os.fstat(file.fileno()).st_nlink:
-        return
-    folder = os.open(temporary.parent, os.O_RDONLY)
-    try:  # with a folder given, Python follows the link in /proc to the file
-        os.link(f"/proc/self/fd/{file.fileno()}", temporary.name, src_dir_fd=folder, dst_dir_fd=folder)
-    finally:
-        os.close(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes a rename durable (POSIX; elsewhere a folder cannot be opened)."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
+from hotset.files import check_target
 from hotset.formats.gguf import PIECE_VALUES, Dialect, GGUFWriter, TensorInfo, open_gguf
 from hotset.formats.hf_checkpoint import Checkpoint
 from hotset.formats.hf_config import HFConfig, read_json
@@ -110,6 +111,7 @@ def convert_hf(
     tokenizer. Raises ModelNotFoundError, FormatError, UnsupportedModelError, TokenizerError or
     InvalidRequestError, and then leaves no file.
     """
+    check_target(out_path)
     src = Path(src_dir)
     name = type.name.lower() if isinstance(type, GGMLType) else type.lower()
     target = target_of(name)

@@ -20,12 +20,12 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hotset.errors import InvalidRequestError, UnsupportedModelError
+from hotset.files import check_target
 from hotset.formats.encode import WRITABLE, recode
 from hotset.formats.gguf import (
     DEFAULT_ALIGNMENT,
@@ -124,7 +124,7 @@ def quantize(
     InvalidRequestError for weights that are not finite; then no file is left.
     """
     with open_gguf(in_path) as gguf:
-        check_paths(gguf, out_path)
+        check_target(out_path, gguf.paths)
         tensors = plan(gguf, type, tensor_types, allow_requantize=allow_requantize)
         alignment = gguf.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         assert isinstance(alignment, int)  # open_gguf has checked it
@@ -143,13 +143,6 @@ def quantize(
             writer.add_tensor(info.name, pieces, planned.type, info.shape)
         writer.write(progress)
     return tensors
-
-
-def check_paths(gguf: GGUFFile, out_path: str | os.PathLike[str]) -> None:
-    """Raises InvalidRequestError where the output would replace what is read."""
-    out = Path(out_path).resolve()
-    if any(path.resolve() == out for path in gguf.paths):
-        raise InvalidRequestError(f"{out_path} is the model that is read; write to another file")
 
 
 def plan(

@@ -25,8 +25,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from hotset.errors import FormatError, HotsetError
-from hotset.files import open_regular
+from hotset.errors import FormatError
+from hotset.files import open_regular, replacing
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PROTOCOL = 1001
@@ -337,23 +337,12 @@ def write_torch(path: str | os.PathLike[str], values: np.ndarray | Mapping[str, 
     # PROTO 2, the value, STOP; a state dict: EMPTY_DICT, MARK, names and tensors, SETITEMS
     value = pickles[0] if one else b"}(" + b"".join(map(bytes.__add__, map(_text, tensors), pickles)) + b"u"
     pickle = b"\x80\x02" + value + b"."
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        try:
-            with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
-                archive.writestr(f"{path.stem}/data.pkl", pickle)
-                archive.writestr(f"{path.stem}/byteorder", b"little")
-                for key, tensor in enumerate(tensors.values()):
-                    archive.writestr(f"{path.stem}/data/{key}", tensor.tobytes())
-                archive.writestr(f"{path.stem}/version", b"3\n")
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise HotsetError(
-            f"{path} cannot be written ({error.strerror or error}); choose another folder"
-        ) from None
+    with replacing(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr(f"{path.stem}/data.pkl", pickle)
+        archive.writestr(f"{path.stem}/byteorder", b"little")
+        for key, tensor in enumerate(tensors.values()):
+            archive.writestr(f"{path.stem}/data/{key}", tensor.tobytes())
+        archive.writestr(f"{path.stem}/version", b"3\n")
 
 
 def _pickled(key: str, values: np.ndarray) -> bytes:

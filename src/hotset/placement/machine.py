@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotset.errors import FormatError
-from hotset.files import read_small_text
+from hotset.errors import FormatError, HotsetError
+from hotset.files import read_small_text, write_whole
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import TYPES, GGMLType, row_bytes
 from hotset.model import graph as g
@@ -452,9 +450,6 @@ def _known(path: Path) -> Mapping[str, Any]:
 def _keep(path: Path, key: str, measured: Measured) -> None:
     """Adds to the file; where it cannot be written the machine is measured again next time."""
     known = {**_known(path), key: asdict(measured)}
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, HotsetError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".machine")
-        with os.fdopen(handle, "w") as file:
-            json.dump(known, file, indent=1)
-        os.replace(name, path)
+        write_whole({path: json.dumps(known, indent=1)}, sync=False)

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -23,6 +21,7 @@ import numpy as np
 
 from hotset.backends.base import PAGE_SIZE, KVType
 from hotset.errors import HotsetError, OutOfMemoryError
+from hotset.files import replacing
 from hotset.placement.budget import DeviceBudget, FFNMode, ModelFacts, model_facts
 from hotset.placement.detect import Wishes
 from hotset.placement.solver import place_index, rebuild, solve
@@ -229,12 +228,11 @@ def _solved(
     for name in placement.devices:
         used.append(numbers.index(name, used[-1] + 1))
     arrays["devices"] = np.array([used[layer.device + 1] for layer in placement.layers])
-    with contextlib.suppress(OSError):  # a cache that cannot be written: solved again next time
+    # A cache that cannot be written: solved again next time.
+    with contextlib.suppress(OSError, HotsetError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(handle, "wb") as file:
+        with replacing(path) as file:
             np.savez(file, how=np.array(placement.notes[0]), **arrays)
-        os.replace(name, path)
     return placement
 
 

@@ -7,18 +7,14 @@ for those who do not see it, and its numbers as a table. There is no script and 
 
 from __future__ import annotations
 
-import os
 import re
-import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from io import BytesIO
-from pathlib import Path
 from typing import Any, Literal
 
-from hotset.errors import HotsetError
 from hotset.report.plots import COLOURS, Plot
 
 ImageType = Literal["png", "svg"]
@@ -59,27 +55,6 @@ def html_page(facts: Facts, plots: Sequence[Plot]) -> str:
 def image(plot: Plot, kind: ImageType) -> bytes:
     """A plot as a file, on white."""
     return _drawn(plot, kind, "white")
-
-
-def write_whole(contents: Mapping[Path, bytes]) -> None:
-    """Writes files, each under a temporary name first, and renames them when all are written."""
-    written: list[tuple[Path, Path]] = []
-    try:
-        try:
-            for path, data in contents.items():
-                temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-                written.append((temporary, path))
-                temporary.write_bytes(data)
-            for temporary, path in written:
-                os.replace(temporary, path)
-        except BaseException:
-            for temporary, _ in written:
-                temporary.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise HotsetError(
-            f"{error.filename} cannot be written ({error.strerror or error}); choose another place with -o."
-        ) from error
 
 
 def _drawn(plot: Plot, kind: ImageType, background: str) -> bytes:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hotset.errors import InvalidRequestError
+from hotset.files import check_target
 from hotset.formats import powerinfer
 from hotset.formats.gguf import DEFAULT_ALIGNMENT, GGUFWriter, ValueType, copy_metadata, open_gguf
 from hotset.formats.quants import TYPES, GGMLType
@@ -66,8 +67,7 @@ def reorder(
     """
     out = Path(out_path)
     with open_gguf(in_path) as gguf:
-        if any(path.resolve() == out.resolve() for path in gguf.paths):
-            raise InvalidRequestError(f"{out} is the model that is read; write to another file")
+        check_target(out, gguf.paths)
         profile.check_model(sidecar.fingerprint(gguf))
         _refuse_quantised_columns(gguf)
         if powerinfer.activation_files(gguf.path) and out.parent.resolve() == gguf.path.parent.resolve():

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hotset.errors import HotsetError
+from hotset.errors import HotsetError, InvalidRequestError
+from hotset.files import check_target
 from hotset.formats.gguf import GGUFWriter, open_gguf
 from hotset.units import human_size
 
@@ -154,12 +155,15 @@ def _writable(paths: list[Path], n_bytes: int) -> Path:
         try:
             if i > 0:
                 folder.mkdir(parents=True, exist_ok=True)
+            check_target(path)
             if not os.access(folder, os.W_OK):
                 reasons.append(f"{folder} cannot be written")
             elif shutil.disk_usage(folder).free < n_bytes + (64 << 20):
                 reasons.append(f"{folder} has no room")
             else:
                 return path
+        except InvalidRequestError:
+            reasons.append(f"{path} is no file")
         except OSError as error:
             reasons.append(f"{folder} cannot be made ({error.strerror})")
     raise HotsetError(

@@ -19,7 +19,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from hotset.errors import HotsetError, ModelNotFoundError
+from hotset.errors import HotsetError, InvalidRequestError, ModelNotFoundError
+from hotset.files import expanded
 from hotset.storage import catalogue
 
 SIDECAR_SUFFIX = ".hotset.gguf"
@@ -42,15 +43,17 @@ def home() -> Path:
     """$HOTSET_HOME, or the platform's folder for application data (not created here)."""
     chosen = os.environ.get("HOTSET_HOME")
     if chosen:
-        try:
-            return Path(chosen).expanduser()
-        except RuntimeError as error:
-            raise HotsetError(f"HOTSET_HOME is {chosen}: {error}") from None
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "hotset"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Application Support" / "hotset"
-    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "hotset"
+        return expanded(chosen)
+    name, below = {
+        "win32": ("LOCALAPPDATA", Path("AppData", "Local")),
+        "darwin": ("", Path("Library", "Application Support")),
+    }.get(sys.platform, ("XDG_DATA_HOME", Path(".local", "share")))
+    try:
+        return Path(os.environ.get(name) or Path.home() / below) / "hotset"
+    except RuntimeError:
+        raise InvalidRequestError(
+            "this user has no home folder; name one for models in HOTSET_HOME"
+        ) from None
 
 
 def models_folder() -> Path:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hotset.errors import FormatError, InvalidRequestError
+from hotset.files import check_target, write_whole
 from hotset.formats.quants import TYPES, GGMLType, dequantize
 
 if TYPE_CHECKING:
@@ -70,11 +71,9 @@ class Adapters:
             "rank": str(self.rank),
             "model": self.model,
         }
-        temporary = path.with_name(f".{path.name}.tmp")
         # It writes the bytes as they lie in memory, whatever the strides.
         tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-        temporary.write_bytes(save(tensors, metadata))
-        os.replace(temporary, path)
+        write_whole({path: save(tensors, metadata)})
 
     @classmethod
     def open(cls, path: Path) -> Adapters:
@@ -138,8 +137,7 @@ def merge(
             f"the adapters were trained on other weights than those of {gguf.path.name}; "
             "merge them with the file that they were trained on"
         )
-    if any(p.resolve() == Path(path).resolve() for p in gguf.paths):
-        raise InvalidRequestError(f"{path} is the model that is read; write to another file")
+    check_target(path, gguf.paths)
     architecture = gguf.architecture
     values = adapters.values
     alignment = gguf.metadata.get("general.alignment", DEFAULT_ALIGNMENT)

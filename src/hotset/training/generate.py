@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from hotset.engine.engine import Engine
 from hotset.engine.sampler import SamplingParams
 from hotset.errors import FormatError
+from hotset.files import appending, check_target
 from hotset.training import prompts
 
 if TYPE_CHECKING:
@@ -59,10 +60,10 @@ def generate(
     """
     documents = read_documents(path)
     done = sum(map(len, documents))
-    with path.open("a", encoding="utf-8") as file:
+    with appending(path) as file:
         for document in _write(model, random.Random(seed + done), texts, chat, n_tokens - done):
             documents.append(document)
-            file.write(json.dumps(document) + "\n")
+            file.write(json.dumps(document).encode() + b"\n")
             file.flush()
             done += len(document)
             if progress is not None:
@@ -73,6 +74,7 @@ def generate(
 
 def read_documents(path: Path) -> list[list[int]]:
     """The documents of a file, none where it is missing; cuts off an unfinished last line."""
+    check_target(path)
     if not path.exists():
         return []
     data = path.read_bytes()

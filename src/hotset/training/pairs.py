@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from hotset.errors import HotsetError, InvalidRequestError
+from hotset.files import write_whole
 from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
 from hotset.formats.quants import GGMLType
 
@@ -126,9 +126,7 @@ def collect(
                 f"{limits[part]:,} bytes that its pairs may take; raise --max-bytes or shorten the sequences"
             )
     result = Collected(n_tokens["train"], n_tokens["held_out"], n_bytes, limited)
-    temporary = folder / f".{_COMPLETE}.{os.getpid()}.tmp"
-    temporary.write_text(json.dumps({"settings": key, **vars(result)}))
-    os.replace(temporary, complete)
+    write_whole({complete: json.dumps({"settings": key, **vars(result)})})
     return result
 
 

@@ -37,6 +37,7 @@ import numpy as np
 import hotset
 from hotset.engine.perplexity import PerplexityResult, compare_chunks
 from hotset.errors import HotsetError, InvalidRequestError
+from hotset.files import check_folder, check_target
 from hotset.formats.gguf import Dialect, open_gguf
 from hotset.formats.quants import TYPES, GGMLType, row_bytes
 from hotset.formats.torch_file import read_torch, write_torch
@@ -180,14 +181,19 @@ def train_predictors(
     """
     settings = settings or Settings()
     folder = Path(folder)
+    check_folder(folder)
+    for layer in ("config.json", "model_0.pt"):
+        check_target(folder / layer)
+    if out is not None:
+        check_target(out)
     _check_device(settings.device)
     with hotset.load(
         model, n_ctx=_context(Path(model), settings.n_ctx), n_threads=n_threads, backend="cpu",
         sparsity="exact", activation=activation, max_batch=256, progress=progress,
     ) as loaded:  # fmt: skip
         chosen = _dialect(loaded, dialect) if out is not None else "gguf"
-        if out is not None and any(path.resolve() == Path(out).resolve() for path in loaded.gguf.paths):
-            raise InvalidRequestError(f"{out} is the model that is read; write to another file")
+        if out is not None:
+            check_target(out, loaded.gguf.paths)
         settings = replace(settings, type=settings.type or _default_type(loaded))
         run = _Run(loaded, activation, texts, folder, settings, progress)
         trained = run.train()

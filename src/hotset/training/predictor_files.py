@@ -11,12 +11,12 @@ added, which hotset runs and other engines of plain GGUF do not know.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hotset.errors import HotsetError, InvalidRequestError
+from hotset.files import check_target, write_whole
 from hotset.formats.gguf import DEFAULT_ALIGNMENT, Dialect, GGUFWriter, ValueType
 from hotset.formats.quants import quantize
 from hotset.formats.torch_file import write_torch
@@ -51,9 +51,7 @@ def write_folder(folder: Path, layers: Sequence[Weights]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for i, weights in enumerate(layers):
             write_torch(folder / f"model_{i}.pt", {"fc1.weight": weights.fc1, "fc2.weight": weights.fc2})
-        temporary = folder / f".config.json.{os.getpid()}.tmp"
-        temporary.write_text(json.dumps({"sparse_threshold": THRESHOLD}))
-        os.replace(temporary, folder / "config.json")
+        write_whole({folder / "config.json": json.dumps({"sparse_threshold": THRESHOLD})})
     except OSError as error:
         raise HotsetError(f"{folder} cannot be written ({error.strerror or error}); choose another") from None
 
@@ -103,8 +101,7 @@ def write_merged(
     type: of fc1 and fc2; a matrix whose rows its blocks do not divide is F16. dialect: "powerinfer" raises
     InvalidRequestError where powerinfer_architecture does.
     """
-    if any(part.resolve() == path.resolve() for part in gguf.paths):
-        raise InvalidRequestError(f"{path} is the model that is read; write to another file")
+    check_target(path, gguf.paths)
     powerinfer = dialect == "powerinfer"
     name = powerinfer_architecture(gguf, config) if powerinfer else config.architecture
     alignment = gguf.metadata.get("general.alignment", DEFAULT_ALIGNMENT)

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -37,6 +36,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from hotset.errors import InvalidRequestError
+from hotset.files import appending, replacing, write_whole
 from hotset.storage.reporter import Reporter
 from hotset.training.adapters import Adapters
 from hotset.training.calibrate import calibrate, choose, kernel_widths
@@ -319,9 +319,8 @@ class Training:
             "widths": self.widths,
             "n_processes": self.n_processes,
         }
-        temporary = self.folder / ".checkpoint.pt.tmp"
-        torch.save(state, temporary)
-        os.replace(temporary, self.folder / "checkpoint.pt")
+        with replacing(self.folder / "checkpoint.pt") as file:
+            torch.save(state, file)
         self.adapters().save(self.folder / "adapters.safetensors")
 
     def adapters(self) -> Adapters:
@@ -349,7 +348,7 @@ class Training:
         curve = self.folder / "curve.jsonl"
         if curve.exists() and not self.process:  # evaluations after the checkpoint will be made again
             lines = [line for line in read_curve(curve) if line["step"] <= self.step]
-            _write_whole(curve, "".join(json.dumps(line) + "\n" for line in lines))
+            write_whole({curve: "".join(json.dumps(line) + "\n" for line in lines)})
         return True
 
     # ---- one step ----
@@ -512,8 +511,8 @@ class Training:
     def _evaluate(self, on_eval: Callable[[Evaluation], None]) -> None:
         if self.process == 0:
             evaluation = self.evaluate()
-            with (self.folder / "curve.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(evaluation)) + "\n")
+            with appending(self.folder / "curve.jsonl") as file:
+                file.write(json.dumps(asdict(evaluation)).encode() + b"\n")
             on_eval(evaluation)
 
 
@@ -526,9 +525,3 @@ def read_curve(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             break
     return lines
-
-
-def _write_whole(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

@@ -1,0 +1,263 @@
+"""The door through which files are written, and that every writer goes through it."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from killed import kill_while_it_writes, needs_unnamed_files
+from test_api_sparse import write_sparse
+from test_cli import inside
+from test_cli_sparse import REFERENCE, TEXT
+
+import hotset
+from hotset.errors import HotsetError, InvalidRequestError
+from hotset.files import appending, check_folder, check_target, replacing, write_whole
+from hotset.formats.torch_file import write_torch
+
+needs_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+
+
+@pytest.fixture(params=["pipe", "socket", "folder", "link to a device", "link to a pipe"])
+def odd(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Something at a place `odd` that is no regular file."""
+    if not hasattr(os, "mkfifo"):
+        pytest.skip("this system has no named pipes")
+    place = tmp_path / "odd"
+    if request.param == "pipe":
+        os.mkfifo(place)
+    elif request.param == "socket":
+        monkeypatch.chdir(tmp_path)  # the name of a socket is short
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind("odd")
+    elif request.param == "folder":
+        place.mkdir()
+    elif request.param == "link to a device":
+        place.symlink_to(os.devnull)
+    else:
+        os.mkfifo(tmp_path / "pipe")
+        place.symlink_to(tmp_path / "pipe")
+    return place
+
+
+def what_is(path: Path) -> tuple[int, int]:
+    """The kind of a thing and its number on the disk, links not followed."""
+    found = path.lstat()
+    return stat.S_IFMT(found.st_mode), found.st_ino
+
+
+@pytest.mark.parametrize("write", [
+    lambda path: write_whole({path: b"new"}),
+    lambda path: replacing(path).__enter__(),
+    lambda path: appending(path).__enter__(),
+    lambda path: write_torch(path, np.zeros(2, np.float32)),
+])  # fmt: skip
+def test_what_is_no_file_is_not_replaced(odd: Path, write) -> None:
+    before, kind = sorted(odd.parent.iterdir()), what_is(odd)
+    with pytest.raises(InvalidRequestError, match=r"odd is a .*; name a file to write"):
+        write(odd)
+    assert what_is(odd) == kind
+    assert sorted(odd.parent.iterdir()) == before
+
+
+@needs_pipes
+def test_what_comes_while_a_file_is_written_is_not_replaced(tmp_path: Path) -> None:
+    def write() -> None:
+        with replacing(tmp_path / "out") as file:
+            file.write(b"new")
+            os.mkfifo(tmp_path / "out")
+
+    with pytest.raises(InvalidRequestError, match="a pipe"):
+        write()
+    assert stat.S_ISFIFO((tmp_path / "out").stat().st_mode)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/stdout").is_symlink(), reason="/dev/stdout is no link here")
+def test_the_links_of_the_system_are_no_targets(tmp_path: Path) -> None:
+    """As root, a rename would put a file in the place of /dev/stdout, which here leads to a regular file."""
+    code = "from hotset.files import check_target; check_target('/dev/stdout')"
+    with (tmp_path / "out").open("wb") as out:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=out, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert "/dev/stdout is a link of the system" in done.stderr
+    with pytest.raises(InvalidRequestError, match="/dev/null is a device"):
+        check_target("/dev/null")
+
+
+def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
+    place = tmp_path / "a"
+    place.write_bytes(b"old")
+
+    def fail() -> None:
+        with replacing(place) as file:
+            file.write(b"half")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert place.read_bytes() == b"old"
+    with replacing(place) as file:
+        file.write(b"new")
+        assert place.read_bytes() == b"old"
+    assert place.read_bytes() == b"new"
+    with appending(place) as file:
+        file.write(b"er")
+    assert place.read_bytes() == b"newer"
+    (tmp_path / "link").symlink_to(place)
+    write_whole({tmp_path / "link": "ä"})
+    assert (place.read_bytes(), (tmp_path / "link").read_bytes()) == (b"newer", "ä".encode())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "link"]
+
+
+def test_several_files_are_written_or_none(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"old")
+    with pytest.raises(HotsetError, match=r"missing.b cannot be written \(No such file .*\); go elsewhere"):
+        write_whole({tmp_path / "a": b"new", tmp_path / "missing" / "b": b"new"}, "go elsewhere")
+    assert (tmp_path / "a").read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_new_file_has_the_rights_that_the_mask_leaves(tmp_path: Path) -> None:
+    (tmp_path / "by hand").write_bytes(b"")
+    write_whole({tmp_path / "a": b"new"})
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "by hand").stat().st_mode
+
+
+def test_a_name_as_long_as_the_system_allows_has_room_for_its_temporary_one(tmp_path: Path) -> None:
+    for name in ("n" * 255, "ä" * 127):
+        write_whole({tmp_path / name: b"new"})
+        assert (tmp_path / name).read_bytes() == b"new"
+    with pytest.raises(HotsetError, match="too long"):
+        write_whole({tmp_path / ("n" * 256): b"new"})
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_folders_and_models_are_told_from_targets(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "..", Path("/")):
+        with pytest.raises(InvalidRequestError, match="is a folder"):
+            check_target(path)
+    (tmp_path / "m.gguf").write_bytes(b"")
+    (tmp_path / "link").symlink_to("m.gguf")
+    with pytest.raises(InvalidRequestError, match="link is the model that is read"):
+        check_target(tmp_path / "link", [tmp_path / "missing", tmp_path / "m.gguf"])
+    check_target(tmp_path / "other", [tmp_path / "m.gguf"])
+    check_folder(tmp_path)
+    check_folder(tmp_path / "missing")
+    with pytest.raises(InvalidRequestError, match=r"m\.gguf is no folder"):
+        check_folder(tmp_path / "m.gguf")
+
+
+@needs_unnamed_files
+def test_a_killed_writer_leaves_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from hotset.files import replacing\n"
+        "with replacing(sys.argv[1]) as file:\n    file.write(bytes(4 << 20)); time.sleep(60)"
+    )
+    kill_while_it_writes(code, tmp_path / "out", folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- the verbs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["quantize", "MODEL", "ODD", "--type", "f16"],
+        ["reorder", "MODEL", "ODD", "--profile", "PROFILE"],
+        ["convert", "FOLDER", "ODD"],
+        ["profile", "MODEL", "-f", "TEXT", "-o", "ODD", *REFERENCE],
+        ["profile", "MODEL", "--profile-of", "PROFILE", "--export", "ODD"],
+        ["plan", "MODEL", "--device", "cpu", "-o", "ODD"],
+        ["report", "MODEL", "--profile", "PROFILE", "-o", "ODD.html"],
+        ["sparsify", "MODEL", "ODD", "--text", "TEXT"],
+        ["sparsify", "MODEL", "OUT", "--work", "ODD", "--text", "TEXT"],
+        ["train-predictor", "MODEL", "-f", "TEXT", "-o", "ODD"],
+        ["train-predictor", "MODEL", "-f", "TEXT", "-d", "ODD"],
+    ],
+    ids=lambda arguments: "-".join(a.strip("-") for a in arguments if a not in ("MODEL", "TEXT")),
+)
+@needs_pipes
+def test_no_verb_replaces_what_is_no_file(tmp_path: Path, arguments: list[str]) -> None:
+    if arguments[0] == "train-predictor":
+        pytest.importorskip("torch")
+    model = write_sparse(tmp_path / "m.gguf", dialect="gguf")
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    profile = tmp_path / "m.profile.hotset.gguf"
+    if "PROFILE" in arguments:
+        assert inside("profile", model, "-f", text, *REFERENCE).returncode == 0
+    if "--profile-of" in arguments:  # it is found beside the model
+        arguments = [a for a in arguments if a not in ("--profile-of", "PROFILE")]
+    odd = tmp_path / ("odd.html" if "ODD.html" in arguments else "odd")
+    os.mkfifo(odd)
+    places = {
+        "MODEL": model,
+        "TEXT": text,
+        "PROFILE": profile,
+        "FOLDER": tmp_path,
+        "OUT": tmp_path / "o.gguf",
+    }
+    before = sorted(tmp_path.rglob("*"))
+    done = inside(*[places.get(a, odd if a.startswith("ODD") else a) for a in arguments])
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"odd(\.html)? is (a pipe|no folder)", done.stderr)
+    assert stat.S_ISFIFO(odd.stat().st_mode)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("verb", ["profile", "plan"])
+def test_no_verb_replaces_the_model_that_it_reads(tmp_path: Path, verb: str) -> None:
+    model = write_sparse(tmp_path / "m.gguf", dialect="gguf")
+    (tmp_path / "text.txt").write_text(TEXT)
+    more = {"profile": ["-f", tmp_path / "text.txt", *REFERENCE], "plan": ["--device", "cpu"]}[verb]
+    data = model.read_bytes()
+    done = inside(verb, model, "-o", model, *more)
+    assert (done.returncode, model.read_bytes() == data) == (1, True)
+    assert "is the model that is read" in done.stderr
+
+
+@needs_pipes
+def test_a_pipe_in_the_place_of_a_sidecar_sends_it_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
+    model = write_sparse(tmp_path / "m.gguf", dialect="gguf")
+    with hotset.load(model, backend="reference", sparsity="predicted", predictor="svd:32"):
+        built = [path.name for path in tmp_path.glob("*.hotset.gguf")]
+    assert built
+    for name in built:
+        (tmp_path / name).unlink()
+        os.mkfifo(tmp_path / name)
+    with hotset.load(model, backend="reference", sparsity="predicted", predictor="svd:32"):
+        assert all(stat.S_ISFIFO((tmp_path / name).stat().st_mode) for name in built)
+        assert len(list((tmp_path / "home").rglob("*.hotset.gguf"))) == len(built)
+
+
+def test_every_writer_goes_through_the_door() -> None:
+    """Nothing else renames, or opens a file to write; downloads have their own, which they continue."""
+    writes = re.compile(
+        r"os\.(replace|rename|link|truncate)\(|\.write_(text|bytes)\(|\.rename\(|mkstemp|NamedTemporaryFile"
+        r"|open\([^)]*[\"'][wxa]b?\+?[\"']|np\.save|torch\.save\((?!state, file\))"
+    )
+    source = Path(hotset.__file__).parent
+    allowed = {"files.py", "storage/fetch.py"}
+    found = [
+        f"{path.relative_to(source)}: {line.strip()}"
+        for path in sorted(source.rglob("*.py"))
+        if path.relative_to(source).as_posix() not in allowed
+        for line in path.read_text().splitlines()
+        if writes.search(line)
+    ]
+    # A file that is open already, and a last line that was cut off.
+    expected = ["np.savez(file,", "os.truncate(path, len(whole))"]
+    assert [line for line in found if not any(one in line for one in expected)] == []
