@@ -260,7 +260,7 @@ def test_a_closed_pipe_is_silent(model: Path) -> None:
         (["run", "smolm2-135", "hi"], 1, "did you mean smollm2-135m?"),
         (["run", "missing.gguf", "hi"], 1, "There is no file missing.gguf"),
         (["run", "smallthinker-4b", "hi"], 1, "hotset pull smallthinker-4b"),
-        (["run", "MODEL", "hi", "--temp", "-1"], 1, "Temperature must be at least 0"),
+        (["run", "MODEL", "hi", "--temp", "-1"], 1, "error: temperature must be at least 0"),
         (["run", "MODEL", "hi", "--backend", "abacus"], 1, "abacus"),
         (["run", "MODEL", "hi", "--cache-type", "q4"], 1, "q4"),
         (["run", "MODEL", "hi", "--temp", "warm"], 2, "--temp"),

@@ -155,7 +155,7 @@ def test_run_takes_a_profile(published: Path, text: Path) -> None:
         (["run", "DENSE", "hi", "--sparsity", "exact"], 1, "--activation relu"),
         (["run", "PLAIN", "hi", "--profile", "TEXT"], 1, "name a predictor too"),
         (["run", "PUBLISHED", "hi", "--profile", "TEXT"], 1, "TEXT"),
-        (["run", "PUBLISHED", "hi", "--profile", "missing"], 1, "There is no profile missing"),
+        (["run", "PUBLISHED", "hi", "--profile", "missing"], 1, "there is no profile missing"),
         (["bench", "DENSE", "--sparsity", "predicted"], 1, "has no zeros"),
         (["perplexity", "DENSE", "-f", "TEXT", "--sparsity", "exact"], 1, "has no zeros"),
         (["profile", "DENSE", "-f", "TEXT"], 1, "has no zeros"),

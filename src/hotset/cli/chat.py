@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hotset.cli.console import say
-from hotset.cli.run import chunks, closing_line, has_template, print_stats
+from hotset.cli.answer import chunks, closing_line, has_template, print_stats
+from hotset.cli.console import say, tell_error
+from hotset.cli.terminal import Answer
 from hotset.errors import HotsetError
 from hotset.files import check_target, expanded, write_whole
 from hotset.units import human_size
@@ -61,7 +62,8 @@ class Chat:
             try:
                 line = _read()
             except KeyboardInterrupt:
-                say("\n(Ctrl-D or /exit leaves)", dim=True)
+                say("")
+                say("(Ctrl-D or /exit leaves)", dim=True)
                 continue
             except EOFError:
                 say("")
@@ -71,7 +73,7 @@ class Chat:
             except _LeaveError:
                 return
             except HotsetError as error:
-                say(str(error)[:1].upper() + str(error)[1:])
+                tell_error(str(error))
 
     def handle(self, line: str) -> None:
         """One line: a command, or something to answer."""
@@ -107,12 +109,11 @@ class Chat:
         pieces: list[str] = []
         self.last = None
         try:
-            with closing(chunks(self.model, prompt, self.params)) as stream:  # type: ignore[type-var]
+            with Answer() as out, closing(chunks(self.model, prompt, self.params)) as stream:  # type: ignore[type-var]
                 for chunk in stream:
                     self.last = chunk
                     pieces.append(chunk.text)
-                    sys.stdout.write(chunk.text)
-                    sys.stdout.flush()
+                    out.write(chunk.text)
         except KeyboardInterrupt:
             if self.last is None:
                 say("(stopped before the answer began)", dim=True)

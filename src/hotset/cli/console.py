@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import typer
 
+from hotset.cli.terminal import LONGEST_CELL, safe_json, shown
 from hotset.files import read_bounded
 from hotset.storage.reporter import Reporter
 from hotset.units import human_size
@@ -26,11 +27,24 @@ if TYPE_CHECKING:
 
 
 LONGEST_TEXT = 1 << 30  # bytes of a text to read; a device has no end
+_LONGEST_LABEL = 80  # characters of what stands before a bar
 
 
 def say(text: str, *, dim: bool = False) -> None:
     """One line on stderr; stdout belongs to the answer."""
-    typer.secho(text, err=True, dim=dim)
+    typer.secho(shown(text), err=True, dim=dim)
+
+
+def warn(text: str) -> None:
+    """A sentence on stderr that somebody should read."""
+    typer.secho("warning: ", fg="yellow", err=True, nl=False)
+    say(text)
+
+
+def tell_error(sentence: str) -> None:
+    """A sentence on stderr, as it stands: it may begin with a name, whose case is its own."""
+    typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
+    say(sentence if sentence.endswith((".", "!", "?")) else sentence + ".")
 
 
 def tell_choice(model: Model) -> None:
@@ -57,6 +71,8 @@ def read_text(file: Path, option: str) -> str:
     try:
         with file.open("rb") as opened:  # a pipe too: -f <(...)
             return read_bounded(opened, file, LONGEST_TEXT).decode("utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"{file} cannot be read ({error.strerror}).", param_hint=option) from None
     except UnicodeDecodeError as error:
         raise typer.BadParameter(
             f"{file} is not UTF-8 text (byte {error.start}).", param_hint=option
@@ -65,8 +81,7 @@ def read_text(file: Path, option: str) -> str:
 
 def print_json(value: Any) -> None:
     """`value` as JSON on stdout. Numbers that JSON does not know (NaN, infinity) become null."""
-    json.dump(_finite(value), sys.stdout, indent=2, ensure_ascii=False)
-    sys.stdout.write("\n")
+    sys.stdout.write(safe_json(json.dumps(_finite(value), indent=2, ensure_ascii=False)) + "\n")
 
 
 def _finite(value: Any) -> Any:
@@ -86,29 +101,27 @@ def print_table(
     title: str | None = None,
     err: bool = False,
     tight: bool = False,
+    limit: int = LONGEST_CELL,
 ) -> None:
-    """Rows of text as a table; a column whose name begins with ">" is set flush right."""
+    """Rows of text as a table; a column whose name begins with ">" is set flush right.
+
+    Title and cells may be anybody's text; longer ones than `limit` lose their middle.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(stderr=err)
-    if not console.is_terminal:
-        console = Console(stderr=err, width=400)  # a pipe has no width: never wrap or cut
+    console = Console(stderr=err, markup=False, emoji=False)
+    if not console.is_terminal:  # a pipe has no width: never wrap or cut
+        console = Console(stderr=err, markup=False, emoji=False, width=400)
+    title = None if title is None else shown(title, limit)
     table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, collapse_padding=tight)
     for column in columns:
         right = column.startswith(">")
         table.add_column(column.removeprefix(">"), justify="right" if right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*row)
-    console.print(table, markup=False) if rows else console.print("(none)", markup=False)
-
-
-def escape(text: str) -> str:
-    """Text from a file or a person, as rich prints it literally."""
-    from rich.markup import escape as rich_escape
-
-    return rich_escape(text)
+        table.add_row(*(shown(cell, limit) for cell in row))
+    console.print(table if rows else "(none)")
 
 
 class DownloadBar(Reporter):
@@ -133,11 +146,12 @@ class DownloadBar(Reporter):
 
     def say(self, text: str) -> None:
         if self._progress is not None:
-            self._progress.console.print(text, markup=False, highlight=False)
+            self._progress.console.print(shown(text), markup=False, emoji=False, highlight=False)
         else:
             say(text)
 
     def advance(self, label: str, done: int, total: int) -> None:
+        label = shown(label, _LONGEST_LABEL)
         if not sys.stderr.isatty():
             self._line(label, done, total)
             return

@@ -5,15 +5,18 @@ Exit codes: 0 done; 1 a user's mistake or a failure, told in one sentence; 2 wro
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import warnings
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
+from hotset.cli.console import tell_error, warn
+from hotset.cli.terminal import shown
 from hotset.errors import HotsetError
 
 # verb → module and function. Only the verb that is called is imported: the others' imports would be
@@ -57,40 +60,80 @@ class _Group(TyperGroup):
         command.name = cmd_name
         return command
 
+    def make_context(self, *args: Any, **more: Any) -> Any:
+        try:
+            return super().make_context(*args, **more)
+        except _OutputError as error:  # of --help
+            _leave(error)
+        except Exception as error:
+            _flush()
+            raise _escaped(error) from None
+
     def invoke(self, ctx: Any) -> Any:
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()  # here, so that a closed pipe is noticed where it is handled
             return result
+        except _OutputError as error:
+            _leave(error)
         except HotsetError as error:
             _tell(str(error))
             sys.exit(1)
         except KeyboardInterrupt:
             sys.exit(130)
-        except BrokenPipeError:  # `hotset ... | head`: the reader has what it wanted
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(0)
+        except OSError as error:
+            if error.filename is None:
+                _tell_fault(error)
+            else:
+                _tell(f"{error.filename} cannot be used ({error.strerror or error})")
+            sys.exit(1)
         except MemoryError:
             _tell("There is not enough memory: use a smaller model, or a smaller context with -c.")
             sys.exit(1)
         except Exception as error:
             if hasattr(error, "exit_code"):  # typer's own: wrong usage, an early exit
-                raise
-            _tell(
-                f"hotset itself failed, with {type(error).__name__}: {error}. Run it again with "
-                "HOTSET_DEBUG=1 for the traceback, and please report that with the output of 'hotset doctor'."
-            )
+                _flush()
+                raise _escaped(error) from None
+            _tell_fault(error)
             sys.exit(1)
+
+
+def _flush() -> None:
+    """What --help has printed, before an exit that nothing handles."""
+    try:
+        sys.stdout.flush()
+    except _OutputError as error:
+        _leave(error)
+
+
+def _leave(error: _OutputError) -> NoReturn:
+    if error.is_closed_pipe:  # `hotset ... | head`: the reader has what it wanted
+        sys.exit(0)
+    _tell(str(error))
+    sys.exit(1)
+
+
+def _escaped(error: Exception) -> Exception:
+    """Wrong usage whose sentence, which typer prints, shows what it quotes."""
+    if isinstance(message := getattr(error, "message", None), str):
+        error.message = shown(message)  # type: ignore[attr-defined]
+    return error
 
 
 def _tell(sentence: str) -> None:
     if os.environ.get("HOTSET_DEBUG") == "1":
         import traceback
 
-        traceback.print_exc()
-    first = sentence[:1].upper() + sentence[1:]
-    typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
-    typer.echo(first if first.endswith((".", "!", "?")) else first + ".", err=True)
+        for line in traceback.format_exc().splitlines():
+            typer.echo(shown(line), err=True)
+    tell_error(sentence)
+
+
+def _tell_fault(error: Exception) -> None:
+    _tell(
+        f"hotset itself failed, with {type(error).__name__}: {error}. Run it again with HOTSET_DEBUG=1 for "
+        "the traceback, and please report that with the output of 'hotset doctor'."
+    )
 
 
 app = typer.Typer(
@@ -122,18 +165,74 @@ def _options(
     pass
 
 
+class _OutputError(Exception):
+    """The standard output cannot be written. No OSError, which a writer takes for one of its file."""
+
+    def __init__(self, cause: OSError) -> None:
+        super().__init__(
+            f"the standard output cannot be written ({cause.strerror or cause}); give it another place"
+        )
+        self.is_closed_pipe = isinstance(cause, BrokenPipeError)
+
+
+class _Stream(io.TextIOWrapper):
+    """A standard stream that has an answer to an error of its own: `failed`."""
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except OSError as error:
+            self._lose(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        """What it still holds, and what is written to it from now on, is lost."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.fileno())
+        os.close(nowhere)
+        self.failed(error)
+
+    def failed(self, error: OSError) -> None:
+        """Where nobody can read the messages the work goes on."""
+
+
+class _Output(_Stream):
+    def failed(self, error: OSError) -> None:
+        raise _OutputError(error) from None
+
+
+def _streams() -> None:
+    """Standard streams that take every character; closed ones are there, and fail or are silent."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    for name, kind in (("stdout", _Output), ("stderr", _Stream)):
+        stream = getattr(sys, name)
+        if stream is None:  # closed: one that can only be read, so that writing fails
+            buffer = io.BufferedWriter(io.FileIO(os.open(os.devnull, os.O_RDONLY), "w"))
+            stream = kind(buffer, "utf-8", "replace")
+        elif type(stream) is io.TextIOWrapper:  # a code page that lacks a character must not end an answer
+            encoding = stream.encoding if stream.isatty() else "utf-8"
+            by_line, through = stream.line_buffering, stream.write_through
+            stream = kind(stream.detach(), encoding, "replace", line_buffering=by_line, write_through=through)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
 def main() -> None:
     """Entry point of the `hotset` script."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a code page that lacks a character must not end an answer
-            encoding = None if stream.isatty() else "utf-8"
-            stream.reconfigure(encoding=encoding, errors="replace")
+    _streams()
     warnings.showwarning = _warn  # type: ignore[assignment]
     app(prog_name="hotset")
 
 
 def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
-    typer.secho(f"warning: {message}", err=True)
+    warn(str(message))
 
 
 if __name__ == "__main__":

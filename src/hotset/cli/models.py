@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +18,9 @@ from hotset.units import human_count, human_size
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
     from hotset.model.config import ModelConfig
+
+_LONGEST_LIST = 8  # of a key, in whole
+_LONGEST_VALUE = 300  # characters of a key or a name; --json has all of them
 
 
 def pull(
@@ -158,12 +161,14 @@ def show(
         return
     print_table(["fact", "value"], _fact_rows(facts), title=path.name)
     if metadata:
-        print_table(["key", "value"], [[key, str(value)] for key, value in keys.items()], title="metadata")
+        rows = [[key, str(value)] for key, value in keys.items()]
+        print_table(["key", "value"], rows, title="metadata", limit=_LONGEST_VALUE)
     if tensors:
         rows = [
             [t["name"], t["type"], " x ".join(map(str, t["shape"])), human_size(t["nbytes"])] for t in listed
         ]
-        print_table(["tensor", "type", "shape", ">size"], rows, title="tensors (innermost dimension first)")
+        title = "tensors (innermost dimension first)"
+        print_table(["tensor", "type", "shape", ">size"], rows, title=title, limit=_LONGEST_VALUE)
 
 
 def describe(gguf: GGUFFile, path: Path, activation: str | None = None) -> dict[str, Any]:
@@ -187,14 +192,14 @@ def describe(gguf: GGUFFile, path: Path, activation: str | None = None) -> dict[
         if gguf.dialect == "gguf"
         else f"{gguf.dialect} {gguf.version}",
         "architecture": gguf.architecture,
-        "name": meta.get("general.name"),
-        "license": meta.get("general.license"),
+        "name": _text(meta.get("general.name")),
+        "license": _text(meta.get("general.license")),
         "size": gguf.nbytes,
         "parameters": gguf.n_parameters,
         "types": dict(sorted(types.items(), key=lambda item: -item[1]["bytes"])),
-        "tokenizer": meta.get("tokenizer.ggml.model"),
-        "pre_tokenizer": meta.get("tokenizer.ggml.pre"),
-        "vocabulary": len(tokens) if tokens is not None else None,  # type: ignore[arg-type]
+        "tokenizer": _text(meta.get("tokenizer.ggml.model")),
+        "pre_tokenizer": _text(meta.get("tokenizer.ggml.pre")),
+        "vocabulary": len(tokens) if isinstance(tokens, Sized) and not isinstance(tokens, str) else None,
         "chat_template": "tokenizer.chat_template" in meta,
     }
     try:
@@ -222,7 +227,7 @@ def describe(gguf: GGUFFile, path: Path, activation: str | None = None) -> dict[
         else {
             "kind": config.rope.kind,
             "base": meta.get(f"{gguf.architecture}.rope.freq_base"),
-            "scaling": meta.get(f"{gguf.architecture}.rope.scaling.type"),
+            "scaling": _text(meta.get(f"{gguf.architecture}.rope.scaling.type")),
             "channels": config.rope.n_rot,
         },
         "kv_bytes_per_token": cost.kv_bytes_per_token("f16"),
@@ -339,9 +344,16 @@ def _fact_rows(facts: dict[str, Any]) -> list[list[str]]:
 
 
 def _shown(value: Any) -> Any:
-    """A value of the metadata as JSON can hold it; long lists by their length and beginning."""
+    """A value of the metadata as JSON can hold it; of long lists, at any depth, the beginning."""
     if hasattr(value, "tolist"):
         value = value.tolist()
-    if isinstance(value, list) and len(value) > 8:
-        return f"[{', '.join(map(str, value[:4]))}, ... {len(value)} in all]"
-    return value
+    if not isinstance(value, list):
+        return value
+    if len(value) > _LONGEST_LIST:
+        return f"[{', '.join(str(_shown(item)) for item in value[:4])}, ... {len(value)} in all]"
+    return [_shown(item) for item in value]
+
+
+def _text(value: Any) -> str | None:
+    """A key that is meant to be a text; whatever else it is, as text."""
+    return value if value is None or isinstance(value, str) else str(_shown(value))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,22 +12,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset.cli import options
+from hotset.cli.answer import bytes_touched, chunks, closing_line, has_template, print_stats
 from hotset.cli.console import (
     LONGEST_TEXT,
     DownloadBar,
     print_json,
     print_table,
+    read_text,
     say,
     tell_choice,
     tell_memory,
 )
+from hotset.cli.terminal import Answer
 from hotset.files import read_bounded
-from hotset.report.bars import percent
 from hotset.storage import catalogue, resolve, store
-from hotset.units import human_count, human_size, size_of
+from hotset.units import human_size
 
 if TYPE_CHECKING:
-    from hotset.api import Chunk, Model, Timings
+    from hotset.api import Chunk, Model
     from hotset.sparsity.stats import StatsSummary
 
 _QUALITY_TOKENS = 128  # over which --stats measures a predictor
@@ -148,15 +150,23 @@ def _arguments(
         model, prompt = None, model  # hotset run "Why is the sky blue?"
     prompts = [p for p in (prompt, prompt_option) if p is not None]
     if file is not None:
-        with file.open("rb") as opened:
-            prompts.append(_decode(read_bounded(opened, file, LONGEST_TEXT), str(file)))
+        prompts.append(_of_a_line(read_text(file, "-f")))
     if len(prompts) > 1:
         raise typer.BadParameter("the prompt is given twice.", param_hint="-p")
     if prompts:
         return model, prompts[0].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     if sys.stdin.isatty():
         return model, None
-    text = _decode(read_bounded(sys.stdin.buffer, "the standard input", LONGEST_TEXT), "the standard input")
+    try:
+        text = _of_a_line(read_bounded(sys.stdin.buffer, "the standard input", LONGEST_TEXT).decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(
+            f"the standard input is not UTF-8 text (byte {error.start}).", param_hint="PROMPT"
+        ) from None
+    except OSError as error:
+        raise typer.BadParameter(
+            f"the standard input cannot be read ({error.strerror}).", param_hint="PROMPT"
+        ) from None
     if not text.strip():
         raise typer.BadParameter(
             "there is no prompt: give one, or run it in a terminal to chat.", param_hint="PROMPT"
@@ -165,17 +175,12 @@ def _arguments(
 
 
 def _is_sentence(text: str) -> bool:
-    return bool(re.search(r"\s", text.strip())) and not Path(text).exists()
+    return bool(re.search(r"\s", text.strip())) and not os.path.exists(text)  # a long one is no path
 
 
-def _decode(data: bytes, source: str) -> str:
-    """Text of a prompt; the newline that an editor or `echo` puts at its end is not part of it."""
-    try:
-        return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
-    except UnicodeDecodeError as error:
-        raise typer.BadParameter(
-            f"{source} is not UTF-8 text (byte {error.start}).", param_hint="PROMPT"
-        ) from None
+def _of_a_line(text: str) -> str:
+    """Without the newline that an editor or `echo` puts at the end of a prompt."""
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _logit_bias(texts: list[str]) -> dict[int, float]:
@@ -253,10 +258,6 @@ def _ask(question: str) -> str:
 # -- one answer ----------------------------------------------------------------------------------
 
 
-def has_template(model: Model) -> bool:
-    return bool(model.gguf.metadata.get("tokenizer.chat_template"))
-
-
 def _messages(model: Model, system: str | None, text: str, raw: bool) -> str | list[dict[str, str]]:
     """The conversation of one prompt, or the bare text where no chat template is applied."""
     if raw or not has_template(model):
@@ -271,13 +272,6 @@ def _messages(model: Model, system: str | None, text: str, raw: bool) -> str | l
     return [*messages, {"role": "user", "content": text}]
 
 
-def chunks(model: Model, prompt: str | list[dict[str, str]], params: dict[str, Any]) -> Iterator[Chunk]:
-    """The answer piece by piece: to a text as it stands, or to messages through the chat template."""
-    if isinstance(prompt, str):
-        return model.stream(prompt, **params)
-    return model.chat(prompt, stream=True, **params)
-
-
 def _answer(
     model: Model,
     prompt: str | list[dict[str, str]],
@@ -290,13 +284,12 @@ def _answer(
     last: Chunk | None = None
     interrupted = False
     try:
-        with closing(chunks(model, prompt, params)) as stream:  # type: ignore[type-var]
+        with Answer() as out, closing(chunks(model, prompt, params)) as stream:  # type: ignore[type-var]
             for last in stream:
                 pieces.append(last.text)
                 tokens += last.tokens
                 if not as_json:
-                    sys.stdout.write(last.text)
-                    sys.stdout.flush()
+                    out.write(last.text)
     except KeyboardInterrupt:
         interrupted = True
     if as_json and last is not None and not interrupted:
@@ -346,45 +339,6 @@ def _placement(model: Model) -> dict[str, Any]:
     return {"placement": placement_dict(model.placement), "memory": memory_dict(model.device_memory())}
 
 
-def bytes_touched(model: Model, timings: Timings, stats: StatsSummary | None) -> float:
-    """Bytes of weights and cache that an average token of the answer touched."""
-    depth = timings.prompt_tokens + timings.predicted_tokens / 2
-    if stats is None:
-        return model.cost.bytes_per_token(depth, model.kv_type)
-    return stats.bytes_touched_per_token + model.cost.kv_bytes_read(depth, model.kv_type)
-
-
-def closing_line(model: Model, last: Chunk) -> str:
-    """One line: sizes and speeds of prompt and answer, bytes touched, and what cut the answer short."""
-    timings = last.timings
-    parts = [f"prompt {timings.prompt_tokens} tokens"]
-    if timings.reused_tokens:
-        parts[0] += f" ({timings.reused_tokens} from the cache)"
-    if timings.prompt_per_second:
-        parts[0] += f", {timings.prompt_per_second:.1f} t/s"
-    parts.append(f"answer {timings.predicted_tokens} tokens")
-    if timings.predicted_per_second:
-        parts[1] += f", {timings.predicted_per_second:.1f} t/s"
-    parts.append(_touched(model, timings, last.answer_stats))
-    if last.finish_reason is None:
-        parts.append("interrupted")
-    elif last.finish_reason == "length":
-        full = timings.prompt_tokens + timings.predicted_tokens >= model.n_ctx
-        parts.append(f"the context of {model.n_ctx} tokens is full" if full else "cut at -n")
-    return "[" + " | ".join(parts) + "]"
-
-
-def _touched(model: Model, timings: Timings, stats: StatsSummary | None) -> str:
-    touched = bytes_touched(model, timings, stats)
-    if stats is None:
-        return f"{human_size(touched)} touched per token"
-    share = percent(stats.active_share)
-    if model.sparsity.mode == "dense":
-        return f"{share} of FFN neurons fired, {human_size(touched)} touched per token"
-    whole = touched - stats.bytes_touched_per_token + stats.bytes_total_per_token
-    return f"touched {share} of FFN neurons, {size_of(touched, whole)} per token"
-
-
 # -- statistics ----------------------------------------------------------------------------------
 
 
@@ -396,22 +350,3 @@ def _with_quality(
         return stats
     ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else model.encode_chat(prompt)
     return stats.with_quality(model.measure_predictor([*ids, *tokens][:_QUALITY_TOKENS]))
-
-
-def print_stats(stats: StatsSummary | None) -> None:
-    """A table with a row for each layer, and a line for the whole, on stderr."""
-    if stats is None:
-        say("No statistics: the activation of this model has no zeros, so that every neuron is computed.")
-        return
-    from hotset.report.layers import stats_table
-
-    print_table(*stats_table(stats), err=True, tight=True)
-    steps = f"{stats.n_tokens} tokens" + (
-        f" in {stats.n_steps} steps" if stats.n_steps != stats.n_tokens else ""
-    )
-    times = ", ".join(f"{kind} {1e3 * seconds:.3g} ms" for kind, seconds in stats.seconds.items())
-    say(
-        f"[{steps} | per token: {human_count(stats.active_parameters)} parameters active, "
-        f"{human_count(stats.flops)} FLOPs, {times}]",
-        dim=True,
-    )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import StepBar, print_json, print_table, read_text, say
+from hotset.cli.console import StepBar, print_json, print_table, read_text, say, warn
 from hotset.errors import HotsetError
 from hotset.storage import resolve
 from hotset.units import human_size
@@ -126,7 +126,7 @@ def train_predictor(
     else:
         _print(trained)
     for problem in trained.problems:
-        typer.secho(f"warning: {problem[0].upper()}{problem[1:]}.", fg="yellow", err=True)
+        warn(f"{problem}.")
     say(f"Wrote model_0.pt to model_{len(trained.layers) - 1}.pt and config.json in {folder}.")
     if output is not None:
         say(f"Wrote {output} ({human_size(output.stat().st_size)}). Run it with: hotset run {output}")

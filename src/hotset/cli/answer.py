@@ -1,0 +1,83 @@
+"""An answer to a prompt or a turn of a chat: how it is asked for, written, and summed up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from hotset.cli.console import print_table, say
+from hotset.report.bars import percent
+from hotset.units import human_count, human_size, size_of
+
+if TYPE_CHECKING:
+    from hotset.api import Chunk, Model, Timings
+    from hotset.sparsity.stats import StatsSummary
+
+
+def has_template(model: Model) -> bool:
+    return bool(model.gguf.metadata.get("tokenizer.chat_template"))
+
+
+def chunks(model: Model, prompt: str | list[dict[str, str]], params: dict[str, Any]) -> Iterator[Chunk]:
+    """The answer piece by piece: to a text as it stands, or to messages through the chat template."""
+    if isinstance(prompt, str):
+        return model.stream(prompt, **params)
+    return model.chat(prompt, stream=True, **params)
+
+
+def bytes_touched(model: Model, timings: Timings, stats: StatsSummary | None) -> float:
+    """Bytes of weights and cache that an average token of the answer touched."""
+    depth = timings.prompt_tokens + timings.predicted_tokens / 2
+    if stats is None:
+        return model.cost.bytes_per_token(depth, model.kv_type)
+    return stats.bytes_touched_per_token + model.cost.kv_bytes_read(depth, model.kv_type)
+
+
+def closing_line(model: Model, last: Chunk) -> str:
+    """One line: sizes and speeds of prompt and answer, bytes touched, and what cut the answer short."""
+    timings = last.timings
+    parts = [f"prompt {timings.prompt_tokens} tokens"]
+    if timings.reused_tokens:
+        parts[0] += f" ({timings.reused_tokens} from the cache)"
+    if timings.prompt_per_second:
+        parts[0] += f", {timings.prompt_per_second:.1f} t/s"
+    parts.append(f"answer {timings.predicted_tokens} tokens")
+    if timings.predicted_per_second:
+        parts[1] += f", {timings.predicted_per_second:.1f} t/s"
+    parts.append(_touched(model, timings, last.answer_stats))
+    if last.finish_reason is None:
+        parts.append("interrupted")
+    elif last.finish_reason == "length":
+        full = timings.prompt_tokens + timings.predicted_tokens >= model.n_ctx
+        parts.append(f"the context of {model.n_ctx} tokens is full" if full else "cut at -n")
+    return "[" + " | ".join(parts) + "]"
+
+
+def _touched(model: Model, timings: Timings, stats: StatsSummary | None) -> str:
+    touched = bytes_touched(model, timings, stats)
+    if stats is None:
+        return f"{human_size(touched)} touched per token"
+    share = percent(stats.active_share)
+    if model.sparsity.mode == "dense":
+        return f"{share} of FFN neurons fired, {human_size(touched)} touched per token"
+    whole = touched - stats.bytes_touched_per_token + stats.bytes_total_per_token
+    return f"touched {share} of FFN neurons, {size_of(touched, whole)} per token"
+
+
+def print_stats(stats: StatsSummary | None) -> None:
+    """A table with a row for each layer, and a line for the whole, on stderr."""
+    if stats is None:
+        say("No statistics: the activation of this model has no zeros, so that every neuron is computed.")
+        return
+    from hotset.report.layers import stats_table
+
+    print_table(*stats_table(stats), err=True, tight=True)
+    steps = f"{stats.n_tokens} tokens" + (
+        f" in {stats.n_steps} steps" if stats.n_steps != stats.n_tokens else ""
+    )
+    times = ", ".join(f"{kind} {1e3 * seconds:.3g} ms" for kind, seconds in stats.seconds.items())
+    say(
+        f"[{steps} | per token: {human_count(stats.active_parameters)} parameters active, "
+        f"{human_count(stats.flops)} FLOPs, {times}]",
+        dim=True,
+    )

@@ -1,0 +1,190 @@
+"""What others wrote, on a terminal: nothing in it controls it, and an answer is not cut inside a word.
+
+Names, metadata and sentences that quote them are lines of a table or a message: `shown` writes out everything
+that is not a character to look at. An answer is a text: `Answer` lets its lines and its scripts stand, and
+wraps it. What goes to a pipe or a file is left as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from types import TracebackType
+from typing import Self, TextIO
+
+# Control characters, lone surrogates, separators of lines, embedding and overriding of the direction.
+_CONTROLS = "\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff"
+# What else has no shape. The joiners (U+200C, U+200D) are of scripts and emoji, and stay.
+_INVISIBLE = (
+    "\xad\u061c\u180e\u200b\u200e\u200f\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff"
+)
+_OF_A_LINE = re.compile(f"[{_CONTROLS}{_INVISIBLE}]")
+_OF_A_TEXT = re.compile(f"(?![\n\t])[{_CONTROLS}]")
+_OF_JSON = re.compile("[\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+LONGEST_LINE = 4000  # characters of a message
+LONGEST_CELL = 1000  # and of a cell of a table
+_TAB = 8
+_FENCE = re.compile(r"(```+)[^`]*|(~~~+).*")
+_LONGEST_WORD = 100  # of a line that is too long
+_LONG_WORD = re.compile(rf"\S{{{_LONGEST_WORD + 50},}}")
+_JOINER = "\u200d"
+
+
+def shown(text: str, limit: int = LONGEST_LINE) -> str:
+    """One line of text that shows what stands in `text`: \\n, \\x1b, \\u202e for what has no shape.
+
+    Of longer ones than `limit`, long words lose their middle, and then the whole does: a sentence ends with
+    what to do.
+    """
+    if len(text) > limit:
+        text = _LONG_WORD.sub(lambda match: _cut(match[0], _LONGEST_WORD), text)
+    if len(text) > limit:
+        text = _cut(text, limit)
+    return text if text.isascii() and text.isprintable() else _OF_A_LINE.sub(_written_out, text)
+
+
+def _cut(text: str, limit: int) -> str:
+    head, tail = limit - limit // 3, limit // 3
+    return f"{text[:head]} ... [{len(text) - head - tail} characters] ... {text[-tail:]}"
+
+
+def _written_out(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode("ascii")
+
+
+def safe_json(text: str) -> str:
+    """The same JSON with what a terminal might obey written as \\uXXXX. json.dumps leaves them."""
+    return _OF_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+class Answer:
+    """Writes an answer piece by piece to the standard output.
+
+    On a terminal its control characters are written out, and its lines break between words: a word waits
+    until it is complete. Lines of code, fenced or indented, are left to the terminal. The width is asked for
+    again with every piece.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._wraps = self._stream.isatty()
+        self._column = 0  # where the cursor is
+        self._spaces = ""  # of this line, not written yet
+        self._word = ""  # not written yet
+        self._width_of_word = 0
+        self._begun = False  # whether a word stands on this line of the text
+        self._code = ""  # the fence that began, "line" of one that is indented, or "": no code
+        self._line = ""  # of code, its beginning
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.finish()
+
+    def write(self, text: str) -> None:
+        """The next piece."""
+        self._put(self._wrapped(text) if self._wraps else text)
+
+    def finish(self) -> None:
+        """Writes what still waits."""
+        self._put(self._place(self._columns()))
+
+    def _put(self, text: str) -> None:
+        if text:
+            self._stream.write(text)
+            self._stream.flush()
+
+    def _columns(self) -> int:
+        """Of the terminal, 0 where it does not know."""
+        if not self._wraps:
+            return 0
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns
+        except (OSError, ValueError):
+            return 0
+
+    def _wrapped(self, text: str) -> str:
+        columns = self._columns()
+        if columns and self._column > columns:  # it became narrower, and broke the line by itself
+            self._column = (self._column - 1) % columns + 1
+        text = _OF_A_TEXT.sub(_written_out, text.replace("\r", ""))
+        return "".join(self._next(character, columns) for character in text)
+
+    def _next(self, character: str, columns: int) -> str:
+        """What is to be written now that this character is here."""
+        if self._code:
+            return self._next_of_code(character)
+        if character == "\n":
+            out = self._place(columns)
+            self._column, self._spaces, self._begun = 0, "", False
+            return out + "\n"
+        if character in " \t":
+            out = self._place(columns)
+            if self._code:
+                return out + character
+            at = self._column + len(self._spaces)
+            self._spaces += " " * (_TAB - at % _TAB) if character == "\t" else " "
+            return out
+        if not self._begun and not self._word and len(self._spaces) >= 4 and character not in "-*+0123456789":
+            self._code = "line"
+            out, self._spaces = self._spaces, ""
+            return out + character
+        width = _cells(character)
+        out = ""
+        if self._word and width and self._word[-1] != _JOINER and (width > 1 or _cells(self._word[-1]) > 1):
+            out = self._place(columns)  # between characters that are words by themselves
+        elif columns and self._width_of_word + width > columns:  # longer than a line: nothing can be done
+            out = self._place(columns)
+        if self._code:
+            return out + self._next_of_code(character)
+        self._word += character
+        self._width_of_word += width
+        return out
+
+    def _next_of_code(self, character: str) -> str:
+        if character != "\n":
+            if len(self._line) < 80:
+                self._line += character
+        elif self._code == "line" or self._is_end(self._line.strip()):
+            self._code = self._line = ""
+            self._column, self._begun = 0, False
+        else:
+            self._line = ""
+        return character
+
+    def _is_end(self, line: str) -> bool:
+        """Whether a line is a fence as long as the one that began."""
+        return line.startswith(self._code) and not line.strip(self._code[0])
+
+    def _place(self, columns: int) -> str:
+        """The word that waits, on this line or on the next one."""
+        if not self._word:
+            return ""
+        word, width, spaces = self._word, self._width_of_word, self._spaces
+        self._word, self._width_of_word, self._spaces = "", 0, ""
+        if not self._begun and (fence := _FENCE.fullmatch(word)):
+            self._code = fence[1] or fence[2]
+            self._line = "-"  # the rest of this line ends nothing
+        self._begun = True
+        if columns and self._column and self._column + len(spaces) + width > columns:
+            self._column = width
+            return "\n" + word
+        self._column += len(spaces) + width
+        return spaces + word
+
+
+def _cells(character: str) -> int:
+    """How many columns a character takes: 0, 1 or 2."""
+    if character.isascii():
+        return 1
+    from rich.cells import cell_len
+
+    return cell_len(character)
