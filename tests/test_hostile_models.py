@@ -1,5 +1,4 @@
-"""Whole models with one thing wrong, through the whole way of loading: one sentence, nothing built or
-left."""
+"""Whole models with one thing wrong, through the whole way of loading: one sentence, and nothing is left."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ import hotset
 from hotset.errors import UnsupportedModelError
 from hotset.formats.gguf import GGUFWriter, copy_metadata, open_gguf
 from hotset.formats.quants import GGMLType, row_bytes
+from hotset.model.config import MAX_GROUP, MAX_HEAD_DIM, MAX_WINDOW
 
 T = GGMLType
 RELU = {"llama.hidden_activation": "relu"}
@@ -45,14 +45,26 @@ def test_a_type_without_a_kernel_is_named(tmp_path: Path, type_: GGMLType) -> No
     model = write_llama(tmp_path / "m.gguf", n_embd=256, n_ff=256)
     name = "blk.0.ffn_up.weight"
     if type_ == T(77):  # nobody knows its size
-        with open_gguf(model):
-            data = model.read_bytes()
+        data = model.read_bytes()
         at = data.index(name.encode()) + len(name) + 4 + 16
         model.write_bytes(data[:at] + bytes([77]) + data[at + 1 :])
     else:
         model = rewritten(model, tmp_path / "odd.gguf", name, type_, (256, 256))
     with pytest.raises(UnsupportedModelError, match=f"{name} has the type {type_.name}"):
         load(model)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"n_head": 1, "n_head_kv": 1, "head_dim": MAX_HEAD_DIM},
+        {"n_head": MAX_GROUP, "n_head_kv": 1, "head_dim": 4},
+        {"keys": {"llama.attention.sliding_window": MAX_WINDOW}},
+    ],
+)
+def test_the_largest_that_the_configuration_allows_runs(tmp_path: Path, sizes: dict[str, Any]) -> None:
+    with load(write_llama(tmp_path / "m.gguf", n_layer=1, **sizes)) as model:
+        assert np.isfinite(model.logits([1, 2, 3])).all()
 
 
 def test_planes_take_only_whole_groups_of_outputs(tmp_path: Path) -> None:

@@ -36,8 +36,7 @@ SPARSE_THRESHOLD_KEY = "powerinfer.sparse_threshold"
 
 NormKind = Literal["rms", "layer"]
 PredictorInput = Literal["ffn_inp", "layer_input"]
-# What the native kernels hold: kMaxHeadDim of csrc/kernels/kernels.h, kMaxGroup of csrc/plan.h, an int's
-# range.
+# What the native core holds: kMaxHeadDim (csrc/kernels/kernels.h), kMaxGroup (csrc/plan.h), and an int.
 MAX_HEAD_DIM, MAX_GROUP, MAX_WINDOW = 512, 256, (1 << 31) - 1
 EPSILON_KEYS: dict[NormKind, str] = {
     "rms": "attention.layer_norm_rms_epsilon",
