@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import struct
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from tiny_gguf import write_relu
 from hotset.backends.base import Batch, StepResult, StepStats
 from hotset.backends.reference import ReferenceBackend
 from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
+from hotset.formats import torch_file
 from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
 from hotset.formats.powerinfer import (
     activation_files,
@@ -24,7 +28,7 @@ from hotset.formats.powerinfer import (
     write_activations,
 )
 from hotset.formats.quants import GGMLType, dequantize
-from hotset.formats.torch_file import read_torch, write_torch
+from hotset.formats.torch_file import map_torch, read_torch, write_torch
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.predictor import Predictor
@@ -416,6 +420,104 @@ def test_a_hostile_pickle_is_refused(tmp_path: Path, pickle: bytes) -> None:
     path.write_bytes(b"\x80\x02" + pickle + b".")
     with pytest.raises(FormatError):
         read_torch(path)
+
+
+def zipped_pickle(path: Path, pickle: bytes, n_bytes: int = 32) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x/data.pkl", b"\x80\x02" + pickle + b".")
+        archive.writestr("x/data/0", bytes(n_bytes))
+    return path
+
+
+HALVES = b")" + b"q\0h\0\x86" * 60  # a tuple of two of the one before it, and so on: 2^60 to hash
+DEEP = b")" + b"\x85" * 1_000_000
+N_NAMES, N_SHARED = 20_000, 1 << 17  # a megabyte, and 20 GB where each name has a copy
+
+
+def shared_storage() -> bytes:
+    names = b"".join(b"X\4\0\0\0" + f"{i:04x}".encode() + b"h\0" for i in range(N_NAMES))
+    return tensor([0, N_SHARED, 1], storage(N_SHARED)) + b"q\0}(" + names + b"u"
+
+
+@pytest.mark.parametrize(
+    ("pickle", "n_bytes", "sentence"),
+    [
+        (b"(X\7\0\0\0storage" + HALVES + b"NNNtQ", 32, "tuples in tuples"),
+        (HALVES + b")R", 32, "tuples in tuples"),
+        (b"c" + b"a\nb\n" + HALVES + b"R", 32, "tuples in tuples"),
+        (b"(X\7\0\0\0storage" + DEEP + b"NNNtQ", 32, "tuples in tuples"),
+        (b"(" + b"N" * 100 + b"t", 32, "a tuple of 100 elements"),
+        (b"(X\7\0\0\0storage]NNNtQ", 32, "a storage of type a list"),
+        (b"N" * 5_000_000, 32, "more than 4194304 instructions"),
+        (shared_storage(), 8 * N_SHARED, "20000 tensors of"),
+    ],
+    ids=["hash", "repr", "arguments", "deep", "wide", "unhashable", "long", "shared"],
+)
+def test_pickle_bombs_cost_a_sentence(tmp_path: Path, pickle: bytes, n_bytes: int, sentence: str) -> None:
+    """In a process of its own: what this is about took for ever, 20 GB, or the whole stack."""
+    path = zipped_pickle(tmp_path / "x.pt", pickle, n_bytes)
+    program = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
+        "from hotset.formats.torch_file import read_torch\n"
+        "from hotset.errors import FormatError\n"
+        "try: read_torch(sys.argv[1])\n"
+        "except FormatError as error: print(error)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert sentence in run.stdout
+    assert len(run.stdout) < 400
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_tensors_may_share_a_storage(tmp_path: Path, zipped: bool) -> None:
+    torch = pytest.importorskip("torch")
+    base = torch.arange(1 << 19, dtype=torch.float64)  # what all take is looked at above a megabyte
+    state = {"a": base, "b": base, "c": base[7:], "d": base.reshape(2, -1)}
+    torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+    found = read_torch(tmp_path / "x.pt")
+    assert isinstance(found, dict)
+    assert all(np.array_equal(found[name], values.numpy()) for name, values in state.items())
+
+
+def test_a_pickle_has_a_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_file, "MAX_PICKLE_BYTES", 1000)
+    text = b"X" + struct.pack("<I", 2000) + bytes(2000)
+    path = zipped_pickle(tmp_path / "x.pt", text)
+    with pytest.raises(FormatError, match=r"data.pkl of more than 1000 bytes"):
+        read_torch(path)
+    for stream in (b"\x80\x02" + text + b".", b"\x80\x02X\xff\xff\xff\x7f" + bytes(5000)):
+        path.write_bytes(stream)
+        for read in (read_torch, map_torch):
+            with pytest.raises(FormatError, match="a pickle of more than 1000 bytes"):
+                read(path)
+    path.write_bytes(b"\x80\x02c" + b"a" * 2000 + b"\nb\n.")
+    with pytest.raises(FormatError, match="plain tensors"):
+        read_torch(path)
+    monkeypatch.setattr(torch_file, "MAX_TENSORS", 3)
+    write_torch(path, {str(i): np.zeros(1, np.int64) for i in range(4)})
+    monkeypatch.setattr(torch_file, "MAX_PICKLE_BYTES", 10_000)
+    with pytest.raises(FormatError, match="4 tensors, more than 3"):
+        map_torch(path)
+
+
+def test_entries_of_an_archive_do_not_overlap(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x/data.pkl", b"\x80\x02" + tensor([0, 4, 1], storage()) + b".")
+        for i in range(50):
+            archive.writestr(f"x/data/{i}", bytes(32))
+        for info in archive.infolist()[1:]:  # each is said to go on through the next ten
+            info.file_size = info.compress_size = 1000
+    with pytest.raises(FormatError, match="compressed or damaged"):
+        read_torch(path)
+
+
+def test_a_tensor_file_is_a_regular_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.pt")  # opening it would wait for somebody who writes
+    for read in (read_torch, map_torch):
+        with pytest.raises(FormatError, match="not a regular file"):
+            read(tmp_path / "x.pt")
 
 
 def test_every_truncation_of_a_tensor_file_is_a_sentence(tmp_path: Path) -> None:

@@ -7,6 +7,11 @@ other name, opcode or argument is refused (FormatError) before anything comes of
 Two layouts: a zip archive `<any>/data.pkl` with the storages under `<any>/data/<key>`, not compressed, and
 torch's older stream of pickles (magic, protocol, machine, value, keys) followed by the storages, each a count
 i64 and its elements.
+
+A pickle can say much in few bytes: a tuple of which each half is the tuple before it takes for ever to hash
+or to print, and a thousand names may mean one storage. So the bytes and instructions of a pickle, its tuples,
+the names, and what all tensors take together are bounded before anything is made of them, and no value of a
+file is hashed, compared or printed but strings, numbers and what is made here.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO, cast
 
 import numpy as np
 
@@ -31,6 +36,11 @@ from hotset.files import open_regular, replacing
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PROTOCOL = 1001
 MAX_DIMS = 8
+MAX_PICKLE_BYTES, MAX_INSTRUCTIONS = 1 << 26, 1 << 22  # a tensor takes about 300 bytes and 40 instructions
+_LONGEST_LINE = 1024  # the name of a module or a class
+MAX_TUPLE = 16  # elements; those of a tuple in a tuple are no tuples
+MAX_TENSORS = 1 << 16
+MAX_COPIES = 8  # all tensors together take at most as many times the file: several may share a storage
 
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])  # the high half of a float32, which NumPy has no name for
 
@@ -93,6 +103,14 @@ def read_torch(path: str | os.PathLike[str]) -> np.ndarray | dict[str, np.ndarra
         values = _array(path, tensor, storages)
         return to_floats(values) if values.dtype == BFLOAT16 else values.copy()
 
+    tensors = {"": value} if isinstance(value, _Tensor) else _state_dict(path, value)
+    # A bfloat16 doubles, and a small file is never too much.
+    n_bytes = sum(math.prod(t.shape) * max(t.storage.dtype.itemsize, 4) for t in tensors.values())
+    if n_bytes > MAX_COPIES * len(data) + (1 << 20):
+        raise FormatError(
+            f"{path} holds {len(tensors)} tensors of {n_bytes} bytes in {len(data)} bytes of storage; export "
+            "each tensor once"
+        )
     if isinstance(value, _Tensor):
         return array(value)
     return {name: array(tensor) for name, tensor in _state_dict(path, value).items()}
@@ -130,6 +148,8 @@ class _MappedFile(mmap.mmap):
 def _state_dict(path: Path, value: Any) -> dict[str, _Tensor]:
     if not isinstance(value, dict) or not all(isinstance(v, _Tensor) for v in value.values()):
         raise FormatError(f"{path} holds something else than tensors; export a tensor or a state dict")
+    if len(value) > MAX_TENSORS:
+        raise FormatError(f"{path} holds {len(value)} tensors, more than {MAX_TENSORS}; export fewer")
     return value
 
 
@@ -146,12 +166,19 @@ def _read_zip(
     try:
         with zipfile.ZipFile(file) as archive:
             entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            if any(i.compress_type != zipfile.ZIP_STORED or i.file_size > size for i in entries.values()):
+            if (
+                any(info.compress_type != zipfile.ZIP_STORED for info in entries.values())
+                or sum(info.file_size for info in entries.values()) > size  # they may lie over each other
+            ):
                 raise FormatError(f"{path} is a compressed or damaged archive; save it with torch.save")
             if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
                 raise FormatError(f"{path} was written on a big-endian machine; save it on another")
             if "data.pkl" not in entries:
                 raise FormatError(f"{path} is an archive without data.pkl: it is not a file of torch.save")
+            if entries["data.pkl"].file_size > MAX_PICKLE_BYTES:
+                raise FormatError(
+                    f"{path} has a data.pkl of more than {MAX_PICKLE_BYTES} bytes; export fewer tensors"
+                )
             value, storages = _interpret(path, io.BytesIO(archive.read(entries["data.pkl"])))
             load: Callable[[zipfile.ZipInfo], Any] = archive.read
             if mapped is not None:
@@ -200,6 +227,40 @@ def _read_legacy(
     return value, data
 
 
+class _Bounded:
+    """What pickletools reads of a file, up to MAX_PICKLE_BYTES."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._left = file, MAX_PICKLE_BYTES
+
+    def read(self, n: int) -> bytes:
+        return self._taken(self._file.read(min(n, self._left + 1)))
+
+    def readline(self) -> bytes:
+        start = self._file.tell()
+        line, newline, _ = self._file.read(_LONGEST_LINE).partition(b"\n")
+        self._file.seek(start + len(line + newline))
+        return self._taken(line + newline)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def _taken(self, data: bytes) -> bytes:
+        self._left -= len(data)
+        if self._left < 0:
+            raise ValueError(f"a pickle of more than {MAX_PICKLE_BYTES} bytes")
+        return data
+
+
+def _tuple(items: list[Any]) -> tuple[Any, ...]:
+    """As torch writes them: short, and of tuples only those of numbers and the like."""
+    if len(items) > MAX_TUPLE:
+        raise ValueError(f"a tuple of {len(items)} elements")
+    if any(isinstance(part, tuple) for item in items if isinstance(item, tuple) for part in item):
+        raise ValueError("tuples in tuples in tuples")
+    return tuple(items)
+
+
 def _interpret(path: Path, file: BinaryIO) -> tuple[Any, dict[str, _Storage]]:
     """The value that a pickle describes, tensors as _Tensor, and the storages that it names, by key."""
     stack: list[Any] = []
@@ -215,7 +276,9 @@ def _interpret(path: Path, file: BinaryIO) -> tuple[Any, dict[str, _Storage]]:
 
     try:
         argument: Any
-        for opcode, argument, _ in pickletools.genops(file):
+        for n_done, (opcode, argument, _) in enumerate(pickletools.genops(cast(IO[bytes], _Bounded(file)))):
+            if n_done == MAX_INSTRUCTIONS:
+                raise ValueError(f"more than {MAX_INSTRUCTIONS} instructions")
             match opcode.name:
                 case "PROTO" | "FRAME":
                     pass
@@ -230,10 +293,10 @@ def _interpret(path: Path, file: BinaryIO) -> tuple[Any, dict[str, _Storage]]:
                         {"EMPTY_TUPLE": tuple, "EMPTY_DICT": dict, "EMPTY_LIST": list}[opcode.name]()
                     )
                 case "TUPLE":
-                    stack.append(tuple(marked()))
+                    stack.append(_tuple(marked()))
                 case "TUPLE1" | "TUPLE2" | "TUPLE3":
                     n = int(opcode.name[-1])
-                    stack[-n:] = [tuple(stack[-n:])]
+                    stack[-n:] = [_tuple(stack[-n:])]
                 case "BINPUT" | "LONG_BINPUT":
                     memo[argument] = stack[-1]
                 case "MEMOIZE":
@@ -244,6 +307,8 @@ def _interpret(path: Path, file: BinaryIO) -> tuple[Any, dict[str, _Storage]]:
                     stack.append(_Global(argument))
                 case "STACK_GLOBAL":
                     name, module = stack.pop(), stack.pop()
+                    if not isinstance(name, str) or not isinstance(module, str):
+                        raise ValueError("a name that is not a string")
                     stack.append(_Global(f"{module} {name}"))
                 case "SETITEM" | "SETITEMS":
                     items = marked() if opcode.name == "SETITEMS" else [stack.pop(-2), stack.pop()]
@@ -281,18 +346,29 @@ def _interpret(path: Path, file: BinaryIO) -> tuple[Any, dict[str, _Storage]]:
 def _storage(id: Any) -> _Storage:
     """Of a persistent id ("storage", type, key, location, number of elements[, view])."""
     kind, type, key, _, n = id[:5]
-    if kind != "storage" or type not in _STORAGE_TYPES or not isinstance(key, str) or not _is_count(n):
-        raise ValueError(f"a storage of type {getattr(type, 'name', type)}")
+    if (
+        not isinstance(type, _Global)  # first: what else it is must not be hashed
+        or type not in _STORAGE_TYPES
+        or kind != "storage"
+        or not isinstance(key, str)
+        or not _is_count(n)
+    ):
+        raise ValueError(f"a storage of type {_named(type)}")
     if any(view is not None for view in id[5:]):
         raise ValueError("a view of a storage")
     return _Storage(_STORAGE_TYPES[type], key, n)
+
+
+def _named(value: Any) -> str:
+    """For a message: a name that the pickle mentions, else only what kind of thing it is."""
+    return value.name if isinstance(value, _Global) else f"a {type(value).__name__}"
 
 
 def _reduce(function: Any, arguments: Any) -> Any:
     if function == _DICT and arguments == ():
         return {}
     if function != _TENSOR:
-        raise ValueError(f"a call of {getattr(function, 'name', function)}")
+        raise ValueError(f"a call of {_named(function)}")
     storage, offset, shape, strides = arguments[:4]
     sizes = (offset, *shape, *strides)
     if not isinstance(storage, _Storage) or len(shape) != len(strides) or not all(map(_is_count, sizes)):
