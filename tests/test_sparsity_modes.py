@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ from tiny_gguf import write_llama, write_relu
 
 from hotset.backends.reference import ReferenceBackend
 from hotset.errors import HotsetError, InvalidRequestError
-from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
-from hotset.formats.quants import GGMLType
+from hotset.formats.gguf import GGUFFile, GGUFWriter, copy_metadata, open_gguf
+from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import Linear, TransposedLinear
 from hotset.sparsity import modes, sidecar, taps
+from hotset.sparsity.calibration import Calibration
 from hotset.sparsity.modes import Choice, Prepared, choose, prepare
 
 FFN_TYPES = [GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.Q8_0, GGMLType.Q4_0]
@@ -160,6 +162,109 @@ def test_a_damaged_sidecar_is_built_again(tmp_path: Path) -> None:
     built.write_bytes(whole[: len(whole) // 2])
     assert "built in" in prepared(gguf).notes[0]
     assert built.read_bytes() == whole
+
+
+def test_a_sidecar_of_another_version_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf = relu(tmp_path / "model.gguf")
+    prepared(gguf).weights.close()
+    monkeypatch.setattr(sidecar, "VERSION", sidecar.VERSION + 1)
+    assert "built in" in prepared(gguf).notes[0]
+    assert "opened" in prepared(gguf).notes[0]
+
+
+def resaved(
+    path: Path, keys: dict[str, Any], tensors: dict[str, tuple[GGMLType, tuple[int, ...]] | None]
+) -> None:
+    """The sidecar with other keys, and with tensors that are zeros of another type and shape, or gone."""
+    with open_gguf(path) as gguf:
+        writer = GGUFWriter(path, "hotset")
+        for key, value in keys.items():
+            writer.add(key, value)
+        copy_metadata(gguf, writer)
+        kept = {n: gguf.data(n).copy() for n in gguf.tensors}
+        for name, info in gguf.tensors.items():
+            new = tensors.get(name, (info.type, info.shape))
+            if new is not None:
+                type_, shape = new
+                n_bytes = row_bytes(type_, shape[0]) * math.prod(shape[1:])
+                data = np.zeros(n_bytes, np.uint8) if name in tensors else kept[name]
+                writer.add_tensor(name, data, type_, shape)
+        writer.write()
+
+
+ODD_SIDECARS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"hotset.sidecar.model": ["a", "b"]}, {}),
+    ({"hotset.sidecar.model": np.arange(3)}, {}),
+    ({"hotset.sidecar.settings": 3}, {}),
+    ({"hotset.sidecar.version": [1]}, {}),
+    ({"hotset.sidecar.version": True}, {}),
+    ({}, {"blk.0.ffn_down_t.codes": (GGMLType.Q8_0, (64, 96))}),
+    ({}, {"blk.0.ffn_down_t.codes": (GGMLType.I8, (96, 64))}),
+    ({}, {"blk.1.ffn_down_t.scales": (GGMLType.F32, (64, 3))}),
+    ({}, {"blk.1.ffn_down_t.scales": None}),
+    ({}, {"blk.1.ffn_down_t.scales": None, "blk.1.ffn_down_t.codes": None}),
+]
+
+
+@pytest.mark.parametrize(("keys", "tensors"), ODD_SIDECARS)
+def test_a_sidecar_of_wrong_types_is_built_again(
+    keys: dict[str, Any], tensors: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its model and settings may be right all the same, and its tensors not what they should be."""
+    gguf = relu(tmp_path / "model.gguf", GGMLType.Q8_0)
+    prepared(gguf).weights.close()
+    built = tmp_path / "model.down.hotset.gguf"
+    whole = built.read_bytes()
+    resaved(built, keys, tensors)
+    assert built.read_bytes() != whole
+    ready = prepared(gguf)
+    assert "built in" in ready.notes[0]
+    assert built.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensors"),
+    [
+        ({"hotset.predictor.thresholds": "low"}, {}),
+        ({"hotset.predictor.thresholds": [1.0]}, {}),
+        ({"hotset.predictor.thresholds": [1, 2]}, {}),
+        ({}, {"blk.0.svd_a.weight": (GGMLType.I32, (64, 8))}),
+        ({}, {"blk.0.svd_a.weight": (GGMLType.F16, (8, 64))}),
+        ({}, {"blk.1.svd_b.weight": (GGMLType.F16, (8, 95))}),
+        ({}, {"blk.1.svd_b.weight": None}),
+    ],
+)
+def test_a_predictor_of_wrong_types_is_built_again(
+    keys: dict[str, Any], tensors: dict[str, Any], tmp_path: Path
+) -> None:
+    gguf = relu(tmp_path / "model.gguf")
+    config = config_from_gguf(gguf)
+    drawn = Calibration(open_backend=None)
+
+    def predicted() -> list[str]:
+        ready = prepare(gguf, config, choose(config, gguf.tensors, None, "svd:8:f16"), calibration=drawn)
+        ready.weights.close()
+        return ready.notes
+
+    predicted()
+    built = tmp_path / "model.svd-8-f16.hotset.gguf"
+    whole = built.read_bytes()
+    resaved(built, keys, tensors)
+    assert "built in" in predicted()[-1]
+    assert built.read_bytes() == whole
+    assert "opened" in predicted()[-1]
+
+
+def test_a_requantised_predictor_of_wrong_types_is_built_again(tmp_path: Path) -> None:
+    gguf = relu(tmp_path / "model.gguf", dialect="powerinfer")
+    config = config_from_gguf(gguf)
+    for attempt in range(2):
+        ready = prepare(gguf, config, choose(config, gguf.tensors, None, "mlp:q8_0"))
+        ready.weights.close()
+        assert "built in" in ready.notes[-1]
+        if attempt == 0:
+            path = tmp_path / "model.mlp-q8_0.hotset.gguf"
+            resaved(path, {}, {"blk.0.fc1.weight": (GGMLType.Q8_0, (64, 64))})
 
 
 def test_a_changed_weight_changes_the_fingerprint(tmp_path: Path) -> None:

@@ -97,6 +97,46 @@ def test_what_is_not_a_profile_costs_a_sentence(tmp_path: Path) -> None:
         Profile.open(tmp_path / "none.gguf")
 
 
+@pytest.mark.parametrize(
+    ("counts", "n_tokens", "sentence"),
+    [
+        ([], 100, "is not an activation profile"),
+        ([[1, 2]], -1, "is not an activation profile"),
+        ([[1, 2]], 1 << 60, "is not an activation profile"),
+        ([[1, 101]], 100, "more often than its tokens"),
+        ([[1, -1]], 100, "more often than its tokens"),
+    ],
+)
+def test_a_profile_that_makes_no_sense_costs_a_sentence(
+    counts: list[list[int]], n_tokens: int, sentence: str, tmp_path: Path
+) -> None:
+    writer = GGUFWriter(tmp_path / "p.gguf", "hotset")
+    writer.add("hotset.profile.n_tokens", n_tokens, ValueType.INT64)
+    writer.add("hotset.profile.model", "m")
+    writer.add("hotset.profile.data", ["d"])
+    for i, layer in enumerate(counts):
+        writer.add_tensor(f"blk.{i}.counts", np.array(layer, "<i8").view(np.uint8), GGMLType.I64)
+    writer.write()
+    with pytest.raises(FormatError, match=sentence):
+        Profile.open(tmp_path / "p.gguf")
+
+
+@pytest.mark.parametrize("counts", [[[1] * N_FF], [[1] * N_FF, [1] * (N_FF - 1)], [[1] * N_FF] * 3])
+def test_a_profile_with_the_name_of_a_model_and_not_its_neurons(
+    counts: list[list[int]], tmp_path: Path
+) -> None:
+    """The fingerprint in a profile is only what somebody wrote there."""
+    path = write_relu(tmp_path / "model.gguf")
+    with open_gguf(path) as gguf:
+        config, forged = config_from_gguf(gguf), profile_of(*counts, model=sidecar.fingerprint(gguf))
+        with pytest.raises(InvalidRequestError, match="another model file"):
+            prepare(gguf, config, choose(config, gguf.tensors), profile=forged)
+        with pytest.raises(InvalidRequestError, match="another model file"):
+            reorder(path, tmp_path / "out.gguf", forged)
+        with pytest.raises(InvalidRequestError, match="another model file"):
+            forged.merge(profile_of(*counts[:1], [1], [2], [3], model=forged.model, data=("e",)))
+
+
 def test_runs_merge_unless_they_count_a_text_twice() -> None:
     both = profile_of([1, 2], [3]).merge(profile_of([10, 0], [5], n_tokens=50, data=("e",)))
     assert [c.tolist() for c in both.counts] == [[11, 2], [8]]

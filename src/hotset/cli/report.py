@@ -127,7 +127,7 @@ def _open(
                 )
             return config, None, ""
         counted = Profile.open(place)
-        counted.check_model(fingerprint(gguf))
+        counted.check_model(fingerprint(gguf), config.n_ff)
         return config, counted, str(place)
 
 

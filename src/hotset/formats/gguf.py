@@ -123,7 +123,7 @@ class TensorInfo:
 class _Cursor:
     """Reads forward through the mapped header; every step is checked against the end of the file."""
 
-    def __init__(self, buffer: mmap.mmap, path: Path) -> None:
+    def __init__(self, buffer: mmap.mmap | bytes, path: Path) -> None:
         self.buffer, self.path, self.pos, self.size = buffer, path, 0, len(buffer)
 
     def fail(self, what: str) -> FormatError:
@@ -245,14 +245,14 @@ def _map_file(path: Path) -> mmap.mmap:
 def _read_shard(path: Path, index: int) -> _Shard:
     buffer = _map_file(path)
     try:
-        return _parse(_Cursor(buffer, path), index)
+        return _parse(buffer, path, index)
     except BaseException:
         buffer.close()
         raise
 
 
-def _parse(cursor: _Cursor, index: int) -> _Shard:
-    path = cursor.path
+def _parse(buffer: mmap.mmap, path: Path, index: int) -> _Shard:
+    cursor = _Cursor(buffer, path)
     magic = cursor.buffer[:4]
     dialect = MAGICS.get(magic)
     if dialect is None:
@@ -287,7 +287,7 @@ def _parse(cursor: _Cursor, index: int) -> _Shard:
     data_start = -(-cursor.pos // alignment) * alignment
     tensors = [_place(cursor, info, data_start, alignment) for info in infos]
     _check_overlap(cursor, tensors)
-    return _Shard(path, cursor.buffer, version, dialect, metadata, types, tensors)
+    return _Shard(path, buffer, version, dialect, metadata, types, tensors)
 
 
 def _read_tensor_info(cursor: _Cursor, index: int) -> TensorInfo:
@@ -511,6 +511,25 @@ PIECE_VALUES = 1 << 22  # values encoded at a time: all cores work on them, and 
 PIECES_BEHIND = 2  # encoded pieces that may wait for the disk
 
 
+@dataclass(frozen=True)
+class PlannedFile:
+    """What a reader will find in a file that a GGUFWriter would write now (see GGUFFile).
+
+    Offsets of tensors count from the start of the data.
+    """
+
+    path: Path
+    dialect: Dialect
+    metadata: dict[str, object]
+    tensors: dict[str, TensorInfo]
+    _data: dict[str, TensorData]
+
+    def data(self, name: str) -> np.ndarray:
+        """The tensor's bytes, encoded at the call: uint8 [nbytes]."""
+        pieces = b"".join(_pieces(self.tensors[name], self._data[name]))
+        return np.frombuffer(pieces, np.uint8)
+
+
 class GGUFWriter:
     """Writes a GGUF file (version 3), tensor by tensor, under its name only when it is whole.
 
@@ -533,6 +552,7 @@ class GGUFWriter:
             raise InvalidRequestError(f"alignment {alignment} is not a power of two of at least 8.")
         self.path = Path(path)
         self.alignment = alignment
+        self.dialect = dialect
         self._magic = next(magic for magic, name in MAGICS.items() if name == dialect)
         self._type_ids = {t: id for id, t in POWERINFER_TYPES.items()} if dialect == "powerinfer" else {}
         self._values: dict[str, bytes] = {}
@@ -598,6 +618,16 @@ class GGUFWriter:
     def keys(self) -> frozenset[str]:
         """What has been added."""
         return frozenset(self._values)
+
+    def planned(self) -> PlannedFile:
+        """What has been added, as `open_gguf` will read it: for checks before anything is written."""
+        metadata = {}
+        for key, value in self._values.items():
+            cursor = _Cursor(value, self.path)
+            metadata[key] = cursor.value(cursor.u32("a type"), key)
+        tensors = {name: info for name, (info, _) in self._tensors.items()}
+        data = {name: data for name, (_, data) in self._tensors.items()}
+        return PlannedFile(self.path, self.dialect, metadata, tensors, data)
 
     @property
     def nbytes(self) -> int:

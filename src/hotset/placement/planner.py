@@ -131,12 +131,12 @@ def _profile_of(
 
     model = sidecar.fingerprint(gguf)
     if given is not None:
-        given.check_model(model)
+        given.check_model(model, config.n_ff)
         return given, f"hotness from the profile that was given, {given.n_tokens} tokens"
     beside = default_path(gguf.path)
     if beside.is_file():
         found = Profile.open(beside)
-        if found.model == model:
+        if found.is_of(model, config.n_ff):
             return found, f"hotness from {beside}, {found.n_tokens} tokens"
     folder = activation_files(gguf.path)
     if folder is not None:
@@ -145,7 +145,7 @@ def _profile_of(
     how = "hotness from a short text that comes with hotset ('hotset profile' on your own is better)"
     with contextlib.suppress(HotsetError):
         found = Profile.open(kept)
-        if found.model == model:
+        if found.is_of(model, config.n_ff):
             return found, how
     found = _run_builtin(gguf, config, weights, model, n_threads, progress)
     with contextlib.suppress(OSError, HotsetError):  # counted again next time

@@ -129,7 +129,8 @@ def prepare(
         return Prepared(Overlay(gguf))
     # What is built reads shapes and types of the file's tensors: they are checked first.
     published = Predictor("mlp", (0.0,) * config.n_layer) if choice.predictor == "mlp" else None
-    describe(config, gguf.tensors, published)
+    # (A bias of the scores belongs to the neurons behind the hot head, which the predictor's matrices have.)
+    describe(config, {n: t for n, t in gguf.tensors.items() if not n.endswith(".always.bias")}, published)
     model = sidecar.fingerprint(gguf)
     notes: list[str] = []
     sidecars = _open_down(gguf, config, model, notes, progress)
@@ -168,7 +169,9 @@ def _open_down(
             planes.add_down(writer, gguf, info.name.removesuffix(".weight"))
 
     n_bytes = sum(info.nbytes for info in possible)
-    built = sidecar.open_or_build(gguf, "down", {}, fill, n_bytes=n_bytes, model=model, progress=progress)
+    built = sidecar.open_or_build(
+        gguf, "down", {}, fill, sidecar.same_tensors(fill), n_bytes=n_bytes, model=model, progress=progress
+    )
     notes.append(built.note("down matrices by neuron"))
     return [built.file]
 

@@ -16,15 +16,17 @@ inputs are normally distributed vectors as its norm would hand them on (calibrat
 
 from __future__ import annotations
 
+from collections import ChainMap
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from hotset.errors import FormatError, InvalidRequestError
+from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
 from hotset.formats.encode import recode
 from hotset.formats.gguf import TensorInfo
-from hotset.formats.quants import TYPES, GGMLType
+from hotset.formats.quants import TYPES, GGMLType, dequantize
+from hotset.model.decoder import describe
 from hotset.model.predictor import Predictor, PredictorKind
 from hotset.sparsity import builders, sidecar
 from hotset.sparsity.calibration import Calibration
@@ -112,7 +114,7 @@ def open_predictor(
     weights: the model with its down matrices, which calibration runs. model: its fingerprint.
     """
     if profile is not None:
-        profile.check_model(model)
+        profile.check_model(model, config.n_ff)
     first = n_always(gguf, config)
     if spec.kind == "mlp":
         thresholds = [config.sparse_threshold] * config.n_layer
@@ -136,7 +138,12 @@ def open_predictor(
             bias = np.where(always, np.float32(np.inf), np.float32(0))
             name = f"blk.{i}.always.bias"
             if name in owner.tensors:
-                bias += owner.data(name).view(np.float32)
+                info = owner.tensors[name]
+                if info.shape != bias.shape:
+                    raise UnsupportedModelError(
+                        f"the tensor {name} is {list(info.shape)}, expected {list(bias.shape)}"
+                    )
+                bias += dequantize(owner.data(name), info.type, info.shape)
             extra.add(name, bias.view(np.uint8), GGMLType.F32, bias.shape)
     if profile is not None:
         n_on = sum(int((profile.frequencies(i) >= ALWAYS_FREQUENCY).sum()) for i in range(config.n_layer))
@@ -197,7 +204,9 @@ def _requantised(
 
     n_bytes = sum(info.n_elements for info in infos) * TYPES[type].block_bytes // TYPES[type].block_size
     what = f"mlp-{type.name.lower()}"
-    return sidecar.open_or_build(gguf, what, {}, fill, n_bytes=n_bytes, model=model, progress=progress)
+    return sidecar.open_or_build(
+        gguf, what, {}, fill, sidecar.same_tensors(fill), n_bytes=n_bytes, model=model, progress=progress
+    )
 
 
 def _built(
@@ -218,6 +227,10 @@ def _built(
     def fill(writer: GGUFWriter) -> None:
         builders.build(writer, gguf, config, spec, weights, first, calibration)
 
+    def check(file: GGUFFile) -> None:
+        predictor = Predictor(spec.kind, tuple(_thresholds(file, config)), first)
+        describe(config, ChainMap(dict(file.tensors), dict(weights.tensors)), predictor)
+
     if spec.kind == "sign":
         n_bytes = sum(config.n_ff) * -(-config.n_embd // 8)
     else:
@@ -226,12 +239,14 @@ def _built(
         n_values = spec.rank * sum(config.n_embd + n_ff for n_ff in config.n_ff)
         n_bytes = int(n_values * TYPES[spec.type].bits_per_value / 8)
     what = str(spec).replace(":", "-")
-    return sidecar.open_or_build(gguf, what, settings, fill, n_bytes=n_bytes, model=model, progress=progress)
+    return sidecar.open_or_build(
+        gguf, what, settings, fill, check, n_bytes=n_bytes, model=model, progress=progress
+    )
 
 
 def _thresholds(file: GGUFFile, config: ModelConfig) -> list[float]:
     values = file.metadata.get(builders.THRESHOLDS_KEY)
-    if not isinstance(values, np.ndarray) or len(values) != config.n_layer:
+    if not isinstance(values, np.ndarray) or values.dtype != np.float32 or len(values) != config.n_layer:
         raise FormatError(f"{file.path} lacks its thresholds; delete it, and it is built again.")
     return values.tolist()
 

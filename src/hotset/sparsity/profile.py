@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hotset.model.config import ModelConfig
 
 ALWAYS_FREQUENCY = 0.95  # a neuron that fires this often is not worth predicting
+MAX_TOKENS = 1 << 48  # of a profile; the activations of a layer then still add up in 64 bits
 HOT_MASS = 0.8  # the share of activations that "hot" neurons make, as the PowerInfer paper counts them
 _N_TOKENS, _MODEL, _DATA = "hotset.profile.n_tokens", "hotset.profile.model", "hotset.profile.data"
 
@@ -69,6 +70,8 @@ class Profile:
             names = [f"blk.{i}.counts" for i in range(len(file.tensors))]
             if (
                 type(n_tokens) is not int
+                or not 0 <= n_tokens < MAX_TOKENS
+                or not names
                 or not isinstance(model, str)
                 or not isinstance(data, list)
                 or list(file.tensors) != names
@@ -76,22 +79,28 @@ class Profile:
             ):
                 raise FormatError(f"{path} is not an activation profile; make one with 'hotset profile'.")
             counts = tuple(file.data(name).view("<i8").astype(np.uint64) for name in names)
+            if any((count > n_tokens).any() for count in counts):  # a negative one is a large one here
+                raise FormatError(f"{path} counts a neuron more often than its tokens; make it again.")
             return cls(counts, n_tokens, model, tuple(map(str, data)))
 
     def frequencies(self, layer: int) -> np.ndarray:
         """float64 [n_ff], 0 to 1."""
         return self.counts[layer] / max(self.n_tokens, 1)
 
-    def check_model(self, model: str) -> None:
-        """Raises InvalidRequestError where the profile was taken of another file."""
-        if model != self.model:
+    def is_of(self, model: str, n_ff: Sequence[int] | None = None) -> bool:
+        """Whether it was taken of the file with this fingerprint, whose layers have n_ff neurons."""
+        return model == self.model and (n_ff is None or tuple(map(len, self.counts)) == tuple(n_ff))
+
+    def check_model(self, model: str, n_ff: Sequence[int] | None = None) -> None:
+        """Raises InvalidRequestError where the profile was taken of another file (see is_of)."""
+        if not self.is_of(model, n_ff):
             raise InvalidRequestError(
                 "the profile was taken of another model file; take one of this file with 'hotset profile'"
             )
 
     def merge(self, other: Profile) -> Profile:
         """Both together. Raises InvalidRequestError for another model and for a text that both counted."""
-        other.check_model(self.model)
+        other.check_model(self.model, tuple(map(len, self.counts)))
         if set(self.data) & set(other.data):
             raise InvalidRequestError(
                 "the profile has counted this text already, and would count it twice; use another text, or "

@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hotset.errors import InvalidRequestError
+from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.files import check_target
 from hotset.formats import powerinfer
 from hotset.formats.gguf import DEFAULT_ALIGNMENT, GGUFWriter, ValueType, copy_metadata, open_gguf
 from hotset.formats.quants import TYPES, GGMLType
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
 from hotset.sparsity import sidecar
 from hotset.sparsity.predictors import N_ALWAYS_KEY
 from hotset.sparsity.profile import Profile, default_path
@@ -68,7 +70,9 @@ def reorder(
     out = Path(out_path)
     with open_gguf(in_path) as gguf:
         check_target(out, gguf.paths)
-        profile.check_model(sidecar.fingerprint(gguf))
+        config = config_from_gguf(gguf)
+        describe(config, gguf.tensors)  # a file that is no model is refused
+        profile.check_model(sidecar.fingerprint(gguf), config.n_ff)
         _refuse_quantised_columns(gguf)
         if powerinfer.activation_files(gguf.path) and out.parent.resolve() == gguf.path.parent.resolve():
             raise InvalidRequestError(
@@ -130,6 +134,10 @@ def _moved(gguf: GGUFFile, info: TensorInfo, orders: list[np.ndarray]) -> Callab
         raise InvalidRequestError(f"the profile has {len(orders)} layers, and the model has {info.name}")
     order = orders[layer]
     by_value = by_column or info.name.endswith(".bias")
+    if len(info.shape) != 2 - info.name.endswith(".bias") or (by_value and TYPES[info.type].block_size > 1):
+        raise UnsupportedModelError(
+            f"the tensor {info.name} is {info.type.name} {list(info.shape)}, whose neurons cannot be moved"
+        )
     n_neurons = info.shape[0] if by_value else info.shape[1]
     if n_neurons != len(order):
         raise InvalidRequestError(
@@ -149,6 +157,8 @@ def _columns(gguf: GGUFFile, info: TensorInfo, order: np.ndarray) -> np.ndarray:
 def _refuse_quantised_columns(gguf: GGUFFile) -> None:
     """Raises InvalidRequestError where the down projection of a file is quantised across neurons."""
     for info in gguf.tensors.values():
+        if info.type not in TYPES:
+            gguf.data(info.name)  # says why it cannot be read
         match = _NEURONS.fullmatch(info.name)
         if match and match[2] == "ffn_down" and match[3] == "weight" and TYPES[info.type].block_size > 1:
             raise InvalidRequestError(

@@ -3,8 +3,8 @@
 A sidecar is a GGUF file `<model>.<what>.hotset.gguf` beside the model; where that folder cannot be written or
 is full, it is `cache/<fingerprint>/<what>.hotset.gguf` under the folder of the store (storage.store.home). It
 names the model that it was built from by a fingerprint and the settings that it was built with; one that does
-not match, or that is damaged, is built again. Writing is atomic (GGUFWriter), so that two processes that
-build at once cost time and nothing else.
+not match, that is damaged, or whose tensors are not those of its kind, is built again. Writing is atomic
+(GGUFWriter), so that two processes that build at once cost time and nothing else.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hotset.errors import HotsetError, InvalidRequestError
+from hotset.errors import FormatError, HotsetError, InvalidRequestError
 from hotset.files import check_target
 from hotset.formats.gguf import GGUFWriter, open_gguf
 from hotset.units import human_size
@@ -39,6 +39,7 @@ VERSION = 1  # of what the tensors mean; a sidecar of another version is built a
 _SAMPLE_BYTES = 256  # of each tensor
 
 Fill = Callable[[GGUFWriter], None]
+Check = Callable[["GGUFFile"], None]  # raises a HotsetError for a sidecar that is not what it says
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,10 @@ def places(gguf: GGUFFile, what: str, model: str) -> list[Path]:
     return [beside, home() / "cache" / model / f"{what}{SUFFIX}"]
 
 
-def find(gguf: GGUFFile, what: str, settings: Mapping[str, object], model: str) -> GGUFFile | None:
-    """The open sidecar that was built from this model with these settings, or None."""
+def find(
+    gguf: GGUFFile, what: str, settings: Mapping[str, object], model: str, check: Check
+) -> GGUFFile | None:
+    """The open sidecar that was built from this model with these settings and passes the check, or None."""
     for path in places(gguf, what, model):
         if not path.is_file():
             continue
@@ -106,10 +109,32 @@ def find(gguf: GGUFFile, what: str, settings: Mapping[str, object], model: str) 
         except HotsetError:  # damaged: as good as none
             continue
         expected = {MODEL_KEY: model, SETTINGS_KEY: _text(settings), VERSION_KEY: VERSION}
-        if all(file.metadata.get(key) == value for key, value in expected.items()):
-            return file
+        try:
+            # The type first: an array, which a hostile file may have for a key, does not compare.
+            if all(
+                type(file.metadata.get(k)) is type(v) and file.metadata[k] == v for k, v in expected.items()
+            ):
+                check(file)
+                return file
+        except HotsetError:
+            pass
         file.close()
     return None
+
+
+def same_tensors(fill: Fill) -> Check:
+    """Passes a sidecar with exactly the tensors that `fill` adds, which must build them in `write` only."""
+
+    def check(file: GGUFFile) -> None:
+        writer = GGUFWriter(file.path, "hotset")
+        fill(writer)
+        expected = writer.planned().tensors
+        if {n: (t.type, t.shape) for n, t in file.tensors.items()} != {
+            n: (t.type, t.shape) for n, t in expected.items()
+        }:
+            raise FormatError(f"{file.path} holds other tensors than it should")
+
+    return check
 
 
 def open_or_build(
@@ -117,6 +142,7 @@ def open_or_build(
     what: str,
     settings: Mapping[str, object],
     fill: Fill,
+    check: Check,
     *,
     n_bytes: int,
     model: str | None = None,
@@ -124,10 +150,11 @@ def open_or_build(
 ) -> Sidecar:
     """The sidecar `what` of a model, built by `fill` (which adds keys and tensors) where there is none.
 
-    n_bytes: about how large it will be. Raises HotsetError where no place takes it.
+    check: of what is there already (see same_tensors): what does not pass is built again. n_bytes: about how
+    large it will be. Raises HotsetError where no place takes it.
     """
     model = model or fingerprint(gguf)
-    found = find(gguf, what, settings, model)
+    found = find(gguf, what, settings, model, check)
     if found is not None:
         return Sidecar(found, None)
     started = time.perf_counter()
