@@ -305,6 +305,31 @@ def test_merges_of_tokens_that_are_not_there():
     assert tokenizer.encode("hello world") == load_tokenizer(bpe_metadata()).encode("hello world")
 
 
+@pytest.mark.parametrize("product", ["zz", "z" * 40, "é" * 12])
+def test_a_merge_into_more_than_the_longest_token_is_left_out(product, capfd):
+    """The library panics there: no Exception in Python, and a backtrace at the terminal."""
+    pieces = [*(p for p in _trained_bpe()[0] if len(p) == 1), "z" * 39, "é" * 11]
+    merges = [f"{product[:-1]} {product[-1]}"]
+    changes = {"tokens": pieces, "token_type": None, "bos_token_id": None, "eos_token_id": None}
+    expected = load_tokenizer(bpe_metadata(merges=[], **changes)).encode("hello zz")
+    assert load_tokenizer(bpe_metadata(merges=merges, **changes)).encode("hello zz") == expected
+    assert "panicked" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("value", [1, np.uint8(1), np.bool_(True)])
+def test_a_flag_may_be_a_number(value):
+    assert load_tokenizer(bpe_metadata(add_eos_token=value)).add_eos
+
+
+@pytest.mark.parametrize("key", ["eos", "eot", "eom"])
+def test_every_key_for_an_end_ends_a_generation(key):
+    """A token whose text says nothing: only the key does."""
+    others = {"eos_token_id": None, "token_type": None, "tokens": _trained_bpe()[0]}
+    named = load_tokenizer(bpe_metadata(**{**others, "bos_token_id": None, f"{key}_token_id": 77}))
+    assert named.stop_ids == {77}
+    assert getattr(named, f"{key}_id") == 77
+
+
 # --- SentencePiece
 
 
@@ -474,12 +499,33 @@ def test_lone_surrogates_become_replacement_characters(metadata):
         {"token_type": [0.5] * 10_000},
         {"model": "llama"},
         {"model": "llama", "scores": [0.0]},
+        {"model": "llama", "scores": ["a"] * 1000},
+        {"model": "llama", "scores": [[0.0], [0.0, 1.0]]},
+        {"model": "llama", "scores": [[0.0]] * 1000},
+        {"model": "llama", "scores": 3.0},
+        {"model": "llama", "scores": "0.0"},
+        {"model": "llama", "scores": np.full(1000, np.nan, np.float32)},
+        {"model": ["gpt2"]},
+        {"model": "x" * 1000},
+        {"token_type": [[1], [1, 2]]},
+        {"token_type": 1},
+        {"token_type": np.ones((1000, 2), np.int32)},
+        {"pre": ["gpt-2"]},
+        {"pre": 3},
+        {"pre": "x" * 1000},
+        {"add_bos_token": np.array([True, False])},
+        {"add_bos_token": [[1], [2, 3]]},
+        {"add_eos_token": "yes"},
+        {"add_eos_token": 0.5},
+        {"model": "llama", "scores": [0.0] * 1000, "add_space_prefix": np.ones(3)},
+        {"tokens": [["a"]]},
     ],
 )
 def test_damaged_metadata_is_a_sentence(changes):
     with pytest.raises(TokenizerError) as error:
         load_tokenizer(bpe_metadata(**changes))
     assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 300
 
 
 def test_nonsense_that_can_be_read_is_harmless():

@@ -240,12 +240,13 @@ UNNAMED = {"opt": "gpt-2", "falcon": "falcon"}
 """Architecture → the name that its files mean without the key, which PowerInfer's converter never writes."""
 
 
-def pre_tokenizer(name: str) -> PreTokenizer:
+def pre_tokenizer(name: object) -> PreTokenizer:
     """The row of `name`; TokenizerError for one that is not known, since guessing would change the tokens."""
-    row = PRE_TOKENIZERS.get(name)
+    row = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if row is None:
+        shown = repr(name[:60]) if isinstance(name, str) else f"a {type(name).__name__} and no name"
         raise TokenizerError(
-            f"The file's pre-tokenizer (tokenizer.ggml.pre) is {name!r}, which this version does not know: "
+            f"The file's pre-tokenizer (tokenizer.ggml.pre) is {shown}, which this version does not know: "
             "update hotset, or reconvert the model."
         )
     return row

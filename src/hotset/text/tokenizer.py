@@ -7,6 +7,7 @@ BOS and EOS; and turning ids back into bytes, which may split a character and so
 """
 
 import codecs
+import contextlib
 import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -75,8 +76,8 @@ class Tokenizer:
         self.pad_id = _special_id(metadata, "padding_token_id", n, None)
         self.eot_id = _special_id(metadata, "eot_token_id", n, None)
         self.eom_id = _special_id(metadata, "eom_token_id", n, None)
-        self.add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos))
-        self.add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
+        self.add_bos = _flag(metadata, "tokenizer.ggml.add_bos_token", add_bos)
+        self.add_eos = _flag(metadata, "tokenizer.ggml.add_eos_token", False)
         for wanted, id, name in ((self.add_bos, self.bos_id, "bos"), (self.add_eos, self.eos_id, "eos")):
             if wanted and id is None:
                 raise TokenizerError(
@@ -217,7 +218,7 @@ class BytePairTokenizer(Tokenizer):
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         unnamed = UNNAMED.get(str(metadata.get("general.architecture")), "")
-        row = pre_tokenizer(str(metadata.get("tokenizer.ggml.pre", unnamed)))
+        row = pre_tokenizer(metadata.get("tokenizer.ggml.pre", unnamed))
         super().__init__(
             metadata, bos=None, eos=None, add_bos=row.add_bos and "tokenizer.ggml.bos_token_id" in metadata
         )
@@ -235,6 +236,10 @@ class BytePairTokenizer(Tokenizer):
 
         pairs: Any = [tuple(merge.split(" ", 1)) for merge in merges]
         try:
+            # What two pieces merge into is put together in a buffer as long as the longest token: where it
+            # does not fit the library panics, which ends the process or is no Exception.
+            if _longest(merges) - len(" ") > _longest(vocab):
+                raise ValueError("a merge leads to no token")
             model = BPE(vocab, pairs, ignore_merges=row.ignore_merges)
         except Exception:
             # Some files have merges of tokens that were cut from the vocabulary, or pieces that are not text.
@@ -269,13 +274,17 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         super().__init__(metadata, bos=1, eos=2, add_bos=True)
         n = self.n_vocab
-        scores = np.asarray(metadata.get("tokenizer.ggml.scores", ()), dtype="<f4")
+        scores = _numbers(metadata, "tokenizer.ggml.scores", "iuf").astype("<f4")
+        if np.isnan(scores).any():  # nothing is better or worse than it
+            raise TokenizerError(
+                "The file's tokenizer.ggml.scores hold what is no number: fetch or convert it again."
+            )
         if len(scores) < n:
             raise TokenizerError(
                 f"The file has {n} tokens but {len(scores)} scores (tokenizer.ggml.scores), and "
                 "SentencePiece merges by score: fetch or convert it again."
             )
-        self.add_space_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+        self.add_space_prefix = _flag(metadata, "tokenizer.ggml.add_space_prefix", True)
 
         from sentencepiece import SentencePieceProcessor
 
@@ -354,8 +363,8 @@ def load_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     make = _KINDS.get(kind) if isinstance(kind, str) else None
     if make is None:
         raise TokenizerError(
-            f"The file's tokenizer is of kind {kind!r} (tokenizer.ggml.model), which this version cannot "
-            f"run: it knows {' and '.join(map(repr, _KINDS))} (byte-level BPE and SentencePiece BPE)."
+            f"The file's tokenizer is of kind {_shown(kind)} (tokenizer.ggml.model), which this version "
+            f"cannot run: it knows {' and '.join(map(repr, _KINDS))} (byte-level BPE and SentencePiece BPE)."
         )
     return make(metadata)
 
@@ -372,6 +381,38 @@ def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
     return values
 
 
+def _flag(metadata: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = metadata.get(key, default)
+    if not isinstance(value, bool | int | np.bool_ | np.integer):
+        raise TokenizerError(
+            f"The file's {key} must be true or false, not {_shown(value)}: fetch or convert it again."
+        )
+    return bool(value)
+
+
+def _numbers(metadata: Mapping[str, Any], key: str, kinds: str) -> np.ndarray:
+    """A list of numbers, of dtypes of these kinds; an empty one where the file has none."""
+    values = metadata.get(key, ())
+    array = None
+    if isinstance(values, np.ndarray | list | tuple):
+        with contextlib.suppress(ValueError, OverflowError):  # lists of lists of several lengths
+            array = np.asarray(values) if len(values) else np.empty(0, np.float32)
+    if array is None or array.ndim != 1 or (len(array) and array.dtype.kind not in kinds):
+        raise TokenizerError(f"The file's {key} is not a list of numbers: fetch or convert it again.")
+    return array
+
+
+def _shown(value: Any) -> str:
+    """A hostile value, short enough for a sentence."""
+    text = repr(value).replace("\n", " ")
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _longest(pieces: Iterable[str]) -> int:
+    """Bytes of the longest; ValueError for what is not text."""
+    return max(map(len, map(str.encode, pieces)), default=0)
+
+
 def _special_id(metadata: Mapping[str, Any], name: str, n_vocab: int, default: int | None) -> int | None:
     """The id under tokenizer.ggml.<name>; one outside the vocabulary counts as absent, as everywhere."""
     id = metadata.get(f"tokenizer.ggml.{name}", default)
@@ -380,13 +421,12 @@ def _special_id(metadata: Mapping[str, Any], name: str, n_vocab: int, default: i
 
 def _types(metadata: Mapping[str, Any], tokens: Sequence[str]) -> np.ndarray:
     """The type of every token, (n_vocab,) uint8. Old files have none: all are normal but the byte pieces."""
-    stated = metadata.get("tokenizer.ggml.token_type")
-    if stated is None:
+    if metadata.get("tokenizer.ggml.token_type") is None:
         return np.array(
             [_BYTE if _BYTE_PIECE.fullmatch(piece) else _NORMAL for piece in tokens], dtype=np.uint8
         )
-    types = np.asarray(stated)
-    if types.ndim != 1 or len(types) < len(tokens) or types.dtype.kind not in "iu":
+    types = _numbers(metadata, "tokenizer.ggml.token_type", "iu")
+    if len(types) < len(tokens):
         raise TokenizerError(
             f"The file's tokenizer.ggml.token_type does not give a type for each of the {len(tokens)} "
             "tokens: fetch or convert it again."
