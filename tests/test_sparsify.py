@@ -523,6 +523,64 @@ class TestMerging:
         with pytest.raises(FormatError, match="does not hold adapters"):
             Adapters.open(tmp_path / "plain")
 
+    @pytest.mark.parametrize(
+        ("metadata", "tensors", "sentence"),
+        [
+            ({"activation": "gelu"}, {}, "lack their activation"),
+            ({"rank": "-3"}, {}, "lack their activation"),
+            ({"rank": "9" * 5000}, {}, "lack their activation"),
+            ({}, {"x.a.scale": None}, "lack the scales of x.a"),
+            ({}, {"x.a.scale": np.ones((3, 64), np.float32)}, "lack the scales of x.a"),
+            ({}, {"x.a.channel": np.ones((5, 5, 5), np.float32)}, "lack the scales of x.a"),
+            ({}, {"x.a.scale": np.full((4, 1), np.inf, np.float32)}, "not finite"),
+            ({}, {"y": np.full(3, np.nan, np.float16)}, "not finite"),
+        ],
+    )
+    def test_adapters_with_odd_parts_are_refused(
+        self, metadata: dict[str, str], tensors: dict[str, Any], sentence: str, tmp_path: Path
+    ) -> None:
+        from safetensors.numpy import load_file, save
+
+        path = tmp_path / "a.safetensors"
+        Adapters({"x.a": np.ones((4, 64), np.float32)}, "relu", 4, "m").save(path)
+        kept = {name: value for name, value in (load_file(path) | tensors).items() if value is not None}
+        told = {"format": "hotset adapters 1", "activation": "relu", "rank": "4", "model": "m"} | metadata
+        path.write_bytes(save(kept, told))
+        with pytest.raises(FormatError, match=sentence):
+            Adapters.open(path)
+
+    @pytest.mark.parametrize(
+        ("activation", "changes", "sentence"),
+        [
+            ("relu", {"blk.1.attn_q.a": None}, r"blk\.1\.attn_q\.a"),
+            ("relu", {"blk.1.attn_q.b": None}, r"lack blk\.1\.attn_q\.b, \[128, 4\]"),
+            ("relu", {"blk.0.ffn_scale": None}, r"lack blk\.0\.ffn_scale, \[96\]"),
+            ("relu", {"blk.0.ffn_scale": (97,)}, r"have \[97\] for blk\.0\.ffn_scale, \[96\]"),
+            ("relu", {"blk.0.ffn_up.b": (96, 5)}, r"have \[96, 5\] for blk\.0\.ffn_up\.b, \[96, 4\]"),
+            ("relu", {"blk.0.ffn_down.a": (4, 1)}, r"have \[4, 1\] for blk\.0\.ffn_down\.a, \[4, 96\]"),
+            ("relu", {"blk.0.ffn_gate.bias": ()}, r"have \[\] for blk\.0\.ffn_gate\.bias"),
+            ("relu", {"blk.0.ffn_linear.a": (2, 64)}, r"lack blk\.0\.ffn_linear\.b, \[64, 2\]"),
+            ("relu", {"blk.2.attn_norm": (64,)}, r"blk\.2\.attn_norm, which no such model has"),
+            ("relu", {"output_norm": (1,)}, r"have \[1\] for output_norm, \[64\]"),
+            ("drelu", {}, r"lack blk\.0\.ffn_up\.bias, \[96\]: they are damaged, or for another model"),
+            ("relu", {"blk.0.ffn_up.bias": (96,)}, r"ffn_up\.bias, which no such model has"),
+        ],
+    )
+    def test_adapters_that_do_not_fit_are_refused(
+        self, activation: str, changes: dict[str, Any], sentence: str, silu: Path, tmp_path: Path
+    ) -> None:
+        with open_gguf(silu) as gguf:
+            student = Student(load_llama(gguf), "relu", 4)
+            values = {name: value.detach().numpy() for name, value in student.named_values()}
+            for name, shape in changes.items():
+                values.pop(name, None)
+                if shape is not None:
+                    values[name] = np.zeros(shape, np.float32)
+            adapters = Adapters(values, activation, 4, digest(gguf))
+            with pytest.raises(FormatError, match=sentence):
+                merge(gguf, adapters, tmp_path / "out.gguf", GGMLType.F32)
+        assert list(tmp_path.iterdir()) == []
+
     def test_int8_is_close(self, tmp_path: Path) -> None:
         values = {
             "blk.0.ffn_up.a": RNG.standard_normal((4, 64)).astype(np.float32),

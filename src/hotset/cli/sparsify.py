@@ -277,6 +277,7 @@ def _open(
         opened = Adapters.open(start)
         if opened.model != digest(gguf):
             raise InvalidRequestError(f"the adapters {start} were trained on other weights than {path.name}")
+        opened.check(base.config)
         values = {name: torch.from_numpy(value) for name, value in opened.values.items()}
     run = Training(
         base,

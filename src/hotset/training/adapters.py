@@ -29,11 +29,15 @@ from hotset.formats.quants import TYPES, GGMLType, dequantize
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
+    from hotset.model.config import ModelConfig
 
 FORMAT = "hotset adapters 1"
 MERGED_TYPES = {"q8_0": GGMLType.Q8_0, "f16": GGMLType.F16, "f32": GGMLType.F32}
 _FILE_TYPES = {GGMLType.F32: 0, GGMLType.F16: 1, GGMLType.Q8_0: 7}  # → general.file_type
-_MATRIX = re.compile(r"blk\.\d+\.(attn_q|attn_k|attn_v|attn_output|ffn_gate|ffn_up|ffn_down)\.weight")
+MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")  # what is trained
+NORMS = ("attn_norm", "ffn_norm")
+ACTIVATIONS = ("relu", "drelu")
+_MATRIX = re.compile(rf"blk\.\d+\.({'|'.join(MATRICES)})\.weight")
 
 
 class Adapters:
@@ -87,7 +91,7 @@ class Adapters:
             with safe_open(path, "numpy") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
+        except (SafetensorError, OSError, TypeError) as error:  # TypeError: a type that NumPy has not
             raise FormatError(f"{path} is not a safetensors file ({error})") from None
         if metadata.get("format") != FORMAT:
             raise FormatError(f"{path} does not hold adapters of hotset sparsify")
@@ -97,13 +101,63 @@ class Adapters:
                 continue
             value = tensor.astype(np.float32)
             if tensor.dtype == np.int8:
-                value *= tensors[f"{name}.scale"]
-                value *= tensors.get(f"{name}.channel", np.float32(1))  # files before 2026-11-21 have none
+                try:
+                    value *= tensors[f"{name}.scale"]
+                    value *= tensors.get(
+                        f"{name}.channel", np.float32(1)
+                    )  # files before 2026-11-21 have none
+                except (KeyError, ValueError, TypeError):
+                    raise FormatError(
+                        f"the adapters {path} lack the scales of {name}, or have some of another shape"
+                    ) from None
+            if not np.isfinite(value).all():
+                raise FormatError(f"the adapters {path} hold numbers in {name} that are not finite")
             values[name] = value
+        activation, model = metadata.get("activation"), metadata.get("model")
         try:
-            return cls(values, metadata["activation"], int(metadata["rank"]), metadata["model"])
+            rank = int(metadata["rank"])
         except (KeyError, ValueError):
-            raise FormatError(f"the adapters {path} lack their activation, rank or model") from None
+            rank = -1
+        if activation not in ACTIVATIONS or model is None or rank < 0:
+            raise FormatError(
+                f"the adapters {path} lack their activation ({' or '.join(ACTIVATIONS)}), rank or model"
+            )
+        return cls(values, activation, rank, model)
+
+    def check(self, config: ModelConfig) -> None:
+        """Raises FormatError where a part is missing, of another shape than the model's, or nobody's."""
+        shapes: dict[str, tuple[int, ...]] = {"output_norm": (config.n_embd,)}
+        for i, n_ff in enumerate(config.n_ff):
+            blk, d = f"blk.{i}", config.n_embd
+            heads, kv = config.n_head * config.head_dim, config.n_head_kv * config.head_dim
+            sizes = [(heads, d), (kv, d), (config.n_head_kv * config.head_dim_v, d)]
+            sizes += [(d, config.n_head * config.head_dim_v), (n_ff, d), (n_ff, d), (d, n_ff)]
+            for name, (n_out, n_in) in zip(MATRICES, sizes, strict=True):
+                if f"{blk}.{name}.delta" in self.values:
+                    shapes[f"{blk}.{name}.delta"] = (n_out, n_in)
+                    continue
+                rank = self._length(f"{blk}.{name}.a")
+                shapes |= {f"{blk}.{name}.a": (rank, n_in), f"{blk}.{name}.b": (n_out, rank)}
+            shapes |= {f"{blk}.{name}": (d,) for name in (*NORMS, "ffn_down.bias")}
+            shapes |= {f"{blk}.{name}": (n_ff,) for name in ("ffn_gate.bias", "ffn_scale")}
+            if self.activation == "drelu":
+                shapes[f"{blk}.ffn_up.bias"] = (n_ff,)
+            if f"{blk}.ffn_linear.a" in self.values or f"{blk}.ffn_linear.b" in self.values:
+                k = self._length(f"{blk}.ffn_linear.a")
+                shapes |= {f"{blk}.ffn_linear.a": (k, d), f"{blk}.ffn_linear.b": (d, k)}
+        for name in sorted(shapes.keys() | self.values.keys()):
+            expected, value = shapes.get(name), self.values.get(name)
+            if value is None or value.shape != expected:
+                found = "lack" if value is None else f"have {list(value.shape)} for"
+                wanted = "which no such model has" if expected is None else str(list(expected))
+                raise FormatError(
+                    f"the adapters {found} {name}, {wanted}: they are damaged, or for another model or "
+                    "activation"
+                )
+
+    def _length(self, name: str) -> int:
+        value = self.values.get(name)
+        return len(value) if value is not None and value.ndim else 0
 
 
 def digest(gguf: GGUFFile) -> str:
@@ -131,6 +185,8 @@ def merge(
     belong to other weights, and leaves no file on any error.
     """
     from hotset.formats.gguf import DEFAULT_ALIGNMENT, GGUFWriter, ValueType
+    from hotset.model.config import config_from_gguf
+    from hotset.model.decoder import describe
 
     if adapters.model != digest(gguf):
         raise InvalidRequestError(
@@ -138,6 +194,9 @@ def merge(
             "merge them with the file that they were trained on"
         )
     check_target(path, gguf.paths)
+    config = config_from_gguf(gguf)
+    describe(config, gguf.tensors)
+    adapters.check(config)
     architecture = gguf.architecture
     values = adapters.values
     alignment = gguf.metadata.get("general.alignment", DEFAULT_ALIGNMENT)

@@ -25,14 +25,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from hotset.errors import InvalidRequestError, UnsupportedModelError
+from hotset.training.adapters import MATRICES, NORMS
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
     from hotset.model.config import ModelConfig
 
 ReluKind = Literal["relu", "drelu"]
-MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-NORMS = ("attn_norm", "ffn_norm")
 RETIRED = -1e4  # gate bias of a neuron that never fires
 
 
