@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from hotset.errors import (
     TokenizerError,
     UnsupportedModelError,
 )
+from hotset.formats import hf_config
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.hf import convert_hf
 from hotset.formats.hf_config import CLASSES
@@ -258,6 +260,163 @@ def test_configurations_that_are_refused(
     with pytest.raises(error, match=sentence):
         converted(checkpoint)
     assert [p.name for p in checkpoint.parent.iterdir()] == ["hf"]
+
+
+def header_edited(path: Path, edit: Any) -> None:
+    """Changes the header of a safetensors file."""
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    edit(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+
+
+WILL_NOT_LOAD = "would become a file that does not load"
+
+
+@pytest.mark.parametrize(
+    ("entries", "sentence"),
+    [
+        ({"rms_norm_eps": 2.0}, r"layer_norm_rms_epsilon is 2.0, outside 0 to 1"),
+        ({"rms_norm_eps": -1e-5}, r"layer_norm_rms_epsilon is .*, outside 0 to 1"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e20}}, r"rope\.freq_base"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, r"rope\.freq_base"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": -2.0}}, r"rope\.scaling\.factor"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 0}}, "yarn_beta_fast"),
+    ],
+)
+def test_what_the_loader_refuses_is_not_written(
+    checkpoint: Path, entries: dict[str, Any], sentence: str
+) -> None:
+    edit(checkpoint / "config.json", **entries)
+    with pytest.raises(HotsetError, match=f"{WILL_NOT_LOAD}: .*{sentence}"):
+        converted(checkpoint)
+    assert [p.name for p in checkpoint.parent.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize(
+    ("missing", "sentence"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", r"blk\.1\.ffn_up\.weight"),
+        ("model.layers.2.self_attn.k_proj.weight", r"blk\.2\.attn_k\.weight"),
+        ("model.norm.weight", r"output_norm\.weight"),
+        ("model.embed_tokens.weight", r"token_embd\.weight"),
+    ],
+)
+def test_a_missing_tensor_is_noticed_before_anything_is_written(
+    checkpoint: Path, missing: str, sentence: str
+) -> None:
+    header_edited(checkpoint / "model.safetensors", lambda header: header.pop(missing))
+    with pytest.raises(UnsupportedModelError, match=f"{WILL_NOT_LOAD}: .*{sentence}"):
+        converted(checkpoint)
+    assert [p.name for p in checkpoint.parent.iterdir()] == ["hf"]
+
+
+def test_a_tokenizer_that_does_not_load_is_not_written(checkpoint: Path) -> None:
+    edit(checkpoint / "tokenizer_config.json", add_bos_token=True, bos_token="nobody", eos_token="nobody")
+    edit(checkpoint / "config.json", bos_token_id=None, eos_token_id=None)
+    with pytest.raises(TokenizerError, match=f"{WILL_NOT_LOAD}: .*bos_token_id"):
+        converted(checkpoint)
+
+
+def test_heads_that_are_too_large_are_not_written(tmp_path: Path) -> None:
+    recipe = tiny_models.RECIPES["llama"]
+    model = tiny_models.build(recipe, head_dim=1024, num_attention_heads=1, num_key_value_heads=1)
+    tiny_models.save(recipe, model, tmp_path / "hf")
+    with pytest.raises(UnsupportedModelError, match=f"{WILL_NOT_LOAD}: .*heads of 1024 channels"):
+        converted(tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"data_offsets": [float("inf"), float("inf")]}, "model.norm.weight wrongly"),
+        ({"data_offsets": [0, float("inf")]}, "model.norm.weight wrongly"),
+        ({"data_offsets": [-4, 380]}, "model.norm.weight wrongly"),
+        ({"data_offsets": ["0", "384"]}, "model.norm.weight wrongly"),
+        ({"data_offsets": [0, 1, 2]}, "model.norm.weight wrongly"),
+        ({"data_offsets": [False, True]}, "model.norm.weight wrongly"),
+        ({"shape": [96, *[1] * 64]}, "model.norm.weight wrongly"),
+        ({"shape": [96.0]}, "model.norm.weight wrongly"),
+        ({"shape": [1 << 61, 1 << 61]}, "cut short or damaged"),
+        ({"shape": "96"}, "model.norm.weight wrongly"),
+        ({"shape": {"96": 1}}, "model.norm.weight wrongly"),
+        ({"dtype": ["F32"]}, "model.norm.weight wrongly"),
+    ],
+)
+def test_safetensors_with_odd_numbers(checkpoint: Path, changes: dict[str, Any], error: str) -> None:
+    header_edited(
+        checkpoint / "model.safetensors", lambda header: header["model.norm.weight"].update(changes)
+    )
+    with pytest.raises(FormatError, match=error):
+        converted(checkpoint)
+
+
+def test_a_layer_has_a_number_of_a_few_digits(checkpoint: Path) -> None:
+    name = f"model.layers.{'1' * 5000}.mlp.up_proj.weight"
+
+    def rename(header: dict[str, Any]) -> None:
+        header[name] = header.pop("model.layers.1.mlp.up_proj.weight")
+
+    header_edited(checkpoint / "model.safetensors", rename)
+    with pytest.raises(UnsupportedModelError, match=r"not known: model\.layers\.1111") as error:
+        converted(checkpoint)
+    assert len(str(error.value)) < 400
+
+
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "rope",
+    [
+        LLAMA3_ROPE | {"factor": 0},
+        LLAMA3_ROPE | {"high_freq_factor": 1.0},
+        LLAMA3_ROPE | {"rope_theta": 0},
+        LLAMA3_ROPE | {"rope_theta": -3.0},
+        {"rope_type": "yarn", "factor": 2.718281828459045, "mscale": 1.0, "mscale_all_dim": -10.0},
+    ],
+)
+def test_a_scaling_that_divides_by_zero(checkpoint: Path, rope: dict[str, Any]) -> None:
+    edit(checkpoint / "config.json", rope_parameters={"original_max_position_embeddings": 32} | rope)
+    with pytest.raises(FormatError, match="divides by zero"):
+        converted(checkpoint)
+
+
+def test_small_files_of_a_checkpoint_are_regular_short_and_text(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = checkpoint / "chat_template.jinja"
+    template.mkdir()
+    with pytest.raises(FormatError, match=r"chat_template\.jinja is not a regular file"):
+        converted(checkpoint)
+    template.rmdir()
+    template.write_bytes(b"{{ '\xff' }}")
+    with pytest.raises(FormatError, match=r"chat_template\.jinja is not UTF-8"):
+        converted(checkpoint)
+    template.unlink()
+    for name in ("config.json", "tokenizer.json"):
+        path = checkpoint / name
+        whole = path.read_bytes()
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(FormatError, match=f"{name} is not a regular file"):
+            converted(checkpoint)
+        path.unlink()
+        path.write_bytes(whole)
+    (checkpoint / "vocab.json").write_text("{}")
+    (checkpoint / "merges.txt").mkdir()
+    (checkpoint / "tokenizer.json").rename(checkpoint / "elsewhere.json")
+    with pytest.raises(FormatError, match=r"merges\.txt is not a regular file"):
+        converted(checkpoint)
+    (checkpoint / "tokenizer.model").mkdir()
+    with pytest.raises(FormatError, match=r"tokenizer\.model is not a regular file"):
+        converted(checkpoint)
+    monkeypatch.setattr(hf_config, "MAX_FILE_BYTES", 100)
+    with pytest.raises(FormatError, match=r"config\.json is longer than"):
+        converted(checkpoint)
 
 
 def test_missing_files(tmp_path: Path, checkpoint: Path) -> None:

@@ -79,7 +79,7 @@ def quantize(
         return
     if dry_run:
         print_table(["tensors", ">", "shape", "from", "to", ">size", "note"], _rows(tensors), tight=True)
-    bits = 8 * after / sum(planned.info.n_elements for planned in tensors)
+    bits = 8 * after / max(sum(planned.info.n_elements for planned in tensors), 1)
     size = f"{human_size(after)}, {bits:.2f} bits per weight; {human_size(before)} before"
     say(f"It would take {size}." if dry_run else f"Wrote {target} ({size}) in {seconds:.1f} s.")
     if powerinfer and (odd := _unread_by_powerinfer(tensors)):

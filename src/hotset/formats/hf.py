@@ -23,13 +23,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
+from hotset.errors import FormatError, HotsetError, InvalidRequestError, UnsupportedModelError
 from hotset.files import check_target
-from hotset.formats.gguf import PIECE_VALUES, Dialect, GGUFWriter, TensorInfo, open_gguf
+from hotset.formats.gguf import PIECE_VALUES, Dialect, GGUFWriter, PlannedFile, TensorInfo, open_gguf
 from hotset.formats.hf_checkpoint import Checkpoint
 from hotset.formats.hf_config import HFConfig, read_json
 from hotset.formats.hf_tokenizer import tokenizer_keys
@@ -42,9 +42,13 @@ from hotset.model.config import (
     POWERINFER_ARCHITECTURES,
     RELU,
     SPARSE_THRESHOLD_KEY,
+    config_from_gguf,
 )
+from hotset.model.decoder import describe
+from hotset.model.predictor import Predictor
 
 if TYPE_CHECKING:
+    from hotset.formats.gguf import GGUFFile
     from hotset.sparsity.profile import Profile
     from hotset.storage.reporter import Reporter
 
@@ -161,10 +165,26 @@ def convert_hf(
             return _pieces(source, checkpoint)
 
         writer.add_tensor(tensor.info.name, pieces, tensor.type, tensor.info.shape)
+    _check_loads(writer.planned())
     writer.write(progress)
     if profile is not None and orders is not None:
         _save_profile(profile, orders, Path(out_path))
     return Converted(Path(out_path).stat().st_size, tuple(planned), n_always)
+
+
+def _check_loads(planned: PlannedFile) -> None:
+    """Raises what loading the file would raise: a missing tensor, a number out of its range, a tokenizer."""
+    from hotset.text.tokenizer import load_tokenizer
+
+    file = cast("GGUFFile", planned)  # the parts of it that are read
+    try:
+        config = config_from_gguf(file)
+        published = Predictor("mlp", (0.0,) * config.n_layer) if planned.dialect == "powerinfer" else None
+        describe(config, planned.tensors, published)
+        if "tokenizer.ggml.model" in planned.metadata:
+            load_tokenizer(planned.metadata)
+    except HotsetError as error:
+        raise type(error)(f"the checkpoint would become a file that does not load: {error}") from None
 
 
 def _pieces(source: Source, checkpoint: Checkpoint) -> Iterator[np.ndarray]:
@@ -199,7 +219,7 @@ def _powerinfer_architecture(config: HFConfig) -> str:
 def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iterator[tuple[str, Source]]:
     """(name in the file, where it comes from), layer by layer; refuses what has no place or another shape."""
     hf = config.hf_class
-    layer_name = re.compile(re.escape(hf.layers) + r"\.(\d+)\.(.+)\.(weight|bias)")
+    layer_name = re.compile(re.escape(hf.layers) + r"\.([0-9]{1,5})\.(.+)\.(weight|bias)")
     # OPT's .bin files leave out the first part of each name.
     prefix = hf.layers.partition(".")[0] + "."
     output = "lm_head.weight"
@@ -212,7 +232,7 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
         match = layer_name.fullmatch(full)
         if match and match[2] in hf.layer_tensors and int(match[1]) < config.n_layer:
             return int(match[1]), f"blk.{int(match[1])}.{hf.layer_tensors[match[2]]}.{match[3]}"
-        raise UnsupportedModelError(f"the checkpoint has a tensor that is not known: {name}")
+        raise UnsupportedModelError(f"the checkpoint has a tensor that is not known: {name[:200]}")
 
     tied = config.tied
     if config.architecture == "falcon" and output in checkpoint.tensors:

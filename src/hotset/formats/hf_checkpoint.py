@@ -20,7 +20,7 @@ import numpy as np
 from hotset.errors import FormatError, ModelNotFoundError, UnsupportedModelError
 from hotset.files import SMALL_FILE, open_regular
 from hotset.formats.hf_config import read_json
-from hotset.formats.torch_file import BFLOAT16, map_torch
+from hotset.formats.torch_file import BFLOAT16, MAX_DIMS, map_torch
 
 # Which files a checkpoint may consist of, the first that is there.
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -101,6 +101,13 @@ def _map_safetensors(path: Path) -> tuple[dict[str, np.ndarray], mmap.mmap]:
     return dict(_tensors(path, header, 8 + length, mapped)), mapped
 
 
+def _counts(values: object) -> tuple[int, ...]:
+    """JSON's whole numbers, none of them negative; ValueError for anything else, such as Infinity."""
+    if not isinstance(values, list) or not all(type(n) is int and 0 <= n < 1 << 62 for n in values):
+        raise ValueError
+    return tuple(values)
+
+
 def _tensors(
     path: Path, header: dict[str, object], data_start: int, mapped: mmap.mmap
 ) -> Iterator[tuple[str, np.ndarray]]:
@@ -110,12 +117,12 @@ def _tensors(
         dtype: object = None
         shape: tuple[int, ...] = ()
         start, end = 0, -1
-        with contextlib.suppress(KeyError, TypeError, ValueError, IndexError):
+        with contextlib.suppress(KeyError, TypeError, ValueError):
             if not isinstance(entry, dict):
                 raise TypeError
-            dtype, shape = entry["dtype"], tuple(int(n) for n in entry["shape"])
-            start, end = (data_start + int(offset) for offset in entry["data_offsets"])
-        if not isinstance(dtype, str) or end < 0:
+            dtype, shape = entry["dtype"], _counts(entry["shape"])
+            start, end = (data_start + offset for offset in _counts(entry["data_offsets"]))
+        if not isinstance(dtype, str) or end < 0 or len(shape) > MAX_DIMS:
             raise FormatError(f"{path} describes the tensor {name} wrongly; download it again")
         if dtype not in DTYPES:
             raise UnsupportedModelError(f"the tensor {name} in {path} is {dtype}, which is not supported")

@@ -136,7 +136,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(read_small_text(path))
     except FileNotFoundError:
         raise ModelNotFoundError(f"{path} does not exist: name the folder of a checkpoint") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{path} is not readable JSON: {error}") from None
     if not isinstance(value, dict):
         raise FormatError(f"{path} is not a JSON object")
@@ -348,8 +348,12 @@ class HFConfig:
                 keys["rope.scaling.yarn_attn_factor"] = float(number(rope, "attention_factor"))
             elif rope.get("mscale") and rope.get("mscale_all_dim"):
                 scale = 0.1 * math.log(max(keys["rope.scaling.factor"], 1.0))
-                ratio = (scale * number(rope, "mscale") + 1) / (scale * number(rope, "mscale_all_dim") + 1)
-                keys["rope.scaling.yarn_attn_factor"] = ratio
+                above, below = (scale * number(rope, k) + 1 for k in ("mscale", "mscale_all_dim"))
+                if not below > 0:
+                    raise FormatError(
+                        "mscale_all_dim in config.json makes a RoPE scaling that divides by zero"
+                    )
+                keys["rope.scaling.yarn_attn_factor"] = above / below
         return keys
 
     def llama3_divisors(self) -> np.ndarray | None:
@@ -362,8 +366,14 @@ class HFConfig:
         if rope["rope_type"] != "llama3" or ARCHITECTURES[self.architecture].rope is None:
             return None
         factor, low, high = (number(rope, k) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+        base = float(number(rope, "rope_theta"))
+        if not (factor > 0 and base > 0 and low < high):
+            raise FormatError(
+                f"the RoPE scaling in config.json divides by zero: factor {factor:g}, rope_theta {base:g}, "
+                f"low_freq_factor {low:g}, high_freq_factor {high:g}"
+            )
         n_rot = self._n_rot(rope)
-        freq = number(rope, "rope_theta") ** (-np.arange(0, n_rot, 2, dtype=np.float64) / n_rot)
+        freq = base ** (-np.arange(0, n_rot, 2, dtype=np.float64) / n_rot)
         turns = integer(rope, "original_max_position_embeddings") * freq / (2 * math.pi)
         smooth = np.clip((turns - low) / (high - low), 0, 1)
         return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)

@@ -301,7 +301,9 @@ def _pieces(gguf: GGUFFile, planned: PlannedTensor, n_threads: int | None) -> It
     """The tensor's new bytes, read ahead a piece and let go of behind."""
     info, data = planned.info, gguf.data(planned.info.name)
     old = row_bytes(info.type, info.shape[0])
-    step = max(_PIECE_BYTES // max(old, planned.nbytes * old // max(info.nbytes, 1)), 1) * old
+    if not info.nbytes:  # a vector of PowerInfer's may be empty
+        return
+    step = max(_PIECE_BYTES // max(old, planned.nbytes * old // info.nbytes), 1) * old
     gguf.advise(info.name, 0, step, needed=True)
     for start in range(0, info.nbytes, step):
         gguf.advise(info.name, start + step, start + 2 * step, needed=True)
