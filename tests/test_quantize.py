@@ -287,6 +287,23 @@ def test_what_is_quantised_is_not_quantised_again(f16: Path, tmp_path: Path) -> 
         assert np.array_equal(decoded(new, name), decoded(old, name))
 
 
+@pytest.mark.parametrize("names", [["blk.0.fc1.weight", "blk.0.fc2.weight"], []])
+def test_an_empty_predictor_and_a_file_without_tensors(names: list[str], tmp_path: Path) -> None:
+    """PowerInfer's dialect has empty vectors, and nothing says that they are not called so."""
+    path, out = tmp_path / "in.gguf", tmp_path / "out.gguf"
+    writer = GGUFWriter(path, "llama", dialect="powerinfer")
+    for name in names:
+        writer.add_tensor(name, np.empty(0, np.uint8), GGMLType.F32, (0,))
+    writer.write()
+    code, _, told = run(path, out)
+    assert code == 0, told
+    assert "bits per weight" not in told
+    with open_gguf(out) as gguf:
+        assert [(info.name, info.shape, info.nbytes) for info in gguf.tensors.values()] == [
+            (name, (0,), 0) for name in names
+        ]
+
+
 def test_types_that_cannot_be_decoded(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "iq.gguf", "llama")
     writer.add_tensor("blk.0.ffn_up.weight", np.zeros((4, 66), np.uint8), T.IQ2_XXS, (256, 4))

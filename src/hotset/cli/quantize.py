@@ -79,8 +79,9 @@ def quantize(
         return
     if dry_run:
         print_table(["tensors", ">", "shape", "from", "to", ">size", "note"], _rows(tensors), tight=True)
-    bits = 8 * after / max(sum(planned.info.n_elements for planned in tensors), 1)
-    size = f"{human_size(after)}, {bits:.2f} bits per weight; {human_size(before)} before"
+    n_weights = sum(planned.info.n_elements for planned in tensors)
+    bits = f", {8 * after / n_weights:.2f} bits per weight" if n_weights else ""
+    size = f"{human_size(after)}{bits}; {human_size(before)} before"
     say(f"It would take {size}." if dry_run else f"Wrote {target} ({size}) in {seconds:.1f} s.")
     if powerinfer and (odd := _unread_by_powerinfer(tensors)):
         say(f"PowerInfer itself reads ffn_down_t as F16 or Q4_0 only, and here it is {odd}.", dim=True)
