@@ -71,9 +71,10 @@ sanitize: $(VENV)/.tools
 	$(BIN)/cmake --build build/sanitize --target kernel_test
 	build/sanitize/kernel_test
 
-# Damaged files for a while: only sentences may come of them.
+# Damaged files, and sound ones that say odd things, for a while: only sentences may come of them.
 fuzz: build $(VENV)/.dev
 	$(BIN)/python tests/fuzz/fuzz_gguf.py --seconds 60
+	$(BIN)/python tests/fuzz/fuzz_models.py --seconds 60
 
 wheel: $(VENV)/.tools
 	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w dist .

@@ -149,8 +149,9 @@ def test_activations() -> None:
     for refused in ("fatrelu", "swiglu", ""):
         with pytest.raises(UnsupportedModelError, match="hidden_activation"):
             activation(named=refused)
-    with pytest.raises(UnsupportedModelError, match="only relu"):
-        activation(named="relu", **{UP_ACTIVATION_KEY: "tanh"})
+    for refused in ("tanh", np.array([True, False]), ["relu", "relu"], 3):
+        with pytest.raises(UnsupportedModelError, match="only relu"):
+            activation(named="relu", **{UP_ACTIVATION_KEY: refused})
     with pytest.raises(FormatError, match="must be a number"):
         activation(named="fatrelu", **{FATRELU_THRESHOLD_KEY: "high"})
     for refused in ("fatrelu", "fatrelu:-1", "fatrelu:nan", "relu:1", "tanh"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fuzz import fuzz_models
 from tiny_gguf import write_llama, write_relu
 
 import hotset
@@ -65,6 +66,43 @@ def test_a_type_without_a_kernel_is_named(tmp_path: Path, type_: GGMLType) -> No
 def test_the_largest_that_the_configuration_allows_runs(tmp_path: Path, sizes: dict[str, Any]) -> None:
     with load(write_llama(tmp_path / "m.gguf", n_layer=1, **sizes)) as model:
         assert np.isfinite(model.logits([1, 2, 3])).all()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_odd_models_and_checkpoints_cost_a_sentence(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some deterministic ones; `tests/fuzz/fuzz_models.py` runs as many as there is time for."""
+    monkeypatch.setenv("HOTSET_HOME", "set by the fuzzer, and put back behind it")
+    monkeypatch.setattr(fuzz_models, "SLOW_S", float("inf"))  # no test looks at the time
+    problems: list[str] = []
+    n_cases, n_failed = fuzz_models.attack(seed, lambda n: n < 40, lambda _, __, what: problems.append(what))
+    assert (n_cases, n_failed, problems) == (40, 0, [])
+
+
+def odd(tmp_path: Path, **keys: Any) -> Path:
+    return write_llama(tmp_path / "odd.gguf", keys=fuzz_models.BPE | keys, n_vocab=259)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"tokenizer.ggml.tokens": 3.5},
+        {"general.name": np.inf},
+        {"general.license": np.arange(3)},
+        {"tokenizer.ggml.model": [1, 2]},
+        {"tokenizer.ggml.pre": True},
+    ],
+)
+def test_odd_facts_are_shown(keys: dict[str, Any], tmp_path: Path) -> None:
+    path = odd(tmp_path, **keys)
+    for more in ([], ["--json"], ["--metadata"]):
+        outcome = fuzz_models.verb("show", path, *more)
+        assert (outcome.status, outcome.problem) == (0, ""), outcome.text
+
+
+def test_a_chat_template_that_is_an_array_is_none(tmp_path: Path) -> None:
+    path = odd(tmp_path, **{"tokenizer.chat_template": np.array([1.0, 2.0], np.float32)})
+    outcome = fuzz_models.verb("run", path, "he", "-n", 1, "-c", 16, "-t", 1, "--no-gpu", "--temp", 0)
+    assert (outcome.status, outcome.problem) == (0, ""), outcome.text
 
 
 def test_planes_take_only_whole_groups_of_outputs(tmp_path: Path) -> None:

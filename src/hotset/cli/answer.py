@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def has_template(model: Model) -> bool:
-    return bool(model.gguf.metadata.get("tokenizer.chat_template"))
+    template = model.gguf.metadata.get("tokenizer.chat_template")
+    return isinstance(template, str) and bool(template)
 
 
 def chunks(model: Model, prompt: str | list[dict[str, str]], params: dict[str, Any]) -> Iterator[Chunk]:

@@ -185,6 +185,7 @@ def describe(gguf: GGUFFile, path: Path, activation: str | None = None) -> dict[
         kind["bytes"] += tensor.nbytes
     meta = gguf.metadata
     tokens = meta.get("tokenizer.ggml.tokens")
+
     facts: dict[str, Any] = {
         "path": str(path),
         "shards": len(gguf.paths),

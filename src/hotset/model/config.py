@@ -381,7 +381,7 @@ def _activation(keys: _Keys, architecture: Architecture) -> FFNActivation:
         ) from None
     if up is None:
         return activation
-    if up != "relu":
+    if not isinstance(up, str) or up != "relu":  # an array does not compare
         raise UnsupportedModelError(
             f"the file's key {UP_ACTIVATION_KEY} is {_shown(up)}; only relu is supported"
         )

@@ -1,0 +1,460 @@
+"""Fuzzes what is done with a model: small files with odd keys, tensors and settings, through whole verbs.
+
+usage: python tests/fuzz/fuzz_models.py [--seconds 60] [--seed 0] [--keep FOLDER]
+
+A GGUF file that is sound as a file, but whose keys and tensors are odd, goes through `hotset show`, `run` and
+`quantize`; a checkpoint whose config.json, tokenizer.json or tensors are odd through `hotset convert`, and
+what that writes must load. Each may work, or tell in one sentence why not. What does anything else (another
+exception, a warning of NumPy, more than 10 s) is kept in a folder whose name is printed; the exit status is
+1. fuzz_gguf.py has damaged files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import struct
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tiny_gguf import write_llama, write_relu
+
+from hotset.formats.gguf import GGUFWriter, ValueType, open_gguf
+from hotset.formats.quants import TYPES, GGMLType, row_bytes
+
+SLOW_S = 10.0
+ARRAYS = [np.arange(3), np.zeros(0, np.float32), np.array([True, False]), np.array([np.nan, np.inf])]
+NUMBERS = [0, 1, -1, 2, 3, 7, 31, 64, 255, 256, 257, 512, 513, 2**31 - 1, 2**31, 2**32, 2**63, 2**64 - 1]
+FLOATS = [0.0, -0.0, 0.5, 1.0, -1.0, 1e-30, 1e30, 1e300, math.nan, math.inf, -math.inf]
+STRINGS = [
+    "",
+    "relu",
+    "drelu",
+    "fatrelu",
+    "silu",
+    "yarn",
+    "linear",
+    "gpt2",
+    "llama",
+    "x" * 500,
+    "\x1b[2J\n",
+    "é",
+]
+NESTED = object()  # an array of arrays, which GGUFWriter does not write
+VALUES: list[Any] = [*NUMBERS, *FLOATS, *STRINGS, True, False, ["a", "b"], ["a"] * 400, *ARRAYS, NESTED]
+MORE_KEYS = [
+    *("attention.sliding_window", "attention.sliding_window_pattern", "rope.scaling.type", "expert_count"),
+    *("rope.scaling.factor", "rope.scale_linear", "rope.dimension_count", "rope.scaling.yarn_beta_fast"),
+    *("attention.causal", "hidden_activation", "rope.scaling.original_context_length", "vocab_size"),
+    *("rope.scaling.yarn_log_multiplier", "attention.key_length", "attention.value_length"),
+]
+WHOLE_KEYS = [
+    *("hotset.n_always", "hotset.fatrelu_threshold", "hotset.up_activation", "powerinfer.sparse_threshold"),
+    *("tokenizer.ggml.add_eos_token", "tokenizer.ggml.add_space_prefix", "tokenizer.ggml.eot_token_id"),
+    *("tokenizer.ggml.unknown_token_id", "tokenizer.ggml.padding_token_id", "tokenizer.chat_template"),
+    *("tokenizer.chat_templates", "general.name", "general.license", "general.file_type", "split.count"),
+]
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+def byte_pieces() -> list[str]:
+    """GPT-2's letters of the 256 bytes."""
+    from hotset.text.tokenizer import _BYTE_OF_LETTER
+
+    return sorted(_BYTE_OF_LETTER, key=_BYTE_OF_LETTER.__getitem__)
+
+
+BPE: dict[str, Any] = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "gpt-2",
+    "tokenizer.ggml.tokens": [*byte_pieces(), "he", "<s>", "</s>"],
+    "tokenizer.ggml.token_type": [1] * 257 + [3, 3],
+    "tokenizer.ggml.merges": ["h e"],
+    "tokenizer.ggml.bos_token_id": 257,
+    "tokenizer.ggml.eos_token_id": 258,
+    "tokenizer.ggml.add_bos_token": True,
+    "tokenizer.chat_template": TEMPLATE,
+}
+SENTENCEPIECE: dict[str, Any] = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))],
+    "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256,
+    "tokenizer.ggml.scores": np.zeros(259, np.float32),
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+}
+
+
+def seed_models(folder: Path) -> list[Path]:
+    """Small sound models that between them have what the loaders tell apart."""
+    sizes: dict[str, Any] = {"n_vocab": 259, "n_ff": 64}
+    relu = BPE | {"llama.hidden_activation": "relu"}
+    q8 = lambda name: GGMLType.Q8_0 if "ffn" in name else GGMLType.F16  # noqa: E731
+    return [
+        write_llama(folder / "llama.gguf", keys=BPE, head_dim=16, **sizes),
+        write_llama(folder / "exact.gguf", keys=relu, head_dim=16, type_of=q8, **sizes),
+        write_llama(folder / "qwen3.gguf", architecture="qwen3", keys=SENTENCEPIECE, head_dim=16, **sizes),
+        write_llama(folder / "qwen2.gguf", architecture="qwen2", keys=BPE, head_dim=16, tied=True, **sizes),
+        write_relu(folder / "mlp.gguf", keys=BPE, **sizes),
+        write_relu(folder / "opt.gguf", "opt", dialect="gguf", keys=BPE, **sizes),
+        write_relu(folder / "falcon.gguf", "falcon", two_norms=True, keys=BPE, **sizes),
+    ]
+
+
+def mutate(source: Path, target: Path, rng: np.random.Generator) -> str:
+    """Writes the model with one or two changes; what they are."""
+
+    def pick(options: Any) -> Any:
+        return options[int(rng.integers(len(options)))]
+
+    with open_gguf(source) as gguf:
+        architecture = gguf.architecture
+        keys: dict[str, tuple[Any, ValueType | None]] = {
+            key: (value, ValueType(gguf.metadata_types[key][-1]))
+            for key, value in gguf.metadata.items()
+            if key != "general.architecture"
+        }
+        tensors = {t.name: (t.type, t.shape, gguf.data(t.name).copy()) for t in gguf.tensors.values()}
+        dialect = gguf.dialect
+    said = []
+    for _ in range(rng.integers(1, 3)):
+        match rng.integers(10):
+            case 0 | 1 | 2 | 3:
+                known = [*keys, *(f"{architecture}.{key}" for key in MORE_KEYS), *WHOLE_KEYS]
+                key, value = pick(known), pick(VALUES)
+                keys[key] = (value, None)
+                said.append(f"{key} = {'nested' if value is NESTED else repr(value)[:60]}")
+            case 4:
+                key = pick(list(keys))
+                del keys[key]
+                said.append(f"no {key}")
+            case 5:  # some elements of a list
+                key = pick(
+                    [k for k, (v, _) in keys.items() if isinstance(v, list | np.ndarray) and len(v)] or [""]
+                )
+                if not key:
+                    continue
+                value, kind = keys[key]
+                value = list(value)
+                for _ in range(rng.integers(1, 4)):
+                    at = int(rng.integers(len(value)))
+                    value[at] = (
+                        pick(STRINGS) if isinstance(value[0], str) else pick([0, -1, 3, 6, 99, 2**31 - 1])
+                    )
+                keys[key] = (value[: None if rng.integers(2) else at], kind)
+                said.append(f"{key} changed at {at}")
+            case 6 | 7:
+                name = pick(list(tensors))
+                kind, shape, _ = tensors[name]
+                if rng.integers(2):
+                    kind = pick(sorted(TYPES))
+                shape = pick(
+                    [shape, shape, shape[::-1], shape[:1], (*shape, 1), (shape[0], 1), (256, *shape[1:])]
+                )
+                shape = tuple(
+                    -(-n // TYPES[kind].block_size) * TYPES[kind].block_size if not i else n
+                    for i, n in enumerate(shape)
+                )
+                n_bytes = row_bytes(kind, shape[0]) * math.prod(shape[1:])
+                tensors[name] = (kind, shape, rng.integers(0, 256, n_bytes, np.uint8))
+                said.append(f"{name}: {kind.name} {list(shape)}")
+            case 8:
+                name = pick(list(tensors))
+                del tensors[name]
+                said.append(f"no {name}")
+            case 9:
+                old, new = pick(list(tensors)), pick(list(tensors))
+                name = pick(
+                    [
+                        new.replace("blk.0", "blk.1"),
+                        old.replace(".weight", ".bias"),
+                        "x",
+                        "rope_freqs.weight",
+                        "blk.0.fc1.weight",
+                        "blk.0.attn_qkv.weight",
+                        "blk.0.ffn_down_t.codes",
+                        "blk.0.always.bias",
+                    ]
+                )
+                if name not in tensors:
+                    tensors[name] = tensors[old] if rng.integers(2) else tensors.pop(old)
+                    said.append(f"{old} as {name}")
+    writer = GGUFWriter(target, architecture, dialect=dialect)
+    for key, (value, kind) in keys.items():
+        if value is NESTED:
+            element = struct.pack("<IQ", ValueType.STRING, 1) + struct.pack("<Q", 1) + b"a"
+            writer._values[key] = struct.pack("<IIQ", ValueType.ARRAY, ValueType.ARRAY, 2) + element * 2
+        elif isinstance(value, list) and not value:
+            writer.add(key, value, kind or ValueType.INT32)
+        elif isinstance(value, float) and abs(value) > 1e38:
+            writer.add(key, value, ValueType.FLOAT64)
+        else:
+            writer.add(key, value, kind)
+    for name, (kind, shape, data) in tensors.items():
+        writer.add_tensor(name, data, kind, shape)
+    writer.write()
+    return "; ".join(said)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 259, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu", "bos_token_id": 257,
+    "eos_token_id": 258, "tie_word_embeddings": False, "rope_theta": 10000.0,
+}  # fmt: skip
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+    },
+    {"rope_type": "linear", "factor": 4.0},
+]
+MORE_CONFIG = ["sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "hidden_act_param"]
+MORE_CONFIG += [
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "quantization_config",
+    "torch_dtype",
+]
+JSON_VALUES: list[Any] = [
+    *(v for v in VALUES if isinstance(v, int | float | str | list)), None, {}, {"a": 1}, [[1], [2]], 10**30,
+]  # fmt: skip
+
+
+def write_checkpoint(folder: Path) -> None:
+    """A sound one: config.json, tokenizer.json, model.safetensors."""
+    folder.mkdir(exist_ok=True)
+    rng = np.random.default_rng(3)
+    vocabulary = {piece: i for i, piece in enumerate(BPE["tokenizer.ggml.tokens"][:257])}
+    tokenizer = {
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": ["h e"]},
+        "added_tokens": [
+            {"id": 257 + i, "content": text, "special": True} for i, text in enumerate(("<s>", "</s>"))
+        ],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False},
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (259, 32), "lm_head.weight": (259, 32), "model.norm.weight": (32,),
+    }  # fmt: skip
+    for i in range(2):
+        layer = {"self_attn.q_proj": (32, 32), "self_attn.k_proj": (16, 32), "self_attn.v_proj": (16, 32)}
+        layer |= {"self_attn.o_proj": (32, 32), "mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32)}
+        layer |= {"mlp.down_proj": (32, 48)}
+        norms = {"input_layernorm": (32,), "post_attention_layernorm": (32,)}
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in (layer | norms).items()}
+    header, data = {}, b""
+    for name, shape in shapes.items():
+        values = rng.standard_normal(shape).astype(np.float32).tobytes()
+        header[name] = {
+            "dtype": "F32",
+            "shape": list(shape),
+            "data_offsets": [len(data), len(data) + len(values)],
+        }
+        data += values
+    text = json.dumps(header).encode()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "add_bos_token": True}))
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def mutate_checkpoint(folder: Path, rng: np.random.Generator) -> str:
+    """Changes a sound checkpoint in one or two places; what they are."""
+
+    def pick(options: Any) -> Any:
+        return options[int(rng.integers(len(options)))]
+
+    def inside(value: Any) -> str:
+        """Changes one entry somewhere below `value`."""
+        while isinstance(value, dict | list) and value:
+            key = pick(list(value)) if isinstance(value, dict) else int(rng.integers(len(value)))
+            if not isinstance(value[key], dict | list) or not value[key] or not rng.integers(4):
+                value[key] = pick(JSON_VALUES)
+                return f"{key} = {repr(value[key])[:60]}"
+            value = value[key]
+        return "nothing"
+
+    said = []
+    for _ in range(rng.integers(1, 3)):
+        match rng.integers(4):
+            case 0 | 1:
+                config = json.loads((folder / "config.json").read_text())
+                if rng.integers(2):
+                    config["rope_parameters"] = dict(pick(ROPES))
+                    said.append(
+                        f"{config['rope_parameters']['rope_type']}: {inside(config['rope_parameters'])}"
+                    )
+                else:
+                    key, value = pick([*config, *MORE_CONFIG]), pick(JSON_VALUES)
+                    config[key] = value
+                    said.append(f"{key} = {repr(value)[:60]}")
+                (folder / "config.json").write_text(json.dumps(config))
+            case 2:
+                path = folder / pick(["tokenizer.json", "tokenizer_config.json"])
+                value = json.loads(path.read_text())
+                said.append(f"{path.name}: {inside(value)}")
+                path.write_text(json.dumps(value))
+            case 3:
+                path = folder / "model.safetensors"
+                raw = path.read_bytes()
+                (length,) = struct.unpack("<Q", raw[:8])
+                header = json.loads(raw[8 : 8 + length])
+                if rng.integers(2):
+                    said.append(f"safetensors: {inside(header)}")
+                else:
+                    old = pick(list(header))
+                    new = pick(
+                        [old + "x", "model.layers.9.mlp.up_proj.weight", old.replace("weight", "bias"), ""]
+                    )
+                    header[new] = header.pop(old)
+                    said.append(f"{old} as {new}")
+                text = json.dumps(header).encode()
+                path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+    return "; ".join(said)
+
+
+# ---- the verbs -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a verb ended: its exit status, what it wrote for a person, and what is wrong with that, or ""."""
+
+    status: int
+    text: str
+    problem: str
+
+
+def verb(*arguments: object) -> Outcome:
+    """A verb of the command line, in this process."""
+    from typer.testing import CliRunner
+
+    from hotset.cli.main import app
+
+    started = time.monotonic()
+    done = CliRunner().invoke(app, [str(a) for a in arguments], prog_name="hotset")
+    text = done.output
+    problem = ""
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        problem = repr(done.exception)
+    elif any(sign in text for sign in ("itself failed", "Exception in thread", "Exception ignored")):
+        problem = text[-3000:]
+    elif done.exit_code not in (0, 1):
+        problem = f"exit status {done.exit_code}: {text[-300:]}"
+    elif time.monotonic() - started > SLOW_S:
+        problem = "slow"
+    return Outcome(done.exit_code, text, problem)
+
+
+def exercise_model(path: Path, rng: np.random.Generator) -> str:
+    """Shows, runs and quantises the file; what went wrong, or ""."""
+    more = [[], [], ["--sparsity", "dense"], ["--predictor", "sign:0"], ["--predictor", "mlp:q8_0"]]
+    how = more[int(rng.integers(len(more)))]
+    ran = verb("run", path, "he", "-n", 2, "--temp", 0, "-c", 64, "-t", 1, "--no-gpu", *how)
+    if ran.problem:
+        return f"run {' '.join(how)}: {ran.problem}"
+    for arguments in (
+        ("show", path, "--metadata", "--tensors"),
+        ("show", path, "--json"),
+        ("quantize", path, path.with_name("out.gguf"), "--type", "q8_0", "--allow-requantize", "-t", 1),
+    ):
+        outcome = verb(*arguments)
+        if outcome.problem:
+            return f"{arguments[0]}: {outcome.problem}"
+    return ""
+
+
+def exercise_checkpoint(folder: Path, _: np.random.Generator) -> str:
+    """Converts it; what is written must load."""
+    out = folder.with_name("converted.gguf")
+    out.unlink(missing_ok=True)
+    done = verb("convert", folder, out, "--type", "q8_0")
+    if done.problem:
+        return f"convert: {done.problem}"
+    if done.status == 1:
+        return "convert failed and left a file" if out.exists() else ""
+    ran = verb("run", out, "he", "-n", 1, "--temp", 0, "-c", 16, "-t", 1, "--no-gpu")
+    no_tokenizer = "no tokenizer" in ran.text
+    return f"convert wrote what does not load: {ran.text}" if ran.status and not no_tokenizer else ran.problem
+
+
+def attack(
+    seed: int, more: Callable[[int], bool], on_problem: Callable[[int, Path, str], None]
+) -> tuple[int, int]:
+    """Cases while more(number of the case); how many there were, and how many went wrong.
+
+    on_problem: told the number of the case, the folder with it, and what was changed and went wrong.
+    """
+    rng = np.random.default_rng(seed)
+    n_cases = n_failed = 0
+    with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
+        os.environ["HOTSET_HOME"] = f"{scratch}/home"
+        folder = Path(scratch)
+        (folder / "seeds").mkdir()
+        seeds = seed_models(folder / "seeds")
+        while more(n_cases):
+            case = folder / "case"
+            case.mkdir()
+            if rng.integers(3):
+                warnings.simplefilter("ignore", RuntimeWarning)
+                source = seeds[int(rng.integers(len(seeds)))]
+                change = f"{source.name}: {mutate(source, case / 'model.gguf', rng)}"
+                problem = exercise_model(case / "model.gguf", rng)
+            else:
+                # A warning of NumPy is a number of config.json that nobody has checked.
+                warnings.simplefilter("error", RuntimeWarning)
+                write_checkpoint(case / "hf")
+                change = mutate_checkpoint(case / "hf", rng)
+                problem = exercise_checkpoint(case / "hf", rng)
+            if problem:
+                n_failed += 1
+                on_problem(n_cases, case, f"{change}\n{problem}")
+            shutil.rmtree(case)
+            n_cases += 1
+    return n_cases, n_failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="folder for cases that fail (default: a new temporary one)")
+    args = parser.parse_args()
+    os.environ["HOTSET_DEBUG"] = "1"  # the traceback goes into what is printed
+    end = time.monotonic() + args.seconds
+
+    def keep(number: int, case: Path, what: str) -> None:
+        args.keep = args.keep or Path(tempfile.mkdtemp(prefix="fuzz-models-"))
+        kept = args.keep / f"{args.seed}-{number}"
+        shutil.copytree(case, kept, dirs_exist_ok=True)
+        print(f"{kept}: {what}\n", file=sys.stderr)
+
+    n_cases, n_failed = attack(args.seed, lambda _: time.monotonic() < end, keep)
+    print(f"{n_cases} cases, {n_failed} failed")
+    return 1 if n_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
