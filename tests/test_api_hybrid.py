@@ -256,7 +256,7 @@ def test_a_placement_is_solved_once(model: Path, monkeypatch: pytest.MonkeyPatch
     for a, b in zip(first.layers, again.layers, strict=True):
         assert a.device == b.device
         assert np.array_equal(a.hot, b.hot) if a.hot is not None else b.hot is None
-    hotset.plan(model, plan_anew=True, **settings)
+    hotset.plan(model, reset_gpu_index=True, **settings)
     hotset.plan(model, **{**settings, "vram_budget": 1.1 * gib})
     assert len(solved) == 3
 

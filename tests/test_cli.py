@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import inspect
 import io
 import json
 import os
@@ -18,10 +19,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 from fake_backend import FakeBackend
 from fake_hub import FakeHub
 from tiny_gguf import write_llama
 
+import hotset as hotset_package
 from hotset.formats.quants import GGMLType
 
 try:
@@ -326,6 +329,29 @@ def test_help_and_version() -> None:
         assert verb in inside("--help").stdout
         assert inside(verb, "-h").returncode == 0
     assert re.match(r"hotset \S+\n$", hotset("--version").stdout)
+
+
+def test_options_are_declared_once_and_shared_by_the_verbs() -> None:
+    """What several verbs take has one spelling, one help and one default, and one name in Python."""
+    from hotset.cli.main import VERBS, app
+
+    group = typer.main.get_command(app)
+    found: dict[str, dict[str, tuple[Any, ...]]] = {}
+    for verb in VERBS:
+        command = group.get_command(None, verb)  # type: ignore[attr-defined]
+        for parameter in command.params:
+            for name in getattr(parameter, "opts", []):
+                facts = (parameter.name, parameter.help, parameter.default, tuple(parameter.opts))
+                found.setdefault(name, {})[verb] = facts
+    shared = ["--sparsity", "--predictor", "--device", "--vram-budget", "--n-gpu-layers", "--gpu-index",
+              "--reset-gpu-index", "--disable-gpu-index", "--no-gpu"]  # fmt: skip
+    training = ("sparsify", "train-predictor")  # their --device is torch's
+    for name in shared:
+        verbs = {verb: facts for verb, facts in found[name].items() if verb not in training}
+        assert len(verbs) >= 3, name
+        assert len(set(verbs.values())) == 1, verbs
+    assert found["--reset-gpu-index"]["run"][0] == "reset_gpu_index"
+    assert "reset_gpu_index" in inspect.signature(hotset_package.load).parameters
 
 
 # -- a terminal ----------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def load(
     n_gpu_layers: int | None = None,
     gpu_index: str | os.PathLike[str] | None = None,
     split_neurons: bool = True,
-    plan_anew: bool = False,
+    reset_gpu_index: bool = False,
     activation: str | None = None,
     sparsity: str | None = None,
     predictor: str | None = None,
@@ -187,7 +187,8 @@ def load(
     cache, workspace and context together stay within; by default what is free. n_gpu_layers: that many of the
     last layers are on the device; by default the planner decides (placement/solver.py). gpu_index: a file
     in PowerInfer's format that says which neurons are. split_neurons: False keeps the neurons of a layer
-    together. plan_anew: solves the placement again although it is known. Model.placement has the decision.
+    together. reset_gpu_index: solves the placement again although it is known. Model.placement has the
+    decision.
     activation: overrides the FFN activation that the file names.
     sparsity: which neurons are computed: "dense", "exact" or "predicted" (sparsity/modes.py); by default the
     fastest that keeps the file's meaning. predictor: "mlp", "sign", "svd", with their settings
@@ -211,7 +212,7 @@ def load(
         n_gpu_layers=n_gpu_layers,
         gpu_index=gpu_index,
         split_neurons=split_neurons,
-        plan_anew=plan_anew,
+        reset_gpu_index=reset_gpu_index,
         activation=activation,
         sparsity=sparsity,
         predictor=predictor,
@@ -308,7 +309,7 @@ def _describe(
     n_gpu_layers: int | None = None,
     gpu_index: str | os.PathLike[str] | None = None,
     split_neurons: bool = True,
-    plan_anew: bool = False,
+    reset_gpu_index: bool = False,
     activation: str | None = None,
     sparsity: str | None = None,
     predictor: str | None = None,
@@ -337,7 +338,7 @@ def _describe(
         vram_budget,
         n_gpu_layers,
         None if gpu_index is None else Path(gpu_index),
-        plan_anew,
+        reset_gpu_index,
         split_neurons,
     )
     if backend != "auto" and wishes.are_made:

@@ -88,24 +88,17 @@ def bench(
     cache_type: Annotated[
         str, typer.Option("--cache-type-k", "-ctk", help="Type of the KV cache: f16, q8_0.")
     ] = "f16",
-    sparsity: options.Sparsity = None,
-    predictor: options.Predictor = None,
-    profile: options.ProfileFile = None,
-    activation: options.Activation = None,
-    device: options.DeviceNames = None,
-    vram_budget: options.VramBudget = None,
-    n_gpu_layers: options.GpuLayers = None,
-    gpu_index: options.GpuIndexFile = None,
-    reset_gpu_index: options.ResetGpuIndex = False,
-    disable_gpu_index: options.DisableGpuIndex = False,
-    no_gpu: options.NoGpu = False,
     output: Annotated[str, typer.Option("--output", "-o", help="md, csv, json or jsonl.")] = "md",
     json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
+    *,
+    neurons: options.SparsityOptions,
+    gpu: options.GPUOptions,
 ) -> None:
     """Measure speed in llama-bench's terms, and the share of the memory bandwidth that it reaches."""
     import hotset
 
     output = "json" if json else output
+    settings = neurons.settings() | gpu.settings()
     if output not in _PRINTERS:
         raise typer.BadParameter(f"'{output}' is none of {', '.join(_PRINTERS)}.", param_hint="-o")
     depths = _integers(depth, "-d")
@@ -118,16 +111,6 @@ def bench(
     with bar:
         path = resolve(model_option or model or catalogue.DEFAULT, progress=bar)
 
-    on_devices = options.device_settings(
-        backend="auto",
-        device=device,
-        vram_budget=vram_budget,
-        n_gpu_layers=n_gpu_layers,
-        gpu_index=gpu_index,
-        reset_gpu_index=reset_gpu_index,
-        disable_gpu_index=disable_gpu_index,
-        no_gpu=no_gpu,
-    )
     printer = _PRINTERS[output]()
     first = True
     for n_threads in _integers(threads, "-t", minimum=1) if threads else [None]:
@@ -138,12 +121,8 @@ def bench(
                 n_ctx=n_ctx,
                 n_threads=n_threads,
                 kv_type=kv_type,
-                activation=activation,
-                sparsity=sparsity,
-                predictor=predictor,
-                profile=profile,
                 progress=bar,
-                **on_devices,
+                **settings,
             ) as loaded:
                 facts = _facts(loaded, path, batch)
                 read = _bandwidth_reader(path, facts["n_threads"])

@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from hotset.cli.console import tell_error, warn
+from hotset.cli.options import spread
 from hotset.cli.terminal import shown
 from hotset.errors import HotsetError
 
@@ -55,7 +56,7 @@ class _Group(TyperGroup):
             return None
         module, function = VERBS[cmd_name]
         single = typer.Typer(add_completion=False, context_settings=_SETTINGS)
-        single.command(cmd_name)(getattr(import_module(f"hotset.cli.{module}"), function))
+        single.command(cmd_name)(spread(getattr(import_module(f"hotset.cli.{module}"), function)))
         command = typer.main.get_command(single)
         command.name = cmd_name
         return command
@@ -218,8 +219,8 @@ def _streams() -> None:
             stream = kind(buffer, "utf-8", "replace")
         elif type(stream) is io.TextIOWrapper:  # a code page that lacks a character must not end an answer
             encoding = stream.encoding if stream.isatty() else "utf-8"
-            by_line, through = stream.line_buffering, stream.write_through
-            stream = kind(stream.detach(), encoding, "replace", line_buffering=by_line, write_through=through)
+            lines, at_once = stream.line_buffering, stream.write_through
+            stream = kind(stream.detach(), encoding, "replace", line_buffering=lines, write_through=at_once)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 

@@ -1,7 +1,14 @@
-"""Options that several verbs share, spelled as llama.cpp's users know them."""
+"""Options that several verbs share, spelled as llama.cpp's users know them: each is declared here, once.
+
+Those that go together are a group; it says what hotset.load takes for them, and verbs hand it on whole.
+"""
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +34,8 @@ Threads = Annotated[
 ContextSize = Annotated[
     int | None, _option("--ctx-size -c", "Tokens of prompt and answer together.", _ENGINE, min=1)
 ]
+LONGEST = 512  # tokens of a sequence that is watched
+SequenceSize = Annotated[int | None, _option("--ctx-size -c", "Tokens of a sequence.", min=2, max=LONGEST)]
 CacheType = Annotated[str, _option("--cache-type -ctk", "Type of the KV cache: f16 or q8_0.", _ENGINE)]
 Activation = Annotated[
     str | None, _option("--activation", "Override the FFN's activation, such as relu.", _ENGINE)
@@ -111,47 +120,180 @@ Stop = Annotated[
 IgnoreEos = Annotated[bool, _option("--ignore-eos", "Go on where the model would end.", _SAMPLING)]
 
 
-def device_settings(
-    *,
-    backend: str,
-    device: str | None,
-    vram_budget: float | None,
-    n_gpu_layers: str | None,
-    gpu_index: Path | None,
-    reset_gpu_index: bool,
-    disable_gpu_index: bool,
-    no_gpu: bool,
-) -> dict[str, Any]:
-    """What hotset.load takes for these options."""
-    if no_gpu:
-        asked = [
-            device,
-            vram_budget,
-            gpu_index,
-            None if n_gpu_layers in (None, "0", "auto") else n_gpu_layers,
-        ]
-        if any(value is not None for value in asked):
+# -- groups: a verb takes one as a parameter, and `spread` shows the options that it holds ----------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparsityOptions:
+    """Which neurons of a model are computed."""
+
+    activation: Activation = None
+    sparsity: Sparsity = None
+    predictor: Predictor = None
+    profile: ProfileFile = None
+
+    def settings(self) -> dict[str, Any]:
+        """What hotset.load takes for them."""
+        return {name: getattr(self, name) for name in ("activation", "sparsity", "predictor", "profile")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementOptions:
+    """What goes on GPUs."""
+
+    device: DeviceNames = None
+    vram_budget: VramBudget = None
+    n_gpu_layers: GpuLayers = None
+    gpu_index: GpuIndexFile = None
+    reset_gpu_index: ResetGpuIndex = False
+    disable_gpu_index: DisableGpuIndex = False
+
+    def settings(self) -> dict[str, Any]:
+        """What hotset.load takes for them."""
+        layers: int | None = None
+        if self.n_gpu_layers not in (None, "auto"):
+            try:
+                layers = int(str(self.n_gpu_layers))
+            except ValueError:
+                layers = -1
+            if layers < 0:
+                raise typer.BadParameter(
+                    f"'{self.n_gpu_layers}' is neither a number nor auto.", param_hint="-ngl"
+                )
+        return {
+            "backend": "auto",
+            "device": [name.strip() for name in self.device.split(",")] if self.device else None,
+            "vram_budget": self.vram_budget,
+            "n_gpu_layers": layers,
+            "gpu_index": self.gpu_index,
+            "split_neurons": not self.disable_gpu_index,
+            "reset_gpu_index": self.reset_gpu_index,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPUOptions(PlacementOptions):
+    """Whether GPUs are used, and for what."""
+
+    no_gpu: NoGpu = False
+
+    def settings(self) -> dict[str, Any]:
+        if not self.no_gpu:
+            return super().settings()
+        layers = None if self.n_gpu_layers in (None, "0", "auto") else self.n_gpu_layers
+        if any(value is not None for value in (self.device, self.vram_budget, self.gpu_index, layers)):
             raise typer.BadParameter(
                 "it leaves no GPU for what the other options ask.", param_hint="--no-gpu"
             )
-        return {"backend": "cpu" if backend == "auto" else backend}
-    layers: int | None = None
-    if n_gpu_layers not in (None, "auto"):
+        return {"backend": "cpu"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(SparsityOptions, GPUOptions):
+    """How a model is loaded, but for the size of its context."""
+
+    threads: Threads = None
+    cache_type: CacheType = "f16"
+    backend: BackendName = "auto"
+
+    def settings(self) -> dict[str, Any]:
+        on_devices = GPUOptions.settings(self)
+        if self.backend != "auto":
+            on_devices["backend"] = self.backend
+        own = {"n_threads": self.threads, "kv_type": self.cache_type}
+        return own | SparsityOptions.settings(self) | on_devices
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How the tokens of an answer are chosen, and when it ends."""
+
+    n_predict: NPredict = -1
+    temp: Temperature = None
+    top_k: TopK = None
+    top_p: TopP = None
+    min_p: MinP = None
+    repeat_penalty: RepeatPenalty = None
+    presence_penalty: PresencePenalty = None
+    frequency_penalty: FrequencyPenalty = None
+    logit_bias: LogitBias = None
+    seed: Seed = None
+    stop: Stop = None
+    ignore_eos: IgnoreEos = False
+
+    def params(self) -> dict[str, Any]:
+        """What Model.generate takes for those that were given."""
+        if self.n_predict == 0:
+            raise typer.BadParameter("an answer has at least one token.", param_hint="-n")
+        given: dict[str, Any] = {
+            "temperature": self.temp,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repeat_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": _logit_bias(self.logit_bias or []) or None,
+            "seed": self.seed if self.seed != -1 else None,  # llama.cpp's way to ask for any
+            "stop": tuple(self.stop) if self.stop else None,
+            "max_tokens": self.n_predict if self.n_predict != -1 else None,
+            "ignore_eos": self.ignore_eos or None,
+        }
+        return {key: value for key, value in given.items() if value is not None}
+
+
+def _logit_bias(texts: list[str]) -> dict[int, float]:
+    bias = {}
+    for text in texts:
+        match = re.fullmatch(r"(\d+)=?([+-].+)", text)
         try:
-            layers = int(str(n_gpu_layers))
-        except ValueError:
-            layers = -1
-        if layers < 0:
-            raise typer.BadParameter(f"'{n_gpu_layers}' is neither a number nor auto.", param_hint="-ngl")
-    return {
-        "backend": backend,
-        "device": [name.strip() for name in device.split(",")] if device else None,
-        "vram_budget": vram_budget,
-        "n_gpu_layers": layers,
-        "gpu_index": gpu_index,
-        "split_neurons": not disable_gpu_index,
-        "plan_anew": reset_gpu_index,
-    }
+            bias[int(match[1])] = float(match[2])  # type: ignore[index]
+        except (TypeError, ValueError):
+            raise typer.BadParameter(
+                f"'{text}' is not ID+BIAS or ID-BIAS, such as 15043-1.", param_hint="--logit-bias"
+            ) from None
+    return bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservationOptions:
+    """How a model is run where it is watched which of its neurons fire."""
+
+    n_ctx: SequenceSize = None
+    threads: Threads = None
+    activation: Activation = None
+    backend: BackendName = "cpu"
+
+
+_GROUPS = (SparsityOptions, PlacementOptions, SamplingOptions, ObservationOptions)
+
+
+def spread(verb: Callable[..., None]) -> Callable[..., None]:
+    """The verb with an option for each field of the groups that it takes, as typer wants to see them."""
+    parameters: dict[str, inspect.Parameter] = {}
+    groups: dict[str, tuple[type, tuple[str, ...]]] = {}
+    for name, parameter in inspect.signature(verb, eval_str=True).parameters.items():
+        kind = parameter.annotation
+        if not (isinstance(kind, type) and issubclass(kind, _GROUPS)):
+            parameters[name] = parameter
+            continue
+        fields = inspect.signature(kind, eval_str=True).parameters
+        assert not fields.keys() & parameters.keys(), f"two options of {verb.__name__} have one name"
+        groups[name] = (kind, tuple(fields))
+        parameters |= fields
+
+    def called(**given: Any) -> None:
+        made = {
+            name: kind(**{field: given.pop(field) for field in fields})
+            for name, (kind, fields) in groups.items()
+        }
+        verb(**given, **made)
+
+    signature = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters.values()]
+    called.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
+    called.__annotations__ = {one.name: one.annotation for one in signature}
+    called.__name__, called.__doc__ = verb.__name__, verb.__doc__
+    return called
 
 
 def check_type(name: str) -> None:

@@ -39,45 +39,16 @@ def perplexity(
     chunks: Annotated[
         int | None, typer.Option("--chunks", min=1, help="How many chunks; default: all.")
     ] = None,
-    threads: options.Threads = None,
-    cache_type: options.CacheType = "f16",
-    activation: options.Activation = None,
-    sparsity: options.Sparsity = None,
-    predictor: options.Predictor = None,
-    profile: options.ProfileFile = None,
-    backend: options.BackendName = "auto",
-    device: options.DeviceNames = None,
-    vram_budget: options.VramBudget = None,
-    n_gpu_layers: options.GpuLayers = None,
-    gpu_index: options.GpuIndexFile = None,
-    reset_gpu_index: options.ResetGpuIndex = False,
-    disable_gpu_index: options.DisableGpuIndex = False,
-    no_gpu: options.NoGpu = False,
     json: options.Json = False,
+    *,
+    loading: options.ModelOptions,
 ) -> None:
     """Measure perplexity on a text: chunks of n_ctx tokens, the second half of each scored."""
     import hotset
     from hotset.storage import resolve
 
     text = read_text(file, "-f")
-    settings = {
-        "n_threads": threads,
-        "kv_type": cache_type,
-        "activation": activation,
-        "sparsity": sparsity,
-        "predictor": predictor,
-        "profile": profile,
-        **options.device_settings(
-            backend=backend,
-            device=device,
-            vram_budget=vram_budget,
-            n_gpu_layers=n_gpu_layers,
-            gpu_index=gpu_index,
-            reset_gpu_index=reset_gpu_index,
-            disable_gpu_index=disable_gpu_index,
-            no_gpu=no_gpu,
-        ),
-    }
+    settings = loading.settings()
     sides = [Side(model, settings)] if not compare else sides_of(model, settings, compare)
     models: list[Model] = []
     with DownloadBar() as bar, ExitStack() as opened:

@@ -23,12 +23,6 @@ _BATCH = 512  # tokens of a step, as `hotset run` has it
 
 def plan(
     model: options.ModelName,
-    vram_budget: options.VramBudget = None,
-    device: options.DeviceNames = None,
-    n_gpu_layers: options.GpuLayers = None,
-    gpu_index: options.GpuIndexFile = None,
-    disable_gpu_index: options.DisableGpuIndex = False,
-    reset_gpu_index: options.ResetGpuIndex = False,
     ctx_size: options.ContextSize = None,
     parallel: Annotated[
         int, typer.Option("--parallel", "-np", min=1, help="Contexts of that size in the cache at once.")
@@ -38,30 +32,20 @@ def plan(
     ] = _BATCH,
     cache_type: options.CacheType = "f16",
     threads: options.Threads = None,
-    activation: options.Activation = None,
-    sparsity: options.Sparsity = None,
-    predictor: options.Predictor = None,
-    profile: options.ProfileFile = None,
     layers: Annotated[bool, typer.Option("--layers", help="A row for each layer too.")] = False,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", dir_okay=False, help="Write a GPU index that PowerInfer reads too."),
     ] = None,
     json: options.Json = False,
+    *,
+    neurons: options.SparsityOptions,
+    gpu: options.PlacementOptions,
 ) -> None:
     """Plan what goes on the GPU and what stays on the CPU within a memory budget."""
     import hotset
 
-    settings = options.device_settings(
-        backend="auto",
-        device=device,
-        vram_budget=vram_budget,
-        n_gpu_layers=n_gpu_layers,
-        gpu_index=gpu_index,
-        reset_gpu_index=reset_gpu_index,
-        disable_gpu_index=disable_gpu_index,
-        no_gpu=False,
-    )
+    settings = neurons.settings() | gpu.settings()
     bar = DownloadBar()
     with bar:
         path = resolve(model, progress=bar)
@@ -74,10 +58,6 @@ def plan(
             max_batch=batch,
             n_threads=threads,
             kv_type=cache_type,  # type: ignore[arg-type]
-            activation=activation,
-            sparsity=sparsity,
-            predictor=predictor,
-            profile=profile,
             progress=bar,
             **settings,
         )

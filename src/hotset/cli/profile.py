@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from hotset.api import Model
     from hotset.sparsity.profile import Profile
 
-LONGEST = 512  # tokens of a sequence
 _STEP = 128  # tokens whose neurons are looked at together: their values, of all layers, are in memory
 
 _ExistingFolder = Annotated[
@@ -48,14 +47,10 @@ def profile(
     export_to: Annotated[
         Path | None, typer.Option("--export", file_okay=False, help="Write activation_<layer>.pt into it.")
     ] = None,
-    n_ctx: Annotated[
-        int | None, typer.Option("--ctx-size", "-c", min=2, max=LONGEST, help="Tokens of a sequence.")
-    ] = None,
     n_tokens: Annotated[int | None, typer.Option("--tokens", "-n", min=1, help="At most so many.")] = None,
-    threads: options.Threads = None,
-    activation: options.Activation = None,
-    backend: options.BackendName = "cpu",
     json: options.Json = False,
+    *,
+    watching: options.ObservationOptions,
 ) -> None:
     """Count how often each neuron fires over a text; without one, show what is counted."""
     from hotset.sparsity.profile import Profile, default_path, export_activations
@@ -78,12 +73,12 @@ def profile(
                 param_hint="-o",
             )
         if import_from is not None:
-            parts.append(_imported(path, import_from, activation))
+            parts.append(_imported(path, import_from, watching.activation))
         if file is not None:
             text = read_text(file, "-f")
             if not text.strip():
                 raise InvalidRequestError(f"the text in {file} is empty; give some to profile the model on")
-            parts.append(_run(path, text, n_ctx, n_tokens, threads, activation, backend))
+            parts.append(_run(path, text, n_tokens, watching))
         counted = parts[0]
         for part in parts[1:]:
             counted = counted.merge(part)
@@ -123,19 +118,16 @@ def _imported(path: Path, folder: Path, activation: str | None) -> Profile:
 def _run(
     path: Path,
     text: str,
-    n_ctx: int | None,
     n_tokens: int | None,
-    threads: int | None,
-    activation: str | None,
-    backend: str,
+    watching: options.ObservationOptions,
 ) -> Profile:
     from hotset.sparsity.profile import collect
     from hotset.sparsity.sidecar import fingerprint
 
-    with loaded_exact(path, n_ctx, threads, activation, backend) as loaded:
+    with loaded_exact(path, watching) as loaded:
         for note in loaded.notes:
             say(note, dim=True)
-        tokens = sequences(loaded, text, n_ctx, n_tokens)
+        tokens = sequences(loaded, text, watching.n_ctx, n_tokens)
         with token_progress() as progress:
             return collect(
                 loaded.backend, loaded.config, tokens, model=fingerprint(loaded.gguf), progress=progress
@@ -143,9 +135,7 @@ def _run(
 
 
 @contextmanager
-def loaded_exact(
-    path: Path, n_ctx: int | None, threads: int | None, activation: str | None, backend: str
-) -> Iterator[Model]:
+def loaded_exact(path: Path, watching: options.ObservationOptions) -> Iterator[Model]:
     """The model as it is looked at: what fires, not what a predictor thinks of it."""
     import hotset
 
@@ -153,10 +143,10 @@ def loaded_exact(
         DownloadBar() as bar,
         hotset.load(
             path,
-            n_ctx=n_ctx,
-            n_threads=threads,
-            activation=activation,
-            backend=backend,  # type: ignore[arg-type]
+            n_ctx=watching.n_ctx,
+            n_threads=watching.threads,
+            activation=watching.activation,
+            backend=watching.backend,  # type: ignore[arg-type]
             sparsity="exact",
             max_batch=_STEP,
             progress=bar,
@@ -166,12 +156,12 @@ def loaded_exact(
 
 
 def sequences(model: Model, text: str, n_ctx: int | None, n_tokens: int | None) -> np.ndarray:
-    """The text as rows of n_ctx tokens (None: as the model allows, LONGEST at most), each with the beginning
-    of a text; a shorter text as one.
+    """The text as rows of n_ctx tokens (None: as the model allows, options.LONGEST at most), each with the
+    beginning of a text; a shorter text as one.
     """
     import numpy as np
 
-    n_ctx = n_ctx or min(LONGEST, model.n_ctx)
+    n_ctx = n_ctx or min(options.LONGEST, model.n_ctx)
     tokens = np.array(model.tokenizer.encode(text, add_special=True), np.int32)[:n_tokens]
     if len(tokens) < n_ctx:
         return tokens

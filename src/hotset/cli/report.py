@@ -9,7 +9,7 @@ import typer
 
 from hotset.cli import options
 from hotset.cli.console import DownloadBar, print_json, read_text, say
-from hotset.cli.profile import LONGEST, loaded_exact, sequences, token_progress
+from hotset.cli.profile import loaded_exact, sequences, token_progress
 from hotset.errors import InvalidRequestError
 from hotset.files import check_target, write_whole
 from hotset.report.bars import percent
@@ -44,13 +44,9 @@ def report(
         list[str] | None, typer.Option("--images", help="Write the plots as png or svg too; repeatable.")
     ] = None,
     n_tokens: Annotated[int, typer.Option("--tokens", "-n", min=2, help="Of the text, at most.")] = _TOKENS,
-    n_ctx: Annotated[
-        int | None, typer.Option("--ctx-size", "-c", min=2, max=LONGEST, help="Tokens of a sequence.")
-    ] = None,
-    threads: options.Threads = None,
-    activation: options.Activation = None,
-    backend: options.BackendName = "cpu",
     json: options.Json = False,
+    *,
+    watching: options.ObservationOptions,
 ) -> None:
     """Draw which neurons fire: the power law, sparsity, token-to-token overlap, co-activation."""
     kinds = _image_kinds(images)
@@ -72,10 +68,10 @@ def report(
     target = output or Path(f"{stem_of(path)}.report.html")
     if drawn:
         check_target(target, store.shards(path))
-    config, counted, source = _open(path, profile, activation, needed=text is None)
+    config, counted, source = _open(path, profile, watching.activation, needed=text is None)
     run: Run | None = None
     if text is not None:
-        counts, run = _run(path, text, counted, n_ctx, n_tokens, threads, activation, backend)
+        counts, run = _run(path, text, counted, n_tokens, watching)
         if counted is None:
             counted, source = counts, str(file)
     assert counted is not None  # _open refuses to go on with neither
@@ -135,19 +131,16 @@ def _run(
     path: Path,
     text: str,
     profile: Profile | None,
-    n_ctx: int | None,
     n_tokens: int,
-    threads: int | None,
-    activation: str | None,
-    backend: str,
+    watching: options.ObservationOptions,
 ) -> tuple[Profile, Run]:
     """What fires over a text: the counts, and what only a run shows."""
     from hotset.report.activity import Observer
     from hotset.sparsity.profile import Profile
     from hotset.sparsity.sidecar import fingerprint
 
-    with loaded_exact(path, n_ctx, threads, activation, backend) as loaded:
-        tokens = sequences(loaded, text, n_ctx, n_tokens)
+    with loaded_exact(path, watching) as loaded:
+        tokens = sequences(loaded, text, watching.n_ctx, n_tokens)
         pilot = None
         if profile is not None:
             pilot = [profile.frequencies(i) for i in range(loaded.config.n_layer)]

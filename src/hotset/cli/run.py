@@ -42,68 +42,19 @@ def run(
     ] = None,
     model_option: Annotated[str | None, typer.Option("--model", "-m", help="The same as MODEL.")] = None,
     prompt_option: Annotated[str | None, typer.Option("--prompt", "-p", help="The same as PROMPT.")] = None,
-    n_predict: options.NPredict = -1,
     file: options.File = None,
     system: options.System = None,
     raw: options.Raw = False,
     json: options.JsonAnswer = False,
     stats: options.Stats = False,
-    threads: options.Threads = None,
     ctx_size: options.ContextSize = None,
-    cache_type: options.CacheType = "f16",
-    activation: options.Activation = None,
-    sparsity: options.Sparsity = None,
-    predictor: options.Predictor = None,
-    profile: options.ProfileFile = None,
-    backend: options.BackendName = "auto",
-    device: options.DeviceNames = None,
-    vram_budget: options.VramBudget = None,
-    n_gpu_layers: options.GpuLayers = None,
-    gpu_index: options.GpuIndexFile = None,
-    reset_gpu_index: options.ResetGpuIndex = False,
-    disable_gpu_index: options.DisableGpuIndex = False,
-    no_gpu: options.NoGpu = False,
-    temp: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repeat_penalty: options.RepeatPenalty = None,
-    presence_penalty: options.PresencePenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    logit_bias: options.LogitBias = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    ignore_eos: options.IgnoreEos = False,
+    *,
+    loading: options.ModelOptions,
+    sampling: options.SamplingOptions,
 ) -> None:
     """Answer a prompt, or chat."""
     name, text = _arguments(model, prompt, model_option, prompt_option, file)
-    if n_predict == 0:
-        raise typer.BadParameter("an answer has at least one token.", param_hint="-n")
-    given: dict[str, Any] = {
-        "temperature": temp,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repeat_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "logit_bias": _logit_bias(logit_bias or []) or None,
-        "seed": seed if seed != -1 else None,  # llama.cpp's way to ask for any
-        "stop": tuple(stop) if stop else None,
-        "max_tokens": n_predict if n_predict != -1 else None,
-        "ignore_eos": ignore_eos or None,
-    }
-    on_devices = options.device_settings(
-        backend=backend,
-        device=device,
-        vram_budget=vram_budget,
-        n_gpu_layers=n_gpu_layers,
-        gpu_index=gpu_index,
-        reset_gpu_index=reset_gpu_index,
-        disable_gpu_index=disable_gpu_index,
-        no_gpu=no_gpu,
-    )
-    params = {key: value for key, value in given.items() if value is not None}
+    params, settings = sampling.params(), loading.settings()
     interactive = text is None
     if interactive and json:
         raise typer.BadParameter("it needs a prompt.", param_hint="--json")
@@ -112,18 +63,7 @@ def run(
 
     import hotset
 
-    with hotset.load(
-        path,
-        n_ctx=ctx_size,
-        n_threads=threads,
-        kv_type=cache_type,  # type: ignore[arg-type]
-        activation=activation,
-        sparsity=sparsity,
-        predictor=predictor,
-        profile=profile,
-        progress=bar,
-        **on_devices,
-    ) as loaded:
+    with hotset.load(path, n_ctx=ctx_size, progress=bar, **settings) as loaded:
         tell_choice(loaded)
         tell_memory(loaded)
         if text is None:
@@ -181,19 +121,6 @@ def _is_sentence(text: str) -> bool:
 def _of_a_line(text: str) -> str:
     """Without the newline that an editor or `echo` puts at the end of a prompt."""
     return text.removesuffix("\n").removesuffix("\r")
-
-
-def _logit_bias(texts: list[str]) -> dict[int, float]:
-    bias = {}
-    for text in texts:
-        match = re.fullmatch(r"(\d+)=?([+-].+)", text)
-        try:
-            bias[int(match[1])] = float(match[2])  # type: ignore[index]
-        except (TypeError, ValueError):
-            raise typer.BadParameter(
-                f"'{text}' is not ID+BIAS or ID-BIAS, such as 15043-1.", param_hint="--logit-bias"
-            ) from None
-    return bias
 
 
 # -- which model ---------------------------------------------------------------------------------

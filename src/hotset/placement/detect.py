@@ -30,15 +30,15 @@ class Wishes:
 
     device: torch names; None: a GPU that is found. vram_budget: GiB of each device; None or -1: what is free.
     n_gpu_layers: the last so many layers; None: the planner decides. gpu_index: a file in PowerInfer's format
-    with the neurons to put on the device. reset: plans anew even where the plan is known. split: False keeps
-    the neurons of a layer together.
+    with the neurons to put on the device. reset_gpu_index: plans anew even where the plan is known. split:
+    False keeps the neurons of a layer together.
     """
 
     device: tuple[str, ...] | None = None
     vram_budget: float | None = None
     n_gpu_layers: int | None = None
     gpu_index: Path | None = None
-    reset: bool = False
+    reset_gpu_index: bool = False
     split: bool = True
 
     def __post_init__(self) -> None:

@@ -209,7 +209,7 @@ def _solved(
     for frequency in frequencies:
         digest.update(np.ascontiguousarray(frequency, np.float64).tobytes())
     path = home() / "cache" / "placements" / f"{digest.hexdigest()[:32]}.npz"
-    if not wishes.reset:
+    if not wishes.reset_gpu_index:
         with contextlib.suppress(OSError, ValueError, KeyError, HotsetError):
             with np.load(path, allow_pickle=False) as kept:
                 owners, how = kept["devices"].tolist(), str(kept["how"])
