@@ -131,6 +131,32 @@ def test_yarn_keeps_fast_channels_and_slows_slow_ones() -> None:
     assert config.rope.magnitude == pytest.approx(0.1 * math.log(4) + 1)
 
 
+def test_the_ramp_of_yarn_is_clamped_and_of_whole_channels() -> None:
+    """Where the ramp would begin before the first channel or end behind the last two, it is cut there."""
+
+    def kept(base: float, original: int, fast: float, slow: float) -> np.ndarray:
+        """How much of each channel's own speed remains, 0 to 1."""
+        keys = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__freq_base": base}
+        keys |= {"rope__scaling__yarn_beta_fast": fast, "rope__scaling__yarn_beta_slow": slow}
+        keys |= {"rope__scaling__original_context_length": original}
+        scaled = np.array(config_from_gguf(file(**keys)).rope.freq)  # 8 channels
+        plain = base ** (-np.arange(0, 16, 2) / 16)
+        return (scaled / plain - 0.25) / 0.75
+
+    def ramp(low: float, high: float) -> np.ndarray:
+        return 1 - np.clip((np.arange(8) - low) / (high - low), 0, 1)
+
+    # rotations n of 8 channels over a context L: channel 8 ln(L / 2 pi n) / ln base
+    inside = kept(10000.0, 4096, 32.0, 1.0)  # 2.61 and 5.63, rounded down and up
+    np.testing.assert_allclose(inside, ramp(2, 6), atol=1e-12)
+    early = kept(10000.0, 64, 32.0, 1.0)  # -0.99 → 0, and 2.02 → 3
+    np.testing.assert_allclose(early, ramp(0, 3), atol=1e-12)
+    late = kept(3.0, 4096, 32.0, 1.0)  # 21.9 and 47.2 → 21 and 15: no channel is slowed
+    np.testing.assert_allclose(late, np.ones(8), atol=1e-12)
+    behind = kept(12.0, 4096, 300.0, 1.0)  # 2.49 and 20.9 → 2 and 15, not 21
+    np.testing.assert_allclose(behind, ramp(2, 15), atol=1e-12)
+
+
 def test_activations() -> None:
     def activation(architecture: str = "llama", override: str | None = None, **more: Any) -> FFNActivation:
         gguf = file(architecture, hidden_activation=more.pop("named", None))
