@@ -127,11 +127,20 @@ void quantize(const float* x, int64_t k, int8_t* q, float* scale, float* sums, i
         const V lo = V::load_n(x + b * 32, imin(count, 16));
         const V hi = V::load_n(x + b * 32 + 16, imax(count - 16, 0));
         const float largest = max_lane(max(abs(lo), abs(hi)));
-        const V inverse = V::set(largest > 0.0f ? 127.0f / largest : 0.0f);
+        // Below 3.8e-37 the inverse overflows (of zeros as well): all codes are then 0.
+        const float steps = 127.0f / largest;
+        const V inverse = V::set(steps < INFINITY ? steps : 0.0f);
         const V qlo = round(lo * inverse), qhi = round(hi * inverse);
+        const float slo = sum(qlo), shi = sum(qhi);  // sums of small integers: exact
+        if (slo + shi != slo + shi) {  // a value is not finite: nor is any product with this block
+            V::zero().store_i8(first);
+            V::zero().store_i8(second);
+            scale[b] = sums[b] = NAN;
+            isum[b] = isum[blocks + b] = 0;
+            continue;
+        }
         qlo.store_i8(first);
         qhi.store_i8(second);
-        const float slo = sum(qlo), shi = sum(qhi);  // sums of small integers: exact
         scale[b] = largest / 127.0f;
         sums[b] = scale[b] * (slo + shi);
         isum[b] = int32_t(slo);

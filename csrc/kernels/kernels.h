@@ -143,7 +143,8 @@ struct Kernels {
     void (*nonzero_bits)(const float* x, int64_t n, uint64_t* bits);
     void (*negative_bits)(const float* x, int64_t n, uint64_t* bits);
     void (*not_below_bits)(const float* x, float bound, int64_t n, uint64_t* bits);
-    // Quantises one row of k floats into the layout of Inputs (padding written as zeros).
+    // Quantises one row of k floats into the layout of Inputs (padding written as zeros). Of a block with a
+    // value that is not finite the codes are 0 and scale and sum NaN, so that every product with it is NaN.
     void (*quantize)(const float* x, int64_t k, int8_t* q, float* scale, float* sum, int32_t* isum);
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* out);
     void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int64_t n,

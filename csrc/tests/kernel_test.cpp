@@ -116,7 +116,7 @@ template <class T>
 void expect_equal(const char* what, const char* isa, const char* detail, const std::vector<T>& a,
                   const std::vector<T>& b, bool portable = true) {
     if (portable) add_to_hash(b);
-    if (a.size() == b.size() && !std::memcmp(a.data(), b.data(), a.size() * sizeof(T))) return;
+    if (a.size() == b.size() && (a.empty() || !std::memcmp(a.data(), b.data(), a.size() * sizeof(T)))) return;
     failures++;
     for (size_t i = 0; i < a.size(); i++)
         if (std::memcmp(&a[i], &b[i], sizeof(T))) {
@@ -307,6 +307,49 @@ void test_quantize(const Kernels& kernels, int64_t k) {
     expect_equal("quantize isum", kernels.isa, detail.c_str(), got.isum, want.isum);
 }
 
+// A block with a value that is not finite, or with values so small that their scale has no inverse: no other
+// block changes, and nothing is converted to an integer that does not fit one. Not part of the hash, nor are
+// its numbers.
+void test_extremes(const Kernels& kernels, Type type) {
+    constexpr int64_t kRows = 5, kCols = 768;
+    const std::mt19937 before = random_engine;
+    const std::vector<uint8_t> bytes = random_matrix(type, kRows, kCols);
+    const Matrix w = {type, bytes.data(), kRows, kCols, bytes.size() / size_t(kRows)};
+    std::vector<uint8_t> scratch_memory(kernel_scratch_bytes(kCols) + 64);
+    uint8_t* scratch = scratch_memory.data() + (64 - reinterpret_cast<uintptr_t>(scratch_memory.data()) % 64);
+    constexpr float kTiny = 1e-38f, kHuge = 3e38f;
+    for (const float extreme : {NAN, -NAN, INFINITY, -INFINITY, kTiny, -1e-44f, kHuge})
+        for (const int n : {1, 2, 7}) {
+            const int odd = n / 2;  // the token with the extreme value
+            std::vector<float> values = normals(n * kCols), plain = values;
+            for (int64_t i = 0; i < 32; i++) {
+                float& value = values[odd * kCols + 64 + i];
+                if (std::fabs(extreme) <= kTiny) value *= extreme;
+                if (i == 21) value = extreme;
+                plain[odd * kCols + 64 + i] = 0.0f;
+            }
+            const QuantizedInputs x(kernels, values, n, kCols), zeros(kernels, plain, n, kCols);
+            std::vector<float> got(n * kRows), want(n * kRows);
+            kernels.linear[int(type)](w, 0, kRows, x.view, 0, n, got.data(), kRows, scratch);
+            kernels.linear[int(type)](w, 0, kRows, zeros.view, 0, n, want.data(), kRows, scratch);
+            for (int i = 0; i < n * kRows; i++) {
+                bool right = got[i] == want[i];
+                if (i / kRows == odd && std::fabs(extreme) <= kTiny)
+                    right = std::fabs(got[i] - want[i]) <= 1e-30f;
+                else if (i / kRows == odd && extreme == kHuge)
+                    continue;
+                else if (i / kRows == odd)
+                    right = !std::isfinite(got[i]);
+                if (right) continue;
+                failures++;
+                std::printf("FAIL %s %s: with %g in token %d of %d, row %d of token %d is %g, without %g\n",
+                            kernels.isa, type_facts(type).name, double(extreme), odd, n, int(i % kRows),
+                            int(i / kRows), double(got[i]), double(want[i]));
+            }
+        }
+    random_engine = before;
+}
+
 void test_rows(const Kernels& kernels, int64_t n) {
     const Kernels& reference = *scalar_kernels();
     const std::vector<float> a = normals(n), b = normals(n), c = normals(n);
@@ -423,6 +466,7 @@ void test_all(const Kernels& kernels) {
             }
         if (!is_float(Type(type))) test_next_row(kernels, Type(type));
         for (int64_t cols : widths) test_encode(kernels, Type(type), cols);
+        test_extremes(kernels, Type(type));
     }
     for (int64_t k : {32, 96, 128, 512, 576, 1120}) test_quantize(kernels, k);
     for (int64_t n : {1, 7, 16, 33, 576}) {
@@ -452,6 +496,9 @@ int main() {
         const char* error = nullptr;
         if (const Kernels* kernels = select_kernels(isa, &error)) tables[n_tables++] = kernels;
     }
+    if (n_tables > 1)
+        for (int type = 0; type < kTypeCount; type++)
+            if (scalar_kernels()->linear[type]) test_extremes(*scalar_kernels(), Type(type));
     for (int i = n_tables > 1; i < n_tables; i++) {  // the reference is compared with itself only if alone
         test_all(*tables[i]);
         std::printf("%s: compared with the scalar reference, %d failures so far\n", tables[i]->isa, failures);
