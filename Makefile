@@ -7,7 +7,7 @@ JOBS ?= 2
 ADAPTERS := adapters/smollm2-135m-relu.safetensors
 RELU := build/demo/smollm2-135m-relu.gguf
 
-.PHONY: demo build test lint format kernel-test test-neon sanitize fuzz wheel clean
+.PHONY: demo build test test-order mutants lint format kernel-test test-neon sanitize fuzz wheel clean
 
 demo: build
 	$(BIN)/hotset run smollm2-135m "What is photosynthesis?" --temp 0 -n 80
@@ -42,6 +42,12 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/.installed
 
 test: build $(VENV)/.dev lint kernel-test
 	$(BIN)/python -m pytest -n $(JOBS)
+
+# The whole suite in random order, again and again: no test may lean on those that ran before it.
+ORDERS ?= 20
+test-order: build $(VENV)/.dev
+	for seed in $$(seq $(ORDERS)); do \
+	  $(BIN)/python -m pytest -n $(JOBS) --random-order-bucket=global --random-order-seed=$$seed || exit 1; done
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -191,9 +191,9 @@ def test_a_file_without_a_template_continues_the_prompt(bare: Path) -> None:
 
 def test_sampling_options_reach_the_sampler(model: Path) -> None:
     greedy = answer(model, "Hello", "-n", 12, "--temp", 0)["tokens"]
-    assert answer(model, "Hello", "-n", 12, "--top-k", 1)["tokens"] == greedy
-    assert answer(model, "Hello", "-n", 12, "--top-p", 0)["tokens"] == greedy
-    assert answer(model, "Hello", "-n", 12, "--min-p", 1)["tokens"] == greedy
+    assert answer(model, "Hello", "-n", 12, "--top-k", 1, "-s", 1)["tokens"] == greedy
+    assert answer(model, "Hello", "-n", 12, "--top-p", 0, "-s", 1)["tokens"] == greedy
+    assert answer(model, "Hello", "-n", 12, "--min-p", 1, "-s", 1)["tokens"] == greedy
     hot = [answer(model, "Hello", "-n", 12, "--temp", 5, "-s", 3, "--min-p", 0)["tokens"] for _ in range(2)]
     assert hot[0] == hot[1] != greedy
     forbidden = answer(model, "Hello", "-n", 12, "--temp", 0, "--logit-bias", f"{greedy[0]}-100")["tokens"]
@@ -241,7 +241,8 @@ def test_the_native_backend_is_the_default(model: Path) -> None:
 
 
 def test_a_closed_pipe_is_silent(model: Path) -> None:
-    command = [*COMMAND, "run", str(model), "Hello", "-n", "200", "--ignore-eos", "--backend", "reference"]
+    options = ["-n", "200", "--ignore-eos", "--backend", "reference", "-s", "1"]
+    command = [*COMMAND, "run", str(model), "Hello", *options]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
     )
@@ -550,8 +551,8 @@ def test_pull_list_show_and_rm(home: Path, hub: FakeHub, model: Path) -> None:
     assert item["size"] == model.stat().st_size
     assert item["fits"]
     assert "owner/repo" in inside("list").stdout
-    assert answer("owner/repo", "Hello", "-n", 2)["model"] == again["path"]
-    assert answer("hf:owner/repo", "Hello", "-n", 2)["tokens"]
+    assert answer("owner/repo", "Hello", "-n", 2, "-s", 1)["model"] == again["path"]
+    assert answer("hf:owner/repo", "Hello", "-n", 2, "-s", 1)["tokens"]
 
     assert json.loads(inside("show", "owner/repo", "--json").stdout)["architecture"] == "llama"
     path = Path(again["path"])
@@ -574,7 +575,7 @@ def test_a_model_named_by_its_repository_is_fetched_when_it_is_run(
     home: Path, hub: FakeHub, model: Path
 ) -> None:
     hub.repositories["owner/repo"] = {"tiny.gguf": model.read_bytes()}
-    arguments = ("run", "hf:owner/repo", "Hello", "-n", 2, "--backend", "reference", "--json")
+    arguments = ("run", "hf:owner/repo", "Hello", "-n", 2, "-s", 1, "--backend", "reference", "--json")
     assert json.loads(hotset(*arguments, env=reach(hub.url)).stdout)["tokens"]
 
 

@@ -70,22 +70,27 @@ def test_the_numbers_are_those_of_the_whole_logits(plain: Path):
     assert len(kl) == other.n_scored == CHUNKS * 31
     measured = other.divergence
     assert measured is not None
-    assert measured.kl == pytest.approx(kl.mean(), rel=1e-9)
+
+    def same(value: float) -> Any:
+        # NumPy's matrix products may round otherwise where a step has other rows, by 1e-6 of a logit.
+        return pytest.approx(value, rel=1e-5, abs=1e-7)
+
+    assert measured.kl == same(kl.mean())
     assert measured.kl > 0.001  # so that the equalities above and below mean something
-    assert measured.kl_error == pytest.approx(kl.std(ddof=1) / np.sqrt(len(kl)), rel=1e-9)
-    assert measured.kl_p99 == pytest.approx(np.percentile(kl, 99), rel=1e-9)
-    assert measured.kl_median == pytest.approx(np.median(kl), rel=1e-9)
-    assert measured.kl_max == pytest.approx(kl.max(), rel=1e-9)
-    same = (p.argmax(axis=1) == q.argmax(axis=1)).mean()
-    assert 0 < same < 1
-    assert measured.same_top == pytest.approx(same)
-    assert measured.same_top_error == pytest.approx(np.sqrt(same * (1 - same) / (len(kl) - 1)))
+    assert measured.kl_error == same(kl.std(ddof=1) / np.sqrt(len(kl)))
+    assert measured.kl_p99 == same(np.percentile(kl, 99))
+    assert measured.kl_median == same(np.median(kl))
+    assert measured.kl_max == same(kl.max())
+    share = (p.argmax(axis=1) == q.argmax(axis=1)).mean()
+    assert 0 < share < 1
+    assert measured.same_top == pytest.approx(share)
+    assert measured.same_top_error == pytest.approx(np.sqrt(share * (1 - share) / (len(kl) - 1)))
     rows = np.arange(len(targets))
     difference = p[rows, targets] - q[rows, targets]
     assert measured.ppl_ratio == pytest.approx(other.ppl / one.ppl, rel=1e-9)
-    assert measured.ppl_ratio == pytest.approx(np.exp(difference.mean()), rel=1e-6)
+    assert measured.ppl_ratio == same(np.exp(difference.mean()))
     error = measured.ppl_ratio * difference.std(ddof=1) / np.sqrt(len(kl))
-    assert measured.ppl_ratio_error == pytest.approx(error, rel=1e-6)
+    assert measured.ppl_ratio_error == same(error)
     assert one.divergence is None
 
 

@@ -29,6 +29,7 @@ from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
+from hotset.model.graph import Mask
 
 T = GGMLType
 N_FF = 224  # seven groups of 32: neither a power of two nor a multiple of a kernel's block
@@ -127,6 +128,27 @@ def test_every_activation(tmp_path: Path, activation: str) -> None:
     assert_close(logits_of(gpu(ready.weights, graph), ids, [7, 8], [0]), expected)
 
 
+def prepared_clearly(path: Path, model: str, mode: str, predictor: str | None, ids: np.ndarray) -> Any:
+    """A model whose predictor leaves no neuron of these tokens in doubt.
+
+    A score that is the threshold but for the rounding of a sum names its neuron on one side and not on the
+    other, which is no fault. Which seed has none depends on the machine's matrix products: it is looked for.
+    """
+    for seed in range(1, 30):
+        (folder := path / str(seed)).mkdir()
+        ready, graph = prepared(write(folder, model, seed=seed), mode, predictor)
+        if mode == "exact" or predictor == "sign:0":  # no scores, or whole numbers
+            return ready, graph
+        limits = {op.scores.name: op.threshold for op in graph.ops if isinstance(op, Mask)}
+        backend = ReferenceBackend(ready.weights, graph, n_pages=1)
+        scores = backend.step(batch([(ids, 0, [0])], tuple(limits))).taps
+        if all(
+            np.abs(found - limits[name]).min() > 1e-5 * np.abs(found).max() for name, found in scores.items()
+        ):
+            return ready, graph
+    raise AssertionError("every model has a neuron in doubt")
+
+
 def masked_reference(ready: Any, graph: Any, backend: Any, ids: np.ndarray) -> tuple[Any, Any]:
     """The backend's result, and the reference's with the scores that the backend had."""
     names = tuple(value.name for value in graph.values if value.name.endswith(".ffn_pred"))
@@ -139,8 +161,9 @@ def masked_reference(ready: Any, graph: Any, backend: Any, ids: np.ndarray) -> t
 @pytest.mark.parametrize("predictor", [None, "mlp:q8_0", "sign:0", "svd:32"])
 @pytest.mark.parametrize("model", MODELS)
 def test_predicted(tmp_path: Path, model: str, predictor: str | None) -> None:
-    ready, graph = prepared(write(tmp_path, model), "predicted", predictor)
-    ids, backend = tokens(30), gpu(ready.weights, graph)
+    ids = tokens(30)
+    ready, graph = prepared_clearly(tmp_path, model, "predicted", predictor, ids)
+    backend = gpu(ready.weights, graph)
     found, expected = masked_reference(ready, graph, backend, ids)
     assert_close(found.logits, expected)
     assert_close(logits_of(backend, ids, ONE_BY_ONE, [1]), expected)
@@ -300,9 +323,9 @@ def run(stage: GpuStage, ids: np.ndarray, cuts: Sequence[int] = (), at: int = 0)
 @pytest.mark.parametrize("predictor", [None, "mlp:q8_0", "sign:0", "svd:32"])
 @pytest.mark.parametrize("model", MODELS)
 def test_hot_and_cold_make_a_whole(tmp_path: Path, model: str, predictor: str | None, share: float) -> None:
-    mode = "exact" if predictor is None else "predicted"
-    ready, graph = prepared(write(tmp_path, model), mode, predictor)
     ids = tokens(24)
+    mode = "exact" if predictor is None else "predicted"
+    ready, graph = prepared_clearly(tmp_path, model, mode, predictor, ids)
     expected = logits_of(gpu(ready.weights, graph), ids, [], [2, 0])
     stage, cold = split(ready.weights, graph, masks(share))
     cuts = [3, 4, 5, 20]

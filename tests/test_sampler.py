@@ -145,7 +145,7 @@ def test_top_k_equals_a_full_sort(n: int, k: int, kind: str):
 def test_logits_are_left_as_they_are():
     logits = some_logits()
     logits.flags.writeable = False
-    Sampler(SamplingParams(logit_bias={1: 5}, repetition_penalty=1.2), N_VOCAB, [1, 2]).sample(logits)
+    Sampler(SamplingParams(seed=0, logit_bias={1: 5}, repetition_penalty=1.2), N_VOCAB, [1, 2]).sample(logits)
     assert (logits == some_logits()).all()
 
 
@@ -158,6 +158,7 @@ def test_one_number_is_drawn_per_token_whatever_the_logits():
     assert alone.sample(some_logits(99)) == mixed.sample(some_logits(99))
 
 
+@pytest.mark.usefixtures("any_seed")
 def test_a_seed_is_reported_and_repeats():
     first = Sampler(SamplingParams(), N_VOCAB)
     again = Sampler(SamplingParams(seed=first.seed), N_VOCAB)
@@ -188,7 +189,7 @@ def test_a_repetition_penalty_lowers_logits_of_either_sign(logits: list[float]):
 
 def test_logprobs_are_of_the_model_and_not_of_the_sampler():
     logits = some_logits(2)
-    params = SamplingParams(logprobs=3, temperature=0.1, logit_bias={5: 100}, repetition_penalty=2)
+    params = SamplingParams(seed=0, logprobs=3, temperature=0.1, logit_bias={5: 100}, repetition_penalty=2)
     sampler = Sampler(params, N_VOCAB, [5, 6])
     expected = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum())
     result = sampler.logprobs(logits, 5)
@@ -197,7 +198,7 @@ def test_logprobs_are_of_the_model_and_not_of_the_sampler():
     assert result.logprob == pytest.approx(expected[5], abs=1e-6)
     assert [token for token, _ in result.top] == best.tolist()
     assert [logprob for _, logprob in result.top] == pytest.approx(expected[best], abs=1e-6)
-    assert Sampler(SamplingParams(logprobs=0), N_VOCAB).logprobs(logits, 5).top == ()
+    assert Sampler(SamplingParams(seed=0, logprobs=0), N_VOCAB).logprobs(logits, 5).top == ()
 
 
 def test_log_sum_exp_of_extreme_logits():
@@ -208,12 +209,12 @@ def test_log_sum_exp_of_extreme_logits():
 def test_logits_that_are_not_numbers_are_an_error():
     for options in ({}, {"temperature": 0}, {"top_k": 0}, {"logit_bias": {1: 1}}):
         with pytest.raises(HotsetError, match="not numbers"):
-            Sampler(SamplingParams(**options), N_VOCAB).sample(np.full(N_VOCAB, np.nan, np.float32))
+            Sampler(SamplingParams(seed=0, **options), N_VOCAB).sample(np.full(N_VOCAB, np.nan, np.float32))
 
 
 def test_a_bias_that_forbids_everything_is_an_error():
     for options in ({}, {"temperature": 0}, {"top_k": 0}):
-        sampler = Sampler(SamplingParams(**options), 4, forbidden=range(4))
+        sampler = Sampler(SamplingParams(seed=0, **options), 4, forbidden=range(4))
         with pytest.raises(InvalidRequestError, match="forbids every token"):
             sampler.sample(np.zeros(4, np.float32))
 
@@ -251,7 +252,7 @@ def test_a_parameter_out_of_range_is_one_sentence(options: dict[str, Any], sente
 
 def test_a_bias_outside_the_vocabulary_is_an_error():
     with pytest.raises(InvalidRequestError, match="token 50 in logit_bias"):
-        Sampler(SamplingParams(logit_bias={50: 1}), 50)
+        Sampler(SamplingParams(seed=0, logit_bias={50: 1}), 50)
 
 
 def test_parameters_as_json_writes_them():

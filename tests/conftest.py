@@ -1,0 +1,102 @@
+"""What holds for every test: nothing is drawn without a seed, so a test that passed once passes again.
+
+A draw that no seed decides raises `UnseededDrawError`: a sampler with a temperature and without a seed, here
+and in the processes that a test starts, and NumPy's, Python's and the system's generators where code of this
+repository asks them. The generators that have one state for the whole process (`random`, `np.random`, torch's
+own) start every test alike, so that it does not matter which tests ran before. Libraries may draw as they
+like: a name of a temporary folder decides nothing.
+
+`--random-order` runs the tests in another order (`make test-order`).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+
+HERE = Path(__file__).resolve().parent
+CHILDREN = HERE / "children"
+sys.path.append(str(CHILDREN))
+
+import seeded  # noqa: E402
+from seeded import UnseededDrawError  # noqa: E402
+
+seeded.guard_modules()
+
+TESTS = f"{HERE}{os.sep}"
+OURS = (TESTS, *(f"{HERE.parent / folder}{os.sep}" for folder in ("src", "bench")))
+
+hypothesis.settings.register_profile("hotset", derandomize=True, database=None, deadline=None)
+hypothesis.settings.load_profile("hotset")
+
+
+def _needs_seed(make: Callable[..., Any], name: str) -> Any:
+    """`make`, which code of this repository must call with a seed. A class stays one: it may be inherited."""
+
+    def check(seed: Any) -> None:
+        if seed is None and sys._getframe(2).f_code.co_filename.startswith(OURS):
+            raise UnseededDrawError(f"{name} without a seed: give it one")
+
+    if not isinstance(make, type):
+
+        def checked(seed: Any = None) -> Any:
+            check(seed)
+            return make(seed)
+
+        return checked
+
+    class Checked(make):  # type: ignore[misc]
+        def __new__(cls, seed: Any = None, *args: Any, **kwargs: Any) -> Any:
+            check(seed)
+            return make(seed, *args, **kwargs)
+
+    return Checked
+
+
+def _refused(draw: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`draw`, which asks the system for its numbers. Tests have no use for it, the code names files."""
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if sys._getframe(1).f_code.co_filename.startswith(TESTS):
+            raise UnseededDrawError(f"{name} in a test: no seed decides what it draws")
+        return draw(*args, **kwargs)
+
+    return checked
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_unseeded_draws() -> Iterator[None]:
+    """For the whole session, since fixtures of a module draw too."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("default_rng", "Philox", "PCG64", "PCG64DXSM", "SFC64", "MT19937", "SeedSequence"):
+            patch.setattr(np.random, name, _needs_seed(getattr(np.random, name), f"np.random.{name}()"))
+        patch.setattr(random, "Random", _needs_seed(random.Random, "random.Random()"))
+        for name in ("randbits", "randbelow", "choice", "token_bytes", "token_hex", "token_urlsafe"):
+            patch.setattr(secrets, name, _refused(getattr(secrets, name), f"secrets.{name}()"))
+        patch.setattr(os, "urandom", _refused(os.urandom, "os.urandom()"))
+        patch.setenv("PYTHONPATH", str(CHILDREN), prepend=os.pathsep)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def same_start() -> None:
+    """The generators of the process begin every test alike."""
+    random.seed(0)
+    np.random.seed(0)
+    if "torch" in sys.modules:
+        seeded.seed_torch(sys.modules["torch"])
+
+
+@pytest.fixture
+def any_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test of what happens without a seed, whose outcome may not depend on what is drawn."""
+    monkeypatch.setattr(seeded, "any_seed", True)
