@@ -1,10 +1,18 @@
 """Chat templates: the text that transformers renders, to the byte, and nothing that a hostile file may do."""
 
+import os
+import signal
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from hotset.errors import TokenizerError
+from hotset.text import renderer
 from hotset.text.chat import ChatTemplate, chat_template, chat_template_names
 from hotset.text.tokenizer import load_tokenizer
 
@@ -328,16 +336,238 @@ BOMBS = [
 ]
 
 
+# What Python does in one call, out of reach of any check between two steps of the template.
+NESTED = "{% set ns = namespace(x=[1]) %}{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+TWINS = (
+    "{% set a = namespace(x=[1]) %}{% set b = namespace(x=[1]) %}{% for i in range(40) %}"
+    "{% set a.x = [a.x, a.x] %}{% set b.x = [b.x, b.x] %}{% endfor %}"
+)
+LONG_TEXT = "{% set x = 'a' * 999999 %}"
+BOMBS += [
+    TWINS + "{{ a.x == b.x }}",
+    TWINS + "{{ a.x < b.x }}",
+    TWINS + "{{ a.x in [b.x] }}",
+    TWINS + "{{ [a.x, b.x, a.x] | sort }}",
+    NESTED.replace("[ns.x, ns.x]", "(ns.x, ns.x)").replace("[1]", "(1,)") + "{{ {ns.x: 1} }}",
+    NESTED + "{{ '%s' % [ns.x] }}",
+    NESTED + "{{ '{}'.format(ns.x) }}",
+    NESTED + "{{ ns.x | string | length }}",
+    LONG_TEXT + "{{ ([[x]] * 99999) | sum(start=[]) | length }}",
+    LONG_TEXT + "{% set y = x.translate({97: x}) %}",
+    "{{ (['a'] * 99999) | tojson(separators=('b' * 99999, ':')) }}",
+    LONG_TEXT + "{{ ([x] * 99999) | map('upper') | join }}",
+    LONG_TEXT + "{{ (x.encode() * 999999) | length }}",
+    "{{ 'a'|center(99999) }}" * 10_000,
+    "{% if " + "'a'|center(99999999) ~ " * 100 + "1 %}{% endif %}",
+]
+
+
 @pytest.mark.parametrize("source", BOMBS)
 def test_bombs_fizzle(source, monkeypatch):
-    monkeypatch.setattr("hotset.text.chat.MAX_SECONDS", 0.5)
-    start = time.monotonic()
-    with pytest.raises(TokenizerError):
-        ChatTemplate(source).render(PLAIN)
-    assert time.monotonic() - start < 20  # (a loaded machine; the bound itself is half a second)
+    monkeypatch.setattr(renderer, "MAX_SECONDS", 0.2)
+    with pytest.raises(TokenizerError, match="chat template") as raised, ChatTemplate(source) as template:
+        template.render(PLAIN)
+    assert len(str(raised.value)) < 600
 
 
 def test_a_long_chat_is_no_bomb():
     messages = [{"role": "user" if i % 2 == 0 else "assistant", "content": "x" * 500} for i in range(2000)]
     text = ChatTemplate(QWEN).render(messages)
     assert len(text) > 1_000_000
+
+
+# ---- the process that renders ----
+
+HELLO = "{% for m in messages %}{{ m.content }}{% endfor %}"
+ENDLESS = (
+    "{% if messages[0].content == 'go' %}{{ ((messages | length + 8) ** 999999) ** 9999 }}{% endif %}" + HELLO
+)
+
+
+def say(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.fixture
+def template() -> Iterator[ChatTemplate]:
+    with ChatTemplate(ENDLESS) as template:
+        yield template
+
+
+def child(template: ChatTemplate) -> psutil.Process:
+    return psutil.Process(template._renderer._child.process.pid)
+
+
+def test_one_process_serves_many_renderings_and_is_gone_with_its_template():
+    before = psutil.Process().num_fds()
+    template = ChatTemplate(HELLO)
+    process = child(template)
+    assert [template.render(say(str(i))) for i in range(20)] == [str(i) for i in range(20)]
+    assert child(template) == process
+    template.close()
+    template.close()
+    assert not process.is_running()
+    assert psutil.Process().num_fds() == before
+    with ChatTemplate(HELLO) as left_alone:
+        process = child(left_alone)
+    assert not process.is_running()
+    dropped = ChatTemplate(HELLO)
+    process = child(dropped)
+    del dropped
+    assert not process.is_running()
+    with pytest.raises(TokenizerError, match="not valid Jinja"):
+        ChatTemplate("{% if %}")
+    assert psutil.Process().num_fds() == before
+    assert not psutil.Process().children()
+
+
+def test_after_a_bomb_the_next_conversation_is_rendered(template, monkeypatch):
+    process = child(template)
+    with monkeypatch.context() as patch:
+        patch.setattr(renderer, "MAX_SECONDS", 0.1)
+        for _ in range(2):
+            with pytest.raises(TokenizerError, match=r"runs for more than 0\.1 s and was ended"):
+                template.render(say("go"))
+    assert not process.is_running()
+    assert template.render(say("hello")) == "hello"
+    assert len(psutil.Process().children()) == 1
+
+
+def test_memory_is_bounded_by_the_parent_where_the_system_has_no_limits(monkeypatch):
+    started = subprocess.Popen
+
+    def unlimited(arguments, **options):
+        at = arguments.index(str(renderer.MAX_BYTES))
+        return started([*arguments[:at], str(1 << 40), *arguments[at + 1 :]], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", unlimited)
+    monkeypatch.setattr(renderer, "MAX_BYTES", 32 << 20)
+    source = "{% set ns = namespace(x=[]) %}" + "{% for a in range(99999) %}" * 2
+    source += "{% set ns.x = [ns.x, 'a' * 999] %}{% endfor %}{% endfor %}"
+    with ChatTemplate(source) as template:
+        monkeypatch.setattr(renderer, "MAX_SECONDS", 60.0)
+        with pytest.raises(TokenizerError, match="more than 32 MB of memory and was ended"):
+            template.render(PLAIN)
+
+
+def test_what_a_template_puts_out_is_bounded():
+    many = "puts out more than 16777216 characters"
+    with ChatTemplate("{{ 'a' * 17000000 }}") as template, pytest.raises(TokenizerError, match=many):
+        template.render(PLAIN)
+    refuses = "{{ raise_exception('no ' * 9999) }}"
+    with (
+        ChatTemplate(refuses) as template,
+        pytest.raises(TokenizerError, match=r"refuses .*: no no") as raised,
+    ):
+        template.render(PLAIN)
+    assert len(str(raised.value)) < 500
+
+
+def test_texts_arrive_as_they_are(template):
+    text = "é \ud800 你好 👋 \x00 \u2028 {{ x }} </s>" + "x" * 3_000_000
+    assert template.render(say(text)) == text
+
+
+@pytest.mark.parametrize("bad", [{(1, 2): 3}, {"x": 10**5000}], ids=["key", "number"])
+def test_variables_that_are_not_json_are_a_sentence(template, bad):
+    with pytest.raises(TokenizerError, match="must be plain data"):
+        template.render([{"role": "user", "content": "a", "more": bad}])
+    nested: list = []
+    nested.append(nested)
+    with pytest.raises(TokenizerError, match="must be plain data"):
+        template.render([{"role": "user", "content": "a", "more": nested}])
+    assert template.render(say("b")) == "b"
+
+
+def test_threads_share_a_template(template):
+    rendered: dict[int, list[str]] = {}
+
+    def ask(i: int) -> None:
+        rendered[i] = [template.render(say(f"{i} {j}")) for j in range(20)]
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert rendered == {i: [f"{i} {j}" for j in range(20)] for i in range(4)}
+
+
+def test_an_interruption_leaves_no_answer_behind(template, monkeypatch):
+    def interrupted(self: object) -> None:
+        raise KeyboardInterrupt
+
+    process = child(template)
+    with monkeypatch.context() as patch:
+        patch.setattr(renderer._Child, "_receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            template.render(say("the first"))
+    assert not process.is_running()
+    assert template.render(say("the second")) == "the second"
+
+
+def test_the_process_ignores_ctrl_c_and_is_replaced_when_it_dies(template):
+    process = child(template)
+    process.send_signal(signal.SIGINT)
+    assert template.render(say("a")) == "a"
+    assert child(template) == process
+    process.kill()
+    process.wait()
+    assert template.render(say("b")) == "b"
+    assert child(template) != process
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_forked_process_has_a_renderer_of_its_own(template):
+    process = child(template)
+    template._renderer._lock.acquire()  # as if another thread rendered at that moment
+    pid = os.fork()
+    if pid == 0:
+        try:
+            template._renderer.start()
+            right = template.render(say("forked")) == "forked"
+            template.close()
+            os._exit(0 if right and not psutil.Process().children() else 1)
+        except BaseException:
+            os._exit(2)
+    template._renderer._lock.release()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert template.render(say("here")) == "here"
+    assert child(template) == process
+
+
+@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)"], ids=["exit", "killed"])
+def test_the_process_ends_with_its_parent(end):
+    code = (
+        "import os; from hotset.text.chat import ChatTemplate; t = ChatTemplate('a');"
+        "print(t._renderer._child.process.pid, flush=True); " + end
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.stderr == ""
+    deadline = time.monotonic() + 60
+    while psutil.pid_exists(int(ended.stdout)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not psutil.pid_exists(int(ended.stdout))
+
+
+def test_no_python_to_render_with_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(TokenizerError, match=r"cannot be started \(/no/such/python: No such file"):
+        ChatTemplate(HELLO)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(TokenizerError, match=r"ended as it started \(exit code 1\)"):
+        ChatTemplate(HELLO)
+
+
+def test_the_process_loads_nothing_heavy_and_knows_no_secrets(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    with ChatTemplate(HELLO) as template:
+        maps = child(template).memory_maps()
+        assert not any("numpy" in entry.path or "tokenizers" in entry.path for entry in maps)
+        assert "HF_TOKEN" not in child(template).environ()
+    code = (
+        "import sys; from hotset.text import chat, renderer; "
+        "print([m for m in ('jinja2', 'torch') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

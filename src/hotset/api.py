@@ -524,10 +524,18 @@ class Model:
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """The chat template of the file. Raises TokenizerError where there is none."""
+        """The chat template of the file. Raises TokenizerError where it cannot be used."""
         from hotset.text.chat import chat_template
+        from hotset.text.renderer import Renderer
 
-        return chat_template(self.gguf.metadata, self.tokenizer)
+        self._check_open()
+        renderer = Renderer()
+        renderer.start()  # while the tokenizer is built
+        try:
+            return chat_template(self.gguf.metadata, self.tokenizer, renderer=renderer)
+        except BaseException:
+            renderer.close()
+            raise
 
     @property
     def _bos_id(self) -> int | None:
@@ -821,6 +829,8 @@ class Model:
             self._closed = True
             for sequence in [*self.engine.running, *self.engine.waiting]:
                 self.engine.cancel(sequence)
+            if "chat_template" in self.__dict__:  # (a cached property)
+                self.chat_template.close()
             self.backend.close()
             self.weights.close()
             self.gguf.close()
