@@ -356,6 +356,40 @@ def test_parameters_are_checked_at_the_call(model: hotset.Model):
     assert not model.engine.has_work
 
 
+@pytest.mark.parametrize(
+    "prompt", [5, None, 1.5, b"hello", {"a": 1}, {1, 2}, [], [True], [[1]], [2**70]], ids=str
+)
+def test_what_is_no_prompt_is_a_sentence(model: hotset.Model, prompt: Any):
+    for use in (model.generate, model.stream, model.logits, lambda prompt: model.taps(prompt, ["blk.0.out"])):
+        with pytest.raises(hotset.InvalidRequestError, match=r"prompt must be one or more token|vocabulary"):
+            use(prompt)
+    assert model.generate(iter([1, 2]), seed=1, max_tokens=2).prompt_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"text": 5}, "measured over a text, not 5"),
+        ({"n_ctx": "64"}, "n_ctx must be a whole number"),
+        ({"n_ctx": True}, "n_ctx must be a whole number"),
+        ({"n_ctx": 64.0}, "n_ctx must be a whole number"),
+        ({"n_ctx": -1}, "n_ctx must be at least 0"),
+        ({"chunks": 1.5}, "chunks must be a whole number"),
+        ({"chunks": "1"}, "chunks must be a whole number"),
+    ],
+    ids=str,
+)
+def test_perplexity_checks_its_parameters(model: hotset.Model, options: dict[str, Any], sentence: str):
+    with pytest.raises(hotset.InvalidRequestError, match=sentence):
+        model.perplexity(**{"text": "x" * 999, "n_ctx": 64, **options})
+
+
+@pytest.mark.parametrize("budget", ["8", True, math.nan, math.inf, -2, [1]], ids=str)
+def test_a_memory_budget_that_is_no_number_is_a_sentence(path: Path, budget: Any):
+    with pytest.raises(hotset.InvalidRequestError, match="a memory budget is a number of GiB above 0"):
+        hotset.load(path, device="cpu", vram_budget=budget)
+
+
 def test_a_closed_model_says_so(path: Path):
     model = hotset.load(path, backend="reference")
     stream = model.stream("hello", seed=1)

@@ -242,12 +242,124 @@ def test_a_bias_that_forbids_everything_is_an_error():
         ({"logit_bias": {"x": 2}}, "token id in logit_bias must be a whole number"),
         ({"logit_bias": {1: math.inf}}, "below infinity"),
         ({"logit_bias": {1: "a"}}, "below infinity"),
+        ({"logit_bias": {1: math.nan}}, "below infinity"),
+        ({"logit_bias": {1: True}}, "below infinity"),
+        ({"logit_bias": {1: 10**400}}, "below infinity"),
+        ({"logit_bias": {True: 1}}, "token id in logit_bias must be a whole number"),
+        ({"logit_bias": {"9" * 5000: 1}}, "token id in logit_bias must be a whole number"),
+        ({"logit_bias": [1, 2]}, "logit_bias must give numbers by token id"),
+        ({"logit_bias": "12"}, "logit_bias must give numbers by token id"),
+        ({"logit_bias": 3}, "logit_bias must give numbers by token id"),
+        ({"stop": 3}, "stop must be a string"),
+        ({"stop": True}, "stop must be a string"),
+        ({"stop": b"ab"}, "stop must be a string"),
+        ({"stop": ""}, "stop must be a string"),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False"),
+        ({"ignore_eos": 1}, "ignore_eos must be True or False"),
+        ({"temperature": 10**400}, "temperature must be a finite number"),
+        ({"temperature": np.longdouble("inf")}, "temperature must be a finite number"),
+        ({"temperature": -(10**5000)}, "temperature must be a finite number, not a int that cannot be shown"),
+        ({"temperature": np.array([1.0, 2.0])}, "temperature must be a finite number"),
+        ({"temperature": None}, "temperature must be a finite number"),
+        ({"temperature": 1 + 0j}, "temperature must be a finite number"),
+        ({"top_k": np.bool_(True)}, "top_k must be a whole number"),
+        ({"top_k": "x" * 9999}, r"top_k must be a whole number, not 'x{79}…$"),
+        ({"max_tokens": -(10**5000)}, "max_tokens must be at least 1, not a int that cannot be shown"),
+        ({"seed": 2**64}, "seed must be between 0"),
+        ({"penalty_last_n": math.inf}, "penalty_last_n must be a whole number"),
     ],
-    ids=str,
 )
 def test_a_parameter_out_of_range_is_one_sentence(options: dict[str, Any], sentence: str):
     with pytest.raises(InvalidRequestError, match=sentence):
         SamplingParams(**options)
+
+
+HUGE = (1e-300, 5e-324, 1e-38, 1e38, 1e300, 1.7e308)
+EXTREMES: list[dict[str, Any]] = [
+    *({"repetition_penalty": value} for value in HUGE),
+    *(
+        {name: s * value}
+        for name in ("frequency_penalty", "presence_penalty")
+        for value in HUGE
+        for s in (1, -1)
+    ),
+    *({"logit_bias": {5: s * value, 6: value}} for value in HUGE for s in (1, -1)),
+    {"logit_bias": {5: -math.inf, 6: 1e300}, "repetition_penalty": 1e-300, "presence_penalty": -1e300},
+    {"frequency_penalty": 1.7e308, "presence_penalty": -1.7e308, "repetition_penalty": 5e-324},
+    {"frequency_penalty": -1.7e308, "presence_penalty": 1.7e308, "repetition_penalty": 1.7e308},
+    *({"temperature": value} for value in HUGE),
+    *({"min_p": value} for value in HUGE[:3]),
+    *({"top_p": value} for value in (*HUGE[:3], math.nextafter(1, 0))),
+    {"top_k": 10**30},
+    {"penalty_last_n": 10**30, "presence_penalty": 1},
+    {"logprobs": 10**30, "max_tokens": 10**30},
+]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "more", [{}, {"temperature": 0.0}, {"top_k": 0, "min_p": 0.0, "top_p": 1.0}], ids=str
+)
+@pytest.mark.parametrize("options", EXTREMES, ids=str)
+def test_extreme_parameters_have_finite_arithmetic(options: dict[str, Any], more: dict[str, Any]):
+    logits = some_logits(4, 400)
+    history = [5, 6, 6, *range(20), 5]
+    sampler = Sampler(SamplingParams(seed=1, **{**more, **options}), 400, history)
+    drawn = [sampler.sample(logits) for _ in range(5)]
+    assert all(0 <= token < 400 for token in drawn)
+    if sampler._adjusts:
+        with np.errstate(over="ignore"):
+            adjusted = sampler._adjusted(logits)
+        assert not np.isnan(adjusted).any()
+        forbidden = [token for token, bias in sampler.params.logit_bias.items() if bias == -math.inf]
+        assert np.flatnonzero(np.isinf(adjusted)).tolist() == forbidden
+        assert not set(drawn) & set(forbidden)
+        wanted = [i for i, bias in sampler.params.logit_bias.items() if bias > 1e38]
+        assert not wanted or set(drawn) <= set(wanted) | set(history)
+    for token in drawn:
+        logprobs = sampler.logprobs(logits, token)
+        assert math.isfinite(logprobs.logprob)
+        sampler.accept(token)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_huge_penalty_and_a_huge_bias_mean_what_they_say():
+    logits = np.array([3.0, 1.0, -1.0, 0.5], np.float32)
+
+    def best(history: list[int], **options: Any) -> int:
+        return Sampler(SamplingParams(temperature=0, **options), 4, history).sample(logits)
+
+    assert best([0], presence_penalty=1e300) == 1
+    assert best([2], presence_penalty=-1e300) == 2
+    assert best([0, 1], repetition_penalty=1e300) == 3
+    assert best([1], repetition_penalty=1e-300) == 1
+    assert best([], logit_bias={2: 1e300}) == 2
+    assert best([], logit_bias={0: -1e300, 1: -math.inf}) == 3
+    assert best([0, 1, 3], logit_bias={2: -math.inf}, presence_penalty=1e300) in (0, 1, 3)
+
+
+def test_numbers_of_numpy_become_plain_ones():
+    params = SamplingParams(
+        temperature=np.float32(0.5), top_k=np.int64(3), seed=np.uint64(2**64 - 1),
+        max_tokens=np.int64(2**63 - 1), logit_bias={np.int32(3): np.float16(2)}, ignore_eos=np.bool_(True),
+    )  # fmt: skip
+    values = (params.temperature, params.top_k, params.seed, params.max_tokens, params.ignore_eos)
+    assert values == (0.5, 3, 2**64 - 1, 2**63 - 1, True)
+    assert [type(value) for value in values] == [float, int, int, int, bool]
+    assert params.logit_bias == {3: 2.0}
+    assert Sampler(params, 400).sample(some_logits(0, 400)) >= 0
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"top_k": 0}, {"presence_penalty": 1}], ids=str)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_logits_without_a_finite_largest_are_an_error(options: dict[str, Any], value: float):
+    logits = np.full(100, -math.inf if value == -math.inf else 0, np.float32)
+    logits[3] = value
+    sampler = Sampler(SamplingParams(**options), 100, [1])
+    if math.isnan(value) and "temperature" not in options and options != {"top_k": 0}:
+        logits[:] = value  # one among the many is not looked for
+    with pytest.raises(HotsetError, match="not numbers; the file may be damaged"):
+        sampler.sample(logits)
 
 
 def test_a_bias_outside_the_vocabulary_is_an_error():

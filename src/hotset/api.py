@@ -34,6 +34,7 @@ from hotset.errors import (
     OutOfMemoryError,
     UnsupportedModelError,
 )
+from hotset.parameters import shown
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
@@ -555,9 +556,12 @@ class Model:
         return tokens
 
     def _encode(self, prompt: Prompt) -> list[int]:
+        """Checked token ids. Raises InvalidRequestError for what is no prompt."""
         if isinstance(prompt, str):
             return list(self.tokenizer.encode(prompt, add_special=True, parse_special=False))
-        return list(prompt)
+        if isinstance(prompt, Iterator):
+            prompt = list(prompt)
+        return self.engine.checked(prompt)
 
     # ---- generation ----
 
@@ -680,6 +684,7 @@ class Model:
     def logits(self, tokens: Prompt, *, reuse_prefix: bool = True) -> np.ndarray:
         """The logits after each token: float32 [n_tokens, n_vocab]. Text is encoded as a prompt is."""
         ids = self._encode(tokens)
+        self._check_fits(ids)
         rows = np.empty((len(ids), self.backend.n_vocab), np.float32)
 
         def keep(position: int, logits: np.ndarray) -> None:
@@ -723,12 +728,8 @@ class Model:
 
     def tap_steps(self, tokens: Prompt, names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
         """As `taps`, a step at a time: what a long text yields need not be in memory at once."""
-        ids = np.array(self.engine.checked(self._encode(tokens)), np.int32)
-        if len(ids) > self.n_ctx:
-            raise ContextLengthError(
-                f"{len(ids)} tokens do not fit in the context of {self.n_ctx}; "
-                "load the model with a larger n_ctx"
-            )
+        ids = np.array(self._encode(tokens), np.int32)
+        self._check_fits(ids)
         from hotset.model.graph import SelectOutputs
 
         widths = {value.name: value.width for value in self.graph.values}
@@ -788,7 +789,7 @@ class Model:
                 f"there is no predictor to measure in the sparsity mode {self.sparsity.mode}; load the model "
                 'with sparsity="predicted"'
             )
-        ids = np.array(self.engine.checked(self._encode(tokens)), np.int32)
+        ids = np.array(self._encode(tokens), np.int32)
         with self._lock:
             self._check_open()
         every = _open_backend(
@@ -835,6 +836,13 @@ class Model:
             self.weights.close()
             self.gguf.close()
 
+    def _check_fits(self, ids: Sequence[int] | np.ndarray) -> None:
+        if len(ids) > self.n_ctx:
+            raise ContextLengthError(
+                f"{len(ids)} tokens do not fit in the context of {self.n_ctx}; "
+                "load the model with a larger n_ctx"
+            )
+
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidRequestError("the model has been closed; load it again")
@@ -870,6 +878,8 @@ def compare_chunks(
     if not models:
         raise InvalidRequestError("there is no model to compare; give at least one")
     _check_same_tokens(models)
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"perplexity is measured over a text, not {shown(text)}")
     results = engine_perplexity.compare_chunks(
         [model.engine for model in models],
         models[0].tokenizer.encode(text, add_special=True),
@@ -993,7 +1003,7 @@ def _checked_messages(messages: Sequence[Mapping[str, Any] | ChatMessage]) -> li
         if isinstance(content, list):
             content = "".join(_text_part(part, i) for part in content)
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise InvalidRequestError(f"the content of message {i} must be text, not {content!r}")
+            raise InvalidRequestError(f"the content of message {i} must be text, not {shown(content)}")
         checked.append({**message, "content": content})
     return checked
 

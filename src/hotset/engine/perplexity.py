@@ -21,6 +21,7 @@ import numpy as np
 from hotset.engine.engine import Engine
 from hotset.engine.sampler import log_sum_exp
 from hotset.errors import ContextLengthError, InvalidRequestError
+from hotset.parameters import whole_number
 
 _TILE_BYTES = 8 << 20  # of float64 logits that are compared at a time
 
@@ -129,6 +130,7 @@ def compare_chunks(
 
 
 def _n_chunks(engines: Sequence[Engine], tokens: Sequence[int], n_ctx: int, chunks: int | None) -> int:
+    n_ctx = whole_number("n_ctx", n_ctx, 0)
     if n_ctx < 4:
         raise InvalidRequestError(f"perplexity needs an n_ctx of at least 4, not {n_ctx}")
     smallest = min(engine.n_ctx for engine in engines)
@@ -142,7 +144,7 @@ def _n_chunks(engines: Sequence[Engine], tokens: Sequence[int], n_ctx: int, chun
             f"perplexity with chunks of {n_ctx} needs at least {2 * n_ctx} tokens, and the text has "
             f"{len(tokens)}; give a longer text or a smaller n_ctx"
         )
-    if chunks is not None and chunks < 1:
+    if chunks is not None and whole_number("chunks", chunks, 0) < 1:
         raise InvalidRequestError(f"perplexity needs at least one chunk, not {chunks}")
     if len({id(engine) for engine in engines}) < len(engines):
         raise InvalidRequestError("a model cannot be compared with itself; load it a second time")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,10 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hotset.errors import HotsetError, InvalidRequestError
+from hotset.parameters import below_infinity, flag, real_number, shown, whole_number
 
 _GROUP = 64
-_WHOLE = (int, np.integer)
-_REAL = (int, float, np.integer, np.floating)
+_LARGEST = float(np.finfo(np.float32).max)  # what becomes of a logit beyond it
+_SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 def top_k(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -83,37 +85,29 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _check_real("temperature", self.temperature, 0)
-        _check_integer("top_k", self.top_k, 0)
-        _check_real("top_p", self.top_p, 0, 1)
-        _check_real("min_p", self.min_p, 0, 1)
-        _check_real("repetition_penalty", self.repetition_penalty, 0)
-        if self.repetition_penalty == 0:
+        checked: dict[str, Any] = {
+            "temperature": real_number("temperature", self.temperature, 0),
+            "top_k": whole_number("top_k", self.top_k, 0),
+            "top_p": real_number("top_p", self.top_p, 0, 1),
+            "min_p": real_number("min_p", self.min_p, 0, 1),
+            "repetition_penalty": real_number("repetition_penalty", self.repetition_penalty, 0),
+            "frequency_penalty": real_number("frequency_penalty", self.frequency_penalty),
+            "presence_penalty": real_number("presence_penalty", self.presence_penalty),
+            "penalty_last_n": whole_number("penalty_last_n", self.penalty_last_n, -1),
+            "ignore_eos": flag("ignore_eos", self.ignore_eos),
+            "stop": _stops(self.stop),
+            "logit_bias": _biases(self.logit_bias),
+        }
+        if checked["repetition_penalty"] == 0:
             raise InvalidRequestError("repetition_penalty must be greater than 0 (1 turns it off)")
-        _check_real("frequency_penalty", self.frequency_penalty)
-        _check_real("presence_penalty", self.presence_penalty)
-        _check_integer("penalty_last_n", self.penalty_last_n, -1)
         if self.seed is not None:
-            _check_integer("seed", self.seed, 0, 2**64 - 1)
+            checked["seed"] = whole_number("seed", self.seed, 0, 2**64 - 1)
         if self.logprobs is not None:
-            _check_integer("logprobs", self.logprobs, 0)
+            checked["logprobs"] = whole_number("logprobs", self.logprobs, 0)
         if self.max_tokens is not None:
-            _check_integer("max_tokens", self.max_tokens, 1)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if not all(isinstance(text, str) and text for text in stop):
-            raise InvalidRequestError("stop must be a string or a list of strings, none of them empty")
-        object.__setattr__(self, "stop", stop)
-        bias: dict[int, float] = {}
-        for token, value in dict(self.logit_bias or {}).items():
-            if isinstance(token, str) and token.isdecimal():  # JSON has no other keys
-                token = int(token)
-            _check_integer("the token id in logit_bias", token, 0)
-            if not isinstance(value, _REAL) or math.isnan(value) or value == math.inf:
-                raise InvalidRequestError(
-                    f"logit_bias of token {token} must be a number below infinity, not {value!r}"
-                )
-            bias[int(token)] = float(value)
-        object.__setattr__(self, "logit_bias", bias)
+            checked["max_tokens"] = whole_number("max_tokens", self.max_tokens, 1)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     @property
     def penalizes(self) -> bool:
@@ -123,20 +117,29 @@ class SamplingParams:
         )
 
 
-def _check_real(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, _REAL) or not math.isfinite(value):
-        raise InvalidRequestError(f"{name} must be a finite number, not {value!r}")
-    if not low <= value <= high:
-        span = f"between {low} and {high}" if high < math.inf else f"at least {low}"
-        raise InvalidRequestError(f"{name} must be {span}, not {value!r}")
+def _stops(stop: Any) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (None,)
+    if not all(isinstance(text, str) and text for text in stops):
+        raise InvalidRequestError("stop must be a string or a list of strings, none of them empty")
+    return stops
 
 
-def _check_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, _WHOLE):
-        raise InvalidRequestError(f"{name} must be a whole number, not {value!r}")
-    if value < low or (high is not None and value > high):
-        span = f"between {low} and {high}" if high is not None else f"at least {low}"
-        raise InvalidRequestError(f"{name} must be {span}, not {value!r}")
+def _biases(given: Any) -> dict[int, float]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise InvalidRequestError(
+            f"logit_bias must give numbers by token id, such as {{15043: -1}}, not {shown(given)}"
+        )
+    biases: dict[int, float] = {}
+    for token, value in given.items():
+        if isinstance(token, str) and token.isdecimal() and len(token) < 20:  # JSON has no other keys
+            token = int(token)
+        token = whole_number("the token id in logit_bias", token, 0)
+        biases[token] = below_infinity(f"logit_bias of token {shown(token)}", value)
+    return biases
 
 
 class Sampler:
@@ -154,12 +157,22 @@ class Sampler:
         for token in bias:
             if token >= n_vocab:
                 raise InvalidRequestError(
-                    f"token {token} in logit_bias is not in the vocabulary of {n_vocab} tokens"
+                    f"token {shown(token)} in logit_bias is not in the vocabulary of {n_vocab} tokens"
                 )
         self._random = np.random.Generator(np.random.Philox(self.seed)).random
         self._bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
-        self._bias = np.fromiter(bias.values(), np.float32, len(bias))
-        self._recent: deque[int] = deque(maxlen=params.penalty_last_n if params.penalty_last_n >= 0 else None)
+        # Infinite are those alone that forbid: what is merely huge must not become so.
+        self._bias = np.fromiter(
+            (
+                value if value == -math.inf else max(-_LARGEST, min(value, _LARGEST))
+                for value in bias.values()
+            ),
+            np.float32,
+            len(bias),
+        )
+        self._forbids = -math.inf in bias.values()
+        last_n = min(params.penalty_last_n, sys.maxsize)  # (a deque knows no more)
+        self._recent: deque[int] = deque(maxlen=last_n if last_n >= 0 else None)
         self._counts: Counter[int] = Counter()
         self._adjusts = bool(bias) or params.penalizes
         self._scratch = np.empty(n_vocab if self._adjusts else 0, np.float32)
@@ -180,15 +193,16 @@ class Sampler:
 
     def sample(self, logits: np.ndarray) -> int:
         """The next token, from float32 logits [n_vocab], which are left as they are."""
-        if self._adjusts:
-            logits = self._adjusted(logits)
-        if self.params.temperature == 0:
-            token = int(np.argmax(logits))
-            if not logits[token] > -math.inf:
-                raise _no_choice(float(logits[token]))
-            return token
-        ids, logits = self._candidates(logits)
-        cumulative = np.exp(logits / self.params.temperature).cumsum()
+        # What overflows here is what a huge penalty or a tiny temperature means: certainty, or none.
+        with np.errstate(over="ignore"):
+            if self._adjusts:
+                logits = self._adjusted(logits)
+            if self.params.temperature == 0:
+                token = int(np.argmax(logits))
+                self._check_largest(float(logits[token]))
+                return token
+            ids, logits = self._candidates(logits)
+            cumulative = np.exp(logits / self.params.temperature).cumsum()
         # A float below 1 times the total can round up to the total, past the last candidate.
         drawn = int(cumulative.searchsorted(self._random() * cumulative[-1], side="right"))
         return int(ids[min(drawn, len(ids) - 1)])
@@ -207,17 +221,30 @@ class Sampler:
         params = self.params
         adjusted = self._scratch
         np.copyto(adjusted, logits)
-        adjusted[self._bias_ids] += self._bias
+        if len(self._bias):
+            biased = _bounded(adjusted[self._bias_ids] + self._bias)
+            biased[self._bias == -math.inf] = -math.inf
+            adjusted[self._bias_ids] = biased
         if self._counts:
             ids = np.fromiter(self._counts.keys(), np.int64, len(self._counts))
             counts = np.fromiter(self._counts.values(), np.float32, len(self._counts))
             values = adjusted[ids]
-            penalty = np.float32(params.repetition_penalty)
-            values = np.where(values > 0, values / penalty, values * penalty)
-            adjusted[ids] = (
-                values - counts * np.float32(params.frequency_penalty) - np.float32(params.presence_penalty)
-            )
+            is_out = np.isneginf(values)
+            penalty = np.float32(max(_SMALLEST, min(params.repetition_penalty, _LARGEST)))
+            values = _bounded(np.where(values > 0, values / penalty, values * penalty))
+            values = _bounded(values - _bounded(counts * _float32(params.frequency_penalty)))
+            values = _bounded(values - _float32(params.presence_penalty))
+            values[is_out] = -math.inf
+            adjusted[ids] = values
         return adjusted
+
+    def _check_largest(self, largest: float) -> None:
+        """Raises where the likeliest token is none."""
+        if math.isfinite(largest):
+            return
+        if largest == -math.inf and self._forbids:
+            raise InvalidRequestError("logit_bias forbids every token of the vocabulary")
+        raise HotsetError("the model computed logits that are not numbers; the file may be damaged")
 
     def _candidates(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Token ids that survive top-k, top-p and min-p, and their logits less the largest, float64."""
@@ -226,14 +253,12 @@ class Sampler:
         total = None
         if 0 < params.top_k < logits.size:
             ids, values = top_k(logits, params.top_k)
-            if not len(ids) or not values[0] > -math.inf:
-                raise _no_choice(float(values[0]) if len(ids) else math.nan)
+            self._check_largest(float(values[0]) if len(ids) else math.nan)
             relative = values.astype(np.float64)
             relative -= relative[0]
         else:
             largest = logits.max()
-            if not largest > -math.inf:
-                raise _no_choice(float(largest))
+            self._check_largest(float(largest))
             relative = logits - largest
             cut = log_min_p
             if params.top_p < 1:
@@ -258,10 +283,15 @@ class Sampler:
 def log_sum_exp(logits: np.ndarray) -> float:
     """log(sum(exp(logits))) of one row, accumulated in float64."""
     largest = float(logits.max())
-    return largest + math.log(float(np.exp(logits - np.float32(largest)).sum(dtype=np.float64)))
+    with np.errstate(over="ignore"):  # the distance of two finite floats may be none
+        relative = logits - np.float32(largest)
+    return largest + math.log(float(np.exp(relative).sum(dtype=np.float64)))
 
 
-def _no_choice(largest: float) -> HotsetError:
-    if math.isnan(largest):
-        return HotsetError("the model computed logits that are not numbers; the file may be damaged")
-    return InvalidRequestError("logit_bias forbids every token of the vocabulary")
+def _float32(value: float) -> np.float32:
+    return np.float32(max(-_LARGEST, min(value, _LARGEST)))
+
+
+def _bounded(values: np.ndarray) -> np.ndarray:
+    bounded: np.ndarray = np.clip(values, np.float32(-_LARGEST), np.float32(_LARGEST))
+    return bounded

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hotset.errors import DeviceError, InvalidRequestError
+from hotset.parameters import shown
 
 INSTALL = "pip install 'hotset[gpu]'"
 _CUDA = {"win32": "nvcuda.dll"}
@@ -43,13 +44,16 @@ class Wishes:
 
     def __post_init__(self) -> None:
         budget = self.vram_budget
-        if budget is not None and budget != -1 and not 0 < budget < 2**20:
+        is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
+        if budget is not None and not (is_number and (budget == -1 or 0 < budget < 2**20)):
             raise InvalidRequestError(
-                f"a memory budget is a number of GiB above 0, or -1 for what is free, not {budget}"
+                f"a memory budget is a number of GiB above 0, or -1 for what is free, not {shown(budget)}"
             )
         layers = self.n_gpu_layers
         if layers is not None and (isinstance(layers, bool) or not isinstance(layers, int) or layers < 0):
-            raise InvalidRequestError(f"the number of layers on the GPU must be 0 or more, not {layers!r}")
+            raise InvalidRequestError(
+                f"the number of layers on the GPU must be 0 or more, not {shown(layers)}"
+            )
         if self.gpu_index is not None and (layers is not None or not self.split):
             raise InvalidRequestError(
                 "a GPU index says which neurons are on the device; leave out the number of layers and "

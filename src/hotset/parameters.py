@@ -1,0 +1,67 @@
+"""Numbers that a caller gives, of whatever type they come in: checked once, and plain afterwards."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from hotset.errors import InvalidRequestError
+
+_MAX_SHOWN = 80
+
+
+def real_number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
+    """`value` as a finite float in [low, high]; InvalidRequestError where it is none (a bool is none)."""
+    number = _float(value)
+    if not math.isfinite(number):
+        raise InvalidRequestError(f"{name} must be a finite number, not {shown(value)}")
+    if not low <= number <= high:
+        span = f"between {low} and {high}" if high < math.inf else f"at least {low}"
+        raise InvalidRequestError(f"{name} must be {span}, not {shown(value)}")
+    return number
+
+
+def whole_number(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """`value` as an int in [low, high]; InvalidRequestError where it is none (a bool is none)."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise InvalidRequestError(f"{name} must be a whole number, not {shown(value)}")
+    if value < low or (high is not None and value > high):
+        span = f"between {low} and {high}" if high is not None else f"at least {low}"
+        raise InvalidRequestError(f"{name} must be {span}, not {shown(value)}")
+    return int(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """`value` as a bool; InvalidRequestError where it is none: "no" would count as yes."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise InvalidRequestError(f"{name} must be True or False, not {shown(value)}")
+    return bool(value)
+
+
+def below_infinity(name: str, value: Any) -> float:
+    """`value` as a float that is finite or -inf; InvalidRequestError where it is none."""
+    number = _float(value)
+    if not number < math.inf:
+        raise InvalidRequestError(f"{name} must be a number below infinity, not {shown(value)}")
+    return number
+
+
+def shown(value: Any) -> str:
+    """`value` as a message quotes it. (Python refuses to write an int of more than 4300 digits.)"""
+    try:
+        text = repr(value)
+    except Exception:
+        return f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
+
+
+def _float(value: Any) -> float:
+    """NaN for what is no number, infinity for one that no float can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:  # an int
+        return math.inf if value > 0 else -math.inf
