@@ -215,6 +215,57 @@ def test_a_running_sequence_shares_its_pages():
     assert short.tokens == generate(engine(), [*prompt(200), 1], seed=2, max_tokens=30).tokens
 
 
+@pytest.mark.parametrize(("n_pages", "n_running"), [(2, 1), (3, 2), (4, 2), (5, 3), (6, 3), (7, 4)])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_sequence_is_let_in_where_a_page_is_spare_for_each_that_runs(
+    n_pages: int, n_running: int, at_once: bool
+):
+    """Of one page each: the third needs one for itself, and two for those before it to grow into."""
+    shared = engine(128, n_pages=n_pages)
+    for i in range(5):
+        shared.submit(prompt(40, seed=i), SamplingParams(seed=i, max_tokens=30))
+        if not at_once:
+            shared.step()
+    shared.step()
+    assert len(shared.running) == n_running
+    drain(shared)
+
+
+def test_who_waits_in_front_of_a_full_cache_lets_nobody_pass_and_keeps_no_page():
+    shared = engine(256, n_pages=5)
+    long = prompt(200)
+    shared.submit(long, SamplingParams(seed=1, max_tokens=40))
+    shared.step()
+    shared.step()
+    shared.submit([*long[:PAGE_SIZE], *prompt(150, seed=2)], SamplingParams(seed=2, max_tokens=3))
+    shared.submit(prompt(5), SamplingParams(seed=3, max_tokens=3))
+    n_free = shared.pool.n_available
+    shared.step()
+    assert (len(shared.running), len(shared.waiting)) == (1, 2)
+    assert shared.pool.n_available == n_free  # the prefix that it found was given back
+    assert shared.pool._references.count(2) == 0
+
+
+def test_reused_tokens_are_no_speed(monkeypatch: pytest.MonkeyPatch):
+    """A second passes in every step: the speed of a prompt counts what was computed in it, and no more."""
+    now = [100.0]
+    monkeypatch.setattr("hotset.engine.engine.time.perf_counter", lambda: now[0])
+
+    class Slow(FakeBackend):
+        def step(self, batch: Batch) -> StepResult:
+            now[0] += 1.0
+            return super().step(batch)
+
+    slow = Engine(Slow(), 512)
+    first = generate(slow, prompt(100), seed=1, max_tokens=5)
+    assert (first.n_reused, first.prompt_per_second) == (0, 100.0)
+    assert first.predicted_per_second == 1.0
+    assert (first.started, first.first_token, first.last_token) == (100.0, 101.0, 105.0)
+    again = generate(slow, prompt(100), seed=1, max_tokens=1)
+    assert (again.n_reused, again.prompt_per_second) == (64, 36.0)
+    assert again.predicted_per_second == 0.0
+
+
 @pytest.mark.parametrize("n_steps", [0, 1, 2, 5])
 def test_cancelling_frees_pages_and_disturbs_nobody(n_steps: int):
     alone = generate(engine(), prompt(70), seed=1, max_tokens=40)
@@ -249,6 +300,20 @@ def test_ignore_eos_forbids_the_stop_tokens():
     sequence = generate(engine(), prompt(10), stop_ids=stop_ids, seed=4, max_tokens=60, ignore_eos=True)
     assert len(sequence.generated) == 60
     assert all(token % 2 for token in sequence.generated)
+
+
+def test_ignore_eos_is_stronger_than_a_bias_for_the_stop_token():
+    sequence = generate(
+        engine(),
+        prompt(10),
+        stop_ids=(7,),
+        seed=4,
+        max_tokens=20,
+        ignore_eos=True,
+        logit_bias={7: 1e6, 8: 100},
+    )
+    assert sequence.generated == [8] * 20
+    assert generate(engine(), prompt(10), stop_ids=(7,), seed=4, logit_bias={7: 1e6}).generated == [7]
 
 
 def test_a_prompt_that_does_not_fit_is_an_error():

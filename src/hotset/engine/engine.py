@@ -305,8 +305,9 @@ class Engine:
             max_reused = reusable // PAGE_SIZE if sequence.reuse_prefix else 0
             pages, chain = self.pool.match(sequence.tokens, max_reused)
             n_missing = -(-len(sequence.tokens) // PAGE_SIZE) - len(pages)
+            n_owed = sum(-(-len(other.tokens) // PAGE_SIZE) - len(other.pages) for other in self.running)
             # One spare page for each running sequence, lest the next of their pages throw this one out again.
-            if self.running and n_missing + len(self.running) > self.pool.n_available:
+            if self.running and n_missing + n_owed + len(self.running) > self.pool.n_available:
                 self.pool.release(pages)
                 return
             self.waiting.popleft()
