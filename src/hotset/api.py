@@ -1,17 +1,15 @@
 """The Python API: `hotset.load(...)` gives a Model that generates, chats and scores.
 
-Text and token ids meet here: the engine below knows ids only. Several threads may use one Model; whoever
-waits for a token drives the engine, and its step serves everyone.
+Several threads may use one Model: the engine is driven by a thread of its own, whose steps serve everyone.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -21,11 +19,10 @@ import numpy as np
 
 from hotset.backends.base import PAGE_SIZE, Backend, Batch, KVType, StepStats
 from hotset.engine import perplexity as engine_perplexity
-from hotset.engine.engine import Engine, FinishReason
-from hotset.engine.engine import Sequence as EngineSequence
+from hotset.engine.driver import EngineThread
+from hotset.engine.engine import Engine
 from hotset.engine.perplexity import PerplexityResult
-from hotset.engine.sampler import SamplingParams, TokenLogprobs
-from hotset.engine.stop import StopMatcher
+from hotset.engine.sampler import SamplingParams
 from hotset.errors import (
     ContextLengthError,
     DeviceError,
@@ -33,6 +30,14 @@ from hotset.errors import (
     InvalidRequestError,
     OutOfMemoryError,
     UnsupportedModelError,
+)
+from hotset.generation import (
+    ChatMessage,
+    Chunk,
+    Completion,
+    Generation,
+    checked_messages,
+    sampling_params,
 )
 from hotset.parameters import shown
 
@@ -60,100 +65,6 @@ _TAPPED_BYTES = 64 << 20  # of intermediate values that one step hands out
 _MEASURED_PAGES, _MEASURED_STEP = 8, 128  # of the cache beside the model in which a predictor is measured
 
 
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """How long an answer took. Reused prompt tokens were found in the cache and cost no time."""
-
-    prompt_tokens: int
-    reused_tokens: int
-    predicted_tokens: int
-    prompt_per_second: float  # computed prompt tokens until the first generated one
-    predicted_per_second: float  # generated tokens after the first
-
-
-@dataclass(frozen=True)
-class _Counted:
-    """Steps [start, end) of an answer, added up when somebody asks: while tokens come that costs nothing."""
-
-    model: Model
-    steps: list[StepStats]
-    start: int
-    end: int
-
-    def chunk(self) -> StatsSummary | None:
-        return self.model.summary(self.steps[self.start : self.end])
-
-    def answer(self) -> StatsSummary | None:
-        return self.model.summary(self.steps[1 : self.end] or self.steps[: self.end])
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A piece of an answer while it is generated.
-
-    text may be empty: half a character, or what could still become a stop string, is held back.
-    tokens: the ids generated since the last chunk. logprobs: one per token, where they were asked for.
-    finish_reason: set in the last chunk, see Completion.
-    """
-
-    text: str
-    tokens: list[int]
-    logprobs: list[TokenLogprobs]
-    finish_reason: FinishReason | None
-    timings: Timings
-    _counted: _Counted | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def stats(self) -> StatsSummary | None:
-        """What the step of this token did, mean per token (of the first: of the prompt and it); None where no
-        neuron can be skipped. Added up at the call, in some milliseconds."""
-        return self._counted.chunk() if self._counted else None
-
-    @property
-    def answer_stats(self) -> StatsSummary | None:
-        """As Completion.stats, of the answer so far."""
-        return self._counted.answer() if self._counted else None
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A finished answer.
-
-    tokens: all generated ids, with the end-of-sequence token if there was one (it has no text).
-    prompt_tokens: how many tokens the prompt had. seed: draws the same answer again.
-    finish_reason: "stop" (the model ended it, or a stop string came), "length" (max_tokens or the end of the
-    context), "cancelled" (the model was closed).
-    """
-
-    text: str
-    tokens: list[int]
-    logprobs: list[TokenLogprobs]
-    prompt_tokens: int
-    finish_reason: FinishReason
-    seed: int
-    timings: Timings
-    _counted: _Counted | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def stats(self) -> StatsSummary | None:
-        """What a generated token touched, mean over those after the first; None where no neuron can be
-        skipped. Added up at the call: 0.1 ms per token."""
-        return self._counted.answer() if self._counted else None
-
-
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """An answer in a conversation: append it to the messages to go on."""
-
-    content: str
-    completion: Completion
-    role: str = "assistant"
-
-    def as_dict(self) -> dict[str, str]:
-        """The message as OpenAI's clients write it."""
-        return {"role": self.role, "content": self.content}
-
-
 def load(
     model: str | os.PathLike[str],
     *,
@@ -173,6 +84,7 @@ def load(
     profile: str | os.PathLike[str] | None = None,
     max_batch: int = 512,
     n_seqs: int = 1,
+    max_sequences: int = 16,
     progress: Reporter | None = None,
 ) -> Model:
     """Opens a model: a GGUF file, a stored or catalogue name, or "hf:owner/repository[:file]".
@@ -197,7 +109,8 @@ def load(
     nearly always fire are computed without prediction. What these need and the file lacks is built once, in
     files beside the model.
     max_batch: tokens computed in one step at most. n_seqs: full contexts that the cache holds at once; more
-    sequences than that run together while they are shorter. progress: is told of what takes long.
+    sequences than that run together while they are shorter, max_sequences at most. progress: is told of what
+    takes long.
     Raises ModelNotFoundError, DownloadError, FormatError, UnsupportedModelError, OutOfMemoryError (with the
     smallest budget that works, where a budget is too small), DeviceError for a device that is asked for and
     not there, and InvalidRequestError for a mode that the model does not have.
@@ -220,6 +133,7 @@ def load(
         profile=profile,
         max_batch=max_batch,
         n_seqs=n_seqs,
+        max_sequences=max_sequences,
         progress=progress,
     )
     try:
@@ -273,6 +187,7 @@ class _Described:
     notes: list[str]
     placement: Placement | None
     is_asked: bool  # whether a device was asked for, so that it must be used
+    max_sequences: int
 
     def open(self, backend: str, max_batch: int, kv_type: KVType, n_threads: int | None) -> Model:
         options: dict[str, Any] = {
@@ -288,10 +203,14 @@ class _Described:
             from hotset.placement.planner import open_placed
 
             opened = open_placed(self.placement, self.weights, self.graph, **options)
-        return Model(
-            self.gguf, self.weights, self.config, self.graph, self.cost, opened, self.n_ctx, kv_type,
-            self.choice, self.notes, self.placement,
-        )  # fmt: skip
+        try:
+            return Model(
+                self.gguf, self.weights, self.config, self.graph, self.cost, opened, self.n_ctx, kv_type,
+                self.choice, self.notes, self.placement, self.max_sequences,
+            )  # fmt: skip
+        except BaseException:
+            opened.close()
+            raise
 
     def close(self) -> None:
         self.weights.close()
@@ -317,6 +236,7 @@ def _describe(
     profile: str | os.PathLike[str] | None = None,
     max_batch: int = 512,
     n_seqs: int = 1,
+    max_sequences: int = 16,
     progress: Reporter | None = None,
 ) -> _Described:
     """Opens the file and decides; the settings are those of `load`."""
@@ -325,6 +245,7 @@ def _describe(
         ("n_threads", n_threads),
         ("max_batch", max_batch),
         ("n_seqs", n_seqs),
+        ("max_sequences", max_sequences),
     ):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise InvalidRequestError(f"{name} must be a whole number of at least 1, not {value!r}")
@@ -398,7 +319,7 @@ def _describe(
                 _say_unplaced(error)
         return _Described(
             gguf, weights, config, choice, graph, cost, n_ctx, n_pages, prepared.notes, placement,
-            wishes.are_made,
+            wishes.are_made, max_sequences,
         )  # fmt: skip
     except BaseException:
         if weights is not None:
@@ -477,8 +398,8 @@ def _context(asked: int | None, config: ModelConfig, kv_bytes: int, file_bytes: 
 class Model:
     """A loaded model; made by `load`. Use it as a context manager, or call `close`.
 
-    config: facts of the architecture. backend, engine: what runs it. cost: bytes and FLOPs of its tokens.
-    n_ctx: tokens of one conversation. kv_type: how keys and values are stored.
+    config: facts of the architecture. backend, engine, thread: what runs it. cost: bytes and FLOPs of its
+    tokens. n_ctx: tokens of one conversation. kv_type: how keys and values are stored.
     sparsity: which neurons are computed, and why. notes: what was built or opened for it, a sentence each.
     placement: what is on which device; None where the CPU computes alone.
 
@@ -498,6 +419,7 @@ class Model:
         sparsity: Choice,
         notes: list[str],
         placement: Placement | None = None,
+        max_sequences: int = 16,
     ) -> None:
         self.gguf = gguf
         self.weights = weights
@@ -510,8 +432,8 @@ class Model:
         self.sparsity = sparsity
         self.notes = notes
         self.placement = placement
-        self.engine = Engine(backend, n_ctx, collect_stats=config.is_relu)
-        self._lock = threading.Lock()  # one thread at a time drives the engine
+        self.engine = Engine(backend, n_ctx, max_sequences, collect_stats=config.is_relu)
+        self.thread = EngineThread(self.engine)
         self._closed = False
 
     # ---- text ----
@@ -547,7 +469,7 @@ class Model:
         self, messages: Sequence[Mapping[str, Any] | ChatMessage], tools: list[dict[str, Any]] | None = None
     ) -> list[int]:
         """Token ids of a conversation up to where the answer begins, by the template of the file."""
-        checked = _checked_messages(messages)
+        checked = checked_messages(messages)
         text = self.chat_template.render(checked, add_generation_prompt=True, tools=tools)
         tokens = list(self.tokenizer.encode(text, add_special=False, parse_special=True))
         # Most templates write BOS themselves: it belongs there once.
@@ -577,24 +499,19 @@ class Model:
         self, prompts: Sequence[Prompt], *, reuse_prefix: bool = True, **params: Any
     ) -> list[Completion]:
         """Answers several prompts side by side; each answer is the same as from `generate`."""
-        checked = _sampling_params(params)
+        checked = sampling_params(params)
         generations = [self._prepare(self._encode(prompt), checked, reuse_prefix) for prompt in prompts]
-        try:
+        with self._explained(), ExitStack() as running:
             for generation in generations:
-                self._enqueue(generation)
-            for generation in generations:
-                while generation.completion is None:
-                    self._next_chunk(generation)
-        finally:
-            self._cancel(generations)
-        return [generation.completion for generation in generations if generation.completion is not None]
+                running.enter_context(generation)
+            return [generation.finish() for generation in generations]
 
     def stream(self, prompt: Prompt, *, reuse_prefix: bool = True, **params: Any) -> Iterator[Chunk]:
         """The answer piece by piece, a chunk per token; leaving the loop cancels the rest.
 
         Prompt and parameters are checked at the call, as in `generate`; the work begins with the first chunk.
         """
-        return self._stream(self._prepare(self._encode(prompt), _sampling_params(params), reuse_prefix))
+        return self._stream(self._prepare(self._encode(prompt), sampling_params(params), reuse_prefix))
 
     @overload
     def chat(
@@ -629,55 +546,28 @@ class Model:
         completion = self.generate(tokens, **params)
         return ChatMessage(completion.text, completion)
 
-    def _prepare(self, tokens: list[int], params: SamplingParams, reuse_prefix: bool) -> _Generation:
+    def _prepare(self, tokens: list[int], params: SamplingParams, reuse_prefix: bool) -> Generation:
         self._check_open()
         sequence = self.engine.prepare(
             tokens, params, stop_ids=self.tokenizer.stop_ids, reuse_prefix=reuse_prefix
         )
-        return _Generation(self, sequence, params)
+        return Generation(self.thread, sequence, params, self.tokenizer, self.summary)
 
-    def _stream(self, generation: _Generation) -> Iterator[Chunk]:
+    def _stream(self, generation: Generation) -> Iterator[Chunk]:
+        with self._explained(), generation:
+            yield from generation.chunks()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Where a device runs out of memory the sentence offers a smaller plan."""
         try:
-            self._enqueue(generation)
-            while generation.completion is None:
-                yield self._next_chunk(generation)
-        finally:
-            self._cancel([generation])
-
-    def _enqueue(self, generation: _Generation) -> None:
-        with self._lock:
-            self._check_open()
-            self.engine.enqueue(generation.sequence)
-            generation.queued = True
-
-    def _next_chunk(self, generation: _Generation) -> Chunk:
-        """Drives the engine until the generation has something new."""
-        while True:
-            with self._lock:
-                if not generation.has_news:
-                    self._step()
-                if generation.has_news:
-                    chunk = generation.take()
-                    if generation.completion is not None:
-                        self.engine.cancel(generation.sequence)  # where a stop string ended it
-                    return chunk
-
-    def _step(self) -> None:
-        """One step of the engine. Where a device runs out of memory the sentence offers a smaller plan."""
-        try:
-            self.engine.step()
+            yield
         except OutOfMemoryError as error:
             if self.placement is None:
                 raise
             from hotset.placement.planner import smaller_plan
 
             raise OutOfMemoryError(f"{error}; {smaller_plan(self.placement)}") from None
-
-    def _cancel(self, generations: list[_Generation]) -> None:
-        with self._lock:
-            for generation in generations:
-                if generation.queued:
-                    self.engine.cancel(generation.sequence)
 
     # ---- scores ----
 
@@ -690,14 +580,13 @@ class Model:
         def keep(position: int, logits: np.ndarray) -> None:
             rows[position : position + len(logits)] = logits
 
-        with self._lock:
-            self._check_open()
-            sequence = self.engine.score(ids, keep, reuse_prefix=reuse_prefix)
+        with self._explained(), self.thread.exclusive() as engine:
+            sequence = engine.score(ids, keep, reuse_prefix=reuse_prefix)
             try:
                 while sequence.finish_reason is None:
-                    self._step()
+                    engine.step()
             finally:
-                self.engine.cancel(sequence)
+                engine.cancel(sequence)
         if sequence.error is not None:
             raise sequence.error
         return rows
@@ -743,9 +632,8 @@ class Model:
         n_step = max(1, min(self.backend.max_batch, _TAPPED_BYTES // max(n_bytes, 1)))
         pages: list[int] = []
         try:
-            with self._lock:
-                self._check_open()
-                pages = self.engine.take_pages(len(ids))
+            with self.thread.exclusive() as engine:
+                pages = engine.take_pages(len(ids))
             table = np.array([pages], np.int32)
             for start in range(0, len(ids), n_step):
                 n = min(n_step, len(ids) - start)
@@ -758,13 +646,13 @@ class Model:
                     outputs=every if outputs else every[:0],
                     taps=tuple(names),
                 )
-                with self._lock:
-                    self._check_open()
+                with self.thread.exclusive():
                     taps = dict(self.backend.step(batch).taps)
                 yield taps
         finally:
-            with self._lock:
-                self.engine.pool.release(pages)
+            if pages and not self._closed:
+                with self.thread.exclusive() as engine:
+                    engine.pool.release(pages)
 
     def summary(self, steps: Sequence[StepStats]) -> StatsSummary | None:
         """What these steps of the backend did, mean per token; None without any."""
@@ -790,8 +678,7 @@ class Model:
                 'with sparsity="predicted"'
             )
         ids = np.array(self._encode(tokens), np.int32)
-        with self._lock:
-            self._check_open()
+        self._check_open()
         every = _open_backend(
             "reference" if self.backend.name == "reference" else "cpu",
             self.weights,
@@ -823,18 +710,14 @@ class Model:
         return self.cost.bytes_per_token(0, self.kv_type)
 
     def close(self) -> None:
-        """Ends what still runs and frees threads, cache and file; safe to call twice."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            for sequence in [*self.engine.running, *self.engine.waiting]:
-                self.engine.cancel(sequence)
-            if "chat_template" in self.__dict__:  # (a cached property)
-                self.chat_template.close()
-            self.backend.close()
-            self.weights.close()
-            self.gguf.close()
+        """Ends what still runs and frees threads, processes, cache and file; safe to call twice."""
+        self._closed = True
+        self.thread.close()
+        if "chat_template" in self.__dict__:  # (a cached property)
+            self.chat_template.close()
+        self.backend.close()
+        self.weights.close()
+        self.gguf.close()
 
     def _check_fits(self, ids: Sequence[int] | np.ndarray) -> None:
         if len(ids) > self.n_ctx:
@@ -889,10 +772,9 @@ def compare_chunks(
         n_neurons=[sum(model.config.n_ff) for model in models],
     )
     while True:
-        with ExitStack() as locks:
+        with ExitStack() as turns:
             for model in sorted(set(models), key=id):  # one order for all threads: no two wait for each other
-                locks.enter_context(model._lock)
-                model._check_open()
+                turns.enter_context(model.thread.exclusive())
             now = next(results, None)
         if now is None:
             return
@@ -908,107 +790,3 @@ def _check_same_tokens(models: Sequence[Model]) -> None:
                 f"{models[0].gguf.path.name} and {model.gguf.path.name} have different vocabularies, so that "
                 "their predictions cannot be compared token by token; compare models that share a tokenizer"
             )
-
-
-class _Generation:
-    """A sequence of the engine and the text that it has become so far."""
-
-    def __init__(self, model: Model, sequence: EngineSequence, params: SamplingParams) -> None:
-        self.model = model
-        self.sequence = sequence
-        self.queued = False
-        self.completion: Completion | None = None
-        self._decoder = model.tokenizer.stream(skip_special=True)
-        self._matcher = StopMatcher(params.stop)
-        self._text = ""
-        self._end = sequence.n_prompt  # tokens before this were taken
-
-    @property
-    def has_news(self) -> bool:
-        return len(self.sequence.tokens) > self._end or self.sequence.finish_reason is not None
-
-    def take(self) -> Chunk:
-        """What came since the last call; sets `completion` with the last chunk. Raises a step's failure."""
-        sequence = self.sequence
-        if sequence.error is not None:
-            raise sequence.error
-        start = self._end
-        finish_reason = sequence.finish_reason
-        text = ""
-        for token in sequence.tokens[start:]:
-            self._end += 1
-            if token not in sequence.stop_ids:
-                text += self._matcher.push(self._decoder.push(token))
-                if self._matcher.stopped:
-                    break
-        if finish_reason is not None and not self._matcher.stopped:
-            text += self._matcher.push(self._decoder.flush())
-            text += self._matcher.flush()
-        if self._matcher.stopped:
-            finish_reason = "stop"
-        self._text += text
-        n_before, n_after = start - sequence.n_prompt, self._end - sequence.n_prompt
-        timings = Timings(
-            sequence.n_prompt,
-            sequence.n_reused,
-            n_after,
-            sequence.prompt_per_second,
-            sequence.predicted_per_second,
-        )
-        steps = sequence.step_stats
-        counted = _Counted(self.model, steps, n_before, n_after) if steps else None
-        if finish_reason is not None:
-            assert sequence.sampler is not None
-            self.completion = Completion(
-                text=self._text,
-                tokens=sequence.tokens[sequence.n_prompt : self._end],
-                logprobs=sequence.logprobs[:n_after],
-                prompt_tokens=sequence.n_prompt,
-                finish_reason=finish_reason,
-                seed=sequence.sampler.seed,
-                timings=timings,
-                _counted=counted,
-            )
-        return Chunk(
-            text,
-            sequence.tokens[start : self._end],
-            sequence.logprobs[n_before:n_after],
-            finish_reason,
-            timings,
-            counted,
-        )
-
-
-def _sampling_params(params: dict[str, Any]) -> SamplingParams:
-    known = [field.name for field in fields(SamplingParams)]
-    for name in params:
-        if name not in known:
-            raise InvalidRequestError(
-                f"there is no parameter {name!r}; the parameters are {', '.join(known)}"
-            )
-    return SamplingParams(**params)
-
-
-def _checked_messages(messages: Sequence[Mapping[str, Any] | ChatMessage]) -> list[dict[str, Any]]:
-    """OpenAI-shaped messages as plain dictionaries whose content is a string."""
-    if isinstance(messages, str | Mapping) or not messages:
-        raise InvalidRequestError('messages must be a list such as [{"role": "user", "content": "Hello"}]')
-    checked: list[dict[str, Any]] = []
-    for i, message in enumerate(messages):
-        if isinstance(message, ChatMessage):
-            message = message.as_dict()
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InvalidRequestError(f"message {i} must be a dictionary with a role and a content")
-        content = message.get("content")
-        if isinstance(content, list):
-            content = "".join(_text_part(part, i) for part in content)
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise InvalidRequestError(f"the content of message {i} must be text, not {shown(content)}")
-        checked.append({**message, "content": content})
-    return checked
-
-
-def _text_part(part: Any, i: int) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise InvalidRequestError(f"message {i} has a part that is not text; this model reads only text")

@@ -43,3 +43,10 @@ class DeviceError(HotsetError):
 
 class InvalidRequestError(HotsetError, ValueError):
     """A parameter out of its range (temperature, top_p, number of threads, ...)."""
+
+
+class StepCancelledError(HotsetError):
+    """A step was ended by `cancel` before it was done."""
+
+    def __init__(self) -> None:
+        super().__init__("the step was cancelled; what it had to compute can be computed again")

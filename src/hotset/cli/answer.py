@@ -10,7 +10,8 @@ from hotset.report.bars import percent
 from hotset.units import human_count, human_size, size_of
 
 if TYPE_CHECKING:
-    from hotset.api import Chunk, Model, Timings
+    from hotset.api import Model
+    from hotset.generation import Chunk, Timings
     from hotset.sparsity.stats import StatsSummary
 
 

@@ -18,7 +18,8 @@ from hotset.files import check_target, expanded, write_whole
 from hotset.units import human_size
 
 if TYPE_CHECKING:
-    from hotset.api import Chunk, Model
+    from hotset.api import Model
+    from hotset.generation import Chunk
 
 _PROMPT = "> "
 

@@ -29,7 +29,8 @@ from hotset.storage import catalogue, resolve, store
 from hotset.units import human_size
 
 if TYPE_CHECKING:
-    from hotset.api import Chunk, Model
+    from hotset.api import Model
+    from hotset.generation import Chunk
     from hotset.sparsity.stats import StatsSummary
 
 _QUALITY_TOKENS = 128  # over which --stats measures a predictor

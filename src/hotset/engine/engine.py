@@ -6,27 +6,46 @@ decoding (one token is missing) and a sequence that lost its pages and starts ag
 token never depend on its neighbours and each sequence draws from its own generator, none of this changes the
 text.
 
-The engine knows token ids only. It is driven by one thread at a time.
+The engine knows token ids only. It is driven by one thread at a time, in general by that of driver.py;
+`interrupt` may come from any. What becomes of a sequence is told to its queue of events, if it has one.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Tokens
-from typing import Literal
+from queue import SimpleQueue
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from hotset.backends.base import PAGE_SIZE, Backend, Batch, StepStats
 from hotset.engine.kv_cache import ROOT, PagePool
+from hotset.engine.pacing import PROMPT_SECONDS, PromptShare
 from hotset.engine.sampler import Sampler, SamplingParams, TokenLogprobs
-from hotset.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError
+from hotset.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError, StepCancelledError
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
+_MAX_SEQUENCES = 4096  # each has a row of the page table
 _MAX_LOGITS_BYTES = 64 << 20  # logits that one step hands to `score`
+
+
+class Event(NamedTuple):
+    """A generated token, or the end of a sequence, or both.
+
+    token: None for an end without one. logprobs: of the token, if asked for. time: when it came,
+    time.perf_counter() seconds. finish_reason: set in the last event. error: what ended it, for "error".
+    """
+
+    token: int | None
+    logprobs: TokenLogprobs | None
+    time: float
+    finish_reason: FinishReason | None
+    error: Exception | None
 
 
 class Sequence:
@@ -39,11 +58,14 @@ class Sequence:
     started, first_token, last_token: time.perf_counter() seconds; 0.0 until it happened.
     step_stats: of the step that gave each generated token, with what other sequences had in it; empty unless
     the engine collects them.
+    events: where the engine puts an Event for each generated token and for the end; None: nowhere.
+    process: the id of the process that the sequence belongs to.
     """
 
     __slots__ = (
         "chain",
         "error",
+        "events",
         "finish_reason",
         "first_output",
         "first_token",
@@ -54,8 +76,10 @@ class Sequence:
         "n_registered",
         "n_reused",
         "n_tokens_max",
+        "n_told",
         "on_logits",
         "pages",
+        "process",
         "reuse_prefix",
         "sampler",
         "slot",
@@ -87,6 +111,24 @@ class Sequence:
         self.first_token = 0.0
         self.last_token = 0.0
         self.step_stats: list[StepStats] = []
+        self.events: SimpleQueue[Event] | None = None
+        self.n_told = len(tokens)  # tokens before this have had their events
+        self.process = os.getpid()
+
+    def tell(self) -> None:
+        """Puts what is new into the queue of events."""
+        if self.events is None:
+            return
+        n = len(self.tokens)
+        for i in range(self.n_told, n):
+            logprobs = self.logprobs[i - self.n_prompt] if self.logprobs else None
+            last = i == n - 1
+            self.events.put(
+                Event(self.tokens[i], logprobs, self.last_token, self.finish_reason if last else None, None)
+            )
+        if self.finish_reason is not None and (n == self.n_told or self.error is not None):
+            self.events.put(Event(None, None, time.perf_counter(), self.finish_reason, self.error))
+        self.n_told = n
 
     @property
     def generated(self) -> list[int]:
@@ -111,16 +153,25 @@ class Engine:
 
     n_ctx: tokens that one sequence may have, prompt and answer together.
     max_sequences: how many run at once; the others wait for their turn.
+    prompt_seconds: how much longer than without them the prompts in a step may make it, while answers run.
     collect_stats: asks the backend for the statistics of every step; step_stats then holds the latest.
     Raises OutOfMemoryError when the cache of the backend cannot hold one whole context.
     """
 
     def __init__(
-        self, backend: Backend, n_ctx: int, max_sequences: int = 16, *, collect_stats: bool = False
+        self,
+        backend: Backend,
+        n_ctx: int,
+        max_sequences: int = 16,
+        *,
+        collect_stats: bool = False,
+        prompt_seconds: float = PROMPT_SECONDS,
     ) -> None:
-        if n_ctx < 1 or max_sequences < 1:
+        if n_ctx < 1:
+            raise InvalidRequestError(f"n_ctx must be at least 1, not {n_ctx}")
+        if not 1 <= max_sequences <= _MAX_SEQUENCES:
             raise InvalidRequestError(
-                f"n_ctx and max_sequences must be at least 1, not {n_ctx} and {max_sequences}"
+                f"max_sequences must be between 1 and {_MAX_SEQUENCES}, not {max_sequences}"
             )
         max_pages = -(-n_ctx // PAGE_SIZE)
         if backend.n_pages < max_pages:
@@ -131,11 +182,8 @@ class Engine:
         self.backend = backend
         self.n_ctx = n_ctx
         self.collect_stats = collect_stats
+        self.max_sequences = max_sequences
         self.step_stats: StepStats | None = None
-        self.pool = PagePool(backend.n_pages)
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # oldest first: the last one is preempted when pages run out
-        self._slots = list(range(max_sequences - 1, -1, -1))
         self._max_batch = backend.max_batch
         self._max_outputs = max(1, _MAX_LOGITS_BYTES // (4 * backend.n_vocab))
         self._tokens = np.zeros(self._max_batch, np.int32)
@@ -143,6 +191,19 @@ class Engine:
         self._sequences = np.zeros(self._max_batch, np.int32)
         self._outputs = np.zeros(self._max_batch, np.int32)
         self._page_tables = np.full((max_sequences, max_pages), -1, np.int32)
+        self._prompt_share = PromptShare(prompt_seconds, self._max_batch)
+        self.latest_error: Exception | None = None  # that ended a sequence
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets every sequence and every prefix, as they are: a forked process has none of them."""
+        self.pool = PagePool(self.backend.n_pages)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # oldest first: the last one is preempted when pages run out
+        self._interrupted: set[Sequence | None] = set()  # of other threads; None: all sequences
+        self._in_flight: frozenset[Sequence] = frozenset()  # of the step that the backend runs
+        self._slots = list(range(self.max_sequences - 1, -1, -1))
+        self._page_tables[:] = -1
 
     # ---- requests ----
 
@@ -179,7 +240,8 @@ class Engine:
 
     def enqueue(self, sequence: Sequence) -> None:
         """Queues a new sequence; call `step` until its `finish_reason` is set."""
-        self.waiting.append(sequence)
+        if sequence.finish_reason is None:  # it may have been cancelled before it came here
+            self.waiting.append(sequence)
 
     def submit(
         self,
@@ -230,6 +292,34 @@ class Engine:
         if sequence.finish_reason is None:
             self._finish(sequence, "cancelled")
 
+    def interrupt(self, sequence: Sequence | None) -> None:
+        """Cancels a sequence (None: all) from any thread, and ends the step in flight if it is in there.
+
+        It is over when whoever drives the engine comes to its next step, or calls `end_interrupted`. A step
+        that was just about to begin is not ended: until the sequence's finish_reason is set, call again.
+        """
+        self._interrupted.add(sequence)
+        if self._in_flight if sequence is None else sequence in self._in_flight:
+            self.cancel_step()
+
+    def cancel_step(self) -> None:
+        """Ends the step in flight, whoever's it is, from any thread, where the backend can."""
+        cancel = getattr(self.backend, "cancel", None)
+        if cancel is not None:
+            cancel()
+
+    def end_interrupted(self) -> None:
+        """Cancels what `interrupt` asked for; for the thread that drives the engine."""
+        while self._interrupted:
+            sequence = self._interrupted.pop()
+            for each in [*self.running, *self.waiting] if sequence is None else [sequence]:
+                self.cancel(each)
+
+    def fail(self, error: Exception) -> None:
+        """Ends every sequence with an error."""
+        for sequence in [*self.running, *self.waiting]:
+            self._fail(sequence, error)
+
     def take_pages(self, n_tokens: int) -> list[int]:
         """Pages of the cache for a caller that steps the backend itself; give them back to `pool.release`.
 
@@ -254,24 +344,40 @@ class Engine:
         """Runs one batch; returns the sequences that got a token, got logits, or ended.
 
         When the backend fails, the sequences of the batch end with "error" and its exception is raised; the
-        others, and the engine, go on. After an interruption (Ctrl-C) every sequence can go on.
+        others, and the engine, go on. After an interruption (Ctrl-C) every sequence can go on. A step that
+        was cancelled returns nothing; what was in it is computed by the next, but for interrupted sequences.
         """
+        self.end_interrupted()
         chunks = self._schedule()
         if not chunks:
             return []
         batch = self._assemble(chunks)
+        self._in_flight = frozenset(sequence for sequence, _ in chunks)
+        begun = time.perf_counter()
         try:
             logits = self.backend.step(batch).logits
+        except StepCancelledError:
+            self.step_stats = None
+            self.end_interrupted()
+            return []
         except Exception as error:
             for sequence, _ in chunks:
                 self._fail(sequence, error)
             raise
+        finally:
+            self._in_flight = frozenset()
+        now = time.perf_counter()
+        n_answers = sum(n == 1 for _, n in chunks)
+        self._prompt_share.note(len(batch.tokens) - n_answers, n_answers, now - begun)
         if self.collect_stats:
             self.step_stats = self.backend.stats()
-        return self._collect(chunks, logits)
+        return self._collect(chunks, logits, now)
 
     def _schedule(self) -> list[tuple[Sequence, int]]:
-        """Sequences of the next batch and how many tokens of each: decoding first, then prompts in chunks."""
+        """Sequences of the next batch and how many tokens of each: decoding first, then prompts in chunks.
+
+        Beside answers that run, prompts take no more than their share, so that the answers go on.
+        """
         if self.waiting:
             self._admit()
         budget = self._max_batch
@@ -283,6 +389,8 @@ class Engine:
             elif budget:
                 chunks.append((sequence, 1))
                 budget -= 1
+        if chunks:
+            budget = min(budget, self._prompt_share.n_tokens)
         for sequence in prompts:
             if not budget:
                 break
@@ -368,9 +476,8 @@ class Engine:
             outputs[:n_outputs],
         )
 
-    def _collect(self, chunks: list[tuple[Sequence, int]], logits: np.ndarray) -> list[Sequence]:
-        """Samples, hands out logits, makes full pages findable and ends what is finished."""
-        now = time.perf_counter()
+    def _collect(self, chunks: list[tuple[Sequence, int]], logits: np.ndarray, now: float) -> list[Sequence]:
+        """Samples, hands out logits, makes full pages findable, ends what is finished, and tells of it."""
         changed = []
         row = 0
         for sequence, n in chunks:
@@ -404,6 +511,8 @@ class Engine:
                     self._finish(sequence, "stop")
                 elif len(sequence.tokens) >= sequence.n_tokens_max:
                     self._finish(sequence, "length")
+                else:
+                    sequence.tell()
             if n_rows:
                 changed.append(sequence)
         return changed
@@ -443,11 +552,12 @@ class Engine:
         sequence.finish_reason = reason
         if sequence.slot >= 0:
             self._leave(sequence)
-        else:
+        elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        sequence.tell()
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
-        sequence.error = error
+        self.latest_error = sequence.error = error
         self._finish(sequence, "error")
 
     def checked(self, tokens: Tokens[int]) -> list[int]:

@@ -1,0 +1,221 @@
+"""The thread that drives an engine, so that no consumer of an answer has to.
+
+Whoever wants an answer submits a sequence and takes its events; the thread computes whether they are taken or
+not. It lives while there is work and a moment longer. Others may have the engine to themselves between two
+steps (`exclusive`): scores, taps and comparisons drive it in their own thread then, and what runs goes on
+with their steps.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+
+from hotset.engine.engine import Engine, Event, Sequence
+from hotset.errors import InvalidRequestError, OutOfMemoryError
+
+_LINGER_SECONDS = 1.0  # that the thread waits for more work before it ends
+_AGAIN_SECONDS = 0.01  # between two attempts to end a step: one that is just about to begin does not hear
+_LOOK_SECONDS = 0.25  # between two looks whether a consumer waits for something that cannot come any more
+
+
+class EngineThread:
+    """Drives `engine` in a thread of its own. Every method may be called from any thread.
+
+    In a forked process, where the thread is not, a new one takes over an engine without sequences; what the
+    parent asked for stays with the parent.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._closed = False
+        self._begin()
+        _living.add(self)
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._wake = threading.Condition()  # guards what follows
+        self._inbox: deque[Sequence] = deque()
+        self._guests = 0  # who want the engine between two steps, or have it
+        self._thread: threading.Thread | None = None
+        self._turn = threading.Lock()  # held by whoever drives the engine
+        self._driver: int | None = None  # the id of that thread
+
+    # ---- requests ----
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queues a sequence of `Engine.prepare`; its events come from `next_event`.
+
+        Raises InvalidRequestError once it was closed, OutOfMemoryError where no thread can be started.
+        """
+        self._after_fork()
+        with self._wake:
+            self._check_open()
+            sequence.events = SimpleQueue()
+            self._inbox.append(sequence)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="hotset-engine", daemon=True)
+                try:
+                    self._thread.start()
+                except RuntimeError as error:
+                    self._thread = None
+                    self._inbox.remove(sequence)
+                    raise OutOfMemoryError(
+                        f"the thread that computes answers cannot be started ({error}); end other processes"
+                    ) from None
+            self._wake.notify_all()
+
+    def next_event(self, sequence: Sequence) -> Event:
+        """Waits for the next event of a submitted sequence; the one with a finish_reason is the last."""
+        assert sequence.events is not None
+        while True:
+            if sequence.process != os.getpid():
+                raise InvalidRequestError(
+                    "the answer belongs to the process that asked for it; ask again in this one"
+                )
+            try:
+                # Ctrl-C ends the wait; on Windows it does so when the time is over.
+                return sequence.events.get(timeout=_LOOK_SECONDS)
+            except Empty:
+                continue
+
+    def cancel(self, sequences: Iterable[Sequence]) -> None:
+        """Ends what of these still runs, with the step in flight that computes it, and waits for it.
+
+        A thread that drives the engine (a garbage collection may cancel anywhere) does not wait: its next
+        step ends them.
+        """
+        left = [sequence for sequence in sequences if sequence.process == os.getpid()]
+        if self._driver == threading.get_ident():
+            for sequence in left:
+                self.engine.interrupt(sequence)
+            return
+        while left := [sequence for sequence in left if sequence.finish_reason is None]:
+            for sequence in left:
+                self.engine.interrupt(sequence)
+            self._take_turn(_AGAIN_SECONDS)
+
+    # ---- the engine for others ----
+
+    @contextmanager
+    def exclusive(self) -> Iterator[Engine]:
+        """The engine, between two steps of the thread, which waits until it is given back."""
+        self._after_fork()
+        if self._driver == threading.get_ident():  # it has it already
+            yield self.engine
+            return
+        with self._guest(), self._turn:
+            self._driver = threading.get_ident()
+            try:
+                self._check_open()
+                self._take_in()
+                yield self.engine
+            finally:
+                self._driver = None
+
+    def close(self) -> None:
+        """Ends every sequence as cancelled, the step in flight too, and the thread; safe to call twice."""
+        self._after_fork()
+        with self._wake:
+            self._closed = True
+            thread = self._thread
+            self._wake.notify_all()
+        if self._driver == threading.get_ident():  # a guest closes it
+            self.engine.interrupt(None)
+            self._take_in()
+            return
+        while not self._take_turn(_AGAIN_SECONDS):
+            self.engine.interrupt(None)
+            self.engine.cancel_step()  # of a guest, too
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        _living.discard(self)
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        while self._wait_for_work():
+            with self._turn:
+                self._driver = threading.get_ident()
+                try:
+                    self._take_in()
+                    if not self._closed and self.engine.has_work:
+                        self.engine.step()
+                except BaseException as error:
+                    if error is not self.engine.latest_error:  # else those whom it concerns have it
+                        self.engine.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+                    self.engine.latest_error = None
+                finally:
+                    self._driver = None
+
+    def _wait_for_work(self) -> bool:
+        """Whether there is any; without it for a while the thread ends."""
+        with self._wake:
+            while not self._closed:
+                if self._inbox or (self.engine.has_work and not self._guests):
+                    return True
+                # A guest wakes this thread when it leaves; what it leaves is not for us to forget.
+                timeout = None if self._guests else _LINGER_SECONDS
+                if not self._wake.wait(timeout) and not (self._inbox or self._guests or self.engine.has_work):
+                    break
+            self._thread = None
+            return False
+
+    def _take_in(self) -> None:
+        """Hands the inbox to the engine; whoever has the turn does it."""
+        while self._inbox:
+            self.engine.enqueue(self._inbox.popleft())
+        self.engine.end_interrupted()
+
+    def _take_turn(self, seconds: float) -> bool:
+        """Waits that long for the turn, and ends what was interrupted; all, where this is closed."""
+        with self._guest():
+            if not self._turn.acquire(timeout=seconds):
+                return False
+            try:
+                if self._closed:
+                    self.engine.interrupt(None)
+                self._take_in()
+            finally:
+                self._turn.release()
+        return True
+
+    @contextmanager
+    def _guest(self) -> Iterator[None]:
+        wake = self._wake
+        with wake:
+            self._guests += 1
+        try:
+            yield
+        finally:
+            if wake is self._wake:  # else the guest forked: its child begins without any
+                with wake:
+                    self._guests -= 1
+                    wake.notify_all()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidRequestError("the model has been closed; load it again")
+
+    def _after_fork(self) -> None:
+        """In a forked process: begins anew, since thread and locks are as the parent's threads left them."""
+        if self._process != os.getpid():
+            self._begin()
+            self.engine.reset()
+
+
+_living: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Ends the threads before the interpreter does: back from native code, one would find no Python."""
+    for thread in list(_living):
+        if thread._process == os.getpid():
+            thread.close()

@@ -1,0 +1,249 @@
+"""Answers as they are generated: text, timings and statistics made of the engine's events.
+
+Text and token ids meet here: the engine knows ids only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from hotset.backends.base import StepStats
+from hotset.engine.driver import EngineThread
+from hotset.engine.engine import Event, FinishReason
+from hotset.engine.engine import Sequence as EngineSequence
+from hotset.engine.sampler import SamplingParams, TokenLogprobs
+from hotset.engine.stop import StopMatcher
+from hotset.errors import InvalidRequestError
+from hotset.parameters import shown
+
+if TYPE_CHECKING:
+    from hotset.sparsity.stats import StatsSummary
+    from hotset.text.tokenizer import Tokenizer
+
+Summary = Callable[[Sequence[StepStats]], "StatsSummary | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """How long an answer took. Reused prompt tokens were found in the cache and cost no time."""
+
+    prompt_tokens: int
+    reused_tokens: int
+    predicted_tokens: int
+    prompt_per_second: float  # computed prompt tokens until the first generated one
+    predicted_per_second: float  # generated tokens after the first
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """Steps [start, end) of an answer, added up when somebody asks: while tokens come that costs nothing."""
+
+    summary: Summary
+    steps: list[StepStats]
+    start: int
+    end: int
+
+    def chunk(self) -> StatsSummary | None:
+        return self.summary(self.steps[self.start : self.end])
+
+    def answer(self) -> StatsSummary | None:
+        return self.summary(self.steps[1 : self.end] or self.steps[: self.end])
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of an answer while it is generated.
+
+    text may be empty: half a character, or what could still become a stop string, is held back.
+    tokens: the ids generated since the last chunk. logprobs: one per token, where they were asked for.
+    finish_reason: set in the last chunk, see Completion.
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+    finish_reason: FinishReason | None
+    timings: Timings
+    _counted: _Counted | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def stats(self) -> StatsSummary | None:
+        """What the step of this token did, mean per token (of the first: of the prompt and it); None where no
+        neuron can be skipped. Added up at the call, in some milliseconds."""
+        return self._counted.chunk() if self._counted else None
+
+    @property
+    def answer_stats(self) -> StatsSummary | None:
+        """As Completion.stats, of the answer so far."""
+        return self._counted.answer() if self._counted else None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished answer.
+
+    tokens: all generated ids, with the end-of-sequence token if there was one (it has no text).
+    prompt_tokens: how many tokens the prompt had. seed: draws the same answer again.
+    finish_reason: "stop" (the model ended it, or a stop string came), "length" (max_tokens or the end of the
+    context), "cancelled" (the model was closed).
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+    prompt_tokens: int
+    finish_reason: FinishReason
+    seed: int
+    timings: Timings
+    _counted: _Counted | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def stats(self) -> StatsSummary | None:
+        """What a generated token touched, mean over those after the first; None where no neuron can be
+        skipped. Added up at the call: 0.1 ms per token."""
+        return self._counted.answer() if self._counted else None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """An answer in a conversation: append it to the messages to go on."""
+
+    content: str
+    completion: Completion
+    role: str = "assistant"
+
+    def as_dict(self) -> dict[str, str]:
+        """The message as OpenAI's clients write it."""
+        return {"role": self.role, "content": self.content}
+
+
+class Generation:
+    """A sequence on its way through the engine, and the text that it has become so far.
+
+    summary: adds up statistics of steps. Use it as a context manager: leaving it cancels what still runs.
+    """
+
+    def __init__(
+        self,
+        thread: EngineThread,
+        sequence: EngineSequence,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        summary: Summary,
+    ) -> None:
+        self.sequence = sequence
+        self.completion: Completion | None = None
+        self._thread = thread
+        self._summary = summary
+        self._decoder = tokenizer.stream(skip_special=True)
+        self._matcher = StopMatcher(params.stop)
+        self._text = ""
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._first = self._last = 0.0  # seconds at which tokens came
+
+    def __enter__(self) -> Generation:
+        self._thread.submit(self.sequence)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.cancel([self.sequence])
+
+    def chunks(self) -> Iterator[Chunk]:
+        """The answer piece by piece; sets `completion` with the last chunk. Raises a step's failure."""
+        while self.completion is None:
+            yield self._take(self._thread.next_event(self.sequence))
+
+    def finish(self) -> Completion:
+        """The whole answer."""
+        for _ in self.chunks():
+            pass
+        assert self.completion is not None
+        return self.completion
+
+    def _take(self, event: Event) -> Chunk:
+        if event.error is not None:
+            raise event.error
+        n_before = len(self._tokens)
+        finish_reason = event.finish_reason
+        text = ""
+        if event.token is not None:
+            self._tokens.append(event.token)
+            self._first, self._last = self._first or event.time, event.time
+            if event.logprobs is not None:
+                self._logprobs.append(event.logprobs)
+            if event.token not in self.sequence.stop_ids:
+                text = self._matcher.push(self._decoder.push(event.token))
+        if finish_reason is not None and not self._matcher.stopped:
+            text += self._matcher.push(self._decoder.flush())
+            text += self._matcher.flush()
+        if self._matcher.stopped:
+            finish_reason = "stop"
+            self._thread.cancel([self.sequence])  # its pages are free before the caller asks for more
+        self._text += text
+        steps, n_after = self.sequence.step_stats, len(self._tokens)
+        counted = _Counted(self._summary, steps, n_before, n_after) if steps else None
+        timings = self._timings()
+        if finish_reason is not None:
+            assert self.sequence.sampler is not None
+            self.completion = Completion(
+                text=self._text,
+                tokens=self._tokens,
+                logprobs=self._logprobs,
+                prompt_tokens=self.sequence.n_prompt,
+                finish_reason=finish_reason,
+                seed=self.sequence.sampler.seed,
+                timings=timings,
+                _counted=counted,
+            )
+        logprobs = self._logprobs[n_before:]
+        return Chunk(text, self._tokens[n_before:], logprobs, finish_reason, timings, counted)
+
+    def _timings(self) -> Timings:
+        """Up to the latest token that was taken; the engine may be further."""
+        sequence, n = self.sequence, len(self._tokens)
+        before, after = self._first - sequence.started, self._last - self._first
+        return Timings(
+            sequence.n_prompt,
+            sequence.n_reused,
+            n,
+            (sequence.n_prompt - sequence.n_reused) / before if before > 0 else 0.0,
+            (n - 1) / after if after > 0 else 0.0,
+        )
+
+
+def sampling_params(params: dict[str, Any]) -> SamplingParams:
+    known = [field.name for field in fields(SamplingParams)]
+    for name in params:
+        if name not in known:
+            raise InvalidRequestError(
+                f"there is no parameter {name!r}; the parameters are {', '.join(known)}"
+            )
+    return SamplingParams(**params)
+
+
+def checked_messages(messages: Sequence[Mapping[str, Any] | ChatMessage]) -> list[dict[str, Any]]:
+    """OpenAI-shaped messages as plain dictionaries whose content is a string."""
+    if isinstance(messages, str | Mapping) or not messages:
+        raise InvalidRequestError('messages must be a list such as [{"role": "user", "content": "Hello"}]')
+    checked: list[dict[str, Any]] = []
+    for i, message in enumerate(messages):
+        if isinstance(message, ChatMessage):
+            message = message.as_dict()
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidRequestError(f"message {i} must be a dictionary with a role and a content")
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "".join(_text_part(part, i) for part in content)
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise InvalidRequestError(f"the content of message {i} must be text, not {shown(content)}")
+        checked.append({**message, "content": content})
+    return checked
+
+
+def _text_part(part: Any, i: int) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise InvalidRequestError(f"message {i} has a part that is not text; this model reads only text")

@@ -1,0 +1,468 @@
+"""The thread that drives the engine: whoever waits, cancels, forks, fails or leaves, the tokens are the same."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_backend import FakeBackend
+
+from hotset.backends.base import Batch, StepResult
+from hotset.engine import driver
+from hotset.engine.driver import EngineThread
+from hotset.engine.engine import Engine, Event, Sequence
+from hotset.engine.pacing import PromptShare
+from hotset.engine.sampler import SamplingParams
+from hotset.errors import HotsetError, InvalidRequestError, OutOfMemoryError, StepCancelledError
+
+WAIT = 60.0  # that no test takes
+
+
+def prompt(n: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng([seed, n]).integers(0, 97, n).tolist()
+
+
+def expected(tokens: list[int], **params: Any) -> list[int]:
+    engine = Engine(FakeBackend(), 512)
+    sequence = engine.submit(tokens, SamplingParams(**params))
+    while engine.has_work:
+        engine.step()
+    return sequence.generated
+
+
+class Gated(FakeBackend):
+    """Begins a step only with a permit, and stops in its middle until there is one."""
+
+    def __init__(self, can_cancel: bool = True, **options: Any) -> None:
+        super().__init__(**options)
+        self.permits = threading.Semaphore(0)
+        self.is_inside = threading.Event()
+        self.cancelled = threading.Event()
+        if can_cancel:
+            self.cancel: Callable[[], None] = self.cancelled.set
+
+    def step(self, batch: Batch) -> StepResult:
+        self.is_inside.set()
+        while not self.permits.acquire(timeout=0.001):
+            if self.cancelled.is_set():
+                self.cancelled.clear()
+                raise StepCancelledError
+        self.is_inside.clear()
+        return super().step(batch)
+
+
+@pytest.fixture
+def gated() -> Iterator[tuple[Gated, EngineThread]]:
+    backend = Gated()
+    thread = EngineThread(Engine(backend, 512))
+    yield backend, thread
+    backend.permits.release(1000)
+    thread.close()
+
+
+@pytest.fixture
+def thread() -> Iterator[EngineThread]:
+    thread = EngineThread(Engine(FakeBackend(), 512))
+    yield thread
+    thread.close()
+
+
+def ask(thread: EngineThread, tokens: list[int], **params: Any) -> Sequence:
+    sequence = thread.engine.prepare(tokens, SamplingParams(**params))
+    thread.submit(sequence)
+    return sequence
+
+
+def events(thread: EngineThread, sequence: Sequence) -> list[Event]:
+    taken = [thread.next_event(sequence)]
+    while taken[-1].finish_reason is None:
+        taken.append(thread.next_event(sequence))
+    return taken
+
+
+def tokens_of(thread: EngineThread, sequence: Sequence) -> list[int]:
+    return [event.token for event in events(thread, sequence) if event.token is not None]
+
+
+def test_an_event_for_each_token_and_the_end_with_the_last(thread: EngineThread) -> None:
+    sequence = ask(thread, prompt(20), seed=1, max_tokens=30, logprobs=1)
+    taken = events(thread, sequence)
+    assert [event.token for event in taken] == expected(prompt(20), seed=1, max_tokens=30)
+    assert [event.finish_reason for event in taken] == [None] * 29 + ["length"]
+    assert [event.logprobs for event in taken] == sequence.logprobs
+    assert all(event.error is None for event in taken)
+    times = [event.time for event in taken]
+    assert times == sorted(times)
+    assert sequence.events is not None
+    assert sequence.events.empty()
+
+
+def test_a_stop_token_comes_with_its_reason(thread: EngineThread) -> None:
+    free = expected(prompt(10), seed=4, max_tokens=60)
+    sequence = thread.engine.prepare(prompt(10), SamplingParams(seed=4), stop_ids=(free[9],))
+    thread.submit(sequence)
+    taken = events(thread, sequence)
+    assert [event.token for event in taken] == free[: free.index(free[9]) + 1]
+    assert taken[-1].finish_reason == "stop"
+
+
+def test_it_computes_whether_anybody_takes_or_not(thread: EngineThread) -> None:
+    slow, quick = (ask(thread, prompt(9, i), seed=i, max_tokens=50) for i in range(2))
+    assert tokens_of(thread, quick) == expected(prompt(9, 1), seed=1, max_tokens=50)
+    assert len(slow.generated) >= 49
+    assert tokens_of(thread, slow) == expected(prompt(9), seed=0, max_tokens=50)
+
+
+def test_consumers_in_many_threads_get_their_own(thread: EngineThread) -> None:
+    got: dict[int, list[int]] = {}
+
+    def consume(i: int) -> None:
+        got[i] = tokens_of(thread, ask(thread, prompt(5 + i, i), seed=i, max_tokens=20))
+
+    threads = [threading.Thread(target=consume, args=(i,)) for i in range(8)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert got == {i: expected(prompt(5 + i, i), seed=i, max_tokens=20) for i in range(8)}
+
+
+@pytest.mark.parametrize("can_cancel", [True, False])
+def test_cancelling_ends_one_and_disturbs_nobody(can_cancel: bool) -> None:
+    backend = Gated(can_cancel)
+    thread = EngineThread(Engine(backend, 512))
+    kept, dropped = (ask(thread, prompt(30, i), seed=i, max_tokens=20) for i in range(2))
+    backend.permits.release(3)
+    for sequence in (kept, dropped):
+        thread.next_event(sequence)
+    assert backend.is_inside.wait(WAIT)
+    if not can_cancel:  # then the step must come to its end
+        threading.Timer(0.05, backend.permits.release, (1000,)).start()
+    thread.cancel([dropped])
+    assert dropped.finish_reason == "cancelled"
+    assert dropped.slot == -1
+    assert events(thread, dropped)[-1].finish_reason == "cancelled"
+    thread.cancel([dropped])
+    backend.permits.release(1000)
+    assert tokens_of(thread, kept) == expected(prompt(30), seed=0, max_tokens=20)[1:]
+    assert thread.engine.pool.n_available == thread.engine.pool.n_pages
+    thread.close()
+
+
+def test_a_request_can_be_cancelled_before_it_has_begun(gated: tuple[Gated, EngineThread]) -> None:
+    backend, thread = gated
+    first = ask(thread, prompt(5), seed=1, max_tokens=5)
+    assert backend.is_inside.wait(WAIT)
+    second = ask(thread, prompt(6), seed=1)
+    threading.Timer(0.05, backend.permits.release).start()  # it is in no step: one of others is not ended
+    thread.cancel([second])
+    assert [event.finish_reason for event in events(thread, second)] == ["cancelled"]
+    never = thread.engine.prepare(prompt(6), SamplingParams())
+    thread.engine.interrupt(never)
+    backend.permits.release(1000)
+    assert tokens_of(thread, first) == expected(prompt(5), seed=1, max_tokens=5)
+    assert never.finish_reason == "cancelled"
+
+
+def test_ctrl_c_interrupts_the_wait_and_the_request_can_be_cancelled(
+    gated: tuple[Gated, EngineThread],
+) -> None:
+    backend, thread = gated
+    sequence = ask(thread, prompt(5), seed=1)
+    waits = threading.Event()
+
+    class Queue:
+        def get(self, timeout: float) -> Event:
+            waits.set()
+            return queue.get(timeout=timeout)
+
+        put = property(lambda self: queue.put)
+
+    def press() -> None:
+        waits.wait(WAIT)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    queue, sequence.events = sequence.events, Queue()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        threading.Thread(target=press).start()
+        thread.next_event(sequence)
+    thread.cancel([sequence])
+    assert sequence.finish_reason == "cancelled"
+    again = ask(thread, prompt(5), seed=1, max_tokens=3)
+    backend.permits.release(1000)
+    assert tokens_of(thread, again) == expected(prompt(5), seed=1, max_tokens=3)
+
+
+def test_a_failed_step_reaches_everybody_in_it_and_the_engine_goes_on() -> None:
+    backend = Gated()
+    thread = EngineThread(Engine(backend, 512, 2))
+    failing = [ask(thread, prompt(5, i), seed=i, max_tokens=9) for i in range(2)]
+    assert backend.is_inside.wait(WAIT)
+    waiting = ask(thread, prompt(7), seed=5, max_tokens=9)
+    backend.fail_at_step = 2
+    backend.permits.release(1000)
+    for sequence in failing:
+        last = events(thread, sequence)[-1]
+        assert (last.token, last.finish_reason) == (None, "error")
+        assert isinstance(last.error, RuntimeError)
+    assert tokens_of(thread, waiting) == expected(prompt(7), seed=5, max_tokens=9)
+    thread.close()
+
+
+def test_a_fault_of_the_engine_ends_what_runs_and_not_the_thread(
+    thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise ValueError("a fault")
+
+    with thread.exclusive() as engine:
+        sequences = [ask(thread, prompt(5, i), seed=i) for i in range(3)]
+        monkeypatch.setattr(engine, "_schedule", broken)
+    for sequence in sequences:
+        last = events(thread, sequence)[-1]
+        assert last.finish_reason == "error"
+        assert isinstance(last.error, ValueError)
+    monkeypatch.undo()
+    assert tokens_of(thread, ask(thread, prompt(5), seed=0, max_tokens=4)) == expected(
+        prompt(5), seed=0, max_tokens=4
+    )
+
+
+def test_closing_ends_everything(gated: tuple[Gated, EngineThread]) -> None:
+    backend, thread = gated
+    sequences = [ask(thread, prompt(5, i), seed=i) for i in range(3)]
+    backend.permits.release()
+    thread.next_event(sequences[0])
+    assert backend.is_inside.wait(WAIT)
+    late = ask(thread, prompt(4), seed=9)
+    running = thread._thread
+    assert running is not None
+    thread.close()
+    thread.close()
+    assert not running.is_alive()
+    for sequence in (*sequences, late):
+        assert events(thread, sequence)[-1].finish_reason == "cancelled"
+    assert not thread.engine.has_work
+    with pytest.raises(InvalidRequestError, match="has been closed"):
+        ask(thread, prompt(5))
+    with pytest.raises(InvalidRequestError, match="has been closed"), thread.exclusive():
+        pass
+
+
+def test_closing_from_inside_a_turn(thread: EngineThread) -> None:
+    sequence = ask(thread, prompt(5), seed=1)
+    with thread.exclusive() as engine:
+        thread.close()
+        assert not engine.has_work
+    assert events(thread, sequence)[-1].finish_reason in ("cancelled", "length")
+
+
+def test_the_engine_is_ones_own_between_two_steps(gated: tuple[Gated, EngineThread]) -> None:
+    backend, thread = gated
+    sequence = ask(thread, prompt(9), seed=2, max_tokens=12)
+    backend.permits.release(1000)
+    thread.next_event(sequence)
+    rows: list[int] = []
+    with thread.exclusive() as engine, thread.exclusive() as again:
+        assert again is engine
+        n_steps = len(backend.batches)
+        assert not backend.is_inside.wait(0.05)
+        assert len(backend.batches) == n_steps
+        score = engine.score(prompt(40), lambda position, logits: rows.append(len(logits)))
+        while score.finish_reason is None:
+            engine.step()
+    assert sum(rows) == 40
+    # What runs got its tokens from the guest's steps too.
+    assert tokens_of(thread, sequence) == expected(prompt(9), seed=2, max_tokens=12)[1:]
+
+
+def test_a_guest_is_let_in_while_answers_run(thread: EngineThread) -> None:
+    running = [ask(thread, prompt(5, i), seed=i) for i in range(4)]
+    n = [len(running[0].tokens)]
+    for _ in range(20):
+        with thread.exclusive():
+            n.append(len(running[0].tokens))
+    assert n[-1] < 512  # the thread did not run to the end before it let anybody in
+    thread.cancel(running)
+
+
+@pytest.mark.parametrize("kind", ["cancel", "collection"])
+def test_cancelling_in_the_thread_that_steps_does_not_wait_for_itself(
+    thread: EngineThread, kind: str
+) -> None:
+    """A garbage collection may close somebody's stream anywhere, also in the middle of a step."""
+    other = thread.engine.prepare(prompt(9), SamplingParams(seed=1))
+
+    def stream() -> Iterator[Event]:
+        try:
+            thread.submit(other)
+            while True:
+                yield thread.next_event(other)
+        finally:
+            thread.cancel([other])
+
+    left = [stream()]
+    next(left[0])
+
+    def while_stepping(position: int, rows: np.ndarray) -> None:
+        if kind == "cancel":
+            thread.cancel([other])
+        left.clear()
+        gc.collect()
+
+    with thread.exclusive() as engine:
+        score = engine.score(prompt(20), while_stepping)
+        while score.finish_reason is None:
+            engine.step()
+    taken = events(thread, other)
+    assert taken[-1].finish_reason == "cancelled"
+    left.clear()
+
+
+def test_the_thread_ends_when_nothing_is_left_and_comes_again(
+    thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert thread._thread is None
+    monkeypatch.setattr(driver, "_LINGER_SECONDS", 0.0)
+    for seed in range(3):
+        sequence = ask(thread, prompt(5), seed=seed, max_tokens=4)
+        running = thread._thread
+        assert tokens_of(thread, sequence) == expected(prompt(5), seed=seed, max_tokens=4)
+        if running is not None:
+            running.join(WAIT)
+        assert thread._thread is None
+
+
+def test_a_thread_that_cannot_be_started_is_a_sentence(
+    thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(OutOfMemoryError, match=r"cannot be started \(can't start new thread\)"):
+            ask(thread, prompt(5))
+    assert tokens_of(thread, ask(thread, prompt(5), seed=1, max_tokens=4)) == expected(
+        prompt(5), seed=1, max_tokens=4
+    )
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_forked_process_begins_anew(gated: tuple[Gated, EngineThread]) -> None:
+    backend, thread = gated
+    sequence = ask(thread, prompt(5), seed=1, max_tokens=6)
+    backend.permits.release()
+    thread.next_event(sequence)
+    assert backend.is_inside.wait(WAIT)
+    thread._wake.acquire()  # as if another thread had it at that moment
+    pid = os.fork()
+    if pid == 0:
+        try:
+            backend.permits = threading.Semaphore(1000)
+            mine = tokens_of(thread, ask(thread, prompt(8), seed=3, max_tokens=5))
+            ok = mine == expected(prompt(8), seed=3, max_tokens=5)
+            try:
+                thread.next_event(sequence)
+                ok = False
+            except HotsetError as error:
+                ok = ok and "belongs to the process that asked for it" in str(error)
+            thread.cancel([sequence])
+            thread.close()
+            os._exit(0 if ok else 1)
+        except BaseException:
+            os._exit(2)
+    thread._wake.release()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    backend.permits.release(1000)
+    assert tokens_of(thread, sequence) == expected(prompt(5), seed=1, max_tokens=6)[1:]
+
+
+def test_leaving_the_interpreter_while_it_computes_is_clean() -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from test_driver import *;"
+        "thread = EngineThread(Engine(FakeBackend(), 4000));"
+        "sequence = ask(thread, prompt(5), seed=1); thread.next_event(sequence); print('left')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, os.path.dirname(__file__)], capture_output=True, text=True, timeout=WAIT
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")
+
+
+# ---- how much of a prompt a step takes ----
+
+
+class Clocked(FakeBackend):
+    """Every token of a step takes a millisecond, and a step ten more."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.now = 0.0
+        self.seconds: list[float] = []
+
+    def step(self, batch: Batch) -> StepResult:
+        self.seconds.append(0.01 + 0.001 * len(batch.tokens))
+        self.now += self.seconds[-1]
+        return super().step(batch)
+
+
+def test_a_long_prompt_does_not_stop_a_running_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Clocked(n_pages=200, max_batch=2048)
+    monkeypatch.setattr("hotset.engine.engine.time.perf_counter", lambda: backend.now)
+    engine = Engine(backend, 8192)
+    running = engine.submit(prompt(10), SamplingParams(seed=1, max_tokens=200))
+    for _ in range(5):
+        engine.step()
+    assert engine.backend.batches == [10, 1, 1, 1, 1]
+    long = engine.submit(prompt(3000), SamplingParams(seed=2, max_tokens=3))
+    n_before = len(running.generated)
+    backend.batches.clear()
+    backend.seconds.clear()
+    while not long.generated:
+        engine.step()
+    assert len(running.generated) - n_before == len(backend.batches)  # a token with every step
+    assert max(backend.seconds) < 0.125
+    assert sorted(backend.batches)[len(backend.batches) // 2] == pytest.approx(100, abs=3)
+    while engine.has_work:
+        engine.step()
+    assert running.generated == expected(prompt(10), seed=1, max_tokens=200)
+
+
+def test_a_prompt_alone_takes_whole_steps() -> None:
+    engine = Engine(FakeBackend(max_batch=100), 512, prompt_seconds=1e-9)
+    engine.submit(prompt(250), SamplingParams(seed=1, max_tokens=2))
+    while engine.has_work:
+        engine.step()
+    assert engine.backend.batches == [100, 100, 50, 1]
+
+
+def test_the_share_of_a_prompt_follows_what_steps_take() -> None:
+    share = PromptShare(0.1, 512)
+    assert share.n_tokens == 64
+    for n in (128, 256, 512, 512):  # a quick machine: it doubles, and never beyond a step
+        share.note(share.n_tokens, 1, 0.001)
+        assert share.n_tokens == n
+    share.note(512, 1, 0.4)  # too slow: at once what fits
+    assert share.n_tokens == 128
+    share.note(5, 1, 0.01)  # the end of a prompt, which says nothing
+    assert share.n_tokens == 128
+    share.note(128, 1, 12.8)
+    assert share.n_tokens == 16  # as few as there are
+    share.note(0, 3, 0.8)  # where answers alone take longer, that long
+    share.note(16, 3, 1.0)
+    assert share.n_tokens == 32
+    share.note(32, 3, 2.4)
+    assert share.n_tokens == 16
+    assert PromptShare(0.1, 8).n_tokens == 8
+    tiny = PromptShare(0.1, 8)
+    tiny.note(8, 0, 50.0)
+    assert tiny.n_tokens == 8
