@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -192,6 +193,32 @@ def test_the_number_of_running_answers_is_a_setting(path: Path):
             assert model.engine.max_sequences == max_sequences
             answers.append([a.tokens for a in model.generate_many(prompts, seed=1, max_tokens=10)])
     assert answers[0] == answers[1] == answers[2]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_forked_process_has_answers_of_its_own(model: hotset.Model):
+    alone = model.generate("hello", seed=1, max_tokens=20).tokens
+    messages: list[Any] = [{"role": "user", "content": "hello"}]
+    tokens = model.encode_chat(messages)
+    stream = model.stream("one", seed=2, max_tokens=20)
+    next(stream)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            right = model.generate("hello", seed=1, max_tokens=20).tokens == alone
+            right = right and model.encode_chat(messages) == tokens
+            try:
+                list(stream)
+                right = False
+            except hotset.InvalidRequestError:
+                pass
+            model.close()
+            os._exit(0 if right else 1)
+        except BaseException:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert len(list(stream)) == 19
+    assert model.encode_chat(messages) == tokens
 
 
 def test_threads_share_a_model(model: hotset.Model):

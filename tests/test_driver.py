@@ -1,4 +1,4 @@
-"""The thread that drives the engine: whoever waits, cancels, forks, fails or leaves, the tokens are the same."""
+"""The thread that drives the engine: whoever cancels, forks, fails or leaves, the tokens are the same."""
 
 from __future__ import annotations
 
@@ -190,10 +190,13 @@ def test_ctrl_c_interrupts_the_wait_and_the_request_can_be_cancelled(
         waits.wait(WAIT)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    queue, sequence.events = sequence.events, Queue()  # type: ignore[assignment]
-    with pytest.raises(KeyboardInterrupt):
+    def wait() -> None:
         threading.Thread(target=press).start()
         thread.next_event(sequence)
+
+    queue, sequence.events = sequence.events, Queue()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        wait()
     thread.cancel([sequence])
     assert sequence.finish_reason == "cancelled"
     again = ask(thread, prompt(5), seed=1, max_tokens=3)
