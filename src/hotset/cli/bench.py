@@ -1,10 +1,10 @@
 """`hotset bench`: llama-bench's options and table, and how much of the machine's memory speed was reached.
 
-The backend is driven directly, as llama-bench does: random tokens, no tokenizer, no sampling. `pp` is the
-processing of a prompt, `tg` the generation of tokens one by one, `@ d` with d tokens in the cache before.
-Generation reads every weight once per token, but those of neurons that it skips, so the rate at which the
-mapped file can be read is its ceiling: it is measured first, and again between the repetitions, since a
-shared machine's ceiling moves.
+As llama-bench does it: random tokens, no tokenizer, no sampling; but through the engine and its thread, as an
+answer comes. `pp` is the processing of a prompt, `tg` the generation of tokens one by one, `@ d` with d
+tokens in the cache before. Generation reads every weight once per token, but those of neurons that it skips,
+so the rate at which the mapped file can be read is its ceiling: it is measured first, and again between the
+repetitions, since a shared machine's ceiling moves.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,6 +31,7 @@ from hotset.units import human_count
 if TYPE_CHECKING:
     from hotset.api import Model
     from hotset.backends.base import Backend, KVType, StepStats
+    from hotset.engine.engine import Sequence
 
 _SEED = 0
 _N_COUNTED = 32  # generated tokens whose neurons are counted
@@ -185,70 +187,95 @@ def measure(
     *,
     collect_stats: bool = False,
 ) -> Measurement:
-    """Runs the test after a warm-up. The depth is computed once; repetitions write over what follows it.
+    """Runs the test after a warm-up, which computes the depth. It is found in the cache from then on.
 
     collect_stats: the warm-up generates some more tokens, and counts which neurons fire.
     """
-    run = _Run(backend, test.n_ctx, min(batch, backend.max_batch))
-    run.prompt(0, test.n_depth)
-    start = test.n_depth
-    run.stats = [] if collect_stats else None
-    run.prompt(start, test.n_prompt)
-    if collect_stats and test.n_gen:
-        run.stats = []
-    run.generate(start + test.n_prompt, min(test.n_gen, _N_COUNTED if collect_stats else 2))
-    result = Measurement(stats=run.stats or [])
-    run.stats = None
-    for _ in range(repetitions):
-        if test.n_gen:
-            result.bandwidth.append(read_bandwidth())
-        begun = time.perf_counter()
-        run.prompt(start, test.n_prompt)
-        run.generate(start + test.n_prompt, test.n_gen)
-        result.seconds.append(time.perf_counter() - begun)
+    with closing(_Run(backend, test, batch)) as run:
+        run.engine.collect_stats = collect_stats
+        run.once(min(test.n_gen, _N_COUNTED if collect_stats else 2))
+        result = Measurement(stats=run.stats)
+        run.engine.collect_stats, run.engine.step_stats = False, None
+        for _ in range(repetitions):
+            if test.n_gen:
+                result.bandwidth.append(read_bandwidth())
+            result.seconds.append(run.once(test.n_gen))
     if not result.bandwidth:
         result.bandwidth.append(read_bandwidth())
     return result
 
 
 class _Run:
-    """One sequence of random tokens in the first pages of the cache."""
+    """Requests of random tokens, one after the other, to an engine that is driven by its thread.
 
-    def __init__(self, backend: Backend, n_ctx: int, batch: int) -> None:
+    What is measured is what a user waits for: from one event to another.
+    """
+
+    def __init__(self, backend: Backend, test: Test, batch: int) -> None:
         import numpy as np
 
         from hotset.backends.base import PAGE_SIZE
+        from hotset.engine.driver import EngineThread
+        from hotset.engine.engine import Engine
 
-        self.backend, self.batch = backend, batch
-        self.pages = np.arange(-(-n_ctx // PAGE_SIZE), dtype=np.int32)[None]
-        self.tokens = np.random.default_rng(_SEED).integers(0, backend.n_vocab, n_ctx, dtype=np.int32)
-        self.stats: list[StepStats] | None = None  # of the steps, where they are wanted
+        self.test = test
+        self.n_vocab = backend.n_vocab
+        n_ctx = min(max(test.n_ctx, 1) + 2, backend.n_pages * PAGE_SIZE)
+        self.engine = Engine(backend, n_ctx, 1, max_batch=batch)
+        self.stats: list[StepStats] = []  # of the steps of the latest request
+        self._thread = EngineThread(self.engine)
+        self._random = np.random.default_rng(_SEED)
+        self._depth = self._draw(test.n_depth)
 
-    def prompt(self, start: int, n: int) -> None:
-        for first in range(start, start + n, self.batch):
-            self._step(first, min(self.batch, start + n - first))
+    def close(self) -> None:
+        self._thread.close()
 
-    def generate(self, start: int, n: int) -> None:
-        for position in range(start, start + n):
-            self._step(position, 1)
+    def once(self, n_gen: int) -> float:
+        """The seconds of the prompt and of n_gen tokens after it."""
+        test = self.test
+        tokens = [*self._depth, *self._draw(test.n_prompt)] or self._draw(1)
+        sequence = self._sequence(tokens, n_gen)
+        self._thread.submit(sequence)
+        events = [self._thread.next_event(sequence)]
+        while events[-1].finish_reason is None:
+            events.append(self._thread.next_event(sequence))
+        if sequence.error is not None:
+            raise sequence.error
+        self.stats = sequence.step_stats[1:] or [s for s in (self.engine.step_stats,) if s is not None]
+        seconds = 0.0
+        if test.n_prompt:  # with the rest of a page of the depth, which is computed again
+            seconds = events[0].time - sequence.started
+            seconds *= test.n_prompt / (sequence.n_prompt - sequence.n_reused)
+        if n_gen:
+            # The first token came of the prompt: one more is generated, unless the cache ends before it.
+            start = events[0].time if len(events) > 1 else sequence.started
+            seconds += n_gen * (events[-1].time - start) / max(len(events) - 1, 1)
+        return seconds
 
-    def _step(self, first: int, n: int) -> None:
-        import numpy as np
+    def _sequence(self, tokens: list[int], n_gen: int) -> Sequence:
+        from hotset.engine.engine import Sequence
+        from hotset.engine.sampler import Sampler, SamplingParams
 
-        from hotset.backends.base import Batch
+        class Drawn(Sampler):
+            """Any token will do, as for llama-bench: what is measured is not the sampler."""
 
-        positions = np.arange(first, first + n, dtype=np.int32)
-        self.backend.step(
-            Batch(
-                tokens=self.tokens[first : first + n],
-                positions=positions,
-                sequences=np.zeros(n, np.int32),
-                page_tables=self.pages,
-                outputs=np.array([n - 1], np.int32),
-            )
-        )
-        if self.stats is not None and (stats := self.backend.stats()) is not None:
-            self.stats.append(stats)
+            def sample(drawn, logits: Any) -> int:  # noqa: N805
+                return self._draw(1)[0]
+
+        if n_gen:
+            room = self.engine.n_ctx - len(tokens)
+            sequence = Sequence(tokens, None, len(tokens) + min(n_gen + 1, room))
+            sequence.sampler = Drawn(SamplingParams(), self.n_vocab)
+        else:
+            sequence = Sequence(tokens, None, len(tokens))
+            sequence.on_logits = lambda position, rows: None
+            sequence.first_output = len(tokens) - 1
+        sequence.reuse_prefix = self.test.n_depth > 0
+        return sequence
+
+    def _draw(self, n: int) -> list[int]:
+        tokens: list[int] = self._random.integers(0, self.n_vocab, n).tolist()
+        return tokens
 
 
 def _bandwidth_reader(path: Path, n_threads: int) -> Callable[[], float]:

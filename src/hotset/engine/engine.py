@@ -152,7 +152,8 @@ class Engine:
     """Runs sequences on a backend, several at once.
 
     n_ctx: tokens that one sequence may have, prompt and answer together.
-    max_sequences: how many run at once; the others wait for their turn.
+    max_sequences: how many run at once; the others wait for their turn. max_batch: tokens of a step, where it
+    is to take fewer than the backend could.
     prompt_seconds: how much longer than without them the prompts in a step may make it, while answers run.
     collect_stats: asks the backend for the statistics of every step; step_stats then holds the latest.
     Raises OutOfMemoryError when the cache of the backend cannot hold one whole context.
@@ -164,6 +165,7 @@ class Engine:
         n_ctx: int,
         max_sequences: int = 16,
         *,
+        max_batch: int | None = None,
         collect_stats: bool = False,
         prompt_seconds: float = PROMPT_SECONDS,
     ) -> None:
@@ -184,7 +186,7 @@ class Engine:
         self.collect_stats = collect_stats
         self.max_sequences = max_sequences
         self.step_stats: StepStats | None = None
-        self._max_batch = backend.max_batch
+        self._max_batch = min(max_batch or backend.max_batch, backend.max_batch)
         self._max_outputs = max(1, _MAX_LOGITS_BYTES // (4 * backend.n_vocab))
         self._tokens = np.zeros(self._max_batch, np.int32)
         self._positions = np.zeros(self._max_batch, np.int32)
