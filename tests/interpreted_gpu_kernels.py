@@ -21,9 +21,9 @@ from test_gpu_kernels import EPS, FLOATS, K_TYPES, Cache, matrix, randn, rng_of
 from hotset.backends.gpu import triton_kernels, twins
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.matrix import SUPPORTED, DeviceMatrix
+from hotset.formats import planes
 from hotset.formats.quants import GGMLType
 from hotset.model.graph import Rope
-from hotset.sparsity import planes
 
 DEVICE = os.environ.get("HOTSET_TEST_DEVICE")
 assert (os.environ.get("TRITON_INTERPRET") == "1") != (DEVICE is not None)

@@ -16,6 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from killed import kill_while_it_writes, needs_unnamed_files
 
+from hotset.convert.hf import convert_hf
+from hotset.convert.hf_config import CLASSES
+from hotset.convert.hf_tokenizer import PRE_TOKENIZERS
 from hotset.errors import (
     FormatError,
     HotsetError,
@@ -25,9 +28,6 @@ from hotset.errors import (
     UnsupportedModelError,
 )
 from hotset.formats.gguf import GGUFFile, open_gguf
-from hotset.formats.hf import convert_hf
-from hotset.formats.hf_config import CLASSES
-from hotset.formats.hf_tokenizer import PRE_TOKENIZERS
 from hotset.formats.quants import GGMLType, dequantize
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
@@ -765,7 +765,7 @@ def test_a_profile_orders_the_neurons_and_changes_nothing_else(
 
 MEASURE = """
 import resource, sys
-from hotset.formats.hf import convert_hf
+from hotset.convert.hf import convert_hf
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 convert_hf(sys.argv[1], sys.argv[2], "q8_0")
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
@@ -813,7 +813,7 @@ def test_memory_does_not_grow_with_the_checkpoint(big: Path, tmp_path: Path) -> 
 
 @needs_unnamed_files
 def test_a_killed_process_leaves_nothing(big: Path, tmp_path: Path) -> None:
-    code = "import sys; from hotset.formats.hf import convert_hf; convert_hf(*sys.argv[1:], 'q8_0')"
+    code = "import sys; from hotset.convert.hf import convert_hf; convert_hf(*sys.argv[1:], 'q8_0')"
     kill_while_it_writes(code, big, tmp_path / "out.gguf", folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
     convert_hf(big, tmp_path / "out.gguf", "q8_0")

@@ -13,9 +13,9 @@ from tiny_gguf import write_llama
 
 from hotset import _core
 from hotset.backends.base import PAGE_SIZE, Batch
-from hotset.backends.cores import usable_cores
 from hotset.backends.cpu import CpuBackend
 from hotset.backends.reference import ReferenceBackend
+from hotset.cores import usable_cores
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import DECODABLE, GGMLType

@@ -84,9 +84,9 @@ def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path, monkeypatch:
      "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja", "merges.txt"],
 )  # fmt: skip
 def test_a_checkpoint_of_pipes_and_devices_is_refused(tmp_path: Path, name: str, endless: str) -> None:
-    from hotset.formats.hf_checkpoint import Checkpoint
-    from hotset.formats.hf_config import read_json
-    from hotset.formats.hf_tokenizer import tokenizer_keys
+    from hotset.convert.hf_checkpoint import Checkpoint
+    from hotset.convert.hf_config import read_json
+    from hotset.convert.hf_tokenizer import tokenizer_keys
 
     path = tmp_path / name
     if endless == "fifo":
@@ -121,7 +121,7 @@ def test_activation_counts_in_a_pipe_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_config_is_told_as_before(tmp_path: Path) -> None:
-    from hotset.formats.hf_config import read_json
+    from hotset.convert.hf_config import read_json
 
     with pytest.raises(ModelNotFoundError, match="name the folder of a checkpoint"):
         read_json(tmp_path / "config.json")

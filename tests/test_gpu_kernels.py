@@ -14,10 +14,10 @@ from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.matrix import SUPPORTED, DeviceMatrix
 from hotset.backends.gpu.twins import RopeTable
 from hotset.errors import InvalidRequestError, UnsupportedModelError
+from hotset.formats import planes
 from hotset.formats.quants import GGMLType, dequantize, row_bytes
 from hotset.model.graph import Attention, Graph, Rope, Rotate, Value
 from hotset.placement.budget import matrix_bytes
-from hotset.sparsity import planes
 
 EPS = float(np.finfo(np.float32).eps)
 each_type = pytest.mark.parametrize("type_", SUPPORTED, ids=lambda t: t.name)

@@ -18,13 +18,13 @@ torch = pytest.importorskip("torch")
 
 from test_cold import within  # noqa: E402
 
-from hotset.backends.base import KVType  # noqa: E402
 from hotset.backends.cpu import CpuBackend  # noqa: E402
 from hotset.backends.gpu.kernels import Kernels  # noqa: E402
 from hotset.backends.hybrid import HybridBackend  # noqa: E402
 from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError  # noqa: E402
 from hotset.formats.gguf import GGUFFile, open_gguf  # noqa: E402
 from hotset.formats.quants import GGMLType as T  # noqa: E402
+from hotset.model.cost import KVType  # noqa: E402
 from hotset.placement.table import CPU, LayerPlacement, Placement  # noqa: E402
 
 # Of F32 weights both sides round sums of at most N_FF terms, in different orders: sqrt(N_FF) / 2^24 each,

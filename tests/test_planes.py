@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from make_blocks import random_blocks
 
+from hotset.formats import planes
 from hotset.formats.gguf import GGUFWriter, TensorInfo, open_gguf
 from hotset.formats.quants import GGMLType, dequantize
-from hotset.sparsity import planes
 
 SHAPES = [(32, 32), (96, 64), (1376, 160), (64, 576)]  # (n_ff, n_embd)
 

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from tiny_gguf import write_llama
 
-from hotset.backends.base import PAGE_SIZE, Batch, KVType
+from hotset.backends.base import PAGE_SIZE, Batch
 from hotset.backends.reference import ACTIVATIONS, ReferenceBackend, rotate
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
+from hotset.formats.planes import codes_of, scales_of
 from hotset.formats.quants import GGMLType, dequantize, quantize
 from hotset.model.config import config_from_gguf
+from hotset.model.cost import KVType
 from hotset.model.decoder import describe
 from hotset.model.graph import (
     Attention,
@@ -31,7 +33,6 @@ from hotset.model.graph import (
     TransposedLinear,
     Value,
 )
-from hotset.sparsity.planes import codes_of, scales_of
 
 N_VOCAB, D, N_FF = 96, 64, 96  # of the tiny model
 F32 = np.float32

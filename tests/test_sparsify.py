@@ -25,7 +25,7 @@ pytest.importorskip("transformers")
 tiny_models = pytest.importorskip("tiny_models")
 
 import hotset  # noqa: E402
-from hotset.storage.reporter import Reporter  # noqa: E402
+from hotset.reporter import Reporter  # noqa: E402
 from hotset.training.adapters import Adapters, digest, merge  # noqa: E402
 from hotset.training.calibrate import Choice, _cheapest, calibrate, choose, kernel_widths  # noqa: E402
 from hotset.training.generate import circles, generate, read_documents  # noqa: E402
@@ -666,7 +666,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def converted(checkpoint: Path) -> Path:
-    from hotset.formats.hf import convert_hf
+    from hotset.convert.hf import convert_hf
 
     path = checkpoint.parent / "tiny.gguf"
     convert_hf(checkpoint, path, "f32")

@@ -24,13 +24,14 @@ import pytest
 from fake_hub import FakeHub
 
 from hotset.errors import DownloadError, HotsetError, ModelNotFoundError, UnsupportedModelError
+from hotset.reporter import Reporter
 from hotset.storage import catalogue, fetch, resolve, store
 from hotset.storage import download as download_module
 from hotset.storage import hub as hub_module
 from hotset.storage import wheel as wheel_module
 from hotset.storage.download import Checksum, alone, download
+from hotset.storage.fetch import Checksum, HubFile
 from hotset.storage.hub import HubFile, _check_path, choose_model, type_of
-from hotset.storage.reporter import Reporter
 
 GB = 10**9
 

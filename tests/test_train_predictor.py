@@ -28,7 +28,7 @@ from hotset.formats.torch_file import read_torch, write_torch
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.predictor import Predictor
-from hotset.storage.reporter import Reporter
+from hotset.reporter import Reporter
 from hotset.training import pairs as pair_files
 from hotset.training import predictor as training
 from hotset.training.pairs import Pairs, Source, collect, encode

@@ -17,7 +17,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from hotset.formats.hf import convert_hf
+from hotset.convert.hf import convert_hf
 from hotset.formats.quants import GGMLType
 
 VOCABULARY = 320  # 256 bytes, a few merges, special tokens, and rows that pad the embedding

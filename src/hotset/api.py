@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE, Backend, Batch, KVType, StepStats
+from hotset.backends.base import PAGE_SIZE, Backend, Batch, StepStats
 from hotset.engine import perplexity as engine_perplexity
 from hotset.engine.driver import EngineThread
 from hotset.engine.engine import Engine
@@ -39,6 +39,7 @@ from hotset.generation import (
     checked_messages,
     sampling_params,
 )
+from hotset.model.cost import KVType
 from hotset.parameters import shown
 
 if TYPE_CHECKING:
@@ -49,10 +50,10 @@ if TYPE_CHECKING:
     from hotset.model.graph import Graph
     from hotset.placement.planner import DeviceMemory
     from hotset.placement.table import Placement
+    from hotset.reporter import Reporter
     from hotset.sparsity.modes import Choice
     from hotset.sparsity.profile import Profile
     from hotset.sparsity.stats import PredictorQuality, StatsSummary
-    from hotset.storage.reporter import Reporter
     from hotset.text.chat import ChatTemplate
     from hotset.text.tokenizer import Tokenizer
 

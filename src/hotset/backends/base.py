@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from hotset.formats.gguf import TensorInfo
 
 PAGE_SIZE = 64  # tokens per page of the KV cache
-KVType = Literal["f16", "q8_0", "f32"]  # f32: reference backend and tests only
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from hotset import _core
-from hotset.backends.base import PAGE_SIZE, Batch, KVType, StepResult, StepStats, WeightSource
-from hotset.backends.cores import usable_cores
+from hotset.backends.base import PAGE_SIZE, Batch, StepResult, StepStats, WeightSource
 from hotset.backends.fusion import PARTS, Buffers, Fused, fuse, part_of
+from hotset.cores import usable_cores
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.quants import dequantize, row_bytes
+from hotset.model.cost import KVType
 from hotset.model.graph import (
     Activate,
     Add,

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotset.backends.base import Batch, KVType, StepResult, StepStats, WeightSource, cache_slots
-from hotset.backends.cores import usable_cores
+from hotset.backends.base import Batch, StepResult, StepStats, WeightSource, cache_slots
 from hotset.backends.cpu import CpuBackend
 from hotset.backends.fusion import PARTS, cut, layer_starts
+from hotset.cores import usable_cores
 from hotset.errors import InvalidRequestError
+from hotset.model.cost import KVType
 from hotset.model.graph import Graph
 from hotset.placement.budget import STREAM_FROM
 from hotset.placement.table import CPU, Placement

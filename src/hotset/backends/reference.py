@@ -16,7 +16,6 @@ import numpy as np
 from hotset.backends.base import (
     PAGE_SIZE,
     Batch,
-    KVType,
     StepResult,
     StepStats,
     WeightSource,
@@ -25,6 +24,7 @@ from hotset.backends.base import (
 from hotset.backends.embedding import lookup
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.quants import GGMLType, dequantize, quantize
+from hotset.model.cost import KVType
 from hotset.model.graph import (
     Activate,
     Add,
@@ -231,7 +231,7 @@ class ReferenceBackend:
         """The matrix of a down projection [n_ff, width], from its rows or from its planes."""
         if op.scales is None or op.weight in self._weights:
             return self._weight(op.weight)
-        from hotset.sparsity.planes import decode
+        from hotset.formats.planes import decode
 
         codes = self.weights.data(op.weight).view(np.int8).reshape(op.x.width, -1)
         scales = self.weights.data(op.scales).view(np.float16).reshape(-1, op.out.width)

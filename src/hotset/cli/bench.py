@@ -30,8 +30,9 @@ from hotset.units import human_count
 
 if TYPE_CHECKING:
     from hotset.api import Model
-    from hotset.backends.base import Backend, KVType, StepStats
+    from hotset.backends.base import Backend, StepStats
     from hotset.engine.engine import Sequence
+    from hotset.model.cost import KVType
 
 _SEED = 0
 _N_COUNTED = 32  # generated tokens whose neurons are counted

@@ -15,7 +15,7 @@ import typer
 
 from hotset.cli.terminal import LONGEST_CELL, safe_json, shown
 from hotset.files import read_bounded
-from hotset.storage.reporter import Reporter
+from hotset.reporter import Reporter
 from hotset.units import human_size
 
 if TYPE_CHECKING:

@@ -49,7 +49,7 @@ def convert(
     json: options.Json = False,
 ) -> None:
     """Convert a Hugging Face checkpoint (config.json, tensors, tokenizer) to GGUF."""
-    from hotset.formats.hf import convert_hf
+    from hotset.convert.hf import convert_hf
     from hotset.sparsity.profile import Profile
 
     options.check_type(type)

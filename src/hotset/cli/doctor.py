@@ -73,7 +73,7 @@ def examine() -> dict[str, Any]:
     """Everything that doctor shows, as plain values."""
     import psutil
 
-    from hotset.backends.cores import usable_cores
+    from hotset.cores import usable_cores
     from hotset.placement.machine import processor_name
 
     folder = store.models_folder()

@@ -179,7 +179,7 @@ def sparsify(
 def _source(model: str, folder: Path, stack: contextlib.ExitStack) -> Path:
     """The GGUF file to start from; a Hugging Face checkpoint is converted into the run's folder first."""
     if Path(model).is_dir() and (Path(model) / "config.json").is_file():
-        from hotset.formats.hf import convert_hf
+        from hotset.convert.hf import convert_hf
 
         folder.mkdir(parents=True, exist_ok=True)
         converted = folder / "original.gguf"
@@ -235,7 +235,7 @@ def _open(
     torch = _torch()
 
     import hotset
-    from hotset.backends.cores import usable_cores
+    from hotset.cores import usable_cores
     from hotset.formats.gguf import open_gguf
     from hotset.training.adapters import Adapters, digest
     from hotset.training.llama_torch import load_llama

@@ -40,7 +40,7 @@ def recode(
     `source` is any type that the kernels decode. Raises as `encode` does.
     """
     from hotset import _core
-    from hotset.backends.cores import usable_cores
+    from hotset.cores import usable_cores
 
     if type not in WRITABLE:
         names = ", ".join(t.name for t in WRITABLE)

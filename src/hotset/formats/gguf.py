@@ -51,7 +51,7 @@ from hotset.formats.quants import TYPES, GGMLType, row_bytes
 from hotset.units import human_size
 
 if TYPE_CHECKING:
-    from hotset.storage.reporter import Reporter
+    from hotset.reporter import Reporter
 
 Dialect = Literal["gguf", "powerinfer"]
 MAGICS: dict[bytes, Dialect] = {b"GGUF": "gguf", b"PWRI": "powerinfer"}

@@ -39,7 +39,7 @@ from hotset.formats.gguf import (
 from hotset.formats.quants import DECODABLE, TYPES, GGMLType, row_bytes
 
 if TYPE_CHECKING:
-    from hotset.storage.reporter import Reporter
+    from hotset.reporter import Reporter
 
 _T = GGMLType
 FLOATS = (_T.F32, _T.F16, _T.BF16)

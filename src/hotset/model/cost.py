@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from hotset.backends.base import KVType
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.graph import (
     Attention,
@@ -26,6 +25,10 @@ from hotset.model.graph import (
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import TensorInfo
+
+KVType = Literal[
+    "f16", "q8_0", "f32"
+]  # how keys and values are stored; f32: reference backend and tests only
 
 # Bytes and channels of one block of the cache: q8_0 shares a 2-byte scale among 32 channels.
 KV_BLOCKS: dict[KVType, tuple[int, int]] = {"f32": (4, 1), "f16": (2, 1), "q8_0": (34, 32)}

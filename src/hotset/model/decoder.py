@@ -22,10 +22,10 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from hotset.errors import UnsupportedModelError
+from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import DECODABLE, GGMLType
 from hotset.model.config import ModelConfig
 from hotset.model.graph import (
-    PLANE_GROUP,
     Activate,
     ActivationKind,
     Add,

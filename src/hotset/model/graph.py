@@ -17,9 +17,6 @@ ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu"
 RopeKind = Literal["norm", "neox"]  # norm: pairs (2i, 2i+1); neox: pairs (i, i + n_rot/2)
 
 
-PLANE_GROUP = 32  # neurons of a down projection in planes that share a row of scales (TransposedLinear)
-
-
 @dataclass(frozen=True)
 class Value:
     """One intermediate of the step, float32 [n_tokens, width]."""
@@ -96,7 +93,7 @@ class TransposedLinear:
 
     The down projection of a sparse FFN, a row per neuron. An input of zero adds nothing, whether its row is
     read or not: sums of float32 inputs times decoded weights have one order (csrc/ops/axpy.cpp).
-    With `scales` the weight is in planes (sparsity/planes.py): codes by neuron, scales by 32 neurons.
+    With `scales` the weight is in planes (formats/planes.py): codes by neuron, scales by 32 neurons.
     """
 
     out: Value

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from hotset.backends.base import PAGE_SIZE, KVType
+from hotset.backends.base import PAGE_SIZE
 from hotset.formats.quants import GGMLType, row_bytes
-from hotset.model.cost import KV_BLOCKS
+from hotset.model.cost import KV_BLOCKS, KVType
 from hotset.model.graph import (
     Attention,
     Embed,

@@ -37,7 +37,7 @@ from hotset.placement.table import DeviceRates, Rates
 if TYPE_CHECKING:
     import torch
 
-    from hotset.storage.reporter import Reporter
+    from hotset.reporter import Reporter
 
 USUAL_CONTEXT = 600 << 20  # bytes that a CUDA context with its kernels takes, where it cannot be measured
 _WIDTH, _N_FF, _N_LAYER = 4096, 8192, 6  # of the FFNs that are measured: 340 MB, more than caches hold
@@ -99,8 +99,8 @@ def measure(
     Of "cpu", which stands in for a GPU, the rates of one, so that a plan is what a GPU's would be.
     path: the file to keep it in. Raises DeviceError for a device that is not there.
     """
-    from hotset.backends.cores import usable_cores
     from hotset.backends.gpu.devices import find_device
+    from hotset.cores import usable_cores
 
     found = find_device(device)
     if found.type == "cpu":

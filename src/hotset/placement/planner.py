@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE, KVType
+from hotset.backends.base import PAGE_SIZE
 from hotset.errors import HotsetError, OutOfMemoryError
 from hotset.files import replacing
+from hotset.model.cost import KVType
 from hotset.placement.budget import DeviceBudget, FFNMode, ModelFacts, model_facts
 from hotset.placement.detect import Wishes
 from hotset.placement.solver import place_index, rebuild, solve
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
     from hotset.formats.overlay import Overlay
     from hotset.model.config import ModelConfig
     from hotset.model.graph import Graph
+    from hotset.reporter import Reporter
     from hotset.sparsity.profile import Profile
-    from hotset.storage.reporter import Reporter
 
 KEPT_FREE = 256 << 20  # bytes of a GPU that are left alone where no budget is given
 _N_TOKENS = 512  # of the built-in text, at most

@@ -15,17 +15,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
 from hotset.errors import InvalidRequestError
+from hotset.formats import planes
 from hotset.formats.overlay import Overlay
 from hotset.model.decoder import describe
 from hotset.model.predictor import Predictor, PredictorKind
-from hotset.sparsity import planes, sidecar
+from hotset.sparsity import sidecar
 from hotset.sparsity.predictors import Calibration, PredictorSpec, open_predictor, parse_predictor
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile, TensorInfo
     from hotset.model.config import ModelConfig
+    from hotset.reporter import Reporter
     from hotset.sparsity.profile import Profile
-    from hotset.storage.reporter import Reporter
 
 SparsityMode = Literal["dense", "exact", "predicted"]
 

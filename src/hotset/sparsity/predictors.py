@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile, GGUFWriter
     from hotset.formats.overlay import Overlay
     from hotset.model.config import ModelConfig
+    from hotset.reporter import Reporter
     from hotset.sparsity.profile import Profile
-    from hotset.storage.reporter import Reporter
 
 # Of `svd`, measured (docs/SPARSITY.md): 4 bits select the same neurons as 8 and buy twice the rank. From an
 # eighth of the width on, more rank costs as many bytes as it saves of the gate.

@@ -34,7 +34,7 @@ from hotset.sparsity.profile import Profile, default_path
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile, TensorInfo
-    from hotset.storage.reporter import Reporter
+    from hotset.reporter import Reporter
 
 # A gathered byte costs about as much as 1.6 streamed ones (docs/DESIGN.md): from this frequency on, reading a
 # neuron for every token, at the head, is cheaper than predicting and gathering it.

@@ -27,7 +27,7 @@ from hotset.units import human_size
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile, TensorInfo
-    from hotset.storage.reporter import Reporter
+    from hotset.reporter import Reporter
 
 SUFFIX = ".hotset.gguf"
 MODEL_KEY, SETTINGS_KEY, VERSION_KEY = (

@@ -19,9 +19,9 @@ import numpy as np
 
 from hotset.backends.base import StepStats
 from hotset.backends.reference import selected
+from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import row_bytes
 from hotset.model.graph import (
-    PLANE_GROUP,
     Attention,
     Embed,
     Graph,

@@ -28,7 +28,7 @@ from typing import IO, Any
 
 from hotset.errors import DownloadError, FormatError
 from hotset.files import open_regular
-from hotset.storage.reporter import Reporter
+from hotset.reporter import Reporter
 from hotset.units import human_size
 
 TIMEOUT = 10.0  # seconds to connect, and of silence while reading: a dead network fails in seconds

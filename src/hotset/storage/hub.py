@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hotset.errors import DownloadError, ModelNotFoundError
+from hotset.reporter import Reporter
 from hotset.storage import store
 from hotset.storage.download import (
     Checksum,
@@ -26,7 +27,6 @@ from hotset.storage.download import (
     read_url,
     shown,
 )
-from hotset.storage.reporter import Reporter
 from hotset.units import human_size
 
 _SMALL = 10**7  # bytes of a file that is fetched without a bar

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from hotset.errors import ModelNotFoundError, UnsupportedModelError
+from hotset.reporter import Reporter
 from hotset.storage import catalogue, store
-from hotset.storage.reporter import Reporter
 
 
 def resolve(name: str | os.PathLike[str], *, download: bool = True, progress: Reporter | None = None) -> Path:

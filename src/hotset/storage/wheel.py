@@ -11,9 +11,9 @@ import zlib
 from pathlib import Path
 
 from hotset.errors import DownloadError
+from hotset.reporter import Reporter
 from hotset.storage.catalogue import Wheel
 from hotset.storage.download import TIMEOUT, Checksum, alone, install, is_whole, shown, writing
-from hotset.storage.reporter import Reporter
 
 
 def fetch_wheel_member(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hotset.api import Model
     from hotset.engine.engine import Sequence as EngineSequence
     from hotset.model.config import ModelConfig
-    from hotset.storage.reporter import Reporter
+    from hotset.reporter import Reporter
 
 _LONGEST = 448  # tokens of a document, with its beginning
 N_SEQUENCES = 64  # written side by side: a batch is then large enough for the many-row kernels

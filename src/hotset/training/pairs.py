@@ -35,7 +35,7 @@ from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
 from hotset.formats.quants import GGMLType
 
 if TYPE_CHECKING:
-    from hotset.storage.reporter import Reporter
+    from hotset.reporter import Reporter
 
 Part = Literal["train", "held_out"]
 TapSteps = Callable[[np.ndarray, Sequence[str]], Iterator[Mapping[str, np.ndarray]]]

@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from hotset.backends.base import WeightSource
     from hotset.model.config import ModelConfig
     from hotset.model.graph import Graph
+    from hotset.reporter import Reporter
     from hotset.sparsity.stats import PredictorQuality
-    from hotset.storage.reporter import Reporter
 
 STEP = 32  # ranks are multiples of it: a row of fc2 is then whole blocks
 GATHERED = 1.6  # what a gathered byte costs in streamed ones (docs/DESIGN.md)
@@ -652,7 +652,7 @@ class _Pool:
     """Runs tasks in worker processes, or here where one at a time is enough."""
 
     def __init__(self, settings: Settings, n_layer: int) -> None:
-        from hotset.backends.cores import usable_cores
+        from hotset.cores import usable_cores
 
         n_cores = usable_cores()
         jobs = settings.jobs or (n_cores if settings.device == "cpu" else 1)

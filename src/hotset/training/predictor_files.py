@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.files import check_target, write_whole
+from hotset.formats import planes
 from hotset.formats.gguf import DEFAULT_ALIGNMENT, Dialect, GGUFWriter, ValueType
 from hotset.formats.quants import quantize
 from hotset.formats.torch_file import write_torch
@@ -26,7 +27,6 @@ from hotset.model.config import (
     SPARSE_THRESHOLD_KEY,
     UP_ACTIVATION_KEY,
 )
-from hotset.sparsity import planes
 from hotset.training.predictor_layer import Weights, fitting
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from hotset.errors import InvalidRequestError
 from hotset.files import appending, replacing, write_whole
-from hotset.storage.reporter import Reporter
+from hotset.reporter import Reporter
 from hotset.training.adapters import Adapters
 from hotset.training.calibrate import calibrate, choose, kernel_widths
 from hotset.training.llama_torch import Activity, Llama, Student

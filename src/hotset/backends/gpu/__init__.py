@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hotset.backends.base import KVType, WeightSource
+from hotset.backends.base import WeightSource
+from hotset.model.cost import KVType
 from hotset.model.graph import Graph
 
 if TYPE_CHECKING:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from hotset.backends.base import Batch, KVType, StepResult, StepStats, WeightSource, cache_slots
+from hotset.backends.base import Batch, StepResult, StepStats, WeightSource, cache_slots
 from hotset.backends.gpu.devices import find_device, free_bytes
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.stage import GpuStage
 from hotset.errors import OutOfMemoryError
+from hotset.model.cost import KVType
 from hotset.model.graph import Graph
 from hotset.placement.budget import model_facts
 from hotset.units import human_size

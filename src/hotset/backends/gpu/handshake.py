@@ -41,9 +41,9 @@ from torch import Tensor
 
 from hotset import _core
 from hotset.backends.base import WeightSource
-from hotset.backends.cores import usable_cores
 from hotset.backends.cpu import ACTIVATIONS, linear_matrix, transposed_matrix
 from hotset.backends.fusion import Fused, fuse, inputs_of, part_of
+from hotset.cores import usable_cores
 from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError
 from hotset.model.graph import Activate, Graph, Mask, TransposedLinear
 

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotset.backends.base import PAGE_SIZE, Batch, KVType
+from hotset.backends.base import PAGE_SIZE, Batch
 from hotset.errors import UnsupportedModelError
+from hotset.model.cost import KVType
 from hotset.model.graph import Attention
 
 KV_DTYPES = {"f16": torch.float16, "f32": torch.float32}

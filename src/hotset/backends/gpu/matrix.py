@@ -17,7 +17,7 @@ A byte of `codes` holds two weights HALF columns apart (formats/quants.py has th
     byte c  →  columns 2 * HALF * (c // HALF) + c % HALF, the low nibble, and that + HALF, the high one
     HALF    =  16 (Q4_0, Q4_1, Q5_0, Q5_1), 32 (Q4_K), 64 (Q6_K)
 
-Down projections of a plain file (sparsity/planes.py) are codes by neuron under scales that 32 neurons share:
+Down projections of a plain file (formats/planes.py) are codes by neuron under scales that 32 neurons share:
 `scales` is then [groups, n_cols], one value per column, and `group_of` says which row of it a neuron uses.
 """
 
@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from hotset.errors import UnsupportedModelError
+from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import TYPES, GGMLType, row_bytes
-from hotset.model.graph import PLANE_GROUP
 
 SLICE_VALUES = 1 << 22  # decoded or copied at a time: bounds what a temporary takes
 

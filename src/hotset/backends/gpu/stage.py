@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotset.backends.base import PAGE_SIZE, Batch, KVType, WeightSource
+from hotset.backends.base import PAGE_SIZE, Batch, WeightSource
 from hotset.backends.embedding import lookup
 from hotset.backends.fusion import PARTS, cut
 from hotset.backends.gpu.devices import current, find_device, memory_errors, synchronize
@@ -30,6 +30,7 @@ from hotset.backends.gpu.program import Call, ColdService, Frame, Program
 from hotset.backends.gpu.twins import N_COUNTS
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.errors import InvalidRequestError
+from hotset.model.cost import KVType
 from hotset.model.graph import Attention, Embed, Graph, SelectOutputs
 from hotset.placement.budget import OUTPUT_ROWS, STREAM_BYTES, STREAM_FROM
 

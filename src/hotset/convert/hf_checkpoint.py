@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
+from hotset.convert.hf_config import read_json
 from hotset.errors import FormatError, ModelNotFoundError, UnsupportedModelError
 from hotset.files import SMALL_FILE, open_regular
-from hotset.formats.hf_config import read_json
 from hotset.formats.torch_file import BFLOAT16, MAX_DIMS, map_torch
 
 # Which files a checkpoint may consist of, the first that is there.

@@ -17,19 +17,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from hotset.formats.quants import TYPES, GGMLType
-from hotset.model.graph import PLANE_GROUP
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile, GGUFWriter, TensorInfo
 
 Layout = Literal["planes", "transposed"]
-GROUP = PLANE_GROUP  # neurons that share a scale, and outputs whose nibbles are packed together
+PLANE_GROUP = 32  # neurons that share a row of scales, and outputs whose nibbles are packed together
 
 _FLOATS: dict[GGMLType, np.dtype] = {
     GGMLType.F32: np.dtype("<u4"),
@@ -44,7 +42,7 @@ def layout_of(info: TensorInfo) -> Layout | None:
     if info.type in _FLOATS:
         return "transposed"
     # A row of codes is taken, and that of Q4_0 is packed, 32 outputs at a time.
-    if info.type in (GGMLType.Q8_0, GGMLType.Q4_0) and info.shape[1] % GROUP == 0:
+    if info.type in (GGMLType.Q8_0, GGMLType.Q4_0) and info.shape[1] % PLANE_GROUP == 0:
         return "planes"
     return None
 
@@ -75,7 +73,7 @@ def add_down(writer: GGUFWriter, gguf: GGUFFile, name: str) -> None:
         f"{name}_t.scales",
         lambda: scales_of(gguf.data(info.name), info.type, info.shape),
         GGMLType.F16,
-        (n_embd, n_ff // GROUP),
+        (n_embd, n_ff // PLANE_GROUP),
     )
 
 
@@ -98,24 +96,24 @@ def codes_of(data: np.ndarray, type: GGMLType, shape: tuple[int, ...]) -> np.nda
     n_ff, n_embd = shape
     codes = _blocks(data, type, shape)["qs"].view(np.uint8)  # [n_embd, groups, 16 or 32]
     n_bytes = codes.shape[2]
-    out = np.empty((n_ff, n_embd * n_bytes // GROUP), np.uint8)
+    out = np.empty((n_ff, n_embd * n_bytes // PLANE_GROUP), np.uint8)
     step = _TILE_BYTES // n_bytes
 
     def chunk(first: int) -> None:
         part = codes[:, first : first + step].reshape(n_embd, -1)
-        rows = out[first * GROUP : (first + step) * GROUP]
+        rows = out[first * PLANE_GROUP : (first + step) * PLANE_GROUP]
         if type == GGMLType.Q8_0:
             _transpose_tiled(part, rows)
             return
         by_neurons = np.empty((part.shape[1], n_embd), np.uint8)  # byte: neuron j, and neuron j + 16 above it
         _transpose_tiled(part, by_neurons)
-        pairs = by_neurons.reshape(-1, 16, n_embd // GROUP, 2, 16)
+        pairs = by_neurons.reshape(-1, 16, n_embd // PLANE_GROUP, 2, 16)
         low, high = pairs[..., 0, :], pairs[..., 1, :]  # outputs j and j + 16 of each 32
-        nibbles = rows.reshape(-1, 2, 16, n_embd // GROUP, 16)
+        nibbles = rows.reshape(-1, 2, 16, n_embd // PLANE_GROUP, 16)
         np.bitwise_or(low & 15, high << np.uint8(4), out=nibbles[:, 0])
         np.bitwise_or(low >> np.uint8(4), high & np.uint8(0xF0), out=nibbles[:, 1])
 
-    _in_parallel(chunk, range(0, n_ff // GROUP, step))
+    _in_parallel(chunk, range(0, n_ff // PLANE_GROUP, step))
     return out.view(np.int8)
 
 
@@ -134,7 +132,7 @@ def decode(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     if codes.shape[1] == n_embd:
         values = codes.view(np.int8).astype(np.float32)
     else:
-        packed = codes.view(np.uint8).reshape(n_ff, n_embd // GROUP, 1, 16)
+        packed = codes.view(np.uint8).reshape(n_ff, n_embd // PLANE_GROUP, 1, 16)
         nibbles = np.concatenate([packed & 15, packed >> np.uint8(4)], axis=2)
         values = nibbles.reshape(n_ff, n_embd).astype(np.float32) - 8
     values = values.reshape(len(scales), -1, n_embd)
@@ -146,7 +144,7 @@ def _blocks(data: np.ndarray, type: GGMLType, shape: tuple[int, ...]) -> np.ndar
     """The structured blocks of a matrix of GGUF shape (n_ff, n_embd): [n_embd, n_ff / 32]."""
     layout = TYPES[type].block
     assert layout is not None
-    return data.view(layout).reshape(shape[1], shape[0] // GROUP)
+    return data.view(layout).reshape(shape[1], shape[0] // PLANE_GROUP)
 
 
 def _transpose_tiled(source: np.ndarray, out: np.ndarray) -> None:
@@ -162,5 +160,7 @@ def _in_parallel(work: Callable[[int], None], items: range) -> None:
         for item in items:
             work(item)
         return
+    from concurrent.futures import ThreadPoolExecutor
+
     with ThreadPoolExecutor(n_threads) as pool:
         list(pool.map(work, items))

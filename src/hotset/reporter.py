@@ -1,8 +1,8 @@
-"""How storage talks to whoever watches; apart from fetch, so that a start-up need not load HTTP."""
+"""How what takes long talks to whoever watches."""
 
 
 class Reporter:
-    """Receives what a download has to say; this one is silent."""
+    """Receives what a download or a build has to say; this one is silent."""
 
     def say(self, text: str) -> None:
         """One line for a person: what is chosen and why, where it comes from."""
@@ -11,4 +11,4 @@ class Reporter:
         """`done` of `total` bytes of `label` are here (total 0: not known)."""
 
     def planned(self, placement: object) -> None:
-        """What goes on which device (sparsity.placement.Placement), before it is loaded there."""
+        """What goes on which device (placement.table.Placement), before it is loaded there."""

@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from hotset.convert.hf_checkpoint import Checkpoint
+from hotset.convert.hf_config import HFConfig, read_json
+from hotset.convert.hf_tokenizer import tokenizer_keys
 from hotset.errors import FormatError, HotsetError, InvalidRequestError, UnsupportedModelError
 from hotset.files import check_target
 from hotset.formats.gguf import PIECE_VALUES, Dialect, GGUFWriter, PlannedFile, TensorInfo, open_gguf
-from hotset.formats.hf_checkpoint import Checkpoint
-from hotset.formats.hf_config import HFConfig, read_json
-from hotset.formats.hf_tokenizer import tokenizer_keys
 from hotset.formats.quants import GGMLType
 from hotset.formats.requantize import ModelFacts, PlannedTensor, plan_types, target_of
 from hotset.formats.torch_file import map_torch, to_floats
@@ -49,8 +49,8 @@ from hotset.model.predictor import Predictor
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
+    from hotset.reporter import Reporter
     from hotset.sparsity.profile import Profile
-    from hotset.storage.reporter import Reporter
 
 _PREDICTOR_FILE = "model_{}.pt"
 _IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")

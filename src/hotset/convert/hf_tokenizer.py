@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from hotset.convert.hf_config import integer, read_json
 from hotset.errors import TokenizerError
 from hotset.files import read_small_file, read_small_text
-from hotset.formats.hf_config import integer, read_json
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
 

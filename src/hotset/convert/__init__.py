@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints written as GGUF files: configurations, tensors, tokenizers."""
