@@ -121,6 +121,12 @@ class PlanBuilder {
         plan_->add_embed(weight, positions, first_row, out);
     }
 
+    // The step begins with rows that `run` is given, one per token, in place of an embedding.
+    void input(int out) {
+        require(!finished_ && input_ < 0 && !outputs_[checked(out)], "a plan has one input, a row per token");
+        input_ = out;
+    }
+
     void select(int x, int out) {
         require(width(x) == width(out) && !outputs_[x] && outputs_[out],
                 "select goes from tokens to outputs of one width");
@@ -283,7 +289,7 @@ class PlanBuilder {
     }
 
     void run(const Ints& tokens, const Ints& positions, const Ints& sequences, const IntMatrix& pages,
-             const Ints& outputs) {
+             const Ints& outputs, const std::optional<FloatMatrix>& x) {
         require(finished_, "the plan is not finished");
         const int n = int(tokens.size()), n_sequences = int(pages.shape(0)), max_pages = int(pages.shape(1));
         require(
@@ -295,7 +301,7 @@ class PlanBuilder {
         for (int t = 0; t < n; t++) {
             const int token = tokens.data()[t], position = positions.data()[t],
                       sequence = sequences.data()[t];
-            require(token >= 0 && token < n_vocab_,
+            require(!embeds_tokens() || (token >= 0 && token < n_vocab_),
                     "token " + std::to_string(token) + " is not in the vocabulary");
             require(sequence >= 0 && sequence < n_sequences, "a token's sequence has no page table");
             require(position >= 0 && position / kPageSize < max_pages,
@@ -315,6 +321,16 @@ class PlanBuilder {
             const int t = outputs.data()[i];
             require(t >= 0 && t < n && (i == 0 || outputs.data()[i - 1] < t),
                     "outputs must be rising indices of tokens");
+        }
+        require((input_ >= 0) == x.has_value(),
+                "a plan that begins with tokens takes no rows; one that begins with rows needs them");
+        if (x) {
+            require(int(x->shape(0)) == n && int64_t(x->shape(1)) == width(input_),
+                    "the rows that enter are [" + std::to_string(n) + ", " + std::to_string(width(input_)) +
+                        "], a row per token");
+            // As any operation's buffer in a new step: a late thread of the last one may read it, never
+            // commit.
+            std::copy_n(x->data(), n * width(input_), plan_->buffer(input_).row(0));
         }
         n_tokens_ = n;
         n_outputs_ = n_outputs;
@@ -340,6 +356,7 @@ class PlanBuilder {
         require(id >= 0 && id < int(widths_.size()), "there is no buffer " + std::to_string(id));
         return id;
     }
+    bool embeds_tokens() const { return n_vocab_ > 0 || input_ < 0; }
     int64_t width(int id) const { return widths_[checked(id)]; }
     void same_rows(int a, int b) const {
         require(outputs_[checked(a)] == outputs_[checked(b)], "rows of tokens and of outputs do not mix");
@@ -376,6 +393,7 @@ class PlanBuilder {
     std::unique_ptr<Plan> plan_;
     std::vector<int64_t> widths_;
     std::vector<bool> outputs_;
+    int input_ = -1;  // buffer of the rows that a step begins with; -1: it begins with tokens
     int64_t n_vocab_ = 0;
     int64_t n_positions_ = 0;  // 0: any
     int n_tokens_ = 0;
@@ -670,6 +688,7 @@ NB_MODULE(_core, m) {
         .def("rope", &PlanBuilder::rope, "neox"_a, "n_rot"_a, "frequencies"_a, "magnitude"_a)
         .def("embed", &PlanBuilder::embed, "type"_a, "data"_a, "rows"_a, "positions"_a, "first_row"_a,
              "out"_a)
+        .def("input", &PlanBuilder::input, "out"_a)
         .def("select", &PlanBuilder::select, "x"_a, "out"_a)
         .def("norm", &PlanBuilder::norm, "layer"_a, "weight"_a, "bias"_a.none(), "eps"_a, "n_head"_a, "x"_a,
              "out"_a)
@@ -691,7 +710,8 @@ NB_MODULE(_core, m) {
         .def("add", &PlanBuilder::add, "a"_a, "b"_a, "out"_a)
         .def("multiply", &PlanBuilder::multiply, "a"_a, "b"_a, "out"_a)
         .def("finish", &PlanBuilder::finish)
-        .def("run", &PlanBuilder::run, "tokens"_a, "positions"_a, "sequences"_a, "pages"_a, "outputs"_a)
+        .def("run", &PlanBuilder::run, "tokens"_a, "positions"_a, "sequences"_a, "pages"_a, "outputs"_a,
+             "x"_a.none() = nb::none())
         .def(
             "rows", [](nb::handle self, int id) { return nb::cast<PlanBuilder&>(self).rows(self, id); },
             "buffer"_a)

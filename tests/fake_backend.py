@@ -26,6 +26,8 @@ class FakeBackend:
         self.fail_at_step: int | None = None
         self.n_stats_asked = 0
         self.closed = False
+        self.n_threads: int | None = None
+        self.notes: tuple[str, ...] = ()
 
     def step(self, batch: Batch) -> StepResult:
         if self.fail_at_step == len(self.batches):
@@ -56,6 +58,9 @@ class FakeBackend:
         """Two layers of 100 neurons: of the first, 10 fire per token; of the second, as many as the step."""
         self.n_stats_asked += 1
         return fake_stats(self.batches[-1], len(self.batches))
+
+    def device_bytes(self) -> list[dict[str, int]]:
+        return []
 
     def close(self) -> None:
         self.closed = True

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from hotset.backends.base import WeightSource
+from hotset.backends.gpu.handshake import ColdCounts
 from hotset.backends.reference import ReferenceBackend
 from hotset.model.graph import Graph, Linear, Mask, SignScores, TransposedLinear
 
@@ -34,6 +35,7 @@ class FakeCold:
         self.n_posts = 0
         self.n_selected = 0
         self.fails = False
+        self.closed = False
 
     @contextmanager
     def step(self, n_tokens: int) -> Iterator[None]:
@@ -70,6 +72,18 @@ class FakeCold:
     def collect(self, layer: int) -> torch.Tensor:
         self._done.remove(layer)
         return self._out[layer][: self._n_tokens]
+
+    def counts(self) -> ColdCounts:
+        """All of them zero but the neurons that were asked for in all steps together, of the first layer."""
+        zeros = np.zeros(len(self.layers), np.int64)
+        selected = zeros + np.eye(len(zeros), 1, dtype=np.int64)[:, 0] * self.n_selected
+        return ColdCounts(tuple(sorted(self.layers)), zeros, selected, *(zeros,) * 4, zeros.astype(float))
+
+    def cancel(self, reason: str) -> None:
+        raise AssertionError("the fake waits for nobody")
+
+    def close(self) -> None:
+        self.closed = True
 
     def _sum(self, layer: int, h: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """The layer's own operations from gate and up to down, with the unwanted neurons at zero."""

@@ -286,7 +286,7 @@ def test_a_device_that_has_less_than_it_said_gets_a_smaller_plan_offered(
     def fails(*_: Any, **__: Any) -> None:
         raise OutOfMemoryError("cuda:0 ran out of memory while loading the model")
 
-    monkeypatch.setattr("hotset.backends.hybrid.HybridBackend.__init__", fails)
+    monkeypatch.setattr("hotset.placement.build.open_chain", fails)
     with pytest.raises(OutOfMemoryError, match=r"ran out of memory .*--vram-budget 0\.0\d+"):
         hotset.load(model, device="cpu", vram_budget=budget(model, 0.5), **SMALL)
 

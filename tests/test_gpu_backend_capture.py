@@ -213,7 +213,7 @@ def test_memory_that_runs_out_is_a_sentence(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr("hotset.backends.gpu.backend.free_bytes", lambda device: 100_000)
     with pytest.raises(OutOfMemoryError, match=r"needs .* on cpu, .* and 100.0 kB are free; share it"):
-        gpu(ready.weights, graph)
+        gpu(ready.weights, graph, needed=100_001)
 
 
 def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

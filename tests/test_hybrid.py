@@ -18,13 +18,14 @@ torch = pytest.importorskip("torch")
 
 from test_cold import within  # noqa: E402
 
+from hotset.backends.chain import ChainBackend  # noqa: E402
 from hotset.backends.cpu import CpuBackend  # noqa: E402
 from hotset.backends.gpu.kernels import Kernels  # noqa: E402
-from hotset.backends.hybrid import HybridBackend  # noqa: E402
 from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError  # noqa: E402
 from hotset.formats.gguf import GGUFFile, open_gguf  # noqa: E402
 from hotset.formats.quants import GGMLType as T  # noqa: E402
 from hotset.model.cost import KVType  # noqa: E402
+from hotset.placement.build import open_chain  # noqa: E402
 from hotset.placement.table import CPU, LayerPlacement, Placement  # noqa: E402
 
 # Of F32 weights both sides round sums of at most N_FF terms, in different orders: sqrt(N_FF) / 2^24 each,
@@ -60,7 +61,7 @@ def split(
         LayerPlacement(owner, None if owner == CPU else hot_neurons(share, n_ff, i))
         for i, owner in enumerate(owners)
     ]
-    return Placement(("cpu",) * (max(owners) + 1), tuple(layers), max(owners))
+    return Placement(("cpu",) * (max(owners) + 1), tuple(layers), owners[-1])
 
 
 def whole(owners: Sequence[int], output: int | None = None) -> Placement:
@@ -75,16 +76,16 @@ def both(
     kv_type: KVType = "f32",
     n_threads: int = 2,
     **options: Any,
-) -> tuple[CpuBackend, HybridBackend]:
+) -> tuple[CpuBackend, ChainBackend]:
     ready, graph = prepared(gguf, mode)
     given: dict[str, Any] = {"n_pages": 8, "max_batch": 48, "kv_type": kv_type, "n_threads": n_threads}
     sparse = mode != "dense"
-    hybrid = HybridBackend(ready.weights, graph, placement, sparse=sparse, timeout=30, **given, **options)
+    hybrid = open_chain(placement, ready.weights, graph, sparse=sparse, timeout=30, **given, **options)
     return CpuBackend(ready.weights, graph, sparse=sparse, **given), hybrid
 
 
 def assert_same_logits(
-    cpu: CpuBackend | HybridBackend, hybrid: HybridBackend, tolerance: float = TOLERANCE
+    cpu: CpuBackend | ChainBackend, hybrid: ChainBackend, tolerance: float = TOLERANCE
 ) -> None:
     ids = tokens(30)
     expected = logits_of(cpu, ids, ONE_BY_ONE, [2])
@@ -141,6 +142,12 @@ def test_prompts_stream_and_decoding_shares(tmp_path: Path) -> None:
     assert not hybrid.cold_seconds().any()
     hybrid.step(batch([(ids[:1], 9, [0])]))
     assert hybrid.cold_seconds().all()
+    hybrid.step(batch([(ids, 0, [1])]))  # streams again: the step before does not count
+    assert not hybrid.cold_seconds().any()
+    found, expected = hybrid.stats(), cpu.step(batch([(ids, 0, [1])])) and cpu.stats()
+    assert found is not None
+    assert expected is not None
+    np.testing.assert_array_equal(found.selected, expected.selected)
 
 
 # ---- layers on several processors
@@ -151,7 +158,7 @@ def test_dense_models_are_split_by_layers(tmp_path: Path, n_cpu: int) -> None:
     gguf = open_gguf(write_llama(tmp_path / "m.gguf", n_layer=4))
     placement = whole([CPU] * n_cpu + [0] * (4 - n_cpu), output=0)
     cpu, hybrid = both(gguf, "dense", placement)
-    assert list(hybrid.nbytes) == ["cpu"]
+    assert [set(held) for held in hybrid.device_bytes()] == [{"weights", "kv", "workspace"}]
     assert_same_logits(cpu, hybrid, 2 * TOLERANCE)  # four layers
 
 
@@ -162,23 +169,36 @@ def test_all_on_the_cpu_is_the_cpu_engine_to_the_bit(tmp_path: Path) -> None:
     np.testing.assert_array_equal(logits_of(hybrid, ids, [5], [0]), logits_of(cpu, ids, [5], [0]))
 
 
+ORDERS = [
+    [CPU, 0, 0],
+    [0, 0, 1],
+    [CPU, 0, 1],
+    [0, CPU, 0],
+    [0, 1, CPU],
+    [CPU, 0, CPU],
+    [1, 0, CPU],
+    [0, 1, 0],
+]
+
+
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
-@pytest.mark.parametrize("owners", [[CPU, 0, 0], [0, 0, 1], [CPU, 0, 1]], ids=str)
+@pytest.mark.parametrize("owners", ORDERS, ids=str)
 @pytest.mark.parametrize("model", ["llama", "falcon-7b", "opt"])
 def test_a_chain_of_processors(tmp_path: Path, model: str, owners: list[int], mode: str) -> None:
     gguf = write(tmp_path, model, ranks=(32, 64, 32))
     cpu, hybrid = both(gguf, mode, split(0.4, devices=owners))
-    held = [stage.nbytes for stage in hybrid.stages]
-    assert hybrid.nbytes == {"cpu": {kind: sum(one[kind] for one in held) for kind in held[0]}}
+    held: dict[int, int] = {}
+    for device, stage in zip(hybrid.devices, hybrid.stages, strict=True):
+        held[device] = held.get(device, 0) + sum(stage.nbytes.values())
+    assert held.pop(CPU, 0) == 0
+    assert {i: sum(kinds.values()) for i, kinds in enumerate(hybrid.device_bytes())} == held
     assert_same_logits(cpu, hybrid, 1.5 * TOLERANCE)
 
 
-def test_a_placement_is_of_the_model_and_in_order(tmp_path: Path) -> None:
+def test_a_placement_is_of_the_model(tmp_path: Path) -> None:
     gguf = write(tmp_path, "llama")
     for placement, sentence in {
         whole([0]): "the placement has 1 layers and the model 2",
-        whole([0, CPU], output=0): "goes down the layers",
-        Placement(("cpu",) * 2, whole([0, 1]).layers, 0): "goes down the layers",
         Placement(("cpu",), whole([1, 1]).layers, 1): "names a device that is not among its 1",
     }.items():
         with pytest.raises(InvalidRequestError, match=sentence):
@@ -191,7 +211,7 @@ def test_a_placement_is_of_the_model_and_in_order(tmp_path: Path) -> None:
 # ---- statistics, taps
 
 
-@pytest.mark.parametrize("owners", [[0, 0], [CPU, 0], [0, 1]], ids=str)
+@pytest.mark.parametrize("owners", [[0, 0], [CPU, 0], [0, 1], [0, CPU]], ids=str)
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 @pytest.mark.parametrize("model", ["llama", "opt"])
 def test_statistics_are_those_of_both_sides(tmp_path: Path, model: str, mode: str, owners: list[int]) -> None:
@@ -212,7 +232,7 @@ def test_statistics_are_those_of_both_sides(tmp_path: Path, model: str, mode: st
         assert (hybrid.cold_seconds() > 0).tolist() == [owner != CPU for owner in owners]
 
 
-@pytest.mark.parametrize("owners", [[0, 0], [CPU, 0], [0, 1]], ids=str)
+@pytest.mark.parametrize("owners", [[0, 0], [CPU, 0], [0, 1], [0, CPU]], ids=str)
 def test_taps_of_every_part(tmp_path: Path, owners: list[int]) -> None:
     gguf = write(tmp_path, "llama")
     cpu, hybrid = both(gguf, "predicted", split(0.3, devices=owners))
@@ -222,8 +242,9 @@ def test_taps_of_every_part(tmp_path: Path, owners: list[int]) -> None:
     assert set(found.taps) == set(names)
     for name in names:
         assert relative_error(found.taps[name], expected.taps[name]) < TOLERANCE
-    with pytest.raises(InvalidRequestError, match=r"blk\.1\.ffn_act cannot be tapped"):
-        hybrid.step(batch([(tokens(1), 0, [0])], ("blk.1.ffn_act",)))
+    split_layer = max(i for i, owner in enumerate(owners) if owner != CPU)
+    with pytest.raises(InvalidRequestError, match=rf"blk\.{split_layer}\.ffn_act cannot be tapped"):
+        hybrid.step(batch([(tokens(1), 0, [0])], (f"blk.{split_layer}.ffn_act",)))
     with pytest.raises(InvalidRequestError, match="no value named 'nothing'"):
         hybrid.step(batch([(tokens(1), 0, [0])], ("nothing",)))
     hybrid.step(batch([(tokens(1), 0, [0])]))

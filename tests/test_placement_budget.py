@@ -15,8 +15,6 @@ from tiny_gguf import write_llama
 
 from hotset.backends.gpu import open_gpu
 from hotset.backends.gpu.matrix import DeviceMatrix
-from hotset.backends.gpu.stage import GpuStage
-from hotset.backends.hybrid import HybridBackend
 from hotset.errors import DeviceError, InvalidRequestError
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import TYPES, GGMLType
@@ -24,6 +22,7 @@ from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.placement import detect, machine
 from hotset.placement.budget import matrix_bytes, model_facts
+from hotset.placement.build import open_chain
 from hotset.placement.detect import GPU, Wishes, detect_gpu, missing_libraries, wanted_devices
 from hotset.placement.solver import Problem
 from hotset.placement.table import Device, LayerPlacement, Placement
@@ -91,15 +90,15 @@ def test_a_device_never_holds_more_than_was_planned(
         problem = Problem(facts, machine_rates, (Device("cpu", 1 << 40, 0),), frequencies, None, True)
         planned = problem.budget_of(list(places), 0)
         stream = facts.stream_bytes // 2
-        backend = HybridBackend(
+        backend = open_chain(
+            Placement(("cpu",), places, 0),
             prepared.weights,
             graph,
-            Placement(("cpu",), places, 0),
             stream_bytes=stream,
             n_threads=1,
             **options,
         )
-        held = backend.nbytes["cpu"]
+        held = backend.device_bytes()[0]
         backend.close()
         prepared.weights.close()
     assert planned.kv == held["kv"]
@@ -118,9 +117,9 @@ def test_a_dense_model_is_counted_too(tmp_path: Path) -> None:
         facts = model_facts(graph, gguf.tensors, mode="dense", **options)
         assert [layer.n_split for layer in facts.layers] == [0] * config.n_layer
         backend = open_gpu(gguf, graph, device="cpu", sparse=False, **options)
-        stage: GpuStage = backend.stage
-        assert sum(stage.nbytes.values()) <= facts.whole_bytes
-        assert stage.nbytes["kv"] == sum(layer.kv_bytes for layer in facts.layers)
+        (held,) = backend.device_bytes()
+        assert sum(held.values()) <= facts.whole_bytes
+        assert held["kv"] == sum(layer.kv_bytes for layer in facts.layers)
         backend.close()
 
 

@@ -10,8 +10,9 @@ import sys
 from typing import Any
 
 import hotset
-from hotset.backends.hybrid import HybridBackend
-from hotset.placement.planner import device_memory
+from hotset.backends.chain import ChainBackend
+from hotset.backends.gpu.stage import GpuStage
+from hotset.placement.build import device_memory
 
 PROMPT = [1, 2, 3]
 
@@ -30,11 +31,13 @@ def decode(path: str, options: dict[str, Any], n_gen: int) -> dict[str, Any]:
         if (placement := model.placement) is None:
             return result
         memory = device_memory(placement, model.backend)
-        backend = model.backend  # of several processors, or of one device
-        for stage in backend.stages if isinstance(backend, HybridBackend) else [backend.stage]:
-            stage.timed = True
+        backend = model.backend
+        assert isinstance(backend, ChainBackend)
+        for stage in backend.stages:
+            if isinstance(stage, GpuStage):
+                stage.timed = True
         timed = model.generate(PROMPT, max_tokens=8, reuse_prefix=False, **params).stats
-        cold = float(backend.cold_seconds().sum()) if isinstance(backend, HybridBackend) else 0.0
+        cold = float(backend.cold_seconds().sum())
         return result | {
             "planned": sum(device.planned.total for device in memory),
             "held": sum(device.used for device in memory),

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from hotset.model.config import ModelConfig
     from hotset.model.cost import Cost
     from hotset.model.graph import Graph
-    from hotset.placement.planner import DeviceMemory
+    from hotset.placement.build import DeviceMemory
     from hotset.placement.table import Placement
     from hotset.reporter import Reporter
     from hotset.sparsity.modes import Choice
@@ -201,7 +201,7 @@ class _Described:
         if self.placement is None:
             opened = _open_backend(backend, self.weights, self.graph, **options)
         else:
-            from hotset.placement.planner import open_placed
+            from hotset.placement.build import open_placed
 
             opened = open_placed(self.placement, self.weights, self.graph, **options)
         try:
@@ -566,7 +566,7 @@ class Model:
         except OutOfMemoryError as error:
             if self.placement is None:
                 raise
-            from hotset.placement.planner import smaller_plan
+            from hotset.placement.build import smaller_plan
 
             raise OutOfMemoryError(f"{error}; {smaller_plan(self.placement)}") from None
 
@@ -687,7 +687,7 @@ class Model:
             n_pages=_MEASURED_PAGES,
             max_batch=_MEASURED_STEP,
             kv_type=self.kv_type,
-            n_threads=getattr(self.backend, "n_threads", None),
+            n_threads=self.backend.n_threads,
             sparse=False,
         )
         try:
@@ -701,7 +701,7 @@ class Model:
         """What was planned of each device, and what is really used there now."""
         if self.placement is None:
             return []
-        from hotset.placement.planner import device_memory
+        from hotset.placement.build import device_memory
 
         return device_memory(self.placement, self.backend)
 

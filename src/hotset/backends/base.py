@@ -6,7 +6,7 @@ Batches mix prefill and decode freely; the result for a token never depends on i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -120,12 +120,26 @@ class Backend(Protocol):
     n_pages: int
     n_vocab: int
 
+    @property
+    def n_threads(self) -> int | None:
+        """Of the CPU's team; None where it has none."""
+        ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """How it computes, a line each for a person."""
+        ...
+
     def step(self, batch: Batch) -> StepResult:
         """Runs one step: stores keys and values, returns logits (and taps)."""
         ...
 
     def stats(self) -> StepStats | None:
         """Counts and times of the latest step; None where the backend keeps none."""
+        ...
+
+    def device_bytes(self) -> list[dict[str, int]]:
+        """Bytes that it holds on each device, by kind, in the order of a placement; none on the CPU alone."""
         ...
 
     def close(self) -> None:

@@ -14,7 +14,8 @@ import numpy as np
 
 from hotset import _core
 from hotset.backends.base import PAGE_SIZE, Batch, StepResult, StepStats, WeightSource
-from hotset.backends.fusion import PARTS, Buffers, Fused, fuse, part_of
+from hotset.backends.fusion import PARTS, Buffers, Fused, cut, fuse, layer_starts, part_of
+from hotset.backends.stage import Rows, on_host
 from hotset.cores import usable_cores
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.quants import dequantize, row_bytes
@@ -72,7 +73,9 @@ def transposed_matrix(
 
 
 class CpuBackend:
-    """The Backend protocol over the native core.
+    """The Backend protocol over the native core, and the Stage protocol over a part of a graph.
+
+    first_op, last_op: the operations that it executes; a part of the model has no `step`, only `run`.
 
     kv_type: how keys and values are stored (f16, q8_0; f32 for tests). n_threads: None takes every core that
     this process may use. isa: forces a set of kernels, as the environment variable HOTSET_ISA does.
@@ -94,17 +97,24 @@ class CpuBackend:
         n_threads: int | None = None,
         isa: str | None = None,
         sparse: bool = False,
+        first_op: int = 0,
+        last_op: int | None = None,
     ) -> None:
         if n_threads is not None and not 1 <= n_threads <= 256:
             raise InvalidRequestError(f"the number of threads must be 1 to 256, not {n_threads}")
-        self.weights, self.graph, self.sparse = weights, graph, sparse
+        self.weights, self.sparse = weights, sparse
+        self.graph, self.entering = cut(graph, first_op, len(graph.ops) if last_op is None else last_op)
+        self.has_output = last_op in (None, len(graph.ops))
+        self.n_layer = max(len(layer_starts(graph)) - 1, 1)
         self.n_pages, self.max_batch, self.kv_type = n_pages, max_batch, kv_type
         self.n_threads = n_threads or usable_cores()
         self.n_vocab = graph.logits.width
         self._isa = isa
-        self._cache = {op.layer: self._new_cache(op) for op in graph.ops if isinstance(op, Attention)}
+        self._cache = {op.layer: self._new_cache(op) for op in self.graph.ops if isinstance(op, Attention)}
         self._lowered: dict[frozenset[str], _Lowered] = {}
         self._latest: tuple[_Lowered, int] | None = None  # plan and tokens of the latest step
+        self.tapped: dict[str, np.ndarray] = {}
+        self.notes: tuple[str, ...] = ()
         self._plan_for(frozenset())
 
     @property
@@ -114,15 +124,25 @@ class CpuBackend:
 
     def step(self, batch: Batch) -> StepResult:
         """Runs one step; the logits are a view that the next step overwrites."""
+        if self.entering is not None or not self.has_output:
+            raise InvalidRequestError("a part of a model has no step of its own; it is a stage of a chain")
+        logits = self.run(batch)
+        return StepResult(logits, self.tapped)
+
+    def run(self, batch: Batch, x: Rows | None = None) -> np.ndarray:
+        """As Stage.run; the rows are a view that the next step overwrites. Checks the batch itself."""
         lowered = self._plan_for(frozenset(batch.taps))
         plan = lowered.plan
         try:
-            plan.run(batch.tokens, batch.positions, batch.sequences, batch.page_tables, batch.outputs)
+            plan.run(
+                batch.tokens, batch.positions, batch.sequences, batch.page_tables, batch.outputs,
+                None if x is None else on_host(x),
+            )  # fmt: skip
         except ValueError as error:
             raise InvalidRequestError(str(error)) from None
         self._latest = lowered, len(batch.tokens)
-        taps = {name: plan.rows(lowered.buffers[name]).copy() for name in batch.taps}
-        return StepResult(plan.rows(lowered.logits), taps)
+        self.tapped = {name: plan.rows(lowered.buffers[name]).copy() for name in batch.taps}
+        return plan.rows(lowered.result)
 
     def stats(self) -> StepStats | None:
         """Counts and times of the latest step; None for a model whose FFNs have no zeros.
@@ -131,27 +151,60 @@ class CpuBackend:
         """
         if self._latest is None or not self._latest[0].has_neurons:
             return None
-        lowered, n_tokens = self._latest
-        n_layer, n_parts = lowered.n_layer, len(PARTS)
-        seconds = np.bincount(lowered.cell, lowered.plan.op_seconds(), n_layer * n_parts)
-        predictor, ffn, attention, other = seconds.reshape(n_layer, n_parts).T
-        counts = np.zeros((n_layer, 5), np.int64)
-        np.add.at(counts, lowered.layers, lowered.plan.op_counts())
-        selected, active, gate_rows, up_rows, down_rows = counts.T
+        predictor, ffn, attention, other = self.seconds().T
+        selected, active, gate_rows, up_rows, down_rows = self.counts().T
         return StepStats(
-            n_tokens, selected, active, gate_rows, up_rows, down_rows,
+            self._latest[1], selected, active, gate_rows, up_rows, down_rows,
             predictor, ffn, attention, float(other.sum()),
         )  # fmt: skip
+
+    @property
+    def has_neurons(self) -> bool:
+        """Whether the FFNs have zeros to count."""
+        return self._plan_for(frozenset()).has_neurons
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Of a device's memory: none."""
+        return {}
+
+    def device_bytes(self) -> list[dict[str, int]]:
+        """There is no device."""
+        return []
+
+    def counts(self) -> np.ndarray:
+        """Of the latest step, int64 [n_layer, 5]: selected, active, gate_rows, up_rows, down_rows."""
+        counts = np.zeros((self.n_layer, 5), np.int64)
+        if self._latest is not None:
+            lowered = self._latest[0]
+            np.add.at(counts, lowered.layers, lowered.plan.op_counts())
+        return counts
+
+    def seconds(self) -> np.ndarray:
+        """Of the latest step, float64 [n_layer, len(PARTS)]."""
+        shape = self.n_layer, len(PARTS)
+        if self._latest is None:
+            return np.zeros(shape)
+        lowered = self._latest[0]
+        return np.bincount(lowered.cell, lowered.plan.op_seconds(), self.n_layer * len(PARTS)).reshape(shape)
+
+    def cold_seconds(self) -> np.ndarray:
+        """No neurons of a device's layers are computed here: zeros [n_layer]."""
+        return np.zeros(self.n_layer)
+
+    def cancel(self, reason: str) -> None:
+        """A step here waits for nobody: it goes on to its end."""
 
     def close(self) -> None:
         """Stops the threads and drops the cache; safe to call twice."""
         self._latest = None
+        self.tapped = {}
         self._lowered.clear()
         self._cache.clear()
 
     def _plan_for(self, taps: frozenset[str]) -> _Lowered:
         if taps not in self._lowered:
-            unknown = taps - {value.name for value in self.graph.values}
+            unknown = taps - {op.out.name for op in self.graph.ops}
             if unknown:
                 raise InvalidRequestError(f"the model has no value named {min(unknown)!r} to tap")
             while len(self._lowered) > 2:  # the plain plan and the latest two with taps stay
@@ -166,6 +219,8 @@ class CpuBackend:
             raise InvalidRequestError(str(error)) from None
         fused = fuse(self.graph, taps)
         buffers = Buffers(plan.buffer, self.graph, fused, taps)
+        if self.entering is not None:
+            plan.input(buffers.begin(self.entering))
         parts: list[tuple[int, int]] = []
         for op in fused:
             buffers.enter(op)
@@ -173,13 +228,11 @@ class CpuBackend:
             buffers.leave(op)
             parts.append(part_of(op))
         plan.finish()
-        kept = {value.name: buffers[value] for value in self.graph.values if value.name in taps}
+        kept = {op.out.name: buffers[op.out] for op in self.graph.ops if op.out.name in taps}
         has_neurons = any(op.is_neurons for op in fused)
         layers, part = np.array(parts).T
         cell = layers * len(PARTS) + part
-        return _Lowered(
-            plan, buffers[self.graph.logits], kept, has_neurons, int(layers.max()) + 1, layers, cell
-        )
+        return _Lowered(plan, buffers[self.graph.logits], kept, has_neurons, layers, cell)
 
     def _emit(self, plan: Any, op: Fused, buffers: Buffers) -> None:
         main = op.ops[-1]
@@ -321,9 +374,8 @@ class CpuBackend:
 @dataclass
 class _Lowered:
     plan: Any
-    logits: int
+    result: int  # buffer of the last value: logits, or the residual stream
     buffers: dict[str, int]
     has_neurons: bool
-    n_layer: int
     layers: np.ndarray  # of each operation
     cell: np.ndarray  # of each operation: layer * len(PARTS) + part

@@ -294,6 +294,12 @@ class Buffers:
     def __getitem__(self, value: Value) -> int:
         return self._ids[value]
 
+    def begin(self, value: Value) -> int:
+        """The buffer of a value that no operation makes: the rows that a part of a graph begins with."""
+        self._free.setdefault((value.width, False), [])
+        self._ids[value] = self._new(value.width, False)
+        return self._ids[value]
+
     def enter(self, op: Fused) -> None:
         for value in op.out:
             shape = (value.width, value in self._outputs)

@@ -78,6 +78,8 @@ class ReferenceBackend:
         self._weight_room = weight_cache_bytes
         self._keys: dict[int, np.ndarray] = {}  # layer → [n_pages * PAGE_SIZE, n_head_kv, head_dim]
         self._values: dict[int, np.ndarray] = {}  # layer → [n_pages * PAGE_SIZE, n_head_kv, head_dim_v]
+        self.n_threads: int | None = None
+        self.notes: tuple[str, ...] = ()
         self._stats: StepStats | None = None
         stored = np.float16 if kv_type == "f16" else np.float32
         for op in graph.ops:
@@ -90,6 +92,10 @@ class ReferenceBackend:
                 slots = n_pages * PAGE_SIZE
                 self._keys[op.layer] = np.zeros((slots, op.n_head_kv, op.head_dim), stored)
                 self._values[op.layer] = np.zeros((slots, op.n_head_kv, op.head_dim_v), stored)
+
+    def device_bytes(self) -> list[dict[str, int]]:
+        """There is no device."""
+        return []
 
     def close(self) -> None:
         """Drops the cache and the decoded weights; safe to call twice."""

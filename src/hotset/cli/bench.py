@@ -327,7 +327,7 @@ def _facts(model: Model, path: Path, batch: int) -> dict[str, Any]:
         "model_n_params": facts["parameters"],
         "n_batch": batch,
         "n_ubatch": min(batch, model.backend.max_batch),
-        "n_threads": getattr(model.backend, "n_threads", 1),
+        "n_threads": model.backend.n_threads or 1,
         "type_k": model.kv_type,
         "type_v": model.kv_type,
         "sparsity": model.sparsity.mode,

@@ -61,7 +61,7 @@ def tell_memory(model: Model) -> None:
         return
     from hotset.report.placement import memory_table
 
-    for note in getattr(model.backend, "notes", ()):
+    for note in model.backend.notes:
         say(note, dim=True)
     print_table(*memory_table(model.device_memory()), err=True, tight=True)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from hotset.backends.base import PAGE_SIZE
+from hotset.backends.stage import OUTPUT_ROWS, STREAM_BYTES
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.cost import KV_BLOCKS, KVType
 from hotset.model.graph import (
@@ -37,10 +38,6 @@ if TYPE_CHECKING:
 FFNMode = Literal["dense", "exact", "predicted"]
 
 INDEX_BYTES = 8  # of a hot neuron: its number, and that of its scales in planes
-# What a stage (backends/gpu/stage.py) holds, and hence is planned for:
-STREAM_FROM = 64  # tokens of a step from which on cold rows come to a device, which computes whole layers
-STREAM_BYTES = 64 << 20  # of cold rows that come at a time
-OUTPUT_ROWS = 64  # of logits that a device holds at a time
 FLOAT_BYTES = 4  # norms, biases and intermediates are float32 on a device
 ALIGNMENT = 512  # bytes that an allocator rounds a tensor up to
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,14 +23,13 @@ from hotset.backends.base import PAGE_SIZE
 from hotset.errors import HotsetError, OutOfMemoryError
 from hotset.files import replacing
 from hotset.model.cost import KVType
-from hotset.placement.budget import DeviceBudget, FFNMode, ModelFacts, model_facts
+from hotset.placement.budget import FFNMode, ModelFacts, model_facts
 from hotset.placement.detect import Wishes
 from hotset.placement.solver import place_index, rebuild, solve
 from hotset.placement.table import Device, Placement, Rates
 from hotset.sparsity import sidecar
 
 if TYPE_CHECKING:
-    from hotset.backends.base import Backend
     from hotset.formats.gguf import GGUFFile
     from hotset.formats.overlay import Overlay
     from hotset.model.config import ModelConfig
@@ -240,75 +239,3 @@ def _solved(
 def _coarse(limit: int, wishes: Wishes) -> int:
     """What is free moves by some bytes from start to start: rounded down, so that a plan is found again."""
     return limit if wishes.vram_budget not in (None, -1) else limit >> 26 << 26
-
-
-# -- opening a placement -------------------------------------------------------------------------
-
-
-def open_placed(
-    placement: Placement,
-    weights: Overlay,
-    graph: Graph,
-    *,
-    n_threads: int | None = None,
-    sparse: bool,
-    **options: Any,
-) -> Backend:
-    """The backend of a placement: one GPU's where it has everything, else the hybrid one.
-
-    A CUDA device gives torch no more than was planned. OutOfMemoryError, where it has less than that free
-    after all, names a smaller budget.
-    """
-    from hotset.backends.gpu.devices import find_device, limit_memory
-
-    for planned in placement.budget.devices if placement.budget else ():
-        limit_memory(find_device(planned.device), planned.limit - planned.context)
-    try:
-        if placement.is_whole:
-            from hotset.backends.gpu import open_gpu
-
-            return open_gpu(weights, graph, device=placement.devices[0], sparse=sparse, **options)
-        from hotset.backends.hybrid import HybridBackend
-
-        if placement.budget is not None and placement.budget.stream:
-            options["stream_bytes"] = placement.budget.stream // 2
-        return HybridBackend(weights, graph, placement, n_threads=n_threads, sparse=sparse, **options)
-    except OutOfMemoryError as error:
-        raise OutOfMemoryError(f"{error}; {smaller_plan(placement)}") from None
-
-
-def smaller_plan(placement: Placement) -> str:
-    """What to try where a plan did not hold, as the end of a sentence."""
-    planned = max((d.total for d in placement.budget.devices), default=0) if placement.budget else 0
-    return f"a plan of nine tenths is --vram-budget {max(0.9 * planned / 2**30, 0.01):.2g}"
-
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """One device after loading. planned: bytes; measured: bytes by kind as the backend holds them, and, of a
-    CUDA device, `reserved`, all that torch took there at most.
-    """
-
-    planned: DeviceBudget
-    measured: dict[str, int]
-
-    @property
-    def used(self) -> int:
-        """Bytes that are really used, the runtime's own context as it was planned."""
-        held = self.measured.get("reserved") or sum(self.measured.values())
-        return held + self.planned.context
-
-
-def device_memory(placement: Placement, backend: Backend) -> list[DeviceMemory]:
-    """Planned and measured bytes of each device of a placement."""
-    stage = getattr(backend, "stage", None)
-    stages = [stage] if stage is not None else getattr(backend, "stages", [])
-    found = []
-    for planned, stage in zip(placement.budget.devices if placement.budget else (), stages, strict=True):
-        measured = stage.nbytes
-        if planned.device.startswith("cuda"):
-            import torch
-
-            measured = measured | {"reserved": torch.cuda.max_memory_reserved(planned.device)}
-        found.append(DeviceMemory(planned, measured))
-    return found

@@ -11,7 +11,7 @@ from hotset.units import human_size
 
 if TYPE_CHECKING:
     from hotset.placement.budget import DeviceBudget
-    from hotset.placement.planner import DeviceMemory
+    from hotset.placement.build import DeviceMemory
 
 KINDS = ("weights", "neurons", "kv", "workspace", "context")
 Table = tuple[list[str], list[list[str]]]

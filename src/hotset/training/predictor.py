@@ -582,10 +582,10 @@ class _Run:
         laid = Overlay(model.weights, extra)  # type: ignore[arg-type]
         thresholds = (predictor_files.THRESHOLD,) * self.config.n_layer
         graph = describe(self.config, laid.tensors, Predictor("mlp", thresholds))
-        n_pages = getattr(model.backend, "n_pages", 0)
+        n_pages = model.backend.n_pages
         backend = CpuBackend(
             laid, graph, n_pages=n_pages, max_batch=model.backend.max_batch, kv_type=model.kv_type,
-            n_threads=getattr(model.backend, "n_threads", None), sparse=True,
+            n_threads=model.backend.n_threads, sparse=True,
         )  # fmt: skip
         choice = Choice("predicted", "mlp", "predicted: as trained", PredictorSpec("mlp"))
         cost = Cost(graph, laid.tensors)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -48,6 +48,9 @@ from hotset.model.graph import (
     Value,
 )
 
+if TYPE_CHECKING:
+    from hotset.backends.gpu.handshake import ColdCounts
+
 
 class ColdService(Protocol):
     """The CPU's half of split layers (handshake.ColdService), for steps of up to max_batch tokens."""
@@ -70,6 +73,18 @@ class ColdService(Protocol):
 
     def collect(self, layer: int) -> Tensor:
         """What the cold neurons add, float32 [T, n_embd] on the device; no bias, no residual."""
+        ...
+
+    def counts(self) -> ColdCounts:
+        """What the CPU's half did in the latest step that it took part in."""
+        ...
+
+    def cancel(self, reason: str) -> None:
+        """Gives the step in flight up, from any thread: nobody waits any longer."""
+        ...
+
+    def close(self) -> None:
+        """Safe to call twice."""
         ...
 
 

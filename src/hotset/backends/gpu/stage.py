@@ -22,17 +22,17 @@ from torch import Tensor
 
 from hotset.backends.base import PAGE_SIZE, Batch, WeightSource
 from hotset.backends.embedding import lookup
-from hotset.backends.fusion import PARTS, cut
+from hotset.backends.fusion import PARTS, cut, layer_starts
 from hotset.backends.gpu.devices import current, find_device, memory_errors, synchronize
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.kv import PagedCache, StepInputs
 from hotset.backends.gpu.program import Call, ColdService, Frame, Program
 from hotset.backends.gpu.twins import N_COUNTS
 from hotset.backends.gpu.weights import DeviceWeights
+from hotset.backends.stage import OUTPUT_ROWS, STREAM_BYTES, STREAM_FROM, Rows
 from hotset.errors import InvalidRequestError
 from hotset.model.cost import KVType
 from hotset.model.graph import Attention, Embed, Graph, SelectOutputs
-from hotset.placement.budget import OUTPUT_ROWS, STREAM_BYTES, STREAM_FROM
 
 MAX_CAPTURED = 8  # tokens of a step that is captured: as many as the matrix-vector kernel takes
 
@@ -47,10 +47,11 @@ Capture = Callable[[Callable[[], Tensor]], tuple[Captured, Tensor]]
 
 
 class GpuStage:
-    """Executes graph.ops[first_op:last_op] on `device`.
+    """The Stage protocol over graph.ops[first_op:last_op] on `device`.
 
     hot: layer → bool [n_ff], the neurons whose rows (gate, up, down_t, biases) are on the device; the layers
-    that are not in it are there as a whole. cold: computes the others, where there are any.
+    that are not in it are there as a whole. cold: computes the others, where there are any; it is closed with
+    the stage.
     stream_from: number of tokens from which on cold rows come to the device and the service is not used;
     None: never. sparse: False computes every neuron (no layer can be split then).
     nbytes: what the stage holds, by kind: weights, kv, workspace.
@@ -78,7 +79,7 @@ class GpuStage:
     ) -> None:
         self.device = find_device(device)
         self.kernels = kernels or Kernels(self.device)
-        self.graph, self._entering = cut(graph, first_op, len(graph.ops) if last_op is None else last_op)
+        self.graph, self.entering = cut(graph, first_op, len(graph.ops) if last_op is None else last_op)
         self.n_pages, self.max_batch, self.sparse = n_pages, max_batch, sparse
         attention = [op for op in self.graph.ops if isinstance(op, Attention)]
         layers = {op.layer for op in attention}
@@ -92,10 +93,11 @@ class GpuStage:
                     f"steps of up to {most} tokens need a cold service for as many, not {cold.max_batch}"
                 )
         self._cold = cold if self._hot else None
+        self._is_served = False  # whether the cold service took part in the latest step
         self._stream_from, self._stream_bytes = stream_from, stream_bytes
         self._embeds = [op for op in self.graph.ops if isinstance(op, Embed)]
-        self._has_outputs = any(isinstance(op, SelectOutputs) for op in self.graph.ops)
-        entering = [op.out for op in self._embeds] + ([self._entering] if self._entering else [])
+        self.has_output = any(isinstance(op, SelectOutputs) for op in self.graph.ops)
+        entering = [op.out for op in self._embeds] + ([self.entering] if self.entering else [])
         self._source = weights
         self._weights = DeviceWeights(weights, self.device)
         self._programs: dict[frozenset[str], Program] = {}
@@ -103,20 +105,25 @@ class GpuStage:
         self._capture = capture or (self._cuda_graph if self.kernels.capturable else None)
         self.tapped: dict[str, np.ndarray] = {}  # of the latest step: name → [n_rows, width]
         self.timed = False  # measures each group, which forbids captured graphs on a GPU
-        n_layer = 1 + max((op.layer for op in graph.ops if isinstance(op, Attention)), default=-1)
-        self._seconds = np.zeros((n_layer, len(PARTS)))
+        self.n_layer = len(layer_starts(graph)) - 1
+        self._seconds = np.zeros((self.n_layer, len(PARTS)))
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._warming = False
         advice = "lower the context, max_batch or --vram-budget, or use --no-gpu"
         with memory_errors(self.device, "loading the model", advice), current(self.device):
-            self._counts = torch.zeros((n_layer, N_COUNTS), dtype=torch.int64, device=self.device)
+            self._counts = torch.zeros((self.n_layer, N_COUNTS), dtype=torch.int64, device=self.device)
             self._cache = PagedCache(attention, n_pages, kv_type, self.device)
             widths = {value.id: value.width for value in entering}
             self._inputs = StepInputs(max_batch, n_pages, widths, self.device)
             self._program(frozenset())
             if self.device.type == "cuda":
                 self.warm_up()
+
+    @property
+    def name(self) -> str:
+        """The device's name as torch has it."""
+        return str(self.device)
 
     @property
     def has_neurons(self) -> bool:
@@ -135,23 +142,19 @@ class GpuStage:
             "workspace": values + streamed + inputs,
         }
 
-    def run(self, batch: Batch, x: Tensor | np.ndarray | None = None) -> Tensor:
-        """One step of a batch that was checked (base.cache_slots).
-
-        x: float32 [n_tokens, width], the residual stream that enters; None for a stage that begins with the
-        tokens. Returns what the stage ends with: the residual stream, or logits [n_outputs, n_vocab] (on the
-        host where there are more than OUTPUT_ROWS). It is valid until the next step.
-        """
+    def run(self, batch: Batch, x: Rows | None = None) -> Tensor:
+        """As Stage.run. Logits of more than OUTPUT_ROWS rows are on the host."""
         program = self._program(frozenset(batch.taps))
         vectors: dict[int, np.ndarray | Tensor] = {
             op.out.id: lookup(self._source, op, batch) for op in self._embeds
         }
-        if (self._entering is None) != (x is None):
+        if (self.entering is None) != (x is None):
             raise InvalidRequestError("a stage that begins with tokens takes no residual; another needs it")
-        if self._entering is not None and x is not None:
-            vectors[self._entering.id] = x
+        if self.entering is not None and x is not None:
+            vectors[self.entering.id] = x
         n = len(batch.tokens)
         cold = None if self._streams(n) else self._cold
+        self._is_served = cold is not None
         advice = "load the model with a smaller max_batch or --vram-budget"
         with memory_errors(self.device, f"computing {n} tokens", advice), current(self.device):
             self._inputs.fill(batch, vectors)
@@ -159,8 +162,13 @@ class GpuStage:
                 return self._run(program, n, len(batch.outputs))
 
     def counts(self) -> np.ndarray:
-        """Of the latest step, int64 [n_layer, 5]: selected, active, gate_rows, up_rows, down_rows here."""
-        return self._counts.cpu().numpy()
+        """As Stage.counts, the cold service's neurons among them."""
+        counts = self._counts.cpu().numpy().copy()
+        if self._cold is not None and self._is_served:
+            cold = self._cold.counts()
+            columns = (cold.selected, cold.active, cold.gate_rows, cold.up_rows, cold.down_rows)
+            counts[list(cold.layers)] += np.stack(columns, axis=1)
+        return counts
 
     def seconds(self) -> np.ndarray:
         """Of the latest step, float64 [n_layer, 4]: predictor, ffn, attention, other.
@@ -169,8 +177,23 @@ class GpuStage:
         """
         return self._seconds
 
+    def cold_seconds(self) -> np.ndarray:
+        """Of the latest step, float64 [n_layer]: how long the cold service took for each layer."""
+        seconds = np.zeros(self.n_layer)
+        if self._cold is not None and self._is_served:
+            counts = self._cold.counts()
+            seconds[list(counts.layers)] += counts.seconds
+        return seconds
+
+    def cancel(self, reason: str) -> None:
+        """Gives the step in flight up, from any thread, where it waits for a cold service."""
+        if self._cold is not None:
+            self._cold.cancel(reason)
+
     def close(self) -> None:
-        """Frees the memory of the device; safe to call twice."""
+        """Ends the cold service and frees the memory of the device; safe to call twice."""
+        if self._cold is not None:
+            self._cold.close()
         self._captured.clear()
         self._programs.clear()
         self._cache.layers.clear()
@@ -190,7 +213,7 @@ class GpuStage:
             return result
         graph, logits = self._captured[n]
         graph.replay()
-        return logits[:n_outputs] if self._has_outputs else logits
+        return logits[:n_outputs] if self.has_output else logits
 
     def _eager(self, program: Program, n: int, n_outputs: int) -> Tensor:
         taps: dict[str, list[Tensor]] = {}
@@ -205,8 +228,8 @@ class GpuStage:
         self._counts.zero_()
         inputs = self._inputs
         frame = Frame(n, inputs, inputs.outputs[:0], self._streams(n), self._warming)
-        if self._entering is not None:
-            frame.values[self._entering.id] = inputs.vectors[self._entering.id][:n]
+        if self.entering is not None:
+            frame.values[self.entering.id] = inputs.vectors[self.entering.id][:n]
         for call in program.body:
             self._call(call, frame, program, taps)
         last = self.graph.logits.id
@@ -278,6 +301,6 @@ class GpuStage:
         self._warming = True
         for n in sorted({self.max_batch, 1}):
             zeros, rows = np.zeros(n, np.int32), np.arange(n, dtype=np.int32)
-            x = None if self._entering is None else torch.zeros((n, self._entering.width))
+            x = None if self.entering is None else torch.zeros((n, self.entering.width))
             self.run(Batch(zeros, zeros, zeros, np.full((1, 1), -1, np.int32), rows), x)
         self._warming = False

@@ -1,0 +1,220 @@
+"""From a Placement to the backend that computes it: a stage for each run of layers in one place.
+
+    backend = open_placed(placement, weights, graph, sparse=True, n_pages=64, ...)
+
+Layers may be placed in any order; the solver has reasons of its own to put the CPU's first (solver.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hotset.backends.base import Backend, WeightSource
+from hotset.backends.chain import ChainBackend
+from hotset.backends.fusion import layer_starts
+from hotset.backends.stage import STREAM_FROM, Stage
+from hotset.cores import usable_cores
+from hotset.errors import InvalidRequestError, OutOfMemoryError
+from hotset.placement.budget import DeviceBudget
+from hotset.placement.table import CPU, Placement
+
+if TYPE_CHECKING:
+    from hotset.backends.gpu.handshake import Kind
+    from hotset.model.cost import KVType
+    from hotset.model.graph import Graph
+
+
+def open_placed(
+    placement: Placement,
+    weights: WeightSource,
+    graph: Graph,
+    *,
+    n_threads: int | None = None,
+    sparse: bool,
+    **options: Any,
+) -> Backend:
+    """The backend of a placement: one GPU's where it has everything, else a chain of stages.
+
+    A CUDA device gives torch no more than was planned. OutOfMemoryError, where it has less than that free
+    after all, names a smaller budget.
+    """
+    from hotset.backends.gpu.devices import find_device, limit_memory
+
+    planned = placement.budget.devices if placement.budget else ()
+    for device in planned:
+        limit_memory(find_device(device.device), device.limit - device.context)
+    try:
+        if placement.is_whole:
+            from hotset.backends.gpu import open_gpu
+
+            needed = planned[0].total - planned[0].context if planned else 0
+            return open_gpu(
+                weights, graph, device=placement.devices[0], sparse=sparse, needed=needed, **options
+            )
+        if placement.budget is not None and placement.budget.stream:
+            options["stream_bytes"] = placement.budget.stream // 2
+        return open_chain(placement, weights, graph, n_threads=n_threads, sparse=sparse, **options)
+    except OutOfMemoryError as error:
+        raise OutOfMemoryError(f"{error}; {smaller_plan(placement)}") from None
+
+
+def open_chain(
+    placement: Placement,
+    weights: WeightSource,
+    graph: Graph,
+    *,
+    n_pages: int,
+    max_batch: int = 512,
+    kv_type: KVType = "f16",
+    n_threads: int | None = None,
+    sparse: bool = True,
+    stream_from: int | None = STREAM_FROM,
+    handshake: Kind | None = None,
+    timeout: float | None = None,
+    isa: str | None = None,
+    **options: Any,
+) -> ChainBackend:
+    """The CPU and the devices of a placement in a chain.
+
+    sparse: as in CpuBackend and GpuStage; layers can be split only with it. n_threads: of the CPU, for its
+    own layers and for cold neurons. handshake: forces a kind (handshake.KINDS). timeout: seconds that the CPU
+    may take for the cold neurons of a layer. stream_from: see GpuStage. options: of every GpuStage.
+
+    Raises InvalidRequestError for a placement that is not of this model, and what GpuStage, ColdService and
+    CpuBackend raise; then nothing stays open.
+    """
+    pieces = _pieces(graph, placement)
+    n_threads = n_threads or usable_cores()
+    given: dict[str, Any] = {
+        "n_pages": n_pages, "max_batch": max_batch, "kv_type": kv_type, "sparse": sparse,
+    }  # fmt: skip
+    stages: list[Stage] = []
+    notes: list[str] = []
+    try:
+        for piece in pieces:
+            span: dict[str, Any] = {"first_op": piece.first_op, "last_op": piece.last_op}
+            if piece.device == CPU:
+                from hotset.backends.cpu import CpuBackend
+
+                stages.append(CpuBackend(weights, graph, n_threads=n_threads, isa=isa, **span, **given))
+                continue
+            stage, more = _device_stage(
+                placement, piece, weights, graph,
+                {**given, **options, **span, "stream_from": stream_from},
+                {"n_threads": n_threads, "kind": handshake, "isa": isa, "timeout": timeout},
+            )  # fmt: skip
+            stages.append(stage)
+            notes += more
+        return ChainBackend(
+            "hybrid", stages, [piece.device for piece in pieces], n_pages=n_pages, max_batch=max_batch,
+            n_threads=n_threads, notes=notes,
+        )  # fmt: skip
+    except BaseException:
+        for stage in stages:
+            stage.close()
+        raise
+
+
+@dataclass
+class _Piece:
+    """Operations [first_op, last_op) on one device."""
+
+    device: int
+    first_op: int
+    last_op: int
+    layers: range
+
+
+def _pieces(graph: Graph, placement: Placement) -> list[_Piece]:
+    """The graph in pieces, in order: each as long as it stays on one device."""
+    *starts, after = layer_starts(graph)
+    devices = [layer.device for layer in placement.layers]
+    if len(devices) != len(starts):
+        raise InvalidRequestError(
+            f"the placement has {len(devices)} layers and the model {len(starts)}; plan it for this model"
+        )
+    if not all(CPU <= device < len(placement.devices) for device in [*devices, placement.output_device]):
+        raise InvalidRequestError(
+            f"the placement names a device that is not among its {len(placement.devices)}"
+        )
+    pieces: list[_Piece] = []
+    # The embedding goes with the first layer; the output may be anywhere.
+    ends = [*starts[1:], after, len(graph.ops)]
+    for layer, (device, end) in enumerate(zip([*devices, placement.output_device], ends, strict=True)):
+        own = range(layer, min(layer + 1, len(devices)))
+        if pieces and pieces[-1].device == device:
+            pieces[-1].last_op, pieces[-1].layers = end, range(pieces[-1].layers.start, own.stop)
+        else:
+            pieces.append(_Piece(device, pieces[-1].last_op if pieces else 0, end, own))
+    return pieces
+
+
+def _device_stage(
+    placement: Placement,
+    piece: _Piece,
+    weights: WeightSource,
+    graph: Graph,
+    options: dict[str, Any],
+    cold_options: dict[str, Any],
+) -> tuple[Stage, list[str]]:
+    """A stage on a device, with a cold service of its own where layers are split; and what to say of it."""
+    from hotset.backends.gpu.devices import find_device
+    from hotset.backends.gpu.handshake import TIMEOUT, ColdService
+    from hotset.backends.gpu.stage import GpuStage
+
+    device = placement.devices[piece.device]
+    split = {i: placement.layers[i] for i in piece.layers if placement.layers[i].is_split}
+    hot = {i: layer.hot for i, layer in split.items() if layer.hot is not None}
+    service = None
+    notes = []
+    if hot:
+        stream_from, most = options["stream_from"], options["max_batch"]
+        if stream_from is not None:
+            most = max(min(most, stream_from - 1), 1)
+        cold_options = cold_options | {"timeout": cold_options["timeout"] or TIMEOUT}
+        service = ColdService(weights, graph, hot, find_device(device), max_batch=most, **cold_options)
+        notes.append(f"{device}: {len(hot)} layers share their neurons with the CPU; {service.reason}")
+    try:
+        stage = GpuStage(weights, graph, device, hot=hot, cold=service, **options)
+    except BaseException:
+        if service is not None:
+            service.close()
+        raise
+    notes.append(f"{device}: kernels in {stage.kernels.name}")
+    return stage, notes
+
+
+def smaller_plan(placement: Placement) -> str:
+    """What to try where a plan did not hold, as the end of a sentence."""
+    planned = max((d.total for d in placement.budget.devices), default=0) if placement.budget else 0
+    return f"a plan of nine tenths is --vram-budget {max(0.9 * planned / 2**30, 0.01):.2g}"
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """One device after loading. planned: bytes; measured: bytes by kind as the backend holds them, and, of a
+    CUDA device, `reserved`, all that torch took there at most.
+    """
+
+    planned: DeviceBudget
+    measured: dict[str, int]
+
+    @property
+    def used(self) -> int:
+        """Bytes that are really used, the runtime's own context as it was planned."""
+        held = self.measured.get("reserved") or sum(self.measured.values())
+        return held + self.planned.context
+
+
+def device_memory(placement: Placement, backend: Backend) -> list[DeviceMemory]:
+    """Planned and measured bytes of each device of a placement."""
+    planned = placement.budget.devices if placement.budget else ()
+    found = []
+    for device, measured in zip(planned, backend.device_bytes(), strict=True):
+        if device.device.startswith("cuda"):
+            import torch
+
+            measured = measured | {"reserved": torch.cuda.max_memory_reserved(device.device)}
+        found.append(DeviceMemory(device, measured))
+    return found

@@ -1,0 +1,155 @@
+"""Stages in a chain: however a model is cut, and wherever the CPU's layers stand, its bits are the whole's.
+
+Stages on a device are compared in test_hybrid.py; here nothing needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_cpu_backend import batch, logits_of, tokens
+from test_sparse_cpu import MODELS, prepared, write
+from tiny_gguf import write_llama
+
+pytest.importorskip("hotset._core", reason="the native module is not built")
+
+from hotset import _core
+from hotset.backends.chain import HOST, ChainBackend
+from hotset.backends.cpu import CpuBackend
+from hotset.backends.fusion import layer_starts
+from hotset.errors import InvalidRequestError
+from hotset.formats.gguf import open_gguf
+from hotset.formats.quants import GGMLType as T
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+from hotset.model.graph import Graph
+
+OPTIONS: dict[str, Any] = {"n_pages": 8, "max_batch": 48, "kv_type": "f16", "n_threads": 2}
+N_LAYER = 3
+# Before these layers: 0 is behind the embedding, 3 before the output.
+CUTS = [[1], [2], [1, 2], [0, 3], [0, 1, 2, 3]]
+
+
+def chain(weights: Any, graph: Graph, cuts: Sequence[int], **options: Any) -> ChainBackend:
+    """The model on the CPU in parts that begin with the tokens and with each layer of `cuts`."""
+    given = OPTIONS | options
+    ends = [0, *(layer_starts(graph)[layer] for layer in cuts), len(graph.ops)]
+    stages = [
+        CpuBackend(weights, graph, first_op=first, last_op=last, **given) for first, last in pairwise(ends)
+    ]
+    return ChainBackend(
+        "parts", stages, [HOST] * len(stages), n_pages=given["n_pages"], max_batch=given["max_batch"]
+    )
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("mode", ["dense", "predicted"])
+@pytest.mark.parametrize("model", MODELS)
+def test_parts_have_the_bits_of_the_whole(tmp_path: Path, model: str, mode: str, cuts: list[int]) -> None:
+    ready, graph = prepared(write(tmp_path, model, ranks=(32, 64, 32)), mode)
+    sparse = mode != "dense"
+    whole = CpuBackend(ready.weights, graph, sparse=sparse, **OPTIONS)
+    parts = chain(ready.weights, graph, cuts, sparse=sparse)
+    ids = tokens(30)
+    ends = [7, *range(26, 30)]  # prompts, then one by one
+    np.testing.assert_array_equal(logits_of(parts, ids, ends, [2]), logits_of(whole, ids, ends, [2]))
+    # One sequence goes on, one begins, and a third is a prompt.
+    mixed = batch([(tokens(1, 7), 30, [2]), (tokens(3, 8), 0, [5]), (tokens(20, 9), 0, [6])])
+    np.testing.assert_array_equal(parts.step(mixed).logits, whole.step(mixed).logits)
+    expected, found = whole.stats(), parts.stats()
+    assert expected is not None
+    assert found is not None
+    for kind in ("selected", "active", "gate_rows", "up_rows", "down_rows"):
+        np.testing.assert_array_equal(getattr(found, kind), getattr(expected, kind))
+    assert found.ffn.min() > 0
+    assert found.attention.min() > 0
+    parts.close()
+    parts.close()
+
+
+@pytest.mark.parametrize("type_", [T.F32, T.Q4_0, T.Q8_0], ids=lambda t: t.name)
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_parts_of_quantised_models(tmp_path: Path, type_: T, kv_type: str) -> None:
+    path = write_llama(tmp_path / "m.gguf", n_layer=N_LAYER, n_embd=128, type_of=lambda name: type_)
+    gguf = open_gguf(path)
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    whole = CpuBackend(gguf, graph, **OPTIONS | {"kv_type": kv_type})
+    parts = chain(gguf, graph, [1, 2], kv_type=kv_type)
+    ids = tokens(40)
+    np.testing.assert_array_equal(logits_of(parts, ids, [33], [1]), logits_of(whole, ids, [33], [1]))
+
+
+def test_taps_come_from_the_part_that_makes_them(tmp_path: Path) -> None:
+    ready, graph = prepared(write(tmp_path, "llama", ranks=(32, 64, 32)), "predicted")
+    whole = CpuBackend(ready.weights, graph, sparse=True, **OPTIONS)
+    parts = chain(ready.weights, graph, [1, 2], sparse=True)
+    # Every value of the model, the streams that cross among them, in turn and together.
+    names = [op.out.name for op in graph.ops[:-1]]
+    assert {"blk.0.out", "blk.1.out", "blk.2.ffn_act", "output_norm"} <= set(names)
+    for request in (tuple(names), *((name,) for name in names[::7])):
+        step = batch([(tokens(5), 0, [0]), (tokens(2, 3), 0, [1])], request)
+        expected, found = whole.step(step), parts.step(step)
+        assert set(found.taps) == set(request)
+        for name in request:
+            np.testing.assert_array_equal(found.taps[name], expected.taps[name], name)
+        np.testing.assert_array_equal(found.logits, expected.logits)
+    with pytest.raises(InvalidRequestError, match=r"no value named 'blk\.3\.out'"):
+        parts.step(batch([(tokens(1), 0, [0])], ("blk.3.out",)))
+
+
+def test_many_random_steps(tmp_path: Path) -> None:
+    """Threads that are late in one step may find the rows of the next one: no bit of either changes."""
+    ready, graph = prepared(write(tmp_path, "bamboo", ranks=(32, 64, 32)), "predicted")
+    whole = CpuBackend(ready.weights, graph, sparse=True, **OPTIONS)
+    parts = chain(ready.weights, graph, [1, 3], sparse=True, n_threads=3)
+    rng = np.random.default_rng(3)
+    for _ in range(200):
+        sizes = rng.integers(1, 6, rng.integers(1, 4)).tolist()
+        step = batch([(tokens(n, int(rng.integers(99))), 0, [i]) for i, n in enumerate(sizes)])
+        np.testing.assert_array_equal(parts.step(step).logits, whole.step(step).logits)
+
+
+def test_a_chain_goes_from_tokens_to_logits(tmp_path: Path) -> None:
+    ready, graph = prepared(write(tmp_path, "llama", ranks=(32, 64, 32)), "exact")
+    first, second, third = chain(ready.weights, graph, [1, 2]).stages
+    for stages in ([first, third], [first, second], [second, third], [], [first, second, third, third]):
+        with pytest.raises(InvalidRequestError, match=r"does not go on where|a chain needs stages"):
+            ChainBackend("parts", stages, [HOST] * len(stages), n_pages=8, max_batch=48)
+
+
+def test_rows_that_do_not_enter(tmp_path: Path) -> None:
+    ready, graph = prepared(write(tmp_path, "llama", ranks=(32, 64, 32)), "exact")
+    first, second = chain(ready.weights, graph, [1]).stages
+    step = batch([(tokens(4), 0, [0])])
+    x = np.zeros((4, 64), np.float32)
+    with pytest.raises(InvalidRequestError, match="takes no rows; one that begins with rows needs them"):
+        second.run(step)
+    with pytest.raises(InvalidRequestError, match="takes no rows"):
+        first.run(step, x)
+    for wrong in (x[:3], x[:, :32].copy(), np.zeros((5, 64), np.float32)):
+        with pytest.raises(InvalidRequestError, match=r"the rows that enter are \[4, 64\]"):
+            second.run(step, wrong)
+    for part in (first, second):
+        assert isinstance(part, CpuBackend)
+        with pytest.raises(InvalidRequestError, match="a stage of a chain"):
+            part.step(step)
+    # Strided rows are rows; and what was refused has left the stage as it was.
+    wide = np.random.default_rng(0).standard_normal((4, 128)).astype(np.float32)
+    expected = np.array(second.run(step, wide[:, ::2].copy()))
+    np.testing.assert_array_equal(second.run(step, wide[:, ::2]), expected)
+
+
+def test_a_plan_has_one_input() -> None:
+    plan = _core.Plan(4, 1, 1, 1)
+    with pytest.raises(ValueError, match="no buffer"):
+        plan.input(0)
+    with pytest.raises(ValueError, match="one input"):
+        plan.input(plan.buffer(8, True))  # rows of outputs
+    plan.input(plan.buffer(8, False))
+    with pytest.raises(ValueError, match="one input"):
+        plan.input(plan.buffer(8, False))
