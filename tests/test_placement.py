@@ -11,7 +11,8 @@ import pytest
 
 from hotset.errors import InvalidRequestError, OutOfMemoryError
 from hotset.placement.budget import LayerFacts, ModelFacts
-from hotset.placement.solver import Problem, solve
+from hotset.placement.problem import Problem
+from hotset.placement.solver import solve
 from hotset.placement.table import (
     CPU,
     Device,

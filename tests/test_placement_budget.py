@@ -24,7 +24,7 @@ from hotset.placement import detect, machine
 from hotset.placement.budget import matrix_bytes, model_facts
 from hotset.placement.build import open_chain
 from hotset.placement.detect import GPU, Wishes, detect_gpu, missing_libraries, wanted_devices
-from hotset.placement.solver import Problem
+from hotset.placement.problem import Problem
 from hotset.placement.table import Device, LayerPlacement, Placement
 from hotset.sparsity.modes import choose, prepare
 

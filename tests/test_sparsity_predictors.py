@@ -21,7 +21,7 @@ from hotset.sparsity import sidecar, taps
 from hotset.sparsity.builders import decompose
 from hotset.sparsity.calibration import Calibration, threshold
 from hotset.sparsity.modes import Prepared, choose, prepare
-from hotset.sparsity.predictors import PredictorSpec, parse_predictor
+from hotset.sparsity.predictor_spec import PredictorSpec, parse_predictor
 from hotset.sparsity.profile import Profile, collect
 from hotset.sparsity.stats import PredictorQuality, measure_predictor
 

@@ -30,7 +30,6 @@ from hotset.storage import download as download_module
 from hotset.storage import hub as hub_module
 from hotset.storage import wheel as wheel_module
 from hotset.storage.download import Checksum, alone, download
-from hotset.storage.fetch import Checksum, HubFile
 from hotset.storage.hub import HubFile, _check_path, choose_model, type_of
 
 GB = 10**9

@@ -1,18 +1,14 @@
-"""The placement problem as a mixed-integer program for HiGHS (see solver.py)."""
+"""The placement problem as a mixed-integer program for HiGHS (see solver.py and problem.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hotset.placement.budget import LayerFacts
-from hotset.placement.solver import group_sums
+from hotset.placement.problem import Candidate, Problem, group_sums
 from hotset.placement.table import CPU, LayerPlacement, layer_time
-
-if TYPE_CHECKING:
-    from hotset.placement.solver import Choice, Problem
 
 SMALL = 1500  # neurons of a model that is placed neuron by neuron, exactly
 GRADE = 1.2  # neurons whose frequencies differ by less than this factor are a group
@@ -24,7 +20,7 @@ _US, _MIB = 1e6, 2.0**-20  # units of the program: numbers around 1
 _Term = tuple[range, float | np.ndarray]  # variables and their factor, or factors
 
 
-class Program:
+class MixedIntegerProgram:
     """The mixed-integer program of a problem, in microseconds and MiB."""
 
     def __init__(self, problem: Problem) -> None:
@@ -105,9 +101,9 @@ class Program:
                     self._row(terms, high=0.0)
 
     def _add_partial(self, i: int, d: int, layer: LayerFacts, n_bytes: list[_Term], stream: int) -> int:
-        """The choice of a layer on device d with neurons on the CPU; returns its variable.
+        """The candidate of a layer on device d with neurons on the CPU; returns its variable.
 
-        Such a layer pays the round trip even with no cold neuron: one that is complete is a choice of its
+        Such a layer pays the round trip even with no cold neuron: one that is complete is a candidate of its
         own, which keeps the relaxation of the program tight.
         """
         problem = self.problem
@@ -134,7 +130,7 @@ class Program:
         n_bytes.append((x, sizes * (layer.neuron_bytes * _MIB)))
         return on[0]
 
-    def run(self, bound: float | None) -> tuple[Choice | None, str]:
+    def run(self, bound: float | None) -> tuple[Candidate | None, str]:
         """bound: seconds of a placement that is known."""
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
@@ -163,25 +159,25 @@ class Program:
             if found.status == 2 and bound is not None:
                 return None, f"HiGHS finds none that is better by {100 * self.gap:.2g}%"
             return None, f"HiGHS found none in {TIME_LIMIT:.0f} s"
-        choice = self._choice(found.x)
-        if not problem.fits(choice):  # by a rounding of the program's
+        candidate = self._candidate(found.x)
+        if not problem.fits(candidate):  # by a rounding of the program's
             return None, "what HiGHS found does not fit by a rounding"
         how = "optimal" if found.status == 0 else f"the best that HiGHS found in {TIME_LIMIT:.0f} s"
-        return choice, f"{how}, within {100 * max(found.mip_gap, self.gap):.2g}% of the least time (HiGHS)"
+        return candidate, f"{how}, within {100 * max(found.mip_gap, self.gap):.2g}% of the least time (HiGHS)"
 
-    def _choice(self, x: np.ndarray) -> Choice:
-        choice = []
+    def _candidate(self, x: np.ndarray) -> Candidate:
+        candidate = []
         for i, layer in enumerate(self.problem.facts.layers):
             d = next(
                 d for d in (CPU, *self.problem.usable) if (i, d) in self.on and x[self.on[i, d]].sum() > 0.5
             )
             if x[self.on[i, d][0]] > 0.5:
-                choice.append(LayerPlacement(d))
+                candidate.append(LayerPlacement(d))
                 continue
             counts = np.floor(x[self.groups[i, d].start : self.groups[i, d].stop] * self.sizes[i] + 1e-4)
             hot, order, at = np.zeros(layer.n_ff, bool), self.problem.order[i], 0
             for count, size in zip(counts.astype(int), self.sizes[i], strict=True):
                 hot[order[at : at + count]] = True
                 at += size
-            choice.append(LayerPlacement(d, None if hot.all() else hot))
-        return choice
+            candidate.append(LayerPlacement(d, None if hot.all() else hot))
+        return candidate

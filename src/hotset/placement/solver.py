@@ -11,7 +11,8 @@ device pays no round trip. It is a mixed-integer program: which device has a lay
 or cold neurons are binary, the shares of groups of equally hot neurons are continuous, or whole neurons where
 a model is small. HiGHS solves it; a greedy placement bounds it, and is kept where none better is found.
 
-This module has the problem, the greedy placement and what both end in; milp.py has HiGHS.
+problem.py has the problem and the greedy placement, milp.py HiGHS. Layers on the CPU come first here, since a
+step then crosses to a device once; what runs a placement (build.py) takes any order.
 """
 
 from __future__ import annotations
@@ -21,18 +22,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from hotset.errors import InvalidRequestError, OutOfMemoryError
-from hotset.placement.budget import Budget, DeviceBudget, ModelFacts
-from hotset.placement.table import (
-    CPU,
-    Device,
-    LayerPlacement,
-    Placement,
-    Rates,
-    layer_time,
-    predict,
-)
-
-BLOCK = 64  # neurons that the greedy placement takes at once
+from hotset.placement.budget import ModelFacts
+from hotset.placement.problem import Candidate, Problem
+from hotset.placement.table import Device, LayerPlacement, Placement, Rates
 
 
 def solve(
@@ -55,14 +47,24 @@ def solve(
     if whole is not None:
         return problem.placement(whole, "all of the model fits on one device")
     greedy = problem.greedy()
-    exact, how = problem.optimal(greedy)
-    found = [choice for choice in (exact, greedy) if choice is not None]
+    exact, how = _optimal(problem, greedy)
+    found = [candidate for candidate in (exact, greedy) if candidate is not None]
     if not found:
         raise OutOfMemoryError(problem.refusal())
     best = min(found, key=problem.seconds)
     if best is greedy and exact is not greedy:
         how = f"placed greedily: {how}"
     return problem.placement(problem.filled(best), how)
+
+
+def _optimal(problem: Problem, greedy: Candidate | None) -> tuple[Candidate | None, str]:
+    """The candidate that HiGHS finds, and a sentence on how good it is."""
+    if not problem.usable:
+        return None, ""
+    from hotset.placement.milp import MixedIntegerProgram
+
+    bound = None if greedy is None else problem.seconds(greedy)
+    return MixedIntegerProgram(problem).run(bound)
 
 
 def place_index(
@@ -82,13 +84,13 @@ def place_index(
             "a GPU index names neurons, and this model's layers cannot be split; leave --gpu-index out"
         )
     for owners in problem.cuts(0):
-        choice = [
+        candidate = [
             LayerPlacement(d, None if hot.all() else hot) for d, hot in zip(owners, on_gpu, strict=True)
         ]
-        if problem.fits(choice):
-            return problem.placement(choice, "as the GPU index says")
-    choice = [LayerPlacement(0, None if hot.all() else hot) for hot in on_gpu]
-    needed = problem.budget_of(choice, 0).total
+        if problem.fits(candidate):
+            return problem.placement(candidate, "as the GPU index says")
+    candidate = [LayerPlacement(0, None if hot.all() else hot) for hot in on_gpu]
+    needed = problem.budget_of(candidate, 0).total
     raise OutOfMemoryError(
         f"the GPU index needs {-(-needed * 100 // 2**30) / 100:.2f} GiB with this context; raise the budget, "
         "or leave the index out to plan for the budget that is there"
@@ -109,333 +111,7 @@ def rebuild(
     Raises InvalidRequestError where it is none of this problem.
     """
     problem = Problem(facts, rates, tuple(devices), frequencies, None, True)
-    choice = [LayerPlacement(int(d), mask) for d, mask in zip(owners, hot, strict=True)]
-    if len(choice) != problem.n_layer or not problem.fits(choice):
+    candidate = [LayerPlacement(int(d), mask) for d, mask in zip(owners, hot, strict=True)]
+    if len(candidate) != problem.n_layer or not problem.fits(candidate):
         raise InvalidRequestError("the placement that was kept does not fit")
-    return problem.placement(choice, how)
-
-
-Choice = list[LayerPlacement]
-
-
-class Problem:
-    """One placement problem; a choice is a LayerPlacement for each layer."""
-
-    def __init__(
-        self,
-        facts: ModelFacts,
-        rates: Rates,
-        devices: tuple[Device, ...],
-        frequencies: Sequence[np.ndarray],
-        n_gpu_layers: int | None,
-        split: bool,
-    ) -> None:
-        self.facts, self.rates, self.devices, self.frequencies = facts, rates, devices, frequencies
-        self.n_layer, self.asked = len(facts.layers), n_gpu_layers
-        if n_gpu_layers is not None and n_gpu_layers < 1:
-            raise InvalidRequestError(f"there must be 1 layer or more on devices, not {n_gpu_layers}")
-        if len(frequencies) != self.n_layer or any(
-            len(frequency) != layer.n_ff for frequency, layer in zip(frequencies, facts.layers, strict=False)
-        ):
-            raise InvalidRequestError("the activation frequencies are not those of this model's neurons")
-        self.room = [device.limit - device.context - facts.workspace_bytes for device in devices]
-        self.usable = [d for d, room in enumerate(self.room) if room > 0]
-        self.is_split = [split and layer.n_split > 0 for layer in facts.layers]
-        self._of_neurons: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
-        self._more_of_none: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
-        self.order = [np.argsort(-frequency, kind="stable") for frequency in frequencies]
-
-    @property
-    def n_on_devices(self) -> int:
-        """Layers that were asked for on devices; 1, the least, where it is free."""
-        return min(self.asked, self.n_layer) if self.asked is not None else 1
-
-    def n_cpu_choices(self) -> range:
-        """How many layers may be on the CPU."""
-        if self.asked is None:
-            return range(self.n_layer)
-        return range(self.n_layer - self.n_on_devices, self.n_layer - self.n_on_devices + 1)
-
-    # ---- what a choice costs ----
-
-    def output_seconds(self) -> float:
-        """Of the output matrix, on the fastest device that may have it."""
-        return self.facts.output_bytes / max(self.rates.devices[d].read for d in self.usable)
-
-    def seconds(self, choice: Choice) -> float:
-        return predict(self.facts, self.rates, choice, self.frequencies).total
-
-    def budget_of(self, choice: Choice, d: int) -> DeviceBudget:
-        """Planned bytes of a device."""
-        device, facts = self.devices[d], self.facts
-        weights = neurons = kv = stream = 0
-        for layer, place in zip(facts.layers, choice, strict=True):
-            if place.device != d:
-                continue
-            n_hot = layer.n_split if place.hot is None else int(place.hot.sum())
-            weights += layer.fixed_bytes
-            neurons += n_hot * layer.neuron_bytes + (layer.shared_bytes if n_hot else 0)
-            kv += layer.kv_bytes
-            if place.is_split:
-                stream = facts.stream_bytes
-        if choice[-1].device == d:
-            weights += facts.output_bytes
-        workspace = facts.workspace_bytes + stream
-        return DeviceBudget(device.name, device.limit, weights, neurons, kv, workspace, device.context)
-
-    def fits(self, choice: Choice) -> bool:
-        budgets = [self.budget_of(choice, d) for d in {place.device for place in choice} - {CPU}]
-        return all(budget.total <= budget.limit for budget in budgets)
-
-    # ---- the simplest choice ----
-
-    def whole(self) -> Choice | None:
-        """Everything on the first device that holds it."""
-        if self.n_cpu_choices()[0] > 0:
-            return None
-        for d in self.usable:
-            choice = [LayerPlacement(d)] * self.n_layer
-            if self.fits(choice):
-                return choice
-        return None
-
-    # ---- greedy ----
-
-    def greedy(self) -> Choice | None:
-        """The best of one choice for each number of layers on the CPU and two ways to cut the others.
-
-        Within a cut, the bytes of a device go to the groups of neurons that save the CPU most seconds per
-        byte, as long as the CPU is the slower side of their layer.
-        """
-        best: tuple[float, Choice] | None = None
-        n_more, step = 0, 1  # more layers on the CPU than must be: 0, 1, 3, 7
-        for n_cpu in self.n_cpu_choices():
-            if n_more:
-                n_more -= 1
-                continue
-            found = [choice for cut in self.cuts(n_cpu) for choice in self._filled_cuts(cut)]
-            if found and step > 4:
-                break
-            if found:
-                n_more, step = step - 1, 2 * step
-            for choice in found:
-                seconds = self.seconds(choice)
-                if self.fits(choice) and (best is None or seconds < best[0]):
-                    best = seconds, choice
-        return None if best is None else best[1]
-
-    def cuts(self, n_cpu: int) -> list[list[int]]:
-        """Device of each layer: in proportion to the devices' room, and as few devices as hold the least."""
-        cuts = []
-        total = sum(self.room[d] for d in self.usable)
-        if total > 0:
-            shares = np.cumsum([self.room[d] / total for d in self.usable])
-            middles = (np.arange(self.n_layer - n_cpu) + 0.5) / (self.n_layer - n_cpu)
-            cuts.append([CPU] * n_cpu + [self.usable[i] for i in np.searchsorted(shares, middles)])
-        owners, taken, devices = [], self.facts.output_bytes, list(self.usable)
-        for i in reversed(range(n_cpu, self.n_layer)):
-            least = self._least_bytes(i)
-            while devices and taken + least + self._stream(i) > self.room[devices[-1]]:
-                devices.pop()
-                taken = 0
-            if not devices:
-                return cuts
-            owners.append(devices[-1])
-            taken += least
-        last = [CPU] * n_cpu + owners[::-1]
-        return cuts if last in cuts else [*cuts, last]
-
-    def _least_bytes(self, i: int) -> int:
-        layer = self.facts.layers[i]
-        return layer.fixed_bytes + layer.kv_bytes if self.is_split[i] else layer.whole_bytes
-
-    def _stream(self, i: int) -> int:
-        return self.facts.stream_bytes if self.is_split[i] else 0
-
-    def _filled_cuts(self, owners: list[int]) -> list[Choice]:
-        """Two choices of one cut: neurons shared out among its layers, and layers completed one by one."""
-        empty = [
-            LayerPlacement(d, np.zeros(layer.n_ff, bool) if d != CPU and is_split else None)
-            for d, layer, is_split in zip(owners, self.facts.layers, self.is_split, strict=True)
-        ]
-        if not self.fits(empty):
-            return []
-        by_layer = list(empty)
-        left = {d: self._left(empty, d) for d in self.usable}
-        for i in sorted(range(self.n_layer), key=lambda i: -self._cold_seconds(i)):
-            layer, d = self.facts.layers[i], owners[i]
-            n_bytes = layer.n_split * layer.neuron_bytes + layer.shared_bytes
-            if d != CPU and self.is_split[i] and n_bytes <= left[d]:
-                by_layer[i] = LayerPlacement(d)
-                left[d] -= n_bytes
-        return [self.filled(empty), self.filled(by_layer)]
-
-    def _cold_seconds(self, i: int) -> float:
-        return float(self.seconds_of_neurons(i)[0].sum())
-
-    def _left(self, choice: Choice, d: int) -> int:
-        """Bytes of a device that a choice leaves."""
-        budget = self.budget_of(choice, d)
-        return budget.limit - budget.total
-
-    def seconds_of_neurons(self, i: int, d: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Of each neuron of a layer: seconds of the CPU if it is cold, of device d if it is hot."""
-        layer, rates, frequency = self.facts.layers[i], self.rates, self.frequencies[i]
-        cold = (
-            layer.always_bytes / rates.cpu_read_busy + frequency * layer.fired_bytes / rates.cpu_gather_busy
-        )
-        hot = (layer.always_bytes + frequency * layer.fired_bytes) / rates.devices[d].read_busy
-        self._of_neurons[i, d] = cold, hot
-        return cold, hot
-
-    def filled(self, choice: Choice) -> Choice:
-        """The same with what is left of each device given to more neurons, those first that save the CPU most
-        seconds per byte, where no layer becomes slower.
-        """
-        choice = list(choice)
-        for d in self.usable:
-            split = [i for i, place in enumerate(choice) if place.device == d and place.is_split]
-            more = {i: self._more(i, d, choice[i]) for i in split}
-            sizes = [group_sizes(len(neurons), BLOCK) for neurons, _ in more.values()]
-            if not sum(map(len, sizes)):
-                continue
-            gains = [
-                group_sums(gain, size) / (np.maximum(size, 1) * self.facts.layers[i].neuron_bytes)
-                for (i, (_, gain)), size in zip(more.items(), sizes, strict=True)
-            ]
-            owner = np.repeat(split, list(map(len, sizes)))
-            of_one = np.array([layer.neuron_bytes for layer in self.facts.layers])[owner]
-            n, left = np.concatenate(sizes), self._left(choice, d)
-            left -= sum(self.facts.layers[i].shared_bytes for i in split if not _some(choice[i].hot))
-            best = np.argsort(-np.concatenate(gains), kind="stable")
-            before = np.concatenate([[0], np.cumsum((n * of_one)[best])[:-1]])
-            taken = np.clip((left - before) // of_one[best], 0, n[best])
-            taken[np.argmax(taken < n[best]) + 1 if (taken < n[best]).any() else len(taken) :] = 0
-            counts = np.bincount(owner[best], weights=taken, minlength=self.n_layer).astype(np.int64)
-            for i in split:
-                choice[i] = self._grown(i, choice[i], more[i][0][: counts[i]])
-        return choice
-
-    def _more(self, i: int, d: int, place: LayerPlacement) -> tuple[np.ndarray, np.ndarray]:
-        """Cold neurons of a layer that may become hot without making it slower, hottest first; their seconds
-        on the CPU.
-        """
-        layer, hot, device = self.facts.layers[i], place.hot, self.rates.devices[d]
-        assert hot is not None
-        is_empty = not hot.any()
-        if is_empty and (i, d) in self._more_of_none:
-            return self._more_of_none[i, d]
-        cold_s, hot_s = self.seconds_of_neurons(i, d)
-        order = self.order[i][~hot[self.order[i]]]
-        now = self.time(i, place)
-        nothing = layer_time(layer, self.rates, LayerPlacement(d, np.zeros_like(hot)), self.frequencies[i])
-        already = device.launch + layer.shared_bytes / device.read_busy + float(hot_s[hot].sum())
-        ends = nothing.attention + already + np.cumsum(hot_s[order])
-        n = int(np.searchsorted(ends, now * (1 + 1e-12), side="right"))
-        found = order[:n], cold_s[order[:n]]
-        if is_empty:
-            self._more_of_none[i, d] = found
-        return found
-
-    def _grown(self, i: int, place: LayerPlacement, neurons: np.ndarray) -> LayerPlacement:
-        """The layer with more hot neurons; as it was where that is slower, or not worth the launch."""
-        if not len(neurons) or place.hot is None:
-            return place
-        hot = place.hot.copy()
-        hot[neurons] = True
-        grown = LayerPlacement(place.device, None if hot.all() else hot)
-        saved = float(self.seconds_of_neurons(i, place.device)[0][hot].sum())
-        if saved < self.rates.devices[place.device].launch:
-            return place
-        return grown if self.time(i, grown) <= self.time(i, place) * (1 + 1e-9) else place
-
-    def time(self, i: int, place: LayerPlacement) -> float:
-        return layer_time(self.facts.layers[i], self.rates, place, self.frequencies[i]).total
-
-    # ---- the program ----
-
-    def optimal(self, greedy: Choice | None) -> tuple[Choice | None, str]:
-        """The choice that HiGHS finds, and a sentence on how good it is."""
-        if not self.usable:
-            return None, ""
-        from hotset.placement.milp import Program
-
-        program = Program(self)
-        bound = None if greedy is None else self.seconds(greedy)
-        return program.run(bound)
-
-    # ---- the result ----
-
-    def refusal(self) -> str:
-        """The sentence for a problem without a solution."""
-        smallest = self.devices[0].context + self.facts.smallest_bytes(self.n_on_devices)
-        if not any(self.is_split):
-            last = self.facts.layers[self.n_layer - self.n_on_devices :]
-            smallest = self.devices[0].context + self.facts.workspace_bytes + self.facts.output_bytes
-            smallest += sum(layer.whole_bytes for layer in last)
-        what = "the model" if self.asked is None else f"{self.n_on_devices} layers"
-        given = " and ".join(f"{device.limit / 2**30:.2f} GiB on {device.name}" for device in self.devices)
-        return (
-            f"{what} cannot be placed in {given}: the smallest budget that works is "
-            f"{-(-smallest * 100 // 2**30) / 100:.2f} GiB (--vram-budget); a shorter context (-c) or a "
-            "smaller batch lowers it"
-        )
-
-    def placement(self, choice: Choice, how: str) -> Placement:
-        """The result of a choice; devices that it leaves unused are left out."""
-        used = sorted({place.device for place in choice} - {CPU})
-        number = {CPU: CPU} | {d: new for new, d in enumerate(used)}
-        predicted = predict(self.facts, self.rates, choice, self.frequencies)
-        planned = tuple(self.budget_of(choice, d) for d in used)
-        budget = Budget(planned, self._host_bytes(choice), self.facts.stream_bytes)
-        layers = tuple(LayerPlacement(number[place.device], place.hot) for place in choice)
-        hot = total = served = fired = 0.0
-        for layer, place, frequency in zip(self.facts.layers, choice, self.frequencies, strict=True):
-            if not layer.n_split:
-                continue
-            total += layer.n_ff
-            fired += float(frequency.sum())
-            if place.device != CPU:
-                mine = slice(None) if place.hot is None else place.hot
-                hot += layer.n_ff if place.hot is None else int(place.hot.sum())
-                served += float(frequency[mine].sum())
-        notes = [how]
-        for one in planned:
-            is_free = self.asked is None and any(p.device == CPU or p.is_split for p in choice)
-            if is_free and one.total < 0.95 * one.limit:
-                share = 100 * one.total / one.limit
-                notes.append(f"{share:.0f}% of {one.device}'s budget is used: more on it would be slower")
-        return Placement(
-            tuple(self.devices[d].name for d in used),
-            layers,
-            number[choice[-1].device],
-            budget,
-            predicted,
-            hot / total if total else None,
-            served / fired if fired else None,
-            tuple(notes),
-            tuple(layer.n_ff for layer in self.facts.layers),
-        )
-
-    def _host_bytes(self, choice: Choice) -> int:
-        n_bytes = 0
-        for layer, place in zip(self.facts.layers, choice, strict=True):
-            if place.device == CPU:
-                n_bytes += layer.whole_bytes - layer.kv_bytes
-            elif place.is_split and place.hot is not None:
-                n_bytes += int((~place.hot).sum()) * layer.neuron_bytes + layer.shared_bytes
-        return n_bytes
-
-
-def group_sizes(n: int, size: int) -> np.ndarray:
-    """n neurons in groups of `size`, the last one smaller."""
-    return np.diff(np.append(np.arange(0, n, size), n)) if n else np.zeros(0, np.int64)
-
-
-def group_sums(values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Sums of consecutive groups of so many values."""
-    return np.add.reduceat(values, np.concatenate([[0], np.cumsum(sizes)[:-1]])) if len(sizes) else values
-
-
-def _some(hot: np.ndarray | None) -> bool:
-    return hot is None or bool(hot.any())
+    return problem.placement(candidate, how)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hotset.backends.base import WeightSource
     from hotset.formats.gguf import GGUFFile, GGUFWriter
     from hotset.model.config import ModelConfig
-    from hotset.sparsity.predictors import PredictorSpec
+    from hotset.sparsity.predictor_spec import PredictorSpec
 
 THRESHOLDS_KEY = "hotset.predictor.thresholds"
 _BLOCK_VALUES = 1 << 23  # of a matrix decoded at a time

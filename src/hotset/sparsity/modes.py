@@ -20,7 +20,9 @@ from hotset.formats.overlay import Overlay
 from hotset.model.decoder import describe
 from hotset.model.predictor import Predictor, PredictorKind
 from hotset.sparsity import sidecar
-from hotset.sparsity.predictors import Calibration, PredictorSpec, open_predictor, parse_predictor
+from hotset.sparsity.calibration import Calibration
+from hotset.sparsity.predictor_spec import PredictorSpec, parse_predictor
+from hotset.sparsity.predictors import open_predictor
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile, TensorInfo

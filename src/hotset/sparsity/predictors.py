@@ -17,7 +17,6 @@ inputs are normally distributed vectors as its norm would hand them on (calibrat
 from __future__ import annotations
 
 from collections import ChainMap
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -27,9 +26,10 @@ from hotset.formats.encode import recode
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import TYPES, GGMLType, dequantize
 from hotset.model.decoder import describe
-from hotset.model.predictor import Predictor, PredictorKind
+from hotset.model.predictor import Predictor
 from hotset.sparsity import builders, sidecar
 from hotset.sparsity.calibration import Calibration
+from hotset.sparsity.predictor_spec import PredictorSpec
 from hotset.sparsity.profile import ALWAYS_FREQUENCY
 
 if TYPE_CHECKING:
@@ -39,62 +39,9 @@ if TYPE_CHECKING:
     from hotset.reporter import Reporter
     from hotset.sparsity.profile import Profile
 
-# Of `svd`, measured (docs/SPARSITY.md): 4 bits select the same neurons as 8 and buy twice the rank. From an
-# eighth of the width on, more rank costs as many bytes as it saves of the gate.
-DEFAULT_RANK_SHARE, DEFAULT_SVD_TYPE = 8, GGMLType.Q4_0
 N_ALWAYS_KEY = (
     "hotset.n_always"  # of a file in order of hotness: leading neurons per layer without prediction
 )
-_TYPES = {"q8_0": GGMLType.Q8_0, "q4_0": GGMLType.Q4_0, "f16": GGMLType.F16}
-
-
-@dataclass(frozen=True)
-class PredictorSpec:
-    """What `--predictor` says. type: the weights' (of mlp, None: the file's). rank: of svd.
-
-    Of svd, None stands for the model's default (`resolved`).
-    margin: of `sign`, -1 to 1: a neuron is left out where the share of channels that agree in sign, less that
-    of those that differ, lies below it; None: calibrated, per layer.
-    """
-
-    kind: PredictorKind
-    type: GGMLType | None = None
-    rank: int | None = None
-    margin: float | None = None
-
-    def __str__(self) -> str:
-        parts = (self.rank, self.type and self.type.name.lower(), self.margin)
-        return ":".join([self.kind, *(f"{part}" for part in parts if part is not None)])
-
-    def resolved(self, config: ModelConfig) -> PredictorSpec:
-        """With the defaults for a model in place of what was left open."""
-        if self.kind != "svd":
-            return self
-        rank = max(32, config.n_embd // DEFAULT_RANK_SHARE // 32 * 32)
-        return replace(self, rank=self.rank or rank, type=self.type or DEFAULT_SVD_TYPE)
-
-
-def parse_predictor(text: str) -> PredictorSpec:
-    """Reads `--predictor`. Raises InvalidRequestError naming what is accepted."""
-    kind, *rest = text.strip().lower().split(":")
-    try:
-        match kind, rest:
-            case (("mlp" | "sign"), []):
-                return PredictorSpec(cast(PredictorKind, kind))
-            case "mlp", ["q8_0" | "q4_0" as type_]:
-                return PredictorSpec("mlp", type=_TYPES[type_])
-            case "sign", [margin] if -1 <= float(margin) <= 1:
-                return PredictorSpec("sign", margin=float(margin))
-            case "svd", []:
-                return PredictorSpec("svd")
-            case "svd", [rank, *more] if len(more) < 2 and int(rank) >= 1:
-                return PredictorSpec("svd", rank=int(rank), type=_TYPES[more[0]] if more else None)
-    except (KeyError, ValueError):
-        pass
-    raise InvalidRequestError(
-        f"the predictor {text!r} is not known; it must be mlp, mlp:q8_0, mlp:q4_0, sign, "
-        "sign:MARGIN (-1 to 1), svd, svd:RANK or svd:RANK:TYPE (q8_0, q4_0, f16)"
-    )
 
 
 def open_predictor(

@@ -9,7 +9,7 @@ has to approximate for lack of a Unicode regex engine, are therefore exact here.
 
 from dataclasses import dataclass
 
-from ..errors import TokenizerError
+from hotset.errors import TokenizerError
 
 
 @dataclass(frozen=True)

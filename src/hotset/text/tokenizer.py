@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import TokenizerError
-from .pretokenizers import UNNAMED, pre_tokenizer
+from hotset.errors import TokenizerError
+from hotset.text.pretokenizers import UNNAMED, pre_tokenizer
 
 # Values of tokenizer.ggml.token_type; they are SentencePiece's own.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6

@@ -571,7 +571,8 @@ class _Run:
         from hotset.model.cost import Cost
         from hotset.model.predictor import Predictor
         from hotset.sparsity.modes import Choice
-        from hotset.sparsity.predictors import MemoryTensors, PredictorSpec
+        from hotset.sparsity.predictor_spec import PredictorSpec
+        from hotset.sparsity.predictors import MemoryTensors
 
         model, extra = self.model, MemoryTensors()
         for i, weights in enumerate(self.weights):

@@ -1,0 +1,67 @@
+"""Which predictor is wanted: what `--predictor` says (predictors.py has what the words mean)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
+
+from hotset.errors import InvalidRequestError
+from hotset.formats.quants import GGMLType
+from hotset.model.predictor import PredictorKind
+
+if TYPE_CHECKING:
+    from hotset.model.config import ModelConfig
+
+# Of `svd`, measured (docs/SPARSITY.md): 4 bits select the same neurons as 8 and buy twice the rank. From an
+# eighth of the width on, more rank costs as many bytes as it saves of the gate.
+DEFAULT_RANK_SHARE, DEFAULT_SVD_TYPE = 8, GGMLType.Q4_0
+_TYPES = {"q8_0": GGMLType.Q8_0, "q4_0": GGMLType.Q4_0, "f16": GGMLType.F16}
+
+
+@dataclass(frozen=True)
+class PredictorSpec:
+    """What `--predictor` says. type: the weights' (of mlp, None: the file's). rank: of svd.
+
+    Of svd, None stands for the model's default (`resolved`).
+    margin: of `sign`, -1 to 1: a neuron is left out where the share of channels that agree in sign, less that
+    of those that differ, lies below it; None: calibrated, per layer.
+    """
+
+    kind: PredictorKind
+    type: GGMLType | None = None
+    rank: int | None = None
+    margin: float | None = None
+
+    def __str__(self) -> str:
+        parts = (self.rank, self.type and self.type.name.lower(), self.margin)
+        return ":".join([self.kind, *(f"{part}" for part in parts if part is not None)])
+
+    def resolved(self, config: ModelConfig) -> PredictorSpec:
+        """With the defaults for a model in place of what was left open."""
+        if self.kind != "svd":
+            return self
+        rank = max(32, config.n_embd // DEFAULT_RANK_SHARE // 32 * 32)
+        return replace(self, rank=self.rank or rank, type=self.type or DEFAULT_SVD_TYPE)
+
+
+def parse_predictor(text: str) -> PredictorSpec:
+    """Reads `--predictor`. Raises InvalidRequestError naming what is accepted."""
+    kind, *rest = text.strip().lower().split(":")
+    try:
+        match kind, rest:
+            case (("mlp" | "sign"), []):
+                return PredictorSpec(cast(PredictorKind, kind))
+            case "mlp", ["q8_0" | "q4_0" as type_]:
+                return PredictorSpec("mlp", type=_TYPES[type_])
+            case "sign", [margin] if -1 <= float(margin) <= 1:
+                return PredictorSpec("sign", margin=float(margin))
+            case "svd", []:
+                return PredictorSpec("svd")
+            case "svd", [rank, *more] if len(more) < 2 and int(rank) >= 1:
+                return PredictorSpec("svd", rank=int(rank), type=_TYPES[more[0]] if more else None)
+    except (KeyError, ValueError):
+        pass
+    raise InvalidRequestError(
+        f"the predictor {text!r} is not known; it must be mlp, mlp:q8_0, mlp:q4_0, sign, "
+        "sign:MARGIN (-1 to 1), svd, svd:RANK or svd:RANK:TYPE (q8_0, q4_0, f16)"
+    )

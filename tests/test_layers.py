@@ -1,0 +1,129 @@
+"""What imports what: only downward in the table of docs/DESIGN.md, and never in a circle.
+
+Imports inside functions and those for type checkers count as the others do: they hide a circle, they do not
+undo it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hotset
+
+ROOT = Path(hotset.__file__).parent
+DESIGN = Path(__file__).parent.parent / "docs" / "DESIGN.md"
+# A part of the package itself, not of a module of it: there whatever imports what.
+OF_THE_PACKAGE = {"_core", "__version__"}
+# Circles that are being taken apart elsewhere.
+KNOWN_CIRCLES = {frozenset({"storage.fetch", "storage.store"}), frozenset({"cli.chat", "cli.run"})}
+
+
+def modules() -> dict[str, Path]:
+    """Name below `hotset` → file; a package's own name is that of its __init__.py, "" of hotset itself."""
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(source: str, names: set[str]) -> Iterator[str]:
+    """The modules of hotset that a source imports anywhere."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "hotset":
+                    yield alias.name.removeprefix("hotset").removeprefix(".")
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            package, _, inside = (node.module or "").partition(".")
+            if package != "hotset":
+                continue
+            for alias in node.names:
+                full = f"{inside}.{alias.name}".removeprefix(".")
+                if full in names:
+                    yield full
+                elif inside or alias.name not in OF_THE_PACKAGE:
+                    yield inside
+
+
+def graph() -> dict[str, set[str]]:
+    found = modules()
+    return {name: set(imports_of(path.read_text("utf-8"), set(found))) for name, path in found.items()}
+
+
+def layers() -> dict[str, int]:
+    """Top-level name → its layer in DESIGN.md's table, 1 the lowest."""
+    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", DESIGN.read_text("utf-8"), re.MULTILINE)
+    return {name.strip("/"): int(n) for n, cell in rows for name in re.findall(r"`([\w/]+)`", cell)}
+
+
+def circles(imports: dict[str, set[str]]) -> set[frozenset[str]]:
+    """Strongly connected modules (Tarjan): several, or one that imports itself."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: set[frozenset[str]] = set()
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in sorted(imports.get(name, ())):
+            if other not in index:
+                visit(other)
+            if other in stack:
+                low[name] = min(low[name], low[other])
+        if low[name] == index[name]:
+            at = stack.index(name)
+            if len(stack) - at > 1 or name in imports.get(name, ()):
+                found.add(frozenset(stack[at:]))
+            del stack[at:]
+
+    for name in sorted(imports):
+        if name not in index:
+            visit(name)
+    return found
+
+
+@pytest.mark.skipif(not DESIGN.is_file(), reason="docs/ is not beside the tests")
+def test_imports_run_downward() -> None:
+    order = layers()
+    top = {name.partition(".")[0] for name in modules()} - {""}
+    assert set(order) == top, "the table of docs/DESIGN.md has every module and folder of src/hotset once"
+    order[""] = order["api"]  # `import hotset` is for hotset.load
+    upward = [
+        f"{name} imports {other or 'hotset'}"
+        for name, others in graph().items()
+        if name  # hotset itself hands out names of every layer
+        for other in others
+        if (mine := name.partition(".")[0]) != (its := other.partition(".")[0]) and order[its] >= order[mine]
+    ]
+    assert not upward
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert circles({name: others for name, others in graph().items() if name}) <= KNOWN_CIRCLES
+
+
+def test_every_way_to_import_is_seen() -> None:
+    names = {"", "a", "a.b", "c", "d"}
+    source = """
+from typing import TYPE_CHECKING
+import numpy, hotset.d
+if TYPE_CHECKING:
+    from hotset.a.b import Name
+def f():
+    from hotset import c, _core, __version__
+    from hotset.a import b
+    from hotset import load
+"""
+    assert sorted(imports_of(source, names)) == ["", "a.b", "a.b", "c", "d"]
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set(), "f": {"f"}}) == {
+        frozenset("abc"),
+        frozenset("f"),
+    }
