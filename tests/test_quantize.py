@@ -176,7 +176,7 @@ def test_types_and_bytes_of_a_file(f16: Path, tmp_path: Path) -> None:
 
 def planned(path: Path, type: str | None, *rules: str, **options: bool) -> dict[str, tuple[str, str]]:
     with open_gguf(path) as file:
-        return {p.info.name: (p.type.name, p.note) for p in requantize.plan(file, type, rules, **options)}
+        return {p.info.name: (p.type.name, p.note) for p in requantize.types_of(file, type, rules, **options)}
 
 
 def test_rows_that_blocks_do_not_divide(f16: Path) -> None:

@@ -27,7 +27,7 @@ tiny_models = pytest.importorskip("tiny_models")
 import hotset  # noqa: E402
 from hotset.reporter import Reporter  # noqa: E402
 from hotset.training.adapters import Adapters, digest, merge  # noqa: E402
-from hotset.training.calibrate import Choice, _cheapest, calibrate, choose, kernel_widths  # noqa: E402
+from hotset.training.calibrate import LayerTarget, _cheapest, calibrate, choose_targets, kernel_widths  # noqa: E402
 from hotset.training.generate import circles, generate, read_documents  # noqa: E402
 from hotset.training.llama_torch import (  # noqa: E402
     Activity,
@@ -41,7 +41,7 @@ from hotset.training.llama_torch import (  # noqa: E402
 from hotset.training.sparsify import Settings, TorchTeacher, Training, read_curve  # noqa: E402
 from hotset.training.text import (  # noqa: E402
     Mixture,
-    Source,
+    WeightedText,
     parse_amount,
     parse_text,
     split_held_out,
@@ -79,7 +79,7 @@ def training(path: Path, folder: Path, **settings: Any) -> Training:
     return Training(
         base,
         TorchTeacher(base),
-        Mixture([Source("random", TOKENS[:4000])], N_CTX),
+        Mixture([WeightedText("random", TOKENS[:4000])], N_CTX),
         torch.from_numpy(TOKENS[4000 : 4000 + 8 * N_CTX].reshape(8, N_CTX)).long(),
         folder,
         Settings(**{**defaults, **settings}),
@@ -205,7 +205,7 @@ class TestCalibration:
             base = load_llama(gguf)
         tokens = torch.from_numpy(TOKENS[: 64 * N_CTX]).long().view(64, N_CTX)
         fitted, cut_only = Student(base, activation, rank), Student(base, activation, rank)
-        calibrate(base, fitted, tokens, [Choice(0.28)] * 2)
+        calibrate(base, fitted, tokens, [LayerTarget(0.28)] * 2)
         widths = kernel_widths(base, fitted, tokens)
         assert len(widths) == 2
         assert min(widths) > 0
@@ -249,10 +249,10 @@ def shifted(small_gates: Path) -> Llama:
 class TestLinearPath:
     TEXT = torch.from_numpy(TOKENS[: 64 * N_CTX]).long().view(64, N_CTX)
 
-    def start(self, base: Llama, choices: list[Choice], rank: int = 8) -> tuple[Student, float, float]:
+    def start(self, base: Llama, targets: list[LayerTarget], rank: int = 8) -> tuple[Student, float, float]:
         """The student, what it misses of the last hidden state on other text, and its active share."""
         student = Student(base, "relu", rank)
-        calibrate(base, student, self.TEXT, choices)
+        calibrate(base, student, self.TEXT, targets)
         other = torch.from_numpy(TOKENS[64 * N_CTX : 80 * N_CTX]).long().view(16, N_CTX)
         activity = Activity()
         with torch.no_grad():
@@ -261,8 +261,8 @@ class TestLinearPath:
 
     def test_it_says_more_than_as_many_sparse_neurons(self, shifted: Llama) -> None:
         n_ff = shifted.config.n_ff[0]
-        _, missed, active = self.start(shifted, [Choice(0.3)] * 2)
-        student, missed_less, active_too = self.start(shifted, [Choice(0.2, n_ff // 8)] * 2)
+        _, missed, active = self.start(shifted, [LayerTarget(0.3)] * 2)
+        student, missed_less, active_too = self.start(shifted, [LayerTarget(0.2, n_ff // 8)] * 2)
         assert missed_less < 0.8 * missed
         assert active_too == pytest.approx(active, abs=0.05)
         for layer in range(2):
@@ -274,7 +274,7 @@ class TestLinearPath:
 
     def test_it_comes_along_into_the_file(self, small_gates: Path, base: Llama, tmp_path: Path) -> None:
         n_ff = base.config.n_ff[0]
-        student, _, _ = self.start(base, [Choice(0.2, n_ff // 8), Choice(0.3)])
+        student, _, _ = self.start(base, [LayerTarget(0.2, n_ff // 8), LayerTarget(0.3)])
         values = {name: value.detach().numpy() for name, value in student.named_values()}
         with open_gguf(small_gates) as gguf:
             adapters = Adapters(values, "relu", 8, digest(gguf))
@@ -295,7 +295,7 @@ class TestLinearPath:
             assert (gguf.data("blk.0.ffn_gate.bias").view(np.float32)[always] == 1).all()
 
     def test_a_student_takes_it_from_adapters(self, base: Llama) -> None:
-        student, _, _ = self.start(base, [Choice(0.2, 5), Choice(0.3)])
+        student, _, _ = self.start(base, [LayerTarget(0.2, 5), LayerTarget(0.3)])
         other = Student(base, "relu", 12)
         other.load(dict(student.named_values()))
         tokens = self.TEXT[:2]
@@ -303,19 +303,19 @@ class TestLinearPath:
             torch.testing.assert_close(base(tokens, other), base(tokens, student), rtol=1e-4, atol=1e-4)
 
     def test_the_choice_keeps_to_the_share(self, shifted: Llama) -> None:
-        choices = choose(shifted, self.TEXT, 0.3, shifted.config.n_ff[0] // 8)
-        assert any(choice.n_linear for choice in choices)
-        _, missed, active = self.start(shifted, choices)
+        targets = choose_targets(shifted, self.TEXT, 0.3, shifted.config.n_ff[0] // 8)
+        assert any(choice.n_linear for choice in targets)
+        _, missed, active = self.start(shifted, targets)
         assert active == pytest.approx(0.3, abs=0.05)
-        assert missed < self.start(shifted, [Choice(0.3)] * 2)[1]
-        assert all(choice.n_linear == 0 for choice in choose(shifted, self.TEXT, 0.3))
+        assert missed < self.start(shifted, [LayerTarget(0.3)] * 2)[1]
+        assert all(choice.n_linear == 0 for choice in choose_targets(shifted, self.TEXT, 0.3))
 
     def test_the_layers_that_suffer_more_get_more(self) -> None:
-        """The least sum of what all layers suffer, among all choices within the share: by brute force."""
+        """The least sum of what all layers suffer, among all targets within the share: by brute force."""
         rng = np.random.default_rng(4)
         shares = np.array([0.05, 0.1, 0.2, 0.3, 0.5])
         options = [
-            [(float(weight / s), float(s), Choice(float(s))) for s in shares]
+            [(float(weight / s), float(s), LayerTarget(float(s))) for s in shares]
             for weight in rng.uniform(0.1, 10, 4)
         ]
         chosen = [choice.share for choice in _cheapest(options, 0.25)]
@@ -601,7 +601,7 @@ class TestMerging:
             base = load_llama(gguf)
             student = Student(base, "relu", 4)
             tokens = torch.from_numpy(TOKENS[: 8 * N_CTX]).long().view(8, N_CTX)
-            calibrate(base, student, tokens, [Choice(0.3)] * base.config.n_layer)
+            calibrate(base, student, tokens, [LayerTarget(0.3)] * base.config.n_layer)
             values = {name: value.detach().numpy() for name, value in student.named_values()}
             merge(gguf, Adapters(values, "relu", 4, digest(gguf)), tmp_path / "out.gguf", GGMLType.F32)
         with torch.no_grad():
@@ -612,7 +612,10 @@ class TestMerging:
 
 class TestText:
     def test_windows_are_a_function_of_the_seed(self) -> None:
-        sources = [Source("a", np.arange(1000, dtype=np.int32), 3), Source("b", np.arange(1000, 2000), 1)]
+        sources = [
+            WeightedText("a", np.arange(1000, dtype=np.int32), 3),
+            WeightedText("b", np.arange(1000, 2000), 1),
+        ]
         first, second = Mixture(sources, 16, seed=5), Mixture(sources, 16, seed=5)
         for number in (700, 3, 699, 5000):
             np.testing.assert_array_equal(first.window(number), second.window(number))
@@ -623,13 +626,13 @@ class TestText:
         assert (windows != np.stack([Mixture(sources, 16, 6).window(i) for i in range(800)])).any()
 
     def test_one_round_covers_a_text_once(self) -> None:
-        mixture = Mixture([Source("a", np.arange(160, dtype=np.int32))], 16)
+        mixture = Mixture([WeightedText("a", np.arange(160, dtype=np.int32))], 16)
         starts = [int(mixture.window(i)[0]) // 16 for i in range(9)]
         assert sorted(starts) == list(range(starts[0] * 0, 9))
 
     def test_too_little_text_is_refused(self) -> None:
         with pytest.raises(InvalidRequestError, match="at least 64"):
-            Mixture([Source("a", np.arange(50))], 32)
+            Mixture([WeightedText("a", np.arange(50))], 32)
         with pytest.raises(InvalidRequestError, match="no text"):
             Mixture([], 32)
         with pytest.raises(InvalidRequestError, match="too short"):

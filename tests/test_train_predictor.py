@@ -31,7 +31,7 @@ from hotset.model.predictor import Predictor
 from hotset.reporter import Reporter
 from hotset.training import pairs as pair_files
 from hotset.training import predictor as training
-from hotset.training.pairs import Pairs, Source, collect, encode
+from hotset.training.pairs import LayerTaps, Pairs, collect, encode
 from hotset.training.predictor import Schedule, Settings, predictor_inputs, train_predictors
 from hotset.training.predictor_layer import Weights, calibrate
 
@@ -94,7 +94,7 @@ def fake_steps(tokens: np.ndarray, names: Any) -> Any:
         yield {"p": inputs, "n": np.maximum(rng.standard_normal((len(part), 20)), 0).astype(np.float32)}
 
 
-SOURCES = [Source("p", "n", 8, 20)]
+SOURCES = [LayerTaps("p", "n", 8, 20)]
 SEQUENCES = [np.arange(10, dtype=np.int32) + 100 * i for i in range(40)]
 
 

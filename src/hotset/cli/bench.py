@@ -192,7 +192,7 @@ def measure(
 
     collect_stats: the warm-up generates some more tokens, and counts which neurons fire.
     """
-    with closing(_Run(backend, test, batch)) as run:
+    with closing(_RandomRequests(backend, test, batch)) as run:
         run.engine.collect_stats = collect_stats
         run.once(min(test.n_gen, _N_COUNTED if collect_stats else 2))
         result = Measurement(stats=run.stats)
@@ -206,7 +206,7 @@ def measure(
     return result
 
 
-class _Run:
+class _RandomRequests:
     """Requests of random tokens, one after the other, to an engine that is driven by its thread.
 
     What is measured is what a user waits for: from one event to another.

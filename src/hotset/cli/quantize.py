@@ -61,7 +61,7 @@ def quantize(
     with open_gguf(path) as gguf:
         if target is not None:
             check_target(target, gguf.paths)
-        tensors = requantize.plan(gguf, type, rules, allow_requantize=allow_requantize)
+        tensors = requantize.types_of(gguf, type, rules, allow_requantize=allow_requantize)
         before, powerinfer = gguf.nbytes, gguf.dialect == "powerinfer"
     after = before + sum(planned.nbytes - planned.info.nbytes for planned in tensors)
     began = time.monotonic()

@@ -18,7 +18,7 @@ from hotset.units import human_size
 
 if TYPE_CHECKING:
     from hotset.model.config import ModelConfig
-    from hotset.report.activity import LayerCurves, Run
+    from hotset.report.activity import LayerCurves, TextActivity
     from hotset.report.page import Facts
     from hotset.sparsity.profile import Profile
 
@@ -69,7 +69,7 @@ def report(
     if drawn:
         check_target(target, store.shards(path))
     config, counted, source = _open(path, profile, watching.activation, needed=text is None)
-    run: Run | None = None
+    run: TextActivity | None = None
     if text is not None:
         counts, run = _run(path, text, counted, n_tokens, watching)
         if counted is None:
@@ -133,7 +133,7 @@ def _run(
     profile: Profile | None,
     n_tokens: int,
     watching: options.ObservationOptions,
-) -> tuple[Profile, Run]:
+) -> tuple[Profile, TextActivity]:
     """What fires over a text: the counts, and what only a run shows."""
     from hotset.report.activity import Observer
     from hotset.sparsity.profile import Profile
@@ -161,7 +161,7 @@ def _write(
     profile: Profile,
     source: str,
     curves: list[LayerCurves],
-    run: Run | None,
+    run: TextActivity | None,
     target: Path,
     kinds: list[str],
 ) -> list[Path]:
@@ -183,7 +183,7 @@ def _facts(
     profile: Profile,
     source: str,
     curves: list[LayerCurves],
-    run: Run | None,
+    run: TextActivity | None,
 ) -> Facts:
     """The head of the page."""
     from hotset.report.activity import median
@@ -225,7 +225,7 @@ def _as_json(
     profile: Profile,
     source: str,
     curves: list[LayerCurves],
-    run: Run | None,
+    run: TextActivity | None,
     written: list[Path],
 ) -> dict[str, Any]:
     from hotset.report.activity import GRID, PUBLISHED

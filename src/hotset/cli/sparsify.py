@@ -23,7 +23,7 @@ from hotset.units import human_size
 if TYPE_CHECKING:
     from hotset.api import Model
     from hotset.training.sparsify import Evaluation, Training
-    from hotset.training.text import Source
+    from hotset.training.text import WeightedText
 
 _TRAINING, _TEXT, _RUN = "Training", "Text", "Run"
 _LINEAR = 8  # one in so many neurons
@@ -311,12 +311,12 @@ def _texts(
     seed: int,
     process: int,
     n_processes: int,
-) -> tuple[list[Source], list[list[int]]]:
+) -> tuple[list[WeightedText], list[list[int]]]:
     """What to train on, from files and from what the models write, and the windows to evaluate on."""
     from hotset.training.generate import read_documents
-    from hotset.training.text import Source, joined, parse_amount, parse_text, split_held_out
+    from hotset.training.text import WeightedText, joined, parse_amount, parse_text, split_held_out
 
-    sources: list[Source] = []
+    sources: list[WeightedText] = []
     held: list[list[int]] = []
     if held_out is not None:
         ids = engine.tokenizer.encode(read_text(held_out, "--held-out"))
@@ -324,7 +324,7 @@ def _texts(
     for file, weight in map(parse_text, texts):
         ids = engine.tokenizer.encode(read_text(file, "--text"), add_special=True)
         kept, rest = (ids, []) if held_out is not None else split_held_out(ids, n_ctx)
-        sources.append(Source(str(file), joined([kept]), weight))
+        sources.append(WeightedText(str(file), joined([kept]), weight))
         held.extend(rest)
     openings = [source.tokens.tolist() for source in sources]
     for option, value, adapters in (("generate", generate, None), ("on-policy", on_policy, start)):
@@ -337,7 +337,7 @@ def _texts(
         _wait(torch, n_processes)
         ids = joined(read_documents(written)).tolist()
         kept, rest = (ids, []) if held else split_held_out(ids, n_ctx)
-        sources.append(Source(f"--{option}", joined([kept]), weight))
+        sources.append(WeightedText(f"--{option}", joined([kept]), weight))
         held.extend(rest)
     return sources, held
 

@@ -4,7 +4,7 @@ Neither torch nor transformers is needed. Tensors stream in pieces of a few mega
 the model, and the file appears under its name only when it is whole. What is not known is refused, never
 guessed: an architecture, a RoPE scaling, an activation, a tensor, a shape, a pre-tokenizer.
 
-What becomes of a tensor is said by indices (`Source`), so that every piece is read once, in its last order:
+What becomes of a tensor is said by indices (`Origin`), so that every piece is read once, in its last order:
 
 - Hugging Face's llama rotates the halves of a head (i, i + n/2), GGUF's neighbours (2i, 2i + 1): rows of q
   and k are permuted for the architectures whose row in `ARCHITECTURES` says rope="norm".
@@ -34,7 +34,7 @@ from hotset.errors import FormatError, HotsetError, InvalidRequestError, Unsuppo
 from hotset.files import check_target
 from hotset.formats.gguf import PIECE_VALUES, Dialect, GGUFWriter, PlannedFile, TensorInfo, open_gguf
 from hotset.formats.quants import GGMLType
-from hotset.formats.requantize import ModelFacts, PlannedTensor, plan_types, target_of
+from hotset.formats.requantize import PlannedTensor, TypedModel, assign_types, target_of
 from hotset.formats.torch_file import map_torch, to_floats
 from hotset.model.config import (
     ARCHITECTURES,
@@ -57,7 +57,7 @@ _IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attention\.bias|attention\.
 
 
 @dataclass(frozen=True)
-class Source:
+class Origin:
     """Where a tensor of the new file comes from.
 
     values: as stored, outermost dimension first, in a mapped file. transposed: rows and columns change places
@@ -107,7 +107,7 @@ def convert_hf(
 ) -> Converted:
     """Writes the checkpoint in the folder `src_dir` as a GGUF file.
 
-    type, tensor_types: of the matrices, as `requantize.plan` takes them; vectors are F32. predictors: a
+    type, tensor_types: of the matrices, as `requantize.types_of` takes them; vectors are F32. predictors: a
     folder of model_<layer>.pt with fc1.weight [rank, n_embd] and fc2.weight [n_ff, rank], and perhaps a
     config.json with sparse_threshold: the file is then one of PowerInfer's. profile: neurons are written in
     its order, and it goes along; it must be of this model, which nothing in a checkpoint can prove.
@@ -156,12 +156,12 @@ def convert_hf(
         TensorInfo(n, source.shape[::-1], GGMLType.F32, 4 * math.prod(source.shape), 0)
         for n, source in sources.items()
     ]
-    facts = ModelFacts(architecture, dialect, "output.weight" in sources, config.n_layer)
-    planned = plan_types(facts, infos, name, tensor_types)
+    facts = TypedModel(architecture, dialect, "output.weight" in sources, config.n_layer)
+    planned = assign_types(facts, infos, name, tensor_types)
     for tensor in planned:
         source = sources[tensor.info.name]
 
-        def pieces(source: Source = source) -> Iterator[np.ndarray]:
+        def pieces(source: Origin = source) -> Iterator[np.ndarray]:
             return _pieces(source, checkpoint)
 
         writer.add_tensor(tensor.info.name, pieces, tensor.type, tensor.info.shape)
@@ -187,7 +187,7 @@ def _check_loads(planned: PlannedFile) -> None:
         raise type(error)(f"the checkpoint would become a file that does not load: {error}") from None
 
 
-def _pieces(source: Source, checkpoint: Checkpoint) -> Iterator[np.ndarray]:
+def _pieces(source: Origin, checkpoint: Checkpoint) -> Iterator[np.ndarray]:
     n_rows = source.shape[0]
     step = max(PIECE_VALUES // math.prod(source.shape[1:]), 1)
     for start in range(0, n_rows, step):
@@ -216,7 +216,7 @@ def _powerinfer_architecture(config: HFConfig) -> str:
 # ---- tensors -------------------------------------------------------------------------------------------
 
 
-def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iterator[tuple[str, Source]]:
+def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iterator[tuple[str, Origin]]:
     """(name in the file, where it comes from), layer by layer; refuses what has no place or another shape."""
     hf = config.hf_class
     layer_name = re.compile(re.escape(hf.layers) + r"\.([0-9]{1,5})\.(.+)\.(weight|bias)")
@@ -268,7 +268,7 @@ def _converted_name(target: str, dialect: Dialect) -> str:
     return target.replace(".ffn_down.", ".ffn_down_t.") if dialect == "powerinfer" else target
 
 
-def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialect: Dialect) -> Source:
+def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialect: Dialect) -> Origin:
     """The tensor with what its architecture asks for; `target` is its name in a plain file."""
     row = ARCHITECTURES[config.architecture]
     expected = _shape(target, config)
@@ -279,12 +279,12 @@ def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialec
         )
     stem = target.rpartition(".")[0].rpartition(".")[2]
     if row.rope == "norm" and stem in ("attn_q", "attn_k"):
-        return Source(values, rows=_neighbours(values.shape[0], config.head_dim))
+        return Origin(values, rows=_neighbours(values.shape[0], config.head_dim))
     if stem == "attn_qkv":
-        return Source(values, rows=_ungrouped(config))
+        return Origin(values, rows=_ungrouped(config))
     if config.architecture == "nemotron" and stem.endswith("_norm") and target.endswith("weight"):
-        return Source(values, plus=1.0)
-    return Source(values, transposed=stem == "ffn_down" and values.ndim == 2 and dialect == "powerinfer")
+        return Origin(values, plus=1.0)
+    return Origin(values, transposed=stem == "ffn_down" and values.ndim == 2 and dialect == "powerinfer")
 
 
 def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
@@ -341,7 +341,7 @@ class _Predictors:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise FormatError(f"sparse_threshold in {folder / 'config.json'} must be a number, not {value!r}")
         self.threshold = float(value)
-        self.sources: dict[str, Source] = {}
+        self.sources: dict[str, Origin] = {}
         for layer in range(config.n_layer):
             path = folder / _PREDICTOR_FILE.format(layer)
             if not path.exists():
@@ -356,7 +356,7 @@ class _Predictors:
                     f"{config.n_embd}] and fc2.weight [{config.n_ff}, rank]"
                 )
             for name in expected:
-                self.sources[f"blk.{layer}.{name}"] = Source(tensors[name])
+                self.sources[f"blk.{layer}.{name}"] = Origin(tensors[name])
 
 
 def _checked_orders(profile: Profile, config: HFConfig) -> list[np.ndarray]:
@@ -371,7 +371,7 @@ def _checked_orders(profile: Profile, config: HFConfig) -> list[np.ndarray]:
     return neuron_orders(profile)
 
 
-def _ordered(name: str, source: Source, orders: list[np.ndarray]) -> Source:
+def _ordered(name: str, source: Origin, orders: list[np.ndarray]) -> Origin:
     """The same with its neurons in the new order."""
     from hotset.sparsity.reorder import neurons_of
 
@@ -380,8 +380,8 @@ def _ordered(name: str, source: Source, orders: list[np.ndarray]) -> Source:
         return source
     layer, by_column = place
     if by_column:
-        return Source(source.values, columns=orders[layer])
-    return Source(source.values, rows=orders[layer], transposed=source.transposed)
+        return Origin(source.values, columns=orders[layer])
+    return Origin(source.values, rows=orders[layer], transposed=source.transposed)
 
 
 def _save_profile(profile: Profile, orders: list[np.ndarray], out: Path) -> None:

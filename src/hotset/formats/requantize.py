@@ -117,15 +117,15 @@ def quantize(
     n_threads: int | None = None,
     progress: Reporter | None = None,
 ) -> list[PlannedTensor]:
-    """Writes `out_path`: the model with its matrices in another type (see `plan`, which it returns).
+    """Writes `out_path`: the model with its matrices in another type (see `types_of`, which it returns).
 
     Dialect, metadata and the order of tensors stay; a split model becomes one file. It is read once, piece by
-    piece, and takes less than 500 MB of memory whatever its size. Raises what `plan` does, and
+    piece, and takes less than 500 MB of memory whatever its size. Raises what `types_of` does, and
     InvalidRequestError for weights that are not finite; then no file is left.
     """
     with open_gguf(in_path) as gguf:
         check_target(out_path, gguf.paths)
-        tensors = plan(gguf, type, tensor_types, allow_requantize=allow_requantize)
+        tensors = types_of(gguf, type, tensor_types, allow_requantize=allow_requantize)
         alignment = gguf.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         assert isinstance(alignment, int)  # open_gguf has checked it
         writer = GGUFWriter(out_path, gguf.architecture, alignment, gguf.dialect)
@@ -145,7 +145,7 @@ def quantize(
     return tensors
 
 
-def plan(
+def types_of(
     gguf: GGUFFile,
     type: str | None,
     tensor_types: Sequence[str] = (),
@@ -163,19 +163,19 @@ def plan(
         if info.type not in TYPES:
             gguf.data(info.name)  # says why it cannot be read
     n_layer = gguf.metadata.get(f"{gguf.architecture}.block_count")
-    facts = ModelFacts(
+    facts = TypedModel(
         gguf.architecture,
         gguf.dialect,
         "output.weight" in gguf.tensors,
         n_layer if isinstance(n_layer, int) else 0,
     )
-    planned = plan_types(facts, list(gguf.tensors.values()), type, tensor_types)
+    planned = assign_types(facts, list(gguf.tensors.values()), type, tensor_types)
     _check_sources(gguf, planned, allow_requantize)
     return planned
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class TypedModel:
     """What the choice of types depends on. n_layer: 0 where it is not known."""
 
     architecture: str
@@ -184,10 +184,10 @@ class ModelFacts:
     n_layer: int
 
 
-def plan_types(
-    model: ModelFacts, tensors: Sequence[TensorInfo], type: str | None, tensor_types: Sequence[str] = ()
+def assign_types(
+    model: TypedModel, tensors: Sequence[TensorInfo], type: str | None, tensor_types: Sequence[str] = ()
 ) -> list[PlannedTensor]:
-    """`plan` for the tensors of a model that need not be in a file: without a look at their present types."""
+    """`types_of` for tensors that need not be in a file: without a look at their present types."""
     target = None if type is None else target_of(type)
     rules = [_rule(text) for text in tensor_types]
     if target is None and not rules:
@@ -242,7 +242,7 @@ def _rule(text: str) -> tuple[re.Pattern[str], GGMLType]:
         raise InvalidRequestError(f"{pattern!r} is not a regular expression ({error})") from None
 
 
-def _default(model: ModelFacts, info: TensorInfo, target: Target) -> tuple[GGMLType, str]:
+def _default(model: TypedModel, info: TensorInfo, target: Target) -> tuple[GGMLType, str]:
     """The type of a matrix that no rule names, and why it is not the one asked for."""
     powerinfer = model.dialect == "powerinfer"
     if _KEPT.search(info.name) or (info.name == "position_embd.weight" and not powerinfer):

@@ -57,7 +57,7 @@ def curves_of(profile: Profile) -> list[LayerCurves]:
 
 
 @dataclass(frozen=True)
-class LayerRun:
+class LayerActivity:
     """One layer over a text.
 
     active: share of its neurons that fire for a token, at the 10th, 50th and 90th percentile of tokens.
@@ -85,13 +85,13 @@ class LayerRun:
 
 
 @dataclass(frozen=True)
-class Run:
+class TextActivity:
     """What was seen of a text. coactivation_independent: of neurons that fire independently over so many
     tokens, the mean of |phi| that chance alone leaves, sqrt(2 / (π n_tokens))."""
 
     n_tokens: int
     n_sequences: int
-    layers: tuple[LayerRun, ...]
+    layers: tuple[LayerActivity, ...]
     coactivation_independent: float
 
     def as_dict(self) -> dict[str, Any]:
@@ -156,10 +156,10 @@ class Observer:
             layer.add(fires)
         self.n_tokens += len(values[self.names[0]])
 
-    def result(self) -> Run:
+    def result(self) -> TextActivity:
         """What was seen; needs a token at least."""
         layers = tuple(layer.result(i, self.n_tokens) for i, layer in enumerate(self._layers))
-        return Run(
+        return TextActivity(
             self.n_tokens, self.n_sequences, layers, float(np.sqrt(2 / (np.pi * max(self.n_tokens, 1))))
         )
 
@@ -190,7 +190,7 @@ class _LayerObserver:
                 self._either[i] += n_active[first - n_before :].sum()
         self.tail = joined[-LAGS[-1] :]
 
-    def result(self, layer: int, n_tokens: int) -> LayerRun:
+    def result(self, layer: int, n_tokens: int) -> LayerActivity:
         assert self.sampled is not None
         n_active = np.concatenate(self._n_active) / len(self.counts)
         frequencies = self.counts / n_tokens
@@ -199,7 +199,7 @@ class _LayerObserver:
         with np.errstate(invalid="ignore"):
             overlap = self._both / self._either
             independent = (frequencies**2).sum() / frequencies.sum()
-        return LayerRun(
+        return LayerActivity(
             layer,
             tuple(np.percentile(n_active, _PERCENTILES).tolist()),
             tuple(overlap.tolist()),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hotset.errors import HotsetError
-from hotset.report.activity import GRID, LAGS, PUBLISHED, LayerCurves, Run, median
+from hotset.report.activity import GRID, LAGS, PUBLISHED, LayerCurves, TextActivity, median
 from hotset.report.bars import percent
 from hotset.sparsity.profile import HOT_MASS
 
@@ -64,7 +64,7 @@ def require_matplotlib() -> None:
         ) from None
 
 
-def plots_of(curves: Sequence[LayerCurves], run: Run | None) -> list[Plot]:
+def plots_of(curves: Sequence[LayerCurves], run: TextActivity | None) -> list[Plot]:
     """What can be drawn of a profile, and with a run of the text too."""
     plots = [_power_law(curves), _sparsity(curves, run)]
     if run is not None:
@@ -144,7 +144,7 @@ def _power_law(curves: Sequence[LayerCurves]) -> Plot:
     )  # fmt: skip
 
 
-def _sparsity(curves: Sequence[LayerCurves], run: Run | None) -> Plot:
+def _sparsity(curves: Sequence[LayerCurves], run: TextActivity | None) -> Plot:
     active = np.array([one.summary.active_share for one in curves])
     weights = np.array([one.summary.n_ff for one in curves])
     mean = float((active * weights).sum() / weights.sum())
@@ -200,7 +200,7 @@ def _sparsity(curves: Sequence[LayerCurves], run: Run | None) -> Plot:
     )
 
 
-def _overlap(run: Run) -> Plot:
+def _overlap(run: TextActivity) -> Plot:
     overlap = 100 * np.array([layer.overlap for layer in run.layers])
     chance = 100 * np.array([layer.overlap_independent for layer in run.layers])
     known = ~np.isnan(overlap).all(axis=0)
@@ -250,7 +250,7 @@ def _overlap(run: Run) -> Plot:
     )  # fmt: skip
 
 
-def _coactivation(run: Run) -> Plot:
+def _coactivation(run: TextActivity) -> Plot:
     means = np.array([layer.coactivation for layer in run.layers])
     n = len(run.layers)
     shown = [run.layers[i] for i in sorted({0, n // 2, n - 1})[:_SHOWN]]

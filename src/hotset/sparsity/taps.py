@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,12 +18,6 @@ _N_PAGES = MAX_SEQUENCE // PAGE_SIZE
 _STEP = 128  # tokens at a time: a tapped model of 32 layers and 11,008 neurons then holds 180 MB of taps
 
 BackendFactory = Callable[["WeightSource", "Graph"], "Backend"]
-
-
-class Run(Protocol):
-    """Runs one sequence from its start; yields name → float32 [n_tokens, width]."""
-
-    def __call__(self, tokens: np.ndarray, taps: tuple[str, ...]) -> dict[str, np.ndarray]: ...
 
 
 def open_cpu(weights: WeightSource, graph: Graph) -> Backend:

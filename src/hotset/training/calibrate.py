@@ -50,7 +50,7 @@ _WEIGHED = 2  # windows on which the output distribution's suffering is measured
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayerTarget:
     """For a layer: mean share of tokens at which a neuron fires, before any is retired; retired neurons."""
 
     share: float
@@ -62,24 +62,24 @@ def calibrate(
     model: Llama,
     student: Student,
     tokens: Tensor,
-    choices: Sequence[Choice],
+    targets: Sequence[LayerTarget],
     on_layer: Callable[[int], None] = lambda layer: None,
 ) -> None:
     """Sets the student's gate biases, scales, linear paths, down projections and their biases.
 
-    tokens: int64 [n_batch, n_tokens], some thousand in all. choices: one per layer; see `choose`.
+    tokens: int64 [n_batch, n_tokens], some thousand in all. targets: one per layer; see `choose_targets`.
     """
     wanted = given = F.embedding(tokens.to(model.device), model.weights["token_embd.weight"])
     both = student.activation == "drelu"
-    for i, choice in enumerate(choices):
+    for i, target in enumerate(targets):
         blk = f"blk.{i}"
         inp, _, gate, up = _enter(model, wanted, i, None)
         original = model.activated(gate, up)
         out = inp + model.linear(original, f"{blk}.ffn_down", None)
         inp, h, gate, up = _enter(model, given, i, student)
-        neurons = _Neurons(original, gate, up, model.weight(f"{blk}.ffn_down"), choice.share, both=both)
-        cut, scale, gain = neurons.pick(choice.share)
-        retired = gain.argsort()[: choice.n_linear]
+        neurons = _Neurons(original, gate, up, model.weight(f"{blk}.ffn_down"), target.share, both=both)
+        cut, scale, gain = neurons.pick(target.share)
+        retired = gain.argsort()[: target.n_linear]
         cut[retired], scale[retired] = -RETIRED, 0.0
         _set(student, f"{blk}.ffn_gate.bias", -cut, add=True)
         _set(student, f"{blk}.ffn_scale", scale)
@@ -89,8 +89,8 @@ def calibrate(
         missing = out - inp - model.linear(values, f"{blk}.ffn_down", student)
         fit = _Fit(values, h, missing, out)
         linear = None
-        if choice.n_linear:
-            a, b = fit.linear(choice.n_linear)
+        if target.n_linear:
+            a, b = fit.linear(target.n_linear)
             student.set_linear(i, a, b)
             linear = b @ a
         delta = fit.down(linear)
@@ -108,7 +108,7 @@ def calibrate(
 
 
 @torch.no_grad()
-def choose(
+def choose_targets(
     model: Llama,
     tokens: Tensor,
     share: float,
@@ -116,7 +116,7 @@ def choose(
     *,
     both: bool = False,
     on_layer: Callable[[int], None] = lambda layer: None,
-) -> list[Choice]:
+) -> list[LayerTarget]:
     """What each layer should be, so that `share` of all neurons are active and the output suffers least.
 
     tokens: as for `calibrate`; every fourth window is held out. n_linear: at most so many neurons of a layer
@@ -126,12 +126,12 @@ def choose(
     tokens = tokens.to(model.device)
     is_held = (torch.arange(n_windows) % _HELD_OUT == _HELD_OUT - 1).to(model.device)
     if not is_held.any():
-        return [Choice(share)] * model.config.n_layer
+        return [LayerTarget(share)] * model.config.n_layer
     fitted, held = (~is_held).repeat_interleave(n_tokens), is_held.repeat_interleave(n_tokens)
     weighed = tokens[is_held][:_WEIGHED]
     expected = F.log_softmax(model.logits(weighed), -1)
     stream = F.embedding(tokens, model.weights["token_embd.weight"])
-    options: list[list[tuple[float, float, Choice]]] = []  # per layer: suffering, active share, choice
+    options: list[list[tuple[float, float, LayerTarget]]] = []  # per layer: suffering, active share, target
     widths = sorted({round(n_linear * part) for part in _LINEAR})
     for i in range(model.config.n_layer):
         inp, h, gate, up = _enter(model, stream, i, None)
@@ -140,7 +140,7 @@ def choose(
         out = model.linear(original, f"blk.{i}.ffn_down", None)
         length = (inp + out)[held].square().sum(1)
         neurons = _Neurons(original, gate, up, weight, share, both=both)
-        missed: list[tuple[float, float, Choice]] = []
+        missed: list[tuple[float, float, LayerTarget]] = []
         for part in _LAYER_SHARES:
             cut, scale, gain = neurons.pick(part * share)
             values = neurons.values(cut, scale)
@@ -160,21 +160,23 @@ def choose(
                     error -= h[held] @ path.T
                 active = float(fires[kept].sum() + k) / len(fires)
                 square = float((error.square().sum(1) / length).mean())
-                missed.append((square, active, Choice(part * share, k)))
+                missed.append((square, active, LayerTarget(part * share, k)))
         error, length = error[: weighed.numel()], length[: weighed.numel()]  # of the last: any will do
         wrong = (inp + out)[held][: weighed.numel()] - error
         suffered = _divergence(model, wrong.view(*weighed.shape, -1), i, expected)
         per_square = suffered / max(float((error.square().sum(1) / length).mean()), 1e-30)
-        options.append([(per_square * square, active, choice) for square, active, choice in missed])
+        options.append([(per_square * square, active, target) for square, active, target in missed])
         stream = (inp + out).view(*tokens.shape, -1)
         on_layer(i)
     return _cheapest(options, share)
 
 
-def _cheapest(options: Sequence[Sequence[tuple[float, float, Choice]]], share: float) -> list[Choice]:
+def _cheapest(
+    options: Sequence[Sequence[tuple[float, float, LayerTarget]]], share: float
+) -> list[LayerTarget]:
     """Of each layer's options the one with the least suffering + price * active share; bisects the price."""
 
-    def best(price: float) -> list[tuple[float, float, Choice]]:
+    def best(price: float) -> list[tuple[float, float, LayerTarget]]:
         return [min(layer, key=lambda option: option[0] + price * option[1]) for layer in options]
 
     low, high = -30.0, 30.0
@@ -184,7 +186,7 @@ def _cheapest(options: Sequence[Sequence[tuple[float, float, Choice]]], share: f
             low = middle
         else:
             high = middle
-    return [choice for _, _, choice in best(math.exp(high))]
+    return [target for _, _, target in best(math.exp(high))]
 
 
 def _divergence(model: Llama, stream: Tensor, layer: int, expected: Tensor) -> float:

@@ -50,7 +50,7 @@ _POPCOUNT = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(a
 
 
 @dataclass(frozen=True)
-class Source:
+class LayerTaps:
     """Where a layer's pairs come from: the names of the taps, and their widths."""
 
     inputs: str
@@ -72,7 +72,7 @@ class Collected:
 def collect(
     folder: Path,
     steps: TapSteps,
-    sources: Sequence[Source],
+    sources: Sequence[LayerTaps],
     train: Sequence[np.ndarray],
     held_out: Sequence[np.ndarray],
     *,
@@ -154,7 +154,7 @@ class _Sequence:
         return sum(array.nbytes for layer in self.layers for array in layer)
 
 
-def _pairs_of(steps: TapSteps, sources: Sequence[Source], tokens: np.ndarray) -> _Sequence:
+def _pairs_of(steps: TapSteps, sources: Sequence[LayerTaps], tokens: np.ndarray) -> _Sequence:
     names = list(dict.fromkeys(name for source in sources for name in (source.inputs, source.neurons)))
     parts: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = [[] for _ in sources]
     for values in steps(tokens, names):
@@ -179,7 +179,7 @@ def encode(inputs: np.ndarray, neurons: np.ndarray) -> tuple[np.ndarray, np.ndar
 class _PartWriter:
     """Writes the shards of one part until their bytes reach the limit; knows those that are there."""
 
-    def __init__(self, folder: Path, part: str, sources: Sequence[Source], limit: int, key: str) -> None:
+    def __init__(self, folder: Path, part: str, sources: Sequence[LayerTaps], limit: int, key: str) -> None:
         self.folder, self.part, self.sources, self.key, self.limit = folder, part, sources, key, limit
         self.n_sequences = self.n_tokens = self.n_bytes = self._n_shards = 0
         self._pending: list[_Sequence] = []

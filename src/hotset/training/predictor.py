@@ -48,7 +48,7 @@ from hotset.sparsity import sidecar
 from hotset.sparsity.calibration import ffn_of, values_of
 from hotset.training import pairs as pair_files
 from hotset.training import predictor_files, predictor_layer
-from hotset.training.pairs import Pairs, Source
+from hotset.training.pairs import LayerTaps, Pairs
 from hotset.training.predictor_files import fitting
 from hotset.training.predictor_layer import Quality, Schedule, Weights
 
@@ -195,7 +195,7 @@ def train_predictors(
         if out is not None:
             check_target(out, loaded.gguf.paths)
         settings = replace(settings, type=settings.type or _default_type(loaded))
-        run = _Run(loaded, activation, texts, folder, settings, progress)
+        run = _Training(loaded, activation, texts, folder, settings, progress)
         trained = run.train()
         predictor_files.write_folder(folder, run.weights)
         files = [folder / "config.json", *(folder / f"model_{i}.pt" for i in range(len(run.weights)))]
@@ -346,7 +346,7 @@ def predictor_inputs(config: ModelConfig, graph: Graph) -> list[str]:
     return names
 
 
-class _Run:
+class _Training:
     """One training, from text to weights."""
 
     def __init__(
@@ -409,7 +409,7 @@ class _Run:
     def _collect(self) -> int:
         config, graph = self.config, self.model.graph
         sources = [
-            Source(name, f"blk.{i}.ffn_act", config.n_embd, config.n_ff[i])
+            LayerTaps(name, f"blk.{i}.ffn_act", config.n_embd, config.n_ff[i])
             for i, name in enumerate(predictor_inputs(config, graph))
         ]
         digest = hashlib.sha256()

@@ -39,7 +39,7 @@ from hotset.errors import InvalidRequestError
 from hotset.files import appending, replacing, write_whole
 from hotset.reporter import Reporter
 from hotset.training.adapters import Adapters
-from hotset.training.calibrate import calibrate, choose, kernel_widths
+from hotset.training.calibrate import calibrate, choose_targets, kernel_widths
 from hotset.training.llama_torch import Activity, Llama, Student
 from hotset.training.text import Mixture
 
@@ -270,7 +270,7 @@ class Training:
         def told(label: str) -> Callable[[int], None]:
             return lambda layer: progress.advance(label, layer + 1, n_layer)
 
-        choices = choose(
+        targets = choose_targets(
             self.base,
             tokens[: max(1, n // 2)],
             1 - settings.idle,
@@ -278,12 +278,12 @@ class Training:
             both=settings.activation == "drelu",
             on_layer=told("choosing layers"),
         )
-        ranks = [choice.n_linear for choice in choices]
+        ranks = [target.n_linear for target in targets]
         if any(ranks):
             progress.say(
                 f"{sum(ranks) / len(ranks):.0f} neurons of a layer, on average, become a linear path"
             )
-        calibrate(self.base, self.student, tokens, choices, told("calibrating layers"))
+        calibrate(self.base, self.student, tokens, targets, told("calibrating layers"))
         self.widths = kernel_widths(self.base, self.student, tokens[:2])
 
     def _take_start(self) -> None:

@@ -21,7 +21,7 @@ _BLOCK = 4096  # windows whose texts are drawn at once
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightedText:
     """A text: its token ids, int32 [n], and how often it is taken, relative to the others."""
 
     name: str
@@ -32,7 +32,7 @@ class Source:
 class Mixture:
     """Windows of `n_ctx` tokens. Raises InvalidRequestError where a text is shorter than one."""
 
-    def __init__(self, sources: Sequence[Source], n_ctx: int, seed: int = 0) -> None:
+    def __init__(self, sources: Sequence[WeightedText], n_ctx: int, seed: int = 0) -> None:
         if not sources:
             raise InvalidRequestError("there is no text to train on; give some with --text or --generate")
         for source in sources:

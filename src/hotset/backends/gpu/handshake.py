@@ -140,8 +140,8 @@ class ColdService:
         self._predicted = [_has_mask(ffns[layer][0]) for layer in self.layers]
         self._broken = ""
         self._is_open = False
-        choice = Choice(kind, None, f"handshake {kind}") if kind else choose_kind(self.device)
-        self.kind, self.reason = choice.kind, choice.reason
+        chosen = ChosenKind(kind, None, f"handshake {kind}") if kind else choose_kind(self.device)
+        self.kind, self.reason = chosen.kind, chosen.reason
         n_neurons = [ffns[layer][0].out[0].width for layer in self.layers]
         shared = _Shared(native, max_batch, width, n_neurons)
         self._exchange = _exchange(self.kind, shared, self.device, driver)
@@ -527,11 +527,11 @@ def _exchange(
     return kinds[kind](shared, device, driver)
 
 
-# ---- the choice
+# ---- which kind
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenKind:
     """A kind, what a round trip takes with it (None: not measured), and why it was chosen, in a sentence."""
 
     kind: Kind
@@ -539,24 +539,24 @@ class Choice:
     reason: str
 
 
-_choices: dict[torch.device, Choice] = {}
+_chosen: dict[torch.device, ChosenKind] = {}
 
 
-def choose_kind(device: torch.device | str) -> Choice:
+def choose_kind(device: torch.device | str) -> ChosenKind:
     """The quickest kind that works on a device: tried once per process, or HOTSET_HANDSHAKE."""
     device = torch.device(device)
     if forced := os.environ.get("HOTSET_HANDSHAKE"):
         if forced not in KINDS:
             raise InvalidRequestError(f"HOTSET_HANDSHAKE must be one of {', '.join(KINDS)}, not {forced!r}")
-        return Choice(forced, None, f"handshake {forced}, as HOTSET_HANDSHAKE says")
+        return ChosenKind(forced, None, f"handshake {forced}, as HOTSET_HANDSHAKE says")
     if device.type != "cuda":
-        return Choice("direct", None, f"handshake direct: {device} has no streams that wait")
-    if device not in _choices:
-        _choices[device] = _probe(device)
-    return _choices[device]
+        return ChosenKind("direct", None, f"handshake direct: {device} has no streams that wait")
+    if device not in _chosen:
+        _chosen[device] = _probe(device)
+    return _chosen[device]
 
 
-def _probe(device: torch.device) -> Choice:
+def _probe(device: torch.device) -> ChosenKind:
     """Tries the kinds in order; host functions, which cost most, only where those before do not work."""
     works: dict[Kind, float] = {}
     tried: list[str] = []
@@ -572,7 +572,7 @@ def _probe(device: torch.device) -> Choice:
     if not works:
         raise DeviceError(f"{device} cannot take turns with the CPU: {'; '.join(tried)}")
     best = min(works, key=lambda kind: works[kind])
-    return Choice(best, works[best], f"handshake {best}; a round trip takes: {', '.join(tried)}")
+    return ChosenKind(best, works[best], f"handshake {best}; a round trip takes: {', '.join(tried)}")
 
 
 def round_trip_seconds(

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from hotset.backends.gpu.handshake import ColdCounts
 
 
-class ColdService(Protocol):
+class ColdHalf(Protocol):
     """The CPU's half of split layers (handshake.ColdService), for steps of up to max_batch tokens."""
 
     max_batch: int
@@ -158,7 +158,7 @@ class Program:
         cache: PagedCache,
         kernels: Kernels,
         hot: dict[int, np.ndarray],
-        cold: ColdService | None,
+        cold: ColdHalf | None,
         counts: Tensor,
         *,
         n_ctx: int,

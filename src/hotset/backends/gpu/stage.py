@@ -26,7 +26,7 @@ from hotset.backends.fusion import PARTS, cut, layer_starts
 from hotset.backends.gpu.devices import current, find_device, memory_errors, synchronize
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.kv import PagedCache, StepInputs
-from hotset.backends.gpu.program import Call, ColdService, Frame, Program
+from hotset.backends.gpu.program import Call, ColdHalf, Frame, Program
 from hotset.backends.gpu.twins import N_COUNTS
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.backends.stage import OUTPUT_ROWS, STREAM_BYTES, STREAM_FROM, Rows
@@ -70,7 +70,7 @@ class GpuStage:
         max_batch: int,
         kv_type: KVType = "f16",
         hot: Mapping[int, np.ndarray] | None = None,
-        cold: ColdService | None = None,
+        cold: ColdHalf | None = None,
         kernels: Kernels | None = None,
         sparse: bool = True,
         stream_from: int | None = STREAM_FROM,
