@@ -37,7 +37,7 @@ def run(backend: Any, cuts: list[int], ids: np.ndarray) -> np.ndarray:
     rows, at = [], 0
     for end in [*cuts, len(ids)]:
         step = batch([(ids[at:end], at, [1, 0])])
-        found = backend.step(step).logits if hasattr(backend, "step") else backend.run(step).numpy()
+        found = backend.run(step).numpy() if isinstance(backend, GpuStage) else backend.step(step).logits
         rows.append(found.copy())
         at = end
     return np.concatenate(rows)

@@ -411,6 +411,10 @@ def test_two_stages_are_one(tmp_path: Path, model: str, predictor: str | None) -
         x = first.run(step)
         assert x.shape == (len(part), 64)
         np.testing.assert_array_equal(second.run(step, x).numpy(), whole.run(step).numpy())
+        np.testing.assert_array_equal(second.run(step, x.numpy()).numpy(), whole.run(step).numpy())
+        for wrong in (x[:1], x[:, :32]):  # neither is repeated to fit
+            with pytest.raises(InvalidRequestError, match=r"the rows that enter are"):
+                second.run(step, wrong)
     for kind in ("weights", "kv"):
         assert first.nbytes[kind] + second.nbytes[kind] == whole.nbytes[kind]
 

@@ -110,6 +110,20 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     assert circles({name: others for name, others in graph().items() if name}) <= KNOWN_CIRCLES
 
 
+def test_nobody_asks_what_a_backend_has() -> None:
+    """Backend and Stage say all that is asked of them: what they lack must not pass in silence."""
+    asked = [
+        f"{name}:{node.lineno}"
+        for name, path in modules().items()
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("getattr", "hasattr")
+        and re.search(r"backend|stage", ast.unparse(node.args[0]))
+    ]
+    assert not asked
+
+
 def test_every_way_to_import_is_seen() -> None:
     names = {"", "a", "a.b", "c", "d"}
     source = """

@@ -150,9 +150,14 @@ class GpuStage:
         }
         if (self.entering is None) != (x is None):
             raise InvalidRequestError("a stage that begins with tokens takes no residual; another needs it")
-        if self.entering is not None and x is not None:
-            vectors[self.entering.id] = x
         n = len(batch.tokens)
+        if self.entering is not None and x is not None:
+            if tuple(x.shape) != (n, self.entering.width):
+                raise InvalidRequestError(
+                    f"the rows that enter are [{n}, {self.entering.width}], a row per token; these are "
+                    f"{list(x.shape)}"
+                )
+            vectors[self.entering.id] = x
         cold = None if self._streams(n) else self._cold
         self._is_served = cold is not None
         advice = "load the model with a smaller max_batch or --vram-budget"
