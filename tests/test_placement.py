@@ -22,6 +22,7 @@ from hotset.placement.table import (
     Rates,
     predict,
 )
+from hotset.report.placement import placement_table
 
 GPU = DeviceRates(read=800e9, read_busy=780e9, launch=4e-6, sync=12e-6)
 
@@ -318,3 +319,17 @@ def test_frequencies_of_another_model_are_refused() -> None:
     facts = model([layer(8)])
     with pytest.raises(InvalidRequestError, match="not those of this model"):
         solve(facts, rates(), [Device("cuda:0", 1 << 30, 0)], [np.zeros(9)])
+
+
+def test_a_placement_in_any_order_is_told_as_it_is() -> None:
+    cold = np.arange(8) < 2
+    places = [CPU, CPU, 0, 0, CPU, 1, 0]
+    layers = tuple(LayerPlacement(d, cold if i == 2 else None) for i, d in enumerate(places))
+    placement = Placement(("cuda:0", "cuda:1"), layers, CPU, n_ff=(8,) * 7)
+    assert [placement.layers_of(d) for d in (CPU, 0, 1)] == [[0, 1, 4], [2, 3, 6], [5]]
+    assert placement.n_cpu_layers == 3
+    _, rows = placement_table(placement)
+    assert rows[0][1] == "0 to 1, 4 whole, cold neurons of 1, output"
+    # One device has all layers, but the output is not there: the CPU computes too.
+    assert not Placement(("cuda:0",), (LayerPlacement(0),) * 2, CPU).is_whole
+    assert Placement(("cuda:0",), (LayerPlacement(0),) * 2, 0).is_whole

@@ -2,7 +2,8 @@
 
 A layer on a device has everything there but its cold neurons: attention, norms, predictor and the rows of hot
 neurons. The CPU computes the cold ones that fire at the same time. Layers that do not fit at all stay on the
-CPU; they come first, as with llama.cpp's -ngl, and devices follow one another down the layers.
+CPU. What runs a placement (build.py) takes layers in any order of places; in the solver's those of the CPU
+come first, as with llama.cpp's -ngl, and devices follow one another down the layers.
 
 The placement with the least predicted time is found in placement/solver.py.
 """
@@ -69,10 +70,9 @@ class Predicted:
 class Placement:
     """What goes where.
 
-    devices: torch names, such as ("cuda:0", "cuda:1"); layers on them are contiguous, in this order, after
-    those on the CPU. output_device: of the final norm and the output matrix; CPU (-1) only where all layers
-    are on the CPU. hot_share, served_share: of all neurons the share on devices, and the share of activations
-    that these make. notes: a sentence each. n_ff: neurons of each layer.
+    devices: torch names, such as ("cuda:0", "cuda:1"). output_device: of the final norm and output matrix;
+    it may be the CPU (-1). hot_share, served_share: of all neurons the share on devices, and the share of
+    activations that these make. notes: a sentence each. n_ff: neurons of each layer.
     """
 
     devices: tuple[str, ...]
@@ -87,20 +87,19 @@ class Placement:
 
     @property
     def n_cpu_layers(self) -> int:
-        """Layers that are on the CPU as a whole; they come first."""
+        """Layers that are on the CPU as a whole."""
         return sum(layer.device == CPU for layer in self.layers)
 
     @property
     def is_whole(self) -> bool:
         """Whether one device has all of the model, so that the CPU computes nothing."""
-        return len({layer.device for layer in self.layers}) == 1 and not any(
-            layer.device == CPU or layer.is_split for layer in self.layers
+        return {layer.device for layer in self.layers} == {self.output_device} - {CPU} and not any(
+            layer.is_split for layer in self.layers
         )
 
-    def layers_of(self, device: int) -> range:
-        """The layers of a device (or of the CPU): contiguous."""
-        mine = [i for i, layer in enumerate(self.layers) if layer.device == device]
-        return range(mine[0], mine[-1] + 1) if mine else range(0)
+    def layers_of(self, device: int) -> list[int]:
+        """The layers of a device (or of the CPU)."""
+        return [i for i, layer in enumerate(self.layers) if layer.device == device]
 
 
 @dataclass(frozen=True)

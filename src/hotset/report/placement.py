@@ -24,8 +24,9 @@ def placement_table(placement: Placement) -> Table:
     host = placement.budget.host if placement.budget else 0
     layers = placement.layers_of(CPU)
     cold = [i for i, place in enumerate(placement.layers) if place.is_split]
-    where = [f"{_range(layers)} whole"] if layers else []
+    where = [f"{_ranges(layers)} whole"] if layers else []
     where += [f"cold neurons of {len(cold)}"] if cold else []
+    where += ["output"] if placement.output_device == CPU else []
     if where:
         rows.append(["CPU", ", ".join(where), "", human_size(host), "", "", "", "", human_size(host), ""])
     for d, planned in enumerate(placement.budget.devices if placement.budget else ()):
@@ -33,7 +34,7 @@ def placement_table(placement: Placement) -> Table:
         kinds = [human_size(getattr(planned, kind)) for kind in KINDS]
         total = f"{human_size(planned.total)} ({percent(planned.total / planned.limit)})"
         share = f"{n_hot} of {n_all}" if n_all else "-"
-        where_ = _range(placement.layers_of(d)) + (", output" if placement.output_device == d else "")
+        where_ = _ranges(placement.layers_of(d)) + (", output" if placement.output_device == d else "")
         rows.append([device_name(planned.device), where_, share, *kinds, total, human_size(planned.limit)])
     columns = ["where", "layers", ">hot neurons", ">weights", ">neurons", ">cache", ">workspace", ">context"]
     return [*columns, ">together", ">budget"], rows
@@ -158,7 +159,12 @@ def _hot_counts(placement: Placement) -> list[tuple[int, int]]:
     return counts
 
 
-def _range(layers: range) -> str:
-    if not layers:
-        return "none"
-    return f"{layers[0]}" if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
+def _ranges(layers: list[int]) -> str:
+    """Rising numbers, those that follow one another together: "0 to 3, 6"."""
+    runs: list[list[int]] = []
+    for i in layers:
+        if runs and i == runs[-1][-1] + 1:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs) or "none"
