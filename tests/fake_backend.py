@@ -59,6 +59,9 @@ class FakeBackend:
         self.n_stats_asked += 1
         return fake_stats(self.batches[-1], len(self.batches))
 
+    def cancel(self) -> None:
+        pass
+
     def device_bytes(self) -> list[dict[str, int]]:
         return []
 

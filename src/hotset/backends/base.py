@@ -138,6 +138,10 @@ class Backend(Protocol):
         """Counts and times of the latest step; None where the backend keeps none."""
         ...
 
+    def cancel(self) -> None:
+        """Gives the step in flight up, from any thread, as far as it can; without one nothing happens."""
+        ...
+
     def device_bytes(self) -> list[dict[str, int]]:
         """Bytes that it holds on each device, by kind, in the order of a placement; none on the CPU alone."""
         ...

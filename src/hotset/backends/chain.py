@@ -118,10 +118,10 @@ class ChainBackend:
         """Of the latest step: how long the CPU took for the cold neurons of each layer, float64 [n_layer]."""
         return sum((stage.cold_seconds() for stage in self.stages), np.zeros(self.n_layer))
 
-    def cancel(self, reason: str) -> None:
+    def cancel(self) -> None:
         """Gives the step in flight up, from any thread: it raises DeviceError, and nobody hangs."""
         for stage in self.stages:
-            stage.cancel(reason)
+            stage.cancel()
 
     def close(self) -> None:
         """Stops the threads and frees the memory of all stages; safe to call twice."""

@@ -192,7 +192,7 @@ class CpuBackend:
         """No neurons of a device's layers are computed here: zeros [n_layer]."""
         return np.zeros(self.n_layer)
 
-    def cancel(self, reason: str) -> None:
+    def cancel(self) -> None:
         """A step here waits for nobody: it goes on to its end."""
 
     def close(self) -> None:

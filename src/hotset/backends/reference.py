@@ -93,6 +93,9 @@ class ReferenceBackend:
                 self._keys[op.layer] = np.zeros((slots, op.n_head_kv, op.head_dim), stored)
                 self._values[op.layer] = np.zeros((slots, op.n_head_kv, op.head_dim_v), stored)
 
+    def cancel(self) -> None:
+        """A step here waits for nobody: it goes on to its end."""
+
     def device_bytes(self) -> list[dict[str, int]]:
         """There is no device."""
         return []

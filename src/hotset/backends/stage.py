@@ -82,7 +82,7 @@ class Stage(Protocol):
         layers. They pass at the same time as those of `seconds`."""
         ...
 
-    def cancel(self, reason: str) -> None:
+    def cancel(self) -> None:
         """Gives the step in flight up where it waits for somebody, from any thread: it raises DeviceError."""
         ...
 

@@ -306,9 +306,7 @@ class Engine:
 
     def cancel_step(self) -> None:
         """Ends the step in flight, whoever's it is, from any thread, where the backend can."""
-        cancel = getattr(self.backend, "cancel", None)
-        if cancel is not None:
-            cancel()
+        self.backend.cancel()
 
     def end_interrupted(self) -> None:
         """Cancels what `interrupt` asked for; for the thread that drives the engine."""

@@ -190,10 +190,10 @@ class GpuStage:
             seconds[list(counts.layers)] += counts.seconds
         return seconds
 
-    def cancel(self, reason: str) -> None:
+    def cancel(self) -> None:
         """Gives the step in flight up, from any thread, where it waits for a cold service."""
         if self._cold is not None:
-            self._cold.cancel(reason)
+            self._cold.cancel("it was cancelled")
 
     def close(self) -> None:
         """Ends the cold service and frees the memory of the device; safe to call twice."""
