@@ -165,7 +165,7 @@ def test_a_request_can_be_cancelled_before_it_has_begun(gated: tuple[Gated, Engi
     threading.Timer(0.05, backend.permits.release).start()  # it is in no step: one of others is not ended
     thread.cancel([second])
     assert [event.finish_reason for event in events(thread, second)] == ["cancelled"]
-    never = thread.engine.prepare(prompt(6), SamplingParams())
+    never = thread.engine.prepare(prompt(6), SamplingParams(seed=1))
     thread.engine.interrupt(never)
     backend.permits.release(1000)
     assert tokens_of(thread, first) == expected(prompt(5), seed=1, max_tokens=5)
@@ -255,7 +255,7 @@ def test_closing_ends_everything(gated: tuple[Gated, EngineThread]) -> None:
         assert events(thread, sequence)[-1].finish_reason == "cancelled"
     assert not thread.engine.has_work
     with pytest.raises(InvalidRequestError, match="has been closed"):
-        ask(thread, prompt(5))
+        ask(thread, prompt(5), seed=1)
     with pytest.raises(InvalidRequestError, match="has been closed"), thread.exclusive():
         pass
 
@@ -353,7 +353,7 @@ def test_a_thread_that_cannot_be_started_is_a_sentence(
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refused)
         with pytest.raises(OutOfMemoryError, match=r"cannot be started \(can't start new thread\)"):
-            ask(thread, prompt(5))
+            ask(thread, prompt(5), seed=1)
     assert tokens_of(thread, ask(thread, prompt(5), seed=1, max_tokens=4)) == expected(
         prompt(5), seed=1, max_tokens=4
     )

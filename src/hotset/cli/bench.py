@@ -266,7 +266,7 @@ class _RandomRequests:
         if n_gen:
             room = self.engine.n_ctx - len(tokens)
             sequence = Sequence(tokens, None, len(tokens) + min(n_gen + 1, room))
-            sequence.sampler = Drawn(SamplingParams(), self.n_vocab)
+            sequence.sampler = Drawn(SamplingParams(temperature=0), self.n_vocab)
         else:
             sequence = Sequence(tokens, None, len(tokens))
             sequence.on_logits = lambda position, rows: None
