@@ -371,6 +371,9 @@ def test_a_forked_process_begins_anew(gated: tuple[Gated, EngineThread]) -> None
     if pid == 0:
         try:
             backend.permits = threading.Semaphore(1000)
+            with thread.exclusive() as engine:
+                assert not engine.has_work
+                assert engine.pool.n_available == engine.pool.n_pages
             mine = tokens_of(thread, ask(thread, prompt(8), seed=3, max_tokens=5))
             ok = mine == expected(prompt(8), seed=3, max_tokens=5)
             try:
@@ -387,6 +390,50 @@ def test_a_forked_process_begins_anew(gated: tuple[Gated, EngineThread]) -> None
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     backend.permits.release(1000)
     assert tokens_of(thread, sequence) == expected(prompt(5), seed=1, max_tokens=6)[1:]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_process_forked_inside_a_turn_has_an_engine_too(thread: EngineThread) -> None:
+    with thread.exclusive():
+        pid = os.fork()
+        if pid == 0:
+            thread._after_fork()
+    if pid == 0:
+        try:
+            mine = tokens_of(thread, ask(thread, prompt(8), seed=3, max_tokens=5))
+            os._exit(0 if mine == expected(prompt(8), seed=3, max_tokens=5) and not thread._guests else 1)
+        except BaseException:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_closing_ends_a_step_of_a_guest() -> None:
+    backend = Gated()
+    thread = EngineThread(Engine(backend, 512))
+    ended: list[str | None] = []
+
+    def score() -> None:
+        with thread.exclusive() as engine:
+            sequence = engine.score(prompt(9), lambda position, rows: None)
+            while sequence.finish_reason is None:
+                engine.step()
+            ended.append(sequence.finish_reason)
+
+    guest = threading.Thread(target=score)
+    guest.start()
+    assert backend.is_inside.wait(WAIT)
+    thread.engine._in_flight = frozenset()  # as in a step that the guest takes of the backend itself
+    thread.close()
+    guest.join(WAIT)
+    assert ended == ["cancelled"]
+
+
+def test_threads_are_closed_before_the_interpreter_ends(thread: EngineThread) -> None:
+    sequence = ask(thread, prompt(5), seed=1)
+    driver._close_all()
+    assert events(thread, sequence)[-1].finish_reason in ("cancelled", "length")
+    assert thread._closed
+    assert thread not in driver._living
 
 
 def test_leaving_the_interpreter_while_it_computes_is_clean() -> None:
