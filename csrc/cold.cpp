@@ -178,6 +178,7 @@ void ColdPlan::close() {
     }
     if (server_.joinable()) server_.join();
     if (watchdog_.joinable()) watchdog_.join();
+    plan_.stop();  // the memory stays, which a device may still read
 }
 
 void ColdPlan::post(int layer) {

@@ -192,6 +192,7 @@ class Plan {
     int max_tokens() const { return max_tokens_; }
     int max_pages() const { return max_pages_; }
     int n_threads() const { return team_.n_threads(); }
+    void stop() { team_.stop(); }  // ends the threads while the memory stays; nothing may run any more
     const Rope& rope(int id) const { return ropes_[id]; }
     int n_ropes() const { return int(ropes_.size()); }
     int n_ops() const { return int(ops_.size()); }

@@ -111,10 +111,15 @@ Team::Team(int n_threads) {
 }
 
 Team::~Team() {
+    stop();
+}
+
+void Team::stop() {
     stop_.store(true);
     generation_.fetch_add(1);
     generation_.notify_all();
     for (std::thread& thread : threads_) thread.join();
+    threads_.clear();
 }
 
 int Team::free_slot() const {

@@ -122,6 +122,7 @@ class Team {
     int free_slot() const;
     // Runs all phases of the job; the caller is one of the team. Not reentrant.
     void run(int slot, const Job& job);
+    void stop();  // ends the threads; nothing may run any more
 
   private:
     void serve(Worker& worker);

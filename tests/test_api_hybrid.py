@@ -261,6 +261,32 @@ def test_a_placement_is_solved_once(model: Path, monkeypatch: pytest.MonkeyPatch
     assert len(solved) == 3
 
 
+def test_a_plan_that_was_kept_and_does_not_fit_is_solved_anew(model: Path, home: Path) -> None:
+    """Of another version, or damaged: what was kept is a hint, and the budget is checked again."""
+    settings: dict[str, Any] = {"device": "cpu", "vram_budget": budget(model, 0.5), **SMALL}
+    for path in (home / "cache" / "placements").glob("*.npz"):
+        path.unlink()
+    first = hotset.plan(model, **settings)
+    assert first is not None
+    (path,) = (home / "cache" / "placements").glob("*.npz")
+    with np.load(path) as kept:
+        arrays = dict(kept)
+    whole = {"how": arrays["how"], "devices": np.zeros(N_LAYER, np.int64)}  # every layer, all of it
+    short = {**arrays, "devices": arrays["devices"][1:]}
+    for wrong in (whole, short, {"how": arrays["how"]}):
+        np.savez(path, **wrong)
+        again = hotset.plan(model, **settings)
+        assert again is not None
+        assert again.predicted == first.predicted
+        assert again.budget == first.budget
+        assert again.budget is not None
+        assert all(planned.total <= planned.limit for planned in again.budget.devices)
+    path.write_bytes(b"PK")
+    again = hotset.plan(model, **settings)
+    assert again is not None
+    assert again.predicted == first.predicted
+
+
 def test_what_cannot_be_is_refused_in_a_sentence(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OutOfMemoryError, match=r"cannot be placed in 0.00 GiB on cpu: the smallest budget"):
         hotset.load(model, device="cpu", vram_budget=0.0001, **SMALL)

@@ -280,6 +280,21 @@ def test_what_was_posted_must_be_collected(cold: ColdService) -> None:
     assert_works(cold)
 
 
+def test_what_was_answered_must_be_collected_too(cold: ColdService) -> None:
+    """An answer that nobody took would be taken for the next step's."""
+    done = cold._exchange.shared.flags(cold._exchange.shared.done)
+
+    def answered_and_left() -> None:
+        with cold.step(1):
+            cold.post(0, inputs(1))
+            while not int(done[0]):
+                time.sleep(1e-4)
+
+    with pytest.raises(DeviceError, match="layer 0 were asked for and not collected"):
+        within(120, answered_and_left)
+    assert_works(cold)
+
+
 def test_a_waiter_is_released_from_elsewhere(cold: ColdService) -> None:
     def wait_for_nothing() -> None:
         with cold.step(1):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,19 @@ def test_captured_steps_give_the_outputs_that_are_wanted(tmp_path: Path) -> None
         if wanted:
             assert_close(found, expected[wanted])
     assert recorder.made[0].n_replays == 3
+
+
+def test_a_captured_step_does_not_read_the_outputs_of_the_step_before(tmp_path: Path) -> None:
+    """It computes as many rows as it has tokens, and an earlier step had rows that it does not have."""
+    ready, graph = prepared(write(tmp_path, "bamboo"), "exact")
+    recorder = Recorder()
+    captured, plain = gpu(ready.weights, graph, capture=recorder), gpu(ready.weights, graph)
+    short, long = batch([(tokens(3), 0, [0])]), batch([(tokens(40), 0, [1])])
+    some = replace(short, outputs=np.array([1], np.int32))
+    last = replace(long, outputs=np.arange(37, 40, dtype=np.int32))
+    for step in (short, last, some, long, some):
+        assert_close(captured.step(step).logits, plain.step(step).logits)
+    assert recorder.made[0].n_replays == 2
 
 
 def test_a_split_layer_is_captured_with_its_round_trip(tmp_path: Path) -> None:

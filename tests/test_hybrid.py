@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from test_cpu_backend import batch, logits_of, relative_error, tokens
 from test_sparse_cpu import MODELS, N_FF, prepared, write
@@ -20,6 +20,7 @@ from test_cold import within  # noqa: E402
 
 from hotset.backends.chain import ChainBackend  # noqa: E402
 from hotset.backends.cpu import CpuBackend  # noqa: E402
+from hotset.backends.gpu.handshake import ColdService  # noqa: E402
 from hotset.backends.gpu.kernels import Kernels  # noqa: E402
 from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError  # noqa: E402
 from hotset.formats.gguf import GGUFFile, open_gguf  # noqa: E402
@@ -311,17 +312,79 @@ def test_a_step_that_is_cancelled(tmp_path: Path, at: int) -> None:
     within(120, hybrid.close)
 
 
-def test_what_cannot_be_built_leaves_nothing_behind(tmp_path: Path) -> None:
-    gguf = write(tmp_path, "llama")
-    before = threading.active_count()
-    with pytest.raises(UnsupportedModelError, match="q8_0 cache runs on the CPU only"):
-        both(gguf, "exact", split(0.3), kv_type="q8_0")
-    with pytest.raises(DeviceError, match="cuda"):
-        both(gguf, "exact", Placement(("cuda:0",), split(0.3).layers, 0))
-    assert threading.active_count() == before
-    _, hybrid = both(gguf, "exact", split(0.3))
+def hybrid_of(gguf: GGUFFile, placement: Placement, **options: Any) -> HybridBackend:
+    ready, graph = prepared(gguf, "exact")
+    given: dict[str, Any] = {"n_pages": 8, "max_batch": 48, "n_threads": 3, "timeout": 30, **options}
+    return HybridBackend(ready.weights, graph, placement, **given)
+
+
+@pytest.fixture
+def threads() -> Callable[[], int]:
+    """Threads of this process since the test began, native ones too, which `threading` does not see."""
+    process = psutil.Process()
+    before = process.num_threads()
+    return lambda: process.num_threads() - before
+
+
+@pytest.mark.parametrize(
+    ("devices", "owners", "options", "sentence"),
+    [
+        # The CPU's own layers have their threads when the device refuses its part.
+        (("cpu",), [CPU, 0, 0], {"kv_type": "q8_0"}, "q8_0 cache runs on the CPU only"),
+        # The service has its threads when the stage that it is for cannot be built.
+        (("cpu",), [0, 0, 0], {"kv_type": "q8_0"}, "q8_0 cache runs on the CPU only"),
+        # A whole device, with its service, when the next one is not there.
+        (("cpu", "cuda:0"), [CPU, 0, 1], {}, "cuda"),
+        # The service itself, its threads running, when its way to the device is not there.
+        (("cpu",), [0, 0, 0], {"handshake": "memops"}, "memops"),
+    ],
+    ids=["stage", "service", "next", "handshake"],
+)
+def test_what_cannot_be_built_leaves_nothing_behind(
+    tmp_path: Path,
+    threads: Callable[[], int],
+    devices: tuple[str, ...],
+    owners: list[int],
+    options: dict[str, Any],
+    sentence: str,
+) -> None:
+    gguf = write(tmp_path, "llama", ranks=(32, 64, 32), n_head=2)  # heads that a q8_0 cache fits
+    placement = split(0.3, devices=owners)
+    with pytest.raises((UnsupportedModelError, DeviceError), match=sentence) as refused:
+        hybrid_of(gguf, Placement(devices, placement.layers, placement.output_device), **options)
+    assert threads() == 0, refused  # the exception still has the frames, and they what they built
+
+
+def test_closing_ends_every_thread(tmp_path: Path, threads: Callable[[], int]) -> None:
+    gguf = write(tmp_path, "llama", ranks=(32, 64, 32))
+    hybrid = hybrid_of(gguf, split(0.3, devices=[CPU, 0, 1]))
+    assert threads() >= 2 + 2 * 4  # of the CPU's layers two beside this one; of a service two more
+    within(120, lambda: hybrid.step(batch([(tokens(3), 0, [0])])))
     hybrid.close()
+    assert threads() == 0
     hybrid.close()
+
+
+@pytest.mark.parametrize("taps", [(), ("blk.0.attn", "blk.1.out")], ids=str)
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_each_layer_is_asked_for_and_collected_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, taps: tuple[str, ...]
+) -> None:
+    said: list[tuple[str, int]] = []
+    for name in ("post", "collect"):
+        work = getattr(ColdService, name)
+
+        def noted(self: ColdService, layer: int, *rest: Any, name: str = name, work: Any = work) -> Any:
+            said.append((name, layer))
+            return work(self, layer, *rest)
+
+        monkeypatch.setattr(ColdService, name, noted)
+    _, hybrid = both(write(tmp_path, "llama"), "predicted", split(share))
+    for n in (1, 5):
+        said.clear()
+        within(120, lambda n=n: hybrid.step(batch([(tokens(n), 0, [0])], taps)))
+        assert said == [("post", 0), ("collect", 0), ("post", 1), ("collect", 1)]
+    within(120, hybrid.close)
 
 
 @pytest.mark.parametrize("n_threads", [1, 2])

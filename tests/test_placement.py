@@ -162,6 +162,30 @@ def test_two_devices_are_as_good_as_any_cut_of_the_layers(seed: int) -> None:
     assert found.predicted.total == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("shared", [0, 150_000])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_budget_is_used_up_and_never_exceeded(seed: int, shared: int) -> None:
+    """Where a GPU makes each layer faster it is full but for a neuron or two; scales count once a layer."""
+    rng = np.random.default_rng(200 + seed)
+    facts = model([layer(500, shared=shared, scale=int(rng.integers(1, 4))) for _ in range(4)])
+    frequencies = [rng.uniform(0.2, 0.4, 500) for _ in facts.layers]
+    machine = rates(gpu=replace(GPU, launch=0.0))
+    least = facts.smallest_bytes(4) + 4 * shared + 10_000
+    limit = least + int(rng.uniform(0.05, 0.4) * (facts.whole_bytes + facts.stream_bytes - least))
+    problem = Problem(facts, machine, (Device("cuda:0", limit, 10_000),), frequencies, 4, True)
+    greedy = problem.greedy()
+    exact, how = problem.optimal(None)
+    largest = max(one.neuron_bytes for one in facts.layers)
+    for choice in (greedy, exact):
+        assert choice is not None, how
+        assert problem.fits(choice)
+        left = limit - problem.budget_of(problem.filled(choice), 0).total
+        assert 0 <= left < 2 * largest
+    found = solve(facts, machine, problem.devices, frequencies, n_gpu_layers=4)
+    assert found.budget is not None
+    assert 0 <= limit - found.budget.devices[0].total < 2 * largest
+
+
 # -- against simpler ideas -----------------------------------------------------------------------
 
 

@@ -582,6 +582,8 @@ def test_a_gpu_index_is_read(tmp_path: Path) -> None:
     assert gpu_index_file(model) is None
     path = write_gpu_index(tmp_path / "other.generated.gpuidx", [[0, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
     assert gpu_index_file(model) == path
+    (tmp_path / "a.generated.gpuidx").touch()
+    assert gpu_index_file(model) is None  # two, and neither is named after the model: not the first of them
     path = path.rename(tmp_path / "model.gguf.generated.gpuidx")
     (tmp_path / "b.generated.gpuidx").touch()
     assert gpu_index_file(model) == path

@@ -687,6 +687,9 @@ class TestGenerating:
                 file.write("[1, 2")  # cut short by a kill
             more = generate(model, path, 2500, texts=texts)
         assert more[: len(first)] == first
+        later = more[len(first) :]
+        assert later
+        assert not set(map(tuple, first)) & set(map(tuple, later))  # it goes on, and does not begin again
         assert sum(map(len, more)) >= 2500
         assert read_documents(path) == more
 
@@ -781,6 +784,23 @@ class TestCommand:
 
 
 class TestProcesses:
+    def test_windows_are_shared_out(self, silu: Path, tmp_path: Path) -> None:
+        """What two processes train on in a step is what one does with twice the batch, and nothing twice."""
+        one = training(silu, tmp_path, batch=4, scored=0.5)
+        two = [training(silu, tmp_path, batch=2, scored=0.5) for _ in range(2)]
+        for process, run in enumerate(two):
+            run.process, run.n_processes = process, 2
+        seen = []
+        for step in range(3):
+            for run in (one, *two):
+                run.step = step
+            np.testing.assert_array_equal(torch.cat([run._windows() for run in two]), one._windows())
+            assert two[0].tokens == two[1].tokens == one.tokens
+            seen += [tuple(window) for window in one._windows().tolist()]
+            scored = [run._scored(1000).tolist() for run in (one, two[0], two[1])]
+            assert scored[0] == scored[1] != scored[2]
+        assert len(set(seen)) == 12
+
     def test_two_equal_one_with_twice_the_batch(self, silu: Path, tmp_path: Path) -> None:
         """Gradients are averaged, and the windows shared out: the curve is that of one process."""
         script = tmp_path / "two.py"

@@ -334,6 +334,24 @@ def test_neurons_that_a_profile_saw_always_fire_are_selected(
         prepared(gguf, predictor, profile=Profile(tuple(counts), 100, "other", ("hash",)))
 
 
+@pytest.mark.parametrize("predictor", ["sign", "svd:8"])
+def test_a_profile_adds_to_the_bias_that_a_predictor_has(predictor: str, tmp_path: Path) -> None:
+    """OPT's neurons have biases, and a predictor that is built takes them into its scores."""
+    gguf = model(tmp_path / "model.gguf", "opt", dialect="powerinfer")
+    counts = np.zeros((2, N_FF), np.uint64)
+    counts[:, 7] = 100
+    profile = Profile(tuple(counts), 100, sidecar.fingerprint(gguf), ("hash",))
+    names = ("blk.0.ffn_pred", "blk.1.ffn_pred")
+    ready = prepared(gguf, predictor)
+    biases = matrix(ready.weights, "blk.0.always.bias")
+    assert np.abs(biases).max() > 0
+    alone = taps.run(opened(gguf, ready)[0], TOKENS[0], names)
+    found = taps.run(opened(gguf, prepared(gguf, predictor, profile=profile))[0], TOKENS[0], names[:1])
+    others = np.arange(N_FF) != 7
+    np.testing.assert_array_equal(found[names[0]][:, others], alone[names[0]][:, others])
+    assert np.isposinf(found[names[0]][:, 7]).all()
+
+
 def test_texts_that_a_model_writes(tmp_path: Path) -> None:
     gguf = model(tmp_path / "model.gguf")
     graph = describe(config_from_gguf(gguf), gguf.tensors)

@@ -360,6 +360,21 @@ def test_a_stopped_training_goes_on_to_the_same_result(tmp_path: Path) -> None:
     assert (tmp_path / "cut.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
 
 
+def test_pairs_of_another_activation_are_not_learned_from(tmp_path: Path) -> None:
+    path = planted(tmp_path / "model.gguf")
+    folder = tmp_path / "predictors"
+    told = [Told() for _ in range(3)]
+    firing = []
+    for activation, one in zip(("relu", "fatrelu:0.5", "fatrelu:0.5"), told, strict=True):
+        train_predictors(path, [TEXT], folder, None, QUICK, activation=activation, keep=True, progress=one)
+        with Pairs(folder / "training" / "pairs", [SHAPE.ff] * SHAPE.layers) as pairs:
+            part = pairs.layer(0, "held_out")
+            firing.append(float((part.batch(np.arange(len(part)))[1] > 0).mean()))
+    labels = [{label for label, _, _ in one.steps} for one in told]
+    assert [any(label.startswith("pairs") for label in found) for found in labels] == [True, True, False]
+    assert firing[1] == firing[2] < firing[0]
+
+
 def run_it(path: Path, folder: Path, settings: Settings) -> None:
     torch.set_num_threads(1)
     train_predictors(path, [TEXT], folder, None, settings, keep=True)

@@ -140,11 +140,15 @@ class ColdService:
         self._predicted = [_has_mask(ffns[layer][0]) for layer in self.layers]
         self._broken = ""
         self._is_open = False
-        chosen = ChosenKind(kind, None, f"handshake {kind}") if kind else choose_kind(self.device)
-        self.kind, self.reason = chosen.kind, chosen.reason
-        n_neurons = [ffns[layer][0].out[0].width for layer in self.layers]
-        shared = _Shared(native, max_batch, width, n_neurons)
-        self._exchange = _exchange(self.kind, shared, self.device, driver)
+        try:
+            chosen = ChosenKind(kind, None, f"handshake {kind}") if kind else choose_kind(self.device)
+            self.kind, self.reason = chosen.kind, chosen.reason
+            n_neurons = [ffns[layer][0].out[0].width for layer in self.layers]
+            shared = _Shared(native, max_batch, width, n_neurons)
+            self._exchange = _exchange(self.kind, shared, self.device, driver)
+        except BaseException:
+            native.close()  # its threads run already
+            raise
         self._finalizer = weakref.finalize(self, _end, native, self._exchange)
 
     # ---- one step
