@@ -49,6 +49,12 @@ test-order: build $(VENV)/.dev
 	for seed in $$(seq $(ORDERS)); do \
 	  $(BIN)/python -m pytest -n $(JOBS) --random-order-bucket=global --random-order-seed=$$seed || exit 1; done
 
+# Small faults put into a copy of the sources, one at a time; prints those that no test notices. MUTANTS is what to
+# hand on: how many, which seed, which files (tests/mutation/mutants.py --help).
+MUTANTS ?= -n 200 --seed 1
+mutants: build $(VENV)/.dev
+	$(BIN)/python tests/mutation/mutants.py $(MUTANTS)
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

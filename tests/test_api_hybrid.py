@@ -261,6 +261,23 @@ def test_a_placement_is_solved_once(model: Path, monkeypatch: pytest.MonkeyPatch
     assert len(solved) == 3
 
 
+def test_what_is_free_may_move_a_little(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a budget the limit is what is free, rounded down: the same plan is found again."""
+    solved = []
+    solve = planner.solve
+    monkeypatch.setattr(planner, "solve", lambda *a, **k: solved.append(1) or solve(*a, **k))
+    limits = []
+    for free in (3 * GIB + 5, 3 * GIB + 12_345_678, 2 * GIB):
+        monkeypatch.setattr("hotset.backends.gpu.devices.free_bytes", lambda device, free=free: free)
+        found = hotset.plan(model, device="cpu", **SMALL)
+        assert found is not None
+        assert found.budget is not None
+        limits += [planned.limit for planned in found.budget.devices]
+        assert limits[-1] <= free
+    assert limits[0] == limits[1] > limits[2]
+    assert len(solved) == 2
+
+
 def test_a_plan_that_was_kept_and_does_not_fit_is_solved_anew(model: Path, home: Path) -> None:
     """Of another version, or damaged: what was kept is a hint, and the budget is checked again."""
     settings: dict[str, Any] = {"device": "cpu", "vram_budget": budget(model, 0.5), **SMALL}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -184,6 +185,32 @@ def test_a_budget_is_used_up_and_never_exceeded(seed: int, shared: int) -> None:
     found = solve(facts, machine, problem.devices, frequencies, n_gpu_layers=4)
     assert found.budget is not None
     assert 0 <= limit - found.budget.devices[0].total < 2 * largest
+
+
+def test_whole_numbers_that_the_solver_just_misses_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HiGHS calls a number whole within 1e-6: 0.9999999 of a neuron is that neuron."""
+    from scipy import optimize
+
+    facts = replace(model([layer(100) for _ in range(1)]), stream_bytes=0)
+    rng = np.random.default_rng(3)
+    frequencies = [rng.uniform(0.2, 0.4, 100) for _ in facts.layers]
+    devices = (Device("cuda:0", room_for(facts, 50), 10_000),)
+    found, _ = Problem(facts, rates(), devices, frequencies, 1, True).optimal(None)
+    assert found is not None
+    milp = optimize.milp
+
+    def nearly(*args: Any, **options: Any) -> Any:
+        result = milp(*args, **options)
+        result.x = np.where(result.x > 0.5, result.x - 1e-6, result.x)
+        return result
+
+    monkeypatch.setattr(optimize, "milp", nearly)
+    again, _ = Problem(facts, rates(), devices, frequencies, 1, True).optimal(None)
+    assert again is not None
+    assert sum(int(place.hot.sum()) for place in found if place.hot is not None) > 0
+    for one, other in zip(found, again, strict=True):
+        assert one.device == other.device
+        np.testing.assert_array_equal(one.hot, other.hot)
 
 
 # -- against simpler ideas -----------------------------------------------------------------------
