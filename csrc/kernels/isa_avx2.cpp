@@ -760,7 +760,7 @@ void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
                     correction[j * stride + b] =
                         has_sub_blocks(Format::kType)
                             ? int32_t((uint32_t(isum0[b]) & 0xffff) | uint32_t(isum1[b]) << 16)
-                            : Format::kZero * (isum0[b] + isum1[b]);
+                            : int32_t(uint32_t(Format::kZero) * (uint32_t(isum0[b]) + uint32_t(isum1[b])));
             }
             const TileInputs tile = {x.q + t * stride * 32, x.scale + t * stride, x.sum + t * stride,
                                      correction, stride};

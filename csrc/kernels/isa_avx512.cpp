@@ -692,8 +692,9 @@ void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
                 if constexpr (Format::kZero != 0) {
                     for (int64_t b = 0; b < blocks; b++) {
                         const bool halves = has_sub_blocks(Format::kType);
-                        start0[b] = -Format::kZero * (isum[b] + (halves ? 0 : isum[width / 32 + b]));
-                        start1[b] = -Format::kZero * isum[width / 32 + b];
+                        const uint32_t first = uint32_t(isum[b]), second = uint32_t(isum[width / 32 + b]);
+                        start0[b] = int32_t(-uint32_t(Format::kZero) * (first + (halves ? 0 : second)));
+                        start1[b] = int32_t(-uint32_t(Format::kZero) * second);
                     }
                 }
             }

@@ -29,8 +29,9 @@ float dot(const uint8_t* row, const Inputs& x, int token) {
         lane = fmaf(block.scale * scales[b], float(product), lane);
         if (has_min(kType)) {
             if (has_sub_blocks(kType)) {
-                const int mins = block.sub_min[0] * isums[b] + block.sub_min[1] * isums[width / 32 + b];
-                lane = fmaf(block.min * scales[b], float(mins), lane);
+                const uint32_t mins = uint32_t(block.sub_min[0]) * uint32_t(isums[b]) +
+                                      uint32_t(block.sub_min[1]) * uint32_t(isums[width / 32 + b]);
+                lane = fmaf(block.min * scales[b], float(int32_t(mins)), lane);
             } else {
                 lane = fmaf(block.min, sums[b], lane);
             }

@@ -39,6 +39,10 @@ static constexpr int64_t padded(int64_t k) {
 // In `q`, the 128 values of four blocks b0..b3 are stored as
 //     b0[0:16] b1[0:16] b2[0:16] b3[0:16] b0[16:32] b1[16:32] b2[16:32] b3[16:32]
 // so that one 64-byte vector holds a half of four blocks, as nibble-packed weights do.
+//
+// A late thread (threads.h) may read numbers here that belong to another operation by now. Its result is
+// dropped, but it must not be undefined: sums and products of `isum` are made of unsigned integers, which
+// wrap.
 struct Inputs {
     int n = 0;                     // tokens
     int64_t k = 0;                 // width
