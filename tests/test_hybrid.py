@@ -312,10 +312,10 @@ def test_a_step_that_is_cancelled(tmp_path: Path, at: int) -> None:
     within(120, hybrid.close)
 
 
-def hybrid_of(gguf: GGUFFile, placement: Placement, **options: Any) -> HybridBackend:
+def hybrid_of(gguf: GGUFFile, placement: Placement, **options: Any) -> ChainBackend:
     ready, graph = prepared(gguf, "exact")
     given: dict[str, Any] = {"n_pages": 8, "max_batch": 48, "n_threads": 3, "timeout": 30, **options}
-    return HybridBackend(ready.weights, graph, placement, **given)
+    return open_chain(placement, ready.weights, graph, sparse=True, **given)
 
 
 @pytest.fixture
