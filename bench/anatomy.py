@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hotset.backends.base import PAGE_SIZE, Batch
-from hotset.model.graph import Linear, TransposedLinear
 from hotset.sparsity.stats import StatsAccumulator
 
 if TYPE_CHECKING:
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
     from hotset.backends.base import StepStats
 
 STREAMS_ABOVE = 0.75  # share of a matrix's rows from which the engine reads all of them
-FFN_MATRIX = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)")
 
 
 @dataclass(frozen=True)
@@ -77,13 +74,13 @@ def anatomy(model: Model, n_tokens: int = 24, n_warm: int = 4) -> Anatomy:
     }
     gathered = 0.0
     tensors = model.weights.tensors
-    for op in model.graph.ops:
-        named = FFN_MATRIX.fullmatch(op.out.name)
-        if named is None or not isinstance(op, Linear | TransposedLinear):
-            continue
-        share = rows[named[2]][int(named[1])]
-        if share < STREAMS_ABOVE and (named[2] != "down" or isinstance(op, TransposedLinear)):
-            gathered += tensors[op.weight].nbytes * share
+    for ffn in model.graph.ffns:
+        for name, op in (("gate", ffn.gate), ("up", ffn.up), ("down", ffn.down)):
+            if op is None:
+                continue
+            share = rows[name][ffn.layer]
+            if share < STREAMS_ABOVE and (name != "down" or ffn.by_neuron):
+                gathered += tensors[op.weight].nbytes * share
     counts = StatsAccumulator(model.graph, tensors)
     for step in stats:
         counts.add(step)

@@ -31,7 +31,6 @@ from hotset.units import human_size
 SIGN_MARGINS = (-0.10, -0.05, 0.0, 0.05)
 SVD_RANKS = (32, 64, 128, 256, 512)
 BUILT = re.compile(r"^predictor .*built in ([\d.]+) s")
-PREDICTOR_OPS = ("ffn_pred_h", "ffn_pred")
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def measure(path: Path, kind: str, tokens: list[int], dense: np.ndarray, setting
 
         logits = model.logits(tokens)
         made_of = anatomy(model)
-        operations = [op for op in model.graph.ops if op.out.name.split(".")[-1] in PREDICTOR_OPS]
+        operations = [op for op in model.graph.ops if op.part == "predictor"]
         weights = {op.weight for op in operations if hasattr(op, "weight")}
         return Row(
             kind=kind,

@@ -69,7 +69,7 @@ std::vector<float> to_vector(const std::optional<Floats>& array) {
 }
 
 Activation checked_activation(int kind) {
-    require(kind >= 0 && kind <= int(Activation::FatRelu), "there is no activation " + std::to_string(kind));
+    require(kind >= 0 && kind <= int(Activation::Scale), "there is no activation " + std::to_string(kind));
     return Activation(kind);
 }
 
@@ -230,7 +230,8 @@ class PlanBuilder {
     }
 
     void attention(int q, int k, int v, int out, int n_head, int n_head_kv, int head_dim, int head_dim_v,
-                   float scale, int window, int rope, const std::optional<std::pair<Floats, float>>& q_norm,
+                   float scale, float softcap, int window, int rope,
+                   const std::optional<std::pair<Floats, float>>& q_norm,
                    const std::optional<std::pair<Floats, float>>& k_norm, int kv_type,
                    const WritableBytes& k_cache, const WritableBytes& v_cache,
                    const std::optional<WritableBytes>& k_scale, const std::optional<WritableBytes>& v_scale) {
@@ -248,6 +249,7 @@ class PlanBuilder {
         facts.q = q, facts.k = k, facts.v = v, facts.out = out;
         facts.n_head = n_head;
         facts.scale = scale;
+        facts.softcap = softcap;
         facts.window = window;
         facts.rope = rope;
         if (q_norm) facts.q_norm = make_norm(false, q_norm->first, std::nullopt, q_norm->second, head_dim);
@@ -704,7 +706,7 @@ NB_MODULE(_core, m) {
         .def("op_counts", &PlanBuilder::op_counts)
         .def("rotate", &PlanBuilder::rotate, "x"_a, "out"_a, "n_head"_a, "head_dim"_a, "rope"_a)
         .def("attention", &PlanBuilder::attention, "q"_a, "k"_a, "v"_a, "out"_a, "n_head"_a, "n_head_kv"_a,
-             "head_dim"_a, "head_dim_v"_a, "scale"_a, "window"_a, "rope"_a, "q_norm"_a.none(),
+             "head_dim"_a, "head_dim_v"_a, "scale"_a, "softcap"_a, "window"_a, "rope"_a, "q_norm"_a.none(),
              "k_norm"_a.none(), "kv_type"_a, "k_cache"_a, "v_cache"_a, "k_scale"_a.none(), "v_scale"_a.none())
         .def("activate", &PlanBuilder::activate, "kind"_a, "threshold"_a, "x"_a, "out"_a)
         .def("add", &PlanBuilder::add, "a"_a, "b"_a, "out"_a)

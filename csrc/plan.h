@@ -143,9 +143,10 @@ struct AttentionFacts {
     int n_head = 0;
     KvLayer kv;
     float scale = 1.0f;
-    int window = 0;       // 0: none
-    int rope = -1;        // index of a rope of the plan, -1: none (already rotated)
-    Norm q_norm, k_norm;  // per head; empty weight: none
+    float softcap = 0.0f;  // 0: none
+    int window = 0;        // 0: none
+    int rope = -1;         // index of a rope of the plan, -1: none (already rotated)
+    Norm q_norm, k_norm;   // per head; empty weight: none
 };
 
 class Plan {

@@ -15,7 +15,7 @@ import torch
 from hotset.backends.base import WeightSource
 from hotset.backends.gpu.handshake import ColdCounts
 from hotset.backends.reference import ReferenceBackend
-from hotset.model.graph import Graph, Linear, Mask, SignScores, TransposedLinear
+from hotset.model.graph import Graph, TransposedLinear
 
 
 class FakeCold:
@@ -87,20 +87,14 @@ class FakeCold:
 
     def _sum(self, layer: int, h: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """The layer's own operations from gate and up to down, with the unwanted neurons at zero."""
-        ops = self.graph.ops
-        last = next(i for i, op in enumerate(ops) if op.out.name == f"blk.{layer}.ffn_down")
-        down = ops[last]
+        ffn = self.graph.ffns[layer]
+        down = ffn.down
         assert isinstance(down, TransposedLinear)
-        names = ("ffn_gate", "ffn_up", "ffn_gate_act", "ffn_up_act", "ffn_act")
-        values: dict[int, np.ndarray] = {}
+        values: dict[int, np.ndarray] = {ffn.decides.x.id: h}
         compute = self._reference._compute
-        for op in ops[:last]:
-            if op.out.name not in {f"blk.{layer}.{name}" for name in names}:
-                continue
-            if isinstance(op, Linear):
-                values[op.x.id] = h
-            assert not isinstance(op, Mask | SignScores)
-            values[op.out.id] = compute(op, values, None, [])  # type: ignore[arg-type]
-            neurons = values[op.out.id]
+        for op in (ffn.gate, ffn.up, ffn.gate_act, ffn.up_act, ffn.product):
+            if op is not None:
+                values[op.out.id] = compute(op, values, None, [])  # type: ignore[arg-type]
+        neurons = values[ffn.neurons.id]
         values[down.x.id] = np.where(wanted, neurons, np.float32(0))
         return compute(replace(down, bias=None), values, None, []).astype(np.float32)  # type: ignore[arg-type]

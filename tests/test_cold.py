@@ -100,12 +100,12 @@ def test_with_all_neurons_it_is_the_ffn_to_the_bit(
         taps = dict(step(cpu(gguf, mode), ids, [name for name in names if name in present]).taps)
         cold = service(gguf, mode, hot=np.zeros(N_FF, np.bool_), n_threads=n_threads)
         for i in LAYERS:
-            reads = split_ffns(graph)[i][0].linears[0].x.name
+            reads = split_ffns(graph)[i].decides.x.name
             h = torch.from_numpy(taps[reads])
             bits = None
             if mode == "predicted":
                 bits = packed(~(taps[f"blk.{i}.ffn_pred"] < np.float32(0.1)))
-            bias = split_ffns(graph)[i][1].bias  # which the device adds
+            bias = split_ffns(graph)[i].down.bias  # which the device adds
             added = 0 if bias is None else gguf.data(bias).view(np.float32)
             np.testing.assert_array_equal(ask(cold, i, h, bits) + added, taps[f"blk.{i}.ffn_down"])
             alone = [ask(cold, i, h[t : t + 1], None if bits is None else bits[t : t + 1]) for t in range(6)]
@@ -116,7 +116,7 @@ def test_with_all_neurons_it_is_the_ffn_to_the_bit(
 def masked_plan(gguf: GGUFFile, mode: str, layer: int, h: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """What the wanted neurons add, by a plan of the CPU engine's own operations that reads every row."""
     ready, graph = prepared(gguf, mode)
-    neurons, down = split_ffns(graph)[layer]
+    ffn = split_ffns(graph)[layer]
     n = len(h)
     plan = _core.Plan(n, 1, 1, 1)
     x, scores = plan.buffer(N_EMBD, False), plan.buffer(N_FF, False)
@@ -125,7 +125,7 @@ def masked_plan(gguf: GGUFFile, mode: str, layer: int, h: np.ndarray, wanted: np
     for table, buffer in zip(floats, (x, scores), strict=True):
         plan.embed(0, table.view(np.uint8).reshape(-1), n, False, 0, buffer)
     parts = []
-    for linear in neurons.linears:
+    for linear in (op for op in (ffn.gate, ffn.up) if op is not None):
         bias = None if linear.bias is None else gguf.data(linear.bias).view(np.float32)
         parts.append((int(gguf.tensors[linear.weight].type), gguf.data(linear.weight), bias, values))
     gate = parts[0] if len(parts) == 2 else None
@@ -134,7 +134,14 @@ def masked_plan(gguf: GGUFFile, mode: str, layer: int, h: np.ndarray, wanted: np
     plan.neurons(x, None, gate, parts[-1], (relu, 0.0), both, None, False, values)
     plan.mask(values, scores, 0.0, 0, kept)
     plan.axpy(
-        kept, int(gguf.tensors[down.weight].type), ready.weights.data(down.weight), None, None, -1, False, out
+        kept,
+        int(gguf.tensors[ffn.down.weight].type),
+        ready.weights.data(ffn.down.weight),
+        None,
+        None,
+        -1,
+        False,
+        out,
     )
     plan.finish()
     ids = np.arange(n, dtype=np.int32)

@@ -79,9 +79,9 @@ def test_defaults_of_a_plain_llama() -> None:
     config = config_from_gguf(file())
     assert (config.n_layer, config.n_embd, config.n_ff, config.n_vocab) == (2, 64, (96, 96), 300)
     assert (config.n_head, config.n_head_kv, config.head_dim, config.head_dim_v) == (4, 2, 16, 16)
-    assert config.windows == (0, 0)
+    assert tuple(layer.window for layer in config.layers) == (0, 0)
     assert config.activation == FFNActivation("silu")
-    assert config.rope.freq == pytest.approx([10000 ** (-2 * i / 16) for i in range(8)], rel=1e-14)
+    assert config.layers[0].rope.freq == pytest.approx([10000 ** (-2 * i / 16) for i in range(8)], rel=1e-14)
 
 
 def test_arrays_give_a_number_per_layer() -> None:
@@ -105,7 +105,7 @@ def test_arrays_give_a_number_per_layer() -> None:
 )
 def test_windows(pattern: Any, windows: tuple[int, ...]) -> None:
     config = config_from_gguf(file(attention__sliding_window=16, attention__sliding_window_pattern=pattern))
-    assert config.windows == windows
+    assert tuple(layer.window for layer in config.layers) == windows
 
 
 def test_rope_freqs_divide_and_linear_scaling_slows() -> None:
@@ -123,12 +123,12 @@ def test_yarn_keeps_fast_channels_and_slows_slow_ones() -> None:
     yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
     plain = np.array(config_from_gguf(file(context_length=4096)).rope.freq)
     config = config_from_gguf(file(context_length=4096, **yarn))
-    ratio = plain / np.array(config.rope.freq)
+    ratio = plain / np.array(config.layers[0].rope.freq)
     assert ratio[0] == 1
     assert ratio[-1] == pytest.approx(4)
     assert (np.diff(ratio) >= 0).all()
     assert 1 < ratio[3] < 4
-    assert config.rope.magnitude == pytest.approx(0.1 * math.log(4) + 1)
+    assert config.layers[0].rope.magnitude == pytest.approx(0.1 * math.log(4) + 1)
 
 
 def test_the_ramp_of_yarn_is_clamped_and_of_whole_channels() -> None:
@@ -299,7 +299,7 @@ def test_any_keys_give_a_sentence(architecture: str, dialect: str, keys: dict[st
 
     def load() -> None:
         config = config_from_gguf(gguf)
-        assert config.rope is None or all(math.isfinite(f) for f in config.rope.freq)
+        assert config.layers[0].rope is None or all(math.isfinite(f) for f in config.layers[0].rope.freq)
         describe(config, gguf.tensors)
 
     with pytest.raises(HotsetError) as error:  # the file has one tensor: it is refused, whatever its keys say
@@ -389,15 +389,15 @@ def test_what_an_architecture_says_reaches_the_config() -> None:
 
 def test_relu_models_are_those_whose_activation_gives_zeros() -> None:
     for act in ("relu", "relu2", "drelu", "fatrelu:0.1"):
-        assert config_from_gguf(file(), activation=act).is_relu
+        assert config_from_gguf(file(), activation=act).has_zeros
     for act in ("silu", "gelu", "gelu_tanh"):
-        assert not config_from_gguf(file(), activation=act).is_relu
-    assert [config_from_gguf(file(name, **FALCON)).is_relu for name in ("falcon", "nemotron")] == [
+        assert not config_from_gguf(file(), activation=act).has_zeros
+    assert [config_from_gguf(file(name, **FALCON)).has_zeros for name in ("falcon", "nemotron")] == [
         False,
         True,
     ]
-    assert config_from_gguf(file("arcee")).is_relu
-    assert config_from_gguf(file("falcon", hidden_activation="relu", **FALCON)).is_relu
+    assert config_from_gguf(file("arcee")).has_zeros
+    assert config_from_gguf(file("falcon", hidden_activation="relu", **FALCON)).has_zeros
 
 
 def test_without_a_gate_there_is_no_drelu() -> None:
@@ -447,12 +447,12 @@ def test_where_predictors_stand_in_the_graph() -> None:
         ("sign", ["ffn_pred"]),
     ):
         graph = describe(config, tensors, Predictor(kind, (0.5, 0.25)))  # type: ignore[arg-type]
-        computed = [op.out.name for op in graph.ops]
+        computed = [op.out.name for op in graph.primitives]
         assert set(computed) - set(dense) == {f"blk.{i}.{n}" for i in range(2) for n in [*more, "ffn_masked"]}
         at = {name: computed.index(f"blk.0.{name}") for name in (*more, "ffn_norm", "ffn_gate", "ffn_inp")}
         assert (at["ffn_pred"] < at["ffn_norm"]) == (kind == "mlp")
         assert at["ffn_inp"] < at["ffn_pred"] < at["ffn_gate"]
-        masks = [op for op in graph.ops if isinstance(op, Mask)]
+        masks = [op for op in graph.primitives if isinstance(op, Mask)]
         assert [(mask.threshold, mask.first) for mask in masks] == [(0.5, 0), (0.25, 0)]
 
 
@@ -461,7 +461,7 @@ def test_the_down_projection_takes_the_form_that_the_file_has() -> None:
 
     def read(**more: tuple[int, ...] | None) -> set[str]:
         tensors = complete(**{f"blk.{i}.{name}": shape for i in range(2) for name, shape in more.items()})
-        ops = [op for op in describe(config, tensors).ops if op.out.name.endswith("ffn_down")]
+        ops = [op for op in describe(config, tensors).primitives if op.out.name.endswith("ffn_down")]
         used = {getattr(op, field, None) for op in ops for field in ("weight", "scales", "bias")}
         return {name.removeprefix("blk.0.") for name in used if name and name.startswith("blk.0")}
 

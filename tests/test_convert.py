@@ -217,8 +217,8 @@ def test_older_spellings_of_rope_and_windows(checkpoint: Path) -> None:
         max_window_layers=2,
     )  # fmt: skip
     config = config_from_gguf(converted(checkpoint))
-    assert config.windows == (0, 0, 16)
-    assert config.rope.freq == pytest.approx([500 ** (-2 * i / 16) / 2 for i in range(8)], rel=1e-6)
+    assert tuple(layer.window for layer in config.layers) == (0, 0, 16)
+    assert config.layers[0].rope.freq == pytest.approx([500 ** (-2 * i / 16) / 2 for i in range(8)], rel=1e-6)
 
 
 def test_a_tied_output_is_not_stored_twice(checkpoint: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,16 +12,16 @@ from tiny_gguf import write_relu
 
 from hotset.formats.gguf import TensorInfo, open_gguf
 from hotset.formats.quants import GGMLType, row_bytes
-from hotset.model.config import SILU, ModelConfig, config_from_gguf
+from hotset.model.config import SILU, LayerConfig, ModelConfig, config_from_gguf
 from hotset.model.cost import Cost
 from hotset.model.decoder import describe
 from hotset.model.graph import Rope
 from hotset.model.predictor import Predictor
 
+LAYER = LayerConfig(n_ff=96, activation=SILU, rope=Rope("norm", 32, (1.0,) * 16), attention_scale=1.0)
 CONFIG = ModelConfig(
-    "llama", n_layer=2, n_embd=64, n_ff=(96, 128), n_head=4, n_head_kv=2, head_dim=32, head_dim_v=32,
-    n_vocab=300, n_ctx_train=128, norm_eps=1e-5, rope=Rope("norm", 32, (1.0,) * 16), windows=(0, 16),
-    activation=SILU,
+    "llama", layers=(LAYER, replace(LAYER, n_ff=128, window=16)), n_embd=64, n_head=4, n_head_kv=2,
+    head_dim=32, head_dim_v=32, n_vocab=300, n_ctx_train=128, norm_eps=1e-5,
 )  # fmt: skip
 
 

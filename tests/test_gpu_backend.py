@@ -6,6 +6,7 @@ What may differ is the order of sums: 1e-4 of the largest logit, as for the CPU 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from tiny_gguf import write_llama, write_relu
 
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.cpu import CpuBackend
-from hotset.backends.fusion import cut, layer_starts
 from hotset.backends.gpu import open_gpu
 from hotset.backends.gpu.backend import GpuBackend
 from hotset.backends.gpu.kernels import Kernels
@@ -149,24 +149,32 @@ def prepared_clearly(path: Path, model: str, mode: str, predictor: str | None, i
     raise AssertionError("every model has a neuron in doubt")
 
 
-def masked_reference(ready: Any, graph: Any, backend: Any, ids: np.ndarray) -> tuple[Any, Any]:
-    """The backend's result, and the reference's with the scores that the backend had."""
+def masked_reference(
+    ready: Any, graph: Any, backend: Any, ids: np.ndarray, cuts: Sequence[int] = ()
+) -> tuple[np.ndarray, np.ndarray]:
+    """The backend's logits, and the reference's with the scores that the backend had, in steps that end at
+    `cuts`: a score at its threshold may fall to either side with the size of the step."""
     names = tuple(value.name for value in graph.values if value.name.endswith(".ffn_pred"))
     assert len(names) == N_LAYER
-    found = backend.step(batch([(ids, 0, [0])], names))
-    reference = Replayed(ready.weights, graph, n_pages=1, scores=dict(found.taps))
-    return found, reference.step(batch([(ids, 0, [0])])).logits
+    reference = Replayed(ready.weights, graph, n_pages=1, scores={})
+    found, expected, at = [], [], 0
+    for cut in [*cuts, len(ids)]:
+        step = batch([(ids[at:cut], at, [0])], names)
+        result = backend.step(step)
+        reference.scores = dict(result.taps)
+        found.append(result.logits.copy())
+        expected.append(reference.step(replace(step, taps=())).logits)
+        at = cut
+    return np.concatenate(found), np.concatenate(expected)
 
 
 @pytest.mark.parametrize("predictor", [None, "mlp:q8_0", "sign:0", "svd:32"])
 @pytest.mark.parametrize("model", MODELS)
 def test_predicted(tmp_path: Path, model: str, predictor: str | None) -> None:
-    ids = tokens(30)
-    ready, graph = prepared_clearly(tmp_path, model, "predicted", predictor, ids)
-    backend = gpu(ready.weights, graph)
-    found, expected = masked_reference(ready, graph, backend, ids)
-    assert_close(found.logits, expected)
-    assert_close(logits_of(backend, ids, ONE_BY_ONE, [1]), expected)
+    ready, graph = prepared(write(tmp_path, model), "predicted", predictor)
+    ids, backend = tokens(30), gpu(ready.weights, graph)
+    for cuts in ([], ONE_BY_ONE):
+        assert_close(*masked_reference(ready, graph, backend, ids, cuts))
 
 
 @pytest.mark.parametrize("model", ["bamboo", "opt"])
@@ -200,7 +208,7 @@ def test_always_computed_neurons_need_no_score(tmp_path: Path, model: str) -> No
     ready.weights = weights  # type: ignore[assignment]
     ids, backend = tokens(20), gpu(weights, graph)
     found, expected = masked_reference(ready, graph, backend, ids)
-    assert_close(found.logits, expected)
+    assert_close(found, expected)
     hot = masks(0.3)
     stage, cold = split(weights, graph, hot)
     assert_close(run(stage, ids), expected)
@@ -401,7 +409,7 @@ def test_an_ffn_that_can_go_first_is_posted_before_attention(
 def test_two_stages_are_one(tmp_path: Path, model: str, predictor: str | None) -> None:
     ready, graph = prepared(write(tmp_path, model), "exact" if predictor is None else "predicted", predictor)
     ids = tokens(20)
-    middle = layer_starts(graph)[1]
+    middle = graph.layer_starts[1]
     options = {"device": "cpu", "n_pages": 8, "max_batch": 64, "kv_type": "f32"}
     first = GpuStage(ready.weights, graph, last_op=middle, **options)  # type: ignore[arg-type]
     second = GpuStage(ready.weights, graph, first_op=middle, **options)  # type: ignore[arg-type]
@@ -422,16 +430,16 @@ def test_two_stages_are_one(tmp_path: Path, model: str, predictor: str | None) -
 def test_a_graph_is_cut_between_layers(tmp_path: Path) -> None:
     gguf = write(tmp_path, "bamboo")
     graph = describe(config_from_gguf(gguf), gguf.tensors)
-    starts = layer_starts(graph)
+    starts = graph.layer_starts
     assert len(starts) == N_LAYER + 1
-    part, entering = cut(graph, starts[1], starts[2])
+    part, entering = graph.cut(starts[1], starts[2])
     assert entering is not None
     assert entering.name == "blk.0.out"
     assert part.logits.name == "blk.1.out"
     with pytest.raises(InvalidRequestError, match="cut between layers"):
-        cut(graph, starts[1] + 1, starts[2])
+        graph.cut(starts[1] + 1, starts[2])
     with pytest.raises(InvalidRequestError, match="no part"):
-        cut(graph, 3, 3)
+        graph.cut(3, 3)
 
 
 def test_what_a_split_layer_cannot_do(tmp_path: Path) -> None:

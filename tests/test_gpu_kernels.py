@@ -276,7 +276,9 @@ def test_attention_equals_the_reference(
     n = len(sequences)
     q, k, v = (randn(n, width) for width in (n_head * dim, n_head_kv * dim, n_head_kv * dim_v))
     values = [Value(i, x.shape[1], "qkv"[i]) for i, x in enumerate((q, k, v))]
-    op = Attention(Value(3, n_head * dim_v, "out"), *values, 0, n_head, n_head_kv, dim, dim_v, 0.3, window)
+    op = Attention(
+        Value(3, n_head * dim_v, "out"), *values, n_head, n_head_kv, dim, dim_v, 0.3, window, layer=0
+    )
     oracle = reference.ReferenceBackend(
         None, Graph([op], values), n_pages=len(cache.k), kv_type="f16" if dtype == torch.float16 else "f32"
     )

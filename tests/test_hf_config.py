@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hotset.formats.hf_config import HFConfig
 
 from hotset.errors import UnsupportedModelError
-from hotset.formats.hf_config import HFConfig
 
 SIZES: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,

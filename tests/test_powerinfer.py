@@ -204,7 +204,7 @@ def test_dense_is_the_plain_file(tmp_path: Path, model: str) -> None:
         expected = run(plain, "dense")[0].logits
         assert relative_error(run(sparse, "dense")[0].logits, expected) < 1e-5
         config = config_from_gguf(plain)
-        assert config.is_relu
+        assert config.has_zeros
         both = {**plain.tensors, **{n: i for n, i in sparse.tensors.items() if "ffn_down_t.weight" in n}}
         names = {getattr(op, "weight", None) for op in describe(config, both).ops}
         assert "blk.1.ffn_down_t.weight" in names

@@ -118,7 +118,7 @@ def test_a_rounded_cache_is_close_and_not_equal(
 def test_a_q8_0_cache_needs_whole_blocks() -> None:
     graph = Graph()
     q, out = Value(0, 48, "q"), Value(1, 48, "out")
-    graph.add(Attention(out, q, q, q, 0, 1, 1, 48, 48, 1.0))
+    graph.add(Attention(out, q, q, q, 1, 1, 48, 48, 1.0, layer=0))
     with pytest.raises(UnsupportedModelError, match="multiple of 32"):
         ReferenceBackend(None, graph, n_pages=1, kv_type="q8_0")  # type: ignore[arg-type]
 

@@ -475,7 +475,7 @@ class TestMerging:
         with open_gguf(out) as gguf:
             assert gguf.metadata["llama.hidden_activation"] == activation
             config = config_from_gguf(gguf)
-            assert config.is_relu
+            assert config.has_zeros
             assert config.activation.up == ("relu" if activation == "drelu" else None)
             assert gguf.tensors["token_embd.weight"].type == GGMLType.F32
         with hotset.load(out, backend="cpu", sparsity="exact", n_ctx=64) as model:

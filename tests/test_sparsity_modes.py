@@ -109,7 +109,7 @@ def test_a_down_matrix_by_neuron_computes_the_same(type_: GGMLType, mode: str, t
     gguf = relu(tmp_path / "model.gguf", type_)
     ready = prepared(gguf, mode)
     graph = describe(config_from_gguf(gguf), ready.weights.tensors)
-    assert [type(op) for op in graph.ops if op.out.name.endswith("ffn_down")] == [TransposedLinear] * 2
+    assert [type(op) for op in graph.primitives if op.out.name.endswith("ffn_down")] == [TransposedLinear] * 2
     assert ready.predictor is None
     np.testing.assert_allclose(
         logits(ready.weights, gguf), logits(gguf, gguf), rtol=1e-4, atol=1e-5
@@ -125,7 +125,7 @@ def test_what_cannot_be_laid_out_by_neuron_stays_dense(tmp_path: Path) -> None:
     assert len(ready.notes) == 1
     assert ready.notes[0].startswith("the down projection of 2 layers stays dense: Q4_1 cannot be laid out")
     graph = describe(config_from_gguf(gguf), ready.weights.tensors)
-    assert [type(op) for op in graph.ops if op.out.name.endswith("ffn_down")] == [Linear] * 2
+    assert [type(op) for op in graph.primitives if op.out.name.endswith("ffn_down")] == [Linear] * 2
     assert list(tmp_path.glob("*hotset*")) == []
 
 

@@ -16,7 +16,7 @@ from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType, dequantize
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
-from hotset.model.graph import Graph, Mask
+from hotset.model.graph import Graph
 from hotset.sparsity import sidecar, taps
 from hotset.sparsity.builders import decompose
 from hotset.sparsity.calibration import Calibration, threshold
@@ -293,7 +293,7 @@ def test_leading_neurons_that_a_file_names_need_no_score(predictor: str, tmp_pat
     assert ready.predictor is not None
     assert ready.predictor.first == (5, 0)
     backend, graph = opened(gguf, ready)
-    assert [op.first for op in graph.ops if isinstance(op, Mask)] == [5, 0]
+    assert [ffn.mask.first for ffn in graph.ffns if ffn.mask] == [5, 0]
     names = ("blk.0.ffn_pred", "blk.0.ffn_act", "blk.0.ffn_masked")
     scores, neurons, masked = (taps.run(backend, TOKENS[0], names)[name] for name in names)
     assert scores.shape == (60, N_FF - 5)

@@ -30,6 +30,12 @@ inline float exp1(float x) {
     return lanes[0];
 }
 
+// cap * tanh(x / cap), off by less than 2e-7 of cap.
+inline V soft_cap(V cap, V x) {
+    const V two = V::set(2.0f);
+    return cap - two * cap / (exp(two * x / cap) + V::set(1.0f));
+}
+
 inline V activate(Activation kind, V threshold, V x) {
     const V one = V::set(1.0f);
     switch (kind) {
@@ -53,6 +59,10 @@ inline V activate(Activation kind, V threshold, V x) {
         }
         case Activation::FatRelu:
             return at_least(x, threshold);
+        case Activation::SoftCap:
+            return soft_cap(threshold, x);
+        case Activation::Scale:
+            return threshold * x;
     }
     return x;
 }
@@ -314,7 +324,7 @@ inline void page_values(const KvLayer& kv, const uint8_t* values, const uint16_t
 }
 
 template <KvType kType, int R>
-inline void attend_page(const KvLayer& kv, int head, int page, int base, const float* const* q,
+inline void attend_page(const KvLayer& kv, int head, int page, int base, float softcap, const float* const* q,
                         const int32_t* row_first, const int32_t* row_last, AttentionState* state,
                         float* out) {
     const int stride = kv.value_stride();
@@ -340,9 +350,12 @@ inline void attend_page(const KvLayer& kv, int head, int page, int base, const f
         }
         const V hidden = V::set(-INFINITY);
         V score[4];
+        for (int c = 0; c < 4; c++) score[c] = V::load(p[r] + c * 16);
+        if (softcap > 0.0f)
+            for (int c = 0; c < 4; c++) score[c] = soft_cap(V::set(softcap), score[c]);
         for (int c = 0; c < 4; c++)
             score[c] = blend_range(imin(imax(first - c * 16, 0), 16), imin(imax(last - c * 16, 0), 16),
-                                   V::load(p[r] + c * 16), hidden);
+                                   score[c], hidden);
         const float top = max_lane(max(max(score[0], score[1]), max(score[2], score[3])));
         const float new_max = top > state[r].max ? top : state[r].max;
         const V shift = V::set(new_max);
@@ -369,7 +382,7 @@ inline void attend_page(const KvLayer& kv, int head, int page, int base, const f
 
 template <KvType kType>
 inline void attend(const KvLayer& kv, int head, const int32_t* pages, int first, int last, int n_rows,
-                   const float* const* q, const int32_t* row_first, const int32_t* row_last,
+                   float softcap, const float* const* q, const int32_t* row_first, const int32_t* row_last,
                    AttentionState* state, float* out) {
     const int stride = kv.value_stride();
     for (int r = 0; r < n_rows; r++) {
@@ -379,7 +392,7 @@ inline void attend(const KvLayer& kv, int head, const int32_t* pages, int first,
     for (int index = first / kPageSize; index * kPageSize < last; index++) {
         int r = 0;
         auto rows = [&]<int R>() {
-            attend_page<kType, R>(kv, head, pages[index], index * kPageSize, q + r, row_first + r,
+            attend_page<kType, R>(kv, head, pages[index], index * kPageSize, softcap, q + r, row_first + r,
                                   row_last + r, state + r, out + r * stride);
         };
         for (; r + kRowTile <= n_rows; r += kRowTile) rows.template operator()<kRowTile>();
@@ -404,18 +417,18 @@ inline void attend(const KvLayer& kv, int head, const int32_t* pages, int first,
 }
 
 void attention(const KvLayer& kv, int head, const int32_t* pages, int first, int last, int n_rows,
-               const float* const* q, const int32_t* row_first, const int32_t* row_last,
+               float softcap, const float* const* q, const int32_t* row_first, const int32_t* row_last,
                AttentionState* state, float* out) {
     switch (kv.type) {
         case KvType::F32:
-            return attend<KvType::F32>(kv, head, pages, first, last, n_rows, q, row_first, row_last, state,
-                                       out);
+            return attend<KvType::F32>(kv, head, pages, first, last, n_rows, softcap, q, row_first, row_last,
+                                       state, out);
         case KvType::F16:
-            return attend<KvType::F16>(kv, head, pages, first, last, n_rows, q, row_first, row_last, state,
-                                       out);
+            return attend<KvType::F16>(kv, head, pages, first, last, n_rows, softcap, q, row_first, row_last,
+                                       state, out);
         case KvType::Q8_0:
-            return attend<KvType::Q8_0>(kv, head, pages, first, last, n_rows, q, row_first, row_last, state,
-                                        out);
+            return attend<KvType::Q8_0>(kv, head, pages, first, last, n_rows, softcap, q, row_first, row_last,
+                                        state, out);
     }
 }
 

@@ -122,12 +122,23 @@ struct AttentionState {
 // Attends `n_rows` query rows of one KV head to positions [first, last) of one sequence.
 // Row r sees positions [row_first[r], row_last[r]). Positions are absolute; page i of `pages` holds 64 * i.
 // q: row r at q_rows[r], float [head_dim], already scaled. State and out ([n_rows][value_stride]) are
-// overwritten.
+// overwritten. softcap > 0: a score s becomes softcap * tanh(s / softcap).
 using AttentionKernel = void (*)(const KvLayer& kv, int head, const int32_t* pages, int first, int last,
-                                 int n_rows, const float* const* q_rows, const int32_t* row_first,
-                                 const int32_t* row_last, AttentionState* state, float* out);
+                                 int n_rows, float softcap, const float* const* q_rows,
+                                 const int32_t* row_first, const int32_t* row_last, AttentionState* state,
+                                 float* out);
 
-enum class Activation : int { Silu = 0, Gelu = 1, GeluTanh = 2, Relu = 3, Relu2 = 4, FatRelu = 5 };
+// SoftCap: threshold * tanh(x / threshold); Scale: threshold * x.
+enum class Activation : int {
+    Silu = 0,
+    Gelu = 1,
+    GeluTanh = 2,
+    Relu = 3,
+    Relu2 = 4,
+    FatRelu = 5,
+    SoftCap = 6,
+    Scale = 7
+};
 
 struct Kernels {
     const char* isa;

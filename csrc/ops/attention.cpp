@@ -177,8 +177,8 @@ class Attention : public Op {
             }
         begin = std::max(begin, split * kSplitTokens);
         end = std::min(end, (split + 1) * kSplitTokens);
-        plan_.kernels().attention(f_.kv, head, pages(step, tile.first), begin, end, tile.count * group_, q,
-                                  first, last, states, out);
+        plan_.kernels().attention(f_.kv, head, pages(step, tile.first), begin, end, tile.count * group_,
+                                  f_.softcap, q, first, last, states, out);
     }
 
     void attend_split(int chunk, const StepTokens& step, Worker& worker) const {

@@ -365,7 +365,7 @@ void test_rows(const Kernels& kernels, int64_t n) {
             [&](const Kernels& k, float* out) { k.layer_norm(a.data(), b.data(), c.data(), 1e-5f, n, out); });
     compare("add", [&](const Kernels& k, float* out) { k.add(a.data(), b.data(), n, out); });
     compare("multiply", [&](const Kernels& k, float* out) { k.multiply(a.data(), b.data(), n, out); });
-    for (int i = 0; i <= int(Activation::FatRelu); i++) {
+    for (int i = 0; i <= int(Activation::Scale); i++) {
         const Activation kind = Activation(i);
         const bool portable = kind != Activation::Gelu;  // erf is the C library's
         compare(
@@ -377,7 +377,8 @@ void test_rows(const Kernels& kernels, int64_t n) {
     }
 }
 
-void test_attention(const Kernels& kernels, KvType type, int head_dim, int n_rows, int last, int window) {
+void test_attention(const Kernels& kernels, KvType type, int head_dim, int n_rows, int last, int window,
+                    float softcap) {
     const int heads = 2, pages = (last + kPageSize - 1) / kPageSize;
     KvLayer kv = {type, heads, head_dim, head_dim, nullptr, nullptr, nullptr, nullptr};
     struct Cache {
@@ -416,8 +417,8 @@ void test_attention(const Kernels& kernels, KvType type, int head_dim, int n_row
         }
         std::vector<AttentionState> state(n_rows);
         out[side].resize(n_rows * kv.value_stride());
-        tables[side]->attention(kv, 1, table.data(), 0, last, n_rows, rows.data(), first.data(), end.data(),
-                                state.data(), out[side].data());
+        tables[side]->attention(kv, 1, table.data(), 0, last, n_rows, softcap, rows.data(), first.data(),
+                                end.data(), state.data(), out[side].data());
         for (const AttentionState& s : state) states[side].insert(states[side].end(), {s.max, s.sum});
         std::vector<float> merged(head_dim);
         tables[side]->merge_attention(n_rows, state.data(), out[side].data(), kv.value_stride(), head_dim,
@@ -478,7 +479,8 @@ void test_all(const Kernels& kernels) {
             if (type == KvType::Q8_0 && head_dim % 32) continue;
             for (int rows : {1, 3, 6, 11})
                 for (int last : {11, 64, 65, 200})
-                    test_attention(kernels, type, head_dim, rows, last, rows == 3 ? 20 : 0);
+                    test_attention(kernels, type, head_dim, rows, last, rows == 3 ? 20 : 0,
+                                   rows == 6 ? 3.0f : 0.0f);
         }
 }
 

@@ -85,6 +85,7 @@ class Plan:
         head_dim: int,
         head_dim_v: int,
         scale: float,
+        softcap: float,
         window: int,
         rope: int,
         q_norm: tuple[np.ndarray, float] | None,

@@ -433,7 +433,7 @@ class Model:
         self.sparsity = sparsity
         self.notes = notes
         self.placement = placement
-        self.engine = Engine(backend, n_ctx, max_sequences, collect_stats=config.is_relu)
+        self.engine = Engine(backend, n_ctx, max_sequences, collect_stats=config.has_zeros)
         self.thread = EngineThread(self.engine)
         self._closed = False
 
@@ -626,7 +626,7 @@ class Model:
         for name in names:
             if name not in widths:
                 raise InvalidRequestError(f"the model has no value named {name!r} to tap")
-        ops = self.graph.ops
+        ops = list(self.graph.primitives)
         selection = next(i for i, op in enumerate(ops) if isinstance(op, SelectOutputs))
         outputs = any(op.out.name in names for op in ops[selection:])  # these have rows of output tokens only
         n_bytes = 4 * sum(widths[name] for name in names)

@@ -19,9 +19,9 @@ from dataclasses import replace
 import numpy as np
 
 from hotset.backends.base import Batch, StepResult, StepStats, cache_slots
-from hotset.backends.fusion import PARTS
 from hotset.backends.stage import Rows, Stage, on_host
 from hotset.errors import InvalidRequestError
+from hotset.model.graph import PARTS
 
 HOST = -1  # in place of the index of a device
 
@@ -62,7 +62,7 @@ class ChainBackend:
         self.name, self.stages, self.devices = name, tuple(stages), tuple(devices)
         self.n_pages, self.max_batch, self.n_vocab = n_pages, max_batch, leaving.width
         self.n_threads, self.notes = n_threads, tuple(notes)
-        self._values = [frozenset(op.out.name for op in stage.graph.ops) for stage in stages]
+        self._values = [frozenset(op.out.name for op in stage.graph.primitives) for stage in stages]
         self._latest: tuple[int, float] | None = None  # tokens and seconds of the latest step
 
     def device_bytes(self) -> list[dict[str, int]]:

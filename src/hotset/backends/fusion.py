@@ -1,50 +1,59 @@
 """Groups the operations of a graph that a backend runs as one.
 
-A norm goes into the matrix products that read it; q, k and v, or gate and up, become one operation;
-activation, product and a predictor's mask go into gate and up; a residual into the product before it; head
-norms and rotation into attention. A value that is asked for as a tap is kept, and what would fuse it away is
-not fused.
+A norm goes into the matrix products that read it; q, k and v become one operation; an activation goes into
+the product before it, a residual into the product or the FFN before it; head norms and rotation into
+attention. An FFN is a group of its own. A value that is asked for as a tap is kept, and what would fuse it
+away is not fused: an FFN of which a value inside is asked for is taken apart as far as that needs.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hotset.errors import InvalidRequestError
 from hotset.model.graph import (
     Activate,
     Add,
     Attention,
-    Embed,
+    Ffn,
     Graph,
     LayerNorm,
     Linear,
-    Mask,
-    Multiply,
     Op,
+    Part,
     RMSNorm,
     Rotate,
     SelectOutputs,
     TransposedLinear,
     Value,
+    inputs_of,
 )
-
-PARTS = ("predictor", "ffn", "attention", "other")  # of a model, for statistics
-WITH_ZEROS = ("relu", "relu2", "fatrelu")  # activations that leave neurons at zero
 
 
 @dataclass
 class Fused:
-    """Operations that become one native operation, in order; `out` are the values that it yields."""
+    """Operations that become one native operation, or an FFN (`ffn`) and the sum that it flows into.
+
+    reads, out: values that it needs and yields. inner: values that exist only while it runs.
+    """
 
     ops: list[Op]
     reads: list[Value]
     out: list[Value]
+    inner: list[Value] = field(default_factory=list)
 
-    is_neurons: bool = False  # an FFN up to the values of its neurons
+    @property
+    def layer(self) -> int:
+        return self.ops[-1].layer
+
+    @property
+    def part(self) -> Part:
+        return self.ops[-1].part
+
+    @property
+    def ffn(self) -> Ffn | None:
+        return self.ops[0] if isinstance(self.ops[0], Ffn) else None
 
     @property
     def linears(self) -> list[Linear]:
@@ -54,76 +63,46 @@ class Fused:
         """The first operation of one of the kinds, or None."""
         return next((op for op in self.ops if isinstance(op, kinds)), None)
 
-
-def part_of(op: Fused) -> tuple[int, int]:
-    """Layer and part of the model (an index of PARTS) that an operation belongs to, for statistics."""
-    match = re.match(r"blk\.(\d+)\.(ffn_pred|ffn_inp|ffn|attn)", op.ops[0].out.name)
-    if match is None:
-        return 0, PARTS.index("other")
-    parts = {"ffn_pred": "predictor", "ffn_inp": "attention", "attn": "attention", "ffn": "ffn"}
-    return int(match[1]), PARTS.index(parts[match[2]])
-
-
-def inputs_of(op: Op) -> list[Value]:
-    """The values that an operation reads."""
-    match op:
-        case Embed():
-            return []
-        case Attention():
-            return [op.q, op.k, op.v]
-        case Add() | Multiply():
-            return [op.a, op.b]
-        case Mask():
-            return [op.x, op.scores]
-        case _:
-            return [op.x]
+    def residual(self, product: Value) -> Value | None:
+        """What the sum at the end adds to `product`, where there is one."""
+        add = self.ops[-1]
+        return (add.a if add.b == product else add.b) if isinstance(add, Add) and len(self.ops) > 1 else None
 
 
 def fuse(graph: Graph, taps: Iterable[str]) -> list[Fused]:
     """Groups the operations of a graph; a value named in `taps` is never fused away."""
-    return _Fusion(graph, frozenset(taps)).groups()
+    kept = frozenset(taps)
+    ops = [part for op in graph.ops for part in (_opened(op, kept) if isinstance(op, Ffn) else [op])]
+    return _Fusion(ops, graph, kept).groups()
 
 
-def layer_starts(graph: Graph) -> list[int]:
-    """The index of the first operation of each layer, and of the first after the last layer."""
-    starts: dict[int, int] = {}
-    after = 0
-    for index, op in enumerate(graph.ops):
-        if match := re.match(r"blk\.(\d+)\.", op.out.name):
-            starts.setdefault(int(match[1]), index)
-            after = index + 1
-    return [*(starts[layer] for layer in sorted(starts)), after]
+def _opened(ffn: Ffn, kept: frozenset[str]) -> Iterator[Op]:
+    """The FFN as operations that yield the kept values: as it is, without its norm, or one by one.
 
-
-def cut(graph: Graph, first_op: int, last_op: int) -> tuple[Graph, Value | None]:
-    """The operations [first_op, last_op) as a graph of their own, and the value that enters it.
-
-    A graph is cut between layers: the residual stream alone crosses. Raises InvalidRequestError elsewhere.
+    What down reads may be kept without that: the values of its neurons exist anyway.
     """
-    if not 0 <= first_op < last_op <= len(graph.ops):
-        raise InvalidRequestError(f"a graph of {len(graph.ops)} operations has no part {first_op}:{last_op}")
-    part = Graph(graph.ops[first_op:last_op], graph.values)
-    inner = {op.out for op in part.ops}
-    entering = {value for op in part.ops for value in inputs_of(op)} - inner
-    leaving = {value for op in graph.ops[last_op:] for value in inputs_of(op)} & inner
-    if len(entering) > 1 or leaving - {part.logits}:
-        raise InvalidRequestError(
-            f"a graph is cut between layers, where one value crosses, not at operations {first_op}:{last_op}"
-        )
-    return part, next(iter(entering), None)
+    norm = ffn.norm
+    inner = {op.out.name for op in ffn.primitives if op is not norm} - {ffn.selected.name, ffn.out.name}
+    if inner & kept:
+        yield from ffn.primitives
+    elif norm is not None and norm.out.name in kept:
+        yield norm
+        yield replace(ffn, norm=None, x=norm.out)
+    else:
+        yield ffn
 
 
 class _Fusion:
     """Walks the operations in order: each starts a group, which takes what follows as far as it fits."""
 
-    def __init__(self, graph: Graph, kept: frozenset[str]) -> None:
-        self._ops = graph.ops
+    def __init__(self, ops: list[Op], graph: Graph, kept: frozenset[str]) -> None:
+        self._ops = ops
         self._kept = kept | {graph.logits.name}
         self._readers: dict[Value, list[Op]] = {value: [] for value in graph.values}
-        for op in graph.ops:
+        for op in ops:
             for value in inputs_of(op):
                 self._readers[value].append(op)
-        self._producer = {op.out: op for op in graph.ops}
+        self._producer = {op.out: op for op in ops}
         self._at = 0
 
     def groups(self) -> list[Fused]:
@@ -132,8 +111,10 @@ class _Fusion:
             groups.append(self._next_group())
         groups = self._take_heads(groups)
         for group in groups:
-            inner = {op.out for op in group.ops}
-            group.reads = [value for op in group.ops for value in inputs_of(op) if value not in inner]
+            made = {op.out for op in group.ops}
+            group.reads = [value for op in group.ops for value in inputs_of(op) if value not in made]
+            if group.ffn is not None:
+                group.inner.append(group.ffn.selected)
         return groups
 
     def _private(self, value: Value, n_readers: int = 1) -> bool:
@@ -147,30 +128,22 @@ class _Fusion:
     def _next_group(self) -> Fused:
         first = self._ops[self._at]
         n = self._n_linears_of_norm(first)
-        if isinstance(first, TransposedLinear):
-            self._at += 1
+        self._at += 1
+        if isinstance(first, Ffn | TransposedLinear):
             tail = self._residual_tail(first.out)
-            self._at += len(tail)
             return Fused([first, *tail], [], [tail[-1].out if tail else first.out])
         if n == 0 and not isinstance(first, Linear):
-            self._at += 1
             return Fused([first], [], [first.out])
         ops: list[Op] = [first]
-        self._at += 1
         x = first.x if isinstance(first, Linear) else first.out
         while isinstance(op := self._peek(), Linear) and op.x == x:
             ops.append(op)
             self._at += 1
         linears = [op for op in ops if isinstance(op, Linear)]
-        if tail := self._neurons_tail(linears):
-            self._at += len(tail)
-            return Fused(ops + tail, [], [tail[-1].out], is_neurons=True)
-        tail = self._gate_tail(linears)
-        if not tail and len(linears) == 1:
+        tail = []
+        if len(linears) == 1:
             tail = self._activation_tail(linears[0]) or self._residual_tail(linears[0].out)
-        ops += tail
-        self._at += len(tail)
-        return Fused(ops, [], [tail[-1].out] if tail else [op.out for op in linears])
+        return Fused(ops + tail, [], [tail[-1].out] if tail else [op.out for op in linears])
 
     def _n_linears_of_norm(self, op: Op) -> int:
         """How many matrix products read a norm, if they follow it and nothing else does; else 0."""
@@ -181,66 +154,21 @@ class _Fusion:
         fits = all(a is b and isinstance(a, Linear) for a, b in zip(readers, following, strict=True))
         return len(readers) if fits and self._private(op.out, len(readers)) else 0
 
-    def _neurons_tail(self, linears: list[Linear]) -> list[Op]:
-        """What follows gate and up, or up alone, of an FFN whose neurons are often zero.
-
-        The activations, the product of gate and up, and the mask of a predictor. Where a value on the way is
-        kept, nothing (the mask alone may be left to itself).
-        """
-        tail: list[Op] = []
-
-        def take(kind: type, *inputs: Value) -> Value | None:
-            op = self._peek(len(tail))
-            if op is None or not isinstance(op, kind) or set(inputs_of(op)[: len(inputs)]) != set(inputs):
-                return None
-            if not all(map(self._private, inputs)):
-                return None
-            tail.append(op)
-            return op.out
-
-        first = self._peek()
-        if not 1 <= len(linears) <= 2 or not isinstance(first, Activate) or first.kind not in WITH_ZEROS:
-            return []
-        neurons: Value | None
-        if len(linears) == 2:
-            gate = take(Activate, linears[0].out)
-            up = take(Activate, linears[1].out) or linears[1].out
-            neurons = take(Multiply, gate, up) if gate else None
-        else:
-            neurons = take(Activate, linears[0].out)
-        if neurons is None:
-            return []
-        masked = take(Mask, neurons)
-        down = self._readers[masked or neurons]
-        # Without a gate the same stands before a predictor's second matrix, which reads all of it.
-        if (
-            len(linears) == 1
-            and not masked
-            and not all(isinstance(op, TransposedLinear | Mask) for op in down)
-        ):
-            return []
-        return tail
-
     def _activation_tail(self, linear: Linear) -> list[Op]:
         activate = self._peek()
         fits = isinstance(activate, Activate) and activate.x == linear.out and self._private(linear.out)
-        return [activate] if activate and fits else []
-
-    def _gate_tail(self, linears: list[Linear]) -> list[Op]:
-        """The activation of a gate and its product with an up projection, where they follow."""
-        activate, multiply = self._peek(), self._peek(1)
-        if len(linears) != 2 or not isinstance(activate, Activate) or not isinstance(multiply, Multiply):
-            return []
-        gate, up = (op.out for op in linears)
-        fits = activate.x == gate and {multiply.a, multiply.b} == {activate.out, up}
-        return [activate, multiply] if fits and all(map(self._private, (gate, up, activate.out))) else []
+        return self._taken([activate] if activate and fits else [])
 
     def _residual_tail(self, out: Value) -> list[Op]:
-        """The sum that a matrix product flows into, where it follows."""
+        """The sum that a product flows into, where it follows."""
         add = self._peek()
         if not isinstance(add, Add):
             return []
-        return [add] if out in (add.a, add.b) and add.a != add.b and self._private(out) else []
+        return self._taken([add] if out in (add.a, add.b) and add.a != add.b and self._private(out) else [])
+
+    def _taken(self, tail: list[Op]) -> list[Op]:
+        self._at += len(tail)
+        return tail
 
     def _take_heads(self, groups: list[Fused]) -> list[Fused]:
         """Moves rotations, and head norms before them, into the attention that reads them."""
@@ -281,12 +209,12 @@ class Buffers:
         self._new = new
         self._ids: dict[Value, int] = {}
         self._free: dict[tuple[int, bool], list[int]] = {}
-        self._last_use = {value: i for i, op in enumerate(fused) for value in [*op.out, *op.reads]}
+        self._last_use = {v: i for i, op in enumerate(fused) for v in [*op.out, *op.inner, *op.reads]}
         for value in graph.values:
             if value.name in taps or value == graph.logits:
                 self._last_use[value] = len(fused)
         self._outputs: set[Value] = set()  # values with a row per output token
-        for op in graph.ops:
+        for op in graph.primitives:
             if isinstance(op, SelectOutputs) or any(x in self._outputs for x in inputs_of(op)):
                 self._outputs.add(op.out)
         self._index = 0
@@ -301,13 +229,13 @@ class Buffers:
         return self._ids[value]
 
     def enter(self, op: Fused) -> None:
-        for value in op.out:
+        for value in [*op.inner, *op.out]:
             shape = (value.width, value in self._outputs)
             free = self._free.setdefault(shape, [])
             self._ids[value] = free.pop() if free else self._new(*shape)
 
     def leave(self, op: Fused) -> None:
-        for value in {*op.reads, *op.out}:
+        for value in {*op.reads, *op.inner, *op.out}:
             if self._last_use[value] == self._index:
                 self._free[value.width, value in self._outputs].append(self._ids[value])
         self._index += 1

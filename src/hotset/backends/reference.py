@@ -7,9 +7,9 @@ they fit in `weight_cache_bytes`; a larger model decodes the rest again in each 
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable
+from typing import assert_never
 
 import numpy as np
 
@@ -30,23 +30,25 @@ from hotset.model.graph import (
     Add,
     Attention,
     Embed,
+    Ffn,
     Graph,
     LayerNorm,
     Linear,
     Mask,
     Multiply,
-    Op,
+    Part,
+    Primitive,
     RMSNorm,
     Rotate,
+    Scale,
     SelectOutputs,
     SignScores,
+    SoftCap,
     TransposedLinear,
+    inputs_of,
 )
 
 Q8_0_BLOCK = 32  # values that share one scale
-# Values of a layer whose computation belongs to a time of StepStats; all others are "other".
-TIMED = re.compile(r"blk\.(\d+)\.(?:(ffn_pred)|(ffn_(?!inp))|(attn))")
-COUNTED = re.compile(r"blk\.(\d+)\.(?:ffn_gate_act|ffn_masked|ffn_down)")
 F32 = np.float32
 
 
@@ -118,14 +120,15 @@ class ReferenceBackend:
         last_use = self._last_use()
         counts = _Counts(self.graph, len(batch.tokens), self.sparse)
         for index, op in enumerate(self.graph.ops):
-            began = time.perf_counter()
-            result = self._compute(op, values, batch, slots)
-            counts.add_time(op.out.name, time.perf_counter() - began)
-            counts.add(op, result, values)
-            values[op.out.id] = result
-            if op.out.name in batch.taps:
-                taps[op.out.name] = result.copy()
-            for id in [id for id in values if last_use.get(id, index) < index]:
+            for part in op.primitives if isinstance(op, Ffn) else (op,):
+                began = time.perf_counter()
+                values[part.out.id] = self._compute(part, values, batch, slots)
+                counts.add_time(part.layer, part.part, time.perf_counter() - began)
+                if part.out.name in batch.taps:
+                    taps[part.out.name] = values[part.out.id].copy()
+            if isinstance(op, Ffn):
+                counts.add(op, values)
+            for id in [id for id in values if last_use.get(id, -1) < index]:
                 del values[id]
         self._stats = counts.stats()
         return StepResult(values[self.graph.logits.id], taps)
@@ -137,9 +140,8 @@ class ReferenceBackend:
     def _last_use(self) -> dict[int, int]:
         uses: dict[int, int] = {}
         for index, op in enumerate(self.graph.ops):
-            for field in ("out", "x", "a", "b", "q", "k", "v", "scores"):
-                if (value := getattr(op, field, None)) is not None:
-                    uses[value.id] = index
+            for value in [op.out, *inputs_of(op)]:
+                uses[value.id] = index
         return uses
 
     def _slots(self, batch: Batch) -> list[np.ndarray]:
@@ -153,7 +155,7 @@ class ReferenceBackend:
         return slots
 
     def _compute(
-        self, op: Op, values: dict[int, np.ndarray], batch: Batch, slots: list[np.ndarray]
+        self, op: Primitive, values: dict[int, np.ndarray], batch: Batch, slots: list[np.ndarray]
     ) -> np.ndarray:
         match op:
             case Embed():
@@ -191,8 +193,14 @@ class ReferenceBackend:
                 return values[op.a.id] * values[op.b.id]
             case Add():
                 return values[op.a.id] + values[op.b.id]
+            case Scale():
+                return values[op.x.id] * F32(op.factor)
+            case SoftCap():
+                return soft_cap(values[op.x.id], op.cap)
             case SelectOutputs():
                 return values[op.x.id][batch.outputs]
+            case _:
+                assert_never(op)
 
     def _attend(
         self, op: Attention, q: np.ndarray, k: np.ndarray, v: np.ndarray, slots: list[np.ndarray]
@@ -210,6 +218,8 @@ class ReferenceBackend:
             past_k = keys[seen].astype(np.float32).transpose(1, 2, 0)  # [n_head_kv, head_dim, n_seen]
             past_v = values[seen].astype(np.float32).transpose(1, 0, 2)  # [n_head_kv, n_seen, head_dim_v]
             scores = query @ past_k
+            if op.softcap:
+                scores = soft_cap(scores, op.softcap)
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             out[token] = weights @ past_v / weights.sum(axis=-1, keepdims=True)
         return out.reshape(len(slots), op.out.width)
@@ -260,44 +270,30 @@ class _Counts:
 
     def __init__(self, graph: Graph, n_tokens: int, sparse: bool) -> None:
         self.n_tokens, self.sparse = n_tokens, sparse
-        n_layer = 1 + max((op.layer for op in graph.ops if isinstance(op, Attention)), default=-1)
+        n_layer = graph.n_layer
         names = ("selected", "active", "gate_rows", "up_rows", "down_rows")
         self.counts = {name: np.zeros(n_layer, np.int64) for name in names}
         self.times = {name: np.zeros(n_layer) for name in ("predictor", "ffn", "attention")}
         self.other = 0.0
-        self._gates: dict[int, np.ndarray] = {}  # layer → bool [n_tokens, n_ff]: the gate fires
-        self._selected: dict[int, np.ndarray] = {}  # layer → bool [n_tokens, n_ff]
 
-    def add_time(self, name: str, seconds: float) -> None:
-        match = TIMED.match(name)
-        if match is None:
+    def add_time(self, layer: int, part: Part, seconds: float) -> None:
+        if part == "other":
             self.other += seconds
         else:
-            kind = "predictor" if match[2] else "ffn" if match[3] else "attention"
-            self.times[kind][int(match[1])] += seconds
+            self.times[part][layer] += seconds
 
-    def add(self, op: Op, result: np.ndarray, values: dict[int, np.ndarray]) -> None:
-        """Counts what `result`, the value of `op`, and the values before it say about a layer's neurons."""
-        match = COUNTED.fullmatch(op.out.name)
-        if match is None:
-            return
-        layer = int(match[1])
-        if isinstance(op, Activate):
-            self._gates[layer] = result != 0
-        elif isinstance(op, Mask):
-            self._selected[layer] = selected(op, values[op.scores.id])
-        elif isinstance(op, Linear | TransposedLinear):
-            self._count(layer, values[op.x.id] != 0)
-
-    def _count(self, layer: int, active: np.ndarray) -> None:
-        gates = self._gates.pop(layer, None)
-        chosen = self._selected.pop(layer, np.ones_like(active))
-        up = chosen if gates is None else chosen & gates
+    def add(self, ffn: Ffn, values: dict[int, np.ndarray]) -> None:
+        """Counts what the values of an FFN say about its neurons."""
+        active = values[ffn.selected.id] != 0
+        chosen = np.ones_like(active)
+        if ffn.mask is not None:
+            chosen = selected(ffn.mask, values[ffn.mask.scores.id])
+        up = chosen if ffn.gate is None else chosen & (values[ffn.gate_act.out.id] != 0)
         for name, needed in {"gate_rows": chosen, "up_rows": up, "down_rows": active}.items():
             n_rows = needed.any(axis=0).sum() if self.sparse else active.shape[1]
-            self.counts[name][layer] = 0 if name == "gate_rows" and gates is None else n_rows
-        self.counts["selected"][layer] = chosen.sum()
-        self.counts["active"][layer] = active.sum()
+            self.counts[name][ffn.layer] = 0 if name == "gate_rows" and ffn.gate is None else n_rows
+        self.counts["selected"][ffn.layer] = chosen.sum()
+        self.counts["active"][ffn.layer] = active.sum()
 
     def stats(self) -> StepStats:
         return StepStats(self.n_tokens, **self.counts, **self.times, other=self.other)
@@ -323,6 +319,11 @@ def rotate(x: np.ndarray, positions: np.ndarray, op: Rotate) -> np.ndarray:
     )
     first[...], second[...] = first * cos - second * sin, first * sin + second * cos
     return out.reshape(x.shape)
+
+
+def soft_cap(x: np.ndarray, cap: float) -> np.ndarray:
+    """cap * tanh(x / cap)."""
+    return F32(cap) * np.tanh(x / F32(cap))
 
 
 def _silu(x: np.ndarray, _: np.float32) -> np.ndarray:

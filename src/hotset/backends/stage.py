@@ -74,7 +74,7 @@ class Stage(Protocol):
         ...
 
     def seconds(self) -> np.ndarray:
-        """Of the latest step, float64 [n_layer, len(fusion.PARTS)]: as far as they are measured."""
+        """Of the latest step, float64 [n_layer, len(graph.PARTS)]: as far as they are measured."""
         ...
 
     def cold_seconds(self) -> np.ndarray:

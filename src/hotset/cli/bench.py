@@ -137,7 +137,7 @@ def bench(
                     first = False
                 for test in tests:
                     result = measure(
-                        loaded.backend, test, repetitions, batch, read, collect_stats=loaded.config.is_relu
+                        loaded.backend, test, repetitions, batch, read, collect_stats=loaded.config.has_zeros
                     )
                     printer.row(_entry(facts, test, result, *_touched(loaded, test, result)))
     printer.end()

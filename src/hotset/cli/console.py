@@ -49,7 +49,7 @@ def tell_error(sentence: str) -> None:
 
 def tell_choice(model: Model) -> None:
     """Which neurons are computed and why, and what was built for it; nothing where there is no choice."""
-    if model.config.is_relu:
+    if model.config.has_zeros:
         say(f"sparsity {model.sparsity.reason}", dim=True)
         for note in model.notes:
             say(note, dim=True)

@@ -211,6 +211,7 @@ def describe(gguf: GGUFFile, path: Path, activation: str | None = None) -> dict[
         facts["runs"] = False
         facts["reason"] = str(error)
         return facts
+    layer = config.layers[0]
     facts |= {
         "runs": True,
         "context": config.n_ctx_train,
@@ -220,16 +221,16 @@ def describe(gguf: GGUFFile, path: Path, activation: str | None = None) -> dict[
         "heads": config.n_head,
         "kv_heads": config.n_head_kv,
         "head_size": config.head_dim,
-        "window": max(config.windows, default=0),
+        "window": max(layer.window for layer in config.layers),
         "activation": _activation(config.activation),
-        "gated": config.gated,
+        "gated": layer.gated,
         "rope": None
-        if config.rope is None
+        if layer.rope is None
         else {
-            "kind": config.rope.kind,
+            "kind": layer.rope.kind,
             "base": meta.get(f"{gguf.architecture}.rope.freq_base"),
             "scaling": _text(meta.get(f"{gguf.architecture}.rope.scaling.type")),
-            "channels": config.rope.n_rot,
+            "channels": layer.rope.n_rot,
         },
         "kv_bytes_per_token": cost.kv_bytes_per_token("f16"),
         "sparsity": sparsity,
@@ -245,7 +246,7 @@ def _sparsity(gguf: GGUFFile, config: ModelConfig) -> dict[str, Any]:
 
     choice = choose(config, gguf.tensors)
     facts: dict[str, Any] = {"mode": choice.mode, "reason": choice.reason, "predictor": None}
-    if not config.is_relu:
+    if not config.has_zeros:
         return facts
     parts = [t for t in gguf.tensors.values() if re.fullmatch(r"blk\.\d+\.fc[12]\.weight", t.name)]
     ranks = [t.shape[1] for t in parts if ".fc1." in t.name and len(t.shape) == 2]

@@ -108,7 +108,7 @@ def _open(
 
     with open_gguf(path) as gguf:
         config = config_from_gguf(gguf, activation=activation)
-        if not config.is_relu:
+        if not config.has_zeros:
             raise InvalidRequestError(
                 f"the activation of {path.name} is {config.activation.gate}, which has no zeros: every "
                 "neuron fires for every token, and there is nothing to draw; if the file is a ReLU model "

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
-from hotset.model.graph import ActivationKind, Rope, RopeKind
+from hotset.model.graph import ActivationKind, Rope, RopeKind, has_zeros
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 UP_ACTIVATION_KEY = "hotset.up_activation"
 FATRELU_THRESHOLD_KEY = "hotset.fatrelu_threshold"
 SPARSE_THRESHOLD_KEY = "powerinfer.sparse_threshold"
+
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 
 NormKind = Literal["rms", "layer"]
 PredictorInput = Literal["ffn_inp", "layer_input"]
@@ -59,6 +61,7 @@ class FFNActivation:
 
 SILU = FFNActivation("silu")
 GELU = FFNActivation("gelu")
+GELU_TANH = FFNActivation("gelu_tanh")
 RELU = FFNActivation("relu")
 RELU2 = FFNActivation("relu2")
 DRELU = FFNActivation("relu", up="relu")
@@ -76,6 +79,14 @@ class Architecture:
     parallel: the FFN reads what enters the layer, through `attn_norm`, which attention reads too where there
       is no `attn_norm_2`; elsewhere it reads the sum after attention, through `ffn_norm`.
     biased: tensors of a layer that must have a bias (elsewhere a bias is used where it is present).
+    post_norm: what attention and the FFN yield passes a norm before it is added.
+    window_period: where the file has a window and no pattern, all but each so-many-th layer have it; 0: all.
+    unrotated_period: each so-many-th layer has no rotation; 0: all have it.
+    windowed_rope_base: base of the rotation in layers with a window, where the file has no key for it; None:
+      that of the others, with their scaling.
+    scaled_embedding: the embedding is multiplied by the root of the width.
+    narrow_scale_at: of models with so many layers, scores are scaled by the width over the heads, and not by
+      the width of a head.
     predictor_input: what a published predictor (fc1, fc2) reads: the residual stream after attention, or as
       it enters the layer; never the normalised input of the FFN.
     """
@@ -89,6 +100,12 @@ class Architecture:
     activation: FFNActivation = SILU
     parallel: bool = False
     biased: tuple[str, ...] = ()
+    post_norm: bool = False
+    window_period: int = 0
+    unrotated_period: int = 0
+    windowed_rope_base: float | None = None
+    scaled_embedding: bool = False
+    narrow_scale_at: int | None = None
     predictor_input: PredictorInput = "ffn_inp"
 
 
@@ -108,6 +125,18 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "nemotron": Architecture(rope="neox", norm="layer", gated=False, activation=RELU2),
     "arcee": Architecture(gated=False, activation=RELU2),
+    "gemma2": Architecture(
+        rope="neox", activation=GELU_TANH, post_norm=True, window_period=2, scaled_embedding=True,
+        narrow_scale_at=46,
+    ),
+    "gemma3": Architecture(
+        rope="neox", qk_norm=True, activation=GELU_TANH, post_norm=True, window_period=6,
+        windowed_rope_base=10000.0, scaled_embedding=True, narrow_scale_at=62,
+    ),
+    "glm4": Architecture(post_norm=True),
+    "granite": Architecture(),
+    "phi3": Architecture(rope="neox"),
+    "smollm3": Architecture(unrotated_period=4),
 }  # fmt: skip
 
 POWERINFER_ARCHITECTURES: dict[str, Architecture] = {
@@ -120,19 +149,50 @@ POWERINFER_ARCHITECTURES: dict[str, Architecture] = {
 
 
 @dataclass(frozen=True)
+class LayerConfig:
+    """What may differ between the layers of a model. For what is not told here see Architecture.
+
+    rope: with final frequencies; None: positions are not rotated. window: tokens that a token sees, itself
+    among them; 0: all before it. attention_scale: of q · k. attention_softcap: see graph.Attention; 0: none.
+    """
+
+    n_ff: int
+    activation: FFNActivation
+    rope: Rope | None
+    attention_scale: float
+    window: int = 0
+    attention_softcap: float = 0.0
+    qk_norm: bool = False
+    gated: bool = True
+    parallel: bool = False
+    post_norm: bool = False
+
+
+@dataclass(frozen=True)
+class LongRope:
+    """A rotation for contexts beyond the one that a model was first trained with (arXiv 2402.13753).
+
+    n_ctx: the longest context that the layers' own rotation serves; rope: for longer ones.
+    """
+
+    n_ctx: int
+    rope: Rope
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Everything about a model that its decoder needs, except the weights.
 
-    n_ff has one entry per layer; windows too (0: the layer sees everything before it). head_dim is the width
-    of one head of q and k, head_dim_v of v; neither need be n_embd / n_head. norm_eps belongs to every norm.
-    `rope` holds final frequencies. `n_ctx_train` is the context that the file promises, in tokens.
-    `sparse_threshold` belongs to the predictor in the file. For the rest see Architecture.
+    head_dim is the width of one head of q and k, head_dim_v of v; neither need be n_embd / n_head. norm_eps
+    belongs to every norm. `n_ctx_train` is the context that the file promises, in tokens.
+    embedding_scale, residual_scale and logit_scale multiply the embedding, what attention and FFN add, and
+    the logits. logit_softcap: see graph.SoftCap; 0: none. `sparse_threshold` belongs to the predictor in the
+    file. For the rest see Architecture.
     """
 
     architecture: str
-    n_layer: int
+    layers: tuple[LayerConfig, ...]
     n_embd: int
-    n_ff: tuple[int, ...]
     n_head: int
     n_head_kv: int
     head_dim: int
@@ -140,27 +200,48 @@ class ModelConfig:
     n_vocab: int
     n_ctx_train: int
     norm_eps: float
-    rope: Rope | None
-    windows: tuple[int, ...]
-    activation: FFNActivation
     norm: NormKind = "rms"
-    qk_norm: bool = False
-    gated: bool = True
-    parallel: bool = False
     biased: tuple[str, ...] = ()
     first_position: int | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
+    long_rope: LongRope | None = None
     predictor_input: PredictorInput = "ffn_inp"
     sparse_threshold: float = 0.0
 
     @property
-    def is_relu(self) -> bool:
-        """Whether the activation gives exact zeros, so that neurons that do not fire can be skipped."""
-        return self.activation.gate in ("relu", "relu2", "fatrelu")
+    def n_layer(self) -> int:
+        return len(self.layers)
+
+    @property
+    def n_ff(self) -> tuple[int, ...]:
+        """Neurons of each layer."""
+        return tuple(layer.n_ff for layer in self.layers)
+
+    @property
+    def activation(self) -> FFNActivation:
+        """Of the FFNs; every layer has the same."""
+        return self.layers[0].activation
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether a layer's activation gives exact zeros, so that neurons that do not fire can be skipped."""
+        return any(has_zeros(layer.activation.gate) for layer in self.layers)
 
     @property
     def n_ctx_max(self) -> int | None:
         """The longest context that can be computed, in tokens; None where rotation sets no limit."""
         return None if self.first_position is None else self.n_ctx_train
+
+    def for_context(self, n_ctx: int) -> ModelConfig:
+        """The configuration with the rotation that serves contexts of n_ctx tokens."""
+        if self.long_rope is None or n_ctx <= self.long_rope.n_ctx:
+            return self
+        rope = self.long_rope.rope
+        layers = tuple(layer if layer.rope is None else replace(layer, rope=rope) for layer in self.layers)
+        return replace(self, layers=layers, long_rope=None)
 
 
 def parse_activation(text: str, threshold: float | None = None) -> FFNActivation:
@@ -245,6 +326,10 @@ class _Keys:
             raise self.error(key, f"is {value}, outside {low:g} to {high:g}")
         return float(value)
 
+    def factor(self, key: str) -> float:
+        """A positive number, 1 where the key is missing or (as converters write it) 0."""
+        return self.real(key, 0.0, 1e9, 0.0) or 1.0
+
     def text(self, key: str) -> str | None:
         value = self.get(key)
         if value is not None and not isinstance(value, str):
@@ -292,9 +377,8 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
     override = None if activation is None else parse_activation(activation)
     config = ModelConfig(
         architecture=name,
-        n_layer=n_layer,
+        layers=_layers(gguf, keys, architecture, n_layer, head_dim, n_embd // n_head, n_ctx_train, override),
         n_embd=n_embd,
-        n_ff=keys.per_layer("feed_forward_length", n_layer, 1, 1 << 22),
         n_head=n_head,
         n_head_kv=n_head_kv,
         head_dim=head_dim,
@@ -302,22 +386,64 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         n_vocab=_vocabulary(gguf),
         n_ctx_train=n_ctx_train,
         norm_eps=keys.real(EPSILON_KEYS[architecture.norm], 0.0, 1.0, architecture.norm_eps),
-        rope=_rope(gguf, keys, architecture.rope, head_dim, n_ctx_train) if architecture.rope else None,
-        windows=_windows(keys, n_layer),
-        activation=override or _activation(keys, architecture),
         norm=architecture.norm,
-        qk_norm=architecture.qk_norm,
-        gated=architecture.gated,
-        parallel=architecture.parallel,
         biased=architecture.biased,
         first_position=architecture.first_position,
+        embedding_scale=math.sqrt(n_embd)
+        if architecture.scaled_embedding
+        else keys.factor("embedding_scale"),
+        residual_scale=keys.factor("residual_scale"),
+        logit_scale=1 / keys.factor("logit_scale"),
+        logit_softcap=keys.real("final_logit_softcapping", 0.0, 1e6, 0.0),
+        long_rope=_long_rope(gguf, keys, architecture.rope, head_dim, n_ctx_train),
         predictor_input=architecture.predictor_input,
         sparse_threshold=_number(gguf.metadata, SPARSE_THRESHOLD_KEY) or 0.0,
     )
-    if config.activation.up is not None and not config.gated:
+    if any(layer.activation.up is not None and not layer.gated for layer in config.layers):
         what = f"the {name} model's feed-forward network has no gate, so its activation cannot be dReLU"
         raise InvalidRequestError(what) if override else UnsupportedModelError(what)
     return config
+
+
+def _layers(
+    gguf: GGUFFile,
+    keys: _Keys,
+    architecture: Architecture,
+    n_layer: int,
+    head_dim: int,
+    narrow_dim: int,
+    n_ctx_train: int,
+    activation: FFNActivation | None,
+) -> tuple[LayerConfig, ...]:
+    """The facts of each layer. narrow_dim: the width over the heads."""
+    windows = _windows(keys, n_layer, architecture.window_period)
+    n_ff = keys.per_layer("feed_forward_length", n_layer, 1, 1 << 22)
+    scaled_dim = narrow_dim if n_layer == architecture.narrow_scale_at else head_dim
+    scale = keys.real("attention.scale", 0.0, 1e6, 0.0) or 1 / math.sqrt(scaled_dim)
+    softcap = keys.real("attn_logit_softcapping", 0.0, 1e6, 0.0)
+    activation = activation or _activation(keys, architecture)
+    rope = windowed = None
+    if architecture.rope is not None:
+        rope = windowed = _rope(gguf, keys, architecture.rope, head_dim, n_ctx_train)
+        if any(windows) and architecture.windowed_rope_base is not None:
+            base = keys.real("rope.freq_base_swa", 1e-3, 1e15, architecture.windowed_rope_base)
+            windowed = Rope(rope.kind, rope.n_rot, tuple(_frequencies(base, rope.n_rot).tolist()))
+    period = architecture.unrotated_period
+    return tuple(
+        LayerConfig(
+            n_ff=n_ff[i],
+            activation=activation,
+            rope=None if period and i % period == period - 1 else windowed if windows[i] else rope,
+            attention_scale=scale,
+            window=windows[i],
+            attention_softcap=softcap,
+            qk_norm=architecture.qk_norm,
+            gated=architecture.gated,
+            parallel=architecture.parallel,
+            post_norm=architecture.post_norm,
+        )
+        for i in range(n_layer)
+    )
 
 
 def _check_heads(group: int, head_dim: int) -> None:
@@ -388,29 +514,56 @@ def _activation(keys: _Keys, architecture: Architecture) -> FFNActivation:
     return FFNActivation(activation.gate, "relu", activation.threshold)
 
 
-def _windows(keys: _Keys, n_layer: int) -> tuple[int, ...]:
-    """Sliding windows. A pattern says which layers have one: a truth value each, or n: all but each n-th."""
+def _windows(keys: _Keys, n_layer: int, period: int) -> tuple[int, ...]:
+    """Sliding windows. A pattern says which layers have one: a truth value each, or n: all but each n-th.
+
+    period: such an n where the file has no pattern; 0: every layer has the window.
+    """
     window = keys.integer("attention.sliding_window", 0, MAX_WINDOW, 0)
-    pattern = keys.get("attention.sliding_window_pattern")
+    pattern = keys.get("attention.sliding_window_pattern", period or None)
     if pattern is None:
         return (window,) * n_layer
     if not _is_array(pattern):
-        period = keys.integer("attention.sliding_window_pattern", 1, 1 << 12)
+        period = keys.integer("attention.sliding_window_pattern", 1, 1 << 12, period or None)
         return tuple(0 if i % period == period - 1 else window for i in range(n_layer))
     if len(pattern) != n_layer or not all(isinstance(v, bool | np.bool_) for v in pattern):
         raise keys.error("attention.sliding_window_pattern", f"must hold true or false for {n_layer} layers")
     return tuple(window if windowed else 0 for windowed in pattern)
 
 
-def _rope(gguf: GGUFFile, keys: _Keys, layout: RopeKind, head_dim: int, n_ctx_train: int) -> Rope:
-    """Frequencies base^(-2i / n_rot) with the file's scaling applied: none, linear, yarn, rope_freqs."""
+def _frequencies(base: float, n_rot: int) -> np.ndarray:
+    """base^(-2i / n_rot), float64 [n_rot / 2]."""
+    return base ** (-np.arange(0, n_rot, 2, dtype=np.float64) / n_rot)
+
+
+def _long_rope(
+    gguf: GGUFFile, keys: _Keys, layout: RopeKind | None, head_dim: int, n_ctx_train: int
+) -> LongRope | None:
+    """The rotation for long contexts, of files with factors for it."""
+    if layout is None or LONG_FACTORS not in gguf.tensors:
+        return None
+    n_ctx = keys.integer("rope.scaling.original_context_length", 1, 1 << 31, n_ctx_train)
+    return LongRope(n_ctx, _rope(gguf, keys, layout, head_dim, n_ctx_train, LONG_FACTORS))
+
+
+def _rope(
+    gguf: GGUFFile,
+    keys: _Keys,
+    layout: RopeKind,
+    head_dim: int,
+    n_ctx_train: int,
+    factors: str | None = None,
+) -> Rope:
+    """Frequencies with the file's scaling applied: none, linear, yarn, or divisors in the tensor
+    `factors`."""
+    factors = factors or (SHORT_FACTORS if SHORT_FACTORS in gguf.tensors else "rope_freqs.weight")
     n_rot = keys.integer("rope.dimension_count", 2, head_dim, head_dim)
     if n_rot % 2:
         raise keys.error("rope.dimension_count", f"is {n_rot}, which is odd")
     base = keys.real("rope.freq_base", 1e-3, 1e15, 10000.0)
-    freq = base ** (-np.arange(0, n_rot, 2, dtype=np.float64) / n_rot)
-    if "rope_freqs.weight" in gguf.tensors:  # Llama 3's scaling is a tensor of divisors, not a key
-        freq = freq / _divisors(gguf, n_rot // 2)
+    freq = _frequencies(base, n_rot)
+    if factors in gguf.tensors:  # the scaling of Llama 3 and Phi 3 is a tensor of divisors, not a key
+        freq = freq / _divisors(gguf, factors, n_rot // 2)
 
     kind = keys.text("rope.scaling.type") or "linear"
     factor = keys.real("rope.scaling.factor", 0.0, 1e6, keys.get("rope.scale_linear", 0.0)) or 1.0
@@ -419,7 +572,7 @@ def _rope(gguf: GGUFFile, keys: _Keys, layout: RopeKind, head_dim: int, n_ctx_tr
         freq = freq / factor
     elif kind == "yarn":
         freq, magnitude = _yarn(keys, freq, base, factor, n_ctx_train)
-    elif kind != "none":
+    elif kind not in ("none", "longrope"):
         raise UnsupportedModelError(
             f"the RoPE scaling {_shown(kind)} is not supported; supported are none, linear, yarn"
         )
@@ -429,15 +582,15 @@ def _rope(gguf: GGUFFile, keys: _Keys, layout: RopeKind, head_dim: int, n_ctx_tr
     return Rope(layout, n_rot, tuple(freq.tolist()), magnitude)
 
 
-def _divisors(gguf: GGUFFile, n: int) -> np.ndarray:
+def _divisors(gguf: GGUFFile, name: str, n: int) -> np.ndarray:
     from hotset.formats.quants import dequantize
 
-    info = gguf.tensors["rope_freqs.weight"]
+    info = gguf.tensors[name]
     if tuple(info.shape) != (n,):
-        raise UnsupportedModelError(f"the tensor rope_freqs.weight is {list(info.shape)}, expected [{n}]")
+        raise UnsupportedModelError(f"the tensor {name} is {list(info.shape)}, expected [{n}]")
     divisors = dequantize(gguf.data(info.name), info.type, info.shape).reshape(n).astype(np.float64)
     if not (np.isfinite(divisors).all() and (divisors > 0).all()):
-        raise FormatError("the tensor rope_freqs.weight holds a number that is not positive and finite")
+        raise FormatError(f"the tensor {name} holds a number that is not positive and finite")
     return divisors
 
 

@@ -8,18 +8,27 @@ counted in sparsity/stats.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Literal, assert_never
 
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.graph import (
+    Activate,
+    Add,
     Attention,
     Embed,
     Graph,
     LayerNorm,
     Linear,
+    Mask,
+    Multiply,
+    Primitive,
     RMSNorm,
+    Rotate,
+    Scale,
+    SelectOutputs,
     SignScores,
+    SoftCap,
     TransposedLinear,
 )
 
@@ -44,23 +53,14 @@ class Cost:
     def __init__(self, graph: Graph, tensors: Mapping[str, TensorInfo]) -> None:
         self._attentions = [op for op in graph.ops if isinstance(op, Attention)]
         self._linear_flops = sum(
-            2 * op.x.width * op.out.width for op in graph.ops if isinstance(op, Linear | TransposedLinear)
+            2 * op.x.width * op.out.width
+            for op in graph.primitives
+            if isinstance(op, Linear | TransposedLinear)
         )
         self._weight_bytes: Counter[GGMLType] = Counter()
-        for op in graph.ops:
-            if isinstance(op, Embed):  # a token's row, not the matrix
-                info = tensors[op.weight]
-                self._weight_bytes[info.type] += row_bytes(info.type, info.shape[0])
-            elif isinstance(op, Linear):  # its rows, of a fused tensor
-                for name in (op.weight, op.bias):
-                    if name is not None:
-                        info = tensors[name]
-                        n_rows = info.shape[-1]
-                        self._weight_bytes[info.type] += info.nbytes // n_rows * op.out.width
-            elif isinstance(op, RMSNorm | LayerNorm | TransposedLinear | SignScores):
-                for name in (op.weight, getattr(op, "scales", None), getattr(op, "bias", None)):
-                    if name is not None:
-                        self._weight_bytes[tensors[name].type] += tensors[name].nbytes
+        for op in graph.primitives:
+            for name, n_bytes in weights_read(op, tensors):
+                self._weight_bytes[tensors[name].type] += n_bytes
 
     @property
     def weight_bytes(self) -> dict[GGMLType, int]:
@@ -87,6 +87,36 @@ class Cost:
             2 * op.n_head * (op.head_dim + op.head_dim_v) * _seen(op, depth) for op in self._attentions
         )
         return self._linear_flops + attention
+
+
+def weights_read(op: Primitive, tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, int]]:
+    """The tensors that an operation reads for one token, with the bytes of them that it reads."""
+    match op:
+        case Embed():  # a token's row, not the matrix
+            info = tensors[op.weight]
+            yield op.weight, row_bytes(info.type, info.shape[0])
+        case Linear():  # its rows, of a fused tensor
+            for name in (op.weight, op.bias):
+                if name is not None:
+                    info = tensors[name]
+                    yield name, info.nbytes // info.shape[-1] * op.out.width
+        case TransposedLinear():
+            for name in (op.weight, op.scales, op.bias):
+                if name is not None:
+                    yield name, tensors[name].nbytes
+        case LayerNorm() | SignScores():
+            for name in (op.weight, op.bias):
+                if name is not None:
+                    yield name, tensors[name].nbytes
+        case RMSNorm():
+            yield op.weight, tensors[op.weight].nbytes
+        case (
+            Rotate() | Attention() | Activate() | Multiply() | Add() | Scale() | SoftCap() | Mask()
+            | SelectOutputs()
+        ):  # fmt: skip
+            return
+        case _:
+            assert_never(op)
 
 
 def _kv_bytes(op: Attention, kv_type: KVType) -> int:

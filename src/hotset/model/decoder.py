@@ -3,43 +3,49 @@
 It computes nothing and names no architecture: the facts come from ModelConfig. Values are named as the GGUF
 tensors are ("blk.3.attn_q" is what blk.3.attn_q.weight yields), and every name can be asked for as a tap:
 
-    embedding        [position_embd  inp: their sum]
+    embedding  [embedding_scaled]  [position_embd  inp: their sum]
     blk.N.attn_norm  attn_q  attn_k  attn_v  [attn_q_norm  attn_k_norm]  [attn_q_rope  attn_k_rope]
     blk.N.attn       what the heads yield, side by side       blk.N.attn_out  after attn_output
+    [blk.N.post_attention_norm]  [blk.N.attn_scaled]
     blk.N.ffn_inp    the residual stream after attention      blk.N.ffn_norm  what the FFN reads
     [blk.N.ffn_pred_h  ffn_pred_h_act]  [blk.N.ffn_pred: a predictor's scores]
     blk.N.ffn_up  [ffn_gate  ffn_gate_act  ffn_up_act]        blk.N.ffn_act   one value per neuron: it fires
     [blk.N.ffn_masked: 0 where it was not predicted]          unless it is 0
-    blk.N.ffn_down  blk.N.out
-    output_inp  output_norm  logits                           only the rows whose logits are wanted
+    blk.N.ffn_down  [blk.N.post_ffw_norm]  [blk.N.ffn_scaled]  blk.N.out
+    output_inp  output_norm  [logits_raw  logits_scaled]  logits    only the rows whose logits are wanted
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hotset.errors import UnsupportedModelError
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import DECODABLE, GGMLType
-from hotset.model.config import ModelConfig
+from hotset.model.config import LayerConfig, ModelConfig
 from hotset.model.graph import (
     Activate,
     ActivationKind,
     Add,
+    All,
     Attention,
     Embed,
+    Ffn,
     Graph,
     LayerNorm,
     Linear,
     Mask,
     Multiply,
+    Part,
     RMSNorm,
     Rotate,
+    Scale,
+    Select,
     SelectOutputs,
     SignScores,
+    SoftCap,
     TransposedLinear,
     Value,
 )
@@ -52,8 +58,8 @@ if TYPE_CHECKING:
 # configuration has read them from the keys), predictors that are not in use, and, where one form of the down
 # projection is read, the others.
 REDUNDANT_TENSORS = re.compile(
-    r"rope_freqs\.weight|blk\.\d+\.("
-    r"(attn_rot_embd|attn\.rotary_emb)\..*|(fc1|fc2|svd_a|svd_b|sign)\.weight|always\.bias|"
+    r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.("
+    r"rope_freqs\.weight|(attn_rot_embd|attn\.rotary_emb)\..*|(fc1|fc2|svd_a|svd_b|sign)\.weight|always\.bias|"
     r"ffn_down\.weight|ffn_down_t\.(codes|scales))"
 )
 
@@ -71,139 +77,268 @@ def describe(
     a tensor is missing, has another shape than the configuration says, is of a type that nothing computes
     with, or is not one that the architecture uses.
     """
-    graph = Graph()
-    value, add = graph.value, graph.add
-    weights = _Weights(config, tensors)
-    d, eps, rope = config.n_embd, config.norm_eps, config.rope
-    n_head, n_head_kv, head_dim, head_dim_v = (
-        config.n_head,
-        config.n_head_kv,
-        config.head_dim,
-        config.head_dim_v,
-    )
+    model = _Description(config, _Weights(config, tensors))
+    x = model.embedding()
+    for i, layer in enumerate(config.layers):
+        given = x
+        x = model.attention(i, layer, given)
+        x = model.ffn(i, layer, given, x, predictor)
+    model.output(x)
+    model.weights.refuse_unused()
+    return model.graph
 
-    def linear(x: Value, tensor: str, width: int, name: str | None = None) -> Value:
-        weight, bias = weights.matrix(tensor, x.width, width), weights.bias(tensor, width)
-        return add(Linear(value(name or tensor, width), x, weight, bias))
 
-    def norm(x: Value, tensor: str, name: str | None = None) -> Value:
-        out, weight = value(name or tensor, x.width), weights.vector(tensor, x.width)
-        if config.norm == "layer":
-            return add(LayerNorm(out, x, weight, weights.bias(tensor, x.width, required=True), eps))
-        return add(RMSNorm(out, x, weight, eps))
+class _Description:
+    """The graph as it grows, in order.
 
-    def heads(x: Value, blk: str) -> tuple[Value, Value, Value]:
-        """q, k and v: from three matrices, or from one whose rows are those of q, then k, then v."""
-        widths = {
-            "attn_q": n_head * head_dim,
-            "attn_k": n_head_kv * head_dim,
-            "attn_v": n_head_kv * head_dim_v,
-        }
-        if f"{blk}.attn_qkv.weight" not in tensors:
-            q, k, v = (linear(x, f"{blk}.{name}", width) for name, width in widths.items())
-            return q, k, v
-        n_rows, first, parts = sum(widths.values()), 0, []
-        weight, bias = weights.matrix(f"{blk}.attn_qkv", d, n_rows), weights.bias(f"{blk}.attn_qkv", n_rows)
-        for name, width in widths.items():
-            parts.append(add(Linear(value(f"{blk}.{name}", width), x, weight, bias, first)))
-            first += width
-        return parts[0], parts[1], parts[2]
+    A method adds one part of the model and returns the stream behind it.
+    """
 
-    def rotated(x: Value, n_head: int) -> Value:
-        """The heads of q or k at their positions, normalised before where the architecture does so."""
-        name = x.name
-        if config.qk_norm:
-            weight = weights.vector(f"{name}_norm", head_dim)
-            x = add(RMSNorm(value(f"{name}_norm", x.width), x, weight, eps, n_head))
-        return x if rope is None else add(Rotate(value(f"{name}_rope", x.width), x, n_head, head_dim, rope))
+    def __init__(self, config: ModelConfig, weights: _Weights) -> None:
+        self.config, self.weights = config, weights
+        self.graph = Graph()
+        self._where: dict[str, Any] = {}  # layer and part of what is added next
 
-    def activated(x: Value, kind: ActivationKind | None, name: str | None = None) -> Value:
-        if kind is None:
-            return x
-        threshold = config.activation.threshold if kind == "fatrelu" else 0.0
-        return add(Activate(value(name or f"{x.name}_act", x.width), x, kind, threshold))
+    # ---- the parts of a model
 
-    def low_rank_scores(
-        blk: str, x: Value, first: str, second: str, kind: ActivationKind | None, n: int
-    ) -> Value:
-        rank = weights.n_rows(f"{blk}.{first}")
-        hidden = activated(linear(x, f"{blk}.{first}", rank, name=f"{blk}.ffn_pred_h"), kind)
-        out, bias = value(f"{blk}.ffn_pred", n), weights.bias(f"{blk}.always", n)
-        return add(Linear(out, hidden, weights.matrix(f"{blk}.{second}", rank, n), bias))
+    def embedding(self) -> Value:
+        config, d = self.config, self.config.n_embd
+        matrix = self.weights.matrix("token_embd", d, config.n_vocab)
+        x = self._scaled(
+            self._add(Embed(self._value("embedding", d), matrix)), config.embedding_scale, "embedding_scaled"
+        )
+        if (first := config.first_position) is not None:
+            weight = self.weights.matrix("position_embd", d, config.n_ctx_train + first)
+            positions = self._add(Embed(self._value("position_embd", d), weight, "position", first))
+            x = self._add(Add(self._value("inp", d), x, positions))
+        return x
 
-    def sign_scores(blk: str, x: Value, n: int) -> Value:
-        out, bias = value(f"{blk}.ffn_pred", n), weights.bias(f"{blk}.always", n)
-        return add(SignScores(out, x, weights.matrix(f"{blk}.sign", -(-d // 8), n, _BYTES), bias))
-
-    def down(blk: str, neurons: Value) -> Value:
-        """The down projection as the file has it: a row per neuron, if possible, or a row per output."""
-        out, transposed = value(f"{blk}.ffn_down", d), f"{blk}.ffn_down_t"
-        has_own_bias = f"{transposed}.bias" in tensors
-        bias = weights.bias(transposed if has_own_bias else f"{blk}.ffn_down", d)
-        if f"{transposed}.weight" in tensors:
-            return add(TransposedLinear(out, neurons, weights.matrix(transposed, d, neurons.width), bias))
-        if f"{transposed}.codes" in tensors:
-            codes, scales = weights.planes(transposed, d, neurons.width)
-            return add(TransposedLinear(out, neurons, codes, bias, scales))
-        return add(Linear(out, neurons, weights.matrix(f"{blk}.ffn_down", neurons.width, d), bias))
-
-    x = add(Embed(value("embedding", d), weights.matrix("token_embd", d, config.n_vocab)))
-    if (first := config.first_position) is not None:
-        weight = weights.matrix("position_embd", d, config.n_ctx_train + first)
-        positions = add(Embed(value("position_embd", d), weight, "position", first))
-        x = add(Add(value("inp", d), x, positions))
-
-    for i in range(config.n_layer):
-        blk, n_ff, layer_input = f"blk.{i}", config.n_ff[i], x
-
+    def attention(self, i: int, layer: LayerConfig, x: Value) -> Value:
+        """Attention of layer i and the sum with what entered it."""
+        config, blk = self.config, f"blk.{i}"
+        self._enter(i, "attention")
         # A parallel FFN has no norm of its own: what it reads is called attn_norm, and attention reads
         # attn_norm_2, or the same again.
-        ffn_norm = f"{blk}.attn_norm" if config.parallel else f"{blk}.ffn_norm"
-        has_second = config.parallel and f"{blk}.attn_norm_2.weight" in tensors
-        h = norm(x, f"{blk}.attn_norm_2" if has_second else f"{blk}.attn_norm", name=f"{blk}.attn_norm")
-        q, k, v = heads(h, blk)
-        q, k = rotated(q, n_head), rotated(k, n_head_kv)
-        attn = value(f"{blk}.attn", n_head * head_dim_v)
-        add(
+        has_second = layer.parallel and f"{blk}.attn_norm_2.weight" in self.weights.tensors
+        h = self._norm(x, f"{blk}.attn_norm_2" if has_second else f"{blk}.attn_norm", f"{blk}.attn_norm")
+        q, k, v = self._heads(h, blk)
+        q, k = self._rotated(q, config.n_head, layer), self._rotated(k, config.n_head_kv, layer)
+        attn = self._value(f"{blk}.attn", config.n_head * config.head_dim_v)
+        self._add(
             Attention(
-                attn, q, k, v, i, n_head, n_head_kv, head_dim, head_dim_v,
-                scale=1 / math.sqrt(head_dim), window=config.windows[i],
+                attn, q, k, v, config.n_head, config.n_head_kv, config.head_dim, config.head_dim_v,
+                layer.attention_scale, layer.window, layer.attention_softcap, **self._where,
             )
         )  # fmt: skip
-        attn_out = linear(attn, f"{blk}.attn_output", d, name=f"{blk}.attn_out")
-        x = add(Add(value(f"{blk}.ffn_inp", d), x, attn_out))
+        out = self._linear(attn, f"{blk}.attn_output", config.n_embd, f"{blk}.attn_out")
+        if layer.post_norm:
+            out = self._norm(out, f"{blk}.post_attention_norm")
+        out = self._scaled(out, config.residual_scale, f"{blk}.attn_scaled")
+        return self._add(Add(self._value(f"{blk}.ffn_inp", config.n_embd), x, out, **self._where))
 
-        kind, always = None, 0  # neurons below `always` have no score
-        if predictor is not None:
-            always = predictor.first[i] if predictor.first else 0
-            kind = predictor.kind if always < n_ff else None
+    def ffn(self, i: int, layer: LayerConfig, given: Value, x: Value, predictor: Predictor | None) -> Value:
+        """The FFN of layer i and the sum with the stream x; `given` is what entered the layer."""
+        config, blk = self.config, f"blk.{i}"
+        n_always = 0 if predictor is None or not predictor.first else predictor.first[i]  # have no score
+        kind = None if predictor is None or n_always >= layer.n_ff else predictor.kind
+        n_scores = layer.n_ff - n_always
         scores: Value | None = None
         if kind == "mlp":
-            p = layer_input if config.predictor_input == "layer_input" else x
-            scores = low_rank_scores(blk, p, "fc1", "fc2", "relu", n_ff - always)
-        h = norm(layer_input if config.parallel else x, ffn_norm, name=f"{blk}.ffn_norm")
-        if kind == "svd":
-            scores = low_rank_scores(blk, h, "svd_a", "svd_b", None, n_ff - always)
-        if kind == "sign":
-            scores = sign_scores(blk, h, n_ff - always)
+            self._enter(i, "predictor")
+            p = given if config.predictor_input == "layer_input" else x
+            scores = self._low_rank_scores(blk, p, "fc1", "fc2", "relu", n_scores)
 
-        if config.gated:
-            gate, up = linear(h, f"{blk}.ffn_gate", n_ff), linear(h, f"{blk}.ffn_up", n_ff)
-            gate, up = activated(gate, config.activation.gate), activated(up, config.activation.up)
-            neurons = add(Multiply(value(f"{blk}.ffn_act", n_ff), gate, up))
+        self._enter(i, "ffn")
+        entering = given if layer.parallel else x
+        name = f"{blk}.ffn_norm"
+        before = self._norm_op(entering, f"{blk}.attn_norm" if layer.parallel else name, name)
+        norm: RMSNorm | LayerNorm | None = before
+        h = before.out
+        if kind in ("svd", "sign"):  # they read what the FFN reads: the norm stands apart
+            entering, norm = self._add(before), None
+            self._enter(i, "predictor")
+            if kind == "svd":
+                scores = self._low_rank_scores(blk, h, "svd_a", "svd_b", None, n_scores)
+            else:
+                scores = self._sign_scores(blk, h, n_scores)
+            self._enter(i, "ffn")
+        threshold = 0.0 if predictor is None else predictor.thresholds[i]
+        out = self._add(self._ffn_op(blk, layer, entering, norm, scores, threshold, n_always))
+        if layer.post_norm:
+            out = self._norm(out, f"{blk}.post_ffw_norm")
+        out = self._scaled(out, config.residual_scale, f"{blk}.ffn_scaled")
+        return self._add(Add(self._value(f"{blk}.out", config.n_embd), x, out, **self._where))
+
+    def output(self, x: Value) -> None:
+        """The rows whose logits are wanted, the last norm, and the logits."""
+        config = self.config
+        self._where = {}
+        x = self._add(SelectOutputs(self._value("output_inp", config.n_embd), x))
+        x = self._norm(x, "output_norm")
+        # Tied: the embedding serves twice.
+        matrix = "output" if "output.weight" in self.weights.tensors else "token_embd"
+        is_raw = config.logit_scale != 1.0 or config.logit_softcap > 0
+        x = self._linear(x, matrix, config.n_vocab, "logits_raw" if is_raw else "logits")
+        if config.logit_softcap:
+            x = self._scaled(x, config.logit_scale, "logits_scaled")
+            self._add(SoftCap(self._value("logits", config.n_vocab), x, config.logit_softcap))
         else:
-            up = linear(h, f"{blk}.ffn_up", n_ff)
-            neurons = activated(up, config.activation.gate, name=f"{blk}.ffn_act")
-        if scores is not None and predictor is not None:
-            masked = value(f"{blk}.ffn_masked", n_ff)
-            neurons = add(Mask(masked, neurons, scores, predictor.thresholds[i], always))
-        x = add(Add(value(f"{blk}.out", d), x, down(blk, neurons)))
+            self._scaled(x, config.logit_scale, "logits")
 
-    x = norm(add(SelectOutputs(value("output_inp", d), x)), "output_norm")
-    output = "output" if "output.weight" in tensors else "token_embd"  # tied: the embedding serves twice
-    linear(x, output, config.n_vocab, name="logits")
-    weights.refuse_unused()
-    return graph
+    # ---- pieces of attention
+
+    def _heads(self, x: Value, blk: str) -> tuple[Value, Value, Value]:
+        """q, k and v: from three matrices, or from one whose rows are those of q, then k, then v."""
+        config = self.config
+        widths = {
+            f"{blk}.attn_q": config.n_head * config.head_dim,
+            f"{blk}.attn_k": config.n_head_kv * config.head_dim,
+            f"{blk}.attn_v": config.n_head_kv * config.head_dim_v,
+        }
+        if f"{blk}.attn_qkv.weight" not in self.weights.tensors:
+            q, k, v = (self._linear(x, name, width) for name, width in widths.items())
+            return q, k, v
+        q, k, v = (self._add(op) for op in self._rows_of(f"{blk}.attn_qkv", x, widths))
+        return q, k, v
+
+    def _rotated(self, x: Value, n_head: int, layer: LayerConfig) -> Value:
+        """The heads of q or k at their positions, normalised before where the architecture does so."""
+        name, head_dim, rope = x.name, self.config.head_dim, layer.rope
+        if layer.qk_norm:
+            weight = self.weights.vector(f"{name}_norm", head_dim)
+            out = self._value(f"{name}_norm", x.width)
+            x = self._add(RMSNorm(out, x, weight, self.config.norm_eps, n_head, **self._where))
+        if rope is None:
+            return x
+        out = self._value(f"{name}_rope", x.width)
+        return self._add(Rotate(out, x, n_head, head_dim, rope, **self._where))
+
+    # ---- pieces of the FFN
+
+    def _ffn_op(
+        self,
+        blk: str,
+        layer: LayerConfig,
+        x: Value,
+        norm: RMSNorm | LayerNorm | None,
+        scores: Value | None,
+        threshold: float,
+        n_always: int,
+    ) -> Ffn:
+        n, h = layer.n_ff, x if norm is None else norm.out
+        gate, up = self._gate_and_up(blk, layer, h)
+        if gate is None:
+            gate_act, up_act, product = self._activate(up.out, layer, f"{blk}.ffn_act"), None, None
+            neurons = gate_act.out
+        else:
+            gate_act, up_act, factor = self._activate(gate.out, layer), None, up.out
+            if layer.activation.up is not None:
+                up_act = Activate(
+                    self._value(f"{blk}.ffn_up_act", n), up.out, layer.activation.up, **self._where
+                )
+                factor = up_act.out
+            product = Multiply(self._value(f"{blk}.ffn_act", n), gate_act.out, factor, **self._where)
+            neurons = product.out
+        select: Select = All()
+        if scores is not None:
+            masked = self._value(f"{blk}.ffn_masked", n)
+            select = Mask(masked, neurons, scores, threshold, n_always, **self._where)
+            neurons = masked
+        down = self._down(blk, neurons)
+        return Ffn(
+            down.out, x, norm, gate, up, gate_act, up_act, product, select, down, **self._where
+        )  # fmt: skip
+
+    def _gate_and_up(self, blk: str, layer: LayerConfig, h: Value) -> tuple[Linear | None, Linear]:
+        """Two matrices, or one with the rows of the gate and then those of up; or up alone."""
+        n, gate, up = layer.n_ff, f"{blk}.ffn_gate", f"{blk}.ffn_up"
+        if not layer.gated:
+            return None, self._linear_op(h, up, n)
+        if f"{gate}.weight" in self.weights.tensors:
+            return self._linear_op(h, gate, n), self._linear_op(h, up, n)
+        first, second = self._rows_of(up, h, {gate: n, up: n})
+        return first, second
+
+    def _down(self, blk: str, neurons: Value) -> Linear | TransposedLinear:
+        """The down projection as the file has it: a row per neuron, if possible, or a row per output."""
+        d, weights = self.config.n_embd, self.weights
+        out, transposed = self._value(f"{blk}.ffn_down", d), f"{blk}.ffn_down_t"
+        has_own_bias = f"{transposed}.bias" in weights.tensors
+        bias = weights.bias(transposed if has_own_bias else f"{blk}.ffn_down", d)
+        if f"{transposed}.weight" in weights.tensors:
+            matrix = weights.matrix(transposed, d, neurons.width)
+            return TransposedLinear(out, neurons, matrix, bias, **self._where)
+        if f"{transposed}.codes" in weights.tensors:
+            codes, scales = weights.planes(transposed, d, neurons.width)
+            return TransposedLinear(out, neurons, codes, bias, scales, **self._where)
+        return Linear(out, neurons, weights.matrix(f"{blk}.ffn_down", neurons.width, d), bias, **self._where)
+
+    def _low_rank_scores(
+        self, blk: str, x: Value, first: str, second: str, kind: ActivationKind | None, n: int
+    ) -> Value:
+        rank = self.weights.n_rows(f"{blk}.{first}")
+        hidden = self._linear(x, f"{blk}.{first}", rank, f"{blk}.ffn_pred_h")
+        if kind is not None:
+            out = self._value(f"{blk}.ffn_pred_h_act", rank)
+            hidden = self._add(Activate(out, hidden, kind, **self._where))
+        out, bias = self._value(f"{blk}.ffn_pred", n), self.weights.bias(f"{blk}.always", n)
+        matrix = self.weights.matrix(f"{blk}.{second}", rank, n)
+        return self._add(Linear(out, hidden, matrix, bias, **self._where))
+
+    def _sign_scores(self, blk: str, x: Value, n: int) -> Value:
+        out, bias = self._value(f"{blk}.ffn_pred", n), self.weights.bias(f"{blk}.always", n)
+        matrix = self.weights.matrix(f"{blk}.sign", -(-x.width // 8), n, _BYTES)
+        return self._add(SignScores(out, x, matrix, bias, **self._where))
+
+    def _activate(self, x: Value, layer: LayerConfig, name: str | None = None) -> Activate:
+        """What decides which neurons fire, and how much."""
+        activation = layer.activation
+        threshold = activation.threshold if activation.gate == "fatrelu" else 0.0
+        out = self._value(name or f"{x.name}_act", x.width)
+        return Activate(out, x, activation.gate, threshold, **self._where)
+
+    # ---- small things
+
+    def _enter(self, layer: int, part: Part) -> None:
+        self._where = {"layer": layer, "part": part}
+
+    def _value(self, name: str, width: int) -> Value:
+        return self.graph.value(name, width)
+
+    def _add(self, op: Any) -> Value:
+        return self.graph.add(op)
+
+    def _linear_op(self, x: Value, tensor: str, width: int, name: str | None = None) -> Linear:
+        weight, bias = self.weights.matrix(tensor, x.width, width), self.weights.bias(tensor, width)
+        return Linear(self._value(name or tensor, width), x, weight, bias, **self._where)
+
+    def _linear(self, x: Value, tensor: str, width: int, name: str | None = None) -> Value:
+        return self._add(self._linear_op(x, tensor, width, name))
+
+    def _rows_of(self, tensor: str, x: Value, widths: Mapping[str, int]) -> list[Linear]:
+        """Products that share one matrix, each with its rows, one after the other; by name of their value."""
+        n_rows, first, parts = sum(widths.values()), 0, []
+        weight, bias = self.weights.matrix(tensor, x.width, n_rows), self.weights.bias(tensor, n_rows)
+        for name, width in widths.items():
+            parts.append(Linear(self._value(name, width), x, weight, bias, first, **self._where))
+            first += width
+        return parts
+
+    def _norm_op(self, x: Value, tensor: str, name: str | None = None) -> RMSNorm | LayerNorm:
+        out, weight = self._value(name or tensor, x.width), self.weights.vector(tensor, x.width)
+        eps = self.config.norm_eps
+        if self.config.norm == "layer":
+            bias = self.weights.bias(tensor, x.width, required=True)
+            return LayerNorm(out, x, weight, bias, eps, **self._where)
+        return RMSNorm(out, x, weight, eps, **self._where)
+
+    def _norm(self, x: Value, tensor: str, name: str | None = None) -> Value:
+        return self._add(self._norm_op(x, tensor, name))
+
+    def _scaled(self, x: Value, factor: float, name: str) -> Value:
+        if factor == 1.0:
+            return x
+        return self._add(Scale(self._value(name, x.width), x, factor, **self._where))
 
 
 class _Weights:

@@ -3,18 +3,30 @@
 The decoder (`model/decoder.py`) builds a `Graph` once, at load; a backend executes it: `reference`
 interprets it with NumPy, `cpu` lowers it to a native plan. Every value is a float32 matrix
 [n_tokens, width]; weights are named as in the GGUF file. Each value carries a name such as
-"blk.3.ffn_norm": any of them can be asked for as a *tap* of a step.
+"blk.3.ffn_norm": any of them can be asked for as a *tap* of a step. A name is for people and taps; what an
+operation is and where it belongs stands in its fields.
 
-Fusion belongs to the backends, never to the description.
+A layer's feed-forward network is one operation, `Ffn`: whatever decides about neurons (what is read, skipped,
+counted, placed) asks this record. Its `primitives` say what it computes in terms of the others.
+
+Fusion belongs to the backends, never to the description. Whoever treats operations by their kind ends in
+`assert_never`, so that the type checker names every place that a new operation must come to.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, assert_never
+
+from hotset.errors import InvalidRequestError
 
 ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu"]
 RopeKind = Literal["norm", "neox"]  # norm: pairs (2i, 2i+1); neox: pairs (i, i + n_rot/2)
+Part = Literal["predictor", "ffn", "attention", "other"]
+
+PARTS: tuple[Part, ...] = ("predictor", "ffn", "attention", "other")  # of a model, for statistics
+NO_LAYER = -1  # of operations before the first layer and after the last
 
 
 @dataclass(frozen=True)
@@ -40,8 +52,21 @@ class Rope:
     magnitude: float = 1.0
 
 
+def has_zeros(kind: ActivationKind) -> bool:
+    """Whether an activation leaves neurons at exactly zero, so that those can be skipped."""
+    return kind in ("relu", "relu2", "fatrelu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Operation:
+    """What every operation says. layer: of the model, or NO_LAYER. part: of the layer that it belongs to."""
+
+    layer: int = NO_LAYER
+    part: Part = "other"
+
+
 @dataclass(frozen=True)
-class Embed:
+class Embed(_Operation):
     """out[t] = row tokens[t] of `weight`, or, of learned positions, row positions[t] + first_row."""
 
     out: Value
@@ -51,7 +76,7 @@ class Embed:
 
 
 @dataclass(frozen=True)
-class RMSNorm:
+class RMSNorm(_Operation):
     """out = x / sqrt(mean(x^2) + eps) * weight, over each of `n_head` equal parts of the width."""
 
     out: Value
@@ -62,7 +87,7 @@ class RMSNorm:
 
 
 @dataclass(frozen=True)
-class LayerNorm:
+class LayerNorm(_Operation):
     """out = (x - mean) / sqrt(var + eps) * weight + bias."""
 
     out: Value
@@ -73,7 +98,7 @@ class LayerNorm:
 
 
 @dataclass(frozen=True)
-class Linear:
+class Linear(_Operation):
     """out = x @ weight.T + bias; weight is [out.width, x.width] (GGUF: ne0 = x.width, ne1 = out.width).
 
     A fused tensor serves several products, each with the rows [first_row, first_row + out.width) of weight
@@ -88,7 +113,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class TransposedLinear:
+class TransposedLinear(_Operation):
     """out = x @ weight + bias; weight is [x.width, out.width]: row i is what input i adds to the output.
 
     The down projection of a sparse FFN, a row per neuron. An input of zero adds nothing, whether its row is
@@ -104,7 +129,7 @@ class TransposedLinear:
 
 
 @dataclass(frozen=True)
-class Rotate:
+class Rotate(_Operation):
     """Rotary embedding of x = [n_head, head_dim] at each token's position."""
 
     out: Value
@@ -115,10 +140,11 @@ class Rotate:
 
 
 @dataclass(frozen=True)
-class Attention:
-    """Causal attention over the paged cache of `layer`; stores k and v of the batch first.
+class Attention(_Operation):
+    """Causal attention over the paged cache of its layer; stores k and v of the batch first.
 
     q: [n_head, head_dim]; k: [n_head_kv, head_dim]; v: [n_head_kv, head_dim_v]; out: [n_head, head_dim_v].
+    Scores are `scale` times q · k; `softcap` > 0 makes them softcap * tanh(score / softcap).
     `window` > 0: a token sees itself and the window - 1 tokens before it.
     """
 
@@ -126,17 +152,17 @@ class Attention:
     q: Value
     k: Value
     v: Value
-    layer: int
     n_head: int
     n_head_kv: int
     head_dim: int
     head_dim_v: int
     scale: float
     window: int = 0
+    softcap: float = 0.0
 
 
 @dataclass(frozen=True)
-class Activate:
+class Activate(_Operation):
     """out = f(x), elementwise. `threshold` is FATReLU's: x if x >= threshold else 0."""
 
     out: Value
@@ -146,7 +172,7 @@ class Activate:
 
 
 @dataclass(frozen=True)
-class Multiply:
+class Multiply(_Operation):
     """out = a * b, elementwise."""
 
     out: Value
@@ -155,7 +181,7 @@ class Multiply:
 
 
 @dataclass(frozen=True)
-class Add:
+class Add(_Operation):
     """out = a + b, elementwise."""
 
     out: Value
@@ -164,7 +190,25 @@ class Add:
 
 
 @dataclass(frozen=True)
-class SignScores:
+class Scale(_Operation):
+    """out = x * factor, elementwise."""
+
+    out: Value
+    x: Value
+    factor: float
+
+
+@dataclass(frozen=True)
+class SoftCap(_Operation):
+    """out = cap * tanh(x / cap), elementwise."""
+
+    out: Value
+    x: Value
+    cap: float
+
+
+@dataclass(frozen=True)
+class SignScores(_Operation):
     """out[i] = channels of x whose sign is that of row i of a matrix, less those where it differs, + bias[i].
 
     weight: int8 [out.width, ceil(x.width / 8)], bit k % 8 of byte k // 8 set where channel k of the row is
@@ -178,7 +222,7 @@ class SignScores:
 
 
 @dataclass(frozen=True)
-class Mask:
+class Mask(_Operation):
     """out = x where the neuron was selected, else 0: neuron i is selected unless its score < threshold.
 
     Neurons below `first` are always selected and have no score: scores.width = x.width - first.
@@ -192,14 +236,87 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class SelectOutputs:
+class SelectOutputs(_Operation):
     """Keeps the rows of the tokens whose logits are wanted: out is [n_outputs, width]."""
 
     out: Value
     x: Value
 
 
-Op = (
+@dataclass(frozen=True)
+class All:
+    """Every neuron is wanted."""
+
+
+Select = All | Mask  # which neurons of an FFN are wanted: all, or those that a predictor's scores name
+
+
+@dataclass(frozen=True)
+class Ffn(_Operation):
+    """The feed-forward network of a layer: out = down(select(f(gate(h)) * g(up(h)))), h = norm(x).
+
+    Neuron i is row i of gate and up and input i of down. norm: None where x is normalised already (a
+    predictor reads the norm's result too). gate: None where f applies to up alone. gate_act: f; up_act: g, or
+    None. product: of gate and up. select: what is wanted of the neurons; the others add nothing.
+    down: by output (Linear), or with a row per neuron, which can be skipped (TransposedLinear).
+    """
+
+    out: Value
+    x: Value
+    norm: RMSNorm | LayerNorm | None
+    gate: Linear | None
+    up: Linear
+    gate_act: Activate
+    up_act: Activate | None
+    product: Multiply | None
+    select: Select
+    down: Linear | TransposedLinear
+
+    @property
+    def primitives(self) -> tuple[Primitive, ...]:
+        """The same as operations in order, each with the value that it makes."""
+        select = self.select if isinstance(self.select, Mask) else None
+        found = (
+            self.norm, self.gate, self.up, self.gate_act, self.up_act, self.product, select, self.down
+        )  # fmt: skip
+        return tuple(op for op in found if op is not None)
+
+    @property
+    def n_ff(self) -> int:
+        return self.up.out.width
+
+    @property
+    def neurons(self) -> Value:
+        """One value per neuron, [n_tokens, n_ff], before selection: a neuron fires where it is not zero."""
+        return self.gate_act.out if self.product is None else self.product.out
+
+    @property
+    def selected(self) -> Value:
+        """What down reads: the neurons, zero where they are not wanted."""
+        return self.down.x
+
+    @property
+    def mask(self) -> Mask | None:
+        """The predictor's word on which neurons are computed; None without one."""
+        return self.select if isinstance(self.select, Mask) else None
+
+    @property
+    def decides(self) -> Linear:
+        """The product whose value says which neurons can fire: gate's, or up's where there is no gate."""
+        return self.up if self.gate is None else self.gate
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether neurons can be exactly zero, so that rows of up and down need not be read."""
+        return has_zeros(self.gate_act.kind)
+
+    @property
+    def by_neuron(self) -> bool:
+        """Whether down has a row per neuron: then neurons can be skipped there, and shared by devices."""
+        return isinstance(self.down, TransposedLinear)
+
+
+Primitive = (
     Embed
     | RMSNorm
     | LayerNorm
@@ -210,10 +327,35 @@ Op = (
     | Activate
     | Multiply
     | Add
+    | Scale
+    | SoftCap
     | SignScores
     | Mask
     | SelectOutputs
 )
+Op = Primitive | Ffn
+
+
+def inputs_of(op: Op) -> list[Value]:
+    """The values that an operation reads."""
+    match op:
+        case Embed():
+            return []
+        case Attention():
+            return [op.q, op.k, op.v]
+        case Add() | Multiply():
+            return [op.a, op.b]
+        case Mask():
+            return [op.x, op.scores]
+        case Ffn():
+            return [op.x] if op.mask is None else [op.x, op.mask.scores]
+        case (
+            RMSNorm() | LayerNorm() | Linear() | TransposedLinear() | Rotate() | Activate() | Scale()
+            | SoftCap() | SignScores() | SelectOutputs()
+        ):  # fmt: skip
+            return [op.x]
+        case _:
+            assert_never(op)
 
 
 @dataclass
@@ -237,3 +379,50 @@ class Graph:
     @property
     def logits(self) -> Value:
         return self.ops[-1].out
+
+    @property
+    def primitives(self) -> Iterator[Primitive]:
+        """All operations in order, those of the FFNs one by one."""
+        for op in self.ops:
+            yield from op.primitives if isinstance(op, Ffn) else (op,)
+
+    @property
+    def ffns(self) -> tuple[Ffn, ...]:
+        """The FFNs of the layers, in order."""
+        return tuple(op for op in self.ops if isinstance(op, Ffn))
+
+    @property
+    def n_layer(self) -> int:
+        return 1 + max((op.layer for op in self.ops), default=NO_LAYER)
+
+    @property
+    def layer_starts(self) -> list[int]:
+        """The index of the first operation of each layer, and of the first after the last layer."""
+        starts: dict[int, int] = {}
+        after = 0
+        for index, op in enumerate(self.ops):
+            if op.layer != NO_LAYER:
+                starts.setdefault(op.layer, index)
+                after = index + 1
+        return [*(starts[layer] for layer in sorted(starts)), after]
+
+    def cut(self, first_op: int, last_op: int) -> tuple[Graph, Value | None]:
+        """The operations [first_op, last_op) as a graph of their own, and the value that enters it.
+
+        A graph is cut between layers: the residual stream alone crosses. Raises InvalidRequestError
+        elsewhere.
+        """
+        if not 0 <= first_op < last_op <= len(self.ops):
+            raise InvalidRequestError(
+                f"a graph of {len(self.ops)} operations has no part {first_op}:{last_op}"
+            )
+        part = Graph(self.ops[first_op:last_op], self.values)
+        inner = {op.out for op in part.ops}
+        entering = {value for op in part.ops for value in inputs_of(op)} - inner
+        leaving = {value for op in self.ops[last_op:] for value in inputs_of(op)} & inner
+        if len(entering) > 1 or leaving - {part.logits}:
+            raise InvalidRequestError(
+                f"a graph is cut between layers, where one value crosses, not at operations "
+                f"{first_op}:{last_op}"
+            )
+        return part, next(iter(entering), None)

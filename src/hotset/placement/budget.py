@@ -10,25 +10,34 @@ weight is read, nothing of torch is imported, and Python's integers do not overf
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, assert_never
 
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.stage import OUTPUT_ROWS, STREAM_BYTES
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.cost import KV_BLOCKS, KVType
 from hotset.model.graph import (
+    NO_LAYER,
+    Activate,
+    Add,
     Attention,
     Embed,
+    Ffn,
     Graph,
     LayerNorm,
     Linear,
     Mask,
+    Multiply,
     Op,
+    Part,
     RMSNorm,
+    Rotate,
+    Scale,
+    SelectOutputs,
     SignScores,
+    SoftCap,
     TransposedLinear,
 )
 
@@ -153,18 +162,15 @@ def model_facts(
 ) -> ModelFacts:
     """Counts a model. n_pages: of the cache; max_batch: tokens of a step at most."""
     parts: dict[int, list[Op]] = {}
-    n_layer = sum(isinstance(op, Attention) for op in graph.ops)
     for op in graph.ops:
-        match = re.match(r"blk\.(\d+)\.", op.out.name)
-        layer = int(match[1]) if match else (-1 if isinstance(op, Embed) or not parts.get(0) else n_layer)
-        parts.setdefault(layer, []).append(op)
+        parts.setdefault(op.layer, []).append(op)
     layers = tuple(
-        _layer_facts(parts[i], i, tensors, mode=mode, kv_type=kv_type, n_pages=n_pages)
-        for i in range(n_layer)
+        _layer_facts(parts[i], tensors, mode=mode, kv_type=kv_type, n_pages=n_pages)
+        for i in range(graph.n_layer)
     )
     return ModelFacts(
         layers,
-        sum(op_bytes(op, tensors) for op in parts[n_layer]),
+        sum(op_bytes(op, tensors) for op in parts[NO_LAYER]),
         workspace_bytes(graph, n_pages, max_batch),
         # Two parts are there at a time (backends/gpu/stream.py).
         2
@@ -190,8 +196,17 @@ def op_bytes(op: Op, tensors: Mapping[str, TensorInfo]) -> int:
             return matrix + groups + _vector(op.bias, op.out.width)
         case SignScores():
             return _rounded(tensors[op.weight].nbytes) + _vector(op.bias, op.out.width)
-        case _:
+        case Ffn():
+            return sum(op_bytes(part, tensors) for part in op.primitives)
+        case Embed():
+            return 0  # looked up on the host
+        case (
+            Rotate() | Attention() | Activate() | Multiply() | Add() | Scale() | SoftCap() | Mask()
+            | SelectOutputs()
+        ):  # fmt: skip
             return 0
+        case _:
+            assert_never(op)
 
 
 def workspace_bytes(graph: Graph, n_pages: int, max_batch: int) -> int:
@@ -200,10 +215,10 @@ def workspace_bytes(graph: Graph, n_pages: int, max_batch: int) -> int:
     At most the values of one attention or one FFN are alive together, beside a few of the residual's width.
     """
     d = graph.ops[0].out.width
-    parts: dict[tuple[str, str], int] = {}
-    for op in graph.ops:
-        if match := re.match(r"blk\.(\d+)\.(attn|ffn)", op.out.name):
-            key = match[1], match[2]
+    parts: dict[tuple[int, Part], int] = {}
+    for op in graph.primitives:
+        if op.layer != NO_LAYER:
+            key: tuple[int, Part] = op.layer, "ffn" if op.part == "predictor" else op.part
             parts[key] = parts.get(key, 0) + op.out.width
     values = max_batch * (max(parts.values()) + 6 * d + n_pages + 3)
     values += min(max_batch, OUTPUT_ROWS) * graph.logits.width
@@ -212,36 +227,32 @@ def workspace_bytes(graph: Graph, n_pages: int, max_batch: int) -> int:
 
 
 def _layer_facts(
-    ops: list[Op], i: int, tensors: Mapping[str, TensorInfo], *, mode: FFNMode, kv_type: KVType, n_pages: int
+    ops: list[Op], tensors: Mapping[str, TensorInfo], *, mode: FFNMode, kv_type: KVType, n_pages: int
 ) -> LayerFacts:
-    named = {op.out.name.removeprefix(f"blk.{i}."): op for op in ops}
-    gate, up, down = (named.get(f"ffn_{part}") for part in ("gate", "up", "down"))
-    attention = named["attn"]
-    assert isinstance(attention, Attention)
-    assert isinstance(up, Linear)
-    n_ff = up.out.width
+    attention = next(op for op in ops if isinstance(op, Attention))
+    ffn = next(op for op in ops if isinstance(op, Ffn))
     per_token = attention.n_head_kv * (attention.head_dim + attention.head_dim_v)
     n_bytes, n_channels = KV_BLOCKS[kv_type]
     kv_bytes = n_pages * PAGE_SIZE * (per_token * n_bytes // n_channels)
     seen = min(n_pages * PAGE_SIZE // 2, attention.window or n_pages * PAGE_SIZE)
     kv_read = seen * (per_token * n_bytes // n_channels)
-    has_zeros = any(getattr(op, "kind", None) in ("relu", "relu2", "fatrelu") for op in ops)
-    fixed = sum(op_bytes(op, tensors) for op in ops if op not in (gate, up, down))
-    if not isinstance(down, TransposedLinear) or not has_zeros:
-        fixed += sum(op_bytes(op, tensors) for op in (gate, up, down) if op is not None)
-        return LayerFacts(n_ff, 0, fixed, 0, 0, kv_bytes, kv_read, 0, 0)
-    first = gate if isinstance(gate, Linear) else up
-    first_row = _row(first, tensors)
-    second_row = _row(up, tensors) if first is gate else 0
+    down = ffn.down
+    if not isinstance(down, TransposedLinear) or not ffn.has_zeros:
+        fixed = sum(op_bytes(op, tensors) for op in ops)
+        return LayerFacts(ffn.n_ff, 0, fixed, 0, 0, kv_bytes, kv_read, 0, 0)
+    fixed = sum(op_bytes(op, tensors) for op in ops if op is not ffn)
+    fixed += 0 if ffn.norm is None else op_bytes(ffn.norm, tensors)
+    first_row = _row(ffn.decides, tensors)
+    second_row = 0 if ffn.gate is None else _row(ffn.up, tensors)
     down_row = row_bytes(tensors[down.weight].type, tensors[down.weight].shape[0])
     shared = tensors[down.scales].nbytes if down.scales else 0
     rows = first_row + second_row + down_row
     neuron = rows + INDEX_BYTES
     fixed += _vector(down.bias, down.out.width)
-    if mode == "predicted" and not any(isinstance(op, Mask) for op in ops):
+    if mode == "predicted" and ffn.mask is None:
         mode = "dense"  # a layer whose neurons are all computed always has no mask
     always = {"dense": rows, "exact": first_row, "predicted": 0}[mode]
-    return LayerFacts(n_ff, n_ff, fixed, neuron, shared, kv_bytes, kv_read, always, rows - always)
+    return LayerFacts(ffn.n_ff, ffn.n_ff, fixed, neuron, shared, kv_bytes, kv_read, always, rows - always)
 
 
 def _row(op: Linear, tensors: Mapping[str, TensorInfo]) -> int:

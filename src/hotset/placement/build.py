@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from hotset.backends.base import Backend, WeightSource
 from hotset.backends.chain import ChainBackend
-from hotset.backends.fusion import layer_starts
 from hotset.backends.stage import STREAM_FROM, Stage
 from hotset.cores import usable_cores
 from hotset.errors import InvalidRequestError, OutOfMemoryError
@@ -128,7 +127,7 @@ class _Piece:
 
 def _pieces(graph: Graph, placement: Placement) -> list[_Piece]:
     """The graph in pieces, in order: each as long as it stays on one device."""
-    *starts, after = layer_starts(graph)
+    *starts, after = graph.layer_starts
     devices = [layer.device for layer in placement.layers]
     if len(devices) != len(starts):
         raise InvalidRequestError(

@@ -11,7 +11,7 @@ import numpy as np
 from hotset.formats.encode import encode
 from hotset.formats.quants import TYPES, GGMLType, dequantize
 from hotset.model.decoder import describe
-from hotset.sparsity.calibration import Calibration, Sample, ffn_of, samples, threshold, values_of
+from hotset.sparsity.calibration import Calibration, Sample, samples, threshold, values_of
 
 if TYPE_CHECKING:
     from hotset.backends.base import WeightSource
@@ -52,7 +52,7 @@ def build(
         sampled = samples(gguf, config, weights, calibration)
     thresholds = []
     for i, sample in enumerate(sampled):
-        op = ffn_of(graph, i).decides
+        op = graph.ffns[i].decides
         matrix = _Rows(weights, op.weight, op.first_row + first[i], op.out.width - first[i])
         bias = (
             None if op.bias is None else values_of(weights, op.bias)[op.first_row :][first[i] : op.out.width]

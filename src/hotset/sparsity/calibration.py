@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from hotset.backends.reference import ACTIVATIONS
 from hotset.errors import InvalidRequestError
 from hotset.formats.quants import dequantize
 from hotset.model.decoder import describe
-from hotset.model.graph import Activate, Graph, LayerNorm, Linear, Multiply, Op, RMSNorm, Value
+from hotset.model.graph import Activate, Ffn, LayerNorm, Linear
 from hotset.sparsity import taps
 
 if TYPE_CHECKING:
@@ -70,42 +70,15 @@ class Sample:
     neurons: np.ndarray
 
 
-@dataclass(frozen=True)
-class FFN:
-    """Where one FFN stands in a graph. decides: the product whose sign says which neurons can fire."""
-
-    decides: Linear
-    ops: tuple[Op, ...]  # from its products to the neurons' values
-    neurons: Value
-
-
-def ffn_of(graph: Graph, layer: int) -> FFN:
-    """The FFN of a layer: its gate, or its up projection where it has no gate, decides."""
-    names = [f"blk.{layer}.{part}.weight" for part in ("ffn_gate", "ffn_up")]
-    products = [op for op in graph.ops if isinstance(op, Linear) and op.weight in names]
-    decides = min(products, key=lambda op: names.index(op.weight))
-    ops: list[Op] = []
-    known = {op.out.id for op in products}
-    for op in graph.ops:
-        if op in products:
-            ops.append(op)
-        elif isinstance(op, Activate | Multiply):
-            reads = [op.x] if isinstance(op, Activate) else [op.a, op.b]
-            if all(value.id in known for value in reads):
-                known.add(op.out.id)
-                ops.append(op)
-    return FFN(decides, tuple(ops), next(op.out for op in ops if op.out.name == f"blk.{layer}.ffn_act"))
-
-
 def samples(
     gguf: GGUFFile, config: ModelConfig, weights: WeightSource, calibration: Calibration
 ) -> Iterator[Sample]:
     """One Sample for each layer, in order. Holds the taps of some layers at a time."""
     graph = describe(config, weights.tensors)
-    layers = [ffn_of(graph, i) for i in range(config.n_layer)]
+    layers = graph.ffns
     if calibration.open_backend is None:
         for i, ffn in enumerate(layers):
-            yield _drawn(weights, graph, ffn, np.random.default_rng(i))
+            yield _drawn(weights, ffn, np.random.default_rng(i))
         return
     backend = calibration.open_backend(weights, graph)
     try:
@@ -120,7 +93,7 @@ def samples(
         backend.close()
 
 
-def _tapped(backend: Backend, tokens: np.ndarray, layers: list[FFN]) -> Iterator[Sample]:
+def _tapped(backend: Backend, tokens: np.ndarray, layers: Sequence[Ffn]) -> Iterator[Sample]:
     bytes_per_layer = max(4 * tokens.size * (ffn.decides.x.width + ffn.neurons.width) for ffn in layers)
     longest = taps.longest_sequence(backend)
     n_layers = max(1, _TAPS_BYTES // bytes_per_layer)
@@ -136,27 +109,28 @@ def _tapped(backend: Backend, tokens: np.ndarray, layers: list[FFN]) -> Iterator
             yield Sample(inputs, neurons)
 
 
-def _drawn(weights: WeightSource, graph: Graph, ffn: FFN, rng: np.random.Generator) -> Sample:
+def _drawn(weights: WeightSource, ffn: Ffn, rng: np.random.Generator) -> Sample:
     """Inputs as a norm makes them of normally distributed vectors, and their neurons."""
-    norm = next((op for op in graph.ops if op.out == ffn.decides.x), None)
+    norm = ffn.norm
     inputs = rng.standard_normal((_N_DRAWN, ffn.decides.x.width)).astype(np.float32)
-    if isinstance(norm, RMSNorm | LayerNorm):
+    if norm is not None:
         inputs *= values_of(weights, norm.weight)
         if isinstance(norm, LayerNorm) and norm.bias is not None:
             inputs += values_of(weights, norm.bias)
-    values = {ffn.decides.x.id: inputs}
-    for op in ffn.ops:
-        match op:
-            case Linear():
-                rows = values_of(weights, op.weight)[op.first_row : op.first_row + op.out.width]
-                values[op.out.id] = values[op.x.id] @ rows.T
-                if op.bias is not None:
-                    values[op.out.id] += values_of(weights, op.bias)[op.first_row :][: op.out.width]
-            case Activate():
-                values[op.out.id] = ACTIVATIONS[op.kind](values[op.x.id], np.float32(op.threshold))
-            case Multiply():
-                values[op.out.id] = values[op.a.id] * values[op.b.id]
-    return Sample(inputs, values[ffn.neurons.id])
+
+    def product(op: Linear) -> np.ndarray:
+        rows = slice(op.first_row, op.first_row + op.out.width)
+        values = inputs @ values_of(weights, op.weight)[rows].T
+        return values if op.bias is None else values + values_of(weights, op.bias)[rows]
+
+    def activated(op: Activate, values: np.ndarray) -> np.ndarray:
+        return ACTIVATIONS[op.kind](values, np.float32(op.threshold))
+
+    neurons = activated(ffn.gate_act, product(ffn.decides))
+    if ffn.gate is not None:
+        up = product(ffn.up)
+        neurons = neurons * (up if ffn.up_act is None else activated(ffn.up_act, up))
+    return Sample(inputs, neurons)
 
 
 def values_of(weights: WeightSource, name: str) -> np.ndarray:

@@ -79,7 +79,7 @@ def choose(
         raise InvalidRequestError(
             f"a predictor serves the sparsity mode predicted, not {mode}; leave one of the two out"
         )
-    if (mode in ("exact", "predicted") or spec is not None) and not config.is_relu:
+    if (mode in ("exact", "predicted") or spec is not None) and not config.has_zeros:
         raise InvalidRequestError(
             f"the model's activation is {activation}, which has no zeros, so that only dense is possible; "
             "if the file is a ReLU model that does not say so, name its activation (--activation relu)"
@@ -98,14 +98,14 @@ def choose(
     if spec is not None:
         how = "the file carries it" if spec.kind == "mlp" else "hotset builds it from the weights"
         return Choice("predicted", spec.kind, f"predicted: by {spec}, as asked ({how})", spec)
-    if published and config.is_relu:
+    if published and config.has_zeros:
         spec = PredictorSpec("mlp")
         return Choice("predicted", "mlp", "predicted: the file carries predictors (fc1, fc2)", spec)
     if mode == "predicted":
         spec = PredictorSpec("svd").resolved(config)
         reason = f"predicted: by {spec}, {asked}; the file carries no predictors, so hotset builds one"
         return Choice("predicted", "svd", reason, spec)
-    if config.is_relu:
+    if config.has_zeros:
         reason = f"exact: its activation is {activation}, so that neurons that do not fire add nothing"
         return Choice("exact", None, reason)
     return Choice("dense", None, f"dense: {activation} has no zeros")
@@ -128,7 +128,7 @@ def prepare(
     Raises InvalidRequestError for a profile of another model, UnsupportedModelError for a file that lacks a
     tensor or has one of another shape or type, HotsetError where no file can be written.
     """
-    if not config.is_relu:
+    if not config.has_zeros:
         return Prepared(Overlay(gguf))
     # What is built reads shapes and types of the file's tensors: they are checked first.
     published = Predictor("mlp", (0.0,) * config.n_layer) if choice.predictor == "mlp" else None

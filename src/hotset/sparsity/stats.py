@@ -22,12 +22,12 @@ from hotset.backends.reference import selected
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import row_bytes
 from hotset.model.graph import (
-    Attention,
     Embed,
+    Ffn,
     Graph,
     LayerNorm,
     Linear,
-    Mask,
+    Op,
     RMSNorm,
     SignScores,
     TransposedLinear,
@@ -95,12 +95,12 @@ class StatsAccumulator:
     """Adds up the steps of one model. tensors: those of the weights that the graph runs on."""
 
     def __init__(self, graph: Graph, tensors: Mapping[str, TensorInfo]) -> None:
-        n_layer = sum(isinstance(op, Attention) for op in graph.ops)
-        self._layers = [_FFNCost(graph, tensors, i) for i in range(n_layer)]
-        counted = {id(op) for layer in self._layers for op in layer.ops}
+        self._layers = [_FFNCost(graph, tensors, ffn) for ffn in graph.ffns]
+        n_layer = len(self._layers)
+        counted = {op.out for layer in self._layers for op in layer.ops}
         self._rest_bytes = self._embed_bytes = self._rest_parameters = 0
-        for op in graph.ops:
-            if id(op) in counted:
+        for op in graph.primitives:
+            if op.out in counted:
                 continue
             if isinstance(op, Embed):
                 info = tensors[op.weight]
@@ -170,19 +170,17 @@ _TIMES = ("predictor", "ffn", "attention")
 class _FFNCost:
     """Bytes and parameters of one layer's FFN by the rows that were read."""
 
-    def __init__(self, graph: Graph, tensors: Mapping[str, TensorInfo], layer: int) -> None:
-        named = {op.out.name.removeprefix(f"blk.{layer}."): op for op in graph.ops}
-        self._gate, self._up, self._down = (named.get(f"ffn_{part}") for part in ("gate", "up", "down"))
-        predictor = [op for name, op in named.items() if name in ("ffn_pred", "ffn_pred_h")]
-        self.ops = [op for op in (self._gate, self._up, self._down, *predictor) if op is not None]
-        assert isinstance(self._up, Linear)
-        assert isinstance(self._down, Linear | TransposedLinear)
-        self.n_ff, self._n_embd = self._up.out.width, self._up.x.width
-        self._gate_row = self._row(tensors, self._gate) if isinstance(self._gate, Linear) else 0
-        self._up_row = self._row(tensors, self._up)
-        self._by_neuron = isinstance(self._down, TransposedLinear)
-        self._down_row = self._row(tensors, self._down)  # of a matrix by output: a row for each output
-        has_scales = isinstance(self._down, TransposedLinear) and self._down.scales is not None
+    def __init__(self, graph: Graph, tensors: Mapping[str, TensorInfo], ffn: Ffn) -> None:
+        predictor = [op for op in graph.ops if op.layer == ffn.layer and op.part == "predictor"]
+        products = [op for op in (ffn.gate, ffn.up, ffn.down) if op is not None]
+        self.ops: list[Op] = [*products, *predictor]
+        self._has_gate = ffn.gate is not None
+        self.n_ff, self._n_embd = ffn.n_ff, ffn.up.x.width
+        self._gate_row = 0 if ffn.gate is None else self._row(tensors, ffn.gate)
+        self._up_row = self._row(tensors, ffn.up)
+        self._by_neuron = ffn.by_neuron
+        self._down_row = self._row(tensors, ffn.down)  # of a matrix by output: a row for each output
+        has_scales = isinstance(ffn.down, TransposedLinear) and ffn.down.scales is not None
         self._scales = 2 * self._n_embd if has_scales else 0
         self._predictor_bytes = self._predictor_parameters = 0
         for op in predictor:
@@ -219,7 +217,7 @@ class _FFNCost:
             gate, up, down = n * gate, n * up, n * down
         else:
             chosen, down = int(step.selected[layer]), int(step.active[layer])
-            gate, up = (0, chosen) if self._gate is None else (chosen, down)
+            gate, up = (chosen, down) if self._has_gate else (0, chosen)
         if not self._by_neuron:
             down = n * self.n_ff
         return self._n_embd * (gate + up + down) + n * self._predictor_parameters
@@ -247,7 +245,7 @@ def measure_predictor(backend: Backend, graph: Graph, tokens: np.ndarray) -> lis
     graph: with a predictor. backend: one that runs it and computes every neuron (sparse=False), so that the
     taps `ffn_act` hold also those that the mask drops. tokens: int32 [n] or [n_sequences, n].
     """
-    masks = [op for op in graph.ops if isinstance(op, Mask)]
+    masks = [ffn.mask for ffn in graph.ffns if ffn.mask is not None]
     names = tuple(name for op in masks for name in (op.x.name, op.scores.name))
     sums = np.zeros((len(masks), 5))  # neurons that fire, are selected, both; magnitude of firing, of both
     n_tokens = 0
@@ -266,5 +264,5 @@ def measure_predictor(backend: Backend, graph: Graph, tokens: np.ndarray) -> lis
         with np.errstate(invalid="ignore"):
             recall, of_magnitude, precision = n_both / n_fire, kept / total, n_both / n_chosen
         numbers = (recall, of_magnitude, precision, n_chosen / n, n_fire / n)
-        result.append(PredictorQuality(int(op.x.name.split(".")[1]), *map(float, numbers)))
+        result.append(PredictorQuality(op.layer, *map(float, numbers)))
     return result

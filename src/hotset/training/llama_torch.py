@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -234,8 +234,9 @@ class Llama(nn.Module):
         self.config = config
         self.weights = weights
         self.student: Student | None = None
-        rope = config.rope
+        rope = config.layers[0].rope
         assert rope is not None
+        self._rope = rope
         self._freq = torch.tensor(rope.freq, dtype=torch.float64)
         self._turns: tuple[Tensor, Tensor] | None = None  # cosines and sines of the last length
 
@@ -280,8 +281,7 @@ class Llama(nn.Module):
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rotary embedding of x [n_batch, n_head, n_tokens, head_dim] at positions 0, 1, ..."""
-        rope = self.config.rope
-        assert rope is not None
+        rope = self._rope
         if self._turns is None or len(self._turns[0]) != x.shape[-2]:
             angle = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64), self._freq)
             self._turns = (angle.cos() * rope.magnitude).to(x), (angle.sin() * rope.magnitude).to(x)
@@ -305,13 +305,13 @@ class Llama(nn.Module):
         q = heads("attn_q", config.n_head, config.head_dim)
         k = heads("attn_k", config.n_head_kv, config.head_dim)
         v = heads("attn_v", config.n_head_kv, config.head_dim_v)
-        if config.qk_norm:
+        if config.layers[0].qk_norm:
             q, k = self.norm(q, f"{blk}.attn_q_norm", None), self.norm(k, f"{blk}.attn_k_norm", None)
         q, k = self.rotate(q), self.rotate(k)
         n = config.n_head // config.n_head_kv
         if n > 1:
             k, v = k.repeat_interleave(n, 1), v.repeat_interleave(n, 1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=config.layers[0].attention_scale)
         return self.linear(out.transpose(1, 2).reshape(n_batch, n_tokens, -1), f"{blk}.attn_output", student)
 
     def activated(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -412,18 +412,30 @@ def load_llama(gguf: GGUFFile, device: str | torch.device = "cpu") -> Llama:
 def _unsupported(config: ModelConfig, gguf: GGUFFile) -> str | None:
     if config.norm != "rms":
         return "has layer norms"
-    if not config.gated:
+    layer = config.layers[0]
+    if not layer.gated:
         return "has an FFN without a gate"
-    if config.parallel:
+    if layer.parallel:
         return "has attention and FFN side by side"
-    if config.rope is None:
-        return "has no rotary positions"
-    if any(config.windows):
+    if any(one.rope is None for one in config.layers):
+        return "has layers without rotary positions"
+    if any(one.window for one in config.layers):
         return "has sliding windows"
+    if any(replace(one, n_ff=layer.n_ff) != layer for one in config.layers):
+        return "has layers of several kinds"
+    if layer.post_norm:
+        return "has norms behind attention and FFN"
+    scales = config.embedding_scale, config.residual_scale, config.logit_scale
+    if set(scales) != {1.0} or layer.attention_softcap or config.logit_softcap:
+        return "scales or caps its embedding, residuals or logits"
+    if config.long_rope is not None:
+        return "has a rotation for long contexts of its own"
     if gguf.dialect != "gguf" or "blk.0.ffn_down.weight" not in gguf.tensors:
         return "is stored in PowerInfer's format"
     if "blk.0.attn_qkv.weight" in gguf.tensors:
         return "has q, k and v in one matrix"
+    if "blk.0.ffn_gate.weight" not in gguf.tensors:
+        return "has gate and up in one matrix"
     if config.activation.gate == "fatrelu":
         return "has the activation FATReLU"
     return None

@@ -43,9 +43,9 @@ from hotset.formats.quants import TYPES, GGMLType, row_bytes
 from hotset.formats.torch_file import read_torch, write_torch
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
-from hotset.model.graph import Add, LayerNorm, RMSNorm
+from hotset.model.graph import Add, LayerNorm
 from hotset.sparsity import sidecar
-from hotset.sparsity.calibration import ffn_of, values_of
+from hotset.sparsity.calibration import values_of
 from hotset.training import pairs as pair_files
 from hotset.training import predictor_files, predictor_layer
 from hotset.training.pairs import LayerTaps, Pairs
@@ -213,7 +213,7 @@ def _context(path: Path, asked: int) -> int:
 
 
 def _default_type(model: Model) -> GGMLType:
-    name = ffn_of(model.graph, 0).decides.weight
+    name = model.graph.ffns[0].decides.weight
     return GGMLType.Q4_0 if TYPES[model.weights.tensors[name].type].block_size > 1 else GGMLType.F16
 
 
@@ -326,10 +326,10 @@ def _read(path: Path) -> Weights:
 def _deciding_matrix(weights: WeightSource, graph: Graph, layer: int) -> np.ndarray:
     """float32 [n_ff, n_embd]: what, times the predictor's input, decides which neurons fire, but for a bias
     and the size of the input. The norm before the FFN multiplies channels; a layer norm removes the mean."""
-    op = ffn_of(graph, layer).decides
+    ffn = graph.ffns[layer]
+    op, norm = ffn.decides, ffn.norm
+    assert norm is not None, "the norm stands apart only where a predictor reads it too"
     rows = values_of(weights, op.weight)[op.first_row : op.first_row + op.out.width]
-    norm = next(one for one in graph.ops if one.out == op.x)
-    assert isinstance(norm, RMSNorm | LayerNorm)
     matrix = rows * values_of(weights, norm.weight)
     if isinstance(norm, LayerNorm):
         matrix -= matrix.mean(axis=1, keepdims=True)
@@ -338,10 +338,11 @@ def _deciding_matrix(weights: WeightSource, graph: Graph, layer: int) -> np.ndar
 
 def predictor_inputs(config: ModelConfig, graph: Graph) -> list[str]:
     """Name of the value that each layer's predictor reads (ModelConfig.predictor_input)."""
+    adds = {op.out: op for op in graph.ops if isinstance(op, Add)}
     names = []
-    for i in range(config.n_layer):
-        after = next(op for op in graph.ops if op.out.name == f"blk.{i}.ffn_inp")
-        assert isinstance(after, Add)
+    for ffn in graph.ffns:
+        # What enters the layer flows into the sum after attention, which the FFN's result is added to.
+        after = next(op for op in adds.values() if op.layer == ffn.layer and op.part == "attention")
         names.append(after.a.name if config.predictor_input == "layer_input" else after.out.name)
     return names
 
@@ -519,7 +520,7 @@ class _Training:
 
     def _cost(self, layer: int, ranks: tuple[int, ...], recall: float) -> float:
         """Bytes that a token reads for the predictor and for the rows that it selects, in streamed bytes."""
-        decides = ffn_of(self.model.graph, layer).decides
+        decides = self.model.graph.ffns[layer].decides
         info = self.model.weights.tensors[decides.weight]
         rows = self.qualities[layer, ranks, recall].selected_share * self.config.n_ff[layer]
         return self._n_bytes(layer, ranks[-1]) + GATHERED * rows * row_bytes(info.type, info.shape[0])

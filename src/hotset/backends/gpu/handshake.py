@@ -41,11 +41,10 @@ from torch import Tensor
 
 from hotset import _core
 from hotset.backends.base import WeightSource
-from hotset.backends.cpu import ACTIVATIONS, linear_matrix, transposed_matrix
-from hotset.backends.fusion import Fused, fuse, inputs_of, part_of
+from hotset.backends.lowering import ACTIVATIONS, activation, linear_matrix, transposed_matrix
 from hotset.cores import usable_cores
 from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError
-from hotset.model.graph import Activate, Graph, Mask, TransposedLinear
+from hotset.model.graph import Ffn, Graph, TransposedLinear
 
 Kind = Literal["memops", "spin", "hostfunc", "direct"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -72,22 +71,9 @@ class ColdCounts:
     seconds: np.ndarray
 
 
-def split_ffns(graph: Graph) -> dict[int, tuple[Fused, TransposedLinear]]:
-    """The FFNs whose neurons can be shared, by layer: gate and up with all that follows them, and the down.
-
-    Those whose activation leaves neurons at zero, and whose down projection has a row per neuron.
-    """
-    found: dict[int, tuple[Fused, TransposedLinear]] = {}
-    readers: dict[int, list[Any]] = {}
-    for op in graph.ops:
-        for value in inputs_of(op):
-            readers.setdefault(value.id, []).append(op)
-    for group in fuse(graph, ()):
-        if group.is_neurons:
-            downs = readers.get(group.out[0].id, [])
-            if len(downs) == 1 and isinstance(downs[0], TransposedLinear):
-                found[part_of(group)[0]] = group, downs[0]
-    return found
+def split_ffns(graph: Graph) -> dict[int, Ffn]:
+    """The FFNs whose neurons can be shared, by layer: those with zeros and a row of down per neuron."""
+    return {ffn.layer: ffn for ffn in graph.ffns if ffn.has_zeros and ffn.by_neuron}
 
 
 class ColdService:
@@ -128,22 +114,22 @@ class ColdService:
                 f"the neurons of layer {missing[0]} cannot be shared between devices: its activation leaves "
                 "none at zero, or its down projection has no row per neuron"
             )
-        width = ffns[self.layers[0]][1].out.width
+        width = ffns[self.layers[0]].out.width
         try:
             native = _core.Cold(width, max_batch, self.n_threads, timeout, isa)
             for layer in self.layers:
-                _add_layer(native, weights, layer, *ffns[layer], np.asarray(layers[layer]))
+                _add_layer(native, weights, ffns[layer], np.asarray(layers[layer]))
             native.start()
         except ValueError as error:
             raise InvalidRequestError(str(error)) from None
         self._native, self._index = native, {layer: i for i, layer in enumerate(self.layers)}
-        self._predicted = [_has_mask(ffns[layer][0]) for layer in self.layers]
+        self._predicted = [ffns[layer].mask is not None for layer in self.layers]
         self._broken = ""
         self._is_open = False
         try:
             chosen = ChosenKind(kind, None, f"handshake {kind}") if kind else choose_kind(self.device)
             self.kind, self.reason = chosen.kind, chosen.reason
-            n_neurons = [ffns[layer][0].out[0].width for layer in self.layers]
+            n_neurons = [ffns[layer].n_ff for layer in self.layers]
             shared = _Shared(native, max_batch, width, n_neurons)
             self._exchange = _exchange(self.kind, shared, self.device, driver)
         except BaseException:
@@ -244,33 +230,25 @@ def _end(native: Any, exchange: _Direct | _OnStream) -> None:
     exchange.shared.drop_tensors()
 
 
-def _has_mask(neurons: Fused) -> bool:
-    return neurons.first(Mask) is not None
-
-
-def _add_layer(
-    native: Any, weights: WeightSource, layer: int, neurons: Fused, down: TransposedLinear, hot: np.ndarray
-) -> None:
-    linears = neurons.linears
-    n_ff = linears[-1].out.width
-    if hot.dtype != np.bool_ or hot.shape != (n_ff,):
+def _add_layer(native: Any, weights: WeightSource, ffn: Ffn, hot: np.ndarray) -> None:
+    if hot.dtype != np.bool_ or hot.shape != (ffn.n_ff,):
         raise InvalidRequestError(
-            f"the neurons of layer {layer} on a device are given by bool [{n_ff}], not {hot.dtype} "
+            f"the neurons of layer {ffn.layer} on a device are given by bool [{ffn.n_ff}], not {hot.dtype} "
             f"{list(hot.shape)}"
         )
     if hot.all():
-        raise InvalidRequestError(f"layer {layer} has no neuron on the CPU")
-    activations = [op for op in neurons.ops if isinstance(op, Activate)]
+        raise InvalidRequestError(f"layer {ffn.layer} has no neuron on the CPU")
+    assert isinstance(ffn.down, TransposedLinear)
     native.layer(
-        layer,
-        linear_matrix(weights, linears[0]) if len(linears) == 2 else None,
-        linear_matrix(weights, linears[-1]),
-        n_ff,
-        (ACTIVATIONS[activations[0].kind], activations[0].threshold),
-        ACTIVATIONS[activations[1].kind] if len(activations) == 2 else None,
-        transposed_matrix(weights, down),
+        ffn.layer,
+        linear_matrix(weights, ffn.gate) if ffn.gate else None,
+        linear_matrix(weights, ffn.up),
+        ffn.n_ff,
+        activation(ffn.gate_act),
+        activation(ffn.up_act)[0] if ffn.up_act else None,
+        transposed_matrix(weights, ffn.down),
         np.packbits(~hot, bitorder="little"),
-        _has_mask(neurons),
+        ffn.mask is not None,
     )
 
 

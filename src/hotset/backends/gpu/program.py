@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, assert_never
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hotset.backends.fusion import Fused, fuse, part_of
+from hotset.backends.fusion import Fused, fuse
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.kv import PagedCache, StepInputs
 from hotset.backends.gpu.stream import ColdRows
@@ -30,10 +30,12 @@ from hotset.backends.gpu.twins import unpack_bits
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.model.graph import (
+    PARTS,
     Activate,
     Add,
     Attention,
     Embed,
+    Ffn,
     Graph,
     LayerNorm,
     Linear,
@@ -42,10 +44,13 @@ from hotset.model.graph import (
     RMSNorm,
     Rope,
     Rotate,
+    Scale,
     SelectOutputs,
     SignScores,
+    SoftCap,
     TransposedLinear,
     Value,
+    inputs_of,
 )
 
 if TYPE_CHECKING:
@@ -108,7 +113,7 @@ class Frame:
 
 @dataclass(eq=False)
 class Call:
-    """One group of operations. layer, part: as part_of says.
+    """One group of operations. layer: 0 outside of the layers; part: an index of PARTS.
 
     reads, outs: values that it needs and makes; inside: the widths of those that it makes for itself.
     kind: what an FFN that does not wait for attention is moved by. drops: ids that nobody reads after it.
@@ -122,24 +127,6 @@ class Call:
     inside: int = 0
     kind: Literal["post", "attention", "outputs", ""] = ""
     drops: tuple[int, ...] = ()
-
-
-@dataclass
-class Ffn:
-    """An FFN by neurons, as the graph has it: the arguments of sparse_ffn and where its values are."""
-
-    layer: int
-    gate: Linear | None
-    up: Linear
-    down: TransposedLinear | None  # None: the values of the neurons are wanted, not their sum
-    norm: RMSNorm | LayerNorm | None
-    mask: Mask | None
-    residual: Value | None
-    options: dict[str, Any]  # activation, threshold, up_activation
-
-    @property
-    def x(self) -> Value:
-        return self.norm.x if self.norm else self.up.x
 
 
 class Program:
@@ -168,8 +155,10 @@ class Program:
         self._weights, self._cache, self._kernels = weights, cache, kernels
         self._hot, self._cold, self._counts = hot, cold, counts
         self._n_ctx, self._sparse, self._stream_bytes = n_ctx, sparse, stream_bytes
-        groups = self._merged(fuse(graph, taps), taps)
-        self.has_neurons = any(group.is_neurons for group in groups)
+        groups = fuse(graph, taps)
+        self._check_split(groups, taps)
+        self._kept_names = taps
+        self.has_neurons = any(group.ffn is not None and group.ffn.has_zeros for group in groups)
         self.taps = {value.id for value in graph.values if value.name in taps}
         calls = _posted_early([call for group in groups for call in self._calls(group)])
         last_use = {v.id: i for i, call in enumerate(calls) for v in [*call.outs, *call.reads]}
@@ -188,26 +177,16 @@ class Program:
 
     # ---- groups → calls ----
 
-    def _merged(self, groups: list[Fused], taps: frozenset[str]) -> list[Fused]:
-        """Joins the neurons of an FFN with the down projection that follows; checks layers that are split."""
-        merged: list[Fused] = []
-        split: set[int] = set()
-        for group in groups:
-            before = merged[-1] if merged else None
-            neurons = before.out[0] if before and before.is_neurons else None
-            first = group.ops[0]
-            if (
-                before is not None
-                and isinstance(first, TransposedLinear)
-                and first.x == neurons
-                and neurons.name not in taps
-            ):
-                inner = {op.out for op in before.ops}
-                reads = [*before.reads, *(value for value in group.reads if value not in inner)]
-                merged[-1] = Fused([*before.ops, *group.ops], reads, group.out, is_neurons=True)
-                split.add(part_of(before)[0])
-            else:
-                merged.append(group)
+    def _check_split(self, groups: list[Fused], taps: frozenset[str]) -> None:
+        """Layers whose neurons are shared must have an FFN that can be, and nobody may look inside."""
+        split = {
+            group.layer
+            for group in groups
+            if (ffn := group.ffn) is not None
+            and ffn.has_zeros
+            and ffn.by_neuron
+            and ffn.selected.name not in taps
+        }
         for layer in self._hot:
             if layer in split and self._sparse:
                 continue
@@ -221,20 +200,22 @@ class Program:
                 f"the neurons of layer {layer} cannot be split between GPU and CPU: its FFN has no zeros, or "
                 "its down projection no row per neuron"
             )
-        return merged
 
     def _calls(self, group: Fused) -> list[Call]:
         """One call; of a split FFN two: what it hands to the CPU, and what it does itself."""
-        layer, part = part_of(group)
+        layer, part = max(group.layer, 0), PARTS.index(group.part)
         outs, reads = tuple(group.out), tuple(group.reads)
         inside = sum(op.out.width for op in group.ops if op.out not in group.out)
-        if group.is_neurons:
-            ffn = _ffn_of(group)
-            if layer not in self._hot or ffn.down is None:
-                return [Call(self._whole(ffn, group.out[0]), layer, part, reads, outs, inside)]
-            before = (ffn.x,) if ffn.mask is None else (ffn.x, ffn.mask.scores)
-            after = () if ffn.residual is None else (ffn.residual,)
-            post, finish = self._split(ffn, group.out[0])
+        if (ffn := group.ffn) is not None:
+            inside += sum(op.out.width for op in ffn.primitives if op.out != ffn.out)
+            residual = group.residual(ffn.out)
+            if layer not in self._hot:
+                kept = tuple(v for v in (ffn.selected,) if v.name in self._kept_names)
+                run = self._whole(ffn, residual, group.out[0])
+                return [Call(run, layer, part, reads, (*kept, *outs), inside)]
+            before = tuple(inputs_of(ffn))
+            after = () if residual is None else (residual,)
+            post, finish = self._split(ffn, residual, group.out[0])
             return [
                 Call(post, layer, part, before, (), ffn.x.width, "post"),
                 Call(finish, layer, part, after, outs, inside),
@@ -247,23 +228,35 @@ class Program:
         main = group.ops[-1]
         if group.linears:
             return self._linears(group)
-        out, k = main.out.id, self._kernels
+        if isinstance(first := group.ops[0], TransposedLinear):
+            return self._transposed(group, first)
+        out = main.out.id
         match main:
             case Embed():
                 return lambda f: f.values.__setitem__(out, f.inputs.vectors[out][: f.n])
             case SelectOutputs():
                 x = main.x.id
                 return lambda f: f.values.__setitem__(out, f.values[x].index_select(0, f.outputs))
-            case _ if isinstance(group.ops[0], TransposedLinear):
-                return self._transposed(group, group.ops[0])
             case Attention():
                 return self._attention(group, main)
             case Rotate():
                 return self._rotate(main)
-        compute = self._elementwise(main, k)
-        return lambda f: f.values.__setitem__(out, compute(f.values))
+            case (
+                RMSNorm() | LayerNorm() | SignScores() | Activate() | Mask() | Add() | Multiply() | Scale()
+                | SoftCap()
+            ):  # fmt: skip
+                compute = self._elementwise(main, self._kernels)
+                return lambda f: f.values.__setitem__(out, compute(f.values))
+            case Linear() | TransposedLinear() | Ffn():
+                raise AssertionError(f"{main.out.name} is no group's last operation")
+            case _:
+                assert_never(main)
 
-    def _elementwise(self, op: Any, k: Kernels) -> Callable[[dict[int, Tensor]], Tensor]:
+    def _elementwise(
+        self,
+        op: RMSNorm | LayerNorm | SignScores | Activate | Mask | Add | Multiply | Scale | SoftCap,
+        k: Kernels,
+    ) -> Callable[[dict[int, Tensor]], Tensor]:
         match op:
             case RMSNorm() | LayerNorm():
                 norm, x = self._norm(op), op.x.id
@@ -283,7 +276,14 @@ class Program:
             case Multiply():
                 a, b = op.a.id, op.b.id
                 return lambda v: v[a] * v[b]
-        raise AssertionError(f"no kernel for {op}")
+            case Scale():
+                x, factor = op.x.id, op.factor
+                return lambda v: v[x] * factor
+            case SoftCap():
+                x, cap = op.x.id, op.cap
+                return lambda v: torch.tanh(v[x] / cap) * cap
+            case _:
+                assert_never(op)
 
     def _norm(self, op: RMSNorm | LayerNorm | None) -> Callable[[Tensor], Tensor]:
         """The norm in front of a product; without one, what enters as it is."""
@@ -297,38 +297,43 @@ class Program:
         return lambda x: k.rms_norm(x, weight, eps, n_head)
 
     def _linears(self, group: Fused) -> Callable[[Frame], None]:
-        """Products of one input, with what was fused: a norm before, activation, gate * up or a sum after."""
-        norm_op, add = group.first(RMSNorm, LayerNorm), group.first(Add)
-        norm, x = self._norm(norm_op), (norm_op.x if norm_op else group.linears[0].x).id
-        residual = self._residual(add, group.linears[0].out)
-        # q, k and v, or gate and up, of one type are one product: fewer launches, each with more to do.
-        types = {self._weights.source.tensors[op.weight].type for op in group.linears}
-        stacks = [group.linears] if len(types) == 1 else [[op] for op in group.linears]
-        parts = [(self._weights.linear(*ops), self._weights.biases(ops)) for ops in stacks]
-        widths = [[op.out.width for op in ops] for ops in stacks]
-        outs = [value.id for value in group.out]
-        k, activate, has_product = self._kernels, group.first(Activate), group.first(Multiply) is not None
+        """Products of one input, with what was fused: a norm before, an activation or a sum after."""
+        linears, norm_op = group.linears, group.first(RMSNorm, LayerNorm)
+        x, residual = (norm_op.x if norm_op else linears[0].x).id, _id(group.residual(linears[0].out))
+        outs, k, activate = [value.id for value in group.out], self._kernels, group.first(Activate)
+        norm, products = self._norm(norm_op), self._products(linears)
 
         def run(f: Frame) -> None:
-            h = norm(f.values[x])
             added = None if residual is None else f.values[residual]
-            results = [
+            results = products(norm(f.values[x]), added)
+            if activate is not None:
+                results[0] = k.activate(results[0], activate.kind, activate.threshold)
+            f.values.update(zip(outs, results, strict=True))
+
+        return run
+
+    def _products(self, linears: list[Linear]) -> Callable[[Tensor, Tensor | None], list[Tensor]]:
+        """Products of one input, and a sum with each."""
+        # q, k and v, or gate and up, of one type are one product: fewer launches, each with more to do.
+        types = {self._weights.source.tensors[op.weight].type for op in linears}
+        stacks = [linears] if len(types) == 1 else [[op] for op in linears]
+        parts = [(self._weights.linear(*ops), self._weights.biases(ops)) for ops in stacks]
+        widths = [[op.out.width for op in ops] for ops in stacks]
+        k = self._kernels
+
+        def run(h: Tensor, added: Tensor | None) -> list[Tensor]:
+            return [
                 result
                 for (matrix, bias), width in zip(parts, widths, strict=True)
                 for result in k.linear(h, matrix, bias, added).split(width, dim=1)
             ]
-            if activate is not None:
-                results[0] = k.activate(results[0], activate.kind, activate.threshold)
-            if has_product:
-                results = [results[0] * results[1]]
-            f.values.update(zip(outs, results, strict=True))
 
         return run
 
     def _transposed(self, group: Fused, main: TransposedLinear) -> Callable[[Frame], None]:
         matrix, bias = self._weights.down(main), self._weights.bias(main.bias)
         x, out, k = main.x.id, group.out[0].id, self._kernels
-        residual = self._residual(group.first(Add), main.out)
+        residual = _id(group.residual(main.out))
 
         def run(f: Frame) -> None:
             added = None if residual is None else f.values[residual]
@@ -386,12 +391,12 @@ class Program:
                 )  # fmt: skip
             f.values[out] = k.attention(
                 queries, k_pages, v_pages, *where,
-                n_head=main.n_head, scale=main.scale, window=main.window,
+                n_head=main.n_head, scale=main.scale, window=main.window, softcap=main.softcap,
             )  # fmt: skip
 
         return run
 
-    # ---- FFNs by neurons ----
+    # ---- FFNs
 
     def _bits(self, mask: Mask | None) -> Callable[[Frame], Tensor | None]:
         if mask is None:
@@ -399,48 +404,78 @@ class Program:
         k, scores, threshold, first = self._kernels, mask.scores.id, mask.threshold, mask.first
         return lambda f: k.pack_bits(f.values[scores], threshold, first)
 
-    def _whole(self, ffn: Ffn, out: Value) -> Callable[[Frame], None]:
-        """All neurons on the device: their sum, or, where the group has no down projection, their values."""
-        k, counts, down = self._kernels, self._counts[ffn.layer], ffn.down
-        given = self._rows(ffn, None) | ffn.options
-        norm, x, bits, residual = self._norm(ffn.norm), ffn.x.id, self._bits(ffn.mask), ffn.residual
-        values = k.neurons if self._sparse else self._every_neuron
-        if down is None:
+    def _whole(self, ffn: Ffn, residual: Value | None, out: Value) -> Callable[[Frame], None]:
+        """All neurons on the device. Their values are kept where they are asked for."""
+        k, counts, selected = self._kernels, self._counts[ffn.layer], ffn.selected
+        norm, x, bits, added_id = self._norm(ffn.norm), ffn.x.id, self._bits(ffn.mask), _id(residual)
+        values = self._values(ffn)
+        is_kept = selected.name in self._kept_names
+        down = ffn.down
+        if isinstance(down, TransposedLinear) and ffn.has_zeros and self._sparse and not is_kept:
+            given = self._rows(ffn, None) | _activations(ffn)
+            matrix, bias = self._weights.down(down), self._weights.bias(down.bias)
 
-            def neurons(f: Frame) -> None:
-                f.values[out.id] = values(norm(f.values[x]), selected=bits(f), counts=counts, **given)
+            def fused(f: Frame) -> None:
+                added = None if added_id is None else f.values[added_id]
+                f.values[out.id] = k.sparse_ffn(
+                    norm(f.values[x]), down_t=matrix, down_bias=bias, residual=added, selected=bits(f),
+                    counts=counts, **given,
+                )  # fmt: skip
 
-            return neurons
-        matrix, bias = self._weights.down(down), self._weights.bias(down.bias)
+            return fused
+        project = self._down(down)
 
         def run(f: Frame) -> None:
-            h, selected, added = norm(f.values[x]), bits(f), residual and f.values[residual.id]
-            if self._sparse:
-                f.values[out.id] = k.sparse_ffn(
-                    h, down_t=matrix, down_bias=bias, residual=added, selected=selected, counts=counts,
-                    **given,
-                )  # fmt: skip
-            else:
-                f.values[out.id] = k.linear_t(
-                    values(h, selected=selected, counts=counts, **given), matrix, bias, added
-                )
+            added = None if added_id is None else f.values[added_id]
+            neurons = values(norm(f.values[x]), bits(f))
+            if is_kept:
+                f.values[selected.id] = neurons
+            f.values[out.id] = project(neurons, added)
 
         return run
 
-    def _split(self, ffn: Ffn, out: Value) -> tuple[Callable[[Frame], None], Callable[[Frame], None]]:
+    def _down(self, op: Linear | TransposedLinear) -> Callable[[Tensor, Tensor | None], Tensor]:
+        k = self._kernels
+        if isinstance(op, TransposedLinear):
+            by_neuron, bias = self._weights.down(op), self._weights.bias(op.bias)
+            return lambda neurons, added: k.linear_t(neurons, by_neuron, bias, added)
+        products = self._products([op])
+        return lambda neurons, added: products(neurons, added)[0]
+
+    def _values(self, ffn: Ffn) -> Callable[[Tensor, Tensor | None], Tensor]:
+        """The values of the neurons from the FFN's input and the predicted ones' bits."""
+        k, counts, options = self._kernels, self._counts[ffn.layer], _activations(ffn)
+        if ffn.has_zeros:
+            given = self._rows(ffn, None) | options
+            compute = k.neurons if self._sparse else self._every_neuron
+            return lambda h, bits: compute(h, selected=bits, counts=counts, **given)
+        linears = [op for op in (ffn.gate, ffn.up) if op is not None]
+        products, kind = self._products(linears), ffn.gate_act.kind
+
+        def dense(h: Tensor, bits: Tensor | None) -> Tensor:
+            first, *rest = products(h, None)
+            value = k.activate(first, kind, 0.0)
+            return value * rest[0] if rest else value
+
+        return dense
+
+    def _split(
+        self, ffn: Ffn, residual: Value | None, out: Value
+    ) -> tuple[Callable[[Frame], None], Callable[[Frame], None]]:
         """Hot neurons on the device, cold ones by the service or streamed in: the post, and the rest."""
         layer, hot, cold, k, down = ffn.layer, self._hot[ffn.layer], self._cold, self._kernels, ffn.down
         counts = self._counts[layer]
         assert cold is not None
-        assert down is not None
+        assert isinstance(down, TransposedLinear)
         bias = self._weights.bias(down.bias)
         indices = np.flatnonzero(hot)
         rows = self._weights.tensor((layer, "hot"), indices.astype(np.int32))
-        given = self._rows(ffn, indices) | ffn.options
+        options = _activations(ffn)
+        given = self._rows(ffn, indices) | options
         down_t = self._weights.hot_rows(down, indices)
         matrices = {"gate": ffn.gate, "up": ffn.up, "down_t": down}
         stream = ColdRows(self._weights, matrices, ~hot, self._stream_bytes)
-        norm, x, bits, residual = self._norm(ffn.norm), ffn.x.id, self._bits(ffn.mask), ffn.residual
+        norm, x, bits, added_id = self._norm(ffn.norm), ffn.x.id, self._bits(ffn.mask), _id(residual)
 
         def post(f: Frame) -> None:
             f.posted[layer] = h, selected = norm(f.values[x]), bits(f)
@@ -458,10 +493,10 @@ class Program:
 
         def finish(f: Frame) -> None:
             h, selected = f.posted.pop(layer)
-            y = hot_half(h, selected, None if residual is None else f.values[residual.id])
+            y = hot_half(h, selected, None if added_id is None else f.values[added_id])
             if f.streamed:
                 for part in stream.parts():
-                    y = k.sparse_ffn(h, selected=selected, residual=y, counts=counts, **part, **ffn.options)
+                    y = k.sparse_ffn(h, selected=selected, residual=y, counts=counts, **part, **options)
                     if f.warming:
                         break
             else:
@@ -525,29 +560,18 @@ class Program:
     def _bias(self, op: Linear) -> Tensor | None:
         return self._weights.bias(op.bias, op.first_row, op.out.width)
 
-    @staticmethod
-    def _residual(add: Add | None, product: Value) -> int | None:
-        """The id of the value that a product is added to."""
-        return None if add is None else (add.a if add.b == product else add.b).id
+
+def _id(value: Value | None) -> int | None:
+    return None if value is None else value.id
 
 
-def _ffn_of(group: Fused) -> Ffn:
-    linears, down, add = group.linears, group.first(TransposedLinear), group.first(Add)
-    activations = [op for op in group.ops if isinstance(op, Activate)]
-    return Ffn(
-        layer=part_of(group)[0],
-        gate=linears[0] if len(linears) == 2 else None,
-        up=linears[-1],
-        down=down,
-        norm=group.first(RMSNorm, LayerNorm),
-        mask=group.first(Mask),
-        residual=None if add is None else add.a if add.b == down.out else add.b,
-        options={
-            "activation": activations[0].kind,
-            "threshold": activations[0].threshold,
-            "up_activation": activations[1].kind if len(activations) == 2 else None,
-        },
-    )
+def _activations(ffn: Ffn) -> dict[str, Any]:
+    """What is done to gate and up, as the kernels' arguments are named."""
+    return {
+        "activation": ffn.gate_act.kind,
+        "threshold": ffn.gate_act.threshold,
+        "up_activation": ffn.up_act.kind if ffn.up_act else None,
+    }
 
 
 def _posted_early(calls: list[Call]) -> list[Call]:

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from hotset.backends.base import PAGE_SIZE, Batch, WeightSource
 from hotset.backends.embedding import lookup
-from hotset.backends.fusion import PARTS, cut, layer_starts
 from hotset.backends.gpu.devices import current, find_device, memory_errors, synchronize
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.kv import PagedCache, StepInputs
@@ -32,7 +31,7 @@ from hotset.backends.gpu.weights import DeviceWeights
 from hotset.backends.stage import OUTPUT_ROWS, STREAM_BYTES, STREAM_FROM, Rows
 from hotset.errors import InvalidRequestError
 from hotset.model.cost import KVType
-from hotset.model.graph import Attention, Embed, Graph, SelectOutputs
+from hotset.model.graph import PARTS, Attention, Embed, Graph, SelectOutputs
 
 MAX_CAPTURED = 8  # tokens of a step that is captured: as many as the matrix-vector kernel takes
 
@@ -79,7 +78,7 @@ class GpuStage:
     ) -> None:
         self.device = find_device(device)
         self.kernels = kernels or Kernels(self.device)
-        self.graph, self.entering = cut(graph, first_op, len(graph.ops) if last_op is None else last_op)
+        self.graph, self.entering = graph.cut(first_op, len(graph.ops) if last_op is None else last_op)
         self.n_pages, self.max_batch, self.sparse = n_pages, max_batch, sparse
         attention = [op for op in self.graph.ops if isinstance(op, Attention)]
         layers = {op.layer for op in attention}
@@ -105,7 +104,7 @@ class GpuStage:
         self._capture = capture or (self._cuda_graph if self.kernels.capturable else None)
         self.tapped: dict[str, np.ndarray] = {}  # of the latest step: name → [n_rows, width]
         self.timed = False  # measures each group, which forbids captured graphs on a GPU
-        self.n_layer = len(layer_starts(graph)) - 1
+        self.n_layer = graph.n_layer
         self._seconds = np.zeros((self.n_layer, len(PARTS)))
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None

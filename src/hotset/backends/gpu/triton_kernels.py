@@ -532,8 +532,9 @@ def _matmul_t_kernel(
 @triton.jit
 def _attention_kernel(
     q, out, stats, k_pages, v_pages, tables, sequences, positions,
-    scale, window, n_head, n_head_kv, max_pages, pages_of_split, n_splits,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
+    scale, softcap, window, n_head, n_head_kv, max_pages, pages_of_split, n_splits,
+    SPLIT: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """One token, the GROUP heads of one KV head, the pages of one split, N positions at a time.
@@ -573,6 +574,8 @@ def _attention_kernel(
             k_pages + slot[:, None] * DIM + d[None, :], mask=seen[:, None] & (d < DIM)[None, :], other=0.0
         ).to(tl.float32)
         scores = tl.dot(query, tl.trans(k), input_precision=PRECISION)
+        if CAPPED:
+            scores = softcap - 2 * softcap / (tl.exp(2 * scores / softcap) + 1)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         before = largest
         largest = tl.maximum(before, tl.max(scores, axis=1))
@@ -1091,6 +1094,7 @@ def attention(
     n_head: int,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """twins.attention; fewer than PROMPT_TOKENS split their positions, and the splits are merged in order."""
     q, n_tokens = q.contiguous(), len(q)
@@ -1108,8 +1112,8 @@ def attention(
     _launch(
         _attention_kernel, (n_tokens, n_head_kv, n_splits),
         q, sums, stats, k_pages, v_pages, page_tables, sequences, positions,
-        scale, window, n_head, n_head_kv, max_pages, pages_of_split, n_splits,
-        SPLIT=n_splits > 1, PRECISION=_precision(q), GROUP=group, DIM=dim, DIM_V=dim_v,
+        scale, softcap, window, n_head, n_head_kv, max_pages, pages_of_split, n_splits,
+        SPLIT=n_splits > 1, CAPPED=softcap > 0, PRECISION=_precision(q), GROUP=group, DIM=dim, DIM_V=dim_v,
         H=max(16, _pow2(group)), D=max(16, _pow2(dim)), V=max(16, _pow2(dim_v)), N=32, warps=4,
     )  # fmt: skip
     if stats is not None:

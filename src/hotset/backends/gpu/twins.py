@@ -316,11 +316,13 @@ def attention(
     n_head: int,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Causal attention over the paged cache, which holds the step's own keys and values already.
 
     q: [T, n_head * head_dim]; pages and tables as in `store_kv`; [T, n_head * head_dim_v]. window > 0: a
-    token sees itself and the window - 1 before it. A token whose page is -1 yields zeros.
+    token sees itself and the window - 1 before it. softcap: see graph.Attention. A token whose page is -1
+    yields zeros.
     """
     n_head_kv, head_dim_v = k_pages.shape[1], v_pages.shape[3]
     group = n_head // n_head_kv
@@ -346,6 +348,8 @@ def attention(
             if window > 0:
                 hidden = hidden | (seen <= own - window)
             scores = torch.einsum("thgd,hnd->htgn", queries[first:last], keys)
+            if softcap > 0:
+                scores = torch.tanh(scores / softcap) * softcap
             scores = scores.masked_fill(hidden[None, :, None, :], -math.inf)
             mixed = torch.einsum("htgn,hnd->thgd", torch.softmax(scores, dim=-1), vals)
             out[first:last] = mixed.reshape(last - first, -1)

@@ -1,0 +1,321 @@
+"""Turns a graph into a native plan: each group of fused operations (backends/fusion.py) into native
+operations.
+
+Values that are not alive together share memory. An FFN whose activation leaves neurons at zero becomes the
+two operations that can skip them, `neurons` and `axpy` (docs/DESIGN.md, "The sparse FFN"); any other becomes
+its matrix products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, assert_never
+
+import numpy as np
+
+from hotset.backends.base import WeightSource
+from hotset.backends.fusion import Buffers, Fused, fuse
+from hotset.errors import InvalidRequestError
+from hotset.formats.quants import dequantize, row_bytes
+from hotset.model.graph import (
+    NO_LAYER,
+    PARTS,
+    Activate,
+    Add,
+    Attention,
+    Embed,
+    Ffn,
+    Graph,
+    LayerNorm,
+    Linear,
+    Mask,
+    Multiply,
+    Part,
+    RMSNorm,
+    Rotate,
+    Scale,
+    SelectOutputs,
+    SignScores,
+    SoftCap,
+    TransposedLinear,
+    Value,
+)
+
+# Numbers of csrc/kernels/kernels.h.
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "fatrelu": 5}
+SOFT_CAP, SCALE = 6, 7  # as activations: cap * tanh(x / cap), factor * x
+PLANES = {2: 31, 1: 32}  # columns per byte of the codes → type
+
+
+def decoded_vector(weights: WeightSource, name: str) -> np.ndarray:
+    """A vector of the file, float32 [n]."""
+    info = weights.tensors[name]
+    return np.ascontiguousarray(dequantize(weights.data(name), info.type, info.shape).reshape(-1))
+
+
+def linear_matrix(weights: WeightSource, op: Linear) -> tuple[int, np.ndarray, np.ndarray | None]:
+    """What the native core takes of a matrix product: type, bytes of its rows, bias."""
+    info = weights.tensors[op.weight]
+    first, last = op.first_row, op.first_row + op.out.width
+    row = row_bytes(info.type, info.shape[0])
+    bias = None if op.bias is None else decoded_vector(weights, op.bias)[first:last]
+    return int(info.type), weights.data(op.weight)[first * row : last * row], bias
+
+
+def transposed_matrix(
+    weights: WeightSource, op: TransposedLinear
+) -> tuple[int, np.ndarray, np.ndarray | None]:
+    """What the native core takes of a down projection by neurons: type, bytes or codes, scales of planes."""
+    info = weights.tensors[op.weight]
+    if op.scales is None:
+        return int(info.type), weights.data(op.weight), None
+    return PLANES[op.out.width // info.shape[0]], weights.data(op.weight), weights.data(op.scales)
+
+
+def activation(op: Activate) -> tuple[int, float]:
+    """An activation as the native core takes it: its number and threshold."""
+    return ACTIVATIONS[op.kind], op.threshold
+
+
+@dataclass
+class Lowered:
+    """A plan with what its owner needs to know. result: buffer of the last value, logits or the residual
+    stream. buffers: of the taps, by name.
+
+    layers, cell: of each native operation its layer (0 outside of the layers), and layer * len(PARTS) + part.
+    """
+
+    plan: Any
+    result: int
+    buffers: dict[str, int]
+    has_neurons: bool
+    layers: np.ndarray
+    cell: np.ndarray
+
+
+def lower(
+    graph: Graph,
+    taps: frozenset[str],
+    weights: WeightSource,
+    plan: Any,
+    *,
+    entering: Value | None,
+    cache: Callable[[Attention], tuple[Any, ...]],
+    sparse: bool,
+) -> Lowered:
+    """Fills an empty native plan. entering: the rows that a part of a graph begins with. cache: what
+    `Plan.attention` takes of an operation's keys and values.
+
+    sparse: leaves out what an FFN with zeros does not need. Raises InvalidRequestError for an unknown tap.
+    """
+    unknown = taps - {op.out.name for op in graph.primitives}
+    if unknown:
+        raise InvalidRequestError(f"the model has no value named {min(unknown)!r} to tap")
+    fused = fuse(graph, taps)
+    buffers = Buffers(plan.buffer, graph, fused, taps)
+    if entering is not None:
+        plan.input(buffers.begin(entering))
+    emit = _Emission(plan, buffers, weights, cache, sparse)
+    for group in fused:
+        buffers.enter(group)
+        emit.group(group)
+        buffers.leave(group)
+    plan.finish()
+    kept = {op.out.name: buffers[op.out] for op in graph.primitives if op.out.name in taps}
+    places = [(max(layer, 0), PARTS.index("other" if layer == NO_LAYER else part)) for layer, part in emit.at]
+    layers, part = np.array(places).T
+    return Lowered(
+        plan,
+        buffers[graph.logits],
+        kept,
+        any(ffn is not None and ffn.has_zeros for ffn in (group.ffn for group in fused)),
+        layers,
+        layers * len(PARTS) + part,
+    )
+
+
+class _Emission:
+    """Writes native operations. at: layer and part of each so far."""
+
+    def __init__(
+        self,
+        plan: Any,
+        buffers: Buffers,
+        weights: WeightSource,
+        cache: Callable[[Attention], tuple[Any, ...]],
+        sparse: bool,
+    ) -> None:
+        self._plan, self._buffers, self._weights = plan, buffers, weights
+        self._cache, self._sparse = cache, sparse
+        self.at: list[tuple[int, Part]] = []
+
+    def group(self, group: Fused) -> None:
+        if group.ffn is not None:
+            self._ffn(group.ffn, group)
+        else:
+            self._operation(group)
+            self.at.append((group.layer, group.part))
+
+    def _operation(self, group: Fused) -> None:
+        """A group that becomes one native operation: told by the operation that the others were fused
+        into."""
+        plan, buffers = self._plan, self._buffers
+        if group.linears:
+            self._linears(group)
+            return
+        if isinstance(first := group.ops[0], TransposedLinear):
+            self._axpy(first, group.residual(first.out), group.out[0])
+            return
+        main = group.ops[-1]
+        out = buffers[main.out]
+        match main:
+            case Embed():
+                info = self._weights.tensors[main.weight]
+                plan.embed(
+                    int(info.type), self._weights.data(main.weight), int(info.shape[1]),
+                    main.of == "position", main.first_row, out,
+                )  # fmt: skip
+            case Mask():
+                plan.mask(buffers[main.x], buffers[main.scores], main.threshold, main.first, out)
+            case SignScores():
+                signs = self._weights.data(main.weight)
+                plan.sign_scores(buffers[main.x], signs, self._bias(main.bias), out)
+            case SelectOutputs():
+                plan.select(buffers[main.x], out)
+            case RMSNorm() | LayerNorm():
+                layer, weight, bias, eps = self._norm(main)
+                n_head = main.n_head if isinstance(main, RMSNorm) else 1
+                plan.norm(layer, weight, bias, eps, n_head, buffers[main.x], out)
+            case Rotate():
+                plan.rotate(buffers[main.x], out, main.n_head, main.head_dim, self._rope(main))
+            case Attention():
+                self._attention(main, group.ops[:-1])
+            case Activate():
+                plan.activate(*activation(main), buffers[main.x], out)
+            case SoftCap():
+                plan.activate(SOFT_CAP, main.cap, buffers[main.x], out)
+            case Scale():
+                plan.activate(SCALE, main.factor, buffers[main.x], out)
+            case Add():
+                plan.add(buffers[main.a], buffers[main.b], out)
+            case Multiply():
+                plan.multiply(buffers[main.a], buffers[main.b], out)
+            case Linear() | TransposedLinear() | Ffn():
+                raise AssertionError(f"{main.out.name} is no group's last operation")
+            case _:
+                assert_never(main)
+
+    # ---- matrix products
+
+    def _linears(self, group: Fused) -> None:
+        """Products of one input, with the norm before them and what follows them."""
+        linears, activate = group.linears, group.first(Activate)
+        outs = group.out if len(group.out) == len(linears) else [group.out[0]]
+        self._products(
+            group.first(RMSNorm, LayerNorm), linears, outs, group.residual(linears[0].out), activate
+        )
+
+    def _products(
+        self,
+        norm: RMSNorm | LayerNorm | None,
+        linears: Sequence[Linear],
+        outs: Sequence[Value],
+        residual: Value | None = None,
+        activate: Activate | None = None,
+        *,
+        multiplied: bool = False,
+    ) -> None:
+        """multiplied: the first product, activated, times the second is the result."""
+        self._plan.linear(
+            self._buffers[norm.x if norm else linears[0].x],
+            self._norm(norm) if norm else None,
+            [self._part(linear, out) for linear, out in zip(linears, outs, strict=True)],
+            self._residual(residual),
+            multiplied,
+            activation(activate) if activate else None,
+        )
+
+    def _axpy(self, op: TransposedLinear, residual: Value | None, out: Value) -> None:
+        self._plan.axpy(
+            self._buffers[op.x], *transposed_matrix(self._weights, op), self._bias(op.bias),
+            self._residual(residual), self._sparse, self._buffers[out],
+        )  # fmt: skip
+
+    # ---- the FFN
+
+    def _ffn(self, ffn: Ffn, group: Fused) -> None:
+        """Two native operations: up to the values of the neurons, and down."""
+        if ffn.has_zeros:
+            self._neurons(ffn)
+        elif ffn.gate is None:
+            self._products(ffn.norm, [ffn.up], [ffn.selected], activate=ffn.gate_act)
+        else:
+            assert ffn.up_act is None, "an activation of up stands beside one with zeros alone"
+            # Of gate and up only the product exists: its buffer stands for both.
+            products, outs = [ffn.gate, ffn.up], [ffn.selected] * 2
+            self._products(ffn.norm, products, outs, activate=ffn.gate_act, multiplied=True)
+        self.at.append((ffn.layer, ffn.part))
+
+        residual, down = group.residual(ffn.out), ffn.down
+        if isinstance(down, TransposedLinear):
+            self._axpy(down, residual, group.out[0])
+        else:
+            self._products(None, [down], [group.out[0]], residual)
+        self.at.append((ffn.layer, ffn.part))
+
+    def _neurons(self, ffn: Ffn) -> None:
+        norm, mask, out = ffn.norm, ffn.mask, self._buffers[ffn.selected]
+        self._plan.neurons(
+            self._buffers[ffn.x],
+            self._norm(norm) if norm else None,
+            self._part(ffn.gate, ffn.selected) if ffn.gate else None,
+            self._part(ffn.up, ffn.selected),
+            activation(ffn.gate_act),
+            ACTIVATIONS[ffn.up_act.kind] if ffn.up_act else None,
+            (self._buffers[mask.scores], mask.threshold, mask.first) if mask else None,
+            self._sparse,
+            out,
+        )
+
+    # ---- attention
+
+    def _attention(self, main: Attention, heads: Sequence[Any]) -> None:
+        """heads: the head norms and rotations of q and k that were fused into it."""
+        q, k = main.q, main.k
+        rope, q_norm, k_norm = -1, None, None
+        for op in reversed(heads):
+            if isinstance(op, Rotate):
+                rope = self._rope(op)
+            norm = (decoded_vector(self._weights, op.weight), op.eps) if isinstance(op, RMSNorm) else None
+            if op.out == q:
+                q, q_norm = op.x, norm or q_norm
+            else:
+                k, k_norm = op.x, norm or k_norm
+        buffers = self._buffers
+        self._plan.attention(
+            buffers[q], buffers[k], buffers[main.v], buffers[main.out], main.n_head, main.n_head_kv,
+            main.head_dim, main.head_dim_v, main.scale, main.softcap, main.window, rope, q_norm, k_norm,
+            *self._cache(main),
+        )  # fmt: skip
+
+    # ---- small things
+
+    def _part(self, op: Linear, out: Value) -> tuple[int, np.ndarray, np.ndarray | None, int]:
+        """A matrix product as the plan takes it: type, bytes of its rows, bias, buffer of the result."""
+        return *linear_matrix(self._weights, op), self._buffers[out]
+
+    def _residual(self, value: Value | None) -> int:
+        """The buffer that a product is added to, -1: none."""
+        return -1 if value is None else self._buffers[value]
+
+    def _bias(self, name: str | None) -> np.ndarray | None:
+        return None if name is None else decoded_vector(self._weights, name)
+
+    def _norm(self, op: RMSNorm | LayerNorm) -> tuple[bool, np.ndarray, np.ndarray | None, float]:
+        bias = self._bias(op.bias) if isinstance(op, LayerNorm) else None
+        return isinstance(op, LayerNorm), decoded_vector(self._weights, op.weight), bias, op.eps
+
+    def _rope(self, op: Rotate) -> int:
+        rope = op.rope
+        return self._plan.rope(rope.kind == "neox", rope.n_rot, list(rope.freq), rope.magnitude)
