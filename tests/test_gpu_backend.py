@@ -139,7 +139,7 @@ def prepared_clearly(path: Path, model: str, mode: str, predictor: str | None, i
         ready, graph = prepared(write(folder, model, seed=seed), mode, predictor)
         if mode == "exact" or predictor == "sign:0":  # no scores, or whole numbers
             return ready, graph
-        limits = {op.scores.name: op.threshold for op in graph.ops if isinstance(op, Mask)}
+        limits = {op.scores.name: op.threshold for op in graph.primitives if isinstance(op, Mask)}
         backend = ReferenceBackend(ready.weights, graph, n_pages=1)
         scores = backend.step(batch([(ids, 0, [0])], tuple(limits))).taps
         if all(

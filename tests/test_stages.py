@@ -21,7 +21,6 @@ pytest.importorskip("hotset._core", reason="the native module is not built")
 from hotset import _core
 from hotset.backends.chain import HOST, ChainBackend
 from hotset.backends.cpu import CpuBackend
-from hotset.backends.fusion import layer_starts
 from hotset.backends.reference import ReferenceBackend
 from hotset.errors import InvalidRequestError
 from hotset.formats.gguf import open_gguf
@@ -39,7 +38,7 @@ CUTS = [[1], [2], [1, 2], [0, 3], [0, 1, 2, 3]]
 def chain(weights: Any, graph: Graph, cuts: Sequence[int], **options: Any) -> ChainBackend:
     """The model on the CPU in parts that begin with the tokens and with each layer of `cuts`."""
     given = OPTIONS | options
-    ends = [0, *(layer_starts(graph)[layer] for layer in cuts), len(graph.ops)]
+    ends = [0, *(graph.layer_starts[layer] for layer in cuts), len(graph.ops)]
     stages = [
         CpuBackend(weights, graph, first_op=first, last_op=last, **given) for first, last in pairwise(ends)
     ]
@@ -93,7 +92,7 @@ def test_taps_come_from_the_part_that_makes_them(tmp_path: Path) -> None:
     whole = CpuBackend(ready.weights, graph, sparse=True, **OPTIONS)
     parts = chain(ready.weights, graph, [1, 2], sparse=True)
     # Every value of the model, the streams that cross among them, in turn and together.
-    names = [op.out.name for op in graph.ops[:-1]]
+    names = [op.out.name for op in graph.primitives][:-1]
     assert {"blk.0.out", "blk.1.out", "blk.2.ffn_act", "output_norm"} <= set(names)
     for request in (tuple(names), *((name,) for name in names[::7])):
         step = batch([(tokens(5), 0, [0]), (tokens(2, 3), 0, [1])], request)

@@ -190,13 +190,16 @@ def _ffn_graph() -> g.Graph:
     for i in range(_N_LAYER):
         blk = f"blk.{i}"
         scores = add(g.Embed(value(f"{blk}.ffn_pred", _N_FF), f"{blk}.scores"))
-        gate = add(g.Linear(value(f"{blk}.ffn_gate", _N_FF), x, f"{blk}.gate"))
-        up = add(g.Linear(value(f"{blk}.ffn_up", _N_FF), x, f"{blk}.up"))
-        fired = add(g.Activate(value(f"{blk}.ffn_gate_act", _N_FF), gate, "relu"))
-        neurons = add(g.Multiply(value(f"{blk}.ffn_act", _N_FF), fired, up))
-        masked = add(g.Mask(value(f"{blk}.ffn_masked", _N_FF), neurons, scores, 0.0))
-        down = add(g.TransposedLinear(value(f"{blk}.ffn_down", _WIDTH), masked, f"{blk}.down"))
-        x = add(g.Add(value(f"{blk}.out", _WIDTH), x, down))
+        gate = g.Linear(value(f"{blk}.ffn_gate", _N_FF), x, f"{blk}.gate")
+        up = g.Linear(value(f"{blk}.ffn_up", _N_FF), x, f"{blk}.up")
+        fired = g.Activate(value(f"{blk}.ffn_gate_act", _N_FF), gate.out, "relu")
+        neurons = g.Multiply(value(f"{blk}.ffn_act", _N_FF), fired.out, up.out)
+        mask = g.Mask(value(f"{blk}.ffn_masked", _N_FF), neurons.out, scores, 0.0)
+        down = g.TransposedLinear(value(f"{blk}.ffn_down", _WIDTH), mask.out, f"{blk}.down")
+        ffn = g.Ffn(
+            down.out, x, None, gate, up, fired, None, neurons, mask, down, layer=i, part="ffn"
+        )  # fmt: skip
+        x = add(g.Add(value(f"{blk}.out", _WIDTH), x, add(ffn)))
     add(g.SelectOutputs(value("logits", _WIDTH), x))
     return graph
 
