@@ -1,4 +1,4 @@
-"""The native kernels against independent decoders, and against each other.
+"""The native kernels against independent decoders, and against each other; their errors: test_numerics.py.
 
 The bit-for-bit comparison of instruction sets with the scalar reference, at many shapes, is the C++ program
 csrc/tests/kernel_test.cpp (`make kernel-test`); here the scalar and the chosen kernels meet NumPy.
@@ -13,9 +13,6 @@ from make_blocks import random_blocks
 from hotset import _core
 from hotset.formats.quants import DECODABLE, GGMLType, dequantize
 
-QUANTIZED = sorted(t for t in DECODABLE if t not in (GGMLType.F32, GGMLType.F16, GGMLType.BF16))
-FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
-
 
 def matrix(type_: GGMLType, rows: int, cols: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Random blocks, flat, and the same matrix decoded to float64."""
@@ -27,49 +24,6 @@ def matrix(type_: GGMLType, rows: int, cols: int, seed: int = 0) -> tuple[np.nda
 def test_native_decoding_equals_numpy(type_: GGMLType) -> None:
     data, expected = matrix(type_, 5, 768)
     np.testing.assert_array_equal(_core.dequantize(type_, data, 5, 768), expected.astype(np.float32))
-
-
-@pytest.mark.parametrize("isa", _core.available_isas())
-@pytest.mark.parametrize("n", [1, 7])
-@pytest.mark.parametrize("type_", QUANTIZED, ids=lambda t: t.name)
-def test_error_is_that_of_int8_activations(type_: GGMLType, n: int, isa: str) -> None:
-    """|error| <= sum over k of |w_k| * step / 2, with step = max|x| / 127 of k's block of 32, plus rounding.
-
-    Each activation is rounded to a multiple of its block's step, so it is off by half a step at most; the
-    integer dot products are exact. What remains is float32 rounding: a few units of 2^-24 of the sum of
-    magnitudes |w_k x_k|, and the representation of the steps themselves.
-    """
-    rows, cols = 33, 1024
-    data, weights = matrix(type_, rows, cols)
-    x = np.random.default_rng(1).standard_normal((n, cols)).astype(np.float32)
-    x[:, 32:64] *= 100  # a block with another scale
-    x[:, 64:96] = 0
-    found = _core.linear(type_, data, rows, x, isa)
-    steps = np.repeat(np.abs(x.reshape(n, -1, 32)).max(axis=2) / 127, 32, axis=1).astype(np.float64)
-    bound = (steps / 2) @ np.abs(weights).T
-    rounding = 64 * 2.0**-24 * (np.abs(x).astype(np.float64) @ np.abs(weights).T)
-    error = np.abs(found - x.astype(np.float64) @ weights.T)
-    # With a minimum, values m and d * q of opposite sign cancel in w: their magnitudes round, not w's.
-    slack = (
-        1.0
-        if type_ not in (GGMLType.Q4_1, GGMLType.Q5_1, GGMLType.Q2_K, GGMLType.Q4_K, GGMLType.Q5_K)
-        else 4.0
-    )
-    assert (error <= bound + slack * rounding + 1e-6).all()
-    assert error.max() > 0 or type_ not in QUANTIZED
-
-
-@pytest.mark.parametrize("isa", _core.available_isas())
-@pytest.mark.parametrize("type_", FLOATS, ids=lambda t: t.name)
-@pytest.mark.parametrize("shape", [(7, 1), (5, 100), (64, 576)])
-def test_float_products_round_only(type_: GGMLType, shape: tuple[int, int], isa: str) -> None:
-    rows, cols = shape
-    data, weights = matrix(type_, rows, cols)
-    for n in (1, 8):
-        x = np.random.default_rng(2).standard_normal((n, cols)).astype(np.float32)
-        found = _core.linear(type_, data, rows, x, isa)
-        bound = (cols / 16 + 5) * 2.0**-24 * (np.abs(x).astype(np.float64) @ np.abs(weights).T)
-        assert (np.abs(found - x.astype(np.float64) @ weights.T) <= bound + 1e-30).all()
 
 
 @pytest.mark.parametrize("type_", sorted(DECODABLE), ids=lambda t: t.name)

@@ -1,0 +1,286 @@
+"""How far a float32 kernel may be from the exact result: bounds derived from the order of its operations.
+
+u = 2^-24 is the rounding of one operation. A sum of n terms in which each passes at most m roundings is off
+by at most gamma(m) times the sum of the terms' magnitudes (Higham, Accuracy and Stability, chapter 3),
+whatever cancels. Bounds are therefore made of the magnitudes of the inputs and never of the result. The order
+of operations is that of csrc/kernels/kernels.h.
+
+`Oracle` is the NumPy reference in float64 that takes the inputs of every operation from another engine's
+taps, so that each operation is compared by itself, with nothing of the errors before it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hotset.backends.base import Batch, StepResult
+from hotset.backends.reference import ReferenceBackend
+from hotset.formats.quants import TYPES, GGMLType, dequantize
+from hotset.model.graph import (
+    Activate,
+    Add,
+    Attention,
+    Embed,
+    LayerNorm,
+    Linear,
+    Mask,
+    Multiply,
+    RMSNorm,
+    Rotate,
+    SelectOutputs,
+    SignScores,
+    TransposedLinear,
+)
+
+U = 2.0**-24
+TINY = 2.0**-126  # below it numbers lose digits: an operation may be off by half of 2^-149
+FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
+WITH_MINIMUM = (GGMLType.Q4_1, GGMLType.Q5_1, GGMLType.Q2_K, GGMLType.Q4_K, GGMLType.Q5_K)
+LANES, BLOCK = 16, 32
+TREE = 4  # additions that sum sixteen lanes
+AXPY_RANGES, AXPY_TILE = 16, 64  # csrc/ops/axpy.cpp
+SPLIT = 512  # positions of one running softmax
+PAGE = 64
+EXP = 4 * U  # relative error of the kernels' exp: 1.7e-7 of its polynomial, and its last roundings
+
+
+def gamma(n: float) -> float:
+    """n roundings in a row."""
+    return n * U / (1 - n * U)
+
+
+def int8_inputs(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Activations as quantised weights meet them, exactly, and their steps: float64 [n, k] each.
+
+    Each block of 32 is multiples of its step, the largest magnitude / 127.
+    """
+    blocks = np.asarray(x, np.float32).reshape(len(x), x.shape[1] // BLOCK, BLOCK)
+    largest = np.abs(blocks).max(axis=2, keepdims=True)
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.float32(127) / largest
+    inverse[~np.isfinite(inverse)] = 0
+    step = (largest / np.float32(127)).astype(np.float64)
+    codes = np.rint(blocks * inverse).astype(np.float64)
+    steps = np.broadcast_to(step, codes.shape)
+    return (codes * step).reshape(x.shape), steps.reshape(x.shape)
+
+
+def rounding_of_inputs(steps: np.ndarray) -> np.ndarray:
+    """How far int8_inputs may be from x, elementwise: half a step, and three roundings of up to 127 steps.
+
+    Where the inverse of a step overflows, the codes are 0 and all of x is lost: less than 127 / FLT_MAX.
+    """
+    return steps * (0.5 + 127 * 3 * U) + np.where(steps * 127 < 3.8e-37, 3.8e-37, 0)
+
+
+def magnitudes(data: np.ndarray, type_: GGMLType, shape: tuple[int, ...], weights: np.ndarray) -> np.ndarray:
+    """What weights are made of: |scale * code| + |minimum|, which may cancel in the weight itself."""
+    if type_ not in WITH_MINIMUM:
+        return np.abs(weights)
+    blocks = np.array(data, np.uint8).reshape(-1).view(TYPES[type_].block).copy()
+    for name in blocks.dtype.names:
+        if name not in ("d", "m", "dmin", "scales"):
+            blocks[name] = 0
+    minimum = dequantize(blocks.view(np.uint8).reshape(-1), type_, shape).reshape(weights.shape)
+    minimum = minimum.astype(np.float64)
+    return np.abs(weights - minimum) + np.abs(minimum)
+
+
+def linear_bound(type_: GGMLType, x: np.ndarray, magnitude: np.ndarray) -> np.ndarray:
+    """Of a matrix product, its inputs being exact: x [n, k], magnitude [rows, k] → [n, rows]."""
+    k = x.shape[1]
+    if type_ in FLOATS:
+        roundings, terms = -(-k // LANES) + TREE, k
+    else:
+        terms = k // BLOCK
+        # Of a term: scale * scale, the scale of the sum of a block's codes, dot to float, and of the decoded
+        # weight that it is compared with three. A block with a minimum is added in two steps.
+        roundings = -(-terms // LANES) * (2 if type_ in WITH_MINIMUM else 1) + TREE + 6
+    return gamma(roundings) * (np.abs(x) @ magnitude.T) + 2 * terms * TINY
+
+
+def axpy_bound(x: np.ndarray, magnitude: np.ndarray) -> np.ndarray:
+    """Of a down projection by neurons: x [n, k], magnitude [k, columns] → [n, columns]."""
+    k = x.shape[1]
+    words = -(-k // AXPY_TILE)
+    chain = min(k, -(-words // AXPY_RANGES) * AXPY_TILE)
+    return gamma(chain + AXPY_RANGES) * (np.abs(x) @ magnitude) + k * TINY
+
+
+def rms_norm_bound(expected: np.ndarray, n: int) -> np.ndarray:
+    """The mean of squares passes n / 16 + 7 roundings, of which the root leaves half; then four more."""
+    return gamma((n / LANES + TREE + 3) / 2 + 4) * np.abs(expected) + n * TINY
+
+
+def layer_norm_bound(x: np.ndarray, weight: np.ndarray, bias: Any, eps: float) -> np.ndarray:
+    """x [n, k]. The mean is off by its sum's rounding, which moves every centred value alike."""
+    k = x.shape[1]
+    mean = x.mean(axis=1, keepdims=True)
+    centred = np.abs(x - mean)
+    of_mean = gamma(k / LANES + TREE + 2) * np.abs(x).mean(axis=1, keepdims=True)
+    of_centred = of_mean + U * (centred + of_mean)
+    variance = (centred**2).mean(axis=1, keepdims=True)
+    of_variance = (2 * centred * of_centred + of_centred**2).mean(axis=1, keepdims=True)
+    of_variance += gamma(k / LANES + TREE + 3) * (variance + of_variance + eps) + TINY
+    scale = 1 / np.sqrt(variance + eps)
+    largest = 1 / np.sqrt(np.maximum(variance + eps - of_variance, eps * (1 - 2 * U)))
+    smallest = 1 / np.sqrt(variance + eps + of_variance)
+    of_scale = np.maximum(largest - scale, scale - smallest) + 2 * U * largest
+    w = np.abs(weight)
+    bound = (of_centred * largest + centred * of_scale) * w
+    bound += 4 * U * (centred + of_centred) * largest * w
+    return bound + (0 if bias is None else U * np.abs(bias)) + TINY
+
+
+def activation_bound(kind: str, x: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Of one activation; beside the kernel's roundings the oracle's own, which cancel far below 0."""
+    tail = TINY + np.abs(x) * (2 * TINY + 4e-16)  # where exp overflows, 0 is given for less than this
+    if kind == "silu":  # x / (1 + exp(-x))
+        return (EXP + 2 * U) * np.abs(expected) + tail
+    if kind == "gelu_tanh":  # the same of an argument that is off by five roundings
+        argument = np.abs(x) * (1.6 + 0.0714 * x * x)
+        return (EXP + 3 * U + 5 * U * argument) * np.abs(expected) + tail
+    if kind == "gelu":  # 1 + erf cancels: absolute
+        return 4 * U * np.abs(x) + TINY
+    return 2 * U * np.abs(expected) + TINY  # relu2's product
+
+
+def attention_bound(
+    scores: np.ndarray, magnitude: np.ndarray, head_dim: int, values: np.ndarray
+) -> np.ndarray:
+    """Of one query: scores [n], magnitude [n] = sum of |q * k| of each, values [n, dim] → [dim].
+
+    An error e of a score changes its weight by a factor within exp(±e), and the sum of weights by as much.
+    """
+    n = len(scores)
+    highest = scores.max()
+    of_score = gamma(head_dim + head_dim // BLOCK + 5) * magnitude + U * np.abs(scores - highest)
+    rescaled = -(-n // PAGE) + 1 + -(-n // SPLIT) + 1
+    of_weight = np.expm1(of_score.max() + rescaled * (EXP + 3 * U) + EXP)
+    weights = np.exp(scores - highest)
+    sums = weights @ np.abs(values) / weights.sum()
+    bound = (2 * of_weight + gamma(n + 2 * rescaled + 8)) * sums
+    return bound + 2 * n * TINY * (1 + np.abs(values).max(axis=0))
+
+
+def q8_0_stored(x: np.ndarray) -> np.ndarray:
+    """Keys or values [..., dim] as a q8_0 cache of the native core stores them, exactly.
+
+    The reference rounds halves away from zero and divides by the scale before it is rounded to f16.
+    """
+    blocks = np.asarray(x, np.float32).reshape(-1, BLOCK)
+    largest = np.abs(blocks).max(axis=1, keepdims=True)
+    scale = (largest / np.float32(127)).astype(np.float16).astype(np.float32)
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+    return (np.clip(np.rint(blocks * inverse), -127, 127) * scale).reshape(x.shape)
+
+
+class Oracle(ReferenceBackend):
+    """Checks an engine's step, operation by operation. Give it each step that the engine ran, in order.
+
+    The step must have tapped every value of the graph. Decoded weights are kept.
+    """
+
+    def check(self, batch: Batch, found: StepResult) -> None:
+        slots = self._slots(batch)
+        taps = {value.id: found.taps[value.name].astype(np.float64) for value in self.graph.values}
+        for op in self.graph.ops:
+            with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+                expected, bound = self._expected(op, taps, batch, slots)
+            got = taps[op.out.id]
+            assert got.shape == expected.shape, op.out.name
+            assert np.isfinite(expected).all(), f"{op.out.name}: the oracle gives no number"
+            # An oracle's result may be float32, and rounded once more.
+            off = np.abs(got - expected) - (bound + U * np.abs(expected))
+            if (worst := off.max(initial=-1.0)) > 0 or not np.isfinite(got).all():
+                at = np.unravel_index(np.argmax(off), off.shape)
+                allowed = np.broadcast_to(bound, off.shape)[at]
+                raise AssertionError(
+                    f"{type(op).__name__} {op.out.name}{list(map(int, at))} is {got[at]:.9g}, should be "
+                    f"{expected[at]:.9g}: off by {worst:.3g} more than {allowed:.3g}"
+                )
+
+    def _expected(self, op: Any, taps: dict[int, np.ndarray], batch: Batch, slots: Any) -> tuple[Any, Any]:
+        """The exact result, and how far the kernel may be from it."""
+        if isinstance(op, Linear):
+            return self._expected_linear(op, taps, batch, slots)
+        expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
+        match op:
+            case Embed() | SelectOutputs() | Mask():
+                return expected, -U * np.abs(expected)  # to the bit
+            case SignScores():
+                return expected, U * (
+                    np.abs(expected) + (0 if op.bias is None else np.abs(self._weight(op.bias)))
+                )
+            case Add() | Multiply():
+                return expected, U * np.abs(expected) + TINY
+            case RMSNorm():
+                return expected, rms_norm_bound(expected, op.x.width // op.n_head)
+            case LayerNorm():
+                bias = None if op.bias is None else self._weight(op.bias)
+                return expected, layer_norm_bound(taps[op.x.id], self._weight(op.weight), bias, op.eps)
+            case Activate():
+                return expected, activation_bound(op.kind, taps[op.x.id], expected)
+            case Rotate():
+                # Of a pair (a, b) both results are at most |a| + |b|; angles come from the same float64.
+                x = np.abs(taps[op.x.id]).reshape(-1, op.n_head, op.head_dim)
+                half, pairs = op.rope.n_rot // 2, x[..., : op.rope.n_rot]
+                if op.rope.kind == "norm":
+                    sums = np.repeat(pairs[..., 0::2] + pairs[..., 1::2], 2, axis=-1)
+                else:
+                    sums = np.tile(pairs[..., :half] + pairs[..., half:], 2)
+                bound = np.zeros_like(x)
+                bound[..., : op.rope.n_rot] = 6 * U * abs(op.rope.magnitude) * sums + TINY
+                return expected, bound.reshape(expected.shape)
+            case TransposedLinear():
+                bound = axpy_bound(taps[op.x.id], np.abs(self._by_neuron(op).astype(np.float64)))
+                return expected, bound + (0 if op.bias is None else U * (np.abs(expected) + bound))
+            case Attention():
+                return expected, self._attention_bounds(op, taps, slots)
+        raise AssertionError(f"no bound for {type(op).__name__}")
+
+    def _expected_linear(
+        self, op: Linear, taps: dict[int, np.ndarray], batch: Batch, slots: Any
+    ) -> tuple[Any, Any]:
+        info = self.weights.tensors[op.weight]
+        x = taps[op.x.id]
+        inputs = x if info.type in FLOATS else int8_inputs(x)[0]
+        expected = np.asarray(self._compute(op, {**taps, op.x.id: inputs}, batch, slots), np.float64)
+        rows = slice(op.first_row, op.first_row + op.out.width)
+        bound = linear_bound(info.type, inputs, self._magnitudes(op.weight)[rows])
+        if op.bias is not None:
+            bound += U * (np.abs(expected) + bound)
+        return expected, bound
+
+    def _attention_bounds(self, op: Attention, taps: dict[int, np.ndarray], slots: Any) -> np.ndarray:
+        keys, values = self._keys[op.layer], self._values[op.layer]
+        group = op.n_head // op.n_head_kv
+        bound = np.empty((len(slots), op.n_head, op.head_dim_v))
+        for token, seen in enumerate(slots):
+            seen = seen[-op.window :] if op.window else seen
+            q = taps[op.q.id][token].reshape(op.n_head, op.head_dim) * op.scale
+            for head in range(op.n_head):
+                k = keys[seen, head // group].astype(np.float64)
+                v = values[seen, head // group].astype(np.float64)
+                magnitude = np.abs(k) @ np.abs(q[head])
+                bound[token, head] = attention_bound(k @ q[head], magnitude, op.head_dim, v)
+        return bound.reshape(len(slots), -1)
+
+    def _weight(self, name: str) -> np.ndarray:
+        """In float64, so that no step has to convert it."""
+        if name not in self._weights:
+            self._weights[name] = super()._weight(name).astype(np.float64)
+        return self._weights[name]
+
+    def _magnitudes(self, name: str) -> np.ndarray:
+        key, info = f"magnitudes of {name}", self.weights.tensors[name]
+        if key not in self._weights:
+            self._weights[key] = magnitudes(
+                self.weights.data(name), info.type, info.shape, self._weight(name)
+            )
+        return self._weights[key]
+
+    def _stored(self, x: np.ndarray) -> np.ndarray:
+        return q8_0_stored(x) if self.kv_type == "q8_0" else x

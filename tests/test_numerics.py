@@ -1,0 +1,350 @@
+"""Kernels on ill-conditioned data against float64, within bounds derived from the inputs (derived_bounds).
+
+Every tensor type on every instruction set of this machine; those that are not here give the same bits as the
+scalar reference (csrc/tests/kernel_test.cpp). Inputs that a product rounds to int8 are rounded here in the
+same way, so that the error of the kernel is seen by itself; the error of that rounding has its own bound.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from derived_bounds import (
+    FLOATS,
+    TINY,
+    U,
+    activation_bound,
+    attention_bound,
+    axpy_bound,
+    gamma,
+    int8_inputs,
+    layer_norm_bound,
+    linear_bound,
+    magnitudes,
+    q8_0_stored,
+    rms_norm_bound,
+    rounding_of_inputs,
+)
+from hotset.sparsity.planes import decode
+from make_blocks import random_blocks
+
+from hotset import _core
+from hotset.backends.cpu import ACTIVATIONS, KV_TYPES, PLANES
+from hotset.backends.reference import ACTIVATIONS as EXACT_ACTIVATIONS
+from hotset.formats.quants import DECODABLE, GGMLType, dequantize
+
+F32 = int(GGMLType.F32)
+ISAS = _core.available_isas()
+KINDS = ("normal", "outliers", "huge channel", "denormal", "tiny", "all scales", "one sign", "zeros")
+
+
+def ill(kind: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Float32 data of one kind. Sums of it cancel, or are made by few of their terms."""
+    rng = np.random.default_rng([seed, KINDS.index(kind)])
+    x = rng.standard_normal(shape)
+    match kind:
+        case "outliers":
+            x[rng.random(shape) < 0.01] *= 1e4
+        case "huge channel":
+            x[..., shape[-1] // 3] = 1e8
+        case "denormal":
+            x *= 1e-40
+        case "tiny":  # with scales of their own whose inverse overflows
+            x *= 1e-37
+        case "all scales":
+            x *= 10.0 ** rng.uniform(-12, 6, shape)
+        case "one sign":  # sums that only grow
+            x = np.abs(x) + 1
+        case "zeros":
+            x[...] = rng.choice([0.0, -0.0], shape)
+    return x.astype(np.float32)
+
+
+def assert_within(found: np.ndarray, expected: np.ndarray, bound: np.ndarray, what: str) -> None:
+    assert np.isfinite(found).all(), what
+    off = np.abs(found.astype(np.float64) - expected)
+    worst = np.unravel_index(np.argmax(off - bound), off.shape)
+    assert (off <= bound).all(), (
+        f"{what} {worst}: {found[worst]} is {off[worst]:.3g} from {expected[worst]}, bound {bound[worst]:.3g}"
+    )
+
+
+# ---- matrix products
+
+
+def weights_of(type_: GGMLType, rows: int, cols: int, *, cancelling: bool) -> tuple[np.ndarray, Any, Any]:
+    """Bytes, values and magnitudes; cancelling: the second half of each row repeats the first."""
+    blocks = random_blocks(type_, rows, cols, np.random.default_rng(5))
+    if cancelling:
+        half = blocks.shape[1] // 2
+        blocks[:, half:] = blocks[:, :half]
+    data = np.ascontiguousarray(blocks).reshape(-1)
+    values = dequantize(data, type_, (cols, rows)).reshape(rows, cols).astype(np.float64)
+    return data, values, magnitudes(data, type_, (cols, rows), values)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("type_", sorted(DECODABLE), ids=lambda t: t.name)
+def test_matrix_products(type_: GGMLType, isa: str) -> None:
+    for cols in (512, 4096):  # one block a lane, and rows that are long
+        for cancelling in (False, True):
+            data, weights, magnitude = weights_of(type_, 5, cols, cancelling=cancelling)
+            for kind in KINDS:
+                x = ill(kind, (7, cols))
+                if cancelling:  # what the first half adds the second takes away again
+                    x[:, cols // 2 :] = -x[:, : cols // 2]
+                exact = x.astype(np.float64)
+                inputs, steps = (exact, None) if type_ in FLOATS else int8_inputs(x)
+                bound = linear_bound(type_, inputs, magnitude)
+                for n in (1, 2, 7):
+                    what = f"{type_.name} {isa} {kind} {cols} columns, {n} tokens"
+                    found = _core.linear(type_, data, 5, x[:n].copy(), isa)
+                    assert_within(found, inputs[:n] @ weights.T, bound[:n], what)
+                    if steps is not None:
+                        of_inputs = rounding_of_inputs(steps) @ np.abs(weights).T
+                        total = (bound + of_inputs)[:n]
+                        assert_within(found, exact[:n] @ weights.T, total, f"{what} before rounding")
+                if cancelling and type_ not in FLOATS:
+                    assert_within(found, np.zeros(found.shape), bound, f"{type_.name} {isa} {kind} cancels")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("type_", sorted(DECODABLE), ids=lambda t: t.name)
+@pytest.mark.parametrize("extreme", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_so(type_: GGMLType, isa: str, extreme: float) -> None:
+    data, _, _ = weights_of(type_, 5, 768, cancelling=False)
+    x = ill("normal", (7, 768))
+    plain = {n: _core.linear(type_, data, 5, x[:n].copy(), isa) for n in (1, 4, 7)}
+    for n, expected in plain.items():
+        spoilt = x[:n].copy()
+        spoilt[n // 2, 345] = extreme
+        found = _core.linear(type_, data, 5, spoilt, isa)
+        assert not np.isfinite(found[n // 2]).any()
+        others = np.arange(n) != n // 2
+        np.testing.assert_array_equal(found[others], expected[others])
+
+
+# ---- operations of a plan
+
+
+class Fed:
+    """A plan whose inputs are given matrices: row t of each is what token t brings."""
+
+    def __init__(self, isa: str, n: int, n_pages: int = 1) -> None:
+        self.plan, self.n = _core.Plan(n, n_pages, n_pages, 2, isa), n
+        self.n_pages = n_pages
+
+    def input(self, rows: np.ndarray) -> int:
+        x = self.plan.buffer(rows.shape[1], False)
+        data = np.ascontiguousarray(rows, np.float32).reshape(-1).view(np.uint8)
+        self.plan.embed(F32, data, len(rows), False, 0, x)
+        return int(x)
+
+    def output(self, width: int) -> int:
+        return int(self.plan.buffer(width, False))
+
+    def run(self, out: int) -> np.ndarray:
+        self.plan.finish()
+        ids, pages = np.arange(self.n, dtype=np.int32), np.arange(self.n_pages, dtype=np.int32)[None]
+        self.plan.run(ids, ids, np.zeros_like(ids), pages, ids)
+        return np.array(self.plan.rows(out))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("type_", sorted(DECODABLE), ids=lambda t: t.name)
+def test_down_projections(type_: GGMLType, isa: str) -> None:
+    neurons, cols = 1500, 512
+    data, weights, _ = weights_of(type_, neurons, cols, cancelling=False)
+    bias = ill("normal", (cols,), 1)
+    for kind in KINDS:
+        x = ill(kind, (20, neurons))
+        x[np.random.default_rng(2).random(x.shape) < 0.7] = 0  # as ReLU leaves them
+        exact = x.astype(np.float64)
+        expected, bound = exact @ weights + bias, axpy_bound(exact, np.abs(weights))
+        bound += U * (np.abs(expected) + bound)
+        for n, sparse in ((1, False), (1, True), (3, True), (20, True), (20, False)):
+            fed = Fed(isa, n)
+            source, out = fed.input(x[:n]), fed.output(cols)
+            fed.plan.axpy(source, int(type_), data, None, bias, -1, sparse, out)
+            assert_within(fed.run(out), expected[:n], bound[:n], f"{type_.name} {isa} {kind} {n} {sparse}")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("per_byte", sorted(PLANES))
+def test_down_projections_in_planes(per_byte: int, isa: str) -> None:
+    neurons, cols, rng = 640, 288, np.random.default_rng(3)
+    codes = rng.integers(0, 256, (neurons, cols // per_byte), dtype=np.uint8)
+    scales = (10.0 ** rng.uniform(-6, 2, (neurons // 32, cols))).astype(np.float16)  # some are subnormal
+    weights = decode(codes, scales).astype(np.float64)
+    for kind in KINDS:
+        x = ill(kind, (9, neurons))
+        exact = x.astype(np.float64)
+        for n in (1, 9):
+            fed = Fed(isa, n)
+            source, out = fed.input(x[:n]), fed.output(cols)
+            planes = codes.reshape(-1), scales.reshape(-1).view(np.uint8)
+            fed.plan.axpy(source, PLANES[per_byte], *planes, None, -1, False, out)
+            bound = axpy_bound(exact[:n], np.abs(weights))
+            assert_within(fed.run(out), exact[:n] @ weights, bound, f"{per_byte} {isa} {kind} {n}")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("width", [1, 15, 576, 8192])
+def test_norms(isa: str, width: int) -> None:
+    weight, bias = ill("all scales", (width,), 1), ill("normal", (width,), 2)
+    for kind in (*KINDS, "far from 0"):
+        for eps in (1e-5, 1e-12):
+            far = kind == "far from 0"  # the mean is a million times the deviation
+            x = ill("normal", (5, width)) + np.float32(1e6) if far else ill(kind, (5, width))
+            exact, small = x.astype(np.float64), float(np.float32(eps))
+            scale = 1 / np.sqrt((exact**2).mean(axis=1, keepdims=True) + small)
+            expected = exact * scale * weight
+            fed = Fed(isa, 5)
+            source, out = fed.input(x), fed.output(width)
+            fed.plan.norm(False, weight, None, eps, 1, source, out)
+            what = f"{isa} {kind} {width} {eps}"
+            of_weight = np.abs(weight) * np.abs(scale) * TINY
+            assert_within(fed.run(out), expected, rms_norm_bound(expected, width) + of_weight, f"RMS {what}")
+
+            centred = exact - exact.mean(axis=1, keepdims=True)
+            expected = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + small) * weight + bias
+            fed = Fed(isa, 5)
+            source, out = fed.input(x), fed.output(width)
+            fed.plan.norm(True, weight, bias, eps, 1, source, out)
+            bound = layer_norm_bound(exact, weight, bias, small) + U * np.abs(expected)
+            assert_within(fed.run(out), expected, bound, f"layer {what}")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", sorted(ACTIVATIONS))
+def test_activations(isa: str, kind: str) -> None:
+    rng, threshold = np.random.default_rng(4), 0.25
+    edges = [
+        0.0,
+        -0.0,
+        0.25,
+        np.nextafter(np.float32(0.25), np.float32(0)),
+        87.3,
+        88.0,
+        88.5,
+        89.0,
+        104.0,
+        1e3,
+        1e10,
+    ]
+    x = np.concatenate(
+        [
+            edges,
+            np.negative(edges),
+            rng.standard_normal(999),
+            rng.uniform(-120, 120, 2000),
+            10 ** rng.uniform(-44, 9, 999),
+        ]
+    ).astype(np.float32)[None]
+    fed = Fed(isa, 1)
+    source, out = fed.input(x), fed.output(x.shape[1])
+    fed.plan.activate(ACTIVATIONS[kind], threshold, source, out)
+    exact = x.astype(np.float64)
+    expected = np.asarray(EXACT_ACTIVATIONS[kind](exact, np.float32(threshold)), np.float64)
+    bound = activation_bound(kind, exact, expected) + U * np.abs(expected)
+    assert_within(fed.run(out), expected, bound, f"{kind} {isa}")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("width", [1, 31, 64, 1000, 8192])
+def test_predictors_of_signs_are_exact(isa: str, width: int) -> None:
+    rng, rows = np.random.default_rng(6), 37
+    signs = rng.integers(0, 2, (rows, width), dtype=np.uint8)
+    packed = np.packbits(signs, axis=1, bitorder="little").reshape(-1)
+    bias = ill("all scales", (rows,), 3)
+    for kind in KINDS:
+        x = ill(kind, (9, width))
+        agree = np.where(x < 0, -1, 1) @ np.where(signs, -1, 1).T
+        for n in (1, 9):
+            fed = Fed(isa, n)
+            source, out = fed.input(x[:n]), fed.output(rows)
+            fed.plan.sign_scores(source, packed, bias, out)
+            np.testing.assert_array_equal(fed.run(out), agree[:n].astype(np.float32) + bias)
+
+
+# ---- attention
+
+
+def queries_and_keys(kind: str, n: int, heads: int, heads_kv: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Scores of one kind."""
+    q, k = ill("normal", (n, heads * dim), 1), ill("normal", (n, heads_kv * dim), 2)
+    match kind:
+        case "cancelling":  # each score is a sum of large numbers that is about 0
+            q[:, 1::2], k[:, 1::2] = q[:, 0::2], -k[:, 0::2]
+            q *= 30
+        case "all alike":
+            k[:] = k[0]
+        case "one position takes all":
+            k[n // 3] *= 40
+        case "one huge channel":
+            k[:, dim // 2] = 50
+        case "far below":  # all weights but the own one underflow in a long row
+            q *= 20
+            k[:] = -np.abs(k)
+            q = np.abs(q)
+        case "tiny":
+            q *= 1e-38
+    return q, k
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv_type", sorted(KV_TYPES))
+@pytest.mark.parametrize(
+    "kind",
+    ["normal", "cancelling", "all alike", "one position takes all", "one huge channel", "far below", "tiny"],
+)
+def test_attention(isa: str, kv_type: str, kind: str) -> None:
+    heads, heads_kv, dim, dim_v = (4, 2, 64, 96) if kv_type == "q8_0" else (4, 2, 40, 24)
+    n, number, size = 1100, *KV_TYPES[kv_type]  # more than two splits
+    q, k = queries_and_keys(kind, n, heads, heads_kv, dim)
+    v = ill("outliers", (n, heads_kv * dim_v), 3)
+    for window in (0, 77):
+        n_pages = -(-n // _core.PAGE_SIZE)
+        slots = n_pages * heads_kv * _core.PAGE_SIZE
+        caches = [np.zeros(slots * width * size, np.uint8) for width in (dim, -(-dim_v // 16) * 16)]
+        scales = [np.zeros(slots * width // 32 * 2, np.uint8) for width in (dim, dim_v)]
+        fed = Fed(isa, n, n_pages)
+        inputs, out = [fed.input(x) for x in (q, k, v)], fed.output(heads * dim_v)
+        scale = dim**-0.5
+        fed.plan.attention(
+            *inputs, out, heads, heads_kv, dim, dim_v, scale, window, -1, None, None, number, *caches,
+            *(scales if kv_type == "q8_0" else (None, None)),
+        )  # fmt: skip
+        found = fed.run(out).reshape(n, heads, dim_v)
+        store = {"f32": lambda x: x, "f16": lambda x: x.astype(np.float16), "q8_0": q8_0_stored}[kv_type]
+        keys = store(k).astype(np.float64).reshape(n, heads_kv, dim)
+        values = store(v).astype(np.float64).reshape(n, heads_kv, dim_v)
+        query = q.astype(np.float64).reshape(n, heads, dim) * np.float64(np.float32(scale))
+        for token in (0, 1, 63, 64, 500, 511, 512, 700, 1023, 1024, n - 1):
+            seen = slice(max(0, token + 1 - window) if window else 0, token + 1)
+            for head in range(heads):
+                past, of = keys[seen, head // 2], values[seen, head // 2]
+                scores = past @ query[token, head]
+                weights = np.exp(scores - scores.max())
+                expected = weights @ of / weights.sum()
+                magnitude = np.abs(past) @ np.abs(query[token, head])
+                bound = attention_bound(scores, magnitude, dim, of)
+                assert_within(found[token, head], expected, bound, f"{isa} {kv_type} {kind} {window} {token}")
+
+
+def test_what_a_q8_0_cache_stores_is_close() -> None:
+    """Half a step, and what the rounding of the scale to f16 adds."""
+    for kind in KINDS:
+        if kind == "huge channel":  # 1e8 / 127 has no f16
+            continue
+        x = ill(kind, (100, 96))
+        largest = np.abs(x.reshape(-1, 32)).max(axis=1, keepdims=True).astype(np.float64)
+        half = 2.0**-11  # of f16, and half of its smallest number where that is more
+        step = largest / 127 * (1 + half) + 2.0**-25
+        bound = np.broadcast_to(
+            step / 2 * (1 + gamma(3)) + 127 * (largest / 127 * half + 2.0**-25), (300, 32)
+        )
+        off = np.abs(q8_0_stored(x).astype(np.float64) - x).reshape(-1, 32)
+        assert (off <= bound).all(), kind
