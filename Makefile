@@ -7,7 +7,7 @@ JOBS ?= 2
 ADAPTERS := adapters/smollm2-135m-relu.safetensors
 RELU := build/demo/smollm2-135m-relu.gguf
 
-.PHONY: demo build test test-order mutants lint format kernel-test test-neon sanitize fuzz wheel clean
+.PHONY: demo build test test-order mutants lint format kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel clean
 
 demo: build
 	$(BIN)/hotset run smollm2-135m "What is photosynthesis?" --temp 0 -n 80
@@ -77,16 +77,46 @@ kernel-test: $(VENV)/.tools
 test-neon:
 	sh csrc/tests/run_neon.sh
 
-# The kernels under the address and undefined-behaviour sanitizers.
-sanitize: $(VENV)/.tools
-	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHOTSET_PYTHON=OFF -DHOTSET_SANITIZE=ON -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja >/dev/null
-	$(BIN)/cmake --build build/sanitize --target kernel_test
-	build/sanitize/kernel_test
+# Under the address and undefined-behaviour sanitizers: kernels and plan by themselves, then the tests that run the native
+# plan, in an environment of their own whose extension is instrumented and whose libraries are those of .venv.
+# `make sanitize-suite` runs every test so (an hour), or those of TESTS=...
+SANITIZE := build/sanitize
+SANITIZED := ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 OMP_NUM_THREADS=1 \
+  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" HOTSET_SANITIZED=1
+NATIVE_TESTS := tests/test_plan_bounds.py tests/test_cpu_backend.py tests/test_sparse_cpu.py tests/test_kernels.py \
+  tests/test_numerics.py tests/test_fuzz_models.py tests/test_cold.py tests/test_planes.py tests/test_quantize.py
 
-# Damaged files, and sound ones that say odd things, for a while: only sentences may come of them.
+sanitize: $(SANITIZE)/venv/.installed $(VENV)/.dev
+	$(BIN)/cmake -S . -B $(SANITIZE)/native -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHOTSET_PYTHON=OFF -DHOTSET_SANITIZE=ON -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja >/dev/null
+	$(BIN)/cmake --build $(SANITIZE)/native --target kernel_test plan_test
+	$(SANITIZE)/native/kernel_test
+	$(SANITIZE)/native/plan_test
+	$(SANITIZED) $(SANITIZE)/venv/bin/python -m pytest $(NATIVE_TESTS)
+
+sanitize-suite: $(SANITIZE)/venv/.installed $(VENV)/.dev
+	$(SANITIZED) $(SANITIZE)/venv/bin/python -m pytest -n $(JOBS) $(TESTS)
+
+# A path file adds the packages of .venv, but not what its own path files add: hotset as it is installed there.
+$(SANITIZE)/venv/.installed: pyproject.toml CMakeLists.txt $(SOURCES) $(VENV)/.tools
+	$(BIN)/python -m venv --without-pip $(SANITIZE)/venv
+	$(BIN)/python -c 'import sys; print(*(p for p in sys.path if p.endswith("site-packages")), sep="\n")' \
+	  > $$($(SANITIZE)/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/packages.pth
+	$(BIN)/python -m pip --python $(SANITIZE)/venv/bin/python install -q --no-build-isolation --no-deps --ignore-installed -e . \
+	  -C build-dir=$(SANITIZE)/extension -C cmake.build-type=RelWithDebInfo -C cmake.define.HOTSET_SANITIZE=ON
+	touch $@
+
+# Damaged files, and sound ones that say odd things: only sentences may come of them. Models of random shapes: the
+# reference's numbers, and the same bits however they are run. `make fuzz SEED=1` draws others.
+SEED ?= 0
 fuzz: build $(VENV)/.dev
-	$(BIN)/python tests/fuzz/fuzz_gguf.py --seconds 60
-	$(BIN)/python tests/fuzz/fuzz_models.py --seconds 60
+	$(BIN)/python tests/fuzz/fuzz_gguf.py --seconds 60 --seed $(SEED)
+	$(BIN)/python tests/fuzz/fuzz_models.py --seconds 60 --seed $(SEED)
+	$(BIN)/python tests/fuzz/fuzz_shapes.py --seconds 60 --seed $(SEED)
+
+# Two of them for ten minutes each under the sanitizers.
+sanitize-fuzz: $(SANITIZE)/venv/.installed $(VENV)/.dev
+	$(SANITIZED) $(SANITIZE)/venv/bin/python tests/fuzz/fuzz_gguf.py --seconds 600 --seed $(SEED)
+	$(SANITIZED) $(SANITIZE)/venv/bin/python tests/fuzz/fuzz_shapes.py --seconds 600 --seed $(SEED) --verbose
 
 wheel: $(VENV)/.tools
 	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w dist .

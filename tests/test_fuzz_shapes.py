@@ -1,0 +1,44 @@
+"""Some models of random shapes; `tests/fuzz/fuzz_shapes.py` runs as many as there is time for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from derived_bounds import Oracle
+from fuzz.fuzz_shapes import run_case
+from test_cpu_backend import batch, cpu, tokens
+from tiny_gguf import write_llama
+
+from hotset.formats.gguf import open_gguf
+from hotset.formats.quants import GGMLType
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_models_of_random_shapes(tmp_path: Path, number: int) -> None:
+    run_case(0, number, tmp_path)
+
+
+@pytest.mark.parametrize("type_", [GGMLType.F32, GGMLType.Q4_K], ids=lambda t: t.name)
+def test_a_wrong_result_of_any_operation_is_found(tmp_path: Path, type_: GGMLType) -> None:
+    """The oracle's bounds are so close that one part in ten thousand is noticed, wherever it is."""
+    path = write_llama(
+        tmp_path / "m.gguf", n_layer=1, n_embd=256, n_ff=256, head_dim=64, type_of=lambda name: type_
+    )
+    gguf = open_gguf(path)
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    step = batch([(tokens(6), 0, [0])], tuple(value.name for value in graph.values))
+    found = cpu(gguf).step(step)
+    Oracle(gguf, graph, n_pages=1, kv_type="f16").check(step, found)
+    for name, values in found.taps.items():
+        wrong = values.copy()
+        # A part of the largest number: errors of small ones may hide in the sums that they come from.
+        at = np.unravel_index(np.argmax(np.abs(wrong)), wrong.shape)
+        wrong[at] *= np.float32(1.0001)
+        spoilt = replace(found, taps={**found.taps, name: wrong})
+        with pytest.raises(AssertionError, match="off by"):
+            Oracle(gguf, graph, n_pages=1, kv_type="f16").check(step, spoilt)
