@@ -84,7 +84,7 @@ SANITIZE := build/sanitize
 SANITIZED := ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 OMP_NUM_THREADS=1 \
   LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" HOTSET_SANITIZED=1
 NATIVE_TESTS := tests/test_plan_bounds.py tests/test_cpu_backend.py tests/test_sparse_cpu.py tests/test_kernels.py \
-  tests/test_numerics.py tests/test_fuzz_models.py tests/test_cold.py tests/test_planes.py tests/test_quantize.py
+  tests/test_numerics.py tests/test_fuzz_shapes.py tests/test_cold.py tests/test_planes.py tests/test_quantize.py
 
 sanitize: $(SANITIZE)/venv/.installed $(VENV)/.dev
 	$(BIN)/cmake -S . -B $(SANITIZE)/native -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHOTSET_PYTHON=OFF -DHOTSET_SANITIZE=ON -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja >/dev/null

@@ -111,6 +111,8 @@ def draw(rng: np.random.Generator, folder: Path) -> Case:
         n_head = int(one_of(rng, 1, 2, 4, 6, 8, 12, 16, 40, 56, 72))
         head_dim = min(head_dim, max(2, MOST_WIDTH // n_head // 2 * 2))
         step = np.lcm(unit, n_head * 2)
+        if step > MOST_WIDTH:  # then no type with blocks fits
+            step = n_head * 2
         n_embd = int(step * max(1, round(n_head * head_dim / step)))
         head_dim = n_embd // n_head
         divisors = [d for d in range(1, n_head + 1) if n_head % d == 0]
