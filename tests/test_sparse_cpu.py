@@ -88,6 +88,14 @@ def test_exact_is_dense_for_plain_files(tmp_path: Path, model: str, type_: GGMLT
     assert_exact_is_dense(write(tmp_path, model, type_, dialect="gguf"))
 
 
+@pytest.mark.parametrize("type_", [T.Q8_0, T.Q4_0], ids=lambda t: t.name)
+def test_widths_that_planes_do_not_fit(tmp_path: Path, type_: GGMLType) -> None:
+    """The down projection stays as it is, by output."""
+    of_down = lambda name: type_ if "ffn_down" in name else T.F32  # noqa: E731
+    gguf = write(tmp_path, "llama", dialect="gguf", n_embd=80, type_of=of_down)
+    assert_exact_is_dense(gguf)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_exact_is_dense_for_every_activation(tmp_path: Path, activation: str) -> None:
     keys = {"llama.hidden_activation": activation, **ACTIVATIONS[activation]}
