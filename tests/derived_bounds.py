@@ -29,8 +29,10 @@ from hotset.model.graph import (
     Multiply,
     RMSNorm,
     Rotate,
+    Scale,
     SelectOutputs,
     SignScores,
+    SoftCap,
     TransposedLinear,
 )
 
@@ -147,16 +149,30 @@ def activation_bound(kind: str, x: np.ndarray, expected: np.ndarray) -> np.ndarr
     return 2 * U * np.abs(expected) + TINY  # relu2's product
 
 
+def soft_cap_bound(cap: float) -> float:
+    """c * tanh(x / c) as c - 2c / (e + 1), e = exp(2x / c).
+
+    An error of e counts by 2c * e / (e + 1)^2, at most c / 2, and by at most 0.9 c where it is one of the
+    argument; the quotient and the difference are rounded.
+    """
+    return cap * (EXP + 8 * U) + TINY
+
+
 def attention_bound(
-    scores: np.ndarray, magnitude: np.ndarray, head_dim: int, values: np.ndarray
+    scores: np.ndarray, magnitude: np.ndarray, head_dim: int, values: np.ndarray, softcap: float = 0.0
 ) -> np.ndarray:
     """Of one query: scores [n], magnitude [n] = sum of |q * k| of each, values [n, dim] → [dim].
+
+    softcap: of the scores, which are given without it; it lessens their errors and adds its own.
 
     An error e of a score changes its weight by a factor within exp(±e), and the sum of weights by as much.
     """
     n = len(scores)
+    of_cap = 0.0
+    if softcap:
+        scores, of_cap = softcap * np.tanh(scores / softcap), soft_cap_bound(softcap)
     highest = scores.max()
-    of_score = gamma(head_dim + head_dim // BLOCK + 5) * magnitude + U * np.abs(scores - highest)
+    of_score = of_cap + gamma(head_dim + head_dim // BLOCK + 5) * magnitude + U * np.abs(scores - highest)
     rescaled = -(-n // PAGE) + 1 + -(-n // SPLIT) + 1
     of_weight = np.expm1(of_score.max() + rescaled * (EXP + 3 * U) + EXP)
     weights = np.exp(scores - highest)
@@ -186,7 +202,7 @@ class Oracle(ReferenceBackend):
     def check(self, batch: Batch, found: StepResult) -> None:
         slots = self._slots(batch)
         taps = {value.id: found.taps[value.name].astype(np.float64) for value in self.graph.values}
-        for op in self.graph.ops:
+        for op in self.graph.primitives:
             with np.errstate(over="ignore", invalid="ignore", under="ignore"):
                 expected, bound = self._expected(op, taps, batch, slots)
             got = taps[op.out.id]
@@ -214,7 +230,9 @@ class Oracle(ReferenceBackend):
                 return expected, U * (
                     np.abs(expected) + (0 if op.bias is None else np.abs(self._weight(op.bias)))
                 )
-            case Add() | Multiply():
+            case SoftCap():
+                return expected, soft_cap_bound(op.cap) + U * np.abs(expected)
+            case Add() | Multiply() | Scale():
                 return expected, U * np.abs(expected) + TINY
             case RMSNorm():
                 return expected, rms_norm_bound(expected, op.x.width // op.n_head)
@@ -265,7 +283,7 @@ class Oracle(ReferenceBackend):
                 k = keys[seen, head // group].astype(np.float64)
                 v = values[seen, head // group].astype(np.float64)
                 magnitude = np.abs(k) @ np.abs(q[head])
-                bound[token, head] = attention_bound(k @ q[head], magnitude, op.head_dim, v)
+                bound[token, head] = attention_bound(k @ q[head], magnitude, op.head_dim, v, op.softcap)
         return bound.reshape(len(slots), -1)
 
     def _weight(self, name: str) -> np.ndarray:

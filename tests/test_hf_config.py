@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hotset.formats.hf_config import HFConfig
 
+from hotset.convert.hf_config import HFConfig
 from hotset.errors import UnsupportedModelError
 
 SIZES: dict[str, Any] = {

@@ -27,12 +27,13 @@ from derived_bounds import (
     rms_norm_bound,
     rounding_of_inputs,
 )
-from hotset.sparsity.planes import decode
 from make_blocks import random_blocks
 
 from hotset import _core
-from hotset.backends.cpu import ACTIVATIONS, KV_TYPES, PLANES
+from hotset.backends.cpu import KV_TYPES
+from hotset.backends.lowering import ACTIVATIONS, PLANES
 from hotset.backends.reference import ACTIVATIONS as EXACT_ACTIVATIONS
+from hotset.formats.planes import decode
 from hotset.formats.quants import DECODABLE, GGMLType, dequantize
 
 F32 = int(GGMLType.F32)
@@ -305,7 +306,7 @@ def test_attention(isa: str, kv_type: str, kind: str) -> None:
     n, number, size = 1100, *KV_TYPES[kv_type]  # more than two splits
     q, k = queries_and_keys(kind, n, heads, heads_kv, dim)
     v = ill("outliers", (n, heads_kv * dim_v), 3)
-    for window in (0, 77):
+    for window, softcap in ((0, 0.0), (77, 0.0), (77, 2.5)):
         n_pages = -(-n // _core.PAGE_SIZE)
         slots = n_pages * heads_kv * _core.PAGE_SIZE
         caches = [np.zeros(slots * width * size, np.uint8) for width in (dim, -(-dim_v // 16) * 16)]
@@ -314,7 +315,7 @@ def test_attention(isa: str, kv_type: str, kind: str) -> None:
         inputs, out = [fed.input(x) for x in (q, k, v)], fed.output(heads * dim_v)
         scale = dim**-0.5
         fed.plan.attention(
-            *inputs, out, heads, heads_kv, dim, dim_v, scale, window, -1, None, None, number, *caches,
+            *inputs, out, heads, heads_kv, dim, dim_v, scale, softcap, window, -1, None, None, number, *caches,
             *(scales if kv_type == "q8_0" else (None, None)),
         )  # fmt: skip
         found = fed.run(out).reshape(n, heads, dim_v)
@@ -327,10 +328,11 @@ def test_attention(isa: str, kv_type: str, kind: str) -> None:
             for head in range(heads):
                 past, of = keys[seen, head // 2], values[seen, head // 2]
                 scores = past @ query[token, head]
-                weights = np.exp(scores - scores.max())
+                capped = softcap * np.tanh(scores / softcap) if softcap else scores
+                weights = np.exp(capped - capped.max())
                 expected = weights @ of / weights.sum()
                 magnitude = np.abs(past) @ np.abs(query[token, head])
-                bound = attention_bound(scores, magnitude, dim, of)
+                bound = attention_bound(scores, magnitude, dim, of, softcap)
                 assert_within(found[token, head], expected, bound, f"{isa} {kv_type} {kind} {window} {token}")
 
 
