@@ -202,18 +202,19 @@ def test_bench_counts_beside_what_it_times() -> None:
         stats = measure(backend, test, 2, 2048, lambda: 1e9, **options).stats
         return [(step.n_tokens, step.active.tolist()) for step in stats], backend
 
-    # Warm-up: steps 1 and 2 for the depth, 3 and 4 for the prompt, then one for each token.
+    # The warm-up computes depth and prompt in steps 1 to 3, then a step for each token. From then on the first
+    # page of the depth is found, and the rest of it goes with the prompt.
     both, backend = counted(Test(60, 3, 70), collect_stats=True)
-    assert both == [(1, [10, step]) for step in (5, 6, 7)]
-    assert backend.n_stats_asked == 5
-    assert backend.batches == [50, 20, 50, 10, 1, 1, 1] + 2 * [50, 10, 1, 1, 1]
+    assert both == [(1, [10, step]) for step in (4, 5, 6)]
+    assert backend.n_stats_asked == 6
+    assert backend.batches == [50, 50, 30, 1, 1, 1] + 2 * [50, 16, 1, 1, 1]
     many, backend = counted(Test(0, 100, 0), collect_stats=True)
-    assert len(many) == backend.n_stats_asked == 32
+    assert (len(many), backend.n_stats_asked) == (32, 33)
     prompts, _ = counted(Test(60, 0, 70), collect_stats=True)
-    assert [n for n, _ in prompts] == [50, 10]
+    assert [n for n, _ in prompts] == [30]
     nothing, backend = counted(Test(60, 3, 70))
     assert (nothing, backend.n_stats_asked) == ([], 0)
-    assert backend.batches == [50, 20, 50, 10, 1, 1] + 2 * [50, 10, 1, 1, 1]
+    assert backend.batches == [50, 50, 30, 1, 1] + 2 * [50, 16, 1, 1, 1]
 
 
 @needs_core

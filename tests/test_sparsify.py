@@ -761,7 +761,6 @@ class TestCommand:
             (("--activation", "gelu", "-f", "TEXT"), "relu or drelu"),
             (("--on-policy", 100), "--from-adapters"),
             (("-f", "TEXT", "--idle", 2), "--idle"),
-            (("-f", "missing.txt"), "missing.txt"),
             (("--adapters", "missing.safetensors"), "there are no adapters"),
             (("-f", "TEXT", "-c", 4096), "too short|at least"),
         ],

@@ -473,7 +473,7 @@ LONG = "n" * 5000
         (["show", f"/{LONG}/x"], "there is no file"),
         (["run", LONG, "hi"], "there is no model"),
         (["rm", LONG], "no model|too long"),
-        (["show", "~nouser/model.gguf"], "~nouser/model.gguf begins with a user who has no home"),
+        (["show", "~nouser/model.gguf"], "There is no file ~nouser/model.gguf"),
         (["quantize", "MODEL", LONG, "--type", "f16"], "File name too long"),
         (["quantize", "MODEL", f"{LONG}/x.gguf", "--type", "f16"], "File name too long"),
         (["profile", "MODEL", "-o", LONG], "too long"),
@@ -508,7 +508,7 @@ def test_homes_that_are_none_are_sentences(home: Path, monkeypatch: Any) -> None
 
 def test_a_long_prompt_is_no_path(model: Path, home: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("hotset.storage.catalogue.DEFAULT", str(model))
-    done = inside("run", "a b " * 100, "-n", 2, "--backend", "reference")
+    done = inside("run", "a b " * 100, "-n", 2, "--backend", "reference", "--seed", 1)
     assert done.returncode == 0, done.stderr
 
 
