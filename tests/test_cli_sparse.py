@@ -202,8 +202,8 @@ def test_bench_counts_beside_what_it_times() -> None:
         stats = measure(backend, test, 2, 2048, lambda: 1e9, **options).stats
         return [(step.n_tokens, step.active.tolist()) for step in stats], backend
 
-    # The warm-up computes depth and prompt in steps 1 to 3, then a step for each token. From then on the first
-    # page of the depth is found, and the rest of it goes with the prompt.
+    # The warm-up computes depth and prompt in steps 1 to 3, then a step for each token. From then on the
+    # first page of the depth is found, and the rest of it goes with the prompt.
     both, backend = counted(Test(60, 3, 70), collect_stats=True)
     assert both == [(1, [10, step]) for step in (4, 5, 6)]
     assert backend.n_stats_asked == 6
