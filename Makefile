@@ -66,18 +66,20 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(SOURCES)
 
-# Every instruction set of this machine against the scalar reference, bit for bit; what a plan holds of its operations.
+# Every instruction set of this machine against the scalar reference, bit for bit; what a plan holds of its operations;
+# the team of threads.
 kernel-test: $(VENV)/.tools
 	$(BIN)/cmake -S . -B build/kernels -G Ninja -DCMAKE_BUILD_TYPE=Release -DHOTSET_PYTHON=OFF -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja >/dev/null
-	$(BIN)/cmake --build build/kernels --target kernel_test plan_test
+	$(BIN)/cmake --build build/kernels --target kernel_test plan_test team_test
 	build/kernels/kernel_test
 	build/kernels/plan_test
+	build/kernels/team_test
 
 # The same for AArch64, cross-compiled and run under qemu (Debian: g++-aarch64-linux-gnu, qemu-user).
 test-neon:
 	sh csrc/tests/run_neon.sh
 
-# Under the address and undefined-behaviour sanitizers: kernels and plan by themselves, then the tests that run the native
+# Under the address and undefined-behaviour sanitizers: kernels, plan and team by themselves, then the tests that run the native
 # plan, in an environment of their own whose extension is instrumented and whose libraries are those of .venv.
 # `make sanitize-suite` runs every test so (an hour), or those of TESTS=...
 SANITIZE := build/sanitize
@@ -88,9 +90,10 @@ NATIVE_TESTS := tests/test_plan_bounds.py tests/test_cpu_backend.py tests/test_s
 
 sanitize: $(SANITIZE)/venv/.installed $(VENV)/.dev
 	$(BIN)/cmake -S . -B $(SANITIZE)/native -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHOTSET_PYTHON=OFF -DHOTSET_SANITIZE=ON -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja >/dev/null
-	$(BIN)/cmake --build $(SANITIZE)/native --target kernel_test plan_test
+	$(BIN)/cmake --build $(SANITIZE)/native --target kernel_test plan_test team_test
 	$(SANITIZE)/native/kernel_test
 	$(SANITIZE)/native/plan_test
+	$(SANITIZE)/native/team_test
 	$(SANITIZED) $(SANITIZE)/venv/bin/python -m pytest $(NATIVE_TESTS)
 
 sanitize-suite: $(SANITIZE)/venv/.installed $(VENV)/.dev

@@ -83,7 +83,7 @@ class Operator:
         from hotset import _core
 
         n = N_MASKS if scores is None else len(scores)
-        plan = _core.Plan(1, 1, 1, n_threads)
+        plan = _core.Plan(1, 1, 1, _core.Runtime(n_threads))
         x, act, out = plan.buffer(d, False), plan.buffer(ff, False), plan.buffer(d, False)
         inputs = np.random.default_rng(0).standard_normal((n, d), np.float32)
         plan.embed(int(GGMLType.F32), inputs.view(np.uint8).reshape(-1), n, False, 0, x)

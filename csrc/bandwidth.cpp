@@ -2,8 +2,11 @@
 
 #include <atomic>
 #include <chrono>
+#include <string>
 #include <thread>
 #include <vector>
+
+#include "threads.h"
 
 namespace hotset {
 namespace {
@@ -38,7 +41,15 @@ double read_bandwidth(const Kernels& kernels, const uint8_t* data, size_t bytes,
     };
     const auto start = std::chrono::steady_clock::now();
     std::vector<std::thread> threads;
-    for (int i = 1; i < n_threads; i++) threads.emplace_back(work, i);
+    try {
+        for (int i = 1; i < n_threads; i++)
+            threads.push_back(start_thread("only " + std::to_string(i) + " of " + std::to_string(n_threads) +
+                                               " threads could be started",
+                                           [&work, i] { work(i); }));
+    } catch (...) {  // fewer would measure something else
+        for (std::thread& thread : threads) thread.join();
+        throw;
+    }
     work(0);
     for (std::thread& thread : threads) thread.join();
     return double(bytes * passes) /

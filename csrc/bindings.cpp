@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -85,16 +86,42 @@ void set_activations(NeuronFacts& facts, bool gated, std::pair<int, float> activ
     }
 }
 
+nb::object error_class(const char* name) {
+    return nb::module_::import_("hotset.errors").attr(name);
+}
+
+struct StepCancelled : std::exception {};
+
+// What needs another type than ValueError.
+void translate(const std::exception_ptr& thrown, void*) {
+    try {
+        std::rethrow_exception(thrown);
+    } catch (const ThreadError& error) {
+        PyErr_SetString(error_class("InvalidRequestError").ptr(), error.what());
+    } catch (const StepCancelled&) {
+        PyErr_SetNone(error_class("StepCancelledError").ptr());
+    }
+}
+
+std::shared_ptr<Runtime> make_runtime(int n_threads) {
+    require(n_threads > 0 && n_threads <= kMaxThreads,
+            "the number of threads must be 1 to " + std::to_string(kMaxThreads));
+    return std::make_shared<Runtime>(n_threads);
+}
+
 // A plan as Python builds it: the same operations, with every argument checked.
 class PlanBuilder {
   public:
-    PlanBuilder(int max_tokens, int n_pages, int max_pages, int n_threads,
+    PlanBuilder(int max_tokens, int n_pages, int max_pages, std::shared_ptr<Runtime> runtime,
                 const std::optional<std::string>& isa)
         : n_pages_(n_pages) {
         require(max_tokens > 0 && n_pages > 0 && max_pages > 0, "a plan needs tokens and pages");
-        require(n_threads > 0 && n_threads <= kMaxThreads,
-                "the number of threads must be 1 to " + std::to_string(kMaxThreads));
-        plan_ = std::make_unique<Plan>(chosen_kernels(isa), max_tokens, max_pages, n_threads);
+        plan_ = std::make_unique<Plan>(chosen_kernels(isa), max_tokens, max_pages, std::move(runtime));
+    }
+    ~PlanBuilder() {
+        // Waits for late threads of the team: whoever runs a step of another plan must get at the GIL.
+        nb::gil_scoped_release release;
+        plan_.reset();
     }
 
     int buffer(int64_t width, bool outputs) {
@@ -286,9 +313,11 @@ class PlanBuilder {
     void multiply(int a, int b, int out) { check_pair(a, b, out), plan_->add_multiply(a, b, out); }
 
     void finish() {
+        nb::gil_scoped_release release;
         plan_->finish();
         finished_ = true;
     }
+    void cancel() { plan_->cancel(); }
 
     void run(const Ints& tokens, const Ints& positions, const Ints& sequences, const IntMatrix& pages,
              const Ints& outputs, const std::optional<FloatMatrix>& x) {
@@ -336,9 +365,21 @@ class PlanBuilder {
         }
         n_tokens_ = n;
         n_outputs_ = n_outputs;
-        nb::gil_scoped_release release;
-        plan_->run(tokens.data(), positions.data(), sequences.data(), n, pages.data(), n_sequences, max_pages,
-                   outputs.data(), n_outputs);
+        bool done;
+        std::exception_ptr raised;  // by a signal handler, while the step ran
+        {
+            nb::gil_scoped_release release;
+            const Poll poll = [&] {
+                nb::gil_scoped_acquire acquire;
+                if (!raised && PyErr_CheckSignals() != 0)
+                    raised = std::make_exception_ptr(nb::python_error());
+                return bool(raised);
+            };
+            done = plan_->run(&poll, tokens.data(), positions.data(), sequences.data(), n, pages.data(),
+                              n_sequences, max_pages, outputs.data(), n_outputs);
+        }
+        if (raised) std::rethrow_exception(raised);
+        if (!done) throw StepCancelled();
     }
 
     // A view of the buffer's rows of the last step.
@@ -389,7 +430,7 @@ class PlanBuilder {
 
     const int n_pages_;
     // A late thread may still read weights and cache when Python drops the plan: they must outlive plan_,
-    // whose end waits for its threads. So they stand before it.
+    // whose end waits for such threads. So they stand before it.
     std::vector<Bytes> weights_;
     std::vector<WritableBytes> caches_;
     std::unique_ptr<Plan> plan_;
@@ -410,14 +451,16 @@ class Cold {
     using Part = std::tuple<int, Bytes, std::optional<Floats>>;  // type, data, bias
     using Down = std::tuple<int, Bytes, std::optional<Bytes>>;   // type, data, scales of planes
 
-    Cold(int64_t width, int max_tokens, int n_threads, double timeout,
+    Cold(int64_t width, int max_tokens, std::shared_ptr<Runtime> runtime, double timeout,
          const std::optional<std::string>& isa) {
         require(width > 0 && max_tokens > 0, "the CPU's half needs a width and tokens");
-        require(n_threads > 0 && n_threads <= kMaxThreads,
-                "the number of threads must be 1 to " + std::to_string(kMaxThreads));
         require(timeout > 0 && timeout <= 1e6, "a timeout is more than 0 and at most a million seconds");
-        plan_ = std::make_unique<ColdPlan>(chosen_kernels(isa), width, max_tokens, n_threads,
+        plan_ = std::make_unique<ColdPlan>(chosen_kernels(isa), width, max_tokens, std::move(runtime),
                                            int64_t(timeout * 1e9));
+    }
+    ~Cold() {
+        nb::gil_scoped_release release;  // as in PlanBuilder
+        plan_.reset();
     }
 
     // cold: bit i % 8 of byte i / 8 for each neuron.
@@ -442,6 +485,7 @@ class Cold {
     void start() {
         require(!started_ && plan_->n_layers() > 0, "the CPU's half starts once, with a layer at least");
         started_ = true;
+        nb::gil_scoped_release release;
         plan_->start();
     }
 
@@ -647,6 +691,14 @@ std::vector<std::string> available_isas() {
 NB_MODULE(_core, m) {
     m.doc() = "The native core of hotset: kernels, the plan of a step and the threads that run it.";
     m.attr("PAGE_SIZE") = kPageSize;
+    nb::register_exception_translator(&translate);
+    nb::class_<Runtime>(
+        m, "Runtime",
+        "The team of threads and its memory, which plans and cold services share, a step at a "
+        "time (csrc/runtime.h).")
+        .def(nb::new_(&make_runtime), "n_threads"_a)
+        .def_prop_ro("n_threads", &Runtime::n_threads)
+        .def("close", &Runtime::close, nb::call_guard<nb::gil_scoped_release>());
     m.def(
         "isa", [] { return std::string(chosen_kernels(std::nullopt).isa); },
         "The instruction set whose kernels are used: HOTSET_ISA, or the best that this processor has.");
@@ -664,8 +716,8 @@ NB_MODULE(_core, m) {
         "Encodes a matrix of one GGML type as another into `out`; -1, or a row that holds a value which the "
         "type cannot store.");
     nb::class_<Cold>(m, "Cold", "The CPU's half of a hybrid engine (csrc/cold.h).")
-        .def(nb::init<int64_t, int, int, double, const std::optional<std::string>&>(), "width"_a,
-             "max_tokens"_a, "n_threads"_a, "timeout"_a, "isa"_a.none() = nb::none())
+        .def(nb::init<int64_t, int, std::shared_ptr<Runtime>, double, const std::optional<std::string>&>(),
+             "width"_a, "max_tokens"_a, "runtime"_a, "timeout"_a, "isa"_a.none() = nb::none())
         .def("layer", &Cold::layer, "number"_a, "gate"_a.none(), "up"_a, "n_neurons"_a, "activation"_a,
              "up_activation"_a.none(), "down"_a, "cold"_a, "predicted"_a)
         .def("start", &Cold::start)
@@ -684,8 +736,8 @@ NB_MODULE(_core, m) {
         .def("seconds", &Cold::seconds);
     nb::class_<PlanBuilder>(m, "Plan",
                             "The operations of one step; built once, run once per step (csrc/plan.h).")
-        .def(nb::init<int, int, int, int, const std::optional<std::string>&>(), "max_tokens"_a, "n_pages"_a,
-             "max_pages"_a, "n_threads"_a, "isa"_a.none() = nb::none())
+        .def(nb::init<int, int, int, std::shared_ptr<Runtime>, const std::optional<std::string>&>(),
+             "max_tokens"_a, "n_pages"_a, "max_pages"_a, "runtime"_a, "isa"_a.none() = nb::none())
         .def("buffer", &PlanBuilder::buffer, "width"_a, "outputs"_a)
         .def("rope", &PlanBuilder::rope, "neox"_a, "n_rot"_a, "frequencies"_a, "magnitude"_a)
         .def("embed", &PlanBuilder::embed, "type"_a, "data"_a, "rows"_a, "positions"_a, "first_row"_a,
@@ -712,6 +764,7 @@ NB_MODULE(_core, m) {
         .def("add", &PlanBuilder::add, "a"_a, "b"_a, "out"_a)
         .def("multiply", &PlanBuilder::multiply, "a"_a, "b"_a, "out"_a)
         .def("finish", &PlanBuilder::finish)
+        .def("cancel", &PlanBuilder::cancel)
         .def("run", &PlanBuilder::run, "tokens"_a, "positions"_a, "sequences"_a, "pages"_a, "outputs"_a,
              "x"_a.none() = nb::none())
         .def(

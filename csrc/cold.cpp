@@ -51,17 +51,32 @@ void pause(int64_t start_ns, int turn) {
 
 }  // namespace
 
-ColdPlan::ColdPlan(const Kernels& kernels, int64_t width, int max_tokens, int n_threads, int64_t timeout_ns)
+ColdPlan::ColdPlan(const Kernels& kernels, int64_t width, int max_tokens, std::shared_ptr<Runtime> runtime,
+                   int64_t timeout_ns)
     : width_(width),
       max_tokens_(max_tokens),
       timeout_ns_(timeout_ns),
-      plan_(kernels, max_tokens, 1, n_threads) {
+      plan_(kernels, max_tokens, 1, std::move(runtime)),
+      service_(new Service) {
     x_ = plan_.add_buffer(width, false);
     sum_ = plan_.add_buffer(width, false);
 }
 
 ColdPlan::~ColdPlan() {
-    close();
+    if (service_->born != n_forks()) return;  // its threads are the parent's, and so may be its lock
+    close(*service_);
+    delete service_;
+}
+
+// After a fork the parent's threads are not here, and one of them may hold the lock: all of it is left as it
+// is, and a step that was open there is none here.
+ColdPlan::Service& ColdPlan::service() const {
+    if (service_->born != n_forks()) {
+        Service* inherited = service_;
+        service_ = new Service;
+        service_->closed = inherited->closed;
+    }
+    return *service_;
 }
 
 int ColdPlan::buffer_of(std::vector<std::pair<int64_t, int>>& known, int64_t width) {
@@ -106,79 +121,102 @@ void ColdPlan::start() {
     std::memset(memory_, 0, memory_bytes_);
     for (int i = 0; i < n_layers(); i++) host_calls_.push_back({this, i});
     started_ = true;
-    server_ = std::thread([this] { serve(); });
-    watchdog_ = std::thread([this] { watch(); });
+    start_threads(service());
+}
+
+void ColdPlan::start_threads(Service& service) {
+    try {
+        service.server = start_thread("the thread of the CPU's half cannot be started",
+                                      [this, &service] { serve(service); });
+        service.watchdog = start_thread("the thread that watches the CPU's half cannot be started",
+                                        [this, &service] { watch(service); });
+    } catch (...) {
+        close(service);
+        throw;
+    }
 }
 
 // ---- a step, as the device's side sees it
 
 std::string ColdPlan::begin(int n_tokens) {
-    std::unique_lock lock(mutex_);
-    if (closed_) return "the CPU's half was closed";
-    if (open_) return "the CPU's half is in the middle of a step";
+    Service& s = service();
+    if (!s.closed && !s.server.joinable()) {  // in a child of the process that started them
+        in_step_.store(false);
+        start_threads(s);
+    }
+    std::unique_lock lock(s.mutex);
+    if (s.closed) return "the CPU's half was closed";
+    if (s.open) return "the CPU's half is in the middle of a step";
     const auto limit = std::chrono::nanoseconds(timeout_ns_);
-    if (!changed_.wait_for(lock, limit, [this] { return !serving_ || closed_; }))
+    if (!s.changed.wait_for(lock, limit, [&] { return !s.serving || s.closed; }))
         return "the CPU's half is still busy with a layer of the step before";
-    if (closed_) return "the CPU's half was closed";
+    if (s.closed) return "the CPU's half was closed";
     for (int i = 0; i < n_layers(); i++) {
         request(i).store(0, std::memory_order_relaxed);
         done(i).store(0, std::memory_order_relaxed);
         layers_[i].counts = {};
     }
-    reason_.clear();
+    s.reason.clear();
     poisoned_.store(false);
     n_tokens_.store(n_tokens);
     computing_.store(-1);
     progress_ns_.store(now_ns());
     in_step_.store(true);
-    open_ = serving_ = true;
-    changed_.notify_all();
+    s.open = s.serving = true;
+    s.changed.notify_all();
     return {};
 }
 
 std::string ColdPlan::end() {
-    std::unique_lock lock(mutex_);
-    if (!open_) return closed_ ? "the CPU's half was closed" : "there is no step to end";
-    for (int i = 0; i < n_layers() && reason_.empty(); i++)
+    Service& s = service();
+    std::unique_lock lock(s.mutex);
+    if (!s.open) return s.closed ? "the CPU's half was closed" : "there is no step to end";
+    for (int i = 0; i < n_layers() && s.reason.empty(); i++)
         if (request(i).load() || done(i).load() || computing_.load() == i)
-            poison_locked("the cold neurons of layer " + std::to_string(layers_[i].number) +
-                          " were asked for and not collected");
+            poison_locked(s, "the cold neurons of layer " + std::to_string(layers_[i].number) +
+                                 " were asked for and not collected");
     in_step_.store(false);
-    open_ = false;
-    changed_.notify_all();
+    s.open = false;
+    s.changed.notify_all();
     // A server that is stuck in a layer is waited for by the next step, not by this one.
-    if (reason_.empty()) changed_.wait(lock, [this] { return !serving_; });
-    return reason_;
+    if (s.reason.empty()) s.changed.wait(lock, [&] { return !s.serving; });
+    return s.reason;
 }
 
 void ColdPlan::poison(const std::string& reason) {
-    std::lock_guard lock(mutex_);
-    poison_locked(reason);
+    Service& s = service();
+    std::lock_guard lock(s.mutex);
+    poison_locked(s, reason);
 }
 
-void ColdPlan::poison_locked(const std::string& reason) {
-    if (reason_.empty()) reason_ = reason;
+void ColdPlan::poison_locked(Service& service, const std::string& reason) {
+    if (service.reason.empty()) service.reason = reason;
     poisoned_.store(true);
+    plan_.cancel();
     for (int i = 0; i < n_layers(); i++) done(i).store(1, std::memory_order_release);
 }
 
 std::string ColdPlan::poisoned() const {
-    std::lock_guard lock(mutex_);
-    return reason_;
+    Service& s = service();
+    std::lock_guard lock(s.mutex);
+    return s.reason;
 }
 
 void ColdPlan::close() {
+    close(service());
+}
+
+void ColdPlan::close(Service& s) {
     {
-        std::lock_guard lock(mutex_);
-        closed_ = true;
-        if (started_) poison_locked("the CPU's half was closed");
+        std::lock_guard lock(s.mutex);
+        s.closed = true;
+        if (started_) poison_locked(s, "the CPU's half was closed");
         in_step_.store(false);
-        open_ = false;
-        changed_.notify_all();
+        s.open = false;
+        s.changed.notify_all();
     }
-    if (server_.joinable()) server_.join();
-    if (watchdog_.joinable()) watchdog_.join();
-    plan_.stop();  // the memory stays, which a device may still read
+    if (s.server.joinable()) s.server.join();
+    if (s.watchdog.joinable()) s.watchdog.join();
 }
 
 void ColdPlan::post(int layer) {
@@ -210,17 +248,17 @@ void cold_wait_on_stream(void* call) {
 
 // ---- the thread that serves
 
-void ColdPlan::serve() {
+void ColdPlan::serve(Service& s) {
     for (;;) {
         {
-            std::unique_lock lock(mutex_);
-            changed_.wait(lock, [this] { return serving_ || closed_; });
-            if (closed_) return;
+            std::unique_lock lock(s.mutex);
+            s.changed.wait(lock, [&] { return s.serving || s.closed; });
+            if (s.closed) return;
         }
         serve_step();
-        std::lock_guard lock(mutex_);
-        serving_ = false;
-        changed_.notify_all();
+        std::lock_guard lock(s.mutex);
+        s.serving = false;
+        s.changed.notify_all();
     }
 }
 
@@ -270,7 +308,7 @@ void ColdPlan::compute(Layer& layer) {
         return;
     }
     std::copy_n(h(), n * width_, plan_.buffer(x_).row(0));
-    plan_.run_rows(layer.first_op, layer.first_op + 2, n);
+    if (!plan_.run_rows(layer.first_op, layer.first_op + 2, n)) return;  // poisoned: nobody reads the answer
     std::copy_n(plan_.buffer(sum_).row(0), n * width_, out());
     for (int op : {layer.first_op, layer.first_op + 1}) {
         const FfnCounts c = plan_.op(op).counters.get();
@@ -301,26 +339,26 @@ bool ColdPlan::expand(const Layer& layer, int n_tokens) {
 // ---- the thread that watches the time
 
 // Time is counted in its own turns: a process that was stopped for a while has not taken long.
-void ColdPlan::watch() {
-    std::unique_lock lock(mutex_);
+void ColdPlan::watch(Service& s) {
+    std::unique_lock lock(s.mutex);
     const auto period = std::chrono::nanoseconds(std::max<int64_t>(timeout_ns_ / kTurns, 100'000));
     int64_t progress = 0;
     int turns = 0;  // without progress
-    while (!closed_) {
-        if (!open_) {
-            changed_.wait(lock, [this] { return open_ || closed_; });
+    while (!s.closed) {
+        if (!s.open) {
+            s.changed.wait(lock, [&] { return s.open || s.closed; });
             continue;
         }
-        changed_.wait_for(lock, period, [this] { return !open_ || closed_; });
-        if (!open_ || closed_ || !reason_.empty()) continue;
+        s.changed.wait_for(lock, period, [&] { return !s.open || s.closed; });
+        if (!s.open || s.closed || !s.reason.empty()) continue;
         turns = progress_ns_.load() == progress ? turns + 1 : 0;
         progress = progress_ns_.load();
         const int layer = computing_.load();
         if (layer >= 0 && turns >= kTurns)
-            poison_locked("the CPU's half of layer " + std::to_string(layers_[layer].number) +
-                          " took more than " + seconds(timeout_ns_));
+            poison_locked(s, "the CPU's half of layer " + std::to_string(layers_[layer].number) +
+                                 " took more than " + seconds(timeout_ns_));
         else if (layer < 0 && turns >= kTurns * kSilentTimeouts)
-            poison_locked("the device asked for no layer for " + seconds(kSilentTimeouts * timeout_ns_));
+            poison_locked(s, "the device asked for no layer for " + seconds(kSilentTimeouts * timeout_ns_));
     }
 }
 

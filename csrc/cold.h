@@ -5,14 +5,26 @@
 // two flags a layer in it, which a device can write and wait for by itself, in the middle of a captured
 // graph:
 //
-//     device: writes h and bits, request = 1, [computes the hot half], waits for done == 1, done = 0, reads
-//     out CPU:    waits for request == 1, request = 0, computes, writes out, done = 1
+//     device                                    CPU (the serving thread)
+//     ------                                    ------------------------
+//     writes h and, with a predictor, bits
+//     request = 1  ---------------------------> waits for request == 1
+//     computes the hot half                     request = 0
+//                                               computes the cold half, writes out
+//     waits for done == 1  <------------------- done = 1
+//     done = 0
+//     reads out, adds it to its own
 //
 // Both values are constants, and after a layer both flags are zero again: a graph can be replayed as it is.
-// A native thread serves the requests with a team of its own; no Python, hence no lock of it, is involved.
+// A native thread serves the requests, between `begin` and `end` of a step; no Python, hence no lock of it,
+// is involved. It computes with the runtime's team, and so takes turns with the plans of the same runtime.
 //
-// Poison: whatever goes wrong on either side, nobody waits for ever. `poison` sets every `done`, and from
-// then on a request is answered at once, with anything, until the step ends; `end` tells why.
+// Poison: whatever goes wrong on either side, nobody waits for ever. `poison` sets every `done`, cancels the
+// layer that is being computed, and from then on a request is answered at once, with anything, until the step
+// ends; `end` tells why. A second thread watches the time, and poisons a step in which a layer takes too long
+// or the device falls silent.
+//
+// A child of the process has neither thread; it starts its own with its first step.
 #pragma once
 
 #include <condition_variable>
@@ -43,14 +55,15 @@ class ColdPlan {
     };
 
     // width: of h and out. timeout_ns: how long a layer may take before the step is given up.
-    ColdPlan(const Kernels& kernels, int64_t width, int max_tokens, int n_threads, int64_t timeout_ns);
+    ColdPlan(const Kernels& kernels, int64_t width, int max_tokens, std::shared_ptr<Runtime> runtime,
+             int64_t timeout_ns);
     ~ColdPlan();
 
     // Weights of `facts` (its buffers and norm are set here), the down projection by rows = neurons, and
     // which neurons are cold: bit i % 8 of byte i / 8. number: of the layer in the model. predicted: the
     // device hands over bits; else all cold neurons are computed. Returns the layer's index here.
     int add_layer(int number, NeuronFacts facts, LinearPart down, std::vector<uint8_t> cold, bool predicted);
-    void start();  // after the last layer
+    void start();  // after the last layer; throws ThreadError
 
     // ---- the block of memory, all zero at first
     uint8_t* memory() const { return memory_; }  // page-aligned
@@ -107,13 +120,25 @@ class ColdPlan {
     float* h() const { return reinterpret_cast<float*>(memory_ + h_offset_); }
     float* out() const { return reinterpret_cast<float*>(memory_ + out_offset_); }
     int buffer_of(std::vector<std::pair<int64_t, int>>& known, int64_t width);
-    void serve();
+    // Lock, threads, and what the lock protects.
+    struct Service {
+        const uint64_t born = n_forks();
+        std::mutex mutex;
+        std::condition_variable changed;
+        bool open = false, serving = false, closed = false;
+        std::string reason;
+        std::thread server, watchdog;
+    };
+    Service& service() const;
+    void start_threads(Service& service);
+    void close(Service& service);
+    void serve(Service& service);
     void serve_step();
     int next_request(int from) const;
     void compute(Layer& layer);
     bool expand(const Layer& layer, int n_tokens);
-    void watch();
-    void poison_locked(const std::string& reason);
+    void watch(Service& service);
+    void poison_locked(Service& service, const std::string& reason);
 
     const int64_t width_;
     const int max_tokens_;
@@ -127,15 +152,12 @@ class ColdPlan {
     size_t memory_bytes_ = 0, done_offset_ = 0, h_offset_ = 0, bits_offset_ = 0, out_offset_ = 0;
     Plan plan_;
 
-    mutable std::mutex mutex_;
-    std::condition_variable changed_;
-    bool open_ = false, serving_ = false, closed_ = false, started_ = false;  // under the mutex
-    std::string reason_;                                                      // under the mutex
+    mutable Service* service_;  // of this process; a parent's is left as it is
+    bool started_ = false;
     std::atomic<bool> in_step_{false}, poisoned_{false};
     std::atomic<int> n_tokens_{0};
     std::atomic<int> computing_{-1};       // layer whose request is being served
     std::atomic<int64_t> progress_ns_{0};  // when a request or an answer came last
-    std::thread server_, watchdog_;
 };
 
 // Host functions for a device's stream, as CUDA takes them; the argument is a ColdPlan::HostCall.

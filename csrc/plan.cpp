@@ -17,7 +17,8 @@ class Plan::Step : public Job {
     };
     StepTokens tokens;
     std::vector<Phase> phases;
-    mutable std::vector<int64_t> reached_ns;  // when each phase began, and when the last one ended
+    // When each phase began, and when the last one ended: [phases + 1].
+    mutable std::vector<int64_t> reached_ns;
 
     int n_phases() const override { return int(phases.size()); }
     int n_chunks(int phase) const override { return phases[phase].n_chunks; }
@@ -37,12 +38,14 @@ void Norm::apply(const Kernels& kernels, const float* x, int64_t n, float* out) 
         kernels.rms_norm(x, weight.data(), eps, n, out);
 }
 
-Plan::Plan(const Kernels& kernels, int max_tokens, int max_pages, int n_threads)
-    : kernels_(kernels), max_tokens_(max_tokens), max_pages_(max_pages), team_(n_threads) {
-    for (int i = 0; i < team_.n_slots(); i++) steps_.push_back(std::make_unique<Step>());
+Plan::Plan(const Kernels& kernels, int max_tokens, int max_pages, std::shared_ptr<Runtime> runtime)
+    : kernels_(kernels), max_tokens_(max_tokens), max_pages_(max_pages), runtime_(std::move(runtime)) {
+    for (int i = 0; i < runtime_->n_slots(); i++) steps_.push_back(std::make_unique<Step>());
 }
 
-Plan::~Plan() = default;
+Plan::~Plan() {
+    runtime_->leave(this);
+}
 
 int Plan::add_buffer(int64_t width, bool outputs) {
     auto buffer = std::make_unique<Buffer>();
@@ -108,14 +111,10 @@ void Plan::finish() {
         most.input_width = std::max(most.input_width, need.input_width);
         most.shared_bytes = std::max(most.shared_bytes, need.shared_bytes);
     }
-    shared_ = Memory(most.shared_bytes);
     const int64_t width = padded(most.input_width);
-    for (int i = 0; i < team_.n_threads(); i++) {
-        Worker& worker = team_.worker(i);
-        worker.kernel_scratch = Memory(kernel_scratch_bytes(width));
-        worker.results = Memory(most.result_floats * sizeof(float));
-        worker.inputs = Memory(size_t(kPrivateInputs) * width * 6);  // see InputsMemory
-    }
+    runtime_->reserve({kernel_scratch_bytes(width), most.result_floats * sizeof(float),
+                       size_t(kPrivateInputs) * width * 6,  // see InputsMemory
+                       most.shared_bytes});
     for (const auto& step : steps_) {
         StepTokens& t = step->tokens;
         // Allocated here, so that no step has to.
@@ -127,14 +126,18 @@ void Plan::finish() {
             t.rope_cos[i].resize(size_t(max_tokens_) * (ropes_[i].n_rot / 2));
             t.rope_sin[i].resize(size_t(max_tokens_) * (ropes_[i].n_rot / 2));
         }
-        step->phases.reserve(ops_.size() * kMaxPhases);
-        step->reached_ns.resize(ops_.size() * kMaxPhases + 1);
+        step->phases.reserve(ops_.size() * 2);  // most have one or two; where they have more, it grows
     }
 }
 
-void Plan::run(const int32_t* tokens, const int32_t* positions, const int32_t* sequences, int n_tokens,
-               const int32_t* pages, int n_sequences, int max_pages, const int32_t* outputs, int n_outputs) {
-    const int slot = team_.free_slot();
+bool Plan::run(const Poll* poll, const int32_t* tokens, const int32_t* positions, const int32_t* sequences,
+               int n_tokens, const int32_t* pages, int n_sequences, int max_pages, const int32_t* outputs,
+               int n_outputs) {
+    latest_ = nullptr;
+    cancel_.store(false);
+    const Runtime::Turn turn(*runtime_, cancel_, poll);
+    if (!turn) return false;
+    const int slot = turn.team().free_slot();
     Step& step = *steps_[slot];
     StepTokens& t = step.tokens;
     t.n_tokens = n_tokens;
@@ -155,18 +158,22 @@ void Plan::run(const int32_t* tokens, const int32_t* positions, const int32_t* s
                 t.rope_sin[i][token * half + j] = float(std::sin(angle)) * rope.magnitude;
             }
     }
-    execute(slot, 0, n_ops());
+    return execute(turn, poll, slot, 0, n_ops());
 }
 
-void Plan::run_rows(int first_op, int last_op, int n_tokens) {
-    const int slot = team_.free_slot();
+bool Plan::run_rows(int first_op, int last_op, int n_tokens) {
+    latest_ = nullptr;
+    cancel_.store(false);
+    const Runtime::Turn turn(*runtime_, cancel_, nullptr);
+    if (!turn) return false;
+    const int slot = turn.team().free_slot();
     StepTokens& t = steps_[slot]->tokens;
     t.n_tokens = n_tokens;
     t.n_outputs = 0;
-    execute(slot, first_op, last_op);
+    return execute(turn, nullptr, slot, first_op, last_op);
 }
 
-void Plan::execute(int slot, int first_op, int last_op) {
+bool Plan::execute(const Runtime::Turn& turn, const Poll* poll, int slot, int first_op, int last_op) {
     Step& step = *steps_[slot];
     step.phases.clear();
     for (int i = first_op; i < last_op; i++) {
@@ -177,15 +184,17 @@ void Plan::execute(int slot, int first_op, int last_op) {
             const int n = op->n_chunks(phase, step.tokens);
             // Arrays of the team have room for so many: a mistake in an operation must not become a write
             // past them.
-            if (n_phases > kMaxPhases || n < 0 || n > kMaxChunks)
+            if (n < 0 || n > kMaxChunks)
                 throw std::logic_error("operation " + std::to_string(i) + " cuts phase " +
                                        std::to_string(phase) + " of " + std::to_string(n_phases) + " into " +
                                        std::to_string(n) + " chunks: a mistake in hotset");
             if (n) step.phases.push_back({op, i, phase, n});
         }
     }
+    step.reached_ns.resize(step.phases.size() + 1);
+    if (!turn.team().run(slot, step, cancel_, poll, this)) return false;
     latest_ = &step;
-    team_.run(slot, step);
+    return true;
 }
 
 std::vector<double> Plan::op_seconds() const {

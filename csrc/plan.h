@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "kernels/kernels.h"
-#include "threads.h"
+#include "runtime.h"
 
 namespace hotset {
 
@@ -88,15 +88,15 @@ class FfnCounters {
     std::atomic<int64_t> values_[5] = {};
 };
 
-constexpr int kMaxPhases = 3;  // of one operation
-
 class Op {
   public:
     virtual ~Op() = default;
-    // What the plan holds of an operation in every step, else the step is an error: kMaxPhases phases at
-    // most, of kMaxChunks chunks at most. Chunks must grow where there is more to do than that.
+    // Any number of phases, of kMaxChunks chunks at most: else the step is an error. Chunks must grow where
+    // there is more to do than that.
     virtual int n_phases(const StepTokens& step) const = 0;
     virtual int n_chunks(int phase, const StepTokens& step) const = 0;  // 0: the phase is left out
+    // A chunk that takes milliseconds looks at worker.cancelled() about once each, and may then return
+    // without a commit.
     virtual void run(int phase, int chunk, const StepTokens& step, Worker& worker) const = 0;
     virtual Needs needs() const = 0;
     // As Job::prefetch. Most operations read nothing but what the last one wrote.
@@ -151,8 +151,8 @@ struct AttentionFacts {
 
 class Plan {
   public:
-    Plan(const Kernels& kernels, int max_tokens, int max_pages, int n_threads);
-    ~Plan();
+    Plan(const Kernels& kernels, int max_tokens, int max_pages, std::shared_ptr<Runtime> runtime);
+    ~Plan();  // waits for late threads that still read the plan
 
     int add_buffer(int64_t width, bool outputs);
     int add_rope(Rope rope);
@@ -177,34 +177,38 @@ class Plan {
     void add_add(int a, int b, int out);
     void add_multiply(int a, int b, int out);
 
-    // After the last operation: allocates what the workers need.
+    // After the last operation: sees to it that the runtime has the memory that the operations need.
     void finish();
 
-    // Runs one step. Arrays as in backends/base.py. Every index must have been checked. Throws
+    // Runs one step. Arrays as in backends/base.py. Every index must have been checked. poll: null, or asked
+    // every 10 ms by this thread, whether to cancel. False: the step was cancelled. Then the buffers hold
+    // anything, the cache holds anything at the step's own positions, and the next step runs as ever. Throws
     // std::logic_error, before anything is computed, if an operation breaks its contract (see Op).
-    void run(const int32_t* tokens, const int32_t* positions, const int32_t* sequences, int n_tokens,
-             const int32_t* pages, int n_sequences, int max_pages, const int32_t* outputs, int n_outputs);
+    bool run(const Poll* poll, const int32_t* tokens, const int32_t* positions, const int32_t* sequences,
+             int n_tokens, const int32_t* pages, int n_sequences, int max_pages, const int32_t* outputs,
+             int n_outputs);
     // Runs the operations [first_op, last_op) on rows that the caller wrote into their buffers: operations
     // that read neither tokens nor the cache, before any that selects outputs.
-    void run_rows(int first_op, int last_op, int n_tokens);
+    bool run_rows(int first_op, int last_op, int n_tokens);
+    // Cancels the step in flight, from any thread or a signal handler; without one nothing happens.
+    void cancel() { cancel_.store(true); }
 
     const Buffer& buffer(int id) const { return *buffers_[id]; }
     const Kernels& kernels() const { return kernels_; }
     int max_tokens() const { return max_tokens_; }
     int max_pages() const { return max_pages_; }
-    int n_threads() const { return team_.n_threads(); }
-    void stop() { team_.stop(); }  // ends the threads while the memory stays; nothing may run any more
+    int n_threads() const { return runtime_->n_threads(); }
     const Rope& rope(int id) const { return ropes_[id]; }
     int n_ropes() const { return int(ropes_.size()); }
     int n_ops() const { return int(ops_.size()); }
     const Op& op(int i) const { return *ops_[i]; }
-    // Seconds that each operation of the latest step took.
+    // Seconds that each operation of the latest step took; zeros where it was cancelled.
     std::vector<double> op_seconds() const;
-    uint8_t* shared() const { return shared_.data(); }  // 64-byte aligned; what it holds lasts one operation
+    uint8_t* shared() const { return runtime_->shared(); }
 
   private:
     class Step;
-    void execute(int slot, int first_op, int last_op);
+    bool execute(const Runtime::Turn& turn, const Poll* poll, int slot, int first_op, int last_op);
 
     const Kernels& kernels_;
     const int max_tokens_;
@@ -212,10 +216,10 @@ class Plan {
     std::vector<std::unique_ptr<Buffer>> buffers_;
     std::vector<Rope> ropes_;
     std::vector<std::unique_ptr<Op>> ops_;
-    Memory shared_;
     std::vector<std::unique_ptr<Step>> steps_;  // one per slot of the team
     const Step* latest_ = nullptr;
-    Team team_;  // last: its threads stop before what they read is destroyed
+    std::atomic<bool> cancel_{false};  // of the step in flight
+    const std::shared_ptr<Runtime> runtime_;
 };
 
 // ops/*.cpp

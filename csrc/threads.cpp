@@ -1,8 +1,11 @@
 #include "threads.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <mutex>
 #include <new>
+#include <system_error>
 #include <utility>
 
 #if defined(__x86_64__) || defined(_M_X64)
@@ -10,6 +13,8 @@
 #endif
 #ifdef _WIN32
 #include <malloc.h>
+#else
+#include <pthread.h>
 #endif
 
 namespace hotset {
@@ -20,8 +25,30 @@ constexpr uint64_t kTicketMask = (uint64_t(1) << kTicketBits) - 1;
 constexpr int64_t kSpinBeforeSleep_ns = 2'000'000;  // longer than what lies between two tokens
 constexpr int64_t kPatience_ns = 20'000;            // before another thread's chunk is computed again
 constexpr int kPrefetchPhases = 3;                  // how far a waiting thread looks for something to fetch
+constexpr int64_t kLook_ns = 1'000'000;             // of chunks between two looks at the clock, about
+
+std::atomic<uint64_t> forks{0};
 
 }  // namespace
+
+uint64_t n_forks() {
+#ifndef _WIN32
+    static std::once_flag once;
+    std::call_once(once, [] {
+        pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
+    });
+#endif
+    return forks.load(std::memory_order_relaxed);
+}
+
+std::thread start_thread(const std::string& what, std::function<void()> body) {
+    try {
+        return std::thread(std::move(body));
+    } catch (const std::system_error& error) {
+        throw ThreadError(what + " (" + error.code().message() +
+                          "); ask for fewer, or raise the limit on processes and memory");
+    }
+}
 
 int64_t now_ns() {
     using namespace std::chrono;
@@ -83,6 +110,10 @@ void Slot::open(uint64_t new_epoch) {
             ticket.value.store(new_epoch << kTicketBits, std::memory_order_release);
     // Since the tickets are out, others may have finished this phase, and opened more, before this thread
     // goes on (it may just have lost its core): the epoch must never go back.
+    raise_epoch(new_epoch);
+}
+
+void Slot::raise_epoch(uint64_t new_epoch) {
     uint64_t seen = epoch.load(std::memory_order_relaxed);
     while (seen < new_epoch && !epoch.compare_exchange_weak(seen, new_epoch, std::memory_order_acq_rel)) {
     }
@@ -93,6 +124,19 @@ bool Worker::enter_inputs() {
     inputs_epoch_ = epoch_;
     inputs_slot_ = slot_;
     return true;
+}
+
+bool Worker::cancelled() {
+    if (poll_) poll_at(now_ns());
+    return slot_->cancel->load(std::memory_order_relaxed);
+}
+
+// Whoever computes chunks and called `run` must hear of signals in time.
+void Worker::poll_at(int64_t now) {
+    if (!poll_ || now < next_poll_ns_) return;
+    // The flag is the owner's: const for all but the step itself.
+    if ((*poll_)()) const_cast<std::atomic<bool>*>(slot_->cancel)->store(true);
+    next_poll_ns_ = now_ns() + Team::kPoll_ns;
 }
 
 Team::Team(int n_threads) {
@@ -107,7 +151,15 @@ Team::Team(int n_threads) {
         slot->taken = std::make_unique<std::atomic<uint64_t>[]>(kMaxChunks);
         slots_.push_back(std::move(slot));
     }
-    for (int i = 1; i < n_threads; i++) threads_.emplace_back([this, i] { serve(*workers_[i]); });
+    try {
+        for (int i = 1; i < n_threads; i++)
+            threads_.push_back(start_thread("only " + std::to_string(i) + " of " + std::to_string(n_threads) +
+                                                " threads could be started",
+                                            [this, i] { serve(*workers_[i]); }));
+    } catch (...) {
+        stop();
+        throw;
+    }
 }
 
 Team::~Team() {
@@ -122,22 +174,44 @@ void Team::stop() {
     threads_.clear();
 }
 
+bool Team::anyone_in(const Slot* slot) const {
+    for (const auto& worker : workers_)
+        if (worker->inside_.load() == slot) return true;
+    return false;
+}
+
 int Team::free_slot() const {
     for (;;) {
-        for (const auto& slot : slots_) {
+        for (const auto& slot : slots_)
             // A thread may be about to enter the current slot; any other it can only have entered already.
-            bool used = slot.get() == current_.load();
-            for (const auto& worker : workers_) used |= worker->inside_.load() == slot.get();
-            if (!used) return slot->index;
-        }
+            if (slot.get() != current_.load() && !anyone_in(slot.get())) return slot->index;
         std::this_thread::yield();
     }
 }
 
-void Team::run(int slot_index, const Job& job) {
-    if (job.n_phases() == 0) return;
+void Team::leave(const void* owner) {
+    for (const auto& slot : slots_) {
+        if (slot->owner.load() != owner) continue;
+        // From here on nobody enters it: whoever announced itself later finds that it is not current.
+        Slot* last = slot.get();
+        current_.compare_exchange_strong(last, nullptr);
+        while (slot->owner.load() == owner && anyone_in(slot.get())) std::this_thread::yield();
+    }
+}
+
+void Team::leave_all() {
+    current_.store(nullptr);
+    for (const auto& slot : slots_)
+        while (anyone_in(slot.get())) std::this_thread::yield();
+}
+
+bool Team::run(int slot_index, const Job& job, std::atomic<bool>& cancel, const Poll* poll,
+               const void* owner) {
+    if (job.n_phases() == 0) return true;
     Slot& slot = *slots_[slot_index];
     slot.job = &job;
+    slot.cancel = &cancel;
+    slot.owner.store(owner);
     slot.first_epoch = slot.end_epoch + 1;
     slot.end_epoch = slot.first_epoch + job.n_phases();
     slot.open(slot.first_epoch);
@@ -145,9 +219,40 @@ void Team::run(int slot_index, const Job& job) {
     generation_.fetch_add(1);
     if (sleepers_.load() > 0) generation_.notify_all();
     Worker& self = *workers_[0];
+    self.poll_ = poll;
+    self.next_poll_ns_ = poll ? now_ns() + kPoll_ns : 0;
     self.inside_.store(&slot);
     participate(self, slot);
+    const bool done = slot.epoch.load(std::memory_order_acquire) >= slot.end_epoch || abandon(slot);
     self.inside_.store(nullptr);
+    self.poll_ = nullptr;
+    return done;
+}
+
+// Ends a cancelled step where it stands. True: it came to its end all the same.
+bool Team::abandon(Slot& slot) {
+    for (;;) {
+        const uint64_t epoch = slot.epoch.load(std::memory_order_acquire);
+        if (epoch >= slot.end_epoch) return true;
+        const int n = slot.job->n_chunks(int(epoch - slot.first_epoch));
+        int n_dropped = 0;
+        for (int chunk = 0; chunk < n; chunk++) {
+            uint64_t seen = slot.taken[chunk].load(std::memory_order_relaxed);
+            while (seen < epoch &&
+                   !slot.taken[chunk].compare_exchange_weak(seen, epoch, std::memory_order_acq_rel)) {
+            }
+            n_dropped += seen < epoch;
+        }
+        if (n_dropped == 0) {  // all are committed, or about to be: the next phase opens
+            while (slot.epoch.load(std::memory_order_acquire) == epoch) std::this_thread::yield();
+            continue;
+        }
+        // Now the phase can never complete. Those who took a chunk before are in the middle of their copies.
+        while (slot.n_committed.load(std::memory_order_acquire) < n - n_dropped) std::this_thread::yield();
+        for (Slot::Ticket& ticket : slot.tickets) ticket.value.fetch_add(kMaxChunks);  // none is left
+        slot.raise_epoch(slot.end_epoch);
+        return false;
+    }
 }
 
 void Team::serve(Worker& worker) {
@@ -168,14 +273,16 @@ void Team::serve(Worker& worker) {
         if (stop_.load()) return;
         Slot* slot = current_.load();
         worker.inside_.store(slot);
-        // The announcement counts only if the slot is still the current one: else it may be being refilled.
-        if (current_.load() == slot && generation_.load() == seen) participate(worker, *slot);
+        // The announcement counts only if the slot is still the current one: else it may be being refilled,
+        // or what its step read may be gone.
+        if (slot && current_.load() == slot && generation_.load() == seen) participate(worker, *slot);
         worker.inside_.store(nullptr);
     }
 }
 
-// Claims and runs a chunk of the range of thread `owner`; false when none is left.
+// Claims and runs a chunk of the range of thread `owner`; false when none is left, or the step is cancelled.
 bool Team::claim(Worker& worker, Slot& slot, int owner) {
+    if (slot.cancel->load(std::memory_order_relaxed)) return false;
     auto range_of = [&](uint64_t ticket) {
         const int n = slot.job->n_chunks(int((ticket >> kTicketBits) - slot.first_epoch));
         const int first = int(int64_t(n) * owner / n_threads());
@@ -194,15 +301,24 @@ bool Team::claim(Worker& worker, Slot& slot, int owner) {
     return true;
 }
 
+// Returns when the step is over; the thread that called `run`, also when it is cancelled.
 void Team::participate(Worker& worker, Slot& slot) {
     worker.slot_ = &slot;
     for (;;) {
         const uint64_t epoch = slot.epoch.load(std::memory_order_acquire);
         if (epoch >= slot.end_epoch) return;
+        if (worker.index_ == 0 && slot.cancel->load(std::memory_order_relaxed)) return;
         const int64_t start = now_ns();
-        int n_own = 0;
+        worker.poll_at(start);
+        int n_own = 0, look_at = 1;
         for (int i = 0; i < n_threads(); i++)
-            while (claim(worker, slot, (worker.index_ + i) % n_threads())) n_own++;
+            while (claim(worker, slot, (worker.index_ + i) % n_threads())) {
+                if (++n_own < look_at) continue;
+                const int64_t now = now_ns();
+                look_at =
+                    n_own + int(std::clamp<int64_t>(kLook_ns * n_own / (now - start + 1), 1, kMaxChunks));
+                worker.poll_at(now);
+            }
         const int64_t per_chunk = n_own ? (now_ns() - start) / n_own : 0;
         wait_or_redo(worker, slot, epoch, kPatience_ns + 2 * per_chunk);
     }
@@ -212,12 +328,18 @@ void Team::participate(Worker& worker, Slot& slot) {
 // there; a chunk that takes much longer than our own did is computed again here.
 void Team::wait_or_redo(Worker& worker, Slot& slot, uint64_t epoch, int64_t patience_ns) {
     auto over = [&] { return slot.epoch.load(std::memory_order_acquire) != epoch; };
+    auto cancelled = [&] { return slot.cancel->load(std::memory_order_relaxed); };
     if (over()) return;
     const Job& job = *slot.job;
     const int phase = int(epoch - slot.first_epoch), n_phases = int(slot.end_epoch - slot.first_epoch);
     const int64_t start = now_ns();
     int ahead = 1, piece = 0;
     for (int spins = 1; !over(); spins++) {
+        if (cancelled()) {  // the thread that called `run` ends the step
+            if (worker.index_ == 0) return;
+            std::this_thread::yield();
+            continue;
+        }
         if (ahead <= kPrefetchPhases && phase + ahead < n_phases) {
             const int chunk = int(int64_t(job.n_chunks(phase + ahead)) * worker.index_ / n_threads());
             if (job.prefetch(phase + ahead, chunk, piece++)) continue;
@@ -226,8 +348,11 @@ void Team::wait_or_redo(Worker& worker, Slot& slot, uint64_t epoch, int64_t pati
             continue;
         }
         relax();
-        if (spins % 16 || now_ns() - start < patience_ns) continue;
-        for (int chunk = 0; chunk < job.n_chunks(phase) && !over(); chunk++) {
+        if (spins % 16) continue;
+        const int64_t now = now_ns();
+        worker.poll_at(now);
+        if (now - start < patience_ns) continue;
+        for (int chunk = 0; chunk < job.n_chunks(phase) && !over() && !cancelled(); chunk++) {
             if (slot.taken[chunk].load(std::memory_order_relaxed) >= epoch) continue;
             worker.epoch_ = epoch;
             worker.chunk_ = chunk;

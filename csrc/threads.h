@@ -12,12 +12,24 @@
 //
 // A late thread may read memory that has moved on to later phases or steps (its result is dropped); what it
 // must never see is memory that is gone. Hence the data of a step lives in one of several slots, and a slot
-// is used again only when no thread is left in it.
+// is used again only when no thread is left in it; and whoever owns what a step reads calls `leave` before
+// that memory goes.
+//
+// A step can be *cancelled*. Every thread looks at the step's flag before it claims a chunk, and operations
+// whose chunks are long look in between. The calling thread then takes all chunks of the open phase for
+// itself, so that nobody can commit any more, waits for copies in progress, and leaves at once: a thread that
+// is still computing a chunk finds it taken, and joins the next step when it is through.
+//
+// A child of the process has no team: it forgets the object, which must not be destroyed there, and makes its
+// own (runtime.h).
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -50,6 +62,20 @@ void relax();      // tells the processor that this thread only waits
 // Fetches the cache line at p, if there is memory: any address may be given.
 void prefetch_line(const void* p);
 
+// How often this process was forked off another: threads started under another number are not here.
+uint64_t n_forks();
+
+// A thread could not be started. The message is a sentence for users.
+class ThreadError : public std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+// Starts a thread; ThreadError says `what` could not be done without it.
+std::thread start_thread(const std::string& what, std::function<void()> body);
+
+// What the thread that called `run` asks now and then while the step goes on: whether to cancel it.
+using Poll = std::function<bool()>;
+
 class Team;
 struct Slot;
 
@@ -68,9 +94,17 @@ class Worker {
     // Whether `inputs` is of another phase, and must be filled now.
     bool enter_inputs();
 
+    // Whether the step is being cancelled: then a chunk may return without a commit. For chunks that take
+    // milliseconds, about once each.
+    bool cancelled();
+
   private:
     friend class Team;
+    void poll_at(int64_t now);
+
     int index_ = 0;
+    const Poll* poll_ = nullptr;  // of the thread that called `run`, during the call
+    int64_t next_poll_ns_ = 0;
     Slot* slot_ = nullptr;
     uint64_t epoch_ = 0;
     int chunk_ = 0;
@@ -95,6 +129,8 @@ class Job {
 struct Slot {
     int index = 0;
     const Job* job = nullptr;
+    const std::atomic<bool>* cancel = nullptr;  // of the step
+    std::atomic<const void*> owner{nullptr};    // of what the step reads
     uint64_t first_epoch = 1;
     uint64_t end_epoch = 1;
     alignas(64) std::atomic<uint64_t> epoch{0};  // the open phase is epoch - first_epoch
@@ -106,11 +142,12 @@ struct Slot {
     std::unique_ptr<std::atomic<uint64_t>[]> taken;  // [kMaxChunks], epoch whose commit has begun
 
     void open(uint64_t new_epoch);
+    void raise_epoch(uint64_t new_epoch);
 };
 
 class Team {
   public:
-    explicit Team(int n_threads);
+    explicit Team(int n_threads);  // throws ThreadError
     ~Team();
     Team(const Team&) = delete;
 
@@ -120,15 +157,27 @@ class Team {
 
     // A slot that no thread is in and that was not the last to run. Its data may be written until `run`.
     int free_slot() const;
-    // Runs all phases of the job; the caller is one of the team. Not reentrant.
-    void run(int slot, const Job& job);
-    void stop();  // ends the threads; nothing may run any more
+    // Runs all phases of the job; the caller is one of the team. Not reentrant. poll: null, or asked every
+    // kPoll_ns by this thread. True: all phases are complete. False: `cancel` became true, by `poll` or by
+    // anyone, before they were; nothing of the job is written after the return. owner: see `leave`.
+    bool run(int slot, const Job& job, std::atomic<bool>& cancel, const Poll* poll, const void* owner);
+
+    // Returns when no thread reads what belongs to `owner`, none of whose steps is running.
+    void leave(const void* owner);
+    // Returns when no thread is in a step; none is running.
+    void leave_all();
+
+    void stop();  // ends the threads; no step is running, and none may come
+
+    static constexpr int64_t kPoll_ns = 10'000'000;
 
   private:
     void serve(Worker& worker);
     void participate(Worker& worker, Slot& slot);
     bool claim(Worker& worker, Slot& slot, int owner);
     void wait_or_redo(Worker& worker, Slot& slot, uint64_t epoch, int64_t patience_ns);
+    bool abandon(Slot& slot);
+    bool anyone_in(const Slot* slot) const;
 
     std::vector<std::unique_ptr<Worker>> workers_;
     std::vector<std::unique_ptr<Slot>> slots_;

@@ -11,16 +11,19 @@ like: a name of a temporary folder decides nothing.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import secrets
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import numpy as np
+import psutil
 import pytest
 
 HERE = Path(__file__).resolve().parent
@@ -100,3 +103,27 @@ def same_start() -> None:
 def any_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a test of what happens without a seed, whose outcome may not depend on what is drawn."""
     monkeypatch.setattr(seeded, "any_seed", True)
+
+
+@pytest.fixture
+def threads() -> Callable[[int], int]:
+    """Threads of this process since the test began, native ones too, which `threading` does not see.
+
+    The thread of a pool is there a little longer than the pool: the count that is expected is waited for,
+    and before the test that of others must have come to rest.
+    """
+    gc.collect()  # backends that other tests left open
+    process = psutil.Process()
+    before, since = process.num_threads(), time.monotonic()
+    while time.monotonic() < since + 0.2:
+        if (now := process.num_threads()) != before:
+            before, since = now, time.monotonic()
+        time.sleep(0.01)
+
+    def count(expected: int) -> int:
+        end = time.monotonic() + 10
+        while (n := process.num_threads() - before) != expected and time.monotonic() < end:
+            time.sleep(0.01)
+        return n
+
+    return count

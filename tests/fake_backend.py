@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from hotset.backends.base import PAGE_SIZE, Batch, StepResult, StepStats
+from hotset.errors import StepCancelledError
 
 
 class FakeBackend:
@@ -25,7 +26,7 @@ class FakeBackend:
         self.batches: list[int] = []
         self.fail_at_step: int | None = None
         self.n_stats_asked = 0
-        self.closed = False
+        self.cancelled = self.closed = False
         self.n_threads: int | None = None
         self.notes: tuple[str, ...] = ()
 
@@ -39,6 +40,9 @@ class FakeBackend:
             a.dtype == np.int32 for a in (batch.tokens, batch.positions, batch.sequences, batch.outputs)
         )
         assert (np.diff(batch.outputs) > 0).all()
+        if self.cancelled:
+            self.cancelled = False
+            raise StepCancelledError
         self.n_tokens_seen += n
         self.batches.append(n)
         for token, position, sequence in zip(batch.tokens, batch.positions, batch.sequences, strict=True):
@@ -60,7 +64,7 @@ class FakeBackend:
         return fake_stats(self.batches[-1], len(self.batches))
 
     def cancel(self) -> None:
-        pass
+        self.cancelled = True
 
     def device_bytes(self) -> list[dict[str, int]]:
         return []

@@ -118,7 +118,7 @@ def masked_plan(gguf: GGUFFile, mode: str, layer: int, h: np.ndarray, wanted: np
     ready, graph = prepared(gguf, mode)
     ffn = split_ffns(graph)[layer]
     n = len(h)
-    plan = _core.Plan(n, 1, 1, 1)
+    plan = _core.Plan(n, 1, 1, _core.Runtime(1))
     x, scores = plan.buffer(N_EMBD, False), plan.buffer(N_FF, False)
     values, kept, out = plan.buffer(N_FF, False), plan.buffer(N_FF, False), plan.buffer(N_EMBD, False)
     floats = [np.ascontiguousarray(h), np.where(wanted, 1, -1).astype(np.float32)]

@@ -257,7 +257,7 @@ def test_mistakes_at_load_are_sentences(mixed: GGUFFile, tmp_path: Path) -> None
 
 
 def test_a_rope_that_does_not_fit_its_head_is_refused() -> None:
-    plan = _core.Plan(4, 1, 1, 1)
+    plan = _core.Plan(4, 1, 1, _core.Runtime(1))
     x, out = plan.buffer(32, False), plan.buffer(32, False)
     narrow = [plan.rope(True, 8, [1.0] * 4, 1.0) for _ in range(2)]
     assert narrow[0] == narrow[1]  # equal ropes are one

@@ -134,7 +134,7 @@ class Fed:
     """A plan whose inputs are given matrices: row t of each is what token t brings."""
 
     def __init__(self, isa: str, n: int, n_pages: int = 1) -> None:
-        self.plan, self.n = _core.Plan(n, n_pages, n_pages, 2, isa), n
+        self.plan, self.n = _core.Plan(n, n_pages, n_pages, _core.Runtime(2), isa), n
         self.n_pages = n_pages
 
     def input(self, rows: np.ndarray) -> int:

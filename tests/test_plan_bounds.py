@@ -112,7 +112,7 @@ def test_a_down_projection_wider_than_its_chunks() -> None:
     """More than 1024 * 1024 columns: the sums of one token."""
     width, table = (1 << 20) + 5000, np.array([[0, 0], [2, 3]], np.float32)
     weight = np.random.default_rng(0).standard_normal((2, width)).astype(np.float32)
-    plan = _core.Plan(1, 1, 1, 2)
+    plan = _core.Plan(1, 1, 1, _core.Runtime(2))
     x, out = embedding(plan, table), plan.buffer(width, False)
     plan.axpy(x, F32, weight.reshape(-1).view(np.uint8), None, None, -1, False, out)
     run_one_token(plan)
@@ -126,7 +126,7 @@ def test_more_matrices_of_one_input_than_chunks_allow() -> None:
     rng = np.random.default_rng(1)
     table, weight = (rng.standard_normal((n, cols)).astype(np.float32) for n in (2, rows))
     data = weight.reshape(-1).view(np.uint8)
-    plan = _core.Plan(1, 1, 1, 2)
+    plan = _core.Plan(1, 1, 1, _core.Runtime(2))
     x, outs = embedding(plan, table), [plan.buffer(rows, False) for _ in range(n_parts)]
     plan.linear(x, None, [(F32, data, None, out) for out in outs], -1, False, None)
     run_one_token(plan)

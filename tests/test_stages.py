@@ -148,7 +148,7 @@ def test_rows_that_do_not_enter(tmp_path: Path) -> None:
 
 
 def test_a_plan_has_one_input() -> None:
-    plan = _core.Plan(4, 1, 1, 1)
+    plan = _core.Plan(4, 1, 1, _core.Runtime(1))
     with pytest.raises(ValueError, match="no buffer"):
         plan.input(0)
     with pytest.raises(ValueError, match="one input"):

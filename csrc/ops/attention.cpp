@@ -212,40 +212,50 @@ class Attention : public Op {
         float* const out = worker.results.as<float>();  // [units][rows of the unit][head_dim_v]
         float* scratch = out + chunk_floats(units.count());
         float* unit_out = out;
-        for_units(step, units, [&](TokenTile tile, int head) {
-            attend_unit(step, tile, head, scratch, unit_out);
+        const bool done = for_units(step, units, [&](TokenTile tile, int head) {
+            if (!attend_unit(step, tile, head, worker, scratch, unit_out)) return false;
             unit_out += int64_t(tile.count) * group_ * f_.kv.head_dim_v;
+            return true;
         });
-        if (!worker.begin_commit()) return;
+        if (!done || !worker.begin_commit()) return;
         unit_out = out;
         for_units(step, units, [&](TokenTile tile, int head) {
             write(tile, head, unit_out);
             unit_out += int64_t(tile.count) * group_ * f_.kv.head_dim_v;
+            return true;
         });
         worker.end_commit();
     }
 
+    // Until f returns false; whether it never did.
     template <class F>
-    void for_units(const StepTokens& step, RowRange units, F f) const {
+    bool for_units(const StepTokens& step, RowRange units, F f) const {
         const int heads = f_.kv.n_head_kv;
+        bool done = true;
         for_tiles(step, [&](int index, TokenTile tile) {
             for (int unit = std::max(units.first, index * heads);
-                 unit < std::min(units.last, (index + 1) * heads); unit++)
-                f(tile, unit % heads);
-            return (index + 1) * heads < units.last;
+                 done && unit < std::min(units.last, (index + 1) * heads); unit++)
+                done = f(tile, unit % heads);
+            return done && (index + 1) * heads < units.last;
         });
+        return done;
     }
 
-    void attend_unit(const StepTokens& step, TokenTile tile, int head, float* scratch, float* out) const {
+    // False: the step is being cancelled, and `out` holds anything.
+    bool attend_unit(const StepTokens& step, TokenTile tile, int head, Worker& worker, float* scratch,
+                     float* out) const {
         const int rows = tile.count * group_;
         int last = 0;
         for (int i = 0; i < tile.count; i++) last = std::max(last, step.positions[tile.first + i] + 1);
         const int splits = ceil_div(last, kSplitTokens);
         float* parts = scratch;
         AttentionState* states = reinterpret_cast<AttentionState*>(parts + int64_t(splits) * rows * stride_);
-        for (int split = 0; split < splits; split++)
+        for (int split = 0; split < splits; split++) {
+            if (worker.cancelled()) return false;
             attend(step, tile, head, split, states + split * rows, parts + int64_t(split) * rows * stride_);
+        }
         merge_rows(rows, splits, parts, states, rows, reinterpret_cast<float*>(states + splits * rows), out);
+        return true;
     }
 
     // out: [rows][head_dim_v]; parts: [n_splits][row_stride][stride_], states: [n_splits][row_stride]

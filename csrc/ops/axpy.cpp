@@ -168,6 +168,7 @@ class Axpy : public Op {
         FfnCounts counts;
         std::fill_n(m.sums, 2 * n * count, 0.0f);
         for (int64_t neuron = 0; neuron < rows(); neuron += kTileNeurons) {
+            if (worker.cancelled()) return;
             const uint64_t any = list_neurons(neuron, n, m);
             counts.down_rows += std::popcount(any);
             for (int64_t at = 0; at < count && any; at += kTileColumns) {

@@ -16,9 +16,17 @@ def quantize(
 NormFacts = tuple[bool, np.ndarray, np.ndarray | None, float]  # layer norm?, weight, bias, eps
 Part = tuple[int, np.ndarray, np.ndarray | None, int]  # type, data, bias, buffer of the result
 
+class Runtime:
+    """The team of threads and its memory, which plans and cold services share (csrc/runtime.h)."""
+
+    def __init__(self, n_threads: int) -> None: ...
+    @property
+    def n_threads(self) -> int: ...
+    def close(self) -> None: ...  # ends the threads; no step can run any more
+
 class Plan:
     def __init__(
-        self, max_tokens: int, n_pages: int, max_pages: int, n_threads: int, isa: str | None = None
+        self, max_tokens: int, n_pages: int, max_pages: int, runtime: Runtime, isa: str | None = None
     ) -> None: ...
     @property
     def isa(self) -> str: ...
@@ -109,6 +117,7 @@ class Plan:
         outputs: np.ndarray,
         x: np.ndarray | None = None,  # float32 [n_tokens, width of the input]
     ) -> None: ...
+    def cancel(self) -> None: ...
     def rows(self, buffer: int) -> np.ndarray: ...
     def op_seconds(self) -> np.ndarray: ...
     def op_counts(self) -> np.ndarray: ...
@@ -117,7 +126,7 @@ class Cold:
     """The CPU's half of a hybrid engine (csrc/cold.h)."""
 
     def __init__(
-        self, width: int, max_tokens: int, n_threads: int, timeout: float, isa: str | None = None
+        self, width: int, max_tokens: int, runtime: Runtime, timeout: float, isa: str | None = None
     ) -> None: ...
     def layer(
         self,

@@ -586,6 +586,7 @@ class Model:
             try:
                 while sequence.finish_reason is None:
                     engine.step()
+                self._check_open()
             finally:
                 engine.cancel(sequence)
         if sequence.error is not None:

@@ -131,15 +131,20 @@ class Backend(Protocol):
         ...
 
     def step(self, batch: Batch) -> StepResult:
-        """Runs one step: stores keys and values, returns logits (and taps)."""
+        """Runs one step: stores keys and values, returns logits (and taps).
+
+        Raises StepCancelledError where `cancel` came in between, and what a signal handler raised (Ctrl-C)
+        without waiting for the end of the step. Then the cache holds anything at the positions of the batch,
+        and what it held elsewhere.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Ends the step in flight, from any thread or a signal handler; without one nothing happens."""
         ...
 
     def stats(self) -> StepStats | None:
         """Counts and times of the latest step; None where the backend keeps none."""
-        ...
-
-    def cancel(self) -> None:
-        """Gives the step in flight up, from any thread, as far as it can; without one nothing happens."""
         ...
 
     def device_bytes(self) -> list[dict[str, int]]:

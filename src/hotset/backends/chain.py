@@ -15,13 +15,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hotset.backends.base import Batch, StepResult, StepStats, cache_slots
 from hotset.backends.stage import Rows, Stage, on_host
-from hotset.errors import InvalidRequestError
+from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.model.graph import PARTS
+
+if TYPE_CHECKING:
+    from hotset import _core
 
 HOST = -1  # in place of the index of a device
 
@@ -30,7 +34,8 @@ class ChainBackend:
     """Stages that make up a model, in order; they are closed with it.
 
     devices: which device each stage is on, by index, HOST (-1) for the CPU; several stages may share one.
-    n_pages, max_batch: of every stage. n_threads: of the CPU, None where it computes nothing.
+    n_pages, max_batch: of every stage. runtime: what its stages on the CPU share, and is closed with them;
+    None where the CPU computes nothing.
 
     Whatever fails in a step, the other stages are released, and the next step works or says why not. Taps
     may be any value but those inside an FFN whose neurons are split.
@@ -46,7 +51,7 @@ class ChainBackend:
         *,
         n_pages: int,
         max_batch: int,
-        n_threads: int | None = None,
+        runtime: _core.Runtime | None = None,
         notes: Sequence[str] = (),
     ) -> None:
         leaving = None
@@ -61,9 +66,11 @@ class ChainBackend:
             raise InvalidRequestError("a chain needs stages, and to know the device of each")
         self.name, self.stages, self.devices = name, tuple(stages), tuple(devices)
         self.n_pages, self.max_batch, self.n_vocab = n_pages, max_batch, leaving.width
-        self.n_threads, self.notes = n_threads, tuple(notes)
+        self._runtime, self.notes = runtime, tuple(notes)
+        self.n_threads = None if runtime is None else runtime.n_threads
         self._values = [frozenset(op.out.name for op in stage.graph.primitives) for stage in stages]
         self._latest: tuple[int, float] | None = None  # tokens and seconds of the latest step
+        self._cancelled = False
 
     def device_bytes(self) -> list[dict[str, int]]:
         """Bytes that each device holds, by kind (GpuStage.nbytes), in the order of their indices."""
@@ -74,7 +81,9 @@ class ChainBackend:
         return held
 
     def step(self, batch: Batch) -> StepResult:
-        """Runs one step. Raises InvalidRequestError; DeviceError where a side failed or took too long."""
+        """Runs one step. Raises InvalidRequestError, StepCancelledError; DeviceError where a side failed or
+        took too long."""
+        self._cancelled = False
         cache_slots(batch, max_batch=self.max_batch, n_pages=self.n_pages, n_vocab=self.n_vocab)
         if unknown := set(batch.taps).difference(*self._values):
             raise InvalidRequestError(f"the model has no value named {min(unknown)!r} to tap")
@@ -82,6 +91,8 @@ class ChainBackend:
         taps: dict[str, np.ndarray] = {}
         rows: Rows | None = None
         for stage, values in zip(self.stages, self._values, strict=True):
+            if self._cancelled:
+                raise StepCancelledError
             own = replace(batch, taps=tuple(name for name in batch.taps if name in values))
             rows = stage.run(own, rows)
             if own.taps:
@@ -119,7 +130,8 @@ class ChainBackend:
         return sum((stage.cold_seconds() for stage in self.stages), np.zeros(self.n_layer))
 
     def cancel(self) -> None:
-        """Gives the step in flight up, from any thread: it raises DeviceError, and nobody hangs."""
+        """Ends the step in flight on all sides, from any thread; it raises StepCancelledError."""
+        self._cancelled = True
         for stage in self.stages:
             stage.cancel()
 
@@ -128,3 +140,5 @@ class ChainBackend:
         self._latest = None
         for stage in self.stages:
             stage.close()
+        if self._runtime is not None:
+            self._runtime.close()

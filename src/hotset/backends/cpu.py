@@ -24,6 +24,17 @@ Q8_0_BLOCK = 32
 assert _core.PAGE_SIZE == PAGE_SIZE
 
 
+def new_runtime(n_threads: int | None = None) -> _core.Runtime:
+    """Threads for the plans of one model; None takes every core that this process may use.
+
+    Whoever calls this calls its `close` too. Raises InvalidRequestError for a number out of range, and where
+    not all of them can be started.
+    """
+    if n_threads is not None and not 1 <= n_threads <= 256:
+        raise InvalidRequestError(f"the number of threads must be 1 to 256, not {n_threads}")
+    return _core.Runtime(n_threads or min(usable_cores(), 256))
+
+
 class CpuBackend:
     """The Backend protocol over the native core, and the Stage protocol over a part of a graph.
 
@@ -33,6 +44,7 @@ class CpuBackend:
     this process may use. isa: forces a set of kernels, as the environment variable HOTSET_ISA does.
     sparse: leaves out what an FFN with zeros does not need: up rows of neurons whose gate does not fire, down
     rows of those that are zero, and all of those that a predictor does not name. The bits are the same.
+    runtime: threads and memory that others use too, instead of n_threads of its own; it stays open.
     Raises UnsupportedModelError for tensor types without a kernel and heads that q8_0 does not fit.
     """
 
@@ -49,17 +61,15 @@ class CpuBackend:
         n_threads: int | None = None,
         isa: str | None = None,
         sparse: bool = False,
+        runtime: _core.Runtime | None = None,
         first_op: int = 0,
         last_op: int | None = None,
     ) -> None:
-        if n_threads is not None and not 1 <= n_threads <= 256:
-            raise InvalidRequestError(f"the number of threads must be 1 to 256, not {n_threads}")
         self.weights, self.sparse = weights, sparse
         self.graph, self.entering = graph.cut(first_op, len(graph.ops) if last_op is None else last_op)
         self.has_output = last_op in (None, len(graph.ops))
         self.n_layer = max(graph.n_layer, 1)
         self.n_pages, self.max_batch, self.kv_type = n_pages, max_batch, kv_type
-        self.n_threads = n_threads or usable_cores()
         self.n_vocab = graph.logits.width
         self._isa = isa
         self._cache = {op.layer: self._new_cache(op) for op in self.graph.ops if isinstance(op, Attention)}
@@ -67,7 +77,14 @@ class CpuBackend:
         self._latest: tuple[Lowered, int] | None = None  # plan and tokens of the latest step
         self.tapped: dict[str, np.ndarray] = {}
         self.notes: tuple[str, ...] = ()
-        self._plan_for(frozenset())
+        self._closes_runtime = runtime is None
+        self._runtime: _core.Runtime | None = runtime or new_runtime(n_threads)
+        self.n_threads = self._runtime.n_threads
+        try:
+            self._plan_for(frozenset())
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def isa(self) -> str:
@@ -85,6 +102,7 @@ class CpuBackend:
         """As Stage.run; the rows are a view that the next step overwrites. Checks the batch itself."""
         lowered = self._plan_for(frozenset(batch.taps))
         plan = lowered.plan
+        self._latest = None
         try:
             plan.run(
                 batch.tokens, batch.positions, batch.sequences, batch.page_tables, batch.outputs,
@@ -145,10 +163,16 @@ class CpuBackend:
         return np.zeros(self.n_layer)
 
     def cancel(self) -> None:
-        """A step here waits for nobody: it goes on to its end."""
+        """Ends the step in flight, from any thread; it raises StepCancelledError."""
+        for lowered in list(self._lowered.values()):
+            lowered.plan.cancel()
 
     def close(self) -> None:
-        """Stops the threads and drops the cache; safe to call twice."""
+        """Ends the threads, unless others use them, and drops plans and cache; safe to call twice."""
+        self.cancel()
+        runtime, self._runtime = self._runtime, None
+        if runtime is not None and self._closes_runtime:
+            runtime.close()
         self._latest = None
         self.tapped = {}
         self._lowered.clear()
@@ -162,8 +186,10 @@ class CpuBackend:
         return self._lowered[taps]
 
     def _lower(self, taps: frozenset[str]) -> Lowered:
+        if self._runtime is None:
+            raise InvalidRequestError("the model has been closed; load it again")
         try:
-            plan = _core.Plan(self.max_batch, self.n_pages, self.n_pages, self.n_threads, self._isa)
+            plan = _core.Plan(self.max_batch, self.n_pages, self.n_pages, self._runtime, self._isa)
         except ValueError as error:  # HOTSET_ISA, or a processor without the instructions that are needed
             raise InvalidRequestError(str(error)) from None
         return lower(

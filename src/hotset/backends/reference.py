@@ -22,7 +22,7 @@ from hotset.backends.base import (
     cache_slots,
 )
 from hotset.backends.embedding import lookup
-from hotset.errors import InvalidRequestError, UnsupportedModelError
+from hotset.errors import InvalidRequestError, StepCancelledError, UnsupportedModelError
 from hotset.formats.quants import GGMLType, dequantize, quantize
 from hotset.model.cost import KVType
 from hotset.model.graph import (
@@ -83,6 +83,7 @@ class ReferenceBackend:
         self.n_threads: int | None = None
         self.notes: tuple[str, ...] = ()
         self._stats: StepStats | None = None
+        self._cancelled = False
         stored = np.float16 if kv_type == "f16" else np.float32
         for op in graph.ops:
             if isinstance(op, Attention):
@@ -96,7 +97,8 @@ class ReferenceBackend:
                 self._values[op.layer] = np.zeros((slots, op.n_head_kv, op.head_dim_v), stored)
 
     def cancel(self) -> None:
-        """A step here waits for nobody: it goes on to its end."""
+        """Ends the step in flight after its operation, from any thread; it raises StepCancelledError."""
+        self._cancelled = True
 
     def device_bytes(self) -> list[dict[str, int]]:
         """There is no device."""
@@ -110,6 +112,7 @@ class ReferenceBackend:
 
     def step(self, batch: Batch) -> StepResult:
         """Runs one step. Raises InvalidRequestError for a batch that breaks the contract of Batch."""
+        self._cancelled = False
         slots = self._slots(batch)
         names = {value.name for value in self.graph.values}
         for tap in batch.taps:
@@ -120,6 +123,8 @@ class ReferenceBackend:
         last_use = self._last_use()
         counts = _Counts(self.graph, len(batch.tokens), self.sparse)
         for index, op in enumerate(self.graph.ops):
+            if self._cancelled:
+                raise StepCancelledError
             for part in op.primitives if isinstance(op, Ffn) else (op,):
                 began = time.perf_counter()
                 values[part.out.id] = self._compute(part, values, batch, slots)

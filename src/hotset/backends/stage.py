@@ -65,7 +65,8 @@ class Stage(Protocol):
 
         x: what enters, [n_tokens, width], from any place; None where the stage begins with the tokens.
         Returns the residual stream, [n_tokens, width], or logits, [n_outputs, n_vocab], where the stage has
-        them; valid until the next step. Raises InvalidRequestError for rows that it does not take.
+        them; valid until the next step. Raises InvalidRequestError for rows that it does not take, and
+        StepCancelledError, as Backend.step.
         """
         ...
 
@@ -83,7 +84,7 @@ class Stage(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Gives the step in flight up where it waits for somebody, from any thread: it raises DeviceError."""
+        """Ends the step in flight, from any thread; it raises StepCancelledError."""
         ...
 
     def close(self) -> None:

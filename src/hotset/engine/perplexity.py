@@ -20,7 +20,7 @@ import numpy as np
 
 from hotset.engine.engine import Engine
 from hotset.engine.sampler import log_sum_exp
-from hotset.errors import ContextLengthError, InvalidRequestError
+from hotset.errors import ContextLengthError, InvalidRequestError, StepCancelledError
 from hotset.parameters import whole_number
 
 _TILE_BYTES = 8 << 20  # of float64 logits that are compared at a time
@@ -189,6 +189,8 @@ class _Side:
             self.engine.cancel(sequence)
         if sequence.error is not None:
             raise sequence.error
+        if sequence.finish_reason == "cancelled":
+            raise StepCancelledError
         if timed:
             self._n_timed += len(tokens) - sequence.n_reused
             self._seconds += seconds

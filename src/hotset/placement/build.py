@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from hotset.backends.base import Backend, WeightSource
 from hotset.backends.chain import ChainBackend
 from hotset.backends.stage import STREAM_FROM, Stage
-from hotset.cores import usable_cores
 from hotset.errors import InvalidRequestError, OutOfMemoryError
 from hotset.placement.budget import DeviceBudget
 from hotset.placement.table import CPU, Placement
@@ -84,34 +83,43 @@ def open_chain(
     CpuBackend raise; then nothing stays open.
     """
     pieces = _pieces(graph, placement)
-    n_threads = n_threads or usable_cores()
+    splits = any(layer.is_split for layer in placement.layers)
     given: dict[str, Any] = {
         "n_pages": n_pages, "max_batch": max_batch, "kv_type": kv_type, "sparse": sparse,
     }  # fmt: skip
     stages: list[Stage] = []
     notes: list[str] = []
+    runtime = None
     try:
+        if splits or any(piece.device == CPU for piece in pieces):
+            from hotset.backends.cpu import new_runtime
+
+            runtime = new_runtime(
+                n_threads
+            )  # one for the CPU's layers and all cold services: they take turns
         for piece in pieces:
             span: dict[str, Any] = {"first_op": piece.first_op, "last_op": piece.last_op}
             if piece.device == CPU:
                 from hotset.backends.cpu import CpuBackend
 
-                stages.append(CpuBackend(weights, graph, n_threads=n_threads, isa=isa, **span, **given))
+                stages.append(CpuBackend(weights, graph, runtime=runtime, isa=isa, **span, **given))
                 continue
             stage, more = _device_stage(
                 placement, piece, weights, graph,
                 {**given, **options, **span, "stream_from": stream_from},
-                {"n_threads": n_threads, "kind": handshake, "isa": isa, "timeout": timeout},
+                {"runtime": runtime, "kind": handshake, "isa": isa, "timeout": timeout},
             )  # fmt: skip
             stages.append(stage)
             notes += more
         return ChainBackend(
             "hybrid", stages, [piece.device for piece in pieces], n_pages=n_pages, max_batch=max_batch,
-            n_threads=n_threads, notes=notes,
+            runtime=runtime, notes=notes,
         )  # fmt: skip
     except BaseException:
         for stage in stages:
             stage.close()
+        if runtime is not None:
+            runtime.close()
         raise
 
 

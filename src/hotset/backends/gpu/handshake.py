@@ -30,7 +30,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, Protocol, cast, get_args
@@ -41,8 +41,8 @@ from torch import Tensor
 
 from hotset import _core
 from hotset.backends.base import WeightSource
+from hotset.backends.cpu import new_runtime
 from hotset.backends.lowering import ACTIVATIONS, activation, linear_matrix, transposed_matrix
-from hotset.cores import usable_cores
 from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError
 from hotset.model.graph import Ffn, Graph, TransposedLinear
 
@@ -82,7 +82,8 @@ class ColdService:
     layers: which neurons the *device* has of each layer, bool [n_ff]; the service computes the others, and
     never one of these. Give bits to `post` if, and only if, the graph has a predictor for the layer.
     device: whose tensors `post` takes and `collect` returns. max_batch: tokens of a step, at most. kind: None
-    chooses. timeout: seconds that a layer may take before the step is given up. driver: of tests.
+    chooses. timeout: seconds that a layer may take before the step is given up. n_threads, runtime: as in
+    CpuBackend. driver: of tests.
 
     One thread drives a service; `cancel` and `close` may come from any. Raises UnsupportedModelError for a
     layer whose neurons cannot be shared, InvalidRequestError for masks of the wrong shape or without a cold
@@ -98,13 +99,13 @@ class ColdService:
         *,
         max_batch: int,
         n_threads: int | None = None,
+        runtime: _core.Runtime | None = None,
         kind: Kind | None = None,
         timeout: float = TIMEOUT,
         isa: str | None = None,
         driver: Driver | None = None,
     ) -> None:
         self.device, self.layers, self.max_batch = torch.device(device), tuple(sorted(layers)), max_batch
-        self.n_threads = n_threads or usable_cores()
         ffns = split_ffns(graph)
         if not layers:
             raise InvalidRequestError("no layer has neurons on the CPU")
@@ -115,27 +116,29 @@ class ColdService:
                 "none at zero, or its down projection has no row per neuron"
             )
         width = ffns[self.layers[0]].out.width
-        try:
-            native = _core.Cold(width, max_batch, self.n_threads, timeout, isa)
-            for layer in self.layers:
-                _add_layer(native, weights, ffns[layer], np.asarray(layers[layer]))
-            native.start()
-        except ValueError as error:
-            raise InvalidRequestError(str(error)) from None
-        self._native, self._index = native, {layer: i for i, layer in enumerate(self.layers)}
+        self._index = {layer: i for i, layer in enumerate(self.layers)}
         self._predicted = [ffns[layer].mask is not None for layer in self.layers]
         self._broken = ""
         self._is_open = False
-        try:
+        with ExitStack() as threads:
+            if runtime is None:
+                runtime = new_runtime(n_threads)
+                threads.callback(runtime.close)
+            self.n_threads = runtime.n_threads
+            try:
+                self._native = native = _core.Cold(width, max_batch, runtime, timeout, isa)
+                threads.callback(native.close)
+                for layer in self.layers:
+                    _add_layer(native, weights, ffns[layer], np.asarray(layers[layer]))
+                native.start()
+            except ValueError as error:
+                raise InvalidRequestError(str(error)) from None
             chosen = ChosenKind(kind, None, f"handshake {kind}") if kind else choose_kind(self.device)
             self.kind, self.reason = chosen.kind, chosen.reason
             n_neurons = [ffns[layer].n_ff for layer in self.layers]
             shared = _Shared(native, max_batch, width, n_neurons)
             self._exchange = _exchange(self.kind, shared, self.device, driver)
-        except BaseException:
-            native.close()  # its threads run already
-            raise
-        self._finalizer = weakref.finalize(self, _end, native, self._exchange)
+            self._finalizer = weakref.finalize(self, _end, threads.pop_all(), self._exchange)
 
     # ---- one step
 
@@ -223,8 +226,8 @@ class ColdService:
         self._finalizer()
 
 
-def _end(native: Any, exchange: _Direct | _OnStream) -> None:
-    native.close()
+def _end(threads: ExitStack, exchange: _Direct | _OnStream) -> None:
+    threads.close()
     exchange.close()  # after the threads that use the memory, before it is gone
     # When the interpreter ends, PyTorch no longer lets go of memory that it was lent.
     exchange.shared.drop_tensors()
@@ -568,7 +571,7 @@ def round_trip_seconds(
     device = torch.device(device)
     kind = kind or choose_kind(device).kind
     n_ff = 2 * width
-    native = _core.Cold(width, 1, 1, PROBE_TIMEOUT)
+    native = _core.Cold(width, 1, _core.Runtime(1), PROBE_TIMEOUT)
     rows = np.zeros(n_ff * width * 4, np.uint8)  # never read, hence never in memory
     everything = np.full(n_ff // 8, 255, np.uint8)
     native.layer(

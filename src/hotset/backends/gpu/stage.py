@@ -29,7 +29,7 @@ from hotset.backends.gpu.program import Call, ColdHalf, Frame, Program
 from hotset.backends.gpu.twins import N_COUNTS
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.backends.stage import OUTPUT_ROWS, STREAM_BYTES, STREAM_FROM, Rows
-from hotset.errors import InvalidRequestError
+from hotset.errors import DeviceError, InvalidRequestError, StepCancelledError
 from hotset.model.cost import KVType
 from hotset.model.graph import PARTS, Attention, Embed, Graph, SelectOutputs
 
@@ -109,6 +109,7 @@ class GpuStage:
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._warming = False
+        self._cancelled = False
         advice = "lower the context, max_batch or --vram-budget, or use --no-gpu"
         with memory_errors(self.device, "loading the model", advice), current(self.device):
             self._counts = torch.zeros((self.n_layer, N_COUNTS), dtype=torch.int64, device=self.device)
@@ -143,6 +144,15 @@ class GpuStage:
 
     def run(self, batch: Batch, x: Rows | None = None) -> Tensor:
         """As Stage.run. Logits of more than OUTPUT_ROWS rows are on the host."""
+        self._cancelled = False
+        try:
+            return self._step(batch, x)
+        except DeviceError:
+            if self._cancelled:  # the cold service was told so, too
+                raise StepCancelledError from None
+            raise
+
+    def _step(self, batch: Batch, x: Rows | None) -> Tensor:
         program = self._program(frozenset(batch.taps))
         vectors: dict[int, np.ndarray | Tensor] = {
             op.out.id: lookup(self._source, op, batch) for op in self._embeds
@@ -190,7 +200,11 @@ class GpuStage:
         return seconds
 
     def cancel(self) -> None:
-        """Gives the step in flight up, from any thread, where it waits for a cold service."""
+        """Ends the step in flight before its next call, from any thread; it raises StepCancelledError.
+
+        A step that is replayed as a whole, of few tokens, goes on to its end, but for what it waits for.
+        """
+        self._cancelled = True
         if self._cold is not None:
             self._cold.cancel("it was cancelled")
 
@@ -255,6 +269,8 @@ class GpuStage:
         return slices[0] if len(slices) == 1 else torch.cat(slices)
 
     def _call(self, call: Call, frame: Frame, program: Program, taps: dict[str, list[Tensor]]) -> None:
+        if self._cancelled:
+            raise StepCancelledError
         if self.timed or self.device.type == "cpu":
             synchronize(self.device)
             began = time.perf_counter()
