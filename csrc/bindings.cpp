@@ -13,6 +13,7 @@
 
 #include "bandwidth.h"
 #include "cold.h"
+#include "mapped.h"
 #include "plan.h"
 #include "quantize.h"
 
@@ -692,6 +693,21 @@ NB_MODULE(_core, m) {
     m.doc() = "The native core of hotset: kernels, the plan of a step and the threads that run it.";
     m.attr("PAGE_SIZE") = kPageSize;
     nb::register_exception_translator(&translate);
+    // Numbers, not objects: maps live as long as any view of them, which may be to the very end.
+    m.def(
+        "guard_file",
+        [](const Bytes& mapping, int descriptor) {
+            return reinterpret_cast<uintptr_t>(guard_file(mapping.data(), mapping.size(), descriptor));
+        },
+        "mapping"_a, "descriptor"_a,
+        "Keeps a mapped file that is cut short from ending the process (csrc/mapped.h); a number for the "
+        "other two.");
+    m.def(
+        "is_cut", [](uintptr_t file) { return is_cut(reinterpret_cast<GuardedFile*>(file)); }, "file"_a,
+        "Whether a guarded file is shorter than its map, or a page of it could not be read.");
+    m.def(
+        "unguard_file", [](uintptr_t file) { unguard_file(reinterpret_cast<GuardedFile*>(file)); }, "file"_a,
+        "Ends the guard, once.");
     nb::class_<Runtime>(
         m, "Runtime",
         "The team of threads and its memory, which plans and cold services share, a step at a "

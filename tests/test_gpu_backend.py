@@ -202,6 +202,9 @@ def test_always_computed_neurons_need_no_score(tmp_path: Path, model: str) -> No
             data = source.data(name)
             return data[first * tensors[name].shape[0] :] if name.endswith(".sign.weight") else data
 
+        def check(self) -> None:
+            source.check()
+
     assert ready.predictor is not None
     weights = Fewer()
     graph = describe(config, tensors, replace(ready.predictor, first=(first,) * N_LAYER))

@@ -16,6 +16,10 @@ def quantize(
 NormFacts = tuple[bool, np.ndarray, np.ndarray | None, float]  # layer norm?, weight, bias, eps
 Part = tuple[int, np.ndarray, np.ndarray | None, int]  # type, data, bias, buffer of the result
 
+def guard_file(mapping: np.ndarray, descriptor: int) -> int: ...  # csrc/mapped.h
+def is_cut(file: int) -> bool: ...
+def unguard_file(file: int) -> None: ...
+
 class Runtime:
     """The team of threads and its memory, which plans and cold services share (csrc/runtime.h)."""
 

@@ -205,6 +205,7 @@ class _Described:
 
             opened = open_placed(self.placement, self.weights, self.graph, **options)
         try:
+            self.weights.check()  # vectors and devices have copies of what was read
             return Model(
                 self.gguf, self.weights, self.config, self.graph, self.cost, opened, self.n_ctx, kv_type,
                 self.choice, self.notes, self.placement, self.max_sequences,

@@ -80,6 +80,10 @@ class WeightSource(Protocol):
         """The tensor's bytes, uint8 [nbytes], where they lie."""
         ...
 
+    def check(self) -> None:
+        """Raises FormatError where what was read may be anything: a file was cut meanwhile."""
+        ...
+
 
 @dataclass(frozen=True)
 class StepStats:

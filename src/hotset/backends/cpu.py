@@ -103,6 +103,7 @@ class CpuBackend:
         lowered = self._plan_for(frozenset(batch.taps))
         plan = lowered.plan
         self._latest = None
+        self.weights.check()
         try:
             plan.run(
                 batch.tokens, batch.positions, batch.sequences, batch.page_tables, batch.outputs,
@@ -110,6 +111,7 @@ class CpuBackend:
             )  # fmt: skip
         except ValueError as error:
             raise InvalidRequestError(str(error)) from None
+        self.weights.check()
         self._latest = lowered, len(batch.tokens)
         self.tapped = {name: plan.rows(lowered.buffers[name]).copy() for name in batch.taps}
         return plan.rows(lowered.result)

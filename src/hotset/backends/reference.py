@@ -135,6 +135,7 @@ class ReferenceBackend:
                 counts.add(op, values)
             for id in [id for id in values if last_use.get(id, -1) < index]:
                 del values[id]
+        self.weights.check()
         self._stats = counts.stats()
         return StepResult(values[self.graph.logits.id], taps)
 

@@ -287,8 +287,10 @@ def _bandwidth_reader(path: Path, n_threads: int) -> Callable[[], float]:
     import numpy as np
 
     from hotset import _core
+    from hotset.formats.mapped import MappedFile
 
-    mapped = np.memmap(path, np.uint8, mode="r")[: 2 << 30]
+    with path.open("rb") as file:
+        mapped = np.frombuffer(MappedFile(path, file.fileno()), np.uint8)[: 2 << 30]
     return lambda: max(_core.read_bandwidth(mapped, n_threads) for _ in range(3))
 
 

@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from hotset.cli.console import tell_error, warn
 from hotset.cli.options import spread
 from hotset.cli.terminal import shown
-from hotset.errors import HotsetError
+from hotset.errors import FormatError, HotsetError
 
 # verb → module and function. Only the verb that is called is imported: the others' imports would be
 # a tenth of the time to the first token.
@@ -71,22 +71,29 @@ class _Group(TyperGroup):
             raise _escaped(error) from None
 
     def invoke(self, ctx: Any) -> Any:
+        cut_before = _cut_files()
+
+        def tell(sentence: str) -> None:
+            _tell(_cut_sentence(cut_before) or sentence)
+
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()  # here, so that a closed pipe is noticed where it is handled
+            if sentence := _cut_sentence(cut_before):
+                raise FormatError(sentence)
             return result
         except _OutputError as error:
             _leave(error)
         except HotsetError as error:
-            _tell(str(error))
+            tell(str(error))
             sys.exit(1)
         except KeyboardInterrupt:
             sys.exit(130)
         except OSError as error:
             if error.filename is None:
-                _tell_fault(error)
+                tell(_fault(error))
             else:
-                _tell(f"{error.filename} cannot be used ({error.strerror or error})")
+                tell(f"{error.filename} cannot be used ({error.strerror or error})")
             sys.exit(1)
         except MemoryError:
             _tell("There is not enough memory: use a smaller model, or a smaller context with -c.")
@@ -95,7 +102,7 @@ class _Group(TyperGroup):
             if hasattr(error, "exit_code"):  # typer's own: wrong usage, an early exit
                 _flush()
                 raise _escaped(error) from None
-            _tell_fault(error)
+            tell(_fault(error))
             sys.exit(1)
 
 
@@ -121,6 +128,17 @@ def _escaped(error: Exception) -> Exception:
     return error
 
 
+def _cut_files() -> frozenset[Any]:
+    mapped = sys.modules.get("hotset.formats.mapped")  # a verb that reads no model does not load it
+    return mapped.cut_files() if mapped is not None else frozenset()
+
+
+def _cut_sentence(before: frozenset[Any]) -> str:
+    """What is the matter where a mapped file was cut since `before`: whatever went wrong follows from it."""
+    cut = _cut_files() - before
+    return str(sys.modules["hotset.formats.mapped"].cut_error(min(cut)[1])) if cut else ""
+
+
 def _tell(sentence: str) -> None:
     if os.environ.get("HOTSET_DEBUG") == "1":
         import traceback
@@ -130,8 +148,8 @@ def _tell(sentence: str) -> None:
     tell_error(sentence)
 
 
-def _tell_fault(error: Exception) -> None:
-    _tell(
+def _fault(error: Exception) -> str:
+    return (
         f"hotset itself failed, with {type(error).__name__}: {error}. Run it again with HOTSET_DEBUG=1 for "
         "the traceback, and please report that with the output of 'hotset doctor'."
     )

@@ -20,6 +20,7 @@ import numpy as np
 from hotset.convert.hf_config import read_json
 from hotset.errors import FormatError, ModelNotFoundError, UnsupportedModelError
 from hotset.files import SMALL_FILE, open_regular
+from hotset.formats.mapped import MappedFile
 from hotset.formats.torch_file import BFLOAT16, MAX_DIMS, map_torch
 
 # Which files a checkpoint may consist of, the first that is there.
@@ -42,7 +43,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.tensors: dict[str, np.ndarray] = {}
-        self._maps: list[mmap.mmap] = []
+        self._maps: list[MappedFile] = []
         for path in _files(folder):
             tensors, mapped = (map_torch if path.suffix == ".bin" else _map_safetensors)(path)
             self._maps.append(mapped)
@@ -78,7 +79,7 @@ def _files(folder: Path) -> list[Path]:
     raise ModelNotFoundError(f"{folder} holds none of {', '.join((*INDICES, *SINGLE_FILES))}")
 
 
-def _map_safetensors(path: Path) -> tuple[dict[str, np.ndarray], mmap.mmap]:
+def _map_safetensors(path: Path) -> tuple[dict[str, np.ndarray], MappedFile]:
     """Format: u64 header length, JSON header, raw little-endian values."""
     try:
         with open_regular(path) as file:
@@ -89,7 +90,7 @@ def _map_safetensors(path: Path) -> tuple[dict[str, np.ndarray], mmap.mmap]:
             if length > SMALL_FILE:
                 raise FormatError(f"{path} has a header of {length} bytes, more than any model needs")
             header = json.loads(file.read(length))
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            mapped = MappedFile(path, file.fileno())
     except FileNotFoundError:
         raise ModelNotFoundError(f"{path} does not exist: the checkpoint is not complete") from None
     except OSError as error:
@@ -109,7 +110,7 @@ def _counts(values: object) -> tuple[int, ...]:
 
 
 def _tensors(
-    path: Path, header: dict[str, object], data_start: int, mapped: mmap.mmap
+    path: Path, header: dict[str, object], data_start: int, mapped: MappedFile
 ) -> Iterator[tuple[str, np.ndarray]]:
     for name, entry in header.items():
         if name == "__metadata__":

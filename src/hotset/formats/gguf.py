@@ -47,6 +47,7 @@ from hotset.errors import (
 )
 from hotset.files import check_target, replacing
 from hotset.formats.encode import WRITABLE, encode
+from hotset.formats.mapped import MappedFile, check_unharmed, cut_error, cut_files
 from hotset.formats.quants import TYPES, GGMLType, row_bytes
 from hotset.units import human_size
 
@@ -123,7 +124,7 @@ class TensorInfo:
 class _Cursor:
     """Reads forward through the mapped header; every step is checked against the end of the file."""
 
-    def __init__(self, buffer: mmap.mmap | bytes, path: Path) -> None:
+    def __init__(self, buffer: MappedFile | bytes, path: Path) -> None:
         self.buffer, self.path, self.pos, self.size = buffer, path, 0, len(buffer)
 
     def fail(self, what: str) -> FormatError:
@@ -214,7 +215,7 @@ class _Shard:
     """One mapped file: its map and what its header says (offsets are already those of the file)."""
 
     path: Path
-    buffer: mmap.mmap
+    buffer: MappedFile
     version: int
     dialect: Dialect
     metadata: dict[str, object]
@@ -222,7 +223,7 @@ class _Shard:
     tensors: list[TensorInfo]
 
 
-def _map_file(path: Path) -> mmap.mmap:
+def _map_file(path: Path) -> MappedFile:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -237,7 +238,7 @@ def _map_file(path: Path) -> mmap.mmap:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
                 raise FormatError(f"{path} is empty; download or convert it again.")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return MappedFile(path, file.fileno())
     except OSError as error:
         raise FormatError(f"{path} cannot be opened: {error.strerror}.") from None
 
@@ -245,13 +246,21 @@ def _map_file(path: Path) -> mmap.mmap:
 def _read_shard(path: Path, index: int) -> _Shard:
     buffer = _map_file(path)
     try:
-        return _parse(buffer, path, index)
+        shard = _parse(buffer, path, index)
+        buffer.check()
+    except Exception:
+        cut = buffer.is_cut  # then what it found wrong is a consequence
+        buffer.close()
+        if cut:
+            raise cut_error(path) from None
+        raise
     except BaseException:
         buffer.close()
         raise
+    return shard
 
 
-def _parse(buffer: mmap.mmap, path: Path, index: int) -> _Shard:
+def _parse(buffer: MappedFile, path: Path, index: int) -> _Shard:
     cursor = _Cursor(buffer, path)
     magic = cursor.buffer[:4]
     dialect = MAGICS.get(magic)
@@ -343,7 +352,8 @@ class GGUFFile:
     tensors: name → TensorInfo, in file order, shard after shard.
     paths: the files, in the order of the shards. version: of the first shard.
 
-    Use `open_gguf`. The file must not be truncated by others while it is open.
+    Use `open_gguf`. Where others cut the file short while it is open, what is gone reads as zeros, and
+    `check` raises: ask it after reading.
     """
 
     def __init__(self, shards: list[_Shard]) -> None:
@@ -400,7 +410,13 @@ class GGUFFile:
             )
         if not self._bytes:
             raise InvalidRequestError(f"{self.path} has been closed; open it again to read tensors.")
+        self._maps[info.shard].check()
         return self._bytes[info.shard][info.offset : info.offset + info.nbytes]
+
+    def check(self) -> None:
+        """Raises FormatError where what was read of the files may be anything: one was cut meanwhile."""
+        for mapped in self._maps:
+            mapped.check()
 
     def advise(self, name: str, start: int, stop: int, *, needed: bool) -> None:
         """Tells the system that bytes start..stop of a tensor will be read soon, or not again.
@@ -557,6 +573,7 @@ class GGUFWriter:
         self._type_ids = {t: id for id, t in POWERINFER_TYPES.items()} if dialect == "powerinfer" else {}
         self._values: dict[str, bytes] = {}
         self._tensors: dict[str, tuple[TensorInfo, TensorData]] = {}
+        self._cut_before = cut_files()
         self.add("general.architecture", architecture)
         if alignment != DEFAULT_ALIGNMENT:
             self.add("general.alignment", alignment)
@@ -656,7 +673,13 @@ class GGUFWriter:
                 f"{human_size(free)} left; make room or choose another folder."
             )
         with replacing(self.path) as file:
-            self._write_to(file, progress)
+            try:
+                self._write_to(file, progress)
+                file.flush()
+            except OSError:
+                check_unharmed(self._cut_before)  # the system, too, cannot read what is gone: a bad address
+                raise
+            check_unharmed(self._cut_before)  # what was read meanwhile may be anything
 
     def _write_to(self, file: BinaryIO, progress: Reporter | None) -> None:
         file.write(self._magic + struct.pack("<IQQ", 3, len(self._tensors), len(self._values)))

@@ -29,6 +29,11 @@ class Overlay:
         owner = next((file for file in self._files if name in file.tensors), self._files[-1])
         return owner.data(name)
 
+    def check(self) -> None:
+        """Raises FormatError where a file was cut while it was open (GGUFFile.check)."""
+        for file in self._files:
+            file.check()
+
     def close(self) -> None:
         """Closes the sidecars."""
         for file in self._files[:-1]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import io
 import math
-import mmap
 import os
 import pickletools
 import struct
@@ -32,6 +31,7 @@ import numpy as np
 
 from hotset.errors import FormatError
 from hotset.files import open_regular, replacing
+from hotset.formats.mapped import MappedFile
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PROTOCOL = 1001
@@ -116,7 +116,7 @@ def read_torch(path: str | os.PathLike[str]) -> np.ndarray | dict[str, np.ndarra
     return {name: array(tensor) for name, tensor in _state_dict(path, value).items()}
 
 
-def map_torch(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], mmap.mmap]:
+def map_torch(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], MappedFile]:
     """A state dict that need not fit in memory: read-only views of the mapped file, and that file.
 
     Checksums are not compared. Values of dtype BFLOAT16 are as they are stored (see to_floats).
@@ -124,7 +124,7 @@ def map_torch(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], mmap
     path = Path(path)
     try:
         with open_regular(path) as file:
-            mapped = _MappedFile(file.fileno(), 0, access=mmap.ACCESS_READ)
+            mapped = MappedFile(path, file.fileno())
     except (OSError, ValueError) as error:
         raise FormatError(f"{path} cannot be read: {error}") from None
     value, storages = _read(path, mapped, len(mapped), memoryview(mapped))
@@ -136,13 +136,6 @@ def to_floats(values: np.ndarray) -> np.ndarray:
     if values.dtype == BFLOAT16:
         return (values["bfloat16"].astype(np.uint32) << np.uint32(16)).view(np.float32)
     return values.astype(np.float32)
-
-
-class _MappedFile(mmap.mmap):
-    """A mapped file as zipfile likes it."""
-
-    def seekable(self) -> bool:
-        return True
 
 
 def _state_dict(path: Path, value: Any) -> dict[str, _Tensor]:

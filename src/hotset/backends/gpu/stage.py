@@ -173,7 +173,9 @@ class GpuStage:
         with memory_errors(self.device, f"computing {n} tokens", advice), current(self.device):
             self._inputs.fill(batch, vectors)
             with nullcontext() if cold is None else cold.step(n):
-                return self._run(program, n, len(batch.outputs))
+                result = self._run(program, n, len(batch.outputs))
+        self._source.check()
+        return result
 
     def counts(self) -> np.ndarray:
         """As Stage.counts, the cold service's neurons among them."""

@@ -1,0 +1,155 @@
+#include "mapped.h"
+
+#ifdef _WIN32
+
+namespace hotset {
+
+struct GuardedFile {};
+
+GuardedFile* guard_file(const uint8_t*, size_t, int) {
+    static GuardedFile none;
+    return &none;
+}
+void unguard_file(GuardedFile*) {}
+bool is_cut(const GuardedFile*) {
+    return false;
+}
+
+}  // namespace hotset
+
+#else
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <system_error>
+
+namespace hotset {
+
+// Never freed, since the handler may be looking at it in any thread, but used again.
+struct GuardedFile {
+    std::atomic<bool> used{true};
+    std::atomic<uintptr_t> begin{0};
+    std::atomic<size_t> bytes{0};  // whole pages; 0: no mapping
+    std::atomic<bool> cut{false};
+    off_t file_bytes = 0;
+    int descriptor = -1;
+    GuardedFile* next = nullptr;
+};
+
+namespace {
+
+std::atomic<GuardedFile*> files{nullptr};
+std::atomic<size_t> page_bytes{0};
+struct sigaction previous;
+bool chains_back = false;             // whether `previous` was installed over `handle`, and may call it again
+std::atomic<bool> passing_on{false};  // a fault to the previous handler
+
+// Everything in here and below must be safe in a signal handler: atomics and system calls.
+bool put_zeros(uintptr_t address) {
+    for (GuardedFile* file = files.load(std::memory_order_acquire); file; file = file->next) {
+        const uintptr_t begin = file->begin.load(std::memory_order_relaxed);
+        const size_t bytes = file->bytes.load(std::memory_order_acquire);
+        if (address - begin >= bytes) continue;
+        const uintptr_t page = address / page_bytes * page_bytes;
+        file->cut.store(true, std::memory_order_release);
+        // What is gone goes on to the end, as a rule: all of it at once, not a page and a fault at a time.
+        return mmap(reinterpret_cast<void*>(page), begin + bytes - page, PROT_READ,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED;
+    }
+    return false;
+}
+
+void handle(int signal, siginfo_t* info, void* context) {
+    const int saved = errno;
+    const bool is_fault = info->si_code > 0;  // else sent by a process, and without an address
+    if (is_fault && put_zeros(reinterpret_cast<uintptr_t>(info->si_addr))) {
+        errno = saved;
+        return;
+    }
+    // Handlers such as faulthandler's put back what they found, which may be this one, and raise again.
+    const bool again = passing_on.exchange(true);
+    const bool is_function = (previous.sa_flags & SA_SIGINFO) ||
+                             (previous.sa_handler != SIG_DFL && previous.sa_handler != SIG_IGN);
+    if (is_function && !again) {
+        if (previous.sa_flags & SA_SIGINFO)
+            previous.sa_sigaction(signal, info, context);
+        else
+            previous.sa_handler(signal);
+    } else if (is_fault || again || previous.sa_handler == SIG_DFL) {
+        struct sigaction deadly = {};
+        deadly.sa_handler = SIG_DFL;
+        sigemptyset(&deadly.sa_mask);
+        sigaction(signal, &deadly, nullptr);
+        if (!is_fault) raise(signal);  // comes when this handler returns; a fault comes again by itself
+        errno = saved;
+        return;
+    }
+    if (!chains_back) passing_on.store(false);
+    errno = saved;
+}
+
+// Others may have installed theirs since (faulthandler): it becomes the one that other faults go to.
+void install() {
+    struct sigaction now = {};
+    if (sigaction(SIGBUS, nullptr, &now) != 0 || ((now.sa_flags & SA_SIGINFO) && now.sa_sigaction == handle))
+        return;
+    chains_back = page_bytes.exchange(size_t(sysconf(_SC_PAGESIZE))) != 0;
+    previous = now;
+    struct sigaction own = {};
+    own.sa_sigaction = handle;
+    own.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    sigemptyset(&own.sa_mask);
+    sigaction(SIGBUS, &own, nullptr);
+}
+
+GuardedFile* new_entry() {
+    for (GuardedFile* file = files.load(std::memory_order_acquire); file; file = file->next) {
+        bool used = false;
+        if (file->used.compare_exchange_strong(used, true)) return file;
+    }
+    auto* file = new GuardedFile;
+    file->next = files.load();
+    while (!files.compare_exchange_weak(file->next, file)) {
+    }
+    return file;
+}
+
+}  // namespace
+
+GuardedFile* guard_file(const uint8_t* mapping, size_t bytes, int descriptor) {
+    const int copy = fcntl(descriptor, F_DUPFD_CLOEXEC, 0);
+    if (copy < 0) throw std::system_error(errno, std::generic_category(), "a mapped file cannot be guarded");
+    install();
+    GuardedFile* file = new_entry();
+    file->descriptor = copy;
+    file->file_bytes = off_t(bytes);
+    file->cut.store(false);
+    file->begin.store(reinterpret_cast<uintptr_t>(mapping), std::memory_order_relaxed);
+    file->bytes.store((bytes + page_bytes - 1) / page_bytes * page_bytes, std::memory_order_release);
+    return file;
+}
+
+void unguard_file(GuardedFile* file) {
+    file->bytes.store(0);
+    close(file->descriptor);
+    file->descriptor = -1;
+    file->used.store(false);
+}
+
+bool is_cut(const GuardedFile* file) {
+    install();
+    if (file->cut.load(std::memory_order_acquire)) return true;
+    // The rest of the last page reads as zeros without a fault.
+    struct stat facts = {};
+    return fstat(file->descriptor, &facts) == 0 && facts.st_size < file->file_bytes;
+}
+
+}  // namespace hotset
+
+#endif

@@ -1,0 +1,29 @@
+// Files that are mapped, and cut short by another program while they are in use.
+//
+// To read a page of a mapped file that no longer exists raises SIGBUS, in whatever thread reads: it ends the
+// process without a word. So whoever maps a file tells so here. When a fault lies in such a file, zeros are
+// put in the place of what is gone, a note is made, and the thread goes on: the step comes to its end, with
+// anything as its result, and whoever asks for `check` then gets a sentence instead. Other faults go on to
+// the handler that was there before.
+//
+// Windows refuses to shorten a file that is mapped: there is nothing to guard.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace hotset {
+
+struct GuardedFile;
+
+// The mapping of a whole file: bytes from its beginning on, and a descriptor, of which a copy is kept until
+// `unguard`. Throws std::system_error.
+GuardedFile* guard_file(const uint8_t* mapping, size_t bytes, int descriptor);
+
+// Before or after the mapping goes.
+void unguard_file(GuardedFile* file);
+
+// Whether the file is shorter than its mapping, or a page of it could not be read.
+bool is_cut(const GuardedFile* file);
+
+}  // namespace hotset

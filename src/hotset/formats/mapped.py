@@ -1,0 +1,98 @@
+"""Mapped files that another program may cut short while they are in use.
+
+To read a page that is gone would end the process (SIGBUS); csrc/mapped.cpp puts zeros there instead. What was
+read since is anything: so whoever has read asks `check`, and whoever writes a file from it `check_unharmed`,
+before the result leaves their hands.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import mmap
+import weakref
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hotset.errors import FormatError
+
+Cut = tuple[int, Path]  # serial number of the map, since a name may come again
+
+_open: weakref.WeakSet[MappedFile] = weakref.WeakSet()
+_cut: set[Cut] = set()  # of those that are closed
+_serial = itertools.count()
+
+
+class MappedFile(mmap.mmap):
+    """A whole file, mapped to be read. `descriptor` may be closed afterwards. Raises OSError, ValueError."""
+
+    path: Path
+    _number: int
+    _core: Any  # the native module, while the file is under guard
+    _guard: int
+
+    def __new__(cls, path: Path, descriptor: int) -> MappedFile:
+        mapped = super().__new__(cls, descriptor, 0, access=mmap.ACCESS_READ)
+        mapped.path, mapped._number, mapped._core = path, next(_serial), None
+        try:
+            from hotset import _core
+        except ImportError:  # the native core is not built
+            return mapped
+        try:
+            mapped._guard = _core.guard_file(np.frombuffer(mapped, np.uint8), descriptor)
+        except RuntimeError as error:
+            raise OSError(errno.EMFILE, str(error)) from None
+        mapped._core = _core
+        _open.add(mapped)
+        return mapped
+
+    def seekable(self) -> bool:
+        """As zipfile likes a file."""
+        return True
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the file has become shorter than its map, or a page could not be read; not when closed."""
+        return self._core is not None and self._core.is_cut(self._guard)
+
+    def check(self) -> None:
+        """Raises FormatError where what was read may be anything, since the file was cut."""
+        if self.is_cut:
+            raise cut_error(self.path)
+
+    def close(self) -> None:
+        """Unmaps the file; BufferError, and nothing changes, where views of it are alive."""
+        super().close()
+        self._release()
+
+    def __del__(self) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        core, self._core = self._core, None
+        if core is not None:
+            if core.is_cut(self._guard):
+                _cut.add((self._number, self.path))
+            core.unguard_file(self._guard)
+
+
+def cut_files() -> frozenset[Cut]:
+    """Files that were cut while this process had them open."""
+    return frozenset(_cut) | {(mapped._number, mapped.path) for mapped in list(_open) if mapped.is_cut}
+
+
+def check_unharmed(before: Collection[Cut]) -> None:
+    """Raises FormatError where a file has been cut that is not among those of `before`."""
+    for _, path in cut_files().difference(before):
+        raise cut_error(path)
+
+
+def cut_error(path: Path) -> FormatError:
+    """The sentence."""
+    return FormatError(
+        f"{path} was cut short, or could not be read, while it was in use; put the whole file there and load "
+        "it again"
+    )
