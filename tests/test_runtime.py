@@ -1,4 +1,4 @@
-"""The native runtime: plans that share it, steps that are cancelled, processes that fork, threads that cannot be.
+"""The native runtime: plans that share it, cancelled steps, forked processes, threads that cannot be started.
 
 What threads may do after a cancel is tested in csrc/tests/team_test.cpp (`make kernel-test`).
 """
@@ -74,10 +74,12 @@ def test_a_step_is_cancelled_and_the_next_one_works(n_threads: int) -> None:
     canceller = threading.Thread(target=cancel)
     canceller.start()
     try:
-        with pytest.raises(StepCancelledError, match="was cancelled"):
-            for _ in range(100):  # until the other thread comes to its turn
+        for _ in range(100):  # until the other thread comes to its turn
+            try:
                 chain.run(0)
-                before = chain.result()
+            except StepCancelledError:
+                break
+        else:
             pytest.fail("no step was cancelled")
         np.testing.assert_array_equal(chain.result(), before)  # the last operation was not reached
         assert not chain.plan.op_seconds().any()
@@ -110,7 +112,6 @@ def test_ctrl_c_ends_a_step_in_its_middle(n_threads: int, alarm: None) -> None:
     signal.setitimer(signal.ITIMER_REAL, 0.02)
     with pytest.raises(KeyboardInterrupt):
         chain.run(7)
-        pytest.fail("the step went on to its end")
     np.testing.assert_array_equal(chain.result(), before)
     chain.run(0)
     np.testing.assert_array_equal(chain.result(), before)

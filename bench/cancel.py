@@ -1,0 +1,113 @@
+"""How soon does a step end that is cancelled? A chunk of a long prompt through layers of the shape of a 7B model.
+
+usage: python bench/cancel.py [--threads N] [--trials N] [--tokens N]
+
+Weights are Q4_0 bytes without meaning. Cancelled at random times, by another thread (`cancel`) and by a signal whose
+handler raises (Ctrl-C). Prints a Markdown table of milliseconds, and one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from hotset import _core
+from hotset.backends.cores import usable_cores
+from hotset.errors import StepCancelledError
+
+WIDTH, N_FF, HEADS, HEAD_DIM, Q4_0 = 4096, 11008, 32, 128, 2
+N_LAYER = 4
+
+
+def layers(runtime: _core.Runtime, n_tokens: int, kind: str) -> Any:
+    """A plan of N_LAYER layers that share their weights. kind: of the down projection."""
+    n_pages = -(-n_tokens // _core.PAGE_SIZE)
+    plan = _core.Plan(n_tokens, n_pages, n_pages, runtime)
+    rng = np.random.default_rng(0)
+
+    def matrix(rows: int, cols: int) -> np.ndarray:
+        blocks = np.zeros((rows * cols // 32, 18), np.uint8)
+        blocks[:, 1] = 0x0C  # scales of 2^-12
+        blocks[:, 2:] = rng.integers(0, 256, (len(blocks), 16), np.uint8)
+        return blocks.reshape(-1)
+
+    square, wide = matrix(WIDTH, WIDTH), [matrix(N_FF, WIDTH) for _ in range(2)]
+    tall = matrix(WIDTH, N_FF)
+    buffer = lambda width: plan.buffer(width, False)  # noqa: E731
+    x, q, k, v, a, o, h = (buffer(WIDTH) for _ in range(7))
+    f = buffer(N_FF)
+    caches = [np.zeros(n_pages * HEADS * _core.PAGE_SIZE * HEAD_DIM * 2, np.uint8) for _ in range(2)]
+    plan.embed(Q4_0, square, WIDTH, False, 0, x)
+    for _ in range(N_LAYER):
+        plan.linear(x, None, [(Q4_0, square, None, out) for out in (q, k, v)], -1, False, None)
+        plan.attention(
+            q, k, v, a, HEADS, HEADS, HEAD_DIM, HEAD_DIM, 0.1, 0.0, 0, -1, None, None, 1, *caches, None, None
+        )
+        plan.linear(a, None, [(Q4_0, square, None, o)], x, False, None)
+        plan.linear(o, None, [(Q4_0, w, None, f) for w in wide], -1, True, (3, 0.0))
+        if kind == "axpy":
+            plan.axpy(f, Q4_0, tall, None, None, o, True, h)
+        else:
+            plan.linear(f, None, [(Q4_0, tall, None, h)], o, False, None)
+        x, h = h, x
+    plan.finish()
+    return plan
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=512)
+    args = parser.parse_args()
+    n = args.tokens
+    ids, zeros = np.arange(n, dtype=np.int32), np.zeros(n, np.int32)
+    table = np.arange(-(-n // _core.PAGE_SIZE), dtype=np.int32)[None]
+    began = 0.0
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    results: dict[str, Any] = {"threads": args.threads, "tokens": n, "layers": N_LAYER}
+    print("| down projection | whole step | cancelled by | median | worst |\n|---|---|---|---|---|")
+    for kind in ("linear", "axpy"):
+        plan = layers(_core.Runtime(args.threads), n, kind)
+        whole = []
+        for _ in range(2):
+            started = time.perf_counter()
+            plan.run(ids, ids, zeros, table, ids[:0])
+            whole.append(time.perf_counter() - started)
+        for how in ("thread", "signal"):
+            taken = []
+            for trial in range(args.trials):
+                delay = random.Random(trial).uniform(0.05, 0.9) * min(whole)
+
+                def end(how: str = how, plan: Any = plan) -> None:
+                    nonlocal began
+                    began = time.perf_counter()
+                    plan.cancel() if how == "thread" else os.kill(os.getpid(), signal.SIGALRM)
+
+                timer = threading.Timer(delay, end)
+                timer.start()
+                try:
+                    plan.run(ids, ids, zeros, table, ids[:0])
+                except (StepCancelledError, KeyboardInterrupt):
+                    taken.append(1e3 * (time.perf_counter() - began))
+                timer.join()
+            median, worst = float(np.median(taken)), max(taken)
+            results[f"{kind}/{how}"] = {"whole_s": min(whole), "ms": taken}
+            print(f"| {kind} | {min(whole):.2f} s | {how} | {median:.1f} ms | {worst:.1f} ms |", flush=True)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
