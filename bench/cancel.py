@@ -1,9 +1,9 @@
-"""How soon does a step end that is cancelled? A chunk of a long prompt through layers of the shape of a 7B model.
+"""How soon does a cancelled step end? A chunk of a long prompt through layers of the shape of a 7B model.
 
 usage: python bench/cancel.py [--threads N] [--trials N] [--tokens N]
 
-Weights are Q4_0 bytes without meaning. Cancelled at random times, by another thread (`cancel`) and by a signal whose
-handler raises (Ctrl-C). Prints a Markdown table of milliseconds, and one line of JSON.
+Weights are Q4_0 bytes without meaning. Cancelled at random times, by another thread (`cancel`) and by a
+signal whose handler raises (Ctrl-C). Prints a Markdown table of milliseconds, and one line of JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from hotset import _core
-from hotset.backends.cores import usable_cores
+from hotset.cores import usable_cores
 from hotset.errors import StepCancelledError
 
 WIDTH, N_FF, HEADS, HEAD_DIM, Q4_0 = 4096, 11008, 32, 128, 2
@@ -89,7 +89,7 @@ def main() -> None:
         for how in ("thread", "signal"):
             taken = []
             for trial in range(args.trials):
-                delay = random.Random(trial).uniform(0.05, 0.9) * min(whole)
+                delay = random.Random(trial).uniform(0.05, 0.5) * min(whole)
 
                 def end(how: str = how, plan: Any = plan) -> None:
                     nonlocal began
