@@ -109,19 +109,44 @@ def test_windows(pattern: Any, windows: tuple[int, ...]) -> None:
 
 
 def test_rope_freqs_divide_and_linear_scaling_slows() -> None:
-    plain = config_from_gguf(file()).rope.freq
-    divided = config_from_gguf(file(tensors={"rope_freqs.weight": (8,)})).rope.freq
-    slowed = config_from_gguf(file(rope__scaling__type="linear", rope__scaling__factor=4.0)).rope.freq
-    old_key = config_from_gguf(file(rope__scale_linear=4.0)).rope.freq
-    none = config_from_gguf(file(rope__scaling__type="none", rope__scaling__factor=4.0)).rope.freq
+    plain = config_from_gguf(file()).layers[0].rope.freq
+    divided = config_from_gguf(file(tensors={"rope_freqs.weight": (8,)})).layers[0].rope.freq
+    slowed = (
+        config_from_gguf(file(rope__scaling__type="linear", rope__scaling__factor=4.0)).layers[0].rope.freq
+    )
+    old_key = config_from_gguf(file(rope__scale_linear=4.0)).layers[0].rope.freq
+    none = config_from_gguf(file(rope__scaling__type="none", rope__scaling__factor=4.0)).layers[0].rope.freq
     assert divided == pytest.approx([f / 2 for f in plain])
     assert slowed == old_key == pytest.approx([f / 4 for f in plain])
     assert none == plain
 
 
+def test_long_contexts_have_factors_of_their_own() -> None:
+    tensors = {"rope_factors_short.weight": (8,), "rope_factors_long.weight": (8,)}
+    original = {"rope__scaling__original_context_length": 32, "rope__scaling__attn_factor": 1.5}
+    gguf = file(tensors=tensors, **original)  # all its numbers are 2
+    filled = gguf.data
+    gguf.data = lambda name: (filled(name).view(np.float32) * (4 if "long" in name else 1)).view(np.uint8)
+    plain = config_from_gguf(file()).layers[0].rope.freq
+    config = config_from_gguf(gguf)
+    for n_ctx, divisor in ((1, 2), (32, 2), (33, 8), (128, 8)):
+        for layer in config.for_context(n_ctx).layers:
+            assert layer.rope.freq == pytest.approx([f / divisor for f in plain])
+            assert layer.rope.magnitude == 1.5
+    assert config_from_gguf(file(tensors=tensors)).for_context(128).layers[0].rope.freq == pytest.approx(
+        [f / 2 for f in plain]  # without the key, the original context is the whole
+    )
+
+
+def test_factors_come_in_pairs() -> None:
+    for name in ("rope_factors_short.weight", "rope_factors_long.weight"):
+        with pytest.raises(UnsupportedModelError, match="has only one of"):
+            config_from_gguf(file(tensors={name: (8,)}))
+
+
 def test_yarn_keeps_fast_channels_and_slows_slow_ones() -> None:
     yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
-    plain = np.array(config_from_gguf(file(context_length=4096)).rope.freq)
+    plain = np.array(config_from_gguf(file(context_length=4096)).layers[0].rope.freq)
     config = config_from_gguf(file(context_length=4096, **yarn))
     ratio = plain / np.array(config.layers[0].rope.freq)
     assert ratio[0] == 1
@@ -139,7 +164,7 @@ def test_the_ramp_of_yarn_is_clamped_and_of_whole_channels() -> None:
         keys = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__freq_base": base}
         keys |= {"rope__scaling__yarn_beta_fast": fast, "rope__scaling__yarn_beta_slow": slow}
         keys |= {"rope__scaling__original_context_length": original}
-        scaled = np.array(config_from_gguf(file(**keys)).rope.freq)  # 8 channels
+        scaled = np.array(config_from_gguf(file(**keys)).layers[0].rope.freq)  # 8 channels
         plain = base ** (-np.arange(0, 16, 2) / 16)
         return (scaled / plain - 0.25) / 0.75
 
@@ -213,6 +238,12 @@ def test_an_unknown_architecture_is_named() -> None:
             "cannot scale",
         ),
         ({"rope__scaling__type": 3}, "must be a string"),
+        ({"embedding_scale": 1e-40}, "llama.embedding_scale is 1e-40, below 1e-09"),
+        ({"residual_scale": -1.0}, "outside"),
+        ({"logit_scale": 5e-324}, "below 1e-09"),
+        ({"attention__scale": 1e10}, "outside"),
+        ({"attn_logit_softcapping": 1e-46}, "below 1e-09"),
+        ({"final_logit_softcapping": math.nan}, "is nan"),
         ({"attention__sliding_window": -1}, "outside"),
         ({"attention__sliding_window": 2**31}, "outside"),
         ({"attention__sliding_window": 8, "attention__sliding_window_pattern": [True]}, "for 2 layers"),
@@ -284,6 +315,8 @@ KEYS = [
     *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_ext_factor"),
     *("rope.scaling.yarn_attn_factor", "rope.scaling.yarn_log_multiplier", "rope.scaling.attn_factor"),
     *("hidden_activation", "expert_count", "attention.causal", "attention.layer_norm_epsilon"),
+    *("attention.scale", "embedding_scale", "residual_scale", "logit_scale", "rope.freq_base_swa"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "rope.scaling.finetuned"),
 ]
 
 
@@ -315,6 +348,7 @@ def test_the_decoder_asks_for_each_tensor_with_its_shape() -> None:
     assert len({value.name for value in graph.values}) == len(graph.values)
     for name, replaced, sentence in [
         ("blk.1.ffn_up.weight", None, r"lacks the tensor blk.1.ffn_up.weight \[64, 96\]"),
+        ("blk.1.ffn_gate.weight", None, r"lacks the tensor blk.1.ffn_gate.weight \[64, 96\]"),
         ("blk.0.attn_k.weight", (64, 64), r"attn_k.weight is \[64, 64\], but the file's keys say \[64, 32\]"),
         ("blk.0.attn_q.bias", (32,), r"attn_q.bias is \[32\]"),
         (
@@ -355,6 +389,18 @@ def test_the_output_is_tied_where_the_file_has_none() -> None:
     assert describe(config, untied).ops[-1].weight == "output.weight"
 
 
+def test_gate_and_up_may_be_the_rows_of_one_matrix() -> None:
+    config = config_from_gguf(file())
+    fused: dict[str, Any] = {f"blk.{i}.ffn_gate.weight": None for i in range(2)}
+    fused |= {f"blk.{i}.ffn_up.weight": (64, 192) for i in range(2)}
+    for ffn in describe(config, complete(**fused)).ffns:
+        assert ffn.gate is not None
+        assert (ffn.gate.weight, ffn.gate.first_row, ffn.gate.out.width) == (ffn.up.weight, 0, 96)
+        assert (ffn.up.first_row, ffn.up.out.width) == (96, 96)
+    with pytest.raises(UnsupportedModelError, match=r"lacks the tensor blk\.1\.ffn_gate\.weight"):
+        describe(config, complete(**fused | {"blk.1.ffn_up.weight": (64, 200)}))
+
+
 def test_qwen2_needs_its_biases() -> None:
     config = config_from_gguf(file("qwen2"))
     with pytest.raises(UnsupportedModelError, match=r"lacks the tensor blk\.0\.attn_q\.bias"):
@@ -368,19 +414,20 @@ FALCON = {"attention__layer_norm_epsilon": 1e-5, "attention__layer_norm_rms_epsi
 
 def test_what_an_architecture_says_reaches_the_config() -> None:
     falcon = config_from_gguf(file("falcon", **FALCON))
-    assert (falcon.norm, falcon.parallel, falcon.gated) == ("layer", True, False)
+    assert falcon.norm == "layer"
+    assert all((layer.parallel, layer.gated) == (True, False) for layer in falcon.layers)
     assert falcon.predictor_input == "layer_input"
-    assert falcon.rope is not None
-    assert falcon.rope.kind == "neox"
+    assert all(layer.rope is not None and layer.rope.kind == "neox" for layer in falcon.layers)
     opt = config_from_gguf(file("opt", {"position_embd.weight": (64, 50)}))
-    assert (opt.rope, opt.first_position, opt.norm_eps, opt.predictor_input) == (None, 2, 1e-5, "ffn_inp")
+    assert (opt.first_position, opt.norm_eps, opt.predictor_input) == (2, 1e-5, "ffn_inp")
+    assert all(layer.rope is None for layer in opt.layers)
     assert opt.n_ctx_train == opt.n_ctx_max == 48  # the key says 128
     assert config_from_gguf(file("opt", attention__layer_norm_epsilon=1e-3)).norm_eps == pytest.approx(1e-3)
     llama = config_from_gguf(file())
-    assert (llama.norm, llama.gated, llama.n_ctx_max, llama.sparse_threshold) == ("rms", True, None, 0.0)
+    assert (llama.norm, llama.n_ctx_max, llama.sparse_threshold) == ("rms", None, 0.0)
+    assert all(layer.gated for layer in llama.layers)
     nemotron = config_from_gguf(file("nemotron", rope__dimension_count=8, **FALCON))
-    assert nemotron.rope is not None
-    assert nemotron.rope.n_rot == 8
+    assert all(layer.rope is not None and layer.rope.n_rot == 8 for layer in nemotron.layers)
     with pytest.raises(FormatError, match=r"falcon\.attention\.layer_norm_epsilon is missing"):
         config_from_gguf(file("falcon"))
     with pytest.raises(FormatError, match="has only 2 rows"):

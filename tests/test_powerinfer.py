@@ -206,7 +206,7 @@ def test_dense_is_the_plain_file(tmp_path: Path, model: str) -> None:
         config = config_from_gguf(plain)
         assert config.has_zeros
         both = {**plain.tensors, **{n: i for n, i in sparse.tensors.items() if "ffn_down_t.weight" in n}}
-        names = {getattr(op, "weight", None) for op in describe(config, both).ops}
+        names = {getattr(op, "weight", None) for op in describe(config, both).primitives}
         assert "blk.1.ffn_down_t.weight" in names
         assert "blk.1.ffn_down.weight" not in names
 

@@ -326,9 +326,13 @@ class _Keys:
             raise self.error(key, f"is {value}, outside {low:g} to {high:g}")
         return float(value)
 
-    def factor(self, key: str) -> float:
-        """A positive number, 1 where the key is missing or (as converters write it) 0."""
-        return self.real(key, 0.0, 1e9, 0.0) or 1.0
+    def factor(self, key: str, default: float = 1.0) -> float:
+        """A positive number that a float32 and its inverse can hold; `default` where the key is missing or
+        (as converters write it) 0."""
+        value = self.real(key, 0.0, 1e9, 0.0)
+        if 0 < value < 1e-9:
+            raise self.error(key, f"is {value:g}, below 1e-09")
+        return value or default
 
     def text(self, key: str) -> str | None:
         value = self.get(key)
@@ -394,7 +398,7 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         else keys.factor("embedding_scale"),
         residual_scale=keys.factor("residual_scale"),
         logit_scale=1 / keys.factor("logit_scale"),
-        logit_softcap=keys.real("final_logit_softcapping", 0.0, 1e6, 0.0),
+        logit_softcap=keys.factor("final_logit_softcapping", 0.0),
         long_rope=_long_rope(gguf, keys, architecture.rope, head_dim, n_ctx_train),
         predictor_input=architecture.predictor_input,
         sparse_threshold=_number(gguf.metadata, SPARSE_THRESHOLD_KEY) or 0.0,
@@ -419,8 +423,8 @@ def _layers(
     windows = _windows(keys, n_layer, architecture.window_period)
     n_ff = keys.per_layer("feed_forward_length", n_layer, 1, 1 << 22)
     scaled_dim = narrow_dim if n_layer == architecture.narrow_scale_at else head_dim
-    scale = keys.real("attention.scale", 0.0, 1e6, 0.0) or 1 / math.sqrt(scaled_dim)
-    softcap = keys.real("attn_logit_softcapping", 0.0, 1e6, 0.0)
+    scale = keys.factor("attention.scale", 1 / math.sqrt(scaled_dim))
+    softcap = keys.factor("attn_logit_softcapping", 0.0)
     activation = activation or _activation(keys, architecture)
     rope = windowed = None
     if architecture.rope is not None:
@@ -540,8 +544,13 @@ def _long_rope(
     gguf: GGUFFile, keys: _Keys, layout: RopeKind | None, head_dim: int, n_ctx_train: int
 ) -> LongRope | None:
     """The rotation for long contexts, of files with factors for it."""
-    if layout is None or LONG_FACTORS not in gguf.tensors:
+    found = [name for name in (SHORT_FACTORS, LONG_FACTORS) if name in gguf.tensors]
+    if layout is None or not found:
         return None
+    if len(found) == 1:
+        raise UnsupportedModelError(
+            f"the file has only one of {SHORT_FACTORS} and {LONG_FACTORS}: {found[0]}"
+        )
     n_ctx = keys.integer("rope.scaling.original_context_length", 1, 1 << 31, n_ctx_train)
     return LongRope(n_ctx, _rope(gguf, keys, layout, head_dim, n_ctx_train, LONG_FACTORS))
 
@@ -572,9 +581,10 @@ def _rope(
         freq = freq / factor
     elif kind == "yarn":
         freq, magnitude = _yarn(keys, freq, base, factor, n_ctx_train)
-    elif kind not in ("none", "longrope"):
+    elif kind != "none" and not (kind == "longrope" and factors in (SHORT_FACTORS, LONG_FACTORS)):
         raise UnsupportedModelError(
-            f"the RoPE scaling {_shown(kind)} is not supported; supported are none, linear, yarn"
+            f"the RoPE scaling {_shown(kind)} is not supported; supported are none, linear, yarn, "
+            f"and longrope with {SHORT_FACTORS} and {LONG_FACTORS}"
         )
     magnitude *= keys.real("rope.scaling.attn_factor", 0.0, 1e3, 1.0)
     if not np.isfinite(freq).all():

@@ -254,7 +254,8 @@ class _Description:
         n, gate, up = layer.n_ff, f"{blk}.ffn_gate", f"{blk}.ffn_up"
         if not layer.gated:
             return None, self._linear_op(h, up, n)
-        if f"{gate}.weight" in self.weights.tensors:
+        both = self.weights.tensors.get(f"{up}.weight")
+        if f"{gate}.weight" in self.weights.tensors or both is None or both.shape[-1] != 2 * n:
             return self._linear_op(h, gate, n), self._linear_op(h, up, n)
         first, second = self._rows_of(up, h, {gate: n, up: n})
         return first, second
