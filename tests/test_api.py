@@ -470,6 +470,30 @@ def test_load_chooses_a_context(path: Path):
         assert len(model.generate([1] * 290, seed=1, ignore_eos=True).tokens) == 10
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu", "device"])
+def test_the_context_chooses_the_rotation(tmp_path: Path, backend: str) -> None:
+    """Of a file with factors for contexts up to the original one, and others for longer ones."""
+    if backend == "device":
+        pytest.importorskip("torch")
+    settings: dict[str, Any] = {"device": "cpu"} if backend == "device" else {"backend": backend}
+    short, long = np.linspace(1, 2, 16).tolist(), np.linspace(1, 8, 16).tolist()
+    factors = {"rope_factors_short.weight": short, "rope_factors_long.weight": long}
+    original = {"llama.rope.scaling.original_context_length": 64}
+    files = {
+        "both": write_llama(tmp_path / "both.gguf", vectors=factors, keys=original),
+        "short": write_llama(tmp_path / "short.gguf", vectors={"rope_freqs.weight": short}),
+        "long": write_llama(tmp_path / "long.gguf", vectors={"rope_freqs.weight": long}),
+    }
+
+    def logits(file: str, n_ctx: int) -> np.ndarray:
+        with hotset.load(files[file], n_ctx=n_ctx, **settings) as model:
+            return model.logits([3, 1, 4, 1, 5, 9, 2, 6] * 7)
+
+    assert np.abs(logits("short", 64) - logits("long", 64)).max() > 0.01
+    assert np.array_equal(logits("both", 64), logits("short", 64))
+    assert np.array_equal(logits("both", 65), logits("long", 65))
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,12 +128,13 @@ def write_llama(
     type_of: Callable[[str], GGMLType] = lambda name: GGMLType.F32,
     spread: Callable[[str], float] | None = None,
     keys: Mapping[str, Any] | None = None,
+    vectors: Mapping[str, Sequence[float]] | None = None,
     seed: int = 1,
 ) -> Path:
     """A random model of the llama family. tied: without a matrix of its own for the output.
 
     type_of: the type of each matrix. keys: adds to the metadata and replaces it; None leaves a key out.
-    spread: matrices are normal with a deviation of spread(name) / sqrt(columns). Without it those of float
+    vectors: more tensors, of F32. spread: matrices are normal with a deviation of spread(name) / sqrt(columns). Without it those of float
     types are, with 1.5, and others are random valid blocks.
     """
     rng = np.random.default_rng(seed)
@@ -170,6 +171,8 @@ def write_llama(
     def bias(name: str, width: int) -> None:
         writer.add_tensor(f"{name}.bias", rng.standard_normal(width).astype(np.float32) * 0.1, GGMLType.F32)
 
+    for name, numbers in (vectors or {}).items():
+        writer.add_tensor(name, np.array(numbers, np.float32), GGMLType.F32)
     matrix("token_embd", n_vocab, n_embd)
     if not tied:
         matrix("output", n_vocab, n_embd)

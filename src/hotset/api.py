@@ -294,6 +294,8 @@ def _describe(
         cost = Cost(graph, weights.tensors)
         kv_bytes = n_seqs * cost.kv_bytes_per_token(kv_type)
         n_ctx = _context(n_ctx, config, kv_bytes, gguf.nbytes)
+        if (fitted := config.for_context(n_ctx)) is not config:  # a rotation for long contexts
+            config, graph = fitted, describe(fitted, weights.tensors, prepared.predictor)
         n_pages = n_seqs * -(-n_ctx // PAGE_SIZE)
         placement = None
         if devices:
