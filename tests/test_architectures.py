@@ -27,6 +27,7 @@ tiny_models = pytest.importorskip("tiny_models")
 TOLERANCE = 1e-4  # of the largest logit
 LENGTHS = (150, 90, 37)  # tokens of the sequences
 PAGES_EACH = 3
+N_CTX = PAGES_EACH * PAGE_SIZE
 BACKENDS: dict[str, Callable[..., Backend]] = {"reference": ReferenceBackend, "cpu": CpuBackend}
 
 
@@ -53,7 +54,7 @@ def backend(request: pytest.FixtureRequest, model: Any) -> Iterator[Backend]:
 
 
 def open_backend(name: str, gguf: GGUFFile) -> Backend:
-    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    graph = describe(config_from_gguf(gguf).for_context(N_CTX), gguf.tensors)
     return BACKENDS[name](gguf, graph, n_pages=PAGES_EACH * len(LENGTHS), max_batch=256, kv_type="f32")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_architectures import LENGTHS, PAGES_EACH, PLANS, TOLERANCE, model, relative_error, run
+from test_architectures import LENGTHS, N_CTX, PAGES_EACH, PLANS, TOLERANCE, model, relative_error, run
 
 from hotset.backends.gpu import open_gpu
 from hotset.model.config import config_from_gguf
@@ -20,7 +20,7 @@ __all__ = ["model"]  # the fixture
 def test_logits_match_transformers(model: Any, plan: str) -> None:
     torch.set_num_threads(1)
     gguf, sequences, expected = model
-    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    graph = describe(config_from_gguf(gguf).for_context(N_CTX), gguf.tensors)
     backend = open_gpu(
         gguf, graph, device="cpu", n_pages=PAGES_EACH * len(LENGTHS), max_batch=256, kv_type="f32"
     )

@@ -134,8 +134,8 @@ def write_llama(
     """A random model of the llama family. tied: without a matrix of its own for the output.
 
     type_of: the type of each matrix. keys: adds to the metadata and replaces it; None leaves a key out.
-    vectors: more tensors, of F32. spread: matrices are normal with a deviation of spread(name) / sqrt(columns). Without it those of float
-    types are, with 1.5, and others are random valid blocks.
+    vectors: more tensors, of F32. spread: matrices are normal with a deviation of spread(name) /
+    sqrt(columns). Without it those of float types are, with 1.5, and others are random valid blocks.
     """
     rng = np.random.default_rng(seed)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -41,13 +41,15 @@ ROPE_ORIGINAL = 32  # context before scaling: the tests run well past it
 class TinyModel:
     """A recipe: which transformers class, which deviations from SHAPE, what to patch after loading.
 
-    written_as: replaces entries of the saved config.json.
+    written_as: replaces entries of the saved config.json. config: of the configuration's class, where it is
+    not called as the model is.
     """
 
     kind: str  # of transformers' classes: "Llama" → LlamaConfig, LlamaForCausalLM
     settings: dict[str, Any] = field(default_factory=dict)
     patch: Callable[[torch.nn.Module], None] | None = None
     written_as: dict[str, Any] = field(default_factory=dict)
+    config: str | None = None
 
 
 class DReLU(torch.nn.Module):
@@ -138,7 +140,7 @@ RECIPES: dict[str, TinyModel] = {
 
 def build(recipe: TinyModel, seed: int = 0, **settings: Any) -> torch.nn.Module:
     """The model of a recipe, in evaluation mode, every parameter drawn anew."""
-    config_class = getattr(transformers, f"{recipe.kind}Config")
+    config_class = getattr(transformers, f"{recipe.config or recipe.kind}Config")
     model_class = getattr(transformers, f"{recipe.kind}ForCausalLM")
     model = model_class(config_class(**{**SHAPE, **recipe.settings, **settings})).eval()
     if recipe.patch is not None:

@@ -7,9 +7,10 @@ guessed: an architecture, a RoPE scaling, an activation, a tensor, a shape, a pr
 What becomes of a tensor is said by indices (`Origin`), so that every piece is read once, in its last order:
 
 - Hugging Face's llama rotates the halves of a head (i, i + n/2), GGUF's neighbours (2i, 2i + 1): rows of q
-  and k are permuted for the architectures whose row in `ARCHITECTURES` says rope="norm".
+  and k are permuted for the architectures whose row in `ARCHITECTURES` says rope="norm", unless the
+  checkpoint's class rotates neighbours as well.
 - Falcon's fused rows lie in groups (queries of a KV head, its key, its value); GGUF has all q, all k, all v.
-- Nemotron's norms are stored less one.
+- Some norms are stored less one.
 - In PowerInfer's dialect the down projection is transposed, a row per neuron, and there are predictors.
 - With a profile, neurons stand in order of hotness (sparsity/reorder.py).
 """
@@ -150,8 +151,8 @@ def convert_hf(
 
         n_always = add_order(writer, profile, orders)
 
-    if (divisors := config.llama3_divisors()) is not None:
-        writer.add_tensor("rope_freqs.weight", divisors, GGMLType.F32)
+    for tensor_name, divisors in config.rope_divisors().items():
+        writer.add_tensor(tensor_name, divisors, GGMLType.F32)
     infos = [
         TensorInfo(n, source.shape[::-1], GGMLType.F32, 4 * math.prod(source.shape), 0)
         for n, source in sources.items()
@@ -270,7 +271,7 @@ def _converted_name(target: str, dialect: Dialect) -> str:
 
 def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialect: Dialect) -> Origin:
     """The tensor with what its architecture asks for; `target` is its name in a plain file."""
-    row = ARCHITECTURES[config.architecture]
+    row, hf = ARCHITECTURES[config.architecture], config.hf_class
     expected = _shape(target, config)
     if expected is None or values.shape != expected:
         raise FormatError(
@@ -278,11 +279,11 @@ def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialec
             f"{'that there is none' if expected is None else list(expected)}"
         )
     stem = target.rpartition(".")[0].rpartition(".")[2]
-    if row.rope == "norm" and stem in ("attn_q", "attn_k"):
+    if row.rope == "norm" and hf.rotates == "neox" and stem in ("attn_q", "attn_k"):
         return Origin(values, rows=_neighbours(values.shape[0], config.head_dim))
-    if stem == "attn_qkv":
+    if stem == "attn_qkv" and hf.grouped_qkv:
         return Origin(values, rows=_ungrouped(config))
-    if config.architecture == "nemotron" and stem.endswith("_norm") and target.endswith("weight"):
+    if hf.norms_less_one and stem.endswith("_norm") and target.endswith("weight"):
         return Origin(values, plus=1.0)
     return Origin(values, transposed=stem == "ffn_down" and values.ndim == 2 and dialect == "powerinfer")
 
@@ -299,10 +300,10 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
         "attn_v": (kv, d),
         "attn_qkv": (heads + 2 * kv, d),
         "attn_output": (d, heads),
-        "ffn_up": (config.n_ff, d),
+        "ffn_up": (config.n_ff * (2 if config.hf_class.fused_gate else 1), d),
         "ffn_down": (d, config.n_ff),
     }
-    if row.gated:
+    if row.gated and not config.hf_class.fused_gate:
         matrices["ffn_gate"] = (config.n_ff, d)
     if row.first_position is not None:
         matrices["position_embd"] = (config.n_ctx + row.first_position, d)
@@ -373,7 +374,7 @@ def _checked_orders(profile: Profile, config: HFConfig) -> list[np.ndarray]:
 
 def _ordered(name: str, source: Origin, orders: list[np.ndarray]) -> Origin:
     """The same with its neurons in the new order."""
-    from hotset.sparsity.reorder import neurons_of
+    from hotset.sparsity.reorder import neurons_of, order_of_rows
 
     place = neurons_of(name)
     if place is None:
@@ -381,7 +382,8 @@ def _ordered(name: str, source: Origin, orders: list[np.ndarray]) -> Origin:
     layer, by_column = place
     if by_column:
         return Origin(source.values, columns=orders[layer])
-    return Origin(source.values, rows=orders[layer], transposed=source.transposed)
+    rows = order_of_rows(orders[layer], source.shape[0])
+    return Origin(source.values, rows=rows, transposed=source.transposed)
 
 
 def _save_profile(profile: Profile, orders: list[np.ndarray], out: Path) -> None:

@@ -20,10 +20,14 @@ from hotset.model.config import (
     DRELU,
     EPSILON_KEYS,
     FATRELU_THRESHOLD_KEY,
+    LLAMA3_FACTORS,
+    LONG_FACTORS,
+    SHORT_FACTORS,
     UP_ACTIVATION_KEY,
     FFNActivation,
     parse_activation,
 )
+from hotset.model.graph import RopeKind
 
 _LLAMA_NAMES = {
     "input_layernorm": "attn_norm",
@@ -46,8 +50,16 @@ class HFClass:
     """What config.json's `architectures` entry means, beyond what the row of ARCHITECTURES says.
 
     architecture: that row. tensors: stems of tensors outside the layers → GGUF's. layers: what stands before
-    the number of a layer. layer_tensors: stems within it. head, ff, activation, epsilon, context: names of
-    entries of config.json. tied: whether the output is the embedding, where config.json does not say.
+    the number of a layer. layer_tensors: stems within it. ff, activation, epsilon: names of entries of
+    config.json. tied: whether the output is the embedding, where config.json does not say.
+    defaults: entries that config.json may leave out. required: entries that change what a model computes in a
+    way that no key describes, and the only value that is supported.
+    numbers: keys of the GGUF file that are an entry of config.json as it stands; null leaves the key out.
+    query_scalar: the entry whose inverse root scales the scores; None: the width of a head is.
+    norms_less_one: norms are stored less one. rotates: the pairs of channels that the checkpoint's rows of q
+    and k are meant for. partial: whether partial_rotary_factor is heeded.
+    grouped_qkv: the rows of the fused q, k and v lie by KV head. fused_gate: ffn_up has the rows of the gate
+    and then those of up.
     """
 
     architecture: str
@@ -58,6 +70,15 @@ class HFClass:
     activation: str = "hidden_act"
     epsilon: str | None = "rms_norm_eps"
     tied: bool = False
+    defaults: dict[str, Any] = field(default_factory=dict)
+    required: dict[str, Any] = field(default_factory=dict)
+    numbers: dict[str, str] = field(default_factory=dict)
+    query_scalar: str | None = None
+    norms_less_one: bool = False
+    rotates: RopeKind = "neox"
+    partial: bool = False
+    grouped_qkv: bool = False
+    fused_gate: bool = False
 
 
 _FALCON = HFClass(
@@ -81,10 +102,12 @@ _FALCON = HFClass(
     activation="activation",
     epsilon="layer_norm_epsilon",
     tied=True,
+    required={"alibi": False, "parallel_attn": True},
+    grouped_qkv=True,
 )
 CLASSES: dict[str, HFClass] = {
     "LlamaForCausalLM": HFClass("llama"),
-    "MistralForCausalLM": HFClass("llama"),
+    "MistralForCausalLM": HFClass("llama", defaults={"use_sliding_window": True}),
     "Qwen2ForCausalLM": HFClass("qwen2"),
     "Qwen3ForCausalLM": HFClass("qwen3"),
     "BambooForCausalLM": HFClass("bamboo"),
@@ -113,21 +136,22 @@ CLASSES: dict[str, HFClass] = {
         activation="activation_function",
         epsilon=None,
         tied=True,
+        required={
+            "do_layer_norm_before": True,
+            "_remove_final_layer_norm": False,
+            "layer_norm_elementwise_affine": True,
+        },
     ),
-    "NemotronForCausalLM": HFClass("nemotron", epsilon="norm_eps"),
+    "NemotronForCausalLM": HFClass(
+        "nemotron",
+        epsilon="norm_eps",
+        defaults={"partial_rotary_factor": 0.5},
+        norms_less_one=True,
+        partial=True,
+    ),
     "ArceeForCausalLM": HFClass("arcee"),
 }
 """What config.json calls a class."""
-
-# Entries that change what a model computes in a way that no key describes → the value that is supported.
-_REFUSED: dict[str, dict[str, Any]] = {
-    "falcon": {"alibi": False, "parallel_attn": True},
-    "opt": {
-        "do_layer_norm_before": True,
-        "_remove_final_layer_norm": False,
-        "layer_norm_elementwise_affine": True,
-    },
-}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -168,7 +192,6 @@ class HFConfig:
     """
 
     def __init__(self, config: dict[str, Any], activation: str | None = None) -> None:
-        self.raw = config
         classes = config.get("architectures")
         name = classes[0] if isinstance(classes, list) and classes else None
         if not isinstance(name, str) or name not in CLASSES:
@@ -182,9 +205,13 @@ class HFConfig:
             )
         self.hf_class = CLASSES[name]
         self.architecture = self.hf_class.architecture
-        for key, value in _REFUSED.get(self.architecture, {}).items():
-            if config.get(key, value) is not value:
-                raise UnsupportedModelError(f"{key} set to {config[key]!r} in config.json is not supported")
+        self.raw = config = self.hf_class.defaults | config
+        for key, value in self.hf_class.required.items():
+            found = config.get(key, value)
+            if found is not value and not (found is None and value is False):
+                raise UnsupportedModelError(
+                    f"{key} set to {str(found)[:60]!r} in config.json is not supported"
+                )
         # Falcon's first checkpoints say n_layer, n_head and n_head_kv.
         self.n_layer = integer(config, "num_hidden_layers", config.get("n_layer"), 1 << 12)
         self.n_embd = integer(config, "hidden_size", high=1 << 20)
@@ -257,8 +284,12 @@ class HFConfig:
         if self.hf_class.epsilon is not None:
             default = 1e-5 if row.norm == "layer" else None
             keys[EPSILON_KEYS[row.norm]] = float(number(self.raw, self.hf_class.epsilon, default))
+        keys |= self._scale_keys()
         if row.rope is not None:
-            keys |= {**self._window_keys(), **self._rope_keys()}
+            self._check_unrotated(row.unrotated_period)
+            keys |= self._window_keys(row.window_period) | self._rope_keys()
+            if row.windowed_rope_base is not None:
+                keys["rope.freq_base_swa"] = self._windowed_rope_base(row.windowed_rope_base)
         keys["hidden_activation"] = self.activation.gate
         keys = {f"{name}.{key}": value for key, value in keys.items()}
         if self.activation.gate == "fatrelu":
@@ -267,11 +298,45 @@ class HFConfig:
             keys[UP_ACTIVATION_KEY] = self.activation.up
         return keys
 
-    def _window_keys(self) -> dict[str, Any]:
-        """Mistral slides every layer, Qwen, if told to, those of layer_types (older: max_window_layers)."""
+    def _scale_keys(self) -> dict[str, Any]:
+        """Scales and caps: those that stand in config.json, and that of the scores where it is another."""
+
+        def positive(entry: str) -> float:
+            value = float(number(self.raw, entry))
+            if not value > 0:
+                raise FormatError(f"{entry} in config.json must be above 0, not {value:g}")
+            return value
+
+        numbers = self.hf_class.numbers.items()
+        keys = {key: positive(entry) for key, entry in numbers if self.raw.get(entry) is not None}
+        if self.hf_class.query_scalar is not None:
+            scalar = positive(self.hf_class.query_scalar)
+            narrow = self.n_layer == ARCHITECTURES[self.architecture].narrow_scale_at
+            if scalar != (self.n_embd // self.n_head if narrow else self.head_dim):
+                keys["attention.scale"] = scalar**-0.5
+        return keys
+
+    def _check_unrotated(self, period: int) -> None:
+        """Raises UnsupportedModelError unless each so-many-th layer, and no other, has no rotation."""
+        if not period:
+            return
+        rotated = self.raw.get("no_rope_layers")
+        if rotated is None:
+            interval = integer(self.raw, "no_rope_layer_interval", period)
+            rotated = [(i + 1) % interval != 0 for i in range(self.n_layer)]
+        wanted = [(i + 1) % period != 0 for i in range(self.n_layer)]
+        if not isinstance(rotated, list) or [value == 1 for value in rotated[: self.n_layer]] != wanted:
+            raise UnsupportedModelError(
+                f"no_rope_layers in config.json must leave out each {period}th layer, and no other"
+            )
+
+    def _window_keys(self, period: int) -> dict[str, Any]:
+        """Which layers slide: layer_types, or (older) sliding_window_pattern or max_window_layers says it.
+
+        period: of the architecture; what it says already needs no key.
+        """
         config = self.raw
-        mistral = config["architectures"][0] == "MistralForCausalLM"
-        if config.get("sliding_window") is None or config.get("use_sliding_window", mistral) is False:
+        if config.get("sliding_window") is None or config.get("use_sliding_window") is not True:
             return {}
         keys: dict[str, Any] = {"attention.sliding_window": integer(config, "sliding_window")}
         types = config.get("layer_types")
@@ -286,33 +351,55 @@ class HFConfig:
                     "layer_types in config.json holds a kind of layer that is not supported"
                 )
             windowed = [kind == "sliding_attention" for kind in types]
+        elif config.get("sliding_window_pattern") is not None:
+            pattern = integer(config, "sliding_window_pattern")
+            windowed = [(i + 1) % pattern != 0 for i in range(self.n_layer)]
         else:
             first = number(config, "max_window_layers", 0)
             windowed = [i >= first for i in range(self.n_layer)]
         if not any(windowed):
             return {}
-        if not all(windowed):
+        if windowed != [not period or (i + 1) % period != 0 for i in range(self.n_layer)]:
             keys["attention.sliding_window_pattern"] = windowed
         return keys
 
-    def _rope(self) -> dict[str, Any]:
-        """RoPE's parameters in today's spelling (older files: rope_theta beside rope_scaling, "type")."""
-        config = self.raw
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    def _ropes(self, layers: str) -> dict[str, Any]:
+        """What config.json says about the rotation in `layers` ("full_attention", "sliding_attention"),
+        where it tells them apart, or in all."""
+        rope = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
+        if isinstance(rope, dict) and rope.keys() & {"full_attention", "sliding_attention"}:
+            rope = rope.get(layers) or {}
+        elif layers == "sliding_attention":
+            rope = {}
         if not isinstance(rope, dict):
             raise FormatError("rope_parameters in config.json must be an object")
-        rope = dict(rope)
-        rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+        return dict(rope)
+
+    def _rope(self) -> dict[str, Any]:
+        """RoPE's parameters in today's spelling (older files: rope_theta beside rope_scaling, "type")."""
+        config, rope = self.raw, self._ropes("full_attention")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind == "su" or (kind == "yarn" and "long_factor" in rope):  # what Phi 3 called it first
+            kind = "longrope"
+        rope["rope_type"] = kind
         rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
         original = config.get("original_max_position_embeddings", self.n_ctx)
         rope.setdefault("original_max_position_embeddings", original)
         return rope
 
+    def _windowed_rope_base(self, default: float) -> float:
+        """The base of the rotation in layers with a window, which is never scaled."""
+        rope = self._ropes("sliding_attention")
+        if rope.get("rope_type", "default") != "default":
+            raise UnsupportedModelError(
+                "a RoPE scaling of layers with a window in config.json is not supported"
+            )
+        return float(number(rope, "rope_theta", self.raw.get("rope_local_base_freq", default)))
+
     def _n_rot(self, rope: dict[str, Any]) -> int:
-        """Channels of a head that are rotated: all, but for nemotron."""
-        default = 0.5 if self.architecture == "nemotron" else 1.0
-        factor = number(rope, "partial_rotary_factor", self.raw.get("partial_rotary_factor", default))
-        if factor != 1.0 and self.architecture != "nemotron":
+        """Channels of a head that are rotated."""
+        factor = number(rope, "partial_rotary_factor", self.raw.get("partial_rotary_factor", 1.0))
+        if factor != 1.0 and not self.hf_class.partial:
             raise UnsupportedModelError(
                 "a partial_rotary_factor other than 1 in config.json is not supported"
             )
@@ -330,12 +417,16 @@ class HFConfig:
         }
         if kind in ("default", "llama3"):  # llama3's scaling is the tensor rope_freqs.weight
             return keys
-        if kind not in ("linear", "yarn"):
+        if kind not in ("linear", "yarn", "longrope"):
             raise UnsupportedModelError(
-                f"the RoPE scaling {kind!r} in config.json is not supported; supported are linear, yarn, "
-                "llama3"
+                f"the RoPE scaling {str(kind)[:60]!r} in config.json is not supported; supported are linear, "
+                "yarn, longrope, llama3"
             )
         original = integer(rope, "original_max_position_embeddings")
+        if kind == "longrope":  # its factors are tensors
+            keys["rope.scaling.original_context_length"] = original
+            keys["rope.scaling.attn_factor"] = self._longrope_magnitude(rope, original)
+            return keys
         keys["rope.scaling.type"] = kind
         keys["rope.scaling.factor"] = float(number(rope, "factor", self.n_ctx / original))
         if kind == "yarn":
@@ -356,15 +447,42 @@ class HFConfig:
                 keys["rope.scaling.yarn_attn_factor"] = above / below
         return keys
 
-    def llama3_divisors(self) -> np.ndarray | None:
-        """Llama 3.1's scaling as GGUF stores it: what each frequency is divided by, float32 [head_dim / 2].
+    def _longrope_magnitude(self, rope: dict[str, Any], original: int) -> float:
+        """What sines and cosines are multiplied by: more, the longer the context is than the original."""
+        if rope.get("attention_factor") is not None:
+            return float(number(rope, "attention_factor"))
+        factor = number(rope, "factor", self.n_ctx / original)
+        if factor <= 1 or original < 2:
+            return 1.0
+        return math.sqrt(1 + math.log(factor) / math.log(original))
+
+    def rope_divisors(self) -> dict[str, np.ndarray]:
+        """Scalings that GGUF stores as tensors: what each frequency is divided by, float32 [n_rot / 2]."""
+        rope = self._rope()
+        if ARCHITECTURES[self.architecture].rope is None:
+            return {}
+        if rope["rope_type"] == "llama3":
+            return {LLAMA3_FACTORS: self._llama3_divisors(rope)}
+        if rope["rope_type"] == "longrope":
+            names = {SHORT_FACTORS: "short_factor", LONG_FACTORS: "long_factor"}
+            return {name: self._factors(rope, entry) for name, entry in names.items()}
+        return {}
+
+    def _factors(self, rope: dict[str, Any], entry: str) -> np.ndarray:
+        n, values = self._n_rot(rope) // 2, rope.get(entry)
+        if not isinstance(values, list) or len(values) != n:
+            raise FormatError(f"{entry} in config.json must be a list of {n} numbers")
+        numbers = [number({entry: value}, entry) for value in values]
+        if not min(numbers) > 0:
+            raise FormatError(f"{entry} in config.json holds a number that is not above 0")
+        return np.array(numbers, np.float32)
+
+    def _llama3_divisors(self, rope: dict[str, Any]) -> np.ndarray:
+        """Llama 3.1's.
 
         Channels that turn less than low_freq_factor times in the original context are slowed by `factor`,
         those that turn more than high_freq_factor times stay, and between them 1 / divisor is interpolated.
         """
-        rope = self._rope()
-        if rope["rope_type"] != "llama3" or ARCHITECTURES[self.architecture].rope is None:
-            return None
         factor, low, high = (number(rope, k) for k in ("factor", "low_freq_factor", "high_freq_factor"))
         base = float(number(rope, "rope_theta"))
         if not (factor > 0 and base > 0 and low < high):

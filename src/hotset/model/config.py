@@ -34,6 +34,7 @@ UP_ACTIVATION_KEY = "hotset.up_activation"
 FATRELU_THRESHOLD_KEY = "hotset.fatrelu_threshold"
 SPARSE_THRESHOLD_KEY = "powerinfer.sparse_threshold"
 
+LLAMA3_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 
 NormKind = Literal["rms", "layer"]
@@ -81,7 +82,8 @@ class Architecture:
     biased: tensors of a layer that must have a bias (elsewhere a bias is used where it is present).
     post_norm: what attention and the FFN yield passes a norm before it is added.
     window_period: where the file has a window and no pattern, all but each so-many-th layer have it; 0: all.
-    unrotated_period: each so-many-th layer has no rotation; 0: all have it.
+    unrotated_period: each so-many-th layer has no rotation; 0: all have it. rope_switch: the key
+      rope.scaling.finetuned, where it is false, says that no layer has one.
     windowed_rope_base: base of the rotation in layers with a window, where the file has no key for it; None:
       that of the others, with their scaling.
     scaled_embedding: the embedding is multiplied by the root of the width.
@@ -103,6 +105,7 @@ class Architecture:
     post_norm: bool = False
     window_period: int = 0
     unrotated_period: int = 0
+    rope_switch: bool = False
     windowed_rope_base: float | None = None
     scaled_embedding: bool = False
     narrow_scale_at: int | None = None
@@ -125,18 +128,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "nemotron": Architecture(rope="neox", norm="layer", gated=False, activation=RELU2),
     "arcee": Architecture(gated=False, activation=RELU2),
-    "gemma2": Architecture(
-        rope="neox", activation=GELU_TANH, post_norm=True, window_period=2, scaled_embedding=True,
-        narrow_scale_at=46,
-    ),
-    "gemma3": Architecture(
-        rope="neox", qk_norm=True, activation=GELU_TANH, post_norm=True, window_period=6,
-        windowed_rope_base=10000.0, scaled_embedding=True, narrow_scale_at=62,
-    ),
-    "glm4": Architecture(post_norm=True),
-    "granite": Architecture(),
-    "phi3": Architecture(rope="neox"),
-    "smollm3": Architecture(unrotated_period=4),
 }  # fmt: skip
 
 POWERINFER_ARCHITECTURES: dict[str, Architecture] = {
@@ -427,7 +418,8 @@ def _layers(
     softcap = keys.factor("attn_logit_softcapping", 0.0)
     activation = activation or _activation(keys, architecture)
     rope = windowed = None
-    if architecture.rope is not None:
+    switched_off = architecture.rope_switch and keys.get("rope.scaling.finetuned", True) is False
+    if architecture.rope is not None and not switched_off:
         rope = windowed = _rope(gguf, keys, architecture.rope, head_dim, n_ctx_train)
         if any(windows) and architecture.windowed_rope_base is not None:
             base = keys.real("rope.freq_base_swa", 1e-3, 1e15, architecture.windowed_rope_base)
@@ -565,7 +557,7 @@ def _rope(
 ) -> Rope:
     """Frequencies with the file's scaling applied: none, linear, yarn, or divisors in the tensor
     `factors`."""
-    factors = factors or (SHORT_FACTORS if SHORT_FACTORS in gguf.tensors else "rope_freqs.weight")
+    factors = factors or (SHORT_FACTORS if SHORT_FACTORS in gguf.tensors else LLAMA3_FACTORS)
     n_rot = keys.integer("rope.dimension_count", 2, head_dim, head_dim)
     if n_rot % 2:
         raise keys.error("rope.dimension_count", f"is {n_rot}, which is odd")

@@ -118,6 +118,11 @@ def neurons_of(name: str) -> tuple[int, bool] | None:
     return int(match[1]), match[2] == "ffn_down"
 
 
+def order_of_rows(order: np.ndarray, n_rows: int) -> np.ndarray:
+    """Rows of a tensor in the order of its neurons: once, or for gate and up of all, one after the other."""
+    return np.concatenate([order, order + len(order)]) if n_rows == 2 * len(order) else order
+
+
 def _alignment(gguf: GGUFFile) -> int:
     value = gguf.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     assert isinstance(value, int)  # open_gguf has checked it
@@ -139,6 +144,8 @@ def _moved(gguf: GGUFFile, info: TensorInfo, orders: list[np.ndarray]) -> Callab
             f"the tensor {info.name} is {info.type.name} {list(info.shape)}, whose neurons cannot be moved"
         )
     n_neurons = info.shape[0] if by_value else info.shape[1]
+    if n_neurons == 2 * len(order) and not by_column:  # gate and up in one: describe() has checked it
+        order = order_of_rows(order, n_neurons)
     if n_neurons != len(order):
         raise InvalidRequestError(
             f"the profile has {len(order)} neurons in layer {layer}, and {info.name} has {n_neurons}"
