@@ -91,6 +91,7 @@ LLAMA3 = rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0)
 WIDE_HEADS = {"head_dim": 32}  # 6 heads of 32 in a width of 96
 FALCON = {"ffn_hidden_size": 160, "layer_norm_epsilon": 1e-2, "bias": False, "alibi": False}
 
+GEMMA = {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 24, "tie_word_embeddings": True}
 RECIPES: dict[str, TinyModel] = {
     "llama": TinyModel("Llama"),
     "llama-wide-heads": TinyModel("Llama", WIDE_HEADS),
@@ -135,6 +136,19 @@ RECIPES: dict[str, TinyModel] = {
     "nemotron-biases": TinyModel("Nemotron", {"norm_eps": 1e-2, "attention_bias": True, "mlp_bias": True}),
     "arcee": TinyModel("Arcee"),
     "arcee-yarn": TinyModel("Arcee", {**WIDE_HEADS, **rope("yarn")}),
+    "gemma2": TinyModel("Gemma2", GEMMA | {"query_pre_attn_scalar": 16}),
+    "gemma2-caps": TinyModel(  # far below what scores and logits are without: dozens
+        "Gemma2",
+        {**GEMMA, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "head_dim": 32},
+    ),
+    "gemma2-uncapped": TinyModel(
+        "Gemma2",
+        {
+            **GEMMA,
+            **{"attn_logit_softcapping": None, "final_logit_softcapping": None, "query_pre_attn_scalar": 40},
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
 }
 
 

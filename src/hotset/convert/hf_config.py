@@ -105,6 +105,30 @@ _FALCON = HFClass(
     required={"alibi": False, "parallel_attn": True},
     grouped_qkv=True,
 )
+_GEMMA: dict[str, Any] = {
+    "layer_tensors": {
+        **_LLAMA_NAMES,
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
+    "activation": "hidden_activation",
+    "tied": True,
+    "numbers": {
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+    "query_scalar": "query_pre_attn_scalar",
+    "required": {"use_bidirectional_attention": False},
+    "norms_less_one": True,
+}
+_GEMMA_DEFAULTS: dict[str, Any] = {
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "use_sliding_window": True,
+    "sliding_window": 4096,
+}
 CLASSES: dict[str, HFClass] = {
     "LlamaForCausalLM": HFClass("llama"),
     "MistralForCausalLM": HFClass("llama", defaults={"use_sliding_window": True}),
@@ -150,6 +174,12 @@ CLASSES: dict[str, HFClass] = {
         partial=True,
     ),
     "ArceeForCausalLM": HFClass("arcee"),
+    "Gemma2ForCausalLM": HFClass(
+        "gemma2",
+        **_GEMMA,
+        defaults=_GEMMA_DEFAULTS
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2},
+    ),
 }
 """What config.json calls a class."""
 

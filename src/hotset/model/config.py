@@ -128,6 +128,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "nemotron": Architecture(rope="neox", norm="layer", gated=False, activation=RELU2),
     "arcee": Architecture(gated=False, activation=RELU2),
+    "gemma2": Architecture(
+        rope="neox", activation=GELU_TANH, post_norm=True, window_period=2, scaled_embedding=True,
+        narrow_scale_at=46,
+    ),
 }  # fmt: skip
 
 POWERINFER_ARCHITECTURES: dict[str, Architecture] = {
