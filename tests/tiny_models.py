@@ -87,11 +87,22 @@ def rope(kind: str, factor: float = 4.0, **more: float) -> dict[str, Any]:
     }
 
 
+def long_rope(original: int, n: int, **more: float) -> dict[str, Any]:
+    """LongRoPE of n pairs of channels, for a model that was first trained with a context of `original`."""
+    factors = {
+        "short_factor": [1.0 + 0.1 * i for i in range(n)],
+        "long_factor": [1.5 + 0.5 * i for i in range(n)],
+    }
+    parameters = {"rope_type": "longrope", "rope_theta": 10000.0, **factors, **more}
+    return {"rope_parameters": parameters, "original_max_position_embeddings": original}
+
+
 LLAMA3 = rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0)
 WIDE_HEADS = {"head_dim": 32}  # 6 heads of 32 in a width of 96
 FALCON = {"ffn_hidden_size": 160, "layer_norm_epsilon": 1e-2, "bias": False, "alibi": False}
-
 GEMMA = {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 24, "tie_word_embeddings": True}
+PHI3 = {"num_attention_heads": 3, "num_key_value_heads": 1, "pad_token_id": 0}
+
 RECIPES: dict[str, TinyModel] = {
     "llama": TinyModel("Llama"),
     "llama-wide-heads": TinyModel("Llama", WIDE_HEADS),
@@ -149,6 +160,14 @@ RECIPES: dict[str, TinyModel] = {
             "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
         },
     ),
+    "phi3": TinyModel("Phi3", PHI3),
+    "phi3-window": TinyModel("Phi3", {**PHI3, "sliding_window": 24, "num_key_value_heads": 3}),
+    "phi3-partial": TinyModel(  # as Phi 4 mini
+        "Phi3",
+        {**PHI3, **long_rope(ROPE_ORIGINAL, 8, partial_rotary_factor=0.5), "tie_word_embeddings": True},
+    ),
+    "phi3-long": TinyModel("Phi3", {**PHI3, **long_rope(ROPE_ORIGINAL, 16)}),
+    "phi3-short": TinyModel("Phi3", {**PHI3, **long_rope(200, 16)}),  # 200: more than what is computed
 }
 
 

@@ -180,6 +180,17 @@ CLASSES: dict[str, HFClass] = {
         defaults=_GEMMA_DEFAULTS
         | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2},
     ),
+    "Phi3ForCausalLM": HFClass(
+        "phi3",
+        layer_tensors={
+            **_LLAMA_NAMES,
+            "self_attn.qkv_proj": "attn_qkv",
+            "mlp.gate_up_proj": "ffn_up",
+        },
+        defaults={"use_sliding_window": True},
+        partial=True,
+        fused_gate=True,
+    ),
 }
 """What config.json calls a class."""
 

@@ -132,6 +132,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope="neox", activation=GELU_TANH, post_norm=True, window_period=2, scaled_embedding=True,
         narrow_scale_at=46,
     ),
+    "phi3": Architecture(rope="neox"),
 }  # fmt: skip
 
 POWERINFER_ARCHITECTURES: dict[str, Architecture] = {
