@@ -103,6 +103,12 @@ FALCON = {"ffn_hidden_size": 160, "layer_norm_epsilon": 1e-2, "bias": False, "al
 GEMMA = {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 24, "tie_word_embeddings": True}
 PHI3 = {"num_attention_heads": 3, "num_key_value_heads": 1, "pad_token_id": 0}
 
+GRANITE = {
+    "attention_multiplier": 0.4,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 5.0,
+}
 RECIPES: dict[str, TinyModel] = {
     "llama": TinyModel("Llama"),
     "llama-wide-heads": TinyModel("Llama", WIDE_HEADS),
@@ -168,6 +174,12 @@ RECIPES: dict[str, TinyModel] = {
     ),
     "phi3-long": TinyModel("Phi3", {**PHI3, **long_rope(ROPE_ORIGINAL, 16)}),
     "phi3-short": TinyModel("Phi3", {**PHI3, **long_rope(200, 16)}),  # 200: more than what is computed
+    "granite": TinyModel("Granite", GRANITE),
+    "granite-tied": TinyModel(
+        "Granite",
+        {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, **rope("yarn")},
+    ),
+    "granite-unscaled": TinyModel("Granite"),  # scores are multiplied by 1 all the same
 }
 
 

@@ -191,6 +191,21 @@ CLASSES: dict[str, HFClass] = {
         partial=True,
         fused_gate=True,
     ),
+    "GraniteForCausalLM": HFClass(
+        "granite",
+        defaults={
+            "attention_multiplier": 1.0,
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+        numbers={
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+    ),
 }
 """What config.json calls a class."""
 

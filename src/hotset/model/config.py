@@ -133,6 +133,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         narrow_scale_at=46,
     ),
     "phi3": Architecture(rope="neox"),
+    "granite": Architecture(rope_switch=True),
 }  # fmt: skip
 
 POWERINFER_ARCHITECTURES: dict[str, Architecture] = {
