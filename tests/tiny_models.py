@@ -109,6 +109,7 @@ GRANITE = {
     "residual_multiplier": 0.6,
     "logits_scaling": 5.0,
 }
+SMOLLM3 = {**WIDE_HEADS, "num_hidden_layers": 5, "pad_token_id": 0}
 RECIPES: dict[str, TinyModel] = {
     "llama": TinyModel("Llama"),
     "llama-wide-heads": TinyModel("Llama", WIDE_HEADS),
@@ -180,6 +181,11 @@ RECIPES: dict[str, TinyModel] = {
         {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, **rope("yarn")},
     ),
     "granite-unscaled": TinyModel("Granite"),  # scores are multiplied by 1 all the same
+    "smollm3": TinyModel("SmolLM3", SMOLLM3),
+    "smollm3-biases": TinyModel(
+        "SmolLM3",
+        {**SMOLLM3, "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True, **rope("yarn")},
+    ),
 }
 
 

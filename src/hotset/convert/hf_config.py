@@ -206,6 +206,12 @@ CLASSES: dict[str, HFClass] = {
             "logit_scale": "logits_scaling",
         },
     ),
+    "SmolLM3ForCausalLM": HFClass(
+        "smollm3",
+        tied=True,
+        defaults={"rope_theta": 2e6},
+        required={"use_sliding_window": False},
+    ),
 }
 """What config.json calls a class."""
 
