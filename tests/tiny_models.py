@@ -186,6 +186,12 @@ RECIPES: dict[str, TinyModel] = {
         "SmolLM3",
         {**SMOLLM3, "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True, **rope("yarn")},
     ),
+    "glm4": TinyModel("Glm4", {"head_dim": 32, "pad_token_id": 0}),
+    "glm4-unbiased": TinyModel(
+        "Glm4",
+        {"head_dim": 16, "pad_token_id": 0, "attention_bias": False, "tie_word_embeddings": True}
+        | {"rope_parameters": {**rope("linear")["rope_parameters"], "partial_rotary_factor": 1.0}},
+    ),
 }
 
 

@@ -212,6 +212,19 @@ CLASSES: dict[str, HFClass] = {
         defaults={"rope_theta": 2e6},
         required={"use_sliding_window": False},
     ),
+    "Glm4ForCausalLM": HFClass(
+        "glm4",
+        layer_tensors={
+            **_LLAMA_NAMES,
+            "post_self_attn_layernorm": "post_attention_norm",
+            "post_mlp_layernorm": "post_ffw_norm",
+            "mlp.gate_up_proj": "ffn_up",
+        },
+        defaults={"partial_rotary_factor": 0.5},
+        rotates="norm",
+        partial=True,
+        fused_gate=True,
+    ),
 }
 """What config.json calls a class."""
 

@@ -135,6 +135,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi3": Architecture(rope="neox"),
     "granite": Architecture(rope_switch=True),
     "smollm3": Architecture(unrotated_period=4),
+    "glm4": Architecture(post_norm=True),
 }  # fmt: skip
 
 POWERINFER_ARCHITECTURES: dict[str, Architecture] = {
