@@ -97,6 +97,15 @@ def long_rope(original: int, n: int, **more: float) -> dict[str, Any]:
     return {"rope_parameters": parameters, "original_max_position_embeddings": original}
 
 
+def two_ropes(linear: float | None = None) -> dict[str, Any]:
+    """A base for all layers and one for those with a window; linear: slows the others."""
+    full: dict[str, Any] = {"rope_type": "default", "rope_theta": 50000.0}
+    if linear is not None:
+        full |= {"rope_type": "linear", "factor": linear}
+    windowed = {"rope_type": "default", "rope_theta": 500.0}
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": windowed}}
+
+
 LLAMA3 = rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0)
 WIDE_HEADS = {"head_dim": 32}  # 6 heads of 32 in a width of 96
 FALCON = {"ffn_hidden_size": 160, "layer_norm_epsilon": 1e-2, "bias": False, "alibi": False}
@@ -110,6 +119,7 @@ GRANITE = {
     "logits_scaling": 5.0,
 }
 SMOLLM3 = {**WIDE_HEADS, "num_hidden_layers": 5, "pad_token_id": 0}
+GEMMA3 = {**GEMMA, "num_hidden_layers": 7, "query_pre_attn_scalar": 16}
 RECIPES: dict[str, TinyModel] = {
     "llama": TinyModel("Llama"),
     "llama-wide-heads": TinyModel("Llama", WIDE_HEADS),
@@ -191,6 +201,18 @@ RECIPES: dict[str, TinyModel] = {
         "Glm4",
         {"head_dim": 16, "pad_token_id": 0, "attention_bias": False, "tie_word_embeddings": True}
         | {"rope_parameters": {**rope("linear")["rope_parameters"], "partial_rotary_factor": 1.0}},
+    ),
+    "gemma3": TinyModel("Gemma3", GEMMA3, config="Gemma3Text"),
+    "gemma3-scaled": TinyModel(  # as the 4B: the layers without a window are slowed
+        "Gemma3",
+        {**GEMMA3, **two_ropes(linear=8.0), "query_pre_attn_scalar": 20, "final_logit_softcapping": 3.0},
+        config="Gemma3Text",
+    ),
+    "gemma3-pattern": TinyModel(
+        "Gemma3",
+        {**GEMMA3, **two_ropes(), "num_hidden_layers": 3}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        config="Gemma3Text",
     ),
 }
 

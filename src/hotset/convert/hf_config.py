@@ -225,6 +225,11 @@ CLASSES: dict[str, HFClass] = {
         partial=True,
         fused_gate=True,
     ),
+    "Gemma3ForCausalLM": HFClass(  # the text models; those that see are another class, and refused
+        "gemma3",
+        **_GEMMA,
+        defaults=_GEMMA_DEFAULTS | {"rope_theta": 1e6, "sliding_window_pattern": 6},
+    ),
 }
 """What config.json calls a class."""
 

@@ -136,6 +136,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": Architecture(rope_switch=True),
     "smollm3": Architecture(unrotated_period=4),
     "glm4": Architecture(post_norm=True),
+    "gemma3": Architecture(
+        rope="neox", qk_norm=True, activation=GELU_TANH, post_norm=True, window_period=6,
+        windowed_rope_base=10000.0, scaled_embedding=True, narrow_scale_at=62,
+    ),
 }  # fmt: skip
 
 POWERINFER_ARCHITECTURES: dict[str, Architecture] = {
