@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,8 +211,7 @@ def test_two_threads_that_compare_the_same_models_do_not_block_each_other(plain:
 # ---- the command line ----
 
 
-BASE = {"kv_type": "f16", "backend": "cpu", "sparsity": None, "predictor": None, "profile": None}
-BASE |= {"activation": "relu", "n_threads": 2}
+BASE = hotset.LoadSettings(backend="auto", activation="relu", n_threads=2)
 
 
 @pytest.mark.parametrize(
@@ -237,24 +237,26 @@ BASE |= {"activation": "relu", "n_threads": 2}
 def test_the_words_of_a_side(words: str, model: str, changed: dict[str, Any], said: tuple[str, ...]):
     (first, side) = sides_of("M", BASE, [words])
     assert first == Side("M", BASE)
-    assert side == Side(model, BASE | changed, said)
+    assert side == Side(model, replace(BASE, **changed), said)
 
 
 def test_two_sides_stand_for_themselves_and_a_mode_replaces_that_of_the_command():
-    asked = BASE | {"sparsity": "predicted", "predictor": "svd", "profile": "p"}
+    asked = replace(BASE, sparsity="predicted", predictor="svd", profile="p")
     sides = sides_of("M", asked, ["dense", "sign", "other"])
     assert [side.model for side in sides] == ["M", "M", "other"]
-    assert [side.options["sparsity"] for side in sides] == ["dense", None, None]
-    assert [side.options["predictor"] for side in sides] == [None, "sign", None]
-    assert [side.options["profile"] for side in sides] == [None, "p", None]
+    assert [side.settings.sparsity for side in sides] == ["dense", None, None]
+    assert [side.settings.predictor for side in sides] == [None, "sign", None]
+    assert [side.settings.profile for side in sides] == [None, Path("p"), None]
 
 
 def test_a_side_on_the_cpu_does_not_take_what_is_said_of_the_gpu():
-    on_gpu = BASE | {"backend": "auto", "device": ["cuda:0"], "n_gpu_layers": 4, "gpu_index": "i"}
+    on_gpu = replace(BASE, device=["cuda:0"], n_gpu_layers=4)
     sides = sides_of("M", on_gpu, ["backend=cpu", "exact", "other"])
-    assert [side.options["device"] for side in sides] == [None, ["cuda:0"], ["cuda:0"]]
-    assert [side.options["n_gpu_layers"] for side in sides] == [None, 4, 4]
-    assert [side.options["gpu_index"] for side in sides] == [None, "i", None]
+    assert [side.settings.device for side in sides] == [None, ("cuda:0",), ("cuda:0",)]
+    assert [side.settings.n_gpu_layers for side in sides] == [None, 4, 4]
+    on_gpu = replace(BASE, device=["cuda:0"], gpu_index="i")
+    sides = sides_of("M", on_gpu, ["backend=cpu", "exact", "other"])
+    assert [side.settings.gpu_index for side in sides] == [None, Path("i"), None]
 
 
 def test_a_file_may_be_called_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -336,7 +336,7 @@ def test_layers_stay_whole_where_neurons_are_not_to_be_split() -> None:
     rng = np.random.default_rng(0)
     frequencies = [power_law(8, rng) for _ in range(6)]
     devices = [Device("cuda:0", place_budget(facts, 0.6), 10_000)]
-    found = solve(facts, rates(), devices, frequencies, split=False)
+    found = solve(facts, rates(), devices, frequencies, split_neurons=False)
     assert not any(place.is_split for place in found.layers)
     assert 0 < found.n_cpu_layers < 6
 

@@ -23,9 +23,10 @@ from hotset.model.decoder import describe
 from hotset.placement import detect, machine
 from hotset.placement.budget import matrix_bytes, model_facts
 from hotset.placement.build import open_chain
-from hotset.placement.detect import GPU, Wishes, detect_gpu, missing_libraries, wanted_devices
+from hotset.placement.detect import GPU, detect_gpu, missing_libraries, wanted_devices
 from hotset.placement.problem import Problem
 from hotset.placement.table import Device, LayerPlacement, Placement
+from hotset.settings import LoadSettings
 from hotset.sparsity.modes import choose, prepare
 
 MIB = 1 << 20
@@ -187,38 +188,42 @@ def test_missing_libraries_are_named() -> None:
 def test_a_gpu_without_its_libraries_is_never_left_out_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detect, "detect_gpu", lambda: GPU("NVIDIA", "NVIDIA GeForce", 1))
     monkeypatch.setattr(detect, "missing_libraries", lambda: ["torch", "triton"])
-    devices, line = wanted_devices(Wishes())
+    devices, line = wanted_devices(LoadSettings())
     assert devices == ()
     assert line is not None
     assert (
         "NVIDIA GeForce is there, but torch and triton are not installed: pip install 'hotset[gpu]'" in line
     )
     with pytest.raises(DeviceError, match="torch and triton are not installed"):
-        wanted_devices(Wishes(vram_budget=8))
-    assert wanted_devices(Wishes(n_gpu_layers=0)) == ((), None)
+        wanted_devices(LoadSettings(vram_budget=8))
+    assert wanted_devices(LoadSettings(n_gpu_layers=0)) == ((), None)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detect, "detect_gpu", lambda: None)
-    assert wanted_devices(Wishes()) == ((), None)
-    for wishes in (Wishes(vram_budget=8), Wishes(n_gpu_layers=1), Wishes(gpu_index=Path("x"))):
+    assert wanted_devices(LoadSettings()) == ((), None)
+    for settings in (
+        LoadSettings(vram_budget=8),
+        LoadSettings(n_gpu_layers=1),
+        LoadSettings(gpu_index=Path("x")),
+    ):
         with pytest.raises(DeviceError, match="no NVIDIA or AMD GPU was found"):
-            wanted_devices(wishes)
+            wanted_devices(settings)
     with pytest.raises(DeviceError, match="cuda:0"):
-        wanted_devices(Wishes(device=("cuda:0",)))
+        wanted_devices(LoadSettings(device=("cuda:0",)))
     with pytest.raises(InvalidRequestError, match="not known"):
-        wanted_devices(Wishes(device=("gpu",)))
-    assert wanted_devices(Wishes(device=("cpu", "cpu"))) == (("cpu", "cpu"), None)
+        wanted_devices(LoadSettings(device=("gpu",)))
+    assert wanted_devices(LoadSettings(device=("cpu", "cpu"))) == (("cpu", "cpu"), None)
     # A GPU with a torch that cannot use it: a line, and an error where it was asked for.
     monkeypatch.setattr(detect, "detect_gpu", lambda: GPU("NVIDIA", "NVIDIA GeForce", 1))
     monkeypatch.setattr(detect, "missing_libraries", lambda: [])
-    devices, line = wanted_devices(Wishes())
+    devices, line = wanted_devices(LoadSettings())
     assert devices == ()
     assert line is not None
     assert "cuda:0" in line
     with pytest.raises(DeviceError, match="NVIDIA GeForce is there, but"):
-        wanted_devices(Wishes(vram_budget=8))
+        wanted_devices(LoadSettings(vram_budget=8))
 
 
 @pytest.mark.parametrize(
@@ -227,13 +232,13 @@ def test_a_device_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.
         ({"vram_budget": 0.0}, "GiB above 0"),
         ({"vram_budget": -2.0}, "GiB above 0"),
         ({"vram_budget": float("nan")}, "GiB above 0"),
-        ({"n_gpu_layers": -1}, "0 or more"),
+        ({"n_gpu_layers": -1}, "n_gpu_layers must be at least 0"),
         ({"n_gpu_layers": 1, "gpu_index": Path("x")}, "leave out"),
     ],
 )
-def test_wishes_that_make_no_sense(wish: dict[str, Any], sentence: str) -> None:
+def test_what_cannot_be_asked_of_a_device(wish: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidRequestError, match=sentence):
-        Wishes(**wish)
+        LoadSettings(**wish)
 
 
 # -- the machine ---------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from hotset.generation import ChatMessage, Chunk, Completion, Timings
     from hotset.placement.table import Placement
+    from hotset.settings import LoadSettings
     from hotset.sparsity.modes import Choice
     from hotset.sparsity.stats import LayerStats, PredictorQuality, StatsSummary
 
@@ -54,6 +55,7 @@ _HOMES = {
     "hotset.generation": ("ChatMessage", "Chunk", "Completion", "Timings"),
     "hotset.sparsity.modes": ("Choice",),
     "hotset.placement.table": ("Placement",),
+    "hotset.settings": ("LoadSettings",),
     "hotset.sparsity.stats": ("LayerStats", "PredictorQuality", "StatsSummary"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -71,6 +73,7 @@ __all__ = [
     "HotsetError",
     "InvalidRequestError",
     "LayerStats",
+    "LoadSettings",
     "Model",
     "ModelNotFoundError",
     "OutOfMemoryError",

@@ -6,31 +6,22 @@ Several threads may use one Model: the engine is driven by a thread of its own, 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE, Backend, Batch, StepStats
+from hotset.backends.base import Backend, StepStats
 from hotset.engine import perplexity as engine_perplexity
+from hotset.engine import taps as engine_taps
 from hotset.engine.driver import EngineThread
 from hotset.engine.engine import Engine
 from hotset.engine.perplexity import PerplexityResult
 from hotset.engine.sampler import SamplingParams
-from hotset.errors import (
-    ContextLengthError,
-    DeviceError,
-    HotsetError,
-    InvalidRequestError,
-    OutOfMemoryError,
-    UnsupportedModelError,
-)
+from hotset.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError
 from hotset.generation import (
     ChatMessage,
     Chunk,
@@ -39,404 +30,85 @@ from hotset.generation import (
     checked_messages,
     sampling_params,
 )
-from hotset.model.cost import KVType
+from hotset.loading import Decided, Opened, build, decide, open_backend, open_model, planned
 from hotset.parameters import shown
+from hotset.settings import LoadSettings, taking
 
 if TYPE_CHECKING:
-    from hotset.formats.gguf import GGUFFile
-    from hotset.formats.overlay import Overlay
-    from hotset.model.config import ModelConfig
-    from hotset.model.cost import Cost
-    from hotset.model.graph import Graph
     from hotset.placement.build import DeviceMemory
     from hotset.placement.table import Placement
-    from hotset.reporter import Reporter
-    from hotset.sparsity.modes import Choice
-    from hotset.sparsity.profile import Profile
     from hotset.sparsity.stats import PredictorQuality, StatsSummary
     from hotset.text.chat import ChatTemplate
     from hotset.text.tokenizer import Tokenizer
 
-BackendName = Literal["auto", "cpu", "reference"]
 Prompt = str | Sequence[int]
 
-DEFAULT_N_CTX = 4096
-_SMALLEST_DEFAULT_N_CTX = 512
-_TAPPED_BYTES = 64 << 20  # of intermediate values that one step hands out
 _MEASURED_PAGES, _MEASURED_STEP = 8, 128  # of the cache beside the model in which a predictor is measured
 
 
-def load(
-    model: str | os.PathLike[str],
-    *,
-    n_ctx: int | None = None,
-    n_threads: int | None = None,
-    kv_type: KVType = "f16",
-    backend: BackendName = "auto",
-    device: str | Sequence[str] | None = None,
-    vram_budget: float | None = None,
-    n_gpu_layers: int | None = None,
-    gpu_index: str | os.PathLike[str] | None = None,
-    split_neurons: bool = True,
-    reset_gpu_index: bool = False,
-    activation: str | None = None,
-    sparsity: str | None = None,
-    predictor: str | None = None,
-    profile: str | os.PathLike[str] | None = None,
-    max_batch: int = 512,
-    n_seqs: int = 1,
-    max_sequences: int = 16,
-    progress: Reporter | None = None,
-) -> Model:
+@taking(LoadSettings)
+def load(model: str | os.PathLike[str], settings: LoadSettings) -> Model:
     """Opens a model: a GGUF file, a stored or catalogue name, or "hf:owner/repository[:file]".
 
-    n_ctx: tokens of one conversation, prompt and answers; by default what the model was trained for, 4096 at
-    most, and less (down to 512) where file and cache would not fit in the memory that is free.
-    n_threads: of the cpu backend; None takes the physical cores that this process may use.
-    kv_type: how keys and values are stored: "f16", or "q8_0" in about half the memory.
-    backend: "auto" uses the CPU and, where there is one, an NVIDIA or AMD GPU; "cpu" the CPU alone;
-    "reference" is the slow one in plain NumPy that the others are checked against.
-    device: which GPU, as torch names it: "cuda:0", "mps", "xpu", several in the order of their layers, or
-    "cpu", which stands in for a GPU and makes nothing faster. vram_budget: GiB of each device that weights,
-    cache, workspace and context together stay within; by default what is free. n_gpu_layers: that many of the
-    last layers are on the device; by default the planner decides (placement/solver.py). gpu_index: a file
-    in PowerInfer's format that says which neurons are. split_neurons: False keeps the neurons of a layer
-    together. reset_gpu_index: solves the placement again although it is known. Model.placement has the
-    decision.
-    activation: overrides the FFN activation that the file names.
-    sparsity: which neurons are computed: "dense", "exact" or "predicted" (sparsity/modes.py); by default the
-    fastest that keeps the file's meaning. predictor: "mlp", "sign", "svd", with their settings
-    (sparsity/predictors.py); implies "predicted". profile: a file of `hotset profile`, whose neurons that
-    nearly always fire are computed without prediction. What these need and the file lacks is built once, in
-    files beside the model.
-    max_batch: tokens computed in one step at most. n_seqs: full contexts that the cache holds at once; more
-    sequences than that run together while they are shorter, max_sequences at most. progress: is told of what
-    takes long.
-    Raises ModelNotFoundError, DownloadError, FormatError, UnsupportedModelError, OutOfMemoryError (with the
-    smallest budget that works, where a budget is too small), DeviceError for a device that is asked for and
-    not there, and InvalidRequestError for a mode that the model does not have.
+    How is said by LoadSettings, or by keywords, which are its fields; it describes them. Raises
+    ModelNotFoundError, DownloadError, FormatError, UnsupportedModelError, OutOfMemoryError (with the smallest
+    budget that works, where a budget is too small), DeviceError for a device that is asked for and not there,
+    and InvalidRequestError for a setting that means nothing, or a mode that the model does not have.
     """
-    described = _describe(
-        model,
-        n_ctx=n_ctx,
-        n_threads=n_threads,
-        kv_type=kv_type,
-        backend=backend,
-        device=device,
-        vram_budget=vram_budget,
-        n_gpu_layers=n_gpu_layers,
-        gpu_index=gpu_index,
-        split_neurons=split_neurons,
-        reset_gpu_index=reset_gpu_index,
-        activation=activation,
-        sparsity=sparsity,
-        predictor=predictor,
-        profile=profile,
-        max_batch=max_batch,
-        n_seqs=n_seqs,
-        max_sequences=max_sequences,
-        progress=progress,
-    )
-    try:
-        if progress is not None and described.placement is not None:
-            progress.planned(described.placement)
-        name = "cpu" if backend == "auto" else backend
-        try:
-            return described.open(name, max_batch, kv_type, n_threads)
-        except _CANNOT_PLACE as error:
-            if described.placement is None or described.is_asked:
-                raise
-            described.placement = None
-            _say_unplaced(error)
-        return described.open(name, max_batch, kv_type, n_threads)
-    except BaseException:
-        described.close()
-        raise
+    return load_opened(open_model(model, settings))
 
 
-_CANNOT_PLACE = (DeviceError, OutOfMemoryError, UnsupportedModelError)
+def load_opened(opened: Opened) -> Model:
+    """As `load`, of a file that `open_model` gave: its `close` closes that too, and so does a failure."""
+    with ExitStack() as undone:
+        undone.callback(opened.gguf.close)
+        decided = decide(opened)
+        undone.callback(decided.weights.close)
+        decided, backend = build(decided)
+        undone.callback(backend.close)
+        model = Model(decided, backend)
+        undone.pop_all()
+    return model
 
 
-def _say_unplaced(error: HotsetError) -> None:
-    """A GPU that nobody asked for and that cannot be used costs a line, and the CPU computes alone."""
-    warnings.warn(f"the GPU is not used: {error} (--no-gpu: without this line)", stacklevel=4)
-
-
-def plan(model: str | os.PathLike[str], **settings: Any) -> Placement | None:
+@taking(LoadSettings)
+def plan(model: str | os.PathLike[str], settings: LoadSettings) -> Placement | None:
     """What `load` would put where with these settings, which are its own; None where the CPU computes alone.
 
     Nothing is loaded on a device. Predictors and the down matrices by neuron are built where the model needs
     them, as in `load`, whose errors these are.
     """
-    described = _describe(model, **settings)
-    described.close()
-    return described.placement
-
-
-@dataclass
-class _Described:
-    """A model that is open, with all that was decided about it, before its backend is."""
-
-    gguf: GGUFFile
-    weights: Overlay
-    config: ModelConfig
-    choice: Choice
-    graph: Graph
-    cost: Cost
-    n_ctx: int
-    n_pages: int
-    notes: list[str]
-    placement: Placement | None
-    is_asked: bool  # whether a device was asked for, so that it must be used
-    max_sequences: int
-
-    def open(self, backend: str, max_batch: int, kv_type: KVType, n_threads: int | None) -> Model:
-        options: dict[str, Any] = {
-            "n_pages": self.n_pages,
-            "max_batch": max_batch,
-            "kv_type": kv_type,
-            "n_threads": n_threads,
-            "sparse": self.choice.mode != "dense",
-        }
-        if self.placement is None:
-            opened = _open_backend(backend, self.weights, self.graph, **options)
-        else:
-            from hotset.placement.build import open_placed
-
-            opened = open_placed(self.placement, self.weights, self.graph, **options)
-        try:
-            self.weights.check()  # vectors and devices have copies of what was read
-            return Model(
-                self.gguf, self.weights, self.config, self.graph, self.cost, opened, self.n_ctx, kv_type,
-                self.choice, self.notes, self.placement, self.max_sequences,
-            )  # fmt: skip
-        except BaseException:
-            opened.close()
-            raise
-
-    def close(self) -> None:
-        self.weights.close()
-        self.gguf.close()
-
-
-def _describe(
-    model: str | os.PathLike[str],
-    *,
-    n_ctx: int | None = None,
-    n_threads: int | None = None,
-    kv_type: KVType = "f16",
-    backend: BackendName = "auto",
-    device: str | Sequence[str] | None = None,
-    vram_budget: float | None = None,
-    n_gpu_layers: int | None = None,
-    gpu_index: str | os.PathLike[str] | None = None,
-    split_neurons: bool = True,
-    reset_gpu_index: bool = False,
-    activation: str | None = None,
-    sparsity: str | None = None,
-    predictor: str | None = None,
-    profile: str | os.PathLike[str] | None = None,
-    max_batch: int = 512,
-    n_seqs: int = 1,
-    max_sequences: int = 16,
-    progress: Reporter | None = None,
-) -> _Described:
-    """Opens the file and decides; the settings are those of `load`."""
-    for name, value in (
-        ("n_ctx", n_ctx),
-        ("n_threads", n_threads),
-        ("max_batch", max_batch),
-        ("n_seqs", n_seqs),
-        ("max_sequences", max_sequences),
-    ):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise InvalidRequestError(f"{name} must be a whole number of at least 1, not {value!r}")
-    if kv_type not in get_args(KVType):
-        raise InvalidRequestError(f"kv_type must be one of {', '.join(get_args(KVType))}, not {kv_type!r}")
-    if backend not in get_args(BackendName):
-        raise InvalidRequestError(f"backend must be {' or '.join(get_args(BackendName))}, not {backend!r}")
-    from hotset.placement.detect import Wishes, wanted_devices
-
-    wishes = Wishes(
-        (device,) if isinstance(device, str) else tuple(device) if device else None,
-        vram_budget,
-        n_gpu_layers,
-        None if gpu_index is None else Path(gpu_index),
-        reset_gpu_index,
-        split_neurons,
-    )
-    if backend != "auto" and wishes.are_made:
-        raise InvalidRequestError(
-            f"the backend {backend} computes on the CPU alone; leave it out to use a device, or leave out "
-            "what is asked of a device"
-        )
-    devices, unused = wanted_devices(wishes) if backend == "auto" else ((), None)
-    if unused is not None:
-        warnings.warn(unused, stacklevel=3)
-
-    from hotset.formats.gguf import open_gguf
-    from hotset.model.config import config_from_gguf
-    from hotset.model.cost import Cost
-    from hotset.model.decoder import describe
-    from hotset.sparsity.modes import choose, prepare
-
-    gguf = open_gguf(_resolve(model))
-    weights: Overlay | None = None
-    try:
-        config = config_from_gguf(gguf, activation=activation)
-        choice = choose(config, gguf.tensors, sparsity, predictor)
-        counted = _profile(profile, choice, devices)
-        prepared = prepare(
-            gguf, config, choice, profile=counted if choice.mode == "predicted" else None, progress=progress
-        )
-        weights = prepared.weights
-        graph = describe(config, weights.tensors, prepared.predictor)
-        cost = Cost(graph, weights.tensors)
-        kv_bytes = n_seqs * cost.kv_bytes_per_token(kv_type)
-        n_ctx = _context(n_ctx, config, kv_bytes, gguf.nbytes)
-        if (fitted := config.for_context(n_ctx)) is not config:  # a rotation for long contexts
-            config, graph = fitted, describe(fitted, weights.tensors, prepared.predictor)
-        n_pages = n_seqs * -(-n_ctx // PAGE_SIZE)
-        placement = None
-        if devices:
-            from hotset.placement.planner import place
-
-            try:
-                placement = place(
-                    gguf,
-                    config,
-                    weights,
-                    graph,
-                    choice.mode,
-                    wishes,
-                    devices,
-                    n_pages=n_pages,
-                    max_batch=max_batch,
-                    kv_type=kv_type,
-                    n_threads=n_threads,
-                    profile=counted,
-                    progress=progress,
-                )
-            except _CANNOT_PLACE as error:
-                if wishes.are_made:
-                    raise
-                _say_unplaced(error)
-        return _Described(
-            gguf, weights, config, choice, graph, cost, n_ctx, n_pages, prepared.notes, placement,
-            wishes.are_made, max_sequences,
-        )  # fmt: skip
-    except BaseException:
-        if weights is not None:
-            weights.close()
-        gguf.close()
-        raise
-
-
-def _open_backend(
-    name: str, weights: Overlay, graph: Graph, *, n_threads: int | None, sparse: bool, **options: Any
-) -> Backend:
-    if name == "cpu":
-        from hotset.backends.cpu import CpuBackend
-
-        return CpuBackend(weights, graph, n_threads=n_threads, sparse=sparse, **options)
-    from hotset.backends.reference import ReferenceBackend
-
-    return ReferenceBackend(weights, graph, sparse=sparse, **options)
-
-
-def _profile(path: str | os.PathLike[str] | None, choice: Choice, devices: Sequence[str]) -> Profile | None:
-    """The activation profile of a file; refused where nothing would use it."""
-    if path is None:
-        return None
-    if choice.mode != "predicted" and (choice.mode == "dense" or not devices):
-        raise InvalidRequestError(
-            f"a profile serves predicted sparsity, and this model runs {choice.mode}; name a predictor too"
-        )
-    from hotset.sparsity.profile import Profile
-
-    if not Path(path).is_file():
-        raise InvalidRequestError(f"there is no profile {path}; make one with 'hotset profile'")
-    return Profile.open(path)
-
-
-def _resolve(model: str | os.PathLike[str]) -> Path:
-    path = Path(model)
-    if path.is_file():
-        return path
-    from hotset.storage import resolve
-
-    return resolve(model)
-
-
-def _context(asked: int | None, config: ModelConfig, kv_bytes: int, file_bytes: int) -> int:
-    """The context length to use: what was asked, or the default that fits in the free memory.
-
-    kv_bytes: bytes of the cache per token of the context.
-    """
-    import psutil
-
-    n_ctx_train, n_ctx_max = config.n_ctx_train, config.n_ctx_max
-    if asked is not None and n_ctx_max is not None and asked > n_ctx_max:
-        raise ContextLengthError(
-            f"a context of {asked} tokens is longer than the {n_ctx_max} positions that the model has; "
-            f"lower n_ctx to {n_ctx_max}"
-        )
-
-    free = psutil.virtual_memory().available
-    if asked is None:
-        fitting = (free - file_bytes) // kv_bytes // PAGE_SIZE * PAGE_SIZE
-        return min(n_ctx_train, DEFAULT_N_CTX, max(fitting, _SMALLEST_DEFAULT_N_CTX))
-    if asked * kv_bytes > free:
-        raise OutOfMemoryError(
-            f"a context of {asked} tokens needs a cache of {asked * kv_bytes / 1e9:.1f} GB and "
-            f"{free / 1e9:.1f} GB are free; lower n_ctx, or use kv_type q8_0"
-        )
-    if asked > n_ctx_train:
-        warnings.warn(
-            f"a context of {asked} tokens is longer than the {n_ctx_train} that the model was trained for",
-            stacklevel=4,
-        )
-    return asked
+    return planned(model, settings)
 
 
 class Model:
     """A loaded model; made by `load`. Use it as a context manager, or call `close`.
 
-    config: facts of the architecture. backend, engine, thread: what runs it. cost: bytes and FLOPs of its
-    tokens. n_ctx: tokens of one conversation. kv_type: how keys and values are stored.
+    decided: how it was loaded, with its settings. config: facts of the architecture. backend, engine, thread:
+    what runs it. cost: bytes and FLOPs of its tokens. n_ctx: tokens of one conversation. kv_type: how keys
+    and values are stored.
     sparsity: which neurons are computed, and why. notes: what was built or opened for it, a sentence each.
     placement: what is on which device; None where the CPU computes alone.
 
     Sampling parameters of `generate`, `stream` and `chat` are the fields of SamplingParams.
     """
 
-    def __init__(
-        self,
-        gguf: GGUFFile,
-        weights: Overlay,
-        config: ModelConfig,
-        graph: Graph,
-        cost: Cost,
-        backend: Backend,
-        n_ctx: int,
-        kv_type: KVType,
-        sparsity: Choice,
-        notes: list[str],
-        placement: Placement | None = None,
-        max_sequences: int = 16,
-    ) -> None:
-        self.gguf = gguf
-        self.weights = weights
-        self.config = config
-        self.graph = graph
-        self.cost = cost
+    def __init__(self, decided: Decided, backend: Backend) -> None:
+        self.decided = decided
+        self.gguf = decided.gguf
+        self.weights = decided.weights
+        self.config = decided.config
+        self.graph = decided.graph
+        self.cost = decided.cost
         self.backend = backend
-        self.n_ctx = n_ctx
-        self.kv_type = kv_type
-        self.sparsity = sparsity
-        self.notes = notes
-        self.placement = placement
-        self.engine = Engine(backend, n_ctx, max_sequences, collect_stats=config.has_zeros)
+        self.n_ctx = decided.n_ctx
+        self.kv_type = decided.settings.kv_type
+        self.sparsity = decided.choice
+        self.notes = decided.notes
+        self.placement = decided.placement
+        self.engine = Engine(
+            backend, self.n_ctx, decided.settings.max_sequences, collect_stats=self.config.has_zeros
+        )
         self.thread = EngineThread(self.engine)
         self._closed = False
 
@@ -624,40 +296,7 @@ class Model:
         """As `taps`, a step at a time: what a long text yields need not be in memory at once."""
         ids = np.array(self._encode(tokens), np.int32)
         self._check_fits(ids)
-        from hotset.model.graph import SelectOutputs
-
-        widths = {value.name: value.width for value in self.graph.values}
-        for name in names:
-            if name not in widths:
-                raise InvalidRequestError(f"the model has no value named {name!r} to tap")
-        ops = list(self.graph.primitives)
-        selection = next(i for i, op in enumerate(ops) if isinstance(op, SelectOutputs))
-        outputs = any(op.out.name in names for op in ops[selection:])  # these have rows of output tokens only
-        n_bytes = 4 * sum(widths[name] for name in names)
-        n_step = max(1, min(self.backend.max_batch, _TAPPED_BYTES // max(n_bytes, 1)))
-        pages: list[int] = []
-        try:
-            with self.thread.exclusive() as engine:
-                pages = engine.take_pages(len(ids))
-            table = np.array([pages], np.int32)
-            for start in range(0, len(ids), n_step):
-                n = min(n_step, len(ids) - start)
-                every = np.arange(n, dtype=np.int32)
-                batch = Batch(
-                    tokens=ids[start : start + n],
-                    positions=every + np.int32(start),
-                    sequences=np.zeros(n, np.int32),
-                    page_tables=table,
-                    outputs=every if outputs else every[:0],
-                    taps=tuple(names),
-                )
-                with self.thread.exclusive():
-                    taps = dict(self.backend.step(batch).taps)
-                yield taps
-        finally:
-            if pages and not self._closed:
-                with self.thread.exclusive() as engine:
-                    engine.pool.release(pages)
+        return engine_taps.steps(self.thread, self.graph, ids, names)
 
     def summary(self, steps: Sequence[StepStats]) -> StatsSummary | None:
         """What these steps of the backend did, mean per token; None without any."""
@@ -684,7 +323,7 @@ class Model:
             )
         ids = np.array(self._encode(tokens), np.int32)
         self._check_open()
-        every = _open_backend(
+        every = open_backend(
             "reference" if self.backend.name == "reference" else "cpu",
             self.weights,
             self.graph,

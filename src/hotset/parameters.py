@@ -1,4 +1,4 @@
-"""Numbers that a caller gives, of whatever type they come in: checked once, and plain afterwards."""
+"""What a caller gives, of whatever type it comes in: checked once, and plain afterwards."""
 
 from __future__ import annotations
 
@@ -38,6 +38,13 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise InvalidRequestError(f"{name} must be True or False, not {shown(value)}")
     return bool(value)
+
+
+def text(name: str, value: Any) -> str:
+    """`value`, a text; InvalidRequestError where it is none."""
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{name} must be a text, not {shown(value)}")
+    return value
 
 
 def below_infinity(name: str, value: Any) -> float:

@@ -94,14 +94,12 @@ def bench(
     output: Annotated[str, typer.Option("--output", "-o", help="md, csv, json or jsonl.")] = "md",
     json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
     *,
-    neurons: options.SparsityOptions,
-    gpu: options.GPUOptions,
+    loading: options.BenchOptions,
 ) -> None:
     """Measure speed in llama-bench's terms, and the share of the memory bandwidth that it reaches."""
     import hotset
 
     output = "json" if json else output
-    settings = neurons.settings() | gpu.settings()
     if output not in _PRINTERS:
         raise typer.BadParameter(f"'{output}' is none of {', '.join(_PRINTERS)}.", param_hint="-o")
     depths = _integers(depth, "-d")
@@ -110,23 +108,15 @@ def bench(
     tests = [Test(p, n, d) for d in depths for p, n in pairs]
     if not tests:
         raise typer.BadParameter("there is nothing to measure: give -p or -n.", param_hint="-p")
-    bar = DownloadBar()
-    with bar:
+    with DownloadBar() as bar:
+        settings = loading.settings(n_ctx=max(test.n_ctx for test in tests), progress=bar)
         path = resolve(model_option or model or catalogue.DEFAULT, progress=bar)
 
     printer = _PRINTERS[output]()
     first = True
     for n_threads in _integers(threads, "-t", minimum=1) if threads else [None]:
         for kv_type in _kv_types(cache_type):
-            n_ctx = max(test.n_ctx for test in tests)
-            with hotset.load(
-                path,
-                n_ctx=n_ctx,
-                n_threads=n_threads,
-                kv_type=kv_type,
-                progress=bar,
-                **settings,
-            ) as loaded:
+            with hotset.load(path, settings, n_threads=n_threads, kv_type=kv_type) as loaded:
                 facts = _facts(loaded, path, batch)
                 read = _bandwidth_reader(path, facts["n_threads"])
                 if first:

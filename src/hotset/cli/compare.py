@@ -12,8 +12,8 @@ another file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -24,6 +24,7 @@ from hotset.report.bars import percent
 if TYPE_CHECKING:
     from hotset.api import Model
     from hotset.engine.perplexity import PerplexityResult
+    from hotset.settings import LoadSettings
 
 SETTINGS = {
     "cache-type": "kv_type",
@@ -38,20 +39,20 @@ _OF_THE_GPU = ("device", "vram_budget", "n_gpu_layers", "gpu_index")
 
 @dataclass(frozen=True)
 class Side:
-    """model: a path or a name. options: of hotset.load. said: its settings, as they were written."""
+    """model: a path or a name. said: its own settings, as they were written."""
 
     model: str
-    options: Mapping[str, Any]
+    settings: LoadSettings
     said: tuple[str, ...] = ()
 
 
-def sides_of(model: str, options: Mapping[str, Any], compare: Sequence[str]) -> list[Side]:
-    """What is compared: MODEL as its options say with the one that is named, or those that are named."""
-    named = [_side(words, model, options) for words in compare]
-    return [Side(model, options), *named] if len(named) < 2 else named
+def sides_of(model: str, settings: LoadSettings, compare: Sequence[str]) -> list[Side]:
+    """What is compared: MODEL as its settings say with the one that is named, or those that are named."""
+    named = [_side(words, model, settings) for words in compare]
+    return [Side(model, settings), *named] if len(named) < 2 else named
 
 
-def _side(text: str, model: str, options: Mapping[str, Any]) -> Side:
+def _side(text: str, model: str, settings: LoadSettings) -> Side:
     from hotset.model.predictor import PredictorKind
     from hotset.sparsity.modes import SparsityMode
 
@@ -89,16 +90,17 @@ def _side(text: str, model: str, options: Mapping[str, Any]) -> Side:
             raise wrong(f"{text} names two models; give each a --compare of its own.")
         else:
             other = word
-    kept = dict(options)
+    unsaid: tuple[str, ...] = ()
     if other is not None:
-        kept |= {key: None for key in _OF_THE_FILE if key in kept}
+        unsaid = _OF_THE_FILE
     elif "sparsity" in changed or "predictor" in changed:
-        kept |= {"sparsity": None, "predictor": None}
+        unsaid = ("sparsity", "predictor")
         if changed.get("sparsity") in ("dense", "exact"):
-            kept["profile"] = None  # it serves predictions
+            unsaid += ("profile",)  # it serves predictions
     if "backend" in changed and "device" not in changed:  # what says how to use a GPU was not said of it
-        kept |= {key: None for key in _OF_THE_GPU if key in kept}
-    return Side(other or model, kept | changed, tuple(said))
+        unsaid += _OF_THE_GPU
+    fields: dict[str, Any] = dict.fromkeys(unsaid) | changed
+    return Side(other or model, replace(settings, **fields), tuple(said))
 
 
 def names_of(sides: Sequence[Side], models: Sequence[Model]) -> list[str]:

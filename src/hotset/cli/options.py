@@ -1,6 +1,6 @@
 """Options that several verbs share, spelled as llama.cpp's users know them: each is declared here, once.
 
-Those that go together are a group; it says what hotset.load takes for them, and verbs hand it on whole.
+Those that go together are a group; those that say how a model is loaded make LoadSettings of it.
 """
 
 from __future__ import annotations
@@ -8,11 +8,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from hotset.settings import LoadSettings
 
 _ENGINE, _SAMPLING, _TEXT, _GPU = "Engine", "Sampling", "Input and output", "GPU"
 
@@ -35,6 +38,7 @@ ContextSize = Annotated[
     int | None, _option("--ctx-size -c", "Tokens of prompt and answer together.", _ENGINE, min=1)
 ]
 LONGEST = 512  # tokens of a sequence that is watched
+OBSERVED = 128  # of them at a time: the values of their neurons, of all layers, are in memory
 SequenceSize = Annotated[int | None, _option("--ctx-size -c", "Tokens of a sequence.", min=2, max=LONGEST)]
 CacheType = Annotated[str, _option("--cache-type -ctk", "Type of the KV cache: f16 or q8_0.", _ENGINE)]
 Activation = Annotated[
@@ -124,7 +128,22 @@ IgnoreEos = Annotated[bool, _option("--ignore-eos", "Go on where the model would
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparsityOptions:
+class LoadOptions:
+    """Options that say how a model is loaded: the base of all such groups."""
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of LoadSettings that they say."""
+        return {}
+
+    def settings(self, **more: Any) -> LoadSettings:
+        """All of them; more: fields that no option of these says."""
+        from hotset.settings import LoadSettings
+
+        return LoadSettings(**self.fields(), **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparsityOptions(LoadOptions):
     """Which neurons of a model are computed."""
 
     activation: Activation = None
@@ -132,13 +151,13 @@ class SparsityOptions:
     predictor: Predictor = None
     profile: ProfileFile = None
 
-    def settings(self) -> dict[str, Any]:
-        """What hotset.load takes for them."""
-        return {name: getattr(self, name) for name in ("activation", "sparsity", "predictor", "profile")}
+    def fields(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("activation", "sparsity", "predictor", "profile")}
+        return super().fields() | own
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacementOptions:
+class PlacementOptions(LoadOptions):
     """What goes on GPUs."""
 
     device: DeviceNames = None
@@ -148,8 +167,7 @@ class PlacementOptions:
     reset_gpu_index: ResetGpuIndex = False
     disable_gpu_index: DisableGpuIndex = False
 
-    def settings(self) -> dict[str, Any]:
-        """What hotset.load takes for them."""
+    def fields(self) -> dict[str, Any]:
         layers: int | None = None
         if self.n_gpu_layers not in (None, "auto"):
             try:
@@ -160,8 +178,7 @@ class PlacementOptions:
                 raise typer.BadParameter(
                     f"'{self.n_gpu_layers}' is neither a number nor auto.", param_hint="-ngl"
                 )
-        return {
-            "backend": "auto",
+        return super().fields() | {
             "device": [name.strip() for name in self.device.split(",")] if self.device else None,
             "vram_budget": self.vram_budget,
             "n_gpu_layers": layers,
@@ -177,15 +194,26 @@ class GPUOptions(PlacementOptions):
 
     no_gpu: NoGpu = False
 
-    def settings(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
+        fields = super().fields()
         if not self.no_gpu:
-            return super().settings()
+            return fields
         layers = None if self.n_gpu_layers in (None, "0", "auto") else self.n_gpu_layers
         if any(value is not None for value in (self.device, self.vram_budget, self.gpu_index, layers)):
             raise typer.BadParameter(
                 "it leaves no GPU for what the other options ask.", param_hint="--no-gpu"
             )
-        return {"backend": "cpu"}
+        return fields | {"backend": "cpu"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(PlacementOptions, SparsityOptions):
+    """What is planned: which neurons are computed, and where."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(GPUOptions, SparsityOptions):
+    """How a model is loaded, but for what a bench varies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,12 +224,11 @@ class ModelOptions(SparsityOptions, GPUOptions):
     cache_type: CacheType = "f16"
     backend: BackendName = "auto"
 
-    def settings(self) -> dict[str, Any]:
-        on_devices = GPUOptions.settings(self)
+    def fields(self) -> dict[str, Any]:
+        own: dict[str, Any] = {"n_threads": self.threads, "kv_type": self.cache_type}
         if self.backend != "auto":
-            on_devices["backend"] = self.backend
-        own = {"n_threads": self.threads, "kv_type": self.cache_type}
-        return own | SparsityOptions.settings(self) | on_devices
+            own["backend"] = self.backend
+        return super().fields() | own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,16 +283,17 @@ def _logit_bias(texts: list[str]) -> dict[int, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObservationOptions:
-    """How a model is run where it is watched which of its neurons fire."""
+class ObservationOptions(LoadOptions):
+    """How a model is run where it is watched which of its neurons fire: not those a predictor names."""
 
     n_ctx: SequenceSize = None
     threads: Threads = None
     activation: Activation = None
     backend: BackendName = "cpu"
 
-
-_GROUPS = (SparsityOptions, PlacementOptions, SamplingOptions, ObservationOptions)
+    def fields(self) -> dict[str, Any]:
+        own = {"n_ctx": self.n_ctx, "n_threads": self.threads, "activation": self.activation}
+        return own | {"backend": self.backend, "sparsity": "exact", "max_batch": OBSERVED}
 
 
 def spread(verb: Callable[..., None]) -> Callable[..., None]:
@@ -274,7 +302,7 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, tuple[type, tuple[str, ...]]] = {}
     for name, parameter in inspect.signature(verb, eval_str=True).parameters.items():
         kind = parameter.annotation
-        if not (isinstance(kind, type) and issubclass(kind, _GROUPS)):
+        if not (isinstance(kind, type) and is_dataclass(kind)):
             parameters[name] = parameter
             continue
         fields = inspect.signature(kind, eval_str=True).parameters

@@ -48,13 +48,13 @@ def perplexity(
     from hotset.storage import resolve
 
     text = read_text(file, "-f")
-    settings = loading.settings()
+    settings = loading.settings(n_ctx=n_ctx)
     sides = [Side(model, settings)] if not compare else sides_of(model, settings, compare)
     models: list[Model] = []
     with DownloadBar() as bar, ExitStack() as opened:
         paths = [resolve(side.model, progress=bar) for side in sides]
         for path, side in zip(paths, sides, strict=True):
-            loaded = hotset.load(path, n_ctx=n_ctx, progress=bar, **side.options)
+            loaded = hotset.load(path, side.settings, progress=bar)
             models.append(opened.enter_context(loaded))
             tell_choice(loaded)
             tell_memory(loaded)

@@ -39,28 +39,24 @@ def plan(
     ] = None,
     json: options.Json = False,
     *,
-    neurons: options.SparsityOptions,
-    gpu: options.PlacementOptions,
+    loading: options.PlanOptions,
 ) -> None:
     """Plan what goes on the GPU and what stays on the CPU within a memory budget."""
     import hotset
 
-    settings = neurons.settings() | gpu.settings()
-    bar = DownloadBar()
-    with bar:
-        path = resolve(model, progress=bar)
-        if output is not None:
-            check_target(output, store.shards(path))
-        planned = hotset.plan(
-            path,
+    with DownloadBar() as bar:
+        settings = loading.settings(
             n_ctx=ctx_size,
             n_seqs=parallel,
             max_batch=batch,
             n_threads=threads,
-            kv_type=cache_type,  # type: ignore[arg-type]
+            kv_type=cache_type,
             progress=bar,
-            **settings,
         )
+        path = resolve(model, progress=bar)
+        if output is not None:
+            check_target(output, store.shards(path))
+        planned = hotset.plan(path, settings)
     if planned is None:
         raise DeviceError(
             "there is no GPU to plan for: name a device (--device mps, xpu, or cpu as a stand-in)"

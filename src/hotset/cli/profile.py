@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from hotset.api import Model
     from hotset.sparsity.profile import Profile
 
-_STEP = 128  # tokens whose neurons are looked at together: their values, of all layers, are in memory
-
 _ExistingFolder = Annotated[
     Path | None,
     typer.Option("--import", exists=True, file_okay=False, help="Add the counts of activation_<layer>.pt."),
@@ -73,7 +71,7 @@ def profile(
                 param_hint="-o",
             )
         if import_from is not None:
-            parts.append(_imported(path, import_from, watching.activation))
+            parts.append(_imported(path, import_from, watching))
         if file is not None:
             text = read_text(file, "-f")
             if not text.strip():
@@ -105,14 +103,13 @@ def _check_model(profile: Profile, path: Path) -> None:
         profile.check_model(fingerprint(gguf))
 
 
-def _imported(path: Path, folder: Path, activation: str | None) -> Profile:
-    from hotset.formats.gguf import open_gguf
-    from hotset.model.config import config_from_gguf
+def _imported(path: Path, folder: Path, watching: options.ObservationOptions) -> Profile:
+    from hotset.loading import open_model
     from hotset.sparsity.profile import import_activations
     from hotset.sparsity.sidecar import fingerprint
 
-    with open_gguf(path) as gguf:
-        return import_activations(folder, config_from_gguf(gguf, activation=activation), fingerprint(gguf))
+    with open_model(path, watching.settings()) as opened:
+        return import_activations(folder, opened.config, fingerprint(opened.gguf))
 
 
 def _run(
@@ -139,19 +136,7 @@ def loaded_exact(path: Path, watching: options.ObservationOptions) -> Iterator[M
     """The model as it is looked at: what fires, not what a predictor thinks of it."""
     import hotset
 
-    with (
-        DownloadBar() as bar,
-        hotset.load(
-            path,
-            n_ctx=watching.n_ctx,
-            n_threads=watching.threads,
-            activation=watching.activation,
-            backend=watching.backend,  # type: ignore[arg-type]
-            sparsity="exact",
-            max_batch=_STEP,
-            progress=bar,
-        ) as loaded,
-    ):
+    with DownloadBar() as bar, hotset.load(path, watching.settings(progress=bar)) as loaded:
         yield loaded
 
 

@@ -68,7 +68,7 @@ def report(
     target = output or Path(f"{stem_of(path)}.report.html")
     if drawn:
         check_target(target, store.shards(path))
-    config, counted, source = _open(path, profile, watching.activation, needed=text is None)
+    config, counted, source = _open(path, profile, watching, needed=text is None)
     run: TextActivity | None = None
     if text is not None:
         counts, run = _run(path, text, counted, n_tokens, watching)
@@ -98,16 +98,15 @@ def _image_kinds(images: list[str] | None) -> list[str]:
 
 
 def _open(
-    path: Path, profile: Path | None, activation: str | None, *, needed: bool
+    path: Path, profile: Path | None, watching: options.ObservationOptions, *, needed: bool
 ) -> tuple[ModelConfig, Profile | None, str]:
     """The model's configuration, and its profile and where that is from."""
-    from hotset.formats.gguf import open_gguf
-    from hotset.model.config import config_from_gguf
+    from hotset.loading import open_model
     from hotset.sparsity.profile import Profile, default_path
     from hotset.sparsity.sidecar import fingerprint
 
-    with open_gguf(path) as gguf:
-        config = config_from_gguf(gguf, activation=activation)
+    with open_model(path, watching.settings()) as opened:
+        config = opened.config
         if not config.has_zeros:
             raise InvalidRequestError(
                 f"the activation of {path.name} is {config.activation.gate}, which has no zeros: every "
@@ -123,7 +122,7 @@ def _open(
                 )
             return config, None, ""
         counted = Profile.open(place)
-        counted.check_model(fingerprint(gguf), config.n_ff)
+        counted.check_model(fingerprint(opened.gguf), config.n_ff)
         return config, counted, str(place)
 
 

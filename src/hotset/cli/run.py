@@ -55,7 +55,7 @@ def run(
 ) -> None:
     """Answer a prompt, or chat."""
     name, text = _arguments(model, prompt, model_option, prompt_option, file)
-    params, settings = sampling.params(), loading.settings()
+    params, settings = sampling.params(), loading.settings(n_ctx=ctx_size)
     interactive = text is None
     if interactive and json:
         raise typer.BadParameter("it needs a prompt.", param_hint="--json")
@@ -64,7 +64,7 @@ def run(
 
     import hotset
 
-    with hotset.load(path, n_ctx=ctx_size, progress=bar, **settings) as loaded:
+    with hotset.load(path, settings, progress=bar) as loaded:
         tell_choice(loaded)
         tell_memory(loaded)
         if text is None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,12 +22,126 @@ from hotset.units import human_size
 
 if TYPE_CHECKING:
     from hotset.api import Model
-    from hotset.training.sparsify import Evaluation, Training
+    from hotset.training.sparsify import Evaluation, Settings, Training
     from hotset.training.text import WeightedText
 
 _TRAINING, _TEXT, _RUN = "Training", "Text", "Run"
 _LINEAR = 8  # one in so many neurons
 _FULL_LR = 20  # whole matrices take so much smaller steps than the factors of low-rank ones
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """What a run trains, and how."""
+
+    activation: Annotated[
+        str, typer.Option("--activation", help="relu or drelu.", rich_help_panel=_TRAINING)
+    ] = "relu"
+    idle: Annotated[
+        float, typer.Option("--idle", help="Share of neurons to be idle.", rich_help_panel=_TRAINING)
+    ] = 0.72
+    lora: Annotated[
+        int | None,
+        typer.Option("--lora", help="Rank of low-rank adapters; default: full.", rich_help_panel=_TRAINING),
+    ] = None
+    linear: Annotated[
+        int | None,
+        typer.Option(
+            "--linear",
+            help="Neurons of a layer that may become a linear path, at most; default: an eighth.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None
+    tokens: Annotated[
+        int, typer.Option("--tokens", "-n", help="Tokens to train on.", rich_help_panel=_TRAINING)
+    ] = 1_000_000
+    hours: Annotated[
+        float | None, typer.Option("--hours", help="Instead of --tokens.", rich_help_panel=_TRAINING)
+    ] = None
+    n_ctx: Annotated[
+        int, typer.Option("--ctx-size", "-c", help="Tokens of a window.", rich_help_panel=_TRAINING)
+    ] = 512
+    batch: Annotated[
+        int, typer.Option("--batch", "-b", help="Windows of a step.", rich_help_panel=_TRAINING)
+    ] = 2
+    lr: Annotated[float | None, typer.Option("--lr", help="Learning rate.", rich_help_panel=_TRAINING)] = None
+    labels: Annotated[
+        float,
+        typer.Option("--labels", help="Weight of the text's own next token.", rich_help_panel=_TRAINING),
+    ] = 0.0
+    scored: Annotated[
+        float,
+        typer.Option("--scored", help="Share of positions whose logits count.", rich_help_panel=_TRAINING),
+    ] = 1.0
+    guide: Annotated[
+        float,
+        typer.Option(
+            "--guide",
+            help="Weight, at the start, of the residual streams' distance.",
+            min=0,
+            rich_help_panel=_TRAINING,
+        ),
+    ] = 0.5
+    seed: Annotated[int, typer.Option("--seed", "-s", help="Of everything random.")] = 0
+    start: Annotated[
+        Path | None,
+        typer.Option("--from-adapters", help="Start from these.", dir_okay=False, rich_help_panel=_TRAINING),
+    ] = None
+
+    def settings(self, n_ff: int) -> Settings:
+        """What the training takes for them. n_ff: neurons of the smallest layer."""
+        from hotset.training.sparsify import Settings
+
+        lr, vector_lr = self.lr, Settings.vector_lr
+        if lr is None:
+            lr = Settings.lr if self.lora else Settings.lr / _FULL_LR
+        if self.lora:
+            vector_lr = 2 * lr
+        linear = self.linear
+        if linear is None:
+            linear = n_ff // _LINEAR if self.activation == "relu" else 0
+        return Settings(
+            activation=self.activation, rank=self.lora or 0, linear=linear, idle=self.idle,
+            n_tokens=self.tokens, hours=self.hours, n_ctx=self.n_ctx, batch=self.batch, lr=lr,
+            vector_lr=vector_lr, labels=self.labels, scored=self.scored, guide=self.guide, seed=self.seed,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """What a run trains on."""
+
+    text: Annotated[
+        list[str] | None,
+        typer.Option("--text", "-f", help="FILE[:WEIGHT]; repeatable.", rich_help_panel=_TEXT),
+    ] = None
+    generate: Annotated[
+        str | None,
+        typer.Option(
+            "--generate", metavar="N[:WEIGHT]", help="Tokens the teacher writes.", rich_help_panel=_TEXT
+        ),
+    ] = None
+    on_policy: Annotated[
+        str | None,
+        typer.Option(
+            "--on-policy",
+            metavar="N[:WEIGHT]",
+            help="Tokens that the student of --from-adapters writes.",
+            rich_help_panel=_TEXT,
+        ),
+    ] = None
+    chat: Annotated[
+        float,
+        typer.Option(
+            "--chat", help="Share of what is generated: answers.", min=0, max=1, rich_help_panel=_TEXT
+        ),
+    ] = 0.4
+    held_out: Annotated[
+        Path | None,
+        typer.Option(
+            "--held-out", help="Evaluate on this; default: the end of a text.", rich_help_panel=_TEXT
+        ),
+    ] = None
 
 
 def sparsify(
@@ -39,92 +153,9 @@ def sparsify(
     type: Annotated[
         str, typer.Option("--type", help="Of the matrices that change: q8_0, f16, f32.")
     ] = "q8_0",
-    activation: Annotated[
-        str, typer.Option("--activation", help="relu or drelu.", rich_help_panel=_TRAINING)
-    ] = "relu",
-    idle: Annotated[
-        float, typer.Option("--idle", help="Share of neurons to be idle.", rich_help_panel=_TRAINING)
-    ] = 0.72,
-    lora: Annotated[
-        int | None,
-        typer.Option("--lora", help="Rank of low-rank adapters; default: full.", rich_help_panel=_TRAINING),
-    ] = None,
-    linear: Annotated[
-        int | None,
-        typer.Option(
-            "--linear",
-            help="Neurons of a layer that may become a linear path, at most; default: an eighth.",
-            rich_help_panel=_TRAINING,
-        ),
-    ] = None,
-    tokens: Annotated[
-        int, typer.Option("--tokens", "-n", help="Tokens to train on.", rich_help_panel=_TRAINING)
-    ] = 1_000_000,
-    hours: Annotated[
-        float | None, typer.Option("--hours", help="Instead of --tokens.", rich_help_panel=_TRAINING)
-    ] = None,
-    n_ctx: Annotated[
-        int, typer.Option("--ctx-size", "-c", help="Tokens of a window.", rich_help_panel=_TRAINING)
-    ] = 512,
-    batch: Annotated[
-        int, typer.Option("--batch", "-b", help="Windows of a step.", rich_help_panel=_TRAINING)
-    ] = 2,
-    lr: Annotated[
-        float | None, typer.Option("--lr", help="Learning rate.", rich_help_panel=_TRAINING)
-    ] = None,
-    labels: Annotated[
-        float,
-        typer.Option("--labels", help="Weight of the text's own next token.", rich_help_panel=_TRAINING),
-    ] = 0.0,
-    scored: Annotated[
-        float,
-        typer.Option("--scored", help="Share of positions whose logits count.", rich_help_panel=_TRAINING),
-    ] = 1.0,
-    guide: Annotated[
-        float,
-        typer.Option(
-            "--guide",
-            help="Weight, at the start, of the residual streams' distance.",
-            min=0,
-            rich_help_panel=_TRAINING,
-        ),
-    ] = 0.5,
-    seed: Annotated[int, typer.Option("--seed", "-s", help="Of everything random.")] = 0,
-    start: Annotated[
-        Path | None,
-        typer.Option("--from-adapters", help="Start from these.", dir_okay=False, rich_help_panel=_TRAINING),
-    ] = None,
-    text: Annotated[
-        list[str] | None,
-        typer.Option("--text", "-f", help="FILE[:WEIGHT]; repeatable.", rich_help_panel=_TEXT),
-    ] = None,
-    generate: Annotated[
-        str | None,
-        typer.Option(
-            "--generate", metavar="N[:WEIGHT]", help="Tokens the teacher writes.", rich_help_panel=_TEXT
-        ),
-    ] = None,
-    on_policy: Annotated[
-        str | None,
-        typer.Option(
-            "--on-policy",
-            metavar="N[:WEIGHT]",
-            help="Tokens that the student of --from-adapters writes.",
-            rich_help_panel=_TEXT,
-        ),
-    ] = None,
-    chat: Annotated[
-        float,
-        typer.Option(
-            "--chat", help="Share of what is generated: answers.", min=0, max=1, rich_help_panel=_TEXT
-        ),
-    ] = 0.4,
-    held_out: Annotated[
-        Path | None,
-        typer.Option(
-            "--held-out", help="Evaluate on this; default: the end of a text.", rich_help_panel=_TEXT
-        ),
-    ] = None,
+    *,
+    training: TrainOptions,
+    texts: TextOptions,
     work: Annotated[
         Path | None,
         typer.Option("--work", help="Folder of the run; default: OUT.sparsify.", rich_help_panel=_RUN),
@@ -150,20 +181,12 @@ def sparsify(
     with contextlib.ExitStack() as stack:
         path = _source(model, folder, stack)
         if adapters is None:
-            run, is_first = _open(
-                path, folder, stack,
-                activation=activation, idle=idle, lora=lora, linear=linear, tokens=tokens, hours=hours,
-                n_ctx=n_ctx, batch=batch, lr=lr, labels=labels, scored=scored, guide=guide, seed=seed,
-                start=start, texts=text or [], generate=generate, on_policy=on_policy, chat=chat,
-                held_out=held_out, device=device, threads=threads,
-            )  # fmt: skip
+            run, is_first = _open(path, folder, stack, training, texts, device, threads)
             last = _train(run, eval_every, save_every, show=is_first)
             adapters = folder / "adapters.safetensors"
         if is_first:
             _merge(path, adapters, target, type)
             if json:
-                from dataclasses import asdict
-
                 print_json(
                     {
                         "path": str(target),
@@ -196,38 +219,20 @@ def _open(
     path: Path,
     folder: Path,
     stack: contextlib.ExitStack,
-    *,
-    activation: str,
-    idle: float,
-    lora: int | None,
-    linear: int | None,
-    tokens: int,
-    hours: float | None,
-    n_ctx: int,
-    batch: int,
-    lr: float | None,
-    labels: float,
-    scored: float,
-    guide: float,
-    seed: int,
-    start: Path | None,
-    texts: list[str],
-    generate: str | None,
-    on_policy: str | None,
-    chat: float,
-    held_out: Path | None,
+    training: TrainOptions,
+    texts: TextOptions,
     device: str,
     threads: int | None,
 ) -> tuple[Training, bool]:
     """A run that is ready to train, and whether this process is the first of those that share it."""
-    if lora is not None and lora < 1:
-        raise InvalidRequestError(f"the rank of --lora must be at least 1, not {lora}")
-    if not texts and generate is None and on_policy is None:
+    if training.lora is not None and training.lora < 1:
+        raise InvalidRequestError(f"the rank of --lora must be at least 1, not {training.lora}")
+    if not texts.text and texts.generate is None and texts.on_policy is None:
         raise InvalidRequestError(
             "there is no text to train on: name files with --text, or let the teacher write some with "
             "--generate"
         )
-    if on_policy is not None and start is None:
+    if texts.on_policy is not None and training.start is None:
         raise InvalidRequestError(
             "what --on-policy asks for is written by a student that has learnt to write; name its adapters "
             "with --from-adapters"
@@ -239,18 +244,10 @@ def _open(
     from hotset.formats.gguf import open_gguf
     from hotset.training.adapters import Adapters, digest
     from hotset.training.llama_torch import load_llama
-    from hotset.training.sparsify import EngineTeacher, Settings, TorchTeacher, Training
+    from hotset.training.sparsify import EngineTeacher, TorchTeacher, Training
     from hotset.training.text import Mixture
 
-    defaults = Settings()
-    if lr is None:
-        lr = defaults.lr if lora else defaults.lr / _FULL_LR
-    settings = Settings(
-        activation=activation, rank=lora or 0, linear=linear or 0, idle=idle, n_tokens=tokens,
-        hours=hours, n_ctx=n_ctx, batch=batch, lr=lr,
-        vector_lr=2 * lr if lora else defaults.vector_lr, labels=labels,
-        scored=scored, guide=guide, seed=seed,
-    )  # fmt: skip
+    training.settings(n_ff=_LINEAR)  # what means nothing is said before the work begins
     n_threads = threads or usable_cores()
     torch.set_num_threads(n_threads)
     torch.set_flush_denormal(True)  # products of small adapters and small gradients
@@ -261,31 +258,26 @@ def _open(
 
     gguf = stack.enter_context(open_gguf(path))
     base = load_llama(gguf, where)
-    if linear is None and activation == "relu":
-        settings = replace(settings, linear=min(base.config.n_ff) // _LINEAR)
-    engine = stack.enter_context(
-        hotset.load(path, n_ctx=n_ctx, n_threads=n_threads, backend="cpu")  # the GPU is for training
+    engine = stack.enter_context(  # the GPU is for training
+        hotset.load(path, n_ctx=training.n_ctx, n_threads=n_threads, backend="cpu")
     )
-    sources, held = _texts(
-        torch, engine, path, folder,
-        texts=texts, generate=generate, on_policy=on_policy, start=start, chat=chat, held_out=held_out,
-        n_ctx=n_ctx, n_threads=n_threads, seed=seed, process=process, n_processes=n_processes,
-    )  # fmt: skip
-
+    sources, held = _texts(engine, path, folder, training, texts, n_threads, process, n_processes)
     values = None
-    if start is not None:
-        opened = Adapters.open(start)
+    if training.start is not None:
+        opened = Adapters.open(training.start)
         if opened.model != digest(gguf):
-            raise InvalidRequestError(f"the adapters {start} were trained on other weights than {path.name}")
+            raise InvalidRequestError(
+                f"the adapters {training.start} were trained on other weights than {path.name}"
+            )
         opened.check(base.config)
         values = {name: torch.from_numpy(value) for name, value in opened.values.items()}
     run = Training(
         base,
         TorchTeacher(base) if on_gpu else EngineTeacher(engine),
-        Mixture(sources, n_ctx, seed),
+        Mixture(sources, training.n_ctx, training.seed),
         torch.tensor(held).long(),
         folder,
-        settings,
+        training.settings(min(base.config.n_ff)),
         model=digest(gguf),
         start=values,
         process=process,
@@ -295,20 +287,12 @@ def _open(
 
 
 def _texts(
-    torch: Any,
     engine: Model,
     path: Path,
     folder: Path,
-    *,
-    texts: list[str],
-    generate: str | None,
-    on_policy: str | None,
-    start: Path | None,
-    chat: float,
-    held_out: Path | None,
-    n_ctx: int,
+    training: TrainOptions,
+    texts: TextOptions,
     n_threads: int,
-    seed: int,
     process: int,
     n_processes: int,
 ) -> tuple[list[WeightedText], list[list[int]]]:
@@ -316,25 +300,28 @@ def _texts(
     from hotset.training.generate import read_documents
     from hotset.training.text import WeightedText, joined, parse_amount, parse_text, split_held_out
 
+    n_ctx, held_out = training.n_ctx, texts.held_out
     sources: list[WeightedText] = []
     held: list[list[int]] = []
     if held_out is not None:
         ids = engine.tokenizer.encode(read_text(held_out, "--held-out"))
         held = split_held_out(ids, n_ctx, whole=True)[1]
-    for file, weight in map(parse_text, texts):
+    for file, weight in map(parse_text, texts.text or []):
         ids = engine.tokenizer.encode(read_text(file, "--text"), add_special=True)
         kept, rest = (ids, []) if held_out is not None else split_held_out(ids, n_ctx)
         sources.append(WeightedText(str(file), joined([kept]), weight))
         held.extend(rest)
     openings = [source.tokens.tolist() for source in sources]
-    for option, value, adapters in (("generate", generate, None), ("on-policy", on_policy, start)):
+    asked = (("generate", texts.generate, None), ("on-policy", texts.on_policy, training.start))
+    for option, value, adapters in asked:
         if value is None:
             continue
         amount, weight = parse_amount(value, f"--{option}")
         written = folder / ("generated.jsonl" if adapters is None else "on_policy.jsonl")
         if process == 0:
-            _write(path, adapters, written, amount, openings, chat=chat, seed=seed, n_threads=n_threads)
-        _wait(torch, n_processes)
+            seed = training.seed
+            _write(path, adapters, written, amount, openings, chat=texts.chat, seed=seed, n_threads=n_threads)
+        _wait(n_processes)
         ids = joined(read_documents(written)).tolist()
         kept, rest = (ids, []) if held else split_held_out(ids, n_ctx)
         sources.append(WeightedText(f"--{option}", joined([kept]), weight))
@@ -354,9 +341,9 @@ def _write(
     n_threads: int,
 ) -> None:
     """Text of the model, or of the student that adapters make of it."""
-    import hotset
-    from hotset.formats.gguf import open_gguf
-    from hotset.model.config import config_from_gguf
+    from hotset.api import load_opened
+    from hotset.loading import open_model
+    from hotset.settings import LoadSettings
     from hotset.training import generate as writing
 
     if sum(map(len, writing.read_documents(written))) >= n_tokens:
@@ -367,11 +354,10 @@ def _write(
             student = Path(place) / "student.gguf"
             _merge(path, adapters, student, "q8_0")
             path = student
-        with open_gguf(path) as gguf:
-            n_ctx = writing.longest(config_from_gguf(gguf))
-        engine = stack.enter_context(
-            hotset.load(path, n_ctx=n_ctx, n_threads=n_threads, backend="cpu", n_seqs=writing.N_SEQUENCES)
-        )
+        settings = LoadSettings(n_threads=n_threads, backend="cpu", n_seqs=writing.N_SEQUENCES)
+        opened = stack.enter_context(open_model(path, settings))
+        opened = opened.with_settings(n_ctx=writing.longest(opened.config))
+        engine = stack.enter_context(load_opened(opened))
         bar = stack.enter_context(StepBar())
         writing.generate(engine, written, n_tokens, texts=openings, chat=chat, seed=seed, progress=bar)
 
@@ -395,9 +381,9 @@ def _processes(torch: Any, on_gpu: bool) -> tuple[int, int]:
     return torch.distributed.get_rank(), world
 
 
-def _wait(torch: Any, n_processes: int) -> None:
+def _wait(n_processes: int) -> None:
     if n_processes > 1:
-        torch.distributed.barrier()
+        _torch().distributed.barrier()
 
 
 def _train(run: Training, eval_every: int, save_every: int, *, show: bool) -> Evaluation | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,10 +16,68 @@ from hotset.units import human_size
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import Dialect
-    from hotset.training.predictor import Trained
+    from hotset.training.predictor import Settings, Trained
 
 TYPES = ("f16", "q8_0", "q4_0")
 DIALECTS: dict[str, Dialect] = {"powerinfer": "powerinfer", "plain": "gguf"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """What the predictors must reach, and what they may take."""
+
+    type: Annotated[
+        str | None,
+        typer.Option(
+            "--type", help="Of the predictors: f16, q8_0, q4_0; default: q4_0 in a quantised model."
+        ),
+    ] = None
+    recall: Annotated[
+        float, typer.Option("--recall", help="Share of the firing neurons' magnitude to keep.")
+    ] = 0.98
+    precision: Annotated[
+        float, typer.Option("--precision", help="Grow until so many of the selected neurons fire.")
+    ] = 0.6
+    max_increase: Annotated[
+        float, typer.Option("--max-increase", help="Of perplexity against exact, in percent.")
+    ] = 0.5
+    max_share: Annotated[
+        float, typer.Option("--max-share", help="All predictors together, in percent of the model.")
+    ] = 10.0
+    max_bytes: Annotated[str, typer.Option("--max-bytes", help="Disk for the pairs, such as 800M or 4G.")] = (
+        "2G"
+    )
+    n_tokens: Annotated[int | None, typer.Option("--tokens", "-n", min=2, help="Of the text, at most.")] = (
+        None
+    )
+    n_ctx: Annotated[int, typer.Option("--ctx-size", "-c", min=8, max=512, help="Tokens of a sequence.")] = (
+        512
+    )
+    epochs: Annotated[float, typer.Option("--epochs", help="Times that each pair is seen, per size.")] = 10.0
+    learning_rate: Annotated[float, typer.Option("--lr", help="Of Adam.")] = 1e-2
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, ...")] = "cpu"
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", "-j", min=1, help="Layers side by side; default: one per core.")
+    ] = None
+
+    def settings(self) -> Settings:
+        """What the training takes for them."""
+        from hotset.formats.quants import GGMLType
+        from hotset.training.predictor import Schedule, Settings
+
+        return Settings(
+            recall=self.recall,
+            precision=self.precision,
+            max_increase=self.max_increase / 100,
+            max_share=self.max_share / 100,
+            type=GGMLType[self.type.upper()] if self.type else None,
+            max_bytes=_bytes(self.max_bytes),
+            n_tokens=self.n_tokens,
+            n_ctx=self.n_ctx,
+            schedule=Schedule(epochs=self.epochs, learning_rate=self.learning_rate),
+            device=self.device,
+            jobs=self.jobs,
+        )
 
 
 def train_predictor(
@@ -38,39 +97,8 @@ def train_predictor(
         str | None,
         typer.Option("--format", help="Of OUTPUT: powerinfer or plain; default: what can hold it."),
     ] = None,
-    type: Annotated[
-        str | None,
-        typer.Option(
-            "--type", help="Of the predictors: f16, q8_0, q4_0; default: q4_0 in a quantised model."
-        ),
-    ] = None,
-    recall: Annotated[
-        float, typer.Option("--recall", help="Share of the firing neurons' magnitude to keep.")
-    ] = 0.98,
-    precision: Annotated[
-        float, typer.Option("--precision", help="Grow until so many of the selected neurons fire.")
-    ] = 0.6,
-    max_increase: Annotated[
-        float, typer.Option("--max-increase", help="Of perplexity against exact, in percent.")
-    ] = 0.5,
-    max_share: Annotated[
-        float, typer.Option("--max-share", help="All predictors together, in percent of the model.")
-    ] = 10.0,
-    max_bytes: Annotated[
-        str, typer.Option("--max-bytes", help="Disk for the pairs, such as 800M or 4G.")
-    ] = "2G",
-    n_tokens: Annotated[
-        int | None, typer.Option("--tokens", "-n", min=2, help="Of the text, at most.")
-    ] = None,
-    n_ctx: Annotated[
-        int, typer.Option("--ctx-size", "-c", min=8, max=512, help="Tokens of a sequence.")
-    ] = 512,
-    epochs: Annotated[float, typer.Option("--epochs", help="Times that each pair is seen, per size.")] = 10.0,
-    learning_rate: Annotated[float, typer.Option("--lr", help="Of Adam.")] = 1e-2,
-    device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, ...")] = "cpu",
-    jobs: Annotated[
-        int | None, typer.Option("--jobs", "-j", min=1, help="Layers side by side; default: one per core.")
-    ] = None,
+    *,
+    training: TrainOptions,
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep pairs and checkpoints, to go on with other targets.")
     ] = False,
@@ -79,32 +107,19 @@ def train_predictor(
     json: options.Json = False,
 ) -> None:
     """Train predictors of which neurons fire: one small network per layer, as large as it must be."""
-    if type is not None and type not in TYPES:
-        raise typer.BadParameter(f"'{type}' is none of {', '.join(TYPES)}.", param_hint="--type")
+    if training.type not in (None, *TYPES):
+        raise typer.BadParameter(f"'{training.type}' is none of {', '.join(TYPES)}.", param_hint="--type")
     if format is not None and format not in DIALECTS:
         raise typer.BadParameter(f"'{format}' is none of {', '.join(DIALECTS)}.", param_hint="--format")
     try:
-        from hotset.training.predictor import Schedule, Settings, train_predictors
+        from hotset.training.predictor import train_predictors
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         raise HotsetError("training needs PyTorch; install it with: pip install torch") from None
-    from hotset.formats.quants import GGMLType
     from hotset.sparsity.sidecar import stem_of
 
-    settings = Settings(
-        recall=recall,
-        precision=precision,
-        max_increase=max_increase / 100,
-        max_share=max_share / 100,
-        type=GGMLType[type.upper()] if type else None,
-        max_bytes=_bytes(max_bytes),
-        n_tokens=n_tokens,
-        n_ctx=n_ctx,
-        schedule=Schedule(epochs=epochs, learning_rate=learning_rate),
-        device=device,
-        jobs=jobs,
-    )
+    settings = training.settings()
     texts = [read_text(path, "-f") for path in file]
     with StepBar() as bar:
         path = resolve(model, progress=bar)

@@ -47,6 +47,10 @@ class EngineThread:
         self._turn = threading.Lock()  # held by whoever drives the engine
         self._driver: int | None = None  # the id of that thread
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     # ---- requests ----
 
     def submit(self, sequence: Sequence) -> None:

@@ -15,76 +15,36 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hotset.errors import DeviceError, InvalidRequestError
-from hotset.parameters import shown
+
+if TYPE_CHECKING:
+    from hotset.settings import LoadSettings
 
 INSTALL = "pip install 'hotset[gpu]'"
 _CUDA = {"win32": "nvcuda.dll"}
 _HIP = {"win32": "amdhip64.dll"}
 
 
-@dataclass(frozen=True)
-class Wishes:
-    """What a user asked of GPUs.
-
-    device: torch names; None: a GPU that is found. vram_budget: GiB of each device; None or -1: what is free.
-    n_gpu_layers: the last so many layers; None: the planner decides. gpu_index: a file in PowerInfer's format
-    with the neurons to put on the device. reset_gpu_index: plans anew even where the plan is known. split:
-    False keeps the neurons of a layer together.
-    """
-
-    device: tuple[str, ...] | None = None
-    vram_budget: float | None = None
-    n_gpu_layers: int | None = None
-    gpu_index: Path | None = None
-    reset_gpu_index: bool = False
-    split: bool = True
-
-    def __post_init__(self) -> None:
-        budget = self.vram_budget
-        is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
-        if budget is not None and not (is_number and (budget == -1 or 0 < budget < 2**20)):
-            raise InvalidRequestError(
-                f"a memory budget is a number of GiB above 0, or -1 for what is free, not {shown(budget)}"
-            )
-        layers = self.n_gpu_layers
-        if layers is not None and (isinstance(layers, bool) or not isinstance(layers, int) or layers < 0):
-            raise InvalidRequestError(
-                f"the number of layers on the GPU must be 0 or more, not {shown(layers)}"
-            )
-        if self.gpu_index is not None and (layers is not None or not self.split):
-            raise InvalidRequestError(
-                "a GPU index says which neurons are on the device; leave out the number of layers and "
-                "--disable-gpu-index"
-            )
-
-    @property
-    def are_made(self) -> bool:
-        """Whether something was asked for that only a device can give."""
-        budget = self.vram_budget is not None or self.gpu_index is not None
-        return self.device is not None or budget or bool(self.n_gpu_layers)
-
-
-def wanted_devices(wishes: Wishes) -> tuple[tuple[str, ...], str | None]:
+def wanted_devices(settings: LoadSettings) -> tuple[tuple[str, ...], str | None]:
     """The devices to use, none for the CPU alone; and a line for a person where a GPU is left unused.
 
     Raises DeviceError where a device was asked for and cannot be used.
     """
-    if wishes.n_gpu_layers == 0:
+    if settings.n_gpu_layers == 0:
         return (), None
-    if wishes.device is not None:
+    if settings.device is not None:
         _pack_memory()
         from hotset.backends.gpu.devices import find_device
 
-        named = tuple(str(find_device(name)) for name in wishes.device)
+        named = tuple(str(find_device(name)) for name in settings.device)
         if len(set(named)) < len(named) and any(name != "cpu" for name in named):
-            raise InvalidRequestError(f"a device is named twice: {', '.join(wishes.device)}")
+            raise InvalidRequestError(f"a device is named twice: {', '.join(settings.device)}")
         return named, None
     gpu = detect_gpu()
     if gpu is None:
-        if wishes.are_made:
+        if settings.asks_for_a_device:
             raise DeviceError(
                 "no NVIDIA or AMD GPU was found to place anything on; name a device (--device mps, xpu, or "
                 "cpu as a stand-in), or leave the GPU's options out"
@@ -100,7 +60,7 @@ def wanted_devices(wishes: Wishes) -> tuple[tuple[str, ...], str | None]:
             return (str(find_device("cuda:0")),), None
         except DeviceError as error:
             problem = str(error)
-    if wishes.are_made:
+    if settings.asks_for_a_device:
         raise DeviceError(f"{gpu} is there, but {problem}")
     return (), f"{gpu} is there, but {problem}. The CPU computes alone (--no-gpu: without this line)."
 

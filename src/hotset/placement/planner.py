@@ -1,8 +1,8 @@
 """From what a user asked for to a Placement: devices, budgets, activation frequencies, and the solver.
 
-    wishes = Wishes(device=("cuda:0",), vram_budget=8.0)
-    devices, note = wanted_devices(wishes)
-    placement = place(gguf, config, weights, graph, mode, wishes, devices, n_pages=64, ...)
+    settings = LoadSettings(device="cuda:0", vram_budget=8.0)
+    devices, note = wanted_devices(settings)
+    placement = place(gguf, config, weights, graph, mode, settings, devices, n_pages=64)
 
 Frequencies come from the profile that is named, else from the one beside the model (`hotset profile`), else
 from the counts that were published with it (activation/), else from a short run of a text that comes with
@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,9 +23,7 @@ import numpy as np
 from hotset.backends.base import PAGE_SIZE
 from hotset.errors import HotsetError, OutOfMemoryError
 from hotset.files import replacing
-from hotset.model.cost import KVType
 from hotset.placement.budget import FFNMode, ModelFacts, model_facts
-from hotset.placement.detect import Wishes
 from hotset.placement.solver import place_index, rebuild, solve
 from hotset.placement.table import Device, Placement, Rates
 from hotset.sparsity import sidecar
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from hotset.model.config import ModelConfig
     from hotset.model.graph import Graph
     from hotset.reporter import Reporter
+    from hotset.settings import LoadSettings
     from hotset.sparsity.profile import Profile
 
 KEPT_FREE = 256 << 20  # bytes of a GPU that are left alone where no budget is given
@@ -48,15 +48,11 @@ def place(
     weights: Overlay,
     graph: Graph,
     mode: FFNMode,
-    wishes: Wishes,
+    settings: LoadSettings,
     devices: Sequence[str],
     *,
     n_pages: int,
-    max_batch: int,
-    kv_type: KVType,
-    n_threads: int | None = None,
     profile: Profile | None = None,
-    progress: Reporter | None = None,
 ) -> Placement:
     """The placement of a model on the devices that wanted_devices found.
 
@@ -66,27 +62,33 @@ def place(
     from hotset.placement.machine import measure, rates_of
 
     facts = model_facts(
-        graph, weights.tensors, mode=mode, kv_type=kv_type, n_pages=n_pages, max_batch=max_batch
+        graph,
+        weights.tensors,
+        mode=mode,
+        kv_type=settings.kv_type,
+        n_pages=n_pages,
+        max_batch=settings.max_batch,
     )
+    n_threads, progress = settings.n_threads, settings.progress
     measured = [measure(name, n_threads=n_threads, progress=progress) for name in devices]
     limits = [
-        _limit(name, one.context, wishes.vram_budget) for name, one in zip(devices, measured, strict=True)
+        _limit(name, one.context, settings.vram_budget) for name, one in zip(devices, measured, strict=True)
     ]
     rates = rates_of(measured)
     frequencies = [np.zeros(n_ff) for n_ff in config.n_ff]
     notes: list[str] = []
-    wishes = replace(wishes, split=wishes.split and mode != "dense")  # every neuron is computed: none is cold
-    if wishes.split and any(layer.n_split for layer in facts.layers):
+    split_neurons = settings.split_neurons and mode != "dense"  # where every neuron is computed none is cold
+    if split_neurons and any(layer.n_split for layer in facts.layers):
         counted, note = _profile_of(gguf, config, weights, profile, n_threads, progress)
         frequencies = [counted.frequencies(i) for i in range(config.n_layer)]
         notes.append(note)
-    if wishes.gpu_index is not None:
+    if settings.gpu_index is not None:
         from hotset.formats.powerinfer import read_gpu_index
 
-        index = read_gpu_index(wishes.gpu_index, config.n_ff)
+        index = read_gpu_index(Path(settings.gpu_index), config.n_ff)
         placement = place_index(facts, rates, limits, frequencies, index.on_gpu)
     else:
-        placement = _solved(gguf, facts, rates, limits, frequencies, wishes)
+        placement = _solved(facts, rates, limits, frequencies, settings, split_neurons)
     if any(name == "cpu" for name in devices):
         notes.insert(
             0,
@@ -193,23 +195,23 @@ def _run_builtin(
 
 
 def _solved(
-    gguf: GGUFFile,
     facts: ModelFacts,
     rates: Rates,
     devices: Sequence[Device],
     frequencies: Sequence[np.ndarray],
-    wishes: Wishes,
+    settings: LoadSettings,
+    split_neurons: bool,
 ) -> Placement:
     """The solver's placement, from the store's cache where the same was asked before."""
     from hotset.storage.store import home
 
-    asked: list[Any] = [facts, rates, [replace(d, limit=_coarse(d.limit, wishes)) for d in devices]]
+    asked: list[Any] = [facts, rates, [replace(d, limit=_coarse(d.limit, settings)) for d in devices]]
     devices = asked[2]
-    digest = hashlib.sha256(repr((*asked, wishes.n_gpu_layers, wishes.split)).encode())
+    digest = hashlib.sha256(repr((*asked, settings.n_gpu_layers, split_neurons)).encode())
     for frequency in frequencies:
         digest.update(np.ascontiguousarray(frequency, np.float64).tobytes())
     path = home() / "cache" / "placements" / f"{digest.hexdigest()[:32]}.npz"
-    if not wishes.reset_gpu_index:
+    if not settings.reset_gpu_index:
         with contextlib.suppress(OSError, ValueError, KeyError, HotsetError):
             with np.load(path, allow_pickle=False) as kept:
                 owners, how = kept["devices"].tolist(), str(kept["how"])
@@ -217,7 +219,7 @@ def _solved(
                        for i, n in enumerate(len(f) for f in frequencies)]  # fmt: skip
             return rebuild(facts, rates, devices, frequencies, owners, hot, how)
     placement = solve(
-        facts, rates, devices, frequencies, n_gpu_layers=wishes.n_gpu_layers, split=wishes.split
+        facts, rates, devices, frequencies, n_gpu_layers=settings.n_gpu_layers, split_neurons=split_neurons
     )
     arrays: dict[str, Any] = {
         f"hot.{i}": np.packbits(layer.hot)
@@ -236,6 +238,6 @@ def _solved(
     return placement
 
 
-def _coarse(limit: int, wishes: Wishes) -> int:
+def _coarse(limit: int, settings: LoadSettings) -> int:
     """What is free moves by some bytes from start to start: rounded down, so that a plan is found again."""
-    return limit if wishes.vram_budget not in (None, -1) else limit >> 26 << 26
+    return limit if settings.vram_budget not in (None, -1) else limit >> 26 << 26

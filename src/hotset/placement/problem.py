@@ -34,7 +34,7 @@ class Problem:
         devices: tuple[Device, ...],
         frequencies: Sequence[np.ndarray],
         n_gpu_layers: int | None,
-        split: bool,
+        split_neurons: bool,
     ) -> None:
         self.facts, self.rates, self.devices, self.frequencies = facts, rates, devices, frequencies
         self.n_layer, self.asked = len(facts.layers), n_gpu_layers
@@ -46,7 +46,7 @@ class Problem:
             raise InvalidRequestError("the activation frequencies are not those of this model's neurons")
         self.room = [device.limit - device.context - facts.workspace_bytes for device in devices]
         self.usable = [d for d, room in enumerate(self.room) if room > 0]
-        self.is_split = [split and layer.n_split > 0 for layer in facts.layers]
+        self.is_split = [split_neurons and layer.n_split > 0 for layer in facts.layers]
         self._of_neurons: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         self._more_of_none: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         self.order = [np.argsort(-frequency, kind="stable") for frequency in frequencies]

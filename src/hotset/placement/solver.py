@@ -34,15 +34,15 @@ def solve(
     frequencies: Sequence[np.ndarray],
     *,
     n_gpu_layers: int | None = None,
-    split: bool = True,
+    split_neurons: bool = True,
 ) -> Placement:
     """The placement with the least predicted time per token.
 
     frequencies: per layer [n_ff], how often each neuron fires, 0 to 1. n_gpu_layers: the last so many layers
-    are on devices, no more and no fewer. split: False keeps the neurons of a layer together.
+    are on devices, no more and no fewer. split_neurons: False keeps the neurons of a layer together.
     Raises OutOfMemoryError, with the smallest budget that works, where nothing fits.
     """
-    problem = Problem(facts, rates, tuple(devices), frequencies, n_gpu_layers, split)
+    problem = Problem(facts, rates, tuple(devices), frequencies, n_gpu_layers, split_neurons)
     whole = problem.whole()
     if whole is not None:
         return problem.placement(whole, "all of the model fits on one device")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from hotset.errors import InvalidRequestError
 from hotset.formats import planes
@@ -56,6 +56,20 @@ class Prepared:
     notes: list[str] = field(default_factory=list)
 
 
+def asked_mode(mode: str | None, predictor: str | None) -> tuple[SparsityMode | None, PredictorSpec | None]:
+    """What a user's words ask for, of any model. Raises InvalidRequestError where they mean nothing."""
+    if mode is not None and mode not in get_args(SparsityMode):
+        raise InvalidRequestError(
+            f"the sparsity mode {mode!r} is not known; it must be one of {', '.join(get_args(SparsityMode))}"
+        )
+    spec = None if predictor is None else parse_predictor(predictor)
+    if spec is not None and mode in ("dense", "exact"):
+        raise InvalidRequestError(
+            f"a predictor serves the sparsity mode predicted, not {mode}; leave one of the two out"
+        )
+    return cast(SparsityMode | None, mode), spec
+
+
 def choose(
     config: ModelConfig,
     tensors: Mapping[str, TensorInfo],
@@ -66,19 +80,12 @@ def choose(
 
     Raises InvalidRequestError where the model cannot run so, or for a text that means nothing.
     """
-    if mode is not None and mode not in get_args(SparsityMode):
-        raise InvalidRequestError(
-            f"the sparsity mode {mode!r} is not known; it must be one of {', '.join(get_args(SparsityMode))}"
-        )
-    spec = None if predictor is None else parse_predictor(predictor).resolved(config)
+    mode, spec = asked_mode(mode, predictor)
+    spec = spec and spec.resolved(config)
     activation = _activation_name(config)
     published = all(
         f"blk.{i}.{name}.weight" in tensors for i in range(config.n_layer) for name in ("fc1", "fc2")
     )
-    if spec is not None and mode in ("dense", "exact"):
-        raise InvalidRequestError(
-            f"a predictor serves the sparsity mode predicted, not {mode}; leave one of the two out"
-        )
     if (mode in ("exact", "predicted") or spec is not None) and not config.has_zeros:
         raise InvalidRequestError(
             f"the model's activation is {activation}, which has no zeros, so that only dense is possible; "

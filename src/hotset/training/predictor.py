@@ -34,18 +34,25 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-import hotset
+from hotset.api import Model, load_opened
 from hotset.engine.perplexity import PerplexityResult, compare_chunks
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.files import check_folder, check_target
 from hotset.formats.gguf import Dialect, open_gguf
-from hotset.formats.quants import TYPES, GGMLType, row_bytes
+from hotset.formats.overlay import Overlay
+from hotset.formats.quants import TYPES, GGMLType, quantize, row_bytes
 from hotset.formats.torch_file import read_torch, write_torch
+from hotset.loading import build, open_model
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import Add, LayerNorm
+from hotset.model.predictor import Predictor
+from hotset.settings import LoadSettings
 from hotset.sparsity import sidecar
 from hotset.sparsity.calibration import values_of
+from hotset.sparsity.modes import Choice
+from hotset.sparsity.predictor_spec import PredictorSpec
+from hotset.sparsity.predictors import MemoryTensors
 from hotset.training import pairs as pair_files
 from hotset.training import predictor_files, predictor_layer
 from hotset.training.pairs import LayerTaps, Pairs
@@ -53,7 +60,6 @@ from hotset.training.predictor_files import fitting
 from hotset.training.predictor_layer import Quality, Schedule, Weights
 
 if TYPE_CHECKING:
-    from hotset.api import Model
     from hotset.backends.base import WeightSource
     from hotset.model.config import ModelConfig
     from hotset.model.graph import Graph
@@ -187,10 +193,14 @@ def train_predictors(
     if out is not None:
         check_target(out)
     _check_device(settings.device)
-    with hotset.load(
-        model, n_ctx=_context(Path(model), settings.n_ctx), n_threads=n_threads, backend="cpu",
-        sparsity="exact", activation=activation, max_batch=256, progress=progress,
-    ) as loaded:  # fmt: skip
+    loading = LoadSettings(
+        n_threads=n_threads, backend="cpu", sparsity="exact", activation=activation, max_batch=256,
+        progress=progress,
+    )  # fmt: skip
+    with (
+        open_model(model, loading) as opened,
+        load_opened(opened.with_settings(n_ctx=min(settings.n_ctx, opened.config.n_ctx_train))) as loaded,
+    ):
         chosen = _dialect(loaded, dialect) if out is not None else "gguf"
         if out is not None:
             check_target(out, loaded.gguf.paths)
@@ -205,11 +215,6 @@ def train_predictors(
     if not keep:
         shutil.rmtree(folder / "training", ignore_errors=True)
     return replace(trained, files=tuple(files), dialect=chosen)
-
-
-def _context(path: Path, asked: int) -> int:
-    with open_gguf(path) as gguf:
-        return min(asked, config_from_gguf(gguf).n_ctx_train)
 
 
 def _default_type(model: Model) -> GGMLType:
@@ -565,16 +570,6 @@ class _Training:
 
     def _predicted_model(self) -> Model:
         """The model that is loaded, with the predictors over it. Its backend is to be closed, and no more."""
-        from hotset.api import Model
-        from hotset.backends.cpu import CpuBackend
-        from hotset.formats.overlay import Overlay
-        from hotset.formats.quants import quantize
-        from hotset.model.cost import Cost
-        from hotset.model.predictor import Predictor
-        from hotset.sparsity.modes import Choice
-        from hotset.sparsity.predictor_spec import PredictorSpec
-        from hotset.sparsity.predictors import MemoryTensors
-
         model, extra = self.model, MemoryTensors()
         for i, weights in enumerate(self.weights):
             for part, matrix in (("fc1", weights.fc1), ("fc2", weights.fc2)):
@@ -583,17 +578,8 @@ class _Training:
                 extra.add(f"blk.{i}.{part}.weight", data, type, matrix.shape[::-1])
         laid = Overlay(model.weights, extra)  # type: ignore[arg-type]
         thresholds = (predictor_files.THRESHOLD,) * self.config.n_layer
-        graph = describe(self.config, laid.tensors, Predictor("mlp", thresholds))
-        n_pages = model.backend.n_pages
-        backend = CpuBackend(
-            laid, graph, n_pages=n_pages, max_batch=model.backend.max_batch, kv_type=model.kv_type,
-            n_threads=model.backend.n_threads, sparse=True,
-        )  # fmt: skip
         choice = Choice("predicted", "mlp", "predicted: as trained", PredictorSpec("mlp"))
-        cost = Cost(graph, laid.tensors)
-        return Model(
-            model.gguf, laid, self.config, graph, cost, backend, model.n_ctx, model.kv_type, choice, []
-        )
+        return Model(*build(model.decided.with_predictor(choice, laid, Predictor("mlp", thresholds))))
 
     def _perplexity(self, predicted: Model) -> tuple[PerplexityResult, PerplexityResult]:
         tokens = np.concatenate(self._measured_sequences()).tolist()

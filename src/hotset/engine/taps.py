@@ -1,0 +1,58 @@
+"""Intermediate values of a text: steps of their own, in pages of the engine's cache, beside what runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from hotset.backends.base import Batch
+from hotset.engine.driver import EngineThread
+from hotset.errors import InvalidRequestError
+from hotset.model.graph import Graph, SelectOutputs
+
+_TAPPED_BYTES = 64 << 20  # of intermediate values that one step hands out
+
+
+def steps(
+    thread: EngineThread, graph: Graph, ids: np.ndarray, names: Sequence[str]
+) -> Iterator[dict[str, np.ndarray]]:
+    """The values `names` of the graph, a step at a time: name → float32 [n_tokens of the step, width].
+
+    ids: int32 [n], which fit in the context. Between two steps whatever else runs goes on. Raises
+    InvalidRequestError for a name that the graph lacks, OutOfMemoryError where the text does not fit in the
+    cache beside what runs.
+    """
+    widths = {value.name: value.width for value in graph.values}
+    for name in names:
+        if name not in widths:
+            raise InvalidRequestError(f"the model has no value named {name!r} to tap")
+    ops = list(graph.primitives)
+    selection = next(i for i, op in enumerate(ops) if isinstance(op, SelectOutputs))
+    outputs = any(op.out.name in names for op in ops[selection:])  # these have rows of output tokens only
+    backend = thread.engine.backend
+    n_bytes = 4 * sum(widths[name] for name in names)
+    n_step = max(1, min(backend.max_batch, _TAPPED_BYTES // max(n_bytes, 1)))
+    pages: list[int] = []
+    try:
+        with thread.exclusive() as engine:
+            pages = engine.take_pages(len(ids))
+        table = np.array([pages], np.int32)
+        for start in range(0, len(ids), n_step):
+            n = min(n_step, len(ids) - start)
+            every = np.arange(n, dtype=np.int32)
+            batch = Batch(
+                tokens=ids[start : start + n],
+                positions=every + np.int32(start),
+                sequences=np.zeros(n, np.int32),
+                page_tables=table,
+                outputs=every if outputs else every[:0],
+                taps=tuple(names),
+            )
+            with thread.exclusive():
+                taps = dict(backend.step(batch).taps)
+            yield taps
+    finally:
+        if pages and not thread.closed:
+            with thread.exclusive() as engine:
+                engine.pool.release(pages)

@@ -1,0 +1,289 @@
+"""From a name to what computes it: a file is opened, what runs of it and where is decided, a backend built.
+
+    opened = open_model("model.gguf", LoadSettings(n_ctx=512))
+    decided = decide(opened)
+    decided, backend = build(decided)
+
+Whoever calls them closes what they gave.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from hotset.backends.base import PAGE_SIZE, Backend
+from hotset.errors import (
+    ContextLengthError,
+    DeviceError,
+    HotsetError,
+    InvalidRequestError,
+    OutOfMemoryError,
+    UnsupportedModelError,
+)
+from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.formats.overlay import Overlay
+from hotset.model.config import ModelConfig, config_from_gguf
+from hotset.model.cost import Cost
+from hotset.model.decoder import describe
+from hotset.model.graph import Graph
+from hotset.model.predictor import Predictor
+from hotset.placement import detect
+from hotset.placement.table import Placement
+from hotset.settings import LoadSettings
+from hotset.sparsity.modes import Choice, choose, prepare
+from hotset.sparsity.profile import Profile
+
+DEFAULT_N_CTX = 4096
+_SMALLEST_DEFAULT_N_CTX = 512
+_CANNOT_PLACE = (DeviceError, OutOfMemoryError, UnsupportedModelError)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model file and the facts of its architecture. devices: to place it on; none: the CPU alone."""
+
+    settings: LoadSettings
+    gguf: GGUFFile
+    config: ModelConfig
+    devices: tuple[str, ...]
+
+    def with_settings(self, **changes: Any) -> Opened:
+        """The same file, to be loaded otherwise: where settings depend on what is in it."""
+        return replace(self, settings=replace(self.settings, **changes))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.gguf.close()
+
+
+@dataclass(frozen=True)
+class Decided:
+    """All that was decided about a model before anything of it computes.
+
+    config: with the rotation that serves n_ctx. weights: the file with what was built beside it. graph: of
+    a step. n_ctx: tokens of one conversation; n_pages: of the cache. notes: what was built or opened, a
+    sentence each. placement: what is on which device; None: the CPU computes alone.
+    """
+
+    settings: LoadSettings
+    gguf: GGUFFile
+    config: ModelConfig
+    choice: Choice
+    weights: Overlay
+    graph: Graph
+    cost: Cost
+    n_ctx: int
+    n_pages: int
+    notes: list[str]
+    placement: Placement | None
+
+    def with_predictor(self, choice: Choice, weights: Overlay, predictor: Predictor) -> Decided:
+        """The same model, with a predictor whose tensors are among `weights`."""
+        graph = describe(self.config, weights.tensors, predictor)
+        cost = Cost(graph, weights.tensors)
+        return replace(self, choice=choice, weights=weights, graph=graph, cost=cost, notes=[])
+
+
+def open_model(model: str | os.PathLike[str], settings: LoadSettings) -> Opened:
+    """Opens a model: a GGUF file, a stored or catalogue name, or "hf:owner/repository[:file]".
+
+    Devices are looked for first: a model is not fetched for one that is not there. Raises DeviceError,
+    ModelNotFoundError, DownloadError, FormatError, UnsupportedModelError.
+    """
+    devices, unused = detect.wanted_devices(settings) if settings.backend == "auto" else ((), None)
+    if unused is not None:
+        _warn(unused)
+    path = Path(model)
+    if not path.is_file():
+        from hotset.storage import resolve
+
+        path = resolve(model)
+    gguf = open_gguf(path)
+    try:
+        config = config_from_gguf(gguf, activation=settings.activation)
+    except BaseException:
+        gguf.close()
+        raise
+    return Opened(settings, gguf, config, devices)
+
+
+def decide(opened: Opened) -> Decided:
+    """Which neurons are computed and by which predictor, the graph of a step, what it costs, how long a
+    context fits, and what goes on which device. What this needs and the file lacks is built, in files beside.
+
+    Raises UnsupportedModelError, ContextLengthError, OutOfMemoryError (with the smallest budget that works,
+    where a budget is too small), and InvalidRequestError for a mode that the model does not have. Nothing but
+    the file is open then.
+    """
+    settings, gguf, config = opened.settings, opened.gguf, opened.config
+    choice = choose(config, gguf.tensors, settings.sparsity, settings.predictor)
+    profile = _profile(settings, choice, opened.devices)
+    prepared = prepare(
+        gguf,
+        config,
+        choice,
+        profile=profile if choice.mode == "predicted" else None,
+        progress=settings.progress,
+    )
+    weights = prepared.weights
+    try:
+        graph = describe(config, weights.tensors, prepared.predictor)
+        cost = Cost(graph, weights.tensors)
+        n_ctx = _context(settings, config, cost, gguf.nbytes)
+        if (longer := config.for_context(n_ctx)) is not config:
+            config, graph = longer, describe(longer, weights.tensors, prepared.predictor)
+        n_pages = settings.n_seqs * -(-n_ctx // PAGE_SIZE)
+        decided = Decided(
+            settings, gguf, config, choice, weights, graph, cost, n_ctx, n_pages, prepared.notes, None
+        )
+        return replace(decided, placement=_placement(decided, opened.devices, profile))
+    except BaseException:
+        weights.close()
+        raise
+
+
+def build(decided: Decided) -> tuple[Decided, Backend]:
+    """The backend that computes what was decided; without the placement, where nobody asked for a device and
+    that which was found cannot be used. `weights` and file stay the caller's."""
+    placement, settings = decided.placement, decided.settings
+    options: dict[str, Any] = {
+        "n_pages": decided.n_pages,
+        "max_batch": settings.max_batch,
+        "kv_type": settings.kv_type,
+        "n_threads": settings.n_threads,
+        "sparse": decided.choice.mode != "dense",
+    }
+    if placement is not None:
+        from hotset.placement.build import open_placed
+
+        if settings.progress is not None:
+            settings.progress.planned(placement)
+        try:
+            backend = open_placed(placement, decided.weights, decided.graph, **options)
+            return decided, _checked(decided, backend)
+        except _CANNOT_PLACE as error:
+            if settings.asks_for_a_device:
+                raise
+            _say_unplaced(error)
+            decided = replace(decided, placement=None)
+    name = "cpu" if settings.backend == "auto" else settings.backend
+    return decided, _checked(decided, open_backend(name, decided.weights, decided.graph, **options))
+
+
+def _checked(decided: Decided, backend: Backend) -> Backend:
+    """Vectors, and devices, have copies of what was read: of a file that was cut meanwhile they are wrong."""
+    try:
+        decided.weights.check()
+    except BaseException:
+        backend.close()
+        raise
+    return backend
+
+
+def open_backend(
+    name: str, weights: Overlay, graph: Graph, *, n_threads: int | None, **options: Any
+) -> Backend:
+    """A backend without a device: "cpu" or "reference". options: of both."""
+    if name == "cpu":
+        from hotset.backends.cpu import CpuBackend
+
+        return CpuBackend(weights, graph, n_threads=n_threads, **options)
+    from hotset.backends.reference import ReferenceBackend
+
+    return ReferenceBackend(weights, graph, **options)
+
+
+def planned(model: str | os.PathLike[str], settings: LoadSettings) -> Placement | None:
+    """What would go where; None where the CPU computes alone. Nothing stays open."""
+    with open_model(model, settings) as opened:
+        decided = decide(opened)
+        with closing(decided.weights):
+            return decided.placement
+
+
+def _placement(decided: Decided, devices: Sequence[str], profile: Profile | None) -> Placement | None:
+    if not devices:
+        return None
+    from hotset.placement.planner import place
+
+    try:
+        return place(
+            decided.gguf,
+            decided.config,
+            decided.weights,
+            decided.graph,
+            decided.choice.mode,
+            decided.settings,
+            devices,
+            n_pages=decided.n_pages,
+            profile=profile,
+        )
+    except _CANNOT_PLACE as error:
+        if decided.settings.asks_for_a_device:
+            raise
+        _say_unplaced(error)
+    return None
+
+
+def _profile(settings: LoadSettings, choice: Choice, devices: Sequence[str]) -> Profile | None:
+    """The activation profile of a file; refused where nothing would use it."""
+    if settings.profile is None:
+        return None
+    if choice.mode != "predicted" and (choice.mode == "dense" or not devices):
+        raise InvalidRequestError(
+            f"a profile serves predicted sparsity, and this model runs {choice.mode}; name a predictor too"
+        )
+    if not Path(settings.profile).is_file():
+        raise InvalidRequestError(f"there is no profile {settings.profile}; make one with 'hotset profile'")
+    return Profile.open(settings.profile)
+
+
+def _context(settings: LoadSettings, config: ModelConfig, cost: Cost, file_bytes: int) -> int:
+    """The context length to use: what was asked, or the default that fits in the free memory."""
+    asked, n_ctx_train, n_ctx_max = settings.n_ctx, config.n_ctx_train, config.n_ctx_max
+    if asked is not None and n_ctx_max is not None and asked > n_ctx_max:
+        raise ContextLengthError(
+            f"a context of {asked} tokens is longer than the {n_ctx_max} positions that the model has; "
+            f"lower n_ctx to {n_ctx_max}"
+        )
+
+    free = psutil.virtual_memory().available
+    kv_bytes = settings.n_seqs * cost.kv_bytes_per_token(settings.kv_type)  # per token of the context
+    if asked is None:
+        fitting = (free - file_bytes) // kv_bytes // PAGE_SIZE * PAGE_SIZE
+        return min(n_ctx_train, DEFAULT_N_CTX, max(fitting, _SMALLEST_DEFAULT_N_CTX))
+    if asked * kv_bytes > free:
+        raise OutOfMemoryError(
+            f"a context of {asked} tokens needs a cache of {asked * kv_bytes / 1e9:.1f} GB and "
+            f"{free / 1e9:.1f} GB are free; lower n_ctx, or use kv_type q8_0"
+        )
+    if asked > n_ctx_train:
+        _warn(f"a context of {asked} tokens is longer than the {n_ctx_train} that the model was trained for")
+    return asked
+
+
+def _say_unplaced(error: HotsetError) -> None:
+    """A GPU that nobody asked for and that cannot be used costs a line, and the CPU computes alone."""
+    _warn(f"the GPU is not used: {error} (--no-gpu: without this line)")
+
+
+def _warn(sentence: str) -> None:
+    """A warning of the line that called hotset."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("hotset."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(sentence, stacklevel=level)

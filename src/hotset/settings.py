@@ -1,0 +1,190 @@
+"""How a model is loaded: what `hotset.load`, `hotset.plan` and every verb of the command line take."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, get_args, overload
+
+from hotset.errors import InvalidRequestError
+from hotset.model.config import parse_activation
+from hotset.model.cost import KVType
+from hotset.parameters import flag, real_number, shown, text, whole_number
+from hotset.reporter import Reporter
+from hotset.sparsity.modes import asked_mode
+
+BackendName = Literal["auto", "cpu", "reference"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadSettings:
+    """How a model is loaded. Checked when it is made: InvalidRequestError says which field is wrong, and how.
+
+    n_ctx: tokens of one conversation, prompt and answers; by default what the model was trained for, 4096 at
+    most, and less (down to 512) where file and cache would not fit in the memory that is free.
+    n_threads: of the CPU; None takes the physical cores that this process may use.
+    kv_type: how keys and values are stored: "f16", or "q8_0" in about half the memory.
+    backend: "auto" uses the CPU and, where there is one, an NVIDIA or AMD GPU; "cpu" the CPU alone;
+    "reference" is the slow one in plain NumPy that the others are checked against.
+
+    device: which GPU, as torch names it: "cuda:0", "mps", "xpu", several in the order of their layers, or
+    "cpu", which stands in for a GPU and makes nothing faster; None: a GPU that is found.
+    vram_budget: GiB of each device that weights, cache, workspace and context together stay within; None or
+    -1: what is free.
+    n_gpu_layers: that many of the last layers are on the device; None: the planner decides
+    (placement/solver.py).
+    gpu_index: a file in PowerInfer's format that says which neurons are.
+    split_neurons: False keeps the neurons of a layer together.
+    reset_gpu_index: solves the placement again although it is known. Model.placement has the decision.
+
+    activation: overrides the FFN activation that the file names.
+    sparsity: which neurons are computed: "dense", "exact" or "predicted" (sparsity/modes.py); by default the
+    fastest that keeps the file's meaning.
+    predictor: "mlp", "sign", "svd", with their settings (sparsity/predictors.py); implies "predicted".
+    profile: a file of `hotset profile`, whose neurons that nearly always fire are computed without
+    prediction. What these need and the file lacks is built once, in files beside the model.
+
+    max_batch: tokens computed in one step at most.
+    n_seqs: full contexts that the cache holds at once; more sequences than that run together while they are
+    shorter, max_sequences at most.
+    progress: is told of what takes long; settings are equal whoever watches.
+    """
+
+    n_ctx: int | None = None
+    n_threads: int | None = None
+    kv_type: KVType = "f16"
+    backend: BackendName = "auto"
+    device: Sequence[str] | None = None
+    vram_budget: float | None = None
+    n_gpu_layers: int | None = None
+    gpu_index: str | os.PathLike[str] | None = None
+    split_neurons: bool = True
+    reset_gpu_index: bool = False
+    activation: str | None = None
+    sparsity: str | None = None
+    predictor: str | None = None
+    profile: str | os.PathLike[str] | None = None
+    max_batch: int = 512
+    n_seqs: int = 1
+    max_sequences: int = 16
+    progress: Reporter | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("n_ctx", "n_threads", "max_batch", "n_seqs", "max_sequences"):
+            self._check(name, whole_number, 1)
+        self._check("n_gpu_layers", whole_number, 0)
+        for name in ("split_neurons", "reset_gpu_index"):
+            self._check(name, flag)
+        for name in ("activation", "sparsity", "predictor"):
+            self._check(name, text)
+        for name in ("gpu_index", "profile"):
+            self._check(name, _path)
+        self._check("vram_budget", _budget)
+        self._check("device", _devices)
+        for name, known in (("kv_type", get_args(KVType)), ("backend", get_args(BackendName))):
+            if getattr(self, name) not in known:
+                raise InvalidRequestError(
+                    f"{name} must be one of {', '.join(known)}, not {shown(getattr(self, name))}"
+                )
+        if self.activation is not None:
+            parse_activation(self.activation)
+        asked_mode(self.sparsity, self.predictor)
+        if self.gpu_index is not None and (self.n_gpu_layers is not None or not self.split_neurons):
+            raise InvalidRequestError(
+                "a GPU index says which neurons are on the device; leave out the number of layers and "
+                "--disable-gpu-index"
+            )
+        if self.backend != "auto" and self.asks_for_a_device:
+            raise InvalidRequestError(
+                f"the backend {self.backend} computes on the CPU alone; leave it out to use a device, or "
+                "leave out what is asked of a device"
+            )
+
+    def _check(self, name: str, checked: Callable[..., Any], *bounds: int) -> None:
+        """Puts the plain value in place of the one that was given; None stays where it is the default."""
+        value = getattr(self, name)
+        if value is not None or type(self).__dataclass_fields__[name].default is not None:
+            object.__setattr__(self, name, checked(name, value, *bounds))
+
+    @property
+    def asks_for_a_device(self) -> bool:
+        """Whether something was asked for that only a device can give."""
+        budget = self.vram_budget is not None or self.gpu_index is not None
+        return self.device is not None or budget or bool(self.n_gpu_layers)
+
+
+def _path(name: str, value: Any) -> Path:
+    try:
+        return Path(value)
+    except TypeError:
+        raise InvalidRequestError(f"{name} must be a path, not {shown(value)}") from None
+
+
+def _budget(name: str, value: Any) -> float:
+    try:
+        budget = real_number(name, value, -1, 2**20)
+    except InvalidRequestError:
+        budget = 0
+    if budget != -1 and not budget > 0:
+        raise InvalidRequestError(
+            f"a memory budget is a number of GiB above 0, or -1 for what is free, not {shown(value)}"
+        )
+    return budget
+
+
+def _devices(name: str, value: Any) -> tuple[str, ...] | None:
+    """None for an empty list: nothing is named."""
+    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else (value,)
+    return tuple(text(name, one) for one in names) or None
+
+
+_Options = ParamSpec("_Options")
+_Result = TypeVar("_Result")
+_Returned = TypeVar("_Returned", covariant=True)
+
+
+class TakesSettings(Protocol[_Options, _Returned]):
+    """A function of a model and LoadSettings, or of a model and the fields of LoadSettings."""
+
+    __name__: str
+
+    @overload
+    def __call__(
+        self, model: str | os.PathLike[str], settings: LoadSettings | None, **changes: Any
+    ) -> _Returned: ...
+
+    @overload
+    def __call__(
+        self, model: str | os.PathLike[str], *args: _Options.args, **options: _Options.kwargs
+    ) -> _Returned: ...
+
+
+def taking(
+    made: Callable[_Options, LoadSettings],
+) -> Callable[[Callable[[str | os.PathLike[str], LoadSettings], _Result]], TakesSettings[_Options, _Result]]:
+    """Lets f(model, settings) take the fields of `made`, which is LoadSettings, as keywords too.
+
+    So they are spelled out nowhere else, and editors and type checkers know them all the same. Keywords
+    beside settings take the place of what these say.
+    """
+
+    def decorate(
+        function: Callable[[str | os.PathLike[str], LoadSettings], _Result],
+    ) -> TakesSettings[_Options, _Result]:
+        @functools.wraps(function)
+        def called(
+            model: str | os.PathLike[str], settings: LoadSettings | None = None, **options: Any
+        ) -> _Result:
+            return function(model, replace(settings or LoadSettings(), **options))
+
+        own = inspect.signature(called, follow_wrapped=False)
+        model, settings, _ = own.parameters.values()
+        fields = inspect.signature(made).parameters.values()
+        called.__signature__ = own.replace(parameters=[model, settings, *fields])  # type: ignore[attr-defined]
+        return called  # type: ignore[return-value]
+
+    return decorate
