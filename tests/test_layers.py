@@ -108,6 +108,33 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     assert not circles({name: others for name, others in graph().items() if name})
 
 
+def test_no_function_is_longer_than_80_lines() -> None:
+    """From its name to its last line: what is longer does several things, or takes too many."""
+    assert not [found for path in modules().values() for found in long_functions(path, 80)]
+
+
+def long_functions(path: Path, most: int) -> list[str]:
+    return [
+        f"{path.name}: {node.name} has {length} lines"
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (length := (node.end_lineno or 0) - node.lineno + 1) > most
+    ]
+
+
+def test_long_functions_are_found(tmp_path: Path) -> None:
+    source = (
+        "class A:\n    async def f():\n        a\n        b\ndef g(\n    x,\n):\n    pass\ndef h(): pass\n"
+    )
+    (tmp_path / "m.py").write_text(source)
+    assert sorted(long_functions(tmp_path / "m.py", 2)) == ["m.py: f has 3 lines", "m.py: g has 4 lines"]
+
+
+def test_the_api_is_what_a_model_does() -> None:
+    """How one is opened, decided on and built stands in loading.py."""
+    assert len((ROOT / "api.py").read_text("utf-8").splitlines()) < 500
+
+
 def test_nobody_asks_what_a_backend_has() -> None:
     """Backend and Stage say all that is asked of them: what they lack must not pass in silence."""
     asked = [

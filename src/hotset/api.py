@@ -5,7 +5,6 @@ Several threads may use one Model: the engine is driven by a thread of its own, 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
@@ -30,9 +29,9 @@ from hotset.generation import (
     checked_messages,
     sampling_params,
 )
-from hotset.loading import Decided, Opened, build, decide, open_backend, open_model, planned
+from hotset.loading import Decided, Opened, build, decide, open_backend, open_model
 from hotset.parameters import shown
-from hotset.settings import LoadSettings, taking
+from hotset.settings import LoadSettings, ModelPath, taking
 
 if TYPE_CHECKING:
     from hotset.placement.build import DeviceMemory
@@ -47,7 +46,7 @@ _MEASURED_PAGES, _MEASURED_STEP = 8, 128  # of the cache beside the model in whi
 
 
 @taking(LoadSettings)
-def load(model: str | os.PathLike[str], settings: LoadSettings) -> Model:
+def load(model: ModelPath, settings: LoadSettings) -> Model:
     """Opens a model: a GGUF file, a stored or catalogue name, or "hf:owner/repository[:file]".
 
     How is said by LoadSettings, or by keywords, which are its fields; it describes them. Raises
@@ -72,13 +71,16 @@ def load_opened(opened: Opened) -> Model:
 
 
 @taking(LoadSettings)
-def plan(model: str | os.PathLike[str], settings: LoadSettings) -> Placement | None:
+def plan(model: ModelPath, settings: LoadSettings) -> Placement | None:
     """What `load` would put where with these settings, which are its own; None where the CPU computes alone.
 
     Nothing is loaded on a device. Predictors and the down matrices by neuron are built where the model needs
     them, as in `load`, whose errors these are.
     """
-    return planned(model, settings)
+    with open_model(model, settings) as opened:
+        decided = decide(opened)
+        decided.weights.close()
+        return decided.placement
 
 
 class Model:

@@ -9,14 +9,11 @@ Whoever calls them closes what they gave.
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import psutil
@@ -39,7 +36,7 @@ from hotset.model.graph import Graph
 from hotset.model.predictor import Predictor
 from hotset.placement import detect
 from hotset.placement.table import Placement
-from hotset.settings import LoadSettings
+from hotset.settings import LoadSettings, ModelPath
 from hotset.sparsity.modes import Choice, choose, prepare
 from hotset.sparsity.profile import Profile
 
@@ -64,9 +61,7 @@ class Opened:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.gguf.close()
 
 
@@ -98,7 +93,7 @@ class Decided:
         return replace(self, choice=choice, weights=weights, graph=graph, cost=cost, notes=[])
 
 
-def open_model(model: str | os.PathLike[str], settings: LoadSettings) -> Opened:
+def open_model(model: ModelPath, settings: LoadSettings) -> Opened:
     """Opens a model: a GGUF file, a stored or catalogue name, or "hf:owner/repository[:file]".
 
     Devices are looked for first: a model is not fetched for one that is not there. Raises DeviceError,
@@ -132,13 +127,8 @@ def decide(opened: Opened) -> Decided:
     settings, gguf, config = opened.settings, opened.gguf, opened.config
     choice = choose(config, gguf.tensors, settings.sparsity, settings.predictor)
     profile = _profile(settings, choice, opened.devices)
-    prepared = prepare(
-        gguf,
-        config,
-        choice,
-        profile=profile if choice.mode == "predicted" else None,
-        progress=settings.progress,
-    )
+    counted = profile if choice.mode == "predicted" else None
+    prepared = prepare(gguf, config, choice, profile=counted, progress=settings.progress)
     weights = prepared.weights
     try:
         graph = describe(config, weights.tensors, prepared.predictor)
@@ -207,14 +197,6 @@ def open_backend(
     return ReferenceBackend(weights, graph, **options)
 
 
-def planned(model: str | os.PathLike[str], settings: LoadSettings) -> Placement | None:
-    """What would go where; None where the CPU computes alone. Nothing stays open."""
-    with open_model(model, settings) as opened:
-        decided = decide(opened)
-        with closing(decided.weights):
-            return decided.placement
-
-
 def _placement(decided: Decided, devices: Sequence[str], profile: Profile | None) -> Placement | None:
     if not devices:
         return None
@@ -222,16 +204,9 @@ def _placement(decided: Decided, devices: Sequence[str], profile: Profile | None
 
     try:
         return place(
-            decided.gguf,
-            decided.config,
-            decided.weights,
-            decided.graph,
-            decided.choice.mode,
-            decided.settings,
-            devices,
-            n_pages=decided.n_pages,
-            profile=profile,
-        )
+            decided.gguf, decided.config, decided.weights, decided.graph, decided.choice.mode,
+            decided.settings, devices, n_pages=decided.n_pages, profile=profile,
+        )  # fmt: skip
     except _CANNOT_PLACE as error:
         if decided.settings.asks_for_a_device:
             raise

@@ -18,6 +18,7 @@ from hotset.reporter import Reporter
 from hotset.sparsity.modes import asked_mode
 
 BackendName = Literal["auto", "cpu", "reference"]
+ModelPath = str | os.PathLike[str]  # of a file, or the name of a model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +50,8 @@ class LoadSettings:
     prediction. What these need and the file lacks is built once, in files beside the model.
 
     max_batch: tokens computed in one step at most.
-    n_seqs: full contexts that the cache holds at once; more sequences than that run together while they are
-    shorter, max_sequences at most.
+    n_seqs: full contexts that the cache holds at once; while sequences are shorter, more run together.
+    max_sequences: how many at most.
     progress: is told of what takes long; settings are equal whoever watches.
     """
 
@@ -150,35 +151,25 @@ _Returned = TypeVar("_Returned", covariant=True)
 class TakesSettings(Protocol[_Options, _Returned]):
     """A function of a model and LoadSettings, or of a model and the fields of LoadSettings."""
 
-    __name__: str
+    @overload
+    def __call__(self, model: ModelPath, settings: LoadSettings | None, **changes: Any) -> _Returned: ...
 
     @overload
-    def __call__(
-        self, model: str | os.PathLike[str], settings: LoadSettings | None, **changes: Any
-    ) -> _Returned: ...
-
-    @overload
-    def __call__(
-        self, model: str | os.PathLike[str], *args: _Options.args, **options: _Options.kwargs
-    ) -> _Returned: ...
+    def __call__(self, model: ModelPath, *args: _Options.args, **options: _Options.kwargs) -> _Returned: ...
 
 
 def taking(
     made: Callable[_Options, LoadSettings],
-) -> Callable[[Callable[[str | os.PathLike[str], LoadSettings], _Result]], TakesSettings[_Options, _Result]]:
+) -> Callable[[Callable[[ModelPath, LoadSettings], _Result]], TakesSettings[_Options, _Result]]:
     """Lets f(model, settings) take the fields of `made`, which is LoadSettings, as keywords too.
 
     So they are spelled out nowhere else, and editors and type checkers know them all the same. Keywords
     beside settings take the place of what these say.
     """
 
-    def decorate(
-        function: Callable[[str | os.PathLike[str], LoadSettings], _Result],
-    ) -> TakesSettings[_Options, _Result]:
+    def decorate(function: Callable[[ModelPath, LoadSettings], _Result]) -> TakesSettings[_Options, _Result]:
         @functools.wraps(function)
-        def called(
-            model: str | os.PathLike[str], settings: LoadSettings | None = None, **options: Any
-        ) -> _Result:
+        def called(model: ModelPath, settings: LoadSettings | None = None, **options: Any) -> _Result:
             return function(model, replace(settings or LoadSettings(), **options))
 
         own = inspect.signature(called, follow_wrapped=False)

@@ -46,13 +46,9 @@ def plan(
 
     with DownloadBar() as bar:
         settings = loading.settings(
-            n_ctx=ctx_size,
-            n_seqs=parallel,
-            max_batch=batch,
-            n_threads=threads,
-            kv_type=cache_type,
+            n_ctx=ctx_size, n_seqs=parallel, max_batch=batch, n_threads=threads, kv_type=cache_type,
             progress=bar,
-        )
+        )  # fmt: skip
         path = resolve(model, progress=bar)
         if output is not None:
             check_target(output, store.shards(path))

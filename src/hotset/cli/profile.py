@@ -179,7 +179,7 @@ def token_progress() -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def _mean_share(profile: Profile) -> float:
+def mean_share(profile: Profile) -> float:
     counts = sum(float(count.sum()) for count in profile.counts)
     return counts / max(profile.n_tokens * sum(map(len, profile.counts)), 1)
 
@@ -190,7 +190,7 @@ def _as_json(profile: Profile, path: Path) -> dict[str, Any]:
         "model": profile.model,
         "data": list(profile.data),
         "n_tokens": profile.n_tokens,
-        "active_share": _mean_share(profile),
+        "active_share": mean_share(profile),
         "layers": [layer.as_dict() for layer in profile.summary()],
     }
 
@@ -203,7 +203,7 @@ def _print(profile: Profile) -> None:
     texts = len(profile.data)
     say(
         f"[{profile.n_tokens} tokens of {texts} text{'s' if texts != 1 else ''} | "
-        f"{percent(_mean_share(profile))} of the neurons fire for a token, mean]",
+        f"{percent(mean_share(profile))} of the neurons fire for a token, mean]",
         dim=True,
     )
 

@@ -9,7 +9,7 @@ import typer
 
 from hotset.cli import options
 from hotset.cli.console import DownloadBar, print_json, read_text, say
-from hotset.cli.profile import loaded_exact, sequences, token_progress
+from hotset.cli.profile import loaded_exact, mean_share, sequences, token_progress
 from hotset.errors import InvalidRequestError
 from hotset.files import check_target, write_whole
 from hotset.report.bars import percent
@@ -198,7 +198,7 @@ def _facts(
     ]
     hot = median([one.summary.hot_share for one in curves])
     numbers = [
-        (percent(_mean_share(profile)), "of the neurons fire for a token, mean"),
+        (percent(mean_share(profile)), "of the neurons fire for a token, mean"),
         (percent(hot), f"of a layer's neurons make {percent(HOT_MASS)} of its activations, median layer"),
     ]
     if run is not None:
@@ -211,11 +211,6 @@ def _facts(
         together = median([layer.coactivation for layer in run.layers])
         numbers.append((f"{together:.3f}", "mean correlation |φ| of sampled neurons, median layer"))
     return Facts(path.name.removesuffix(".gguf"), notes, numbers)
-
-
-def _mean_share(profile: Profile) -> float:
-    counts = sum(float(count.sum()) for count in profile.counts)
-    return counts / max(profile.n_tokens * sum(map(len, profile.counts)), 1)
 
 
 def _as_json(
@@ -234,7 +229,7 @@ def _as_json(
         "architecture": config.architecture,
         "counted": source,
         "n_tokens": profile.n_tokens,
-        "active_share": _mean_share(profile),
+        "active_share": mean_share(profile),
         "published_hot_share": PUBLISHED,
         "grid": GRID.tolist(),
         "layers": [one.as_dict() for one in curves],

@@ -62,13 +62,9 @@ def place(
     from hotset.placement.machine import measure, rates_of
 
     facts = model_facts(
-        graph,
-        weights.tensors,
-        mode=mode,
-        kv_type=settings.kv_type,
-        n_pages=n_pages,
+        graph, weights.tensors, mode=mode, kv_type=settings.kv_type, n_pages=n_pages,
         max_batch=settings.max_batch,
-    )
+    )  # fmt: skip
     n_threads, progress = settings.n_threads, settings.progress
     measured = [measure(name, n_threads=n_threads, progress=progress) for name in devices]
     limits = [

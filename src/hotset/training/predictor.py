@@ -18,7 +18,6 @@ started again, takes the same path and finds most of it walked.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -384,7 +383,7 @@ class _Training:
         n_tokens = self._collect()
         self.ranks = [(rank,) for rank in self._first_ranks()]
         recall = settings.recall
-        with self._pool() as pool:
+        with _Pool(settings, self.config.n_layer) as pool:
             while True:
                 self._grow(pool, recall)
                 self.weights = self._calibrated(recall)
@@ -534,11 +533,6 @@ class _Training:
         return self.qualities[layer, self.ranks[layer], recall]
 
     # ---- work ----
-
-    @contextlib.contextmanager
-    def _pool(self) -> Iterator[_Pool]:
-        with _Pool(self.settings, self.config.n_layer) as pool:
-            yield pool
 
     def _task(self, layer: int, ranks: tuple[int, ...], recall: float) -> _Task:
         return _Task(

@@ -1,0 +1,140 @@
+"""LoadSettings: what `load`, `plan` and the verbs take, and the three functions that act on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_api import write_model
+from test_api_sparse import write_sparse
+
+import hotset
+from hotset import LoadSettings
+from hotset.cli import options
+from hotset.loading import build, decide, open_model
+from hotset.reporter import Reporter
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
+
+
+def test_what_is_given_becomes_plain() -> None:
+    settings = LoadSettings(
+        n_ctx=np.int64(64), device=["cuda:0", "cuda:1"], vram_budget=np.float32(2), profile="p"
+    )  # type: ignore[arg-type]
+    assert type(settings.n_ctx) is int
+    assert settings.device == ("cuda:0", "cuda:1")
+    assert type(settings.vram_budget) is float
+    assert settings.profile == Path("p")
+    assert LoadSettings(device="cuda:0") == LoadSettings(device=["cuda:0"])
+    assert LoadSettings(device=[]) == LoadSettings()
+    assert LoadSettings(gpu_index="i") == LoadSettings(gpu_index=Path("i"))
+    assert len({LoadSettings(device=["cpu"]), LoadSettings(device=("cpu",)), LoadSettings(n_ctx=1)}) == 2
+    assert LoadSettings(progress=Reporter()) == LoadSettings()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.n_ctx = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"n_ctx": "64"}, "n_ctx must be a whole number, not '64'"),
+        ({"n_threads": 0}, "n_threads must be at least 1, not 0"),
+        ({"max_batch": None}, "max_batch must be a whole number, not None"),
+        ({"n_gpu_layers": 1.0}, "n_gpu_layers must be a whole number"),
+        ({"split_neurons": 1}, "split_neurons must be True or False, not 1"),
+        ({"reset_gpu_index": "no"}, "reset_gpu_index must be True or False"),
+        ({"kv_type": ["f16"]}, r"kv_type must be one of f16, q8_0, f32, not \['f16'\]"),
+        ({"backend": None}, "backend must be one of auto, cpu, reference, not None"),
+        ({"activation": 1}, "activation must be a text, not 1"),
+        ({"activation": "tanh"}, "activation 'tanh' is not known"),
+        ({"sparsity": True}, "sparsity must be a text, not True"),
+        ({"sparsity": "some"}, "the sparsity mode 'some' is not known"),
+        ({"predictor": 8}, "predictor must be a text, not 8"),
+        ({"predictor": "svd:0"}, "the predictor 'svd:0' is not known"),
+        ({"predictor": "svd", "sparsity": "dense"}, "a predictor serves the sparsity mode predicted, not"),
+        ({"profile": 3}, "profile must be a path, not 3"),
+        ({"gpu_index": 3.5}, "gpu_index must be a path, not 3.5"),
+        ({"device": 0}, "device must be a text, not 0"),
+        ({"device": ["cuda:0", 1]}, "device must be a text, not 1"),
+        ({"vram_budget": 0}, "a memory budget is a number of GiB above 0, or -1"),
+        ({"gpu_index": "i", "split_neurons": False}, "leave out the number of layers"),
+        ({"backend": "cpu", "device": "cuda:0"}, "the backend cpu computes on the CPU alone"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_a_sentence_before_any_file_is_opened(fields: dict[str, Any], sentence: str) -> None:
+    for use in (
+        LoadSettings,
+        lambda **f: hotset.load("missing", **f),
+        lambda **f: hotset.plan("missing", **f),
+    ):
+        with pytest.raises(hotset.InvalidRequestError, match=sentence):
+            use(**fields)
+
+
+def test_load_and_plan_take_the_fields_as_keywords() -> None:
+    """Nowhere spelled out twice, and there for editors, help() and type checkers all the same."""
+    fields = [field.name for field in dataclasses.fields(LoadSettings)]
+    for function in (hotset.load, hotset.plan):
+        assert list(inspect.signature(function).parameters) == ["model", "settings", *fields]
+    described = inspect.getdoc(LoadSettings) or ""
+    assert [name for name in fields if f"{name}:" not in described] == []
+    with pytest.raises(TypeError, match="n_context"):
+        hotset.load("missing", n_context=1)  # type: ignore[call-overload]
+
+
+def test_keywords_take_the_place_of_what_settings_say(path: Path) -> None:
+    settings = LoadSettings(n_ctx=32, backend="reference", kv_type="f32")
+    with hotset.load(path, settings) as model:
+        assert (model.n_ctx, model.kv_type, model.backend.name) == (32, "f32", "reference")
+        assert model.decided.settings == settings
+    with hotset.load(path, settings=settings, n_ctx=64) as model:
+        assert (model.n_ctx, model.kv_type) == (64, "f32")
+    assert hotset.plan(path, settings) is None
+
+
+def test_the_options_of_the_command_line_are_load_settings() -> None:
+    given = options.ModelOptions(threads=2, cache_type="q8_0", sparsity="exact", device="cuda:0, cuda:1")
+    assert given.settings(n_ctx=8) == LoadSettings(
+        n_ctx=8, n_threads=2, kv_type="q8_0", sparsity="exact", device=("cuda:0", "cuda:1")
+    )
+    assert options.ModelOptions(no_gpu=True).settings().backend == "cpu"
+    assert options.ModelOptions(no_gpu=True, backend="reference").settings().backend == "reference"
+    assert options.PlanOptions(disable_gpu_index=True).settings() == LoadSettings(split_neurons=False)
+    watched = LoadSettings(backend="cpu", sparsity="exact", max_batch=options.OBSERVED)
+    assert options.ObservationOptions().settings() == watched
+
+
+def test_open_decide_build(tmp_path: Path) -> None:
+    file = write_sparse(tmp_path / "m.gguf", dialect="gguf")
+    with open_model(file, LoadSettings(backend="reference")) as opened:
+        assert opened.devices == ()
+        decided = decide(opened.with_settings(n_ctx=70, n_seqs=2))
+        assert (decided.n_ctx, decided.n_pages) == (70, 4)
+        assert (decided.choice.mode, decided.placement) == ("exact", None)
+        same, backend = build(decided)
+        assert same is decided
+        assert (backend.name, backend.n_pages, backend.max_batch) == ("reference", 4, 512)
+        backend.close()
+        decided.weights.close()
+
+
+def test_a_warning_names_the_line_that_loads(path: Path) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        hotset.load(path, backend="reference", n_ctx=300).close()
+        hotset.plan(path, backend="cpu", n_ctx=300)
+    assert [Path(one.filename).name for one in seen] == ["test_settings.py"] * 2
