@@ -15,6 +15,7 @@ import gc
 import os
 import random
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +38,10 @@ seeded.guard_modules()
 
 TESTS = f"{HERE}{os.sep}"
 OURS = (TESTS, *(f"{HERE.parent / folder}{os.sep}" for folder in ("src", "bench")))
+
+# A job in a shell's background ignores Ctrl-C, and what it starts inherits that: tests that send it would wait.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("hotset", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("hotset")
