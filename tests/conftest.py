@@ -39,7 +39,7 @@ seeded.guard_modules()
 TESTS = f"{HERE}{os.sep}"
 OURS = (TESTS, *(f"{HERE.parent / folder}{os.sep}" for folder in ("src", "bench")))
 
-# A job in a shell's background ignores Ctrl-C, and what it starts inherits that: tests that send it would wait.
+# A job in a shell's background ignores Ctrl-C, and so does what it starts: tests that send it would wait.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,0 +1,374 @@
+"""Puts small faults into hotset, one at a time, and says which of them no test notices.
+
+    python tests/mutation/mutants.py -n 200 --seed 1 'src/hotset/sparsity/*.py' 'csrc/ops/*.cpp'
+
+Works in a copy of the repository under the folder for temporary files (`--scratch`), with a virtual
+environment that sees the packages of this one and the copy's hotset; the repository itself is never
+touched. Which tests run a line is noted once per version of the tests and kept beside the copy, as are the
+outcomes, so a run that was ended goes on where it was. Then each mutant: the tests that run its line, the
+quick ones first, until one fails or time is up (which is noticing too). A native mutant is compiled (its
+own file alone) and meets the tests that step the CPU backend.
+
+Prints the survivors with their diffs, and how many there were. `--list` prints again what is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import difflib
+import fnmatch
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import coverage
+import faults
+from faults import Fault
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULT = ("src/hotset/*.py", "csrc/ops/*.cpp")
+QUICK = 20.0  # seconds of tests in the first attempt; most faults fall there
+# Run by tests in processes of their own, or in an interpreter that coverage does not see.
+UNSEEN = {
+    "src/hotset/backends/gpu/triton_kernels.py": ("tests/test_gpu_triton.py",),
+    "src/hotset/backends/gpu/spin_kernel.py": ("tests/test_cold_spin.py",),
+}
+LEFT_OUT = ("tests/test_packaging.py", "tests/test_neon.py")  # builds, which no mutant changes
+
+
+@dataclass(frozen=True)
+class Covered:
+    """lines: file → line → contexts that ran it. seconds: of each test. failed: those that fail as it is."""
+
+    lines: dict[str, dict[int, set[str]]]
+    seconds: dict[str, float]
+    failed: set[str]
+
+    def tests(self, fault: Fault) -> list[str]:
+        """Those that run the line, the quickest first; of a line that only fixtures ran, whole files."""
+        if fault.file in UNSEEN:
+            return list(UNSEEN[fault.file])
+        if fault.file.startswith("csrc/"):
+            found = self._of(
+                "src/hotset/backends/cpu.py", _lines_of("src/hotset/backends/cpu.py", "def step(")
+            )
+        else:
+            around = _function_of(fault.file, fault.line)
+            # At import a line runs for whoever imports first: what it decides is used by all of the file.
+            found = self._of(fault.file, [fault.line]) if around else set()
+            found = found or self._of(fault.file, around or self.lines.get(fault.file, {}))
+        found = {context for context in found if "::" in context} or {
+            test for context in found for test in self.seconds if test.startswith(f"{context}::")
+        }
+        wanted = {test for test in found if test not in self.failed and not test.startswith(LEFT_OUT)}
+        return sorted(wanted, key=lambda test: (self.seconds.get(test, 1.0), test))
+
+    def _of(self, file: str, lines: Iterable[int]) -> set[str]:
+        known = self.lines.get(file, {})
+        return set().union(*(known.get(line, set()) for line in lines))
+
+
+def _lines_of(file: str, start: str) -> range:
+    """The lines of a function, by its first and by the next that is indented as it is."""
+    lines = (ROOT / file).read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.strip().startswith(start))
+    indent = len(lines[first]) - len(lines[first].lstrip())
+    rest = (
+        i
+        for i in range(first + 1, len(lines))
+        if lines[i].strip() and not lines[i].startswith(" " * (indent + 1))
+    )
+    return range(first + 2, next(rest, len(lines)) + 1)
+
+
+def _function_of(file: str, line: int) -> range | None:
+    """The lines of the body of the innermost function that has this one; None at the level of the module."""
+    found = None
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            body = range(node.body[0].lineno, node.end_lineno + 1)
+            if line in body and (found is None or len(body) < len(found)):
+                found = body
+    return found
+
+
+class Scratch:
+    """A copy of the repository that a fault may be put into."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.kept = path / "kept"  # what outlives a copy: contexts, outcomes
+        self.tree = path / "tree"
+        self.python = path / "venv" / "bin" / "python"
+        self.kept.mkdir(parents=True, exist_ok=True)
+
+    def copy(self) -> None:
+        """The files of the repository that git knows or would, and the native module."""
+        listed = subprocess.run(
+            ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True
+        )
+        names = {name for name in listed.stdout.decode().split("\0") if name and (ROOT / name).is_file()}
+        if self.tree.exists():
+            for path in self.tree.rglob("*"):
+                known = str(path.relative_to(self.tree))
+                generated = known.startswith("build/") or path.suffix in (".so", ".pyc")
+                if path.is_file() and known not in names and not generated:
+                    path.unlink()
+        for name in names:
+            source, target = ROOT / name, self.tree / name
+            if not target.exists() or target.read_bytes() != source.read_bytes():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source, target)  # with its time: what is built from it stays
+        if not self.python.exists():
+            subprocess.run([sys.executable, "-m", "venv", "--without-pip", self.path / "venv"], check=True)
+        # A folder that a .pth names is not searched for .pth files: the editable install stays out.
+        site = Path(
+            sysconfig.get_path(
+                "purelib", vars={"base": str(self.path / "venv"), "platbase": str(self.path / "venv")}
+            )
+        )
+        packages = [folder for folder in sys.path if Path(folder).name == "site-packages"]
+        (site / "tree.pth").write_text("\n".join([str(self.tree / "src"), *packages, ""]))
+        self.build(quiet=True)
+
+    def build(self, quiet: bool = False) -> bool:
+        """Compiles what changed and puts the module beside the Python files; False if it does not compile."""
+        build = self.tree / "build" / "mutants"
+        tools = Path(sys.executable).parent
+        env = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+        env |= {"CCACHE_BASEDIR": str(self.tree), "CCACHE_NOHASHDIR": "1"}
+        if not (build / "build.ninja").exists():
+            launcher = ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if shutil.which("ccache") else []
+            subprocess.run(
+                [tools / "cmake", "-S", self.tree, "-B", build, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
+                 f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}", f"-DPython_EXECUTABLE={sys.executable}",
+                 f"-Dnanobind_DIR={_nanobind()}", *launcher],
+                env=env, check=True, stdout=subprocess.DEVNULL,
+            )  # fmt: skip
+        done = subprocess.run(
+            [tools / "cmake", "--build", build, "--target", "_core"], env=env, capture_output=True
+        )
+        if done.returncode:
+            if quiet:
+                sys.exit(done.stdout.decode()[-3000:] + done.stderr.decode())
+            return False
+        for module in build.glob("_core*.so"):
+            shutil.copy2(module, self.tree / "src" / "hotset")
+        return True
+
+    def write(self, name: str, text: str) -> None:
+        path = self.tree / name
+        path.write_text(text)
+        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+            compiled.unlink()  # it knows times in seconds, and sizes, and a fault may change neither
+
+    def pytest(
+        self, arguments: list[str], timeout: float | None, env: dict[str, str] | None = None
+    ) -> int | None:
+        """The exit status of a run of tests in the copy; None when time was up."""
+        command = [str(self.python), *arguments]
+        settings = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "HOTSET_HOME": str(self.path / "home"),
+            **(env or {}),
+        }
+        with subprocess.Popen(
+            command, cwd=self.tree, env=settings, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL, start_new_session=True,
+        ) as process:  # fmt: skip
+            try:
+                return process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                return None
+            finally:  # a session of its own: with all that the tests started
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+    # -- which test runs which line ------------------------------------------------------------------
+
+    def cover(self) -> Covered:
+        """Runs each file of tests with coverage, once per version of it and of the sources that it runs."""
+        folder = self.kept / "contexts"
+        folder.mkdir(exist_ok=True)
+        lines: dict[str, dict[int, set[str]]] = {}
+        seconds: dict[str, float] = {}
+        failed: set[str] = set()
+        for path in sorted((self.tree / "tests").glob("test_*.py")):
+            name = f"tests/{path.name}"
+            if name in LEFT_OUT:
+                continue
+            data, times = folder / f"{path.stem}.coverage", folder / f"{path.stem}.json"
+            stamp = folder / f"{path.stem}.stamp"
+            if not stamp.exists() or stamp.read_text() != self._version(name, data):
+                print(f"noting what {name} runs", flush=True)
+                for old in (data, times):
+                    old.unlink(missing_ok=True)
+                measured = ["-m", "coverage", "run", f"--data-file={data}", "--source=src/hotset"]
+                tests = ["-m", "pytest", "-q", "-p", "contexts", "-p", "no:cacheprovider", name]
+                plugin = {"PYTHONPATH": str(Path(__file__).parent), "HOTSET_MUTANTS_TIMES": str(times)}
+                self.pytest([*measured, *tests], None, plugin)
+                if not times.exists():
+                    sys.exit(f"{name} could not be run in {self.tree}")
+                stamp.write_text(self._version(name, data))
+            told = json.loads(times.read_text())
+            seconds |= told["seconds"]
+            failed |= set(told["failed"])
+            for source, found in _measured(data).items():
+                known = lines.setdefault(source, {})
+                for line, contexts in found.items():
+                    known.setdefault(line, set()).update(context for context in contexts if context)
+        for test in sorted(failed):
+            print(f"fails without a fault, and is left out: {test}")
+        return Covered(lines, seconds, failed)
+
+    def _version(self, name: str, data: Path) -> str:
+        """Of a file of tests and the sources that it was seen to run. (Lines of others may move.)"""
+        digest = hashlib.sha256((self.tree / name).read_bytes())
+        for source in sorted(_measured(data)):
+            path = self.tree / source
+            digest.update(source.encode() + (path.read_bytes() if path.exists() else b""))
+        return digest.hexdigest()
+
+    # -- one mutant ----------------------------------------------------------------------------------
+
+    def outcome(self, fault: Fault, covered: Covered, whole: float) -> str:
+        """One of "killed", "timed out", "not compiled", "not run" (no test runs the line) or "alive"."""
+        tests = covered.tests(fault)
+        if not tests:
+            return "not run"
+        text = (ROOT / fault.file).read_text()
+        native = fault.file.startswith("csrc/")
+        self.write(fault.file, fault.apply(text))
+        try:
+            if native and not self.build():
+                return "not compiled"
+            quick: list[str] = []
+            spent = 0.0
+            while len(quick) < len(tests) and spent < QUICK:
+                spent += covered.seconds.get(tests[len(quick)], 5.0)
+                quick.append(tests[len(quick)])
+            rest = tests[len(quick) :]
+            while rest and sum(covered.seconds.get(test, 5.0) for test in rest) > whole:
+                rest.pop()
+            for part in (quick, rest):
+                if part:
+                    expected = sum(covered.seconds.get(test, 5.0) for test in part)
+                    arguments = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *part]
+                    status = self.pytest(arguments, 60 + 6 * expected)
+                    if status is None:
+                        return "timed out"
+                    if status not in (0, 5):
+                        return "killed"
+            return "alive"
+        finally:
+            self.write(fault.file, text)
+            if native:
+                self.build(quiet=True)
+
+
+def _measured(data: Path) -> dict[str, dict[int, list[str]]]:
+    """Source → line → contexts of a coverage file; nothing where it is missing."""
+    if not data.exists():
+        return {}
+    found = coverage.CoverageData(str(data))
+    found.read()
+    return {
+        "src/" + file.partition("/src/")[2]: contexts
+        for file in found.measured_files()
+        if (contexts := found.contexts_by_lineno(file))
+    }
+
+
+def _nanobind() -> str:
+    import nanobind
+
+    return nanobind.cmake_dir()
+
+
+def key(fault: Fault, text: str) -> str:
+    """Of a fault in a version of a file: it was tried if this was."""
+    of = (fault.file, hashlib.sha256(text.encode()).hexdigest(), fault.at, fault.old, fault.new)
+    return hashlib.sha256(repr(of).encode()).hexdigest()[:16]
+
+
+def diff(fault: Fault) -> str:
+    text = (ROOT / fault.file).read_text()
+    before, after = text.splitlines(), fault.apply(text).splitlines()
+    lines = list(difflib.unified_diff(before, after, fault.file, fault.file, "", "", n=2, lineterm=""))
+    return "\n".join([f"--- {fault.file}:{fault.line} ({fault.kind})", *lines[2:]])
+
+
+def draw(patterns: Iterable[str], n: int, seed: int) -> list[Fault]:
+    """n faults of the files, each as likely as another; the first of a seed are the same whatever n is."""
+    names = [
+        str(path.relative_to(ROOT))
+        for folder, suffix in (("src/hotset", "*.py"), ("csrc/ops", "*.cpp"))
+        for path in sorted((ROOT / folder).rglob(suffix))
+    ]
+    wanted = [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+    found = [fault for name in wanted for fault in faults.of_file(ROOT / name, name)]
+    random.Random(seed).shuffle(found)
+    return found[:n]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, epilog=faults.RULES,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("files", nargs="*", default=DEFAULT, help="patterns; * crosses folders")
+    parser.add_argument("-n", type=int, default=200, help="how many mutants")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, help="end after this time; the next run goes on")
+    parser.add_argument(
+        "--whole", type=float, default=300.0, help="seconds of tests a survivor meets at most"
+    )
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()) / "hotset-mutants")
+    parser.add_argument("--list", action="store_true", help="print what is known and try nothing")
+    parser.add_argument("--again", action="store_true", help="try survivors again: tests have been added")
+    options = parser.parse_args()
+
+    drawn = draw(options.files, options.n, options.seed)
+    keys = {fault: key(fault, (ROOT / fault.file).read_text()) for fault in drawn}
+    scratch = Scratch(options.scratch)
+    log = scratch.kept / "outcomes.jsonl"
+    known: dict[str, str] = {}
+    for line in log.read_text().splitlines() if log.exists() else ():
+        entry = json.loads(line)
+        known[entry["key"]] = entry["outcome"]
+    if not options.list:
+        scratch.copy()
+        covered = scratch.cover()
+        begun = time.monotonic()
+        for i, fault in enumerate(drawn):
+            if options.minutes and time.monotonic() - begun > 60 * options.minutes:
+                break
+            before = known.get(keys[fault])
+            if before is None or (options.again and before in ("alive", "not run")):
+                known[keys[fault]] = scratch.outcome(fault, covered, options.whole)
+                with log.open("a") as file:
+                    file.write(json.dumps({"key": keys[fault], "outcome": known[keys[fault]]}) + "\n")
+                print(f"{i + 1}/{len(drawn)} {known[keys[fault]]}: {fault.file}:{fault.line}", flush=True)
+    counts: dict[str, int] = {}
+    for fault in drawn:
+        counts[known.get(keys[fault], "not tried")] = counts.get(known.get(keys[fault], "not tried"), 0) + 1
+        if known.get(keys[fault]) in ("alive", "not run"):
+            print(f"\n{known[keys[fault]]} {diff(fault)}")
+    print(f"\n{len(drawn)} mutants: " + ", ".join(f"{n} {what}" for what, n in sorted(counts.items())))
+
+
+if __name__ == "__main__":
+    main()
