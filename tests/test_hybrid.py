@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 
 from test_cold import within  # noqa: E402
 
+from hotset import _core  # noqa: E402
 from hotset.backends.chain import ChainBackend  # noqa: E402
 from hotset.backends.cpu import CpuBackend  # noqa: E402
 from hotset.backends.gpu.handshake import ColdService  # noqa: E402
@@ -162,6 +163,32 @@ def test_prompts_stream_and_decoding_shares(tmp_path: Path) -> None:
     assert found is not None
     assert expected is not None
     np.testing.assert_array_equal(found.selected, expected.selected)
+
+
+def test_every_part_of_the_cpu_has_the_kernels_that_are_forced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forced = []
+    for native in ("Plan", "Cold"):
+        made = getattr(_core, native)
+
+        def noted(*arguments: Any, made: Any = made) -> Any:
+            forced.append(arguments[-1])
+            return made(*arguments)
+
+        monkeypatch.setattr(_core, native, noted)
+    gguf = write(tmp_path, "llama", ranks=(32, 64, 32))
+    hybrid_of(gguf, split(0.3, devices=[CPU, 0, 1]), isa="scalar").close()
+    assert forced == ["scalar"] * 3
+
+
+@pytest.mark.parametrize(("stream_from", "most"), [(None, 48), (8, 7), (100, 48), (1, 1)])
+def test_a_service_holds_the_steps_that_do_not_stream(
+    tmp_path: Path, stream_from: int | None, most: int
+) -> None:
+    hybrid = hybrid_of(write(tmp_path, "llama"), split(0.3), stream_from=stream_from)
+    assert [stage._cold.max_batch for stage in hybrid.stages] == [most]  # type: ignore[union-attr]
+    hybrid.close()
 
 
 # ---- layers on several processors

@@ -12,8 +12,9 @@ import pytest
 
 from hotset.errors import InvalidRequestError, OutOfMemoryError
 from hotset.placement.budget import LayerFacts, ModelFacts
+from hotset.placement.milp import MixedIntegerProgram
 from hotset.placement.problem import Problem
-from hotset.placement.solver import _optimal, solve
+from hotset.placement.solver import solve
 from hotset.placement.table import (
     CPU,
     Device,
@@ -175,7 +176,7 @@ def test_a_budget_is_used_up_and_never_exceeded(seed: int, shared: int) -> None:
     limit = least + int(rng.uniform(0.05, 0.4) * (facts.whole_bytes + facts.stream_bytes - least))
     problem = Problem(facts, machine, (Device("cuda:0", limit, 10_000),), frequencies, 4, True)
     greedy = problem.greedy()
-    exact, how = _optimal(problem, None)
+    exact, how = MixedIntegerProgram(problem).run(None)
     largest = max(one.neuron_bytes for one in facts.layers)
     for choice in (greedy, exact):
         assert choice is not None, how
@@ -195,7 +196,8 @@ def test_whole_numbers_that_the_solver_just_misses_are_whole(monkeypatch: pytest
     rng = np.random.default_rng(3)
     frequencies = [rng.uniform(0.2, 0.4, 100) for _ in facts.layers]
     devices = (Device("cuda:0", room_for(facts, 50), 10_000),)
-    found, _ = _optimal(Problem(facts, rates(), devices, frequencies, 1, True), None)
+    problem = Problem(facts, rates(), devices, frequencies, 1, True)
+    found, _ = MixedIntegerProgram(problem).run(None)
     assert found is not None
     milp = optimize.milp
 
@@ -205,7 +207,7 @@ def test_whole_numbers_that_the_solver_just_misses_are_whole(monkeypatch: pytest
         return result
 
     monkeypatch.setattr(optimize, "milp", nearly)
-    again, _ = _optimal(Problem(facts, rates(), devices, frequencies, 1, True), None)
+    again, _ = MixedIntegerProgram(problem).run(None)
     assert again is not None
     assert sum(int(place.hot.sum()) for place in found if place.hot is not None) > 0
     for one, other in zip(found, again, strict=True):

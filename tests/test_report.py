@@ -22,8 +22,8 @@ import hotset
 from hotset.report.activity import GRID, LAGS, Observer, curves_of
 from hotset.report.bars import percent
 from hotset.report.page import Facts, html_page, image
-from hotset.report.plots import COLOURS, plots_of
-from hotset.sparsity.profile import Profile
+from hotset.report.plots import COLOURS, PUBLISHED, plots_of
+from hotset.sparsity.profile import HOT_MASS, Profile
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 12
 N_LAYER, N_FF = 2, 96
@@ -232,6 +232,21 @@ def test_the_page_needs_nothing_but_itself():
         assert style.count(f"--{name}:") == 2
         assert f"var(--{name})" in text
     assert len(text) < 1_000_000
+
+
+def test_legends_name_the_model_and_those_it_is_compared_with():
+    counts = np.array([8, 0, 4, 2, 2, 0, 0, 0])
+    curves = curves_of(profile_of(counts, counts))
+    left, right = plots_of(curves, None)[0].draw().axes
+    legend = left.get_legend()
+    assert legend is not None
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert f"this model {percent(3 / 8)}" in labels
+    for name, share in PUBLISHED.items():
+        assert f"{name} {percent(share)}" in labels
+    marks = {line.get_label(): line.get_xydata().tolist() for line in left.get_lines()}
+    assert marks[f"this model {percent(3 / 8)}"] == [[37.5, 100 * HOT_MASS]]
+    assert {text.get_text() for text in right.texts} == set(PUBLISHED)
 
 
 def test_a_profile_alone_makes_a_page_and_layers_that_never_fire_are_no_fault():

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ tiny_models = pytest.importorskip("tiny_models")
 
 import hotset  # noqa: E402
 from hotset.reporter import Reporter  # noqa: E402
+from hotset.training import generate as writing  # noqa: E402
 from hotset.training.adapters import Adapters, digest, merge  # noqa: E402
 from hotset.training.calibrate import LayerTarget, _cheapest, calibrate, choose_targets, kernel_widths  # noqa: E402
 from hotset.training.generate import circles, generate, read_documents  # noqa: E402
@@ -676,6 +679,12 @@ def converted(checkpoint: Path) -> Path:
     return path
 
 
+class Asked:
+    """In a model's place, for what it is given to begin with: an opening of one token."""
+
+    tokenizer = SimpleNamespace(encode=lambda text, add_special: [-1])
+
+
 class TestGenerating:
     def test_goes_on_where_it_stopped(self, converted: Path, tmp_path: Path) -> None:
         path = tmp_path / "generated.jsonl"
@@ -692,6 +701,18 @@ class TestGenerating:
         assert not set(map(tuple, first)) & set(map(tuple, later))  # it goes on, and does not begin again
         assert sum(map(len, more)) >= 2500
         assert read_documents(path) == more
+
+    def test_continuations_begin_with_a_piece_of_a_text(self) -> None:
+        """From anywhere in it, of 8 to 48 tokens, as often as the questions leave room for."""
+        text, source = list(range(100)), random.Random(1)
+        begun = [writing._beginning(Asked(), source, [text], 0.0) for _ in range(3000)]  # type: ignore[arg-type]
+        openings = [one for one in begun if one == [-1]]
+        pieces = [one for one in begun if one != [-1]]
+        assert len(openings) / len(begun) == pytest.approx(0.5, abs=0.05)
+        assert all(one == list(range(one[0], one[0] + len(one))) for one in pieces)
+        lengths = {len(one) for one in pieces}
+        assert (min(lengths), max(lengths)) == (8, 48)
+        assert {one[0] for one in pieces} == set(range(52))
 
     def test_circles_are_known(self) -> None:
         assert not circles([])
