@@ -96,12 +96,17 @@ def no_unseeded_draws() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def same_start() -> None:
-    """The generators of the process begin every test alike."""
+def same_start() -> Iterator[None]:
+    """The generators of the process begin every test alike, and torch's threads are as many as before it."""
     random.seed(0)
     np.random.seed(0)
-    if "torch" in sys.modules:
-        seeded.seed_torch(sys.modules["torch"])
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        seeded.seed_torch(torch)
+    n_threads = torch.get_num_threads() if torch is not None else 0
+    yield
+    if torch is not None:
+        torch.set_num_threads(n_threads)
 
 
 @pytest.fixture

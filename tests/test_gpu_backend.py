@@ -140,6 +140,7 @@ def prepared_clearly(path: Path, model: str, mode: str, predictor: str | None, i
         if mode == "exact" or predictor == "sign:0":  # no scores, or whole numbers
             return ready, graph
         limits = {op.scores.name: op.threshold for op in graph.primitives if isinstance(op, Mask)}
+        assert limits
         backend = ReferenceBackend(ready.weights, graph, n_pages=1)
         scores = backend.step(batch([(ids, 0, [0])], tuple(limits))).taps
         if all(

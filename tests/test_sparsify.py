@@ -802,6 +802,22 @@ class TestCommand:
         assert re.search(message, told, re.IGNORECASE)
         assert not (tmp_path / "o.gguf").exists()
 
+    def test_the_process_computes_afterwards_as_before(
+        self, converted: Path, text: Path, tmp_path: Path
+    ) -> None:
+        """Training flushes the smallest numbers to zero: what runs after it would have other bits."""
+        from typer.testing import CliRunner
+
+        from hotset.cli.main import app
+
+        before = torch.get_num_threads()
+        options = ["-f", str(text), "-c", "4096", "--threads", str(before + 1)]
+        result = CliRunner().invoke(app, ["sparsify", str(converted), str(tmp_path / "o.gguf"), *options])
+        assert isinstance(result.exception, SystemExit)
+        tiny = np.full(8, 1e-20, np.float32)
+        assert (tiny * tiny > 0).all()
+        assert torch.get_num_threads() == before
+
 
 class TestProcesses:
     def test_windows_are_shared_out(self, silu: Path, tmp_path: Path) -> None:

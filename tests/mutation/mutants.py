@@ -63,7 +63,7 @@ class Covered:
             return list(UNSEEN[fault.file])
         if fault.file.startswith("csrc/"):
             found = self._of(
-                "src/hotset/backends/cpu.py", _lines_of("src/hotset/backends/cpu.py", "def step(")
+                "src/hotset/backends/cpu.py", _lines_of("src/hotset/backends/cpu.py", "def run(")
             )
         else:
             around = _function_of(fault.file, fault.line)

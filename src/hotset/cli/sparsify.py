@@ -249,7 +249,9 @@ def _open(
 
     training.settings(n_ff=_LINEAR)  # what means nothing is said before the work begins
     n_threads = threads or usable_cores()
+    stack.callback(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(n_threads)
+    stack.callback(torch.set_flush_denormal, False)  # which is the thread's: logits after it would differ
     torch.set_flush_denormal(True)  # products of small adapters and small gradients
     on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     process, n_processes = _processes(torch, on_gpu)
