@@ -26,6 +26,7 @@ import numpy as np
 
 from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
 from hotset.model.graph import ActivationKind, Rope, RopeKind, has_zeros
+from hotset.parameters import shown
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
@@ -294,7 +295,7 @@ class _Keys:
 
     def _checked_integer(self, key: str, value: Any, low: int, high: int) -> int:
         if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
-            raise self.error(key, f"must be an integer, not {_shown(value)}")
+            raise self.error(key, f"must be an integer, not {shown(value)}")
         if not low <= value <= high:
             raise self.error(key, f"is {value}, outside {low} to {high}")
         return int(value)
@@ -324,7 +325,7 @@ class _Keys:
         if value is None:
             raise self.error(key, "is missing")
         if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.number):
-            raise self.error(key, f"must be a number, not {_shown(value)}")
+            raise self.error(key, f"must be a number, not {shown(value)}")
         if not low <= value <= high:  # also false for NaN
             raise self.error(key, f"is {value}, outside {low:g} to {high:g}")
         return float(value)
@@ -340,7 +341,7 @@ class _Keys:
     def text(self, key: str) -> str | None:
         value = self.get(key)
         if value is not None and not isinstance(value, str):
-            raise self.error(key, f"must be a string, not {_shown(value)}")
+            raise self.error(key, f"must be a string, not {shown(value)}")
         return value
 
 
@@ -358,7 +359,7 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
     if name not in rows:
         dialect = " in PowerInfer's format" if gguf.dialect == "powerinfer" else ""
         raise UnsupportedModelError(
-            f"the architecture {_shown(name)} is not supported{dialect}; supported are {', '.join(rows)}"
+            f"the architecture {shown(name)} is not supported{dialect}; supported are {', '.join(rows)}"
         )
     architecture = rows[name]
     keys = _Keys(gguf.metadata, name)
@@ -483,7 +484,7 @@ def _number(metadata: Mapping[str, Any], key: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.number):
-        raise FormatError(f"the file's key {key} must be a number, not {_shown(value)}")
+        raise FormatError(f"the file's key {key} must be a number, not {shown(value)}")
     number = float(value)
     if not math.isfinite(number):
         raise FormatError(f"the file's key {key} is {number}; the file is damaged")
@@ -517,7 +518,7 @@ def _activation(keys: _Keys, architecture: Architecture) -> FFNActivation:
         return activation
     if not isinstance(up, str) or up != "relu":  # an array does not compare
         raise UnsupportedModelError(
-            f"the file's key {UP_ACTIVATION_KEY} is {_shown(up)}; only relu is supported"
+            f"the file's key {UP_ACTIVATION_KEY} is {shown(up)}; only relu is supported"
         )
     return FFNActivation(activation.gate, "relu", activation.threshold)
 
@@ -587,7 +588,7 @@ def _rope(
         freq, magnitude = _yarn(keys, freq, base, factor, n_ctx_train)
     elif kind != "none" and not (kind == "longrope" and factors in (SHORT_FACTORS, LONG_FACTORS)):
         raise UnsupportedModelError(
-            f"the RoPE scaling {_shown(kind)} is not supported; supported are none, linear, yarn, "
+            f"the RoPE scaling {shown(kind)} is not supported; supported are none, linear, yarn, "
             f"and longrope with {SHORT_FACTORS} and {LONG_FACTORS}"
         )
     magnitude *= keys.real("rope.scaling.attn_factor", 0.0, 1e3, 1.0)
@@ -639,9 +640,3 @@ def _yarn_magnitude(factor: float, multiplier: float) -> float:
 
 def _is_array(value: Any) -> bool:
     return isinstance(value, list | tuple | np.ndarray)
-
-
-def _shown(value: Any) -> str:
-    """A hostile value, short enough for a sentence."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

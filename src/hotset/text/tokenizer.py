@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from hotset.errors import TokenizerError
+from hotset.parameters import shown
 from hotset.text.pretokenizers import UNNAMED, pre_tokenizer
 
 # Values of tokenizer.ggml.token_type; they are SentencePiece's own.
@@ -363,7 +364,7 @@ def load_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     make = _KINDS.get(kind) if isinstance(kind, str) else None
     if make is None:
         raise TokenizerError(
-            f"The file's tokenizer is of kind {_shown(kind)} (tokenizer.ggml.model), which this version "
+            f"The file's tokenizer is of kind {shown(kind)} (tokenizer.ggml.model), which this version "
             f"cannot run: it knows {' and '.join(map(repr, _KINDS))} (byte-level BPE and SentencePiece BPE)."
         )
     return make(metadata)
@@ -385,7 +386,7 @@ def _flag(metadata: Mapping[str, Any], key: str, default: bool) -> bool:
     value = metadata.get(key, default)
     if not isinstance(value, bool | int | np.bool_ | np.integer):
         raise TokenizerError(
-            f"The file's {key} must be true or false, not {_shown(value)}: fetch or convert it again."
+            f"The file's {key} must be true or false, not {shown(value)}: fetch or convert it again."
         )
     return bool(value)
 
@@ -400,12 +401,6 @@ def _numbers(metadata: Mapping[str, Any], key: str, kinds: str) -> np.ndarray:
     if array is None or array.ndim != 1 or (len(array) and array.dtype.kind not in kinds):
         raise TokenizerError(f"The file's {key} is not a list of numbers: fetch or convert it again.")
     return array
-
-
-def _shown(value: Any) -> str:
-    """A hostile value, short enough for a sentence."""
-    text = repr(value).replace("\n", " ")
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _longest(pieces: Iterable[str]) -> int:
