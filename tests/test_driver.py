@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -45,15 +45,18 @@ class Gated(FakeBackend):
         super().__init__(**options)
         self.permits = threading.Semaphore(0)
         self.is_inside = threading.Event()
-        self.cancelled = threading.Event()
-        if can_cancel:
-            self.cancel: Callable[[], None] = self.cancelled.set
+        self.told = threading.Event()
+        self.can_cancel = can_cancel
+
+    def cancel(self) -> None:
+        if self.can_cancel:
+            self.told.set()
 
     def step(self, batch: Batch) -> StepResult:
         self.is_inside.set()
         while not self.permits.acquire(timeout=0.001):
-            if self.cancelled.is_set():
-                self.cancelled.clear()
+            if self.told.is_set():
+                self.told.clear()
                 raise StepCancelledError
         self.is_inside.clear()
         return super().step(batch)
