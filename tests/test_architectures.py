@@ -8,11 +8,13 @@ the original contexts (32) of the recipes, and cross pages of the cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import hotset
 from hotset.backends.base import PAGE_SIZE, Backend, Batch
 from hotset.backends.cpu import CpuBackend
 from hotset.backends.reference import ReferenceBackend
@@ -107,6 +109,24 @@ def test_logits_match_transformers(model: Any, backend: Backend, plan: str) -> N
     found = run(backend, sequences, PLANS[plan])
     for i in range(len(sequences)):
         assert relative_error(found[i], expected[i]) < TOLERANCE, f"sequence {i}"
+
+
+@pytest.mark.parametrize("name", ["gemma3-relu", "phi3-relu", "granite-relu"])
+def test_neurons_that_are_zero_are_left_out(tmp_path: Path, name: str) -> None:
+    """Behind norms and scales, and where gate and up are one matrix: the bits of all neurons."""
+    recipe = tiny_models.RECIPES[name]
+    path = tiny_models.to_gguf(recipe, tiny_models.build(recipe), tmp_path)
+    ids = np.random.default_rng(0).integers(0, tiny_models.VOCABULARY, 50)
+    found = {}
+    for mode in ("dense", "exact", "svd"):
+        how = {"predictor": "svd:96"} if mode == "svd" else {"sparsity": mode}
+        with hotset.load(path, backend="cpu", n_threads=2, n_ctx=128, **how) as model:
+            found[mode] = model.logits(ids.tolist())
+            stats = model.backend.stats()
+            assert stats is not None
+            assert 0 < stats.active.sum() < 0.9 * stats.selected.sum() or mode == "svd"
+    assert np.array_equal(found["dense"], found["exact"])
+    assert relative_error(found["svd"], found["dense"]) < 0.5
 
 
 def test_prompts_cross_windows_contexts_and_pages() -> None:

@@ -214,6 +214,9 @@ RECIPES: dict[str, TinyModel] = {
         | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
         config="Gemma3Text",
     ),
+    "gemma3-relu": TinyModel("Gemma3", {**GEMMA3, "hidden_activation": "relu"}, config="Gemma3Text"),
+    "phi3-relu": TinyModel("Phi3", {**PHI3, "hidden_act": "relu"}),
+    "granite-relu": TinyModel("Granite", {**GRANITE, "hidden_act": "relu", "mlp_bias": True}),
 }
 
 

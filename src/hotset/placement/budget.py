@@ -222,7 +222,8 @@ def workspace_bytes(graph: Graph, n_pages: int, max_batch: int) -> int:
             parts[key] = parts.get(key, 0) + op.out.width
     values = max_batch * (max(parts.values()) + 6 * d + n_pages + 3)
     values += min(max_batch, OUTPUT_ROWS) * graph.logits.width
-    tables = 2 * n_pages * PAGE_SIZE  # of a rotation: angles of some positions stand for all
+    n_ropes = len({op.rope for op in graph.primitives if isinstance(op, Rotate)})
+    tables = n_ropes * 2 * n_pages * PAGE_SIZE  # of rotations: angles of some positions stand for all
     return FLOAT_BYTES * (values + tables) + (1 << 20)
 
 

@@ -518,7 +518,7 @@ class Program:
             given[name] = self._weights.hot_rows(op, indices)
             if op.bias is not None:
                 bias = self._weights.host_vector(op.bias)[op.first_row + indices]
-                given[f"{name}_bias"] = self._weights.tensor((op.bias, "hot"), bias)
+                given[f"{name}_bias"] = self._weights.tensor((op.bias, op.first_row, "hot"), bias)
         return given
 
     def _every_neuron(

@@ -46,7 +46,7 @@ class DeviceWeights:
 
     def hot_rows(self, op: Linear | TransposedLinear, rows: np.ndarray) -> DeviceMatrix:
         """The rows of some neurons, int64 [n]; asked for again, those that were loaded first."""
-        key = op.weight, "hot"
+        key = op.weight, op.first_row if isinstance(op, Linear) else 0, "hot"  # gate and up may be one matrix
         if key not in self._kept:
             self._keep(key, self.some_rows(op, rows))
         return self._kept[key]  # type: ignore[return-value]
