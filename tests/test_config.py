@@ -434,6 +434,45 @@ def test_what_an_architecture_says_reaches_the_config() -> None:
         config_from_gguf(file("opt", {"position_embd.weight": (64, 2)}))
 
 
+def test_what_newer_architectures_say_reaches_the_layers() -> None:
+    window = {"attention__sliding_window": 16, "block_count": 7}
+    gemma = config_from_gguf(file("gemma3", **window, rope__freq_base=1e6, rope__scaling__factor=8.0))
+    assert [layer.window for layer in gemma.layers] == [16] * 5 + [0, 16]
+    slowed, local = [1e6 ** (-i / 8) / 8 for i in range(8)], [10000 ** (-i / 8) for i in range(8)]
+    for layer in gemma.layers:
+        assert layer.rope is not None
+        assert layer.rope.freq == pytest.approx(local if layer.window else slowed)
+        assert (layer.qk_norm, layer.post_norm, layer.activation.gate) == (True, True, "gelu_tanh")
+        assert layer.attention_scale == 0.25
+    assert gemma.embedding_scale == 8.0
+    based = config_from_gguf(file("gemma3", **window, rope__freq_base_swa=500.0))
+    assert based.layers[0].rope.freq == pytest.approx([500 ** (-i / 8) for i in range(8)])
+    assert based.layers[5].rope.freq == pytest.approx(local)
+    for name, n_layer in (("gemma2", 46), ("gemma3", 62)):  # scores by the width over the heads, 64 / 4
+        wide = {"attention__key_length": 64, "attention__value_length": 64}
+        for n in (n_layer, n_layer - 1):
+            scale = config_from_gguf(file(name, **wide, block_count=n)).layers[0].attention_scale
+            assert scale == (0.25 if n == n_layer else 0.125)
+    assert [layer.rope is None for layer in config_from_gguf(file("smollm3", block_count=9)).layers] == (
+        [False, False, False, True] * 2 + [False]
+    )
+    assert config_from_gguf(file("granite")).layers[0].rope is not None
+    assert config_from_gguf(file("granite", rope__scaling__finetuned=True)).layers[0].rope is not None
+    assert config_from_gguf(file("granite", rope__scaling__finetuned=False)).layers[0].rope is None
+    assert config_from_gguf(file("llama", rope__scaling__finetuned=False)).layers[0].rope is not None
+
+
+def test_scales_and_caps_reach_the_config() -> None:
+    keys = {"embedding_scale": 12.0, "residual_scale": 0.5, "logit_scale": 8.0, "attention__scale": 0.01}
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    config = config_from_gguf(file("granite", **keys, **caps))
+    assert (config.embedding_scale, config.residual_scale, config.logit_scale) == (12.0, 0.5, 0.125)
+    assert config.logit_softcap == 30.0
+    assert {(one.attention_scale, one.attention_softcap) for one in config.layers} == {(0.01, 50.0)}
+    none = config_from_gguf(file("granite", **dict.fromkeys([*keys, *caps], 0.0)))
+    assert none == config_from_gguf(file("granite"))
+
+
 def test_relu_models_are_those_whose_activation_gives_zeros() -> None:
     for act in ("relu", "relu2", "drelu", "fatrelu:0.1"):
         assert config_from_gguf(file(), activation=act).has_zeros

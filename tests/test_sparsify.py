@@ -136,6 +136,25 @@ class TestTwin:
             with open_gguf(path) as gguf, pytest.raises(UnsupportedModelError, match="Llama family"):
                 load_llama(gguf)
 
+    @pytest.mark.parametrize(
+        ("recipe", "reason"),
+        [
+            ("gemma2", "has sliding windows"),
+            ("gemma3", "has sliding windows"),
+            ("glm4", "has norms behind attention and FFN"),
+            ("granite", "scales or caps"),
+            ("phi3", "has q, k and v in one matrix"),
+            ("phi3-short", "has a rotation for long contexts"),
+            ("smollm3", "has layers without rotary positions"),
+        ],
+    )
+    def test_newer_architectures_are_refused(self, tmp_path: Path, recipe: str, reason: str) -> None:
+        tiny_models = pytest.importorskip("tiny_models")
+        row = tiny_models.RECIPES[recipe]
+        path = tiny_models.to_gguf(row, tiny_models.build(row), tmp_path)
+        with open_gguf(path) as gguf, pytest.raises(UnsupportedModelError, match=reason):
+            load_llama(gguf)
+
 
 def doubles(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
