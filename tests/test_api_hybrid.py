@@ -376,3 +376,22 @@ def test_a_device_that_runs_out_of_memory_in_a_step_says_what_is_smaller(
                 loaded.generate("Hello", max_tokens=2, temperature=0)
         answer = loaded.generate("Hello", max_tokens=2, temperature=0, ignore_eos=True)
         assert answer.finish_reason == "length"  # and the next one works
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "phi3-long", "granite", "smollm3", "glm4", "phi3-relu"])
+def test_every_architecture_is_planned_and_placed(tmp_path: Path, name: str) -> None:
+    """Wholly on the device, and with layers on the CPU; the context chooses the rotation there too."""
+    pytest.importorskip("transformers")
+    from tiny_models import RECIPES, build, to_gguf
+
+    path = to_gguf(RECIPES[name], build(RECIPES[name]), tmp_path)
+    ids = np.random.default_rng(0).integers(0, 320, 60).tolist()
+    with hotset.load(path, backend="cpu", **SMALL) as loaded:
+        wanted = loaded.logits(ids)
+    for n_gpu_layers in (None, 1):
+        settings = {"device": "cpu", "vram_budget": 1.0, "n_gpu_layers": n_gpu_layers, **SMALL}
+        planned = hotset.plan(path, **settings)
+        assert planned is not None
+        assert planned.is_whole == (n_gpu_layers is None)
+        with hotset.load(path, **settings) as loaded:
+            assert close(loaded.logits(ids), wanted)

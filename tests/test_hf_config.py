@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hotset.convert.hf_config import HFConfig
-from hotset.errors import FormatError, UnsupportedModelError
+from hotset.errors import FormatError, HotsetError, UnsupportedModelError
 
 SIZES: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
@@ -235,3 +237,46 @@ def test_factors_of_longrope_are_checked(factor: Any) -> None:
     config = HFConfig({"architectures": ["Phi3ForCausalLM"], **SIZES, **HALF, "rope_scaling": rope})
     with pytest.raises(FormatError, match="long_factor in"):
         config.rope_divisors()
+
+
+junk = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-2, 70), st.floats(), st.text(max_size=4)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=5),
+        st.dictionaries(
+            st.sampled_from(["rope_type", "type", "factor", "rope_theta", "long_factor", "short_factor"]),
+            inner,
+            max_size=3,
+        ),
+    ),
+    max_leaves=8,
+)
+ENTRIES = [
+    *("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor"),
+    *("original_max_position_embeddings", "query_pre_attn_scalar", "attn_logit_softcapping", "layer_types"),
+    *("sliding_window", "sliding_window_pattern", "use_sliding_window", "no_rope_layers", "head_dim"),
+    *("no_rope_layer_interval", "attention_multiplier", "logits_scaling", "use_bidirectional_attention"),
+]
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.sampled_from(["Gemma2", "Gemma3", "Phi3", "Granite", "SmolLM3", "Glm4"]),
+    st.dictionaries(st.sampled_from(ENTRIES), junk, max_size=4),
+    st.dictionaries(st.sampled_from(["full_attention", "sliding_attention", "rope_type"]), junk, max_size=2),
+)
+def test_any_entries_give_keys_or_a_sentence(
+    kind: str, entries: dict[str, Any], ropes: dict[str, Any]
+) -> None:
+    config = {"architectures": [f"{kind}ForCausalLM"], **SIZES, "rope_parameters": ropes, **entries}
+    written: dict[str, Any] = {}
+    message = ""
+    try:
+        found = HFConfig(config)
+        written = found.keys(found.architecture, 128) | found.rope_divisors()
+    except HotsetError as error:
+        message = str(error)
+    assert "\n" not in message
+    assert len(message) < 300
+    for value in written.values():
+        assert not isinstance(value, float | np.ndarray) or np.isfinite(value).all()
