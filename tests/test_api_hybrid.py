@@ -347,7 +347,7 @@ def test_a_gpu_that_nobody_asked_for_and_that_cannot_take_the_model_costs_a_line
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = write_sparse(tmp_path / "wide.gguf", n_embd=128)  # heads that a q8_0 cache fits
-    monkeypatch.setattr(detect, "wanted_devices", lambda wishes: (("cpu",), None))
+    monkeypatch.setattr(detect, "wanted_devices", lambda settings: (("cpu",), None))
     with pytest.warns(UserWarning, match="the GPU is not used: a q8_0 cache runs on the CPU only"):
         loaded = hotset.load(model, kv_type="q8_0", **SMALL)
     assert loaded.backend.name == "cpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,9 +80,10 @@ def report(
     from hotset.report.activity import curves_of
 
     curves = curves_of(counted)
-    written = _write(path, config, counted, source, curves, run, target, kinds) if drawn else []
+    seen = _Seen(path, config, counted, source, curves, run)
+    written = _write(seen, target, kinds) if drawn else []
     if json:
-        print_json(_as_json(path, config, counted, source, curves, run, written))
+        print_json(_as_json(seen, written))
         return
     for place in written:
         say(f"Wrote {place} ({human_size(place.stat().st_size)}).")
@@ -154,21 +156,24 @@ def _run(
     return counts, observer.result()
 
 
-def _write(
-    path: Path,
-    config: ModelConfig,
-    profile: Profile,
-    source: str,
-    curves: list[LayerCurves],
-    run: TextActivity | None,
-    target: Path,
-    kinds: list[str],
-) -> list[Path]:
+@dataclass(frozen=True)
+class _Seen:
+    """A model, how often its neurons fire and where that is from, and what a run of a text showed."""
+
+    path: Path
+    config: ModelConfig
+    profile: Profile
+    source: str
+    curves: list[LayerCurves]
+    run: TextActivity | None
+
+
+def _write(seen: _Seen, target: Path, kinds: list[str]) -> list[Path]:
     from hotset.report.page import html_page, image
     from hotset.report.plots import plots_of
 
-    plots = plots_of(curves, run)
-    contents = {target: html_page(_facts(path, config, profile, source, curves, run), plots).encode()}
+    plots = plots_of(seen.curves, seen.run)
+    contents = {target: html_page(_facts(seen), plots).encode()}
     for kind in kinds:
         for plot in plots:
             contents[target.with_name(f"{target.stem}-{plot.name}.{kind}")] = image(plot, kind)  # type: ignore[arg-type]
@@ -176,25 +181,19 @@ def _write(
     return list(contents)
 
 
-def _facts(
-    path: Path,
-    config: ModelConfig,
-    profile: Profile,
-    source: str,
-    curves: list[LayerCurves],
-    run: TextActivity | None,
-) -> Facts:
+def _facts(seen: _Seen) -> Facts:
     """The head of the page."""
     from hotset.report.activity import median
     from hotset.report.page import Facts
     from hotset.sparsity.profile import HOT_MASS
 
+    path, config, profile, curves, run = seen.path, seen.config, seen.profile, seen.curves, seen.run
     n_ff = sorted({one.summary.n_ff for one in curves})
     neurons = str(n_ff[0]) if len(n_ff) == 1 else f"{n_ff[0]} to {n_ff[-1]}"
     notes = [
         f"{path.name}: {config.architecture}, {len(curves)} layers of {neurons} neurons, activation "
         f"{config.activation.gate or config.activation.up}.",
-        f"How often neurons fire was counted over {profile.n_tokens} tokens ({Path(source).name}).",
+        f"How often neurons fire was counted over {profile.n_tokens} tokens ({Path(seen.source).name}).",
     ]
     hot = median([one.summary.hot_share for one in curves])
     numbers = [
@@ -213,26 +212,18 @@ def _facts(
     return Facts(path.name.removesuffix(".gguf"), notes, numbers)
 
 
-def _as_json(
-    path: Path,
-    config: ModelConfig,
-    profile: Profile,
-    source: str,
-    curves: list[LayerCurves],
-    run: TextActivity | None,
-    written: list[Path],
-) -> dict[str, Any]:
+def _as_json(seen: _Seen, written: list[Path]) -> dict[str, Any]:
     from hotset.report.activity import GRID, PUBLISHED
 
     return {
-        "model": str(path),
-        "architecture": config.architecture,
-        "counted": source,
-        "n_tokens": profile.n_tokens,
-        "active_share": mean_share(profile),
+        "model": str(seen.path),
+        "architecture": seen.config.architecture,
+        "counted": seen.source,
+        "n_tokens": seen.profile.n_tokens,
+        "active_share": mean_share(seen.profile),
         "published_hot_share": PUBLISHED,
         "grid": GRID.tolist(),
-        "layers": [one.as_dict() for one in curves],
-        "run": None if run is None else run.as_dict(),
+        "layers": [one.as_dict() for one in seen.curves],
+        "run": None if seen.run is None else seen.run.as_dict(),
         "files": [str(place) for place in written],
     }
