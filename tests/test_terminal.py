@@ -508,7 +508,7 @@ def test_homes_that_are_none_are_sentences(home: Path, monkeypatch: Any) -> None
 
 def test_a_long_prompt_is_no_path(model: Path, home: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("hotset.storage.catalogue.DEFAULT", str(model))
-    done = inside("run", "a b " * 100, "-n", 2, "--backend", "reference", "--seed", 1)
+    done = inside("run", "a b " * 100, "-n", 2, "-s", 1, "--backend", "reference")
     assert done.returncode == 0, done.stderr
 
 

@@ -30,12 +30,14 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import coverage
 import faults
+import numpy as np
 from faults import Fault
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,6 +77,13 @@ class Covered:
         }
         wanted = {test for test in found if test not in self.failed and not test.startswith(LEFT_OUT)}
         return sorted(wanted, key=lambda test: (self.seconds.get(test, 1.0), test))
+
+    def files_about(self, tests: list[str], n: int = 2) -> set[str]:
+        """The files of tests of which the largest share is among these."""
+        found = Counter(test.split("::")[0] for test in tests)
+        of_all = Counter(test.split("::")[0] for test in self.seconds)
+        ranked = sorted(found, key=lambda file: (-found[file] / max(of_all[file], found[file]), file))
+        return set(ranked[:n])
 
     def _of(self, file: str, lines: Iterable[int]) -> set[str]:
         known = self.lines.get(file, {})
@@ -257,15 +266,14 @@ class Scratch:
         try:
             if native and not self.build():
                 return "not compiled"
-            quick: list[str] = []
-            spent = 0.0
-            while len(quick) < len(tests) and spent < QUICK:
-                spent += covered.seconds.get(tests[len(quick)], 5.0)
-                quick.append(tests[len(quick)])
-            rest = tests[len(quick) :]
-            while rest and sum(covered.seconds.get(test, 5.0) for test in rest) > whole:
-                rest.pop()
-            for part in (quick, rest):
+            # First the files that are about this line (most of their tests run it), since imports cost more than
+            # tests; then what is quick of the others; then the others.
+            near = covered.files_about(tests)
+            first = _within(QUICK, [test for test in tests if test.split("::")[0] in near], covered)
+            quick = _within(QUICK, [test for test in tests if test not in first], covered)
+            rest = [test for test in tests if test not in first and test not in quick]
+            rest = _within(whole, rest, covered)
+            for part in (first, quick, rest):
                 if part:
                     expected = sum(covered.seconds.get(test, 5.0) for test in part)
                     arguments = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *part]
@@ -292,6 +300,12 @@ def _measured(data: Path) -> dict[str, dict[int, list[str]]]:
         for file in found.measured_files()
         if (contexts := found.contexts_by_lineno(file))
     }
+
+
+def _within(seconds: float, tests: list[str], covered: Covered) -> list[str]:
+    """As many of the tests, which come quickest first, as take so long, and one at least."""
+    spent = np.cumsum([covered.seconds.get(test, 5.0) for test in tests])
+    return tests[: max(int((spent <= seconds).sum()), 1)]
 
 
 def _nanobind() -> str:
