@@ -21,7 +21,7 @@ from hotset.formats.quants import TYPES, GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.placement import detect, machine
-from hotset.placement.budget import matrix_bytes, model_facts
+from hotset.placement.budget import OUTPUT_ROWS, matrix_bytes, model_facts, workspace_bytes
 from hotset.placement.build import open_chain
 from hotset.placement.detect import GPU, detect_gpu, missing_libraries, wanted_devices
 from hotset.placement.problem import Problem
@@ -107,6 +107,17 @@ def test_a_device_never_holds_more_than_was_planned(
     assert held["weights"] <= weights <= 1.2 * held["weights"]  # tensors are small: they are rounded up
     assert held["workspace"] <= planned.workspace <= 3 * held["workspace"] + MIB
     assert sum(held.values()) <= planned.total
+
+
+def test_the_logits_of_a_large_vocabulary_are_planned_for(tmp_path: Path) -> None:
+    """Of as many rows as a device holds at a time, in a step of that many tokens or more."""
+    planned = {}
+    for n_vocab in (96, 20_096):
+        with open_gguf(write_llama(tmp_path / f"{n_vocab}.gguf", n_vocab=n_vocab)) as gguf:
+            graph = describe(config_from_gguf(gguf), gguf.tensors)
+            planned[n_vocab] = [workspace_bytes(graph, 2, max_batch) for max_batch in (1, 64, 512)]
+    grown = [large - small for small, large in zip(planned[96], planned[20_096], strict=True)]
+    assert grown == [4 * 20_000 * rows for rows in (1, OUTPUT_ROWS, OUTPUT_ROWS)]
 
 
 def test_a_dense_model_is_counted_too(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hotset.model.decoder import describe
 from hotset.model.graph import Graph
 from hotset.sparsity import sidecar, taps
 from hotset.sparsity.builders import decompose
-from hotset.sparsity.calibration import Calibration, threshold
+from hotset.sparsity.calibration import Calibration, samples, threshold
 from hotset.sparsity.modes import Prepared, choose, prepare
 from hotset.sparsity.predictor_spec import PredictorSpec, parse_predictor
 from hotset.sparsity.profile import Profile, collect
@@ -332,6 +332,24 @@ def test_neurons_that_a_profile_saw_always_fire_are_selected(
     assert np.isfinite(np.delete(scores, [3, 50, 95], axis=1)).all()
     with pytest.raises(InvalidRequestError, match="another model file"):
         prepared(gguf, predictor, profile=Profile(tuple(counts), 100, "other", ("hash",)))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt", "falcon"])
+def test_drawn_inputs_are_spread_as_the_norm_makes_them(architecture: str, tmp_path: Path) -> None:
+    """Around the bias of a layer norm and as wide as its weights, within five standard errors."""
+    gguf = model(tmp_path / "model.gguf", architecture, dialect="powerinfer")
+    config = config_from_gguf(gguf)
+    for i, sample in enumerate(samples(gguf, config, gguf, DRAWN)):
+        names = (f"blk.{i}.ffn_norm", f"blk.{i}.attn_norm")
+        norm = next(name for name in names if f"{name}.weight" in gguf.tensors)
+        weight = np.abs(matrix(gguf, f"{norm}.weight"))
+        biased = f"{norm}.bias" in gguf.tensors
+        assert biased == (architecture != "llama")
+        bias = matrix(gguf, f"{norm}.bias") if biased else np.zeros_like(weight)
+        assert np.abs(bias).max() > 0 or not biased
+        error = weight / np.sqrt(len(sample.inputs))
+        assert (np.abs(sample.inputs.mean(axis=0) - bias) < 5 * error).all()
+        assert (np.abs(sample.inputs.std(axis=0) - weight) < 5 * error).all()
 
 
 @pytest.mark.parametrize("predictor", ["sign", "svd:8"])

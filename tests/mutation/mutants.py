@@ -266,8 +266,8 @@ class Scratch:
         try:
             if native and not self.build():
                 return "not compiled"
-            # First the files that are about this line (most of their tests run it), since imports cost more than
-            # tests; then what is quick of the others; then the others.
+            # First the files that are about this line (most of their tests run it), since imports cost more
+            # than tests; then what is quick of the others; then the others.
             near = covered.files_about(tests)
             first = _within(QUICK, [test for test in tests if test.split("::")[0] in near], covered)
             quick = _within(QUICK, [test for test in tests if test not in first], covered)
