@@ -761,6 +761,33 @@ def test_a_profile_orders_the_neurons_and_changes_nothing_else(
         convert_hf(tmp_path / "hf", tmp_path / "no.gguf", profile=wrong, **how)
 
 
+def test_a_profile_orders_gate_and_up_of_one_matrix(tmp_path: Path) -> None:
+    from hotset.sparsity.profile import Profile
+    from hotset.sparsity.reorder import reorder
+    from hotset.sparsity.sidecar import fingerprint
+
+    recipe = tiny_models.RECIPES["phi3-relu"]
+    plain_path = tiny_models.to_gguf(recipe, tiny_models.build(recipe), tmp_path)
+    rng = np.random.default_rng(5)
+    counts = [rng.integers(0, 101, 160).astype(np.uint64) for _ in range(3)]
+    tokens = rng.integers(0, tiny_models.VOCABULARY, 40)
+    (tmp_path / "other").mkdir()
+    with open_gguf(plain_path) as plain:
+        profile = Profile(tuple(counts), 100, fingerprint(plain), ("text",))
+        convert_hf(tmp_path, tmp_path / "hot.gguf", "f32", profile=profile)
+        reorder(plain_path, tmp_path / "other" / "hot.gguf", profile)
+        order = np.argsort(-counts[1].astype(int), kind="stable")
+        before = values(plain, "blk.1.ffn_up.weight")
+        expected = reference_logits(plain, tokens)
+    for path in (tmp_path / "hot.gguf", tmp_path / "other" / "hot.gguf"):
+        with open_gguf(path) as hot:
+            after = values(hot, "blk.1.ffn_up.weight")
+            assert np.array_equal(after[:160], before[:160][order])
+            assert np.array_equal(after[160:], before[160:][order])
+            found = reference_logits(hot, tokens)
+            assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
+
+
 # ---- the process and the command -----------------------------------------------------------------------
 
 MEASURE = """
