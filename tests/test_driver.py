@@ -108,6 +108,28 @@ def test_an_event_for_each_token_and_the_end_with_the_last(thread: EngineThread)
     assert sequence.events.empty()
 
 
+def test_the_end_can_be_waited_for_alone(thread: EngineThread) -> None:
+    sequence = ask(thread, prompt(20), seed=1, max_tokens=30)
+    thread.wait_for_end(sequence)
+    assert sequence.events is not None
+    assert sequence.events.qsize() == 30
+    assert tokens_of(thread, sequence) == expected(prompt(20), seed=1, max_tokens=30)
+
+
+@pytest.mark.parametrize("how", ["cancel", "close", "fail"])
+def test_whoever_waits_for_the_end_learns_of_any(gated: tuple[Gated, EngineThread], how: str) -> None:
+    backend, thread = gated
+    sequence = ask(thread, prompt(20), seed=1, max_tokens=30)
+    assert backend.is_inside.wait(WAIT)
+    if how == "fail":
+        backend.fail_at_step = 0
+        backend.permits.release(1000)
+    else:
+        {"cancel": lambda: thread.cancel([sequence]), "close": thread.close}[how]()
+    thread.wait_for_end(sequence)
+    assert sequence.finish_reason == ("error" if how == "fail" else "cancelled")
+
+
 def test_a_stop_token_comes_with_its_reason(thread: EngineThread) -> None:
     free = expected(prompt(10), seed=4, max_tokens=60)
     sequence = thread.engine.prepare(prompt(10), SamplingParams(seed=4), stop_ids=(free[9],))

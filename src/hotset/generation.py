@@ -158,6 +158,8 @@ class Generation:
 
     def finish(self) -> Completion:
         """The whole answer."""
+        if not self._matcher.stops:  # a stop string must end it when it comes
+            self._thread.wait_for_end(self.sequence)
         for _ in self.chunks():
             pass
         assert self.completion is not None

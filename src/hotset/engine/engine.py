@@ -13,6 +13,7 @@ The engine knows token ids only. It is driven by one thread at a time, in genera
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
@@ -59,10 +60,12 @@ class Sequence:
     step_stats: of the step that gave each generated token, with what other sequences had in it; empty unless
     the engine collects them.
     events: where the engine puts an Event for each generated token and for the end; None: nowhere.
+    all_told: set when the last of them is there.
     process: the id of the process that the sequence belongs to.
     """
 
     __slots__ = (
+        "all_told",
         "chain",
         "error",
         "events",
@@ -112,6 +115,7 @@ class Sequence:
         self.last_token = 0.0
         self.step_stats: list[StepStats] = []
         self.events: SimpleQueue[Event] | None = None
+        self.all_told = threading.Event()
         self.n_told = len(tokens)  # tokens before this have had their events
         self.process = os.getpid()
 
@@ -129,6 +133,8 @@ class Sequence:
         if self.finish_reason is not None and (n == self.n_told or self.error is not None):
             self.events.put(Event(None, None, time.perf_counter(), self.finish_reason, self.error))
         self.n_told = n
+        if self.finish_reason is not None:
+            self.all_told.set()
 
     @property
     def generated(self) -> list[int]:
