@@ -130,6 +130,21 @@ def test_whoever_waits_for_the_end_learns_of_any(gated: tuple[Gated, EngineThrea
     assert sequence.finish_reason == ("error" if how == "fail" else "cancelled")
 
 
+def test_events_go_where_the_caller_says(thread: EngineThread) -> None:
+    told: list[Event] = []
+
+    class Sink:
+        def put(self, event: Event) -> None:
+            told.append(event)
+
+    tokens = prompt(9)
+    sequence = thread.engine.prepare(tokens, SamplingParams(temperature=0, max_tokens=5))
+    thread.submit(sequence, Sink())
+    thread.wait_for_end(sequence)
+    assert [event.token for event in told] == expected(tokens, temperature=0, max_tokens=5)
+    assert [event.finish_reason for event in told] == [None] * 4 + ["length"]
+
+
 def test_a_stop_token_comes_with_its_reason(thread: EngineThread) -> None:
     free = expected(prompt(10), seed=4, max_tokens=60)
     sequence = thread.engine.prepare(prompt(10), SamplingParams(seed=4), stop_ids=(free[9],))

@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
+from typing import cast
 
-from hotset.engine.engine import Engine, Event, Sequence
+from hotset.engine.engine import Engine, Event, EventSink, Sequence
 from hotset.errors import InvalidRequestError, OutOfMemoryError
 
 _LINGER_SECONDS = 1.0  # that the thread waits for more work before it ends
@@ -53,15 +54,16 @@ class EngineThread:
 
     # ---- requests ----
 
-    def submit(self, sequence: Sequence) -> None:
-        """Queues a sequence of `Engine.prepare`; its events come from `next_event`.
+    def submit(self, sequence: Sequence, events: EventSink | None = None) -> None:
+        """Queues a sequence of `Engine.prepare`; its events come from `next_event`, or go to `events`.
 
-        Raises InvalidRequestError once it was closed, OutOfMemoryError where no thread can be started.
+        events: told by the thread that computes, which must not wait there. Raises InvalidRequestError once
+        it was closed, OutOfMemoryError where no thread can be started.
         """
         self._after_fork()
         with self._wake:
             self._check_open()
-            sequence.events = SimpleQueue()
+            sequence.events = SimpleQueue() if events is None else events
             self._inbox.append(sequence)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="hotset-engine", daemon=True)
@@ -77,12 +79,12 @@ class EngineThread:
 
     def next_event(self, sequence: Sequence) -> Event:
         """Waits for the next event of a submitted sequence; the one with a finish_reason is the last."""
-        assert sequence.events is not None
+        queue = cast("SimpleQueue[Event]", sequence.events)  # no sink of the caller's
         while True:
             _check_process(sequence)
             try:
                 # Ctrl-C ends the wait; on Windows it does so when the time is over.
-                return sequence.events.get(timeout=_LOOK_SECONDS)
+                return queue.get(timeout=_LOOK_SECONDS)
             except Empty:
                 continue
 

@@ -18,8 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Tokens
-from queue import SimpleQueue
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -47,6 +46,13 @@ class Event(NamedTuple):
     time: float
     finish_reason: FinishReason | None
     error: Exception | None
+
+
+class EventSink(Protocol):
+    """Where the events of a sequence go: a queue, or whatever passes them on."""
+
+    def put(self, event: Event) -> None:
+        """Takes an event, at once: the thread that computes calls it."""
 
 
 class Sequence:
@@ -114,7 +120,7 @@ class Sequence:
         self.first_token = 0.0
         self.last_token = 0.0
         self.step_stats: list[StepStats] = []
-        self.events: SimpleQueue[Event] | None = None
+        self.events: EventSink | None = None
         self.all_told = threading.Event()
         self.n_told = len(tokens)  # tokens before this have had their events
         self.process = os.getpid()
