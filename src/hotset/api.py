@@ -144,19 +144,25 @@ class Model:
         return self.tokenizer.bos_id if self.tokenizer.add_bos else None
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any] | ChatMessage], tools: list[dict[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any] | ChatMessage],
+        tools: list[dict[str, Any]] | None = None,
+        **variables: Any,
     ) -> list[int]:
-        """Token ids of a conversation up to where the answer begins, by the template of the file."""
+        """Token ids of a conversation up to where the answer begins, by the template of the file.
+
+        variables: whatever else the template knows, such as enable_thinking.
+        """
         checked = checked_messages(messages)
-        text = self.chat_template.render(checked, add_generation_prompt=True, tools=tools)
+        text = self.chat_template.render(checked, add_generation_prompt=True, tools=tools, **variables)
         tokens = list(self.tokenizer.encode(text, add_special=False, parse_special=True))
         # Most templates write BOS themselves: it belongs there once.
         if self._bos_id is not None and tokens[:1] != [self._bos_id]:
             tokens.insert(0, self._bos_id)
         return tokens
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        """Checked token ids. Raises InvalidRequestError for what is no prompt."""
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Checked token ids of a prompt of `generate`. Raises InvalidRequestError for what is no prompt."""
         if isinstance(prompt, str):
             return list(self.tokenizer.encode(prompt, add_special=True, parse_special=False))
         if isinstance(prompt, Iterator):
@@ -178,7 +184,7 @@ class Model:
     ) -> list[Completion]:
         """Answers several prompts side by side; each answer is the same as from `generate`."""
         checked = sampling_params(params)
-        generations = [self._prepare(self._encode(prompt), checked, reuse_prefix) for prompt in prompts]
+        generations = [self.prepare(self.encode(prompt), checked, reuse_prefix) for prompt in prompts]
         with self._explained(), ExitStack() as running:
             for generation in generations:
                 running.enter_context(generation)
@@ -189,7 +195,7 @@ class Model:
 
         Prompt and parameters are checked at the call, as in `generate`; the work begins with the first chunk.
         """
-        return self._stream(self._prepare(self._encode(prompt), sampling_params(params), reuse_prefix))
+        return self._stream(self.prepare(self.encode(prompt), sampling_params(params), reuse_prefix))
 
     @overload
     def chat(
@@ -224,7 +230,11 @@ class Model:
         completion = self.generate(tokens, **params)
         return ChatMessage(completion.text, completion)
 
-    def _prepare(self, tokens: list[int], params: SamplingParams, reuse_prefix: bool) -> Generation:
+    def prepare(self, tokens: list[int], params: SamplingParams, reuse_prefix: bool = True) -> Generation:
+        """An answer that has not begun: for whoever takes its events as they come (`Generation.submit`).
+
+        Raises ContextLengthError, and InvalidRequestError for a token or a bias outside the vocabulary.
+        """
         self._check_open()
         sequence = self.engine.prepare(
             tokens, params, stop_ids=self.tokenizer.stop_ids, reuse_prefix=reuse_prefix
@@ -251,7 +261,7 @@ class Model:
 
     def logits(self, tokens: Prompt, *, reuse_prefix: bool = True) -> np.ndarray:
         """The logits after each token: float32 [n_tokens, n_vocab]. Text is encoded as a prompt is."""
-        ids = self._encode(tokens)
+        ids = self.encode(tokens)
         self._check_fits(ids)
         rows = np.empty((len(ids), self.backend.n_vocab), np.float32)
 
@@ -296,7 +306,7 @@ class Model:
 
     def tap_steps(self, tokens: Prompt, names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
         """As `taps`, a step at a time: what a long text yields need not be in memory at once."""
-        ids = np.array(self._encode(tokens), np.int32)
+        ids = np.array(self.encode(tokens), np.int32)
         self._check_fits(ids)
         return engine_taps.steps(self.thread, self.graph, ids, names)
 
@@ -323,7 +333,7 @@ class Model:
                 f"there is no predictor to measure in the sparsity mode {self.sparsity.mode}; load the model "
                 'with sparsity="predicted"'
             )
-        ids = np.array(self._encode(tokens), np.int32)
+        ids = np.array(self.encode(tokens), np.int32)
         self._check_open()
         every = open_backend(
             "reference" if self.backend.name == "reference" else "cpu",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hotset.backends.base import StepStats
 from hotset.engine.driver import EngineThread
-from hotset.engine.engine import Event, FinishReason
+from hotset.engine.engine import Event, EventSink, FinishReason
 from hotset.engine.engine import Sequence as EngineSequence
 from hotset.engine.sampler import SamplingParams, TokenLogprobs
 from hotset.engine.stop import StopMatcher
@@ -144,6 +144,14 @@ class Generation:
         self._logprobs: list[TokenLogprobs] = []
         self._first = self._last = 0.0  # seconds at which tokens came
 
+    def submit(self, events: EventSink) -> None:
+        """Begins, for whoever has its events brought and hands them to `take`: see EngineThread.submit."""
+        self._thread.submit(self.sequence, events)
+
+    def cancel_soon(self) -> None:
+        """Ends what still runs, and does not wait for it."""
+        self._thread.cancel_soon([self.sequence])
+
     def __enter__(self) -> Generation:
         self._thread.submit(self.sequence)
         return self
@@ -154,7 +162,10 @@ class Generation:
     def chunks(self) -> Iterator[Chunk]:
         """The answer piece by piece; sets `completion` with the last chunk. Raises a step's failure."""
         while self.completion is None:
-            yield self._take(self._thread.next_event(self.sequence))
+            chunk = self.take(self._thread.next_event(self.sequence))
+            if self.completion is not None:  # by a stop string: its pages are free before more is asked for
+                self._thread.cancel([self.sequence])
+            yield chunk
 
     def finish(self) -> Completion:
         """The whole answer."""
@@ -165,7 +176,11 @@ class Generation:
         assert self.completion is not None
         return self.completion
 
-    def _take(self, event: Event) -> Chunk:
+    def take(self, event: Event) -> Chunk:
+        """What an event adds to the answer; the last sets `completion`. Raises a step's failure.
+
+        A stop string ends the answer while the sequence still runs: whoever takes then cancels it.
+        """
         if event.error is not None:
             raise event.error
         n_before = len(self._tokens)
@@ -183,7 +198,6 @@ class Generation:
             text += self._matcher.flush()
         if self._matcher.stopped:
             finish_reason = "stop"
-            self._thread.cancel([self.sequence])  # its pages are free before the caller asks for more
         self._text += text
         steps, n_after = self.sequence.step_stats, len(self._tokens)
         counted = _Counted(self._summary, steps, n_before, n_after) if steps else None

@@ -24,6 +24,7 @@ from hotset.escaping import escaped
 # a tenth of the time to the first token.
 VERBS = {
     "run": ("run", "run"),
+    "serve": ("serve", "serve"),
     "pull": ("models", "pull"),
     "list": ("models", "list_command"),
     "show": ("models", "show"),

@@ -113,6 +113,15 @@ class EngineThread:
                 self.engine.interrupt(sequence)
             self._take_turn(_AGAIN_SECONDS)
 
+    def cancel_soon(self, sequences: Iterable[Sequence]) -> None:
+        """Ends what of these still runs, and does not wait: for a thread that must not.
+
+        The next step goes without them. One in flight goes on where others are in it.
+        """
+        for sequence in sequences:
+            if sequence.process == os.getpid() and sequence.finish_reason is None:
+                self.engine.interrupt(sequence, spare_others=True)
+
     # ---- the engine for others ----
 
     @contextmanager

@@ -306,14 +306,18 @@ class Engine:
         if sequence.finish_reason is None:
             self._finish(sequence, "cancelled")
 
-    def interrupt(self, sequence: Sequence | None) -> None:
+    def interrupt(self, sequence: Sequence | None, *, spare_others: bool = False) -> None:
         """Cancels a sequence (None: all) from any thread, and ends the step in flight if it is in there.
 
-        It is over when whoever drives the engine comes to its next step, or calls `end_interrupted`. A step
-        that was just about to begin is not ended: until the sequence's finish_reason is set, call again.
+        spare_others: only if nobody else is left in it, whose work would be undone. The sequence is over when
+        whoever drives the engine comes to its next step, or calls `end_interrupted`. A step that was just
+        about to begin is not ended: until the sequence's finish_reason is set, call again.
         """
         self._interrupted.add(sequence)
-        if self._in_flight if sequence is None else sequence in self._in_flight:
+        in_flight = self._in_flight
+        if spare_others and not in_flight <= self._interrupted:
+            return
+        if in_flight if sequence is None else sequence in in_flight:
             self.cancel_step()
 
     def cancel_step(self) -> None:

@@ -1,0 +1,287 @@
+"""An answer as every dialect sees it: what is asked for, and the deltas that come of it.
+
+A dialect translates: its JSON into an AnswerRequest, and deltas (or the finished choices) into its own JSON.
+`Service.ask` makes an Answer of the one:
+
+    answer = await service.ask(request)        # raises what makes it impossible: nothing was sent yet
+    async for delta in answer: ...             # a stream: raises what goes wrong in its midst
+    choices = await answer.whole()             # or all of it at once
+    answer.usage; answer.close()               # `streams.py` closes it, whatever becomes of the client
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hotset.engine.engine import Event
+from hotset.engine.sampler import SamplingParams, TokenLogprobs
+from hotset.generation import Chunk, Generation
+from hotset.server.errors import RequestError
+
+Reason = Literal["stop", "length", "tool_calls", "cancelled"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerRequest:
+    """What is asked for: either a conversation or prompts that are continued as they stand.
+
+    messages: as OpenAI's clients write them. tools: their JSON schemas, in OpenAI's shape; tool_choice:
+    "none", "auto", "required", or the name of a function in {"name": ...}. template: further variables of
+    the chat template. prompts: texts or token ids. n: answers to each. params: how tokens are chosen; the
+    i-th of n answers has the seed + i.
+    stream: whether deltas are wanted as they come; without it they come with the end.
+    reuse_prefix: False computes a prompt again that is in the cache.
+    """
+
+    messages: Sequence[Mapping[str, Any]] | None = None
+    prompts: Sequence[str | Sequence[int]] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: str | Mapping[str, str] = "auto"
+    template: Mapping[str, Any] = field(default_factory=dict)
+    n: int = 1
+    params: SamplingParams = field(default_factory=SamplingParams)
+    stream: bool = False
+    reuse_prefix: bool = True
+
+    @property
+    def n_answers(self) -> int:
+        return self.n * (1 if self.messages is not None else len(self.prompts))
+
+
+# -- deltas; index: which of the answers it belongs to ------------------------------------------------
+
+
+@dataclass(slots=True)
+class TextDelta:
+    """More text, the tokens that it came of, and their logprobs where they were asked for."""
+
+    index: int
+    text: str
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ReasoningDelta:
+    """More of what the model thinks before it answers."""
+
+    index: int
+    text: str
+
+
+@dataclass(slots=True)
+class ToolCallStart:
+    """The model calls a function. call: counts the calls of an answer from 0."""
+
+    index: int
+    call: int
+    id: str
+    name: str
+
+
+@dataclass(slots=True)
+class ToolCallArguments:
+    """More of the arguments of a call, JSON as the model wrote it."""
+
+    index: int
+    call: int
+    text: str
+
+
+@dataclass(slots=True)
+class Finished:
+    """The last of an answer."""
+
+    index: int
+    reason: Reason
+
+
+Delta = TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of all answers to a request. cached: those of the prompt that were not computed again."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    reasoning_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(slots=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Choice:
+    """One finished answer."""
+
+    index: int
+    text: str = ""
+    reasoning: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    reason: Reason = "stop"
+
+    def add(self, delta: Delta) -> None:
+        match delta:
+            case TextDelta():
+                self.text += delta.text
+                self.tokens += delta.tokens
+                self.logprobs += delta.logprobs
+            case ReasoningDelta():
+                self.reasoning += delta.text
+            case ToolCallStart():
+                self.tool_calls.append(ToolCall(delta.id, delta.name))
+            case ToolCallArguments():
+                self.tool_calls[delta.call].arguments += delta.text
+            case Finished():
+                self.reason = delta.reason
+
+
+class Answer:
+    """What becomes of a request; made by `Service.ask`, and used in its event loop alone.
+
+    generations: one per answer, those of a prompt side by side. created: seconds since 1970.
+    """
+
+    def __init__(
+        self, request: AnswerRequest, generations: Sequence[Generation], closed: Callable[[Answer], None]
+    ) -> None:
+        self.request = request
+        self.generations = generations
+        self.created = int(time.time())
+        self._parts = [_Part(i, generation) for i, generation in enumerate(generations)]
+        self._n_open = len(generations)
+        self._ready: list[Delta] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
+        self._on_close: Callable[[Answer], None] | None = closed
+
+    # ---- for whoever translates ----
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        """The deltas as they come; those of a consumer that is late come in larger pieces."""
+        while True:
+            ready, self._ready = self._ready, []
+            for delta in ready:
+                yield delta
+            if self._ready:
+                continue
+            if self._error is not None:
+                raise self._error
+            if not self._n_open:
+                return
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    async def whole(self) -> list[Choice]:
+        """The finished answers, in order."""
+        choices = [Choice(i) for i in range(len(self._parts))]
+        async for delta in self:
+            choices[delta.index].add(delta)
+        return choices
+
+    @property
+    def usage(self) -> Usage:
+        """Of what has been generated so far."""
+        prompts = self.generations[:: self.request.n]
+        return Usage(
+            sum(one.sequence.n_prompt for one in prompts),
+            sum(one.sequence.n_reused for one in prompts),
+            sum(part.n_tokens for part in self._parts),
+        )
+
+    def close(self) -> None:
+        """Ends what still runs; safe to call twice."""
+        for generation in self.generations:
+            generation.cancel_soon()
+        if self._on_close is not None:
+            self._on_close(self)
+            self._on_close = None
+
+    # ---- for the service ----
+
+    def take(self, index: int, event: Event) -> None:
+        """An event of one of the generations."""
+        part = self._parts[index]
+        if part.done or self._error is not None:  # what came after a stop string, or after a failure
+            return
+        try:
+            for delta in part.deltas(event):
+                self._add(delta)
+        except Exception as error:
+            self.fail(error)
+            return
+        if part.done:
+            self._n_open -= 1
+            part.generation.cancel_soon()  # a stop string ends it before the engine would
+        if self.request.stream or not self._n_open:
+            self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """Ends all of it with an error."""
+        if self._n_open and self._error is None:
+            self._error = error
+            for generation in self.generations:
+                generation.cancel_soon()
+            self._wake()
+
+    def _add(self, delta: Delta) -> None:
+        last = self._ready[-1] if self._ready else None
+        if isinstance(delta, TextDelta) and isinstance(last, TextDelta) and last.index == delta.index:
+            last.text += delta.text
+            last.tokens += delta.tokens
+            last.logprobs += delta.logprobs
+        else:
+            self._ready.append(delta)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _Part:
+    """One of the answers on its way from chunks to deltas."""
+
+    def __init__(self, index: int, generation: Generation) -> None:
+        self.index = index
+        self.generation = generation
+        self.done = False
+        self.n_tokens = 0
+        self._tokens: list[int] = []  # whose text is still to come: half a character, half a stop string
+        self._logprobs: list[TokenLogprobs] = []
+
+    def deltas(self, event: Event) -> list[Delta]:
+        chunk: Chunk = self.generation.take(event)
+        self.n_tokens += len(chunk.tokens)
+        stop_ids = self.generation.sequence.stop_ids
+        self._tokens += [token for token in chunk.tokens if token not in stop_ids]  # these have no text
+        self._logprobs += [one for one in chunk.logprobs if one.token not in stop_ids]
+        found: list[Delta] = []
+        if chunk.text:
+            found.append(TextDelta(self.index, chunk.text, self._tokens, self._logprobs))
+            self._tokens, self._logprobs = [], []
+        if chunk.finish_reason is not None:
+            self.done = True
+            if chunk.finish_reason == "cancelled":
+                raise RequestError("the server was shut down before the answer was complete", 503)
+            reason: Reason = "length" if chunk.finish_reason == "length" else "stop"
+            found.append(Finished(self.index, reason))
+        return found

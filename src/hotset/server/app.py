@@ -1,0 +1,73 @@
+"""The application: routes, what guards them, and what becomes of errors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from hotset.errors import HotsetError
+from hotset.server import health
+from hotset.server.errors import Problem, invalid_body, problem_of, response_of
+from hotset.server.openai import chat, models
+from hotset.server.service import Service
+from hotset.server.streams import ClientGoneError
+
+log = logging.getLogger("hotset.server")
+
+ROUTERS = (health.router, models.router, chat.router)
+
+
+def create_app(service: Service) -> FastAPI:
+    """The application of one service, which begins to load with it and is closed with it."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.start()
+        try:
+            yield
+        finally:
+            await service.close()
+
+    app = FastAPI(title="hotset", lifespan=lifespan, docs_url=None, redoc_url=None, strict_content_type=False)
+    app.state.service = service
+    for router in ROUTERS:
+        app.include_router(router)
+    _handle_errors(app)
+    return app
+
+
+def _handle_errors(app: FastAPI) -> None:
+    """Every error in the shape of the dialect that was spoken."""
+
+    @app.exception_handler(HotsetError)
+    async def known(http: Request, error: HotsetError) -> Response:
+        problem = problem_of(error)
+        if problem.status == 500:
+            log.error("%s %s failed", http.method, http.url.path, exc_info=error)
+        return response_of(problem, http.url.path)
+
+    @app.exception_handler(Exception)
+    async def unknown(http: Request, error: Exception) -> Response:
+        return response_of(problem_of(error), http.url.path)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(http: Request, error: RequestValidationError) -> Response:
+        return response_of(invalid_body(error.errors()), http.url.path)
+
+    @app.exception_handler(HTTPException)
+    async def of_the_library(http: Request, error: HTTPException) -> Response:
+        sentences = {
+            404: f"there is nothing at {http.url.path}",
+            405: f"{http.url.path} does not take {http.method}",
+        }
+        sentence = sentences.get(error.status_code, str(error.detail))
+        return response_of(Problem(error.status_code, sentence), http.url.path, error.headers)
+
+    @app.exception_handler(ClientGoneError)
+    async def gone(http: Request, error: ClientGoneError) -> Response:
+        return Response(status_code=499)  # which nobody reads

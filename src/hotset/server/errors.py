@@ -1,0 +1,152 @@
+"""From what went wrong to a status and a body, in the shape that the caller's client knows.
+
+Which shape that is the path says: /v1/messages is Anthropic's, /api/ is Ollama's, everything else OpenAI's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from hotset.errors import (
+    ContextLengthError,
+    HotsetError,
+    InvalidRequestError,
+    OutOfMemoryError,
+    TokenizerError,
+)
+from hotset.parameters import shown
+
+
+class RequestError(HotsetError):
+    """A request that is refused. status: HTTP's. param: the field that is wrong. code: for programs.
+
+    retry_after: seconds after which it may be tried again.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
+
+
+class QueueFullError(RequestError):
+    """More wait already than the server lets wait."""
+
+    def __init__(self, n_waiting: int, retry_after: float) -> None:
+        super().__init__(
+            f"{n_waiting} requests are running or waiting, and the queue is full; try again in "
+            f"{math.ceil(retry_after)} s",
+            429,
+            code="queue_full",
+            retry_after=retry_after,
+        )
+
+
+class NotReadyError(RequestError):
+    """The model is not there yet, or not any more."""
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message, 503, code="not_ready", retry_after=retry_after)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An error as a client is told of it; the fields are those of RequestError."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after: float | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        if self.retry_after is None:
+            return {}
+        return {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
+
+
+def problem_of(error: BaseException) -> Problem:
+    """What a client is told of an error; of one that nobody foresaw its kind alone."""
+    match error:
+        case RequestError():
+            return Problem(error.status, str(error), error.param, error.code, error.retry_after)
+        case ContextLengthError():
+            return Problem(400, str(error), "messages", "context_length_exceeded")
+        case InvalidRequestError() | TokenizerError():
+            return Problem(400, str(error))
+        case OutOfMemoryError():
+            return Problem(503, str(error), code="out_of_memory", retry_after=5)
+        case HotsetError():
+            return Problem(500, str(error), code="server_error")
+    return Problem(500, f"the server itself failed, with {type(error).__name__}", code="server_error")
+
+
+def invalid_body(errors: Sequence[Mapping[str, Any]]) -> Problem:
+    """The first of pydantic's complaints as a sentence that names the field."""
+    error = errors[0] if errors else {}
+    where = ".".join(str(part) for part in error.get("loc", ())[1:] if not _is_alternative(part))
+    kind = error.get("type")
+    if kind == "extra_forbidden":
+        return Problem(
+            400, f"the parameter {where} is not supported; leave it out", where, "unsupported_parameter"
+        )
+    if kind == "missing":
+        return Problem(400, f"{where or 'the body'} is missing", where or None, "missing_required_parameter")
+    if kind == "json_invalid":
+        reason = error.get("ctx", {}).get("error", "")
+        return Problem(400, f"the body is not valid JSON: {reason}", code="invalid_json")
+    message = str(error.get("msg", "it is not valid"))
+    message = message.removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    given = f", not {shown(error['input'])}" if "input" in error else ""
+    return Problem(400, f"{where or 'the body'}: {message}{given}", where or None, "invalid_value")
+
+
+def _is_alternative(part: Any) -> bool:
+    """Whether a part of pydantic's path names a type of a union, not a field: fields have plain names."""
+    return isinstance(part, str) and not part.replace("_", "").replace("-", "").isalnum()
+
+
+# -- the shapes ------------------------------------------------------------------------------------
+
+_OPENAI_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+_ANTHROPIC_TYPES = _OPENAI_TYPES | {413: "request_too_large", 503: "overloaded_error"}
+
+
+def body_of(problem: Problem, path: str) -> dict[str, Any]:
+    """The JSON of an error for whoever asked at `path`."""
+    if path.startswith("/v1/messages"):
+        kind = _ANTHROPIC_TYPES.get(problem.status) or _of_status(problem.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": problem.message}}
+    if path.startswith("/api/"):
+        return {"error": problem.message}
+    kind = _OPENAI_TYPES.get(problem.status) or _of_status(problem.status, "server_error")
+    error = {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code}
+    return {"error": error}
+
+
+def _of_status(status: int, fault: str) -> str:
+    return fault if status >= 500 else "invalid_request_error"
+
+
+def response_of(problem: Problem, path: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    return JSONResponse(
+        body_of(problem, path), status_code=problem.status, headers={**problem.headers, **(headers or {})}
+    )

@@ -1,0 +1,19 @@
+"""GET /health: whether the model is there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from hotset.server.streams import service_of
+
+router = APIRouter()
+
+
+@router.get("/health")
+@router.get("/v1/health", include_in_schema=False)  # as llama-server has it
+async def health(http: Request) -> dict[str, Any]:
+    """200 once it answers; 503 while it loads and when it ends."""
+    _ = service_of(http).model
+    return {"status": "ok"}

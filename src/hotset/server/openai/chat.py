@@ -1,0 +1,158 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import Field
+
+from hotset.engine.sampler import TokenLogprobs
+from hotset.server.answers import (
+    Answer,
+    AnswerRequest,
+    Choice,
+    Finished,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from hotset.server.errors import RequestError
+from hotset.server.openai.schema import Body, SamplingFields, usage_dict
+from hotset.server.streams import DONE, event, service_of, streamed, whole
+from hotset.text.tokenizer import Tokenizer
+
+router = APIRouter()
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class ChatBody(SamplingFields):
+    """OpenAI's body, less what this server does not have."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    max_completion_tokens: int | None = None
+    modalities: list[Literal["text"]] | None = None
+    response_format: TextFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def request(self) -> AnswerRequest:
+        """Raises what is wrong with it."""
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return AnswerRequest(
+            messages=self.messages,
+            template=self.chat_template_kwargs or {},
+            n=self.n or 1,
+            params=self.sampling(logprobs=logprobs, max_tokens=self.max_completion_tokens),
+            stream=bool(self.stream),
+            reuse_prefix=self.cache_prompt is not False,
+        )
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(body: ChatBody, http: Request) -> Response:
+    service = service_of(http)
+    service.check_name(body.model)
+    request, reply = body.request(), _Reply(service.name, service.model.tokenizer, body)
+    if request.stream:
+        return await streamed(http, request, reply.events)
+    answer, choices = await whole(http, request)
+    return JSONResponse(reply.body(answer, choices))
+
+
+class _Reply:
+    """One answer in OpenAI's JSON."""
+
+    def __init__(self, model: str, tokenizer: Tokenizer, body: ChatBody) -> None:
+        self.id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._model, self._tokenizer, self._body = model, tokenizer, body
+
+    def body(self, answer: Answer, choices: Sequence[Choice]) -> dict[str, Any]:
+        return self._head(answer, "chat.completion") | {
+            "choices": [self._choice(choice) for choice in choices],
+            "usage": usage_dict(answer.usage),
+        }
+
+    async def events(self, answer: Answer) -> AsyncIterator[bytes]:
+        head = self._head(answer, "chat.completion.chunk")
+        more: dict[str, Any] = {"usage": None} if self._body.includes_usage else {}
+
+        def chunk(
+            index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None
+        ) -> bytes:
+            choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+            return event(head | {"choices": [choice]} | more)
+
+        for i in range(len(answer.generations)):
+            yield chunk(i, {"role": "assistant", "content": ""})
+        async for delta in answer:
+            match delta:
+                case TextDelta():
+                    logprobs = self._logprobs(delta.logprobs)
+                    yield chunk(delta.index, {"content": delta.text}, None, logprobs)
+                case ReasoningDelta():
+                    yield chunk(delta.index, {"reasoning_content": delta.text})
+                case ToolCallStart():
+                    function = {"name": delta.name, "arguments": ""}
+                    call = {"index": delta.call, "id": delta.id, "type": "function", "function": function}
+                    yield chunk(delta.index, {"tool_calls": [call]})
+                case ToolCallArguments():
+                    call = {"index": delta.call, "function": {"arguments": delta.text}}
+                    yield chunk(delta.index, {"tool_calls": [call]})
+                case Finished():
+                    yield chunk(delta.index, {}, delta.reason)
+        if self._body.includes_usage:
+            yield event(head | {"choices": [], "usage": usage_dict(answer.usage)})
+        yield DONE
+
+    def _head(self, answer: Answer, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": answer.created, "model": self._model}
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
+        if choice.tool_calls:
+            message["content"] = choice.text or None
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in choice.tool_calls
+            ]
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": choice.reason,
+        }
+
+    def _logprobs(self, logprobs: list[TokenLogprobs]) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        return {"content": [self._token(one) for one in logprobs], "refusal": None}
+
+    def _token(self, one: TokenLogprobs) -> dict[str, Any]:
+        top = [self._entry(token, logprob) for token, logprob in one.top[: self._body.top_logprobs or 0]]
+        return self._entry(one.token, one.logprob) | {"top_logprobs": top}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        piece = self._tokenizer.token_bytes(token)
+        # JSON has no infinity; a probability of nothing at all is what -9999 means to OpenAI's clients.
+        return {
+            "token": piece.decode("utf-8", "replace"),
+            "logprob": max(logprob, -9999.0),
+            "bytes": list(piece),
+        }

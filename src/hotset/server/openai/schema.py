@@ -1,0 +1,113 @@
+"""What chat and completion requests share: how tokens are chosen, spelled as OpenAI and llama.cpp do.
+
+A field that is not declared is refused by its name. One that is declared is obeyed, or has the one value that
+changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from hotset.engine.sampler import SamplingParams
+from hotset.server.answers import Usage
+from hotset.server.errors import RequestError
+
+Temperature = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Body(BaseModel):
+    """The JSON of a request: no other fields, and no guessing at types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: bool | None = None  # padding against eavesdroppers, of which there is none here
+
+
+class SamplingFields(Body):
+    """Fields of SamplingParams, as OpenAI (the first), llama.cpp and vLLM name them."""
+
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    top_k: int | None = None
+    min_p: Share | None = None
+    repeat_penalty: float | None = None
+    repetition_penalty: float | None = None
+    repeat_last_n: int | None = None
+    ignore_eos: bool | None = None
+    n_predict: int | None = None
+    cache_prompt: bool | None = None
+
+    # Who asks, for the statistics of a provider: nothing here depends on it.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    model: str | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, *, logprobs: int | None, max_tokens: int | None = None) -> SamplingParams:
+        """Checked: InvalidRequestError for a value that means nothing, or two that disagree.
+
+        logprobs: as in SamplingParams. max_tokens: the field of another name for it.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is for a stream; leave it out", param="stream_options")
+        given: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "repetition_penalty": _one("repetition_penalty", self.repetition_penalty, self.repeat_penalty),
+            "penalty_last_n": self.repeat_last_n,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "logit_bias": self.logit_bias,
+            "seed": None if self.seed == -1 else self.seed,  # llama.cpp's way to ask for any
+            "stop": self.stop,
+            "max_tokens": _one("max_tokens", max_tokens, self.max_tokens, self.n_predict),
+            "ignore_eos": self.ignore_eos,
+            "logprobs": logprobs,
+        }
+        if given["max_tokens"] == -1:  # llama.cpp's way to say: as many as it takes
+            given["max_tokens"] = None
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+def _one(name: str, *values: Any) -> Any:
+    """The value of a parameter that has several names; RequestError where they disagree."""
+    given = [value for value in values if value is not None]
+    if len(set(given)) > 1:
+        raise RequestError(f"{name} is given twice, as {given[0]} and as {given[1]}", param=name)
+    return given[0] if given else None
+
+
+def usage_dict(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }

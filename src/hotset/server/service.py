@@ -1,0 +1,248 @@
+"""One model behind the event loop: it is loaded, asked and closed without the loop ever waiting for it.
+
+Tokenizing and templates run in threads of the service, steps in the engine's. Events come back from there in
+bunches: each wake-up of the loop takes a core from the step that computes the next tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import ParamSpec, TypeVar
+
+from hotset.api import Model
+from hotset.engine.engine import Event
+from hotset.generation import Generation
+from hotset.server.answers import Answer, AnswerRequest
+from hotset.server.errors import NotReadyError, QueueFullError, RequestError
+from hotset.server.settings import ServerSettings
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_TEXT_THREADS = 2  # which tokenize and render
+
+
+class Service:
+    """A model for the consumers of one event loop.
+
+    load: makes the model, in a thread. name: what the model is called. aliases: what else it answers to.
+    Call `start` in the event loop and `close` when it is over.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Model],
+        settings: ServerSettings | None = None,
+        *,
+        name: str,
+        aliases: tuple[str, ...] = (),
+    ) -> None:
+        self.settings = settings or ServerSettings()
+        self.name = name
+        self.aliases = aliases
+        self.created = int(time.time())
+        self.error: Exception | None = None  # why there is no model
+        self.stopping = False
+        self._load = load
+        self._model: Model | None = None
+        self._answers: set[Answer] = set()
+        self._n_admitted = 0  # sequences that run or wait, or are about to
+        self._mail = _Mail()
+        self._threads = ThreadPoolExecutor(_TEXT_THREADS, "hotset-text")
+        self._loading: asyncio.Task[None] | None = None
+
+    # ---- the model ----
+
+    def start(self) -> None:
+        """Begins to load."""
+        self._mail.loop = asyncio.get_running_loop()
+        self._loading = asyncio.create_task(self._loaded())
+
+    async def loaded(self) -> None:
+        """Waits until the model is there. Raises what kept it from being loaded."""
+        assert self._loading is not None
+        await asyncio.shield(self._loading)
+        if self.error is not None:
+            raise self.error
+
+    async def _loaded(self) -> None:
+        try:
+            self._model = await self.in_thread(self._opened)
+        except Exception as error:
+            self.error = error
+
+    def _opened(self) -> Model:
+        model = self._load()
+        try:
+            _ = model.tokenizer, model.chat_template  # made now: the first to ask would wait for them
+        except BaseException:
+            model.close()
+            raise
+        return model
+
+    @property
+    def is_ready(self) -> bool:
+        return self._model is not None and not self.stopping
+
+    @property
+    def model(self) -> Model:
+        """Raises NotReadyError while it is loaded, and where the server is about to end."""
+        if self.stopping:
+            raise NotReadyError("the server is shutting down; ask another one")
+        if self.error is not None:
+            raise NotReadyError(f"the model could not be loaded: {self.error}")
+        if self._model is None:
+            raise NotReadyError("the model is being loaded; try again in a moment", retry_after=2)
+        return self._model
+
+    def check_name(self, name: str | None) -> None:
+        """Raises RequestError (404) for the name of a model that is not served here; none at all is fine."""
+        if name and name != self.name and name not in self.aliases:
+            raise RequestError(
+                f"the model {name!r} is not served here; this server has {self.name!r}",
+                404,
+                param="model",
+                code="model_not_found",
+            )
+
+    async def in_thread(self, work: Callable[_P, _T], *args: _P.args, **more: _P.kwargs) -> _T:
+        """What `work` returns, which runs in one of the threads for text."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, lambda: work(*args, **more))
+
+    # ---- answers ----
+
+    async def ask(self, request: AnswerRequest) -> Answer:
+        """Begins to answer. Raises NotReadyError, QueueFullError, and what is wrong with the request."""
+        model, n = self.model, request.n_answers
+        self._check(request)
+        self._admit(n)
+        try:
+            generations = await self.in_thread(_generations, model, request)
+        except BaseException:
+            self._n_admitted -= n
+            raise
+        answer = Answer(request, generations, self._closed)
+        self._answers.add(answer)
+        try:
+            if self.stopping:
+                raise NotReadyError("the server is shutting down; ask another one")
+            for i, generation in enumerate(generations):
+                generation.submit(_Sink(self._mail, answer, i, request.stream or bool(request.params.stop)))
+        except BaseException:
+            answer.close()
+            raise
+        return answer
+
+    def _check(self, request: AnswerRequest) -> None:
+        settings, n = self.settings, request.n_answers
+        if not n:
+            raise RequestError("there is nothing to answer; give a prompt or messages")
+        if n > settings.max_answers:
+            raise RequestError(
+                f"{n} answers are asked for, and a request gets {settings.max_answers} at most",
+                param="n",
+            )
+        longest, asked = settings.max_tokens, request.params.max_tokens
+        if longest is not None and asked is not None and asked > longest:
+            raise RequestError(
+                f"{asked} tokens are asked for, and an answer of this server has at most {longest}",
+                param="max_tokens",
+            )
+
+    def _admit(self, n: int) -> None:
+        n_most = self.model.engine.max_sequences + self.settings.max_queue
+        if self._n_admitted and self._n_admitted + n > n_most:
+            raise QueueFullError(self._n_admitted, retry_after=1.0)
+        self._n_admitted += n
+
+    def _closed(self, answer: Answer) -> None:
+        self._answers.discard(answer)
+        self._n_admitted -= len(answer.generations)
+
+    # ---- the end ----
+
+    def end_answers(self) -> None:
+        """Ends what runs; each is told that the server ends."""
+        error = NotReadyError("the server was shut down before the answer was complete")
+        for answer in list(self._answers):
+            answer.fail(error)
+
+    async def idle(self) -> None:
+        """Waits until nothing runs any more."""
+        while self._answers:
+            await asyncio.sleep(0.02)
+
+    async def close(self) -> None:
+        """Ends everything and frees the model; safe to call twice."""
+        self.stopping = True
+        self.end_answers()
+        if self._loading is not None:
+            await asyncio.wait([self._loading])
+        model, self._model = self._model, None
+        if model is not None:
+            await asyncio.get_running_loop().run_in_executor(None, model.close)
+        self._threads.shutdown(wait=False)
+
+
+def _generations(model: Model, request: AnswerRequest) -> list[Generation]:
+    """What a request makes the engine do, checked; in a thread."""
+    if request.messages is not None:
+        tools = [dict(tool) for tool in request.tools] or None
+        prompts = [model.encode_chat(request.messages, tools, **request.template)]
+    else:
+        prompts = [model.encode(prompt) for prompt in request.prompts]
+    params, seed = request.params, request.params.seed
+    found = []
+    for prompt in prompts:
+        for i in range(request.n):
+            own = params if seed is None or not i else replace(params, seed=(seed + i) % 2**64)
+            found.append(model.prepare(prompt, own, request.reuse_prefix))
+    return found
+
+
+class _Mail:
+    """Brings events from the engine's thread into the event loop, as many at a time as have come."""
+
+    def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._events: deque[tuple[Answer, int, Event]] = deque()
+        self._is_called = False
+
+    def put(self, answer: Answer, index: int, event: Event) -> None:
+        self._events.append((answer, index, event))
+        if self._is_called or self.loop is None:
+            return
+        self._is_called = True
+        try:
+            self.loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # the loop is closed, and nobody is left who waits
+            self._events.clear()
+
+    def _deliver(self) -> None:
+        self._is_called = False  # before they are taken: one that comes meanwhile calls again
+        while self._events:
+            answer, index, event = self._events.popleft()
+            answer.take(index, event)
+
+
+class _Sink:
+    """The events of one sequence on their way. Those of an answer that is wanted whole wait for its end."""
+
+    def __init__(self, mail: _Mail, answer: Answer, index: int, at_once: bool) -> None:
+        self._mail, self._answer, self._index, self._at_once = mail, answer, index, at_once
+        self._held: list[Event] = []
+
+    def put(self, event: Event) -> None:
+        if not self._at_once and event.finish_reason is None:
+            self._held.append(event)
+            return
+        for one in self._held:
+            self._mail.put(self._answer, self._index, one)
+        self._held.clear()
+        self._mail.put(self._answer, self._index, event)

@@ -1,0 +1,92 @@
+"""How a server answers: where it listens, who may ask, and how much one request may take."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from hotset.errors import InvalidRequestError
+from hotset.parameters import flag, real_number, shown, text, whole_number
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Checked when it is made: InvalidRequestError says which field is wrong, and how.
+
+    host, port: where it listens; port 0 takes any that is free.
+    api_keys: any of these opens it; required where it listens for other machines, unless allow_no_api_key.
+    cors_origins: pages of these origins ("https://chat.example", or "*") may ask from a browser.
+    allowed_hosts: names by which it may be called, beside the loopback ones and `host`.
+
+    max_queue: sequences that may wait for their turn beside those that run; what comes then is told to come
+    again. max_answers: the largest `n`, times prompts, of a request. max_tokens: the longest answer, None:
+    the context bounds it. max_seconds: how long an answer may take; None: as long as it does.
+    max_body_bytes, max_nesting: of a request's JSON. max_body_seconds: in which it must have arrived.
+    keep_alive_seconds: between two signs of life in a stream. grace_seconds: which a shutdown leaves to
+    answers that run.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_keys: tuple[str, ...] = ()
+    allow_no_api_key: bool = False
+    cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    max_queue: int = 64
+    max_answers: int = 16
+    max_tokens: int | None = None
+    max_seconds: float | None = None
+    max_body_bytes: int = 8 << 20
+    max_nesting: int = 64
+    max_body_seconds: float = 60.0
+    keep_alive_seconds: float = 10.0
+    grace_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        text("host", self.host)
+        whole_number("port", self.port, 0, 65535)
+        flag("allow_no_api_key", self.allow_no_api_key)
+        for name in ("api_keys", "cors_origins", "allowed_hosts"):
+            for value in getattr(self, name):
+                if not text(name, value).strip():
+                    raise InvalidRequestError(f"{name} has an empty entry; leave it out")
+        for key in self.api_keys:
+            if not key.isascii() or not key.isprintable() or " " in key:
+                raise InvalidRequestError(
+                    "an API key has characters that a header cannot carry; use letters, digits and signs"
+                )
+        for origin in self.cors_origins:
+            if origin != "*" and not origin.partition("://")[2]:
+                raise InvalidRequestError(
+                    f"an origin looks like https://chat.example (or *, for all), not like {shown(origin)}"
+                )
+        for name, low in (("max_queue", 0), ("max_answers", 1), ("max_body_bytes", 1), ("max_nesting", 1)):
+            whole_number(name, getattr(self, name), low)
+        for name in ("max_body_seconds", "keep_alive_seconds", "grace_seconds"):
+            real_number(name, getattr(self, name), 0)
+        if self.max_tokens is not None:
+            whole_number("max_tokens", self.max_tokens, 1)
+        if self.max_seconds is not None:
+            real_number("max_seconds", self.max_seconds, 0)
+        if not self.is_local and not self.api_keys and not self.allow_no_api_key:
+            raise InvalidRequestError(
+                f"on {self.host} other machines can reach the server; give it an API key (--api-key-file, or "
+                "HOTSET_API_KEY), or say --allow-no-api-key to let everyone in"
+            )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this machine alone can reach it."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host.strip("[]")).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def serves_any_address(self) -> bool:
+        """Whether it listens on every address of this machine: what it is called is not known then."""
+        return self.host in ("", "0.0.0.0", "::", "[::]")

@@ -1,0 +1,149 @@
+"""Answers on their way to a client: whole or as a stream, and ended when the client is gone.
+
+The client may leave at any moment: while its text is tokenized, while it waits in the queue, in a prompt of a
+minute, between two tokens, with its window closed. Whoever answers goes through here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette.sse import AppStatus
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from hotset.server.answers import Answer, AnswerRequest, Choice
+from hotset.server.errors import body_of, problem_of
+from hotset.server.service import Service
+
+log = logging.getLogger("hotset.server")
+
+_T = TypeVar("_T")
+
+# The library would end every stream at once when the process is told to end; the service gives them time.
+AppStatus.disable_automatic_graceful_drain()
+
+DONE = b"data: [DONE]\n\n"
+
+
+def service_of(http: Request) -> Service:
+    """The service that answers a request; a dependency of the routes."""
+    service: Service = http.app.state.service
+    return service
+
+
+def dumped(value: Any) -> bytes:
+    """JSON as clients get it."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def event(value: Mapping[str, Any], name: str | None = None) -> bytes:
+    """A server-sent event with JSON."""
+    head = f"event: {name}\n".encode() if name else b""
+    return b"%sdata: %s\n\n" % (head, dumped(value))
+
+
+class ClientGoneError(Exception):
+    """Nobody is left who wants the answer."""
+
+
+async def while_connected(http: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """What `work` returns; it is cancelled, and ClientGoneError raised, when the client is gone."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_gone(http))
+    try:
+        await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        for one in (task, watch):
+            one.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _gone(http: Request) -> None:
+    """Returns when the client is; its body has been read."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def ask(http: Request, request: AnswerRequest) -> Answer:
+    """`Service.ask` as long as the client is there."""
+    return await while_connected(http, service_of(http).ask(request))
+
+
+async def whole(http: Request, request: AnswerRequest) -> tuple[Answer, list[Choice]]:
+    """The finished answers, and the answer for its usage."""
+    service = service_of(http)
+
+    async def answered() -> tuple[Answer, list[Choice]]:
+        answer = await service.ask(request)
+        try:
+            return answer, await answer.whole()
+        finally:
+            answer.close()
+
+    return await while_connected(http, answered())
+
+
+async def streamed(
+    http: Request, request: AnswerRequest, written: Callable[[Answer], AsyncIterator[bytes]]
+) -> AnswerStream:
+    """A stream of what `written` makes of an answer: server-sent events, as bytes (see `event`).
+
+    What keeps it from beginning is raised; what goes wrong in its midst becomes its last event, in the shape
+    of the dialect.
+    """
+    return AnswerStream(http, await ask(http, request), written)
+
+
+class AnswerStream(EventSourceResponse):
+    """A response that closes its answer, however it ends.
+
+    lines: the stream has a line of JSON for each delta in place of events, and no signs of life between.
+    """
+
+    def __init__(
+        self,
+        http: Request,
+        answer: Answer,
+        written: Callable[[Answer], AsyncIterator[bytes]],
+        *,
+        lines: bool = False,
+    ) -> None:
+        self._answer = answer
+        self._path = http.url.path
+        self._lines = lines
+        super().__init__(
+            self._guarded(written(answer)),
+            sep="\n",
+            ping=0 if lines else service_of(http).settings.keep_alive_seconds,
+            ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
+            media_type="application/x-ndjson" if lines else "text/event-stream",
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answer.close()
+
+    async def _guarded(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        try:
+            async for piece in pieces:
+                yield piece
+        except Exception as error:
+            problem = problem_of(error)
+            if problem.status == 500:
+                log.error("an answer failed", exc_info=error)
+            body = body_of(problem, self._path)
+            if self._lines:
+                yield dumped(body) + b"\n"
+            else:
+                yield event(body, "error" if body.get("type") == "error" else None)

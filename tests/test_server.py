@@ -1,0 +1,202 @@
+"""The server in front of a tiny random model: what every dialect leans on, and the first routes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tiny_server import MESSAGES, client_of, events_of, text_of, write_model
+
+import hotset
+from hotset.server.answers import AnswerRequest, Finished, TextDelta
+from hotset.server.app import create_app
+from hotset.server.errors import QueueFullError
+from hotset.server.service import Service
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def model(path: Path):
+    with hotset.load(path, backend="cpu", n_threads=1, max_sequences=4) as model:
+        yield model
+
+
+GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+
+
+def expected(model: hotset.Model, content: str = "hello", **params: Any) -> str:
+    return model.chat([{"role": "user", "content": content}], **(GREEDY | params)).content
+
+
+def run(path: Path, work: Callable[[httpx.AsyncClient, Service], Awaitable[None]], **settings: Any) -> None:
+    async def whole() -> None:
+        async with client_of(path, **settings) as (client, service):
+            await work(client, service)
+
+    asyncio.run(whole())
+
+
+def test_a_chat_answer_is_what_the_model_says(path: Path, model: hotset.Model):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        reply = await client.post("/v1/chat/completions", json={"messages": MESSAGES} | GREEDY)
+        assert reply.status_code == 200
+        body = reply.json()
+        assert body["object"] == "chat.completion"
+        assert body["model"] == "tiny"
+        assert body["choices"][0]["message"]["content"] == expected(model)
+        assert body["choices"][0]["finish_reason"] == "length"
+        n_prompt = len(model.encode_chat(MESSAGES))
+        usage = body["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (n_prompt, 24)
+        assert usage["total_tokens"] == n_prompt + 24
+
+    run(path, work)
+
+
+def test_a_stream_has_the_same_text_and_ends_as_openai_says(path: Path, model: hotset.Model):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        body = {"messages": MESSAGES, "stream": True, "stream_options": {"include_usage": True}} | GREEDY
+        reply = await client.post("/v1/chat/completions", json=body)
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        events, done = events_of(reply.text)
+        assert done
+        assert text_of(events) == expected(model)
+        assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert len({event["id"] for event in events}) == 1
+        *chunks, last = events
+        assert all(chunk["usage"] is None for chunk in chunks)
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == 24
+
+    run(path, work)
+
+
+def test_health_is_503_until_the_model_is_there(path: Path):
+    async def work() -> None:
+        gate = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def load() -> hotset.Model:
+            asyncio.run_coroutine_threadsafe(gate.wait(), loop).result()
+            return hotset.load(path, backend="cpu", n_threads=1)
+
+        service = Service(load, name="tiny")
+        app = create_app(service)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client,
+        ):
+            reply = await client.get("/health")
+            assert reply.status_code == 503
+            assert "being loaded" in reply.json()["error"]["message"]
+            assert reply.headers["retry-after"] == "2"
+            asked = await client.post("/v1/chat/completions", json={"messages": MESSAGES})
+            assert asked.status_code == 503
+            gate.set()
+            await service.loaded()
+            assert (await client.get("/health")).json() == {"status": "ok"}
+
+    asyncio.run(work())
+
+
+def test_a_model_that_cannot_be_loaded(tmp_path: Path):
+    async def work() -> None:
+        service = Service(lambda: hotset.load(tmp_path / "none.gguf"), name="none")
+        service.start()
+        with pytest.raises(hotset.ModelNotFoundError):
+            await service.loaded()
+        await service.close()
+
+    asyncio.run(work())
+
+
+def test_models(path: Path):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        listed = (await client.get("/v1/models")).json()
+        assert [entry["id"] for entry in listed["data"]] == ["tiny"]
+        assert (await client.get("/v1/models/tiny")).json() == listed["data"][0]
+        reply = await client.get("/v1/models/other")
+        assert reply.status_code == 404
+        assert reply.json()["error"]["code"] == "model_not_found"
+
+    run(path, work)
+
+
+def test_errors_have_openais_shape(path: Path):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        async def refused(status: int = 400, **body: Any) -> dict[str, Any]:
+            reply = await client.post("/v1/chat/completions", json={"messages": MESSAGES} | body)
+            assert reply.status_code == status, reply.text
+            error: dict[str, Any] = reply.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            return error
+
+        error = await refused(frobnicate=3)
+        assert error["param"] == "frobnicate"
+        assert error["code"] == "unsupported_parameter"
+        assert "frobnicate is not supported" in error["message"]
+        assert (await refused(temperature=-1))["param"] == "temperature"
+        assert (await refused(temperature="warm"))["param"] == "temperature"
+        assert (await refused(404, model="other"))["code"] == "model_not_found"
+        assert (await refused(messages=[]))["param"] == "messages"
+        error = await refused(messages=[{"role": "user", "content": "x" * 5000}])
+        assert error["code"] == "context_length_exceeded"
+        assert "256" in error["message"]
+        assert "5019" in error["message"]
+        reply = await client.post(
+            "/v1/chat/completions", content=b"{", headers={"content-type": "application/json"}
+        )
+        assert reply.json()["error"]["code"] == "invalid_json"
+        assert (await client.get("/nothing")).status_code == 404
+        assert (await client.get("/v1/chat/completions")).status_code == 405
+
+    run(path, work)
+
+
+def test_a_full_queue_answers_429(path: Path):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        request = AnswerRequest(messages=MESSAGES, params=hotset.SamplingParams(seed=1), stream=True)
+        answers = [await service.ask(request) for _ in range(4)]
+        with pytest.raises(QueueFullError):
+            await service.ask(request)
+        reply = await client.post("/v1/chat/completions", json={"messages": MESSAGES} | GREEDY)
+        assert reply.status_code == 429
+        assert int(reply.headers["retry-after"]) >= 1
+        assert reply.json()["error"]["type"] == "rate_limit_error"
+        for answer in answers:
+            answer.close()
+        again = await client.post("/v1/chat/completions", json={"messages": MESSAGES} | GREEDY)
+        assert again.status_code == 200
+
+    run(path, work, max_queue=0)
+
+
+def test_deltas_of_several_answers(path: Path, model: hotset.Model):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        params = hotset.SamplingParams(seed=3, max_tokens=6, ignore_eos=True)
+        request = AnswerRequest(messages=MESSAGES, n=2, params=params, stream=True)
+        answer = await service.ask(request)
+        texts = ["", ""]
+        ends = []
+        async for delta in answer:
+            assert isinstance(delta, TextDelta | Finished)
+            if isinstance(delta, TextDelta):
+                texts[delta.index] += delta.text
+            else:
+                ends.append((delta.index, delta.reason))
+        answer.close()
+        assert sorted(ends) == [(0, "length"), (1, "length")]
+        for i in range(2):
+            own = {"temperature": 0.8, "seed": 3 + i, "max_tokens": 6}
+            assert texts[i] == expected(model, **own)
+
+    run(path, work)
