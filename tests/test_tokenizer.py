@@ -278,6 +278,18 @@ def test_bos_and_eos_follow_the_file(pre, changes, bos, eos):
     assert tokenizer.encode("hi") == expected
 
 
+@pytest.mark.parametrize("bos", [True, False])
+def test_rows_of_a_text_begin_as_texts_do(bos):
+    tokenizer = load_tokenizer(bpe_metadata(add_bos_token=bos))
+    tokens = list(range(3, 14))
+    rows = tokenizer.rows(tokens, 4)
+    assert rows.dtype == np.int32
+    first = [tokenizer.bos_id] * 2 if bos else [3, 7]
+    assert rows.tolist() == [[first[0], 4, 5, 6], [first[1], 8, 9, 10]]  # the last three are no row
+    assert tokens[0] == 3  # a copy
+    assert tokenizer.rows(tokens[:3], 4).shape == (0, 4)
+
+
 def test_bos_wanted_but_not_named():
     with pytest.raises(TokenizerError, match="bos_token_id"):
         load_tokenizer(bpe_metadata(add_bos_token=True, bos_token_id=10**6))

@@ -147,13 +147,8 @@ def sequences(model: Model, text: str, n_ctx: int | None, n_tokens: int | None) 
     import numpy as np
 
     n_ctx = n_ctx or min(options.LONGEST, model.n_ctx)
-    tokens = np.array(model.tokenizer.encode(text, add_special=True), np.int32)[:n_tokens]
-    if len(tokens) < n_ctx:
-        return tokens
-    rows = tokens[: len(tokens) // n_ctx * n_ctx].reshape(-1, n_ctx).copy()
-    if model.tokenizer.add_bos and model.tokenizer.bos_id is not None:
-        rows[:, 0] = model.tokenizer.bos_id
-    return rows
+    tokens = model.tokenizer.encode(text, add_special=True)[:n_tokens]
+    return np.array(tokens, np.int32) if len(tokens) < n_ctx else model.tokenizer.rows(tokens, n_ctx)
 
 
 @contextmanager

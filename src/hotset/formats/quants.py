@@ -185,6 +185,11 @@ def row_bytes(type: GGMLType, ne0: int) -> int:
     return ne0 // facts.block_size * facts.block_bytes
 
 
+def fitting(type: GGMLType, width: int) -> GGMLType:
+    """The type for a matrix with rows of that width: F16 where blocks do not divide them."""
+    return GGMLType.F16 if width % TYPES[type].block_size else type
+
+
 # ---- decoders: blocks (structured, [n]) → float32 [n, block_size] --------------------------------------
 
 

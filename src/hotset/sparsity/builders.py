@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hotset.formats.encode import encode
-from hotset.formats.quants import TYPES, GGMLType, dequantize
+from hotset.formats.quants import GGMLType, dequantize, fitting
 from hotset.model.decoder import describe
 from hotset.sparsity.calibration import Calibration, Sample, samples, threshold, values_of
 
@@ -131,8 +131,8 @@ def _svd(
     weight = np.sqrt(np.square(sample.inputs, dtype=np.float64).mean(axis=0)).astype(np.float32)
     weight = np.maximum(weight, 1e-3 * max(float(weight.max()), 1e-20))
     a, b = decompose(matrix, weight, rank, rng)
-    a_type = _fitting(spec.type, matrix.n_embd)
-    b_type = _fitting(spec.type, rank)
+    a_type = fitting(spec.type, matrix.n_embd)
+    b_type = fitting(spec.type, rank)
     stored_a, stored_b = encode(a, a_type), encode(b, b_type)
     tensors: dict[str, Any] = {
         f"{blk}.svd_a.weight": (stored_a, a_type, (matrix.n_embd, rank)),
@@ -148,11 +148,6 @@ def _svd(
         return scores if bias is None else scores + bias
 
     return _Layer(tensors, score)
-
-
-def _fitting(type: GGMLType, width: int) -> GGMLType:
-    """F16 where blocks do not divide the rows."""
-    return GGMLType.F16 if width % TYPES[type].block_size else type
 
 
 def decompose(

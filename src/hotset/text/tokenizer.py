@@ -116,6 +116,13 @@ class Tokenizer:
             ids.append(self.eos_id)
         return ids
 
+    def rows(self, tokens: Sequence[int], n_ctx: int) -> np.ndarray:
+        """A text's tokens as int32 [n_rows, n_ctx], whole rows only, each with the beginning of a text."""
+        rows = np.array(tokens[: len(tokens) // n_ctx * n_ctx], np.int32).reshape(-1, n_ctx)
+        if self.add_bos and self.bos_id is not None:
+            rows[:, 0] = self.bos_id
+        return rows
+
     def _encode_plain(self, text: str, after_special: bool) -> list[int]:
         """The ids of `text` (not empty), which holds no special token.
 

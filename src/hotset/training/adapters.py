@@ -25,7 +25,7 @@ import numpy as np
 
 from hotset.errors import FormatError, InvalidRequestError
 from hotset.files import check_target, write_whole
-from hotset.formats.quants import TYPES, GGMLType, dequantize
+from hotset.formats.quants import GGMLType, dequantize, fitting
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
@@ -217,7 +217,7 @@ def merge(
         if kind == "bias" and name in values:
             continue  # written with its matrix
         if _MATRIX.fullmatch(name):
-            stored = type if info.shape[0] % TYPES[type].block_size == 0 else GGMLType.F16
+            stored = fitting(type, info.shape[0])
 
             def matrix(name: str = name, done: int = done) -> np.ndarray:
                 on_tensor(done + 1, total)

@@ -39,7 +39,7 @@ from hotset.errors import HotsetError, InvalidRequestError
 from hotset.files import check_folder, check_target
 from hotset.formats.gguf import Dialect, open_gguf
 from hotset.formats.overlay import Overlay
-from hotset.formats.quants import TYPES, GGMLType, quantize, row_bytes
+from hotset.formats.quants import TYPES, GGMLType, fitting, quantize, row_bytes
 from hotset.formats.torch_file import read_torch, write_torch
 from hotset.loading import build, open_model
 from hotset.model.config import config_from_gguf
@@ -55,7 +55,6 @@ from hotset.sparsity.predictors import MemoryTensors
 from hotset.training import pairs as pair_files
 from hotset.training import predictor_files, predictor_layer
 from hotset.training.pairs import LayerTaps, Pairs
-from hotset.training.predictor_files import fitting
 from hotset.training.predictor_layer import Quality, Schedule, Weights
 
 if TYPE_CHECKING:
@@ -250,12 +249,9 @@ def cut(model: Model, texts: Sequence[str], settings: Settings) -> tuple[list[np
     held_out: list[np.ndarray] = []
     n_ctx, left, tokenizer = model.n_ctx, settings.n_tokens, model.tokenizer
     for text in texts:
-        tokens = np.array(tokenizer.encode(text, add_special=True), np.int32)[:left]
+        tokens = tokenizer.encode(text, add_special=True)[:left]
         left = None if left is None else left - len(tokens)
-        rows = list(tokens[: len(tokens) // n_ctx * n_ctx].reshape(-1, n_ctx).copy())
-        for row in rows:
-            if tokenizer.add_bos and tokenizer.bos_id is not None:
-                row[0] = tokenizer.bos_id
+        rows = list(tokenizer.rows(tokens, n_ctx))
         n_held = -(-len(rows) // _HELD_OUT)
         train += rows[: len(rows) - n_held]
         held_out += rows[len(rows) - n_held :]

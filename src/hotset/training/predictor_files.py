@@ -19,7 +19,7 @@ from hotset.errors import HotsetError, InvalidRequestError
 from hotset.files import check_target, write_whole
 from hotset.formats import planes
 from hotset.formats.gguf import DEFAULT_ALIGNMENT, Dialect, GGUFWriter, ValueType
-from hotset.formats.quants import quantize
+from hotset.formats.quants import fitting, quantize
 from hotset.formats.torch_file import write_torch
 from hotset.model.config import (
     FATRELU_THRESHOLD_KEY,
@@ -27,7 +27,7 @@ from hotset.model.config import (
     SPARSE_THRESHOLD_KEY,
     UP_ACTIVATION_KEY,
 )
-from hotset.training.predictor_layer import Weights, fitting
+from hotset.training.predictor_layer import Weights
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hotset.formats.quants import TYPES, GGMLType, dequantize, quantize
+from hotset.formats.quants import TYPES, GGMLType, dequantize, fitting, quantize
 from hotset.sparsity.calibration import threshold
 
 if TYPE_CHECKING:
@@ -86,11 +86,6 @@ class Quality:
     precision: float
     selected_share: float
     active_share: float
-
-
-def fitting(type: GGMLType, width: int) -> GGMLType:
-    """The type of a matrix with rows of that width: F16 where blocks do not divide them."""
-    return GGMLType.F16 if width % TYPES[type].block_size else type
 
 
 def _rounded(matrix: np.ndarray, type: GGMLType) -> np.ndarray:
