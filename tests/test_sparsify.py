@@ -41,7 +41,7 @@ from hotset.training.llama_torch import (  # noqa: E402
     Student,
     load_llama,
 )
-from hotset.training.sparsify import Settings, TorchTeacher, Training, read_curve  # noqa: E402
+from hotset.training.sparsify import SparsifySettings, TorchTeacher, Training, read_curve  # noqa: E402
 from hotset.training.text import (  # noqa: E402
     Mixture,
     WeightedText,
@@ -85,7 +85,7 @@ def training(path: Path, folder: Path, **settings: Any) -> Training:
         Mixture([WeightedText("random", TOKENS[:4000])], N_CTX),
         torch.from_numpy(TOKENS[4000 : 4000 + 8 * N_CTX].reshape(8, N_CTX)).long(),
         folder,
-        Settings(**{**defaults, **settings}),
+        SparsifySettings(**{**defaults, **settings}),
         model=digest(gguf),
     )
 
@@ -349,7 +349,7 @@ class TestLinearPath:
 
     def test_drelu_has_none(self) -> None:
         with pytest.raises(InvalidRequestError, match="--activation relu"):
-            Settings(activation="drelu", linear=4)
+            SparsifySettings(activation="drelu", linear=4)
 
 
 def test_adapters_do_not_depend_on_strides_and_keep_small_channels(tmp_path: Path) -> None:
@@ -474,7 +474,7 @@ class TestTraining:
     )
     def test_settings_are_checked(self, settings: dict[str, Any], message: str) -> None:
         with pytest.raises(InvalidRequestError, match=message):
-            Settings(**settings)
+            SparsifySettings(**settings)
 
 
 class TestMerging:

@@ -32,7 +32,7 @@ from hotset.reporter import Reporter
 from hotset.training import pairs as pair_files
 from hotset.training import predictor as training
 from hotset.training.pairs import LayerTaps, Pairs, collect, encode
-from hotset.training.predictor import Schedule, Settings, predictor_inputs, train_predictors
+from hotset.training.predictor import PredictorSettings, Schedule, predictor_inputs, train_predictors
 from hotset.training.predictor_layer import Weights, calibrate
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
@@ -43,7 +43,7 @@ pytest.importorskip("hotset._core", reason="the native module is not built")
 SHAPE = Shape(d=64, ff=128, layers=2, heads=4, kv_heads=2)
 N_CTX = 64
 TEXT = "".join(chr(c) for c in np.random.default_rng(0).integers(97, 123, 24 * N_CTX))
-QUICK = Settings(
+QUICK = PredictorSettings(
     n_ctx=N_CTX, jobs=1, max_share=0.9, precision=0.5, schedule=Schedule(epochs=8, batch=64), n_measured=256
 )
 
@@ -375,7 +375,7 @@ def test_pairs_of_another_activation_are_not_learned_from(tmp_path: Path) -> Non
     assert firing[1] == firing[2] < firing[0]
 
 
-def run_it(path: Path, folder: Path, settings: Settings) -> None:
+def run_it(path: Path, folder: Path, settings: PredictorSettings) -> None:
     torch.set_num_threads(1)
     train_predictors(path, [TEXT], folder, None, settings, keep=True)
 

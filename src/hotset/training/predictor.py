@@ -73,7 +73,7 @@ _LAYOUT = 1  # of what is kept in folder/training
 
 
 @dataclass(frozen=True)
-class Settings:
+class PredictorSettings:
     """What the predictors must reach, and what they may take.
 
     recall: share of the magnitude of the neurons that fire. precision: share of the selected neurons that
@@ -167,7 +167,7 @@ def train_predictors(
     texts: Sequence[str],
     folder: str | os.PathLike[str],
     out: str | os.PathLike[str] | None = None,
-    settings: Settings | None = None,
+    settings: PredictorSettings | None = None,
     *,
     activation: str | None = None,
     dialect: Dialect | None = None,
@@ -183,7 +183,7 @@ def train_predictors(
     Raises HotsetError, in a sentence, for a model without zeros, texts that are too short, predictors that
     cannot be as small as they must, and files that cannot be written.
     """
-    settings = settings or Settings()
+    settings = settings or PredictorSettings()
     folder = Path(folder)
     check_folder(folder)
     for layer in ("config.json", "model_0.pt"):
@@ -242,7 +242,9 @@ def _check_device(device: str) -> None:
         raise InvalidRequestError(f"the device {device!r} cannot be used ({reason}); use cpu") from None
 
 
-def cut(model: Model, texts: Sequence[str], settings: Settings) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def cut(
+    model: Model, texts: Sequence[str], settings: PredictorSettings
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Sequences of model.n_ctx tokens to train on, in random order, and those held out: a tenth of each text,
     its end. Each begins as a text does."""
     train: list[np.ndarray] = []
@@ -277,7 +279,7 @@ class _Task:
     layer: int
     ranks: tuple[int, ...]
     recall: float
-    settings: Settings
+    settings: PredictorSettings
 
 
 def _work(task: _Task) -> Quality:
@@ -356,7 +358,7 @@ class _Training:
         activation: str | None,
         texts: Sequence[str],
         folder: Path,
-        settings: Settings,
+        settings: PredictorSettings,
         progress: Reporter | None,
     ) -> None:
         self.model, self.config, self.settings, self.progress = model, model.config, settings, progress
@@ -629,7 +631,7 @@ def _entropy(frequencies: np.ndarray) -> float:
 class _Pool:
     """Runs tasks in worker processes, or here where one at a time is enough."""
 
-    def __init__(self, settings: Settings, n_layer: int) -> None:
+    def __init__(self, settings: PredictorSettings, n_layer: int) -> None:
         from hotset.cores import usable_cores
 
         n_cores = usable_cores()

@@ -55,7 +55,7 @@ _PRICE_STEP, _PRICE_PULL = (
 
 
 @dataclass(frozen=True)
-class Settings:
+class SparsifySettings:
     """What makes a run what it is; a run is resumed only with the same.
 
     activation: relu or drelu. rank: of the low-rank products, 0 for full training. linear: neurons of a
@@ -212,7 +212,7 @@ class Training:
         mixture: Mixture,
         held_out: Tensor,
         folder: Path,
-        settings: Settings,
+        settings: SparsifySettings,
         *,
         model: str = "",
         start: dict[str, Tensor] | None = None,
