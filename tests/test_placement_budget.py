@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -289,15 +290,19 @@ def test_what_is_measured_makes_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.rates_of([found, found]).devices[1].read == found.read
 
 
-def test_the_synthetic_ffns_compute_a_tenth_of_their_neurons(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_synthetic_ffns_compute_a_tenth_of_their_neurons(
+    monkeypatch: pytest.MonkeyPatch, threads: Callable[[int], int]
+) -> None:
     """The bytes that rates are counted in are those that the operation reads."""
     pytest.importorskip("hotset._core", reason="the native module is not built")
     monkeypatch.setattr(machine, "_WIDTH", 256)
     monkeypatch.setattr(machine, "_N_LAYER", 2)
-    with machine._Cpu(1) as cpu:
+    with machine._Cpu(3) as cpu:
+        assert threads(2) == 2  # one team: two would get in each other's way
         backend = cpu._backends[True]
         backend.step(cpu._batch)
         stats = backend.stats()
         assert stats is not None
         assert np.allclose(stats.gate_rows / machine._N_FF, machine._ACTIVE, atol=0.02)
         assert (stats.down_rows == stats.gate_rows).all()
+    assert threads(0) == 0

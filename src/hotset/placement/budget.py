@@ -221,7 +221,7 @@ def workspace_bytes(graph: Graph, n_pages: int, max_batch: int) -> int:
             key: tuple[int, Part] = op.layer, "ffn" if op.part == "predictor" else op.part
             parts[key] = parts.get(key, 0) + op.out.width
     values = max_batch * (max(parts.values()) + 6 * d + n_pages + 3)
-    values += min(max_batch, OUTPUT_ROWS) * graph.logits.width
+    values += min(max_batch, OUTPUT_ROWS) * graph.result.width
     n_ropes = len({op.rope for op in graph.primitives if isinstance(op, Rotate)})
     tables = n_ropes * 2 * n_pages * PAGE_SIZE  # of rotations: angles of some positions stand for all
     return FLOAT_BYTES * (values + tables) + (1 << 20)

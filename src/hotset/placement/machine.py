@@ -212,11 +212,12 @@ class _Cpu:
 
     def __init__(self, n_threads: int) -> None:
         from hotset.backends.base import Batch
-        from hotset.backends.cpu import CpuBackend
+        from hotset.backends.cpu import CpuBackend, new_runtime
 
         weights, graph = _Weights(), _ffn_graph()
+        self._runtime = new_runtime(n_threads)
         self._backends = {
-            sparse: CpuBackend(weights, graph, n_pages=1, max_batch=1, n_threads=n_threads, sparse=sparse)
+            sparse: CpuBackend(weights, graph, n_pages=1, max_batch=1, sparse=sparse, runtime=self._runtime)
             for sparse in (False, True)
         }
         zero = np.zeros(1, np.int32)
@@ -236,6 +237,7 @@ class _Cpu:
     def __exit__(self, *_: object) -> None:
         for backend in self._backends.values():
             backend.close()
+        self._runtime.close()
 
 
 def _median_seconds(work: Callable[[], object], seconds: float) -> float:
