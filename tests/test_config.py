@@ -344,7 +344,7 @@ def test_any_keys_give_a_sentence(architecture: str, dialect: str, keys: dict[st
 def test_the_decoder_asks_for_each_tensor_with_its_shape() -> None:
     config = config_from_gguf(file())
     graph = describe(config, complete())
-    assert graph.logits.name == "logits"
+    assert graph.result.name == "logits"
     assert len({value.name for value in graph.values}) == len(graph.values)
     for name, replaced, sentence in [
         ("blk.1.ffn_up.weight", None, r"lacks the tensor blk.1.ffn_up.weight \[64, 96\]"),

@@ -439,7 +439,7 @@ def test_a_graph_is_cut_between_layers(tmp_path: Path) -> None:
     part, entering = graph.cut(starts[1], starts[2])
     assert entering is not None
     assert entering.name == "blk.0.out"
-    assert part.logits.name == "blk.1.out"
+    assert part.result.name == "blk.1.out"
     with pytest.raises(InvalidRequestError, match="cut between layers"):
         graph.cut(starts[1] + 1, starts[2])
     with pytest.raises(InvalidRequestError, match="no part"):

@@ -70,7 +70,7 @@ class CpuBackend:
         self.has_output = last_op in (None, len(graph.ops))
         self.n_layer = max(graph.n_layer, 1)
         self.n_pages, self.max_batch, self.kv_type = n_pages, max_batch, kv_type
-        self.n_vocab = graph.logits.width
+        self.n_vocab = graph.result.width
         self._isa = isa
         self._cache = {op.layer: self._new_cache(op) for op in self.graph.ops if isinstance(op, Attention)}
         self._lowered: dict[frozenset[str], Lowered] = {}

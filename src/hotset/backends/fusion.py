@@ -97,7 +97,7 @@ class _Fusion:
 
     def __init__(self, ops: list[Op], graph: Graph, kept: frozenset[str]) -> None:
         self._ops = ops
-        self._kept = kept | {graph.logits.name}
+        self._kept = kept | {graph.result.name}
         self._readers: dict[Value, list[Op]] = {value: [] for value in graph.values}
         for op in ops:
             for value in inputs_of(op):
@@ -211,7 +211,7 @@ class Buffers:
         self._free: dict[tuple[int, bool], list[int]] = {}
         self._last_use = {v: i for i, op in enumerate(fused) for v in [*op.out, *op.inner, *op.reads]}
         for value in graph.values:
-            if value.name in taps or value == graph.logits:
+            if value.name in taps or value == graph.result:
                 self._last_use[value] = len(fused)
         self._outputs: set[Value] = set()  # values with a row per output token
         for op in graph.primitives:

@@ -127,7 +127,7 @@ def lower(
     layers, part = np.array(places).T
     return Lowered(
         plan,
-        buffers[graph.logits],
+        buffers[graph.result],
         kept,
         any(ffn is not None and ffn.has_zeros for ffn in (group.ffn for group in fused)),
         layers,

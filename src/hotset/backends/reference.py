@@ -75,7 +75,7 @@ class ReferenceBackend:
     ) -> None:
         self.weights, self.graph, self.sparse = weights, graph, sparse
         self.n_pages, self.max_batch, self.kv_type = n_pages, max_batch, kv_type
-        self.n_vocab = graph.logits.width
+        self.n_vocab = graph.result.width
         self._weights: dict[str, np.ndarray] = {}
         self._weight_room = weight_cache_bytes
         self._keys: dict[int, np.ndarray] = {}  # layer → [n_pages * PAGE_SIZE, n_head_kv, head_dim]
@@ -137,7 +137,7 @@ class ReferenceBackend:
                 del values[id]
         self.weights.check()
         self._stats = counts.stats()
-        return StepResult(values[self.graph.logits.id], taps)
+        return StepResult(values[self.graph.result.id], taps)
 
     def stats(self) -> StepStats | None:
         """Counts and times of the latest step; None before the first."""

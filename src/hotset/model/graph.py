@@ -360,7 +360,7 @@ def inputs_of(op: Op) -> list[Value]:
 
 @dataclass
 class Graph:
-    """The operations of one step in order; the last value is the logits [n_outputs, n_vocab]."""
+    """The operations of one step in order. A whole model ends in the logits [n_outputs, n_vocab]."""
 
     ops: list[Op] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
@@ -377,7 +377,8 @@ class Graph:
         return op.out
 
     @property
-    def logits(self) -> Value:
+    def result(self) -> Value:
+        """What the last operation leaves: logits, or of a part of a model the residual stream."""
         return self.ops[-1].out
 
     @property
@@ -420,7 +421,7 @@ class Graph:
         inner = {op.out for op in part.ops}
         entering = {value for op in part.ops for value in inputs_of(op)} - inner
         leaving = {value for op in self.ops[last_op:] for value in inputs_of(op)} & inner
-        if len(entering) > 1 or leaving - {part.logits}:
+        if len(entering) > 1 or leaving - {part.result}:
             raise InvalidRequestError(
                 f"a graph is cut between layers, where one value crosses, not at operations "
                 f"{first_op}:{last_op}"

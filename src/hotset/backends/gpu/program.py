@@ -162,7 +162,7 @@ class Program:
         self.taps = {value.id for value in graph.values if value.name in taps}
         calls = _posted_early([call for group in groups for call in self._calls(group)])
         last_use = {v.id: i for i, call in enumerate(calls) for v in [*call.outs, *call.reads]}
-        last_use.pop(graph.logits.id)
+        last_use.pop(graph.result.id)
         n_body = next((i for i, call in enumerate(calls) if call.kind == "outputs"), len(calls))
         for i, call in enumerate(calls[:n_body]):  # the tail runs once per slice of outputs: it drops nothing
             call.drops = tuple(id for id, last in last_use.items() if last == i)

@@ -252,7 +252,7 @@ class GpuStage:
             frame.values[self.entering.id] = inputs.vectors[self.entering.id][:n]
         for call in program.body:
             self._call(call, frame, program, taps)
-        last = self.graph.logits.id
+        last = self.graph.result.id
         if not program.tail:
             return frame.values[last]
         if n_outputs == 0:
@@ -260,7 +260,7 @@ class GpuStage:
                 for value in call.outs:
                     if value.id in program.taps:
                         taps[value.name] = [torch.zeros((0, value.width))]
-            return torch.zeros((0, self.graph.logits.width))
+            return torch.zeros((0, self.graph.result.width))
         slices = []
         for first in range(0, n_outputs, OUTPUT_ROWS):
             outputs = inputs.outputs[first : min(first + OUTPUT_ROWS, n_outputs)]
