@@ -53,6 +53,7 @@ def test_what_is_given_becomes_plain() -> None:
         ({"n_ctx": "64"}, "n_ctx must be a whole number, not '64'"),
         ({"n_threads": 0}, "n_threads must be at least 1, not 0"),
         ({"max_batch": None}, "max_batch must be a whole number, not None"),
+        ({"max_sequences": 4097}, "max_sequences must be between 1 and 4096, not 4097"),
         ({"n_gpu_layers": 1.0}, "n_gpu_layers must be a whole number"),
         ({"split_neurons": 1}, "split_neurons must be True or False, not 1"),
         ({"reset_gpu_index": "no"}, "reset_gpu_index must be True or False"),

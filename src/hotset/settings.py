@@ -19,6 +19,7 @@ from hotset.sparsity.modes import asked_mode
 
 BackendName = Literal["auto", "cpu", "reference"]
 ModelPath = str | os.PathLike[str]  # of a file, or the name of a model
+_MAX_SEQUENCES = 4096  # each has a row of the page table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +76,9 @@ class LoadSettings:
     progress: Reporter | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("n_ctx", "n_threads", "max_batch", "n_seqs", "max_sequences"):
+        for name in ("n_ctx", "n_threads", "max_batch", "n_seqs"):
             self._check(name, whole_number, 1)
+        self._check("max_sequences", whole_number, 1, _MAX_SEQUENCES)
         self._check("n_gpu_layers", whole_number, 0)
         for name in ("split_neurons", "reset_gpu_index"):
             self._check(name, flag)

@@ -30,7 +30,6 @@ from hotset.errors import ContextLengthError, InvalidRequestError, OutOfMemoryEr
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
-_MAX_SEQUENCES = 4096  # each has a row of the page table
 _MAX_LOGITS_BYTES = 64 << 20  # logits that one step hands to `score`
 
 
@@ -183,10 +182,6 @@ class Engine:
     ) -> None:
         if n_ctx < 1:
             raise InvalidRequestError(f"n_ctx must be at least 1, not {n_ctx}")
-        if not 1 <= max_sequences <= _MAX_SEQUENCES:
-            raise InvalidRequestError(
-                f"max_sequences must be between 1 and {_MAX_SEQUENCES}, not {max_sequences}"
-            )
         max_pages = -(-n_ctx // PAGE_SIZE)
         if backend.n_pages < max_pages:
             raise OutOfMemoryError(
