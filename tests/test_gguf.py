@@ -473,12 +473,25 @@ def test_every_truncation_of_a_small_file(tmp_path: Path) -> None:
 def test_things_that_are_not_files(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="does not exist"):
         open_gguf(tmp_path / "absent.gguf")
-    with pytest.raises(FormatError, match="is a directory"):
+    with pytest.raises(FormatError, match="is not a regular file but a folder: name a file"):
         open_gguf(tmp_path)
-    with pytest.raises(FormatError, match="cannot be opened"):
+    with pytest.raises(FormatError, match="cannot be read"):
         open_gguf("a\0b")
-    with pytest.raises(FormatError, match="cannot be opened"):
+    with pytest.raises(FormatError, match="cannot be read"):
         open_gguf(save(tmp_path, b"GGUF") / "below")
+    with pytest.raises(FormatError, match="is empty"):
+        open_gguf(save(tmp_path, b""))
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="needs devices with names")
+def test_what_is_opened_is_looked_at_and_not_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name may have been a file's a moment ago."""
+    file = save(tmp_path, b"GGUF").stat()
+    monkeypatch.setattr(Path, "stat", lambda self, **options: file)
+    with pytest.raises(FormatError, match="is not a regular file but a device"):
+        open_gguf("/dev/zero")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")

@@ -40,9 +40,11 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         raise
     except (OSError, ValueError) as error:  # no permission, a socket; a name with a zero byte
         raise FormatError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise FormatError(f"{path} is not a regular file (a folder, a pipe, a device?): name one.")
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise FormatError(f"{path} is not a regular file but {kind}: name a file.")
     return os.fdopen(descriptor, "rb")
 
 

@@ -25,7 +25,6 @@ import mmap
 import os
 import re
 import shutil
-import stat
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,7 +44,7 @@ from hotset.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
-from hotset.files import check_target, replacing
+from hotset.files import check_target, open_regular, replacing
 from hotset.formats.encode import WRITABLE, encode
 from hotset.formats.mapped import MappedFile, check_unharmed, cut_error, cut_files
 from hotset.formats.quants import TYPES, GGMLType, row_bytes
@@ -225,22 +224,14 @@ class _Shard:
 
 def _map_file(path: Path) -> MappedFile:
     try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        raise ModelNotFoundError(f"{path} does not exist; check the path.") from None
-    except (OSError, ValueError) as error:
-        raise FormatError(f"{str(path)!r} cannot be opened: {error}.") from None
-    if stat.S_ISDIR(mode):
-        raise FormatError(f"{path} is a directory; name the .gguf file in it.")
-    if not stat.S_ISREG(mode):
-        raise FormatError(f"{path} is not a regular file; copy the model to one.")
-    try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             if os.fstat(file.fileno()).st_size == 0:
                 raise FormatError(f"{path} is empty; download or convert it again.")
             return MappedFile(path, file.fileno())
-    except OSError as error:
-        raise FormatError(f"{path} cannot be opened: {error.strerror}.") from None
+    except FileNotFoundError:
+        raise ModelNotFoundError(f"{path} does not exist; check the path.") from None
+    except (OSError, ValueError) as error:  # what maps are refused for; it became empty just now
+        raise FormatError(f"{path} cannot be mapped: {getattr(error, 'strerror', None) or error}.") from None
 
 
 def _read_shard(path: Path, index: int) -> _Shard:
