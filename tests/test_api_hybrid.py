@@ -171,6 +171,30 @@ def test_a_short_text_is_counted_once_and_kept(model: Path, monkeypatch: pytest.
     assert not profile.default_path(model).exists()
 
 
+def test_a_profile_of_another_model_beside_this_one_is_left_out_with_a_line(model: Path) -> None:
+    layers = tuple(layer.astype(np.uint64) for layer in counts(200))
+    other = profile.default_path(model)
+    profile.Profile(layers, 1000, "of another file", ("x",)).save(other)
+    gib = budget(model, 0.5)
+
+    def notes() -> list[str]:
+        found = hotset.plan(model, device="cpu", vram_budget=gib, **SMALL)
+        assert found is not None
+        return [note for note in found.notes if note.startswith("hotness")]
+
+    left_out = f"; the profile {other} was taken of another model file and is left out"
+    for _ in range(2):  # counted, and counted before
+        (note,) = notes()
+        assert note.startswith("hotness from a short text")
+        assert note.endswith(left_out)
+    write_activations(model.parent / "activation", counts(100))
+    (note,) = notes()
+    assert note.endswith(f"as published{left_out}")
+    other.unlink()
+    (note,) = notes()
+    assert note.endswith("as published")
+
+
 def counts(hot: int) -> list[np.ndarray]:
     """Layers in which 64 neurons from `hot` on fire for every token and the others seldom."""
     layers = [np.ones(N_FF, np.int64) for _ in range(N_LAYER)]

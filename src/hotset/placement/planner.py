@@ -131,16 +131,17 @@ def _profile_of(
     if given is not None:
         given.check_model(model, config.n_ff)
         return given, f"hotness from the profile that was given, {given.n_tokens} tokens"
-    beside = default_path(gguf.path)
+    beside, unfit = default_path(gguf.path), ""
     if beside.is_file():
         found = Profile.open(beside)
         if found.is_of(model, config.n_ff):
             return found, f"hotness from {beside}, {found.n_tokens} tokens"
+        unfit = f"; the profile {beside} was taken of another model file and is left out"
     folder = activation_files(gguf.path)
     if folder is not None:
-        return import_activations(folder, config, model), f"hotness from {folder}, as published"
+        return import_activations(folder, config, model), f"hotness from {folder}, as published{unfit}"
     kept = home() / "cache" / model / f"builtin.profile{sidecar.SUFFIX}"
-    how = "hotness from a short text that comes with hotset ('hotset profile' on your own is better)"
+    how = f"hotness from a short text that comes with hotset ('hotset profile' on your own is better){unfit}"
     with contextlib.suppress(HotsetError):
         found = Profile.open(kept)
         if found.is_of(model, config.n_ff):
