@@ -821,6 +821,19 @@ class TestCommand:
         assert re.search(message, told, re.IGNORECASE)
         assert not (tmp_path / "o.gguf").exists()
 
+    def test_a_text_that_is_not_there_is_a_wrong_option(
+        self, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from typer.testing import CliRunner
+
+        from hotset.cli.main import app
+
+        monkeypatch.chdir(tmp_path)
+        result = CliRunner().invoke(app, ["sparsify", str(converted), "o.gguf", "-f", "missing.txt"])
+        assert result.exit_code == 2
+        assert "--text: missing.txt cannot be read" in " ".join(result.output.split())
+        assert not (tmp_path / "o.gguf").exists()
+
     def test_the_process_computes_afterwards_as_before(
         self, converted: Path, text: Path, tmp_path: Path
     ) -> None:
