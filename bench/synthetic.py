@@ -34,11 +34,13 @@ from hotset.formats.gguf import GGUFWriter, ValueType, open_gguf
 from hotset.formats.quants import TYPES, GGMLType, dequantize, row_bytes
 
 EPSILON = 1e-5
+E8M0_ONE = 128  # the exponent of 1 in MXFP4, whose codes are doubled
 SAMPLE_BLOCKS = 256  # blocks from which the scale of a type is found
 SLICE_BYTES = 16 << 20  # filled by one thread at a time, from its own stream of random numbers
 FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 LLAMA_FTYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10}
 LLAMA_FTYPES |= {"Q3_K": 12, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18, "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32}
+LLAMA_FTYPES |= {"MXFP4": 38}
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,8 @@ KINDS: dict[Kind, SparseKind] = {
 def _unit_scales(type: GGMLType, rng: np.random.Generator) -> np.ndarray:
     """Blocks of random values with a root mean square of about 1: [SAMPLE_BLOCKS], structured.
 
-    Fields d, m and dmin are what the rest of a block is multiplied by, or what is added to it.
+    Fields d, m and dmin are what the rest of a block is multiplied by, or what is added to it; e is the
+    logarithm of that.
     """
     facts = TYPES[type]
     assert facts.block is not None
@@ -136,7 +139,7 @@ def _unit_scales(type: GGMLType, rng: np.random.Generator) -> np.ndarray:
     data = rng.integers(0, 256, SAMPLE_BLOCKS * facts.block_bytes, np.uint8)
     blocks = data.view(facts.block)
     for name in _scale_fields(facts.block):
-        blocks[name] = 1
+        blocks[name] = E8M0_ONE if name == "e" else 1
     if "m" in facts.block.names:  # x = d * q + m: centre it
         blocks["m"] = 0
         blocks["m"] = -np.median(dequantize(data, type, (facts.block_size, SAMPLE_BLOCKS)))
@@ -145,12 +148,19 @@ def _unit_scales(type: GGMLType, rng: np.random.Generator) -> np.ndarray:
     factor *= rng.choice([-1.0, 1.0], SAMPLE_BLOCKS)  # K-quants are not centred: half of them the other way
     unit = np.zeros(SAMPLE_BLOCKS, [(name, np.float64) for name in _scale_fields(facts.block)])
     for name in unit.dtype.names or ():
-        unit[name] = blocks[name] * factor
+        unit[name] = factor if name == "e" else blocks[name] * factor
     return unit
 
 
 def _scale_fields(block: np.dtype) -> list[str]:
-    return [name for name in ("d", "m", "dmin") if name in (block.names or ())]
+    return [name for name in ("d", "m", "dmin", "e") if name in (block.names or ())]
+
+
+def _stored_scale(name: str, scale: np.ndarray) -> np.ndarray:
+    """Scales as the field of this name holds them: float16, or the nearest power of two."""
+    if name == "e":
+        return (E8M0_ONE + np.rint(np.log2(np.abs(scale)))).astype(np.uint8)
+    return scale.astype(np.float16)
 
 
 def _filler(
@@ -179,7 +189,7 @@ def _filler(
         blocks = out.view(block)
         chosen = rng.integers(0, SAMPLE_BLOCKS, len(blocks), np.uint16)
         for name in unit.dtype.names or ():
-            blocks[name] = (unit[name] * magnitude).astype(np.float16)[chosen]
+            blocks[name] = _stored_scale(name, unit[name] * magnitude)[chosen]
 
     return fill_blocks
 

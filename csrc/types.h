@@ -37,9 +37,10 @@ enum class Type : int {
     // Not types of GGUF: codes by row, scales by 32 rows and column (see Matrix::scales).
     Planes4 = 31,  // of each 32 columns 16 bytes, codes as in a block of Q4_0
     Planes8 = 32,  // a byte a column
+    MXFP4 = 39,
 };
 
-constexpr int kTypeCount = 33;
+constexpr int kTypeCount = 40;
 constexpr int kPlaneRows = 32;  // rows that share a row of scales
 
 struct TypeFacts {
@@ -80,6 +81,8 @@ static constexpr TypeFacts type_facts(Type type) {
             return {"IQ4_NL", 32, 18};
         case Type::IQ4_XS:
             return {"IQ4_XS", 256, 136};
+        case Type::MXFP4:
+            return {"MXFP4", 32, 17};
         case Type::Planes4:
             return {"planes of 4 bits", 32, 16};
         case Type::Planes8:
@@ -143,6 +146,12 @@ static inline uint16_t f32_to_f16(float f) {
 
 static inline float bf16_to_f32(uint16_t b) {
     return f32_from_bits(uint32_t(b) << 16);
+}
+
+// Half of the power of two that the exponent of an MXFP4 block stands for, as the values of its codes are
+// doubled: 2^(e - 128). Exact: the first two are subnormal.
+static inline float half_of_e8m0(uint8_t e) {
+    return f32_from_bits(e < 2 ? 0x00200000u << e : uint32_t(e - 1) << 23);
 }
 
 static inline uint16_t load_u16(const uint8_t* p) {

@@ -1,7 +1,8 @@
 """Random valid blocks of any tensor type, for tests of decoders and kernels.
 
-Every bit pattern of the quants and small scales can occur; only the float16 scales (and float values) are
-chosen, finite and such that the decoded values have a magnitude of about 1/sqrt(ne0), as weights have.
+Every bit pattern of the quants and small scales can occur; only the float16 scales, MXFP4's exponents and
+float values are chosen, finite and such that the decoded values have a magnitude of about 1/sqrt(ne0), as
+weights have.
 """
 
 import numpy as np
@@ -18,6 +19,11 @@ def random_blocks(type: GGMLType, n_rows: int, ne0: int, rng: np.random.Generato
         return quantize((rng.standard_normal((n_rows, ne0)) * target).astype(np.float32), type)
     data = rng.integers(0, 256, (n_rows, row_bytes(type, ne0)), dtype=np.uint8)
     blocks = data.reshape(-1).view(TYPES[type].block)
+    if type == GGMLType.MXFP4:
+        blocks["e"] = 128  # 1
+        exponent = np.log2(target / np.sqrt(np.mean(dequantize(data, type, (ne0, n_rows)) ** 2)))
+        blocks["e"] = 128 + np.rint(exponent) + rng.integers(-1, 2, len(blocks))
+        return data
     scales = [name for name in ("d", "m", "dmin") if name in blocks.dtype.names]
     for name in scales:
         blocks[name] = 1

@@ -40,7 +40,7 @@ def load(path: Path, **options: Any) -> hotset.Model:
 
 
 @pytest.mark.parametrize(
-    "type_", [T.IQ1_S, T.IQ2_XXS, T.IQ3_S, T.TQ1_0, T.TQ2_0, T.MXFP4, T.I32, T.F64, T.Q8_1, T(77)]
+    "type_", [T.IQ1_S, T.IQ2_XXS, T.IQ3_S, T.TQ1_0, T.TQ2_0, T.I32, T.F64, T.Q8_1, T(77)]
 )
 def test_a_type_without_a_kernel_is_named(tmp_path: Path, type_: GGMLType) -> None:
     model = write_llama(tmp_path / "m.gguf", n_embd=256, n_ff=256)

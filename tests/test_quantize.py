@@ -52,14 +52,14 @@ def decoded(file: GGUFFile, name: str) -> np.ndarray:
 @round_to_nearest
 @pytest.mark.parametrize("scale", [1.0, 1e-5, 3e3, 1e-38])
 def test_native_bytes_are_those_of_the_twin(type: GGMLType, scale: float) -> None:
-    values = weights(67, 5 * 320) * np.float32(scale)
+    values = weights(67, 5 * 256) * np.float32(scale)
     values[:9] = np.round(values[:9] * 2) / 2  # ties
-    values[9:20] *= np.random.default_rng(1).random((11, 1600)) < 0.03  # blocks of zeros of both signs
+    values[9:20] *= np.random.default_rng(1).random((11, 1280)) < 0.03  # blocks of zeros of both signs
     assert np.array_equal(encode(values, type), quants.quantize(values, type))
 
 
 @given(
-    values=arrays(np.float32, (3, 32), elements=st.floats(-6e4, 6e4, width=32)),
+    values=arrays(np.float32, (3, 256), elements=st.floats(-6e4, 6e4, width=32)),
     type=st.sampled_from(sorted(ENCODABLE)),
 )
 def test_native_bytes_are_those_of_the_twin_for_any_values(values: np.ndarray, type: GGMLType) -> None:
@@ -125,6 +125,9 @@ def test_recoding_is_decoding_and_encoding(source: GGMLType) -> None:
 def test_values_that_cannot_be_stored(type: GGMLType, value: float) -> None:
     values = weights(300, 512)
     values[277, 450] = value
+    if type == T.MXFP4 and np.isfinite(value):  # it has a power of two for every finite value
+        assert np.array_equal(encode(values, type), quants.quantize(values, type))
+        return
     with pytest.raises(InvalidRequestError, match=type.name):
         encode(values, type)
 

@@ -25,6 +25,7 @@ from hotset.formats.quants import (
 decodable = pytest.mark.parametrize("type", sorted(DECODABLE), ids=lambda type: type.name)
 encodable = pytest.mark.parametrize("type", sorted(ENCODABLE), ids=lambda type: type.name)
 BLOCK_TYPES = sorted(ENCODABLE - {GGMLType.F32, GGMLType.F16, GGMLType.BF16})
+LINEAR_TYPES = [type for type in BLOCK_TYPES if type != GGMLType.MXFP4]  # codes are d apart
 
 
 def oracle(type: GGMLType) -> gguf.GGMLQuantizationType:
@@ -100,7 +101,7 @@ def test_known_blocks() -> None:
 @encodable
 @pytest.mark.parametrize("scale", [1.0, 1e-5, 3e3, 0.0])
 def test_encoder_equals_the_gguf_package(type: GGMLType, scale: float) -> None:
-    values = (np.random.default_rng(2).standard_normal((3, 37, 320)) * scale).astype(np.float32)
+    values = (np.random.default_rng(2).standard_normal((3, 37, 1280)) * scale).astype(np.float32)
     values[0, 0] = np.round(values[0, 0])  # ties
     values += 0  # -0 becomes 0: the package and GGML disagree about the sign of a zero scale
     expected = oracle_quantize(values, oracle(type)).view(np.uint8)
@@ -108,17 +109,22 @@ def test_encoder_equals_the_gguf_package(type: GGMLType, scale: float) -> None:
 
 
 @given(
-    values=arrays(np.float32, (2, 32), elements=st.floats(-1e4, 1e4, width=32, allow_subnormal=False)),
+    values=arrays(np.float32, (2, 256), elements=st.floats(-1e4, 1e4, width=32, allow_subnormal=False)),
     type=st.sampled_from(sorted(ENCODABLE)),
 )
 def test_encoder_equals_the_gguf_package_on_any_values(values: np.ndarray, type: GGMLType) -> None:
     values = values + np.float32(0)  # -0 becomes 0
-    expected = oracle_quantize(values, oracle(type)).view(np.uint8)
-    tiny = np.abs(values).max(axis=1) < 1e-30  # 1 / scale overflows: the package's bytes are undefined
-    assert np.array_equal(quantize(values, type)[~tiny], expected[~tiny])
+    size = TYPES[type].block_size
+    expected = oracle_quantize(values, oracle(type)).view(np.uint8).reshape(512 // size, -1)
+    found = quantize(values, type).reshape(512 // size, -1)
+    largest = np.abs(values).reshape(-1, size).max(axis=1)
+    defined = largest >= 1e-30  # 1 / scale overflows below: the package's bytes are undefined
+    if type == GGMLType.MXFP4:  # its logarithm rounds up
+        defined &= np.frexp(largest)[0] < 1 - 2**-17
+    assert np.array_equal(found[defined], expected[defined])
 
 
-@pytest.mark.parametrize("type", BLOCK_TYPES, ids=lambda type: type.name)
+@pytest.mark.parametrize("type", LINEAR_TYPES, ids=lambda type: type.name)
 def test_encoding_error_is_within_a_step(type: GGMLType) -> None:
     """Half a step d (one at the short end of the symmetric codes), and the rounding of float16."""
     values = np.random.default_rng(3).standard_normal((50, 320)).astype(np.float32)
@@ -129,6 +135,18 @@ def test_encoding_error_is_within_a_step(type: GGMLType) -> None:
     error = np.abs(dequantize(encoded, type, (320, 50)) - values).reshape(-1, 32).max(axis=1)
     assert np.all(error <= bound)
     assert error.max() > 0
+
+
+def test_mxfp4_stores_the_nearest_number_of_its_blocks_power() -> None:
+    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = np.random.default_rng(3).standard_normal((50, 320)).astype(np.float32)
+    found = dequantize(quantize(values, GGMLType.MXFP4), GGMLType.MXFP4, (320, 50)).reshape(-1, 32)
+    x = values.reshape(-1, 32).astype(np.float64)
+    unit = 2.0 ** (np.floor(np.log2(np.abs(x).max(axis=1, keepdims=True))) - 2)
+    nearest = np.abs(np.abs(x / unit)[..., None] - grid).argmin(axis=2)
+    assert np.array_equal(found, np.sign(x) * grid[nearest] * unit)
+    below = np.full((1, 32), np.nextafter(np.float32(8192), np.float32(0)))  # one unit below a power of two
+    assert quantize(below, GGMLType.MXFP4)[0, 0] == 127 + 12 - 2
 
 
 def test_bfloat16_rounds_to_even_and_keeps_nan() -> None:
@@ -145,8 +163,8 @@ def test_q8_0_rounds_halves_away_from_zero_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("type", BLOCK_TYPES, ids=lambda type: type.name)
 def test_blocks_of_tiny_values_decode_to_almost_nothing(type: GGMLType) -> None:
-    values = np.full((1, 32), 1e-44, np.float32)
-    assert np.abs(dequantize(quantize(values, type), type, (32, 1))).max() <= 1e-7
+    values = np.full((1, 256), 1e-44, np.float32)
+    assert np.abs(dequantize(quantize(values, type), type, (256, 1))).max() <= 1e-7
 
 
 @decodable
@@ -158,6 +176,13 @@ def test_random_blocks_have_the_magnitude_of_weights(type: GGMLType) -> None:
     assert 0.3 < np.sqrt(np.mean(values**2)) * np.sqrt(512) < 3
 
 
+def test_exponents_of_mxfp4_are_powers_of_two_down_to_subnormal_ones() -> None:
+    data = np.zeros((256, 17), np.uint8)
+    data[:, 0], data[:, 1] = np.arange(256), 1  # the first code is 0.5
+    values = dequantize(data, GGMLType.MXFP4, (32, 256)).astype(np.float64)
+    assert np.array_equal(values[:, 0], 2.0 ** (np.arange(256) - 128))
+
+
 def test_decoding_does_not_alias_the_file() -> None:
     data = np.zeros(16, np.uint8)
     values = dequantize(data, GGMLType.F32, (4,))
@@ -165,13 +190,16 @@ def test_decoding_does_not_alias_the_file() -> None:
     assert not data.any()
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, 1e9])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e9])
 @pytest.mark.parametrize(
     "type", sorted(ENCODABLE - {GGMLType.F32, GGMLType.BF16}), ids=lambda type: type.name
 )
 def test_values_without_a_finite_scale_are_refused(type: GGMLType, value: float) -> None:
-    values = np.zeros((1, 32), np.float32)
+    values = np.zeros((1, 256), np.float32)
     values[0, 7] = value
+    if type == GGMLType.MXFP4 and np.isfinite(value):
+        assert quantize(values, type)[0, 0] == 127 + 29 - 2
+        return
     with pytest.raises(InvalidRequestError, match=type.name):
         quantize(values, type)
 

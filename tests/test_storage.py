@@ -1162,6 +1162,8 @@ def test_plain_files_are_chosen_before_powerinfer_and_full_precision_last() -> N
         ("Model-7B-Q4_K_M.gguf", "Q4_K_M"),
         ("model.q5_1.gguf", "Q5_1"),
         ("x-IQ4_XS.gguf", "IQ4_XS"),
+        ("gpt-oss-20b-mxfp4.gguf", "MXFP4"),
+        ("x-MXFP4_MOE.gguf", "MXFP4"),
         ("x-Q6_K_L.gguf", "Q6_K"),
         ("x-bf16.gguf", "BF16"),
         ("x.f32.gguf", "F32"),

@@ -15,6 +15,9 @@ struct Block32 {
 
 constexpr int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
+// Twice the numbers that four bits of MXFP4 are: a sign, two bits of exponent, one of mantissa.
+constexpr int8_t kFp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
 // Q4_K and Q5_K: eight 6-bit scales and minimums in 12 bytes.
 //   bytes 0..3: scale j = 0..3 in bits 0..5, top bits of scale j + 4 in bits 6..7
 //   bytes 4..7: min   j = 0..3 in bits 0..5, top bits of min   j + 4 in bits 6..7
@@ -72,6 +75,10 @@ inline Block32 decode_block(Type type, const uint8_t* row, int64_t b) {
         case Type::IQ4_NL:  // f16 d | 16 x u8: hi|lo, indices into kIq4Values
             out.scale = load_f16(p);
             for (int i = 0; i < 32; i++) out.q[i] = kIq4Values[i < 16 ? p[2 + i] & 15 : p[2 + i - 16] >> 4];
+            break;
+        case Type::MXFP4:  // u8 exponent | 16 x u8: hi|lo, indices into kFp4Values
+            out.scale = half_of_e8m0(p[0]);
+            for (int i = 0; i < 32; i++) out.q[i] = kFp4Values[i < 16 ? p[1 + i] & 15 : p[1 + i - 16] >> 4];
             break;
         case Type::IQ4_XS: {  // f16 d | u16 high scale bits | 4 x u8 low scale bits | 8 x (16 x u8: hi|lo)
             const int low = p[4 + j / 2] >> (4 * (j % 2)) & 15, high = load_u16(p + 2) >> (2 * j) & 3;

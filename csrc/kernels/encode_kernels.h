@@ -114,6 +114,28 @@ inline bool encode_q8_0(const float* x, uint8_t* p) {
     return store_half(d, p);
 }
 
+// The largest magnitude gets the largest power of two, each value the nearest number, the first of two.
+inline bool encode_mxfp4(const float* x, uint8_t* p) {
+    const uint32_t largest = largest_bits(x, 32);
+    if (largest >= kInfinity) return false;
+    p[0] = uint8_t(largest >> 23 > 2 ? (largest >> 23) - 2 : 0);
+    const float unit = half_of_e8m0(p[0]);
+    float least[32];
+    int32_t q[32] = {};
+    for (int i = 0; i < 32; i++) least[i] = fabsf(x[i]);
+    for (int k = 1; k < 16; k++) {
+        const float value = float(kFp4Values[k]) * unit;
+        for (int i = 0; i < 32; i++) {
+            const float error = fabsf(value - x[i]);
+            const bool nearer = error < least[i];
+            q[i] = nearer ? k : q[i];
+            least[i] = nearer ? error : least[i];
+        }
+    }
+    pack_nibbles(q, p + 1);
+    return true;
+}
+
 // ---- K types -------------------------------------------------------------------------------------------
 
 // 256 weights as lanes: lane l of step i is weight i of the l-th 16 weights.
@@ -403,6 +425,7 @@ inline void add_encoders(Kernels& table) {
     table.encode[int(Type::Q4_1)] = encode_blocks<Type::Q4_1, encode_affine<15>>;
     table.encode[int(Type::Q5_1)] = encode_blocks<Type::Q5_1, encode_affine<31>>;
     table.encode[int(Type::Q8_0)] = encode_blocks<Type::Q8_0, encode_q8_0>;
+    table.encode[int(Type::MXFP4)] = encode_blocks<Type::MXFP4, encode_mxfp4>;
     table.encode[int(Type::Q2_K)] = encode_blocks<Type::Q2_K, encode_q2_k>;
     table.encode[int(Type::Q3_K)] = encode_blocks<Type::Q3_K, encode_q3_k>;
     table.encode[int(Type::Q4_K)] = encode_blocks<Type::Q4_K, encode_q45_k<15>>;

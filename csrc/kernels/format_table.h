@@ -18,4 +18,5 @@ inline void add_formats(Kernels& table) {
     add.operator()<FormatQ6_K>();
     add.operator()<FormatIQ4_NL>();
     add.operator()<FormatIQ4_XS>();
+    add.operator()<FormatMXFP4>();
 }

@@ -194,6 +194,33 @@ struct FormatIQ4_NL : Nibbles<2, 18, false> {
     }
 };
 
+struct FormatMXFP4 : Nibbles<1, 17, false> {
+    static constexpr Type kType = Type::MXFP4;
+    static constexpr int kZero = 16, kMaxCode = 28;
+
+    static __m256i codes(__m256i nibbles) {
+        alignas(16) static constexpr uint8_t kOffset[16] = {16, 17, 18, 19, 20, 22, 24, 28,
+                                                            16, 15, 14, 13, 12, 10, 8,  4};
+        return _mm256_shuffle_epi8(broadcast128(kOffset), nibbles);
+    }
+    template <int g, int n>
+    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+        Nibbles::unpack<g, n>(p, a, b);
+        a = codes(a);
+        b = codes(b);
+    }
+    template <int n>
+    static Scales scales(const uint8_t* p) {
+        const __m256i e = _mm256_and_si256(words_at_stride<17, n>(p), _mm256_set1_epi32(255));
+        const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
+        const __m256i tiny = _mm256_sllv_epi32(_mm256_set1_epi32(1 << 21), e);
+        const __m256i is_tiny = _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e);
+        Scales s = {};
+        s.scale = _mm256_castsi256_ps(_mm256_blendv_epi8(normal, tiny, is_tiny));
+        return s;
+    }
+};
+
 // Types with super-blocks: always eight blocks, which are one super-block.
 
 inline __m256 times(uint16_t scale, __m256i integers) {

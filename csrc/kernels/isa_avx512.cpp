@@ -185,6 +185,36 @@ struct FormatIQ4_NL : Nibbles<2, 18, false> {
     }
 };
 
+struct FormatMXFP4 {
+    static constexpr Type kType = Type::MXFP4;
+    static constexpr int kZero = 16;
+    static constexpr int kBlockBytes = 17, kBytes = 16 * kBlockBytes;
+
+    static __m512i codes(__m512i nibbles) {
+        alignas(16) static constexpr uint8_t kOffset[16] = {16, 17, 18, 19, 20, 22, 24, 28,
+                                                            16, 15, 14, 13, 12, 10, 8,  4};
+        return _mm512_shuffle_epi8(broadcast16(kOffset), nibbles);
+    }
+    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+        const uint8_t* at = p + 4 * g * kBlockBytes + 1;
+        const __m512i packed = four_lanes(at, at + kBlockBytes, at + 2 * kBlockBytes, at + 3 * kBlockBytes);
+        a = codes(low_nibbles(packed));
+        b = codes(high_nibbles(packed));
+    }
+    static Scales scales(const uint8_t* p, int n) {
+        // Every other block begins at an odd byte: its exponent is the high half of the word found there.
+        const __m256i words = _mm512_castsi512_si256(HeadScales<kBlockBytes, false>::heads<0>(p, n));
+        const __m256i bytes =
+            _mm256_and_si256(_mm256_srlv_epi16(words, _mm256_set1_epi32(8 << 16)), _mm256_set1_epi16(255));
+        const __m512i e = _mm512_cvtepu16_epi32(bytes);
+        const __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23);
+        const __mmask16 tiny = _mm512_cmplt_epu32_mask(e, _mm512_set1_epi32(2));
+        Scales s;
+        s.scale = _mm512_castsi512_ps(_mm512_mask_sllv_epi32(normal, tiny, _mm512_set1_epi32(1 << 21), e));
+        return s;
+    }
+};
+
 // Types with super-blocks of 256: sixteen 32-blocks are two of them. `n` says whether the second is there.
 template <int kSuperBytes, class F>
 inline void for_super_blocks(const uint8_t* p, int n, F f) {

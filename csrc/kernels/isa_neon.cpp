@@ -178,6 +178,33 @@ struct FormatIQ4_NL : SmallBlocks<Type::IQ4_NL> {
     }
 };
 
+struct FormatMXFP4 {
+    static constexpr Type kType = Type::MXFP4;
+    static constexpr int kBlockBytes = 17, kBytes = 16 * kBlockBytes;
+
+    template <int kBlock>
+    static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
+        const uint8x16_t packed = vld1q_u8(p + kBlock * kBlockBytes + 1);
+        const int8x16_t values = vld1q_s8(kFp4Values);
+        a = vqtbl1q_s8(values, nibbles<0>(packed));
+        b = vqtbl1q_s8(values, nibbles<1>(packed));
+    }
+    static Scales scales(const uint8_t* p) {
+        Scales s;
+        unroll<4>([&]<int g>() {
+            const uint8_t* at = p + 4 * g * kBlockBytes;
+            uint32x4_t e = vdupq_n_u32(at[0]);
+            e = vsetq_lane_u32(at[kBlockBytes], e, 1);
+            e = vsetq_lane_u32(at[2 * kBlockBytes], e, 2);
+            e = vsetq_lane_u32(at[3 * kBlockBytes], e, 3);
+            const uint32x4_t normal = vshlq_n_u32(vsubq_u32(e, vdupq_n_u32(1)), 23);
+            const uint32x4_t tiny = vshlq_u32(vdupq_n_u32(1 << 21), vreinterpretq_s32_u32(e));
+            s.scale[g] = vreinterpretq_f32_u32(vbslq_u32(vcltq_u32(e, vdupq_n_u32(2)), tiny, normal));
+        });
+        return s;
+    }
+};
+
 // Types with super-blocks of 256: sixteen 32-blocks are two of them. In `unpack`, super_block<i> is where
 // that of block i starts, and kPart and kPlace say which 128 weights of it, and which 32 of those, the block
 // is.

@@ -56,6 +56,7 @@ using FormatQ5_K = Format<Type::Q5_K>;
 using FormatQ6_K = Format<Type::Q6_K>;
 using FormatIQ4_NL = Format<Type::IQ4_NL>;
 using FormatIQ4_XS = Format<Type::IQ4_XS>;
+using FormatMXFP4 = Format<Type::MXFP4>;
 
 template <class Format>
 float one_row(const Matrix&, const uint8_t* row, const Inputs& x, int t, const uint8_t*) {

@@ -305,6 +305,7 @@ inline void add_sparse_kernels(Kernels& table) {
     rows.template operator()<DecodedRow<Type::Q6_K>>(Type::Q6_K);
     rows.template operator()<DecodedRow<Type::IQ4_NL>>(Type::IQ4_NL);
     rows.template operator()<DecodedRow<Type::IQ4_XS>>(Type::IQ4_XS);
+    rows.template operator()<DecodedRow<Type::MXFP4>>(Type::MXFP4);
     rows.template operator()<RowPlanes<true>>(Type::Planes4);
     rows.template operator()<RowPlanes<false>>(Type::Planes8);
     table.gather[int(Type::F32)] = float_gather<F32Weights>;

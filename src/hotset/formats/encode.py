@@ -14,8 +14,8 @@ from hotset.formats.quants import GGMLType, row_bytes
 
 _T = GGMLType
 WRITABLE: tuple[GGMLType, ...] = (
-    _T.F32, _T.F16, _T.BF16, _T.Q8_0, _T.Q6_K, _T.Q5_K, _T.Q5_1, _T.Q5_0, _T.Q4_K, _T.Q4_1, _T.Q4_0, _T.Q3_K,
-    _T.Q2_K,
+    _T.F32, _T.F16, _T.BF16, _T.Q8_0, _T.Q6_K, _T.Q5_K, _T.Q5_1, _T.Q5_0, _T.Q4_K, _T.Q4_1, _T.Q4_0, _T.MXFP4,
+    _T.Q3_K, _T.Q2_K,
 )  # fmt: skip
 """The types that can be written, most bits first."""
 
@@ -24,8 +24,8 @@ def encode(values: np.ndarray, type: GGMLType, n_threads: int | None = None) -> 
     """Rows of floats [..., ne0] as uint8 [..., row_bytes(type, ne0)].
 
     n_threads: default, the usable cores. Raises InvalidRequestError for a type that cannot be written and for
-    NaN, infinity or a value too large for the type's float16 (F32 and BF16 keep any value), FormatError if
-    blocks do not divide ne0.
+    NaN, infinity or a value too large for the type's float16 (F32 and BF16 keep any value, MXFP4 any finite
+    one), FormatError if blocks do not divide ne0.
     """
     data = np.ascontiguousarray(values, np.float32)
     encoded = recode(data.reshape(-1).view(np.uint8), _T.F32, data.shape[-1], type, n_threads)

@@ -100,6 +100,9 @@ _Q5_0 = np.dtype([("d", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)])  # d * (q - 
 _Q5_1 = np.dtype([("d", "<f2"), ("m", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)])  # d * q + m
 _Q8_0 = np.dtype([("d", "<f2"), ("qs", "i1", 32)])  # d * q
 
+# MXFP4: 2^(e - 128) * FP4[q]; the block's one scale is a power of two, half of it as FP4 is doubled.
+_MXFP4 = np.dtype([("e", "u1"), ("qs", "u1", 16)])
+
 # The K formats: 256 values in groups of 16 or 32, each with a small integer scale under a float16 one.
 #
 # Two-bit planes (Q2_K, Q3_K), for each half h of 128 values and j = 0..31:
@@ -135,6 +138,9 @@ CODEBOOK = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32
 )
 
+# Twice the values of MXFP4's codes: a sign, two bits of exponent, one of mantissa. -0 is read as 0.
+FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.float32)
+
 _T = GGMLType
 TYPES: dict[GGMLType, TypeFacts] = {
     _T.F32: TypeFacts("F32", 1, 4, "float32", np.dtype("<f4")),
@@ -152,6 +158,7 @@ TYPES: dict[GGMLType, TypeFacts] = {
     _T.Q6_K: TypeFacts("Q6_K", 256, 210, "6 bits, 8-bit scale per 16", _Q6_K),
     _T.IQ4_NL: TypeFacts("IQ4_NL", 32, 18, "4-bit codebook, one scale per 32", _Q4_0),
     _T.IQ4_XS: TypeFacts("IQ4_XS", 256, 136, "4-bit codebook, 6-bit scale per 32", _IQ4_XS),
+    _T.MXFP4: TypeFacts("MXFP4", 32, 17, "4-bit float, shared exponent per 32", _MXFP4),
     # These are listed and copied, never computed with.
     _T.Q8_1: TypeFacts("Q8_1", 32, 36, "8 bits, scale and sum per 32"),
     _T.Q8_K: TypeFacts("Q8_K", 256, 292, "8 bits, float32 scale per 256"),
@@ -164,7 +171,6 @@ TYPES: dict[GGMLType, TypeFacts] = {
     _T.IQ1_M: TypeFacts("IQ1_M", 256, 56, "1.75-bit lattice"),
     _T.TQ1_0: TypeFacts("TQ1_0", 256, 54, "ternary, 1.69 bits"),
     _T.TQ2_0: TypeFacts("TQ2_0", 256, 66, "ternary, 2.06 bits"),
-    _T.MXFP4: TypeFacts("MXFP4", 32, 17, "4-bit float, shared exponent per 32"),
     _T.I8: TypeFacts("I8", 1, 1, "int8", np.dtype("i1")),
     _T.I16: TypeFacts("I16", 1, 2, "int16", np.dtype("<i2")),
     _T.I32: TypeFacts("I32", 1, 4, "int32", np.dtype("<i4")),
@@ -291,6 +297,17 @@ def _decode_iq4_xs(b: np.ndarray) -> np.ndarray:
     return scale[:, :, None] * CODEBOOK[q]
 
 
+def _half_of_e8m0(e: np.ndarray) -> np.ndarray:
+    """2^(e - 128): half of the power of two that an exponent stands for; the first two are subnormal."""
+    e = e.astype(np.uint32)
+    bits = np.where(e < 2, np.uint32(0x00200000) << np.minimum(e, 1), (e - np.uint32(1)) << np.uint32(23))
+    return bits.view(np.float32)
+
+
+def _decode_mxfp4(b: np.ndarray) -> np.ndarray:
+    return _half_of_e8m0(b["e"])[:, None] * FP4[_nibbles(b)]
+
+
 def _decode_float(b: np.ndarray) -> np.ndarray:
     return b.astype(np.float32)
 
@@ -315,6 +332,7 @@ _DECODERS: dict[GGMLType, Callable[[np.ndarray], np.ndarray]] = {
     _T.Q6_K: _decode_q6_k,
     _T.IQ4_NL: _decode_iq4_nl,
     _T.IQ4_XS: _decode_iq4_xs,
+    _T.MXFP4: _decode_mxfp4,
 }
 DECODABLE = frozenset(_DECODERS)
 
@@ -403,6 +421,20 @@ def _encode_q8_0(x: np.ndarray) -> np.ndarray:
     return out
 
 
+def _encode_mxfp4(x: np.ndarray) -> np.ndarray:
+    """The largest magnitude gets the largest power of two; of two nearest numbers the first is taken.
+
+    The power is that of the exponent's bits. GGML's comes from log2f, which rounds up where the largest
+    magnitude lies some units in the last place below a power of two.
+    """
+    mantissa, exponent = np.frexp(np.abs(x).max(axis=1))  # 2^n is 0.5 and n + 1; 0 is 0 and 0
+    out = np.empty(len(x), _MXFP4)
+    out["e"] = np.where(mantissa > 0, np.maximum(exponent + 124, 0), 0)
+    error = np.abs(_half_of_e8m0(out["e"])[:, None, None] * FP4 - x[:, :, None])
+    out["qs"] = _pack_halves(error.argmin(axis=2).astype(np.uint8))
+    return out
+
+
 def _encode_bf16(x: np.ndarray) -> np.ndarray:
     bits = x.view(np.uint32)
     is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
@@ -420,6 +452,7 @@ _ENCODERS: dict[GGMLType, Callable[[np.ndarray], np.ndarray]] = {
     _T.Q5_0: lambda x: _encode_symmetric(x, _Q5_0, 16),
     _T.Q5_1: lambda x: _encode_affine(x, _Q5_1, 31),
     _T.Q8_0: _encode_q8_0,
+    _T.MXFP4: _encode_mxfp4,
 }
 ENCODABLE = frozenset(_ENCODERS)
 
@@ -428,7 +461,8 @@ def quantize(values: np.ndarray, type: GGMLType) -> np.ndarray:
     """Encodes rows of float32 [..., ne0] as uint8 [..., row_bytes(type, ne0)], as GGML's reference does.
 
     Raises InvalidRequestError for a type without encoder and for NaN, infinity or a value too large for
-    the type's float16 scale (F32 and BF16 keep any value), FormatError if blocks do not divide ne0.
+    the type's float16 scale (F32 and BF16 keep any value, MXFP4 any finite one), FormatError
+    if blocks do not divide ne0.
     """
     type = GGMLType(type)
     encode = _ENCODERS.get(type)
@@ -446,12 +480,13 @@ def quantize(values: np.ndarray, type: GGMLType) -> np.ndarray:
         for i in range(0, len(blocks), step):
             chunk = encode(x[i : i + step]).reshape(-1)
             if type not in (_T.F32, _T.BF16):
-                _check_finite(chunk, type)
+                _check_finite(x[i : i + step] if type == _T.MXFP4 else chunk, type)
             blocks[i : i + step] = chunk
     return out
 
 
 def _check_finite(blocks: np.ndarray, type: GGMLType) -> None:
+    """Looks at the float16 fields of blocks, or at floats."""
     for scale in (
         [blocks] if blocks.dtype.names is None else [blocks[f] for f in ("d", "m") if f in blocks.dtype.names]
     ):

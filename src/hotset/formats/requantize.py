@@ -69,6 +69,7 @@ TARGETS: dict[str, Target] = {
     "q4_k_s": Target(_T.Q4_K, 14),
     "q4_1": Target(_T.Q4_1, 3),
     "q4_0": Target(_T.Q4_0, 2),
+    "mxfp4": Target(_T.MXFP4, 38),
     "q3_k": Target(_T.Q3_K, 11),
     "q2_k": Target(_T.Q2_K, 10),
 }
@@ -80,7 +81,7 @@ FALLBACKS: dict[GGMLType, GGMLType] = {
     _T.Q4_K: _T.Q5_0,
     _T.Q3_K: _T.Q4_0,
     _T.Q2_K: _T.Q4_0,
-    **dict.fromkeys((_T.Q8_0, _T.Q5_1, _T.Q5_0, _T.Q4_1, _T.Q4_0), _T.F16),
+    **dict.fromkeys((_T.Q8_0, _T.Q5_1, _T.Q5_0, _T.Q4_1, _T.Q4_0, _T.MXFP4), _T.F16),
 }
 """Where blocks do not divide the rows."""
 
