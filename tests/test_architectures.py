@@ -18,7 +18,10 @@ import hotset
 from hotset.backends.base import PAGE_SIZE, Backend, Batch
 from hotset.backends.cpu import CpuBackend
 from hotset.backends.reference import ReferenceBackend
+from hotset.convert.hf import convert_hf
+from hotset.errors import UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 
@@ -33,10 +36,13 @@ N_CTX = PAGES_EACH * PAGE_SIZE
 BACKENDS: dict[str, Callable[..., Backend]] = {"reference": ReferenceBackend, "cpu": CpuBackend}
 
 
-@pytest.fixture(scope="module", params=tiny_models.RECIPES)
+RECIPES = tiny_models.RECIPES | tiny_models.EXPERTS
+
+
+@pytest.fixture(scope="module", params=RECIPES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """(open GGUF file, sequences of token ids, their logits by transformers)."""
-    recipe = tiny_models.RECIPES[request.param]
+    recipe = RECIPES[request.param]
     folder = tmp_path_factory.mktemp("checkpoint")
     theirs = tiny_models.build(recipe)
     path = tiny_models.to_gguf(recipe, theirs, folder)
@@ -50,6 +56,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, model: Any) -> Iterator[Backend]:
+    if request.param == "cpu" and config_from_gguf(model[0]).has_experts:
+        pytest.skip("the native engine has no experts yet")
     backend = open_backend(request.param, model[0])
     yield backend
     backend.close()
@@ -127,6 +135,31 @@ def test_neurons_that_are_zero_are_left_out(tmp_path: Path, name: str) -> None:
             assert 0 < stats.active.sum() < 0.9 * stats.selected.sum() or mode == "svd"
     assert np.array_equal(found["dense"], found["exact"])
     assert relative_error(found["svd"], found["dense"]) < 0.5
+
+
+@pytest.mark.parametrize("name", ["mixtral"])
+def test_experts_of_a_checkpoint_may_be_in_one_tensor(tmp_path: Path, name: str) -> None:
+    """As transformers holds them in memory, and one by one as it publishes them."""
+    recipe, files = RECIPES[name], {}
+    model = tiny_models.build(recipe)
+    for form in (True, False):
+        folder = tmp_path / str(form)
+        tiny_models.save(recipe, model, folder, save_original_format=form)
+        files[form] = tmp_path / f"{form}.gguf"
+        convert_hf(folder, files[form], "q8_0")
+    with open_gguf(files[True]) as one, open_gguf(files[False]) as other:
+        assert one.tensors["blk.0.ffn_up_exps.weight"].type == GGMLType.Q8_0
+        assert one.tensors["blk.0.ffn_gate_inp.weight"].type == GGMLType.F32
+        assert one.tensors.keys() == other.tensors.keys()
+        for tensor in one.tensors:
+            np.testing.assert_array_equal(one.data(tensor), other.data(tensor))
+
+
+def test_experts_are_refused_where_nothing_computes_them(tmp_path: Path) -> None:
+    recipe = RECIPES["mixtral"]
+    path = tiny_models.to_gguf(recipe, tiny_models.build(recipe), tmp_path)
+    with pytest.raises(UnsupportedModelError, match="use --backend reference"):
+        hotset.load(path, backend="cpu", n_ctx=128)
 
 
 def test_prompts_cross_windows_contexts_and_pages() -> None:

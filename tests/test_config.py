@@ -18,13 +18,14 @@ from hotset.model.config import (
     DRELU,
     FATRELU_THRESHOLD_KEY,
     UP_ACTIVATION_KEY,
+    Experts,
     FFNActivation,
     ModelConfig,
     config_from_gguf,
     parse_activation,
 )
 from hotset.model.decoder import describe
-from hotset.model.graph import Mask
+from hotset.model.graph import ExpertLinear, Mask
 from hotset.model.predictor import Predictor, PredictorKind
 
 SOUND = {
@@ -247,6 +248,15 @@ def test_an_unknown_architecture_is_named() -> None:
         ({"attention__sliding_window": -1}, "outside"),
         ({"attention__sliding_window": 2**31}, "outside"),
         ({"attention__sliding_window": 8, "attention__sliding_window_pattern": [True]}, "for 2 layers"),
+        ({"expert_count": 8}, "llama.expert_used_count is missing"),
+        ({"expert_count": 8, "expert_used_count": 9}, "outside 1 to 8"),
+        ({"expert_count": 8, "expert_used_count": 2, "expert_weights_norm": 1}, "must be true or false"),
+        ({"expert_count": 8, "expert_used_count": 2, "expert_group_count": 3}, "is 3 for 8 experts"),
+        (
+            {"expert_count": 8, "expert_used_count": 5, "expert_group_count": 4}
+            | {"expert_group_used_count": 2},
+            "is 4 for 8 experts of which 5 are used",
+        ),
     ],
 )
 def test_a_damaged_key_is_named(keys: dict[str, Any], sentence: str) -> None:
@@ -259,7 +269,8 @@ def test_a_damaged_key_is_named(keys: dict[str, Any], sentence: str) -> None:
     ("keys", "sentence"),
     [
         ({"rope__scaling__type": "longrope"}, "'longrope' is not supported"),
-        ({"expert_count": 8}, "mixture-of-experts"),
+        ({"expert_count": 1025}, "1025 experts, and at most 1024"),
+        ({"expert_count": 8, "expert_used_count": 2, "expert_gating_func": 4}, "expert_gating_func is 4"),
         ({"attention__causal": False}, "encoder"),
         ({"attention__key_length": 513}, "heads of 513 channels, and at most 512"),
         ({"attention__value_length": 513}, "heads of 513 channels, and at most 512"),
@@ -272,6 +283,49 @@ def test_a_damaged_key_is_named(keys: dict[str, Any], sentence: str) -> None:
 def test_what_cannot_run_is_refused(keys: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UnsupportedModelError, match=sentence):
         config_from_gguf(file(**keys))
+
+
+def test_an_architecture_without_experts_has_none() -> None:
+    with pytest.raises(UnsupportedModelError, match="mixture-of-experts models of the architecture gemma2"):
+        config_from_gguf(file("gemma2", expert_count=8))
+
+
+def test_experts_are_what_keys_and_architecture_say() -> None:
+    used = {"expert_count": 8, "expert_used_count": 2}
+    config = config_from_gguf(file(**used))
+    assert config.layers[0].experts == Experts(8, 2, "softmax", True)
+    assert config.n_ff == (8 * 96, 8 * 96)
+    config = config_from_gguf(
+        file(
+            **used, expert_feed_forward_length=32, expert_gating_func=2, expert_weights_norm=False,
+            expert_weights_scale=2.5, expert_group_count=4, expert_group_used_count=2, expert_shared_count=3,
+            leading_dense_block_count=1,
+        )
+    )  # fmt: skip
+    assert config.layers[0].experts is None
+    assert config.layers[1].experts == Experts(8, 2, "sigmoid", False, 2.5, 4, 2, 96)
+    assert config.n_ff == (96, 8 * 32)
+    assert config_from_gguf(file(expert_count=0)).layers[0].experts is None
+
+
+def test_experts_may_lie_in_one_tensor_or_in_one_each() -> None:
+    config = config_from_gguf(file(expert_count=3, expert_used_count=2))
+    dense = {f"blk.{i}.ffn_{name}.weight": None for i in range(2) for name in ("gate", "up", "down")}
+    router = {f"blk.{i}.ffn_gate_inp.weight": (64, 3) for i in range(2)}
+    shapes = {"gate": (64, 96), "up": (64, 96), "down": (96, 64)}
+    one = {f"blk.{i}.ffn_{n}_exps.weight": (*s, 3) for i in range(2) for n, s in shapes.items()}
+    each = {f"blk.{i}.ffn_{n}.{e}.weight": s for i in range(2) for n, s in shapes.items() for e in range(3)}
+    merged = {k: s for k, s in one.items() if "down" in k}
+    merged |= {f"blk.{i}.ffn_gate_up_exps.weight": (64, 192, 3) for i in range(2)}
+    for tensors in (one, each, merged):
+        graph = describe(config, complete(**dense, **router, **tensors))
+        assert [ffn.n_ff for ffn in graph.ffns] == [288, 288]
+        assert graph.ffns[0].neurons.width == 192
+    up = graph.ffns[0].up
+    assert isinstance(up, ExpertLinear)
+    assert (up.first_row, up.n_rows) == (96, 96)
+    with pytest.raises(UnsupportedModelError, match=r"blk\.1\.ffn_up\.2\.weight"):
+        describe(config, complete(**dense, **router, **each | {"blk.1.ffn_up.2.weight": None}))
 
 
 def test_a_powerinfer_file_means_other_activations() -> None:
@@ -317,6 +371,7 @@ KEYS = [
     *("hidden_activation", "expert_count", "attention.causal", "attention.layer_norm_epsilon"),
     *("attention.scale", "embedding_scale", "residual_scale", "logit_scale", "rope.freq_base_swa"),
     *("attn_logit_softcapping", "final_logit_softcapping", "rope.scaling.finetuned"),
+    *("expert_used_count", "expert_feed_forward_length", "expert_weights_norm", "expert_group_count"),
 ]
 
 
@@ -442,7 +497,7 @@ def test_what_newer_architectures_say_reaches_the_layers() -> None:
     for layer in gemma.layers:
         assert layer.rope is not None
         assert layer.rope.freq == pytest.approx(local if layer.window else slowed)
-        assert (layer.qk_norm, layer.post_norm, layer.activation.gate) == (True, True, "gelu_tanh")
+        assert (layer.qk_norm, layer.post_norm, layer.activation.gate) == ("head", True, "gelu_tanh")
         assert layer.attention_scale == 0.25
     assert gemma.embedding_scale == 8.0
     based = config_from_gguf(file("gemma3", **window, rope__freq_base_swa=500.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from tiny_gguf import write_llama
 
 from hotset.backends.base import PAGE_SIZE, Batch
-from hotset.backends.reference import ACTIVATIONS, ReferenceBackend, rotate
+from hotset.backends.reference import ACTIVATIONS, ReferenceBackend, rotate, routed
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
 from hotset.formats.planes import codes_of, scales_of
@@ -28,6 +29,7 @@ from hotset.model.graph import (
     Mask,
     Rope,
     Rotate,
+    Route,
     SelectOutputs,
     SignScores,
     TransposedLinear,
@@ -144,6 +146,42 @@ def test_a_broken_batch_is_refused(llama: GGUFFile, replaced: dict[str, Any], se
         backend(llama).step(batch(3, **replaced))
 
 
+def test_a_route_is_what_its_description_says() -> None:
+    x = np.array([[1, 3, 2, 3], [0, 0, 0, 0], [-1, np.nan, -2, -3]], F32)
+    chosen = {
+        "softmax": [[1, 3], [0, 1], [0, 2]],  # of equal ones the lower, and no number last
+        "sigmoid": [[1, 3], [0, 1], [0, 2]],
+        "softmax_chosen": [[1, 3], [0, 1], [0, 2]],
+    }
+    for scoring, ids in chosen.items():
+        route = Route(Value(0, 4, "r"), Value(1, 4, "x"), 2, scoring)  # type: ignore[arg-type]
+        assert routed(x, None, route)[:, :2].tolist() == ids
+    e = np.exp(np.array([1, 3, 2, 3]))
+    route = Route(Value(0, 4, "r"), Value(1, 4, "x"), 2, "softmax")
+    np.testing.assert_allclose(routed(x, None, route)[0, 2:], e[[1, 3]] / e.sum(), rtol=1e-6)
+    normalised = replace(route, normalised=True, scale=3.0)
+    np.testing.assert_allclose(routed(x, None, normalised)[0, 2:], [1.5, 1.5], rtol=1e-6)
+    p = 1 / (1 + np.exp(-x[0]))
+    route = replace(normalised, scoring="sigmoid")
+    bias = np.array([0.9, 0, 0, 0.001], F32)
+    found = routed(x, bias, route)[0]  # the bias chooses and does not weigh
+    assert found[:2].tolist() == [0, 3]
+    np.testing.assert_allclose(found[2:], 3 * p[[0, 3]] / p[[0, 3]].sum(), rtol=1e-6)
+    tiny = routed(np.full((1, 4), -60, F32), None, route)[0, 2:]  # a sum of almost nothing counts as 2^-14
+    np.testing.assert_allclose(tiny, 3 * np.exp(-60) * 2**14, rtol=1e-3, atol=1e-12)
+
+
+def test_groups_of_experts_are_chosen_by_their_two_best() -> None:
+    x = np.array([[9, -9, 3, 3, 8, -8]], F32)
+    route = Route(
+        Value(0, 4, "r"), Value(1, 6, "x"), 2, "softmax_chosen", n_groups=3, n_groups_used=1
+    )  # sums of two: 0, 6, 0
+    assert routed(x, None, route)[0, :2].tolist() == [2, 3]
+    assert routed(x, None, replace(route, n_groups_used=2))[0, :2].tolist() == [0, 2]
+    bias = np.array([0, 0, 0, 0, 0, 17], F32)
+    assert routed(x, bias, route)[0, :2].tolist() == [5, 4]
+
+
 def test_close_twice(llama: GGUFFile) -> None:
     reference = backend(llama)
     reference.close()
@@ -182,6 +220,7 @@ def test_norm_and_neox_rotate_the_same_pairs_in_another_order() -> None:
 def test_activations_against_their_formulas() -> None:
     x = np.array([-100, -3, -0.5, -1e-3, 0, 1e-3, 0.2, 0.25, 3, 100], F32)
     formulas = {
+        "sigmoid": lambda v: 1 / (1 + math.exp(-v)),
         "silu": lambda v: v / (1 + math.exp(-v)),
         "gelu": lambda v: v * 0.5 * math.erfc(-v / math.sqrt(2)),
         "gelu_tanh": lambda v: 0.5 * v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))),

@@ -220,11 +220,22 @@ RECIPES: dict[str, TinyModel] = {
 }
 
 
+EXPERTS: dict[str, TinyModel] = {
+    "mixtral": TinyModel("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-window": TinyModel(
+        "Mixtral", {**WIDE_HEADS, "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 24}
+    ),
+}
+"""Mixtures of experts."""
+
+
 def build(recipe: TinyModel, seed: int = 0, **settings: Any) -> torch.nn.Module:
     """The model of a recipe, in evaluation mode, every parameter drawn anew."""
     config_class = getattr(transformers, f"{recipe.config or recipe.kind}Config")
     model_class = getattr(transformers, f"{recipe.kind}ForCausalLM")
     model = model_class(config_class(**{**SHAPE, **recipe.settings, **settings})).eval()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
     if recipe.patch is not None:
         recipe.patch(model)
     generator = torch.Generator().manual_seed(seed)
@@ -238,7 +249,7 @@ def build(recipe: TinyModel, seed: int = 0, **settings: Any) -> torch.nn.Module:
             elif "embed" in name:
                 parameter.copy_(noise)
             else:  # gains above one: attention is sharp, and the residual stream drowns no layer
-                parameter.copy_(1.5 * noise / parameter.shape[1] ** 0.5)
+                parameter.copy_(1.5 * noise / parameter.shape[-1] ** 0.5)
     return model
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from hotset.backends.base import WeightSource
 from hotset.backends.fusion import Buffers, Fused, fuse
-from hotset.errors import InvalidRequestError
+from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.quants import dequantize, row_bytes
 from hotset.model.graph import (
     NO_LAYER,
@@ -25,6 +25,8 @@ from hotset.model.graph import (
     Add,
     Attention,
     Embed,
+    ExpertLinear,
+    ExpertSum,
     Ffn,
     Graph,
     LayerNorm,
@@ -34,17 +36,20 @@ from hotset.model.graph import (
     Part,
     RMSNorm,
     Rotate,
+    Route,
     Scale,
     SelectOutputs,
     SignScores,
     SoftCap,
     TransposedLinear,
     Value,
+    one_matrix,
 )
 
 # Numbers of csrc/kernels/kernels.h.
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "fatrelu": 5}
 SOFT_CAP, SCALE = 6, 7  # as activations: cap * tanh(x / cap), factor * x
+_NO_EXPERTS = "mixtures of experts run on the reference backend alone for now; use --backend reference"
 PLANES = {2: 31, 1: 32}  # columns per byte of the codes → type
 
 
@@ -201,6 +206,8 @@ class _Emission:
                 plan.add(buffers[main.a], buffers[main.b], out)
             case Multiply():
                 plan.multiply(buffers[main.a], buffers[main.b], out)
+            case Route() | ExpertLinear() | ExpertSum():
+                raise UnsupportedModelError(_NO_EXPERTS)
             case Linear() | TransposedLinear() | Ffn():
                 raise AssertionError(f"{main.out.name} is no group's last operation")
             case _:
@@ -246,14 +253,16 @@ class _Emission:
 
     def _ffn(self, ffn: Ffn, group: Fused) -> None:
         """Two native operations: up to the values of the neurons, and down."""
+        if ffn.route is not None:
+            raise UnsupportedModelError(_NO_EXPERTS)
         if ffn.has_zeros:
             self._neurons(ffn)
         elif ffn.gate is None:
-            self._products(ffn.norm, [ffn.up], [ffn.selected], activate=ffn.gate_act)
+            self._products(ffn.norm, [one_matrix(ffn.up)], [ffn.selected], activate=ffn.gate_act)
         else:
             assert ffn.up_act is None, "an activation of up stands beside one with zeros alone"
             # Of gate and up only the product exists: its buffer stands for both.
-            products, outs = [ffn.gate, ffn.up], [ffn.selected] * 2
+            products, outs = [one_matrix(ffn.gate), one_matrix(ffn.up)], [ffn.selected] * 2
             self._products(ffn.norm, products, outs, activate=ffn.gate_act, multiplied=True)
         self.at.append((ffn.layer, ffn.part))
 
@@ -261,6 +270,7 @@ class _Emission:
         if isinstance(down, TransposedLinear):
             self._axpy(down, residual, group.out[0])
         else:
+            assert isinstance(down, Linear)
             self._products(None, [down], [group.out[0]], residual)
         self.at.append((ffn.layer, ffn.part))
 
@@ -269,8 +279,8 @@ class _Emission:
         self._plan.neurons(
             self._buffers[ffn.x],
             self._norm(norm) if norm else None,
-            self._part(ffn.gate, ffn.selected) if ffn.gate else None,
-            self._part(ffn.up, ffn.selected),
+            self._part(one_matrix(ffn.gate), ffn.selected) if ffn.gate else None,
+            self._part(one_matrix(ffn.up), ffn.selected),
             activation(ffn.gate_act),
             ACTIVATIONS[ffn.up_act.kind] if ffn.up_act else None,
             (self._buffers[mask.scores], mask.threshold, mask.first) if mask else None,

@@ -30,6 +30,8 @@ from hotset.model.graph import (
     Add,
     Attention,
     Embed,
+    ExpertLinear,
+    ExpertSum,
     Ffn,
     Graph,
     LayerNorm,
@@ -40,6 +42,7 @@ from hotset.model.graph import (
     Primitive,
     RMSNorm,
     Rotate,
+    Route,
     Scale,
     SelectOutputs,
     SignScores,
@@ -203,10 +206,39 @@ class ReferenceBackend:
                 return values[op.x.id] * F32(op.factor)
             case SoftCap():
                 return soft_cap(values[op.x.id], op.cap)
+            case Route():
+                return routed(values[op.x.id], None if op.bias is None else self._weight(op.bias), op)
+            case ExpertLinear():
+                x = np.repeat(values[op.x.id][:, None], op.n_used, axis=1)
+                return self._by_experts(op, x, values[op.route.id], op.n_rows).reshape(len(x), -1)
+            case ExpertSum():
+                x = values[op.x.id].reshape(len(values[op.x.id]), op.n_used, -1)
+                parts = self._by_experts(op, x, values[op.route.id], op.out.width)
+                weights = values[op.route.id][:, op.n_used :, None]
+                out = np.zeros_like(parts[:, 0])
+                for rank in range(op.n_used):
+                    out += weights[:, rank] * parts[:, rank]
+                return out
             case SelectOutputs():
                 return values[op.x.id][batch.outputs]
             case _:
                 assert_never(op)
+
+    def _by_experts(
+        self, op: ExpertLinear | ExpertSum, x: np.ndarray, route: np.ndarray, n_rows: int
+    ) -> np.ndarray:
+        """x [n_tokens, n_used, width] times the matrices of their experts: [n_tokens, n_used, n_rows]."""
+        ids = route[:, : op.n_used].astype(np.int64)
+        first = op.first_row if isinstance(op, ExpertLinear) else 0
+        out = np.empty((*ids.shape, n_rows), x.dtype)
+        for expert in np.unique(ids):
+            of_it = ids == expert
+            weight = self._weight(op.weights[expert if len(op.weights) > 1 else 0])
+            rows = (weight if weight.ndim == 2 else weight[expert])[first : first + n_rows]
+            out[of_it] = x[of_it] @ rows.T
+            if op.bias is not None:
+                out[of_it] += self._weight(op.bias)[expert, first : first + n_rows]
+        return out
 
     def _attend(
         self, op: Attention, q: np.ndarray, k: np.ndarray, v: np.ndarray, slots: list[np.ndarray]
@@ -290,19 +322,58 @@ class _Counts:
 
     def add(self, ffn: Ffn, values: dict[int, np.ndarray]) -> None:
         """Counts what the values of an FFN say about its neurons."""
-        active = values[ffn.selected.id] != 0
-        chosen = np.ones_like(active)
+        active = _of_all_experts(ffn, values, values[ffn.selected.id] != 0)
+        chosen = _of_all_experts(ffn, values, np.ones_like(values[ffn.selected.id], bool))
         if ffn.mask is not None:
             chosen = selected(ffn.mask, values[ffn.mask.scores.id])
-        up = chosen if ffn.gate is None else chosen & (values[ffn.gate_act.out.id] != 0)
+        fires = _of_all_experts(ffn, values, values[ffn.gate_act.out.id] != 0)
+        up = chosen if ffn.gate is None else chosen & fires
         for name, needed in {"gate_rows": chosen, "up_rows": up, "down_rows": active}.items():
-            n_rows = needed.any(axis=0).sum() if self.sparse else active.shape[1]
+            needed = needed if self.sparse else chosen if ffn.route is not None else np.ones_like(chosen)
+            n_rows = needed.any(axis=0).sum()
             self.counts[name][ffn.layer] = 0 if name == "gate_rows" and ffn.gate is None else n_rows
         self.counts["selected"][ffn.layer] = chosen.sum()
         self.counts["active"][ffn.layer] = active.sum()
 
     def stats(self) -> StepStats:
         return StepStats(self.n_tokens, **self.counts, **self.times, other=self.other)
+
+
+def _of_all_experts(ffn: Ffn, values: dict[int, np.ndarray], of_chosen: np.ndarray) -> np.ndarray:
+    """Truths about the neurons of a token's experts as truths about all neurons, bool [n_tokens, n_ff]."""
+    if ffn.route is None:
+        return of_chosen
+    n_used, n_expert = ffn.route.n_used, ffn.route.x.width
+    out = np.zeros((len(of_chosen), n_expert, ffn.n_ff // n_expert), bool)
+    ids = values[ffn.route.out.id][:, :n_used].astype(np.int64)
+    np.put_along_axis(out, ids[:, :, None], of_chosen.reshape(*ids.shape, -1), axis=1)
+    return out.reshape(len(of_chosen), ffn.n_ff)
+
+
+def routed(x: np.ndarray, bias: np.ndarray | None, op: Route) -> np.ndarray:
+    """Ids and weights of the experts of each token, [n_tokens, 2 * n_used] (graph.Route)."""
+    p = {"softmax": softmax, "sigmoid": ACTIVATIONS["sigmoid"]}.get(op.scoring, lambda x, _: x)(x, F32(0))
+    wanted = x if bias is None and op.n_groups == 1 else p if bias is None else p + bias
+    if op.n_groups > 1:
+        grouped = wanted.reshape(len(x), op.n_groups, -1)
+        best = np.sort(grouped, axis=2)[:, :, -2:].sum(axis=2)
+        chosen = np.argsort(-best, axis=1, kind="stable")[:, : op.n_groups_used]
+        kept = np.zeros(best.shape, bool)
+        np.put_along_axis(kept, chosen, True, axis=1)
+        wanted = np.where(kept[:, :, None], grouped, F32(-np.inf)).reshape(x.shape)
+    ids = np.argsort(-wanted, axis=1, kind="stable")[:, : op.n_used]
+    weights = np.take_along_axis(p, ids, axis=1)
+    if op.scoring == "softmax_chosen":
+        weights = softmax(weights)
+    if op.normalised:
+        weights = weights / np.maximum(weights.sum(axis=1, keepdims=True), F32(2**-14))
+    return np.concatenate([ids, weights * F32(op.scale)], axis=1).astype(x.dtype)
+
+
+def softmax(x: np.ndarray, _: np.float32 | None = None) -> np.ndarray:
+    """exp(x) over its sum, by rows."""
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return np.asarray(e / e.sum(axis=-1, keepdims=True))
 
 
 def selected(op: Mask, scores: np.ndarray) -> np.ndarray:
@@ -336,6 +407,11 @@ def _silu(x: np.ndarray, _: np.float32) -> np.ndarray:
     return x * (0.5 + 0.5 * np.tanh(0.5 * x))  # x * sigmoid(x), in a form that cannot overflow
 
 
+def _sigmoid(x: np.ndarray, _: np.float32) -> np.ndarray:
+    with np.errstate(over="ignore"):  # far below 0 it is 0
+        return np.asarray(1 / (1 + np.exp(-x)))
+
+
 def _gelu(x: np.ndarray, _: np.float32) -> np.ndarray:
     erf = np.vectorize(math.erf, otypes=[np.float64])
     return (0.5 * x * (1 + erf(x / math.sqrt(2)))).astype(np.float32)
@@ -347,6 +423,7 @@ def _gelu_tanh(x: np.ndarray, _: np.float32) -> np.ndarray:
 
 ACTIVATIONS: dict[str, Callable[[np.ndarray, np.float32], np.ndarray]] = {
     "silu": _silu,
+    "sigmoid": _sigmoid,
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "relu": lambda x, _: np.maximum(x, 0),

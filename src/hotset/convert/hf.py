@@ -85,6 +85,30 @@ class Origin:
         values = to_floats(np.ascontiguousarray(found))
         return values + np.float32(self.plus) if self.plus else values
 
+    def pieces(self) -> Iterator[np.ndarray]:
+        """The result in order, some megabytes at a time."""
+        n_rows = self.shape[0]
+        step = max(PIECE_VALUES // math.prod(self.shape[1:]), 1)
+        for start in range(0, n_rows, step):
+            yield self.piece(start, min(start + step, n_rows))
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Matrices of one shape, one after the other: those of the experts."""
+
+    parts: tuple[Origin, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Outermost first, of the result."""
+        return (len(self.parts), *self.parts[0].shape)
+
+    def pieces(self) -> Iterator[np.ndarray]:
+        """As Origin.pieces."""
+        for part in self.parts:
+            yield from part.pieces()
+
 
 @dataclass(frozen=True)
 class Converted:
@@ -125,12 +149,17 @@ def convert_hf(
     architecture = config.architecture if predictors is None else _powerinfer_architecture(config)
     checkpoint = Checkpoint(src)
     sources = dict(_sources(checkpoint, config, dialect))
+    if config.n_expert and (predictors is not None or profile is not None):
+        raise UnsupportedModelError("predictors and profiles of experts' neurons are not supported")
     folder = None if predictors is None else _Predictors(Path(predictors), config)
     if folder is not None:
         sources |= folder.sources
     orders = None if profile is None else _checked_orders(profile, config)
     if orders is not None:
-        sources = {n: _ordered(n, source, orders) for n, source in sources.items()}
+        sources = {
+            n: _ordered(n, source, orders) if isinstance(source, Origin) else source
+            for n, source in sources.items()
+        }
 
     writer = GGUFWriter(out_path, architecture, dialect=dialect)
     writer.add("general.name", src.resolve().name)
@@ -162,8 +191,10 @@ def convert_hf(
     for tensor in planned:
         source = sources[tensor.info.name]
 
-        def pieces(source: Origin = source) -> Iterator[np.ndarray]:
-            return _pieces(source, checkpoint)
+        def pieces(source: Origin | Stack = source) -> Iterator[np.ndarray]:
+            for piece in source.pieces():
+                yield piece
+                checkpoint.release()
 
         writer.add_tensor(tensor.info.name, pieces, tensor.type, tensor.info.shape)
     _check_loads(writer.planned())
@@ -188,14 +219,6 @@ def _check_loads(planned: PlannedFile) -> None:
         raise type(error)(f"the checkpoint would become a file that does not load: {error}") from None
 
 
-def _pieces(source: Origin, checkpoint: Checkpoint) -> Iterator[np.ndarray]:
-    n_rows = source.shape[0]
-    step = max(PIECE_VALUES // math.prod(source.shape[1:]), 1)
-    for start in range(0, n_rows, step):
-        yield source.piece(start, min(start + step, n_rows))
-        checkpoint.release()
-
-
 def _powerinfer_architecture(config: HFConfig) -> str:
     """The name under which PowerInfer knows such a model."""
     architecture = config.architecture
@@ -217,25 +240,45 @@ def _powerinfer_architecture(config: HFConfig) -> str:
 # ---- tensors -------------------------------------------------------------------------------------------
 
 
-def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iterator[tuple[str, Origin]]:
-    """(name in the file, where it comes from), layer by layer; refuses what has no place or another shape."""
+@dataclass(frozen=True, order=True)
+class _Place:
+    """Where a tensor of the checkpoint goes: -1 for a layer outside of them, for an expert none of its own.
+
+    targets: names in the file; several: each has an equal part of it.
+    """
+
+    layer: int
+    targets: tuple[str, ...]
+    expert: int = -1
+
+
+def _place_of(name: str, config: HFConfig) -> _Place:
     hf = config.hf_class
-    layer_name = re.compile(re.escape(hf.layers) + r"\.([0-9]{1,5})\.(.+)\.(weight|bias)")
     # OPT's .bin files leave out the first part of each name.
     prefix = hf.layers.partition(".")[0] + "."
-    output = "lm_head.weight"
+    full = name if name.startswith(prefix) or name.startswith("lm_head.") else prefix + name
+    stem, _, kind = full.rpartition(".")
+    if kind not in ("weight", "bias"):  # parameters that belong to no matrix have no kind
+        stem, kind = full, "weight"
+    if stem in hf.tensors and stem != full:
+        return _Place(-1, (f"{hf.tensors[stem]}.{kind}",))
+    match = re.fullmatch(re.escape(hf.layers) + r"\.([0-9]{1,5})\.(.+)", stem)
+    if match and int(match[1]) < config.n_layer:
+        number = re.search(r"\.experts\.([0-9]{1,5})\.", match[2])
+        inside = match[2] if number is None else match[2].replace(number[0], ".experts.*.", 1)
+        if inside in hf.layer_tensors:
+            layer, expert = int(match[1]), -1 if number is None else int(number[1])
+            targets = hf.layer_tensors[inside].split()
+            named = (t if t.endswith(".bias") else f"{t}.{kind}" for t in targets)
+            return _Place(layer, tuple(f"blk.{layer}.{target}" for target in named), expert)
+    raise UnsupportedModelError(f"the checkpoint has a tensor that is not known: {name[:200]}")
 
-    def place(name: str) -> tuple[int, str]:
-        full = name if name.startswith(prefix) or name.startswith("lm_head.") else prefix + name
-        stem, _, kind = full.rpartition(".")
-        if stem in hf.tensors and kind in ("weight", "bias"):
-            return -1, f"{hf.tensors[stem]}.{kind}"
-        match = layer_name.fullmatch(full)
-        if match and match[2] in hf.layer_tensors and int(match[1]) < config.n_layer:
-            return int(match[1]), f"blk.{int(match[1])}.{hf.layer_tensors[match[2]]}.{match[3]}"
-        raise UnsupportedModelError(f"the checkpoint has a tensor that is not known: {name[:200]}")
 
-    tied = config.tied
+def _sources(
+    checkpoint: Checkpoint, config: HFConfig, dialect: Dialect
+) -> Iterator[tuple[str, Origin | Stack]]:
+    """(name in the file, where it comes from), layer by layer; refuses what has no place or another shape."""
+    output, tied = "lm_head.weight", config.tied
     if config.architecture == "falcon" and output in checkpoint.tensors:
         tied = (
             config.raw.get("tie_word_embeddings") is True
@@ -243,23 +286,63 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
     names = [n for n in checkpoint.tensors if not _IGNORED.fullmatch(n) and not (tied and n == output)]
     if not tied and output not in checkpoint.tensors:
         raise UnsupportedModelError("the checkpoint lacks lm_head.weight, and its config does not tie it")
-    places = sorted((place(name), name) for name in names)
-    targets = Counter(target for (_, target), _ in places)
-    for (_, target), name in places:
-        if targets[target] > 1:
-            raise FormatError(f"the checkpoint has two tensors for {target}, one of them {name}")
-        yield (
-            _converted_name(target, dialect),
-            _source(checkpoint.tensors[name], target, name, config, dialect),
-        )
+    places = sorted((_place_of(name, config), name) for name in names)
+    counted = Counter((target, place.expert) for place, _ in places for target in place.targets)
+    of_experts: dict[str, dict[int, tuple[str, np.ndarray]]] = {}
+    for place, name in places:
+        values = checkpoint.tensors[name]
+        for i, target in enumerate(place.targets):
+            if counted[target, place.expert] > 1 or (place.expert >= 0 and counted[target, -1]):
+                raise FormatError(f"the checkpoint has two tensors for {target}, one of them {name}")
+            part = _part(values, i, len(place.targets), config)
+            if place.expert >= 0:
+                of_experts.setdefault(target, {})[place.expert] = name, part
+                if len(of_experts[target]) == config.n_expert:
+                    yield target, _stacked(of_experts.pop(target), target, config)
+            elif "_exps." in target:
+                one = dict(enumerate((name, matrix) for matrix in part))
+                yield target, _stacked(one, target, config, transposed=config.transposes_experts)
+            else:
+                yield _converted_name(target, dialect), _source(part, target, name, config, dialect)
+    for target, found in of_experts.items():
+        raise FormatError(f"the checkpoint has {target} of {len(found)} experts, not of {config.n_expert}")
     if tied and dialect == "powerinfer" and config.architecture != "opt":
         # Its engine ties OPT's output only.
         values = checkpoint.tensors[_embedding(places)]
         yield "output.weight", _source(values, "output.weight", output, config, dialect)
 
 
-def _embedding(places: list[tuple[tuple[int, str], str]]) -> str:
-    found = [name for (_, target), name in places if target == "token_embd.weight"]
+def _part(values: np.ndarray, i: int, n: int, config: HFConfig) -> np.ndarray:
+    """The i-th of n matrices that lie in one tensor, or in one for all experts."""
+    if n == 1:
+        return values
+    if config.transposes_experts:  # column by column
+        return values[..., i::n]
+    size = values.shape[-2 if values.ndim > 1 else 0] // n
+    return values[..., i * size : (i + 1) * size, :] if values.ndim > 1 else values[i * size : (i + 1) * size]
+
+
+def _stacked(
+    found: dict[int, tuple[str, np.ndarray]], target: str, config: HFConfig, *, transposed: bool = False
+) -> Stack:
+    """The matrices of all experts: expert → (name in the checkpoint, values)."""
+    expected = _shape(target, config)
+    parts = []
+    for expert in range(config.n_expert):
+        name, values = found.get(expert, ("", np.empty(0, np.float32)))
+        origin = Origin(values, transposed=transposed and values.ndim == 2)
+        if expected is None or (len(found), *origin.shape) != expected:
+            raise FormatError(
+                f"the tensor {name or target} of the checkpoint is {list(values.shape)}, and its config.json "
+                f"says {'that there is none' if expected is None else list(expected[1:])} for an expert, "
+                f"of which it has {config.n_expert}"
+            )
+        parts.append(origin)
+    return Stack(tuple(parts))
+
+
+def _embedding(places: list[tuple[_Place, str]]) -> str:
+    found = [name for place, name in places if place.targets == ("token_embd.weight",)]
     if not found:
         raise UnsupportedModelError("the checkpoint lacks its embedding")
     return found[0]
@@ -285,6 +368,8 @@ def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialec
         return Origin(values, rows=_ungrouped(config))
     if hf.norms_less_one and stem.endswith("_norm") and target.endswith("weight"):
         return Origin(values, plus=1.0)
+    if stem == "ffn_gate_inp_shexp":  # files have it as a vector
+        return Origin(values[0])
     return Origin(values, transposed=stem == "ffn_down" and values.ndim == 2 and dialect == "powerinfer")
 
 
@@ -292,7 +377,7 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
     """What the tensor must be, outermost first; None: such a model has none of this name."""
     d, heads, kv = config.n_embd, config.n_head * config.head_dim, config.n_head_kv * config.head_dim
     row = ARCHITECTURES[config.architecture]
-    matrices: dict[str, tuple[int, int]] = {
+    matrices: dict[str, tuple[int, ...]] = {
         "token_embd": (config.n_vocab, d),
         "output": (config.n_vocab, d),
         "attn_q": (heads, d),
@@ -305,13 +390,23 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
     }
     if row.gated and not config.hf_class.fused_gate:
         matrices["ffn_gate"] = (config.n_ff, d)
+    if config.n_expert:
+        e, ff, shared = config.n_expert, config.n_ff_expert, config.n_ff_shared
+        matrices |= {"ffn_gate_inp": (e, d), "ffn_gate_exps": (e, ff, d), "ffn_up_exps": (e, ff, d)}
+        matrices |= {"ffn_down_exps": (e, d, ff), "ffn_gate_inp_shexp": (1, d)}
+        matrices |= {
+            "ffn_gate_shexp": (shared, d),
+            "ffn_up_shexp": (shared, d),
+            "ffn_down_shexp": (d, shared),
+        }
     if row.first_position is not None:
         matrices["position_embd"] = (config.n_ctx + row.first_position, d)
     stem, kind = target.rpartition(".")[0].rpartition(".")[2], target.rpartition(".")[2]
     if stem in matrices:
-        return matrices[stem] if kind == "weight" else matrices[stem][:1]
+        return matrices[stem] if kind == "weight" else matrices[stem][:-1]
     if stem in ("attn_q_norm", "attn_k_norm"):
-        return (config.head_dim,) if row.qk_norm else None
+        width = heads if stem == "attn_q_norm" else kv
+        return {"head": (config.head_dim,), "width": (width,), None: None}[row.qk_norm]
     return None if kind == "bias" and row.norm == "rms" else (d,)
 
 

@@ -42,7 +42,31 @@ _LLAMA_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_EXPERT_NAMES = {  # and as transformers holds them in memory
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.*.gate_proj": "ffn_gate_exps",
+    "mlp.experts.*.up_proj": "ffn_up_exps",
+    "mlp.experts.*.down_proj": "ffn_down_exps",
+    "mlp.experts.gate_up_proj": "ffn_gate_exps ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+}
 _LLAMA_TENSORS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+@dataclass(frozen=True)
+class HFExperts:
+    """Entries of config.json about experts: the width of one, how many there are (the first that is there),
+    whether weights are normalised (None: the row of ARCHITECTURES says it), the width of what all tokens
+    share.
+
+    transposed: matrices of all experts in one tensor are stored by input, and gate and up column by column.
+    """
+
+    ff: str = "moe_intermediate_size"
+    counts: tuple[str, ...] = ("num_experts", "num_local_experts")
+    normalised: str | None = "norm_topk_prob"
+    ff_shared: str | None = None
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,8 +74,9 @@ class HFClass:
     """What config.json's `architectures` entry means, beyond what the row of ARCHITECTURES says.
 
     architecture: that row. tensors: stems of tensors outside the layers → GGUF's. layers: what stands before
-    the number of a layer. layer_tensors: stems within it. ff, activation, epsilon: names of entries of
-    config.json. tied: whether the output is the embedding, where config.json does not say.
+    the number of a layer. layer_tensors: stems within it, with * where the number of an expert stands; two
+    names of GGUF's: the rows of the first, and then those of the second. ff, activation, epsilon: names of
+    entries of config.json. tied: whether the output is the embedding, where config.json does not say.
     defaults: entries that config.json may leave out. required: entries that change what a model computes in a
     way that no key describes, and the only value that is supported.
     numbers: keys of the GGUF file that are an entry of config.json as it stands; null leaves the key out.
@@ -59,7 +84,7 @@ class HFClass:
     norms_less_one: norms are stored less one. rotates: the pairs of channels that the checkpoint's rows of q
     and k are meant for. partial: whether partial_rotary_factor is heeded.
     grouped_qkv: the rows of the fused q, k and v lie by KV head. fused_gate: ffn_up has the rows of the gate
-    and then those of up.
+    and then those of up. experts: None: there are none.
     """
 
     architecture: str
@@ -79,6 +104,7 @@ class HFClass:
     partial: bool = False
     grouped_qkv: bool = False
     fused_gate: bool = False
+    experts: HFExperts | None = None
 
 
 _FALCON = HFClass(
@@ -132,6 +158,19 @@ _GEMMA_DEFAULTS: dict[str, Any] = {
 CLASSES: dict[str, HFClass] = {
     "LlamaForCausalLM": HFClass("llama"),
     "MistralForCausalLM": HFClass("llama", defaults={"use_sliding_window": True}),
+    "MixtralForCausalLM": HFClass(
+        "llama",
+        layer_tensors={
+            **_LLAMA_NAMES,
+            **_EXPERT_NAMES,
+            "block_sparse_moe.gate": "ffn_gate_inp",
+            "block_sparse_moe.experts.*.w1": "ffn_gate_exps",
+            "block_sparse_moe.experts.*.w3": "ffn_up_exps",
+            "block_sparse_moe.experts.*.w2": "ffn_down_exps",
+        },
+        defaults={"use_sliding_window": True},
+        experts=HFExperts("intermediate_size", normalised=None),
+    ),
     "Qwen2ForCausalLM": HFClass("qwen2"),
     "Qwen3ForCausalLM": HFClass("qwen3"),
     "BambooForCausalLM": HFClass("bamboo"),
@@ -288,7 +327,8 @@ class HFConfig:
         self.raw = config = self.hf_class.defaults | config
         for key, value in self.hf_class.required.items():
             found = config.get(key, value)
-            if found is not value and not (found is None and value is False):
+            same = type(found) is type(value) and found == value
+            if not same and not (found is None and value is False):
                 raise UnsupportedModelError(
                     f"{key} set to {str(found)[:60]!r} in config.json is not supported"
                 )
@@ -306,6 +346,14 @@ class HFConfig:
         self.head_dim = integer(config, "head_dim", max(self.n_embd // self.n_head, 1), 1 << 14)
         n_ff = 4 * self.n_embd if self.architecture == "falcon" else None
         self.n_ff = integer(config, self.hf_class.ff, n_ff, 1 << 22)
+        self.n_expert = self.n_expert_used = self.n_ff_expert = self.n_ff_shared = 0
+        if (experts := self.hf_class.experts) is not None:
+            counts = [config[entry] for entry in experts.counts if config.get(entry) is not None]
+            self.n_expert = integer({experts.counts[0]: counts[0] if counts else None}, experts.counts[0])
+            self.n_expert_used = integer(config, "num_experts_per_tok", high=self.n_expert)
+            self.n_ff_expert = integer(config, experts.ff, high=1 << 22)
+            if experts.ff_shared is not None and config.get(experts.ff_shared) != 0:
+                self.n_ff_shared = integer(config, experts.ff_shared, high=1 << 22)
         self.n_vocab = integer(config, "vocab_size", high=1 << 24)
         # Falcon's own code never reads it: its checkpoints were trained with 2048.
         context = 2048 if self.architecture == "falcon" else None
@@ -316,6 +364,11 @@ class HFConfig:
     def tied(self) -> bool:
         """Whether the embedding is the output matrix as well."""
         return self.raw.get("tie_word_embeddings", self.hf_class.tied) is True
+
+    @property
+    def transposes_experts(self) -> bool:
+        """See HFExperts.transposed."""
+        return self.hf_class.experts is not None and self.hf_class.experts.transposed
 
     def _n_head_kv(self) -> int:
         if self.architecture == "opt":
@@ -364,7 +417,7 @@ class HFConfig:
         if self.hf_class.epsilon is not None:
             default = 1e-5 if row.norm == "layer" else None
             keys[EPSILON_KEYS[row.norm]] = float(number(self.raw, self.hf_class.epsilon, default))
-        keys |= self._scale_keys()
+        keys |= self._scale_keys() | self._expert_keys()
         if row.rope is not None:
             self._check_unrotated(row.unrotated_period)
             keys |= self._window_keys(row.window_period) | self._rope_keys()
@@ -376,6 +429,22 @@ class HFConfig:
             keys[FATRELU_THRESHOLD_KEY] = float(self.activation.threshold)
         if self.activation.up is not None:
             keys[UP_ACTIVATION_KEY] = self.activation.up
+        return keys
+
+    def _expert_keys(self) -> dict[str, Any]:
+        experts = self.hf_class.experts
+        if experts is None:
+            return {}
+        keys: dict[str, Any] = {"expert_count": self.n_expert, "expert_used_count": self.n_expert_used}
+        if experts.ff != self.hf_class.ff:
+            keys["expert_feed_forward_length"] = self.n_ff_expert
+        if experts.ff_shared is not None:
+            keys["expert_shared_feed_forward_length"] = self.n_ff_shared
+        if experts.normalised is not None:
+            normalised = self.raw.get(experts.normalised, False)
+            if not isinstance(normalised, bool):
+                raise FormatError(f"{experts.normalised} in config.json must be true or false")
+            keys["expert_weights_norm"] = normalised
         return keys
 
     def _scale_keys(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
-from hotset.model.graph import ActivationKind, Rope, RopeKind, has_zeros
+from hotset.model.graph import ActivationKind, Rope, RopeKind, Scoring, has_zeros
 from hotset.parameters import shown
 
 if TYPE_CHECKING:
@@ -40,8 +40,11 @@ SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.we
 
 NormKind = Literal["rms", "layer"]
 PredictorInput = Literal["ffn_inp", "layer_input"]
+HeadNorm = Literal["head", "width"]
 # What the native core holds: kMaxHeadDim (csrc/kernels/kernels.h), kMaxGroup (csrc/plan.h), and an int.
 MAX_HEAD_DIM, MAX_GROUP, MAX_WINDOW = 512, 256, (1 << 31) - 1
+MAX_EXPERTS = 1024  # kMaxChunks of csrc/threads.h
+SCORINGS: dict[int, Scoring] = {1: "softmax", 2: "sigmoid", 3: "softmax_chosen"}  # expert_gating_func
 EPSILON_KEYS: dict[NormKind, str] = {
     "rms": "attention.layer_norm_rms_epsilon",
     "layer": "attention.layer_norm_epsilon",
@@ -70,13 +73,27 @@ DRELU = FFNActivation("relu", up="relu")
 
 
 @dataclass(frozen=True)
+class ExpertDefaults:
+    """What files with experts of one architecture need not say.
+
+    scoring, normalised: see graph.Route. gated_share: what the shared network yields is multiplied by the
+    sigmoid of a product of its own.
+    """
+
+    scoring: Scoring = "softmax"
+    normalised: bool = True
+    gated_share: bool = False
+
+
+@dataclass(frozen=True)
 class Architecture:
     """What every file of one `general.architecture` has in common and none of its keys says.
 
     rope: layout that the rows of attn_q and attn_k are stored for; None: no rotation.
     first_position: row of position 0 in the learned positions `position_embd`; None: there are none.
     norm: rms, or layer (with biases). norm_eps: where the file has no key for it; None: it must have one.
-    qk_norm: q and k of each head pass an RMS norm before the rotation (`attn_q_norm`, `attn_k_norm`).
+    qk_norm: q and k pass an RMS norm before the rotation (`attn_q_norm`, `attn_k_norm`), each head by itself
+      or all heads as one row; None: they do not.
     gated: the FFN has a gate beside up. activation: of the FFN, where the file names none.
     parallel: the FFN reads what enters the layer, through `attn_norm`, which attention reads too where there
       is no `attn_norm_2`; elsewhere it reads the sum after attention, through `ffn_norm`.
@@ -92,13 +109,14 @@ class Architecture:
       the width of a head.
     predictor_input: what a published predictor (fc1, fc2) reads: the residual stream after attention, or as
       it enters the layer; never the normalised input of the FFN.
+    experts: of files whose FFNs are experts; None: there are none.
     """
 
     rope: RopeKind | None = "norm"
     first_position: int | None = None
     norm: NormKind = "rms"
     norm_eps: float | None = None
-    qk_norm: bool = False
+    qk_norm: HeadNorm | None = None
     gated: bool = True
     activation: FFNActivation = SILU
     parallel: bool = False
@@ -111,14 +129,15 @@ class Architecture:
     scaled_embedding: bool = False
     narrow_scale_at: int | None = None
     predictor_input: PredictorInput = "ffn_inp"
+    experts: ExpertDefaults | None = None
 
 
 _QKV = ("attn_q", "attn_k", "attn_v")
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(),  # Llama 1 to 3.x, Mistral, SmolLM
+    "llama": Architecture(experts=ExpertDefaults()),  # Llama 1 to 3.x, Mistral, SmolLM; Mixtral
     "qwen2": Architecture(rope="neox", biased=_QKV),
-    "qwen3": Architecture(rope="neox", qk_norm=True),
+    "qwen3": Architecture(rope="neox", qk_norm="head"),
     "bamboo": Architecture(activation=DRELU),
     "falcon": Architecture(
         rope="neox", norm="layer", gated=False, activation=GELU, parallel=True, predictor_input="layer_input"
@@ -138,7 +157,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "smollm3": Architecture(unrotated_period=4),
     "glm4": Architecture(post_norm=True),
     "gemma3": Architecture(
-        rope="neox", qk_norm=True, activation=GELU_TANH, post_norm=True, window_period=6,
+        rope="neox", qk_norm="head", activation=GELU_TANH, post_norm=True, window_period=6,
         windowed_rope_base=10000.0, scaled_embedding=True, narrow_scale_at=62,
     ),
 }  # fmt: skip
@@ -153,9 +172,29 @@ POWERINFER_ARCHITECTURES: dict[str, Architecture] = {
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The experts of a layer. n: of them; n_used: for a token. The rest: see graph.Route.
+
+    n_ff_shared: neurons of the network that every token passes beside them; 0: there is none. gated_share:
+    see ExpertDefaults.
+    """
+
+    n: int
+    n_used: int
+    scoring: Scoring
+    normalised: bool
+    scale: float = 1.0
+    n_groups: int = 1
+    n_groups_used: int = 1
+    n_ff_shared: int = 0
+    gated_share: bool = False
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """What may differ between the layers of a model. For what is not told here see Architecture.
 
+    n_ff: neurons of the FFN, or of one of its experts. experts: None: there are none.
     rope: with final frequencies; None: positions are not rotated. window: tokens that a token sees, itself
     among them; 0: all before it. attention_scale: of q · k. attention_softcap: see graph.Attention; 0: none.
     """
@@ -166,10 +205,16 @@ class LayerConfig:
     attention_scale: float
     window: int = 0
     attention_softcap: float = 0.0
-    qk_norm: bool = False
+    qk_norm: HeadNorm | None = None
     gated: bool = True
     parallel: bool = False
     post_norm: bool = False
+    experts: Experts | None = None
+
+    @property
+    def n_neurons(self) -> int:
+        """Of all experts."""
+        return self.n_ff * (1 if self.experts is None else self.experts.n)
 
 
 @dataclass(frozen=True)
@@ -221,8 +266,13 @@ class ModelConfig:
 
     @property
     def n_ff(self) -> tuple[int, ...]:
-        """Neurons of each layer."""
-        return tuple(layer.n_ff for layer in self.layers)
+        """Neurons of each layer, of all its experts."""
+        return tuple(layer.n_neurons for layer in self.layers)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a layer has experts."""
+        return any(layer.experts is not None for layer in self.layers)
 
     @property
     def activation(self) -> FFNActivation:
@@ -248,6 +298,9 @@ class ModelConfig:
         return replace(self, layers=layers, long_rope=None)
 
 
+_NAMED = tuple(kind for kind in get_args(ActivationKind) if kind != "sigmoid")  # of neurons
+
+
 def parse_activation(text: str, threshold: float | None = None) -> FFNActivation:
     """The activation that a key or an option names: silu, relu, relu2, drelu, fatrelu:0.01, ...
 
@@ -268,8 +321,8 @@ def parse_activation(text: str, threshold: float | None = None) -> FFNActivation
         return FFNActivation("fatrelu", threshold=threshold)
     if name == "drelu" and not number:
         return DRELU
-    if name not in get_args(ActivationKind) or number:
-        known = ", ".join([*(k for k in get_args(ActivationKind) if k != "fatrelu"), "drelu", "fatrelu:T"])
+    if name not in _NAMED or number:
+        known = ", ".join([*(k for k in _NAMED if k != "fatrelu"), "drelu", "fatrelu:T"])
         raise InvalidRequestError(f"the activation {text!r} is not known; it must be one of {known}")
     return FFNActivation(name)  # type: ignore[arg-type]
 
@@ -338,6 +391,12 @@ class _Keys:
             raise self.error(key, f"is {value:g}, below 1e-09")
         return value or default
 
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool | np.bool_):
+            raise self.error(key, f"must be true or false, not {shown(value)}")
+        return bool(value)
+
     def text(self, key: str) -> str | None:
         value = self.get(key)
         if value is not None and not isinstance(value, str):
@@ -363,7 +422,7 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         )
     architecture = rows[name]
     keys = _Keys(gguf.metadata, name)
-    if keys.integer("expert_count", 0, 1 << 16, 0):
+    if architecture.experts is None and keys.integer("expert_count", 0, 1 << 16, 0):
         raise UnsupportedModelError(f"mixture-of-experts models of the architecture {name} are not supported")
     if keys.get("attention.causal", True) is False:
         raise UnsupportedModelError(
@@ -426,6 +485,9 @@ def _layers(
     """The facts of each layer. narrow_dim: the width over the heads."""
     windows = _windows(keys, n_layer, architecture.window_period)
     n_ff = keys.per_layer("feed_forward_length", n_layer, 1, 1 << 22)
+    experts: tuple[Experts | None, ...] = (None,) * n_layer
+    if architecture.experts is not None and keys.integer("expert_count", 0, 1 << 16, 0):
+        experts, n_ff = _experts(keys, architecture.experts, n_layer, n_ff)
     scaled_dim = narrow_dim if n_layer == architecture.narrow_scale_at else head_dim
     scale = keys.factor("attention.scale", 1 / math.sqrt(scaled_dim))
     softcap = keys.factor("attn_logit_softcapping", 0.0)
@@ -450,9 +512,52 @@ def _layers(
             gated=architecture.gated,
             parallel=architecture.parallel,
             post_norm=architecture.post_norm,
+            experts=experts[i],
         )
         for i in range(n_layer)
     )
+
+
+def _experts(
+    keys: _Keys, defaults: ExpertDefaults, n_layer: int, n_ff: tuple[int, ...]
+) -> tuple[tuple[Experts | None, ...], tuple[int, ...]]:
+    """Of each layer its experts, and the neurons of its FFN or of one expert. n_ff: feed_forward_length."""
+    n = keys.integer("expert_count", 1, 1 << 16)
+    if n > MAX_EXPERTS:
+        raise UnsupportedModelError(f"the model has {n} experts, and at most {MAX_EXPERTS} are supported")
+    n_used = keys.integer("expert_used_count", 1, n)
+    gating = keys.integer("expert_gating_func", 0, 1 << 8, 0)
+    if gating and gating not in SCORINGS:
+        raise UnsupportedModelError(
+            f"the file's key {keys.architecture}.expert_gating_func is {gating}, which is not supported"
+        )
+    n_groups = keys.integer("expert_group_count", 0, n, 0) or 1
+    n_groups_used = keys.integer("expert_group_used_count", 0, n_groups, 0) or n_groups
+    if n % n_groups or n // n_groups * n_groups_used < n_used:
+        raise keys.error("expert_group_count", f"is {n_groups} for {n} experts of which {n_used} are used")
+    n_dense = keys.integer("leading_dense_block_count", 0, n_layer, 0)
+    # The first files with a gated shared network say the width of all chosen experts.
+    widths = tuple(max(n // n_used, 1) for n in n_ff) if defaults.gated_share else n_ff
+    if keys.get("expert_feed_forward_length") is not None:
+        widths = keys.per_layer("expert_feed_forward_length", n_layer, 1, 1 << 22)
+    n_shared = keys.integer("expert_shared_count", 0, 1 << 10, 0)
+    experts = Experts(
+        n,
+        n_used,
+        SCORINGS.get(gating, defaults.scoring),
+        keys.flag("expert_weights_norm", defaults.normalised),
+        keys.factor("expert_weights_scale"),
+        n_groups if n_groups_used < n_groups else 1,
+        n_groups_used if n_groups_used < n_groups else 1,
+        keys.integer(
+            "expert_shared_feed_forward_length",
+            0,
+            1 << 22,
+            n_ff[-1] if defaults.gated_share else n_shared * widths[-1],
+        ),
+        defaults.gated_share,
+    )
+    return (None,) * n_dense + (experts,) * (n_layer - n_dense), n_ff[:n_dense] + widths[n_dense:]
 
 
 def _check_heads(group: int, head_dim: int) -> None:

@@ -17,6 +17,8 @@ from hotset.model.graph import (
     Add,
     Attention,
     Embed,
+    ExpertLinear,
+    ExpertSum,
     Graph,
     LayerNorm,
     Linear,
@@ -25,6 +27,7 @@ from hotset.model.graph import (
     Primitive,
     RMSNorm,
     Rotate,
+    Route,
     Scale,
     SelectOutputs,
     SignScores,
@@ -55,7 +58,7 @@ class Cost:
         self._linear_flops = sum(
             2 * op.x.width * op.out.width
             for op in graph.primitives
-            if isinstance(op, Linear | TransposedLinear)
+            if isinstance(op, Linear | TransposedLinear | ExpertLinear | ExpertSum)
         )
         self._weight_bytes: Counter[GGMLType] = Counter()
         for op in graph.primitives:
@@ -100,6 +103,12 @@ def weights_read(op: Primitive, tensors: Mapping[str, TensorInfo]) -> Iterator[t
                 if name is not None:
                     info = tensors[name]
                     yield name, info.nbytes // info.shape[-1] * op.out.width
+        case ExpertLinear() | ExpertSum():  # its experts' rows; which they are depends on the token
+            n_rows = op.n_rows if isinstance(op, ExpertLinear) else op.out.width
+            for name in (*op.weights, *([op.bias] if op.bias else [])):
+                info = tensors[name]
+                of_all = info.nbytes * n_rows // info.shape[0 if name == op.bias else 1]
+                yield name, of_all * op.n_used // op.n_expert
         case TransposedLinear():
             for name in (op.weight, op.scales, op.bias):
                 if name is not None:
@@ -108,6 +117,9 @@ def weights_read(op: Primitive, tensors: Mapping[str, TensorInfo]) -> Iterator[t
             for name in (op.weight, op.bias):
                 if name is not None:
                     yield name, tensors[name].nbytes
+        case Route():
+            if op.bias is not None:
+                yield op.bias, tensors[op.bias].nbytes
         case RMSNorm():
             yield op.weight, tensors[op.weight].nbytes
         case (

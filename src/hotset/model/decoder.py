@@ -8,9 +8,12 @@ tensors are ("blk.3.attn_q" is what blk.3.attn_q.weight yields), and every name 
     blk.N.attn       what the heads yield, side by side       blk.N.attn_out  after attn_output
     [blk.N.post_attention_norm]  [blk.N.attn_scaled]
     blk.N.ffn_inp    the residual stream after attention      blk.N.ffn_norm  what the FFN reads
+    [blk.N.ffn_router: the experts' scores  ffn_route: the chosen ones' ids and weights]
     [blk.N.ffn_pred_h  ffn_pred_h_act]  [blk.N.ffn_pred: a predictor's scores]
     blk.N.ffn_up  [ffn_gate  ffn_gate_act  ffn_up_act]        blk.N.ffn_act   one value per neuron: it fires
     [blk.N.ffn_masked: 0 where it was not predicted]          unless it is 0
+    [blk.N.ffn_up_shexp  ffn_gate_shexp  ffn_gate_shexp_act  ffn_act_shexp  ffn_down_shexp: of what all share,
+    ffn_share  ffn_share_act  ffn_shared: it is multiplied  ffn_sum]
     blk.N.ffn_down  [blk.N.post_ffw_norm]  [blk.N.ffn_scaled]  blk.N.out
     output_inp  output_norm  [logits_raw  logits_scaled]  logits    only the rows whose logits are wanted
 """
@@ -24,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from hotset.errors import UnsupportedModelError
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import DECODABLE, GGMLType
-from hotset.model.config import LayerConfig, ModelConfig
+from hotset.model.config import Experts, LayerConfig, ModelConfig
 from hotset.model.graph import (
     Activate,
     ActivationKind,
@@ -32,6 +35,8 @@ from hotset.model.graph import (
     All,
     Attention,
     Embed,
+    ExpertLinear,
+    ExpertSum,
     Ffn,
     Graph,
     LayerNorm,
@@ -41,6 +46,7 @@ from hotset.model.graph import (
     Part,
     RMSNorm,
     Rotate,
+    Route,
     Scale,
     Select,
     SelectOutputs,
@@ -139,6 +145,10 @@ class _Description:
     def ffn(self, i: int, layer: LayerConfig, given: Value, x: Value, predictor: Predictor | None) -> Value:
         """The FFN of layer i and the sum with the stream x; `given` is what entered the layer."""
         config, blk = self.config, f"blk.{i}"
+        if layer.experts is not None:
+            if predictor is not None:
+                raise UnsupportedModelError("predictors of neurons inside experts are not supported")
+            return self._mixture(i, layer, layer.experts, x)
         n_always = 0 if predictor is None or not predictor.first else predictor.first[i]  # have no score
         kind = None if predictor is None or n_always >= layer.n_ff else predictor.kind
         n_scores = layer.n_ff - n_always
@@ -164,6 +174,11 @@ class _Description:
             self._enter(i, "ffn")
         threshold = 0.0 if predictor is None else predictor.thresholds[i]
         out = self._add(self._ffn_op(blk, layer, entering, norm, scores, threshold, n_always))
+        return self._after_ffn(blk, layer, x, out)
+
+    def _after_ffn(self, blk: str, layer: LayerConfig, x: Value, out: Value) -> Value:
+        """The stream x and what the FFN yields, as it is added."""
+        config = self.config
         if layer.post_norm:
             out = self._norm(out, f"{blk}.post_ffw_norm")
         out = self._scaled(out, config.residual_scale, f"{blk}.ffn_scaled")
@@ -205,13 +220,74 @@ class _Description:
         """The heads of q or k at their positions, normalised before where the architecture does so."""
         name, head_dim, rope = x.name, self.config.head_dim, layer.rope
         if layer.qk_norm:
-            weight = self.weights.vector(f"{name}_norm", head_dim)
+            parts = n_head if layer.qk_norm == "head" else 1
+            weight = self.weights.vector(f"{name}_norm", x.width // parts)
             out = self._value(f"{name}_norm", x.width)
-            x = self._add(RMSNorm(out, x, weight, self.config.norm_eps, n_head, **self._where))
+            x = self._add(RMSNorm(out, x, weight, self.config.norm_eps, parts, **self._where))
         if rope is None:
             return x
         out = self._value(f"{name}_rope", x.width)
         return self._add(Rotate(out, x, n_head, head_dim, rope, **self._where))
+
+    # ---- experts
+
+    def _mixture(self, i: int, layer: LayerConfig, experts: Experts, x: Value) -> Value:
+        """An FFN of experts, what all tokens share beside them, and the sum with the stream x."""
+        blk, d = f"blk.{i}", self.config.n_embd
+        self._enter(i, "ffn")
+        h = self._norm(x, f"{blk}.ffn_norm")
+        scores = self._linear(h, f"{blk}.ffn_gate_inp", experts.n, f"{blk}.ffn_router")
+        out = self._add(self._expert_ffn(blk, layer, experts, h, scores))
+        if experts.n_ff_shared:
+            shared = self._add(self._shared_ffn(blk, layer, experts.n_ff_shared, h))
+            if experts.gated_share:
+                weight = self.weights.row(f"{blk}.ffn_gate_inp_shexp", d)
+                share = self._add(Linear(self._value(f"{blk}.ffn_share", 1), h, weight, **self._where))
+                act = Activate(self._value(f"{blk}.ffn_share_act", 1), share, "sigmoid", **self._where)
+                factor = self._add(act)
+                shared = self._add(
+                    Multiply(self._value(f"{blk}.ffn_shared", d), shared, factor, **self._where)
+                )
+            out = self._add(Add(self._value(f"{blk}.ffn_sum", d), out, shared, **self._where))
+        return self._after_ffn(blk, layer, x, out)
+
+    def _expert_ffn(self, blk: str, layer: LayerConfig, experts: Experts, h: Value, scores: Value) -> Ffn:
+        bias = self.weights.bias(f"{blk}.exp_probs_b", experts.n)
+        route = Route(
+            self._value(f"{blk}.ffn_route", 2 * experts.n_used), scores, experts.n_used, experts.scoring,
+            bias, experts.normalised, experts.scale, experts.n_groups, experts.n_groups_used, **self._where,
+        )  # fmt: skip
+        n, d, width = layer.n_ff, self.config.n_embd, experts.n_used * layer.n_ff
+
+        def product(name: str, tensor: str, n_rows: int, first_row: int = 0) -> ExpertLinear:
+            weights, bias = self.weights.experts(f"{blk}.{tensor}", d, n_rows, experts.n)
+            out = self._value(f"{blk}.{name}", width)
+            return ExpertLinear(out, h, route.out, weights, experts.n, bias, first_row, **self._where)
+
+        gate: ExpertLinear | None = None
+        if not layer.gated:
+            up = product("ffn_up", "ffn_up", n)
+        elif f"{blk}.ffn_gate_up_exps.weight" in self.weights.tensors:  # the rows of the gate come first
+            gate = product("ffn_gate", "ffn_gate_up", 2 * n)
+            up = product("ffn_up", "ffn_gate_up", 2 * n, n)
+        else:
+            gate, up = product("ffn_gate", "ffn_gate", n), product("ffn_up", "ffn_up", n)
+        gate_act, up_act, multiply = self._activated(blk, layer, gate, up)
+        neurons = gate_act.out if multiply is None else multiply.out
+        weights, bias = self.weights.experts(f"{blk}.ffn_down", n, d, experts.n)
+        out = self._value(f"{blk}.ffn_down", d)
+        down = ExpertSum(out, neurons, route.out, weights, experts.n, bias, **self._where)
+        return Ffn(out, h, None, gate, up, gate_act, up_act, multiply, route, down, **self._where)
+
+    def _shared_ffn(self, blk: str, layer: LayerConfig, n: int, h: Value) -> Ffn:
+        gate = self._linear_op(h, f"{blk}.ffn_gate_shexp", n) if layer.gated else None
+        up = self._linear_op(h, f"{blk}.ffn_up_shexp", n)
+        gate_act, up_act, product = self._activated(blk, layer, gate, up, "_shexp")
+        neurons = gate_act.out if product is None else product.out
+        down = self._linear_op(neurons, f"{blk}.ffn_down_shexp", self.config.n_embd)
+        return Ffn(
+            down.out, h, None, gate, up, gate_act, up_act, product, All(), down, shared=True, **self._where
+        )  # fmt: skip
 
     # ---- pieces of the FFN
 
@@ -227,18 +303,8 @@ class _Description:
     ) -> Ffn:
         n, h = layer.n_ff, x if norm is None else norm.out
         gate, up = self._gate_and_up(blk, layer, h)
-        if gate is None:
-            gate_act, up_act, product = self._activate(up.out, layer, f"{blk}.ffn_act"), None, None
-            neurons = gate_act.out
-        else:
-            gate_act, up_act, factor = self._activate(gate.out, layer), None, up.out
-            if layer.activation.up is not None:
-                up_act = Activate(
-                    self._value(f"{blk}.ffn_up_act", n), up.out, layer.activation.up, **self._where
-                )
-                factor = up_act.out
-            product = Multiply(self._value(f"{blk}.ffn_act", n), gate_act.out, factor, **self._where)
-            neurons = product.out
+        gate_act, up_act, product = self._activated(blk, layer, gate, up)
+        neurons = gate_act.out if product is None else product.out
         select: Select = All()
         if scores is not None:
             masked = self._value(f"{blk}.ffn_masked", n)
@@ -248,6 +314,26 @@ class _Description:
         return Ffn(
             down.out, x, norm, gate, up, gate_act, up_act, product, select, down, **self._where
         )  # fmt: skip
+
+    def _activated(
+        self,
+        blk: str,
+        layer: LayerConfig,
+        gate: Linear | ExpertLinear | None,
+        up: Linear | ExpertLinear,
+        suffix: str = "",
+    ) -> tuple[Activate, Activate | None, Multiply | None]:
+        """What becomes of gate and up: the activation that decides, that of up, their product."""
+        name = f"{blk}.ffn_act{suffix}"
+        if gate is None:
+            return self._activate(up.out, layer, name), None, None
+        gate_act, up_act, factor = self._activate(gate.out, layer), None, up.out
+        if layer.activation.up is not None:
+            out = self._value(f"{blk}.ffn_up{suffix}_act", up.out.width)
+            up_act = Activate(out, up.out, layer.activation.up, **self._where)
+            factor = up_act.out
+        out = self._value(name, up.out.width)
+        return gate_act, up_act, Multiply(out, gate_act.out, factor, **self._where)
 
     def _gate_and_up(self, blk: str, layer: LayerConfig, h: Value) -> tuple[Linear | None, Linear]:
         """Two matrices, or one with the rows of the gate and then those of up; or up alone."""
@@ -354,6 +440,20 @@ class _Weights:
 
     def vector(self, name: str, n: int) -> str:
         return self._ask(f"{name}.weight", (n,))
+
+    def row(self, name: str, n: int) -> str:
+        """A matrix of one row: files have it as a vector."""
+        info = self.tensors.get(f"{name}.weight")
+        shape = (n, 1) if info is not None and len(info.shape) == 2 else (n,)
+        return self._ask(f"{name}.weight", shape, DECODABLE)
+
+    def experts(self, name: str, n_in: int, n_out: int, n: int) -> tuple[tuple[str, ...], str | None]:
+        """The matrices of n experts, in one tensor or, in old files, in one each; and their bias."""
+        if f"{name}.0.weight" in self.tensors and f"{name}_exps.weight" not in self.tensors:
+            return tuple(self.matrix(f"{name}.{e}", n_in, n_out) for e in range(n)), None
+        weight = self._ask(f"{name}_exps.weight", (n_in, n_out, n), DECODABLE)
+        has_bias = f"{name}_exps.bias" in self.tensors
+        return (weight,), self._ask(f"{name}_exps.bias", (n_out, n)) if has_bias else None
 
     def bias(self, name: str, n: int, *, required: bool = False) -> str | None:
         """The bias of a tensor, where it has one or must have one."""

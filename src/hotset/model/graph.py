@@ -21,8 +21,9 @@ from typing import Literal, assert_never
 
 from hotset.errors import InvalidRequestError
 
-ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu"]
+ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu", "sigmoid"]
 RopeKind = Literal["norm", "neox"]  # norm: pairs (2i, 2i+1); neox: pairs (i, i + n_rot/2)
+Scoring = Literal["softmax", "sigmoid", "softmax_chosen"]  # of experts, see Route
 Part = Literal["predictor", "ffn", "attention", "other"]
 
 PARTS: tuple[Part, ...] = ("predictor", "ffn", "attention", "other")  # of a model, for statistics
@@ -173,7 +174,7 @@ class Activate(_Operation):
 
 @dataclass(frozen=True)
 class Multiply(_Operation):
-    """out = a * b, elementwise."""
+    """out = a * b, elementwise; b may be one number per token, of width 1."""
 
     out: Value
     a: Value
@@ -236,6 +237,79 @@ class Mask(_Operation):
 
 
 @dataclass(frozen=True)
+class Route(_Operation):
+    """Which experts compute a token and how much each counts, best first: out is n_used ids, then n_used
+    weights.
+
+    x: the router's scores, one per expert. An expert's probability p is softmax(x) over all experts,
+    sigmoid(x), or x itself (softmax_chosen). The n_used experts with the highest x are chosen, of equal ones
+    that with the lower id; with a `bias` or in groups those with the highest p + bias. Of n_groups > 1 equal
+    groups of adjacent experts only n_groups_used can be chosen from, those whose two best p + bias have the
+    highest sum. A weight is p without the bias; with softmax_chosen the softmax of the chosen ones' p;
+    `normalised`: over the sum of the chosen ones', which counts as 2^-14 at least; then times `scale`.
+    What is not a number comes after every number. Ids are whole numbers.
+    """
+
+    out: Value
+    x: Value
+    n_used: int
+    scoring: Scoring
+    bias: str | None = None
+    normalised: bool = False
+    scale: float = 1.0
+    n_groups: int = 1
+    n_groups_used: int = 1
+
+
+@dataclass(frozen=True)
+class ExpertLinear(_Operation):
+    """x times the matrices of the experts that `route` (a Route's out) names, side by side in its order.
+
+    weights: one tensor [n_expert, rows, x.width], or (old files) one [rows, x.width] per expert, of which
+    n_rows from first_row on are the product's. bias: [n_expert, rows].
+    """
+
+    out: Value
+    x: Value
+    route: Value
+    weights: tuple[str, ...]
+    n_expert: int
+    bias: str | None = None
+    first_row: int = 0
+
+    @property
+    def n_used(self) -> int:
+        """Experts of a token."""
+        return self.route.width // 2
+
+    @property
+    def n_rows(self) -> int:
+        """Of an expert's matrix."""
+        return self.out.width // self.n_used
+
+
+@dataclass(frozen=True)
+class ExpertSum(_Operation):
+    """The down projection of experts: out = sum of weight * (x @ matrix.T + bias), in the order of `route`.
+
+    x: n_used parts side by side, one for each expert of the route; weights and bias as in ExpertLinear, with
+    rows of x.width / n_used. The sum begins with 0, and each product is rounded before it is added.
+    """
+
+    out: Value
+    x: Value
+    route: Value
+    weights: tuple[str, ...]
+    n_expert: int
+    bias: str | None = None
+
+    @property
+    def n_used(self) -> int:
+        """Experts of a token."""
+        return self.route.width // 2
+
+
+@dataclass(frozen=True)
 class SelectOutputs(_Operation):
     """Keeps the rows of the tokens whose logits are wanted: out is [n_outputs, width]."""
 
@@ -248,7 +322,8 @@ class All:
     """Every neuron is wanted."""
 
 
-Select = All | Mask  # which neurons of an FFN are wanted: all, or those that a predictor's scores name
+# Which neurons of an FFN are wanted: all, those that a predictor's scores name, or those of some experts.
+Select = All | Mask | Route
 
 
 @dataclass(frozen=True)
@@ -256,38 +331,47 @@ class Ffn(_Operation):
     """The feed-forward network of a layer: out = down(select(f(gate(h)) * g(up(h)))), h = norm(x).
 
     Neuron i is row i of gate and up and input i of down. norm: None where x is normalised already (a
-    predictor reads the norm's result too). gate: None where f applies to up alone. gate_act: f; up_act: g, or
-    None. product: of gate and up. select: what is wanted of the neurons; the others add nothing.
-    down: by output (Linear), or with a row per neuron, which can be skipped (TransposedLinear).
+    predictor or a router reads the norm's result too). gate: None where f applies to up alone. gate_act: f;
+    up_act: g, or None. product: of gate and up. select: what is wanted of the neurons; the others add
+    nothing. down: by output (Linear), or with a row per neuron, which can be skipped (TransposedLinear).
+
+    With a Route the neurons are cut into experts, and a token has those of its own: gate and up are
+    ExpertLinear, down is an ExpertSum, and values hold the neurons of the chosen experts side by side.
+    shared: a network that every token passes beside the experts of its layer.
     """
 
     out: Value
     x: Value
     norm: RMSNorm | LayerNorm | None
-    gate: Linear | None
-    up: Linear
+    gate: Linear | ExpertLinear | None
+    up: Linear | ExpertLinear
     gate_act: Activate
     up_act: Activate | None
     product: Multiply | None
     select: Select
-    down: Linear | TransposedLinear
+    down: Linear | TransposedLinear | ExpertSum
+    shared: bool = False
 
     @property
     def primitives(self) -> tuple[Primitive, ...]:
         """The same as operations in order, each with the value that it makes."""
-        select = self.select if isinstance(self.select, Mask) else None
         found = (
-            self.norm, self.gate, self.up, self.gate_act, self.up_act, self.product, select, self.down
+            self.norm, self.route, self.gate, self.up, self.gate_act, self.up_act, self.product, self.mask,
+            self.down,
         )  # fmt: skip
         return tuple(op for op in found if op is not None)
 
     @property
     def n_ff(self) -> int:
-        return self.up.out.width
+        """Neurons, those of all experts."""
+        return self.up.n_rows * self.up.n_expert if isinstance(self.up, ExpertLinear) else self.up.out.width
 
     @property
     def neurons(self) -> Value:
-        """One value per neuron, [n_tokens, n_ff], before selection: a neuron fires where it is not zero."""
+        """One value per neuron, [n_tokens, n_ff], before selection: a neuron fires where it is not zero.
+
+        With a route those of the chosen experts, [n_tokens, n_used * n_ff / n_expert].
+        """
         return self.gate_act.out if self.product is None else self.product.out
 
     @property
@@ -301,9 +385,14 @@ class Ffn(_Operation):
         return self.select if isinstance(self.select, Mask) else None
 
     @property
+    def route(self) -> Route | None:
+        """The router's word on which experts are computed; None where there are no experts."""
+        return self.select if isinstance(self.select, Route) else None
+
+    @property
     def decides(self) -> Linear:
         """The product whose value says which neurons can fire: gate's, or up's where there is no gate."""
-        return self.up if self.gate is None else self.gate
+        return one_matrix(self.up if self.gate is None else self.gate)
 
     @property
     def has_zeros(self) -> bool:
@@ -314,6 +403,12 @@ class Ffn(_Operation):
     def by_neuron(self) -> bool:
         """Whether down has a row per neuron: then neurons can be skipped there, and shared by devices."""
         return isinstance(self.down, TransposedLinear)
+
+
+def one_matrix(op: Linear | ExpertLinear) -> Linear:
+    """A product of an FFN without experts: whoever asks has refused the others, or cannot meet them."""
+    assert isinstance(op, Linear), f"{op.out.name} is a product of experts"
+    return op
 
 
 Primitive = (
@@ -331,6 +426,9 @@ Primitive = (
     | SoftCap
     | SignScores
     | Mask
+    | Route
+    | ExpertLinear
+    | ExpertSum
     | SelectOutputs
 )
 Op = Primitive | Ffn
@@ -347,11 +445,21 @@ def inputs_of(op: Op) -> list[Value]:
             return [op.a, op.b]
         case Mask():
             return [op.x, op.scores]
+        case ExpertLinear() | ExpertSum():
+            return [op.x, op.route]
         case Ffn():
-            return [op.x] if op.mask is None else [op.x, op.mask.scores]
+            match op.select:
+                case Mask():
+                    return [op.x, op.select.scores]
+                case Route():
+                    return [op.x, op.select.x]
+                case All():
+                    return [op.x]
+                case _:
+                    assert_never(op.select)
         case (
             RMSNorm() | LayerNorm() | Linear() | TransposedLinear() | Rotate() | Activate() | Scale()
-            | SoftCap() | SignScores() | SelectOutputs()
+            | SoftCap() | SignScores() | Route() | SelectOutputs()
         ):  # fmt: skip
             return [op.x]
         case _:
@@ -389,8 +497,8 @@ class Graph:
 
     @property
     def ffns(self) -> tuple[Ffn, ...]:
-        """The FFNs of the layers, in order."""
-        return tuple(op for op in self.ops if isinstance(op, Ffn))
+        """The FFNs of the layers, in order; not those beside experts."""
+        return tuple(op for op in self.ops if isinstance(op, Ffn) and not op.shared)
 
     @property
     def n_layer(self) -> int:

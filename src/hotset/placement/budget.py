@@ -24,6 +24,8 @@ from hotset.model.graph import (
     Add,
     Attention,
     Embed,
+    ExpertLinear,
+    ExpertSum,
     Ffn,
     Graph,
     LayerNorm,
@@ -34,11 +36,13 @@ from hotset.model.graph import (
     Part,
     RMSNorm,
     Rotate,
+    Route,
     Scale,
     SelectOutputs,
     SignScores,
     SoftCap,
     TransposedLinear,
+    one_matrix,
 )
 
 if TYPE_CHECKING:
@@ -196,6 +200,11 @@ def op_bytes(op: Op, tensors: Mapping[str, TensorInfo]) -> int:
             return matrix + groups + _vector(op.bias, op.out.width)
         case SignScores():
             return _rounded(tensors[op.weight].nbytes) + _vector(op.bias, op.out.width)
+        case Route():
+            return _vector(op.bias, op.x.width)
+        case ExpertLinear() | ExpertSum():
+            names = [*op.weights, *([op.bias] if op.bias else [])]
+            return sum(_rounded(tensors[name].nbytes) for name in names)
         case Ffn():
             return sum(op_bytes(part, tensors) for part in op.primitives)
         case Embed():
@@ -244,7 +253,7 @@ def _layer_facts(
     fixed = sum(op_bytes(op, tensors) for op in ops if op is not ffn)
     fixed += 0 if ffn.norm is None else op_bytes(ffn.norm, tensors)
     first_row = _row(ffn.decides, tensors)
-    second_row = 0 if ffn.gate is None else _row(ffn.up, tensors)
+    second_row = 0 if ffn.gate is None else _row(one_matrix(ffn.up), tensors)
     down_row = row_bytes(tensors[down.weight].type, tensors[down.weight].shape[0])
     shared = tensors[down.scales].nbytes if down.scales else 0
     rows = first_row + second_row + down_row

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hotset.backends.base import PAGE_SIZE
-from hotset.errors import HotsetError, OutOfMemoryError
+from hotset.errors import HotsetError, OutOfMemoryError, UnsupportedModelError
 from hotset.files import replacing
 from hotset.placement.budget import FFNMode, ModelFacts, model_facts
 from hotset.placement.solver import place_index, rebuild, solve
@@ -60,6 +60,9 @@ def place(
     for an index of another model, InvalidRequestError for a profile of another model.
     """
     from hotset.placement.machine import measure, rates_of
+
+    if config.has_experts:
+        raise UnsupportedModelError("mixtures of experts are computed on the CPU alone; use --no-gpu")
 
     facts = model_facts(
         graph, weights.tensors, mode=mode, kv_type=settings.kv_type, n_pages=n_pages,

@@ -13,7 +13,7 @@ from hotset.backends.reference import ACTIVATIONS
 from hotset.errors import InvalidRequestError
 from hotset.formats.quants import dequantize
 from hotset.model.decoder import describe
-from hotset.model.graph import Activate, Ffn, LayerNorm, Linear
+from hotset.model.graph import Activate, Ffn, LayerNorm, Linear, one_matrix
 from hotset.sparsity import taps
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def _drawn(weights: WeightSource, ffn: Ffn, rng: np.random.Generator) -> Sample:
 
     neurons = activated(ffn.gate_act, product(ffn.decides))
     if ffn.gate is not None:
-        up = product(ffn.up)
+        up = product(one_matrix(ffn.up))
         neurons = neurons * (up if ffn.up_act is None else activated(ffn.up_act, up))
     return Sample(inputs, neurons)
 

@@ -97,6 +97,8 @@ def choose(
             "train it with 'hotset train-predictor'"
         )
 
+    if config.has_experts and (mode == "predicted" or spec is not None):
+        raise InvalidRequestError("no predictor knows the neurons inside experts; leave it out, or use exact")
     asked = "as asked" if mode is not None else ""
     if mode == "dense":
         return Choice("dense", None, f"dense: all neurons, {asked}")

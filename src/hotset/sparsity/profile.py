@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotset.errors import FormatError, InvalidRequestError
+from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFWriter, ValueType, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.sparsity import sidecar, taps
@@ -158,6 +158,8 @@ def collect(
     """
     if tokens.size == 0:
         raise InvalidRequestError("the text is empty; give some text to profile the model on")
+    if config.has_experts:
+        raise UnsupportedModelError("the neurons inside experts cannot be profiled yet")
     names = tuple(f"blk.{i}.ffn_act" for i in range(config.n_layer))
     counts = tuple(np.zeros(n_ff, np.uint64) for n_ff in config.n_ff)
     done = 0

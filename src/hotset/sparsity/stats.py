@@ -23,6 +23,8 @@ from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import row_bytes
 from hotset.model.graph import (
     Embed,
+    ExpertLinear,
+    ExpertSum,
     Ffn,
     Graph,
     LayerNorm,
@@ -44,7 +46,8 @@ class LayerStats:
     """One layer, mean per token. Shares are of its neurons: selected by a predictor, active: not zero.
 
     recall: of the neurons that fire, the share that was selected; precision: of those selected, the share
-    that fires; None where they were not measured. bytes: of the FFN and its predictor. Times are in seconds.
+    that fires; None where they were not measured. expert_share: of its experts, those whose weights a step
+    read, mean per step; None where it has none. bytes: of the FFN and its predictor. Times are in seconds.
     """
 
     layer: int
@@ -52,6 +55,7 @@ class LayerStats:
     selected_share: float
     recall: float | None
     precision: float | None
+    expert_share: float | None
     bytes: float
     predictor_s: float
     ffn_s: float
@@ -114,6 +118,7 @@ class StatsAccumulator:
         self._n_steps = self._n_tokens = 0
         shape = (n_layer,)
         self._selected, self._active = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        self._experts = np.zeros(shape)
         self._bytes, self._seconds = np.zeros(shape), {k: np.zeros(shape) for k in _TIMES}
         self._parameters = self._other = 0.0
 
@@ -126,6 +131,7 @@ class StatsAccumulator:
         for i, layer in enumerate(self._layers):
             gate, up, down = (int(rows[i]) for rows in (step.gate_rows, step.up_rows, step.down_rows))
             self._bytes[i] += layer.bytes(gate, up, down)
+            self._experts[i] += layer.experts(gate, up)
             self._parameters += layer.parameters(step, i)
         for kind in _TIMES:
             self._seconds[kind] += getattr(step, kind)
@@ -144,6 +150,7 @@ class StatsAccumulator:
                 float(self._selected[i] / (n * n_ff)),
                 None,
                 None,
+                self._expert_share(i),
                 float(self._bytes[i] / n),
                 *(float(self._seconds[kind][i] / n) for kind in _TIMES),
             )
@@ -163,6 +170,10 @@ class StatsAccumulator:
             seconds={k: float(v.sum() / n) for k, v in self._seconds.items()} | {"other": self._other / n},
         )
 
+    def _expert_share(self, layer: int) -> float | None:
+        n = self._layers[layer].n_expert
+        return float(self._experts[layer] / (max(self._n_steps, 1) * n)) if n else None
+
 
 _TIMES = ("predictor", "ffn", "attention")
 
@@ -176,6 +187,8 @@ class _FFNCost:
         self.ops: list[Op] = [*products, *predictor]
         self._has_gate = ffn.gate is not None
         self.n_ff, self._n_embd = ffn.n_ff, ffn.up.x.width
+        self.n_expert = 0 if ffn.route is None else ffn.route.x.width
+        self._n_used = 1 if ffn.route is None else ffn.route.n_used
         self._gate_row = 0 if ffn.gate is None else self._row(tensors, ffn.gate)
         self._up_row = self._row(tensors, ffn.up)
         self._by_neuron = ffn.by_neuron
@@ -190,15 +203,23 @@ class _FFNCost:
         self.dense_bytes = self.bytes(self.n_ff, self.n_ff, self.n_ff) - self._predictor_bytes
 
     @staticmethod
-    def _row(tensors: Mapping[str, TensorInfo], op: Linear | TransposedLinear | SignScores) -> int:
-        info = tensors[op.weight]
+    def _row(
+        tensors: Mapping[str, TensorInfo],
+        op: Linear | TransposedLinear | SignScores | ExpertLinear | ExpertSum,
+    ) -> int:
+        info = tensors[op.weights[0] if isinstance(op, ExpertLinear | ExpertSum) else op.weight]
         return row_bytes(info.type, info.shape[0])
+
+    def experts(self, gate: int, up: int) -> float:
+        """Whose weights a step read that read so many rows: of an expert all that decide are."""
+        return (gate if self._has_gate else up) * self.n_expert / self.n_ff
 
     def bytes(self, gate: int, up: int, down: int) -> float:
         """Of a step that read so many rows of each. A group's scales are read if one of its neurons is; how
         many groups that are is what it would be if the neurons were spread at random."""
         if not self._by_neuron:
-            down_bytes: float = self._down_row * self._n_embd
+            n_matrices = self.experts(gate, up) if self.n_expert else 1
+            down_bytes: float = self._down_row * self._n_embd * n_matrices
         else:
             n_groups = -(-self.n_ff // PLANE_GROUP)
             touched = n_groups * (1 - (1 - down / self.n_ff) ** PLANE_GROUP)
@@ -219,7 +240,7 @@ class _FFNCost:
             chosen, down = int(step.selected[layer]), int(step.active[layer])
             gate, up = (chosen, down) if self._has_gate else (0, chosen)
         if not self._by_neuron:
-            down = n * self.n_ff
+            down = n * (self.n_ff * self._n_used // self.n_expert if self.n_expert else self.n_ff)
         return self._n_embd * (gate + up + down) + n * self._predictor_parameters
 
 

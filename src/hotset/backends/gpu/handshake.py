@@ -44,7 +44,7 @@ from hotset.backends.base import WeightSource
 from hotset.backends.cpu import new_runtime
 from hotset.backends.lowering import ACTIVATIONS, activation, linear_matrix, transposed_matrix
 from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError
-from hotset.model.graph import Ffn, Graph, TransposedLinear
+from hotset.model.graph import Ffn, Graph, TransposedLinear, one_matrix
 
 Kind = Literal["memops", "spin", "hostfunc", "direct"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -244,8 +244,8 @@ def _add_layer(native: Any, weights: WeightSource, ffn: Ffn, hot: np.ndarray) ->
     assert isinstance(ffn.down, TransposedLinear)
     native.layer(
         ffn.layer,
-        linear_matrix(weights, ffn.gate) if ffn.gate else None,
-        linear_matrix(weights, ffn.up),
+        linear_matrix(weights, one_matrix(ffn.gate)) if ffn.gate else None,
+        linear_matrix(weights, one_matrix(ffn.up)),
         ffn.n_ff,
         activation(ffn.gate_act),
         activation(ffn.up_act)[0] if ffn.up_act else None,

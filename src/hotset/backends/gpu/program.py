@@ -35,6 +35,8 @@ from hotset.model.graph import (
     Add,
     Attention,
     Embed,
+    ExpertLinear,
+    ExpertSum,
     Ffn,
     Graph,
     LayerNorm,
@@ -44,6 +46,7 @@ from hotset.model.graph import (
     RMSNorm,
     Rope,
     Rotate,
+    Route,
     Scale,
     SelectOutputs,
     SignScores,
@@ -51,6 +54,7 @@ from hotset.model.graph import (
     TransposedLinear,
     Value,
     inputs_of,
+    one_matrix,
 )
 
 if TYPE_CHECKING:
@@ -207,6 +211,8 @@ class Program:
         outs, reads = tuple(group.out), tuple(group.reads)
         inside = sum(op.out.width for op in group.ops if op.out not in group.out)
         if (ffn := group.ffn) is not None:
+            if ffn.route is not None:
+                raise UnsupportedModelError("experts are computed on the CPU; use --no-gpu")
             inside += sum(op.out.width for op in ffn.primitives if op.out != ffn.out)
             residual = group.residual(ffn.out)
             if layer not in self._hot:
@@ -247,7 +253,7 @@ class Program:
             ):  # fmt: skip
                 compute = self._elementwise(main, self._kernels)
                 return lambda f: f.values.__setitem__(out, compute(f.values))
-            case Linear() | TransposedLinear() | Ffn():
+            case Linear() | TransposedLinear() | Ffn() | Route() | ExpertLinear() | ExpertSum():
                 raise AssertionError(f"{main.out.name} is no group's last operation")
             case _:
                 assert_never(main)
@@ -434,11 +440,12 @@ class Program:
 
         return run
 
-    def _down(self, op: Linear | TransposedLinear) -> Callable[[Tensor, Tensor | None], Tensor]:
+    def _down(self, op: Linear | TransposedLinear | ExpertSum) -> Callable[[Tensor, Tensor | None], Tensor]:
         k = self._kernels
         if isinstance(op, TransposedLinear):
             by_neuron, bias = self._weights.down(op), self._weights.bias(op.bias)
             return lambda neurons, added: k.linear_t(neurons, by_neuron, bias, added)
+        assert isinstance(op, Linear)
         products = self._products([op])
         return lambda neurons, added: products(neurons, added)[0]
 
@@ -449,7 +456,7 @@ class Program:
             given = self._rows(ffn, None) | options
             compute = k.neurons if self._sparse else self._every_neuron
             return lambda h, bits: compute(h, selected=bits, counts=counts, **given)
-        linears = [op for op in (ffn.gate, ffn.up) if op is not None]
+        linears = [one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None]
         products, kind = self._products(linears), ffn.gate_act.kind
 
         def dense(h: Tensor, bits: Tensor | None) -> Tensor:
@@ -473,7 +480,8 @@ class Program:
         options = _activations(ffn)
         given = self._rows(ffn, indices) | options
         down_t = self._weights.hot_rows(down, indices)
-        matrices = {"gate": ffn.gate, "up": ffn.up, "down_t": down}
+        gate = None if ffn.gate is None else one_matrix(ffn.gate)
+        matrices = {"gate": gate, "up": one_matrix(ffn.up), "down_t": down}
         stream = ColdRows(self._weights, matrices, ~hot, self._stream_bytes)
         norm, x, bits, added_id = self._norm(ffn.norm), ffn.x.id, self._bits(ffn.mask), _id(residual)
 
@@ -508,10 +516,11 @@ class Program:
     def _rows(self, ffn: Ffn, indices: np.ndarray | None) -> dict[str, Any]:
         """Gate and up with their biases, of all neurons or of some, as the kernels' arguments are named."""
         given: dict[str, Any] = {}
-        for name, op in (("gate", ffn.gate), ("up", ffn.up)):
-            if op is None:
+        for name, product in (("gate", ffn.gate), ("up", ffn.up)):
+            if product is None:
                 given[name] = None
                 continue
+            op = one_matrix(product)
             if indices is None:
                 given[name], given[f"{name}_bias"] = self._weights.linear(op), self._bias(op)
                 continue

@@ -29,6 +29,8 @@ N_COUNTS = 5  # selected, active, gate_rows, up_rows, down_rows: the counts of S
 def activate(x: Tensor, kind: ActivationKind, threshold: float = 0.0) -> Tensor:
     """f(x), elementwise. threshold: of fatrelu, x where x >= threshold, else 0."""
     match kind:
+        case "sigmoid":
+            return torch.sigmoid(x)
         case "silu":
             return torch.nn.functional.silu(x)
         case "gelu":
