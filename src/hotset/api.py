@@ -231,7 +231,7 @@ class Model:
         return ChatMessage(completion.text, completion)
 
     def prepare(self, tokens: list[int], params: SamplingParams, reuse_prefix: bool = True) -> Generation:
-        """An answer that has not begun: for whoever takes its events as they come (`Generation.submit`).
+        """An answer that has not begun: for whoever gives its sequence to the thread and takes the events.
 
         Raises ContextLengthError, and InvalidRequestError for a token or a bias outside the vocabulary.
         """

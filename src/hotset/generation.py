@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hotset.backends.base import StepStats
 from hotset.engine.driver import EngineThread
-from hotset.engine.engine import Event, EventSink, FinishReason
+from hotset.engine.engine import Event, FinishReason
 from hotset.engine.engine import Sequence as EngineSequence
 from hotset.engine.sampler import SamplingParams, TokenLogprobs
 from hotset.engine.stop import StopMatcher
@@ -122,7 +122,8 @@ class ChatMessage:
 class Generation:
     """A sequence on its way through the engine, and the text that it has become so far.
 
-    summary: adds up statistics of steps. Use it as a context manager: leaving it cancels what still runs.
+    thread: computes it. summary: adds up statistics of steps. Use it as a context manager: leaving it cancels
+    what still runs.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class Generation:
     ) -> None:
         self.sequence = sequence
         self.completion: Completion | None = None
-        self._thread = thread
+        self.thread = thread
         self._summary = summary
         self._decoder = tokenizer.stream(skip_special=True)
         self._matcher = StopMatcher(params.stop)
@@ -144,33 +145,29 @@ class Generation:
         self._logprobs: list[TokenLogprobs] = []
         self._first = self._last = 0.0  # seconds at which tokens came
 
-    def submit(self, events: EventSink) -> None:
-        """Begins, for whoever has its events brought and hands them to `take`: see EngineThread.submit."""
-        self._thread.submit(self.sequence, events)
-
     def cancel_soon(self) -> None:
         """Ends what still runs, and does not wait for it."""
-        self._thread.cancel_soon([self.sequence])
+        self.thread.cancel_soon([self.sequence])
 
     def __enter__(self) -> Generation:
-        self._thread.submit(self.sequence)
+        self.thread.submit(self.sequence)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.cancel([self.sequence])
+        self.thread.cancel([self.sequence])
 
     def chunks(self) -> Iterator[Chunk]:
         """The answer piece by piece; sets `completion` with the last chunk. Raises a step's failure."""
         while self.completion is None:
-            chunk = self.take(self._thread.next_event(self.sequence))
+            chunk = self.take(self.thread.next_event(self.sequence))
             if self.completion is not None:  # by a stop string: its pages are free before more is asked for
-                self._thread.cancel([self.sequence])
+                self.thread.cancel([self.sequence])
             yield chunk
 
     def finish(self) -> Completion:
         """The whole answer."""
         if not self._matcher.stops:  # a stop string must end it when it comes
-            self._thread.wait_for_end(self.sequence)
+            self.thread.wait_for_end(self.sequence)
         for _ in self.chunks():
             pass
         assert self.completion is not None

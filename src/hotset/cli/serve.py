@@ -2,46 +2,110 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import DownloadBar, say, tell_choice, tell_memory
+from hotset.cli.console import DownloadBar, read_text, say, tell_choice, tell_memory
 from hotset.errors import HotsetError
 from hotset.storage import catalogue, resolve, store
 
 if TYPE_CHECKING:
     from hotset.api import Model
+    from hotset.server.settings import ServerSettings
 
-_SERVER = "Server"
 _PARTS = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client")
+_MAX_KEYS_BYTES = 1 << 20  # of a file of API keys
+_KEY_VARIABLE = "HOTSET_API_KEY"
+
+
+def _option(names: str, help: str, **more: Any) -> Any:
+    return typer.Option(*names.split(), help=help, rich_help_panel="Server", **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Where a server listens, who may ask, and how much at a time."""
+
+    host: Annotated[str, _option("--host", "Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, _option("--port", "0: any that is free.", min=0, max=65535)] = 8080
+    api_key: Annotated[
+        list[str] | None, _option("--api-key", f"Who has it may ask; repeatable; or in {_KEY_VARIABLE}.")
+    ] = None
+    api_key_file: Annotated[
+        Path | None, _option("--api-key-file", "API keys, one a line.", exists=True, dir_okay=False)
+    ] = None
+    allow_no_api_key: Annotated[
+        bool, _option("--allow-no-api-key", "Let other machines in without a key.")
+    ] = False
+    cors_origin: Annotated[
+        list[str] | None,
+        _option("--cors-origin", "Pages of this origin may ask; *: all; repeatable."),
+    ] = None
+    allowed_host: Annotated[
+        list[str] | None,
+        _option("--allowed-host", "A name by which the server is called; *: any; repeatable."),
+    ] = None
+    max_queue: Annotated[
+        int, _option("--max-queue", "Answers that may wait for their turn; more are refused.", min=0)
+    ] = 64
+    max_tokens: Annotated[
+        int | None, _option("--max-tokens", "Tokens of an answer at most; default: the context.", min=1)
+    ] = None
+    timeout: Annotated[
+        float | None, _option("--timeout", "Seconds that an answer may take; default: any.", min=0)
+    ] = None
+    grace: Annotated[float, _option("--grace", "Seconds for answers that run when it ends.", min=0)] = 30.0
+
+    def settings(self) -> ServerSettings:
+        from hotset.server.settings import ServerSettings
+
+        return ServerSettings(
+            host=self.host,
+            port=self.port,
+            api_keys=self._keys(),
+            allow_no_api_key=self.allow_no_api_key,
+            cors_origins=tuple(self.cors_origin or ()),
+            allowed_hosts=tuple(self.allowed_host or ()),
+            max_queue=self.max_queue,
+            max_tokens=self.max_tokens,
+            max_seconds=self.timeout,
+            grace_seconds=self.grace,
+        )
+
+    def _keys(self) -> tuple[str, ...]:
+        keys = list(self.api_key or [])
+        if from_environment := os.environ.get(_KEY_VARIABLE):
+            keys.append(from_environment)
+        if self.api_key_file is not None:
+            lines = read_text(self.api_key_file, "--api-key-file", _MAX_KEYS_BYTES).splitlines()
+            in_file = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+            if not in_file:  # a server that was to be locked must not stand open
+                raise typer.BadParameter(
+                    f"{self.api_key_file} has no key in it.", param_hint="--api-key-file"
+                )
+            keys += in_file
+        return tuple(keys)
 
 
 def serve(
     model: options.OptionalModel = None,
-    port: Annotated[
-        int, typer.Option("--port", help="0: any that is free.", min=0, max=65535, rich_help_panel=_SERVER)
-    ] = 8080,
-    alias: Annotated[
-        list[str] | None,
-        typer.Option("--alias", "-a", help="What the model is called; repeatable.", rich_help_panel=_SERVER),
-    ] = None,
-    parallel: Annotated[
-        int, typer.Option("--parallel", "-np", help="Answers at once.", min=1, rich_help_panel=_SERVER)
-    ] = 16,
+    alias: Annotated[list[str] | None, _option("--alias -a", "What the model is called; repeatable.")] = None,
+    parallel: Annotated[int, _option("--parallel -np", "Answers at once.", min=1)] = 16,
     ctx_size: options.ContextSize = None,
     *,
     loading: options.ModelOptions,
+    server: ServerOptions,
 ) -> None:
     """Serve a model over HTTP, in OpenAI's dialect and others."""
     check_installed()
     settings = loading.settings(n_ctx=ctx_size, max_sequences=parallel)
-    from hotset.server.settings import ServerSettings
-
-    server_settings = ServerSettings(port=port)
+    server_settings = server.settings()
     bar = DownloadBar()
     with bar:
         path = resolve(model or catalogue.DEFAULT, progress=bar)

@@ -273,7 +273,20 @@ class Engine:
         first: int = 0,
         reuse_prefix: bool = True,
     ) -> Sequence:
-        """Queues tokens whose logits are wanted and after which nothing is generated.
+        """`prepare_score` and `enqueue` in one."""
+        sequence = self.prepare_score(tokens, on_logits, first=first, reuse_prefix=reuse_prefix)
+        self.enqueue(sequence)
+        return sequence
+
+    def prepare_score(
+        self,
+        tokens: Tokens[int],
+        on_logits: Callable[[int, np.ndarray], None],
+        *,
+        first: int = 0,
+        reuse_prefix: bool = True,
+    ) -> Sequence:
+        """A checked sequence of tokens whose logits are wanted and after which nothing is generated.
 
         on_logits(position, rows) is called in order with float32 rows [n, n_vocab] of positions position,
         position + 1, ..., beginning at `first`; the rows are valid during the call. The sequence finishes
@@ -293,7 +306,6 @@ class Engine:
         sequence.on_logits = on_logits
         sequence.first_output = first
         sequence.reuse_prefix = reuse_prefix
-        self.enqueue(sequence)
         return sequence
 
     def cancel(self, sequence: Sequence) -> None:

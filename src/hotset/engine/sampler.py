@@ -209,12 +209,7 @@ class Sampler:
 
     def logprobs(self, logits: np.ndarray, token: int) -> TokenLogprobs:
         """What the model itself thought of `token` and of the most likely ones, from unmodified logits."""
-        log_total = log_sum_exp(logits)
-        top: tuple[tuple[int, float], ...] = ()
-        if self.params.logprobs:
-            ids, values = top_k(logits, min(self.params.logprobs, logits.size))
-            top = tuple(zip(ids.tolist(), (values.astype(np.float64) - log_total).tolist(), strict=True))
-        return TokenLogprobs(token, float(logits[token]) - log_total, top)
+        return token_logprobs(logits, token, self.params.logprobs or 0)
 
     def _adjusted(self, logits: np.ndarray) -> np.ndarray:
         """A copy with bias and penalties applied."""
@@ -278,6 +273,16 @@ class Sampler:
         if params.min_p > 0:
             n = min(n, int((-relative).searchsorted(-log_min_p, side="right")))
         return ids[:n], relative[:n]
+
+
+def token_logprobs(logits: np.ndarray, token: int, n_top: int) -> TokenLogprobs:
+    """What a row of logits says of `token` and of the n_top most likely ones."""
+    log_total = log_sum_exp(logits)
+    top: tuple[tuple[int, float], ...] = ()
+    if n_top:
+        ids, values = top_k(logits, min(n_top, logits.size))
+        top = tuple(zip(ids.tolist(), (values.astype(np.float64) - log_total).tolist(), strict=True))
+    return TokenLogprobs(token, float(logits[token]) - log_total, top)
 
 
 def log_sum_exp(logits: np.ndarray) -> float:

@@ -15,12 +15,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from hotset.engine.engine import Event
+from hotset.engine.engine import Sequence as EngineSequence
+from hotset.engine.prompt_logprobs import PromptLogprobs
 from hotset.engine.sampler import SamplingParams, TokenLogprobs
-from hotset.generation import Chunk, Generation
-from hotset.server.errors import RequestError
+from hotset.generation import Generation
+from hotset.server.errors import NotReadyError, RequestError
 
 Reason = Literal["stop", "length", "tool_calls", "cancelled"]
 
@@ -33,6 +36,8 @@ class AnswerRequest:
     "none", "auto", "required", or the name of a function in {"name": ...}. template: further variables of
     the chat template. prompts: texts or token ids. n: answers to each. params: how tokens are chosen; the
     i-th of n answers has the seed + i.
+    prompt_logprobs: None, or how many of the likeliest tokens are wanted beside each token of the prompt.
+    generates: False for the prompt's logprobs alone.
     stream: whether deltas are wanted as they come; without it they come with the end.
     reuse_prefix: False computes a prompt again that is in the cache.
     """
@@ -44,6 +49,8 @@ class AnswerRequest:
     template: Mapping[str, Any] = field(default_factory=dict)
     n: int = 1
     params: SamplingParams = field(default_factory=SamplingParams)
+    prompt_logprobs: int | None = None
+    generates: bool = True
     stream: bool = False
     reuse_prefix: bool = True
 
@@ -152,24 +159,45 @@ class Choice:
                 self.reason = delta.reason
 
 
+@dataclass(frozen=True)
+class PreparedPrompt:
+    """A prompt and what is to become of it. scores: of its own tokens, where they are wanted."""
+
+    tokens: list[int]
+    generations: list[Generation]
+    scores: PromptLogprobs | None = None
+
+
+Submit = Callable[[EngineSequence, Callable[[Event], None], bool], None]
+
+
 class Answer:
     """What becomes of a request; made by `Service.ask`, and used in its event loop alone.
 
-    generations: one per answer, those of a prompt side by side. created: seconds since 1970.
+    prompts: as they were read. created: seconds since 1970.
+    submit: gives a sequence to the engine: `submit(sequence, take, at_once)` calls `take` with each of its
+    events in this loop; those of one that is wanted whole come with its end. closed: hears of the end.
     """
 
     def __init__(
-        self, request: AnswerRequest, generations: Sequence[Generation], closed: Callable[[Answer], None]
+        self,
+        request: AnswerRequest,
+        prompts: Sequence[PreparedPrompt],
+        submit: Submit,
+        closed: Callable[[Answer], None],
     ) -> None:
         self.request = request
-        self.generations = generations
+        self.prompts = prompts
         self.created = int(time.time())
+        generations = [generation for prompt in prompts for generation in prompt.generations]
         self._parts = [_Part(i, generation) for i, generation in enumerate(generations)]
-        self._n_open = len(generations)
+        self._n_open = len(self._parts)
         self._ready: list[Delta] = []
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
-        self._on_close: Callable[[Answer], None] | None = closed
+        self._submit = submit
+        self._deadline: asyncio.TimerHandle | None = None
+        self._closed: Callable[[Answer], None] | None = closed
 
     # ---- for whoever translates ----
 
@@ -198,29 +226,82 @@ class Answer:
             choices[delta.index].add(delta)
         return choices
 
+    def prompt_of(self, index: int) -> PreparedPrompt:
+        """The prompt of one of the answers."""
+        return self.prompts[index // self.request.n]
+
+    @property
+    def n_answers(self) -> int:
+        return len(self._parts)
+
     @property
     def usage(self) -> Usage:
         """Of what has been generated so far."""
-        prompts = self.generations[:: self.request.n]
+        read = [prompt.scores or prompt.generations[0] for prompt in self.prompts]
         return Usage(
-            sum(one.sequence.n_prompt for one in prompts),
-            sum(one.sequence.n_reused for one in prompts),
+            sum(len(prompt.tokens) for prompt in self.prompts),
+            sum(one.sequence.n_reused for one in read if one.sequence is not None),
             sum(part.n_tokens for part in self._parts),
         )
 
     def close(self) -> None:
         """Ends what still runs; safe to call twice."""
-        for generation in self.generations:
-            generation.cancel_soon()
-        if self._on_close is not None:
-            self._on_close(self)
-            self._on_close = None
+        self._end()
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if self._closed is not None:
+            self._closed(self)
+            self._closed = None
 
     # ---- for the service ----
 
-    def take(self, index: int, event: Event) -> None:
-        """An event of one of the generations."""
-        part = self._parts[index]
+    def begin(self) -> None:
+        """Raises where the engine takes no more."""
+        for i, prompt in enumerate(self.prompts):
+            if prompt.scores is not None and prompt.scores.sequence is not None:
+                self._submit(prompt.scores.sequence, partial(self._take_scores, i), False)
+            else:
+                self._generate(i)
+
+    def limit(self, seconds: float) -> None:
+        """Ends all of it with an error when it takes longer."""
+        late = RequestError(
+            f"the answer took longer than the {seconds:g} s that a request gets; ask for fewer tokens",
+            503,
+            code="timeout",
+        )
+        self._deadline = asyncio.get_running_loop().call_later(seconds, self.fail, late)
+
+    def fail(self, error: Exception) -> None:
+        """Ends all of it with an error."""
+        if self._n_open and self._error is None:
+            self._error = error
+            self._end()
+            self._wake()
+
+    def _generate(self, prompt: int) -> None:
+        """Begins the answers to a prompt; after its scores, whose pages they find in the cache."""
+        request = self.request
+        for part in self._parts[prompt * request.n : (prompt + 1) * request.n]:
+            if request.generates:
+                take = partial(self._take, part)
+                self._submit(part.generation.sequence, take, request.stream or bool(request.params.stop))
+            else:
+                part.done = True
+                self._n_open -= 1
+                self._ready.append(Finished(part.index, "length"))
+        self._wake()
+
+    def _take_scores(self, prompt: int, event: Event) -> None:
+        if event.finish_reason is None or self._error is not None:
+            return
+        try:
+            _raise_end(event)
+            self._generate(prompt)
+        except Exception as error:
+            self.fail(error)
+
+    def _take(self, part: _Part, event: Event) -> None:
         if part.done or self._error is not None:  # what came after a stop string, or after a failure
             return
         try:
@@ -233,14 +314,6 @@ class Answer:
             self._n_open -= 1
             part.generation.cancel_soon()  # a stop string ends it before the engine would
         if self.request.stream or not self._n_open:
-            self._wake()
-
-    def fail(self, error: Exception) -> None:
-        """Ends all of it with an error."""
-        if self._n_open and self._error is None:
-            self._error = error
-            for generation in self.generations:
-                generation.cancel_soon()
             self._wake()
 
     def _add(self, delta: Delta) -> None:
@@ -256,6 +329,21 @@ class Answer:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    def _end(self) -> None:
+        for prompt in self.prompts:
+            if prompt.scores is not None and prompt.scores.sequence is not None:
+                prompt.generations[0].thread.cancel_soon([prompt.scores.sequence])
+            for generation in prompt.generations:
+                generation.cancel_soon()
+
+
+def _raise_end(event: Event) -> None:
+    """Raises what ended a sequence, where that was no end of its own."""
+    if event.error is not None:
+        raise event.error
+    if event.finish_reason == "cancelled":
+        raise NotReadyError("the server was shut down before the answer was complete")
+
 
 class _Part:
     """One of the answers on its way from chunks to deltas."""
@@ -269,7 +357,8 @@ class _Part:
         self._logprobs: list[TokenLogprobs] = []
 
     def deltas(self, event: Event) -> list[Delta]:
-        chunk: Chunk = self.generation.take(event)
+        _raise_end(event)
+        chunk = self.generation.take(event)
         self.n_tokens += len(chunk.tokens)
         stop_ids = self.generation.sequence.stop_ids
         self._tokens += [token for token in chunk.tokens if token not in stop_ids]  # these have no text
@@ -280,8 +369,6 @@ class _Part:
             self._tokens, self._logprobs = [], []
         if chunk.finish_reason is not None:
             self.done = True
-            if chunk.finish_reason == "cancelled":
-                raise RequestError("the server was shut down before the answer was complete", 503)
             reason: Reason = "length" if chunk.finish_reason == "length" else "stop"
             found.append(Finished(self.index, reason))
         return found

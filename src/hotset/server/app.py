@@ -13,13 +13,14 @@ from starlette.exceptions import HTTPException
 from hotset.errors import HotsetError
 from hotset.server import health
 from hotset.server.errors import Problem, invalid_body, problem_of, response_of
-from hotset.server.openai import chat, models
+from hotset.server.openai import chat, completions, models
+from hotset.server.security import secure
 from hotset.server.service import Service
 from hotset.server.streams import ClientGoneError
 
 log = logging.getLogger("hotset.server")
 
-ROUTERS = (health.router, models.router, chat.router)
+ROUTERS = (health.router, models.router, chat.router, completions.router)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -38,6 +39,7 @@ def create_app(service: Service) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     _handle_errors(app)
+    secure(app, service.settings)
     return app
 
 

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.responses import JSONResponse
-
 from hotset.errors import (
     ContextLengthError,
     HotsetError,
@@ -20,6 +18,7 @@ from hotset.errors import (
     TokenizerError,
 )
 from hotset.parameters import shown
+from hotset.server.replies import JsonReply
 
 
 class RequestError(HotsetError):
@@ -115,8 +114,8 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> Problem:
 
 
 def _is_alternative(part: Any) -> bool:
-    """Whether a part of pydantic's path names a type of a union, not a field: fields have plain names."""
-    return isinstance(part, str) and not part.replace("_", "").replace("-", "").isalnum()
+    """Whether a part of pydantic's path names a type of a union, not a field."""
+    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)
 
 
 # -- the shapes ------------------------------------------------------------------------------------
@@ -146,7 +145,7 @@ def _of_status(status: int, fault: str) -> str:
     return fault if status >= 500 else "invalid_request_error"
 
 
-def response_of(problem: Problem, path: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    return JSONResponse(
+def response_of(problem: Problem, path: str, headers: Mapping[str, str] | None = None) -> JsonReply:
+    return JsonReply(
         body_of(problem, path), status_code=problem.status, headers={**problem.headers, **(headers or {})}
     )

@@ -16,8 +16,9 @@ from typing import ParamSpec, TypeVar
 
 from hotset.api import Model
 from hotset.engine.engine import Event
-from hotset.generation import Generation
-from hotset.server.answers import Answer, AnswerRequest
+from hotset.engine.engine import Sequence as EngineSequence
+from hotset.engine.prompt_logprobs import PromptLogprobs
+from hotset.server.answers import Answer, AnswerRequest, PreparedPrompt
 from hotset.server.errors import NotReadyError, QueueFullError, RequestError
 from hotset.server.settings import ServerSettings
 
@@ -119,41 +120,47 @@ class Service:
 
     async def ask(self, request: AnswerRequest) -> Answer:
         """Begins to answer. Raises NotReadyError, QueueFullError, and what is wrong with the request."""
-        model, n = self.model, request.n_answers
-        self._check(request)
-        self._admit(n)
+        model = self.model
+        request = self._bounded(request)
+        self._admit(n := request.n_answers)
         try:
-            generations = await self.in_thread(_generations, model, request)
+            prompts = await self.in_thread(_prepared, model, request)
         except BaseException:
             self._n_admitted -= n
             raise
-        answer = Answer(request, generations, self._closed)
+        answer = Answer(request, prompts, self._submit, self._closed)
         self._answers.add(answer)
         try:
-            if self.stopping:
-                raise NotReadyError("the server is shutting down; ask another one")
-            for i, generation in enumerate(generations):
-                generation.submit(_Sink(self._mail, answer, i, request.stream or bool(request.params.stop)))
+            _ = self.model  # it may have begun to shut down
+            answer.begin()
         except BaseException:
             answer.close()
             raise
+        if self.settings.max_seconds is not None:
+            answer.limit(self.settings.max_seconds)
         return answer
 
-    def _check(self, request: AnswerRequest) -> None:
+    def _submit(self, sequence: EngineSequence, take: Callable[[Event], None], at_once: bool) -> None:
+        self.model.thread.submit(sequence, _Sink(self._mail, take, at_once))
+
+    def _bounded(self, request: AnswerRequest) -> AnswerRequest:
+        """A request within the limits of this server. Raises RequestError where it asks for more."""
         settings, n = self.settings, request.n_answers
         if not n:
             raise RequestError("there is nothing to answer; give a prompt or messages")
         if n > settings.max_answers:
             raise RequestError(
-                f"{n} answers are asked for, and a request gets {settings.max_answers} at most",
-                param="n",
+                f"{n} answers are asked for, and a request gets {settings.max_answers} at most", param="n"
             )
         longest, asked = settings.max_tokens, request.params.max_tokens
-        if longest is not None and asked is not None and asked > longest:
+        if longest is None:
+            return request
+        if asked is not None and asked > longest:
             raise RequestError(
                 f"{asked} tokens are asked for, and an answer of this server has at most {longest}",
                 param="max_tokens",
             )
+        return replace(request, params=replace(request.params, max_tokens=asked or longest))
 
     def _admit(self, n: int) -> None:
         n_most = self.model.engine.max_sequences + self.settings.max_queue
@@ -163,7 +170,7 @@ class Service:
 
     def _closed(self, answer: Answer) -> None:
         self._answers.discard(answer)
-        self._n_admitted -= len(answer.generations)
+        self._n_admitted -= answer.n_answers
 
     # ---- the end ----
 
@@ -190,20 +197,25 @@ class Service:
         self._threads.shutdown(wait=False)
 
 
-def _generations(model: Model, request: AnswerRequest) -> list[Generation]:
+def _prepared(model: Model, request: AnswerRequest) -> list[PreparedPrompt]:
     """What a request makes the engine do, checked; in a thread."""
     if request.messages is not None:
         tools = [dict(tool) for tool in request.tools] or None
         prompts = [model.encode_chat(request.messages, tools, **request.template)]
     else:
         prompts = [model.encode(prompt) for prompt in request.prompts]
-    params, seed = request.params, request.params.seed
-    found = []
-    for prompt in prompts:
-        for i in range(request.n):
-            own = params if seed is None or not i else replace(params, seed=(seed + i) % 2**64)
-            found.append(model.prepare(prompt, own, request.reuse_prefix))
-    return found
+    return [_prepared_prompt(model, request, prompt) for prompt in prompts]
+
+
+def _prepared_prompt(model: Model, request: AnswerRequest, tokens: list[int]) -> PreparedPrompt:
+    scores = None
+    if request.prompt_logprobs is not None:
+        scores = PromptLogprobs(model.engine, tokens, request.prompt_logprobs)
+    generations, params, seed = [], request.params, request.params.seed
+    for i in range(request.n):
+        own = params if seed is None or not i else replace(params, seed=(seed + i) % 2**64)
+        generations.append(model.prepare(tokens, own, request.reuse_prefix))
+    return PreparedPrompt(tokens, generations, scores)
 
 
 class _Mail:
@@ -211,11 +223,11 @@ class _Mail:
 
     def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
-        self._events: deque[tuple[Answer, int, Event]] = deque()
+        self._events: deque[tuple[Callable[[Event], None], Event]] = deque()
         self._is_called = False
 
-    def put(self, answer: Answer, index: int, event: Event) -> None:
-        self._events.append((answer, index, event))
+    def put(self, take: Callable[[Event], None], event: Event) -> None:
+        self._events.append((take, event))
         if self._is_called or self.loop is None:
             return
         self._is_called = True
@@ -227,15 +239,15 @@ class _Mail:
     def _deliver(self) -> None:
         self._is_called = False  # before they are taken: one that comes meanwhile calls again
         while self._events:
-            answer, index, event = self._events.popleft()
-            answer.take(index, event)
+            take, event = self._events.popleft()
+            take(event)
 
 
 class _Sink:
     """The events of one sequence on their way. Those of an answer that is wanted whole wait for its end."""
 
-    def __init__(self, mail: _Mail, answer: Answer, index: int, at_once: bool) -> None:
-        self._mail, self._answer, self._index, self._at_once = mail, answer, index, at_once
+    def __init__(self, mail: _Mail, take: Callable[[Event], None], at_once: bool) -> None:
+        self._mail, self._take, self._at_once = mail, take, at_once
         self._held: list[Event] = []
 
     def put(self, event: Event) -> None:
@@ -243,6 +255,6 @@ class _Sink:
             self._held.append(event)
             return
         for one in self._held:
-            self._mail.put(self._answer, self._index, one)
+            self._mail.put(self._take, one)
         self._held.clear()
-        self._mail.put(self._answer, self._index, event)
+        self._mail.put(self._take, event)

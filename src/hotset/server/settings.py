@@ -24,8 +24,8 @@ class ServerSettings:
     again. max_answers: the largest `n`, times prompts, of a request. max_tokens: the longest answer, None:
     the context bounds it. max_seconds: how long an answer may take; None: as long as it does.
     max_body_bytes, max_nesting: of a request's JSON. max_body_seconds: in which it must have arrived.
-    keep_alive_seconds: between two signs of life in a stream. grace_seconds: which a shutdown leaves to
-    answers that run.
+    keep_alive_seconds: between two signs of life in a stream. max_write_seconds: that a client may leave a
+    piece of a stream unread. grace_seconds: which a shutdown leaves to answers that run.
     """
 
     host: str = "127.0.0.1"
@@ -38,10 +38,11 @@ class ServerSettings:
     max_answers: int = 16
     max_tokens: int | None = None
     max_seconds: float | None = None
-    max_body_bytes: int = 8 << 20
+    max_body_bytes: int = 4 << 20
     max_nesting: int = 64
     max_body_seconds: float = 60.0
     keep_alive_seconds: float = 10.0
+    max_write_seconds: float = 60.0
     grace_seconds: float = 30.0
 
     def __post_init__(self) -> None:
@@ -64,7 +65,7 @@ class ServerSettings:
                 )
         for name, low in (("max_queue", 0), ("max_answers", 1), ("max_body_bytes", 1), ("max_nesting", 1)):
             whole_number(name, getattr(self, name), low)
-        for name in ("max_body_seconds", "keep_alive_seconds", "grace_seconds"):
+        for name in ("max_body_seconds", "keep_alive_seconds", "max_write_seconds", "grace_seconds"):
             real_number(name, getattr(self, name), 0)
         if self.max_tokens is not None:
             whole_number("max_tokens", self.max_tokens, 1)

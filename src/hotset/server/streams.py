@@ -7,18 +7,18 @@ minute, between two tokens, with its window closed. Whoever answers goes through
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
-from sse_starlette.sse import AppStatus
+from sse_starlette.sse import AppStatus, SendTimeoutError
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from hotset.server.answers import Answer, AnswerRequest, Choice
 from hotset.server.errors import body_of, problem_of
+from hotset.server.replies import dumped, event
 from hotset.server.service import Service
 
 log = logging.getLogger("hotset.server")
@@ -28,24 +28,11 @@ _T = TypeVar("_T")
 # The library would end every stream at once when the process is told to end; the service gives them time.
 AppStatus.disable_automatic_graceful_drain()
 
-DONE = b"data: [DONE]\n\n"
-
 
 def service_of(http: Request) -> Service:
     """The service that answers a request; a dependency of the routes."""
     service: Service = http.app.state.service
     return service
-
-
-def dumped(value: Any) -> bytes:
-    """JSON as clients get it."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
-
-
-def event(value: Mapping[str, Any], name: str | None = None) -> bytes:
-    """A server-sent event with JSON."""
-    head = f"event: {name}\n".encode() if name else b""
-    return b"%sdata: %s\n\n" % (head, dumped(value))
 
 
 class ClientGoneError(Exception):
@@ -123,6 +110,7 @@ class AnswerStream(EventSourceResponse):
         super().__init__(
             self._guarded(written(answer)),
             sep="\n",
+            send_timeout=service_of(http).settings.max_write_seconds,
             ping=0 if lines else service_of(http).settings.keep_alive_seconds,
             ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
             media_type="application/x-ndjson" if lines else "text/event-stream",
@@ -131,6 +119,8 @@ class AnswerStream(EventSourceResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            log.info("a client that does not read was left")
         finally:
             self._answer.close()
 

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from hotset.engine.sampler import TokenLogprobs
@@ -22,8 +21,9 @@ from hotset.server.answers import (
     ToolCallStart,
 )
 from hotset.server.errors import RequestError
-from hotset.server.openai.schema import Body, SamplingFields, usage_dict
-from hotset.server.streams import DONE, event, service_of, streamed, whole
+from hotset.server.openai.schema import Body, SamplingFields, logprob_of, usage_dict
+from hotset.server.replies import DONE, JsonReply, event
+from hotset.server.streams import service_of, streamed, whole
 from hotset.text.tokenizer import Tokenizer
 
 router = APIRouter()
@@ -67,7 +67,7 @@ async def chat_completions(body: ChatBody, http: Request) -> Response:
     if request.stream:
         return await streamed(http, request, reply.events)
     answer, choices = await whole(http, request)
-    return JSONResponse(reply.body(answer, choices))
+    return JsonReply(reply.body(answer, choices))
 
 
 class _Reply:
@@ -93,7 +93,7 @@ class _Reply:
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
             return event(head | {"choices": [choice]} | more)
 
-        for i in range(len(answer.generations)):
+        for i in range(answer.n_answers):
             yield chunk(i, {"role": "assistant", "content": ""})
         async for delta in answer:
             match delta:
@@ -150,9 +150,8 @@ class _Reply:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         piece = self._tokenizer.token_bytes(token)
-        # JSON has no infinity; a probability of nothing at all is what -9999 means to OpenAI's clients.
         return {
             "token": piece.decode("utf-8", "replace"),
-            "logprob": max(logprob, -9999.0),
+            "logprob": logprob_of(logprob),
             "bytes": list(piece),
         }

@@ -1,0 +1,29 @@
+"""What the model thought of each token of a prompt: the scores that evaluation harnesses ask for."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hotset.engine.engine import Engine, Sequence
+from hotset.engine.sampler import TokenLogprobs, token_logprobs
+
+
+class PromptLogprobs:
+    """Scores of one prompt, which come with the steps of `sequence`.
+
+    tokens: the checked prompt. n_top: how many of the most likely tokens are wanted beside each.
+    found: one entry per token; None for the first, which nothing comes before.
+    sequence: to be submitted; None where there is nothing to compute.
+    """
+
+    def __init__(self, engine: Engine, tokens: list[int], n_top: int) -> None:
+        self.found: list[TokenLogprobs | None] = [None]
+        self._tokens, self._n_top = tokens, n_top
+        self.sequence: Sequence | None = None
+        if len(tokens) > 1:  # the last one's row would be of what comes after the prompt
+            self.sequence = engine.prepare_score(tokens[:-1], self._keep)
+
+    def _keep(self, position: int, rows: np.ndarray) -> None:
+        """Takes rows of logits [n, n_vocab] of positions from `position` on; the engine's thread calls it."""
+        for token, row in zip(self._tokens[position + 1 :], rows, strict=False):
+            self.found.append(token_logprobs(row, token, self._n_top))

@@ -1,0 +1,179 @@
+"""POST /v1/completions: prompts that are continued as they stand."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from hotset.engine.sampler import TokenLogprobs
+from hotset.server.answers import Answer, AnswerRequest, Choice, Finished, TextDelta
+from hotset.server.errors import RequestError
+from hotset.server.openai.schema import SamplingFields, logprob_of, usage_dict
+from hotset.server.replies import DONE, JsonReply, event
+from hotset.server.streams import service_of, streamed, whole
+from hotset.text.tokenizer import StreamDecoder, Tokenizer
+
+router = APIRouter()
+
+_DEFAULT_TOKENS = 16  # of an answer, as OpenAI has it here
+
+
+class CompletionBody(SamplingFields):
+    """OpenAI's body, less what this server does not have."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return self.prompt  # type: ignore[return-value]
+
+    def request(self) -> AnswerRequest:
+        """Raises what is wrong with it."""
+        if self.suffix is not None:
+            raise RequestError(
+                "suffix is not supported: this model only continues a text; leave it out",
+                param="suffix",
+                code="unsupported_parameter",
+            )
+        if self.best_of not in (None, self.n or 1):
+            raise RequestError(
+                "best_of is not supported, unless it equals n; leave it out and ask for n answers",
+                param="best_of",
+                code="unsupported_parameter",
+            )
+        only_echo = self.max_tokens == 0 and bool(self.echo)  # what evaluation harnesses ask for
+        sampling = self.model_copy(update={"max_tokens": None}) if only_echo else self
+        default = _DEFAULT_TOKENS if sampling.max_tokens is sampling.n_predict is None else None
+        return AnswerRequest(
+            prompts=self.prompts(),
+            n=self.n or 1,
+            params=sampling.sampling(logprobs=self.logprobs, max_tokens=default),
+            prompt_logprobs=self.logprobs if self.echo else None,
+            generates=not only_echo,
+            stream=bool(self.stream),
+            reuse_prefix=self.cache_prompt is not False,
+        )
+
+
+@router.post("/v1/completions")
+async def completions(body: CompletionBody, http: Request) -> Response:
+    service = service_of(http)
+    service.check_name(body.model)
+    request, reply = body.request(), _Reply(service.name, service.model.tokenizer, body)
+    if request.stream:
+        return await streamed(http, request, reply.events)
+    answer, choices = await whole(http, request)
+    return JsonReply(reply.body(answer, choices))
+
+
+@dataclass
+class _Text:
+    """A piece of a choice: its text, and where its tokens' logprobs go."""
+
+    text: str
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+
+class _Reply:
+    """One answer in OpenAI's JSON."""
+
+    def __init__(self, model: str, tokenizer: Tokenizer, body: CompletionBody) -> None:
+        self.id = f"cmpl-{uuid.uuid4().hex}"
+        self._model, self._tokenizer, self._body = model, tokenizer, body
+        # By choice: characters of prompt and answer so far, and what counts those of tokens.
+        self._offsets: dict[int, int] = {}
+        self._decoders: dict[int, StreamDecoder] = {}
+
+    def body(self, answer: Answer, choices: Sequence[Choice]) -> dict[str, Any]:
+        written = []
+        for choice in choices:
+            pieces = [
+                *self._prompt(answer, choice.index),
+                _Text(choice.text, [*choice.logprobs], choice.tokens),
+            ]
+            whole = _Text("".join(piece.text for piece in pieces))
+            for piece in pieces:
+                whole.logprobs += piece.logprobs
+                whole.tokens += piece.tokens
+            written.append(self._choice(answer, choice.index, whole, choice.reason))
+        return self._head(answer) | {"choices": written, "usage": usage_dict(answer.usage)}
+
+    async def events(self, answer: Answer) -> AsyncIterator[bytes]:
+        head = self._head(answer)
+        more: dict[str, Any] = {"usage": None} if self._body.includes_usage else {}
+        begun: set[int] = set()
+        async for delta in answer:
+            pieces = [] if delta.index in begun else self._prompt(answer, delta.index)
+            begun.add(delta.index)
+            if isinstance(delta, TextDelta):
+                pieces.append(_Text(delta.text, [*delta.logprobs], delta.tokens))
+            for piece in pieces:
+                yield event(head | {"choices": [self._choice(answer, delta.index, piece, None)]} | more)
+            if isinstance(delta, Finished):
+                last = self._choice(answer, delta.index, _Text(""), delta.reason)
+                yield event(head | {"choices": [last]} | more)
+        if self._body.includes_usage:
+            yield event(head | {"choices": [], "usage": usage_dict(answer.usage)})
+        yield DONE
+
+    def _head(self, answer: Answer) -> dict[str, Any]:
+        return {"id": self.id, "object": "text_completion", "created": answer.created, "model": self._model}
+
+    def _prompt(self, answer: Answer, index: int) -> list[_Text]:
+        """The echo, which an answer begins with where it is wanted."""
+        if not self._body.echo:
+            return []
+        prompt = answer.prompt_of(index)
+        found = prompt.scores.found if prompt.scores is not None else []
+        return [_Text(self._prompt_text(answer, index), [*found], prompt.tokens)]
+
+    def _prompt_text(self, answer: Answer, index: int) -> str:
+        given = answer.request.prompts[index // answer.request.n]
+        return given if isinstance(given, str) else self._tokenizer.decode(given)
+
+    def _choice(self, answer: Answer, index: int, piece: _Text, reason: str | None) -> dict[str, Any]:
+        logprobs = self._logprobs(answer, index, piece) if self._body.logprobs is not None else None
+        return {"text": piece.text, "index": index, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, answer: Answer, index: int, piece: _Text) -> dict[str, Any]:
+        """Lists of one entry per token; the first token of a prompt has no score."""
+        if index not in self._offsets:
+            self._offsets[index] = 0 if self._body.echo else len(self._prompt_text(answer, index))
+            self._decoders[index] = self._tokenizer.stream()
+        offsets, by_ids = [], not isinstance(answer.request.prompts[index // answer.request.n], str)
+        for token in piece.tokens:
+            offsets.append(self._offsets[index])
+            if by_ids or not self._tokenizer.is_special(token):  # else the text does not show it
+                self._offsets[index] += len(self._decoders[index].push(token))
+        return {
+            "tokens": [self._spelled(token) for token in piece.tokens],
+            "token_logprobs": [one and logprob_of(one.logprob) for one in piece.logprobs],
+            "top_logprobs": [one and self._top(one) for one in piece.logprobs],
+            "text_offset": offsets,
+        }
+
+    def _top(self, one: TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens, and the one that is there."""
+        top = dict(one.top[: self._body.logprobs or 0]) | {one.token: one.logprob}
+        return {self._spelled(token): logprob_of(logprob) for token, logprob in top.items()}
+
+    def _spelled(self, token: int) -> str:
+        """A token as a text, and as OpenAI writes it where it is none: tokens that differ look different."""
+        piece = self._tokenizer.token_bytes(token)
+        try:
+            return piece.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)

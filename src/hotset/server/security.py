@@ -1,0 +1,243 @@
+"""Who may ask, from where, and how much at a time: what every request passes before a route sees it.
+
+A server on 127.0.0.1 is still asked by every web page that its user opens. So the name by which it is called
+must be one of its own (a page whose name is pointed at 127.0.0.1 gives itself away by it), and a request that
+a browser sends for a page of another origin is refused unless that origin was named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import re
+import socket
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from fastapi import FastAPI
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hotset.escaping import clause
+from hotset.server.errors import RequestError, problem_of, response_of
+from hotset.server.settings import LOOPBACK_NAMES, ServerSettings
+
+_OPEN_PATHS = ("/", "/health", "/v1/health", "/favicon.ico")  # no key: they tell nothing, and ask for nothing
+_OPEN_FOLDER = "/page/"  # what the page is made of; what it asks for needs the key
+
+# A string of JSON, or a bracket; a string that does not end goes to the end.
+_BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL)
+
+
+def secure(app: FastAPI, settings: ServerSettings) -> None:
+    """Puts the guards around an application; the last is asked first."""
+    app.add_middleware(BodyLimits, settings=settings)
+    if settings.api_keys:
+        app.add_middleware(ApiKeys, keys=settings.api_keys)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+        )
+    app.add_middleware(Names, settings=settings)
+
+
+class Names:
+    """Refuses what comes by a name that is not the server's, or for a page of another origin."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app = app
+        self._any_origin = "*" in settings.cors_origins
+        self._origins = frozenset(origin.rstrip("/").lower() for origin in settings.cors_origins)
+        self._any_host = "*" in settings.allowed_hosts
+        self._any_address = settings.serves_any_address
+        named = [*settings.allowed_hosts, settings.host]
+        if self._any_address:
+            named.append(socket.gethostname())
+        self._hosts = frozenset({*LOOPBACK_NAMES, *(_host(name) for name in named if name)})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            try:
+                self._check_host(headers.get("host"))
+                self._check_origin(headers.get("origin"), headers.get("host"))
+            except RequestError as error:
+                await _refuse(error, scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check_host(self, given: str | None) -> None:
+        if given is None or self._any_host:  # a browser always says it
+            return
+        host = _host(given)
+        if host in self._hosts or (self._any_address and _is_address(host)):
+            return
+        raise RequestError(
+            f"this server is not called {clause(repr(host))}; if it is, start it with --allowed-host "
+            f"{clause(host)}",
+            403,
+            code="host_not_allowed",
+        )
+
+    def _check_origin(self, origin: str | None, host: str | None) -> None:
+        if origin is None or self._any_origin or origin.lower() in self._origins:
+            return
+        if host is not None and origin.partition("://")[2].lower() == host.lower():
+            return
+        raise RequestError(
+            f"pages of {clause(repr(origin))} may not ask this server; to let them, start it with "
+            f"--cors-origin {clause(origin)}",
+            403,
+            code="origin_not_allowed",
+        )
+
+
+class ApiKeys:
+    """Refuses what comes without one of the keys, in `Authorization: Bearer` or in `x-api-key`."""
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+        self._app = app
+        self._digests = [_digest(key) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not _is_open(scope["path"]):
+            headers = Headers(scope=scope)
+            scheme, _, bearer = headers.get("authorization", "").partition(" ")
+            given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+            if not self._is_known(given):
+                what = "this API key is not known" if given else "an API key is needed"
+                error = RequestError(
+                    f"{what}; send one as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                    401,
+                    code="invalid_api_key",
+                )
+                await _refuse(error, scope, receive, send, {"WWW-Authenticate": "Bearer"})
+                return
+        await self._app(scope, receive, send)
+
+    def _is_known(self, given: str) -> bool:
+        """Takes as long for each key that is wrong: digests have one length, and all are compared."""
+        digest = _digest(given)
+        return bool(sum([hmac.compare_digest(digest, known) for known in self._digests]))
+
+
+class BodyLimits:
+    """Reads the body, of as many bytes as are allowed, in the time that is, and not nested too deeply.
+
+    It is taken for JSON whatever its type is said to be: `curl -d` calls everything a form.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app, self._settings = app, settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await self._read(Headers(scope=scope), receive)
+            if body is None:
+                return
+            check_nesting(body, self._settings.max_nesting)
+        except RequestError as error:
+            await _refuse(error, scope, receive, send, {"Connection": "close"})
+            return
+        scope["headers"] = [
+            *((name, value) for name, value in scope["headers"] if name != b"content-type"),
+            (b"content-type", b"application/json"),
+        ]
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return messages.pop() if messages else await receive()
+
+        await self._app(scope, replay, send)
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
+        """The whole body; None where the client went before its end."""
+        most = self._settings.max_body_bytes
+        said = headers.get("content-length", "")
+        if said.isdecimal() and (len(said) > 18 or int(said) > most):
+            raise _too_large(most)
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self._settings.max_body_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    part = message.get("body", b"")
+                    size += len(part)
+                    if size > most:
+                        raise _too_large(most)
+                    parts.append(part)
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise RequestError(
+                f"the body did not arrive within {self._settings.max_body_seconds:g} s", 408, code="timeout"
+            ) from None
+
+
+def check_nesting(body: bytes, most: int) -> None:
+    """Raises RequestError for JSON whose lists and objects lie deeper than `most` in one another."""
+    if body.count(b"[") + body.count(b"{") <= most:
+        return
+    depth = 0
+    for match in _BRACKETS.finditer(body):
+        first = body[match.start()]
+        if first in b"[{":
+            depth += 1
+            if depth > most:
+                raise RequestError(f"the body is nested deeper than {most} levels", code="invalid_json")
+        elif first in b"]}":
+            depth -= 1
+
+
+def _too_large(most: int) -> RequestError:
+    return RequestError(
+        f"the body is larger than {most} bytes, the most that this server takes", 413, code="body_too_large"
+    )
+
+
+def _is_open(path: str) -> bool:
+    return path in _OPEN_PATHS or (path.startswith(_OPEN_FOLDER) and ".." not in path)
+
+
+def _host(given: str) -> str:
+    """The name in a Host header, without a port; an address of IPv6 in brackets."""
+    given = given.strip().lower()
+    try:
+        if isinstance(ipaddress.ip_address(given), ipaddress.IPv6Address):
+            return f"[{given}]"
+    except ValueError:
+        pass
+    try:
+        host = urlsplit(f"//{given}").hostname or ""
+    except ValueError:
+        return ""
+    return f"[{host}]" if ":" in host else host.rstrip(".")
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+async def _refuse(
+    error: RequestError, scope: Scope, receive: Receive, send: Send, headers: dict[str, str] | None = None
+) -> None:
+    await response_of(problem_of(error), scope["path"], headers)(scope, receive, send)

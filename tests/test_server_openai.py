@@ -1,0 +1,345 @@
+"""OpenAI's chat and completion parameters, each compared with what the model itself says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from tiny_server import MESSAGES, client_of, events_of, text_of, write_model
+
+import hotset
+from hotset.server.service import Service
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def model(path: Path):
+    with hotset.load(path, backend="cpu", n_threads=1, max_sequences=4) as model:
+        yield model
+
+
+def run(path: Path, work: Callable[[httpx.AsyncClient, Service], Awaitable[None]], **settings: Any) -> None:
+    async def whole() -> None:
+        async with client_of(path, **settings) as (client, service):
+            await work(client, service)
+
+    asyncio.run(whole())
+
+
+async def posted(client: httpx.AsyncClient, url: str, **body: Any) -> dict[str, Any]:
+    reply = await client.post(url, json=body)
+    assert reply.status_code == 200, reply.text
+    found: dict[str, Any] = reply.json()
+    return found
+
+
+def test_sampling_parameters_are_those_of_the_model(path: Path, model: hotset.Model):
+    """Each by itself changes the text of the tiny model, so that one that is dropped would show."""
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {}),
+        ({"top_p": 0.3}, {}),
+        ({"top_k": 2}, {}),
+        ({"min_p": 0.5}, {}),
+        ({"frequency_penalty": 1.5}, {}),
+        ({"presence_penalty": 1.5}, {}),
+        ({"repeat_penalty": 1.8}, {"repetition_penalty": 1.8}),
+        ({"repetition_penalty": 1.8, "repeat_last_n": 2}, {"repetition_penalty": 1.8, "penalty_last_n": 2}),
+        ({"logit_bias": {"65": 100}}, {"logit_bias": {65: 100}}),
+        ({"seed": 12}, {"seed": 12}),
+        ({"temperature": 2.5}, {}),
+    ]
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        plain = {"seed": 11, "temperature": 1.3, "max_tokens": 40, "ignore_eos": True}
+        texts = set()
+        for given, meant in cases:
+            expected = model.generate("abcabcabc", **(plain | (meant or given))).text
+            body = await posted(client, COMPLETIONS, prompt="abcabcabc", **(plain | given))
+            assert body["choices"][0]["text"] == expected, given
+            texts.add(expected)
+            body = await posted(client, CHAT, messages=MESSAGES, **(plain | given))
+            chat = model.chat(MESSAGES, **(plain | (meant or given))).content
+            assert body["choices"][0]["message"]["content"] == chat, given
+        assert len(texts) == len(cases)
+
+    run(path, work)
+
+
+def test_other_names_of_max_tokens(path: Path):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        for name in ("max_tokens", "n_predict", "max_completion_tokens"):
+            body = await posted(client, CHAT, messages=MESSAGES, temperature=0, ignore_eos=True, **{name: 5})
+            assert body["usage"]["completion_tokens"] == 5
+        reply = await client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 3, "n_predict": 4})
+        assert reply.status_code == 400
+        assert "given twice" in reply.json()["error"]["message"]
+        endless = await posted(client, CHAT, messages=MESSAGES, temperature=0, ignore_eos=True, max_tokens=-1)
+        assert endless["usage"]["total_tokens"] == 256
+        assert endless["choices"][0]["finish_reason"] == "length"
+        completion = await posted(client, COMPLETIONS, prompt="a", temperature=0, ignore_eos=True)
+        assert completion["usage"]["completion_tokens"] == 16
+
+    run(path, work)
+
+
+def test_stop_strings(path: Path, model: hotset.Model):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        text = model.chat(MESSAGES, **GREEDY).content
+        stop = text[5:7]
+        for given in (stop, [stop, "never there"]):
+            for stream in (False, True):
+                reply = await client.post(
+                    CHAT, json={"messages": MESSAGES, "stop": given, "stream": stream} | GREEDY
+                )
+                if stream:
+                    events, _ = events_of(reply.text)
+                    found, reason = text_of(events), events[-1]["choices"][0]["finish_reason"]
+                else:
+                    choice = reply.json()["choices"][0]
+                    found, reason = choice["message"]["content"], choice["finish_reason"]
+                assert (found, reason) == (text[: text.index(stop)], "stop")
+        while service.model.engine.running:
+            await asyncio.sleep(0.001)
+        pool = service.model.engine.pool
+        assert pool.n_available == pool.n_pages
+
+    run(path, work)
+
+
+def test_several_answers_have_their_seeds(path: Path, model: hotset.Model):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        params = {"seed": 2**64 - 1, "max_tokens": 8, "temperature": 1.0, "ignore_eos": True}
+        body = await posted(client, COMPLETIONS, prompt=["ab", "xyz"], n=2, **params)
+        assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+        seeds = [2**64 - 1, 0] * 2
+        for choice, prompt, seed in zip(body["choices"], ["ab", "ab", "xyz", "xyz"], seeds, strict=True):
+            assert choice["text"] == model.generate(prompt, **(params | {"seed": seed})).text
+        assert body["usage"]["prompt_tokens"] == 3 + 4
+        assert body["usage"]["completion_tokens"] == 32
+
+    run(path, work)
+
+
+def test_prompts_of_every_kind(path: Path, model: hotset.Model):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        ids = model.encode("hello")
+        text = model.generate("hello", **GREEDY).text
+        for prompt in ("hello", ["hello"], ids, [ids], [ids, ids]):
+            body = await posted(client, COMPLETIONS, prompt=prompt, **GREEDY)
+            assert {choice["text"] for choice in body["choices"]} == {text}
+        for bad in ([], [[]], {}, None, 3, [1, "a"], [99999], [-1], [[1.5]]):
+            reply = await client.post(COMPLETIONS, json={"prompt": bad, "max_tokens": 1, "temperature": 0})
+            assert reply.status_code == 400, (bad, reply.text)
+
+    run(path, work)
+
+
+def test_chat_logprobs(path: Path, model: hotset.Model):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        answer = model.generate(model.encode_chat(MESSAGES), logprobs=3, **GREEDY)
+        body = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 3} | GREEDY
+        content = (await posted(client, CHAT, **body))["choices"][0]["logprobs"]["content"]
+        assert [entry["logprob"] for entry in content] == [one.logprob for one in answer.logprobs]
+        assert [entry["bytes"] for entry in content] == [
+            list(model.tokenizer.token_bytes(token)) for token in answer.tokens
+        ]
+        assert [len(entry["top_logprobs"]) for entry in content] == [3] * 12
+        assert content[0]["top_logprobs"][0]["logprob"] == answer.logprobs[0].top[0][1]
+        events, _ = events_of((await client.post(CHAT, json=body | {"stream": True})).text)
+        streamed = [
+            entry
+            for event in events
+            for entry in (event["choices"][0]["logprobs"] or {}).get("content") or []
+        ]
+        assert streamed == content
+        plain = await posted(client, CHAT, messages=MESSAGES, logprobs=True, **GREEDY)
+        assert plain["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+        reply = await client.post(CHAT, json={"messages": MESSAGES, "top_logprobs": 2})
+        assert reply.json()["error"]["param"] == "top_logprobs"
+
+    run(path, work)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    logits = logits.astype(np.float64)
+    return (
+        logits
+        - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        - logits.max(-1, keepdims=True)
+    )
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_logprobs_scores_a_prompt(path: Path, model: hotset.Model, max_tokens: int, stream: bool):
+    """What evaluation harnesses ask for."""
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        ids = model.encode("the quick brown fox" * 9)
+        scores = log_softmax(model.logits(ids))
+        expected = [scores[i - 1, ids[i]] for i in range(1, len(ids))]
+        body = {
+            "prompt": [ids, ids[:70]],
+            "echo": True,
+            "logprobs": 2,
+            "max_tokens": max_tokens,
+            "stream": stream,
+        }
+        reply = await client.post(COMPLETIONS, json=body | {"temperature": 0})
+        assert reply.status_code == 200, reply.text
+        if stream:
+            events, _ = events_of(reply.text)
+            choices = [choice for event in events for choice in event["choices"] if choice["index"] == 0]
+            found = {
+                name: [one for choice in choices for one in choice["logprobs"][name]]
+                for name in choices[0]["logprobs"]
+            }
+            text = "".join(choice["text"] for choice in choices)
+        else:
+            choice = reply.json()["choices"][0]
+            found, text = choice["logprobs"], choice["text"]
+            assert len(reply.json()["choices"][1]["logprobs"]["tokens"]) == 70 + max_tokens
+            assert reply.json()["usage"]["completion_tokens"] == 2 * max_tokens
+        n = len(ids) + max_tokens
+        assert [len(found[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == [
+            n
+        ] * 4
+        assert text.startswith("<s>" + "the quick brown fox" * 9)
+        assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+        np.testing.assert_allclose(found["token_logprobs"][1 : len(ids)], expected, atol=1e-5)
+        for i in range(1, len(ids)):
+            best = max(found["top_logprobs"][i].values())
+            assert best == pytest.approx(scores[i - 1].max(), abs=1e-5)
+            assert found["tokens"][i] in found["top_logprobs"][i]
+            assert 2 <= len(found["top_logprobs"][i]) <= 3
+        assert text[found["text_offset"][5]] == found["tokens"][5]
+
+    run(path, work)
+
+
+def test_offsets_of_a_text_prompt_and_its_echo(path: Path, model: hotset.Model):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        ascii_only = {str(id): -1000.0 for id in range(259) if not 32 <= id < 127}
+        params = GREEDY | {"logprobs": 0, "logit_bias": ascii_only}
+        echo = (await posted(client, COMPLETIONS, prompt="grün", echo=True, **params))["choices"][0]
+        assert echo["text"].startswith("grün")
+        logprobs = echo["logprobs"]
+        assert logprobs["tokens"][:6] == ["<s>", "g", "r", "bytes:\\xc3", "bytes:\\xbc", "n"]
+        assert logprobs["text_offset"][:7] == [0, 0, 1, 2, 2, 3, 4]
+        plain = (await posted(client, COMPLETIONS, prompt="grün", **params))["choices"][0]
+        assert echo["text"] == "grün" + plain["text"]
+        assert plain["logprobs"]["text_offset"] == list(range(4, 16))
+        assert plain["logprobs"]["token_logprobs"] == logprobs["token_logprobs"][6:]
+        without = await posted(client, COMPLETIONS, prompt="grün", echo=True, **GREEDY)
+        assert without["choices"][0]["logprobs"] is None
+        nothing = await posted(client, COMPLETIONS, prompt="grün", echo=True, max_tokens=0, temperature=0)
+        assert nothing["choices"][0]["text"] == "grün"
+        assert nothing["usage"]["completion_tokens"] == 0
+
+    run(path, work)
+
+
+def test_cached_tokens_are_in_the_usage(path: Path):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        prompt = "once upon a time " * 10
+        cached = []
+        for more in ({}, {}, {"cache_prompt": False}):
+            usage = (await posted(client, COMPLETIONS, prompt=prompt, **GREEDY, **more))["usage"]
+            cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+        assert cached == [0, 128, 0]
+
+    run(path, work)
+
+
+def test_a_text_in_parts(path: Path, model: hotset.Model):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+        body = await posted(client, CHAT, messages=[{"role": "user", "content": parts}], **GREEDY)
+        assert body["choices"][0]["message"]["content"] == model.chat(MESSAGES, **GREEDY).content
+        picture = [{"type": "image_url", "image_url": {"url": "data:"}}]
+        reply = await client.post(CHAT, json={"messages": [{"role": "user", "content": picture}]})
+        assert reply.status_code == 400
+        assert "reads only text" in reply.json()["error"]["message"]
+
+    run(path, work)
+
+
+@pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
+def test_what_is_not_supported_is_refused_by_name(path: Path, url: str):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        subject: dict[str, Any] = {"messages": MESSAGES} if url == CHAT else {"prompt": "a"}
+        refused: dict[str, Any] = {
+            "made_up": 1,
+            "store": True,
+            "service_tier": "flex",
+            "stream_options": {"include_usage": True},
+            "seed": -3,
+            "n": 0,
+            "stop": [""],
+            "logit_bias": {"99999": 1},
+            "max_tokens": 0,
+            "frequency_penalty": math.inf,
+        }
+        refused |= (
+            {"functions": [], "audio": {}, "modalities": ["audio"], "top_logprobs": 21, "prediction": {}}
+            if url == CHAT
+            else {"suffix": "x", "best_of": 4, "logprobs": 21}
+        )
+        for name, value in refused.items():
+            reply = await client.post(
+                url,
+                content=json.dumps(subject | {"temperature": 0, name: value}),
+                headers={"content-type": "application/json"},
+            )
+            assert reply.status_code == 400, (name, reply.text)
+            assert name.split("_")[0] in reply.json()["error"]["message"], name
+        accepted: dict[str, Any] = {
+            "user": "me",
+            "metadata": {"a": "b"},
+            "store": False,
+            "service_tier": "auto",
+            "safety_identifier": "x",
+            "prompt_cache_key": "y",
+            "stop": None,
+            "model": "tiny",
+        }
+        await posted(client, url, **(subject | accepted | GREEDY))
+        too_many = await client.post(url, json=subject | {"n": 17} | GREEDY)
+        assert too_many.status_code == 400
+        assert "16 at most" in too_many.json()["error"]["message"]
+
+    run(path, work)
+
+
+def test_limits_of_the_server(path: Path):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        reply = await client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 6, "temperature": 0})
+        assert reply.status_code == 400
+        assert "at most 5" in reply.json()["error"]["message"]
+        body = await posted(client, CHAT, messages=MESSAGES, temperature=0, ignore_eos=True)
+        assert body["usage"]["completion_tokens"] == 5
+
+    run(path, work, max_tokens=5)
+
+
+def test_an_answer_that_takes_too_long(path: Path):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        reply = await client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 200} | {"temperature": 0})
+        assert reply.status_code == 503
+        assert reply.json()["error"]["code"] == "timeout"
+
+    run(path, work, max_seconds=0.0)
