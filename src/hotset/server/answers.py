@@ -174,7 +174,8 @@ Submit = Callable[[EngineSequence, Callable[[Event], None], bool], None]
 class Answer:
     """What becomes of a request; made by `Service.ask`, and used in its event loop alone.
 
-    prompts: as they were read. created: seconds since 1970.
+    prompts: as they were read. generations: one per answer, those to a prompt side by side. created: seconds
+    since 1970.
     submit: gives a sequence to the engine: `submit(sequence, take, at_once)` calls `take` with each of its
     events in this loop; those of one that is wanted whole come with its end. closed: hears of the end.
     """
@@ -189,8 +190,8 @@ class Answer:
         self.request = request
         self.prompts = prompts
         self.created = int(time.time())
-        generations = [generation for prompt in prompts for generation in prompt.generations]
-        self._parts = [_Part(i, generation) for i, generation in enumerate(generations)]
+        self.generations = [generation for prompt in prompts for generation in prompt.generations]
+        self._parts = [_Part(i, generation) for i, generation in enumerate(self.generations)]
         self._n_open = len(self._parts)
         self._ready: list[Delta] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -229,10 +230,6 @@ class Answer:
     def prompt_of(self, index: int) -> PreparedPrompt:
         """The prompt of one of the answers."""
         return self.prompts[index // self.request.n]
-
-    @property
-    def n_answers(self) -> int:
-        return len(self._parts)
 
     @property
     def usage(self) -> Usage:
@@ -333,8 +330,8 @@ class Answer:
         for prompt in self.prompts:
             if prompt.scores is not None and prompt.scores.sequence is not None:
                 prompt.generations[0].thread.cancel_soon([prompt.scores.sequence])
-            for generation in prompt.generations:
-                generation.cancel_soon()
+        for generation in self.generations:
+            generation.cancel_soon()
 
 
 def _raise_end(event: Event) -> None:

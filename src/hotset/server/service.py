@@ -170,7 +170,7 @@ class Service:
 
     def _closed(self, answer: Answer) -> None:
         self._answers.discard(answer)
-        self._n_admitted -= answer.n_answers
+        self._n_admitted -= len(answer.generations)
 
     # ---- the end ----
 

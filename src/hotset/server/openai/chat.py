@@ -93,7 +93,7 @@ class _Reply:
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
             return event(head | {"choices": [choice]} | more)
 
-        for i in range(answer.n_answers):
+        for i in range(len(answer.generations)):
             yield chunk(i, {"role": "assistant", "content": ""})
         async for delta in answer:
             match delta:
