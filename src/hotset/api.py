@@ -28,6 +28,7 @@ from hotset.generation import (
     Generation,
     checked_messages,
     sampling_params,
+    template_variables,
 )
 from hotset.loading import Decided, Opened, build, decide, open_backend, open_model
 from hotset.parameters import shown
@@ -147,14 +148,18 @@ class Model:
         self,
         messages: Sequence[Mapping[str, Any] | ChatMessage],
         tools: list[dict[str, Any]] | None = None,
-        **variables: Any,
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation up to where the answer begins, by the template of the file.
 
-        variables: whatever else the template knows, such as enable_thinking.
+        add_generation_prompt: with the head of the answer. variables: whatever else the template knows, such
+        as enable_thinking; InvalidRequestError for one that the messages are in.
         """
         checked = checked_messages(messages)
-        text = self.chat_template.render(checked, add_generation_prompt=True, tools=tools, **variables)
+        more = template_variables(variables or {})
+        text = self.chat_template.render(checked, add_generation_prompt, tools, **more)
         tokens = list(self.tokenizer.encode(text, add_special=False, parse_special=True))
         # Most templates write BOS themselves: it belongs there once.
         if self._bos_id is not None and tokens[:1] != [self._bos_id]:

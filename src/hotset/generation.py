@@ -16,6 +16,7 @@ from hotset.engine.engine import Sequence as EngineSequence
 from hotset.engine.sampler import SamplingParams, TokenLogprobs
 from hotset.engine.stop import StopMatcher
 from hotset.errors import InvalidRequestError
+from hotset.escaping import clause
 from hotset.parameters import shown
 
 if TYPE_CHECKING:
@@ -254,6 +255,15 @@ def checked_messages(messages: Sequence[Mapping[str, Any] | ChatMessage]) -> lis
             raise InvalidRequestError(f"the content of message {i} must be text, not {shown(content)}")
         checked.append({**message, "content": content})
     return checked
+
+
+def template_variables(variables: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Variables of a chat template beside its own. Raises InvalidRequestError for those that are its own."""
+    own = ("self", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+    for name in variables:
+        if name in own or not name.isidentifier():
+            raise InvalidRequestError(f"{clause(shown(name))} is no variable to give to a chat template")
+    return variables
 
 
 def _text_part(part: Any, i: int) -> str:

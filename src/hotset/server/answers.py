@@ -178,6 +178,7 @@ class Answer:
     since 1970.
     submit: gives a sequence to the engine: `submit(sequence, take, at_once)` calls `take` with each of its
     events in this loop; those of one that is wanted whole come with its end. closed: hears of the end.
+    asked: when the request came, time.perf_counter() seconds.
     """
 
     def __init__(
@@ -186,8 +187,10 @@ class Answer:
         prompts: Sequence[PreparedPrompt],
         submit: Submit,
         closed: Callable[[Answer], None],
+        asked: float,
     ) -> None:
         self.request = request
+        self.asked = asked
         self.prompts = prompts
         self.created = int(time.time())
         self.generations = [generation for prompt in prompts for generation in prompt.generations]
@@ -241,6 +244,12 @@ class Answer:
             sum(part.n_tokens for part in self._parts),
         )
 
+    @property
+    def reasons(self) -> list[str]:
+        """Why each of the answers ended, or will when this is closed: "error" for what went wrong."""
+        otherwise = "error" if self._error is not None else "cancelled"
+        return [part.reason or otherwise for part in self._parts]
+
     def close(self) -> None:
         """Ends what still runs; safe to call twice."""
         self._end()
@@ -284,7 +293,7 @@ class Answer:
                 take = partial(self._take, part)
                 self._submit(part.generation.sequence, take, request.stream or bool(request.params.stop))
             else:
-                part.done = True
+                part.reason = "length"
                 self._n_open -= 1
                 self._ready.append(Finished(part.index, "length"))
         self._wake()
@@ -299,7 +308,7 @@ class Answer:
             self.fail(error)
 
     def _take(self, part: _Part, event: Event) -> None:
-        if part.done or self._error is not None:  # what came after a stop string, or after a failure
+        if part.reason or self._error is not None:  # what came after a stop string, or after a failure
             return
         try:
             for delta in part.deltas(event):
@@ -307,7 +316,7 @@ class Answer:
         except Exception as error:
             self.fail(error)
             return
-        if part.done:
+        if part.reason:
             self._n_open -= 1
             part.generation.cancel_soon()  # a stop string ends it before the engine would
         if self.request.stream or not self._n_open:
@@ -348,7 +357,7 @@ class _Part:
     def __init__(self, index: int, generation: Generation) -> None:
         self.index = index
         self.generation = generation
-        self.done = False
+        self.reason: Reason | None = None
         self.n_tokens = 0
         self._tokens: list[int] = []  # whose text is still to come: half a character, half a stop string
         self._logprobs: list[TokenLogprobs] = []
@@ -365,7 +374,6 @@ class _Part:
             found.append(TextDelta(self.index, chunk.text, self._tokens, self._logprobs))
             self._tokens, self._logprobs = [], []
         if chunk.finish_reason is not None:
-            self.done = True
-            reason: Reason = "length" if chunk.finish_reason == "length" else "stop"
-            found.append(Finished(self.index, reason))
+            self.reason = "length" if chunk.finish_reason == "length" else "stop"
+            found.append(Finished(self.index, self.reason))
         return found

@@ -11,8 +11,9 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from hotset.errors import HotsetError
-from hotset.server import health
+from hotset.server import facts, health, tokens
 from hotset.server.errors import Problem, invalid_body, problem_of, response_of
+from hotset.server.metrics import RequestCounter
 from hotset.server.openai import chat, completions, models
 from hotset.server.security import secure
 from hotset.server.service import Service
@@ -20,7 +21,14 @@ from hotset.server.streams import ClientGoneError
 
 log = logging.getLogger("hotset.server")
 
-ROUTERS = (health.router, models.router, chat.router, completions.router)
+ROUTERS = (
+    health.router,
+    models.router,
+    chat.router,
+    completions.router,
+    tokens.router,
+    facts.router,
+)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -40,6 +48,7 @@ def create_app(service: Service) -> FastAPI:
         app.include_router(router)
     _handle_errors(app)
     secure(app, service.settings)
+    app.add_middleware(RequestCounter, metrics=service.metrics)
     return app
 
 

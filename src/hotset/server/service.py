@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
@@ -20,6 +20,7 @@ from hotset.engine.engine import Sequence as EngineSequence
 from hotset.engine.prompt_logprobs import PromptLogprobs
 from hotset.server.answers import Answer, AnswerRequest, PreparedPrompt
 from hotset.server.errors import NotReadyError, QueueFullError, RequestError
+from hotset.server.metrics import Metrics
 from hotset.server.settings import ServerSettings
 
 _P = ParamSpec("_P")
@@ -52,7 +53,8 @@ class Service:
         self._load = load
         self._model: Model | None = None
         self._answers: set[Answer] = set()
-        self._n_admitted = 0  # sequences that run or wait, or are about to
+        self.n_admitted = 0  # answers that run or wait, or are about to
+        self.metrics = Metrics(self._gauges)
         self._mail = _Mail()
         self._threads = ThreadPoolExecutor(_TEXT_THREADS, "hotset-text")
         self._loading: asyncio.Task[None] | None = None
@@ -120,15 +122,15 @@ class Service:
 
     async def ask(self, request: AnswerRequest) -> Answer:
         """Begins to answer. Raises NotReadyError, QueueFullError, and what is wrong with the request."""
-        model = self.model
+        asked, model = time.perf_counter(), self.model
         request = self._bounded(request)
         self._admit(n := request.n_answers)
         try:
             prompts = await self.in_thread(_prepared, model, request)
         except BaseException:
-            self._n_admitted -= n
+            self.n_admitted -= n
             raise
-        answer = Answer(request, prompts, self._submit, self._closed)
+        answer = Answer(request, prompts, self._submit, self._closed, asked)
         self._answers.add(answer)
         try:
             _ = self.model  # it may have begun to shut down
@@ -164,13 +166,28 @@ class Service:
 
     def _admit(self, n: int) -> None:
         n_most = self.model.engine.max_sequences + self.settings.max_queue
-        if self._n_admitted and self._n_admitted + n > n_most:
-            raise QueueFullError(self._n_admitted, retry_after=1.0)
-        self._n_admitted += n
+        if self.n_admitted and self.n_admitted + n > n_most:
+            raise QueueFullError(self.n_admitted, retry_after=1.0)
+        self.n_admitted += n
 
     def _closed(self, answer: Answer) -> None:
         self._answers.discard(answer)
-        self._n_admitted -= len(answer.generations)
+        self.metrics.count(answer)
+        self.n_admitted -= len(answer.generations)
+
+    def _gauges(self) -> Iterator[tuple[str, str, float]]:
+        """What /metrics says of this moment."""
+        yield "hotset_ready", "1 once the model answers.", float(self.is_ready)
+        yield "hotset_answers_open", "Answers that run or wait.", self.n_admitted
+        if not self.is_ready:
+            return
+        engine = self.model.engine
+        pool = engine.pool
+        yield "hotset_sequences_running", "Sequences that share steps.", len(engine.running)
+        yield "hotset_sequences_waiting", "Sequences that wait for a place.", len(engine.waiting)
+        yield "hotset_sequences_most", "Sequences that may run at once.", engine.max_sequences
+        yield "hotset_cache_pages", "Pages of the KV cache, of 64 tokens.", pool.n_pages
+        yield "hotset_cache_pages_used", "Those of sequences that run.", pool.n_pages - pool.n_available
 
     # ---- the end ----
 
@@ -201,7 +218,7 @@ def _prepared(model: Model, request: AnswerRequest) -> list[PreparedPrompt]:
     """What a request makes the engine do, checked; in a thread."""
     if request.messages is not None:
         tools = [dict(tool) for tool in request.tools] or None
-        prompts = [model.encode_chat(request.messages, tools, **request.template)]
+        prompts = [model.encode_chat(request.messages, tools, variables=request.template)]
     else:
         prompts = [model.encode(prompt) for prompt in request.prompts]
     return [_prepared_prompt(model, request, prompt) for prompt in prompts]

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 
 from hotset.server.service import Service
 from hotset.server.streams import service_of
+from hotset.storage.store import shards
 
 router = APIRouter()
 
@@ -37,6 +38,6 @@ def _entry(service: Service) -> dict[str, Any]:
             "n_ctx_train": model.config.n_ctx_train,
             "n_vocab": model.backend.n_vocab,
             "n_embd": model.config.n_embd,
-            "size": model.gguf.path.stat().st_size,
+            "size": sum(shard.stat().st_size for shard in shards(model.gguf.path)),
         },
     }

@@ -1,0 +1,78 @@
+"""GET /props, /plan and /metrics: what is served, how, what of it lies where, and what was counted."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from hotset.backends.base import PAGE_SIZE
+from hotset.engine.sampler import SamplingParams
+from hotset.report.placement import memory_dict, placement_dict
+from hotset.server.streams import service_of
+from hotset.storage.store import shards
+
+router = APIRouter()
+
+
+@router.get("/props")
+async def props(http: Request) -> dict[str, Any]:
+    """llama-server's names for what both have; below `hotset` what it has not."""
+    service = service_of(http)
+    model = service.model
+    tokenizer, choice = model.tokenizer, model.sparsity
+    defaults = {name: value for name, value in asdict(SamplingParams()).items() if value is not None}
+    return {
+        "default_generation_settings": {"n_ctx": model.n_ctx, "params": defaults},
+        "total_slots": model.engine.max_sequences,
+        "model_alias": service.name,
+        "model_path": model.gguf.path.name,
+        "chat_template": model.chat_template.source,
+        "bos_token": tokenizer.piece(tokenizer.bos_id),
+        "eos_token": tokenizer.piece(tokenizer.eos_id),
+        "modalities": {"vision": False, "audio": False},
+        "hotset": {
+            "architecture": model.config.architecture,
+            "backend": model.backend.name,
+            "n_threads": model.backend.n_threads,
+            "kv_type": model.kv_type,
+            "n_layers": model.config.n_layer,
+            "n_ff": list(model.config.n_ff),
+            "has_zeros": model.config.has_zeros,
+            "sparsity": {
+                "mode": choice.mode,
+                "predictor": str(choice.spec) if choice.spec else None,
+                "reason": choice.reason,
+                "notes": list(model.notes),
+            },
+            "bytes_per_token": round(model.bytes_per_token),
+            "max_queue": service.settings.max_queue,
+            "max_tokens": service.settings.max_tokens,
+        },
+    }
+
+
+@router.get("/plan")
+async def plan(http: Request) -> dict[str, Any]:
+    """As `hotset plan --json`, with what was measured; placement is null where the CPU computes alone."""
+    service = service_of(http)
+    model = service.model
+    return {
+        "placement": placement_dict(model.placement) if model.placement is not None else None,
+        "memory": memory_dict(await service.in_thread(model.device_memory)),
+        "layers": model.config.n_layer,
+        "file_bytes": sum(shard.stat().st_size for shard in shards(model.gguf.path)),
+        "cache": {
+            "type": model.kv_type,
+            "pages": model.engine.pool.n_pages,
+            "tokens": model.engine.pool.n_pages * PAGE_SIZE,
+            "bytes": model.engine.pool.n_pages * PAGE_SIZE * model.cost.kv_bytes_per_token(model.kv_type),
+        },
+    }
+
+
+@router.get("/metrics")
+async def metrics(http: Request) -> Response:
+    return Response(generate_latest(service_of(http).metrics.registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,106 @@
+"""What a server counts, as Prometheus reads it.
+
+Names and labels are a contract: no label has values that a request could invent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hotset.server.answers import Answer
+
+Gauges = Callable[[], Iterable[tuple[str, str, float]]]  # name, what it is, value
+
+_TO_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """The counters of one service, in a registry of their own. gauges: what is asked at each scrape."""
+
+    def __init__(self, gauges: Gauges) -> None:
+        registry = self.registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        registry.register(_Now(gauges))
+        self.requests = Counter(
+            "hotset_http_requests", "Requests by route and status.", ("route", "status"), registry=registry
+        )
+        self.answers = Counter("hotset_answers", "Answers by how they ended.", ("reason",), registry=registry)
+        self.prompt_tokens = Counter("hotset_prompt_tokens", "Tokens of prompts.", registry=registry)
+        self.cached_tokens = Counter(
+            "hotset_cached_prompt_tokens", "Those of them that were found in the cache.", registry=registry
+        )
+        self.generated_tokens = Counter("hotset_generated_tokens", "Generated tokens.", registry=registry)
+        self.to_first = Histogram(
+            "hotset_time_to_first_token_seconds",
+            "From a request's arrival to the first token of an answer.",
+            buckets=_TO_FIRST,
+            registry=registry,
+        )
+        self.per_token = Histogram(
+            "hotset_time_per_token_seconds",
+            "Mean time of a token after the first, by answer.",
+            buckets=_PER_TOKEN,
+            registry=registry,
+        )
+        self.whole = Histogram(
+            "hotset_request_seconds",
+            "From a request's arrival to the end of its last answer.",
+            buckets=_WHOLE,
+            registry=registry,
+        )
+        for reason in ("stop", "length", "cancelled", "error"):  # there from the first scrape on
+            self.answers.labels(reason)
+
+    def count(self, answer: Answer) -> None:
+        """An answer that is closed."""
+        usage = answer.usage
+        self.prompt_tokens.inc(usage.prompt_tokens)
+        self.cached_tokens.inc(usage.cached_tokens)
+        self.generated_tokens.inc(usage.completion_tokens)
+        self.whole.observe(time.perf_counter() - answer.asked)
+        for generation, reason in zip(answer.generations, answer.reasons, strict=True):
+            self.answers.labels(reason).inc()
+            sequence = generation.sequence
+            if sequence.first_token:
+                self.to_first.observe(sequence.first_token - answer.asked)
+            if sequence.predicted_per_second:
+                self.per_token.observe(1 / sequence.predicted_per_second)
+
+
+class _Now(Collector):
+    """What is so at the moment of a scrape."""
+
+    def __init__(self, gauges: Gauges) -> None:
+        self._gauges = gauges
+
+    def collect(self) -> Iterator[Metric]:
+        for name, what, value in self._gauges():
+            yield GaugeMetricFamily(name, what, value)
+
+
+class RequestCounter:
+    """Counts what passes, refused or not, by the route that it found."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = getattr(scope.get("route"), "path", "none")
+                self._metrics.requests.labels(route, str(message["status"])).inc()
+            await send(message)
+
+        await self._app(scope, receive, noted)

@@ -1,0 +1,111 @@
+"""POST /tokenize and /detokenize, GET /tokenizer_info: in the shapes of llama-server and of vLLM."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+
+from hotset.api import Model
+from hotset.server.errors import RequestError
+from hotset.server.openai.schema import Body
+from hotset.server.streams import service_of
+
+router = APIRouter()
+
+
+class TokenizeBody(Body):
+    """content is llama-server's, prompt and messages are vLLM's."""
+
+    model: str | None = None
+    content: str | None = None
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    add_generation_prompt: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def ids(self, model: Model) -> list[int]:
+        if self.messages is not None:
+            return model.encode_chat(
+                self.messages,
+                self.tools,
+                add_generation_prompt=self.add_generation_prompt is not False,
+                variables=self.chat_template_kwargs,
+            )
+        if self.prompt is not None:
+            return model.tokenizer.encode(self.prompt, add_special=self.add_special_tokens is not False)
+        return model.tokenizer.encode(
+            self.content or "",
+            add_special=bool(self.add_special),
+            parse_special=self.parse_special is not False,
+        )
+
+    def check(self) -> None:
+        given = [name for name in ("content", "prompt", "messages") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise RequestError(
+                f"one of content, prompt and messages is needed, not {' and '.join(given) or 'none'}",
+                param=given[0] if given else "content",
+            )
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[int]
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeBody, http: Request) -> dict[str, Any]:
+    service = service_of(http)
+    service.check_name(body.model)
+    body.check()
+    model = service.model
+    ids = await service.in_thread(body.ids, model)
+    found: dict[str, Any] = {"count": len(ids), "max_model_len": model.n_ctx, "tokens": ids}
+    if body.with_pieces:
+        found["tokens"] = [{"id": id, "piece": _piece(model, id)} for id in ids]
+    if body.return_token_strs:
+        found["token_strs"] = [model.tokenizer.token_bytes(id).decode("utf-8", "replace") for id in ids]
+    return found
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeBody, http: Request) -> dict[str, Any]:
+    service = service_of(http)
+    service.check_name(body.model)
+    text = await service.in_thread(service.model.tokenizer.decode, body.tokens)
+    return {"content": text, "prompt": text}
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(http: Request) -> dict[str, Any]:
+    """What a Hugging Face tokenizer_config.json would say."""
+    model = service_of(http).model
+    tokenizer, template = model.tokenizer, model.chat_template
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "bos_token": tokenizer.piece(tokenizer.bos_id) or None,
+        "eos_token": tokenizer.piece(tokenizer.eos_id) or None,
+        "pad_token": tokenizer.piece(tokenizer.pad_id) or None,
+        "add_bos_token": tokenizer.add_bos,
+        "add_eos_token": tokenizer.add_eos,
+        "vocab_size": tokenizer.n_vocab,
+        "model_max_length": model.n_ctx,
+        "chat_template": template.source,
+    }
+
+
+def _piece(model: Model, id: int) -> str | list[int]:
+    """A token's text, or its bytes where they are none by themselves."""
+    piece = model.tokenizer.token_bytes(id)
+    try:
+        return piece.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(piece)
