@@ -149,17 +149,12 @@ def convert_hf(
     architecture = config.architecture if predictors is None else _powerinfer_architecture(config)
     checkpoint = Checkpoint(src)
     sources = dict(_sources(checkpoint, config, dialect))
-    if config.n_expert and (predictors is not None or profile is not None):
-        raise UnsupportedModelError("predictors and profiles of experts' neurons are not supported")
     folder = None if predictors is None else _Predictors(Path(predictors), config)
     if folder is not None:
         sources |= folder.sources
     orders = None if profile is None else _checked_orders(profile, config)
     if orders is not None:
-        sources = {
-            n: _ordered(n, source, orders) if isinstance(source, Origin) else source
-            for n, source in sources.items()
-        }
+        sources = {n: _ordered(n, source, orders) for n, source in sources.items()}
 
     writer = GGUFWriter(out_path, architecture, dialect=dialect)
     writer.add("general.name", src.resolve().name)
@@ -221,6 +216,8 @@ def _check_loads(planned: PlannedFile) -> None:
 
 def _powerinfer_architecture(config: HFConfig) -> str:
     """The name under which PowerInfer knows such a model."""
+    if config.n_expert:
+        raise UnsupportedModelError("PowerInfer's format has no experts")
     architecture = config.architecture
     if architecture == "llama" and config.activation == DRELU:
         architecture = "bamboo"  # the same model but for the activation
@@ -458,6 +455,8 @@ class _Predictors:
 def _checked_orders(profile: Profile, config: HFConfig) -> list[np.ndarray]:
     from hotset.sparsity.reorder import neuron_orders
 
+    if config.n_expert:
+        raise UnsupportedModelError("the neurons of experts cannot be put in order of hotness")
     widths = {len(counts) for counts in profile.counts}
     if len(profile.counts) != config.n_layer or widths != {config.n_ff}:
         raise InvalidRequestError(
@@ -467,12 +466,12 @@ def _checked_orders(profile: Profile, config: HFConfig) -> list[np.ndarray]:
     return neuron_orders(profile)
 
 
-def _ordered(name: str, source: Origin, orders: list[np.ndarray]) -> Origin:
+def _ordered(name: str, source: Origin | Stack, orders: list[np.ndarray]) -> Origin | Stack:
     """The same with its neurons in the new order."""
     from hotset.sparsity.reorder import neurons_of, order_of_rows
 
     place = neurons_of(name)
-    if place is None:
+    if place is None or isinstance(source, Stack):
         return source
     layer, by_column = place
     if by_column:
