@@ -220,10 +220,24 @@ RECIPES: dict[str, TinyModel] = {
 }
 
 
+QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 EXPERTS: dict[str, TinyModel] = {
     "mixtral": TinyModel("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "mixtral-window": TinyModel(
         "Mixtral", {**WIDE_HEADS, "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 24}
+    ),
+    "qwen3moe": TinyModel("Qwen3Moe", {**WIDE_HEADS, **QWEN_EXPERTS, "norm_topk_prob": True}),
+    "qwen3moe-raw-weights": TinyModel("Qwen3Moe", {**WIDE_HEADS, **QWEN_EXPERTS, "norm_topk_prob": False}),
+    "olmoe": TinyModel("Olmoe", {"num_experts": 5, "num_experts_per_tok": 3}),
+    "olmoe-normalised": TinyModel(
+        "Olmoe", {"num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True}
+    ),
+    "qwen2moe": TinyModel("Qwen2Moe", {**QWEN_EXPERTS, "shared_expert_intermediate_size": 64}),
+    "granitemoe": TinyModel("GraniteMoe", {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3}),
+    "granitemoe-shared": TinyModel(
+        "GraniteMoeShared",
+        {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64}
+        | {"tie_word_embeddings": True},
     ),
 }
 """Mixtures of experts."""

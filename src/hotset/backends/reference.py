@@ -181,7 +181,8 @@ class ReferenceBackend:
                 return x if op.bias is None else x + self._weight(op.bias)
             case Linear():
                 rows = slice(op.first_row, op.first_row + op.out.width)
-                out = values[op.x.id] @ self._weight(op.weight)[rows].T
+                weight = self._weight(op.weight).reshape(-1, op.x.width)  # of one row: a vector in files
+                out = values[op.x.id] @ weight[rows].T
                 return out if op.bias is None else out + self._weight(op.bias)[rows]
             case TransposedLinear():
                 out = values[op.x.id] @ self._by_neuron(op)

@@ -155,6 +155,30 @@ _GEMMA_DEFAULTS: dict[str, Any] = {
     "use_sliding_window": True,
     "sliding_window": 4096,
 }
+_ALL_EXPERTS: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}  # in every layer
+_GRANITE: dict[str, Any] = {
+    "defaults": {
+        "attention_multiplier": 1.0,
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "logits_scaling": 1.0,
+    },
+    "numbers": {
+        "attention.scale": "attention_multiplier",
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    },
+}
+_GRANITE_EXPERTS = {
+    **_LLAMA_NAMES,
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "block_sparse_moe.router": "ffn_gate_inp",
+    "block_sparse_moe.input_linear": "ffn_gate_exps ffn_up_exps",
+    "block_sparse_moe.experts.gate_up_proj": "ffn_gate_exps ffn_up_exps",
+    "block_sparse_moe.output_linear": "ffn_down_exps",
+    "block_sparse_moe.experts.down_proj": "ffn_down_exps",
+}
 CLASSES: dict[str, HFClass] = {
     "LlamaForCausalLM": HFClass("llama"),
     "MistralForCausalLM": HFClass("llama", defaults={"use_sliding_window": True}),
@@ -172,7 +196,32 @@ CLASSES: dict[str, HFClass] = {
         experts=HFExperts("intermediate_size", normalised=None),
     ),
     "Qwen2ForCausalLM": HFClass("qwen2"),
+    "Qwen2MoeForCausalLM": HFClass(
+        "qwen2moe",
+        layer_tensors={
+            **_LLAMA_NAMES,
+            **_EXPERT_NAMES,
+            "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+            "mlp.shared_expert.up_proj": "ffn_up_shexp",
+            "mlp.shared_expert.down_proj": "ffn_down_shexp",
+            "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+        },
+        required=_ALL_EXPERTS | {"qkv_bias": True},
+        experts=HFExperts(ff_shared="shared_expert_intermediate_size"),
+    ),
     "Qwen3ForCausalLM": HFClass("qwen3"),
+    "Qwen3MoeForCausalLM": HFClass(
+        "qwen3moe",
+        layer_tensors=_LLAMA_NAMES | _EXPERT_NAMES,
+        required=_ALL_EXPERTS,
+        experts=HFExperts(),
+    ),
+    "OlmoeForCausalLM": HFClass(
+        "olmoe",
+        layer_tensors=_LLAMA_NAMES | _EXPERT_NAMES,
+        required={"clip_qkv": None},
+        experts=HFExperts("intermediate_size"),
+    ),
     "BambooForCausalLM": HFClass("bamboo"),
     "FalconForCausalLM": _FALCON,
     "RWForCausalLM": _FALCON,
@@ -230,20 +279,22 @@ CLASSES: dict[str, HFClass] = {
         partial=True,
         fused_gate=True,
     ),
-    "GraniteForCausalLM": HFClass(
-        "granite",
-        defaults={
-            "attention_multiplier": 1.0,
-            "embedding_multiplier": 1.0,
-            "residual_multiplier": 1.0,
-            "logits_scaling": 1.0,
+    "GraniteForCausalLM": HFClass("granite", **_GRANITE),
+    "GraniteMoeForCausalLM": HFClass(
+        "granitemoe",
+        **_GRANITE,
+        layer_tensors=_GRANITE_EXPERTS,
+        experts=HFExperts("intermediate_size", normalised=None),
+    ),
+    "GraniteMoeSharedForCausalLM": HFClass(
+        "granitemoe",
+        **_GRANITE,
+        layer_tensors=_GRANITE_EXPERTS
+        | {
+            "shared_mlp.input_linear": "ffn_gate_shexp ffn_up_shexp",
+            "shared_mlp.output_linear": "ffn_down_shexp",
         },
-        numbers={
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
-        },
+        experts=HFExperts("intermediate_size", normalised=None, ff_shared="shared_intermediate_size"),
     ),
     "SmolLM3ForCausalLM": HFClass(
         "smollm3",

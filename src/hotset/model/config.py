@@ -137,7 +137,12 @@ _QKV = ("attn_q", "attn_k", "attn_v")
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(experts=ExpertDefaults()),  # Llama 1 to 3.x, Mistral, SmolLM; Mixtral
     "qwen2": Architecture(rope="neox", biased=_QKV),
+    "qwen2moe": Architecture(
+        rope="neox", biased=_QKV, experts=ExpertDefaults(normalised=False, gated_share=True)
+    ),
     "qwen3": Architecture(rope="neox", qk_norm="head"),
+    "qwen3moe": Architecture(rope="neox", qk_norm="head", experts=ExpertDefaults()),
+    "olmoe": Architecture(rope="neox", qk_norm="width", experts=ExpertDefaults(normalised=False)),
     "bamboo": Architecture(activation=DRELU),
     "falcon": Architecture(
         rope="neox", norm="layer", gated=False, activation=GELU, parallel=True, predictor_input="layer_input"
@@ -154,6 +159,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "phi3": Architecture(rope="neox"),
     "granite": Architecture(rope_switch=True),
+    "granitemoe": Architecture(rope_switch=True, experts=ExpertDefaults()),
     "smollm3": Architecture(unrotated_period=4),
     "glm4": Architecture(post_norm=True),
     "gemma3": Architecture(

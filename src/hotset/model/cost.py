@@ -7,6 +7,7 @@ counted in sparsity/stats.py.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal, assert_never
@@ -102,7 +103,8 @@ def weights_read(op: Primitive, tensors: Mapping[str, TensorInfo]) -> Iterator[t
             for name in (op.weight, op.bias):
                 if name is not None:
                     info = tensors[name]
-                    yield name, info.nbytes // info.shape[-1] * op.out.width
+                    n_rows = math.prod(info.shape) // (op.x.width if name == op.weight else 1)
+                    yield name, info.nbytes // n_rows * op.out.width
         case ExpertLinear() | ExpertSum():  # its experts' rows; which they are depends on the token
             n_rows = op.n_rows if isinstance(op, ExpertLinear) else op.out.width
             for name in (*op.weights, *([op.bias] if op.bias else [])):
