@@ -627,6 +627,7 @@ nb::object linear(int type, const Bytes& data, int64_t rows, const FloatMatrix& 
     const Kernels& kernels = chosen_kernels(isa);
     Memory q(n * width), scale(n * width / 8), sum(n * width / 8), isum(n * width / 4),
         scratch(kernel_scratch_bytes(k));
+    const DefaultFloats floats;
     if (!is_float(weight.type))
         for (int t = 0; t < n; t++)
             kernels.quantize(x.data() + t * k, k, q.as<int8_t>() + t * width,
@@ -645,6 +646,7 @@ nb::object linear(int type, const Bytes& data, int64_t rows, const FloatMatrix& 
 
 nb::object dequantize(int type, const Bytes& data, int64_t rows, int64_t cols) {
     const Matrix weight = make_matrix(type, data, rows, cols);
+    const DefaultFloats floats;
     float* out;
     auto result = new_array<float>(out, rows, cols);
     nb::gil_scoped_release release;

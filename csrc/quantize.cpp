@@ -7,6 +7,8 @@
 #include <thread>
 #include <vector>
 
+#include "threads.h"
+
 namespace hotset {
 
 namespace {
@@ -24,6 +26,7 @@ int64_t quantize_matrix(const Kernels& kernels, const Matrix& from, Type to, uin
     const int64_t claim = std::max<int64_t>(kClaim / from.cols, 1);
     std::atomic<int64_t> next{0}, bad{-1};
     auto work = [&] {
+        const DefaultFloats floats;
         alignas(64) float strip[kStrip];
         while (bad.load(std::memory_order_relaxed) < 0) {
             const int64_t first = next.fetch_add(claim), last = std::min(first + claim, from.rows);

@@ -33,7 +33,7 @@ class Runtime {
     void reserve(const Scratch& bytes);
     uint8_t* shared() const { return shared_.data(); }  // 64-byte aligned; what it holds lasts one operation
 
-    // The right to run a step, while it lives.
+    // The right to run a step, and its floating point, while it lives.
     class Turn;
 
     // Returns when no thread reads what belongs to `owner` (see Team::run), none of whose steps is running.
@@ -76,6 +76,7 @@ class Runtime::Turn {
     Team& team() const { return state_.team; }
 
   private:
+    const DefaultFloats floats_;
     State& state_;
     bool taken_ = false;
 };

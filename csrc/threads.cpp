@@ -29,7 +29,43 @@ constexpr int64_t kLook_ns = 1'000'000;             // of chunks between two loo
 
 std::atomic<uint64_t> forks{0};
 
+// The word of a thread that says how it rounds, and whether it flushes denormals; 0 is the default (of x86
+// all exceptions are masked in it).
+#if defined(__x86_64__) || defined(_M_X64)
+constexpr uint64_t kDefaultFloats = 0x1f80;
+uint64_t float_control() {
+    return _mm_getcsr();
+}
+void set_float_control(uint64_t word) {
+    _mm_setcsr(unsigned(word));
+}
+#elif defined(__aarch64__) && defined(__GNUC__)
+constexpr uint64_t kDefaultFloats = 0;
+uint64_t float_control() {
+    uint64_t word;
+    asm volatile("mrs %0, fpcr" : "=r"(word));
+    return word;
+}
+void set_float_control(uint64_t word) {
+    asm volatile("msr fpcr, %0" : : "r"(word));
+}
+#else
+constexpr uint64_t kDefaultFloats = 0;
+uint64_t float_control() {
+    return kDefaultFloats;
+}
+void set_float_control(uint64_t) {}
+#endif
+
 }  // namespace
+
+DefaultFloats::DefaultFloats() : before_(float_control()) {
+    set_float_control(kDefaultFloats);
+}
+
+DefaultFloats::~DefaultFloats() {
+    set_float_control(before_);
+}
 
 uint64_t n_forks() {
 #ifndef _WIN32
@@ -43,7 +79,10 @@ uint64_t n_forks() {
 
 std::thread start_thread(const std::string& what, std::function<void()> body) {
     try {
-        return std::thread(std::move(body));
+        return std::thread([body = std::move(body)] {
+            const DefaultFloats floats;
+            body();
+        });
     } catch (const std::system_error& error) {
         throw ThreadError(what + " (" + error.code().message() +
                           "); ask for fewer, or raise the limit on processes and memory");

@@ -62,6 +62,19 @@ void relax();      // tells the processor that this thread only waits
 // Fetches the cache line at p, if there is memory: any address may be given.
 void prefetch_line(const void* p);
 
+// Floating point as the language has it, for this thread while the object lives: rounding to nearest, and
+// denormals are numbers. Whoever embeds hotset may have told a thread to flush them to zero, and the threads
+// that it starts inherit that; results must not depend on it.
+class DefaultFloats {
+  public:
+    DefaultFloats();
+    ~DefaultFloats();
+    DefaultFloats(const DefaultFloats&) = delete;
+
+  private:
+    uint64_t before_ = 0;
+};
+
 // How often this process was forked off another: threads started under another number are not here.
 uint64_t n_forks();
 
@@ -70,7 +83,7 @@ class ThreadError : public std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// Starts a thread; ThreadError says `what` could not be done without it.
+// Starts a thread, with DefaultFloats; ThreadError says `what` could not be done without it.
 std::thread start_thread(const std::string& what, std::function<void()> body);
 
 // What the thread that called `run` asks now and then while the step goes on: whether to cancel it.

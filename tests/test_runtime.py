@@ -6,7 +6,9 @@ What threads may do after a cancel is tested in csrc/tests/team_test.cpp (`make 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from hotset.engine.engine import Engine
 from hotset.engine.sampler import SamplingParams
 from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.formats.gguf import GGUFFile
+from hotset.formats.quants import GGMLType, row_bytes
 
 N, WIDTH, N_OPS = 256, 1024, 24
 
@@ -154,6 +157,89 @@ def test_threads_that_step_plans_of_one_runtime_take_turns() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+# -- the floating point of whoever calls ---------------------------------------------------------
+
+UPWARD = {"x86_64": 0x800, "AMD64": 0x800, "aarch64": 0x400000, "arm64": 0x400000}
+
+
+def flush_denormals(on: bool) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.set_flush_denormal(on) and on:
+        pytest.skip("this processor cannot flush denormals")
+
+
+def round_upward(on: bool) -> None:
+    if os.name == "nt" or platform.machine() not in UPWARD:
+        pytest.skip("the number of this rounding mode is not known here")
+    assert ctypes.CDLL(None).fesetround(UPWARD[platform.machine()] if on else 0) == 0
+
+
+def products() -> list[float]:
+    """As this thread computes them: a denormal, and one between two floats."""
+    a = np.array([2.0**-149, 1 + 2.0**-23], np.float32)
+    return (a * np.array([1, 1 + 2.0**-23], np.float32)).tolist()
+
+
+@pytest.fixture(params=[flush_denormals, round_upward])
+def odd_floats(request: pytest.FixtureRequest) -> Iterator[Callable[[bool], None]]:
+    """Sets this thread's floating point as an embedder may, and what it starts inherits, or back."""
+    yield request.param
+    request.param(False)
+
+
+def product_of(runtime: _core.Runtime, inputs: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+    """matrix @ (inputs + inputs), float32."""
+    plan = _core.Plan(N, 1, 4, runtime)
+    x, y, z = plan.buffer(WIDTH, False), plan.buffer(WIDTH, False), plan.buffer(64, False)
+    plan.embed(0, inputs.view(np.uint8).reshape(-1), N, False, 0, x)
+    plan.add(x, x, y)
+    plan.linear(y, None, [(0, matrix.view(np.uint8).reshape(-1), None, z)], -1, False, None)
+    plan.finish()
+    ids, zeros = np.arange(N, dtype=np.int32), np.zeros(N, np.int32)
+    plan.run(ids, ids, zeros, np.zeros((1, 4), np.int32), zeros[:0])
+    return plan.rows(z).copy()
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_bits_do_not_depend_on_the_floating_point_of_the_caller(
+    odd_floats: Callable[[bool], None], n_threads: int
+) -> None:
+    rng = np.random.default_rng(0)
+    inputs = rng.standard_normal((N, WIDTH)).astype(np.float32) * np.float32(2.0**-128)  # denormal
+    matrix = rng.standard_normal((64, WIDTH)).astype(np.float32)
+    expected = product_of(_core.Runtime(1), inputs, matrix)
+    plain = products()
+    odd_floats(True)
+    runtime = _core.Runtime(n_threads)  # its threads begin as this one is
+    odd = products()
+    found = product_of(runtime, inputs, matrix)
+    after = products()
+    odd_floats(False)
+    later = product_of(runtime, inputs, matrix)
+    assert odd == after != plain  # the caller's own is as it was
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(later, expected)
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_a_quantised_matrix_does_not_depend_on_it_either(
+    odd_floats: Callable[[bool], None], n_threads: int
+) -> None:
+    matrix = (np.random.default_rng(0).standard_normal((256, 512)) * 2.0**-140).astype(np.float32)
+
+    def quantized() -> np.ndarray:
+        out = np.zeros(256 * row_bytes(GGMLType.Q4_1, 512), np.uint8)
+        data = matrix.view(np.uint8).reshape(-1)
+        assert _core.quantize(GGMLType.F32, data, 256, 512, GGMLType.Q4_1, out, n_threads) == -1
+        return out
+
+    expected = quantized()
+    odd_floats(True)
+    found = quantized()
+    odd_floats(False)
+    np.testing.assert_array_equal(found, expected)
 
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
