@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,12 +17,13 @@ from test_api import write_model
 
 import hotset
 from hotset.server.app import create_app
+from hotset.server.listen import Server, bound_socket
 from hotset.server.service import Service
 from hotset.server.settings import ServerSettings
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
-__all__ = ["MESSAGES", "client_of", "events_of", "text_of", "write_model"]
+__all__ = ["MESSAGES", "Serving", "client_of", "events_of", "text_of", "write_model"]
 
 
 @asynccontextmanager
@@ -34,6 +39,56 @@ async def client_of(
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
             yield client, service
+
+
+class Serving:
+    """A server on a port of this machine, in a thread. load: LoadSettings; settings: ServerSettings."""
+
+    def __init__(self, path: Path, *, load: dict[str, Any] | None = None, **settings: Any) -> None:
+        how = {"backend": "cpu", "n_threads": 1, "max_sequences": 4} | (load or {})
+        self.service = Service(
+            lambda: hotset.load(path, **how), ServerSettings(port=0, **settings), name="tiny"
+        )
+        self._bound = bound_socket("127.0.0.1", 0)
+        self.port = self._bound.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.server = Server(self.service, self._bound, lambda where: None)
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        asyncio.run(self.server.serve(sockets=[self._bound]))
+
+    def __enter__(self) -> Serving:
+        self.client = httpx.Client(base_url=self.url, timeout=60, trust_env=False, verify=False)
+        self._thread.start()
+        end = time.monotonic() + 60
+        while not self.service.is_ready:
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        self.server.handle_exit(signal.SIGTERM, None)
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        self._bound.close()
+
+    @property
+    def model(self) -> hotset.Model:
+        return self.service.model
+
+    def wait_until_idle(self) -> None:
+        """Until nothing runs or waits, and every page of the cache is free."""
+        engine, end = self.model.engine, time.monotonic() + 30
+        while (
+            self.service.n_admitted
+            or engine.running
+            or engine.waiting
+            or engine.pool.n_available != engine.pool.n_pages
+        ):
+            assert time.monotonic() < end, (self.service.n_admitted, engine.running, engine.waiting)
+            time.sleep(0.005)
 
 
 def events_of(text: str) -> tuple[list[dict[str, Any]], bool]:

@@ -12,6 +12,7 @@ A dialect translates: its JSON into an AnswerRequest, and deltas (or the finishe
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +23,11 @@ from hotset.engine.engine import Event
 from hotset.engine.engine import Sequence as EngineSequence
 from hotset.engine.prompt_logprobs import PromptLogprobs
 from hotset.engine.sampler import SamplingParams, TokenLogprobs
+from hotset.errors import HotsetError
 from hotset.generation import Generation
-from hotset.server.errors import NotReadyError, RequestError
+from hotset.server.errors import NotReadyError, RequestError, problem_of
+
+log = logging.getLogger("hotset.server")
 
 Reason = Literal["stop", "length", "tool_calls", "cancelled"]
 
@@ -279,8 +283,11 @@ class Answer:
         self._deadline = asyncio.get_running_loop().call_later(seconds, self.fail, late)
 
     def fail(self, error: Exception) -> None:
-        """Ends all of it with an error."""
+        """Ends all of it with an error; of one that nobody foresaw a client hears the kind."""
         if self._n_open and self._error is None:
+            if not isinstance(error, HotsetError):
+                log.error("an answer failed", exc_info=error)
+                error = RequestError(problem_of(error).message, 500, code="server_error")
             self._error = error
             self._end()
             self._wake()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -18,8 +17,6 @@ from hotset.server.openai import chat, completions, models
 from hotset.server.security import secure
 from hotset.server.service import Service
 from hotset.server.streams import ClientGoneError
-
-log = logging.getLogger("hotset.server")
 
 ROUTERS = (
     health.router,
@@ -57,10 +54,7 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HotsetError)
     async def known(http: Request, error: HotsetError) -> Response:
-        problem = problem_of(error)
-        if problem.status == 500:
-            log.error("%s %s failed", http.method, http.url.path, exc_info=error)
-        return response_of(problem, http.url.path)
+        return response_of(problem_of(error), http.url.path)
 
     @app.exception_handler(Exception)
     async def unknown(http: Request, error: Exception) -> Response:

@@ -26,14 +26,13 @@ def listen(service: Service, told: Callable[[str], None]) -> None:
     A second signal ends them at once. told: hears where the server listens, once it does.
     Raises what keeps it from listening, or the model from being loaded.
     """
-    with _bound(service.settings.host, service.settings.port) as bound:
-        server = _Server(service, bound, told)
-        asyncio.run(server.serve(sockets=[bound]))
+    with bound_socket(service.settings.host, service.settings.port) as bound:
+        asyncio.run(Server(service, bound, told).serve(sockets=[bound]))
     if service.error is not None:
         raise service.error
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def bound_socket(host: str, port: int) -> socket.socket:
     """A listening socket. Raises InvalidRequestError where it cannot be had."""
     host = host.strip("[]")
     try:
@@ -56,7 +55,7 @@ def _bound(host: str, port: int) -> socket.socket:
     return bound
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """uvicorn's, which asks the service to end what it answers when a signal comes."""
 
     def __init__(self, service: Service, bound: socket.socket, told: Callable[[str], None]) -> None:

@@ -16,6 +16,7 @@ from sse_starlette.sse import AppStatus, SendTimeoutError
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from hotset.errors import HotsetError
 from hotset.server.answers import Answer, AnswerRequest, Choice
 from hotset.server.errors import body_of, problem_of
 from hotset.server.replies import dumped, event
@@ -129,10 +130,9 @@ class AnswerStream(EventSourceResponse):
             async for piece in pieces:
                 yield piece
         except Exception as error:
-            problem = problem_of(error)
-            if problem.status == 500:
-                log.error("an answer failed", exc_info=error)
-            body = body_of(problem, self._path)
+            if not isinstance(error, HotsetError):
+                log.error("a stream failed", exc_info=error)
+            body = body_of(problem_of(error), self._path)
             if self._lines:
                 yield dumped(body) + b"\n"
             else:

@@ -1,0 +1,102 @@
+"""The same text everywhere: over HTTP as from the model, alone or with others, whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from test_api_sparse import write_sparse
+from tiny_server import client_of, events_of, text_of, write_model
+
+import hotset
+
+GREEDY = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
+# Longer than a page of the cache, so that it is shared, and of several lengths behind it.
+PREFIX = "".join(chr(97 + (7 * i) % 26) for i in range(100))
+LOADS: dict[str, dict[str, Any]] = {
+    "dense model": {},
+    "dense": {"sparsity": "dense"},
+    "exact": {"sparsity": "exact"},
+    "predicted": {"sparsity": "predicted"},
+    "sign": {"predictor": "sign"},
+}
+
+
+def prompts_of(n: int, shared: bool) -> list[str]:
+    return [(PREFIX if shared else "") + chr(65 + i) * (1 + i % 5) for i in range(n)]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {"dense": write_model(folder / "dense.gguf"), "sparse": write_sparse(folder / "sparse.gguf")}
+
+
+@pytest.mark.parametrize("mode", LOADS)
+def test_greedy_text_is_the_models_own(paths: dict[str, Path], mode: str):
+    pytest.importorskip("hotset._core", reason="the native module is not built")
+    path = paths["dense" if mode == "dense model" else "sparse"]
+    load = LOADS[mode] | {"n_threads": 1, "n_ctx": 160, "n_seqs": 4}
+    expected: dict[bool, list[str]] = {}
+    with hotset.load(path, backend="cpu", **load) as model:
+        for shared in (False, True):
+            prompts = prompts_of(16, shared)
+            expected[shared] = [model.generate(one, reuse_prefix=False, **GREEDY).text for one in prompts]
+    assert len({*expected[False], *expected[True]}) > 16  # a text for each: a mixed-up one would show
+
+    async def work() -> None:
+        async with client_of(path, load=load | {"max_sequences": 16}) as (client, _):
+
+            async def asked(prompt: str, stream: bool) -> str:
+                body = {"prompt": prompt, "stream": stream} | GREEDY
+                reply = await client.post("/v1/completions", json=body)
+                assert reply.status_code == 200, reply.text
+                if not stream:
+                    return str(reply.json()["choices"][0]["text"])
+                events, done = events_of(reply.text)
+                assert done
+                return "".join(event["choices"][0]["text"] for event in events)
+
+            for shared in (False, True):
+                for n in (1, 4, 16):
+                    for stream in (False, True):
+                        prompts = prompts_of(n, shared)
+                        texts = await asyncio.gather(*(asked(one, stream) for one in prompts))
+                        assert list(texts) == expected[shared][:n], (shared, n, stream)
+                    mixed = await asyncio.gather(*(asked(one, i % 2 == 0) for i, one in enumerate(prompts)))
+                    assert list(mixed) == expected[shared][:n]
+
+    asyncio.run(work())
+
+
+def test_chats_beside_completions(paths: dict[str, Path]):
+    load = {"n_threads": 1, "n_ctx": 160, "n_seqs": 4, "max_sequences": 16}
+    with hotset.load(paths["dense"], backend="cpu", **load) as model:
+        messages = [[{"role": "user", "content": text}] for text in prompts_of(8, False)]
+        chats = [model.chat(one, **GREEDY).content for one in messages]
+        texts = [model.generate(one, **GREEDY).text for one in prompts_of(8, True)]
+
+    async def work(client: httpx.AsyncClient) -> None:
+        async def chat(i: int) -> str:
+            body = {"messages": messages[i], "stream": bool(i % 2)} | GREEDY
+            reply = await client.post("/v1/chat/completions", json=body)
+            if i % 2:
+                return text_of(events_of(reply.text)[0])
+            return str(reply.json()["choices"][0]["message"]["content"])
+
+        async def complete(i: int) -> str:
+            body = {"prompt": prompts_of(8, True)[i]} | GREEDY
+            return str((await client.post("/v1/completions", json=body)).json()["choices"][0]["text"])
+
+        found = await asyncio.gather(*(each(i) for i in range(8) for each in (chat, complete)))
+        assert list(found[::2]) == chats
+        assert list(found[1::2]) == texts
+
+    async def whole() -> None:
+        async with client_of(paths["dense"], load=load) as (client, _):
+            await work(client)
+
+    asyncio.run(whole())

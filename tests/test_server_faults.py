@@ -1,0 +1,346 @@
+"""What clients, backends and signals do to a server: nothing leaks, and the next answer is right."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from tiny_server import MESSAGES, Serving, events_of, text_of, write_model
+
+import hotset
+
+pytest.importorskip("hotset._core", reason="the native module is not built")
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+LONG = {"temperature": 0, "ignore_eos": True}  # to the end of the context
+N_DISCONNECTS = int(os.environ.get("HOTSET_DISCONNECTS", "120"))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    return write_model(folder / "tiny.gguf", **{"llama.context_length": 4096})
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path) -> str:
+    with hotset.load(path, backend="cpu", n_threads=1, n_ctx=512) as model:
+        return model.chat(MESSAGES, **GREEDY).content
+
+
+def answer(server: Serving) -> str:
+    reply = server.client.post(CHAT, json={"messages": MESSAGES} | GREEDY, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return str(reply.json()["choices"][0]["message"]["content"])
+
+
+def request_bytes(path: str, body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content
+
+
+def until(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def test_clients_that_go_away_at_any_moment(path: Path, expected: str):
+    """In the queue, in a long prompt, between two tokens, before the end of the body, whole or stream."""
+    draw = random.Random(7)
+
+    def leave(port: int) -> None:
+        text = draw.choice(["hi", "x" * draw.randrange(10, 1500)])
+        stream = draw.random() < 0.5
+        body = {
+            "messages": [{"role": "user", "content": text}],
+            "stream": stream,
+            "n": draw.choice([1, 1, 3]),
+        }
+        sent = request_bytes(CHAT, body | LONG)
+        how = draw.choice(["half", "at once", "soon", "after some"])
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+            if how == "half":
+                connection.sendall(sent[: draw.randrange(1, len(sent))])
+                return
+            connection.sendall(sent)
+            if how == "soon":
+                time.sleep(draw.random() * 0.03)
+            elif how == "after some" and stream:
+                for _ in range(draw.randrange(1, 6)):
+                    if not connection.recv(200):
+                        break
+            if draw.random() < 0.5:  # a reset in place of a proper end
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+
+    with Serving(path, load={"n_ctx": 2048, "n_seqs": 2}, max_queue=200) as server:
+        assert answer(server) == expected
+        process = psutil.Process()
+        server.wait_until_idle()
+        with ThreadPoolExecutor(8) as pool:
+            list(
+                pool.map(lambda _: leave(server.port), range(N_DISCONNECTS // 4))
+            )  # whoever starts, has started
+        until(lambda: not server.service.n_admitted)
+        server.wait_until_idle()
+        gc.collect()
+        before = process.num_fds(), threading.active_count(), len(server.server.server_state.tasks)
+        with ThreadPoolExecutor(8) as pool:
+            jobs = [pool.submit(leave, server.port) for _ in range(N_DISCONNECTS)]
+            texts = [answer(server) for _ in range(3)]
+            for job in jobs:
+                job.result()
+        assert texts == [expected] * 3
+        server.wait_until_idle()
+        until(lambda: not server.server.server_state.connections)
+        gc.collect()
+        assert not server.service._answers
+        after = process.num_fds(), threading.active_count(), len(server.server.server_state.tasks)
+        assert after[0] <= before[0]
+        assert after[1] <= before[1] + 1  # the engine's own thread comes and goes
+        assert after[2] == 0
+        assert answer(server) == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_a_long_prompt(path: Path, stream: bool):
+    """The step that reads it is cut short where nobody else is in it."""
+    with Serving(path, load={"n_ctx": 4096}) as server:
+        model = server.model
+        begun, gate = threading.Event(), threading.Event()
+        step = model.backend.step
+
+        def slow(batch: Any) -> Any:
+            begun.set()
+            gate.wait(20)
+            return step(batch)
+
+        model.backend.step = slow  # type: ignore[method-assign]
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+            body = {"prompt": [65] * 3000, "stream": stream, "max_tokens": 5, "temperature": 0}
+            connection.sendall(request_bytes(COMPLETIONS, body))
+            assert begun.wait(20)
+        until(lambda: not server.service.n_admitted)
+        gate.set()
+        server.wait_until_idle()
+        model.backend.step = step  # type: ignore[method-assign]
+
+
+def test_a_slow_reader_holds_nobody_up_and_is_left_in_the_end(path: Path, expected: str):
+    with Serving(path, load={"n_ctx": 1024}, max_write_seconds=0.5) as server:
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", server.port))
+            body = {"messages": MESSAGES, "stream": True, "n": 4, "logprobs": True, "top_logprobs": 20} | LONG
+            connection.sendall(request_bytes(CHAT, body))
+            until(lambda: server.service.n_admitted)
+            assert answer(server) == expected
+            server.wait_until_idle()
+        assert answer(server) == expected
+
+
+def test_a_backend_that_fails_in_a_step(path: Path, expected: str):
+    with Serving(path) as server:
+        model = server.model
+        step = model.backend.step
+        failures = {"left": 0}
+
+        def failing(batch: Any) -> Any:
+            if failures["left"]:
+                failures["left"] -= 1
+                raise RuntimeError("the tiny backend burst")
+            time.sleep(0.002)
+            return step(batch)
+
+        model.backend.step = failing  # type: ignore[method-assign]
+        body = {"messages": MESSAGES} | GREEDY
+        failures["left"] = 1
+        reply = server.client.post(CHAT, json=body, timeout=30)
+        assert reply.status_code == 500
+        assert "RuntimeError" in reply.json()["error"]["message"]
+        assert "burst" not in reply.text  # what went wrong inside is for the log
+        with server.client.stream("POST", CHAT, json=body | {"stream": True}, timeout=30) as streamed:
+            lines = []
+            for line in streamed.iter_lines():
+                lines.append(line)
+                if len(lines) == 6:
+                    failures["left"] = 1
+        events, done = events_of("\n".join(lines))
+        assert not done
+        assert events[-1]["error"]["type"] == "server_error"
+        assert expected.startswith(text_of(events[:-1]))
+        server.wait_until_idle()
+        assert answer(server) == expected
+
+
+@pytest.mark.usefixtures("any_seed")  # a digit of the temperature may be what is changed
+@pytest.mark.usefixtures("any_seed")  # a digit of the temperature may be what is changed
+def test_garbage_on_the_wire(path: Path, expected: str):
+    draw = random.Random(3)
+    with Serving(path) as server:
+        for garbage in (
+            b"\x16\x03\x01\x02\x00",
+            b"GET\r\n\r\n",
+            b"POST / HTTP/9.9\r\n\r\n",
+            draw.randbytes(3000),
+            b"\n" * 9,
+        ):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+                connection.sendall(garbage)
+                connection.shutdown(socket.SHUT_WR)
+                connection.recv(1000)
+        for _ in range(40):  # what is nearly a request
+            body = bytearray(json.dumps({"messages": MESSAGES, "max_tokens": 2, "temperature": 0}).encode())
+            for _ in range(draw.randrange(1, 4)):
+                body[draw.randrange(len(body))] = draw.randrange(256)
+            reply = server.client.post(CHAT, content=bytes(body), timeout=30)
+            assert reply.status_code in (200, 400), (bytes(body), reply.text)
+        assert answer(server) == expected
+
+
+# -- the process ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
+    """Starts `hotset serve` on a port of its own; gives the process and the address."""
+    running: list[subprocess.Popen[str]] = []
+
+    def start(*options: str, model: Path = path, ready: bool = True) -> tuple[subprocess.Popen[str], str]:
+        command = [
+            sys.executable,
+            "-m",
+            "hotset.cli.main",
+            "serve",
+            str(model),
+            "--port",
+            "0",
+            "-t",
+            "1",
+            *options,
+        ]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        running.append(process)
+        assert process.stderr is not None
+        found = None
+        while found is None:
+            line = process.stderr.readline()
+            assert line, "the server ended"
+            found = re.search(r"http://\S+", line)
+        if ready:
+            until(lambda: httpx.get(f"{found[0]}/health").status_code == 200)
+        return process, found[0]
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def streaming(url: str) -> tuple[list[str], threading.Thread, threading.Event]:
+    """A stream that runs in a thread: its lines, and an event when the first text is there."""
+    lines: list[str] = []
+    begun = threading.Event()
+
+    def read() -> None:
+        body = {"messages": MESSAGES, "stream": True} | LONG
+        with httpx.stream("POST", url + CHAT, json=body, timeout=60) as reply:
+            for line in reply.iter_lines():
+                lines.append(line)
+                if len(lines) > 4:
+                    begun.set()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert begun.wait(60)
+    return lines, thread, begun
+
+
+def test_sigterm_lets_a_stream_come_to_its_end(started: Callable[..., Any]):
+    process, url = started("-c", "700", "--grace", "60")
+    lines, thread, _ = streaming(url)
+    process.send_signal(signal.SIGTERM)
+    thread.join(60)
+    events, done = events_of("\n".join(lines))
+    assert done
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    assert process.wait(60) == 0
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url + "/health")
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_after_the_grace_or_a_second_signal_a_stream_ends_with_an_error(
+    started: Callable[..., Any], second: bool
+):
+    process, url = started("-c", "4096", "--grace", "600" if second else "0")
+    lines, thread, _ = streaming(url)
+    process.send_signal(signal.SIGTERM)
+    if second:
+        time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+    thread.join(60)
+    events, done = events_of("\n".join(lines))
+    assert not done
+    assert "shut down" in events[-1]["error"]["message"]
+    assert len(events) < 4000
+    assert process.wait(60) == 0
+
+
+def test_a_model_that_is_none_ends_the_server_with_a_sentence(started: Callable[..., Any], tmp_path: Path):
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + b"\0" * 100)
+    process, _ = started(model=broken, ready=False)
+    assert process.wait(60) == 1
+    assert process.stderr is not None
+    rest = process.stderr.read()
+    assert "broken.gguf" in rest
+    assert "Traceback" not in rest
+
+
+def test_a_port_that_is_taken(path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "hotset.cli.main", "serve", str(path), "--port", str(port)]
+        done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"port {port}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_address_for_others_needs_a_key(path: Path):
+    command = [
+        sys.executable,
+        "-m",
+        "hotset.cli.main",
+        "serve",
+        str(path),
+        "--host",
+        "0.0.0.0",
+        "--port",
+        "0",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HOTSET_API_KEY": ""})
+    assert done.returncode == 1
+    assert "--allow-no-api-key" in done.stderr
