@@ -25,6 +25,7 @@ from hotset.escaping import escaped
 VERBS = {
     "run": ("run", "run"),
     "serve": ("serve", "serve"),
+    "batch": ("batch", "batch"),
     "pull": ("models", "pull"),
     "list": ("models", "list_command"),
     "show": ("models", "show"),

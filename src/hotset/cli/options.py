@@ -25,9 +25,9 @@ def _option(names: str, help: str, panel: str | None = None, **more: object) -> 
     return info
 
 
-_MODEL_HELP = "A path, a name ('hotset list --all'), or hf:owner/repository[:file]."
-ModelName = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP, show_default=False)]
-OptionalModel = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
+MODEL_HELP = "A path, a name ('hotset list --all'), or hf:owner/repository[:file]."
+ModelName = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
+OptionalModel = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 
 Json = Annotated[bool, _option("--json", "Print JSON.")]
 
@@ -84,6 +84,14 @@ DisableGpuIndex = Annotated[
     bool, _option("--disable-gpu-index", "Do not split the neurons of a layer.", _GPU)
 ]
 NoGpu = Annotated[bool, _option("--no-gpu", "The CPU alone.", _GPU)]
+
+Alias = Annotated[
+    list[str] | None, _option("--alias -a", "What the model is called in requests; repeatable.", "Server")
+]
+Parallel = Annotated[int, _option("--parallel -np", "Answers at once.", "Server", min=1)]
+Contexts = Annotated[
+    int, _option("--contexts", "Full contexts in the cache; of shorter ones, more.", "Server", min=1)
+]
 
 File = Annotated[
     Path | None, _option("--file -f", "Read the prompt from a file.", _TEXT, exists=True, dir_okay=False)

@@ -95,8 +95,9 @@ class ServerOptions:
 
 def serve(
     model: options.OptionalModel = None,
-    alias: Annotated[list[str] | None, _option("--alias -a", "What the model is called; repeatable.")] = None,
-    parallel: Annotated[int, _option("--parallel -np", "Answers at once.", min=1)] = 16,
+    alias: options.Alias = None,
+    parallel: options.Parallel = 16,
+    contexts: options.Contexts = 4,
     ctx_size: options.ContextSize = None,
     *,
     loading: options.ModelOptions,
@@ -104,7 +105,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, in OpenAI's dialect and others."""
     check_installed()
-    settings = loading.settings(n_ctx=ctx_size, max_sequences=parallel)
+    settings = loading.settings(n_ctx=ctx_size, max_sequences=parallel, n_seqs=contexts)
     server_settings = server.settings()
     bar = DownloadBar()
     with bar:

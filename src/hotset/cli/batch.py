@@ -1,0 +1,67 @@
+"""`hotset batch`: a file of requests in OpenAI's batch format, answered without a server."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hotset.cli import options
+from hotset.cli.console import DownloadBar, StepBar, say, tell_choice, tell_memory
+from hotset.cli.serve import check_installed, model_name
+from hotset.storage import catalogue, resolve
+
+if TYPE_CHECKING:
+    from hotset.api import Model
+
+_UNBOUNDED = 1 << 30  # answers in the queue: the batch itself sees to it that few are there
+
+
+def batch(
+    requests: Annotated[
+        Path, typer.Argument(help="A request a line, as OpenAI's batches have them.", show_default=False)
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", dir_okay=False, help="Where answers are appended; what is there is kept."
+        ),
+    ],
+    model: Annotated[str | None, typer.Option("--model", "-m", help=options.MODEL_HELP)] = None,
+    alias: options.Alias = None,
+    parallel: options.Parallel = 16,
+    contexts: options.Contexts = 4,
+    ctx_size: options.ContextSize = None,
+    *,
+    loading: options.ModelOptions,
+) -> None:
+    """Answer a file of requests; run again after an interruption it goes on where it was."""
+    check_installed()
+    settings = loading.settings(n_ctx=ctx_size, max_sequences=parallel, n_seqs=contexts)
+
+    import hotset
+    from hotset.server.batch import Batch
+    from hotset.server.service import Service
+    from hotset.server.settings import ServerSettings
+
+    server = ServerSettings(max_queue=_UNBOUNDED)
+    work = Batch(requests, output, server.max_nesting)
+    if work.n_done:
+        say(f"{output} has {work.n_done} of {len(work.requests)} answers")
+    if work.n_left:
+        with DownloadBar() as bar:
+            path = resolve(model or catalogue.DEFAULT, progress=bar)
+        names = (*(alias or ()), model_name(path))
+
+        def load() -> Model:
+            loaded = hotset.load(path, settings, progress=bar)
+            tell_choice(loaded)
+            tell_memory(loaded)
+            return loaded
+
+        with StepBar() as steps:
+            asyncio.run(work.run(Service(load, server, name=names[0], aliases=names[1:]), steps))
+    failed = f", {work.n_failed} of them refusals or failures" if work.n_failed else ""
+    say(f"{output} has all {len(work.requests)} answers{failed}")
