@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from hotset.backends.base import Batch, StepResult
 from hotset.engine import driver
 from hotset.engine.driver import EngineThread
 from hotset.engine.engine import Engine, Event, Sequence
-from hotset.engine.pacing import PromptShare
+from hotset.engine.pacing import Chunk, PromptShare, divide, weigher
 from hotset.engine.sampler import SamplingParams
 from hotset.errors import HotsetError, InvalidRequestError, OutOfMemoryError, StepCancelledError
 
@@ -31,7 +32,7 @@ def prompt(n: int, seed: int = 0) -> list[int]:
 
 
 def expected(tokens: list[int], **params: Any) -> list[int]:
-    engine = Engine(FakeBackend(), 512)
+    engine = Engine(FakeBackend(), 2048)
     sequence = engine.submit(tokens, SamplingParams(**params))
     while engine.has_work:
         engine.step()
@@ -520,39 +521,142 @@ def test_a_long_prompt_does_not_stop_a_running_answer(monkeypatch: pytest.Monkey
     while not long.generated:
         engine.step()
     assert len(running.generated) - n_before == len(backend.batches)  # a token with every step
-    assert max(backend.seconds) < 0.125
-    assert sorted(backend.batches)[len(backend.batches) // 2] == pytest.approx(100, abs=3)
+    assert max(backend.seconds) < 0.08
+    assert sorted(backend.batches)[len(backend.batches) // 2] == pytest.approx(50, abs=3)
     while engine.has_work:
         engine.step()
     assert running.generated == expected(prompt(10), seed=1, max_tokens=200)
 
 
-def test_a_prompt_alone_takes_whole_steps() -> None:
-    engine = Engine(FakeBackend(max_batch=100), 512, prompt_seconds=1e-9)
-    engine.submit(prompt(250), SamplingParams(seed=1, max_tokens=2))
-    while engine.has_work:
-        engine.step()
-    assert engine.backend.batches == [100, 100, 50, 1]
+def test_a_prompt_alone_takes_steps_that_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 50 ms, or as long as sixteen steps of an answer: what every step costs is then little."""
+    backend = Clocked(n_pages=200, max_batch=2048)
+    monkeypatch.setattr("hotset.engine.engine.time.perf_counter", lambda: backend.now)
+    engine = Engine(backend, 8192)
+    for n_alone in (64, 165):  # before an answer's step of 11 ms is known, and after it
+        backend.batches.clear()
+        long = engine.submit(prompt(3000, n_alone), SamplingParams(seed=2, max_tokens=3))
+        while not long.generated:
+            engine.step()
+        assert sorted(backend.batches)[len(backend.batches) // 2] == pytest.approx(n_alone, abs=3)
+        while engine.has_work:
+            engine.step()
+    whole = Engine(FakeBackend(max_batch=100), 512, prompt_seconds=math.inf)
+    whole.submit(prompt(250), SamplingParams(seed=1, max_tokens=2))
+    while whole.has_work:
+        whole.step()
+    assert whole.backend.batches == [100, 100, 50, 1]
 
 
 def test_the_share_of_a_prompt_follows_what_steps_take() -> None:
-    share = PromptShare(0.1, 512)
-    assert share.n_tokens == 64
-    for n in (128, 256, 512, 512):  # a quick machine: it doubles, and never beyond a step
-        share.note(share.n_tokens, 1, 0.001)
-        assert share.n_tokens == n
+    share = PromptShare(0.1)
+    assert (share.beside, share.alone) == (64, 64)
+    for n in (128, 256, 512):  # a quick machine: it doubles
+        share.note(share.beside, 1, 0.001)
+        assert (share.beside, share.alone) == (n, n)
     share.note(512, 1, 0.4)  # too slow: at once what fits
-    assert share.n_tokens == 128
+    assert share.beside == 128
     share.note(5, 1, 0.01)  # the end of a prompt, which says nothing
-    assert share.n_tokens == 128
+    assert share.beside == 128
     share.note(128, 1, 12.8)
-    assert share.n_tokens == 16  # as few as there are
+    assert share.beside == 16  # as few as there are
+    assert share.alone == 64  # while nobody knows what a step costs without a prompt
     share.note(0, 3, 0.8)  # where answers alone take longer, that long
     share.note(16, 3, 1.0)
-    assert share.n_tokens == 32
+    assert share.beside == 32
     share.note(32, 3, 2.4)
-    assert share.n_tokens == 16
-    assert PromptShare(0.1, 8).n_tokens == 8
-    tiny = PromptShare(0.1, 8)
-    tiny.note(8, 0, 50.0)
-    assert tiny.n_tokens == 8
+    assert share.beside == pytest.approx(16)
+    share.note(64, 0, 6.4)  # sixteen answers
+    assert share.alone == pytest.approx(128)
+    assert share.seconds_of(10, 0) == pytest.approx(1.0)
+    assert share.seconds_of(10, 1) == pytest.approx(1.8)
+    whole = PromptShare(math.inf)
+    whole.note(8, 0, 50.0)
+    assert (whole.beside, whole.alone) == (math.inf, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("missing", "budget", "n_max", "given"),
+    [
+        ([4000], 128, 512, [128]),
+        ([4000], 128, 100, [100]),
+        ([4000, 30], 128, 512, [16, 30]),  # a step that ends a prompt is a short one
+        ([30, 4000], 128, 512, [30, 16]),
+        ([4000, 90], 128, 512, [16, 90]),
+        ([4000, 120], 128, 512, [64, 64]),
+        ([4000, 3000, 2000], 128, 512, [64, 0, 64]),  # the oldest, and the one that misses the least
+        ([4000, 20, 20, 20, 20], 128, 512, [16, 20, 20, 20, 20]),
+        ([100, 100, 100], 128, 512, [100, 16, 0]),
+        ([5], 0.5, 512, [1]),
+        ([5, 3], 1, 1, [1, 0]),
+        ([5, 3], 8, 0, [0, 0]),
+        ([700, 700], math.inf, 512, [512, 0]),
+        ([700, 100], math.inf, 512, [412, 100]),
+        ([], 128, 512, []),
+    ],
+)
+def test_a_step_is_divided_among_prompts(
+    missing: list[int], budget: float, n_max: int, given: list[int]
+) -> None:
+    assert divide([Chunk(n, 1.0) for n in missing], budget, n_max) == given
+
+
+def test_a_token_far_behind_in_a_prompt_weighs_more() -> None:
+    weight = weigher(lambda depth: 100.0 + 0.1 * depth)
+    assert [weight(at) for at in (0, 1000)] == [1.0, 3.0]
+    chunks = [Chunk(4000, weight(1000)), Chunk(50, weight(0))]
+    assert divide(chunks[:1], 120, 512) == [40]
+    assert divide(chunks, 120, 512) == [5, 50]
+    assert weigher(None)(4000) == 1.0
+
+
+# ---- a step that reads long prompts is ended for a short one ----
+
+
+class Cancellable(Gated):
+    """Is in the middle of a step for as long as the test likes."""
+
+    def __init__(self) -> None:
+        super().__init__(n_pages=200, max_batch=512)
+        self.n_cancelled = 0
+
+    def cancel(self) -> None:
+        self.n_cancelled += 1
+        super().cancel()
+
+
+@pytest.mark.parametrize(
+    ("n_new", "elapsed", "why"),
+    [(30, 0.3, ""), (30, 0.6, "it is half done"), (300, 0.1, "the new one is no shorter")],
+)
+def test_a_short_prompt_ends_a_step_that_has_just_begun(
+    monkeypatch: pytest.MonkeyPatch, n_new: int, elapsed: float, why: str
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("hotset.engine.engine.time.perf_counter", lambda: now[0])
+    backend = Cancellable()
+    thread = EngineThread(Engine(backend, 2048, prompt_seconds=1.0))
+    long = ask(thread, prompt(1000), seed=1, max_tokens=3)
+
+    def step(seconds: float) -> None:
+        assert backend.is_inside.wait(WAIT)
+        now[0] += seconds
+        backend.is_inside.clear()
+        backend.permits.release()
+        assert backend.is_inside.wait(WAIT)
+
+    step(0.64)
+    step(1.0)  # 10 ms a token
+    now[0] += elapsed
+    n_computed = long.n_computed
+    for ends in (not why, False):  # once: the step that is taken again is not ended
+        backend.is_inside.clear()
+        short = ask(thread, prompt(n_new), seed=2, max_tokens=3)
+        assert backend.n_cancelled == int(not why)
+        if ends:
+            assert backend.is_inside.wait(WAIT)
+            assert (long.n_computed, short.slot) == (n_computed, 1)
+    backend.permits.release(10000)
+    assert tokens_of(thread, short) == expected(prompt(n_new), seed=2, max_tokens=3)
+    assert tokens_of(thread, long) == expected(prompt(1000), seed=1, max_tokens=3)
+    thread.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -50,7 +51,7 @@ def test_chunks_of_a_prompt_do_not_change_the_answer(max_batch: int):
     whole = generate(engine(), prompt(300), seed=3, max_tokens=20)
     chunked = engine(max_batch=max_batch)
     assert generate(chunked, prompt(300), seed=3, max_tokens=20).tokens == whole.tokens
-    assert chunked.backend.batches[0] == min(max_batch, 300)
+    assert chunked.backend.batches[0] == min(max_batch, 64)
 
 
 @pytest.mark.parametrize("max_batch", [3, 40, 512])
@@ -166,6 +167,28 @@ def test_decoding_comes_before_prompts_and_shares_their_batch():
     assert shared.backend.batches == [10, 32, 32, 32, 8]  # 1 + 31, 1 + 31, 1 + 31, 1 + 7
 
 
+@pytest.mark.parametrize("n_answers", [0, 3])
+@pytest.mark.parametrize("n_long", [1, 2])
+def test_a_short_prompt_comes_through_while_long_ones_are_read(n_answers: int, n_long: int):
+    shared = engine(1024, n_pages=200)
+    asked = [(prompt(9, seed=i), {"seed": i, "max_tokens": 60}) for i in range(n_answers)]
+    asked += [(prompt(900, seed=i), {"seed": i, "max_tokens": 3}) for i in range(n_long)]
+    sequences = [shared.submit(tokens, SamplingParams(**params)) for tokens, params in asked]
+    for _ in range(3):
+        shared.step()
+    long = sequences[n_answers]
+    for seed in range(4):
+        asked.append((prompt(20 + seed, seed=seed), {"seed": seed, "max_tokens": 5}))
+        n_computed = long.n_computed
+        sequences.append(shared.submit(asked[-1][0], SamplingParams(**asked[-1][1])))
+        shared.step()
+        assert len(sequences[-1].generated) == 1
+        assert long.n_computed > n_computed  # and nobody is left behind for ever
+    drain(shared)
+    for (tokens, params), sequence in zip(asked, sequences, strict=True):
+        assert sequence.tokens == generate(engine(1024), tokens, **params).tokens
+
+
 def test_a_shared_prefix_is_computed_once_and_changes_nothing():
     common = prompt(200)
     fresh = engine()
@@ -234,9 +257,9 @@ def test_a_sequence_is_let_in_where_a_page_is_spare_for_each_that_runs(
 def test_who_waits_in_front_of_a_full_cache_lets_nobody_pass_and_keeps_no_page():
     shared = engine(256, n_pages=5)
     long = prompt(200)
-    shared.submit(long, SamplingParams(seed=1, max_tokens=40))
-    shared.step()
-    shared.step()
+    first = shared.submit(long, SamplingParams(seed=1, max_tokens=40))
+    while not first.generated:
+        shared.step()
     shared.submit([*long[:PAGE_SIZE], *prompt(150, seed=2)], SamplingParams(seed=2, max_tokens=3))
     shared.submit(prompt(5), SamplingParams(seed=3, max_tokens=3))
     n_free = shared.pool.n_available
@@ -256,7 +279,7 @@ def test_reused_tokens_are_no_speed(monkeypatch: pytest.MonkeyPatch):
             now[0] += 1.0
             return super().step(batch)
 
-    slow = Engine(Slow(), 512)
+    slow = Engine(Slow(), 512, prompt_seconds=math.inf)
     first = generate(slow, prompt(100), seed=1, max_tokens=5)
     assert (first.n_reused, first.prompt_per_second) == (0, 100.0)
     assert first.predicted_per_second == 1.0
@@ -426,7 +449,7 @@ def test_scores_are_the_logits_from_the_first_position_on(first: int, max_batch:
 
 def test_scoring_bounds_the_logits_of_one_step(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("hotset.engine.engine._MAX_LOGITS_BYTES", 10 * 4 * 97)
-    scoring = engine()
+    scoring = Engine(FakeBackend(), 512, prompt_seconds=math.inf)
     sizes = []
     scoring.score(prompt(100), lambda position, rows: sizes.append(len(rows)), first=65)
     drain(scoring)

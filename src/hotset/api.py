@@ -110,7 +110,11 @@ class Model:
         self.notes = decided.notes
         self.placement = decided.placement
         self.engine = Engine(
-            backend, self.n_ctx, decided.settings.max_sequences, collect_stats=self.config.has_zeros
+            backend,
+            self.n_ctx,
+            decided.settings.max_sequences,
+            collect_stats=self.config.has_zeros,
+            flops=self.cost.flops_per_token,
         )
         self.thread = EngineThread(self.engine)
         self._closed = False

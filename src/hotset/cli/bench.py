@@ -10,6 +10,7 @@ repetitions, since a shared machine's ceiling moves.
 from __future__ import annotations
 
 import csv
+import math
 import statistics
 import sys
 import time
@@ -212,7 +213,7 @@ class _RandomRequests:
         self.test = test
         self.n_vocab = backend.n_vocab
         n_ctx = min(max(test.n_ctx, 1) + 2, backend.n_pages * PAGE_SIZE)
-        self.engine = Engine(backend, n_ctx, 1, max_batch=batch)
+        self.engine = Engine(backend, n_ctx, 1, max_batch=batch, prompt_seconds=math.inf)
         self.stats: list[StepStats] = []  # of the steps of the latest request
         self._thread = EngineThread(self.engine)
         self._random = np.random.default_rng(_SEED)

@@ -76,6 +76,9 @@ class EngineThread:
                         f"the thread that computes answers cannot be started ({error}); end other processes"
                     ) from None
             self._wake.notify_all()
+            drives = self._thread.ident == self._driver and not self._guests
+        if drives:  # a guest's steps do not take it in
+            self.engine.make_way(sequence)
 
     def next_event(self, sequence: Sequence) -> Event:
         """Waits for the next event of a submitted sequence; the one with a finish_reason is the last."""

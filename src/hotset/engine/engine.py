@@ -24,7 +24,7 @@ import numpy as np
 
 from hotset.backends.base import PAGE_SIZE, Backend, Batch, StepStats
 from hotset.engine.kv_cache import ROOT, PagePool
-from hotset.engine.pacing import PROMPT_SECONDS, PromptShare
+from hotset.engine.pacing import PROMPT_SECONDS, Chunk, PromptShare, divide, weigher
 from hotset.engine.sampler import Sampler, SamplingParams, TokenLogprobs
 from hotset.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError, StepCancelledError
 
@@ -159,13 +159,24 @@ class Sequence:
         return (len(self.tokens) - self.n_prompt - 1) / seconds if seconds > 0 else 0.0
 
 
+class _Flight(NamedTuple):
+    """A step that the backend runs: when it began, how long it will take, both in seconds; what it does of
+    prompts, in units (engine/pacing.py)."""
+
+    begun: float
+    seconds: float
+    units: float
+
+
 class Engine:
     """Runs sequences on a backend, several at once.
 
     n_ctx: tokens that one sequence may have, prompt and answer together.
     max_sequences: how many run at once; the others wait for their turn. max_batch: tokens of a step, where it
     is to take fewer than the backend could.
-    prompt_seconds: how much longer than without them the prompts in a step may make it, while answers run.
+    prompt_seconds: how much longer than without them the prompts in a step may make it, where that is not
+    less than a step of answers takes; inf: as long as they like (engine/pacing.py). flops: of a token, by the
+    number of tokens before it; None: the same for all.
     collect_stats: asks the backend for the statistics of every step; step_stats then holds the latest.
     Raises OutOfMemoryError when the cache of the backend cannot hold one whole context.
     """
@@ -179,6 +190,7 @@ class Engine:
         max_batch: int | None = None,
         collect_stats: bool = False,
         prompt_seconds: float = PROMPT_SECONDS,
+        flops: Callable[[float], float] | None = None,
     ) -> None:
         if n_ctx < 1:
             raise InvalidRequestError(f"n_ctx must be at least 1, not {n_ctx}")
@@ -200,7 +212,8 @@ class Engine:
         self._sequences = np.zeros(self._max_batch, np.int32)
         self._outputs = np.zeros(self._max_batch, np.int32)
         self._page_tables = np.full((max_sequences, max_pages), -1, np.int32)
-        self._prompt_share = PromptShare(prompt_seconds, self._max_batch)
+        self._prompt_share = PromptShare(prompt_seconds)
+        self._weight = weigher(flops)
         self.latest_error: Exception | None = None  # that ended a sequence
         self.reset()
 
@@ -211,6 +224,8 @@ class Engine:
         self.running: list[Sequence] = []  # oldest first: the last one is preempted when pages run out
         self._interrupted: set[Sequence | None] = set()  # of other threads; None: all sequences
         self._in_flight: frozenset[Sequence] = frozenset()  # of the step that the backend runs
+        self._flight: _Flight | None = None  # the same step, if it may be ended for a new sequence
+        self._gave_way = False  # a step was ended so
         self._slots = list(range(self.max_sequences - 1, -1, -1))
         self._page_tables[:] = -1
 
@@ -327,6 +342,21 @@ class Engine:
         if in_flight if sequence is None else sequence in in_flight:
             self.cancel_step()
 
+    def make_way(self, sequence: Sequence) -> None:
+        """Ends the step in flight, from any thread, for a new sequence that would have to wait for it long.
+
+        That is where it reads prompts, more than the new one has to read and none to its end, and is less
+        than half done: what is lost is never more than what would have been waited. The next step computes it
+        again, with the new one in it, and is not ended so.
+        """
+        flight = self._flight
+        if flight is None or self.waiting or not self._slots:
+            return
+        elapsed = time.perf_counter() - flight.begun
+        if len(sequence.tokens) < flight.units and elapsed < flight.seconds / 2:
+            self._flight, self._gave_way = None, True
+            self.cancel_step()
+
     def cancel_step(self) -> None:
         """Ends the step in flight, whoever's it is, from any thread, where the backend can."""
         self.backend.cancel()
@@ -377,6 +407,10 @@ class Engine:
         batch = self._assemble(chunks)
         self._in_flight = frozenset(sequence for sequence, _ in chunks)
         begun = time.perf_counter()
+        n_answers = sum(n == 1 for _, n in chunks)
+        units = sum(n * self._weight(sequence.n_computed) for sequence, n in chunks if n > 1)
+        if not self._gave_way and not any(1 < n == _missing(sequence) for sequence, n in chunks):
+            self._flight = _Flight(begun, self._prompt_share.seconds_of(units, n_answers), units)
         try:
             logits = self.backend.step(batch).logits
         except StepCancelledError:
@@ -388,10 +422,10 @@ class Engine:
                 self._fail(sequence, error)
             raise
         finally:
-            self._in_flight = frozenset()
+            self._in_flight, self._flight = frozenset(), None
+        self._gave_way = False
         now = time.perf_counter()
-        n_answers = sum(n == 1 for _, n in chunks)
-        self._prompt_share.note(len(batch.tokens) - n_answers, n_answers, now - begun)
+        self._prompt_share.note(units, n_answers, now - begun)
         if self.collect_stats:
             self.step_stats = self.backend.stats()
         return self._collect(chunks, logits, now)
@@ -399,7 +433,7 @@ class Engine:
     def _schedule(self) -> list[tuple[Sequence, int]]:
         """Sequences of the next batch and how many tokens of each: decoding first, then prompts in chunks.
 
-        Beside answers that run, prompts take no more than their share, so that the answers go on.
+        Prompts take no more than their share, so that answers go on and short prompts come through.
         """
         if self.waiting:
             self._admit()
@@ -407,21 +441,18 @@ class Engine:
         chunks: list[tuple[Sequence, int]] = []
         prompts: list[Sequence] = []
         for sequence in self.running:
-            if len(sequence.tokens) - sequence.n_computed > 1:
+            if _missing(sequence) > 1:
                 prompts.append(sequence)
             elif budget:
                 chunks.append((sequence, 1))
                 budget -= 1
-        if chunks:
-            budget = min(budget, self._prompt_share.n_tokens)
-        for sequence in prompts:
-            if not budget:
-                break
-            n = min(len(sequence.tokens) - sequence.n_computed, budget)
+        share = self._prompt_share.beside if chunks else self._prompt_share.alone
+        missing = [Chunk(_missing(each), self._weight(each.n_computed)) for each in prompts]
+        for sequence, n in zip(prompts, divide(missing, share, budget), strict=True):
             if sequence.on_logits:  # whole rows of logits leave the step: bound their memory
                 n = min(n, max(sequence.first_output - sequence.n_computed, 0) + self._max_outputs)
-            chunks.append((sequence, n))
-            budget -= n
+            if n:
+                chunks.append((sequence, n))
         for sequence, n in chunks:
             if sequence.slot >= 0 and len(sequence.pages) * PAGE_SIZE < sequence.n_computed + n:
                 self._grow(sequence, n)
@@ -598,3 +629,8 @@ class Engine:
             )
         result: list[int] = checked.tolist()
         return result
+
+
+def _missing(sequence: Sequence) -> int:
+    """Tokens that are not in the cache yet."""
+    return len(sequence.tokens) - sequence.n_computed

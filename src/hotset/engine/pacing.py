@@ -1,37 +1,122 @@
-"""How much of a prompt a step takes while answers run beside it, learned from how long steps last."""
+"""How much of which prompt a step takes: so much that answers and short prompts need not wait for long ones.
+
+What a token takes grows with what stands before it, so a step is measured in units of a prompt's first token.
+Bits do not depend on chunks, so nothing here changes a text.
+"""
 
 from __future__ import annotations
 
-PROMPT_SECONDS = 0.1
-_FIRST = 64  # tokens, until something was measured
-_FEWEST = 16  # a prompt must come to its end, on whatever machine
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+PROMPT_SECONDS = 0.05
+_STEPS = 16  # of an answer: a prompt's step of that time loses a sixteenth to what any step costs
+_FIRST = 64.0  # units, until something was measured
+_FEWEST = 16.0  # a prompt must come to its end, on whatever machine
+_ATTENTION = 2.0  # an operation of attention takes as long as two of the matrices (docs/LOG.md)
+
+
+class Chunk(NamedTuple):
+    """Tokens of a prompt: how many, and the units that each takes."""
+
+    n: int
+    weight: float
+
+
+def weigher(flops: Callable[[float], float] | None) -> Callable[[int], float]:
+    """Units that a token takes, by its position, from the operations of a token at a depth."""
+    if flops is None:
+        return lambda position: 1.0
+    first = flops(0.0)
+    return lambda position: 1.0 + _ATTENTION * (flops(position) / first - 1.0)
 
 
 class PromptShare:
-    """The number of prompt tokens beside which the next token of a running answer comes in time.
+    """How many units of prompts a step takes: whoever waits for its end (the next token of a running answer,
+    a request that comes meanwhile) shall not wait long.
 
-    seconds: that a prompt may add to a step; where a step of answers alone takes longer, that long. n_max: of
-    tokens in a step. What a token costs differs by a factor of a thousand between machines and models, so it
-    is measured: a step that took too long shrinks the share at once, one that took its whole share and less
-    time lets it grow.
+    beside: answers that run; alone: where none does.
+    seconds: that a prompt may add to a step; where a step of answers alone takes longer, that long, and
+    without answers sixteen times that long; inf: whole steps. What a unit takes differs by a factor of a
+    thousand between machines and models, so it is measured: a step that took too long shrinks the share at
+    once, one that took its whole share and less time lets it grow.
     """
 
-    def __init__(self, seconds: float, n_max: int) -> None:
-        self.n_tokens = min(_FIRST, n_max)
+    def __init__(self, seconds: float) -> None:
+        self.beside = self.alone = math.inf if seconds == math.inf else _FIRST
         self._seconds = seconds
-        self._n_max = n_max
-        self._fewest = min(_FEWEST, n_max)
         self._answers = 0.0  # seconds of a step without a prompt
+        self._quickest = 0.0  # of them lately
+        self._per_unit = 0.0  # seconds, in the latest step with a prompt
 
-    def note(self, n_prompt: int, n_answers: int, seconds: float) -> None:
-        """Takes in a step with that many tokens of prompts, beside that many of answers."""
-        if not n_prompt:
+    def note(self, units: float, n_answers: int, seconds: float) -> None:
+        """Takes in a step with so much of prompts, beside that many tokens of answers."""
+        if not units:
             self._answers = seconds
+            self._quickest = min(seconds, 1.01 * self._quickest or seconds)
             return
-        allowed = max(self._seconds, self._answers)
-        added = max(seconds - (self._answers if n_answers else 0.0), 1e-6)
-        fitting = n_prompt * allowed / added
-        if added > allowed:
-            self.n_tokens = max(int(fitting), self._fewest)
-        elif n_prompt >= self.n_tokens:  # a smaller one says little: much of a step costs the same for any
-            self.n_tokens = min(int(fitting), 2 * self.n_tokens, self._n_max)
+        self._per_unit = max(seconds - (self._answers if n_answers else 0.0), 1e-6) / units
+        beside, alone = (max(self._seconds, each) for each in (self._answers, _STEPS * self._quickest))
+        self.beside = self._adapted(self.beside, units, beside, _FEWEST)
+        self.alone = self._adapted(self.alone, units, alone, _FEWEST if self._quickest else _FIRST)
+
+    def _adapted(self, share: float, units: float, allowed: float, fewest: float) -> float:
+        fitting = allowed / self._per_unit
+        if fitting < units:
+            return max(fitting, fewest)
+        # A smaller step says little: much of one costs the same for any.
+        return min(fitting, 2 * share) if units >= 0.9 * share else share
+
+    def seconds_of(self, units: float, n_answers: int) -> float:
+        """How long such a step will take, by the latest ones; 0.0 before there was any."""
+        return units * self._per_unit + (self._answers if n_answers else 0.0)
+
+
+def divide(missing: Sequence[Chunk], budget: float, n_max: int) -> list[int]:
+    """How many of its missing tokens each prompt, the oldest first, gets of a step of `budget` units, which
+    takes n_max tokens.
+
+    Those that miss the least come to their end, as far as seven eighths of the step suffice; the others get
+    an eighth, so that the step is a short one. Half of what they get is the oldest one's, and what is left
+    goes to the one that misses the least.
+    """
+    given = [0] * len(missing)
+    if not missing or not n_max:
+        return given
+    order = sorted(range(len(missing)), key=lambda i: missing[i].n * missing[i].weight)
+    if len(missing) > 1:
+        _give(given, missing, order, budget * 7 / 8, n_max * 7 // 8, whole=True)
+    ends = any(given)
+    others = [i for i in order if not given[i]]
+    if not others:
+        return given
+    left = n_max - sum(given)
+    oldest = min(others)
+    given[oldest] = 1  # nobody is left behind for ever
+    units = budget / 8 if ends else budget
+    first = missing[oldest].weight
+    units -= first + _give(given, missing, [oldest], units / 2 - first, -(-left // 2) - 1)
+    _give(given, missing, others, units, n_max - sum(given))
+    return given
+
+
+def _give(
+    given: list[int],
+    missing: Sequence[Chunk],
+    order: Sequence[int],
+    units: float,
+    n_max: int,
+    *,
+    whole: bool = False,
+) -> float:
+    """Gives each in turn what it misses and there is, or (whole) to those alone who get it all; the units."""
+    spent = 0.0
+    for i in order:
+        n = int(max(min((units - spent) / missing[i].weight, missing[i].n - given[i], n_max), 0))
+        if whole and n < missing[i].n:
+            break
+        given[i] += n
+        n_max -= n
+        spent += n * missing[i].weight
+    return spent
