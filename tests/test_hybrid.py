@@ -161,6 +161,7 @@ def test_prompts_stream_and_decoding_shares(tmp_path: Path) -> None:
     assert hybrid.cold_seconds().all()
     hybrid.step(batch([(ids, 0, [1])]))  # streams again: the step before does not count
     assert not hybrid.cold_seconds().any()
+    assert not hybrid.stats().active_on_cpu.any()  # type: ignore[union-attr]
     found, expected = hybrid.stats(), cpu.step(batch([(ids, 0, [1])])) and cpu.stats()
     assert found is not None
     assert expected is not None
@@ -268,6 +269,10 @@ def test_statistics_are_those_of_both_sides(tmp_path: Path, model: str, mode: st
         assert found.n_tokens == expected.n_tokens
         np.testing.assert_array_equal(found.selected, expected.selected)
         np.testing.assert_array_equal(found.active, expected.active)
+        assert found.active_on_cpu is not None
+        assert (found.active_on_cpu > 0).all()
+        shared = np.array([owner != CPU for owner in owners])
+        assert ((found.active_on_cpu < found.active) == shared).all()
         assert found.down_rows.min() > 0
         assert found.ffn.min() > 0
         assert found.attention.min() > 0

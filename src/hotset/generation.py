@@ -124,7 +124,7 @@ class Generation:
     """A sequence on its way through the engine, and the text that it has become so far.
 
     thread: computes it. summary: adds up statistics of steps. Use it as a context manager: leaving it cancels
-    what still runs.
+    what still runs. token_times: when each token came that was taken, time.perf_counter() seconds.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Generation:
         self._text = ""
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._first = self._last = 0.0  # seconds at which tokens came
+        self.token_times: list[float] = []
 
     def cancel_soon(self) -> None:
         """Ends what still runs, and does not wait for it."""
@@ -186,7 +186,7 @@ class Generation:
         text = ""
         if event.token is not None:
             self._tokens.append(event.token)
-            self._first, self._last = self._first or event.time, event.time
+            self.token_times.append(event.time)
             if event.logprobs is not None:
                 self._logprobs.append(event.logprobs)
             if event.token not in self.sequence.stop_ids:
@@ -217,8 +217,9 @@ class Generation:
 
     def _timings(self) -> Timings:
         """Up to the latest token that was taken; the engine may be further."""
-        sequence, n = self.sequence, len(self._tokens)
-        before, after = self._first - sequence.started, self._last - self._first
+        sequence, n, times = self.sequence, len(self._tokens), self.token_times
+        first, last = (times[0], times[-1]) if times else (0.0, 0.0)
+        before, after = first - sequence.started, last - first
         return Timings(
             sequence.n_prompt,
             sequence.n_reused,

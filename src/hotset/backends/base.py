@@ -93,7 +93,8 @@ class StepStats:
     selected: neurons that a predictor named (all of them without one). active: neurons whose value is not 0.
     gate_rows, up_rows, down_rows: rows of the matrices that were read; the tokens of a step share them.
     predictor, ffn, attention: seconds. ffn covers its norm and its matrices without the predictor. other:
-    seconds of the rest of the step.
+    seconds of the rest of the step. active_on_cpu: of the active neurons those that the CPU computed; None
+    where no device computes any.
     """
 
     n_tokens: int
@@ -106,6 +107,7 @@ class StepStats:
     ffn: np.ndarray
     attention: np.ndarray
     other: float
+    active_on_cpu: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -116,8 +116,19 @@ class ChainBackend:
         selected, active, gate_rows, up_rows, down_rows = counts.T
         predictor, ffn, attention, _ = seconds.T
         other = max(total - float(seconds[:, :3].sum()), 0.0)
+        on_cpu = sum((stage.active_on_cpu() for stage in self.stages), np.zeros(self.n_layer, np.int64))
         return StepStats(
-            n_tokens, selected, active, gate_rows, up_rows, down_rows, predictor, ffn, attention, other
+            n_tokens,
+            selected,
+            active,
+            gate_rows,
+            up_rows,
+            down_rows,
+            predictor,
+            ffn,
+            attention,
+            other,
+            on_cpu,
         )
 
     @property

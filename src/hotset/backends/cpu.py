@@ -152,6 +152,10 @@ class CpuBackend:
             np.add.at(counts, lowered.layers, lowered.plan.op_counts())
         return counts
 
+    def active_on_cpu(self) -> np.ndarray:
+        """Of the latest step, int64 [n_layer]: every active neuron of these layers."""
+        return self.counts()[:, 1]
+
     def seconds(self) -> np.ndarray:
         """Of the latest step, float64 [n_layer, len(PARTS)]."""
         shape = self.n_layer, len(PARTS)

@@ -74,6 +74,10 @@ class Stage(Protocol):
         """Of the latest step, int64 [n_layer, 5]: selected, active, gate_rows, up_rows, down_rows."""
         ...
 
+    def active_on_cpu(self) -> np.ndarray:
+        """Of the latest step, int64 [n_layer]: of the active neurons those that the CPU computed."""
+        ...
+
     def seconds(self) -> np.ndarray:
         """Of the latest step, float64 [n_layer, len(graph.PARTS)]: as far as they are measured."""
         ...

@@ -12,12 +12,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cached_property
 from typing import ParamSpec, TypeVar
 
 from hotset.api import Model
 from hotset.engine.engine import Event
 from hotset.engine.engine import Sequence as EngineSequence
 from hotset.engine.prompt_logprobs import PromptLogprobs
+from hotset.server.activity import ActivityReport
 from hotset.server.answers import Answer, AnswerRequest, PreparedPrompt
 from hotset.server.errors import NotReadyError, QueueFullError, RequestError
 from hotset.server.metrics import Metrics
@@ -102,6 +104,11 @@ class Service:
         if self._model is None:
             raise NotReadyError("the model is being loaded; try again in a moment", retry_after=2)
         return self._model
+
+    @cached_property
+    def activity(self) -> ActivityReport:
+        """What the model's tokens do, for those who ask."""
+        return ActivityReport(self.model)
 
     def check_name(self, name: str | None) -> None:
         """Raises RequestError (404) for the name of a model that is not served here; none at all is fine."""

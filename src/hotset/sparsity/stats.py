@@ -95,6 +95,22 @@ class StatsSummary:
         return replace(self, layers=layers)
 
 
+@dataclass(frozen=True, slots=True)
+class StepActivity:
+    """One step by itself, mean per token.
+
+    active_share: float64 [n_layer], of each layer's neurons those that fired; of_all: of all layers' neurons.
+    bytes: float64 [n_layer], of the FFN and its predictor. touched, total: as bytes_touched_per_token and
+    bytes_total_per_token of StatsSummary.
+    """
+
+    active_share: np.ndarray
+    of_all: float
+    bytes: np.ndarray
+    touched: float
+    total: float
+
+
 class StatsAccumulator:
     """Adds up the steps of one model. tensors: those of the weights that the graph runs on."""
 
@@ -136,6 +152,21 @@ class StatsAccumulator:
         for kind in _TIMES:
             self._seconds[kind] += getattr(step, kind)
         self._other += step.other
+
+    def of_step(self, step: StepStats) -> StepActivity:
+        """The same of one step, which is not added up: for those who watch each token, in some 50 µs."""
+        n = step.n_tokens
+        neurons = np.array([layer.n_ff for layer in self._layers])
+        rows = zip(step.gate_rows.tolist(), step.up_rows.tolist(), step.down_rows.tolist(), strict=True)
+        read = np.array([layer.bytes(*one) for layer, one in zip(self._layers, rows, strict=True)]) / n
+        rest = self._rest_bytes / n + self._embed_bytes
+        return StepActivity(
+            step.active / (n * neurons),
+            float(step.active.sum() / (n * neurons.sum())),
+            read,
+            float(read.sum() + rest),
+            float(sum(layer.dense_bytes for layer in self._layers) / n + rest),
+        )
 
     def summary(self) -> StatsSummary:
         """The means so far; all zero before the first step."""

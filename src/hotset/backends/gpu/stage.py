@@ -186,6 +186,14 @@ class GpuStage:
             counts[list(cold.layers)] += np.stack(columns, axis=1)
         return counts
 
+    def active_on_cpu(self) -> np.ndarray:
+        """Of the latest step, int64 [n_layer]: the active neurons of the cold service."""
+        active = np.zeros(self.n_layer, np.int64)
+        if self._cold is not None and self._is_served:
+            cold = self._cold.counts()
+            active[list(cold.layers)] = cold.active
+        return active
+
     def seconds(self) -> np.ndarray:
         """Of the latest step, float64 [n_layer, 4]: predictor, ffn, attention, other.
 

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from hotset.engine.sampler import TokenLogprobs
+from hotset.server.activity import ActivityWatch
 from hotset.server.answers import (
     Answer,
     AnswerRequest,
@@ -21,8 +22,9 @@ from hotset.server.answers import (
     ToolCallStart,
 )
 from hotset.server.errors import RequestError
-from hotset.server.openai.schema import Body, SamplingFields, logprob_of, usage_dict
+from hotset.server.openai.schema import Body, SamplingFields, StreamOptions, logprob_of, usage_dict
 from hotset.server.replies import DONE, JsonReply, event
+from hotset.server.service import Service
 from hotset.server.streams import service_of, streamed, whole
 from hotset.text.tokenizer import Tokenizer
 
@@ -33,8 +35,16 @@ class TextFormat(Body):
     type: Literal["text"]
 
 
+class ChatStreamOptions(StreamOptions):
+    """include_activity: chunks tell what happened inside for each token (server/activity.py)."""
+
+    include_activity: bool = False
+
+
 class ChatBody(SamplingFields):
     """OpenAI's body, less what this server does not have."""
+
+    stream_options: ChatStreamOptions | None = None
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     logprobs: bool | None = None
@@ -64,6 +74,8 @@ async def chat_completions(body: ChatBody, http: Request) -> Response:
     service = service_of(http)
     service.check_name(body.model)
     request, reply = body.request(), _Reply(service.name, service.model.tokenizer, body)
+    if body.stream_options is not None and body.stream_options.include_activity:
+        reply.service = service
     if request.stream:
         return await streamed(http, request, reply.events)
     answer, choices = await whole(http, request)
@@ -76,6 +88,7 @@ class _Reply:
     def __init__(self, model: str, tokenizer: Tokenizer, body: ChatBody) -> None:
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self._model, self._tokenizer, self._body = model, tokenizer, body
+        self.service: Service | None = None  # whose activity the stream tells, too
 
     def body(self, answer: Answer, choices: Sequence[Choice]) -> dict[str, Any]:
         return self._head(answer, "chat.completion") | {
@@ -95,7 +108,10 @@ class _Reply:
 
         for i in range(len(answer.generations)):
             yield chunk(i, {"role": "assistant", "content": ""})
+        watch = self.service and ActivityWatch(self.service.activity, answer.generations)
         async for delta in answer:
+            if self.service and watch:
+                more["hotset"] = {"activity": await self.service.in_thread(watch.new, delta.index)}
             match delta:
                 case TextDelta():
                     logprobs = self._logprobs(delta.logprobs)

@@ -1,0 +1,77 @@
+"""What happened inside for each token of an answer, for those who ask for it: the page's live picture.
+
+A chat stream with `"stream_options": {"include_activity": true}` has an entry for each token, in the chunk
+that brings the token's text or a later one:
+
+    {"token": 338, "text": " plants", "seconds": 0.412, "bytes_kv": 1520640, "bytes_touched": 105500000,
+     "bytes_total": 143000000, "step_tokens": 1, "active_share": 0.3113, "layers": {
+      "active_share": [0.4212, ...], "bytes": [1800000, ...], "cpu_share": [0.0731, ...]}}
+
+docs/SERVER.md says what each means. Numbers are those of the step that gave the token
+(StatsAccumulator.of_step), which are of all tokens in it. They cost some 0.1 ms each, in a thread of the
+service: neither the event loop nor the engine waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hotset.api import Model
+from hotset.generation import Generation
+from hotset.sparsity.stats import StatsAccumulator
+
+_DIGITS = 4  # of a share
+
+
+class ActivityReport:
+    """Of one model."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._statistics = StatsAccumulator(model.graph, model.weights.tensors)
+        self._weight_bytes = sum(model.cost.weight_bytes.values())
+
+    def of_token(self, generation: Generation, i: int) -> dict[str, Any]:
+        """The entry of the i-th generated token, which has been taken."""
+        sequence, model = generation.sequence, self._model
+        token = sequence.tokens[sequence.n_prompt + i]
+        entry: dict[str, Any] = {
+            "token": token,
+            "text": model.tokenizer.token_bytes(token).decode("utf-8", "replace"),
+            "seconds": round(generation.token_times[i] - sequence.started, 6),
+            "bytes_kv": round(model.cost.kv_bytes_read(sequence.n_prompt + i - 1, model.kv_type)),
+        }
+        if i >= len(sequence.step_stats):  # every neuron counts in this model
+            return entry | {"bytes_touched": self._weight_bytes, "bytes_total": self._weight_bytes}
+        step = sequence.step_stats[i]
+        found = self._statistics.of_step(step)
+        layers = {
+            "active_share": found.active_share.round(_DIGITS).tolist(),
+            "bytes": found.bytes.round().astype(int).tolist(),
+        }
+        if step.active_on_cpu is not None:
+            share = found.active_share * step.active_on_cpu / step.active.clip(1)
+            layers["cpu_share"] = share.round(_DIGITS).tolist()
+        return entry | {
+            "bytes_touched": round(found.touched),
+            "bytes_total": round(found.total),
+            "step_tokens": step.n_tokens,
+            "active_share": round(found.of_all, _DIGITS),
+            "layers": layers,
+        }
+
+
+class ActivityWatch:
+    """The tokens of an answer's generations, each told once."""
+
+    def __init__(self, report: ActivityReport, generations: Sequence[Generation]) -> None:
+        self._report = report
+        self._generations = generations
+        self._n_told = [0] * len(generations)
+
+    def new(self, index: int) -> list[dict[str, Any]]:
+        """Entries of the tokens that a generation took since the last call; in any thread, one at a time."""
+        generation, begin = self._generations[index], self._n_told[index]
+        end = self._n_told[index] = len(generation.token_times)
+        return [self._report.of_token(generation, i) for i in range(begin, end)]

@@ -1,0 +1,161 @@
+// What the tokens of one answer did, as the server counted it; docs/SERVER.md has the fields.
+
+import { scaleEnd } from "./colours.js";
+import { finePercent, percent, rate, shownToken, size, sizeOf, count } from "./units.js";
+
+const NEARLY_ALL = 0.97;
+
+/** Bytes that a token read, keys and values among them, and what it would have read with every neuron. */
+export const touched = (token) => token.bytes_touched + (token.bytes_kv ?? 0);
+export const total = (token) => token.bytes_total + (token.bytes_kv ?? 0);
+
+/** Of one answer: an entry per token, in order. The first one's step read the prompt too, so it is in no mean. */
+export class Activity {
+  constructor(facts) {
+    this.facts = facts; // of the model; null where the server gave none
+    this.tokens = [];
+  }
+
+  add(entries) {
+    this.tokens.push(...entries);
+  }
+
+  get length() {
+    return this.tokens.length;
+  }
+
+  get isSparse() {
+    return this.tokens.some((token) => token.layers !== undefined);
+  }
+
+  get nLayers() {
+    return this.tokens.find((token) => token.layers)?.layers.active_share.length ?? 0;
+  }
+
+  /** Whether a device computed neurons, too. */
+  get hasDevice() {
+    return this.tokens.some((token) => token.layers?.cpu_share !== undefined);
+  }
+
+  /** Whether steps of this answer had tokens of other requests in them. */
+  get isShared() {
+    return this.tokens.slice(1).some((token) => token.step_tokens > 1);
+  }
+
+  /** Those that means are made of. */
+  get counted() {
+    return this.tokens.length > 1 ? this.tokens.slice(1) : this.tokens;
+  }
+
+  /** The mean of `of(token)` over tokens. Several in a step share what it did: each counts as its step does. */
+  mean(of) {
+    let sum = 0, weight = 0;
+    for (const token of this.counted) {
+      const value = of(token);
+      if (value === undefined) continue;
+      sum += value * (token.step_tokens ?? 1);
+      weight += token.step_tokens ?? 1;
+    }
+    return weight ? sum / weight : 0;
+  }
+
+  /** Tokens per second after the first; 0 before there is a second one. */
+  get perSecond() {
+    const n = this.tokens.length;
+    if (n < 2) return 0;
+    const seconds = this.tokens[n - 1].seconds - this.tokens[0].seconds;
+    return seconds > 0 ? (n - 1) / seconds : 0;
+  }
+
+  /** Where the colours of the picture end: nearly all cells are below. A few that are far above would make the
+   * rest look alike. */
+  get scale() {
+    if (this.scaledAt !== this.tokens.length) {
+      const shares = this.tokens.flatMap((token) => token.layers?.active_share ?? []).sort((a, b) => a - b);
+      const end = scaleEnd(shares[Math.floor(NEARLY_ALL * (shares.length - 1))] ?? 0);
+      // Upwards only: the colours of what is drawn do not flicker.
+      this.scaleSoFar = Math.max(this.scaleSoFar ?? 0, end);
+      this.scaledAt = this.tokens.length;
+    }
+    return this.scaleSoFar;
+  }
+
+  /** The share of a layer's neurons that fired for a token; place: "all", or what "device" or "cpu" computed. */
+  share(token, layer, place = "all") {
+    const layers = this.tokens[token]?.layers;
+    if (!layers) return null;
+    const all = layers.active_share[layer];
+    const cpu = layers.cpu_share?.[layer] ?? all;
+    return place === "cpu" ? cpu : place === "device" ? Math.max(all - cpu, 0) : all;
+  }
+
+  /** Mean share of each layer. */
+  layerShares(place = "all") {
+    return Array.from({ length: this.nLayers }, (_, layer) =>
+      this.mean((token) => {
+        const all = token.layers?.active_share[layer];
+        const cpu = token.layers?.cpu_share?.[layer] ?? all;
+        return all === undefined ? undefined : place === "cpu" ? cpu : place === "device" ? all - cpu : all;
+      }),
+    );
+  }
+
+  /** Of what fired, the share that the CPU computed. */
+  get cpuPart() {
+    const all = this.layerShares().map((share, i) => share * (this.facts?.n_ff?.[i] ?? 1));
+    const cpu = this.layerShares("cpu").map((share, i) => share * (this.facts?.n_ff?.[i] ?? 1));
+    const sum = (values) => values.reduce((a, b) => a + b, 0);
+    return sum(all) ? sum(cpu) / sum(all) : 1;
+  }
+
+  /** The answer as parts of a sentence: [number, words]. */
+  summary() {
+    const parts = [];
+    if (this.isSparse) {
+      parts.push([percent(this.mean((token) => token.active_share)), "of neurons fired"]);
+      parts.push([sizeOf(this.mean(touched), this.mean(total)), "read per token"]);
+    } else {
+      parts.push([size(this.mean(touched)), "read per token, all of the model"]);
+    }
+    if (this.hasDevice) parts.push([percent(1 - this.cpuPart), "of what fired was hot, on the GPU"]);
+    if (this.perSecond) parts.push([rate(this.perSecond), "tokens per second"]);
+    if (this.perSecond && !this.isSparse) {
+      parts.push([`${size(this.perSecond * this.mean(touched))}/s`, "from memory"]);
+    }
+    return parts;
+  }
+
+  /** One line: 31% fired · 5.2 of 14.6 MB · 58 tok/s. */
+  line() {
+    const parts = [];
+    if (this.isSparse) parts.push(`${percent(this.mean((token) => token.active_share))} fired`);
+    parts.push(this.isSparse ? sizeOf(this.mean(touched), this.mean(total)) : size(this.mean(touched)));
+    if (this.perSecond) parts.push(`${rate(this.perSecond)} tok/s`);
+    return parts.join(" · ");
+  }
+
+  /** What is known of a token and, with a layer, of a cell: a sentence. */
+  describe(index, layer = null) {
+    const token = this.tokens[index];
+    if (!token) return "";
+    const name = `Token ${index + 1}, “${shownToken(token.text)}”`;
+    const first = index === 0 && token.step_tokens > 1 ? " (its step read the prompt)" : "";
+    if (!token.layers) {
+      const before = this.tokens[index - 1];
+      const took = before ? `${(1000 * (token.seconds - before.seconds)).toFixed(1)} ms, ` : "";
+      const kv = token.bytes_kv === undefined ? "" : `, ${size(token.bytes_kv)} of it keys and values`;
+      return `${name}${first}: ${took}${size(touched(token))} read${kv}.`;
+    }
+    if (layer === null) {
+      const all = sizeOf(touched(token), total(token));
+      return `${name}${first}: ${finePercent(token.active_share)} of all neurons fired, ${all} read.`;
+    }
+    const share = token.layers.active_share[layer];
+    const n = this.facts?.n_ff?.[layer];
+    const fired = n ? ` of ${count(n)} neurons fired (${count(Math.round(share * n))})` : " of the neurons fired";
+    const cpu = token.layers.cpu_share?.[layer];
+    const where =
+      cpu === undefined ? "" : `, ${finePercent(Math.max(share - cpu, 0))} hot on the GPU and ${finePercent(cpu)} cold on the CPU`;
+    return `${name}, layer ${layer}${first}: ${finePercent(share)}${fired}${where}, ${size(token.layers.bytes[layer])} read.`;
+  }
+}

@@ -1,0 +1,53 @@
+// The colours of the pictures: light where little fires on a light page, dark on a dark one, so that what is idle
+// looks idle. Lightness rises or falls all the way, so that the scale reads without seeing hues.
+
+const RAMPS = {
+  light: ["#f4ede2", "#f8d9ab", "#f2ac66", "#dd7130", "#ab3a14", "#62170b"],
+  dark: ["#211d1a", "#4b2417", "#8d3a18", "#d4641f", "#f3a54a", "#ffefc2"],
+};
+const STEPS = 128;
+
+const channels = (hex) => [1, 3, 5].map((at) => Number.parseInt(hex.slice(at, at + 2), 16));
+
+function table(stops) {
+  const colours = stops.map(channels);
+  return Array.from({ length: STEPS + 1 }, (_, i) => {
+    const at = (i / STEPS) * (colours.length - 1), low = Math.min(Math.floor(at), colours.length - 2);
+    const mix = colours[low].map((from, c) => Math.round(from + (colours[low + 1][c] - from) * (at - low)));
+    return `rgb(${mix.join(" ")})`;
+  });
+}
+
+const TABLES = { light: table(RAMPS.light), dark: table(RAMPS.dark) };
+
+/** "light" or "dark", as the page is now. */
+export function scheme() {
+  const chosen = document.documentElement.dataset.theme;
+  if (chosen) return chosen;
+  return window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+}
+
+/** The colour of a value from 0 to 1. */
+export const heat = (value) => TABLES[scheme()][Math.round(STEPS * Math.min(Math.max(value, 0), 1))];
+
+/** All of them, for a legend. */
+export const heatStops = () => RAMPS[scheme()];
+
+/** Calls back when light becomes dark or the other way. */
+export function onSchemeChange(listener) {
+  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", listener);
+  new MutationObserver(listener).observe(document.documentElement, { attributeFilter: ["data-theme"] });
+}
+
+// What a canvas draws beside heat; the style sheet has the same for the rest of the page.
+const INKS = {
+  light: { ink: "#221c17", muted: "#6a5f54", line: "#ded3c4", cool: "#2c6d94", ember: "#c2531c", glow: "#f8e2cb" },
+  dark: { ink: "#efe7dc", muted: "#a79b8e", line: "#3a332d", cool: "#74b6dc", ember: "#f08a45", glow: "#432818" },
+};
+
+export const inks = () => INKS[scheme()];
+
+const ROUND = [0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1];
+
+/** Where a scale ends that holds this value. */
+export const scaleEnd = (value) => ROUND.find((end) => value <= end) ?? 1;

@@ -1,0 +1,269 @@
+// The picture beside the conversation: what the answer that runs, or the one that is chosen, did inside.
+
+import { touched, total } from "./activity.js";
+import { heat, heatStops, inks, onSchemeChange } from "./colours.js";
+import { byId, h } from "./dom.js";
+import { HeatMap } from "./heatmap.js";
+import { SpeedPlot } from "./speedplot.js";
+import { count, finePercent, percent, shownToken, size } from "./units.js";
+
+const SUMMARY_MS = 250; // between two versions of the numbers, so that they can be read
+const TAPE_LENGTH = 1500; // tokens that are written out; the picture has them all
+const HINT = "Point at the picture, or move to it and use the arrow keys, for the numbers of a cell.";
+const SPEED_HINT = "Point at the curve, or move to it and use the arrow keys, for the numbers of a token.";
+
+export class Picture {
+  constructor() {
+    this.facts = null;
+    this.activity = null;
+    this.plot = null;
+    this.taped = 0;
+    this.sentenceAt = 0;
+    byId("places").addEventListener("change", (event) => {
+      if (this.plot instanceof HeatMap) this.plot.place = event.target.value;
+      this.plot?.redraw();
+    });
+    byId("tables").addEventListener("toggle", () => this.fillTables());
+    byId("tape").addEventListener("click", (event) => {
+      const index = event.target.dataset.token;
+      if (index !== undefined && this.plot) this.chooseFromTape(Number(index));
+    });
+    onSchemeChange(() => {
+      this.writeLegend();
+      this.writeTape(true);
+      this.drawStrip();
+    });
+    new ResizeObserver(() => this.drawStrip()).observe(byId("strip"));
+  }
+
+  /** What is known of the model before it says anything. */
+  setFacts(facts) {
+    this.facts = facts;
+    byId("picture-title").textContent = facts?.has_zeros === false ? "How fast" : "What fires";
+    byId("about-text").replaceChildren(...aboutText(facts));
+    if (!this.activity) this.writeEmpty();
+  }
+
+  /** Shows the activity of an answer; null: of none. running: more is to come. */
+  show(activity, running = false) {
+    const another = activity !== this.activity;
+    this.activity = activity;
+    if (another) this.begin();
+    if (activity?.length && !this.closedAbout) {
+      byId("about").open = false; // it stood open while there was nothing else to see
+      this.closedAbout = true;
+    }
+    if (!activity?.length) return this.writeEmpty();
+    const Kind = activity.isSparse ? HeatMap : SpeedPlot;
+    if (!(this.plot instanceof Kind)) {
+      this.plot = new Kind(byId("plot"), (token, layer) => this.describe(token, layer));
+      this.describe(null, null);
+    }
+    this.plot.show(activity);
+    const now = performance.now();
+    if (another || !running || now - this.sentenceAt > SUMMARY_MS) {
+      this.sentenceAt = now;
+      this.writeSummary();
+    }
+    this.writeTape(false);
+    this.drawStrip();
+    if (!running) this.fillTables();
+  }
+
+  begin() {
+    this.taped = 0;
+    byId("tape").replaceChildren();
+    this.scale = 0;
+    this.describe(null, null);
+  }
+
+  writeEmpty() {
+    const dense = this.facts?.has_zeros === false;
+    byId("summary").textContent = dense
+      ? "How fast tokens come, and what each one reads, appears here with the next answer."
+      : "Which neurons fire for each word appears here with the next answer.";
+    for (const id of ["amount", "places", "legend", "shared", "tape-box", "tables"]) byId(id).hidden = true;
+    byId("plot").replaceChildren(h("div", { class: "ghost", "aria-hidden": "true" }));
+    byId("readout").textContent = "";
+    byId("strip-text").textContent = "The live picture";
+    this.plot = null;
+  }
+
+  writeSummary() {
+    const { activity } = this;
+    const parts = activity.summary();
+    byId("summary").replaceChildren(
+      ...parts.flatMap(([number, words], i) => [
+        h("span", { class: "fact" }, h("b", {}, number), ` ${words}`),
+        i < parts.length - 1 ? "; " : ".",
+      ]),
+    );
+    byId("strip-text").textContent = activity.line();
+    const sparse = activity.isSparse;
+    byId("amount").hidden = !sparse;
+    if (sparse) {
+      const read = activity.mean(touched), all = activity.mean(total);
+      byId("amount").querySelector("i").style.width = `${(100 * read) / all}%`;
+      byId("amount").querySelector("p").textContent =
+        `${size(all - read)} of ${size(all)} per token are left where they lie: their neurons did not fire.`;
+    }
+    byId("places").hidden = !activity.hasDevice;
+    byId("legend").hidden = !sparse;
+    byId("tape-box").hidden = byId("tables").hidden = false;
+    byId("shared").hidden = !activity.isShared;
+    byId("shared").textContent =
+      "Other requests ran at the same time. A step's counts are of all tokens in it: where a blue mark stands above a " +
+      "column, its numbers are means over them, and the bytes were read once for all.";
+    this.writeLegend();
+  }
+
+  writeLegend() {
+    if (!this.activity?.isSparse) return;
+    const ramp = h("i", { class: "ramp", "aria-hidden": "true" });
+    ramp.style.background = `linear-gradient(to right, ${heatStops().join(", ")})`;
+    const { scale } = this.activity;
+    const end = scale < 1 ? `${percent(scale)} or more` : "100%";
+    const keys = [h("span", { class: "scale" }, "0%", ramp, end), h("span", {}, "of a layer's neurons fired")];
+    if (this.activity.hasDevice) {
+      keys.push(h("span", {}, h("i", { class: "dot cool" }), "hot, on the GPU"), h("span", {}, h("i", { class: "dot ember" }), "cold, on the CPU"));
+    }
+    byId("legend").replaceChildren(...keys);
+  }
+
+  describe(token, layer) {
+    const text = token === null || !this.activity ? null : this.activity.describe(token, layer);
+    byId("readout").textContent = text ?? (this.plot instanceof SpeedPlot ? SPEED_HINT : HINT);
+    byId("readout").classList.toggle("idle", text === null);
+    byId("tape").querySelector(".chosen")?.classList.remove("chosen");
+    const piece = token === null ? null : byId("tape").children[token];
+    piece?.classList.add("chosen");
+  }
+
+  // ---- the answer, token by token ----
+
+  writeTape(anew) {
+    const { activity } = this, tape = byId("tape");
+    if (!activity) return;
+    if (anew) {
+      tape.replaceChildren();
+      this.taped = 0;
+    }
+    for (; this.taped < Math.min(activity.length, TAPE_LENGTH); this.taped++) {
+      const token = activity.tokens[this.taped];
+      const piece = h("span", { dataset: { token: this.taped } }, shownToken(token.text));
+      piece.style.setProperty("--heat", tokenHeat(activity, this.taped));
+      tape.append(piece);
+    }
+    if (!anew) tape.scrollTop = tape.scrollHeight;
+  }
+
+  chooseFromTape(index) {
+    if (!(this.plot instanceof HeatMap)) return this.plot.choose(index);
+    this.plot.choose(index, this.plot.chosen?.layer ?? 0);
+    this.plot.bringIntoView(index);
+    this.describe(index, null);
+  }
+
+  /** The picture as a line, where there is no room for more. */
+  drawStrip() {
+    const canvas = byId("strip"), width = canvas.clientWidth, { activity } = this;
+    if (!width) return;
+    canvas.width = width;
+    canvas.height = 1;
+    const pen = canvas.getContext("2d"), n = activity?.length ?? 0;
+    const columns = Math.max(n, 40);
+    for (let i = 0; i < n; i++) {
+      pen.fillStyle = tokenHeat(activity, i);
+      pen.fillRect(Math.floor((i * width) / columns), 0, Math.ceil(width / columns), 1);
+    }
+  }
+
+  // ---- the same for those who do not see it ----
+
+  fillTables() {
+    if (!byId("tables").open || !this.activity) return;
+    byId("tables-body").replaceChildren(...tables(this.activity));
+  }
+}
+
+/** The colour of a token: the share of all neurons that fired, on the scale of the picture. */
+export function tokenHeat(activity, index) {
+  const share = activity.tokens[index].active_share;
+  return share === undefined ? inks().glow : heat(0.1 + (0.9 * share) / activity.scale);
+}
+
+function tables(activity) {
+  const found = [];
+  if (activity.isSparse) {
+    const shares = activity.layerShares(), cold = activity.layerShares("cpu");
+    const rows = shares.map((share, layer) => {
+      const of = activity.counted.map((token) => token.layers?.active_share[layer] ?? 0);
+      const bytes = activity.mean((token) => token.layers?.bytes[layer]);
+      return [
+        layer, finePercent(share), finePercent(Math.min(...of)), finePercent(Math.max(...of)),
+        ...(activity.hasDevice ? [finePercent(cold[layer])] : []), size(bytes),
+      ];
+    });
+    const head = ["Layer", "Fired, mean", "Least", "Most", ...(activity.hasDevice ? ["On the CPU"] : []), "Read per token"];
+    found.push(tableOf("Layers", head, rows));
+  }
+  const head = activity.isSparse ? ["Token", "Text", "Fired", "Read"] : ["Token", "Text", "At", "Read"];
+  const rows = activity.tokens.map((token, i) => [
+    i + 1,
+    shownToken(token.text),
+    activity.isSparse ? finePercent(token.active_share ?? 0) : `${token.seconds.toFixed(3)} s`,
+    size(touched(token)),
+  ]);
+  found.push(tableOf("Tokens", head, rows));
+  return found;
+}
+
+function tableOf(caption, head, rows) {
+  return h(
+    "div",
+    { class: "wide", tabIndex: 0, role: "region", "aria-label": `${caption} of the picture` },
+    h(
+      "table",
+      {},
+      h("caption", {}, caption),
+      h("thead", {}, h("tr", {}, head.map((cell) => h("th", { scope: "col" }, cell)))),
+      h(
+        "tbody",
+        {},
+        rows.map(([first, ...rest]) =>
+          h("tr", {}, h("th", { scope: "row" }, String(first)), rest.map((cell) => h("td", {}, cell))),
+        ),
+      ),
+    ),
+  );
+}
+
+/** What is known of the model before it says anything, in a few words each. */
+export function factsOf(facts) {
+  if (!facts?.n_ff?.length) return [];
+  const sum = facts.n_ff.reduce((a, b) => a + b, 0), same = sum === facts.n_ff[0] * facts.n_ff.length;
+  const n = facts.n_ff.length;
+  const mode = facts.sparsity ? [[facts.sparsity.mode, facts.sparsity.predictor].filter(Boolean).join(" by ")] : [];
+  return [same ? `${n} layers × ${count(sum / n)} neurons` : `${n} layers, ${count(sum)} neurons`, ...mode];
+}
+
+function aboutText(facts) {
+  const texts = [];
+  if (facts?.has_zeros === false) {
+    texts.push(
+      "In this model every neuron counts for every token" + (facts.sparsity ? ` (${facts.sparsity.reason})` : "") +
+        ", so that each token reads all weights, and the keys and values of all tokens before it.",
+      "With a model of the ReLU family most neurons stay at zero. hotset leaves those unread, and shows here which fire.",
+    );
+  } else {
+    texts.push(
+      "Each column is a token of the answer, each row a layer of the model, the first at the bottom. The hotter a cell, " +
+        "the more of the layer's neurons fired, that is: had a value other than zero. The others add nothing, and their " +
+        "weights are not read.",
+      "The first column's step also read the prompt, so that it is left out of the means.",
+    );
+  }
+  const known = factsOf(facts);
+  if (known.length) texts.push(`This model: ${known.join(", ")}.`);
+  return texts.map((text) => h("p", {}, text));
+}

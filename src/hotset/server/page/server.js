@@ -1,0 +1,155 @@
+// What the page asks of the server: the endpoints that any client has, under the same rules.
+
+const KEY = "hotset.key";
+
+/** What went wrong, in a sentence for the reader. kind: "key", "network", "loading", "busy", "refused", "broken". */
+export class ServerError extends Error {
+  constructor(kind, message, retryAfter = null) {
+    super(message);
+    this.kind = kind;
+    this.retryAfter = retryAfter;
+  }
+}
+
+let key = read(sessionStorage) ?? read(localStorage);
+
+function read(storage) {
+  try {
+    return storage.getItem(KEY);
+  } catch {
+    return null;
+  }
+}
+
+/** The API key from now on. keep: in this browser, else as long as the tab lives. */
+export function useKey(value, keep) {
+  key = value;
+  try {
+    sessionStorage.setItem(KEY, value);
+    if (keep) localStorage.setItem(KEY, value);
+    else localStorage.removeItem(KEY);
+  } catch {
+    // It lives as long as the page, then.
+  }
+}
+
+export const hasKey = () => key !== null;
+
+export function forgetKey() {
+  key = null;
+  for (const storage of [sessionStorage, localStorage]) {
+    try {
+      storage.removeItem(KEY);
+    } catch {
+      // Nothing is stored there.
+    }
+  }
+}
+
+async function ask(path, options = {}) {
+  const headers = { ...options.headers };
+  if (key !== null) headers.Authorization = `Bearer ${key}`;
+  let response;
+  try {
+    response = await fetch(path, { ...options, headers, credentials: "omit", redirect: "error" });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    if (key !== null && /header|ISO-8859|ByteString/i.test(error.message)) {
+      throw new ServerError("key", "The key has characters that no key has.");
+    }
+    throw new ServerError("network", "The server does not answer.");
+  }
+  if (!response.ok) throw await refusal(response);
+  return response;
+}
+
+async function refusal(response) {
+  let message = "";
+  try {
+    const body = await response.json();
+    message = body.error?.message ?? (typeof body.detail === "string" ? body.detail : "");
+  } catch {
+    // No sentence of the server's own: a proxy may stand between.
+  }
+  const after = Number.parseFloat(response.headers.get("Retry-After") ?? "");
+  const wait = Number.isFinite(after) ? after : null;
+  if (response.status === 401) {
+    return new ServerError("key", message || "The server wants an API key.");
+  }
+  if (response.status === 503) return new ServerError("loading", message || "The model is being loaded.", wait);
+  if (response.status === 429) return new ServerError("busy", message || "The server has its hands full.", wait);
+  const kind = response.status >= 500 ? "broken" : "refused";
+  return new ServerError(kind, message || `The server answered ${response.status} ${response.statusText}.`);
+}
+
+/** The models that are served. */
+export const models = async () => (await (await ask("v1/models")).json()).data ?? [];
+
+/** Facts of the loaded model (null where this server has none to give). */
+export async function props() {
+  try {
+    return await (await ask("props")).json();
+  } catch (error) {
+    if (error instanceof ServerError && error.kind === "refused") return null;
+    throw error;
+  }
+}
+
+/** Whether the server is up and has its model: "ok", "loading", "away". */
+export async function health() {
+  try {
+    const response = await fetch("health", { credentials: "omit", cache: "no-store" });
+    return response.ok ? "ok" : response.status === 503 ? "loading" : "away";
+  } catch {
+    return "away";
+  }
+}
+
+/** The chunks of an answer, as the server sends them. Throws ServerError, and AbortError where `signal` says so. */
+export async function* chat(body, signal) {
+  const response = await ask("v1/chat/completions", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ ...body, stream: true }),
+    signal,
+  });
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  let complete = false;
+  try {
+    while (true) {
+      let part;
+      try {
+        part = await reader.read();
+      } catch (error) {
+        if (error.name === "AbortError") throw error;
+        throw new ServerError("network", "The connection broke in the middle of the answer.");
+      }
+      if (part.done) break;
+      const lines = (rest + part.value).split(/\r\n|\n|\r/);
+      rest = lines.pop();
+      for (const line of lines) {
+        if (!line.startsWith("data:")) continue; // a comment keeps the connection alive
+        const data = line.slice(5).trim();
+        if (data === "[DONE]") {
+          complete = true;
+          continue;
+        }
+        const chunk = parsed(data);
+        if (chunk.error) throw new ServerError("broken", chunk.error.message ?? "The answer failed.");
+        yield chunk;
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {}); // left early: the server hears of it
+  }
+  if (!complete) throw new ServerError("network", "The connection broke in the middle of the answer.");
+}
+
+function parsed(data) {
+  try {
+    return JSON.parse(data);
+  } catch {
+    throw new ServerError("broken", "The server sent something that is no part of an answer.");
+  }
+}

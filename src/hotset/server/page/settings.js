@@ -1,0 +1,138 @@
+// How answers are drawn: what the reader sets is sent, what is left empty is the server's own default.
+
+import { h } from "./dom.js";
+
+const STORED = "hotset.settings";
+
+// name: of the request's field. Numbers have a range; where an end of it has a meaning, `note` says it.
+export const FIELDS = [
+  { name: "temperature", label: "Temperature", min: 0, max: 2, step: 0.05, note: "0 takes the likeliest token each time" },
+  { name: "top_p", label: "Top-p", min: 0, max: 1, step: 0.01, note: "the fewest tokens that together are this likely" },
+  { name: "top_k", label: "Top-k", min: 0, max: 200, step: 1, whole: true, note: "this many of the likeliest; 0 is all" },
+  { name: "min_p", label: "Min-p", min: 0, max: 1, step: 0.01, note: "at least this likely, against the likeliest" },
+  { name: "max_tokens", label: "Longest answer", min: 1, whole: true, note: "in tokens" },
+  { name: "seed", label: "Seed", min: 0, whole: true, note: "the same seed gives the same answer" },
+  { name: "repetition_penalty", label: "Repetition penalty", min: 0.5, max: 2, step: 0.01, note: "1 is none" },
+  { name: "frequency_penalty", label: "Frequency penalty", min: -2, max: 2, step: 0.05 },
+  { name: "presence_penalty", label: "Presence penalty", min: -2, max: 2, step: 0.05 },
+];
+
+/** The settings as the reader left them: {system, stop, temperature, ...}, of what was set only. */
+export class Settings {
+  constructor() {
+    try {
+      this.values = checked(JSON.parse(localStorage.getItem(STORED) ?? "{}"));
+    } catch {
+      this.values = {};
+    }
+  }
+
+  /** The fields of a request. */
+  request() {
+    const fields = {};
+    for (const { name } of FIELDS) if (name in this.values) fields[name] = this.values[name];
+    const stop = (this.values.stop ?? "").split("\n").filter((line) => line !== "");
+    if (stop.length) fields.stop = stop;
+    return fields;
+  }
+
+  get system() {
+    return (this.values.system ?? "").trim();
+  }
+
+  set(name, value) {
+    if (value === null || value === "") delete this.values[name];
+    else this.values[name] = value;
+    try {
+      localStorage.setItem(STORED, JSON.stringify(this.values));
+    } catch {
+      // They hold until the page is left.
+    }
+  }
+
+  /** Fills the panel. defaults: the server's, by name, where it tells them. */
+  build(root, defaults = {}) {
+    const text = (name, label, note, rows) => {
+      const area = h("textarea", { id: `set-${name}`, rows, value: this.values[name] ?? "", "aria-describedby": `note-${name}` });
+      area.addEventListener("input", () => this.set(name, area.value));
+      return h("div", { class: "field" }, h("label", { htmlFor: area.id }, label), area, h("p", { id: `note-${name}` }, note));
+    };
+    const reset = h("button", { type: "button", class: "quiet" }, "Back to the server's defaults");
+    reset.addEventListener("click", () => {
+      for (const { name } of FIELDS) this.set(name, null);
+      this.set("stop", null);
+      this.build(root, defaults);
+      root.querySelector("button")?.focus();
+    });
+    root.replaceChildren(
+      text("system", "System prompt", "Stands before every conversation, from the next message on.", 4),
+      h("div", { class: "fields" }, FIELDS.map((field) => this.number(field, defaults[field.name]))),
+      text("stop", "Stop at", "A text in each line: the answer ends before it.", 2),
+      reset,
+    );
+  }
+
+  number(field, fallback) {
+    const { name, label, note } = field;
+    const set = name in this.values;
+    const problem = h("span", { class: "problem", role: "alert" });
+    const input = h("input", {
+      id: `set-${name}`,
+      type: "number",
+      inputMode: field.whole ? "numeric" : "decimal",
+      min: field.min,
+      max: field.max ?? null,
+      step: field.whole ? 1 : "any",
+      value: set ? String(this.values[name]) : "",
+      placeholder: fallback === undefined || fallback === null ? (name === "seed" ? "drawn" : "default") : String(fallback),
+      "aria-describedby": `note-${name}`,
+    });
+    const slider = field.max === undefined ? null : h("input", {
+      type: "range", min: field.min, max: field.max, step: field.step, "aria-label": `${label}, slider`,
+    });
+    const place = () => slider && (slider.value = input.value === "" ? (fallback ?? field.min) : input.value);
+    const take = () => {
+      const value = input.value === "" ? null : Number(input.value);
+      const fault = input.validity.badInput ? "not a number" : value === null ? "" : wrong(field, value);
+      problem.textContent = fault;
+      input.setAttribute("aria-invalid", String(fault !== ""));
+      if (!fault) this.set(name, value);
+    };
+    place();
+    input.addEventListener("input", () => {
+      place();
+      take();
+    });
+    slider?.addEventListener("input", () => {
+      input.value = slider.value;
+      take();
+    });
+    return h(
+      "div",
+      { class: "field" },
+      h("label", { htmlFor: input.id }, label),
+      h("div", { class: "pair" }, slider ?? h("span"), input),
+      h("p", { id: `note-${name}` }, note ?? "", problem),
+    );
+  }
+}
+
+/** What is wrong with a value; "" where nothing is. */
+function wrong(field, value) {
+  if (!Number.isFinite(value)) return "not a number";
+  if (field.whole && !Number.isSafeInteger(value)) return "a whole number";
+  if (value < field.min) return `at least ${field.min}`;
+  if (field.max !== undefined && value > field.max) return `at most ${field.max}`;
+  return "";
+}
+
+/** What may be kept of a stored value. */
+function checked(value) {
+  const kept = {};
+  if (typeof value !== "object" || value === null) return kept;
+  for (const name of ["system", "stop"]) if (typeof value[name] === "string") kept[name] = value[name];
+  for (const field of FIELDS) {
+    if (typeof value[field.name] === "number" && !wrong(field, value[field.name])) kept[field.name] = value[field.name];
+  }
+  return kept;
+}

@@ -1,0 +1,35 @@
+// Numbers as people read them; as units.py writes them.
+
+const SIZES = [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]];
+
+/** 98.4 MB, 4.3 GB. */
+export function size(bytes) {
+  for (const [unit, scale] of SIZES) if (bytes >= scale) return `${(bytes / scale).toFixed(1)} ${unit}`;
+  return `${bytes.toFixed(0)} B`;
+}
+
+/** 1.3 of 4.1 GB; the unit once where both have it. */
+export function sizeOf(part, whole) {
+  const [number, unit] = size(part).split(" ");
+  const second = size(whole);
+  if (`${number} ${unit}` === second) return second;
+  return `${second.endsWith(` ${unit}`) ? number : `${number} ${unit}`} of ${second}`;
+}
+
+/** 31%, 0.4%. */
+export function percent(share) {
+  return share >= 0.0995 || share === 0 ? `${(100 * share).toFixed(0)}%` : `${(100 * share).toFixed(1)}%`;
+}
+
+/** 31.2%: of one cell. */
+export const finePercent = (share) => `${(100 * share).toFixed(1)}%`;
+
+/** 58, 5.2: of tokens per second. */
+export const rate = (perSecond) => (perSecond >= 9.95 ? perSecond.toFixed(0) : perSecond.toFixed(1));
+
+export const count = (n) => n.toLocaleString("en-US");
+
+/** What a token looks like in one line: spaces at its ends seen, line ends as signs. */
+export function shownToken(text) {
+  return text === "" ? "·" : text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll("\r", "␍");
+}

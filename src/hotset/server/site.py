@@ -1,0 +1,95 @@
+"""The page at `/` and its files, which lie in `page/`: plain HTML, CSS and JavaScript, as they are written.
+
+They are read once, when the server starts, and found in a table: no path of a request reaches the disk. The
+page runs under a policy that allows its own scripts and styles and nothing else: none inside the HTML, none
+from elsewhere, no HTML made of strings (Trusted Types), no frame around it. It needs no key itself; what it
+asks for does, as from any other client.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
+
+from fastapi import APIRouter, Request, Response
+
+router = APIRouter(include_in_schema=False)
+
+_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+    "LICENSE": "text/plain; charset=utf-8",
+}
+
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+_HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
+    # Asked for again each time, and sent again only where it changed: after an upgrade no two versions mix.
+    "Cache-Control": "no-cache",
+}
+
+
+@dataclass(frozen=True)
+class _File:
+    content: bytes
+    media_type: str
+    etag: str
+
+
+@cache
+def _files() -> dict[str, _File]:
+    """Every file of the page by its path below `page/`."""
+    found = {}
+    folder = files("hotset.server") / "page"
+    for place, prefix in ((folder, ""), (folder / "vendor", "vendor/")):
+        for entry in place.iterdir():
+            media_type = _TYPES.get(entry.name.rpartition(".")[2])
+            if media_type is not None and entry.is_file():
+                content = entry.read_bytes()
+                etag = f'"{sha256(content).hexdigest()[:32]}"'
+                found[prefix + entry.name] = _File(content, media_type, etag)
+    return found
+
+
+@router.api_route("/", methods=["GET", "HEAD"])
+async def index(http: Request) -> Response:
+    return _served("index.html", http)
+
+
+@router.api_route("/page/{name:path}", methods=["GET", "HEAD"])
+async def file(name: str, http: Request) -> Response:
+    return _served(name, http)
+
+
+def _served(name: str, http: Request) -> Response:
+    file = _files().get(name)
+    if file is None:
+        return Response(f"there is no {http.url.path}\n", 404, _HEADERS, "text/plain")
+    headers = _HEADERS | {"ETag": file.etag}
+    known = [tag.strip().removeprefix("W/") for tag in http.headers.get("If-None-Match", "").split(",")]
+    if file.etag in known or "*" in known:
+        return Response(status_code=304, headers=headers)
+    return Response(file.content, headers=headers, media_type=file.media_type)
