@@ -333,6 +333,20 @@ def test_a_model_that_fits_is_on_one_device_and_a_dense_one_goes_by_layers() -> 
         solve(facts, rates(), [half], frequencies, n_gpu_layers=0)
 
 
+def test_a_budget_that_is_left_is_explained_where_the_choice_was_free() -> None:
+    facts = model([layer(8, n_split=0) for _ in range(4)])
+    frequencies = [np.zeros(8)] * 4
+    part, room = place_budget(facts, 0.8), 10 * facts.whole_bytes + 10_000
+    slow = rates(gpu=replace(GPU, launch=1.0))
+
+    def notes(limit: int, **asked: Any) -> str:
+        return " ".join(solve(facts, slow, [Device("cuda:0", limit, 10_000)], frequencies, **asked).notes)
+
+    assert "of cuda:0's budget is used: more on it would be slower" in notes(part)
+    assert "budget" not in notes(room)  # all of the model is there
+    assert "budget" not in notes(part, n_gpu_layers=1)  # as was asked
+
+
 def test_layers_stay_whole_where_neurons_are_not_to_be_split() -> None:
     facts = model([layer(8) for _ in range(6)])
     rng = np.random.default_rng(0)

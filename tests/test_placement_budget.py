@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 from test_api_sparse import write_sparse
 from tiny_gguf import write_llama
 
-from hotset.backends.gpu import open_gpu
+from hotset.backends.gpu import devices, open_gpu
 from hotset.backends.gpu.matrix import DeviceMatrix
 from hotset.errors import DeviceError, InvalidRequestError
 from hotset.formats.gguf import open_gguf
@@ -211,6 +213,22 @@ def test_a_gpu_without_its_libraries_is_never_left_out_in_silence(monkeypatch: p
     assert wanted_devices(LoadSettings(n_gpu_layers=0)) == ((), None)
 
 
+@pytest.mark.parametrize("platform", ["linux", "win32"])
+def test_a_gpus_memory_grows_in_small_pages_unless_a_user_says_otherwise(
+    platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(os, "environ", environment := {"X": "1"})
+    detect._pack_memory()
+    asked = dict.fromkeys(names, "expandable_segments:True") if platform == "linux" else {}
+    assert environment == {"X": "1"} | asked
+    for name in names:
+        monkeypatch.setattr(os, "environ", environment := {name: "backend:native"})
+        detect._pack_memory()
+        assert environment == {name: "backend:native"}
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detect, "detect_gpu", lambda: None)
@@ -288,6 +306,19 @@ def test_what_is_measured_makes_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < found.sync < 1
     assert found.context == 0
     assert machine.rates_of([found, found]).devices[1].read == found.read
+
+
+@pytest.mark.parametrize(("room", "n"), [(0, 1), (7.9, 1), (8, 2), (1000, 4)])
+def test_a_device_is_measured_with_a_quarter_of_its_memory(
+    room: float, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_WIDTH", 64)
+    n_bytes = 2048 * 64 // 32 * 18
+    monkeypatch.setattr(devices, "free_bytes", lambda device: int(room * n_bytes))
+    loop = machine._DeviceLoop(torch.device("cpu"))
+    assert len(loop._matrices) == n
+    assert loop._bytes == n * n_bytes
+    loop.close()
 
 
 def test_the_synthetic_ffns_compute_a_tenth_of_their_neurons(

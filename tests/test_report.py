@@ -19,6 +19,7 @@ from test_api_sparse import write_sparse
 from test_cli import inside
 
 import hotset
+from hotset.report import plots
 from hotset.report.activity import GRID, LAGS, Observer, curves_of
 from hotset.report.bars import percent
 from hotset.report.page import Facts, html_page, image
@@ -272,6 +273,21 @@ def test_images_are_what_they_are_called():
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
         texts = "".join("".join(element.itertext()) for element in root.iter())
         assert "layer" in texts  # labels are text
+
+
+def test_a_band_lies_where_the_layers_do():
+    axis = plots._new_figure(2.0).subplots()
+    x, values = np.array([1.0, 2.0, 4.0]), np.array([[10, 20, 30], [14, 28, 42], [12, 24, 36], [11, 22, 33]])
+    plots._band(axis, x, np.concatenate([values, np.full((1, 3), np.nan)]))
+    outer, middle = (set(map(tuple, area.get_paths()[0].vertices)) for area in axis.collections)
+    assert outer == set(zip(x, values.min(axis=0), strict=True)) | set(
+        zip(x, values.max(axis=0), strict=True)
+    )
+    assert middle == {
+        (at, edge) for at, column in zip(x, values.T, strict=True) for edge in np.percentile(column, (25, 75))
+    }
+    (line,) = axis.get_lines()
+    assert line.get_xydata().tolist() == list(map(list, zip(x, np.median(values, axis=0), strict=True)))
 
 
 # ---- the command line ----
