@@ -21,6 +21,7 @@ from hotset.model.config import (
     Experts,
     FFNActivation,
     ModelConfig,
+    _Keys,
     config_from_gguf,
     parse_activation,
 )
@@ -216,6 +217,24 @@ def test_an_unknown_architecture_is_named() -> None:
         config_from_gguf(file("mamba"))
     with pytest.raises(FormatError, match=r"general\.architecture"):
         config_from_gguf(SimpleNamespace(metadata={}, tensors={}))
+
+
+def test_a_number_may_lie_at_either_end_of_its_range() -> None:
+    keys = _Keys(
+        {"a.low": 2, "a.high": 3.0, "a.above": 3.0000001, "a.most": 1e9, "a.least": 1e-9, "a.zero": 0}, "a"
+    )
+    assert keys.real("low", 2, 3) == keys.integer("low", 2, 3) == keys.integer("low", 1, 2) == 2
+    assert keys.real("high", 2, 3) == 3
+    assert type(keys.real("low", 2, 3)) is float
+    assert keys.real("missing", 2, 3, 2.5) == 2.5
+    with pytest.raises(FormatError, match="outside 2 to 3"):
+        keys.real("above", 2, 3)
+    with pytest.raises(FormatError, match="outside 2 to 3"):
+        keys.real("zero", 2, 3)
+    assert [keys.factor(key) for key in ("most", "least", "zero", "missing")] == [1e9, 1e-9, 1, 1]
+    assert keys.factor("zero", 2.0) == 2
+    with pytest.raises(FormatError, match=r"is 1000000001.0, outside 0 to 1e\+09"):
+        _Keys({"a.f": 1e9 + 1}, "a").factor("f")
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -319,6 +321,50 @@ def test_a_device_is_measured_with_a_quarter_of_its_memory(
     assert len(loop._matrices) == n
     assert loop._bytes == n * n_bytes
     loop.close()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_launches_are_timed_in_a_captured_graph_where_there_are_any(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_WIDTH", 64)
+    loop = machine._DeviceLoop(torch.device("cpu"))
+    log: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            log.append("replay")
+
+    @contextlib.contextmanager
+    def capture(graph: Graph) -> Iterator[None]:
+        log.append("begin")
+        yield
+        log.append("end")
+
+    def seconds(work: Callable[[], None], seconds: float) -> float:
+        log.append(f"for {seconds:g} s")
+        work()
+        return 0.5
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("empty"))
+    monkeypatch.setattr(machine, "_median_seconds", seconds)
+    loop._kernels = SimpleNamespace(linear=lambda x, matrix: log.append(f"launch {matrix.n_rows}"))
+    loop._synchronize = lambda: log.append("synchronize")
+    loop._device = torch.device(kind)
+    assert loop.launch_seconds() == 0.5 / 100
+    launches, timed = ["launch 1"] * 100, f"for {machine._SECONDS / 3:g} s"
+    once = ["replay", "synchronize"]
+    if kind == "cpu":
+        assert log == [*launches, timed, *launches, "synchronize"]
+    else:  # kernels are compiled and warm before they are captured, the graph is there before it is timed
+        assert log == [*launches, "begin", *launches, "end", *once, timed, *once]
+    log.clear()
+    loop.close()
+    assert not loop._matrices
+    assert log == ["empty"] * (kind == "cuda")
 
 
 def test_the_synthetic_ffns_compute_a_tenth_of_their_neurons(

@@ -470,6 +470,17 @@ def test_a_closed_input_is_no_prompt(model: Path, home: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_the_streams_that_python_keeps_aside_are_those_in_use() -> None:
+    """Their memory went to the new ones: whoever restores or flushes the old ones would fail."""
+    program = (
+        "import sys; from hotset.cli.main import _streams; _streams(); print('a');"
+        "print('b', file=sys.__stdout__); print('c', file=sys.__stderr__);"
+        "assert (sys.__stdout__, sys.__stderr__) == (sys.stdout, sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "a\nb\n", "c\n")
+
+
 LONG = "n" * 5000
 
 
