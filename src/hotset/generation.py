@@ -146,6 +146,11 @@ class Generation:
         self._logprobs: list[TokenLogprobs] = []
         self.token_times: list[float] = []
 
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the answer, if one did."""
+        return self._matcher.matched
+
     def cancel_soon(self) -> None:
         """Ends what still runs, and does not wait for it."""
         self.thread.cancel_soon([self.sequence])

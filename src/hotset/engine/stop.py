@@ -14,10 +14,11 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = tuple(stops)
         self.stopped = False
+        self.matched: str | None = None  # the stop string that came
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Takes the next piece, returns the text that may be shown; sets `stopped` at a stop string."""
+        """Takes the next piece, returns the text that may be shown; a stop string sets what is above."""
         if not self.stops:
             return text
         if self.stopped:
@@ -25,9 +26,10 @@ class StopMatcher:
         text = self._held + text
         found = [(start + len(stop), start) for stop in self.stops if (start := text.find(stop)) >= 0]
         if found:
-            self.stopped = True
+            end, start = min(found)
+            self.stopped, self.matched = True, text[start:end]
             self._held = ""
-            return text[: min(found)[1]]
+            return text[:start]
         n_held = self._possible_start(text)
         self._held = text[len(text) - n_held :]
         return text[: len(text) - n_held]

@@ -12,9 +12,10 @@ A dialect translates: its JSON into an AnswerRequest, and deltas (or the finishe
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -105,10 +106,11 @@ class ToolCallArguments:
 
 @dataclass(slots=True)
 class Finished:
-    """The last of an answer."""
+    """The last of an answer. stop: the stop string that ended it, if one did."""
 
     index: int
     reason: Reason
+    stop: str | None = None
 
 
 Delta = TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments | Finished
@@ -146,6 +148,7 @@ class Choice:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     tool_calls: list[ToolCall] = field(default_factory=list)
     reason: Reason = "stop"
+    stop: str | None = None
 
     def add(self, delta: Delta) -> None:
         match delta:
@@ -160,7 +163,31 @@ class Choice:
             case ToolCallArguments():
                 self.tool_calls[delta.call].arguments += delta.text
             case Finished():
-                self.reason = delta.reason
+                self.reason, self.stop = delta.reason, delta.stop
+
+    def deltas(self) -> Iterator[Delta]:
+        """What it would have come in: reasoning first, calls last."""
+        if self.reasoning:
+            yield ReasoningDelta(self.index, self.reasoning)
+        if self.text:
+            yield TextDelta(self.index, self.text, self.tokens, self.logprobs)
+        for i, call in enumerate(self.tool_calls):
+            yield ToolCallStart(self.index, i, call.id, call.name)
+            yield ToolCallArguments(self.index, i, call.arguments)
+        yield Finished(self.index, self.reason, self.stop)
+
+
+def arguments_object(text: str) -> dict[str, Any]:
+    """The arguments of a call for a dialect that has them as an object, not as text.
+
+    What a model wrote that is no JSON object is handed on as {"INVALID_JSON": text}: a client may show it to
+    the model again.
+    """
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"INVALID_JSON": text}
 
 
 @dataclass(frozen=True)
@@ -382,5 +409,5 @@ class _Part:
             self._tokens, self._logprobs = [], []
         if chunk.finish_reason is not None:
             self.reason = "length" if chunk.finish_reason == "length" else "stop"
-            found.append(Finished(self.index, self.reason))
+            found.append(Finished(self.index, self.reason, self.generation.stop))
         return found

@@ -94,8 +94,11 @@ def problem_of(error: BaseException) -> Problem:
 
 
 def invalid_body(errors: Sequence[Mapping[str, Any]]) -> Problem:
-    """The first of pydantic's complaints as a sentence that names the field."""
-    error = errors[0] if errors else {}
+    """One of pydantic's complaints as a sentence that names the field.
+
+    Of the alternatives of a union that was meant which went deepest before it failed.
+    """
+    error = max(errors, key=lambda one: len(one.get("loc", ())), default={})
     where = ".".join(str(part) for part in error.get("loc", ())[1:] if not _is_alternative(part))
     kind = error.get("type")
     if kind == "extra_forbidden":

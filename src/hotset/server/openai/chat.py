@@ -22,7 +22,8 @@ from hotset.server.answers import (
     ToolCallStart,
 )
 from hotset.server.errors import RequestError
-from hotset.server.openai.schema import Body, SamplingFields, StreamOptions, logprob_of, usage_dict
+from hotset.server.logprobs import spelled
+from hotset.server.openai.schema import Body, SamplingFields, StreamOptions, usage_dict
 from hotset.server.replies import DONE, JsonReply, event
 from hotset.server.service import Service
 from hotset.server.streams import service_of, streamed, whole
@@ -158,16 +159,5 @@ class _Reply:
     def _logprobs(self, logprobs: list[TokenLogprobs]) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        return {"content": [self._token(one) for one in logprobs], "refusal": None}
-
-    def _token(self, one: TokenLogprobs) -> dict[str, Any]:
-        top = [self._entry(token, logprob) for token, logprob in one.top[: self._body.top_logprobs or 0]]
-        return self._entry(one.token, one.logprob) | {"top_logprobs": top}
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        piece = self._tokenizer.token_bytes(token)
-        return {
-            "token": piece.decode("utf-8", "replace"),
-            "logprob": logprob_of(logprob),
-            "bytes": list(piece),
-        }
+        n_top = self._body.top_logprobs or 0
+        return {"content": [spelled(self._tokenizer, one, n_top) for one in logprobs], "refusal": None}

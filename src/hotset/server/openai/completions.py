@@ -13,7 +13,8 @@ from pydantic import Field
 from hotset.engine.sampler import TokenLogprobs
 from hotset.server.answers import Answer, AnswerRequest, Choice, Finished, TextDelta
 from hotset.server.errors import RequestError
-from hotset.server.openai.schema import SamplingFields, logprob_of, usage_dict
+from hotset.server.logprobs import logprob_of
+from hotset.server.openai.schema import SamplingFields, usage_dict
 from hotset.server.replies import DONE, JsonReply, event
 from hotset.server.streams import service_of, streamed, whole
 from hotset.text.tokenizer import StreamDecoder, Tokenizer

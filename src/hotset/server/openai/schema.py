@@ -103,11 +103,6 @@ def _one(name: str, *values: Any) -> Any:
     return given[0] if given else None
 
 
-def logprob_of(logprob: float) -> float:
-    """JSON has no infinity: -9999 is what OpenAI's clients know for a token of no probability at all."""
-    return max(logprob, -9999.0)
-
-
 def usage_dict(usage: Usage) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.prompt_tokens,

@@ -1,0 +1,407 @@
+"""Anthropic's dialect: /v1/messages and /v1/messages/count_tokens.
+
+Only a translation: a body becomes an AnswerRequest, and the deltas of an answer become content blocks and
+their events. A field that is not declared is refused by its name.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
+
+from hotset.engine.sampler import SamplingParams
+from hotset.errors import InvalidRequestError
+from hotset.parameters import shown
+from hotset.server.answers import (
+    Answer,
+    AnswerRequest,
+    Choice,
+    Delta,
+    Finished,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    Usage,
+    arguments_object,
+)
+from hotset.server.openai.schema import Body, Share, Temperature
+from hotset.server.replies import JsonReply, event
+from hotset.server.streams import service_of, streamed, while_connected, whole
+from hotset.server.turns import Turn, add, tool_call
+
+router = APIRouter()
+
+Event = dict[str, Any]
+
+# ---- what a client sends ----
+
+
+class CacheControl(Body):
+    """Accepted and not needed: what a prompt shares with an earlier one is found again by itself."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class TextBlock(Body):
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+    citations: None = None  # as an answer bears it
+
+
+class ThinkingBlock(Body):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(Body):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+    caller: None = None  # as an answer bears them
+    toolset_name: None = None
+
+
+def _readable(block: Any) -> Any:
+    """`block`, unless it is of a kind that no model of text reads."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind in ("image", "document"):
+        raise ValueError(f"a block of type {kind} cannot be read: this model reads only text")
+    return block
+
+
+class ToolResultBlock(Body):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[Annotated[TextBlock, BeforeValidator(_readable)]] = ""
+    is_error: bool = False
+    cache_control: CacheControl | None = None
+
+
+Block = Annotated[
+    Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")],
+    BeforeValidator(_readable),
+]
+
+
+class Message(Body):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class Tool(Body):
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    cache_control: CacheControl | None = None
+
+
+class ToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: Literal[False] = False
+
+    @model_validator(mode="after")
+    def _names_a_tool(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError('name says which tool, and belongs to the type "tool" alone')
+        return self
+
+
+class Thinking(Body):
+    """Whether to think; the model decides how long, so that there is no budget."""
+
+    type: Literal["adaptive", "disabled"]
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    format: OutputFormat | None = None
+
+
+class Metadata(Body):
+    user_id: str | None = None
+
+
+class TokenCount(BaseModel):
+    input_tokens: int
+
+
+class PromptBody(Body):
+    """What a prompt is made of: all that count_tokens needs."""
+
+    model: str
+    messages: Annotated[list[Message], Field(min_length=1)]
+    system: str | list[TextBlock] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+
+
+class MessagesBody(PromptBody):
+    """Anthropic's body, less what this server does not have."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
+    stream: bool = False
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    # Who asks, for the statistics of a provider: nothing here depends on it.
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+
+# ---- from a body to a request ----
+
+
+def conversation(system: str | list[TextBlock] | None, messages: list[Message]) -> list[Turn]:
+    """The turns of a conversation. Blocks of text are lines of one text, and turns of one role that follow
+    each other are one turn. What a tool returned is a turn of its own, under the name that its call had."""
+    turns: list[Turn] = []
+    if system:
+        turns.append({"role": "system", "content": _joined(system)})
+    names: dict[str, str] = {}  # of the functions, by the ids of their calls
+    for i, message in enumerate(messages):
+        if isinstance(message.content, str):
+            add(turns, {"role": message.role, "content": message.content})
+            continue
+        for block in message.content:
+            try:
+                turn = _turn(message.role, block, names)
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"message {i}: {error}") from None
+            if turn["role"] == "tool":
+                turns.append(turn)
+            else:
+                add(turns, turn)
+    if turns and turns[-1]["role"] == "assistant":
+        raise InvalidRequestError(
+            "the last message is the assistant's, and an answer that was begun cannot be continued; end with "
+            "a message of the user"
+        )
+    return turns
+
+
+def _turn(role: str, block: Block, names: dict[str, str]) -> Turn:
+    """What one block of a message says."""
+    match block:
+        case TextBlock():
+            return {"role": role, "content": block.text}
+        case ToolResultBlock() if role == "user":
+            if block.tool_use_id not in names:
+                raise InvalidRequestError(
+                    f"there is no tool_use with the id {shown(block.tool_use_id)} before its tool_result"
+                )
+            text = _joined(block.content)
+            return {
+                "role": "tool",
+                "tool_call_id": block.tool_use_id,
+                "name": names[block.tool_use_id],
+                "content": f"Error: {text}" if block.is_error else text,  # templates cannot say it otherwise
+            }
+        case ThinkingBlock() if role == "assistant":
+            return {"role": role, "reasoning_content": block.thinking}
+        case ToolUseBlock() if role == "assistant":
+            names[block.id] = block.name
+            arguments = json.dumps(block.input, ensure_ascii=False)
+            return {"role": role, "tool_calls": [tool_call(block.id, block.name, arguments)]}
+    raise InvalidRequestError(f"a block of type {block.type} cannot stand in a message of the {role}")
+
+
+def _joined(content: str | list[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+def answer_request(body: MessagesBody) -> AnswerRequest:
+    """Raises InvalidRequestError for what is wrong with it."""
+    given: dict[str, Any] = {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "stop": body.stop_sequences,
+        "max_tokens": body.max_tokens,
+    }
+    return AnswerRequest(
+        messages=conversation(body.system, body.messages),
+        tools=_tools(body),
+        tool_choice=_tool_choice(body.tool_choice),
+        template=_template(body),
+        params=SamplingParams(**{name: value for name, value in given.items() if value is not None}),
+        stream=body.stream,
+    )
+
+
+def _tools(body: PromptBody) -> list[dict[str, Any]]:
+    tools = []
+    for tool in body.tools or ():
+        described = {} if tool.description is None else {"description": tool.description}
+        function = {"name": tool.name, **described, "parameters": tool.input_schema}
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def _tool_choice(choice: ToolChoice | None) -> str | Mapping[str, str]:
+    if choice is None:
+        return "auto"
+    if choice.name is not None:
+        return {"name": choice.name}
+    return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
+
+
+def _template(body: PromptBody) -> dict[str, Any]:
+    return {} if body.thinking is None else {"enable_thinking": body.thinking.type != "disabled"}
+
+
+# ---- from deltas to a message ----
+
+
+class MessageWriter:
+    """The message of an answer as it grows, and the events that tell a client of it."""
+
+    def __init__(self, model: str, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._arguments = ""  # of the call that is being written
+        self._finished: Finished | None = None
+        self._blocks: list[dict[str, Any]] = []
+        self.message: dict[str, Any] = {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": self._blocks,
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+
+    async def events(self, answer: Answer) -> AsyncIterator[bytes]:
+        """The stream of an answer."""
+        for told in self.start(answer.usage):
+            yield event(told, told["type"])
+        async for delta in answer:
+            for told in self.push(delta):
+                yield event(told, told["type"])
+        for told in self.end(answer.usage):
+            yield event(told, told["type"])
+
+    def whole(self, choice: Choice, usage: Usage) -> dict[str, Any]:
+        """The message of a finished answer."""
+        for delta in choice.deltas():
+            self.push(delta)
+        self.end(usage)
+        return self.message
+
+    def start(self, usage: Usage) -> list[Event]:
+        """usage: as far as it is known yet."""
+        head = self.message | {"content": [], "usage": _usage(usage)}
+        return [{"type": "message_start", "message": head}, {"type": "ping"}]
+
+    def push(self, delta: Delta) -> list[Event]:
+        match delta:
+            case TextDelta(text=text) if text:
+                told = self._open({"type": "text", "text": "", "citations": None})
+                self._blocks[-1]["text"] += text
+                return [*told, self._told({"type": "text_delta", "text": text})]
+            case ReasoningDelta(text=text) if text:
+                told = self._open({"type": "thinking", "thinking": "", "signature": ""})
+                self._blocks[-1]["thinking"] += text
+                return [*told, self._told({"type": "thinking_delta", "thinking": text})]
+            case ToolCallStart():
+                return self._open({"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}})
+            case ToolCallArguments(text=text) if text:
+                self._arguments += text
+                return [self._told({"type": "input_json_delta", "partial_json": text})]
+            case Finished():
+                self._finished = delta
+        return []
+
+    def end(self, usage: Usage) -> list[Event]:
+        """usage: of the whole answer."""
+        told = self._close()
+        stop, counts = self._stop(usage), _usage(usage)
+        self.message |= {**stop, "usage": counts}
+        return [*told, {"type": "message_delta", "delta": stop, "usage": counts}, {"type": "message_stop"}]
+
+    def _told(self, delta: dict[str, Any]) -> Event:
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
+
+    def _open(self, block: dict[str, Any]) -> list[Event]:
+        """Begins this block, unless the last one goes on: text and thinking do."""
+        if self._blocks and self._blocks[-1]["type"] == block["type"] != "tool_use":
+            return []
+        told = self._close()
+        self._blocks.append(block)
+        start = {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(block)}
+        return [*told, start]
+
+    def _close(self) -> list[Event]:
+        if not self._blocks:
+            return []
+        if self._blocks[-1]["type"] == "tool_use":
+            self._blocks[-1]["input"] = arguments_object(self._arguments)
+            self._arguments = ""
+        return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
+
+    def _stop(self, usage: Usage) -> dict[str, str | None]:
+        """Why the answer ended."""
+        finished = self._finished
+        assert finished is not None
+        reason = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}[finished.reason]
+        if finished.stop is not None:
+            reason = "stop_sequence"
+        elif finished.reason == "length" and usage.completion_tokens < self._max_tokens:
+            reason = "model_context_window_exceeded"
+        return {"stop_reason": reason, "stop_sequence": finished.stop}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """`input_tokens` are those that were not in the cache."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+    }
+
+
+# ---- the routes ----
+
+
+@router.post("/v1/messages")
+async def messages(body: MessagesBody, http: Request) -> Response:
+    service = service_of(http)
+    service.check_name(body.model)
+    request = answer_request(body)
+    writer = MessageWriter(service.name, body.max_tokens)
+    if request.stream:
+        return await streamed(http, request, writer.events)
+    answer, (choice,) = await whole(http, request)
+    return JsonReply(writer.whole(choice, answer.usage))
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(body: PromptBody, http: Request) -> TokenCount:
+    service = service_of(http)
+    service.check_name(body.model)
+    turns, tools = conversation(body.system, body.messages), _tools(body)
+    encode = partial(service.model.encode_chat, turns, tools or None, **_template(body))
+    return TokenCount(input_tokens=len(await while_connected(http, service.in_thread(encode))))

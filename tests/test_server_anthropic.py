@@ -1,0 +1,347 @@
+"""Anthropic's dialect: bodies into turns, deltas into blocks and events, and both over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from anthropic import types
+from pydantic import TypeAdapter
+from tiny_server import client_of, write_model
+
+import hotset
+from hotset.errors import InvalidRequestError
+from hotset.server.answers import (
+    Choice,
+    Delta,
+    Finished,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    Usage,
+)
+from hotset.server.anthropic import MessagesBody, MessageWriter, answer_request
+
+HELLO = {"role": "user", "content": "hello"}
+BODY = {"model": "tiny", "max_tokens": 24, "messages": [HELLO], "temperature": 0}
+USAGE = Usage(prompt_tokens=30, cached_tokens=20, completion_tokens=9, reasoning_tokens=4)
+EVENT = TypeAdapter(types.RawMessageStreamEvent)
+
+
+def request(**fields: Any):
+    return answer_request(MessagesBody.model_validate(BODY | fields))
+
+
+def turns(*messages: dict[str, Any], **fields: Any) -> list[Any]:
+    found = request(messages=list(messages), **fields).messages
+    assert found is not None
+    return list(found)
+
+
+# ---- bodies ----
+
+
+def test_parameters_reach_the_sampler():
+    asked = request(temperature=0.5, top_p=0.7, top_k=3, stop_sequences=["a", "b"], stream=True)
+    params = asked.params
+    assert (params.temperature, params.top_p, params.top_k) == (0.5, 0.7, 3)
+    assert params.stop == ("a", "b")
+    assert params.max_tokens == 24
+    assert asked.stream
+
+
+def test_system_is_a_text_or_blocks():
+    assert turns(HELLO, system="be brief")[0] == {"role": "system", "content": "be brief"}
+    blocks = [
+        {"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "be kind"},
+    ]
+    assert turns(HELLO, system=blocks)[0] == {"role": "system", "content": "be brief\nbe kind"}
+    assert turns(HELLO) == [HELLO]
+
+
+def test_turns_of_one_role_are_one():
+    again = {"role": "user", "content": [{"type": "text", "text": "and"}, {"type": "text", "text": "now"}]}
+    assert turns(HELLO, again) == [{"role": "user", "content": "hello\nand\nnow"}]
+
+
+def test_tools_and_their_results():
+    call = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Bonn"}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "rain"}
+    thought = {"type": "thinking", "thinking": "look it up", "signature": ""}
+    text = {"type": "text", "text": "let me see"}
+    found = turns(
+        HELLO,
+        {"role": "assistant", "content": [thought, text, call]},
+        {"role": "user", "content": [result, {"type": "text", "text": "so?"}]},
+    )
+    assert found[1:] == [
+        {
+            "role": "assistant",
+            "content": "let me see",
+            "reasoning_content": "look it up",
+            "tool_calls": [
+                {
+                    "id": "toolu_1",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": '{"city": "Bonn"}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "toolu_1", "name": "weather", "content": "rain"},
+        {"role": "user", "content": "so?"},
+    ]
+    failed = {**result, "content": [{"type": "text", "text": "no network"}], "is_error": True}
+    found = turns(HELLO, {"role": "assistant", "content": [call]}, {"role": "user", "content": [failed]})
+    assert found[-1]["content"] == "Error: no network"
+    assert found[-2]["content"] == ""
+
+
+@pytest.mark.parametrize(
+    ("role", "block", "sentence"),
+    [
+        ("user", {"type": "tool_result", "tool_use_id": "x"}, "no tool_use with the id 'x'"),
+        ("user", {"type": "thinking", "thinking": "hm"}, "thinking cannot stand in a message of the user"),
+        ("assistant", {"type": "tool_result", "tool_use_id": "x"}, "tool_result cannot stand"),
+    ],
+)
+def test_blocks_in_the_wrong_place(role: str, block: dict[str, Any], sentence: str):
+    with pytest.raises(InvalidRequestError, match=sentence):
+        turns(HELLO, {"role": role, "content": [block]})
+
+
+def test_a_tool_as_templates_know_it():
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tool = {"name": "weather", "description": "of a city", "input_schema": schema}
+    function = {"name": "weather", "description": "of a city", "parameters": schema}
+    for choice, expected in [
+        (None, "auto"),
+        ({"type": "auto"}, "auto"),
+        ({"type": "any"}, "required"),
+        ({"type": "none"}, "none"),
+        ({"type": "tool", "name": "weather"}, {"name": "weather"}),
+    ]:
+        asked = request(tools=[tool], tool_choice=choice)
+        assert list(asked.tools) == [{"type": "function", "function": function}]
+        assert asked.tool_choice == expected
+
+
+# ---- deltas ----
+
+
+def told(*deltas: Delta, usage: Usage = USAGE) -> tuple[list[Any], dict[str, Any]]:
+    """The events, each as Anthropic's own types have it, and the message."""
+    writer = MessageWriter("tiny", max_tokens=9)
+    events = writer.start(Usage(30, 0, 0))
+    for delta in deltas:
+        events += writer.push(delta)
+    events += writer.end(usage)
+    json.dumps(events)
+    return [EVENT.validate_python(event) for event in events if event["type"] != "ping"], writer.message
+
+
+def test_text_is_one_block():
+    events, message = told(TextDelta(0, "he"), TextDelta(0, ""), TextDelta(0, "llo"), Finished(0, "stop"))
+    assert [event.type for event in events] == [
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    assert events[0].message.content == []
+    assert events[0].message.usage.input_tokens == 30
+    assert message["content"] == [{"type": "text", "text": "hello", "citations": None}]
+    assert message["stop_reason"] == events[-2].delta.stop_reason == "end_turn"
+    usage = events[-2].usage
+    assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (10, 20, 9)
+    assert usage.output_tokens_details.thinking_tokens == 4
+    types.Message.model_validate(message)
+
+
+def test_thinking_text_and_calls_are_blocks_in_their_order():
+    deltas = [
+        ReasoningDelta(0, "let"),
+        ReasoningDelta(0, " me"),
+        TextDelta(0, "so"),
+        ToolCallStart(0, 0, "toolu_1", "weather"),
+        ToolCallArguments(0, 0, '{"city"'),
+        ToolCallArguments(0, 0, ': "Bonn"}'),
+        ToolCallStart(0, 1, "toolu_2", "time"),
+        Finished(0, "tool_calls"),
+    ]
+    events, message = told(*deltas)
+    assert message["content"] == [
+        {"type": "thinking", "thinking": "let me", "signature": ""},
+        {"type": "text", "text": "so", "citations": None},
+        {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Bonn"}},
+        {"type": "tool_use", "id": "toolu_2", "name": "time", "input": {}},
+    ]
+    assert message["stop_reason"] == "tool_use"
+    opened = [event.index for event in events if event.type == "content_block_start"]
+    closed = [event.index for event in events if event.type == "content_block_stop"]
+    assert opened == closed == [0, 1, 2, 3]
+    pieces = [
+        event.delta.partial_json
+        for event in events
+        if event.type == "content_block_delta" and event.delta.type == "input_json_delta"
+    ]
+    assert "".join(pieces) == '{"city": "Bonn"}'
+    types.Message.model_validate(message)
+
+
+@pytest.mark.parametrize("arguments", ['{"city": ', "[1]", "null", "[" * 100_000])
+def test_arguments_that_are_no_object_are_handed_on(arguments: str):
+    _, message = told(
+        ToolCallStart(0, 0, "a", "f"), ToolCallArguments(0, 0, arguments), Finished(0, "tool_calls")
+    )
+    assert message["content"][0]["input"] == {"INVALID_JSON": arguments}
+
+
+@pytest.mark.parametrize(
+    ("finished", "n_tokens", "reason"),
+    [
+        (Finished(0, "length"), 9, "max_tokens"),
+        (Finished(0, "length"), 8, "model_context_window_exceeded"),
+        (Finished(0, "stop"), 9, "end_turn"),
+        (Finished(0, "stop", "###"), 5, "stop_sequence"),
+    ],
+)
+def test_why_it_stopped(finished: Finished, n_tokens: int, reason: str):
+    events, message = told(finished, usage=Usage(3, 0, n_tokens))
+    assert message["stop_reason"] == reason
+    assert message["stop_sequence"] == finished.stop
+    assert message["content"] == []
+    assert [event.type for event in events] == ["message_start", "message_delta", "message_stop"]
+
+
+def test_whole_is_what_the_stream_adds_up_to():
+    deltas = [
+        ReasoningDelta(0, "hm"),
+        TextDelta(0, "so"),
+        ToolCallStart(0, 0, "toolu_1", "f"),
+        ToolCallArguments(0, 0, "{}"),
+        Finished(0, "tool_calls"),
+    ]
+    choice = Choice(0)
+    for delta in deltas:
+        choice.add(delta)
+    _, streamed = told(*deltas)
+    whole = MessageWriter("tiny", max_tokens=9).whole(choice, USAGE)
+    assert {**whole, "id": ""} == {**streamed, "id": ""}
+
+
+# ---- over HTTP ----
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def model(path: Path):
+    with hotset.load(path, backend="cpu", n_threads=1) as model:
+        yield model
+
+
+def run(path: Path, work: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        async with client_of(path) as (client, _):
+            await work(client)
+
+    asyncio.run(whole())
+
+
+def test_a_message_and_its_stream_are_what_the_model_says(path: Path, model: hotset.Model):
+    expected = model.chat([HELLO], temperature=0, max_tokens=24)
+    assert expected.completion is not None
+
+    async def work(client: httpx.AsyncClient) -> None:
+        reply = await client.post("/v1/messages", json=BODY)
+        assert reply.status_code == 200
+        message = reply.json()
+        assert message["content"][0]["text"] == expected.content
+        n_out = len(expected.completion.tokens)
+        assert message["usage"]["output_tokens"] == n_out
+        reply = await client.post("/v1/messages?beta=true", json=BODY | {"stream": True})
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        names = [
+            line.removeprefix("event: ") for line in reply.text.split("\n") if line.startswith("event: ")
+        ]
+        data = [json.loads(line[6:]) for line in reply.text.split("\n") if line.startswith("data: ")]
+        assert names == [event["type"] for event in data]
+        assert names[-1] == "message_stop"
+        deltas = [event["delta"] for event in data if event["type"] == "content_block_delta"]
+        assert "".join(delta["text"] for delta in deltas) == expected.content
+
+    run(path, work)
+
+
+def test_a_stop_sequence_is_named(path: Path, model: hotset.Model):
+    text = model.chat([HELLO], temperature=0, max_tokens=24).content
+    stop = text[5:7]
+
+    async def work(client: httpx.AsyncClient) -> None:
+        body = BODY | {"stop_sequences": ["never at all", stop]}
+        message = (await client.post("/v1/messages", json=body)).json()
+        assert message["stop_reason"] == "stop_sequence"
+        assert message["stop_sequence"] == stop
+        assert message["content"][0]["text"] == text[: text.index(stop)]
+
+    run(path, work)
+
+
+def test_count_tokens(path: Path, model: hotset.Model):
+    async def work(client: httpx.AsyncClient) -> None:
+        body = {"model": "tiny", "messages": [HELLO], "system": "be brief"}
+        counted = (await client.post("/v1/messages/count_tokens", json=body)).json()
+        expected = model.encode_chat([{"role": "system", "content": "be brief"}, HELLO])
+        assert counted == {"input_tokens": len(expected)}
+        message = (await client.post("/v1/messages", json=body | {"max_tokens": 1, "temperature": 0})).json()
+        usage = message["usage"]
+        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted["input_tokens"]
+
+    run(path, work)
+
+
+def test_errors_have_anthropics_shape(path: Path):
+    async def work(client: httpx.AsyncClient) -> None:
+        async def refused(sentence: str, status: int = 400, **fields: Any) -> str:
+            body = {key: value for key, value in (BODY | fields).items() if value != "absent"}
+            reply = await client.post("/v1/messages", json=body)
+            assert reply.status_code == status, reply.text
+            error = reply.json()
+            assert set(error) == {"type", "error"}
+            assert error["type"] == "error"
+            assert set(error["error"]) == {"type", "message"}
+            assert sentence in error["error"]["message"]
+            return str(error["error"]["type"])
+
+        assert await refused("max_tokens is missing", max_tokens="absent") == "invalid_request_error"
+        assert await refused("'other' is not served", 404, model="other") == "not_found_error"
+        await refused("container is not supported", container="c")
+        await refused("budget_tokens is not supported", thinking={"type": "adaptive", "budget_tokens": 2000})
+        await refused("tool_choice", tool_choice={"type": "tool"})
+        image = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
+        await refused("reads only text", messages=[{"role": "user", "content": [image]}])
+        await refused("input_schema is missing", tools=[{"name": "f"}])
+        await refused(
+            "tools.0.type: Input should be 'custom'",
+            tools=[{"type": "web_search_20250305", "name": "s", "max_uses": 1}],
+        )
+        await refused("cannot be continued", messages=[HELLO, {"role": "assistant", "content": "Well,"}])
+        await refused("in the context of 256", messages=[{"role": "user", "content": "x" * 5000}])
+        reply = await client.get("/v1/messages")
+        assert reply.status_code == 405
+        assert reply.json()["type"] == "error"
+
+    run(path, work)
