@@ -13,7 +13,7 @@ from hotset.errors import HotsetError
 from hotset.server import anthropic, facts, health, site, tokens
 from hotset.server.errors import Problem, invalid_body, problem_of, response_of
 from hotset.server.metrics import RequestCounter
-from hotset.server.openai import chat, completions, models
+from hotset.server.openai import chat, completions, models, responses
 from hotset.server.security import secure
 from hotset.server.service import Service
 from hotset.server.streams import ClientGoneError
@@ -24,6 +24,7 @@ ROUTERS = (
     models.router,
     chat.router,
     completions.router,
+    responses.router,
     tokens.router,
     facts.router,
     anthropic.router,

@@ -1,0 +1,189 @@
+"""The response of /v1/responses as an answer grows: its items, and the events that tell a client of them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+from hotset.errors import HotsetError
+from hotset.server.answers import (
+    Answer,
+    Choice,
+    Delta,
+    Finished,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    Usage,
+)
+from hotset.server.logprobs import spelled
+from hotset.server.replies import event
+from hotset.text.tokenizer import Tokenizer
+
+Event = dict[str, Any]
+
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of the ids of items
+_TEXT_PART = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+_REASONING_PART = {"type": "reasoning_text", "text": ""}
+
+
+class ResponseWriter:
+    """The response, and its events.
+
+    head: what it says beside its output. n_top: how many alternatives to each token, None for no logprobs.
+    """
+
+    def __init__(self, head: Mapping[str, Any], tokenizer: Tokenizer, n_top: int | None) -> None:
+        self._tokenizer, self._n_top = tokenizer, n_top
+        self._n_told = 0  # events
+        self._items: list[dict[str, Any]] = []
+        self.response = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": 0,
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "output": self._items,
+            "usage": None,
+            **head,
+        }
+
+    async def events(self, answer: Answer) -> AsyncIterator[bytes]:
+        """The stream of an answer."""
+        for told in self.start(answer.created):
+            yield event(told, told["type"])
+        try:
+            async for delta in answer:
+                for told in self.push(delta):
+                    yield event(told, told["type"])
+        except HotsetError as error:
+            told = self.failed(str(error))
+            yield event(told, told["type"])
+            return
+        for told in self.end(answer.usage):
+            yield event(told, told["type"])
+
+    def whole(self, answer: Answer, choice: Choice) -> dict[str, Any]:
+        """The response of a finished answer."""
+        self.start(answer.created)
+        for delta in choice.deltas():
+            self.push(delta)
+        self.end(answer.usage)
+        return self.response
+
+    def start(self, created: int) -> list[Event]:
+        """created: seconds since 1970."""
+        self.response["created_at"] = created
+        now = self.response | {"output": []}
+        return [
+            self._told("response.created", response=now),
+            self._told("response.in_progress", response=now),
+        ]
+
+    def push(self, delta: Delta) -> list[Event]:
+        match delta:
+            case TextDelta(text=text) if text:
+                told = self._open("message")
+                logprobs = self._logprobs(delta)
+                part = self._items[-1]["content"][0]
+                part["text"] += text
+                part["logprobs"] += logprobs
+                return [*told, self._of_part("response.output_text.delta", delta=text, logprobs=logprobs)]
+            case ReasoningDelta(text=text) if text:
+                told = self._open("reasoning")
+                self._items[-1]["content"][0]["text"] += text
+                return [*told, self._of_part("response.reasoning_text.delta", delta=text)]
+            case ToolCallStart():
+                return self._open("function_call", call_id=delta.id, name=delta.name, arguments="")
+            case ToolCallArguments(text=text) if text:
+                self._items[-1]["arguments"] += text
+                return [self._of_item("response.function_call_arguments.delta", delta=text)]
+            case Finished(reason="length"):
+                told = self._close("incomplete")
+                reason = {"reason": "max_output_tokens"}
+                self.response |= {"status": "incomplete", "incomplete_details": reason}
+                return told
+            case Finished():
+                self.response["status"] = "completed"
+                return self._close("completed")
+        return []
+
+    def end(self, usage: Usage) -> list[Event]:
+        self.response["usage"] = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+            "total_tokens": usage.total_tokens,
+        }
+        return [self._told(f"response.{self.response['status']}", response=self.response)]
+
+    def failed(self, message: str) -> Event:
+        error = {"code": "server_error", "message": message}
+        self.response |= {"status": "failed", "error": error}
+        return self._told("response.failed", response=self.response)
+
+    def _open(self, kind: str, **fields: Any) -> list[Event]:
+        """Begins an item, unless the last one goes on: text and reasoning do."""
+        if self._items and self._items[-1]["type"] == kind != "function_call":
+            return []
+        told = self._close("completed")
+        item = {
+            "type": kind,
+            "id": f"{_PREFIXES[kind]}_{uuid.uuid4().hex}",
+            "status": "in_progress",
+            **fields,
+        }
+        if kind == "message":
+            item |= {"role": "assistant", "content": []}
+        elif kind == "reasoning":
+            item |= {"summary": [], "content": []}
+        self._items.append(item)
+        told.append(
+            self._told("response.output_item.added", output_index=len(self._items) - 1, item=deepcopy(item))
+        )
+        if kind != "function_call":
+            part = _TEXT_PART if kind == "message" else _REASONING_PART
+            item["content"] = [deepcopy(part)]
+            told.append(self._of_part("response.content_part.added", part=deepcopy(part)))
+        return told
+
+    def _close(self, status: str) -> list[Event]:
+        """Ends the last item, if there is one."""
+        if not self._items:
+            return []
+        item = self._items[-1]
+        item["status"] = status
+        told = []
+        if item["type"] == "function_call":
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            told.append(self._of_item("response.function_call_arguments.done", **done))
+        else:
+            part = item["content"][0]
+            done = {key: value for key, value in part.items() if key in ("text", "logprobs")}
+            name = (
+                "response.output_text.done" if item["type"] == "message" else "response.reasoning_text.done"
+            )
+            told += [self._of_part(name, **done), self._of_part("response.content_part.done", part=part)]
+        told.append(self._told("response.output_item.done", output_index=len(self._items) - 1, item=item))
+        return told
+
+    def _told(self, kind: str, **fields: Any) -> Event:
+        number = self._n_told
+        self._n_told += 1
+        return {"type": kind, "sequence_number": number, **fields}
+
+    def _of_item(self, kind: str, **fields: Any) -> Event:
+        return self._told(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
+
+    def _of_part(self, kind: str, **fields: Any) -> Event:
+        return self._of_item(kind, content_index=0, **fields)
+
+    def _logprobs(self, delta: TextDelta) -> list[dict[str, Any]]:
+        if self._n_top is None:
+            return []
+        return [spelled(self._tokenizer, one, self._n_top) for one in delta.logprobs]

@@ -1,0 +1,315 @@
+"""POST /v1/responses, without a memory: every request brings its whole conversation.
+
+Only a translation: input items become the messages of a chat, and the deltas of an answer become output items
+and their events. A field that is not declared is refused by its name; one that is declared is obeyed, or has
+the one value that changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from hotset.engine.sampler import SamplingParams
+from hotset.errors import InvalidRequestError
+from hotset.parameters import shown
+from hotset.server.answers import AnswerRequest
+from hotset.server.openai.response_writer import ResponseWriter
+from hotset.server.openai.schema import Body, Share, Temperature
+from hotset.server.replies import JsonReply
+from hotset.server.streams import service_of, streamed, whole
+from hotset.server.turns import Turn, add, tool_call
+
+router = APIRouter()
+
+# ---- what a client sends ----
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class TextPart(Body):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: list[Any] | None = None  # as an answer bears them
+    logprobs: list[Any] | None = None
+
+
+def _readable(part: Any) -> Any:
+    """`part`, unless it is of a kind that no model of text reads."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in ("input_image", "input_file", "input_audio"):
+        raise ValueError(f"a part of type {kind} cannot be read: this model reads only text")
+    return part
+
+
+Content = str | list[Annotated[TextPart, BeforeValidator(_readable)]]
+
+
+class MessageItem(Body):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    id: str | None = None
+    status: Status | None = None
+    phase: None = None
+
+
+class FunctionCallItem(Body):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: Status | None = None
+
+
+class FunctionCallOutputItem(Body):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+    id: str | None = None
+    status: Status | None = None
+
+
+class ReasoningText(Body):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(Body):
+    type: Literal["reasoning"]
+    summary: list[ReasoningText] | None = None
+    content: list[ReasoningText] | None = None
+    encrypted_content: None = None  # there is none: answers have their reasoning in the open
+    id: str | None = None
+    status: Status | None = None
+
+
+def _kind(item: Any) -> Any:
+    """What tells items apart: the type, which a message may leave out."""
+    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_kind),
+]
+
+
+class FunctionTool(Body):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(Body):
+    type: Literal["function"]
+    name: str
+
+
+class PlainText(Body):
+    type: Literal["text"]
+
+
+class JsonObject(Body):
+    type: Literal["json_object"]
+
+
+class JsonSchema(Body):
+    type: Literal["json_schema"]
+    name: str
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextSettings(Body):
+    format: Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(Body):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: None = None  # an answer has its reasoning whole
+    generate_summary: None = None
+
+
+class StreamOptions(Body):
+    include_obfuscation: bool | None = None  # padding against eavesdroppers, of which there is none here
+
+
+class ResponsesBody(Body):
+    """OpenAI's body, less what this server does not have: nothing is stored, and nothing is looked up."""
+
+    model: str | None = None
+    input: str | Annotated[list[Item], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    text: TextSettings | None = None
+    reasoning: Reasoning | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    # Reasoning comes in the open, which serves whoever asks for it in cipher: it can be sent again.
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+
+    store: Literal[False] | None = None
+    previous_response_id: None = None
+    conversation: None = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    prompt: None = None
+    max_tool_calls: None = None
+    # Who asks, for the statistics of a provider: nothing here depends on it.
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    @property
+    def logprobs(self) -> int | None:
+        """As in SamplingParams."""
+        wanted = self.top_logprobs or "message.output_text.logprobs" in (self.include or ())
+        return (self.top_logprobs or 0) if wanted else None
+
+
+# ---- from a body to a request ----
+
+
+def answer_request(body: ResponsesBody) -> AnswerRequest:
+    """Raises InvalidRequestError for what is wrong with it."""
+    given: dict[str, Any] = {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "max_tokens": body.max_output_tokens,
+        "logprobs": body.logprobs,
+    }
+    return AnswerRequest(
+        messages=conversation(body.instructions, body.input),
+        tools=[_tool(tool) for tool in body.tools or ()],
+        tool_choice=_tool_choice(body.tool_choice),
+        template=_template(body.reasoning),
+        params=SamplingParams(**{name: value for name, value in given.items() if value is not None}),
+        stream=bool(body.stream),
+    )
+
+
+def conversation(instructions: str | None, items: str | list[Item]) -> list[Turn]:
+    """The turns of a conversation. What the model said, thought and called, one item after the other, is one
+    turn; messages of others are turns of their own."""
+    turns: list[Turn] = []
+    if instructions:
+        turns.append({"role": "system", "content": instructions})
+    if isinstance(items, str):
+        return [*turns, {"role": "user", "content": items}]
+    names: dict[str, str] = {}  # of the functions, by the ids of their calls
+    for i, item in enumerate(items):
+        match item:
+            case MessageItem(role="assistant"):
+                add(turns, {"role": "assistant", "content": _joined(item.content)})
+            case MessageItem():
+                turns.append({"role": item.role, "content": _joined(item.content)})
+            case ReasoningItem():
+                text = "\n".join(part.text for part in item.content or item.summary or ())
+                add(turns, {"role": "assistant", "reasoning_content": text})
+            case FunctionCallItem():
+                names[item.call_id] = item.name
+                call = tool_call(item.call_id, item.name, item.arguments)
+                add(turns, {"role": "assistant", "tool_calls": [call]})
+            case FunctionCallOutputItem():
+                if item.call_id not in names:
+                    raise InvalidRequestError(
+                        f"input.{i}: there is no function_call with the call_id {shown(item.call_id)} before "
+                        "its output; nothing is stored, so send the whole conversation"
+                    )
+                output = {"tool_call_id": item.call_id, "name": names[item.call_id]}
+                turns.append({"role": "tool", **output, "content": _joined(item.output)})
+    return turns
+
+
+def _joined(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _tool(tool: FunctionTool) -> dict[str, Any]:
+    described = {} if tool.description is None else {"description": tool.description}
+    return {
+        "type": "function",
+        "function": {
+            "name": tool.name,
+            **described,
+            "parameters": tool.parameters or {"type": "object", "properties": {}},
+        },
+    }
+
+
+def _tool_choice(choice: str | NamedFunction | None) -> str | Mapping[str, str]:
+    if isinstance(choice, NamedFunction):
+        return {"name": choice.name}
+    return choice or "auto"
+
+
+def _template(reasoning: Reasoning | None) -> dict[str, Any]:
+    if reasoning is None or reasoning.effort is None:
+        return {}
+    if reasoning.effort == "none":
+        return {"enable_thinking": False}
+    return {"enable_thinking": True, "reasoning_effort": reasoning.effort}
+
+
+@router.post("/v1/responses")
+async def responses(body: ResponsesBody, http: Request) -> Response:
+    service = service_of(http)
+    service.check_name(body.model)
+    request = answer_request(body)
+    said = head(service.name, body, request.params)
+    writer = ResponseWriter(said, service.model.tokenizer, body.logprobs)
+    if request.stream:
+        return await streamed(http, request, writer.events)
+    answer, (choice,) = await whole(http, request)
+    return JsonReply(writer.whole(answer, choice))
+
+
+def head(model: str, body: ResponsesBody, params: SamplingParams) -> dict[str, Any]:
+    """What a response repeats of its request, and what the server made of it."""
+
+    def given(part: Body | None) -> dict[str, Any] | None:
+        return None if part is None else part.model_dump(exclude_unset=True, by_alias=True)
+
+    choice = body.tool_choice
+    return {
+        "model": model,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "tools": [given(tool) for tool in body.tools or ()],
+        "tool_choice": given(choice) if isinstance(choice, NamedFunction) else choice or "auto",
+        "parallel_tool_calls": True,
+        "text": {"format": {"type": "text"}, **(given(body.text) or {})},
+        "reasoning": given(body.reasoning) or {},
+        "top_logprobs": body.top_logprobs or 0,
+        "metadata": body.metadata or {},
+        "user": body.user,
+        "safety_identifier": body.safety_identifier,
+        "prompt_cache_key": body.prompt_cache_key,
+        "service_tier": "default",
+        "store": False,
+        "previous_response_id": None,
+        "background": False,
+        "truncation": "disabled",
+    }

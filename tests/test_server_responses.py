@@ -1,0 +1,312 @@
+"""/v1/responses: items into turns, deltas into items and events, and both over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai.types import responses as types
+from pydantic import TypeAdapter, ValidationError
+from tiny_server import client_of, write_model
+
+import hotset
+from hotset.errors import InvalidRequestError
+from hotset.server.answers import (
+    Choice,
+    Delta,
+    Finished,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    Usage,
+)
+from hotset.server.errors import invalid_body
+from hotset.server.openai.response_writer import ResponseWriter
+from hotset.server.openai.responses import ResponsesBody, answer_request, head
+
+BODY = {"model": "tiny", "input": "hello", "temperature": 0, "max_output_tokens": 24}
+USAGE = Usage(prompt_tokens=30, cached_tokens=20, completion_tokens=9, reasoning_tokens=4)
+EVENT = TypeAdapter(types.ResponseStreamEvent)
+
+
+def request(**fields: Any):
+    return answer_request(ResponsesBody.model_validate(BODY | fields))
+
+
+def turns(*items: dict[str, Any], **fields: Any) -> list[Any]:
+    found = request(input=list(items), **fields).messages
+    assert found is not None
+    return list(found)
+
+
+# ---- bodies ----
+
+
+def test_parameters_reach_the_sampler():
+    asked = request(temperature=0.5, top_p=0.7, stream=True, top_logprobs=2)
+    params = asked.params
+    assert (params.temperature, params.top_p, params.max_tokens, params.logprobs) == (0.5, 0.7, 24, 2)
+    assert asked.stream
+    assert request().params.logprobs is None
+    assert request(include=["message.output_text.logprobs"]).params.logprobs == 0
+
+
+def test_input_is_a_text_or_items():
+    assert request().messages == [{"role": "user", "content": "hello"}]
+    found = request(instructions="be brief").messages
+    assert found == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    parts = [{"type": "input_text", "text": "hel"}, {"type": "input_text", "text": "lo"}]
+    assert turns({"role": "developer", "content": "be kind"}, {"role": "user", "content": parts}) == [
+        {"role": "developer", "content": "be kind"},
+        {"role": "user", "content": "hello"},
+    ]
+
+
+def test_what_the_model_said_thought_and_called_is_one_turn():
+    schema = {"type": "object", "properties": {}}
+    thought = {"type": "reasoning_text", "text": "hm"}
+    items = [
+        {"role": "user", "content": "hello"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [thought]},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "status": "completed",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "let me see", "annotations": []}],
+        },
+        {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "f", "arguments": "{}"},
+        {"type": "function_call", "id": "fc_2", "call_id": "call_2", "name": "g", "arguments": "{"},
+        {"type": "function_call_output", "call_id": "call_2", "output": "2"},
+        {
+            "type": "function_call_output",
+            "call_id": "call_1",
+            "output": [{"type": "input_text", "text": "1"}],
+        },
+    ]
+    calls = [
+        {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}},
+        {"id": "call_2", "type": "function", "function": {"name": "g", "arguments": "{"}},
+    ]
+    assert turns(*items)[1:] == [
+        {"role": "assistant", "content": "let me see", "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call_2", "name": "g", "content": "2"},
+        {"role": "tool", "tool_call_id": "call_1", "name": "f", "content": "1"},
+    ]
+    with pytest.raises(InvalidRequestError, match=r"input\.1: .*'call_9'.*nothing is stored"):
+        turns(items[0], {"type": "function_call_output", "call_id": "call_9", "output": ""})
+    tool = {"type": "function", "name": "f", "description": "of x", "parameters": schema, "strict": True}
+    function = {"name": "f", "description": "of x", "parameters": schema}
+    asked = request(tools=[tool], tool_choice={"type": "function", "name": "f"})
+    assert list(asked.tools) == [{"type": "function", "function": function}]
+    assert asked.tool_choice == {"name": "f"}
+    assert request(tools=[tool], tool_choice="required").tool_choice == "required"
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"store": True}, "store: Input should be False"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id: Input should be None"),
+        ({"conversation": "conv_1"}, "conversation: Input should be None"),
+        ({"background": True}, "background: Input should be False"),
+        ({"truncation": "auto"}, "truncation: Input should be 'disabled'"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls: Input should be True"),
+        ({"reasoning": {"summary": "auto"}}, "reasoning.summary: Input should be None"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
+        ({"moderation": {"model": "m"}}, "the parameter moderation is not supported"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "a part of type input_image cannot be read",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], sentence: str):
+    with pytest.raises(ValidationError) as caught:
+        ResponsesBody.model_validate(BODY | fields)
+    errors = [{**error, "loc": ("body", *error["loc"])} for error in caught.value.errors()]
+    assert sentence in invalid_body(errors).message
+
+
+# ---- deltas ----
+
+
+def told(*deltas: Delta) -> tuple[list[Any], dict[str, Any]]:
+    """The events, each as OpenAI's own types have it, and the response."""
+    body = ResponsesBody.model_validate(BODY)
+    writer = ResponseWriter(head("tiny", body, request().params), None, None)  # type: ignore[arg-type]
+    events = json.loads(json.dumps(writer.start(1_700_000_000)))
+    for delta in deltas:
+        events += json.loads(json.dumps(writer.push(delta)))  # as they are now
+    events += json.loads(json.dumps(writer.end(USAGE)))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    found = [EVENT.validate_python(event) for event in events]
+    assert [event.type for event in found] == [event["type"] for event in events]
+    return found, events[-1]["response"]
+
+
+def test_text_is_one_item():
+    events, response = told(TextDelta(0, "he"), TextDelta(0, ""), TextDelta(0, "llo"), Finished(0, "stop"))
+    assert [event.type for event in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert events[0].response.output == []
+    assert events[2].item.content == []
+    assert events[3].part.text == ""
+    assert events[6].text == "hello"
+    (item,) = response["output"]
+    assert item == {
+        "type": "message",
+        "id": item["id"],
+        "status": "completed",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "hello", "annotations": [], "logprobs": []}],
+    }
+    assert response["status"] == "completed"
+    assert response["usage"]["input_tokens_details"]["cached_tokens"] == 20
+    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == 4
+    assert response["usage"]["total_tokens"] == 39
+    assert types.Response.model_validate(response).output_text == "hello"
+
+
+def test_reasoning_text_and_calls_are_items_in_their_order():
+    events, response = told(
+        ReasoningDelta(0, "let"),
+        ReasoningDelta(0, " me"),
+        TextDelta(0, "so"),
+        ToolCallStart(0, 0, "call_1", "f"),
+        ToolCallArguments(0, 0, '{"x"'),
+        ToolCallArguments(0, 0, ": 1}"),
+        ToolCallStart(0, 1, "call_2", "g"),
+        Finished(0, "tool_calls"),
+    )
+    reasoning, message, first, second = response["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "let me"}]
+    assert reasoning["summary"] == []
+    assert message["content"][0]["text"] == "so"
+    assert (first["call_id"], first["name"], first["arguments"]) == ("call_1", "f", '{"x": 1}')
+    assert (second["call_id"], second["name"], second["arguments"]) == ("call_2", "g", "")
+    assert {item["status"] for item in response["output"]} == {"completed"}
+    for kind in ("added", "done"):
+        of_kind = [event for event in events if event.type == f"response.output_item.{kind}"]
+        assert [event.output_index for event in of_kind] == [0, 1, 2, 3]
+        assert [event.item.id for event in of_kind] == [item["id"] for item in response["output"]]
+    pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert pieces == ['{"x"', ": 1}"]
+    assert response["status"] == "completed"
+
+
+def test_an_answer_that_is_cut_is_incomplete():
+    events, response = told(TextDelta(0, "he"), Finished(0, "length"))
+    assert events[-1].type == "response.incomplete"
+    assert response["status"] == response["output"][0]["status"] == "incomplete"
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+# ---- over HTTP ----
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def model(path: Path):
+    with hotset.load(path, backend="cpu", n_threads=1) as model:
+        yield model
+
+
+def run(path: Path, work: Callable[..., Awaitable[None]]) -> None:
+    async def whole() -> None:
+        async with client_of(path) as (client, service):
+            await work(client, service)
+
+    asyncio.run(whole())
+
+
+def events_of(reply: httpx.Response) -> list[Any]:
+    lines = reply.text.split("\n")
+    data = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    names = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
+    assert names == [event["type"] for event in data]
+    return [EVENT.validate_python(event) for event in data]
+
+
+def test_a_response_and_its_stream_are_what_the_model_says(path: Path, model: hotset.Model):
+    expected = model.chat([{"role": "user", "content": "hello"}], temperature=0, max_tokens=24).content
+
+    async def work(client: httpx.AsyncClient, _: Any) -> None:
+        asked = BODY | {"top_logprobs": 1, "metadata": {"a": "b"}}
+        body = (await client.post("/v1/responses", json=asked)).json()
+        response = types.Response.model_validate(body)
+        assert response.output_text == expected
+        assert body["store"] is False
+        assert response.metadata == {"a": "b"}
+        assert response.temperature == 0
+        logprobs = response.output[0].content[0].logprobs
+        assert "".join(one.token for one in logprobs) == expected
+        assert all(one.top_logprobs[0].logprob == one.logprob for one in logprobs)
+        events = events_of(await client.post("/v1/responses", json=asked | {"stream": True}))
+        deltas = [event for event in events if event.type == "response.output_text.delta"]
+        assert "".join(event.delta for event in deltas) == expected
+        assert all(event.logprobs for event in deltas)
+        assert events[-1].response.output_text == expected
+
+    run(path, work)
+
+
+def test_a_stream_that_fails_says_so(path: Path):
+    async def work(client: httpx.AsyncClient, service: Any) -> None:
+        asked = BODY | {"stream": True, "max_output_tokens": 200}
+        asking = asyncio.create_task(client.post("/v1/responses", json=asked))
+        while not service._answers:
+            await asyncio.sleep(0)
+        service.end_answers()
+        *_, last = events_of(await asking)
+        assert last.type == "response.failed"
+        assert last.response.status == "failed"
+        assert "shut down" in last.response.error.message
+
+    run(path, work)
+
+
+def test_errors_have_openais_shape(path: Path):
+    async def work(client: httpx.AsyncClient, _: Any) -> None:
+        reply = await client.post("/v1/responses", json=BODY | {"store": True})
+        assert reply.status_code == 400
+        assert reply.json()["error"]["param"] == "store"
+        reply = await client.post("/v1/responses", json=BODY | {"model": "other"})
+        assert reply.status_code == 404
+
+    run(path, work)
+
+
+def test_whole_is_what_the_stream_adds_up_to():
+    deltas = [
+        ReasoningDelta(0, "hm"),
+        TextDelta(0, "so"),
+        ToolCallStart(0, 0, "call_1", "f"),
+        ToolCallArguments(0, 0, "{}"),
+        Finished(0, "tool_calls"),
+    ]
+    choice = Choice(0)
+    for delta in deltas:
+        choice.add(delta)
+    assert list(choice.deltas()) == deltas
