@@ -34,7 +34,7 @@ from hotset.server.answers import (
 from hotset.server.openai.schema import Body, Share, Temperature
 from hotset.server.replies import JsonReply, event
 from hotset.server.streams import service_of, streamed, while_connected, whole
-from hotset.server.turns import Turn, add, tool_call
+from hotset.server.turns import Turn, add, check_asks, tool_call
 
 router = APIRouter()
 
@@ -193,11 +193,7 @@ def conversation(system: str | list[TextBlock] | None, messages: list[Message]) 
                 turns.append(turn)
             else:
                 add(turns, turn)
-    if turns and turns[-1]["role"] == "assistant":
-        raise InvalidRequestError(
-            "the last message is the assistant's, and an answer that was begun cannot be continued; end with "
-            "a message of the user"
-        )
+    check_asks(turns)
     return turns
 
 

@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from hotset.errors import HotsetError
-from hotset.server import anthropic, facts, health, site, tokens
+from hotset.server import anthropic, facts, health, ollama, site, tokens
 from hotset.server.errors import Problem, invalid_body, problem_of, response_of
 from hotset.server.metrics import RequestCounter
 from hotset.server.openai import chat, completions, models, responses
@@ -28,6 +28,7 @@ ROUTERS = (
     tokens.router,
     facts.router,
     anthropic.router,
+    ollama.router,
 )
 
 

@@ -1,0 +1,498 @@
+"""Ollama's dialect: /api/chat, /api/generate, and what its clients ask about the models that are there.
+
+Only a translation: a body becomes an AnswerRequest, and the deltas of an answer lines of JSON. A field that
+is not declared is refused by its name; one that is declared is obeyed, or has the one value that changes
+nothing. The model was loaded when the server began, and stays: `keep_alive` is accepted and has no meaning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import AsyncIterator, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+from pydantic import BeforeValidator, Field
+
+from hotset.api import Model
+from hotset.engine.sampler import SamplingParams
+from hotset.errors import InvalidRequestError
+from hotset.server.answers import (
+    Answer,
+    AnswerRequest,
+    Choice,
+    Delta,
+    Finished,
+    ReasoningDelta,
+    TextDelta,
+    ToolCall,
+    ToolCallArguments,
+    ToolCallStart,
+    arguments_object,
+)
+from hotset.server.errors import RequestError
+from hotset.server.logprobs import spelled
+from hotset.server.openai.schema import Body, Share, Temperature
+from hotset.server.replies import JsonReply, dumped
+from hotset.server.service import Service
+from hotset.server.streams import AnswerStream, ask, service_of, whole
+from hotset.server.turns import Turn, check_asks, tool_call
+from hotset.text.tokenizer import Tokenizer
+from hotset.units import human_count
+
+router = APIRouter()
+
+_ANY_TAG = ":latest"  # which Ollama's clients put behind a name that has none
+_MOST_SHOWN = 64  # entries of a list of the file's metadata
+_NEVER = "9999-12-31T23:59:59Z"
+
+# ---- what a client sends ----
+
+
+def _none(images: Any) -> Any:
+    if images:
+        raise ValueError("images cannot be read: this model reads only text")
+    return images
+
+
+NoImages = Annotated[Annotated[list[Any], Field(max_length=0)] | None, BeforeValidator(_none)]
+
+
+class Options(Body):
+    """How tokens are chosen. How a model is loaded (num_gpu, num_thread, ...) was said when it was."""
+
+    temperature: Temperature | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
+    typical_p: Literal[1] | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    mirostat: Literal[0] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    num_predict: Annotated[int, Field(ge=-2)] | None = None
+    num_ctx: Annotated[int, Field(ge=1)] | None = None
+
+
+class AnswerBody(Body):
+    model: Annotated[str, Field(min_length=1)]
+    stream: bool | None = None
+    options: Options | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    keep_alive: float | str | None = None
+
+    @property
+    def streams(self) -> bool:
+        return self.stream is not False
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: dict[str, Any]
+    index: int | None = None
+
+
+class Call(Body):
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
+class Message(Body):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+    images: NoImages = None
+
+
+class Function(Body):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body):
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class ChatBody(AnswerBody):
+    """Ollama's body, less what this server does not have."""
+
+    messages: list[Message] | None = None
+    tools: list[Tool] | None = None
+
+
+class GenerateBody(AnswerBody):
+    """Ollama's body, less what this server does not have."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    suffix: Literal[""] | None = None
+    template: Literal[""] | None = None
+    context: Annotated[list[int], Field(max_length=0)] | None = None
+    images: NoImages = None
+
+
+class ShowBody(Body):
+    model: str | None = None
+    name: str | None = None  # as older clients have it
+    verbose: bool | None = None
+
+
+# ---- from a body to a request ----
+
+
+def chat_request(body: ChatBody, n_ctx: int) -> AnswerRequest:
+    """Raises InvalidRequestError for what is wrong with it. n_ctx: of the model."""
+    return AnswerRequest(
+        messages=conversation(body.messages or ()),
+        tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+        template=_template(body),
+        params=_params(body, n_ctx),
+        stream=body.streams,
+    )
+
+
+def generate_request(body: GenerateBody, n_ctx: int, tokenizer: Tokenizer) -> AnswerRequest:
+    """Raises InvalidRequestError for what is wrong with it. n_ctx, tokenizer: of the model."""
+    request = partial(AnswerRequest, params=_params(body, n_ctx), stream=body.streams)
+    prompt = body.prompt or ""
+    if body.raw:
+        if body.system:
+            raise RequestError("a raw prompt is taken as it stands, without a system message", param="system")
+        return request(prompts=[_raw_tokens(prompt, tokenizer)])
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    return request(messages=[*system, {"role": "user", "content": prompt}], template=_template(body))
+
+
+def _raw_tokens(prompt: str, tokenizer: Tokenizer) -> list[int]:
+    """A raw prompt comes with the special tokens of a template that the client rendered."""
+    tokens = list(tokenizer.encode(prompt, add_special=False, parse_special=True))
+    if tokenizer.add_bos and tokenizer.bos_id is not None and tokens[:1] != [tokenizer.bos_id]:
+        tokens.insert(0, tokenizer.bos_id)
+    return tokens
+
+
+def conversation(messages: Sequence[Message]) -> list[Turn]:
+    """The turns of a conversation. Calls get an id where they have none, and results that of their call: the
+    one of that name, or else the first, that has no result yet."""
+    turns: list[Turn] = []
+    waiting: list[tuple[str, str]] = []  # ids and names of calls without a result
+    for i, message in enumerate(messages):
+        turn: Turn = {"role": message.role, "content": message.content or ""}
+        if message.thinking:
+            turn["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            calls = [(call.id or f"call_{i}_{j}", call.function) for j, call in enumerate(message.tool_calls)]
+            waiting = [(call_id, function.name) for call_id, function in calls]
+            turn["tool_calls"] = [
+                tool_call(call_id, function.name, json.dumps(function.arguments, ensure_ascii=False))
+                for call_id, function in calls
+            ]
+        if message.role == "tool":
+            fits = [
+                call
+                for call in waiting
+                if message.tool_call_id in (None, call[0]) and message.tool_name in (None, call[1])
+            ]
+            if not fits:
+                raise InvalidRequestError(
+                    f"message {i} is the result of a tool that was not called before it, or not by that name"
+                )
+            waiting.remove(fits[0])
+            turn["tool_call_id"], turn["name"] = fits[0]
+        turns.append(turn)
+    check_asks(turns)
+    return turns
+
+
+def _params(body: AnswerBody, n_ctx: int) -> SamplingParams:
+    options = body.options or Options()
+    if options.num_ctx is not None and options.num_ctx > n_ctx:
+        raise RequestError(
+            f"num_ctx is {options.num_ctx}, and the model was loaded with a context of {n_ctx}; start the "
+            "server with a larger one, or leave num_ctx out",
+            param="options.num_ctx",
+        )
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+    n_predict = options.num_predict
+    given: dict[str, Any] = {
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "repetition_penalty": options.repeat_penalty,
+        "penalty_last_n": options.repeat_last_n,
+        "presence_penalty": options.presence_penalty,
+        "frequency_penalty": options.frequency_penalty,
+        "seed": None if options.seed == -1 else options.seed,
+        "stop": options.stop,
+        "max_tokens": None if n_predict in (-1, -2) else n_predict,  # as many as fit
+        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+    }
+    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+def _template(body: AnswerBody) -> dict[str, Any]:
+    if body.think is None:
+        return {}
+    if isinstance(body.think, bool):
+        return {"enable_thinking": body.think}
+    return {"enable_thinking": True, "reasoning_effort": body.think}
+
+
+# ---- from deltas to lines ----
+
+
+class LineWriter:
+    """The objects in which a client gets an answer: one a delta, or one for all of it.
+
+    chat: whether a text is the content of a message, or stands by itself.
+    """
+
+    def __init__(self, model: str, tokenizer: Tokenizer, n_top: int | None, *, chat: bool) -> None:
+        self._model, self._tokenizer, self._n_top, self._chat = model, tokenizer, n_top, chat
+        self._began = time.perf_counter_ns()
+        self._call: ToolCall | None = None  # told when it is complete
+        self._n_calls = 0
+        self._finished: Finished | None = None
+
+    async def lines(self, answer: Answer) -> AsyncIterator[bytes]:
+        """The stream of an answer."""
+        async for delta in answer:
+            for told in self.push(delta):
+                yield dumped(told) + b"\n"
+        yield dumped(self._line() | self.end(answer)) + b"\n"
+
+    def whole(self, answer: Answer, choice: Choice) -> dict[str, Any]:
+        """The object of a finished answer."""
+        calls = []
+        for delta in choice.deltas():
+            calls += [
+                call
+                for told in self.push(delta)
+                if "message" in told
+                for call in told["message"].get("tool_calls", ())
+            ]
+        logprobs = self._logprobs(TextDelta(0, choice.text, choice.tokens, choice.logprobs))
+        return self._line(choice.text, choice.reasoning, calls) | logprobs | self.end(answer)
+
+    def push(self, delta: Delta) -> list[dict[str, Any]]:
+        match delta:
+            case TextDelta(text=text) if text:
+                return [self._line(text) | self._logprobs(delta)]
+            case ReasoningDelta(text=text) if text:
+                return [self._line(thinking=text)]
+            case ToolCallStart():
+                told = self._called()
+                self._call = ToolCall(delta.id, delta.name)
+                return told
+            case ToolCallArguments():
+                assert self._call is not None
+                self._call.arguments += delta.text
+            case Finished():
+                self._finished = delta
+                return self._called()
+        return []
+
+    def end(self, answer: Answer) -> dict[str, Any]:
+        """What the last object says beside its text."""
+        assert self._finished is not None
+        usage = answer.usage
+        prompt, generated = _durations(answer)
+        return {
+            "done": True,
+            "done_reason": "length" if self._finished.reason == "length" else "stop",
+            "total_duration": time.perf_counter_ns() - self._began,
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": prompt,
+            "eval_count": usage.completion_tokens,
+            "eval_duration": generated,
+        }
+
+    def _called(self) -> list[dict[str, Any]]:
+        if self._call is None:
+            return []
+        call, self._call = self._call, None
+        arguments = arguments_object(call.arguments)
+        function = {"index": self._n_calls, "name": call.name, "arguments": arguments}
+        self._n_calls += 1
+        return [self._line(calls=[{"id": call.id, "function": function}])]
+
+    def _line(self, text: str = "", thinking: str = "", calls: Sequence[Any] = ()) -> dict[str, Any]:
+        head = {"model": self._model, "created_at": _time(time.time()), "done": False}
+        thought = {"thinking": thinking} if thinking else {}
+        if not self._chat:
+            return head | {"response": text} | thought
+        called = {"tool_calls": list(calls)} if calls else {}
+        return head | {"message": {"role": "assistant", "content": text} | thought | called}
+
+    def _logprobs(self, delta: TextDelta) -> dict[str, Any]:
+        if self._n_top is None:
+            return {}
+        return {"logprobs": [spelled(self._tokenizer, one, self._n_top) for one in delta.logprobs]}
+
+
+def _durations(answer: Answer) -> tuple[int, int]:
+    """Nanoseconds until the first token, and from there to the last."""
+    completion = answer.generations[0].completion
+    assert completion is not None
+    timings = completion.timings
+    computed, generated = timings.prompt_tokens - timings.reused_tokens, timings.predicted_tokens - 1
+    rates = (computed, timings.prompt_per_second), (generated, timings.predicted_per_second)
+    prompt, rest = (int(n / rate * 1e9) if rate else 0 for n, rate in rates)
+    return prompt, rest
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+# ---- the routes ----
+
+
+@router.post("/api/chat")
+async def chat(body: ChatBody, http: Request) -> Response:
+    service = _named(http, body.model)
+    if not body.messages:
+        return _loaded(body, chat=True)
+    request = chat_request(body, service.model.n_ctx)
+    return await _answered(http, body, request, service, chat=True)
+
+
+@router.post("/api/generate")
+async def generate(body: GenerateBody, http: Request) -> Response:
+    service = _named(http, body.model)
+    if not body.prompt:
+        return _loaded(body, chat=False)
+    request = generate_request(body, service.model.n_ctx, service.model.tokenizer)
+    return await _answered(http, body, request, service, chat=False)
+
+
+def _named(http: Request, name: str) -> Service:
+    """The service, which has a model of this name."""
+    service = service_of(http)
+    service.check_name(name.removesuffix(_ANY_TAG))
+    return service
+
+
+async def _answered(
+    http: Request, body: AnswerBody, request: AnswerRequest, service: Service, *, chat: bool
+) -> Response:
+    writer = LineWriter(body.model, service.model.tokenizer, request.params.logprobs, chat=chat)
+    if request.stream:
+        return AnswerStream(http, await ask(http, request), writer.lines, lines=True)
+    answer, (choice,) = await whole(http, request)
+    return JsonReply(writer.whole(answer, choice))
+
+
+def _loaded(body: AnswerBody, *, chat: bool) -> Response:
+    """The answer to a request for nothing, by which clients have a model loaded."""
+    text = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
+    head = {"model": body.model, "created_at": _time(time.time())}
+    return JsonReply(head | text | {"done": True, "done_reason": "load"})
+
+
+@router.get("/api/version")
+async def api_version() -> dict[str, str]:
+    return {"version": version("hotset")}
+
+
+@router.get("/api/tags")
+async def tags(http: Request) -> dict[str, Any]:
+    return {"models": [_listed(service_of(http))]}
+
+
+@router.get("/api/ps")
+async def ps(http: Request) -> dict[str, Any]:
+    """The model is always loaded, and on which device it lies /plan tells better than a number."""
+    service = service_of(http)
+    more = {"expires_at": _NEVER, "size_vram": 0, "context_length": service.model.n_ctx}
+    return {"models": [_listed(service) | more]}
+
+
+@router.post("/api/show")
+async def show(body: ShowBody, http: Request) -> dict[str, Any]:
+    name = body.model or body.name
+    if not name:
+        raise RequestError("model is missing", param="model")
+    service = _named(http, name)
+    model = service.model
+    metadata = model.gguf.metadata
+    return {
+        "modelfile": f"FROM {service.name}\n",
+        "parameters": "",
+        "template": model.chat_template.source,
+        "license": str(metadata.get("general.license", "")),
+        "modified_at": _listed(service)["modified_at"],
+        "details": _details(model),
+        "model_info": {key: _plain(value, bool(body.verbose)) for key, value in metadata.items()},
+        "capabilities": _capabilities(model),
+    }
+
+
+def _listed(service: Service) -> dict[str, Any]:
+    """The model in a list. digest: tells files apart by name, size and time; their bytes are not read."""
+    model = service.model
+    stat = model.gguf.path.stat()
+    mark = f"{service.name} {stat.st_size} {stat.st_mtime_ns}"
+    return {
+        "name": service.name,
+        "model": service.name,
+        "modified_at": _time(stat.st_mtime),
+        "size": model.gguf.nbytes,
+        "digest": hashlib.sha256(mark.encode("utf-8", "replace")).hexdigest(),
+        "details": _details(model),
+    }
+
+
+def _details(model: Model) -> dict[str, Any]:
+    n_bytes: dict[str, int] = {}
+    for tensor in model.gguf.tensors.values():
+        n_bytes[tensor.type.name] = n_bytes.get(tensor.type.name, 0) + tensor.nbytes
+    return {
+        "parent_model": "",
+        "format": "gguf",
+        "family": model.gguf.architecture,
+        "families": [model.gguf.architecture],
+        "parameter_size": human_count(model.gguf.n_parameters).replace(" ", ""),
+        "quantization_level": max(n_bytes, key=lambda name: n_bytes[name]),
+    }
+
+
+def _capabilities(model: Model) -> list[str]:
+    """What the chat template has a place for."""
+    source = model.chat_template.source
+    marks = {"tools": ("tools",), "thinking": ("enable_thinking", "<think>", "reasoning_effort")}
+    return ["completion", *(name for name, found in marks.items() if any(mark in source for mark in found))]
+
+
+def _plain(value: Any, verbose: bool) -> Any:
+    """A value of the file's metadata as JSON has it; null for a long list, unless verbose."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, list):
+        if len(value) > _MOST_SHOWN and not verbose:
+            return None
+        return [_plain(one, verbose) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

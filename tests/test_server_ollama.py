@@ -1,0 +1,319 @@
+"""Ollama's dialect: bodies into turns, deltas into lines, and both over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from test_api import BOS, SPECIALS
+from tiny_server import client_of, write_model
+
+import hotset
+from hotset.errors import HotsetError, InvalidRequestError
+from hotset.server.answers import (
+    Delta,
+    Finished,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from hotset.server.ollama import ChatBody, GenerateBody, LineWriter, chat_request, generate_request
+
+HELLO = {"role": "user", "content": "hello"}
+OPTIONS = {"temperature": 0, "num_predict": 24}
+BODY = {"model": "tiny", "messages": [HELLO], "options": OPTIONS}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def model(path: Path):
+    with hotset.load(path, backend="cpu", n_threads=1) as model:
+        yield model
+
+
+def request(**fields: Any):
+    return chat_request(ChatBody.model_validate(BODY | fields), n_ctx=256)
+
+
+def turns(*messages: dict[str, Any]) -> list[Any]:
+    found = request(messages=list(messages)).messages
+    assert found is not None
+    return list(found)
+
+
+# ---- bodies ----
+
+
+def test_options_reach_the_sampler():
+    options = {
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.7,
+        "min_p": 0.1,
+        "repeat_penalty": 1.1,
+        "repeat_last_n": -1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "seed": 7,
+        "stop": ["a"],
+        "num_predict": 5,
+        "num_ctx": 256,
+        "mirostat": 0,
+        "typical_p": 1,
+    }
+    asked = request(options=options, logprobs=True, top_logprobs=2, keep_alive="5m")
+    expected = hotset.SamplingParams(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.7,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        penalty_last_n=-1,
+        presence_penalty=0.2,
+        frequency_penalty=0.3,
+        seed=7,
+        stop=("a",),
+        max_tokens=5,
+        logprobs=2,
+    )
+    assert asked.params == expected
+    assert asked.stream
+    assert not request(stream=False).stream
+    assert request(options={"num_predict": -1}).params.max_tokens is None
+    assert request(options=None).params == hotset.SamplingParams()
+    assert request(think=False).template == {"enable_thinking": False}
+    assert request(think="low").template == {"enable_thinking": True, "reasoning_effort": "low"}
+    with pytest.raises(HotsetError, match="num_ctx is 257, and the model was loaded with a context of 256"):
+        request(options={"num_ctx": 257})
+    with pytest.raises(HotsetError, match="top_logprobs needs logprobs"):
+        request(top_logprobs=2)
+
+
+def test_results_find_their_calls():
+    def call(name: str, **more: Any) -> dict[str, Any]:
+        return {"function": {"name": name, "arguments": {"x": "é"}}, **more}
+
+    first, *rest = turns(
+        HELLO,
+        {
+            "role": "assistant",
+            "content": "",
+            "thinking": "hm",
+            "tool_calls": [call("f"), call("g"), call("f")],
+        },
+        {"role": "tool", "tool_name": "g", "content": "2"},
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "tool_name": "f", "content": "3"},
+    )
+    assert first == HELLO
+    asked, *results = rest
+    assert asked["reasoning_content"] == "hm"
+    assert [one["id"] for one in asked["tool_calls"]] == ["call_1_0", "call_1_1", "call_1_2"]
+    assert asked["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": "é"}'}
+    assert [(one["tool_call_id"], one["name"], one["content"]) for one in results] == [
+        ("call_1_1", "g", "2"),
+        ("call_1_0", "f", "1"),
+        ("call_1_2", "f", "3"),
+    ]
+    named = turns(
+        HELLO,
+        {"role": "assistant", "tool_calls": [call("f", id="a"), call("f", id="b")]},
+        {"role": "tool", "tool_call_id": "b", "content": "2"},
+    )
+    assert named[-1]["tool_call_id"] == "b"
+    for result in ({"tool_name": "h"}, {"tool_call_id": "z"}):
+        with pytest.raises(
+            InvalidRequestError, match="message 2 is the result of a tool that was not called"
+        ):
+            turns(
+                HELLO,
+                {"role": "assistant", "tool_calls": [call("f", id="a")]},
+                {"role": "tool", "content": "", **result},
+            )
+    with pytest.raises(InvalidRequestError, match="cannot be continued"):
+        turns(HELLO, {"role": "assistant", "content": "Well,"})
+
+
+def test_a_prompt_by_the_template_or_raw(model: hotset.Model):
+    def generated(**fields: Any):
+        return generate_request(GenerateBody.model_validate({"model": "tiny"} | fields), 256, model.tokenizer)
+
+    asked = generated(prompt="hello", system="be brief")
+    assert asked.messages == [{"role": "system", "content": "be brief"}, HELLO]
+    raw = generated(prompt=f"hi{SPECIALS[-1]}", raw=True)
+    assert raw.messages is None
+    special = model.tokenizer.encode(SPECIALS[-1], add_special=False, parse_special=True)
+    assert len(special) == 1
+    assert raw.prompts == [[BOS, *b"hi", *special]]
+    with pytest.raises(HotsetError, match="raw prompt"):
+        generated(prompt="hi", raw=True, system="be brief")
+
+
+# ---- deltas ----
+
+
+def told(*deltas: Delta, chat: bool = True) -> list[dict[str, Any]]:
+    writer = LineWriter("tiny", None, None, chat=chat)  # type: ignore[arg-type]
+    lines = [line for delta in deltas for line in writer.push(delta)]
+    for line in lines:
+        assert line["model"] == "tiny"
+        assert line["done"] is False
+        datetime.fromisoformat(line["created_at"])
+    return lines
+
+
+def test_deltas_are_lines():
+    deltas = [ReasoningDelta(0, "hm"), TextDelta(0, "so"), TextDelta(0, ""), Finished(0, "stop")]
+    thought, text = told(*deltas)
+    assert thought["message"] == {"role": "assistant", "content": "", "thinking": "hm"}
+    assert text["message"] == {"role": "assistant", "content": "so"}
+    thought, text = told(*deltas, chat=False)
+    assert (thought["response"], thought["thinking"]) == ("", "hm")
+    assert text["response"] == "so"
+
+
+def test_a_call_is_told_when_it_is_complete():
+    lines = told(
+        ToolCallStart(0, 0, "a", "f"),
+        ToolCallArguments(0, 0, '{"x"'),
+        ToolCallArguments(0, 0, ": 1}"),
+        ToolCallStart(0, 1, "b", "g"),
+        ToolCallArguments(0, 1, "{"),
+        Finished(0, "tool_calls"),
+    )
+    assert [line["message"]["tool_calls"] for line in lines] == [
+        [{"id": "a", "function": {"index": 0, "name": "f", "arguments": {"x": 1}}}],
+        [{"id": "b", "function": {"index": 1, "name": "g", "arguments": {"INVALID_JSON": "{"}}}],
+    ]
+
+
+# ---- over HTTP ----
+
+
+def run(path: Path, work: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        async with client_of(path) as (client, _):
+            await work(client)
+
+    asyncio.run(whole())
+
+
+def check_last(line: dict[str, Any], model: hotset.Model, n_prompt: int) -> None:
+    assert line["done"] is True
+    assert line["done_reason"] == "length"
+    assert line["prompt_eval_count"] == n_prompt
+    assert line["eval_count"] == 24
+    durations = [line[f"{name}_duration"] for name in ("prompt_eval", "eval")]
+    assert all(duration > 0 for duration in durations)
+    assert sum(durations) <= line["total_duration"]
+
+
+def test_chat_and_generate_are_what_the_model_says(path: Path, model: hotset.Model):
+    expected = model.chat([HELLO], temperature=0, max_tokens=24).content
+    n_prompt = len(model.encode_chat([HELLO]))
+
+    async def work(client: httpx.AsyncClient) -> None:
+        asked = BODY | {"model": "tiny:latest"}
+        reply = await client.post("/api/chat", json=asked)
+        assert reply.headers["content-type"] == "application/x-ndjson"
+        *lines, last = [json.loads(line) for line in reply.text.splitlines()]
+        assert "".join(line["message"]["content"] for line in lines) == expected
+        assert last["message"] == {"role": "assistant", "content": ""}
+        check_last(last, model, n_prompt)
+        line = (await client.post("/api/chat", json=asked | {"stream": False})).json()
+        assert line["message"]["content"] == expected
+        assert line["model"] == "tiny:latest"
+        check_last(line, model, n_prompt)
+
+        asked = {"model": "tiny", "prompt": "hello", "options": OPTIONS, "logprobs": True, "top_logprobs": 1}
+        *lines, last = [
+            json.loads(line) for line in (await client.post("/api/generate", json=asked)).text.splitlines()
+        ]
+        assert "".join(line["response"] for line in lines) == expected
+        assert "".join(one["token"] for line in lines for one in line["logprobs"]) == expected
+        check_last(last, model, n_prompt)
+        line = (await client.post("/api/generate", json=asked | {"stream": False})).json()
+        assert line["response"] == expected
+        assert len(line["logprobs"]) == len([one for line in lines for one in line["logprobs"]])
+        raw = asked | {"raw": True, "stream": False}
+        line = (await client.post("/api/generate", json=raw)).json()
+        assert line["response"] == model.generate("hello", temperature=0, max_tokens=24).text
+
+    run(path, work)
+
+
+def test_a_request_for_nothing_loads(path: Path):
+    async def work(client: httpx.AsyncClient) -> None:
+        line = (await client.post("/api/generate", json={"model": "tiny", "keep_alive": -1})).json()
+        assert (line["done"], line["done_reason"], line["response"]) == (True, "load", "")
+        line = (await client.post("/api/chat", json={"model": "tiny", "messages": []})).json()
+        assert line["message"]["content"] == ""
+
+    run(path, work)
+
+
+def test_what_is_there(path: Path):
+    async def work(client: httpx.AsyncClient) -> None:
+        (listed,) = (await client.get("/api/tags")).json()["models"]
+        assert listed["name"] == listed["model"] == "tiny"
+        assert listed["size"] == path.stat().st_size
+        assert len(listed["digest"]) == 64
+        assert datetime.fromisoformat(listed["modified_at"]).timestamp() == pytest.approx(
+            path.stat().st_mtime
+        )
+        assert listed["details"]["family"] == "llama"
+        assert listed["details"]["quantization_level"] == "F32"
+        shown = (await client.post("/api/show", json={"model": "tiny"})).json()
+        assert shown["details"] == listed["details"]
+        assert shown["capabilities"] == ["completion"]
+        assert shown["model_info"]["general.architecture"] == "llama"
+        assert shown["model_info"]["tokenizer.ggml.tokens"] is None
+        assert str(path) not in json.dumps(shown)
+        verbose = (await client.post("/api/show", json={"name": "tiny", "verbose": True})).json()
+        assert len(verbose["model_info"]["tokenizer.ggml.tokens"]) == 259
+        (running,) = (await client.get("/api/ps")).json()["models"]
+        assert running["context_length"] == 256
+        assert "version" in (await client.get("/api/version")).json()
+
+    run(path, work)
+
+
+def test_a_template_says_what_a_model_can(tmp_path: Path):
+    template = "{% if tools %}{% endif %}{% if enable_thinking %}{% endif %}"
+    path = write_model(tmp_path / "tiny.gguf", **{"tokenizer.chat_template": template})
+
+    async def work(client: httpx.AsyncClient) -> None:
+        shown = (await client.post("/api/show", json={"model": "tiny"})).json()
+        assert shown["capabilities"] == ["completion", "tools", "thinking"]
+        assert shown["template"] == template
+
+    run(path, work)
+
+
+def test_errors_have_ollamas_shape(path: Path):
+    async def work(client: httpx.AsyncClient) -> None:
+        async def refused(sentence: str, status: int = 400, **fields: Any) -> None:
+            reply = await client.post("/api/chat", json=BODY | fields)
+            assert reply.status_code == status, reply.text
+            error = reply.json()
+            assert set(error) == {"error"}
+            assert sentence in error["error"]
+
+        await refused("'other' is not served", 404, model="other")
+        await refused("options.num_gpu is not supported", options={"num_gpu": 1})
+        await refused("options.mirostat: Input should be 0", options={"mirostat": 2})
+        await refused("messages.0.images", messages=[HELLO | {"images": ["aGk="]}])
+        await refused("in the context of 256", messages=[{"role": "user", "content": "x" * 5000}])
+
+    run(path, work)
