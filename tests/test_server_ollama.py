@@ -313,7 +313,7 @@ def test_errors_have_ollamas_shape(path: Path):
         await refused("'other' is not served", 404, model="other")
         await refused("options.num_gpu is not supported", options={"num_gpu": 1})
         await refused("options.mirostat: Input should be 0", options={"mirostat": 2})
-        await refused("messages.0.images", messages=[HELLO | {"images": ["aGk="]}])
+        await refused("messages.0.images: images cannot be read", messages=[HELLO | {"images": ["aGk="]}])
         await refused("in the context of 256", messages=[{"role": "user", "content": "x" * 5000}])
 
     run(path, work)
