@@ -1,0 +1,48 @@
+"""A server on a real socket, in a thread of the test's process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+import hotset
+from hotset.server.app import create_app
+from hotset.server.service import Service
+from hotset.server.settings import ServerSettings
+
+SECONDS = 60  # in which it must have begun, and ended
+
+
+@contextmanager
+def live_server(path: Path, *, name: str = "tiny", **settings: Any) -> Iterator[str]:
+    """The address of a server with a model: http://127.0.0.1 and a free port. settings: ServerSettings."""
+
+    def load() -> hotset.Model:
+        return hotset.load(path, backend="cpu", n_threads=1, max_sequences=4)
+
+    service = Service(load, ServerSettings(port=0, **settings), name=name)
+    config = uvicorn.Config(create_app(service), port=0, log_config=None, lifespan="on")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, name="live-server")
+    thread.start()
+    try:
+        _until(lambda: server.started and service.is_ready)
+        (socket,) = server.servers[0].sockets
+        yield f"http://127.0.0.1:{socket.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+
+
+def _until(there: Any) -> None:
+    end = time.monotonic() + SECONDS
+    while not there():
+        assert time.monotonic() < end, "the server did not begin"
+        time.sleep(0.01)

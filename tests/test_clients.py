@@ -1,0 +1,192 @@
+"""The official clients of OpenAI and Anthropic against a server on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from live_server import live_server
+from tiny_server import write_model
+
+import hotset
+
+# Of a few short words, one after which the model of the tests ends its answer itself: some helpers of the
+# clients take nothing else for an answer.
+MESSAGES: list[Any] = [{"role": "user", "content": "ok"}]
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 100}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> Iterator[hotset.Model]:
+    with hotset.load(path, backend="cpu", n_threads=1) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def expected(model: hotset.Model) -> str:
+    """What the model says to MESSAGES."""
+    answer = model.chat(MESSAGES, **GREEDY)
+    assert answer.completion.finish_reason == "stop"
+    return answer.content
+
+
+@pytest.fixture(scope="module")
+def url(path: Path) -> Iterator[str]:
+    with live_server(path, api_keys=("secret",)) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def oai(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def claude(url: str) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=url, api_key="secret", max_retries=0) as client:
+        yield client
+
+
+# ---- OpenAI's ----
+
+
+def test_openai_chat(oai: openai.OpenAI, expected: str):
+    answer = oai.chat.completions.create(model="tiny", messages=MESSAGES, **GREEDY)
+    assert answer.choices[0].message.content == expected
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_openai_chat_stream(oai: openai.OpenAI, expected: str):
+    stream = oai.chat.completions.create(
+        model="tiny", messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **GREEDY
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == expected
+    assert chunks[-1].usage.completion_tokens > 0
+    with oai.chat.completions.stream(model="tiny", messages=MESSAGES, **GREEDY) as stream:
+        kinds = {event.type for event in stream}
+        answer = stream.get_final_completion()
+    assert {"chunk", "content.delta", "content.done"} <= kinds
+    assert answer.choices[0].message.content == expected
+
+
+def test_openai_asks_side_by_side(url: str, expected: str):
+    async def work() -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as client:
+            asked = [
+                client.chat.completions.create(model="tiny", messages=MESSAGES, **GREEDY) for _ in range(4)
+            ]
+            return await asyncio.gather(*asked)
+
+    answers = asyncio.run(work())
+    assert [answer.choices[0].message.content for answer in answers] == [expected] * 4
+
+
+def test_openai_completions(oai: openai.OpenAI, model: hotset.Model):
+    expected = model.generate("hello", **GREEDY).text
+    answer = oai.completions.create(model="tiny", prompt="hello", **GREEDY)
+    assert answer.choices[0].text == expected
+    chunks = list(oai.completions.create(model="tiny", prompt="hello", stream=True, **GREEDY))
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected
+    echoed = oai.completions.create(model="tiny", prompt="hello", echo=True, logprobs=1, **GREEDY)
+    assert echoed.choices[0].text == f"hello{expected}"
+    assert len(echoed.choices[0].logprobs.tokens) == len(echoed.choices[0].logprobs.token_logprobs)
+
+
+def test_openai_models(oai: openai.OpenAI):
+    (listed,) = oai.models.list()
+    assert listed.id == "tiny"
+    assert oai.models.retrieve("tiny").id == "tiny"
+
+
+def test_openai_responses(oai: openai.OpenAI, expected: str):
+    asked = {"model": "tiny", "input": MESSAGES, "temperature": 0, "max_output_tokens": 100}
+    answer = oai.responses.create(**asked)
+    assert answer.output_text == expected
+    assert answer.status == "completed"
+    events = list(oai.responses.create(stream=True, **asked))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == expected
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    with oai.responses.stream(**asked) as stream:
+        texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert "".join(texts) == final.output_text == expected
+    # An answer is an item of the next request.
+    conversation = [*MESSAGES, *answer.output, {"role": "user", "content": "and?"}]
+    again = oai.responses.create(**{**asked, "input": conversation})
+    assert again.usage.input_tokens > answer.usage.input_tokens + answer.usage.output_tokens
+
+
+def test_openai_errors(oai: openai.OpenAI, url: str):
+    with pytest.raises(openai.NotFoundError) as caught:
+        oai.chat.completions.create(model="other", messages=MESSAGES)
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as bad:
+        oai.chat.completions.create(model="tiny", messages=MESSAGES, extra_body={"frobnicate": 1})
+    assert bad.value.param == "frobnicate"
+    assert "frobnicate is not supported" in bad.value.message
+    with pytest.raises(openai.BadRequestError) as bad:
+        oai.responses.create(model="tiny", input="hello", previous_response_id="resp_1")
+    assert bad.value.param == "previous_response_id"
+    stranger = openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0)
+    with stranger, pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+
+
+# ---- Anthropic's ----
+
+
+def test_anthropic_messages(claude: anthropic.Anthropic, expected: str):
+    # Its own types have no temperature any more; the server has.
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 100, "messages": MESSAGES}
+    greedy = {"extra_body": {"temperature": 0}}
+    message = claude.messages.create(**asked, **greedy)
+    assert message.content[0].text == expected
+    assert message.stop_reason == "end_turn"
+    assert message.usage.output_tokens > 0
+    with claude.messages.stream(**asked, **greedy) as stream:
+        assert "".join(stream.text_stream) == expected
+        final = stream.get_final_message()
+    assert final.content[0].text == expected
+    assert final.stop_reason == message.stop_reason
+    usage = final.usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == message.usage.input_tokens + (
+        message.usage.cache_read_input_tokens or 0
+    )
+    conversation = [*MESSAGES, message.to_param(), {"role": "user", "content": "and?"}]
+    again = claude.messages.create(**{**asked, "messages": conversation}, **greedy)
+    assert again.content[0].type == "text"
+
+
+def test_anthropic_counts_tokens(claude: anthropic.Anthropic, model: hotset.Model):
+    counted = claude.messages.count_tokens(model="tiny", messages=MESSAGES, system="be brief")
+    expected = model.encode_chat([{"role": "system", "content": "be brief"}, *MESSAGES])
+    assert counted.input_tokens == len(expected)
+
+
+def test_anthropic_errors(claude: anthropic.Anthropic, url: str):
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 4, "messages": MESSAGES}
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        claude.messages.create(**asked | {"model": "other"})
+    assert caught.value.body["error"]["type"] == "not_found_error"
+    with pytest.raises(anthropic.BadRequestError, match="container is not supported"):
+        claude.messages.create(**asked, extra_body={"container": "c"})
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+    with pytest.raises(anthropic.BadRequestError, match="reads only text"):
+        claude.messages.create(**asked | {"messages": [{"role": "user", "content": [image]}]})
+    stranger = anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0)
+    with stranger, pytest.raises(anthropic.AuthenticationError):
+        stranger.messages.create(**asked)
