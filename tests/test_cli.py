@@ -128,6 +128,26 @@ def answer(*arguments: object, stdin: str = "") -> dict[str, Any]:
 # -- run -----------------------------------------------------------------------------------------
 
 
+def test_an_answer_has_the_form_that_is_asked_for(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 3}')
+    for given in (schema, schema.read_text()):
+        result = answer(model, "Hello", "--json-schema", given, "--seed", 1)
+        assert len(json.loads(result["text"])) in (2, 3)
+        assert result["finish_reason"] == "stop"
+    rules = tmp_path / "list.gbnf"
+    rules.write_text('root ::= "th" [a-c]{2} "."\n')
+    for option, value in (("--grammar-file", rules), ("--grammar", rules.read_text())):
+        assert re.fullmatch(r"th[a-c]{2}\.", answer(model, "Hello", option, value, "--seed", 1)["text"])
+    done = inside("run", model, "Hello", "--grammar", "root ::= other", "--backend", "reference")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "the grammar cannot be used: Rule 'other' not found" in done.stderr
+    assert inside("run", model, "Hello", "-j", "{}", "--grammar", "x").returncode == 1
+    assert inside("run", model, "Hello", "--grammar", "x", "--grammar-file", rules).returncode == 2
+    assert inside("run", model, "Hello", "--json-schema", tmp_path / "none").returncode == 2
+
+
 def test_run_prints_the_answer_and_nothing_else(model: Path) -> None:
     done = hotset("run", model, "Hello", "-n", 6, "--temp", 0, "--backend", "reference")
     assert done.returncode == 0

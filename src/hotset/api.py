@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hotset.placement.table import Placement
     from hotset.sparsity.stats import PredictorQuality, StatsSummary
     from hotset.text.chat import ChatTemplate
+    from hotset.text.constraint import Grammars
     from hotset.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -143,6 +144,13 @@ class Model:
             renderer.close()
             raise
 
+    @cached_property
+    def grammars(self) -> Grammars:
+        """What answers may have to follow. Its vocabulary is made with the first."""
+        from hotset.text.constraint import Grammars
+
+        return Grammars(self.tokenizer)
+
     @property
     def _bos_id(self) -> int | None:
         """The token that every text of this model begins with, if there is one."""
@@ -242,11 +250,16 @@ class Model:
     def prepare(self, tokens: list[int], params: SamplingParams, reuse_prefix: bool = True) -> Generation:
         """An answer that has not begun: for whoever gives its sequence to the thread and takes the events.
 
-        Raises ContextLengthError, and InvalidRequestError for a token or a bias outside the vocabulary.
+        Raises ContextLengthError, and InvalidRequestError for a token or a bias outside the vocabulary and
+        for a schema or grammar that cannot be used; HotsetError where what it needs is not installed.
         """
         self._check_open()
         sequence = self.engine.prepare(
-            tokens, params, stop_ids=self.tokenizer.stop_ids, reuse_prefix=reuse_prefix
+            tokens,
+            params,
+            stop_ids=self.tokenizer.stop_ids,
+            reuse_prefix=reuse_prefix,
+            constraint=self.grammars.constraint(*params.form) if params.form else None,
         )
         return Generation(self.thread, sequence, params, self.tokenizer, self.summary)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hotset.settings import LoadSettings
 
 _ENGINE, _SAMPLING, _TEXT, _GPU = "Engine", "Sampling", "Input and output", "GPU"
+_FORM = "Form of the answer (needs hotset[serve])"
 
 
 def _option(names: str, help: str, panel: str | None = None, **more: object) -> typer.models.OptionInfo:
@@ -130,6 +131,17 @@ Stop = Annotated[
     list[str] | None, _option("--stop -r", "End the answer before this text; repeatable.", _SAMPLING)
 ]
 IgnoreEos = Annotated[bool, _option("--ignore-eos", "Go on where the model would end.", _SAMPLING)]
+
+JsonSchema = Annotated[
+    str | None, _option("--json-schema -j", "The answer is JSON of this schema: a file, or its text.", _FORM)
+]
+GrammarText = Annotated[
+    str | None, _option("--grammar", "The answer follows these rules, in GBNF or Lark.", _FORM)
+]
+GrammarFile = Annotated[
+    Path | None,
+    _option("--grammar-file", "The same, from a file.", _FORM, exists=True, dir_okay=False),
+]
 
 
 # -- groups: a verb takes one as a parameter, and `spread` shows the options that it holds ----------
@@ -255,6 +267,9 @@ class SamplingOptions:
     seed: Seed = None
     stop: Stop = None
     ignore_eos: IgnoreEos = False
+    json_schema: JsonSchema = None
+    grammar: GrammarText = None
+    grammar_file: GrammarFile = None
 
     def params(self) -> dict[str, Any]:
         """What Model.generate takes for those that were given."""
@@ -273,8 +288,28 @@ class SamplingOptions:
             "stop": tuple(self.stop) if self.stop else None,
             "max_tokens": self.n_predict if self.n_predict != -1 else None,
             "ignore_eos": self.ignore_eos or None,
+            "json_schema": _json_schema(self.json_schema),
+            "grammar": self._grammar(),
         }
         return {key: value for key, value in given.items() if value is not None}
+
+    def _grammar(self) -> str | None:
+        if self.grammar_file is None:
+            return self.grammar
+        if self.grammar is not None:
+            raise typer.BadParameter("the grammar is given twice.", param_hint="--grammar-file")
+        from hotset.cli.console import read_text
+
+        return read_text(self.grammar_file, "--grammar-file")
+
+
+def _json_schema(given: str | None) -> str | None:
+    """The text of a schema, of a file where it is not itself one."""
+    if given is None or given.lstrip()[:1] == "{":
+        return given
+    from hotset.cli.console import read_text
+
+    return read_text(Path(given), "--json-schema")
 
 
 def _logit_bias(texts: list[str]) -> dict[int, float]:

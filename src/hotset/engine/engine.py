@@ -25,7 +25,7 @@ import numpy as np
 from hotset.backends.base import PAGE_SIZE, Backend, Batch, StepStats
 from hotset.engine.kv_cache import ROOT, PagePool
 from hotset.engine.pacing import PROMPT_SECONDS, Chunk, PromptShare, divide, weigher
-from hotset.engine.sampler import Sampler, SamplingParams, TokenLogprobs
+from hotset.engine.sampler import Constraint, Sampler, SamplingParams, TokenLogprobs
 from hotset.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError, StepCancelledError
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -238,10 +238,12 @@ class Engine:
         *,
         stop_ids: Collection[int] = (),
         reuse_prefix: bool = True,
+        constraint: Constraint | None = None,
     ) -> Sequence:
         """A checked sequence that generates after `prompt` once it is given to `enqueue`.
 
         stop_ids: tokens that end the answer. reuse_prefix: False computes the whole prompt again.
+        constraint: what the answer must follow; it ends with "stop" where nothing can follow.
         Raises ContextLengthError when the prompt and one token do not fit, InvalidRequestError for a token id
         outside the vocabulary.
         """
@@ -253,7 +255,7 @@ class Engine:
                 f"{self.n_ctx}; shorten it or load the model with a larger n_ctx"
             )
         forbidden = stop_ids if params.ignore_eos else ()
-        sampler = Sampler(params, self.backend.n_vocab, tokens, forbidden)
+        sampler = Sampler(params, self.backend.n_vocab, tokens, forbidden, constraint)
         n_tokens_max = self.n_ctx
         if params.max_tokens is not None:
             n_tokens_max = min(n_tokens_max, len(tokens) + params.max_tokens)
@@ -561,7 +563,9 @@ class Engine:
                 if end == len(sequence.tokens):
                     self._finish(sequence, "length")
             elif n_rows:
-                if sequence.tokens[-1] in sequence.stop_ids:
+                constraint = sequence.sampler.constraint if sequence.sampler else None
+                complete = constraint is not None and constraint.finished
+                if complete or sequence.tokens[-1] in sequence.stop_ids:
                     self._finish(sequence, "stop")
                 elif len(sequence.tokens) >= sequence.n_tokens_max:
                     self._finish(sequence, "length")

@@ -123,6 +123,20 @@ class Tokenizer:
             rows[:, 0] = self.bos_id
         return rows
 
+    def encode_inside(self, text: str) -> list[int]:
+        """The ids of `text` where it goes on in the midst of another: nothing is put before it, no space.
+
+        Special tokens spelled in it are text.
+        """
+        ids: list[int] = []
+        splitter = self._user_defined_splitter
+        for i, part in enumerate(splitter.split(text) if splitter else [text]):
+            if i % 2:
+                ids.append(self._user_defined[part])
+            elif part:
+                ids += self._encode_plain(part, after_special=False)
+        return ids
+
     def _encode_plain(self, text: str, after_special: bool) -> list[int]:
         """The ids of `text` (not empty), which holds no special token.
 
@@ -182,6 +196,10 @@ class Tokenizer:
     def is_special(self, id: int) -> bool:
         """Whether `id` is a control token (or the unknown one), which a reader of the text should not see."""
         return bool(self.types[id] in (_CONTROL, _UNKNOWN))
+
+    def is_user_defined(self, id: int) -> bool:
+        """Whether `id` is one token wherever its text stands, and text that a reader sees."""
+        return bool(self.types[id] == _USER_DEFINED)
 
     def piece(self, id: int | None) -> str:
         """The spelling of a special token, "" for None: what chat templates call `bos_token`."""

@@ -1,0 +1,282 @@
+"""Answers that follow a grammar: JSON of a schema, a regular expression, or rules in GBNF or Lark.
+
+llguidance (extra `serve`) decides which tokens may come next; here is what it must know of a vocabulary, and
+the care that grammars of strangers need: one is first tried in a process of its own (grammar_child.py), since
+inside the library a short one can take minutes, or the whole stack and the process with it.
+
+    grammars = Grammars(tokenizer)                       # once per model: half a second for 150,000 tokens
+    constraint = grammars.constraint("json_schema", '{"type": "object"}')    # one per answer
+    engine.prepare(tokens, params, constraint=constraint, ...)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hotset.errors import HotsetError, InvalidRequestError
+from hotset.escaping import clause
+from hotset.text import grammar_child
+from hotset.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_TEXT_CHARS = 1 << 18
+"""The longest grammar or schema that is accepted."""
+MAX_SECONDS = 3
+"""How long one may take to compile and to go some bytes along (real ones take milliseconds)."""
+MAX_BYTES = 1 << 30
+"""How much memory of the process that tries it."""
+_MAX_KEPT = 32  # compiled grammars
+_MAX_WAIT_SECONDS = 20.0  # for the process that tries one, by the clock
+
+_NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "grammar": "grammar"}
+
+
+class Grammars:
+    """What answers of one model may have to follow. Several threads may use it.
+
+    Raises HotsetError where llguidance is not installed, when it is first needed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._library: LLTokenizer | None = None
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()  # none has taken a token
+
+    @property
+    def library(self) -> LLTokenizer:
+        """The vocabulary as llguidance has it; made when it is first asked for."""
+        with self._lock:
+            if self._library is None:
+                self._library = _vocabulary(self.tokenizer)
+            return self._library
+
+    def constraint(self, kind: str, text: str) -> GrammarConstraint:
+        """What an answer must follow, from its first token on.
+
+        kind: "json_schema", "regex" (the whole answer matches), or "grammar" (GBNF, which has a rule
+        `root ::=`, or llguidance's Lark, which has a rule `start:`).
+        Raises InvalidRequestError for a text that is none, is not supported, or takes too much.
+        """
+        key = (kind, text)
+        with self._lock:
+            matcher = self._kept.get(key)
+            if matcher is not None:
+                self._kept.move_to_end(key)
+        if matcher is None:
+            matcher = self._compiled(kind, text)
+            with self._lock:
+                self._kept[key] = matcher
+                while len(self._kept) > _MAX_KEPT:
+                    self._kept.popitem(last=False)
+        return GrammarConstraint(matcher.deep_copy(), self.tokenizer.n_vocab)
+
+    def _compiled(self, kind: str, text: str) -> LLMatcher:
+        home = _home()
+        grammar = _tried(kind, text, home)
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(self.library, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise _refused(kind, matcher.get_error())
+        return matcher
+
+
+class GrammarConstraint:
+    """A grammar and how far an answer has come in it; an engine's Constraint, for one answer."""
+
+    def __init__(self, matcher: LLMatcher, n_vocab: int) -> None:
+        self._matcher = matcher
+        words = (n_vocab + 31) // 32
+        self._mask = np.zeros(words, np.int32)
+        self._seconds = 0.0
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer is complete and nothing can follow."""
+        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+
+    @property
+    def can_end(self) -> bool:
+        """Whether the answer would be complete here."""
+        return bool(self._matcher.is_accepting())
+
+    def mask(self) -> np.ndarray:
+        """The tokens that may come next, as bits: uint8, token i is bit i % 8 of byte i // 8.
+
+        It is valid until the next call. Raises InvalidRequestError where the grammar takes too much here.
+        """
+        begun = time.thread_time()
+        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        if self._matcher.is_error():  # the mask then allows the end, which is not to pass for a whole answer
+            raise InvalidRequestError(
+                f"the grammar of the answer cannot go on here ({_reason(self._matcher.get_error())}); "
+                "simplify it"
+            )
+        # By the time of this thread alone: how busy the machine is decides nothing.
+        if time.thread_time() - begun > grammar_child.MAX_MASK_SECONDS:
+            raise InvalidRequestError(
+                "the grammar of the answer is too slow: it takes half a second to find what may come next; "
+                "simplify it"
+            )
+        return self._mask.view(np.uint8)
+
+    def accept(self, token: int) -> None:
+        """Goes on by a token that the mask allowed."""
+        if not self._matcher.consume_token(token):
+            raise InvalidRequestError(
+                f"the grammar of the answer does not allow token {token} here "
+                f"({_reason(self._matcher.get_error())})"
+            )
+
+
+# --- a grammar, tried
+
+
+def _home() -> str:
+    """The folder from which llguidance is imported."""
+    spec = find_spec("llguidance")
+    if spec is None or spec.origin is None:
+        raise HotsetError(
+            "answers that follow a JSON schema or a grammar need llguidance, which is not installed: "
+            "pip install 'hotset[serve]'"
+        )
+    return str(Path(spec.origin).resolve().parent.parent)
+
+
+def _tried(kind: str, text: str, home: str) -> str:
+    """What llguidance makes of a grammar, once it has been compiled elsewhere within limits."""
+    if len(text) > MAX_TEXT_CHARS:
+        raise InvalidRequestError(
+            f"the {_NAMES[kind]} has {len(text)} characters, and at most {MAX_TEXT_CHARS} are accepted"
+        )
+    if "\0" in text:
+        raise InvalidRequestError(f"the {_NAMES[kind]} has a character 0 in it; leave it out")
+    command = [sys.executable or "python3", "-I", "-S", grammar_child.__file__, home]
+    command += [str(MAX_SECONDS), str(MAX_BYTES)]
+    try:
+        child = subprocess.run(
+            command,
+            input=json.dumps({"kind": kind, "text": text}).encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=os.path.abspath(os.sep),
+            timeout=_MAX_WAIT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise _too_much(kind) from None
+    except OSError as error:
+        raise HotsetError(
+            f"the process that tries a grammar cannot be started ({command[0]}: {error.strerror})"
+        ) from None
+    try:
+        answer: dict[str, Any] = json.loads(child.stdout)
+    except ValueError:
+        answer = {}  # it ran into a limit
+    if "error" in answer:
+        raise _refused(kind, answer["error"])
+    if "grammar" not in answer:
+        raise _too_much(kind)
+    return str(answer["grammar"])
+
+
+def _refused(kind: str, reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"the {_NAMES[kind]} cannot be used: {_reason(reason)}")
+
+
+def _too_much(kind: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the {_NAMES[kind]} takes too much time, memory or depth to compile; simplify it"
+    )
+
+
+def _reason(said: str) -> str:
+    """A complaint of llguidance: what comes after the first line shows the grammar or the parser's state."""
+    lines = said.strip().splitlines()
+    return clause(lines[0] if lines else "no reason given")
+
+
+# --- a vocabulary, as llguidance has it
+
+
+def is_marker(tokenizer: Tokenizer, id: int) -> bool:
+    """Whether a token is no text for a grammar, but a mark that only its id names: `<[id]>` in Lark.
+
+    Control tokens are, and so are those that files give a visible type because a program must see them
+    (<|channel|>): inside the text of an answer they would end it, or be read as something else.
+    """
+    piece = tokenizer.tokens[id]
+    return tokenizer.is_special(id) or (
+        tokenizer.is_user_defined(id) and piece.startswith("<|") and piece.endswith("|>")
+    )
+
+
+def _vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
+    _home()
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    wrapper = TokenizerWrapper(_Bytes(tokenizer))
+    stops = sorted(tokenizer.stop_ids) or None
+    return LLTokenizer(wrapper, eos_token=stops)
+
+
+class _Bytes:
+    """A vocabulary in the shape that llguidance asks for.
+
+    It is called for text that a grammar forces, to have it in the tokens that the model would take. An
+    exception in there ends the process: none may leave it.
+    """
+
+    special_token_ids: tuple[int, ...] = ()
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.bos_token_id = tokenizer.bos_id
+        self.eos_token_id = min(tokenizer.stop_ids, default=None)
+        self.tokens = [self._bytes(id) for id in range(tokenizer.n_vocab)]
+        self._id = {piece: id for id, piece in enumerate(self.tokens)}
+
+    def _bytes(self, id: int) -> bytes:
+        """llguidance knows marks by a first byte of FF, which no text has: nothing else may begin so."""
+        piece = self._tokenizer.token_bytes(id)
+        if is_marker(self._tokenizer, id):
+            return b"\xff" + piece
+        return b"" if piece.startswith(b"\xff") else piece  # (an empty token is never allowed)
+
+    def __call__(self, text: str) -> list[int]:
+        wanted = text.encode("utf-8", "replace")
+        try:
+            ids = self._tokenizer.encode_inside(text)
+        except Exception:
+            ids = []
+        if b"".join(self.tokens[id] for id in ids) == wanted:
+            return ids
+        return self._longest_first(wanted)  # a mark is spelled in it, or what the vocabulary lacks
+
+    def _longest_first(self, text: bytes) -> list[int]:
+        """The longest token that the text begins with, and so on; as far as that goes."""
+        ids: list[int] = []
+        while text:
+            found = next(
+                (id for n in range(len(text), 0, -1) if (id := self._id.get(text[:n])) is not None), None
+            )
+            if found is None:
+                break
+            ids.append(found)
+            text = text[len(self.tokens[found]) :]
+        return ids

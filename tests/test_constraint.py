@@ -1,0 +1,521 @@
+"""Answers that follow a grammar: the vocabulary as llguidance has it, masks, ends, and hostile grammars.
+
+Most run on the fake backend, whose logits are random: no model is harder to keep to a grammar.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_backend import FakeBackend
+from test_api import write_model
+from test_tokenizer import bpe_metadata, sentencepiece_metadata
+
+import hotset
+from hotset.engine.engine import Engine, Sequence
+from hotset.engine.sampler import SamplingParams
+from hotset.errors import HotsetError, InvalidRequestError
+from hotset.text import constraint
+from hotset.text.constraint import GrammarConstraint, Grammars
+from hotset.text.tokenizer import Tokenizer, load_tokenizer
+
+pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
+
+KINDS = {"bpe": bpe_metadata, "sentencepiece": sentencepiece_metadata}
+
+
+@cache
+def grammars(kind: str = "bpe") -> Grammars:
+    return Grammars(load_tokenizer(KINDS[kind]()))
+
+
+def ids_of(mask: np.ndarray, tokenizer: Tokenizer) -> set[int]:
+    bits = np.unpackbits(mask, bitorder="little")
+    assert not bits[tokenizer.n_vocab :].any()
+    return set(np.flatnonzero(bits).tolist())
+
+
+def after(rule: GrammarConstraint, tokens: list[int]) -> GrammarConstraint:
+    for token in tokens:
+        rule.accept(token)
+    return rule
+
+
+# --- the vocabulary
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("before", ["", "Hello w", "äö "])
+def test_the_mask_of_any_text_is_all_tokens_that_go_on_in_utf8(kind: str, before: str):
+    tokenizer = grammars(kind).tokenizer
+    rule = after(grammars(kind).constraint("regex", "(?s:.*)"), tokenizer.encode_inside(before))
+    expected = set(tokenizer.stop_ids)
+    for id in range(tokenizer.n_vocab):
+        piece = tokenizer.token_bytes(id)
+        try:
+            codecs.getincrementaldecoder("utf-8")("strict").decode(piece)
+        except UnicodeDecodeError:
+            continue
+        if piece and not tokenizer.is_special(id):
+            expected.add(id)
+    assert ids_of(rule.mask(), tokenizer) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inside_a_character_only_what_completes_it_may_come(kind: str):
+    tokenizer = grammars(kind).tokenizer
+    first = next(i for i in range(tokenizer.n_vocab) if tokenizer.token_bytes(i) == b"\xf0")
+    rule = after(grammars(kind).constraint("regex", "(?s:.*)"), [first])
+    allowed = ids_of(rule.mask(), tokenizer)
+    assert allowed
+    assert {tokenizer.token_bytes(id)[0] for id in allowed} <= set(range(0x90, 0xC0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_text_is_allowed_by_the_tokens_that_it_is_made_of(kind: str):
+    tokenizer = grammars(kind).tokenizer
+    text = '  Äpfel {"a": [1, 2.5e3, null]} 👋🏽 of the lazy dog.\n    end'
+    rule = grammars(kind).constraint("regex", "(?s:.*)")
+    for token in tokenizer.encode_inside(text):
+        assert token in ids_of(rule.mask(), tokenizer), tokenizer.token_bytes(token)
+        rule.accept(token)
+    assert rule.can_end
+    assert not rule.finished
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forced_text_comes_in_the_tokens_of_the_model(kind: str):
+    """And not in any others that would spell it: the model knows its own best."""
+    tokenizer = grammars(kind).tokenizer
+    text = " over the lazy dog"
+    rule = grammars(kind).constraint("regex", re.escape(text).replace("\\ ", " "))
+    came = []
+    while not rule.finished:
+        (token,) = ids_of(rule.mask(), tokenizer)
+        came.append(token)
+        rule.accept(token)
+    assert came == tokenizer.encode_inside(text)
+
+
+def test_a_space_of_sentencepiece_is_one_only_where_the_grammar_has_it():
+    """The token "▁the" is " the"; a text does not begin with a space that nobody asked for."""
+    tokenizer = grammars("sentencepiece").tokenizer
+    rule = grammars("sentencepiece").constraint("regex", "the")
+    allowed = ids_of(rule.mask(), tokenizer)
+    assert allowed
+    assert all(not tokenizer.token_bytes(id).startswith(b" ") for id in allowed)
+
+
+def test_a_mark_that_a_grammar_spells_is_text():
+    """Its token would end the answer, or mean something else; a user-defined run of spaces is only text."""
+    tokens = bpe_metadata()["tokenizer.ggml.tokens"]
+    types = np.array([1] * (len(tokens) - 4) + [3, 3, 3, 4], np.int32)
+    types[len(tokens) - 4] = 4  # <|im_start|> as a file would have <|channel|>
+    tokenizer = load_tokenizer(bpe_metadata(token_type=types))
+    rule = Grammars(tokenizer).constraint("regex", r"<\|im_start\|>    <\|im_end\|>")
+    came = []
+    while not rule.finished:
+        came.append(min(ids_of(rule.mask(), tokenizer)))
+        rule.accept(came[-1])
+    assert tokenizer.decode(came) == "<|im_start|>    <|im_end|>"
+    marks = {tokens.index(piece) for piece in ("<|im_start|>", "<|im_end|>")}
+    assert not marks & set(came)
+    assert tokens.index("    ") in came
+
+
+def test_a_byte_that_is_no_text_is_never_allowed():
+    """FF begins a mark in llguidance's tables: the token of that byte must not be taken for one."""
+    tokenizer = grammars().tokenizer
+    byte = next(i for i in range(tokenizer.n_vocab) if tokenizer.token_bytes(i) == b"\xff")
+    assert byte not in ids_of(grammars().constraint("regex", "(?s:.*)").mask(), tokenizer)
+
+
+def test_the_vocabulary_is_made_once(monkeypatch: pytest.MonkeyPatch):
+    made = Grammars(grammars().tokenizer)
+    library = made.library
+    monkeypatch.setattr(constraint, "_vocabulary", lambda tokenizer: pytest.fail("made again"))
+    first, second = (made.constraint("regex", "a+") for _ in range(2))
+    first.accept(made.tokenizer.encode_inside("a")[0])
+    assert (first.can_end, second.can_end) == (True, False), "each answer has its own place in the grammar"
+    assert made.library is library
+
+
+# --- answers
+
+
+def prepared(engine: Engine, prompt: list[int], params: SamplingParams, kind: str = "bpe") -> Sequence:
+    """A queued sequence that follows what the parameters ask for."""
+    made = grammars(kind)
+    assert params.form is not None
+    rule = made.constraint(*params.form)
+    sequence = engine.prepare(prompt, params, stop_ids=made.tokenizer.stop_ids, constraint=rule)
+    engine.enqueue(sequence)
+    return sequence
+
+
+def answers(kind: str, form: dict[str, Any], seeds: range, **params: Any) -> list[Sequence]:
+    """Finished answers of random logits, four at a time, at a temperature that takes any token."""
+    made = grammars(kind)
+    backend = FakeBackend(n_vocab=made.tokenizer.n_vocab + 5, n_pages=64)  # (padded, as models are)
+    engine = Engine(backend, 512, max_sequences=4)
+    prompt = made.tokenizer.encode("Hello")
+    found = []
+    for seed in seeds:
+        each = SamplingParams(seed=seed, temperature=1.5, top_k=0, top_p=1.0, min_p=0.0, **form, **params)
+        found.append(prepared(engine, prompt, each, kind))
+    while engine.has_work:
+        engine.step()
+    assert engine.pool.n_available == engine.pool.n_pages
+    return found
+
+
+def text_of(sequence: Sequence, kind: str) -> str:
+    tokenizer = grammars(kind).tokenizer
+    decoder = tokenizer.stream(skip_special=True)
+    return "".join(decoder.push(id) for id in sequence.generated) + decoder.flush()
+
+
+NAME = {"type": "string", "maxLength": 8}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "flat": {
+        "type": "object",
+        "properties": {"name": NAME, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+    "nested": {
+        "type": "object",
+        "properties": {
+            "who": {
+                "type": "object",
+                "properties": {"first": NAME, "home": {"type": "object", "properties": {"city": NAME},
+                                                      "required": ["city"], "additionalProperties": False}},
+                "required": ["home"],
+                "additionalProperties": False,
+            }
+        },
+        "required": ["who"],
+        "additionalProperties": False,
+    },
+    "enum": {"enum": ["red", "green", 3, None, True, {"a": [1]}]},
+    "array": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 5},
+    "tuple": {"type": "array", "prefixItems": [NAME, {"type": "null"}], "items": False, "minItems": 2},
+    "ref": {
+        "$ref": "#/$defs/tree",
+        "$defs": {
+            "tree": {
+                "type": "object",
+                "properties": {"value": {"enum": [1, 2]}, "left": {"$ref": "#/$defs/leaf"}},
+                "required": ["value", "left"],
+                "additionalProperties": False,
+            },
+            "leaf": {"anyOf": [{"type": "null"}, {"const": "leaf"}]},
+        },
+    },
+    "pattern": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3,5}(é|ß)?$"},
+    "number": {"type": "number", "minimum": -12.5, "maximum": 99.75},
+    "any_of": {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 9}, {"type": "array", "maxItems": 0},
+                         {"type": "object", "properties": {"k": {"const": "v"}}, "required": ["k"],
+                          "additionalProperties": False}]},
+    "all_of": {"allOf": [{"type": "string", "minLength": 2}, {"maxLength": 4}]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_two_hundred_answers_are_json_of_their_schemas(kind: str, name: str):
+    """Ten schemas, ten draws each, in both kinds of vocabulary; whoever is at the limit of tokens says so."""
+    schema = SCHEMAS[name]
+    for sequence in answers(kind, {"json_schema": schema}, range(10), max_tokens=400):
+        text = text_of(sequence, kind)
+        assert sequence.finish_reason == "stop", text
+        jsonschema.validate(json.loads(text), schema)
+
+
+def test_an_answer_that_is_cut_says_so():
+    long = {"type": "string", "minLength": 200}
+    for sequence in answers("bpe", {"json_schema": long}, range(3), max_tokens=20):
+        assert sequence.finish_reason == "length"
+
+
+def test_any_json_object():
+    whole = 0
+    for sequence in answers("bpe", {"json_object": True}, range(12), max_tokens=300):
+        if sequence.finish_reason == "stop":
+            whole += 1
+            assert isinstance(json.loads(text_of(sequence, "bpe")), dict)
+    assert whole
+
+
+@pytest.mark.parametrize(
+    "pattern", ["yes|no", "[a-f0-9]{8}(-[a-f0-9]{4}){3}", "(?i:ab)+c{3}", r"\d{1,3}( Äpfel| 🦙)?", ".{5}"]
+)
+def test_the_whole_answer_matches_a_regular_expression(pattern: str):
+    for sequence in answers("sentencepiece", {"regex": pattern}, range(5), max_tokens=300):
+        if sequence.finish_reason == "stop":
+            assert re.fullmatch(pattern, text_of(sequence, "sentencepiece"))
+        else:
+            assert "+" in pattern
+
+
+GBNF_LIST = """\
+# a list, as llama.cpp's examples have it
+root ::= item+ "."
+item ::= "- " [^\\r\\n\\x0b\\x0c\\u0085\\u2028\\u2029]{1,5} "\\n"
+"""
+GBNF_ARITHMETIC = r"""
+root  ::= (expr "=" ws term "\n")
+expr  ::= term ([-+*/] term){0,3}
+term  ::= ident | num | "(" ws expr ")" ws
+ident ::= [a-z] [a-z0-9_]{0,3} ws
+num   ::= [0-9]{1,4} ws
+ws    ::= [ \t\n]?
+"""
+GBNF_JSON = r"""
+root   ::= object
+value  ::= object | array | string | number | ("true" | "false" | "null") ws
+
+object ::=
+  "{" ws (
+            string ":" ws value
+    ("," ws string ":" ws value)*
+  )? "}" ws
+
+array  ::=
+  "[" ws (
+            value
+    ("," ws value)*
+  )? "]" ws
+
+string ::=
+  "\"" (
+    [^"\\\x7F\x00-\x1F] |
+    "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}) # escapes
+  )* "\"" ws
+
+number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
+
+# Optional space: by convention, applied in this grammar after literal chars when allowed
+ws ::= | " " | "\n" [ \t]{0,20}
+"""
+LARK = """
+start: greeting NAME "!"
+greeting: "Hello " | "Bye "
+NAME: /[A-Z][a-z]{1,6}/
+"""
+ARITHMETIC = r"(?s)[a-z0-9_()+*/ \t\n-]+=[ \t\n]?[a-z0-9_()+*/ \t\n-]+\n"
+
+
+@pytest.mark.parametrize(
+    ("grammar", "pattern"),
+    [
+        (GBNF_LIST, "(- [^\r\n\x0b\x0c\x85\u2028\u2029]{1,5}\n)+\\."),
+        (GBNF_ARITHMETIC, ARITHMETIC),
+        (GBNF_JSON, r"(?s)\{.*\}\s*"),
+        (LARK, "(Hello|Bye) [A-Z][a-z]{1,6}!"),
+        (r'root ::= "\u00e9\U0001F999\x41" . [\u00e4-\u00f6]', "é🦙A(?s:.)[ä-ö]"),
+        ('root ::= "a\\"b" "." # one "." here\n', 'a"b\\.'),
+    ],
+)
+def test_an_answer_follows_a_grammar(grammar: str, pattern: str):
+    whole = 0
+    for sequence in answers("bpe", {"grammar": grammar}, range(8), max_tokens=300):
+        if sequence.finish_reason == "stop":
+            whole += 1
+            assert re.fullmatch(pattern, text_of(sequence, "bpe"))
+    assert whole
+
+
+def test_an_answer_ends_where_nothing_can_follow_without_a_token_for_it():
+    for sequence in answers("bpe", {"regex": "[a-z]{3}"}, range(4)):
+        assert sequence.finish_reason == "stop"
+        assert sequence.tokens[-1] not in grammars().tokenizer.stop_ids
+
+
+def test_where_it_may_go_on_the_model_ends_it():
+    stops = grammars().tokenizer.stop_ids
+    likely = dict.fromkeys(stops, 6.0)
+    found = answers("bpe", {"regex": "[a-z]{2,9}"}, range(20), logit_bias=likely)
+    assert {sequence.tokens[-1] in stops for sequence in found} == {True, False}
+    assert all(re.fullmatch("[a-z]{2,9}", text_of(sequence, "bpe")) for sequence in found)
+
+
+def test_ignore_eos_goes_on_as_long_as_the_grammar_does():
+    for sequence in answers("bpe", {"regex": "[a-z]{1,30}"}, range(4), ignore_eos=True):
+        assert sequence.finish_reason == "stop"
+        assert len(text_of(sequence, "bpe")) == 30
+
+
+def test_what_bias_forbids_besides_may_leave_nothing():
+    digits = {
+        id: -np.inf
+        for id in range(grammars().tokenizer.n_vocab)
+        if grammars().tokenizer.token_bytes(id)[:1].isdigit()
+    }
+    (sequence,) = answers("bpe", {"regex": "[0-9]+"}, range(1), logit_bias=digits)
+    assert sequence.finish_reason == "error"
+    assert str(sequence.error) == (
+        "no token is left to go on with: what the answer must follow allows none that logit_bias and "
+        "ignore_eos allow"
+    )
+
+
+def test_penalties_and_bias_choose_among_what_is_allowed():
+    made = grammars()
+    wanted = made.tokenizer.encode_inside("b")[0]
+    for sequence in answers("bpe", {"regex": "[a-c]"}, range(5), logit_bias={wanted: 1000}):
+        assert sequence.generated == [wanted]
+
+
+def test_the_same_tokens_alone_among_others_and_where_pages_run_out():
+    """A sequence that loses its pages is computed again: its place in the grammar is not."""
+    made, form = grammars(), SamplingParams(seed=3, regex="([a-z ]{1,40}\\.\n){20,30}", max_tokens=150)
+
+    def run(engine: Engine, n: int) -> list[Sequence]:
+        found = [prepared(engine, made.tokenizer.encode("Hello" + " x" * i), form) for i in range(n)]
+        steps = 0
+        while engine.has_work:
+            steps += 1
+            if steps % 17 == 0:
+                engine.backend.cancel()  # a step that is ended is taken again
+            engine.step()
+        return found
+
+    n_vocab = made.tokenizer.n_vocab
+    (alone,) = run(Engine(FakeBackend(n_vocab, n_pages=64), 256), 1)
+    few = Engine(FakeBackend(n_vocab, n_pages=5), 256, max_sequences=3)
+    leave, n_left = few._leave, []
+    few._leave = lambda sequence: (n_left.append(sequence.finish_reason), leave(sequence))[1]  # type: ignore[method-assign]
+    crowded = run(few, 3)
+    assert None in n_left, "none lost its pages"
+    assert crowded[0].tokens == alone.tokens
+    for sequence in crowded:
+        assert sequence.error is None
+        assert re.match("([a-z ]{1,40}\\.\n)*", text_of(sequence, "bpe"))
+
+
+# --- what cannot be used
+
+
+HOSTILE = {
+    "not_json": ("json_schema", "{", "EOF|Expecting"),
+    "list": ("json_schema", "[1]", "a schema is an object"),
+    "nan": ("json_schema", '{"minimum": NaN}', "NaN is no JSON"),
+    "remote": ("json_schema", '{"$ref": "http://127.0.0.1:9/x.json"}', "does not fetch"),
+    "file": ("json_schema", '{"$ref": "file:///etc/passwd"}', "does not fetch"),
+    "endless": ("json_schema", '{"$ref": "#"}', "no text that follows it"),
+    "never": ("json_schema", '{"allOf": [{"type": "null"}, {"type": "string"}]}', "unsatisf|Unsatisf"),
+    "keyword": ("json_schema", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
+    "deep": ("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000, "deep|recursion"),
+    "wide": (
+        "json_schema",
+        json.dumps({"properties": {f"p{i}": {} for i in range(9000)}}),
+        "too much|too large",
+    ),
+    "regex": ("regex", "(a", "unclosed|regex"),
+    "parentheses": ("regex", "(" * 3000 + "a" + ")" * 3000, "regex"),
+    "lookahead": ("regex", "a(?=b)", "look-around|regex"),
+    "gbnf": ("grammar", 'root ::= "a', "end of input|Unexpected"),
+    "no_rule": ("grammar", "root ::= other", "other"),
+    "neither": ("grammar", "hello", "neither a rule"),
+    "lark": ("grammar", "start: (", "Expected|expected"),
+    "nesting": ("grammar", "start: " + "(" * 5000 + '"a"' + ")" * 5000, "nested"),
+    "nul": ("regex", "a\0b", "a character 0"),
+    "long": ("regex", "a" * (1 << 18) + "a", "at most 262144"),
+    "items": ("grammar", 'start: "a"{1000000000}', "Too many items|too big|too large"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_cannot_be_used_is_one_sentence(name: str):
+    kind, text, reason = HOSTILE[name]
+    with pytest.raises(InvalidRequestError, match=reason) as error:
+        grammars().constraint(kind, text)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 400
+    assert "/tmp" not in str(error.value)
+
+
+BURSTING = {
+    "chain of rules": (
+        "grammar",
+        "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(12_000)) + '\nr12000: "a"',
+    ),
+    "chain of references": (
+        "json_schema",
+        json.dumps(
+            {"$ref": "#/$defs/0", "$defs": {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(7000)}}
+        ),
+    ),
+    "divisors": (
+        "json_schema",
+        json.dumps({"allOf": [{"type": "integer", "multipleOf": p} for p in (9973, 9967, 9949, 9941)]}),
+    ),
+    "intersections": ("grammar", "start: A\nA: " + " & ".join(f"/.*a.{{{i}}}x.*/" for i in range(60))),
+}
+
+
+@pytest.mark.parametrize("name", BURSTING)
+def test_what_would_take_the_stack_or_minutes_takes_a_process_of_its_own(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(constraint, "MAX_SECONDS", 1)
+    with pytest.raises(InvalidRequestError, match=r"takes too much time, memory or depth|cannot be used"):
+        grammars().constraint(*BURSTING[name])
+
+
+def test_a_schema_or_a_grammar_alone():
+    with pytest.raises(InvalidRequestError, match="json_object and regex cannot be asked for together"):
+        SamplingParams(json_object=True, regex="a")
+    with pytest.raises(InvalidRequestError, match="json_schema must be a JSON schema"):
+        SamplingParams(json_schema=3)
+    with pytest.raises(InvalidRequestError, match="plain data"):
+        SamplingParams(json_schema={"const": object()})
+    with pytest.raises(InvalidRequestError, match="regex must be a text"):
+        SamplingParams(regex=3)
+
+
+def test_without_llguidance_the_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(constraint, "find_spec", lambda name: None)
+    with pytest.raises(HotsetError, match=r"pip install 'hotset\[serve\]'"):
+        Grammars(grammars().tokenizer).constraint("regex", "a")
+
+
+# --- from Python
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[hotset.Model]:
+    path: Path = write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
+    with hotset.load(path, backend="reference", max_batch=32) as model:
+        yield model
+
+
+def test_generate_stream_and_chat(model: hotset.Model):
+    schema = {"type": "array", "items": {"enum": [1, "two"]}, "minItems": 1, "maxItems": 3}
+    answer = model.generate("Hello", json_schema=schema, seed=1)
+    assert answer.finish_reason == "stop"
+    jsonschema.validate(json.loads(answer.text), schema)
+    pieces = [chunk.text for chunk in model.stream("Hello", json_schema=json.dumps(schema), seed=1)]
+    assert "".join(pieces) == answer.text
+    message = model.chat([{"role": "user", "content": "Hello"}], regex="(yes|no)!", seed=2)
+    assert message.content in ("yes!", "no!")
+    first, second = model.generate_many(["a", "b"], grammar='root ::= [a-c]{3} "."', seed=3, logprobs=1)
+    for one in (first, second):
+        assert re.fullmatch(r"[a-c]{3}\.", one.text)
+        # The model's own, which no grammar changed: forced tokens of a random model are rarely likely.
+        assert min(each.logprob for each in one.logprobs) < -1
+
+
+def test_a_grammar_that_cannot_be_used_is_told_of_at_the_call(model: hotset.Model):
+    with pytest.raises(InvalidRequestError, match="regular expression cannot be used"):
+        model.stream("Hello", regex="(")
