@@ -71,7 +71,7 @@ std::vector<float> to_vector(const std::optional<Floats>& array) {
 }
 
 Activation checked_activation(int kind) {
-    require(kind >= 0 && kind <= int(Activation::Scale), "there is no activation " + std::to_string(kind));
+    require(kind >= 0 && kind <= int(Activation::Sigmoid), "there is no activation " + std::to_string(kind));
     return Activation(kind);
 }
 
@@ -232,6 +232,67 @@ class PlanBuilder {
         plan_->add_axpy(x, {weight, to_vector(bias), out}, residual, sparse);
     }
 
+    // See RouteFacts.
+    void route(int x, int n_used, int scoring, const std::optional<Floats>& bias, bool normalised,
+               float scale, int n_groups, int n_groups_used, int out) {
+        same_rows(x, out);
+        const int64_t n = width(x);
+        require(n <= kMaxExperts && n_used > 0 && n_used <= n && width(out) == 2 * n_used,
+                "a route has ids and weights of some of the experts");
+        require(scoring >= RouteFacts::Softmax && scoring <= RouteFacts::SoftmaxChosen,
+                "there is no scoring " + std::to_string(scoring));
+        require(!bias || int64_t(bias->size()) == n, "a route's bias has a number for each expert");
+        require(n_groups > 0 && n % n_groups == 0 && n_groups_used > 0 && n_groups_used <= n_groups &&
+                    n / n_groups * n_groups_used >= n_used,
+                "groups of experts have equal sizes, and hold those that are used");
+        plan_->add_route({x, out, n_used, RouteFacts::Scoring(scoring), to_vector(bias), normalised, scale,
+                          n_groups, n_groups_used});
+    }
+
+    // Tensors (type, data) of all experts or of one each; rows of an expert in them, and the first that
+    // counts; a bias for each such row.
+    using ExpertPart =
+        std::tuple<std::vector<std::pair<int, Bytes>>, int64_t, int64_t, std::optional<Floats>>;
+
+    // Neurons of a route's experts, as `neurons`; without an activation the products of up.
+    void expert_neurons(int x, int route, int n_expert, const std::optional<ExpertPart>& gate,
+                        const ExpertPart& up, const std::optional<ActivationArguments>& activation,
+                        const std::optional<ActivationArguments>& up_activation, bool sparse, int out) {
+        same_rows(x, out);
+        const int n_used = check_route(route, n_expert, out);
+        require(width(out) % n_used == 0, "experts have neurons of their own");
+        require((!gate || activation) && (gate || !up_activation), "a gate has an activation");
+        const int64_t rows = width(out) / n_used;
+        ExpertFacts facts;
+        facts.x = x, facts.route = route, facts.out = out, facts.n_used = n_used, facts.sparse = sparse;
+        if (gate) facts.gate = make_experts(*gate, n_expert, rows, width(x));
+        facts.up = make_experts(up, n_expert, rows, width(x));
+        if (activation) {
+            facts.activated = true;
+            facts.activation = checked_activation(activation->first);
+            facts.activation_threshold = activation->second;
+        }
+        if (up_activation) {
+            facts.up_activated = true;
+            facts.up_activation = checked_activation(up_activation->first);
+            facts.up_threshold = up_activation->second;
+        }
+        plan_->add_expert_neurons(std::move(facts));
+    }
+
+    void expert_sum(int x, int route, int n_expert, const ExpertPart& down, int residual, int out) {
+        same_rows(x, out);
+        const int n_used = check_route(route, n_expert, out);
+        require(width(x) % n_used == 0, "experts have neurons of their own");
+        if (residual >= 0) {
+            same_rows(x, residual);
+            require(width(residual) == width(out) && residual != out,
+                    "a residual has the width of the output");
+        }
+        plan_->add_expert_sum(
+            {x, route, residual, out, n_used, make_experts(down, n_expert, width(out), width(x) / n_used)});
+    }
+
     void mask(int x, int scores, float threshold, int64_t first, int out) {
         require(width(x) == width(out) && first >= 0 && width(scores) == width(out) - first,
                 "a mask has a score for each column from `first` on");
@@ -311,7 +372,11 @@ class PlanBuilder {
     }
 
     void add(int a, int b, int out) { check_pair(a, b, out), plan_->add_add(a, b, out); }
-    void multiply(int a, int b, int out) { check_pair(a, b, out), plan_->add_multiply(a, b, out); }
+    void multiply(int a, int b, int out) {
+        check_pair(a, width(b) == 1 ? a : b, out);
+        same_rows(a, b);
+        plan_->add_multiply(a, b, out);
+    }
 
     void finish() {
         nb::gil_scoped_release release;
@@ -421,6 +486,33 @@ class PlanBuilder {
         require(!bias || int64_t(bias->size()) == width(out), "a bias has the width of its output");
         weights_.push_back(data);
         return {make_matrix(type, data, width(out), width(x)), to_vector(bias), out};
+    }
+    // Experts that a token has.
+    int check_route(int route, int n_expert, int out) const {
+        same_rows(route, out);
+        require(
+            n_expert > 0 && n_expert <= kMaxExperts && width(route) % 2 == 0 && width(route) / 2 <= n_expert,
+            "a route names some of the experts");
+        return int(width(route) / 2);
+    }
+    ExpertMatrices make_experts(const ExpertPart& part, int n_expert, int64_t rows, int64_t cols) {
+        const auto& [tensors, stored, first, bias] = part;
+        require(stored > 0 && stored < INT32_MAX / n_expert && first >= 0 && first + rows <= stored,
+                "an expert's rows are some of its matrix");
+        require(tensors.size() == 1 || int(tensors.size()) == n_expert,
+                "experts are in one tensor, or in one each");
+        require(!bias || int64_t(bias->size()) == n_expert * rows, "a bias has a number for each row");
+        ExpertMatrices made;
+        const int64_t of_tensor = n_expert / int64_t(tensors.size());
+        for (const auto& [type, data] : tensors) {
+            const Matrix all = make_matrix(type, data, of_tensor * stored, cols);
+            weights_.push_back(data);
+            for (int64_t e = 0; e < of_tensor; e++)
+                made.weights.push_back(
+                    {all.type, all.row(e * stored + first), rows, cols, all.row_bytes, nullptr});
+        }
+        made.bias = to_vector(bias);
+        return made;
     }
     static Norm make_norm(bool layer, const Floats& weight, const std::optional<Floats>& bias, float eps,
                           int64_t width) {
@@ -770,6 +862,12 @@ NB_MODULE(_core, m) {
              "activation"_a, "up_activation"_a.none(), "predictor"_a.none(), "sparse"_a, "out"_a)
         .def("axpy", &PlanBuilder::axpy, "x"_a, "type"_a, "data"_a, "scales"_a.none(), "bias"_a.none(),
              "residual"_a, "sparse"_a, "out"_a)
+        .def("route", &PlanBuilder::route, "x"_a, "n_used"_a, "scoring"_a, "bias"_a.none(), "normalised"_a,
+             "scale"_a, "n_groups"_a, "n_groups_used"_a, "out"_a)
+        .def("expert_neurons", &PlanBuilder::expert_neurons, "x"_a, "route"_a, "n_expert"_a, "gate"_a.none(),
+             "up"_a, "activation"_a.none(), "up_activation"_a.none(), "sparse"_a, "out"_a)
+        .def("expert_sum", &PlanBuilder::expert_sum, "x"_a, "route"_a, "n_expert"_a, "down"_a, "residual"_a,
+             "out"_a)
         .def("sign_scores", &PlanBuilder::sign_scores, "x"_a, "rows"_a, "bias"_a.none(), "out"_a)
         .def("mask", &PlanBuilder::mask, "x"_a, "scores"_a, "threshold"_a, "first"_a, "out"_a)
         .def("op_seconds", &PlanBuilder::op_seconds)

@@ -81,6 +81,15 @@ void Plan::add_neurons(NeuronFacts facts) {
 void Plan::add_axpy(int x, LinearPart part, int residual, bool sparse) {
     ops_.push_back(make_axpy(*this, x, std::move(part), residual, sparse));
 }
+void Plan::add_route(RouteFacts facts) {
+    ops_.push_back(make_route(*this, std::move(facts)));
+}
+void Plan::add_expert_neurons(ExpertFacts facts) {
+    ops_.push_back(make_expert_neurons(*this, std::move(facts)));
+}
+void Plan::add_expert_sum(ExpertSumFacts facts) {
+    ops_.push_back(make_expert_sum(*this, std::move(facts)));
+}
 void Plan::add_mask(int x, int scores, float threshold, int64_t first, int out) {
     ops_.push_back(make_mask(*this, x, scores, threshold, first, out));
 }
@@ -110,10 +119,11 @@ void Plan::finish() {
         most.result_floats = std::max(most.result_floats, need.result_floats);
         most.input_width = std::max(most.input_width, need.input_width);
         most.shared_bytes = std::max(most.shared_bytes, need.shared_bytes);
+        most.private_bytes = std::max(most.private_bytes, need.private_bytes);
     }
     const int64_t width = padded(most.input_width);
     runtime_->reserve({kernel_scratch_bytes(width), most.result_floats * sizeof(float),
-                       size_t(kPrivateInputs) * width * 6,  // see InputsMemory
+                       std::max(size_t(kPrivateInputs) * width * 6, most.private_bytes),  // see InputsMemory
                        most.shared_bytes});
     for (const auto& step : steps_) {
         StepTokens& t = step->tokens;

@@ -64,6 +64,7 @@ struct Needs {
     size_t result_floats = 0;  // of each worker, for the results of a chunk
     int64_t input_width = 0;   // widest input of a matrix product
     size_t shared_bytes = 0;   // of the plan, from one phase of the operation to the next
+    size_t private_bytes = 0;  // of each worker's `inputs`, where they are not those of `input_width`
 };
 
 constexpr int kPrivateInputs = 8;  // up to this many tokens every worker quantises the inputs for itself
@@ -136,6 +137,52 @@ struct NeuronFacts {
     int64_t first = 0;  // neurons before it are always selected and have no score
 };
 
+constexpr int kMaxExperts = 1024;  // each has a chunk of its own at least: kMaxChunks
+static_assert(kMaxExperts <= kMaxChunks);
+
+// See graph.Route (model/graph.py). out: [n_used] ids, [n_used] weights.
+struct RouteFacts {
+    enum Scoring { Softmax = 1, Sigmoid = 2, SoftmaxChosen = 3 };
+    int x = -1, out = -1;
+    int n_used = 1;
+    Scoring scoring = Softmax;
+    std::vector<float> bias;  // empty: none
+    bool normalised = false;
+    float scale = 1.0f;
+    int n_groups = 1, n_groups_used = 1;
+};
+
+// A matrix for each expert, and their biases one after the other.
+struct ExpertMatrices {
+    std::vector<Matrix> weights;
+    std::vector<float> bias;  // empty: none
+    const float* bias_of(int expert, int64_t rows) const {
+        return bias.empty() ? nullptr : bias.data() + expert * rows;
+    }
+};
+
+// The neurons of the experts that `route` names, side by side: f(gate) * g(up), or f(up) without a gate.
+struct ExpertFacts {
+    int x = -1, route = -1, out = -1;
+    int n_used = 1;
+    ExpertMatrices gate, up;  // gate without weights: none
+    bool activated = false;   // always with a gate
+    Activation activation = Activation::Relu;
+    float activation_threshold = 0.0f;
+    bool up_activated = false;
+    Activation up_activation = Activation::Relu;
+    float up_threshold = 0.0f;
+    bool sparse = false;  // leave out what is not needed of up
+};
+
+// out = the sum of weight * (part of x times its expert's matrix + bias), in the order of `route`, +
+// residual.
+struct ExpertSumFacts {
+    int x = -1, route = -1, residual = -1, out = -1;
+    int n_used = 1;
+    ExpertMatrices down;
+};
+
 constexpr int kMaxGroup = 256;  // query heads per KV head, at most
 
 struct AttentionFacts {
@@ -167,9 +214,12 @@ class Plan {
     void add_neurons(NeuronFacts facts);
     // part.out = x times part.weight (rows = inputs) + bias + residual. Sparse: rows of zeros are left out.
     void add_axpy(int x, LinearPart part, int residual, bool sparse);
-    // out = sign_scores of x and `rows` (out.width rows of signs) + bias.
     // out = x where not scores < threshold, else 0; columns before `first` have no score and are kept.
+    void add_route(RouteFacts facts);
+    void add_expert_neurons(ExpertFacts facts);
+    void add_expert_sum(ExpertSumFacts facts);
     void add_mask(int x, int scores, float threshold, int64_t first, int out);
+    // out = sign_scores of x and `rows` (out.width rows of signs) + bias.
     void add_sign_scores(int x, const uint8_t* rows, std::vector<float> bias, int out);
     void add_rotate(int x, int out, int n_head, int head_dim, int rope);
     void add_attention(AttentionFacts facts);
@@ -232,6 +282,9 @@ std::unique_ptr<Op> make_linear(const Plan& plan, int x, Norm norm, std::vector<
                                 int residual, LinearTail tail);
 std::unique_ptr<Op> make_neurons(const Plan& plan, NeuronFacts facts);
 std::unique_ptr<Op> make_axpy(const Plan& plan, int x, LinearPart part, int residual, bool sparse);
+std::unique_ptr<Op> make_route(const Plan& plan, RouteFacts facts);
+std::unique_ptr<Op> make_expert_neurons(const Plan& plan, ExpertFacts facts);
+std::unique_ptr<Op> make_expert_sum(const Plan& plan, ExpertSumFacts facts);
 std::unique_ptr<Op> make_sign_scores(const Plan& plan, int x, const uint8_t* rows, std::vector<float> bias,
                                      int out);
 std::unique_ptr<Op> make_rotate(const Plan& plan, int x, int out, int n_head, int head_dim, int rope);

@@ -23,12 +23,15 @@ from hotset.model.graph import (
     Add,
     Attention,
     Embed,
+    ExpertLinear,
+    ExpertSum,
     LayerNorm,
     Linear,
     Mask,
     Multiply,
     RMSNorm,
     Rotate,
+    Route,
     Scale,
     SelectOutputs,
     SignScores,
@@ -111,6 +114,15 @@ def axpy_bound(x: np.ndarray, magnitude: np.ndarray) -> np.ndarray:
     return gamma(chain + AXPY_RANGES) * (np.abs(x) @ magnitude) + k * TINY
 
 
+def route_bound(op: Route, x: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Of ids and weights: ids to the bit. A weight is an exponential, off by its own error and by that of its
+    argument, over a sum of such, and maybe normalised, scaled."""
+    of_exp = EXP + U * np.ptp(x, axis=1, keepdims=True)
+    weights = np.abs(expected[:, op.n_used :])
+    bound = weights * (4 * of_exp + gamma(x.shape[1] / LANES + op.n_used + TREE + 8)) + TINY
+    return np.concatenate([-U * np.abs(expected[:, : op.n_used]), bound], axis=1)
+
+
 def rms_norm_bound(expected: np.ndarray, n: int) -> np.ndarray:
     """The mean of squares passes n / 16 + 7 roundings, of which the root leaves half; then four more."""
     return gamma((n / LANES + TREE + 3) / 2 + 4) * np.abs(expected) + n * TINY
@@ -139,6 +151,8 @@ def layer_norm_bound(x: np.ndarray, weight: np.ndarray, bias: Any, eps: float) -
 def activation_bound(kind: str, x: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """Of one activation; beside the kernel's roundings the oracle's own, which cancel far below 0."""
     tail = TINY + np.abs(x) * (2 * TINY + 4e-16)  # where exp overflows, 0 is given for less than this
+    if kind == "sigmoid":
+        return (EXP + 2 * U) * np.abs(expected) + TINY
     if kind == "silu":  # x / (1 + exp(-x))
         return (EXP + 2 * U) * np.abs(expected) + tail
     if kind == "gelu_tanh":  # the same of an argument that is off by five roundings
@@ -222,6 +236,8 @@ class Oracle(ReferenceBackend):
         """The exact result, and how far the kernel may be from it."""
         if isinstance(op, Linear):
             return self._expected_linear(op, taps, batch, slots)
+        if isinstance(op, ExpertLinear | ExpertSum):
+            return self._expected_of_experts(op, taps)
         expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
         match op:
             case Embed() | SelectOutputs() | Mask():
@@ -241,6 +257,8 @@ class Oracle(ReferenceBackend):
                 return expected, layer_norm_bound(taps[op.x.id], self._weight(op.weight), bias, op.eps)
             case Activate():
                 return expected, activation_bound(op.kind, taps[op.x.id], expected)
+            case Route():
+                return expected, route_bound(op, taps[op.x.id], expected)
             case Rotate():
                 # Of a pair (a, b) both results are at most |a| + |b|; angles come from the same float64.
                 x = np.abs(taps[op.x.id]).reshape(-1, op.n_head, op.head_dim)
@@ -267,10 +285,41 @@ class Oracle(ReferenceBackend):
         inputs = x if info.type in FLOATS else int8_inputs(x)[0]
         expected = np.asarray(self._compute(op, {**taps, op.x.id: inputs}, batch, slots), np.float64)
         rows = slice(op.first_row, op.first_row + op.out.width)
-        bound = linear_bound(info.type, inputs, self._magnitudes(op.weight)[rows])
+        magnitude = self._magnitudes(op.weight).reshape(-1, op.x.width)
+        bound = linear_bound(info.type, inputs, magnitude[rows])
         if op.bias is not None:
             bound += U * (np.abs(expected) + bound)
         return expected, bound
+
+    def _expected_of_experts(
+        self, op: ExpertLinear | ExpertSum, taps: dict[int, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Each product of a token and its expert by itself, and, of a sum, what adding them may do."""
+        type_ = self.weights.tensors[op.weights[0]].type
+        route, x = taps[op.route.id], taps[op.x.id]
+        n, k = len(x), op.n_used
+        parts = np.repeat(x[:, None], k, axis=1) if isinstance(op, ExpertLinear) else x.reshape(n, k, -1)
+        if type_ not in FLOATS:
+            parts = int8_inputs(parts.reshape(n * k, -1))[0].reshape(parts.shape)
+        n_rows = op.n_rows if isinstance(op, ExpertLinear) else op.out.width
+        expected, bound = self._by_experts(op, parts, route, n_rows), np.empty((n, k, n_rows))
+        first = op.first_row if isinstance(op, ExpertLinear) else 0
+        for t in range(n):
+            for j in range(k):
+                expert = int(route[t, j])
+                name = op.weights[expert if len(op.weights) > 1 else 0]
+                of_all = self._magnitudes(name)
+                magnitude = (of_all if of_all.ndim == 2 else of_all[expert])[first : first + n_rows]
+                bound[t, j] = linear_bound(type_, parts[t, j][None], magnitude)[0]
+        if op.bias is not None:
+            bound += U * (np.abs(expected) + bound)
+        if isinstance(op, ExpertLinear):
+            return expected.reshape(n, -1), bound.reshape(n, -1)
+        weights = route[:, k:, None]
+        sums = (np.abs(weights) * np.abs(expected)).sum(axis=1)
+        return (weights * expected).sum(axis=1), (np.abs(weights) * bound).sum(axis=1) * 2 + gamma(
+            k + 2
+        ) * sums + k * TINY
 
     def _attention_bounds(self, op: Attention, taps: dict[int, np.ndarray], slots: Any) -> np.ndarray:
         keys, values = self._keys[op.layer], self._values[op.layer]

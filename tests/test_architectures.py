@@ -19,7 +19,6 @@ from hotset.backends.base import PAGE_SIZE, Backend, Batch
 from hotset.backends.cpu import CpuBackend
 from hotset.backends.reference import ReferenceBackend
 from hotset.convert.hf import convert_hf
-from hotset.errors import UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
@@ -56,8 +55,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, model: Any) -> Iterator[Backend]:
-    if request.param == "cpu" and config_from_gguf(model[0]).has_experts:
-        pytest.skip("the native engine has no experts yet")
     backend = open_backend(request.param, model[0])
     yield backend
     backend.close()
@@ -153,13 +150,6 @@ def test_experts_of_a_checkpoint_may_be_in_one_tensor(tmp_path: Path, name: str)
         assert one.tensors.keys() == other.tensors.keys()
         for tensor in one.tensors:
             np.testing.assert_array_equal(one.data(tensor), other.data(tensor))
-
-
-def test_experts_are_refused_where_nothing_computes_them(tmp_path: Path) -> None:
-    recipe = RECIPES["mixtral"]
-    path = tiny_models.to_gguf(recipe, tiny_models.build(recipe), tmp_path)
-    with pytest.raises(UnsupportedModelError, match="use --backend reference"):
-        hotset.load(path, backend="cpu", n_ctx=128)
 
 
 def test_prompts_cross_windows_contexts_and_pages() -> None:

@@ -78,7 +78,7 @@ def relu_cases() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
                 yield f"plain/{name}/{type_.name}/{mode}", plain, {"sparsity": mode}
 
 
-RECIPES = {f"recipe/{name}": name for name in tiny_models.RECIPES}
+RECIPES = {f"recipe/{name}": name for name in tiny_models.RECIPES | tiny_models.EXPERTS}
 DENSE_CASES = {name: (model, settings) for name, model, settings in dense_cases()}
 RELU_CASES = {name: (model, settings) for name, model, settings in relu_cases()}
 REAL = {
@@ -97,7 +97,7 @@ MERGED = "real/smollm2-135m-relu/file"  # the adapters are merged by matrix prod
 def write(name: str, folder: Path) -> Path:
     """The small model of a case."""
     if name in RECIPES:
-        recipe = tiny_models.RECIPES[RECIPES[name]]
+        recipe = (tiny_models.RECIPES | tiny_models.EXPERTS)[RECIPES[name]]
         return tiny_models.to_gguf(recipe, tiny_models.build(recipe), folder)
     if name in DENSE_CASES:
         options = dict(DENSE_CASES[name][0])

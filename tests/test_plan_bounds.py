@@ -92,6 +92,15 @@ def test_large_batches(tmp_path: Path, n_threads: int) -> None:
     in_one_step_and_in_many(gguf, [1] * 1000 + [700] + [3] * 100, n_threads)
 
 
+@pytest.mark.parametrize("experts", [(1024, 2), (600, 7), (5, 5)], ids=str)
+def test_full_batches_of_many_experts(tmp_path: Path, experts: tuple[int, int]) -> None:
+    gguf = open_gguf(
+        write_llama(tmp_path / "m.gguf", n_layer=1, n_embd=32, n_ff=160, experts=experts, n_ctx=4096)
+    )
+    for lengths in ([600], [1] * 300 + [40], [3]):
+        in_one_step_and_in_many(gguf, lengths, 2)
+
+
 F32 = int(GGMLType.F32)
 
 

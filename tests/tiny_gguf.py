@@ -125,6 +125,10 @@ def write_llama(
     n_vocab: int = 96,
     n_ctx: int = 256,
     tied: bool = False,
+    experts: tuple[int, int] | None = None,
+    one_by_one: bool = False,
+    n_ff_shared: int = 0,
+    biased: bool = False,
     type_of: Callable[[str], GGMLType] = lambda name: GGMLType.F32,
     spread: Callable[[str], float] | None = None,
     keys: Mapping[str, Any] | None = None,
@@ -133,6 +137,8 @@ def write_llama(
 ) -> Path:
     """A random model of the llama family. tied: without a matrix of its own for the output.
 
+    experts: how many there are, and how many a token has, of n_ff neurons each. one_by_one: in a tensor each,
+    with the same values. n_ff_shared: of what all tokens share. biased: experts and router have biases.
     type_of: the type of each matrix. keys: adds to the metadata and replaces it; None leaves a key out.
     vectors: more tensors, of F32. spread: matrices are normal with a deviation of spread(name) /
     sqrt(columns). Without it those of float types are, with 1.5, and others are random valid blocks.
@@ -152,6 +158,10 @@ def write_llama(
         f"{architecture}.attention.layer_norm_rms_epsilon": 1e-5,
         f"{architecture}.rope.freq_base": 10000.0,
     }
+    n_expert = experts[0] if experts else 0
+    if experts:
+        facts[f"{architecture}.expert_count"], facts[f"{architecture}.expert_used_count"] = experts
+        facts[f"{architecture}.expert_shared_feed_forward_length"] = n_ff_shared
     for key, value in {**facts, **(keys or {})}.items():
         if value is not None:
             writer.add(key, value)
@@ -165,11 +175,24 @@ def write_llama(
         else:
             writer.add_tensor(f"{name}.weight", random_blocks(type_, rows, cols, rng), type_, (cols, rows))
 
+    def of_experts(blk: str, name: str, rows: int, cols: int) -> None:
+        type_ = type_of(f"{blk}.{name}_exps")
+        if type_ in (GGMLType.F32, GGMLType.F16, GGMLType.BF16):
+            data = (rng.standard_normal((n_expert, rows, cols)) * 1.5 / math.sqrt(cols)).astype(np.float32)
+        else:
+            data = random_blocks(type_, n_expert * rows, cols, rng).reshape(n_expert, -1)
+        for e in range(n_expert) if one_by_one else ():
+            writer.add_tensor(f"{blk}.{name}.{e}.weight", data[e], type_, (cols, rows))
+        if not one_by_one:
+            writer.add_tensor(f"{blk}.{name}_exps.weight", data, type_, (cols, rows, n_expert))
+        if biased:
+            bias(f"{blk}.{name}_exps", n_expert, rows)
+
     def norm(name: str, width: int) -> None:
         writer.add_tensor(f"{name}.weight", rng.uniform(0.5, 1.5, width).astype(np.float32), GGMLType.F32)
 
-    def bias(name: str, width: int) -> None:
-        writer.add_tensor(f"{name}.bias", rng.standard_normal(width).astype(np.float32) * 0.1, GGMLType.F32)
+    def bias(name: str, *shape: int) -> None:
+        writer.add_tensor(f"{name}.bias", rng.standard_normal(shape).astype(np.float32) * 0.1, GGMLType.F32)
 
     for name, numbers in (vectors or {}).items():
         writer.add_tensor(name, np.array(numbers, np.float32), GGMLType.F32)
@@ -189,8 +212,20 @@ def write_llama(
             norm(f"blk.{i}.attn_k_norm", head_dim)
         matrix(f"blk.{i}.attn_output", n_embd, n_head * head_dim)
         norm(f"blk.{i}.ffn_norm", n_embd)
-        matrix(f"blk.{i}.ffn_gate", n_ff, n_embd)
-        matrix(f"blk.{i}.ffn_up", n_ff, n_embd)
-        matrix(f"blk.{i}.ffn_down", n_embd, n_ff)
+        if experts:
+            data = (rng.standard_normal((n_expert, n_embd)) * 1.5 / math.sqrt(n_embd)).astype(np.float32)
+            writer.add_tensor(f"blk.{i}.ffn_gate_inp.weight", data, GGMLType.F32)
+            if biased:
+                bias(f"blk.{i}.ffn_gate_inp", n_expert)
+            for name, rows, cols in (("gate", n_ff, n_embd), ("up", n_ff, n_embd), ("down", n_embd, n_ff)):
+                of_experts(f"blk.{i}", f"ffn_{name}", rows, cols)
+        if n_ff_shared:
+            matrix(f"blk.{i}.ffn_gate_shexp", n_ff_shared, n_embd)
+            matrix(f"blk.{i}.ffn_up_shexp", n_ff_shared, n_embd)
+            matrix(f"blk.{i}.ffn_down_shexp", n_embd, n_ff_shared)
+        if not experts:
+            matrix(f"blk.{i}.ffn_gate", n_ff, n_embd)
+            matrix(f"blk.{i}.ffn_up", n_ff, n_embd)
+            matrix(f"blk.{i}.ffn_down", n_embd, n_ff)
     writer.write()
     return path

@@ -63,6 +63,8 @@ inline V activate(Activation kind, V threshold, V x) {
             return soft_cap(threshold, x);
         case Activation::Scale:
             return threshold * x;
+        case Activation::Sigmoid:
+            return one / (one + exp(V::zero() - x));
     }
     return x;
 }
@@ -91,6 +93,21 @@ void add_row(const float* a, const float* b, int64_t n, float* out) {
 
 void multiply_row(const float* a, const float* b, int64_t n, float* out) {
     for_lanes(n, [&](int64_t i, int c) { (V::load_n(a + i, c) * V::load_n(b + i, c)).store_n(out + i, c); });
+}
+
+void softmax(const float* x, int64_t n, float* out) {
+    V highest = V::set(-INFINITY), total = V::zero();
+    for_lanes(n, [&](int64_t i, int c) {
+        highest = max(highest, blend_range(0, c, V::load_n(x + i, c), V::set(-INFINITY)));
+    });
+    const V top = V::set(max_lane(highest));
+    for_lanes(n, [&](int64_t i, int c) {
+        const V e = blend_range(0, c, exp(V::load_n(x + i, c) - top), V::zero());
+        total = total + e;
+        e.store_n(out + i, c);
+    });
+    const V sums = V::set(sum(total));
+    for_lanes(n, [&](int64_t i, int c) { (V::load_n(out + i, c) / sums).store_n(out + i, c); });
 }
 
 void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* out) {
@@ -529,6 +546,7 @@ inline Kernels float_kernel_table(const char* isa) {
     table.quantize = quantize;
     table.rms_norm = rms_norm;
     table.layer_norm = layer_norm;
+    table.softmax = softmax;
     table.activate = activate_row;
     table.gated = gated_row;
     table.add = add_row;

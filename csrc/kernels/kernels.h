@@ -128,7 +128,7 @@ using AttentionKernel = void (*)(const KvLayer& kv, int head, const int32_t* pag
                                  const int32_t* row_first, const int32_t* row_last, AttentionState* state,
                                  float* out);
 
-// SoftCap: threshold * tanh(x / threshold); Scale: threshold * x.
+// SoftCap: threshold * tanh(x / threshold); Scale: threshold * x; Sigmoid: 1 / (1 + exp(-x)).
 enum class Activation : int {
     Silu = 0,
     Gelu = 1,
@@ -137,7 +137,8 @@ enum class Activation : int {
     Relu2 = 4,
     FatRelu = 5,
     SoftCap = 6,
-    Scale = 7
+    Scale = 7,
+    Sigmoid = 8
 };
 
 struct Kernels {
@@ -170,6 +171,8 @@ struct Kernels {
                   float* out);
     void (*add)(const float* a, const float* b, int64_t n, float* out);
     void (*multiply)(const float* a, const float* b, int64_t n, float* out);
+    // exp(x) over its sum; of no numbers anything.
+    void (*softmax)(const float* x, int64_t n, float* out);
     AttentionKernel attention;
     // Merges partial states in order: out[n] from n_parts states and rows of `stride` floats.
     void (*merge_attention)(int n_parts, const AttentionState* states, const float* parts, int64_t stride,

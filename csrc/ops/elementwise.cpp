@@ -1,51 +1,9 @@
 // Operations that treat each row by itself: embedding, selection, norms, activations, sums and products.
 #include <algorithm>
 
-#include "../plan.h"
+#include "row_op.h"
 
 namespace hotset {
-namespace {
-
-constexpr int64_t kChunkFloats = 16384;
-
-// Calls f(row, out) for each row of its output, a group of rows a chunk.
-template <class F>
-class RowOp : public Op {
-  public:
-    RowOp(const Plan& plan, int out, F f) : plan_(plan), out_(plan.buffer(out)), f_(std::move(f)) {}
-
-    int n_phases(const StepTokens&) const override { return 1; }
-    int n_chunks(int, const StepTokens& step) const override {
-        return int(std::min<int64_t>(ceil_div(step.rows(out_), rows_per_chunk()), kMaxChunks));
-    }
-    void run(int, int chunk, const StepTokens& step, Worker& worker) const override {
-        const RowRange rows(chunk, n_chunks(0, step), step.rows(out_));
-        float* results = worker.results.as<float>();
-        for (int r = rows.first; r < rows.last; r++) f_(step, r, results + (r - rows.first) * out_.width);
-        if (!worker.begin_commit()) return;
-        std::copy_n(results, rows.count() * out_.width, out_.row(rows.first));
-        worker.end_commit();
-    }
-    Needs needs() const override {
-        const int64_t rows =
-            std::max(rows_per_chunk(), int64_t(ceil_div(plan_.max_tokens(), kMaxChunks)) + 1);
-        return {size_t(rows * out_.width), 0, 0};
-    }
-
-  private:
-    int64_t rows_per_chunk() const { return std::max<int64_t>(1, kChunkFloats / out_.width); }
-
-    const Plan& plan_;
-    const Buffer& out_;
-    const F f_;
-};
-
-template <class F>
-std::unique_ptr<Op> make_row_op(const Plan& plan, int out, F f) {
-    return std::make_unique<RowOp<F>>(plan, out, std::move(f));
-}
-
-}  // namespace
 
 std::unique_ptr<Op> make_embed(const Plan& plan, const Matrix& weight, bool positions, int first_row,
                                int out) {
@@ -113,7 +71,10 @@ std::unique_ptr<Op> make_multiply(const Plan& plan, int a, int b, int out) {
     const Buffer &left = plan.buffer(a), &right = plan.buffer(b);
     const Kernels& kernels = plan.kernels();
     return make_row_op(plan, out, [&left, &right, &kernels](const StepTokens&, int r, float* result) {
-        kernels.multiply(left.row(r), right.row(r), left.width, result);
+        if (right.width == left.width)
+            kernels.multiply(left.row(r), right.row(r), left.width, result);
+        else
+            kernels.activate(Activation::Scale, right.row(r)[0], left.row(r), left.width, result);
     });
 }
 

@@ -21,7 +21,7 @@ namespace {
 
 // Of every result of the reference that test_all compares, on all platforms. A new case or another order of
 // accumulation changes it: then put here what the test prints, once two architectures print the same.
-constexpr uint64_t kReferenceHash = 0xed421a64dfc6b472;
+constexpr uint64_t kReferenceHash = 0x42e4224bceff1925;
 // The same of the types that came later, so that the one above stays as it is when types come.
 constexpr Type kLaterTypes[] = {Type::MXFP4};
 constexpr uint64_t kLaterHash = 0xee0ed7b1c0e42e76;
@@ -373,9 +373,10 @@ void test_rows(const Kernels& kernels, int64_t n) {
     compare("rms_norm", [&](const Kernels& k, float* out) { k.rms_norm(a.data(), b.data(), 1e-5f, n, out); });
     compare("layer_norm",
             [&](const Kernels& k, float* out) { k.layer_norm(a.data(), b.data(), c.data(), 1e-5f, n, out); });
+    compare("softmax", [&](const Kernels& k, float* out) { k.softmax(a.data(), n, out); });
     compare("add", [&](const Kernels& k, float* out) { k.add(a.data(), b.data(), n, out); });
     compare("multiply", [&](const Kernels& k, float* out) { k.multiply(a.data(), b.data(), n, out); });
-    for (int i = 0; i <= int(Activation::Scale); i++) {
+    for (int i = 0; i <= int(Activation::Sigmoid); i++) {
         const Activation kind = Activation(i);
         const bool portable = kind != Activation::Gelu;  // erf is the C library's
         compare(

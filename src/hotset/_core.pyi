@@ -15,6 +15,8 @@ def quantize(
 
 NormFacts = tuple[bool, np.ndarray, np.ndarray | None, float]  # layer norm?, weight, bias, eps
 Part = tuple[int, np.ndarray, np.ndarray | None, int]  # type, data, bias, buffer of the result
+# (type, data) of each tensor, rows of an expert in it, the first that counts, bias of those that do
+ExpertPart = tuple[list[tuple[int, np.ndarray]], int, int, np.ndarray | None]
 
 def guard_file(mapping: np.ndarray, descriptor: int) -> int: ...  # csrc/mapped.h
 def is_cut(file: int) -> bool: ...
@@ -82,6 +84,33 @@ class Plan:
         residual: int,
         sparse: bool,
         out: int,
+    ) -> None: ...
+    def route(
+        self,
+        x: int,
+        n_used: int,
+        scoring: int,
+        bias: np.ndarray | None,
+        normalised: bool,
+        scale: float,
+        n_groups: int,
+        n_groups_used: int,
+        out: int,
+    ) -> None: ...
+    def expert_neurons(
+        self,
+        x: int,
+        route: int,
+        n_expert: int,
+        gate: ExpertPart | None,
+        up: ExpertPart,
+        activation: tuple[int, float] | None,
+        up_activation: tuple[int, float] | None,
+        sparse: bool,
+        out: int,
+    ) -> None: ...
+    def expert_sum(
+        self, x: int, route: int, n_expert: int, down: ExpertPart, residual: int, out: int
     ) -> None: ...
     def sign_scores(self, x: int, rows: np.ndarray, bias: np.ndarray | None, out: int) -> None: ...
     def mask(self, x: int, scores: int, threshold: float, first: int, out: int) -> None: ...

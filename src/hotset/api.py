@@ -114,7 +114,7 @@ class Model:
             backend,
             self.n_ctx,
             decided.settings.max_sequences,
-            collect_stats=self.config.has_zeros,
+            collect_stats=self.config.leaves_out,
             flops=self.cost.flops_per_token,
         )
         self.thread = EngineThread(self.engine)

@@ -79,10 +79,11 @@ def fuse(graph: Graph, taps: Iterable[str]) -> list[Fused]:
 def _opened(ffn: Ffn, kept: frozenset[str]) -> Iterator[Op]:
     """The FFN as operations that yield the kept values: as it is, without its norm, or one by one.
 
-    What down reads may be kept without that: the values of its neurons exist anyway.
+    What down reads, and the route, may be kept without that: their values exist anyway.
     """
     norm = ffn.norm
-    inner = {op.out.name for op in ffn.primitives if op is not norm} - {ffn.selected.name, ffn.out.name}
+    made = {ffn.selected.name, ffn.out.name} | ({ffn.route.out.name} if ffn.route else set())
+    inner = {op.out.name for op in ffn.primitives if op is not norm} - made
     if inner & kept:
         yield from ffn.primitives
     elif norm is not None and norm.out.name in kept:
@@ -115,6 +116,8 @@ class _Fusion:
             group.reads = [value for op in group.ops for value in inputs_of(op) if value not in made]
             if group.ffn is not None:
                 group.inner.append(group.ffn.selected)
+                if group.ffn.route is not None:
+                    group.inner.append(group.ffn.route.out)
         return groups
 
     def _private(self, value: Value, n_readers: int = 1) -> bool:

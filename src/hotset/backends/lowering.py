@@ -16,7 +16,7 @@ import numpy as np
 
 from hotset.backends.base import WeightSource
 from hotset.backends.fusion import Buffers, Fused, fuse
-from hotset.errors import InvalidRequestError, UnsupportedModelError
+from hotset.errors import InvalidRequestError
 from hotset.formats.quants import dequantize, row_bytes
 from hotset.model.graph import (
     NO_LAYER,
@@ -47,9 +47,9 @@ from hotset.model.graph import (
 )
 
 # Numbers of csrc/kernels/kernels.h.
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "fatrelu": 5}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "fatrelu": 5, "sigmoid": 8}
+SCORINGS = {"softmax": 1, "sigmoid": 2, "softmax_chosen": 3}
 SOFT_CAP, SCALE = 6, 7  # as activations: cap * tanh(x / cap), factor * x
-_NO_EXPERTS = "mixtures of experts run on the reference backend alone for now; use --backend reference"
 PLANES = {2: 31, 1: 32}  # columns per byte of the codes → type
 
 
@@ -76,6 +76,18 @@ def transposed_matrix(
     if op.scales is None:
         return int(info.type), weights.data(op.weight), None
     return PLANES[op.out.width // info.shape[0]], weights.data(op.weight), weights.data(op.scales)
+
+
+def expert_part(weights: WeightSource, op: ExpertLinear | ExpertSum) -> Any:
+    """What the native core takes of the experts' matrices: tensors, rows of each expert in them, the first
+    that counts, bias."""
+    first, n_rows = (op.first_row, op.n_rows) if isinstance(op, ExpertLinear) else (0, op.out.width)
+    tensors = [(int(weights.tensors[name].type), weights.data(name)) for name in op.weights]
+    bias = None
+    if op.bias is not None:
+        of_all = decoded_vector(weights, op.bias).reshape(op.n_expert, -1)
+        bias = np.ascontiguousarray(of_all[:, first : first + n_rows]).reshape(-1)
+    return tensors, weights.tensors[op.weights[0]].shape[1], first, bias
 
 
 def activation(op: Activate) -> tuple[int, float]:
@@ -134,7 +146,7 @@ def lower(
         plan,
         buffers[graph.result],
         kept,
-        any(ffn is not None and ffn.has_zeros for ffn in (group.ffn for group in fused)),
+        any(ffn is not None and ffn.leaves_out for ffn in (group.ffn for group in fused)),
         layers,
         layers * len(PARTS) + part,
     )
@@ -206,8 +218,15 @@ class _Emission:
                 plan.add(buffers[main.a], buffers[main.b], out)
             case Multiply():
                 plan.multiply(buffers[main.a], buffers[main.b], out)
-            case Route() | ExpertLinear() | ExpertSum():
-                raise UnsupportedModelError(_NO_EXPERTS)
+            case Route():
+                self._route(main, main.out)
+            case ExpertLinear():
+                self._plan.expert_neurons(
+                    buffers[main.x], buffers[main.route], main.n_expert, None,
+                    expert_part(self._weights, main), None, None, False, out,
+                )  # fmt: skip
+            case ExpertSum():
+                self._expert_sum(main, None, main.out)
             case Linear() | TransposedLinear() | Ffn():
                 raise AssertionError(f"{main.out.name} is no group's last operation")
             case _:
@@ -254,7 +273,8 @@ class _Emission:
     def _ffn(self, ffn: Ffn, group: Fused) -> None:
         """Two native operations: up to the values of the neurons, and down."""
         if ffn.route is not None:
-            raise UnsupportedModelError(_NO_EXPERTS)
+            self._experts(ffn, ffn.route, group)
+            return
         if ffn.has_zeros:
             self._neurons(ffn)
         elif ffn.gate is None:
@@ -273,6 +293,38 @@ class _Emission:
             assert isinstance(down, Linear)
             self._products(None, [down], [group.out[0]], residual)
         self.at.append((ffn.layer, ffn.part))
+
+    def _experts(self, ffn: Ffn, route: Route, group: Fused) -> None:
+        """Three native operations: who computes, the neurons of these, and their sum."""
+        self._route(route, route.out)
+        gate, up, down = ffn.gate, ffn.up, ffn.down
+        assert isinstance(up, ExpertLinear)
+        assert isinstance(down, ExpertSum)
+        self._plan.expert_neurons(
+            self._buffers[ffn.x],
+            self._buffers[route.out],
+            up.n_expert,
+            expert_part(self._weights, gate) if isinstance(gate, ExpertLinear) else None,
+            expert_part(self._weights, up),
+            activation(ffn.gate_act),
+            activation(ffn.up_act) if ffn.up_act else None,
+            self._sparse and ffn.has_zeros,
+            self._buffers[ffn.selected],
+        )
+        self._expert_sum(down, group.residual(ffn.out), group.out[0])
+        self.at += [(ffn.layer, ffn.part)] * 3
+
+    def _route(self, op: Route, out: Value) -> None:
+        self._plan.route(
+            self._buffers[op.x], op.n_used, SCORINGS[op.scoring], self._bias(op.bias), op.normalised,
+            op.scale, op.n_groups, op.n_groups_used, self._buffers[out],
+        )  # fmt: skip
+
+    def _expert_sum(self, op: ExpertSum, residual: Value | None, out: Value) -> None:
+        self._plan.expert_sum(
+            self._buffers[op.x], self._buffers[op.route], op.n_expert, expert_part(self._weights, op),
+            self._residual(residual), self._buffers[out],
+        )  # fmt: skip
 
     def _neurons(self, ffn: Ffn) -> None:
         norm, mask, out = ffn.norm, ffn.mask, self._buffers[ffn.selected]

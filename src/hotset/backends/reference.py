@@ -368,7 +368,8 @@ def routed(x: np.ndarray, bias: np.ndarray | None, op: Route) -> np.ndarray:
         weights = softmax(weights)
     if op.normalised:
         weights = weights / np.maximum(weights.sum(axis=1, keepdims=True), F32(2**-14))
-    return np.concatenate([ids, weights * F32(op.scale)], axis=1).astype(x.dtype)
+    weights = np.where(np.isnan(x).any(axis=1, keepdims=True), F32(np.nan), weights * F32(op.scale))
+    return np.concatenate([ids, weights], axis=1).astype(x.dtype)
 
 
 def softmax(x: np.ndarray, _: np.float32 | None = None) -> np.ndarray:

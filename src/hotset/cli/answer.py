@@ -60,6 +60,9 @@ def _touched(model: Model, timings: Timings, stats: StatsSummary | None) -> str:
     if stats is None:
         return f"{human_size(touched)} touched per token"
     share = percent(stats.active_share)
+    if model.config.has_experts and not model.config.has_zeros:
+        whole = touched - stats.bytes_touched_per_token + stats.bytes_total_per_token
+        return f"touched {size_of(touched, whole)} per token"
     if model.sparsity.mode == "dense":
         return f"{share} of FFN neurons fired, {human_size(touched)} touched per token"
     whole = touched - stats.bytes_touched_per_token + stats.bytes_total_per_token

@@ -128,7 +128,7 @@ def bench(
                     first = False
                 for test in tests:
                     result = measure(
-                        loaded.backend, test, repetitions, batch, read, collect_stats=loaded.config.has_zeros
+                        loaded.backend, test, repetitions, batch, read, collect_stats=loaded.config.leaves_out
                     )
                     printer.row(_entry(facts, test, result, *_touched(loaded, test, result)))
     printer.end()

@@ -165,7 +165,7 @@ class Chat:
         say(f"Answers: {self.answered}, with {self.generated} tokens")
         say(f"{used} of {self.model.n_ctx} tokens of the context are used")
         say(f"{human_size(self.model.gguf.nbytes)} of weights, backend {self.model.backend.name}")
-        if self.model.config.has_zeros:
+        if self.model.config.leaves_out:
             print_stats(self.last.answer_stats)
 
     def save(self, rest: str) -> None:

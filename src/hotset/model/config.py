@@ -291,6 +291,11 @@ class ModelConfig:
         return any(has_zeros(layer.activation.gate) for layer in self.layers)
 
     @property
+    def leaves_out(self) -> bool:
+        """Whether a token does not need every row: of neurons that are zero, or of experts."""
+        return self.has_zeros or self.has_experts
+
+    @property
     def n_ctx_max(self) -> int | None:
         """The longest context that can be computed, in tokens; None where rotation sets no limit."""
         return None if self.first_position is None else self.n_ctx_train

@@ -247,7 +247,7 @@ class Route(_Operation):
     groups of adjacent experts only n_groups_used can be chosen from, those whose two best p + bias have the
     highest sum. A weight is p without the bias; with softmax_chosen the softmax of the chosen ones' p;
     `normalised`: over the sum of the chosen ones', which counts as 2^-14 at least; then times `scale`.
-    What is not a number comes after every number. Ids are whole numbers.
+    What is not a number comes after every number, and then no weight is one. Ids are whole numbers.
     """
 
     out: Value
@@ -398,6 +398,11 @@ class Ffn(_Operation):
     def has_zeros(self) -> bool:
         """Whether neurons can be exactly zero, so that rows of up and down need not be read."""
         return has_zeros(self.gate_act.kind)
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a token does not need every row: of neurons at zero, or of experts that are not its own."""
+        return self.has_zeros or self.route is not None
 
     @property
     def by_neuron(self) -> bool:

@@ -17,24 +17,32 @@ Table = tuple[list[str], list[list[str]]]  # columns (">": flush right), rows
 def stats_table(stats: StatsSummary) -> Table:
     """Each layer, mean per token, and a last row for all of them. Times in milliseconds.
 
-    Columns of a predictor are left out where there is none, those of its quality where it was not measured.
+    Columns of a predictor are left out where there is none, those of its quality where it was not measured;
+    that of experts, the share whose weights a step read, where a model has none.
     """
     layers = stats.layers
-    predicted = any(layer.predictor_s or layer.selected_share < 1 for layer in layers)
+    # (Of experts those that are not the token's own are not selected either.)
+    predicted = any(layer.predictor_s for layer in layers) or any(
+        layer.expert_share is None and layer.selected_share < 1 for layer in layers
+    )
     measured = any(layer.recall is not None for layer in layers)
+    routed = any(layer.expert_share is not None for layer in layers)
     widest = max((layer.active_share for layer in layers), default=0.0)
     columns = [">layer", ">active", f"to {percent(widest)}"]
+    columns += [">experts"] if routed else []
     columns += [">chosen"] if predicted else []
     columns += [">recall", ">precise"] if measured else []
     columns += [">FFN\nbytes"] + ([">pred.\nms"] if predicted else []) + [">FFN\nms", ">attn.\nms"]
     rows = []
     for layer in layers:
         row = [str(layer.layer), percent(layer.active_share), bar(layer.active_share, 7, full=widest)]
+        row += ["" if layer.expert_share is None else percent(layer.expert_share)] if routed else []
         row += [percent(layer.selected_share)] if predicted else []
         row += [percent(layer.recall), percent(layer.precision)] if measured else []
         row += [human_size(layer.bytes)] + ([_ms(layer.predictor_s)] if predicted else [])
         rows.append([*row, _ms(layer.ffn_s), _ms(layer.attention_s)])
     total = ["all", percent(stats.active_share), ""]
+    total += [""] if routed else []
     total += [percent(stats.selected_share)] if predicted else []
     total += ["", ""] if measured else []
     total += [human_size(sum(layer.bytes for layer in layers))]

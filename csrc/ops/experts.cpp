@@ -1,0 +1,524 @@
+// The products of a mixture of experts: up to the neurons of a token's experts, and down to their sum.
+//
+// Tokens are grouped by expert, so that an expert's rows are read once for all its tokens and multiplied by
+// the kernels of many tokens; one token's experts are groups of one. Who belongs to which group is found
+// anew by every worker, from ids that are brought into their range: a late thread (threads.h) may see any.
+// What an expert gives for a token is the same to the bit in every group, and is added in the route's order.
+#include <algorithm>
+
+#include "linear_input.h"
+
+namespace hotset {
+namespace {
+
+constexpr int64_t kChunkBytes = 48 * 1024;  // of weights, for one token
+constexpr int kDecodeChunks = 64;           // one token, at most
+constexpr double kGatherBelow = 0.75;       // share of a chunk's up rows: above it all are read
+constexpr int kPrefetchPieces = 64;         // that a waiting thread fetches of a phase to come,
+constexpr int64_t kPrefetchBytes = 512;     // each of this size
+
+// Tokens by expert: groups in order of their experts, entries (token * n_used + rank) in order of tokens.
+class Groups {
+  public:
+    int n = 0;                   // groups
+    int32_t* experts = nullptr;  // [n]
+    int32_t* first = nullptr;    // [n + 1] of `entries`
+    int32_t* entries = nullptr;  // [n_tokens * n_used]
+    int32_t* places = nullptr;   // [n_tokens * n_used] where in `entries` an entry stands
+
+    static size_t bytes(int n_tokens, int n_used, int n_expert) {
+        return (size_t(n_tokens) * n_used * 3 + size_t(n_expert) * 2 + 2) * sizeof(int32_t) + 64;
+    }
+    static constexpr size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+    Groups() = default;
+    // Lays itself out in memory that may hold what `find` found there before.
+    Groups(uint8_t* memory, int n_tokens, int n_used, int n_expert) {
+        const int64_t all = int64_t(n_tokens) * n_used;
+        entries = reinterpret_cast<int32_t*>(memory);
+        places = entries + all;
+        ids_ = places + all;
+        first = ids_ + all;
+        experts = first + n_expert + 1;
+        n_found_ = experts + n_expert;
+        n_tokens_ = n_tokens, n_used_ = n_used, n_expert_ = n_expert;
+    }
+    void find(const Buffer& route) {
+        for (int t = 0; t < n_tokens_; t++)
+            for (int j = 0; j < n_used_; j++) {
+                const float id = route.row(t)[j];  // read once: it may change
+                ids_[t * n_used_ + j] = id >= 0.0f && id < float(n_expert_) ? int32_t(id) : 0;
+            }
+        const int all = n_tokens_ * n_used_;
+        int32_t counts[kMaxExperts] = {};  // then the place of the next entry
+        for (int i = 0; i < all; i++) counts[ids_[i]]++;
+        n = 0;
+        int32_t at = 0;
+        for (int e = 0; e < n_expert_; e++) {
+            if (!counts[e]) continue;
+            experts[n] = e;
+            first[n++] = at;
+            at += counts[e];
+            counts[e] = at - counts[e];
+        }
+        first[n] = at;
+        for (int i = 0; i < all; i++) {
+            places[i] = counts[ids_[i]]++;
+            entries[places[i]] = i;
+        }
+        *n_found_ = n;
+    }
+    // After `find` in the same memory.
+    void recall() { n = *n_found_; }
+
+    // Tokens of a group. (Of garbage a token may have an expert twice.)
+    int count(int group) const { return std::min(first[group + 1] - first[group], n_tokens_); }
+    const int32_t* of(int group) const { return entries + first[group]; }
+
+  private:
+    int32_t* ids_ = nullptr;  // [n_tokens * n_used]
+    int32_t* n_found_ = nullptr;
+    int n_tokens_ = 0, n_used_ = 0, n_expert_ = 0;
+};
+
+// Quantised rows, and floats where they are needed, of up to n rows of width k in one block of memory.
+struct RowsMemory {
+    float* x;
+    float* scale;
+    float* sum;
+    int32_t* isum;
+    int8_t* q;
+
+    RowsMemory(uint8_t* memory, int64_t n, int64_t k, bool floats) {
+        const int64_t width = padded(k);
+        x = reinterpret_cast<float*>(memory);
+        scale = x + (floats ? n * width : 0);
+        sum = scale + n * width / 32;
+        isum = reinterpret_cast<int32_t*>(sum + n * width / 32);
+        q = reinterpret_cast<int8_t*>(isum + n * width / 16);
+    }
+    static size_t bytes(int64_t n, int64_t k, bool floats) {
+        return size_t(n) * padded(k) * (floats ? 6 : 2) + 64;
+    }
+    Inputs inputs(int n, int64_t k) const { return {n, k, x, q, scale, sum, isum}; }
+    // Row `at` is row `from` of other rows.
+    void copy(int64_t at, const Inputs& in, int64_t from, bool floats, bool quantized) const {
+        const int64_t k = in.k, width = padded(k);
+        if (floats) std::copy_n(in.x + from * k, k, x + at * k);
+        if (!quantized) return;
+        std::copy_n(in.q + from * width, width, q + at * width);
+        std::copy_n(in.scale + from * (width / 32), width / 32, scale + at * (width / 32));
+        std::copy_n(in.sum + from * (width / 32), width / 32, sum + at * (width / 32));
+        std::copy_n(in.isum + from * (width / 16), width / 16, isum + at * (width / 16));
+    }
+    void prepare(const Kernels& kernels, int64_t at, const float* row, int64_t k, bool floats,
+                 bool quantized) const {
+        const int64_t width = padded(k);
+        if (floats) std::copy_n(row, k, x + at * k);
+        if (quantized)
+            kernels.quantize(row, k, q + at * width, scale + at * (width / 32), sum + at * (width / 32),
+                             isum + at * (width / 16));
+    }
+};
+
+struct Kinds {
+    bool floats = false, quantized = false;
+    void serves(const ExpertMatrices& of) {
+        for (const Matrix& m : of.weights) (is_float(m.type) ? floats : quantized) = true;
+    }
+};
+
+int64_t bytes_of(const ExpertMatrices& of) {  // of the largest expert
+    int64_t most = 0;
+    for (const Matrix& m : of.weights) most = std::max(most, m.rows * int64_t(m.row_bytes));
+    return most;
+}
+
+// ---- up to the neurons
+
+class ExpertNeurons : public Op {
+  public:
+    ExpertNeurons(const Plan& plan, ExpertFacts facts)
+        : plan_(plan),
+          f_(std::move(facts)),
+          input_(plan, f_.x, Norm{}),
+          route_(plan.buffer(f_.route)),
+          out_(plan.buffer(f_.out)) {
+        for (const ExpertMatrices* of : {&f_.gate, &f_.up}) {
+            for (const Matrix& m : of->weights) input_.serves(m);
+            kinds_.serves(*of);
+            bytes_ += bytes_of(*of);
+        }
+        few_at_ = results_bytes(std::min(plan.max_tokens(), kPrivateInputs));
+    }
+
+    int n_phases(const StepTokens& step) const override { return input_.prepares_together(step) ? 2 : 1; }
+    int n_chunks(int phase, const StepTokens& step) const override {
+        const int n = input_.n_tokens(step);
+        if (n == 0) return 0;
+        if (phase == 0 && input_.prepares_together(step)) return input_.n_prepare_chunks(step);
+        return most_groups(n) * panels(n);
+    }
+
+    void run(int phase, int chunk, const StepTokens& step, Worker& worker) const override {
+        if (phase == 0 && input_.prepares_together(step)) return input_.prepare_chunk(chunk, step, worker);
+        const Inputs all = input_.inputs(step, worker);
+        const int panels = this->panels(all.n), group = chunk / panels, panel = chunk % panels;
+        const int64_t first = panel_chunk(n_rows(), panels, panel),
+                      last = panel_chunk(n_rows(), panels, panel + 1);
+        uint8_t* const mine = own_memory(all.n, worker);
+        const bool kept = all.n > kPrivateInputs;  // groups, and the inputs of one
+        Groups groups(mine + kMarkBytes, all.n, f_.n_used, n_expert());
+        int32_t& gathered = *reinterpret_cast<int32_t*>(mine);
+        if (!kept || worker.enter_inputs()) {
+            groups.find(route_);
+            gathered = -1;
+        } else {
+            groups.recall();
+        }
+        if (group >= groups.n) {  // fewer experts than there might have been
+            if (worker.begin_commit()) worker.end_commit();
+            return;
+        }
+        const int32_t* entries = groups.of(group);
+        const int count = groups.count(group);
+        Inputs in = all;
+        if (all.n > 1) {
+            const RowsMemory rows(mine + kMarkBytes + Groups::aligned(groups_bytes(all.n)), all.n, all.k,
+                                  kinds_.floats);
+            if (gathered != group)
+                for (int i = 0; i < count; i++)
+                    rows.copy(i, all, entries[i] / f_.n_used, kinds_.floats, kinds_.quantized);
+            gathered = group;
+            in = rows.inputs(count, all.k);
+        }
+        float* values = worker.results.as<float>();
+        FfnCounts counts;
+        compute(groups.experts[group], first, last, in, worker, values, counts);
+        if (!worker.begin_commit()) return;
+        for (int i = 0; i < count; i++)
+            std::copy_n(values + i * (last - first), last - first,
+                        out_.row(entries[i] / f_.n_used) + entries[i] % f_.n_used * n_rows() + first);
+        counters.add(counts);
+        worker.end_commit();
+    }
+
+    Needs needs() const override {
+        const int n = plan_.max_tokens(), few = std::min(n, kPrivateInputs);
+        Needs needs = input_.needs();
+        needs.result_floats = std::max({needs.result_floats, results_bytes(n) / sizeof(float) + 1,
+                                        (results_bytes(few) + memory_bytes(few)) / sizeof(float) + 1});
+        needs.private_bytes = memory_bytes(n);
+        return needs;
+    }
+
+  private:
+    static constexpr size_t kMarkBytes = 64;  // which group's inputs are gathered
+
+    bool gated() const { return !f_.gate.weights.empty(); }
+    int n_expert() const { return int(f_.up.weights.size()); }
+    int64_t n_rows() const { return f_.up.weights[0].rows; }
+    int most_groups(int n) const { return int(std::min<int64_t>(int64_t(n) * f_.n_used, n_expert())); }
+    // Chunks of an expert.
+    int panels(int n) const {
+        const int groups = most_groups(n);
+        if (n == 1) {
+            const int64_t most = std::max(kDecodeChunks / groups, 1);
+            return int(std::clamp<int64_t>(bytes_ / kChunkBytes, 1,
+                                           std::min<int64_t>(most, ceil_div(n_rows(), 16))));
+        }
+        return std::min(ceil_div(n_rows(), kPanelRows), std::max(kMaxChunks / groups, 1));
+    }
+    size_t groups_bytes(int n) const { return Groups::bytes(n, f_.n_used, n_expert()); }
+    size_t memory_bytes(int n) const {
+        return kMarkBytes + Groups::aligned(groups_bytes(n)) +
+               RowsMemory::bytes(n, input_.width(), kinds_.floats) + 64;
+    }
+    // Of up to n tokens: gates and then values, ups, rows that were gathered, and which they are.
+    size_t results_bytes(int n) const {
+        size_t most = 0;  // fewer tokens may have larger chunks
+        for (int tokens = 1; tokens <= n; tokens++)
+            most = std::max(most, size_t(largest_panel_chunk(n_rows(), panels(tokens))) * (tokens * 3 + 1));
+        return Groups::aligned(most * sizeof(float));
+    }
+    // Where a worker notes groups and gathers inputs. Those of few tokens lie behind the results, for
+    // `inputs` holds what the tokens are.
+    uint8_t* own_memory(int n, Worker& worker) const {
+        return n > kPrivateInputs ? worker.inputs.data() : worker.results.data() + few_at_;
+    }
+
+    void compute(int expert, int64_t first, int64_t last, const Inputs& in, Worker& worker, float* values,
+                 FfnCounts& counts) const {
+        const Kernels& kernels = plan_.kernels();
+        const int64_t size = last - first, n = in.n * size;
+        counts.selected = n;
+        if (!gated()) {
+            product(f_.up, expert, first, last, in, worker, values);
+            if (f_.activated) kernels.activate(f_.activation, f_.activation_threshold, values, n, values);
+            counts.up_rows = size;
+        } else {
+            product(f_.gate, expert, first, last, in, worker, values);
+            counts.gate_rows = size;
+            kernels.activate(f_.activation, f_.activation_threshold, values, n, values);
+            multiply_by_up(expert, first, last, in, worker, values, counts);
+        }
+        for (int64_t i = 0; i < n; i++) counts.active += values[i] != 0.0f;
+    }
+
+    void multiply_by_up(int expert, int64_t first, int64_t last, const Inputs& in, Worker& worker,
+                        float* values, FfnCounts& counts) const {
+        const Kernels& kernels = plan_.kernels();
+        const int64_t size = last - first, n = in.n * size;
+        float* up = values + n;
+        int32_t* const wanted = reinterpret_cast<int32_t*>(up + 2 * n);  // rows of which any token needs
+        int found = 0;
+        if (f_.sparse)
+            for (int64_t i = 0; i < size; i++) {
+                bool any = false;
+                for (int t = 0; t < in.n && !any; t++) any = values[t * size + i] != 0.0f;
+                wanted[found] = int32_t(i);
+                found += any;
+            }
+        if (!f_.sparse || found > kGatherBelow * double(size)) {
+            product(f_.up, expert, first, last, in, worker, up);
+            counts.up_rows = size;
+        } else {
+            gathered_up(expert, first, size, in, wanted, found, up, worker);
+            counts.up_rows = found;
+        }
+        if (f_.up_activated) kernels.activate(f_.up_activation, f_.up_threshold, up, n, up);
+        if (f_.sparse)  // what was not read may be anything
+            for (int64_t i = 0; i < n; i++) values[i] = values[i] != 0.0f ? values[i] * up[i] : 0.0f;
+        else
+            kernels.multiply(values, up, n, values);
+    }
+
+    // Up rows of the neurons that fire, one token after the other: the rows stay in the cache.
+    void gathered_up(int expert, int64_t first, int64_t size, const Inputs& in, const int32_t* wanted,
+                     int found, float* up, Worker& worker) const {
+        const Matrix& w = f_.up.weights[expert];
+        const uint8_t** rows = reinterpret_cast<const uint8_t**>(worker.kernel_scratch.data());
+        float* packed = up + in.n * size;
+        for (int j = 0; j < found; j++) rows[j] = w.row(first + wanted[j]);
+        for (int j = 0; j < kGatherAhead; j++) rows[found + j] = w.row(std::min(first + size, w.rows - 1));
+        std::fill_n(up, in.n * size, 0.0f);
+        const float* bias = f_.up.bias_of(expert, n_rows());
+        for (int t = 0; t < in.n && found; t++) {
+            plan_.kernels().gather[int(w.type)](w, rows, found, in, t, packed);
+            for (int j = 0; j < found; j++)
+                up[t * size + wanted[j]] = bias ? packed[j] + bias[first + wanted[j]] : packed[j];
+        }
+    }
+
+    void product(const ExpertMatrices& of, int expert, int64_t first, int64_t last, const Inputs& in,
+                 Worker& worker, float* out) const {
+        const Matrix& w = of.weights[expert];
+        const int64_t size = last - first;
+        plan_.kernels().linear[int(w.type)](w, first, last, in, 0, in.n, out, size,
+                                            worker.kernel_scratch.data());
+        if (const float* bias = of.bias_of(expert, n_rows()))
+            for (int t = 0; t < in.n; t++)
+                plan_.kernels().add(out + t * size, bias + first, size, out + t * size);
+    }
+
+    const Plan& plan_;
+    const ExpertFacts f_;
+    LinearInput input_;
+    Kinds kinds_;
+    const Buffer& route_;
+    const Buffer& out_;
+    int64_t bytes_ = 0;  // of an expert's gate and up
+    size_t few_at_ = 0;  // in a worker's results
+};
+
+// ---- down
+
+class ExpertSum : public Op {
+  public:
+    ExpertSum(const Plan& plan, ExpertSumFacts facts)
+        : plan_(plan),
+          f_(std::move(facts)),
+          x_(plan.buffer(f_.x)),
+          route_(plan.buffer(f_.route)),
+          out_(plan.buffer(f_.out)),
+          residual_(f_.residual < 0 ? nullptr : &plan.buffer(f_.residual)) {
+        kinds_.serves(f_.down);
+        bytes_ = bytes_of(f_.down);
+    }
+
+    // Several tokens: first their neurons are brought into the order of the groups, and quantised.
+    int n_phases(const StepTokens& step) const override { return step.rows(x_) > 1 ? 2 : 1; }
+    int n_chunks(int phase, const StepTokens& step) const override {
+        const int n = step.rows(x_);
+        if (n == 0) return 0;
+        return n > 1 && phase == 0 ? prepare_chunks(n) : row_chunks(n);
+    }
+
+    void run(int phase, int chunk, const StepTokens& step, Worker& worker) const override {
+        const int n = step.rows(x_);
+        if (n > 1 && phase == 0) return prepare(chunk, n, worker);
+        const int chunks = row_chunks(n);
+        const int64_t first = panel_chunk(n_out(), chunks, chunk),
+                      last = panel_chunk(n_out(), chunks, chunk + 1);
+        float* sums = worker.results.as<float>();
+        if (!(n == 1 ? one_token(first, last, worker, sums) : several(first, last, n, worker, sums))) return;
+        const Kernels& kernels = plan_.kernels();
+        const int64_t size = last - first;
+        if (residual_)
+            for (int t = 0; t < n; t++)
+                kernels.add(sums + t * size, residual_->row(t) + first, size, sums + t * size);
+        if (!worker.begin_commit()) return;
+        for (int t = 0; t < n; t++) std::copy_n(sums + t * size, size, out_.row(t) + first);
+        worker.end_commit();
+    }
+
+    // The first rows of the chunk, a part of each expert's.
+    bool prefetch(int phase, int chunk, int piece, const StepTokens& step) const override {
+        const int n = step.rows(x_);
+        if (n != 1 || phase != 0 || piece >= kPrefetchPieces) return false;
+        const int64_t first = panel_chunk(n_out(), row_chunks(1), chunk);
+        const Matrix& w = f_.down.weights[expert_of(piece % f_.n_used)];
+        const uint8_t* at = w.row(first) + piece / f_.n_used * kPrefetchBytes;
+        for (int64_t i = 0; i < kPrefetchBytes; i += 64) prefetch_line(at + i);
+        return true;
+    }
+
+    Needs needs() const override {
+        const int n = plan_.max_tokens();
+        const int64_t one = largest_panel_chunk(n_out(), row_chunks(1)),
+                      many = largest_panel_chunk(n_out(), row_chunks(std::max(n, 2)));
+        const int64_t prepared = ceil_div(n, prepare_chunks(std::max(n, 2))) + 1;
+        Needs needs;
+        needs.result_floats =
+            std::max({size_t(one) * 2, size_t(n) * (f_.n_used + 1) * many + many,
+                      RowsMemory::bytes(prepared * f_.n_used, width(), kinds_.floats) / sizeof(float) + 1});
+        needs.input_width = width();
+        needs.private_bytes = std::max(Groups::bytes(n, f_.n_used, n_expert()),
+                                       RowsMemory::bytes(f_.n_used, width(), kinds_.floats));
+        if (n > 1) needs.shared_bytes = RowsMemory::bytes(int64_t(n) * f_.n_used, width(), kinds_.floats);
+        return needs;
+    }
+
+  private:
+    int n_expert() const { return int(f_.down.weights.size()); }
+    int64_t n_out() const { return f_.down.weights[0].rows; }
+    int64_t width() const { return f_.down.weights[0].cols; }  // neurons of an expert
+    int prepare_chunks(int n) const { return std::min(ceil_div(n, kPrepareTokens), kMaxChunks); }
+    int row_chunks(int n) const {
+        if (n > 1) return many_token_chunks(n_out(), plan_.n_threads());
+        return int(std::clamp<int64_t>(bytes_ * f_.n_used / kChunkBytes, 1,
+                                       std::min<int64_t>(kDecodeChunks, ceil_div(n_out(), 16))));
+    }
+    int expert_of(int rank) const {  // of a single token
+        const float id = route_.row(0)[rank];
+        return id >= 0.0f && id < float(n_expert()) ? int(id) : 0;
+    }
+
+    // sum += weight * part
+    void add(float weight, const float* part, int64_t size, float* scratch, float* sum) const {
+        const Kernels& kernels = plan_.kernels();
+        kernels.activate(Activation::Scale, weight, part, size, scratch);
+        kernels.add(sum, scratch, size, sum);
+    }
+
+    bool one_token(int64_t first, int64_t last, Worker& worker, float* sums) const {
+        const Kernels& kernels = plan_.kernels();
+        const int64_t size = last - first;
+        const RowsMemory rows(worker.inputs.data(), f_.n_used, width(), kinds_.floats);
+        if (worker.enter_inputs())
+            for (int j = 0; j < f_.n_used; j++)
+                rows.prepare(kernels, j, x_.row(0) + j * width(), width(), kinds_.floats, kinds_.quantized);
+        const Inputs in = rows.inputs(f_.n_used, width());
+        float* part = sums + size;
+        std::fill_n(sums, size, 0.0f);
+        for (int j = 0; j < f_.n_used; j++) {
+            const int expert = expert_of(j);
+            const Matrix& w = f_.down.weights[expert];
+            kernels.linear[int(w.type)](w, first, last, in, j, j + 1, part, size,
+                                        worker.kernel_scratch.data());
+            if (const float* bias = f_.down.bias_of(expert, n_out()))
+                kernels.add(part, bias + first, size, part);
+            add(route_.row(0)[f_.n_used + j], part, size, part, sums);
+        }
+        return true;
+    }
+
+    Groups groups(int n, Worker& worker) const {
+        Groups groups(worker.inputs.data(), n, f_.n_used, n_expert());
+        if (worker.enter_inputs())
+            groups.find(route_);
+        else
+            groups.recall();
+        return groups;
+    }
+    RowsMemory shared_rows(int n) const {
+        return {plan_.shared(), int64_t(n) * f_.n_used, width(), kinds_.floats};
+    }
+
+    void prepare(int chunk, int n, Worker& worker) const {
+        const RowRange tokens(chunk, prepare_chunks(n), n);
+        const Groups groups = this->groups(n, worker);
+        const int64_t count = int64_t(tokens.count()) * f_.n_used, first = int64_t(tokens.first) * f_.n_used;
+        const RowsMemory own(worker.results.data(), count, width(), kinds_.floats);
+        for (int64_t i = 0; i < count; i++)
+            own.prepare(plan_.kernels(), i,
+                        x_.row((first + i) / f_.n_used) + (first + i) % f_.n_used * width(), width(),
+                        kinds_.floats, kinds_.quantized);
+        if (!worker.begin_commit()) return;
+        const RowsMemory all = shared_rows(n);
+        const Inputs in = own.inputs(int(count), width());
+        for (int64_t i = 0; i < count; i++)
+            all.copy(groups.places[first + i], in, i, kinds_.floats, kinds_.quantized);
+        worker.end_commit();
+    }
+
+    // False: the step is being cancelled.
+    bool several(int64_t first, int64_t last, int n, Worker& worker, float* sums) const {
+        const Kernels& kernels = plan_.kernels();
+        const int64_t size = last - first;
+        const Groups groups = this->groups(n, worker);
+        const Inputs in = shared_rows(n).inputs(n * f_.n_used, width());
+        float* parts = sums + int64_t(n) * size;  // in order of the groups
+        float* scratch = parts + int64_t(n) * f_.n_used * size;
+        for (int g = 0; g < groups.n; g++) {
+            if (worker.cancelled()) return false;
+            const Matrix& w = f_.down.weights[groups.experts[g]];
+            const int begin = groups.first[g], end = groups.first[g + 1];
+            float* part = parts + begin * size;
+            kernels.linear[int(w.type)](w, first, last, in, begin, end, part, size,
+                                        worker.kernel_scratch.data());
+            if (const float* bias = f_.down.bias_of(groups.experts[g], n_out()))
+                for (int i = 0; i < end - begin; i++)
+                    kernels.add(part + i * size, bias + first, size, part + i * size);
+        }
+        for (int t = 0; t < n; t++) {
+            float* sum = sums + t * size;
+            std::fill_n(sum, size, 0.0f);
+            for (int j = 0; j < f_.n_used; j++)
+                add(route_.row(t)[f_.n_used + j], parts + int64_t(groups.places[t * f_.n_used + j]) * size,
+                    size, scratch, sum);
+        }
+        return true;
+    }
+
+    const Plan& plan_;
+    const ExpertSumFacts f_;
+    Kinds kinds_;
+    const Buffer& x_;
+    const Buffer& route_;
+    const Buffer& out_;
+    const Buffer* residual_;
+    int64_t bytes_ = 0;  // of an expert
+};
+
+}  // namespace
+
+std::unique_ptr<Op> make_expert_neurons(const Plan& plan, ExpertFacts facts) {
+    return std::make_unique<ExpertNeurons>(plan, std::move(facts));
+}
+
+std::unique_ptr<Op> make_expert_sum(const Plan& plan, ExpertSumFacts facts) {
+    return std::make_unique<ExpertSum>(plan, std::move(facts));
+}
+
+}  // namespace hotset

@@ -1,0 +1,104 @@
+// Which experts compute a token: the best by the router's scores, of equal ones the first, and their weights.
+#include <algorithm>
+#include <cmath>
+
+#include "row_op.h"
+
+namespace hotset {
+namespace {
+
+// Whether a comes before b: higher, of equal ones the lower index, and no number after all numbers.
+bool comes_before(const float* x, int a, int b) {
+    const bool number_a = x[a] == x[a], number_b = x[b] == x[b];
+    if (!number_a || !number_b) return number_a != number_b ? number_a : a < b;
+    return x[a] != x[b] ? x[a] > x[b] : a < b;
+}
+
+// The n best of `count` numbers, in order, without looking twice at those that were taken.
+void best_of(const float* x, int count, int n, int32_t* out) {
+    int found = 0;
+    for (int i = 0; i < count; i++) {
+        int at = found;
+        while (at > 0 && comes_before(x, i, out[at - 1])) at--;
+        if (at == n) continue;
+        for (int j = std::min(found, n - 1); j > at; j--) out[j] = out[j - 1];
+        out[at] = i;
+        found = std::min(found + 1, n);
+    }
+}
+
+class Router {
+  public:
+    Router(const Kernels& kernels, RouteFacts facts, int n_expert)
+        : kernels_(kernels), f_(std::move(facts)), n_(n_expert) {}
+
+    void operator()(const float* x, float* out) const {
+        float p[kMaxExperts], wanted[kMaxExperts];
+        int32_t ids[kMaxExperts];
+        if (f_.scoring == RouteFacts::Softmax)
+            kernels_.softmax(x, n_, p);
+        else if (f_.scoring == RouteFacts::Sigmoid)
+            kernels_.activate(Activation::Sigmoid, 0.0f, x, n_, p);
+        else
+            std::copy_n(x, n_, p);
+        if (f_.bias.empty() && f_.n_groups == 1)
+            std::copy_n(x, n_, wanted);
+        else if (f_.bias.empty())
+            std::copy_n(p, n_, wanted);
+        else
+            kernels_.add(p, f_.bias.data(), n_, wanted);
+        if (f_.n_groups > 1) leave_groups_out(wanted);
+        best_of(wanted, n_, f_.n_used, ids);
+
+        float* weights = out + f_.n_used;
+        for (int j = 0; j < f_.n_used; j++) {
+            out[j] = float(ids[j]);
+            weights[j] = p[ids[j]];
+        }
+        if (f_.scoring == RouteFacts::SoftmaxChosen) kernels_.softmax(weights, f_.n_used, weights);
+        float sum = 1.0f;
+        if (f_.normalised) {
+            sum = 0.0f;
+            for (int j = 0; j < f_.n_used; j++) sum += weights[j];
+            sum = std::max(sum, 0x1p-14f);
+        }
+        const bool numbers = std::all_of(x, x + n_, [](float v) { return v == v; });
+        for (int j = 0; j < f_.n_used; j++) weights[j] = numbers ? weights[j] / sum * f_.scale : NAN;
+    }
+
+  private:
+    // Of all groups but the best ones, whose two best count, the experts cannot be chosen.
+    void leave_groups_out(float* wanted) const {
+        const int size = n_ / f_.n_groups;
+        float best[kMaxExperts];
+        int32_t kept[kMaxExperts];
+        for (int g = 0; g < f_.n_groups; g++) {
+            int32_t two[2] = {};
+            const float* of_group = wanted + g * size;
+            best_of(of_group, size, std::min(size, 2), two);
+            best[g] = of_group[two[0]] + (size > 1 ? of_group[two[1]] : 0.0f);
+            for (int i = 0; i < size; i++)
+                if (of_group[i] != of_group[i]) best[g] = NAN;
+        }
+        best_of(best, f_.n_groups, f_.n_groups_used, kept);
+        for (int g = 0; g < f_.n_groups; g++)
+            if (std::find(kept, kept + f_.n_groups_used, g) == kept + f_.n_groups_used)
+                std::fill_n(wanted + g * size, size, -INFINITY);
+    }
+
+    const Kernels& kernels_;
+    const RouteFacts f_;
+    const int n_;
+};
+
+}  // namespace
+
+std::unique_ptr<Op> make_route(const Plan& plan, RouteFacts facts) {
+    const Buffer& in = plan.buffer(facts.x);
+    const int out = facts.out;
+    return make_row_op(plan, out,
+                       [&in, router = Router(plan.kernels(), std::move(facts), int(in.width))](
+                           const StepTokens&, int r, float* result) { router(in.row(r), result); });
+}
+
+}  // namespace hotset

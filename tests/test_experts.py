@@ -1,0 +1,195 @@
+"""Mixtures of experts: the native engine equal to the reference, and to itself however a step is cut up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_cpu_backend import (
+    N_VOCAB,
+    assert_every_operation_is_right,
+    batch,
+    cpu,
+    logits_of,
+    tokens,
+)
+from tiny_gguf import write_llama
+
+import hotset
+from hotset import _core
+from hotset.backends.reference import ReferenceBackend
+from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.formats.quants import DECODABLE, GGMLType
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+from hotset.sparsity.stats import StatsAccumulator
+
+T = GGMLType
+MIXED = {"ffn_gate_exps": T.Q4_K, "ffn_up_exps": T.Q4_0, "ffn_down_exps": T.Q6_K, "output": T.Q8_0}
+SIGMOID = {"llama.expert_gating_func": 2, "llama.expert_weights_scale": 2.5}
+GROUPS = {**SIGMOID, "llama.expert_group_count": 3, "llama.expert_group_used_count": 2}
+CUTS = ([], [1], [7], [8, 9], [64, 100], [*range(1, 30), 90, 91, 99])
+
+
+def mixed_types(name: str) -> GGMLType:
+    return MIXED.get(name.split(".")[-1], T.Q4_1)
+
+
+def model(path: Path, **options: Any) -> GGUFFile:
+    options = {
+        "n_embd": 256,
+        "n_ff": 256,
+        "head_dim": 64,
+        "experts": (9, 3),
+        "type_of": mixed_types,
+    } | options
+    return open_gguf(write_llama(path / "experts.gguf", **options))
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "mixed": {},
+    "floats": {"type_of": lambda _: T.F32, "n_ff": 96, "n_embd": 64},
+    "halves": {"type_of": lambda _: T.F16, "n_ff": 96, "n_embd": 64},
+    "floats and blocks": {"type_of": lambda name: T.F32 if "gate" in name else T.Q8_0, "n_ff": 160},
+    "biased": {"biased": True},
+    "shared": {"n_ff_shared": 96, "type_of": lambda _: T.Q8_0},
+    "sigmoid": {"keys": SIGMOID},
+    "groups": {"keys": GROUPS},
+    "chosen": {"keys": {"llama.expert_gating_func": 3, "llama.expert_weights_norm": False}},
+    "relu": {"keys": {"llama.hidden_activation": "relu"}},
+    "biased relu": {"keys": {"llama.hidden_activation": "relu"}, "biased": True},
+    "one used": {"experts": (4, 1)},
+    "all used": {"experts": (3, 3)},
+    "many": {"experts": (70, 2), "n_ff": 32, "type_of": lambda _: T.Q4_0},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_operation_is_the_references(tmp_path: Path, form: str) -> None:
+    gguf = model(tmp_path, **FORMS[form])
+    graph, ids = describe(config_from_gguf(gguf), gguf.tensors), tokens(40)
+    assert_every_operation_is_right(gguf, graph, cpu(gguf, kv_type="f32"), ids, [20, 21, 27], [3])
+    # Without taps operations are fused: the same bits. So they are where only the route is tapped.
+    names = tuple(value.name for value in graph.values)
+    tapped = cpu(gguf).step(batch([(ids, 0, [1])], names)).logits.copy()
+    plain = logits_of(cpu(gguf), ids, [20, 21, 27], [1])
+    np.testing.assert_array_equal(plain, tapped)
+    few = cpu(gguf).step(batch([(ids, 0, [1])], ("blk.1.ffn_route", "blk.0.ffn_act")))
+    np.testing.assert_array_equal(few.logits, plain)
+    assert few.taps["blk.1.ffn_route"].shape[1] == 2 * config_from_gguf(gguf).layers[1].experts.n_used
+
+
+@pytest.mark.parametrize("type_", sorted(DECODABLE), ids=lambda t: t.name)
+def test_every_tensor_type_of_experts_runs(tmp_path: Path, type_: GGMLType) -> None:
+    gguf = model(tmp_path, type_of=lambda name: type_ if "_exps" in name else T.F32, experts=(4, 2))
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    assert_every_operation_is_right(gguf, graph, cpu(gguf), tokens(20), [13, 14], [0])
+
+
+@pytest.mark.parametrize("isa", _core.available_isas())
+@pytest.mark.parametrize("form", ["mixed", "floats", "biased relu"])
+def test_the_same_bits_however_a_step_is_cut(tmp_path: Path, isa: str, form: str) -> None:
+    gguf = model(tmp_path, **FORMS[form])
+    ids, pages = tokens(120), [4, 2]
+    expected = logits_of(cpu(gguf, n_threads=1), ids, [], pages)
+    for n_threads in (1, 2, 3):
+        backend = cpu(gguf, isa=isa, n_threads=n_threads, sparse=n_threads > 1)
+        for cuts in CUTS:
+            np.testing.assert_array_equal(logits_of(backend, ids, cuts, pages), expected)
+
+
+def test_the_same_bits_beside_neighbours(tmp_path: Path) -> None:
+    gguf = model(tmp_path)
+    backend, alone = cpu(gguf), cpu(gguf)
+    parts = [(tokens(n, seed), 0, [seed]) for seed, n in enumerate((1, 5, 30, 1))]
+    found = backend.step(batch(parts)).logits.copy()
+    at = 0
+    for ids, _, pages in parts:
+        np.testing.assert_array_equal(found[at : at + len(ids)], logits_of(alone, ids, [], pages))
+        at += len(ids)
+    four = [(tokens(1, seed), 0, [seed]) for seed in range(4)]  # so few that every worker prepares all
+    found = backend.step(batch(four)).logits.copy()
+    for i, (ids, _, pages) in enumerate(four):
+        np.testing.assert_array_equal(found[i], logits_of(alone, ids, [], pages)[0])
+
+
+def test_files_with_a_tensor_for_each_expert_are_the_same_model(tmp_path: Path) -> None:
+    ids = tokens(30)
+    found = [
+        logits_of(cpu(model(tmp_path / str(each), one_by_one=each)), ids, [11], [0]) for each in (False, True)
+    ]
+    np.testing.assert_array_equal(*found)
+
+
+def test_a_score_that_is_no_number_chooses_last_and_does_not_crash(tmp_path: Path) -> None:
+    path = model(tmp_path, type_of=lambda _: T.F32, n_embd=64, n_ff=32).path
+    data = bytearray(path.read_bytes())
+    with open_gguf(path) as gguf:
+        info = gguf.tensors["blk.0.ffn_gate_inp.weight"]
+        row = info.nbytes // info.shape[1]
+    data[info.offset + 2 * row : info.offset + 3 * row] = np.full(64, np.nan, np.float32).tobytes()
+    path.write_bytes(data)
+    gguf = open_gguf(path)
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    step = batch([(tokens(12), 0, [0])], ("blk.0.ffn_route", "blk.0.ffn_router"))
+    ours = cpu(gguf, kv_type="f32").step(step).taps["blk.0.ffn_route"]
+    theirs = ReferenceBackend(gguf, graph, n_pages=1).step(step).taps["blk.0.ffn_route"]
+    np.testing.assert_array_equal(ours[:, :3], theirs[:, :3])
+    assert np.isnan(ours[:, 3:]).all()
+    assert np.isnan(theirs[:, 3:]).all()
+    assert not (ours[:, :3] == 2).any()
+
+
+@pytest.mark.parametrize("form", ["relu", "biased relu", "mixed"])
+def test_what_is_counted_is_what_the_reference_counts(tmp_path: Path, form: str) -> None:
+    gguf = model(tmp_path, **FORMS[form])
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    ids = tokens(40)
+    for sparse in (False, True):
+        native = cpu(gguf, sparse=sparse)
+        reference = ReferenceBackend(gguf, graph, n_pages=1, sparse=sparse, kv_type="f16")
+        for step in (batch([(ids[:30], 0, [0])]), batch([(ids[30:31], 30, [0])])):
+            native.step(step)
+            reference.step(step)
+            ours, theirs = native.stats(), reference.stats()
+            assert ours is not None
+            assert theirs is not None
+            for name in ("selected", "gate_rows"):
+                np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
+            # Where gates are near zero the two may differ, and several tokens read whole chunks.
+            np.testing.assert_allclose(ours.active, theirs.active, rtol=0.02)
+            assert (ours.up_rows >= theirs.up_rows * 0.98).all()
+    if form == "relu":
+        assert (ours.active < 0.7 * ours.selected).all()
+        assert (ours.up_rows < ours.gate_rows).all()
+
+
+def test_statistics_know_the_share_of_experts(tmp_path: Path) -> None:
+    gguf = model(tmp_path)
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    backend, statistics = cpu(gguf), StatsAccumulator(graph, gguf.tensors)
+    for at in range(3):
+        backend.step(batch([(tokens(1, at), at, [0])]))
+        statistics.add(backend.stats())
+    summary = statistics.summary()
+    assert [layer.expert_share for layer in summary.layers] == pytest.approx([3 / 9] * 2)
+    assert summary.active_share == pytest.approx(3 / 9, abs=0.01)
+    of_experts = sum(gguf.tensors[f"blk.0.ffn_{n}_exps.weight"].nbytes for n in ("gate", "up", "down"))
+    assert summary.layers[0].bytes == pytest.approx(of_experts * 3 / 9)
+    backend.step(batch([(tokens(100), 0, [1, 2])]))  # all of them
+    statistics = StatsAccumulator(graph, gguf.tensors)
+    statistics.add(backend.stats())
+    assert [layer.expert_share for layer in statistics.summary().layers] == [1.0, 1.0]
+
+
+def test_exact_is_dense_inside_experts(tmp_path: Path) -> None:
+    path = model(tmp_path, **FORMS["relu"]).path
+    ids = tokens(50).tolist()
+    found = {}
+    for mode in ("dense", "exact"):
+        with hotset.load(path, backend="cpu", n_threads=2, n_ctx=128, sparsity=mode) as loaded:
+            found[mode] = loaded.logits(ids)
+    np.testing.assert_array_equal(found["dense"], found["exact"])
+    assert found["dense"].shape[-1] == N_VOCAB
