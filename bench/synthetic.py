@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import math
 import os
 import time
 import zlib
@@ -45,30 +46,42 @@ LLAMA_FTYPES |= {"MXFP4": 38}
 
 @dataclass(frozen=True)
 class Shape:
-    """d: width of the residual stream; ff: neurons per layer."""
+    """d: width of the residual stream; ff: neurons per layer, or per expert of one.
+
+    experts: of a layer, 0: none; used: of a token. head: channels of one, 0: the width over the heads.
+    """
 
     d: int
     ff: int
     layers: int
     heads: int
     kv_heads: int
+    experts: int = 0
+    used: int = 0
+    head: int = 0
 
-    def matrices(self, n_vocab: int) -> Iterator[tuple[str, int, int]]:
-        """Name, inputs and outputs of every matrix of the file."""
-        d, kv = self.d, self.d // self.heads * self.kv_heads
-        yield "token_embd", d, n_vocab
-        yield "output", d, n_vocab
+    @property
+    def head_dim(self) -> int:
+        return self.head or self.d // self.heads
+
+    def matrices(self, n_vocab: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and shape (inputs, outputs, experts) of every matrix of the file."""
+        d, heads, kv = self.d, self.head_dim * self.heads, self.head_dim * self.kv_heads
+        yield "token_embd", (d, n_vocab)
+        yield "output", (d, n_vocab)
+        suffix, each = ("_exps", (self.experts,)) if self.experts else ("", ())
         for i in range(self.layers):
-            for name, n_in, n_out in (
-                ("attn_q", d, d),
-                ("attn_k", d, kv),
-                ("attn_v", d, kv),
-                ("attn_output", d, d),
-                ("ffn_gate", d, self.ff),
-                ("ffn_up", d, self.ff),
-                ("ffn_down", self.ff, d),
+            for name, shape in (
+                ("attn_q", (d, heads)),
+                ("attn_k", (d, kv)),
+                ("attn_v", (d, kv)),
+                ("attn_output", (heads, d)),
+                *([("ffn_gate_inp", (d, self.experts))] if self.experts else []),
+                (f"ffn_gate{suffix}", (d, self.ff, *each)),
+                (f"ffn_up{suffix}", (d, self.ff, *each)),
+                (f"ffn_down{suffix}", (self.ff, d, *each)),
             ):
-                yield f"blk.{i}.{name}", n_in, n_out
+                yield f"blk.{i}.{name}", shape
 
 
 SHAPES = {
@@ -80,6 +93,10 @@ SHAPES = {
     "bamboo7": Shape(4096, 14336, 32, 32, 8),  # Mistral's
     "b3": Shape(3200, 8640, 26, 32, 32),
     "demo": Shape(2048, 8192, 10, 32, 8),
+    "qwen3-30b": Shape(2048, 768, 48, 32, 4, experts=128, used=8, head=128),
+    "olmoe": Shape(2048, 1024, 16, 16, 16, experts=64, used=8),
+    "gpt-oss-20b": Shape(2880, 2880, 24, 64, 8, experts=32, used=4, head=64),
+    "smallthinker-4b": Shape(1536, 768, 32, 12, 2, experts=32, used=4),
 }
 
 # What the layers of a sparse model add to each channel of the residual stream, whose variance is 1 at first.
@@ -265,7 +282,7 @@ def _add_keys(
         "embedding_length": shape.d,
         "block_count": shape.layers,
         "feed_forward_length": shape.ff,
-        "rope.dimension_count": shape.d // shape.heads,
+        "rope.dimension_count": shape.head_dim,
         "attention.head_count": shape.heads,
         "attention.head_count_kv": shape.kv_heads,
     }.items():
@@ -285,7 +302,8 @@ def write_model(
     n_ctx: int = 8192,
     seed: int = 0,
 ) -> None:
-    """Writes a dense model. Every matrix has the given type (norms are F32); memory: one matrix at a time.
+    """Writes a dense model, or a mixture of experts as Mixtral's. Every matrix has the given type (norms and
+    routers are F32); memory: one matrix at a time.
 
     vocabulary: a GGUF file whose tokenizer is copied; else one of n_vocab pieces is made up. n_ctx: the
     context that the file claims, in tokens.
@@ -293,6 +311,12 @@ def write_model(
     writer = GGUFWriter(path, "llama")
     n_vocab = _add_keys(writer, "llama", shape, type, n_vocab, vocabulary, n_ctx)
     writer.add("llama.rope.freq_base", 10000.0)
+    if shape.head:
+        writer.add("llama.attention.key_length", shape.head)
+        writer.add("llama.attention.value_length", shape.head)
+    if shape.experts:
+        writer.add("llama.expert_count", shape.experts)
+        writer.add("llama.expert_used_count", shape.used)
     writer.add("llama.attention.layer_norm_rms_epsilon", EPSILON)
 
     norms = ["output_norm"]
@@ -300,12 +324,15 @@ def write_model(
     for name in norms:
         writer.add_tensor(f"{name}.weight", np.ones(shape.d, np.float32), GGMLType.F32)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for i, (name, n_in, n_out) in enumerate(shape.matrices(n_vocab)):
+        for i, (name, of) in enumerate(shape.matrices(n_vocab)):
+            own = GGMLType.F32 if name.endswith("ffn_gate_inp") else type
 
-            def fill(n_in: int = n_in, n_out: int = n_out, seed: int = seed + i) -> np.ndarray:
-                return random_matrix(type, n_in, n_out, seed, pool)
+            def fill(
+                own: GGMLType = own, of: tuple[int, ...] = of, seed: int = seed + i
+            ) -> np.ndarray:
+                return random_matrix(own, of[0], math.prod(of[1:]), seed, pool)
 
-            writer.add_tensor(f"{name}.weight", fill, type, (n_in, n_out))
+            writer.add_tensor(f"{name}.weight", fill, own, of)
         writer.write()
 
 
@@ -488,7 +515,7 @@ def main() -> None:
     )
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="7b")
-    for name in ("d", "ff", "layers", "heads", "kv-heads"):
+    for name in ("d", "ff", "layers", "heads", "kv-heads", "experts", "used", "head"):
         parser.add_argument(f"--{name}", type=int, help="overrides the shape's")
     types = [name.lower() for name in LLAMA_FTYPES]
     parser.add_argument("--type", choices=types, default="q4_0")
