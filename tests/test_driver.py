@@ -22,7 +22,13 @@ from hotset.engine.driver import EngineThread
 from hotset.engine.engine import Engine, Event, Sequence
 from hotset.engine.pacing import Chunk, PromptShare, divide, weigher
 from hotset.engine.sampler import SamplingParams
-from hotset.errors import HotsetError, InvalidRequestError, OutOfMemoryError, StepCancelledError
+from hotset.errors import (
+    HotsetError,
+    InvalidRequestError,
+    OutOfMemoryError,
+    QueueFullError,
+    StepCancelledError,
+)
 
 WAIT = 60.0  # that no test takes
 
@@ -243,6 +249,50 @@ def test_ctrl_c_interrupts_the_wait_and_the_request_can_be_cancelled(
     again = ask(thread, prompt(5), seed=1, max_tokens=3)
     backend.permits.release(1000)
     assert tokens_of(thread, again) == expected(prompt(5), seed=1, max_tokens=3)
+
+
+def test_more_than_may_wait_are_refused(gated: tuple[Gated, EngineThread]) -> None:
+    backend = gated[0]
+    thread = EngineThread(Engine(backend, 512, 2))
+    thread.max_waiting = 3
+    sequences = [ask(thread, prompt(5, i), seed=i, max_tokens=4) for i in range(5)]
+    assert backend.is_inside.wait(WAIT)
+    refused = thread.engine.prepare(prompt(6), SamplingParams(seed=9, max_tokens=2))
+    with pytest.raises(QueueFullError, match=r"requests are waiting already.* ask again in 1 s") as full:
+        thread.submit(refused)
+    assert 0.0 <= full.value.seconds < WAIT
+    thread.check_room(0)
+    threading.Timer(0.05, backend.permits.release).start()  # the step is not ended for one that waits
+    thread.cancel([sequences[3]])
+    with pytest.raises(QueueFullError):
+        thread.check_room(2)
+    thread.submit(refused)
+    backend.permits.release(1000)
+    sequences[3] = refused
+    got = [tokens_of(thread, each) for each in sequences]
+    assert got[:3] == [expected(prompt(5, i), seed=i, max_tokens=4) for i in range(3)]
+    assert got[3] == expected(prompt(6), seed=9, max_tokens=2)
+    for each in sequences:
+        thread.wait_for_end(each)
+    thread.check_room(5)
+    thread.close()
+
+
+def test_how_long_to_wait_is_learned_from_those_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Clocked(n_pages=200)
+    monkeypatch.setattr("hotset.engine.engine.time.perf_counter", lambda: backend.now)
+    engine = Engine(backend, 1024, 4)
+    assert engine.seconds_to_wait() == 0.0
+    running = [engine.submit(prompt(5, i), SamplingParams(seed=i, max_tokens=10)) for i in range(4)]
+    for _ in range(4):
+        engine.step()
+    assert engine.seconds_to_wait() == pytest.approx(backend.now / 4)  # nobody has ended yet
+    while engine.has_work:
+        engine.step()
+    seconds = backend.now
+    running += [engine.submit(prompt(5, i), SamplingParams(seed=i)) for i in range(2)]
+    engine.step()
+    assert engine.seconds_to_wait() == pytest.approx(seconds / 2)
 
 
 def test_a_failed_step_reaches_everybody_in_it_and_the_engine_goes_on() -> None:

@@ -269,6 +269,92 @@ def test_who_waits_in_front_of_a_full_cache_lets_nobody_pass_and_keeps_no_page()
     assert shared.pool._references.count(2) == 0
 
 
+@pytest.mark.parametrize("n", [2, 5])
+@pytest.mark.parametrize("max_batch", [16, 512])
+@pytest.mark.parametrize("reuses", [True, False])
+def test_several_answers_of_one_prompt_compute_it_once(n: int, max_batch: int, reuses: bool):
+    tokens = prompt(3 * PAGE_SIZE + 10)
+    shared = engine(max_batch=max_batch)
+    sequences = [
+        shared.submit(tokens, SamplingParams(seed=i, max_tokens=6), reuse_prefix=reuses) for i in range(n)
+    ]
+    drain(shared)
+    for i, sequence in enumerate(sequences):
+        assert sequence.generated == generate(engine(), tokens, seed=i, max_tokens=6).generated
+        assert sequence.n_reused == (3 * PAGE_SIZE if i and reuses else 0)
+    n_prompt = len(tokens) + (n - 1) * (10 if reuses else len(tokens))
+    assert shared.backend.n_tokens_seen == n_prompt + n * 5
+    assert shared.pool.n_available == shared.pool.n_pages
+
+
+@pytest.mark.parametrize("n_steps", [1, 2, 3, 4])
+def test_who_follows_another_goes_on_when_that_one_leaves(n_steps: int):
+    tokens = prompt(300)
+    shared = engine(max_batch=50)
+    leading, second, third = (
+        shared.submit([*tokens[:n], *prompt(40, seed=n)], SamplingParams(seed=1, max_tokens=5))
+        for n in (300, 290, 128)
+    )
+    for _ in range(n_steps):
+        shared.step()
+    shared.cancel(leading)
+    drain(shared)
+    for sequence, n in ((second, 290), (third, 128)):
+        alone = generate(engine(), [*tokens[:n], *prompt(40, seed=n)], seed=1, max_tokens=5)
+        assert sequence.tokens == alone.tokens
+    assert shared.pool.n_available == shared.pool.n_pages
+
+
+def test_a_step_that_was_cancelled_leaves_no_page_behind_where_others_take_over():
+    shared = engine()
+    leading, second = (shared.submit(prompt(150), SamplingParams(seed=i, max_tokens=4)) for i in range(2))
+    shared.step()
+    shared.cancel(leading)
+    shared.backend.cancelled = True
+    shared.step()  # its pages are there, and nothing in them
+    third = shared.submit(prompt(150), SamplingParams(seed=3, max_tokens=4))
+    drain(shared)
+    assert third.n_reused == 2 * PAGE_SIZE
+    assert second.generated == generate(engine(), prompt(150), seed=1, max_tokens=4).generated
+    assert shared.pool.n_available == shared.pool.n_pages
+
+
+def test_clients_have_their_turns_and_within_one_whoever_came_first():
+    shared = engine(max_sequences=1)
+    order = [
+        shared.submit(prompt(5, seed=i), SamplingParams(seed=i, max_tokens=2), client=client)
+        for i, client in enumerate("aaaabac")
+    ]
+    began: list[int] = []
+    while shared.has_work:
+        shared.step()
+        began += [i for i, each in enumerate(order) if each.started and i not in began]
+    assert began == [0, 4, 6, 1, 2, 3, 5]
+    assert len(shared.waiting) == 0
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_sequence_whose_time_is_over_ends(waits: bool, monkeypatch: pytest.MonkeyPatch):
+    now = [10.0]
+    monkeypatch.setattr("hotset.engine.engine.time.perf_counter", lambda: now[0])
+    shared = engine(max_sequences=1)
+    others = [shared.submit(prompt(5), SamplingParams(seed=1, max_tokens=30)) for _ in range(waits)]
+    late = shared.submit(prompt(7), SamplingParams(seed=2), seconds=3)
+    later = shared.submit(prompt(8), SamplingParams(seed=3, max_tokens=4), seconds=300)
+    for _ in range(3):
+        shared.step()
+        now[0] += 0.9
+    assert late.finish_reason is None
+    now[0] = 13.0
+    shared.step()
+    assert (late.finish_reason, len(late.generated)) == ("timeout", 0 if waits else 3)
+    drain(shared)
+    assert later.generated == generate(engine(), prompt(8), seed=3, max_tokens=4).generated
+    assert [each.finish_reason for each in others] == ["length"] * waits
+    with pytest.raises(InvalidRequestError, match="seconds"):
+        shared.submit(prompt(7), SamplingParams(seed=1), seconds=-1)
+
+
 def test_reused_tokens_are_no_speed(monkeypatch: pytest.MonkeyPatch):
     """A second passes in every step: the speed of a prompt counts what was computed in it, and no more."""
     now = [100.0]

@@ -45,6 +45,17 @@ class InvalidRequestError(HotsetError, ValueError):
     """A parameter out of its range (temperature, top_p, number of threads, ...)."""
 
 
+class QueueFullError(HotsetError):
+    """As many requests wait as may; seconds: after which it is worth while to ask again, about."""
+
+    def __init__(self, n_waiting: int, seconds: float) -> None:
+        super().__init__(
+            f"{n_waiting} requests are waiting already, which is as many as may; "
+            f"ask again in {max(round(seconds), 1)} s"
+        )
+        self.seconds = seconds
+
+
 class StepCancelledError(HotsetError):
     """A step was ended by `cancel` before it was done."""
 

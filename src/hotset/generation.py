@@ -88,7 +88,7 @@ class Completion:
     tokens: all generated ids, with the end-of-sequence token if there was one (it has no text).
     prompt_tokens: how many tokens the prompt had. seed: draws the same answer again.
     finish_reason: "stop" (the model ended it, or a stop string came), "length" (max_tokens or the end of the
-    context), "cancelled" (the model was closed).
+    context), "cancelled" (the model was closed), "timeout" (the time that it was given is over).
     """
 
     text: str

@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 from typing import cast
 
 from hotset.engine.engine import Engine, Event, EventSink, Sequence
-from hotset.errors import InvalidRequestError, OutOfMemoryError
+from hotset.errors import InvalidRequestError, OutOfMemoryError, QueueFullError
 
 _LINGER_SECONDS = 1.0  # that the thread waits for more work before it ends
 _AGAIN_SECONDS = 0.01  # between two attempts to end a step: one that is just about to begin does not hear
@@ -29,12 +29,16 @@ _LOOK_SECONDS = 0.25  # between two looks whether a consumer waits for something
 class EngineThread:
     """Drives `engine` in a thread of its own. Every method may be called from any thread.
 
+    max_waiting: how many sequences may wait beside as many as run at once (`Engine.max_sequences`); None: any
+    number. Whoever serves others sets it.
+
     In a forked process, where the thread is not, a new one takes over an engine without sequences; what the
     parent asked for stays with the parent.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.max_waiting: int | None = None
         self._closed = False
         self._begin()
         _living.add(self)
@@ -58,11 +62,12 @@ class EngineThread:
         """Queues a sequence of `Engine.prepare`; its events come from `next_event`, or go to `events`.
 
         events: told by the thread that computes, which must not wait there. Raises InvalidRequestError once
-        it was closed, OutOfMemoryError where no thread can be started.
+        it was closed, QueueFullError where too many wait, OutOfMemoryError where no thread can be started.
         """
         self._after_fork()
         with self._wake:
             self._check_open()
+            self.check_room()
             sequence.events = SimpleQueue() if events is None else events
             self._inbox.append(sequence)
             if self._thread is None:
@@ -79,6 +84,15 @@ class EngineThread:
             drives = self._thread.ident == self._driver and not self._guests
         if drives:  # a guest's steps do not take it in
             self.engine.make_way(sequence)
+
+    def check_room(self, n: int = 1) -> None:
+        """Raises QueueFullError where so many sequences more are too many (`max_waiting`)."""
+        if self.max_waiting is None:
+            return
+        n_there = len(self._inbox) + self.engine.n_unfinished
+        if n_there + n > self.engine.max_sequences + self.max_waiting:
+            n_waiting = max(n_there - len(self.engine.running), 0)
+            raise QueueFullError(n_waiting, self.engine.seconds_to_wait())
 
     def next_event(self, sequence: Sequence) -> Event:
         """Waits for the next event of a submitted sequence; the one with a finish_reason is the last."""
@@ -194,7 +208,8 @@ class EngineThread:
     def _take_in(self) -> None:
         """Hands the inbox to the engine; whoever has the turn does it."""
         while self._inbox:
-            self.engine.enqueue(self._inbox.popleft())
+            self.engine.enqueue(self._inbox[0])  # it is in both for a moment: never in neither
+            self._inbox.popleft()
         self.engine.end_interrupted()
 
     def _take_turn(self, seconds: float) -> bool:

@@ -12,10 +12,10 @@ The engine knows token ids only. It is driven by one thread at a time, in genera
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Tokens
 from typing import Literal, NamedTuple, Protocol
@@ -25,10 +25,12 @@ import numpy as np
 from hotset.backends.base import PAGE_SIZE, Backend, Batch, StepStats
 from hotset.engine.kv_cache import ROOT, PagePool
 from hotset.engine.pacing import PROMPT_SECONDS, Chunk, PromptShare, divide, weigher
+from hotset.engine.queue import WaitingQueue
 from hotset.engine.sampler import Constraint, Sampler, SamplingParams, TokenLogprobs
 from hotset.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError, StepCancelledError
+from hotset.parameters import real_number
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 _MAX_LOGITS_BYTES = 64 << 20  # logits that one step hands to `score`
 
@@ -60,7 +62,9 @@ class Sequence:
     tokens: prompt and generated token ids. n_prompt: how many of them are the prompt.
     n_reused: prompt tokens found in the cache. logprobs: one entry per generated token, if asked for.
     finish_reason: None while it runs; "stop" (a stop token, which is the last of `tokens`), "length"
-    (max_tokens or the end of the context), "cancelled", or "error" (then `error` holds the exception).
+    (max_tokens or the end of the context), "cancelled", "timeout" (its time was over, whether it ran or
+    waited), or "error" (then `error` holds the exception).
+    client: who asked, for a fair order; any key. deadline: time.perf_counter() seconds when it ends.
     started, first_token, last_token: time.perf_counter() seconds; 0.0 until it happened.
     step_stats: of the step that gave each generated token, with what other sequences had in it; empty unless
     the engine collects them.
@@ -72,6 +76,8 @@ class Sequence:
     __slots__ = (
         "all_told",
         "chain",
+        "client",
+        "deadline",
         "error",
         "events",
         "finish_reason",
@@ -87,6 +93,7 @@ class Sequence:
         "n_told",
         "on_logits",
         "pages",
+        "preempted",
         "process",
         "reuse_prefix",
         "sampler",
@@ -123,6 +130,9 @@ class Sequence:
         self.all_told = threading.Event()
         self.n_told = len(tokens)  # tokens before this have had their events
         self.process = os.getpid()
+        self.client: str | None = None
+        self.deadline = math.inf
+        self.preempted = False  # it lost its pages once
 
     def tell(self) -> None:
         """Puts what is new into the queue of events."""
@@ -220,12 +230,14 @@ class Engine:
     def reset(self) -> None:
         """Forgets every sequence and every prefix, as they are: a forked process has none of them."""
         self.pool = PagePool(self.backend.n_pages)
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: WaitingQueue[Sequence] = WaitingQueue()
         self.running: list[Sequence] = []  # oldest first: the last one is preempted when pages run out
         self._interrupted: set[Sequence | None] = set()  # of other threads; None: all sequences
         self._in_flight: frozenset[Sequence] = frozenset()  # of the step that the backend runs
         self._flight: _Flight | None = None  # the same step, if it may be ended for a new sequence
         self._gave_way = False  # a step was ended so
+        self._next_deadline = math.inf  # of those that run or wait, or earlier
+        self._seconds_each = 0.0  # that sequences run, those that came to their end lately
         self._slots = list(range(self.max_sequences - 1, -1, -1))
         self._page_tables[:] = -1
 
@@ -239,11 +251,15 @@ class Engine:
         stop_ids: Collection[int] = (),
         reuse_prefix: bool = True,
         constraint: Constraint | None = None,
+        client: str | None = None,
+        seconds: float | None = None,
     ) -> Sequence:
         """A checked sequence that generates after `prompt` once it is given to `enqueue`.
 
         stop_ids: tokens that end the answer. reuse_prefix: False computes the whole prompt again.
         constraint: what the answer must follow; it ends with "stop" where nothing can follow.
+        client: those who wait have their turn client by client. seconds: from now on, after which the answer
+        ends with "timeout", whether it has begun or not; None: any number of them.
         Raises ContextLengthError when the prompt and one token do not fit, InvalidRequestError for a token id
         outside the vocabulary.
         """
@@ -262,12 +278,16 @@ class Engine:
         sequence = Sequence(tokens, sampler, n_tokens_max)
         sequence.stop_ids = frozenset(stop_ids)
         sequence.reuse_prefix = reuse_prefix
+        sequence.client = client
+        if seconds is not None:
+            sequence.deadline = time.perf_counter() + real_number("seconds", seconds, 0)
         return sequence
 
     def enqueue(self, sequence: Sequence) -> None:
         """Queues a new sequence; call `step` until its `finish_reason` is set."""
         if sequence.finish_reason is None:  # it may have been cancelled before it came here
             self.waiting.append(sequence)
+            self._next_deadline = min(self._next_deadline, sequence.deadline)
 
     def submit(
         self,
@@ -276,9 +296,13 @@ class Engine:
         *,
         stop_ids: Collection[int] = (),
         reuse_prefix: bool = True,
+        client: str | None = None,
+        seconds: float | None = None,
     ) -> Sequence:
         """`prepare` and `enqueue` in one."""
-        sequence = self.prepare(prompt, params, stop_ids=stop_ids, reuse_prefix=reuse_prefix)
+        sequence = self.prepare(
+            prompt, params, stop_ids=stop_ids, reuse_prefix=reuse_prefix, client=client, seconds=seconds
+        )
         self.enqueue(sequence)
         return sequence
 
@@ -370,6 +394,19 @@ class Engine:
             for each in [*self.running, *self.waiting] if sequence is None else [sequence]:
                 self.cancel(each)
 
+    def end_overdue(self) -> None:
+        """Ends those whose time is over."""
+        now = time.perf_counter()
+        if now < self._next_deadline:
+            return
+        left = math.inf
+        for sequence in [*self.running, *self.waiting]:
+            if sequence.deadline <= now:
+                self._finish(sequence, "timeout")
+            else:
+                left = min(left, sequence.deadline)
+        self._next_deadline = left
+
     def fail(self, error: Exception) -> None:
         """Ends every sequence with an error."""
         for sequence in [*self.running, *self.waiting]:
@@ -389,6 +426,17 @@ class Engine:
         return [page for page in (self.pool.allocate() for _ in range(n_pages)) if page is not None]
 
     @property
+    def n_unfinished(self) -> int:
+        """Sequences that run or wait; from another thread it may be wrong by one that changes its place."""
+        return len(self.running) + len(self.waiting)
+
+    def seconds_to_wait(self) -> float:
+        """About how long it is until one of those that run comes to its end; from any thread."""
+        running = list(self.running)
+        oldest = max((time.perf_counter() - each.started for each in running), default=0.0)
+        return (self._seconds_each or oldest) / max(len(running), 1)
+
+    @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
         return bool(self.running or self.waiting)
@@ -403,6 +451,7 @@ class Engine:
         was cancelled returns nothing; what was in it is computed by the next, but for interrupted sequences.
         """
         self.end_interrupted()
+        self.end_overdue()
         chunks = self._schedule()
         if not chunks:
             return []
@@ -442,9 +491,12 @@ class Engine:
         budget = self._max_batch
         chunks: list[tuple[Sequence, int]] = []
         prompts: list[Sequence] = []
+        coming: set[tuple[int, tuple[int, ...]]] = set()  # pages that somebody is about to fill
         for sequence in self.running:
             if _missing(sequence) > 1:
-                prompts.append(sequence)
+                self._adopt(sequence)
+                if not self._follows(sequence, coming):
+                    prompts.append(sequence)
             elif budget:
                 chunks.append((sequence, 1))
                 budget -= 1
@@ -463,18 +515,15 @@ class Engine:
     def _admit(self) -> None:
         """Lets waiting sequences run, in order, while there is a slot and room for what they must compute."""
         while self.waiting and self._slots:
-            sequence = self.waiting[0]
-            # At least one token must be computed, and every one whose logits are still wanted.
-            reusable = sequence.first_output if sequence.on_logits else len(sequence.tokens) - 1
-            max_reused = reusable // PAGE_SIZE if sequence.reuse_prefix else 0
-            pages, chain = self.pool.match(sequence.tokens, max_reused)
+            sequence = self.waiting.first()
+            pages, chain = self.pool.match(sequence.tokens, _reusable_pages(sequence))
             n_missing = -(-len(sequence.tokens) // PAGE_SIZE) - len(pages)
             n_owed = sum(-(-len(other.tokens) // PAGE_SIZE) - len(other.pages) for other in self.running)
             # One spare page for each running sequence, lest the next of their pages throw this one out again.
             if self.running and n_missing + n_owed + len(self.running) > self.pool.n_available:
                 self.pool.release(pages)
                 return
-            self.waiting.popleft()
+            self.waiting.pop()
             self.running.append(sequence)
             sequence.slot = self._slots.pop()
             sequence.pages = pages
@@ -485,6 +534,41 @@ class Engine:
             if not sequence.started:
                 sequence.started = time.perf_counter()
                 sequence.n_reused = sequence.n_computed
+
+    def _adopt(self, sequence: Sequence) -> None:
+        """Takes over what another sequence has computed meanwhile of the same tokens: pages, not work."""
+        n = sequence.n_registered
+        if sequence.n_computed != n * PAGE_SIZE:
+            return
+        pages, chain = self.pool.match(
+            sequence.tokens, _reusable_pages(sequence), first=n, parent=sequence.chain
+        )
+        if not pages:
+            return
+        self.pool.release(sequence.pages[n:])  # of a step that was cancelled
+        sequence.pages[n:] = pages
+        sequence.chain = chain
+        sequence.n_registered = n + len(pages)
+        sequence.n_computed = sequence.n_registered * PAGE_SIZE
+        self._page_tables[sequence.slot, n : n + len(pages)] = pages
+        if not sequence.preempted:
+            sequence.n_reused += len(pages) * PAGE_SIZE
+
+    def _follows(self, sequence: Sequence, coming: set[tuple[int, tuple[int, ...]]]) -> bool:
+        """Whether somebody before it computes the page that it needs next: then it waits for that one.
+
+        So several answers of one prompt compute it once. What it waits for is in the next steps, whatever
+        becomes of the other: one that leaves is not before it any more.
+        """
+        n = sequence.n_registered
+        page = tuple(sequence.tokens[n * PAGE_SIZE : (n + 1) * PAGE_SIZE])
+        if len(page) < PAGE_SIZE:
+            return False
+        key = (sequence.chain, page)
+        if key in coming and n < _reusable_pages(sequence) and sequence.n_computed == n * PAGE_SIZE:
+            return True
+        coming.add(key)
+        return False
 
     def _grow(self, sequence: Sequence, n: int) -> None:
         """Gives a sequence the pages for `n` more tokens; the newest sequences lose theirs if need be."""
@@ -497,7 +581,8 @@ class Engine:
                 continue
             newest = self.running[-1]
             self._leave(newest)
-            self.waiting.appendleft(newest)
+            self.waiting.push_front(newest)
+            newest.preempted = True
             if newest is sequence:
                 return
 
@@ -609,6 +694,9 @@ class Engine:
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
         if sequence.slot >= 0:
+            if reason in ("stop", "length"):
+                seconds = time.perf_counter() - sequence.started
+                self._seconds_each += (seconds - self._seconds_each) / (8 if self._seconds_each else 1)
             self._leave(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
@@ -638,3 +726,9 @@ class Engine:
 def _missing(sequence: Sequence) -> int:
     """Tokens that are not in the cache yet."""
     return len(sequence.tokens) - sequence.n_computed
+
+
+def _reusable_pages(sequence: Sequence) -> int:
+    """Pages that it may take from others: one token must be computed, and all whose logits are wanted."""
+    reusable = sequence.first_output if sequence.on_logits else len(sequence.tokens) - 1
+    return reusable // PAGE_SIZE if sequence.reuse_prefix else 0

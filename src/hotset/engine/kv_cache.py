@@ -57,16 +57,20 @@ class PagePool:
         self._references[page] = 1
         return page
 
-    def match(self, tokens: Sequence[int], max_pages: int) -> tuple[list[int], int]:
+    def match(
+        self, tokens: Sequence[int], max_pages: int, *, first: int = 0, parent: int = ROOT
+    ) -> tuple[list[int], int]:
         """The longest stored prefix of `tokens`, in whole pages, `max_pages` at most.
 
-        Returns the pages, each now referenced once more, and the serial number of the last (see `register`).
+        Of a sequence whose first pages are there already: those after its `first` pages, the last of which
+        has the serial number `parent`. Returns the pages, each now referenced once more, and the serial
+        number of the last (see `register`).
         """
         pages: list[int] = []
-        serial = ROOT
-        if max_pages <= 0 or not self._pages:
+        serial = parent
+        if max_pages <= first or not self._pages:
             return pages, serial
-        data = np.asarray(tokens[: max_pages * PAGE_SIZE], dtype=np.int32)
+        data = np.asarray(tokens[first * PAGE_SIZE : max_pages * PAGE_SIZE], dtype=np.int32)
         for start in range(0, len(data) - PAGE_SIZE + 1, PAGE_SIZE):
             page = self._pages.get((serial, data[start : start + PAGE_SIZE].tobytes()))
             if page is None:
