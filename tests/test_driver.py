@@ -278,6 +278,41 @@ def test_more_than_may_wait_are_refused(gated: tuple[Gated, EngineThread]) -> No
     thread.close()
 
 
+def test_counters_say_what_was_done_while_a_step_runs() -> None:
+    backend = Gated(n_pages=10)
+    thread = EngineThread(Engine(backend, 512, 2))
+    thread.max_waiting = 1
+    running = [ask(thread, prompt(130, 1), seed=i, max_tokens=4) for i in range(2)]
+    assert backend.is_inside.wait(WAIT)
+    waiting = ask(thread, prompt(5), seed=1)
+    with pytest.raises(QueueFullError):
+        ask(thread, prompt(5), seed=1)
+    now = thread.counters()  # in the middle of a step
+    assert (now.running + now.waiting, now.steps, now.refused) == (3, 0, 1)
+    threading.Timer(0.05, backend.permits.release, (1000,)).start()
+    thread.cancel([waiting])
+    for each in running:
+        thread.wait_for_end(each)
+    with thread.exclusive() as engine:
+        engine.submit(prompt(9), SamplingParams(seed=1))
+        backend.fail_at_step = len(backend.batches)
+        with pytest.raises(RuntimeError):
+            engine.step()
+        engine.submit(prompt(9), SamplingParams(seed=1), seconds=0)
+        engine.step()
+    then = thread.counters()
+    assert (then.finished, then.cancelled, then.timed_out, then.failed) == (2, 1, 1, 1)
+    assert then.prompt_tokens + then.generated_tokens >= 132 + 8
+    assert then.prompt_tokens == 130 + 2 + (5 if waiting.started else 0)
+    assert (then.reused_tokens, then.preemptions) == (128, 0)
+    assert then.generated_tokens == 8 + len(waiting.generated)
+    assert then.steps == len(backend.batches)
+    assert then.step_seconds > 0.0
+    assert (then.running, then.waiting) == (0, 0)
+    assert (then.pages, then.pages_used, then.pages_cached) == (10, 0, 2)
+    thread.close()
+
+
 def test_how_long_to_wait_is_learned_from_those_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Clocked(n_pages=200)
     monkeypatch.setattr("hotset.engine.engine.time.perf_counter", lambda: backend.now)

@@ -91,6 +91,7 @@ def test_a_preempted_sequence_is_computed_again_and_goes_on():
         tight.step()
         preempted |= any(s in tight.waiting for s in before)
     assert preempted
+    assert tight.counters().preemptions >= 1
     assert tight.backend.n_tokens_seen > 2 * 159
     assert [sequence.tokens for sequence in sequences] == alone
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import cast
 
+from hotset.engine.counters import Counters
 from hotset.engine.engine import Engine, Event, EventSink, Sequence
 from hotset.errors import InvalidRequestError, OutOfMemoryError, QueueFullError
 
@@ -39,6 +40,7 @@ class EngineThread:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.max_waiting: int | None = None
+        self._n_refused = 0
         self._closed = False
         self._begin()
         _living.add(self)
@@ -91,6 +93,7 @@ class EngineThread:
             return
         n_there = len(self._inbox) + self.engine.n_unfinished
         if n_there + n > self.engine.max_sequences + self.max_waiting:
+            self._n_refused += 1
             n_waiting = max(n_there - len(self.engine.running), 0)
             raise QueueFullError(n_waiting, self.engine.seconds_to_wait())
 
@@ -138,6 +141,13 @@ class EngineThread:
         for sequence in sequences:
             if sequence.process == os.getpid() and sequence.finish_reason is None:
                 self.engine.interrupt(sequence, spare_others=True)
+
+    def counters(self) -> Counters:
+        """The engine's counters, with those whom it has not taken in yet; no step waits for it."""
+        counters = self.engine.counters()
+        counters.waiting += len(self._inbox)
+        counters.refused = self._n_refused
+        return counters
 
     # ---- the engine for others ----
 

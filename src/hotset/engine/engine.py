@@ -18,11 +18,13 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Tokens
-from typing import Literal, NamedTuple, Protocol
+from dataclasses import replace
+from typing import Literal, NamedTuple, Protocol, assert_never
 
 import numpy as np
 
 from hotset.backends.base import PAGE_SIZE, Backend, Batch, StepStats
+from hotset.engine.counters import Counters
 from hotset.engine.kv_cache import ROOT, PagePool
 from hotset.engine.pacing import PROMPT_SECONDS, Chunk, PromptShare, divide, weigher
 from hotset.engine.queue import WaitingQueue
@@ -225,6 +227,7 @@ class Engine:
         self._prompt_share = PromptShare(prompt_seconds)
         self._weight = weigher(flops)
         self.latest_error: Exception | None = None  # that ended a sequence
+        self._counted = Counters()
         self.reset()
 
     def reset(self) -> None:
@@ -436,6 +439,18 @@ class Engine:
         oldest = max((time.perf_counter() - each.started for each in running), default=0.0)
         return (self._seconds_each or oldest) / max(len(running), 1)
 
+    def counters(self) -> Counters:
+        """The counters as they are, from any thread: of a step that is being collected perhaps a part."""
+        pool = self.pool
+        return replace(
+            self._counted,
+            running=len(self.running),
+            waiting=len(self.waiting),
+            pages=pool.n_pages,
+            pages_used=pool.n_pages - pool.n_available,
+            pages_cached=pool.n_idle,
+        )
+
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
@@ -466,6 +481,7 @@ class Engine:
             logits = self.backend.step(batch).logits
         except StepCancelledError:
             self.step_stats = None
+            self._counted.cancelled_steps += 1
             self.end_interrupted()
             return []
         except Exception as error:
@@ -477,6 +493,8 @@ class Engine:
         self._gave_way = False
         now = time.perf_counter()
         self._prompt_share.note(units, n_answers, now - begun)
+        self._counted.steps += 1
+        self._counted.step_seconds += now - begun
         if self.collect_stats:
             self.step_stats = self.backend.stats()
         return self._collect(chunks, logits, now)
@@ -534,6 +552,7 @@ class Engine:
             if not sequence.started:
                 sequence.started = time.perf_counter()
                 sequence.n_reused = sequence.n_computed
+                self._counted.reused_tokens += sequence.n_computed
 
     def _adopt(self, sequence: Sequence) -> None:
         """Takes over what another sequence has computed meanwhile of the same tokens: pages, not work."""
@@ -553,6 +572,7 @@ class Engine:
         self._page_tables[sequence.slot, n : n + len(pages)] = pages
         if not sequence.preempted:
             sequence.n_reused += len(pages) * PAGE_SIZE
+            self._counted.reused_tokens += len(pages) * PAGE_SIZE
 
     def _follows(self, sequence: Sequence, coming: set[tuple[int, tuple[int, ...]]]) -> bool:
         """Whether somebody before it computes the page that it needs next: then it waits for that one.
@@ -583,6 +603,7 @@ class Engine:
             self._leave(newest)
             self.waiting.push_front(newest)
             newest.preempted = True
+            self._counted.preemptions += 1
             if newest is sequence:
                 return
 
@@ -642,6 +663,7 @@ class Engine:
                 changed.append(sequence)
                 continue
             sequence.n_computed = end
+            self._counted.prompt_tokens += max(min(end, sequence.n_prompt) - start, 0)
             if end // PAGE_SIZE > sequence.n_registered:
                 self._register_pages(sequence)
             if sequence.on_logits:
@@ -668,6 +690,7 @@ class Engine:
             sequence.logprobs.append(sampler.logprobs(logits, token))
         sampler.accept(token)
         sequence.tokens.append(token)
+        self._counted.generated_tokens += 1
         sequence.last_token = now
         if self.step_stats is not None:
             sequence.step_stats.append(self.step_stats)
@@ -693,6 +716,7 @@ class Engine:
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
+        self._count_end(reason)
         if sequence.slot >= 0:
             if reason in ("stop", "length"):
                 seconds = time.perf_counter() - sequence.started
@@ -701,6 +725,19 @@ class Engine:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         sequence.tell()
+
+    def _count_end(self, reason: FinishReason) -> None:
+        match reason:
+            case "stop" | "length":
+                self._counted.finished += 1
+            case "cancelled":
+                self._counted.cancelled += 1
+            case "timeout":
+                self._counted.timed_out += 1
+            case "error":
+                self._counted.failed += 1
+            case _:
+                assert_never(reason)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         self.latest_error = sequence.error = error

@@ -45,6 +45,11 @@ class PagePool:
         """Pages that `allocate` could hand out now (unused ones, whether or not they hold a prefix)."""
         return len(self._empty) + len(self._idle)
 
+    @property
+    def n_idle(self) -> int:
+        """Those of them that hold a prefix."""
+        return len(self._idle)
+
     def allocate(self) -> int | None:
         """A page for one sequence, evicting the oldest idle prefix if need be; None if all are in use."""
         if self._empty:
