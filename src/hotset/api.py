@@ -5,7 +5,7 @@ Several threads may use one Model: the engine is driven by a thread of its own, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from types import TracebackType
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from hotset.sparsity.stats import PredictorQuality, StatsSummary
     from hotset.text.chat import ChatTemplate
     from hotset.text.constraint import Grammars
+    from hotset.text.output import OutputForm
     from hotset.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -145,6 +146,13 @@ class Model:
             raise
 
     @cached_property
+    def output_form(self) -> OutputForm:
+        """How the model writes reasoning and calls of functions, by its chat template."""
+        from hotset.text.output import OutputForm
+
+        return OutputForm.of(self.chat_template.source, self.tokenizer)
+
+    @cached_property
     def grammars(self) -> Grammars:
         """What answers may have to follow. Its vocabulary is made with the first."""
         from hotset.text.constraint import Grammars
@@ -247,9 +255,17 @@ class Model:
         completion = self.generate(tokens, **params)
         return ChatMessage(completion.text, completion)
 
-    def prepare(self, tokens: list[int], params: SamplingParams, reuse_prefix: bool = True) -> Generation:
+    def prepare(
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        reuse_prefix: bool = True,
+        *,
+        shown: Collection[int] = (),
+    ) -> Generation:
         """An answer that has not begun: for whoever gives its sequence to the thread and takes the events.
 
+        shown: special tokens that its text spells out (`output_form.shown_ids`).
         Raises ContextLengthError, and InvalidRequestError for a token or a bias outside the vocabulary and
         for a schema or grammar that cannot be used; HotsetError where what it needs is not installed.
         """
@@ -261,7 +277,7 @@ class Model:
             reuse_prefix=reuse_prefix,
             constraint=self.grammars.constraint(*params.form) if params.form else None,
         )
-        return Generation(self.thread, sequence, params, self.tokenizer, self.summary)
+        return Generation(self.thread, sequence, params, self.tokenizer, self.summary, shown)
 
     def _stream(self, generation: Generation) -> Iterator[Chunk]:
         with self._explained(), generation:

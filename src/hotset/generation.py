@@ -5,7 +5,7 @@ Text and token ids meet here: the engine knows ids only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -123,8 +123,10 @@ class ChatMessage:
 class Generation:
     """A sequence on its way through the engine, and the text that it has become so far.
 
-    thread: computes it. summary: adds up statistics of steps. Use it as a context manager: leaving it cancels
-    what still runs. token_times: when each token came that was taken, time.perf_counter() seconds.
+    thread: computes it. summary: adds up statistics of steps. shown: special tokens that the text spells out,
+    for whoever reads calls of functions or reasoning out of it (text/output.py). Use it as a context manager:
+    leaving it cancels what still runs. token_times: when each token came that was taken, time.perf_counter()
+    seconds.
     """
 
     def __init__(
@@ -134,12 +136,13 @@ class Generation:
         params: SamplingParams,
         tokenizer: Tokenizer,
         summary: Summary,
+        shown: Collection[int] = (),
     ) -> None:
         self.sequence = sequence
         self.completion: Completion | None = None
         self.thread = thread
         self._summary = summary
-        self._decoder = tokenizer.stream(skip_special=True)
+        self._decoder = tokenizer.stream(skip_special=True, shown=shown)
         self._matcher = StopMatcher(params.stop)
         self._text = ""
         self._tokens: list[int] = []

@@ -10,7 +10,7 @@ import codecs
 import contextlib
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any
 
@@ -157,9 +157,9 @@ class Tokenizer:
     def _whole_text_bytes(self, ids: Iterable[int], skip_special: bool) -> Iterable[bytes]:
         return (self.token_bytes(id) for id in ids if not (skip_special and self.is_special(id)))
 
-    def stream(self, skip_special: bool = False) -> "StreamDecoder":
-        """A decoder for ids that come one by one."""
-        return StreamDecoder(self, skip_special)
+    def stream(self, skip_special: bool = False, shown: Collection[int] = ()) -> "StreamDecoder":
+        """A decoder for ids that come one by one. shown: special tokens that are not left out."""
+        return StreamDecoder(self, skip_special, shown)
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes that `id` stands for (not always whole characters; a special token's spell its name).
@@ -349,15 +349,16 @@ class SentencePieceTokenizer(Tokenizer):
 class StreamDecoder:
     """Turns ids into text as they come, holding back the bytes of a character that is not complete yet."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = False, shown: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
+        self._shown = frozenset(shown)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, id: int) -> str:
         """The text that `id` completes: "" while a character is open, U+FFFD for bytes that are no text."""
         piece = self._tokenizer.token_bytes(id)
-        if self._skip_special and self._tokenizer.is_special(id):
+        if self._skip_special and self._tokenizer.is_special(id) and id not in self._shown:
             return ""
         return self._utf8.decode(piece)
 

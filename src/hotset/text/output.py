@@ -1,0 +1,101 @@
+"""From the text that a model emits to the parts of an answer: reasoning, then calls of functions, then text.
+
+    form = model.output_form                                  # once per model
+    generation = model.prepare(tokens, params, shown=form.shown_ids)
+    parser = form.parser(prompt, tools=["get_weather"])       # the rendered text; names of functions, or ()
+    for piece in pieces: parts = parser.push(piece)           # of Text, Reasoning, CallStart, CallArguments
+    parts = parser.finish()                                   # once, after the last piece
+    parser.n_calls                                            # 0, or the answer ended to call functions
+
+Marks that are special tokens have no text in an answer as it is decoded for a reader: `shown_ids` are those
+that the decoder must spell out for the parser. A request that wants neither calls nor reasoning apart and a
+template that is not harmony's need no parser, and no marks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from hotset.text import reasoning, tool_calls
+from hotset.text.parts import Part, Text, merged
+from hotset.text.tokenizer import Tokenizer
+
+
+class Parser(Protocol):
+    """Parts of one answer, as its pieces come."""
+
+    @property
+    def n_calls(self) -> int:
+        """Calls of functions so far."""
+
+    def push(self, text: str) -> list[Part]:
+        """Takes the next piece, and gives what is certain."""
+
+    def finish(self) -> list[Part]:
+        """The rest, once nothing more comes."""
+
+
+@dataclass(frozen=True)
+class OutputForm:
+    """How a model writes answers, by its chat template.
+
+    calls: how it calls functions; None where that is not known (what it writes is then text).
+    thinks: the marks between which it thinks, None for none; harmony's are part of `calls`.
+    shown_ids: special tokens whose text the parser must see.
+    """
+
+    calls: tool_calls.Form | None
+    thinks: reasoning.Marks | None
+    shown_ids: frozenset[int]
+
+    @staticmethod
+    def of(template: str, tokenizer: Tokenizer) -> OutputForm:
+        """Of the text of a chat template (ChatTemplate.source)."""
+        calls, thinks = tool_calls.form_of(template), reasoning.marks_of(template)
+        marks = (*(tool_calls.MARKS[calls] if calls else ()), *(thinks or ()))
+        ids = (tokenizer.vocabulary.get(mark) for mark in marks)
+        shown = frozenset(id for id in ids if id is not None and tokenizer.is_special(id))
+        return OutputForm(calls, thinks, shown)
+
+    def parser(self, prompt: str, *, tools: Collection[str] = (), apart: bool = True) -> Parser:
+        """For one answer to a rendered prompt.
+
+        tools: names of the functions that the answer may call; () leaves calls in the text, but for
+        harmony's, which cannot be read otherwise. apart: False leaves reasoning in the text, marks and all,
+        but for harmony's.
+        """
+        thinks = self.thinks if apart else None
+        first = reasoning.ReasoningParser(thinks, reasoning.is_open(thinks, prompt)) if thinks else None
+        reads_calls = self.calls is not None and (bool(tools) or self.calls == "harmony")
+        second = tool_calls.parser_of(self.calls, set(tools)) if self.calls and reads_calls else None
+        return _Chain(first, second)
+
+
+class _Chain:
+    """Reasoning apart, and calls in what is left; either may be missing."""
+
+    def __init__(
+        self, first: reasoning.ReasoningParser | None, second: tool_calls.ToolCallParser | None
+    ) -> None:
+        self._first, self._second = first, second
+
+    @property
+    def n_calls(self) -> int:
+        return self._second.n_calls if self._second else 0
+
+    def push(self, text: str) -> list[Part]:
+        return self._through(self._first.push(text) if self._first else [Text(text)])
+
+    def finish(self) -> list[Part]:
+        parts = self._through(self._first.finish() if self._first else [])
+        return merged(parts + (self._second.finish() if self._second else []))
+
+    def _through(self, parts: list[Part]) -> list[Part]:
+        if self._second is None:
+            return merged(parts)
+        found: list[Part] = []
+        for part in parts:
+            found += self._second.push(part.text) if isinstance(part, Text) else [part]
+        return merged(found)

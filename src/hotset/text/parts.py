@@ -1,0 +1,67 @@
+"""What an answer is made of: text, reasoning, and calls of functions, each in pieces as they come."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Text(NamedTuple):
+    """More text for the reader."""
+
+    text: str
+
+
+class Reasoning(NamedTuple):
+    """More of what the model thinks before it answers."""
+
+    text: str
+
+
+class CallStart(NamedTuple):
+    """The model calls a function. call: counts the calls of an answer from 0."""
+
+    call: int
+    id: str
+    name: str
+
+
+class CallArguments(NamedTuple):
+    """More of the arguments of a call: JSON, if the model kept to it."""
+
+    call: int
+    text: str
+
+
+Part = Text | Reasoning | CallStart | CallArguments
+
+
+def merged(parts: list[Part]) -> list[Part]:
+    """The same with what goes on joined to what it continues, and without empty texts."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(part, Text | Reasoning) and not part.text:
+            continue
+        if isinstance(part, Text | Reasoning) and type(last) is type(part):
+            found[-1] = type(part)(last.text + part.text)
+        elif isinstance(part, CallArguments) and isinstance(last, CallArguments) and last.call == part.call:
+            found[-1] = CallArguments(part.call, last.text + part.text)
+        else:
+            found.append(part)
+    return found
+
+
+def held_back(text: str, marks: tuple[str, ...]) -> int:
+    """How many characters at the end of `text` may be the beginning of one of the marks."""
+    longest = min(max(map(len, marks), default=1) - 1, len(text))
+    for n in range(longest, 0, -1):
+        if any(mark.startswith(text[-n:]) for mark in marks):
+            return n
+    return 0
+
+
+def first_of(text: str, marks: tuple[str, ...]) -> tuple[int, str]:
+    """Where the first mark in `text` begins, and which it is; (-1, "") without any. Of several that begin
+    there the first in `marks` is taken: none may begin another."""
+    found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
+    return min(found, key=lambda one: one[0]) if found else (-1, "")

@@ -1,0 +1,93 @@
+"""What a model thinks before it answers, taken apart from the answer while it comes.
+
+Which marks a model thinks between is said by its chat template:
+
+| the template's text has | marks |
+|---|---|
+| `<|channel|>` and `<|message|>` | none: harmony's channel `analysis` (tool_calls.py reads it) |
+| `[THINK]` and `[/THINK]` | these |
+| `</think>` | `<think>`, `</think>` |
+
+Only what the answer begins with is reasoning. Where the rendered prompt ends with the opening mark (some
+templates put it there), the answer begins inside; where it ends with the closing one (thinking is turned
+off), or with neither, the answer says for itself. White space next to the marks belongs to them. Reasoning
+that is never closed is reasoning to the end.
+"""
+
+from __future__ import annotations
+
+from hotset.text.parts import Part, Reasoning, Text, held_back, merged
+
+Marks = tuple[str, str]
+
+_SPACE = " \t\r\n"
+
+
+def marks_of(template: str) -> Marks | None:
+    """The marks between which a model with this chat template thinks; None where it does not."""
+    if "<|channel|>" in template and "<|message|>" in template:
+        return None
+    if "[THINK]" in template and "[/THINK]" in template:
+        return "[THINK]", "[/THINK]"
+    if "</think>" in template:
+        return "<think>", "</think>"
+    return None
+
+
+def is_open(marks: Marks, prompt: str) -> bool:
+    """Whether an answer to this rendered prompt begins inside."""
+    return prompt.rstrip(_SPACE).endswith(marks[0])
+
+
+class ReasoningParser:
+    """Takes the reasoning out of one answer. is_open: whether the answer begins inside."""
+
+    def __init__(self, marks: Marks, is_open: bool) -> None:
+        self._open, self._close = marks
+        self._buffer = ""
+        self._state = "begun" if is_open else "before"
+        self._blank = ""  # of the reasoning, which is it only if more follows
+
+    def push(self, text: str) -> list[Part]:
+        """Takes the next piece of the answer, and gives what is certain."""
+        self._buffer += text
+        return self._run(final=False)
+
+    def finish(self) -> list[Part]:
+        """The rest, once nothing more comes."""
+        return self._run(final=True)
+
+    def _run(self, final: bool) -> list[Part]:
+        parts: list[Part] = []
+        if self._state == "before":
+            begun = self._buffer.lstrip(_SPACE)
+            if begun.startswith(self._open):
+                self._buffer, self._state = begun[len(self._open) :], "begun"
+            elif final or not self._open.startswith(begun):
+                self._state = "answer"
+        if self._state == "begun":  # white space behind the mark
+            self._buffer = self._buffer.lstrip(_SPACE)
+            if self._buffer:
+                self._state = "inside"
+        if self._state == "inside":
+            parts += self._inside(final)
+        if self._state == "closed":  # white space behind the other
+            self._buffer = self._buffer.lstrip(_SPACE)
+            if self._buffer:
+                self._state = "answer"
+        if self._state == "answer":
+            parts.append(Text(self._buffer))
+            self._buffer = ""
+        return merged(parts)
+
+    def _inside(self, final: bool) -> list[Part]:
+        at = self._buffer.find(self._close)
+        n_held = 0 if final else held_back(self._buffer, (self._close,))
+        end = at if at >= 0 else len(self._buffer) - n_held
+        text = self._blank + self._buffer[:end]
+        shown = text.rstrip(_SPACE)
+        self._blank = text[len(shown) :]
+        self._buffer = self._buffer[end:]
+        if at >= 0:
+            self._buffer, self._state = self._buffer[len(self._close) :], "closed"
+        return [Reasoning(shown)]
