@@ -327,9 +327,7 @@ def write_model(
         for i, (name, of) in enumerate(shape.matrices(n_vocab)):
             own = GGMLType.F32 if name.endswith("ffn_gate_inp") else type
 
-            def fill(
-                own: GGMLType = own, of: tuple[int, ...] = of, seed: int = seed + i
-            ) -> np.ndarray:
+            def fill(own: GGMLType = own, of: tuple[int, ...] = of, seed: int = seed + i) -> np.ndarray:
                 return random_matrix(own, of[0], math.prod(of[1:]), seed, pool)
 
             writer.add_tensor(f"{name}.weight", fill, own, of)

@@ -177,9 +177,11 @@ class Model:
         add_generation_prompt: with the head of the answer. variables: whatever else the template knows, such
         as enable_thinking; InvalidRequestError for one that the messages are in.
         """
+        from hotset.text.messages import rendered
+
         checked = checked_messages(messages)
         more = template_variables(variables or {})
-        text = self.chat_template.render(checked, add_generation_prompt, tools, **more)
+        text = rendered(self.chat_template, checked, add_generation_prompt, tools, **more)
         tokens = list(self.tokenizer.encode(text, add_special=False, parse_special=True))
         # Most templates write BOS themselves: it belongs there once.
         if self._bos_id is not None and tokens[:1] != [self._bos_id]:

@@ -248,7 +248,12 @@ def sampling_params(params: dict[str, Any]) -> SamplingParams:
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any] | ChatMessage]) -> list[dict[str, Any]]:
-    """OpenAI-shaped messages as plain dictionaries whose content is a string."""
+    """OpenAI-shaped messages as plain dictionaries whose content is a string.
+
+    Calls of functions may stand in place of a content, and are checked too.
+    """
+    from hotset.text.messages import checked_calls
+
     if isinstance(messages, str | Mapping) or not messages:
         raise InvalidRequestError('messages must be a list such as [{"role": "user", "content": "Hello"}]')
     checked: list[dict[str, Any]] = []
@@ -257,10 +262,11 @@ def checked_messages(messages: Sequence[Mapping[str, Any] | ChatMessage]) -> lis
             message = message.as_dict()
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise InvalidRequestError(f"message {i} must be a dictionary with a role and a content")
+        message = checked_calls(message, i)
         content = message.get("content")
         if isinstance(content, list):
             content = "".join(_text_part(part, i) for part in content)
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        if not isinstance(content, str):
             raise InvalidRequestError(f"the content of message {i} must be text, not {shown(content)}")
         checked.append({**message, "content": content})
     return checked

@@ -60,7 +60,7 @@ class OutputForm:
         return OutputForm(calls, thinks, shown)
 
     def parser(self, prompt: str, *, tools: Collection[str] = (), apart: bool = True) -> Parser:
-        """For one answer to a rendered prompt.
+        """For one answer to a rendered prompt, of which the end is enough.
 
         tools: names of the functions that the answer may call; () leaves calls in the text, but for
         harmony's, which cannot be read otherwise. apart: False leaves reasoning in the text, marks and all,

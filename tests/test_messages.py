@@ -1,0 +1,178 @@
+"""Calls of functions and their results, rendered again by templates as well-known models have them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from hotset.errors import InvalidRequestError, TokenizerError
+from hotset.generation import checked_messages
+from hotset.text.chat import ChatTemplate
+from hotset.text.messages import rendered
+
+# As Qwen 2.5 and Hermes write calls: JSON of the object, results as a user's turn.
+QWEN = """\
+{%- for message in messages %}
+{%- if message.role == 'assistant' and message.tool_calls %}
+{{- '<|im_start|>assistant' }}{% if message.content %}{{ '\\n' + message.content }}{% endif %}
+{%- for tool_call in message.tool_calls %}
+{%- if tool_call.function is defined %}{% set tool_call = tool_call.function %}{% endif %}
+{{- '\\n<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' }}
+{{- tool_call.arguments | tojson }}{{ '}\\n</tool_call>' }}
+{%- endfor %}{{- '<|im_end|>\\n' }}
+{%- elif message.role == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+{%- else %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+# As Llama 3.1 does: one call in a turn, "parameters", a role of its own for results.
+LLAMA = """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if 'tool_calls' in message %}
+{%- if not message.tool_calls|length == 1 %}
+{{- raise_exception("This model only supports single tool-calls at once!") }}{%- endif %}
+{%- set tool_call = message.tool_calls[0].function %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + tool_call.name + '", "parameters": ' }}
+{{- tool_call.arguments | tojson }}{{- "}<|eot_id|>" }}
+{%- elif message.role == "tool" or message.role == "ipython" %}
+{{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" }}
+{%- if message.content is mapping or message.content is iterable %}{{- message.content | tojson }}
+{%- else %}{{- message.content }}{%- endif %}{{- "<|eot_id|>" }}
+{%- else %}{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
+{{- message.content + '<|eot_id|>' }}
+{%- endif %}{%- endfor %}"""
+
+# As Mistral does: a list, ids of nine letters and digits, an "else" that wants the roles in turn.
+MISTRAL = """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message["role"] == "user" %}{{- "[INST] " + message["content"] + "[/INST]" }}
+{%- elif message.tool_calls is defined and message.tool_calls is not none %}
+{{- "[TOOL_CALLS] [" }}
+{%- for tool_call in message.tool_calls %}
+{%- set out = tool_call.function|tojson %}{{- out[:-1] }}
+{%- if not tool_call.id is defined or tool_call.id|length != 9 %}
+{{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}{%- endif %}
+{{- ', "id": "' + tool_call.id + '"}' }}
+{%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" + eos_token }}{%- endif %}
+{%- endfor %}
+{%- elif message["role"] == "assistant" %}{{- " " + message["content"] + eos_token }}
+{%- elif message["role"] == "tool" %}
+{{- '[TOOL_RESULTS] {"content": ' + message.content|tojson + ', "name": "' + message.name + '"' }}
+{{- ', "call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+{%- endif %}{%- endfor %}"""
+
+# As DeepSeek does: the text of the arguments, put between others.
+DEEPSEEK = """\
+{%- for message in messages %}
+{%- if message.tool_calls %}{% for call in message['tool_calls'] %}
+{{- '```json' + '\\n' + call['function']['arguments'] + '\\n```' }}{% endfor %}
+{%- else %}{{- message.content }}{% endif %}{% endfor %}"""
+
+ARGUMENTS = {"city": "Köln", "days": [1, 2], "note": 'say "hi"'}
+
+
+def conversation(arguments: Any = None, n: int = 1) -> list[dict[str, Any]]:
+    """A question, a call (or several) as OpenAI's clients send it back, and its result."""
+    arguments = json.dumps(ARGUMENTS) if arguments is None else arguments
+    calls = [
+        {"id": f"abcdefgh{i}", "type": "function", "function": {"name": f"f{i}", "arguments": arguments}}
+        for i in range(n)
+    ]
+    results = [{"role": "tool", "tool_call_id": f"abcdefgh{i}", "content": '{"t": 21}'} for i in range(n)]
+    return [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        *results,
+    ]
+
+
+def render(source: str, messages: list[dict[str, Any]]) -> str:
+    with ChatTemplate(source, "<s>", "</s>") as template:
+        return rendered(template, checked_messages(messages))
+
+
+@pytest.mark.parametrize("given", ["text", "object"])
+def test_qwen(given: str):
+    arguments = ARGUMENTS if given == "object" else None
+    text = render(QWEN, conversation(arguments, n=2))
+    as_json = '{"city": "Köln", "days": [1, 2], "note": "say \\"hi\\""}'
+    assert text == (
+        "<|im_start|>user\nWeather?<|im_end|>\n<|im_start|>assistant"
+        f'\n<tool_call>\n{{"name": "f0", "arguments": {as_json}}}\n</tool_call>'
+        f'\n<tool_call>\n{{"name": "f1", "arguments": {as_json}}}\n</tool_call><|im_end|>\n'
+        '<|im_start|>user\n<tool_response>\n{"t": 21}\n</tool_response><|im_end|>\n'
+        * 1
+        + '<|im_start|>user\n<tool_response>\n{"t": 21}\n</tool_response><|im_end|>\n'
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_llama():
+    text = render(LLAMA, conversation())
+    assert (
+        '{"name": "f0", "parameters": {"city": "Köln", "days": [1, 2], "note": "say \\"hi\\""}}<|eot_id|>'
+        in text
+    )
+    assert '<|start_header_id|>ipython<|end_header_id|>\n\n"{\\"t\\": 21}"<|eot_id|>' in text
+    with pytest.raises(TokenizerError, match="only supports single tool-calls"):
+        render(LLAMA, conversation(n=2))
+
+
+def test_mistral():
+    text = render(MISTRAL, conversation(n=2))
+    assert text.startswith(
+        '<s>[INST] Weather?[/INST][TOOL_CALLS] [{"name": "f0", "arguments": {"city": "Köln"'
+    )
+    assert '"id": "abcdefgh1"}]</s>' in text
+    assert text.endswith('"name": "f1", "call_id": "abcdefgh1"}[/TOOL_RESULTS]')
+
+
+def test_a_template_that_wants_the_text_gets_it():
+    assert render(DEEPSEEK, conversation()) == f'Weather?```json\n{json.dumps(ARGUMENTS)}\n```{{"t": 21}}'
+    assert '"Köln"' in render(DEEPSEEK, conversation(ARGUMENTS))
+
+
+def test_arguments_that_are_no_object_stay_as_the_model_wrote_them():
+    assert '"arguments": "{\\"a\\": tru"}' in render(QWEN, conversation('{"a": tru'))
+    assert '"arguments": {}}' in render(QWEN, conversation(""))
+
+
+def test_messages_without_calls_are_as_they_were():
+    for empty in (None, []):
+        messages = [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "Ho", "tool_calls": empty},
+        ]
+        assert checked_messages(messages)[1] == {"role": "assistant", "content": "Ho"}
+    assert render(QWEN, [{"role": "user", "content": "Hi"}]).startswith("<|im_start|>user\nHi<|im_end|>")
+
+
+def test_a_template_that_fails_for_another_reason_says_that():
+    with pytest.raises(TokenizerError, match="length 9"):
+        messages = conversation()
+        messages[1]["tool_calls"][0]["id"] = "call_1"
+        render(MISTRAL, messages)
+
+
+@pytest.mark.parametrize(
+    ("calls", "sentence"),
+    [
+        ("x", "the tool_calls of message 0 must be a list"),
+        ([3], "call 0 of message 0 must be an object"),
+        ([{"function": {"arguments": "{}"}}], 'that has a "name"'),
+        ([{"function": {"name": "f", "arguments": 3}}], "arguments of call 0 of message 0 must be a text"),
+    ],
+)
+def test_calls_that_are_none_are_told_of(calls: Any, sentence: str):
+    with pytest.raises(InvalidRequestError, match=sentence):
+        checked_messages([{"role": "assistant", "content": None, "tool_calls": calls}])
+
+
+def test_a_message_without_content_needs_calls():
+    with pytest.raises(InvalidRequestError, match="the content of message 0 must be text"):
+        checked_messages([{"role": "assistant", "content": None}])
