@@ -134,6 +134,33 @@ def test_several_answers_have_their_seeds(path: Path, model: hotset.Model):
     run(path, work)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_of_several_answers_reads_the_prompt(path: Path, model: hotset.Model, stream: bool):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        prompt = "once upon a time there was " * 5
+        params = {"seed": 3, "max_tokens": 9, "ignore_eos": True}
+        n_computed = []
+        step = service.model.backend.step
+
+        def counting(batch: Any) -> Any:
+            n_computed.append(len(batch.tokens))
+            return step(batch)
+
+        service.model.backend.step = counting  # type: ignore[method-assign]
+        reply = await client.post(COMPLETIONS, json={"prompt": prompt, "n": 4, "stream": stream} | params)
+        if stream:
+            choices = [event["choices"][0] for event in events_of(reply.text)[0]]
+        else:
+            choices = reply.json()["choices"]
+        for i in range(4):
+            text = "".join(choice["text"] for choice in choices if choice["index"] == i)
+            assert text == model.generate(prompt, **(params | {"seed": 3 + i})).text
+        n_prompt = len(model.encode(prompt))
+        assert sum(n_computed) == n_prompt + 3 * (n_prompt - 128) + 4 * 8
+
+    run(path, work)
+
+
 def test_prompts_of_every_kind(path: Path, model: hotset.Model):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         ids = model.encode("hello")
