@@ -399,5 +399,5 @@ async def count_tokens(body: PromptBody, http: Request) -> TokenCount:
     service = service_of(http)
     service.check_name(body.model)
     turns, tools = conversation(body.system, body.messages), _tools(body)
-    encode = partial(service.model.encode_chat, turns, tools or None, **_template(body))
+    encode = partial(service.model.encode_chat, turns, tools or None, variables=_template(body))
     return TokenCount(input_tokens=len(await while_connected(http, service.in_thread(encode))))
