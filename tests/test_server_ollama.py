@@ -24,7 +24,13 @@ from hotset.server.answers import (
     ToolCallArguments,
     ToolCallStart,
 )
-from hotset.server.ollama import ChatBody, GenerateBody, LineWriter, chat_request, generate_request
+from hotset.server.ollama import (
+    LineWriter,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    chat_request,
+    generate_request,
+)
 
 HELLO = {"role": "user", "content": "hello"}
 OPTIONS = {"temperature": 0, "num_predict": 24}
@@ -43,7 +49,7 @@ def model(path: Path):
 
 
 def request(**fields: Any):
-    return chat_request(ChatBody.model_validate(BODY | fields), n_ctx=256)
+    return chat_request(OllamaChatBody.model_validate(BODY | fields), n_ctx=256)
 
 
 def turns(*messages: dict[str, Any]) -> list[Any]:
@@ -147,7 +153,9 @@ def test_results_find_their_calls():
 
 def test_a_prompt_by_the_template_or_raw(model: hotset.Model):
     def generated(**fields: Any):
-        return generate_request(GenerateBody.model_validate({"model": "tiny"} | fields), 256, model.tokenizer)
+        return generate_request(
+            OllamaGenerateBody.model_validate({"model": "tiny"} | fields), 256, model.tokenizer
+        )
 
     asked = generated(prompt="hello", system="be brief")
     assert asked.messages == [{"role": "system", "content": "be brief"}, HELLO]

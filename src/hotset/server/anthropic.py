@@ -13,7 +13,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from hotset.engine.sampler import SamplingParams
 from hotset.errors import InvalidRequestError
@@ -33,10 +33,18 @@ from hotset.server.answers import (
 )
 from hotset.server.openai.schema import Body, Share, Temperature
 from hotset.server.replies import JsonReply, event
+from hotset.server.shapes import (
+    EVENT_STREAM,
+    AnthropicErrorReply,
+    MessageReply,
+    TokenCount,
+    documented,
+    errors,
+)
 from hotset.server.streams import service_of, streamed, while_connected, whole
 from hotset.server.turns import Turn, add, check_asks, tool_call
 
-router = APIRouter()
+router = APIRouter(responses=errors(AnthropicErrorReply))
 
 Event = dict[str, Any]
 
@@ -95,12 +103,12 @@ Block = Annotated[
 ]
 
 
-class Message(Body):
+class AnthropicMessage(Body):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
-class Tool(Body):
+class AnthropicTool(Body):
     type: Literal["custom"] | None = None
     name: str
     description: str | None = None
@@ -108,13 +116,13 @@ class Tool(Body):
     cache_control: CacheControl | None = None
 
 
-class ToolChoice(Body):
+class AnthropicToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: Literal[False] = False
 
     @model_validator(mode="after")
-    def _names_a_tool(self) -> ToolChoice:
+    def _names_a_tool(self) -> AnthropicToolChoice:
         if (self.type == "tool") != (self.name is not None):
             raise ValueError('name says which tool, and belongs to the type "tool" alone')
         return self
@@ -139,18 +147,14 @@ class Metadata(Body):
     user_id: str | None = None
 
 
-class TokenCount(BaseModel):
-    input_tokens: int
-
-
 class PromptBody(Body):
     """What a prompt is made of: all that count_tokens needs."""
 
     model: str
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
     system: str | list[TextBlock] | None = None
-    tools: list[Tool] | None = None
-    tool_choice: ToolChoice | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
@@ -173,7 +177,7 @@ class MessagesBody(PromptBody):
 # ---- from a body to a request ----
 
 
-def conversation(system: str | list[TextBlock] | None, messages: list[Message]) -> list[Turn]:
+def conversation(system: str | list[TextBlock] | None, messages: list[AnthropicMessage]) -> list[Turn]:
     """The turns of a conversation. Blocks of text are lines of one text, and turns of one role that follow
     each other are one turn. What a tool returned is a turn of its own, under the name that its call had."""
     turns: list[Turn] = []
@@ -255,7 +259,7 @@ def _tools(body: PromptBody) -> list[dict[str, Any]]:
     return tools
 
 
-def _tool_choice(choice: ToolChoice | None) -> str | Mapping[str, str]:
+def _tool_choice(choice: AnthropicToolChoice | None) -> str | Mapping[str, str]:
     if choice is None:
         return "auto"
     if choice.name is not None:
@@ -382,7 +386,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 # ---- the routes ----
 
 
-@router.post("/v1/messages")
+@router.post("/v1/messages", responses=documented(MessageReply, EVENT_STREAM))
 async def messages(body: MessagesBody, http: Request) -> Response:
     service = service_of(http)
     service.check_name(body.model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -16,6 +17,7 @@ from hotset.server.metrics import RequestCounter
 from hotset.server.openai import chat, completions, models, responses
 from hotset.server.security import secure
 from hotset.server.service import Service
+from hotset.server.shapes import OpenAIErrorReply, errors
 from hotset.server.streams import ClientGoneError
 
 ROUTERS = (
@@ -43,7 +45,15 @@ def create_app(service: Service) -> FastAPI:
         finally:
             await service.close()
 
-    app = FastAPI(title="hotset", lifespan=lifespan, docs_url=None, redoc_url=None, strict_content_type=False)
+    app = FastAPI(
+        title="hotset",
+        version=version("hotset"),
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        strict_content_type=False,
+        responses=errors(OpenAIErrorReply),
+    )
     app.state.service = service
     for router in ROUTERS:
         app.include_router(router)

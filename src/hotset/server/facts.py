@@ -11,6 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from hotset.backends.base import PAGE_SIZE
 from hotset.engine.sampler import SamplingParams
 from hotset.report.placement import memory_dict, placement_dict
+from hotset.server.shapes import documented_as
 from hotset.server.streams import service_of
 from hotset.storage.store import shards
 
@@ -73,6 +74,6 @@ async def plan(http: Request) -> dict[str, Any]:
     }
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=Response, responses=documented_as("text/plain"))
 async def metrics(http: Request) -> Response:
     return Response(generate_latest(service_of(http).metrics.registry), media_type=CONTENT_TYPE_LATEST)

@@ -42,12 +42,20 @@ from hotset.server.logprobs import spelled
 from hotset.server.openai.schema import Body, Share, Temperature
 from hotset.server.replies import JsonReply, dumped
 from hotset.server.service import Service
+from hotset.server.shapes import (
+    JSON_LINES,
+    OllamaChatReply,
+    OllamaErrorReply,
+    OllamaGenerateReply,
+    documented,
+    errors,
+)
 from hotset.server.streams import AnswerStream, ask, service_of, whole
 from hotset.server.turns import Turn, check_asks, tool_call
 from hotset.text.tokenizer import Tokenizer
 from hotset.units import human_count
 
-router = APIRouter()
+router = APIRouter(responses=errors(OllamaErrorReply))
 
 _ANY_TAG = ":latest"  # which Ollama's clients put behind a name that has none
 _MOST_SHOWN = 64  # entries of a list of the file's metadata
@@ -65,7 +73,7 @@ def _none(images: Any) -> Any:
 NoImages = Annotated[Annotated[list[Any], Field(max_length=0)] | None, BeforeValidator(_none)]
 
 
-class Options(Body):
+class OllamaOptions(Body):
     """How tokens are chosen. How a model is loaded (num_gpu, num_thread, ...) was said when it was."""
 
     temperature: Temperature | None = None
@@ -87,7 +95,7 @@ class Options(Body):
 class AnswerBody(Body):
     model: Annotated[str, Field(min_length=1)]
     stream: bool | None = None
-    options: Options | None = None
+    options: OllamaOptions | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     logprobs: bool | None = None
@@ -99,47 +107,47 @@ class AnswerBody(Body):
         return self.stream is not False
 
 
-class CalledFunction(Body):
+class OllamaCalledFunction(Body):
     name: str
     arguments: dict[str, Any]
     index: int | None = None
 
 
-class Call(Body):
-    function: CalledFunction
+class OllamaCall(Body):
+    function: OllamaCalledFunction
     id: str | None = None
     type: Literal["function"] | None = None
 
 
-class Message(Body):
+class OllamaMessage(Body):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
     images: NoImages = None
 
 
-class Function(Body):
+class OllamaFunction(Body):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class Tool(Body):
+class OllamaTool(Body):
     type: Literal["function"] = "function"
-    function: Function
+    function: OllamaFunction
 
 
-class ChatBody(AnswerBody):
+class OllamaChatBody(AnswerBody):
     """Ollama's body, less what this server does not have."""
 
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
+    messages: list[OllamaMessage] | None = None
+    tools: list[OllamaTool] | None = None
 
 
-class GenerateBody(AnswerBody):
+class OllamaGenerateBody(AnswerBody):
     """Ollama's body, less what this server does not have."""
 
     prompt: str | None = None
@@ -151,7 +159,7 @@ class GenerateBody(AnswerBody):
     images: NoImages = None
 
 
-class ShowBody(Body):
+class OllamaShowBody(Body):
     model: str | None = None
     name: str | None = None  # as older clients have it
     verbose: bool | None = None
@@ -160,7 +168,7 @@ class ShowBody(Body):
 # ---- from a body to a request ----
 
 
-def chat_request(body: ChatBody, n_ctx: int) -> AnswerRequest:
+def chat_request(body: OllamaChatBody, n_ctx: int) -> AnswerRequest:
     """Raises InvalidRequestError for what is wrong with it. n_ctx: of the model."""
     return AnswerRequest(
         messages=conversation(body.messages or ()),
@@ -171,7 +179,7 @@ def chat_request(body: ChatBody, n_ctx: int) -> AnswerRequest:
     )
 
 
-def generate_request(body: GenerateBody, n_ctx: int, tokenizer: Tokenizer) -> AnswerRequest:
+def generate_request(body: OllamaGenerateBody, n_ctx: int, tokenizer: Tokenizer) -> AnswerRequest:
     """Raises InvalidRequestError for what is wrong with it. n_ctx, tokenizer: of the model."""
     request = partial(AnswerRequest, params=_params(body, n_ctx), stream=body.streams)
     prompt = body.prompt or ""
@@ -191,7 +199,7 @@ def _raw_tokens(prompt: str, tokenizer: Tokenizer) -> list[int]:
     return tokens
 
 
-def conversation(messages: Sequence[Message]) -> list[Turn]:
+def conversation(messages: Sequence[OllamaMessage]) -> list[Turn]:
     """The turns of a conversation. Calls get an id where they have none, and results that of their call: the
     one of that name, or else the first, that has no result yet."""
     turns: list[Turn] = []
@@ -225,7 +233,7 @@ def conversation(messages: Sequence[Message]) -> list[Turn]:
 
 
 def _params(body: AnswerBody, n_ctx: int) -> SamplingParams:
-    options = body.options or Options()
+    options = body.options or OllamaOptions()
     if options.num_ctx is not None and options.num_ctx > n_ctx:
         raise RequestError(
             f"num_ctx is {options.num_ctx}, and the model was loaded with a context of {n_ctx}; start the "
@@ -371,8 +379,8 @@ def _time(seconds: float) -> str:
 # ---- the routes ----
 
 
-@router.post("/api/chat")
-async def chat(body: ChatBody, http: Request) -> Response:
+@router.post("/api/chat", responses=documented(OllamaChatReply, JSON_LINES))
+async def chat(body: OllamaChatBody, http: Request) -> Response:
     service = _named(http, body.model)
     if not body.messages:
         return _loaded(body, chat=True)
@@ -380,8 +388,8 @@ async def chat(body: ChatBody, http: Request) -> Response:
     return await _answered(http, body, request, service, chat=True)
 
 
-@router.post("/api/generate")
-async def generate(body: GenerateBody, http: Request) -> Response:
+@router.post("/api/generate", responses=documented(OllamaGenerateReply, JSON_LINES))
+async def generate(body: OllamaGenerateBody, http: Request) -> Response:
     service = _named(http, body.model)
     if not body.prompt:
         return _loaded(body, chat=False)
@@ -432,7 +440,7 @@ async def ps(http: Request) -> dict[str, Any]:
 
 
 @router.post("/api/show")
-async def show(body: ShowBody, http: Request) -> dict[str, Any]:
+async def show(body: OllamaShowBody, http: Request) -> dict[str, Any]:
     name = body.model or body.name
     if not name:
         raise RequestError("model is missing", param="model")

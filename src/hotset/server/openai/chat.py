@@ -26,6 +26,7 @@ from hotset.server.logprobs import spelled
 from hotset.server.openai.schema import Body, SamplingFields, StreamOptions, usage_dict
 from hotset.server.replies import DONE, JsonReply, event
 from hotset.server.service import Service
+from hotset.server.shapes import EVENT_STREAM, ChatReply, documented
 from hotset.server.streams import service_of, streamed, whole
 from hotset.text.tokenizer import Tokenizer
 
@@ -70,7 +71,7 @@ class ChatBody(SamplingFields):
         )
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=documented(ChatReply, EVENT_STREAM))
 async def chat_completions(body: ChatBody, http: Request) -> Response:
     service = service_of(http)
     service.check_name(body.model)

@@ -16,6 +16,7 @@ from hotset.server.errors import RequestError
 from hotset.server.logprobs import logprob_of
 from hotset.server.openai.schema import SamplingFields, usage_dict
 from hotset.server.replies import DONE, JsonReply, event
+from hotset.server.shapes import EVENT_STREAM, CompletionReply, documented
 from hotset.server.streams import service_of, streamed, whole
 from hotset.text.tokenizer import StreamDecoder, Tokenizer
 
@@ -68,7 +69,7 @@ class CompletionBody(SamplingFields):
         )
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=documented(CompletionReply, EVENT_STREAM))
 async def completions(body: CompletionBody, http: Request) -> Response:
     service = service_of(http)
     service.check_name(body.model)

@@ -20,6 +20,7 @@ from hotset.server.answers import AnswerRequest
 from hotset.server.openai.response_writer import ResponseWriter
 from hotset.server.openai.schema import Body, Share, Temperature
 from hotset.server.replies import JsonReply
+from hotset.server.shapes import EVENT_STREAM, ResponseReply, documented
 from hotset.server.streams import service_of, streamed, whole
 from hotset.server.turns import Turn, add, tool_call
 
@@ -142,7 +143,7 @@ class Reasoning(Body):
     generate_summary: None = None
 
 
-class StreamOptions(Body):
+class ResponseStreamOptions(Body):
     include_obfuscation: bool | None = None  # padding against eavesdroppers, of which there is none here
 
 
@@ -156,7 +157,7 @@ class ResponsesBody(Body):
     temperature: Temperature | None = None
     top_p: Share | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: Literal[True] | None = None
@@ -271,7 +272,7 @@ def _template(reasoning: Reasoning | None) -> dict[str, Any]:
     return {"enable_thinking": True, "reasoning_effort": reasoning.effort}
 
 
-@router.post("/v1/responses")
+@router.post("/v1/responses", responses=documented(ResponseReply, EVENT_STREAM))
 async def responses(body: ResponsesBody, http: Request) -> Response:
     service = service_of(http)
     service.check_name(body.model)

@@ -1,0 +1,345 @@
+"""What replies look like, for the OpenAPI document. Nothing is made of these models: the writers of the
+dialects build plain JSON, and the tests hold it against what stands here."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+EVENT_STREAM = "text/event-stream"
+JSON_LINES = "application/x-ndjson"
+
+
+class Shape(BaseModel):
+    """No other fields than these."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+Responses = dict[int | str, dict[str, Any]]
+
+
+def documented(reply: type[BaseModel], stream: str) -> Responses:
+    """`responses` of a route that answers whole or, where `stream` is asked for, as a stream of this type."""
+    return {200: {"model": reply, **documented_as(stream)[200]}}
+
+
+def documented_as(media_type: str) -> Responses:
+    """`responses` of a route that answers with something of a type that is not JSON."""
+    return {200: {"content": {media_type: {}}}}
+
+
+def errors(reply: type[BaseModel]) -> Responses:
+    """`responses` of all routes of a dialect."""
+    return {
+        "4XX": {"model": reply, "description": "What is wrong with the request, as a sentence"},
+        "5XX": {"model": reply, "description": "What went wrong here, or that the model is not ready"},
+    }
+
+
+# ---- OpenAI's ----
+
+
+class OpenAIError(Shape):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIErrorReply(Shape):
+    error: OpenAIError
+
+
+class TokenEntry(Shape):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenWithTop(TokenEntry):
+    top_logprobs: list[TokenEntry]
+
+
+class ChatLogprobs(Shape):
+    content: list[TokenWithTop]
+    refusal: None
+
+
+class CalledFunction(Shape):
+    name: str
+    arguments: str
+
+
+class ChatToolCall(Shape):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatReplyMessage(Shape):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str = ""
+    tool_calls: list[ChatToolCall] = Field(default=[])
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class ChatChoice(Shape):
+    index: int
+    message: ChatReplyMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class PromptDetails(Shape):
+    cached_tokens: int
+
+
+class AnswerDetails(Shape):
+    reasoning_tokens: int
+
+
+class OpenAIUsage(Shape):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: AnswerDetails
+
+
+class ChatReply(Shape):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: OpenAIUsage
+
+
+class CompletionLogprobs(Shape):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Shape):
+    text: str
+    index: int
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+
+
+class CompletionReply(Shape):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: OpenAIUsage
+
+
+# ---- /v1/responses ----
+
+Status = Literal["completed", "incomplete"]
+
+
+class OutputText(Shape):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any] = Field(max_length=0)
+    logprobs: list[TokenWithTop]
+
+
+class OutputMessage(Shape):
+    type: Literal["message"]
+    id: str
+    status: Status
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class ReasoningPart(Shape):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(Shape):
+    type: Literal["reasoning"]
+    id: str
+    status: Status
+    summary: list[Any] = Field(max_length=0)
+    content: list[ReasoningPart]
+
+
+class OutputCall(Shape):
+    type: Literal["function_call"]
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    arguments: str
+
+
+class Incomplete(Shape):
+    reason: Literal["max_output_tokens"]
+
+
+class InputDetails(Shape):
+    cached_tokens: int
+    cache_write_tokens: Literal[0]
+
+
+class ResponseUsage(Shape):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: AnswerDetails
+    total_tokens: int
+
+
+class ResponseReply(Shape):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Status
+    error: None
+    incomplete_details: Incomplete | None
+    output: list[OutputMessage | OutputReasoning | OutputCall]
+    usage: ResponseUsage
+    model: str
+    instructions: str | None
+    max_output_tokens: int | None
+    temperature: float
+    top_p: float
+    tools: list[dict[str, Any]]
+    tool_choice: str | dict[str, Any]
+    parallel_tool_calls: Literal[True]
+    text: dict[str, Any]
+    reasoning: dict[str, Any]
+    top_logprobs: int
+    metadata: dict[str, str]
+    user: str | None
+    safety_identifier: str | None
+    prompt_cache_key: str | None
+    service_tier: Literal["default"]
+    store: Literal[False]
+    previous_response_id: None
+    background: Literal[False]
+    truncation: Literal["disabled"]
+
+
+# ---- Anthropic's ----
+
+
+class AnthropicError(Shape):
+    type: str
+    message: str
+
+
+class AnthropicErrorReply(Shape):
+    type: Literal["error"]
+    error: AnthropicError
+
+
+class TextReplyBlock(Shape):
+    type: Literal["text"]
+    text: str
+    citations: None
+
+
+class ThinkingReplyBlock(Shape):
+    type: Literal["thinking"]
+    thinking: str
+    signature: Literal[""]
+
+
+class ToolUseReplyBlock(Shape):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ThinkingDetails(Shape):
+    thinking_tokens: int
+
+
+class MessageUsage(Shape):
+    input_tokens: int
+    cache_creation_input_tokens: Literal[0]
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: ThinkingDetails
+
+
+class MessageReply(Shape):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextReplyBlock | ThinkingReplyBlock | ToolUseReplyBlock]
+    stop_reason: Literal[
+        "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+    ]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class TokenCount(Shape):
+    input_tokens: int
+
+
+# ---- Ollama's ----
+
+
+class OllamaErrorReply(Shape):
+    error: str
+
+
+class OllamaReplyFunction(Shape):
+    index: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaReplyCall(Shape):
+    id: str
+    function: OllamaReplyFunction
+
+
+class OllamaReplyMessage(Shape):
+    role: Literal["assistant"]
+    content: str
+    thinking: str = ""
+    tool_calls: list[OllamaReplyCall] = Field(default=[])
+
+
+class OllamaReply(Shape):
+    """Counts and durations (nanoseconds) are missing where a model was only to be loaded."""
+
+    model: str
+    created_at: str
+    done: Literal[True]
+    done_reason: Literal["stop", "length", "load"]
+    logprobs: list[TokenWithTop] = Field(default=[])
+    total_duration: int = 0
+    load_duration: Literal[0] = 0
+    prompt_eval_count: int = 0
+    prompt_eval_duration: int = 0
+    eval_count: int = 0
+    eval_duration: int = 0
+
+
+class OllamaChatReply(OllamaReply):
+    message: OllamaReplyMessage
+
+
+class OllamaGenerateReply(OllamaReply):
+    response: str
+    thinking: str = ""

@@ -1,0 +1,126 @@
+"""The server's OpenAPI document says what is: replies have the shapes that it promises."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_server import MESSAGES, client_of, write_model
+
+from hotset.server import shapes
+from hotset.server.app import create_app
+from hotset.server.service import Service
+
+GREEDY = {"temperature": 0, "max_tokens": 4}
+OPTIONS = {"temperature": 0, "num_predict": 4}
+ASKED: list[tuple[str, dict[str, Any], type[shapes.Shape]]] = [
+    ("/v1/chat/completions", {"messages": MESSAGES} | GREEDY, shapes.ChatReply),
+    (
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "n": 2} | GREEDY,
+        shapes.ChatReply,
+    ),
+    ("/v1/completions", {"prompt": "hello"} | GREEDY, shapes.CompletionReply),
+    ("/v1/completions", {"prompt": "hello", "logprobs": 2, "echo": True} | GREEDY, shapes.CompletionReply),
+    (
+        "/v1/responses",
+        {"input": "hello", "temperature": 0, "max_output_tokens": 4, "top_logprobs": 1},
+        shapes.ResponseReply,
+    ),
+    ("/v1/messages", {"model": "tiny", "messages": MESSAGES} | GREEDY, shapes.MessageReply),
+    ("/v1/messages/count_tokens", {"model": "tiny", "messages": MESSAGES}, shapes.TokenCount),
+    (
+        "/api/chat",
+        {"model": "tiny", "messages": MESSAGES, "stream": False, "options": OPTIONS, "logprobs": True},
+        shapes.OllamaChatReply,
+    ),
+    ("/api/chat", {"model": "tiny"}, shapes.OllamaChatReply),
+    (
+        "/api/generate",
+        {"model": "tiny", "prompt": "hello", "stream": False, "options": OPTIONS},
+        shapes.OllamaGenerateReply,
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    def load() -> Any:
+        raise AssertionError("nothing is loaded for a document")
+
+    return create_app(Service(load, name="none")).openapi()
+
+
+def shape_at(responses: dict[str, Any], status: str) -> str:
+    return str(responses[status]["content"]["application/json"]["schema"]["$ref"]).rpartition("/")[2]
+
+
+def test_replies_have_the_shapes_that_are_promised(path: Path, document: dict[str, Any]):
+    async def work() -> None:
+        async with client_of(path) as (client, _):
+            for where, body, shape in ASKED:
+                reply = await client.post(where, json=body)
+                assert reply.status_code == 200, (where, reply.text)
+                shape.model_validate(reply.json())
+                responses = document["paths"][where]["post"]["responses"]
+                assert shape_at(responses, "200") == shape.__name__
+                wrong = await client.post(where, json=body | {"model": "other"})
+                assert wrong.status_code == 404
+                promised = getattr(shapes, shape_at(responses, "4XX"))
+                promised.model_validate(wrong.json())
+
+    asyncio.run(work())
+
+
+def test_every_route_says_what_its_errors_are(document: dict[str, Any]):
+    operations = [
+        (path, operation) for path, methods in document["paths"].items() for operation in methods.values()
+    ]
+    assert {"/v1/messages", "/v1/responses", "/api/chat", "/v1/chat/completions"} < {
+        path for path, _ in operations
+    }
+    for path, operation in operations:
+        responses = operation["responses"]
+        assert "422" not in responses, path  # what is wrong is 400 here
+        dialect = (
+            "Anthropic"
+            if path.startswith("/v1/messages")
+            else "Ollama"
+            if path.startswith("/api/")
+            else "OpenAI"
+        )
+        for status in ("4XX", "5XX"):
+            assert shape_at(responses, status) == f"{dialect}ErrorReply", path
+
+
+def test_what_a_body_may_hold_is_all_that_is_taken(document: dict[str, Any]):
+    """A field that the document does not have is refused, in bodies and in what they are made of."""
+    known = document["components"]["schemas"]
+    seen: set[str] = set()
+
+    def walk(part: Any) -> None:
+        if isinstance(part, list):
+            for one in part:
+                walk(one)
+        elif isinstance(part, dict):
+            name = str(part.get("$ref", "")).rpartition("/")[2]
+            if name and name not in seen:
+                seen.add(name)
+                if "properties" in known[name]:
+                    assert known[name]["additionalProperties"] is False, name
+                walk(known[name])
+            for one in part.values():
+                walk(one)
+
+    for methods in document["paths"].values():
+        for operation in methods.values():
+            walk(operation.get("requestBody"))
+    assert {"ChatBody", "MessagesBody", "ToolUseBlock", "ResponsesBody", "OllamaOptions"} <= seen
+    assert not [name for name in known if "__" in name]  # two that have one name
