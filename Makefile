@@ -40,7 +40,13 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/.installed
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[dev]"
 	touch $@
 
-test: build $(VENV)/.dev lint kernel-test
+# The tests of the server's page run in a Chromium: playwright's own, where the machine has none.
+$(VENV)/.browser: | $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -c 'import browser, sys; sys.exit(browser.find() is None)' \
+	  || $(BIN)/playwright install chromium-headless-shell && touch $@ \
+	  || echo "No Chromium could be fetched: the tests of the page will be skipped."
+
+test: build $(VENV)/.dev $(VENV)/.browser lint kernel-test
 	$(BIN)/python -m pytest -n $(JOBS)
 
 # The whole suite in random order, again and again: no test may lean on those that ran before it.

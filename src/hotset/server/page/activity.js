@@ -72,7 +72,7 @@ export class Activity {
   get scale() {
     if (this.scaledAt !== this.tokens.length) {
       const shares = this.tokens.flatMap((token) => token.layers?.active_share ?? []).sort((a, b) => a - b);
-      const end = scaleEnd(shares[Math.floor(NEARLY_ALL * (shares.length - 1))] ?? 0);
+      const end = scaleEnd(shares[Math.ceil(NEARLY_ALL * (shares.length - 1))] ?? 0);
       // Upwards only: the colours of what is drawn do not flicker.
       this.scaleSoFar = Math.max(this.scaleSoFar ?? 0, end);
       this.scaledAt = this.tokens.length;

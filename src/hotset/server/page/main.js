@@ -23,7 +23,7 @@ const transcript = new Transcript({ edit, again, picture: showPictureOf, busy: (
 let conversation = store.fresh();
 let running = null; // {controller, index, stopped}
 let model = { id: null, name: "", facts: null, defaults: {} };
-let activities = new Map(); // message → Activity, of this visit: pictures are not kept
+const activities = new WeakMap(); // message → Activity, of this visit: pictures are not kept
 let back = null; // the timer that looks whether the server is back
 
 // ---- the model ----
@@ -147,7 +147,7 @@ async function answer() {
   activities.set(message, activity);
   running = { controller: new AbortController(), index, stopped: false };
   keep(owner);
-  transcript.show(owner.messages, model.name);
+  transcript.show(owner.messages, activities, model.name);
   showEmpty();
   setRunning(true);
   transcript.update(index, true, activity);
@@ -262,13 +262,10 @@ function keep(which) {
 function open(which) {
   stop();
   conversation = which;
-  transcript.show(conversation.messages, model.name);
+  transcript.show(conversation.messages, activities, model.name);
   showEmpty();
   const last = conversation.messages.at(-1);
   picture.show(activities.get(last) ?? null);
-  for (const [index, message] of conversation.messages.entries()) {
-    if (activities.has(message)) transcript.update(index, false, activities.get(message));
-  }
   listConversations();
 }
 

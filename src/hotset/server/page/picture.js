@@ -100,9 +100,9 @@ export class Picture {
     );
     byId("strip-text").textContent = activity.line();
     const sparse = activity.isSparse;
-    byId("amount").hidden = !sparse;
+    const read = activity.mean(touched), all = activity.mean(total);
+    byId("amount").hidden = !sparse || read >= all;
     if (sparse) {
-      const read = activity.mean(touched), all = activity.mean(total);
       byId("amount").querySelector("i").style.width = `${(100 * read) / all}%`;
       byId("amount").querySelector("p").textContent =
         `${size(all - read)} of ${size(all)} per token are left where they lie: their neurons did not fire.`;
@@ -258,8 +258,8 @@ function aboutText(facts) {
   } else {
     texts.push(
       "Each column is a token of the answer, each row a layer of the model, the first at the bottom. The hotter a cell, " +
-        "the more of the layer's neurons fired, that is: had a value other than zero. The others add nothing, and their " +
-        "weights are not read.",
+        "the more of the layer's neurons fired, that is: had a value other than zero. The others add nothing" +
+        (facts?.sparsity?.mode === "dense" ? "; in the mode dense their weights are read all the same." : ", and their weights are not read."),
       "The first column's step also read the prompt, so that it is left out of the means.",
     );
   }

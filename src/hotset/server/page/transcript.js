@@ -19,18 +19,18 @@ export class Transcript {
     });
   }
 
-  /** Shows the messages of a conversation; what stands there already stays. */
-  show(messages, answerName) {
+  /** Shows the messages of a conversation. activities: message → its Activity, where there is one. */
+  show(messages, activities, answerName) {
     this.list.replaceChildren();
-    this.turns = messages.map((message, index) => this.turn(message, index, answerName));
+    this.turns = messages.map((message, index) => {
+      const turn = message.role === "user" ? this.question(message, index) : this.answer(index, answerName, message);
+      turn.message = message;
+      turn.activity = activities.get(message);
+      if (turn.view) this.render(turn, false);
+      return turn;
+    });
     this.list.append(...this.turns.map((turn) => turn.element));
     this.toEnd(true);
-  }
-
-  turn(message, index, answerName) {
-    const turn = message.role === "user" ? this.question(message, index) : this.answer(message, index, answerName);
-    turn.message = message;
-    return turn;
   }
 
   button(name, label, act) {
@@ -56,7 +56,7 @@ export class Transcript {
     return { element, text };
   }
 
-  answer(message, index, answerName) {
+  answer(index, answerName, message) {
     const text = h("div", { class: "said markdown" });
     const thought = h("div", { class: "said thought" });
     const thinking = h("details", { class: "thinking", hidden: true }, h("summary", {}, "Its thoughts"), thought);
@@ -77,32 +77,29 @@ export class Transcript {
       h("h2", { class: "who" }, answerName || "Answer"),
       thread, thinking, text, failed, acts,
     );
-    const turn = { element, text, thought, thinking, note, failed, thread, acts, view: new MarkdownView(text), took: 0, drawn: 0 };
-    this.render(turn, message, false);
-    return turn;
+    return { element, text, thought, thinking, note, failed, thread, acts, view: new MarkdownView(text), took: 0, drawn: 0 };
   }
 
   /** Shows the answer as far as it is; running: more is to come. */
   update(index, running, activity) {
     const turn = this.turns[index];
-    turn.running = running;
     turn.activity = activity;
     if (!running) {
       window.clearTimeout(turn.timer);
       turn.timer = 0;
-      this.render(turn, turn.message, false);
+      this.render(turn, false);
     } else if (!turn.timer) {
       // A long answer takes long to render: no more than a fifth of the time goes there.
       const wait = Math.max(LEAST_MS, 4 * turn.took) - (performance.now() - turn.drawn);
       turn.timer = window.setTimeout(() => {
         turn.timer = 0;
-        this.render(turn, turn.message, true);
+        this.render(turn, true);
       }, Math.max(wait, 0));
     }
   }
 
-  render(turn, message, running) {
-    const began = performance.now();
+  render(turn, running) {
+    const began = performance.now(), { message } = turn;
     turn.view.update(message.content);
     turn.thinking.hidden = !message.reasoning;
     if (message.reasoning) turn.thought.textContent = message.reasoning;

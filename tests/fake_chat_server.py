@@ -1,0 +1,173 @@
+"""A server for the page whose answers a test writes: what it says, when, and how it fails.
+
+It serves the page itself as the real one does (server/site.py), on a socket, from a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from hotset.server import site
+
+N_FF = 200
+
+
+@dataclass
+class Refusal:
+    """A reply that is no answer."""
+
+    status: int
+    message: str
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def response(self) -> Response:
+        return JSONResponse({"error": {"message": self.message}}, self.status, self.headers)
+
+
+class Hold:
+    """In an answer: it goes on when the test says so."""
+
+    def __init__(self) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+
+class Drop:
+    """In an answer: the connection breaks."""
+
+
+class FakeServer:
+    """replies: what the next requests get, in order, each a Refusal or the parts of an answer.
+
+    Parts: text (a token), a token with its activity (a dict with "text"), Hold, Drop, or {"error": ...}.
+    requests: their bodies; headers: theirs. n_left: clients that went before the end.
+    key: the only one that opens it; None: none is needed. health: status of /health and of all the rest.
+    """
+
+    def __init__(self) -> None:
+        self.replies: deque[Any] = deque()
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.n_left = 0
+        self.key: str | None = None
+        self.health = 200
+        self.model = "tiny"
+        self.props: dict[str, Any] = {"hotset": facts()}
+        self.url = ""
+        self.app = FastAPI()
+        self.app.include_router(site.router)
+        self.app.get("/health")(self._health)
+        self.app.get("/v1/models")(self._models)
+        self.app.get("/props")(self._props)
+        self.app.post("/v1/chat/completions")(self._chat)
+
+    def _refused(self, http: Request) -> Response | None:
+        if self.health != 200:
+            return Refusal(self.health, "the model is being loaded", {"Retry-After": "1"}).response()
+        if self.key is not None and http.headers.get("authorization") != f"Bearer {self.key}":
+            given = "authorization" in http.headers
+            return Refusal(401, "this API key is not known" if given else "an API key is needed").response()
+        return None
+
+    async def _health(self) -> Response:
+        return JSONResponse({}, self.health)
+
+    async def _models(self, http: Request) -> Response:
+        return self._refused(http) or JSONResponse({"data": [{"id": self.model}]})
+
+    async def _props(self, http: Request) -> Response:
+        return self._refused(http) or JSONResponse(self.props)
+
+    async def _chat(self, http: Request) -> Response:
+        if refused := self._refused(http):
+            return refused
+        self.requests.append(await http.json())
+        self.headers.append(dict(http.headers))
+        reply = self.replies.popleft()
+        if isinstance(reply, Refusal):
+            return reply.response()
+        return StreamingResponse(self._stream(http, reply), media_type="text/event-stream")
+
+    async def _stream(self, http: Request, parts: list[Any]) -> AsyncIterator[bytes]:
+        yield b": keep-alive\n\n" + _event({"role": "assistant", "content": ""})
+        n = 0
+        try:
+            for part in parts:
+                if isinstance(part, Drop):
+                    raise ConnectionError
+                if isinstance(part, Hold):
+                    part.reached.set()
+                    while not part.go_on.is_set():
+                        await asyncio.sleep(0.005)
+                elif isinstance(part, dict) and "error" in part:
+                    yield _data(part)
+                    return
+                elif isinstance(part, dict):
+                    n += 1
+                    yield _event({"content": part["text"]}, hotset={"activity": [part]})
+                elif isinstance(part, tuple):
+                    yield _event({part[0]: part[1]})
+                else:
+                    n += 1
+                    yield _event({"content": part})
+        except asyncio.CancelledError:
+            self.n_left += 1
+            raise
+        yield _event({}, reason="stop")
+        usage = {"prompt_tokens": 7, "completion_tokens": n, "prompt_tokens_details": {"cached_tokens": 0}}
+        yield _data({"choices": [], "usage": usage})
+        yield b"data: [DONE]\n\n"
+
+
+def _data(value: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(value)}\n\n".encode()
+
+
+def _event(delta: dict[str, Any], reason: str | None = None, **more: Any) -> bytes:
+    return _data({"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]} | more)
+
+
+def facts(n_layers: int = 3, mode: str = "exact", has_zeros: bool = True) -> dict[str, Any]:
+    """What /props says of a model."""
+    reason = "its activation is ReLU" if has_zeros else "its activation is SiLU, which has no zeros"
+    sparsity = {"mode": mode, "predictor": None, "reason": reason}
+    return {"n_ff": [N_FF] * n_layers, "has_zeros": has_zeros, "sparsity": sparsity}
+
+
+def token(i: int, text: str, shares: list[float], **more: Any) -> dict[str, Any]:
+    """The activity of the i-th token: shares of each layer; 20 tokens per second."""
+    mean = sum(shares) / len(shares)
+    layers = {"active_share": shares, "bytes": [round(1e6 * share) for share in shares]}
+    if "cpu_share" in more:
+        layers["cpu_share"] = more.pop("cpu_share")
+    return {
+        "token": i, "text": text, "seconds": 0.1 + i / 20, "bytes_kv": 1000, "bytes_touched": 1_999_000,
+        "bytes_total": 3_999_000, "step_tokens": 1, "active_share": round(mean, 4), "layers": layers,
+    } | more  # fmt: skip
+
+
+@contextmanager
+def served(app: Any) -> Iterator[str]:
+    """An application on a socket of this machine, in a thread; gives its address."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(20)

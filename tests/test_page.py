@@ -1,0 +1,973 @@
+"""The page in a real Chromium: in front of a server whose answers a test writes, and of the real one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import launched
+from fake_chat_server import Drop, FakeServer, Hold, Refusal, facts, served, token
+from test_api import TEMPLATE
+from test_api_sparse import write_sparse
+from tiny_server import MESSAGES, write_model
+
+import hotset
+from hotset.server.app import create_app
+from hotset.server.service import Service
+from hotset.server.settings import ServerSettings
+
+QUICK = 5000  # milliseconds that anything may take here
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with launched() as browser:
+        yield browser
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    fake = FakeServer()
+    with served(fake.app) as fake.url:
+        yield fake
+
+
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Opens the page at an address; afterwards nothing may have failed in it that the test did not expect.
+
+    stored: localStorage before it is opened. ready: whether it waits for the model's name. The rest: of the
+    browser's context.
+    """
+    faults: list[str] = []
+    with ExitStack() as stack:
+
+        def open_page(
+            url: str, stored: dict[str, str] | None = None, *, ready: bool = True, **how: Any
+        ) -> Any:
+            how = {"viewport": {"width": 1280, "height": 800}, "reduced_motion": "reduce"} | how
+            context = browser.new_context(**how)
+            stack.callback(context.close)
+            context.set_default_timeout(QUICK)
+            if stored:
+                # Once: what the page stores itself stays over a reload.
+                context.add_init_script(
+                    "if (!sessionStorage.getItem('began')) { sessionStorage.setItem('began', '1');"
+                    f"Object.assign(localStorage, {json.dumps(stored)}); }}"
+                )
+            page = context.new_page()
+            page.on("pageerror", lambda error: faults.append(str(error)))
+            page.on("dialog", lambda dialog: (faults.append("a dialog: " + dialog.message), dialog.dismiss()))
+            page.on("console", lambda message: _note_fault(message, faults))
+            page.on("request", lambda asked: _note_request(asked.url, url, faults))
+            page.goto(url)
+            if ready:
+                until(page, "document.querySelector('#model').textContent !== ''")
+            return page
+
+        yield open_page
+    assert not faults
+
+
+def _note_fault(message: Any, faults: list[str]) -> None:
+    if message.type == "error" and not message.text.startswith(
+        "Failed to load resource"
+    ):  # a status, or no one
+        faults.append(message.text)
+
+
+def _note_request(asked: str, url: str, faults: list[str]) -> None:
+    if not asked.startswith((url, "data:", "blob:")):
+        faults.append(f"it asked {asked}")
+
+
+def until(page: Any, condition: str) -> None:
+    """Waits until an expression is true. (Playwright's own way needs `eval`, which is forbidden.)"""
+    for _ in range(QUICK // 10):
+        if page.evaluate(condition):
+            return
+        page.wait_for_timeout(10)
+    raise AssertionError(f"it did not become true: {condition}")
+
+
+def drawn(page: Any) -> None:
+    """Waits until what was asked for is drawn."""
+    page.evaluate("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+
+
+def say(page: Any, text: str, wait: bool = True) -> None:
+    page.fill("#ask", text)
+    page.press("#ask", "Enter")
+    if wait:
+        done(page)
+
+
+def done(page: Any) -> None:
+    until(page, "document.querySelector('#stop').hidden && document.querySelector('.answer') !== null")
+
+
+def answers(page: Any) -> list[str]:
+    return [text.strip() for text in page.locator(".answer .markdown").all_inner_texts()]
+
+
+def questions(page: Any) -> list[str]:
+    return [text.strip() for text in page.locator(".question .said").all_inner_texts()]
+
+
+def sent(server: FakeServer, i: int = -1) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in server.requests[i]["messages"]]
+
+
+def luminance(page: Any, x: float, y: float) -> float:
+    """Of the canvas of the heat map, at a place in it."""
+    red, green, blue = page.evaluate(
+        """([x, y]) => {
+            const canvas = document.querySelector(".heat canvas"), ratio = devicePixelRatio;
+            return [...canvas.getContext("2d").getImageData(x * ratio, y * ratio, 1, 1).data.slice(0, 3)];
+        }""",
+        [x, y],
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+# ---- chatting
+
+
+def test_an_answer_streams_and_the_next_request_has_the_conversation(server: FakeServer, opened: Any) -> None:
+    hold = Hold()
+    server.replies += [["Good", " day", hold, ", you."], ["Again."]]
+    page = opened(server.url)
+    say(page, "Hello", wait=False)
+    page.get_by_text("Good day", exact=True).wait_for()
+    assert page.locator("#stop").is_visible()
+    assert page.locator("#send").is_hidden()
+    hold.go_on.set()
+    done(page)
+    assert answers(page) == ["Good day, you."]
+    assert sent(server) == [("user", "Hello")]
+    assert server.requests[0]["model"] == "tiny"
+    assert server.requests[0]["stream"] is True
+    assert server.requests[0]["stream_options"] == {"include_usage": True, "include_activity": True}
+    say(page, "line one\nline two")
+    assert sent(server) == [
+        ("user", "Hello"),
+        ("assistant", "Good day, you."),
+        ("user", "line one\nline two"),
+    ]
+    assert questions(page) == ["Hello", "line one\nline two"]
+    assert "3 tokens" in page.locator(".note").first.inner_text()
+
+
+@pytest.mark.parametrize("how", ["button", "escape"])
+def test_stop(server: FakeServer, opened: Any, how: str) -> None:
+    hold = Hold()
+    server.replies += [["One", " two", hold], ["Three."]]
+    page = opened(server.url)
+    say(page, "Count", wait=False)
+    page.get_by_text("One two", exact=True).wait_for()
+    if how == "button":
+        page.click("#stop")
+    else:
+        page.keyboard.press("Escape")
+    done(page)
+    assert answers(page) == ["One two"]
+    assert "stopped" in page.locator(".note").inner_text()
+    for _ in range(200):
+        if server.n_left:
+            break
+        page.wait_for_timeout(20)
+    assert server.n_left == 1  # the server hears of it
+    say(page, "Go on")
+    assert sent(server)[1] == ("assistant", "One two")
+
+
+def test_editing_a_message_answers_anew_what_follows(server: FakeServer, opened: Any) -> None:
+    server.replies += [["A."], ["B."], ["C."]]
+    page = opened(server.url)
+    say(page, "first")
+    say(page, "second")
+    page.locator(".question").first.hover()
+    page.locator(".question").first.get_by_role("button", name="Edit").click()
+    area = page.get_by_role("textbox", name="Edit your message")
+    assert area.input_value() == "first"
+    area.press("Escape")  # nothing has changed
+    assert questions(page) == ["first", "second"]
+    page.locator(".question").first.get_by_role("button", name="Edit").click()
+    area.fill("another")
+    area.press("Enter")
+    page.get_by_text("C.", exact=True).wait_for()
+    done(page)
+    assert sent(server) == [("user", "another")]
+    assert (questions(page), answers(page)) == (["another"], ["C."])
+
+
+def test_an_answer_is_drawn_again(server: FakeServer, opened: Any) -> None:
+    server.replies += [["A."], ["B."], ["Another B."]]
+    page = opened(server.url)
+    say(page, "first")
+    say(page, "second")
+    page.get_by_role("button", name="Again").last.click()
+    page.get_by_text("Another B.", exact=True).wait_for()
+    done(page)
+    assert sent(server, 2) == sent(server, 1)
+    assert answers(page) == ["A.", "Another B."]
+
+
+def test_thoughts_stand_apart(server: FakeServer, opened: Any) -> None:
+    server.replies.append([("reasoning_content", "<b>Hm</b>"), "Yes."])
+    page = opened(server.url)
+    say(page, "Well?")
+    assert answers(page) == ["Yes."]
+    page.get_by_text("Its thoughts").click()
+    assert page.locator(".thought").inner_text() == "<b>Hm</b>"
+
+
+# ---- Markdown
+
+MARKDOWN = """# Title
+
+A *soft* and **loud** line, `code`, ~~gone~~ and [a link](https://example.org/a).
+
+- one
+  1. nested
+- [x] done
+
+| a | b |
+|---|--:|
+| 1 | 2 |
+
+> said
+
+```python
+print("<b>&amp;</b>")
+```
+
+---
+last line
+"""
+
+
+def test_markdown(server: FakeServer, opened: Any) -> None:
+    server.replies.append([MARKDOWN[i : i + 7] for i in range(0, len(MARKDOWN), 7)])
+    page = opened(server.url, permissions=["clipboard-read", "clipboard-write"])
+    say(page, "Show")
+    said = page.locator(".answer .markdown")
+    assert said.locator("h3").inner_text() == "Title"
+    found = {
+        name: said.locator(name).first.inner_text() for name in ("em", "strong", "p code", "del", "td.right")
+    }
+    assert found == {"em": "soft", "strong": "loud", "p code": "code", "del": "gone", "td.right": "2"}
+    assert said.locator("ul > li ol > li").inner_text() == "nested"
+    assert said.locator("ul > li").nth(1).inner_text() == "☑ done"
+    assert said.locator("blockquote p").inner_text() == "said"
+    assert said.locator("hr").count() == 1
+    link = said.locator("a")
+    assert link.get_attribute("href") == "https://example.org/a"
+    assert link.get_attribute("rel") == "noopener noreferrer nofollow"
+    assert link.get_attribute("target") == "_blank"
+    assert said.locator("pre").inner_text() == 'print("<b>&amp;</b>")'
+    said.get_by_role("button", name="Copy the code").click()
+    page.get_by_text("Copied").first.wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == 'print("<b>&amp;</b>")'
+    page.locator(".answer .acts").get_by_role("button", name="Copy").click()
+    until(page, "navigator.clipboard.readText().then((text) => text.startsWith('# Title'))")
+
+
+HOSTILE = [
+    "<script>window.pwned = 1</script>",
+    "<img src=x onerror='window.pwned = 2'>",
+    "<svg onload='window.pwned = 3'><a xlink:href='javascript:window.pwned=4'>x</a></svg>",
+    "<iframe srcdoc='<script>parent.pwned = 5</script>'></iframe>",
+    "<style>body { display: none }</style><link rel=stylesheet href=http://evil.example/x.css>",
+    "<form action=http://evil.example><button id=send>go</button></form>",
+    "<base href=http://evil.example/><meta http-equiv=refresh content='0;url=http://evil.example'>",
+    "[a](javascript:window.pwned=6) [b](JaVaScRiPt:window.pwned=7) [c](data:text/html,<script>x</script>)",
+    "[d](vbscript:x) [e](file:///etc/passwd) [f](//evil.example/x) [g](/page/main.js)",
+    "[h](java\tscript:window.pwned=8) [i](<java script:x>) [j](&#106;avascript:window.pwned=8)",
+    "<javascript:window.pwned=9> <https://ok.example/?<script>>",
+    "![spy](http://evil.example/?leak=1) [![spy](http://evil.example/2)](javascript:window.pwned=10)",
+    "[x]: javascript:window.pwned=11\n\n[x] [y][x]",
+    '[t](https://ok.example "&quot; onmouseover=&quot;window.pwned=12")',
+    "| <img src=x onerror=pwned=13> |\n|---|\n| <script>window.pwned=14</script> |",
+    "```<script>window.pwned=15</script>\n</code></pre><script>window.pwned=16</script>\n```",
+    "# <script>window.pwned=17</script>\n\n- <details open ontoggle='window.pwned=18'>x</details>",
+    "a<!-- --><math><mtext></math><template><script>window.pwned=19</script></template>",
+    "\u202eevil\u202c \x00\x1b[31m &lt;script&gt;window.pwned=20&lt;/script&gt;",
+]
+
+
+def test_what_a_model_writes_never_becomes_html(server: FakeServer, opened: Any) -> None:
+    text = "\n\n".join(HOSTILE)
+    parts: list[Any] = [token(i, text[i : i + 9], [0.5, 0.5, 0.5]) for i in range(0, len(text), 9)]
+    server.replies += [[("reasoning_content", HOSTILE[0]), *parts], Refusal(400, HOSTILE[1])]
+    server.model = HOSTILE[1]
+    page = opened(server.url)
+    say(page, HOSTILE[1])
+    for name in (
+        "script",
+        "img",
+        "svg",
+        "iframe",
+        "style",
+        "form",
+        "base",
+        "meta",
+        "template",
+        "details",
+        "math",
+    ):
+        assert page.locator(f".markdown {name}").count() == 0, name
+    assert page.locator("img, iframe, main style, base").count() == 0
+    assert page.evaluate("window.pwned") is None
+    allowed = "class href target rel title start tabindex role aria-label scope type viewBox aria-hidden d"
+    names = page.evaluate(
+        "[...document.querySelectorAll('.markdown *')].flatMap((e) => [...e.attributes].map((a) => a.name))"
+    )
+    assert set(names) <= set(allowed.split())
+    links = page.evaluate("[...document.querySelectorAll('#messages a')].map((a) => a.href)")
+    assert links
+    assert all(re.match(r"https?://(ok|evil)\.example/", link) for link in links), links
+    for shown in ("window.pwned = 1", "window.pwned=14", "window.pwned=16"):
+        assert shown in page.locator(".answer .markdown").inner_text()
+    page.locator(".markdown").hover()
+    say(page, "again")
+    assert page.locator(".failed").last.inner_text() == HOSTILE[1]
+    page.click("#show-history")
+    assert "onerror" in page.locator("#conversations").inner_text()
+    assert page.evaluate("window.pwned") is None
+
+
+def test_the_browser_refuses_what_would_make_html_of_text(server: FakeServer, browser: Any) -> None:
+    """Should a line of the page ever try it."""
+    with browser.new_context() as context:
+        page = context.new_page()
+        page.goto(server.url)
+        tries = [
+            "document.body.innerHTML = '<b>x</b>'",
+            "document.write('x')",
+            "document.body.onclick = 1, eval('1')",
+        ]
+        for one in tries:
+            tried = f"try {{ {one}; window.done = 'did' }} catch (e) {{ window.done = e.name }}"
+            page.evaluate(f"() => {{ window.done = null; setTimeout(() => {{ {tried} }}) }}")
+            until(page, "window.done !== null")
+            assert page.evaluate("window.done") in ("TypeError", "EvalError")
+
+
+def test_what_no_parser_bears_is_shown_as_it_stands(server: FakeServer, opened: Any) -> None:
+    deep = ">" * 3000 + " deep"
+    wide = "*a **b " * 400
+    server.replies += [[deep], [wide], ["fine"]]
+    page = opened(server.url)
+    for text in ("deep", "wide", "fine"):
+        say(page, text)
+    shown = answers(page)
+    assert shown[0].endswith("deep")
+    assert shown[1].count("b") == 400
+    assert shown[2] == "fine"
+
+
+# ---- settings
+
+
+def test_settings_reach_the_request(server: FakeServer, opened: Any) -> None:
+    server.props["default_generation_settings"] = {"params": {"temperature": 0.8, "top_k": 40}}
+    server.replies += [["a"], ["b"], ["c"]]
+    page = opened(server.url)
+    say(page, "plain")
+    bare = set(server.requests[0])
+    assert bare == {
+        "model",
+        "messages",
+        "stream",
+        "stream_options",
+    }  # what is not set is the server's to choose
+    page.click("#show-settings")
+    assert page.get_by_label("Temperature", exact=True).get_attribute("placeholder") == "0.8"
+    values = {
+        "Temperature": "0.3", "Top-p": "0.5", "Top-k": "7", "Min-p": "0.1", "Longest answer": "99",
+        "Seed": "12", "Repetition penalty": "1.1", "Frequency penalty": "-0.5", "Presence penalty": "0.25",
+        "System prompt": "Be brief.", "Stop at": "END\nSTOP",
+    }  # fmt: skip
+    for label, value in values.items():
+        page.get_by_label(label, exact=True).fill(value)
+    page.get_by_label("Top-k", exact=True).fill("7.5")
+    assert page.locator(".problem", has_text="a whole number").is_visible()
+    page.get_by_role("button", name="Close").locator("visible=true").click()
+    page.reload()
+    page.click("#new-chat")
+    say(page, "set")
+    body = server.requests[1]
+    expected = {
+        "temperature": 0.3, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "max_tokens": 99, "seed": 12,
+        "repetition_penalty": 1.1, "frequency_penalty": -0.5, "presence_penalty": 0.25,
+        "stop": ["END", "STOP"],
+    }  # fmt: skip
+    assert {name: body[name] for name in set(body) - bare} == expected
+    assert sent(server) == [("system", "Be brief."), ("user", "set")]
+    page.click("#show-settings")
+    page.get_by_role("slider", name="Temperature").fill("1.5")
+    assert page.get_by_label("Temperature", exact=True).input_value() == "1.5"
+    page.get_by_role("button", name="Back to the server's defaults").click()
+    page.keyboard.press("Escape")
+    say(page, "reset")
+    assert set(server.requests[2]) == bare
+    assert sent(server)[0] == ("system", "Be brief.")
+
+
+# ---- the picture
+
+
+def write_for_chat(path: Path) -> Path:
+    return write_sparse(path, {"tokenizer.chat_template": TEMPLATE}, dialect="gguf")
+
+
+@contextmanager
+def real_server(path: Path, **settings: Any) -> Iterator[str]:
+    def load() -> hotset.Model:
+        return hotset.load(path, backend="cpu", n_threads=1, max_sequences=4)
+
+    with served(create_app(Service(load, ServerSettings(**settings), name="tiny"))) as url:
+        yield url
+
+
+GREEDY = {"hotset.settings": json.dumps({"temperature": 0, "max_tokens": 24})}
+
+
+def sentence(page: Any, selector: str) -> str:
+    return re.sub(r"\s+", " ", page.locator(selector).inner_text()).strip()
+
+
+def decimal(size: float) -> str:
+    return f"{size / 1e3:.1f} kB"
+
+
+def test_a_sparse_model_shows_its_own_numbers(tmp_path: Path, opened: Any) -> None:
+    path = write_for_chat(tmp_path / "sparse.gguf")
+    with hotset.load(path, backend="cpu", n_threads=1) as model:
+        chunks = list(model.stream(model.encode_chat(MESSAGES), temperature=0, max_tokens=24))
+        stats = chunks[-1].answer_stats
+        assert stats is not None
+        steps = [chunk.stats for chunk in chunks]
+        depth = model.encode_chat(MESSAGES)
+        kv = [model.cost.kv_bytes_read(len(depth) + i - 1, model.kv_type) for i in range(len(chunks))]
+        text = "".join(chunk.text for chunk in chunks)
+    with real_server(path) as url:
+        page = opened(url, GREEDY)
+        say(page, MESSAGES[0]["content"])
+        assert page.locator(".answer .markdown").text_content() == text.strip() or len(text) > 0
+        assert "2 layers × 96 neurons · exact" in page.locator("#model").inner_text()
+        # The line of the summary: means over the tokens after the first.
+        mean_kv = sum(kv[1:]) / len(kv[1:])
+        read, total = stats.bytes_touched_per_token + mean_kv, stats.bytes_total_per_token + mean_kv
+        summary = sentence(page, "#summary")
+        fired, amount = f"{100 * stats.active_share:.0f}%", f"{read / 1e3:.1f} of {decimal(total)}"
+        assert summary.startswith(f"{fired} of neurons fired; {amount} read per token; ")
+        assert summary.endswith("tokens per second.")
+        # Each cell: its token, layer, share and bytes, reached with the arrow keys.
+        page.locator(".heat").focus()
+        page.keyboard.press("Home")
+        for i, step in enumerate(steps[:3]):
+            assert step is not None
+            for layer in step.layers:
+                told = sentence(page, "#readout")
+                n = round(layer.active_share * 96)
+                assert told.startswith(f"Token {i + 1}, “")
+                assert f", layer {layer.layer}" in told
+                assert f"{100 * round(layer.active_share, 4):.1f}% of 96 neurons fired ({n})" in told
+                assert told.endswith(f"{decimal(layer.bytes)} read.") or layer.bytes < 1e3
+                page.keyboard.press("ArrowUp")
+            page.keyboard.press("ArrowDown")
+            page.keyboard.press("ArrowRight")
+        # The same as a table.
+        page.get_by_text("The picture as tables").click()
+        rows = page.locator("#tables-body table").first.locator("tbody tr").all_inner_texts()
+        for row, layer in zip(rows, stats.layers, strict=True):
+            cells = row.split("\t")
+            assert cells[0] == str(layer.layer)
+            assert float(cells[1].rstrip("%")) == pytest.approx(100 * layer.active_share, abs=0.06)
+        tokens = page.locator("#tables-body table").nth(1).locator("tbody tr")
+        assert tokens.count() == len(chunks)
+
+
+def test_the_map_is_hotter_where_more_fires(server: FakeServer, opened: Any) -> None:
+    shares = [[0.1, 0.1, 0.1], [0.1, 0.5, 0.1], [0.1, 0.1, 0.1], [0.3, 0.1, 0.1]]
+    for scheme in ("light", "dark"):
+        server.replies.append([token(i, f" t{i}", row) for i, row in enumerate(shares)])
+        page = opened(server.url, color_scheme=scheme)
+        say(page, "map")
+        assert page.locator(".heat").is_visible()
+        drawn(page)
+        left, top, column, row = 34, 34, 16, 22
+        idle = luminance(page, left + 8, top + row + 11)
+        seen = {
+            (i, layer): luminance(page, left + column * i + 8, top + row * (2 - layer) + 11)
+            for i in range(4)
+            for layer in range(3)
+        }
+        sign = 1 if scheme == "dark" else -1  # on dark paper what is hot is bright
+        assert sign * (seen[1, 1] - idle) > sign * (seen[3, 0] - idle) > 20
+        assert {round(seen[cell]) for cell in seen if cell not in ((1, 1), (3, 0))} == {round(idle)}
+        # Pointing at a cell tells of it, leaving clears it.
+        box = page.locator(".heat").bounding_box()
+        page.mouse.move(box["x"] + left + column + 8, box["y"] + top + row + 11)
+        assert sentence(page, "#readout") == (
+            "Token 2, “ t1”, layer 1: 50.0% of 200 neurons fired (100), 500.0 kB read."
+        )
+        assert page.locator("#tape .chosen").inner_text().strip() == "t1"
+        page.mouse.move(5, 5)
+        assert "Point at the picture" in sentence(page, "#readout")
+        page.locator("#tape span").nth(3).click()
+        assert sentence(page, "#readout") == "Token 4, “ t3”: 16.7% of all neurons fired, 2.0 of 4.0 MB read."
+
+
+def test_hot_and_cold_where_a_gpu_computes(server: FakeServer, opened: Any) -> None:
+    shares, cold = [0.4, 0.4, 0.2], [0.1, 0.1, 0.2]
+    server.replies.append(
+        [token(i, f" {i}", shares, cpu_share=cold, step_tokens=3 if i == 2 else 1) for i in range(5)]
+    )
+    page = opened(server.url)
+    say(page, "both")
+    assert "60% of what fired was hot, on the GPU" in sentence(page, "#summary")
+    page.locator(".heat").focus()
+    page.keyboard.press("End")
+    assert sentence(page, "#readout").endswith(
+        "layer 0: 40.0% of 200 neurons fired (80), 30.0% hot on the GPU and 10.0% cold on the CPU, "
+        "400.0 kB read."
+    )
+    drawn(page)
+    x, y = 34 + 16 + 8, 34 + 2 * 22 + 11
+    both = luminance(page, x, y)
+    page.get_by_label("CPU, cold").check()
+    drawn(page)
+    assert luminance(page, x, y) > both + 20  # little of it is the CPU's
+    assert page.locator("#shared").is_visible()
+    assert "Other requests ran at the same time" in sentence(page, "#shared")
+    page.get_by_text("The picture as tables").click()
+    assert page.locator("#tables-body tbody tr").first.inner_text().split("\t")[4] == "10.0%"
+
+
+def test_a_dense_model_shows_speed_and_bytes(tmp_path: Path, opened: Any) -> None:
+    path = write_model(tmp_path / "tiny.gguf")
+    with hotset.load(path, backend="cpu", n_threads=1) as model:
+        n_prompt = len(model.encode_chat(MESSAGES))
+        read = [model.cost.bytes_per_token(n_prompt + i - 1, model.kv_type) for i in range(1, 24)]
+    with real_server(path) as url:
+        settings = json.dumps({"temperature": 0, "max_tokens": 24})
+        page = opened(url, {"hotset.settings": settings})
+        assert page.locator("#picture-title").inner_text() == "How fast"
+        say(page, MESSAGES[0]["content"])
+        n = int(re.search(r"(\d+) tokens", page.locator(".note").inner_text())[1])  # type: ignore[index]
+        summary = sentence(page, "#summary")
+        assert summary.startswith(
+            f"{decimal(sum(read[: n - 1]) / (n - 1))} read per token, all of the model; "
+        )
+        assert "tokens per second" in summary
+        assert page.locator(".speed").is_visible()
+        assert page.locator(".heat").count() == 0
+        assert page.locator("#legend").is_hidden()
+        page.locator(".speed").focus()
+        page.keyboard.press("Home")
+        assert re.fullmatch(
+            r"Token 2, “.+”: [\d.]+ ms, [\d.]+ kB read, [\d.]+ k?B of it keys and values\.",
+            sentence(page, "#readout"),
+        )
+
+
+def test_the_picture_of_an_earlier_answer(server: FakeServer, opened: Any) -> None:
+    server.replies += [
+        [token(i, f" {i}", [0.9, 0.9, 0.9]) for i in range(3)],
+        [token(i, f" {i}", [0.1, 0.1, 0.1]) for i in range(3)],
+    ]
+    page = opened(server.url)
+    say(page, "one")
+    say(page, "two")
+    assert sentence(page, "#summary").startswith("10% of neurons")
+    page.get_by_role("button", name="Show the picture of this answer").first.click()
+    assert sentence(page, "#summary").startswith("90% of neurons")
+
+
+# ---- how it looks
+
+
+def background(page: Any) -> str:
+    return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+
+
+def test_light_and_dark(server: FakeServer, opened: Any) -> None:
+    page = opened(server.url, color_scheme="light")
+    light = background(page)
+    page.emulate_media(color_scheme="dark")
+    dark = background(page)
+    assert light != dark
+    page.click("#theme")  # against the system
+    assert background(page) == light
+    page.reload()
+    assert background(page) == light
+    page.click("#theme")
+    page.emulate_media(color_scheme="light")
+    assert background(page) == dark
+
+
+def test_360_pixels_are_enough(server: FakeServer, opened: Any) -> None:
+    server.replies.append(
+        [
+            *(token(i, f" {i}", [0.2, 0.3, 0.4]) for i in range(300)),
+            "\n\n```\n"
+            + "x" * 300
+            + "\n```\n\n|"
+            + "a long cell|" * 20
+            + "\n"
+            + "|-" * 20
+            + "|\n\n"
+            + "w" * 200,
+        ]
+    )
+    server.model = "a-model-with-a-name-that-is-much-too-long-for-any-phone"
+    page = opened(server.url, viewport={"width": 360, "height": 640}, has_touch=True, is_mobile=True)
+
+    def fits() -> None:
+        assert page.evaluate("document.documentElement.scrollWidth") == 360
+        outside = """[...document.querySelectorAll('button, input, textarea, h2')].filter((e) =>
+            e.checkVisibility({ visibilityProperty: true }) && !e.closest('.hidden, .skip') &&
+            (e.getBoundingClientRect().right > 361 || e.getBoundingClientRect().left < -1))
+            .map((e) => e.outerHTML)"""
+        assert page.evaluate(outside) == []
+
+    fits()
+    say(page, "q" * 200)
+    fits()
+    assert page.locator("#picture").is_hidden()
+    assert "fired" in page.locator("#strip-text").inner_text()
+    page.tap("#show-picture")
+    page.locator("#picture").wait_for()
+    fits()
+    assert page.locator(".heat").is_visible()
+    box = page.locator(".scroller").bounding_box()
+    page.touchscreen.tap(box["x"] + 20, box["y"] + 20)
+    assert sentence(page, "#readout").startswith("Token ")
+    page.keyboard.press("Escape")
+    assert page.locator("#picture").is_hidden()
+    page.tap("#show-history")
+    fits()
+    page.tap("#hide-history")
+    page.tap("#show-settings")
+    fits()
+
+
+def test_nothing_moves_where_that_is_asked(server: FakeServer, opened: Any) -> None:
+    hold = Hold()
+    server.replies.append(["a", hold])
+    page = opened(server.url)
+    say(page, "x", wait=False)
+    page.get_by_text("a", exact=True).wait_for()
+    dot = "getComputedStyle(document.querySelector('.running .who'), '::after').animationName"
+    assert page.evaluate(dot) == "none"
+    page.emulate_media(reduced_motion="no-preference")
+    assert page.evaluate(dot) == "breathe"
+    hold.go_on.set()
+    done(page)
+
+
+# ---- without a mouse, without seeing
+
+
+def test_everything_by_keyboard(server: FakeServer, opened: Any) -> None:
+    server.replies += [[token(i, f" {i}", [0.2, 0.3, 0.4]) for i in range(4)], ["B."], ["C."]]
+    page = opened(server.url)
+    from_the_top(page)
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the message"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "ask"
+    page.keyboard.type("hello")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("there")
+    page.keyboard.press("Enter")
+    done(page)
+    assert sent(server) == [("user", "hello\nthere")]
+    assert page.evaluate("document.activeElement.id") == "ask"
+    assert focus_until(page, "Edit", back=True)
+    outline = "getComputedStyle(document.activeElement).outlineStyle"
+    assert page.evaluate(outline) == "solid"
+    assert page.evaluate("getComputedStyle(document.activeElement.parentElement).opacity") == "1"
+    page.keyboard.press("Enter")
+    page.keyboard.press("Control+A")
+    page.keyboard.type("edited")
+    page.keyboard.press("Enter")
+    page.get_by_text("B.", exact=True).wait_for()
+    done(page)
+    assert sent(server) == [("user", "edited")]
+    assert focus_until(page, "Again", back=True)
+    page.keyboard.press("Enter")
+    page.get_by_text("C.", exact=True).wait_for()
+    done(page)
+    from_the_top(page)
+    assert focus_until(page, "Settings")
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.closest('dialog').id") == "settings"
+    page.keyboard.press("Escape")
+    assert page.evaluate("document.activeElement.id") == "show-settings"  # back where it came from
+    assert focus_until(page, "Conversations", back=True)
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "hide-history"
+    page.keyboard.press("Escape")
+    assert page.evaluate("document.activeElement.id") == "show-history"
+
+
+def from_the_top(page: Any) -> None:
+    """The next Tab goes to the first thing of the page."""
+    page.evaluate(
+        "document.body.tabIndex = -1; document.body.focus(); document.body.removeAttribute('tabindex')"
+    )
+
+
+def focus_until(page: Any, name: str, back: bool = False) -> bool:
+    """Goes on by Tab until what has the focus is called so."""
+    for _ in range(40):
+        page.keyboard.press("Shift+Tab" if back else "Tab")
+        if page.evaluate("document.activeElement.textContent.trim()") == name:
+            return True
+    return False
+
+
+def test_a_screen_reader_hears_the_beginning_and_the_end(server: FakeServer, opened: Any) -> None:
+    server.replies.append([token(i, f" {i}", [0.2, 0.3, 0.4]) for i in range(60)])
+    page = opened(server.url)
+    page.evaluate(
+        "window.heard = []; new MutationObserver(() => {"
+        "const text = document.querySelector('#live').textContent; if (text) heard.push(text); })"
+        ".observe(document.querySelector('#live'), { childList: true })"
+    )
+    say(page, "speak")
+    until(page, "heard.length >= 1 && heard.at(-1).startsWith('The answer is complete')")
+    heard = page.evaluate("heard")
+    assert len(heard) <= 2
+    assert "30% fired" in heard[-1]
+    live = "[...document.querySelectorAll('[aria-live], [role=status], [role=alert], [role=log]')]"
+    assert page.evaluate(f"{live}.every((e) => !e.querySelector('#messages') && !e.closest('#messages'))")
+    assert page.locator(".answer").get_attribute("aria-busy") == "false"
+    page.locator(".heat").focus()
+    page.keyboard.press("ArrowLeft")
+    until(page, "heard.at(-1).startsWith('Token 59')")
+
+
+def violations(page: Any) -> list[str]:
+    """What axe has to say about the page as it is."""
+    from axe_playwright_python.base import AXE_SCRIPT
+
+    if not page.evaluate("'axe' in window"):
+        page.evaluate(AXE_SCRIPT)
+    found = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
+    return [
+        f"{one['id']}: {one['help']}: {[node['html'][:120] for node in one['nodes']]}"
+        for one in found["violations"]
+    ]
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 360)])
+def test_axe_finds_nothing(server: FakeServer, opened: Any, scheme: str, width: int) -> None:
+    parts = [token(i, f" {i}", [0.2, 0.3, 0.4], cpu_share=[0.1] * 3, step_tokens=2) for i in range(5)]
+    server.replies += [[("reasoning_content", "hm"), *parts, "\n\n" + MARKDOWN], Refusal(400, "No.")]
+    page = opened(server.url, color_scheme=scheme, viewport={"width": width, "height": 800})
+    if scheme == "light":
+        assert violations(page) == []
+    say(page, "show")
+    say(page, "fail")
+    page.get_by_role("button", name="Show the picture of this answer").evaluate("(thread) => thread.click()")
+    page.get_by_text("The picture as tables").click()
+    assert violations(page) == []
+    if width < 1000:
+        page.click("#hide-picture")
+        page.click("#show-history")
+        assert violations(page) == []
+        page.click("#hide-history")
+    page.click("#show-settings")
+    assert violations(page) == []
+
+
+# ---- keys, errors, connections
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_server_that_wants_a_key(server: FakeServer, opened: Any, keep: bool) -> None:
+    server.key = "secret-1"
+    server.replies += [["hi"], ["again"]]
+    page = opened(server.url, ready=False)
+    dialog = page.locator("#key")
+    dialog.wait_for()
+    assert violations(page) == []
+    dialog.get_by_label("API key").fill("wrong")
+    dialog.get_by_role("button", name="Use this key").click()
+    dialog.get_by_text("this API key is not known").wait_for()
+    dialog.get_by_label("API key").fill("secret-1")
+    if keep:
+        dialog.get_by_label("Remember it in this browser").check()
+    page.keyboard.press("Enter") if not keep else dialog.get_by_role("button", name="Use this key").click()
+    page.get_by_text("tiny · 3 layers").wait_for()
+    assert dialog.is_hidden()
+    say(page, "hello")
+    assert server.headers[0]["authorization"] == "Bearer secret-1"
+    assert "cookie" not in server.headers[0]
+    stored = "[sessionStorage.getItem('hotset.key'), localStorage.getItem('hotset.key')]"
+    assert page.evaluate(stored) == ["secret-1", "secret-1" if keep else None]
+    # The server has another one now.
+    server.key = "secret-2"
+    say(page, "more", wait=False)
+    dialog.wait_for()
+    dialog.get_by_label("API key").fill("secret-2")
+    page.keyboard.press("Enter")
+    page.get_by_text("again", exact=True).wait_for()
+    done(page)
+    assert sent(server)[-1] == ("user", "more")
+    # Cancelled, it says what is missing and how to go on.
+    server.key = "secret-3"
+    page.reload()
+    dialog.wait_for()
+    page.keyboard.press("Escape")
+    assert "Without a key" in page.locator(".notice").inner_text()
+    page.get_by_role("button", name="Enter a key").click()
+    dialog.wait_for()
+
+
+def test_the_real_server_with_a_key(tmp_path: Path, opened: Any) -> None:
+    with real_server(write_for_chat(tmp_path / "sparse.gguf"), api_keys=("abc",)) as url:
+        page = opened(url, GREEDY, ready=False)
+        page.get_by_label("API key", exact=True).fill("abc")
+        page.keyboard.press("Enter")
+        page.get_by_text("tiny · 2 layers").wait_for()
+        say(page, "hello")
+        assert page.locator(".failed").is_hidden()
+        assert page.locator("#tape span").count() > 0
+
+
+def test_a_refusal_is_shown_and_the_conversation_goes_on(server: FakeServer, opened: Any) -> None:
+    server.replies += [
+        Refusal(400, "the prompt has 9 tokens and the context 8: shorten it"),
+        Refusal(429, "64 answers wait already", {"Retry-After": "2.4"}),
+        ["Half", {"error": {"message": "the step failed"}}],
+        ["Whole."],
+    ]
+    page = opened(server.url)
+    say(page, "long")
+    assert page.locator(".failed").inner_text() == "the prompt has 9 tokens and the context 8: shorten it"
+    page.get_by_role("button", name="Again").click()
+    page.get_by_text("64 answers wait already Try again in 3 s.").wait_for()
+    page.get_by_role("button", name="Again").click()
+    page.get_by_text("the step failed").wait_for()
+    assert answers(page) == ["Half"]
+    page.get_by_role("button", name="Again").click()
+    page.get_by_text("Whole.", exact=True).wait_for()
+    done(page)
+    assert page.locator(".failed").is_hidden()
+    assert sent(server) == [("user", "long")]
+
+
+def test_a_connection_that_breaks_and_comes_back(server: FakeServer, opened: Any) -> None:
+    hold = Hold()
+    server.replies += [["So far", hold, Drop()], ["Whole."]]
+    page = opened(server.url)
+    say(page, "talk", wait=False)
+    page.get_by_text("So far", exact=True).wait_for()
+    hold.go_on.set()
+    done(page)
+    assert answers(page) == ["So far"]
+    assert page.locator(".failed").inner_text() == "The connection broke in the middle of the answer."
+    assert page.locator(".notice").is_visible()
+    page.locator(".notice").wait_for(state="hidden")  # it looks again, and the server is there
+    page.get_by_role("button", name="Again").click()
+    page.get_by_text("Whole.", exact=True).wait_for()
+
+
+def test_a_server_that_loads_its_model(server: FakeServer, opened: Any) -> None:
+    server.health = 503
+    server.replies.append(["Now."])
+    page = opened(server.url, ready=False)
+    page.get_by_text("The model is being loaded.").wait_for()
+    server.health = 200
+    page.get_by_text("tiny · 3 layers").wait_for()
+    assert page.locator(".notice").count() == 0
+    say(page, "hello")
+    assert answers(page) == ["Now."]
+
+
+def test_a_server_that_is_gone(opened: Any) -> None:
+    fake = FakeServer()
+    with served(fake.app) as url:
+        page = opened(url)
+    say(page, "anyone?")
+    assert page.locator(".failed").inner_text() == "The server does not answer."
+    assert "Trying again" in page.locator(".notice").inner_text()
+
+
+# ---- conversations
+
+
+def test_conversations_are_kept_and_come_back(server: FakeServer, opened: Any, tmp_path: Path) -> None:
+    server.replies += [["A."], ["B."], ["C."]]
+    stored = {"hotset.chat.00": "{broken", "hotset.chat.01": '{"id": "02", "messages": []}', "other": "x"}
+    page = opened(server.url, stored, accept_downloads=True)
+    say(page, "about fish")
+    page.click("#new-chat")
+    assert page.locator("#messages li").count() == 0
+    say(page, "about birds")
+    page.reload()
+    page.click("#show-history")
+    assert page.locator("#conversations .name").all_inner_texts() == ["about birds", "about fish"]
+    page.get_by_role("button", name="about fish", exact=True).click()
+    assert (questions(page), answers(page)) == (["about fish"], ["A."])
+    say(page, "more")
+    assert sent(server) == [("user", "about fish"), ("assistant", "A."), ("user", "more")]
+    page.click("#show-history")
+    with page.expect_download() as got:
+        page.get_by_role("button", name="Save as a text: about birds").click()
+    assert got.value.suggested_filename == "about birds.md"
+    assert Path(got.value.path()).read_text("utf-8").startswith("# about birds\n\n**You**\n\nabout birds\n")
+    with page.expect_download() as got:
+        page.get_by_role("button", name="Export all").click()
+    file = tmp_path / "all.json"
+    got.value.save_as(file)
+    assert [one["title"] for one in json.loads(file.read_text())["conversations"]] == [
+        "about fish",
+        "about birds",
+    ]
+    page.get_by_role("button", name="Delete: about birds").click()
+    assert page.locator("#conversations .name").all_inner_texts() == ["about fish"]
+    page.get_by_role("button", name="Undo").click()
+    assert sorted(page.locator("#conversations .name").all_inner_texts()) == ["about birds", "about fish"]
+    page.get_by_role("button", name="Delete: about birds").click()
+    page.set_input_files("#import-file", file)
+    page.get_by_text("2 conversations came in.").wait_for()
+    assert sorted(page.locator("#conversations .name").all_inner_texts()) == ["about birds", "about fish"]
+    bad = tmp_path / "bad.json"
+    for content in ("{", "[]", '{"conversations": [{"id": "../x", "messages": []}]}'):
+        bad.write_text(content)
+        page.set_input_files("#import-file", bad)
+        page.locator(".notice.alarm[data-about=import]").wait_for()
+        page.locator(".notice[data-about=import]").get_by_role("button", name="Dismiss").click()
+
+
+def test_a_browser_without_room_says_so(server: FakeServer, opened: Any) -> None:
+    server.replies.append(["A."])
+    page = opened(server.url)
+    page.evaluate(
+        "() => { Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError') } }"
+    )
+    say(page, "hello")
+    assert answers(page) == ["A."]
+    assert "no room for more conversations" in page.locator(".notice").inner_text()
+
+
+def test_dense_mode_of_a_model_that_could_be_sparse(server: FakeServer, opened: Any) -> None:
+    server.props["hotset"] = facts(mode="dense")
+    server.replies.append([token(i, " a", [0.3] * 3, bytes_touched=3_999_000) for i in range(3)])
+    page = opened(server.url)
+    assert "their weights are read all the same" in sentence(page, "#about-text")
+    say(page, "hello")
+    assert sentence(page, "#summary").startswith("30% of neurons fired; 4.0 MB read per token")
+    assert page.locator("#amount").is_hidden()
