@@ -41,7 +41,8 @@ SLICE_BYTES = 16 << 20  # filled by one thread at a time, from its own stream of
 FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 LLAMA_FTYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10}
 LLAMA_FTYPES |= {"Q3_K": 12, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18, "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32}
-LLAMA_FTYPES |= {"MXFP4": 38}
+LLAMA_FTYPES |= {"MXFP4": 38, "TQ1_0": 36, "TQ2_0": 37, "IQ1_S": 24, "IQ1_M": 31, "IQ2_XXS": 19, "IQ2_XS": 20}
+LLAMA_FTYPES |= {"IQ2_S": 28, "IQ3_XXS": 23, "IQ3_S": 26}
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,8 @@ KINDS: dict[Kind, SparseKind] = {
 def _unit_scales(type: GGMLType, rng: np.random.Generator) -> np.ndarray:
     """Blocks of random values with a root mean square of about 1: [SAMPLE_BLOCKS], structured.
 
-    Fields d, m and dmin are what the rest of a block is multiplied by, or what is added to it; e is the
-    logarithm of that.
+    Fields d, m and dmin are what the rest of a block is multiplied by, or what is added to it; _put_scale
+    knows those that hold such a number in another form.
     """
     facts = TYPES[type]
     assert facts.block is not None
@@ -156,7 +157,7 @@ def _unit_scales(type: GGMLType, rng: np.random.Generator) -> np.ndarray:
     data = rng.integers(0, 256, SAMPLE_BLOCKS * facts.block_bytes, np.uint8)
     blocks = data.view(facts.block)
     for name in _scale_fields(facts.block):
-        blocks[name] = E8M0_ONE if name == "e" else 1
+        _put_scale(blocks, name, np.ones(SAMPLE_BLOCKS))
     if "m" in facts.block.names:  # x = d * q + m: centre it
         blocks["m"] = 0
         blocks["m"] = -np.median(dequantize(data, type, (facts.block_size, SAMPLE_BLOCKS)))
@@ -165,19 +166,23 @@ def _unit_scales(type: GGMLType, rng: np.random.Generator) -> np.ndarray:
     factor *= rng.choice([-1.0, 1.0], SAMPLE_BLOCKS)  # K-quants are not centred: half of them the other way
     unit = np.zeros(SAMPLE_BLOCKS, [(name, np.float64) for name in _scale_fields(facts.block)])
     for name in unit.dtype.names or ():
-        unit[name] = factor if name == "e" else blocks[name] * factor
+        unit[name] = blocks["m"] * factor if name == "m" else factor
     return unit
 
 
 def _scale_fields(block: np.dtype) -> list[str]:
-    return [name for name in ("d", "m", "dmin", "e") if name in (block.names or ())]
+    names = block.names or ()
+    return [name for name in ("d", "m", "dmin", "e") if name in names] or ["scales"]
 
 
-def _stored_scale(name: str, scale: np.ndarray) -> np.ndarray:
-    """Scales as the field of this name holds them: float16, or the nearest power of two."""
-    if name == "e":
-        return (E8M0_ONE + np.rint(np.log2(np.abs(scale)))).astype(np.uint8)
-    return scale.astype(np.float16)
+def _put_scale(blocks: np.ndarray, name: str, scale: np.ndarray) -> None:
+    if name == "e":  # MXFP4: the nearest power of two
+        blocks["e"] = E8M0_ONE + np.rint(np.log2(np.abs(scale)))
+    elif name == "scales":  # IQ1_M: the high bits of four words
+        pieces = scale.astype(np.float16).view(np.uint16)[:, None] >> np.arange(0, 16, 4, dtype=np.uint16)
+        blocks["scales"] = (blocks["scales"] & np.uint16(0x0FFF)) | pieces << np.uint16(12)
+    else:
+        blocks[name] = scale.astype(np.float16)
 
 
 def _filler(
@@ -206,7 +211,7 @@ def _filler(
         blocks = out.view(block)
         chosen = rng.integers(0, SAMPLE_BLOCKS, len(blocks), np.uint16)
         for name in unit.dtype.names or ():
-            blocks[name] = _stored_scale(name, unit[name] * magnitude)[chosen]
+            _put_scale(blocks, name, (unit[name] * magnitude)[chosen])
 
     return fill_blocks
 

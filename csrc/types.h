@@ -31,12 +31,21 @@ enum class Type : int {
     Q4_K = 12,
     Q5_K = 13,
     Q6_K = 14,
+    IQ2_XXS = 16,
+    IQ2_XS = 17,
+    IQ3_XXS = 18,
+    IQ1_S = 19,
     IQ4_NL = 20,
+    IQ3_S = 21,
+    IQ2_S = 22,
     IQ4_XS = 23,
+    IQ1_M = 29,
     BF16 = 30,
     // Not types of GGUF: codes by row, scales by 32 rows and column (see Matrix::scales).
     Planes4 = 31,  // of each 32 columns 16 bytes, codes as in a block of Q4_0
     Planes8 = 32,  // a byte a column
+    TQ1_0 = 34,
+    TQ2_0 = 35,
     MXFP4 = 39,
 };
 
@@ -83,6 +92,24 @@ static constexpr TypeFacts type_facts(Type type) {
             return {"IQ4_XS", 256, 136};
         case Type::MXFP4:
             return {"MXFP4", 32, 17};
+        case Type::TQ1_0:
+            return {"TQ1_0", 256, 54};
+        case Type::TQ2_0:
+            return {"TQ2_0", 256, 66};
+        case Type::IQ1_S:
+            return {"IQ1_S", 256, 50};
+        case Type::IQ1_M:
+            return {"IQ1_M", 256, 56};
+        case Type::IQ2_XXS:
+            return {"IQ2_XXS", 256, 66};
+        case Type::IQ2_XS:
+            return {"IQ2_XS", 256, 74};
+        case Type::IQ2_S:
+            return {"IQ2_S", 256, 82};
+        case Type::IQ3_XXS:
+            return {"IQ3_XXS", 256, 98};
+        case Type::IQ3_S:
+            return {"IQ3_S", 256, 110};
         case Type::Planes4:
             return {"planes of 4 bits", 32, 16};
         case Type::Planes8:

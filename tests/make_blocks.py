@@ -24,6 +24,12 @@ def random_blocks(type: GGMLType, n_rows: int, ne0: int, rng: np.random.Generato
         exponent = np.log2(target / np.sqrt(np.mean(dequantize(data, type, (ne0, n_rows)) ** 2)))
         blocks["e"] = 128 + np.rint(exponent) + rng.integers(-1, 2, len(blocks))
         return data
+    if type == GGMLType.IQ1_M:
+        _put_scale(blocks, np.full(len(blocks), 1, np.float16))
+        unit = target / np.sqrt(np.mean(dequantize(data, type, (ne0, n_rows)) ** 2))
+        spread = unit * rng.uniform(0.5, 1.5, len(blocks)) * rng.choice([-1.0, 1.0], len(blocks))
+        _put_scale(blocks, spread.astype(np.float16))
+        return data
     scales = [name for name in ("d", "m", "dmin") if name in blocks.dtype.names]
     for name in scales:
         blocks[name] = 1
@@ -37,3 +43,9 @@ def random_blocks(type: GGMLType, n_rows: int, ne0: int, rng: np.random.Generato
             spread = spread * rng.choice([-1.0, 1.0], len(blocks))
         blocks[name] = spread
     return data
+
+
+def _put_scale(blocks: np.ndarray, scale: np.ndarray) -> None:
+    """The scale of IQ1_M lies in four pieces in the high bits of four words."""
+    pieces = scale.view(np.uint16)[:, None] >> np.arange(0, 16, 4, dtype=np.uint16)
+    blocks["scales"] = (blocks["scales"] & np.uint16(0x0FFF)) | pieces << np.uint16(12)

@@ -309,9 +309,9 @@ def test_an_empty_predictor_and_a_file_without_tensors(names: list[str], tmp_pat
 
 def test_types_that_cannot_be_decoded(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "iq.gguf", "llama")
-    writer.add_tensor("blk.0.ffn_up.weight", np.zeros((4, 66), np.uint8), T.IQ2_XXS, (256, 4))
+    writer.add_tensor("blk.0.ffn_up.weight", np.zeros((4, 288), np.uint8), T.Q8_1, (256, 4))
     writer.write()
-    with pytest.raises(UnsupportedModelError, match=r"blk\.0\.ffn_up\.weight .* IQ2_XXS"):
+    with pytest.raises(UnsupportedModelError, match=r"blk\.0\.ffn_up\.weight .* Q8_1"):
         planned(tmp_path / "iq.gguf", "q4_0")
 
 

@@ -1123,6 +1123,7 @@ QUANTS = sized(
     ("m.Q4_0.gguf", 4.1),
     ("m.Q2_K.gguf", 2.7),
     ("m.IQ2_XS.gguf", 2.3),
+    ("m.Q1_0.gguf", 1.2),  # a type that nothing here computes with
     ("m.imatrix.gguf", 0.1),
     ("README.md", 0.1),
 )
@@ -1131,11 +1132,12 @@ QUANTS = sized(
 @pytest.mark.parametrize(
     ("memory", "chosen", "reason"),
     [
-        (64, "m.Q8_0.gguf", "most precise of 6 models that fits in 64.0 GB"),
+        (64, "m.Q8_0.gguf", "most precise of 7 models that fits in 64.0 GB"),
         (9, "m-Q6_K-00001-of-00002.gguf", r"m\.Q8_0\.gguf \(7\.6 GB\) does not fit"),
         (6, "m.Q4_K_M.gguf", "does not fit"),
         (4, "m.Q2_K.gguf", "does not fit"),
-        (2, "m.Q2_K.gguf", r"smallest of 6 models; it does not fit in 2\.0 GB"),
+        (3, "m.IQ2_XS.gguf", "does not fit"),
+        (2, "m.IQ2_XS.gguf", r"smallest of 7 models; it does not fit in 2\.0 GB"),
     ],
 )
 def test_of_several_files_the_best_that_fits_is_chosen(memory: float, chosen: str, reason: str) -> None:
@@ -1164,6 +1166,8 @@ def test_plain_files_are_chosen_before_powerinfer_and_full_precision_last() -> N
         ("x-IQ4_XS.gguf", "IQ4_XS"),
         ("gpt-oss-20b-mxfp4.gguf", "MXFP4"),
         ("x-MXFP4_MOE.gguf", "MXFP4"),
+        ("x-IQ2_XXS.gguf", "IQ2_XXS"),
+        ("x-TQ1_0.gguf", "TQ1_0"),
         ("x-Q6_K_L.gguf", "Q6_K"),
         ("x-bf16.gguf", "BF16"),
         ("x.f32.gguf", "F32"),

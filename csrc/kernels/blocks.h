@@ -40,6 +40,39 @@ inline int unpack_scale_q3(const uint8_t* s, int j) {
     return (low | ((s[8 + j % 4] >> (2 * (j / 4))) & 3) << 4) - 32;
 }
 
+// Bytes of seven signs with their eighth: the number of negative ones of a group is even.
+inline uint64_t with_eighth_signs(uint64_t seven) {
+    uint64_t odd = seven ^ seven >> 4;
+    odd ^= odd >> 2;
+    odd ^= odd >> 1;
+    return seven | (odd & 0x0101010101010101) << 7;
+}
+
+// 28 bits as four bytes of seven.
+inline uint32_t four_sevens(uint32_t bits) {
+    return (bits & 0x7f) | (bits << 1 & 0x7f00) | (bits << 2 & 0x7f0000) | (bits << 3 & 0x7f000000);
+}
+
+// Weights of a codebook's group, negative where a bit of `signs` is set.
+template <class Word>
+inline void signed_group(Word group, uint32_t signs, int* q) {
+    for (int i = 0; i < int(sizeof(Word)); i++) {
+        const int value = int(group >> (8 * i) & 255);
+        q[i] = signs >> i & 1 ? -value : value;
+    }
+}
+
+// Eight weights of IQ1: eight times -1, 0 or 1, and a delta of 1 or -1.
+inline void delta_group(uint64_t group, bool negative, int* q) {
+    for (int i = 0; i < 8; i++) q[i] = int(group >> (8 * i) & 255) - kIq1Zero - (negative ? 2 : 0);
+}
+
+// The scale of an IQ1_M super-block, spread over the high bits of four words.
+inline float scale_iq1_m(const uint8_t* words) {
+    return f16_to_f32(uint16_t(load_u16(words) >> 12 | (load_u16(words + 2) >> 8 & 0xf0) |
+                               (load_u16(words + 4) >> 4 & 0xf00) | (load_u16(words + 6) & 0xf000)));
+}
+
 // Block `b` (32 weights) of a row.
 inline Block32 decode_block(Type type, const uint8_t* row, int64_t b) {
     Block32 out = {{}, 0.0f, 0.0f, {1, 1}, {1, 1}};
@@ -131,6 +164,93 @@ inline Block32 decode_block(Type type, const uint8_t* row, int64_t b) {
                 out.q[i] = ((low[i] >> (j % 4 / 2 * 4) & 15) | (high[i] >> (2 * (j % 4)) & 3) << 4) - 32;
             break;
         }
+        // A digit in base 3 of a byte x that holds some as a fraction of 256: times 3 to the digit's number,
+        // without what overflows, and the integer part of three times that.
+        case Type::TQ1_0:  // 48 x u8: five digits | 4 x u8: four digits | f16 d
+            // The digits of bytes 0..31 are 160 weights, 32 by 32; of bytes 32..47 80, 16 by 16; of the last
+            // four bytes 16, 4 by 4.
+            out.scale = load_f16(p + 52);
+            for (int i = 0; i < 32; i++) {
+                constexpr uint8_t kPower[5] = {1, 3, 9, 27, 81};
+                const int k = 32 * j + i, l = k - 240;
+                const uint8_t x = k < 160   ? uint8_t(p[i] * kPower[j])
+                                  : k < 240 ? uint8_t(p[32 + k % 16] * kPower[(k - 160) / 16])
+                                            : uint8_t(p[48 + l % 4] * kPower[l / 4]);
+                out.q[i] = (x * 3 >> 8) - 1;
+            }
+            break;
+        case Type::TQ2_0: {  // 64 x u8: 2 bits as in Q2_K | f16 d
+            const uint8_t* codes = p + 32 * (j / 4);
+            out.scale = load_f16(p + 64);
+            for (int i = 0; i < 32; i++) out.q[i] = (codes[i] >> (2 * (j % 4)) & 3) - 1;
+            break;
+        }
+        // Indices into a codebook, signs, and scales with half a step added, in units of an eighth, a quarter
+        // or the whole of d. Every product of these is exact.
+        case Type::IQ2_XXS: {  // f16 d | 8 x (4 x u8 indices | u32: four times seven signs, 4 bits scale)
+            const uint8_t* index = p + 2 + 8 * j;
+            const uint32_t signs = load_u32(index + 4);
+            const uint32_t all = uint32_t(with_eighth_signs(four_sevens(signs)));
+            out.scale = load_f16(p) * 0.125f * float(2 * (signs >> 28) + 1);
+            for (int l = 0; l < 4; l++) signed_group(kIq2Xxs[index[l]], all >> (8 * l), out.q + 8 * l);
+            break;
+        }
+        case Type::IQ2_XS: {  // f16 d | 32 x u16: seven signs | 9 bits index | 8 x u8 scales: second|first
+                              // half
+            out.scale = load_f16(p) * 0.125f;
+            for (int h = 0; h < 2; h++) out.sub_scale[h] = 2 * (p[66 + j] >> (4 * h) & 15) + 1;
+            for (int l = 0; l < 4; l++) {
+                const uint32_t code = load_u16(p + 2 + 8 * j + 2 * l);
+                signed_group(kIq2Xs[code & 511], uint32_t(with_eighth_signs(code >> 9)), out.q + 8 * l);
+            }
+            break;
+        }
+        case Type::IQ2_S:  // f16 d | 32 x u8 indices | 32 x u8 signs | 8 x u8: four times their high 2 bits |
+                           // scales as in IQ2_XS
+            out.scale = load_f16(p) * 0.125f;
+            for (int h = 0; h < 2; h++) out.sub_scale[h] = 2 * (p[74 + j] >> (4 * h) & 15) + 1;
+            for (int l = 0; l < 4; l++) {
+                const int index = p[2 + 4 * j + l] | (p[66 + j] >> (2 * l) & 3) << 8;
+                signed_group(kIq2S[index], p[34 + 4 * j + l], out.q + 8 * l);
+            }
+            break;
+        case Type::IQ3_XXS: {  // f16 d | 64 x u8 indices | 8 x u32 as in IQ2_XXS
+            const uint32_t signs = load_u32(p + 66 + 4 * j);
+            const uint32_t all = uint32_t(with_eighth_signs(four_sevens(signs)));
+            out.scale = load_f16(p) * 0.25f * float(2 * (signs >> 28) + 1);
+            for (int l = 0; l < 8; l++)
+                signed_group(kIq3Xxs[p[2 + 8 * j + l]], all >> (4 * l), out.q + 4 * l);
+            break;
+        }
+        case Type::IQ3_S:  // f16 d | 64 x u8 indices | 8 x u8: their high bits | 32 x u8 signs | 4 x u8
+                           // scales
+            out.scale = load_f16(p) * float(2 * (p[106 + j / 2] >> (4 * (j % 2)) & 15) + 1);
+            for (int l = 0; l < 8; l++) {
+                const int index = p[2 + 8 * j + l] | (p[66 + j] >> l & 1) << 8;
+                signed_group(kIq3S[index], uint32_t(p[74 + 4 * j + l / 2]) >> (4 * (l % 2)), out.q + 4 * l);
+            }
+            break;
+        case Type::IQ1_S: {  // f16 d | 32 x u8 indices | 8 x u16: negative delta | 3 bits scale | four times
+                             // their high 3 bits
+            const uint32_t high = load_u16(p + 34 + 2 * j);
+            out.scale = load_f16(p) * 0.125f * float(2 * (high >> 12 & 7) + 1);
+            for (int l = 0; l < 4; l++) {
+                const int index = p[2 + 4 * j + l] | int(high >> (3 * l) & 7) << 8;
+                delta_group(kIq1[index], high >> 15, out.q + 8 * l);
+            }
+            break;
+        }
+        case Type::IQ1_M: {  // 32 x u8 indices | 16 x u8: twice a negative delta and the high 3 bits of an
+                             // index | 4 x u16: 4 bits of d, four scales of 3 bits
+            const int scales = load_u16(p + 48 + j / 2 * 2) >> (6 * (j % 2));
+            out.scale = scale_iq1_m(p + 48) * 0.125f;
+            for (int h = 0; h < 2; h++) out.sub_scale[h] = 2 * (scales >> (3 * h) & 7) + 1;
+            for (int l = 0; l < 4; l++) {
+                const int high = p[32 + 2 * j + l / 2] >> (4 * (l % 2)) & 15;
+                delta_group(kIq1[p[4 * j + l] | (high & 7) << 8], high & 8, out.q + 8 * l);
+            }
+            break;
+        }
         case Type::F32:
         case Type::F16:
         case Type::BF16:
@@ -153,5 +273,6 @@ constexpr int log2_of(int n) {
 
 // Sub-blocks of 16 weights with integer scales: their products are summed as integers.
 constexpr bool has_sub_blocks(Type type) {
-    return type == Type::Q2_K || type == Type::Q3_K || type == Type::Q6_K;
+    return type == Type::Q2_K || type == Type::Q3_K || type == Type::Q6_K || type == Type::IQ2_XS ||
+           type == Type::IQ2_S || type == Type::IQ1_M;
 }

@@ -136,6 +136,47 @@ inline bool encode_mxfp4(const float* x, uint8_t* p) {
     return true;
 }
 
+// 256 values as 0, 1 or 2: minus the largest magnitude, nothing, that magnitude.
+inline bool ternary_digits(const float* x, uint8_t* d, uint8_t* digits) {
+    const uint32_t largest = largest_bits(x, 256);
+    if (largest >= kInfinity) return false;
+    const float magnitude = std::bit_cast<float>(largest), inverse = inverse_of(magnitude);
+    for (int i = 0; i < 256; i++) {  // halves away from zero
+        const float scaled = x[i] * inverse;
+        const int whole = int(scaled);
+        digits[i] = uint8_t(whole + int(2.0f * (scaled - float(whole))) + 1);
+    }
+    return store_half(magnitude, d);
+}
+
+inline bool encode_tq1_0(const float* x, uint8_t* p) {
+    uint8_t digits[256];
+    if (!ternary_digits(x, p + 52, digits)) return false;
+    // `count` bytes, each the fraction of 256, rounded up, that has `places` digits, `count` apart.
+    auto pack = [&p](const uint8_t* from, int count, int places) {
+        for (int i = 0; i < count; i++) {
+            int number = 0;
+            for (int k = 0; k < 5; k++) number = 3 * number + (k < places ? from[count * k + i] : 0);
+            *p++ = uint8_t((number * 256 + 242) / 243);
+        }
+    };
+    pack(digits, 32, 5);
+    pack(digits + 160, 16, 5);
+    pack(digits + 240, 4, 4);
+    return true;
+}
+
+inline bool encode_tq2_0(const float* x, uint8_t* p) {
+    uint8_t digits[256];
+    if (!ternary_digits(x, p + 64, digits)) return false;
+    for (int h = 0; h < 2; h++)
+        for (int j = 0; j < 32; j++) {
+            const uint8_t* from = digits + 128 * h + j;
+            p[32 * h + j] = uint8_t(from[0] | from[32] << 2 | from[64] << 4 | from[96] << 6);
+        }
+    return true;
+}
+
 // ---- K types -------------------------------------------------------------------------------------------
 
 // 256 weights as lanes: lane l of step i is weight i of the l-th 16 weights.
@@ -426,6 +467,8 @@ inline void add_encoders(Kernels& table) {
     table.encode[int(Type::Q5_1)] = encode_blocks<Type::Q5_1, encode_affine<31>>;
     table.encode[int(Type::Q8_0)] = encode_blocks<Type::Q8_0, encode_q8_0>;
     table.encode[int(Type::MXFP4)] = encode_blocks<Type::MXFP4, encode_mxfp4>;
+    table.encode[int(Type::TQ1_0)] = encode_blocks<Type::TQ1_0, encode_tq1_0>;
+    table.encode[int(Type::TQ2_0)] = encode_blocks<Type::TQ2_0, encode_tq2_0>;
     table.encode[int(Type::Q2_K)] = encode_blocks<Type::Q2_K, encode_q2_k>;
     table.encode[int(Type::Q3_K)] = encode_blocks<Type::Q3_K, encode_q3_k>;
     table.encode[int(Type::Q4_K)] = encode_blocks<Type::Q4_K, encode_q45_k<15>>;

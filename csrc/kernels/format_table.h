@@ -19,4 +19,13 @@ inline void add_formats(Kernels& table) {
     add.operator()<FormatIQ4_NL>();
     add.operator()<FormatIQ4_XS>();
     add.operator()<FormatMXFP4>();
+    add.operator()<FormatTQ1_0>();
+    add.operator()<FormatTQ2_0>();
+    add.operator()<FormatIQ1_S>();
+    add.operator()<FormatIQ1_M>();
+    add.operator()<FormatIQ2_XXS>();
+    add.operator()<FormatIQ2_XS>();
+    add.operator()<FormatIQ2_S>();
+    add.operator()<FormatIQ3_XXS>();
+    add.operator()<FormatIQ3_S>();
 }

@@ -14,6 +14,7 @@
 #include <bit>
 #include <utility>
 
+#include "codebooks.h"
 #include "kernels.h"
 
 namespace hotset::avx2 {
@@ -383,6 +384,305 @@ struct FormatQ2_K {
     }
 };
 
+// Ternary types: codes 0 to 2 (3 of TQ2_0's is no value, but may be stored).
+
+struct FormatTQ2_0 {
+    static constexpr Type kType = Type::TQ2_0;
+    static constexpr int kZero = 1, kMaxCode = 3;
+    static constexpr bool kSigned = false;
+    static constexpr int kBytes = 66;
+
+    template <int g, int n>
+    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+        const uint8_t* codes = p + 32 * (g / 2);
+        constexpr int kLow = -4 * (g % 2), kHigh = -2 - 4 * (g % 2);
+        a = lane_bits<kLow, kHigh, 3>(broadcast128(codes));
+        b = lane_bits<kLow, kHigh, 3>(broadcast128(codes + 16));
+    }
+    template <int n>
+    static Scales scales(const uint8_t* p) {
+        Scales s = {};
+        s.scale = _mm256_set1_ps(half(load_u16(p + 64)));
+        return s;
+    }
+};
+
+struct FormatTQ1_0 {
+    static constexpr Type kType = Type::TQ1_0;
+    static constexpr int kZero = 1, kMaxCode = 2;
+    static constexpr bool kSigned = false;
+    static constexpr int kBytes = 54;
+
+    // Bytes times powers of three, modulo 256; of the fractions that this leaves the first digit in base 3.
+    static __m256i digits(__m256i bytes, __m256i powers) {
+        const __m256i low = _mm256_set1_epi16(255);
+        const __m256i even = _mm256_and_si256(_mm256_mullo_epi16(bytes, powers), low);
+        const __m256i odd = _mm256_mullo_epi16(_mm256_andnot_si256(low, bytes), powers);
+        const __m256i x = _mm256_or_si256(even, odd);
+        const __m256i one = _mm256_set1_epi8(1);
+        const __m256i above_first = _mm256_subs_epu8(x, _mm256_set1_epi8(85));            // 256 / 3
+        const __m256i above_second = _mm256_subs_epu8(x, _mm256_set1_epi8(int8_t(170)));  // 512 / 3
+        return _mm256_add_epi8(_mm256_min_epu8(above_first, one), _mm256_min_epu8(above_second, one));
+    }
+    static __m256i lane_powers(int first, int second) {
+        return _mm256_set_m128i(_mm_set1_epi16(int16_t(second)), _mm_set1_epi16(int16_t(first)));
+    }
+    template <int g, int n>
+    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+        if constexpr (g < 2) {
+            const __m256i powers = g == 0 ? lane_powers(1, 3) : lane_powers(9, 27);
+            a = digits(broadcast128(p), powers);
+            b = digits(broadcast128(p + 16), powers);
+        } else if constexpr (g == 2) {
+            a = digits(two_lanes(p, p + 32), lane_powers(81, 1));
+            b = digits(two_lanes(p + 16, p + 32), lane_powers(81, 3));
+        } else {
+            a = digits(broadcast128(p + 32), lane_powers(9, 81));
+            const __m128i last = _mm_set1_epi32(int(load_u32(p + 48)));
+            b = digits(
+                _mm256_set_m128i(last, load128(p + 32)),
+                _mm256_set_m128i(_mm_setr_epi32(0x10001, 0x30003, 0x90009, 0x1b001b), _mm_set1_epi16(27)));
+        }
+    }
+    template <int n>
+    static Scales scales(const uint8_t* p) {
+        Scales s = {};
+        s.scale = _mm256_set1_ps(half(load_u16(p + 52)));
+        return s;
+    }
+};
+
+// Lattices: groups of a codebook, found one by one and brought together; then signs, a bit a weight.
+
+// Of eight groups of eight those of first halves, and of second halves, of two blocks.
+template <class Book, class Index>
+inline void look_up(const Book& book, Index index, __m256i& a, __m256i& b) {
+    auto at = [&](int i) { return int64_t(book.group[index(i)]); };
+    a = _mm256_set_epi64x(at(5), at(4), at(1), at(0));
+    b = _mm256_set_epi64x(at(7), at(6), at(3), at(2));
+}
+
+// Of sixteen groups of four.
+template <class Book, class Index>
+inline void look_up_fours(const Book& book, Index index, __m256i& a, __m256i& b) {
+    auto at = [&](int i) { return int(book.group[index(i)]); };
+    a = _mm256_set_epi32(at(11), at(10), at(9), at(8), at(3), at(2), at(1), at(0));
+    b = _mm256_set_epi32(at(15), at(14), at(13), at(12), at(7), at(6), at(5), at(4));
+}
+
+// kZero plus the weights of two blocks, negative where a bit of `signs` (32 a block) is set.
+template <int kZero>
+inline void put_signs(uint64_t signs, __m256i& a, __m256i& b) {
+    constexpr int64_t kOnes = 0x0101010101010101;
+    const __m256i all = _mm256_set1_epi64x(int64_t(signs)), zero = _mm256_set1_epi8(kZero);
+    auto put = [&](__m256i weights, __m256i pick) {
+        const __m256i each = _mm256_set1_epi64x(int64_t(0x8040201008040201));
+        const __m256i minus = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(all, pick), each), each);
+        return _mm256_add_epi8(_mm256_sub_epi8(_mm256_xor_si256(weights, minus), minus), zero);
+    };
+    a = put(a, _mm256_setr_epi64x(0, kOnes, 4 * kOnes, 5 * kOnes));
+    b = put(b, _mm256_setr_epi64x(2 * kOnes, 3 * kOnes, 6 * kOnes, 7 * kOnes));
+}
+
+inline uint64_t load_u64(const uint8_t* p) {
+    uint64_t v;
+    memcpy(&v, p, 8);
+    return v;
+}
+
+// 2s + 1 for integers s.
+inline __m256 odd_scales(float unit, __m256i s) {
+    const __m256i odd = _mm256_add_epi32(_mm256_add_epi32(s, s), _mm256_set1_epi32(1));
+    return _mm256_mul_ps(_mm256_set1_ps(unit), _mm256_cvtepi32_ps(odd));
+}
+
+// The scales of sixteen weights of IQ2_XS and IQ2_S: nibbles.
+inline Scales nibble_scales(const uint8_t* p, const uint8_t* bytes) {
+    const __m128i packed = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes));
+    const __m128i nibble = _mm_set1_epi8(15);
+    const __m256i s = _mm256_cvtepu8_epi16(
+        _mm_unpacklo_epi8(_mm_and_si128(packed, nibble), _mm_and_si128(_mm_srli_epi16(packed, 4), nibble)));
+    Scales out = {};
+    out.scale = _mm256_set1_ps(half(load_u16(p)) * 0.125f);
+    out.sub_scale = _mm256_add_epi16(_mm256_add_epi16(s, s), _mm256_set1_epi16(1));
+    return out;
+}
+
+struct FormatIQ2_XXS {
+    static constexpr Type kType = Type::IQ2_XXS;
+    static constexpr int kZero = 64, kMaxCode = 64 + 43;
+    static constexpr bool kSigned = false;
+    static constexpr int kBytes = 66;
+
+    template <int g, int n>
+    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+        const uint8_t* s = p + 2 + 16 * g;
+        look_up(kIq2Xxs, [s](int i) { return s[i / 4 * 8 + i % 4]; }, a, b);
+        const uint64_t seven = four_sevens(load_u32(s + 4)) | uint64_t(four_sevens(load_u32(s + 12))) << 32;
+        put_signs<kZero>(with_eighth_signs(seven), a, b);
+    }
+    template <int n>
+    static Scales scales(const uint8_t* p) {
+        const __m256 first = _mm256_castsi256_ps(load256(p + 2)), last = _mm256_castsi256_ps(load256(p + 34));
+        const __m256i words = _mm256_castps_si256(_mm256_shuffle_ps(first, last, 0xdd));  // 0 1 4 5 | 2 3 6 7
+        Scales s = {};
+        s.scale = odd_scales(half(load_u16(p)) * 0.125f,
+                             _mm256_srli_epi32(_mm256_permute4x64_epi64(words, 0xd8), 28));
+        return s;
+    }
+};
+
+struct FormatIQ2_XS {
+    static constexpr Type kType = Type::IQ2_XS;
+    static constexpr int kZero = 64, kMaxCode = 64 + 43;
+    static constexpr bool kSigned = false;
+    static constexpr int kBytes = 74;
+
+    template <int g, int n>
+    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+        const uint8_t* s = p + 2 + 16 * g;
+        look_up(kIq2Xs, [s](int i) { return load_u16(s + 2 * i) & 511; }, a, b);
+        const __m128i seven = _mm_srli_epi16(load128(s), 9);
+        put_signs<kZero>(with_eighth_signs(uint64_t(_mm_cvtsi128_si64(_mm_packus_epi16(seven, seven)))), a,
+                         b);
+    }
+    template <int n>
+    static Scales scales(const uint8_t* p) {
+        return nibble_scales(p, p + 66);
+    }
+};
+
+struct FormatIQ2_S {
+    static constexpr Type kType = Type::IQ2_S;
+    static constexpr int kZero = 64, kMaxCode = 64 + 43;
+    static constexpr bool kSigned = false;
+    static constexpr int kBytes = 82;
+
+    template <int g, int n>
+    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+        const uint8_t* s = p + 2 + 8 * g;
+        const uint32_t high = load_u16(p + 66 + 2 * g);
+        look_up(kIq2S, [s, high](int i) { return s[i] | (high << 8 >> (2 * i) & 0x300); }, a, b);
+        put_signs<kZero>(load_u64(p + 34 + 8 * g), a, b);
+    }
+    template <int n>
+    static Scales scales(const uint8_t* p) {
+        return nibble_scales(p, p + 74);
+    }
+};
+
+struct FormatIQ3_XXS {
+    static constexpr Type kType = Type::IQ3_XXS;
+    static constexpr int kZero = 64, kMaxCode = 64 + 62;
+    static constexpr bool kSigned = false;
+    static constexpr int kBytes = 98;
+
+    template <int g, int n>
+    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+        const uint8_t* s = p + 2 + 16 * g;
+        look_up_fours(kIq3Xxs, [s](int i) { return s[i]; }, a, b);
+        const uint8_t* words = p + 66 + 8 * g;
+        const uint64_t seven = four_sevens(load_u32(words)) | uint64_t(four_sevens(load_u32(words + 4)))
+                                                                  << 32;
+        put_signs<kZero>(with_eighth_signs(seven), a, b);
+    }
+    template <int n>
+    static Scales scales(const uint8_t* p) {
+        Scales s = {};
+        s.scale = odd_scales(half(load_u16(p)) * 0.25f, _mm256_srli_epi32(load256(p + 66), 28));
+        return s;
+    }
+};
+
+struct FormatIQ3_S {
+    static constexpr Type kType = Type::IQ3_S;
+    static constexpr int kZero = 16, kMaxCode = 16 + 15;
+    static constexpr bool kSigned = false;
+    static constexpr int kBytes = 110;
+
+    template <int g, int n>
+    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+        const uint8_t* s = p + 2 + 16 * g;
+        const uint32_t high = load_u16(p + 66 + 2 * g);
+        look_up_fours(kIq3S, [s, high](int i) { return s[i] | (high << 8 >> i & 256); }, a, b);
+        put_signs<kZero>(load_u64(p + 74 + 8 * g), a, b);
+    }
+    template <int n>
+    static Scales scales(const uint8_t* p) {
+        const __m256i nibbles = _mm256_srlv_epi32(_mm256_set1_epi32(int(load_u32(p + 106))),
+                                                  _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
+        Scales s = {};
+        s.scale = odd_scales(half(load_u16(p)), _mm256_and_si256(nibbles, _mm256_set1_epi32(15)));
+        return s;
+    }
+};
+
+struct FormatIQ1_S {
+    static constexpr Type kType = Type::IQ1_S;
+    static constexpr int kZero = kIq1Zero, kMaxCode = kIq1Zero + 9;
+    static constexpr bool kSigned = false;
+    static constexpr int kBytes = 50;
+
+    template <int g, int n>
+    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+        const uint8_t* s = p + 2 + 8 * g;
+        const uint32_t high[2] = {load_u16(p + 34 + 4 * g), load_u16(p + 36 + 4 * g)};
+        look_up(kIq1, [&](int i) { return s[i] | (high[i / 4] >> (3 * (i % 4)) & 7) << 8; }, a, b);
+        const __m256i deltas =
+            _mm256_set_m128i(_mm_set1_epi8(high[1] >> 15 ? 2 : 0), _mm_set1_epi8(high[0] >> 15 ? 2 : 0));
+        a = _mm256_sub_epi8(a, deltas);
+        b = _mm256_sub_epi8(b, deltas);
+    }
+    template <int n>
+    static Scales scales(const uint8_t* p) {
+        const __m256i words = _mm256_cvtepu16_epi32(load128(p + 34));
+        Scales s = {};
+        s.scale = odd_scales(half(load_u16(p)) * 0.125f,
+                             _mm256_and_si256(_mm256_srli_epi32(words, 12), _mm256_set1_epi32(7)));
+        return s;
+    }
+};
+
+struct FormatIQ1_M {
+    static constexpr Type kType = Type::IQ1_M;
+    static constexpr int kZero = kIq1Zero, kMaxCode = kIq1Zero + 9;
+    static constexpr bool kSigned = false;
+    static constexpr int kBytes = 56;
+
+    template <int g, int n>
+    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+        const uint8_t* s = p + 8 * g;
+        const uint32_t high = load_u32(p + 32 + 4 * g);  // a nibble a group
+        look_up(kIq1, [s, high](int i) { return s[i] | (high >> (4 * i) & 7) << 8; }, a, b);
+        // The nibbles of first halves' groups (0 1 4 5), and of second halves' (2 3 6 7): bit 3 says which
+        // lose 2.
+        auto minus = [high](__m256i weights, int i, int j, int k, int l) {
+            const __m256i shift = _mm256_setr_epi64x(i, j, k, l);
+            const __m256i bits = _mm256_srlv_epi64(_mm256_set1_epi64x(int64_t(high)), shift);
+            const __m256i set = _mm256_and_si256(bits, _mm256_set1_epi64x(2));
+            return _mm256_sub_epi8(
+                weights,
+                _mm256_shuffle_epi8(set, _mm256_setr_epi64x(0, 0x0808080808080808, 0, 0x0808080808080808)));
+        };
+        a = minus(a, 2, 6, 18, 22);
+        b = minus(b, 10, 14, 26, 30);
+    }
+    template <int n>
+    static Scales scales(const uint8_t* p) {
+        const __m256i words =
+            _mm256_shuffle_epi8(_mm256_set1_epi64x(int64_t(load_u64(p + 48))),
+                                _mm256_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3, 2, 3,  //
+                                                 4, 5, 4, 5, 4, 5, 4, 5, 6, 7, 6, 7, 6, 7, 6, 7));
+        // A field of three bits a word: moved to the top by a product, and down to twice its value.
+        const __m256i top = _mm256_mullo_epi16(words, _mm256_set1_epi64x(0x0010008004002000));
+        const __m256i twice = _mm256_and_si256(_mm256_srli_epi16(top, 12), _mm256_set1_epi16(14));
+        Scales s = {};
+        s.scale = _mm256_set1_ps(scale_iq1_m(p + 48) * 0.125f);
+        s.sub_scale = _mm256_or_si256(twice, _mm256_set1_epi16(1));
+        return s;
+    }
+};
+
 // How many maddubs results may be added in int16.
 template <class Format>
 constexpr int kInt16Terms = 32767 / (254 * Format::kMaxCode);
@@ -463,7 +763,7 @@ inline __m256i block_dots(const uint8_t* p, const int8_t* q, __m256i sub_scale) 
         if constexpr (has_sub_blocks(Format::kType))
             return _mm256_madd_epi16(_mm256_permutevar8x32_epi32(sums, order), sub_scale);
         sums = _mm256_madd_epi16(sums, ones());
-    } else if constexpr (kInt16Terms<Format> >= 4) {
+    } else if constexpr (!has_sub_blocks(Format::kType) && kInt16Terms<Format> >= 4) {
         sums = _mm256_hadd_epi32(_mm256_madd_epi16(_mm256_hadd_epi16(s0, s1), ones()),
                                  _mm256_madd_epi16(_mm256_hadd_epi16(s2, s3), ones()));
     } else {

@@ -8,6 +8,7 @@
 #include <bit>
 #include <utility>
 
+#include "codebooks.h"
 #include "kernels.h"
 
 namespace hotset::avx512 {
@@ -417,6 +418,319 @@ struct FormatQ2_K {
         out.min = two_halves(dmin[0], dmin[1]);
         split_pairs(sub[0], sub[1], out.sub_scale);
         split_pairs(min[0], min[1], out.sub_min);
+        return out;
+    }
+};
+
+// Ternary types: codes 0 to 2.
+
+struct FormatTQ2_0 {
+    static constexpr Type kType = Type::TQ2_0;
+    static constexpr int kZero = 1;
+    static constexpr int kBytes = 2 * 66;
+    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+        const uint8_t* codes = p + g / 2 * 66 + g % 2 * 32;
+        a = lane_bits(broadcast16(codes), 0, 2, 3);
+        b = lane_bits(broadcast16(codes + 16), 0, 2, 3);
+    }
+    static Scales scales(const uint8_t* p, int n) {
+        Scales out;
+        out.scale = two_halves(half(load_u16(p + 64)), n > 8 ? half(load_u16(p + 66 + 64)) : 0.0f);
+        return out;
+    }
+};
+
+struct FormatTQ1_0 {
+    static constexpr Type kType = Type::TQ1_0;
+    static constexpr int kZero = 1;
+    static constexpr int kBytes = 2 * 54;
+
+    // Bytes times powers of three, modulo 256; of the fractions that this leaves the first digit in base 3.
+    static __m512i digits(__m512i bytes, __m512i powers) {
+        const __m512i low = _mm512_set1_epi16(255);
+        const __m512i even = _mm512_mullo_epi16(bytes, powers);
+        const __m512i odd = _mm512_mullo_epi16(_mm512_andnot_si512(low, bytes), powers);
+        const __m512i x = _mm512_ternarylogic_epi32(low, even, odd, 0xca);  // low ? even : odd
+        const __m512i one = _mm512_set1_epi8(1);
+        const __m512i digit =
+            _mm512_maskz_mov_epi8(_mm512_cmpge_epu8_mask(x, _mm512_set1_epi8(86)), one);  // 256 / 3
+        const __mmask64 two = _mm512_cmpge_epu8_mask(x, _mm512_set1_epi8(int8_t(171)));   // 512 / 3
+        return _mm512_mask_add_epi8(digit, two, digit, one);
+    }
+    static __m512i lane_powers(int a, int b, int c, int d) {
+        const __m256i low = _mm256_set_m128i(_mm_set1_epi16(int16_t(b)), _mm_set1_epi16(int16_t(a)));
+        const __m256i high = _mm256_set_m128i(_mm_set1_epi16(int16_t(d)), _mm_set1_epi16(int16_t(c)));
+        return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    }
+    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+        const uint8_t* s = p + g / 2 * 54;
+        if (g % 2 == 0) {
+            const __m512i powers = lane_powers(1, 3, 9, 27);
+            a = digits(broadcast16(s), powers);
+            b = digits(broadcast16(s + 16), powers);
+            return;
+        }
+        a = digits(four_lanes(s, s + 32, s + 32, s + 32), lane_powers(81, 1, 9, 81));
+        const __m128i last = _mm_set1_epi32(int(load_u32(s + 48)));
+        const __m512i four_digits = _mm512_inserti32x4(
+            lane_powers(81, 3, 27, 0), _mm_setr_epi32(0x10001, 0x30003, 0x90009, 0x1b001b), 3);
+        b = digits(_mm512_inserti32x4(four_lanes(s + 16, s + 32, s + 32, s + 32), last, 3), four_digits);
+    }
+    static Scales scales(const uint8_t* p, int n) {
+        Scales out;
+        out.scale = two_halves(half(load_u16(p + 52)), n > 8 ? half(load_u16(p + 54 + 52)) : 0.0f);
+        return out;
+    }
+};
+
+// Lattices: groups of a codebook, found one by one and brought together; then signs, a bit a weight.
+
+// Of sixteen groups of eight those of first halves, and of second halves, of four blocks.
+template <class Book, class Index>
+inline void look_up(const Book& book, Index index, __m512i& a, __m512i& b) {
+    auto at = [&](int i) { return int64_t(book.group[index(i)]); };
+    a = _mm512_set_epi64(at(13), at(12), at(9), at(8), at(5), at(4), at(1), at(0));
+    b = _mm512_set_epi64(at(15), at(14), at(11), at(10), at(7), at(6), at(3), at(2));
+}
+
+// Of 32 groups of four.
+template <class Book, class Index>
+inline void look_up_fours(const Book& book, Index index, __m512i& a, __m512i& b) {
+    auto at = [&](int i) {
+        return int64_t(book.group[index(2 * i)] | uint64_t(book.group[index(2 * i + 1)]) << 32);
+    };
+    a = _mm512_set_epi64(at(13), at(12), at(9), at(8), at(5), at(4), at(1), at(0));
+    b = _mm512_set_epi64(at(15), at(14), at(11), at(10), at(7), at(6), at(3), at(2));
+}
+
+// kZero plus the weights of four blocks, negative where a bit of `signs` (32 a block) is set.
+template <int kZero>
+inline void put_signs(__m128i signs, __m512i& a, __m512i& b) {
+    const __m128i halves =
+        _mm_shuffle_epi8(signs, _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+    const __m512i zero = _mm512_set1_epi8(kZero);
+    const __mmask64 first = _cvtu64_mask64(uint64_t(_mm_cvtsi128_si64(halves)));
+    const __mmask64 second = _cvtu64_mask64(uint64_t(_mm_extract_epi64(halves, 1)));
+    a = _mm512_mask_sub_epi8(_mm512_add_epi8(a, zero), first, zero, a);
+    b = _mm512_mask_sub_epi8(_mm512_add_epi8(b, zero), second, zero, b);
+}
+
+// Bytes of seven signs with their eighth, which makes the number of negative ones even.
+inline __m128i eighth_signs(__m128i seven) {
+    const __m128i odd = _mm_setr_epi8(0, -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128, -128, 0);
+    const __m128i nibble = _mm_set1_epi8(15);
+    const __m128i low = _mm_shuffle_epi8(odd, _mm_and_si128(seven, nibble));
+    const __m128i high = _mm_shuffle_epi8(odd, _mm_and_si128(_mm_srli_epi16(seven, 4), nibble));
+    return _mm_xor_si128(seven, _mm_xor_si128(low, high));
+}
+
+// The signs of four blocks from words of four times seven.
+inline __m128i signs_of_words(__m128i words) {
+    const __m128i mask = _mm_set1_epi32(0x7f);
+    const __m128i low = _mm_or_si128(_mm_and_si128(words, mask),
+                                     _mm_and_si128(_mm_slli_epi32(words, 1), _mm_slli_epi32(mask, 8)));
+    const __m128i high = _mm_or_si128(_mm_and_si128(_mm_slli_epi32(words, 2), _mm_slli_epi32(mask, 16)),
+                                      _mm_and_si128(_mm_slli_epi32(words, 3), _mm_slli_epi32(mask, 24)));
+    return eighth_signs(_mm_or_si128(low, high));
+}
+
+inline __m128i load128(const uint8_t* p) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+}
+inline __m256i load256(const uint8_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+inline __m128i load64(const uint8_t* p) {
+    return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+}
+
+// 2s + 1 for integers s.
+inline __m512i odd_scales(__m512i s) {
+    return _mm512_add_epi32(_mm512_add_epi32(s, s), _mm512_set1_epi32(1));
+}
+
+// Eight scales of each of up to two super-blocks (kBytes apart, kUnit of d each) that `steps` finds in one as
+// int32.
+template <int kBytes, class Steps>
+inline Scales lattice_scales(const uint8_t* p, int n, float unit, Steps steps) {
+    __m256i s[2] = {};
+    float d[2] = {0, 0};
+    for_super_blocks<kBytes>(p, n, [&](const uint8_t* super, int at) {
+        d[at / 8] = half(load_u16(super)) * unit;
+        s[at / 8] = steps(super);
+    });
+    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(s[0]), s[1], 1);
+    Scales out;
+    out.scale = _mm512_mul_ps(two_halves(d[0], d[1]), _mm512_cvtepi32_ps(odd_scales(both)));
+    return out;
+}
+
+// The same for scales of sixteen weights: nibbles at kAt.
+template <int kBytes, int kAt>
+inline Scales lattice_sub_scales(const uint8_t* p, int n) {
+    const __m128i bytes =
+        n > 8 ? _mm_unpacklo_epi64(load64(p + kAt), load64(p + kBytes + kAt)) : load64(p + kAt);
+    const __m512i wide = _mm512_cvtepu8_epi32(bytes);
+    Scales out;
+    out.scale = two_halves(half(load_u16(p)) * 0.125f, n > 8 ? half(load_u16(p + kBytes)) * 0.125f : 0.0f);
+    out.sub_scale[0] = odd_scales(_mm512_and_si512(wide, _mm512_set1_epi32(15)));
+    out.sub_scale[1] = odd_scales(_mm512_srli_epi32(wide, 4));
+    return out;
+}
+
+struct FormatIQ2_XXS {
+    static constexpr Type kType = Type::IQ2_XXS;
+    static constexpr int kZero = 64;
+    static constexpr int kBytes = 2 * 66;
+    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+        const uint8_t* s = p + g / 2 * 66 + 2 + g % 2 * 32;
+        look_up(kIq2Xxs, [s](int i) { return s[i / 4 * 8 + i % 4]; }, a, b);
+        put_signs<kZero>(signs_of_words(_mm256_cvtepi64_epi32(_mm256_srli_epi64(load256(s), 32))), a, b);
+    }
+    static Scales scales(const uint8_t* p, int n) {
+        return lattice_scales<66>(p, n, 0.125f, [](const uint8_t* s) {
+            return _mm512_cvtepi64_epi32(_mm512_srli_epi64(_mm512_loadu_si512(s + 2), 60));
+        });
+    }
+};
+
+struct FormatIQ2_XS {
+    static constexpr Type kType = Type::IQ2_XS;
+    static constexpr int kZero = 64;
+    static constexpr int kBytes = 2 * 74;
+    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+        const uint8_t* s = p + g / 2 * 74 + 2 + g % 2 * 32;
+        look_up(kIq2Xs, [s](int i) { return load_u16(s + 2 * i) & 511; }, a, b);
+        put_signs<kZero>(eighth_signs(_mm256_cvtepi16_epi8(_mm256_srli_epi16(load256(s), 9))), a, b);
+    }
+    static Scales scales(const uint8_t* p, int n) { return lattice_sub_scales<74, 66>(p, n); }
+};
+
+struct FormatIQ2_S {
+    static constexpr Type kType = Type::IQ2_S;
+    static constexpr int kZero = 64;
+    static constexpr int kBytes = 2 * 82;
+    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+        const uint8_t* s = p + g / 2 * 82;
+        alignas(32) uint16_t index[16];
+        // Four times each byte of high bits, which come to bits 8 and 9.
+        const __m256i high = _mm256_cvtepu8_epi16(
+            _mm_shuffle_epi8(_mm_cvtsi32_si128(int(load_u32(s + 66 + g % 2 * 4))),
+                             _mm_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3)));
+        const __m256i moved = _mm256_sllv_epi16(high, _mm256_set1_epi64x(0x0002000400060008));
+        _mm256_store_si256(reinterpret_cast<__m256i*>(index),
+                           _mm256_or_si256(_mm256_cvtepu8_epi16(load128(s + 2 + g % 2 * 16)),
+                                           _mm256_and_si256(moved, _mm256_set1_epi16(0x300))));
+        look_up(kIq2S, [&index](int i) { return index[i]; }, a, b);
+        put_signs<kZero>(load128(s + 34 + g % 2 * 16), a, b);
+    }
+    static Scales scales(const uint8_t* p, int n) { return lattice_sub_scales<82, 74>(p, n); }
+};
+
+struct FormatIQ3_XXS {
+    static constexpr Type kType = Type::IQ3_XXS;
+    static constexpr int kZero = 64;
+    static constexpr int kBytes = 2 * 98;
+    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+        const uint8_t* s = p + g / 2 * 98;
+        const uint8_t* index = s + 2 + g % 2 * 32;
+        look_up_fours(kIq3Xxs, [index](int i) { return index[i]; }, a, b);
+        put_signs<kZero>(signs_of_words(load128(s + 66 + g % 2 * 16)), a, b);
+    }
+    static Scales scales(const uint8_t* p, int n) {
+        return lattice_scales<98>(p, n, 0.25f,
+                                  [](const uint8_t* s) { return _mm256_srli_epi32(load256(s + 66), 28); });
+    }
+};
+
+struct FormatIQ3_S {
+    static constexpr Type kType = Type::IQ3_S;
+    static constexpr int kZero = 16;
+    static constexpr int kBytes = 2 * 110;
+    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+        const uint8_t* s = p + g / 2 * 110;
+        alignas(64) uint16_t index[32];
+        const __m512i low = _mm512_cvtepu8_epi16(load256(s + 2 + g % 2 * 32));
+        const __mmask32 high = _cvtu32_mask32(load_u32(s + 66 + g % 2 * 4));
+        _mm512_store_si512(index, _mm512_mask_add_epi16(low, high, low, _mm512_set1_epi16(256)));
+        look_up_fours(kIq3S, [&index](int i) { return index[i]; }, a, b);
+        put_signs<kZero>(load128(s + 74 + g % 2 * 16), a, b);
+    }
+    static Scales scales(const uint8_t* p, int n) {
+        return lattice_scales<110>(p, n, 1.0f, [](const uint8_t* s) {
+            const __m256i nibbles = _mm256_srlv_epi32(_mm256_set1_epi32(int(load_u32(s + 106))),
+                                                      _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
+            return _mm256_and_si256(nibbles, _mm256_set1_epi32(15));
+        });
+    }
+};
+
+// Takes 2 from the bytes of groups whose delta is negative: a bit a word of 2^kLog bytes.
+constexpr int kDeltas = 0x02020202;
+
+struct FormatIQ1_S {
+    static constexpr Type kType = Type::IQ1_S;
+    static constexpr int kZero = kIq1Zero;
+    static constexpr int kBytes = 2 * 50;
+    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+        const uint8_t* s = p + g / 2 * 50;
+        alignas(32) uint16_t index[16];
+        // Each of four words four times.
+        const __m256i high = _mm256_shuffle_epi8(
+            _mm256_permute4x64_epi64(_mm256_castsi128_si256(load64(s + 34 + g % 2 * 8)), 0),
+            _mm256_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3, 2, 3,  //
+                             4, 5, 4, 5, 4, 5, 4, 5, 6, 7, 6, 7, 6, 7, 6, 7));
+        const __m256i three = _mm256_srlv_epi16(high, _mm256_set1_epi64x(0x0009000600030000));
+        _mm256_store_si256(
+            reinterpret_cast<__m256i*>(index),
+            _mm256_or_si256(_mm256_cvtepu8_epi16(load128(s + 2 + g % 2 * 16)),
+                            _mm256_slli_epi16(_mm256_and_si256(three, _mm256_set1_epi16(7)), 8)));
+        look_up(kIq1, [&index](int i) { return index[i]; }, a, b);
+        const __mmask16 negative = _mm256_movepi16_mask(high);  // four bits a block, as a and b have words
+        a = _mm512_mask_sub_epi32(a, negative, a, _mm512_set1_epi32(kDeltas));
+        b = _mm512_mask_sub_epi32(b, negative, b, _mm512_set1_epi32(kDeltas));
+    }
+    static Scales scales(const uint8_t* p, int n) {
+        return lattice_scales<50>(p, n, 0.125f, [](const uint8_t* s) {
+            const __m256i words = _mm256_cvtepu16_epi32(load128(s + 34));
+            return _mm256_and_si256(_mm256_srli_epi32(words, 12), _mm256_set1_epi32(7));
+        });
+    }
+};
+
+struct FormatIQ1_M {
+    static constexpr Type kType = Type::IQ1_M;
+    static constexpr int kZero = kIq1Zero;
+    static constexpr int kBytes = 2 * 56;
+    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+        const uint8_t* s = p + g / 2 * 56;
+        alignas(32) uint16_t index[16];
+        const __m256i bytes = _mm256_cvtepu8_epi32(load64(s + 32 + g % 2 * 8));
+        const __m256i nibbles = _mm256_or_si256(bytes, _mm256_slli_epi32(bytes, 12));  // in words, bits 0..3
+        const __m256i high = _mm256_slli_epi16(_mm256_and_si256(nibbles, _mm256_set1_epi16(7)), 8);
+        _mm256_store_si256(reinterpret_cast<__m256i*>(index),
+                           _mm256_or_si256(_mm256_cvtepu8_epi16(load128(s + g % 2 * 16)), high));
+        look_up(kIq1, [&index](int i) { return index[i]; }, a, b);
+        const uint32_t negative = _cvtmask16_u32(_mm256_test_epi16_mask(nibbles, _mm256_set1_epi16(8)));
+        const __m512i deltas = _mm512_set1_epi32(kDeltas);
+        a = _mm512_mask_sub_epi64(a, __mmask8(_pext_u32(negative, 0x3333)), a, deltas);
+        b = _mm512_mask_sub_epi64(b, __mmask8(_pext_u32(negative, 0xcccc)), b, deltas);
+    }
+    static Scales scales(const uint8_t* p, int n) {
+        __m512i sub[2] = {};
+        float d[2] = {0, 0};
+        for_super_blocks<56>(p, n, [&](const uint8_t* s, int at) {
+            d[at / 8] = scale_iq1_m(s + 48) * 0.125f;
+            const __m256i words =
+                _mm256_shuffle_epi8(_mm256_permute4x64_epi64(_mm256_castsi128_si256(load64(s + 48)), 0),
+                                    _mm256_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3, 2, 3,  //
+                                                     4, 5, 4, 5, 4, 5, 4, 5, 6, 7, 6, 7, 6, 7, 6, 7));
+            const __m256i three = _mm256_srlv_epi16(words, _mm256_set1_epi64x(0x0009000600030000));
+            sub[at / 8] = _mm512_cvtepu16_epi32(_mm256_and_si256(three, _mm256_set1_epi16(7)));
+        });
+        Scales out;
+        out.scale = two_halves(d[0], d[1]);
+        split_pairs(odd_scales(sub[0]), odd_scales(sub[1]), out.sub_scale);
         return out;
     }
 };

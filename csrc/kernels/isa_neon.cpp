@@ -10,6 +10,7 @@
 
 #include <utility>
 
+#include "codebooks.h"
 #include "kernels.h"
 
 namespace hotset::neon {
@@ -386,6 +387,249 @@ struct FormatQ2_K : SuperBlocks<Type::Q2_K> {
             s.min[2 * super] = s.min[2 * super + 1] = vnegq_f32(load_half_broadcast(at + 82));
             split_pairs(as_signed(nibbles<0>(bytes)), super, s.sub_scale);
             split_pairs(as_signed(nibbles<1>(bytes)), super, s.sub_min);
+        }
+        return s;
+    }
+};
+
+// Ternary types.
+
+struct FormatTQ2_0 : SuperBlocks<Type::TQ2_0> {
+    template <int kBlock>
+    static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
+        const uint8_t* codes = super_block<kBlock>(p) + 32 * kPart<kBlock>;
+        a = minus(field<2 * kPlace<kBlock>>(vld1q_u8(codes), 3), 1);
+        b = minus(field<2 * kPlace<kBlock>>(vld1q_u8(codes + 16), 3), 1);
+    }
+    static Scales scales(const uint8_t* p) {
+        Scales s;
+        for (int g = 0; g < 4; g++) s.scale[g] = load_half_broadcast(p + g / 2 * kSuperBytes + 64);
+        return s;
+    }
+};
+
+struct FormatTQ1_0 : SuperBlocks<Type::TQ1_0> {
+    // Bytes times powers of three, modulo 256; of the fractions that this leaves the first digit in base 3,
+    // less 1: two comparisons, each minus one where it holds.
+    static int8x16_t digits(uint8x16_t bytes, uint8x16_t powers) {
+        const uint8x16_t x = vmulq_u8(bytes, powers);
+        return as_signed(vmvnq_u8(vaddq_u8(vcgeq_u8(x, vdupq_n_u8(86)), vcgeq_u8(x, vdupq_n_u8(171)))));
+    }
+    template <int kBlock>
+    static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
+        constexpr uint8_t kPower[5] = {1, 3, 9, 27, 81};
+        constexpr int kAt = kBlock % 8, kPair = kAt < 5 ? 0 : 2 * (kAt - 5);
+        const uint8_t* s = super_block<kBlock>(p);
+        if constexpr (kAt < 5) {
+            a = digits(vld1q_u8(s), vdupq_n_u8(kPower[kAt]));
+            b = digits(vld1q_u8(s + 16), vdupq_n_u8(kPower[kAt]));
+        } else if constexpr (kAt < 7) {
+            a = digits(vld1q_u8(s + 32), vdupq_n_u8(kPower[kPair]));
+            b = digits(vld1q_u8(s + 32), vdupq_n_u8(kPower[kPair + 1]));
+        } else {
+            alignas(16) static constexpr uint8_t kFour[16] = {1, 1, 1, 1, 3,  3,  3,  3,
+                                                              9, 9, 9, 9, 27, 27, 27, 27};
+            a = digits(vld1q_u8(s + 32), vdupq_n_u8(81));
+            b = digits(vreinterpretq_u8_u32(vdupq_n_u32(load_u32(s + 48))), vld1q_u8(kFour));
+        }
+    }
+    static Scales scales(const uint8_t* p) {
+        Scales s;
+        for (int g = 0; g < 4; g++) s.scale[g] = load_half_broadcast(p + g / 2 * kSuperBytes + 52);
+        return s;
+    }
+};
+
+// Lattices: groups of a codebook, found one by one; then signs, a bit a weight.
+
+inline uint8x16_t two_groups(uint64_t low, uint64_t high) {
+    return vcombine_u8(vcreate_u8(low), vcreate_u8(high));
+}
+inline uint8x16_t four_groups(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    return two_groups(a | uint64_t(b) << 32, c | uint64_t(d) << 32);
+}
+
+// The weights of a block's half, negative where a bit of its sixteen is set.
+template <int kHalf>
+inline int8x16_t put_signs(uint8x16_t weights, uint32_t signs) {
+    const int8x16_t minus = as_signed(bits_to_bytes<kHalf>(signs));
+    return vsubq_s8(veorq_s8(as_signed(weights), minus), minus);
+}
+
+// Four float scales: (2s + 1) * unit.
+inline float32x4_t odd_scales(float32x4_t unit, uint32x4_t s) {
+    return vmulq_f32(unit, vcvtq_f32_u32(vaddq_u32(vaddq_u32(s, s), vdupq_n_u32(1))));
+}
+
+inline float32x4_t part_of_half(const uint8_t* p, float part) {
+    return vmulq_n_f32(load_half_broadcast(p), part);
+}
+
+struct FormatIQ2_XXS : SuperBlocks<Type::IQ2_XXS> {
+    template <int kBlock>
+    static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
+        const uint8_t* s = super_block<kBlock>(p) + 2 + kBlock % 8 * 8;
+        const uint32_t signs = uint32_t(with_eighth_signs(four_sevens(load_u32(s + 4))));
+        a = put_signs<0>(two_groups(kIq2Xxs[s[0]], kIq2Xxs[s[1]]), signs);
+        b = put_signs<1>(two_groups(kIq2Xxs[s[2]], kIq2Xxs[s[3]]), signs);
+    }
+    static Scales scales(const uint8_t* p) {
+        Scales s;
+        for (int g = 0; g < 4; g++) {
+            const uint8_t* at = p + g / 2 * kSuperBytes;
+            const uint32x4x2_t words =
+                vld2q_u32(reinterpret_cast<const uint32_t*>(at + 2 + g % 2 * 32));  // indices, signs
+            s.scale[g] = odd_scales(part_of_half(at, 0.125f), vshrq_n_u32(words.val[1], 28));
+        }
+        return s;
+    }
+};
+
+// Scales of sixteen weights in nibbles kAt bytes on.
+template <class Format, int kAt>
+inline Scales nibble_scales(const uint8_t* p) {
+    Scales s;
+    for (int super = 0; super < 2; super++) {
+        const uint8_t* at = p + super * Format::kSuperBytes;
+        const uint8x8_t bytes = vld1_u8(at + kAt), one = vdup_n_u8(1);
+        s.scale[2 * super] = s.scale[2 * super + 1] = part_of_half(at, 0.125f);
+        widen(vorr_u8(vand_u8(vshl_n_u8(bytes, 1), vdup_n_u8(30)), one), s.sub_scale[0] + 2 * super);
+        widen(vorr_u8(vand_u8(vshr_n_u8(bytes, 3), vdup_n_u8(30)), one), s.sub_scale[1] + 2 * super);
+    }
+    return s;
+}
+
+struct FormatIQ2_XS : SuperBlocks<Type::IQ2_XS> {
+    template <int kBlock>
+    static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
+        const uint8_t* s = super_block<kBlock>(p) + 2 + kBlock % 8 * 8;
+        uint32_t code[4], seven = 0;
+        for (int l = 0; l < 4; l++) {
+            code[l] = load_u16(s + 2 * l);
+            seven |= code[l] >> 9 << (8 * l);
+        }
+        const uint32_t signs = uint32_t(with_eighth_signs(seven));
+        a = put_signs<0>(two_groups(kIq2Xs[code[0] & 511], kIq2Xs[code[1] & 511]), signs);
+        b = put_signs<1>(two_groups(kIq2Xs[code[2] & 511], kIq2Xs[code[3] & 511]), signs);
+    }
+    static Scales scales(const uint8_t* p) { return nibble_scales<FormatIQ2_XS, 66>(p); }
+};
+
+struct FormatIQ2_S : SuperBlocks<Type::IQ2_S> {
+    template <int kBlock>
+    static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
+        const uint8_t* super = super_block<kBlock>(p);
+        const uint8_t* s = super + 2 + kBlock % 8 * 4;
+        const uint32_t high = super[66 + kBlock % 8], signs = load_u32(s + 32);
+        auto group = [&](int l) { return kIq2S[s[l] | (high << 8 >> (2 * l) & 0x300)]; };
+        a = put_signs<0>(two_groups(group(0), group(1)), signs);
+        b = put_signs<1>(two_groups(group(2), group(3)), signs);
+    }
+    static Scales scales(const uint8_t* p) { return nibble_scales<FormatIQ2_S, 74>(p); }
+};
+
+struct FormatIQ3_XXS : SuperBlocks<Type::IQ3_XXS> {
+    template <int kBlock>
+    static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
+        const uint8_t* super = super_block<kBlock>(p);
+        const uint8_t* s = super + 2 + kBlock % 8 * 8;
+        const uint32_t words = load_u32(super + 66 + kBlock % 8 * 4);
+        const uint32_t signs = uint32_t(with_eighth_signs(four_sevens(words)));
+        auto group = [s](int l) { return kIq3Xxs[s[l]]; };
+        a = put_signs<0>(four_groups(group(0), group(1), group(2), group(3)), signs);
+        b = put_signs<1>(four_groups(group(4), group(5), group(6), group(7)), signs);
+    }
+    static Scales scales(const uint8_t* p) {
+        Scales s;
+        for (int g = 0; g < 4; g++) {
+            const uint8_t* at = p + g / 2 * kSuperBytes;
+            const uint32x4_t words = vreinterpretq_u32_u8(vld1q_u8(at + 66 + g % 2 * 16));
+            s.scale[g] = odd_scales(part_of_half(at, 0.25f), vshrq_n_u32(words, 28));
+        }
+        return s;
+    }
+};
+
+struct FormatIQ3_S : SuperBlocks<Type::IQ3_S> {
+    template <int kBlock>
+    static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
+        const uint8_t* super = super_block<kBlock>(p);
+        const uint8_t* s = super + 2 + kBlock % 8 * 8;
+        const uint32_t high = super[66 + kBlock % 8], signs = load_u32(super + 74 + kBlock % 8 * 4);
+        auto group = [&](int l) { return kIq3S[s[l] | (high << 8 >> l & 256)]; };
+        a = put_signs<0>(four_groups(group(0), group(1), group(2), group(3)), signs);
+        b = put_signs<1>(four_groups(group(4), group(5), group(6), group(7)), signs);
+    }
+    static Scales scales(const uint8_t* p) {
+        alignas(16) static constexpr int32_t kShift[8] = {0, -4, -8, -12, -16, -20, -24, -28};
+        Scales s;
+        for (int g = 0; g < 4; g++) {
+            const uint8_t* at = p + g / 2 * kSuperBytes;
+            const uint32x4_t moved =
+                vshlq_u32(vdupq_n_u32(load_u32(at + 106)), vld1q_s32(kShift + g % 2 * 4));
+            s.scale[g] = odd_scales(load_half_broadcast(at), vandq_u32(moved, vdupq_n_u32(15)));
+        }
+        return s;
+    }
+};
+
+// Weights of IQ1: kIq1Zero and, where the delta is negative, 2 taken off.
+inline int8x16_t put_deltas(uint8x16_t weights, uint8x8_t low, uint8x8_t high) {
+    return as_signed(vsubq_u8(weights, vcombine_u8(low, high)));
+}
+inline uint8x8_t delta_offset(bool negative) {
+    return vdup_n_u8(uint8_t(kIq1Zero + (negative ? 2 : 0)));
+}
+
+struct FormatIQ1_S : SuperBlocks<Type::IQ1_S> {
+    template <int kBlock>
+    static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
+        const uint8_t* super = super_block<kBlock>(p);
+        const uint8_t* s = super + 2 + kBlock % 8 * 4;
+        const uint32_t high = load_u16(super + 34 + kBlock % 8 * 2);
+        auto group = [&](int l) { return kIq1[s[l] | (high >> (3 * l) & 7) << 8]; };
+        const uint8x8_t offset = delta_offset(high >> 15);
+        a = put_deltas(two_groups(group(0), group(1)), offset, offset);
+        b = put_deltas(two_groups(group(2), group(3)), offset, offset);
+    }
+    static Scales scales(const uint8_t* p) {
+        Scales s;
+        for (int super = 0; super < 2; super++) {
+            const uint8_t* at = p + super * kSuperBytes;
+            const uint16x8_t steps =
+                vandq_u16(vshrq_n_u16(vreinterpretq_u16_u8(vld1q_u8(at + 34)), 12), vdupq_n_u16(7));
+            const float32x4_t unit = part_of_half(at, 0.125f);
+            s.scale[2 * super] = odd_scales(unit, vmovl_u16(vget_low_u16(steps)));
+            s.scale[2 * super + 1] = odd_scales(unit, vmovl_u16(vget_high_u16(steps)));
+        }
+        return s;
+    }
+};
+
+struct FormatIQ1_M : SuperBlocks<Type::IQ1_M> {
+    template <int kBlock>
+    static void unpack(const uint8_t* p, int8x16_t& a, int8x16_t& b) {
+        const uint8_t* super = super_block<kBlock>(p);
+        const uint8_t* s = super + kBlock % 8 * 4;
+        const uint32_t high = load_u16(super + 32 + kBlock % 8 * 2);  // a nibble a group
+        auto group = [&](int l) { return kIq1[s[l] | (high >> (4 * l) & 7) << 8]; };
+        auto offset = [&](int l) { return delta_offset(high >> (4 * l) & 8); };
+        a = put_deltas(two_groups(group(0), group(1)), offset(0), offset(1));
+        b = put_deltas(two_groups(group(2), group(3)), offset(2), offset(3));
+    }
+    static Scales scales(const uint8_t* p) {
+        alignas(16) static constexpr int16_t kShift[8] = {1, -2, -5, -8, 1, -2, -5, -8};  // to twice the step
+        Scales s;
+        for (int super = 0; super < 2; super++) {
+            const uint8_t* at = p + super * kSuperBytes;
+            auto steps = [&](int word) {  // of words `word` and `word` + 1, four each
+                const uint16x8_t both = vcombine_u16(vdup_n_u16(load_u16(at + 48 + 2 * word)),
+                                                     vdup_n_u16(load_u16(at + 50 + 2 * word)));
+                const uint16x8_t twice = vandq_u16(vshlq_u16(both, vld1q_s16(kShift)), vdupq_n_u16(14));
+                return vmovn_u16(vorrq_u16(twice, vdupq_n_u16(1)));
+            };
+            s.scale[2 * super] = s.scale[2 * super + 1] = vdupq_n_f32(scale_iq1_m(at + 48) * 0.125f);
+            split_pairs(as_signed(vcombine_u8(steps(0), steps(2))), super, s.sub_scale);
         }
         return s;
     }

@@ -306,6 +306,15 @@ inline void add_sparse_kernels(Kernels& table) {
     rows.template operator()<DecodedRow<Type::IQ4_NL>>(Type::IQ4_NL);
     rows.template operator()<DecodedRow<Type::IQ4_XS>>(Type::IQ4_XS);
     rows.template operator()<DecodedRow<Type::MXFP4>>(Type::MXFP4);
+    rows.template operator()<DecodedRow<Type::TQ1_0>>(Type::TQ1_0);
+    rows.template operator()<DecodedRow<Type::TQ2_0>>(Type::TQ2_0);
+    rows.template operator()<DecodedRow<Type::IQ1_S>>(Type::IQ1_S);
+    rows.template operator()<DecodedRow<Type::IQ1_M>>(Type::IQ1_M);
+    rows.template operator()<DecodedRow<Type::IQ2_XXS>>(Type::IQ2_XXS);
+    rows.template operator()<DecodedRow<Type::IQ2_XS>>(Type::IQ2_XS);
+    rows.template operator()<DecodedRow<Type::IQ2_S>>(Type::IQ2_S);
+    rows.template operator()<DecodedRow<Type::IQ3_XXS>>(Type::IQ3_XXS);
+    rows.template operator()<DecodedRow<Type::IQ3_S>>(Type::IQ3_S);
     rows.template operator()<RowPlanes<true>>(Type::Planes4);
     rows.template operator()<RowPlanes<false>>(Type::Planes8);
     table.gather[int(Type::F32)] = float_gather<F32Weights>;

@@ -23,8 +23,9 @@ namespace {
 // accumulation changes it: then put here what the test prints, once two architectures print the same.
 constexpr uint64_t kReferenceHash = 0x42e4224bceff1925;
 // The same of the types that came later, so that the one above stays as it is when types come.
-constexpr Type kLaterTypes[] = {Type::MXFP4};
-constexpr uint64_t kLaterHash = 0xee0ed7b1c0e42e76;
+constexpr Type kLaterTypes[] = {Type::MXFP4,   Type::TQ1_0,  Type::TQ2_0, Type::IQ1_S,   Type::IQ1_M,
+                                Type::IQ2_XXS, Type::IQ2_XS, Type::IQ2_S, Type::IQ3_XXS, Type::IQ3_S};
+constexpr uint64_t kLaterHash = 0x39ae9ee8f15e98d9;
 
 std::mt19937 random_engine;
 int failures = 0;
@@ -61,7 +62,12 @@ std::vector<int> half_fields(Type type) {
             return {108};
         case Type::Q6_K:
             return {208};
+        case Type::TQ1_0:
+            return {52};
+        case Type::TQ2_0:
+            return {64};
         case Type::MXFP4:
+        case Type::IQ1_M:
             return {};
         default:
             return {0};
@@ -87,6 +93,9 @@ std::vector<uint8_t> random_matrix(Type type, int64_t rows, int64_t cols) {
             const uint16_t half = f32_to_f16(normal() * 0.05f);
             std::memcpy(&bytes[i + field], &half, 2);
         }
+    if (type == Type::IQ1_M)  // the f16 lies in the high bits of four words: about 2^-7
+        for (size_t i = 0; i < bytes.size(); i += facts.block_bytes)
+            bytes[i + 55] = uint8_t((bytes[i + 55] & 0x8f) | 0x20);
     if (type == Type::MXFP4)  // exponents of weights, and some that are next to nothing
         for (size_t i = 0; i < bytes.size(); i += facts.block_bytes)
             if (bytes[i] > 9) bytes[i] = uint8_t(118 + bytes[i] % 8);
@@ -293,6 +302,10 @@ void test_next_row(const Kernels& kernels, Type type) {
     const size_t row_bytes = bytes.size() / 8;
     for (size_t i = row_bytes; i < bytes.size(); i += facts.block_bytes)
         for (int field : half_fields(type)) bytes[i + field] = 0x00, bytes[i + field + 1] = 0x7c;
+    if (type == Type::IQ1_M)
+        for (size_t i = row_bytes; i < bytes.size(); i += facts.block_bytes)
+            for (int j : {49, 51, 53, 55})
+                bytes[i + j] = uint8_t((bytes[i + j] & 15) | (j == 55 ? 0x70 : j == 53 ? 0xc0 : 0));
     const Matrix w = {type, bytes.data(), 8, cols, row_bytes};
     const QuantizedInputs x(*scalar_kernels(), normals(2 * cols), 2, cols);
     uint8_t* scratch =

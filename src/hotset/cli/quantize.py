@@ -29,7 +29,7 @@ def quantize(
         typer.Option(
             "--type",
             help="Of the matrices: q8_0, q6_k, q5_k_m, q5_1, q5_0, q4_k_m, q4_1, q4_0, mxfp4, q3_k, q2_k, "
-            "f16, bf16, f32; default: q4_0, or, with --tensor-type, what they are.",
+            "tq2_0, tq1_0, f16, bf16, f32; default: q4_0, or, with --tensor-type, what they are.",
         ),
     ] = None,
     tensor_type: Annotated[

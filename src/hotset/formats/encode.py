@@ -15,7 +15,7 @@ from hotset.formats.quants import GGMLType, row_bytes
 _T = GGMLType
 WRITABLE: tuple[GGMLType, ...] = (
     _T.F32, _T.F16, _T.BF16, _T.Q8_0, _T.Q6_K, _T.Q5_K, _T.Q5_1, _T.Q5_0, _T.Q4_K, _T.Q4_1, _T.Q4_0, _T.MXFP4,
-    _T.Q3_K, _T.Q2_K,
+    _T.Q3_K, _T.Q2_K, _T.TQ2_0, _T.TQ1_0,
 )  # fmt: skip
 """The types that can be written, most bits first."""
 

@@ -15,10 +15,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 
 import numpy as np
 
 from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
+from hotset.formats.codebooks import codebook
 
 CHUNK_VALUES = 1 << 18  # values decoded or encoded at a time: the temporaries stay in cache
 
@@ -133,6 +135,37 @@ _Q6_K = np.dtype([("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), ("d
 #   qs[16g + j] = | x_{32g+16+j} | x_{32g+j} |                 j = 0..15
 _IQ4_XS = np.dtype([("d", "<f2"), ("scales_h", "<u2"), ("scales_l", "u1", 4), ("qs", "u1", 128)])
 
+# Ternary: x = d * (t - 1). TQ2_0 has the two-bit planes of Q2_K. In TQ1_0 a byte is a fraction of 256 whose
+# first digits in base 3 are the t: five of 32 values each in qs[0..31], five of 16 values each in qs[32..47],
+# four of 4 values each in qh.
+_TQ1_0 = np.dtype([("qs", "u1", 48), ("qh", "u1", 4), ("d", "<f2")])
+_TQ2_0 = np.dtype([("qs", "u1", 64), ("d", "<f2")])
+
+# The lattices: groups of 8 values (IQ3: 4) are points of a codebook, under signs, under scales s of 32 or 16
+# values, under d. An even number of the signs of a group of 8 are negative where seven of them are stored.
+#
+# IQ2_XXS: x = d * (s + 1/2) / 4 * +-point, for each 32 values:
+#   qs[0] = | index_3 | index_2 | index_1 | index_0 |
+#   qs[1] = | s (4 bits) | signs_3 (7 bits) | signs_2 | signs_1 | signs_0 |
+_IQ2_XXS = np.dtype([("d", "<f2"), ("qs", "<u4", (8, 2))])
+# IQ2_XS: the same with an s for 16 values: qs[i] = | signs_i (7 bits) | index_i (9 bits) |
+#   scales[i] = | s_{2i+1} | s_{2i} |
+_IQ2_XS = np.dtype([("d", "<f2"), ("qs", "<u2", 32), ("scales", "u1", 8)])
+# IQ2_S: all eight signs of group i are signs[i]; qs[i] the low 8 bits of its index, and
+#   qh[i] = | index_{4i+3}.h2 | index_{4i+2}.h2 | index_{4i+1}.h2 | index_{4i}.h2 |
+_IQ2_S = np.dtype([("d", "<f2"), ("qs", "u1", 32), ("signs", "u1", 32), ("qh", "u1", 8), ("scales", "u1", 8)])
+# IQ3_XXS: x = d * (s + 1/2) / 2 * +-point; signs[i] of 32 values as qs[1] in IQ2_XXS
+_IQ3_XXS = np.dtype([("d", "<f2"), ("qs", "u1", 64), ("signs", "<u4", 8)])
+# IQ3_S: x = d * (2s + 1) * +-point; bit j of qh[i] is the high bit of index_{8i+j}
+_IQ3_S = np.dtype([("d", "<f2"), ("qs", "u1", 64), ("qh", "u1", 8), ("signs", "u1", 32), ("scales", "u1", 4)])
+# IQ1_S: x = d * (2s + 1) * (point + delta), for each 32 values:
+#   qh = | delta is -1/8, not 1/8 | s (3 bits) | index_3.h3 | index_2.h3 | index_1.h3 | index_0.h3 |
+_IQ1_S = np.dtype([("d", "<f2"), ("qs", "u1", 32), ("qh", "<u2", 8)])
+# IQ1_M: the same with an s for 16 values and a delta for 8; d has no field:
+#   qh[i]     = | delta_{2i+1} | index_{2i+1}.h3 | delta_{2i} | index_{2i}.h3 |
+#   scales[i] = | bits 4i.. of d (4 bits) | s_{4i+3} (3 bits) | s_{4i+2} | s_{4i+1} | s_{4i} |
+_IQ1_M = np.dtype([("qs", "u1", 32), ("qh", "u1", 16), ("scales", "<u2", 4)])
+
 # IQ4_NL's and IQ4_XS's 16 values: denser near zero, as weights are.
 CODEBOOK = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32
@@ -159,18 +192,18 @@ TYPES: dict[GGMLType, TypeFacts] = {
     _T.IQ4_NL: TypeFacts("IQ4_NL", 32, 18, "4-bit codebook, one scale per 32", _Q4_0),
     _T.IQ4_XS: TypeFacts("IQ4_XS", 256, 136, "4-bit codebook, 6-bit scale per 32", _IQ4_XS),
     _T.MXFP4: TypeFacts("MXFP4", 32, 17, "4-bit float, shared exponent per 32", _MXFP4),
+    _T.TQ1_0: TypeFacts("TQ1_0", 256, 54, "ternary, 1.69 bits", _TQ1_0),
+    _T.TQ2_0: TypeFacts("TQ2_0", 256, 66, "ternary, 2.06 bits", _TQ2_0),
+    _T.IQ1_S: TypeFacts("IQ1_S", 256, 50, "1.56-bit lattice", _IQ1_S),
+    _T.IQ1_M: TypeFacts("IQ1_M", 256, 56, "1.75-bit lattice", _IQ1_M),
+    _T.IQ2_XXS: TypeFacts("IQ2_XXS", 256, 66, "2.06-bit lattice", _IQ2_XXS),
+    _T.IQ2_XS: TypeFacts("IQ2_XS", 256, 74, "2.31-bit lattice", _IQ2_XS),
+    _T.IQ2_S: TypeFacts("IQ2_S", 256, 82, "2.56-bit lattice", _IQ2_S),
+    _T.IQ3_XXS: TypeFacts("IQ3_XXS", 256, 98, "3.06-bit lattice", _IQ3_XXS),
+    _T.IQ3_S: TypeFacts("IQ3_S", 256, 110, "3.44-bit lattice", _IQ3_S),
     # These are listed and copied, never computed with.
     _T.Q8_1: TypeFacts("Q8_1", 32, 36, "8 bits, scale and sum per 32"),
     _T.Q8_K: TypeFacts("Q8_K", 256, 292, "8 bits, float32 scale per 256"),
-    _T.IQ2_XXS: TypeFacts("IQ2_XXS", 256, 66, "2.06-bit lattice"),
-    _T.IQ2_XS: TypeFacts("IQ2_XS", 256, 74, "2.31-bit lattice"),
-    _T.IQ2_S: TypeFacts("IQ2_S", 256, 82, "2.56-bit lattice"),
-    _T.IQ3_XXS: TypeFacts("IQ3_XXS", 256, 98, "3.06-bit lattice"),
-    _T.IQ3_S: TypeFacts("IQ3_S", 256, 110, "3.44-bit lattice"),
-    _T.IQ1_S: TypeFacts("IQ1_S", 256, 50, "1.56-bit lattice"),
-    _T.IQ1_M: TypeFacts("IQ1_M", 256, 56, "1.75-bit lattice"),
-    _T.TQ1_0: TypeFacts("TQ1_0", 256, 54, "ternary, 1.69 bits"),
-    _T.TQ2_0: TypeFacts("TQ2_0", 256, 66, "ternary, 2.06 bits"),
     _T.I8: TypeFacts("I8", 1, 1, "int8", np.dtype("i1")),
     _T.I16: TypeFacts("I16", 1, 2, "int16", np.dtype("<i2")),
     _T.I32: TypeFacts("I32", 1, 4, "int32", np.dtype("<i4")),
@@ -308,6 +341,111 @@ def _decode_mxfp4(b: np.ndarray) -> np.ndarray:
     return _half_of_e8m0(b["e"])[:, None] * FP4[_nibbles(b)]
 
 
+def _decode_tq2_0(b: np.ndarray) -> np.ndarray:
+    return _scale(b, "d") * (_two_bit_groups(b).reshape(-1, 256).astype(np.float32) - 1)
+
+
+def _decode_tq1_0(b: np.ndarray) -> np.ndarray:
+    powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
+    parts = ((b["qs"][:, :32], 5), (b["qs"][:, 32:], 5), (b["qh"], 4))
+    moved = [(packed[:, None, :] * powers[:n]).reshape(len(b), -1) for packed, n in parts]  # mod 256
+    t = (np.concatenate(moved, axis=1).astype(np.uint16) * np.uint16(3)) >> np.uint16(8)
+    return _scale(b, "d") * (t.astype(np.float32) - 1)
+
+
+@cache
+def _points(name: str, *values: float) -> np.ndarray:
+    """A codebook with these values for its digits, float32 [n, 8 or 4]."""
+    return np.array(values, np.float32)[codebook(name)]
+
+
+_IQ2_VALUES = (8, 25, 43)
+
+
+def _plus_minus(signs: np.ndarray) -> np.ndarray:
+    """Bytes of eight signs [..., m] → float32 [..., m, 8]: -1 where a bit is set, else 1."""
+    bits = np.unpackbits(signs.astype(np.uint8)[..., None], axis=-1, bitorder="little")
+    return 1 - 2 * bits.astype(np.float32)
+
+
+def _seven_signs(seven: np.ndarray) -> np.ndarray:
+    """Bytes of seven signs with the eighth, by which an even number are negative."""
+    odd = np.unpackbits(seven.astype(np.uint8)[..., None], axis=-1).sum(axis=-1, dtype=np.uint8) & 1
+    return seven.astype(np.uint8) | odd << np.uint8(7)
+
+
+def _signs_and_scale(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Words of IQ2_XXS and IQ3_XXS [n, 8] → signs float32 [n, 8, 4, 8], s + 1/2 float32 [n, 8]."""
+    seven = (words[..., None] >> np.arange(0, 28, 7, dtype=np.uint32)) & np.uint32(127)
+    return _plus_minus(_seven_signs(seven)), (words >> np.uint32(28)).astype(np.float32) + np.float32(0.5)
+
+
+def _half_steps(b: np.ndarray) -> np.ndarray:
+    """s + 1/2 of each 16 values, from nibbles: float32 [n, 16]."""
+    return _nibble_pairs(b["scales"]).astype(np.float32) + np.float32(0.5)
+
+
+def _nibble_pairs(packed: np.ndarray) -> np.ndarray:
+    """[n, m] bytes → [n, 2m] nibbles, the low one of each byte first."""
+    return _planes(packed, 4).transpose(0, 2, 1).reshape(len(packed), -1)
+
+
+def _decode_iq2_xxs(b: np.ndarray) -> np.ndarray:
+    signs, step = _signs_and_scale(b["qs"][:, :, 1])
+    index = np.ascontiguousarray(b["qs"][:, :, 0]).view(np.uint8).reshape(-1, 8, 4)
+    scale = _scale(b, "d") * step * np.float32(0.25)
+    return scale[:, :, None, None] * _points("IQ2_XXS", *_IQ2_VALUES)[index] * signs
+
+
+def _decode_iq2_xs(b: np.ndarray) -> np.ndarray:
+    signs = _plus_minus(_seven_signs(b["qs"] >> np.uint16(9)))
+    scale = _scale(b, "d") * _half_steps(b) * np.float32(0.25)
+    points = _points("IQ2_XS", *_IQ2_VALUES)[b["qs"] & np.uint16(511)] * signs
+    return scale[:, :, None, None] * points.reshape(-1, 16, 2, 8)
+
+
+def _decode_iq2_s(b: np.ndarray) -> np.ndarray:
+    high = _planes(b["qh"], 2).transpose(0, 2, 1).reshape(-1, 32).astype(np.uint16)
+    points = _points("IQ2_S", *_IQ2_VALUES)[b["qs"] | high << np.uint16(8)] * _plus_minus(b["signs"])
+    scale = _scale(b, "d") * _half_steps(b) * np.float32(0.25)
+    return scale[:, :, None, None] * points.reshape(-1, 16, 2, 8)
+
+
+def _decode_iq3_xxs(b: np.ndarray) -> np.ndarray:
+    signs, step = _signs_and_scale(b["signs"])
+    points = _points("IQ3_XXS", 4, 12, 20, 28, 36, 44, 52, 62)[b["qs"]]
+    scale = _scale(b, "d") * step * np.float32(0.5)
+    return scale[:, :, None, None] * points.reshape(-1, 8, 4, 8) * signs
+
+
+def _decode_iq3_s(b: np.ndarray) -> np.ndarray:
+    high = np.unpackbits(b["qh"], axis=-1, bitorder="little").astype(np.uint16)
+    points = _points("IQ3_S", *range(1, 16, 2))[b["qs"] | high << np.uint16(8)]
+    scale = _scale(b, "d") * (2 * _nibble_pairs(b["scales"]).astype(np.float32) + 1)
+    return (
+        scale[:, :, None, None] * points.reshape(-1, 8, 4, 8) * _plus_minus(b["signs"]).reshape(-1, 8, 4, 8)
+    )
+
+
+def _decode_iq1_s(b: np.ndarray) -> np.ndarray:
+    high = (b["qh"][:, :, None] >> np.arange(0, 12, 3, dtype=np.uint16)) & np.uint16(7)
+    points = _points("IQ1_S", -1, 0, 1)[b["qs"].reshape(-1, 8, 4) | high << np.uint16(8)]
+    scale = _scale(b, "d") * (2 * ((b["qh"] >> np.uint16(12)) & np.uint16(7)).astype(np.float32) + 1)
+    delta = np.where(b["qh"] >> np.uint16(15), np.float32(-0.125), np.float32(0.125))
+    return scale[:, :, None, None] * (points + delta[:, :, None, None])
+
+
+def _decode_iq1_m(b: np.ndarray) -> np.ndarray:
+    parts = (b["scales"] & np.uint16(0xF000)) >> np.array([12, 8, 4, 0], np.uint16)
+    d = np.bitwise_or.reduce(parts, axis=1).view(np.float16).astype(np.float32)
+    steps = (b["scales"][:, :, None] >> np.arange(0, 12, 3, dtype=np.uint16)) & np.uint16(7)
+    scale = d[:, None] * (2 * steps.reshape(-1, 16).astype(np.float32) + 1)
+    high = _nibble_pairs(b["qh"])
+    points = _points("IQ1_S", -1, 0, 1)[b["qs"] | (high & np.uint8(7)).astype(np.uint16) << np.uint16(8)]
+    delta = np.where(high & np.uint8(8), np.float32(-0.125), np.float32(0.125))
+    return scale[:, :, None, None] * (points + delta[:, :, None]).reshape(-1, 16, 2, 8)
+
+
 def _decode_float(b: np.ndarray) -> np.ndarray:
     return b.astype(np.float32)
 
@@ -333,6 +471,15 @@ _DECODERS: dict[GGMLType, Callable[[np.ndarray], np.ndarray]] = {
     _T.IQ4_NL: _decode_iq4_nl,
     _T.IQ4_XS: _decode_iq4_xs,
     _T.MXFP4: _decode_mxfp4,
+    _T.TQ1_0: _decode_tq1_0,
+    _T.TQ2_0: _decode_tq2_0,
+    _T.IQ1_S: _decode_iq1_s,
+    _T.IQ1_M: _decode_iq1_m,
+    _T.IQ2_XXS: _decode_iq2_xxs,
+    _T.IQ2_XS: _decode_iq2_xs,
+    _T.IQ2_S: _decode_iq2_s,
+    _T.IQ3_XXS: _decode_iq3_xxs,
+    _T.IQ3_S: _decode_iq3_s,
 }
 DECODABLE = frozenset(_DECODERS)
 
@@ -435,6 +582,36 @@ def _encode_mxfp4(x: np.ndarray) -> np.ndarray:
     return out
 
 
+def _ternary(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The largest magnitude d [n] and x / d rounded to 0, 1 or 2 for -d, 0 and d: uint8 [n, 256]."""
+    d = np.abs(x).max(axis=1, keepdims=True)
+    scaled = x * _inverse(d)
+    whole = np.trunc(scaled)
+    return d[:, 0], (whole + np.trunc(2 * (scaled - whole)) + 1).astype(np.uint8)  # halves away from zero
+
+
+def _encode_tq1_0(x: np.ndarray) -> np.ndarray:
+    out = np.empty(len(x), _TQ1_0)
+    out["d"], t = _ternary(x)
+
+    def packed(t: np.ndarray, digits: int) -> np.ndarray:
+        powers = np.array([81, 27, 9, 3, 1], np.uint16)[:digits, None]
+        number = (t.reshape(len(t), digits, -1) * powers).sum(axis=1, dtype=np.uint16)
+        return ((number * np.uint16(256) + np.uint16(242)) // np.uint16(243)).astype(np.uint8)  # rounded up
+
+    out["qs"] = np.concatenate([packed(t[:, :160], 5), packed(t[:, 160:240], 5)], axis=1)
+    out["qh"] = packed(t[:, 240:], 4)
+    return out
+
+
+def _encode_tq2_0(x: np.ndarray) -> np.ndarray:
+    out = np.empty(len(x), _TQ2_0)
+    out["d"], t = _ternary(x)
+    planes = t.reshape(-1, 2, 4, 32) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    out["qs"] = np.bitwise_or.reduce(planes, axis=2).reshape(-1, 64)
+    return out
+
+
 def _encode_bf16(x: np.ndarray) -> np.ndarray:
     bits = x.view(np.uint32)
     is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
@@ -453,6 +630,8 @@ _ENCODERS: dict[GGMLType, Callable[[np.ndarray], np.ndarray]] = {
     _T.Q5_1: lambda x: _encode_affine(x, _Q5_1, 31),
     _T.Q8_0: _encode_q8_0,
     _T.MXFP4: _encode_mxfp4,
+    _T.TQ1_0: _encode_tq1_0,
+    _T.TQ2_0: _encode_tq2_0,
 }
 ENCODABLE = frozenset(_ENCODERS)
 

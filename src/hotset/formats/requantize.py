@@ -72,6 +72,8 @@ TARGETS: dict[str, Target] = {
     "mxfp4": Target(_T.MXFP4, 38),
     "q3_k": Target(_T.Q3_K, 11),
     "q2_k": Target(_T.Q2_K, 10),
+    "tq2_0": Target(_T.TQ2_0, 37),
+    "tq1_0": Target(_T.TQ1_0, 36),
 }
 ALIASES = {"q5_k": "q5_k_m", "q4_k": "q4_k_m"}
 
@@ -79,8 +81,7 @@ FALLBACKS: dict[GGMLType, GGMLType] = {
     _T.Q6_K: _T.Q8_0,
     _T.Q5_K: _T.Q5_1,
     _T.Q4_K: _T.Q5_0,
-    _T.Q3_K: _T.Q4_0,
-    _T.Q2_K: _T.Q4_0,
+    **dict.fromkeys((_T.Q3_K, _T.Q2_K, _T.TQ2_0, _T.TQ1_0), _T.Q4_0),
     **dict.fromkeys((_T.Q8_0, _T.Q5_1, _T.Q5_0, _T.Q4_1, _T.Q4_0, _T.MXFP4), _T.F16),
 }
 """Where blocks do not divide the rows."""
