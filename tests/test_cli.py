@@ -260,6 +260,20 @@ def test_the_native_backend_is_the_default(model: Path) -> None:
     assert len(json.loads(again.stdout)["tokens"]) == 8
 
 
+@pytest.mark.parametrize("template", [True, False])
+def test_an_empty_line_of_a_chat_asks_nothing(template: bool) -> None:
+    from hotset.cli.chat import Chat
+
+    chat, asked = object.__new__(Chat), []
+    chat.template, chat.system, chat.messages, chat.commands = template, None, [], {}
+    chat._show = lambda prompt: asked.append(prompt) or "yes"  # type: ignore[method-assign]
+    for line in ("", " ", "\t \n"):
+        chat.handle(line)
+    assert asked == chat.messages == []
+    chat.handle(" a ")
+    assert len(asked) == 1
+
+
 def test_a_closed_pipe_is_silent(model: Path) -> None:
     options = ["-n", "200", "--ignore-eos", "--backend", "reference", "-s", "1"]
     command = [*COMMAND, "run", str(model), "Hello", *options]

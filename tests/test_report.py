@@ -275,6 +275,19 @@ def test_images_are_what_they_are_called():
         assert "layer" in texts  # labels are text
 
 
+def test_the_words_of_a_plot_have_its_numbers():
+    always = np.zeros((20, 8), bool)
+    always[:, :3] = True
+    plot = plots_of(curves_of(profile_of(always.sum(axis=0), n_tokens=20)), observed(always).result())[2]
+    assert "in the median layer 100% of a token's active neurons were active for the token before" in plot.alt
+    assert "; 100% would be if tokens were independent" in plot.alt
+    by_turns = np.zeros((20, 8), bool)
+    by_turns[::2, :4] = by_turns[1::2, 4:] = True
+    plot = plots_of(curves_of(profile_of(by_turns.sum(axis=0), n_tokens=20)), observed(by_turns).result())[2]
+    assert "in the median layer 0% of" in plot.alt
+    assert "; 50% would be" in plot.alt
+
+
 def test_a_band_lies_where_the_layers_do():
     axis = plots._new_figure(2.0).subplots()
     x, values = np.array([1.0, 2.0, 4.0]), np.array([[10, 20, 30], [14, 28, 42], [12, 24, 36], [11, 22, 33]])
