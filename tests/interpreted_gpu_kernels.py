@@ -352,10 +352,11 @@ def test_attention(
         turned = torch.cat([turned, turned[:1]])
     found, twin = (
         ops.attention(
-            turned, k_pages, v_pages, tables, sequences, positions, n_head=n_head, scale=0.3, window=window
+            turned, k_pages, v_pages, tables, sequences, positions, n_head=n_head, scale=0.3, window=window,
+            softcap=0.5 if rope == "norm" else 0.0,
         )
         for ops in (kernels, twins)
-    )
+    )  # fmt: skip
     if last == 1:
         assert not found[-1].any()
     # Scores are sums of dim products, and their errors go through exp into the weights of the values.

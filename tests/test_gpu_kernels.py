@@ -266,10 +266,10 @@ class Cache:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["f16", "f32"])
-@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (70, 0.0), (70, 0.5)])
 @pytest.mark.parametrize(("n_head", "n_head_kv", "dim", "dim_v"), [(4, 4, 16, 16), (6, 2, 24, 8)])
 def test_attention_equals_the_reference(
-    dtype: torch.dtype, window: int, n_head: int, n_head_kv: int, dim: int, dim_v: int
+    dtype: torch.dtype, window: int, softcap: float, n_head: int, n_head_kv: int, dim: int, dim_v: int
 ) -> None:
     cache = Cache([1, 64, 150, 65], n_head_kv, dim, dim_v, dtype)
     sequences, positions = cache.tokens(1000)
@@ -277,8 +277,9 @@ def test_attention_equals_the_reference(
     q, k, v = (randn(n, width) for width in (n_head * dim, n_head_kv * dim, n_head_kv * dim_v))
     values = [Value(i, x.shape[1], "qkv"[i]) for i, x in enumerate((q, k, v))]
     op = Attention(
-        Value(3, n_head * dim_v, "out"), *values, n_head, n_head_kv, dim, dim_v, 0.3, window, layer=0
-    )
+        Value(3, n_head * dim_v, "out"), *values, n_head, n_head_kv, dim, dim_v, 0.3, window,
+        softcap=softcap, layer=0,
+    )  # fmt: skip
     oracle = reference.ReferenceBackend(
         None, Graph([op], values), n_pages=len(cache.k), kv_type="f16" if dtype == torch.float16 else "f32"
     )
@@ -290,8 +291,9 @@ def test_attention_equals_the_reference(
     t = torch.from_numpy
     twins.store_kv(t(k), t(v), cache.k, cache.v, tables, sequences, positions)
     found = twins.attention(
-        t(q), cache.k, cache.v, tables, sequences, positions, n_head=n_head, scale=0.3, window=window
-    )
+        t(q), cache.k, cache.v, tables, sequences, positions, n_head=n_head, scale=0.3, window=window,
+        softcap=softcap,
+    )  # fmt: skip
     assert np.abs(found.numpy() - expected).max() < 200 * EPS * np.abs(v).max()
 
 
