@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,11 @@ from torch.utils._pytree import tree_leaves
 
 from hotset.backends.gpu import devices
 from hotset.backends.gpu.kernels import Kernels
+from hotset.backends.gpu.weights import DeviceWeights
 from hotset.backends.reference import ReferenceBackend
 from hotset.errors import DeviceError, OutOfMemoryError
+from hotset.formats.gguf import TensorInfo
+from hotset.formats.quants import GGMLType
 
 
 class Watch(TorchDispatchMode):
@@ -230,7 +234,25 @@ def test_memory_that_runs_out_is_a_sentence(tmp_path: Path, monkeypatch: pytest.
         gpu(ready.weights, graph, needed=100_001)
 
 
+def test_vectors_are_on_the_device_once() -> None:
+    values = np.arange(6, dtype=np.float32)
+    info = TensorInfo("norm", (6,), GGMLType.F32, values.nbytes, 0)
+    source = SimpleNamespace(tensors={"norm": info}, data=lambda name: values.view(np.uint8))
+    weights = DeviceWeights(source, torch.device("cpu"))
+    whole = weights.vector("norm")
+    assert weights.vector("norm") is weights.bias("norm") is whole
+    part = weights.vector("norm", 2, 3)
+    assert part.tolist() == [2, 3, 4]
+    assert weights.vector("norm", 2, 3) is part
+    assert weights.nbytes == 4 * (6 + 3)
+    assert weights.bias(None) is None
+
+
 def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    with pytest.raises(DeviceError, match="is built without cuda; install the build for it"):
+        devices.find_device("cuda:0")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceError, match="finds no cuda device; check its driver"):

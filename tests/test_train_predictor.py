@@ -33,7 +33,7 @@ from hotset.training import pairs as pair_files
 from hotset.training import predictor as training
 from hotset.training.pairs import LayerTaps, Pairs, collect, encode
 from hotset.training.predictor import PredictorSettings, Schedule, predictor_inputs, train_predictors
-from hotset.training.predictor_layer import Weights, calibrate
+from hotset.training.predictor_layer import Weights, calibrate, start
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from synthetic import Kind, Shape, write_sparse_model
@@ -81,6 +81,49 @@ def matrix(path: Path, name: str) -> np.ndarray:
     with open_gguf(path) as file:
         info = file.tensors[name]
         return dequantize(file.data(name), info.type, info.shape)
+
+
+# ---- the beginning ----
+
+
+class GivenPairs:
+    """What `start` asks of LayerPairs: float32 [n, n_embd], and how often each neuron fires."""
+
+    def __init__(self, inputs: np.ndarray, frequencies: np.ndarray) -> None:
+        self.inputs, self._frequencies = inputs, frequencies
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def batch(self, rows: np.ndarray) -> tuple[np.ndarray, None]:
+        return self.inputs[rows], None
+
+    def frequencies(self) -> np.ndarray:
+        return self._frequencies
+
+
+def test_a_predictor_begins_as_a_linear_one_and_with_units_that_weigh_nothing() -> None:
+    rng = np.random.default_rng(0)
+    inputs = (rng.standard_normal((4000, 4)) + 1).astype(np.float32)
+    frequencies = np.array([0.5, 0.2, 0.7, 0.1, 0.9, 0.4], np.float32)
+    decides = rng.standard_normal((6, 4)).astype(np.float32)
+    weights = start(GivenPairs(inputs, frequencies), decides, 16, "cpu", 0)  # type: ignore[arg-type]
+    n_linear = 1 + 2 * 4  # a constant, and each direction both ways
+    assert weights.fc2[:, :n_linear].all()
+    assert not weights.fc2[:, n_linear:].any()
+    assert weights.fc1[n_linear:].all()
+
+    def score(x: np.ndarray) -> np.ndarray:
+        return np.maximum(x @ weights.fc1.T, 0) @ weights.fc2.T
+
+    # Of the mean input each neuron has the odds that it has on average, ...
+    found = 1 / (1 + np.exp(-score(inputs.mean(axis=0))))
+    np.testing.assert_allclose(found, frequencies, atol=0.02)
+    # ... and of the others more or less, as its row says. (Four channels make no good constant.)
+    weights.fc1[0] = 0
+    scores, products = score(inputs), inputs @ decides.T
+    for i in range(6):
+        assert np.corrcoef(scores[:, i], products[:, i])[0, 1] > 0.999
 
 
 # ---- pairs ----
