@@ -517,6 +517,20 @@ def test_the_process_ignores_ctrl_c_and_is_replaced_when_it_dies(template):
     assert child(template) != process
 
 
+def test_a_child_that_dies_over_a_template_is_a_sentence(template, monkeypatch):
+    expected = template.render([{"role": "user", "content": "a"}])
+
+    def sent(child, request):
+        child.process.kill()
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(renderer._Child, "_send", sent)
+        with pytest.raises(TokenizerError, match=r"brought down the process that renders it .exit code "):
+            template.render([{"role": "user", "content": "a"}])
+    assert template.render([{"role": "user", "content": "a"}]) == expected
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_forked_process_has_a_renderer_of_its_own(template):
     process = child(template)
