@@ -320,6 +320,22 @@ class Model:
             raise sequence.error
         return rows
 
+    def embed(self, texts: Sequence[Prompt], *, pooling: str | None = None) -> np.ndarray:
+        """Each text, or list of token ids, as a vector of length 1: float32 [n_texts, n_embd].
+
+        The hidden states behind the last norm: their "mean", that of the first token ("cls") or of the last
+        ("last"); by default what the file says, else the mean. Raises ContextLengthError for a text that does
+        not fit in the context.
+        """
+        from hotset.engine.embedding import embed, pooling_of
+
+        if isinstance(texts, str):
+            raise InvalidRequestError('embed takes a list of texts, such as ["Hello"]')
+        chosen = pooling_of(self.gguf.metadata, pooling)
+        self._check_open()
+        with self._explained():
+            return embed(self.thread, self.graph, self.weights, [self.encode(text) for text in texts], chosen)
+
     def perplexity(self, text: str, *, n_ctx: int = 512, chunks: int | None = None) -> PerplexityResult:
         """Perplexity of a text by the protocol of llama-perplexity (see engine/perplexity.py)."""
         *_, result = self.perplexity_chunks(text, n_ctx=n_ctx, chunks=chunks)

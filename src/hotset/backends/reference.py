@@ -170,15 +170,10 @@ class ReferenceBackend:
             case Embed():
                 return lookup(self.weights, op, batch)
             case RMSNorm():
-                x = values[op.x.id].reshape(-1, op.n_head, op.x.width // op.n_head)
-                scale = 1 / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(op.eps))
-                return (x * scale * self._weight(op.weight)).reshape(-1, op.out.width)
+                return normalised(op, values[op.x.id], self._weight(op.weight), None)
             case LayerNorm():
-                x = values[op.x.id]
-                x = x - x.mean(axis=-1, keepdims=True)
-                x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(op.eps))
-                x = x * self._weight(op.weight)
-                return x if op.bias is None else x + self._weight(op.bias)
+                bias = None if op.bias is None else self._weight(op.bias)
+                return normalised(op, values[op.x.id], self._weight(op.weight), bias)
             case Linear():
                 rows = slice(op.first_row, op.first_row + op.out.width)
                 weight = self._weight(op.weight).reshape(-1, op.x.width)  # of one row: a vector in files
@@ -381,6 +376,20 @@ def softmax(x: np.ndarray, _: np.float32 | None = None) -> np.ndarray:
 def selected(op: Mask, scores: np.ndarray) -> np.ndarray:
     """The neurons that a mask lets through, bool [n_tokens, n_ff]: also those whose score is NaN."""
     return np.pad(~(scores < F32(op.threshold)), ((0, 0), (op.first, 0)), constant_values=True)
+
+
+def normalised(
+    op: RMSNorm | LayerNorm, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None
+) -> np.ndarray:
+    """The rows of x, [n, width], as a norm leaves them."""
+    if isinstance(op, RMSNorm):
+        x = x.reshape(-1, op.n_head, op.x.width // op.n_head)
+        scale = 1 / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(op.eps))
+        return (x * scale * weight).reshape(-1, op.out.width)
+    x = x - x.mean(axis=-1, keepdims=True)
+    x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(op.eps))
+    x = x * weight
+    return x if bias is None else x + bias
 
 
 def rotate(x: np.ndarray, positions: np.ndarray, op: Rotate) -> np.ndarray:

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple, Protocol, assert_never
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE, Backend, Batch, StepStats
+from hotset.backends.base import PAGE_SIZE, Backend, Batch, StepResult, StepStats
 from hotset.engine.counters import Counters
 from hotset.engine.kv_cache import ROOT, PagePool
 from hotset.engine.pacing import PROMPT_SECONDS, Chunk, PromptShare, divide, weigher
@@ -59,7 +59,7 @@ class EventSink(Protocol):
 
 
 class Sequence:
-    """One request on its way through the engine; made by `Engine.submit` and `Engine.score`.
+    """One request on its way through the engine; made by `Engine.prepare`, `score` and `prepare_tap`.
 
     tokens: prompt and generated token ids. n_prompt: how many of them are the prompt.
     n_reused: prompt tokens found in the cache. logprobs: one entry per generated token, if asked for.
@@ -94,6 +94,7 @@ class Sequence:
         "n_tokens_max",
         "n_told",
         "on_logits",
+        "on_tap",
         "pages",
         "preempted",
         "process",
@@ -103,6 +104,7 @@ class Sequence:
         "started",
         "step_stats",
         "stop_ids",
+        "tap",
         "tokens",
     )
 
@@ -113,7 +115,9 @@ class Sequence:
         self.n_tokens_max = n_tokens_max
         self.stop_ids: frozenset[int] = frozenset()
         self.on_logits: Callable[[int, np.ndarray], None] | None = None
-        self.first_output = 0  # the next position that on_logits waits for
+        self.first_output = 0  # the next position of the prompt that on_logits waits for
+        self.tap: str | None = None  # the value of the graph that on_tap waits for
+        self.on_tap: Callable[[int, np.ndarray], None] | None = None
         self.reuse_prefix = True
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
@@ -336,12 +340,7 @@ class Engine:
         position + 1, ..., beginning at `first`; the rows are valid during the call. The sequence finishes
         with "length". Raises ContextLengthError when the tokens do not fit.
         """
-        checked = self.checked(tokens)
-        if len(checked) > self.n_ctx:
-            raise ContextLengthError(
-                f"{len(checked)} tokens do not fit in the context of {self.n_ctx}; "
-                "load the model with a larger n_ctx"
-            )
+        checked = self._fitting(tokens)
         if not 0 <= first < len(checked):
             raise InvalidRequestError(
                 f"the first scored position must be in [0, {len(checked)}), not {first}"
@@ -351,6 +350,31 @@ class Engine:
         sequence.first_output = first
         sequence.reuse_prefix = reuse_prefix
         return sequence
+
+    def prepare_tap(
+        self, tokens: Tokens[int], name: str, on_tap: Callable[[int, np.ndarray], None]
+    ) -> Sequence:
+        """A sequence of which a value inside is wanted, and after which nothing is generated.
+
+        name: of a value of the graph with a row for each token. on_tap(position, rows) is called in order, in
+        the thread that computes, with float32 rows [n, width] of positions position, position + 1, ...
+        All tokens are computed, and no page of them is left to others. The sequence finishes with "length".
+        Raises ContextLengthError when the tokens do not fit.
+        """
+        checked = self._fitting(tokens)
+        sequence = Sequence(checked, None, len(checked))
+        sequence.tap, sequence.on_tap = name, on_tap
+        sequence.reuse_prefix = False
+        return sequence
+
+    def _fitting(self, tokens: Tokens[int]) -> list[int]:
+        checked = self.checked(tokens)
+        if len(checked) > self.n_ctx:
+            raise ContextLengthError(
+                f"{len(checked)} tokens do not fit in the context of {self.n_ctx}; "
+                "load the model with a larger n_ctx"
+            )
+        return checked
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends a queued sequence between two steps and frees its pages; a finished one stays as it is."""
@@ -478,7 +502,7 @@ class Engine:
         if not self._gave_way and not any(1 < n == _missing(sequence) for sequence, n in chunks):
             self._flight = _Flight(begun, self._prompt_share.seconds_of(units, n_answers), units)
         try:
-            logits = self.backend.step(batch).logits
+            result = self.backend.step(batch)
         except StepCancelledError:
             self.step_stats = None
             self._counted.cancelled_steps += 1
@@ -497,7 +521,7 @@ class Engine:
         self._counted.step_seconds += now - begun
         if self.collect_stats:
             self.step_stats = self.backend.stats()
-        return self._collect(chunks, logits, now)
+        return self._collect(chunks, result, now)
 
     def _schedule(self) -> list[tuple[Sequence, int]]:
         """Sequences of the next batch and how many tokens of each: decoding first, then prompts in chunks.
@@ -580,6 +604,8 @@ class Engine:
         So several answers of one prompt compute it once. What it waits for is in the next steps, whatever
         becomes of the other: one that leaves is not before it any more.
         """
+        if sequence.tap:
+            return False  # its pages are nobody else's
         n = sequence.n_registered
         page = tuple(sequence.tokens[n * PAGE_SIZE : (n + 1) * PAGE_SIZE])
         if len(page) < PAGE_SIZE:
@@ -621,14 +647,9 @@ class Engine:
                 tokens[n_tokens : n_tokens + n] = sequence.tokens[start : start + n]
                 positions[n_tokens : n_tokens + n] = np.arange(start, start + n)
                 sequences[n_tokens : n_tokens + n] = sequence.slot
-            if sequence.on_logits:
-                first = max(sequence.first_output - start, 0)
-                if first < n:
-                    outputs[n_outputs : n_outputs + n - first] = np.arange(n_tokens + first, n_tokens + n)
-                    n_outputs += n - first
-            elif start + n == len(sequence.tokens):
-                outputs[n_outputs] = n_tokens + n - 1
-                n_outputs += 1
+            n_rows = _n_rows(sequence, n)
+            outputs[n_outputs : n_outputs + n_rows] = np.arange(n_tokens + n - n_rows, n_tokens + n)
+            n_outputs += n_rows
             n_tokens += n
         return Batch(
             tokens[:n_tokens],
@@ -636,49 +657,48 @@ class Engine:
             sequences[:n_tokens],
             self._page_tables,
             outputs[:n_outputs],
+            tuple(sorted({sequence.tap for sequence, _ in chunks if sequence.tap})),
         )
 
-    def _collect(self, chunks: list[tuple[Sequence, int]], logits: np.ndarray, now: float) -> list[Sequence]:
-        """Samples, hands out logits, makes full pages findable, ends what is finished, and tells of it."""
+    def _collect(self, chunks: list[tuple[Sequence, int]], result: StepResult, now: float) -> list[Sequence]:
+        """Samples, hands out rows, makes full pages findable, ends what is finished, and tells of it."""
         changed = []
-        row = 0
+        row = token = 0
         for sequence, n in chunks:
             start, end = sequence.n_computed, sequence.n_computed + n
-            n_rows = 0
-            if sequence.on_logits:
-                n_rows = max(end - max(sequence.first_output, start), 0)
-            elif end == len(sequence.tokens):
-                n_rows = 1
-            rows = logits[row : row + n_rows]
-            row += n_rows
+            n_rows = _n_rows(sequence, n)
+            rows, first = result.logits[row : row + n_rows], token
+            row, token = row + n_rows, token + n
+            is_last = end == len(sequence.tokens)
             try:
                 # An interruption in here leaves n_computed behind: the chunk runs again, to the same bits.
-                if sequence.on_logits and n_rows:
+                if sequence.on_logits and sequence.first_output < min(end, sequence.n_prompt):
                     sequence.on_logits(end - n_rows, rows)
                     sequence.first_output = end  # not again, should the sequence lose its pages
-                elif n_rows:
-                    self._append_token(sequence, rows[0], now)
+                if sequence.on_tap and sequence.tap and end > sequence.first_output:
+                    new = max(sequence.first_output - start, 0)
+                    sequence.on_tap(start + new, result.taps[sequence.tap][first + new : token])
+                    sequence.first_output = end
+                if sequence.sampler and is_last:
+                    self._append_token(sequence, rows[-1], now)
             except Exception as error:
                 self._fail(sequence, error)
                 changed.append(sequence)
                 continue
             sequence.n_computed = end
             self._counted.prompt_tokens += max(min(end, sequence.n_prompt) - start, 0)
-            if end // PAGE_SIZE > sequence.n_registered:
+            if end // PAGE_SIZE > sequence.n_registered and not sequence.tap:
                 self._register_pages(sequence)
-            if sequence.on_logits:
-                if end == len(sequence.tokens):
-                    self._finish(sequence, "length")
-            elif n_rows:
+            if is_last:
                 constraint = sequence.sampler.constraint if sequence.sampler else None
                 complete = constraint is not None and constraint.finished
-                if complete or sequence.tokens[-1] in sequence.stop_ids:
+                if complete or (sequence.sampler and sequence.tokens[-1] in sequence.stop_ids):
                     self._finish(sequence, "stop")
                 elif len(sequence.tokens) >= sequence.n_tokens_max:
                     self._finish(sequence, "length")
                 else:
                     sequence.tell()
-            if n_rows:
+            if n_rows or is_last:
                 changed.append(sequence)
         return changed
 
@@ -767,5 +787,16 @@ def _missing(sequence: Sequence) -> int:
 
 def _reusable_pages(sequence: Sequence) -> int:
     """Pages that it may take from others: one token must be computed, and all whose logits are wanted."""
-    reusable = sequence.first_output if sequence.on_logits else len(sequence.tokens) - 1
+    reusable = len(sequence.tokens) - 1
+    if sequence.on_logits:
+        reusable = min(reusable, sequence.first_output)
     return reusable // PAGE_SIZE if sequence.reuse_prefix else 0
+
+
+def _n_rows(sequence: Sequence, n: int) -> int:
+    """Of how many tokens at the end of its next n the logits are wanted."""
+    end = sequence.n_computed + n
+    n_rows = int(sequence.sampler is not None and end == len(sequence.tokens))
+    if sequence.on_logits and end <= sequence.n_prompt:
+        n_rows = max(n_rows, end - max(sequence.first_output, sequence.n_computed))
+    return n_rows
