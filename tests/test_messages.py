@@ -153,9 +153,9 @@ def test_messages_without_calls_are_as_they_were():
 
 
 def test_a_template_that_fails_for_another_reason_says_that():
+    messages = conversation()
+    messages[1]["tool_calls"][0]["id"] = "call_1"
     with pytest.raises(TokenizerError, match="length 9"):
-        messages = conversation()
-        messages[1]["tool_calls"][0]["id"] = "call_1"
         render(MISTRAL, messages)
 
 

@@ -264,10 +264,12 @@ class Model:
         reuse_prefix: bool = True,
         *,
         shown: Collection[int] = (),
+        around: str | None = None,
     ) -> Generation:
         """An answer that has not begun: for whoever gives its sequence to the thread and takes the events.
 
-        shown: special tokens that its text spells out (`output_form.shown_ids`).
+        shown: special tokens that its text spells out (`output_form.shown_ids`). around: what surrounds the
+        form that params ask for (`output_form.around`).
         Raises ContextLengthError, and InvalidRequestError for a token or a bias outside the vocabulary and
         for a schema or grammar that cannot be used; HotsetError where what it needs is not installed.
         """
@@ -277,7 +279,7 @@ class Model:
             params,
             stop_ids=self.tokenizer.stop_ids,
             reuse_prefix=reuse_prefix,
-            constraint=self.grammars.constraint(*params.form) if params.form else None,
+            constraint=self.grammars.constraint(*params.form, around) if params.form else None,
         )
         return Generation(self.thread, sequence, params, self.tokenizer, self.summary, shown)
 

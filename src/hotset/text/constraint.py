@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +55,9 @@ class Grammars:
         self.tokenizer = tokenizer
         self._library: LLTokenizer | None = None
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()  # none has taken a token
+        self._kept: OrderedDict[tuple[str, str, str | None], LLMatcher] = (
+            OrderedDict()
+        )  # none has taken a token
 
     @property
     def library(self) -> LLTokenizer:
@@ -64,29 +67,37 @@ class Grammars:
                 self._library = _vocabulary(self.tokenizer)
             return self._library
 
-    def constraint(self, kind: str, text: str) -> GrammarConstraint:
+    def constraint(self, kind: str, text: str, around: str | None = None) -> GrammarConstraint:
         """What an answer must follow, from its first token on.
 
         kind: "json_schema", "regex" (the whole answer matches), or "grammar" (GBNF, which has a rule
-        `root ::=`, or llguidance's Lark, which has a rule `start:`).
+        `root ::=`, or llguidance's Lark, which has a rule `start:`). around: Lark of what the model writes
+        besides, in which that is `@answer` (output_grammar.py).
         Raises InvalidRequestError for a text that is none, is not supported, or takes too much.
         """
-        key = (kind, text)
+        key = (kind, text, around)
         with self._lock:
             matcher = self._kept.get(key)
             if matcher is not None:
                 self._kept.move_to_end(key)
         if matcher is None:
-            matcher = self._compiled(kind, text)
+            matcher = self._compiled(kind, text, around)
             with self._lock:
                 self._kept[key] = matcher
                 while len(self._kept) > _MAX_KEPT:
                     self._kept.popitem(last=False)
         return GrammarConstraint(matcher.deep_copy(), self.tokenizer.n_vocab)
 
-    def _compiled(self, kind: str, text: str) -> LLMatcher:
+    @cached_property
+    def _marks(self) -> list[str]:
+        tokenizer = self.tokenizer
+        return [piece for id, piece in enumerate(tokenizer.tokens) if piece and is_marker(tokenizer, id)]
+
+    def _compiled(self, kind: str, text: str, around: str | None) -> LLMatcher:
         home = _home()
-        grammar = _tried(kind, text, home)
+        # Lark may name them; what other kinds have in common with them is not meant.
+        marks = self._marks if kind == "grammar" or around else []
+        grammar = _tried({"kind": kind, "text": text, "around": around, "marks": marks}, home)
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(verbose_errors=False)
@@ -158,8 +169,9 @@ def _home() -> str:
     return str(Path(spec.origin).resolve().parent.parent)
 
 
-def _tried(kind: str, text: str, home: str) -> str:
+def _tried(request: dict[str, Any], home: str) -> str:
     """What llguidance makes of a grammar, once it has been compiled elsewhere within limits."""
+    kind, text = request["kind"], request["text"]
     if len(text) > MAX_TEXT_CHARS:
         raise InvalidRequestError(
             f"the {_NAMES[kind]} has {len(text)} characters, and at most {MAX_TEXT_CHARS} are accepted"
@@ -171,7 +183,7 @@ def _tried(kind: str, text: str, home: str) -> str:
     try:
         child = subprocess.run(
             command,
-            input=json.dumps({"kind": kind, "text": text}).encode(),
+            input=json.dumps(request).encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd=os.path.abspath(os.sep),

@@ -1,9 +1,9 @@
 """What runs in the process that tries a grammar before the model's own process takes it.
 
 `constraint.py` starts it by its path, with the folder of llguidance and limits as arguments. A grammar comes
-in on stdin, {"kind": ..., "text": ...}, and what llguidance makes of it goes out: {"grammar": ...}, or
-{"error": ...}. Inside llguidance a grammar may take minutes, gigabytes or the whole stack: here it takes
-this process.
+in on stdin, {"kind": ..., "text": ..., "around": ..., "marks": [...]}, and what llguidance makes of it goes
+out: {"grammar": ...}, or {"error": ...}. Inside llguidance a grammar may take minutes, gigabytes or the whole
+stack: here it takes this process.
 
 Nothing of hotset is imported, and nothing heavy: a request waits for it.
 """
@@ -61,6 +61,15 @@ def compiled(kind: str, text: str) -> str:
     return LLMatcher.grammar_from_lark(text)
 
 
+def surrounded(grammar: str, around: str | None) -> str:
+    """A grammar within another, in whose Lark it is `@answer`."""
+    if around is None:
+        return grammar
+    inner = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+    inner[0]["name"] = "answer"
+    return json.dumps({"grammars": [{"lark_grammar": around}, *inner]})
+
+
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
@@ -82,12 +91,30 @@ def _gbnf_escape(match: re.Match[str]) -> str:
     return rf"\x{code:02x}" if code < 128 else chr(code)  # the converter drops zeros of longer ones
 
 
-def tried(grammar: str) -> str | None:
-    """What is wrong with it, or None. Goes some bytes along, as answers would."""
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+class _Bytes:
+    """A vocabulary of bytes, an end of text, and marks: that of the model would take long to hand over."""
 
+    bos_token_id = None
+    eos_token_id = 256
+
+    def __init__(self, marks: list[str]) -> None:
+        self.tokens = [bytes([i]) for i in range(255)] + [b"", b"\xff<end>", b"\xff<mark>"]
+        self.tokens += [b"\xff" + mark.encode("utf-8", "replace") for mark in marks]
+
+    def __call__(self, text: str) -> list[int]:
+        return list(text.encode("utf-8", "replace"))
+
+
+def tried(grammar: str, marks: list[str]) -> str | None:
+    """What is wrong with it, or None. Goes some bytes along, as answers would."""
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+    grammar = re.sub(r"<\[\d+\]>", "<[257]>", grammar)  # ids of the model's own
     matcher = LLMatcher(
-        LLTokenizer("byte"), grammar, log_level=0, limits=LLParserLimits(verbose_errors=False)
+        LLTokenizer(TokenizerWrapper(_Bytes(marks))),
+        grammar,
+        log_level=0,
+        limits=LLParserLimits(verbose_errors=False),
     )
     for _ in range(_TRIED_TOKENS):
         if matcher.is_error():
@@ -98,9 +125,7 @@ def tried(grammar: str) -> str | None:
             return "too slow: it takes half a second to find what may come next"
         if matcher.is_stopped():
             break
-        allowed = [
-            i for i in range(256) if i // 8 < len(mask) and mask[i // 8] >> i % 8 & 1
-        ]  # (the byte tokenizer has its end of text behind them)
+        allowed = [i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1 and i != _Bytes.eos_token_id]
         if not allowed:
             break
         matcher.consume_token(allowed[len(allowed) // 2])
@@ -131,8 +156,8 @@ def main(home: str, max_seconds: str, max_bytes: str) -> None:
 
     def work() -> None:
         try:
-            grammar = compiled(request["kind"], request["text"])
-            error = tried(grammar)
+            grammar = surrounded(compiled(request["kind"], request["text"]), request["around"])
+            error = tried(grammar, request["marks"])
             answer.update({"grammar": grammar} if error is None else {"error": error})
         except MemoryError:
             pass

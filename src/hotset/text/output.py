@@ -7,6 +7,12 @@
     parts = parser.finish()                                   # once, after the last piece
     parser.n_calls                                            # 0, or the answer ended to call functions
 
+Where the form of the answer is given the model still thinks first, if it does; and a tool may be required:
+
+    params = replace(params, grammar=form.calls_grammar(tools, name=None))    # tool_choice "required"
+    generation = model.prepare(tokens, params, shown=..., around=form.around(prompt, calls=True))
+    # response_format: params have json_schema=..., and around=form.around(prompt)
+
 Marks that are special tokens have no text in an answer as it is decoded for a reader: `shown_ids` are those
 that the decoder must spell out for the parser. A request that wants neither calls nor reasoning apart and a
 template that is not harmony's need no parser, and no marks.
@@ -14,11 +20,11 @@ template that is not harmony's need no parser, and no marks.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from hotset.text import reasoning, tool_calls
+from hotset.text import output_grammar, reasoning, tool_calls
 from hotset.text.parts import Part, Text, merged
 from hotset.text.tokenizer import Tokenizer
 
@@ -41,11 +47,13 @@ class Parser(Protocol):
 class OutputForm:
     """How a model writes answers, by its chat template.
 
-    calls: how it calls functions; None where that is not known (what it writes is then text).
-    thinks: the marks between which it thinks, None for none; harmony's are part of `calls`.
+    template: its text. calls: how it calls functions; None where that is not known (what it writes is then
+    text). thinks: the marks between which it thinks, None for none; harmony's are part of `calls`.
     shown_ids: special tokens whose text the parser must see.
     """
 
+    template: str
+    tokenizer: Tokenizer
     calls: tool_calls.Form | None
     thinks: reasoning.Marks | None
     shown_ids: frozenset[int]
@@ -57,7 +65,7 @@ class OutputForm:
         marks = (*(tool_calls.MARKS[calls] if calls else ()), *(thinks or ()))
         ids = (tokenizer.vocabulary.get(mark) for mark in marks)
         shown = frozenset(id for id in ids if id is not None and tokenizer.is_special(id))
-        return OutputForm(calls, thinks, shown)
+        return OutputForm(template, tokenizer, calls, thinks, shown)
 
     def parser(self, prompt: str, *, tools: Collection[str] = (), apart: bool = True) -> Parser:
         """For one answer to a rendered prompt, of which the end is enough.
@@ -71,6 +79,18 @@ class OutputForm:
         reads_calls = self.calls is not None and (bool(tools) or self.calls == "harmony")
         second = tool_calls.parser_of(self.calls, set(tools)) if self.calls and reads_calls else None
         return _Chain(first, second)
+
+    def calls_grammar(
+        self, tools: Sequence[Mapping[str, Any]], *, name: str | None = None, parallel: bool = True
+    ) -> str:
+        """For SamplingParams(grammar=...), where a tool must be called; see output_grammar.calls_grammar."""
+        return output_grammar.calls_grammar(
+            self.template, self.tokenizer, tools, name=name, parallel=parallel
+        )
+
+    def around(self, prompt: str, *, calls: bool = False) -> str | None:
+        """For `prepare(around=...)` of an answer of a given form; see output_grammar.around."""
+        return output_grammar.around(self.template, self.tokenizer, prompt, calls=calls)
 
 
 class _Chain:
