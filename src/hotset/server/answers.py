@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 from hotset.engine.engine import Event
 from hotset.engine.engine import Sequence as EngineSequence
@@ -27,6 +27,8 @@ from hotset.engine.sampler import SamplingParams, TokenLogprobs
 from hotset.errors import HotsetError
 from hotset.generation import Generation
 from hotset.server.errors import NotReadyError, RequestError, problem_of
+from hotset.text.output import Parser
+from hotset.text.parts import CallArguments, CallStart, Part, Reasoning, Text
 
 log = logging.getLogger("hotset.server")
 
@@ -38,9 +40,9 @@ class AnswerRequest:
     """What is asked for: either a conversation or prompts that are continued as they stand.
 
     messages: as OpenAI's clients write them. tools: their JSON schemas, in OpenAI's shape; tool_choice:
-    "none", "auto", "required", or the name of a function in {"name": ...}. template: further variables of
-    the chat template. prompts: texts or token ids. n: answers to each. params: how tokens are chosen; the
-    i-th of n answers has the seed + i.
+    "none", "auto", "required", or the name of a function in {"name": ...}; parallel_tool_calls: False ends an
+    answer with its first call. template: further variables of the chat template. prompts: texts or token
+    ids. n: answers to each. params: how tokens are chosen; the i-th of n answers has the seed + i.
     prompt_logprobs: None, or how many of the likeliest tokens are wanted beside each token of the prompt.
     generates: False for the prompt's logprobs alone.
     stream: whether deltas are wanted as they come; without it they come with the end.
@@ -51,6 +53,7 @@ class AnswerRequest:
     prompts: Sequence[str | Sequence[int]] = ()
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str | Mapping[str, str] = "auto"
+    parallel_tool_calls: bool = True
     template: Mapping[str, Any] = field(default_factory=dict)
     n: int = 1
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -192,10 +195,15 @@ def arguments_object(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """A prompt and what is to become of it. scores: of its own tokens, where they are wanted."""
+    """A prompt and what is to become of it.
+
+    parsers: what reads each of the answers; None where all is text. scores: of the prompt's own tokens, where
+    they are wanted.
+    """
 
     tokens: list[int]
     generations: list[Generation]
+    parsers: list[Parser | None]
     scores: PromptLogprobs | None = None
 
 
@@ -225,7 +233,12 @@ class Answer:
         self.prompts = prompts
         self.created = int(time.time())
         self.generations = [generation for prompt in prompts for generation in prompt.generations]
-        self._parts = [_Part(i, generation) for i, generation in enumerate(self.generations)]
+        parsers = [parser for prompt in prompts for parser in prompt.parsers]
+        several = request.parallel_tool_calls
+        self._parts = [
+            _Part(i, generation, parser, several)
+            for i, (generation, parser) in enumerate(zip(self.generations, parsers, strict=True))
+        ]
         self._n_open = len(self._parts)
         self._ready: list[Delta] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -273,6 +286,7 @@ class Answer:
             sum(len(prompt.tokens) for prompt in self.prompts),
             sum(one.sequence.n_reused for one in read if one.sequence is not None),
             sum(part.n_tokens for part in self._parts),
+            sum(part.n_reasoning for part in self._parts),
         )
 
     @property
@@ -386,13 +400,16 @@ def _raise_end(event: Event) -> None:
 
 
 class _Part:
-    """One of the answers on its way from chunks to deltas."""
+    """One of the answers on its way from chunks to deltas. several: whether it may have several calls."""
 
-    def __init__(self, index: int, generation: Generation) -> None:
+    def __init__(self, index: int, generation: Generation, parser: Parser | None, several: bool) -> None:
         self.index = index
         self.generation = generation
         self.reason: Reason | None = None
         self.n_tokens = 0
+        self.n_reasoning = 0
+        self._parser = parser
+        self._several = several
         self._tokens: list[int] = []  # whose text is still to come: half a character, half a stop string
         self._logprobs: list[TokenLogprobs] = []
 
@@ -403,11 +420,35 @@ class _Part:
         stop_ids = self.generation.sequence.stop_ids
         self._tokens += [token for token in chunk.tokens if token not in stop_ids]  # these have no text
         self._logprobs += [one for one in chunk.logprobs if one.token not in stop_ids]
+        ends = chunk.finish_reason is not None
         found: list[Delta] = []
-        if chunk.text:
-            found.append(TextDelta(self.index, chunk.text, self._tokens, self._logprobs))
-            self._tokens, self._logprobs = [], []
-        if chunk.finish_reason is not None:
-            self.reason = "length" if chunk.finish_reason == "length" else "stop"
+        for part in self._read(chunk.text, ends):
+            if isinstance(part, CallStart) and part.call and not self._several:
+                ends = True  # the first call was whole: what comes is nobody's
+                break
+            found.append(self._delta(part))
+        if ends:
+            calls = self._parser is not None and self._parser.n_calls and chunk.finish_reason != "length"
+            self.reason = "tool_calls" if calls else "length" if chunk.finish_reason == "length" else "stop"
             found.append(Finished(self.index, self.reason, self.generation.stop))
         return found
+
+    def _read(self, text: str, ends: bool) -> list[Part]:
+        if self._parser is None:
+            return [Text(text)] if text else []
+        return self._parser.push(text) + (self._parser.finish() if ends else [])
+
+    def _delta(self, part: Part) -> Delta:
+        tokens, logprobs = self._tokens, self._logprobs
+        self._tokens, self._logprobs = [], []
+        match part:
+            case Text():
+                return TextDelta(self.index, part.text, tokens, logprobs)
+            case Reasoning():
+                self.n_reasoning += len(tokens)
+                return ReasoningDelta(self.index, part.text)
+            case CallStart():
+                return ToolCallStart(self.index, part.call, part.id, part.name)
+            case CallArguments():
+                return ToolCallArguments(self.index, part.call, part.text)
+        assert_never(part)

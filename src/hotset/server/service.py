@@ -23,6 +23,7 @@ from hotset.server.activity import ActivityReport
 from hotset.server.answers import Answer, AnswerRequest, PreparedPrompt
 from hotset.server.errors import NotReadyError, QueueFullError, RequestError
 from hotset.server.metrics import Metrics
+from hotset.server.outputs import Output, output_of
 from hotset.server.settings import ServerSettings
 
 _P = ParamSpec("_P")
@@ -84,7 +85,8 @@ class Service:
     def _opened(self) -> Model:
         model = self._load()
         try:
-            _ = model.tokenizer, model.chat_template  # made now: the first to ask would wait for them
+            # Made now: the first to ask would wait for them, and two at once would make them twice.
+            _ = model.tokenizer, model.chat_template, model.output_form, model.grammars
         except BaseException:
             model.close()
             raise
@@ -223,23 +225,28 @@ class Service:
 
 def _prepared(model: Model, request: AnswerRequest) -> list[PreparedPrompt]:
     """What a request makes the engine do, checked; in a thread."""
+    output = output_of(model, request)
     if request.messages is not None:
-        tools = [dict(tool) for tool in request.tools] or None
-        prompts = [model.encode_chat(request.messages, tools, variables=request.template)]
+        tokens = model.encode_chat(request.messages, output.tools, variables=request.template)
+        prompts = [output.tokens(model, tokens)]
     else:
         prompts = [model.encode(prompt) for prompt in request.prompts]
-    return [_prepared_prompt(model, request, prompt) for prompt in prompts]
+    return [_prepared_prompt(model, request, output, prompt) for prompt in prompts]
 
 
-def _prepared_prompt(model: Model, request: AnswerRequest, tokens: list[int]) -> PreparedPrompt:
+def _prepared_prompt(
+    model: Model, request: AnswerRequest, output: Output, tokens: list[int]
+) -> PreparedPrompt:
     scores = None
     if request.prompt_logprobs is not None:
         scores = PromptLogprobs(model.engine, tokens, request.prompt_logprobs)
-    generations, params, seed = [], request.params, request.params.seed
+    generations, params, seed = [], output.params, output.params.seed
+    parsers = [output.parser(model, tokens) for _ in range(request.n)]
+    shown = model.output_form.shown_ids if parsers[0] is not None else ()
     for i in range(request.n):
         own = params if seed is None or not i else replace(params, seed=(seed + i) % 2**64)
-        generations.append(model.prepare(tokens, own, request.reuse_prefix))
-    return PreparedPrompt(tokens, generations, scores)
+        generations.append(model.prepare(tokens, own, request.reuse_prefix, shown=shown))
+    return PreparedPrompt(tokens, generations, parsers, scores)
 
 
 class _Mail:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from hotset.engine.sampler import TokenLogprobs
 from hotset.server.activity import ActivityWatch
@@ -37,6 +37,50 @@ class TextFormat(Body):
     type: Literal["text"]
 
 
+class JsonObjectFormat(Body):
+    type: Literal["json_object"]
+
+
+class NamedSchema(Body):
+    """strict: answers follow the schema whatever it says."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    name: str
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class Function(Body):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatStreamOptions(StreamOptions):
     """include_activity: chunks tell what happened inside for each token (server/activity.py)."""
 
@@ -53,7 +97,10 @@ class ChatBody(SamplingFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     max_completion_tokens: int | None = None
     modalities: list[Literal["text"]] | None = None
-    response_format: TextFormat | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def request(self) -> AnswerRequest:
@@ -61,11 +108,20 @@ class ChatBody(SamplingFields):
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        form, choice = self.response_format, self.tool_choice
+        forms: dict[str, Any] = {}
+        if isinstance(form, JsonObjectFormat):
+            forms["json_object"] = True
+        elif isinstance(form, JsonSchemaFormat):
+            forms["json_schema"] = form.json_schema.json_schema
         return AnswerRequest(
             messages=self.messages,
+            tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
+            tool_choice={"name": choice.function.name} if isinstance(choice, NamedTool) else choice or "auto",
+            parallel_tool_calls=self.parallel_tool_calls is not False,
             template=self.chat_template_kwargs or {},
             n=self.n or 1,
-            params=self.sampling(logprobs=logprobs, max_tokens=self.max_completion_tokens),
+            params=self.sampling(logprobs=logprobs, max_tokens=self.max_completion_tokens, **forms),
             stream=bool(self.stream),
             reuse_prefix=self.cache_prompt is not False,
         )

@@ -52,6 +52,9 @@ class SamplingFields(Body):
     ignore_eos: bool | None = None
     n_predict: int | None = None
     cache_prompt: bool | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+    regex: str | None = None
 
     # Who asks, for the statistics of a provider: nothing here depends on it.
     user: str | None = None
@@ -67,10 +70,13 @@ class SamplingFields(Body):
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling(self, *, logprobs: int | None, max_tokens: int | None = None) -> SamplingParams:
+    def sampling(
+        self, *, logprobs: int | None, max_tokens: int | None = None, **forms: Any
+    ) -> SamplingParams:
         """Checked: InvalidRequestError for a value that means nothing, or two that disagree.
 
-        logprobs: as in SamplingParams. max_tokens: the field of another name for it.
+        logprobs: as in SamplingParams. max_tokens: the field of another name for it. forms: what the answer
+        must follow, beside the fields for it.
         """
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is for a stream; leave it out", param="stream_options")
@@ -89,7 +95,14 @@ class SamplingFields(Body):
             "max_tokens": _one("max_tokens", max_tokens, self.max_tokens, self.n_predict),
             "ignore_eos": self.ignore_eos,
             "logprobs": logprobs,
+            "grammar": self.grammar,
+            "regex": self.regex,
+            "json_schema": self.json_schema,
         }
+        for name, value in forms.items():
+            if given.get(name) is not None:
+                raise RequestError(f"response_format and {name} both say what to follow", param=name)
+            given[name] = value
         if given["max_tokens"] == -1:  # llama.cpp's way to say: as many as it takes
             given["max_tokens"] = None
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})

@@ -1,0 +1,354 @@
+"""Calls of functions, reasoning and forms of answers, as OpenAI's clients ask for them and read them.
+
+What the model "writes" is written for it: its logits are replaced by those of a text, one byte after the
+other, so that every form can be tried. Where the answer is constrained the tiny model writes for itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tiny_server import MESSAGES, client_of, events_of, write_model
+
+from hotset.backends.base import Batch, StepResult
+from hotset.server.service import Service
+
+pytest.importorskip("llguidance")
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+EOS = 257
+HERMES = (
+    "{% if tools %}<tool_call>{{ tools | tojson }}\n{% endif %}{% for m in messages %}{{ m.role }}:"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+LLAMA = HERMES.replace("<tool_call>", "<|python_tag|>")
+MISTRAL = HERMES.replace("<tool_call>", "[TOOL_CALLS]")
+THINKS = HERMES + "{% if add_generation_prompt and not closed %}<think>\n{% endif %}{# </think> #}"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"$ref": "#/$defs/days"}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+            "$defs": {"days": {"type": "integer", "minimum": 1, "maximum": 7}},
+        },
+    },
+}
+CLOCK = {
+    "type": "function",
+    "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}},
+}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
+PARAMS = {"temperature": 0, "max_tokens": 120}
+
+
+def written(service: Service, text: str) -> None:
+    """From now on the model writes this, and ends."""
+    ids = [*text.encode(), EOS]
+    step = service.model.backend.step
+    next_of: dict[int, tuple[int, int]] = {}  # by sequence: the position that comes next, and its byte
+
+    def scripted(batch: Batch) -> StepResult:
+        result = step(batch)
+        for row, output in enumerate(batch.outputs):
+            sequence, position = int(batch.sequences[output]), int(batch.positions[output])
+            expected, n = next_of.get(sequence, (-1, 0))
+            n = n if position == expected else 0
+            next_of[sequence] = position + 1, n + 1
+            result.logits[row] = -50.0
+            result.logits[row, ids[min(n, len(ids) - 1)]] = 50.0
+        return result
+
+    service.model.backend.step = scripted  # type: ignore[method-assign]
+
+
+def run(tmp_path: Path, template: str, work: Callable[[httpx.AsyncClient, Service], Awaitable[None]]) -> None:
+    keys = {"tokenizer.chat_template": template, "llama.context_length": 2048}
+    path = write_model(tmp_path / "tiny.gguf", **keys)
+
+    async def whole() -> None:
+        async with client_of(path, load={"n_ctx": 2048}) as (client, service):
+            await work(client, service)
+
+    asyncio.run(whole())
+
+
+async def both(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
+    """The message of a whole answer, which the stream's pieces make up as well; with its finish_reason."""
+    body = {"messages": MESSAGES} | PARAMS | body
+    reply = await client.post(CHAT, json=body)
+    assert reply.status_code == 200, reply.text
+    choice = reply.json()["choices"][0]
+    message, reason = choice["message"], choice["finish_reason"]
+    events, done = events_of((await client.post(CHAT, json=body | {"stream": True})).text)
+    assert done
+    streamed: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+    last = None
+    for event in events:
+        for piece in event["choices"]:
+            delta, last = piece["delta"], piece["finish_reason"] or last
+            streamed["content"] += delta.get("content") or ""
+            streamed["reasoning_content"] += delta.get("reasoning_content") or ""
+            for call in delta.get("tool_calls", ()):
+                if call["index"] == len(streamed["tool_calls"]):
+                    assert call["type"] == "function"
+                    streamed["tool_calls"].append({"name": call["function"]["name"], "arguments": ""})
+                streamed["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    assert streamed["tool_calls"] == calls
+    assert streamed["content"] == (message["content"] or "")
+    assert streamed["reasoning_content"] == message.get("reasoning_content", "")
+    assert last == reason
+    ids = [call["id"] for call in message.get("tool_calls", ())]
+    assert len(set(ids)) == len(ids)
+    return {
+        "content": message["content"],
+        "calls": calls,
+        "reason": reason,
+        "usage": reply.json()["usage"],
+    } | {"reasoning": message.get("reasoning_content")}
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (HERMES, f"I look.\n{CALL}\n" + CALL.replace("Rome", "Oslo")),
+        (
+            LLAMA,
+            '{"name": "get_weather", "parameters": {"city": "Rome", "days": 2}}; '
+            '{"name": "get_weather", "parameters": {"city": "Oslo", "days": 2}}',
+        ),
+        (
+            MISTRAL,
+            'I look.[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}, '
+            '{"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}]',
+        ),
+    ],
+)
+def test_calls_in_the_form_of_the_model(tmp_path: Path, template: str, text: str):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        written(service, text)
+        found = await both(client, tools=[WEATHER, CLOCK], max_tokens=400)
+        assert [call["name"] for call in found["calls"]] == ["get_weather"] * 2
+        assert json.loads(found["calls"][0]["arguments"]) == {"city": "Rome", "days": 2}
+        assert json.loads(found["calls"][1]["arguments"]) == {"city": "Oslo", "days": 2}
+        assert found["content"] == (None if template == LLAMA else "I look.")
+        assert found["reason"] == "tool_calls"
+        one = await both(client, tools=[WEATHER], parallel_tool_calls=False, max_tokens=400)
+        assert len(one["calls"]) == 1
+        assert json.loads(one["calls"][0]["arguments"])["city"] == "Rome"
+        assert one["reason"] == "tool_calls"
+
+    run(tmp_path, template, work)
+
+
+def test_without_tools_or_with_none_a_call_is_text(tmp_path: Path):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        written(service, CALL)
+        for body in ({}, {"tools": [WEATHER], "tool_choice": "none"}, {"tools": []}):
+            found = await both(client, **body)
+            assert (found["content"], found["calls"], found["reason"]) == (CALL, [], "stop")
+        prompt = await client.post(COMPLETIONS, json={"prompt": "a", "stop": "zz"} | PARAMS)
+        assert prompt.json()["choices"][0]["text"] == CALL
+
+    run(tmp_path, HERMES, work)
+
+
+@pytest.mark.parametrize("bad", ['{"city": ', "[1, 2", '{"city": "Rome",}', "nonsense", '{"a": "\\'])
+def test_arguments_that_are_no_json_are_passed_on(tmp_path: Path, bad: str):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        written(service, f'<tool_call>\n{{"name": "get_weather", "arguments": {bad}')
+        found = await both(client, tools=[WEATHER])
+        assert found["reason"] in ("tool_calls", "stop")
+        assert found["calls"] or found["content"]
+
+    run(tmp_path, HERMES, work)
+
+
+def test_a_call_that_is_cut_short(tmp_path: Path):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        written(service, CALL)
+        found = await both(client, tools=[WEATHER], max_tokens=60)
+        assert found["reason"] == "length"
+        assert found["calls"][0]["arguments"].startswith('{"city')
+
+    run(tmp_path, HERMES, work)
+
+
+@pytest.mark.parametrize("template", [HERMES, LLAMA, MISTRAL, THINKS])
+def test_a_function_that_must_be_called(tmp_path: Path, template: str):
+    """The model, whose every parameter is random, writes what fits the schema."""
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        named = {"type": "function", "function": {"name": "get_weather"}}
+        for choice, tools in ((named, [CLOCK, WEATHER]), ("required", [WEATHER])):
+            for seed in (1, 2, 3):
+                body = {"tools": tools, "tool_choice": choice, "temperature": 1.5, "seed": seed}
+                found = await both(client, **body)
+                assert found["reason"] == "tool_calls"
+                (call,) = found["calls"]
+                assert call["name"] == "get_weather"
+                arguments = json.loads(call["arguments"])
+                assert arguments.keys() == {"city", "days"}
+                assert arguments["city"] in ("Rome", "Oslo")
+                assert 1 <= arguments["days"] <= 7
+        called = set()
+        for seed in range(8):
+            body = {"tools": [CLOCK, WEATHER], "tool_choice": "required", "temperature": 1.5, "seed": seed}
+            (call,) = (await both(client, **body, max_tokens=300))["calls"]
+            called.add(call["name"])
+            if call["name"] == "get_weather":
+                assert json.loads(call["arguments"]).keys() == {"city", "days"}
+        assert called == {"clock", "get_weather"}
+
+    run(tmp_path, template, work)
+
+
+def test_strict_tools_where_the_model_may_choose(tmp_path: Path):
+    """A call that the model begins follows the schema from there on; text is free."""
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}  # type: ignore[operator]
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        script = 'Well.<tool_call>\n{"name": "get_weather", "arguments": {"town": "Paris"}}\n</tool_call>'
+        written(service, script)
+        found = await both(client, tools=[strict, CLOCK], max_tokens=300)
+        assert found["content"] == "Well."
+        arguments = json.loads(found["calls"][0]["arguments"])
+        assert arguments.keys() == {"city", "days"}
+
+    run(tmp_path, HERMES, work)
+
+    async def refused(client: httpx.AsyncClient, service: Service) -> None:
+        reply = await client.post(CHAT, json={"messages": MESSAGES, "tools": [strict]} | PARAMS)
+        assert reply.status_code == 400
+        assert "strict is not supported" in reply.json()["error"]["message"]
+
+    run(tmp_path, MISTRAL, refused)
+
+
+def test_the_way_back_of_calls(tmp_path: Path):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        call = {
+            "id": "call_1",
+            "type": "function",
+            "function": {"name": "get_weather", "arguments": '{"city": "Rome", "days": 1}'},
+        }
+        messages = [
+            *MESSAGES,
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+        ]
+        reply = await client.post(CHAT, json={"messages": messages, "tools": [WEATHER]} | PARAMS)
+        assert reply.status_code == 200, reply.text
+
+    run(tmp_path, HERMES, work)
+
+
+def test_tools_that_are_none(tmp_path: Path):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        async def refused(**body: Any) -> str:
+            reply = await client.post(CHAT, json={"messages": MESSAGES} | PARAMS | body)
+            assert reply.status_code == 400, reply.text
+            return str(reply.json()["error"]["message"])
+
+        assert "two tools" in await refused(tools=[WEATHER, WEATHER])
+        named = {"type": "function", "function": {"name": "other"}}
+        assert "no tool 'other'" in await refused(tools=[WEATHER], tool_choice=named)
+        assert "no tools" in await refused(tool_choice="required")
+        assert "name" in await refused(tools=[{"type": "function", "function": {"name": "a b"}}])
+        assert "tools.0" in await refused(tools=[{"type": "web_search"}])
+        text = {"response_format": {"type": "json_object"}}
+        assert "together" in await refused(tools=[WEATHER], **text)
+        broken = {"type": "function", "function": {"name": "f", "parameters": {"type": "made up"}}}
+        assert "JSON schema" in await refused(tools=[broken], tool_choice="required")
+
+    run(tmp_path, HERMES, work)
+
+
+def test_a_model_that_knows_no_tools_says_so(tmp_path: Path):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        reply = await client.post(CHAT, json={"messages": MESSAGES, "tools": [WEATHER]} | PARAMS)
+        assert reply.status_code == 400
+        assert reply.json()["error"]["param"] == "tools"
+        assert "does not know any" in reply.json()["error"]["message"]
+
+    run(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}", work)
+
+
+def test_reasoning_is_apart(tmp_path: Path):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        written(service, f"Hmm, hm.\n</think>\n\nYes.\n{CALL}")
+        found = await both(client, tools=[WEATHER])
+        assert (found["reasoning"], found["content"]) == ("Hmm, hm.", "Yes.")
+        assert found["calls"][0]["name"] == "get_weather"
+        details = found["usage"]["completion_tokens_details"]
+        assert 8 <= details["reasoning_tokens"] <= 20
+        assert details["reasoning_tokens"] < found["usage"]["completion_tokens"]
+        plain = await both(client, chat_template_kwargs={"closed": True})
+        assert plain["reasoning"] is None
+
+    run(tmp_path, THINKS, work)
+
+
+@pytest.mark.parametrize("template", [HERMES, THINKS])
+def test_forms_of_answers(tmp_path: Path, template: str):
+    """What the tiny model writes follows, whatever the seed; a thought that the template begins is closed."""
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}, "b": {"enum": ["x", "yy"]}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        for seed in range(6):
+            draw = {"temperature": 1.5, "seed": seed}
+            found = json.loads((await both(client, response_format=form, **draw))["content"])
+            assert set(found) == {"a", "b"}
+            assert 0 <= found["a"] <= 9
+            assert found["b"] in ("x", "yy")
+            assert (await both(client, regex="(ab|c){3}", **draw))["content"].count("c") <= 3
+            by_rules = (await both(client, grammar='root ::= "yes" | "no"', **draw))["content"]
+            assert by_rules in ("yes", "no")
+            body = {"prompt": "a", "json_schema": schema, "max_tokens": 100} | draw
+            text = (await client.post(COMPLETIONS, json=body)).json()["choices"][0]["text"]
+            assert json.loads(text)["b"] in ("x", "yy")
+        found = await both(client, response_format={"type": "json_object"}, temperature=0, max_tokens=30)
+        assert found["content"].lstrip().startswith("{")
+        assert (await both(client, response_format={"type": "text"}, max_tokens=3))["reason"] == "length"
+
+    run(tmp_path, template, work)
+
+
+def test_forms_that_are_none(tmp_path: Path):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        for body in (
+            {"response_format": {"type": "json_schema"}},
+            {"response_format": {"type": "xml"}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": {"type": "?"}},
+                }
+            },
+            {"grammar": "root ::= ("},
+            {"regex": "("},
+            {"regex": "a", "grammar": 'root ::= "a"'},
+            {"json_schema": {}, "response_format": {"type": "json_object"}},
+        ):
+            reply = await client.post(CHAT, json={"messages": MESSAGES} | PARAMS | body)
+            assert reply.status_code == 400, (body, reply.text)
+
+    run(tmp_path, HERMES, work)
