@@ -56,6 +56,13 @@ def test_parameters_reach_the_sampler():
     assert asked.stream
 
 
+def test_a_format_is_what_the_answer_must_follow():
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    config = {"format": {"type": "json_schema", "schema": schema}}
+    assert request(output_config=config).params.form == ("json_schema", json.dumps(schema))
+    assert request(output_config={}).params.form is None
+
+
 def test_system_is_a_text_or_blocks():
     assert turns(HELLO, system="be brief")[0] == {"role": "system", "content": "be brief"}
     blocks = [
@@ -296,6 +303,16 @@ def test_a_stop_sequence_is_named(path: Path, model: hotset.Model):
         assert message["stop_reason"] == "stop_sequence"
         assert message["stop_sequence"] == stop
         assert message["content"][0]["text"] == text[: text.index(stop)]
+
+    run(path, work)
+
+
+def test_an_answer_follows_its_format(path: Path):
+    async def work(client: httpx.AsyncClient) -> None:
+        config = {"format": {"type": "json_schema", "schema": {"type": "boolean"}}}
+        message = (await client.post("/v1/messages", json=BODY | {"output_config": config})).json()
+        assert message["content"][0]["text"] in ("true", "false")
+        assert message["stop_reason"] == "end_turn"
 
     run(path, work)
 

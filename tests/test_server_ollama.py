@@ -100,6 +100,9 @@ def test_options_reach_the_sampler():
     assert request(options=None).params == hotset.SamplingParams()
     assert request(think=False).template == {"enable_thinking": False}
     assert request(think="low").template == {"enable_thinking": True, "reasoning_effort": "low"}
+    assert request(format={"type": "boolean"}).params.form == ("json_schema", '{"type": "boolean"}')
+    assert request(format="json").params.json_object
+    assert request(format="").params.form is None
     with pytest.raises(HotsetError, match="num_ctx is 257, and the model was loaded with a context of 256"):
         request(options={"num_ctx": 257})
     with pytest.raises(HotsetError, match="top_logprobs needs logprobs"):
@@ -257,6 +260,15 @@ def test_chat_and_generate_are_what_the_model_says(path: Path, model: hotset.Mod
         raw = asked | {"raw": True, "stream": False}
         line = (await client.post("/api/generate", json=raw)).json()
         assert line["response"] == model.generate("hello", temperature=0, max_tokens=24).text
+
+    run(path, work)
+
+
+def test_an_answer_follows_its_format(path: Path):
+    async def work(client: httpx.AsyncClient) -> None:
+        asked = BODY | {"format": {"type": "boolean"}, "stream": False}
+        line = (await client.post("/api/chat", json=asked)).json()
+        assert line["message"]["content"] in ("true", "false")
 
     run(path, work)
 

@@ -57,6 +57,13 @@ def test_parameters_reach_the_sampler():
     assert request(include=["message.output_text.logprobs"]).params.logprobs == 0
 
 
+def test_a_format_is_what_the_answer_must_follow():
+    form = {"type": "json_schema", "name": "answer", "schema": {"type": "boolean"}, "strict": True}
+    assert request(text={"format": form}).params.form == ("json_schema", '{"type": "boolean"}')
+    assert request(text={"format": {"type": "json_object"}}).params.json_object
+    assert request(text={"format": {"type": "text"}}).params.form is None
+
+
 def test_input_is_a_text_or_items():
     assert request().messages == [{"role": "user", "content": "hello"}]
     found = request(instructions="be brief").messages
@@ -268,6 +275,16 @@ def test_a_response_and_its_stream_are_what_the_model_says(path: Path, model: ho
         assert "".join(event.delta for event in deltas) == expected
         assert all(event.logprobs for event in deltas)
         assert events[-1].response.output_text == expected
+
+    run(path, work)
+
+
+def test_an_answer_follows_its_format(path: Path):
+    async def work(client: httpx.AsyncClient, _: Any) -> None:
+        form = {"type": "json_schema", "name": "answer", "schema": {"type": "boolean"}}
+        body = (await client.post("/v1/responses", json=BODY | {"text": {"format": form}})).json()
+        assert types.Response.model_validate(body).output_text in ("true", "false")
+        assert body["text"] == {"format": form}
 
     run(path, work)
 

@@ -239,6 +239,7 @@ def answer_request(body: MessagesBody) -> AnswerRequest:
         "top_k": body.top_k,
         "stop": body.stop_sequences,
         "max_tokens": body.max_tokens,
+        "json_schema": body.output_config and body.output_config.format and body.output_config.format.schema_,
     }
     return AnswerRequest(
         messages=conversation(body.system, body.messages),

@@ -256,6 +256,8 @@ def _params(body: AnswerBody, n_ctx: int) -> SamplingParams:
         "stop": options.stop,
         "max_tokens": None if n_predict in (-1, -2) else n_predict,  # as many as fit
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+        "json_object": body.format == "json",
+        "json_schema": body.format if isinstance(body.format, dict) else None,
     }
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 

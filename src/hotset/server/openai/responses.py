@@ -198,6 +198,7 @@ def answer_request(body: ResponsesBody) -> AnswerRequest:
         "top_p": body.top_p,
         "max_tokens": body.max_output_tokens,
         "logprobs": body.logprobs,
+        **_form(body.text),
     }
     return AnswerRequest(
         messages=conversation(body.instructions, body.input),
@@ -244,6 +245,16 @@ def conversation(instructions: str | None, items: str | list[Item]) -> list[Turn
 
 def _joined(content: str | list[TextPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _form(text: TextSettings | None) -> dict[str, Any]:
+    """What the answer must follow, as SamplingParams has it."""
+    match text and text.format:
+        case JsonSchema(schema_=schema):
+            return {"json_schema": schema}
+        case JsonObject():
+            return {"json_object": True}
+    return {}
 
 
 def _tool(tool: FunctionTool) -> dict[str, Any]:
