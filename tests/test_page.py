@@ -857,9 +857,9 @@ def test_a_refusal_is_shown_and_the_conversation_goes_on(server: FakeServer, ope
     say(page, "long")
     assert page.locator(".failed").inner_text() == "the prompt has 9 tokens and the context 8: shorten it"
     page.get_by_role("button", name="Again").click()
-    page.get_by_text("64 answers wait already Try again in 3 s.").wait_for()
+    page.locator(".failed", has_text="64 answers wait already. Try again in 3 s.").wait_for()
     page.get_by_role("button", name="Again").click()
-    page.get_by_text("the step failed").wait_for()
+    page.locator(".failed", has_text="the step failed").wait_for()
     assert answers(page) == ["Half"]
     page.get_by_role("button", name="Again").click()
     page.get_by_text("Whole.", exact=True).wait_for()

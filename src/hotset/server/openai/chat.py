@@ -28,7 +28,6 @@ from hotset.server.replies import DONE, JsonReply, event
 from hotset.server.service import Service
 from hotset.server.shapes import EVENT_STREAM, ChatReply, documented
 from hotset.server.streams import service_of, streamed, whole
-from hotset.text.tokenizer import Tokenizer
 
 router = APIRouter()
 
@@ -103,6 +102,10 @@ class ChatBody(SamplingFields):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    @property
+    def includes_activity(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_activity
+
     def request(self) -> AnswerRequest:
         """Raises what is wrong with it."""
         if self.top_logprobs and not self.logprobs:
@@ -131,9 +134,7 @@ class ChatBody(SamplingFields):
 async def chat_completions(body: ChatBody, http: Request) -> Response:
     service = service_of(http)
     service.check_name(body.model)
-    request, reply = body.request(), _Reply(service.name, service.model.tokenizer, body)
-    if body.stream_options is not None and body.stream_options.include_activity:
-        reply.service = service
+    request, reply = body.request(), _Reply(service, body)
     if request.stream:
         return await streamed(http, request, reply.events)
     answer, choices = await whole(http, request)
@@ -143,10 +144,10 @@ async def chat_completions(body: ChatBody, http: Request) -> Response:
 class _Reply:
     """One answer in OpenAI's JSON."""
 
-    def __init__(self, model: str, tokenizer: Tokenizer, body: ChatBody) -> None:
+    def __init__(self, service: Service, body: ChatBody) -> None:
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._model, self._tokenizer, self._body = model, tokenizer, body
-        self.service: Service | None = None  # whose activity the stream tells, too
+        self._service, self._body = service, body
+        self._tokenizer = service.model.tokenizer
 
     def body(self, answer: Answer, choices: Sequence[Choice]) -> dict[str, Any]:
         return self._head(answer, "chat.completion") | {
@@ -166,10 +167,12 @@ class _Reply:
 
         for i in range(len(answer.generations)):
             yield chunk(i, {"role": "assistant", "content": ""})
-        watch = self.service and ActivityWatch(self.service.activity, answer.generations)
+        watch = None
+        if self._body.includes_activity:
+            watch = ActivityWatch(self._service.activity, answer.generations)
         async for delta in answer:
-            if self.service and watch:
-                more["hotset"] = {"activity": await self.service.in_thread(watch.new, delta.index)}
+            if watch is not None:
+                more["hotset"] = {"activity": await self._service.in_thread(watch.new, delta.index)}
             match delta:
                 case TextDelta():
                     logprobs = self._logprobs(delta.logprobs)
@@ -190,7 +193,7 @@ class _Reply:
         yield DONE
 
     def _head(self, answer: Answer, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": answer.created, "model": self._model}
+        return {"id": self.id, "object": kind, "created": answer.created, "model": self._service.name}
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}

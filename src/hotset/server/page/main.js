@@ -219,7 +219,9 @@ function onAnswerError(error, message, activity) {
     return;
   }
   message.failed = error.message;
-  if (error.retryAfter !== null) message.failed += ` Try again in ${Math.ceil(error.retryAfter)} s.`;
+  if (error.retryAfter !== null) {
+    message.failed = `${message.failed.replace(/[.;,]$/, "")}. Try again in ${Math.ceil(error.retryAfter)} s.`;
+  }
   announce(message.failed);
   if (error.kind === "network") lookAgain(FIRST_WAIT);
   if (error.kind === "network") notice("server", "The server does not answer. Trying again.");
