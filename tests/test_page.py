@@ -852,6 +852,8 @@ def test_a_refusal_is_shown_and_the_conversation_goes_on(server: FakeServer, ope
         Refusal(429, "64 answers wait already", {"Retry-After": "2.4"}),
         ["Half", {"error": {"message": "the step failed"}}],
         ["Whole."],
+        Refusal(400, "too long"),
+        ["Short."],
     ]
     page = opened(server.url)
     say(page, "long")
@@ -866,6 +868,11 @@ def test_a_refusal_is_shown_and_the_conversation_goes_on(server: FakeServer, ope
     done(page)
     assert page.locator(".failed").is_hidden()
     assert sent(server) == [("user", "long")]
+    say(page, "too long")
+    say(
+        page, "short"
+    )  # what was not answered is not asked again: many templates refuse two questions in a row
+    assert sent(server) == [("user", "long"), ("assistant", "Whole."), ("user", "short")]
 
 
 def test_a_connection_that_breaks_and_comes_back(server: FakeServer, opened: Any) -> None:

@@ -5,7 +5,7 @@ import { heat, inks, onSchemeChange } from "./colours.js";
 import { announce, h } from "./dom.js";
 import { percent } from "./units.js";
 
-const WIDTHS = [16, 12, 9, 6, 4, 3, 2]; // of a column; the widest of which all fit, else the narrowest, and it scrolls
+const WIDEST = 16, NARROWEST = 2; // columns: all of them fit as long as they can, then the map scrolls
 const LEFT = 34, RIGHT = 58, TOP = 34, BOTTOM = 20, BAR = 12, GAP = 8;
 
 export class HeatMap {
@@ -72,7 +72,7 @@ export class HeatMap {
     const width = this.element.clientWidth;
     const rows = this.activity.nLayers, n = this.activity.length;
     const mapWidth = Math.max(width - LEFT - RIGHT - GAP, 60);
-    const column = WIDTHS.find((size) => size * n <= mapWidth) ?? WIDTHS.at(-1);
+    const column = Math.min(Math.max(mapWidth / Math.max(n, 1), NARROWEST), WIDEST);
     const row = Math.min(Math.max(300 / rows, 4), 22);
     return { width, rows, n, mapWidth, column, row, mapHeight: rows * row, height: TOP + rows * row + BOTTOM + BAR };
   }
@@ -160,6 +160,12 @@ export class HeatMap {
     this.drawChosen(pen, g, ink);
   }
 
+  /** Where a column begins and how wide it is, in whole pixels: else neighbours would shine through. */
+  edges(g, token) {
+    const left = LEFT + Math.round(token * g.column - g.offset);
+    return [left, LEFT + Math.round((token + 1) * g.column - g.offset) - left];
+  }
+
   drawCells(pen, g) {
     pen.save();
     pen.beginPath();
@@ -167,15 +173,14 @@ export class HeatMap {
     pen.clip();
     const gap = g.column >= 6 && g.row >= 6 ? 1 : 0;
     for (let token = g.first; token < g.last; token++) {
-      const x = LEFT + token * g.column - g.offset;
+      const [x, width] = this.edges(g, token);
       for (let layer = 0; layer < g.rows; layer++) {
         const share = this.activity.share(token, layer, this.place);
         if (share === null) continue;
         pen.fillStyle = heat(share / this.scale);
         const y = TOP + (g.rows - 1 - layer) * g.row;
-        // Whole pixels at the edges, else neighbours shine through.
         const bottom = Math.round(y + g.row), upper = Math.round(y);
-        pen.fillRect(x, upper, g.column - gap, bottom - upper - gap);
+        pen.fillRect(x, upper, width - gap, bottom - upper - gap);
       }
     }
     pen.restore();
@@ -193,11 +198,12 @@ export class HeatMap {
       const height = Math.max(room * Math.min(entry.active_share / this.scale, 1), 1);
       const chosen = this.chosen?.token === token;
       pen.fillStyle = chosen ? ink.ink : token === 0 ? ink.line : ink.ember;
-      const x = LEFT + token * g.column - g.offset;
-      pen.fillRect(x, TOP - 5 - height, Math.max(g.column - 1, 1), height);
+      const [x, width] = this.edges(g, token);
+      const gap = width > 3 ? 1 : 0;
+      pen.fillRect(x, TOP - 5 - height, width - gap, height);
       if (token > 0 && entry.step_tokens > 1) { // other requests were in the step
         pen.fillStyle = ink.cool;
-        pen.fillRect(x, TOP - 4, Math.max(g.column - 1, 1), 2);
+        pen.fillRect(x, TOP - 4, width - gap, 2);
       }
     }
     pen.restore();
@@ -254,15 +260,15 @@ export class HeatMap {
   drawChosen(pen, g, ink) {
     if (!this.chosen || this.chosen.token >= g.n) return;
     const { token, layer } = this.chosen;
-    const x = LEFT + token * g.column - g.offset, y = TOP + (g.rows - 1 - layer) * g.row;
+    const [x, width] = this.edges(g, token), y = TOP + (g.rows - 1 - layer) * g.row;
     if (x < LEFT - 1 || x > LEFT + g.mapWidth) return;
     pen.strokeStyle = ink.ink;
     pen.lineWidth = 1;
     pen.globalAlpha = 0.35;
-    pen.strokeRect(x - 0.5, TOP - 0.5, g.column, g.mapHeight);
-    pen.strokeRect(LEFT - 0.5, y - 0.5, g.mapWidth, g.row);
+    pen.strokeRect(x - 0.5, TOP - 0.5, width, g.mapHeight);
+    pen.strokeRect(LEFT - 0.5, y - 0.5, Math.min(g.mapWidth, Math.round(g.n * g.column)), g.row);
     pen.globalAlpha = 1;
     pen.lineWidth = 2;
-    pen.strokeRect(x - 1, y - 1, g.column + 1, g.row + 1);
+    pen.strokeRect(x - 1, y - 1, width + 1, g.row + 1);
   }
 }

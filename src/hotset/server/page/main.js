@@ -178,7 +178,10 @@ async function answer() {
 
 function bodyOf(messages) {
   const system = settings.system ? [{ role: "system", content: settings.system }] : [];
-  const sent = messages.filter((message) => message.content !== "").map(({ role, content }) => ({ role, content }));
+  // A question without an answer goes with it: many templates refuse two questions in a row.
+  const empty = (message) => message?.role === "assistant" && message.content === "";
+  const kept = messages.filter((message, i) => !empty(message) && !empty(messages[i + 1]));
+  const sent = kept.map(({ role, content }) => ({ role, content }));
   return {
     ...(model.id === null ? {} : { model: model.id }),
     messages: [...system, ...sent],
