@@ -71,7 +71,8 @@ std::vector<float> to_vector(const std::optional<Floats>& array) {
 }
 
 Activation checked_activation(int kind) {
-    require(kind >= 0 && kind <= int(Activation::Sigmoid), "there is no activation " + std::to_string(kind));
+    require(kind >= 0 && kind <= int(Activation::ClampedPlusOne),
+            "there is no activation " + std::to_string(kind));
     return Activation(kind);
 }
 
@@ -321,8 +322,8 @@ class PlanBuilder {
     void attention(int q, int k, int v, int out, int n_head, int n_head_kv, int head_dim, int head_dim_v,
                    float scale, float softcap, int window, int rope,
                    const std::optional<std::pair<Floats, float>>& q_norm,
-                   const std::optional<std::pair<Floats, float>>& k_norm, int kv_type,
-                   const WritableBytes& k_cache, const WritableBytes& v_cache,
+                   const std::optional<std::pair<Floats, float>>& k_norm, const std::optional<Floats>& sinks,
+                   int kv_type, const WritableBytes& k_cache, const WritableBytes& v_cache,
                    const std::optional<WritableBytes>& k_scale, const std::optional<WritableBytes>& v_scale) {
         require(n_head > 0 && n_head_kv > 0 && n_head % n_head_kv == 0 && n_head / n_head_kv <= kMaxGroup,
                 "query heads come in groups of equal size");
@@ -343,6 +344,8 @@ class PlanBuilder {
         facts.rope = rope;
         if (q_norm) facts.q_norm = make_norm(false, q_norm->first, std::nullopt, q_norm->second, head_dim);
         if (k_norm) facts.k_norm = make_norm(false, k_norm->first, std::nullopt, k_norm->second, head_dim);
+        require(!sinks || int(sinks->size()) == n_head, "every query head has a sink");
+        facts.sinks = to_vector(sinks);
         require(kv_type >= 0 && kv_type <= 2, "a cache is F32, F16 or Q8_0");
         facts.kv = {KvType(kv_type), n_head_kv,      head_dim, head_dim_v,
                     k_cache.data(),  v_cache.data(), nullptr,  nullptr};
@@ -875,7 +878,8 @@ NB_MODULE(_core, m) {
         .def("rotate", &PlanBuilder::rotate, "x"_a, "out"_a, "n_head"_a, "head_dim"_a, "rope"_a)
         .def("attention", &PlanBuilder::attention, "q"_a, "k"_a, "v"_a, "out"_a, "n_head"_a, "n_head_kv"_a,
              "head_dim"_a, "head_dim_v"_a, "scale"_a, "softcap"_a, "window"_a, "rope"_a, "q_norm"_a.none(),
-             "k_norm"_a.none(), "kv_type"_a, "k_cache"_a, "v_cache"_a, "k_scale"_a.none(), "v_scale"_a.none())
+             "k_norm"_a.none(), "sinks"_a.none(), "kv_type"_a, "k_cache"_a, "v_cache"_a, "k_scale"_a.none(),
+             "v_scale"_a.none())
         .def("activate", &PlanBuilder::activate, "kind"_a, "threshold"_a, "x"_a, "out"_a)
         .def("add", &PlanBuilder::add, "a"_a, "b"_a, "out"_a)
         .def("multiply", &PlanBuilder::multiply, "a"_a, "b"_a, "out"_a)

@@ -190,10 +190,11 @@ struct AttentionFacts {
     int n_head = 0;
     KvLayer kv;
     float scale = 1.0f;
-    float softcap = 0.0f;  // 0: none
-    int window = 0;        // 0: none
-    int rope = -1;         // index of a rope of the plan, -1: none (already rotated)
-    Norm q_norm, k_norm;   // per head; empty weight: none
+    float softcap = 0.0f;      // 0: none
+    int window = 0;            // 0: none
+    int rope = -1;             // index of a rope of the plan, -1: none (already rotated)
+    Norm q_norm, k_norm;       // per head; empty weight: none
+    std::vector<float> sinks;  // of each query head: a score without a value; empty: none
 };
 
 class Plan {

@@ -151,6 +151,10 @@ def layer_norm_bound(x: np.ndarray, weight: np.ndarray, bias: Any, eps: float) -
 def activation_bound(kind: str, x: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """Of one activation; beside the kernel's roundings the oracle's own, which cancel far below 0."""
     tail = TINY + np.abs(x) * (2 * TINY + 4e-16)  # where exp overflows, 0 is given for less than this
+    if kind == "clamped_plus_one":
+        return U * np.abs(expected) + TINY
+    if kind == "clamped_silu":  # the argument of exp is rounded once
+        return (EXP + 4 * U + 2 * U * np.abs(x)) * np.abs(expected) + tail
     if kind == "sigmoid":
         return (EXP + 2 * U) * np.abs(expected) + TINY
     if kind == "silu":  # x / (1 + exp(-x))
@@ -331,8 +335,11 @@ class Oracle(ReferenceBackend):
             for head in range(op.n_head):
                 k = keys[seen, head // group].astype(np.float64)
                 v = values[seen, head // group].astype(np.float64)
-                magnitude = np.abs(k) @ np.abs(q[head])
-                bound[token, head] = attention_bound(k @ q[head], magnitude, op.head_dim, v, op.softcap)
+                scores, magnitude = k @ q[head], np.abs(k) @ np.abs(q[head])
+                if op.sinks is not None:  # as a position without a value
+                    scores = np.append(scores, self._weight(op.sinks)[head])
+                    magnitude, v = np.append(magnitude, 0), np.vstack([v, np.zeros(v.shape[1])])
+                bound[token, head] = attention_bound(scores, magnitude, op.head_dim, v, op.softcap)
         return bound.reshape(len(slots), -1)
 
     def _weight(self, name: str) -> np.ndarray:

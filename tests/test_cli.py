@@ -672,6 +672,19 @@ def test_show_gives_the_facts_of_a_file(model: Path) -> None:
     assert re.search(r"tokenizer\.ggml\.tokens\s+\[!, \", #, \$, \.\.\. 101 in all\]", shown)
 
 
+def test_show_tells_experts_and_their_token_cycle(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "m.gguf", experts=(8, 2), n_ff_shared=32)
+    facts = json.loads(inside("show", path, "--json").stdout)
+    cycle = 2 * 2 * 3 * 64 * 96 * 4  # layers, experts of a token, matrices
+    assert facts["experts"] == {
+        "count": 8, "used": 2, "neurons": [96], "shared_neurons": 32, "layers": 2, "token_cycle": cycle
+    }  # fmt: skip
+    assert facts["active_parameters"] < facts["parameters"] / 2
+    shown = " ".join(inside("show", path).stdout.split())
+    assert "8 of 96 neurons in 2 layers, and 32 that all share; a token has 2" in shown
+    assert "294.9 kB of experts are read for a token" in shown
+
+
 def test_show_describes_what_it_cannot_run(tmp_path: Path) -> None:
     path = write_model(tmp_path / "x.gguf", architecture="zebra")
     facts = json.loads(inside("show", path, "--json").stdout)

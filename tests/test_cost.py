@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiny_gguf import write_relu
+from tiny_gguf import write_llama, write_relu
 
 from hotset.formats.gguf import TensorInfo, open_gguf
 from hotset.formats.quants import GGMLType, row_bytes
@@ -112,6 +112,21 @@ def test_fused_transposed_and_sign_products(tmp_path: Path) -> None:
         by_sign = Cost(describe(config, signs, Predictor("sign", (0.0, 0.0))), signs)
         assert by_sign.weight_bytes[GGMLType.I8] == 2 * 8 * 96
         assert by_sign.flops_per_token(9) == dense_flops
+
+
+def test_experts_count_as_far_as_a_token_has_them(tmp_path: Path) -> None:
+    path = write_llama(
+        tmp_path / "m.gguf", experts=(8, 3), biased=True, n_ff_shared=64, type_of=lambda _: GGMLType.Q8_0
+    )
+    with open_gguf(path) as gguf:
+        cost = Cost(describe(config_from_gguf(gguf), gguf.tensors), gguf.tensors)
+        of_experts = sum(info.nbytes for name, info in gguf.tensors.items() if "_exps." in name)
+        embedding = gguf.tensors["token_embd.weight"].nbytes
+        rest = sum(info.nbytes for info in gguf.tensors.values()) - of_experts
+        assert cost.token_cycle == of_experts * 3 // 8
+        assert sum(cost.weight_bytes.values()) == rest - embedding + embedding // 96 + of_experts * 3 // 8
+        attention, ffn = 64 * (128 + 64 + 64 + 128), 3 * 64 * (3 * 96 + 64)
+        assert cost.active_parameters == 2 * (attention + ffn + 8 * 64) + 96 * 64
 
 
 def test_planes_count_codes_and_scales(tmp_path: Path) -> None:

@@ -193,3 +193,30 @@ def test_exact_is_dense_inside_experts(tmp_path: Path) -> None:
             found[mode] = loaded.logits(ids)
     np.testing.assert_array_equal(found["dense"], found["exact"])
     assert found["dense"].shape[-1] == N_VOCAB
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "smallthinker-windows", "glm4moe-groups"])
+def test_the_same_bits_of_architectures_with_experts(tmp_path: Path, name: str) -> None:
+    """Sinks, windows, routers before attention, shared experts: however a step is cut."""
+    tiny_models = pytest.importorskip("tiny_models")
+    recipe = tiny_models.EXPERTS[name]
+    gguf = open_gguf(tiny_models.to_gguf(recipe, tiny_models.build(recipe), tmp_path))
+    ids, pages = tokens(100), [4, 2]
+    expected = logits_of(cpu(gguf, n_threads=1, isa="scalar"), ids, [], pages)
+    for isa in _core.available_isas():
+        backend = cpu(gguf, isa=isa, sparse=True)
+        for cuts in ([], [1, 2, 70], [9, 20, 99]):
+            np.testing.assert_array_equal(logits_of(backend, ids, cuts, pages), expected)
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    assert_every_operation_is_right(gguf, graph, cpu(gguf, kv_type="f32"), ids[:50], [40, 41], [3])
+
+
+def test_sinks_hold_over_many_splits_of_the_cache(tmp_path: Path) -> None:
+    tiny_models = pytest.importorskip("tiny_models")
+    recipe = tiny_models.EXPERTS["gpt-oss"]
+    model = tiny_models.build(recipe, max_position_embeddings=2048, sliding_window=2000)
+    gguf = open_gguf(tiny_models.to_gguf(recipe, model, tmp_path))
+    ids, pages = tokens(1100), list(range(18))
+    backend = cpu(gguf, max_batch=1100)
+    whole = logits_of(backend, ids, [], pages)
+    np.testing.assert_array_equal(logits_of(backend, ids, [500, 1098, 1099], pages), whole)

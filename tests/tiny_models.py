@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+from tiny_smallthinker import SmallThinker
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from hotset.convert.hf import convert_hf
@@ -45,7 +46,7 @@ class TinyModel:
     not called as the model is.
     """
 
-    kind: str  # of transformers' classes: "Llama" → LlamaConfig, LlamaForCausalLM
+    kind: str  # of transformers' classes: "Llama" → LlamaConfig, LlamaForCausalLM; or of `OWN`
     settings: dict[str, Any] = field(default_factory=dict)
     patch: Callable[[torch.nn.Module], None] | None = None
     written_as: dict[str, Any] = field(default_factory=dict)
@@ -220,6 +221,25 @@ RECIPES: dict[str, TinyModel] = {
 }
 
 
+OWN: dict[str, Callable[[dict[str, Any]], torch.nn.Module]] = {"SmallThinker": SmallThinker}
+"""Models that transformers lacks."""
+
+SMALLTHINKER = {
+    "head_dim": 16, "num_hidden_layers": 5, "moe_num_primary_experts": 6, "moe_ffn_hidden_size": 48,
+    "moe_num_active_primary_experts": 3, "rope_theta": 10000.0, "tie_word_embeddings": True,
+}  # fmt: skip
+GPT_OSS = {
+    "num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 24,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "truncate": False, "beta_fast": 32.0,
+        "beta_slow": 1.0, "original_max_position_embeddings": ROPE_ORIGINAL,
+    },
+}  # fmt: skip
+GLM_EXPERTS = {
+    "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "head_dim": 16,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "pad_token_id": 0,
+    "num_nextn_predict_layers": 1,
+}  # fmt: skip
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 EXPERTS: dict[str, TinyModel] = {
     "mixtral": TinyModel("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
@@ -239,32 +259,60 @@ EXPERTS: dict[str, TinyModel] = {
         {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64}
         | {"tie_word_embeddings": True},
     ),
+    "smallthinker": TinyModel("SmallThinker", SMALLTHINKER),
+    "smallthinker-windows": TinyModel(
+        "SmallThinker",
+        {**SMALLTHINKER, "sliding_window_layout": [0, 1, 1, 1, 0], "rope_layout": [0, 1, 1, 1, 0]}
+        | {"sliding_window_size": 24, "moe_primary_router_apply_softmax": True, "tie_word_embeddings": False},
+    ),
+    "gpt-oss": TinyModel("GptOss", GPT_OSS),
+    "gpt-oss-pattern": TinyModel(
+        "GptOss", {**GPT_OSS, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+    ),
+    "glm4moe": TinyModel("Glm4Moe", GLM_EXPERTS),
+    "glm4moe-groups": TinyModel(
+        "Glm4Moe",
+        {**GLM_EXPERTS, "n_group": 3, "topk_group": 2, "use_qk_norm": True, "attention_bias": True}
+        | {"n_shared_experts": 2, "norm_topk_prob": False, "first_k_dense_replace": 0},
+    ),
 }
 """Mixtures of experts."""
 
 
-def build(recipe: TinyModel, seed: int = 0, **settings: Any) -> torch.nn.Module:
-    """The model of a recipe, in evaluation mode, every parameter drawn anew."""
+def new_model(recipe: TinyModel, settings: dict[str, Any]) -> torch.nn.Module:
+    if recipe.kind in OWN:
+        return OWN[recipe.kind](settings)
     config_class = getattr(transformers, f"{recipe.config or recipe.kind}Config")
     model_class = getattr(transformers, f"{recipe.kind}ForCausalLM")
-    model = model_class(config_class(**{**SHAPE, **recipe.settings, **settings})).eval()
+    return model_class(config_class(**settings))
+
+
+def build(recipe: TinyModel, seed: int = 0, **settings: Any) -> torch.nn.Module:
+    """The model of a recipe, in evaluation mode, every parameter drawn anew."""
+    model = new_model(recipe, {**SHAPE, **recipe.settings, **settings}).eval()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
     if recipe.patch is not None:
         recipe.patch(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in [*model.named_parameters(), *drawn_buffers(model)]:
             noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith(".bias"):
+            if name.endswith(("bias", "sinks")):
                 parameter.copy_(0.3 * noise)
             elif "norm" in name or ".ln_" in name:
                 parameter.copy_(1 + 0.3 * noise)
             elif "embed" in name:
                 parameter.copy_(noise)
             else:  # gains above one: attention is sharp, and the residual stream drowns no layer
-                parameter.copy_(1.5 * noise / parameter.shape[-1] ** 0.5)
+                n_in = parameter.shape[-2 if recipe.kind == "GptOss" and parameter.dim() == 3 else -1]
+                parameter.copy_(1.5 * noise / n_in**0.5)
     return model
+
+
+def drawn_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """What a checkpoint has beside parameters: biases that choose experts."""
+    return [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("bias")]
 
 
 def save(recipe: TinyModel, model: torch.nn.Module, folder: Path, **how: Any) -> None:

@@ -65,6 +65,12 @@ inline V activate(Activation kind, V threshold, V x) {
             return threshold * x;
         case Activation::Sigmoid:
             return one / (one + exp(V::zero() - x));
+        case Activation::ClampedSilu: {
+            const V m = min(x, threshold);
+            return m / (one + exp(V::set(-1.702f) * m));
+        }
+        case Activation::ClampedPlusOne:
+            return max(min(x, threshold), V::zero() - threshold) + one;
     }
     return x;
 }

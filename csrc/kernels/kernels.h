@@ -129,6 +129,7 @@ using AttentionKernel = void (*)(const KvLayer& kv, int head, const int32_t* pag
                                  float* out);
 
 // SoftCap: threshold * tanh(x / threshold); Scale: threshold * x; Sigmoid: 1 / (1 + exp(-x)).
+// ClampedSilu: m * sigmoid(1.702 m), m = min(x, threshold); ClampedPlusOne: 1 + x, brought into +-threshold.
 enum class Activation : int {
     Silu = 0,
     Gelu = 1,
@@ -138,7 +139,9 @@ enum class Activation : int {
     FatRelu = 5,
     SoftCap = 6,
     Scale = 7,
-    Sigmoid = 8
+    Sigmoid = 8,
+    ClampedSilu = 9,
+    ClampedPlusOne = 10
 };
 
 struct Kernels {

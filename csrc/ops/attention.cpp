@@ -46,7 +46,7 @@ class Attention : public Op {
         const size_t heads = size_t(kStoreTokens + plan_.max_tokens() / kMaxChunks + 1) *
                              size_t(f_.n_head + f_.kv.n_head_kv) * f_.kv.head_dim;
         const size_t rows = tile_rows();
-        const size_t splits = size_t(max_splits_) * rows * (stride_ + 2) + 2 * max_splits_ +
+        const size_t splits = size_t(max_splits_) * rows * (stride_ + 2) + sink_floats() +
                               chunk_floats(most_chunk_units_) + rows * stride_;
         return {std::max(heads, splits) + size_t(f_.kv.head_dim) * (rows + 2), 0,
                 (query_floats() + part_rows() * (stride_ + 2)) * sizeof(float)};
@@ -199,8 +199,9 @@ class Attention : public Op {
         const TokenTile tile = this->tile(step, chunk / f_.kv.n_head_kv);
         const int64_t at = int64_t(chunk) * max_splits_ * tile_rows();
         float* out = worker.results.as<float>();
-        merge_rows(tile.count * group_, n_splits(step), this->parts() + at * stride_, this->states() + at,
-                   tile_rows(), out + int64_t(tile.count) * group_ * f_.kv.head_dim_v, out);
+        merge_rows(tile.count * group_, chunk % f_.kv.n_head_kv, n_splits(step), this->parts() + at * stride_,
+                   this->states() + at, tile_rows(), out + int64_t(tile.count) * group_ * f_.kv.head_dim_v,
+                   out);
         if (!worker.begin_commit()) return;
         write(tile, chunk % f_.kv.n_head_kv, out);
         worker.end_commit();
@@ -254,20 +255,36 @@ class Attention : public Op {
             if (worker.cancelled()) return false;
             attend(step, tile, head, split, states + split * rows, parts + int64_t(split) * rows * stride_);
         }
-        merge_rows(rows, splits, parts, states, rows, reinterpret_cast<float*>(states + splits * rows), out);
+        merge_rows(rows, head, splits, parts, states, rows, reinterpret_cast<float*>(states + splits * rows),
+                   out);
         return true;
     }
 
-    // out: [rows][head_dim_v]; parts: [n_splits][row_stride][stride_], states: [n_splits][row_stride]
-    void merge_rows(int rows, int splits, const float* parts, const AttentionState* states, int row_stride,
-                    float* scratch, float* out) const {
+    // out: [rows][head_dim_v]; parts: [n_splits][row_stride][stride_], states: [n_splits][row_stride]. A sink
+    // is one more split, whose values are zeros.
+    void merge_rows(int rows, int head, int splits, const float* parts, const AttentionState* states,
+                    int row_stride, float* scratch, float* out) const {
         const int dim = f_.kv.head_dim_v;
         AttentionState* row_states = reinterpret_cast<AttentionState*>(scratch);
+        float* own = scratch + 2 * (max_splits_ + 1);
+        const int with_sink = f_.sinks.empty() ? splits : splits + 1;
+        if (!f_.sinks.empty()) std::fill_n(own + int64_t(splits) * stride_, stride_, 0.0f);
         for (int row = 0; row < rows; row++) {
             for (int s = 0; s < splits; s++) row_states[s] = states[s * row_stride + row];
-            plan_.kernels().merge_attention(splits, row_states, parts + int64_t(row) * stride_,
-                                            int64_t(row_stride) * stride_, dim, out + row * dim);
+            const float* of_row = parts + int64_t(row) * stride_;
+            int64_t apart = int64_t(row_stride) * stride_;
+            if (!f_.sinks.empty()) {
+                row_states[splits] = {f_.sinks[head * group_ + row % group_], 1.0f};
+                for (int s = 0; s < splits; s++) std::copy_n(of_row + s * apart, stride_, own + s * stride_);
+                of_row = own;
+                apart = stride_;
+            }
+            plan_.kernels().merge_attention(with_sink, row_states, of_row, apart, dim, out + row * dim);
         }
+    }
+    // What merge_rows needs.
+    size_t sink_floats() const {
+        return 2 * size_t(max_splits_ + 1) + (f_.sinks.empty() ? 0 : size_t(max_splits_ + 1) * stride_);
     }
 
     // Copies a unit's rows out, within a commit.

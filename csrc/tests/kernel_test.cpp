@@ -21,7 +21,7 @@ namespace {
 
 // Of every result of the reference that test_all compares, on all platforms. A new case or another order of
 // accumulation changes it: then put here what the test prints, once two architectures print the same.
-constexpr uint64_t kReferenceHash = 0x42e4224bceff1925;
+constexpr uint64_t kReferenceHash = 0x6ba624300bf0f957;
 // The same of the types that came later, so that the one above stays as it is when types come.
 constexpr Type kLaterTypes[] = {Type::MXFP4,   Type::TQ1_0,  Type::TQ2_0, Type::IQ1_S,   Type::IQ1_M,
                                 Type::IQ2_XXS, Type::IQ2_XS, Type::IQ2_S, Type::IQ3_XXS, Type::IQ3_S};
@@ -389,7 +389,7 @@ void test_rows(const Kernels& kernels, int64_t n) {
     compare("softmax", [&](const Kernels& k, float* out) { k.softmax(a.data(), n, out); });
     compare("add", [&](const Kernels& k, float* out) { k.add(a.data(), b.data(), n, out); });
     compare("multiply", [&](const Kernels& k, float* out) { k.multiply(a.data(), b.data(), n, out); });
-    for (int i = 0; i <= int(Activation::Sigmoid); i++) {
+    for (int i = 0; i <= int(Activation::ClampedPlusOne); i++) {
         const Activation kind = Activation(i);
         const bool portable = kind != Activation::Gelu;  // erf is the C library's
         compare(

@@ -131,6 +131,7 @@ class Plan:
         rope: int,
         q_norm: tuple[np.ndarray, float] | None,
         k_norm: tuple[np.ndarray, float] | None,
+        sinks: np.ndarray | None,
         kv_type: int,
         k_cache: np.ndarray,
         v_cache: np.ndarray,

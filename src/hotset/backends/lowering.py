@@ -48,6 +48,7 @@ from hotset.model.graph import (
 
 # Numbers of csrc/kernels/kernels.h.
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "fatrelu": 5, "sigmoid": 8}
+ACTIVATIONS |= {"clamped_silu": 9, "clamped_plus_one": 10}
 SCORINGS = {"softmax": 1, "sigmoid": 2, "softmax_chosen": 3}
 SOFT_CAP, SCALE = 6, 7  # as activations: cap * tanh(x / cap), factor * x
 PLANES = {2: 31, 1: 32}  # columns per byte of the codes → type
@@ -358,7 +359,7 @@ class _Emission:
         self._plan.attention(
             buffers[q], buffers[k], buffers[main.v], buffers[main.out], main.n_head, main.n_head_kv,
             main.head_dim, main.head_dim_v, main.scale, main.softcap, main.window, rope, q_norm, k_norm,
-            *self._cache(main),
+            self._bias(main.sinks), *self._cache(main),
         )  # fmt: skip
 
     # ---- small things

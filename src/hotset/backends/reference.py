@@ -254,8 +254,13 @@ class ReferenceBackend:
             scores = query @ past_k
             if op.softcap:
                 scores = soft_cap(scores, op.softcap)
-            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            out[token] = weights @ past_v / weights.sum(axis=-1, keepdims=True)
+            highest, total = scores.max(axis=-1, keepdims=True), 0.0
+            if op.sinks is not None:
+                sinks = self._weight(op.sinks).reshape(op.n_head_kv, group, 1)
+                highest = np.maximum(highest, sinks)
+                total = np.exp(sinks - highest)
+            weights = np.exp(scores - highest)
+            out[token] = weights @ past_v / (weights.sum(axis=-1, keepdims=True) + total)
         return out.reshape(len(slots), op.out.width)
 
     def _stored(self, x: np.ndarray) -> np.ndarray:
@@ -435,6 +440,10 @@ def _gelu_tanh(x: np.ndarray, _: np.float32) -> np.ndarray:
 ACTIVATIONS: dict[str, Callable[[np.ndarray, np.float32], np.ndarray]] = {
     "silu": _silu,
     "sigmoid": _sigmoid,
+    "clamped_silu": lambda x, limit: (
+        np.minimum(x, limit) * _sigmoid(F32(1.702) * np.minimum(x, limit), limit)
+    ),
+    "clamped_plus_one": lambda x, limit: np.clip(x, -limit, limit) + F32(1),
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "relu": lambda x, _: np.maximum(x, 0),

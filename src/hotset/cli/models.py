@@ -18,6 +18,7 @@ from hotset.units import human_count, human_size
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
     from hotset.model.config import ModelConfig
+    from hotset.model.cost import Cost
 
 _LONGEST_LIST = 8  # of a key, in whole
 _LONGEST_VALUE = 300  # characters of a key or a name; --json has all of them
@@ -217,7 +218,7 @@ def describe(gguf: GGUFFile, path: Path, activation: str | None = None) -> dict[
         "context": config.n_ctx_train,
         "layers": config.n_layer,
         "embedding": config.n_embd,
-        "feed_forward": sorted(set(config.n_ff)),
+        "feed_forward": sorted({layer.n_ff for layer in config.layers}),
         "heads": config.n_head,
         "kv_heads": config.n_head_kv,
         "head_size": config.head_dim,
@@ -232,10 +233,45 @@ def describe(gguf: GGUFFile, path: Path, activation: str | None = None) -> dict[
             "scaling": _text(meta.get(f"{gguf.architecture}.rope.scaling.type")),
             "channels": layer.rope.n_rot,
         },
+        "active_parameters": cost.active_parameters,
+        "experts": _experts(config, cost),
         "kv_bytes_per_token": cost.kv_bytes_per_token("f16"),
         "sparsity": sparsity,
     }
     return facts
+
+
+def _experts(config: ModelConfig, cost: Cost) -> dict[str, Any] | None:
+    """What a mixture is made of; token_cycle: bytes of the experts that a token reads, in all layers."""
+    layers = [layer for layer in config.layers if layer.experts is not None]
+    if not layers or layers[0].experts is None:
+        return None
+    experts = layers[0].experts
+    return {
+        "count": experts.n,
+        "used": experts.n_used,
+        "neurons": sorted({layer.n_ff for layer in layers}),
+        "shared_neurons": experts.n_ff_shared,
+        "layers": len(layers),
+        "token_cycle": cost.token_cycle,
+    }
+
+
+def _expert_rows(facts: dict[str, Any]) -> list[list[str]]:
+    experts = facts["experts"]
+    if experts is None:
+        return []
+    neurons = ", ".join(map(str, experts["neurons"]))
+    shared = f", and {experts['shared_neurons']} that all share" if experts["shared_neurons"] else ""
+    return [
+        ["active", f"{human_count(facts['active_parameters'])} parameters for a token"],
+        [
+            "experts",
+            f"{experts['count']} of {neurons} neurons in {experts['layers']} layers{shared}; a token has "
+            f"{experts['used']}",
+        ],
+        ["token cycle", f"{human_size(experts['token_cycle'])} of experts are read for a token"],
+    ]
 
 
 def _sparsity(gguf: GGUFFile, config: ModelConfig) -> dict[str, Any]:
@@ -339,6 +375,7 @@ def _fact_rows(facts: dict[str, Any]) -> list[list[str]]:
             if rope
             else "learned",
         ],
+        *_expert_rows(facts),
         ["KV cache", f"{human_size(facts['kv_bytes_per_token'])} per token in F16"],
         *_sparsity_rows(facts["sparsity"]),
     ]

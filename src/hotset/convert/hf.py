@@ -280,7 +280,12 @@ def _sources(
         tied = (
             config.raw.get("tie_word_embeddings") is True
         )  # many say nothing and have a matrix of their own
-    names = [n for n in checkpoint.tensors if not _IGNORED.fullmatch(n) and not (tied and n == output)]
+    extra = tuple(f"{config.hf_class.layers}.{config.n_layer + i}." for i in range(config.n_extra_layers))
+    names = [
+        n
+        for n in checkpoint.tensors
+        if not _IGNORED.fullmatch(n) and not (tied and n == output) and not n.startswith(extra)
+    ]
     if not tied and output not in checkpoint.tensors:
         raise UnsupportedModelError("the checkpoint lacks lm_head.weight, and its config does not tie it")
     places = sorted((_place_of(name, config), name) for name in names)
@@ -401,6 +406,8 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
     stem, kind = target.rpartition(".")[0].rpartition(".")[2], target.rpartition(".")[2]
     if stem in matrices:
         return matrices[stem] if kind == "weight" else matrices[stem][:-1]
+    if stem in ("attn_sinks", "exp_probs_b"):
+        return (config.n_head if stem == "attn_sinks" else config.n_expert,)
     if stem in ("attn_q_norm", "attn_k_norm"):
         width = heads if stem == "attn_q_norm" else kv
         return {"head": (config.head_dim,), "width": (width,), None: None}[row.qk_norm]

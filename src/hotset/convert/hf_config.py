@@ -55,17 +55,26 @@ _LLAMA_TENSORS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm
 
 @dataclass(frozen=True)
 class HFExperts:
-    """Entries of config.json about experts: the width of one, how many there are (the first that is there),
-    whether weights are normalised (None: the row of ARCHITECTURES says it), the width of what all tokens
-    share.
+    """Entries of config.json about experts: the width of one, how many there are (the first that is there)
+    and how many a token has, whether weights are normalised (None: the row of ARCHITECTURES says it), the
+    width of what all tokens share or of how many experts it is, how many layers at the beginning have none,
+    of how many groups experts are and how many a token has, and whether the scoring is softmax (None: that of
+    the row).
 
-    transposed: matrices of all experts in one tensor are stored by input, and gate and up column by column.
+    says_ff: the file has a key for the width. transposed: matrices of all experts in one tensor are stored by
+    input, and gate and up column by column.
     """
 
     ff: str = "moe_intermediate_size"
-    counts: tuple[str, ...] = ("num_experts", "num_local_experts")
+    counts: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts")
+    n_used: str = "num_experts_per_tok"
     normalised: str | None = "norm_topk_prob"
     ff_shared: str | None = None
+    n_shared: str | None = None
+    n_dense: str | None = None
+    groups: tuple[str, str] | None = None
+    softmax: str | None = None
+    says_ff: bool = True
     transposed: bool = False
 
 
@@ -76,7 +85,8 @@ class HFClass:
     architecture: that row. tensors: stems of tensors outside the layers → GGUF's. layers: what stands before
     the number of a layer. layer_tensors: stems within it, with * where the number of an expert stands; two
     names of GGUF's: the rows of the first, and then those of the second. ff, activation, epsilon: names of
-    entries of config.json. tied: whether the output is the embedding, where config.json does not say.
+    entries of config.json; without an activation it is that of the row. tied: whether the output is the
+    embedding, where config.json does not say.
     defaults: entries that config.json may leave out. required: entries that change what a model computes in a
     way that no key describes, and the only value that is supported.
     numbers: keys of the GGUF file that are an entry of config.json as it stands; null leaves the key out.
@@ -84,7 +94,8 @@ class HFClass:
     norms_less_one: norms are stored less one. rotates: the pairs of channels that the checkpoint's rows of q
     and k are meant for. partial: whether partial_rotary_factor is heeded.
     grouped_qkv: the rows of the fused q, k and v lie by KV head. fused_gate: ffn_up has the rows of the gate
-    and then those of up. experts: None: there are none.
+    and then those of up. experts: None: there are none. layouts: sliding_window_layout and rope_layout say
+    which layers have a window and a rotation.
     """
 
     architecture: str
@@ -92,7 +103,7 @@ class HFClass:
     layers: str = "model.layers"
     layer_tensors: dict[str, str] = field(default_factory=lambda: _LLAMA_NAMES)
     ff: str = "intermediate_size"
-    activation: str = "hidden_act"
+    activation: str | None = "hidden_act"
     epsilon: str | None = "rms_norm_eps"
     tied: bool = False
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -105,6 +116,7 @@ class HFClass:
     grouped_qkv: bool = False
     fused_gate: bool = False
     experts: HFExperts | None = None
+    layouts: bool = False
 
 
 _FALCON = HFClass(
@@ -193,7 +205,7 @@ CLASSES: dict[str, HFClass] = {
             "block_sparse_moe.experts.*.w2": "ffn_down_exps",
         },
         defaults={"use_sliding_window": True},
-        experts=HFExperts("intermediate_size", normalised=None),
+        experts=HFExperts("intermediate_size", normalised=None, says_ff=False),
     ),
     "Qwen2ForCausalLM": HFClass("qwen2"),
     "Qwen2MoeForCausalLM": HFClass(
@@ -220,7 +232,7 @@ CLASSES: dict[str, HFClass] = {
         "olmoe",
         layer_tensors=_LLAMA_NAMES | _EXPERT_NAMES,
         required={"clip_qkv": None},
-        experts=HFExperts("intermediate_size"),
+        experts=HFExperts("intermediate_size", says_ff=False),
     ),
     "BambooForCausalLM": HFClass("bamboo"),
     "FalconForCausalLM": _FALCON,
@@ -284,7 +296,7 @@ CLASSES: dict[str, HFClass] = {
         "granitemoe",
         **_GRANITE,
         layer_tensors=_GRANITE_EXPERTS,
-        experts=HFExperts("intermediate_size", normalised=None),
+        experts=HFExperts("intermediate_size", normalised=None, says_ff=False),
     ),
     "GraniteMoeSharedForCausalLM": HFClass(
         "granitemoe",
@@ -294,7 +306,9 @@ CLASSES: dict[str, HFClass] = {
             "shared_mlp.input_linear": "ffn_gate_shexp ffn_up_shexp",
             "shared_mlp.output_linear": "ffn_down_shexp",
         },
-        experts=HFExperts("intermediate_size", normalised=None, ff_shared="shared_intermediate_size"),
+        experts=HFExperts(
+            "intermediate_size", normalised=None, ff_shared="shared_intermediate_size", says_ff=False
+        ),
     ),
     "SmolLM3ForCausalLM": HFClass(
         "smollm3",
@@ -319,6 +333,68 @@ CLASSES: dict[str, HFClass] = {
         "gemma3",
         **_GEMMA,
         defaults=_GEMMA_DEFAULTS | {"rope_theta": 1e6, "sliding_window_pattern": 6},
+    ),
+    "SmallThinkerForCausalLM": HFClass(
+        "smallthinker",
+        layer_tensors={
+            **_LLAMA_NAMES,
+            "block_sparse_moe.primary_router": "ffn_gate_inp",
+            "block_sparse_moe.experts.*.gate": "ffn_gate_exps",
+            "block_sparse_moe.experts.*.up": "ffn_up_exps",
+            "block_sparse_moe.experts.*.down": "ffn_down_exps",
+        },
+        ff="moe_ffn_hidden_size",
+        tied=True,
+        defaults={"hidden_act": "relu", "head_dim": 128, "sliding_window_size": 4096},
+        required={
+            "moe_enable_early_router": True,
+            "moe_enable_secondary_experts": False,
+            "moe_shared_primary_experts": 0,
+            "use_qk_norm": False,
+        },
+        experts=HFExperts(
+            "moe_ffn_hidden_size",
+            ("moe_num_primary_experts",),
+            "moe_num_active_primary_experts",
+            normalised=None,
+            softmax="moe_primary_router_apply_softmax",
+        ),
+        layouts=True,
+    ),
+    "GptOssForCausalLM": HFClass(
+        "gpt-oss",
+        layer_tensors={
+            **_LLAMA_NAMES,
+            "self_attn.sinks": "attn_sinks",
+            "post_attention_layernorm": "post_attention_norm",
+            "mlp.router": "ffn_gate_inp",
+            "mlp.experts.gate_up_proj": "ffn_gate_exps ffn_up_exps",
+            "mlp.experts.gate_up_proj_bias": "ffn_gate_exps.bias ffn_up_exps.bias",
+            "mlp.experts.down_proj": "ffn_down_exps",
+            "mlp.experts.down_proj_bias": "ffn_down_exps.bias",
+        },
+        activation=None,
+        defaults={"use_sliding_window": True},
+        required={"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "attention_bias": True},
+        experts=HFExperts("intermediate_size", normalised=None, transposed=True),
+    ),
+    "Glm4MoeForCausalLM": HFClass(
+        "glm4moe",
+        layer_tensors={
+            **_LLAMA_NAMES,
+            **_EXPERT_NAMES,
+            "post_attention_layernorm": "post_attention_norm",
+            "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+            "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+            "mlp.shared_experts.up_proj": "ffn_up_shexp",
+            "mlp.shared_experts.down_proj": "ffn_down_shexp",
+        },
+        defaults={"partial_rotary_factor": 0.5},
+        numbers={"expert_weights_scale": "routed_scaling_factor"},
+        partial=True,
+        experts=HFExperts(
+            n_shared="n_shared_experts", n_dense="first_k_dense_replace", groups=("n_group", "topk_group")
+        ),
     ),
 }
 """What config.json calls a class."""
@@ -385,6 +461,10 @@ class HFConfig:
                 )
         # Falcon's first checkpoints say n_layer, n_head and n_head_kv.
         self.n_layer = integer(config, "num_hidden_layers", config.get("n_layer"), 1 << 12)
+        # Behind the model's own some have layers that predict more than one token: they are left out.
+        self.n_extra_layers = 0
+        if config.get("num_nextn_predict_layers"):
+            self.n_extra_layers = integer(config, "num_nextn_predict_layers", high=1 << 10)
         self.n_embd = integer(config, "hidden_size", high=1 << 20)
         self.n_head = integer(config, "num_attention_heads", config.get("n_head"), 1 << 14)
         if self.architecture == "opt" and config.get("word_embed_proj_dim", self.n_embd) != self.n_embd:
@@ -401,10 +481,12 @@ class HFConfig:
         if (experts := self.hf_class.experts) is not None:
             counts = [config[entry] for entry in experts.counts if config.get(entry) is not None]
             self.n_expert = integer({experts.counts[0]: counts[0] if counts else None}, experts.counts[0])
-            self.n_expert_used = integer(config, "num_experts_per_tok", high=self.n_expert)
+            self.n_expert_used = integer(config, experts.n_used, high=self.n_expert)
             self.n_ff_expert = integer(config, experts.ff, high=1 << 22)
             if experts.ff_shared is not None and config.get(experts.ff_shared) != 0:
                 self.n_ff_shared = integer(config, experts.ff_shared, high=1 << 22)
+            elif experts.n_shared is not None and config.get(experts.n_shared):
+                self.n_ff_shared = integer(config, experts.n_shared, high=1 << 10) * self.n_ff_expert
         self.n_vocab = integer(config, "vocab_size", high=1 << 24)
         # Falcon's own code never reads it: its checkpoints were trained with 2048.
         context = 2048 if self.architecture == "falcon" else None
@@ -436,6 +518,8 @@ class HFConfig:
             activation = parse_activation(override)
         else:
             key = self.hf_class.activation
+            if key is None:
+                return row.activation
             name = self.raw.get(key, row.activation.gate if self.architecture == "falcon" else None)
             if not isinstance(name, str):
                 raise FormatError(f"{key} in config.json must be a name, not {name!r}")
@@ -471,14 +555,16 @@ class HFConfig:
         keys |= self._scale_keys() | self._expert_keys()
         if row.rope is not None:
             self._check_unrotated(row.unrotated_period)
-            keys |= self._window_keys(row.window_period) | self._rope_keys()
+            windows = self._layout_keys() if self.hf_class.layouts else self._window_keys(row.window_period)
+            keys |= windows | self._rope_keys()
             if row.windowed_rope_base is not None:
                 keys["rope.freq_base_swa"] = self._windowed_rope_base(row.windowed_rope_base)
-        keys["hidden_activation"] = self.activation.gate
+        if self.hf_class.activation is not None:
+            keys["hidden_activation"] = self.activation.gate
         keys = {f"{name}.{key}": value for key, value in keys.items()}
         if self.activation.gate == "fatrelu":
             keys[FATRELU_THRESHOLD_KEY] = float(self.activation.threshold)
-        if self.activation.up is not None:
+        if self.activation.up is not None and self.hf_class.activation is not None:
             keys[UP_ACTIVATION_KEY] = self.activation.up
         return keys
 
@@ -487,16 +573,55 @@ class HFConfig:
         if experts is None:
             return {}
         keys: dict[str, Any] = {"expert_count": self.n_expert, "expert_used_count": self.n_expert_used}
-        if experts.ff != self.hf_class.ff:
+        if experts.says_ff:
             keys["expert_feed_forward_length"] = self.n_ff_expert
         if experts.ff_shared is not None:
             keys["expert_shared_feed_forward_length"] = self.n_ff_shared
+        if experts.n_shared is not None:
+            keys["expert_shared_count"] = self.n_ff_shared // self.n_ff_expert
+        if experts.n_dense is not None and self.raw.get(experts.n_dense):
+            keys["leading_dense_block_count"] = integer(self.raw, experts.n_dense, high=self.n_layer)
+        if experts.groups is not None:
+            for key, entry in zip(
+                ("expert_group_count", "expert_group_used_count"), experts.groups, strict=True
+            ):
+                keys[key] = integer(self.raw, entry, 1, self.n_expert)
         if experts.normalised is not None:
-            normalised = self.raw.get(experts.normalised, False)
-            if not isinstance(normalised, bool):
-                raise FormatError(f"{experts.normalised} in config.json must be true or false")
-            keys["expert_weights_norm"] = normalised
+            keys["expert_weights_norm"] = self._flag(experts.normalised)
+        scoring = ARCHITECTURES[self.architecture].experts
+        if experts.softmax is not None:
+            keys["expert_gating_func"] = 1 if self._flag(experts.softmax) else 2
+        elif scoring is not None and scoring.scoring == "sigmoid":
+            keys["expert_gating_func"] = 2
         return keys
+
+    def _flag(self, entry: str) -> bool:
+        value = self.raw.get(entry, False)
+        if not isinstance(value, bool):
+            raise FormatError(f"{entry} in config.json must be true or false")
+        return value
+
+    def _layout_keys(self) -> dict[str, Any]:
+        """Windows of the layers that sliding_window_layout names, which rope_layout must name as well."""
+        found = {}
+        for entry, default in (("sliding_window_layout", 0), ("rope_layout", 1)):
+            layout = self.raw.get(entry, [default] * self.n_layer)
+            if (
+                not isinstance(layout, list)
+                or len(layout) != self.n_layer
+                or any(v not in (0, 1) for v in layout)
+            ):
+                raise FormatError(f"{entry} in config.json must hold 0 or 1 for {self.n_layer} layers")
+            found[entry] = [value == 1 for value in layout]
+        windowed, rotated = found.values()
+        if rotated != (windowed if any(windowed) else [True] * self.n_layer):
+            raise UnsupportedModelError(
+                "rope_layout in config.json must name the layers with a window, or all where there are none"
+            )
+        if not any(windowed):
+            return {}
+        window = integer(self.raw, "sliding_window_size")
+        return {"attention.sliding_window": window, "attention.sliding_window_pattern": windowed}
 
     def _scale_keys(self) -> dict[str, Any]:
         """Scales and caps: those that stand in config.json, and that of the scores where it is another."""
@@ -630,8 +755,11 @@ class HFConfig:
         keys["rope.scaling.type"] = kind
         keys["rope.scaling.factor"] = float(number(rope, "factor", self.n_ctx / original))
         if kind == "yarn":
-            if rope.get("truncate", True) is False:
-                raise UnsupportedModelError("YaRN with truncate set to false in config.json is not supported")
+            rounded = ARCHITECTURES[self.architecture].rounded_yarn
+            if (rope.get("truncate", True) is not False) != rounded:
+                raise UnsupportedModelError(
+                    f"YaRN with truncate set to {str(not rounded).lower()} in config.json is not supported"
+                )
             keys["rope.scaling.original_context_length"] = original
             keys["rope.scaling.yarn_beta_fast"] = float(number(rope, "beta_fast", 32.0))
             keys["rope.scaling.yarn_beta_slow"] = float(number(rope, "beta_slow", 1.0))

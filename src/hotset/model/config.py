@@ -55,8 +55,8 @@ EPSILON_KEYS: dict[NormKind, str] = {
 class FFNActivation:
     """neuron = f_gate(gate) * f_up(up), or f_gate(up) in an FFN without a gate.
 
-    `up` None leaves the up projection as it is. `threshold` is FATReLU's (x if x >= threshold else 0), used
-    where `gate` is "fatrelu".
+    `up` None leaves the up projection as it is. `threshold` belongs to the kinds that have one (see
+    graph.Activate).
     """
 
     gate: ActivationKind
@@ -64,6 +64,7 @@ class FFNActivation:
     threshold: float = 0.0
 
 
+CLAMPED = FFNActivation("clamped_silu", up="clamped_plus_one", threshold=7.0)
 SILU = FFNActivation("silu")
 GELU = FFNActivation("gelu")
 GELU_TANH = FFNActivation("gelu_tanh")
@@ -77,12 +78,14 @@ class ExpertDefaults:
     """What files with experts of one architecture need not say.
 
     scoring, normalised: see graph.Route. gated_share: what the shared network yields is multiplied by the
-    sigmoid of a product of its own.
+    sigmoid of a product of its own. early: the router reads what enters the layer, before attention and as it
+    is; elsewhere what the experts read.
     """
 
     scoring: Scoring = "softmax"
     normalised: bool = True
     gated_share: bool = False
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,15 +96,20 @@ class Architecture:
     first_position: row of position 0 in the learned positions `position_embd`; None: there are none.
     norm: rms, or layer (with biases). norm_eps: where the file has no key for it; None: it must have one.
     qk_norm: q and k pass an RMS norm before the rotation (`attn_q_norm`, `attn_k_norm`), each head by itself
-      or all heads as one row; None: they do not.
+      or all heads as one row; None: they do not. optional_qk_norm: where a layer has the tensors for it.
     gated: the FFN has a gate beside up. activation: of the FFN, where the file names none.
     parallel: the FFN reads what enters the layer, through `attn_norm`, which attention reads too where there
       is no `attn_norm_2`; elsewhere it reads the sum after attention, through `ffn_norm`.
     biased: tensors of a layer that must have a bias (elsewhere a bias is used where it is present).
     post_norm: what attention and the FFN yield passes a norm before it is added.
-    window_period: where the file has a window and no pattern, all but each so-many-th layer have it; 0: all.
+    ffn_norm: the tensor of the norm before the FFN.
+    sinks: a score for each head takes part in the softmax of attention (`attn_sinks`).
+    window_period: where the file has a window and no pattern, all but each so-many-th layer have it, of as
+      many the last or (window_last) the first; 0: all. rotates_windows: where layers have a window, those
+      without one have no rotation.
     unrotated_period: each so-many-th layer has no rotation; 0: all have it. rope_switch: the key
       rope.scaling.finetuned, where it is false, says that no layer has one.
+    rounded_yarn: where YaRN's ramp begins and ends is rounded to whole pairs of channels.
     windowed_rope_base: base of the rotation in layers with a window, where the file has no key for it; None:
       that of the others, with their scaling.
     scaled_embedding: the embedding is multiplied by the root of the width.
@@ -117,14 +125,20 @@ class Architecture:
     norm: NormKind = "rms"
     norm_eps: float | None = None
     qk_norm: HeadNorm | None = None
+    optional_qk_norm: bool = False
     gated: bool = True
     activation: FFNActivation = SILU
     parallel: bool = False
     biased: tuple[str, ...] = ()
     post_norm: bool = False
+    ffn_norm: str = "ffn_norm"
+    sinks: bool = False
     window_period: int = 0
+    window_last: bool = False
+    rotates_windows: bool = False
     unrotated_period: int = 0
     rope_switch: bool = False
+    rounded_yarn: bool = True
     windowed_rope_base: float | None = None
     scaled_embedding: bool = False
     narrow_scale_at: int | None = None
@@ -166,6 +180,19 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope="neox", qk_norm="head", activation=GELU_TANH, post_norm=True, window_period=6,
         windowed_rope_base=10000.0, scaled_embedding=True, narrow_scale_at=62,
     ),
+    "smallthinker": Architecture(
+        rope="neox", activation=RELU, window_period=4, window_last=True, rotates_windows=True,
+        experts=ExpertDefaults(scoring="sigmoid", early=True),
+    ),
+    "gpt-oss": Architecture(
+        rope="neox", activation=CLAMPED, biased=(*_QKV, "attn_output", "ffn_gate_inp"), sinks=True,
+        ffn_norm="post_attention_norm", window_period=2, rounded_yarn=False,
+        experts=ExpertDefaults(scoring="softmax_chosen", normalised=False),
+    ),
+    "glm4moe": Architecture(
+        rope="neox", qk_norm="head", optional_qk_norm=True, ffn_norm="post_attention_norm",
+        experts=ExpertDefaults(scoring="sigmoid"),
+    ),
 }  # fmt: skip
 
 POWERINFER_ARCHITECTURES: dict[str, Architecture] = {
@@ -181,8 +208,8 @@ POWERINFER_ARCHITECTURES: dict[str, Architecture] = {
 class Experts:
     """The experts of a layer. n: of them; n_used: for a token. The rest: see graph.Route.
 
-    n_ff_shared: neurons of the network that every token passes beside them; 0: there is none. gated_share:
-    see ExpertDefaults.
+    n_ff_shared: neurons of the network that every token passes beside them; 0: there is none. gated_share,
+    early: see ExpertDefaults.
     """
 
     n: int
@@ -194,6 +221,7 @@ class Experts:
     n_groups_used: int = 1
     n_ff_shared: int = 0
     gated_share: bool = False
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -215,6 +243,8 @@ class LayerConfig:
     gated: bool = True
     parallel: bool = False
     post_norm: bool = False
+    ffn_norm: str = "ffn_norm"
+    sinks: bool = False
     experts: Experts | None = None
 
     @property
@@ -241,8 +271,9 @@ class ModelConfig:
     head_dim is the width of one head of q and k, head_dim_v of v; neither need be n_embd / n_head. norm_eps
     belongs to every norm. `n_ctx_train` is the context that the file promises, in tokens.
     embedding_scale, residual_scale and logit_scale multiply the embedding, what attention and FFN add, and
-    the logits. logit_softcap: see graph.SoftCap; 0: none. `sparse_threshold` belongs to the predictor in the
-    file. For the rest see Architecture.
+    the logits. logit_softcap: see graph.SoftCap; 0: none. n_extra_layers: of the file behind the model's, for
+    the prediction of more than one token; nothing reads them. `sparse_threshold` belongs to the predictor in
+    the file. For the rest see Architecture.
     """
 
     architecture: str
@@ -265,6 +296,7 @@ class ModelConfig:
     long_rope: LongRope | None = None
     predictor_input: PredictorInput = "ffn_inp"
     sparse_threshold: float = 0.0
+    n_extra_layers: int = 0
 
     @property
     def n_layer(self) -> int:
@@ -309,7 +341,8 @@ class ModelConfig:
         return replace(self, layers=layers, long_rope=None)
 
 
-_NAMED = tuple(kind for kind in get_args(ActivationKind) if kind != "sigmoid")  # of neurons
+# Of neurons, as a key or an option may name them; the others are parts of an architecture.
+_NAMED = get_args(ActivationKind)[:6]
 
 
 def parse_activation(text: str, threshold: float | None = None) -> FFNActivation:
@@ -441,6 +474,8 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         )
 
     n_layer = keys.integer("block_count", 1, 1 << 12)
+    n_extra_layers = keys.integer("nextn_predict_layers", 0, n_layer - 1, 0)
+    n_layer -= n_extra_layers
     n_embd = keys.integer("embedding_length", 1, 1 << 20)
     n_head = keys.uniform("attention.head_count", n_layer, 1, 1 << 14)
     n_head_kv = keys.uniform("attention.head_count_kv", n_layer, 1, 1 << 14, n_head)
@@ -473,9 +508,10 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         residual_scale=keys.factor("residual_scale"),
         logit_scale=1 / keys.factor("logit_scale"),
         logit_softcap=keys.factor("final_logit_softcapping", 0.0),
-        long_rope=_long_rope(gguf, keys, architecture.rope, head_dim, n_ctx_train),
+        long_rope=_long_rope(gguf, keys, architecture, head_dim, n_ctx_train),
         predictor_input=architecture.predictor_input,
         sparse_threshold=_number(gguf.metadata, SPARSE_THRESHOLD_KEY) or 0.0,
+        n_extra_layers=n_extra_layers,
     )
     if any(layer.activation.up is not None and not layer.gated for layer in config.layers):
         what = f"the {name} model's feed-forward network has no gate, so its activation cannot be dReLU"
@@ -494,7 +530,7 @@ def _layers(
     activation: FFNActivation | None,
 ) -> tuple[LayerConfig, ...]:
     """The facts of each layer. narrow_dim: the width over the heads."""
-    windows = _windows(keys, n_layer, architecture.window_period)
+    windows = _windows(keys, n_layer, architecture)
     n_ff = keys.per_layer("feed_forward_length", n_layer, 1, 1 << 22)
     experts: tuple[Experts | None, ...] = (None,) * n_layer
     if architecture.experts is not None and keys.integer("expert_count", 0, 1 << 16, 0):
@@ -506,11 +542,13 @@ def _layers(
     rope = windowed = None
     switched_off = architecture.rope_switch and keys.get("rope.scaling.finetuned", True) is False
     if architecture.rope is not None and not switched_off:
-        rope = windowed = _rope(gguf, keys, architecture.rope, head_dim, n_ctx_train)
+        rope = windowed = _rope(gguf, keys, architecture, head_dim, n_ctx_train)
         if any(windows) and architecture.windowed_rope_base is not None:
             base = keys.real("rope.freq_base_swa", 1e-3, 1e15, architecture.windowed_rope_base)
             windowed = Rope(rope.kind, rope.n_rot, tuple(_frequencies(base, rope.n_rot).tolist()))
     period = architecture.unrotated_period
+    if architecture.rotates_windows and any(windows):
+        rope = None
     return tuple(
         LayerConfig(
             n_ff=n_ff[i],
@@ -519,10 +557,12 @@ def _layers(
             attention_scale=scale,
             window=windows[i],
             attention_softcap=softcap,
-            qk_norm=architecture.qk_norm,
+            qk_norm=_qk_norm(gguf, architecture, i),
             gated=architecture.gated,
             parallel=architecture.parallel,
             post_norm=architecture.post_norm,
+            ffn_norm=architecture.ffn_norm,
+            sinks=architecture.sinks,
             experts=experts[i],
         )
         for i in range(n_layer)
@@ -567,6 +607,7 @@ def _experts(
             n_ff[-1] if defaults.gated_share else n_shared * widths[-1],
         ),
         defaults.gated_share,
+        defaults.early,
     )
     return (None,) * n_dense + (experts,) * (n_layer - n_dense), n_ff[:n_dense] + widths[n_dense:]
 
@@ -639,18 +680,25 @@ def _activation(keys: _Keys, architecture: Architecture) -> FFNActivation:
     return FFNActivation(activation.gate, "relu", activation.threshold)
 
 
-def _windows(keys: _Keys, n_layer: int, period: int) -> tuple[int, ...]:
-    """Sliding windows. A pattern says which layers have one: a truth value each, or n: all but each n-th.
+def _qk_norm(gguf: GGUFFile, architecture: Architecture, layer: int) -> HeadNorm | None:
+    is_there = f"blk.{layer}.attn_q_norm.weight" in gguf.tensors
+    return architecture.qk_norm if is_there or not architecture.optional_qk_norm else None
 
-    period: such an n where the file has no pattern; 0: every layer has the window.
+
+def _windows(keys: _Keys, n_layer: int, architecture: Architecture) -> tuple[int, ...]:
+    """Sliding windows. A pattern says which layers have one: a truth value each, or n: all but one of n.
+
+    Where the file has no pattern, the architecture's is such an n; 0: every layer has the window.
     """
+    period = architecture.window_period
     window = keys.integer("attention.sliding_window", 0, MAX_WINDOW, 0)
     pattern = keys.get("attention.sliding_window_pattern", period or None)
     if pattern is None:
         return (window,) * n_layer
     if not _is_array(pattern):
         period = keys.integer("attention.sliding_window_pattern", 1, 1 << 12, period or None)
-        return tuple(0 if i % period == period - 1 else window for i in range(n_layer))
+        without = 0 if architecture.window_last else period - 1
+        return tuple(0 if i % period == without else window for i in range(n_layer))
     if len(pattern) != n_layer or not all(isinstance(v, bool | np.bool_) for v in pattern):
         raise keys.error("attention.sliding_window_pattern", f"must hold true or false for {n_layer} layers")
     return tuple(window if windowed else 0 for windowed in pattern)
@@ -662,24 +710,24 @@ def _frequencies(base: float, n_rot: int) -> np.ndarray:
 
 
 def _long_rope(
-    gguf: GGUFFile, keys: _Keys, layout: RopeKind | None, head_dim: int, n_ctx_train: int
+    gguf: GGUFFile, keys: _Keys, architecture: Architecture, head_dim: int, n_ctx_train: int
 ) -> LongRope | None:
     """The rotation for long contexts, of files with factors for it."""
     found = [name for name in (SHORT_FACTORS, LONG_FACTORS) if name in gguf.tensors]
-    if layout is None or not found:
+    if architecture.rope is None or not found:
         return None
     if len(found) == 1:
         raise UnsupportedModelError(
             f"the file has only one of {SHORT_FACTORS} and {LONG_FACTORS}: {found[0]}"
         )
     n_ctx = keys.integer("rope.scaling.original_context_length", 1, 1 << 31, n_ctx_train)
-    return LongRope(n_ctx, _rope(gguf, keys, layout, head_dim, n_ctx_train, LONG_FACTORS))
+    return LongRope(n_ctx, _rope(gguf, keys, architecture, head_dim, n_ctx_train, LONG_FACTORS))
 
 
 def _rope(
     gguf: GGUFFile,
     keys: _Keys,
-    layout: RopeKind,
+    architecture: Architecture,
     head_dim: int,
     n_ctx_train: int,
     factors: str | None = None,
@@ -701,7 +749,7 @@ def _rope(
     if kind == "linear":
         freq = freq / factor
     elif kind == "yarn":
-        freq, magnitude = _yarn(keys, freq, base, factor, n_ctx_train)
+        freq, magnitude = _yarn(keys, freq, base, factor, n_ctx_train, rounded=architecture.rounded_yarn)
     elif kind != "none" and not (kind == "longrope" and factors in (SHORT_FACTORS, LONG_FACTORS)):
         raise UnsupportedModelError(
             f"the RoPE scaling {shown(kind)} is not supported; supported are none, linear, yarn, "
@@ -710,7 +758,8 @@ def _rope(
     magnitude *= keys.real("rope.scaling.attn_factor", 0.0, 1e3, 1.0)
     if not np.isfinite(freq).all():
         raise FormatError("the file's RoPE frequencies are not finite; the file is damaged")
-    return Rope(layout, n_rot, tuple(freq.tolist()), magnitude)
+    assert architecture.rope is not None
+    return Rope(architecture.rope, n_rot, tuple(freq.tolist()), magnitude)
 
 
 def _divisors(gguf: GGUFFile, name: str, n: int) -> np.ndarray:
@@ -726,7 +775,7 @@ def _divisors(gguf: GGUFFile, name: str, n: int) -> np.ndarray:
 
 
 def _yarn(
-    keys: _Keys, freq: np.ndarray, base: float, factor: float, n_ctx_train: int
+    keys: _Keys, freq: np.ndarray, base: float, factor: float, n_ctx_train: int, *, rounded: bool
 ) -> tuple[np.ndarray, float]:
     """YaRN (arXiv 2309.00071): slow channels interpolate by `factor`, fast ones stay, a ramp lies between."""
     n_ctx_original = keys.integer("rope.scaling.original_context_length", 1, 1 << 31, n_ctx_train)
@@ -740,8 +789,10 @@ def _yarn(
         """Index of the channel pair that turns `rotations` times within the original context."""
         return len(freq) * math.log(n_ctx_original / (rotations * 2 * math.pi)) / math.log(base)
 
-    low = max(math.floor(channel(beta_fast)), 0)
-    high = min(math.ceil(channel(beta_slow)), 2 * len(freq) - 1)
+    low, high = channel(beta_fast), channel(beta_slow)
+    if rounded:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * len(freq) - 1)
     ramp = np.clip((np.arange(len(freq)) - low) / max(0.001, high - low), 0, 1)
     keep = (1 - ramp) * extrapolate
     magnitude = keys.real("rope.scaling.yarn_attn_factor", 0.0, 1e3, _yarn_magnitude(factor, 1.0))

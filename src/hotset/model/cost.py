@@ -51,7 +51,7 @@ class Cost:
     """The costs of one model.
 
     Depth is the number of tokens in the cache before the token in question, which sees them and itself, or
-    as many as a layer's window lets it.
+    as many as a layer's window lets it. token_cycle: bytes of the experts that a token has, in all layers.
     """
 
     def __init__(self, graph: Graph, tensors: Mapping[str, TensorInfo]) -> None:
@@ -62,14 +62,22 @@ class Cost:
             if isinstance(op, Linear | TransposedLinear | ExpertLinear | ExpertSum)
         )
         self._weight_bytes: Counter[GGMLType] = Counter()
+        self.token_cycle = 0
         for op in graph.primitives:
             for name, n_bytes in weights_read(op, tensors):
                 self._weight_bytes[tensors[name].type] += n_bytes
+                if isinstance(op, ExpertLinear | ExpertSum):
+                    self.token_cycle += n_bytes
 
     @property
     def weight_bytes(self) -> dict[GGMLType, int]:
         """Bytes of weights that decoding one token reads, by tensor type; the most first."""
         return dict(self._weight_bytes.most_common())
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights of matrices that a token is multiplied with."""
+        return self._linear_flops // 2
 
     def kv_bytes_per_token(self, kv_type: KVType) -> int:
         """Bytes that one token occupies in the cache, over all layers."""
@@ -122,10 +130,13 @@ def weights_read(op: Primitive, tensors: Mapping[str, TensorInfo]) -> Iterator[t
         case Route():
             if op.bias is not None:
                 yield op.bias, tensors[op.bias].nbytes
+        case Attention():
+            if op.sinks is not None:
+                yield op.sinks, tensors[op.sinks].nbytes
         case RMSNorm():
             yield op.weight, tensors[op.weight].nbytes
         case (
-            Rotate() | Attention() | Activate() | Multiply() | Add() | Scale() | SoftCap() | Mask()
+            Rotate() | Activate() | Multiply() | Add() | Scale() | SoftCap() | Mask()
             | SelectOutputs()
         ):  # fmt: skip
             return

@@ -61,10 +61,10 @@ if TYPE_CHECKING:
     from hotset.model.predictor import Predictor
 
 # Tensors that a file may have without being read: facts that some converters leave in it as tensors (the
-# configuration has read them from the keys), predictors that are not in use, and, where one form of the down
-# projection is read, the others.
+# configuration has read them from the keys), predictors that are not in use (of the logits too), and, where
+# one form of the down projection is read, the others.
 REDUNDANT_TENSORS = re.compile(
-    r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.("
+    r"rope_freqs\.weight|rope_factors_(long|short)\.weight|lm_head_profiler\.weight|blk\.\d+\.("
     r"rope_freqs\.weight|(attn_rot_embd|attn\.rotary_emb)\..*|(fc1|fc2|svd_a|svd_b|sign)\.weight|always\.bias|"
     r"ffn_down\.weight|ffn_down_t\.(codes|scales))"
 )
@@ -133,7 +133,9 @@ class _Description:
         self._add(
             Attention(
                 attn, q, k, v, config.n_head, config.n_head_kv, config.head_dim, config.head_dim_v,
-                layer.attention_scale, layer.window, layer.attention_softcap, **self._where,
+                layer.attention_scale, layer.window, layer.attention_softcap,
+                self.weights.vector(f"{blk}.attn_sinks", config.n_head) if layer.sinks else None,
+                **self._where,
             )
         )  # fmt: skip
         out = self._linear(attn, f"{blk}.attn_output", config.n_embd, f"{blk}.attn_out")
@@ -148,7 +150,7 @@ class _Description:
         if layer.experts is not None:
             if predictor is not None:
                 raise UnsupportedModelError("predictors of neurons inside experts are not supported")
-            return self._mixture(i, layer, layer.experts, x)
+            return self._mixture(i, layer, layer.experts, given, x)
         n_always = 0 if predictor is None or not predictor.first else predictor.first[i]  # have no score
         kind = None if predictor is None or n_always >= layer.n_ff else predictor.kind
         n_scores = layer.n_ff - n_always
@@ -160,8 +162,8 @@ class _Description:
 
         self._enter(i, "ffn")
         entering = given if layer.parallel else x
-        name = f"{blk}.ffn_norm"
-        before = self._norm_op(entering, f"{blk}.attn_norm" if layer.parallel else name, name)
+        tensor = f"{blk}.attn_norm" if layer.parallel else f"{blk}.{layer.ffn_norm}"
+        before = self._norm_op(entering, tensor, f"{blk}.ffn_norm")
         norm: RMSNorm | LayerNorm | None = before
         h = before.out
         if kind in ("svd", "sign"):  # they read what the FFN reads: the norm stands apart
@@ -231,12 +233,14 @@ class _Description:
 
     # ---- experts
 
-    def _mixture(self, i: int, layer: LayerConfig, experts: Experts, x: Value) -> Value:
-        """An FFN of experts, what all tokens share beside them, and the sum with the stream x."""
+    def _mixture(self, i: int, layer: LayerConfig, experts: Experts, given: Value, x: Value) -> Value:
+        """An FFN of experts, what all tokens share beside them, and the sum with the stream x; `given` is
+        what entered the layer."""
         blk, d = f"blk.{i}", self.config.n_embd
         self._enter(i, "ffn")
-        h = self._norm(x, f"{blk}.ffn_norm")
-        scores = self._linear(h, f"{blk}.ffn_gate_inp", experts.n, f"{blk}.ffn_router")
+        h = self._norm(x, f"{blk}.{layer.ffn_norm}", f"{blk}.ffn_norm")
+        routed = given if experts.early else h
+        scores = self._linear(routed, f"{blk}.ffn_gate_inp", experts.n, f"{blk}.ffn_router")
         out = self._add(self._expert_ffn(blk, layer, experts, h, scores))
         if experts.n_ff_shared:
             shared = self._add(self._shared_ffn(blk, layer, experts.n_ff_shared, h))
@@ -330,7 +334,7 @@ class _Description:
         gate_act, up_act, factor = self._activate(gate.out, layer), None, up.out
         if layer.activation.up is not None:
             out = self._value(f"{blk}.ffn_up{suffix}_act", up.out.width)
-            up_act = Activate(out, up.out, layer.activation.up, **self._where)
+            up_act = self._activation(out, up.out, layer.activation.up, layer)
             factor = up_act.out
         out = self._value(name, up.out.width)
         return gate_act, up_act, Multiply(out, gate_act.out, factor, **self._where)
@@ -379,10 +383,13 @@ class _Description:
 
     def _activate(self, x: Value, layer: LayerConfig, name: str | None = None) -> Activate:
         """What decides which neurons fire, and how much."""
-        activation = layer.activation
-        threshold = activation.threshold if activation.gate == "fatrelu" else 0.0
         out = self._value(name or f"{x.name}_act", x.width)
-        return Activate(out, x, activation.gate, threshold, **self._where)
+        return self._activation(out, x, layer.activation.gate, layer)
+
+    def _activation(self, out: Value, x: Value, kind: ActivationKind, layer: LayerConfig) -> Activate:
+        has_threshold = kind in ("fatrelu", "clamped_silu", "clamped_plus_one")
+        threshold = layer.activation.threshold if has_threshold else 0.0
+        return Activate(out, x, kind, threshold, **self._where)
 
     # ---- small things
 
@@ -495,7 +502,13 @@ class _Weights:
 
     def refuse_unused(self) -> None:
         """A tensor that nothing reads belongs to a model that is not the one described."""
-        unused = [n for n in self.tensors if n not in self.used and not REDUNDANT_TENSORS.fullmatch(n)]
+        n_layer = self.config.n_layer
+        extra = tuple(f"blk.{n_layer + i}." for i in range(self.config.n_extra_layers))
+        unused = [
+            n
+            for n in self.tensors
+            if n not in self.used and not REDUNDANT_TENSORS.fullmatch(n) and not n.startswith(extra)
+        ]
         if unused:
             raise UnsupportedModelError(
                 f"the file has {len(unused)} tensors that no {self.config.architecture} model uses, "

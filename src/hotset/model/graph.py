@@ -21,7 +21,9 @@ from typing import Literal, assert_never
 
 from hotset.errors import InvalidRequestError
 
-ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu", "sigmoid"]
+ActivationKind = Literal[
+    "silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu", "sigmoid", "clamped_silu", "clamped_plus_one"
+]  # fmt: skip
 RopeKind = Literal["norm", "neox"]  # norm: pairs (2i, 2i+1); neox: pairs (i, i + n_rot/2)
 Scoring = Literal["softmax", "sigmoid", "softmax_chosen"]  # of experts, see Route
 Part = Literal["predictor", "ffn", "attention", "other"]
@@ -146,7 +148,8 @@ class Attention(_Operation):
 
     q: [n_head, head_dim]; k: [n_head_kv, head_dim]; v: [n_head_kv, head_dim_v]; out: [n_head, head_dim_v].
     Scores are `scale` times q · k; `softcap` > 0 makes them softcap * tanh(score / softcap).
-    `window` > 0: a token sees itself and the window - 1 tokens before it.
+    `window` > 0: a token sees itself and the window - 1 tokens before it. sinks: a score for each head that
+    takes part in its softmax, with a value of zero.
     """
 
     out: Value
@@ -160,11 +163,16 @@ class Attention(_Operation):
     scale: float
     window: int = 0
     softcap: float = 0.0
+    sinks: str | None = None
 
 
 @dataclass(frozen=True)
 class Activate(_Operation):
-    """out = f(x), elementwise. `threshold` is FATReLU's: x if x >= threshold else 0."""
+    """out = f(x), elementwise.
+
+    threshold t: fatrelu is x if x >= t else 0; clamped_silu m * sigmoid(1.702 m) of m = min(x, t);
+    clamped_plus_one is 1 + x, x brought into [-t, t].
+    """
 
     out: Value
     x: Value

@@ -200,6 +200,8 @@ def op_bytes(op: Op, tensors: Mapping[str, TensorInfo]) -> int:
             return matrix + groups + _vector(op.bias, op.out.width)
         case SignScores():
             return _rounded(tensors[op.weight].nbytes) + _vector(op.bias, op.out.width)
+        case Attention():
+            return _vector(op.sinks, op.n_head)
         case Route():
             return _vector(op.bias, op.x.width)
         case ExpertLinear() | ExpertSum():
@@ -210,7 +212,7 @@ def op_bytes(op: Op, tensors: Mapping[str, TensorInfo]) -> int:
         case Embed():
             return 0  # looked up on the host
         case (
-            Rotate() | Attention() | Activate() | Multiply() | Add() | Scale() | SoftCap() | Mask()
+            Rotate() | Activate() | Multiply() | Add() | Scale() | SoftCap() | Mask()
             | SelectOutputs()
         ):  # fmt: skip
             return 0

@@ -369,6 +369,8 @@ class Program:
 
     def _attention(self, group: Fused, main: Attention) -> Callable[[Frame], None]:
         """Attention, with the head norms and rotations that were fused into it."""
+        if main.sinks is not None:
+            raise UnsupportedModelError("attention with sinks is computed on the CPU alone; use --no-gpu")
         q, key = main.q, main.k
         rope: Rope | None = None
         norms: dict[str, Any] = {"q_norm": None, "k_norm": None, "eps": 0.0}

@@ -31,6 +31,11 @@ def activate(x: Tensor, kind: ActivationKind, threshold: float = 0.0) -> Tensor:
     match kind:
         case "sigmoid":
             return torch.sigmoid(x)
+        case "clamped_silu":
+            m = x.clamp(max=threshold)
+            return m * torch.sigmoid(1.702 * m)
+        case "clamped_plus_one":
+            return x.clamp(-threshold, threshold) + 1
         case "silu":
             return torch.nn.functional.silu(x)
         case "gelu":
