@@ -25,12 +25,13 @@ from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import TYPES, GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
-from hotset.placement import detect, machine
+from hotset.model.graph import Graph
+from hotset.placement import build, detect, machine
 from hotset.placement.budget import OUTPUT_ROWS, matrix_bytes, model_facts, workspace_bytes
 from hotset.placement.build import open_chain
 from hotset.placement.detect import GPU, detect_gpu, missing_libraries, wanted_devices
 from hotset.placement.problem import Problem
-from hotset.placement.table import Device, LayerPlacement, Placement
+from hotset.placement.table import CPU, Budget, Device, LayerPlacement, Placement
 from hotset.settings import LoadSettings
 from hotset.sparsity.modes import choose, prepare
 
@@ -112,6 +113,17 @@ def test_a_device_never_holds_more_than_was_planned(
     assert held["weights"] <= weights <= 1.2 * held["weights"]  # tensors are small: they are rounded up
     assert held["workspace"] <= planned.workspace <= 3 * held["workspace"] + MIB
     assert sum(held.values()) <= planned.total
+
+
+def test_cold_rows_stream_through_two_buffers_of_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(build, "open_chain", lambda *_, **options: given.append(options))
+    layers = (LayerPlacement(0, np.arange(4) < 2), LayerPlacement(CPU))
+    for stream in (6 << 20, 0):
+        placement = Placement(("cpu",), layers, CPU, Budget((), 0, stream))
+        build.open_placed(placement, None, Graph(), n_threads=3, sparse=True, n_pages=1)  # type: ignore[arg-type]
+    assert given[0] == {"n_threads": 3, "sparse": True, "n_pages": 1, "stream_bytes": 3 << 20}
+    assert "stream_bytes" not in given[1]
 
 
 def test_the_logits_of_a_large_vocabulary_are_planned_for(tmp_path: Path) -> None:

@@ -78,6 +78,28 @@ def test_exact_is_dense(tmp_path: Path, model: str, type_: GGMLType) -> None:
     assert_exact_is_dense(write(tmp_path, model, type_))
 
 
+@pytest.mark.parametrize("type_", [T.F32, T.Q4_0], ids=lambda t: t.name)
+@pytest.mark.parametrize("model", ["llama", "bamboo"])
+def test_exact_is_dense_where_most_neurons_fire(tmp_path: Path, model: str, type_: GGMLType) -> None:
+    """All rows of a chunk are read then, as it is quicker, by one token too."""
+    rng = np.random.default_rng(0)
+    gate = np.outer(rng.uniform(0.5, 1.5, N_FF), rng.standard_normal(64))  # all of one sign for a token
+    gate[::9] = rng.standard_normal(gate[::9].shape)
+    gguf = write(tmp_path, model, type_, replaced={f"blk.{i}.ffn_gate": gate for i in range(2)})
+    ids, pages = tokens(12), [2]
+    exact = cpu(gguf, "exact")
+    found = logits_of(exact, ids, ONE_BY_ONE, pages)
+    np.testing.assert_array_equal(found, logits_of(cpu(gguf, "dense"), ids, [], pages))
+    read = []
+    for i in range(len(ids)):
+        exact.step(batch([(ids[i : i + 1], i, pages)]))
+        stats = exact.stats()
+        assert stats is not None
+        read.append(stats.up_rows / N_FF)
+    assert np.max(read) == 1
+    assert np.min(read) < 0.5
+
+
 PLAIN = [(model, type) for model in ("llama", "opt", "falcon-40b") for type in (T.F32, T.F16, T.Q8_0, T.Q4_0)]
 # Of Q5_0 the down projection stays dense; without a gate nothing would be left to leave out.
 PLAIN.append(("llama", T.Q5_0))
