@@ -361,6 +361,7 @@ def _native(text: str, name: str) -> Iterator[Fault]:
             not plain
             or plain.startswith(("#", "template", "using", "namespace", "static_assert", "throw"))
             or "refetch" in code
+            or "rows[count + j]" in code  # behind a list of rows: what is fetched ahead
             or any(word in code for word in SPEED)
         )
         if not skip:
