@@ -549,6 +549,16 @@ def test_values_that_the_format_cannot_hold(tmp_path: Path, value: object, type:
         writer.add("k", 1)
 
 
+def test_a_tensor_is_added_once(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tensor("a", np.ones(4, np.float32), GGMLType.F32)
+    with pytest.raises(InvalidRequestError, match="tensor 'a' has been added already"):
+        writer.add_tensor("a", np.zeros(8, np.float32), GGMLType.F32)
+    writer.write()
+    with open_gguf(tmp_path / "model.gguf") as file:
+        assert file.data("a").view(np.float32).tolist() == [1, 1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("data", "type", "shape", "message"),
     [
