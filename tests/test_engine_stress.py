@@ -1,0 +1,161 @@
+"""A thousand requests that come, leave, fail and run out of pages at any moment: no other one notices."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from functools import cache
+
+import numpy as np
+import pytest
+from fake_backend import FakeBackend, fake_logits
+
+from hotset.backends.base import PAGE_SIZE
+from hotset.engine.driver import EngineThread
+from hotset.engine.engine import Engine, Sequence
+from hotset.engine.sampler import SamplingParams
+
+N_CTX = 384
+BASES = [np.random.default_rng(i).integers(0, 97, 300).tolist() for i in range(4)]
+
+
+def drawn_prompt(draw: random.Random) -> tuple[int, ...]:
+    """Some of one of a few texts, often whole pages of it, and often an end of its own."""
+    n = draw.choice([draw.randint(1, 300), PAGE_SIZE * draw.randint(1, 4), 200])
+    own = [draw.randrange(97) for _ in range(draw.choice([0, 1, 30]))]
+    return (*draw.choice(BASES)[:n], *own)
+
+
+@cache
+def expected(tokens: tuple[int, ...], seed: int, n: int) -> list[int]:
+    engine = Engine(FakeBackend(), N_CTX)
+    sequence = engine.submit(tokens, SamplingParams(seed=seed, max_tokens=n))
+    while engine.has_work:
+        engine.step()
+    return sequence.generated
+
+
+def check_pages(engine: Engine) -> None:
+    """Every page is held as often as running sequences have it, and every running sequence has a slot."""
+    pool = engine.pool
+    held = Counter(page for sequence in engine.running for page in sequence.pages)
+    assert [held[page] for page in range(pool.n_pages)] == pool._references
+    assert pool.n_available == sum(1 for n in pool._references if not n)
+    slots = [sequence.slot for sequence in engine.running]
+    assert sorted(slots + engine._slots) == list(range(engine.max_sequences))
+    for sequence in engine.running:
+        table = engine._page_tables[sequence.slot]
+        assert table[: len(sequence.pages)].tolist() == sequence.pages
+        assert sequence.n_computed <= len(sequence.pages) * PAGE_SIZE
+        assert sequence.n_registered <= len(sequence.pages)
+    assert all(sequence.slot < 0 and not sequence.pages for sequence in engine.waiting)
+
+
+@pytest.mark.parametrize(
+    ("n", "n_pages", "max_sequences", "max_batch"), [(1000, 6, 4, 64), (250, 9, 16, 200), (250, 64, 8, 33)]
+)
+def test_a_thousand_requests_come_and_go(n: int, n_pages: int, max_sequences: int, max_batch: int) -> None:
+    draw = random.Random(n_pages)
+    backend = FakeBackend(n_pages=n_pages, max_batch=max_batch)
+    engine = Engine(backend, N_CTX, max_sequences)
+    asked: list[tuple[Sequence, tuple[int, ...], int, int]] = []
+    scored: list[tuple[Sequence, tuple[int, ...], int, dict[int, float]]] = []
+    n_failed = 0
+
+    def ask() -> None:
+        tokens, seed, n_new = drawn_prompt(draw), draw.randrange(3), draw.choice([1, 5, 90])
+        if draw.random() < 0.1:
+            first, found = draw.randrange(len(tokens)), dict[int, float]()
+
+            def keep(position: int, rows: np.ndarray) -> None:
+                for i, row in enumerate(rows):
+                    assert position + i not in found
+                    found[position + i] = float(row[0])
+
+            scored.append((engine.score(tokens, keep, first=first), tokens, first, found))
+            return
+        sequence = engine.submit(
+            tokens,
+            SamplingParams(seed=seed, max_tokens=n_new),
+            reuse_prefix=draw.random() < 0.9,
+            client=draw.choice([None, "a", "b"]),
+            seconds=0.0 if draw.random() < 0.02 else None,
+        )
+        asked.append((sequence, tokens, seed, n_new))
+
+    while len(asked) + len(scored) < n or engine.has_work:
+        if len(asked) + len(scored) < n:
+            for _ in range(draw.choice([0, 0, 1, 2, 6]) if len(engine.waiting) < 20 else 0):
+                ask()
+        there = [*engine.running, *engine.waiting]
+        if there and draw.random() < 0.08:
+            stop = engine.cancel if draw.random() < 0.5 else engine.interrupt
+            stop(draw.choice(there))
+        backend.cancelled = draw.random() < 0.05
+        if draw.random() < 0.03:
+            backend.fail_at_step = len(backend.batches)
+        try:
+            engine.step()
+        except RuntimeError:
+            n_failed += 1
+        backend.fail_at_step = None
+        check_pages(engine)
+    reasons = Counter(sequence.finish_reason for sequence, *_ in asked + scored)
+    assert set(reasons) == {"length", "cancelled", "timeout", "error"}
+    assert min(reasons.values()) > 1
+    assert n_failed > 3
+    for sequence, tokens, seed, n_new in asked:
+        right = expected(tokens, seed, n_new)
+        assert sequence.generated == right[: len(sequence.generated)]
+        assert sequence.finish_reason != "length" or sequence.generated == right
+    for sequence, tokens, first, found in scored:
+        if sequence.finish_reason == "length":
+            assert list(found) == list(range(first, len(tokens)))
+        for position, logit in found.items():
+            assert logit == fake_logits(np.array(tokens[: position + 1]), 97)[0]
+    now = engine.counters()
+    assert (now.finished, now.cancelled) == (reasons["length"], reasons["cancelled"])
+    assert (now.failed, now.timed_out) == (reasons["error"], reasons["timeout"])
+    assert (now.running, now.waiting, now.pages_used) == (0, 0, 0)
+    assert now.reused_tokens > 0
+    assert (now.preemptions > 0) == (n_pages < 64)
+    assert (engine._page_tables == -1).all()
+
+
+def test_threads_that_ask_and_leave_at_any_moment_get_their_own() -> None:
+    """What happens when is the machine's choice here, what is asked is not."""
+    backend = FakeBackend(n_pages=12, max_batch=64)
+    thread = EngineThread(Engine(backend, N_CTX, 6))
+    wrong: list[str] = []
+
+    def client(number: int) -> None:
+        draw = random.Random(number)
+        for _ in range(25):
+            tokens, seed, n = drawn_prompt(draw), draw.randrange(3), draw.choice([1, 5, 90])
+            sequence = thread.engine.prepare(
+                tokens, SamplingParams(seed=seed, max_tokens=n), client=str(number)
+            )
+            thread.submit(sequence)
+            right, leaves_after = expected(tokens, seed, n), draw.choice([0, 1, 3, 100, 100])
+            got: list[int] = []
+            while len(got) < leaves_after:
+                event = thread.next_event(sequence)
+                got += [] if event.token is None else [event.token]
+                if event.finish_reason is not None:
+                    break
+            thread.cancel([sequence])
+            if got != right[: len(got)] or (leaves_after > n and got != right):
+                wrong.append(f"{number}: {got} instead of {right}")
+
+    clients = [threading.Thread(target=client, args=(number,)) for number in range(6)]
+    for each in clients:
+        each.start()
+    for each in clients:
+        each.join()
+    assert not wrong
+    with thread.exclusive() as engine:
+        check_pages(engine)
+        assert engine.pool.n_available == 12
+        assert not engine.has_work
+    thread.close()
