@@ -142,6 +142,55 @@ def test_top_k_equals_a_full_sort(n: int, k: int, kind: str):
     assert values.tolist() == logits[expected].tolist()
 
 
+class Allowed:
+    """A constraint that always allows the same tokens."""
+
+    finished = False
+
+    def __init__(self, ids: list[int], n: int) -> None:
+        allowed = np.zeros(n, bool)
+        allowed[ids] = True
+        self.bits = np.packbits(allowed, bitorder="little")
+        self.accepted: list[int] = []
+
+    def mask(self) -> np.ndarray:
+        return self.bits
+
+    def accept(self, token: int) -> None:
+        self.accepted.append(token)
+
+
+@pytest.mark.parametrize("n_allowed", [1, 3, 17, 300, N_VOCAB - 8])
+@pytest.mark.parametrize("options", PARAMS, ids=str)
+def test_what_a_constraint_allows_is_drawn_as_if_all_else_were_forbidden(
+    n_allowed: int, options: dict[str, Any]
+):
+    """Few tokens and many take different ways; a mask may be shorter than the vocabulary, and longer."""
+    rng = np.random.default_rng(n_allowed)
+    ids = sorted(rng.choice(N_VOCAB - 8, n_allowed, replace=False).tolist())
+    others = sorted({*range(N_VOCAB)} - {*ids})
+    for n in (N_VOCAB - 8, N_VOCAB + 37):
+        rule = Allowed(ids, n)
+        bound = Sampler(SamplingParams(seed=7, **options), N_VOCAB, [1, 2, 3], constraint=rule)
+        biased = Sampler(SamplingParams(seed=7, **options), N_VOCAB, [1, 2, 3], forbidden=others)
+        drawn = []
+        for i in range(12):
+            logits = some_logits(i)
+            drawn.append(bound.sample(logits))
+            assert drawn[-1] == biased.sample(logits)
+            bound.accept(drawn[-1])
+            biased.accept(drawn[-1])
+        assert rule.accepted == drawn, "and not the prompt"
+        assert {*drawn} <= {*ids}
+
+
+def test_a_constraint_that_allows_nothing_is_told_of():
+    for options in ({}, {"temperature": 0}, {"top_k": 0}):
+        sampler = Sampler(SamplingParams(seed=0, **options), N_VOCAB, constraint=Allowed([], N_VOCAB))
+        with pytest.raises(InvalidRequestError, match="no token is left to go on with"):
+            sampler.sample(some_logits())
+
+
 def test_logits_are_left_as_they_are():
     logits = some_logits()
     logits.flags.writeable = False

@@ -225,6 +225,7 @@ class Sampler:
     ) -> None:
         self.params = params
         self.constraint = constraint
+        self._n_vocab = n_vocab
         self.seed = secrets.randbits(64) if params.seed is None else int(params.seed)
         bias = dict(params.logit_bias) | dict.fromkeys(forbidden, -math.inf)
         for token in bias:
@@ -353,7 +354,7 @@ class Sampler:
         params = self.params
         log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
         total = None
-        if 0 < params.top_k < logits.size:
+        if 0 < params.top_k < self._n_vocab:  # (of few allowed ones it may be all)
             ids, values = top_k(logits, params.top_k)
             self._check_largest(float(values[0]) if len(ids) else math.nan)
             relative = values.astype(np.float64)
