@@ -159,11 +159,6 @@ class Model:
 
         return Grammars(self.tokenizer)
 
-    @property
-    def _bos_id(self) -> int | None:
-        """The token that every text of this model begins with, if there is one."""
-        return self.tokenizer.bos_id if self.tokenizer.add_bos else None
-
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any] | ChatMessage],
@@ -177,16 +172,10 @@ class Model:
         add_generation_prompt: with the head of the answer. variables: whatever else the template knows, such
         as enable_thinking; InvalidRequestError for one that the messages are in.
         """
-        from hotset.text.messages import rendered
+        from hotset.text.messages import encoded
 
-        checked = checked_messages(messages)
-        more = template_variables(variables or {})
-        text = rendered(self.chat_template, checked, add_generation_prompt, tools, **more)
-        tokens = list(self.tokenizer.encode(text, add_special=False, parse_special=True))
-        # Most templates write BOS themselves: it belongs there once.
-        if self._bos_id is not None and tokens[:1] != [self._bos_id]:
-            tokens.insert(0, self._bos_id)
-        return tokens
+        checked, more = checked_messages(messages), template_variables(variables or {})
+        return encoded(self.chat_template, self.tokenizer, checked, add_generation_prompt, tools, **more)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Checked token ids of a prompt of `generate`. Raises InvalidRequestError for what is no prompt."""
@@ -482,7 +471,7 @@ def compare_chunks(
         models[0].tokenizer.encode(text, add_special=True),
         n_ctx=n_ctx,
         chunks=chunks,
-        bos_id=models[0]._bos_id,
+        bos_id=models[0].tokenizer.text_bos_id,
         n_neurons=[sum(model.config.n_ff) for model in models],
     )
     while True:

@@ -13,6 +13,7 @@ from typing import Any
 from hotset.errors import InvalidRequestError, TokenizerError
 from hotset.parameters import shown
 from hotset.text.chat import ChatTemplate
+from hotset.text.tokenizer import Tokenizer
 
 
 def checked_calls(message: Mapping[str, Any], i: int) -> dict[str, Any]:
@@ -46,6 +47,17 @@ def _checked_call(call: Any, i: int, n: int) -> dict[str, Any]:
             f"the arguments of call {n} of message {i} must be a text with JSON in it, not {shown(arguments)}"
         )
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+
+
+def encoded(template: ChatTemplate, tokenizer: Tokenizer, *conversation: Any, **variables: Any) -> list[int]:
+    """Token ids of a conversation as `rendered` takes it, with the BOS that texts of the model begin with."""
+    text = rendered(template, *conversation, **variables)
+    tokens = list(tokenizer.encode(text, add_special=False, parse_special=True))
+    # Most templates write BOS themselves: it belongs there once.
+    first = tokenizer.text_bos_id
+    if first is not None and tokens[:1] != [first]:
+        tokens.insert(0, first)
+    return tokens
 
 
 def rendered(

@@ -188,6 +188,11 @@ class Tokenizer:
         """How many ids there are. The model's output may be longer (padding)."""
         return len(self.tokens)
 
+    @property
+    def text_bos_id(self) -> int | None:
+        """The token that every text begins with, if there is one."""
+        return self.bos_id if self.add_bos else None
+
     @cached_property
     def vocabulary(self) -> dict[str, int]:
         """Piece text, as the file spells it → id (`tokens` is the way back)."""
