@@ -7,7 +7,7 @@ JOBS ?= 2
 ADAPTERS := adapters/smollm2-135m-relu.safetensors
 RELU := build/demo/smollm2-135m-relu.gguf
 
-.PHONY: demo build test test-order mutants lint format kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel clean
+.PHONY: demo build test test-order test-clients mutants lint format kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel clean
 
 demo: build
 	$(BIN)/hotset run smollm2-135m "What is photosynthesis?" --temp 0 -n 80
@@ -54,6 +54,18 @@ ORDERS ?= 20
 test-order: build $(VENV)/.dev
 	for seed in $$(seq $(ORDERS)); do \
 	  $(BIN)/python -m pytest -n $(JOBS) --random-order-bucket=global --random-order-seed=$$seed || exit 1; done
+
+# Clients that people use against `hotset serve`: openai for Node, ollama, llm, LangChain's standard tests, and schemathesis on
+# the server's own OpenAPI document. They are fetched into build/clients; CLIENTS=ollama runs one of them.
+CLIENTS ?=
+test-clients: build $(VENV)/.dev build/clients/.installed
+	$(BIN)/python tests/clients/run.py $(CLIENTS)
+
+build/clients/.installed: tests/clients/requirements.txt
+	$(PYTHON) -m venv build/clients/venv
+	build/clients/venv/bin/pip install -q -r tests/clients/requirements.txt
+	npm install --silent --no-audit --no-fund --prefix build/clients openai@6
+	touch $@
 
 # Small faults put into a copy of the sources, one at a time; prints those that no test notices. MUTANTS is what to
 # hand on: how many, which seed, which files (tests/mutation/mutants.py --help).

@@ -1,0 +1,50 @@
+"""Ollama's client: HOST, MODEL and API_KEY are in the environment."""
+
+from __future__ import annotations
+
+import os
+
+import ollama
+
+MODEL = os.environ["MODEL"]
+MESSAGES = [{"role": "user", "content": "ok"}]
+OPTIONS = {"temperature": 0, "num_predict": 32}
+
+client = ollama.Client(
+    host=os.environ["HOST"], headers={"Authorization": f"Bearer {os.environ['API_KEY']}"}, trust_env=False
+)
+answer = client.chat(model=MODEL, messages=MESSAGES, options=OPTIONS)
+text = answer.message.content
+assert text
+assert answer.done
+assert answer.eval_count > 0
+assert answer.total_duration >= answer.eval_duration > 0
+pieces = list(client.chat(model=MODEL, messages=MESSAGES, options=OPTIONS, stream=True, keep_alive="5m"))
+assert "".join(piece.message.content for piece in pieces) == text
+assert [piece.done for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+
+assert client.generate(model=MODEL, prompt="ok", options=OPTIONS).response == text
+pieces = list(client.generate(model=f"{MODEL}:latest", prompt="ok", options=OPTIONS, stream=True))
+assert "".join(piece.response for piece in pieces) == text
+assert client.generate(model=MODEL).done_reason == "load"
+decided = client.chat(model=MODEL, messages=MESSAGES, options=OPTIONS, format={"type": "boolean"})
+assert decided.message.content in ("true", "false")
+
+(listed,) = client.list().models
+assert listed.model == MODEL
+assert listed.size > 0
+assert listed.modified_at is not None
+shown = client.show(MODEL)
+assert "completion" in shown.capabilities
+assert shown.modelinfo["general.architecture"] == shown.details.family
+(running,) = client.ps().models
+assert running.model == MODEL
+
+for wrong, status in ({"model": "other"}, 404), ({"options": {"num_gpu": 1}}, 400):
+    taken = True
+    try:
+        client.chat(**{"model": MODEL, "messages": MESSAGES} | wrong)
+    except ollama.ResponseError as error:
+        taken = error.status_code != status
+    assert not taken, wrong
+print("chat, generate, streams, format, list, show, ps, errors")

@@ -1,0 +1,165 @@
+"""`make test-clients`: clients that people use, against `hotset serve` on a real socket.
+
+What they need lies in build/clients: an environment, packages for Node, and a log of each. Of the
+two servers that are started, one has the tiny random model of the tests, and one SmolLM2 of the store, for
+LangChain's tests, whose questions a model must understand.
+
+    .venv/bin/python tests/clients/run.py [NAME ...]
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+WORK = ROOT / "build" / "clients"
+BIN = WORK / "venv" / "bin"
+KEY = "a-key-of-the-tests"
+LOADED_SECONDS = 300
+
+sys.path.append(str(HERE.parent))
+from test_api import write_model  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Server:
+    """url: where it listens. model: what its model is called."""
+
+    url: str
+    model: str
+    environment: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        said = {"HOST": self.url, "BASE_URL": f"{self.url}/v1", "MODEL": self.model, "API_KEY": KEY}
+        object.__setattr__(self, "environment", os.environ | said | {"NO_PROXY": "127.0.0.1"})
+
+
+@contextmanager
+def served(model: str, *, name: str) -> Iterator[Server]:
+    """A server that has loaded the model."""
+    log = WORK / f"serve-{name}.log"
+    command = [ROOT / ".venv/bin/hotset", "serve", model, "--alias", name, "--port", "0"]
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | {"HOTSET_API_KEY": KEY}
+        )
+    try:
+        yield Server(_url(process, log), name)
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _url(process: subprocess.Popen[bytes], log: Path) -> str:
+    end = time.monotonic() + LOADED_SECONDS
+    while time.monotonic() < end:
+        said = log.read_text()
+        if process.poll() is not None:
+            sys.exit(f"the server ended at once:\n{said}")
+        if "is loaded" in said:
+            return str(re.findall(r"http://[0-9.:]+", said)[0])
+        time.sleep(0.1)
+    sys.exit(f"the server did not load its model; see {log}")
+
+
+def openai_node(server: Server) -> list[str]:
+    (WORK / "openai_client.mjs").write_text((HERE / "openai_client.mjs").read_text())  # beside its packages
+    return ["node", str(WORK / "openai_client.mjs")]
+
+
+def ollama(server: Server) -> list[str]:
+    return [str(BIN / "python"), str(HERE / "ollama_client.py")]
+
+
+def llm(server: Server) -> list[str]:
+    home = WORK / "llm"
+    home.mkdir(exist_ok=True)
+    (home / "extra-openai-models.yaml").write_text(
+        f"- model_id: hotset\n  model_name: {server.model}\n  api_base: {server.environment['BASE_URL']}\n"
+        "  api_key_name: hotset\n"
+    )
+    server.environment["LLM_USER_PATH"] = str(home)
+    return ["sh", str(HERE / "llm_client.sh"), str(BIN / "llm")]
+
+
+def langchain(server: Server) -> list[str]:
+    # One loop for all: the client keeps its connections from test to test.
+    loops = ["asyncio_mode=auto", "asyncio_default_test_loop_scope=session"]
+    options = [
+        "-c",
+        os.devnull,
+        "--noconftest",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        "-rs",
+        "--tb=short",
+        "--benchmark-disable",
+    ]
+    options += [part for loop in loops for part in ("-o", loop)]
+    return [str(BIN / "python"), "-m", "pytest", *options, str(HERE / "langchain_chat.py")]
+
+
+def schemathesis(server: Server) -> list[str]:
+    server.environment["SCHEMATHESIS_HOOKS"] = "schemathesis_hooks"
+    server.environment["PYTHONPATH"] = str(HERE)
+    checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+    command = [str(BIN / "schemathesis"), "run", f"{server.url}/openapi.json", "--seed", "1", "-n", "30"]
+    command += ["--phases", "coverage,fuzzing", "--continue-on-failure", "--checks", checks]
+    return [*command, "-H", f"Authorization: Bearer {KEY}", "--max-time", "300", "--warnings", "off"]
+
+
+TINY: dict[str, Callable[[Server], list[str]]] = {
+    "openai-node": openai_node,
+    "ollama": ollama,
+    "llm": llm,
+    "schemathesis": schemathesis,
+}
+SMOLLM2: dict[str, Callable[[Server], list[str]]] = {"langchain": langchain}
+
+
+def main(names: list[str]) -> int:
+    """0 where every client was content."""
+    unknown = set(names) - set(TINY) - set(SMOLLM2)
+    if unknown:
+        sys.exit(f"there is no client {sorted(unknown)[0]!r}; there are {', '.join([*TINY, *SMOLLM2])}")
+    failed = 0
+    with ExitStack() as running:
+        for clients, model, name in (
+            (TINY, str(write_model(WORK / "tiny.gguf")), "tiny"),
+            (SMOLLM2, "smollm2-135m", "smollm2-135m"),
+        ):
+            wanted = [client for client in clients if not names or client in names]
+            if wanted:
+                server = running.enter_context(served(model, name=name))
+                failed += sum(not content(client, clients[client], server) for client in wanted)
+    return 1 if failed else 0
+
+
+def content(name: str, command: Callable[[Server], list[str]], server: Server) -> bool:
+    """Runs a client and says how it went."""
+    log = WORK / f"{name}.log"
+    began = time.monotonic()
+    with log.open("w") as out:
+        ended = subprocess.run(
+            command(server), stdout=out, stderr=subprocess.STDOUT, env=server.environment, cwd=WORK
+        )
+    lines = [line for line in log.read_text().splitlines() if line.strip()]
+    verdict = "ok    " if ended.returncode == 0 else "FAILED"
+    print(f"{verdict} {name:13} {time.monotonic() - began:5.0f} s  {lines[-1] if lines else ''}", flush=True)
+    if ended.returncode:
+        print(*(f"       {line}" for line in lines[-30:]), sep="\n", flush=True)
+    return ended.returncode == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
