@@ -266,8 +266,8 @@ class PlanBuilder {
         const int64_t rows = width(out) / n_used;
         ExpertFacts facts;
         facts.x = x, facts.route = route, facts.out = out, facts.n_used = n_used, facts.sparse = sparse;
-        if (gate) facts.gate = make_experts(*gate, n_expert, rows, width(x));
-        facts.up = make_experts(up, n_expert, rows, width(x));
+        if (gate) facts.gate = make_experts(*gate, n_expert, rows, width(x), rows);
+        facts.up = make_experts(up, n_expert, rows, width(x), rows);
         if (activation) {
             facts.activated = true;
             facts.activation = checked_activation(activation->first);
@@ -281,7 +281,9 @@ class PlanBuilder {
         plan_->add_expert_neurons(std::move(facts));
     }
 
-    void expert_sum(int x, int route, int n_expert, const ExpertPart& down, int residual, int out) {
+    // by_neuron: matrices have a row per neuron; sparse: those of zeros are left out then.
+    void expert_sum(int x, int route, int n_expert, const ExpertPart& down, int residual, bool by_neuron,
+                    bool sparse, int out) {
         same_rows(x, out);
         const int n_used = check_route(route, n_expert, out);
         require(width(x) % n_used == 0, "experts have neurons of their own");
@@ -290,8 +292,10 @@ class PlanBuilder {
             require(width(residual) == width(out) && residual != out,
                     "a residual has the width of the output");
         }
-        plan_->add_expert_sum(
-            {x, route, residual, out, n_used, make_experts(down, n_expert, width(out), width(x) / n_used)});
+        const int64_t neurons = width(x) / n_used;
+        const int64_t rows = by_neuron ? neurons : width(out), cols = by_neuron ? width(out) : neurons;
+        plan_->add_expert_sum({x, route, residual, out, n_used,
+                               make_experts(down, n_expert, rows, cols, width(out)), by_neuron, sparse});
     }
 
     void mask(int x, int scores, float threshold, int64_t first, int out) {
@@ -498,13 +502,14 @@ class PlanBuilder {
             "a route names some of the experts");
         return int(width(route) / 2);
     }
-    ExpertMatrices make_experts(const ExpertPart& part, int n_expert, int64_t rows, int64_t cols) {
+    ExpertMatrices make_experts(const ExpertPart& part, int n_expert, int64_t rows, int64_t cols,
+                                int64_t n_bias) {
         const auto& [tensors, stored, first, bias] = part;
         require(stored > 0 && stored < INT32_MAX / n_expert && first >= 0 && first + rows <= stored,
                 "an expert's rows are some of its matrix");
         require(tensors.size() == 1 || int(tensors.size()) == n_expert,
                 "experts are in one tensor, or in one each");
-        require(!bias || int64_t(bias->size()) == n_expert * rows, "a bias has a number for each row");
+        require(!bias || int64_t(bias->size()) == n_expert * n_bias, "a bias has a number for each output");
         ExpertMatrices made;
         const int64_t of_tensor = n_expert / int64_t(tensors.size());
         for (const auto& [type, data] : tensors) {
@@ -870,7 +875,7 @@ NB_MODULE(_core, m) {
         .def("expert_neurons", &PlanBuilder::expert_neurons, "x"_a, "route"_a, "n_expert"_a, "gate"_a.none(),
              "up"_a, "activation"_a.none(), "up_activation"_a.none(), "sparse"_a, "out"_a)
         .def("expert_sum", &PlanBuilder::expert_sum, "x"_a, "route"_a, "n_expert"_a, "down"_a, "residual"_a,
-             "out"_a)
+             "by_neuron"_a, "sparse"_a, "out"_a)
         .def("sign_scores", &PlanBuilder::sign_scores, "x"_a, "rows"_a, "bias"_a.none(), "out"_a)
         .def("mask", &PlanBuilder::mask, "x"_a, "scores"_a, "threshold"_a, "first"_a, "out"_a)
         .def("op_seconds", &PlanBuilder::op_seconds)

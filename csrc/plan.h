@@ -181,6 +181,8 @@ struct ExpertSumFacts {
     int x = -1, route = -1, residual = -1, out = -1;
     int n_used = 1;
     ExpertMatrices down;
+    bool by_neuron = false;  // a row per neuron, which is a column of x
+    bool sparse = false;     // and rows of zeros are left out
 };
 
 constexpr int kMaxGroup = 256;  // query heads per KV head, at most

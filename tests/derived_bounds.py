@@ -303,7 +303,8 @@ class Oracle(ReferenceBackend):
         route, x = taps[op.route.id], taps[op.x.id]
         n, k = len(x), op.n_used
         parts = np.repeat(x[:, None], k, axis=1) if isinstance(op, ExpertLinear) else x.reshape(n, k, -1)
-        if type_ not in FLOATS:
+        by_neuron = isinstance(op, ExpertSum) and op.by_neuron
+        if type_ not in FLOATS and not by_neuron:
             parts = int8_inputs(parts.reshape(n * k, -1))[0].reshape(parts.shape)
         n_rows = op.n_rows if isinstance(op, ExpertLinear) else op.out.width
         expected, bound = self._by_experts(op, parts, route, n_rows), np.empty((n, k, n_rows))
@@ -313,7 +314,11 @@ class Oracle(ReferenceBackend):
                 expert = int(route[t, j])
                 name = op.weights[expert if len(op.weights) > 1 else 0]
                 of_all = self._magnitudes(name)
-                magnitude = (of_all if of_all.ndim == 2 else of_all[expert])[first : first + n_rows]
+                magnitude = of_all if of_all.ndim == 2 else of_all[expert]
+                if by_neuron:
+                    bound[t, j] = axpy_bound(parts[t, j][None], magnitude)[0]
+                    continue
+                magnitude = magnitude[first : first + n_rows]
                 bound[t, j] = linear_bound(type_, parts[t, j][None], magnitude)[0]
         if op.bias is not None:
             bound += U * (np.abs(expected) + bound)

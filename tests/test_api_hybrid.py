@@ -85,6 +85,12 @@ def test_a_model_that_fits_is_wholly_on_the_device(model: Path, expected: np.nda
         assert close(loaded.logits("Hello there"), expected)
 
 
+def test_experts_stay_on_the_cpu(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "experts.gguf", experts=(4, 2))
+    with pytest.raises(UnsupportedModelError, match="mixtures of experts are computed on the CPU alone"):
+        hotset.load(path, device="cpu", vram_budget=1.0, **SMALL)
+
+
 @pytest.mark.parametrize("fraction", [0.2, 0.5])
 def test_within_a_budget_neurons_are_split_and_the_answer_is_the_same(
     model: Path, expected: np.ndarray, fraction: float

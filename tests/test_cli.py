@@ -297,7 +297,7 @@ def test_a_closed_pipe_is_silent(model: Path) -> None:
         (["run", "no-such-model", "hi"], 1, "There is no model 'no-such-model'"),
         (["run", "smolm2-135", "hi"], 1, "did you mean smollm2-135m?"),
         (["run", "missing.gguf", "hi"], 1, "There is no file missing.gguf"),
-        (["run", "smallthinker-4b", "hi"], 1, "hotset pull smallthinker-4b"),
+        (["run", "turbosparse-mistral-7b", "hi"], 1, "hotset convert FOLDER OUT.gguf"),
         (["run", "MODEL", "hi", "--temp", "-1"], 1, "error: temperature must be at least 0"),
         (["run", "MODEL", "hi", "--backend", "abacus"], 1, "abacus"),
         (["run", "MODEL", "hi", "--cache-type", "q4"], 1, "q4"),
@@ -537,7 +537,7 @@ def test_without_a_model_a_terminal_chooses(home: Path, model: Path) -> None:
     chat = Terminal("run", *CHAT, "-n", 3)
     table = chat.wait_for(r"(?s)(1\s+tiny-relu.*)Which one\?")[1]
     assert table.index("tiny-relu") < table.index("bamboo-7b") < table.index("another")
-    assert "smallthinker" not in table
+    assert "turbosparse" not in table
     chat.type("99\n")
     chat.wait_for("A number from 1 to")
     chat.type("1\n")
@@ -633,8 +633,9 @@ def test_pull_without_a_network_fails_in_seconds(home: Path) -> None:
 
 def test_list_all_shows_the_catalogue_with_what_cannot_run(home: Path) -> None:
     items = {item["name"]: item for item in json.loads(inside("list", "--all", "--json").stdout)}
-    assert items["bamboo-7b"]["unsupported"] is items["relullama-70b"]["unsupported"] is None
-    assert "hotset pull smallthinker-4b" in items["smallthinker-4b"]["unsupported"]
+    assert items["bamboo-7b"]["unsupported"] is items["smallthinker-4b"]["unsupported"] is None
+    assert "hotset convert" in items["turbosparse-mistral-7b"]["unsupported"]
+    assert "of which a token has 0.6B" in items["smallthinker-4b"]["needs"]
     assert items["relufalcon-40b"]["repository"] == "PowerInfer/ReluFalcon-40B-PowerInfer-GGUF"
     assert "cannot run yet" in inside("list", "--all").stdout
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hotset.convert.hf_config import HFConfig
 from hotset.errors import FormatError, HotsetError, InvalidRequestError, UnsupportedModelError
 from hotset.formats.quants import DECODABLE, GGMLType
 from hotset.model.config import (
@@ -302,6 +303,15 @@ def test_a_damaged_key_is_named(keys: dict[str, Any], sentence: str) -> None:
 def test_what_cannot_run_is_refused(keys: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UnsupportedModelError, match=sentence):
         config_from_gguf(file(**keys))
+
+
+def test_phimoe_is_refused_with_the_reason() -> None:
+    with pytest.raises(
+        UnsupportedModelError, match="phimoe is not supported: engines compute another function"
+    ):
+        config_from_gguf(file("phimoe", expert_count=8))
+    with pytest.raises(UnsupportedModelError, match="another function than it was trained with"):
+        HFConfig({"architectures": ["PhimoeForCausalLM"]})
 
 
 def test_an_architecture_without_experts_has_none() -> None:

@@ -20,7 +20,7 @@ from tiny_gguf import write_llama
 import hotset
 from hotset import _core
 from hotset.backends.reference import ReferenceBackend
-from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.formats.gguf import GGUFFile, GGUFWriter, copy_metadata, open_gguf
 from hotset.formats.quants import DECODABLE, GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
@@ -60,6 +60,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "chosen": {"keys": {"llama.expert_gating_func": 3, "llama.expert_weights_norm": False}},
     "relu": {"keys": {"llama.hidden_activation": "relu"}},
     "biased relu": {"keys": {"llama.hidden_activation": "relu"}, "biased": True},
+    "by neuron": {"down_by_neuron": True, "n_ff": 160, "keys": {"llama.hidden_activation": "relu"}},
+    "biased by neuron": {"down_by_neuron": True, "n_ff": 96, "biased": True, "type_of": lambda _: T.Q8_0},
     "one used": {"experts": (4, 1)},
     "all used": {"experts": (3, 3)},
     "many": {"experts": (70, 2), "n_ff": 32, "type_of": lambda _: T.Q4_0},
@@ -89,7 +91,7 @@ def test_every_tensor_type_of_experts_runs(tmp_path: Path, type_: GGMLType) -> N
 
 
 @pytest.mark.parametrize("isa", _core.available_isas())
-@pytest.mark.parametrize("form", ["mixed", "floats", "biased relu"])
+@pytest.mark.parametrize("form", ["mixed", "floats", "biased relu", "by neuron"])
 def test_the_same_bits_however_a_step_is_cut(tmp_path: Path, isa: str, form: str) -> None:
     gguf = model(tmp_path, **FORMS[form])
     ids, pages = tokens(120), [4, 2]
@@ -123,6 +125,25 @@ def test_files_with_a_tensor_for_each_expert_are_the_same_model(tmp_path: Path) 
     np.testing.assert_array_equal(*found)
 
 
+def test_down_matrices_by_neuron_are_the_same_model(tmp_path: Path) -> None:
+    """As SmallThinker's own engine stores them, with a predictor of the output's rows that is not used."""
+    options: dict[str, Any] = {"type_of": lambda _: T.F32, "n_embd": 64, "n_ff": 96}
+    options["keys"] = {"llama.hidden_activation": "relu"}
+    plain = model(tmp_path / "plain", **options)
+    moved = tmp_path / "moved.gguf"
+    writer = GGUFWriter(moved, "llama")
+    copy_metadata(plain, writer)
+    for name, info in plain.tensors.items():
+        data = plain.data(name).view(np.float32).reshape(info.shape[::-1])
+        writer.add_tensor(name, np.ascontiguousarray(data.swapaxes(1, 2)) if "down" in name else data, T.F32)
+    writer.add_tensor("lm_head_profiler.weight", np.zeros(32 * (64 + 96), np.float32), T.F32)
+    writer.write()
+    ids, pages = tokens(30), [0]
+    found = logits_of(cpu(open_gguf(moved), sparse=True), ids, [11], pages)
+    expected = logits_of(cpu(plain), ids, [11], pages)
+    np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
+
+
 def test_a_score_that_is_no_number_chooses_last_and_does_not_crash(tmp_path: Path) -> None:
     path = model(tmp_path, type_of=lambda _: T.F32, n_embd=64, n_ff=32).path
     data = bytearray(path.read_bytes())
@@ -142,9 +163,10 @@ def test_a_score_that_is_no_number_chooses_last_and_does_not_crash(tmp_path: Pat
     assert not (ours[:, :3] == 2).any()
 
 
-@pytest.mark.parametrize("form", ["relu", "biased relu", "mixed"])
+@pytest.mark.parametrize("form", ["relu", "biased relu", "by neuron", "mixed"])
 def test_what_is_counted_is_what_the_reference_counts(tmp_path: Path, form: str) -> None:
-    gguf = model(tmp_path, **FORMS[form])
+    floats = {"type_of": lambda _: T.F32, "n_embd": 64, "n_ff": 160}
+    gguf = model(tmp_path, **FORMS[form] | floats)
     graph = describe(config_from_gguf(gguf), gguf.tensors)
     ids = tokens(40)
     for sparse in (False, True):
@@ -158,10 +180,12 @@ def test_what_is_counted_is_what_the_reference_counts(tmp_path: Path, form: str)
             assert theirs is not None
             for name in ("selected", "gate_rows"):
                 np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
-            # Where gates are near zero the two may differ, and several tokens read whole chunks.
+            # A gate near zero may fire in one of the two alone, and several tokens read whole chunks.
             np.testing.assert_allclose(ours.active, theirs.active, rtol=0.02)
             assert (ours.up_rows >= theirs.up_rows * 0.98).all()
-    if form == "relu":
+            if form == "by neuron":
+                np.testing.assert_allclose(ours.down_rows, theirs.down_rows, rtol=0.02)
+    if form in ("relu", "by neuron"):
         assert (ours.active < 0.7 * ours.selected).all()
         assert (ours.up_rows < ours.gate_rows).all()
 
@@ -184,8 +208,9 @@ def test_statistics_know_the_share_of_experts(tmp_path: Path) -> None:
     assert [layer.expert_share for layer in statistics.summary().layers] == [1.0, 1.0]
 
 
-def test_exact_is_dense_inside_experts(tmp_path: Path) -> None:
-    path = model(tmp_path, **FORMS["relu"]).path
+@pytest.mark.parametrize("form", ["relu", "by neuron"])
+def test_exact_is_dense_inside_experts(tmp_path: Path, form: str) -> None:
+    path = model(tmp_path, **FORMS[form]).path
     ids = tokens(50).tolist()
     found = {}
     for mode in ("dense", "exact"):

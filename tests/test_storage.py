@@ -172,10 +172,10 @@ def test_what_is_not_here_is_told_in_one_sentence(home: Path, name: str, sentenc
 
 
 def test_an_entry_that_cannot_run_is_refused_before_it_is_fetched(home: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="hotset pull smallthinker-4b"):
-        resolve("smallthinker-4b")
-    path = put(home / "models" / "smallthinker-4b" / "SmallThinker-4B-A0.6B-Instruct-qat.Q4_0.gguf", b"GGUFx")
-    assert resolve("smallthinker-4b") == path  # what is here is tried: the loader knows best
+    with pytest.raises(UnsupportedModelError, match="hotset convert FOLDER"):
+        resolve("turbosparse-mistral-7b")
+    path = put(home / "models" / "turbosparse-mistral-7b" / "model.gguf", b"GGUFx")
+    assert resolve("turbosparse-mistral-7b") == path  # what is here is tried: the loader knows best
 
 
 def test_remove_deletes_a_model_with_its_folder(home: Path) -> None:

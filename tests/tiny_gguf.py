@@ -127,6 +127,7 @@ def write_llama(
     tied: bool = False,
     experts: tuple[int, int] | None = None,
     one_by_one: bool = False,
+    down_by_neuron: bool = False,
     n_ff_shared: int = 0,
     biased: bool = False,
     type_of: Callable[[str], GGMLType] = lambda name: GGMLType.F32,
@@ -138,7 +139,8 @@ def write_llama(
     """A random model of the llama family. tied: without a matrix of its own for the output.
 
     experts: how many there are, and how many a token has, of n_ff neurons each. one_by_one: in a tensor each,
-    with the same values. n_ff_shared: of what all tokens share. biased: experts and router have biases.
+    with the same values. down_by_neuron: their down matrices have a row per neuron. n_ff_shared: of what all
+    tokens share. biased: experts and router have biases.
     type_of: the type of each matrix. keys: adds to the metadata and replaces it; None leaves a key out.
     vectors: more tensors, of F32. spread: matrices are normal with a deviation of spread(name) /
     sqrt(columns). Without it those of float types are, with 1.5, and others are random valid blocks.
@@ -175,7 +177,7 @@ def write_llama(
         else:
             writer.add_tensor(f"{name}.weight", random_blocks(type_, rows, cols, rng), type_, (cols, rows))
 
-    def of_experts(blk: str, name: str, rows: int, cols: int) -> None:
+    def of_experts(blk: str, name: str, rows: int, cols: int, n_bias: int) -> None:
         type_ = type_of(f"{blk}.{name}_exps")
         if type_ in (GGMLType.F32, GGMLType.F16, GGMLType.BF16):
             data = (rng.standard_normal((n_expert, rows, cols)) * 1.5 / math.sqrt(cols)).astype(np.float32)
@@ -186,7 +188,7 @@ def write_llama(
         if not one_by_one:
             writer.add_tensor(f"{blk}.{name}_exps.weight", data, type_, (cols, rows, n_expert))
         if biased:
-            bias(f"{blk}.{name}_exps", n_expert, rows)
+            bias(f"{blk}.{name}_exps", n_expert, n_bias)
 
     def norm(name: str, width: int) -> None:
         writer.add_tensor(f"{name}.weight", rng.uniform(0.5, 1.5, width).astype(np.float32), GGMLType.F32)
@@ -217,8 +219,9 @@ def write_llama(
             writer.add_tensor(f"blk.{i}.ffn_gate_inp.weight", data, GGMLType.F32)
             if biased:
                 bias(f"blk.{i}.ffn_gate_inp", n_expert)
-            for name, rows, cols in (("gate", n_ff, n_embd), ("up", n_ff, n_embd), ("down", n_embd, n_ff)):
-                of_experts(f"blk.{i}", f"ffn_{name}", rows, cols)
+            down = (n_ff, n_embd) if down_by_neuron else (n_embd, n_ff)
+            for name, shape in (("gate", (n_ff, n_embd)), ("up", (n_ff, n_embd)), ("down", down)):
+                of_experts(f"blk.{i}", f"ffn_{name}", *shape, n_embd if name == "down" else n_ff)
         if n_ff_shared:
             matrix(f"blk.{i}.ffn_gate_shexp", n_ff_shared, n_embd)
             matrix(f"blk.{i}.ffn_up_shexp", n_ff_shared, n_embd)

@@ -5,6 +5,7 @@
 // anew by every worker, from ids that are brought into their range: a late thread (threads.h) may see any.
 // What an expert gives for a token is the same to the bit in every group, and is added in the route's order.
 #include <algorithm>
+#include <bit>
 
 #include "linear_input.h"
 
@@ -511,6 +512,203 @@ class ExpertSum : public Op {
     int64_t bytes_ = 0;  // of an expert
 };
 
+// ---- down, by rows = neurons
+
+// The neurons of an expert are cut into kRanges ranges, as in axpy.cpp: within a range each output is summed
+// over the neurons in order, then over the ranges, and then over the experts. One token: a chunk is a range
+// of an expert. Several: a chunk is some of the outputs, and a tile of an expert's neurons is decoded once
+// for all its tokens.
+class ExpertAxpy : public Op {
+  public:
+    ExpertAxpy(const Plan& plan, ExpertSumFacts facts)
+        : plan_(plan),
+          f_(std::move(facts)),
+          x_(plan.buffer(f_.x)),
+          route_(plan.buffer(f_.route)),
+          out_(plan.buffer(f_.out)),
+          residual_(f_.residual < 0 ? nullptr : &plan.buffer(f_.residual)),
+          range_(int64_t(ceil_div(ceil_div(n_neurons(), kTileNeurons), kRanges)) * kTileNeurons) {}
+
+    int n_phases(const StepTokens& step) const override { return step.rows(x_) == 1 ? 2 : 1; }
+    int n_chunks(int phase, const StepTokens& step) const override {
+        const int n = step.rows(x_);
+        if (n == 0) return 0;
+        return n == 1 && phase == 0 ? f_.n_used * n_ranges() : column_chunks(n);
+    }
+
+    void run(int phase, int chunk, const StepTokens& step, Worker& worker) const override {
+        const int n = step.rows(x_);
+        if (n == 1 && phase == 0) return add_range(chunk / n_ranges(), chunk % n_ranges(), worker);
+        const int64_t first = first_column(chunk, column_chunks(n)),
+                      count = first_column(chunk + 1, column_chunks(n)) - first;
+        const Kernels& kernels = plan_.kernels();
+        float* sums = worker.results.as<float>();  // [n][count], then parts [n * n_used][count] by place
+        float* parts = sums + n * count;
+        Groups groups(worker.inputs.data(), n, f_.n_used, n_expert());
+        if (worker.enter_inputs())
+            groups.find(route_);
+        else
+            groups.recall();
+        FfnCounts counts;
+        if (n == 1)
+            add_ranges(groups, first, count, parts);
+        else if (!add_tiles(groups, n, first, count, parts, worker, counts))
+            return;
+        for (int g = 0; g < groups.n; g++)
+            if (const float* bias = f_.down.bias_of(groups.experts[g], n_out()))
+                for (int i = groups.first[g]; i < groups.first[g + 1]; i++)
+                    kernels.add(parts + i * count, bias + first, count, parts + i * count);
+        for (int t = 0; t < n; t++) {
+            float* sum = sums + t * count;
+            std::fill_n(sum, count, 0.0f);
+            for (int j = 0; j < f_.n_used; j++) {
+                float* part = parts + int64_t(groups.places[t * f_.n_used + j]) * count;
+                kernels.activate(Activation::Scale, route_.row(t)[f_.n_used + j], part, count, part);
+                kernels.add(sum, part, count, sum);
+            }
+            if (residual_) kernels.add(sum, residual_->row(t) + first, count, sum);
+        }
+        if (!worker.begin_commit()) return;
+        for (int t = 0; t < n; t++) std::copy_n(sums + t * count, count, out_.row(t) + first);
+        if (chunk == 0) counters.add(counts);  // every chunk reads of the same rows
+        worker.end_commit();
+    }
+
+    Needs needs() const override {
+        const int n = plan_.max_tokens();
+        Needs needs;
+        needs.result_floats = size_t(n_out()) + 2 * range_;
+        for (int tokens : {1, std::min(n, 2), n}) {
+            const size_t count = size_t(ceil_div(ceil_div(n_out(), 32), column_chunks(tokens)) + 1) * 32;
+            const size_t floats = count * (size_t(tokens) * (2 + f_.n_used) + kTileNeurons) +
+                                  size_t(tokens) * (2 * kTileNeurons + 1) + 64;
+            needs.result_floats = std::max(needs.result_floats, floats);
+        }
+        needs.private_bytes = Groups::bytes(n, f_.n_used, n_expert());
+        needs.shared_bytes = size_t(f_.n_used) * n_ranges() * n_out() * sizeof(float);
+        return needs;
+    }
+
+  private:
+    static constexpr int kRanges = 8;
+    static constexpr int kTileNeurons = 64;       // a bit each of a word; ranges begin at whole tiles
+    static constexpr int64_t kTileColumns = 128;  // of a chunk of several tokens
+    static constexpr int64_t kSumColumns = 1024;  // of one that adds up the ranges
+
+    int n_expert() const { return int(f_.down.weights.size()); }
+    int64_t n_out() const { return f_.down.weights[0].cols; }
+    int64_t n_neurons() const { return f_.down.weights[0].rows; }
+    int n_ranges() const { return ceil_div(n_neurons(), range_); }
+    int column_chunks(int n) const {
+        return std::min(ceil_div(n_out(), n == 1 ? kSumColumns : kTileColumns), kMaxChunks);
+    }
+    int64_t first_column(int chunk, int chunks) const {
+        return chunk == chunks ? n_out() : int64_t(ceil_div(n_out(), 32)) * chunk / chunks * 32;
+    }
+    float* shared_sums(int rank, int range) const {
+        return reinterpret_cast<float*>(plan_.shared()) + (int64_t(rank) * n_ranges() + range) * n_out();
+    }
+
+    // Neurons of a tile that a token adds; all that are there where nothing is left out.
+    uint64_t wanted(const float* values, int64_t count) const {
+        uint64_t bits = ~uint64_t(0);
+        if (f_.sparse) plan_.kernels().nonzero_bits(values, count, &bits);
+        return count < kTileNeurons ? bits & ((uint64_t(1) << count) - 1) : bits;
+    }
+
+    void add_range(int rank, int range, Worker& worker) const {
+        const float id = route_.row(0)[rank];
+        const Matrix& w = f_.down.weights[id >= 0.0f && id < float(n_expert()) ? int(id) : 0];
+        const int64_t first = range * range_, last = std::min(first + range_, n_neurons());
+        const float* x = x_.row(0) + rank * n_neurons();
+        float* sums = worker.results.as<float>();
+        float* values = sums + n_out();
+        int32_t* neurons = reinterpret_cast<int32_t*>(values + range_);
+        int n = 0;
+        for (int64_t at = first; at < last; at += kTileNeurons)
+            for (uint64_t rest = wanted(x + at, std::min<int64_t>(last - at, kTileNeurons)); rest;
+                 rest &= rest - 1) {
+                neurons[n] = int32_t(at + std::countr_zero(rest));
+                values[n] = x[neurons[n]];
+                n++;
+            }
+        std::fill_n(sums, n_out(), 0.0f);
+        plan_.kernels().axpy[int(w.type)](w, neurons, values, n, 0, n_out(), sums);
+        if (!worker.begin_commit()) return;
+        std::copy_n(sums, n_out(), shared_sums(rank, range));
+        FfnCounts counts;
+        counts.down_rows = n;
+        counters.add(counts);
+        worker.end_commit();
+    }
+
+    void add_ranges(const Groups& groups, int64_t first, int64_t count, float* parts) const {
+        for (int j = 0; j < f_.n_used; j++) {
+            float* part = parts + int64_t(groups.places[j]) * count;
+            std::copy_n(shared_sums(j, 0) + first, count, part);
+            for (int r = 1; r < n_ranges(); r++)
+                plan_.kernels().add(part, shared_sums(j, r) + first, count, part);
+        }
+    }
+
+    // False: the step is being cancelled.
+    bool add_tiles(const Groups& groups, int n, int64_t first, int64_t count, float* parts, Worker& worker,
+                   FfnCounts& counts) const {
+        const Kernels& kernels = plan_.kernels();
+        float* range_sums = parts + int64_t(n) * f_.n_used * count;
+        float* tile = range_sums + int64_t(n) * count;
+        float* values = tile + kTileNeurons * count;
+        int32_t* neurons = reinterpret_cast<int32_t*>(values + n * kTileNeurons);
+        int32_t* found = neurons + n * kTileNeurons;
+        std::fill_n(parts, int64_t(n) * f_.n_used * count, 0.0f);
+        for (int g = 0; g < groups.n; g++) {
+            if (worker.cancelled()) return false;
+            const Matrix& w = f_.down.weights[groups.experts[g]];
+            const int32_t* entries = groups.of(g);
+            const int tokens = groups.count(g);
+            float* own = parts + int64_t(groups.first[g]) * count;
+            std::fill_n(range_sums, tokens * count, 0.0f);
+            for (int64_t neuron = 0; neuron < n_neurons(); neuron += kTileNeurons) {
+                const int64_t size = std::min<int64_t>(n_neurons() - neuron, kTileNeurons);
+                uint64_t any = 0;
+                for (int i = 0; i < tokens; i++) {
+                    const float* x =
+                        x_.row(entries[i] / f_.n_used) + entries[i] % f_.n_used * n_neurons() + neuron;
+                    const uint64_t bits = wanted(x, size);
+                    any |= bits;
+                    found[i] = 0;
+                    for (uint64_t rest = bits; rest; rest &= rest - 1) {
+                        const int at = i * kTileNeurons + found[i]++;
+                        neurons[at] = std::countr_zero(rest);
+                        values[at] = x[neurons[at]];
+                    }
+                }
+                counts.down_rows += std::popcount(any);
+                for (uint64_t rest = any; rest; rest &= rest - 1) {
+                    const int i = std::countr_zero(rest);
+                    kernels.decode[int(w.type)](w, neuron + i, first, count, tile + i * count);
+                }
+                for (int i = 0; i < tokens && any; i++)
+                    kernels.tile_axpy(tile, neurons + i * kTileNeurons, values + i * kTileNeurons, found[i],
+                                      count, range_sums + i * count);
+                if ((neuron + kTileNeurons) % range_ == 0 || neuron + kTileNeurons >= n_neurons()) {
+                    kernels.add(own, range_sums, tokens * count, own);
+                    std::fill_n(range_sums, tokens * count, 0.0f);
+                }
+            }
+        }
+        return true;
+    }
+
+    const Plan& plan_;
+    const ExpertSumFacts f_;
+    const Buffer& x_;
+    const Buffer& route_;
+    const Buffer& out_;
+    const Buffer* residual_;
+    const int64_t range_;  // neurons
+};
+
 }  // namespace
 
 std::unique_ptr<Op> make_expert_neurons(const Plan& plan, ExpertFacts facts) {
@@ -518,6 +716,7 @@ std::unique_ptr<Op> make_expert_neurons(const Plan& plan, ExpertFacts facts) {
 }
 
 std::unique_ptr<Op> make_expert_sum(const Plan& plan, ExpertSumFacts facts) {
+    if (facts.by_neuron) return std::make_unique<ExpertAxpy>(plan, std::move(facts));
     return std::make_unique<ExpertSum>(plan, std::move(facts));
 }
 

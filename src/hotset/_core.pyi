@@ -110,7 +110,15 @@ class Plan:
         out: int,
     ) -> None: ...
     def expert_sum(
-        self, x: int, route: int, n_expert: int, down: ExpertPart, residual: int, out: int
+        self,
+        x: int,
+        route: int,
+        n_expert: int,
+        down: ExpertPart,
+        residual: int,
+        by_neuron: bool,
+        sparse: bool,
+        out: int,
     ) -> None: ...
     def sign_scores(self, x: int, rows: np.ndarray, bias: np.ndarray | None, out: int) -> None: ...
     def mask(self, x: int, scores: int, threshold: float, first: int, out: int) -> None: ...

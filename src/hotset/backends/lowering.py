@@ -82,7 +82,8 @@ def transposed_matrix(
 def expert_part(weights: WeightSource, op: ExpertLinear | ExpertSum) -> Any:
     """What the native core takes of the experts' matrices: tensors, rows of each expert in them, the first
     that counts, bias."""
-    first, n_rows = (op.first_row, op.n_rows) if isinstance(op, ExpertLinear) else (0, op.out.width)
+    first = op.first_row if isinstance(op, ExpertLinear) else 0
+    n_rows = op.n_rows if isinstance(op, ExpertLinear) else op.out.width  # of the bias
     tensors = [(int(weights.tensors[name].type), weights.data(name)) for name in op.weights]
     bias = None
     if op.bias is not None:
@@ -324,7 +325,7 @@ class _Emission:
     def _expert_sum(self, op: ExpertSum, residual: Value | None, out: Value) -> None:
         self._plan.expert_sum(
             self._buffers[op.x], self._buffers[op.route], op.n_expert, expert_part(self._weights, op),
-            self._residual(residual), self._buffers[out],
+            self._residual(residual), op.by_neuron, self._sparse, self._buffers[out],
         )  # fmt: skip
 
     def _neurons(self, ffn: Ffn) -> None:

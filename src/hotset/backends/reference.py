@@ -230,8 +230,10 @@ class ReferenceBackend:
         for expert in np.unique(ids):
             of_it = ids == expert
             weight = self._weight(op.weights[expert if len(op.weights) > 1 else 0])
-            rows = (weight if weight.ndim == 2 else weight[expert])[first : first + n_rows]
-            out[of_it] = x[of_it] @ rows.T
+            matrix = weight if weight.ndim == 2 else weight[expert]
+            if isinstance(op, ExpertSum) and op.by_neuron:
+                matrix = matrix.T
+            out[of_it] = x[of_it] @ matrix[first : first + n_rows].T
             if op.bias is not None:
                 out[of_it] += self._weight(op.bias)[expert, first : first + n_rows]
         return out

@@ -22,6 +22,7 @@ from hotset.model.config import (
     FATRELU_THRESHOLD_KEY,
     LLAMA3_FACTORS,
     LONG_FACTORS,
+    REFUSED,
     SHORT_FACTORS,
     UP_ACTIVATION_KEY,
     FFNActivation,
@@ -440,6 +441,10 @@ class HFConfig:
     def __init__(self, config: dict[str, Any], activation: str | None = None) -> None:
         classes = config.get("architectures")
         name = classes[0] if isinstance(classes, list) and classes else None
+        if isinstance(name, str) and (refused := REFUSED.get(name.removesuffix("ForCausalLM").lower())):
+            raise UnsupportedModelError(
+                f"the architecture {name!r} in config.json is not supported: {refused}"
+            )
         if not isinstance(name, str) or name not in CLASSES:
             raise UnsupportedModelError(
                 f"the architecture {name!r} in config.json is not supported; supported are "

@@ -224,6 +224,13 @@ class Experts:
     early: bool = False
 
 
+REFUSED = {
+    "phimoe": "engines compute another function than it was trained with (RMS norms and a plain softmax "
+    "in place of layer norms and two masked ones)",
+}
+"""Architectures that are known and not computed, with the reason."""
+
+
 @dataclass(frozen=True)
 class LayerConfig:
     """What may differ between the layers of a model. For what is not told here see Architecture.
@@ -459,6 +466,8 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
     if not isinstance(name, str):
         raise FormatError("the file has no key general.architecture: it is not a model, or it is damaged")
     rows = POWERINFER_ARCHITECTURES if gguf.dialect == "powerinfer" else ARCHITECTURES
+    if name in REFUSED:
+        raise UnsupportedModelError(f"the architecture {name} is not supported: {REFUSED[name]}")
     if name not in rows:
         dialect = " in PowerInfer's format" if gguf.dialect == "powerinfer" else ""
         raise UnsupportedModelError(

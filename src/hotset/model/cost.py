@@ -114,11 +114,11 @@ def weights_read(op: Primitive, tensors: Mapping[str, TensorInfo]) -> Iterator[t
                     n_rows = math.prod(info.shape) // (op.x.width if name == op.weight else 1)
                     yield name, info.nbytes // n_rows * op.out.width
         case ExpertLinear() | ExpertSum():  # its experts' rows; which they are depends on the token
-            n_rows = op.n_rows if isinstance(op, ExpertLinear) else op.out.width
             for name in (*op.weights, *([op.bias] if op.bias else [])):
                 info = tensors[name]
-                of_all = info.nbytes * n_rows // info.shape[0 if name == op.bias else 1]
-                yield name, of_all * op.n_used // op.n_expert
+                stored = info.shape[0 if name == op.bias else 1]
+                n_rows = op.n_rows if isinstance(op, ExpertLinear) else stored
+                yield name, info.nbytes * n_rows // stored * op.n_used // op.n_expert
         case TransposedLinear():
             for name in (op.weight, op.scales, op.bias):
                 if name is not None:

@@ -278,9 +278,11 @@ class _Description:
             gate, up = product("ffn_gate", "ffn_gate", n), product("ffn_up", "ffn_up", n)
         gate_act, up_act, multiply = self._activated(blk, layer, gate, up)
         neurons = gate_act.out if multiply is None else multiply.out
-        weights, bias = self.weights.experts(f"{blk}.ffn_down", n, d, experts.n)
+        by_neuron = self.weights.shape(f"{blk}.ffn_down_exps") == (d, n, experts.n) and n != d
+        rows = (d, n) if by_neuron else (n, d)
+        weights, bias = self.weights.experts(f"{blk}.ffn_down", *rows, experts.n, n_bias=d)
         out = self._value(f"{blk}.ffn_down", d)
-        down = ExpertSum(out, neurons, route.out, weights, experts.n, bias, **self._where)
+        down = ExpertSum(out, neurons, route.out, weights, experts.n, bias, by_neuron, **self._where)
         return Ffn(out, h, None, gate, up, gate_act, up_act, multiply, route, down, **self._where)
 
     def _shared_ffn(self, blk: str, layer: LayerConfig, n: int, h: Value) -> Ffn:
@@ -454,13 +456,22 @@ class _Weights:
         shape = (n, 1) if info is not None and len(info.shape) == 2 else (n,)
         return self._ask(f"{name}.weight", shape, DECODABLE)
 
-    def experts(self, name: str, n_in: int, n_out: int, n: int) -> tuple[tuple[str, ...], str | None]:
-        """The matrices of n experts, in one tensor or, in old files, in one each; and their bias."""
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Of a matrix that files have in more than one form; None: there is none."""
+        info = self.tensors.get(f"{name}.weight")
+        return None if info is None else tuple(info.shape)
+
+    def experts(
+        self, name: str, n_in: int, n_out: int, n: int, *, n_bias: int | None = None
+    ) -> tuple[tuple[str, ...], str | None]:
+        """The matrices of n experts, in one tensor or, in old files, in one each; and their bias, of n_bias
+        numbers (None: a row has one)."""
         if f"{name}.0.weight" in self.tensors and f"{name}_exps.weight" not in self.tensors:
             return tuple(self.matrix(f"{name}.{e}", n_in, n_out) for e in range(n)), None
         weight = self._ask(f"{name}_exps.weight", (n_in, n_out, n), DECODABLE)
         has_bias = f"{name}_exps.bias" in self.tensors
-        return (weight,), self._ask(f"{name}_exps.bias", (n_out, n)) if has_bias else None
+        bias = (n_out if n_bias is None else n_bias, n)
+        return (weight,), self._ask(f"{name}_exps.bias", bias) if has_bias else None
 
     def bias(self, name: str, n: int, *, required: bool = False) -> str | None:
         """The bias of a tensor, where it has one or must have one."""

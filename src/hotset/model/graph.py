@@ -301,7 +301,9 @@ class ExpertSum(_Operation):
     """The down projection of experts: out = sum of weight * (x @ matrix.T + bias), in the order of `route`.
 
     x: n_used parts side by side, one for each expert of the route; weights and bias as in ExpertLinear, with
-    rows of x.width / n_used. The sum begins with 0, and each product is rounded before it is added.
+    rows of x.width / n_used. by_neuron: with a row per neuron instead, [x.width / n_used, out.width], which
+    can be skipped where the neuron is zero. The sum begins with 0, and each product is rounded before it is
+    added.
     """
 
     out: Value
@@ -310,6 +312,7 @@ class ExpertSum(_Operation):
     weights: tuple[str, ...]
     n_expert: int
     bias: str | None = None
+    by_neuron: bool = False
 
     @property
     def n_used(self) -> int:

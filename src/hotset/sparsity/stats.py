@@ -222,7 +222,7 @@ class _FFNCost:
         self._n_used = 1 if ffn.route is None else ffn.route.n_used
         self._gate_row = 0 if ffn.gate is None else self._row(tensors, ffn.gate)
         self._up_row = self._row(tensors, ffn.up)
-        self._by_neuron = ffn.by_neuron
+        self._by_neuron = ffn.by_neuron or (isinstance(ffn.down, ExpertSum) and ffn.down.by_neuron)
         self._down_row = self._row(tensors, ffn.down)  # of a matrix by output: a row for each output
         has_scales = isinstance(ffn.down, TransposedLinear) and ffn.down.scales is not None
         self._scales = 2 * self._n_embd if has_scales else 0

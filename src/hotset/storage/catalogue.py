@@ -8,10 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-_MOE = (
-    "this version has no mixture of experts yet, so it cannot run {name}: "
-    "use 'hotset run bamboo-7b' for a ReLU model that it runs, or 'hotset pull {name}' to keep the file"
-)
 _CHECKPOINT = (
     "{name} is published as a Hugging Face checkpoint only, without a GGUF file: "
     "download {repo} and make one with 'hotset convert FOLDER OUT.gguf'"
@@ -141,8 +137,7 @@ ENTRIES: tuple[Entry, ...] = (
         "SmallThinker-4B-A0.6B-Instruct-qat.Q4_0.gguf",
         int(2.41 * _GB),
         relu=True,
-        needs="4 GB of memory; mixture of experts",
-        reason=_MOE,
+        needs="4 GB of memory; 4B parameters, of which a token has 0.6B",
     ),
     Entry(
         "smallthinker-21b",
@@ -150,8 +145,7 @@ ENTRIES: tuple[Entry, ...] = (
         None,
         int(12.2 * _GB),
         relu=True,
-        needs="16 GB of memory; mixture of experts",
-        reason=_MOE,
+        needs="16 GB of memory; 21B parameters, of which a token has 3B",
     ),
 )
 
