@@ -1,0 +1,321 @@
+"""Servers under load: hotset against llama-server, in turn, with the same slots and the same requests.
+
+usage: python bench/serve_load.py --llama BIN --model FILE [--model FILE ...] [--rounds N] [--tokens N]
+       python bench/serve_load.py --url http://127.0.0.1:8080 [--name NAME]   (any OpenAI-compatible server)
+
+Throughput at 1, 4 and 16 streams; the time to the first token of a short request, quiet and while a prompt of
+4,000 tokens is read; what HTTP costs one stream against the bare engine. Requests are streams of
+/v1/completions with token ids for a prompt, drawn and never the same twice, greedy, all with as many tokens.
+In a round each server is started, warmed, asked and ended. Prints Markdown tables and one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import peers
+
+N_CTX = 4608  # tokens of a conversation
+LONG, SHORT = 4000, 30  # tokens of prompts
+VOCABULARY = 30_000  # ids are drawn below it
+_START_SECONDS = 180.0
+_GAP = (0.1, 0.4)  # seconds between short requests while a long prompt is read
+
+
+@dataclass
+class Reply:
+    """Of one request: when each piece of text came, seconds after it was sent, and tokens by `usage`."""
+
+    times: list[float] = field(default_factory=list)
+    n_tokens: int = 0
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second after the first."""
+        seconds = self.times[-1] - self.times[0]
+        return (self.n_tokens - 1) / seconds if seconds > 0 else 0.0
+
+
+class Client:
+    """Streams of one server. It reads lines and little more: what it computes is missing to the server."""
+
+    def __init__(self, url: str, seed: int) -> None:
+        parts = urlsplit(url)
+        self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
+        self._draw = random.Random(seed)
+
+    async def ask(self, n_prompt: int, n_tokens: int) -> Reply:
+        prompt = [self._draw.randrange(100, VOCABULARY) for _ in range(n_prompt)]
+        body = json.dumps(
+            {
+                "prompt": prompt,
+                "max_tokens": n_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        ).encode()
+        reply, began = Reply(), time.perf_counter()
+        reader, writer = await asyncio.open_connection(self._host, self._port, limit=1 << 20)
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nConnection: close\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        writer.write(head.encode() + body)
+        status = await reader.readline()
+        if b" 200 " not in status:
+            raise SystemExit(f"the server answered {status!r}: {(await reader.read()).decode()[-500:]}")
+        last = b""
+        while line := await reader.readline():  # (sizes of HTTP's chunks are lines of their own)
+            if line.startswith(b"data: {"):
+                if b'"choices":[{' in line.replace(b" ", b""):
+                    reply.times.append(time.perf_counter() - began)
+                if b"completion_tokens" in line:
+                    last = line
+        writer.close()
+        usage = json.loads(last.removeprefix(b"data: "))["usage"] if last else {}
+        reply.n_tokens = usage.get("completion_tokens", n_tokens)
+        return reply
+
+
+# -- servers ---------------------------------------------------------------------------------------
+
+
+def hotset_command(model: Path, port: int, slots: int, threads: int) -> list[str]:
+    return [
+        sys.executable, "-m", "hotset.cli.main", "serve", str(model), "--port", str(port),
+        "--parallel", str(slots), "-c", str(N_CTX), "--contexts", str(slots), "-t", str(threads),
+    ]  # fmt: skip
+
+
+def llama_command(folder: Path, model: Path, port: int, slots: int, threads: int) -> list[str]:
+    return [
+        str(folder / "llama-server"), "-m", str(model), "--port", str(port), "-np", str(slots),
+        "-c", str(N_CTX * slots), "-t", str(threads), "-tb", str(threads), "--no-webui",
+    ]  # fmt: skip
+
+
+@contextmanager
+def running(command: list[str], port: int) -> Iterator[str]:
+    """The server's address, once it is ready; it is ended by a signal."""
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        url = f"http://127.0.0.1:{port}"
+        try:
+            until = time.monotonic() + _START_SECONDS
+            while not _is_ready(url):
+                if process.poll() is not None or time.monotonic() > until:
+                    log.seek(0)
+                    sys.exit(f"{' '.join(command)} did not start:\n{log.read().decode()[-2000:]}")
+                time.sleep(0.1)
+            yield url
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2) as reply:
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+# -- what is measured --------------------------------------------------------------------------------
+
+
+async def throughput(client: Client, n_streams: int, n_tokens: int) -> dict[str, Any]:
+    """Streams that begin together: tokens per second of all, each one's first token, gaps between pieces."""
+    began = time.perf_counter()
+    replies = await asyncio.gather(*(client.ask(SHORT, n_tokens) for _ in range(n_streams)))
+    seconds = time.perf_counter() - began
+    return {
+        "rate": sum(reply.n_tokens for reply in replies) / seconds,
+        "decode": [reply.decode_rate for reply in replies],
+        "first": [reply.times[0] for reply in replies],
+        "gaps": [float(gap) for reply in replies for gap in np.diff(reply.times)],
+    }
+
+
+async def short_beside_long(client: Client, n_quiet: int) -> dict[str, Any]:
+    """Seconds to the first token of short requests, quiet and while a long prompt is read, and of that one."""
+    quiet = []
+    for _ in range(n_quiet):
+        await asyncio.sleep(0.05)
+        quiet.append((await client.ask(SHORT, 2)).times[0])
+    alone = (await client.ask(LONG, 2)).times[0]
+    loaded, draw = [], random.Random(n_quiet)
+    long = asyncio.create_task(client.ask(LONG, 2))
+    while True:
+        await asyncio.sleep(draw.uniform(*_GAP))
+        if long.done():
+            break
+        reply = await client.ask(SHORT, 2)
+        loaded.append(reply.times[0])  # that of the last one may end behind the long prompt
+    return {"quiet": quiet, "loaded": loaded, "long_alone": alone, "long_beside": (await long).times[0]}
+
+
+async def round_of(url: str, seed: int, streams: list[int], n_tokens: int) -> dict[str, Any]:
+    client = Client(url, seed)
+    await throughput(client, max(streams), 4)  # warms
+    found: dict[str, Any] = {"streams": {n: await throughput(client, n, n_tokens) for n in streams}}
+    found["ttft"] = await short_beside_long(client, 8)
+    return found
+
+
+def bare(model: str, n_tokens: int, threads: int) -> None:
+    """One stream of the engine without a server: prints its tokens per second after the first."""
+    import hotset
+
+    draw, rates = random.Random(0), []
+    with hotset.load(model, n_ctx=N_CTX, n_threads=threads) as loaded:
+        for _ in range(4):  # the first one warms
+            prompt = [draw.randrange(100, VOCABULARY) for _ in range(SHORT)]
+            answer = loaded.generate(prompt, temperature=0, max_tokens=n_tokens, ignore_eos=True)
+            rates.append(answer.timings.predicted_per_second)
+    print(json.dumps(rates[1:]))
+
+
+# -- tables ------------------------------------------------------------------------------------------
+
+
+def percentiles(seconds: list[float]) -> str:
+    if not seconds:
+        return ""
+    return f"{1e3 * np.percentile(seconds, 50):.0f} / {1e3 * np.percentile(seconds, 99):.0f}"
+
+
+def pooled(rounds: list[dict[str, Any]], *keys: Any) -> list[float]:
+    values: list[float] = []
+    for each in rounds:
+        found: Any = each
+        for key in keys:
+            found = found[key]
+        values += found if isinstance(found, list) else [found]
+    return values
+
+
+def report(title: str, results: dict[str, list[dict[str, Any]]], streams: list[int]) -> None:
+    names = list(results)
+    rows = []
+    for n in streams:
+        for name in names:
+            rates = pooled(results[name], "streams", n, "rate")
+            single = pooled(results[name], "streams", streams[0], "rate")
+            other = pooled(results[names[-1]], "streams", n, "rate")
+            scale = statistics.median(a / b for a, b in zip(rates, single, strict=True))
+            ratio = statistics.median(a / b for a, b in zip(rates, other, strict=True))
+            rows.append(
+                [
+                    str(n), name, f"{statistics.median(rates):.1f}", f"{scale:.2f}×",
+                    "" if name == names[-1] else f"{ratio:.2f}×",
+                    percentiles(pooled(results[name], "streams", n, "first")),
+                    percentiles(pooled(results[name], "streams", n, "gaps")),
+                ]
+            )  # fmt: skip
+    print(f"\n{title}\n")
+    headers = ["streams", "server", "tokens/s of all", f"÷ {streams[0]} stream", f"÷ {names[-1]}"]
+    peers.print_table([*headers, "first token, ms p50 / p99", "gap, ms p50 / p99"], rows)
+    rows = []
+    for name in names:
+        quiet, loaded = (pooled(results[name], "ttft", key) for key in ("quiet", "loaded"))
+        alone, beside = (
+            statistics.median(pooled(results[name], "ttft", f"long_{how}")) for how in ("alone", "beside")
+        )
+        times = float(np.percentile(loaded, 50) / np.percentile(quiet, 50)) if loaded else 0.0
+        rows.append(
+            [
+                name, percentiles(quiet), percentiles(loaded), f"{times:.2f}×",
+                f"{alone:.2f} s", f"{beside:.2f} s ({len(loaded)} short ones)",
+            ]
+        )  # fmt: skip
+    print(f"\nFirst token of a short request ({SHORT} tokens), ms p50 / p99\n")
+    headers = ["server", "quiet", f"while {LONG} are read", "loaded ÷ quiet"]
+    peers.print_table([*headers, f"{LONG} tokens alone", "beside short ones"], rows)
+
+
+def measure(args: argparse.Namespace, model: Path) -> dict[str, Any]:
+    slots = max(args.streams)
+    commands = {"hotset": hotset_command(model, args.port, slots, args.threads)}
+    if args.llama:
+        commands["llama-server"] = llama_command(args.llama, model, args.port, slots, args.threads)
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
+    overheads: list[float] = []
+    disturbed: list[float] = []
+    for i in range(args.rounds):
+        for name, command in commands.items():
+            with peers.Others() as others, running(command, args.port) as url:
+                results[name].append(asyncio.run(round_of(url, i, args.streams, args.tokens)))
+            disturbed.append(others.cores)
+        flags = ["--bare", str(model), "--tokens", str(args.tokens), "--threads", str(args.threads)]
+        alone = json.loads(subprocess.check_output([sys.executable, __file__, *flags]))
+        if 1 in args.streams:
+            served = statistics.median(results["hotset"][-1]["streams"][1]["decode"])
+            overheads.append(statistics.median(alone) / served - 1)
+    report(f"{model.name}, {args.rounds} rounds, {args.tokens} tokens an answer", results, args.streams)
+    if overheads:
+        median = statistics.median(overheads)
+        print(f"\nOne stream over HTTP takes {peers.percent(median)} longer than of the bare engine.")
+    print(f"Others used {statistics.median(disturbed):.2f} cores, {max(disturbed):.2f} at most.")
+    return {"results": results, "overheads": overheads, "others": disturbed}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, action="append", default=[])
+    parser.add_argument("--llama", type=Path, help="bin folder of a llama.cpp build with llama-server")
+    parser.add_argument("--url", help="of a server that runs already")
+    parser.add_argument("--streams", type=lambda text: [int(n) for n in text.split(",")], default=[1, 4, 16])
+    parser.add_argument("--tokens", type=int, default=96, help="of an answer")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--port", type=int, default=18080)
+    parser.add_argument("--force", action="store_true", help="measure even if the machine is not quiet")
+    parser.add_argument("--bare", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.bare:
+        bare(args.bare, args.tokens, args.threads)
+        return
+    if not args.model and not args.url:
+        sys.exit("Give the file of a model, or the address of a server.")
+    peers.wait_until_quiet(args.force)
+    found: dict[str, Any] = {}
+    if args.url:
+        rounds = [asyncio.run(round_of(args.url, i, args.streams, args.tokens)) for i in range(args.rounds)]
+        report(f"{args.url}, {args.rounds} rounds", {"server": rounds}, args.streams)
+        found[args.url] = rounds
+    for model in args.model:
+        found[model.name] = measure(args, model)
+    print()
+    peers.print_json("serve_load", machine=peers.machine(), found=found)
+
+
+if __name__ == "__main__":
+    main()
