@@ -35,7 +35,7 @@ import numpy as np
 import peers
 
 N_CTX = 4608  # tokens of a conversation
-LONG, SHORT = 4000, 30  # tokens of prompts
+SHORT = 30  # tokens of a prompt
 VOCABULARY = 30_000  # ids are drawn below it
 _START_SECONDS = 180.0
 _GAP = (0.1, 0.4)  # seconds between short requests while a long prompt is read
@@ -162,15 +162,15 @@ async def throughput(client: Client, n_streams: int, n_tokens: int) -> dict[str,
     }
 
 
-async def short_beside_long(client: Client, n_quiet: int) -> dict[str, Any]:
-    """Seconds to the first token of short requests, quiet and while a long prompt is read, and of that one."""
+async def short_beside_long(client: Client, n_quiet: int, n_long: int) -> dict[str, Any]:
+    """Seconds to first tokens of short requests, quiet and while a long prompt is read; of that one too."""
     quiet = []
     for _ in range(n_quiet):
         await asyncio.sleep(0.05)
         quiet.append((await client.ask(SHORT, 2)).times[0])
-    alone = (await client.ask(LONG, 2)).times[0]
+    alone = (await client.ask(n_long, 2)).times[0]
     loaded, draw = [], random.Random(n_quiet)
-    long = asyncio.create_task(client.ask(LONG, 2))
+    long = asyncio.create_task(client.ask(n_long, 2))
     while True:
         await asyncio.sleep(draw.uniform(*_GAP))
         if long.done():
@@ -180,11 +180,11 @@ async def short_beside_long(client: Client, n_quiet: int) -> dict[str, Any]:
     return {"quiet": quiet, "loaded": loaded, "long_alone": alone, "long_beside": (await long).times[0]}
 
 
-async def round_of(url: str, seed: int, streams: list[int], n_tokens: int) -> dict[str, Any]:
+async def round_of(url: str, seed: int, streams: list[int], n_tokens: int, n_long: int) -> dict[str, Any]:
     client = Client(url, seed)
     await throughput(client, max(streams), 4)  # warms
     found: dict[str, Any] = {"streams": {n: await throughput(client, n, n_tokens) for n in streams}}
-    found["ttft"] = await short_beside_long(client, 8)
+    found["ttft"] = await short_beside_long(client, 8, n_long)
     return found
 
 
@@ -220,7 +220,7 @@ def pooled(rounds: list[dict[str, Any]], *keys: Any) -> list[float]:
     return values
 
 
-def report(title: str, results: dict[str, list[dict[str, Any]]], streams: list[int]) -> None:
+def report(title: str, results: dict[str, list[dict[str, Any]]], streams: list[int], n_long: int) -> None:
     names = list(results)
     rows = []
     for n in streams:
@@ -255,8 +255,8 @@ def report(title: str, results: dict[str, list[dict[str, Any]]], streams: list[i
             ]
         )  # fmt: skip
     print(f"\nFirst token of a short request ({SHORT} tokens), ms p50 / p99\n")
-    headers = ["server", "quiet", f"while {LONG} are read", "loaded ÷ quiet"]
-    peers.print_table([*headers, f"{LONG} tokens alone", "beside short ones"], rows)
+    headers = ["server", "quiet", f"while {n_long} are read", "loaded ÷ quiet"]
+    peers.print_table([*headers, f"{n_long} tokens alone", "beside short ones"], rows)
 
 
 def measure(args: argparse.Namespace, model: Path) -> dict[str, Any]:
@@ -270,14 +270,19 @@ def measure(args: argparse.Namespace, model: Path) -> dict[str, Any]:
     for i in range(args.rounds):
         for name, command in commands.items():
             with peers.Others() as others, running(command, args.port) as url:
-                results[name].append(asyncio.run(round_of(url, i, args.streams, args.tokens)))
+                results[name].append(asyncio.run(round_of(url, i, args.streams, args.tokens, args.long)))
             disturbed.append(others.cores)
         flags = ["--bare", str(model), "--tokens", str(args.tokens), "--threads", str(args.threads)]
         alone = json.loads(subprocess.check_output([sys.executable, __file__, *flags]))
         if 1 in args.streams:
             served = statistics.median(results["hotset"][-1]["streams"][1]["decode"])
             overheads.append(statistics.median(alone) / served - 1)
-    report(f"{model.name}, {args.rounds} rounds, {args.tokens} tokens an answer", results, args.streams)
+    report(
+        f"{model.name}, {args.rounds} rounds, {args.tokens} tokens an answer",
+        results,
+        args.streams,
+        args.long,
+    )
     if overheads:
         median = statistics.median(overheads)
         print(f"\nOne stream over HTTP takes {peers.percent(median)} longer than of the bare engine.")
@@ -294,6 +299,7 @@ def main() -> None:
     parser.add_argument("--url", help="of a server that runs already")
     parser.add_argument("--streams", type=lambda text: [int(n) for n in text.split(",")], default=[1, 4, 16])
     parser.add_argument("--tokens", type=int, default=96, help="of an answer")
+    parser.add_argument("--long", type=int, default=4000, help="tokens of the long prompt")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--port", type=int, default=18080)
@@ -308,8 +314,9 @@ def main() -> None:
     peers.wait_until_quiet(args.force)
     found: dict[str, Any] = {}
     if args.url:
-        rounds = [asyncio.run(round_of(args.url, i, args.streams, args.tokens)) for i in range(args.rounds)]
-        report(f"{args.url}, {args.rounds} rounds", {"server": rounds}, args.streams)
+        asked = args.streams, args.tokens, args.long
+        rounds = [asyncio.run(round_of(args.url, i, *asked)) for i in range(args.rounds)]
+        report(f"{args.url}, {args.rounds} rounds", {"server": rounds}, args.streams, args.long)
         found[args.url] = rounds
     for model in args.model:
         found[model.name] = measure(args, model)

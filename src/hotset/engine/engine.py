@@ -696,10 +696,12 @@ class Engine:
                     self._finish(sequence, "stop")
                 elif len(sequence.tokens) >= sequence.n_tokens_max:
                     self._finish(sequence, "length")
-                else:
-                    sequence.tell()
             if n_rows or is_last:
                 changed.append(sequence)
+        # Last of all: who is told may wake another thread, for which this one would have to wait.
+        for sequence in changed:
+            if sequence.finish_reason is None:
+                sequence.tell()
         return changed
 
     def _append_token(self, sequence: Sequence, logits: np.ndarray, now: float) -> None:
