@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ import pytest
 from tiny_server import MESSAGES, client_of, events_of, text_of, write_model
 
 import hotset
+from hotset.errors import QueueFullError
 from hotset.server.answers import AnswerRequest, Finished, TextDelta
 from hotset.server.app import create_app
-from hotset.server.errors import QueueFullError
 from hotset.server.service import Service
 
 
@@ -165,6 +166,13 @@ def test_errors_have_openais_shape(path: Path):
 def test_a_full_queue_answers_429(path: Path):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         request = AnswerRequest(messages=MESSAGES, params=hotset.SamplingParams(seed=1), stream=True)
+        gate, step = threading.Event(), service.model.backend.step
+
+        def slow(batch: Any) -> Any:
+            gate.wait(60)
+            return step(batch)
+
+        service.model.backend.step = slow  # type: ignore[method-assign]
         answers = [await service.ask(request) for _ in range(4)]
         with pytest.raises(QueueFullError):
             await service.ask(request)
@@ -174,6 +182,9 @@ def test_a_full_queue_answers_429(path: Path):
         assert reply.json()["error"]["type"] == "rate_limit_error"
         for answer in answers:
             answer.close()
+        gate.set()
+        while service.model.engine.has_work:
+            await asyncio.sleep(0.001)
         again = await client.post("/v1/chat/completions", json={"messages": MESSAGES} | GREEDY)
         assert again.status_code == 200
 

@@ -100,7 +100,7 @@ def test_clients_that_go_away_at_any_moment(path: Path, expected: str):
             list(
                 pool.map(lambda _: leave(server.port), range(N_DISCONNECTS // 4))
             )  # whoever starts, has started
-        until(lambda: not server.service.n_admitted)
+        until(lambda: not server.service.n_open)
         server.wait_until_idle()
         gc.collect()
         before = process.num_fds(), threading.active_count(), len(server.server.server_state.tasks)
@@ -139,7 +139,7 @@ def test_a_client_that_leaves_ends_a_long_prompt(path: Path, stream: bool):
             body = {"prompt": [65] * 3000, "stream": stream, "max_tokens": 5, "temperature": 0}
             connection.sendall(request_bytes(COMPLETIONS, body))
             assert begun.wait(20)
-        until(lambda: not server.service.n_admitted)
+        until(lambda: not server.service.n_open)
         gate.set()
         server.wait_until_idle()
         model.backend.step = step  # type: ignore[method-assign]
@@ -152,7 +152,7 @@ def test_a_slow_reader_holds_nobody_up_and_is_left_in_the_end(path: Path, expect
             connection.connect(("127.0.0.1", server.port))
             body = {"messages": MESSAGES, "stream": True, "n": 4, "logprobs": True, "top_logprobs": 20} | LONG
             connection.sendall(request_bytes(CHAT, body))
-            until(lambda: server.service.n_admitted)
+            until(lambda: server.service.n_open)
             assert answer(server) == expected
             server.wait_until_idle()
         assert answer(server) == expected

@@ -82,12 +82,12 @@ class Serving:
         """Until nothing runs or waits, and every page of the cache is free."""
         engine, end = self.model.engine, time.monotonic() + 30
         while (
-            self.service.n_admitted
+            self.service.n_open
             or engine.running
             or engine.waiting
             or engine.pool.n_available != engine.pool.n_pages
         ):
-            assert time.monotonic() < end, (self.service.n_admitted, engine.running, engine.waiting)
+            assert time.monotonic() < end, (self.service.n_open, engine.running, engine.waiting)
             time.sleep(0.005)
 
 

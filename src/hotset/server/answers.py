@@ -47,6 +47,7 @@ class AnswerRequest:
     generates: False for the prompt's logprobs alone.
     stream: whether deltas are wanted as they come; without it they come with the end.
     reuse_prefix: False computes a prompt again that is in the cache.
+    client: who asks; those who wait have their turn client by client.
     """
 
     messages: Sequence[Mapping[str, Any]] | None = None
@@ -61,6 +62,7 @@ class AnswerRequest:
     generates: bool = True
     stream: bool = False
     reuse_prefix: bool = True
+    client: str | None = None
 
     @property
     def n_answers(self) -> int:
@@ -207,7 +209,8 @@ class PreparedPrompt:
     scores: PromptLogprobs | None = None
 
 
-Submit = Callable[[EngineSequence, Callable[[Event], None], bool], None]
+Told = Literal["each", "end"]  # events: as they come, or all with the last
+Submit = Callable[[EngineSequence, Callable[[Event], None], Told], None]
 
 
 class Answer:
@@ -215,8 +218,8 @@ class Answer:
 
     prompts: as they were read. generations: one per answer, those to a prompt side by side. created: seconds
     since 1970.
-    submit: gives a sequence to the engine: `submit(sequence, take, at_once)` calls `take` with each of its
-    events in this loop; those of one that is wanted whole come with its end. closed: hears of the end.
+    submit: gives a sequence to the engine: `submit(sequence, take, told)` calls `take` with its events in
+    this loop; those that `told` does not name come with the end. closed: hears of the end.
     asked: when the request came, time.perf_counter() seconds.
     """
 
@@ -244,7 +247,6 @@ class Answer:
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
         self._submit = submit
-        self._deadline: asyncio.TimerHandle | None = None
         self._closed: Callable[[Answer], None] | None = closed
 
     # ---- for whoever translates ----
@@ -298,8 +300,6 @@ class Answer:
     def close(self) -> None:
         """Ends what still runs; safe to call twice."""
         self._end()
-        if self._deadline is not None:
-            self._deadline.cancel()
         if self._closed is not None:
             self._closed(self)
             self._closed = None
@@ -310,18 +310,9 @@ class Answer:
         """Raises where the engine takes no more."""
         for i, prompt in enumerate(self.prompts):
             if prompt.scores is not None and prompt.scores.sequence is not None:
-                self._submit(prompt.scores.sequence, partial(self._take_scores, i), False)
+                self._submit(prompt.scores.sequence, partial(self._take_scores, i), "end")
             else:
                 self._generate(i)
-
-    def limit(self, seconds: float) -> None:
-        """Ends all of it with an error when it takes longer."""
-        late = RequestError(
-            f"the answer took longer than the {seconds:g} s that a request gets; ask for fewer tokens",
-            503,
-            code="timeout",
-        )
-        self._deadline = asyncio.get_running_loop().call_later(seconds, self.fail, late)
 
     def fail(self, error: Exception) -> None:
         """Ends all of it with an error; of one that nobody foresaw a client hears the kind."""
@@ -335,11 +326,13 @@ class Answer:
 
     def _generate(self, prompt: int) -> None:
         """Begins the answers to a prompt; after its scores, whose pages they find in the cache."""
+        if self._closed is None:  # the client went while its prompt was read
+            return
         request = self.request
+        told: Told = "each" if request.stream or request.params.stop else "end"  # a stop string is found here
         for part in self._parts[prompt * request.n : (prompt + 1) * request.n]:
             if request.generates:
-                take = partial(self._take, part)
-                self._submit(part.generation.sequence, take, request.stream or bool(request.params.stop))
+                self._submit(part.generation.sequence, partial(self._take, part), told)
             else:
                 part.reason = "length"
                 self._n_open -= 1
@@ -397,6 +390,10 @@ def _raise_end(event: Event) -> None:
         raise event.error
     if event.finish_reason == "cancelled":
         raise NotReadyError("the server was shut down before the answer was complete")
+    if event.finish_reason == "timeout":
+        raise RequestError(
+            "the answer took longer than this server gives to one; ask for fewer tokens", 503, code="timeout"
+        )
 
 
 class _Part:

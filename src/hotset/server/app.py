@@ -14,7 +14,7 @@ from hotset.errors import HotsetError
 from hotset.server import anthropic, facts, health, ollama, site, tokens
 from hotset.server.errors import Problem, invalid_body, problem_of, response_of
 from hotset.server.metrics import RequestCounter
-from hotset.server.openai import chat, completions, models, responses
+from hotset.server.openai import chat, completions, embeddings, models, responses
 from hotset.server.security import secure
 from hotset.server.service import Service
 from hotset.server.shapes import OpenAIErrorReply, errors
@@ -26,6 +26,7 @@ ROUTERS = (
     models.router,
     chat.router,
     completions.router,
+    embeddings.router,
     responses.router,
     tokens.router,
     facts.router,

@@ -15,6 +15,7 @@ from hotset.errors import (
     HotsetError,
     InvalidRequestError,
     OutOfMemoryError,
+    QueueFullError,
     TokenizerError,
 )
 from hotset.parameters import shown
@@ -38,19 +39,6 @@ class RequestError(HotsetError):
     ) -> None:
         super().__init__(message)
         self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
-
-
-class QueueFullError(RequestError):
-    """More wait already than the server lets wait."""
-
-    def __init__(self, n_waiting: int, retry_after: float) -> None:
-        super().__init__(
-            f"{n_waiting} requests are running or waiting, and the queue is full; try again in "
-            f"{math.ceil(retry_after)} s",
-            429,
-            code="queue_full",
-            retry_after=retry_after,
-        )
 
 
 class NotReadyError(RequestError):
@@ -86,6 +74,8 @@ def problem_of(error: BaseException) -> Problem:
             return Problem(400, str(error), "messages", "context_length_exceeded")
         case InvalidRequestError() | TokenizerError():
             return Problem(400, str(error))
+        case QueueFullError():
+            return Problem(429, str(error), code="queue_full", retry_after=error.seconds)
         case OutOfMemoryError():
             return Problem(503, str(error), code="out_of_memory", retry_after=5)
         case HotsetError():

@@ -6,16 +6,32 @@ Names and labels are a contract: no label has values that a request could invent
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hotset.server.answers import Answer
 
-Gauges = Callable[[], Iterable[tuple[str, str, float]]]  # name, what it is, value
+# What the engine counts (engine/counters.py): name → its field, what it is.
+ENGINE_COUNTERS = {
+    "hotset_steps": ("steps", "Batches that were computed."),
+    "hotset_step_seconds": ("step_seconds", "Time that they took."),
+    "hotset_prompt_tokens": ("prompt_tokens", "Tokens of prompts that were computed."),
+    "hotset_cached_prompt_tokens": ("reused_tokens", "Tokens of prompts that were found in the cache."),
+    "hotset_generated_tokens": ("generated_tokens", "Generated tokens."),
+    "hotset_preemptions": ("preemptions", "Sequences that lost their pages to others for a time."),
+    "hotset_refused": ("refused", "Requests that found the queue full."),
+}
+ENGINE_GAUGES = {
+    "hotset_sequences_running": ("running", "Sequences that share steps."),
+    "hotset_sequences_waiting": ("waiting", "Sequences that wait for a place."),
+    "hotset_cache_pages": ("pages", "Pages of the KV cache, of 64 tokens."),
+    "hotset_cache_pages_used": ("pages_used", "Those of sequences that run."),
+    "hotset_cache_pages_idle": ("pages_cached", "Those that hold a prefix for whoever needs it."),
+}
 
 _TO_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -23,21 +39,16 @@ _WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class Metrics:
-    """The counters of one service, in a registry of their own. gauges: what is asked at each scrape."""
+    """The counters of one service, in a registry of their own. now: what is asked at each scrape."""
 
-    def __init__(self, gauges: Gauges) -> None:
+    def __init__(self, now: Callable[[], Iterator[Metric]]) -> None:
         registry = self.registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        registry.register(_Now(gauges))
+        registry.register(_Now(now))
         self.requests = Counter(
             "hotset_http_requests", "Requests by route and status.", ("route", "status"), registry=registry
         )
         self.answers = Counter("hotset_answers", "Answers by how they ended.", ("reason",), registry=registry)
-        self.prompt_tokens = Counter("hotset_prompt_tokens", "Tokens of prompts.", registry=registry)
-        self.cached_tokens = Counter(
-            "hotset_cached_prompt_tokens", "Those of them that were found in the cache.", registry=registry
-        )
-        self.generated_tokens = Counter("hotset_generated_tokens", "Generated tokens.", registry=registry)
         self.to_first = Histogram(
             "hotset_time_to_first_token_seconds",
             "From a request's arrival to the first token of an answer.",
@@ -61,10 +72,6 @@ class Metrics:
 
     def count(self, answer: Answer) -> None:
         """An answer that is closed."""
-        usage = answer.usage
-        self.prompt_tokens.inc(usage.prompt_tokens)
-        self.cached_tokens.inc(usage.cached_tokens)
-        self.generated_tokens.inc(usage.completion_tokens)
         self.whole.observe(time.perf_counter() - answer.asked)
         for generation, reason in zip(answer.generations, answer.reasons, strict=True):
             self.answers.labels(reason).inc()
@@ -76,14 +83,13 @@ class Metrics:
 
 
 class _Now(Collector):
-    """What is so at the moment of a scrape."""
+    """What is asked at the moment of a scrape."""
 
-    def __init__(self, gauges: Gauges) -> None:
-        self._gauges = gauges
+    def __init__(self, now: Callable[[], Iterator[Metric]]) -> None:
+        self._now = now
 
     def collect(self) -> Iterator[Metric]:
-        for name, what, value in self._gauges():
-            yield GaugeMetricFamily(name, what, value)
+        return self._now()
 
 
 class RequestCounter:

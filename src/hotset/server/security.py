@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hotset.escaping import clause
 from hotset.server.errors import RequestError, problem_of, response_of
 from hotset.server.settings import LOOPBACK_NAMES, ServerSettings
+from hotset.server.streams import API_KEY
 
 _OPEN_PATHS = ("/", "/health", "/v1/health", "/favicon.ico")  # no key: they tell nothing, and ask for nothing
 _OPEN_FOLDER = "/page/"  # what the page is made of; what it asks for needs the key
@@ -110,7 +111,8 @@ class ApiKeys:
             headers = Headers(scope=scope)
             scheme, _, bearer = headers.get("authorization", "").partition(" ")
             given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-            if not self._is_known(given):
+            found = self._find(given)
+            if found is None:
                 what = "this API key is not known" if given else "an API key is needed"
                 error = RequestError(
                     f"{what}; send one as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
@@ -119,12 +121,14 @@ class ApiKeys:
                 )
                 await _refuse(error, scope, receive, send, {"WWW-Authenticate": "Bearer"})
                 return
+            scope[API_KEY] = f"key {found}"
         await self._app(scope, receive, send)
 
-    def _is_known(self, given: str) -> bool:
-        """Takes as long for each key that is wrong: digests have one length, and all are compared."""
+    def _find(self, given: str) -> int | None:
+        """Which of the keys it is; all digests, of one length, are compared, so that each takes as long."""
         digest = _digest(given)
-        return bool(sum([hmac.compare_digest(digest, known) for known in self._digests]))
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return matches.index(True) if any(matches) else None
 
 
 class BodyLimits:

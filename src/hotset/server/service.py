@@ -7,22 +7,25 @@ bunches: each wake-up of the loop takes a core from the step that computes the n
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import ParamSpec, TypeVar
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from hotset.api import Model
 from hotset.engine.engine import Event
 from hotset.engine.engine import Sequence as EngineSequence
 from hotset.engine.prompt_logprobs import PromptLogprobs
 from hotset.server.activity import ActivityReport
-from hotset.server.answers import Answer, AnswerRequest, PreparedPrompt
-from hotset.server.errors import NotReadyError, QueueFullError, RequestError
-from hotset.server.metrics import Metrics
+from hotset.server.answers import Answer, AnswerRequest, PreparedPrompt, Told
+from hotset.server.errors import NotReadyError, RequestError
+from hotset.server.metrics import ENGINE_COUNTERS, ENGINE_GAUGES, Metrics
 from hotset.server.outputs import Output, output_of
 from hotset.server.settings import ServerSettings
 
@@ -56,8 +59,7 @@ class Service:
         self._load = load
         self._model: Model | None = None
         self._answers: set[Answer] = set()
-        self.n_admitted = 0  # answers that run or wait, or are about to
-        self.metrics = Metrics(self._gauges)
+        self.metrics = Metrics(self._now)
         self._mail = _Mail()
         self._threads = ThreadPoolExecutor(_TEXT_THREADS, "hotset-text")
         self._loading: asyncio.Task[None] | None = None
@@ -78,7 +80,9 @@ class Service:
 
     async def _loaded(self) -> None:
         try:
-            self._model = await self.in_thread(self._opened)
+            model = await self.in_thread(self._opened)
+            model.thread.max_waiting = self.settings.max_queue
+            self._model = model
         except Exception as error:
             self.error = error
 
@@ -133,12 +137,8 @@ class Service:
         """Begins to answer. Raises NotReadyError, QueueFullError, and what is wrong with the request."""
         asked, model = time.perf_counter(), self.model
         request = self._bounded(request)
-        self._admit(n := request.n_answers)
-        try:
-            prompts = await self.in_thread(_prepared, model, request)
-        except BaseException:
-            self.n_admitted -= n
-            raise
+        model.thread.check_room(request.n_answers)
+        prompts = await self.in_thread(_prepared, model, request, self.settings.max_seconds)
         answer = Answer(request, prompts, self._submit, self._closed, asked)
         self._answers.add(answer)
         try:
@@ -147,22 +147,19 @@ class Service:
         except BaseException:
             answer.close()
             raise
-        if self.settings.max_seconds is not None:
-            answer.limit(self.settings.max_seconds)
         return answer
 
-    def _submit(self, sequence: EngineSequence, take: Callable[[Event], None], at_once: bool) -> None:
-        self.model.thread.submit(sequence, _Sink(self._mail, take, at_once))
+    def _submit(self, sequence: EngineSequence, take: Callable[[Event], None], told: Told) -> None:
+        self.model.thread.submit(sequence, _Sink(self._mail, take, told))
 
     def _bounded(self, request: AnswerRequest) -> AnswerRequest:
         """A request within the limits of this server. Raises RequestError where it asks for more."""
         settings, n = self.settings, request.n_answers
         if not n:
             raise RequestError("there is nothing to answer; give a prompt or messages")
-        if n > settings.max_answers:
-            raise RequestError(
-                f"{n} answers are asked for, and a request gets {settings.max_answers} at most", param="n"
-            )
+        most = min(settings.max_answers, self.model.engine.max_sequences + settings.max_queue)
+        if n > most:
+            raise RequestError(f"{n} answers are asked for, and a request gets {most} at most", param="n")
         longest, asked = settings.max_tokens, request.params.max_tokens
         if longest is None:
             return request
@@ -173,30 +170,28 @@ class Service:
             )
         return replace(request, params=replace(request.params, max_tokens=asked or longest))
 
-    def _admit(self, n: int) -> None:
-        n_most = self.model.engine.max_sequences + self.settings.max_queue
-        if self.n_admitted and self.n_admitted + n > n_most:
-            raise QueueFullError(self.n_admitted, retry_after=1.0)
-        self.n_admitted += n
-
     def _closed(self, answer: Answer) -> None:
         self._answers.discard(answer)
         self.metrics.count(answer)
-        self.n_admitted -= len(answer.generations)
 
-    def _gauges(self) -> Iterator[tuple[str, str, float]]:
-        """What /metrics says of this moment."""
-        yield "hotset_ready", "1 once the model answers.", float(self.is_ready)
-        yield "hotset_answers_open", "Answers that run or wait.", self.n_admitted
+    @property
+    def n_open(self) -> int:
+        """Answers that clients still wait for, or read."""
+        return sum(len(answer.generations) for answer in self._answers)
+
+    def _now(self) -> Iterator[Metric]:
+        """What /metrics says of the engine, and of this moment."""
+        yield GaugeMetricFamily("hotset_ready", "1 once the model answers.", float(self.is_ready))
+        yield GaugeMetricFamily("hotset_answers_open", "Answers that clients wait for.", self.n_open)
         if not self.is_ready:
             return
-        engine = self.model.engine
-        pool = engine.pool
-        yield "hotset_sequences_running", "Sequences that share steps.", len(engine.running)
-        yield "hotset_sequences_waiting", "Sequences that wait for a place.", len(engine.waiting)
-        yield "hotset_sequences_most", "Sequences that may run at once.", engine.max_sequences
-        yield "hotset_cache_pages", "Pages of the KV cache, of 64 tokens.", pool.n_pages
-        yield "hotset_cache_pages_used", "Those of sequences that run.", pool.n_pages - pool.n_available
+        now = asdict(self.model.thread.counters())
+        for name, (field, what) in ENGINE_COUNTERS.items():
+            yield CounterMetricFamily(name, what, now[field])
+        for name, (field, what) in ENGINE_GAUGES.items():
+            yield GaugeMetricFamily(name, what, now[field])
+        n_most = self.model.engine.max_sequences
+        yield GaugeMetricFamily("hotset_sequences_most", "Sequences that may run at once.", n_most)
 
     # ---- the end ----
 
@@ -223,15 +218,20 @@ class Service:
         self._threads.shutdown(wait=False)
 
 
-def _prepared(model: Model, request: AnswerRequest) -> list[PreparedPrompt]:
-    """What a request makes the engine do, checked; in a thread."""
+def _prepared(model: Model, request: AnswerRequest, seconds: float | None) -> list[PreparedPrompt]:
+    """What a request makes the engine do, checked, and over after so many seconds; in a thread."""
     output = output_of(model, request)
     if request.messages is not None:
-        tokens = model.encode_chat(request.messages, output.tools, variables=request.template)
-        prompts = [output.tokens(model, tokens)]
+        prompts = [model.encode_chat(request.messages, output.tools, variables=request.template)]
     else:
         prompts = [model.encode(prompt) for prompt in request.prompts]
-    return [_prepared_prompt(model, request, output, prompt) for prompt in prompts]
+    prepared = [_prepared_prompt(model, request, output, prompt) for prompt in prompts]
+    deadline = math.inf if seconds is None else time.perf_counter() + seconds
+    for prompt in prepared:
+        for one in (prompt.scores, *prompt.generations):
+            if one is not None and one.sequence is not None:
+                one.sequence.client, one.sequence.deadline = request.client, deadline
+    return prepared
 
 
 def _prepared_prompt(
@@ -241,11 +241,12 @@ def _prepared_prompt(
     if request.prompt_logprobs is not None:
         scores = PromptLogprobs(model.engine, tokens, request.prompt_logprobs)
     generations, params, seed = [], output.params, output.params.seed
-    parsers = [output.parser(model, tokens) for _ in range(request.n)]
+    end = output.end_of(model, tokens)
+    parsers, around = [output.parser(end) for _ in range(request.n)], output.around(end)
     shown = model.output_form.shown_ids if parsers[0] is not None else ()
     for i in range(request.n):
         own = params if seed is None or not i else replace(params, seed=(seed + i) % 2**64)
-        generations.append(model.prepare(tokens, own, request.reuse_prefix, shown=shown))
+        generations.append(model.prepare(tokens, own, request.reuse_prefix, shown=shown, around=around))
     return PreparedPrompt(tokens, generations, parsers, scores)
 
 
@@ -275,14 +276,14 @@ class _Mail:
 
 
 class _Sink:
-    """The events of one sequence on their way. Those of an answer that is wanted whole wait for its end."""
+    """The events of one sequence on their way."""
 
-    def __init__(self, mail: _Mail, take: Callable[[Event], None], at_once: bool) -> None:
-        self._mail, self._take, self._at_once = mail, take, at_once
+    def __init__(self, mail: _Mail, take: Callable[[Event], None], told: Told) -> None:
+        self._mail, self._take, self._told = mail, take, told
         self._held: list[Event] = []
 
     def put(self, event: Event) -> None:
-        if not self._at_once and event.finish_reason is None:
+        if self._told == "end" and event.finish_reason is None:
             self._held.append(event)
             return
         for one in self._held:

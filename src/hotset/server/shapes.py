@@ -112,6 +112,24 @@ class OpenAIUsage(Shape):
     completion_tokens_details: AnswerDetails
 
 
+class Embedding(Shape):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingsUsage(Shape):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingsReply(Shape):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingsUsage
+
+
 class ChatReply(Shape):
     id: str
     object: Literal["chat.completion"]

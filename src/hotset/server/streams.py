@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -23,6 +24,8 @@ from hotset.server.replies import dumped, event
 from hotset.server.service import Service
 
 log = logging.getLogger("hotset.server")
+
+API_KEY = "hotset.api_key"  # in the scope of a request: which of the keys it came with
 
 _T = TypeVar("_T")
 
@@ -61,9 +64,15 @@ async def _gone(http: Request) -> None:
         pass
 
 
+def of_client(http: Request, request: AnswerRequest) -> AnswerRequest:
+    """A request with who sent it: whoever has the same key, or the same address, is one."""
+    client = http.scope.get(API_KEY) or (http.client.host if http.client else None)
+    return replace(request, client=client)
+
+
 async def ask(http: Request, request: AnswerRequest) -> Answer:
     """`Service.ask` as long as the client is there."""
-    return await while_connected(http, service_of(http).ask(request))
+    return await while_connected(http, service_of(http).ask(of_client(http, request)))
 
 
 async def whole(http: Request, request: AnswerRequest) -> tuple[Answer, list[Choice]]:
@@ -71,7 +80,7 @@ async def whole(http: Request, request: AnswerRequest) -> tuple[Answer, list[Cho
     service = service_of(http)
 
     async def answered() -> tuple[Answer, list[Choice]]:
-        answer = await service.ask(request)
+        answer = await service.ask(of_client(http, request))
         try:
             return answer, await answer.whole()
         finally:

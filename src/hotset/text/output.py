@@ -88,6 +88,10 @@ class OutputForm:
             self.template, self.tokenizer, tools, name=name, parallel=parallel
         )
 
+    def strict_grammar(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """For SamplingParams(grammar=...), where tools may be called; see output_grammar.strict_grammar."""
+        return output_grammar.strict_grammar(self.template, self.tokenizer, tools)
+
     def around(self, prompt: str, *, calls: bool = False) -> str | None:
         """For `prepare(around=...)` of an answer of a given form; see output_grammar.around."""
         return output_grammar.around(self.template, self.tokenizer, prompt, calls=calls)

@@ -84,6 +84,30 @@ def calls_grammar(
     return _calls(" | ".join(f"call_{i}" for i in range(len(each))), many, "", each)
 
 
+def strict_grammar(template: str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> str:
+    """What an answer must follow that may call functions, and does so by their schemas.
+
+    Text is free, reasoning with it. Raises InvalidRequestError as calls_grammar does, and where calls in the
+    form of the template cannot be told from text before they are whole.
+    """
+    if tool_calls.form_of(template) != "hermes":
+        raise InvalidRequestError(
+            "strict is not supported for this model where it may choose whether to call; leave it out, or "
+            "require a call"
+        )
+    head, end = _mark(tokenizer, "<tool_call>"), _mark(tokenizer, "</tool_call>")
+    lazy = "" if head.startswith("<") else "[lazy]"
+    return "\n".join(
+        [
+            "start: call* TEXT",
+            "TEXT: /(?s:.*)/",
+            f"head{lazy}: TEXT {head}",
+            f'call: head "\\n" object "\\n" {end}',
+            f"object: {_any_object([_function(tool) for tool in tools], 'arguments', lenient=False)}",
+        ]
+    )
+
+
 def around(template: str, tokenizer: Tokenizer, prompt: str, *, calls: bool = False) -> str | None:
     """What a model writes around an answer of a given form, which is `@answer` in it; None: nothing.
 

@@ -1,0 +1,113 @@
+"""POST /v1/embeddings: the model's own vectors, beside answers that run."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from tiny_server import MESSAGES, Serving, client_of, write_model
+
+import hotset
+from hotset.server.service import Service
+
+URL = "/v1/embeddings"
+TEXTS = ["hello", "a longer text " * 9, "x"]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path) -> np.ndarray:
+    with hotset.load(path, backend="cpu", n_threads=1) as model:
+        return model.embed(TEXTS)
+
+
+def run(path: Path, work: Callable[[httpx.AsyncClient, Service], Awaitable[None]], **settings: Any) -> None:
+    async def whole() -> None:
+        async with client_of(path, **settings) as (client, service):
+            await work(client, service)
+
+    asyncio.run(whole())
+
+
+def vectors(reply: httpx.Response) -> np.ndarray:
+    assert reply.status_code == 200, reply.text
+    data = reply.json()["data"]
+    assert [entry["index"] for entry in data] == list(range(len(data)))
+    return np.array([entry["embedding"] for entry in data], np.float32)
+
+
+def test_vectors_are_the_models_own(path: Path, expected: np.ndarray):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        reply = await client.post(URL, json={"input": TEXTS, "model": "tiny"})
+        np.testing.assert_array_equal(vectors(reply), expected)
+        ids = [service.model.encode(text) for text in TEXTS]
+        n = sum(map(len, ids))
+        assert reply.json()["usage"] == {"prompt_tokens": n, "total_tokens": n}
+        np.testing.assert_array_equal(vectors(await client.post(URL, json={"input": ids})), expected)
+        np.testing.assert_array_equal(vectors(await client.post(URL, json={"input": ids[0]})), expected[:1])
+        np.testing.assert_array_equal(vectors(await client.post(URL, json={"input": "x"})), expected[2:])
+        many = await client.post(URL, json={"input": TEXTS * 5})  # more than run at once
+        np.testing.assert_array_equal(vectors(many), np.tile(expected, (5, 1)))
+        coded = (await client.post(URL, json={"input": TEXTS, "encoding_format": "base64"})).json()
+        for entry, vector in zip(coded["data"], expected, strict=True):
+            np.testing.assert_array_equal(np.frombuffer(base64.b64decode(entry["embedding"]), "<f4"), vector)
+
+    run(path, work)
+
+
+def test_beside_answers(path: Path, expected: np.ndarray):
+    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 60, "ignore_eos": True}
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        alone = (await client.post("/v1/chat/completions", json=body)).json()["choices"]
+        chats = [client.post("/v1/chat/completions", json=body) for _ in range(3)]
+        found = await asyncio.gather(client.post(URL, json={"input": TEXTS}), *chats)
+        np.testing.assert_array_equal(vectors(found[0]), expected)
+        assert all(reply.json()["choices"] == alone for reply in found[1:])
+
+    run(path, work)
+
+
+def test_what_is_wrong_is_refused(path: Path):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        for body, said in (
+            ({"input": ""}, "empty"),
+            ({"input": []}, "empty"),
+            ({"input": ["a", ""]}, "empty"),
+            ({"input": [[]]}, "empty"),
+            ({}, "missing"),
+            ({"input": 3}, "input"),
+            ({"input": "a", "dimensions": 3}, "dimensions"),
+            ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+            ({"input": "a", "made_up": 1}, "made_up"),
+            ({"input": [99999]}, "99999"),
+            ({"input": "x" * 300}, "256"),
+            ({"input": ["a"] * 2049}, "2048"),
+        ):
+            reply = await client.post(URL, json=body)
+            assert reply.status_code == 400, (body, reply.text)
+            assert said in reply.json()["error"]["message"]
+        assert (await client.post(URL, json={"input": "a", "model": "other"})).status_code == 404
+        assert (await client.post(URL, json={"input": "a", "dimensions": 32})).status_code == 200
+
+    run(path, work)
+
+
+def test_a_client_that_leaves(path: Path):
+    with Serving(path) as server:
+        ids = [[65] * 200] * 2000
+        with pytest.raises(httpx.ReadTimeout):
+            server.client.post(URL, json={"input": ids}, timeout=0.2)
+        server.wait_until_idle()
+        reply = server.client.post(URL, json={"input": "hello"})
+        assert reply.status_code == 200
