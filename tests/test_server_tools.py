@@ -302,6 +302,34 @@ def test_reasoning_is_apart(tmp_path: Path):
     run(tmp_path, THINKS, work)
 
 
+def test_how_much_is_thought(tmp_path: Path):
+    """The template of the first has no say in it, and the second writes down what it was told."""
+
+    async def refused(client: httpx.AsyncClient, service: Service) -> None:
+        body = {"messages": MESSAGES, "reasoning_effort": "low"} | PARAMS
+        reply = await client.post(CHAT, json=body)
+        assert reply.status_code == 400
+        assert reply.json()["error"]["param"] == "reasoning_effort"
+        await both(client, reasoning_effort="none", max_tokens=1)
+
+    run(tmp_path, HERMES, refused)
+
+    async def cannot_stop(client: httpx.AsyncClient, service: Service) -> None:
+        body = {"messages": MESSAGES, "reasoning_effort": "none"} | PARAMS
+        assert (await client.post(CHAT, json=body)).status_code == 400
+        await both(client, reasoning_effort="low", max_tokens=1)
+
+    run(tmp_path, "{{ reasoning_effort }}", cannot_stop)
+    told = "{{ enable_thinking }}/{{ reasoning_effort }}"
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        for effort, text in (("none", "False/"), ("high", "True/high"), ("xhigh", "True/xhigh")):
+            found = await both(client, reasoning_effort=effort, max_tokens=1)
+            assert found["usage"]["prompt_tokens"] == 1 + len(text)
+
+    run(tmp_path, told, work)
+
+
 def test_what_is_thought_before_a_form_is_free(tmp_path: Path):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -71,7 +71,7 @@ def problem_of(error: BaseException) -> Problem:
         case RequestError():
             return Problem(error.status, str(error), error.param, error.code, error.retry_after)
         case ContextLengthError():
-            return Problem(400, str(error), "messages", "context_length_exceeded")
+            return Problem(400, str(error), None, "context_length_exceeded")
         case InvalidRequestError() | TokenizerError():
             return Problem(400, str(error))
         case QueueFullError():

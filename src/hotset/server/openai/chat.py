@@ -100,6 +100,7 @@ class ChatBody(SamplingFields):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -122,11 +123,32 @@ class ChatBody(SamplingFields):
             tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
             tool_choice={"name": choice.function.name} if isinstance(choice, NamedTool) else choice or "auto",
             parallel_tool_calls=self.parallel_tool_calls is not False,
-            template=self.chat_template_kwargs or {},
+            template=self._effort() | (self.chat_template_kwargs or {}),
             n=self.n or 1,
             params=self.sampling(logprobs=logprobs, max_tokens=self.max_completion_tokens, **forms),
             stream=bool(self.stream),
             reuse_prefix=self.cache_prompt is not False,
+        )
+
+    def _effort(self) -> dict[str, Any]:
+        """What a template reads of how much is to be thought."""
+        if self.reasoning_effort is None:
+            return {}
+        if self.reasoning_effort == "none":
+            return {"enable_thinking": False}
+        return {"enable_thinking": True, "reasoning_effort": self.reasoning_effort}
+
+    def check_effort(self, template: str) -> None:
+        """Raises RequestError where a model with this template cannot be told how much to think."""
+        switch, levels = "enable_thinking" in template, "reasoning_effort" in template
+        effort = self.reasoning_effort
+        if effort is None or switch or (levels and effort != "none") or not (levels or effort != "none"):
+            return
+        raise RequestError(
+            f"reasoning_effort {effort!r} is not supported: this model's chat template does not know it; "
+            "leave it out",
+            param="reasoning_effort",
+            code="unsupported_parameter",
         )
 
 
@@ -134,6 +156,7 @@ class ChatBody(SamplingFields):
 async def chat_completions(body: ChatBody, http: Request) -> Response:
     service = service_of(http)
     service.check_name(body.model)
+    body.check_effort(service.model.chat_template.source)
     request, reply = body.request(), _Reply(service, body)
     if request.stream:
         return await streamed(http, request, reply.events)
