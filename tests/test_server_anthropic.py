@@ -137,6 +137,12 @@ def test_a_tool_as_templates_know_it():
         asked = request(tools=[tool], tool_choice=choice)
         assert list(asked.tools) == [{"type": "function", "function": function}]
         assert asked.tool_choice == expected
+        assert asked.parallel_tool_calls
+    one = request(
+        tools=[tool | {"strict": True}], tool_choice={"type": "auto", "disable_parallel_tool_use": True}
+    )
+    assert not one.parallel_tool_calls
+    assert one.tools[0]["function"]["strict"]
 
 
 # ---- deltas ----

@@ -109,10 +109,12 @@ def test_what_the_model_said_thought_and_called_is_one_turn():
     with pytest.raises(InvalidRequestError, match=r"input\.1: .*'call_9'.*nothing is stored"):
         turns(items[0], {"type": "function_call_output", "call_id": "call_9", "output": ""})
     tool = {"type": "function", "name": "f", "description": "of x", "parameters": schema, "strict": True}
-    function = {"name": "f", "description": "of x", "parameters": schema}
+    function = {"name": "f", "description": "of x", "parameters": schema, "strict": True}
     asked = request(tools=[tool], tool_choice={"type": "function", "name": "f"})
     assert list(asked.tools) == [{"type": "function", "function": function}]
     assert asked.tool_choice == {"name": "f"}
+    assert asked.parallel_tool_calls
+    assert not request(tools=[tool], parallel_tool_calls=False).parallel_tool_calls
     assert request(tools=[tool], tool_choice="required").tool_choice == "required"
 
 
@@ -124,7 +126,6 @@ def test_what_the_model_said_thought_and_called_is_one_turn():
         ({"conversation": "conv_1"}, "conversation: Input should be None"),
         ({"background": True}, "background: Input should be False"),
         ({"truncation": "auto"}, "truncation: Input should be 'disabled'"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls: Input should be True"),
         ({"reasoning": {"summary": "auto"}}, "reasoning.summary: Input should be None"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),

@@ -31,7 +31,7 @@ from hotset.server.answers import (
     Usage,
     arguments_object,
 )
-from hotset.server.openai.schema import Body, Share, Temperature
+from hotset.server.openai.schema import Body, Share, Temperature, ToolName
 from hotset.server.replies import JsonReply, event
 from hotset.server.shapes import (
     EVENT_STREAM,
@@ -110,16 +110,17 @@ class AnthropicMessage(Body):
 
 class AnthropicTool(Body):
     type: Literal["custom"] | None = None
-    name: str
+    name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
+    strict: bool | None = None
     cache_control: CacheControl | None = None
 
 
 class AnthropicToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    disable_parallel_tool_use: Literal[False] = False
+    disable_parallel_tool_use: bool = False
 
     @model_validator(mode="after")
     def _names_a_tool(self) -> AnthropicToolChoice:
@@ -245,6 +246,7 @@ def answer_request(body: MessagesBody) -> AnswerRequest:
         messages=conversation(body.system, body.messages),
         tools=_tools(body),
         tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
         template=_template(body),
         params=SamplingParams(**{name: value for name, value in given.items() if value is not None}),
         stream=body.stream,
@@ -254,8 +256,9 @@ def answer_request(body: MessagesBody) -> AnswerRequest:
 def _tools(body: PromptBody) -> list[dict[str, Any]]:
     tools = []
     for tool in body.tools or ():
-        described = {} if tool.description is None else {"description": tool.description}
-        function = {"name": tool.name, **described, "parameters": tool.input_schema}
+        more = {"description": tool.description, "strict": tool.strict}
+        given = {key: value for key, value in more.items() if value is not None}
+        function = {"name": tool.name, **given, "parameters": tool.input_schema}
         tools.append({"type": "function", "function": function})
     return tools
 

@@ -39,7 +39,7 @@ from hotset.server.answers import (
 )
 from hotset.server.errors import RequestError
 from hotset.server.logprobs import spelled
-from hotset.server.openai.schema import Body, Share, Temperature
+from hotset.server.openai.schema import Body, Share, Temperature, ToolName
 from hotset.server.replies import JsonReply, dumped
 from hotset.server.service import Service
 from hotset.server.shapes import (
@@ -130,7 +130,7 @@ class OllamaMessage(Body):
 
 
 class OllamaFunction(Body):
-    name: str
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
 

@@ -237,7 +237,7 @@ class ResponseReply(Shape):
     top_p: float
     tools: list[dict[str, Any]]
     tool_choice: str | dict[str, Any]
-    parallel_tool_calls: Literal[True]
+    parallel_tool_calls: bool
     text: dict[str, Any]
     reasoning: dict[str, Any]
     top_logprobs: int

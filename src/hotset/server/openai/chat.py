@@ -23,7 +23,7 @@ from hotset.server.answers import (
 )
 from hotset.server.errors import RequestError
 from hotset.server.logprobs import spelled
-from hotset.server.openai.schema import Body, SamplingFields, StreamOptions, usage_dict
+from hotset.server.openai.schema import Body, SamplingFields, StreamOptions, ToolName, usage_dict
 from hotset.server.replies import DONE, JsonReply, event
 from hotset.server.service import Service
 from hotset.server.shapes import EVENT_STREAM, ChatReply, documented
@@ -60,7 +60,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 class Function(Body):
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

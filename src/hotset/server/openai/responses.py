@@ -18,7 +18,7 @@ from hotset.errors import InvalidRequestError
 from hotset.parameters import shown
 from hotset.server.answers import AnswerRequest
 from hotset.server.openai.response_writer import ResponseWriter
-from hotset.server.openai.schema import Body, Share, Temperature
+from hotset.server.openai.schema import Body, Share, Temperature, ToolName
 from hotset.server.replies import JsonReply
 from hotset.server.shapes import EVENT_STREAM, ResponseReply, documented
 from hotset.server.streams import service_of, streamed, whole
@@ -105,7 +105,7 @@ Item = Annotated[
 
 class FunctionTool(Body):
     type: Literal["function"]
-    name: str
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -160,7 +160,7 @@ class ResponsesBody(Body):
     stream_options: ResponseStreamOptions | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: Reasoning | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -204,6 +204,7 @@ def answer_request(body: ResponsesBody) -> AnswerRequest:
         messages=conversation(body.instructions, body.input),
         tools=[_tool(tool) for tool in body.tools or ()],
         tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
         template=_template(body.reasoning),
         params=SamplingParams(**{name: value for name, value in given.items() if value is not None}),
         stream=bool(body.stream),
@@ -258,15 +259,8 @@ def _form(text: TextSettings | None) -> dict[str, Any]:
 
 
 def _tool(tool: FunctionTool) -> dict[str, Any]:
-    described = {} if tool.description is None else {"description": tool.description}
-    return {
-        "type": "function",
-        "function": {
-            "name": tool.name,
-            **described,
-            "parameters": tool.parameters or {"type": "object", "properties": {}},
-        },
-    }
+    function = tool.model_dump(exclude={"type"}, exclude_none=True)
+    return {"type": "function", "function": {"parameters": {"type": "object", "properties": {}}} | function}
 
 
 def _tool_choice(choice: str | NamedFunction | None) -> str | Mapping[str, str]:
@@ -311,7 +305,7 @@ def head(model: str, body: ResponsesBody, params: SamplingParams) -> dict[str, A
         "top_p": params.top_p,
         "tools": [given(tool) for tool in body.tools or ()],
         "tool_choice": given(choice) if isinstance(choice, NamedFunction) else choice or "auto",
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
         "text": {"format": {"type": "text"}, **(given(body.text) or {})},
         "reasoning": given(body.reasoning) or {},
         "top_logprobs": body.top_logprobs or 0,

@@ -16,6 +16,7 @@ from hotset.server.errors import RequestError
 
 Temperature = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
 class Body(BaseModel):
