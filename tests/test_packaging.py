@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from zipfile import ZipFile
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,3 +40,18 @@ def test_doctor_shows_the_dependencies() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     everywhere = {re.split("[>;]", r)[0] for r in project["dependencies"] if ";" not in r}
     assert set(_PACKAGES) == everywhere | {"hotset"}
+
+
+def test_a_wheel_has_every_file_of_the_package(tmp_path: Path) -> None:
+    """Those that are no code too: the server's page, the table of devices; built without the native core."""
+    build = (
+        "import sys; from scikit_build_core.build import build_wheel; "
+        "build_wheel(sys.argv[1], {'wheel.cmake': 'false'})"
+    )
+    subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    packed = set(ZipFile(wheel).namelist())
+    package = ROOT / "src" / "hotset"
+    here = {str(path.relative_to(package.parent)) for path in package.rglob("*") if path.is_file()}
+    assert {name for name in here if "__pycache__" not in name and not name.endswith(".so")} <= packed
+    assert any(name.endswith("licenses/src/hotset/server/page/vendor/marked.LICENSE") for name in packed)
