@@ -959,6 +959,30 @@ def test_conversations_are_kept_and_come_back(server: FakeServer, opened: Any, t
         page.locator(".notice[data-about=import]").get_by_role("button", name="Dismiss").click()
 
 
+def test_another_conversation_is_opened_while_an_answer_runs(server: FakeServer, opened: Any) -> None:
+    holds = Hold(), Hold()
+    server.replies += [["First", holds[0], " lost"], ["Second."], ["Third", holds[1]]]
+    page = opened(server.url)
+    say(page, "one", wait=False)
+    page.get_by_text("First", exact=True).wait_for()
+    page.click("#new-chat")
+    assert page.locator(".turn").count() == 0
+    until(page, "document.querySelector('#stop').hidden")
+    assert page.locator(".turn").count() == 0
+    say(page, "two")
+    assert (questions(page), answers(page)) == (["two"], ["Second."])
+    page.click("#show-history")
+    page.get_by_role("button", name="one", exact=True).click()
+    assert answers(page) == ["First"]
+    # One that is deleted in the midst of an answer stays deleted.
+    say(page, "more", wait=False)
+    page.get_by_text("Third", exact=True).wait_for()
+    page.click("#show-history")
+    page.get_by_role("button", name="Delete: one").click()
+    until(page, "document.querySelector('#stop').hidden")
+    assert page.locator("#conversations .name").all_inner_texts() == ["two"]
+
+
 def test_a_browser_without_room_says_so(server: FakeServer, opened: Any) -> None:
     server.replies.append(["A."])
     page = opened(server.url)

@@ -81,5 +81,3 @@ export function download(name, type, text) {
   link.click();
   window.setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }
-
-export const calm = () => window.matchMedia("(prefers-reduced-motion: reduce)").matches;

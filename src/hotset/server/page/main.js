@@ -21,8 +21,9 @@ const picture = new Picture();
 const transcript = new Transcript({ edit, again, picture: showPictureOf, busy: () => running !== null });
 
 let conversation = store.fresh();
-let running = null; // {controller, index, stopped}
+let running = null; // {controller, index}
 let model = { id: null, name: "", facts: null, defaults: {} };
+const removed = new Set(); // ids of conversations that are not to be kept, though an answer of theirs still ends
 const activities = new WeakMap(); // message → Activity, of this visit: pictures are not kept
 let back = null; // the timer that looks whether the server is back
 
@@ -145,7 +146,7 @@ async function answer() {
   const index = owner.messages.length - 1;
   const activity = new Activity(model.facts);
   activities.set(message, activity);
-  running = { controller: new AbortController(), index, stopped: false };
+  running = { controller: new AbortController(), index };
   keep(owner);
   transcript.show(owner.messages, activities, model.name);
   showEmpty();
@@ -157,6 +158,7 @@ async function answer() {
   try {
     for await (const chunk of server.chat(bodyOf(asked), running.controller.signal)) {
       reason = take(chunk, message, activity) ?? reason;
+      if (owner !== conversation) continue; // another one was opened, and this is about to end
       transcript.update(index, true, activity);
       if (activity.length) picture.show(activity, true);
     }
@@ -164,13 +166,14 @@ async function answer() {
     announce(activity.length ? `The answer is complete. ${activity.line()}` : "The answer is complete.");
     clearNotice("answer");
   } catch (error) {
-    onAnswerError(error, message, activity);
+    onAnswerError(error, message, activity, () => owner === conversation && again(index));
   } finally {
     running = null;
     setRunning(false);
   }
   if (message.content === "" && !message.reasoning && message.failed === undefined) message.failed = "Nothing was answered.";
   keep(owner);
+  if (owner !== conversation) return;
   transcript.update(index, false, activity);
   picture.show(activity, false);
   if (document.activeElement === document.body || document.activeElement === byId("stop")) byId("ask").focus();
@@ -209,7 +212,7 @@ function noteOf(reason, activity) {
   return parts.join(" · ");
 }
 
-function onAnswerError(error, message, activity) {
+function onAnswerError(error, message, activity, askAgain) {
   if (error.name === "AbortError") {
     message.note = [activity.length ? activity.line() : "", "stopped"].filter(Boolean).join(" · ");
     if (message.content === "") message.failed = "Stopped before the first word.";
@@ -230,10 +233,9 @@ function onAnswerError(error, message, activity) {
   if (error.kind === "network") notice("server", "The server does not answer. Trying again.");
   if (error.kind === "loading") onConnectError(error);
   if (error.kind === "key") {
-    const { index } = running;
     askForKey(server.hasKey() ? error.message : "", async () => {
       await connect();
-      again(index);
+      askAgain();
     });
   }
 }
@@ -258,7 +260,7 @@ function showPictureOf(index) {
 // ---- conversations ----
 
 function keep(which) {
-  if (!store.save(which)) {
+  if (!removed.has(which.id) && !store.save(which)) {
     notice("storage", "The browser has no room for more conversations: export them and delete some.");
   }
   listConversations();
@@ -317,8 +319,10 @@ const fileName = (title) => title.replace(/[^\p{L}\p{N} _-]+/gu, "").trim().slic
 
 function remove(one) {
   store.remove(one);
+  removed.add(one.id);
   const undo = h("button", { type: "button", class: "quiet" }, "Undo");
   undo.addEventListener("click", () => {
+    removed.delete(one.id);
     store.save(one);
     clearNotice("deleted");
     listConversations();
@@ -339,6 +343,7 @@ byId("import-file").addEventListener("change", async (event) => {
   if (!file) return;
   try {
     const list = store.imported(await file.text());
+    for (const one of list) removed.delete(one.id);
     const kept = list.filter((one) => store.save(one)).length;
     notice("import", kept === 1 ? "One conversation came in." : `${kept} conversations came in.`, "calm");
     if (kept < list.length) notice("storage", "The browser has no room for the rest of them.");

@@ -35,17 +35,6 @@ export function useKey(value, keep) {
 
 export const hasKey = () => key !== null;
 
-export function forgetKey() {
-  key = null;
-  for (const storage of [sessionStorage, localStorage]) {
-    try {
-      storage.removeItem(KEY);
-    } catch {
-      // Nothing is stored there.
-    }
-  }
-}
-
 async function ask(path, options = {}) {
   const headers = { ...options.headers };
   if (key !== null) headers.Authorization = `Bearer ${key}`;

@@ -69,7 +69,8 @@ function checked(value) {
   return conversation;
 }
 
-/** Conversations of an exported file; throws a sentence where it is none. They come in beside those here. */
+/** Conversations of an exported file; throws a sentence where it is none. One that is here already, by
+ * its id, is to be replaced. */
 export function imported(text) {
   let value;
   try {
