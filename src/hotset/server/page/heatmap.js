@@ -5,7 +5,7 @@ import { heat, inks, onSchemeChange } from "./colours.js";
 import { announce, h } from "./dom.js";
 import { percent } from "./units.js";
 
-const WIDEST = 16, NARROWEST = 2; // columns: all of them fit as long as they can, then the map scrolls
+const WIDEST = 16, NARROWEST = 1; // columns: all of them fit as long as they can, then the map scrolls
 const LEFT = 34, RIGHT = 58, TOP = 34, BOTTOM = 20, BAR = 12, GAP = 8;
 
 export class HeatMap {
