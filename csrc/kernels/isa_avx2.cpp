@@ -393,7 +393,7 @@ struct FormatTQ2_0 {
     static constexpr int kBytes = 66;
 
     template <int g, int n>
-    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+    static HOTSET_INLINE void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
         const uint8_t* codes = p + 32 * (g / 2);
         constexpr int kLow = -4 * (g % 2), kHigh = -2 - 4 * (g % 2);
         a = lane_bits<kLow, kHigh, 3>(broadcast128(codes));
@@ -415,20 +415,19 @@ struct FormatTQ1_0 {
 
     // Bytes times powers of three, modulo 256; of the fractions that this leaves the first digit in base 3.
     static __m256i digits(__m256i bytes, __m256i powers) {
-        const __m256i low = _mm256_set1_epi16(255);
-        const __m256i even = _mm256_and_si256(_mm256_mullo_epi16(bytes, powers), low);
-        const __m256i odd = _mm256_mullo_epi16(_mm256_andnot_si256(low, bytes), powers);
-        const __m256i x = _mm256_or_si256(even, odd);
-        const __m256i one = _mm256_set1_epi8(1);
-        const __m256i above_first = _mm256_subs_epu8(x, _mm256_set1_epi8(85));            // 256 / 3
-        const __m256i above_second = _mm256_subs_epu8(x, _mm256_set1_epi8(int8_t(170)));  // 512 / 3
-        return _mm256_add_epi8(_mm256_min_epu8(above_first, one), _mm256_min_epu8(above_second, one));
+        // Each byte as the high one of a word.
+        const __m256i three = _mm256_set1_epi16(3);
+        const __m256i even = _mm256_mullo_epi16(_mm256_slli_epi16(bytes, 8), powers);
+        const __m256i odd =
+            _mm256_mullo_epi16(_mm256_and_si256(bytes, _mm256_set1_epi16(int16_t(0xff00))), powers);
+        return _mm256_or_si256(_mm256_mulhi_epu16(even, three),
+                               _mm256_slli_epi16(_mm256_mulhi_epu16(odd, three), 8));
     }
     static __m256i lane_powers(int first, int second) {
         return _mm256_set_m128i(_mm_set1_epi16(int16_t(second)), _mm_set1_epi16(int16_t(first)));
     }
     template <int g, int n>
-    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+    static HOTSET_INLINE void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
         if constexpr (g < 2) {
             const __m256i powers = g == 0 ? lane_powers(1, 3) : lane_powers(9, 27);
             a = digits(broadcast128(p), powers);
@@ -456,25 +455,49 @@ struct FormatTQ1_0 {
 
 // Of eight groups of eight those of first halves, and of second halves, of two blocks.
 template <class Book, class Index>
-inline void look_up(const Book& book, Index index, __m256i& a, __m256i& b) {
-    auto at = [&](int i) { return int64_t(book.group[index(i)]); };
-    a = _mm256_set_epi64x(at(5), at(4), at(1), at(0));
-    b = _mm256_set_epi64x(at(7), at(6), at(3), at(2));
+HOTSET_INLINE void look_up(const Book& book, const Index& index, __m256i& a, __m256i& b) {
+    auto one = [&](int i) {
+        return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(book.group + index(i)));
+    };
+    auto two = [&](int i) { return _mm_unpacklo_epi64(one(i), one(i + 1)); };
+    a = _mm256_inserti128_si256(_mm256_castsi128_si256(two(0)), two(4), 1);
+    b = _mm256_inserti128_si256(_mm256_castsi128_si256(two(2)), two(6), 1);
 }
 
 // Of sixteen groups of four.
 template <class Book, class Index>
-inline void look_up_fours(const Book& book, Index index, __m256i& a, __m256i& b) {
-    auto at = [&](int i) { return int(book.group[index(i)]); };
-    a = _mm256_set_epi32(at(11), at(10), at(9), at(8), at(3), at(2), at(1), at(0));
-    b = _mm256_set_epi32(at(15), at(14), at(13), at(12), at(7), at(6), at(5), at(4));
+HOTSET_INLINE void look_up_fours(const Book& book, const Index& index, __m256i& a, __m256i& b) {
+    auto one = [&](int i) {
+        return _mm_castps_si128(_mm_load_ss(reinterpret_cast<const float*>(book.group + index(i))));
+    };
+    auto two = [&](int i) { return _mm_unpacklo_epi32(one(i), one(i + 1)); };
+    auto four = [&](int i) { return _mm_unpacklo_epi64(two(i), two(i + 2)); };
+    a = _mm256_inserti128_si256(_mm256_castsi128_si256(four(0)), four(8), 1);
+    b = _mm256_inserti128_si256(_mm256_castsi128_si256(four(4)), four(12), 1);
 }
 
-// kZero plus the weights of two blocks, negative where a bit of `signs` (32 a block) is set.
-template <int kZero>
-inline void put_signs(uint64_t signs, __m256i& a, __m256i& b) {
+// Sixteen indices in general registers, four each.
+struct Indices {
+    uint64_t four[4];
+
+    HOTSET_INLINE explicit Indices(__m256i v) {
+        const __m128i low = _mm256_castsi256_si128(v), high = _mm256_extracti128_si256(v, 1);
+        four[0] = uint64_t(_mm_cvtsi128_si64(low));
+        four[1] = uint64_t(_mm_extract_epi64(low, 1));
+        four[2] = uint64_t(_mm_cvtsi128_si64(high));
+        four[3] = uint64_t(_mm_extract_epi64(high, 1));
+#ifndef _MSC_VER  // Compilers that see where these come from take each index out of the vector by itself.
+        asm("" : "+r"(four[0]), "+r"(four[1]), "+r"(four[2]), "+r"(four[3]));
+#endif
+    }
+    HOTSET_INLINE int operator()(int i) const { return uint16_t(four[i / 4] >> (16 * (i % 4))); }
+};
+
+// kZero plus the weights of blocks 2g and 2g + 1, negative where a bit of `signs` (32 a block) is set.
+template <int g, int kZero>
+HOTSET_INLINE void put_signs(__m256i signs, __m256i& a, __m256i& b) {
     constexpr int64_t kOnes = 0x0101010101010101;
-    const __m256i all = _mm256_set1_epi64x(int64_t(signs)), zero = _mm256_set1_epi8(kZero);
+    const __m256i all = _mm256_permute4x64_epi64(signs, 0x55 * g), zero = _mm256_set1_epi8(kZero);
     auto put = [&](__m256i weights, __m256i pick) {
         const __m256i each = _mm256_set1_epi64x(int64_t(0x8040201008040201));
         const __m256i minus = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(all, pick), each), each);
@@ -482,6 +505,29 @@ inline void put_signs(uint64_t signs, __m256i& a, __m256i& b) {
     };
     a = put(a, _mm256_setr_epi64x(0, kOnes, 4 * kOnes, 5 * kOnes));
     b = put(b, _mm256_setr_epi64x(2 * kOnes, 3 * kOnes, 6 * kOnes, 7 * kOnes));
+}
+
+// The signs of a super-block: each format computes all of them for every pair of blocks, and the compiler
+// once.
+
+// Bytes of seven signs with their eighth, which makes the number of negative ones even.
+HOTSET_INLINE __m256i eighth_signs(__m256i seven) {
+    const __m256i odd = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128, -128, 0));
+    const __m256i low = _mm256_shuffle_epi8(odd, low_nibbles(seven));
+    return _mm256_xor_si256(seven, _mm256_xor_si256(low, _mm256_shuffle_epi8(odd, high_nibbles(seven))));
+}
+
+// From words of four times seven.
+HOTSET_INLINE __m256i signs_of_words(__m256i words) {
+    const __m256i mask = _mm256_set1_epi32(0x7f);
+    const __m256i low =
+        _mm256_or_si256(_mm256_and_si256(words, mask),
+                        _mm256_and_si256(_mm256_slli_epi32(words, 1), _mm256_slli_epi32(mask, 8)));
+    const __m256i high =
+        _mm256_or_si256(_mm256_and_si256(_mm256_slli_epi32(words, 2), _mm256_slli_epi32(mask, 16)),
+                        _mm256_and_si256(_mm256_slli_epi32(words, 3), _mm256_slli_epi32(mask, 24)));
+    return eighth_signs(_mm256_or_si256(low, high));
 }
 
 inline uint64_t load_u64(const uint8_t* p) {
@@ -515,19 +561,21 @@ struct FormatIQ2_XXS {
     static constexpr int kBytes = 66;
 
     template <int g, int n>
-    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+    static HOTSET_INLINE void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
         const uint8_t* s = p + 2 + 16 * g;
         look_up(kIq2Xxs, [s](int i) { return s[i / 4 * 8 + i % 4]; }, a, b);
-        const uint64_t seven = four_sevens(load_u32(s + 4)) | uint64_t(four_sevens(load_u32(s + 12))) << 32;
-        put_signs<kZero>(with_eighth_signs(seven), a, b);
+        put_signs<g, kZero>(signs_of_words(words(p)), a, b);
+    }
+    // Signs and scales: every other word.
+    static HOTSET_INLINE __m256i words(const uint8_t* p) {
+        const __m256 first = _mm256_castsi256_ps(load256(p + 2)), last = _mm256_castsi256_ps(load256(p + 34));
+        const __m256i odd = _mm256_castps_si256(_mm256_shuffle_ps(first, last, 0xdd));  // 0 1 4 5 | 2 3 6 7
+        return _mm256_permute4x64_epi64(odd, 0xd8);
     }
     template <int n>
     static Scales scales(const uint8_t* p) {
-        const __m256 first = _mm256_castsi256_ps(load256(p + 2)), last = _mm256_castsi256_ps(load256(p + 34));
-        const __m256i words = _mm256_castps_si256(_mm256_shuffle_ps(first, last, 0xdd));  // 0 1 4 5 | 2 3 6 7
         Scales s = {};
-        s.scale = odd_scales(half(load_u16(p)) * 0.125f,
-                             _mm256_srli_epi32(_mm256_permute4x64_epi64(words, 0xd8), 28));
+        s.scale = odd_scales(half(load_u16(p)) * 0.125f, _mm256_srli_epi32(words(p), 28));
         return s;
     }
 };
@@ -539,12 +587,12 @@ struct FormatIQ2_XS {
     static constexpr int kBytes = 74;
 
     template <int g, int n>
-    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+    static HOTSET_INLINE void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
         const uint8_t* s = p + 2 + 16 * g;
         look_up(kIq2Xs, [s](int i) { return load_u16(s + 2 * i) & 511; }, a, b);
-        const __m128i seven = _mm_srli_epi16(load128(s), 9);
-        put_signs<kZero>(with_eighth_signs(uint64_t(_mm_cvtsi128_si64(_mm_packus_epi16(seven, seven)))), a,
-                         b);
+        const __m256i seven =
+            _mm256_packus_epi16(_mm256_srli_epi16(load256(p + 2), 9), _mm256_srli_epi16(load256(p + 34), 9));
+        put_signs<g, kZero>(eighth_signs(_mm256_permute4x64_epi64(seven, 0xd8)), a, b);
     }
     template <int n>
     static Scales scales(const uint8_t* p) {
@@ -563,7 +611,7 @@ struct FormatIQ2_S {
         const uint8_t* s = p + 2 + 8 * g;
         const uint32_t high = load_u16(p + 66 + 2 * g);
         look_up(kIq2S, [s, high](int i) { return s[i] | (high << 8 >> (2 * i) & 0x300); }, a, b);
-        put_signs<kZero>(load_u64(p + 34 + 8 * g), a, b);
+        put_signs<g, kZero>(load256(p + 34), a, b);
     }
     template <int n>
     static Scales scales(const uint8_t* p) {
@@ -578,13 +626,10 @@ struct FormatIQ3_XXS {
     static constexpr int kBytes = 98;
 
     template <int g, int n>
-    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+    static HOTSET_INLINE void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
         const uint8_t* s = p + 2 + 16 * g;
         look_up_fours(kIq3Xxs, [s](int i) { return s[i]; }, a, b);
-        const uint8_t* words = p + 66 + 8 * g;
-        const uint64_t seven = four_sevens(load_u32(words)) | uint64_t(four_sevens(load_u32(words + 4)))
-                                                                  << 32;
-        put_signs<kZero>(with_eighth_signs(seven), a, b);
+        put_signs<g, kZero>(signs_of_words(load256(p + 66)), a, b);
     }
     template <int n>
     static Scales scales(const uint8_t* p) {
@@ -601,11 +646,14 @@ struct FormatIQ3_S {
     static constexpr int kBytes = 110;
 
     template <int g, int n>
-    static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
-        const uint8_t* s = p + 2 + 16 * g;
-        const uint32_t high = load_u16(p + 66 + 2 * g);
-        look_up_fours(kIq3S, [s, high](int i) { return s[i] | (high << 8 >> i & 256); }, a, b);
-        put_signs<kZero>(load_u64(p + 74 + 8 * g), a, b);
+    static HOTSET_INLINE void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
+        const __m256i each =
+            _mm256_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, -32768);
+        const __m256i bits = _mm256_and_si256(_mm256_set1_epi16(int16_t(load_u16(p + 66 + 2 * g))), each);
+        const __m256i high = _mm256_and_si256(_mm256_cmpeq_epi16(bits, each), _mm256_set1_epi16(256));
+        const __m256i low = _mm256_cvtepu8_epi16(load128(p + 2 + 16 * g));
+        look_up_fours(kIq3S, Indices(_mm256_or_si256(low, high)), a, b);
+        put_signs<g, kZero>(load256(p + 74), a, b);
     }
     template <int n>
     static Scales scales(const uint8_t* p) {
@@ -626,10 +674,12 @@ struct FormatIQ1_S {
     template <int g, int n>
     static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
         const uint8_t* s = p + 2 + 8 * g;
-        const uint32_t high[2] = {load_u16(p + 34 + 4 * g), load_u16(p + 36 + 4 * g)};
+        const uint32_t both = load_u32(p + 34 + 4 * g), high[2] = {both & 0xffff, both >> 16};
         look_up(kIq1, [&](int i) { return s[i] | (high[i / 4] >> (3 * (i % 4)) & 7) << 8; }, a, b);
-        const __m256i deltas =
-            _mm256_set_m128i(_mm_set1_epi8(high[1] >> 15 ? 2 : 0), _mm_set1_epi8(high[0] >> 15 ? 2 : 0));
+        const __m128i negative = _mm_srai_epi16(_mm_cvtsi32_si128(int(both)), 15);
+        const __m256i minus = _mm256_set_m128i(_mm_shuffle_epi8(negative, _mm_set1_epi8(2)),
+                                               _mm_shuffle_epi8(negative, _mm_setzero_si128()));
+        const __m256i deltas = _mm256_and_si256(minus, _mm256_set1_epi8(2));
         a = _mm256_sub_epi8(a, deltas);
         b = _mm256_sub_epi8(b, deltas);
     }

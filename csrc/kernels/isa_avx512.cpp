@@ -485,27 +485,62 @@ struct FormatTQ1_0 {
 
 // Lattices: groups of a codebook, found one by one and brought together; then signs, a bit a weight.
 
-// Of sixteen groups of eight those of first halves, and of second halves, of four blocks.
+// Sixteen indices in general registers, four each.
+struct Indices {
+    uint64_t four[4];
+
+    HOTSET_INLINE explicit Indices(__m256i v) {
+        const __m128i low = _mm256_castsi256_si128(v), high = _mm256_extracti128_si256(v, 1);
+        four[0] = uint64_t(_mm_cvtsi128_si64(low));
+        four[1] = uint64_t(_mm_extract_epi64(low, 1));
+        four[2] = uint64_t(_mm_cvtsi128_si64(high));
+        four[3] = uint64_t(_mm_extract_epi64(high, 1));
+#ifndef _MSC_VER  // Compilers that see where these come from take each index out of the vector by itself.
+        asm("" : "+r"(four[0]), "+r"(four[1]), "+r"(four[2]), "+r"(four[3]));
+#endif
+    }
+    HOTSET_INLINE int operator()(int i) const { return uint16_t(four[i / 4] >> (16 * (i % 4))); }
+};
+
+// Of sixteen groups of eight those of first halves, and of second halves, of four blocks. Loads and
+// unpacking: insertions, which compilers make of a list of words, are slower.
 template <class Book, class Index>
-inline void look_up(const Book& book, Index index, __m512i& a, __m512i& b) {
-    auto at = [&](int i) { return int64_t(book.group[index(i)]); };
-    a = _mm512_set_epi64(at(13), at(12), at(9), at(8), at(5), at(4), at(1), at(0));
-    b = _mm512_set_epi64(at(15), at(14), at(11), at(10), at(7), at(6), at(3), at(2));
+HOTSET_INLINE void look_up(const Book& book, const Index& index, __m512i& a, __m512i& b) {
+    auto one = [&](int i) {
+        return _mm_castpd_si128(_mm_load_sd(reinterpret_cast<const double*>(book.group + index(i))));
+    };
+    auto two = [&](int i) { return _mm_unpacklo_epi64(one(i), one(i + 1)); };
+    auto eight = [&](int i) {
+        const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(two(i)), two(i + 4), 1);
+        const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(two(i + 8)), two(i + 12), 1);
+        return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    };
+    a = eight(0);
+    b = eight(2);
 }
 
 // Of 32 groups of four.
 template <class Book, class Index>
-inline void look_up_fours(const Book& book, Index index, __m512i& a, __m512i& b) {
-    auto at = [&](int i) {
-        return int64_t(book.group[index(2 * i)] | uint64_t(book.group[index(2 * i + 1)]) << 32);
+HOTSET_INLINE void look_up_fours(const Book& book, const Index& index, __m512i& a, __m512i& b) {
+    auto one = [&](int i) {
+        return _mm_castps_si128(_mm_load_ss(reinterpret_cast<const float*>(book.group + index(i))));
     };
-    a = _mm512_set_epi64(at(13), at(12), at(9), at(8), at(5), at(4), at(1), at(0));
-    b = _mm512_set_epi64(at(15), at(14), at(11), at(10), at(7), at(6), at(3), at(2));
+    auto four = [&](int i) {
+        return _mm_unpacklo_epi64(_mm_unpacklo_epi32(one(i), one(i + 1)),
+                                  _mm_unpacklo_epi32(one(i + 2), one(i + 3)));
+    };
+    auto sixteen = [&](int i) {
+        const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(four(i)), four(i + 8), 1);
+        const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(four(i + 16)), four(i + 24), 1);
+        return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    };
+    a = sixteen(0);
+    b = sixteen(4);
 }
 
 // kZero plus the weights of four blocks, negative where a bit of `signs` (32 a block) is set.
 template <int kZero>
-inline void put_signs(__m128i signs, __m512i& a, __m512i& b) {
+HOTSET_INLINE void put_signs(__m128i signs, __m512i& a, __m512i& b) {
     const __m128i halves =
         _mm_shuffle_epi8(signs, _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
     const __m512i zero = _mm512_set1_epi8(kZero);
@@ -582,7 +617,7 @@ struct FormatIQ2_XXS {
     static constexpr Type kType = Type::IQ2_XXS;
     static constexpr int kZero = 64;
     static constexpr int kBytes = 2 * 66;
-    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+    static HOTSET_INLINE void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
         const uint8_t* s = p + g / 2 * 66 + 2 + g % 2 * 32;
         look_up(kIq2Xxs, [s](int i) { return s[i / 4 * 8 + i % 4]; }, a, b);
         put_signs<kZero>(signs_of_words(_mm256_cvtepi64_epi32(_mm256_srli_epi64(load256(s), 32))), a, b);
@@ -598,7 +633,7 @@ struct FormatIQ2_XS {
     static constexpr Type kType = Type::IQ2_XS;
     static constexpr int kZero = 64;
     static constexpr int kBytes = 2 * 74;
-    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+    static HOTSET_INLINE void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
         const uint8_t* s = p + g / 2 * 74 + 2 + g % 2 * 32;
         look_up(kIq2Xs, [s](int i) { return load_u16(s + 2 * i) & 511; }, a, b);
         put_signs<kZero>(eighth_signs(_mm256_cvtepi16_epi8(_mm256_srli_epi16(load256(s), 9))), a, b);
@@ -610,18 +645,17 @@ struct FormatIQ2_S {
     static constexpr Type kType = Type::IQ2_S;
     static constexpr int kZero = 64;
     static constexpr int kBytes = 2 * 82;
-    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+    static HOTSET_INLINE void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
         const uint8_t* s = p + g / 2 * 82;
-        alignas(32) uint16_t index[16];
         // Four times each byte of high bits, which come to bits 8 and 9.
         const __m256i high = _mm256_cvtepu8_epi16(
             _mm_shuffle_epi8(_mm_cvtsi32_si128(int(load_u32(s + 66 + g % 2 * 4))),
                              _mm_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3)));
         const __m256i moved = _mm256_sllv_epi16(high, _mm256_set1_epi64x(0x0002000400060008));
-        _mm256_store_si256(reinterpret_cast<__m256i*>(index),
-                           _mm256_or_si256(_mm256_cvtepu8_epi16(load128(s + 2 + g % 2 * 16)),
-                                           _mm256_and_si256(moved, _mm256_set1_epi16(0x300))));
-        look_up(kIq2S, [&index](int i) { return index[i]; }, a, b);
+        look_up(kIq2S,
+                Indices(_mm256_or_si256(_mm256_cvtepu8_epi16(load128(s + 2 + g % 2 * 16)),
+                                        _mm256_and_si256(moved, _mm256_set1_epi16(0x300)))),
+                a, b);
         put_signs<kZero>(load128(s + 34 + g % 2 * 16), a, b);
     }
     static Scales scales(const uint8_t* p, int n) { return lattice_sub_scales<82, 74>(p, n); }
@@ -631,7 +665,7 @@ struct FormatIQ3_XXS {
     static constexpr Type kType = Type::IQ3_XXS;
     static constexpr int kZero = 64;
     static constexpr int kBytes = 2 * 98;
-    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+    static HOTSET_INLINE void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
         const uint8_t* s = p + g / 2 * 98;
         const uint8_t* index = s + 2 + g % 2 * 32;
         look_up_fours(kIq3Xxs, [index](int i) { return index[i]; }, a, b);
@@ -647,13 +681,13 @@ struct FormatIQ3_S {
     static constexpr Type kType = Type::IQ3_S;
     static constexpr int kZero = 16;
     static constexpr int kBytes = 2 * 110;
-    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+    static HOTSET_INLINE void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
         const uint8_t* s = p + g / 2 * 110;
-        alignas(64) uint16_t index[32];
         const __m512i low = _mm512_cvtepu8_epi16(load256(s + 2 + g % 2 * 32));
         const __mmask32 high = _cvtu32_mask32(load_u32(s + 66 + g % 2 * 4));
-        _mm512_store_si512(index, _mm512_mask_add_epi16(low, high, low, _mm512_set1_epi16(256)));
-        look_up_fours(kIq3S, [&index](int i) { return index[i]; }, a, b);
+        const __m512i index = _mm512_mask_add_epi16(low, high, low, _mm512_set1_epi16(256));
+        const Indices first(_mm512_castsi512_si256(index)), second(_mm512_extracti64x4_epi64(index, 1));
+        look_up_fours(kIq3S, [&](int i) { return i < 16 ? first(i) : second(i - 16); }, a, b);
         put_signs<kZero>(load128(s + 74 + g % 2 * 16), a, b);
     }
     static Scales scales(const uint8_t* p, int n) {
@@ -665,27 +699,25 @@ struct FormatIQ3_S {
     }
 };
 
-// Takes 2 from the bytes of groups whose delta is negative: a bit a word of 2^kLog bytes.
+// What the bytes of a group lose whose delta is negative.
 constexpr int kDeltas = 0x02020202;
 
 struct FormatIQ1_S {
     static constexpr Type kType = Type::IQ1_S;
     static constexpr int kZero = kIq1Zero;
     static constexpr int kBytes = 2 * 50;
-    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+    static HOTSET_INLINE void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
         const uint8_t* s = p + g / 2 * 50;
-        alignas(32) uint16_t index[16];
         // Each of four words four times.
         const __m256i high = _mm256_shuffle_epi8(
             _mm256_permute4x64_epi64(_mm256_castsi128_si256(load64(s + 34 + g % 2 * 8)), 0),
             _mm256_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3, 2, 3,  //
                              4, 5, 4, 5, 4, 5, 4, 5, 6, 7, 6, 7, 6, 7, 6, 7));
         const __m256i three = _mm256_srlv_epi16(high, _mm256_set1_epi64x(0x0009000600030000));
-        _mm256_store_si256(
-            reinterpret_cast<__m256i*>(index),
-            _mm256_or_si256(_mm256_cvtepu8_epi16(load128(s + 2 + g % 2 * 16)),
-                            _mm256_slli_epi16(_mm256_and_si256(three, _mm256_set1_epi16(7)), 8)));
-        look_up(kIq1, [&index](int i) { return index[i]; }, a, b);
+        look_up(kIq1,
+                Indices(_mm256_or_si256(_mm256_cvtepu8_epi16(load128(s + 2 + g % 2 * 16)),
+                                        _mm256_slli_epi16(_mm256_and_si256(three, _mm256_set1_epi16(7)), 8))),
+                a, b);
         const __mmask16 negative = _mm256_movepi16_mask(high);  // four bits a block, as a and b have words
         a = _mm512_mask_sub_epi32(a, negative, a, _mm512_set1_epi32(kDeltas));
         b = _mm512_mask_sub_epi32(b, negative, b, _mm512_set1_epi32(kDeltas));
@@ -702,15 +734,12 @@ struct FormatIQ1_M {
     static constexpr Type kType = Type::IQ1_M;
     static constexpr int kZero = kIq1Zero;
     static constexpr int kBytes = 2 * 56;
-    static void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
+    static HOTSET_INLINE void unpack(const uint8_t* p, int g, __m512i& a, __m512i& b) {
         const uint8_t* s = p + g / 2 * 56;
-        alignas(32) uint16_t index[16];
         const __m256i bytes = _mm256_cvtepu8_epi32(load64(s + 32 + g % 2 * 8));
         const __m256i nibbles = _mm256_or_si256(bytes, _mm256_slli_epi32(bytes, 12));  // in words, bits 0..3
         const __m256i high = _mm256_slli_epi16(_mm256_and_si256(nibbles, _mm256_set1_epi16(7)), 8);
-        _mm256_store_si256(reinterpret_cast<__m256i*>(index),
-                           _mm256_or_si256(_mm256_cvtepu8_epi16(load128(s + g % 2 * 16)), high));
-        look_up(kIq1, [&index](int i) { return index[i]; }, a, b);
+        look_up(kIq1, Indices(_mm256_or_si256(_mm256_cvtepu8_epi16(load128(s + g % 2 * 16)), high)), a, b);
         const uint32_t negative = _cvtmask16_u32(_mm256_test_epi16_mask(nibbles, _mm256_set1_epi16(8)));
         const __m512i deltas = _mm512_set1_epi32(kDeltas);
         a = _mm512_mask_sub_epi64(a, __mmask8(_pext_u32(negative, 0x3333)), a, deltas);
@@ -780,6 +809,7 @@ inline __m512 add_blocks(const uint8_t* p, int n, const int8_t* q, const float* 
     constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
     __m512i first[4], second[4];
     for (int g = 0; g < 4; g++) first[g] = second[g] = _mm512_setzero_si512();
+#pragma GCC unroll 4  // what depends on g is known then
     for (int g = 0; g < kGroups; g++) {
         __m512i a, b;
         Format::unpack(p, g, a, b);
