@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import tempfile
 from pathlib import Path
 
@@ -26,7 +27,7 @@ N_VOCAB = 8000
 def shape_of_size(type: GGMLType, n_bytes: float) -> Shape:
     """The 1B shape with as many layers as make a file of about n_bytes."""
     one = dataclasses.replace(SHAPES["1b"], layers=1)
-    sizes = {name: row_bytes(type, n_in) * n_out for name, n_in, n_out in one.matrices(N_VOCAB)}
+    sizes = {name: row_bytes(type, shape[0]) * math.prod(shape[1:]) for name, shape in one.matrices(N_VOCAB)}
     layer = sum(size for name, size in sizes.items() if name.startswith("blk."))
     layers = round((n_bytes - (sum(sizes.values()) - layer)) / layer)
     return dataclasses.replace(one, layers=max(1, layers))

@@ -15,7 +15,7 @@ from hotset.backends.gpu.matrix import SUPPORTED, DeviceMatrix
 from hotset.backends.gpu.twins import RopeTable
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats import planes
-from hotset.formats.quants import GGMLType, dequantize, row_bytes
+from hotset.formats.quants import DECODABLE, GGMLType, dequantize, row_bytes
 from hotset.model.graph import Attention, Graph, Rope, Rotate, Value
 from hotset.placement.budget import matrix_bytes
 
@@ -87,12 +87,12 @@ def test_planes_share_their_scales(type_: GGMLType, rows: list[int] | None) -> N
     assert same_bits(m.dequantize().numpy(), planes.decode(codes, scales)[kept])
 
 
-def test_a_type_without_kernel_is_refused_in_a_sentence() -> None:
-    data = np.zeros(row_bytes(GGMLType.Q3_K, 256), np.uint8)
-    with pytest.raises(
-        UnsupportedModelError, match=r"Q3_K cannot be computed on a GPU; use a file of .*Q4_0"
-    ):
-        DeviceMatrix.from_bytes(data, GGMLType.Q3_K, 1, 256, "cpu")
+@pytest.mark.parametrize("type_", sorted(DECODABLE - {*SUPPORTED}), ids=lambda t: t.name)
+def test_a_type_without_kernel_is_refused_in_a_sentence(type_: GGMLType) -> None:
+    data = np.zeros(row_bytes(type_, 256), np.uint8)
+    sentence = rf"{type_.name} cannot be computed on a GPU; use a file of .*Q4_0"
+    with pytest.raises(UnsupportedModelError, match=sentence):
+        DeviceMatrix.from_bytes(data, type_, 1, 256, "cpu")
 
 
 # ---- products ------------------------------------------------------------------------------------------
