@@ -22,6 +22,7 @@ from hotset import _core
 from hotset.backends.reference import ReferenceBackend
 from hotset.formats.gguf import GGUFFile, GGUFWriter, copy_metadata, open_gguf
 from hotset.formats.quants import DECODABLE, GGMLType
+from hotset.formats.requantize import quantize
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.sparsity.stats import StatsAccumulator
@@ -142,6 +143,21 @@ def test_down_matrices_by_neuron_are_the_same_model(tmp_path: Path) -> None:
     found = logits_of(cpu(open_gguf(moved), sparse=True), ids, [11], pages)
     expected = logits_of(cpu(plain), ids, [11], pages)
     np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
+
+
+def test_experts_are_quantised_and_their_router_is_not(tmp_path: Path) -> None:
+    path = model(tmp_path, type_of=lambda _: T.F32, biased=True, n_ff_shared=256).path
+    quantize(path, tmp_path / "small.gguf", "q4_k_m")
+    gguf = open_gguf(tmp_path / "small.gguf")
+    types = {name.partition(".")[2].partition(".")[2]: info.type for name, info in gguf.tensors.items()}
+    assert types["ffn_gate_exps.weight"] == T.Q4_K
+    assert types["ffn_down_shexp.weight"] == T.Q4_K
+    assert T.Q6_K in {gguf.tensors[f"blk.{i}.ffn_down_exps.weight"].type for i in range(2)}
+    assert types["ffn_gate_inp.weight"] == types["ffn_gate_exps.bias"] == T.F32
+    quantize(path, tmp_path / "close.gguf", "q8_0")
+    close = open_gguf(tmp_path / "close.gguf")
+    found, expected = (logits_of(cpu(g), tokens(20), [], [0]) for g in (close, open_gguf(path)))
+    assert np.corrcoef(found.reshape(-1), expected.reshape(-1))[0, 1] > 0.99
 
 
 def test_a_score_that_is_no_number_chooses_last_and_does_not_crash(tmp_path: Path) -> None:
