@@ -8,6 +8,7 @@ the original contexts (32) of the recipes, and cross pages of the cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hotset.backends.base import PAGE_SIZE, Backend, Batch
 from hotset.backends.cpu import CpuBackend
 from hotset.backends.reference import ReferenceBackend
 from hotset.convert.hf import convert_hf
+from hotset.errors import FormatError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
@@ -150,6 +152,33 @@ def test_experts_of_a_checkpoint_may_be_in_one_tensor(tmp_path: Path, name: str)
         assert one.tensors.keys() == other.tensors.keys()
         for tensor in one.tensors:
             np.testing.assert_array_equal(one.data(tensor), other.data(tensor))
+
+
+def test_a_checkpoint_that_lacks_an_expert_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    recipe, folder = RECIPES["mixtral"], tmp_path / "checkpoint"
+    tiny_models.save(recipe, tiny_models.build(recipe), folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.block_sparse_moe.experts.3.w3.weight"
+    whole = tensors.pop(name)
+    for more, sentence in (
+        ({}, r"blk\.1\.ffn_up_exps\.weight of 4 experts, not of 5"),
+        ({name: whole[:-1]}, "w3.weight of the checkpoint is .159, 96."),
+        ({name: whole, name.replace(".3.", ".7."): whole}, "experts"),
+    ):
+        save_file(tensors | {k: v.clone() for k, v in more.items()}, folder / "model.safetensors")
+        with pytest.raises(FormatError, match=sentence):
+            convert_hf(folder, tmp_path / "m.gguf", "f32")
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"), [("qwen3moe", {"mlp_only_layers": [1]}), ("qwen2moe", {"decoder_sparse_step": 2})]
+)
+def test_layers_without_experts_between_others_are_refused(tmp_path: Path, name: str, entry: dict) -> None:
+    recipe = replace(RECIPES[name], written_as=entry)
+    with pytest.raises(UnsupportedModelError, match=next(iter(entry))):
+        tiny_models.to_gguf(recipe, tiny_models.build(recipe), tmp_path)
 
 
 def test_prompts_cross_windows_contexts_and_pages() -> None:
