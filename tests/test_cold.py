@@ -220,6 +220,8 @@ def test_what_is_wrong_is_said_before_a_step(tmp_path: Path) -> None:
     gguf = write(tmp_path, "llama")
     with pytest.raises(InvalidRequestError, match=r"bool \[736\], not float64 \[736\]"):
         service(gguf, "exact", hot=np.zeros(N_FF))
+    with pytest.raises(InvalidRequestError, match=r"bool \[736\], not bool \[735\]"):
+        service(gguf, "exact", hot=np.zeros(N_FF - 1, np.bool_))
     with pytest.raises(InvalidRequestError, match="layer 0 has no neuron on the CPU"):
         service(gguf, "exact", hot=np.ones(N_FF, np.bool_))
     with pytest.raises(DeviceError, match="cpu has no streams"):

@@ -18,7 +18,7 @@ from killed import kill_while_it_writes, needs_unnamed_files
 
 from hotset.convert.hf import convert_hf
 from hotset.convert.hf_config import CLASSES
-from hotset.convert.hf_tokenizer import PRE_TOKENIZERS
+from hotset.convert.hf_tokenizer import PRE_TOKENIZERS, _pre_tokenizer
 from hotset.errors import (
     FormatError,
     HotsetError,
@@ -161,6 +161,35 @@ def test_sentencepiece_comes_along(checkpoint: Path) -> None:
     )  # fmt: skip
     with pytest.raises(TokenizerError, match="not BPE"):
         converted(checkpoint)
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+THREE_DIGITS = {
+    "type": "Split",
+    "pattern": {"Regex": "[0-9][0-9][0-9]"},
+    "behavior": "Isolated",
+    "invert": False,
+}
+CONTIGUOUS = {"type": "Punctuation", "behavior": "Contiguous"}
+PUBLISHED = [  # the pre-tokenizer of a tokenizer.json, its ignore_merges, the name
+    ([BYTES], False, "gpt-2"),
+    ([{"type": "Digits", "individual_digits": True}, BYTES], False, "smollm"),
+    ([CONTIGUOUS, BYTES, THREE_DIGITS], False, "falcon"),
+    ([CONTIGUOUS, BYTES, {"type": "Digits", "individual_digits": False}, THREE_DIGITS], False, "falcon"),
+]
+
+
+@pytest.mark.parametrize(
+    ("steps", "ignore_merges", "name"), PUBLISHED, ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_published_pre_tokenizers_have_their_names(
+    steps: list[dict[str, Any]], ignore_merges: bool, name: str
+) -> None:
+    assert _pre_tokenizer({"type": "Sequence", "pretokenizers": steps}, ignore_merges) == name
+    if len(steps) == 1:
+        assert _pre_tokenizer(steps[0], ignore_merges) == name
+    with pytest.raises(TokenizerError, match="is not known"):  # words would be taken whole: other tokens
+        _pre_tokenizer({"type": "Sequence", "pretokenizers": steps}, not ignore_merges)
 
 
 @pytest.mark.parametrize("steps", PRE_TOKENIZERS)

@@ -19,9 +19,10 @@ from hotset.model.cost import Cost
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
 from hotset.model.predictor import Predictor
+from hotset.report.layers import stats_table
 from hotset.sparsity import taps
 from hotset.sparsity.modes import choose, prepare
-from hotset.sparsity.stats import StatsAccumulator, measure_predictor
+from hotset.sparsity.stats import LayerStats, StatsAccumulator, StatsSummary, measure_predictor
 
 N_FF, D = 96, 64
 Q4, Q8 = row_bytes(GGMLType.Q4_0, D), row_bytes(GGMLType.Q8_0, D)
@@ -173,3 +174,33 @@ def test_recall_and_precision(tmp_path: Path) -> None:
         assert (layer.active_share, layer.selected_share) == (fires.mean(), chosen.mean())
     summary = StatsAccumulator(graph, gguf.tensors).summary().with_quality(found)
     assert [layer.recall for layer in summary.layers] == [layer.recall for layer in found]
+
+
+@pytest.mark.parametrize("predicted", [False, True])
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("routed", [False, True])
+def test_a_table_has_a_cell_for_each_column(predicted: bool, measured: bool, routed: bool) -> None:
+    quality = (0.875, 0.625) if measured else (None, None)
+    layers = tuple(
+        LayerStats(i, 0.25, 0.5, *quality, 0.75 if routed else None, 2000.0, 0.001 * predicted, 0.002, 0.003)
+        for i in range(2)
+    )
+    seconds = {"predictor": 0.004, "ffn": 0.005, "attention": 0.006, "other": 0.0}
+    columns, rows = stats_table(StatsSummary(layers, 1, 1, 0.25, 0.5, 1.0, 2.0, 3.0, 4.0, seconds))
+    names = [column.lstrip(">").replace("\n", " ") for column in columns]
+    assert [len(row) for row in rows] == [len(names)] * 3
+    first, last = (dict(zip(names, row, strict=True)) for row in (rows[0], rows[2]))
+    expected = {"layer": "0", "active": "25%", "FFN bytes": "2.0 kB", "FFN ms": "2.000", "attn. ms": "3.000"}
+    expected |= {"experts": "75%"} if routed else {}
+    expected |= {"recall": "88%", "precise": "62%"} if measured else {}
+    assert expected.items() <= first.items()
+    assert {
+        "layer": "all",
+        "FFN bytes": "4.0 kB",
+        "FFN ms": "5.000",
+        "attn. ms": "6.000",
+    }.items() <= last.items()
+    if predicted:
+        assert (first["chosen"], first["pred. ms"], last["pred. ms"]) == ("50%", "1.000", "4.000")
+    if measured:
+        assert last["recall"] == last["precise"] == ""

@@ -68,6 +68,10 @@ def test_parts_have_the_bits_of_the_whole(tmp_path: Path, model: str, mode: str,
         np.testing.assert_array_equal(getattr(found, kind), getattr(expected, kind))
     assert found.ffn.min() > 0
     assert found.attention.min() > 0
+    parts._latest = parts._latest[0], 10.0  # seconds of the step: what no layer has is the others'
+    found = parts.stats()
+    assert found is not None
+    assert found.other == pytest.approx(10 - (found.predictor + found.ffn + found.attention).sum(), abs=1e-9)
     for backend in (whole, parts, ReferenceBackend(ready.weights, graph, n_pages=1)):
         backend.cancel()  # without a step nothing happens
     np.testing.assert_array_equal(parts.step(mixed).logits, whole.step(mixed).logits)
