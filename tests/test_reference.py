@@ -184,8 +184,13 @@ def test_groups_of_experts_are_chosen_by_their_two_best() -> None:
 
 def test_close_twice(llama: GGUFFile) -> None:
     reference = backend(llama)
+    zero = np.zeros(1, np.int32)
+    reference.step(Batch(zero, zero, zero, zero[None], zero))
+    held = reference._weights, reference._keys, reference._values
+    assert all(held)
     reference.close()
     reference.close()
+    assert not any(held)
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance() -> None:

@@ -470,6 +470,9 @@ class TestTraining:
             ({"idle": 1.0}, "--idle"),
             ({"batch": 0}, "at least 1"),
             ({"lr": float("nan")}, "learning rate"),
+            ({"lr": 0.0}, "learning rate"),
+            ({"vector_lr": 0.0}, "learning rate"),
+            ({"vector_lr": float("inf")}, "learning rate"),
         ],
     )
     def test_settings_are_checked(self, settings: dict[str, Any], message: str) -> None:
