@@ -12,8 +12,8 @@ RULES = """Left alone, since no test should notice:
 - docstrings, annotations, `if TYPE_CHECKING`, `cast`, decorators, `__repr__`, `__str__`, `__all__`;
 - the wording of messages: what `raise`, `warnings.warn`, `print` and the like are given, f-strings, help
   texts of options (whether an error is raised is not left alone);
-- how a plot looks (the functions `draw` and `_figure`, keywords of style), and the figures of the machine
-  that stands in for a GPU's;
+- how a plot looks (the functions `draw`, `_figure` and `_style`, keywords of style), and the figures of the
+  machine that stands in for a GPU's;
 - what changes only how fast a result comes: the names of `SPEED`, and prefetches of the native operations."""
 
 # Names of constants that change how fast a result comes and nothing of it.
@@ -121,7 +121,7 @@ class _Finder(ast.NodeVisitor):
     # -- what is left alone
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        if node.name in ("__repr__", "__str__", "draw", "_figure"):
+        if node.name in ("__repr__", "__str__", "draw", "_figure", "_style"):
             return
         for default in (*node.args.defaults, *(d for d in node.args.kw_defaults if d)):
             self.visit(default)
