@@ -392,6 +392,7 @@ def test_the_synthetic_ffns_compute_a_tenth_of_their_neurons(
         backend.step(cpu._batch)
         stats = backend.stats()
         assert stats is not None
+        assert stats.gate_rows.shape == (machine._N_LAYER,)  # as many as are counted
         assert np.allclose(stats.gate_rows / machine._N_FF, machine._ACTIVE, atol=0.02)
         assert (stats.down_rows == stats.gate_rows).all()
     assert threads(0) == 0
