@@ -211,3 +211,37 @@ def test_deltas_of_several_answers(path: Path, model: hotset.Model):
             assert texts[i] == expected(model, **own)
 
     run(path, work)
+
+
+def test_what_runs_when_the_server_is_told_to_end_comes_to_its_end(path: Path):
+    """The scores of a prompt, too, behind which its answers begin."""
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        params = hotset.SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        request = AnswerRequest(prompts=["a longer prompt"], params=params, prompt_logprobs=0)
+        answer = await service.ask(request)
+        service.stopping = True
+        (choice,) = await answer.whole()
+        answer.close()
+        assert len(choice.tokens) == 3
+        reply = await client.post("/v1/chat/completions", json={"messages": MESSAGES} | GREEDY)
+        assert reply.status_code == 503
+        assert "shutting down" in reply.json()["error"]["message"]
+        service.stopping = False
+
+    run(path, work)
+
+
+def test_requests_that_are_tokenized_count_for_the_queue(path: Path):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        params = hotset.SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        request = AnswerRequest(prompts=["a"], n=3, params=params)
+        found = await asyncio.gather(*(service.ask(request) for _ in range(3)), return_exceptions=True)
+        full = [one for one in found if isinstance(one, QueueFullError)]
+        assert len(full) == 2  # at once, before any is with the engine
+        for one in found:
+            if not isinstance(one, BaseException):
+                await one.whole()
+                one.close()
+
+    run(path, work, max_queue=1)

@@ -13,15 +13,18 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ParamSpec, TypeVar
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from hotset.api import Model
+from hotset.engine.driver import EngineThread
 from hotset.engine.engine import Event
 from hotset.engine.engine import Sequence as EngineSequence
 from hotset.engine.prompt_logprobs import PromptLogprobs
+from hotset.escaping import clause
+from hotset.parameters import shown
 from hotset.server.activity import ActivityReport
 from hotset.server.answers import Answer, AnswerRequest, PreparedPrompt, Told
 from hotset.server.errors import NotReadyError, RequestError
@@ -59,6 +62,7 @@ class Service:
         self._load = load
         self._model: Model | None = None
         self._answers: set[Answer] = set()
+        self._n_prepared = 0  # answers whose prompts are tokenized now
         self.metrics = Metrics(self._now)
         self._mail = _Mail()
         self._threads = ThreadPoolExecutor(_TEXT_THREADS, "hotset-text")
@@ -120,7 +124,7 @@ class Service:
         """Raises RequestError (404) for the name of a model that is not served here; none at all is fine."""
         if name and name != self.name and name not in self.aliases:
             raise RequestError(
-                f"the model {name!r} is not served here; this server has {self.name!r}",
+                f"the model {clause(shown(name))} is not served here; this server has {self.name!r}",
                 404,
                 param="model",
                 code="model_not_found",
@@ -137,9 +141,14 @@ class Service:
         """Begins to answer. Raises NotReadyError, QueueFullError, and what is wrong with the request."""
         asked, model = time.perf_counter(), self.model
         request = self._bounded(request)
-        model.thread.check_room(request.n_answers)
-        prompts = await self.in_thread(_prepared, model, request, self.settings.max_seconds)
-        answer = Answer(request, prompts, self._submit, self._closed, asked)
+        n = request.n_answers
+        model.thread.check_room(n + self._n_prepared)
+        self._n_prepared += n
+        try:
+            prompts = await self.in_thread(_prepared, model, request, self.settings.max_seconds)
+        finally:
+            self._n_prepared -= n
+        answer = Answer(request, prompts, partial(self._submit, model.thread), self._closed, asked)
         self._answers.add(answer)
         try:
             _ = self.model  # it may have begun to shut down
@@ -149,8 +158,10 @@ class Service:
             raise
         return answer
 
-    def _submit(self, sequence: EngineSequence, take: Callable[[Event], None], told: Told) -> None:
-        self.model.thread.submit(sequence, _Sink(self._mail, take, told))
+    def _submit(
+        self, thread: EngineThread, sequence: EngineSequence, take: Callable[[Event], None], told: Told
+    ) -> None:
+        thread.submit(sequence, _Sink(self._mail, take, told))
 
     def _bounded(self, request: AnswerRequest) -> AnswerRequest:
         """A request within the limits of this server. Raises RequestError where it asks for more."""
@@ -201,11 +212,6 @@ class Service:
         for answer in list(self._answers):
             answer.fail(error)
 
-    async def idle(self) -> None:
-        """Waits until nothing runs any more."""
-        while self._answers:
-            await asyncio.sleep(0.02)
-
     async def close(self) -> None:
         """Ends everything and frees the model; safe to call twice."""
         self.stopping = True
@@ -243,10 +249,10 @@ def _prepared_prompt(
     generations, params, seed = [], output.params, output.params.seed
     end = output.end_of(model, tokens)
     parsers, around = [output.parser(end) for _ in range(request.n)], output.around(end)
-    shown = model.output_form.shown_ids if parsers[0] is not None else ()
+    marks = model.output_form.shown_ids if parsers[0] is not None else ()
     for i in range(request.n):
         own = params if seed is None or not i else replace(params, seed=(seed + i) % 2**64)
-        generations.append(model.prepare(tokens, own, request.reuse_prefix, shown=shown, around=around))
+        generations.append(model.prepare(tokens, own, request.reuse_prefix, shown=marks, around=around))
     return PreparedPrompt(tokens, generations, parsers, scores)
 
 
