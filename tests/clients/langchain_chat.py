@@ -31,7 +31,10 @@ class TestUnit(ChatModelUnitTests):
     def chat_model_params(self) -> dict[str, Any]:
         return ENDPOINT
 
-    @pytest.mark.skip("compares with a snapshot that the client's own repository keeps; no server is asked")
+    @pytest.mark.xfail(
+        reason="compares with a snapshot that the client's own repository keeps; no server is asked",
+        run=False,
+    )
     def test_serdes(self) -> None:  # type: ignore[override]
         ...
 
@@ -43,7 +46,32 @@ class TestIntegration(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return ENDPOINT | {"temperature": 0, "max_tokens": 200}
+        # Without the penalty so small a model says the same again until its tokens are spent.
+        return ENDPOINT | {"temperature": 0, "max_tokens": 300, "frequency_penalty": 1.5}
+
+    @property
+    def has_tool_calling(self) -> bool:
+        return False  # the chat template of SmolLM2-135M knows no tools, and the server says so
+
+    @property
+    def has_structured_output(self) -> bool:
+        return True  # by response_format
+
+    @property
+    def structured_output_kwargs(self) -> dict[str, Any]:
+        return {"method": "json_schema"}
+
+    @pytest.mark.xfail(
+        reason="for a class of pydantic 1 the client asks for a tool, whatever the method", run=False
+    )
+    def test_structured_output_pydantic_2_v1(self) -> None:  # type: ignore[override]
+        ...
+
+    @pytest.mark.xfail(
+        reason="the answer is JSON, but so small a model does not keep to fields it is told of"
+    )
+    def test_json_mode(self, model: BaseChatModel) -> None:
+        super().test_json_mode(model)
 
     @property
     def supports_json_mode(self) -> bool:
