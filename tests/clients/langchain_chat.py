@@ -67,12 +67,6 @@ class TestIntegration(ChatModelIntegrationTests):
     def test_structured_output_pydantic_2_v1(self) -> None:  # type: ignore[override]
         ...
 
-    @pytest.mark.xfail(
-        reason="the answer is JSON, but so small a model does not keep to fields it is told of"
-    )
-    def test_json_mode(self, model: BaseChatModel) -> None:
-        super().test_json_mode(model)
-
     @property
     def supports_json_mode(self) -> bool:
         return True

@@ -115,7 +115,7 @@ def schemathesis(server: Server) -> list[str]:
     checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
     command = [str(BIN / "schemathesis"), "run", f"{server.url}/openapi.json", "--seed", "1", "-n", "30"]
     command += ["--phases", "coverage,fuzzing", "--continue-on-failure", "--checks", checks]
-    return [*command, "-H", f"Authorization: Bearer {KEY}", "--max-time", "300", "--warnings", "off"]
+    return [*command, "-H", f"Authorization: Bearer {KEY}", "--max-time", "150", "--warnings", "off"]
 
 
 TINY: dict[str, Callable[[Server], list[str]]] = {
