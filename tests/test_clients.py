@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import numpy as np
 import openai
 import pytest
 from live_server import live_server
@@ -103,6 +104,17 @@ def test_openai_completions(oai: openai.OpenAI, model: hotset.Model):
     echoed = oai.completions.create(model="tiny", prompt="hello", echo=True, logprobs=1, **GREEDY)
     assert echoed.choices[0].text == f"hello{expected}"
     assert len(echoed.choices[0].logprobs.tokens) == len(echoed.choices[0].logprobs.token_logprobs)
+
+
+def test_openai_embeddings(oai: openai.OpenAI, model: hotset.Model):
+    texts = ["hello", "ok"]
+    expected = model.embed(texts)
+    # The client asks for base64 where nothing is said, and decodes it.
+    for form in ({}, {"encoding_format": "float"}):
+        found = oai.embeddings.create(model="tiny", input=texts, **form)
+        assert [one.index for one in found.data] == [0, 1]
+        np.testing.assert_array_equal([one.embedding for one in found.data], expected)
+        assert found.usage.total_tokens > 0
 
 
 def test_openai_models(oai: openai.OpenAI):

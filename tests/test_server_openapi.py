@@ -24,6 +24,7 @@ ASKED: list[tuple[str, dict[str, Any], type[shapes.Shape]]] = [
     ),
     ("/v1/completions", {"prompt": "hello"} | GREEDY, shapes.CompletionReply),
     ("/v1/completions", {"prompt": "hello", "logprobs": 2, "echo": True} | GREEDY, shapes.CompletionReply),
+    ("/v1/embeddings", {"input": ["hello", "ok"]}, shapes.EmbeddingsReply),
     (
         "/v1/responses",
         {"input": "hello", "temperature": 0, "max_output_tokens": 4, "top_logprobs": 1},

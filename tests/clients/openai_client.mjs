@@ -29,6 +29,10 @@ assert.equal((await client.models.retrieve(model)).id, model);
 const continued = await client.completions.create({ ...greedy, prompt: "hello" });
 assert.ok(continued.choices[0].text.length > 0);
 
+const embedded = await client.embeddings.create({ model, input: ["hello", "ok"] });
+assert.equal(embedded.data.length, 2);
+assert.ok(Math.abs(Math.hypot(...embedded.data[0].embedding) - 1) < 1e-3);
+
 const asked = { model, input: messages, temperature: 0, max_output_tokens: 32 };
 const response = await client.responses.create(asked);
 assert.equal(response.output_text, text);
@@ -49,4 +53,4 @@ await assert.rejects(
 );
 const stranger = new OpenAI({ baseURL: process.env.BASE_URL, apiKey: "wrong", maxRetries: 0 });
 await assert.rejects(stranger.models.list(), OpenAI.AuthenticationError);
-console.log("chat, streams, completions, models, responses, errors");
+console.log("chat, streams, completions, embeddings, models, responses, errors");
