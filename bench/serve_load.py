@@ -259,6 +259,17 @@ def report(title: str, results: dict[str, list[dict[str, Any]]], streams: list[i
     peers.print_table([*headers, f"{n_long} tokens alone", "beside short ones"], rows)
 
 
+def brief(found: Any) -> Any:
+    """What was found, with percentiles of long lists of seconds in the place of these."""
+    if isinstance(found, dict):
+        return {key: brief(value) for key, value in found.items()}
+    if not isinstance(found, list):
+        return found
+    if len(found) <= 16 or not isinstance(found[0], float):
+        return [brief(value) for value in found]
+    return {"n": len(found)} | {f"p{p}": float(np.percentile(found, p)) for p in (50, 90, 99)}
+
+
 def measure(args: argparse.Namespace, model: Path) -> dict[str, Any]:
     slots = max(args.streams)
     commands = {"hotset": hotset_command(model, args.port, slots, args.threads)}
@@ -321,7 +332,7 @@ def main() -> None:
     for model in args.model:
         found[model.name] = measure(args, model)
     print()
-    peers.print_json("serve_load", machine=peers.machine(), found=found)
+    peers.print_json("serve_load", machine=peers.machine(), found=brief(found))
 
 
 if __name__ == "__main__":
