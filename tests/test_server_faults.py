@@ -193,7 +193,6 @@ def test_a_backend_that_fails_in_a_step(path: Path, expected: str):
 
 
 @pytest.mark.usefixtures("any_seed")  # a digit of the temperature may be what is changed
-@pytest.mark.usefixtures("any_seed")  # a digit of the temperature may be what is changed
 def test_garbage_on_the_wire(path: Path, expected: str):
     draw = random.Random(3)
     with Serving(path) as server:
