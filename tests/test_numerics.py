@@ -315,7 +315,7 @@ def test_attention(isa: str, kv_type: str, kind: str) -> None:
         inputs, out = [fed.input(x) for x in (q, k, v)], fed.output(heads * dim_v)
         scale = dim**-0.5
         fed.plan.attention(
-            *inputs, out, heads, heads_kv, dim, dim_v, scale, softcap, window, -1, None, None, number,
+            *inputs, out, heads, heads_kv, dim, dim_v, scale, softcap, window, -1, None, None, None, number,
             *caches, *(scales if kv_type == "q8_0" else (None, None)),
         )  # fmt: skip
         found = fed.run(out).reshape(n, heads, dim_v)

@@ -66,11 +66,11 @@ def tell_memory(model: Model) -> None:
     print_table(*memory_table(model.device_memory()), err=True, tight=True)
 
 
-def read_text(file: Path, option: str, longest: int = LONGEST_TEXT) -> str:
-    """A text file of so many bytes at most as it stands: newlines stay what they are."""
+def read_text(file: Path, option: str, longest: int | None = None) -> str:
+    """A text file of so many bytes at most (None: LONGEST_TEXT) as it stands: newlines stay what they are."""
     try:
         with file.open("rb") as opened:  # a pipe too: -f <(...)
-            return read_bounded(opened, file, longest).decode("utf-8")
+            return read_bounded(opened, file, longest or LONGEST_TEXT).decode("utf-8")
     except OSError as error:
         raise typer.BadParameter(f"{file} cannot be read ({error.strerror}).", param_hint=option) from None
     except UnicodeDecodeError as error:
