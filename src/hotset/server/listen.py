@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
 from collections.abc import Callable
 from types import FrameType
 
@@ -17,6 +18,7 @@ from hotset.server.service import Service
 log = logging.getLogger("hotset.server")
 
 _BACKLOG = 1024
+_SWITCH_SECONDS = 0.0005  # Python's own are 5 ms: longer than a step, for which the engine would wait
 _LAST_SECONDS = 5  # for the last events of answers that are ended to reach their clients
 
 
@@ -26,6 +28,7 @@ def listen(service: Service, told: Callable[[str], None]) -> None:
     A second signal ends them at once. told: hears where the server listens, once it does.
     Raises what keeps it from listening, or the model from being loaded.
     """
+    sys.setswitchinterval(_SWITCH_SECONDS)
     with bound_socket(service.settings.host, service.settings.port) as bound:
         asyncio.run(Server(service, bound, told).serve(sockets=[bound]))
     if service.error is not None:
@@ -63,6 +66,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 create_app(service),
+                http="httptools",
                 log_config=None,
                 access_log=False,
                 server_header=False,
