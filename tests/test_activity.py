@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import numpy as np
 import pytest
 from test_api import TEMPLATE
 from test_api_sparse import write_sparse
-from tiny_server import MESSAGES, client_of, events_of, text_of, write_model
+from tiny_server import MESSAGES, events_of, run, text_of, write_model
 
 import hotset
 from hotset.backends.base import StepStats
@@ -39,14 +37,6 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
-
-
-def run(path: Path, work: Callable[[httpx.AsyncClient, Service], Awaitable[None]]) -> None:
-    async def whole() -> None:
-        async with client_of(path) as (client, service):
-            await work(client, service)
-
-    asyncio.run(whole())
 
 
 def activity_of(text: str, index: int = 0) -> list[dict[str, Any]]:

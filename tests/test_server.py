@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from tiny_server import MESSAGES, client_of, events_of, text_of, write_model
+from tiny_server import MESSAGES, events_of, run, text_of, write_model
 
 import hotset
 from hotset.errors import QueueFullError
@@ -35,14 +34,6 @@ GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 
 def expected(model: hotset.Model, content: str = "hello", **params: Any) -> str:
     return model.chat([{"role": "user", "content": content}], **(GREEDY | params)).content
-
-
-def run(path: Path, work: Callable[[httpx.AsyncClient, Service], Awaitable[None]], **settings: Any) -> None:
-    async def whole() -> None:
-        async with client_of(path, **settings) as (client, service):
-            await work(client, service)
-
-    asyncio.run(whole())
 
 
 def test_a_chat_answer_is_what_the_model_says(path: Path, model: hotset.Model):

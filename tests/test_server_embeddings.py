@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from tiny_server import MESSAGES, Serving, client_of, write_model
+from tiny_server import MESSAGES, Serving, run, write_model
 
 import hotset
 from hotset.server.service import Service
@@ -29,14 +27,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(path: Path) -> np.ndarray:
     with hotset.load(path, backend="cpu", n_threads=1) as model:
         return model.embed(TEXTS)
-
-
-def run(path: Path, work: Callable[[httpx.AsyncClient, Service], Awaitable[None]], **settings: Any) -> None:
-    async def whole() -> None:
-        async with client_of(path, **settings) as (client, service):
-            await work(client, service)
-
-    asyncio.run(whole())
 
 
 def vectors(reply: httpx.Response) -> np.ndarray:

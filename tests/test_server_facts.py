@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tiny_server import MESSAGES, client_of, write_model
+from tiny_server import MESSAGES, run, write_model
 
 import hotset
 from hotset.server.answers import AnswerRequest
@@ -28,14 +26,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(path: Path):
     with hotset.load(path, backend="cpu", n_threads=1) as model:
         yield model
-
-
-def run(path: Path, work: Callable[[httpx.AsyncClient, Service], Awaitable[None]], **settings: Any) -> None:
-    async def whole() -> None:
-        async with client_of(path, **settings) as (client, service):
-            await work(client, service)
-
-    asyncio.run(whole())
 
 
 def test_tokenize_as_llama_server_and_as_vllm(path: Path, model: hotset.Model):

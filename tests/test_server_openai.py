@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from tiny_server import MESSAGES, client_of, events_of, text_of, write_model
+from tiny_server import MESSAGES, events_of, run, text_of, write_model
 
 import hotset
 from hotset.server.service import Service
@@ -30,14 +29,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(path: Path):
     with hotset.load(path, backend="cpu", n_threads=1, max_sequences=4) as model:
         yield model
-
-
-def run(path: Path, work: Callable[[httpx.AsyncClient, Service], Awaitable[None]], **settings: Any) -> None:
-    async def whole() -> None:
-        async with client_of(path, **settings) as (client, service):
-            await work(client, service)
-
-    asyncio.run(whole())
 
 
 async def posted(client: httpx.AsyncClient, url: str, **body: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import httpx
 import pytest
 from openai.types import responses as types
 from pydantic import TypeAdapter, ValidationError
-from tiny_server import client_of, write_model
+from tiny_server import run, write_model
 
 import hotset
 from hotset.errors import InvalidRequestError
@@ -239,14 +238,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(path: Path):
     with hotset.load(path, backend="cpu", n_threads=1) as model:
         yield model
-
-
-def run(path: Path, work: Callable[..., Awaitable[None]]) -> None:
-    async def whole() -> None:
-        async with client_of(path) as (client, service):
-            await work(client, service)
-
-    asyncio.run(whole())
 
 
 def events_of(reply: httpx.Response) -> list[Any]:

@@ -7,7 +7,7 @@ import json
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from hotset.server.settings import ServerSettings
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
-__all__ = ["MESSAGES", "Serving", "client_of", "events_of", "text_of", "write_model"]
+__all__ = ["MESSAGES", "Serving", "client_of", "events_of", "run", "text_of", "write_model"]
 
 
 @asynccontextmanager
@@ -39,6 +39,16 @@ async def client_of(
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
             yield client, service
+
+
+def run(path: Path, work: Callable[[httpx.AsyncClient, Service], Awaitable[None]], **options: Any) -> None:
+    """Does `work` with what `client_of` gives."""
+
+    async def whole() -> None:
+        async with client_of(path, **options) as (client, service):
+            await work(client, service)
+
+    asyncio.run(whole())
 
 
 class Serving:

@@ -270,11 +270,11 @@ class Route(_Operation):
 
 
 @dataclass(frozen=True)
-class ExpertLinear(_Operation):
-    """x times the matrices of the experts that `route` (a Route's out) names, side by side in its order.
+class _OfExperts(_Operation):
+    """Products with the matrices of the experts that `route` (a Route's out) names, in its order.
 
-    weights: one tensor [n_expert, rows, x.width], or (old files) one [rows, x.width] per expert, of which
-    n_rows from first_row on are the product's. bias: [n_expert, rows].
+    weights: one tensor [n_expert, rows, width], or (old files) one [rows, width] per expert.
+    bias: [n_expert, rows].
     """
 
     out: Value
@@ -283,12 +283,18 @@ class ExpertLinear(_Operation):
     weights: tuple[str, ...]
     n_expert: int
     bias: str | None = None
-    first_row: int = 0
 
     @property
     def n_used(self) -> int:
         """Experts of a token."""
         return self.route.width // 2
+
+
+@dataclass(frozen=True)
+class ExpertLinear(_OfExperts):
+    """x times the matrices of its experts, side by side: of their rows, n_rows from first_row on."""
+
+    first_row: int = 0
 
     @property
     def n_rows(self) -> int:
@@ -297,27 +303,15 @@ class ExpertLinear(_Operation):
 
 
 @dataclass(frozen=True)
-class ExpertSum(_Operation):
+class ExpertSum(_OfExperts):
     """The down projection of experts: out = sum of weight * (x @ matrix.T + bias), in the order of `route`.
 
-    x: n_used parts side by side, one for each expert of the route; weights and bias as in ExpertLinear, with
-    rows of x.width / n_used. by_neuron: with a row per neuron instead, [x.width / n_used, out.width], which
-    can be skipped where the neuron is zero. The sum begins with 0, and each product is rounded before it is
-    added.
+    x: n_used parts side by side, one for each expert of the route. by_neuron: matrices with a row per neuron
+    instead, [x.width / n_used, out.width], which can be skipped where the neuron is zero. The sum begins with
+    0, and each product is rounded before it is added.
     """
 
-    out: Value
-    x: Value
-    route: Value
-    weights: tuple[str, ...]
-    n_expert: int
-    bias: str | None = None
     by_neuron: bool = False
-
-    @property
-    def n_used(self) -> int:
-        """Experts of a token."""
-        return self.route.width // 2
 
 
 @dataclass(frozen=True)

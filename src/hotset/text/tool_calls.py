@@ -298,6 +298,13 @@ class _ObjectCalls(ToolCallParser):
         """Text, up to the next mark."""
         raise NotImplementedError
 
+    def _text_to(self, mark: str, then: Callable[[bool], bool], final: bool) -> bool:
+        """Text up to the mark of calls, behind which it goes on with `then`; False while there is none."""
+        if not self._text_until((mark,), final):
+            return False
+        self._held, self._state = mark, then
+        return True
+
     def _between(self, final: bool) -> bool:
         """Before an object, or behind one."""
         n = len(self._buffer) - len(self._buffer.lstrip(_SPACE + self._separators))
@@ -361,10 +368,7 @@ class _Hermes(_ObjectCalls):
         return self._plain(final)
 
     def _plain(self, final: bool) -> bool:
-        if not self._text_until(("<tool_call>",), final):
-            return False
-        self._held, self._state = "<tool_call>", self._between
-        return True
+        return self._text_to("<tool_call>", self._between, final)
 
 
 class _Llama(_ObjectCalls):
@@ -381,9 +385,9 @@ class _Llama(_ObjectCalls):
         return True
 
     def _plain(self, final: bool) -> bool:
-        if not self._text_until(("<|python_tag|>",), final):
+        if not self._text_to("<|python_tag|>", self._between, final):
             return False
-        self._held, self._is_checked, self._state = "<|python_tag|>", False, self._between
+        self._is_checked = False
         return True
 
 
@@ -397,10 +401,7 @@ class _Mistral(_ObjectCalls):
         return self._plain(final)
 
     def _plain(self, final: bool) -> bool:
-        if not self._text_until(("[TOOL_CALLS]",), final):
-            return False
-        self._held, self._state = "[TOOL_CALLS]", self._head
-        return True
+        return self._text_to("[TOOL_CALLS]", self._head, final)
 
     def _head(self, final: bool) -> bool:
         """Behind the mark: a list, an object, or a name."""
