@@ -660,6 +660,21 @@ def test_the_share_of_a_prompt_follows_what_steps_take() -> None:
     assert (whole.beside, whole.alone) == (math.inf, math.inf)
 
 
+def test_where_no_answer_runs_steps_grow_as_long_as_that_pays() -> None:
+    def grown(step_cost: float) -> list[float]:
+        share = PromptShare(0.05)
+        share.note(0, 1, 0.04)  # an answer's step: sixteen of it are 0.64 s
+        sizes = []
+        for _ in range(8):
+            units = min(share.alone, 512)
+            share.note(units, 0, step_cost + 0.02 * units)
+            sizes.append(share.alone)
+        return sizes
+
+    assert grown(0.04)[-1] == pytest.approx(30)  # dense: what a step costs is nothing beside 30 tokens
+    assert grown(0.4)[-1] == 256  # sparse: a prompt reads all neurons, ten times what an answer reads
+
+
 @pytest.mark.parametrize(
     ("missing", "budget", "n_max", "given"),
     [

@@ -14,6 +14,7 @@ PROMPT_SECONDS = 0.05
 _STEPS = 16  # of an answer: a prompt's step of that time loses a sixteenth to what any step costs
 _FIRST = 64.0  # units, until something was measured
 _FEWEST = 16.0  # a prompt must come to its end, on whatever machine
+_PAYS = 0.95  # of the time that a unit takes: a step of twice the size must make it less than this
 _ATTENTION = 2.0  # an operation of attention takes as long as two of the matrices (docs/LOG.md)
 
 
@@ -40,7 +41,9 @@ class PromptShare:
     seconds: that a prompt may add to a step; where a step of answers alone takes longer, that long, and
     without answers sixteen times that long; inf: whole steps. What a unit takes differs by a factor of a
     thousand between machines and models, so it is measured: a step that took too long shrinks the share at
-    once, one that took its whole share and less time lets it grow.
+    once, one that took its whole share and less time lets it grow. Where none runs, steps are longer still
+    while doubling them pays: a prompt's step of a sparse model reads the neurons of all its tokens, ten times
+    what a step of an answer reads, and sixteen of those would not outweigh it.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -49,6 +52,8 @@ class PromptShare:
         self._answers = 0.0  # seconds of a step without a prompt
         self._quickest = 0.0  # of them lately
         self._per_unit = 0.0  # seconds, in the latest step with a prompt
+        self._fitting = self.alone  # of `alone`, what the time allows
+        self._rates: dict[int, float] = {}  # seconds a unit, of steps of 2^i units and more without answers
 
     def note(self, units: float, n_answers: int, seconds: float) -> None:
         """Takes in a step with so much of prompts, beside that many tokens of answers."""
@@ -59,7 +64,28 @@ class PromptShare:
         self._per_unit = max(seconds - (self._answers if n_answers else 0.0), 1e-6) / units
         beside, alone = (max(self._seconds, each) for each in (self._answers, _STEPS * self._quickest))
         self.beside = self._adapted(self.beside, units, beside, _FEWEST)
-        self.alone = self._adapted(self.alone, units, alone, _FEWEST if self._quickest else _FIRST)
+        self._fitting = self._adapted(self._fitting, units, alone, _FEWEST if self._quickest else _FIRST)
+        if not n_answers:
+            size = int(math.log2(max(units, 1.0)))
+            self._rates[size] = (self._rates.get(size, self._per_unit) + self._per_unit) / 2
+        self.alone = self._paying(self._fitting)
+
+    def _paying(self, share: float) -> float:
+        """A share of that size, or one as large as doubling it still pays.
+
+        A step costs something and each unit in it, so that sizes that were seen tell what the next will gain.
+        """
+        if share == math.inf:
+            return share
+        size, rates = int(math.log2(share)), self._rates
+        for larger in sorted(each for each in rates if size in rates and each > size):
+            if rates[larger] < _PAYS ** (larger - size) * rates[size]:
+                size = larger
+        smaller = max((each for each in rates if each < size), default=size)
+        if smaller < size and size in rates and size + 1 not in rates:
+            gained = (rates[smaller] - rates[size]) / (2 ** (size - smaller) - 1)
+            size += gained / 2 > (1 - _PAYS) * rates[size]
+        return max(share, 2.0**size)
 
     def _adapted(self, share: float, units: float, allowed: float, fewest: float) -> float:
         fitting = allowed / self._per_unit
