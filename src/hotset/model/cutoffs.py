@@ -1,0 +1,33 @@
+"""What small means in a layer: the magnitudes below which inputs and neurons count as zero.
+
+A cutoff of 0 leaves its matrix as it is. Where the values stand in the graph: model/decoder.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCutoffs:
+    """Of one layer; each at least 0 and finite.
+
+    gate: of a neuron's activated gate, of its activation where there is no gate (CATS, arXiv 2404.08763).
+    attn_in, attn_out, ffn_in, down_in: of what q, k and v read, what attn_output reads, what gate and up
+    read, what down reads (TEAL, arXiv 2408.14690).
+    """
+
+    gate: float = 0.0
+    attn_in: float = 0.0
+    attn_out: float = 0.0
+    ffn_in: float = 0.0
+    down_in: float = 0.0
+
+    def items(self) -> Iterator[tuple[str, float]]:
+        """Name and value of each, in the order above."""
+        for field in fields(self):
+            yield field.name, getattr(self, field.name)
+
+
+CUTOFF_NAMES = tuple(field.name for field in fields(LayerCutoffs))

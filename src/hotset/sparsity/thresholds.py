@@ -1,0 +1,165 @@
+"""The thresholds of a model, found by a calibration: a small JSON file beside it, `<model>.thresholds.json`.
+
+    {"format": "hotset.thresholds", "version": 1,
+     "model": {"name": file name, "size": bytes, "hash": sidecar.fingerprint},
+     "mode": "dense" | "exact" | "predicted",     which mode they are cut in addition to
+     "prompts": false,                            whether tokens of prompts are cut too
+     "text": {...},                               what they were found on: hashes, and what else is told of it
+     "layers": [{"gate": t, "attn_in": t, "attn_out": t, "ffn_in": t, "down_in": t}, ...],
+     "measured": {...}}                           what the calibration saw: sparsity, perplexity, ...
+
+A cutoff that is absent is 0 and cuts nothing (model/cutoffs.py says what each is of). A file comes from
+anywhere: every number is checked, and one that was made of another model is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+
+from hotset.errors import FormatError, InvalidRequestError, ModelNotFoundError
+from hotset.files import read_small_text, write_whole
+from hotset.model.cutoffs import CUTOFF_NAMES, LayerCutoffs
+from hotset.parameters import flag, real_number, shown, text, whole_number
+from hotset.sparsity import sidecar
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import GGUFFile
+
+SUFFIX = ".thresholds.json"
+FORMAT, VERSION = "hotset.thresholds", 1
+BaseMode = Literal["dense", "exact", "predicted"]
+_MAX_BYTES = 16 << 20
+_MAX_CUTOFF = 3.0e38  # of float32
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """The model file that thresholds belong to. size: bytes. hash: sidecar.fingerprint."""
+
+    name: str
+    size: int
+    hash: str
+
+    @classmethod
+    def of(cls, gguf: GGUFFile) -> Calibrated:
+        return cls(gguf.path.name, gguf.nbytes, sidecar.fingerprint(gguf))
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Cutoffs of every layer, and where they come from.
+
+    mode: the one that they are cut in addition to. prompts: whether tokens of prompts are cut as well.
+    text, measured: objects of JSON that are kept as they are.
+    """
+
+    model: Calibrated
+    layers: tuple[LayerCutoffs, ...]
+    mode: BaseMode = "dense"
+    prompts: bool = False
+    text: Mapping[str, Any] = field(default_factory=dict)
+    measured: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Thresholds:
+        """Reads a file of thresholds. Raises ModelNotFoundError or FormatError."""
+        try:
+            content = json.loads(read_small_text(path, _MAX_BYTES), parse_constant=_no_constant)
+        except FileNotFoundError:
+            raise ModelNotFoundError(
+                f"there are no thresholds {path}; find some with 'hotset calibrate'"
+            ) from None
+        except (ValueError, RecursionError):  # no JSON, or nested beyond reason
+            raise FormatError(f"{path} is not a file of thresholds, which is JSON.") from None
+        try:
+            return cls._of(content)
+        except InvalidRequestError as error:
+            raise FormatError(
+                f"{path} is not a file of thresholds: {error}; make one with 'hotset calibrate'."
+            ) from None
+
+    @classmethod
+    def _of(cls, content: Any) -> Thresholds:
+        content = _object("the file", content)
+        if content.get("format") != FORMAT:
+            raise InvalidRequestError(f"format must be {FORMAT!r}, not {shown(content.get('format'))}")
+        if (version := whole_number("version", content.get("version"), 0)) != VERSION:
+            raise InvalidRequestError(f"version {version} is not known, only {VERSION}")
+        model = _object("model", content.get("model"))
+        mode = content.get("mode", "dense")
+        if mode not in get_args(BaseMode):
+            raise InvalidRequestError(f"mode must be one of {', '.join(get_args(BaseMode))}")
+        layers = content.get("layers")
+        if not isinstance(layers, list) or not layers:
+            raise InvalidRequestError("layers must be a list, an object per layer")
+        return cls(
+            Calibrated(
+                text("the model's name", model.get("name")),
+                whole_number("the model's size", model.get("size"), 0),
+                text("the model's hash", model.get("hash")),
+            ),
+            tuple(_layer(i, layer) for i, layer in enumerate(layers)),
+            cast(BaseMode, mode),
+            flag("prompts", content.get("prompts", False)),
+            _object("text", content.get("text", {})),
+            _object("measured", content.get("measured", {})),
+        )
+
+    def check_model(self, gguf: GGUFFile, n_layer: int) -> None:
+        """Raises InvalidRequestError where they were found for another file, or have not n_layer layers."""
+        if (self.model.size, self.model.hash) != (gguf.nbytes, sidecar.fingerprint(gguf)):
+            raise InvalidRequestError(
+                f"the thresholds were found for another model file ({self.model.name[:80]!r}); find some for "
+                "this one with 'hotset calibrate'"
+            )
+        if len(self.layers) != n_layer:
+            raise InvalidRequestError(
+                f"the thresholds are of {len(self.layers)} layers, and the model has {n_layer}; find them "
+                "again with 'hotset calibrate'"
+            )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the file, whole or not at all. HotsetError where it cannot be written."""
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": {"name": self.model.name, "size": self.model.size, "hash": self.model.hash},
+            "mode": self.mode,
+            "prompts": self.prompts,
+            "text": dict(self.text),
+            "layers": [{name: value for name, value in layer.items() if value} for layer in self.layers],
+            "measured": dict(self.measured),
+        }
+        write_whole({Path(path): json.dumps(content, indent=1, allow_nan=False) + "\n"})
+
+
+def default_path(model: Path) -> Path:
+    """Where a model's thresholds lie: beside it."""
+    return model.with_name(f"{sidecar.stem_of(model)}{SUFFIX}")
+
+
+def _layer(index: int, content: Any) -> LayerCutoffs:
+    where = f"layer {index}"
+    content = _object(where, content)
+    if unknown := sorted(set(content) - set(CUTOFF_NAMES)):
+        raise InvalidRequestError(
+            f"{where} has {shown(unknown[0])}, which is not one of {', '.join(CUTOFF_NAMES)}"
+        )
+    return LayerCutoffs(
+        **{name: real_number(f"{name} of {where}", v, 0, _MAX_CUTOFF) for name, v in content.items()}
+    )
+
+
+def _object(what: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{what} must be an object, not {shown(value)}")
+    return value
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
