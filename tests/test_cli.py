@@ -360,7 +360,7 @@ def test_a_fault_of_hotset_asks_for_a_report(model: Path, tmp_path: Path) -> Non
 
 
 def test_help_and_version() -> None:
-    for verb in ("run", "pull", "list", "rm", "show", "bench", "perplexity", "doctor", "convert"):
+    for verb in ("run", "pull", "list", "rm", "show", "bench", "perplexity", "eval", "doctor", "convert"):
         assert verb in inside("--help").stdout
         assert inside(verb, "-h").returncode == 0
     assert re.match(r"hotset \S+\n$", hotset("--version").stdout)

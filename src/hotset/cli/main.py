@@ -32,6 +32,7 @@ VERBS = {
     "rm": ("models", "rm"),
     "bench": ("bench", "bench"),
     "perplexity": ("perplexity", "perplexity"),
+    "eval": ("evaluate", "evaluate"),
     "profile": ("profile", "profile"),
     "reorder": ("profile", "reorder"),
     "train-predictor": ("train_predictor", "train_predictor"),

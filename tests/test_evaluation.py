@@ -1,0 +1,294 @@
+"""Multiple-choice questions: their formats, what a hostile file gets, and the sums against whole logits."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_api import BOS
+from test_api import write_model as write_bytes
+from test_api_sparse import write_sparse
+from test_cli import inside
+
+import hotset
+from hotset.evaluation import evaluate
+from hotset.text.multiple_choice import LONGEST_LINE, Question, read_questions
+
+HELLASWAG: dict[str, Any] = {
+    "ind": 4,
+    "activity_label": "Removing ice",
+    "ctx_a": "[header] A man [title] He has snow.",
+    "ctx_b": "the Man",
+    "ctx": "not read where its halves are there",
+    "endings": ["starts to  dance.", "cleans it [step] up.", "eats.", "is a car."],
+    "label": 1,
+}
+AI2_ARC: dict[str, Any] = {
+    "id": "x",
+    "question": {
+        "stem": "Which is hot?",
+        "choices": [{"text": "ice", "label": "1"}, {"text": "fire ", "label": "2"}],
+    },
+    "answerKey": "2",
+}
+HF_ARC: dict[str, Any] = {
+    "id": "x",
+    "question": "Which is hot?",
+    "choices": {"text": ["fire", "ice", "snow"], "label": ["A", "B", "C"]},
+    "answerKey": "A",
+}
+PIQA: dict[str, Any] = {"goal": "to cut", "sol1": "use a knife", "sol2": "use a spoon", "label": 0}
+
+
+def lines(*questions: object) -> list[bytes]:
+    return [json.dumps(question).encode() for question in questions]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bytes(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture
+def model(path: Path) -> Iterator[hotset.Model]:
+    with hotset.load(path, backend="reference", max_batch=32) as model:
+        yield model
+
+
+# -- formats -------------------------------------------------------------------------------------
+
+
+def test_each_format_asks_what_the_harness_asks() -> None:
+    (swag,) = read_questions(lines(HELLASWAG), "f")
+    context = "Removing ice:  A man. He has snow. The man".replace("  ", " ")
+    assert swag == Question(
+        "hellaswag", context, (" starts to dance.", " cleans it up.", " eats.", " is a car."), 1, 1
+    )
+    only_ctx = {"ctx": "A dog", "endings": ["runs", "flies"], "label": "0"}
+    assert read_questions(lines(only_ctx), "f") == [Question("hellaswag", "A dog", (" runs", " flies"), 0, 1)]
+    asked = "Question: Which is hot?\nAnswer:"
+    assert read_questions([b"", *lines(AI2_ARC, HF_ARC), b"  "], "f") == [
+        Question("arc", asked, (" ice", " fire"), 1, 2),
+        Question("arc", asked, (" fire", " ice", " snow"), 0, 3),
+    ]
+    assert read_questions(lines(PIQA), "f") == [
+        Question("piqa", "Question: to cut\nAnswer:", (" use a knife", " use a spoon"), 0, 1)
+    ]
+
+
+def test_labels_may_stand_in_a_file_of_their_own() -> None:
+    bare = {key: value for key, value in PIQA.items() if key != "label"}
+    found = read_questions(lines(bare, bare), "f", [b"1\n", b"0\r\n", b""])
+    assert [question.answer for question in found] == [1, 0]
+    with pytest.raises(hotset.FormatError, match="f, line 2, has no label: there are more questions"):
+        read_questions(lines(bare, bare), "f", [b"1"])
+    with pytest.raises(hotset.FormatError, match="fewer questions than there are labels"):
+        read_questions(lines(bare), "f", [b"1", b"0"])
+
+
+def changed(question: dict[str, Any], **fields: Any) -> bytes:
+    return json.dumps(question | fields).encode()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"{", "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b'{"goal": ' + b"1" * 5000 + b"}", "is not JSON"),
+        (b'"text"', "is not a JSON object"),
+        (b" " * LONGEST_LINE + b"{}", "is longer than"),
+        (b"{}", "is no question that is known"),
+        (changed(HELLASWAG, label=4), "names choice 4 of 4"),
+        (changed(HELLASWAG, label=""), "has no label"),
+        (changed(HELLASWAG, label=True), "has no label"),
+        (changed(HELLASWAG, label=-1), "has no label"),
+        (changed(HELLASWAG, label="0\u0663"), "has no label"),
+        (changed(HELLASWAG, endings=["one"]), "has 1 choices"),
+        (changed(HELLASWAG, endings=["x"] * 27), "has 27 choices"),
+        (changed(HELLASWAG, endings="abcd"), "list of texts as endings"),
+        (changed(HELLASWAG, endings=["[all]", "b", "c", "d"]), "an empty text or choice"),
+        (changed(HELLASWAG, ctx_b=None), "must have a text as ctx_b, not None"),
+        (changed(AI2_ARC, answerKey="3"), "has the answer '3'"),
+        (changed(AI2_ARC, answerKey=2), "must have a text as answerKey"),
+        (changed(HF_ARC, choices={"text": ["a", "b"], "label": ["A", "A"]}), "has the answer 'A'"),
+        (changed(HF_ARC, choices={"text": ["a"], "label": ["B", "A"]}), "has the answer 'A'"),
+        (changed(HF_ARC, choices=["a", "b"]), "has no choices"),
+        (changed(HF_ARC, choices=None), "has no choices"),
+        (changed(PIQA, goal=["x"]), "must have a text as goal"),
+        (changed(HELLASWAG, ctx="x"), "is a question of hellaswag, and those before it are of piqa"),
+    ],
+)
+def test_a_line_that_is_no_question_is_told_by_its_number(line: bytes, said: str) -> None:
+    with pytest.raises(hotset.FormatError, match="some file, line 2,") as told:
+        read_questions([*lines(PIQA), line], "some file")
+    assert said in str(told.value)
+    assert len(str(told.value)) < 500
+
+
+def test_a_file_without_questions_is_refused() -> None:
+    with pytest.raises(hotset.FormatError, match="f holds no questions"):
+        read_questions([b"", b"\n"], "f")
+
+
+# -- sums ----------------------------------------------------------------------------------------
+
+
+def by_hand(model: hotset.Model, context: list[int], whole: list[int]) -> float:
+    """Σ ln p over what follows the context, of the logits of the whole text in float64."""
+    logits = model.logits(whole, reuse_prefix=False).astype(np.float64)
+    log_p = logits - np.logaddexp.reduce(logits, axis=1)[:, None]
+    return float(sum(log_p[i - 1, whole[i]] for i in range(len(context), len(whole))))
+
+
+def test_accuracy_is_that_of_sums_made_by_hand(model: hotset.Model) -> None:
+    rng = np.random.default_rng(3)
+    words = ["he", "hear", "cat", "dog", "ran", "the", "a", "under", "stones", "it"]
+
+    def text(n: int) -> str:
+        return " ".join(rng.choice(words, n))
+
+    questions = read_questions(
+        lines(
+            *({"goal": text(4), "sol1": text(2), "sol2": text(5), "label": int(i % 4 > 0)} for i in range(20))
+        ),
+        "f",
+    )
+    right, right_norm = [], []
+    for question in questions:
+        context = [BOS, *model.tokenizer.encode(question.context, add_special=False)]
+        sums = []
+        for choice in question.choices:
+            whole = [BOS, *model.tokenizer.encode(question.context + choice, add_special=False)]
+            assert whole[: len(context)] == context
+            sums.append(by_hand(model, context, whole))
+        lengths = [len(choice) - 1 for choice in question.choices]
+        right.append(int(np.argmax(sums)) == question.answer)
+        right_norm.append(int(np.argmax(np.divide(sums, lengths))) == question.answer)
+    results = list(evaluate(model, questions))
+    assert [result.n_done for result in results] == [8, 16, 20]
+    last = results[-1]
+    assert (last.task, last.n_questions) == ("piqa", 20)
+    assert (last.accuracy, last.accuracy_norm) == (np.mean(right), np.mean(right_norm))
+    assert 0 < last.accuracy < 1
+    assert last.accuracy != last.accuracy_norm  # so that neither stands for the other
+    assert last.accuracy_error == pytest.approx(np.std(right, ddof=1) / math.sqrt(20))
+    assert last.accuracy_norm_error == pytest.approx(np.std(right_norm, ddof=1) / math.sqrt(20))
+    assert model.engine.pool.n_available == model.engine.pool.n_pages  # nothing is left behind
+
+
+def test_the_sums_themselves(model: hotset.Model) -> None:
+    from hotset.engine.log_likelihood import Continuation, log_likelihoods
+
+    rng = np.random.default_rng(4)
+    common = rng.integers(0, 256, 70).tolist()  # more than a page, which is computed once
+    texts = [common + rng.integers(0, 256, n).tolist() for n in (1, 9, 30)] + [[5, 6]]
+    firsts = [70, 72, 71, 1]
+    with model.thread.exclusive() as engine:
+        sums = log_likelihoods(engine, [Continuation(*one) for one in zip(texts, firsts, strict=True)])
+        alone = [log_likelihoods(engine, [Continuation(*one)])[0] for one in zip(texts, firsts, strict=True)]
+    expected = [by_hand(model, text[:first], text) for text, first in zip(texts, firsts, strict=True)]
+    assert sums == pytest.approx(expected, rel=1e-5)
+    assert sums == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_token_that_grows_across_the_border_counts_for_every_choice(tmp_path: Path) -> None:
+    """ "th" is one token: after "xt" the choice "h" begins before the question ends."""
+    plain = write_sparse(tmp_path / "plain.gguf", dialect="gguf")
+    with hotset.load(plain, backend="reference") as model:
+        together, apart = model.encode("xth"), model.encode("xtd")
+        assert (len(together), len(apart)) == (2, 3)
+        sums = [by_hand(model, together[:1], whole) for whole in (together, apart)]
+        for answer in (0, 1):
+            (result,) = evaluate(model, [Question("piqa", "xt", ("h", "d"), answer, 1)])
+            assert result.accuracy == (int(np.argmax(sums)) == answer)
+            assert (result.accuracy_error, result.n_done) == (0.0, 1)
+        alone = by_hand(model, apart[:2], apart)  # what "d" would count for, without the token before it
+    assert np.argmax([sums[0], alone]) != np.argmax(sums)
+
+
+def test_what_does_not_fit_is_told_by_its_line(model: hotset.Model) -> None:
+    fits = Question("piqa", "x", (" a", " b"), 0, 1)
+    long = Question("piqa", "y" * model.n_ctx, (" a", " b"), 0, 7)
+    with pytest.raises(hotset.ContextLengthError, match="the question in line 7 has"):
+        next(evaluate(model, [fits, long]))
+
+
+def test_a_text_that_begins_with_nothing_needs_a_question(tmp_path: Path) -> None:
+    plain = write_sparse(tmp_path / "plain.gguf", dialect="gguf")  # no BOS, and "th" is a token
+    nothing = pytest.raises(hotset.FormatError, match="line 3 leaves nothing")
+    with hotset.load(plain, backend="reference") as model, nothing:
+        next(evaluate(model, [Question("piqa", "t", ("h", "a"), 0, 3)]))
+
+
+def test_the_numbers_are_those_of_transformers(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    tiny_models = pytest.importorskip("tiny_models")
+    recipe = tiny_models.RECIPES["llama"]
+    theirs = tiny_models.build(recipe)
+    rng = np.random.default_rng(5)
+    words = ["the", "in", "them", "thin", "cat", "on", "hat"]
+    goals = [{"goal": " ".join(rng.choice(words, 3)), "sol1": " ".join(rng.choice(words, 3)),
+              "sol2": " ".join(rng.choice(words, 2)), "label": i % 2} for i in range(12)]  # fmt: skip
+    questions = read_questions(lines(*goals), "f")
+    right = []
+    with hotset.load(tiny_models.to_gguf(recipe, theirs, tmp_path), backend="reference") as model:
+        for question in questions:
+            n = len(model.encode(question.context))
+            sums = []
+            for choice in question.choices:
+                ids = torch.tensor([model.encode(question.context + choice)])
+                with torch.no_grad():
+                    log_p = theirs(ids).logits[0].double().log_softmax(-1)
+                sums.append(float(sum(log_p[i - 1, ids[0, i]] for i in range(n, ids.shape[1]))))
+            right.append(int(np.argmax(sums)) == question.answer)
+        *_, result = evaluate(model, questions)
+    assert result.accuracy == np.mean(right)
+    assert 0 < result.accuracy < 1
+
+
+# -- the verb ------------------------------------------------------------------------------------
+
+
+def test_the_verb_in_every_mode(tmp_path: Path) -> None:
+    model = write_sparse(tmp_path / "m.gguf")
+    data = tmp_path / "piqa.jsonl"
+    data.write_bytes(
+        b"\n".join(lines(*({**PIQA, "goal": f"to {c}", "label": i % 2} for i, c in enumerate("abcdef"))))
+    )
+    found = {}
+    for mode in ("dense", "exact", "predicted"):
+        done = inside("eval", model, data, "--backend", "reference", "--sparsity", mode, "-o", "json")
+        assert done.returncode == 0, done.stderr
+        assert "piqa: 6 of 6" in done.stderr
+        found[mode] = json.loads(done.stdout)
+        assert found[mode]["sparsity"] == mode
+    assert found["predicted"]["predictor"] == "mlp"
+    assert found["exact"]["acc"] == found["dense"]["acc"]
+    assert found["dense"]["questions"] == 6
+    fields = {"task", "questions", "acc", "acc_error", "acc_norm", "acc_norm_error", "sparsity", "predictor",
+              "file", "model"}  # fmt: skip
+    assert found["dense"].keys() == fields
+    table = inside("eval", model, data, "--backend", "reference", "-n", 2)
+    assert "piqa" in table.stdout
+    assert "±" in table.stdout
+
+
+def test_the_verb_says_what_is_wrong(path: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_bytes(lines(PIQA)[0] + b"\n{}\n")
+    done = inside("eval", path, data)
+    assert done.returncode == 1
+    assert "line 2, is no question that is known" in done.stderr
+    assert inside("eval", path, data, "-o", "csv").returncode == 2
+    labels = tmp_path / "labels.lst"
+    labels.write_text("1\n")
+    data.write_bytes(lines(PIQA)[0])
+    done = inside("eval", path, data, "--labels", labels, "--json", "--backend", "reference")
+    assert json.loads(done.stdout)["questions"] == 1
