@@ -1,0 +1,157 @@
+#include "replacement.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace hotset {
+
+namespace {
+
+constexpr int kLargestExponent = 512;  // of a credit's weight before all are scaled down, with room for sums
+
+}  // namespace
+
+Replacement::Replacement(int n_layers, int n_ids, std::vector<int32_t> slots, int half_life)
+    : n_layers_(n_layers),
+      n_ids_(n_ids),
+      half_life_(half_life),
+      entries_(size_t(n_layers) * size_t(n_ids)),
+      pools_(slots.size()) {
+    int32_t first = 0;
+    for (size_t i = 0; i < slots.size(); ++i) {
+        pools_[i].free.resize(size_t(slots[i]));
+        for (int32_t j = 0; j < slots[i]; ++j) pools_[i].free[size_t(j)] = first + slots[i] - 1 - j;
+        first += slots[i];
+    }
+    slots_.resize(size_t(first), kNone);
+    // By square roots and products, which every machine rounds alike.
+    double root = 2;
+    for (int n = half_life; n > 1; n /= 2) root = std::sqrt(root);
+    for (int i = 0; i < std::max(half_life, 1); ++i) powers_.push_back(i ? powers_.back() * root : 1.0);
+}
+
+bool Replacement::goes_later(const Node& a, const Node& b) {
+    if (a.credit != b.credit) return a.credit > b.credit;
+    if (a.used != b.used) return a.used > b.used;
+    return a.slot > b.slot;
+}
+
+void Replacement::begin_step() {
+    for (Pool& pool : pools_) {
+        for (const Node& node : pool.held) {
+            const Entry& entry = entries_[size_t(slots_[size_t(node.slot)])];
+            pool.heap.push_back({entry.credit, entry.used, node.slot});
+            std::push_heap(pool.heap.begin(), pool.heap.end(), goes_later);
+        }
+        pool.held.clear();
+    }
+    ++step_;
+    if (half_life_ == 0) return;
+    const uint64_t place = step_ % uint64_t(half_life_);
+    if (place == 0 && ++exponent_ > kLargestExponent) rescale();
+    weight_ = std::ldexp(powers_[size_t(place)], exponent_);
+}
+
+void Replacement::rescale() {
+    for (Entry& entry : entries_) entry.credit = std::ldexp(entry.credit, -exponent_);
+    for (Pool& pool : pools_) {
+        for (Node& node : pool.heap) node.credit = std::ldexp(node.credit, -exponent_);
+        std::make_heap(pool.heap.begin(), pool.heap.end(), goes_later);  // what was tiny is equal now
+    }
+    exponent_ = 0;
+}
+
+void Replacement::use(Entry& entry, bool credit) {
+    entry.step = step_;
+    if (!credit || entry.credited == step_) return;
+    entry.credited = step_;
+    entry.used = ++uses_;
+    if (half_life_ > 0) entry.credit += weight_;
+}
+
+void Replacement::lookup(int layer, const int32_t* ids, size_t n, bool credit, Place* places) {
+    bool missing = false;
+    for (size_t i = 0; i < n; ++i) {
+        Entry& entry = entries_[key(layer, ids[i])];
+        places[i] = {entry.slot, entry.slot != kNone, kNone};
+        if (places[i].hit)
+            use(entry, credit);
+        else
+            missing = true;
+    }
+    if (!missing) return;
+    Pool& pool = pool_of(layer);
+    for (size_t i = 0; i < n; ++i) {
+        if (places[i].hit) continue;
+        const size_t entry = key(layer, ids[i]);
+        places[i].slot = entries_[entry].slot;
+        places[i].hit = places[i].slot != kNone;  // the id has come before
+        if (places[i].hit) continue;
+        use(entries_[entry], credit);
+        place_in(pool, int32_t(entry), credit, places[i]);
+    }
+}
+
+// Brings the slot that goes first to the top of the pool's heap; false where every slot is in use.
+bool Replacement::find_victim(Pool& pool) {
+    while (!pool.heap.empty()) {
+        Node node = pool.heap.front();
+        const Entry& entry = entries_[size_t(slots_[size_t(node.slot)])];
+        const bool held = entry.step == step_;
+        if (!held && entry.credit == node.credit && entry.used == node.used) return true;
+        std::pop_heap(pool.heap.begin(), pool.heap.end(), goes_later);
+        pool.heap.pop_back();
+        node = {entry.credit, entry.used, node.slot};
+        (held ? pool.held : pool.heap).push_back(node);
+        if (!held) std::push_heap(pool.heap.begin(), pool.heap.end(), goes_later);
+    }
+    return false;
+}
+
+void Replacement::place_in(Pool& pool, int32_t number, bool credit, Place& place) {
+    Entry& entry = entries_[size_t(number)];
+    if (!pool.free.empty()) {
+        place.slot = pool.free.back();
+        pool.free.pop_back();
+    } else {
+        if (!find_victim(pool)) return;
+        const Node& first = pool.heap.front();
+        const Node own{entry.credit, entry.used, first.slot};
+        if (!credit && !goes_later(own, first)) return;
+        place.slot = first.slot;
+        place.evicted = slots_[size_t(place.slot)];
+        entries_[size_t(place.evicted)].slot = kNone;
+        std::pop_heap(pool.heap.begin(), pool.heap.end(), goes_later);
+        pool.heap.pop_back();
+    }
+    slots_[size_t(place.slot)] = number;
+    entry.slot = place.slot;
+    pool.held.push_back({entry.credit, entry.used, place.slot});
+}
+
+void Replacement::drop(int layer, int32_t id) {
+    Entry& entry = entries_[key(layer, id)];
+    if (entry.slot == kNone) return;
+    Pool& pool = pool_of(layer);
+    const auto of_slot = [&](const Node& node) { return node.slot == entry.slot; };
+    std::erase_if(pool.held, of_slot);
+    if (std::erase_if(pool.heap, of_slot) > 0) std::make_heap(pool.heap.begin(), pool.heap.end(), goes_later);
+    slots_[size_t(entry.slot)] = kNone;
+    pool.free.push_back(entry.slot);
+    entry.slot = kNone;
+}
+
+void Replacement::replay(const int32_t* ids, size_t n_tokens, size_t k, size_t first, bool by_layer,
+                         int64_t* hits) {
+    std::vector<Place> places(k);
+    for (size_t token = 0; token < n_tokens; ++token) {
+        for (int layer = 0; layer < n_layers_; ++layer, ids += k) {
+            if (layer == 0 || by_layer) begin_step();
+            lookup(layer, ids, k, true, places.data());
+            if (token < first) continue;
+            hits[layer] += std::count_if(places.begin(), places.end(), [](const Place& p) { return p.hit; });
+        }
+    }
+}
+
+}  // namespace hotset
