@@ -202,9 +202,11 @@ class PlanBuilder {
     // many leading neurons have no score.
     void neurons(int x, const NormArguments& norm, const std::optional<Part>& gate, const Part& up,
                  const ActivationArguments& activation, std::optional<int> up_activation,
-                 const std::optional<std::tuple<int, float, int64_t>>& predictor, bool sparse, int out) {
+                 const std::optional<std::tuple<int, float, int64_t>>& predictor, bool sparse, int out,
+                 const std::pair<float, float>& cutoffs) {
         NeuronFacts facts;
         facts.x = x, facts.out = out, facts.sparse = sparse;
+        std::tie(facts.gate_cutoff, facts.value_cutoff) = cutoffs;
         facts.norm = make_norm(norm, x);
         if (gate) facts.gate = make_part(*gate, x);
         facts.up = make_part(up, x);
@@ -381,6 +383,13 @@ class PlanBuilder {
         plan_->add_activate(checked_activation(kind), threshold, x, out);
     }
 
+    void cutoff(int x, float threshold, int out) {
+        require(width(x) == width(out), "a cutoff keeps its width");
+        same_rows(x, out);
+        require(!outputs_[x], "what is cut belongs to all tokens");
+        plan_->add_cutoff(x, threshold, out);
+    }
+
     void add(int a, int b, int out) { check_pair(a, b, out), plan_->add_add(a, b, out); }
     void multiply(int a, int b, int out) {
         check_pair(a, width(b) == 1 ? a : b, out);
@@ -396,7 +405,7 @@ class PlanBuilder {
     void cancel() { plan_->cancel(); }
 
     void run(const Ints& tokens, const Ints& positions, const Ints& sequences, const IntMatrix& pages,
-             const Ints& outputs, const std::optional<FloatMatrix>& x) {
+             const Ints& outputs, const std::optional<FloatMatrix>& x, const std::optional<Bytes>& cut) {
         require(finished_, "the plan is not finished");
         const int n = int(tokens.size()), n_sequences = int(pages.shape(0)), max_pages = int(pages.shape(1));
         require(
@@ -439,6 +448,7 @@ class PlanBuilder {
             // commit.
             std::copy_n(x->data(), n * width(input_), plan_->buffer(input_).row(0));
         }
+        require(!cut || int(cut->size()) == n, "every token is cut or not");
         n_tokens_ = n;
         n_outputs_ = n_outputs;
         bool done;
@@ -452,7 +462,7 @@ class PlanBuilder {
                 return bool(raised);
             };
             done = plan_->run(&poll, tokens.data(), positions.data(), sequences.data(), n, pages.data(),
-                              n_sequences, max_pages, outputs.data(), n_outputs);
+                              n_sequences, max_pages, outputs.data(), n_outputs, cut ? cut->data() : nullptr);
         }
         if (raised) std::rethrow_exception(raised);
         if (!done) throw StepCancelled();
@@ -939,7 +949,8 @@ NB_MODULE(_core, m) {
         .def("linear", &PlanBuilder::linear, "x"_a, "norm"_a.none(), "parts"_a, "residual"_a, "gated"_a,
              "activation"_a.none())
         .def("neurons", &PlanBuilder::neurons, "x"_a, "norm"_a.none(), "gate"_a.none(), "up"_a,
-             "activation"_a, "up_activation"_a.none(), "predictor"_a.none(), "sparse"_a, "out"_a)
+             "activation"_a, "up_activation"_a.none(), "predictor"_a.none(), "sparse"_a, "out"_a,
+             "cutoffs"_a = std::pair<float, float>())
         .def("axpy", &PlanBuilder::axpy, "x"_a, "type"_a, "data"_a, "scales"_a.none(), "bias"_a.none(),
              "residual"_a, "sparse"_a, "out"_a)
         .def("route", &PlanBuilder::route, "x"_a, "n_used"_a, "scoring"_a, "bias"_a.none(), "normalised"_a,
@@ -957,13 +968,14 @@ NB_MODULE(_core, m) {
              "head_dim"_a, "head_dim_v"_a, "scale"_a, "softcap"_a, "window"_a, "rope"_a, "q_norm"_a.none(),
              "k_norm"_a.none(), "sinks"_a.none(), "kv_type"_a, "k_cache"_a, "v_cache"_a, "k_scale"_a.none(),
              "v_scale"_a.none())
+        .def("cutoff", &PlanBuilder::cutoff, "x"_a, "threshold"_a, "out"_a)
         .def("activate", &PlanBuilder::activate, "kind"_a, "threshold"_a, "x"_a, "out"_a)
         .def("add", &PlanBuilder::add, "a"_a, "b"_a, "out"_a)
         .def("multiply", &PlanBuilder::multiply, "a"_a, "b"_a, "out"_a)
         .def("finish", &PlanBuilder::finish)
         .def("cancel", &PlanBuilder::cancel)
         .def("run", &PlanBuilder::run, "tokens"_a, "positions"_a, "sequences"_a, "pages"_a, "outputs"_a,
-             "x"_a.none() = nb::none())
+             "x"_a.none() = nb::none(), "cut"_a.none() = nb::none())
         .def(
             "rows", [](nb::handle self, int id) { return nb::cast<PlanBuilder&>(self).rows(self, id); },
             "buffer"_a)

@@ -93,6 +93,9 @@ void Plan::add_expert_sum(ExpertSumFacts facts) {
 void Plan::add_mask(int x, int scores, float threshold, int64_t first, int out) {
     ops_.push_back(make_mask(*this, x, scores, threshold, first, out));
 }
+void Plan::add_cutoff(int x, float threshold, int out) {
+    ops_.push_back(make_cutoff(*this, x, threshold, out));
+}
 void Plan::add_sign_scores(int x, const uint8_t* rows, std::vector<float> bias, int out) {
     ops_.push_back(make_sign_scores(*this, x, rows, std::move(bias), out));
 }
@@ -130,6 +133,7 @@ void Plan::finish() {
         // Allocated here, so that no step has to.
         for (std::vector<int32_t>* v : {&t.tokens, &t.positions, &t.sequences, &t.outputs})
             v->resize(max_tokens_);
+        t.cut.resize(max_tokens_);
         t.rope_cos.resize(ropes_.size());
         t.rope_sin.resize(ropes_.size());
         for (size_t i = 0; i < ropes_.size(); i++) {
@@ -142,7 +146,7 @@ void Plan::finish() {
 
 bool Plan::run(const Poll* poll, const int32_t* tokens, const int32_t* positions, const int32_t* sequences,
                int n_tokens, const int32_t* pages, int n_sequences, int max_pages, const int32_t* outputs,
-               int n_outputs) {
+               int n_outputs, const uint8_t* cut) {
     latest_ = nullptr;
     cancel_.store(false);
     const Runtime::Turn turn(*runtime_, cancel_, poll);
@@ -157,6 +161,10 @@ bool Plan::run(const Poll* poll, const int32_t* tokens, const int32_t* positions
     std::copy_n(positions, n_tokens, t.positions.begin());
     std::copy_n(sequences, n_tokens, t.sequences.begin());
     std::copy_n(outputs, n_outputs, t.outputs.begin());
+    if (cut)
+        std::copy_n(cut, n_tokens, t.cut.begin());
+    else
+        std::fill_n(t.cut.begin(), n_tokens, uint8_t(0));
     t.pages.assign(pages, pages + size_t(n_sequences) * max_pages);
     for (size_t i = 0; i < ropes_.size(); i++) {
         const Rope& rope = ropes_[i];
@@ -180,6 +188,7 @@ bool Plan::run_rows(int first_op, int last_op, int n_tokens) {
     StepTokens& t = steps_[slot]->tokens;
     t.n_tokens = n_tokens;
     t.n_outputs = 0;
+    std::fill_n(t.cut.begin(), n_tokens, uint8_t(0));
     return execute(turn, nullptr, slot, first_op, last_op);
 }
 

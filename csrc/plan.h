@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <cmath>
 #include <memory>
 #include <string>
 #include <vector>
@@ -45,6 +46,7 @@ struct StepTokens {
     int n_outputs = 0;
     int max_pages = 0;
     std::vector<int32_t> tokens, positions, sequences, pages, outputs;
+    std::vector<uint8_t> cut;  // of each token whether its small values are zero, where the model cuts them
     std::vector<std::vector<float>> rope_cos, rope_sin;  // per rope of the plan: [n_tokens][n_rot / 2]
 
     int rows(const Buffer& buffer) const { return buffer.outputs ? n_outputs : n_tokens; }
@@ -135,6 +137,8 @@ struct NeuronFacts {
     int scores = -1;      // buffer of a predictor, -1: none
     float threshold = 0.0f;
     int64_t first = 0;  // neurons before it are always selected and have no score
+    // Of tokens that are cut: what is smaller is zero of the activation that decides, and of the value.
+    float gate_cutoff = 0.0f, value_cutoff = 0.0f;
 };
 
 constexpr int kMaxExperts = 1024;  // each has a chunk of its own at least: kMaxChunks
@@ -222,6 +226,8 @@ class Plan {
     void add_expert_neurons(ExpertFacts facts);
     void add_expert_sum(ExpertSumFacts facts);
     void add_mask(int x, int scores, float threshold, int64_t first, int out);
+    // out = x, of tokens that are cut 0 where |x| < threshold.
+    void add_cutoff(int x, float threshold, int out);
     // out = sign_scores of x and `rows` (out.width rows of signs) + bias.
     void add_sign_scores(int x, const uint8_t* rows, std::vector<float> bias, int out);
     void add_rotate(int x, int out, int n_head, int head_dim, int rope);
@@ -233,13 +239,14 @@ class Plan {
     // After the last operation: sees to it that the runtime has the memory that the operations need.
     void finish();
 
-    // Runs one step. Arrays as in backends/base.py. Every index must have been checked. poll: null, or asked
-    // every 10 ms by this thread, whether to cancel. False: the step was cancelled. Then the buffers hold
-    // anything, the cache holds anything at the step's own positions, and the next step runs as ever. Throws
-    // std::logic_error, before anything is computed, if an operation breaks its contract (see Op).
+    // Runs one step. Arrays as in backends/base.py; cut: null for nobody. Every index must have been checked.
+    // poll: null, or asked every 10 ms by this thread, whether to cancel. False: the step was cancelled. Then
+    // the buffers hold anything, the cache holds anything at the step's own positions, and the next step runs
+    // as ever. Throws std::logic_error, before anything is computed, if an operation breaks its contract (see
+    // Op).
     bool run(const Poll* poll, const int32_t* tokens, const int32_t* positions, const int32_t* sequences,
              int n_tokens, const int32_t* pages, int n_sequences, int max_pages, const int32_t* outputs,
-             int n_outputs);
+             int n_outputs, const uint8_t* cut = nullptr);
     // Runs the operations [first_op, last_op) on rows that the caller wrote into their buffers: operations
     // that read neither tokens nor the cache, before any that selects outputs.
     bool run_rows(int first_op, int last_op, int n_tokens);
@@ -294,12 +301,18 @@ std::unique_ptr<Op> make_rotate(const Plan& plan, int x, int out, int n_head, in
 std::unique_ptr<Op> make_attention(const Plan& plan, AttentionFacts facts);
 std::unique_ptr<Op> make_activate(const Plan& plan, Activation kind, float threshold, int x, int out);
 std::unique_ptr<Op> make_mask(const Plan& plan, int x, int scores, float threshold, int64_t first, int out);
+std::unique_ptr<Op> make_cutoff(const Plan& plan, int x, float threshold, int out);
 std::unique_ptr<Op> make_add(const Plan& plan, int a, int b, int out);
 std::unique_ptr<Op> make_multiply(const Plan& plan, int a, int b, int out);
 
 // ops/rope.cpp: rotates one head; cos and sin are [n_rot / 2].
 void rotate_head(const Rope& rope, const float* cos, const float* sin, int head_dim, const float* x,
                  float* out);
+
+// graph.Cutoff; a NaN stays.
+inline void cut_small(float threshold, const float* x, int64_t n, float* out) {
+    for (int64_t i = 0; i < n; i++) out[i] = std::fabs(x[i]) < threshold ? 0.0f : x[i];
+}
 
 inline int ceil_div(int64_t a, int64_t b) {
     return int((a + b - 1) / b);

@@ -22,6 +22,7 @@ from hotset.model.graph import (
     Activate,
     Add,
     Attention,
+    Cutoff,
     Embed,
     ExpertLinear,
     ExpertSum,
@@ -244,7 +245,7 @@ class Oracle(ReferenceBackend):
             return self._expected_of_experts(op, taps)
         expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
         match op:
-            case Embed() | SelectOutputs() | Mask():
+            case Embed() | SelectOutputs() | Mask() | Cutoff():
                 return expected, -U * np.abs(expected)  # to the bit
             case SignScores():
                 return expected, U * (

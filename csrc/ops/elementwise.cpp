@@ -59,6 +59,13 @@ std::unique_ptr<Op> make_mask(const Plan& plan, int x, int scores, float thresho
     });
 }
 
+std::unique_ptr<Op> make_cutoff(const Plan& plan, int x, float threshold, int out) {
+    const Buffer& in = plan.buffer(x);
+    return make_row_op(plan, out, [=, &in](const StepTokens& step, int r, float* result) {
+        cut_small(step.cut[r] ? threshold : 0.0f, in.row(r), in.width, result);
+    });
+}
+
 std::unique_ptr<Op> make_add(const Plan& plan, int a, int b, int out) {
     const Buffer &left = plan.buffer(a), &right = plan.buffer(b);
     const Kernels& kernels = plan.kernels();

@@ -3,7 +3,7 @@
 // Sparse: the rows of neurons that a predictor did not name are not read, nor the up rows of those whose gate
 // is zero. One token reads the rows it needs where they lie; several read the rows that any of them needs,
 // copied side by side, or all rows of a chunk where that is cheaper, and each token keeps its own. Whatever
-// is read, a value is the same to the bit.
+// is read, a value is the same to the bit. Of tokens that are cut, small activations count as zero.
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -47,7 +47,7 @@ class Neurons : public Op {
         const int chunks = neuron_chunks(in.n);
         const int64_t first = panel_chunk(n_neurons(), chunks, chunk),
                       last = panel_chunk(n_neurons(), chunks, chunk + 1);
-        Chunk c = {first, last - first, in, worker, Scratch(worker, last - first, in.n), {}};
+        Chunk c = {first, last - first, in, step.cut.data(), worker, Scratch(worker, last - first, in.n), {}};
         if (in.n == 1 && facts_.sparse) {
             one_token(c);
         } else {
@@ -112,6 +112,7 @@ class Neurons : public Op {
     struct Chunk {
         int64_t first, size;
         Inputs in;
+        const uint8_t* cut;  // of each token
         Worker& worker;
         Scratch scratch;
         FfnCounts counts;
@@ -144,6 +145,7 @@ class Neurons : public Op {
         }
         add_bias_of_list(c, deciding, count, decided);
         kernels.activate(facts_.activation, facts_.activation_threshold, decided, count, decided);
+        if (c.cut[0]) cut_small(facts_.gate_cutoff, decided, count, decided);
         int fired = 0;
         float* values = c.scratch.values;
         std::fill_n(values, c.size, 0.0f);
@@ -154,6 +156,7 @@ class Neurons : public Op {
             fired += decided[j] != 0.0f;
         }
         if (gated() && fired) multiply_by_up(c, fired, values);
+        if (c.cut[0]) cut_small(facts_.value_cutoff, values, c.size, values);
         for (int j = 0; j < fired; j++) c.counts.active += values[c.scratch.neurons[j]] != 0.0f;
     }
 
@@ -239,6 +242,7 @@ class Neurons : public Op {
         if (gated()) {
             product(c, facts_.gate, values, c.counts.gate_rows);
             kernels.activate(facts_.activation, facts_.activation_threshold, values, n_values, values);
+            cut(c, facts_.gate_cutoff);
             if (facts_.sparse)
                 for (int64_t i = 0; i < n_values; i++) c.scratch.wanted[i] &= values[i] != 0.0f;
             float* up = c.scratch.up;
@@ -248,10 +252,21 @@ class Neurons : public Op {
         } else {
             product(c, facts_.up, values, c.counts.up_rows);
             kernels.activate(facts_.activation, facts_.activation_threshold, values, n_values, values);
+            cut(c, facts_.gate_cutoff);
         }
+        cut(c, facts_.value_cutoff);
         for (int64_t i = 0; i < n_values; i++) {
             values[i] = c.scratch.wanted[i] ? values[i] : 0.0f;
             c.counts.active += values[i] != 0.0f;
+        }
+    }
+
+    // Cuts the chunk's values of the tokens that are cut.
+    static void cut(const Chunk& c, float cutoff) {
+        if (cutoff == 0.0f) return;
+        for (int t = 0; t < c.in.n; t++) {
+            float* values = c.scratch.values + t * c.size;
+            if (c.cut[t]) cut_small(cutoff, values, c.size, values);
         }
     }
 

@@ -115,7 +115,8 @@ class Model:
             backend,
             self.n_ctx,
             decided.settings.max_sequences,
-            collect_stats=self.config.leaves_out,
+            collect_stats=self.config.leaves_out or self.graph.is_cut,
+            cut=decided.cut,
             flops=self.cost.flops_per_token,
         )
         self.thread = EngineThread(self.engine)

@@ -19,6 +19,7 @@ from typing import Any, Self
 import psutil
 
 from hotset.backends.base import PAGE_SIZE, Backend
+from hotset.engine.engine import CutTokens
 from hotset.errors import (
     ContextLengthError,
     DeviceError,
@@ -39,6 +40,7 @@ from hotset.placement.table import Placement
 from hotset.settings import LoadSettings, ModelPath
 from hotset.sparsity.modes import Choice, choose, prepare
 from hotset.sparsity.profile import Profile
+from hotset.sparsity.thresholds import Thresholds, default_path
 
 DEFAULT_N_CTX = 4096
 _SMALLEST_DEFAULT_N_CTX = 512
@@ -86,9 +88,18 @@ class Decided:
     notes: list[str]
     placement: Placement | None
 
+    @property
+    def cut(self) -> CutTokens:
+        """Which tokens lose their small values (engine.Engine)."""
+        if not self.graph.is_cut:
+            return "none"
+        thresholds = self.choice.thresholds
+        prompts = self.settings.sparse_prompts or (thresholds is not None and thresholds.prompts)
+        return "all" if prompts else "answers"
+
     def with_predictor(self, choice: Choice, weights: Overlay, predictor: Predictor) -> Decided:
         """The same model, with a predictor whose tensors are among `weights`."""
-        graph = describe(self.config, weights.tensors, predictor)
+        graph = describe(self.config, weights.tensors, predictor, choice.cutoffs)
         cost = Cost(graph, weights.tensors)
         return replace(self, choice=choice, weights=weights, graph=graph, cost=cost, notes=[])
 
@@ -125,18 +136,21 @@ def decide(opened: Opened) -> Decided:
     the file is open then.
     """
     settings, gguf, config = opened.settings, opened.gguf, opened.config
-    choice = choose(config, gguf.tensors, settings.sparsity, settings.predictor)
+    thresholds = _thresholds(opened)
+    choice = choose(config, gguf.tensors, settings.sparsity, settings.predictor, thresholds)
     profile = _profile(settings, choice, opened.devices)
-    counted = profile if choice.mode == "predicted" else None
+    counted = profile if choice.spec is not None else None
     prepared = prepare(gguf, config, choice, profile=counted, progress=settings.progress)
     weights = prepared.weights
     try:
-        graph = describe(config, weights.tensors, prepared.predictor)
+        graph = describe(config, weights.tensors, prepared.predictor, choice.cutoffs)
         cost = Cost(graph, weights.tensors)
         n_ctx = _context(settings, config, cost, gguf.nbytes)
         if (longer := config.for_context(n_ctx)) is not config:
-            config, graph = longer, describe(longer, weights.tensors, prepared.predictor)
+            config, graph = longer, describe(longer, weights.tensors, prepared.predictor, choice.cutoffs)
         n_pages = settings.n_seqs * -(-n_ctx // PAGE_SIZE)
+        if thresholds is None and (unused := default_path(gguf.path)).is_file():
+            prepared.notes.append(f"{unused} has thresholds that are not used; --sparsity threshold does")
         decided = Decided(
             settings, gguf, config, choice, weights, graph, cost, n_ctx, n_pages, prepared.notes, None
         )
@@ -202,9 +216,12 @@ def _placement(decided: Decided, devices: Sequence[str], profile: Profile | None
         return None
     from hotset.placement.planner import place
 
+    mode = decided.choice.mode
     try:
+        if mode == "threshold":
+            raise UnsupportedModelError("small values are cut on the CPU alone; use --no-gpu")
         return place(
-            decided.gguf, decided.config, decided.weights, decided.graph, decided.choice.mode,
+            decided.gguf, decided.config, decided.weights, decided.graph, mode,
             decided.settings, devices, n_pages=decided.n_pages, profile=profile,
         )  # fmt: skip
     except _CANNOT_PLACE as error:
@@ -218,13 +235,25 @@ def _profile(settings: LoadSettings, choice: Choice, devices: Sequence[str]) -> 
     """The activation profile of a file; refused where nothing would use it."""
     if settings.profile is None:
         return None
-    if choice.mode != "predicted" and (choice.mode == "dense" or not devices):
+    if choice.spec is None and (choice.mode == "dense" or not devices):
         raise InvalidRequestError(
             f"a profile serves predicted sparsity, and this model runs {choice.mode}; name a predictor too"
         )
     if not Path(settings.profile).is_file():
         raise InvalidRequestError(f"there is no profile {settings.profile}; make one with 'hotset profile'")
     return Profile.open(settings.profile)
+
+
+def _thresholds(opened: Opened) -> Thresholds | None:
+    """Those that were asked for; None where the mode does not cut.
+
+    Raises ModelNotFoundError, FormatError, and InvalidRequestError for those of another model.
+    """
+    if not opened.settings.cuts:
+        return None
+    found = Thresholds.open(opened.settings.thresholds or default_path(opened.gguf.path))
+    found.check_model(opened.gguf, opened.config.n_layer)
+    return found
 
 
 def _context(settings: LoadSettings, config: ModelConfig, cost: Cost, file_bytes: int) -> int:

@@ -44,11 +44,13 @@ class LoadSettings:
     reset_gpu_index: solves the placement again although it is known. Model.placement has the decision.
 
     activation: overrides the FFN activation that the file names.
-    sparsity: which neurons are computed: "dense", "exact" or "predicted" (sparsity/modes.py); by default the
-    fastest that keeps the file's meaning.
+    sparsity: which neurons are computed: "dense", "exact", "predicted" or "threshold" (sparsity/modes.py); by
+    default the fastest that keeps the file's meaning.
     predictor: "mlp", "sign", "svd", with their settings (sparsity/predictors.py); implies "predicted".
     profile: a file of `hotset profile`, whose neurons that nearly always fire are computed without
     prediction. What these need and the file lacks is built once, in files beside the model.
+    thresholds: a file of `hotset calibrate`, by default the one beside the model; implies "threshold".
+    sparse_prompts: small values of prompts are cut too, not only those of answers.
 
     max_batch: tokens computed in one step at most.
     n_seqs: full contexts that the cache holds at once; while sequences are shorter, more run together.
@@ -70,6 +72,8 @@ class LoadSettings:
     sparsity: str | None = None
     predictor: str | None = None
     profile: str | os.PathLike[str] | None = None
+    thresholds: str | os.PathLike[str] | None = None
+    sparse_prompts: bool = False
     max_batch: int = 512
     n_seqs: int = 1
     max_sequences: int = 16
@@ -80,11 +84,11 @@ class LoadSettings:
             self._check(name, whole_number, 1)
         self._check("max_sequences", whole_number, 1, _MAX_SEQUENCES)
         self._check("n_gpu_layers", whole_number, 0)
-        for name in ("split_neurons", "reset_gpu_index"):
+        for name in ("split_neurons", "reset_gpu_index", "sparse_prompts"):
             self._check(name, flag)
         for name in ("activation", "sparsity", "predictor"):
             self._check(name, text)
-        for name in ("gpu_index", "profile"):
+        for name in ("gpu_index", "profile", "thresholds"):
             self._check(name, _path)
         self._check("vram_budget", _budget)
         self._check("device", _devices)
@@ -95,7 +99,11 @@ class LoadSettings:
                 )
         if self.activation is not None:
             parse_activation(self.activation)
-        asked_mode(self.sparsity, self.predictor)
+        asked_mode(self.sparsity, self.predictor, self.thresholds)
+        if self.sparse_prompts and not self.cuts:
+            raise InvalidRequestError(
+                "sparse prompts serve the sparsity mode threshold; ask for it, or leave them out"
+            )
         if self.gpu_index is not None and (self.n_gpu_layers is not None or not self.split_neurons):
             raise InvalidRequestError(
                 "a GPU index says which neurons are on the device; leave out the number of layers and "
@@ -112,6 +120,11 @@ class LoadSettings:
         value = getattr(self, name)
         if value is not None or type(self).__dataclass_fields__[name].default is not None:
             object.__setattr__(self, name, checked(name, value, *bounds))
+
+    @property
+    def cuts(self) -> bool:
+        """Whether the mode threshold is asked for, by name or by a file of thresholds."""
+        return self.sparsity == "threshold" or self.thresholds is not None
 
     @property
     def asks_for_a_device(self) -> bool:

@@ -29,6 +29,7 @@ class Batch:
     [i * PAGE_SIZE, (i + 1) * PAGE_SIZE), or -1.
     outputs: int32 [n_outputs], rising indices of the tokens whose logits are wanted.
     taps: names of graph values to hand out.
+    cut: bool [n_tokens], whose small values are zero where the graph cuts (graph.Cutoff); None: nobody's.
     """
 
     tokens: np.ndarray
@@ -37,6 +38,7 @@ class Batch:
     page_tables: np.ndarray
     outputs: np.ndarray
     taps: tuple[str, ...] = ()
+    cut: np.ndarray | None = None
 
 
 def cache_slots(batch: Batch, *, max_batch: int, n_pages: int, n_vocab: int) -> np.ndarray:
@@ -49,6 +51,8 @@ def cache_slots(batch: Batch, *, max_batch: int, n_pages: int, n_vocab: int) -> 
         raise InvalidRequestError(f"a step takes 1 to {max_batch} tokens, not {n}")
     if n != len(batch.positions) or n != len(batch.sequences):
         raise InvalidRequestError("tokens, positions and sequences of a batch differ in length")
+    if batch.cut is not None and (batch.cut.dtype != np.bool_ or batch.cut.shape != (n,)):
+        raise InvalidRequestError("which tokens of a batch are cut must be a truth for each of them")
     if batch.tokens.min() < 0 or batch.tokens.max() >= n_vocab:
         raise InvalidRequestError(f"a token id lies outside the vocabulary of {n_vocab}")
     if len(batch.outputs) and not 0 <= batch.outputs.min() <= batch.outputs.max() < n:

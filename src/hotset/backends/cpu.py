@@ -108,6 +108,7 @@ class CpuBackend:
             plan.run(
                 batch.tokens, batch.positions, batch.sequences, batch.page_tables, batch.outputs,
                 None if x is None else on_host(x),
+                None if batch.cut is None else batch.cut.view(np.uint8),
             )  # fmt: skip
         except ValueError as error:
             raise InvalidRequestError(str(error)) from None

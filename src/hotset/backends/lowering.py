@@ -24,6 +24,7 @@ from hotset.model.graph import (
     Activate,
     Add,
     Attention,
+    Cutoff,
     Embed,
     ExpertLinear,
     ExpertSum,
@@ -197,6 +198,8 @@ class _Emission:
                 )  # fmt: skip
             case Mask():
                 plan.mask(buffers[main.x], buffers[main.scores], main.threshold, main.first, out)
+            case Cutoff():
+                plan.cutoff(buffers[main.x], main.threshold, out)
             case SignScores():
                 signs = self._weights.data(main.weight)
                 plan.sign_scores(buffers[main.x], signs, self._bias(main.bias), out)
@@ -340,6 +343,7 @@ class _Emission:
             (self._buffers[mask.scores], mask.threshold, mask.first) if mask else None,
             self._sparse,
             out,
+            tuple(0.0 if cut is None else cut.threshold for cut in (ffn.gate_cut, ffn.down_cut)),
         )
 
     # ---- attention

@@ -29,6 +29,7 @@ from hotset.model.graph import (
     Activate,
     Add,
     Attention,
+    Cutoff,
     Embed,
     ExpertLinear,
     ExpertSum,
@@ -188,6 +189,8 @@ class ReferenceBackend:
                 return out if op.bias is None else out + self._weight(op.bias)
             case Mask():
                 return np.where(selected(op, values[op.scores.id]), values[op.x.id], F32(0))
+            case Cutoff():
+                return cut(values[op.x.id], op.threshold, batch.cut)
             case Rotate():
                 return rotate(values[op.x.id], batch.positions, op)
             case Attention():
@@ -329,7 +332,7 @@ class _Counts:
         chosen = _of_all_experts(ffn, values, np.ones_like(values[ffn.selected.id], bool))
         if ffn.mask is not None:
             chosen = selected(ffn.mask, values[ffn.mask.scores.id])
-        fires = _of_all_experts(ffn, values, values[ffn.gate_act.out.id] != 0)
+        fires = _of_all_experts(ffn, values, values[ffn.fires.id] != 0)
         up = chosen if ffn.gate is None else chosen & fires
         for name, needed in {"gate_rows": chosen, "up_rows": up, "down_rows": active}.items():
             needed = needed if self.sparse else chosen if ffn.route is not None else np.ones_like(chosen)
@@ -383,6 +386,13 @@ def softmax(x: np.ndarray, _: np.float32 | None = None) -> np.ndarray:
 def selected(op: Mask, scores: np.ndarray) -> np.ndarray:
     """The neurons that a mask lets through, bool [n_tokens, n_ff]: also those whose score is NaN."""
     return np.pad(~(scores < F32(op.threshold)), ((0, 0), (op.first, 0)), constant_values=True)
+
+
+def cut(x: np.ndarray, threshold: float, tokens: np.ndarray | None) -> np.ndarray:
+    """x [n_tokens, width] with zeros in place of small values, of those tokens that are cut."""
+    if tokens is None:
+        return x
+    return np.where(tokens[:, None] & (np.abs(x) < F32(threshold)), F32(0), x)
 
 
 def normalised(

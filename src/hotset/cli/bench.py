@@ -32,7 +32,7 @@ from hotset.units import human_count
 if TYPE_CHECKING:
     from hotset.api import Model
     from hotset.backends.base import Backend, StepStats
-    from hotset.engine.engine import Sequence
+    from hotset.engine.engine import CutTokens, Sequence
     from hotset.model.cost import KVType
 
 _SEED = 0
@@ -128,8 +128,9 @@ def bench(
                     first = False
                 for test in tests:
                     result = measure(
-                        loaded.backend, test, repetitions, batch, read, collect_stats=loaded.config.leaves_out
-                    )
+                        loaded.backend, test, repetitions, batch, read,
+                        collect_stats=loaded.engine.collect_stats, cut=loaded.engine.cut,
+                    )  # fmt: skip
                     printer.row(_entry(facts, test, result, *_touched(loaded, test, result)))
     printer.end()
 
@@ -178,12 +179,13 @@ def measure(
     read_bandwidth: Callable[[], float],
     *,
     collect_stats: bool = False,
+    cut: CutTokens = "none",
 ) -> Measurement:
     """Runs the test after a warm-up, which computes the depth. It is found in the cache from then on.
 
     collect_stats: the warm-up generates some more tokens, and counts which neurons fire.
     """
-    with closing(_RandomRequests(backend, test, batch)) as run:
+    with closing(_RandomRequests(backend, test, batch, cut)) as run:
         run.engine.collect_stats = collect_stats
         run.once(min(test.n_gen, _N_COUNTED if collect_stats else 2))
         result = Measurement(stats=run.stats)
@@ -203,7 +205,7 @@ class _RandomRequests:
     What is measured is what a user waits for: from one event to another.
     """
 
-    def __init__(self, backend: Backend, test: Test, batch: int) -> None:
+    def __init__(self, backend: Backend, test: Test, batch: int, cut: CutTokens) -> None:
         import numpy as np
 
         from hotset.backends.base import PAGE_SIZE
@@ -213,7 +215,7 @@ class _RandomRequests:
         self.test = test
         self.n_vocab = backend.n_vocab
         n_ctx = min(max(test.n_ctx, 1) + 2, backend.n_pages * PAGE_SIZE)
-        self.engine = Engine(backend, n_ctx, 1, max_batch=batch, prompt_seconds=math.inf)
+        self.engine = Engine(backend, n_ctx, 1, max_batch=batch, prompt_seconds=math.inf, cut=cut)
         self.stats: list[StepStats] = []  # of the steps of the latest request
         self._thread = EngineThread(self.engine)
         self._random = np.random.default_rng(_SEED)
@@ -262,6 +264,7 @@ class _RandomRequests:
             sequence = Sequence(tokens, None, len(tokens))
             sequence.on_logits = lambda position, rows: None
             sequence.first_output = len(tokens) - 1
+        sequence.n_dense = self.engine.n_dense(sequence)
         sequence.reuse_prefix = self.test.n_depth > 0
         return sequence
 

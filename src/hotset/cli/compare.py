@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hotset.api import Model
     from hotset.engine.perplexity import PerplexityResult
     from hotset.settings import LoadSettings
+    from hotset.sparsity.modes import Choice
 
 SETTINGS = {
     "cache-type": "kv_type",
@@ -32,8 +33,10 @@ SETTINGS = {
     "backend": "backend",
     "device": "device",
     "profile": "profile",
+    "thresholds": "thresholds",
 }
-_OF_THE_FILE = ("sparsity", "predictor", "profile", "activation", "gpu_index")
+_OF_CUTOFFS = ("thresholds", "sparse_prompts")
+_OF_THE_FILE = ("sparsity", "predictor", "profile", "activation", "gpu_index", *_OF_CUTOFFS)
 _OF_THE_GPU = ("device", "vram_budget", "n_gpu_layers", "gpu_index")
 
 
@@ -97,9 +100,12 @@ def _side(text: str, model: str, settings: LoadSettings) -> Side:
         unsaid = ("sparsity", "predictor")
         if changed.get("sparsity") in ("dense", "exact"):
             unsaid += ("profile",)  # it serves predictions
+        if changed.get("sparsity") != "threshold":
+            unsaid += _OF_CUTOFFS
     if "backend" in changed and "device" not in changed:  # what says how to use a GPU was not said of it
         unsaid += _OF_THE_GPU
-    fields: dict[str, Any] = dict.fromkeys(unsaid) | changed
+    plain = type(settings)()
+    fields = {name: getattr(plain, name) for name in unsaid} | changed
     return Side(other or model, replace(settings, **fields), tuple(said))
 
 
@@ -110,8 +116,13 @@ def names_of(sides: Sequence[Side], models: Sequence[Model]) -> list[str]:
     names = []
     for side, model, file in zip(sides, models, files, strict=True):
         choice = model.sparsity
-        names.append(" ".join([*([file] if several else []), str(choice.spec or choice.mode), *side.said]))
+        names.append(" ".join([*([file] if several else []), _mode_of(choice), *side.said]))
     return names
+
+
+def _mode_of(choice: Choice) -> str:
+    predictor = "" if choice.spec is None else str(choice.spec)
+    return f"threshold {predictor}".strip() if choice.mode == "threshold" else predictor or choice.mode
 
 
 def table_of(names: Sequence[str], results: Sequence[PerplexityResult]) -> tuple[list[str], list[list[str]]]:

@@ -49,10 +49,10 @@ def tell_error(sentence: str) -> None:
 
 def tell_choice(model: Model) -> None:
     """Which neurons are computed and why, and what was built for it; nothing where there is no choice."""
-    if model.config.has_zeros:
+    if model.config.has_zeros or model.sparsity.mode == "threshold":
         say(f"sparsity {model.sparsity.reason}", dim=True)
-        for note in model.notes:
-            say(note, dim=True)
+    for note in model.notes:
+        say(note, dim=True)
 
 
 def tell_memory(model: Model) -> None:

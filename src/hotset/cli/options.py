@@ -47,7 +47,11 @@ Activation = Annotated[
 ]
 Sparsity = Annotated[
     str | None,
-    _option("--sparsity", "dense, exact or predicted; default: the fastest that keeps the meaning.", _ENGINE),
+    _option(
+        "--sparsity",
+        "dense, exact, predicted or threshold; default: the fastest that keeps the meaning.",
+        _ENGINE,
+    ),
 ]
 Predictor = Annotated[
     str | None, _option("--predictor", "mlp[:TYPE], sign[:MARGIN] or svd[:RANK]; implies predicted.", _ENGINE)
@@ -55,6 +59,13 @@ Predictor = Annotated[
 ProfileFile = Annotated[
     Path | None,
     _option("--profile", "Of 'hotset profile': hot neurons need no prediction.", _ENGINE, dir_okay=False),
+]
+ThresholdsFile = Annotated[
+    Path | None,
+    _option("--thresholds", "Of 'hotset calibrate'; default: beside the model.", _ENGINE, dir_okay=False),
+]
+SparsePrompts = Annotated[
+    bool, _option("--sparse-prompts", "Cut small values of prompts too, not of answers alone.", _ENGINE)
 ]
 BackendName = Annotated[
     str, _option("--backend", "auto, cpu (no GPU), or reference: slow, plain NumPy.", _ENGINE)
@@ -170,9 +181,12 @@ class SparsityOptions(LoadOptions):
     sparsity: Sparsity = None
     predictor: Predictor = None
     profile: ProfileFile = None
+    thresholds: ThresholdsFile = None
+    sparse_prompts: SparsePrompts = False
 
     def fields(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("activation", "sparsity", "predictor", "profile")}
+        names = ("activation", "sparsity", "predictor", "profile", "thresholds", "sparse_prompts")
+        own = {name: getattr(self, name) for name in names}
         return super().fields() | own
 
 

@@ -25,13 +25,14 @@ import numpy as np
 
 from hotset.backends.base import PAGE_SIZE, Backend, Batch, StepResult, StepStats
 from hotset.engine.counters import Counters
-from hotset.engine.kv_cache import ROOT, PagePool
+from hotset.engine.kv_cache import NONE_CUT, ROOT, PagePool, dense_in_page
 from hotset.engine.pacing import PROMPT_SECONDS, Chunk, PromptShare, divide, weigher
 from hotset.engine.queue import WaitingQueue
 from hotset.engine.sampler import Constraint, Sampler, SamplingParams, TokenLogprobs
 from hotset.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError, StepCancelledError
 from hotset.parameters import real_number
 
+CutTokens = Literal["none", "answers", "all"]
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 _MAX_LOGITS_BYTES = 64 << 20  # logits that one step hands to `score`
@@ -66,6 +67,7 @@ class Sequence:
     finish_reason: None while it runs; "stop" (a stop token, which is the last of `tokens`), "length"
     (max_tokens or the end of the context), "cancelled", "timeout" (its time was over, whether it ran or
     waited), or "error" (then `error` holds the exception).
+    n_dense: tokens before it are computed as they are, those from it on without their small values.
     client: who asked, for a fair order; any key. deadline: time.perf_counter() seconds when it ends.
     started, first_token, last_token: time.perf_counter() seconds; 0.0 until it happened.
     step_stats: of the step that gave each generated token, with what other sequences had in it; empty unless
@@ -88,6 +90,7 @@ class Sequence:
         "last_token",
         "logprobs",
         "n_computed",
+        "n_dense",
         "n_prompt",
         "n_registered",
         "n_reused",
@@ -111,6 +114,7 @@ class Sequence:
     def __init__(self, tokens: list[int], sampler: Sampler | None, n_tokens_max: int) -> None:
         self.tokens = tokens
         self.n_prompt = len(tokens)
+        self.n_dense = NONE_CUT
         self.sampler = sampler
         self.n_tokens_max = n_tokens_max
         self.stop_ids: frozenset[int] = frozenset()
@@ -193,6 +197,8 @@ class Engine:
     prompt_seconds: how much longer than without them the prompts in a step may make it, where that is not
     less than a step of answers takes; inf: as long as they like (engine/pacing.py). flops: of a token, by the
     number of tokens before it; None: the same for all.
+    cut: whose small values are zero where the graph cuts them (graph.Cutoff): those of generated tokens, or
+    of prompts too. It is a fact of a token, whatever step it is in and however often it is computed.
     collect_stats: asks the backend for the statistics of every step; step_stats then holds the latest.
     Raises OutOfMemoryError when the cache of the backend cannot hold one whole context.
     """
@@ -206,6 +212,7 @@ class Engine:
         max_batch: int | None = None,
         collect_stats: bool = False,
         prompt_seconds: float = PROMPT_SECONDS,
+        cut: CutTokens = "none",
         flops: Callable[[float], float] | None = None,
     ) -> None:
         if n_ctx < 1:
@@ -220,6 +227,7 @@ class Engine:
         self.n_ctx = n_ctx
         self.collect_stats = collect_stats
         self.max_sequences = max_sequences
+        self.cut = cut
         self.step_stats: StepStats | None = None
         self._max_batch = min(max_batch or backend.max_batch, backend.max_batch)
         self._max_outputs = max(1, _MAX_LOGITS_BYTES // (4 * backend.n_vocab))
@@ -227,6 +235,7 @@ class Engine:
         self._positions = np.zeros(self._max_batch, np.int32)
         self._sequences = np.zeros(self._max_batch, np.int32)
         self._outputs = np.zeros(self._max_batch, np.int32)
+        self._cut = np.zeros(self._max_batch, np.bool_)
         self._page_tables = np.full((max_sequences, max_pages), -1, np.int32)
         self._prompt_share = PromptShare(prompt_seconds)
         self._weight = weigher(flops)
@@ -283,6 +292,7 @@ class Engine:
         if params.max_tokens is not None:
             n_tokens_max = min(n_tokens_max, len(tokens) + params.max_tokens)
         sequence = Sequence(tokens, sampler, n_tokens_max)
+        sequence.n_dense = self.n_dense(sequence)
         sequence.stop_ids = frozenset(stop_ids)
         sequence.reuse_prefix = reuse_prefix
         sequence.client = client
@@ -320,9 +330,12 @@ class Engine:
         *,
         first: int = 0,
         reuse_prefix: bool = True,
+        as_answer: bool = False,
     ) -> Sequence:
         """`prepare_score` and `enqueue` in one."""
-        sequence = self.prepare_score(tokens, on_logits, first=first, reuse_prefix=reuse_prefix)
+        sequence = self.prepare_score(
+            tokens, on_logits, first=first, reuse_prefix=reuse_prefix, as_answer=as_answer
+        )
         self.enqueue(sequence)
         return sequence
 
@@ -333,12 +346,14 @@ class Engine:
         *,
         first: int = 0,
         reuse_prefix: bool = True,
+        as_answer: bool = False,
     ) -> Sequence:
         """A checked sequence of tokens whose logits are wanted and after which nothing is generated.
 
         on_logits(position, rows) is called in order with float32 rows [n, n_vocab] of positions position,
         position + 1, ..., beginning at `first`; the rows are valid during the call. The sequence finishes
-        with "length". Raises ContextLengthError when the tokens do not fit.
+        with "length". as_answer: all tokens are computed as generated ones would be, not as a prompt.
+        Raises ContextLengthError when the tokens do not fit.
         """
         checked = self._fitting(tokens)
         if not 0 <= first < len(checked):
@@ -349,6 +364,7 @@ class Engine:
         sequence.on_logits = on_logits
         sequence.first_output = first
         sequence.reuse_prefix = reuse_prefix
+        sequence.n_dense = self.n_dense(sequence, as_answer=as_answer)
         return sequence
 
     def prepare_tap(
@@ -364,8 +380,21 @@ class Engine:
         checked = self._fitting(tokens)
         sequence = Sequence(checked, None, len(checked))
         sequence.tap, sequence.on_tap = name, on_tap
+        sequence.n_dense = self.n_dense(sequence)
         sequence.reuse_prefix = False
         return sequence
+
+    def n_dense(self, sequence: Sequence, *, as_answer: bool = False) -> int:
+        """How many of a sequence's tokens are computed with their small values (see Sequence)."""
+        match self.cut:
+            case "none":
+                return NONE_CUT
+            case "answers":
+                return 0 if as_answer else sequence.n_prompt
+            case "all":
+                return 0
+            case _:
+                assert_never(self.cut)
 
     def _fitting(self, tokens: Tokens[int]) -> list[int]:
         checked = self.checked(tokens)
@@ -533,7 +562,7 @@ class Engine:
         budget = self._max_batch
         chunks: list[tuple[Sequence, int]] = []
         prompts: list[Sequence] = []
-        coming: set[tuple[int, tuple[int, ...]]] = set()  # pages that somebody is about to fill
+        coming: set[tuple[int, int, tuple[int, ...]]] = set()  # pages that somebody is about to fill
         for sequence in self.running:
             if _missing(sequence) > 1:
                 self._adopt(sequence)
@@ -558,7 +587,9 @@ class Engine:
         """Lets waiting sequences run, in order, while there is a slot and room for what they must compute."""
         while self.waiting and self._slots:
             sequence = self.waiting.first()
-            pages, chain = self.pool.match(sequence.tokens, _reusable_pages(sequence))
+            pages, chain = self.pool.match(
+                sequence.tokens, _reusable_pages(sequence), n_dense=sequence.n_dense
+            )
             n_missing = -(-len(sequence.tokens) // PAGE_SIZE) - len(pages)
             n_owed = sum(-(-len(other.tokens) // PAGE_SIZE) - len(other.pages) for other in self.running)
             # One spare page for each running sequence, lest the next of their pages throw this one out again.
@@ -584,8 +615,9 @@ class Engine:
         if sequence.n_computed != n * PAGE_SIZE:
             return
         pages, chain = self.pool.match(
-            sequence.tokens, _reusable_pages(sequence), first=n, parent=sequence.chain
-        )
+            sequence.tokens, _reusable_pages(sequence), n_dense=sequence.n_dense,
+            first=n, parent=sequence.chain,
+        )  # fmt: skip
         if not pages:
             return
         self.pool.release(sequence.pages[n:])  # of a step that was cancelled
@@ -598,7 +630,7 @@ class Engine:
             sequence.n_reused += len(pages) * PAGE_SIZE
             self._counted.reused_tokens += len(pages) * PAGE_SIZE
 
-    def _follows(self, sequence: Sequence, coming: set[tuple[int, tuple[int, ...]]]) -> bool:
+    def _follows(self, sequence: Sequence, coming: set[tuple[int, int, tuple[int, ...]]]) -> bool:
         """Whether somebody before it computes the page that it needs next: then it waits for that one.
 
         So several answers of one prompt compute it once. What it waits for is in the next steps, whatever
@@ -610,7 +642,7 @@ class Engine:
         page = tuple(sequence.tokens[n * PAGE_SIZE : (n + 1) * PAGE_SIZE])
         if len(page) < PAGE_SIZE:
             return False
-        key = (sequence.chain, page)
+        key = (sequence.chain, dense_in_page(sequence.n_dense, n), page)
         if key in coming and n < _reusable_pages(sequence) and sequence.n_computed == n * PAGE_SIZE:
             return True
         coming.add(key)
@@ -647,6 +679,8 @@ class Engine:
                 tokens[n_tokens : n_tokens + n] = sequence.tokens[start : start + n]
                 positions[n_tokens : n_tokens + n] = np.arange(start, start + n)
                 sequences[n_tokens : n_tokens + n] = sequence.slot
+            if self.cut != "none":
+                self._cut[n_tokens : n_tokens + n] = np.arange(start, start + n) >= sequence.n_dense
             n_rows = _n_rows(sequence, n)
             outputs[n_outputs : n_outputs + n_rows] = np.arange(n_tokens + n - n_rows, n_tokens + n)
             n_outputs += n_rows
@@ -658,6 +692,7 @@ class Engine:
             self._page_tables,
             outputs[:n_outputs],
             tuple(sorted({sequence.tap for sequence, _ in chunks if sequence.tap})),
+            None if self.cut == "none" else self._cut[:n_tokens],
         )
 
     def _collect(self, chunks: list[tuple[Sequence, int]], result: StepResult, now: float) -> list[Sequence]:
@@ -722,7 +757,8 @@ class Engine:
     def _register_pages(self, sequence: Sequence) -> None:
         for i in range(sequence.n_registered, sequence.n_computed // PAGE_SIZE):
             tokens = sequence.tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
-            sequence.chain = self.pool.register(sequence.pages[i], sequence.chain, tokens)
+            n_dense = dense_in_page(sequence.n_dense, i)
+            sequence.chain = self.pool.register(sequence.pages[i], sequence.chain, tokens, n_dense)
             sequence.n_registered = i + 1
 
     # ---- ends ----

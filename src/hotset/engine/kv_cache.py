@@ -3,9 +3,10 @@
 The backend owns the memory; this module owns the numbering. A page holds PAGE_SIZE positions of one
 sequence. Only full pages are shared, and a full page never changes, so nothing is ever copied.
 
-A full page is found again by what was computed into it: the serial number of the page before it and its own
-token ids. The dictionary compares the whole key, so two prefixes that merely hash alike are never mixed up,
-and a serial number is never used twice, so a page whose parent was evicted can no longer be reached.
+A full page is found again by what was computed into it: the serial number of the page before it, its own
+token ids, and from which of them on small values were cut (a prompt's are not, an answer's may be). The
+dictionary compares the whole key, so two prefixes that merely hash alike are never mixed up, and a serial
+number is never used twice, so a page whose parent was evicted can no longer be reached.
 """
 
 from __future__ import annotations
@@ -19,8 +20,14 @@ from hotset.backends.base import PAGE_SIZE
 from hotset.errors import InvalidRequestError
 
 ROOT = 0  # the serial number that stands before the first page of every sequence
+NONE_CUT = 1 << 62  # tokens of a sequence in which nothing is cut
 
-_Key = tuple[int, bytes]
+_Key = tuple[int, int, bytes]
+
+
+def dense_in_page(n_dense: int, index: int) -> int:
+    """How many tokens of page `index` are among the first n_dense of their sequence."""
+    return min(max(n_dense - index * PAGE_SIZE, 0), PAGE_SIZE)
 
 
 class PagePool:
@@ -63,10 +70,17 @@ class PagePool:
         return page
 
     def match(
-        self, tokens: Sequence[int], max_pages: int, *, first: int = 0, parent: int = ROOT
+        self,
+        tokens: Sequence[int],
+        max_pages: int,
+        *,
+        n_dense: int = NONE_CUT,
+        first: int = 0,
+        parent: int = ROOT,
     ) -> tuple[list[int], int]:
         """The longest stored prefix of `tokens`, in whole pages, `max_pages` at most.
 
+        n_dense: tokens before it are computed with small values, those from it on without.
         Of a sequence whose first pages are there already: those after its `first` pages, the last of which
         has the serial number `parent`. Returns the pages, each now referenced once more, and the serial
         number of the last (see `register`).
@@ -77,7 +91,8 @@ class PagePool:
             return pages, serial
         data = np.asarray(tokens[first * PAGE_SIZE : max_pages * PAGE_SIZE], dtype=np.int32)
         for start in range(0, len(data) - PAGE_SIZE + 1, PAGE_SIZE):
-            page = self._pages.get((serial, data[start : start + PAGE_SIZE].tobytes()))
+            n = dense_in_page(n_dense, first + start // PAGE_SIZE)
+            page = self._pages.get((serial, n, data[start : start + PAGE_SIZE].tobytes()))
             if page is None:
                 break
             if self._references[page] == 0:
@@ -87,13 +102,13 @@ class PagePool:
             serial = self._serials[page]
         return pages, serial
 
-    def register(self, page: int, parent: int, tokens: Sequence[int]) -> int:
+    def register(self, page: int, parent: int, tokens: Sequence[int], n_dense: int = PAGE_SIZE) -> int:
         """Makes a page that was just filled with `tokens` findable after `parent`; returns its serial number.
 
-        Where another page already holds the same prefix, that one stays the one to find, and its number is
-        returned.
+        n_dense: how many of them were computed with small values (dense_in_page). Where another page already
+        holds the same prefix, that one stays the one to find, and its number is returned.
         """
-        key = (parent, np.asarray(tokens, dtype=np.int32).tobytes())
+        key = (parent, n_dense, np.asarray(tokens, dtype=np.int32).tobytes())
         known = self._pages.get(key)
         if known is not None:
             return self._serials[known]

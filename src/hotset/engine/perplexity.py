@@ -2,7 +2,8 @@
 
 The tokens are cut into chunks of n_ctx, each computed on its own with BOS in place of its first token where
 the model has one; of each chunk the second half is scored, since its tokens have seen enough. The error is
-the standard error of the mean negative log-likelihood, carried through the exponential.
+the standard error of the mean negative log-likelihood, carried through the exponential. Where small values of
+answers are cut (graph.Cutoff) those of all tokens are: what is measured is how answers are predicted.
 
 Side by side, every engine sees the same tokens, and each is measured against the first: what it predicts for
 a token is compared over the whole vocabulary while both rows of logits are there, so that nothing of the
@@ -175,7 +176,7 @@ class _Side:
     def run(self, tokens: list[int], first: int, *, timed: bool) -> Generator[np.ndarray, None, None]:
         """The logits of the positions from `first` on, float32 [n, n_vocab] a step; valid until the next."""
         blocks: list[np.ndarray] = []
-        sequence = self.engine.score(tokens, lambda _, rows: blocks.append(rows), first=first)
+        sequence = self.engine.score(tokens, lambda _, rows: blocks.append(rows), first=first, as_answer=True)
         seconds = 0.0
         try:
             while sequence.finish_reason is None:

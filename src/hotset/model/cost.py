@@ -17,6 +17,7 @@ from hotset.model.graph import (
     Activate,
     Add,
     Attention,
+    Cutoff,
     Embed,
     ExpertLinear,
     ExpertSum,
@@ -136,7 +137,7 @@ def weights_read(op: Primitive, tensors: Mapping[str, TensorInfo]) -> Iterator[t
         case RMSNorm():
             yield op.weight, tensors[op.weight].nbytes
         case (
-            Rotate() | Activate() | Multiply() | Add() | Scale() | SoftCap() | Mask()
+            Rotate() | Activate() | Multiply() | Add() | Scale() | SoftCap() | Mask() | Cutoff()
             | SelectOutputs()
         ):  # fmt: skip
             return

@@ -24,6 +24,11 @@ class LayerCutoffs:
     ffn_in: float = 0.0
     down_in: float = 0.0
 
+    @property
+    def of_ffn(self) -> bool:
+        """Whether something of the FFN is cut."""
+        return bool(self.gate or self.ffn_in or self.down_in)
+
     def items(self) -> Iterator[tuple[str, float]]:
         """Name and value of each, in the order above."""
         for field in fields(self):

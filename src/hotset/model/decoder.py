@@ -14,6 +14,7 @@ tensors are ("blk.3.attn_q" is what blk.3.attn_q.weight yields), and every name 
     [blk.N.ffn_masked: 0 where it was not predicted]          unless it is 0
     [blk.N.ffn_up_shexp  ffn_gate_shexp  ffn_gate_shexp_act  ffn_act_shexp  ffn_down_shexp: of what all share,
     ffn_share  ffn_share_act  ffn_shared: it is multiplied  ffn_sum]
+    [of values that are cut what is left: blk.N.attn_norm_cut  attn_cut  ffn_norm_cut  ffn_gate_cut  ffn_cut]
     blk.N.ffn_down  [blk.N.post_ffw_norm]  [blk.N.ffn_scaled]  blk.N.out
     output_inp  output_norm  [logits_raw  logits_scaled]  logits    only the rows whose logits are wanted
 """
@@ -21,19 +22,22 @@ tensors are ("blk.3.attn_q" is what blk.3.attn_q.weight yields), and every name 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hotset.errors import UnsupportedModelError
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import DECODABLE, GGMLType
 from hotset.model.config import Experts, LayerConfig, ModelConfig
+from hotset.model.cutoffs import LayerCutoffs
 from hotset.model.graph import (
     Activate,
     ActivationKind,
     Add,
     All,
     Attention,
+    Cutoff,
     Embed,
     ExpertLinear,
     ExpertSum,
@@ -75,15 +79,19 @@ _BYTES, _SCALES = frozenset({GGMLType.I8}), frozenset({GGMLType.F16})
 
 
 def describe(
-    config: ModelConfig, tensors: Mapping[str, TensorInfo], predictor: Predictor | None = None
+    config: ModelConfig,
+    tensors: Mapping[str, TensorInfo],
+    predictor: Predictor | None = None,
+    cutoffs: Sequence[LayerCutoffs] = (),
 ) -> Graph:
     """The step of `config` over the weights in `tensors` (name → TensorInfo, shapes innermost first).
 
-    With a predictor, each layer computes only the neurons that it selects. Raises UnsupportedModelError where
+    With a predictor, each layer computes only the neurons that it selects. cutoffs: of each layer, or none;
+    what is 0 leaves the graph as it is. Raises UnsupportedModelError where
     a tensor is missing, has another shape than the configuration says, is of a type that nothing computes
     with, or is not one that the architecture uses.
     """
-    model = _Description(config, _Weights(config, tensors))
+    model = _Description(config, _Weights(config, tensors), cutoffs or [LayerCutoffs()] * config.n_layer)
     x = model.embedding()
     for i, layer in enumerate(config.layers):
         given = x
@@ -100,8 +108,8 @@ class _Description:
     A method adds one part of the model and returns the stream behind it.
     """
 
-    def __init__(self, config: ModelConfig, weights: _Weights) -> None:
-        self.config, self.weights = config, weights
+    def __init__(self, config: ModelConfig, weights: _Weights, cutoffs: Sequence[LayerCutoffs]) -> None:
+        self.config, self.weights, self.cutoffs = config, weights, cutoffs
         self.graph = Graph()
         self._where: dict[str, Any] = {}  # layer and part of what is added next
 
@@ -127,6 +135,7 @@ class _Description:
         # attn_norm_2, or the same again.
         has_second = layer.parallel and f"{blk}.attn_norm_2.weight" in self.weights.tensors
         h = self._norm(x, f"{blk}.attn_norm_2" if has_second else f"{blk}.attn_norm", f"{blk}.attn_norm")
+        h = self._cut(h, self.cutoffs[i].attn_in)
         q, k, v = self._heads(h, blk)
         q, k = self._rotated(q, config.n_head, layer), self._rotated(k, config.n_head_kv, layer)
         attn = self._value(f"{blk}.attn", config.n_head * config.head_dim_v)
@@ -138,6 +147,7 @@ class _Description:
                 **self._where,
             )
         )  # fmt: skip
+        attn = self._cut(attn, self.cutoffs[i].attn_out)
         out = self._linear(attn, f"{blk}.attn_output", config.n_embd, f"{blk}.attn_out")
         if layer.post_norm:
             out = self._norm(out, f"{blk}.post_attention_norm")
@@ -150,6 +160,8 @@ class _Description:
         if layer.experts is not None:
             if predictor is not None:
                 raise UnsupportedModelError("predictors of neurons inside experts are not supported")
+            if self.cutoffs[i].of_ffn:
+                raise UnsupportedModelError("cutoffs of neurons inside experts are not supported")
             return self._mixture(i, layer, layer.experts, given, x)
         n_always = 0 if predictor is None or not predictor.first else predictor.first[i]  # have no score
         kind = None if predictor is None or n_always >= layer.n_ff else predictor.kind
@@ -174,8 +186,10 @@ class _Description:
             else:
                 scores = self._sign_scores(blk, h, n_scores)
             self._enter(i, "ffn")
+        if cutoff := self.cutoffs[i].ffn_in:
+            entering, norm = self._cut(h if norm is None else self._add(norm), cutoff), None
         threshold = 0.0 if predictor is None else predictor.thresholds[i]
-        out = self._add(self._ffn_op(blk, layer, entering, norm, scores, threshold, n_always))
+        out = self._add(self._ffn_op(i, layer, entering, norm, scores, threshold, n_always))
         return self._after_ffn(blk, layer, x, out)
 
     def _after_ffn(self, blk: str, layer: LayerConfig, x: Value, out: Value) -> Value:
@@ -299,7 +313,7 @@ class _Description:
 
     def _ffn_op(
         self,
-        blk: str,
+        i: int,
         layer: LayerConfig,
         x: Value,
         norm: RMSNorm | LayerNorm | None,
@@ -307,18 +321,24 @@ class _Description:
         threshold: float,
         n_always: int,
     ) -> Ffn:
-        n, h = layer.n_ff, x if norm is None else norm.out
+        blk, n, h, cutoffs = f"blk.{i}", layer.n_ff, x if norm is None else norm.out, self.cutoffs[i]
         gate, up = self._gate_and_up(blk, layer, h)
         gate_act, up_act, product = self._activated(blk, layer, gate, up)
-        neurons = gate_act.out if product is None else product.out
+        gate_cut = self._cut_op(gate_act.out, cutoffs.gate, f"{blk}.ffn_gate_cut")
+        if gate_cut is not None and product is not None:
+            product = replace(product, a=gate_cut.out)
+        fires = gate_act.out if gate_cut is None else gate_cut.out
+        neurons = fires if product is None else product.out
         select: Select = All()
         if scores is not None:
             masked = self._value(f"{blk}.ffn_masked", n)
             select = Mask(masked, neurons, scores, threshold, n_always, **self._where)
             neurons = masked
-        down = self._down(blk, neurons)
+        down_cut = self._cut_op(neurons, cutoffs.down_in, f"{blk}.ffn_cut")
+        down = self._down(blk, neurons if down_cut is None else down_cut.out)
         return Ffn(
-            down.out, x, norm, gate, up, gate_act, up_act, product, select, down, **self._where
+            down.out, x, norm, gate, up, gate_act, up_act, product, select, down,
+            gate_cut=gate_cut, down_cut=down_cut, **self._where,
         )  # fmt: skip
 
     def _activated(
@@ -394,6 +414,14 @@ class _Description:
         return Activate(out, x, kind, threshold, **self._where)
 
     # ---- small things
+
+    def _cut_op(self, x: Value, threshold: float, name: str) -> Cutoff | None:
+        """None where nothing is cut."""
+        return Cutoff(self._value(name, x.width), x, threshold, **self._where) if threshold else None
+
+    def _cut(self, x: Value, threshold: float) -> Value:
+        op = self._cut_op(x, threshold, f"{x.name}_cut")
+        return x if op is None else self._add(op)
 
     def _enter(self, layer: int, part: Part) -> None:
         self._where = {"layer": layer, "part": part}

@@ -245,6 +245,19 @@ class Mask(_Operation):
 
 
 @dataclass(frozen=True)
+class Cutoff(_Operation):
+    """out = x, but of tokens that are cut (Batch.cut) 0 where |x| < threshold.
+
+    Of a matrix's input: channels that are nearly nothing (TEAL, arXiv 2408.14690); of an activated gate:
+    neurons (CATS, arXiv 2404.08763). What follows need not read the rows and columns of zeros.
+    """
+
+    out: Value
+    x: Value
+    threshold: float
+
+
+@dataclass(frozen=True)
 class Route(_Operation):
     """Which experts compute a token and how much each counts, best first: out is n_used ids, then n_used
     weights.
@@ -343,6 +356,7 @@ class Ffn(_Operation):
     With a Route the neurons are cut into experts, and a token has those of its own: gate and up are
     ExpertLinear, down is an ExpertSum, and values hold the neurons of the chosen experts side by side.
     shared: a network that every token passes beside the experts of its layer.
+    gate_cut: what is left of f, down_cut: of the neurons that down reads, None: all of it.
     """
 
     out: Value
@@ -356,13 +370,15 @@ class Ffn(_Operation):
     select: Select
     down: Linear | TransposedLinear | ExpertSum
     shared: bool = False
+    gate_cut: Cutoff | None = None
+    down_cut: Cutoff | None = None
 
     @property
     def primitives(self) -> tuple[Primitive, ...]:
         """The same as operations in order, each with the value that it makes."""
         found = (
-            self.norm, self.route, self.gate, self.up, self.gate_act, self.up_act, self.product, self.mask,
-            self.down,
+            self.norm, self.route, self.gate, self.up, self.gate_act, self.gate_cut, self.up_act,
+            self.product, self.mask, self.down_cut, self.down,
         )  # fmt: skip
         return tuple(op for op in found if op is not None)
 
@@ -377,7 +393,12 @@ class Ffn(_Operation):
 
         With a route those of the chosen experts, [n_tokens, n_used * n_ff / n_expert].
         """
-        return self.gate_act.out if self.product is None else self.product.out
+        return self.fires if self.product is None else self.product.out
+
+    @property
+    def fires(self) -> Value:
+        """f of the gate, or of up where there is no gate: where it is zero the neuron is."""
+        return self.gate_act.out if self.gate_cut is None else self.gate_cut.out
 
     @property
     def selected(self) -> Value:
@@ -402,7 +423,8 @@ class Ffn(_Operation):
     @property
     def has_zeros(self) -> bool:
         """Whether neurons can be exactly zero, so that rows of up and down need not be read."""
-        return has_zeros(self.gate_act.kind)
+        is_cut = self.gate_cut is not None or self.down_cut is not None
+        return has_zeros(self.gate_act.kind) or is_cut
 
     @property
     def leaves_out(self) -> bool:
@@ -436,6 +458,7 @@ Primitive = (
     | SoftCap
     | SignScores
     | Mask
+    | Cutoff
     | Route
     | ExpertLinear
     | ExpertSum
@@ -469,7 +492,7 @@ def inputs_of(op: Op) -> list[Value]:
                     assert_never(op.select)
         case (
             RMSNorm() | LayerNorm() | Linear() | TransposedLinear() | Rotate() | Activate() | Scale()
-            | SoftCap() | SignScores() | Route() | SelectOutputs()
+            | SoftCap() | SignScores() | Cutoff() | Route() | SelectOutputs()
         ):  # fmt: skip
             return [op.x]
         case _:
@@ -509,6 +532,11 @@ class Graph:
     def ffns(self) -> tuple[Ffn, ...]:
         """The FFNs of the layers, in order; not those beside experts."""
         return tuple(op for op in self.ops if isinstance(op, Ffn) and not op.shared)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether small values are cut: then it matters which tokens are (Batch.cut)."""
+        return any(isinstance(op, Cutoff) for op in self.primitives)
 
     @property
     def n_layer(self) -> int:

@@ -23,6 +23,7 @@ from hotset.model.graph import (
     Activate,
     Add,
     Attention,
+    Cutoff,
     Embed,
     ExpertLinear,
     ExpertSum,
@@ -212,7 +213,7 @@ def op_bytes(op: Op, tensors: Mapping[str, TensorInfo]) -> int:
         case Embed():
             return 0  # looked up on the host
         case (
-            Rotate() | Activate() | Multiply() | Add() | Scale() | SoftCap() | Mask()
+            Rotate() | Activate() | Multiply() | Add() | Scale() | SoftCap() | Mask() | Cutoff()
             | SelectOutputs()
         ):  # fmt: skip
             return 0

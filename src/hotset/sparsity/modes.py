@@ -3,26 +3,30 @@
     dense      all neurons
     exact      every gate, but up and down rows only of neurons that fire: the same bits as dense
     predicted  the neurons that a predictor names, and within them as exact: an approximation
+    threshold  as one of these, but small values count as zero: an approximation, by a calibration's cutoffs
 
 The default is the fastest that keeps the file's meaning: `predicted` where the file carries predictors, for
-the model was published to run so, else `exact` where neurons can be exactly zero, else `dense`.
+the model was published to run so, else `exact` where neurons can be exactly zero, else `dense`; never
+`threshold`, which changes the text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from hotset.errors import InvalidRequestError
 from hotset.formats import planes
 from hotset.formats.overlay import Overlay
+from hotset.model.cutoffs import LayerCutoffs
 from hotset.model.decoder import describe
 from hotset.model.predictor import Predictor, PredictorKind
 from hotset.sparsity import sidecar
 from hotset.sparsity.calibration import Calibration
 from hotset.sparsity.predictor_spec import PredictorSpec, parse_predictor
 from hotset.sparsity.predictors import open_predictor
+from hotset.sparsity.thresholds import Thresholds
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile, TensorInfo
@@ -30,17 +34,27 @@ if TYPE_CHECKING:
     from hotset.reporter import Reporter
     from hotset.sparsity.profile import Profile
 
-SparsityMode = Literal["dense", "exact", "predicted"]
+SparsityMode = Literal["dense", "exact", "predicted", "threshold"]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A mode with the reason for it, one sentence; with `predicted`, which predictor and its settings."""
+    """A mode with the reason for it, one sentence.
+
+    predictor, spec: with `predicted`, which one and its settings. thresholds: of `threshold`, which cuts in
+    addition to the mode that they name.
+    """
 
     mode: SparsityMode
     predictor: PredictorKind | None
     reason: str
     spec: PredictorSpec | None = None
+    thresholds: Thresholds | None = None
+
+    @property
+    def cutoffs(self) -> tuple[LayerCutoffs, ...]:
+        """Of each layer, for decoder.describe; empty where nothing is cut."""
+        return () if self.thresholds is None else self.thresholds.layers
 
 
 @dataclass
@@ -56,8 +70,11 @@ class Prepared:
     notes: list[str] = field(default_factory=list)
 
 
-def asked_mode(mode: str | None, predictor: str | None) -> tuple[SparsityMode | None, PredictorSpec | None]:
-    """What a user's words ask for, of any model. Raises InvalidRequestError where they mean nothing."""
+def asked_mode(
+    mode: str | None, predictor: str | None, thresholds: object = None
+) -> tuple[SparsityMode | None, PredictorSpec | None]:
+    """What a user's words ask for, of any model; thresholds: whether some are named. Raises
+    InvalidRequestError where they mean nothing."""
     if mode is not None and mode not in get_args(SparsityMode):
         raise InvalidRequestError(
             f"the sparsity mode {mode!r} is not known; it must be one of {', '.join(get_args(SparsityMode))}"
@@ -67,6 +84,10 @@ def asked_mode(mode: str | None, predictor: str | None) -> tuple[SparsityMode | 
         raise InvalidRequestError(
             f"a predictor serves the sparsity mode predicted, not {mode}; leave one of the two out"
         )
+    if thresholds is not None and mode not in (None, "threshold"):
+        raise InvalidRequestError(
+            f"thresholds serve the sparsity mode threshold, not {mode}; leave one of the two out"
+        )
     return cast(SparsityMode | None, mode), spec
 
 
@@ -75,11 +96,17 @@ def choose(
     tensors: Mapping[str, TensorInfo],
     mode: str | None = None,
     predictor: str | None = None,
+    thresholds: Thresholds | None = None,
 ) -> Choice:
     """The mode and predictor for a model; `mode` and `predictor` are what a user asked for.
 
+    thresholds: those that `threshold` cuts by; they say in addition to which mode.
     Raises InvalidRequestError where the model cannot run so, or for a text that means nothing.
     """
+    if thresholds is not None:
+        below = choose(config, tensors, thresholds.mode, predictor)
+        reason = f"threshold: small values are cut as calibrated; {below.reason.removesuffix(', as asked')}"
+        return replace(below, mode="threshold", reason=reason, thresholds=thresholds)
     mode, spec = asked_mode(mode, predictor)
     spec = spec and spec.resolved(config)
     activation = _activation_name(config)

@@ -107,7 +107,7 @@ def _write(
         return
     kept = thrown = 0  # tokens
     texts = [text for text in texts if len(text) > CONTINUED]
-    engine = Engine(model.backend, longest(model.config), N_SEQUENCES)
+    engine = Engine(model.backend, longest(model.config), N_SEQUENCES, cut=model.engine.cut)
     stop_ids = model.tokenizer.stop_ids
 
     def begin() -> EngineSequence:

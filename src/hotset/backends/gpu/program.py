@@ -34,6 +34,7 @@ from hotset.model.graph import (
     Activate,
     Add,
     Attention,
+    Cutoff,
     Embed,
     ExpertLinear,
     ExpertSum,
@@ -59,6 +60,9 @@ from hotset.model.graph import (
 
 if TYPE_CHECKING:
     from hotset.backends.gpu.handshake import ColdCounts
+
+
+_NO_CUTOFFS = "small values are cut on the CPU alone; use --no-gpu"
 
 
 class ColdHalf(Protocol):
@@ -213,6 +217,8 @@ class Program:
         if (ffn := group.ffn) is not None:
             if ffn.route is not None:
                 raise UnsupportedModelError("experts are computed on the CPU; use --no-gpu")
+            if ffn.gate_cut is not None or ffn.down_cut is not None:
+                raise UnsupportedModelError(_NO_CUTOFFS)
             inside += sum(op.out.width for op in ffn.primitives if op.out != ffn.out)
             residual = group.residual(ffn.out)
             if layer not in self._hot:
@@ -253,6 +259,8 @@ class Program:
             ):  # fmt: skip
                 compute = self._elementwise(main, self._kernels)
                 return lambda f: f.values.__setitem__(out, compute(f.values))
+            case Cutoff():
+                raise UnsupportedModelError(_NO_CUTOFFS)
             case Linear() | TransposedLinear() | Ffn() | Route() | ExpertLinear() | ExpertSum():
                 raise AssertionError(f"{main.out.name} is no group's last operation")
             case _:

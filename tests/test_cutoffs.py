@@ -1,0 +1,330 @@
+"""Small values that are cut: what the graph says, and that it is the same however it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from derived_bounds import Oracle
+from test_cpu_backend import batch, tokens
+from tiny_gguf import write_llama, write_relu
+
+import hotset
+from hotset.backends.base import Batch
+from hotset.backends.cpu import CpuBackend
+from hotset.backends.reference import ReferenceBackend
+from hotset.engine.engine import CutTokens, Engine
+from hotset.engine.sampler import SamplingParams
+from hotset.errors import InvalidRequestError, UnsupportedModelError
+from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.formats.quants import GGMLType
+from hotset.model.config import config_from_gguf
+from hotset.model.cutoffs import LayerCutoffs
+from hotset.model.decoder import describe
+from hotset.model.graph import Cutoff, Graph
+from hotset.sparsity.modes import choose, prepare
+from hotset.sparsity.thresholds import BaseMode, Calibrated, Thresholds, default_path
+
+T = GGMLType
+SILU = {"llama.hidden_activation": "silu"}
+EVERY = LayerCutoffs(gate=0.1, attn_in=0.6, attn_out=0.1, ffn_in=0.6, down_in=0.05)
+CASES = {
+    "nothing": LayerCutoffs(),
+    "gate": LayerCutoffs(gate=0.1),
+    "attn_in": LayerCutoffs(attn_in=0.6),
+    "attn_out": LayerCutoffs(attn_out=0.1),
+    "ffn_in": LayerCutoffs(ffn_in=0.6),
+    "down_in": LayerCutoffs(down_in=0.05),
+    "every": EVERY,
+}
+
+
+def write(folder: Path, architecture: str = "llama", type: GGMLType = T.F32, **options: Any) -> GGUFFile:
+    keys = SILU if architecture == "llama" else {}
+    given = {"dialect": "gguf", "n_embd": 64, "n_ff": 288, "keys": keys, "type_of": lambda name: type}
+    return open_gguf(write_relu(folder / "model.gguf", architecture=architecture, **{**given, **options}))
+
+
+def graph_of(gguf: GGUFFile, cutoffs: LayerCutoffs, mode: str | None = None) -> tuple[Any, Graph]:
+    config = config_from_gguf(gguf)
+    ready = prepare(gguf, config, choose(config, gguf.tensors, mode))
+    return ready.weights, describe(config, ready.weights.tensors, ready.predictor, [cutoffs] * config.n_layer)
+
+
+def cpu(gguf: GGUFFile, cutoffs: LayerCutoffs, mode: str | None = None, **options: Any) -> CpuBackend:
+    weights, graph = graph_of(gguf, cutoffs, mode)
+    return CpuBackend(
+        weights, graph, **{"n_pages": 8, "max_batch": 128, "n_threads": 2, "sparse": True, **options}
+    )
+
+
+def run(
+    backend: Any, ids: Sequence[int], cut: np.ndarray, cuts: Sequence[int] = (), taps: tuple[str, ...] = ()
+) -> np.ndarray:
+    """Logits [n_tokens, n_vocab] of one sequence, computed in chunks that begin at 0 and at `cuts`."""
+    rows = []
+    for first, last in zip([0, *cuts], [*cuts, len(ids)], strict=True):
+        part = batch([(ids[first:last], first, [0])], taps)
+        rows.append(np.array(backend.step(replace(part, cut=cut[first:last].copy())).logits))
+    return np.concatenate(rows)
+
+
+# ---- the graph
+
+
+def test_without_cutoffs_the_graph_is_that_of_dense(tmp_path: Path) -> None:
+    gguf = write(tmp_path)
+    assert graph_of(gguf, LayerCutoffs())[1] == graph_of(gguf, LayerCutoffs(), "dense")[1]
+    assert not graph_of(gguf, LayerCutoffs())[1].is_cut
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt", "falcon"])
+@pytest.mark.parametrize("case", [name for name in CASES if name != "nothing"])
+def test_what_is_cut(tmp_path: Path, architecture: str, case: str) -> None:
+    """Where a value's cutoff stands, it has zeros where it was small, and is as it was elsewhere."""
+    options = {"n_head_kv": 1} if architecture == "falcon" else {}
+    gguf = write(tmp_path, architecture, **options)
+    weights, graph = graph_of(gguf, CASES[case])
+    found = [op for op in graph.primitives if isinstance(op, Cutoff)]
+    assert len(found) == 2 * (5 if case == "every" else 1)
+    backend = ReferenceBackend(weights, graph, n_pages=8)
+    ids, cut = tokens(24), np.arange(24) % 3 > 0
+    names = tuple(name for op in found for name in (op.x.name, op.out.name))
+    taps = backend.step(replace(batch([(ids, 0, [0])], names), cut=cut)).taps
+    for op in found:
+        x, out = taps[op.x.name], taps[op.out.name]
+        small = np.abs(x) < np.float32(op.threshold)
+        assert 0.02 < small.mean() < 1
+        np.testing.assert_array_equal(out, np.where(cut[:, None] & small, 0, x))
+
+
+def test_inside_experts_nothing_is_cut(tmp_path: Path) -> None:
+    gguf = open_gguf(write_llama(tmp_path / "model.gguf", experts=(4, 2)))
+    assert graph_of(gguf, LayerCutoffs(attn_in=0.5, attn_out=0.5))[1].is_cut
+    for cutoffs in (LayerCutoffs(gate=1), LayerCutoffs(ffn_in=1), LayerCutoffs(down_in=1)):
+        with pytest.raises(UnsupportedModelError, match="inside experts"):
+            graph_of(gguf, cutoffs)
+
+
+# ---- the native engine
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt", "bamboo"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_reference_agrees(tmp_path: Path, architecture: str, case: str) -> None:
+    dialect = "powerinfer" if architecture == "bamboo" else "gguf"
+    weights, graph = graph_of(gguf := write(tmp_path, architecture, dialect=dialect), CASES[case])
+    ids, cut = tokens(24), np.arange(24) % 3 > 0
+    every = replace(batch([(ids, 0, [0])], tuple(v.name for v in graph.values)), cut=cut)
+    found = cpu(gguf, CASES[case], kv_type="f32").step(every)
+    Oracle(weights, graph, n_pages=8, kv_type="f32").check(every, found)
+    plain = run(cpu(gguf, CASES[case], kv_type="f32"), ids, cut)
+    np.testing.assert_array_equal(found.logits, plain)
+
+
+@pytest.mark.parametrize("type_", [T.F32, T.F16, T.Q8_0, T.Q4_0, T.Q4_1], ids=lambda t: t.name)
+@pytest.mark.parametrize("architecture", ["llama", "opt", "bamboo"])
+def test_a_token_is_the_same_in_every_step(tmp_path: Path, architecture: str, type_: GGMLType) -> None:
+    dialect = "powerinfer" if architecture == "bamboo" else "gguf"
+    gguf = write(tmp_path, architecture, type_, dialect=dialect)
+    ids, cut = tokens(40), np.arange(40) % 5 > 1
+    expected = run(cpu(gguf, EVERY, n_threads=1, sparse=False), ids, cut)
+    for n_threads in (1, 2):
+        for cuts in ([], [*range(1, 12)], [3, 8, 25, 39], [*range(1, 40)]):
+            np.testing.assert_array_equal(
+                run(cpu(gguf, EVERY, n_threads=n_threads), ids, cut, cuts), expected
+            )
+    assert (expected != run(cpu(gguf, EVERY), ids, ~cut)).any()
+
+
+@pytest.mark.parametrize("type_", [T.F32, T.Q4_0], ids=lambda t: t.name)
+def test_tokens_that_are_not_cut_are_dense(tmp_path: Path, type_: GGMLType) -> None:
+    """Of a SiLU model whose down projection is as in `dense`."""
+    gguf, ids = write(tmp_path, type=type_), tokens(24)
+    expected = run(cpu(gguf, LayerCutoffs(), "dense", sparse=False), ids, np.zeros(24, np.bool_))
+    found = cpu(gguf, EVERY)
+    np.testing.assert_array_equal(run(found, ids, np.zeros(24, np.bool_), [9, 10, 11]), expected)
+    np.testing.assert_array_equal(found.step(batch([(ids, 0, [0])])).logits, expected)  # nobody says who is
+
+
+def test_rows_of_what_is_cut_are_not_read(tmp_path: Path) -> None:
+    gguf = write(tmp_path)
+    found, ids = cpu(gguf, LayerCutoffs(gate=0.3)), tokens(9)
+    run(found, ids[:8], np.ones(8, np.bool_))
+    found.step(replace(batch([(ids[8:], 8, [0])]), cut=np.ones(1, np.bool_)))
+    stats = found.stats()
+    assert stats is not None
+    assert (stats.up_rows < 0.5 * 288).all()
+    assert (stats.gate_rows == 288).all()
+
+
+def test_which_tokens_are_cut_is_checked(tmp_path: Path) -> None:
+    gguf, ids = write(tmp_path), tokens(4)
+    weights, graph = graph_of(gguf, EVERY)
+    for backend in (cpu(gguf, EVERY), ReferenceBackend(weights, graph, n_pages=8)):
+        for cut in (np.ones(3, np.bool_), np.ones(4, np.int32)):
+            with pytest.raises(InvalidRequestError, match="cut"):
+                backend.step(replace(batch([(ids, 0, [0])]), cut=cut))
+
+
+# ---- the engine: which tokens are
+
+
+class Watched(CpuBackend):
+    """Notes of every token that was computed whether it was cut: (sequence's row, position, cut)."""
+
+    seen: list[tuple[int, bool]]
+
+    def step(self, batch: Batch) -> Any:
+        if not hasattr(self, "seen"):
+            self.seen = []
+        cut = np.zeros(len(batch.tokens), np.bool_) if batch.cut is None else batch.cut
+        self.seen += zip(batch.positions.tolist(), cut.tolist(), strict=True)
+        return super().step(batch)
+
+
+def watched(gguf: GGUFFile, cutoffs: LayerCutoffs = EVERY, **options: Any) -> Watched:
+    weights, graph = graph_of(gguf, cutoffs)
+    return Watched(
+        weights, graph, **{"n_pages": 16, "max_batch": 64, "n_threads": 1, "sparse": True, **options}
+    )
+
+
+def answer(engine: Engine, prompt: Sequence[int], n: int = 12) -> list[int]:
+    sequence = engine.submit(prompt, SamplingParams(temperature=0, max_tokens=n))
+    while sequence.finish_reason is None:
+        engine.step()
+    return sequence.generated
+
+
+def scores(engine: Engine, ids: Sequence[int], *, as_answer: bool) -> np.ndarray:
+    rows: list[np.ndarray] = []
+    sequence = engine.score(ids, lambda _, new: rows.append(new.copy()), as_answer=as_answer)
+    while sequence.finish_reason is None:
+        engine.step()
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize(("cut", "first"), [("none", 99), ("answers", 20), ("all", 0)])
+def test_which_tokens_the_engine_cuts(tmp_path: Path, cut: CutTokens, first: int) -> None:
+    backend = watched(write(tmp_path))
+    answer(Engine(backend, 256, cut=cut), tokens(20))
+    assert sorted(backend.seen) == [(i, i >= first) for i in range(31)]
+
+
+@pytest.mark.parametrize("cut", ["answers", "all"])
+def test_a_prefix_is_reused_only_where_it_was_computed_so(tmp_path: Path, cut: CutTokens) -> None:
+    """An answer that comes back in the next prompt is computed anew, unless prompts are cut as well."""
+    backend, prompt = watched(write(tmp_path)), tokens(50)
+    engine = Engine(backend, 256, cut=cut)
+    longer = [*prompt, *answer(engine, prompt, 100)]
+    n_reused = []
+    for next_prompt in (longer, longer):
+        sequence = engine.submit(next_prompt, SamplingParams(temperature=0, max_tokens=9))
+        while sequence.finish_reason is None:
+            engine.step()
+        n_reused.append(sequence.n_reused)
+        alone = answer(Engine(watched(open_gguf(tmp_path / "model.gguf")), 256, cut=cut), next_prompt, 9)
+        assert sequence.generated == alone
+    assert n_reused == ([0, 128] if cut == "answers" else [128, 128])
+
+
+def test_without_cuts_an_answer_is_reused(tmp_path: Path) -> None:
+    engine, prompt = Engine(watched(write(tmp_path), LayerCutoffs()), 256), tokens(50)
+    longer = [*prompt, *answer(engine, prompt, 100)]
+    sequence = engine.submit(longer, SamplingParams(temperature=0, max_tokens=2))
+    while sequence.finish_reason is None:
+        engine.step()
+    assert sequence.n_reused == 128
+
+
+def test_a_sequence_that_lost_its_pages_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
+    gguf, prompts = write(tmp_path), [tokens(60), tokens(61)[::-1], tokens(70)]
+    alone = [answer(Engine(watched(gguf), 256, cut="answers"), prompt, 80) for prompt in prompts]
+    engine = Engine(watched(gguf, n_pages=6), 256, cut="answers")
+    running = [engine.submit(prompt, SamplingParams(temperature=0, max_tokens=80)) for prompt in prompts]
+    while any(sequence.finish_reason is None for sequence in running):
+        engine.step()
+    assert engine.counters().preemptions > 0
+    assert [sequence.generated for sequence in running] == alone
+
+
+def test_what_is_scored_is_a_prompt_unless_it_counts_as_an_answer(tmp_path: Path) -> None:
+    gguf, ids = write(tmp_path), tokens(30)
+    engine = Engine(watched(gguf), 256, cut="answers")
+    for as_answer in (False, True):
+        expected = run(cpu(gguf, EVERY), ids, np.full(30, as_answer))
+        np.testing.assert_array_equal(scores(engine, ids, as_answer=as_answer), expected)
+
+
+# ---- a model with its file of thresholds
+
+
+def thresholds_of(gguf: GGUFFile, mode: BaseMode = "dense", cutoffs: LayerCutoffs = EVERY) -> Thresholds:
+    return Thresholds(Calibrated.of(gguf), (cutoffs,) * config_from_gguf(gguf).n_layer, mode)
+
+
+def load(path: Path, **options: Any) -> hotset.Model:
+    return hotset.load(path, backend="cpu", n_threads=1, n_ctx=256, **options)
+
+
+def test_the_file_beside_a_model_is_named_and_used_when_asked(tmp_path: Path) -> None:
+    gguf = write(tmp_path)
+    with pytest.raises(hotset.HotsetError, match="hotset calibrate"):
+        load(gguf.path, sparsity="threshold")
+    thresholds_of(gguf).save(default_path(gguf.path))
+    with load(gguf.path) as model:
+        assert model.sparsity.mode == "dense"
+        assert any("thresholds that are not used" in note for note in model.notes)
+        assert model.engine.cut == "none"
+    with load(gguf.path, sparsity="threshold") as model:
+        assert model.sparsity.mode == "threshold"
+        assert not any("not used" in note for note in model.notes)
+        assert model.engine.cut == "answers"
+    with load(gguf.path, sparsity="threshold", sparse_prompts=True) as model:
+        assert model.engine.cut == "all"
+
+
+def test_a_file_can_be_named(tmp_path: Path) -> None:
+    gguf = write(tmp_path)
+    replace(thresholds_of(gguf), prompts=True).save(tmp_path / "other.json")
+    with load(gguf.path, thresholds=tmp_path / "other.json") as model:
+        assert (model.sparsity.mode, model.engine.cut) == ("threshold", "all")
+
+
+@pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
+def test_it_combines_with_the_modes_of_relu_models(tmp_path: Path, mode: BaseMode) -> None:
+    gguf = open_gguf(write_relu(tmp_path / "model.gguf", architecture="bamboo", n_embd=64, n_ff=288))
+    thresholds_of(gguf, mode, LayerCutoffs(attn_in=0.6, attn_out=0.1)).save(default_path(gguf.path))
+    with load(gguf.path, sparsity="threshold") as model, load(gguf.path, sparsity=mode) as plain:
+        assert (model.sparsity.predictor, model.graph.is_cut) == (plain.sparsity.predictor, True)
+        ids = tokens(20)
+        np.testing.assert_array_equal(model.logits(ids), plain.logits(ids))  # a prompt is not cut
+        with model.thread.exclusive() as engine:
+            assert (scores(engine, ids, as_answer=True) != plain.logits(ids)).any()
+
+
+def test_thresholds_of_zero_are_dense(tmp_path: Path) -> None:
+    gguf = write(tmp_path, type=T.Q4_0)
+    thresholds_of(gguf, cutoffs=LayerCutoffs()).save(default_path(gguf.path))
+    with load(gguf.path, sparsity="threshold", sparse_prompts=True) as model, load(gguf.path) as plain:
+        np.testing.assert_array_equal(model.logits(tokens(20)), plain.logits(tokens(20)))
+
+
+def test_settings_that_contradict_each_other(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="thresholds serve the sparsity mode threshold"):
+        hotset.LoadSettings(sparsity="dense", thresholds="x.json")
+    with pytest.raises(InvalidRequestError, match="sparse prompts serve"):
+        hotset.LoadSettings(sparse_prompts=True)
+
+
+def test_a_device_does_not_cut(tmp_path: Path) -> None:
+    gguf = write(tmp_path)
+    thresholds_of(gguf).save(default_path(gguf.path))
+    pytest.importorskip("torch")
+    with pytest.raises(UnsupportedModelError, match="cut on the CPU alone"):
+        hotset.load(gguf.path, sparsity="threshold", device="cpu", n_ctx=128)
