@@ -6,8 +6,12 @@ Most run on the fake backend, whose logits are random: no model is harder to kee
 from __future__ import annotations
 
 import codecs
+import gc
 import json
+import os
 import re
+import threading
+import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -23,8 +27,9 @@ import hotset
 from hotset.engine.engine import Engine, Sequence
 from hotset.engine.sampler import SamplingParams
 from hotset.errors import HotsetError, InvalidRequestError
-from hotset.text import constraint
+from hotset.text import constraint, grammar_child
 from hotset.text.constraint import GrammarConstraint, Grammars
+from hotset.text.mask import Mask
 from hotset.text.tokenizer import Tokenizer, load_tokenizer
 
 pytest.importorskip("llguidance")
@@ -38,9 +43,10 @@ def grammars(kind: str = "bpe") -> Grammars:
     return Grammars(load_tokenizer(KINDS[kind]()))
 
 
-def ids_of(mask: np.ndarray, tokenizer: Tokenizer) -> set[int]:
-    bits = np.unpackbits(mask, bitorder="little")
+def ids_of(mask: Mask, tokenizer: Tokenizer) -> set[int]:
+    bits = np.unpackbits(mask.bits, bitorder="little")
     assert not bits[tokenizer.n_vocab :].any()
+    assert mask.ids is None or mask.ids.tolist() == np.flatnonzero(bits).tolist()
     return set(np.flatnonzero(bits).tolist())
 
 
@@ -401,6 +407,79 @@ def test_the_same_tokens_alone_among_others_and_where_pages_run_out():
     for sequence in crowded:
         assert sequence.error is None
         assert re.match("([a-z ]{1,40}\\.\n)*", text_of(sequence, "bpe"))
+
+
+# --- masks that are found while the model computes
+
+
+def test_looking_ahead_changes_no_token(monkeypatch: pytest.MonkeyPatch):
+    made = grammars()
+    params = SamplingParams(seed=5, max_tokens=60)
+
+    def answers(n: int) -> list[list[int]]:
+        engine = Engine(FakeBackend(made.tokenizer.n_vocab, n_pages=64), 256, max_sequences=n)
+        sequences = []
+        for i in range(n):
+            rule = made.constraint("regex", "([a-z ]{1,40}\\.\n){20,30}")
+            sequences.append(engine.prepare([1 + i, 2], params, constraint=rule))
+            engine.enqueue(sequences[-1])
+        while engine.has_work:
+            engine.step()
+        return [sequence.generated for sequence in sequences]
+
+    ahead = answers(4)
+    looked: list[int] = []
+    monkeypatch.setattr(GrammarConstraint, "look_ahead", lambda self: looked.append(1))
+    assert answers(4) == ahead
+    assert len(looked) == sum(len(tokens) for tokens in ahead), "once for each token that is drawn"
+
+
+def test_a_mask_that_was_found_ahead_is_the_same_and_holds_until_a_token_is_taken():
+    made = grammars()
+    plain, ahead = (made.constraint("regex", "[a-c]{3}(yes|no)") for _ in range(2))
+    while not plain.finished:
+        ahead.look_ahead()
+        ahead.look_ahead()  # a step that was cancelled begins again
+        assert ahead.mask().bits.tolist() == plain.mask().bits.tolist()
+        token = min(ids_of(ahead.mask(), made.tokenizer))
+        for rule in (plain, ahead):
+            rule.accept(token)
+        assert (ahead.finished, ahead.can_end) == (plain.finished, plain.can_end)
+
+
+def test_what_goes_wrong_while_a_mask_is_found_is_told_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch):
+    made = grammars()
+    engine = Engine(FakeBackend(made.tokenizer.n_vocab), 256)
+    sequence = engine.prepare([1], SamplingParams(seed=1), constraint=made.constraint("regex", "[a-c]{30}"))
+    other = engine.prepare([2], SamplingParams(seed=1, max_tokens=3))
+    engine.enqueue(sequence)
+    engine.enqueue(other)
+    engine.step()
+    monkeypatch.setattr(grammar_child, "MAX_MASK_SECONDS", -1.0)
+    while engine.has_work:
+        engine.step()
+    assert "takes half a second" in str(sequence.error)
+    assert other.finish_reason == "length"
+
+
+def test_the_thread_of_masks_ends_with_the_grammars_and_a_fork_has_one_of_its_own():
+    made = Grammars(grammars().tokenizer)
+    rule = made.constraint("regex", "[a-c]{3}")
+    rule.look_ahead()
+    expected = ids_of(rule.mask(), made.tokenizer)
+    (thread,) = (one for one in threading.enumerate() if one is made._ahead._thread)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of forks beside threads
+        child = os.fork()
+    if not child:
+        again = made.constraint("regex", "[a-c]{3}")
+        again.look_ahead()
+        os._exit(0 if ids_of(again.mask(), made.tokenizer) == expected else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    del made, rule
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 # --- what cannot be used

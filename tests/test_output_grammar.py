@@ -172,7 +172,7 @@ def test_the_end_of_reasoning_may_be_spelled_or_a_token():
         rule = grammars.constraint("regex", "yes|no", form.around("<think>"))
         text = "I </b> think.\n</think>\n\nyes"
         for id in tokenizer.encode(text, add_special=False, parse_special=True):
-            mask = np.unpackbits(rule.mask(), bitorder="little")
+            mask = np.unpackbits(rule.mask().bits, bitorder="little")
             assert mask[id], tokenizer.token_bytes(id)
             rule.accept(id)
         assert rule.finished

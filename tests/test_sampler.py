@@ -13,6 +13,7 @@ import pytest
 from hotset.engine.sampler import Sampler, SamplingParams, log_sum_exp, top_k
 from hotset.engine.stop import StopMatcher
 from hotset.errors import HotsetError, InvalidRequestError
+from hotset.text.mask import Mask
 
 N_VOCAB = 3000  # more than k groups, so that top_k selects before it sorts
 
@@ -153,8 +154,11 @@ class Allowed:
         self.bits = np.packbits(allowed, bitorder="little")
         self.accepted: list[int] = []
 
-    def mask(self) -> np.ndarray:
-        return self.bits
+    def look_ahead(self) -> None:
+        pass
+
+    def mask(self) -> Mask:
+        return Mask.of(self.bits, N_VOCAB)
 
     def accept(self, token: int) -> None:
         self.accepted.append(token)

@@ -530,6 +530,10 @@ class Engine:
         units = sum(n * self._weight(sequence.n_computed) for sequence, n in chunks if n > 1)
         if not self._gave_way and not any(1 < n == _missing(sequence) for sequence, n in chunks):
             self._flight = _Flight(begun, self._prompt_share.seconds_of(units, n_answers), units)
+        # Last of all: it wakes another thread, for which this one would have to wait while it runs Python.
+        for sequence, n in chunks:
+            if sequence.sampler and n == _missing(sequence):
+                sequence.sampler.look_ahead()
         try:
             result = self.backend.step(batch)
         except StepCancelledError:

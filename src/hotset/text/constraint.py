@@ -28,6 +28,7 @@ import numpy as np
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.escaping import clause
 from hotset.text import grammar_child
+from hotset.text.mask import Mask, MaskThread
 from hotset.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Grammars:
         self.tokenizer = tokenizer
         self._library: LLTokenizer | None = None
         self._lock = threading.Lock()
+        self._ahead = MaskThread()
         self._kept: OrderedDict[tuple[str, str, str | None], LLMatcher] = (
             OrderedDict()
         )  # none has taken a token
@@ -86,7 +88,7 @@ class Grammars:
                 self._kept[key] = matcher
                 while len(self._kept) > _MAX_KEPT:
                     self._kept.popitem(last=False)
-        return GrammarConstraint(matcher.deep_copy(), self.tokenizer.n_vocab)
+        return GrammarConstraint(matcher.deep_copy(), self.tokenizer.n_vocab, self._ahead)
 
     @cached_property
     def _marks(self) -> list[str]:
@@ -108,31 +110,70 @@ class Grammars:
 
 
 class GrammarConstraint:
-    """A grammar and how far an answer has come in it; an engine's Constraint, for one answer."""
+    """A grammar and how far an answer has come in it; an engine's Constraint, for one answer.
 
-    def __init__(self, matcher: LLMatcher, n_vocab: int) -> None:
+    ahead: finds masks while the model computes. As long as it does, the matcher is its alone.
+    """
+
+    def __init__(self, matcher: LLMatcher, n_vocab: int, ahead: MaskThread) -> None:
         self._matcher = matcher
-        words = (n_vocab + 31) // 32
-        self._mask = np.zeros(words, np.int32)
-        self._seconds = 0.0
+        self._n_vocab = n_vocab
+        self._words = np.zeros((n_vocab + 31) // 32, np.int32)
+        self._ahead = ahead
+        self._free = threading.Lock()  # held while the matcher is the other thread's
+        self._mask: Mask | None = None  # for the place where the answer is now, once it was found
+        self._error: Exception | None = None  # that came of looking for it
 
     @property
     def finished(self) -> bool:
         """Whether the answer is complete and nothing can follow."""
-        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+        with self._free:
+            return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     @property
     def can_end(self) -> bool:
         """Whether the answer would be complete here."""
-        return bool(self._matcher.is_accepting())
+        with self._free:
+            return bool(self._matcher.is_accepting())
 
-    def mask(self) -> np.ndarray:
-        """The tokens that may come next, as bits: uint8, token i is bit i % 8 of byte i // 8.
+    def look_ahead(self) -> None:
+        """Begins to find the mask in another thread."""
+        if self._mask is None and self._error is None and self._free.acquire(blocking=False):
+            self._ahead.put(self._find_ahead)
 
-        It is valid until the next call. Raises InvalidRequestError where the grammar takes too much here.
+    def mask(self) -> Mask:
+        """The tokens that may come next.
+
+        It is valid until a token is taken. Raises InvalidRequestError where the grammar takes too much here.
         """
+        with self._free:
+            if self._error is not None:
+                raise self._error
+            if self._mask is None:
+                self._mask = self._find()
+            return self._mask
+
+    def accept(self, token: int) -> None:
+        """Goes on by a token that the mask allowed."""
+        with self._free:
+            self._mask = None
+            if not self._matcher.consume_token(token):
+                raise InvalidRequestError(
+                    f"the grammar of the answer does not allow token {token} here "
+                    f"({_reason(self._matcher.get_error())})"
+                )
+
+    def _find_ahead(self) -> None:
+        try:
+            self._mask = self._find()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._free.release()
+
+    def _find(self) -> Mask:
         begun = time.thread_time()
-        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         if self._matcher.is_error():  # the mask then allows the end, which is not to pass for a whole answer
             raise InvalidRequestError(
                 f"the grammar of the answer cannot go on here ({_reason(self._matcher.get_error())}); "
@@ -144,15 +185,7 @@ class GrammarConstraint:
                 "the grammar of the answer is too slow: it takes half a second to find what may come next; "
                 "simplify it"
             )
-        return self._mask.view(np.uint8)
-
-    def accept(self, token: int) -> None:
-        """Goes on by a token that the mask allowed."""
-        if not self._matcher.consume_token(token):
-            raise InvalidRequestError(
-                f"the grammar of the answer does not allow token {token} here "
-                f"({_reason(self._matcher.get_error())})"
-            )
+        return Mask.of(self._words.view(np.uint8), self._n_vocab)
 
 
 # --- a grammar, tried
