@@ -240,7 +240,7 @@ class PlanBuilder {
 
     // See RouteFacts.
     void route(int x, int n_used, int scoring, const std::optional<Floats>& bias, bool normalised,
-               float scale, int n_groups, int n_groups_used, int out) {
+               float scale, int n_groups, int n_groups_used, int group_best, int out) {
         same_rows(x, out);
         const int64_t n = width(x);
         require(n <= kMaxExperts && n_used > 0 && n_used <= n && width(out) == 2 * n_used,
@@ -251,8 +251,9 @@ class PlanBuilder {
         require(n_groups > 0 && n % n_groups == 0 && n_groups_used > 0 && n_groups_used <= n_groups &&
                     n / n_groups * n_groups_used >= n_used,
                 "groups of experts have equal sizes, and hold those that are used");
+        require(group_best == 1 || group_best == 2, "one or two experts of a group count for it");
         plan_->add_route({x, out, n_used, RouteFacts::Scoring(scoring), to_vector(bias), normalised, scale,
-                          n_groups, n_groups_used});
+                          n_groups, n_groups_used, group_best});
     }
 
     // Tensors (type, data) of all experts or of one each; rows of an expert in them, and the first that
@@ -320,12 +321,34 @@ class PlanBuilder {
         plan_->add_sign_scores(x, rows.data(), to_vector(bias), out);
     }
 
-    void rotate(int x, int out, int n_head, int head_dim, int rope) {
+    void rotate(int x, int out, int n_head, int head_dim, int rope, int first) {
         require(width(x) == int64_t(n_head) * head_dim && width(out) == width(x), "heads fill the width");
-        require(rope >= 0 && rope < plan_->n_ropes() && plan_->rope(rope).n_rot <= head_dim,
+        require(rope >= 0 && rope < plan_->n_ropes() && first >= 0 && first <= head_dim &&
+                    plan_->rope(rope).n_rot <= head_dim - first,
                 "a rope fits its head");
         same_rows(x, out);
-        plan_->add_rotate(x, out, n_head, head_dim, rope);
+        plan_->add_rotate(x, out, n_head, head_dim, rope, first);
+    }
+
+    void heads(int x, int shared, int n_head, int first, int out) {
+        require(n_head > 0 && width(x) % n_head == 0 && width(out) % n_head == 0, "heads fill the width");
+        same_rows(x, out);
+        if (shared >= 0) same_rows(shared, out);
+        const int64_t count = width(out) / n_head - (shared < 0 ? 0 : width(shared));
+        require(first >= 0 && count > 0 && first + count <= width(x) / n_head,
+                "channels are some of each head");
+        plan_->add_heads(x, shared, n_head, first, out);
+    }
+
+    void transposed_heads(int x, int type, const Bytes& data, int n_head, int out) {
+        require(n_head > 0 && n_head <= kMaxChunks && width(out) % n_head == 0, "heads fill the width");
+        same_rows(x, out);
+        const Matrix all = make_matrix(type, data, width(x) * n_head, width(out) / n_head);
+        weights_.push_back(data);
+        std::vector<Matrix> weights;
+        for (int h = 0; h < n_head; h++)
+            weights.push_back({all.type, all.row(h * width(x)), width(x), all.cols, all.row_bytes, nullptr});
+        plan_->add_transposed_heads(x, std::move(weights), out);
     }
 
     void attention(int q, int k, int v, int out, int n_head, int n_head_kv, int head_dim, int head_dim_v,
@@ -954,7 +977,7 @@ NB_MODULE(_core, m) {
         .def("axpy", &PlanBuilder::axpy, "x"_a, "type"_a, "data"_a, "scales"_a.none(), "bias"_a.none(),
              "residual"_a, "sparse"_a, "out"_a)
         .def("route", &PlanBuilder::route, "x"_a, "n_used"_a, "scoring"_a, "bias"_a.none(), "normalised"_a,
-             "scale"_a, "n_groups"_a, "n_groups_used"_a, "out"_a)
+             "scale"_a, "n_groups"_a, "n_groups_used"_a, "group_best"_a, "out"_a)
         .def("expert_neurons", &PlanBuilder::expert_neurons, "x"_a, "route"_a, "n_expert"_a, "gate"_a.none(),
              "up"_a, "activation"_a.none(), "up_activation"_a.none(), "sparse"_a, "out"_a)
         .def("expert_sum", &PlanBuilder::expert_sum, "x"_a, "route"_a, "n_expert"_a, "down"_a, "residual"_a,
@@ -963,7 +986,10 @@ NB_MODULE(_core, m) {
         .def("mask", &PlanBuilder::mask, "x"_a, "scores"_a, "threshold"_a, "first"_a, "out"_a)
         .def("op_seconds", &PlanBuilder::op_seconds)
         .def("op_counts", &PlanBuilder::op_counts)
-        .def("rotate", &PlanBuilder::rotate, "x"_a, "out"_a, "n_head"_a, "head_dim"_a, "rope"_a)
+        .def("rotate", &PlanBuilder::rotate, "x"_a, "out"_a, "n_head"_a, "head_dim"_a, "rope"_a, "first"_a)
+        .def("heads", &PlanBuilder::heads, "x"_a, "shared"_a, "n_head"_a, "first"_a, "out"_a)
+        .def("transposed_heads", &PlanBuilder::transposed_heads, "x"_a, "type"_a, "data"_a, "n_head"_a,
+             "out"_a)
         .def("attention", &PlanBuilder::attention, "q"_a, "k"_a, "v"_a, "out"_a, "n_head"_a, "n_head_kv"_a,
              "head_dim"_a, "head_dim_v"_a, "scale"_a, "softcap"_a, "window"_a, "rope"_a, "q_norm"_a.none(),
              "k_norm"_a.none(), "sinks"_a.none(), "kv_type"_a, "k_cache"_a, "v_cache"_a, "k_scale"_a.none(),

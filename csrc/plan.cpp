@@ -99,8 +99,14 @@ void Plan::add_cutoff(int x, float threshold, int out) {
 void Plan::add_sign_scores(int x, const uint8_t* rows, std::vector<float> bias, int out) {
     ops_.push_back(make_sign_scores(*this, x, rows, std::move(bias), out));
 }
-void Plan::add_rotate(int x, int out, int n_head, int head_dim, int rope) {
-    ops_.push_back(make_rotate(*this, x, out, n_head, head_dim, rope));
+void Plan::add_rotate(int x, int out, int n_head, int head_dim, int rope, int first) {
+    ops_.push_back(make_rotate(*this, x, out, n_head, head_dim, rope, first));
+}
+void Plan::add_heads(int x, int shared, int n_head, int first, int out) {
+    ops_.push_back(make_heads(*this, x, shared, n_head, first, out));
+}
+void Plan::add_transposed_heads(int x, std::vector<Matrix> weights, int out) {
+    ops_.push_back(make_transposed_heads(*this, x, std::move(weights), out));
 }
 void Plan::add_attention(AttentionFacts facts) {
     ops_.push_back(make_attention(*this, std::move(facts)));

@@ -153,7 +153,7 @@ struct RouteFacts {
     std::vector<float> bias;  // empty: none
     bool normalised = false;
     float scale = 1.0f;
-    int n_groups = 1, n_groups_used = 1;
+    int n_groups = 1, n_groups_used = 1, group_best = 2;
 };
 
 // A matrix for each expert, and their biases one after the other.
@@ -230,7 +230,11 @@ class Plan {
     void add_cutoff(int x, float threshold, int out);
     // out = sign_scores of x and `rows` (out.width rows of signs) + bias.
     void add_sign_scores(int x, const uint8_t* rows, std::vector<float> bias, int out);
-    void add_rotate(int x, int out, int n_head, int head_dim, int rope);
+    void add_rotate(int x, int out, int n_head, int head_dim, int rope, int first);
+    // See graph.Heads; shared -1: none.
+    void add_heads(int x, int shared, int n_head, int first, int out);
+    // See graph.TransposedHeads; a matrix for each head, with a row per input.
+    void add_transposed_heads(int x, std::vector<Matrix> weights, int out);
     void add_attention(AttentionFacts facts);
     void add_activate(Activation kind, float threshold, int x, int out);
     void add_add(int a, int b, int out);
@@ -297,7 +301,10 @@ std::unique_ptr<Op> make_expert_neurons(const Plan& plan, ExpertFacts facts);
 std::unique_ptr<Op> make_expert_sum(const Plan& plan, ExpertSumFacts facts);
 std::unique_ptr<Op> make_sign_scores(const Plan& plan, int x, const uint8_t* rows, std::vector<float> bias,
                                      int out);
-std::unique_ptr<Op> make_rotate(const Plan& plan, int x, int out, int n_head, int head_dim, int rope);
+std::unique_ptr<Op> make_rotate(const Plan& plan, int x, int out, int n_head, int head_dim, int rope,
+                                int first);
+std::unique_ptr<Op> make_heads(const Plan& plan, int x, int shared, int n_head, int first, int out);
+std::unique_ptr<Op> make_transposed_heads(const Plan& plan, int x, std::vector<Matrix> weights, int out);
 std::unique_ptr<Op> make_attention(const Plan& plan, AttentionFacts facts);
 std::unique_ptr<Op> make_activate(const Plan& plan, Activation kind, float threshold, int x, int out);
 std::unique_ptr<Op> make_mask(const Plan& plan, int x, int scores, float threshold, int64_t first, int out);

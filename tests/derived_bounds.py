@@ -26,6 +26,7 @@ from hotset.model.graph import (
     Embed,
     ExpertLinear,
     ExpertSum,
+    Heads,
     LayerNorm,
     Linear,
     Mask,
@@ -37,6 +38,7 @@ from hotset.model.graph import (
     SelectOutputs,
     SignScores,
     SoftCap,
+    TransposedHeads,
     TransposedLinear,
 )
 
@@ -245,7 +247,7 @@ class Oracle(ReferenceBackend):
             return self._expected_of_experts(op, taps)
         expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
         match op:
-            case Embed() | SelectOutputs() | Mask() | Cutoff():
+            case Embed() | SelectOutputs() | Mask() | Cutoff() | Heads():
                 return expected, -U * np.abs(expected)  # to the bit
             case SignScores():
                 return expected, U * (
@@ -267,17 +269,22 @@ class Oracle(ReferenceBackend):
             case Rotate():
                 # Of a pair (a, b) both results are at most |a| + |b|; angles come from the same float64.
                 x = np.abs(taps[op.x.id]).reshape(-1, op.n_head, op.head_dim)
-                half, pairs = op.rope.n_rot // 2, x[..., : op.rope.n_rot]
+                half, turned = op.rope.n_rot // 2, slice(op.first, op.first + op.rope.n_rot)
+                pairs = x[..., turned]
                 if op.rope.kind == "norm":
                     sums = np.repeat(pairs[..., 0::2] + pairs[..., 1::2], 2, axis=-1)
                 else:
                     sums = np.tile(pairs[..., :half] + pairs[..., half:], 2)
                 bound = np.zeros_like(x)
-                bound[..., : op.rope.n_rot] = 6 * U * abs(op.rope.magnitude) * sums + TINY
+                bound[..., turned] = 6 * U * abs(op.rope.magnitude) * sums + TINY
                 return expected, bound.reshape(expected.shape)
             case TransposedLinear():
                 bound = axpy_bound(taps[op.x.id], np.abs(self._by_neuron(op).astype(np.float64)))
                 return expected, bound + (0 if op.bias is None else U * (np.abs(expected) + bound))
+            case TransposedHeads():
+                sums = np.abs(taps[op.x.id]) @ np.abs(self._weight(op.weight))
+                bound = gamma(op.x.width) * sums + op.x.width * TINY
+                return expected, bound.swapaxes(0, 1).reshape(expected.shape)
             case Attention():
                 return expected, self._attention_bounds(op, taps, slots)
         raise AssertionError(f"no bound for {type(op).__name__}")

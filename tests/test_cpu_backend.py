@@ -256,16 +256,26 @@ def test_mistakes_at_load_are_sentences(mixed: GGUFFile, tmp_path: Path) -> None
         cpu(narrow, kv_type="q8_0")
 
 
-def test_a_rope_that_does_not_fit_its_head_is_refused() -> None:
+def test_what_does_not_fit_its_heads_is_refused() -> None:
     plan = _core.Plan(4, 1, 1, _core.Runtime(1))
     x, out = plan.buffer(32, False), plan.buffer(32, False)
     narrow = [plan.rope(True, 8, [1.0] * 4, 1.0) for _ in range(2)]
     assert narrow[0] == narrow[1]  # equal ropes are one
     wide = plan.rope(True, 64, [1.0] * 32, 1.0)
-    plan.rotate(x, out, 1, 32, narrow[0])
+    plan.rotate(x, out, 1, 32, narrow[0], 0)
     for rope in (wide, wide + 1, -1):
         with pytest.raises(ValueError, match="a rope fits its head"):
-            plan.rotate(x, out, 1, 32, rope)
+            plan.rotate(x, out, 1, 32, rope, 0)
+    plan.rotate(x, out, 1, 32, narrow[0], 24)
+    for first in (25, 33, -1):
+        with pytest.raises(ValueError, match="a rope fits its head"):
+            plan.rotate(x, out, 1, 32, narrow[0], first)
+    plan.heads(x, -1, 2, 4, plan.buffer(24, False))
+    for shared, first, width in ((-1, 5, 24), (-1, -1, 24), (x, 0, 64), (-1, 0, 25)):
+        with pytest.raises(ValueError, match=r"heads fill the width|channels are some of each head"):
+            plan.heads(x, shared, 2, first, plan.buffer(width, False))
+    with pytest.raises(ValueError, match="bytes"):
+        plan.transposed_heads(x, 0, np.zeros(4 * 31 * 32, np.uint8), 2, out)
 
 
 def test_usable_cores() -> None:

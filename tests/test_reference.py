@@ -180,6 +180,9 @@ def test_groups_of_experts_are_chosen_by_their_two_best() -> None:
     assert routed(x, None, replace(route, n_groups_used=2))[0, :2].tolist() == [0, 2]
     bias = np.array([0, 0, 0, 0, 0, 17], F32)
     assert routed(x, bias, route)[0, :2].tolist() == [5, 4]
+    by_one = replace(route, group_best=1)
+    assert routed(x, None, by_one)[0, :2].tolist() == [0, 1]
+    assert routed(x, bias, by_one)[0, :2].tolist() == [0, 1]  # 9, 3, 9: of equal ones the first
 
 
 def test_close_twice(llama: GGUFFile) -> None:

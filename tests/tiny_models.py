@@ -81,6 +81,38 @@ def use_fatrelu(model: torch.nn.Module) -> None:
         layer.mlp.act_fn = FATReLU()
 
 
+class DeepseekExperts(torch.nn.Module):
+    """The FFN of DeepSeek's first mixture: six experts, of which a token has three, and a shared one."""
+
+    def __init__(self, n_embd: int) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(n_embd, 6, bias=False)
+        self.experts = torch.nn.ModuleList(SwiGLU(n_embd, 48) for _ in range(6))
+        self.shared_experts = SwiGLU(n_embd, 2 * 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = torch.topk(torch.softmax(self.gate(x), -1), 3)
+        parts = torch.stack([expert(x) for expert in self.experts], -2)  # [..., n_expert, n_embd]
+        chosen = torch.gather(parts, -2, ids[..., None].expand(*ids.shape, x.shape[-1]))
+        return (weights[..., None] * chosen).sum(-2) + self.shared_experts(x)
+
+
+class SwiGLU(torch.nn.Module):
+    def __init__(self, n_embd: int, n: int) -> None:
+        super().__init__()
+        self.gate_proj = torch.nn.Linear(n_embd, n, bias=False)
+        self.up_proj = torch.nn.Linear(n_embd, n, bias=False)
+        self.down_proj = torch.nn.Linear(n, n_embd, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def use_deepseek_experts(model: torch.nn.Module) -> None:
+    for layer in model.model.layers[1:]:
+        layer.mlp = DeepseekExperts(model.config.hidden_size)
+
+
 def rope(kind: str, factor: float = 4.0, **more: float) -> dict[str, Any]:
     original = {} if kind == "linear" else {"original_max_position_embeddings": ROPE_ORIGINAL}
     return {
@@ -240,6 +272,12 @@ GLM_EXPERTS = {
     "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "pad_token_id": 0,
     "num_nextn_predict_layers": 1,
 }  # fmt: skip
+DEEPSEEK = {
+    "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "num_key_value_heads": 6, "kv_lora_rank": 40,
+    "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+}  # fmt: skip
+DEEPSEEK_GROUPS = {"n_routed_experts": 12, "n_group": 3, "topk_group": 2, "q_lora_rank": 28}
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 EXPERTS: dict[str, TinyModel] = {
     "mixtral": TinyModel("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
@@ -275,7 +313,34 @@ EXPERTS: dict[str, TinyModel] = {
         {**GLM_EXPERTS, "n_group": 3, "topk_group": 2, "use_qk_norm": True, "attention_bias": True}
         | {"n_shared_experts": 2, "norm_topk_prob": False, "first_k_dense_replace": 0},
     ),
-}
+    "deepseek": TinyModel(
+        "Llama",
+        {"num_key_value_heads": 6},
+        patch=use_deepseek_experts,
+        written_as={
+            "architectures": ["DeepseekForCausalLM"], "model_type": "deepseek", "n_routed_experts": 6,
+            "num_experts_per_tok": 3, "moe_intermediate_size": 48, "n_shared_experts": 2,
+            "first_k_dense_replace": 1, "norm_topk_prob": False,
+        },
+    ),
+    "deepseek2-lite": TinyModel(
+        "DeepseekV2", {**DEEPSEEK, **rope("yarn", mscale=0.707, mscale_all_dim=0.707)}
+    ),
+    "deepseek2-groups": TinyModel(
+        "DeepseekV2",
+        {**DEEPSEEK, **DEEPSEEK_GROUPS, **rope("yarn", mscale=0.8, mscale_all_dim=1.3, beta_fast=8.0)}
+        | {"topk_method": "group_limited_greedy", "n_shared_experts": 2, "attention_bias": True},
+    ),
+    "deepseek2-v3": TinyModel(
+        "DeepseekV3", {**DEEPSEEK, **DEEPSEEK_GROUPS, **rope("yarn", mscale=1.0, mscale_all_dim=1.0)}
+    ),
+    "deepseek2-kimi": TinyModel(
+        "DeepseekV3",
+        {**DEEPSEEK, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "num_attention_heads": 3}
+        | {"num_key_value_heads": 3, "first_k_dense_replace": 0, "tie_word_embeddings": True}
+        | {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "kv_lora_rank": 64},
+    ),
+}  # fmt: skip
 """Mixtures of experts."""
 
 

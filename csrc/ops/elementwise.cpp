@@ -31,14 +31,31 @@ std::unique_ptr<Op> make_norm(const Plan& plan, Norm norm, int n_head, int x, in
                        });
 }
 
-std::unique_ptr<Op> make_rotate(const Plan& plan, int x, int out, int n_head, int head_dim, int rope) {
+std::unique_ptr<Op> make_rotate(const Plan& plan, int x, int out, int n_head, int head_dim, int rope,
+                                int first) {
     const Buffer& in = plan.buffer(x);
     const Rope& facts = plan.rope(rope);
     return make_row_op(plan, out, [=, &in, &facts](const StepTokens& step, int r, float* result) {
         const int half = facts.n_rot / 2;
-        for (int h = 0; h < n_head; h++)
-            rotate_head(facts, &step.rope_cos[rope][r * half], &step.rope_sin[rope][r * half], head_dim,
-                        in.row(r) + h * head_dim, result + h * head_dim);
+        for (int h = 0; h < n_head; h++) {
+            const float* head = in.row(r) + h * head_dim;
+            std::copy_n(head, first, result + h * head_dim);
+            rotate_head(facts, &step.rope_cos[rope][r * half], &step.rope_sin[rope][r * half],
+                        head_dim - first, head + first, result + h * head_dim + first);
+        }
+    });
+}
+
+std::unique_ptr<Op> make_heads(const Plan& plan, int x, int shared, int n_head, int first, int out) {
+    const Buffer& in = plan.buffer(x);
+    const Buffer* of_all = shared < 0 ? nullptr : &plan.buffer(shared);
+    const int64_t stride = in.width / n_head, n_shared = of_all ? of_all->width : 0;
+    const int64_t count = plan.buffer(out).width / n_head - n_shared;
+    return make_row_op(plan, out, [=, &in](const StepTokens&, int r, float* result) {
+        for (int h = 0; h < n_head; h++, result += count + n_shared) {
+            std::copy_n(in.row(r) + h * stride + first, count, result);
+            if (of_all) std::copy_n(of_all->row(r), n_shared, result + count);
+        }
     });
 }
 

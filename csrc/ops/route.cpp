@@ -67,16 +67,17 @@ class Router {
     }
 
   private:
-    // Of all groups but the best ones, whose two best count, the experts cannot be chosen.
+    // Of all groups but the best ones, of which group_best experts count, the experts cannot be chosen.
     void leave_groups_out(float* wanted) const {
         const int size = n_ / f_.n_groups;
         float best[kMaxExperts];
         int32_t kept[kMaxExperts];
         for (int g = 0; g < f_.n_groups; g++) {
-            int32_t two[2] = {};
+            int32_t counted[2] = {};
             const float* of_group = wanted + g * size;
-            best_of(of_group, size, std::min(size, 2), two);
-            best[g] = of_group[two[0]] + (size > 1 ? of_group[two[1]] : 0.0f);
+            const int n_best = std::min(size, f_.group_best);
+            best_of(of_group, size, n_best, counted);
+            best[g] = of_group[counted[0]] + (n_best > 1 ? of_group[counted[1]] : 0.0f);
             for (int i = 0; i < size; i++)
                 if (of_group[i] != of_group[i]) best[g] = NAN;
         }

@@ -192,7 +192,7 @@ class _Fusion:
     def _head_chain(self, value: Value) -> list[Any]:
         """The rotation that yields q or k, its head norm before it; empty where others read them too."""
         rotate = self._producer[value]
-        if not isinstance(rotate, Rotate) or not self._private(value):
+        if not isinstance(rotate, Rotate) or rotate.first or not self._private(value):
             return []
         norm = self._producer[rotate.x]
         if isinstance(norm, RMSNorm) and norm.n_head == rotate.n_head and self._private(rotate.x):

@@ -30,6 +30,7 @@ from hotset.model.graph import (
     ExpertSum,
     Ffn,
     Graph,
+    Heads,
     LayerNorm,
     Linear,
     Mask,
@@ -42,6 +43,7 @@ from hotset.model.graph import (
     SelectOutputs,
     SignScores,
     SoftCap,
+    TransposedHeads,
     TransposedLinear,
     Value,
     one_matrix,
@@ -210,7 +212,15 @@ class _Emission:
                 n_head = main.n_head if isinstance(main, RMSNorm) else 1
                 plan.norm(layer, weight, bias, eps, n_head, buffers[main.x], out)
             case Rotate():
-                plan.rotate(buffers[main.x], out, main.n_head, main.head_dim, self._rope(main))
+                plan.rotate(buffers[main.x], out, main.n_head, main.head_dim, self._rope(main), main.first)
+            case Heads():
+                shared = -1 if main.shared is None else buffers[main.shared]
+                plan.heads(buffers[main.x], shared, main.n_head, main.first, out)
+            case TransposedHeads():
+                info = self._weights.tensors[main.weight]
+                plan.transposed_heads(
+                    buffers[main.x], int(info.type), self._weights.data(main.weight), main.n_head, out
+                )
             case Attention():
                 self._attention(main, group.ops[:-1])
             case Activate():
@@ -322,7 +332,7 @@ class _Emission:
     def _route(self, op: Route, out: Value) -> None:
         self._plan.route(
             self._buffers[op.x], op.n_used, SCORINGS[op.scoring], self._bias(op.bias), op.normalised,
-            op.scale, op.n_groups, op.n_groups_used, self._buffers[out],
+            op.scale, op.n_groups, op.n_groups_used, op.group_best, self._buffers[out],
         )  # fmt: skip
 
     def _expert_sum(self, op: ExpertSum, residual: Value | None, out: Value) -> None:

@@ -35,6 +35,7 @@ from hotset.model.graph import (
     ExpertSum,
     Ffn,
     Graph,
+    Heads,
     LayerNorm,
     Linear,
     Mask,
@@ -48,6 +49,7 @@ from hotset.model.graph import (
     SelectOutputs,
     SignScores,
     SoftCap,
+    TransposedHeads,
     TransposedLinear,
     inputs_of,
 )
@@ -183,6 +185,12 @@ class ReferenceBackend:
             case TransposedLinear():
                 out = values[op.x.id] @ self._by_neuron(op)
                 return out if op.bias is None else out + self._weight(op.bias)
+            case Heads():
+                return joined(op, values[op.x.id], None if op.shared is None else values[op.shared.id])
+            case TransposedHeads():
+                matrices = self._weight(op.weight)  # [n_head, x.width, channels of a head]
+                out = values[op.x.id] @ matrices  # [n_head, n_tokens, channels]
+                return out.swapaxes(0, 1).reshape(-1, op.out.width)
             case SignScores():
                 # With signs as +1 and -1, channels that agree less channels that differ is a dot product.
                 out = np.where(values[op.x.id] < 0, F32(-1), F32(1)) @ self._signs(op).T
@@ -362,7 +370,7 @@ def routed(x: np.ndarray, bias: np.ndarray | None, op: Route) -> np.ndarray:
     wanted = x if bias is None and op.n_groups == 1 else p if bias is None else p + bias
     if op.n_groups > 1:
         grouped = wanted.reshape(len(x), op.n_groups, -1)
-        best = np.sort(grouped, axis=2)[:, :, -2:].sum(axis=2)
+        best = np.sort(grouped, axis=2)[:, :, -op.group_best :].sum(axis=2)
         chosen = np.argsort(-best, axis=1, kind="stable")[:, : op.n_groups_used]
         kept = np.zeros(best.shape, bool)
         np.put_along_axis(kept, chosen, True, axis=1)
@@ -416,7 +424,7 @@ def rotate(x: np.ndarray, positions: np.ndarray, op: Rotate) -> np.ndarray:
     cos = (np.cos(angles) * op.rope.magnitude).astype(np.float32)[:, None, :]  # [n_tokens, 1, n_rot / 2]
     sin = (np.sin(angles) * op.rope.magnitude).astype(np.float32)[:, None, :]
     out = x.reshape(len(x), op.n_head, op.head_dim).copy()
-    pairs = out[..., :n_rot]
+    pairs = out[..., op.first : op.first + n_rot]
     first, second = (
         (pairs[..., 0::2], pairs[..., 1::2])
         if op.rope.kind == "norm"
@@ -424,6 +432,14 @@ def rotate(x: np.ndarray, positions: np.ndarray, op: Rotate) -> np.ndarray:
     )
     first[...], second[...] = first * cos - second * sin, first * sin + second * cos
     return out.reshape(x.shape)
+
+
+def joined(op: Heads, x: np.ndarray, shared: np.ndarray | None) -> np.ndarray:
+    """Channels of each head of x [n_tokens, x.width], and what they share [n_tokens, shared.width]."""
+    parts = [x.reshape(len(x), op.n_head, -1)[:, :, op.first : op.first + op.count]]
+    if shared is not None:
+        parts.append(np.repeat(shared[:, None], op.n_head, axis=1))
+    return np.concatenate(parts, axis=2).reshape(len(x), op.out.width)
 
 
 def soft_cap(x: np.ndarray, cap: float) -> np.ndarray:

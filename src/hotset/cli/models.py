@@ -222,6 +222,9 @@ def describe(gguf: GGUFFile, path: Path, activation: str | None = None) -> dict[
         "heads": config.n_head,
         "kv_heads": config.n_head_kv,
         "head_size": config.head_dim,
+        "latent": None
+        if config.latent is None
+        else {"channels": config.latent.rank, "query_channels": config.latent.rank_q or None},
         "window": max(layer.window for layer in config.layers),
         "activation": _activation(config.activation),
         "gated": layer.gated,
@@ -255,6 +258,14 @@ def _experts(config: ModelConfig, cost: Cost) -> dict[str, Any] | None:
         "layers": len(layers),
         "token_cycle": cost.token_cycle,
     }
+
+
+def _latent_row(latent: dict[str, Any] | None) -> str | None:
+    if latent is None:
+        return None
+    queries = latent["query_channels"]
+    more = f", and queries of one of {queries}" if queries else ""
+    return f"keys and values are made of a vector of {latent['channels']} channels{more}"
 
 
 def _expert_rows(facts: dict[str, Any]) -> list[list[str]]:
@@ -366,6 +377,7 @@ def _fact_rows(facts: dict[str, Any]) -> list[list[str]]:
             "heads",
             f"{facts['heads']}, {facts['kv_heads']} for keys and values, {facts['head_size']} channels each",
         ],
+        ["latent", _latent_row(facts["latent"])],
         ["window", f"{facts['window']} tokens" if facts["window"] else None],
         ["activation", facts["activation"] + ("" if facts["gated"] else ", no gate")],
         [

@@ -301,6 +301,8 @@ def _sources(
                 of_experts.setdefault(target, {})[place.expert] = name, part
                 if len(of_experts[target]) == config.n_expert:
                     yield target, _stacked(of_experts.pop(target), target, config)
+            elif target.endswith((".attn_k_b.weight", ".attn_v_b.weight")):
+                yield target, _of_heads(checkpoint.tensors[name], target, name, config)
             elif "_exps." in target:
                 one = dict(enumerate((name, matrix) for matrix in part))
                 yield target, _stacked(one, target, config, transposed=config.transposes_experts)
@@ -341,6 +343,20 @@ def _stacked(
             )
         parts.append(origin)
     return Stack(tuple(parts))
+
+
+def _of_heads(values: np.ndarray, target: str, name: str, config: HFConfig) -> Stack:
+    """Of a matrix that makes keys and values of a latent vector one of both, head by head: values as they
+    are, keys by input, since engines multiply the query with them."""
+    latent, n_head = config.latent, config.n_head
+    if latent is None or values.shape != (n_head * (latent.n_own + latent.n_value), latent.rank):
+        raise FormatError(
+            f"the tensor {name} of the checkpoint is {list(values.shape)}, and its config.json says otherwise"
+        )
+    heads = values.reshape(n_head, -1, latent.rank)
+    if ".attn_k_b." in target:
+        return Stack(tuple(Origin(head[: latent.n_own], transposed=True) for head in heads))
+    return Stack(tuple(Origin(head[latent.n_own :]) for head in heads))
 
 
 def _embedding(places: list[tuple[_Place, str]]) -> str:
@@ -401,6 +417,13 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
             "ffn_up_shexp": (shared, d),
             "ffn_down_shexp": (d, shared),
         }
+    if (latent := config.latent) is not None:
+        matrices |= {
+            "attn_q_a": (latent.rank_q, d),
+            "attn_q_b": (heads, latent.rank_q),
+            "attn_kv_a_mqa": (latent.rank + latent.n_rot, d),
+            "attn_output": (d, config.n_head * latent.n_value),
+        }
     if row.first_position is not None:
         matrices["position_embd"] = (config.n_ctx + row.first_position, d)
     stem, kind = target.rpartition(".")[0].rpartition(".")[2], target.rpartition(".")[2]
@@ -408,6 +431,8 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
         return matrices[stem] if kind == "weight" else matrices[stem][:-1]
     if stem in ("attn_sinks", "exp_probs_b"):
         return (config.n_head if stem == "attn_sinks" else config.n_expert,)
+    if latent is not None and stem in ("attn_q_a_norm", "attn_kv_a_norm"):
+        return (latent.rank_q if stem == "attn_q_a_norm" else latent.rank,)
     if stem in ("attn_q_norm", "attn_k_norm"):
         width = heads if stem == "attn_q_norm" else kv
         return {"head": (config.head_dim,), "width": (width,), None: None}[row.qk_norm]

@@ -23,12 +23,14 @@ from hotset.model.config import (
     LLAMA3_FACTORS,
     LONG_FACTORS,
     REFUSED,
+    SCORINGS,
     SHORT_FACTORS,
     UP_ACTIVATION_KEY,
+    YARN_LOG_MULTIPLIER,
     FFNActivation,
     parse_activation,
 )
-from hotset.model.graph import RopeKind
+from hotset.model.graph import RopeKind, Scoring
 
 _LLAMA_NAMES = {
     "input_layernorm": "attn_norm",
@@ -62,6 +64,8 @@ class HFExperts:
     of how many groups experts are and how many a token has, and whether the scoring is softmax (None: that of
     the row).
 
+    scoring: of the class; None: that of the row. methods: values of topk_method, the first where config.json
+    has none, and whether they heed groups; None: it is not looked at.
     says_ff: the file has a key for the width. transposed: matrices of all experts in one tensor are stored by
     input, and gate and up column by column.
     """
@@ -75,6 +79,8 @@ class HFExperts:
     n_dense: str | None = None
     groups: tuple[str, str] | None = None
     softmax: str | None = None
+    scoring: Scoring | None = None
+    methods: dict[str, bool] | None = None
     says_ff: bool = True
     transposed: bool = False
 
@@ -95,7 +101,8 @@ class HFClass:
     norms_less_one: norms are stored less one. rotates: the pairs of channels that the checkpoint's rows of q
     and k are meant for. partial: whether partial_rotary_factor is heeded.
     grouped_qkv: the rows of the fused q, k and v lie by KV head. fused_gate: ffn_up has the rows of the gate
-    and then those of up. experts: None: there are none. layouts: sliding_window_layout and rope_layout say
+    and then those of up. latent: keys and values are made of one vector (model/config.py, Latent).
+    experts: None: there are none. layouts: sliding_window_layout and rope_layout say
     which layers have a window and a rotation.
     """
 
@@ -116,6 +123,7 @@ class HFClass:
     partial: bool = False
     grouped_qkv: bool = False
     fused_gate: bool = False
+    latent: bool = False
     experts: HFExperts | None = None
     layouts: bool = False
 
@@ -191,6 +199,23 @@ _GRANITE_EXPERTS = {
     "block_sparse_moe.experts.gate_up_proj": "ffn_gate_exps ffn_up_exps",
     "block_sparse_moe.output_linear": "ffn_down_exps",
     "block_sparse_moe.experts.down_proj": "ffn_down_exps",
+}
+_SHARED_EXPERTS = {
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+}
+_DEEPSEEK_EXPERTS: dict[str, Any] = {"n_shared": "n_shared_experts", "n_dense": "first_k_dense_replace"}
+_LATENT_NAMES = {
+    **_LLAMA_NAMES,
+    **_EXPERT_NAMES,
+    **_SHARED_EXPERTS,
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_k_b attn_v_b",  # of each head the rows of its key, then of its value
 }
 CLASSES: dict[str, HFClass] = {
     "LlamaForCausalLM": HFClass("llama"),
@@ -385,16 +410,49 @@ CLASSES: dict[str, HFClass] = {
             **_LLAMA_NAMES,
             **_EXPERT_NAMES,
             "post_attention_layernorm": "post_attention_norm",
+            **_SHARED_EXPERTS,
             "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
-            "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
-            "mlp.shared_experts.up_proj": "ffn_up_shexp",
-            "mlp.shared_experts.down_proj": "ffn_down_shexp",
         },
         defaults={"partial_rotary_factor": 0.5},
         numbers={"expert_weights_scale": "routed_scaling_factor"},
         partial=True,
         experts=HFExperts(
             n_shared="n_shared_experts", n_dense="first_k_dense_replace", groups=("n_group", "topk_group")
+        ),
+    ),
+    "DeepseekForCausalLM": HFClass(
+        "deepseek",
+        layer_tensors=_LLAMA_NAMES | _EXPERT_NAMES | _SHARED_EXPERTS,
+        required={"moe_layer_freq": 1, "scoring_func": "softmax"},
+        experts=HFExperts(**_DEEPSEEK_EXPERTS),
+    ),
+    "DeepseekV2ForCausalLM": HFClass(
+        "deepseek2",
+        layer_tensors=_LATENT_NAMES,
+        required={"moe_layer_freq": 1, "scoring_func": "softmax", "norm_topk_prob": False},
+        numbers={"expert_weights_scale": "routed_scaling_factor"},
+        rotates="norm",
+        latent=True,
+        experts=HFExperts(
+            **_DEEPSEEK_EXPERTS,
+            groups=("n_group", "topk_group"),
+            scoring="softmax",
+            methods={"greedy": False, "group_limited_greedy": True},
+        ),
+    ),
+    "DeepseekV3ForCausalLM": HFClass(  # R1, Moonlight, Kimi K2
+        "deepseek2",
+        layer_tensors=_LATENT_NAMES | {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"},
+        defaults={"norm_topk_prob": True},
+        required={"moe_layer_freq": 1, "scoring_func": "sigmoid", "rope_interleave": True},
+        numbers={"expert_weights_scale": "routed_scaling_factor"},
+        rotates="norm",
+        latent=True,
+        experts=HFExperts(
+            **_DEEPSEEK_EXPERTS,
+            groups=("n_group", "topk_group"),
+            scoring="sigmoid",
+            methods={"noaux_tc": True},
         ),
     ),
 }
@@ -429,6 +487,31 @@ def integer(config: dict[str, Any], key: str, default: int | None = None, high: 
     if not isinstance(value, int) or not 1 <= value <= high:
         raise FormatError(f"{key} in config.json must be an integer from 1 to {high}, not {value!r}")
     return value
+
+
+class HFLatent:
+    """Sizes of latent attention (model/config.py, Latent): ranks, the channels of a head of q and k that are
+    rotated and those that are not, the channels of v."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.rank = integer(config, "kv_lora_rank", high=1 << 20)
+        self.rank_q = 0  # null: queries come from the input
+        if config.get("q_lora_rank") is not None:
+            self.rank_q = integer(config, "q_lora_rank", high=1 << 20)
+        self.n_own = integer(config, "qk_nope_head_dim", high=1 << 12)
+        self.n_rot = integer(config, "qk_rope_head_dim", high=1 << 12)
+        self.n_value = integer(config, "v_head_dim", high=1 << 12)
+
+    def keys(self) -> dict[str, Any]:
+        """Keys of the file, as llama.cpp's converter writes them: heads are those of the latent vector."""
+        return {
+            "attention.head_count_kv": 1,
+            "attention.key_length": self.rank + self.n_rot,
+            "attention.value_length": self.rank,
+            "attention.key_length_mla": self.n_own + self.n_rot,
+            "attention.value_length_mla": self.n_value,
+            "attention.kv_lora_rank": self.rank,
+        } | ({"attention.q_lora_rank": self.rank_q} if self.rank_q else {})
 
 
 class HFConfig:
@@ -480,6 +563,9 @@ class HFConfig:
                 f"config.json has {self.n_head} heads, not a multiple of {self.n_head_kv} KV heads"
             )
         self.head_dim = integer(config, "head_dim", max(self.n_embd // self.n_head, 1), 1 << 14)
+        self.latent = HFLatent(config) if self.hf_class.latent else None
+        if self.latent is not None:
+            self.head_dim = self.latent.n_own + self.latent.n_rot
         n_ff = 4 * self.n_embd if self.architecture == "falcon" else None
         self.n_ff = integer(config, self.hf_class.ff, n_ff, 1 << 22)
         self.n_expert = self.n_expert_used = self.n_ff_expert = self.n_ff_shared = 0
@@ -509,7 +595,7 @@ class HFConfig:
         return self.hf_class.experts is not None and self.hf_class.experts.transposed
 
     def _n_head_kv(self) -> int:
-        if self.architecture == "opt":
+        if self.architecture == "opt" or self.hf_class.latent:
             return self.n_head
         if self.architecture != "falcon":
             return integer(self.raw, "num_key_value_heads", self.n_head)
@@ -554,6 +640,8 @@ class HFConfig:
             "attention.key_length": self.head_dim,
             "attention.value_length": self.head_dim,
         }
+        if self.latent is not None:
+            keys |= self.latent.keys()
         if self.hf_class.epsilon is not None:
             default = 1e-5 if row.norm == "layer" else None
             keys[EPSILON_KEYS[row.norm]] = float(number(self.raw, self.hf_class.epsilon, default))
@@ -586,7 +674,7 @@ class HFConfig:
             keys["expert_shared_count"] = self.n_ff_shared // self.n_ff_expert
         if experts.n_dense is not None and self.raw.get(experts.n_dense):
             keys["leading_dense_block_count"] = integer(self.raw, experts.n_dense, high=self.n_layer)
-        if experts.groups is not None:
+        if experts.groups is not None and self._heeds_groups(experts):
             for key, entry in zip(
                 ("expert_group_count", "expert_group_used_count"), experts.groups, strict=True
             ):
@@ -596,9 +684,21 @@ class HFConfig:
         scoring = ARCHITECTURES[self.architecture].experts
         if experts.softmax is not None:
             keys["expert_gating_func"] = 1 if self._flag(experts.softmax) else 2
+        elif experts.scoring is not None:
+            keys["expert_gating_func"] = next(n for n, name in SCORINGS.items() if name == experts.scoring)
         elif scoring is not None and scoring.scoring == "sigmoid":
             keys["expert_gating_func"] = 2
         return keys
+
+    def _heeds_groups(self, experts: HFExperts) -> bool:
+        if experts.methods is None:
+            return True
+        method = self.raw.get("topk_method") or next(iter(experts.methods))
+        if method not in experts.methods:
+            raise UnsupportedModelError(
+                f"topk_method set to {str(method)[:60]!r} in config.json is not supported"
+            )
+        return experts.methods[method]
 
     def _flag(self, entry: str) -> bool:
         value = self.raw.get(entry, False)
@@ -728,6 +828,8 @@ class HFConfig:
 
     def _n_rot(self, rope: dict[str, Any]) -> int:
         """Channels of a head that are rotated."""
+        if self.latent is not None:
+            return self.latent.n_rot
         factor = number(rope, "partial_rotary_factor", self.raw.get("partial_rotary_factor", 1.0))
         if factor != 1.0 and not self.hf_class.partial:
             raise UnsupportedModelError(
@@ -745,6 +847,8 @@ class HFConfig:
             "rope.dimension_count": self._n_rot(rope),
             "rope.freq_base": float(number(rope, "rope_theta")),
         }
+        if self.latent is not None and kind not in ("default", "yarn") and rope.get("mscale_all_dim"):
+            raise UnsupportedModelError("mscale_all_dim in config.json is supported with yarn alone")
         if kind in ("default", "llama3"):  # llama3's scaling is the tensor rope_freqs.weight
             return keys
         if kind not in ("linear", "yarn", "longrope"):
@@ -768,9 +872,15 @@ class HFConfig:
             keys["rope.scaling.original_context_length"] = original
             keys["rope.scaling.yarn_beta_fast"] = float(number(rope, "beta_fast", 32.0))
             keys["rope.scaling.yarn_beta_slow"] = float(number(rope, "beta_slow", 1.0))
+            of_all = rope.get("mscale_all_dim")
+            if self.latent is not None and of_all:  # scales the scores as well, and the key makes that known
+                keys[YARN_LOG_MULTIPLIER] = 0.1 * number(rope, "mscale_all_dim")
+                keys["rope.scaling.yarn_attn_factor"] = (
+                    0.1 * math.log(max(keys["rope.scaling.factor"], 1)) + 1
+                )
             if rope.get("attention_factor") is not None:
                 keys["rope.scaling.yarn_attn_factor"] = float(number(rope, "attention_factor"))
-            elif rope.get("mscale") and rope.get("mscale_all_dim"):
+            elif rope.get("mscale") and of_all:
                 scale = 0.1 * math.log(max(keys["rope.scaling.factor"], 1.0))
                 above, below = (scale * number(rope, k) + 1 for k in ("mscale", "mscale_all_dim"))
                 if not below > 0:

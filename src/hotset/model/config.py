@@ -35,6 +35,8 @@ UP_ACTIVATION_KEY = "hotset.up_activation"
 FATRELU_THRESHOLD_KEY = "hotset.fatrelu_threshold"
 SPARSE_THRESHOLD_KEY = "powerinfer.sparse_threshold"
 
+YARN_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+
 LLAMA3_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 
@@ -115,6 +117,8 @@ class Architecture:
     scaled_embedding: the embedding is multiplied by the root of the width.
     narrow_scale_at: of models with so many layers, scores are scaled by the width over the heads, and not by
       the width of a head.
+    latent_eps: of the norms of latent vectors, where keys and values of all heads come from one (see Latent),
+      whatever the file says of the others; None: they come from the input.
     predictor_input: what a published predictor (fc1, fc2) reads: the residual stream after attention, or as
       it enters the layer; never the normalised input of the FFN.
     experts: of files whose FFNs are experts; None: there are none.
@@ -142,6 +146,7 @@ class Architecture:
     windowed_rope_base: float | None = None
     scaled_embedding: bool = False
     narrow_scale_at: int | None = None
+    latent_eps: float | None = None
     predictor_input: PredictorInput = "ffn_inp"
     experts: ExpertDefaults | None = None
 
@@ -193,6 +198,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope="neox", qk_norm="head", optional_qk_norm=True, ffn_norm="post_attention_norm",
         experts=ExpertDefaults(scoring="sigmoid"),
     ),
+    "deepseek": Architecture(experts=ExpertDefaults(normalised=False)),
+    "deepseek2": Architecture(latent_eps=1e-6, experts=ExpertDefaults(normalised=False)),  # V2, V3, Kimi K2
 }  # fmt: skip
 
 POWERINFER_ARCHITECTURES: dict[str, Architecture] = {
@@ -222,6 +229,7 @@ class Experts:
     n_ff_shared: int = 0
     gated_share: bool = False
     early: bool = False
+    group_best: int = 2
 
 
 REFUSED = {
@@ -258,6 +266,21 @@ class LayerConfig:
     def n_neurons(self) -> int:
         """Of all experts."""
         return self.n_ff * (1 if self.experts is None else self.experts.n)
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Attention whose keys and values are made of one latent vector of a token (arXiv 2405.04434).
+
+    rank: of that vector; rank_q: of another that the queries are made of; 0: they come from the input. A
+    head's first channels of q and k are made of the vectors, its last n_rot are rotated: those of the key are
+    the same in all heads, and come from the input. norm_eps: of the vectors' norms.
+    """
+
+    rank: int
+    rank_q: int
+    n_rot: int
+    norm_eps: float
 
 
 @dataclass(frozen=True)
@@ -301,6 +324,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     long_rope: LongRope | None = None
+    latent: Latent | None = None
     predictor_input: PredictorInput = "ffn_inp"
     sparse_threshold: float = 0.0
     n_extra_layers: int = 0
@@ -486,15 +510,7 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
     n_extra_layers = keys.integer("nextn_predict_layers", 0, n_layer - 1, 0)
     n_layer -= n_extra_layers
     n_embd = keys.integer("embedding_length", 1, 1 << 20)
-    n_head = keys.uniform("attention.head_count", n_layer, 1, 1 << 14)
-    n_head_kv = keys.uniform("attention.head_count_kv", n_layer, 1, 1 << 14, n_head)
-    if n_head % n_head_kv:
-        raise keys.error("attention.head_count", f"is {n_head}, not a multiple of the {n_head_kv} KV heads")
-    if n_embd % n_head and keys.get("attention.key_length") is None:
-        raise keys.error("attention.head_count", f"is {n_head}, which does not divide the width {n_embd}")
-    head_dim = keys.integer("attention.key_length", 1, 1 << 14, n_embd // n_head)
-    head_dim_v = keys.integer("attention.value_length", 1, 1 << 14, head_dim)
-    _check_heads(n_head // n_head_kv, max(head_dim, head_dim_v))
+    n_head, n_head_kv, head_dim, head_dim_v = _heads(keys, architecture, n_layer, n_embd)
     n_ctx_train = _context(gguf, keys, architecture)
     override = None if activation is None else parse_activation(activation)
     config = ModelConfig(
@@ -518,6 +534,7 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         logit_scale=1 / keys.factor("logit_scale"),
         logit_softcap=keys.factor("final_logit_softcapping", 0.0),
         long_rope=_long_rope(gguf, keys, architecture, head_dim, n_ctx_train),
+        latent=_latent(keys, architecture, head_dim),
         predictor_input=architecture.predictor_input,
         sparse_threshold=_number(gguf.metadata, SPARSE_THRESHOLD_KEY) or 0.0,
         n_extra_layers=n_extra_layers,
@@ -546,6 +563,8 @@ def _layers(
         experts, n_ff = _experts(keys, architecture.experts, n_layer, n_ff)
     scaled_dim = narrow_dim if n_layer == architecture.narrow_scale_at else head_dim
     scale = keys.factor("attention.scale", 1 / math.sqrt(scaled_dim))
+    if architecture.latent_eps is not None:
+        scale *= _latent_yarn_scale(keys)
     softcap = keys.factor("attn_logit_softcapping", 0.0)
     activation = activation or _activation(keys, architecture)
     rope = windowed = None
@@ -601,10 +620,11 @@ def _experts(
     if keys.get("expert_feed_forward_length") is not None:
         widths = keys.per_layer("expert_feed_forward_length", n_layer, 1, 1 << 22)
     n_shared = keys.integer("expert_shared_count", 0, 1 << 10, 0)
+    scoring = SCORINGS.get(gating, defaults.scoring)
     experts = Experts(
         n,
         n_used,
-        SCORINGS.get(gating, defaults.scoring),
+        scoring,
         keys.flag("expert_weights_norm", defaults.normalised),
         keys.factor("expert_weights_scale"),
         n_groups if n_groups_used < n_groups else 1,
@@ -617,8 +637,40 @@ def _experts(
         ),
         defaults.gated_share,
         defaults.early,
+        # DeepSeek V2's groups and V3's; llama.cpp takes two for both.
+        1 if scoring == "softmax" and n_groups_used < n_groups else 2,
     )
     return (None,) * n_dense + (experts,) * (n_layer - n_dense), n_ff[:n_dense] + widths[n_dense:]
+
+
+def _heads(keys: _Keys, architecture: Architecture, n_layer: int, n_embd: int) -> tuple[int, int, int, int]:
+    """Heads of q, of k and v, and the channels of one of q and k, of v; as attention computes them."""
+    n_head = keys.uniform("attention.head_count", n_layer, 1, 1 << 14)
+    n_head_kv = keys.uniform("attention.head_count_kv", n_layer, 1, 1 << 14, n_head)
+    if n_head % n_head_kv:
+        raise keys.error("attention.head_count", f"is {n_head}, not a multiple of the {n_head_kv} KV heads")
+    if n_embd % n_head and keys.get("attention.key_length") is None:
+        raise keys.error("attention.head_count", f"is {n_head}, which does not divide the width {n_embd}")
+    head_dim = keys.integer("attention.key_length", 1, 1 << 14, n_embd // n_head)
+    head_dim_v = keys.integer("attention.value_length", 1, 1 << 14, head_dim)
+    if architecture.latent_eps is not None:
+        # Files mean the heads of the latent vector itself, one for all, and say the others by these.
+        n_head_kv = n_head
+        head_dim = keys.integer("attention.key_length_mla", 1, 1 << 14, head_dim)
+        head_dim_v = keys.integer("attention.value_length_mla", 1, 1 << 14, head_dim_v)
+    _check_heads(n_head // n_head_kv, max(head_dim, head_dim_v))
+    return n_head, n_head_kv, head_dim, head_dim_v
+
+
+def _latent(keys: _Keys, architecture: Architecture, head_dim: int) -> Latent | None:
+    if architecture.latent_eps is None:
+        return None
+    n_rot = keys.integer("rope.dimension_count", 2, head_dim)
+    if n_rot == head_dim:
+        raise keys.error("rope.dimension_count", f"is {n_rot}, which leaves a head no channel")
+    rank = keys.integer("attention.kv_lora_rank", 1, 1 << 20)
+    rank_q = keys.integer("attention.q_lora_rank", 0, 1 << 20, 0)
+    return Latent(rank, rank_q, n_rot, architecture.latent_eps)
 
 
 def _check_heads(group: int, head_dim: int) -> None:
@@ -758,7 +810,7 @@ def _rope(
     if kind == "linear":
         freq = freq / factor
     elif kind == "yarn":
-        freq, magnitude = _yarn(keys, freq, base, factor, n_ctx_train, rounded=architecture.rounded_yarn)
+        freq, magnitude = _yarn(keys, architecture, freq, base, factor, n_ctx_train)
     elif kind != "none" and not (kind == "longrope" and factors in (SHORT_FACTORS, LONG_FACTORS)):
         raise UnsupportedModelError(
             f"the RoPE scaling {shown(kind)} is not supported; supported are none, linear, yarn, "
@@ -784,7 +836,7 @@ def _divisors(gguf: GGUFFile, name: str, n: int) -> np.ndarray:
 
 
 def _yarn(
-    keys: _Keys, freq: np.ndarray, base: float, factor: float, n_ctx_train: int, *, rounded: bool
+    keys: _Keys, architecture: Architecture, freq: np.ndarray, base: float, factor: float, n_ctx_train: int
 ) -> tuple[np.ndarray, float]:
     """YaRN (arXiv 2309.00071): slow channels interpolate by `factor`, fast ones stay, a ramp lies between."""
     n_ctx_original = keys.integer("rope.scaling.original_context_length", 1, 1 << 31, n_ctx_train)
@@ -799,15 +851,27 @@ def _yarn(
         return len(freq) * math.log(n_ctx_original / (rotations * 2 * math.pi)) / math.log(base)
 
     low, high = channel(beta_fast), channel(beta_slow)
-    if rounded:
+    if architecture.rounded_yarn:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * len(freq) - 1)
     ramp = np.clip((np.arange(len(freq)) - low) / max(0.001, high - low), 0, 1)
     keep = (1 - ramp) * extrapolate
     magnitude = keys.real("rope.scaling.yarn_attn_factor", 0.0, 1e3, _yarn_magnitude(factor, 1.0))
-    if multiplier := keys.real("rope.scaling.yarn_log_multiplier", 0.0, 1e3, 0.0):
-        magnitude = _yarn_magnitude(factor, 1.0) / _yarn_magnitude(factor, multiplier)
+    if multiplier := keys.real(YARN_LOG_MULTIPLIER, 0.0, 1e3, 0.0):
+        if architecture.latent_eps is None:
+            magnitude = _yarn_magnitude(factor, 1.0) / _yarn_magnitude(factor, multiplier)
+        elif keys.get("rope.scaling.yarn_attn_factor") is None:
+            magnitude = 1.0  # the scale of the scores has it all
     return freq / factor * (1 - keep) + freq * keep, magnitude
+
+
+def _latent_yarn_scale(keys: _Keys) -> float:
+    """What scores are multiplied by beside the scale of a head's width. The multiplier is a tenth of
+    mscale_all_dim of DeepSeek's config.json here, and in no other architecture."""
+    if keys.text("rope.scaling.type") != "yarn":
+        return 1.0
+    factor = keys.real("rope.scaling.factor", 0.0, 1e6, 1.0)
+    return _yarn_magnitude(factor, 10 * keys.real(YARN_LOG_MULTIPLIER, 0.0, 1e3, 0.0)) ** 2
 
 
 def _yarn_magnitude(factor: float, multiplier: float) -> float:

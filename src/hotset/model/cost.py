@@ -22,6 +22,7 @@ from hotset.model.graph import (
     ExpertLinear,
     ExpertSum,
     Graph,
+    Heads,
     LayerNorm,
     Linear,
     Mask,
@@ -34,6 +35,7 @@ from hotset.model.graph import (
     SelectOutputs,
     SignScores,
     SoftCap,
+    TransposedHeads,
     TransposedLinear,
 )
 
@@ -60,7 +62,7 @@ class Cost:
         self._linear_flops = sum(
             2 * op.x.width * op.out.width
             for op in graph.primitives
-            if isinstance(op, Linear | TransposedLinear | ExpertLinear | ExpertSum)
+            if isinstance(op, Linear | TransposedLinear | TransposedHeads | ExpertLinear | ExpertSum)
         )
         self._weight_bytes: Counter[GGMLType] = Counter()
         self.token_cycle = 0
@@ -134,10 +136,10 @@ def weights_read(op: Primitive, tensors: Mapping[str, TensorInfo]) -> Iterator[t
         case Attention():
             if op.sinks is not None:
                 yield op.sinks, tensors[op.sinks].nbytes
-        case RMSNorm():
+        case RMSNorm() | TransposedHeads():
             yield op.weight, tensors[op.weight].nbytes
         case (
-            Rotate() | Activate() | Multiply() | Add() | Scale() | SoftCap() | Mask() | Cutoff()
+            Rotate() | Heads() | Activate() | Multiply() | Add() | Scale() | SoftCap() | Mask() | Cutoff()
             | SelectOutputs()
         ):  # fmt: skip
             return

@@ -5,6 +5,8 @@ tensors are ("blk.3.attn_q" is what blk.3.attn_q.weight yields), and every name 
 
     embedding  [embedding_scaled]  [position_embd  inp: their sum]
     blk.N.attn_norm  attn_q  attn_k  attn_v  [attn_q_norm  attn_k_norm]  [attn_q_rope  attn_k_rope]
+    [blk.N.attn_q_a  attn_q_a_norm  attn_kv_a  attn_kv_a_norm: latent vectors  attn_kv_b or attn_k_own: what
+    the heads make of them  attn_k_shared  attn_k_shared_rope]
     blk.N.attn       what the heads yield, side by side       blk.N.attn_out  after attn_output
     [blk.N.post_attention_norm]  [blk.N.attn_scaled]
     blk.N.ffn_inp    the residual stream after attention      blk.N.ffn_norm  what the FFN reads
@@ -29,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from hotset.errors import UnsupportedModelError
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import DECODABLE, GGMLType
-from hotset.model.config import Experts, LayerConfig, ModelConfig
+from hotset.model.config import Experts, Latent, LayerConfig, ModelConfig
 from hotset.model.cutoffs import LayerCutoffs
 from hotset.model.graph import (
     Activate,
@@ -43,6 +45,7 @@ from hotset.model.graph import (
     ExpertSum,
     Ffn,
     Graph,
+    Heads,
     LayerNorm,
     Linear,
     Mask,
@@ -56,6 +59,7 @@ from hotset.model.graph import (
     SelectOutputs,
     SignScores,
     SoftCap,
+    TransposedHeads,
     TransposedLinear,
     Value,
 )
@@ -136,8 +140,11 @@ class _Description:
         has_second = layer.parallel and f"{blk}.attn_norm_2.weight" in self.weights.tensors
         h = self._norm(x, f"{blk}.attn_norm_2" if has_second else f"{blk}.attn_norm", f"{blk}.attn_norm")
         h = self._cut(h, self.cutoffs[i].attn_in)
-        q, k, v = self._heads(h, blk)
-        q, k = self._rotated(q, config.n_head, layer), self._rotated(k, config.n_head_kv, layer)
+        if config.latent is not None:
+            q, k, v = self._latent_heads(h, blk, layer, config.latent)
+        else:
+            q, k, v = self._heads(h, blk)
+            q, k = self._rotated(q, config.n_head, layer), self._rotated(k, config.n_head_kv, layer)
         attn = self._value(f"{blk}.attn", config.n_head * config.head_dim_v)
         self._add(
             Attention(
@@ -245,6 +252,43 @@ class _Description:
         out = self._value(f"{name}_rope", x.width)
         return self._add(Rotate(out, x, n_head, head_dim, rope, **self._where))
 
+    def _latent_heads(
+        self, x: Value, blk: str, layer: LayerConfig, latent: Latent
+    ) -> tuple[Value, Value, Value]:
+        """q, k and v with their rotation, of latent vectors; the cache holds what they become."""
+        config, n_head, rope = self.config, self.config.n_head, layer.rope
+        assert rope is not None
+        n_own, eps = (
+            config.head_dim - latent.n_rot,
+            latent.norm_eps,
+        )  # channels of a head that are not rotated
+        width, width_v = n_head * config.head_dim, n_head * config.head_dim_v
+        given = self._linear(x, f"{blk}.attn_q_a", latent.rank_q) if latent.rank_q else x
+        parts = {f"{blk}.attn_kv_a": latent.rank, f"{blk}.attn_k_shared": latent.n_rot}
+        vector, shared = (self._add(op) for op in self._rows_of(f"{blk}.attn_kv_a_mqa", x, parts))
+        if latent.rank_q:
+            given = self._norm(given, f"{blk}.attn_q_a_norm", eps=eps)
+        q = self._linear(
+            given, f"{blk}.attn_q_b" if latent.rank_q else f"{blk}.attn_q", width, f"{blk}.attn_q"
+        )
+        out = self._value(f"{blk}.attn_q_rope", width)
+        q = self._add(Rotate(out, q, n_head, config.head_dim, rope, n_own, **self._where))
+        out = self._value(f"{blk}.attn_k_shared_rope", latent.n_rot)
+        shared = self._add(Rotate(out, shared, 1, latent.n_rot, rope, **self._where))
+        vector = self._norm(vector, f"{blk}.attn_kv_a_norm", eps=eps)
+
+        out_k, out_v = self._value(f"{blk}.attn_k", width), self._value(f"{blk}.attn_v", width_v)
+        if f"{blk}.attn_kv_b.weight" in self.weights.tensors:  # of each head its key, then its value
+            both = self._linear(vector, f"{blk}.attn_kv_b", n_head * (n_own + config.head_dim_v))
+            v = self._add(Heads(out_v, both, n_head, n_own, **self._where))
+        else:
+            weight = self.weights.heads(f"{blk}.attn_k_b", n_own, latent.rank, n_head)
+            both = self._value(f"{blk}.attn_k_own", n_head * n_own)
+            self._add(TransposedHeads(both, vector, weight, n_head, **self._where))
+            weight = self.weights.heads(f"{blk}.attn_v_b", latent.rank, config.head_dim_v, n_head)
+            v = self._add(Linear(out_v, vector, weight, **self._where))
+        return q, self._add(Heads(out_k, both, n_head, 0, shared, **self._where)), v
+
     # ---- experts
 
     def _mixture(self, i: int, layer: LayerConfig, experts: Experts, given: Value, x: Value) -> Value:
@@ -273,7 +317,8 @@ class _Description:
         bias = self.weights.bias(f"{blk}.exp_probs_b", experts.n)
         route = Route(
             self._value(f"{blk}.ffn_route", 2 * experts.n_used), scores, experts.n_used, experts.scoring,
-            bias, experts.normalised, experts.scale, experts.n_groups, experts.n_groups_used, **self._where,
+            bias, experts.normalised, experts.scale, experts.n_groups, experts.n_groups_used,
+            experts.group_best, **self._where,
         )  # fmt: skip
         n, d, width = layer.n_ff, self.config.n_embd, experts.n_used * layer.n_ff
 
@@ -448,16 +493,18 @@ class _Description:
             first += width
         return parts
 
-    def _norm_op(self, x: Value, tensor: str, name: str | None = None) -> RMSNorm | LayerNorm:
+    def _norm_op(
+        self, x: Value, tensor: str, name: str | None = None, eps: float | None = None
+    ) -> RMSNorm | LayerNorm:
         out, weight = self._value(name or tensor, x.width), self.weights.vector(tensor, x.width)
-        eps = self.config.norm_eps
+        eps = self.config.norm_eps if eps is None else eps
         if self.config.norm == "layer":
             bias = self.weights.bias(tensor, x.width, required=True)
             return LayerNorm(out, x, weight, bias, eps, **self._where)
         return RMSNorm(out, x, weight, eps, **self._where)
 
-    def _norm(self, x: Value, tensor: str, name: str | None = None) -> Value:
-        return self._add(self._norm_op(x, tensor, name))
+    def _norm(self, x: Value, tensor: str, name: str | None = None, eps: float | None = None) -> Value:
+        return self._add(self._norm_op(x, tensor, name, eps))
 
     def _scaled(self, x: Value, factor: float, name: str) -> Value:
         if factor == 1.0:
@@ -483,6 +530,10 @@ class _Weights:
         info = self.tensors.get(f"{name}.weight")
         shape = (n, 1) if info is not None and len(info.shape) == 2 else (n,)
         return self._ask(f"{name}.weight", shape, DECODABLE)
+
+    def heads(self, name: str, n_in: int, n_out: int, n_head: int) -> str:
+        """A matrix of each head, in one tensor."""
+        return self._ask(f"{name}.weight", (n_in, n_out, n_head), DECODABLE)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Of a matrix that files have in more than one form; None: there is none."""

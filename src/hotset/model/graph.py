@@ -133,13 +133,49 @@ class TransposedLinear(_Operation):
 
 @dataclass(frozen=True)
 class Rotate(_Operation):
-    """Rotary embedding of x = [n_head, head_dim] at each token's position."""
+    """Rotary embedding of x = [n_head, head_dim] at each token's position: of each head's channels, those
+    from `first` on."""
 
     out: Value
     x: Value
     n_head: int
     head_dim: int
     rope: Rope
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class Heads(_Operation):
+    """Some channels of each head of x, and behind them, where there is one, what all heads share.
+
+    x: [n_head, x.width / n_head]; out: [n_head, count + shared.width], the channels being [first, first +
+    count) of x.
+    """
+
+    out: Value
+    x: Value
+    n_head: int
+    first: int = 0
+    shared: Value | None = None
+
+    @property
+    def count(self) -> int:
+        """Channels of x that a head of out has."""
+        return self.out.width // self.n_head - (0 if self.shared is None else self.shared.width)
+
+
+@dataclass(frozen=True)
+class TransposedHeads(_Operation):
+    """For each head x @ its matrix, side by side; weight is [n_head, x.width, out.width / n_head].
+
+    Keys of one latent vector, from the matrices that llama.cpp's converter writes: by input, since there the
+    query is multiplied with them. The sum runs over the inputs in order (csrc/ops/heads.cpp).
+    """
+
+    out: Value
+    x: Value
+    weight: str
+    n_head: int
 
 
 @dataclass(frozen=True)
@@ -265,9 +301,9 @@ class Route(_Operation):
     x: the router's scores, one per expert. An expert's probability p is softmax(x) over all experts,
     sigmoid(x), or x itself (softmax_chosen). The n_used experts with the highest x are chosen, of equal ones
     that with the lower id; with a `bias` or in groups those with the highest p + bias. Of n_groups > 1 equal
-    groups of adjacent experts only n_groups_used can be chosen from, those whose two best p + bias have the
-    highest sum. A weight is p without the bias; with softmax_chosen the softmax of the chosen ones' p;
-    `normalised`: over the sum of the chosen ones', which counts as 2^-14 at least; then times `scale`.
+    groups of adjacent experts only n_groups_used can be chosen from, those whose group_best best p + bias
+    have the highest sum. A weight is p without the bias; with softmax_chosen the softmax of the chosen ones'
+    p; `normalised`: over the sum of the chosen ones', which counts as 2^-14 at least; then times `scale`.
     What is not a number comes after every number, and then no weight is one. Ids are whole numbers.
     """
 
@@ -280,6 +316,7 @@ class Route(_Operation):
     scale: float = 1.0
     n_groups: int = 1
     n_groups_used: int = 1
+    group_best: int = 2
 
 
 @dataclass(frozen=True)
@@ -450,6 +487,8 @@ Primitive = (
     | Linear
     | TransposedLinear
     | Rotate
+    | Heads
+    | TransposedHeads
     | Attention
     | Activate
     | Multiply
@@ -478,6 +517,8 @@ def inputs_of(op: Op) -> list[Value]:
             return [op.a, op.b]
         case Mask():
             return [op.x, op.scores]
+        case Heads():
+            return [op.x] if op.shared is None else [op.x, op.shared]
         case ExpertLinear() | ExpertSum():
             return [op.x, op.route]
         case Ffn():
@@ -491,8 +532,8 @@ def inputs_of(op: Op) -> list[Value]:
                 case _:
                     assert_never(op.select)
         case (
-            RMSNorm() | LayerNorm() | Linear() | TransposedLinear() | Rotate() | Activate() | Scale()
-            | SoftCap() | SignScores() | Cutoff() | Route() | SelectOutputs()
+            RMSNorm() | LayerNorm() | Linear() | TransposedLinear() | TransposedHeads() | Rotate()
+            | Activate() | Scale() | SoftCap() | SignScores() | Cutoff() | Route() | SelectOutputs()
         ):  # fmt: skip
             return [op.x]
         case _:

@@ -29,6 +29,7 @@ from hotset.model.graph import (
     ExpertSum,
     Ffn,
     Graph,
+    Heads,
     LayerNorm,
     Linear,
     Mask,
@@ -42,6 +43,7 @@ from hotset.model.graph import (
     SelectOutputs,
     SignScores,
     SoftCap,
+    TransposedHeads,
     TransposedLinear,
     one_matrix,
 )
@@ -203,6 +205,8 @@ def op_bytes(op: Op, tensors: Mapping[str, TensorInfo]) -> int:
             return _rounded(tensors[op.weight].nbytes) + _vector(op.bias, op.out.width)
         case Attention():
             return _vector(op.sinks, op.n_head)
+        case TransposedHeads():
+            return _rounded(tensors[op.weight].nbytes)
         case Route():
             return _vector(op.bias, op.x.width)
         case ExpertLinear() | ExpertSum():
@@ -213,7 +217,7 @@ def op_bytes(op: Op, tensors: Mapping[str, TensorInfo]) -> int:
         case Embed():
             return 0  # looked up on the host
         case (
-            Rotate() | Activate() | Multiply() | Add() | Scale() | SoftCap() | Mask() | Cutoff()
+            Rotate() | Heads() | Activate() | Multiply() | Add() | Scale() | SoftCap() | Mask() | Cutoff()
             | SelectOutputs()
         ):  # fmt: skip
             return 0

@@ -63,6 +63,8 @@ def place(
 
     if config.has_experts:
         raise UnsupportedModelError("mixtures of experts are computed on the CPU alone; use --no-gpu")
+    if config.latent is not None:
+        raise UnsupportedModelError("latent attention is computed on the CPU alone; use --no-gpu")
 
     facts = model_facts(
         graph, weights.tensors, mode=mode, kv_type=settings.kv_type, n_pages=n_pages,

@@ -412,6 +412,8 @@ def load_llama(gguf: GGUFFile, device: str | torch.device = "cpu") -> Llama:
 def _unsupported(config: ModelConfig, gguf: GGUFFile) -> str | None:
     if config.has_experts:
         return "is a mixture of experts"
+    if config.latent is not None:
+        return "has latent attention"
     if config.norm != "rms":
         return "has layer norms"
     layer = config.layers[0]

@@ -40,6 +40,7 @@ from hotset.model.graph import (
     ExpertSum,
     Ffn,
     Graph,
+    Heads,
     LayerNorm,
     Linear,
     Mask,
@@ -52,6 +53,7 @@ from hotset.model.graph import (
     SelectOutputs,
     SignScores,
     SoftCap,
+    TransposedHeads,
     TransposedLinear,
     Value,
     inputs_of,
@@ -261,6 +263,8 @@ class Program:
                 return lambda f: f.values.__setitem__(out, compute(f.values))
             case Cutoff():
                 raise UnsupportedModelError(_NO_CUTOFFS)
+            case Heads() | TransposedHeads():
+                raise UnsupportedModelError("latent attention is computed on the CPU; use --no-gpu")
             case Linear() | TransposedLinear() | Ffn() | Route() | ExpertLinear() | ExpertSum():
                 raise AssertionError(f"{main.out.name} is no group's last operation")
             case _:
