@@ -37,6 +37,7 @@ VERBS = {
     "reorder": ("profile", "reorder"),
     "train-predictor": ("train_predictor", "train_predictor"),
     "report": ("report", "report"),
+    "trace": ("trace", "trace"),
     "convert": ("convert", "convert"),
     "quantize": ("quantize", "quantize"),
     "sparsify": ("sparsify", "sparsify"),

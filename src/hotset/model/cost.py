@@ -54,7 +54,8 @@ class Cost:
     """The costs of one model.
 
     Depth is the number of tokens in the cache before the token in question, which sees them and itself, or
-    as many as a layer's window lets it. token_cycle: bytes of the experts that a token has, in all layers.
+    as many as a layer's window lets it. expert_bytes: layer → bytes of one of its experts.
+    token_cycle: bytes of the experts that a token has, in all layers.
     """
 
     def __init__(self, graph: Graph, tensors: Mapping[str, TensorInfo]) -> None:
@@ -66,11 +67,13 @@ class Cost:
         )
         self._weight_bytes: Counter[GGMLType] = Counter()
         self.token_cycle = 0
+        self.expert_bytes: Counter[int] = Counter()
         for op in graph.primitives:
             for name, n_bytes in weights_read(op, tensors):
                 self._weight_bytes[tensors[name].type] += n_bytes
                 if isinstance(op, ExpertLinear | ExpertSum):
                     self.token_cycle += n_bytes
+                    self.expert_bytes[op.layer] += n_bytes // op.n_used
 
     @property
     def weight_bytes(self) -> dict[GGMLType, int]:

@@ -1,4 +1,4 @@
-"""Tables with a row and a bar for each layer: what a run touched, what a profile counted."""
+"""Tables: with a row for each layer, what a run touched and what a profile counted; of a replayed trace."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hotset.units import human_size
 
 if TYPE_CHECKING:
     from hotset.sparsity.profile import LayerProfile
+    from hotset.sparsity.replay import Replay
     from hotset.sparsity.stats import StatsSummary
 
 Table = tuple[list[str], list[list[str]]]  # columns (">": flush right), rows
@@ -60,6 +61,18 @@ def profile_table(layers: list[LayerProfile]) -> Table:
         for share in (layer.active_share, layer.hot_share):
             row += [percent(share), bar(share)]
         rows.append([*row, str(layer.n_always), str(layer.n_never)])
+    return columns, rows
+
+
+def replay_table(replayed: Replay) -> Table:
+    """A row for each size of the cache: the share of experts that it holds, and each policy's hit rate."""
+    names = list(replayed.points[0].hit_rates)
+    columns = [">experts", ">size", ">token cycles", *(f">{name}" for name in names)]
+    rows = [
+        [percent(point.share), human_size(point.n_bytes), f"{point.cycles:.2f}"]
+        + [f"{100 * point.hit_rates[name]:.1f}%" for name in names]
+        for point in replayed.points
+    ]
     return columns, rows
 
 
