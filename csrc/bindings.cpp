@@ -7,6 +7,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -18,6 +19,7 @@
 #include "plan.h"
 #include "quantize.h"
 #include "replacement.h"
+#include "store/store.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -69,6 +71,42 @@ Matrix make_matrix(int type, const Bytes& data, int64_t rows, int64_t cols,
             cols,       row_bytes,   scales ? reinterpret_cast<const uint16_t*>(scales->data()) : nullptr};
 }
 
+// The rows of one part of a group of a store, in place of the bytes of a matrix.
+struct StoredRows {
+    std::shared_ptr<RowStore> store;
+    int group, part;
+};
+using Rows = std::variant<Bytes, StoredRows>;
+
+// As make_matrix; keeps what it lies in alive in `weights` or `stores`.
+Matrix make_matrix(int type, const Rows& data, int64_t rows, int64_t cols, const std::optional<Bytes>& scales,
+                   std::vector<Bytes>& weights, std::vector<std::shared_ptr<RowStore>>& stores) {
+    if (scales) weights.push_back(*scales);
+    if (const Bytes* bytes = std::get_if<Bytes>(&data)) {
+        weights.push_back(*bytes);
+        return make_matrix(type, *bytes, rows, cols, scales);
+    }
+    const StoredRows& stored = std::get<StoredRows>(data);
+    require(type >= 0 && type < kTypeCount && type_facts(Type(type)).block_bytes > 0 &&
+                is_planes(Type(type)) == scales.has_value() && cols % type_facts(Type(type)).block_size == 0,
+            "tensor type " + std::to_string(type) + " has no kernel");
+    const size_t row_bytes =
+        size_t(cols / type_facts(Type(type)).block_size) * type_facts(Type(type)).block_bytes;
+    require(stored.store->n_rows(stored.group) == rows &&
+                stored.store->row_bytes(stored.group, stored.part) == row_bytes && stored.store->end(),
+            "a store's rows are those of the matrix");
+    require(!scales || scales->size() == size_t((rows + kPlaneRows - 1) / kPlaneRows) * size_t(cols) * 2,
+            "planes have a scale for each column and 32 rows");
+    stores.push_back(stored.store);
+    return {Type(type),
+            stored.store->end(),
+            rows,
+            cols,
+            row_bytes,
+            scales ? reinterpret_cast<const uint16_t*>(scales->data()) : nullptr,
+            stored.store->places(stored.group, stored.part)};
+}
+
 std::vector<float> to_vector(const std::optional<Floats>& array) {
     return array ? std::vector<float>(array->data(), array->data() + array->size()) : std::vector<float>();
 }
@@ -103,6 +141,8 @@ void translate(const std::exception_ptr& thrown, void*) {
         std::rethrow_exception(thrown);
     } catch (const ThreadError& error) {
         PyErr_SetString(error_class("InvalidRequestError").ptr(), error.what());
+    } catch (const ReadError& error) {
+        PyErr_SetString(error_class("ReadError").ptr(), error.what());
     } catch (const StepCancelled&) {
         PyErr_SetNone(error_class("StepCancelledError").ptr());
     }
@@ -173,8 +213,8 @@ class PlanBuilder {
     }
 
     using NormArguments = std::optional<std::tuple<bool, Floats, std::optional<Floats>, float>>;
-    using Part = std::tuple<int, Bytes, std::optional<Floats>, int>;  // type, data, bias, out
-    using ActivationArguments = std::pair<int, float>;                // kind, threshold
+    using Part = std::tuple<int, Rows, std::optional<Floats>, int>;  // type, data, bias, out
+    using ActivationArguments = std::pair<int, float>;               // kind, threshold
 
     // With an activation and two parts, these are gate and up; with one part, it is applied to the result.
     void linear(int x, const NormArguments& norm, const std::vector<Part>& parts, int residual, bool gated,
@@ -184,7 +224,11 @@ class PlanBuilder {
                     (gated || !activation || parts.size() == 1),
                 "a matrix product has parts");
         std::vector<LinearPart> built;
-        for (const Part& part : parts) built.push_back(make_part(part, x));
+        for (const Part& part : parts) {
+            require(std::holds_alternative<Bytes>(std::get<1>(part)),
+                    "a product of all rows has them in order");
+            built.push_back(make_part(part, x));
+        }
         require(!gated || built[0].weight.rows == built[1].weight.rows, "gate and up have the same rows");
         LinearTail tail;
         if (activation)
@@ -223,19 +267,36 @@ class PlanBuilder {
     }
 
     // x times a matrix with a row per input (csrc/ops/axpy.cpp).
-    void axpy(int x, int type, const Bytes& data, const std::optional<Bytes>& scales,
+    void axpy(int x, int type, const Rows& data, const std::optional<Bytes>& scales,
               const std::optional<Floats>& bias, int residual, bool sparse, int out) {
         same_rows(x, out);
         require(!bias || int64_t(bias->size()) == width(out), "a bias has the width of its output");
-        const Matrix weight = make_matrix(type, data, width(x), width(out), scales);
-        weights_.push_back(data);
-        if (scales) weights_.push_back(*scales);
+        const Matrix weight = make_matrix(type, data, width(x), width(out), scales, weights_, stores_);
         if (residual >= 0) {
             same_rows(x, residual);
             require(width(residual) == width(out) && residual != out,
                     "a residual has the width of the output");
         }
         plan_->add_axpy(x, {weight, to_vector(bias), out}, residual, sparse);
+    }
+
+    // Rows of a group that operations behind it read (FetchFacts). by: any buffer, scores from neuron `first`
+    // on, values, or a route.
+    void fetch(std::shared_ptr<RowStore> store, int group, int which, int by, float threshold,
+               int64_t first) {
+        require(group >= 0 && group < store->n_groups() && store->end(), "there is no such group of rows");
+        require(which >= FetchFacts::All && which <= FetchFacts::Routed, "there is no such way to fetch");
+        const int64_t n_rows = store->n_rows(group);
+        FetchFacts facts;
+        facts.store = store.get(), facts.group = group, facts.which = FetchFacts::Which(which);
+        facts.threshold = threshold, facts.first = first;
+        if (which == FetchFacts::Selected)
+            require(first >= 0 && width(by) == n_rows - first, "a predictor has a score for each neuron");
+        if (which == FetchFacts::NonZero) require(width(by) == n_rows, "a neuron has a value");
+        if (which == FetchFacts::Routed) facts.n_used = check_route(by, int(n_rows), by);
+        facts.by = checked(by);
+        stores_.push_back(std::move(store));
+        plan_->add_fetch(facts);
     }
 
     // See RouteFacts.
@@ -527,8 +588,8 @@ class PlanBuilder {
         const auto& [type, data, bias, out] = part;
         same_rows(x, out);
         require(!bias || int64_t(bias->size()) == width(out), "a bias has the width of its output");
-        weights_.push_back(data);
-        return {make_matrix(type, data, width(out), width(x)), to_vector(bias), out};
+        const Matrix weight = make_matrix(type, data, width(out), width(x), std::nullopt, weights_, stores_);
+        return {weight, to_vector(bias), out};
     }
     // Experts that a token has.
     int check_route(int route, int n_expert, int out) const {
@@ -570,6 +631,7 @@ class PlanBuilder {
     // whose end waits for such threads. So they stand before it.
     std::vector<Bytes> weights_;
     std::vector<WritableBytes> caches_;
+    std::vector<std::shared_ptr<RowStore>> stores_;
     std::unique_ptr<Plan> plan_;
     std::vector<int64_t> widths_;
     std::vector<bool> outputs_;
@@ -816,6 +878,130 @@ double measured_read_bandwidth(const Bytes& data, int n_threads) {
     return read_bandwidth(kernels, data.data(), data.size(), n_threads);
 }
 
+// ---- what is read under a budget (csrc/store/)
+
+using PartArguments =
+    std::tuple<std::string, uint64_t, size_t, size_t>;  // path, offset, bytes of a row, stride
+
+int add_group(RowStore& store, int64_t n_rows, const std::vector<PartArguments>& parts) {
+    require(n_rows > 0 && n_rows < INT32_MAX && !parts.empty() && !store.end(), "a group has rows and parts");
+    std::vector<RowStore::Part> built;
+    for (const auto& [path, offset, row_bytes, stride] : parts) {
+        const StoredFile* file = store.file(path).get();
+        require(row_bytes > 0 && row_bytes <= stride && stride < INT64_MAX / size_t(n_rows) &&
+                    offset <= file->bytes() &&
+                    stride * size_t(n_rows - 1) + row_bytes <= file->bytes() - offset,
+                "rows of " + path + " lie beyond its end; download or convert it again");
+        built.push_back({file, offset, row_bytes, stride});
+    }
+    return store.add_group(n_rows, std::move(built));
+}
+
+void allocate(RowStore& store, size_t bytes) {
+    require(!store.end() && store.n_groups() > 0 && bytes >= store.least_bytes(),
+            "a store needs room for its largest group");
+    store.allocate(bytes);
+}
+
+std::tuple<int64_t, int64_t, int64_t, int64_t, double> counts_of(const RowStore& store) {
+    const RowStore::Counts& c = store.counts();
+    return {c.hits, c.misses, c.bytes_read, c.n_reads, c.seconds_waited};
+}
+
+// Fills arrays with bytes of a file, many reads at a time.
+void read_arrays(Reader& reader, const std::string& path,
+                 const std::vector<std::pair<uint64_t, WritableBytes>>& arrays) {
+    const StoredFile file(path);
+    Reader::Batch batch;
+    for (const auto& [offset, array] : arrays) {
+        require(offset <= file.bytes() && array.size() <= file.bytes() - offset,
+                "bytes of " + path + " lie beyond its end; download or convert it again");
+        add_reads(batch, &file, offset, array.size(), array.data(), 0);
+    }
+    std::exception_ptr raised;
+    {
+        nb::gil_scoped_release release;
+        reader.begin(batch);
+        const bool done = reader.wait(batch, [&] {
+            nb::gil_scoped_acquire acquire;
+            if (!raised && PyErr_CheckSignals() != 0) raised = std::make_exception_ptr(nb::python_error());
+            return bool(raised);
+        });
+        if (done) file.check();
+    }
+    if (raised) std::rethrow_exception(raised);
+}
+
+int64_t policy_request(SlotPolicy& policy, const Ints& rows, bool learn) {
+    const int64_t n = int64_t(rows.size());
+    for (int64_t i = 0; i < n; i++)
+        require(rows.data()[i] >= 0 && rows.data()[i] < policy.n_rows() &&
+                    (i == 0 || rows.data()[i - 1] < rows.data()[i]),
+                "a request names rows in order, each once");
+    std::vector<int32_t> slots(static_cast<size_t>(n));
+    std::vector<uint8_t> hits(static_cast<size_t>(n));
+    policy.request(rows.data(), n, learn, slots.data(), hits.data());
+    return std::ranges::count(hits, 1);
+}
+
+void bind_store(nb::module_& m) {
+    m.def("ring_allowed", &Reader::ring_allowed, "Whether the kernel gives this process a ring for reads.");
+    nb::class_<Reader>(m, "Reader", "Reads pieces of files, many at a time (csrc/store/reader.h).")
+        .def(nb::new_([](bool ring, int depth) {
+                 require(depth > 0 && depth <= 256, "1 to 256 reads are in flight");
+                 return std::make_shared<Reader>(ring ? Reader::Kind::Ring : Reader::Kind::Threads, depth);
+             }),
+             "ring"_a, "depth"_a)
+        .def_prop_ro("ring", [](const Reader& reader) { return reader.kind() == Reader::Kind::Ring; })
+        .def_prop_ro("depth", &Reader::depth)
+        .def("read", &read_arrays, "path"_a, "arrays"_a)
+        .def(
+            "rate",
+            [](Reader& reader, const std::string& path, uint32_t size, double seconds) {
+                require(size > 0 && size % kReadAlign == 0 && size <= Reader::kMostBytes,
+                        "reads are whole pages, of 512 KB at most");
+                nb::gil_scoped_release release;
+                return read_rate(StoredFile(path), reader, size, seconds);
+            },
+            "path"_a, "size"_a, "seconds"_a)
+        .def("inject_faults", &Reader::inject_faults, "share"_a, "seed"_a);
+    m.def(
+        "reads_directly", [](const std::string& path) { return StoredFile(path).direct(); }, "path"_a,
+        "Whether a file can be read past the page cache.");
+    nb::class_<StoredRows>(m, "StoredRows", "Rows of a store, where a plan takes the bytes of a matrix.")
+        .def_ro("store", &StoredRows::store)
+        .def_ro("group", &StoredRows::group);
+    nb::class_<RowStore>(m, "RowStore", "Rows that are read when they are needed (csrc/store/store.h).")
+        .def(nb::new_([](std::shared_ptr<Reader> reader, uint64_t gap, double half_life) {
+                 require(half_life > 0 && gap <= Reader::kMostBytes, "a score loses half in some requests");
+                 return std::make_shared<RowStore>(std::move(reader), gap, half_life);
+             }),
+             "reader"_a, "gap"_a, "half_life"_a)
+        .def("group", &add_group, "n_rows"_a, "parts"_a)
+        .def("allocate", &allocate, "bytes"_a)
+        .def_prop_ro("least_bytes", &RowStore::least_bytes)
+        .def_prop_ro("most_bytes", &RowStore::most_bytes)
+        .def(
+            "rows",
+            [](std::shared_ptr<RowStore> store, int group, int part) {
+                require(group >= 0 && group < store->n_groups() && part >= 0 && part < store->n_parts(group),
+                        "there is no such part");
+                return StoredRows{std::move(store), group, part};
+            },
+            "group"_a, "part"_a)
+        .def("counts", &counts_of)
+        .def("check", &RowStore::check);
+    nb::class_<SlotPolicy>(m, "SlotPolicy", "Which rows stay in slots (csrc/store/policy.h).")
+        .def(nb::new_([](int64_t n_rows, int64_t n_slots, double half_life) {
+                 require(
+                     n_rows > 0 && n_rows < INT32_MAX && n_slots >= 0 && n_slots <= n_rows && half_life > 0,
+                     "slots are for some of the rows");
+                 return std::make_shared<SlotPolicy>(n_rows, n_slots, half_life);
+             }),
+             "n_rows"_a, "n_slots"_a, "half_life"_a)
+        .def("request", &policy_request, "rows"_a, "learn"_a = true);
+}
+
 std::vector<std::string> available_isas() {
     std::vector<std::string> names;
     for (const char* name : {"avx512", "avx2", "neon", "scalar"}) {
@@ -938,6 +1124,7 @@ NB_MODULE(_core, m) {
             },
             "layer"_a, "id"_a)
         .def("replay", &replayed, "ids"_a, "first"_a, "by_layer"_a);
+    bind_store(m);
     nb::class_<Cold>(m, "Cold", "The CPU's half of a hybrid engine (csrc/cold.h).")
         .def(nb::init<int64_t, int, std::shared_ptr<Runtime>, double, const std::optional<std::string>&>(),
              "width"_a, "max_tokens"_a, "runtime"_a, "timeout"_a, "isa"_a.none() = nb::none())
@@ -976,6 +1163,7 @@ NB_MODULE(_core, m) {
              "cutoffs"_a = std::pair<float, float>())
         .def("axpy", &PlanBuilder::axpy, "x"_a, "type"_a, "data"_a, "scales"_a.none(), "bias"_a.none(),
              "residual"_a, "sparse"_a, "out"_a)
+        .def("fetch", &PlanBuilder::fetch, "store"_a, "group"_a, "which"_a, "by"_a, "threshold"_a, "first"_a)
         .def("route", &PlanBuilder::route, "x"_a, "n_used"_a, "scoring"_a, "bias"_a.none(), "normalised"_a,
              "scale"_a, "n_groups"_a, "n_groups_used"_a, "group_best"_a, "out"_a)
         .def("expert_neurons", &PlanBuilder::expert_neurons, "x"_a, "route"_a, "n_expert"_a, "gate"_a.none(),

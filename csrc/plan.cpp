@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>
+#include <utility>
 
 namespace hotset {
 
@@ -25,6 +26,7 @@ class Plan::Step : public Job {
     void run_chunk(int phase, int chunk, Worker& worker) const override {
         phases[phase].op->run(phases[phase].phase, chunk, tokens, worker);
     }
+    bool alone(int phase) const override { return phases[phase].op->alone(phases[phase].phase); }
     bool prefetch(int phase, int chunk, int piece) const override {
         return phases[phase].op->prefetch(phases[phase].phase, chunk, piece, tokens);
     }
@@ -83,6 +85,9 @@ void Plan::add_axpy(int x, LinearPart part, int residual, bool sparse) {
 }
 void Plan::add_route(RouteFacts facts) {
     ops_.push_back(make_route(*this, std::move(facts)));
+}
+void Plan::add_fetch(FetchFacts facts) {
+    ops_.push_back(make_fetch(*this, facts));
 }
 void Plan::add_expert_neurons(ExpertFacts facts) {
     ops_.push_back(make_expert_neurons(*this, std::move(facts)));
@@ -217,7 +222,10 @@ bool Plan::execute(const Runtime::Turn& turn, const Poll* poll, int slot, int fi
         }
     }
     step.reached_ns.resize(step.phases.size() + 1);
-    if (!turn.team().run(slot, step, cancel_, poll, this)) return false;
+    failure_ = nullptr;
+    const bool done = turn.team().run(slot, step, cancel_, poll, this);
+    if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+    if (!done) return false;
     latest_ = &step;
     return true;
 }

@@ -7,12 +7,14 @@
 
 #include <atomic>
 #include <cmath>
+#include <exception>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "kernels/kernels.h"
 #include "runtime.h"
+#include "store/store.h"
 
 namespace hotset {
 
@@ -102,6 +104,8 @@ class Op {
     // without a commit.
     virtual void run(int phase, int chunk, const StepTokens& step, Worker& worker) const = 0;
     virtual Needs needs() const = 0;
+    // As Job::alone.
+    virtual bool alone(int /*phase*/) const { return false; }
     // As Job::prefetch. Most operations read nothing but what the last one wrote.
     virtual bool prefetch(int /*phase*/, int /*chunk*/, int /*piece*/, const StepTokens&) const {
         return false;
@@ -189,6 +193,18 @@ struct ExpertSumFacts {
     bool sparse = false;     // and rows of zeros are left out
 };
 
+// Which rows of a store's group the operations behind it read, of any token.
+struct FetchFacts {
+    enum Which { All, Selected, NonZero, Routed };
+    RowStore* store = nullptr;
+    int group = -1;
+    Which which = All;
+    int by = -1;  // buffer: any, scores (of neurons from `first` on), values, or a route of `n_used`
+    float threshold = 0.0f;
+    int64_t first = 0;
+    int n_used = 0;
+};
+
 constexpr int kMaxGroup = 256;  // query heads per KV head, at most
 
 struct AttentionFacts {
@@ -223,6 +239,7 @@ class Plan {
     void add_axpy(int x, LinearPart part, int residual, bool sparse);
     // out = x where not scores < threshold, else 0; columns before `first` have no score and are kept.
     void add_route(RouteFacts facts);
+    void add_fetch(FetchFacts facts);
     void add_expert_neurons(ExpertFacts facts);
     void add_expert_sum(ExpertSumFacts facts);
     void add_mask(int x, int scores, float threshold, int64_t first, int out);
@@ -254,6 +271,11 @@ class Plan {
     // Runs the operations [first_op, last_op) on rows that the caller wrote into their buffers: operations
     // that read neither tokens nor the cache, before any that selects outputs.
     bool run_rows(int first_op, int last_op, int n_tokens);
+    // Ends the step in flight, out of a phase that one thread computes alone: `run` throws this.
+    void fail(std::exception_ptr failure) const {
+        failure_ = failure;
+        cancel_.store(true);
+    }
     // Cancels the step in flight, from any thread or a signal handler; without one nothing happens.
     void cancel() { cancel_.store(true); }
 
@@ -282,7 +304,8 @@ class Plan {
     std::vector<std::unique_ptr<Op>> ops_;
     std::vector<std::unique_ptr<Step>> steps_;  // one per slot of the team
     const Step* latest_ = nullptr;
-    std::atomic<bool> cancel_{false};  // of the step in flight
+    mutable std::atomic<bool> cancel_{false};  // of the step in flight
+    mutable std::exception_ptr failure_;       // of the same
     const std::shared_ptr<Runtime> runtime_;
 };
 
@@ -296,6 +319,7 @@ std::unique_ptr<Op> make_linear(const Plan& plan, int x, Norm norm, std::vector<
                                 int residual, LinearTail tail);
 std::unique_ptr<Op> make_neurons(const Plan& plan, NeuronFacts facts);
 std::unique_ptr<Op> make_axpy(const Plan& plan, int x, LinearPart part, int residual, bool sparse);
+std::unique_ptr<Op> make_fetch(const Plan& plan, FetchFacts facts);
 std::unique_ptr<Op> make_route(const Plan& plan, RouteFacts facts);
 std::unique_ptr<Op> make_expert_neurons(const Plan& plan, ExpertFacts facts);
 std::unique_ptr<Op> make_expert_sum(const Plan& plan, ExpertSumFacts facts);

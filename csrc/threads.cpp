@@ -154,8 +154,9 @@ void Slot::open(uint64_t new_epoch) {
 
 void Slot::raise_epoch(uint64_t new_epoch) {
     uint64_t seen = epoch.load(std::memory_order_relaxed);
-    while (seen < new_epoch && !epoch.compare_exchange_weak(seen, new_epoch, std::memory_order_acq_rel)) {
+    while (seen < new_epoch && !epoch.compare_exchange_weak(seen, new_epoch)) {
     }
+    if (n_asleep.load() > 0) epoch.notify_all();
 }
 
 bool Worker::enter_inputs() {
@@ -330,10 +331,15 @@ bool Team::claim(Worker& worker, Slot& slot, int owner) {
     std::atomic<uint64_t>& next = slot.tickets[owner].value;
     uint64_t ticket = next.load(std::memory_order_acquire);
     if (int(ticket & kTicketMask) >= range_of(ticket).second) return false;  // without disturbing the others
+    const auto forbidden = [&](uint64_t of) {
+        return worker.index_ != 0 && slot.job->alone(int((of >> kTicketBits) - slot.first_epoch));
+    };
+    if (forbidden(ticket)) return false;
     ticket = next.fetch_add(1, std::memory_order_acq_rel);  // perhaps of a later phase by now
     const auto [first, count] = range_of(ticket);
     const int claimed = int(ticket & kTicketMask);
     if (claimed >= count) return false;
+    if (forbidden(ticket)) return false;  // a phase that opened just now: who may do it finds it undone
     worker.epoch_ = ticket >> kTicketBits;
     worker.chunk_ = first + claimed;
     slot.job->run_chunk(int(worker.epoch_ - slot.first_epoch), worker.chunk_, worker);
@@ -361,6 +367,13 @@ void Team::participate(Worker& worker, Slot& slot) {
         const int64_t per_chunk = n_own ? (now_ns() - start) / n_own : 0;
         wait_or_redo(worker, slot, epoch, kPatience_ns + 2 * per_chunk);
     }
+}
+
+// Until the phase is over, or the step.
+void Team::sleep_until_over(Slot& slot, uint64_t epoch) {
+    slot.n_asleep.fetch_add(1);
+    slot.epoch.wait(epoch);
+    slot.n_asleep.fetch_sub(1);
 }
 
 // All chunks of the phase are claimed. Waits for the next phase, and fetches what this thread will read
@@ -391,6 +404,10 @@ void Team::wait_or_redo(Worker& worker, Slot& slot, uint64_t epoch, int64_t pati
         const int64_t now = now_ns();
         worker.poll_at(now);
         if (now - start < patience_ns) continue;
+        if (worker.index_ != 0 && job.alone(phase)) {
+            sleep_until_over(slot, epoch);
+            continue;
+        }
         for (int chunk = 0; chunk < job.n_chunks(phase) && !over() && !cancelled(); chunk++) {
             if (slot.taken[chunk].load(std::memory_order_relaxed) >= epoch) continue;
             worker.epoch_ = epoch;

@@ -133,6 +133,9 @@ class Job {
     virtual int n_phases() const = 0;
     virtual int n_chunks(int phase) const = 0;  // 1..kMaxChunks
     virtual void run_chunk(int phase, int chunk, Worker& worker) const = 0;
+    // Whether the thread that called `run` computes the phase alone, which has one chunk: one that waits, for
+    // a disk, and must not be computed again by those who wait for it. They sleep.
+    virtual bool alone(int /*phase*/) const { return false; }
     // Fetches piece `piece` (0, 1, ...) of what the chunk will read; false: there is no such piece.
     virtual bool prefetch(int phase, int chunk, int piece) const = 0;
     // Called by one thread when all phases before `phase` are complete; n_phases() when all are.
@@ -147,6 +150,7 @@ struct Slot {
     uint64_t first_epoch = 1;
     uint64_t end_epoch = 1;
     alignas(64) std::atomic<uint64_t> epoch{0};  // the open phase is epoch - first_epoch
+    std::atomic<int> n_asleep{0};                // until the epoch is another
     alignas(64) std::atomic<int> n_committed{0};
     struct alignas(64) Ticket {
         std::atomic<uint64_t> value{0};  // epoch << kTicketBits | chunks claimed of the thread's range
@@ -189,6 +193,7 @@ class Team {
     void participate(Worker& worker, Slot& slot);
     bool claim(Worker& worker, Slot& slot, int owner);
     void wait_or_redo(Worker& worker, Slot& slot, uint64_t epoch, int64_t patience_ns);
+    static void sleep_until_over(Slot& slot, uint64_t epoch);
     bool abandon(Slot& slot);
     bool anyone_in(const Slot* slot) const;
 

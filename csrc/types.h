@@ -126,18 +126,20 @@ static constexpr bool is_planes(Type type) {
     return type == Type::Planes4 || type == Type::Planes8;
 }
 
-// A weight matrix where it lies in the file: `rows` rows of `cols` weights each.
+// A weight matrix where it lies in the file: `rows` rows of `cols` weights each. Of a store (store/store.h)
+// each row lies somewhere: only kernels that ask for one row at a time may be given it.
 struct Matrix {
     Type type = Type::F32;
     const uint8_t* data = nullptr;
     int64_t rows = 0;
     int64_t cols = 0;
     size_t row_bytes = 0;
-    const uint16_t* scales = nullptr;  // of planes: f16 [ceil(rows / kPlaneRows)][cols]
+    const uint16_t* scales = nullptr;        // of planes: f16 [ceil(rows / kPlaneRows)][cols]
+    const uint8_t* const* places = nullptr;  // of a store: the address of each row; `data` is where it ends
 
-    HOTSET_INLINE const uint8_t* row(int64_t r) const { return data + r * row_bytes; }
+    HOTSET_INLINE const uint8_t* row(int64_t r) const { return places ? places[r] : data + r * row_bytes; }
     // Nothing may be read from here on.
-    HOTSET_INLINE const uint8_t* end() const { return data + rows * row_bytes; }
+    HOTSET_INLINE const uint8_t* end() const { return places ? data : data + rows * row_bytes; }
 };
 
 static inline float f32_from_bits(uint32_t bits) {

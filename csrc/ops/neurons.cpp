@@ -75,11 +75,11 @@ class Neurons : public Op {
     Needs needs() const override {
         Needs needs = input_.needs();
         for (int n : {1, plan_.max_tokens()})
-            needs.result_floats =
-                std::max(needs.result_floats,
-                         Scratch::bytes(largest_panel_chunk(n_neurons(), neuron_chunks(n)), n, row_bytes()) /
-                                 sizeof(float) +
-                             1);
+            needs.result_floats = std::max(
+                needs.result_floats,
+                Scratch::bytes(largest_panel_chunk(n_neurons(), neuron_chunks(n)), n, packed_bytes(n)) /
+                        sizeof(float) +
+                    1);
         return needs;
     }
 
@@ -106,7 +106,7 @@ class Neurons : public Op {
             weights = wanted + (n * size + 63) / 64 * 64;
         }
         static size_t bytes(int64_t size, int n, size_t row_bytes) {
-            return size_t(n) * size * 13 + size * 13 + 128 + (n > 1 ? size * row_bytes : 0);
+            return size_t(n) * size * 13 + size * 13 + 128 + size * row_bytes;
         }
     };
     struct Chunk {
@@ -118,9 +118,18 @@ class Neurons : public Op {
         FfnCounts counts;
     };
 
+    // Whether all rows of the chunk are read, of which `count` are wanted. Those of a store lie here and
+    // there.
+    bool reads_all(const Matrix& w, int count, const Chunk& c) const {
+        return !w.places && (!facts_.sparse || count > kGatherBelow * double(c.size));
+    }
     bool gated() const { return facts_.gate.weight.data != nullptr; }
     int64_t n_neurons() const { return facts_.up.weight.rows; }
-    size_t row_bytes() const { return std::max(facts_.up.weight.row_bytes, facts_.gate.weight.row_bytes); }
+    // Of each row that is copied: those of several tokens, and of a store.
+    size_t packed_bytes(int n) const {
+        if (n == 1 && !facts_.up.weight.places && !facts_.gate.weight.places) return 0;
+        return std::max(facts_.up.weight.row_bytes, facts_.gate.weight.row_bytes);
+    }
     int neuron_chunks(int n) const {
         if (n > 1) return many_token_chunks(n_neurons(), plan_.n_threads());
         const int64_t most = scores_ && facts_.sparse ? kPredictedChunks : kDecodeChunks;
@@ -135,7 +144,7 @@ class Neurons : public Op {
         float* decided = c.scratch.packed;  // activations, of the listed neurons
         int count = select_one(c);
         c.counts.selected += count;
-        if (count > kGatherBelow * double(c.size)) {
+        if (reads_all(deciding.weight, count, c)) {
             all_rows(c, deciding.weight, gated() ? &facts_.up.weight : nullptr, c.scratch.up);
             (gated() ? c.counts.gate_rows : c.counts.up_rows) += c.size;
             for (int j = 0; j < count; j++) decided[j] = c.scratch.up[c.scratch.neurons[j]];
@@ -178,7 +187,7 @@ class Neurons : public Op {
     void multiply_by_up(Chunk& c, int fired, float* values) const {
         const Kernels& kernels = plan_.kernels();
         float* up = c.scratch.packed;
-        if (fired > kGatherBelow * double(c.size)) {
+        if (reads_all(facts_.up.weight, fired, c)) {
             all_rows(c, facts_.up.weight, nullptr, c.scratch.up);
             c.counts.up_rows += c.size;
             for (int j = 0; j < fired; j++) up[j] = c.scratch.up[c.scratch.neurons[j]];
@@ -273,8 +282,8 @@ class Neurons : public Op {
     // out[t][i] = row i of the chunk times token t, for all that are wanted; anything for the others.
     void product(Chunk& c, const LinearPart& part, float* out, int64_t& n_rows) const {
         const Matrix& w = part.weight;
-        const int n = c.in.n, count = facts_.sparse ? list_wanted(c) : int(c.size);
-        const bool all = !facts_.sparse || count > kGatherBelow * double(c.size);
+        const int n = c.in.n, count = facts_.sparse || w.places ? list_wanted(c) : int(c.size);
+        const bool all = reads_all(w, count, c);
         n_rows += all ? c.size : count;
         if (all) {
             all_rows(c, w, nullptr, out);

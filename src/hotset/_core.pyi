@@ -13,14 +13,58 @@ def quantize(
     from_type: int, data: np.ndarray, rows: int, cols: int, to_type: int, out: np.ndarray, n_threads: int
 ) -> int: ...
 
+class StoredRows:
+    """Rows of a store, where a plan takes the bytes of a matrix."""
+
+    @property
+    def store(self) -> RowStore: ...
+    @property
+    def group(self) -> int: ...
+
+Rows = np.ndarray | StoredRows  # bytes of a matrix, or where they come from
 NormFacts = tuple[bool, np.ndarray, np.ndarray | None, float]  # layer norm?, weight, bias, eps
-Part = tuple[int, np.ndarray, np.ndarray | None, int]  # type, data, bias, buffer of the result
+Part = tuple[int, Rows, np.ndarray | None, int]  # type, data, bias, buffer of the result
 # (type, data) of each tensor, rows of an expert in it, the first that counts, bias of those that do
 ExpertPart = tuple[list[tuple[int, np.ndarray]], int, int, np.ndarray | None]
 
 def guard_file(mapping: np.ndarray, descriptor: int) -> int: ...  # csrc/mapped.h
 def is_cut(file: int) -> bool: ...
 def unguard_file(file: int) -> None: ...
+def ring_allowed() -> bool: ...
+def reads_directly(path: str) -> bool: ...
+
+class Reader:
+    """Reads pieces of files, many at a time (csrc/store/reader.h)."""
+
+    def __init__(self, ring: bool, depth: int) -> None: ...
+    @property
+    def ring(self) -> bool: ...
+    @property
+    def depth(self) -> int: ...
+    def read(self, path: str, arrays: list[tuple[int, np.ndarray]]) -> None: ...  # offset, bytes to fill
+    def rate(self, path: str, size: int, seconds: float) -> float: ...
+    def inject_faults(self, share: float, seed: int) -> None: ...  # for tests
+
+class RowStore:
+    """Rows that are read when they are needed (csrc/store/store.h)."""
+
+    def __init__(self, reader: Reader, gap: int, half_life: float) -> None: ...
+    # parts: path, offset of the first row, bytes of a row, from one row to the next
+    def group(self, n_rows: int, parts: list[tuple[str, int, int, int]]) -> int: ...
+    def allocate(self, bytes: int) -> None: ...
+    @property
+    def least_bytes(self) -> int: ...
+    @property
+    def most_bytes(self) -> int: ...
+    def rows(self, group: int, part: int) -> StoredRows: ...
+    def counts(self) -> tuple[int, int, int, int, float]: ...  # hits, misses, bytes, reads, seconds waited
+    def check(self) -> None: ...
+
+class SlotPolicy:
+    """Which rows stay in slots (csrc/store/policy.h)."""
+
+    def __init__(self, n_rows: int, n_slots: int, half_life: float) -> None: ...
+    def request(self, rows: np.ndarray, learn: bool = True) -> int: ...  # how many were there
 
 class Runtime:
     """The team of threads and its memory, which plans and cold services share (csrc/runtime.h)."""
@@ -93,12 +137,15 @@ class Plan:
         self,
         x: int,
         type: int,
-        data: np.ndarray,
+        data: Rows,
         scales: np.ndarray | None,
         bias: np.ndarray | None,
         residual: int,
         sparse: bool,
         out: int,
+    ) -> None: ...
+    def fetch(
+        self, store: RowStore, group: int, which: int, by: int, threshold: float, first: int
     ) -> None: ...
     def route(
         self,

@@ -13,6 +13,10 @@ class FormatError(HotsetError):
     """A file is damaged, hostile, or of a kind that is not understood."""
 
 
+class ReadError(HotsetError):
+    """A model file could not be read while it was in use: the disk failed, or the file was changed."""
+
+
 class UnsupportedModelError(HotsetError):
     """A well-formed model that this version cannot run (architecture, tensor type, missing tensor)."""
 

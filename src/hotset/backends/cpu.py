@@ -150,7 +150,12 @@ class CpuBackend:
         counts = np.zeros((self.n_layer, 5), np.int64)
         if self._latest is not None:
             lowered = self._latest[0]
-            np.add.at(counts, lowered.layers, lowered.plan.op_counts())
+            of_ops = lowered.plan.op_counts()
+            for gate in lowered.gates:  # neurons are counted by the operation that computes the gates
+                n_selected, _, _, n_rows, _ = of_ops[gate]
+                of_ops[gate] = n_selected, 0, n_rows, 0, 0
+                of_ops[gate + 2, 0] = 0  # behind the fetch
+            np.add.at(counts, lowered.layers, of_ops)
         return counts
 
     def active_on_cpu(self) -> np.ndarray:

@@ -221,6 +221,7 @@ class Buffers:
             if isinstance(op, SelectOutputs) or any(x in self._outputs for x in inputs_of(op)):
                 self._outputs.add(op.out)
         self._index = 0
+        self._borrowed: list[tuple[tuple[int, bool], int]] = []
 
     def __getitem__(self, value: Value) -> int:
         return self._ids[value]
@@ -237,7 +238,17 @@ class Buffers:
             free = self._free.setdefault(shape, [])
             self._ids[value] = free.pop() if free else self._new(*shape)
 
+    def borrow(self, value: Value) -> int:
+        """One more buffer of the shape of a value, for the group that was entered."""
+        shape = (value.width, value in self._outputs)
+        free = self._free.setdefault(shape, [])
+        self._borrowed.append((shape, free.pop() if free else self._new(*shape)))
+        return self._borrowed[-1][1]
+
     def leave(self, op: Fused) -> None:
+        for shape, number in self._borrowed:
+            self._free[shape].append(number)
+        self._borrowed = []
         for value in {*op.reads, *op.inner, *op.out}:
             if self._last_use[value] == self._index:
                 self._free[value.width, value in self._outputs].append(self._ids[value])

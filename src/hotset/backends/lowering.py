@@ -14,6 +14,7 @@ from typing import Any, assert_never
 
 import numpy as np
 
+from hotset import _core
 from hotset.backends.base import WeightSource
 from hotset.backends.fusion import Buffers, Fused, fuse
 from hotset.errors import InvalidRequestError
@@ -55,6 +56,8 @@ ACTIVATIONS |= {"clamped_silu": 9, "clamped_plus_one": 10}
 SCORINGS = {"softmax": 1, "sigmoid": 2, "softmax_chosen": 3}
 SOFT_CAP, SCALE = 6, 7  # as activations: cap * tanh(x / cap), factor * x
 PLANES = {2: 31, 1: 32}  # columns per byte of the codes → type
+FETCH_ALL, FETCH_SELECTED, FETCH_NONZERO, FETCH_ROUTED = range(4)
+LEAST = float(np.finfo(np.float32).smallest_subnormal)  # what is not below it fires
 
 
 def decoded_vector(weights: WeightSource, name: str) -> np.ndarray:
@@ -63,18 +66,21 @@ def decoded_vector(weights: WeightSource, name: str) -> np.ndarray:
     return np.ascontiguousarray(dequantize(weights.data(name), info.type, info.shape).reshape(-1))
 
 
-def linear_matrix(weights: WeightSource, op: Linear) -> tuple[int, np.ndarray, np.ndarray | None]:
+def linear_matrix(weights: WeightSource, op: Linear) -> tuple[int, _core.Rows, np.ndarray | None]:
     """What the native core takes of a matrix product: type, bytes of its rows, bias."""
     info = weights.tensors[op.weight]
     first, last = op.first_row, op.first_row + op.out.width
     row = row_bytes(info.type, info.shape[0])
     bias = None if op.bias is None else decoded_vector(weights, op.bias)[first:last]
-    return int(info.type), weights.data(op.weight)[first * row : last * row], bias
+    data = weights.data(op.weight)
+    if isinstance(data, _core.StoredRows):
+        return int(info.type), data, bias
+    return int(info.type), data[first * row : last * row], bias
 
 
 def transposed_matrix(
     weights: WeightSource, op: TransposedLinear
-) -> tuple[int, np.ndarray, np.ndarray | None]:
+) -> tuple[int, _core.Rows, np.ndarray | None]:
     """What the native core takes of a down projection by neurons: type, bytes or codes, scales of planes."""
     info = weights.tensors[op.weight]
     if op.scales is None:
@@ -105,6 +111,7 @@ class Lowered:
     """A plan with what its owner needs to know. result: buffer of the last value, logits or the residual
     stream. buffers: of the taps, by name.
 
+    gates: native operations that compute the gates of an FFN alone, and another behind them the rest.
     layers, cell: of each native operation its layer (0 outside of the layers), and layer * len(PARTS) + part.
     """
 
@@ -112,6 +119,7 @@ class Lowered:
     result: int
     buffers: dict[str, int]
     has_neurons: bool
+    gates: list[int]
     layers: np.ndarray
     cell: np.ndarray
 
@@ -152,13 +160,14 @@ def lower(
         buffers[graph.result],
         kept,
         any(ffn is not None and ffn.leaves_out for ffn in (group.ffn for group in fused)),
+        emit.gates,
         layers,
         layers * len(PARTS) + part,
     )
 
 
 class _Emission:
-    """Writes native operations. at: layer and part of each so far."""
+    """Writes native operations. at: layer and part of each so far. gates: as Lowered."""
 
     def __init__(
         self,
@@ -171,6 +180,7 @@ class _Emission:
         self._plan, self._buffers, self._weights = plan, buffers, weights
         self._cache, self._sparse = cache, sparse
         self.at: list[tuple[int, Part]] = []
+        self.gates: list[int] = []
 
     def group(self, group: Fused) -> None:
         if group.ffn is not None:
@@ -268,6 +278,11 @@ class _Emission:
         multiplied: bool = False,
     ) -> None:
         """multiplied: the first product, activated, times the second is the result."""
+        for linear in linears:
+            if isinstance(self._weights.data(linear.weight), _core.StoredRows):
+                raise InvalidRequestError(
+                    f"{linear.out.name} lies inside an FFN, which cannot be tapped under a memory budget"
+                )
         self._plan.linear(
             self._buffers[norm.x if norm else linears[0].x],
             self._norm(norm) if norm else None,
@@ -291,7 +306,7 @@ class _Emission:
             self._experts(ffn, ffn.route, group)
             return
         if ffn.has_zeros:
-            self._neurons(ffn)
+            fetched = self._neurons(ffn)
         elif ffn.gate is None:
             self._products(ffn.norm, [one_matrix(ffn.up)], [ffn.selected], activate=ffn.gate_act)
         else:
@@ -303,6 +318,8 @@ class _Emission:
 
         residual, down = group.residual(ffn.out), ffn.down
         if isinstance(down, TransposedLinear):
+            if ffn.has_zeros:
+                self._fetch(ffn, down.weight, fetched, FETCH_NONZERO, self._buffers[ffn.selected])
             self._axpy(down, residual, group.out[0])
         else:
             assert isinstance(down, Linear)
@@ -341,8 +358,41 @@ class _Emission:
             self._residual(residual), op.by_neuron, self._sparse, self._buffers[out],
         )  # fmt: skip
 
-    def _neurons(self, ffn: Ffn) -> None:
+    def _fetch(
+        self,
+        ffn: Ffn,
+        name: str,
+        fetched: set[int],
+        which: int,
+        by: int,
+        threshold: float = 0.0,
+        first: int = 0,
+    ) -> bool:
+        """Has a store fetch the rows of a tensor and of its group, where they come from one and have not been
+        fetched; whether that is so."""
+        rows = self._weights.data(name)
+        if not isinstance(rows, _core.StoredRows) or rows.group in fetched:
+            return False
+        if not self._sparse:
+            which = FETCH_ALL
+        self._plan.fetch(rows.store, rows.group, which, by, threshold, first)
+        self.at.append((ffn.layer, ffn.part))
+        fetched.add(rows.group)
+        return True
+
+    def _neurons(self, ffn: Ffn) -> set[int]:
+        """Up to the neurons. Returns the groups of rows that were fetched for it."""
         norm, mask, out = ffn.norm, ffn.mask, self._buffers[ffn.selected]
+        fetched: set[int] = set()
+        if mask is None:
+            self._fetch(ffn, ffn.decides.weight, fetched, FETCH_ALL, out)
+        else:
+            scores = self._buffers[mask.scores]
+            self._fetch(ffn, ffn.decides.weight, fetched, FETCH_SELECTED, scores, mask.threshold, mask.first)
+        up = self._weights.data(one_matrix(ffn.up).weight)
+        if isinstance(up, _core.StoredRows) and up.group not in fetched:
+            self._neurons_by_gate(ffn, fetched)
+            return fetched
         self._plan.neurons(
             self._buffers[ffn.x],
             self._norm(norm) if norm else None,
@@ -355,6 +405,22 @@ class _Emission:
             out,
             tuple(0.0 if cut is None else cut.threshold for cut in (ffn.gate_cut, ffn.down_cut)),
         )
+        return fetched
+
+    def _neurons_by_gate(self, ffn: Ffn, fetched: set[int]) -> None:
+        """Gates first, so that of up only the rows of those that fire are fetched: the same products."""
+        assert ffn.gate is not None
+        plan, out, norm = self._plan, self._buffers[ffn.selected], self._norm(ffn.norm) if ffn.norm else None
+        x, fired = self._buffers[ffn.x], self._buffers.borrow(ffn.selected)
+        gate, up = (linear_matrix(self._weights, one_matrix(op)) for op in (ffn.gate, ffn.up))
+        plan.neurons(x, norm, None, (*gate, fired), activation(ffn.gate_act), None, None, self._sparse, fired)
+        self.gates.append(len(self.at))
+        self.at.append((ffn.layer, ffn.part))
+        self._fetch(ffn, one_matrix(ffn.up).weight, fetched, FETCH_NONZERO, fired)
+        kind = activation(ffn.up_act) if ffn.up_act else (SCALE, 1.0)
+        plan.neurons(x, norm, None, (*up, out), kind, None, (fired, LEAST, 0), self._sparse, out)
+        self.at.append((ffn.layer, ffn.part))
+        plan.multiply(fired, out, out)
 
     # ---- attention
 
@@ -379,7 +445,7 @@ class _Emission:
 
     # ---- small things
 
-    def _part(self, op: Linear, out: Value) -> tuple[int, np.ndarray, np.ndarray | None, int]:
+    def _part(self, op: Linear, out: Value) -> tuple[int, _core.Rows, np.ndarray | None, int]:
         """A matrix product as the plan takes it: type, bytes of its rows, bias, buffer of the result."""
         return *linear_matrix(self._weights, op), self._buffers[out]
 

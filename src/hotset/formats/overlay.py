@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 
@@ -28,6 +29,12 @@ class Overlay:
         """The tensor's bytes, uint8 [nbytes], in the map of its file."""
         owner = next((file for file in self._files if name in file.tensors), self._files[-1])
         return owner.data(name)
+
+    def place(self, name: str) -> tuple[Path, int]:
+        """The file in which a tensor lies, and the offset of its first byte."""
+        owner = next(file for file in self._files if name in file.tensors)
+        info = owner.tensors[name]
+        return owner.paths[info.shard], info.offset
 
     def check(self) -> None:
         """Raises FormatError where a file was cut while it was open (GGUFFile.check)."""

@@ -1,0 +1,100 @@
+// Rows of a store that the operations behind this one read: they are there when it is done.
+#include <algorithm>
+#include <bit>
+
+#include "../plan.h"
+
+namespace hotset {
+namespace {
+
+constexpr int kLearnTokens = 8;  // a step of more is a prompt's: it does not say what is needed often
+
+class Fetch : public Op {
+  public:
+    Fetch(const Plan& plan, FetchFacts facts) : plan_(plan), f_(facts), by_(plan.buffer(f_.by)) {
+        wanted_.resize(size_t(ceil_div(n_rows(), 64)));
+        own_.resize(wanted_.size());
+        rows_.resize(size_t(n_rows()));
+    }
+
+    int n_phases(const StepTokens&) const override { return 1; }
+    int n_chunks(int, const StepTokens& step) const override { return n_tokens(step) > 0; }
+    bool alone(int) const override { return true; }
+
+    void run(int, int, const StepTokens& step, Worker& worker) const override {
+        const int n = n_tokens(step);
+        try {
+            mark(n);
+            const auto cancelled = [&] { return worker.cancelled(); };
+            if (!f_.store->acquire(f_.group, rows_.data(), list(), n <= kLearnTokens, cancelled)) return;
+        } catch (...) {
+            return plan_.fail(std::current_exception());
+        }
+        if (worker.begin_commit()) worker.end_commit();
+    }
+    Needs needs() const override { return {}; }
+
+  private:
+    int64_t n_rows() const { return f_.store->n_rows(f_.group); }
+    int n_tokens(const StepTokens& step) const { return step.rows(by_); }
+
+    // A bit for each row that any token wants.
+    void mark(int n) const {
+        if (f_.which == FetchFacts::All) return std::fill(wanted_.begin(), wanted_.end(), ~uint64_t(0));
+        std::fill(wanted_.begin(), wanted_.end(), 0);
+        const auto set = [&](int64_t row) { wanted_[row / 64] |= uint64_t(1) << row % 64; };
+        for (int t = 0; t < n; t++) {
+            const float* x = by_.row(t);
+            switch (f_.which) {
+                case FetchFacts::NonZero:
+                    plan_.kernels().nonzero_bits(x, n_rows(), own_.data());
+                    for (size_t i = 0; i < own_.size(); i++) wanted_[i] |= own_[i];
+                    break;
+                case FetchFacts::Selected:
+                    plan_.kernels().not_below_bits(x, f_.threshold, n_rows() - f_.first, own_.data());
+                    add_shifted();
+                    break;
+                default:
+                    for (int i = 0; i < f_.n_used; i++)
+                        set(std::clamp<int64_t>(int64_t(x[i]), 0, n_rows() - 1));
+            }
+        }
+        if (f_.which == FetchFacts::Selected)
+            for (int64_t i = 0; i < f_.first; i++) set(i);
+    }
+
+    // The bits of neurons from `first` on, to the place where they belong.
+    void add_shifted() const {
+        const int shift = int(f_.first % 64);
+        const size_t at = size_t(f_.first / 64);
+        for (size_t i = 0; i + at < wanted_.size() && i < size_t(ceil_div(n_rows() - f_.first, 64)); i++) {
+            wanted_[i + at] |= own_[i] << shift;
+            if (shift && i + at + 1 < wanted_.size()) wanted_[i + at + 1] |= own_[i] >> (64 - shift);
+        }
+    }
+
+    int64_t list() const {
+        int64_t n = 0;
+        for (size_t word = 0; word < wanted_.size(); word++)
+            for (uint64_t rest = wanted_[word]; rest; rest &= rest - 1) {
+                const int64_t row = int64_t(word) * 64 + std::countr_zero(rest);
+                if (row < n_rows()) rows_[n++] = int32_t(row);
+            }
+        return n;
+    }
+
+    const Plan& plan_;
+    const FetchFacts f_;
+    const Buffer& by_;
+    // Only one thread is ever here.
+    mutable std::vector<uint64_t> wanted_, own_;
+    mutable std::vector<int32_t> rows_;
+};
+
+}  // namespace
+
+std::unique_ptr<Op> make_fetch(const Plan& plan, FetchFacts facts) {
+    return std::make_unique<Fetch>(plan, facts);
+}
+
+}  // namespace hotset

@@ -1,0 +1,372 @@
+#include "reader.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <system_error>
+
+#ifdef _WIN32
+#define NOMINMAX
+#include <windows.h>
+#else
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#endif
+
+#include "ring.h"
+
+namespace hotset {
+namespace {
+
+std::string reason(int error) {
+    return std::generic_category().message(error);
+}
+
+uint64_t hash(uint64_t x) {  // splitmix64
+    x += 0x9e3779b97f4a7c15;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+    return x ^ (x >> 31);
+}
+
+// Memory on a border of kReadAlign.
+class Buffer {
+  public:
+    explicit Buffer(size_t bytes) : memory_(bytes + kReadAlign) {
+        const uintptr_t at = reinterpret_cast<uintptr_t>(memory_.data());
+        data_ = memory_.data() + (kReadAlign - at % kReadAlign) % kReadAlign;
+    }
+    uint8_t* data() const { return data_; }
+
+  private:
+    Memory memory_;
+    uint8_t* data_;
+};
+
+}  // namespace
+
+// ---- files
+
+#ifdef _WIN32
+
+StoredFile::StoredFile(std::string path) : path_(std::move(path)) {
+    handle_ = CreateFileA(path_.c_str(), GENERIC_READ, FILE_SHARE_READ, nullptr, OPEN_EXISTING,
+                          FILE_FLAG_RANDOM_ACCESS, nullptr);
+    LARGE_INTEGER size;
+    if (handle_ == INVALID_HANDLE_VALUE || !GetFileSizeEx(handle_, &size))
+        throw ReadError(path_ + " cannot be read; check the path");
+    bytes_ = uint64_t(size.QuadPart);
+}
+StoredFile::~StoredFile() {
+    CloseHandle(handle_);
+}
+void StoredFile::check() const {}  // nobody else may write to it
+int64_t StoredFile::read_at(uint8_t* to, size_t bytes, uint64_t offset) const {
+    OVERLAPPED at = {};
+    at.Offset = DWORD(offset);
+    at.OffsetHigh = DWORD(offset >> 32);
+    DWORD n = 0;
+    if (ReadFile(handle_, to, DWORD(bytes), &n, &at)) return n;
+    return GetLastError() == ERROR_HANDLE_EOF ? 0 : -EIO;
+}
+
+#else
+
+namespace {
+int64_t written_ns(const struct stat& facts) {
+#ifdef __APPLE__
+    return int64_t(facts.st_mtimespec.tv_sec) * 1'000'000'000 + facts.st_mtimespec.tv_nsec;
+#else
+    return int64_t(facts.st_mtim.tv_sec) * 1'000'000'000 + facts.st_mtim.tv_nsec;
+#endif
+}
+}  // namespace
+
+StoredFile::StoredFile(std::string path) : path_(std::move(path)) {
+    descriptor_ = open(path_.c_str(), O_RDONLY | O_CLOEXEC);
+    struct stat facts = {};
+    if (descriptor_ < 0 || fstat(descriptor_, &facts) != 0) {
+        const int error = errno;
+        if (descriptor_ >= 0) close(descriptor_);
+        throw ReadError(path_ + " cannot be read: " + reason(error));
+    }
+    bytes_ = uint64_t(facts.st_size);
+    changed_ns_ = written_ns(facts);
+#ifdef __APPLE__
+    direct_ = fcntl(descriptor_, F_NOCACHE, 1) == 0;
+#elif defined(O_DIRECT)
+    // Some file systems refuse to open a file so, others to read from it.
+    const int direct = open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+    struct stat same = {};
+    const Buffer buffer(kReadAlign);
+    if (direct >= 0 && fstat(direct, &same) == 0 && same.st_ino == facts.st_ino &&
+        same.st_dev == facts.st_dev && pread(direct, buffer.data(), kReadAlign, 0) >= 0) {
+        close(descriptor_);
+        descriptor_ = direct;
+        direct_ = true;
+    } else if (direct >= 0) {
+        close(direct);
+    }
+#endif
+}
+
+StoredFile::~StoredFile() {
+    close(descriptor_);
+}
+
+void StoredFile::check() const {
+    struct stat facts = {};
+    if (fstat(descriptor_, &facts) == 0 && uint64_t(facts.st_size) == bytes_ &&
+        written_ns(facts) == changed_ns_)
+        return;
+    throw ReadError(path_ + " was changed while it was in use; put the whole file there and load it again");
+}
+
+int64_t StoredFile::read_at(uint8_t* to, size_t bytes, uint64_t offset) const {
+    for (;;) {
+        const ssize_t n = pread(descriptor_, to, bytes, off_t(offset));
+        if (n >= 0) return n;
+        if (errno != EINTR && errno != EAGAIN) return -errno;
+    }
+}
+
+#endif
+
+// ---- reads
+
+class Reader::Ring : public KernelRing {
+  public:
+    explicit Ring(int depth) : KernelRing(depth), flights(size_t(depth)) {
+        for (int i = depth; i-- > 0;) idle.push_back(i);
+    }
+    struct Flight {
+        Job job;
+        std::unique_ptr<Buffer> buffer;  // when one is first needed
+        uint8_t* to;
+        size_t done;
+    };
+    std::vector<Flight> flights;
+    std::vector<int> idle;
+};
+
+struct Reader::State {
+    const uint64_t born = n_forks();
+    std::mutex mutex;
+    std::condition_variable more;
+    std::deque<Job> queue;
+    bool stop = false;
+    std::unique_ptr<Ring> ring;
+    std::vector<std::thread> threads;
+};
+
+Reader::Reader(Kind kind, int depth) : kind_(kind), depth_(depth) {
+    if (kind == Kind::Ring && !ring_allowed())
+        throw ReadError("this system gives no ring for reads (io_uring); use threads");
+    state();
+}
+
+Reader::~Reader() {
+    State* state = state_.load();
+    if (!state || state->born != n_forks()) return;  // a parent's threads are not here to be joined
+    {
+        const std::lock_guard lock(state->mutex);
+        state->stop = true;
+    }
+    state->more.notify_all();
+    for (std::thread& thread : state->threads) thread.join();
+    delete state;
+}
+
+bool Reader::ring_allowed() {
+    return kernel_ring_allowed();
+}
+
+Reader::State& Reader::state() {
+    State* state = state_.load(std::memory_order_acquire);
+    if (state && state->born == n_forks()) return *state;
+    const std::lock_guard lock(starting_);
+    state = state_.load();
+    if (state && state->born == n_forks()) return *state;
+    auto made = std::make_unique<State>();
+    if (kind_ == Kind::Ring) made->ring = std::make_unique<Ring>(depth_);
+    const int n_threads = made->ring ? 1 : depth_;
+    try {
+        for (int i = 0; i < n_threads; i++)
+            made->threads.push_back(start_thread(
+                "threads that read the model's file could not be started",
+                [this, s = made.get()] { s->ring ? serve_with_ring(*s, *s->ring) : serve_with_pread(*s); }));
+    } catch (...) {
+        {
+            const std::lock_guard stopping(made->mutex);
+            made->stop = true;
+        }
+        made->more.notify_all();
+        for (std::thread& thread : made->threads) thread.join();
+        throw;
+    }
+    state_.store(made.get(), std::memory_order_release);
+    return *made.release();
+}
+
+void Reader::begin(Batch& batch) {
+    State& state = this->state();
+    batch.error.clear();
+    batch.left.store(batch.reads.size());
+    if (batch.reads.empty()) return;
+    {
+        const std::lock_guard lock(state.mutex);
+        for (Read& read : batch.reads) state.queue.push_back({&read, &batch});
+    }
+    if (batch.reads.size() == 1 || kind_ == Kind::Ring)
+        state.more.notify_one();
+    else
+        state.more.notify_all();
+}
+
+bool Reader::wait(Batch& batch, const std::function<bool()>& cancelled) {
+    using namespace std::chrono_literals;
+    std::unique_lock lock(batch.mutex);
+    bool dropped = false;
+    while (!batch.done.wait_for(lock, 10ms, [&] { return batch.left.load() == 0; })) {
+        if (dropped || (batch.error.empty() && !cancelled())) continue;
+        dropped = true;  // what nobody has begun is taken back, what is on its way comes to its end
+        lock.unlock();
+        size_t n = 0;
+        {
+            State& state = this->state();
+            const std::lock_guard taking(state.mutex);
+            const auto own = [&](const Job& job) { return job.batch == &batch; };
+            n = std::erase_if(state.queue, own);
+        }
+        lock.lock();
+        batch.left.fetch_sub(n);
+    }
+    if (!batch.error.empty()) throw ReadError(batch.error);
+    return !dropped;
+}
+
+void Reader::finish(const Job& job, const uint8_t* buffer, const std::string& error) {
+    if (error.empty())
+        for (const Read::Copy& copy : job.read->copies) std::memcpy(copy.to, buffer + copy.from, copy.bytes);
+    Batch& batch = *job.batch;
+    // Under the lock to the end: the batch may be gone as soon as none is left.
+    const std::lock_guard lock(batch.mutex);
+    if (!error.empty() && batch.error.empty()) batch.error = error;
+    if (batch.left.fetch_sub(1) == 1) batch.done.notify_all();
+}
+
+bool Reader::advance(const Read& read, int64_t result, size_t& done, std::string& error) {
+    if (result < 0) {
+        error = read.file->path() + " could not be read at byte " + std::to_string(read.offset + done) +
+                ": " + reason(int(-result)) + "; check the disk";
+        return true;
+    }
+    const size_t before = done;
+    done += size_t(result);
+    if (read.offset + done >= std::min(read.offset + read.bytes, read.file->bytes())) return true;
+    done = done / kReadAlign * kReadAlign;  // where the next attempt may begin
+    if (done > before) return false;
+    error = read.file->path() + " ends near byte " + std::to_string(read.offset + done) +
+            ": it was cut short while it was in use; put the whole file there and load it again";
+    return true;
+}
+
+int64_t Reader::faulty(int64_t result) {
+    const uint64_t limit = fault_limit_.load(std::memory_order_relaxed);
+    if (!limit) return result;
+    const uint64_t drawn = hash(fault_seed_.load() + n_attempts_.fetch_add(1));
+    if (drawn >= limit) return result;
+    switch (hash(drawn) % 3) {
+        case 0:
+            return -EIO;
+        case 1:
+            return result > int64_t(kReadAlign) ? result / 2 : result;
+        default:
+            return 0;
+    }
+}
+
+void Reader::inject_faults(double share, uint64_t seed) {
+    fault_seed_.store(seed);
+    n_attempts_.store(0);
+    fault_limit_.store(share <= 0 ? 0 : share >= 1 ? ~uint64_t(0) : uint64_t(share * 0x1p64));
+}
+
+void Reader::serve_with_pread(State& state) {
+    const Buffer buffer(kMostBytes);
+    std::unique_lock lock(state.mutex);
+    for (;;) {
+        state.more.wait(lock, [&] { return state.stop || !state.queue.empty(); });
+        if (state.stop) return;
+        const Job job = state.queue.front();
+        state.queue.pop_front();
+        lock.unlock();
+        const Read& read = *job.read;
+        uint8_t* const to = read.into ? read.into : buffer.data();
+        std::string error;
+        for (size_t done = 0;;) {
+            const int64_t n = faulty(read.file->read_at(to + done, read.bytes - done, read.offset + done));
+            if (advance(read, n, done, error)) break;
+        }
+        finish(job, to, error);
+        lock.lock();
+    }
+}
+
+void Reader::serve_with_ring(State& state, Ring& ring) {
+    const auto launch = [&](int i) {
+        const Ring::Flight& f = ring.flights[i];
+        const Read& read = *f.job.read;
+        ring.push(read.file->descriptor(), f.to + f.done, uint32_t(read.bytes - f.done), read.offset + f.done,
+                  uint64_t(i));
+    };
+    for (;;) {
+        {
+            std::unique_lock lock(state.mutex);
+            if (ring.idle.size() == ring.flights.size())
+                state.more.wait(lock, [&] { return state.stop || !state.queue.empty(); });
+            if (state.stop && ring.idle.size() == ring.flights.size()) return;
+            while (!state.queue.empty() && !ring.idle.empty() && !state.stop) {
+                const int i = ring.idle.back();
+                ring.idle.pop_back();
+                Ring::Flight& f = ring.flights[i];
+                f.job = state.queue.front();
+                f.done = 0;
+                state.queue.pop_front();
+                if (!f.job.read->into && !f.buffer) f.buffer = std::make_unique<Buffer>(kMostBytes);
+                f.to = f.job.read->into ? f.job.read->into : f.buffer->data();
+                launch(i);
+            }
+        }
+        ring.submit_and_wait([&](uint64_t i, int64_t result) {
+            Ring::Flight& f = ring.flights[i];
+            std::string error;
+            if (result == -EINTR || result == -EAGAIN) return launch(int(i));
+            if (!advance(*f.job.read, faulty(result), f.done, error)) return launch(int(i));
+            finish(f.job, f.to, error);
+            ring.idle.push_back(int(i));
+        });
+    }
+}
+
+double read_rate(const StoredFile& file, Reader& reader, uint32_t size, double seconds) {
+    const uint64_t places = file.bytes() / size;
+    if (places == 0) return 0.0;
+    uint64_t drawn = 0, bytes = 0;
+    const int64_t start = now_ns();
+    int64_t now = start;
+    while (double(now - start) < seconds * 1e9) {
+        Reader::Batch batch;
+        for (int i = 0; i < reader.depth() * 4; i++)
+            batch.reads.push_back({&file, hash(drawn++) % places * size, size, nullptr, {}});
+        reader.begin(batch);
+        reader.wait(batch, [] { return false; });
+        bytes += uint64_t(size) * batch.reads.size();
+        now = now_ns();
+    }
+    return double(bytes) / (double(now - start) * 1e-9);
+}
+
+}  // namespace hotset

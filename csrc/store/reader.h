@@ -1,0 +1,139 @@
+// Reads of pieces of files, past the page cache where the system lets us: what a model larger than memory is
+// read with.
+//
+// A batch is a list of reads that are on their way together. They are done by threads that call `pread`, or
+// by one that has a ring of the kernel's (io_uring), where that is allowed; which of the two, and how many
+// reads are in flight, is the caller's choice (hotset measures both). A read that fails makes its whole batch
+// fail, with a sentence; nothing of a batch is in flight when `wait` has returned.
+//
+// A child of the process has none of the threads: it starts its own with its first batch.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../threads.h"
+
+namespace hotset {
+
+constexpr size_t kReadAlign = 4096;  // of offsets, sizes and addresses of reads past the page cache
+
+// The message is a sentence for users.
+class ReadError : public std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+// A file that is read, never mapped: one that is cut short, replaced in place or written to is found out.
+class StoredFile {
+  public:
+    explicit StoredFile(std::string path);  // throws ReadError
+    ~StoredFile();
+    StoredFile(const StoredFile&) = delete;
+
+    const std::string& path() const { return path_; }
+    uint64_t bytes() const { return bytes_; }
+    bool direct() const { return direct_; }  // past the page cache
+    void check() const;  // throws ReadError if it is not the file any more that was opened
+
+    // As pread: bytes that were read, 0 at the end, or minus an error number.
+    int64_t read_at(uint8_t* to, size_t bytes, uint64_t offset) const;
+    int descriptor() const { return descriptor_; }  // -1 on Windows
+
+  private:
+    const std::string path_;
+    uint64_t bytes_ = 0;
+    int64_t changed_ns_ = 0;  // when it was last written to
+    bool direct_ = false;
+    int descriptor_ = -1;
+    void* handle_ = nullptr;  // Windows
+};
+
+struct Read {
+    // Bytes of the read that go elsewhere.
+    struct Copy {
+        uint32_t from, bytes;
+        uint8_t* to;
+    };
+    const StoredFile* file;
+    uint64_t offset;  // whole kReadAlign, and so is `bytes`, which may reach beyond the end of the file
+    uint32_t bytes;   // Reader::kMostBytes at most
+    uint8_t* into;    // aligned memory; null: a buffer of the reader, of which `copies` are made
+    std::vector<Copy> copies;
+};
+
+class Reader {
+  public:
+    enum class Kind { Threads, Ring };
+    static constexpr uint32_t kMostBytes = 512 << 10;  // of one read
+
+    // depth: reads in flight at most, 1 to 256. Throws ReadError where a ring is asked for and not to be had,
+    // ThreadError.
+    Reader(Kind kind, int depth);
+    ~Reader();
+    Reader(const Reader&) = delete;
+
+    static bool ring_allowed();  // whether this kernel gives us a ring
+    Kind kind() const { return kind_; }
+    int depth() const { return depth_; }
+    size_t buffer_bytes() const {
+        return size_t(depth_) * kMostBytes;
+    }  // at most; untouched ones cost nothing
+
+    class Batch {
+      public:
+        std::vector<Read> reads;
+
+      private:
+        friend class Reader;
+        std::atomic<size_t> left{0};
+        std::mutex mutex;
+        std::condition_variable done;
+        std::string error;
+    };
+
+    // Starts the reads of a batch, which must stay where it is until `wait`. Throws ThreadError.
+    void begin(Batch& batch);
+    // Returns when none of the batch is in flight. True: all is read. False: `cancelled` said so (asked every
+    // 10 ms); what was read then is anything. Throws ReadError.
+    bool wait(Batch& batch, const std::function<bool()>& cancelled);
+
+    // A seam for tests: about `share` of the attempts to read fail, or give less than was asked for.
+    void inject_faults(double share, uint64_t seed);
+
+  private:
+    struct Job {
+        Read* read;
+        Batch* batch;
+    };
+    class Ring;
+    struct State;  // what a child of this process cannot take over
+
+    State& state();
+    void serve_with_pread(State& state);
+    void serve_with_ring(State& state, Ring& ring);
+    // The number of bytes that count as read of a result of the system.
+    int64_t faulty(int64_t result);
+    // Whether the read is complete after `result` more bytes (or minus an error number); else `done` is where
+    // it goes on. `error` tells what is wrong.
+    static bool advance(const Read& read, int64_t result, size_t& done, std::string& error);
+    static void finish(const Job& job, const uint8_t* buffer, const std::string& error);
+
+    const Kind kind_;
+    const int depth_;
+    std::atomic<State*> state_{nullptr};
+    std::mutex starting_;
+    std::atomic<uint64_t> fault_limit_{0}, fault_seed_{0}, n_attempts_{0};
+};
+
+// Bytes per second of random reads of `size` bytes (whole kReadAlign) of a file, in about `seconds`.
+double read_rate(const StoredFile& file, Reader& reader, uint32_t size, double seconds);
+
+}  // namespace hotset

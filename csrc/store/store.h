@@ -1,0 +1,98 @@
+// Rows of weights that are read from a file when they are needed, and kept as long as they are needed often.
+//
+// A group is what is fetched together: of a layer's neurons the rows of gate, up and down of the same number;
+// of its experts their matrices. Each group has slots of its own for some of its rows, by SlotPolicy, and all
+// groups share one transit, which has room for any whole group: what gets no slot lies there until the next
+// group is fetched. So whatever is asked for is there at once, and the memory is what it was made with.
+//
+// A row's address is looked up in a table (Matrix::places). It changes only in `acquire`, which the thread
+// that runs the step calls between two phases; a late thread may read a row that is being replaced, and drops
+// what it made of it.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "../types.h"
+#include "policy.h"
+#include "reader.h"
+
+namespace hotset {
+
+// Adds bytes of a file to a batch: to its last read, where they lie in it or `gap` bytes behind.
+void add_reads(Reader::Batch& batch, const StoredFile* file, uint64_t offset, size_t bytes, uint8_t* to,
+               uint64_t gap);
+
+class RowStore {
+  public:
+    // Where a matrix's rows are: row i at offset + i * stride.
+    struct Part {
+        const StoredFile* file;
+        uint64_t offset;
+        size_t row_bytes;
+        size_t stride;
+    };
+    // Since the store was made.
+    struct Counts {
+        int64_t hits = 0, misses = 0, bytes_read = 0, n_reads = 0;
+        double seconds_waited = 0.0;
+    };
+
+    // gap: bytes that are read in vain rather than two reads made of one.
+    RowStore(std::shared_ptr<Reader> reader, uint64_t gap, double half_life);
+
+    std::shared_ptr<const StoredFile> file(const std::string& path);  // throws ReadError
+    // Returns its number. Parts must lie in their files.
+    int add_group(int64_t n_rows, std::vector<Part> parts);
+    int n_groups() const { return int(groups_.size()); }
+    // The least and the most that `allocate` has a use for.
+    size_t least_bytes() const;
+    size_t most_bytes() const;
+    void allocate(size_t bytes);  // once, after the last group; least_bytes() at least
+
+    int64_t n_rows(int group) const { return groups_[group].n_rows; }
+    size_t row_bytes(int group, int part) const { return groups_[group].parts[part].row_bytes; }
+    int n_parts(int group) const { return int(groups_[group].parts.size()); }
+    // For Matrix: [n_rows] addresses; what they point to is readable, and theirs since the last `acquire`
+    // that named them. Valid while the store is; before `allocate` they are null.
+    const uint8_t* const* places(int group, int part) const { return groups_[group].places[part].data(); }
+    const uint8_t* end() const { return memory_.data() + bytes_; }  // null before `allocate`
+
+    // Sees to it that these rows (different, rising) are there, until the next call. learn: as SlotPolicy.
+    // False: `cancelled` said so. Throws ReadError; in both cases nothing of the group is to be relied on,
+    // and the next call works.
+    bool acquire(int group, const int32_t* rows, int64_t n, bool learn,
+                 const std::function<bool()>& cancelled);
+    void check() const;  // throws ReadError where a file has changed
+    const Counts& counts() const { return counts_; }
+
+  private:
+    struct Group {
+        int64_t n_rows;
+        size_t slot_bytes;
+        std::vector<Part> parts;
+        std::vector<size_t> at;  // of the parts in a slot
+        std::vector<std::vector<const uint8_t*>> places;
+        std::unique_ptr<SlotPolicy> policy;
+        uint8_t* slots = nullptr;
+        size_t bytes() const { return slot_bytes * size_t(n_rows); }
+    };
+    void read_rows(const Group& group, const int32_t* rows, int64_t n);
+
+    const std::shared_ptr<Reader> reader_;
+    const uint64_t gap_;
+    const double half_life_;
+    std::vector<std::shared_ptr<StoredFile>> files_;
+    std::vector<Group> groups_;
+    Memory memory_;
+    size_t bytes_ = 0;
+    uint8_t* transit_ = nullptr;
+    Reader::Batch batch_;
+    std::vector<int32_t> slots_, missing_;
+    std::vector<uint8_t*> to_;  // of the missing rows
+    std::vector<uint8_t> hits_;
+    Counts counts_;
+};
+
+}  // namespace hotset

@@ -1,0 +1,162 @@
+"""Weights under a budget of memory: what every token needs is read once, rows of neurons as they are needed.
+
+Files are read here, never mapped: one that is cut short is a sentence (ReadError), and what of it is in
+memory is what the budget says. Rows of an FFN that can be left out come through a store
+(csrc/store/store.h), a group of rows for all that is known to be needed at one time:
+
+    predicted    gate, up and down of the neurons that the predictor names
+    exact        the gate, all of it; then up and down of those that fire
+    dense        all three, all of them
+
+Everything else is resident. The bits are the same with any budget.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hotset import _core
+from hotset.errors import OutOfMemoryError
+from hotset.formats.gguf import TensorInfo
+from hotset.formats.overlay import Overlay
+from hotset.model.cost import weights_read
+from hotset.model.graph import Ffn, Graph, Linear, TransposedLinear
+from hotset.units import human_size
+
+HALF_LIFE = 64.0  # requests of a layer after which what it was asked for counts half (docs/LOG.md)
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class StoreCounts:
+    """Of rows, since the model was loaded: how many were there when they were needed, and how many were not;
+    bytes read for these, in how many reads; and seconds of waiting for them."""
+
+    hits: int
+    misses: int
+    bytes_read: int
+    n_reads: int
+    seconds_waited: float
+
+
+def groups_of(graph: Graph, tensors: Mapping[str, TensorInfo], *, sparse: bool) -> Iterator[list[str]]:
+    """Tensors whose rows are fetched together, by layer."""
+    for op in graph.ops:
+        if isinstance(op, Ffn) and op.route is None and op.has_zeros:
+            together: list[list[str]] = [[]] if not sparse or op.mask is not None else [[], []]
+            for matrix in (op.gate, op.up, op.down):
+                if _has_row_per_neuron(matrix, op.n_ff, tensors):
+                    assert isinstance(matrix, Linear | TransposedLinear)
+                    decides = matrix is op.decides
+                    together[0 if decides else -1].append(matrix.weight)
+            yield from filter(None, together)
+
+
+def _has_row_per_neuron(matrix: object, n_ff: int, tensors: Mapping[str, TensorInfo]) -> bool:
+    if isinstance(matrix, TransposedLinear):
+        return True
+    is_whole = isinstance(matrix, Linear) and tensors[matrix.weight].shape[-1] == n_ff
+    return is_whole and isinstance(matrix, Linear) and matrix.out.width == n_ff
+
+
+class StoredWeights:
+    """A WeightSource that holds `n_bytes` of memory at most.
+
+    weights: the files; they stay the caller's, and open. sparse: as of the backend that computes with it.
+    Raises OutOfMemoryError where n_bytes is too little, ReadError.
+    """
+
+    def __init__(
+        self,
+        weights: Overlay,
+        graph: Graph,
+        n_bytes: int,
+        *,
+        sparse: bool,
+        reader: _core.Reader,
+        gap: int,
+    ) -> None:
+        self._weights = weights
+        self.reader = reader
+        self.store: _core.RowStore | None = _core.RowStore(reader, gap, HALF_LIFE)
+        self._rows: dict[str, _core.StoredRows] = {}
+        places: dict[str, tuple[int, int]] = {}
+        for group in groups_of(graph, weights.tensors, sparse=sparse):
+            parts = []
+            for name in group:
+                path, offset = weights.place(name)
+                n_rows, row = rows_of(weights.tensors[name])
+                parts.append((str(path), offset, row, row))
+            number = self.store.group(n_rows, parts)
+            places |= {name: (number, part) for part, name in enumerate(group)}
+        names = {name for op in graph.primitives for name, _ in weights_read(op, weights.tensors)}
+        resident = sorted(names - places.keys())
+        self.resident_bytes = sum(_padded(weights.tensors[name].nbytes) for name in resident)
+        room = n_bytes - self.resident_bytes
+        if places:
+            least = self.resident_bytes + self.store.least_bytes
+            if n_bytes < least:
+                raise OutOfMemoryError(
+                    f"{human_size(n_bytes)} are left for weights, and what must be in memory of this model "
+                    f"takes {human_size(least)}; raise the memory budget by {human_size(least - n_bytes)}"
+                )
+            self.store.allocate(min(room, self.store.most_bytes))
+            self._rows = {name: self.store.rows(*place) for name, place in places.items()}
+        elif room < 0:
+            raise OutOfMemoryError(
+                f"{human_size(n_bytes)} are left for weights, and all {human_size(self.resident_bytes)} of "
+                f"this model must be in memory; raise the memory budget by {human_size(-room)}"
+            )
+        else:
+            self.store = None
+        self._resident = self._read(resident)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Name → type and shape."""
+        return self._weights.tensors
+
+    def data(self, name: str) -> np.ndarray:
+        """The tensor's bytes, uint8 [nbytes], in memory; of one whose rows come as they are needed what
+        a native plan takes in their place (_core.StoredRows)."""
+        rows = self._rows.get(name)
+        return self._resident[name] if rows is None else rows  # type: ignore[return-value]
+
+    def check(self) -> None:
+        """Raises ReadError where a file has been changed."""
+        if self.store is not None:
+            self.store.check()
+
+    def counts(self) -> StoreCounts:
+        """What the store did."""
+        return StoreCounts(*((0, 0, 0, 0, 0.0) if self.store is None else self.store.counts()))
+
+    def _read(self, names: list[str]) -> dict[str, np.ndarray]:
+        block = np.empty(self.resident_bytes + _ALIGNMENT, np.uint8)
+        at = -block.ctypes.data % _ALIGNMENT
+        arrays: dict[str, np.ndarray] = {}
+        of_file: dict[Path, list[tuple[int, np.ndarray]]] = {}
+        for name in names:
+            path, offset = self._weights.place(name)
+            n = self.tensors[name].nbytes
+            arrays[name] = block[at : at + n]
+            of_file.setdefault(path, []).append((offset, arrays[name]))
+            at += _padded(n)
+        for path, pieces in of_file.items():
+            self.reader.read(os.fspath(path), pieces)
+        return arrays
+
+
+def rows_of(info: TensorInfo) -> tuple[int, int]:
+    """Rows of a matrix, and bytes of one."""
+    n_rows = info.shape[-1]
+    return n_rows, info.nbytes // n_rows
+
+
+def _padded(n: int) -> int:
+    return -(-n // _ALIGNMENT) * _ALIGNMENT

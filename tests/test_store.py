@@ -1,0 +1,247 @@
+"""Reads past the page cache, and rows that are kept while they are needed (csrc/store/)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_cpu_backend import batch, logits_of, tokens
+from test_sparse_cpu import ONE_BY_ONE, prepared, write
+
+from hotset import _core
+from hotset.backends.cpu import CpuBackend
+from hotset.backends.stored import StoredWeights
+from hotset.errors import InvalidRequestError, OutOfMemoryError, ReadError
+from hotset.formats.gguf import GGUFFile
+from hotset.formats.quants import GGMLType
+
+KINDS = [False, pytest.param(True, marks=pytest.mark.skipif(not _core.ring_allowed(), reason="no io_uring"))]
+
+
+@pytest.fixture
+def bytes_(tmp_path: Path) -> np.ndarray:
+    """Of a file of 3 MB and a bit, in `tmp_path`/data."""
+    made = np.random.default_rng(0).integers(0, 256, (3 << 20) + 1234, np.uint8)
+    (tmp_path / "data").write_bytes(made.tobytes())
+    return made
+
+
+@pytest.mark.parametrize("ring", KINDS)
+@pytest.mark.parametrize("depth", [1, 16])
+def test_pieces_come_as_they_stand(tmp_path: Path, bytes_: np.ndarray, ring: bool, depth: int) -> None:
+    rng = np.random.default_rng(1)
+    reader = _core.Reader(ring, depth)
+    first = rng.integers(0, len(bytes_) - 1, 40)
+    pieces = [(int(a), np.zeros(rng.integers(1, len(bytes_) - a + 1), np.uint8)) for a in first]
+    pieces += [(0, np.zeros(len(bytes_), np.uint8)), (len(bytes_) - 1, np.zeros(1, np.uint8))]
+    reader.read(str(tmp_path / "data"), pieces)
+    for offset, piece in pieces:
+        assert np.array_equal(piece, bytes_[offset : offset + len(piece)])
+
+
+@pytest.mark.parametrize("ring", KINDS)
+def test_a_fault_is_a_sentence_and_the_next_read_works(
+    tmp_path: Path, bytes_: np.ndarray, ring: bool
+) -> None:
+    """Of reads that fail, give less, or find an end: none gives wrong bytes."""
+    reader, path = _core.Reader(ring, 4), str(tmp_path / "data")
+    reader.inject_faults(0.05, 3)
+    right, sentences = 0, []
+    for i in range(200):
+        piece = np.zeros(100_000, np.uint8)
+        try:
+            reader.read(path, [(i * 4321, piece)])
+            assert np.array_equal(piece, bytes_[i * 4321 : i * 4321 + len(piece)])
+            right += 1
+        except ReadError as error:
+            sentences.append(str(error))
+    assert right > 100
+    assert len(sentences) > 3
+    assert all(path in sentence for sentence in sentences)
+    reader.inject_faults(0, 0)
+    reader.read(path, [(0, piece)])
+    assert np.array_equal(piece, bytes_[: len(piece)])
+
+
+def test_files_that_are_not_there_or_too_short(tmp_path: Path, bytes_: np.ndarray) -> None:
+    reader = _core.Reader(False, 2)
+    with pytest.raises(ReadError, match=r"nothing cannot be read: No such file"):
+        reader.read(str(tmp_path / "nothing"), [(0, np.zeros(1, np.uint8))])
+    with pytest.raises(ValueError, match="beyond its end"):
+        reader.read(str(tmp_path / "data"), [(len(bytes_), np.zeros(1, np.uint8))])
+
+
+@pytest.mark.parametrize("ring", KINDS)
+def test_a_child_reads_with_threads_of_its_own(tmp_path: Path, bytes_: np.ndarray, ring: bool) -> None:
+    reader, piece = _core.Reader(ring, 2), np.zeros(5000, np.uint8)
+    reader.read(str(tmp_path / "data"), [(7, piece)])
+    piece[:] = 0
+    child = os.fork()
+    if child == 0:
+        reader.read(str(tmp_path / "data"), [(7, piece)])
+        os._exit(0 if np.array_equal(piece, bytes_[7:5007]) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def rows(*ids: int) -> np.ndarray:
+    return np.array(ids, np.int32)
+
+
+def test_what_is_asked_for_often_stays() -> None:
+    policy = _core.SlotPolicy(10, 2, 8.0)
+    assert policy.request(rows(3)) == 0
+    assert policy.request(rows(3, 4)) == 1
+    assert policy.request(rows(3, 4)) == 2
+    assert policy.request(rows(5)) == 0  # has been asked for once: 3 and 4 stay
+    assert policy.request(rows(3, 4)) == 2
+    for _ in range(6):
+        policy.request(rows(6, 7))  # what is asked for now takes the place of what was
+    assert policy.request(rows(6, 7)) == 2
+    assert policy.request(rows(3, 4), learn=False) == 0
+    assert policy.request(rows(6, 7)) == 2
+
+
+def test_scores_survive_their_unit() -> None:
+    """The unit of a request grows beyond what a float holds, were it not brought back."""
+    policy = _core.SlotPolicy(4, 1, 0.5)
+    for _ in range(500):
+        policy.request(rows(1))
+    policy.request(rows(2))
+    policy.request(rows(2))
+    assert policy.request(rows(2)) == 1
+    assert policy.request(rows(1)) == 0
+
+
+# ---- a model whose rows come when they are needed
+
+
+def stored(
+    gguf: GGUFFile, mode: str, share: float, *, ring: bool = False, **options: object
+) -> tuple[CpuBackend, StoredWeights]:
+    """A backend whose store has the least that it needs, and a share of what it has a use for beyond."""
+    ready, graph = prepared(gguf, mode, options.pop("predictor", None))  # type: ignore[arg-type]
+    reader = _core.Reader(ring, 4)
+
+    def weights(n_bytes: int) -> StoredWeights:
+        return StoredWeights(ready.weights, graph, n_bytes, sparse=mode != "dense", reader=reader, gap=4096)
+
+    all_of_it = weights(1 << 30)
+    assert all_of_it.store is not None
+    least, most = all_of_it.store.least_bytes, all_of_it.store.most_bytes
+    made = weights(all_of_it.resident_bytes + least + int(share * (most - least)))
+    given = {"n_pages": 8, "max_batch": 128, "n_threads": 2, "sparse": mode != "dense", **options}
+    return CpuBackend(made, graph, **given), made  # type: ignore[arg-type]
+
+
+TYPES = [GGMLType.F32, GGMLType.F16, GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q5_0]
+
+
+@pytest.mark.parametrize("type_", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("model", ["llama", "bamboo", "opt", "falcon-40b"])
+@pytest.mark.parametrize("dialect", ["powerinfer", "gguf"])
+def test_any_budget_gives_the_same_bits(tmp_path: Path, model: str, type_: GGMLType, dialect: str) -> None:
+    """In dense, exact and predicted mode, a prompt at once and token by token."""
+    gguf = write(tmp_path, model, type_, dialect=dialect)
+    ids, pages = tokens(24), [2, 0]
+    ready, graph = prepared(gguf, "dense")
+    expected = logits_of(
+        CpuBackend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2), ids, [], pages
+    )
+    for mode in ("dense", "exact"):
+        for share in (0.0, 0.4, 1.0):
+            backend, weights = stored(gguf, mode, share)
+            for cuts in (ONE_BY_ONE, []):
+                np.testing.assert_array_equal(logits_of(backend, ids, cuts, pages), expected)
+            counts = weights.counts()
+            assert counts.misses > 0
+            assert counts.bytes_read > 0
+            assert (counts.hits > 0) == (share > 0)
+            backend.close()
+
+
+@pytest.mark.parametrize("ring", KINDS)
+@pytest.mark.parametrize("model", ["llama", "opt"])
+def test_a_predictor_says_what_is_read(tmp_path: Path, model: str, ring: bool) -> None:
+    gguf = write(tmp_path, model, GGMLType.Q4_0)
+    ids, pages = tokens(24), [2, 0]
+    ready, graph = prepared(gguf, "predicted", "sign")
+    whole = CpuBackend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2, sparse=True)
+    for share in (0.0, 0.3, 1.0):
+        backend, weights = stored(gguf, "predicted", share, predictor="sign", ring=ring)
+        for cuts in (ONE_BY_ONE, []):
+            np.testing.assert_array_equal(
+                logits_of(backend, ids, cuts, pages), logits_of(whole, ids, cuts, pages)
+            )
+            mine, theirs = backend.stats(), whole.stats()
+            assert mine is not None
+            assert theirs is not None
+            np.testing.assert_array_equal(mine.selected, theirs.selected)
+            np.testing.assert_array_equal(mine.active, theirs.active)
+        if share == 1.0:
+            before = weights.counts()
+            logits_of(backend, ids, ONE_BY_ONE, pages)
+            after = weights.counts()
+            assert after.misses == before.misses  # all is there by now
+            assert after.hits > before.hits
+
+
+def test_gates_first_counts_as_one_operation_does(tmp_path: Path) -> None:
+    gguf = write(tmp_path, "llama", GGMLType.Q8_0)
+    backend, _ = stored(gguf, "exact", 0.5)
+    ready, graph = prepared(gguf, "exact")
+    whole = CpuBackend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2, sparse=True)
+    for step in (batch([(tokens(1), 0, [2])]), batch([(tokens(24), 0, [2])])):
+        found = []
+        for each in (backend, whole):
+            each.step(step)
+            stats = each.stats()
+            assert stats is not None
+            found.append([stats.selected, stats.active, stats.gate_rows, stats.down_rows])
+        np.testing.assert_array_equal(*found)
+
+
+def test_what_a_budget_cannot_do_is_a_sentence(tmp_path: Path) -> None:
+    gguf = write(tmp_path, "llama", GGMLType.Q8_0)
+    ready, graph = prepared(gguf, "exact")
+    with pytest.raises(OutOfMemoryError, match=r"raise the memory budget by"):
+        StoredWeights(ready.weights, graph, 1000, sparse=True, reader=_core.Reader(False, 2), gap=0)
+    backend, _ = stored(gguf, "exact", 0.5)
+    with pytest.raises(InvalidRequestError, match=r"blk\.0\.ffn_gate lies inside an FFN"):
+        backend.step(batch([(tokens(1), 0, [2])], taps=("blk.0.ffn_gate",)))
+    backend.step(batch([(tokens(1), 0, [2])]))
+
+
+def test_faults_end_a_step_and_the_next_is_right(tmp_path: Path) -> None:
+    """Every step gives the right bits or a sentence, whatever its reads do."""
+    gguf = write(tmp_path, "llama", GGMLType.Q4_0)
+    ids, pages = tokens(60), [2, 0]
+    ready, graph = prepared(gguf, "exact")
+    expected = logits_of(
+        CpuBackend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2, sparse=True), ids, [], pages
+    )
+    backend, weights = stored(gguf, "exact", 0.1)
+    weights.reader.inject_faults(0.05, 5)
+    n_failed = 0
+    for i in range(len(ids)):
+        for _ in range(20):
+            try:
+                logits = backend.step(batch([(ids[i : i + 1], i, pages)])).logits.copy()
+                break
+            except ReadError:
+                n_failed += 1
+        np.testing.assert_array_equal(logits[0], expected[i])
+    assert n_failed > 2
+
+
+def test_a_file_that_changes_is_a_sentence(tmp_path: Path) -> None:
+    gguf = write(tmp_path, "llama", GGMLType.Q4_0)
+    backend, _ = stored(gguf, "exact", 0.1)
+    backend.step(batch([(tokens(1), 0, [2])]))
+    with gguf.path.open("r+b") as file:
+        file.truncate(gguf.path.stat().st_size // 2)
+    with pytest.raises(ReadError, match="changed while it was in use"):
+        backend.step(batch([(tokens(1), 0, [2])]))
+    with pytest.raises(ReadError):
+        backend.step(batch([(tokens(1), 0, [2])]))
