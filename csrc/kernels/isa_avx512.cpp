@@ -884,6 +884,251 @@ inline float dot(const uint8_t* row, const uint8_t* ahead, const uint8_t* end, i
     return sum(V{acc});
 }
 
+// ---- A few tokens
+// ------------------------------------------------------------------------------------------------
+//
+// Sixteen blocks of a row as for one token, but their codes are transposed: word i of each block lies in
+// vector i, a lane a block, and so do those of the inputs, which a call prepares once. What is then left for
+// each token are the products. Where a row ends with eight blocks or fewer, those of two rows share a vector.
+
+constexpr int kFewRows = 4;  // that share a pass over the inputs
+
+// Sixteen blocks of one token: eight vectors of words, then scales and what else a format reads.
+template <class Format>
+struct FewLayout {
+    static constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
+    static constexpr int kScale = 8;
+    static constexpr int kStart = 9;  // minus the codes' offset times the sums
+    static constexpr int kSum = kStart + (Format::kZero ? 1 + kSub : 0);
+    static constexpr int kVectors = kSum + (kMin ? 1 + kSub : 0);
+};
+
+// Of blocks 4g + j with four words each in v[g], word i of all sixteen in v[i], block 4g + j in lane 4j + g.
+inline void transpose_words(__m512i v[4]) {
+    const __m512i ab_lo = _mm512_unpacklo_epi32(v[0], v[1]), ab_hi = _mm512_unpackhi_epi32(v[0], v[1]);
+    const __m512i cd_lo = _mm512_unpacklo_epi32(v[2], v[3]), cd_hi = _mm512_unpackhi_epi32(v[2], v[3]);
+    v[0] = _mm512_unpacklo_epi64(ab_lo, cd_lo);
+    v[1] = _mm512_unpackhi_epi64(ab_lo, cd_lo);
+    v[2] = _mm512_unpacklo_epi64(ab_hi, cd_hi);
+    v[3] = _mm512_unpackhi_epi64(ab_hi, cd_hi);
+}
+
+// Numbers of sixteen blocks, a lane a block, in the lanes of transpose_words.
+inline __m512i in_lanes(__m512i v) {
+    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
+                                    v);
+}
+inline __m512 in_lanes(__m512 v) {
+    return _mm512_castsi512_ps(in_lanes(_mm512_castps_si512(v)));
+}
+
+// Lanes of the first n of sixteen blocks; of eight, in both halves.
+inline __mmask16 block_lanes(int n, bool paired) {
+    const uint32_t first = (1u << n) - 1;
+    return _mm512_movepi32_mask(in_lanes(_mm512_movm_epi32(__mmask16(paired ? first | first << 8 : first))));
+}
+
+// out: [steps of sixteen blocks][n][kVectors]; the last step twice its first eight blocks where rows end so.
+template <class Format>
+inline void transpose_inputs(const Inputs& x, int t0, int n, __m512i* out) {
+    using Layout = FewLayout<Format>;
+    const int64_t blocks = x.k / 32, width = padded(x.k);
+    for (int t = 0; t < n; t++) {
+        const int8_t* q = x.q + (t0 + t) * width;
+        const float* scale = x.scale + (t0 + t) * (width / 32);
+        const float* sum = x.sum + (t0 + t) * (width / 32);
+        const int32_t* isum = x.isum + (t0 + t) * (width / 16);
+        for (int64_t b = 0; b < blocks; b += 16) {
+            const bool paired = blocks - b <= 8;
+            __m512i* to = out + (b / 16 * n + t) * Layout::kVectors;
+            for (int half = 0; half < 2; half++) {
+                __m512i v[4];
+                for (int g = 0; g < 4; g++)
+                    v[g] = _mm512_loadu_si512(q + b * 32 + (paired ? g & 1 : g) * kGroup + half * 64);
+                transpose_words(v);
+                for (int i = 0; i < 4; i++) _mm512_store_si512(to + 4 * half + i, v[i]);
+            }
+            auto load = [&](const void* numbers) {
+                const __m512i v = _mm512_loadu_si512(numbers);
+                return paired ? _mm512_shuffle_i64x2(v, v, 0x44) : v;
+            };
+            auto put = [to](int at, __m512i v) { _mm512_store_si512(to + at, in_lanes(v)); };
+            put(Layout::kScale, load(scale + b));
+            const __m512i sums0 = load(isum + b), sums1 = load(isum + width / 32 + b);
+            auto start = [](__m512i sums) {
+                return _mm512_sub_epi32(_mm512_setzero_si512(), times_zero(Format::kZero, sums));
+            };
+            if constexpr (Format::kZero && Layout::kSub) {
+                put(Layout::kStart, start(sums0));
+                put(Layout::kStart + 1, start(sums1));
+            } else if constexpr (Format::kZero) {
+                put(Layout::kStart, start(_mm512_add_epi32(sums0, sums1)));
+            }
+            if constexpr (Layout::kMin && Layout::kSub) {
+                put(Layout::kSum, sums0);
+                put(Layout::kSum + 1, sums1);
+            } else if constexpr (Layout::kMin) {
+                put(Layout::kSum, load(sum + b));
+            }
+        }
+    }
+}
+
+// Sixteen blocks, transposed: of a row, or up to eight of each of two.
+template <class Format>
+struct FewBlocks {
+    __m512i codes[8];
+    Scales scales;
+
+    HOTSET_INLINE FewBlocks(const uint8_t* p, int n) {
+#pragma GCC unroll 4  // what depends on g is known then
+        for (int g = 0; g < 4; g++) Format::unpack(p, g, codes[g], codes[4 + g]);
+        scales = Format::scales(p, n);
+        arrange();
+    }
+    HOTSET_INLINE FewBlocks(const uint8_t* p, const uint8_t* q, int n) {
+#pragma GCC unroll 2
+        for (int g = 0; g < 2; g++) {
+            Format::unpack(p, g, codes[g], codes[4 + g]);
+            Format::unpack(q, g, codes[2 + g], codes[6 + g]);
+        }
+        scales = Format::scales(p, n);
+        const Scales other = Format::scales(q, n);
+        auto join = [](auto& a, const auto& b) {
+            a = decltype(+a)(_mm512_shuffle_i64x2(__m512i(a), __m512i(b), 0x44));
+        };
+        join(scales.scale, other.scale);
+        if constexpr (kMin) join(scales.min, other.min);
+        for (int h = 0; kSub && h < 2; h++) {
+            join(scales.sub_scale[h], other.sub_scale[h]);
+            if constexpr (kMin) join(scales.sub_min[h], other.sub_min[h]);
+        }
+        arrange();
+    }
+
+  private:
+    static constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
+
+    HOTSET_INLINE void arrange() {
+        transpose_words(codes);
+        transpose_words(codes + 4);
+        scales.scale = in_lanes(scales.scale);
+        if constexpr (kMin) scales.min = in_lanes(scales.min);
+        for (int h = 0; kSub && h < 2; h++) {
+            scales.sub_scale[h] = in_lanes(scales.sub_scale[h]);
+            if constexpr (kMin) scales.sub_min[h] = in_lanes(scales.sub_min[h]);
+        }
+    }
+};
+
+// Adds sixteen blocks of R rows times a token to acc; lanes: those of blocks that are there.
+template <class Format, int R>
+HOTSET_INLINE void add_few(const FewBlocks<Format>* rows, const __m512i* x, __mmask16 lanes, __m512 acc[R]) {
+    using Layout = FewLayout<Format>;
+    __m512i dot[R], dot1[R];
+    for (int r = 0; r < R; r++) {
+        dot[r] = dot1[r] = _mm512_setzero_si512();
+        if constexpr (Format::kZero) dot[r] = x[Layout::kStart];
+        if constexpr (Format::kZero && Layout::kSub) dot1[r] = x[Layout::kStart + 1];
+    }
+    for (int i = 0; i < 8; i++)
+        for (int r = 0; r < R; r++) {
+            __m512i& target = Layout::kSub && i >= 4 ? dot1[r] : dot[r];
+            target = _mm512_dpbusd_epi32(target, rows[r].codes[i], x[i]);
+        }
+    const __m512 input = _mm512_castsi512_ps(x[Layout::kScale]);
+    for (int r = 0; r < R; r++) {
+        const Scales& s = rows[r].scales;
+        if constexpr (Layout::kSub)
+            dot[r] = _mm512_add_epi32(_mm512_mullo_epi32(dot[r], s.sub_scale[0]),
+                                      _mm512_mullo_epi32(dot1[r], s.sub_scale[1]));
+        // Other lanes may hold anything, NaN too: they are masked, never multiplied by zero.
+        acc[r] =
+            _mm512_mask3_fmadd_ps(_mm512_mul_ps(s.scale, input), _mm512_cvtepi32_ps(dot[r]), acc[r], lanes);
+        if constexpr (Layout::kMin && Layout::kSub) {
+            const __m512i mins = _mm512_add_epi32(_mm512_mullo_epi32(x[Layout::kSum], s.sub_min[0]),
+                                                  _mm512_mullo_epi32(x[Layout::kSum + 1], s.sub_min[1]));
+            acc[r] =
+                _mm512_mask3_fmadd_ps(_mm512_mul_ps(s.min, input), _mm512_cvtepi32_ps(mins), acc[r], lanes);
+        } else if constexpr (Layout::kMin) {
+            acc[r] = _mm512_mask3_fmadd_ps(s.min, _mm512_castsi512_ps(x[Layout::kSum]), acc[r], lanes);
+        }
+    }
+}
+
+// Adds n <= 16 blocks, at p and q, of two rows times each token to theirs of acc.
+template <class Format>
+inline void add_few_pair(const uint8_t* p, const uint8_t* q, int n, const __m512i* x, int tokens,
+                         __m512* first, __m512* second) {
+    const __mmask16 lanes = block_lanes(n, n <= 8);
+    if (n > 8) {
+        const FewBlocks<Format> rows[2] = {{p, n}, {q, n}};
+        for (int t = 0; t < tokens; t++, x += FewLayout<Format>::kVectors) {
+            __m512 acc[2] = {first[t], second[t]};
+            add_few<Format, 2>(rows, x, lanes, acc);
+            first[t] = acc[0], second[t] = acc[1];
+        }
+        return;
+    }
+    const FewBlocks<Format> rows[1] = {{p, q, n}};
+    for (int t = 0; t < tokens; t++, x += FewLayout<Format>::kVectors) {
+        const __m512d a = _mm512_castps_pd(first[t]), b = _mm512_castps_pd(second[t]);
+        __m512 acc[1] = {_mm512_castpd_ps(_mm512_unpacklo_pd(a, b))};
+        add_few<Format, 1>(rows, x, lanes, acc);
+        const __m512d sums = _mm512_castps_pd(acc[0]);
+        first[t] = _mm512_castpd_ps(_mm512_shuffle_pd(sums, a, 0xaa));
+        second[t] = _mm512_castpd_ps(_mm512_shuffle_pd(sums, b, 0xff));
+    }
+}
+
+// The sums of four vectors' lanes by the fixed tree: blocks b and b + 8, then b and b + 4, and so on.
+inline __m128 four_sums(__m512 a, __m512 b, __m512 c, __m512 d) {
+    auto halves = [](__m512 v, __m512 w) {
+        const __m512d x = _mm512_castps_pd(v), y = _mm512_castps_pd(w);
+        return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+    };
+    const __m512 ab = halves(a, b), cd = halves(c, d);
+    const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x88), _mm512_shuffle_ps(ab, cd, 0xdd));
+    const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+}
+
+template <class Format>
+void few(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int n, float* out, int64_t ld,
+         uint8_t* scratch) {
+    static_assert(kFewRows == 4);
+    __m512i* inputs = reinterpret_cast<__m512i*>(scratch);
+    transpose_inputs<Format>(x, t0, n, inputs);
+    const int64_t blocks = x.k / 32;
+    for (int64_t r = row0; r < row1; r += kFewRows) {
+        __m512 acc[kFewRows][kFewTokens];
+        const uint8_t* rows[kFewRows];
+        for (int i = 0; i < kFewRows; i++) {
+            rows[i] = w.row(imin(r + i, row1 - 1));
+            for (int t = 0; t < n; t++) acc[i][t] = _mm512_setzero_ps();
+        }
+        const __m512i* at = inputs;
+        for (int64_t b = 0; b < blocks; b += 16, at += n * FewLayout<Format>::kVectors) {
+            const int count = imin(blocks - b, 16);
+            alignas(64) uint8_t copies[2][Format::kBytes + kSlack];
+            for (int i = 0; i < kFewRows; i += 2) {
+                const uint8_t* p[2];
+                for (int j = 0; j < 2; j++) {
+                    p[j] = rows[i + j] + b / 16 * Format::kBytes;
+                    prefetch(p[j] + kFewRows * w.row_bytes, count * Format::kBytes / 16);
+                    p[j] = readable<Format>(p[j], count, w.end(), copies[j]);
+                }
+                add_few_pair<Format>(p[0], p[1], count, at, n, acc[i], acc[i + 1]);
+            }
+        }
+        const __mmask8 there = __mmask8((1u << imin(row1 - r, kFewRows)) - 1);
+        for (int t = 0; t < n; t++)
+            _mm_mask_storeu_ps(out + t * ld + (r - row0), there,
+                               four_sums(acc[0][t], acc[1][t], acc[2][t], acc[3][t]));
+    }
+}
+
 // ---- Many tokens
 // ------------------------------------------------------------------------------------------------
 
@@ -1118,6 +1363,8 @@ inline float one_row(const Matrix& w, const uint8_t* row, const Inputs& x, int t
 template <class Format>
 void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
             int64_t ld, uint8_t* scratch) {
+    if (t1 - t0 > 1 && t1 - t0 <= kFewTokens)
+        return few<Format>(w, row0, row1, x, t0, t1 - t0, out, ld, scratch);
     if (t1 - t0 > 1) return panels<Format>(w, row0, row1, x, t0, t1, out, ld, scratch);
     for (int64_t r = row0; r < row1; r++)
         out[r - row0] = one_row<Format>(w, w.row(r), x, t0, w.row(r) + kAhead);

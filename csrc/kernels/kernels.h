@@ -78,6 +78,9 @@ using DecodeKernel = void (*)(const Matrix& w, int64_t row, int64_t col0, int64_
 // Writes n floats, whole blocks, as a type stores them; false: one of them cannot be stored (quantize.h).
 using EncodeKernel = bool (*)(const float* x, int64_t n, uint8_t* out);
 
+// Up to this many tokens a linear kernel may read its rows as for one token, so that chunks may be cut alike.
+constexpr int kFewTokens = 16;
+
 // Rows that one call of a many-token kernel likes to have (it packs them once for all tokens).
 constexpr int kPanelRows = 64;
 

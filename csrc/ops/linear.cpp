@@ -5,7 +5,7 @@
 namespace hotset {
 namespace {
 
-constexpr int64_t kChunkBytes = 48 * 1024;  // of weights, for one token: about four microseconds
+constexpr int64_t kChunkBytes = 48 * 1024;  // of weights, for few tokens: with one about four microseconds
 constexpr int kDecodeChunks = 64;           // at most, for large matrices
 constexpr int kPrefetchPieces = 64;         // that a waiting thread fetches of a phase to come,
 constexpr int64_t kPrefetchBytes = 512;     // each of this size
@@ -53,13 +53,11 @@ class Linear : public Op {
 
     Needs needs() const override {
         Needs needs = input_.needs();
-        int64_t rows = 0, single = 0;
-        for (size_t p = 0; p < n_row_parts(); p++) {
-            rows = std::max(rows, largest_panel_chunk(parts_[p].weight.rows, part_chunks(p, 2)));
-            single = std::max(single, largest_panel_chunk(parts_[p].weight.rows, part_chunks(p, 1)));
-        }
-        const size_t many = size_t(plan_.max_tokens()) * size_t(rows) * (gated() ? 2 : 1);
-        needs.result_floats = std::max({many, size_t(single) * 2, needs.result_floats});
+        for (const int n : {1, std::min(plan_.max_tokens(), kFewTokens), plan_.max_tokens()})
+            for (size_t p = 0; p < n_row_parts(); p++) {
+                const size_t rows = size_t(largest_panel_chunk(parts_[p].weight.rows, part_chunks(p, n)));
+                needs.result_floats = std::max(needs.result_floats, size_t(n) * rows * (gated() ? 2 : 1));
+            }
         return needs;
     }
 
@@ -72,7 +70,7 @@ class Linear : public Op {
     int part_chunks(size_t p, int n) const {
         const int64_t rows = parts_[p].weight.rows;
         const int most = kMaxChunks / int(n_row_parts());
-        if (n > 1) return many_token_chunks(rows, plan_.n_threads(), most);
+        if (n > kFewTokens) return many_token_chunks(rows, plan_.n_threads(), most);
         const int64_t share = bytes_ * rows / rows_;
         return int(std::clamp<int64_t>(share / kChunkBytes, 1,
                                        std::min<int64_t>(std::min(kDecodeChunks, most), ceil_div(rows, 4))));
