@@ -47,6 +47,8 @@ EMITTED: list[tuple[Form, str, list[Part]]] = [
         [*call(0, "f", '{"a": [1, "}"]}'), *call(1, "g", '{"x": "</tool_call>"}')],
     ),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', call(0, "f", "{}")),
+    ("hermes", '<tool_call>{"name": "f"}\n</tool_c', call(0, "f", "{}")),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_c', call(0, "f", '{"a": 1}')),
     ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', call(0, "f", "{}")),
     ("hermes", r'<tool_call>{"name": "f", "arguments": "{\"a\": 1}"}</tool_call>', call(0, "f", '{"a": 1}')),
     (
@@ -220,7 +222,8 @@ def think(pieces: Sequence[str], is_open: bool = False) -> list[Part]:
         ("<think>\nHm, \n so.\n</think>\n\nHi \n", False, [Reasoning("Hm, \n so."), Text("Hi \n")]),
         ("\n<think></think>Hi", False, [Text("Hi")]),
         ("Hm.\n</think>\n\nHi", True, [Reasoning("Hm."), Text("Hi")]),
-        ("Hm. </thin", True, [Reasoning("Hm. </thin")]),
+        ("Hm. </thin", True, [Reasoning("Hm.")]),
+        ("if a <", True, [Reasoning("if a <")]),
         ("<think>\n\n</think>\n\n", False, []),
         ("Hi <think>x</think>", False, [Text("Hi <think>x</think>")]),
         ("<thi", False, [Text("<thi")]),

@@ -14,6 +14,7 @@ import pytest
 from tiny_server import MESSAGES, events_of, run, text_of, write_model
 
 import hotset
+from hotset.server.replies import TextEvents, event
 from hotset.server.service import Service
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -361,3 +362,13 @@ def test_an_answer_that_takes_too_long(path: Path):
         assert reply.json()["error"]["code"] == "timeout"
 
     run(path, work, max_seconds=0.0)
+
+
+@pytest.mark.parametrize("text", ["", "a", '"quoted"\n', "naïve \u2028 🙂", "\ud800 alone", "</script>\\"])
+def test_events_that_differ_in_a_text_are_those_that_would_be_written_one_by_one(text: str):
+    def value(content: str) -> dict[str, Any]:
+        delta = {"index": 0, "delta": {"content": content}, "logprobs": None}
+        return {"id": "x", "model": "ä", "choices": [delta]}
+
+    written = TextEvents(value(TextEvents.HOLE))
+    assert written(text) == event(value(text)) == written(text)

@@ -6,12 +6,14 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from tiny_server import MESSAGES, client_of, write_model
 
 from hotset.server import shapes
 from hotset.server.app import create_app
 from hotset.server.service import Service
+from hotset.server.settings import ServerSettings
 
 GREEDY = {"temperature": 0, "max_tokens": 4}
 OPTIONS = {"temperature": 0, "num_predict": 4}
@@ -125,3 +127,30 @@ def test_what_a_body_may_hold_is_all_that_is_taken(document: dict[str, Any]):
             walk(operation.get("requestBody"))
     assert {"ChatBody", "MessagesBody", "ToolUseBlock", "ResponsesBody", "OllamaOptions"} <= seen
     assert not [name for name in known if "__" in name]  # two that have one name
+
+
+def test_keys_are_asked_for_where_there_are_some(document: dict[str, Any]):
+    assert "securitySchemes" not in document["components"]
+    with_keys = create_app(Service(lambda: None, ServerSettings(api_keys=("k",)), name="none")).openapi()  # type: ignore[arg-type,return-value]
+    schemes = with_keys["components"]["securitySchemes"]
+    assert [scheme for one in with_keys["security"] for scheme in one] == list(schemes)
+    assert with_keys["paths"]["/health"]["get"]["security"] == []
+    assert "security" not in with_keys["paths"]["/v1/chat/completions"]["post"]
+
+
+@pytest.mark.parametrize(
+    ("message", "is_one"),
+    [
+        (MESSAGES[0], True),
+        ({"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}, True),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}], "own": 1}, True),
+        ({"role": "user", "content": [{"type": "image_url"}]}, False),
+        ({"content": "a"}, False),
+        ({"role": "user", "content": 3}, False),
+    ],
+)
+def test_the_document_says_what_a_message_of_a_chat_is(
+    document: dict[str, Any], message: dict[str, Any], is_one: bool
+):
+    schema = document["components"]["schemas"]["ChatBody"]["properties"]["messages"]
+    assert jsonschema.Draft202012Validator(schema).is_valid([message]) is is_one

@@ -14,6 +14,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Iterable
+from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI
@@ -38,6 +39,7 @@ def secure(app: FastAPI, settings: ServerSettings) -> None:
     app.add_middleware(BodyLimits, settings=settings)
     if settings.api_keys:
         app.add_middleware(ApiKeys, keys=settings.api_keys)
+        _describe_keys(app)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -46,6 +48,26 @@ def secure(app: FastAPI, settings: ServerSettings) -> None:
             allow_headers=("*",),
         )
     app.add_middleware(Names, settings=settings)
+
+
+def _describe_keys(app: FastAPI) -> None:
+    """Says in the application's OpenAPI document how a key is sent, and what asks for none."""
+    document = app.openapi
+
+    def described() -> dict[str, Any]:
+        found = document()
+        found.setdefault("components", {})["securitySchemes"] = {
+            "bearer": {"type": "http", "scheme": "bearer"},
+            "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
+        found["security"] = [{"bearer": []}, {"x-api-key": []}]
+        for path, operations in found["paths"].items():
+            if _is_open(path):
+                for operation in operations.values():
+                    operation["security"] = []
+        return found
+
+    app.openapi = described  # type: ignore[method-assign]
 
 
 class Names:

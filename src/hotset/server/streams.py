@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -117,10 +118,14 @@ class AnswerStream(EventSourceResponse):
         self._answer = answer
         self._path = http.url.path
         self._lines = lines
+        self._longest = service_of(http).settings.max_write_seconds
+        self._sending = 0.0  # since when a piece is on its way, by the loop's clock; 0: none is
+        self._pieces = self._guarded(written(answer))
         super().__init__(
-            self._guarded(written(answer)),
+            self._pieces,
             sep="\n",
-            send_timeout=service_of(http).settings.max_write_seconds,
+            data_sender_callable=self._watch,
+            send_timeout=self._longest,
             ping=0 if lines else service_of(http).settings.keep_alive_seconds,
             ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
             media_type="application/x-ndjson" if lines else "text/event-stream",
@@ -134,7 +139,30 @@ class AnswerStream(EventSourceResponse):
         finally:
             self._answer.close()
 
-    async def _guarded(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async def _stream_response(self, send: Send) -> None:
+        """The library's, less what it does for each piece: a timer, which `_watch` is for all of them."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        now = asyncio.get_running_loop().time
+        async with aclosing(self._pieces):
+            async for piece in self._pieces:
+                self._sending = now()
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                self._sending = 0.0
+        async with self._send_lock:
+            self.active = False
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _watch(self) -> None:
+        """Raises SendTimeoutError once a piece has been on its way for too long."""
+        while self.active:
+            left = self._longest
+            if self._sending:
+                left += self._sending - asyncio.get_running_loop().time()
+                if left <= 0:
+                    raise SendTimeoutError
+            await asyncio.sleep(left)
+
+    async def _guarded(self, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         try:
             async for piece in pieces:
                 yield piece

@@ -11,7 +11,7 @@ Which marks a model thinks between is said by its chat template:
 Only what the answer begins with is reasoning. Where the rendered prompt ends with the opening mark (some
 templates put it there), the answer begins inside; where it ends with the closing one (thinking is turned
 off), or with neither, the answer says for itself. White space next to the marks belongs to them. Reasoning
-that is never closed is reasoning to the end.
+that is never closed is reasoning to the end; where the end cuts the closing mark, its beginning is left out.
 """
 
 from __future__ import annotations
@@ -82,12 +82,14 @@ class ReasoningParser:
 
     def _inside(self, final: bool) -> list[Part]:
         at = self._buffer.find(self._close)
-        n_held = 0 if final else held_back(self._buffer, (self._close,))
+        n_held = held_back(self._buffer, (self._close,))
+        if final and n_held == 1:  # a bracket may as well be one
+            n_held = 0
         end = at if at >= 0 else len(self._buffer) - n_held
         text = self._blank + self._buffer[:end]
         shown = text.rstrip(_SPACE)
         self._blank = text[len(shown) :]
-        self._buffer = self._buffer[end:]
+        self._buffer = "" if final and at < 0 else self._buffer[end:]
         if at >= 0:
             self._buffer, self._state = self._buffer[len(self._close) :], "closed"
         return [Reasoning(shown)]

@@ -65,6 +65,7 @@ class Tokenizer:
         self, metadata: Mapping[str, Any], *, bos: int | None, eos: int | None, add_bos: bool
     ) -> None:
         self.tokens: list[str] = _strings(metadata, "tokenizer.ggml.tokens")
+        self._bytes: dict[int, bytes] = {}  # of tokens that were asked for
         n = len(self.tokens)
         if n == 0:
             raise TokenizerError(
@@ -166,6 +167,12 @@ class Tokenizer:
 
         Raises TokenizerError for an id outside the vocabulary.
         """
+        known = self._bytes.get(id)
+        if known is None:
+            known = self._bytes[id] = self._found_bytes(id)
+        return known
+
+    def _found_bytes(self, id: int) -> bytes:
         if not 0 <= id < len(self.tokens):
             raise TokenizerError(f"Token id {id} is outside the vocabulary of {len(self.tokens)} tokens.")
         kind = self.types[id]

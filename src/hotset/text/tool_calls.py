@@ -317,7 +317,7 @@ class _ObjectCalls(ToolCallParser):
             return True
         if not final and (not self._buffer or (self._end and self._end.startswith(self._buffer))):
             return False
-        if self._end and not self._held and self._buffer.startswith(self._end):
+        if self._end and not self._held and (self._buffer.startswith(self._end) or self._is_cut()):
             self._take(len(self._end))
         self._text(self._held)
         self._held, self._state = "", self._plain
@@ -326,7 +326,7 @@ class _ObjectCalls(ToolCallParser):
     def _inside(self, final: bool) -> bool:
         found = self._object
         self._take(found.read(self._buffer))
-        is_cut = bool(self._end) and self._buffer.startswith(self._end)
+        is_cut = bool(self._end) and (self._buffer.startswith(self._end) or (final and self._is_cut()))
         if self._buffer and not found.done and not is_cut:
             if not final and self._end.startswith(self._buffer):
                 return False
@@ -351,6 +351,10 @@ class _ObjectCalls(ToolCallParser):
             self._text(self._held + found.raw)
             self._held, self._state = "", self._plain
         return True
+
+    def _is_cut(self) -> bool:
+        """Whether the buffer begins the mark at the end; of more than a bracket, which may as well be one."""
+        return len(self._buffer) > 1 and self._end.startswith(self._buffer)
 
     def _is_call(self, found: _Object, is_over: bool) -> bool:
         """Whether it is one for certain. Cut off before its arguments it is none."""

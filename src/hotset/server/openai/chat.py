@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, WithJsonSchema
 
 from hotset.engine.sampler import TokenLogprobs
 from hotset.server.activity import ActivityWatch
@@ -24,7 +24,7 @@ from hotset.server.answers import (
 from hotset.server.errors import RequestError
 from hotset.server.logprobs import spelled
 from hotset.server.openai.schema import Body, SamplingFields, StreamOptions, ToolName, usage_dict
-from hotset.server.replies import DONE, JsonReply, event
+from hotset.server.replies import DONE, JsonReply, TextEvents, event
 from hotset.server.service import Service
 from hotset.server.shapes import EVENT_STREAM, ChatReply, documented
 from hotset.server.streams import service_of, streamed, whole
@@ -86,12 +86,50 @@ class ChatStreamOptions(StreamOptions):
     include_activity: bool = False
 
 
+# What a message is for the document. Whoever reads it says more exactly what is wrong with one
+# (generation.py, text/messages.py), and a template may want more of it than is here.
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_CALL = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string"},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "arguments": {"type": ["string", "object"]}},
+            "required": ["name"],
+        },
+    },
+    "required": ["function"],
+}
+_MESSAGE = {
+    "type": "object",
+    "properties": {
+        "role": {"type": "string", "examples": ["system", "user", "assistant", "tool"]},
+        "content": {
+            "anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}],
+            "description": "May be left out beside tool_calls.",
+        },
+        "reasoning_content": {"type": ["string", "null"]},
+        "name": {"type": "string"},
+        "tool_calls": {"type": "array", "items": _CALL},
+        "tool_call_id": {"type": "string"},
+    },
+    "required": ["role"],
+    "additionalProperties": True,
+}
+
+
 class ChatBody(SamplingFields):
     """OpenAI's body, less what this server does not have."""
 
     stream_options: ChatStreamOptions | None = None
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[list[Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]], Field(min_length=1)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     max_completion_tokens: int | None = None
@@ -182,12 +220,16 @@ class _Reply:
         head = self._head(answer, "chat.completion.chunk")
         more: dict[str, Any] = {"usage": None} if self._body.includes_usage else {}
 
-        def chunk(
+        def written(
             index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None
-        ) -> bytes:
+        ) -> dict[str, Any]:
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-            return event(head | {"choices": [choice]} | more)
+            return head | {"choices": [choice]} | more
 
+        def chunk(*args: Any) -> bytes:
+            return event(written(*args))
+
+        texts = [TextEvents(written(i, {"content": TextEvents.HOLE})) for i in range(len(answer.generations))]
         for i in range(len(answer.generations)):
             yield chunk(i, {"role": "assistant", "content": ""})
         watch = None
@@ -197,6 +239,8 @@ class _Reply:
             if watch is not None:
                 more["hotset"] = {"activity": await self._service.in_thread(watch.new, delta.index)}
             match delta:
+                case TextDelta() if watch is None and not self._body.logprobs:
+                    yield texts[delta.index](delta.text)
                 case TextDelta():
                     logprobs = self._logprobs(delta.logprobs)
                     yield chunk(delta.index, {"content": delta.text}, None, logprobs)

@@ -15,7 +15,7 @@ from hotset.server.answers import Answer, AnswerRequest, Choice, Finished, TextD
 from hotset.server.errors import RequestError
 from hotset.server.logprobs import logprob_of
 from hotset.server.openai.schema import SamplingFields, usage_dict
-from hotset.server.replies import DONE, JsonReply, event
+from hotset.server.replies import DONE, JsonReply, TextEvents, event
 from hotset.server.shapes import EVENT_STREAM, CompletionReply, documented
 from hotset.server.streams import service_of, streamed, whole
 from hotset.text.tokenizer import StreamDecoder, Tokenizer
@@ -116,17 +116,27 @@ class _Reply:
     async def events(self, answer: Answer) -> AsyncIterator[bytes]:
         head = self._head(answer)
         more: dict[str, Any] = {"usage": None} if self._body.includes_usage else {}
+
+        def written(index: int, piece: _Text, reason: str | None) -> dict[str, Any]:
+            return head | {"choices": [self._choice(answer, index, piece, reason)]} | more
+
+        texts: list[TextEvents] = []
+        if self._body.logprobs is None:
+            hole = _Text(TextEvents.HOLE)
+            texts = [TextEvents(written(i, hole, None)) for i in range(len(answer.generations))]
         begun: set[int] = set()
         async for delta in answer:
+            if texts and delta.index in begun and isinstance(delta, TextDelta):
+                yield texts[delta.index](delta.text)
+                continue
             pieces = [] if delta.index in begun else self._prompt(answer, delta.index)
             begun.add(delta.index)
             if isinstance(delta, TextDelta):
                 pieces.append(_Text(delta.text, [*delta.logprobs], delta.tokens))
             for piece in pieces:
-                yield event(head | {"choices": [self._choice(answer, delta.index, piece, None)]} | more)
+                yield event(written(delta.index, piece, None))
             if isinstance(delta, Finished):
-                last = self._choice(answer, delta.index, _Text(""), delta.reason)
-                yield event(head | {"choices": [last]} | more)
+                yield event(written(delta.index, _Text(""), delta.reason))
         if self._body.includes_usage:
             yield event(head | {"choices": [], "usage": usage_dict(answer.usage)})
         yield DONE
