@@ -388,6 +388,35 @@ def save(recipe: TinyModel, model: torch.nn.Module, folder: Path, **how: Any) ->
     save_tokenizer(folder)
 
 
+def save_packed(recipe: TinyModel, model: torch.nn.Module, folder: Path, seed: int = 1) -> None:
+    """As `save`, with the experts' matrices as gpt-oss publishes them, in MXFP4 and drawn anew; the model
+    gets what transformers makes of them."""
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(seed)
+    packed = {}
+    for i, layer in enumerate(model.model.layers):
+        for name in ("gate_up_proj", "down_proj"):
+            parameter = getattr(layer.mlp.experts, name)
+            n_expert, n_in, n_out = parameter.shape
+            shape = (n_expert, n_out, n_in // 32)
+            blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+            scales = torch.randint(121, 126, shape, generator=generator, dtype=torch.uint8)
+            with torch.no_grad():
+                parameter.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+            stem = f"model.layers.{i}.mlp.experts.{name}"
+            packed |= {f"{stem}_blocks": blocks, f"{stem}_scales": scales}
+    save(recipe, model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in packed:
+        tensors.pop(name.rpartition("_")[0], None)
+    save_file(tensors | packed, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    quantised = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
+
+
 def to_gguf(recipe: TinyModel, model: torch.nn.Module, folder: Path) -> Path:
     """The model as a GGUF file in F32: a saved checkpoint converted by hotset."""
     path = folder / "model.gguf"

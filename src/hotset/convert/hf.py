@@ -31,6 +31,7 @@ import numpy as np
 from hotset.convert.hf_checkpoint import Checkpoint
 from hotset.convert.hf_config import HFConfig, read_json
 from hotset.convert.hf_tokenizer import tokenizer_keys
+from hotset.convert.mxfp4 import BLOCK_BYTES, Packed
 from hotset.errors import FormatError, HotsetError, InvalidRequestError, UnsupportedModelError
 from hotset.files import check_target
 from hotset.formats.gguf import PIECE_VALUES, Dialect, GGUFWriter, PlannedFile, TensorInfo, open_gguf
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from hotset.reporter import Reporter
     from hotset.sparsity.profile import Profile
 
+_PACKED = (".blocks", ".scales")  # of one matrix in MXFP4
 _PREDICTOR_FILE = "model_{}.pt"
 _IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
 
@@ -110,6 +112,9 @@ class Stack:
             yield from part.pieces()
 
 
+Source = Origin | Stack | Packed
+
+
 @dataclass(frozen=True)
 class Converted:
     """What was written. n_always: leading neurons of each layer that need no prediction, with a profile."""
@@ -132,7 +137,8 @@ def convert_hf(
 ) -> Converted:
     """Writes the checkpoint in the folder `src_dir` as a GGUF file.
 
-    type, tensor_types: of the matrices, as `requantize.types_of` takes them; vectors are F32. predictors: a
+    type, tensor_types: of the matrices, as `requantize.types_of` takes them; vectors are F32, and what is
+    MXFP4 in the checkpoint stays so unless tensor_types names it. predictors: a
     folder of model_<layer>.pt with fc1.weight [rank, n_embd] and fc2.weight [n_ff, rank], and perhaps a
     config.json with sparse_threshold: the file is then one of PowerInfer's. profile: neurons are written in
     its order, and it goes along; it must be of this model, which nothing in a checkpoint can prove.
@@ -181,13 +187,13 @@ def convert_hf(
         TensorInfo(n, source.shape[::-1], GGMLType.F32, 4 * math.prod(source.shape), 0)
         for n, source in sources.items()
     ]
+    packed = {n: GGMLType.MXFP4 for n, source in sources.items() if isinstance(source, Packed)}
     facts = TypedModel(architecture, dialect, "output.weight" in sources, config.n_layer)
-    planned = assign_types(facts, infos, name, tensor_types)
+    planned = assign_types(facts, infos, name, tensor_types, packed)
     for tensor in planned:
-        source = sources[tensor.info.name]
 
-        def pieces(source: Origin | Stack = source) -> Iterator[np.ndarray]:
-            for piece in source.pieces():
+        def pieces(tensor: PlannedTensor = tensor) -> Iterator[np.ndarray]:
+            for piece in _pieces(sources[tensor.info.name], tensor.type):
                 yield piece
                 checkpoint.release()
 
@@ -197,6 +203,13 @@ def convert_hf(
     if profile is not None and orders is not None:
         _save_profile(profile, orders, Path(out_path))
     return Converted(Path(out_path).stat().st_size, tuple(planned), n_always)
+
+
+def _pieces(source: Source, type: GGMLType) -> Iterator[np.ndarray]:
+    """Floats, or blocks of the type that are not decoded, in order."""
+    if isinstance(source, Packed) and type != GGMLType.MXFP4:
+        return source.floats()
+    return source.pieces()
 
 
 def _check_loads(planned: PlannedFile) -> None:
@@ -266,14 +279,12 @@ def _place_of(name: str, config: HFConfig) -> _Place:
         if inside in hf.layer_tensors:
             layer, expert = int(match[1]), -1 if number is None else int(number[1])
             targets = hf.layer_tensors[inside].split()
-            named = (t if t.endswith(".bias") else f"{t}.{kind}" for t in targets)
+            named = (t if t.endswith((".bias", *_PACKED)) else f"{t}.{kind}" for t in targets)
             return _Place(layer, tuple(f"blk.{layer}.{target}" for target in named), expert)
     raise UnsupportedModelError(f"the checkpoint has a tensor that is not known: {name[:200]}")
 
 
-def _sources(
-    checkpoint: Checkpoint, config: HFConfig, dialect: Dialect
-) -> Iterator[tuple[str, Origin | Stack]]:
+def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iterator[tuple[str, Source]]:
     """(name in the file, where it comes from), layer by layer; refuses what has no place or another shape."""
     output, tied = "lm_head.weight", config.tied
     if config.architecture == "falcon" and output in checkpoint.tensors:
@@ -291,11 +302,21 @@ def _sources(
     places = sorted((_place_of(name, config), name) for name in names)
     counted = Counter((target, place.expert) for place, _ in places for target in place.targets)
     of_experts: dict[str, dict[int, tuple[str, np.ndarray]]] = {}
+    packed: dict[str, dict[str, np.ndarray]] = {}
     for place, name in places:
         values = checkpoint.tensors[name]
         for i, target in enumerate(place.targets):
             if counted[target, place.expert] > 1 or (place.expert >= 0 and counted[target, -1]):
                 raise FormatError(f"the checkpoint has two tensors for {target}, one of them {name}")
+            stem, _, kind = target.rpartition(".")
+            if f".{kind}" in _PACKED:
+                found = packed.setdefault(stem, {})
+                found[kind] = values[:, i :: len(place.targets)]  # row by row
+                if len(found) == len(_PACKED):
+                    if counted[f"{stem}.weight", -1]:
+                        raise FormatError(f"the checkpoint has {stem}.weight twice, once as {name}")
+                    yield f"{stem}.weight", _packed(packed.pop(stem), f"{stem}.weight", name, config)
+                continue
             part = _part(values, i, len(place.targets), config)
             if place.expert >= 0:
                 of_experts.setdefault(target, {})[place.expert] = name, part
@@ -308,8 +329,12 @@ def _sources(
                 yield target, _stacked(one, target, config, transposed=config.transposes_experts)
             else:
                 yield _converted_name(target, dialect), _source(part, target, name, config, dialect)
-    for target, found in of_experts.items():
-        raise FormatError(f"the checkpoint has {target} of {len(found)} experts, not of {config.n_expert}")
+    for target, found_experts in of_experts.items():
+        raise FormatError(
+            f"the checkpoint has {target} of {len(found_experts)} experts, not of {config.n_expert}"
+        )
+    for stem, kinds in packed.items():
+        raise FormatError(f"the checkpoint has {stem} in MXFP4 and only its {next(iter(kinds))}")
     if tied and dialect == "powerinfer" and config.architecture != "opt":
         # Its engine ties OPT's output only.
         values = checkpoint.tensors[_embedding(places)]
@@ -343,6 +368,17 @@ def _stacked(
             )
         parts.append(origin)
     return Stack(tuple(parts))
+
+
+def _packed(found: dict[str, np.ndarray], target: str, name: str, config: HFConfig) -> Packed:
+    """The matrices of all experts of their codes and exponents."""
+    blocks, scales = found["blocks"], found["scales"]
+    if blocks.shape != (*scales.shape, BLOCK_BYTES) or Packed(blocks, scales).shape != _shape(target, config):
+        raise FormatError(
+            f"the tensors of {name.rpartition('_')[0]} in MXFP4 are {list(blocks.shape)} and "
+            f"{list(scales.shape)}, and config.json says {list(_shape(target, config) or ())} for all experts"
+        )
+    return Packed(blocks, scales)
 
 
 def _of_heads(values: np.ndarray, target: str, name: str, config: HFConfig) -> Stack:
@@ -498,12 +534,12 @@ def _checked_orders(profile: Profile, config: HFConfig) -> list[np.ndarray]:
     return neuron_orders(profile)
 
 
-def _ordered(name: str, source: Origin | Stack, orders: list[np.ndarray]) -> Origin | Stack:
+def _ordered(name: str, source: Source, orders: list[np.ndarray]) -> Source:
     """The same with its neurons in the new order."""
     from hotset.sparsity.reorder import neurons_of, order_of_rows
 
     place = neurons_of(name)
-    if place is None or isinstance(source, Stack):
+    if place is None or not isinstance(source, Origin):
         return source
     layer, by_column = place
     if by_column:

@@ -11,6 +11,7 @@ import json
 import math
 import mmap
 import os
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,13 +33,15 @@ DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype("<f2"),
     "BF16": BFLOAT16,
 }
+PACKED = re.compile(r".*_(blocks|scales)")  # names of tensors that hold bytes: weights in MXFP4
+BYTES = {"U8": np.dtype("u1")}
 
 
 class Checkpoint:
     """All tensors of a folder: name → array, outermost dimension first, read-only, in the mapped file.
 
     Raises ModelNotFoundError where files are missing, FormatError for damaged ones, UnsupportedModelError for
-    tensors that are not floats.
+    tensors that are not floats, nor bytes where weights are packed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,9 +51,9 @@ class Checkpoint:
             tensors, mapped = (map_torch if path.suffix == ".bin" else _map_safetensors)(path)
             self._maps.append(mapped)
             for name, values in tensors.items():
-                if values.dtype not in DTYPES.values() and not name.endswith(
-                    (".inv_freq", ".bias", ".masked_bias")
-                ):
+                packed = PACKED.fullmatch(name) and values.dtype in BYTES.values()
+                ignored = name.endswith((".inv_freq", ".bias", ".masked_bias"))
+                if values.dtype not in DTYPES.values() and not packed and not ignored:
                     raise UnsupportedModelError(
                         f"the tensor {name} in {path} is {values.dtype}, which is not supported"
                     )
@@ -125,13 +128,14 @@ def _tensors(
             start, end = (data_start + offset for offset in _counts(entry["data_offsets"]))
         if not isinstance(dtype, str) or end < 0 or len(shape) > MAX_DIMS:
             raise FormatError(f"{path} describes the tensor {name} wrongly; download it again")
-        if dtype not in DTYPES:
+        dtypes = BYTES if PACKED.fullmatch(name) else DTYPES
+        if dtype not in dtypes:
             raise UnsupportedModelError(f"the tensor {name} in {path} is {dtype}, which is not supported")
         n = math.prod(shape)
         if (
             not data_start <= start <= end <= len(mapped)
-            or end - start != n * DTYPES[dtype].itemsize
+            or end - start != n * dtypes[dtype].itemsize
             or min(shape, default=1) < 1
         ):
             raise FormatError(f"{path} is cut short or damaged at the tensor {name}; download it again")
-        yield name, np.frombuffer(mapped, DTYPES[dtype], n, start).reshape(shape)
+        yield name, np.frombuffer(mapped, dtypes[dtype], n, start).reshape(shape)

@@ -127,6 +127,11 @@ class HFClass:
     experts: HFExperts | None = None
     layouts: bool = False
 
+    @property
+    def packed(self) -> bool:
+        """Whether experts may be in MXFP4: targets of their codes (.blocks) and exponents (.scales)."""
+        return any(target.endswith(".blocks") for target in self.layer_tensors.values())
+
 
 _FALCON = HFClass(
     "falcon",
@@ -396,6 +401,10 @@ CLASSES: dict[str, HFClass] = {
             "mlp.router": "ffn_gate_inp",
             "mlp.experts.gate_up_proj": "ffn_gate_exps ffn_up_exps",
             "mlp.experts.gate_up_proj_bias": "ffn_gate_exps.bias ffn_up_exps.bias",
+            "mlp.experts.gate_up_proj_blocks": "ffn_gate_exps.blocks ffn_up_exps.blocks",
+            "mlp.experts.gate_up_proj_scales": "ffn_gate_exps.scales ffn_up_exps.scales",
+            "mlp.experts.down_proj_blocks": "ffn_down_exps.blocks",
+            "mlp.experts.down_proj_scales": "ffn_down_exps.scales",
             "mlp.experts.down_proj": "ffn_down_exps",
             "mlp.experts.down_proj_bias": "ffn_down_exps.bias",
         },
@@ -533,11 +542,13 @@ class HFConfig:
                 f"the architecture {name!r} in config.json is not supported; supported are "
                 f"{', '.join(CLASSES)}"
             )
-        if "quantization_config" in config:
+        self.hf_class = CLASSES[name]
+        quantised = config.get("quantization_config")
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        if quantised is not None and (method != "mxfp4" or not self.hf_class.packed):
             raise UnsupportedModelError(
                 "the checkpoint is quantised (quantization_config); convert the original"
             )
-        self.hf_class = CLASSES[name]
         self.architecture = self.hf_class.architecture
         self.raw = config = self.hf_class.defaults | config
         for key, value in self.hf_class.required.items():

@@ -18,8 +18,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -187,9 +188,16 @@ class TypedModel:
 
 
 def assign_types(
-    model: TypedModel, tensors: Sequence[TensorInfo], type: str | None, tensor_types: Sequence[str] = ()
+    model: TypedModel,
+    tensors: Sequence[TensorInfo],
+    type: str | None,
+    tensor_types: Sequence[str] = (),
+    packed: Mapping[str, GGMLType] = MappingProxyType({}),
 ) -> list[PlannedTensor]:
-    """`types_of` for tensors that need not be in a file: without a look at their present types."""
+    """`types_of` for tensors that need not be in a file: without a look at their present types.
+
+    packed: names of those that have a quantised type already, and keep it unless tensor_types names them.
+    """
     target = None if type is None else target_of(type)
     rules = [_rule(text) for text in tensor_types]
     if target is None and not rules:
@@ -204,6 +212,8 @@ def assign_types(
         used.update(matching)
         if matching:
             wanted, note = rules[matching[0]][1], ""
+        elif info.name in packed:
+            wanted, note = packed[info.name], "kept"
         elif target is None:
             wanted, note = info.type, ""
         else:
