@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 from tiny_smallthinker import SmallThinker
+from tiny_turbosparse import TurboSparse
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from hotset.convert.hf import convert_hf
@@ -153,6 +154,11 @@ GRANITE = {
 }
 SMOLLM3 = {**WIDE_HEADS, "num_hidden_layers": 5, "pad_token_id": 0}
 GEMMA3 = {**GEMMA, "num_hidden_layers": 7, "query_pre_attn_scalar": 16}
+TURBOSPARSE = TinyModel(
+    "TurboSparse",
+    {"architectures": ["BambooForCausalLM"], "model_type": "bamboo", "ranks": [32, 48, 32]},
+)
+
 RECIPES: dict[str, TinyModel] = {
     "llama": TinyModel("Llama"),
     "llama-wide-heads": TinyModel("Llama", WIDE_HEADS),
@@ -248,12 +254,16 @@ RECIPES: dict[str, TinyModel] = {
         config="Gemma3Text",
     ),
     "gemma3-relu": TinyModel("Gemma3", {**GEMMA3, "hidden_activation": "relu"}, config="Gemma3Text"),
+    "turbosparse-mistral": TURBOSPARSE,
     "phi3-relu": TinyModel("Phi3", {**PHI3, "hidden_act": "relu"}),
     "granite-relu": TinyModel("Granite", {**GRANITE, "hidden_act": "relu", "mlp_bias": True}),
 }
 
 
-OWN: dict[str, Callable[[dict[str, Any]], torch.nn.Module]] = {"SmallThinker": SmallThinker}
+OWN: dict[str, Callable[[dict[str, Any]], torch.nn.Module]] = {
+    "SmallThinker": SmallThinker,
+    "TurboSparse": TurboSparse,
+}
 """Models that transformers lacks."""
 
 SMALLTHINKER = {

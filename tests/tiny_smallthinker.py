@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import save_file
@@ -111,19 +111,23 @@ class Layer(Module):
 class SmallThinker(Module):
     """settings: entries of its config.json."""
 
+    defaults: ClassVar[dict[str, Any]] = DEFAULTS
+
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__()
-        self.entries = c = {k: v for k, v in (DEFAULTS | settings).items() if k != "attn_implementation"}
-        n, d = c["num_hidden_layers"], c["hidden_size"]
-        rotated, windowed = c.get("rope_layout", [1] * n), c.get("sliding_window_layout", [0] * n)
+        c = {k: v for k, v in (self.defaults | settings).items() if k != "attn_implementation"}
+        self.entries, d = c, c["hidden_size"]
         self.model = Module()
         self.model.embed_tokens = torch.nn.Embedding(c["vocab_size"], d)
-        self.model.layers = ModuleList(
-            Layer(c, rotated[i] == 1, windowed[i] * c.get("sliding_window_size", 0)) for i in range(n)
-        )
+        self.model.layers = ModuleList(self.layers(c))
         self.model.norm = Norm(d, c["rms_norm_eps"])
         if not c["tie_word_embeddings"]:
             self.lm_head = Linear(d, c["vocab_size"], bias=False)
+
+    def layers(self, c: dict[str, Any]) -> list[Module]:
+        n = c["num_hidden_layers"]
+        rotated, windowed = c.get("rope_layout", [1] * n), c.get("sliding_window_layout", [0] * n)
+        return [Layer(c, rotated[i] == 1, windowed[i] * c.get("sliding_window_size", 0)) for i in range(n)]
 
     def forward(self, tokens: torch.Tensor) -> SimpleNamespace:
         x = self.model.embed_tokens(tokens[0])

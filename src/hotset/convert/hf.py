@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -42,6 +42,7 @@ from hotset.model.config import (
     ARCHITECTURES,
     DRELU,
     POWERINFER_ARCHITECTURES,
+    PREDICTOR_MASKS_KEY,
     RELU,
     SPARSE_THRESHOLD_KEY,
     config_from_gguf,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from hotset.reporter import Reporter
     from hotset.sparsity.profile import Profile
 
+ANY = -1  # as a size: it is not known
 _PACKED = (".blocks", ".scales")  # of one matrix in MXFP4
 _PREDICTOR_FILE = "model_{}.pt"
 _IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
@@ -155,6 +157,9 @@ def convert_hf(
     architecture = config.architecture if predictors is None else _powerinfer_architecture(config)
     checkpoint = Checkpoint(src)
     sources = dict(_sources(checkpoint, config, dialect))
+    masked = any(re.search(r"\.fc1(_exps)?\.weight$", n) for n in sources)
+    if masked and predictors is not None:
+        raise InvalidRequestError("the checkpoint has predictors of its own, which are part of the model")
     folder = None if predictors is None else _Predictors(Path(predictors), config)
     if folder is not None:
         sources |= folder.sources
@@ -166,13 +171,8 @@ def convert_hf(
     writer.add("general.name", src.resolve().name)
     writer.add("general.file_type", target.file_type)
     writer.add("general.quantization_version", 2)
-    n_positions = config.n_ctx
-    if config.architecture == "opt" and dialect == "powerinfer":
-        n_positions += 2  # its engine sizes position_embd by this key
-    for key, value in config.keys(architecture, n_positions).items():
+    for key, value in _keys(config, architecture, folder, masked=masked).items():
         writer.add(key, value)
-    if folder is not None:
-        writer.add(SPARSE_THRESHOLD_KEY, folder.threshold)
     for key, value in tokenizer_keys(src, config.raw).items():
         writer.add(key, value)
     n_always = None
@@ -203,6 +203,19 @@ def convert_hf(
     if profile is not None and orders is not None:
         _save_profile(profile, orders, Path(out_path))
     return Converted(Path(out_path).stat().st_size, tuple(planned), n_always)
+
+
+def _keys(config: HFConfig, architecture: str, folder: _Predictors | None, *, masked: bool) -> dict[str, Any]:
+    """Keys of the model. masked: it has predictors whose mask is part of it."""
+    n_positions = config.n_ctx
+    if config.architecture == "opt" and folder is not None:
+        n_positions += 2  # PowerInfer's engine sizes position_embd by this key
+    keys = config.keys(architecture, n_positions)
+    if folder is not None:
+        keys[SPARSE_THRESHOLD_KEY] = folder.threshold
+    if masked:  # the mask is round(sigmoid(score)): of a score above 0
+        keys |= {PREDICTOR_MASKS_KEY: True, SPARSE_THRESHOLD_KEY: float(np.finfo(np.float32).tiny)}
+    return keys
 
 
 def _pieces(source: Source, type: GGMLType) -> Iterator[np.ndarray]:
@@ -360,7 +373,7 @@ def _stacked(
     for expert in range(config.n_expert):
         name, values = found.get(expert, ("", np.empty(0, np.float32)))
         origin = Origin(values, transposed=transposed and values.ndim == 2)
-        if expected is None or (len(found), *origin.shape) != expected:
+        if expected is None or not _fits((len(found), *origin.shape), expected):
             raise FormatError(
                 f"the tensor {name or target} of the checkpoint is {list(values.shape)}, and its config.json "
                 f"says {'that there is none' if expected is None else list(expected[1:])} for an expert, "
@@ -410,7 +423,7 @@ def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialec
     """The tensor with what its architecture asks for; `target` is its name in a plain file."""
     row, hf = ARCHITECTURES[config.architecture], config.hf_class
     expected = _shape(target, config)
-    if expected is None or values.shape != expected:
+    if not _fits(values.shape, expected):
         raise FormatError(
             f"the tensor {name} of the checkpoint is {list(values.shape)}, and its config.json says "
             f"{'that there is none' if expected is None else list(expected)}"
@@ -427,8 +440,18 @@ def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialec
     return Origin(values, transposed=stem == "ffn_down" and values.ndim == 2 and dialect == "powerinfer")
 
 
+def _fits(shape: tuple[int, ...], expected: tuple[int, ...] | None) -> bool:
+    """Whether a shape is the one of _shape."""
+    return (
+        expected is not None
+        and len(shape) == len(expected)
+        and all(b in (a, ANY) for a, b in zip(shape, expected, strict=True))
+    )
+
+
 def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
-    """What the tensor must be, outermost first; None: such a model has none of this name."""
+    """What the tensor must be, outermost first; None: such a model has none of this name. ANY: the rank of a
+    predictor, which config.json does not say."""
     d, heads, kv = config.n_embd, config.n_head * config.head_dim, config.n_head_kv * config.head_dim
     row = ARCHITECTURES[config.architecture]
     matrices: dict[str, tuple[int, ...]] = {
@@ -441,6 +464,8 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
         "attn_output": (d, heads),
         "ffn_up": (config.n_ff * (2 if config.hf_class.fused_gate else 1), d),
         "ffn_down": (d, config.n_ff),
+        "fc1": (ANY, d),
+        "fc2": (config.n_ff, ANY),
     }
     if row.gated and not config.hf_class.fused_gate:
         matrices["ffn_gate"] = (config.n_ff, d)

@@ -265,7 +265,9 @@ CLASSES: dict[str, HFClass] = {
         required={"clip_qkv": None},
         experts=HFExperts("intermediate_size", says_ff=False),
     ),
-    "BambooForCausalLM": HFClass("bamboo"),
+    "BambooForCausalLM": HFClass(  # TurboSparse's Mistral has predictors
+        "bamboo", layer_tensors=_LLAMA_NAMES | {"mlp.predictor.fc1": "fc1", "mlp.predictor.fc2": "fc2"}
+    ),
     "FalconForCausalLM": _FALCON,
     "RWForCausalLM": _FALCON,
     "OPTForCausalLM": HFClass(

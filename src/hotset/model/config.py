@@ -10,6 +10,8 @@ Keys of our own, beside the standard ones (gguf's `docs/gguf.md`):
 
 - `<arch>.hidden_activation` (standard, string): silu, gelu, gelu_tanh, relu, relu2, fatrelu or drelu.
 - `powerinfer.sparse_threshold` (f32, PowerInfer's): a neuron whose predicted score is below it is skipped.
+- `hotset.predictor_masks` (bool): the mask of the file's predictors is part of the model (TurboSparse): in
+  every mode a neuron whose score is below the threshold is zero.
 - `hotset.fatrelu_threshold` (f32): t of FATReLU, f(x) = x if x >= t else 0; needed with fatrelu.
 - `hotset.up_activation` (string): activation applied to the up projection too; relu with a relu gate is
   dReLU, relu(gate) * relu(up) (TurboSparse, arXiv 2406.05955).
@@ -36,6 +38,8 @@ FATRELU_THRESHOLD_KEY = "hotset.fatrelu_threshold"
 SPARSE_THRESHOLD_KEY = "powerinfer.sparse_threshold"
 
 YARN_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+
+PREDICTOR_MASKS_KEY = "hotset.predictor_masks"
 
 LLAMA3_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -303,7 +307,7 @@ class ModelConfig:
     embedding_scale, residual_scale and logit_scale multiply the embedding, what attention and FFN add, and
     the logits. logit_softcap: see graph.SoftCap; 0: none. n_extra_layers: of the file behind the model's, for
     the prediction of more than one token; nothing reads them. `sparse_threshold` belongs to the predictor in
-    the file. For the rest see Architecture.
+    the file; masked: that predictor's mask is part of the model. For the rest see Architecture.
     """
 
     architecture: str
@@ -327,6 +331,7 @@ class ModelConfig:
     latent: Latent | None = None
     predictor_input: PredictorInput = "ffn_inp"
     sparse_threshold: float = 0.0
+    masked: bool = False
     n_extra_layers: int = 0
 
     @property
@@ -537,6 +542,7 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         latent=_latent(keys, architecture, head_dim),
         predictor_input=architecture.predictor_input,
         sparse_threshold=_number(gguf.metadata, SPARSE_THRESHOLD_KEY) or 0.0,
+        masked=_masked(gguf.metadata),
         n_extra_layers=n_extra_layers,
     )
     if any(layer.activation.up is not None and not layer.gated for layer in config.layers):
@@ -707,6 +713,13 @@ def _number(metadata: Mapping[str, Any], key: str) -> float | None:
     if not math.isfinite(number):
         raise FormatError(f"the file's key {key} is {number}; the file is damaged")
     return number
+
+
+def _masked(metadata: Mapping[str, Any]) -> bool:
+    value = metadata.get(PREDICTOR_MASKS_KEY, False)
+    if not isinstance(value, bool | np.bool_):
+        raise FormatError(f"the file's key {PREDICTOR_MASKS_KEY} must be true or false, not {shown(value)}")
+    return bool(value)
 
 
 def _vocabulary(gguf: GGUFFile) -> int:

@@ -63,10 +63,10 @@ from hotset.model.graph import (
     TransposedLinear,
     Value,
 )
+from hotset.model.predictor import Predictor
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import TensorInfo
-    from hotset.model.predictor import Predictor
 
 # Tensors that a file may have without being read: facts that some converters leave in it as tensors (the
 # configuration has read them from the keys), predictors that are not in use (of the logits too), and, where
@@ -90,11 +90,13 @@ def describe(
 ) -> Graph:
     """The step of `config` over the weights in `tensors` (name → TensorInfo, shapes innermost first).
 
-    With a predictor, each layer computes only the neurons that it selects. cutoffs: of each layer, or none;
-    what is 0 leaves the graph as it is. Raises UnsupportedModelError where
-    a tensor is missing, has another shape than the configuration says, is of a type that nothing computes
-    with, or is not one that the architecture uses.
+    With a predictor, each layer computes only the neurons that it selects; one whose mask is part of the
+    model is there in any case. cutoffs: of each layer, or none; what is 0 leaves the graph as it is.
+    Raises UnsupportedModelError where a tensor is missing, has another shape than the configuration says, is
+    of a type that nothing computes with, or is not one that the architecture uses.
     """
+    if config.masked and predictor is None:
+        predictor = Predictor("mlp", (config.sparse_threshold,) * config.n_layer)
     model = _Description(config, _Weights(config, tensors), cutoffs or [LayerCutoffs()] * config.n_layer)
     x = model.embedding()
     for i, layer in enumerate(config.layers):

@@ -110,6 +110,8 @@ def choose(
     mode, spec = asked_mode(mode, predictor)
     spec = spec and spec.resolved(config)
     activation = _activation_name(config)
+    if config.masked:
+        return _choose_masked(config, mode, spec)
     published = all(
         f"blk.{i}.{name}.weight" in tensors for i in range(config.n_layer) for name in ("fc1", "fc2")
     )
@@ -145,6 +147,20 @@ def choose(
         reason = f"exact: its activation is {activation}, so that neurons that do not fire add nothing"
         return Choice("exact", None, reason)
     return Choice("dense", None, f"dense: {activation} has no zeros")
+
+
+def _choose_masked(config: ModelConfig, mode: SparsityMode | None, spec: PredictorSpec | None) -> Choice:
+    """Of a model that has its predictors' mask in every mode: decoder.describe sees to it."""
+    if spec is not None and spec != PredictorSpec("mlp"):
+        raise InvalidRequestError(
+            f"the mask of the file's own predictors is part of the model, and {spec} cannot take its place"
+        )
+    if mode == "exact" and not config.has_zeros:
+        raise InvalidRequestError("the model's activation has no zeros; use dense")
+    asked = f"{mode}, as asked" if mode is not None else "predicted"
+    return Choice(
+        mode or "predicted", None, f"{asked}: the mask of the file's predictors is part of the model"
+    )
 
 
 def prepare(

@@ -1,0 +1,119 @@
+"""TurboSparse: predictors whose mask is part of the model, in every mode."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_architectures import relative_error
+from test_cpu_backend import assert_every_operation_is_right, cpu, logits_of, tokens
+
+import hotset
+from hotset.convert.hf import convert_hf
+from hotset.errors import FormatError, InvalidRequestError
+from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.model.config import PREDICTOR_MASKS_KEY, config_from_gguf
+from hotset.model.decoder import describe
+
+torch = pytest.importorskip("torch")
+tiny_models = pytest.importorskip("tiny_models")
+
+RECIPES = {n: r for n, r in (tiny_models.RECIPES | tiny_models.EXPERTS).items() if "turbosparse" in n}
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """(checkpoint with a file in F32, the model of which it is)"""
+    recipe, folder = RECIPES[request.param], tmp_path_factory.mktemp("turbosparse")
+    theirs = tiny_models.build(recipe)
+    tiny_models.to_gguf(recipe, theirs, folder)
+    return folder, theirs
+
+
+def converted(folder: Path, out: Path, type_: str) -> GGUFFile:
+    convert_hf(folder, out, type_)
+    return open_gguf(out)
+
+
+def test_every_mode_has_the_mask(model: tuple[Path, Any]) -> None:
+    folder, theirs = model
+    ids = tokens(60).tolist()
+    with torch.no_grad():
+        expected = theirs(torch.tensor(ids)[None]).logits[0].numpy()
+    found = {}
+    for mode in (None, "dense", "exact", "predicted"):
+        with hotset.load(
+            folder / "model.gguf", backend="cpu", n_threads=2, n_ctx=128, sparsity=mode
+        ) as loaded:
+            found[mode] = loaded.logits(ids)
+            stats = loaded.backend.stats()
+            assert stats is not None
+            n = 60 * sum(config_from_gguf(loaded.gguf).n_ff)
+            assert 0.02 < stats.active.sum() / n < stats.selected.sum() / n < 0.7
+    for mode in found:
+        np.testing.assert_array_equal(found[mode], found["dense"])
+    assert relative_error(found[None], expected[-len(found[None]) :]) < 2e-3  # keys and values in f16
+
+
+def test_a_model_without_its_mask_would_be_another(model: tuple[Path, Any], tmp_path: Path) -> None:
+    """So the comparison with the published model says something."""
+    path = tmp_path / "unmasked.gguf"
+    data = (model[0] / "model.gguf").read_bytes()
+    key = PREDICTOR_MASKS_KEY.encode()
+    at = data.index(key) + len(key) + 4  # the type of the value lies between
+    assert data[at] == 1
+    path.write_bytes(data[:at] + b"\0" + data[at + 1 :])
+    ids, pages = tokens(40), [0]
+    with open_gguf(path) as plain, open_gguf(model[0] / "model.gguf") as masked:
+        assert not config_from_gguf(plain).masked
+        other = logits_of(cpu(plain), ids, [], pages)
+        assert relative_error(logits_of(cpu(masked), ids, [], pages), other) > 0.05
+
+
+@pytest.mark.parametrize("type_", ["f32", "q8_0", "q4_0"])
+def test_every_operation_is_the_references(model: tuple[Path, Any], tmp_path: Path, type_: str) -> None:
+    gguf = converted(model[0], tmp_path / "m.gguf", type_)
+    graph, ids = describe(config_from_gguf(gguf), gguf.tensors), tokens(40)
+    assert_every_operation_is_right(gguf, graph, cpu(gguf, kv_type="f32"), ids, [20, 21, 27], [3])
+    tapped = logits_of(cpu(gguf), ids, [20, 21, 27], [1])
+    for sparse in (False, True):
+        for cuts in ([], [1, 30], [*range(1, 40)]):
+            np.testing.assert_array_equal(logits_of(cpu(gguf, sparse=sparse), ids, cuts, [1]), tapped)
+
+
+def test_no_other_predictor_takes_its_place(model: tuple[Path, Any]) -> None:
+    for how in ({"predictor": "svd"}, {"predictor": "sign:0.1"}, {"predictor": "mlp:q4_0"}):
+        with pytest.raises(InvalidRequestError, match="is part of the model"):
+            hotset.load(model[0] / "model.gguf", backend="cpu", **how)
+    with hotset.load(model[0] / "model.gguf", backend="cpu", n_ctx=64, predictor="mlp") as loaded:
+        assert loaded.sparsity.mode == "predicted"
+
+
+def test_a_score_of_zero_is_no_neuron(model: tuple[Path, Any]) -> None:
+    """round(sigmoid(0)) is round(0.5), which is 0: as where no unit of fc1 fires."""
+    with open_gguf(model[0] / "model.gguf") as gguf:
+        threshold = np.float32(config_from_gguf(gguf).sparse_threshold)
+    assert 0 < threshold < 1e-37
+
+
+def test_what_makes_no_sense_is_refused(model: tuple[Path, Any], tmp_path: Path) -> None:
+    folder = model[0]
+    with pytest.raises(InvalidRequestError, match="predictors of its own"):
+        convert_hf(folder, tmp_path / "m.gguf", "f32", predictors=folder)
+    from safetensors.torch import load_file, save_file
+
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((folder / name).read_text())
+    tensors = load_file(folder / "model.safetensors")
+    names = [n for n in tensors if re.search(r"layers\.1\..*predictor", n)]
+    for change, sentence in (
+        ({names[0]: tensors[names[0]][:, :-1].clone()}, "fc1|fc2|predictor"),
+        ({n: None for n in names if "fc2" in n}, "fc2"),
+    ):
+        changed = {k: v for k, v in (tensors | change).items() if v is not None}
+        save_file(changed, tmp_path / "model.safetensors")
+        with pytest.raises((FormatError, hotset.HotsetError), match=sentence):
+            convert_hf(tmp_path, tmp_path / "m.gguf", "f32")
