@@ -151,6 +151,7 @@ def test_the_summary_names_hot_and_cold() -> None:
     one, none = profile_of([100, 0, 95, 5, 0], [0, 0]).summary()
     assert one.as_dict() == {
         "layer": 0, "n_ff": 5, "active_share": 0.4, "hot_share": 0.4, "n_always": 2, "n_never": 2,
+        "experts": None,
     }  # fmt: skip
     assert (none.active_share, none.hot_share, none.n_never) == (0, 0, 2)
 

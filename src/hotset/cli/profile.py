@@ -50,7 +50,7 @@ def profile(
     *,
     watching: options.ObservationOptions,
 ) -> None:
-    """Count how often each neuron fires over a text; without one, show what is counted."""
+    """Count how often neurons fire and experts are chosen over a text; without one, show what is counted."""
     from hotset.sparsity.profile import Profile, default_path, export_activations
 
     with DownloadBar() as bar:
@@ -203,9 +203,11 @@ def _as_json(profile: Profile, path: Path) -> dict[str, Any]:
 
 def _print(profile: Profile) -> None:
     from hotset.report.bars import percent
-    from hotset.report.layers import profile_table
+    from hotset.report.layers import expert_table, profile_table
 
     print_table(*profile_table(profile.summary()), tight=True)
+    if profile.experts:
+        print_table(*expert_table(profile.summary()), tight=True)
     texts = len(profile.data)
     say(
         f"[{profile.n_tokens} tokens of {texts} text{'s' if texts != 1 else ''} | "

@@ -18,10 +18,16 @@ from hotset.storage import resolve, store
 from hotset.units import human_size
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy as np
+
     from hotset.model.config import ModelConfig
     from hotset.report.activity import LayerCurves, TextActivity
+    from hotset.report.experts import ExpertDrift, ExpertHotness
     from hotset.report.page import Facts
     from hotset.sparsity.profile import Profile
+    from hotset.sparsity.trace import RouteTrace
 
 _TOKENS = 4096  # of the text, by default: enough for a smooth picture
 
@@ -49,7 +55,7 @@ def report(
     *,
     watching: options.ObservationOptions,
 ) -> None:
-    """Draw which neurons fire: the power law, sparsity, token-to-token overlap, co-activation."""
+    """Draw which neurons fire and which experts are chosen: the power law, overlap, co-activation, drift."""
     kinds = _image_kinds(images)
     if output is not None and output.suffix.lower() not in (".html", ".htm"):
         raise typer.BadParameter(f"{output} must end with .html.", param_hint="-o")
@@ -71,24 +77,28 @@ def report(
         check_target(target, store.shards(path))
     config, counted, source = _open(path, profile, watching, needed=text is None)
     run: TextActivity | None = None
+    trace: RouteTrace | None = None
     if text is not None:
-        counts, run = _run(path, text, counted, n_tokens, watching)
+        if config.has_experts:
+            counts, trace = _run_experts(path, text, n_tokens, watching)
+        else:
+            counts, run = _run(path, text, counted, n_tokens, watching)
         if counted is None:
             counted, source = counts, str(file)
     assert counted is not None  # _open refuses to go on with neither
 
     from hotset.report.activity import curves_of
 
-    curves = curves_of(counted)
-    seen = _Seen(path, config, counted, source, curves, run)
+    curves = curves_of(counted) if config.has_zeros else []
+    seen = _Seen(path, config, counted, source, curves, run, trace)
     written = _write(seen, target, kinds) if drawn else []
     if json:
         print_json(_as_json(seen, written))
         return
     for place in written:
         say(f"Wrote {place} ({human_size(place.stat().st_size)}).")
-    if run is None:
-        say("Without a text (-f) there is no overlap and no co-activation in it.", dim=True)
+    if text is None:
+        say("Without a text (-f) there is no overlap and no co-activation or drift in it.", dim=True)
 
 
 def _image_kinds(images: list[str] | None) -> list[str]:
@@ -109,7 +119,7 @@ def _open(
 
     with open_model(path, watching.settings()) as opened:
         config = opened.config
-        if not config.has_zeros:
+        if not config.has_zeros and not config.has_experts:
             raise InvalidRequestError(
                 f"the activation of {path.name} is {config.activation.gate}, which has no zeros: every "
                 "neuron fires for every token, and there is nothing to draw; if the file is a ReLU model "
@@ -156,9 +166,38 @@ def _run(
     return counts, observer.result()
 
 
+def _run_experts(
+    path: Path, text: str, n_tokens: int, watching: options.ObservationOptions
+) -> tuple[Profile, RouteTrace]:
+    """Which experts a text has, and what fires in them."""
+    from hotset.sparsity.profile import Counter, Profile
+    from hotset.sparsity.sidecar import fingerprint
+    from hotset.sparsity.trace import record
+
+    with loaded_exact(path, watching) as loaded:
+        counter = Counter(loaded.config)
+
+        def steps(ids: Sequence[int], names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
+            for values in loaded.tap_steps(ids, tuple(dict.fromkeys((*names, *counter.names)))):
+                counter.add(values)
+                yield values
+
+        tokens = sequences(loaded, text, watching.n_ctx, n_tokens)
+        model = fingerprint(loaded.gguf)
+        with token_progress() as progress:
+            trace = record(
+                steps, loaded.graph, loaded.cost.expert_bytes, tokens,
+                model=model, name=path.name, progress=progress,
+            )  # fmt: skip
+    return Profile(counter.counts, trace.n_tokens, model, (), counter.experts), trace
+
+
 @dataclass(frozen=True)
 class _Seen:
-    """A model, how often its neurons fire and where that is from, and what a run of a text showed."""
+    """A model, how often its neurons fire and where that is from, and what a run of a text showed: of a
+    mixture which experts its tokens have, of another which neurons fire together. curves: none where every
+    neuron fires.
+    """
 
     path: Path
     config: ModelConfig
@@ -166,13 +205,30 @@ class _Seen:
     source: str
     curves: list[LayerCurves]
     run: TextActivity | None
+    trace: RouteTrace | None
+
+    @property
+    def hotness(self) -> ExpertHotness | None:
+        """Of experts, where there are any and they were counted."""
+        from hotset.report.experts import hotness_of
+
+        used = [layer.experts.n_used for layer in self.config.layers if layer.experts is not None]
+        return hotness_of(self.profile, used[0]) if used and self.profile.experts else None
+
+    @property
+    def drift(self) -> ExpertDrift | None:
+        from hotset.report.experts import drift_of
+
+        return None if self.trace is None else drift_of(self.trace)
 
 
 def _write(seen: _Seen, target: Path, kinds: list[str]) -> list[Path]:
     from hotset.report.page import html_page, image
-    from hotset.report.plots import plots_of
+    from hotset.report.plots import plots_of, plots_of_experts
 
-    plots = plots_of(seen.curves, seen.run)
+    plots = plots_of(seen.curves, seen.run) if seen.curves else []
+    if (hotness := seen.hotness) is not None:
+        plots += plots_of_experts(hotness, seen.drift)
     contents = {target: html_page(_facts(seen), plots).encode()}
     for kind in kinds:
         for plot in plots:
@@ -188,18 +244,28 @@ def _facts(seen: _Seen) -> Facts:
     from hotset.sparsity.profile import HOT_MASS
 
     path, config, profile, curves, run = seen.path, seen.config, seen.profile, seen.curves, seen.run
-    n_ff = sorted({one.summary.n_ff for one in curves})
+    n_ff = sorted(set(config.n_ff))
     neurons = str(n_ff[0]) if len(n_ff) == 1 else f"{n_ff[0]} to {n_ff[-1]}"
     notes = [
-        f"{path.name}: {config.architecture}, {len(curves)} layers of {neurons} neurons, activation "
+        f"{path.name}: {config.architecture}, {config.n_layer} layers of {neurons} neurons, activation "
         f"{config.activation.gate or config.activation.up}.",
         f"How often neurons fire was counted over {profile.n_tokens} tokens ({Path(seen.source).name}).",
     ]
-    hot = median([one.summary.hot_share for one in curves])
-    numbers = [
-        (percent(mean_share(profile)), "of the neurons fire for a token, mean"),
-        (percent(hot), f"of a layer's neurons make {percent(HOT_MASS)} of its activations, median layer"),
-    ]
+    numbers = [(percent(mean_share(profile)), "of the neurons fire for a token, mean")]
+    if curves:
+        hot = median([one.summary.hot_share for one in curves])
+        numbers.append(
+            (percent(hot), f"of a layer's neurons make {percent(HOT_MASS)} of its activations, median layer")
+        )
+    if profile.experts:
+        hot = median([one.experts.hot_share for one in profile.summary() if one.experts is not None])
+        numbers.append(
+            (percent(hot), f"of a layer's experts get {percent(HOT_MASS)} of its choices, median layer")
+        )
+    if seen.trace is not None and (drift := seen.drift) is not None:
+        notes.append(f"Overlap and drift of experts are those of {drift.n_tokens} tokens of a text.")
+        overlap = median(drift.overlap[:, 0])
+        numbers.append((percent(overlap), "of a token's experts are those of the token before, median layer"))
     if run is not None:
         notes.append(
             f"Overlap and co-activation are those of {run.n_tokens} tokens of a text, in {run.n_sequences} "
@@ -215,6 +281,7 @@ def _facts(seen: _Seen) -> Facts:
 def _as_json(seen: _Seen, written: list[Path]) -> dict[str, Any]:
     from hotset.report.activity import GRID, PUBLISHED
 
+    hotness, drift = seen.hotness, seen.drift
     return {
         "model": str(seen.path),
         "architecture": seen.config.architecture,
@@ -225,5 +292,7 @@ def _as_json(seen: _Seen, written: list[Path]) -> dict[str, Any]:
         "grid": GRID.tolist(),
         "layers": [one.as_dict() for one in seen.curves],
         "run": None if seen.run is None else seen.run.as_dict(),
+        "experts": None if hotness is None else hotness.as_dict(),
+        "drift": None if drift is None else drift.as_dict(),
         "files": [str(place) for place in written],
     }

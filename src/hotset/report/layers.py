@@ -64,6 +64,18 @@ def profile_table(layers: list[LayerProfile]) -> Table:
     return columns, rows
 
 
+def expert_table(layers: list[LayerProfile]) -> Table:
+    """Each layer with experts: how few of them make most of the choices."""
+    columns = [">layer", ">experts", ">make 80%", "", ">busiest has", ">never"]
+    rows = []
+    for layer in layers:
+        if layer.experts is not None:
+            one = layer.experts
+            shares = [percent(one.hot_share), bar(one.hot_share), percent(one.busiest)]
+            rows.append([str(layer.layer), str(one.n), *shares, str(one.n_never)])
+    return columns, rows
+
+
 def replay_table(replayed: Replay) -> Table:
     """A row for each size of the cache: the share of experts that it holds, and each policy's hit rate."""
     names = list(replayed.points[0].hit_rates)

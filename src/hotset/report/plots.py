@@ -18,6 +18,7 @@ import numpy as np
 from hotset.errors import HotsetError
 from hotset.report.activity import GRID, LAGS, PUBLISHED, LayerCurves, TextActivity, median
 from hotset.report.bars import percent
+from hotset.report.experts import HOT_EXPERTS, ExpertDrift, ExpertHotness
 from hotset.sparsity.profile import HOT_MASS
 
 if TYPE_CHECKING:
@@ -72,7 +73,12 @@ def plots_of(curves: Sequence[LayerCurves], run: TextActivity | None) -> list[Pl
     return plots
 
 
-# ---- the four plots ----
+def plots_of_experts(experts: ExpertHotness, drift: ExpertDrift | None) -> list[Plot]:
+    """What can be drawn of experts' hotness, and with a trace of a text too."""
+    return [_hotness(experts), *([_drift(experts, drift)] if drift is not None else [])]
+
+
+# ---- the plots of neurons ----
 
 
 def _power_law(curves: Sequence[LayerCurves]) -> Plot:
@@ -305,6 +311,104 @@ def _coactivation(run: TextActivity) -> Plot:
     )
 
 
+# ---- the plots of experts ----
+
+
+def _hotness(experts: ExpertHotness) -> Plot:
+    sorted_ = -np.sort(-experts.hotness, axis=1)
+    n_layers, n_experts = sorted_.shape
+    shares = np.arange(n_experts + 1) / n_experts
+    made = np.cumsum(sorted_, axis=1) / np.maximum(sorted_.sum(axis=1, keepdims=True), 1e-12)
+    curves = np.concatenate([np.zeros((n_layers, 1)), made], axis=1)
+    need = (np.argmax(made >= HOT_MASS - 1e-9, axis=1) + 1) / n_experts
+    even = experts.n_used / n_experts
+
+    def draw() -> Figure:
+        figure, (left, right) = _figure(3.7, 2, (2, 3))
+        left.plot([0, 100], [0, 100], color=COLOURS["muted"], ls=":", lw=1)
+        _band(left, 100 * shares, 100 * curves)
+        left.set(xlim=(0, 100), ylim=(0, 101), xlabel="experts of a layer, hottest first (%)")
+        left.set_ylabel("share of all choices (%)")
+        _legend(left, loc="lower right")
+        image = right.pcolormesh(
+            np.arange(n_experts), np.arange(n_layers), 100 * sorted_, cmap="viridis", rasterized=True,
+            shading="nearest", vmin=0,
+        )  # fmt: skip
+        right.invert_yaxis()
+        _numbered(right, experts.layers)
+        right.set(xlabel="experts, hottest first", ylabel="layer")
+        _colour_bar(figure, image, right, f"of the tokens have it (%; {100 * even:.3g} if all alike)")
+        return figure
+
+    columns = [">layer", f">make {percent(HOT_MASS)}", ">hottest has", ">median has", ">coldest has"]
+    rows = []
+    for layer, share, row in zip(experts.layers, need, sorted_, strict=True):
+        marks = [share, row[0], np.median(row), row[-1]]
+        rows.append([str(layer), *(percent(float(mark)) for mark in marks)])
+    typical = median(need)
+    return Plot(
+        "experts",
+        "Hotness of experts",
+        "Left: how much of all choices the hottest experts of a layer get, as the median over layers, with "
+        "the middle half of the layers and all of them as bands; on the dotted line every expert is chosen "
+        "alike. Right: the share of tokens that have each expert, a row for each layer, experts in order "
+        f"of hotness. A token has {experts.n_used} of {n_experts}.",
+        f"Hotness of experts: in the median layer {percent(typical)} of the experts get {percent(HOT_MASS)} "
+        f"of the choices. A token has {experts.n_used} of {n_experts} experts.",
+        (columns, rows),
+        draw,
+    )
+
+
+def _drift(experts: ExpertHotness, drift: ExpertDrift) -> Plot:
+    overlap = 100 * drift.overlap
+    known = ~np.isnan(overlap).all(axis=0)
+    lags = np.array(LAGS)[known]
+    chance = 100 * median(drift.independent)
+    then, now = 100 * drift.hot_then, 100 * drift.hot_now
+
+    def draw() -> Figure:
+        figure, (left, right) = _figure(3.6, 2, (1, 1))
+        _band(left, lags, overlap[:, known])
+        left.axhline(chance, color=COLOURS["orange"], ls="--", lw=1.2, label="if tokens were independent")
+        left.set_xscale("log", base=2)
+        left.set_xticks(lags, [str(lag) for lag in lags])
+        left.minorticks_off()
+        left.set(xlabel="tokens apart", ylabel="experts that both tokens have (%)", ylim=(0, None))
+        _legend_above(left)
+        x = (np.arange(then.shape[1]) + 0.5) * drift.window
+        _band(right, x, then)
+        right.plot(
+            x, np.median(now, axis=0), color=COLOURS["green"], lw=1.5, label="hot at that time, median layer"
+        )
+        right.axhline(100 * HOT_EXPERTS, color=COLOURS["muted"], ls=":", lw=1)
+        right.set(xlabel="token of the text", ylabel="choices of experts hot at first (%)", ylim=(0, 101))
+        _legend_above(right)
+        return figure
+
+    last = float(np.median(then[:, -1])) / 100
+    first = float(np.median(then[:, 0])) / 100
+    columns = [">layer", *(f">{lag} apart" for lag in lags), ">if independent", ">at the end: hot at first"]
+    columns.append(">hot at that time")
+    rows = []
+    for i, layer in enumerate(experts.layers):
+        shares = [*drift.overlap[i, known], drift.independent[i], drift.hot_then[i, -1], drift.hot_now[i, -1]]
+        rows.append([str(layer), *(percent(float(share)) for share in shares)])
+    return Plot(
+        "drift",
+        "Drift of experts over the text",
+        "Left: of a token's experts, the share that a token so far before had too, as the median over "
+        f"layers, with bands as above. Right: the {percent(HOT_EXPERTS)} of a layer's experts that are "
+        f"hottest in the first {drift.window} tokens, and what share of the choices goes to them later; in "
+        "green what goes to those that are hottest at that time. Where the blue line falls and the green one "
+        "does not, a cache has to follow the text, and a choice once and for all is soon the wrong one.",
+        f"Drift of experts: those hottest at the beginning get {percent(first)} of the choices there, and "
+        f"{percent(last)} at the end of the text, in the median layer.",
+        (columns, rows),
+        draw,
+    )
+
+
 # ---- what they share ----
 
 
@@ -363,6 +467,12 @@ def _by_layer(axis: Axes, values: np.ndarray, label: str | None = None) -> None:
     axis.set_xlim(-0.6, len(values) - 0.4)
     axis.set_xlabel("layer")
     _whole_numbers(axis.xaxis)
+
+
+def _numbered(axis: Axes, layers: Sequence[int]) -> None:
+    """Rows of a heat map are the layers with these numbers."""
+    step = -(-len(layers) // 8)
+    axis.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
 
 
 def _whole_numbers(axis: Any) -> None:

@@ -1,24 +1,25 @@
-"""Activation profiles: how often each neuron fired over some text.
+"""Activation profiles: how often each neuron fired over some text, and each expert was chosen.
 
     profile = collect(backend, config, tokens, model=sidecar.fingerprint(gguf))
     profile.save(default_path(gguf.path))
 
 A neuron fires where its value (`blk.N.ffn_act`) is not zero. Counts belong to one model file: its neurons in
-its order. The file is GGUF (`<model>.profile.hotset.gguf`), an I64 tensor `blk.N.counts` [n_ff] per layer.
+its order, in a mixture those of expert 0 first. The file is GGUF (`<model>.profile.hotset.gguf`), an I64
+tensor `blk.N.counts` [n_ff] per layer, and `blk.N.expert_counts` [n_experts] for each layer with experts.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
+from hotset.errors import FormatError, InvalidRequestError
 from hotset.formats.gguf import GGUFWriter, ValueType, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.sparsity import sidecar, taps
@@ -30,13 +31,27 @@ if TYPE_CHECKING:
 ALWAYS_FREQUENCY = 0.95  # a neuron that fires this often is not worth predicting
 MAX_TOKENS = 1 << 48  # of a profile; the activations of a layer then still add up in 64 bits
 HOT_MASS = 0.8  # the share of activations that "hot" neurons make, as the PowerInfer paper counts them
+_OF_EXPERTS = ".expert_counts"
 _N_TOKENS, _MODEL, _DATA = "hotset.profile.n_tokens", "hotset.profile.model", "hotset.profile.data"
+
+
+@dataclass(frozen=True)
+class ExpertProfile:
+    """The experts of a layer. hot_share: of them that make HOT_MASS of all choices. busiest: share of tokens
+    that have the expert that most have. n_never: experts that none has.
+    """
+
+    n: int
+    hot_share: float
+    busiest: float
+    n_never: int
 
 
 @dataclass(frozen=True)
 class LayerProfile:
     """active_share: of its neurons that fire for a token, mean. hot_share: of neurons that make HOT_MASS of
     all activations. n_always: neurons that fire for ALWAYS_FREQUENCY of the tokens; n_never: for none.
+    Neurons are those of all experts; experts: None where there are none.
     """
 
     layer: int
@@ -45,6 +60,7 @@ class LayerProfile:
     hot_share: float
     n_always: int
     n_never: int
+    experts: ExpertProfile | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -54,34 +70,43 @@ class LayerProfile:
 class Profile:
     """counts: per layer uint64 [n_ff], tokens for which the neuron fired. n_tokens: that were run.
 
-    model: fingerprint of the file (sidecar.fingerprint). data: hashes of the texts.
+    model: fingerprint of the file (sidecar.fingerprint). data: hashes of the texts. experts: layer → uint64
+    [n_experts], tokens that had the expert; of layers with experts alone.
     """
 
     counts: tuple[np.ndarray, ...]
     n_tokens: int
     model: str
     data: tuple[str, ...]
+    experts: Mapping[int, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Profile:
         """Reads a profile. Raises ModelNotFoundError or FormatError."""
         with open_gguf(path) as file:
             n_tokens, model, data = (file.metadata.get(key) for key in (_N_TOKENS, _MODEL, _DATA))
-            names = [f"blk.{i}.counts" for i in range(len(file.tensors))]
+            routed = [name for name in file.tensors if name.endswith(_OF_EXPERTS)]
+            names = [f"blk.{i}.counts" for i in range(len(file.tensors) - len(routed))]
+            layers = {f"blk.{i}{_OF_EXPERTS}": i for i in range(len(names))}
             if (
                 type(n_tokens) is not int
                 or not 0 <= n_tokens < MAX_TOKENS
                 or not names
                 or not isinstance(model, str)
                 or not isinstance(data, list)
-                or list(file.tensors) != names
+                or list(file.tensors) != names + routed
+                or not layers.keys() >= set(routed)
                 or any(info.type != GGMLType.I64 or len(info.shape) != 1 for info in file.tensors.values())
             ):
                 raise FormatError(f"{path} is not an activation profile; make one with 'hotset profile'.")
             counts = tuple(file.data(name).view("<i8").astype(np.uint64) for name in names)
-            if any((count > n_tokens).any() for count in counts):  # a negative one is a large one here
+            experts = {layers[name]: file.data(name).view("<i8").astype(np.uint64) for name in routed}
+            every = [*counts, *experts.values()]
+            if any((count > n_tokens).any() for count in every):  # a negative one is a large one here
                 raise FormatError(f"{path} counts a neuron more often than its tokens; make it again.")
-            return cls(counts, n_tokens, model, tuple(map(str, data)))
+            if any(len(count) == 0 or len(counts[i]) % len(count) for i, count in experts.items()):
+                raise FormatError(f"{path} has experts that do not share their neurons; make it again.")
+            return cls(counts, n_tokens, model, tuple(map(str, data)), experts)
 
     def frequencies(self, layer: int) -> np.ndarray:
         """float64 [n_ff], 0 to 1."""
@@ -106,8 +131,14 @@ class Profile:
                 "the profile has counted this text already, and would count it twice; use another text, or "
                 "start a new profile"
             )
+        if {i: len(n) for i, n in self.experts.items()} != {i: len(n) for i, n in other.experts.items()}:
+            raise InvalidRequestError(
+                "one of the profiles counts no experts, or other ones; make both with this version"
+            )
         counts = tuple(a + b for a, b in zip(self.counts, other.counts, strict=True))
-        return Profile(counts, self.n_tokens + other.n_tokens, self.model, self.data + other.data)
+        experts = {i: count + other.experts[i] for i, count in self.experts.items()}
+        data = self.data + other.data
+        return Profile(counts, self.n_tokens + other.n_tokens, self.model, data, experts)
 
     def permuted(self, orders: Sequence[np.ndarray], model: str) -> Profile:
         """The same counts for a file whose neuron i is neuron orders[layer][i] of this one."""
@@ -118,13 +149,15 @@ class Profile:
         """What a person wants to know of each layer."""
         layers = []
         for i, counts in enumerate(self.counts):
-            total = int(counts.sum())
-            hottest = np.cumsum(np.sort(counts)[::-1])
-            n_hot = int(np.searchsorted(hottest, HOT_MASS * total)) + 1 if total else 0
             n_always = int((self.frequencies(i) >= ALWAYS_FREQUENCY).sum())
-            active = total / (max(self.n_tokens, 1) * len(counts))
+            active = int(counts.sum()) / (max(self.n_tokens, 1) * len(counts))
             never = int((counts == 0).sum())
-            layers.append(LayerProfile(i, len(counts), active, n_hot / len(counts), n_always, never))
+            layer = LayerProfile(i, len(counts), active, _hot_share(counts), n_always, never)
+            if (chosen := self.experts.get(i)) is not None:
+                busiest = int(chosen.max()) / max(self.n_tokens, 1)
+                none = int((chosen == 0).sum())
+                layer = replace(layer, experts=ExpertProfile(len(chosen), _hot_share(chosen), busiest, none))
+            layers.append(layer)
         return layers
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -135,7 +168,16 @@ class Profile:
         writer.add(_DATA, list(self.data), ValueType.STRING)
         for i, counts in enumerate(self.counts):
             writer.add_tensor(f"blk.{i}.counts", counts.astype("<i8").view(np.uint8), GGMLType.I64)
+        for i, counts in self.experts.items():
+            writer.add_tensor(f"blk.{i}{_OF_EXPERTS}", counts.astype("<i8").view(np.uint8), GGMLType.I64)
         writer.write()
+
+
+def _hot_share(counts: np.ndarray) -> float:
+    """The share of them that make HOT_MASS of all; 0 where there is nothing."""
+    total = int(counts.sum())
+    hottest = np.cumsum(np.sort(counts)[::-1])
+    return (int(np.searchsorted(hottest, HOT_MASS * total)) + 1) / len(counts) if total else 0.0
 
 
 def default_path(model: Path) -> Path:
@@ -158,20 +200,49 @@ def collect(
     """
     if tokens.size == 0:
         raise InvalidRequestError("the text is empty; give some text to profile the model on")
-    if config.has_experts:
-        raise UnsupportedModelError("the neurons inside experts cannot be profiled yet")
-    names = tuple(f"blk.{i}.ffn_act" for i in range(config.n_layer))
-    counts = tuple(np.zeros(n_ff, np.uint64) for n_ff in config.n_ff)
+    counter = Counter(config)
     done = 0
     for sequence in taps.sequences(tokens, taps.longest_sequence(backend)):
-        for values in taps.steps(backend, sequence, names):
-            for name, count in zip(names, counts, strict=True):
-                count += np.count_nonzero(values[name], axis=0).astype(np.uint64)
-            done += len(values[names[0]])
+        for values in taps.steps(backend, sequence, counter.names):
+            done += counter.add(values)
             if progress is not None:
                 progress(done, tokens.size)
     digest = hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes()).hexdigest()[:32]
-    return Profile(counts, done, model, (digest,))
+    return Profile(counter.counts, done, model, (digest,), counter.experts)
+
+
+class Counter:
+    """Adds up which neurons fire and which experts are chosen, step by step.
+
+    names: the taps that `add` reads. counts, experts: as a profile has them.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.counts = tuple(np.zeros(n_ff, np.uint64) for n_ff in config.n_ff)
+        self._used = {i: layer.experts.n_used for i, layer in enumerate(config.layers) if layer.experts}
+        self.experts = {
+            i: np.zeros(layer.experts.n, np.uint64) for i, layer in enumerate(config.layers) if layer.experts
+        }
+        acts = tuple(f"blk.{i}.ffn_act" for i in range(config.n_layer))
+        self.names = acts + tuple(f"blk.{i}.ffn_route" for i in self.experts)
+
+    def add(self, values: Mapping[str, np.ndarray]) -> int:
+        """The taps of a step; the number of its tokens."""
+        n = 0
+        for i, count in enumerate(self.counts):
+            fires = values[f"blk.{i}.ffn_act"] != 0
+            n = len(fires)
+            if i not in self.experts:
+                count += np.count_nonzero(fires, axis=0).astype(np.uint64)
+                continue
+            ids = values[f"blk.{i}.ffn_route"][:, : self._used[i]].astype(np.int64).ravel()
+            n_experts = len(self.experts[i])
+            self.experts[i] += np.bincount(ids, minlength=n_experts).astype(np.uint64)
+            fires = fires.reshape(len(ids), -1)  # a row for each expert of each token
+            of_expert = count.reshape(n_experts, -1)
+            for id in np.unique(ids):
+                of_expert[id] += np.count_nonzero(fires[ids == id], axis=0).astype(np.uint64)
+        return n
 
 
 def import_activations(folder: Path, config: ModelConfig, model: str) -> Profile:

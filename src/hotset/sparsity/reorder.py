@@ -93,7 +93,9 @@ def reorder(
 
 
 def neuron_orders(profile: Profile) -> list[np.ndarray]:
-    """Per layer, the neurons from the hottest to the coldest."""
+    """Per layer, the neurons from the hottest to the coldest. Raises UnsupportedModelError for experts."""
+    if profile.experts:
+        raise UnsupportedModelError("the neurons inside experts cannot be reordered")
     return [np.argsort(-counts.astype(np.int64), kind="stable") for counts in profile.counts]
 
 

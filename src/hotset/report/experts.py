@@ -1,0 +1,106 @@
+"""What a report shows of experts, as numbers: how hot each is, and how that drifts over a text.
+
+Hotness is the share of tokens that have an expert; a profile knows it. Drift needs a trace of a text
+(sparsity/trace.py): which of a token's experts the tokens before had, and what the experts that are hot at
+the beginning are still good for later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hotset.report.activity import LAGS
+
+if TYPE_CHECKING:
+    from hotset.sparsity.profile import Profile
+    from hotset.sparsity.trace import RouteTrace
+
+N_WINDOWS = 16  # of a text, at most
+SMALLEST_WINDOW = 32  # tokens: hotness within fewer is mostly chance
+HOT_EXPERTS = 0.25  # the share of a layer's experts that are called hot
+
+
+@dataclass(frozen=True)
+class ExpertHotness:
+    """layers: their numbers. hotness: float64 [n_layers, n_experts], share of the tokens that have each
+    expert, in the order of the file. n_used: experts of a token."""
+
+    layers: tuple[int, ...]
+    hotness: np.ndarray
+    n_used: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "layers": list(self.layers),
+            "n_used": self.n_used,
+            "hotness": self.hotness.round(6).tolist(),
+        }
+
+
+@dataclass(frozen=True)
+class ExpertDrift:
+    """A text in windows of so many tokens.
+
+    overlap: float64 [n_layers, len(LAGS)], of a token's experts the share that the token so far before had;
+    NaN where the text is too short. independent: [n_layers], what it would be if each expert were as hot, but
+    tokens independent. hot_then: [n_layers, n_windows], of a window's choices the share that goes to the
+    HOT_EXPERTS of the first window; hot_now: to those of the window itself.
+    """
+
+    window: int
+    n_tokens: int
+    overlap: np.ndarray
+    independent: np.ndarray
+    hot_then: np.ndarray
+    hot_now: np.ndarray
+
+    def as_dict(self) -> dict[str, Any]:
+        numbers = ("overlap", "independent", "hot_then", "hot_now")
+        return {
+            "window": self.window,
+            "n_tokens": self.n_tokens,
+            "lags": list(LAGS),
+            "hot_experts": HOT_EXPERTS,
+        } | {name: getattr(self, name).round(6).tolist() for name in numbers}
+
+
+def hotness_of(profile: Profile, n_used: int) -> ExpertHotness:
+    """Of a profile with experts, alike in all their layers."""
+    return _hotness(profile.experts, profile.n_tokens, n_used)
+
+
+def _hotness(counts: Mapping[int, np.ndarray], n_tokens: int, n_used: int) -> ExpertHotness:
+    hotness = np.stack(list(counts.values())).astype(np.float64) / max(n_tokens, 1)
+    return ExpertHotness(tuple(counts), hotness, n_used)
+
+
+def drift_of(trace: RouteTrace) -> ExpertDrift:
+    """Of a trace; needs a token at least."""
+    n_layers, n_experts = len(trace.layers), trace.n_experts
+    chosen = np.zeros((trace.n_tokens, n_layers, n_experts), bool)
+    np.put_along_axis(chosen, trace.routes.astype(np.int64), True, axis=2)
+    sequence = np.searchsorted(np.array(trace.starts), np.arange(trace.n_tokens), side="right")
+    overlap = np.full((n_layers, len(LAGS)), np.nan)
+    for i, lag in enumerate(LAGS):
+        later = np.flatnonzero(sequence[lag:] == sequence[:-lag]) + lag  # in one sequence with the earlier
+        if len(later):
+            both = np.count_nonzero(chosen[later] & chosen[later - lag], axis=(0, 2))
+            overlap[:, i] = both / (len(later) * trace.n_used)
+    hotness = chosen.mean(axis=0)
+    n_windows = min(N_WINDOWS, max(trace.n_tokens // SMALLEST_WINDOW, 1))
+    window = trace.n_tokens // n_windows
+    counts = np.stack(
+        [chosen[i * window : (i + 1) * window].sum(axis=0, dtype=np.int64) for i in range(n_windows)], axis=1
+    )  # [n_layers, n_windows, n_experts]
+    n_hot = max(round(HOT_EXPERTS * n_experts), 1)
+    now = -np.sort(-counts, axis=2)[:, :, :n_hot].sum(axis=2)
+    hot = np.argsort(-counts[:, 0], axis=1, kind="stable")[:, :n_hot]
+    then = np.take_along_axis(counts, hot[:, None, :], axis=2).sum(axis=2)
+    every = window * trace.n_used
+    return ExpertDrift(
+        window, trace.n_tokens, overlap, (hotness**2).sum(axis=1) / trace.n_used, then / every, now / every
+    )
