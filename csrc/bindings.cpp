@@ -29,6 +29,7 @@ namespace {
 using namespace hotset;
 
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using WritableFloats = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using WritableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using FloatMatrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -461,6 +462,17 @@ class PlanBuilder {
         plan_->add_attention(std::move(facts));
     }
 
+    // weight: [kernel, width]. states: [n_states, (kernel - 1) * width].
+    void short_conv(int x, const FloatMatrix& weight, const WritableFloats& states, int out) {
+        require(width(x) == width(out) && int64_t(weight.shape(1)) == width(x) && weight.shape(0) > 0 &&
+                    weight.shape(0) <= kMaxConvKernel,
+                "a short convolution has some weights for each channel");
+        const int kernel = int(weight.shape(0));
+        plan_->add_short_conv({x, out, kernel,
+                               std::vector<float>(weight.data(), weight.data() + weight.size()),
+                               make_states(x, out, states, (kernel - 1) * width(x))});
+    }
+
     void activate(int kind, float threshold, int x, int out) {
         require(width(x) == width(out), "an activation keeps its width");
         same_rows(x, out);
@@ -489,7 +501,8 @@ class PlanBuilder {
     void cancel() { plan_->cancel(); }
 
     void run(const Ints& tokens, const Ints& positions, const Ints& sequences, const IntMatrix& pages,
-             const Ints& outputs, const std::optional<FloatMatrix>& x, const std::optional<Bytes>& cut) {
+             const Ints& outputs, const std::optional<FloatMatrix>& x, const std::optional<Bytes>& cut,
+             const std::optional<Ints>& states, const std::optional<Ints>& saves) {
         require(finished_, "the plan is not finished");
         const int n = int(tokens.size()), n_sequences = int(pages.shape(0)), max_pages = int(pages.shape(1));
         require(
@@ -522,6 +535,7 @@ class PlanBuilder {
             require(t >= 0 && t < n && (i == 0 || outputs.data()[i - 1] < t),
                     "outputs must be rising indices of tokens");
         }
+        if (has_states_) check_states(positions, sequences, n_sequences, states, saves);
         require((input_ >= 0) == x.has_value(),
                 "a plan that begins with tokens takes no rows; one that begins with rows needs them");
         if (x) {
@@ -546,7 +560,8 @@ class PlanBuilder {
                 return bool(raised);
             };
             done = plan_->run(&poll, tokens.data(), positions.data(), sequences.data(), n, pages.data(),
-                              n_sequences, max_pages, outputs.data(), n_outputs, cut ? cut->data() : nullptr);
+                              n_sequences, max_pages, outputs.data(), n_outputs, cut ? cut->data() : nullptr,
+                              has_states_ ? states->data() : nullptr, has_states_ ? saves->data() : nullptr);
         }
         if (raised) std::rethrow_exception(raised);
         if (!done) throw StepCancelled();
@@ -571,6 +586,54 @@ class PlanBuilder {
     }
     bool embeds_tokens() const { return n_vocab_ > 0 || input_ < 0; }
     int64_t width(int id) const { return widths_[checked(id)]; }
+    // Of an operation that works on all tokens; all operations have as many slots.
+    StateSlots make_states(int x, int out, const WritableFloats& states, int64_t size) {
+        require(!outputs_[checked(x)] && !outputs_[checked(out)] && x != out,
+                "an operation with a state works on all tokens");
+        const int n = int(states.shape(0));
+        require(n > 0 && int64_t(states.shape(1)) == size && (!has_states_ || n == n_states_),
+                "a state has " + std::to_string(size) + " numbers, and every operation as many of them");
+        has_states_ = true;
+        n_states_ = n;
+        state_slots_.push_back(states);
+        return {states.data(), size};
+    }
+    // Tokens of a sequence follow one another; it begins anew or has a state; nothing that is read is
+    // written.
+    void check_states(const Ints& positions, const Ints& sequences, int n_sequences,
+                      const std::optional<Ints>& states, const std::optional<Ints>& saves) const {
+        const int n = int(sequences.size());
+        require(states && saves && int(states->size()) == n_sequences && int(saves->size()) == n,
+                "a model with recurrent layers needs slots for the states of a batch");
+        std::vector<char> used(n_states_), seen(n_sequences);
+        const auto use = [&](int slot) -> char* {
+            require(slot >= -1 && slot < n_states_, "a state of the batch lies outside the " +
+                                                        std::to_string(n_states_) + " slots of the cache");
+            return slot < 0 ? nullptr : &used[slot];
+        };
+        for (int t = 0; t < n; t++) {
+            const int sequence = sequences.data()[t], position = positions.data()[t];
+            if (t > 0 && sequences.data()[t - 1] == sequence) {
+                require(positions.data()[t - 1] + 1 == position,
+                        "tokens of a sequence with a state must follow one another");
+                continue;
+            }
+            require(!seen[sequence], "tokens of a sequence with a state must follow one another");
+            seen[sequence] = 1;
+            const int slot = states->data()[sequence];
+            if (char* mark = use(slot)) *mark = 1;
+            require((slot < 0) == (position == 0), "a sequence has a state before every token but its first");
+        }
+        for (int t = 0; t < n; t++) {
+            char* mark = use(saves->data()[t]);
+            if (!mark) continue;
+            require(!*mark, "a step writes a state once, and none that it reads");
+            *mark = 1;
+            require(t + 1 == n || sequences.data()[t + 1] != sequences.data()[t] ||
+                        (positions.data()[t] + 1) % kPageSize == 0,
+                    "a state is saved at the end of a page or of a sequence's tokens");
+        }
+    }
     void same_rows(int a, int b) const {
         require(outputs_[checked(a)] == outputs_[checked(b)], "rows of tokens and of outputs do not mix");
     }
@@ -632,12 +695,15 @@ class PlanBuilder {
     std::vector<Bytes> weights_;
     std::vector<WritableBytes> caches_;
     std::vector<std::shared_ptr<RowStore>> stores_;
+    std::vector<WritableFloats> state_slots_;
     std::unique_ptr<Plan> plan_;
     std::vector<int64_t> widths_;
     std::vector<bool> outputs_;
     int input_ = -1;  // buffer of the rows that a step begins with; -1: it begins with tokens
     int64_t n_vocab_ = 0;
     int64_t n_positions_ = 0;  // 0: any
+    bool has_states_ = false;
+    int n_states_ = 0;
     int n_tokens_ = 0;
     int n_outputs_ = 0;
     bool finished_ = false;
@@ -1183,13 +1249,15 @@ NB_MODULE(_core, m) {
              "k_norm"_a.none(), "sinks"_a.none(), "kv_type"_a, "k_cache"_a, "v_cache"_a, "k_scale"_a.none(),
              "v_scale"_a.none())
         .def("cutoff", &PlanBuilder::cutoff, "x"_a, "threshold"_a, "out"_a)
+        .def("short_conv", &PlanBuilder::short_conv, "x"_a, "weight"_a, "states"_a, "out"_a)
         .def("activate", &PlanBuilder::activate, "kind"_a, "threshold"_a, "x"_a, "out"_a)
         .def("add", &PlanBuilder::add, "a"_a, "b"_a, "out"_a)
         .def("multiply", &PlanBuilder::multiply, "a"_a, "b"_a, "out"_a)
         .def("finish", &PlanBuilder::finish)
         .def("cancel", &PlanBuilder::cancel)
         .def("run", &PlanBuilder::run, "tokens"_a, "positions"_a, "sequences"_a, "pages"_a, "outputs"_a,
-             "x"_a.none() = nb::none(), "cut"_a.none() = nb::none())
+             "x"_a.none() = nb::none(), "cut"_a.none() = nb::none(), "states"_a.none() = nb::none(),
+             "saves"_a.none() = nb::none())
         .def(
             "rows", [](nb::handle self, int id) { return nb::cast<PlanBuilder&>(self).rows(self, id); },
             "buffer"_a)

@@ -116,6 +116,9 @@ void Plan::add_transposed_heads(int x, std::vector<Matrix> weights, int out) {
 void Plan::add_attention(AttentionFacts facts) {
     ops_.push_back(make_attention(*this, std::move(facts)));
 }
+void Plan::add_short_conv(ShortConvFacts facts) {
+    ops_.push_back(make_short_conv(*this, std::move(facts)));
+}
 void Plan::add_activate(Activation kind, float threshold, int x, int out) {
     ops_.push_back(make_activate(*this, kind, threshold, x, out));
 }
@@ -157,7 +160,7 @@ void Plan::finish() {
 
 bool Plan::run(const Poll* poll, const int32_t* tokens, const int32_t* positions, const int32_t* sequences,
                int n_tokens, const int32_t* pages, int n_sequences, int max_pages, const int32_t* outputs,
-               int n_outputs, const uint8_t* cut) {
+               int n_outputs, const uint8_t* cut, const int32_t* states, const int32_t* saves) {
     latest_ = nullptr;
     cancel_.store(false);
     const Runtime::Turn turn(*runtime_, cancel_, poll);
@@ -177,6 +180,8 @@ bool Plan::run(const Poll* poll, const int32_t* tokens, const int32_t* positions
     else
         std::fill_n(t.cut.begin(), n_tokens, uint8_t(0));
     t.pages.assign(pages, pages + size_t(n_sequences) * max_pages);
+    if (states) t.states.assign(states, states + n_sequences);
+    if (saves) t.saves.assign(saves, saves + n_tokens);
     for (size_t i = 0; i < ropes_.size(); i++) {
         const Rope& rope = ropes_[i];
         const int half = rope.n_rot / 2;

@@ -49,6 +49,8 @@ struct StepTokens {
     int max_pages = 0;
     std::vector<int32_t> tokens, positions, sequences, pages, outputs;
     std::vector<uint8_t> cut;  // of each token whether its small values are zero, where the model cuts them
+    std::vector<int32_t> states;  // per sequence: the slot with its state, -1: it begins
+    std::vector<int32_t> saves;   // per token: the slot that takes the state after it, -1: none
     std::vector<std::vector<float>> rope_cos, rope_sin;  // per rope of the plan: [n_tokens][n_rot / 2]
 
     int rows(const Buffer& buffer) const { return buffer.outputs ? n_outputs : n_tokens; }
@@ -219,6 +221,25 @@ struct AttentionFacts {
     std::vector<float> sinks;  // of each query head: a score without a value; empty: none
 };
 
+// One operation's states of sequences, a slot each. A step never writes a slot that it reads: a chunk of it
+// may run again, and a step that was cancelled too.
+struct StateSlots {
+    float* data = nullptr;
+    int64_t size = 0;  // floats of a slot
+
+    float* slot(int i) const { return data + i * size; }
+};
+
+constexpr int kMaxConvKernel = 64;
+
+// See graph.ShortConv (model/graph.py). A state: [kernel - 1][width], the oldest inputs first.
+struct ShortConvFacts {
+    int x = -1, out = -1;
+    int kernel = 1;
+    std::vector<float> weight;  // [kernel][width]
+    StateSlots states;
+};
+
 class Plan {
   public:
     Plan(const Kernels& kernels, int max_tokens, int max_pages, std::shared_ptr<Runtime> runtime);
@@ -253,6 +274,7 @@ class Plan {
     // See graph.TransposedHeads; a matrix for each head, with a row per input.
     void add_transposed_heads(int x, std::vector<Matrix> weights, int out);
     void add_attention(AttentionFacts facts);
+    void add_short_conv(ShortConvFacts facts);
     void add_activate(Activation kind, float threshold, int x, int out);
     void add_add(int a, int b, int out);
     void add_multiply(int a, int b, int out);
@@ -260,14 +282,16 @@ class Plan {
     // After the last operation: sees to it that the runtime has the memory that the operations need.
     void finish();
 
-    // Runs one step. Arrays as in backends/base.py; cut: null for nobody. Every index must have been checked.
-    // poll: null, or asked every 10 ms by this thread, whether to cancel. False: the step was cancelled. Then
-    // the buffers hold anything, the cache holds anything at the step's own positions, and the next step runs
-    // as ever. Throws std::logic_error, before anything is computed, if an operation breaks its contract (see
+    // Runs one step. Arrays as in backends/base.py; cut: null for nobody; states, saves: null where no
+    // operation has a state. Every index must have been checked. poll: null, or asked every 10 ms by this
+    // thread, whether to cancel. False: the step was cancelled. Then the buffers hold anything, the cache
+    // holds anything at the step's own positions and in the states that it saves, and the next step runs as
+    // ever. Throws std::logic_error, before anything is computed, if an operation breaks its contract (see
     // Op).
     bool run(const Poll* poll, const int32_t* tokens, const int32_t* positions, const int32_t* sequences,
              int n_tokens, const int32_t* pages, int n_sequences, int max_pages, const int32_t* outputs,
-             int n_outputs, const uint8_t* cut = nullptr);
+             int n_outputs, const uint8_t* cut = nullptr, const int32_t* states = nullptr,
+             const int32_t* saves = nullptr);
     // Runs the operations [first_op, last_op) on rows that the caller wrote into their buffers: operations
     // that read neither tokens nor the cache, before any that selects outputs.
     bool run_rows(int first_op, int last_op, int n_tokens);
@@ -330,6 +354,7 @@ std::unique_ptr<Op> make_rotate(const Plan& plan, int x, int out, int n_head, in
 std::unique_ptr<Op> make_heads(const Plan& plan, int x, int shared, int n_head, int first, int out);
 std::unique_ptr<Op> make_transposed_heads(const Plan& plan, int x, std::vector<Matrix> weights, int out);
 std::unique_ptr<Op> make_attention(const Plan& plan, AttentionFacts facts);
+std::unique_ptr<Op> make_short_conv(const Plan& plan, ShortConvFacts facts);
 std::unique_ptr<Op> make_activate(const Plan& plan, Activation kind, float threshold, int x, int out);
 std::unique_ptr<Op> make_mask(const Plan& plan, int x, int scores, float threshold, int64_t first, int out);
 std::unique_ptr<Op> make_cutoff(const Plan& plan, int x, float threshold, int out);

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hotset.backends.base import Batch, StepResult
-from hotset.backends.reference import ReferenceBackend
+from hotset.backends.reference import ReferenceBackend, short_conv
 from hotset.formats.quants import TYPES, GGMLType, dequantize
 from hotset.model.graph import (
     Activate,
@@ -36,6 +36,7 @@ from hotset.model.graph import (
     Route,
     Scale,
     SelectOutputs,
+    ShortConv,
     SignScores,
     SoftCap,
     TransposedHeads,
@@ -245,6 +246,8 @@ class Oracle(ReferenceBackend):
             return self._expected_linear(op, taps, batch, slots)
         if isinstance(op, ExpertLinear | ExpertSum):
             return self._expected_of_experts(op, taps)
+        if isinstance(op, ShortConv):
+            return self._expected_conv(op, taps, batch, slots)
         expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
         match op:
             case Embed() | SelectOutputs() | Mask() | Cutoff() | Heads():
@@ -302,6 +305,18 @@ class Oracle(ReferenceBackend):
         if op.bias is not None:
             bound += U * (np.abs(expected) + bound)
         return expected, bound
+
+    def _expected_conv(
+        self, op: ShortConv, taps: dict[int, np.ndarray], batch: Batch, slots: Any
+    ) -> tuple[Any, Any]:
+        """Sums of as many products as it sees tokens. The inputs that a state holds are exact."""
+        states, x, weight = self._states[op.out.id], taps[op.x.id], np.abs(self._weight(op.weight))
+        before = states.copy()
+        np.abs(states, out=states)
+        sums = self._through_states(op, np.abs(x), batch, lambda x, past: short_conv(x, past, weight))
+        states[:] = before
+        expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
+        return expected, gamma(op.kernel + 1) * sums + op.kernel * TINY
 
     def _expected_of_experts(
         self, op: ExpertLinear | ExpertSum, taps: dict[int, np.ndarray]

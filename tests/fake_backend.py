@@ -1,24 +1,34 @@
 """A backend without a model, for the tests of the engine.
 
 It stores token ids in pages and reads them back through the page table, so a wrong page, position or order
-changes the logits. The logits of a token are a function of all tokens up to it and of nothing else. Its
-statistics are a function of the number of tokens and of the step.
+changes the logits. With slots for states it keeps in each all tokens before a position, and refuses a step
+where pages and state tell of different ones. The logits of a token are a function of all tokens up to it and
+of nothing else. Its statistics are a function of the number of tokens and of the step.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from hotset.backends.base import PAGE_SIZE, Batch, StepResult, StepStats
+from hotset.backends.base import PAGE_SIZE, Batch, StepResult, StepStats, check_states
 from hotset.errors import StepCancelledError
 
 
 class FakeBackend:
     name = "fake"
 
-    def __init__(self, n_vocab: int = 97, n_pages: int = 64, max_batch: int = 128, peak: float = 3.0) -> None:
+    def __init__(
+        self,
+        n_vocab: int = 97,
+        n_pages: int = 64,
+        max_batch: int = 128,
+        peak: float = 3.0,
+        n_states: int = 0,
+    ) -> None:
         self.n_vocab = n_vocab
         self.n_pages = n_pages
+        self.n_states = n_states
+        self.states: list[tuple[int, ...] | None] = [None] * n_states
         self.max_batch = max_batch
         self.peak = peak
         self.cache = np.full((n_pages, PAGE_SIZE), -1, np.int64)
@@ -40,8 +50,13 @@ class FakeBackend:
             a.dtype == np.int32 for a in (batch.tokens, batch.positions, batch.sequences, batch.outputs)
         )
         assert (np.diff(batch.outputs) > 0).all()
+        if self.n_states:
+            check_states(batch, self.n_states)
         if self.cancelled:
             self.cancelled = False
+            for slot in batch.saves if self.n_states and batch.saves is not None else ():
+                if slot >= 0:
+                    self.states[slot] = None  # it holds anything now
             raise StepCancelledError
         self.n_tokens_seen += n
         self.batches.append(n)
@@ -49,6 +64,8 @@ class FakeBackend:
             page = batch.page_tables[sequence, position // PAGE_SIZE]
             assert 0 <= page < self.n_pages
             self.cache[page, position % PAGE_SIZE] = token
+        if self.n_states:
+            self._go_on(batch)
         logits = np.empty((len(batch.outputs), self.n_vocab), np.float32)
         for row, output in enumerate(batch.outputs):
             pages = batch.page_tables[batch.sequences[output]]
@@ -57,6 +74,23 @@ class FakeBackend:
             assert (seen >= 0).all()
             logits[row] = fake_logits(seen, self.n_vocab, self.peak)
         return StepResult(logits)
+
+    def _go_on(self, batch: Batch) -> None:
+        """From the states before the batch to those that it saves."""
+        assert batch.states is not None
+        assert batch.saves is not None
+        tokens: tuple[int, ...] | None = ()
+        for t, sequence in enumerate(batch.sequences):
+            if t == 0 or batch.sequences[t - 1] != sequence:
+                slot = batch.states[sequence]
+                tokens = () if slot < 0 else self.states[slot]
+                assert tokens is not None, "a state that was never written"
+            tokens = (*tokens, int(batch.tokens[t]))
+            assert len(tokens) == batch.positions[t] + 1
+            if batch.saves[t] >= 0:
+                self.states[batch.saves[t]] = tokens
+            pages = batch.page_tables[sequence, : -(-len(tokens) // PAGE_SIZE)]
+            assert tuple(self.cache[pages].reshape(-1)[: len(tokens)]) == tokens
 
     def stats(self) -> StepStats | None:
         """Two layers of 100 neurons: of the first, 10 fire per token; of the second, as many as the step."""

@@ -64,7 +64,10 @@ def backend(request: pytest.FixtureRequest, model: Any) -> Iterator[Backend]:
 
 def open_backend(name: str, gguf: GGUFFile) -> Backend:
     graph = describe(config_from_gguf(gguf).for_context(N_CTX), gguf.tensors)
-    return BACKENDS[name](gguf, graph, n_pages=PAGES_EACH * len(LENGTHS), max_batch=256, kv_type="f32")
+    return BACKENDS[name](
+        gguf, graph, n_pages=PAGES_EACH * len(LENGTHS), n_states=2 * len(LENGTHS), max_batch=256,
+        kv_type="f32",
+    )  # fmt: skip
 
 
 def run(backend: Backend, sequences: Sequence[np.ndarray], plan: Sequence[Sequence[tuple[int, int]]]) -> list:
@@ -74,6 +77,7 @@ def run(backend: Backend, sequences: Sequence[np.ndarray], plan: Sequence[Sequen
     """
     tables = np.arange(PAGES_EACH * len(sequences), dtype=np.int32).reshape(PAGES_EACH, -1).T[:, ::-1].copy()
     done, logits = [0] * len(sequences), [[] for _ in sequences]
+    steps = np.zeros(len(sequences), np.int32)
     for step in plan:
         tokens, positions, owners = [], [], []
         for i, n in step:
@@ -82,7 +86,9 @@ def run(backend: Backend, sequences: Sequence[np.ndarray], plan: Sequence[Sequen
             owners += [i] * n
             done[i] += n
         arrays = (np.array(a, np.int32) for a in (tokens, positions, owners))
-        result = backend.step(Batch(*arrays, tables, np.arange(len(tokens), dtype=np.int32)))
+        batch = Batch(*arrays, tables, np.arange(len(tokens), dtype=np.int32))
+        result = backend.step(batch.with_states_of_rows(steps))
+        steps[[i for i, _ in step]] += 1
         for i in range(len(sequences)):
             logits[i].append(result.logits[np.array(owners) == i].copy())
     assert done == [len(s) for s in sequences]

@@ -19,6 +19,7 @@ from hotset.model.config import (
     DRELU,
     FATRELU_THRESHOLD_KEY,
     UP_ACTIVATION_KEY,
+    ConvMixer,
     Experts,
     FFNActivation,
     ModelConfig,
@@ -303,6 +304,24 @@ def test_a_damaged_key_is_named(keys: dict[str, Any], sentence: str) -> None:
 def test_what_cannot_run_is_refused(keys: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UnsupportedModelError, match=sentence):
         config_from_gguf(file(**keys))
+
+
+def test_layers_without_kv_heads_have_a_short_convolution() -> None:
+    heads = {"attention__head_count_kv": [0, 2], "shortconv__l_cache": 3}
+    config = config_from_gguf(file("lfm2", **heads))
+    assert [layer.mixer for layer in config.layers] == [ConvMixer(3), None]
+    assert (config.n_head_kv, config.n_recurrent, config.output_norm) == (2, 1, "token_embd_norm")
+    all_attend = config_from_gguf(file("lfm2", attention__head_count_kv=[2, 2]))
+    assert all_attend.n_recurrent == 0
+    with pytest.raises(UnsupportedModelError, match="no layer of the model has attention"):
+        config_from_gguf(file("lfm2", **heads | {"attention__head_count_kv": [0, 0]}))
+    with pytest.raises(UnsupportedModelError, match="head_count_kv differs between layers"):
+        config_from_gguf(file("lfm2", **heads | {"block_count": 3, "attention__head_count_kv": [0, 2, 4]}))
+    for kernel in (None, 1, 65, "3"):
+        with pytest.raises(FormatError, match=r"lfm2\.shortconv\.l_cache"):
+            config_from_gguf(file("lfm2", **heads | {"shortconv__l_cache": kernel}))
+    with pytest.raises(FormatError, match="head_count_kv"):
+        config_from_gguf(file(attention__head_count_kv=[0, 2]))
 
 
 def test_phimoe_is_refused_with_the_reason() -> None:

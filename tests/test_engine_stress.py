@@ -42,6 +42,15 @@ def check_pages(engine: Engine) -> None:
     held = Counter(page for sequence in engine.running for page in sequence.pages)
     assert [held[page] for page in range(pool.n_pages)] == pool._references
     assert pool.n_available == sum(1 for n in pool._references if not n)
+    if engine.states is not None:
+        states = engine.states
+        taken = Counter(slot for sequence in engine.running for slot in sequence.states.values())
+        assert [taken[slot] for slot in range(states.n_states)] == states._references
+        assert states.n_available == sum(1 for n in states._references if not n)
+        assert len(states._idle) <= len(states._slots) <= sum(key is not None for key in pool._keys)
+        for sequence in engine.running:
+            assert not sequence.n_computed or sequence.n_computed in sequence.states
+        assert not any(sequence.states for sequence in engine.waiting)
     slots = [sequence.slot for sequence in engine.running]
     assert sorted(slots + engine._slots) == list(range(engine.max_sequences))
     for sequence in engine.running:
@@ -53,11 +62,18 @@ def check_pages(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "n_pages", "max_sequences", "max_batch"), [(1000, 6, 4, 64), (250, 9, 16, 200), (250, 64, 8, 33)]
-)
-def test_a_thousand_requests_come_and_go(n: int, n_pages: int, max_sequences: int, max_batch: int) -> None:
+    ("n", "n_pages", "max_sequences", "max_batch", "n_states"),
+    [
+        (1000, 6, 4, 64, 0), (250, 9, 16, 200, 0), (250, 64, 8, 33, 0),
+        (400, 6, 4, 64, 11), (250, 9, 16, 200, 12), (400, 64, 8, 33, 18), (400, 64, 8, 100, 200),
+    ],
+)  # fmt: skip
+def test_a_thousand_requests_come_and_go(
+    n: int, n_pages: int, max_sequences: int, max_batch: int, n_states: int
+) -> None:
+    """Also of a model with recurrent states, with slots for all prefixes or hardly any."""
     draw = random.Random(n_pages)
-    backend = FakeBackend(n_pages=n_pages, max_batch=max_batch)
+    backend = FakeBackend(n_pages=n_pages, max_batch=max_batch, n_states=n_states)
     engine = Engine(backend, N_CTX, max_sequences)
     asked: list[tuple[Sequence, tuple[int, ...], int, int]] = []
     scored: list[tuple[Sequence, tuple[int, ...], int, dict[int, float]]] = []

@@ -280,3 +280,45 @@ def test_any_entries_give_keys_or_a_sentence(
     assert len(message) < 300
     for value in written.values():
         assert not isinstance(value, float | np.ndarray) or np.isfinite(value).all()
+
+
+LFM2 = {"layer_types": ["conv", "full_attention", "conv", "conv"], "norm_eps": 1e-5}
+
+
+def test_lfm2_says_where_a_convolution_stands_and_how_wide_its_ffn_is() -> None:
+    found = keys("Lfm2", **LFM2)
+    assert found["attention.head_count_kv"] == [0, 2, 0, 0]
+    assert found["shortconv.l_cache"] == 3
+    assert found["rope.freq_base"] == 1e6
+    # Older files name the layers that attend, and the output's tie otherwise.
+    assert keys("Lfm2", norm_eps=1e-5, full_attn_idxs=[2])["attention.head_count_kv"] == [0, 0, 2, 0]
+    assert keys("Lfm2", norm_eps=1e-5)["attention.head_count_kv"] == [2, 2, 2, 2]
+    tied = {"architectures": ["Lfm2ForCausalLM"], **SIZES, **LFM2}
+    assert HFConfig(tied).tied
+    assert not HFConfig(tied | {"tie_embedding": False}).tied
+    for entries, n_ff in (
+        ({}, 256),  # 2 / 3 of 96, in whole 256
+        ({"block_auto_adjust_ff_dim": False}, 96),
+        ({"block_multiple_of": 16}, 64),
+        ({"block_multiple_of": 16, "block_ffn_dim_multiplier": 1.3}, 96),
+        ({"block_ff_dim": 12288, "block_multiple_of": 256}, 8192),  # as LFM2-1.2B has it
+        ({"block_ffn_dim_multiplier": None}, 64),
+    ):
+        assert keys("Lfm2", **LFM2, **entries)["feed_forward_length"] == n_ff, entries
+
+
+@pytest.mark.parametrize(
+    ("entries", "error"),
+    [
+        ({"conv_bias": True}, UnsupportedModelError),
+        ({"layer_types": ["conv", "sliding_attention", "conv", "conv"]}, UnsupportedModelError),
+        ({"layer_types": ["conv"]}, UnsupportedModelError),
+        ({"conv_L_cache": 65}, FormatError),
+        ({"block_multiple_of": 0}, FormatError),
+        ({"block_ffn_dim_multiplier": -1.0}, FormatError),
+        ({"layer_types": None, "full_attn_idxs": 3}, FormatError),
+    ],
+)
+def test_what_lfm2_cannot_be_is_refused(entries: dict[str, Any], error: type[HotsetError]) -> None:
+    with pytest.raises(error):
+        keys("Lfm2", **LFM2 | entries)

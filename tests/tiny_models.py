@@ -152,6 +152,7 @@ GRANITE = {
     "residual_multiplier": 0.6,
     "logits_scaling": 5.0,
 }
+LFM2 = {"layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-2, "pad_token_id": 0}
 SMOLLM3 = {**WIDE_HEADS, "num_hidden_layers": 5, "pad_token_id": 0}
 GEMMA3 = {**GEMMA, "num_hidden_layers": 7, "query_pre_attn_scalar": 16}
 TURBOSPARSE = TinyModel(
@@ -241,6 +242,12 @@ RECIPES: dict[str, TinyModel] = {
         {"head_dim": 16, "pad_token_id": 0, "attention_bias": False, "tie_word_embeddings": True}
         | {"rope_parameters": {**rope("linear")["rope_parameters"], "partial_rotary_factor": 1.0}},
     ),
+    "lfm2": TinyModel("Lfm2", {**LFM2, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.3}),
+    "lfm2-untied": TinyModel(
+        "Lfm2",
+        {**LFM2, **WIDE_HEADS, "block_auto_adjust_ff_dim": False, "conv_L_cache": 4}
+        | {"layer_types": ["full_attention", "conv", "full_attention"], "tie_word_embeddings": False},
+    ),
     "gemma3": TinyModel("Gemma3", GEMMA3, config="Gemma3Text"),
     "gemma3-scaled": TinyModel(  # as the 4B: the layers without a window are slowed
         "Gemma3",
@@ -288,6 +295,11 @@ DEEPSEEK = {
     "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
 }  # fmt: skip
 DEEPSEEK_GROUPS = {"n_routed_experts": 12, "n_group": 3, "topk_group": 2, "q_lora_rank": 28}
+LFM2_EXPERTS = {
+    "layer_types": ["conv", "full_attention", "conv", "conv"], "num_hidden_layers": 4, "norm_eps": 1e-2,
+    "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "num_dense_layers": 1,
+    "routed_scaling_factor": 1.7, "pad_token_id": 0,
+}  # fmt: skip
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 EXPERTS: dict[str, TinyModel] = {
     "mixtral": TinyModel("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
@@ -316,6 +328,13 @@ EXPERTS: dict[str, TinyModel] = {
     "gpt-oss": TinyModel("GptOss", GPT_OSS),
     "gpt-oss-pattern": TinyModel(
         "GptOss", {**GPT_OSS, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+    ),
+    "lfm2moe": TinyModel("Lfm2Moe", LFM2_EXPERTS),
+    "lfm2moe-plain": TinyModel(
+        "Lfm2Moe",
+        {**LFM2_EXPERTS, "use_expert_bias": False, "norm_topk_prob": False, "conv_L_cache": 5}
+        | {"layer_types": ["full_attention", "conv", "full_attention", "conv"], "num_dense_layers": 0}
+        | {"tie_word_embeddings": False},
     ),
     "glm4moe": TinyModel("Glm4Moe", GLM_EXPERTS),
     "glm4moe-groups": TinyModel(

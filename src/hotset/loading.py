@@ -44,6 +44,7 @@ from hotset.sparsity.thresholds import Thresholds, default_path
 
 DEFAULT_N_CTX = 4096
 _SMALLEST_DEFAULT_N_CTX = 512
+_KEPT_STATES = 8  # of prefixes, at least, where a recurrent state is large
 _CANNOT_PLACE = (DeviceError, OutOfMemoryError, UnsupportedModelError)
 
 
@@ -71,6 +72,7 @@ class Opened:
 class Decided:
     """All that was decided about a model before anything of it computes.
 
+    n_states: slots of the cache for recurrent states, 0 where there are none.
     config: with the rotation that serves n_ctx. weights: the file with what was built beside it. graph: of
     a step. n_ctx: tokens of one conversation; n_pages: of the cache. notes: what was built or opened, a
     sentence each. placement: what is on which device; None: the CPU computes alone.
@@ -85,6 +87,7 @@ class Decided:
     cost: Cost
     n_ctx: int
     n_pages: int
+    n_states: int
     notes: list[str]
     placement: Placement | None
 
@@ -152,8 +155,9 @@ def decide(opened: Opened) -> Decided:
         if thresholds is None and (unused := default_path(gguf.path)).is_file():
             prepared.notes.append(f"{unused} has thresholds that are not used; --sparsity threshold does")
         decided = Decided(
-            settings, gguf, config, choice, weights, graph, cost, n_ctx, n_pages, prepared.notes, None
-        )
+            settings, gguf, config, choice, weights, graph, cost, n_ctx, n_pages,
+            _n_states(settings, cost, n_ctx), prepared.notes, None,
+        )  # fmt: skip
         return replace(decided, placement=_placement(decided, opened.devices, profile))
     except BaseException:
         weights.close()
@@ -185,6 +189,8 @@ def build(decided: Decided) -> tuple[Decided, Backend]:
             _say_unplaced(error)
             decided = replace(decided, placement=None)
     name = "cpu" if settings.backend == "auto" else settings.backend
+    if decided.n_states:
+        options["n_states"] = decided.n_states
     return decided, _checked(decided, open_backend(name, decided.weights, decided.graph, **options))
 
 
@@ -266,18 +272,37 @@ def _context(settings: LoadSettings, config: ModelConfig, cost: Cost, file_bytes
         )
 
     free = psutil.virtual_memory().available
-    kv_bytes = settings.n_seqs * cost.kv_bytes_per_token(settings.kv_type)  # per token of the context
     if asked is None:
-        fitting = (free - file_bytes) // kv_bytes // PAGE_SIZE * PAGE_SIZE
-        return min(n_ctx_train, DEFAULT_N_CTX, max(fitting, _SMALLEST_DEFAULT_N_CTX))
-    if asked * kv_bytes > free:
+        most = min(n_ctx_train, DEFAULT_N_CTX)
+        lengths = most, *range(most // PAGE_SIZE * PAGE_SIZE, 0, -PAGE_SIZE)
+        fitting = (n for n in lengths if _cache_bytes(settings, cost, n) <= free - file_bytes)
+        return min(most, max(next(fitting, 0), _SMALLEST_DEFAULT_N_CTX))
+    if (n_bytes := _cache_bytes(settings, cost, asked)) > free:
         raise OutOfMemoryError(
-            f"a context of {asked} tokens needs a cache of {asked * kv_bytes / 1e9:.1f} GB and "
+            f"a context of {asked} tokens needs a cache of {n_bytes / 1e9:.1f} GB and "
             f"{free / 1e9:.1f} GB are free; lower n_ctx, or use kv_type q8_0"
         )
     if asked > n_ctx_train:
         _warn(f"a context of {asked} tokens is longer than the {n_ctx_train} that the model was trained for")
     return asked
+
+
+def _cache_bytes(settings: LoadSettings, cost: Cost, n_ctx: int) -> int:
+    """Of keys, values and recurrent states."""
+    kv_bytes = settings.n_seqs * n_ctx * cost.kv_bytes_per_token(settings.kv_type)
+    return kv_bytes + _n_states(settings, cost, n_ctx) * cost.state_bytes
+
+
+def _n_states(settings: LoadSettings, cost: Cost, n_ctx: int) -> int:
+    """Slots for recurrent states: as many as take the memory of keys and values, but enough for n_seqs
+    sequences and some prefixes, and no more than max_sequences and every page can use."""
+    if not cost.state_bytes:
+        return 0
+    n_pages = settings.n_seqs * -(-n_ctx // PAGE_SIZE)
+    kv_bytes = n_pages * PAGE_SIZE * cost.kv_bytes_per_token(settings.kv_type)
+    least = 2 * (settings.n_seqs + 1) + _KEPT_STATES
+    most = 2 * (settings.max_sequences + 1) + n_pages
+    return max(least, min(most, kv_bytes // cost.state_bytes))
 
 
 def _say_unplaced(error: HotsetError) -> None:

@@ -7,7 +7,7 @@ Batches mix prefill and decode freely; the result for a token never depends on i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -30,6 +30,12 @@ class Batch:
     outputs: int32 [n_outputs], rising indices of the tokens whose logits are wanted.
     taps: names of graph values to hand out.
     cut: bool [n_tokens], whose small values are zero where the graph cuts (graph.Cutoff); None: nobody's.
+
+    Where the graph has operations with a state (graph.Recurrent; else both are ignored), positions of a
+    sequence follow one another. states: int32 [n_sequences], the slot with the state of each sequence before
+    its first token of the batch, -1 where that is the first of all. saves: int32 [n_tokens], the slot that
+    takes the state after a token, the last of a page or of the sequence in the batch; -1: none. A step that
+    reads a slot does not write it, and so can be run again.
     """
 
     tokens: np.ndarray
@@ -39,6 +45,54 @@ class Batch:
     outputs: np.ndarray
     taps: tuple[str, ...] = ()
     cut: np.ndarray | None = None
+    states: np.ndarray | None = None
+    saves: np.ndarray | None = None
+
+    def with_states_of_rows(self, steps: int | np.ndarray, slots: np.ndarray | None = None) -> Batch:
+        """The same for callers that keep no states: each row of the page tables has two slots in turn.
+
+        steps: how many each row has had a token in, int [n_sequences], or all. slots: int32 [n_sequences, 2];
+        None: 2 r and 2 r + 1 for row r.
+        """
+        n = len(self.page_tables)
+        turn = np.broadcast_to(np.asarray(steps) % 2, n)
+        if slots is None:
+            slots = np.arange(2 * n, dtype=np.int32).reshape(n, 2)
+        states = slots[np.arange(n), 1 - turn]
+        last = np.flatnonzero(np.append(self.sequences[1:] != self.sequences[:-1], True))
+        first = np.append(0, last[:-1] + 1)
+        states[self.sequences[first][self.positions[first] == 0]] = -1
+        saves = np.full(len(self.tokens), -1, np.int32)
+        saves[last] = slots[self.sequences[last], turn[self.sequences[last]]]
+        return replace(self, states=states, saves=saves)
+
+
+def check_states(batch: Batch, n_states: int) -> tuple[np.ndarray, np.ndarray]:
+    """`states` and `saves` of a batch for a graph with a state, of which the cache has n_states slots.
+
+    Raises InvalidRequestError for a batch that breaks the contract of Batch.
+    """
+    states, saves = batch.states, batch.saves
+    if states is None or saves is None:
+        raise InvalidRequestError("a model with recurrent layers needs slots for the states of a batch")
+    if len(states) != len(batch.page_tables) or len(saves) != len(batch.tokens):
+        raise InvalidRequestError("a batch has a state for each sequence, and perhaps one to save a token")
+    written = saves[saves >= 0]
+    used = np.concatenate([states, saves])
+    if used.min() < -1 or used.max() >= n_states:
+        raise InvalidRequestError(f"a state of the batch lies outside the {n_states} slots of the cache")
+    begins = np.append(True, batch.sequences[1:] != batch.sequences[:-1])
+    owners, first = batch.sequences[begins], batch.positions[begins]
+    if len(np.unique(owners)) != len(owners) or (np.diff(batch.positions)[~begins[1:]] != 1).any():
+        raise InvalidRequestError("tokens of a sequence with a state must follow one another")
+    if ((states[owners] < 0) != (first == 0)).any():
+        raise InvalidRequestError("a sequence has a state before every token but its first")
+    ends = np.append(begins[1:], True) | ((batch.positions + 1) % PAGE_SIZE == 0)
+    if not ends[saves >= 0].all():
+        raise InvalidRequestError("a state is saved at the end of a page or of a sequence's tokens")
+    if len(np.unique(written)) != len(written) or np.isin(written, states[owners]).any():
+        raise InvalidRequestError("a step writes a state once, and none that it reads")
+    return states, saves
 
 
 def cache_slots(batch: Batch, *, max_batch: int, n_pages: int, n_vocab: int) -> np.ndarray:
@@ -123,11 +177,14 @@ class StepResult:
 
 
 class Backend(Protocol):
-    """Executes a graph. `max_batch` tokens per step at most; `n_pages` pages in the cache."""
+    """Executes a graph. `max_batch` tokens per step at most; `n_pages` pages in the cache, and n_states slots
+    for the recurrent state of a sequence: 0 where there is none.
+    """
 
     name: str
     max_batch: int
     n_pages: int
+    n_states: int
     n_vocab: int
 
     @property
@@ -144,8 +201,8 @@ class Backend(Protocol):
         """Runs one step: stores keys and values, returns logits (and taps).
 
         Raises StepCancelledError where `cancel` came in between, and what a signal handler raised (Ctrl-C)
-        without waiting for the end of the step. Then the cache holds anything at the positions of the batch,
-        and what it held elsewhere.
+        without waiting for the end of the step. Then the cache holds anything at the positions of the batch
+        and in the states that it saves, and what it held elsewhere.
         """
         ...
 

@@ -5,6 +5,7 @@ A value that is asked for as a tap is kept, and what would fuse it away is not f
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from hotset.backends.stage import Rows, on_host
 from hotset.cores import usable_cores
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.model.cost import KVType
-from hotset.model.graph import PARTS, Attention, Graph
+from hotset.model.graph import PARTS, Attention, Graph, Recurrent
 
 KV_TYPES = {"f32": (0, 4), "f16": (1, 2), "q8_0": (2, 1)}  # name → (number, bytes per element)
 Q8_0_BLOCK = 32
@@ -40,6 +41,7 @@ class CpuBackend:
 
     first_op, last_op: the operations that it executes; a part of the model has no `step`, only `run`.
 
+    n_states: slots for recurrent states, where the graph has any.
     kv_type: how keys and values are stored (f16, q8_0; f32 for tests). n_threads: None takes every core that
     this process may use. isa: forces a set of kernels, as the environment variable HOTSET_ISA does.
     sparse: leaves out what an FFN with zeros does not need: up rows of neurons whose gate does not fire, down
@@ -56,6 +58,7 @@ class CpuBackend:
         graph: Graph,
         *,
         n_pages: int,
+        n_states: int = 2,
         max_batch: int = 512,
         kv_type: KVType = "f16",
         n_threads: int | None = None,
@@ -73,6 +76,11 @@ class CpuBackend:
         self.n_vocab = graph.result.width
         self._isa = isa
         self._cache = {op.layer: self._new_cache(op) for op in self.graph.ops if isinstance(op, Attention)}
+        self.n_states = n_states if graph.recurrent else 0
+        # Untouched slots cost no memory.
+        self._states = {
+            op.out: np.zeros((n_states, math.prod(op.state_shape)), np.float32) for op in self.graph.recurrent
+        }
         self._lowered: dict[frozenset[str], Lowered] = {}
         self._latest: tuple[Lowered, int] | None = None  # plan and tokens of the latest step
         self.tapped: dict[str, np.ndarray] = {}
@@ -109,6 +117,7 @@ class CpuBackend:
                 batch.tokens, batch.positions, batch.sequences, batch.page_tables, batch.outputs,
                 None if x is None else on_host(x),
                 None if batch.cut is None else batch.cut.view(np.uint8),
+                *((batch.states, batch.saves) if self.n_states else (None, None)),
             )  # fmt: skip
         except ValueError as error:
             raise InvalidRequestError(str(error)) from None
@@ -189,6 +198,7 @@ class CpuBackend:
         self.tapped = {}
         self._lowered.clear()
         self._cache.clear()
+        self._states.clear()
 
     def _plan_for(self, taps: frozenset[str]) -> Lowered:
         if taps not in self._lowered:
@@ -206,8 +216,12 @@ class CpuBackend:
             raise InvalidRequestError(str(error)) from None
         return lower(
             self.graph, taps, self.weights, plan,
-            entering=self.entering, cache=self._cache_of, sparse=self.sparse,
+            entering=self.entering, cache=self._cache_of, states=self._states_of, sparse=self.sparse,
         )  # fmt: skip
+
+    def _states_of(self, op: Recurrent) -> np.ndarray:
+        """The slots of an operation, float32 [n_states, size]."""
+        return self._states[op.out]
 
     def _cache_of(self, op: Attention) -> tuple[Any, ...]:
         """Keys and values of a layer as `Plan.attention` takes them."""

@@ -37,11 +37,13 @@ from hotset.model.graph import (
     Mask,
     Multiply,
     Part,
+    Recurrent,
     RMSNorm,
     Rotate,
     Route,
     Scale,
     SelectOutputs,
+    ShortConv,
     SignScores,
     SoftCap,
     TransposedHeads,
@@ -132,10 +134,12 @@ def lower(
     *,
     entering: Value | None,
     cache: Callable[[Attention], tuple[Any, ...]],
+    states: Callable[[Recurrent], np.ndarray],
     sparse: bool,
 ) -> Lowered:
     """Fills an empty native plan. entering: the rows that a part of a graph begins with. cache: what
-    `Plan.attention` takes of an operation's keys and values.
+    `Plan.attention` takes of an operation's keys and values. states: of an operation, float32
+    [n_states, size].
 
     sparse: leaves out what an FFN with zeros does not need. Raises InvalidRequestError for an unknown tap.
     """
@@ -146,7 +150,7 @@ def lower(
     buffers = Buffers(plan.buffer, graph, fused, taps)
     if entering is not None:
         plan.input(buffers.begin(entering))
-    emit = _Emission(plan, buffers, weights, cache, sparse)
+    emit = _Emission(plan, buffers, weights, cache, states, sparse)
     for group in fused:
         buffers.enter(group)
         emit.group(group)
@@ -175,10 +179,11 @@ class _Emission:
         buffers: Buffers,
         weights: WeightSource,
         cache: Callable[[Attention], tuple[Any, ...]],
+        states: Callable[[Recurrent], np.ndarray],
         sparse: bool,
     ) -> None:
         self._plan, self._buffers, self._weights = plan, buffers, weights
-        self._cache, self._sparse = cache, sparse
+        self._cache, self._states, self._sparse = cache, states, sparse
         self.at: list[tuple[int, Part]] = []
         self.gates: list[int] = []
 
@@ -233,6 +238,9 @@ class _Emission:
                 )
             case Attention():
                 self._attention(main, group.ops[:-1])
+            case ShortConv():
+                weight = decoded_vector(self._weights, main.weight).reshape(-1, main.kernel)
+                plan.short_conv(buffers[main.x], np.ascontiguousarray(weight.T), self._states(main), out)
             case Activate():
                 plan.activate(*activation(main), buffers[main.x], out)
             case SoftCap():

@@ -20,6 +20,7 @@ from hotset.backends.base import (
     StepStats,
     WeightSource,
     cache_slots,
+    check_states,
 )
 from hotset.backends.embedding import lookup
 from hotset.errors import InvalidRequestError, StepCancelledError, UnsupportedModelError
@@ -42,11 +43,13 @@ from hotset.model.graph import (
     Multiply,
     Part,
     Primitive,
+    Recurrent,
     RMSNorm,
     Rotate,
     Route,
     Scale,
     SelectOutputs,
+    ShortConv,
     SignScores,
     SoftCap,
     TransposedHeads,
@@ -63,6 +66,7 @@ class ReferenceBackend:
 
     kv_type says how keys and values are rounded when they are stored: f32 not at all, f16 to half precision,
     q8_0 to 8-bit blocks of 32 channels. Raises UnsupportedModelError where q8_0 does not fit the head size.
+    n_states: slots for states, where the graph has any.
     sparse says only how `stats` counts rows: those that the step's neurons needed, or all. All are computed.
     """
 
@@ -74,6 +78,7 @@ class ReferenceBackend:
         graph: Graph,
         *,
         n_pages: int,
+        n_states: int = 2,
         max_batch: int = 512,
         kv_type: KVType = "f32",
         weight_cache_bytes: int = 4 << 30,
@@ -82,6 +87,8 @@ class ReferenceBackend:
         self.weights, self.graph, self.sparse = weights, graph, sparse
         self.n_pages, self.max_batch, self.kv_type = n_pages, max_batch, kv_type
         self.n_vocab = graph.result.width
+        self.n_states = n_states if graph.recurrent else 0
+        self._states = {op.out.id: np.zeros((n_states, *op.state_shape), F32) for op in graph.recurrent}
         self._weights: dict[str, np.ndarray] = {}
         self._weight_room = weight_cache_bytes
         self._keys: dict[int, np.ndarray] = {}  # layer → [n_pages * PAGE_SIZE, n_head_kv, head_dim]
@@ -115,6 +122,7 @@ class ReferenceBackend:
         self._weights.clear()
         self._keys.clear()
         self._values.clear()
+        self._states.clear()
 
     def step(self, batch: Batch) -> StepResult:
         """Runs one step. Raises InvalidRequestError for a batch that breaks the contract of Batch."""
@@ -159,6 +167,8 @@ class ReferenceBackend:
     def _slots(self, batch: Batch) -> list[np.ndarray]:
         """For each token, the cache slots of positions 0 to its own; checks the batch on the way."""
         cache_slots(batch, max_batch=self.max_batch, n_pages=self.n_pages, n_vocab=self.n_vocab)
+        if self.n_states:
+            check_states(batch, self.n_states)
         slots = []
         for position, sequence in zip(batch.positions.tolist(), batch.sequences.tolist(), strict=True):
             pages = batch.page_tables[sequence, : position // PAGE_SIZE + 1]
@@ -203,6 +213,11 @@ class ReferenceBackend:
                 return rotate(values[op.x.id], batch.positions, op)
             case Attention():
                 return self._attend(op, values[op.q.id], values[op.k.id], values[op.v.id], slots)
+            case ShortConv():
+                weight = self._weight(op.weight)
+                return self._through_states(
+                    op, values[op.x.id], batch, lambda x, past: short_conv(x, past, weight)
+                )
             case Activate():
                 return ACTIVATIONS[op.kind](values[op.x.id], np.float32(op.threshold))
             case Multiply():
@@ -230,6 +245,28 @@ class ReferenceBackend:
                 return values[op.x.id][batch.outputs]
             case _:
                 assert_never(op)
+
+    def _through_states(
+        self,
+        op: Recurrent,
+        x: np.ndarray,
+        batch: Batch,
+        step: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]],
+    ) -> np.ndarray:
+        """Token by token: step(row of x, state before it) gives the row of the result and the state after."""
+        assert batch.states is not None
+        assert batch.saves is not None
+        slots = self._states[op.out.id]
+        out = np.empty((len(x), op.out.width), x.dtype)
+        state, owner = np.zeros(op.state_shape, x.dtype), -1
+        for t, sequence in enumerate(batch.sequences.tolist()):
+            if sequence != owner:
+                owner, slot = sequence, int(batch.states[sequence])
+                state = np.zeros(op.state_shape, x.dtype) if slot < 0 else slots[slot].astype(x.dtype)
+            out[t], state = step(x[t], state)
+            if batch.saves[t] >= 0:
+                slots[batch.saves[t]] = state
+        return out
 
     def _by_experts(
         self, op: ExpertLinear | ExpertSum, x: np.ndarray, route: np.ndarray, n_rows: int
@@ -440,6 +477,13 @@ def joined(op: Heads, x: np.ndarray, shared: np.ndarray | None) -> np.ndarray:
     if shared is not None:
         parts.append(np.repeat(shared[:, None], op.n_head, axis=1))
     return np.concatenate(parts, axis=2).reshape(len(x), op.out.width)
+
+
+def short_conv(x: np.ndarray, past: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A token's inputs [width] after those before it [kernel - 1, width]: its outputs, and what is then past.
+    weight: [width, kernel]."""
+    seen = np.concatenate([past, x[None]])
+    return (seen * weight.T).sum(axis=0), seen[1:]
 
 
 def soft_cap(x: np.ndarray, cap: float) -> np.ndarray:

@@ -239,6 +239,9 @@ def describe(gguf: GGUFFile, path: Path, activation: str | None = None) -> dict[
         "active_parameters": cost.active_parameters,
         "experts": _experts(config, cost),
         "kv_bytes_per_token": cost.kv_bytes_per_token("f16"),
+        "recurrent": {"layers": config.n_recurrent, "state_bytes": cost.state_bytes}
+        if config.n_recurrent
+        else None,
         "sparsity": sparsity,
     }
     return facts
@@ -283,6 +286,16 @@ def _expert_rows(facts: dict[str, Any]) -> list[list[str]]:
         ],
         ["token cycle", f"{human_size(experts['token_cycle'])} of experts are read for a token"],
     ]
+
+
+def _recurrent_text(facts: dict[str, Any]) -> str | None:
+    recurrent = facts["recurrent"]
+    if recurrent is None:
+        return None
+    return (
+        f"{recurrent['layers']} of the layers have a state in place of keys and values: "
+        f"{human_size(recurrent['state_bytes'])} for a sequence"
+    )
 
 
 def _sparsity(gguf: GGUFFile, config: ModelConfig) -> dict[str, Any]:
@@ -389,6 +402,7 @@ def _fact_rows(facts: dict[str, Any]) -> list[list[str]]:
         ],
         *_expert_rows(facts),
         ["KV cache", f"{human_size(facts['kv_bytes_per_token'])} per token in F16"],
+        ["recurrent", _recurrent_text(facts)],
         *_sparsity_rows(facts["sparsity"]),
     ]
     return [row for row in rows if row[1]]

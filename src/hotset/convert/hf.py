@@ -318,6 +318,8 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
     packed: dict[str, dict[str, np.ndarray]] = {}
     for place, name in places:
         values = checkpoint.tensors[name]
+        if values.ndim == 3 and values.shape[1] == 1:  # a convolution of each channel by itself
+            values = values[:, 0]
         for i, target in enumerate(place.targets):
             if counted[target, place.expert] > 1 or (place.expert >= 0 and counted[target, -1]):
                 raise FormatError(f"the checkpoint has two tensors for {target}, one of them {name}")
@@ -485,6 +487,8 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
             "attn_kv_a_mqa": (latent.rank + latent.n_rot, d),
             "attn_output": (d, config.n_head * latent.n_value),
         }
+    if config.conv_kernel:
+        matrices |= {"in_proj": (3 * d, d), "conv": (d, config.conv_kernel), "out_proj": (d, d)}
     if row.first_position is not None:
         matrices["position_embd"] = (config.n_ctx + row.first_position, d)
     stem, kind = target.rpartition(".")[0].rpartition(".")[2], target.rpartition(".")[2]

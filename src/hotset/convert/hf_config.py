@@ -22,6 +22,7 @@ from hotset.model.config import (
     FATRELU_THRESHOLD_KEY,
     LLAMA3_FACTORS,
     LONG_FACTORS,
+    MAX_CONV_KERNEL,
     REFUSED,
     SCORINGS,
     SHORT_FACTORS,
@@ -53,6 +54,7 @@ _EXPERT_NAMES = {  # and as transformers holds them in memory
     "mlp.experts.gate_up_proj": "ffn_gate_exps ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
 }
+_CONV_TYPES = ("full_attention", "conv")
 _LLAMA_TENSORS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -102,8 +104,10 @@ class HFClass:
     and k are meant for. partial: whether partial_rotary_factor is heeded.
     grouped_qkv: the rows of the fused q, k and v lie by KV head. fused_gate: ffn_up has the rows of the gate
     and then those of up. latent: keys and values are made of one vector (model/config.py, Latent).
-    experts: None: there are none. layouts: sliding_window_layout and rope_layout say
-    which layers have a window and a rotation.
+    experts: None: there are none. layouts: sliding_window_layout and rope_layout say which layers have a
+    window and a rotation. short_conv: layer_types (or full_attn_idxs) says which layers have a short
+    convolution in place of attention. adjusted_ff: block_auto_adjust_ff_dim may say that the width of the FFN
+    is to be computed.
     """
 
     architecture: str
@@ -126,6 +130,8 @@ class HFClass:
     latent: bool = False
     experts: HFExperts | None = None
     layouts: bool = False
+    short_conv: bool = False
+    adjusted_ff: bool = False
 
     @property
     def packed(self) -> bool:
@@ -180,6 +186,34 @@ _GEMMA_DEFAULTS: dict[str, Any] = {
     "query_pre_attn_scalar": 256,
     "use_sliding_window": True,
     "sliding_window": 4096,
+}
+_LFM2_NAMES = {
+    "operator_norm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+}
+_LFM2: dict[str, Any] = {
+    "tensors": {
+        "model.embed_tokens": "token_embd",
+        "model.embedding_norm": "token_embd_norm",
+        "lm_head": "output",
+    },
+    "activation": None,
+    "epsilon": "norm_eps",
+    "tied": True,
+    "required": {"conv_bias": False},
+    "short_conv": True,
 }
 _ALL_EXPERTS: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}  # in every layer
 _GRANITE: dict[str, Any] = {
@@ -466,6 +500,26 @@ CLASSES: dict[str, HFClass] = {
             methods={"noaux_tc": True},
         ),
     ),
+    "Lfm2ForCausalLM": HFClass(
+        "lfm2", **_LFM2, layer_tensors=_LFM2_NAMES, defaults={"rope_theta": 1e6}, adjusted_ff=True
+    ),
+    "Lfm2MoeForCausalLM": HFClass(
+        "lfm2moe",
+        **_LFM2,
+        layer_tensors={
+            **_LFM2_NAMES,
+            "feed_forward.gate": "ffn_gate_inp",
+            "feed_forward.expert_bias": "exp_probs_b.bias",
+            "feed_forward.experts.*.w1": "ffn_gate_exps",
+            "feed_forward.experts.*.w3": "ffn_up_exps",
+            "feed_forward.experts.*.w2": "ffn_down_exps",
+            "feed_forward.experts.gate_up_proj": "ffn_gate_exps ffn_up_exps",
+            "feed_forward.experts.down_proj": "ffn_down_exps",
+        },
+        defaults={"rope_theta": 1e6, "norm_topk_prob": True, "num_dense_layers": 2},
+        numbers={"expert_weights_scale": "routed_scaling_factor"},
+        experts=HFExperts(n_dense="num_dense_layers"),
+    ),
 }
 """What config.json calls a class."""
 
@@ -581,6 +635,11 @@ class HFConfig:
             self.head_dim = self.latent.n_own + self.latent.n_rot
         n_ff = 4 * self.n_embd if self.architecture == "falcon" else None
         self.n_ff = integer(config, self.hf_class.ff, n_ff, 1 << 22)
+        if self.hf_class.adjusted_ff:
+            self.n_ff = self._adjusted_ff()
+        self.conv_kernel = (
+            integer(config, "conv_L_cache", 3, MAX_CONV_KERNEL) if self.hf_class.short_conv else 0
+        )
         self.n_expert = self.n_expert_used = self.n_ff_expert = self.n_ff_shared = 0
         if (experts := self.hf_class.experts) is not None:
             counts = [config[entry] for entry in experts.counts if config.get(entry) is not None]
@@ -600,7 +659,8 @@ class HFConfig:
     @property
     def tied(self) -> bool:
         """Whether the embedding is the output matrix as well."""
-        return self.raw.get("tie_word_embeddings", self.hf_class.tied) is True
+        default = self.raw.get("tie_embedding", self.hf_class.tied)  # as LFM2's first checkpoints call it
+        return self.raw.get("tie_word_embeddings", default) is True
 
     @property
     def transposes_experts(self) -> bool:
@@ -615,6 +675,34 @@ class HFConfig:
         if self.raw.get("new_decoder_architecture") is True or "n_head_kv" in self.raw:
             return integer(self.raw, "num_kv_heads", self.raw.get("n_head_kv", self.n_head))
         return 1 if self.raw.get("multi_query", True) is True else self.n_head
+
+    def _adjusted_ff(self) -> int:
+        """LFM2's neurons: two thirds of what config.json says, times a factor, in whole multiples."""
+        config = self.raw
+        n_ff = integer(config, "block_ff_dim", self.n_ff, 1 << 22)
+        if config.get("block_auto_adjust_ff_dim", True) is False:
+            return n_ff
+        n_ff = 2 * n_ff // 3
+        if config.get("block_ffn_dim_multiplier", 1.0) is not None:
+            multiple = integer(config, "block_multiple_of", 256, 1 << 22)
+            n_ff = int(number(config, "block_ffn_dim_multiplier", 1.0) * n_ff)
+            n_ff = -(-n_ff // multiple) * multiple
+        return integer({"block_ff_dim": n_ff}, "block_ff_dim", high=1 << 22)
+
+    def _conv_keys(self) -> dict[str, Any]:
+        """Which layers have a short convolution, and how many tokens it sees."""
+        n, types = self.n_layer, self.raw.get("layer_types")
+        if types is None:
+            attends = self.raw.get("full_attn_idxs", list(range(n)))
+            if not isinstance(attends, list):
+                raise FormatError("full_attn_idxs in config.json must be a list of layers")
+            types = ["full_attention" if i in attends else "conv" for i in range(n)]
+        if not isinstance(types, list) or len(types) != n or any(t not in _CONV_TYPES for t in types):
+            raise UnsupportedModelError(
+                "layer_types in config.json holds a kind of layer that is not supported"
+            )
+        heads = [0 if kind == "conv" else self.n_head_kv for kind in types]
+        return {"attention.head_count_kv": heads, "shortconv.l_cache": self.conv_kernel}
 
     def _activation(self, override: str | None) -> FFNActivation:
         row = ARCHITECTURES[self.architecture]
@@ -659,6 +747,8 @@ class HFConfig:
             default = 1e-5 if row.norm == "layer" else None
             keys[EPSILON_KEYS[row.norm]] = float(number(self.raw, self.hf_class.epsilon, default))
         keys |= self._scale_keys() | self._expert_keys()
+        if self.hf_class.short_conv:
+            keys |= self._conv_keys()
         if row.rope is not None:
             self._check_unrotated(row.unrotated_period)
             windows = self._layout_keys() if self.hf_class.layouts else self._window_keys(row.window_period)

@@ -29,6 +29,7 @@ from hotset.engine.kv_cache import NONE_CUT, ROOT, PagePool, dense_in_page
 from hotset.engine.pacing import PROMPT_SECONDS, Chunk, PromptShare, divide, weigher
 from hotset.engine.queue import WaitingQueue
 from hotset.engine.sampler import Constraint, Sampler, SamplingParams, TokenLogprobs
+from hotset.engine.states import StatePool
 from hotset.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError, StepCancelledError
 from hotset.parameters import real_number
 
@@ -105,6 +106,7 @@ class Sequence:
         "sampler",
         "slot",
         "started",
+        "states",
         "step_stats",
         "stop_ids",
         "tap",
@@ -131,6 +133,9 @@ class Sequence:
         self.pages: list[int] = []
         self.n_registered = 0  # pages that other sequences can find, from the first on
         self.chain = ROOT  # serial number of the last of them
+        # Slots of recurrent states by the number of tokens before: from that of n_computed it goes on, the
+        # others are those that the step in flight writes, or (of one that was cancelled) wrote in part.
+        self.states: dict[int, int] = {}
         self.slot = -1  # row of the page table while it runs
         self.started = 0.0
         self.first_token = 0.0
@@ -192,8 +197,8 @@ class Engine:
     """Runs sequences on a backend, several at once.
 
     n_ctx: tokens that one sequence may have, prompt and answer together.
-    max_sequences: how many run at once; the others wait for their turn. max_batch: tokens of a step, where it
-    is to take fewer than the backend could.
+    max_sequences: how many run at once (fewer, where the backend has too few slots for their states); the
+    others wait for their turn. max_batch: tokens of a step, where it is to take fewer than the backend could.
     prompt_seconds: how much longer than without them the prompts in a step may make it, where that is not
     less than a step of answers takes; inf: as long as they like (engine/pacing.py). flops: of a token, by the
     number of tokens before it; None: the same for all.
@@ -226,6 +231,12 @@ class Engine:
         self.backend = backend
         self.n_ctx = n_ctx
         self.collect_stats = collect_stats
+        if backend.n_states:  # each needs one to go on from and one to write, and so does `take_states`
+            if backend.n_states < 4:
+                raise OutOfMemoryError(
+                    f"a cache of {backend.n_states} recurrent states is too small; 4 will do"
+                )
+            max_sequences = min(max_sequences, backend.n_states // 2 - 1)
         self.max_sequences = max_sequences
         self.cut = cut
         self.step_stats: StepStats | None = None
@@ -236,6 +247,8 @@ class Engine:
         self._sequences = np.zeros(self._max_batch, np.int32)
         self._outputs = np.zeros(self._max_batch, np.int32)
         self._cut = np.zeros(self._max_batch, np.bool_)
+        self._states = np.full(max_sequences, -1, np.int32)
+        self._saves = np.full(self._max_batch, -1, np.int32)
         self._page_tables = np.full((max_sequences, max_pages), -1, np.int32)
         self._prompt_share = PromptShare(prompt_seconds)
         self._weight = weigher(flops)
@@ -245,7 +258,9 @@ class Engine:
 
     def reset(self) -> None:
         """Forgets every sequence and every prefix, as they are: a forked process has none of them."""
-        self.pool = PagePool(self.backend.n_pages)
+        self.states = StatePool(self.backend.n_states) if self.backend.n_states else None
+        self.pool = PagePool(self.backend.n_pages, self.states)
+        self._lent_states: list[int] = []
         self.waiting: WaitingQueue[Sequence] = WaitingQueue()
         self.running: list[Sequence] = []  # oldest first: the last one is preempted when pages run out
         self._interrupted: set[Sequence | None] = set()  # of other threads; None: all sequences
@@ -481,6 +496,27 @@ class Engine:
             )
         return [page for page in (self.pool.allocate() for _ in range(n_pages)) if page is not None]
 
+    def take_states(self) -> np.ndarray | None:
+        """Two slots for recurrent states, int32 [1, 2], for a caller that steps the backend itself; give them
+        to `give_states`. None where the model has no states.
+
+        Raises OutOfMemoryError where somebody has them already.
+        """
+        if self.states is None:
+            return None
+        if self._lent_states:
+            raise OutOfMemoryError("another text has the slots for recurrent states; wait for its end")
+        for sequence in self.running:
+            self._drop_states(sequence)
+        slots = [slot for slot in (self.states.allocate(), self.states.allocate()) if slot is not None]
+        self._lent_states = slots
+        return np.array([slots], np.int32)
+
+    def give_states(self) -> None:
+        """Takes back what `take_states` gave."""
+        while self._lent_states and self.states is not None:
+            self.states.release(self._lent_states.pop())
+
     @property
     def n_unfinished(self) -> int:
         """Sequences that run or wait; from another thread it may be wrong by one that changes its place."""
@@ -585,7 +621,37 @@ class Engine:
         for sequence, n in chunks:
             if sequence.slot >= 0 and len(sequence.pages) * PAGE_SIZE < sequence.n_computed + n:
                 self._grow(sequence, n)
-        return [chunk for chunk in chunks if chunk[0].slot >= 0]
+        chunks = [chunk for chunk in chunks if chunk[0].slot >= 0]
+        if self.states is not None:
+            self._reserve_states(self.states, chunks)
+        return chunks
+
+    def _reserve_states(self, states: StatePool, chunks: list[tuple[Sequence, int]]) -> None:
+        """Slots for what the step leaves: the state after each chunk, and those behind its pages, from which
+        other sequences may go on: that behind the last page, and others while slots are empty.
+        """
+        for sequence in self.running:
+            self._drop_states(sequence)
+        for sequence, n in chunks:
+            slot = states.allocate()
+            assert slot is not None, "more sequences run than there are slots for their states"
+            sequence.states[sequence.n_computed + n] = slot
+        for sequence, n in chunks:
+            if sequence.tap:
+                continue  # its pages are nobody else's
+            last = (sequence.n_computed + n - 1) // PAGE_SIZE * PAGE_SIZE
+            for end in range(last, sequence.n_computed, -PAGE_SIZE):
+                slot = states.allocate(evict=end == last)
+                if slot is None:
+                    break
+                sequence.states[end] = slot
+
+    def _drop_states(self, sequence: Sequence) -> None:
+        """Gives back all but the state that the sequence goes on from: those of the longest prefixes last."""
+        if self.states is None:
+            return
+        for n in sorted(n for n in sequence.states if n != sequence.n_computed):
+            self.states.release(sequence.states.pop(n))
 
     def _admit(self) -> None:
         """Lets waiting sequences run, in order, while there is a slot and room for what they must compute."""
@@ -608,6 +674,8 @@ class Engine:
             sequence.n_registered = len(pages)
             sequence.n_computed = len(pages) * PAGE_SIZE
             self._page_tables[sequence.slot, : len(pages)] = pages
+            if self.states is not None and pages:
+                sequence.states[sequence.n_computed] = self.states.take(chain)
             if not sequence.started:
                 sequence.started = time.perf_counter()
                 sequence.n_reused = sequence.n_computed
@@ -628,7 +696,10 @@ class Engine:
         sequence.pages[n:] = pages
         sequence.chain = chain
         sequence.n_registered = n + len(pages)
+        if self.states is not None:
+            sequence.states[sequence.n_registered * PAGE_SIZE] = self.states.take(chain)
         sequence.n_computed = sequence.n_registered * PAGE_SIZE
+        self._drop_states(sequence)
         self._page_tables[sequence.slot, n : n + len(pages)] = pages
         if not sequence.preempted:
             sequence.n_reused += len(pages) * PAGE_SIZE
@@ -685,6 +756,12 @@ class Engine:
                 sequences[n_tokens : n_tokens + n] = sequence.slot
             if self.cut != "none":
                 self._cut[n_tokens : n_tokens + n] = np.arange(start, start + n) >= sequence.n_dense
+            if self.states is not None:
+                self._states[sequence.slot] = sequence.states[start] if start else -1
+                self._saves[n_tokens : n_tokens + n] = -1
+                for end, slot in sequence.states.items():
+                    if end > start:
+                        self._saves[n_tokens + end - start - 1] = slot
             n_rows = _n_rows(sequence, n)
             outputs[n_outputs : n_outputs + n_rows] = np.arange(n_tokens + n - n_rows, n_tokens + n)
             n_outputs += n_rows
@@ -697,6 +774,8 @@ class Engine:
             outputs[:n_outputs],
             tuple(sorted({sequence.tap for sequence, _ in chunks if sequence.tap})),
             None if self.cut == "none" else self._cut[:n_tokens],
+            self._states if self.states is not None else None,
+            self._saves[:n_tokens] if self.states is not None else None,
         )
 
     def _collect(self, chunks: list[tuple[Sequence, int]], result: StepResult, now: float) -> list[Sequence]:
@@ -728,6 +807,7 @@ class Engine:
             self._counted.prompt_tokens += max(min(end, sequence.n_prompt) - start, 0)
             if end // PAGE_SIZE > sequence.n_registered and not sequence.tap:
                 self._register_pages(sequence)
+            self._drop_states(sequence)
             if is_last:
                 constraint = sequence.sampler.constraint if sequence.sampler else None
                 complete = constraint is not None and constraint.finished
@@ -764,6 +844,8 @@ class Engine:
             n_dense = dense_in_page(sequence.n_dense, i)
             sequence.chain = self.pool.register(sequence.pages[i], sequence.chain, tokens, n_dense)
             sequence.n_registered = i + 1
+            if self.states is not None and sequence.n_registered * PAGE_SIZE in sequence.states:
+                self.states.keep(sequence.states[sequence.n_registered * PAGE_SIZE], sequence.chain)
 
     # ---- ends ----
 
@@ -775,6 +857,10 @@ class Engine:
         self._slots.append(sequence.slot)
         sequence.slot = -1
         sequence.pages = []
+        if self.states is not None:
+            for slot in sequence.states.values():
+                self.states.release(slot)
+        sequence.states = {}
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason

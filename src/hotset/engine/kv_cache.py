@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from hotset.backends.base import PAGE_SIZE
+from hotset.engine.states import StatePool
 from hotset.errors import InvalidRequestError
 
 ROOT = 0  # the serial number that stands before the first page of every sequence
@@ -31,12 +32,15 @@ def dense_in_page(n_dense: int, index: int) -> int:
 
 
 class PagePool:
-    """Hands out `n_pages` pages with reference counts; released prefixes stay until room is needed (LRU)."""
+    """Hands out `n_pages` pages with reference counts; released prefixes stay until room is needed (LRU).
 
-    def __init__(self, n_pages: int) -> None:
+    states: of a model with recurrent layers, whose prefixes end where a state was kept.
+    """
+
+    def __init__(self, n_pages: int, states: StatePool | None = None) -> None:
         if n_pages < 1:
             raise InvalidRequestError(f"the KV cache needs at least one page, not {n_pages}")
-        self.n_pages = n_pages
+        self.n_pages, self.states = n_pages, states
         self._empty = list(range(n_pages - 1, -1, -1))  # unused pages, the lowest on top
         self._idle: OrderedDict[int, None] = (
             OrderedDict()
@@ -78,7 +82,8 @@ class PagePool:
         first: int = 0,
         parent: int = ROOT,
     ) -> tuple[list[int], int]:
-        """The longest stored prefix of `tokens`, in whole pages, `max_pages` at most.
+        """The longest stored prefix of `tokens`, in whole pages, `max_pages` at most; with states, the
+        longest behind which one was kept.
 
         n_dense: tokens before it are computed with small values, those from it on without.
         Of a sequence whose first pages are there already: those after its `first` pages, the last of which
@@ -89,18 +94,23 @@ class PagePool:
         serial = parent
         if max_pages <= first or not self._pages:
             return pages, serial
+        n_whole = 0  # pages up to a state
         data = np.asarray(tokens[first * PAGE_SIZE : max_pages * PAGE_SIZE], dtype=np.int32)
         for start in range(0, len(data) - PAGE_SIZE + 1, PAGE_SIZE):
             n = dense_in_page(n_dense, first + start // PAGE_SIZE)
             page = self._pages.get((serial, n, data[start : start + PAGE_SIZE].tobytes()))
             if page is None:
                 break
+            pages.append(page)
+            serial = self._serials[page]
+            if self.states is None or self.states.has(serial):
+                n_whole = len(pages)
+        del pages[n_whole:]
+        for page in pages:
             if self._references[page] == 0:
                 del self._idle[page]
             self._references[page] += 1
-            pages.append(page)
-            serial = self._serials[page]
-        return pages, serial
+        return pages, self._serials[pages[-1]] if pages else parent
 
     def register(self, page: int, parent: int, tokens: Sequence[int], n_dense: int = PAGE_SIZE) -> int:
         """Makes a page that was just filled with `tokens` findable after `parent`; returns its serial number.
@@ -144,3 +154,5 @@ class PagePool:
         if key is not None:
             del self._pages[key]
             self._keys[page] = None
+            if self.states is not None:
+                self.states.forget(self._serials[page])

@@ -34,11 +34,13 @@ def steps(
     n_bytes = 4 * sum(widths[name] for name in names)
     n_step = max(1, min(backend.max_batch, _TAPPED_BYTES // max(n_bytes, 1)))
     pages: list[int] = []
+    slots = None
     try:
         with thread.exclusive() as engine:
             pages = engine.take_pages(len(ids))
+            slots = engine.take_states()
         table = np.array([pages], np.int32)
-        for start in range(0, len(ids), n_step):
+        for i, start in enumerate(range(0, len(ids), n_step)):
             n = min(n_step, len(ids) - start)
             every = np.arange(n, dtype=np.int32)
             batch = Batch(
@@ -49,6 +51,8 @@ def steps(
                 outputs=every if outputs else every[:0],
                 taps=tuple(names),
             )
+            if slots is not None:
+                batch = batch.with_states_of_rows(i, slots)
             with thread.exclusive():
                 taps = dict(backend.step(batch).taps)
             yield taps
@@ -56,3 +60,5 @@ def steps(
         if pages and not thread.closed:
             with thread.exclusive() as engine:
                 engine.pool.release(pages)
+                if slots is not None:
+                    engine.give_states()

@@ -88,7 +88,9 @@ FALLBACKS: dict[GGMLType, GGMLType] = {
 """Where blocks do not divide the rows."""
 
 # Read as floats by every engine, small, or both.
-_KEPT = re.compile(r"(ffn_gate_inp|token_types|ssm_conv1d|rope_freqs|rope_factors_\w+)\.weight$")
+_KEPT = re.compile(
+    r"(ffn_gate_inp|token_types|ssm_conv1d|shortconv\.conv|rope_freqs|rope_factors_\w+)\.weight$"
+)
 _BETTER = re.compile(r"blk\.(\d+)\.(attn_v|ffn_down|ffn_down_t|ffn_down_exps)\.weight")
 _PREDICTOR = re.compile(r"blk\.\d+\.fc[12]\.weight")
 _PIECE_BYTES = 1 << 24  # read and encoded at a time

@@ -47,8 +47,9 @@ SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.we
 NormKind = Literal["rms", "layer"]
 PredictorInput = Literal["ffn_inp", "layer_input"]
 HeadNorm = Literal["head", "width"]
-# What the native core holds: kMaxHeadDim (csrc/kernels/kernels.h), kMaxGroup (csrc/plan.h), and an int.
-MAX_HEAD_DIM, MAX_GROUP, MAX_WINDOW = 512, 256, (1 << 31) - 1
+# What the native core holds: kMaxHeadDim (csrc/kernels/kernels.h), kMaxGroup and kMaxConvKernel
+# (csrc/plan.h), and an int.
+MAX_HEAD_DIM, MAX_GROUP, MAX_CONV_KERNEL, MAX_WINDOW = 512, 256, 64, (1 << 31) - 1
 MAX_EXPERTS = 1024  # kMaxChunks of csrc/threads.h
 SCORINGS: dict[int, Scoring] = {1: "softmax", 2: "sigmoid", 3: "softmax_chosen"}  # expert_gating_func
 EPSILON_KEYS: dict[NormKind, str] = {
@@ -126,6 +127,8 @@ class Architecture:
     predictor_input: what a published predictor (fc1, fc2) reads: the residual stream after attention, or as
       it enters the layer; never the normalised input of the FFN.
     experts: of files whose FFNs are experts; None: there are none.
+    output_norm: the tensor of the last norm.
+    short_conv: layers without KV heads have a short convolution in place of attention.
     """
 
     rope: RopeKind | None = "norm"
@@ -153,6 +156,8 @@ class Architecture:
     latent_eps: float | None = None
     predictor_input: PredictorInput = "ffn_inp"
     experts: ExpertDefaults | None = None
+    output_norm: str = "output_norm"
+    short_conv: bool = False
 
 
 _QKV = ("attn_q", "attn_k", "attn_v")
@@ -204,6 +209,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "deepseek": Architecture(experts=ExpertDefaults(normalised=False)),
     "deepseek2": Architecture(latent_eps=1e-6, experts=ExpertDefaults(normalised=False)),  # V2, V3, Kimi K2
+    "lfm2": Architecture(
+        rope="neox", qk_norm="head", output_norm="token_embd_norm", short_conv=True,
+    ),
+    "lfm2moe": Architecture(
+        rope="neox", qk_norm="head", output_norm="token_embd_norm", short_conv=True,
+        experts=ExpertDefaults(scoring="sigmoid"),
+    ),
 }  # fmt: skip
 
 POWERINFER_ARCHITECTURES: dict[str, Architecture] = {
@@ -236,6 +248,13 @@ class Experts:
     group_best: int = 2
 
 
+@dataclass(frozen=True)
+class ConvMixer:
+    """A gated short convolution in place of attention. kernel: tokens that it sees, itself among them."""
+
+    kernel: int
+
+
 REFUSED = {
     "phimoe": "engines compute another function than it was trained with (RMS norms and a plain softmax "
     "in place of layer norms and two masked ones)",
@@ -248,6 +267,7 @@ class LayerConfig:
     """What may differ between the layers of a model. For what is not told here see Architecture.
 
     n_ff: neurons of the FFN, or of one of its experts. experts: None: there are none.
+    mixer: what stands in attention's place; None: attention does.
     rope: with final frequencies; None: positions are not rotated. window: tokens that a token sees, itself
     among them; 0: all before it. attention_scale: of q · k. attention_softcap: see graph.Attention; 0: none.
     """
@@ -265,6 +285,7 @@ class LayerConfig:
     ffn_norm: str = "ffn_norm"
     sinks: bool = False
     experts: Experts | None = None
+    mixer: ConvMixer | None = None
 
     @property
     def n_neurons(self) -> int:
@@ -333,6 +354,7 @@ class ModelConfig:
     sparse_threshold: float = 0.0
     masked: bool = False
     n_extra_layers: int = 0
+    output_norm: str = "output_norm"
 
     @property
     def n_layer(self) -> int:
@@ -347,6 +369,11 @@ class ModelConfig:
     def has_experts(self) -> bool:
         """Whether a layer has experts."""
         return any(layer.experts is not None for layer in self.layers)
+
+    @property
+    def n_recurrent(self) -> int:
+        """Layers that have a recurrent state in place of keys and values."""
+        return sum(layer.mixer is not None for layer in self.layers)
 
     @property
     def activation(self) -> FFNActivation:
@@ -447,6 +474,10 @@ class _Keys:
     def uniform(self, key: str, n_layer: int, low: int, high: int, default: int | None = None) -> int:
         """As per_layer, where every layer must have the same number."""
         values = set(self.per_layer(key, n_layer, low, high, default))
+        return self.one(key, values)
+
+    def one(self, key: str, values: set[int]) -> int:
+        """The only one of a key's values."""
         if len(values) > 1:
             raise UnsupportedModelError(
                 f"the file's key {self.architecture}.{key} differs between layers, which is not supported"
@@ -544,6 +575,7 @@ def config_from_gguf(gguf: GGUFFile, *, activation: str | None = None) -> ModelC
         sparse_threshold=_number(gguf.metadata, SPARSE_THRESHOLD_KEY) or 0.0,
         masked=_masked(gguf.metadata),
         n_extra_layers=n_extra_layers,
+        output_norm=architecture.output_norm,
     )
     if any(layer.activation.up is not None and not layer.gated for layer in config.layers):
         what = f"the {name} model's feed-forward network has no gate, so its activation cannot be dReLU"
@@ -580,6 +612,7 @@ def _layers(
         if any(windows) and architecture.windowed_rope_base is not None:
             base = keys.real("rope.freq_base_swa", 1e-3, 1e15, architecture.windowed_rope_base)
             windowed = Rope(rope.kind, rope.n_rot, tuple(_frequencies(base, rope.n_rot).tolist()))
+    mixers = _mixers(keys, architecture, n_layer)
     period = architecture.unrotated_period
     if architecture.rotates_windows and any(windows):
         rope = None
@@ -598,9 +631,30 @@ def _layers(
             ffn_norm=architecture.ffn_norm,
             sinks=architecture.sinks,
             experts=experts[i],
+            mixer=mixers[i],
         )
         for i in range(n_layer)
     )
+
+
+def _kv_heads(keys: _Keys, architecture: Architecture, n_layer: int, n_head: int) -> int:
+    """KV heads of the layers that have attention; of the others, where there may be such, the key says 0."""
+    key = "attention.head_count_kv"
+    if not architecture.short_conv:
+        return keys.uniform(key, n_layer, 1, 1 << 14, n_head)
+    found = set(keys.per_layer(key, n_layer, 0, 1 << 14, n_head)) - {0}
+    if not found:
+        raise UnsupportedModelError(f"no layer of the model has attention ({keys.architecture}.{key} is 0)")
+    return keys.one(key, found)
+
+
+def _mixers(keys: _Keys, architecture: Architecture, n_layer: int) -> tuple[ConvMixer | None, ...]:
+    """What stands in attention's place, layer by layer."""
+    if not architecture.short_conv:
+        return (None,) * n_layer
+    heads = keys.per_layer("attention.head_count_kv", n_layer, 0, 1 << 14, 1)
+    conv = ConvMixer(keys.integer("shortconv.l_cache", 2, MAX_CONV_KERNEL)) if 0 in heads else None
+    return tuple(None if n else conv for n in heads)
 
 
 def _experts(
@@ -652,7 +706,7 @@ def _experts(
 def _heads(keys: _Keys, architecture: Architecture, n_layer: int, n_embd: int) -> tuple[int, int, int, int]:
     """Heads of q, of k and v, and the channels of one of q and k, of v; as attention computes them."""
     n_head = keys.uniform("attention.head_count", n_layer, 1, 1 << 14)
-    n_head_kv = keys.uniform("attention.head_count_kv", n_layer, 1, 1 << 14, n_head)
+    n_head_kv = _kv_heads(keys, architecture, n_layer, n_head)
     if n_head % n_head_kv:
         raise keys.error("attention.head_count", f"is {n_head}, not a multiple of the {n_head_kv} KV heads")
     if n_embd % n_head and keys.get("attention.key_length") is None:

@@ -33,6 +33,7 @@ from hotset.model.graph import (
     Route,
     Scale,
     SelectOutputs,
+    ShortConv,
     SignScores,
     SoftCap,
     TransposedHeads,
@@ -55,7 +56,8 @@ class Cost:
 
     Depth is the number of tokens in the cache before the token in question, which sees them and itself, or
     as many as a layer's window lets it. expert_bytes: layer → bytes of one of its experts.
-    token_cycle: bytes of the experts that a token has, in all layers.
+    token_cycle: bytes of the experts that a token has, in all layers. state_bytes: of the recurrent state of
+    one sequence, which each of its tokens reads.
     """
 
     def __init__(self, graph: Graph, tensors: Mapping[str, TensorInfo]) -> None:
@@ -65,6 +67,8 @@ class Cost:
             for op in graph.primitives
             if isinstance(op, Linear | TransposedLinear | TransposedHeads | ExpertLinear | ExpertSum)
         )
+        # Of one sequence, in all layers: what operations with a state leave to the next token.
+        self.state_bytes = sum(4 * math.prod(op.state_shape) for op in graph.recurrent)
         self._weight_bytes: Counter[GGMLType] = Counter()
         self.token_cycle = 0
         self.expert_bytes: Counter[int] = Counter()
@@ -95,7 +99,8 @@ class Cost:
 
     def bytes_per_token(self, depth: float, kv_type: KVType, batch: int = 1) -> float:
         """Bytes that a token at `depth` reads where `batch` tokens of other sequences share the weights."""
-        return self._weight_bytes.total() / batch + self.kv_bytes_read(depth, kv_type)
+        of_weights = self._weight_bytes.total() / batch
+        return of_weights + self.kv_bytes_read(depth, kv_type) + self.state_bytes
 
     def flops_per_token(self, depth: float) -> float:
         """Multiplications and additions of the matrices and of attention; norms, signs and the like are left
@@ -139,7 +144,7 @@ def weights_read(op: Primitive, tensors: Mapping[str, TensorInfo]) -> Iterator[t
         case Attention():
             if op.sinks is not None:
                 yield op.sinks, tensors[op.sinks].nbytes
-        case RMSNorm() | TransposedHeads():
+        case RMSNorm() | TransposedHeads() | ShortConv():
             yield op.weight, tensors[op.weight].nbytes
         case (
             Rotate() | Heads() | Activate() | Multiply() | Add() | Scale() | SoftCap() | Mask() | Cutoff()

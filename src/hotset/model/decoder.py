@@ -9,6 +9,8 @@ tensors are ("blk.3.attn_q" is what blk.3.attn_q.weight yields), and every name 
     the heads make of them  attn_k_shared  attn_k_shared_rope]
     blk.N.attn       what the heads yield, side by side       blk.N.attn_out  after attn_output
     [blk.N.post_attention_norm]  [blk.N.attn_scaled]
+    or, in place of these, of a short convolution:
+    blk.N.conv_b  conv_c  conv_x  conv_in: b * x  conv  conv_gated: times c  conv_out
     blk.N.ffn_inp    the residual stream after attention      blk.N.ffn_norm  what the FFN reads
     [blk.N.ffn_router: the experts' scores  ffn_route: the chosen ones' ids and weights]
     [blk.N.ffn_pred_h  ffn_pred_h_act]  [blk.N.ffn_pred: a predictor's scores]
@@ -31,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from hotset.errors import UnsupportedModelError
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import DECODABLE, GGMLType
-from hotset.model.config import Experts, Latent, LayerConfig, ModelConfig
+from hotset.model.config import ConvMixer, Experts, Latent, LayerConfig, ModelConfig
 from hotset.model.cutoffs import LayerCutoffs
 from hotset.model.graph import (
     Activate,
@@ -57,6 +59,7 @@ from hotset.model.graph import (
     Scale,
     Select,
     SelectOutputs,
+    ShortConv,
     SignScores,
     SoftCap,
     TransposedHeads,
@@ -134,7 +137,7 @@ class _Description:
         return x
 
     def attention(self, i: int, layer: LayerConfig, x: Value) -> Value:
-        """Attention of layer i and the sum with what entered it."""
+        """Attention of layer i, or what stands in its place, and the sum with what entered it."""
         config, blk = self.config, f"blk.{i}"
         self._enter(i, "attention")
         # A parallel FFN has no norm of its own: what it reads is called attn_norm, and attention reads
@@ -142,6 +145,20 @@ class _Description:
         has_second = layer.parallel and f"{blk}.attn_norm_2.weight" in self.weights.tensors
         h = self._norm(x, f"{blk}.attn_norm_2" if has_second else f"{blk}.attn_norm", f"{blk}.attn_norm")
         h = self._cut(h, self.cutoffs[i].attn_in)
+        out = self._mixed(i, layer, h)
+        if layer.post_norm:
+            out = self._norm(out, f"{blk}.post_attention_norm")
+        out = self._scaled(out, config.residual_scale, f"{blk}.attn_scaled")
+        return self._add(Add(self._value(f"{blk}.ffn_inp", config.n_embd), x, out, **self._where))
+
+    def _mixed(self, i: int, layer: LayerConfig, h: Value) -> Value:
+        """What attention, or whatever stands in its place, makes of the tokens so far."""
+        if layer.mixer is None:
+            return self._heads_attend(i, layer, h)
+        return self._convolved(f"blk.{i}", layer.mixer, h)
+
+    def _heads_attend(self, i: int, layer: LayerConfig, h: Value) -> Value:
+        config, blk = self.config, f"blk.{i}"
         if config.latent is not None:
             q, k, v = self._latent_heads(h, blk, layer, config.latent)
         else:
@@ -157,11 +174,19 @@ class _Description:
             )
         )  # fmt: skip
         attn = self._cut(attn, self.cutoffs[i].attn_out)
-        out = self._linear(attn, f"{blk}.attn_output", config.n_embd, f"{blk}.attn_out")
-        if layer.post_norm:
-            out = self._norm(out, f"{blk}.post_attention_norm")
-        out = self._scaled(out, config.residual_scale, f"{blk}.attn_scaled")
-        return self._add(Add(self._value(f"{blk}.ffn_inp", config.n_embd), x, out, **self._where))
+        return self._linear(attn, f"{blk}.attn_output", config.n_embd, f"{blk}.attn_out")
+
+    def _convolved(self, blk: str, mixer: ConvMixer, h: Value) -> Value:
+        """A short convolution of the product of two projections, times a third."""
+        d = self.config.n_embd
+        names = f"{blk}.conv_b", f"{blk}.conv_c", f"{blk}.conv_x"
+        parts = self._rows_of(f"{blk}.shortconv.in_proj", h, dict.fromkeys(names, d))
+        b, c, x = (self._add(op) for op in parts)
+        x = self._add(Multiply(self._value(f"{blk}.conv_in", d), b, x, **self._where))
+        weight = self.weights.matrix(f"{blk}.shortconv.conv", mixer.kernel, d)
+        conv = self._add(ShortConv(self._value(f"{blk}.conv", d), x, weight, mixer.kernel, **self._where))
+        gated = self._add(Multiply(self._value(f"{blk}.conv_gated", d), c, conv, **self._where))
+        return self._linear(gated, f"{blk}.shortconv.out_proj", d, f"{blk}.conv_out")
 
     def ffn(self, i: int, layer: LayerConfig, given: Value, x: Value, predictor: Predictor | None) -> Value:
         """The FFN of layer i and the sum with the stream x; `given` is what entered the layer."""
@@ -214,7 +239,7 @@ class _Description:
         config = self.config
         self._where = {}
         x = self._add(SelectOutputs(self._value("output_inp", config.n_embd), x))
-        x = self._norm(x, "output_norm")
+        x = self._norm(x, config.output_norm, "output_norm")
         # Tied: the embedding serves twice.
         matrix = "output" if "output.weight" in self.weights.tensors else "token_embd"
         is_raw = config.logit_scale != 1.0 or config.logit_softcap > 0

@@ -203,6 +203,26 @@ class Attention(_Operation):
 
 
 @dataclass(frozen=True)
+class ShortConv(_Operation):
+    """A causal convolution over the tokens of a sequence, each channel by itself.
+
+    out[t] = sum of weight[:, j] * x[t - (kernel - 1) + j] for j = 0, 1, ..., each product rounded before it
+    is added; before a sequence's first token x is 0. weight: [width, kernel] (GGUF: ne0 = kernel).
+    State: the last kernel - 1 inputs, the oldest first.
+    """
+
+    out: Value
+    x: Value
+    weight: str
+    kernel: int
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Of what a sequence leaves to its next token, in float32."""
+        return self.kernel - 1, self.x.width
+
+
+@dataclass(frozen=True)
 class Activate(_Operation):
     """out = f(x), elementwise.
 
@@ -490,6 +510,7 @@ Primitive = (
     | Heads
     | TransposedHeads
     | Attention
+    | ShortConv
     | Activate
     | Multiply
     | Add
@@ -504,6 +525,9 @@ Primitive = (
     | SelectOutputs
 )
 Op = Primitive | Ffn
+# Operations with a state: what they yield for a token depends on all before it, through a few numbers that
+# the cache holds for a sequence (docs/DESIGN.md, "Recurrent states").
+Recurrent = ShortConv
 
 
 def inputs_of(op: Op) -> list[Value]:
@@ -533,7 +557,8 @@ def inputs_of(op: Op) -> list[Value]:
                     assert_never(op.select)
         case (
             RMSNorm() | LayerNorm() | Linear() | TransposedLinear() | TransposedHeads() | Rotate()
-            | Activate() | Scale() | SoftCap() | SignScores() | Cutoff() | Route() | SelectOutputs()
+            | ShortConv() | Activate() | Scale() | SoftCap() | SignScores() | Cutoff() | Route()
+            | SelectOutputs()
         ):  # fmt: skip
             return [op.x]
         case _:
@@ -578,6 +603,11 @@ class Graph:
     def is_cut(self) -> bool:
         """Whether small values are cut: then it matters which tokens are (Batch.cut)."""
         return any(isinstance(op, Cutoff) for op in self.primitives)
+
+    @property
+    def recurrent(self) -> tuple[Recurrent, ...]:
+        """The operations with a state, in order."""
+        return tuple(op for op in self.ops if isinstance(op, Recurrent))
 
     @property
     def n_layer(self) -> int:

@@ -41,6 +41,7 @@ from hotset.model.graph import (
     Route,
     Scale,
     SelectOutputs,
+    ShortConv,
     SignScores,
     SoftCap,
     TransposedHeads,
@@ -193,6 +194,8 @@ def op_bytes(op: Op, tensors: Mapping[str, TensorInfo]) -> int:
             return _rounded(matrix_bytes(info.type, op.out.width, op.x.width)) + _vector(
                 op.bias, op.out.width
             )
+        case ShortConv():
+            return _vector(op.weight, tensors[op.weight].n_elements)
         case RMSNorm() | LayerNorm():
             bias = op.bias if isinstance(op, LayerNorm) else None
             return _vector(op.weight, tensors[op.weight].n_elements) + _vector(bias, op.out.width)

@@ -65,7 +65,10 @@ def place(
         raise UnsupportedModelError("mixtures of experts are computed on the CPU alone; use --no-gpu")
     if config.latent is not None:
         raise UnsupportedModelError("latent attention is computed on the CPU alone; use --no-gpu")
-
+    if graph.recurrent:
+        raise UnsupportedModelError(
+            "models with recurrent layers are computed on the CPU alone; use --no-gpu"
+        )
     facts = model_facts(
         graph, weights.tensors, mode=mode, kv_type=settings.kv_type, n_pages=n_pages,
         max_batch=settings.max_batch,

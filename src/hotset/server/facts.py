@@ -70,6 +70,8 @@ async def plan(http: Request) -> dict[str, Any]:
             "pages": model.engine.pool.n_pages,
             "tokens": model.engine.pool.n_pages * PAGE_SIZE,
             "bytes": model.engine.pool.n_pages * PAGE_SIZE * model.cost.kv_bytes_per_token(model.kv_type),
+            "states": model.backend.n_states,
+            "state_bytes": model.backend.n_states * model.cost.state_bytes,
         },
     }
 

@@ -37,11 +37,11 @@ def steps(backend: Backend, tokens: np.ndarray, taps: tuple[str, ...]) -> Iterat
     """As `run`, a step at a time: for those who only add up. Needs ceil(n_tokens / PAGE_SIZE) pages."""
     pages = np.arange(-(-len(tokens) // PAGE_SIZE), dtype=np.int32)[None]
     step = min(_STEP, backend.max_batch)
-    for first in range(0, len(tokens), step):
+    for i, first in enumerate(range(0, len(tokens), step)):
         part = np.asarray(tokens[first : first + step], np.int32)
         positions = np.arange(first, first + len(part), dtype=np.int32)
         batch = Batch(part, positions, np.zeros(len(part), np.int32), pages, np.zeros(0, np.int32), taps)
-        yield dict(backend.step(batch).taps)
+        yield dict(backend.step(batch.with_states_of_rows(i)).taps)
 
 
 def longest_sequence(backend: Backend) -> int:
@@ -72,7 +72,7 @@ def generate(
     out[:, 0] = rng.integers(0, backend.n_vocab, n_sequences) if first is None else first
     for position in range(n_tokens - 1):
         batch = Batch(out[:, position].copy(), np.full(n_sequences, position, np.int32), rows, pages, rows)
-        logits = backend.step(batch).logits
+        logits = backend.step(batch.with_states_of_rows(position)).logits
         noise = rng.gumbel(size=logits.shape).astype(np.float32)  # argmax(logits + Gumbel) samples softmax
         out[:, position + 1] = np.argmax(logits + noise, axis=1)
     return out

@@ -416,6 +416,8 @@ def _unsupported(config: ModelConfig, gguf: GGUFFile) -> str | None:
         return "has latent attention"
     if config.norm != "rms":
         return "has layer norms"
+    if config.n_recurrent:
+        return "has layers without attention"
     layer = config.layers[0]
     if not layer.gated:
         return "has an FFN without a gate"

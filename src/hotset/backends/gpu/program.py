@@ -51,6 +51,7 @@ from hotset.model.graph import (
     Route,
     Scale,
     SelectOutputs,
+    ShortConv,
     SignScores,
     SoftCap,
     TransposedHeads,
@@ -248,6 +249,8 @@ class Program:
         match main:
             case Embed():
                 return lambda f: f.values.__setitem__(out, f.inputs.vectors[out][: f.n])
+            case ShortConv():
+                raise UnsupportedModelError("recurrent layers are computed on the CPU; use --no-gpu")
             case SelectOutputs():
                 x = main.x.id
                 return lambda f: f.values.__setitem__(out, f.values[x].index_select(0, f.outputs))

@@ -1,0 +1,410 @@
+"""Models with a recurrent state: it follows chunks, neighbours, reuse, preemption and cancellation exactly.
+
+Every comparison is for equality with the same tokens computed alone, in one step, by one thread.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hotset
+from hotset import _core
+from hotset.backends.base import PAGE_SIZE, Batch, StepResult
+from hotset.backends.cpu import CpuBackend
+from hotset.backends.reference import ReferenceBackend
+from hotset.engine.engine import Engine
+from hotset.engine.engine import Sequence as Request
+from hotset.engine.sampler import SamplingParams
+from hotset.errors import InvalidRequestError, OutOfMemoryError, StepCancelledError, UnsupportedModelError
+from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.model.config import config_from_gguf
+from hotset.model.cost import Cost
+from hotset.model.decoder import describe
+from hotset.settings import LoadSettings
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+tiny_models = pytest.importorskip("tiny_models")
+from derived_bounds import Oracle  # noqa: E402
+
+RECIPES = ["lfm2", "lfm2moe"]
+N_CTX = 256
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    recipe = (tiny_models.RECIPES | tiny_models.EXPERTS)[request.param]
+    return tiny_models.to_gguf(recipe, tiny_models.build(recipe), tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def gguf(path: Path) -> Iterator[GGUFFile]:
+    with open_gguf(path) as gguf:
+        yield gguf
+
+
+def backend(gguf: GGUFFile, **options: Any) -> CpuBackend:
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    how = {"n_pages": 16, "n_states": 40, "max_batch": 256, "kv_type": "f16", "n_threads": 1}
+    return CpuBackend(gguf, graph, **how | options)
+
+
+def prompt(n: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng([seed, n]).integers(0, 260, n).tolist()
+
+
+def drain(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+def score(engine: Engine, tokens: list[int], first: int = 0) -> np.ndarray:
+    """Logits of the positions from `first` on, [n, n_vocab]."""
+    rows: list[np.ndarray] = []
+    sequence = engine.score(tokens, lambda _, logits: rows.append(logits.copy()), first=first)
+    drain(engine)
+    assert sequence.finish_reason == "length", sequence.error
+    return np.concatenate(rows)
+
+
+def ask(engine: Engine, tokens: list[int], **params: Any) -> tuple[Request, list[np.ndarray]]:
+    """A queued request, and the logits that its tokens are drawn from, as they come."""
+    rows: list[np.ndarray] = []
+    sequence = engine.submit(tokens, SamplingParams(**params))
+    assert sequence.sampler is not None
+    sample = sequence.sampler.sample
+
+    def noted(logits: np.ndarray) -> int:
+        rows.append(logits.copy())
+        return sample(logits)
+
+    sequence.sampler.sample = noted  # type: ignore[method-assign]
+    return sequence, rows
+
+
+def assert_computed_alone(gguf: GGUFFile, sequence: Request, rows: list[np.ndarray]) -> None:
+    """The logits of an answer are those of its tokens in a fresh cache, in one step."""
+    assert sequence.finish_reason == "length", sequence.error
+    alone = score(Engine(backend(gguf), N_CTX), sequence.tokens[:-1], sequence.n_prompt - 1)
+    np.testing.assert_array_equal(np.array(rows), alone)
+
+
+# ---- a backend
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_bits_depend_on_no_cut_and_no_neighbour(gguf: GGUFFile, n_threads: int) -> None:
+    texts = [prompt(n, n) for n in (150, 70, 3)]
+    whole = [score(Engine(backend(gguf), N_CTX), text) for text in texts]
+    for max_batch in (1, 2, 5, 64, 67, 256):
+        engine = Engine(backend(gguf, max_batch=max_batch, n_threads=n_threads), N_CTX)
+        rows: list[list[np.ndarray]] = [[] for _ in texts]
+        for text, into in zip(texts, rows, strict=True):
+            engine.score(text, lambda _, logits, into=into: into.append(logits.copy()))  # type: ignore[misc]
+        drain(engine)
+        for found, expected in zip(rows, whole, strict=True):
+            np.testing.assert_array_equal(np.concatenate(found), expected)
+
+
+@pytest.mark.parametrize("isa", _core.available_isas())
+def test_every_operation_is_the_references(gguf: GGUFFile, isa: str) -> None:
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    native = backend(gguf, isa=isa, n_threads=2)
+    oracle = Oracle(gguf, graph, n_pages=16, kv_type="f16", n_states=40)
+    texts = [prompt(70, 1), prompt(66, 2)]
+    table = np.array([[3, 1], [0, 2]], np.int32)
+    at, steps = [0, 0], np.zeros(2, np.int32)
+    names = tuple(value.name for value in graph.values)
+    for parts in ([(0, 61)], [(1, 1), (0, 1)], [(0, 2), (1, 65)], [(0, 6)]):
+        batch = _batch(texts, at, parts, table).with_states_of_rows(steps)
+        batch = replace(batch, taps=names)
+        oracle.check(batch, native.step(batch))
+        for row, n in parts:
+            at[row] += n
+            steps[row] += 1
+    assert at == [70, 66]
+
+
+def _batch(
+    texts: Sequence[list[int]], at: list[int], parts: Sequence[tuple[int, int]], table: np.ndarray
+) -> Batch:
+    ids = [token for row, n in parts for token in texts[row][at[row] : at[row] + n]]
+    positions = [i for row, n in parts for i in range(at[row], at[row] + n)]
+    owners = [row for row, n in parts for _ in range(n)]
+    arrays = (np.array(a, np.int32) for a in (ids, positions, owners))
+    return Batch(*arrays, table, np.arange(len(ids), dtype=np.int32))
+
+
+def test_a_step_can_run_again(gguf: GGUFFile) -> None:
+    """A step writes no state that it reads: as often as it runs, it gives the same."""
+    text, table = prompt(90), np.array([[0, 1]], np.int32)
+    for native in (backend(gguf, n_threads=2), reference(gguf)):
+        whole = native.step(_batch([text], [0], [(0, 90)], table).with_states_of_rows(0)).logits.copy()
+        first = _batch([text], [0], [(0, 66)], table).with_states_of_rows(0)
+        second = _batch([text], [66], [(0, 24)], table).with_states_of_rows(1)
+        for _ in range(3):
+            native.step(first)
+        for _ in range(3):
+            found = native.step(second).logits
+            if isinstance(native, CpuBackend):
+                np.testing.assert_array_equal(found, whole[66:])
+            else:  # NumPy's matrix products depend on their sizes
+                np.testing.assert_allclose(found, whole[66:], rtol=1e-4, atol=1e-4)
+
+
+def reference(gguf: GGUFFile) -> ReferenceBackend:
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    return ReferenceBackend(gguf, graph, n_pages=16, n_states=40)
+
+
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "no states": ({"states": None}, "needs slots"),
+    "no saves": ({"saves": None}, "needs slots"),
+    "too few": ({"saves": [5]}, "needs slots|perhaps one"),
+    "past the end": ({"saves": [-1, 40]}, "outside the 40 slots"),
+    "below": ({"states": [-2]}, "outside the 40 slots"),
+    "reads what it writes": ({"states": [7], "positions": [1, 2], "saves": [-1, 7]}, "none that it reads"),
+    "writes twice": (
+        {"positions": [63, 64], "states": [7], "saves": [3, 3]},
+        "writes a state once",
+    ),
+    "begins in the middle": ({"positions": [1, 2]}, "before every token but its first"),
+    "begins with a state": ({"states": [3]}, "before every token but its first"),
+    "leaves one out": ({"positions": [0, 2]}, "follow one another"),
+    "saves inside a page": ({"saves": [1, 2]}, "end of a page"),
+    "comes twice": (
+        {
+            "tokens": [1, 1, 1], "positions": [0, 0, 1], "sequences": [0, 1, 0], "saves": [-1, -1, 2],
+            "states": [-1, -1], "page_tables": [[0, 1], [2, 3]],
+        },
+        "follow one another",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_batches_that_would_spoil_a_state_are_refused(gguf: GGUFFile, what: str) -> None:
+    arrays: dict[str, Any] = {
+        "tokens": [1, 2], "positions": [0, 1], "sequences": [0, 0], "page_tables": [[0, 1]], "outputs": [1],
+        "states": [-1], "saves": [-1, 2],
+    }  # fmt: skip
+    changed, sentence = BROKEN[what]
+    made = {k: None if v is None else np.array(v, np.int32) for k, v in (arrays | changed).items()}
+    for each in (backend(gguf), reference(gguf)):
+        with pytest.raises(InvalidRequestError, match=sentence):
+            each.step(Batch(**made))  # type: ignore[arg-type]
+
+
+# ---- an engine
+
+
+def test_a_prefix_goes_on_from_the_state_behind_it(gguf: GGUFFile) -> None:
+    shared, engine = prompt(140), Engine(backend(gguf), N_CTX)
+    first, _ = ask(engine, shared, temperature=0, max_tokens=60)
+    drain(engine)
+    assert first.n_reused == 0
+    for tail, reused in ((prompt(50, 1), 128), (prompt(1, 2), 128)):
+        sequence, rows = ask(engine, shared + tail, seed=1, max_tokens=9)
+        drain(engine)
+        assert sequence.n_reused == reused
+        assert_computed_alone(gguf, sequence, rows)
+    # What was generated is a prefix too; and a text that leaves the first inside its second page.
+    for text, reused in ((first.tokens + prompt(20, 3), 192), (shared[:100] + prompt(60, 4), 64)):
+        sequence, rows = ask(engine, text, seed=1, max_tokens=9)
+        drain(engine)
+        assert sequence.n_reused == reused
+        assert_computed_alone(gguf, sequence, rows)
+
+
+def test_without_a_state_a_prefix_is_computed_again(gguf: GGUFFile) -> None:
+    """Four slots, two of them in use: the latest states drive out the others, of those of one step the ends
+    of the longer prefixes those of the shorter ones. Pages without a state are no use."""
+    engine = Engine(backend(gguf, n_states=4), N_CTX, prompt_seconds=math.inf)
+    assert engine.max_sequences == 1
+    shared = prompt(220)
+    for text, reused in (
+        (shared, 0),  # leaves the states behind 128 and 192 tokens
+        (shared + prompt(5, 1), 192),
+        (shared[:140], 128),
+        (shared[:100], 0),  # that behind 64 is gone
+        (prompt(200, 8), 0),
+        (prompt(200, 9), 0),
+        (shared + prompt(5, 3), 0),
+    ):
+        sequence, rows = ask(engine, text, seed=1, max_tokens=5)
+        drain(engine)
+        assert sequence.n_reused == reused
+        assert_computed_alone(gguf, sequence, rows)
+
+
+def test_answers_of_one_prompt_share_its_state(gguf: GGUFFile) -> None:
+    engine = Engine(backend(gguf, n_threads=2), N_CTX)
+    asked = [ask(engine, prompt(150), seed=i, max_tokens=40) for i in range(4)]
+    drain(engine)
+    assert len({tuple(sequence.tokens) for sequence, _ in asked}) == 4
+    assert engine.counters().prompt_tokens == 150 + 3 * 22
+    for sequence, rows in asked:
+        assert_computed_alone(gguf, sequence, rows)
+
+
+def test_preempted_sequences_come_back_to_their_state(gguf: GGUFFile) -> None:
+    for n_states in (8, 40):
+        engine = Engine(backend(gguf, n_pages=4, n_states=n_states, max_batch=50), N_CTX)
+        asked = [ask(engine, prompt(60, i), seed=i, max_tokens=100) for i in range(3)]
+        drain(engine)
+        assert engine.counters().preemptions > 0
+        for sequence, rows in asked:
+            assert_computed_alone(gguf, sequence, rows)
+        assert engine.states is not None
+        assert engine.states.n_available == n_states
+
+
+class Unsteady:
+    """A backend of which some steps are cancelled, before or after all was written, and some fail."""
+
+    def __init__(self, inner: CpuBackend, seed: int) -> None:
+        self.inner, self._draw = inner, np.random.default_rng(seed)
+        self.n_steps = self.n_cancelled = self.n_failed = 0
+        self.fails = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def step(self, batch: Batch) -> StepResult:
+        draw = self._draw.random()
+        if draw < 0.4:
+            self.n_cancelled += 1
+            if draw < 0.3:
+                self.inner.step(batch)
+            raise StepCancelledError
+        result = self.inner.step(batch)
+        self.n_steps += 1
+        if self.fails and self.n_steps % 40 == 0:
+            self.n_failed += 1
+            raise RuntimeError("told to fail")
+        return result
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_cancelled_and_failed_steps_leave_states_to_go_on_from(gguf: GGUFFile, fails: bool) -> None:
+    unsteady = Unsteady(backend(gguf, n_pages=9, n_states=12, max_batch=70), seed=3)
+    unsteady.fails = fails
+    engine = Engine(unsteady, N_CTX)  # type: ignore[arg-type]
+    shared = prompt(130)
+    asked = []
+    for i in range(12):
+        asked.append(ask(engine, shared[: 130 - 7 * (i % 4)] + prompt(i, 5), seed=i, max_tokens=30))
+        for _ in range(3):
+            try:
+                engine.step()
+            except RuntimeError:
+                assert fails
+    while engine.has_work:
+        try:
+            engine.step()
+        except RuntimeError:
+            assert fails
+    assert unsteady.n_cancelled > 10
+    done = [(sequence, rows) for sequence, rows in asked if sequence.finish_reason == "length"]
+    assert len(done) == 12 if not fails else unsteady.n_failed > 1 and len(done) > 2
+    for sequence, rows in done:
+        assert_computed_alone(gguf, sequence, rows)
+    assert engine.states is not None
+    assert engine.states.n_available == 12
+
+
+def test_an_interruption_while_a_step_is_collected_undoes_nothing(gguf: GGUFFile) -> None:
+    engine = Engine(backend(gguf), N_CTX)
+    sequence, rows = ask(engine, prompt(70), seed=0, max_tokens=20)
+    assert sequence.sampler is not None
+    sample, interrupted = sequence.sampler.sample, []
+
+    def once_more(logits: np.ndarray) -> int:
+        if len(interrupted) < 3:
+            interrupted.append(1)
+            raise KeyboardInterrupt
+        interrupted.clear()
+        return sample(logits)
+
+    sequence.sampler.sample = once_more  # type: ignore[method-assign]
+    n_raised = 0
+    while engine.has_work:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            n_raised += 1
+    assert n_raised == 60
+    assert_computed_alone(gguf, sequence, rows)
+
+
+# ---- a model
+
+
+def test_a_loaded_model_counts_its_states(path: Path) -> None:
+    with hotset.load(path, backend="cpu", n_threads=2, n_ctx=N_CTX) as model:
+        per_state = model.cost.state_bytes
+        assert per_state == sum(4 * op.state_shape[0] * op.state_shape[1] for op in model.graph.recurrent)
+        n_states = model.backend.n_states
+        kv = 4 * PAGE_SIZE * model.cost.kv_bytes_per_token("f16")
+        assert n_states == min(2 * 17 + 4, max(12, kv // per_state))
+        ids = prompt(100)
+        expected = model.logits(ids)
+        # Steps of their own beside the engine's have slots of their own, and give them back.
+        np.testing.assert_array_equal(model.taps(ids, ["logits"])["logits"], expected)
+        assert model.engine.states is not None
+        assert model.engine.states.n_available == n_states
+        steps = model.tap_steps(prompt(60), ["logits"])
+        next(steps)
+        with pytest.raises(OutOfMemoryError, match="another text has the slots"):
+            model.taps(ids, ["logits"])
+        steps.close()
+        np.testing.assert_array_equal(model.taps(ids, ["logits"])["logits"], expected)
+
+
+def test_show_and_devices_know_of_states(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from typer.testing import CliRunner
+
+    from hotset.cli.main import app
+
+    shown = CliRunner().invoke(app, ["show", str(path)]).stdout
+    assert "of the layers have a state in place of keys and values" in " ".join(shown.split())
+    facts = json.loads(CliRunner().invoke(app, ["show", str(path), "--json"]).stdout)
+    with open_gguf(path) as gguf:
+        config = config_from_gguf(gguf)
+        cost = Cost(describe(config, gguf.tensors), gguf.tensors)
+    assert facts["recurrent"] == {"layers": config.n_recurrent, "state_bytes": cost.state_bytes}
+    with pytest.raises(UnsupportedModelError, match="computed on the CPU alone; use --no-gpu"):
+        hotset.load(path, device="cpu", vram_budget=1.0, n_ctx=N_CTX)
+
+
+def test_states_count_as_the_cache_does(gguf: GGUFFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hotset import loading
+
+    config = config_from_gguf(gguf)
+    cost = Cost(describe(config, gguf.tensors), gguf.tensors)
+    cost.state_bytes = 10_000_000
+
+    class Memory:
+        available = 0
+
+    monkeypatch.setattr(loading.psutil, "virtual_memory", lambda: Memory)
+    kv = cost.kv_bytes_per_token("f16")
+    Memory.available = 1000 + 256 * kv + 12 * cost.state_bytes
+    assert loading._context(LoadSettings(n_ctx=256), config, cost, 1000) == 256
+    assert loading._context(LoadSettings(), config, cost, 1000) == 256
+    Memory.available -= 2000
+    with pytest.raises(OutOfMemoryError, match="lower n_ctx"):
+        loading._context(LoadSettings(n_ctx=256), config, cost, 1000)
+
+
+def test_too_few_slots_are_a_sentence(gguf: GGUFFile) -> None:
+    with pytest.raises(OutOfMemoryError, match="too small"):
+        Engine(backend(gguf, n_states=3), N_CTX)
