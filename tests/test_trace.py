@@ -28,7 +28,7 @@ from hotset.sparsity.replay import POLICIES, SHARES, replay
 from hotset.sparsity.trace import RouteTrace, default_path, record
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-from routes import ROUTERS, Router, synthetic_routes
+from routes import PUBLISHED, ROUTERS, Router, synthetic_routes
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 4
 EXPERTS = (8, 3)
@@ -272,6 +272,25 @@ def test_routes_are_synthetic_as_asked() -> None:
     one = synthetic_routes(base, 20, seed=1)
     np.testing.assert_array_equal(one, synthetic_routes(base, 20, seed=1))
     assert (one != synthetic_routes(base, 20, seed=2)).any()
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_the_policies_have_the_shape_of_published_replays(name: str) -> None:
+    """On synthetic routes that were fitted to them (bench/routes.py): a cliff at the token cycle, own slots
+    below it, far more than a fixed choice, and some points to the optimum."""
+    router = replace(ROUTERS[name], n_layers=5)
+    trace = traced(synthetic_routes(router, 1024, seed=0), router.n_experts)
+    published = PUBLISHED[name]
+    for point in replay(trace, tuple(published)).points:
+        rates, said = point.hit_rates, published[point.share]
+        for policy in ("lru", "per_layer", "optimum"):
+            if policy in said:
+                assert rates[policy] == pytest.approx(said[policy], abs=0.1), (policy, point)
+        assert (rates["lru"] == 0) == (point.cycles < 1) == (said["lru"] == 0)
+        assert rates["static"] < rates["per_layer"] - 0.1
+        if point.cycles >= 1.5:
+            assert 1 - rates["hotset"] < 1.02 * (1 - rates["lru"])
+    assert [point.cycles < 1 for point in replay(trace, (0.05,)).points] == [router.n_experts != 256]
 
 
 # ---- the command line ----

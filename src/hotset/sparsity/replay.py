@@ -28,7 +28,7 @@ POLICIES = {
     "static": "the experts that were most frequent before, for ever",
     "lru": "least recently used, slots shared by all layers",
     "per_layer": "least recently used, slots of each layer's own",
-    "decayed": "least credit, which halves every 64 tokens, slots shared",
+    "decayed": "least credit, which halves every 16 tokens, slots shared",
     "hotset": "what hotset does: as decayed from 1.5 token cycles on, below with slots of each layer's own",
     "optimum": "Belady's: what is needed again the latest is not kept; it knows the future",
 }

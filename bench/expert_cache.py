@@ -1,0 +1,185 @@
+"""What a cache of experts hits: real and synthetic routes, beside what was published for real routers.
+
+usage: python bench/expert_cache.py [--trace FILE.trace.hotset.gguf ...] [--tokens 2048] [--plot FILE.svg]
+       python bench/expert_cache.py --fit gemma-4-26B-A4B
+
+Traces are those of `hotset trace`; bench/split_experts.py makes a real small mixture to take one of.
+Synthetic routes (routes.py) have the shapes of the published routers and a locality that was fitted to the
+published hit rates: for them the table says how well the fit has the shape, and nothing new about these
+routers. Printed are the hit rates of each policy by share of experts resident, (published) in brackets, then
+what half-life the credits should have: misses over those of LRU, with slots that all layers share and with
+slots of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from routes import DECAYED_MISSES, PUBLISHED, ROUTERS, Locality, Router, synthetic_routes
+
+from hotset.replacement import HALF_LIFE, Replacement
+from hotset.sparsity.replay import POLICIES, Replay, replay
+from hotset.sparsity.trace import RouteTrace
+
+HALF_LIVES = (4, 8, 16, 32, 64, 128)
+CYCLES = (1.6, 2.4, 3.2, 4.8)  # sizes at which half-lives are compared
+FITTED_LAYERS = 5  # shares and cycles do not depend on their number
+
+
+def synthetic_trace(name: str, router: Router, n_tokens: int, seed: int = 0) -> RouteTrace:
+    """Routes as a trace; its experts are of one byte."""
+    routes = synthetic_routes(router, n_tokens, seed)
+    layers = tuple(range(router.n_layers))
+    return RouteTrace(routes, layers, router.n_experts, (1,) * len(layers), (0,), "", name, "")
+
+
+def table(replayed: Replay, published: dict[float, dict[str, float]]) -> list[str]:
+    """Lines of Markdown."""
+    lines = ["| resident | token cycles | " + " | ".join(POLICIES) + " |", "|---" * (2 + len(POLICIES)) + "|"]
+    for point in replayed.points:
+        said = published.get(point.share, {})
+        cells = [f"{100 * point.share:.0f}%", f"{point.cycles:.2f}"]
+        for name, rate in point.hit_rates.items():
+            cells.append(f"{rate:.3f}" + (f" ({said[name]:.3f})" if name in said else ""))
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def half_lives(trace: RouteTrace) -> list[str]:
+    """Lines of Markdown: misses over those of a shared LRU."""
+    n_layers, n_experts, first = len(trace.layers), trace.n_experts, trace.n_tokens // 2
+    n = (trace.n_tokens - first) * trace.cycle
+
+    def misses(slots: tuple[int, ...], half_life: int, *, by_layer: bool = False) -> float:
+        cache = Replacement(slots, n_layers, n_experts, half_life)
+        return float(n - cache.replay(trace.routes, first, by_layer=by_layer).sum())
+
+    columns = [f"{half_life}" for half_life in HALF_LIVES]
+    lines = [
+        "| token cycles | slots | LRU | " + " | ".join(columns) + " |",
+        "|---" * (3 + len(columns)) + "|",
+    ]
+    for cycles in CYCLES:
+        n_slots = round(cycles * trace.cycle)
+        lru = misses((n_slots,), 0, by_layer=True)
+        own = tuple(n_slots // n_layers + (i < n_slots % n_layers) for i in range(n_layers))
+        for name, slots in (("shared", (n_slots,)), ("own", own)):
+            rates = [misses(slots, half_life) / lru for half_life in (0, *HALF_LIVES)]
+            lines.append(f"| {cycles} | {name} | " + " | ".join(f"{rate:.3f}" for rate in rates) + " |")
+    return lines
+
+
+def distance(router: Router, published: dict[float, dict[str, float]], n_tokens: int) -> float:
+    """Sum of squares between the hit rates of synthetic routes and the published ones."""
+    trace = synthetic_trace("", replace(router, n_layers=FITTED_LAYERS), n_tokens)
+    n_all, first = FITTED_LAYERS * router.n_experts, n_tokens // 2
+    n = (n_tokens - first) * trace.cycle
+    total = 0.0
+    for point in replay(trace, tuple(published)).points:
+        said = published[point.share]
+        total += sum((point.hit_rates[name] - said[name]) ** 2 for name in said if name in point.hit_rates)
+
+        def hits(half_life: int, n_slots: int = round(point.share * n_all)) -> float:
+            cache = Replacement((n_slots,), FITTED_LAYERS, router.n_experts, half_life)
+            return float(cache.replay(trace.routes, first).sum() / n)
+
+        if "forever" in said:
+            total += (hits(1 << 16) - said["forever"]) ** 2
+        if said["lru"] > 0:
+            total += (hits(32) - (1 - DECAYED_MISSES * (1 - said["lru"]))) ** 2
+    return total
+
+
+def fit(name: str, n_tokens: int) -> Locality:
+    """By the downhill simplex, in the logarithms of the five numbers."""
+    from scipy.optimize import minimize
+
+    router, published = ROUTERS[name], PUBLISHED[name]
+    start = np.log([0.3, 1.5, 150, 1.5, 8])
+    found = minimize(
+        lambda x: distance(replace(router, locality=Locality(*np.exp(x))), published, n_tokens),
+        start,
+        method="Nelder-Mead",
+        options={"maxfev": 110, "initial_simplex": start + np.vstack([np.zeros(5), 0.7 * np.eye(5)])},
+    )
+    return Locality(*np.exp(found.x).round(3).tolist())
+
+
+def plot(replays: Sequence[tuple[str, Replay, dict[float, dict[str, float]]]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    colours = dict(
+        zip(POLICIES, ("#8a939b", "#b9541b", "#76489c", "#2f7a4d", "#2063a4", "#1c2126"), strict=True)
+    )
+    n = len(replays)
+    figure, axes = pyplot.subplots(
+        1, n, figsize=(4.2 * n, 4.1), layout="constrained", squeeze=False, sharey=True
+    )
+    for axis, (title, replayed, published) in zip(axes[0], replays, strict=True):
+        shares = [100 * point.share for point in replayed.points]
+        for name, colour in colours.items():
+            rates = [100 * point.hit_rates[name] for point in replayed.points]
+            style = "--" if name in ("static", "optimum") else "-"
+            axis.plot(shares, rates, style, color=colour, lw=2.4 if name == "hotset" else 1.4, label=name)
+            marks = [(100 * share, 100 * said[name]) for share, said in published.items() if name in said]
+            if marks:
+                axis.plot(*zip(*marks, strict=True), "o", color=colour, ms=5, mfc="white")
+        axis.axvline(100 * replayed.cliff, color="#8a939b", lw=1, ls=":")
+        axis.text(
+            100 * replayed.cliff, 2, " token cycle", rotation=90, fontsize=7.5, color="#667078", va="bottom"
+        )
+        axis.set(xlim=(0, 92), ylim=(0, 101), title=title, xlabel="experts resident (%)")
+        axis.title.set_fontsize(9)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("hit rate (%)")
+    axes[0][-1].legend(
+        fontsize=8, frameon=False, loc="lower right", title="circles: published", title_fontsize=8
+    )
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trace", type=Path, action="append", default=[], metavar="FILE", help="repeatable")
+    parser.add_argument("--tokens", type=int, default=2048, help="of synthetic routes")
+    parser.add_argument(
+        "--fit", choices=tuple(ROUTERS), help="find the locality of a router, and nothing else"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="SVG or PNG")
+    arguments = parser.parse_args()
+    if arguments.fit:
+        print(fit(arguments.fit, arguments.tokens // 2))
+        return
+    traces = [(RouteTrace.open(path), {}) for path in arguments.trace]
+    traces += [
+        (synthetic_trace(name, router, arguments.tokens), PUBLISHED[name]) for name, router in ROUTERS.items()
+    ]
+    replays, numbers = [], {}
+    for trace, published in traces:
+        replayed = replay(trace)
+        kind = "synthetic routes of the shape of " if published else ""
+        shape = f"{len(trace.layers)} layers, {trace.n_used} of {trace.n_experts} experts"
+        print(f"\n{kind}{trace.name}: {shape}, {trace.n_tokens} tokens\n")
+        print("\n".join(table(replayed, published)))
+        print(f"\nmisses over LRU's, by half-life in tokens (hotset's: {HALF_LIFE})\n")
+        print("\n".join(half_lives(trace)), flush=True)
+        title = f"{'synthetic: ' if published else ''}{trace.name.removesuffix('.gguf')}\n{shape}"
+        replays.append((title, replayed, published))
+        numbers[trace.name] = replayed.as_dict()
+    if arguments.plot:
+        plot(replays, arguments.plot)
+    print(json.dumps(numbers))
+
+
+if __name__ == "__main__":
+    main()
