@@ -216,10 +216,14 @@ class PlanBuilder {
     using NormArguments = std::optional<std::tuple<bool, Floats, std::optional<Floats>, float>>;
     using Part = std::tuple<int, Rows, std::optional<Floats>, int>;  // type, data, bias, out
     using ActivationArguments = std::pair<int, float>;               // kind, threshold
+    // A matrix by channel: codes, scales, minimums; its outputs, and which of them is the part's first.
+    using Channels = std::tuple<Bytes, Bytes, std::optional<Bytes>, int64_t, int64_t>;
 
-    // With an activation and two parts, these are gate and up; with one part, it is applied to the result.
+    // cutoff, channels: see Plan::add_linear. With an activation and two parts, these are gate and up; with
+    // one part, it is applied to the result.
     void linear(int x, const NormArguments& norm, const std::vector<Part>& parts, int residual, bool gated,
-                const std::optional<ActivationArguments>& activation) {
+                const std::optional<ActivationArguments>& activation, float cutoff,
+                const std::vector<std::optional<Channels>>& channels) {
         require(!parts.empty() && parts.size() <= kMaxChunks &&
                     (!gated || (parts.size() == 2 && activation)) && (residual < 0 || parts.size() == 1) &&
                     (gated || !activation || parts.size() == 1),
@@ -240,7 +244,13 @@ class PlanBuilder {
             require(width(residual) == width(built[0].out) && residual != built[0].out,
                     "a residual has the width of the output");
         }
-        plan_->add_linear(x, make_norm(norm, x), std::move(built), residual, tail);
+        require(channels.empty() || channels.size() == parts.size(), "every part has channels or none");
+        std::vector<ChannelMatrix> by_channel;
+        for (size_t p = 0; p < channels.size(); p++)
+            by_channel.push_back(channels[p] ? make_channels(*channels[p], built[p].weight)
+                                             : ChannelMatrix());
+        plan_->add_linear(x, make_norm(norm, x), std::move(built), residual, tail, cutoff,
+                          std::move(by_channel));
     }
 
     // The values of an FFN's neurons (csrc/ops/neurons.cpp). predictor: buffer of scores, threshold, and how
@@ -248,16 +258,22 @@ class PlanBuilder {
     void neurons(int x, const NormArguments& norm, const std::optional<Part>& gate, const Part& up,
                  const ActivationArguments& activation, std::optional<int> up_activation,
                  const std::optional<std::tuple<int, float, int64_t>>& predictor, bool sparse, int out,
-                 const std::pair<float, float>& cutoffs) {
+                 const std::tuple<float, float, float>& cutoffs,
+                 const std::vector<std::optional<Channels>>& channels) {
         NeuronFacts facts;
         facts.x = x, facts.out = out, facts.sparse = sparse;
-        std::tie(facts.gate_cutoff, facts.value_cutoff) = cutoffs;
+        std::tie(facts.input_cutoff, facts.gate_cutoff, facts.value_cutoff) = cutoffs;
         facts.norm = make_norm(norm, x);
         if (gate) facts.gate = make_part(*gate, x);
         facts.up = make_part(up, x);
         require(std::get<3>(up) == out && (!gate || std::get<3>(*gate) == out),
                 "gate and up have a row per neuron");
         set_activations(facts, gate.has_value(), activation, up_activation);
+        require(channels.empty() || channels.size() == (gate ? 2 : 1), "gate and up have channels or none");
+        if (!channels.empty() && channels.back())
+            facts.up_channels = make_channels(*channels.back(), facts.up.weight);
+        if (channels.size() == 2 && channels[0])
+            facts.gate_channels = make_channels(*channels[0], facts.gate.weight);
         if (predictor) {
             std::tie(facts.scores, facts.threshold, facts.first) = *predictor;
             same_rows(facts.scores, out);
@@ -575,7 +591,7 @@ class PlanBuilder {
 
     std::string isa() const { return plan_->kernels().isa; }
 
-    // Of each operation in the latest step: seconds, and [n_ops, 5] of FfnCounts.
+    // Of each operation in the latest step: seconds, and [n_ops, 6] of FfnCounts.
     nb::ndarray<nb::numpy, double, nb::ndim<1>> op_seconds() const;
     nb::ndarray<nb::numpy, int64_t, nb::ndim<2>> op_counts() const;
 
@@ -653,6 +669,29 @@ class PlanBuilder {
         require(!bias || int64_t(bias->size()) == width(out), "a bias has the width of its output");
         const Matrix weight = make_matrix(type, data, width(out), width(x), std::nullopt, weights_, stores_);
         return {weight, to_vector(bias), out};
+    }
+    ChannelMatrix make_channels(const Channels& channels, const Matrix& by_row) {
+        const auto& [codes, scales, mins, cols, first] = channels;
+        require(plan_->kernels().channel_linear[int(by_row.type)],
+                std::string(type_facts(by_row.type).name) + " is not laid out by channel");
+        require(cols > 0 && cols % 32 == 0 && first >= 0 && first % 32 == 0 && by_row.rows % 32 == 0 &&
+                    first + by_row.rows <= cols,
+                "outputs of a matrix by channel are whole groups of 32");
+        const size_t row_bytes = size_t(cols) / 32 * (by_row.type == Type::Q8_0 ? 32 : 16);
+        const size_t n_scales = size_t(by_row.cols) / 32 * size_t(cols) * 2;
+        require(codes.size() == size_t(by_row.cols) * row_bytes && scales.size() == n_scales &&
+                    mins.has_value() == (by_row.type == Type::Q4_1) && (!mins || mins->size() == n_scales),
+                "a matrix by channel has the codes, scales and minimums of its rows");
+        weights_.insert(weights_.end(), {codes, scales});
+        if (mins) weights_.push_back(*mins);
+        auto halves = [](const Bytes& bytes) { return reinterpret_cast<const uint16_t*>(bytes.data()); };
+        return {by_row.type,
+                codes.data(),
+                row_bytes,
+                cols,
+                first,
+                halves(scales),
+                mins ? halves(*mins) : nullptr};
     }
     // Experts that a token has.
     int check_route(int route, int n_expert, int out) const {
@@ -854,11 +893,11 @@ nb::ndarray<nb::numpy, double, nb::ndim<1>> PlanBuilder::op_seconds() const {
 
 nb::ndarray<nb::numpy, int64_t, nb::ndim<2>> PlanBuilder::op_counts() const {
     int64_t* out;
-    auto result = new_array<int64_t>(out, plan_->n_ops(), 5);
-    for (int i = 0; i < plan_->n_ops(); i++, out += 5) {
+    auto result = new_array<int64_t>(out, plan_->n_ops(), 6);
+    for (int i = 0; i < plan_->n_ops(); i++, out += 6) {
         const FfnCounts c = plan_->op(i).counters.get();
         out[0] = c.selected, out[1] = c.active, out[2] = c.gate_rows, out[3] = c.up_rows,
-        out[4] = c.down_rows;
+        out[4] = c.down_rows, out[5] = c.left_out;
     }
     return result;
 }
@@ -1223,10 +1262,12 @@ NB_MODULE(_core, m) {
         .def("norm", &PlanBuilder::norm, "layer"_a, "weight"_a, "bias"_a.none(), "eps"_a, "n_head"_a, "x"_a,
              "out"_a)
         .def("linear", &PlanBuilder::linear, "x"_a, "norm"_a.none(), "parts"_a, "residual"_a, "gated"_a,
-             "activation"_a.none())
+             "activation"_a.none(), "cutoff"_a = 0.0f,
+             "channels"_a = std::vector<std::optional<PlanBuilder::Channels>>())
         .def("neurons", &PlanBuilder::neurons, "x"_a, "norm"_a.none(), "gate"_a.none(), "up"_a,
              "activation"_a, "up_activation"_a.none(), "predictor"_a.none(), "sparse"_a, "out"_a,
-             "cutoffs"_a = std::pair<float, float>())
+             "cutoffs"_a = std::tuple<float, float, float>(),
+             "channels"_a = std::vector<std::optional<PlanBuilder::Channels>>())
         .def("axpy", &PlanBuilder::axpy, "x"_a, "type"_a, "data"_a, "scales"_a.none(), "bias"_a.none(),
              "residual"_a, "sparse"_a, "out"_a)
         .def("fetch", &PlanBuilder::fetch, "store"_a, "group"_a, "which"_a, "by"_a, "threshold"_a, "first"_a)

@@ -74,8 +74,12 @@ void Plan::add_select(int x, int out) {
 void Plan::add_norm(Norm norm, int n_head, int x, int out) {
     ops_.push_back(make_norm(*this, std::move(norm), n_head, x, out));
 }
-void Plan::add_linear(int x, Norm norm, std::vector<LinearPart> parts, int residual, LinearTail tail) {
-    ops_.push_back(make_linear(*this, x, std::move(norm), std::move(parts), residual, tail));
+void Plan::add_linear(int x, Norm norm, std::vector<LinearPart> parts, int residual, LinearTail tail,
+                      float cutoff, std::vector<ChannelMatrix> channels) {
+    ops_.push_back(channels.empty()
+                       ? make_linear(*this, x, std::move(norm), std::move(parts), residual, tail, cutoff)
+                       : make_channel_linear(*this, x, std::move(norm), std::move(parts), std::move(channels),
+                                             residual, tail, cutoff));
 }
 void Plan::add_neurons(NeuronFacts facts) {
     ops_.push_back(make_neurons(*this, std::move(facts)));

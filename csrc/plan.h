@@ -78,6 +78,7 @@ constexpr int kPrivateInputs = 8;  // up to this many tokens every worker quanti
 // What the FFN operations of a step did; see StepStats of backends/base.py.
 struct FfnCounts {
     int64_t selected = 0, active = 0, gate_rows = 0, up_rows = 0, down_rows = 0;
+    int64_t left_out = 0;  // bytes of channels that were not read, as their inputs are zero
 };
 
 class FfnCounters {
@@ -86,13 +87,13 @@ class FfnCounters {
         for (auto& value : values_) value.store(0, std::memory_order_relaxed);
     }
     void add(const FfnCounts& c) {
-        const int64_t more[] = {c.selected, c.active, c.gate_rows, c.up_rows, c.down_rows};
-        for (int i = 0; i < 5; i++) values_[i].fetch_add(more[i], std::memory_order_relaxed);
+        const int64_t more[] = {c.selected, c.active, c.gate_rows, c.up_rows, c.down_rows, c.left_out};
+        for (int i = 0; i < 6; i++) values_[i].fetch_add(more[i], std::memory_order_relaxed);
     }
-    FfnCounts get() const { return {values_[0], values_[1], values_[2], values_[3], values_[4]}; }
+    FfnCounts get() const { return {values_[0], values_[1], values_[2], values_[3], values_[4], values_[5]}; }
 
   private:
-    std::atomic<int64_t> values_[5] = {};
+    std::atomic<int64_t> values_[6] = {};
 };
 
 class Op {
@@ -143,8 +144,10 @@ struct NeuronFacts {
     int scores = -1;      // buffer of a predictor, -1: none
     float threshold = 0.0f;
     int64_t first = 0;  // neurons before it are always selected and have no score
-    // Of tokens that are cut: what is smaller is zero of the activation that decides, and of the value.
-    float gate_cutoff = 0.0f, value_cutoff = 0.0f;
+    // Of tokens that are cut: what is smaller is zero of the input behind the norm, of the activation that
+    // decides, and of the value.
+    float input_cutoff = 0.0f, gate_cutoff = 0.0f, value_cutoff = 0.0f;
+    ChannelMatrix gate_channels, up_channels;  // copies by channel, where there are any
 };
 
 constexpr int kMaxExperts = 1024;  // each has a chunk of its own at least: kMaxChunks
@@ -253,8 +256,10 @@ class Plan {
     void add_select(int x, int out);
     void add_norm(Norm norm, int n_head, int x, int out);
     // Matrix products of one input. With a norm, it is applied to the input first; with a residual, it is
-    // added to the one output.
-    void add_linear(int x, Norm norm, std::vector<LinearPart> parts, int residual, LinearTail tail);
+    // added to the one output. cutoff: below which inputs are zero, behind the norm, of tokens that are cut;
+    // channels: of each part its copy by channel, where it has one; empty: none has.
+    void add_linear(int x, Norm norm, std::vector<LinearPart> parts, int residual, LinearTail tail,
+                    float cutoff = 0.0f, std::vector<ChannelMatrix> channels = {});
     void add_neurons(NeuronFacts facts);
     // part.out = x times part.weight (rows = inputs) + bias + residual. Sparse: rows of zeros are left out.
     void add_axpy(int x, LinearPart part, int residual, bool sparse);
@@ -340,7 +345,10 @@ std::unique_ptr<Op> make_embed(const Plan& plan, const Matrix& weight, bool posi
 std::unique_ptr<Op> make_select(const Plan& plan, int x, int out);
 std::unique_ptr<Op> make_norm(const Plan& plan, Norm norm, int n_head, int x, int out);
 std::unique_ptr<Op> make_linear(const Plan& plan, int x, Norm norm, std::vector<LinearPart> parts,
-                                int residual, LinearTail tail);
+                                int residual, LinearTail tail, float cutoff = 0.0f);
+std::unique_ptr<Op> make_channel_linear(const Plan& plan, int x, Norm norm, std::vector<LinearPart> parts,
+                                        std::vector<ChannelMatrix> channels, int residual, LinearTail tail,
+                                        float cutoff);
 std::unique_ptr<Op> make_neurons(const Plan& plan, NeuronFacts facts);
 std::unique_ptr<Op> make_axpy(const Plan& plan, int x, LinearPart part, int residual, bool sparse);
 std::unique_ptr<Op> make_fetch(const Plan& plan, FetchFacts facts);

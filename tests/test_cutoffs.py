@@ -49,13 +49,17 @@ def write(folder: Path, architecture: str = "llama", type: GGMLType = T.F32, **o
     return open_gguf(write_relu(folder / "model.gguf", architecture=architecture, **{**given, **options}))
 
 
-def graph_of(gguf: GGUFFile, cutoffs: LayerCutoffs, mode: str | None = None) -> tuple[Any, Graph]:
+def graph_of(gguf: GGUFFile, cutoffs: LayerCutoffs, mode: BaseMode | None = None) -> tuple[Any, Graph]:
     config = config_from_gguf(gguf)
-    ready = prepare(gguf, config, choose(config, gguf.tensors, mode))
-    return ready.weights, describe(config, ready.weights.tensors, ready.predictor, [cutoffs] * config.n_layer)
+    if mode is None:
+        mode = choose(config, gguf.tensors).mode  # type: ignore[assignment]
+        assert mode != "threshold"
+    choice = choose(config, gguf.tensors, thresholds=thresholds_of(gguf, mode, cutoffs))  # type: ignore[arg-type]
+    ready = prepare(gguf, config, choice)
+    return ready.weights, describe(config, ready.weights.tensors, ready.predictor, choice.cutoffs)
 
 
-def cpu(gguf: GGUFFile, cutoffs: LayerCutoffs, mode: str | None = None, **options: Any) -> CpuBackend:
+def cpu(gguf: GGUFFile, cutoffs: LayerCutoffs, mode: BaseMode | None = None, **options: Any) -> CpuBackend:
     weights, graph = graph_of(gguf, cutoffs, mode)
     return CpuBackend(
         weights, graph, **{"n_pages": 8, "max_batch": 128, "n_threads": 2, "sparse": True, **options}
@@ -160,6 +164,25 @@ def test_rows_of_what_is_cut_are_not_read(tmp_path: Path) -> None:
     assert stats is not None
     assert (stats.up_rows < 0.5 * 288).all()
     assert (stats.gate_rows == 288).all()
+
+
+@pytest.mark.parametrize("type_", [T.Q8_0, T.Q4_0, T.Q4_1], ids=lambda t: t.name)
+def test_channels_of_what_is_cut_are_not_read(tmp_path: Path, type_: GGMLType) -> None:
+    gguf = write(tmp_path, type=type_)
+    for case, cutoffs in CASES.items():
+        cutoffs = LayerCutoffs(**{name: 5 * value for name, value in cutoffs.items()})  # enough to pay
+        found, ids = cpu(gguf, cutoffs), tokens(9)
+        found.step(replace(batch([(ids[:8], 0, [0])]), cut=np.ones(8, np.bool_)))
+        found.step(replace(batch([(ids[8:], 8, [0])]), cut=np.ones(1, np.bool_)))
+        if case == "nothing":
+            assert found.stats() is None
+            continue
+        stats = found.stats()
+        assert stats is not None
+        assert stats.left_out is not None
+        assert (stats.left_out > 0).all(), case
+        found.step(batch([(ids[8:], 8, [0])]))  # the same token as it is
+        assert not found.left_out().any()
 
 
 def test_which_tokens_are_cut_is_checked(tmp_path: Path) -> None:

@@ -1244,6 +1244,8 @@ inline void block_scales(const uint8_t* p, int n, const uint8_t*, float* out) {
 }
 
 #include "sparse_kernels.h"
+#include "channels_avx2.h"
+#include "channel_kernels.h"
 #include "format_table.h"
 #include "encode_kernels.h"
 
@@ -1261,6 +1263,7 @@ const Kernels* avx2_kernels() {
         add_formats(t);
         add_sparse_kernels(t);
         add_encoders(t);
+        add_channel_kernels(t);
         return t;
     }();
     return &table;

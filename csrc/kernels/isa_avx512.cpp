@@ -1379,6 +1379,8 @@ inline void block_scales(const uint8_t* p, int n, const uint8_t* end, float* out
 }
 
 #include "sparse_kernels.h"
+#include "channels_avx512.h"
+#include "channel_kernels.h"
 #include "format_table.h"
 #include "encode_kernels.h"
 
@@ -1393,6 +1395,7 @@ const Kernels* avx512_kernels() {
         add_formats(t);
         add_sparse_kernels(t);
         add_encoders(t);
+        add_channel_kernels(t);
         return t;
     }();
     return &table;

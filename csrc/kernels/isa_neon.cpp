@@ -940,6 +940,8 @@ inline void block_scales(const uint8_t* p, int n, const uint8_t*, float* out) {
 }
 
 #include "sparse_kernels.h"
+#include "channels_neon.h"
+#include "channel_kernels.h"
 #include "format_table.h"
 #include "encode_kernels.h"
 
@@ -954,6 +956,7 @@ const Kernels* neon_kernels() {
         add_formats(t);
         add_sparse_kernels(t);
         add_encoders(t);
+        add_channel_kernels(t);
         return t;
     }();
     return &table;

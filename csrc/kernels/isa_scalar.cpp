@@ -87,6 +87,8 @@ void block_scales(const uint8_t* p, int n, const uint8_t*, float* out) {
 }
 
 #include "sparse_kernels.h"
+#include "channels_scalar.h"
+#include "channel_kernels.h"
 #include "format_table.h"
 #include "encode_kernels.h"
 
@@ -100,6 +102,7 @@ const Kernels* scalar_kernels() {
         scalar::add_formats(t);
         scalar::add_sparse_kernels(t);
         scalar::add_encoders(t);
+        scalar::add_channel_kernels(t);
         return t;
     }();
     return &table;

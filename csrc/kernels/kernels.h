@@ -59,6 +59,71 @@ struct Inputs {
 using LinearKernel = void (*)(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1,
                               float* out, int64_t ld, uint8_t* scratch);
 
+// A matrix laid out again by channel = input (formats/planes.py), to read those alone whose input is not
+// zero: codes of a channel side by side, scales (and minimums) by 32 channels. It is of a type whose blocks
+// hold 32 weights, and its outputs are those of the rows [first_col, first_col + n) of the matrix by rows.
+struct ChannelMatrix {
+    Type type = Type::Q4_0;            // of the matrix by rows: Q4_0, Q4_1 or Q8_0
+    const uint8_t* data = nullptr;     // null: there is none
+    size_t row_bytes = 0;              // of a channel
+    int64_t cols = 0;                  // outputs, a multiple of 32
+    int64_t first_col = 0;             // a multiple of 32
+    const uint16_t* scales = nullptr;  // f16 [inputs / 32][cols]
+    const uint16_t* mins = nullptr;    // the same of Q4_1
+
+    HOTSET_INLINE const uint8_t* row(int64_t channel) const { return data + channel * row_bytes; }
+};
+
+// Which channels of one quantised token are not zero: four by four, filled up with zeros, block by block.
+struct ActiveChannels {
+    struct Block {
+        int32_t index;       // of 32 channels
+        int32_t first_quad;  // in quads, and a quarter of that in channels
+        int32_t n_quads;
+    };
+    Block* blocks;      // those whose scale is not zero, in order
+    int32_t* channels;  // [4 * quads]
+    uint32_t* quads;    // codes of four channels, a byte each
+    int32_t n_blocks;
+    int32_t n_channels;
+
+    static HOTSET_INLINE size_t bytes(int64_t k) {
+        return size_t(k / 32 + 1) * (sizeof(Block) + 32 * 4 + 8 * 4);
+    }
+
+    // memory: bytes(k), aligned to 4. A late thread may read codes and scales of another operation: whatever
+    // they are, what is listed lies within k.
+    ActiveChannels(uint8_t* memory, const Inputs& x) {
+        blocks = reinterpret_cast<Block*>(memory);
+        channels = reinterpret_cast<int32_t*>(blocks + x.k / 32);
+        quads = reinterpret_cast<uint32_t*>(channels + x.k);
+        n_blocks = n_channels = 0;
+        int32_t n = 0;  // channels listed so far, with those that fill up
+        for (int32_t b = 0; b < x.k / 32; b++) {
+            if (x.scale[b] == 0.0f) continue;
+            const int32_t first = n;
+            for (int half = 0; half < 2; half++) {
+                const int8_t* codes = x.q + b / 4 * kGroup + half * 64 + b % 4 * 16;
+                for (int i = 0; i < 16; i++) {
+                    if (codes[i] == 0) continue;
+                    uint32_t& quad = quads[n / 4];
+                    quad = (n % 4 ? quad : 0) | uint32_t(uint8_t(codes[i])) << n % 4 * 8;
+                    channels[n++] = b * 32 + half * 16 + i;
+                }
+            }
+            n_channels += n - first;
+            for (; n % 4; n++) channels[n] = channels[n - 1];
+            blocks[n_blocks++] = {b, first / 4, (n - first) / 4};
+        }
+    }
+};
+
+// out[c] = dot(row first_col + col0 + c, the token) for c < n_cols, as LinearKernel gives it. col0 and n_cols
+// are multiples of 32. lanes: [16][n_cols], private to the thread. x: of one token, which `active` lists.
+using ChannelKernel = void (*)(const ChannelMatrix& w, const ActiveChannels& active, const Inputs& x,
+                               int64_t col0, int64_t n_cols, float* lanes, float* out);
+constexpr int kChannelColumns = 128;  // that are computed at a time
+
 // out[j] = dot(rows[j], token t) for j < n, where rows[j] is a row of w. The rows may lie anywhere; while one
 // is computed, the one kGatherAhead after it is fetched, a few lines at a time. So the list goes on behind
 // its end, with what the caller will read next (any address will do).
@@ -153,7 +218,8 @@ struct Kernels {
     GatherKernel gather[kTypeCount];  // null for planes
     AxpyKernel axpy[kTypeCount];
     DecodeKernel decode[kTypeCount];
-    EncodeKernel encode[kTypeCount];  // null for what is never written
+    EncodeKernel encode[kTypeCount];           // null for what is never written
+    ChannelKernel channel_linear[kTypeCount];  // null for what is not laid out by channel
     // What axpy does, with decoded rows that lie in cache: row r at tile + r * n_cols.
     void (*tile_axpy)(const float* tile, const int32_t* rows, const float* values, int n, int64_t n_cols,
                       float* sums);

@@ -12,9 +12,10 @@ constexpr int64_t kPrefetchBytes = 512;     // each of this size
 
 class Linear : public Op {
   public:
-    Linear(const Plan& plan, int x, Norm norm, std::vector<LinearPart> parts, int residual, LinearTail tail)
+    Linear(const Plan& plan, int x, Norm norm, std::vector<LinearPart> parts, int residual, LinearTail tail,
+           float cutoff)
         : plan_(plan),
-          input_(plan, x, std::move(norm)),
+          input_(plan, x, std::move(norm), cutoff),
           parts_(std::move(parts)),
           residual_(residual < 0 ? nullptr : &plan.buffer(residual)),
           tail_(tail) {
@@ -132,8 +133,8 @@ class Linear : public Op {
 }  // namespace
 
 std::unique_ptr<Op> make_linear(const Plan& plan, int x, Norm norm, std::vector<LinearPart> parts,
-                                int residual, LinearTail tail) {
-    return std::make_unique<Linear>(plan, x, std::move(norm), std::move(parts), residual, tail);
+                                int residual, LinearTail tail, float cutoff) {
+    return std::make_unique<Linear>(plan, x, std::move(norm), std::move(parts), residual, tail, cutoff);
 }
 
 }  // namespace hotset

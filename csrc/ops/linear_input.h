@@ -35,8 +35,9 @@ struct InputsMemory {
 
 class LinearInput {
   public:
-    LinearInput(const Plan& plan, int x, Norm norm)
-        : plan_(plan), x_(plan.buffer(x)), norm_(std::move(norm)) {}
+    // cutoff: below which values are zero, behind the norm, of tokens that are cut.
+    LinearInput(const Plan& plan, int x, Norm norm, float cutoff = 0.0f)
+        : plan_(plan), x_(plan.buffer(x)), norm_(std::move(norm)), cutoff_(cutoff) {}
 
     // Every matrix that will be multiplied: what is prepared depends on their types.
     void serves(const Matrix& weight) { quantized_ |= !is_float(weight.type); }
@@ -46,7 +47,7 @@ class LinearInput {
 
     // Whether a phase (of n_prepare_chunks chunks) must run before `inputs`.
     bool prepares_together(const StepTokens& step) const {
-        return n_tokens(step) > kPrivateInputs && (quantized_ || !norm_.weight.empty());
+        return n_tokens(step) > kPrivateInputs && (quantized_ || changes());
     }
     int n_prepare_chunks(const StepTokens& step) const {
         return std::min(ceil_div(n_tokens(step), kPrepareTokens), kMaxChunks);
@@ -55,11 +56,11 @@ class LinearInput {
         const RowRange rows(chunk, n_prepare_chunks(step), n_tokens(step));
         const int64_t k = x_.width, width = padded(k);
         const InputsMemory own(worker.results.data(), rows.count(), k);
-        for (int r = rows.first; r < rows.last; r++) prepare(own, r - rows.first, x_.row(r));
+        for (int r = rows.first; r < rows.last; r++) prepare(own, r - rows.first, x_.row(r), step.cut[r]);
         if (!worker.begin_commit()) return;
         const InputsMemory all(plan_.shared(), plan_.max_tokens(), k);
         const int n = rows.count();
-        if (!norm_.weight.empty()) std::copy_n(own.x, n * k, all.x + rows.first * k);
+        if (changes()) std::copy_n(own.x, n * k, all.x + rows.first * k);
         if (quantized_) {
             std::copy_n(own.q, n * width, all.q + rows.first * width);
             std::copy_n(own.scale, n * width / 32, all.scale + rows.first * (width / 32));
@@ -70,14 +71,22 @@ class LinearInput {
     }
 
     Inputs inputs(const StepTokens& step, Worker& worker) const {
+        return inputs(step, worker, [](const Inputs&) {});
+    }
+    // prepared: called with the inputs when this worker has just prepared them for itself.
+    template <class F>
+    Inputs inputs(const StepTokens& step, Worker& worker, F prepared) const {
         const int n = n_tokens(step);
         const bool together = prepares_together(step);
         const InputsMemory memory(together ? plan_.shared() : worker.inputs.data(),
                                   together ? plan_.max_tokens() : kPrivateInputs, x_.width);
-        if (!together && n <= kPrivateInputs && worker.enter_inputs())
-            for (int r = 0; r < n; r++) prepare(memory, r, x_.row(r));
-        return {n,          x_.width,   norm_.weight.empty() ? x_.row(0) : memory.x, memory.q, memory.scale,
-                memory.sum, memory.isum};
+        const Inputs in = {n,          x_.width,   changes() ? memory.x : x_.row(0), memory.q, memory.scale,
+                           memory.sum, memory.isum};
+        if (!together && n <= kPrivateInputs && worker.enter_inputs()) {
+            for (int r = 0; r < n; r++) prepare(memory, r, x_.row(r), step.cut[r]);
+            prepared(in);
+        }
+        return in;
     }
 
     Needs needs() const {
@@ -88,11 +97,18 @@ class LinearInput {
     }
 
   private:
-    void prepare(const InputsMemory& memory, int at, const float* x) const {
+    // Whether products read other values than those of the buffer.
+    bool changes() const { return !norm_.weight.empty() || cutoff_ != 0.0f; }
+
+    void prepare(const InputsMemory& memory, int at, const float* x, bool cut) const {
         const int64_t k = x_.width, width = padded(k);
         const Kernels& kernels = plan_.kernels();
         if (!norm_.weight.empty()) {
             norm_.apply(kernels, x, k, memory.x + at * k);
+            x = memory.x + at * k;
+        }
+        if (cutoff_ != 0.0f) {
+            cut_small(cut ? cutoff_ : 0.0f, x, k, memory.x + at * k);
             x = memory.x + at * k;
         }
         if (quantized_)
@@ -103,6 +119,7 @@ class LinearInput {
     const Plan& plan_;
     const Buffer& x_;
     const Norm norm_;
+    const float cutoff_;
     bool quantized_ = false;
 };
 

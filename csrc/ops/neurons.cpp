@@ -8,24 +8,25 @@
 #include <bit>
 #include <cstring>
 
-#include "linear_input.h"
+#include "channel_input.h"
 
 namespace hotset {
 namespace {
 
-constexpr int kDecodeChunks = 64;        // one token, at most
-constexpr int kPredictedChunks = 32;     // the same where most neurons are left out
-constexpr int64_t kChunkNeurons = 64;    // one token, at least
-constexpr int kPrefetchPieces = 64;      // that a waiting thread fetches of this phase,
-constexpr int64_t kPrefetchBytes = 512;  // each of this size
-constexpr double kGatherBelow = 0.75;    // share of a chunk's rows: above it reading all of them is as quick
+constexpr int kDecodeChunks = 64;         // one token, at most
+constexpr int kPredictedChunks = 32;      // the same where most neurons are left out
+constexpr int64_t kChunkNeurons = 64;     // one token, at least
+constexpr int64_t kChannelNeurons = 256;  // the same where channels of the input are left out
+constexpr int kPrefetchPieces = 64;       // that a waiting thread fetches of this phase,
+constexpr int64_t kPrefetchBytes = 512;   // each of this size
+constexpr double kGatherBelow = 0.75;     // share of a chunk's rows: above it reading all of them is as quick
 
 class Neurons : public Op {
   public:
     Neurons(const Plan& plan, NeuronFacts facts)
         : plan_(plan),
           facts_(std::move(facts)),
-          input_(plan, facts_.x, facts_.norm),
+          input_(plan, facts_.x, facts_.norm, facts_.input_cutoff),
           out_(plan.buffer(facts_.out)),
           scores_(facts_.scores < 0 ? nullptr : &plan.buffer(facts_.scores)) {
         input_.serves(facts_.up.weight);
@@ -43,11 +44,20 @@ class Neurons : public Op {
 
     void run(int phase, int chunk, const StepTokens& step, Worker& worker) const override {
         if (phase == 0 && input_.prepares_together(step)) return input_.prepare_chunk(chunk, step, worker);
-        const Inputs in = input_.inputs(step, worker);
+        const bool lists = has_channels() && input_.n_tokens(step) == 1;
+        const ChannelInput::One one =
+            lists ? input_.one(step, worker) : ChannelInput::One{input_.inputs(step, worker), nullptr};
+        const Inputs& in = one.inputs;
         const int chunks = neuron_chunks(in.n);
-        const int64_t first = panel_chunk(n_neurons(), chunks, chunk),
-                      last = panel_chunk(n_neurons(), chunks, chunk + 1);
-        Chunk c = {first, last - first, in, step.cut.data(), worker, Scratch(worker, last - first, in.n), {}};
+        const int64_t first = first_neuron(in.n, chunks, chunk), last = first_neuron(in.n, chunks, chunk + 1);
+        Chunk c = {first,
+                   last - first,
+                   in,
+                   lists ? &one : nullptr,
+                   step.cut.data(),
+                   worker,
+                   Scratch(worker, last - first, in.n),
+                   {}};
         if (in.n == 1 && facts_.sparse) {
             one_token(c);
         } else {
@@ -65,6 +75,7 @@ class Neurons : public Op {
     bool prefetch(int phase, int chunk, int piece, const StepTokens& step) const override {
         if ((phase == 0 && input_.prepares_together(step)) || piece >= kPrefetchPieces || scores_)
             return false;
+        if (has_channels() && input_.n_tokens(step) == 1) return false;
         const Matrix& weight = gated() ? facts_.gate.weight : facts_.up.weight;
         const int64_t first = panel_chunk(n_neurons(), neuron_chunks(input_.n_tokens(step)), chunk);
         const uint8_t* at = weight.row(first) + piece * kPrefetchBytes;
@@ -77,7 +88,7 @@ class Neurons : public Op {
         for (int n : {1, plan_.max_tokens()})
             needs.result_floats = std::max(
                 needs.result_floats,
-                Scratch::bytes(largest_panel_chunk(n_neurons(), neuron_chunks(n)), n, packed_bytes(n)) /
+                Scratch::bytes(largest_panel_chunk(n_neurons(), neuron_chunks(n)) + 32, n, packed_bytes(n)) /
                         sizeof(float) +
                     1);
         return needs;
@@ -93,7 +104,8 @@ class Neurons : public Op {
         const uint8_t** rows;  // [size + kGatherAhead] where gathered rows lie
         int32_t* neurons;      // [size] their places in the chunk
         uint8_t* wanted;       // [n][size] whether the token wants the neuron
-        uint8_t* weights;      // gathered rows side by side
+        uint8_t* weights;      // gathered rows side by side, or
+        float* lanes;          // [16][size], of one token whose channels are left out
 
         Scratch(Worker& worker, int64_t size, int n) {
             bits = worker.results.as<uint64_t>();
@@ -104,6 +116,7 @@ class Neurons : public Op {
             neurons = reinterpret_cast<int32_t*>(packed + n * size);
             wanted = reinterpret_cast<uint8_t*>(neurons + size);
             weights = wanted + (n * size + 63) / 64 * 64;
+            lanes = reinterpret_cast<float*>(weights);
         }
         static size_t bytes(int64_t size, int n, size_t row_bytes) {
             return size_t(n) * size * 13 + size * 13 + 128 + size * row_bytes;
@@ -112,7 +125,8 @@ class Neurons : public Op {
     struct Chunk {
         int64_t first, size;
         Inputs in;
-        const uint8_t* cut;  // of each token
+        const ChannelInput::One* one;  // which channels of one token are not zero; null: nobody asked
+        const uint8_t* cut;            // of each token
         Worker& worker;
         Scratch scratch;
         FfnCounts counts;
@@ -125,13 +139,21 @@ class Neurons : public Op {
     }
     bool gated() const { return facts_.gate.weight.data != nullptr; }
     int64_t n_neurons() const { return facts_.up.weight.rows; }
-    // Of each row that is copied: those of several tokens, and of a store.
+    // Of each row that is copied: those of several tokens, and of a store; else sixteen lanes by channel.
     size_t packed_bytes(int n) const {
-        if (n == 1 && !facts_.up.weight.places && !facts_.gate.weight.places) return 0;
-        return std::max(facts_.up.weight.row_bytes, facts_.gate.weight.row_bytes);
+        const bool in_place = n == 1 && !facts_.up.weight.places && !facts_.gate.weight.places;
+        const size_t lanes = has_channels() ? 16 * sizeof(float) : 0;
+        return in_place ? lanes : std::max({facts_.up.weight.row_bytes, facts_.gate.weight.row_bytes, lanes});
+    }
+    bool has_channels() const { return facts_.gate_channels.data || facts_.up_channels.data; }
+    // The first neuron of a chunk; outputs of a matrix by channel come in whole groups of 32.
+    int64_t first_neuron(int n, int chunks, int chunk) const {
+        if (n > 1 || !has_channels()) return panel_chunk(n_neurons(), chunks, chunk);
+        return n_neurons() / 32 * chunk / chunks * 32;
     }
     int neuron_chunks(int n) const {
         if (n > 1) return many_token_chunks(n_neurons(), plan_.n_threads());
+        if (has_channels()) return int(std::clamp<int64_t>(n_neurons() / kChannelNeurons, 1, kDecodeChunks));
         const int64_t most = scores_ && facts_.sparse ? kPredictedChunks : kDecodeChunks;
         return int(std::clamp<int64_t>(n_neurons() / kChunkNeurons, 1, most));
     }
@@ -145,7 +167,8 @@ class Neurons : public Op {
         int count = select_one(c);
         c.counts.selected += count;
         if (reads_all(deciding.weight, count, c)) {
-            all_rows(c, deciding.weight, gated() ? &facts_.up.weight : nullptr, c.scratch.up);
+            if (!by_channel(c, gated() ? facts_.gate_channels : facts_.up_channels, deciding.weight))
+                all_rows(c, deciding.weight, gated() ? &facts_.up.weight : nullptr, c.scratch.up);
             (gated() ? c.counts.gate_rows : c.counts.up_rows) += c.size;
             for (int j = 0; j < count; j++) decided[j] = c.scratch.up[c.scratch.neurons[j]];
         } else {
@@ -187,8 +210,10 @@ class Neurons : public Op {
     void multiply_by_up(Chunk& c, int fired, float* values) const {
         const Kernels& kernels = plan_.kernels();
         float* up = c.scratch.packed;
-        if (reads_all(facts_.up.weight, fired, c)) {
-            all_rows(c, facts_.up.weight, nullptr, c.scratch.up);
+        const bool fewer = facts_.up_channels.data && c.one->share() < double(fired) / double(c.size);
+        if (reads_all(facts_.up.weight, fired, c) || (fewer && c.one->pays(facts_.up_channels))) {
+            if (!by_channel(c, facts_.up_channels, facts_.up.weight))
+                all_rows(c, facts_.up.weight, nullptr, c.scratch.up);
             c.counts.up_rows += c.size;
             for (int j = 0; j < fired; j++) up[j] = c.scratch.up[c.scratch.neurons[j]];
         } else {
@@ -198,6 +223,16 @@ class Neurons : public Op {
         add_bias_of_list(c, facts_.up, fired, up);
         if (facts_.up_activated) kernels.activate(facts_.up_activation, 0.0f, up, fired, up);
         for (int j = 0; j < fired; j++) values[c.scratch.neurons[j]] *= up[j];
+    }
+
+    // All products of the chunk with one token, by the channels of its input that are not zero, into `up`;
+    // false where there is no copy by channel, or too many of them.
+    bool by_channel(Chunk& c, const ChannelMatrix& channels, const Matrix& w) const {
+        if (!c.one || !c.one->pays(channels)) return false;
+        plan_.kernels().channel_linear[int(w.type)](channels, *c.one->active, c.in, c.first, c.size,
+                                                    c.scratch.lanes, c.scratch.up);
+        c.counts.left_out += c.one->left_out(channels, c.size);
+        return true;
     }
 
     void add_bias_of_list(const Chunk& c, const LinearPart& part, int count, float* sums) const {
@@ -346,7 +381,7 @@ class Neurons : public Op {
 
     const Plan& plan_;
     const NeuronFacts facts_;
-    LinearInput input_;
+    ChannelInput input_;
     const Buffer& out_;
     const Buffer* scores_;
 };

@@ -32,6 +32,36 @@ int failures = 0;
 uint64_t reference_hash;  // FNV-1a
 uint64_t first_hash;      // reference_hash before the later types
 
+// A matrix by rows laid out by channel, its columns as they are.
+struct ByChannel {
+    std::vector<uint8_t> codes;
+    std::vector<uint16_t> scales, mins;
+    ChannelMatrix view;
+
+    ByChannel(Type type, const std::vector<uint8_t>& bytes, int64_t rows, int64_t cols) {
+        const int head = type == Type::Q4_1 ? 4 : 2, code_bytes = type == Type::Q8_0 ? 32 : 16;
+        const int64_t block_bytes = type_facts(type).block_bytes;
+        codes.resize(size_t(rows) * cols / 32 * code_bytes);
+        scales.resize(size_t(rows) * cols / 32);
+        if (head == 4) mins.resize(scales.size());
+        view = {type, codes.data(), size_t(rows) / 32 * code_bytes, rows, 0, scales.data(), mins.data()};
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t b = 0; b < cols / 32; b++) {
+                const uint8_t* block = &bytes[(r * (cols / 32) + b) * block_bytes];
+                scales[b * rows + r] = load_u16(block);
+                if (head == 4) mins[b * rows + r] = load_u16(block + 2);
+                for (int i = 0; i < 32; i++) {
+                    uint8_t* row = codes.data() + (b * 32 + i) * view.row_bytes;
+                    if (code_bytes == 32)
+                        row[r] = block[head + i];
+                    else
+                        row[r / 32 * 16 + r % 16] |= ((block[head + i % 16] >> i / 16 * 4) & 15)
+                                                     << r % 32 / 16 * 4;
+                }
+            }
+    }
+};
+
 // About normal, and the same on all platforms, as std::normal_distribution is not.
 float normal() {
     int total = 0;
@@ -225,6 +255,52 @@ void test_gather(const Kernels& kernels, Type type, int64_t rows, int64_t cols) 
                                                 nullptr);
         expect_equal("gather", kernels.isa, detail, got, want);
     }
+}
+
+// What the kernels of rows give, whatever is zero. Not part of the hash, nor are its numbers: they are equal
+// to what is.
+void test_channels(const Kernels& kernels, Type type, int64_t rows, int64_t cols) {
+    const std::mt19937 before = random_engine;
+    const std::vector<uint8_t> bytes = random_matrix(type, rows, cols);
+    const ByChannel by_channel(type, bytes, rows, cols);
+    const auto exact = exact_copy(by_channel.codes);
+    ChannelMatrix w = by_channel.view;
+    w.data = exact.get();
+    const Matrix by_row = {type, bytes.data(), rows, cols, bytes.size() / size_t(rows)};
+    for (const double kept : {0.0, 0.03, 0.5, 1.0})
+        for (const float odd : {0.0f, NAN, INFINITY, -1e-44f}) {
+            std::vector<float> values = normals(cols);
+            for (float& v : values)
+                if (double(random_engine() % 1000) >= 1000 * kept) v = 0.0f;
+            if (kept == 0.5)
+                for (int64_t i = 32; i < std::min<int64_t>(cols, 64); i++) values[i] = 0.0f;
+            if (odd != 0.0f) values[cols / 2] = odd;
+            const QuantizedInputs x(*scalar_kernels(), values, 1, cols);
+            std::vector<uint8_t> memory(ActiveChannels::bytes(cols));
+            const ActiveChannels active(memory.data(), x.view);
+            std::vector<float> want(rows), got(rows, -1.0f), lanes(16 * rows);
+            scalar_kernels()->linear[int(type)](by_row, 0, rows, x.view, 0, 1, want.data(), rows, nullptr);
+            const int64_t half = rows / 64 * 32;
+            for (const auto& [first, last] : {std::pair(int64_t(0), half), std::pair(half, rows)})
+                if (first < last)
+                    kernels.channel_linear[int(type)](w, active, x.view, first, last - first, lanes.data(),
+                                                      got.data() + first);
+            w.first_col = half;  // a fused matrix's
+            std::vector<float> part(rows - half);
+            kernels.channel_linear[int(type)](w, active, x.view, 0, rows - half, lanes.data(), part.data());
+            w.first_col = 0;
+            char detail[96];
+            std::snprintf(detail, sizeof detail, "%s %dx%d, %g kept, %g", type_facts(type).name, int(rows),
+                          int(cols), kept, double(odd));
+            const bool nan = std::isnan(odd) || std::isinf(odd);
+            for (std::vector<float>* v : {&got, &want, &part})
+                for (float& f : *v)
+                    if (nan && std::isnan(f)) f = NAN;  // one NaN is as good as another
+            expect_equal("channel_linear", kernels.isa, detail, got, want, false);
+            want.erase(want.begin(), want.begin() + half);
+            expect_equal("channel_linear of a part", kernels.isa, detail, part, want, false);
+        }
+    random_engine = before;
 }
 
 // Every third row, and a part of the columns that begins at a block.
@@ -516,6 +592,9 @@ void test_type(const Kernels& kernels, Type type) {
         }
     if (!is_float(type)) test_next_row(kernels, type);
     for (int64_t cols : widths) test_encode(kernels, type, cols);
+    if (kernels.channel_linear[int(type)])
+        for (int64_t cols : widths)
+            for (int64_t rows : {32, 96, 288}) test_channels(kernels, type, rows, cols);
     test_extremes(kernels, type);
 }
 

@@ -24,6 +24,8 @@ class StoredRows:
 Rows = np.ndarray | StoredRows  # bytes of a matrix, or where they come from
 NormFacts = tuple[bool, np.ndarray, np.ndarray | None, float]  # layer norm?, weight, bias, eps
 Part = tuple[int, Rows, np.ndarray | None, int]  # type, data, bias, buffer of the result
+# a matrix by channel: codes, scales, minimums; its outputs in all, the first that counts
+Channels = tuple[np.ndarray, np.ndarray, np.ndarray | None, int, int]
 # (type, data) of each tensor, rows of an expert in it, the first that counts, bias of those that do
 ExpertPart = tuple[list[tuple[int, np.ndarray]], int, int, np.ndarray | None]
 
@@ -119,6 +121,8 @@ class Plan:
         residual: int,
         gated: bool,
         activation: tuple[int, float] | None,  # kind, threshold
+        cutoff: float = 0.0,
+        channels: list[Channels | None] = ...,
     ) -> None: ...
     def neurons(
         self,
@@ -131,7 +135,8 @@ class Plan:
         predictor: tuple[int, float, int] | None,  # buffer of scores, threshold, first
         sparse: bool,
         out: int,
-        cutoffs: tuple[float, float] = (0.0, 0.0),  # of the activation that decides, of the value
+        cutoffs: tuple[float, ...] = (0.0, 0.0, 0.0),  # of the input, the activation that decides, the value
+        channels: list[Channels | None] = ...,
     ) -> None: ...
     def axpy(
         self,

@@ -152,7 +152,8 @@ class StepStats:
     gate_rows, up_rows, down_rows: rows of the matrices that were read; the tokens of a step share them.
     predictor, ffn, attention: seconds. ffn covers its norm and its matrices without the predictor. other:
     seconds of the rest of the step. active_on_cpu: of the active neurons those that the CPU computed; None
-    where no device computes any.
+    where no device computes any. left_out: bytes of matrices by channel that were not read, as their inputs
+    are zero; None where nothing is cut.
     """
 
     n_tokens: int
@@ -166,6 +167,7 @@ class StepStats:
     attention: np.ndarray
     other: float
     active_on_cpu: np.ndarray | None = None
+    left_out: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

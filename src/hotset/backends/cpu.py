@@ -127,17 +127,18 @@ class CpuBackend:
         return plan.rows(lowered.result)
 
     def stats(self) -> StepStats | None:
-        """Counts and times of the latest step; None for a model whose FFNs have no zeros.
+        """Counts and times of the latest step; None where FFNs have no zeros and nothing is cut.
 
         Of a step with taps that lie inside an FFN there are no counts for it.
         """
-        if self._latest is None or not self._latest[0].has_neurons:
+        if self._latest is None or not (self._latest[0].has_neurons or self.graph.is_cut):
             return None
         predictor, ffn, attention, other = self.seconds().T
         selected, active, gate_rows, up_rows, down_rows = self.counts().T
         return StepStats(
             self._latest[1], selected, active, gate_rows, up_rows, down_rows,
             predictor, ffn, attention, float(other.sum()),
+            left_out=self.left_out() if self.graph.is_cut else None,
         )  # fmt: skip
 
     @property
@@ -159,13 +160,21 @@ class CpuBackend:
         counts = np.zeros((self.n_layer, 5), np.int64)
         if self._latest is not None:
             lowered = self._latest[0]
-            of_ops = lowered.plan.op_counts()
+            of_ops = lowered.plan.op_counts()[:, :5]
             for gate in lowered.gates:  # neurons are counted by the operation that computes the gates
                 n_selected, _, _, n_rows, _ = of_ops[gate]
                 of_ops[gate] = n_selected, 0, n_rows, 0, 0
                 of_ops[gate + 2, 0] = 0  # behind the fetch
             np.add.at(counts, lowered.layers, of_ops)
         return counts
+
+    def left_out(self) -> np.ndarray:
+        """Of the latest step, int64 [n_layer]: bytes of channels that were not read."""
+        left_out = np.zeros(self.n_layer, np.int64)
+        if self._latest is not None:
+            lowered = self._latest[0]
+            np.add.at(left_out, lowered.layers, lowered.plan.op_counts()[:, 5])
+        return left_out
 
     def active_on_cpu(self) -> np.ndarray:
         """Of the latest step, int64 [n_layer]: every active neuron of these layers."""

@@ -1,9 +1,9 @@
 """Groups the operations of a graph that a backend runs as one.
 
-A norm goes into the matrix products that read it; q, k and v become one operation; an activation goes into
-the product before it, a residual into the product or the FFN before it; head norms and rotation into
-attention. An FFN is a group of its own. A value that is asked for as a tap is kept, and what would fuse it
-away is not fused: an FFN of which a value inside is asked for is taken apart as far as that needs.
+A norm and a cutoff go into the matrix products that read them; q, k and v become one operation; an
+activation goes into the product before it, a residual into the product or the FFN before it; head norms and
+rotation into attention. An FFN is a group of its own. A value that is asked for as a tap is kept, and what
+would fuse it away is not fused: an FFN of which a value inside is asked for is taken apart as far as needed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from hotset.model.graph import (
     Activate,
     Add,
     Attention,
+    Cutoff,
     Ffn,
     Graph,
     LayerNorm,
@@ -130,15 +131,15 @@ class _Fusion:
 
     def _next_group(self) -> Fused:
         first = self._ops[self._at]
-        n = self._n_linears_of_norm(first)
-        self._at += 1
+        head = self._head_of_linears(first)
+        self._at += max(len(head), 1)
         if isinstance(first, Ffn | TransposedLinear):
             tail = self._residual_tail(first.out)
             return Fused([first, *tail], [], [tail[-1].out if tail else first.out])
-        if n == 0 and not isinstance(first, Linear):
+        if not head and not isinstance(first, Linear):
             return Fused([first], [], [first.out])
-        ops: list[Op] = [first]
-        x = first.x if isinstance(first, Linear) else first.out
+        ops: list[Op] = [*head] or [first]
+        x = first.x if isinstance(first, Linear) else head[-1].out
         while isinstance(op := self._peek(), Linear) and op.x == x:
             ops.append(op)
             self._at += 1
@@ -148,14 +149,19 @@ class _Fusion:
             tail = self._activation_tail(linears[0]) or self._residual_tail(linears[0].out)
         return Fused(ops + tail, [], [tail[-1].out] if tail else [op.out for op in linears])
 
-    def _n_linears_of_norm(self, op: Op) -> int:
-        """How many matrix products read a norm, if they follow it and nothing else does; else 0."""
-        if not isinstance(op, RMSNorm | LayerNorm) or (isinstance(op, RMSNorm) and op.n_head > 1):
-            return 0
-        readers = self._readers[op.out]
-        following = [self._peek(1 + i) for i in range(len(readers))]
+    def _head_of_linears(self, op: Op) -> list[Op]:
+        """A norm, a cutoff or both, if matrix products follow and nothing else reads them; else none."""
+        is_norm = isinstance(op, LayerNorm) or (isinstance(op, RMSNorm) and op.n_head == 1)
+        if not is_norm and not isinstance(op, Cutoff):
+            return []
+        head, behind = [op], self._peek(1)
+        if is_norm and isinstance(behind, Cutoff) and behind.x == op.out and self._private(op.out):
+            head.append(behind)
+        out = head[-1].out
+        readers = self._readers[out]
+        following = [self._peek(len(head) + i) for i in range(len(readers))]
         fits = all(a is b and isinstance(a, Linear) for a, b in zip(readers, following, strict=True))
-        return len(readers) if fits and self._private(op.out, len(readers)) else 0
+        return head if fits and readers and self._private(out, len(readers)) else []
 
     def _activation_tail(self, linear: Linear) -> list[Op]:
         activate = self._peek()

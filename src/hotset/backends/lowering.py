@@ -18,6 +18,7 @@ from hotset import _core
 from hotset.backends.base import WeightSource
 from hotset.backends.fusion import Buffers, Fused, fuse
 from hotset.errors import InvalidRequestError
+from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import dequantize, row_bytes
 from hotset.model.graph import (
     NO_LAYER,
@@ -106,6 +107,12 @@ def expert_part(weights: WeightSource, op: ExpertLinear | ExpertSum) -> Any:
 def activation(op: Activate) -> tuple[int, float]:
     """An activation as the native core takes it: its number and threshold."""
     return ACTIVATIONS[op.kind], op.threshold
+
+
+def _cutoffs(ffn: Ffn) -> tuple[float, float, float]:
+    """Of an FFN's input, of the activation that decides, of its neurons' values; 0: none."""
+    of = [0.0 if cut is None else cut.threshold for cut in (ffn.in_cut, ffn.gate_cut, ffn.down_cut)]
+    return of[0], of[1], of[2]
 
 
 @dataclass
@@ -272,8 +279,9 @@ class _Emission:
         linears, activate = group.linears, group.first(Activate)
         outs = group.out if len(group.out) == len(linears) else [group.out[0]]
         self._products(
-            group.first(RMSNorm, LayerNorm), linears, outs, group.residual(linears[0].out), activate
-        )
+            group.first(RMSNorm, LayerNorm), linears, outs, group.residual(linears[0].out), activate,
+            cut=group.first(Cutoff),
+        )  # fmt: skip
 
     def _products(
         self,
@@ -284,20 +292,23 @@ class _Emission:
         activate: Activate | None = None,
         *,
         multiplied: bool = False,
+        cut: Cutoff | None = None,
     ) -> None:
-        """multiplied: the first product, activated, times the second is the result."""
+        """multiplied: the first product, activated, times the second is the result. norm, cut: in front."""
         for linear in linears:
             if isinstance(self._weights.data(linear.weight), _core.StoredRows):
                 raise InvalidRequestError(
                     f"{linear.out.name} lies inside an FFN, which cannot be tapped under a memory budget"
                 )
         self._plan.linear(
-            self._buffers[norm.x if norm else linears[0].x],
+            self._buffers[norm.x if norm else cut.x if cut else linears[0].x],
             self._norm(norm) if norm else None,
             [self._part(linear, out) for linear, out in zip(linears, outs, strict=True)],
             self._residual(residual),
             multiplied,
             activation(activate) if activate else None,
+            0.0 if cut is None else cut.threshold,
+            self._channels(linears),
         )
 
     def _axpy(self, op: TransposedLinear, residual: Value | None, out: Value) -> None:
@@ -316,12 +327,14 @@ class _Emission:
         if ffn.has_zeros:
             fetched = self._neurons(ffn)
         elif ffn.gate is None:
-            self._products(ffn.norm, [one_matrix(ffn.up)], [ffn.selected], activate=ffn.gate_act)
+            self._products(
+                ffn.norm, [one_matrix(ffn.up)], [ffn.selected], activate=ffn.gate_act, cut=ffn.in_cut
+            )
         else:
             assert ffn.up_act is None, "an activation of up stands beside one with zeros alone"
             # Of gate and up only the product exists: its buffer stands for both.
             products, outs = [one_matrix(ffn.gate), one_matrix(ffn.up)], [ffn.selected] * 2
-            self._products(ffn.norm, products, outs, activate=ffn.gate_act, multiplied=True)
+            self._products(ffn.norm, products, outs, activate=ffn.gate_act, multiplied=True, cut=ffn.in_cut)
         self.at.append((ffn.layer, ffn.part))
 
         residual, down = group.residual(ffn.out), ffn.down
@@ -411,7 +424,8 @@ class _Emission:
             (self._buffers[mask.scores], mask.threshold, mask.first) if mask else None,
             self._sparse,
             out,
-            tuple(0.0 if cut is None else cut.threshold for cut in (ffn.gate_cut, ffn.down_cut)),
+            _cutoffs(ffn),
+            self._channels([one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None]),
         )
         return fetched
 
@@ -421,14 +435,21 @@ class _Emission:
         plan, out, norm = self._plan, self._buffers[ffn.selected], self._norm(ffn.norm) if ffn.norm else None
         x, fired = self._buffers[ffn.x], self._buffers.borrow(ffn.selected)
         gate, up = (linear_matrix(self._weights, one_matrix(op)) for op in (ffn.gate, ffn.up))
-        plan.neurons(x, norm, None, (*gate, fired), activation(ffn.gate_act), None, None, self._sparse, fired)
+        of_input, of_gate, of_value = _cutoffs(ffn)
+        kind = activation(ffn.gate_act)
+        cutoffs = of_input, of_gate, 0.0
+        plan.neurons(x, norm, None, (*gate, fired), kind, None, None, self._sparse, fired, cutoffs)
         self.gates.append(len(self.at))
         self.at.append((ffn.layer, ffn.part))
         self._fetch(ffn, one_matrix(ffn.up).weight, fetched, FETCH_NONZERO, fired)
         kind = activation(ffn.up_act) if ffn.up_act else (SCALE, 1.0)
-        plan.neurons(x, norm, None, (*up, out), kind, None, (fired, LEAST, 0), self._sparse, out)
+        cutoffs = of_input, 0.0, 0.0
+        plan.neurons(x, norm, None, (*up, out), kind, None, (fired, LEAST, 0), self._sparse, out, cutoffs)
         self.at.append((ffn.layer, ffn.part))
         plan.multiply(fired, out, out)
+        if of_value:
+            self.at.append((ffn.layer, ffn.part))
+            plan.cutoff(out, of_value, out)
 
     # ---- attention
 
@@ -456,6 +477,22 @@ class _Emission:
     def _part(self, op: Linear, out: Value) -> tuple[int, _core.Rows, np.ndarray | None, int]:
         """A matrix product as the plan takes it: type, bytes of its rows, bias, buffer of the result."""
         return *linear_matrix(self._weights, op), self._buffers[out]
+
+    def _channels(self, ops: Sequence[Linear]) -> list[Any]:
+        """Copies by channel as the plan takes them: codes, scales, minimums, outputs in all, its first.
+
+        Empty where there is none, or every channel is to be read.
+        """
+        found: list[Any] = []
+        for op in ops:
+            copy, n_rows = op.by_channel, self._weights.tensors[op.weight].shape[-1]
+            if copy is None or not self._sparse or op.first_row % PLANE_GROUP or op.out.width % PLANE_GROUP:
+                found.append(None)
+                continue
+            mins = None if copy.mins is None else self._weights.data(copy.mins)
+            codes, scales = self._weights.data(copy.codes), self._weights.data(copy.scales)
+            found.append((codes, scales, mins, n_rows, op.first_row))
+        return found if any(one is not None for one in found) else []
 
     def _residual(self, value: Value | None) -> int:
         """The buffer that a product is added to, -1: none."""

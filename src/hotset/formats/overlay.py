@@ -20,6 +20,10 @@ class Overlay:
     def __init__(self, model: GGUFFile, *sidecars: GGUFFile) -> None:
         self._files = [*reversed(sidecars), model]
 
+    def under(self, *sidecars: GGUFFile) -> Overlay:
+        """The same files with more sidecars over them."""
+        return Overlay(self._files[-1], *reversed(self._files[:-1]), *sidecars)
+
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Name → type and shape, over all files."""

@@ -92,7 +92,7 @@ def transpose(data: np.ndarray, type: GGMLType, shape: tuple[int, ...]) -> np.nd
 
 
 def codes_of(data: np.ndarray, type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
-    """The codes of a Q4_0 or Q8_0 matrix of GGUF shape (n_ff, n_embd): int8 [n_ff, bytes per neuron]."""
+    """The codes of a Q4_0, Q4_1 or Q8_0 matrix of GGUF shape (n_ff, n_embd): int8 [n_ff, bytes]."""
     n_ff, n_embd = shape
     codes = _blocks(data, type, shape)["qs"].view(np.uint8)  # [n_embd, groups, 16 or 32]
     n_bytes = codes.shape[2]
@@ -117,9 +117,10 @@ def codes_of(data: np.ndarray, type: GGMLType, shape: tuple[int, ...]) -> np.nda
     return out.view(np.int8)
 
 
-def scales_of(data: np.ndarray, type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
-    """The scales of a Q4_0 or Q8_0 matrix of GGUF shape (n_ff, n_embd): float16 [n_ff / 32, n_embd]."""
-    return np.ascontiguousarray(_blocks(data, type, shape)["d"].T)
+def scales_of(data: np.ndarray, type: GGMLType, shape: tuple[int, ...], field: str = "d") -> np.ndarray:
+    """The scales of a matrix of GGUF shape (n_ff, n_embd) whose blocks have one for 32 weights, or another
+    field of them: float16 [n_ff / 32, n_embd]."""
+    return np.ascontiguousarray(_blocks(data, type, shape)[field].T)
 
 
 def decode(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:

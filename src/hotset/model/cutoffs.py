@@ -6,7 +6,11 @@ A cutoff of 0 leaves its matrix as it is. Where the values stand in the graph: m
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+CutoffName = Literal["gate", "attn_in", "attn_out", "ffn_in", "down_in"]
+CUTOFF_NAMES: tuple[CutoffName, ...] = get_args(CutoffName)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +33,7 @@ class LayerCutoffs:
         """Whether something of the FFN is cut."""
         return bool(self.gate or self.ffn_in or self.down_in)
 
-    def items(self) -> Iterator[tuple[str, float]]:
+    def items(self) -> Iterator[tuple[CutoffName, float]]:
         """Name and value of each, in the order above."""
-        for field in fields(self):
-            yield field.name, getattr(self, field.name)
-
-
-CUTOFF_NAMES = tuple(field.name for field in fields(LayerCutoffs))
+        for name in CUTOFF_NAMES:
+            yield name, getattr(self, name)

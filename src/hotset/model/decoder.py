@@ -34,13 +34,14 @@ from hotset.errors import UnsupportedModelError
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import DECODABLE, GGMLType
 from hotset.model.config import ConvMixer, Experts, Latent, LayerConfig, ModelConfig
-from hotset.model.cutoffs import LayerCutoffs
+from hotset.model.cutoffs import CutoffName, LayerCutoffs
 from hotset.model.graph import (
     Activate,
     ActivationKind,
     Add,
     All,
     Attention,
+    ByChannel,
     Cutoff,
     Embed,
     ExpertLinear,
@@ -144,7 +145,7 @@ class _Description:
         # attn_norm_2, or the same again.
         has_second = layer.parallel and f"{blk}.attn_norm_2.weight" in self.weights.tensors
         h = self._norm(x, f"{blk}.attn_norm_2" if has_second else f"{blk}.attn_norm", f"{blk}.attn_norm")
-        h = self._cut(h, self.cutoffs[i].attn_in)
+        h = self._cut(h, i, "attn_in")
         out = self._mixed(i, layer, h)
         if layer.post_norm:
             out = self._norm(out, f"{blk}.post_attention_norm")
@@ -173,7 +174,7 @@ class _Description:
                 **self._where,
             )
         )  # fmt: skip
-        attn = self._cut(attn, self.cutoffs[i].attn_out)
+        attn = self._cut(attn, i, "attn_out")
         return self._linear(attn, f"{blk}.attn_output", config.n_embd, f"{blk}.attn_out")
 
     def _convolved(self, blk: str, mixer: ConvMixer, h: Value) -> Value:
@@ -220,8 +221,6 @@ class _Description:
             else:
                 scores = self._sign_scores(blk, h, n_scores)
             self._enter(i, "ffn")
-        if cutoff := self.cutoffs[i].ffn_in:
-            entering, norm = self._cut(h if norm is None else self._add(norm), cutoff), None
         threshold = 0.0 if predictor is None else predictor.thresholds[i]
         out = self._add(self._ffn_op(i, layer, entering, norm, scores, threshold, n_always))
         return self._after_ffn(blk, layer, x, out)
@@ -394,9 +393,10 @@ class _Description:
         n_always: int,
     ) -> Ffn:
         blk, n, h, cutoffs = f"blk.{i}", layer.n_ff, x if norm is None else norm.out, self.cutoffs[i]
-        gate, up = self._gate_and_up(blk, layer, h)
+        in_cut = self._cut_op(h, cutoffs, "ffn_in", f"{blk}.ffn_norm_cut")
+        gate, up = self._gate_and_up(blk, layer, h if in_cut is None else in_cut.out)
         gate_act, up_act, product = self._activated(blk, layer, gate, up)
-        gate_cut = self._cut_op(gate_act.out, cutoffs.gate, f"{blk}.ffn_gate_cut")
+        gate_cut = self._cut_op(gate_act.out, cutoffs, "gate", f"{blk}.ffn_gate_cut")
         if gate_cut is not None and product is not None:
             product = replace(product, a=gate_cut.out)
         fires = gate_act.out if gate_cut is None else gate_cut.out
@@ -406,11 +406,11 @@ class _Description:
             masked = self._value(f"{blk}.ffn_masked", n)
             select = Mask(masked, neurons, scores, threshold, n_always, **self._where)
             neurons = masked
-        down_cut = self._cut_op(neurons, cutoffs.down_in, f"{blk}.ffn_cut")
+        down_cut = self._cut_op(neurons, cutoffs, "down_in", f"{blk}.ffn_cut")
         down = self._down(blk, neurons if down_cut is None else down_cut.out)
         return Ffn(
             down.out, x, norm, gate, up, gate_act, up_act, product, select, down,
-            gate_cut=gate_cut, down_cut=down_cut, **self._where,
+            in_cut=in_cut, gate_cut=gate_cut, down_cut=down_cut, **self._where,
         )  # fmt: skip
 
     def _activated(
@@ -456,7 +456,9 @@ class _Description:
         if f"{transposed}.codes" in weights.tensors:
             codes, scales = weights.planes(transposed, d, neurons.width)
             return TransposedLinear(out, neurons, codes, bias, scales, **self._where)
-        return Linear(out, neurons, weights.matrix(f"{blk}.ffn_down", neurons.width, d), bias, **self._where)
+        matrix = weights.matrix(f"{blk}.ffn_down", neurons.width, d)
+        by_channel = weights.by_channel(f"{blk}.ffn_down", neurons.width, d)
+        return Linear(out, neurons, matrix, bias, by_channel=by_channel, **self._where)
 
     def _low_rank_scores(
         self, blk: str, x: Value, first: str, second: str, kind: ActivationKind | None, n: int
@@ -487,12 +489,13 @@ class _Description:
 
     # ---- small things
 
-    def _cut_op(self, x: Value, threshold: float, name: str) -> Cutoff | None:
+    def _cut_op(self, x: Value, cutoffs: LayerCutoffs, of: CutoffName, name: str) -> Cutoff | None:
         """None where nothing is cut."""
-        return Cutoff(self._value(name, x.width), x, threshold, **self._where) if threshold else None
+        threshold = getattr(cutoffs, of)
+        return Cutoff(self._value(name, x.width), x, threshold, of, **self._where) if threshold else None
 
-    def _cut(self, x: Value, threshold: float) -> Value:
-        op = self._cut_op(x, threshold, f"{x.name}_cut")
+    def _cut(self, x: Value, layer: int, of: CutoffName) -> Value:
+        op = self._cut_op(x, self.cutoffs[layer], of, f"{x.name}_cut")
         return x if op is None else self._add(op)
 
     def _enter(self, layer: int, part: Part) -> None:
@@ -506,7 +509,8 @@ class _Description:
 
     def _linear_op(self, x: Value, tensor: str, width: int, name: str | None = None) -> Linear:
         weight, bias = self.weights.matrix(tensor, x.width, width), self.weights.bias(tensor, width)
-        return Linear(self._value(name or tensor, width), x, weight, bias, **self._where)
+        by_channel, out = self.weights.by_channel(tensor, x.width, width), self._value(name or tensor, width)
+        return Linear(out, x, weight, bias, by_channel=by_channel, **self._where)
 
     def _linear(self, x: Value, tensor: str, width: int, name: str | None = None) -> Value:
         return self._add(self._linear_op(x, tensor, width, name))
@@ -515,8 +519,9 @@ class _Description:
         """Products that share one matrix, each with its rows, one after the other; by name of their value."""
         n_rows, first, parts = sum(widths.values()), 0, []
         weight, bias = self.weights.matrix(tensor, x.width, n_rows), self.weights.bias(tensor, n_rows)
+        by_channel = self.weights.by_channel(tensor, x.width, n_rows)
         for name, width in widths.items():
-            parts.append(Linear(self._value(name, width), x, weight, bias, first, **self._where))
+            parts.append(Linear(self._value(name, width), x, weight, bias, first, by_channel, **self._where))
             first += width
         return parts
 
@@ -600,6 +605,16 @@ class _Weights:
         wide = n_out if tuple(self.tensors[f"{name}.codes"].shape) == (n_out, n_neurons) else n_out // 2
         codes = self._ask(f"{name}.codes", (wide, n_neurons), _BYTES)
         return codes, self._ask(f"{name}.scales", (n_out, -(-n_neurons // PLANE_GROUP)), _SCALES)
+
+    def by_channel(self, name: str, n_in: int, n_out: int) -> ByChannel | None:
+        """The copy of a matrix by channel, where it was made; its codes' width says which type they are."""
+        if f"{name}_c.codes" not in self.tensors or n_out % PLANE_GROUP or n_in % PLANE_GROUP:
+            return None
+        wide = n_out if tuple(self.tensors[f"{name}_c.codes"].shape) == (n_out, n_in) else n_out // 2
+        codes, blocks = self._ask(f"{name}_c.codes", (wide, n_in), _BYTES), (n_out, n_in // PLANE_GROUP)
+        scales = self._ask(f"{name}_c.scales", blocks, _SCALES)
+        has_mins = f"{name}_c.mins" in self.tensors
+        return ByChannel(codes, scales, self._ask(f"{name}_c.mins", blocks, _SCALES) if has_mins else None)
 
     def _ask(self, name: str, shape: tuple[int, ...], types: Collection[GGMLType] = DECODABLE) -> str:
         info = self.tensors.get(name)

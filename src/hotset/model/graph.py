@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
 from hotset.errors import InvalidRequestError
+from hotset.model.cutoffs import CutoffName
 
 ActivationKind = Literal[
     "silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu", "sigmoid", "clamped_silu", "clamped_plus_one"
@@ -101,11 +102,20 @@ class LayerNorm(_Operation):
 
 
 @dataclass(frozen=True)
+class ByChannel:
+    """A copy of a matrix laid out by channel = input (formats/channels.py): the names of its tensors."""
+
+    codes: str
+    scales: str
+    mins: str | None = None
+
+
+@dataclass(frozen=True)
 class Linear(_Operation):
     """out = x @ weight.T + bias; weight is [out.width, x.width] (GGUF: ne0 = x.width, ne1 = out.width).
 
     A fused tensor serves several products, each with the rows [first_row, first_row + out.width) of weight
-    and bias.
+    and bias. by_channel: the whole weight once more, so that channels whose input is zero need not be read.
     """
 
     out: Value
@@ -113,6 +123,7 @@ class Linear(_Operation):
     weight: str
     bias: str | None = None
     first_row: int = 0
+    by_channel: ByChannel | None = None
 
 
 @dataclass(frozen=True)
@@ -305,12 +316,14 @@ class Cutoff(_Operation):
     """out = x, but of tokens that are cut (Batch.cut) 0 where |x| < threshold.
 
     Of a matrix's input: channels that are nearly nothing (TEAL, arXiv 2408.14690); of an activated gate:
-    neurons (CATS, arXiv 2404.08763). What follows need not read the rows and columns of zeros.
+    neurons (CATS, arXiv 2404.08763). What follows need not read the rows and columns of zeros. of: which of a
+    layer's cutoffs it is, as model/cutoffs.py names them.
     """
 
     out: Value
     x: Value
     threshold: float
+    of: CutoffName
 
 
 @dataclass(frozen=True)
@@ -413,7 +426,7 @@ class Ffn(_Operation):
     With a Route the neurons are cut into experts, and a token has those of its own: gate and up are
     ExpertLinear, down is an ExpertSum, and values hold the neurons of the chosen experts side by side.
     shared: a network that every token passes beside the experts of its layer.
-    gate_cut: what is left of f, down_cut: of the neurons that down reads, None: all of it.
+    in_cut: what is left of h, gate_cut: of f, down_cut: of the neurons that down reads; None: all of it.
     """
 
     out: Value
@@ -427,6 +440,7 @@ class Ffn(_Operation):
     select: Select
     down: Linear | TransposedLinear | ExpertSum
     shared: bool = False
+    in_cut: Cutoff | None = None
     gate_cut: Cutoff | None = None
     down_cut: Cutoff | None = None
 
@@ -434,8 +448,8 @@ class Ffn(_Operation):
     def primitives(self) -> tuple[Primitive, ...]:
         """The same as operations in order, each with the value that it makes."""
         found = (
-            self.norm, self.route, self.gate, self.up, self.gate_act, self.gate_cut, self.up_act,
-            self.product, self.mask, self.down_cut, self.down,
+            self.norm, self.in_cut, self.route, self.gate, self.up, self.gate_act, self.gate_cut,
+            self.up_act, self.product, self.mask, self.down_cut, self.down,
         )  # fmt: skip
         return tuple(op for op in found if op is not None)
 
@@ -528,6 +542,13 @@ Op = Primitive | Ffn
 # Operations with a state: what they yield for a token depends on all before it, through a few numbers that
 # the cache holds for a sequence (docs/DESIGN.md, "Recurrent states").
 Recurrent = ShortConv
+
+
+def cut_products(graph: Graph) -> list[Linear]:
+    """The matrix products, by output, whose inputs are cut, or are neurons of which some are."""
+    cut = {op.out for op in graph.primitives if isinstance(op, Cutoff)}
+    cut |= {ffn.selected for ffn in graph.ffns if ffn.gate_cut is not None}
+    return [op for op in graph.primitives if isinstance(op, Linear) and op.x in cut]
 
 
 def inputs_of(op: Op) -> list[Value]:

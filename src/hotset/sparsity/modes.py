@@ -12,15 +12,17 @@ the model was published to run so, else `exact` where neurons can be exactly zer
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from hotset.errors import InvalidRequestError
-from hotset.formats import planes
+from hotset.formats import channels, planes
 from hotset.formats.overlay import Overlay
 from hotset.model.cutoffs import LayerCutoffs
 from hotset.model.decoder import describe
+from hotset.model.graph import cut_products
 from hotset.model.predictor import Predictor, PredictorKind
 from hotset.sparsity import sidecar
 from hotset.sparsity.calibration import Calibration
@@ -180,6 +182,26 @@ def prepare(
     Raises InvalidRequestError for a profile of another model, UnsupportedModelError for a file that lacks a
     tensor or has one of another shape or type, HotsetError where no file can be written.
     """
+    ready = _prepare_neurons(gguf, config, choice, calibration, profile, progress)
+    if choice.cutoffs:
+        try:
+            copies = _open_channels(gguf, config, choice, ready, progress)
+        except BaseException:
+            ready.weights.close()
+            raise
+        ready.weights = ready.weights.under(*copies)
+    return ready
+
+
+def _prepare_neurons(
+    gguf: GGUFFile,
+    config: ModelConfig,
+    choice: Choice,
+    calibration: Calibration | None,
+    profile: Profile | None,
+    progress: Reporter | None,
+) -> Prepared:
+    """What leaves out neurons: down matrices by neuron, and predictors."""
     if not config.has_zeros:
         return Prepared(Overlay(gguf))
     # What is built reads shapes and types of the file's tensors: they are checked first.
@@ -228,6 +250,41 @@ def _open_down(
         gguf, "down", {}, fill, sidecar.same_tensors(fill), n_bytes=n_bytes, model=model, progress=progress
     )
     notes.append(built.note("down matrices by neuron"))
+    return [built.file]
+
+
+def _open_channels(
+    gguf: GGUFFile, config: ModelConfig, choice: Choice, ready: Prepared, progress: Reporter | None
+) -> list[GGUFFile]:
+    """The sidecar with the matrices by channel whose inputs are cut."""
+    graph = describe(config, ready.weights.tensors, ready.predictor, choice.cutoffs)
+    wanted = dict.fromkeys(op.weight for op in cut_products(graph))
+    possible = [name for name in wanted if channels.can_be_by_channel(ready.weights.tensors[name])]
+    if len(possible) < len(wanted):
+        types = sorted({ready.weights.tensors[name].type.name for name in wanted if name not in possible})
+        ready.notes.append(
+            f"{len(wanted) - len(possible)} matrices whose inputs are cut are read whole: {', '.join(types)} "
+            "is not laid out by channel"
+        )
+    if not possible:
+        return []
+
+    def fill(writer: sidecar.GGUFWriter) -> None:
+        for name in possible:
+            channels.add_channels(writer, gguf, name)
+
+    n_bytes = sum(gguf.tensors[name].nbytes for name in possible)
+    of = hashlib.sha256(" ".join(possible).encode()).hexdigest()[:16]
+    built = sidecar.open_or_build(
+        gguf,
+        "channels",
+        {"tensors": of},
+        fill,
+        sidecar.same_tensors(fill),
+        n_bytes=n_bytes,
+        progress=progress,
+    )
+    ready.notes.append(built.note("matrices by channel"))
     return [built.file]
 
 

@@ -65,9 +65,6 @@ if TYPE_CHECKING:
     from hotset.backends.gpu.handshake import ColdCounts
 
 
-_NO_CUTOFFS = "small values are cut on the CPU alone; use --no-gpu"
-
-
 class ColdHalf(Protocol):
     """The CPU's half of split layers (handshake.ColdService), for steps of up to max_batch tokens."""
 
@@ -217,11 +214,12 @@ class Program:
         layer, part = max(group.layer, 0), PARTS.index(group.part)
         outs, reads = tuple(group.out), tuple(group.reads)
         inside = sum(op.out.width for op in group.ops if op.out not in group.out)
+        inner = group.ffn.primitives if group.ffn is not None else ()
+        if any(isinstance(op, Cutoff) for op in (*group.ops, *inner)):
+            raise UnsupportedModelError("small values are cut on the CPU alone; use --no-gpu")
         if (ffn := group.ffn) is not None:
             if ffn.route is not None:
                 raise UnsupportedModelError("experts are computed on the CPU; use --no-gpu")
-            if ffn.gate_cut is not None or ffn.down_cut is not None:
-                raise UnsupportedModelError(_NO_CUTOFFS)
             inside += sum(op.out.width for op in ffn.primitives if op.out != ffn.out)
             residual = group.residual(ffn.out)
             if layer not in self._hot:
@@ -264,11 +262,9 @@ class Program:
             ):  # fmt: skip
                 compute = self._elementwise(main, self._kernels)
                 return lambda f: f.values.__setitem__(out, compute(f.values))
-            case Cutoff():
-                raise UnsupportedModelError(_NO_CUTOFFS)
             case Heads() | TransposedHeads():
                 raise UnsupportedModelError("latent attention is computed on the CPU; use --no-gpu")
-            case Linear() | TransposedLinear() | Ffn() | Route() | ExpertLinear() | ExpertSum():
+            case Cutoff() | Linear() | TransposedLinear() | Ffn() | Route() | ExpertLinear() | ExpertSum():
                 raise AssertionError(f"{main.out.name} is no group's last operation")
             case _:
                 assert_never(main)

@@ -1,0 +1,52 @@
+// What a matrix product reads of one token whose small inputs are zero: the inputs, and which are not.
+#pragma once
+
+#include <new>
+
+#include "linear_input.h"
+
+namespace hotset {
+
+// Share of a matrix's channels: above it reading all rows is as quick. (A line that is left out between two
+// that are read is fetched all the same by many processors.)
+constexpr double kChannelsBelow = 0.75;
+
+class ChannelInput : public LinearInput {
+  public:
+    using LinearInput::LinearInput;
+
+    struct One {
+        Inputs inputs;
+        const ActiveChannels* active;
+
+        bool pays(const ChannelMatrix& w) const {
+            return w.data && active->n_channels < kChannelsBelow * double(inputs.k);
+        }
+        double share() const { return double(active->n_channels) / double(inputs.k); }
+        // Bytes of codes of the channels that are not read, of `count` outputs.
+        int64_t left_out(const ChannelMatrix& w, int64_t count) const {
+            return (inputs.k - active->n_channels) * int64_t(w.row_bytes) * count / w.cols;
+        }
+    };
+
+    // Of a step of one token. The list is made once by each worker, as the inputs are.
+    One one(const StepTokens& step, Worker& worker) const {
+        uint8_t* list = worker.inputs.data() + list_at();
+        ActiveChannels* active = reinterpret_cast<ActiveChannels*>(list);
+        const Inputs in = inputs(step, worker, [&](const Inputs& prepared) {
+            new (active) ActiveChannels(list + sizeof(ActiveChannels), prepared);
+        });
+        return {in, active};
+    }
+
+    Needs needs() const {
+        Needs needs = LinearInput::needs();
+        needs.private_bytes = list_at() + sizeof(ActiveChannels) + ActiveChannels::bytes(width());
+        return needs;
+    }
+
+  private:
+    size_t list_at() const { return (InputsMemory::bytes(kPrivateInputs, width()) + 63) / 64 * 64; }
+};
+
+}  // namespace hotset
