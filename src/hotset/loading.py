@@ -75,7 +75,7 @@ class Decided:
     n_states: slots of the cache for recurrent states, 0 where there are none.
     config: with the rotation that serves n_ctx. weights: the file with what was built beside it. graph: of
     a step. n_ctx: tokens of one conversation; n_pages: of the cache. notes: what was built or opened, a
-    sentence each. placement: what is on which device; None: the CPU computes alone.
+    sentence each. placement: what is on which device; None: the CPU computes alone. predictor: in the graph.
     """
 
     settings: LoadSettings
@@ -90,6 +90,7 @@ class Decided:
     n_states: int
     notes: list[str]
     placement: Placement | None
+    predictor: Predictor | None = None
 
     @property
     def cut(self) -> CutTokens:
@@ -104,7 +105,15 @@ class Decided:
         """The same model, with a predictor whose tensors are among `weights`."""
         graph = describe(self.config, weights.tensors, predictor, choice.cutoffs)
         cost = Cost(graph, weights.tensors)
-        return replace(self, choice=choice, weights=weights, graph=graph, cost=cost, notes=[])
+        return replace(
+            self, choice=choice, weights=weights, graph=graph, cost=cost, notes=[], predictor=predictor
+        )
+
+    def with_thresholds(self, thresholds: Thresholds) -> Decided:
+        """The same model with its small values cut, in addition to the mode that it has."""
+        choice = replace(self.choice, mode="threshold", thresholds=thresholds)
+        graph = describe(self.config, self.weights.tensors, self.predictor, choice.cutoffs)
+        return replace(self, choice=choice, graph=graph)
 
 
 def open_model(model: ModelPath, settings: LoadSettings) -> Opened:
@@ -156,7 +165,7 @@ def decide(opened: Opened) -> Decided:
             prepared.notes.append(f"{unused} has thresholds that are not used; --sparsity threshold does")
         decided = Decided(
             settings, gguf, config, choice, weights, graph, cost, n_ctx, n_pages,
-            _n_states(settings, cost, n_ctx), prepared.notes, None,
+            _n_states(settings, cost, n_ctx), prepared.notes, None, prepared.predictor,
         )  # fmt: skip
         return replace(decided, placement=_placement(decided, opened.devices, profile))
     except BaseException:

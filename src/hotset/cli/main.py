@@ -32,6 +32,7 @@ VERBS = {
     "rm": ("models", "rm"),
     "bench": ("bench", "bench"),
     "perplexity": ("perplexity", "perplexity"),
+    "calibrate": ("calibrate", "calibrate"),
     "eval": ("evaluate", "evaluate"),
     "profile": ("profile", "profile"),
     "reorder": ("profile", "reorder"),

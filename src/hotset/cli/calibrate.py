@@ -1,0 +1,114 @@
+"""`hotset calibrate`: thresholds of a model's small values, to a loss or a sparsity that the user states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hotset.cli import options
+from hotset.cli.console import StepBar, print_json, print_table, read_text, say, warn
+from hotset.errors import HotsetError
+
+if TYPE_CHECKING:
+    from hotset.training.thresholds import CalibratedThresholds
+
+
+def calibrate(
+    model: options.ModelName,
+    file: Annotated[
+        Path,
+        typer.Option("--file", "-f", exists=True, dir_okay=False, help="Text to calibrate on and measure."),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The thresholds; default: MODEL.thresholds.json beside it."),
+    ] = None,
+    max_increase: Annotated[
+        str | None,
+        typer.Option("--max-ppl-increase", metavar="PERCENT", help="As much as loses so little, such as 1%."),
+    ] = None,
+    share: Annotated[
+        str | None,
+        typer.Option(
+            "--sparsity", metavar="SHARE", help="Cut this share of the bytes of the matrices, such as 0.5."
+        ),
+    ] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option("--mode", help="Cut in addition to exact or predicted; default: the model's own mode."),
+    ] = None,
+    n_tokens: Annotated[
+        int, typer.Option("--tokens", "-n", min=1, help="Of the text, to estimate losses from.")
+    ] = 4096,
+    n_measured: Annotated[
+        int, typer.Option("--measured", min=1, help="Held-out tokens that are run for each measurement.")
+    ] = 16384,
+    n_ctx: Annotated[int, typer.Option("--ctx-size", "-c", min=8, help="Tokens of a window.")] = 512,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep what was computed, to go on with another target.")
+    ] = False,
+    threads: options.Threads = None,
+    json: options.Json = False,
+) -> None:
+    """Find the thresholds below which a model's values count as zero, to a loss that you name."""
+    targets = {
+        "max_increase": _share(max_increase, "--max-ppl-increase", percent=True),
+        "share": _share(share, "--sparsity", percent=False),
+    }
+    if all(value is None for value in targets.values()):
+        targets["max_increase"] = 0.01
+    try:
+        from hotset.training.thresholds import ThresholdSettings, calibrate_thresholds
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise HotsetError("a calibration needs PyTorch; install it with: pip install torch") from None
+    from hotset.storage import resolve
+
+    settings = ThresholdSettings(
+        **targets, mode=mode, n_ctx=n_ctx, n_tokens=n_tokens, n_measured=n_measured, n_threads=threads
+    )
+    text = read_text(file, "-f")
+    with StepBar() as bar:
+        path = resolve(model, progress=bar)
+        found = calibrate_thresholds(path, text, output, settings, keep=keep, progress=bar)
+    if json:
+        print_json(found.as_dict())
+    else:
+        _print(found)
+    for problem in found.problems:
+        warn(f"{problem}.")
+    say(f"Wrote {found.path}. Run with it: hotset run {model} --thresholds {found.path}")
+
+
+def _share(text: str | None, option: str, *, percent: bool) -> float | None:
+    """A number, or one with a percent sign; percent: without the sign it is one of a hundred too."""
+    if text is None:
+        return None
+    number, sign, rest = text.partition("%")
+    try:
+        value = float(number)
+    except ValueError:
+        value, rest = 0.0, "?"
+    if rest or not 0 < value < 1e6:
+        raise typer.BadParameter(f"'{text}' is not a number such as 1% or 0.5.", param_hint=option)
+    return value / 100 if sign or percent else value
+
+
+def _print(found: CalibratedThresholds) -> None:
+    from hotset.report.bars import percent
+
+    names = ("attn_in", "attn_out", "ffn_in", "gate", "down_in")
+    rows = [
+        [str(i), *(f"{getattr(layer, name):.3g}" for name in names)]
+        for i, layer in enumerate(found.thresholds.layers)
+    ]
+    print_table([">layer", *(f">{name}" for name in names)], rows, tight=True)
+    one = found.measured
+    print(
+        f"{percent(one.saved)} of the bytes of layers saved; perplexity {one.ppl_dense:.3f} → {one.ppl:.3f}: "
+        f"{one.increase:+.2%} ± {one.increase_error:.2%}, KL {one.kl:.4f}, likeliest token the same for "
+        f"{one.same_top:.1%} ({one.n_scored} held-out tokens, all of them cut)"
+    )

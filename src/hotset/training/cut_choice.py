@@ -1,0 +1,169 @@
+"""Which cutoffs a model gets: at every site the threshold whose loss is worth the bytes that it saves.
+
+With one price for all of a model, each site takes the threshold where loss + price * bytes read is least.
+That is where a greedy search ends that always takes the step with the least loss per byte saved, without the
+order in which it takes them; a bisection of the price finds the loss, or the bytes, that were asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hotset.backends.base import WeightSource
+from hotset.model.cost import weights_read
+from hotset.model.cutoffs import LayerCutoffs
+from hotset.model.graph import Ffn, Graph, Linear, TransposedLinear
+from hotset.training.cut_losses import LayerLosses, sites_of
+
+KINDS = ("attn_in", "attn_out", "ffn_in", "neurons")  # of losses
+_BISECTIONS = 60
+
+
+@dataclass(frozen=True)
+class SiteBytes:
+    """Bytes of the matrices of a layer that its cutoffs can save. up is also saved by neurons whose gate is
+    cut, down by neurons that are zero."""
+
+    attn_in: int = 0
+    attn_out: int = 0
+    gate: int = 0
+    up: int = 0
+    down: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.attn_in + self.attn_out + self.gate + self.up + self.down
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Cutoffs of every layer. loss: in nats of KL, by kind, as it is foreseen. saved: share of the bytes of
+    the matrices whose inputs can be cut."""
+
+    layers: tuple[LayerCutoffs, ...]
+    loss: Mapping[str, float]
+    saved: float
+
+    @property
+    def total_loss(self) -> float:
+        return sum(self.loss.values())
+
+    def only(self, kind: str) -> tuple[LayerCutoffs, ...]:
+        """The cutoffs of one kind."""
+        names = ("gate", "down_in") if kind == "neurons" else (kind,)
+        return tuple(LayerCutoffs(**{name: getattr(layer, name) for name in names}) for layer in self.layers)
+
+
+def bytes_of_sites(graph: Graph, weights: WeightSource) -> list[SiteBytes]:
+    """Of a graph with a cutoff at every site."""
+
+    def size(op: Linear | TransposedLinear) -> int:
+        return sum(n for name, n in weights_read(op, weights.tensors) if name != op.bias)
+
+    ops = list(graph.primitives)
+    found = []
+    for layer, sites in enumerate(sites_of(graph)):
+        of: dict[str, int] = {}
+        for name in ("attn_in", "attn_out"):
+            if (site := sites.get(name)) is not None:
+                of[name] = sum(size(op) for op in ops if isinstance(op, Linear) and op.x == site.out)
+        ffn = next((op for op in graph.ops if isinstance(op, Ffn) and op.layer == layer), None)
+        if ffn is not None and "ffn_in" in sites:
+            for name, op in (("gate", ffn.gate), ("up", ffn.up), ("down", ffn.down)):
+                if isinstance(op, Linear | TransposedLinear):
+                    of[name] = size(op)
+        found.append(SiteBytes(**of))
+    return found
+
+
+class CutChoices:
+    """All that a model may be cut by. factors: of the losses, by kind, where they were measured."""
+
+    def __init__(
+        self, losses: Sequence[LayerLosses], sizes: Sequence[SiteBytes], gated: Sequence[bool]
+    ) -> None:
+        self.total = sum(size.total for size in sizes)
+        self.factors = dict.fromkeys(KINDS, 1.0)
+        self._layers = [_Layer(*one) for one in zip(losses, sizes, gated, strict=True)]
+
+    def at_price(self, price: float) -> Cuts:
+        """price: of a byte, in nats."""
+        chosen = [layer.best(price, self.factors) for layer in self._layers]
+        loss = {kind: sum(one.loss.get(kind, 0.0) for one in chosen) for kind in KINDS}
+        return Cuts(tuple(one.cutoffs for one in chosen), loss, sum(one.saved for one in chosen) / self.total)
+
+    def with_loss(self, loss: float) -> Cuts:
+        """The cuts that save most of those with so much loss at most."""
+        low, _ = self._bracket(lambda cuts: cuts.total_loss <= loss)
+        return self.at_price(math.exp(low))
+
+    def with_share(self, share: float) -> Cuts:
+        """The cuts that lose least of those that save so much, or all that can be saved."""
+        _, high = self._bracket(lambda cuts: cuts.saved < share)
+        return self.at_price(math.exp(high))
+
+    def _bracket(self, fits: Callable[[Cuts], bool]) -> tuple[float, float]:
+        """Two prices, next to each other, of which the lower one fits and the higher one does not."""
+        low, high = -80.0, 20.0
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            if fits(self.at_price(math.exp(middle))):
+                low = middle
+            else:
+                high = middle
+        return low, high
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    cutoffs: LayerCutoffs
+    loss: Mapping[str, float]
+    saved: float
+
+
+class _Layer:
+    def __init__(self, losses: LayerLosses, size: SiteBytes, gated: bool) -> None:
+        self.thresholds = losses.thresholds
+        n = max(losses.n_tokens, 1)
+        self.loss = {kind: values / n for kind, values in losses.loss.items()}
+
+        def share(name: str) -> np.ndarray:
+            width = losses.widths["down_in" if name == "neurons" else name]
+            return losses.cut[name] / (n * width)
+
+        self.saved = {
+            name: share(name) * getattr(size, name) for name in ("attn_in", "attn_out") if name in self.loss
+        }
+        if "ffn_in" in self.loss:
+            of_input = share("ffn_in")[:, None, None]
+            of_gate = share("gate")[None, :, None] if gated else np.zeros((1, 1, 1))
+            # Rows of up that are not needed are not read, or channels: whichever is more.
+            self.saved_ffn = (
+                size.gate * of_input
+                + size.up * np.maximum(of_input, of_gate)
+                + size.down * share("neurons")[None]
+            )
+
+    def best(self, price: float, factors: Mapping[str, float]) -> _Chosen:
+        cutoffs: dict[str, float] = {}
+        loss: dict[str, float] = {}
+        saved = 0.0
+        for name, own in self.saved.items():
+            at = int(np.argmin(factors[name] * self.loss[name] - price * own))
+            cutoffs[name] = float(self.thresholds[name][at])
+            loss[name] = factors[name] * float(self.loss[name][at])
+            saved += float(own[at])
+        if "ffn_in" in self.loss:
+            of_input = factors["ffn_in"] * self.loss["ffn_in"]
+            of_neurons = factors["neurons"] * self.loss["neurons"]
+            worth = of_input[:, None, None] + of_neurons[None] - price * self.saved_ffn
+            i, g, d = map(int, np.unravel_index(int(np.argmin(worth)), worth.shape))
+            places = {"ffn_in": i, "gate": g, "down_in": d}
+            cutoffs |= {name: float(self.thresholds[name][at]) for name, at in places.items()}
+            loss |= {"ffn_in": float(of_input[i]), "neurons": float(of_neurons[g, d])}
+            saved += float(self.saved_ffn[i, g, d])
+        return _Chosen(LayerCutoffs(**cutoffs), loss, saved)

@@ -1,0 +1,193 @@
+"""What each cutoff of a model would cost, all of them from one pass forward and one back.
+
+Where small values count as zero the logits move, and the divergence of the output from what it was is, to
+second order, half the square of how far the log-probability of a token drawn from the output moves (the
+expectation of such squares is the Fisher information). That motion is the gradient times the change, and the
+change is known for every threshold at once: the values below it, taken away. So with g the gradient of the
+log-probabilities of drawn tokens for the values x of a site,
+
+    loss(t) = mean over tokens of (Σ over |x_i| < t of g_i x_i)² / 2        in nats of KL per token
+
+for all sites and thresholds of a model at the price of about four runs over a text, where measuring each
+would be a run per layer, site and threshold. What sites cost together is taken for the sum; thresholds.py
+measures how far that holds.
+
+The two sites of an FFN's neurons overlap (a neuron whose gate is cut is zero for the down projection too), so
+their loss is one of pairs of thresholds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotset.model.graph import Cutoff, Ffn
+from hotset.training.graph_torch import TorchGraph
+
+if TYPE_CHECKING:
+    from hotset.model.graph import Graph, Value
+
+INPUTS = ("attn_in", "attn_out", "ffn_in")
+NEURONS = ("gate", "down_in")  # the two that overlap
+# Shares of the values of a site that the thresholds on offer cut, of the text they were made from.
+_SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.9)
+_SHARES_GATE = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+_SHARES_OF = dict.fromkeys((*INPUTS, "down_in"), _SHARES) | {"gate": _SHARES_GATE}
+
+
+def sites_of(graph: Graph) -> list[dict[str, Cutoff]]:
+    """For each layer the cutoffs that its graph has, by their names in LayerCutoffs."""
+    sites: list[dict[str, Cutoff]] = [{} for _ in range(graph.n_layer)]
+    for op in graph.ops:
+        if isinstance(op, Ffn):
+            for name, cutoff in zip(NEURONS, (op.gate_cut, op.down_cut), strict=True):
+                if cutoff is not None:
+                    sites[op.layer][name] = cutoff
+        elif isinstance(op, Cutoff):
+            of_attention = [name for name in ("attn_in", "attn_out") if name not in sites[op.layer]]
+            sites[op.layer][of_attention[0] if op.part == "attention" else "ffn_in"] = op
+    return sites
+
+
+@dataclass
+class LayerLosses:
+    """Of one layer; sums over n_tokens.
+
+    thresholds: of each site, rising from 0, [n]. loss, cut: of each input, [n]: Σ of squares / 2, and values
+    cut. Of the neurons under "neurons", [n_gate, n_down]: loss, and neurons that are zero for the down
+    projection; "gate" has those whose gate is cut, [n_gate].
+    """
+
+    thresholds: dict[str, np.ndarray]
+    widths: dict[str, int]
+    loss: dict[str, np.ndarray]
+    cut: dict[str, np.ndarray]
+    n_tokens: int = 0
+
+    @classmethod
+    def empty(cls, thresholds: dict[str, np.ndarray], widths: dict[str, int]) -> LayerLosses:
+        shapes: dict[str, tuple[int, ...]] = {
+            name: (len(values),) for name, values in thresholds.items() if name not in NEURONS
+        }
+        cut = dict(shapes)
+        if set(NEURONS) <= thresholds.keys():
+            gate, down = (len(thresholds[name]) for name in NEURONS)
+            shapes["neurons"] = cut["neurons"] = (gate, down)
+            cut["gate"] = (gate,)
+        return cls(
+            thresholds, widths,
+            {name: np.zeros(shape) for name, shape in shapes.items()},
+            {name: np.zeros(shape) for name, shape in cut.items()},
+        )  # fmt: skip
+
+    def add_input(self, name: str, x: Tensor, gradient: Tensor) -> None:
+        """Counts the values x [n_tokens, width] of an input with their gradient."""
+        bins = _bins(x, self.thresholds[name])
+        n = len(self.thresholds[name])
+        # Bin b lies between thresholds b and b + 1: threshold i cuts the bins below i.
+        moved = _before(_sums(x * gradient, bins, n))
+        self.loss[name] += _half_squares(moved)
+        self.cut[name] += np.concatenate(([0], np.cumsum(np.bincount(bins.flatten(), minlength=n))))[:n]
+
+    def add_neurons(self, gate: Tensor, neurons: Tensor, gradient: Tensor) -> None:
+        """Counts the neurons [n_tokens, n_ff] with their gradient, and the activated gates."""
+        n_gate, n_down = (len(self.thresholds[name]) for name in NEURONS)
+        of_gate, of_down = _bins(gate, self.thresholds["gate"]), _bins(neurons, self.thresholds["down_in"])
+        bins = of_gate * n_down + of_down
+        sums = _sums(neurons * gradient, bins, n_gate * n_down).view(-1, n_gate, n_down)
+        # Kept is what lies in bins at or above both thresholds.
+        kept = sums.flip(1, 2).cumsum(1).cumsum(2).flip(1, 2)
+        self.loss["neurons"] += _half_squares(kept[:, :1, :1] - kept)
+        counts = np.bincount(bins.flatten(), minlength=n_gate * n_down).reshape(n_gate, n_down)
+        above = counts[::-1, ::-1].cumsum(0).cumsum(1)[::-1, ::-1]
+        self.cut["neurons"] += above[0, 0] - above
+        self.cut["gate"] += above[0, 0] - above[:, 0]
+
+
+def _bins(x: Tensor, thresholds: np.ndarray) -> Tensor:
+    """The number of the last threshold that each |x| is not below: int64 as x."""
+    return torch.bucketize(x.abs(), torch.from_numpy(thresholds).to(x.dtype), right=True) - 1
+
+
+def _sums(values: Tensor, bins: Tensor, n: int) -> Tensor:
+    """Per row, the sum of the values of each bin: float64 [n_rows, n]."""
+    return torch.zeros(len(values), n, dtype=torch.float64).scatter_add_(1, bins, values.double())
+
+
+def _before(sums: Tensor) -> Tensor:
+    """The sum of what stands before each column."""
+    return torch.nn.functional.pad(sums.cumsum(1)[:, :-1], (1, 0))
+
+
+def _half_squares(moved: Tensor) -> np.ndarray:
+    return (moved.square().sum(0) / 2).numpy()
+
+
+class LossPass:
+    """Collects the losses of a model's layers, text after text.
+
+    model: of a graph with a cutoff at every site that may be cut. first: a text [n_tokens] whose values say
+    what thresholds are on offer.
+    """
+
+    def __init__(self, model: TorchGraph, first: Tensor) -> None:
+        self.model = model
+        self.sites = sites_of(model.graph)
+        self._at = {
+            cutoff.out.id: (i, name) for i, of in enumerate(self.sites) for name, cutoff in of.items()
+        }
+        self._watched = [value for value in model.graph.values if value.id in self._at]
+        self.layers = self._offers(first)
+
+    def _offers(self, first: Tensor) -> list[LayerLosses]:
+        found: list[dict[str, np.ndarray]] = [{} for _ in self.sites]
+
+        def look(id: int) -> Callable[[Tensor], Tensor]:
+            def edit(x: Tensor) -> Tensor:
+                layer, name = self._at[id]
+                at = torch.tensor(_SHARES_OF[name][1:])
+                # (torch's quantile has a limit of elements)
+                ordered = x.abs().flatten().sort().values
+                places = (at * len(ordered)).long()
+                found[layer][name] = np.concatenate(([0.0], np.unique(ordered[places].numpy())))
+                return x
+
+            return edit
+
+        self.model.streams(first[None], {value.id: look(value.id) for value in self._watched})
+        return [
+            LayerLosses.empty(thresholds, {name: site.x.width for name, site in sites.items()})
+            for thresholds, sites in zip(found, self.sites, strict=True)
+        ]
+
+    def add(self, tokens: Tensor, seed: int) -> None:
+        """One text more, int64 [n_tokens]; seed: of the tokens that are drawn from the model's output."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def loss(logits: Tensor) -> Tensor:
+            drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
+            return logits.log_softmax(-1).gather(1, drawn).sum()
+
+        held: dict[tuple[int, str], Tensor] = {}
+
+        def found(value: Value, x: Tensor, gradient: Tensor) -> None:
+            layer, name = self._at[value.id]
+            losses = self.layers[layer]
+            if name in NEURONS and set(NEURONS) <= self.sites[layer].keys():
+                # The gradient of the neurons counts; of the gate the values alone are asked.
+                held[layer, name] = x if name == "gate" else torch.stack((x, gradient))
+                if all((layer, one) in held for one in NEURONS):
+                    neurons, of_neurons = held.pop((layer, "down_in"))
+                    losses.add_neurons(held.pop((layer, "gate")), neurons, of_neurons)
+            else:
+                losses.add_input(name, x, gradient)
+
+        text = tokens[None]
+        self.model.gradients(text, self.model.streams(text), loss, self._watched, found)
+        for layer in self.layers:
+            layer.n_tokens += len(tokens)

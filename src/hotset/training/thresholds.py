@@ -1,0 +1,409 @@
+"""`hotset calibrate`: cutoffs of a model to a loss, or a sparsity, that the user states.
+
+1. The text is cut into windows. Those whose hash falls in the lowest quarter are held out; losses come from
+   the others, what is measured from these alone. (A window's place does not depend on the rest of the text.)
+2. What each cutoff would cost is estimated for all of them at once, by gradients (cut_losses.py).
+3. For a target the cutoffs that save most are chosen (cut_choice.py), and the engine runs with each kind of
+   them alone on held-out windows: by how much the estimate was wrong becomes a factor of that kind's losses.
+4. For a loss of perplexity, choosing and measuring goes on until what is measured is just below the target.
+
+All tokens are cut where losses are estimated and measured, as those of answers are. Prompts run dense unless
+the user wants it otherwise: an answer after a long prompt is closer to the model than is said here.
+
+Losses and measurements are kept in `work` as they come, so that a run that was killed goes on from there, and
+another target needs a few measurements alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import math
+import os
+import shutil
+import zipfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast, get_args
+
+import numpy as np
+import torch
+
+from hotset.api import Model, load_opened
+from hotset.engine.perplexity import PerplexityResult, compare_chunks
+from hotset.errors import HotsetError, InvalidRequestError
+from hotset.files import check_folder, check_target, write_whole
+from hotset.loading import build, open_model
+from hotset.model.cutoffs import CUTOFF_NAMES, LayerCutoffs
+from hotset.model.decoder import describe
+from hotset.settings import LoadSettings
+from hotset.sparsity.thresholds import BaseMode, Calibrated, Thresholds, default_path
+from hotset.training.cut_choice import KINDS, CutChoices, Cuts, bytes_of_sites
+from hotset.training.cut_losses import LayerLosses, LossPass
+from hotset.training.graph_torch import TorchGraph
+
+if TYPE_CHECKING:
+    from hotset.reporter import Reporter
+
+_HELD_OUT = 64  # of 256 values of a hash's first byte
+_TINY = 1e-30  # a cutoff that cuts nothing and is there
+_KIND_WINDOWS = 6  # on which a kind is measured alone
+_ROUNDS = 6  # of choosing and measuring at most
+_CLOSE = 0.1  # of the target: how far below it is near enough
+_FIRST_RATIO = 0.7  # rise of the loss per nat of KL, before any is measured
+_FACTORS = (0.2, 5.0)
+_MOST_KL = 5.0  # nats of KL per nat by which the loss rises
+_LAYOUT = 1  # of what is kept in the work folder
+
+
+@dataclass(frozen=True)
+class ThresholdSettings:
+    """What the cutoffs must reach: one of the two. max_increase: of the perplexity, relative. share: of the
+    bytes of the matrices that can be cut.
+
+    mode: the sparsity mode that is cut in addition; None: the model's own. n_ctx: tokens of a window.
+    n_tokens: that losses are estimated from. n_measured: held-out tokens that are run; half are scored.
+    """
+
+    max_increase: float | None = None
+    share: float | None = None
+    mode: str | None = None
+    n_ctx: int = 512
+    n_tokens: int = 4096
+    n_measured: int = 16384
+    n_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.max_increase is None) == (self.share is None):
+            raise InvalidRequestError(
+                "a calibration has one target: a rise of perplexity (--max-ppl-increase 1%) or a share of "
+                "the bytes (--sparsity 0.5)"
+            )
+        if self.max_increase is not None and not 0 < self.max_increase <= 10:
+            raise InvalidRequestError(
+                f"the rise of perplexity must lie above 0 and up to 1000%, not {self.max_increase:%}"
+            )
+        if self.mode is not None and self.mode not in get_args(BaseMode):
+            raise InvalidRequestError(
+                f"a model is cut in addition to one of {', '.join(get_args(BaseMode))}, not to {self.mode!r}"
+            )
+        if self.share is not None and not 0 < self.share < 1:
+            raise InvalidRequestError(f"the sparsity must lie between 0 and 1, not {self.share}")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """With all tokens cut, on held-out windows, against the same model uncut; errors are standard errors.
+
+    saved: share of the bytes of the matrices that can be cut, foreseen.
+    """
+
+    saved: float
+    ppl_dense: float
+    ppl: float
+    increase: float
+    increase_error: float
+    kl: float
+    same_top: float
+    n_scored: int
+
+
+@dataclass(frozen=True)
+class CalibratedThresholds:
+    """What came out. foreseen: the loss in nats of KL, by kind. problems: what was asked for and not reached,
+    a sentence each."""
+
+    path: Path
+    thresholds: Thresholds
+    measured: Measured
+    foreseen: dict[str, float]
+    problems: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "path": str(self.path),
+            "measured": asdict(self.measured),
+            "foreseen": self.foreseen,
+            "layers": [dict(layer.items()) for layer in self.thresholds.layers],
+            "problems": list(self.problems),
+        }
+
+
+def calibrate_thresholds(
+    model: str | os.PathLike[str],
+    text: str,
+    out: str | os.PathLike[str] | None = None,
+    settings: ThresholdSettings | None = None,
+    *,
+    work: str | os.PathLike[str] | None = None,
+    keep: bool = False,
+    progress: Reporter | None = None,
+) -> CalibratedThresholds:
+    """Finds the cutoffs of a model file on a text and writes them.
+
+    out: the file, by default beside the model. work: a folder for what a killed run needs to go on, by
+    default OUT.work; keep: also afterwards, for other targets. Raises HotsetError, in a sentence, for a text
+    that is too short, models with experts, and files that cannot be written.
+    """
+    settings = settings or ThresholdSettings(max_increase=0.01)
+    loading = LoadSettings(
+        n_threads=settings.n_threads, backend="cpu", sparsity=settings.mode, progress=progress
+    )
+    with open_model(model, loading) as opened:
+        target = Path(out) if out is not None else default_path(opened.gguf.path)
+        folder = Path(work) if work is not None else target.with_name(f"{target.name}.work")
+        check_target(target, opened.gguf.paths)
+        check_folder(folder)
+        n_ctx = min(settings.n_ctx, opened.config.n_ctx_train)
+        settings = replace(settings, n_ctx=n_ctx)
+        with load_opened(opened.with_settings(n_ctx=n_ctx)) as loaded:
+            search = _Search(loaded, text, folder, settings, progress)
+            found = search.run(target)
+    if not keep:
+        shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def windows_of(model: Model, text: str, n_ctx: int) -> tuple[np.ndarray, np.ndarray]:
+    """Windows int32 [n, n_ctx] of a text, each beginning as a text does: those to learn from, those held out.
+
+    Which one a window is, and its place among them, is said by the hash of its tokens alone.
+    """
+    rows = model.tokenizer.rows(model.tokenizer.encode(text, add_special=True), n_ctx)
+    digests = [hashlib.sha256(np.ascontiguousarray(row, np.int32).tobytes()).digest() for row in rows]
+    order = sorted(range(len(rows)), key=lambda i: digests[i])
+    held = [i for i in order if digests[i][0] < _HELD_OUT]
+    return rows[[i for i in order if digests[i][0] >= _HELD_OUT]], rows[held]
+
+
+class _Search:
+    def __init__(
+        self, model: Model, text: str, work: Path, settings: ThresholdSettings, progress: Reporter | None
+    ) -> None:
+        self.model, self.settings, self.progress = model, settings, progress
+        learned, held = windows_of(model, text, settings.n_ctx)
+        n_learned = max(1, settings.n_tokens // settings.n_ctx)
+        n_held = max(2, settings.n_measured // settings.n_ctx)
+        if len(learned) < 1 or len(held) < 2:
+            raise InvalidRequestError(
+                f"the text is too short: it has {len(learned)} windows of {settings.n_ctx} tokens to learn "
+                f"from and {len(held)} to measure on, and there must be 1 and 2; give more of it"
+            )
+        self.learned, self.held = learned[:n_learned], held[:n_held]
+        self.model_facts = Calibrated.of(model.gguf)
+        self.mode = cast(BaseMode, model.sparsity.mode)
+        self.text = {
+            "sha256": hashlib.sha256(text.encode()).hexdigest(),
+            "windows": settings.n_ctx,
+            "learned": _hash(self.learned),
+            "measured": _hash(self.held),
+            "rule": f"a window is held out if the SHA-256 of its int32 tokens begins below {_HELD_OUT}",
+        }
+        key = [_LAYOUT, self.model_facts.hash, self.mode, str(model.sparsity.spec), self.text]
+        self.work = _Work(work, hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32], settings.n_ctx)
+        every = LayerCutoffs(**dict.fromkeys(CUTOFF_NAMES, _TINY))
+        config = model.config
+        only_attention = LayerCutoffs(attn_in=_TINY, attn_out=_TINY)
+        cutoffs = [only_attention if layer.experts is not None else every for layer in config.layers]
+        self.graph = describe(config, model.weights.tensors, model.decided.predictor, cutoffs)
+
+    def run(self, target: Path) -> CalibratedThresholds:
+        gated = [layer.gated for layer in self.model.config.layers]
+        sizes = bytes_of_sites(self.graph, self.model.weights)
+        choices = CutChoices(self._losses(), sizes, gated)
+        cuts, measured, problems = self._chosen(choices)
+        thresholds = Thresholds(
+            self.model_facts, cuts.layers, self.mode, False, self.text,
+            {**asdict(measured), "all_tokens_cut": True, "target": self._target()},
+        )  # fmt: skip
+        thresholds.save(target)
+        return CalibratedThresholds(target, thresholds, measured, dict(cuts.loss), tuple(problems))
+
+    def _target(self) -> dict[str, float]:
+        names = ("max_increase", "share")
+        return {name: value for name in names if (value := getattr(self.settings, name)) is not None}
+
+    # ---- losses
+
+    def _losses(self) -> list[LayerLosses]:
+        if self.settings.n_threads is not None:
+            torch.set_num_threads(self.settings.n_threads)
+        tokens = torch.from_numpy(self.learned.astype(np.int64))
+        losses = LossPass(TorchGraph(self.model.weights, self.graph), tokens[0])
+        first = self.work.load_losses(losses)
+        for i in range(first, len(tokens)):
+            self._advance("losses", i, len(tokens))
+            losses.add(tokens[i], seed=i)
+            self.work.save_losses(losses, i + 1)
+        self._advance("losses", len(tokens), len(tokens))
+        return losses.layers
+
+    # ---- choices
+
+    def _chosen(self, choices: CutChoices) -> tuple[Cuts, Measured, list[str]]:
+        settings = self.settings
+        if settings.share is not None:
+            self._measure_kinds(choices, choices.with_share(settings.share))
+            cuts = choices.with_share(settings.share)
+            problems = []
+            if cuts.saved < settings.share:
+                problems.append(
+                    f"a share of {settings.share:.0%} cannot be cut: the largest cutoffs on offer save "
+                    f"{cuts.saved:.0%} of the bytes"
+                )
+            return cuts, self._measure(cuts.layers, cuts.saved, len(self.held), "measuring"), problems
+        assert settings.max_increase is not None
+        goal = math.log1p(settings.max_increase)
+        ratio = self._measure_kinds(choices, choices.with_loss(goal / _FIRST_RATIO))
+        return self._to_goal(choices, goal, ratio)
+
+    def _measure_kinds(self, choices: CutChoices, cuts: Cuts) -> float:
+        """Sets the factors of the losses by what each kind of these cuts does alone; how much the loss rises
+        per nat of KL."""
+        kl = rise = 0.0
+        n = min(_KIND_WINDOWS, len(self.held))
+        for i, kind in enumerate(KINDS):
+            self._advance("kinds", i, len(KINDS))
+            layers = cuts.only(kind)
+            if not any(value for layer in layers for _, value in layer.items()):
+                continue
+            alone = self._measure(layers, cuts.saved, n)
+            if cuts.loss[kind] > 0:
+                choices.factors[kind] = float(np.clip(alone.kl / cuts.loss[kind], *_FACTORS))
+            kl, rise = kl + alone.kl, rise + math.log1p(alone.increase)
+        self._advance("kinds", len(KINDS), len(KINDS))
+        return float(np.clip(rise / kl, 1 / _MOST_KL, 2.0)) if kl > 0 else _FIRST_RATIO
+
+    def _to_goal(self, choices: CutChoices, goal: float, ratio: float) -> tuple[Cuts, Measured, list[str]]:
+        """Chooses and measures until the rise of the loss is just below the goal."""
+        best: tuple[Cuts, Measured] | None = None
+        low, high = 0.0, math.inf  # foreseen losses whose measured ones are below the goal, above it
+        foreseen = goal / ratio
+        for i in range(_ROUNDS):
+            cuts = choices.with_loss(foreseen)
+            measured = self._measure(cuts.layers, cuts.saved, len(self.held), f"round {i + 1}")
+            # Perplexity may stay by chance where the output does not.
+            rise = max(math.log1p(measured.increase), measured.kl / _MOST_KL)
+            if rise <= goal:
+                low = foreseen
+                if best is None or cuts.saved > best[0].saved:
+                    best = cuts, measured
+                if rise > (1 - _CLOSE) * goal:
+                    break
+            else:
+                high = foreseen
+            # Losses are about proportional: the middle of what is left only where that leads out of it.
+            wanted = foreseen * (1 - _CLOSE / 2) * goal / max(rise, goal / 4)
+            if not low < wanted < high:
+                wanted = (low + high) / 2 if high < math.inf else 2 * foreseen
+            foreseen = wanted
+        if best is None or not best[0].saved:
+            raise HotsetError(
+                f"no cutoffs were found whose rise of perplexity stays below {math.expm1(goal):.2%} on "
+                "held-out text; ask for a larger one, or give more text"
+            )
+        return *best, []
+
+    # ---- measurements
+
+    def _measure(
+        self, layers: Sequence[LayerCutoffs], saved: float, n_windows: int, label: str | None = None
+    ) -> Measured:
+        windows = self.held[:n_windows]
+        key = [_hash(windows), [dict(layer.items()) for layer in layers]]
+        name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+        known = self.work.measured.get(name)
+        if known is None:
+            dense, cut = self._compare(layers, windows, label)
+            apart = cut.divergence
+            assert apart is not None
+            known = {
+                "ppl_dense": dense.ppl, "ppl": cut.ppl, "increase": apart.ppl_ratio - 1,
+                "increase_error": apart.ppl_ratio_error, "kl": apart.kl, "same_top": apart.same_top,
+                "n_scored": cut.n_scored,
+            }  # fmt: skip
+            self.work.add_measured(name, known)
+        return Measured(saved=saved, **known)
+
+    def _compare(
+        self, layers: Sequence[LayerCutoffs], windows: np.ndarray, label: str | None
+    ) -> tuple[PerplexityResult, PerplexityResult]:
+        thresholds = Thresholds(self.model_facts, tuple(layers), self.mode)
+        cut = Model(*build(self.model.decided.with_thresholds(thresholds)))
+        try:
+            results = compare_chunks(
+                (self.model.engine, cut.engine), windows.flatten().tolist(), n_ctx=self.settings.n_ctx,
+                n_neurons=(0, 0),
+            )  # fmt: skip
+            for sides in results:
+                if label is not None:
+                    self._advance(label, sides[0].chunk, sides[0].n_chunks)
+            return sides[0], sides[1]
+        finally:
+            cut.thread.close()
+            cut.backend.close()
+
+    def _advance(self, label: str, done: int, total: int) -> None:
+        if self.progress is not None:
+            self.progress.advance(label, done, total)
+
+
+class _Work:
+    """What a killed run leaves: sums of losses, and measurements, a line each."""
+
+    def __init__(self, folder: Path, key: str, n_ctx: int) -> None:
+        self.folder, self.n_ctx = folder / key, n_ctx
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.measured: dict[str, dict[str, Any]] = {}
+        with contextlib.suppress(FileNotFoundError):
+            for line in (self.folder / "measured.jsonl").read_text().splitlines():
+                with contextlib.suppress(ValueError):  # torn by the end of the process
+                    self.measured |= json.loads(line)
+
+    def add_measured(self, name: str, values: dict[str, Any]) -> None:
+        self.measured[name] = values
+        lines = (json.dumps({name: values}) + "\n" for name, values in self.measured.items())
+        write_whole({self.folder / "measured.jsonl": "".join(lines)})
+
+    def load_losses(self, losses: LossPass) -> int:
+        """Puts back what `save_losses` kept; of how many windows it is."""
+        try:
+            data = (self.folder / "losses.npz").read_bytes()
+            with np.load(io.BytesIO(data)) as kept:
+                arrays = {name: kept[name] for name in kept.files}
+        except (OSError, ValueError, zipfile.BadZipFile):  # none yet
+            return 0
+        n = int(arrays.pop("n_windows"))
+        own = _arrays(losses)
+        if {name: values.shape for name, values in own.items()} != {
+            name: values.shape for name, values in arrays.items()
+        }:
+            return 0
+        for name, values in own.items():
+            values[...] = arrays[name]
+        for layer in losses.layers:
+            layer.n_tokens = n * self.n_ctx
+        return n
+
+    def save_losses(self, losses: LossPass, n_windows: int) -> None:
+        data = io.BytesIO()
+        np.savez(data, n_windows=n_windows, **_arrays(losses))  # type: ignore[arg-type]
+        write_whole({self.folder / "losses.npz": data.getvalue()})
+
+
+def _arrays(losses: LossPass) -> dict[str, np.ndarray]:
+    """All sums, and the thresholds that they are of, as they lie in memory."""
+    return {
+        f"{i}.{kind}.{name}": values
+        for i, layer in enumerate(losses.layers)
+        for kind, part in (("thresholds", layer.thresholds), ("loss", layer.loss), ("cut", layer.cut))
+        for name, values in part.items()
+    }
+
+
+def _hash(windows: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(windows, np.int32).tobytes()).hexdigest()

@@ -1,0 +1,453 @@
+"""Thresholds: what cutoffs would cost against what they cost, which are chosen, and `hotset calibrate`."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_api import PRINTABLE
+from test_api import write_model as write_bytes
+from test_cli import inside
+from test_cpu_backend import batch
+from tiny_gguf import write_llama, write_relu
+
+import hotset
+from hotset.backends.reference import ReferenceBackend
+from hotset.errors import HotsetError, InvalidRequestError, UnsupportedModelError
+from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.model.config import config_from_gguf
+from hotset.model.cutoffs import CUTOFF_NAMES, LayerCutoffs
+from hotset.model.decoder import describe
+from hotset.model.graph import Graph
+from hotset.model.predictor import Predictor
+from hotset.reporter import Reporter
+from hotset.sparsity.thresholds import Thresholds
+from hotset.training import thresholds as training
+from hotset.training.cut_choice import CutChoices, Cuts, SiteBytes, bytes_of_sites
+from hotset.training.cut_losses import LayerLosses, LossPass, sites_of
+from hotset.training.graph_torch import TorchGraph
+from hotset.training.thresholds import ThresholdSettings, calibrate_thresholds, windows_of
+
+pytest.importorskip("hotset._core", reason="the native module is not built")
+
+EVERY = LayerCutoffs(**dict.fromkeys(CUTOFF_NAMES, 1e-30))
+QUICK = {"n_ctx": 32, "n_tokens": 256, "n_measured": 512}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bytes(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def text(path: Path) -> str:
+    """What the model itself writes: of any other text a random model knows nothing that could be lost."""
+    with hotset.load(path, n_seqs=8) as model:
+        answers = [
+            model.generate("a", seed=seed, max_tokens=240, logit_bias=PRINTABLE, ignore_eos=True)
+            for seed in range(24)
+        ]
+    return "".join(answer.text for answer in answers)
+
+
+def cut_graph(gguf: GGUFFile, predictor: Predictor | None = None) -> Graph:
+    config = config_from_gguf(gguf)
+    return describe(config, gguf.tensors, predictor, [EVERY] * config.n_layer)
+
+
+def silu(folder: Path) -> GGUFFile:
+    keys = {"llama.hidden_activation": "silu"}
+    return open_gguf(write_relu(folder / "silu.gguf", dialect="gguf", keys=keys))
+
+
+# -- the graph in torch --------------------------------------------------------------------------
+
+
+def same_as_reference(gguf: GGUFFile, predictor: Predictor | None = None) -> None:
+    graph = cut_graph(gguf, predictor)
+    ids = np.random.default_rng(0).integers(0, graph.result.width, 40)
+    expected = ReferenceBackend(gguf, graph, n_pages=1).step(batch([(ids.tolist(), 0, [0])])).logits
+    found = TorchGraph(gguf, graph).logits(torch.from_numpy(np.stack([ids, ids])))
+    assert found.shape == (80, graph.result.width)
+    for text in (found[:40], found[40:]):
+        np.testing.assert_allclose(text.numpy(), expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bamboo", "falcon", "opt"])
+@pytest.mark.parametrize("dialect", ["gguf", "powerinfer"])
+def test_torch_computes_what_the_reference_does(tmp_path: Path, architecture: str, dialect: Any) -> None:
+    more = {"n_head_kv": 1} if architecture == "falcon" else {}
+    path = write_relu(tmp_path / "model.gguf", architecture, dialect=dialect, **more)
+    with open_gguf(path) as gguf:
+        same_as_reference(gguf)
+        if dialect == "powerinfer":
+            same_as_reference(gguf, Predictor("mlp", (0.1, 0.1)))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "mistral-window", "qwen3", "phi3", "granite"])
+def test_other_architectures_too(tmp_path: Path, name: str) -> None:
+    tiny_models = pytest.importorskip("tiny_models")
+    recipe = tiny_models.RECIPES[name]
+    with open_gguf(tiny_models.to_gguf(recipe, tiny_models.build(recipe), tmp_path)) as gguf:
+        same_as_reference(gguf)
+
+
+def test_gradients_are_those_of_the_whole_network(tmp_path: Path) -> None:
+    """Layer by layer, from kept streams, against one backward pass through everything."""
+    with silu(tmp_path) as gguf:
+        graph = cut_graph(gguf)
+        model = TorchGraph(gguf, graph)
+        tokens = torch.from_numpy(np.random.default_rng(2).integers(0, 96, (2, 20)))
+        watched = [site.out for sites in sites_of(graph) for site in sites.values()]
+        assert len(watched) == 10
+        found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def loss(logits: torch.Tensor) -> torch.Tensor:
+            return logits.log_softmax(-1)[:, 7].sum()
+
+        model.gradients(
+            tokens, model.streams(tokens), loss, watched,
+            lambda value, x, gradient: found.update({value.id: (x, gradient)}),
+        )  # fmt: skip
+        assert found.keys() == {value.id for value in watched}
+        for value in watched:
+            held: list[torch.Tensor] = []
+
+            def hold(x: torch.Tensor, held: list[torch.Tensor] = held) -> torch.Tensor:
+                held.append(x.detach().requires_grad_())
+                return held[0]
+
+            x: torch.Tensor | None = None
+            for part in model._parts:
+                x = model._run(part, tokens, x, {value.id: hold})
+            assert x is not None
+            (whole,) = torch.autograd.grad(loss(x), held)
+            assert torch.equal(found[value.id][0], held[0])
+            assert torch.allclose(found[value.id][1], whole, rtol=1e-3, atol=1e-5 * float(whole.abs().max()))
+
+
+# -- losses --------------------------------------------------------------------------------------
+
+
+def test_losses_are_half_the_squares_of_what_is_taken_away() -> None:
+    """Against a mask for each threshold, for an input and for the two sites of the neurons."""
+    rng = np.random.default_rng(3)
+    x, g, gate = (torch.from_numpy(rng.standard_normal((9, 14)).astype(np.float32)) for _ in range(3))
+    offers = {
+        "ffn_in": np.array([0, 0.3, 0.9]),
+        "gate": np.array([0, 0.5, 0.8, 1.1]),
+        "down_in": np.array([0, 0.2, float(x.abs().max())]),
+    }
+    losses = LayerLosses.empty(offers, dict.fromkeys(offers, 14))
+    for part in (slice(0, 4), slice(4, 9)):
+        losses.add_input("ffn_in", x[part], g[part])
+        losses.add_neurons(gate[part], x[part], g[part])
+    moved = (x * g).double()
+
+    def half_square(gone: torch.Tensor) -> float:
+        return float((moved * gone).sum(1).square().sum() / 2)
+
+    for i, t in enumerate(offers["ffn_in"]):
+        gone = x.abs() < t
+        assert losses.loss["ffn_in"][i] == pytest.approx(half_square(gone), abs=1e-9)
+        assert losses.cut["ffn_in"][i] == gone.sum()
+    for i, t in enumerate(offers["gate"]):
+        assert losses.cut["gate"][i] == (gate.abs() < t).sum()
+        for j, u in enumerate(offers["down_in"]):
+            gone = (gate.abs() < t) | (x.abs() < u)
+            assert losses.loss["neurons"][i, j] == pytest.approx(half_square(gone), abs=1e-9)
+            assert losses.cut["neurons"][i, j] == gone.sum()
+    # What equals a threshold stays.
+    assert losses.cut["neurons"][0, 2] == 14 * 9 - 1
+
+
+@pytest.mark.parametrize("name", CUTOFF_NAMES)
+def test_an_estimate_is_near_what_a_cutoff_does(tmp_path: Path, name: str) -> None:
+    """One site of one layer, cut a little: the KL of the cut model against the mean over drawn tokens."""
+    with silu(tmp_path) as gguf:
+        graph = cut_graph(gguf)
+        model = TorchGraph(gguf, graph)
+        text = torch.from_numpy(np.random.default_rng(4).integers(0, 96, 48))
+        losses = LossPass(model, text)
+        n = 40
+        for seed in range(n):
+            losses.add(text, seed)
+        layer = losses.layers[0]
+        at = 3
+        threshold = float(layer.thresholds[name][at])
+        sums = layer.loss["neurons"] if name in ("gate", "down_in") else layer.loss[name]
+        place = {"gate": (at, 0), "down_in": (0, at)}.get(name, at)
+        foreseen = float(sums[place]) / (n * 48)
+        assert layer.n_tokens == n * 48
+        site = losses.sites[0][name]
+        before = model.logits(text[None]).double().log_softmax(-1)
+        cut = model.logits(text[None], {site.out.id: lambda x: torch.where(x.abs() < threshold, 0.0, x)})
+        after = cut.double().log_softmax(-1)
+        kl = float((before.exp() * (before - after)).sum(-1).mean())
+        assert kl > 1e-6
+        assert foreseen == pytest.approx(kl, rel=0.35)
+
+
+# -- choices -------------------------------------------------------------------------------------
+
+
+def drawn_choices(seed: int) -> tuple[CutChoices, list[LayerLosses], list[SiteBytes]]:
+    rng = np.random.default_rng(seed)
+    losses, sizes = [], []
+    for _ in range(2):
+        offers = {name: np.array([0.0, 1.0, 2.0]) for name in CUTOFF_NAMES}
+        one = LayerLosses.empty(offers, dict.fromkeys(offers, 10))
+        one.n_tokens = 4
+        for name in one.loss:
+            steps = rng.uniform(0, 1, one.loss[name].shape)
+            cut = rng.integers(1, 14, one.cut[name].shape)
+            for axis in range(steps.ndim):
+                steps, cut = steps.cumsum(axis), cut.cumsum(axis)
+            one.loss[name] = steps - steps.flat[0]
+            one.cut[name] = np.minimum(cut - cut.flat[0], 40)
+        one.cut["gate"] = np.array([0, 15, 30])
+        losses.append(one)
+        sizes.append(SiteBytes(*rng.integers(100, 1000, 5).tolist()))
+    return CutChoices(losses, sizes, [True, True]), losses, sizes
+
+
+def every_choice(losses: LayerLosses, size: SiteBytes) -> list[tuple[float, float]]:
+    """(loss, bytes) of each way to cut a layer."""
+    found = []
+    for a, o, i, g, d in np.ndindex(3, 3, 3, 3, 3):
+        share = {name: losses.cut[name][at] / 40 for name, at in
+                 (("attn_in", a), ("attn_out", o), ("ffn_in", i), ("gate", g))}  # fmt: skip
+        loss = losses.loss["attn_in"][a] + losses.loss["attn_out"][o] + losses.loss["ffn_in"][i]
+        loss += losses.loss["neurons"][g, d]
+        saved = share["attn_in"] * size.attn_in + share["attn_out"] * size.attn_out
+        saved += share["ffn_in"] * size.gate + max(share["ffn_in"], share["gate"]) * size.up
+        saved += losses.cut["neurons"][g, d] / 40 * size.down
+        found.append((loss / 4, saved))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_other_choice_saves_more_at_less_loss(seed: int) -> None:
+    choices, losses, sizes = drawn_choices(seed)
+    ways = [every_choice(*one) for one in zip(losses, sizes, strict=True)]
+    total = sum(size.total for size in sizes)
+    both = np.array([(a[0] + b[0], (a[1] + b[1]) / total) for a in ways[0] for b in ways[1]])
+    greatest = both[:, 0].max()
+    seen = set()
+    for part in (0.05, 0.2, 0.4, 0.7):
+        cuts = choices.with_loss(part * greatest)
+        seen.add(cuts.saved)
+        assert cuts.total_loss <= part * greatest
+        better = both[(both[:, 0] < cuts.total_loss - 1e-9) & (both[:, 1] > cuts.saved + 1e-9)]
+        assert not len(better)
+        again = choices.with_share(cuts.saved - 1e-9)
+        assert again.saved >= cuts.saved - 1e-9
+        assert again.total_loss <= cuts.total_loss + 1e-9
+    assert len(seen) > 1
+    assert choices.with_loss(0.0).saved == choices.with_loss(0.0).total_loss == 0
+    assert choices.with_share(0.999).saved == pytest.approx(both[:, 1].max())
+
+
+def test_a_kind_that_costs_more_than_it_was_thought_is_cut_less() -> None:
+    choices, _, _ = drawn_choices(0)
+    before = choices.with_share(0.4)
+    choices.factors["attn_in"] = choices.factors["attn_out"] = 1e6
+    after = choices.with_share(0.4)
+    assert any(layer.attn_in or layer.attn_out for layer in before.layers)
+    assert not any(layer.attn_in or layer.attn_out for layer in after.layers)
+
+
+def test_cuts_of_one_kind() -> None:
+    layer = LayerCutoffs(gate=1, attn_in=2, attn_out=3, ffn_in=4, down_in=5)
+    cuts = Cuts((layer,), {}, 0.5)
+    assert cuts.only("neurons") == (LayerCutoffs(gate=1, down_in=5),)
+    assert cuts.only("ffn_in") == (LayerCutoffs(ffn_in=4),)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "falcon", "opt"])
+def test_bytes_are_those_of_the_matrices(tmp_path: Path, architecture: str) -> None:
+    more = {"n_head_kv": 1} if architecture == "falcon" else {}
+    with open_gguf(write_relu(tmp_path / "m.gguf", architecture, dialect="gguf", **more)) as gguf:
+        for i, size in enumerate(bytes_of_sites(cut_graph(gguf), gguf)):
+            names = [f"blk.{i}.{name}.weight" for name in ("attn_q", "attn_k", "attn_v", "attn_qkv")]
+            of = {name: info.nbytes for name, info in gguf.tensors.items()}
+            assert size.attn_in == sum(of.get(name, 0) for name in names)
+            assert size.attn_out == of[f"blk.{i}.attn_output.weight"]
+            assert size.gate == of.get(f"blk.{i}.ffn_gate.weight", 0)
+            assert size.up == of[f"blk.{i}.ffn_up.weight"]
+            assert size.down == of[f"blk.{i}.ffn_down.weight"]
+
+
+# -- the whole -----------------------------------------------------------------------------------
+
+
+class Told(Reporter):
+    """Remembers what it is told; may end the run in the middle."""
+
+    def __init__(self, stop_at: tuple[str, int] | None = None) -> None:
+        self.stop_at = stop_at
+        self.seen: list[tuple[str, int, int]] = []
+
+    def advance(self, label: str, done: int, total: int) -> None:
+        self.seen.append((label, done, total))
+        if (label, done) == self.stop_at:
+            raise KeyboardInterrupt
+
+
+def test_the_place_of_a_window_does_not_depend_on_the_rest(path: Path, text: str) -> None:
+    with hotset.load(path, backend="reference") as model:
+        learned, held = windows_of(model, text, 32)
+        fewer = windows_of(model, text[: len(text) // 2 // 31 * 31], 32)
+    assert len(learned) > len(held) > 20
+    assert not {row.tobytes() for row in learned} & {row.tobytes() for row in held}
+    assert (held[:, 0] == 256).all()  # each begins as a text does
+    for whole, part in zip((learned, held), fewer, strict=True):
+        known = [row.tobytes() for row in whole]
+        places = [known.index(row.tobytes()) for row in part if row.tobytes() in known]
+        assert len(places) >= len(part) - 1
+        assert places == sorted(places)
+
+
+def test_a_rise_of_perplexity_that_is_asked_for(path: Path, text: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.thresholds.json"
+    told = Told()
+    found = calibrate_thresholds(
+        path, text, out, ThresholdSettings(max_increase=0.02, **QUICK), progress=told
+    )
+    assert found.measured.increase <= 0.02
+    assert 0 < found.measured.kl <= 5 * math.log(1.02)
+    assert found.measured.saved > 0.02
+    assert found.thresholds == Thresholds.open(out)
+    assert not found.thresholds.prompts
+    assert found.thresholds.measured["target"] == {"max_increase": 0.02}
+    assert not (tmp_path / "out.thresholds.json.work").exists()
+    assert ("losses", 8, 8) in told.seen
+    # What is said is what the engine does, on the windows that were held out.
+    with hotset.load(path, n_ctx=32) as dense, hotset.load(path, n_ctx=32, thresholds=out) as cut:
+        _, held = windows_of(dense, text, 32)
+        from hotset.engine.perplexity import compare_chunks
+
+        tokens = held[:16].flatten().tolist()
+        *_, (_, other) = compare_chunks([dense.engine, cut.engine], tokens, n_ctx=32, n_neurons=[0, 0])
+    assert other.divergence is not None
+    assert other.divergence.ppl_ratio - 1 == found.measured.increase
+    assert other.divergence.kl == found.measured.kl > 0
+
+
+def test_a_share_that_is_asked_for(path: Path, text: str, tmp_path: Path) -> None:
+    found = calibrate_thresholds(path, text, tmp_path / "out.json", ThresholdSettings(share=0.3, **QUICK))
+    assert 0.3 <= found.measured.saved < 0.33
+    assert found.problems == ()
+
+
+def test_a_killed_run_goes_on(path: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ThresholdSettings(max_increase=0.02, **QUICK)
+    whole = calibrate_thresholds(path, text, tmp_path / "whole.json", settings)
+    out, work = tmp_path / "out.json", tmp_path / "work"
+    n_passes = n_measured = 0
+    add, compare = LossPass.add, training._Search._compare
+
+    def counted_add(self: LossPass, *arguments: Any, **named: Any) -> None:
+        nonlocal n_passes
+        n_passes += 1
+        add(self, *arguments, **named)
+
+    def counted_compare(self: Any, *arguments: Any) -> Any:
+        nonlocal n_measured
+        n_measured += 1
+        return compare(self, *arguments)
+
+    monkeypatch.setattr(LossPass, "add", counted_add)
+    monkeypatch.setattr(training._Search, "_compare", counted_compare)
+    for stop in (("losses", 3), ("kinds", 2), ("round 1", 4)):
+        with pytest.raises(KeyboardInterrupt):
+            calibrate_thresholds(path, text, out, settings, work=work, progress=Told(stop))
+        assert not out.exists()
+    assert (n_passes, n_measured) == (8, 5)
+    again = calibrate_thresholds(path, text, out, settings, work=work, keep=True)
+    assert n_passes == 8
+    assert again.thresholds == whole.thresholds
+    n_before = n_measured
+    other = calibrate_thresholds(
+        path, text, out, ThresholdSettings(max_increase=0.02, **QUICK), work=work, keep=True
+    )
+    assert (other.thresholds, n_measured) == (whole.thresholds, n_before)
+    assert n_passes == 8
+
+
+def test_a_model_with_predictors_is_cut_in_addition(text: str, tmp_path: Path) -> None:
+    from test_api_sparse import write_sparse
+
+    model = write_sparse(tmp_path / "m.gguf")
+    for mode in ("exact", None):
+        settings = ThresholdSettings(share=0.3, mode=mode, **QUICK)
+        found = calibrate_thresholds(model, text, tmp_path / "out.json", settings)
+        assert found.thresholds.mode == (mode or "predicted")
+        assert any(layer.attn_in for layer in found.thresholds.layers)
+        with hotset.load(model, thresholds=tmp_path / "out.json") as loaded:
+            assert loaded.sparsity.mode == "threshold"
+
+
+def test_what_cannot_be_calibrated(path: Path, text: str, tmp_path: Path) -> None:
+    settings = ThresholdSettings(max_increase=0.01, **QUICK)
+    with pytest.raises(InvalidRequestError, match="the text is too short: it has"):
+        calibrate_thresholds(path, "a b c", tmp_path / "o.json", settings)
+    with pytest.raises(InvalidRequestError, match="is the model that is read"):
+        calibrate_thresholds(path, text, path, settings)
+    with pytest.raises(HotsetError, match="stays below 0"):
+        calibrate_thresholds(path, text, tmp_path / "o.json", ThresholdSettings(max_increase=1e-9, **QUICK))
+    assert not (tmp_path / "o.json").exists()
+    with open_gguf(write_llama(tmp_path / "experts.gguf", experts=(4, 2))) as gguf:
+        config = config_from_gguf(gguf)
+        graph = describe(config, gguf.tensors)
+        with pytest.raises(UnsupportedModelError, match="without experts"):
+            TorchGraph(gguf, graph).logits(torch.zeros((1, 4), dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "one target"),
+        ({"share": 0.5, "max_increase": 0.1}, "one target"),
+        ({"share": 1.0}, "between 0 and 1"),
+        ({"share": math.nan}, "between 0 and 1"),
+        ({"max_increase": 0.0}, "above 0"),
+        ({"max_increase": 11}, "above 0"),
+        ({"share": 0.5, "mode": "threshold"}, "in addition to one of dense, exact, predicted"),
+    ],
+)
+def test_targets_that_mean_nothing(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequestError, match=said):
+        ThresholdSettings(**settings)
+
+
+def test_the_verb(path: Path, text: str, tmp_path: Path) -> None:
+    file, out = tmp_path / "text.txt", tmp_path / "t.json"
+    file.write_text(text)
+    quick = ["-c", 32, "--tokens", 256, "--measured", 512, "-o", out]
+    done = inside("calibrate", path, "-f", file, "--max-ppl-increase", "2%", "--json", *quick)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.keys() == {"path", "measured", "foreseen", "layers", "problems"}
+    assert found["path"] == str(out)
+    assert found["measured"]["increase"] <= 0.02
+    assert "losses: 8 of 8" in done.stderr
+    done = inside("perplexity", path, "-f", file, "-c", 32, "--chunks", 4, "--thresholds", out, "--json")
+    assert json.loads(done.stdout)["sparsity"] == "threshold"
+    done = inside("calibrate", path, "-f", file, "--sparsity", "0.3", *quick)
+    assert done.returncode == 0, done.stderr
+    assert "all of them cut" in done.stdout
+    for wrong in (("--max-ppl-increase", "1%%"), ("--sparsity", "half"), ("--sparsity", "-1")):
+        assert inside("calibrate", path, "-f", file, *wrong, *quick).returncode == 2
+    done = inside("calibrate", path, "-f", file, "--sparsity", "0.5", "--max-ppl-increase", "1", *quick)
+    assert "has one target" in done.stderr
