@@ -7,7 +7,7 @@ JOBS ?= 2
 ADAPTERS := adapters/smollm2-135m-relu.safetensors
 RELU := build/demo/smollm2-135m-relu.gguf
 
-.PHONY: demo build test test-order test-clients mutants lint format kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel clean
+.PHONY: demo build test test-order test-clients test-scale mutants lint format kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel clean
 
 demo: build
 	$(BIN)/hotset run smollm2-135m "What is photosynthesis?" --temp 0 -n 80
@@ -66,6 +66,12 @@ build/clients/.installed: tests/clients/requirements.txt
 	build/clients/venv/bin/pip install -q -r tests/clients/requirements.txt
 	npm install --silent --no-audit --no-fund --prefix build/clients openai@6
 	touch $@
+
+# Replicas and stages on a cluster of three Ray nodes on this machine, whose nodes die in mid-load. Minutes.
+SCALE ?= tests/scale/check_*.py
+test-scale: build $(VENV)/.dev
+	$(BIN)/python -m pip install -q --no-build-isolation -e ".[serve,scale]"
+	$(BIN)/python -m pytest $(SCALE)
 
 # Small faults put into a copy of the sources, one at a time; prints those that no test notices. MUTANTS is what to
 # hand on: how many, which seed, which files (tests/mutation/mutants.py --help).

@@ -43,8 +43,8 @@ def byte_letters() -> list[str]:
     return letters
 
 
-def write_model(path: Path, **keys: Any) -> Path:
-    """A llama of two layers over bytes and three special tokens, every parameter random."""
+def write_model(path: Path, *, n_layer: int = 2, **keys: Any) -> Path:
+    """A llama of a few layers over bytes and three special tokens, every parameter random."""
     tokens = byte_letters() + SPECIALS
     tokenizer: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2",
@@ -59,6 +59,7 @@ def write_model(path: Path, **keys: Any) -> Path:
     }
     return write_llama(
         path,
+        n_layer=n_layer,
         n_embd=32,
         n_ff=48,
         head_dim=8,

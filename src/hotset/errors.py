@@ -65,3 +65,7 @@ class StepCancelledError(HotsetError):
 
     def __init__(self) -> None:
         super().__init__("the step was cancelled; what it had to compute can be computed again")
+
+
+class CacheLostError(HotsetError):
+    """What a backend kept of keys and values is gone, and it works again: all is to be computed anew."""

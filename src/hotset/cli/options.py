@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from hotset.api import Model
+    from hotset.reporter import Reporter
     from hotset.settings import LoadSettings
 
 _ENGINE, _SAMPLING, _TEXT, _GPU = "Engine", "Sampling", "Input and output", "GPU"
+_SCALE = "Several machines (needs hotset[scale])"
 _FORM = "Form of the answer (needs hotset[serve])"
 
 
@@ -103,6 +106,14 @@ Alias = Annotated[
 Parallel = Annotated[int, _option("--parallel -np", "Answers at once.", "Server", min=1)]
 Contexts = Annotated[
     int, _option("--contexts", "Full contexts in the cache; of shorter ones, more.", "Server", min=1)
+]
+
+RayAddress = Annotated[
+    str | None, _option("--ray", "Address of a Ray cluster, auto for this machine's.", _SCALE)
+]
+Stages = Annotated[
+    str | None,
+    _option("--stages", "Cut the model over machines: HOST:LAYERS,HOST:LAYERS,... or auto.", _SCALE),
 ]
 
 File = Annotated[
@@ -263,6 +274,27 @@ class ModelOptions(SparsityOptions, GPUOptions):
         if self.backend != "auto":
             own["backend"] = self.backend
         return super().fields() | own
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleOptions:
+    """Where a model runs that is cut over machines."""
+
+    stages: Stages = None
+    ray: RayAddress = None
+
+    def load(self, model: str, path: Path, settings: LoadSettings, progress: Reporter) -> Model:
+        """The model at a path, or its stages, which each machine opens by the name that was given."""
+        if self.stages is None:
+            if self.ray is not None:
+                raise typer.BadParameter("it is where --stages are; name these too.", param_hint="--ray")
+            from hotset.api import load
+
+            return load(path, settings, progress=progress)
+        from hotset.scale.stages import load_staged
+
+        name = str(path.resolve()) if Path(model).is_file() else model
+        return load_staged(name, settings, self.stages, self.ray)
 
 
 @dataclass(frozen=True, kw_only=True)

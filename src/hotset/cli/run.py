@@ -52,6 +52,7 @@ def run(
     *,
     loading: options.ModelOptions,
     sampling: options.SamplingOptions,
+    scale: options.ScaleOptions,
 ) -> None:
     """Answer a prompt, or chat."""
     name, text = _arguments(model, prompt, model_option, prompt_option, file)
@@ -62,9 +63,7 @@ def run(
     bar = DownloadBar()
     path = _find(name, interactive, bar)
 
-    import hotset
-
-    with hotset.load(path, settings, progress=bar) as loaded:
+    with scale.load(name or str(path), path, settings, bar) as loaded:
         tell_choice(loaded)
         tell_memory(loaded)
         if text is None:

@@ -101,6 +101,7 @@ def serve(
     ctx_size: options.ContextSize = None,
     *,
     loading: options.ModelOptions,
+    scale: options.ScaleOptions,
     server: ServerOptions,
 ) -> None:
     """Serve a model over HTTP, in OpenAI's dialect and others."""
@@ -112,12 +113,11 @@ def serve(
         path = resolve(model or catalogue.DEFAULT, progress=bar)
     names = (*(alias or ()), model_name(path))
 
-    import hotset
     from hotset.server.listen import listen
     from hotset.server.service import Service
 
     def load() -> Model:
-        loaded = hotset.load(path, settings, progress=bar)
+        loaded = scale.load(model or catalogue.DEFAULT, path, settings, bar)
         tell_choice(loaded)
         tell_memory(loaded)
         say(f"{names[0]} is loaded")

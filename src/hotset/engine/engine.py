@@ -30,7 +30,13 @@ from hotset.engine.pacing import PROMPT_SECONDS, Chunk, PromptShare, divide, wei
 from hotset.engine.queue import WaitingQueue
 from hotset.engine.sampler import Constraint, Sampler, SamplingParams, TokenLogprobs
 from hotset.engine.states import StatePool
-from hotset.errors import ContextLengthError, InvalidRequestError, OutOfMemoryError, StepCancelledError
+from hotset.errors import (
+    CacheLostError,
+    ContextLengthError,
+    InvalidRequestError,
+    OutOfMemoryError,
+    StepCancelledError,
+)
 from hotset.parameters import real_number
 
 CutTokens = Literal["none", "answers", "all"]
@@ -577,6 +583,9 @@ class Engine:
             self._counted.cancelled_steps += 1
             self.end_interrupted()
             return []
+        except CacheLostError:
+            self._forget_cache()
+            return []
         except Exception as error:
             for sequence, _ in chunks:
                 self._fail(sequence, error)
@@ -591,6 +600,16 @@ class Engine:
         if self.collect_stats:
             self.step_stats = self.backend.stats()
         return self._collect(chunks, result, now)
+
+    def _forget_cache(self) -> None:
+        """Begins anew with every sequence that runs: it keeps its tokens, and pages hold nothing any more."""
+        self.step_stats = None
+        for sequence in reversed(self.running.copy()):
+            self._leave(sequence)
+            self.waiting.push_front(sequence)
+            sequence.preempted = True
+            self._counted.preemptions += 1
+        self.pool = PagePool(self.backend.n_pages)
 
     def _schedule(self) -> list[tuple[Sequence, int]]:
         """Sequences of the next batch and how many tokens of each: decoding first, then prompts in chunks.

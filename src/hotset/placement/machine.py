@@ -240,6 +240,12 @@ class _Cpu:
         self._runtime.close()
 
 
+def cpu_rate(n_threads: int, seconds: float = 0.3) -> float:
+    """Bytes of weights per second that the CPU reads in a dense FFN, measured for so many seconds."""
+    with _Cpu(n_threads) as cpu:
+        return cpu.rate(seconds, sparse=False)
+
+
 def _median_seconds(work: Callable[[], object], seconds: float) -> float:
     times: list[float] = []
     until = time.perf_counter() + seconds

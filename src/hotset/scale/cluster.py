@@ -1,0 +1,99 @@
+"""A Ray cluster: how it is reached, and which machines it has."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from hotset.errors import DeviceError, HotsetError, InvalidRequestError
+from hotset.escaping import clause
+from hotset.parameters import shown
+
+LOCAL = "local"  # a cluster of this machine, which ends with the process
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A node of the cluster. names: by which it is called, its own first; n_bytes: of its memory."""
+
+    id: str
+    names: tuple[str, ...]
+    n_bytes: int
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+def check_installed(*parts: str) -> None:
+    """Raises HotsetError where the extra is missing. parts: modules that are needed beside Ray itself."""
+    if missing := [part for part in ("ray", *parts) if find_spec(part) is None]:
+        raise HotsetError(
+            f"several machines need {', '.join(missing)}; install it with: pip install 'hotset[serve,scale]'"
+        )
+
+
+def connect(address: str | None) -> None:
+    """Joins the cluster at `address` ("HOST:PORT", or "auto" for the one of this machine); LOCAL or None
+    begins one here. Where this process has joined one already, nothing happens.
+
+    Raises HotsetError where there is none.
+    """
+    check_installed()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anyone
+    # Processes of a cluster take the interpreter and the packages of their machine.
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    import ray
+
+    if ray.is_initialized():
+        return
+    how: dict[str, Any] = {"include_dashboard": False} if address in (None, LOCAL) else {"address": address}
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **how)
+    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+        raise HotsetError(
+            f"there is no Ray cluster at {clause(shown(address))} ({_first_line(error)}); start one with "
+            "'ray start --head', and name its address"
+        ) from None
+
+
+def library() -> Any:
+    """Ray, untyped: its types do not know what `remote` makes of a class."""
+    import ray
+
+    return ray
+
+
+def machines() -> list[Machine]:
+    """Those that are alive."""
+    import ray
+
+    found = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            given = (node.get("NodeName"), node["NodeManagerHostname"], node["NodeManagerAddress"])
+            names = tuple(dict.fromkeys(name for name in given if name))
+            found.append(Machine(node["NodeID"], names, int(node["Resources"].get("memory", 0))))
+    return sorted(found, key=lambda machine: machine.names)
+
+
+def machine_named(host: str, among: Sequence[Machine]) -> Machine:
+    """The machine that is called so. Raises InvalidRequestError where none is, or several are."""
+    found = [machine for machine in among if host in machine.names]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(machine.name for machine in among)
+    if found:
+        raise InvalidRequestError(
+            f"several machines are called {clause(shown(host))}; name one as 'ray start --node-name' did: "
+            f"{known}"
+        )
+    raise DeviceError(f"no machine of the cluster is called {clause(shown(host))}; it has {known}")
+
+
+def _first_line(error: BaseException) -> str:
+    return clause(str(error).strip().partition("\n")[0] or type(error).__name__)

@@ -1,0 +1,115 @@
+"""Where a model is cut: which layers are on which machine, and a batch in pieces that follow one another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from hotset.backends.base import Batch
+from hotset.errors import InvalidRequestError, OutOfMemoryError
+from hotset.escaping import clause
+from hotset.model.graph import Graph
+from hotset.parameters import shown
+from hotset.units import human_size
+
+_LEAST = 4  # tokens of a piece: what reads the weights once for fewer gains nothing by going ahead
+_PROMPT = 64  # tokens of a step from which it is a prompt's, whose pieces are many
+
+
+@dataclass(frozen=True)
+class Cut:
+    """So many layers, one after the other, on one machine."""
+
+    host: str
+    n_layers: int
+
+
+def parse_cuts(text: str, n_layer: int) -> list[Cut]:
+    """Of "HOST:LAYERS,HOST:LAYERS", layers in their order. Raises InvalidRequestError.
+
+    The embedding goes with the first layer, the output with the last.
+    """
+    cuts = []
+    for part in text.split(","):
+        host, _, count = part.strip().rpartition(":")
+        if not host or not (count.isascii() and count.isdecimal() and 0 < int(count[:9]) <= n_layer):
+            raise InvalidRequestError(
+                f"{clause(shown(part.strip()))} is no stage: each is HOST:LAYERS, such as box:16, with a "
+                f"number of layers, of which the model has {n_layer}"
+            )
+        cuts.append(Cut(host, int(count)))
+    if (total := sum(cut.n_layers for cut in cuts)) != n_layer:
+        raise InvalidRequestError(f"the stages have {total} layers together, and the model has {n_layer}")
+    return cuts
+
+
+def spans(graph: Graph, cuts: Sequence[Cut]) -> list[tuple[int, int]]:
+    """The operations [first, last) of each stage."""
+    *starts, _ = graph.layer_starts
+    firsts, layer = [0], 0
+    for cut in cuts[:-1]:
+        layer += cut.n_layers
+        firsts.append(starts[layer])
+    return list(zip(firsts, [*firsts[1:], len(graph.ops)], strict=True))
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a machine can do. n_bytes: of memory for weights and cache. rate: bytes per second that its steps
+    read. hop: seconds that a step of one token takes to it."""
+
+    host: str
+    n_bytes: float
+    rate: float
+    hop: float = 0.0
+
+
+def planned(layers: Sequence[float], rooms: Sequence[Room]) -> list[Cut]:
+    """The cuts that take the least time per token of one answer.
+
+    layers: bytes of each, weights and cache, about the same. Every further machine costs a hop, and each byte
+    what its machine takes to read it: so the quickest are filled first, and no more are used than the model
+    needs. Raises OutOfMemoryError where all together do not hold it.
+    """
+    each, left, cuts = max(layers), len(layers), []
+    for room in sorted(rooms, key=lambda room: (each / room.rate, room.hop, room.host)):
+        if n := min(left, int(room.n_bytes // each)):
+            cuts.append(Cut(room.host, n))
+            left -= n
+        if not left:
+            return cuts
+    raise OutOfMemoryError(
+        f"the model needs {human_size(sum(layers))}, and the machines have room for "
+        f"{human_size(sum(room.n_bytes for room in rooms))}; add one, or lower -c"
+    )
+
+
+def n_pieces(n_tokens: int, n_stages: int) -> int:
+    """In how many pieces a step goes through the stages, so that they work at the same time."""
+    most = n_stages if n_tokens < _PROMPT else 2 * n_stages
+    return max(1, min(most, n_tokens // _LEAST)) if n_stages > 1 else 1
+
+
+def pieces(batch: Batch, n: int) -> list[Batch]:
+    """A batch as n batches of about as many tokens, to be computed in this order. No bit changes by it: a
+    token's result depends on those before it in its sequence, and these come before it."""
+    if n == 1:
+        return [batch]
+    ends = [len(batch.tokens) * i // n for i in range(n + 1)]
+    found = []
+    for first, last in pairwise(ends):
+        wanted = batch.outputs[(batch.outputs >= first) & (batch.outputs < last)]
+        found.append(
+            replace(
+                batch,
+                tokens=batch.tokens[first:last],
+                positions=batch.positions[first:last],
+                sequences=batch.sequences[first:last],
+                outputs=(wanted - first).astype(np.int32),
+                cut=None if batch.cut is None else batch.cut[first:last],
+            )
+        )
+    return found

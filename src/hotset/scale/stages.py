@@ -1,0 +1,307 @@
+"""A model cut over machines: stages are actors of Ray, and between them goes the residual stream alone.
+
+    model = load_staged("llama-70b", settings, "box:40,nas:40", "auto")     # as hotset.load
+
+Each machine maps the file by the name or path that is asked for, reads the weights of its own layers, and
+keeps their keys and values. A step goes through the stages in pieces, so that they work at the same time. A
+stage whose machine dies is begun again elsewhere; what the cache held is then computed anew (CacheLostError).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hotset.api import Model
+from hotset.backends.base import PAGE_SIZE, Batch, StepResult, StepStats, cache_slots
+from hotset.errors import CacheLostError, DeviceError, HotsetError, InvalidRequestError
+from hotset.escaping import clause
+from hotset.loading import Decided, decide, open_model
+from hotset.model.graph import PARTS
+from hotset.scale.cluster import connect, library, machine_named, machines
+from hotset.scale.cuts import Cut, Room, n_pieces, parse_cuts, pieces, planned, spans
+from hotset.scale.worker import Failed, Gauge, Noted, Passed, StageWorker
+from hotset.settings import LoadSettings
+from hotset.sparsity.sidecar import fingerprint
+
+AUTO = "auto"  # in place of stages: they are planned
+_SHARE = 0.9  # of a machine's free memory that stages may take
+_HOPS = 20  # that are measured
+_START_SECONDS = 300.0  # that a stage may take to open its layers
+_RECOVER_SECONDS = 60.0  # in which a stage that was lost must be begun elsewhere
+_CONTROL = "control"  # calls that do not wait for a step
+_LOOK_SECONDS = 5.0  # in which a stage that lives says so
+
+
+def load_staged(model: str, settings: LoadSettings, stages: str, address: str | None) -> Model:
+    """As `hotset.load`, with the layers on machines of the Ray cluster at `address`: "HOST:LAYERS,...", or
+    AUTO for those that take the least time.
+
+    Raises what `hotset.load` raises, InvalidRequestError for stages that the model does not have, and
+    DeviceError for machines that are not there.
+    """
+    if settings.asks_for_a_device or settings.backend == "reference":
+        raise InvalidRequestError(
+            "stages on machines compute on their CPUs; leave out what is asked of a GPU"
+        )
+    opened = open_model(model, replace(settings, backend="cpu"))
+    with ExitStack() as undone:
+        undone.callback(opened.gguf.close)
+        decided = decide(opened)
+        undone.callback(decided.weights.close)
+        n_layer = decided.graph.n_layer
+        cuts = parse_cuts(stages, n_layer) if stages != AUTO else []
+        connect(address)
+        if not cuts:
+            n_bytes = decided.gguf.nbytes
+            n_bytes += decided.n_pages * PAGE_SIZE * decided.cost.kv_bytes_per_token(settings.kv_type)
+            width = next(op.out.width for op in decided.graph.ops)
+            rooms = measured(settings.n_threads, width)
+            cuts = planned([n_bytes / n_layer] * n_layer, rooms)
+        backend = StagedBackend(model, decided, cuts)
+        undone.callback(backend.close)
+        loaded = Model(decided, backend)
+        undone.pop_all()
+    return loaded
+
+
+def measured(n_threads: int | None, width: int) -> list[Room]:
+    """What each machine of the cluster can do, one after the other: several may be one. width: of a row of
+    the residual stream, whose way there and back is a hop's."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    ray = library()
+
+    rooms, row = [], np.zeros((1, width), np.float32)
+    for machine in machines():
+        strategy = NodeAffinitySchedulingStrategy(machine.id, soft=False)
+        gauge = ray.remote(Gauge).options(num_cpus=0, scheduling_strategy=strategy).remote()
+        n_bytes, rate = ray.get(gauge.measure.remote(n_threads))
+        hops = []
+        for _ in range(_HOPS):
+            began = time.perf_counter()
+            ray.get(gauge.pass_on.remote(row))
+            hops.append(time.perf_counter() - began)
+        ray.kill(gauge)
+        rooms.append(Room(machine.name, _SHARE * n_bytes, rate, sorted(hops)[_HOPS // 2]))
+    return rooms
+
+
+@dataclass
+class _Stage:
+    """One of them. node: the id of its machine's node in the cluster; actor: of StageWorker."""
+
+    cut: Cut
+    node: str
+    span: tuple[int, int]
+    actor: Any = None
+
+
+class StagedBackend:
+    """The Backend of a model whose stages are on machines (see the module).
+
+    model: what each machine opens. decided: how, with the graph. Raises DeviceError for a machine that is not
+    there, and what a stage raises when it opens its layers.
+    """
+
+    name = "stages"
+
+    def __init__(self, model: str, decided: Decided, cuts: Sequence[Cut]) -> None:
+        settings = decided.settings
+        self.max_batch, self.n_pages = settings.max_batch, decided.n_pages
+        self.n_vocab = decided.graph.result.width
+        self.n_threads: int | None = None
+        self._n_layer = max(decided.graph.n_layer, 1)
+        self._counts = decided.config.leaves_out or decided.graph.is_cut
+        self._values = frozenset(op.out.name for op in decided.graph.primitives)
+        self._how: dict[str, Any] = {
+            # The same everywhere: what a machine would choose for itself may differ.
+            "settings": replace(settings, n_ctx=decided.n_ctx, progress=None),
+            "model": str(model),
+            "mark": fingerprint(decided.gguf),
+            "n_pages": decided.n_pages,
+            "counts": self._counts,
+        }
+        self._steps = itertools.count()
+        self._step = -1  # the one in flight, or the latest
+        self._cancelled = -1
+        self._latest: tuple[int, float, list[Noted]] | None = None
+        self._closed = False
+        alive = machines()
+        self._stages = [
+            _Stage(cut, machine_named(cut.host, alive).id, span)
+            for cut, span in zip(cuts, spans(decided.graph, cuts), strict=True)
+        ]
+        try:
+            told = self._begin(self._stages)
+        except BaseException:
+            self.close()
+            raise
+        self.notes = tuple(
+            f"{stage.cut.n_layers} layers on {stage.cut.host}: {about['n_threads']} threads, {about['isa']}"
+            for stage, about in zip(self._stages, told, strict=True)
+        )
+
+    # ---- a step ----
+
+    def step(self, batch: Batch) -> StepResult:
+        """Runs one step. Raises CacheLostError where a machine was lost and its stage has been begun again,
+        DeviceError where it cannot be."""
+        self._check_open()
+        cache_slots(batch, max_batch=self.max_batch, n_pages=self.n_pages, n_vocab=self.n_vocab)
+        if unknown := set(batch.taps) - self._values:
+            raise InvalidRequestError(f"the model has no value named {min(unknown)!r} to tap")
+        from ray.exceptions import RayActorError, RayTaskError
+
+        ray = library()
+
+        began = time.perf_counter()
+        self._latest = None
+        self._step = step = next(self._steps)
+        last, noted = [], []
+        try:
+            for piece in pieces(batch, n_pieces(len(batch.tokens), len(self._stages))):
+                passed = None
+                for stage in self._stages:
+                    passed, one = stage.actor.run.options(num_returns=2).remote(step, piece, passed)
+                    noted.append(one)
+                last.append(passed)
+            rows: list[Passed] = ray.get(last)
+            of_stages: list[Noted | None] = ray.get(noted) if self._counts or batch.taps else []
+        except (RayActorError, RayTaskError) as error:
+            self._recover(error)
+            raise CacheLostError("a machine was lost; its stage has been begun again") from None
+        if failed := [one for one in rows if isinstance(one, Failed)]:
+            raise failed[0].error()
+        found = [one for one in of_stages if one is not None]
+        taps = {
+            name: np.concatenate([one.tapped[name] for one in found if name in one.tapped])
+            for name in batch.taps
+        }
+        self._latest = len(batch.tokens), time.perf_counter() - began, found
+        return StepResult(np.concatenate(rows), taps)  # type: ignore[arg-type]
+
+    def stats(self) -> StepStats | None:
+        """Counts and times of the latest step, of all stages and pieces; None for a model without zeros."""
+        if self._latest is None or not self._counts:
+            return None
+        n_tokens, total, noted = self._latest
+        counts = sum(
+            (one.counts for one in noted if one.counts is not None), np.zeros((self._n_layer, 5), np.int64)
+        )
+        seconds = sum(
+            (one.seconds for one in noted if one.seconds is not None), np.zeros((self._n_layer, len(PARTS)))
+        )
+        selected, active, gate_rows, up_rows, down_rows = counts.T
+        predictor, ffn, attention, _ = seconds.T
+        other = max(total - float(seconds[:, :3].sum()), 0.0)
+        return StepStats(
+            n_tokens, selected, active, gate_rows, up_rows, down_rows, predictor, ffn, attention, other
+        )
+
+    def cancel(self) -> None:
+        """Ends the step in flight on all machines, from any thread."""
+        if self._step > self._cancelled:
+            self._cancelled = self._step
+            for stage in self._stages:
+                if stage.actor is not None:
+                    stage.actor.cancel.options(concurrency_group=_CONTROL).remote(self._step)
+
+    def device_bytes(self) -> list[dict[str, int]]:
+        """There is no device."""
+        return []
+
+    def close(self) -> None:
+        """Ends the stages; safe to call twice."""
+        self._closed = True
+        for stage in self._stages:
+            self._end(stage)
+
+    # ---- stages ----
+
+    def _begin(self, stages: Sequence[_Stage]) -> list[dict[str, Any]]:
+        """Opens the layers of these at the same time; what they say of themselves. Raises what keeps one
+        from it."""
+        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        ray = library()
+
+        kind = ray.remote(concurrency_groups={_CONTROL: 1})(StageWorker)
+        asked = []
+        for stage in stages:
+            stage.actor = kind.options(
+                num_cpus=0,  # who shares a machine is said by --stages
+                scheduling_strategy=NodeAffinitySchedulingStrategy(stage.node, soft=False),
+            ).remote()
+            first, last = stage.span
+            asked.append(stage.actor.open.remote(first_op=first, last_op=last, **self._how))
+        found = []
+        for stage, one in zip(stages, asked, strict=True):
+            try:
+                told = ray.get(one, timeout=_START_SECONDS)
+            except (GetTimeoutError, RayActorError, RayTaskError) as error:
+                raise DeviceError(
+                    f"the stage on {stage.cut.host} could not begin ({_last_line(error)})"
+                ) from None
+            if isinstance(told, Failed):
+                refused = told.error()
+                kind_of = type(refused) if isinstance(refused, HotsetError) else DeviceError
+                raise kind_of(f"the stage on {stage.cut.host}: {refused}")
+            found.append(told)
+        return found
+
+    def _recover(self, error: Exception) -> None:
+        """Begins the stages anew that are gone, on other machines if need be. Raises DeviceError."""
+        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+        ray = library()
+
+        self._check_open()
+        lost = []
+        for stage in self._stages:
+            try:
+                alive = stage.actor.alive.options(concurrency_group=_CONTROL).remote()
+                ray.get(alive, timeout=_LOOK_SECONDS)
+            except (GetTimeoutError, RayActorError, RayTaskError):
+                lost.append(stage)
+        if not lost:  # they live, and failed in what nobody foresaw
+            raise DeviceError(f"a stage failed ({_last_line(error)})")
+        for stage in lost:
+            self._end(stage)
+        until = time.monotonic() + _RECOVER_SECONDS
+        while True:
+            # That of its own comes last: a machine that has just died is still among those alive.
+            for stage in lost:
+                others = [machine.id for machine in machines() if machine.id != stage.node]
+                taken = Counter(other.node for other in self._stages if other is not stage)
+                stage.node = min(others or [stage.node], key=lambda node: taken[node])
+            try:
+                self._begin(lost)
+                return
+            except DeviceError:
+                if time.monotonic() > until:
+                    raise
+
+    def _end(self, stage: _Stage) -> None:
+        ray = library()
+
+        actor, stage.actor = stage.actor, None
+        if actor is not None and ray.is_initialized():
+            with suppress(Exception):  # it may be gone already
+                ray.kill(actor)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidRequestError("the model has been closed; load it again")
+
+
+def _last_line(error: BaseException) -> str:
+    return clause(str(error).strip().rpartition("\n")[2] or type(error).__name__)

@@ -1,0 +1,65 @@
+"""A model cut over the nodes of a cluster: the text of one machine, and a machine that dies."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import Nodes
+from test_api import write_model
+
+import hotset
+from hotset.errors import DeviceError, InvalidRequestError
+from hotset.scale.stages import load_staged
+from hotset.settings import LoadSettings
+
+SETTINGS = LoadSettings(n_ctx=256, n_threads=1, max_batch=64, max_sequences=16, n_seqs=8, backend="cpu")
+PROMPTS = [f"{i} is a prompt of its own, " * (1 + i % 5) for i in range(16)]
+PARAMS = {"max_tokens": 40, "seed": 7, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf", n_layer=3)
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path) -> list[str]:
+    with hotset.load(path, SETTINGS) as model:
+        return [answer.text for answer in model.generate_many(PROMPTS, **PARAMS)]
+
+
+@pytest.mark.parametrize("stages", ["a:3", "a:1,b:2", "a:1,b:1,c:1", "auto"])
+def test_the_text_of_one_machine(path: Path, expected: list[str], nodes: Nodes, stages: str):
+    with load_staged(str(path), SETTINGS, stages, nodes.address) as model:
+        answers = model.generate_many(PROMPTS, **PARAMS)
+        assert [answer.text for answer in answers] == expected
+        assert model.generate(PROMPTS[3], **PARAMS).text == expected[3]
+        assert len(model.backend.notes) == (stages.count(",") + 1)
+
+
+def test_stages_that_are_not_there(path: Path, nodes: Nodes, tmp_path: Path):
+    with pytest.raises(DeviceError, match="no machine of the cluster is called 'nowhere'; it has a, b, c"):
+        load_staged(str(path), SETTINGS, "a:1,nowhere:2", nodes.address)
+    with pytest.raises(InvalidRequestError, match="the stages have 2 layers together, and the model has 3"):
+        load_staged(str(path), SETTINGS, "a:1,b:1", nodes.address)
+
+
+def test_a_machine_that_dies_in_mid_load_costs_time_and_no_answer(
+    path: Path, expected: list[str], nodes: Nodes
+):
+    with load_staged(str(path), SETTINGS, "a:1,b:1,c:1", nodes.address) as model:
+        found: list[str] = []
+        work = threading.Thread(
+            target=lambda: found.extend(one.text for one in model.generate_many(PROMPTS, **PARAMS))
+        )
+        work.start()
+        while model.engine.counters().generated_tokens < 40:
+            time.sleep(0.01)
+        nodes.kill("c")
+        work.join(120)
+        assert found == expected
+        assert model.engine.counters().preemptions > 0
+    nodes.add("c")

@@ -1,0 +1,242 @@
+"""A model cut over machines, without machines: where it is cut, batches in pieces, a stage, a lost cache.
+
+What needs a cluster stands in tests/scale/, which `make test-scale` runs.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_backend import FakeBackend
+from test_cpu_backend import batch, logits_of, tokens
+from tiny_gguf import write_llama
+
+pytest.importorskip("hotset._core", reason="the native module is not built")
+
+from hotset.backends.base import Batch, StepResult
+from hotset.backends.cpu import CpuBackend
+from hotset.engine.engine import Engine
+from hotset.engine.sampler import SamplingParams
+from hotset.errors import (
+    CacheLostError,
+    ContextLengthError,
+    InvalidRequestError,
+    OutOfMemoryError,
+    StepCancelledError,
+)
+from hotset.formats.gguf import open_gguf
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+from hotset.scale.cuts import Cut, Room, n_pieces, parse_cuts, pieces, planned, spans
+from hotset.scale.worker import Failed, StageWorker
+from hotset.settings import LoadSettings
+from hotset.sparsity.sidecar import fingerprint
+
+N_LAYER = 3
+SETTINGS = LoadSettings(n_ctx=128, n_threads=1, max_batch=48, backend="cpu")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("model") / "m.gguf", n_layer=N_LAYER, n_embd=64)
+
+
+# --- where it is cut
+
+
+def test_stages_are_hosts_and_their_layers():
+    assert parse_cuts("a:1,b:2", 3) == [Cut("a", 1), Cut("b", 2)]
+    assert parse_cuts(" [::1]:3 ", 3) == [Cut("[::1]", 3)]
+    for wrong in ("", "a", "a:", ":3", "a:0", "a:x", "a:1,", "a:-1,b:4", "a:4", "a:" + "9" * 40):
+        with pytest.raises(InvalidRequestError, match="is no stage: each is HOST:LAYERS"):
+            parse_cuts(wrong, 3)
+    with pytest.raises(InvalidRequestError, match="have 2 layers together, and the model has 3"):
+        parse_cuts("a:1,b:1", 3)
+
+
+def test_planned_stages_fill_the_quickest_machine_first_and_are_no_more_than_needed():
+    rooms = [
+        Room("slow", 100, 1.0),
+        Room("quick", 25, 4.0),
+        Room("near", 25, 2.0, 0.1),
+        Room("far", 25, 2.0, 1.0),
+    ]
+    assert planned([10] * 2, rooms) == [Cut("quick", 2)]
+    assert planned([10] * 4, rooms) == [Cut("quick", 2), Cut("near", 2)]
+    assert planned([10] * 9, rooms) == [Cut("quick", 2), Cut("near", 2), Cut("far", 2), Cut("slow", 3)]
+    with pytest.raises(OutOfMemoryError, match="needs 300 B, and the machines have room for 175 B"):
+        planned([10] * 30, rooms)
+
+
+# --- batches in pieces
+
+
+def test_pieces_are_the_batch_and_few_where_it_is_small():
+    assert [n_pieces(n, 3) for n in (1, 7, 8, 16, 63, 64, 512)] == [1, 1, 2, 3, 3, 6, 6]
+    assert {n_pieces(n, 1) for n in (1, 16, 512)} == {1}
+    whole = batch([(tokens(1, 7), 5, [2]), (tokens(9, 8), 0, [3]), (tokens(1, 9), 60, [4])])
+    for n in (1, 2, 3, 5):
+        parts = pieces(whole, n)
+        assert len(parts) == n
+        for name in ("tokens", "positions", "sequences"):
+            np.testing.assert_array_equal(
+                np.concatenate([getattr(one, name) for one in parts]), getattr(whole, name)
+            )
+        starts = np.cumsum([0, *(len(one.tokens) for one in parts)])
+        outputs = [one.outputs + start for one, start in zip(parts, starts[:-1], strict=True)]
+        np.testing.assert_array_equal(np.concatenate(outputs), whole.outputs)
+        assert all(one.outputs.dtype == np.int32 for one in parts)
+
+
+# --- stages
+
+
+class Workers:
+    """The stages of a model as their machines have them, in one process: a backend."""
+
+    def __init__(self, path: Path, cuts: list[Cut], n_pages: int = 8) -> None:
+        gguf = open_gguf(path)
+        graph = describe(config_from_gguf(gguf), gguf.tensors)
+        self.steps = 0
+        self.workers = [StageWorker() for _ in cuts]
+        for worker, (first, last) in zip(self.workers, spans(graph, cuts), strict=True):
+            told = worker.open(
+                model=str(path), settings=SETTINGS, mark=fingerprint(gguf),
+                first_op=first, last_op=last, n_pages=n_pages, counts=False,
+            )  # fmt: skip
+            assert isinstance(told, dict), told
+        gguf.close()
+
+    def step(self, whole: Batch) -> StepResult:
+        self.steps += 1
+        rows: list[Any] = []
+        for piece in pieces(whole, n_pieces(len(whole.tokens), len(self.workers))):
+            passed: Any = None
+            for worker in self.workers:
+                passed, noted = pickle.loads(pickle.dumps(worker.run(self.steps, piece, passed)))
+                assert isinstance(passed, Failed) or noted is not None
+            rows.append(passed)
+        if failed := [one for one in rows if isinstance(one, Failed)]:
+            raise failed[0].error()
+        return StepResult(np.concatenate(rows))
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+            worker.close()
+
+
+@pytest.mark.parametrize("counts", [[3], [1, 2], [1, 1, 1]], ids=str)
+def test_stages_in_pieces_have_the_bits_of_the_whole(path: Path, counts: list[int]):
+    gguf = open_gguf(path)
+    whole = CpuBackend(
+        gguf, describe(config_from_gguf(gguf), gguf.tensors), n_pages=8, max_batch=48, n_threads=1
+    )
+    stages = Workers(path, [Cut("x", n) for n in counts])
+    ids = tokens(40)
+    ends = [11, 33, *range(36, 40)]
+    np.testing.assert_array_equal(logits_of(stages, ids, ends, [2]), logits_of(whole, ids, ends, [2]))  # type: ignore[arg-type]
+    mixed = batch([(tokens(1, 7), 40, [2]), (tokens(3, 8), 0, [5]), (tokens(20, 9), 0, [6])])
+    np.testing.assert_array_equal(stages.step(mixed).logits, whole.step(mixed).logits)
+    stages.close()
+    whole.close()
+
+
+def test_a_stage_that_was_cancelled_passes_it_on_and_goes_on_with_the_next_step(path: Path):
+    stages = Workers(path, [Cut("x", 1), Cut("y", 2)])
+    step = batch([(tokens(20), 0, [0])])
+    expected = stages.step(step).logits.copy()
+    stages.workers[0].cancel(2)
+    stages.workers[1].cancel(1)
+    with pytest.raises(StepCancelledError):
+        stages.step(step)
+    np.testing.assert_array_equal(stages.step(step).logits, expected)
+    stages.close()
+
+
+def test_what_keeps_a_stage_from_opening_is_a_sentence(path: Path, tmp_path: Path):
+    other = write_llama(tmp_path / "m.gguf", n_layer=N_LAYER, n_embd=128)
+    how: dict[str, Any] = {
+        "settings": SETTINGS, "mark": fingerprint(open_gguf(path)), "first_op": 0, "last_op": 1,
+        "n_pages": 8, "counts": False,
+    }  # fmt: skip
+    found = StageWorker().open(model=str(other), **how)
+    assert isinstance(found, Failed)
+    assert isinstance(found.error(), InvalidRequestError)
+    assert "is another file than that of the machine that asks" in str(found.error())
+    gone = StageWorker().open(model=str(tmp_path / "gone.gguf"), **how)
+    assert isinstance(gone, Failed)
+    assert "gone.gguf" in str(gone.error())
+
+
+def test_an_error_arrives_as_it_was():
+    for error in (StepCancelledError(), ContextLengthError("too long"), OutOfMemoryError("full")):
+        found = pickle.loads(pickle.dumps(Failed.of(error))).error()
+        assert (type(found), str(found)) == (type(error), str(error))
+    assert str(Failed.of(KeyError("x")).error()) == "KeyError: 'x'"
+
+
+# --- a cache that is lost
+
+
+class Losing(FakeBackend):
+    """Forgets all keys and values at some steps, as a machine that died does."""
+
+    lost_at: tuple[int, ...] = ()
+    n_steps = 0
+
+    def step(self, batch: Batch) -> StepResult:
+        self.n_steps += 1
+        if self.n_steps in self.lost_at:
+            self.cache[:] = -1
+            raise CacheLostError("a machine was lost")
+        return super().step(batch)
+
+
+@pytest.mark.parametrize("lost_at", [(1,), (4,), (6, 7, 20)], ids=str)
+def test_what_a_lost_cache_held_is_computed_anew(lost_at: tuple[int, ...]):
+    def answers(backend: FakeBackend) -> list[list[int]]:
+        engine = Engine(backend, 400, max_sequences=3)
+        prompt = list(range(1, 90))
+        found = [
+            engine.submit([*prompt, i], SamplingParams(seed=i, max_tokens=30, ignore_eos=True))
+            for i in range(5)
+        ]
+        while engine.has_work:
+            engine.step()
+        assert [one.error for one in found] == [None] * 5
+        assert engine.pool.n_available == engine.pool.n_pages
+        return [one.generated for one in found]
+
+    backend = Losing()
+    backend.lost_at = lost_at
+    assert answers(backend) == answers(FakeBackend())
+    assert backend.n_steps > max(lost_at)
+
+
+def test_cancelling_a_stage_from_another_thread_ends_what_it_computes(path: Path):
+    stages = Workers(path, [Cut("x", 3)])
+    worker = stages.workers[0]
+    run, begun, gate = worker._stage.run, threading.Event(), threading.Event()
+
+    def held(*args: Any) -> Any:
+        begun.set()
+        assert gate.wait(30)
+        return run(*args)
+
+    worker._stage.run = held  # type: ignore[method-assign]
+    cancelled: list[int] = []
+    worker._stage.cancel = lambda: cancelled.append(1)  # type: ignore[method-assign]
+    thread = threading.Thread(target=lambda: stages.step(batch([(tokens(4), 0, [0])])))
+    thread.start()
+    assert begun.wait(30)
+    worker.cancel(1)
+    gate.set()
+    thread.join(30)
+    assert cancelled == [1]
+    stages.close()
