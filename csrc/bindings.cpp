@@ -590,6 +590,7 @@ class PlanBuilder {
     }
 
     std::string isa() const { return plan_->kernels().isa; }
+    size_t bytes() const { return plan_->bytes(); }
 
     // Of each operation in the latest step: seconds, and [n_ops, 6] of FfnCounts.
     nb::ndarray<nb::numpy, double, nb::ndim<1>> op_seconds() const;
@@ -1059,6 +1060,7 @@ void bind_store(nb::module_& m) {
              "ring"_a, "depth"_a)
         .def_prop_ro("ring", [](const Reader& reader) { return reader.kind() == Reader::Kind::Ring; })
         .def_prop_ro("depth", &Reader::depth)
+        .def_prop_ro("buffer_bytes", &Reader::buffer_bytes)
         .def("read", &read_arrays, "path"_a, "arrays"_a)
         .def(
             "rate",
@@ -1302,5 +1304,6 @@ NB_MODULE(_core, m) {
         .def(
             "rows", [](nb::handle self, int id) { return nb::cast<PlanBuilder&>(self).rows(self, id); },
             "buffer"_a)
-        .def_prop_ro("isa", &PlanBuilder::isa);
+        .def_prop_ro("isa", &PlanBuilder::isa)
+        .def_prop_ro("nbytes", &PlanBuilder::bytes);
 }

@@ -239,6 +239,14 @@ bool Plan::execute(const Runtime::Turn& turn, const Poll* poll, int slot, int fi
     return true;
 }
 
+size_t Plan::bytes() const {
+    size_t bytes = runtime_->bytes();
+    for (const auto& buffer : buffers_) bytes += size_t(buffer->width) * max_tokens_ * sizeof(float);
+    for (const Rope& rope : ropes_)
+        bytes += rope.frequencies.size() * 2 * max_tokens_ * sizeof(float) * steps_.size();
+    return bytes;
+}
+
 std::vector<double> Plan::op_seconds() const {
     std::vector<double> seconds(ops_.size());
     if (!latest_) return seconds;

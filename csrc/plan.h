@@ -313,6 +313,7 @@ class Plan {
     int max_tokens() const { return max_tokens_; }
     int max_pages() const { return max_pages_; }
     int n_threads() const { return runtime_->n_threads(); }
+    size_t bytes() const;  // of buffers, and of the runtime's scratch
     const Rope& rope(int id) const { return ropes_[id]; }
     int n_ropes() const { return int(ropes_.size()); }
     int n_ops() const { return int(ops_.size()); }

@@ -31,6 +31,9 @@ class Runtime {
     };
     // Afterwards there is as much at least. Waits for a step that runs.
     void reserve(const Scratch& bytes);
+    size_t bytes() const {  // of all that was reserved
+        return size_t(n_threads_) * (bytes_.kernel + bytes_.results + bytes_.inputs) + bytes_.shared;
+    }
     uint8_t* shared() const { return shared_.data(); }  // 64-byte aligned; what it holds lasts one operation
 
     // The right to run a step, and its floating point, while it lives.

@@ -130,7 +130,7 @@ def stored(
     all_of_it = weights(1 << 30)
     assert all_of_it.store is not None
     least, most = all_of_it.store.least_bytes, all_of_it.store.most_bytes
-    made = weights(all_of_it.resident_bytes + least + int(share * (most - least)))
+    made = weights(all_of_it.sizes.resident + least + int(share * (most - least)))
     given = {"n_pages": 8, "max_batch": 128, "n_threads": 2, "sparse": mode != "dense", **options}
     return CpuBackend(made, graph, **given), made  # type: ignore[arg-type]
 

@@ -93,7 +93,8 @@ class Model:
     what runs it. cost: bytes and FLOPs of its tokens. n_ctx: tokens of one conversation. kv_type: how keys
     and values are stored.
     sparsity: which neurons are computed, and why. notes: what was built or opened for it, a sentence each.
-    placement: what is on which device; None where the CPU computes alone.
+    placement: what is on which device; None where the CPU computes alone. ram, stored: what of memory is for
+    what under a budget, and the weights that are read under it; None where files are mapped.
 
     Sampling parameters of `generate`, `stream` and `chat` are the fields of SamplingParams.
     """
@@ -111,6 +112,7 @@ class Model:
         self.sparsity = decided.choice
         self.notes = decided.notes
         self.placement = decided.placement
+        self.ram, self.stored = decided.ram, decided.stored
         self.engine = Engine(
             backend,
             self.n_ctx,

@@ -14,11 +14,9 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import psutil
-
-from hotset.backends.base import PAGE_SIZE, Backend
+from hotset.backends.base import PAGE_SIZE, Backend, WeightSource
 from hotset.engine.engine import CutTokens
 from hotset.errors import (
     ContextLengthError,
@@ -30,6 +28,7 @@ from hotset.errors import (
 )
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.overlay import Overlay
+from hotset.memory import free_memory
 from hotset.model.config import ModelConfig, config_from_gguf
 from hotset.model.cost import Cost
 from hotset.model.decoder import describe
@@ -41,10 +40,16 @@ from hotset.settings import LoadSettings, ModelPath
 from hotset.sparsity.modes import Choice, choose, prepare
 from hotset.sparsity.profile import Profile
 from hotset.sparsity.thresholds import Thresholds, default_path
+from hotset.units import human_size
+
+if TYPE_CHECKING:
+    from hotset.backends.stored import StoredWeights
+    from hotset.placement.ram import RamPlan
 
 DEFAULT_N_CTX = 4096
 _SMALLEST_DEFAULT_N_CTX = 512
 _KEPT_STATES = 8  # of prefixes, at least, where a recurrent state is large
+_SHARE_OF_FREE = 0.9  # that a model may have which is larger than what is free
 _CANNOT_PLACE = (DeviceError, OutOfMemoryError, UnsupportedModelError)
 
 
@@ -76,6 +81,8 @@ class Decided:
     config: with the rotation that serves n_ctx. weights: the file with what was built beside it. graph: of
     a step. n_ctx: tokens of one conversation; n_pages: of the cache. notes: what was built or opened, a
     sentence each. placement: what is on which device; None: the CPU computes alone. predictor: in the graph.
+    ram: what of memory is for what, under a budget; None: files are mapped. stored: the weights that were
+    read then, once it is built.
     """
 
     settings: LoadSettings
@@ -91,6 +98,8 @@ class Decided:
     notes: list[str]
     placement: Placement | None
     predictor: Predictor | None = None
+    ram: RamPlan | None = None
+    stored: StoredWeights | None = None
 
     @property
     def cut(self) -> CutTokens:
@@ -122,7 +131,8 @@ def open_model(model: ModelPath, settings: LoadSettings) -> Opened:
     Devices are looked for first: a model is not fetched for one that is not there. Raises DeviceError,
     ModelNotFoundError, DownloadError, FormatError, UnsupportedModelError.
     """
-    devices, unused = detect.wanted_devices(settings) if settings.backend == "auto" else ((), None)
+    looks = settings.backend == "auto" and settings.ram_budget is None
+    devices, unused = detect.wanted_devices(settings) if looks else ((), None)
     if unused is not None:
         _warn(unused)
     path = Path(model)
@@ -157,7 +167,11 @@ def decide(opened: Opened) -> Decided:
     try:
         graph = describe(config, weights.tensors, prepared.predictor, choice.cutoffs)
         cost = Cost(graph, weights.tensors)
-        n_ctx = _context(settings, config, cost, gguf.nbytes)
+        sparse = choice.mode != "dense"
+        limit = _ram_limit(opened, graph, weights, sparse=sparse)
+        n_ctx = _context(settings, config, cost, gguf.nbytes if limit is None else 0)
+        if limit is not None and settings.n_ctx is None:
+            n_ctx = _context_beside_rows(limit, n_ctx, settings, cost, graph, weights, sparse=sparse)
         if (longer := config.for_context(n_ctx)) is not config:
             config, graph = longer, describe(longer, weights.tensors, prepared.predictor, choice.cutoffs)
         n_pages = settings.n_seqs * -(-n_ctx // PAGE_SIZE)
@@ -167,6 +181,8 @@ def decide(opened: Opened) -> Decided:
             settings, gguf, config, choice, weights, graph, cost, n_ctx, n_pages,
             _n_states(settings, cost, n_ctx), prepared.notes, None, prepared.predictor,
         )  # fmt: skip
+        if limit is not None:
+            return replace(decided, ram=_plan_ram(decided, limit))
         return replace(decided, placement=_placement(decided, opened.devices, profile))
     except BaseException:
         weights.close()
@@ -200,6 +216,12 @@ def build(decided: Decided) -> tuple[Decided, Backend]:
     name = "cpu" if settings.backend == "auto" else settings.backend
     if decided.n_states:
         options["n_states"] = decided.n_states
+    if decided.ram is not None:
+        from hotset.placement.ram import open_stored
+
+        stored = open_stored(decided.ram, decided.weights, decided.graph, sparse=options["sparse"])
+        backend = open_backend("cpu", stored, decided.graph, **options)
+        return replace(decided, stored=stored), _checked(decided, backend)
     return decided, _checked(decided, open_backend(name, decided.weights, decided.graph, **options))
 
 
@@ -214,7 +236,7 @@ def _checked(decided: Decided, backend: Backend) -> Backend:
 
 
 def open_backend(
-    name: str, weights: Overlay, graph: Graph, *, n_threads: int | None, **options: Any
+    name: str, weights: WeightSource, graph: Graph, *, n_threads: int | None, **options: Any
 ) -> Backend:
     """A backend without a device: "cpu" or "reference". options: of both."""
     if name == "cpu":
@@ -224,6 +246,62 @@ def open_backend(
     from hotset.backends.reference import ReferenceBackend
 
     return ReferenceBackend(weights, graph, **options)
+
+
+def _ram_limit(opened: Opened, graph: Graph, weights: Overlay, *, sparse: bool) -> int | None:
+    """Bytes that the model may have in memory; None: its files are mapped."""
+    settings = opened.settings
+    if settings.ram_budget is not None:
+        return int(settings.ram_budget * 2**30)
+    free = free_memory()
+    if settings.backend == "reference" or opened.devices or opened.gguf.nbytes <= free:
+        return None
+    from hotset.backends.stored import sizes_of
+
+    return int(free * _SHARE_OF_FREE) if sizes_of(graph, weights.tensors, sparse=sparse).most else None
+
+
+def _context_beside_rows(
+    limit: int,
+    n_ctx: int,
+    settings: LoadSettings,
+    cost: Cost,
+    graph: Graph,
+    weights: Overlay,
+    *,
+    sparse: bool,
+) -> int:
+    """A default context that leaves most of a budget to rows."""
+    from hotset.placement.ram import context_that_fits
+
+    kv_bytes = settings.n_seqs * cost.kv_bytes_per_token(settings.kv_type)
+    fitting = context_that_fits(limit, graph, weights, kv_bytes, sparse=sparse)
+    return min(n_ctx, max(fitting, _SMALLEST_DEFAULT_N_CTX))
+
+
+def _plan_ram(decided: Decided, limit: int) -> RamPlan | None:
+    """None where nobody asked for a budget, and the model does not fit in what is free."""
+    from hotset.placement.disk import measure_disk
+    from hotset.placement.ram import plan_ram
+
+    settings = decided.settings
+    disk = measure_disk(decided.gguf.path, progress=settings.progress)
+    try:
+        planned = plan_ram(
+            limit, decided.weights, decided.graph, disk, sparse=decided.choice.mode != "dense",
+            cache_bytes=_cache_bytes(settings, decided.cost, decided.n_ctx), n_states=decided.n_states,
+            max_batch=settings.max_batch, n_threads=settings.n_threads,
+        )  # fmt: skip
+    except OutOfMemoryError:
+        if settings.ram_budget is not None:
+            raise
+        return None
+    if settings.ram_budget is None:
+        _warn(
+            f"the model's {human_size(decided.gguf.nbytes)} are more than what is free: rows of neurons are "
+            f"read as they are needed, within {limit / 2**30:.1f} GiB (--ram-budget)"
+        )
+    return planned
 
 
 def _placement(decided: Decided, devices: Sequence[str], profile: Profile | None) -> Placement | None:
@@ -280,7 +358,7 @@ def _context(settings: LoadSettings, config: ModelConfig, cost: Cost, file_bytes
             f"lower n_ctx to {n_ctx_max}"
         )
 
-    free = psutil.virtual_memory().available
+    free = free_memory()
     if asked is None:
         most = min(n_ctx_train, DEFAULT_N_CTX)
         lengths = most, *range(most // PAGE_SIZE * PAGE_SIZE, 0, -PAGE_SIZE)

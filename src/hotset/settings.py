@@ -43,6 +43,10 @@ class LoadSettings:
     split_neurons: False keeps the neurons of a layer together.
     reset_gpu_index: solves the placement again although it is known. Model.placement has the decision.
 
+    ram_budget: GiB of memory that program, weights, cache and workspace together stay within: rows of neurons
+    are read from the file as they are needed (backends/stored.py). None: the file is mapped, or, where it is
+    larger than what is free and such a model, what is free.
+
     activation: overrides the FFN activation that the file names.
     sparsity: which neurons are computed: "dense", "exact", "predicted" or "threshold" (sparsity/modes.py); by
     default the fastest that keeps the file's meaning.
@@ -68,6 +72,7 @@ class LoadSettings:
     gpu_index: str | os.PathLike[str] | None = None
     split_neurons: bool = True
     reset_gpu_index: bool = False
+    ram_budget: float | None = None
     activation: str | None = None
     sparsity: str | None = None
     predictor: str | None = None
@@ -91,6 +96,7 @@ class LoadSettings:
         for name in ("gpu_index", "profile", "thresholds"):
             self._check(name, _path)
         self._check("vram_budget", _budget)
+        self._check("ram_budget", _ram_budget)
         self._check("device", _devices)
         for name, known in (("kv_type", get_args(KVType)), ("backend", get_args(BackendName))):
             if getattr(self, name) not in known:
@@ -113,6 +119,12 @@ class LoadSettings:
             raise InvalidRequestError(
                 f"the backend {self.backend} computes on the CPU alone; leave it out to use a device, or "
                 "leave out what is asked of a device"
+            )
+
+        if self.ram_budget is not None and (self.backend == "reference" or self.asks_for_a_device):
+            raise InvalidRequestError(
+                "a budget of this machine's memory is kept by the native backend of the CPU alone; leave out "
+                "the device, or the reference, or ram_budget"
             )
 
     def _check(self, name: str, checked: Callable[..., Any], *bounds: int) -> None:
@@ -149,6 +161,16 @@ def _budget(name: str, value: Any) -> float:
         raise InvalidRequestError(
             f"a memory budget is a number of GiB above 0, or -1 for what is free, not {shown(value)}"
         )
+    return budget
+
+
+def _ram_budget(name: str, value: Any) -> float:
+    try:
+        budget = real_number(name, value, 0, 2**20)
+    except InvalidRequestError:
+        budget = 0
+    if not budget > 0:
+        raise InvalidRequestError(f"{name} is a number of GiB above 0, not {shown(value)}")
     return budget
 
 

@@ -147,6 +147,11 @@ class CpuBackend:
         return self._plan_for(frozenset()).has_neurons
 
     @property
+    def workspace_bytes(self) -> int:
+        """Of memory for intermediates and scratch, without weights and cache; of the plain plan."""
+        return self._plan_for(frozenset()).plan.nbytes
+
+    @property
     def nbytes(self) -> dict[str, int]:
         """Of a device's memory: none."""
         return {}

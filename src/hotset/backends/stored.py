@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,7 @@ from hotset.units import human_size
 
 HALF_LIFE = 64.0  # requests of a layer after which what it was asked for counts half (docs/LOG.md)
 _ALIGNMENT = 64
+_PER_ROW, _PER_PART = 24, 8  # bytes of tables: SlotPolicy's, and an address
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,15 @@ class StoreCounts:
     bytes_read: int
     n_reads: int
     seconds_waited: float
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the rows that were there; None where none was needed."""
+        return self.hits / (self.hits + self.misses) if self.hits + self.misses else None
+
+    def since(self, before: StoreCounts) -> StoreCounts:
+        """What was done after `before`."""
+        return StoreCounts(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
 
 
 def groups_of(graph: Graph, tensors: Mapping[str, TensorInfo], *, sparse: bool) -> Iterator[list[str]]:
@@ -64,10 +74,40 @@ def _has_row_per_neuron(matrix: object, n_ff: int, tensors: Mapping[str, TensorI
     return is_whole and isinstance(matrix, Linear) and matrix.out.width == n_ff
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of weights. resident: what always stays. least: the room that rows need; most: that they have a
+    use for. tables: of where which row is."""
+
+    resident: int
+    least: int
+    most: int
+    tables: int
+
+
+def sizes_of(graph: Graph, tensors: Mapping[str, TensorInfo], *, sparse: bool) -> Sizes:
+    """What StoredWeights takes."""
+    groups = list(groups_of(graph, tensors, sparse=sparse))
+    rows = [sum(_padded(rows_of(tensors[name])[1]) for name in group) for group in groups]
+    sizes = [n * rows_of(tensors[group[0]])[0] for n, group in zip(rows, groups, strict=True)]
+    resident = sum(_padded(tensors[name].nbytes) for name in _resident(graph, tensors, groups))
+    tables = sum(rows_of(tensors[group[0]])[0] * (_PER_ROW + _PER_PART * len(group)) for group in groups)
+    return Sizes(resident, max(sizes, default=0), sum(sizes), tables)
+
+
+def _resident(graph: Graph, tensors: Mapping[str, TensorInfo], groups: list[list[str]]) -> list[str]:
+    """Tensors that are read and have no rows in a group."""
+    names = {name for op in graph.primitives for name, _ in weights_read(op, tensors)}
+    return sorted(names - {name for group in groups for name in group})
+
+
 class StoredWeights:
     """A WeightSource that holds `n_bytes` of memory at most.
 
     weights: the files; they stay the caller's, and open. sparse: as of the backend that computes with it.
+    gap: bytes that are read in vain rather than two reads made of one. empty: nothing is read, nor any
+    memory touched: for who wants to know what a backend takes beside its weights.
+
     Raises OutOfMemoryError where n_bytes is too little, ReadError.
     """
 
@@ -80,41 +120,29 @@ class StoredWeights:
         sparse: bool,
         reader: _core.Reader,
         gap: int,
+        empty: bool = False,
     ) -> None:
         self._weights = weights
         self.reader = reader
-        self.store: _core.RowStore | None = _core.RowStore(reader, gap, HALF_LIFE)
+        groups = list(groups_of(graph, weights.tensors, sparse=sparse))
+        self.sizes = sizes_of(graph, weights.tensors, sparse=sparse)
+        self.store: _core.RowStore | None = _core.RowStore(reader, gap, HALF_LIFE) if groups else None
         self._rows: dict[str, _core.StoredRows] = {}
-        places: dict[str, tuple[int, int]] = {}
-        for group in groups_of(graph, weights.tensors, sparse=sparse):
-            parts = []
-            for name in group:
-                path, offset = weights.place(name)
-                n_rows, row = rows_of(weights.tensors[name])
-                parts.append((str(path), offset, row, row))
-            number = self.store.group(n_rows, parts)
-            places |= {name: (number, part) for part, name in enumerate(group)}
-        names = {name for op in graph.primitives for name, _ in weights_read(op, weights.tensors)}
-        resident = sorted(names - places.keys())
-        self.resident_bytes = sum(_padded(weights.tensors[name].nbytes) for name in resident)
-        room = n_bytes - self.resident_bytes
-        if places:
-            least = self.resident_bytes + self.store.least_bytes
-            if n_bytes < least:
-                raise OutOfMemoryError(
-                    f"{human_size(n_bytes)} are left for weights, and what must be in memory of this model "
-                    f"takes {human_size(least)}; raise the memory budget by {human_size(least - n_bytes)}"
-                )
+        room = n_bytes - self.sizes.resident
+        if room < self.sizes.least:
+            raise OutOfMemoryError(
+                f"{human_size(n_bytes)} are left for weights, and what must be in memory of this model takes "
+                f"{human_size(self.sizes.resident + self.sizes.least)}; raise the memory budget by "
+                f"{human_size(self.sizes.least - room)}"
+            )
+        if self.store is not None:
+            places: dict[str, tuple[int, int]] = {}
+            for group in groups:
+                number = self._add_group(self.store, group)
+                places |= {name: (number, part) for part, name in enumerate(group)}
             self.store.allocate(min(room, self.store.most_bytes))
             self._rows = {name: self.store.rows(*place) for name, place in places.items()}
-        elif room < 0:
-            raise OutOfMemoryError(
-                f"{human_size(n_bytes)} are left for weights, and all {human_size(self.resident_bytes)} of "
-                f"this model must be in memory; raise the memory budget by {human_size(-room)}"
-            )
-        else:
-            self.store = None
-        self._resident = self._read(resident)
+        self._resident = self._read(_resident(graph, weights.tensors, groups), empty)
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -132,12 +160,25 @@ class StoredWeights:
         if self.store is not None:
             self.store.check()
 
+    @property
+    def resident(self) -> np.ndarray:
+        """All that always stays, uint8."""
+        return self._block
+
     def counts(self) -> StoreCounts:
         """What the store did."""
         return StoreCounts(*((0, 0, 0, 0, 0.0) if self.store is None else self.store.counts()))
 
-    def _read(self, names: list[str]) -> dict[str, np.ndarray]:
-        block = np.empty(self.resident_bytes + _ALIGNMENT, np.uint8)
+    def _add_group(self, store: _core.RowStore, group: list[str]) -> int:
+        parts = []
+        for name in group:
+            path, offset = self._weights.place(name)
+            n_rows, row = rows_of(self.tensors[name])
+            parts.append((os.fspath(path), offset, row, row))
+        return store.group(n_rows, parts)
+
+    def _read(self, names: list[str], empty: bool) -> dict[str, np.ndarray]:
+        self._block = block = np.zeros(self.sizes.resident + _ALIGNMENT, np.uint8)  # which touches nothing
         at = -block.ctypes.data % _ALIGNMENT
         arrays: dict[str, np.ndarray] = {}
         of_file: dict[Path, list[tuple[int, np.ndarray]]] = {}
@@ -145,7 +186,8 @@ class StoredWeights:
             path, offset = self._weights.place(name)
             n = self.tensors[name].nbytes
             arrays[name] = block[at : at + n]
-            of_file.setdefault(path, []).append((offset, arrays[name]))
+            if not empty:
+                of_file.setdefault(path, []).append((offset, arrays[name]))
             at += _padded(n)
         for path, pieces in of_file.items():
             self.reader.read(os.fspath(path), pieces)

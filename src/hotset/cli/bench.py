@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +32,7 @@ from hotset.units import human_count
 if TYPE_CHECKING:
     from hotset.api import Model
     from hotset.backends.base import Backend, StepStats
+    from hotset.backends.stored import StoreCounts, StoredWeights
     from hotset.engine.engine import CutTokens, Sequence
     from hotset.model.cost import KVType
 
@@ -63,12 +64,14 @@ class Measurement:
     """Seconds of each repetition, and bytes per second read of the mapped file beside them.
 
     stats: of the steps of the warm-up that generated, or of those of prompts where none did. The same tokens
-    give the same counts again, and counting in the repetitions would cost them time.
+    give the same counts again, and counting in the repetitions would cost them time. disk: of each repetition
+    under a budget of memory.
     """
 
     seconds: list[float] = field(default_factory=list)
     bandwidth: list[float] = field(default_factory=list)
     stats: list[StepStats] = field(default_factory=list)
+    disk: list[StoreCounts] = field(default_factory=list)
 
 
 def bench(
@@ -119,7 +122,7 @@ def bench(
         for kv_type in _kv_types(cache_type):
             with hotset.load(path, settings, n_threads=n_threads, kv_type=kv_type) as loaded:
                 facts = _facts(loaded, path, batch)
-                read = _bandwidth_reader(path, facts["n_threads"])
+                read = _bandwidth_reader(loaded, path, facts["n_threads"])
                 if first:
                     tell_choice(loaded)
                     tell_memory(loaded)
@@ -130,8 +133,10 @@ def bench(
                     result = measure(
                         loaded.backend, test, repetitions, batch, read,
                         collect_stats=loaded.engine.collect_stats, cut=loaded.engine.cut,
+                        stored=loaded.stored,
                     )  # fmt: skip
-                    printer.row(_entry(facts, test, result, *_touched(loaded, test, result)))
+                    entry = _entry(facts, test, result, *_touched(loaded, test, result))
+                    printer.row(entry | _disk(loaded, test, result))
     printer.end()
 
 
@@ -180,10 +185,12 @@ def measure(
     *,
     collect_stats: bool = False,
     cut: CutTokens = "none",
+    stored: StoredWeights | None = None,
 ) -> Measurement:
     """Runs the test after a warm-up, which computes the depth. It is found in the cache from then on.
 
-    collect_stats: the warm-up generates some more tokens, and counts which neurons fire.
+    collect_stats: the warm-up generates some more tokens, and counts which neurons fire. stored: of a model
+    under a budget of memory.
     """
     with closing(_RandomRequests(backend, test, batch, cut)) as run:
         run.engine.collect_stats = collect_stats
@@ -193,7 +200,10 @@ def measure(
         for _ in range(repetitions):
             if test.n_gen:
                 result.bandwidth.append(read_bandwidth())
+            before = stored.counts() if stored else None
             result.seconds.append(run.once(test.n_gen))
+            if stored is not None and before is not None:
+                result.disk.append(stored.counts().since(before))
     if not result.bandwidth:
         result.bandwidth.append(read_bandwidth())
     return result
@@ -273,8 +283,8 @@ class _RandomRequests:
         return tokens
 
 
-def _bandwidth_reader(path: Path, n_threads: int) -> Callable[[], float]:
-    """Reads the mapped file (at most 2 GB of it) and returns bytes per second.
+def _bandwidth_reader(model: Model, path: Path, n_threads: int) -> Callable[[], float]:
+    """Reads the mapped file (at most 2 GB of it), or what of it is in memory, and returns bytes per second.
 
     The best of three, since an interruption is no part of a ceiling.
     """
@@ -283,6 +293,9 @@ def _bandwidth_reader(path: Path, n_threads: int) -> Callable[[], float]:
     from hotset import _core
     from hotset.formats.mapped import MappedFile
 
+    if model.stored is not None:
+        resident = model.stored.resident
+        return lambda: max(_core.read_bandwidth(resident, n_threads) for _ in range(3))
     with path.open("rb") as file:
         mapped = np.frombuffer(MappedFile(path, file.fileno()), np.uint8)[: 2 << 30]
     return lambda: max(_core.read_bandwidth(mapped, n_threads) for _ in range(3))
@@ -301,6 +314,18 @@ def _touched(model: Model, test: Test, result: Measurement) -> tuple[float, floa
         return model.cost.bytes_per_token(depth, model.kv_type), summary.active_share
     n_bytes = summary.bytes_touched_per_token + model.cost.kv_bytes_read(depth, model.kv_type)
     return n_bytes, summary.active_share
+
+
+def _disk(model: Model, test: Test, result: Measurement) -> dict[str, Any]:
+    """What was read from the disk, over all repetitions; nothing where files are mapped."""
+    if model.ram is None or not result.disk:
+        return {}
+    from hotset.backends.stored import StoreCounts
+    from hotset.report.disk import disk_dict
+
+    total = StoreCounts(*(sum(column) for column in zip(*map(astuple, result.disk), strict=True)))
+    n = (test.n_prompt + test.n_gen) * len(result.seconds)
+    return disk_dict(total, n, sum(result.seconds), model.ram)
 
 
 def _facts(model: Model, path: Path, batch: int) -> dict[str, Any]:
@@ -427,6 +452,10 @@ class _Markdown:
         if sparse:
             cells += (entry["predictor"] or entry["sparsity"], percent(entry["active_share"]))
         self._line(cells)
+        if "disk_bytes_per_token" in entry:
+            from hotset.report.disk import disk_line
+
+            say(disk_line(entry), dim=True)
 
     def _line(self, cells: tuple[str, ...]) -> None:
         cells = tuple(escaped(cell, LONGEST_CELL).replace("|", "\\|") for cell in cells)

@@ -98,6 +98,10 @@ ResetGpuIndex = Annotated[
 DisableGpuIndex = Annotated[
     bool, _option("--disable-gpu-index", "Do not split the neurons of a layer.", _GPU)
 ]
+RamBudget = Annotated[
+    float | None,
+    _option("--ram-budget", "GiB of memory for everything; rows of neurons are read as needed.", _ENGINE),
+]
 NoGpu = Annotated[bool, _option("--no-gpu", "The CPU alone.", _GPU)]
 
 Alias = Annotated[
@@ -186,7 +190,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SparsityOptions(LoadOptions):
-    """Which neurons of a model are computed."""
+    """Which neurons of a model are computed, and how many of them are in memory."""
 
     activation: Activation = None
     sparsity: Sparsity = None
@@ -194,9 +198,18 @@ class SparsityOptions(LoadOptions):
     profile: ProfileFile = None
     thresholds: ThresholdsFile = None
     sparse_prompts: SparsePrompts = False
+    ram_budget: RamBudget = None
 
     def fields(self) -> dict[str, Any]:
-        names = ("activation", "sparsity", "predictor", "profile", "thresholds", "sparse_prompts")
+        names = (
+            "activation",
+            "sparsity",
+            "predictor",
+            "profile",
+            "thresholds",
+            "sparse_prompts",
+            "ram_budget",
+        )
         own = {name: getattr(self, name) for name in names}
         return super().fields() | own
 

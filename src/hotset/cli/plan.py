@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from hotset.placement.table import Placement
+    from hotset.settings import LoadSettings
 
 _BATCH = 512  # tokens of a step, as `hotset run` has it
 
@@ -41,7 +42,7 @@ def plan(
     *,
     loading: options.PlanOptions,
 ) -> None:
-    """Plan what goes on the GPU and what stays on the CPU within a memory budget."""
+    """Plan what goes on the GPU and what stays on the CPU within a memory budget, or what stays in memory."""
     import hotset
 
     with DownloadBar() as bar:
@@ -52,6 +53,10 @@ def plan(
         path = resolve(model, progress=bar)
         if output is not None:
             check_target(output, store.shards(path))
+        if settings.ram_budget is not None:
+            if output is not None:
+                raise typer.BadParameter("a budget of memory puts nothing on a GPU.", param_hint="-o")
+            return _plan_ram(path, settings, json)
         planned = hotset.plan(path, settings)
     if planned is None:
         raise DeviceError(
@@ -65,6 +70,23 @@ def plan(
     _print(planned, layers)
     if output is not None:
         say(f"Wrote {output}; use it with --gpu-index.")
+
+
+def _plan_ram(path: Path, settings: LoadSettings, json: bool) -> None:
+    """What of memory would be for what."""
+    from hotset.loading import decide, open_model
+    from hotset.report.disk import ram_line, ram_table
+
+    with open_model(path, settings) as opened:
+        decided = decide(opened)
+        decided.weights.close()
+    ram = decided.ram
+    assert ram is not None
+    if json:
+        print_json(ram.as_dict() | {"n_ctx": decided.n_ctx, "sparsity": decided.choice.mode})
+        return
+    print_table(*ram_table(ram), tight=True)
+    say(ram_line(ram), dim=True)
 
 
 def _masks(planned: Placement) -> list[np.ndarray]:

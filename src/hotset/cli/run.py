@@ -30,7 +30,7 @@ from hotset.units import human_size
 
 if TYPE_CHECKING:
     from hotset.api import Model
-    from hotset.generation import Chunk
+    from hotset.generation import Chunk, Timings
     from hotset.sparsity.stats import StatsSummary
 
 _QUALITY_TOKENS = 128  # over which --stats measures a predictor
@@ -232,29 +232,37 @@ def _answer(
         say(closing_line(model, last), dim=True)
         if with_stats and not interrupted:
             print_stats(_with_quality(model, last.answer_stats, prompt, tokens))
+            if facts := _disk(model, last.timings):
+                from hotset.report.disk import disk_line
+
+                say(f"[{disk_line(facts)}]", dim=True)
     if interrupted:
         raise KeyboardInterrupt
 
 
 def _result(model: Model, text: str, tokens: list[int], last: Chunk) -> dict[str, Any]:
     timings, stats, choice = last.timings, last.answer_stats, model.sparsity
-    return {
-        "text": text,
-        "tokens": tokens,
-        "prompt_tokens": timings.prompt_tokens,
-        "prompt_per_second": timings.prompt_per_second,
-        "predicted_per_second": timings.predicted_per_second,
-        "finish_reason": last.finish_reason,
-        "bytes_per_token": round(bytes_touched(model, timings, stats)),
-        "sparsity": {
-            "mode": choice.mode,
-            "predictor": str(choice.spec) if choice.spec else None,
-            "reason": choice.reason,
-            "notes": model.notes,
-        },
-        "active_share": stats.active_share if stats else None,
-        "model": str(model.gguf.path),
-    } | _placement(model)
+    return (
+        {
+            "text": text,
+            "tokens": tokens,
+            "prompt_tokens": timings.prompt_tokens,
+            "prompt_per_second": timings.prompt_per_second,
+            "predicted_per_second": timings.predicted_per_second,
+            "finish_reason": last.finish_reason,
+            "bytes_per_token": round(bytes_touched(model, timings, stats)),
+            "sparsity": {
+                "mode": choice.mode,
+                "predictor": str(choice.spec) if choice.spec else None,
+                "reason": choice.reason,
+                "notes": model.notes,
+            },
+            "active_share": stats.active_share if stats else None,
+            "model": str(model.gguf.path),
+        }
+        | _placement(model)
+        | _disk(model, timings)
+    )
 
 
 def _placement(model: Model) -> dict[str, Any]:
@@ -266,6 +274,20 @@ def _placement(model: Model) -> dict[str, Any]:
     return {"placement": placement_dict(model.placement), "memory": memory_dict(model.device_memory())}
 
 
+def _disk(model: Model, timings: Timings) -> dict[str, Any]:
+    """What was read from the disk since the model was loaded; nothing where files are mapped."""
+    if model.ram is None or model.stored is None:
+        return {}
+    from hotset.report.disk import disk_dict
+
+    n_prompt = timings.prompt_tokens - timings.reused_tokens
+    seconds = n_prompt / timings.prompt_per_second if timings.prompt_per_second else 0.0
+    if timings.predicted_per_second:
+        seconds += (timings.predicted_tokens - 1) / timings.predicted_per_second
+    counts = model.stored.counts()
+    return disk_dict(counts, n_prompt + timings.predicted_tokens - 1, seconds, model.ram)
+
+
 # -- statistics ----------------------------------------------------------------------------------
 
 
@@ -273,7 +295,7 @@ def _with_quality(
     model: Model, stats: StatsSummary | None, prompt: str | list[dict[str, str]], tokens: list[int]
 ) -> StatsSummary | None:
     """The statistics with the predictor's recall and precision, over the beginning of the conversation."""
-    if stats is None or model.sparsity.mode != "predicted":
-        return stats
+    if stats is None or model.sparsity.mode != "predicted" or model.stored is not None:
+        return stats  # values inside an FFN are not to be had under a budget of memory
     ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else model.encode_chat(prompt)
     return stats.with_quality(model.measure_predictor([*ids, *tokens][:_QUALITY_TOKENS]))

@@ -429,6 +429,12 @@ class GGUFFile:
             for buffer in self._maps:
                 buffer.madvise(mmap.MADV_WILLNEED)
 
+    def let_go(self) -> None:
+        """Gives back the memory of what was touched; it is read again from the files where it is."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for buffer in self._maps:
+                buffer.madvise(mmap.MADV_DONTNEED)
+
     def close(self) -> None:
         """Unmaps the files. A file of which views are still alive is unmapped when the last of them goes."""
         self._bytes = []

@@ -40,6 +40,11 @@ class Overlay:
         info = owner.tensors[name]
         return owner.paths[info.shard], info.offset
 
+    def let_go(self) -> None:
+        """Gives back the memory of what was touched; it is read again from the files where it is."""
+        for file in self._files:
+            file.let_go()
+
     def check(self) -> None:
         """Raises FormatError where a file was cut while it was open (GGUFFile.check)."""
         for file in self._files:

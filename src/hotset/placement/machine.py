@@ -106,16 +106,16 @@ def measure(
     if found.type == "cpu":
         return STAND_IN
     n_threads = n_threads or usable_cores()
-    path = path or _path()
+    path = path or machine_file()
     key = _key(found, n_threads)
-    known = _known(path)
-    if not anew and key in known:
+    before = known(path)
+    if not anew and key in before:
         with contextlib.suppress(TypeError):  # of a version that measured other things
-            return Measured(**known[key])
+            return Measured(**before[key])
     if progress is not None:
         progress.say(f"Measuring this machine with {device}, once.")
     measured = _measure(found, n_threads)
-    _keep(path, key, measured)
+    keep(path, key, asdict(measured))
     return measured
 
 
@@ -432,7 +432,8 @@ def processor_name() -> str:
     return name or platform.processor() or platform.machine()
 
 
-def _path() -> Path:
+def machine_file() -> Path:
+    """Where what was measured is kept."""
     from hotset.storage.store import home
 
     return home() / "machine.json"
@@ -453,17 +454,17 @@ def _key(device: torch.device, n_threads: int) -> str:
     return " | ".join([processor_name(), threads, _core.isa(), f"{device} {name}", *versions])
 
 
-def _known(path: Path) -> Mapping[str, Any]:
+def known(path: Path) -> Mapping[str, Any]:
+    """What was measured, by key."""
     try:
-        known = json.loads(read_small_text(path))
+        found = json.loads(read_small_text(path))
     except (OSError, ValueError, RecursionError, FormatError):  # none yet, or damaged: measured again
         return {}
-    return known if isinstance(known, dict) else {}
+    return found if isinstance(found, dict) else {}
 
 
-def _keep(path: Path, key: str, measured: Measured) -> None:
+def keep(path: Path, key: str, measured: Mapping[str, Any]) -> None:
     """Adds to the file; where it cannot be written the machine is measured again next time."""
-    known = {**_known(path), key: asdict(measured)}
     with contextlib.suppress(OSError, HotsetError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole({path: json.dumps(known, indent=1)}, sync=False)
+        write_whole({path: json.dumps({**known(path), key: measured}, indent=1)}, sync=False)

@@ -25,6 +25,13 @@ ENGINE_COUNTERS = {
     "hotset_preemptions": ("preemptions", "Sequences that lost their pages to others for a time."),
     "hotset_refused": ("refused", "Requests that found the queue full."),
 }
+DISK_COUNTERS = {  # under a budget of memory
+    "hotset_row_hits": ("hits", "Rows of neurons that were in memory when they were needed."),
+    "hotset_row_misses": ("misses", "Rows of neurons that had to be read."),
+    "hotset_disk_read_bytes": ("bytes_read", "Bytes that were read for them."),
+    "hotset_disk_reads": ("n_reads", "Reads that this took."),
+    "hotset_disk_wait_seconds": ("seconds_waited", "Time of waiting for them."),
+}
 ENGINE_GAUGES = {
     "hotset_sequences_running": ("running", "Sequences that share steps."),
     "hotset_sequences_waiting": ("waiting", "Sequences that wait for a place."),

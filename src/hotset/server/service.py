@@ -28,7 +28,7 @@ from hotset.parameters import shown
 from hotset.server.activity import ActivityReport
 from hotset.server.answers import Answer, AnswerRequest, PreparedPrompt, Told
 from hotset.server.errors import NotReadyError, RequestError
-from hotset.server.metrics import ENGINE_COUNTERS, ENGINE_GAUGES, Metrics
+from hotset.server.metrics import DISK_COUNTERS, ENGINE_COUNTERS, ENGINE_GAUGES, Metrics
 from hotset.server.outputs import Output, output_of
 from hotset.server.settings import ServerSettings
 
@@ -201,6 +201,10 @@ class Service:
             yield CounterMetricFamily(name, what, now[field])
         for name, (field, what) in ENGINE_GAUGES.items():
             yield GaugeMetricFamily(name, what, now[field])
+        if self.model.stored is not None:
+            counts = asdict(self.model.stored.counts())
+            for name, (field, what) in DISK_COUNTERS.items():
+                yield CounterMetricFamily(name, what, counts[field])
         n_most = self.model.engine.max_sequences
         yield GaugeMetricFamily("hotset_sequences_most", "Sequences that may run at once.", n_most)
 

@@ -1,0 +1,87 @@
+"""How fast files are read past the page cache here, measured once for each disk, and the reader that is best.
+
+    ring     whether reads go through a ring of the kernel's (io_uring), else through threads
+    depth    reads in flight
+    rates    bytes per second of random reads of so many bytes
+
+Kept in machine.json as the rates of placement/machine.py are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hotset import _core
+from hotset.placement.machine import keep, known, machine_file, processor_name
+from hotset.reporter import Reporter
+
+_SIZES = (4096, 16384, 65536, 524288)
+_CANDIDATES = ((False, 16), (True, 32), (True, 64))
+_SECONDS = 0.15  # of each measurement
+_SMALLEST_FILE = 64 << 20  # a smaller one says nothing of its disk
+
+
+@dataclass(frozen=True)
+class DiskRates:
+    """See above; rates: by size, which rises."""
+
+    ring: bool
+    depth: int
+    rates: tuple[tuple[int, float], ...]
+
+    @property
+    def gap(self) -> int:
+        """Bytes that are read in vain as quickly as another read is begun: whole pages."""
+        (small, slow), (large, fast) = self.rates[0], self.rates[-1]
+        per_byte = (large / fast - small / slow) / (large - small)
+        per_read = small / slow - small * per_byte
+        if per_byte <= 0:
+            return large // 2
+        return min(max(int(per_read / per_byte), 0), large // 2) // 4096 * 4096
+
+    def rate(self, size: float) -> float:
+        """Bytes per second of reads of this size, between those that were measured."""
+        sizes = self.rates
+        if size <= sizes[0][0]:
+            return sizes[0][1]
+        for (small, slow), (large, fast) in itertools.pairwise(sizes):
+            if size <= large:
+                return slow + (fast - slow) * (size - small) / (large - small)
+        return sizes[-1][1]
+
+    def reader(self) -> _core.Reader:
+        """A reader of this kind; of threads where a ring is not to be had any more."""
+        return _core.Reader(self.ring and _core.ring_allowed(), self.depth)
+
+
+USUAL = DiskRates(False, 16, ((4096, 3e8), (16384, 7e8), (65536, 1e9), (524288, 1e9)))
+"""Of a disk that is not measured: a file too small to say anything."""
+
+
+def measure_disk(file: Path, *, progress: Reporter | None = None, path: Path | None = None) -> DiskRates:
+    """What is known of the disk of a file, measured where it is not; path: where it is kept."""
+    if file.stat().st_size < _SMALLEST_FILE:
+        return USUAL
+    path = path or machine_file()
+    key = f"{processor_name()} | disk {os.stat(file).st_dev} | {os.cpu_count()} threads"
+    if key in (all_ := known(path)):
+        with contextlib.suppress(TypeError, ValueError, IndexError):
+            made = DiskRates(**all_[key])
+            return DiskRates(made.ring, made.depth, tuple((int(a), float(b)) for a, b in made.rates))
+    if progress is not None:
+        progress.say("Measuring how this disk is read best, once.")
+    best: DiskRates | None = None
+    for ring, depth in _CANDIDATES:
+        if ring and not _core.ring_allowed():
+            continue
+        reader = _core.Reader(ring, depth)
+        rates = tuple((size, reader.rate(str(file), size, _SECONDS)) for size in _SIZES)
+        if best is None or rates[1][1] > best.rates[1][1]:
+            best = DiskRates(ring, depth, rates)
+    assert best is not None
+    keep(path, key, asdict(best))
+    return best

@@ -1,0 +1,140 @@
+"""What a model needs in memory under a budget, and what is left for rows of neurons.
+
+A budget is a promise: the program, weights, rows, keys and values, and workspace together never exceed it. So
+everything is counted before anything is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hotset.backends.base import PAGE_SIZE
+from hotset.backends.stored import Sizes, StoredWeights, sizes_of
+from hotset.errors import OutOfMemoryError
+from hotset.formats.overlay import Overlay
+from hotset.memory import own_memory
+from hotset.model.graph import Graph
+from hotset.placement.disk import DiskRates
+from hotset.units import human_size
+
+_PROGRAM = 48 << 20  # what the program takes beyond what it has when a model is loaded: answers, templates,
+_PER_TOKEN = 800  # and the tokenizer, for each entry of its vocabulary
+_GIB = 1 << 30
+_SHARE_OF_CONTEXT = 0.25  # of what is left for rows and context, where nobody says how long it is
+
+
+@dataclass(frozen=True)
+class RamPlan:
+    """Bytes, by kind, and the limit that they stay within.
+
+    program: of this process without the model. resident: weights that always stay. rows: room for rows of
+    neurons that are read as they are needed; all_rows: what all of these take. kv: keys and values, and
+    recurrent states.
+    workspace: intermediates, buffers of reads, and tables of where rows are. least: the smallest limit that
+    works. disk: how the file is read.
+    """
+
+    limit: int
+    program: int
+    resident: int
+    rows: int
+    all_rows: int
+    kv: int
+    workspace: int
+    least: int
+    disk: DiskRates
+
+    @property
+    def total(self) -> int:
+        return self.program + self.resident + self.rows + self.kv + self.workspace
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        kinds = ("limit", "total", "program", "resident", "rows", "all_rows", "kv", "workspace", "least")
+        return {kind: getattr(self, kind) for kind in kinds} | {
+            "reads": "io_uring" if self.disk.ring else "threads",
+            "depth": self.disk.depth,
+            "disk_rates": {str(size): round(rate) for size, rate in self.disk.rates},
+        }
+
+
+def context_that_fits(limit: int, graph: Graph, weights: Overlay, kv_bytes: int, *, sparse: bool) -> int:
+    """Tokens of a context, of kv_bytes each, that leave most of a limit to rows; whole pages."""
+    sizes = sizes_of(graph, weights.tensors, sparse=sparse)
+    left = limit - own_memory() - sizes.resident - sizes.least
+    return max(int(left * _SHARE_OF_CONTEXT) // kv_bytes // PAGE_SIZE * PAGE_SIZE, 0)
+
+
+def plan_ram(
+    limit: int,
+    weights: Overlay,
+    graph: Graph,
+    disk: DiskRates,
+    *,
+    sparse: bool,
+    cache_bytes: int,
+    n_states: int,
+    max_batch: int,
+    n_threads: int | None,
+) -> RamPlan:
+    """What goes where within `limit` bytes. Raises OutOfMemoryError with the smallest limit that works."""
+    sizes = sizes_of(graph, weights.tensors, sparse=sparse)
+    weights.let_go()
+    program = own_memory() + _PROGRAM + graph.result.width * _PER_TOKEN
+    workspace = _workspace(
+        weights,
+        graph,
+        sizes,
+        disk,
+        sparse=sparse,
+        n_states=n_states,
+        max_batch=max_batch,
+        n_threads=n_threads,
+    )
+    fixed = program + sizes.resident + cache_bytes + workspace
+    least = fixed + sizes.least
+    if limit < least:
+        raise OutOfMemoryError(
+            f"a memory budget of {limit / _GIB:.2f} GiB is too small: this model works within "
+            f"{-(-least * 100 // _GIB) / 100:.2f} GiB ({human_size(sizes.resident + sizes.least)} of "
+            f"weights, {human_size(cache_bytes)} for the context, {human_size(program + workspace)} for the program); "
+            "raise --ram-budget, or lower the context"
+        )
+    rows = min(limit - fixed, sizes.most)
+    return RamPlan(limit, program, sizes.resident, rows, sizes.most, cache_bytes, workspace, least, disk)
+
+
+def open_stored(planned: RamPlan, weights: Overlay, graph: Graph, *, sparse: bool) -> StoredWeights:
+    """The weights of a plan, read."""
+    return StoredWeights(
+        weights, graph, planned.resident + planned.rows, sparse=sparse, reader=planned.disk.reader(),
+        gap=planned.disk.gap,
+    )  # fmt: skip
+
+
+def _workspace(
+    weights: Overlay,
+    graph: Graph,
+    sizes: Sizes,
+    disk: DiskRates,
+    *,
+    sparse: bool,
+    n_states: int,
+    max_batch: int,
+    n_threads: int | None,
+) -> int:
+    """Bytes of a backend's buffers and scratch: of one that is built without weights."""
+    from hotset.backends.cpu import CpuBackend
+
+    reader = disk.reader()
+    empty = StoredWeights(
+        weights, graph, sizes.resident + sizes.least, sparse=sparse, reader=reader, gap=0, empty=True
+    )
+    backend = CpuBackend(
+        empty, graph, n_pages=1, n_states=n_states, max_batch=max_batch, n_threads=n_threads, sparse=sparse
+    )
+    try:
+        return backend.workspace_bytes + reader.buffer_bytes + sizes.tables
+    finally:
+        backend.close()

@@ -1,0 +1,58 @@
+"""What reading rows from the disk did and cost, under a budget of memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hotset.report.bars import percent
+from hotset.units import human_size
+
+if TYPE_CHECKING:
+    from hotset.backends.stored import StoreCounts
+    from hotset.placement.ram import RamPlan
+
+
+def disk_dict(counts: StoreCounts, n_tokens: int, seconds: float, ram: RamPlan) -> dict[str, Any]:
+    """For JSON: what `counts` says of n_tokens that took some seconds.
+
+    disk_ceiling_ts: tokens per second if nothing were done but read what was missing, at this disk's rate for
+    reads of that size; None where nothing was.
+    """
+    n_tokens = max(n_tokens, 1)
+    rate = ram.disk.rate(counts.bytes_read / max(counts.n_reads, 1))
+    return {
+        "disk_bytes_per_token": counts.bytes_read / n_tokens,
+        "disk_reads_per_token": counts.n_reads / n_tokens,
+        "cache_hit_rate": counts.hit_rate,
+        "disk_wait_share": counts.seconds_waited / seconds if seconds > 0 else None,
+        "disk_ceiling_ts": rate * n_tokens / counts.bytes_read if counts.bytes_read else None,
+        "ram_budget": ram.limit,
+    }
+
+
+def disk_line(facts: dict[str, Any]) -> str:
+    """The same for a person."""
+    hit, waited, ceiling = facts["cache_hit_rate"], facts["disk_wait_share"], facts["disk_ceiling_ts"]
+    parts = [f"{percent(hit)} of the rows that were needed were there"] if hit is not None else []
+    parts.append(f"{human_size(facts['disk_bytes_per_token'])} read from the disk per token")
+    if waited is not None:
+        parts.append(f"waiting for it {percent(waited)} of the time")
+    if ceiling is not None:
+        parts.append(f"the disk alone would allow {ceiling:.2f} t/s")
+    return ", ".join(parts)
+
+
+def ram_table(ram: RamPlan) -> tuple[list[str], list[list[str]]]:
+    """What of memory is for what."""
+    share = f"{human_size(ram.rows)} of {human_size(ram.all_rows)}"
+    row = [human_size(ram.program), human_size(ram.resident), share, human_size(ram.kv)]
+    row += [human_size(ram.workspace), human_size(ram.total), human_size(ram.limit), human_size(ram.least)]
+    columns = [">program", ">weights that stay", ">rows of neurons", ">cache", ">workspace", ">together"]
+    return [*columns, ">budget", ">least"], [row]
+
+
+def ram_line(ram: RamPlan) -> str:
+    """How the disk is read."""
+    how = "io_uring" if ram.disk.ring else "threads"
+    rates = ", ".join(f"{size >> 10} KB {rate / 1e6:.0f} MB/s" for size, rate in ram.disk.rates)
+    return f"The disk is read by {how}, {ram.disk.depth} reads at a time: {rates}."

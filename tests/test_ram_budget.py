@@ -1,0 +1,120 @@
+"""A model under a budget of memory, from the name to the answer: what is decided, said and counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_api_sparse import write_sparse
+from test_cli import inside
+
+import hotset
+from hotset.errors import InvalidRequestError, OutOfMemoryError
+from hotset.loading import decide, open_model
+from hotset.placement import disk, ram
+from hotset.placement.disk import USUAL, DiskRates, measure_disk
+from hotset.settings import LoadSettings
+
+PROMPT = list(range(3, 40))
+GIB = 2**30
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with predictors; what the program takes is no part of its budget."""
+    monkeypatch.setattr(ram, "own_memory", lambda: 0)
+    monkeypatch.setattr(ram, "_PROGRAM", 0)
+    return write_sparse(tmp_path / "model.gguf")
+
+
+def tokens_of(model: hotset.Model) -> list[int]:
+    return list(model.generate(PROMPT, max_tokens=20, temperature=0, ignore_eos=True).tokens)
+
+
+def least_of(model: Path, **settings: Any) -> int:
+    with open_model(model, LoadSettings(ram_budget=1, **settings)) as opened:
+        decided = decide(opened)
+        decided.weights.close()
+    assert decided.ram is not None
+    return decided.ram.least
+
+
+@pytest.mark.parametrize("sparsity", ["dense", "exact", "predicted"])
+def test_the_least_budget_gives_the_same_tokens(model: Path, sparsity: str) -> None:
+    settings: dict[str, Any] = {"n_ctx": 256, "sparsity": sparsity, "backend": "cpu"}
+    with hotset.load(model, **settings) as mapped:
+        expected = tokens_of(mapped)
+    with hotset.load(model, **settings, ram_budget=least_of(model, **settings) / GIB) as under:
+        assert tokens_of(under) == expected
+        assert under.ram is not None
+        assert under.stored is not None
+        assert under.ram.total <= under.ram.limit
+        assert under.stored.counts().misses > 0
+
+
+def test_a_budget_that_is_too_small_names_the_smallest(model: Path) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"this model works within 0\.\d\d GiB") as raised:
+        hotset.load(model, n_ctx=256, ram_budget=0.001)
+    named = float(str(raised.value).split("works within ")[1].split(" ")[0])
+    with hotset.load(model, n_ctx=256, ram_budget=named) as loaded:
+        assert loaded.ram is not None
+
+
+def test_what_a_budget_does_not_go_with(model: Path) -> None:
+    for wrong in (0, -1, float("nan"), "much"):
+        with pytest.raises(InvalidRequestError, match="ram_budget is a number of GiB above 0"):
+            LoadSettings(ram_budget=wrong)  # type: ignore[arg-type]
+    for other in ({"device": "cuda:0"}, {"backend": "reference"}, {"vram_budget": 1}):
+        with pytest.raises(InvalidRequestError, match="native backend of the CPU alone"):
+            LoadSettings(ram_budget=1, **other)  # type: ignore[arg-type]
+
+
+def test_a_file_larger_than_what_is_free_is_read_by_itself(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    least = least_of(model, n_ctx=64, max_batch=4)
+    monkeypatch.setattr("hotset.loading.free_memory", lambda: int(least / 0.9) + 1)
+    monkeypatch.setattr("hotset.formats.gguf.GGUFFile.nbytes", 10 * least)
+    with (
+        pytest.warns(UserWarning, match="more than what is free: rows of neurons are read as they are"),
+        hotset.load(model, n_ctx=64, max_batch=4, backend="cpu") as loaded,
+    ):
+        assert loaded.ram is not None
+    monkeypatch.setattr("hotset.loading.free_memory", lambda: least // 2)
+    with hotset.load(model, n_ctx=64, max_batch=4, backend="cpu") as loaded:
+        assert loaded.ram is None  # it would not fit: the system does what it can
+
+
+def test_verbs_say_what_the_disk_did(model: Path) -> None:
+    budget = str(least_of(model, n_ctx=64) / GIB)
+    planned = json.loads(inside("plan", model, "-c", 64, "--ram-budget", budget, "--json").stdout)
+    assert planned["total"] <= planned["limit"]
+    assert planned["rows"] < planned["all_rows"]
+    [entry] = json.loads(
+        inside("bench", model, "-p", 0, "-n", 8, "-r", 2, "-b", 32, "--ram-budget", 0.5, "-o", "json").stdout
+    )
+    assert entry["disk_bytes_per_token"] >= 0
+    assert 0 < entry["cache_hit_rate"] <= 1
+    assert "reads at a time" in inside("bench", model, "-p", 0, "-n", 2, "-r", 1, "--ram-budget", 0.5).stderr
+
+
+def test_disks_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, kept = tmp_path / "data", tmp_path / "machine.json"
+    file.write_bytes(bytes(2 << 20))
+    assert measure_disk(file, path=kept) == USUAL
+    monkeypatch.setattr(disk, "_SMALLEST_FILE", 1)
+    monkeypatch.setattr(disk, "_SECONDS", 0.001)
+    measured = measure_disk(file, path=kept)
+    assert all(rate > 0 for _, rate in measured.rates)
+    monkeypatch.setattr(disk, "_SECONDS", None)  # no second time
+    assert measure_disk(file, path=kept) == measured
+
+
+def test_rates_give_gaps_and_ceilings() -> None:
+    rates = DiskRates(False, 8, ((4096, 4e8), (524288, 1e9)))
+    assert rates.gap == 4096  # a read costs 6 µs beyond a nanosecond for each byte
+    assert rates.rate(1) == 4e8
+    assert rates.rate(1e9) == 1e9
+    assert 4e8 < rates.rate(100_000) < 1e9
