@@ -264,8 +264,7 @@ class Engine:
 
     def reset(self) -> None:
         """Forgets every sequence and every prefix, as they are: a forked process has none of them."""
-        self.states = StatePool(self.backend.n_states) if self.backend.n_states else None
-        self.pool = PagePool(self.backend.n_pages, self.states)
+        self._empty_cache()
         self._lent_states: list[int] = []
         self.waiting: WaitingQueue[Sequence] = WaitingQueue()
         self.running: list[Sequence] = []  # oldest first: the last one is preempted when pages run out
@@ -609,7 +608,12 @@ class Engine:
             self.waiting.push_front(sequence)
             sequence.preempted = True
             self._counted.preemptions += 1
-        self.pool = PagePool(self.backend.n_pages)
+        self._empty_cache()
+
+    def _empty_cache(self) -> None:
+        """Numbers pages and states anew: nothing is known of what is in them."""
+        self.states = StatePool(self.backend.n_states) if self.backend.n_states else None
+        self.pool = PagePool(self.backend.n_pages, self.states)
 
     def _schedule(self) -> list[tuple[Sequence, int]]:
         """Sequences of the next batch and how many tokens of each: decoding first, then prompts in chunks.

@@ -98,8 +98,8 @@ def plan_ram(
         raise OutOfMemoryError(
             f"a memory budget of {limit / _GIB:.2f} GiB is too small: this model works within "
             f"{-(-least * 100 // _GIB) / 100:.2f} GiB ({human_size(sizes.resident + sizes.least)} of "
-            f"weights, {human_size(cache_bytes)} for the context, {human_size(program + workspace)} for the program); "
-            "raise --ram-budget, or lower the context"
+            f"weights, {human_size(cache_bytes)} for the context, {human_size(program + workspace)} for the "
+            "program); raise --ram-budget, or lower the context"
         )
     rows = min(limit - fixed, sizes.most)
     return RamPlan(limit, program, sizes.resident, rows, sizes.most, cache_bytes, workspace, least, disk)

@@ -21,7 +21,13 @@ import numpy as np
 
 from hotset.api import Model
 from hotset.backends.base import PAGE_SIZE, Batch, StepResult, StepStats, cache_slots
-from hotset.errors import CacheLostError, DeviceError, HotsetError, InvalidRequestError
+from hotset.errors import (
+    CacheLostError,
+    DeviceError,
+    HotsetError,
+    InvalidRequestError,
+    UnsupportedModelError,
+)
 from hotset.escaping import clause
 from hotset.loading import Decided, decide, open_model
 from hotset.model.graph import PARTS
@@ -56,6 +62,10 @@ def load_staged(model: str, settings: LoadSettings, stages: str, address: str | 
         undone.callback(opened.gguf.close)
         decided = decide(opened)
         undone.callback(decided.weights.close)
+        if decided.n_states:
+            raise UnsupportedModelError(
+                "a model with recurrent layers is not cut over machines; leave out --stages"
+            )
         n_layer = decided.graph.n_layer
         cuts = parse_cuts(stages, n_layer) if stages != AUTO else []
         connect(address)
@@ -112,6 +122,7 @@ class StagedBackend:
     """
 
     name = "stages"
+    n_states = 0
 
     def __init__(self, model: str, decided: Decided, cuts: Sequence[Cut]) -> None:
         settings = decided.settings

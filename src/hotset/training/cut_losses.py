@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotset.model.graph import Cutoff, Ffn
+from hotset.model.graph import Cutoff
 from hotset.training.graph_torch import TorchGraph
 
 if TYPE_CHECKING:
@@ -43,14 +43,9 @@ _SHARES_OF = dict.fromkeys((*INPUTS, "down_in"), _SHARES) | {"gate": _SHARES_GAT
 def sites_of(graph: Graph) -> list[dict[str, Cutoff]]:
     """For each layer the cutoffs that its graph has, by their names in LayerCutoffs."""
     sites: list[dict[str, Cutoff]] = [{} for _ in range(graph.n_layer)]
-    for op in graph.ops:
-        if isinstance(op, Ffn):
-            for name, cutoff in zip(NEURONS, (op.gate_cut, op.down_cut), strict=True):
-                if cutoff is not None:
-                    sites[op.layer][name] = cutoff
-        elif isinstance(op, Cutoff):
-            of_attention = [name for name in ("attn_in", "attn_out") if name not in sites[op.layer]]
-            sites[op.layer][of_attention[0] if op.part == "attention" else "ffn_in"] = op
+    for op in graph.primitives:
+        if isinstance(op, Cutoff):
+            sites[op.layer][op.of] = op
     return sites
 
 
