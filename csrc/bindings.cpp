@@ -342,7 +342,8 @@ class PlanBuilder {
     // Neurons of a route's experts, as `neurons`; without an activation the products of up.
     void expert_neurons(int x, int route, int n_expert, const std::optional<ExpertPart>& gate,
                         const ExpertPart& up, const std::optional<ActivationArguments>& activation,
-                        const std::optional<ActivationArguments>& up_activation, bool sparse, int out) {
+                        const std::optional<ActivationArguments>& up_activation,
+                        const std::optional<std::pair<int, float>>& predictor, bool sparse, int out) {
         same_rows(x, out);
         const int n_used = check_route(route, n_expert, out);
         require(width(out) % n_used == 0, "experts have neurons of their own");
@@ -362,12 +363,19 @@ class PlanBuilder {
             facts.up_activation = checked_activation(up_activation->first);
             facts.up_threshold = up_activation->second;
         }
+        if (predictor) {
+            std::tie(facts.scores, facts.threshold) = *predictor;
+            same_rows(facts.scores, out);
+            require(width(facts.scores) == width(out) && activation,
+                    "a predictor has a score for each neuron");
+        }
         plan_->add_expert_neurons(std::move(facts));
     }
 
-    // by_neuron: matrices have a row per neuron; sparse: those of zeros are left out then.
+    // by_neuron: matrices have a row per neuron; sparse: those of zeros are left out then. apart: what would
+    // be weighed and summed stands side by side.
     void expert_sum(int x, int route, int n_expert, const ExpertPart& down, int residual, bool by_neuron,
-                    bool sparse, int out) {
+                    bool apart, bool sparse, int out) {
         same_rows(x, out);
         const int n_used = check_route(route, n_expert, out);
         require(width(x) % n_used == 0, "experts have neurons of their own");
@@ -376,10 +384,12 @@ class PlanBuilder {
             require(width(residual) == width(out) && residual != out,
                     "a residual has the width of the output");
         }
-        const int64_t neurons = width(x) / n_used;
-        const int64_t rows = by_neuron ? neurons : width(out), cols = by_neuron ? width(out) : neurons;
+        require(!apart || (!by_neuron && residual < 0 && width(out) % n_used == 0),
+                "products side by side are by output, and not added to anything");
+        const int64_t neurons = width(x) / n_used, outputs = width(out) / (apart ? n_used : 1);
+        const int64_t rows = by_neuron ? neurons : outputs, cols = by_neuron ? outputs : neurons;
         plan_->add_expert_sum({x, route, residual, out, n_used,
-                               make_experts(down, n_expert, rows, cols, width(out)), by_neuron, sparse});
+                               make_experts(down, n_expert, rows, cols, outputs), by_neuron, apart, sparse});
     }
 
     void mask(int x, int scores, float threshold, int64_t first, int out) {
@@ -1276,9 +1286,10 @@ NB_MODULE(_core, m) {
         .def("route", &PlanBuilder::route, "x"_a, "n_used"_a, "scoring"_a, "bias"_a.none(), "normalised"_a,
              "scale"_a, "n_groups"_a, "n_groups_used"_a, "group_best"_a, "out"_a)
         .def("expert_neurons", &PlanBuilder::expert_neurons, "x"_a, "route"_a, "n_expert"_a, "gate"_a.none(),
-             "up"_a, "activation"_a.none(), "up_activation"_a.none(), "sparse"_a, "out"_a)
+             "up"_a, "activation"_a.none(), "up_activation"_a.none(), "predictor"_a.none(), "sparse"_a,
+             "out"_a)
         .def("expert_sum", &PlanBuilder::expert_sum, "x"_a, "route"_a, "n_expert"_a, "down"_a, "residual"_a,
-             "by_neuron"_a, "sparse"_a, "out"_a)
+             "by_neuron"_a, "apart"_a, "sparse"_a, "out"_a)
         .def("sign_scores", &PlanBuilder::sign_scores, "x"_a, "rows"_a, "bias"_a.none(), "out"_a)
         .def("mask", &PlanBuilder::mask, "x"_a, "scores"_a, "threshold"_a, "first"_a, "out"_a)
         .def("op_seconds", &PlanBuilder::op_seconds)

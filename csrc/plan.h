@@ -185,7 +185,9 @@ struct ExpertFacts {
     bool up_activated = false;
     Activation up_activation = Activation::Relu;
     float up_threshold = 0.0f;
-    bool sparse = false;  // leave out what is not needed of up
+    int scores = -1;  // buffer of the experts' predictors, a column for each of `out`; -1: none
+    float threshold = 0.0f;
+    bool sparse = false;  // leave out what is not needed: of up, and of what scores do not name
 };
 
 // out = the sum of weight * (part of x times its expert's matrix + bias), in the order of `route`, +
@@ -195,6 +197,7 @@ struct ExpertSumFacts {
     int n_used = 1;
     ExpertMatrices down;
     bool by_neuron = false;  // a row per neuron, which is a column of x
+    bool apart = false;      // not summed and not weighed: side by side
     bool sparse = false;     // and rows of zeros are left out
 };
 

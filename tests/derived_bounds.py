@@ -325,7 +325,8 @@ class Oracle(ReferenceBackend):
         type_ = self.weights.tensors[op.weights[0]].type
         route, x = taps[op.route.id], taps[op.x.id]
         n, k = len(x), op.n_used
-        parts = np.repeat(x[:, None], k, axis=1) if isinstance(op, ExpertLinear) else x.reshape(n, k, -1)
+        of_all = isinstance(op, ExpertLinear) and not op.of_parts
+        parts = np.repeat(x[:, None], k, axis=1) if of_all else x.reshape(n, k, -1)
         by_neuron = isinstance(op, ExpertSum) and op.by_neuron
         if type_ not in FLOATS and not by_neuron:
             parts = int8_inputs(parts.reshape(n * k, -1))[0].reshape(parts.shape)

@@ -236,7 +236,7 @@ def test_exact_is_dense_inside_experts(tmp_path: Path, form: str) -> None:
     assert found["dense"].shape[-1] == N_VOCAB
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "smallthinker-windows", "glm4moe-groups"])
+@pytest.mark.parametrize("name", ["gpt-oss", "smallthinker-windows", "glm4moe-groups", "turbosparse-mixtral"])
 def test_the_same_bits_of_architectures_with_experts(tmp_path: Path, name: str) -> None:
     """Sinks, windows, routers before attention, shared experts: however a step is cut."""
     tiny_models = pytest.importorskip("tiny_models")

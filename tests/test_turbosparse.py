@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 from test_architectures import relative_error
-from test_cpu_backend import assert_every_operation_is_right, cpu, logits_of, tokens
+from test_cli import inside
+from test_cpu_backend import assert_every_operation_is_right, batch, cpu, logits_of, tokens
 
 import hotset
+from hotset.backends.reference import ReferenceBackend
 from hotset.convert.hf import convert_hf
 from hotset.errors import FormatError, InvalidRequestError
 from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.model.config import PREDICTOR_MASKS_KEY, config_from_gguf
 from hotset.model.decoder import describe
+from hotset.sparsity.stats import StatsAccumulator
 
 torch = pytest.importorskip("torch")
 tiny_models = pytest.importorskip("tiny_models")
@@ -55,7 +59,7 @@ def test_every_mode_has_the_mask(model: tuple[Path, Any]) -> None:
             assert 0.02 < stats.active.sum() / n < stats.selected.sum() / n < 0.7
     for mode in found:
         np.testing.assert_array_equal(found[mode], found["dense"])
-    assert relative_error(found[None], expected[-len(found[None]) :]) < 2e-3  # keys and values in f16
+    assert relative_error(found[None], expected[-len(found[None]) :]) < 0.01  # keys and values in f16
 
 
 def test_a_model_without_its_mask_would_be_another(model: tuple[Path, Any], tmp_path: Path) -> None:
@@ -84,6 +88,39 @@ def test_every_operation_is_the_references(model: tuple[Path, Any], tmp_path: Pa
             np.testing.assert_array_equal(logits_of(cpu(gguf, sparse=sparse), ids, cuts, [1]), tapped)
 
 
+def test_what_is_counted_is_what_the_reference_counts(model: tuple[Path, Any]) -> None:
+    gguf = open_gguf(model[0] / "model.gguf")
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    ids = tokens(40)
+    for sparse in (False, True):
+        native = cpu(gguf, sparse=sparse)
+        reference = ReferenceBackend(gguf, graph, n_pages=1, sparse=sparse, kv_type="f16")
+        statistics = StatsAccumulator(graph, gguf.tensors)
+        for step in (batch([(ids[:30], 0, [0])]), batch([(ids[30:31], 30, [0])])):
+            native.step(step)
+            reference.step(step)
+            ours, theirs = native.stats(), reference.stats()
+            assert ours is not None
+            assert theirs is not None
+            np.testing.assert_allclose(ours.selected, theirs.selected, rtol=0.02)
+            np.testing.assert_allclose(ours.active, theirs.active, rtol=0.03)
+            assert (ours.gate_rows >= theirs.gate_rows * 0.98).all()
+            if sparse and len(step.tokens) == 1:  # many rows of a chunk: all of it is read
+                assert (ours.gate_rows < sum(config_from_gguf(gguf).n_ff)).all()
+            statistics.add(ours)
+        summary = statistics.summary()
+        assert summary.bytes_touched_per_token > 0
+        for layer in summary.layers:
+            assert layer.expert_share is None or 0.4 < layer.expert_share <= 1.0
+            assert 0 < layer.active_share < layer.selected_share
+
+
+def test_show_tells_of_the_predictors(model: tuple[Path, Any]) -> None:
+    predictor = json.loads(inside("show", model[0] / "model.gguf", "--json").stdout)["sparsity"]["predictor"]
+    assert predictor["ranks"] == [32, 48, 32]
+    assert 0.05 < predictor["share"] < 0.5
+
+
 def test_no_other_predictor_takes_its_place(model: tuple[Path, Any]) -> None:
     for how in ({"predictor": "svd"}, {"predictor": "sign:0.1"}, {"predictor": "mlp:q4_0"}):
         with pytest.raises(InvalidRequestError, match="is part of the model"):
@@ -101,7 +138,7 @@ def test_a_score_of_zero_is_no_neuron(model: tuple[Path, Any]) -> None:
 
 def test_what_makes_no_sense_is_refused(model: tuple[Path, Any], tmp_path: Path) -> None:
     folder = model[0]
-    with pytest.raises(InvalidRequestError, match="predictors of its own"):
+    with pytest.raises(hotset.HotsetError, match=r"predictors of its own|no experts"):
         convert_hf(folder, tmp_path / "m.gguf", "f32", predictors=folder)
     from safetensors.torch import load_file, save_file
 

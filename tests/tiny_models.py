@@ -320,6 +320,11 @@ EXPERTS: dict[str, TinyModel] = {
         | {"tie_word_embeddings": True},
     ),
     "smallthinker": TinyModel("SmallThinker", SMALLTHINKER),
+    "turbosparse-mixtral": TinyModel(
+        "TurboSparse",
+        {"architectures": ["TurboSparseMixtralForCausalLM"], "model_type": "turbosparsemixtral"}
+        | {"ranks": [32, 48, 32], "num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
     "smallthinker-windows": TinyModel(
         "SmallThinker",
         {**SMALLTHINKER, "sliding_window_layout": [0, 1, 1, 1, 0], "rope_layout": [0, 1, 1, 1, 0]}

@@ -144,7 +144,8 @@ class ExpertNeurons : public Op {
           f_(std::move(facts)),
           input_(plan, f_.x, Norm{}),
           route_(plan.buffer(f_.route)),
-          out_(plan.buffer(f_.out)) {
+          out_(plan.buffer(f_.out)),
+          scores_(f_.scores < 0 ? nullptr : &plan.buffer(f_.scores)) {
         for (const ExpertMatrices* of : {&f_.gate, &f_.up}) {
             for (const Matrix& m : of->weights) input_.serves(m);
             kinds_.serves(*of);
@@ -195,7 +196,7 @@ class ExpertNeurons : public Op {
         }
         float* values = worker.results.as<float>();
         FfnCounts counts;
-        compute(groups.experts[group], first, last, in, worker, values, counts);
+        compute(groups.experts[group], first, last, in, entries, worker, values, counts);
         if (!worker.begin_commit()) return;
         for (int i = 0; i < count; i++)
             std::copy_n(values + i * (last - first), last - first,
@@ -248,22 +249,57 @@ class ExpertNeurons : public Op {
         return n > kPrivateInputs ? worker.inputs.data() : worker.results.data() + few_at_;
     }
 
-    void compute(int expert, int64_t first, int64_t last, const Inputs& in, Worker& worker, float* values,
-                 FfnCounts& counts) const {
+    // entries: whose inputs these are.
+    void compute(int expert, int64_t first, int64_t last, const Inputs& in, const int32_t* entries,
+                 Worker& worker, float* values, FfnCounts& counts) const {
         const Kernels& kernels = plan_.kernels();
         const int64_t size = last - first, n = in.n * size;
-        counts.selected = n;
+        int32_t* const wanted = reinterpret_cast<int32_t*>(values + 3 * n);
+        const int found = scores_ ? list_selected(first, size, in.n, entries, wanted, counts) : int(size);
+        if (!scores_) counts.selected = n;
         if (!gated()) {
             product(f_.up, expert, first, last, in, worker, values);
             if (f_.activated) kernels.activate(f_.activation, f_.activation_threshold, values, n, values);
             counts.up_rows = size;
         } else {
-            product(f_.gate, expert, first, last, in, worker, values);
-            counts.gate_rows = size;
+            if (f_.sparse && found <= kGatherBelow * double(size)) {
+                gathered(f_.gate, expert, first, size, in, wanted, found, values, values + 2 * n, worker);
+                counts.gate_rows = found;
+            } else {
+                product(f_.gate, expert, first, last, in, worker, values);
+                counts.gate_rows = size;
+            }
             kernels.activate(f_.activation, f_.activation_threshold, values, n, values);
+            if (scores_) drop_others(first, size, in.n, entries, values);
             multiply_by_up(expert, first, last, in, worker, values, counts);
         }
+        if (scores_) drop_others(first, size, in.n, entries, values);  // zeros times what is no number
         for (int64_t i = 0; i < n; i++) counts.active += values[i] != 0.0f;
+    }
+
+    // The predictor's scores of the rows from `first` on, for the token and rank of an entry.
+    const float* scores_of(int32_t entry, int64_t first) const {
+        return scores_->row(entry / f_.n_used) + entry % f_.n_used * n_rows() + first;
+    }
+    // Lists the rows that any of n tokens selects.
+    int list_selected(int64_t first, int64_t size, int n, const int32_t* entries, int32_t* wanted,
+                      FfnCounts& counts) const {
+        int found = 0;
+        for (int64_t i = 0; i < size; i++) {
+            int tokens = 0;
+            for (int t = 0; t < n; t++) tokens += !(scores_of(entries[t], first)[i] < f_.threshold);
+            counts.selected += tokens;
+            wanted[found] = int32_t(i);
+            found += tokens > 0;
+        }
+        return found;
+    }
+    void drop_others(int64_t first, int64_t size, int n, const int32_t* entries, float* values) const {
+        for (int t = 0; t < n; t++) {
+            const float* scores = scores_of(entries[t], first);
+            for (int64_t i = 0; i < size; i++)
+                if (scores[i] < f_.threshold) values[t * size + i] = 0.0f;
+        }
     }
 
     void multiply_by_up(int expert, int64_t first, int64_t last, const Inputs& in, Worker& worker,
@@ -284,7 +320,7 @@ class ExpertNeurons : public Op {
             product(f_.up, expert, first, last, in, worker, up);
             counts.up_rows = size;
         } else {
-            gathered_up(expert, first, size, in, wanted, found, up, worker);
+            gathered(f_.up, expert, first, size, in, wanted, found, up, up + n, worker);
             counts.up_rows = found;
         }
         if (f_.up_activated) kernels.activate(f_.up_activation, f_.up_threshold, up, n, up);
@@ -294,20 +330,19 @@ class ExpertNeurons : public Op {
             kernels.multiply(values, up, n, values);
     }
 
-    // Up rows of the neurons that fire, one token after the other: the rows stay in the cache.
-    void gathered_up(int expert, int64_t first, int64_t size, const Inputs& in, const int32_t* wanted,
-                     int found, float* up, Worker& worker) const {
-        const Matrix& w = f_.up.weights[expert];
+    // The rows that are wanted, one token after the other: the rows stay in the cache. 0 for the others.
+    void gathered(const ExpertMatrices& of, int expert, int64_t first, int64_t size, const Inputs& in,
+                  const int32_t* wanted, int found, float* out, float* packed, Worker& worker) const {
+        const Matrix& w = of.weights[expert];
         const uint8_t** rows = reinterpret_cast<const uint8_t**>(worker.kernel_scratch.data());
-        float* packed = up + in.n * size;
         for (int j = 0; j < found; j++) rows[j] = w.row(first + wanted[j]);
         for (int j = 0; j < kGatherAhead; j++) rows[found + j] = w.row(std::min(first + size, w.rows - 1));
-        std::fill_n(up, in.n * size, 0.0f);
-        const float* bias = f_.up.bias_of(expert, n_rows());
+        std::fill_n(out, in.n * size, 0.0f);
+        const float* bias = of.bias_of(expert, n_rows());
         for (int t = 0; t < in.n && found; t++) {
             plan_.kernels().gather[int(w.type)](w, rows, found, in, t, packed);
             for (int j = 0; j < found; j++)
-                up[t * size + wanted[j]] = bias ? packed[j] + bias[first + wanted[j]] : packed[j];
+                out[t * size + wanted[j]] = bias ? packed[j] + bias[first + wanted[j]] : packed[j];
         }
     }
 
@@ -328,6 +363,7 @@ class ExpertNeurons : public Op {
     Kinds kinds_;
     const Buffer& route_;
     const Buffer& out_;
+    const Buffer* scores_;
     int64_t bytes_ = 0;  // of an expert's gate and up
     size_t few_at_ = 0;  // in a worker's results
 };
@@ -369,7 +405,9 @@ class ExpertSum : public Op {
             for (int t = 0; t < n; t++)
                 kernels.add(sums + t * size, residual_->row(t) + first, size, sums + t * size);
         if (!worker.begin_commit()) return;
-        for (int t = 0; t < n; t++) std::copy_n(sums + t * size, size, out_.row(t) + first);
+        const int parts = f_.apart ? f_.n_used : 1;
+        for (int i = 0; i < n * parts; i++)
+            std::copy_n(sums + i * size, size, out_.row(i / parts) + i % parts * n_out() + first);
         worker.end_commit();
     }
 
@@ -390,8 +428,9 @@ class ExpertSum : public Op {
                       many = largest_panel_chunk(n_out(), row_chunks(std::max(n, 2)));
         const int64_t prepared = ceil_div(n, prepare_chunks(std::max(n, 2))) + 1;
         Needs needs;
+        const int sums = f_.apart ? f_.n_used : 1;  // of a token
         needs.result_floats =
-            std::max({size_t(one) * 2, size_t(n) * (f_.n_used + 1) * many + many,
+            std::max({size_t(one) * (f_.n_used + 1), size_t(n) * (f_.n_used + sums) * many + many,
                       RowsMemory::bytes(prepared * f_.n_used, width(), kinds_.floats) / sizeof(float) + 1});
         needs.input_width = width();
         needs.private_bytes = std::max(Groups::bytes(n, f_.n_used, n_expert()),
@@ -431,15 +470,16 @@ class ExpertSum : public Op {
                 rows.prepare(kernels, j, x_.row(0) + j * width(), width(), kinds_.floats, kinds_.quantized);
         const Inputs in = rows.inputs(f_.n_used, width());
         float* part = sums + size;
-        std::fill_n(sums, size, 0.0f);
+        if (!f_.apart) std::fill_n(sums, size, 0.0f);
         for (int j = 0; j < f_.n_used; j++) {
             const int expert = expert_of(j);
             const Matrix& w = f_.down.weights[expert];
+            if (f_.apart) part = sums + j * size;
             kernels.linear[int(w.type)](w, first, last, in, j, j + 1, part, size,
                                         worker.kernel_scratch.data());
             if (const float* bias = f_.down.bias_of(expert, n_out()))
                 kernels.add(part, bias + first, size, part);
-            add(route_.row(0)[f_.n_used + j], part, size, part, sums);
+            if (!f_.apart) add(route_.row(0)[f_.n_used + j], part, size, part, sums);
         }
         return true;
     }
@@ -479,7 +519,8 @@ class ExpertSum : public Op {
         const int64_t size = last - first;
         const Groups groups = this->groups(n, worker);
         const Inputs in = shared_rows(n).inputs(n * f_.n_used, width());
-        float* parts = sums + int64_t(n) * size;  // in order of the groups
+        const int64_t n_sums = int64_t(n) * (f_.apart ? f_.n_used : 1);
+        float* parts = sums + n_sums * size;  // in order of the groups
         float* scratch = parts + int64_t(n) * f_.n_used * size;
         for (int g = 0; g < groups.n; g++) {
             if (worker.cancelled()) return false;
@@ -492,7 +533,9 @@ class ExpertSum : public Op {
                 for (int i = 0; i < end - begin; i++)
                     kernels.add(part + i * size, bias + first, size, part + i * size);
         }
-        for (int t = 0; t < n; t++) {
+        for (int64_t i = 0; i < n_sums && f_.apart; i++)
+            std::copy_n(parts + int64_t(groups.places[i]) * size, size, sums + i * size);
+        for (int t = 0; t < n && !f_.apart; t++) {
             float* sum = sums + t * size;
             std::fill_n(sum, size, 0.0f);
             for (int j = 0; j < f_.n_used; j++)

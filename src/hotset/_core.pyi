@@ -178,6 +178,7 @@ class Plan:
         up: ExpertPart,
         activation: tuple[int, float] | None,
         up_activation: tuple[int, float] | None,
+        predictor: tuple[int, float] | None,  # buffer of scores, threshold
         sparse: bool,
         out: int,
     ) -> None: ...
@@ -189,6 +190,7 @@ class Plan:
         down: ExpertPart,
         residual: int,
         by_neuron: bool,
+        apart: bool,
         sparse: bool,
         out: int,
     ) -> None: ...

@@ -25,6 +25,7 @@ from hotset.model.graph import (
     Part,
     RMSNorm,
     Rotate,
+    Route,
     SelectOutputs,
     TransposedLinear,
     Value,
@@ -83,7 +84,9 @@ def _opened(ffn: Ffn, kept: frozenset[str]) -> Iterator[Op]:
     What down reads, and the route, may be kept without that: their values exist anyway.
     """
     norm = ffn.norm
-    made = {ffn.selected.name, ffn.out.name} | ({ffn.route.out.name} if ffn.route else set())
+    made = {ffn.selected.name, ffn.out.name}
+    if isinstance(ffn.select, Route):
+        made.add(ffn.select.out.name)
     inner = {op.out.name for op in ffn.primitives if op is not norm} - made
     if inner & kept:
         yield from ffn.primitives
@@ -117,8 +120,8 @@ class _Fusion:
             group.reads = [value for op in group.ops for value in inputs_of(op) if value not in made]
             if group.ffn is not None:
                 group.inner.append(group.ffn.selected)
-                if group.ffn.route is not None:
-                    group.inner.append(group.ffn.route.out)
+                if isinstance(group.ffn.select, Route):
+                    group.inner.append(group.ffn.select.out)
         return groups
 
     def _private(self, value: Value, n_readers: int = 1) -> bool:

@@ -260,10 +260,12 @@ class _Emission:
                 plan.multiply(buffers[main.a], buffers[main.b], out)
             case Route():
                 self._route(main, main.out)
+            case ExpertLinear() if main.of_parts:
+                self._expert_sum(main, None, main.out)
             case ExpertLinear():
                 self._plan.expert_neurons(
                     buffers[main.x], buffers[main.route], main.n_expert, None,
-                    expert_part(self._weights, main), None, None, False, out,
+                    expert_part(self._weights, main), None, None, None, False, out,
                 )  # fmt: skip
             case ExpertSum():
                 self._expert_sum(main, None, main.out)
@@ -348,9 +350,12 @@ class _Emission:
         self.at.append((ffn.layer, ffn.part))
 
     def _experts(self, ffn: Ffn, route: Route, group: Fused) -> None:
-        """Three native operations: who computes, the neurons of these, and their sum."""
-        self._route(route, route.out)
-        gate, up, down = ffn.gate, ffn.up, ffn.down
+        """Three native operations: who computes (unless that was found before), the neurons of these, and
+        their sum."""
+        gate, up, down, mask = ffn.gate, ffn.up, ffn.down, ffn.mask
+        if mask is None:
+            self._route(route, route.out)
+            self.at.append((ffn.layer, ffn.part))
         assert isinstance(up, ExpertLinear)
         assert isinstance(down, ExpertSum)
         self._plan.expert_neurons(
@@ -361,11 +366,12 @@ class _Emission:
             expert_part(self._weights, up),
             activation(ffn.gate_act),
             activation(ffn.up_act) if ffn.up_act else None,
+            (self._buffers[mask.scores], mask.threshold) if mask else None,
             self._sparse and ffn.has_zeros,
             self._buffers[ffn.selected],
         )
         self._expert_sum(down, group.residual(ffn.out), group.out[0])
-        self.at += [(ffn.layer, ffn.part)] * 3
+        self.at += [(ffn.layer, ffn.part)] * 2
 
     def _route(self, op: Route, out: Value) -> None:
         self._plan.route(
@@ -373,10 +379,12 @@ class _Emission:
             op.scale, op.n_groups, op.n_groups_used, op.group_best, self._buffers[out],
         )  # fmt: skip
 
-    def _expert_sum(self, op: ExpertSum, residual: Value | None, out: Value) -> None:
+    def _expert_sum(self, op: ExpertSum | ExpertLinear, residual: Value | None, out: Value) -> None:
+        """Or, of an ExpertLinear, what it sums side by side."""
+        apart, by_neuron = isinstance(op, ExpertLinear), isinstance(op, ExpertSum) and op.by_neuron
         self._plan.expert_sum(
             self._buffers[op.x], self._buffers[op.route], op.n_expert, expert_part(self._weights, op),
-            self._residual(residual), op.by_neuron, self._sparse, self._buffers[out],
+            self._residual(residual), by_neuron, apart, self._sparse, self._buffers[out],
         )  # fmt: skip
 
     def _fetch(

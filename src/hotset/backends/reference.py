@@ -231,7 +231,11 @@ class ReferenceBackend:
             case Route():
                 return routed(values[op.x.id], None if op.bias is None else self._weight(op.bias), op)
             case ExpertLinear():
-                x = np.repeat(values[op.x.id][:, None], op.n_used, axis=1)
+                x = values[op.x.id]
+                if op.of_parts:
+                    x = x.reshape(len(x), op.n_used, -1)
+                else:
+                    x = np.repeat(x[:, None], op.n_used, axis=1)
                 return self._by_experts(op, x, values[op.route.id], op.n_rows).reshape(len(x), -1)
             case ExpertSum():
                 x = values[op.x.id].reshape(len(values[op.x.id]), op.n_used, -1)
@@ -374,13 +378,13 @@ class _Counts:
     def add(self, ffn: Ffn, values: dict[int, np.ndarray]) -> None:
         """Counts what the values of an FFN say about its neurons."""
         active = _of_all_experts(ffn, values, values[ffn.selected.id] != 0)
-        chosen = _of_all_experts(ffn, values, np.ones_like(values[ffn.selected.id], bool))
+        chosen = there = _of_all_experts(ffn, values, np.ones_like(values[ffn.selected.id], bool))
         if ffn.mask is not None:
-            chosen = selected(ffn.mask, values[ffn.mask.scores.id])
+            chosen = _of_all_experts(ffn, values, selected(ffn.mask, values[ffn.mask.scores.id]))
         fires = _of_all_experts(ffn, values, values[ffn.fires.id] != 0)
         up = chosen if ffn.gate is None else chosen & fires
         for name, needed in {"gate_rows": chosen, "up_rows": up, "down_rows": active}.items():
-            needed = needed if self.sparse else chosen if ffn.route is not None else np.ones_like(chosen)
+            needed = needed if self.sparse else there if ffn.route is not None else np.ones_like(chosen)
             n_rows = needed.any(axis=0).sum()
             self.counts[name][ffn.layer] = 0 if name == "gate_rows" and ffn.gate is None else n_rows
         self.counts["selected"][ffn.layer] = chosen.sum()

@@ -308,8 +308,8 @@ def _sparsity(gguf: GGUFFile, config: ModelConfig) -> dict[str, Any]:
     facts: dict[str, Any] = {"mode": choice.mode, "reason": choice.reason, "predictor": None}
     if not config.has_zeros:
         return facts
-    parts = [t for t in gguf.tensors.values() if re.fullmatch(r"blk\.\d+\.fc[12]\.weight", t.name)]
-    ranks = [t.shape[1] for t in parts if ".fc1." in t.name and len(t.shape) == 2]
+    parts = [t for t in gguf.tensors.values() if re.fullmatch(r"blk\.\d+\.fc[12](_exps)?\.weight", t.name)]
+    ranks = [t.shape[1] for t in parts if ".fc1" in t.name and len(t.shape) > 1]
     if ranks:
         n_bytes = sum(t.nbytes for t in parts)
         facts["predictor"] = {

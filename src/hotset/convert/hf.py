@@ -382,6 +382,8 @@ def _stacked(
                 f"of which it has {config.n_expert}"
             )
         parts.append(origin)
+        if origin.shape != parts[0].shape:
+            raise FormatError(f"the experts of {target} have ranks that differ in the checkpoint")
     return Stack(tuple(parts))
 
 
@@ -475,6 +477,7 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
         e, ff, shared = config.n_expert, config.n_ff_expert, config.n_ff_shared
         matrices |= {"ffn_gate_inp": (e, d), "ffn_gate_exps": (e, ff, d), "ffn_up_exps": (e, ff, d)}
         matrices |= {"ffn_down_exps": (e, d, ff), "ffn_gate_inp_shexp": (1, d)}
+        matrices |= {"fc1_exps": (e, ANY, d), "fc2_exps": (e, ff, ANY)}
         matrices |= {
             "ffn_gate_shexp": (shared, d),
             "ffn_up_shexp": (shared, d),

@@ -104,6 +104,7 @@ class HFClass:
     and k are meant for. partial: whether partial_rotary_factor is heeded.
     grouped_qkv: the rows of the fused q, k and v lie by KV head. fused_gate: ffn_up has the rows of the gate
     and then those of up. latent: keys and values are made of one vector (model/config.py, Latent).
+    activates_up: the activation stands before up as well.
     experts: None: there are none. layouts: sliding_window_layout and rope_layout say which layers have a
     window and a rotation. short_conv: layer_types (or full_attn_idxs) says which layers have a short
     convolution in place of attention. adjusted_ff: block_auto_adjust_ff_dim may say that the width of the FFN
@@ -128,6 +129,7 @@ class HFClass:
     grouped_qkv: bool = False
     fused_gate: bool = False
     latent: bool = False
+    activates_up: bool = False
     experts: HFExperts | None = None
     layouts: bool = False
     short_conv: bool = False
@@ -239,6 +241,14 @@ _GRANITE_EXPERTS = {
     "block_sparse_moe.output_linear": "ffn_down_exps",
     "block_sparse_moe.experts.down_proj": "ffn_down_exps",
 }
+_MIXTRAL_NAMES = {
+    **_LLAMA_NAMES,
+    **_EXPERT_NAMES,
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.experts.*.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.*.w3": "ffn_up_exps",
+    "block_sparse_moe.experts.*.w2": "ffn_down_exps",
+}
 _SHARED_EXPERTS = {
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
@@ -261,15 +271,20 @@ CLASSES: dict[str, HFClass] = {
     "MistralForCausalLM": HFClass("llama", defaults={"use_sliding_window": True}),
     "MixtralForCausalLM": HFClass(
         "llama",
-        layer_tensors={
-            **_LLAMA_NAMES,
-            **_EXPERT_NAMES,
-            "block_sparse_moe.gate": "ffn_gate_inp",
-            "block_sparse_moe.experts.*.w1": "ffn_gate_exps",
-            "block_sparse_moe.experts.*.w3": "ffn_up_exps",
-            "block_sparse_moe.experts.*.w2": "ffn_down_exps",
+        layer_tensors=_MIXTRAL_NAMES,
+        defaults={"use_sliding_window": True},
+        experts=HFExperts("intermediate_size", normalised=None, says_ff=False),
+    ),
+    "TurboSparseMixtralForCausalLM": HFClass(  # its act stands before gate and up
+        "llama",
+        layer_tensors=_MIXTRAL_NAMES
+        | {
+            "block_sparse_moe.experts.*.predictor.fc1": "fc1_exps",
+            "block_sparse_moe.experts.*.predictor.fc2": "fc2_exps",
         },
         defaults={"use_sliding_window": True},
+        required={"hidden_act": "relu"},
+        activates_up=True,
         experts=HFExperts("intermediate_size", normalised=None, says_ff=False),
     ),
     "Qwen2ForCausalLM": HFClass("qwen2"),
@@ -720,6 +735,8 @@ class HFConfig:
             # Bamboo's checkpoints say "relu" and mean both relus of dReLU: the second is in the class.
             if activation == FFNActivation(row.activation.gate):
                 activation = row.activation
+            if self.hf_class.activates_up:
+                activation = DRELU  # `required` sees to it that it is relu
         if activation == DRELU and not row.gated:
             raise UnsupportedModelError(
                 f"the {self.architecture} model's feed-forward network has no gate, so its activation cannot "

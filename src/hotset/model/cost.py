@@ -63,7 +63,7 @@ class Cost:
     def __init__(self, graph: Graph, tensors: Mapping[str, TensorInfo]) -> None:
         self._attentions = [op for op in graph.ops if isinstance(op, Attention)]
         self._linear_flops = sum(
-            2 * op.x.width * op.out.width
+            2 * _inputs(op) * op.out.width
             for op in graph.primitives
             if isinstance(op, Linear | TransposedLinear | TransposedHeads | ExpertLinear | ExpertSum)
         )
@@ -75,7 +75,7 @@ class Cost:
         for op in graph.primitives:
             for name, n_bytes in weights_read(op, tensors):
                 self._weight_bytes[tensors[name].type] += n_bytes
-                if isinstance(op, ExpertLinear | ExpertSum):
+                if isinstance(op, ExpertLinear | ExpertSum) and op.part == "ffn":
                     self.token_cycle += n_bytes
                     self.expert_bytes[op.layer] += n_bytes // op.n_used
 
@@ -153,6 +153,11 @@ def weights_read(op: Primitive, tensors: Mapping[str, TensorInfo]) -> Iterator[t
             return
         case _:
             assert_never(op)
+
+
+def _inputs(op: Linear | TransposedLinear | TransposedHeads | ExpertLinear | ExpertSum) -> int:
+    """Weights that make one output."""
+    return op.x.width // op.n_used if isinstance(op, ExpertLinear) and op.of_parts else op.x.width
 
 
 def _kv_bytes(op: Attention, kv_type: KVType) -> int:

@@ -52,6 +52,7 @@ from hotset.model.graph import (
     LayerNorm,
     Linear,
     Mask,
+    MaskedRoute,
     Multiply,
     Part,
     RMSNorm,
@@ -77,7 +78,7 @@ if TYPE_CHECKING:
 # one form of the down projection is read, the others.
 REDUNDANT_TENSORS = re.compile(
     r"rope_freqs\.weight|rope_factors_(long|short)\.weight|lm_head_profiler\.weight|blk\.\d+\.("
-    r"rope_freqs\.weight|(attn_rot_embd|attn\.rotary_emb)\..*|(fc1|fc2|svd_a|svd_b|sign)\.weight|always\.bias|"
+    r"rope_freqs\.weight|(attn_rot_embd|attn\.rotary_emb)\..*|(fc1|fc2|fc1_exps|fc2_exps|svd_a|svd_b|sign)\.weight|always\.bias|"
     r"ffn_down\.weight|ffn_down_t\.(codes|scales))"
 )
 
@@ -193,11 +194,11 @@ class _Description:
         """The FFN of layer i and the sum with the stream x; `given` is what entered the layer."""
         config, blk = self.config, f"blk.{i}"
         if layer.experts is not None:
-            if predictor is not None:
+            if predictor is not None and not config.masked:
                 raise UnsupportedModelError("predictors of neurons inside experts are not supported")
             if self.cutoffs[i].of_ffn:
                 raise UnsupportedModelError("cutoffs of neurons inside experts are not supported")
-            return self._mixture(i, layer, layer.experts, given, x)
+            return self._mixture(i, layer, layer.experts, given, x, predictor)
         n_always = 0 if predictor is None or not predictor.first else predictor.first[i]  # have no score
         kind = None if predictor is None or n_always >= layer.n_ff else predictor.kind
         n_scores = layer.n_ff - n_always
@@ -317,15 +318,18 @@ class _Description:
 
     # ---- experts
 
-    def _mixture(self, i: int, layer: LayerConfig, experts: Experts, given: Value, x: Value) -> Value:
+    def _mixture(
+        self, i: int, layer: LayerConfig, experts: Experts, given: Value, x: Value, mask: Predictor | None
+    ) -> Value:
         """An FFN of experts, what all tokens share beside them, and the sum with the stream x; `given` is
-        what entered the layer."""
+        what entered the layer. mask: predictors of the experts, whose mask is part of the model."""
         blk, d = f"blk.{i}", self.config.n_embd
         self._enter(i, "ffn")
         h = self._norm(x, f"{blk}.{layer.ffn_norm}", f"{blk}.ffn_norm")
         routed = given if experts.early else h
         scores = self._linear(routed, f"{blk}.ffn_gate_inp", experts.n, f"{blk}.ffn_router")
-        out = self._add(self._expert_ffn(blk, layer, experts, h, scores))
+        threshold = None if mask is None else mask.thresholds[i]
+        out = self._add(self._expert_ffn(i, layer, experts, h, scores, threshold))
         if experts.n_ff_shared:
             shared = self._add(self._shared_ffn(blk, layer, experts.n_ff_shared, h))
             if experts.gated_share:
@@ -339,7 +343,17 @@ class _Description:
             out = self._add(Add(self._value(f"{blk}.ffn_sum", d), out, shared, **self._where))
         return self._after_ffn(blk, layer, x, out)
 
-    def _expert_ffn(self, blk: str, layer: LayerConfig, experts: Experts, h: Value, scores: Value) -> Ffn:
+    def _expert_ffn(
+        self,
+        i: int,
+        layer: LayerConfig,
+        experts: Experts,
+        h: Value,
+        scores: Value,
+        threshold: float | None,
+    ) -> Ffn:
+        """threshold: of the scores of the experts' predictors; None: they have none."""
+        blk = f"blk.{i}"
         bias = self.weights.bias(f"{blk}.exp_probs_b", experts.n)
         route = Route(
             self._value(f"{blk}.ffn_route", 2 * experts.n_used), scores, experts.n_used, experts.scoring,
@@ -347,6 +361,7 @@ class _Description:
             experts.group_best, **self._where,
         )  # fmt: skip
         n, d, width = layer.n_ff, self.config.n_embd, experts.n_used * layer.n_ff
+        wanted = None if threshold is None else self._expert_scores(i, experts, h, route, n)
 
         def product(name: str, tensor: str, n_rows: int, first_row: int = 0) -> ExpertLinear:
             weights, bias = self.weights.experts(f"{blk}.{tensor}", d, n_rows, experts.n)
@@ -363,12 +378,34 @@ class _Description:
             gate, up = product("ffn_gate", "ffn_gate", n), product("ffn_up", "ffn_up", n)
         gate_act, up_act, multiply = self._activated(blk, layer, gate, up)
         neurons = gate_act.out if multiply is None else multiply.out
+        select: Select = route
+        if wanted is not None and threshold is not None:
+            masked = self._value(f"{blk}.ffn_masked", width)
+            select = MaskedRoute(route, Mask(masked, neurons, wanted, threshold, **self._where))
+            neurons = masked
         by_neuron = self.weights.shape(f"{blk}.ffn_down_exps") == (d, n, experts.n) and n != d
         rows = (d, n) if by_neuron else (n, d)
         weights, bias = self.weights.experts(f"{blk}.ffn_down", *rows, experts.n, n_bias=d)
         out = self._value(f"{blk}.ffn_down", d)
         down = ExpertSum(out, neurons, route.out, weights, experts.n, bias, by_neuron, **self._where)
-        return Ffn(out, h, None, gate, up, gate_act, up_act, multiply, route, down, **self._where)
+        return Ffn(out, h, None, gate, up, gate_act, up_act, multiply, select, down, **self._where)
+
+    def _expert_scores(self, i: int, experts: Experts, h: Value, route: Route, n: int) -> Value:
+        """The scores of the chosen experts' predictors, side by side; n: neurons of an expert."""
+        blk, d = f"blk.{i}", self.config.n_embd
+        self._enter(i, "predictor")
+        self._add(route)
+        rank = self.weights.n_rows(f"{blk}.fc1_exps", -2)
+        weights, _ = self.weights.experts(f"{blk}.fc1", d, rank, experts.n)
+        hidden = self._value(f"{blk}.ffn_pred_h", experts.n_used * rank)
+        self._add(ExpertLinear(hidden, h, route.out, weights, experts.n, **self._where))
+        fired = self._value(f"{blk}.ffn_pred_h_act", hidden.width)
+        self._add(Activate(fired, hidden, "relu", **self._where))
+        weights, _ = self.weights.experts(f"{blk}.fc2", rank, n, experts.n)
+        out = self._value(f"{blk}.ffn_pred", experts.n_used * n)
+        self._add(ExpertLinear(out, fired, route.out, weights, experts.n, of_parts=True, **self._where))
+        self._enter(i, "ffn")
+        return out
 
     def _shared_ffn(self, blk: str, layer: LayerConfig, n: int, h: Value) -> Ffn:
         gate = self._linear_op(h, f"{blk}.ffn_gate_shexp", n) if layer.gated else None
@@ -589,12 +626,12 @@ class _Weights:
         required = required or name.rpartition(".")[2] in self.config.biased
         return self._ask(f"{name}.bias", (n,)) if required or f"{name}.bias" in self.tensors else None
 
-    def n_rows(self, name: str) -> int:
+    def n_rows(self, name: str, axis: int = -1) -> int:
         """Rows of a matrix whose size no key says: the rank of a predictor."""
         info = self.tensors.get(f"{name}.weight")
         if info is None:
             raise UnsupportedModelError(f"the file lacks the tensor {name}.weight of its predictor")
-        return int(info.shape[-1])
+        return int(info.shape[axis]) if len(info.shape) >= -axis else 0
 
     def planes(self, name: str, n_out: int, n_neurons: int) -> tuple[str, str]:
         """Codes and scales of a matrix in planes; the width of the codes says which type they are."""

@@ -375,9 +375,13 @@ class _OfExperts(_Operation):
 
 @dataclass(frozen=True)
 class ExpertLinear(_OfExperts):
-    """x times the matrices of its experts, side by side: of their rows, n_rows from first_row on."""
+    """x times the matrices of its experts, side by side: of their rows, n_rows from first_row on.
+
+    of_parts: x is n_used parts side by side, one for each expert, which its matrix is multiplied with.
+    """
 
     first_row: int = 0
+    of_parts: bool = False
 
     @property
     def n_rows(self) -> int:
@@ -410,8 +414,21 @@ class All:
     """Every neuron is wanted."""
 
 
-# Which neurons of an FFN are wanted: all, those that a predictor's scores name, or those of some experts.
-Select = All | Mask | Route
+@dataclass(frozen=True)
+class MaskedRoute:
+    """Of the experts that a route names, the neurons that the scores of their predictors name.
+
+    The route is an operation before the FFN, since the experts' predictors are. mask: of the neurons of the
+    chosen experts, side by side.
+    """
+
+    route: Route
+    mask: Mask
+
+
+# Which neurons of an FFN are wanted: all, those that a predictor's scores name, those of some experts, or
+# those of some experts that scores name.
+Select = All | Mask | Route | MaskedRoute
 
 
 @dataclass(frozen=True)
@@ -424,7 +441,8 @@ class Ffn(_Operation):
     nothing. down: by output (Linear), or with a row per neuron, which can be skipped (TransposedLinear).
 
     With a Route the neurons are cut into experts, and a token has those of its own: gate and up are
-    ExpertLinear, down is an ExpertSum, and values hold the neurons of the chosen experts side by side.
+    ExpertLinear, down is an ExpertSum, and values hold the neurons of the chosen experts side by side. So it
+    is with a MaskedRoute, whose route is no part of the FFN.
     shared: a network that every token passes beside the experts of its layer.
     in_cut: what is left of h, gate_cut: of f, down_cut: of the neurons that down reads; None: all of it.
     """
@@ -447,8 +465,9 @@ class Ffn(_Operation):
     @property
     def primitives(self) -> tuple[Primitive, ...]:
         """The same as operations in order, each with the value that it makes."""
+        route = self.select if isinstance(self.select, Route) else None
         found = (
-            self.norm, self.in_cut, self.route, self.gate, self.up, self.gate_act, self.gate_cut,
+            self.norm, self.in_cut, route, self.gate, self.up, self.gate_act, self.gate_cut,
             self.up_act, self.product, self.mask, self.down_cut, self.down,
         )  # fmt: skip
         return tuple(op for op in found if op is not None)
@@ -479,12 +498,14 @@ class Ffn(_Operation):
     @property
     def mask(self) -> Mask | None:
         """The predictor's word on which neurons are computed; None without one."""
-        return self.select if isinstance(self.select, Mask) else None
+        select = self.select.mask if isinstance(self.select, MaskedRoute) else self.select
+        return select if isinstance(select, Mask) else None
 
     @property
     def route(self) -> Route | None:
         """The router's word on which experts are computed; None where there are no experts."""
-        return self.select if isinstance(self.select, Route) else None
+        select = self.select.route if isinstance(self.select, MaskedRoute) else self.select
+        return select if isinstance(select, Route) else None
 
     @property
     def decides(self) -> Linear:
@@ -572,6 +593,8 @@ def inputs_of(op: Op) -> list[Value]:
                     return [op.x, op.select.scores]
                 case Route():
                     return [op.x, op.select.x]
+                case MaskedRoute():
+                    return [op.x, op.select.route.out, op.select.mask.scores]
                 case All():
                     return [op.x]
                 case _:

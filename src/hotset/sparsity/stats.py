@@ -146,8 +146,8 @@ class StatsAccumulator:
         self._active += step.active
         for i, layer in enumerate(self._layers):
             gate, up, down = (int(rows[i]) for rows in (step.gate_rows, step.up_rows, step.down_rows))
-            self._bytes[i] += layer.bytes(gate, up, down)
-            self._experts[i] += layer.experts(gate, up)
+            self._bytes[i] += layer.bytes(gate, up, down, step.n_tokens)
+            self._experts[i] += layer.experts(gate, up, step.n_tokens)
             self._parameters += layer.parameters(step, i)
         for kind in _TIMES:
             self._seconds[kind] += getattr(step, kind)
@@ -158,7 +158,7 @@ class StatsAccumulator:
         n = step.n_tokens
         neurons = np.array([layer.n_ff for layer in self._layers])
         rows = zip(step.gate_rows.tolist(), step.up_rows.tolist(), step.down_rows.tolist(), strict=True)
-        read = np.array([layer.bytes(*one) for layer, one in zip(self._layers, rows, strict=True)]) / n
+        read = np.array([layer.bytes(*one, n) for layer, one in zip(self._layers, rows, strict=True)]) / n
         rest = self._rest_bytes / n + self._embed_bytes
         return StepActivity(
             step.active / (n * neurons),
@@ -227,11 +227,15 @@ class _FFNCost:
         has_scales = isinstance(ffn.down, TransposedLinear) and ffn.down.scales is not None
         self._scales = 2 * self._n_embd if has_scales else 0
         self._predictor_bytes = self._predictor_parameters = 0
+        self._masked = ffn.mask is not None
         for op in predictor:
             if isinstance(op, Linear | SignScores):
                 self._predictor_bytes += self._row(tensors, op) * op.out.width
                 self._predictor_parameters += op.x.width * op.out.width
-        self.dense_bytes = self.bytes(self.n_ff, self.n_ff, self.n_ff) - self._predictor_bytes
+            elif isinstance(op, ExpertLinear):  # of a token's experts
+                self._predictor_bytes += self._row(tensors, op) * op.out.width
+                self._predictor_parameters += tensors[op.weights[0]].shape[0] * op.out.width
+        self.dense_bytes = self.bytes(self.n_ff, self.n_ff, self.n_ff, self.n_expert) - self._predictor_bytes
 
     @staticmethod
     def _row(
@@ -241,15 +245,18 @@ class _FFNCost:
         info = tensors[op.weights[0] if isinstance(op, ExpertLinear | ExpertSum) else op.weight]
         return row_bytes(info.type, info.shape[0])
 
-    def experts(self, gate: int, up: int) -> float:
-        """Whose weights a step read that read so many rows: of an expert all that decide are."""
+    def experts(self, gate: int, up: int, n_tokens: int) -> float:
+        """Whose weights a step read that read so many rows: of an expert all that decide are, unless scores
+        name some; then at most as many as its tokens have."""
+        if self._masked:
+            return min(n_tokens * self._n_used, self.n_expert)
         return (gate if self._has_gate else up) * self.n_expert / self.n_ff
 
-    def bytes(self, gate: int, up: int, down: int) -> float:
+    def bytes(self, gate: int, up: int, down: int, n_tokens: int) -> float:
         """Of a step that read so many rows of each. A group's scales are read if one of its neurons is; how
         many groups that are is what it would be if the neurons were spread at random."""
         if not self._by_neuron:
-            n_matrices = self.experts(gate, up) if self.n_expert else 1
+            n_matrices = self.experts(gate, up, n_tokens) if self.n_expert else 1
             down_bytes: float = self._down_row * self._n_embd * n_matrices
         else:
             n_groups = -(-self.n_ff // PLANE_GROUP)
