@@ -685,6 +685,18 @@ def test_show_tells_experts_and_their_token_cycle(tmp_path: Path) -> None:
     shown = " ".join(inside("show", path).stdout.split())
     assert "8 of 96 neurons in 2 layers, and 32 that all share; a token has 2" in shown
     assert "294.9 kB of experts are read for a token" in shown
+    done = inside("plan", path)
+    assert done.returncode == 0, done.stderr
+    assert "a token cycle, 2 experts in each of 2 layers, is 294.9 kB" in done.stderr
+    planned = json.loads(inside("plan", path, "--json").stdout)
+    assert {key: planned[key] for key in ("active_parameters", "experts")} == {
+        key: facts[key] for key in ("active_parameters", "experts")
+    }
+    caches = {cache["share"]: cache for cache in planned["caches"]}
+    assert [caches[share]["slots"] for share in (0.2, 0.25, 0.4)] == ["none", "per_layer", "shared"]
+    assert caches[0.25] == {
+        "share": 0.25, "n_slots": 4, "n_bytes": cycle, "cycles": 1.0, "slots": "per_layer"
+    }  # fmt: skip
 
 
 def test_show_describes_what_it_cannot_run(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from hotset.cli.console import DownloadBar, print_json, print_table, say
 from hotset.errors import DeviceError
 from hotset.files import check_target
 from hotset.storage import resolve, store
+from hotset.units import human_count, human_size
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,6 +59,9 @@ def plan(
                 raise typer.BadParameter("a budget of memory puts nothing on a GPU.", param_hint="-o")
             return _plan_ram(path, settings, json)
         planned = hotset.plan(path, settings)
+    if planned is None and (experts := _experts(path)) is not None:
+        _tell_experts(experts, json)
+        return
     if planned is None:
         raise DeviceError(
             "there is no GPU to plan for: name a device (--device mps, xpu, or cpu as a stand-in)"
@@ -87,6 +91,39 @@ def _plan_ram(path: Path, settings: LoadSettings, json: bool) -> None:
         return
     print_table(*ram_table(ram), tight=True)
     say(ram_line(ram), dim=True)
+
+
+def _experts(path: Path) -> dict[str, Any] | None:
+    """The facts of a mixture that say what a cache of its experts is worth; None of another model."""
+    from hotset.cli.models import describe
+    from hotset.formats.gguf import open_gguf
+    from hotset.report.experts import cache_sizes
+
+    with open_gguf(path) as gguf:
+        facts = describe(gguf, path)
+    experts = facts["experts"]
+    if experts is None:
+        return None
+    sizes = cache_sizes(experts["layers"], experts["count"], experts["used"], experts["token_cycle"])
+    return {key: facts[key] for key in ("parameters", "active_parameters", "experts")} | {"caches": sizes}
+
+
+def _tell_experts(facts: dict[str, Any], json: bool) -> None:
+    """A mixture has no part on a GPU yet: what there is to plan is the memory of its experts."""
+    from hotset.report.experts import size_table
+
+    if json:
+        print_json(facts)
+        return
+    print_table(*size_table(facts["caches"]), tight=True)
+    experts = facts["experts"]
+    say(
+        f"{human_count(facts['parameters'])} parameters, {human_count(facts['active_parameters'])} for a "
+        f"token; a token cycle, {experts['used']} experts in each of {experts['layers']} layers, is "
+        f"{human_size(experts['token_cycle'])}",
+        dim=True,
+    )
+    say("How often a cache would hit is told by 'hotset trace'.", dim=True)
 
 
 def _masks(planned: Placement) -> list[np.ndarray]:

@@ -13,9 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hotset.replacement import arrange
 from hotset.report.activity import LAGS
+from hotset.report.bars import percent
+from hotset.sparsity.replay import SHARES
+from hotset.units import human_size
 
 if TYPE_CHECKING:
+    from hotset.report.layers import Table
     from hotset.sparsity.profile import Profile
     from hotset.sparsity.trace import RouteTrace
 
@@ -76,6 +81,35 @@ def hotness_of(profile: Profile, n_used: int) -> ExpertHotness:
 def _hotness(counts: Mapping[int, np.ndarray], n_tokens: int, n_used: int) -> ExpertHotness:
     hotness = np.stack(list(counts.values())).astype(np.float64) / max(n_tokens, 1)
     return ExpertHotness(tuple(counts), hotness, n_used)
+
+
+def cache_sizes(n_layers: int, n_experts: int, n_used: int, token_cycle: int) -> list[dict[str, Any]]:
+    """What caches of a mixture's experts would be, before any text is known: for each of the shares of a
+    replay its slots, bytes and token cycles, and how the policy would share the slots (`slots`: "shared" by
+    all layers, "per_layer", or "none")."""
+    sizes = []
+    for share in SHARES:
+        n_slots = round(share * n_layers * n_experts)
+        slots = arrange(n_slots, n_layers, n_used)
+        cycles = n_slots / (n_layers * n_used)
+        how = "shared" if len(slots) == 1 < n_layers else "per_layer" if any(slots) else "none"
+        n_bytes = round(cycles * token_cycle)
+        sizes.append({"share": share, "n_slots": n_slots, "n_bytes": n_bytes, "cycles": cycles, "slots": how})
+    return sizes
+
+
+def size_table(sizes: list[dict[str, Any]]) -> Table:
+    """cache_sizes for people."""
+    words = {
+        "shared": "all layers share the slots",
+        "per_layer": "each layer has slots of its own",
+        "none": "no cache: it does not hold the experts of a token",
+    }
+    rows = [
+        [percent(size["share"]), human_size(size["n_bytes"]), f"{size['cycles']:.2f}", words[size["slots"]]]
+        for size in sizes
+    ]
+    return [">experts", ">size", ">token cycles", "a cache of this size"], rows
 
 
 def drift_of(trace: RouteTrace) -> ExpertDrift:

@@ -137,7 +137,7 @@ ENTRIES: tuple[Entry, ...] = (
         "SmallThinker-4B-A0.6B-Instruct-qat.Q4_0.gguf",
         int(2.41 * _GB),
         relu=True,
-        needs="4 GB of memory; 4B parameters, of which a token has 0.6B",
+        needs="4 GB of memory; 4B parameters, of which a token has 0.6B: 0.25 GB of experts",
     ),
     Entry(
         "smallthinker-21b",
@@ -145,7 +145,7 @@ ENTRIES: tuple[Entry, ...] = (
         None,
         int(12.2 * _GB),
         relu=True,
-        needs="16 GB of memory; 21B parameters, of which a token has 3B",
+        needs="16 GB of memory; 21B parameters, of which a token has 3B: 1 GB of experts",
     ),
 )
 
