@@ -336,8 +336,7 @@ class PlanBuilder {
 
     // Tensors (type, data) of all experts or of one each; rows of an expert in them, and the first that
     // counts; a bias for each such row.
-    using ExpertPart =
-        std::tuple<std::vector<std::pair<int, Bytes>>, int64_t, int64_t, std::optional<Floats>>;
+    using ExpertPart = std::tuple<std::vector<std::pair<int, Rows>>, int64_t, int64_t, std::optional<Floats>>;
 
     // Neurons of a route's experts, as `neurons`; without an activation the products of up.
     void expert_neurons(int x, int route, int n_expert, const std::optional<ExpertPart>& gate,
@@ -723,13 +722,36 @@ class PlanBuilder {
         ExpertMatrices made;
         const int64_t of_tensor = n_expert / int64_t(tensors.size());
         for (const auto& [type, data] : tensors) {
-            const Matrix all = make_matrix(type, data, of_tensor * stored, cols);
-            weights_.push_back(data);
+            if (const StoredRows* experts = std::get_if<StoredRows>(&data)) {
+                made = stored_experts(type, *experts, n_expert, rows, cols, stored, first);
+                break;
+            }
+            const Matrix all = make_matrix(type, std::get<Bytes>(data), of_tensor * stored, cols);
+            weights_.push_back(std::get<Bytes>(data));
             for (int64_t e = 0; e < of_tensor; e++)
                 made.weights.push_back(
                     {all.type, all.row(e * stored + first), rows, cols, all.row_bytes, nullptr});
         }
         made.bias = to_vector(bias);
+        return made;
+    }
+    // Experts whose matrices are rows of a store.
+    ExpertMatrices stored_experts(int type, const StoredRows& experts, int n_expert, int64_t rows,
+                                  int64_t cols, int64_t stored, int64_t first) {
+        const RowStore& store = *experts.store;
+        require(type >= 0 && type < kTypeCount && type_facts(Type(type)).block_bytes > 0 &&
+                    !is_planes(Type(type)) && cols % type_facts(Type(type)).block_size == 0,
+                "tensor type " + std::to_string(type) + " has no kernel");
+        const TypeFacts facts = type_facts(Type(type));
+        const size_t row_bytes = size_t(cols / facts.block_size) * facts.block_bytes;
+        require(store.end() && store.n_rows(experts.group) == n_expert &&
+                    store.row_bytes(experts.group, experts.part) == row_bytes * size_t(stored),
+                "a store's rows are the matrices of the experts");
+        ExpertMatrices made;
+        made.weights.assign(size_t(n_expert), {Type(type), nullptr, rows, cols, row_bytes, nullptr});
+        made.places = store.places(experts.group, experts.part);
+        made.skipped = size_t(first) * row_bytes;
+        stores_.push_back(experts.store);
         return made;
     }
     static Norm make_norm(bool layer, const Floats& weight, const std::optional<Floats>& bias, float eps,
@@ -1048,18 +1070,6 @@ void read_arrays(Reader& reader, const std::string& path,
     if (raised) std::rethrow_exception(raised);
 }
 
-int64_t policy_request(SlotPolicy& policy, const Ints& rows, bool learn) {
-    const int64_t n = int64_t(rows.size());
-    for (int64_t i = 0; i < n; i++)
-        require(rows.data()[i] >= 0 && rows.data()[i] < policy.n_rows() &&
-                    (i == 0 || rows.data()[i - 1] < rows.data()[i]),
-                "a request names rows in order, each once");
-    std::vector<int32_t> slots(static_cast<size_t>(n));
-    std::vector<uint8_t> hits(static_cast<size_t>(n));
-    policy.request(rows.data(), n, learn, slots.data(), hits.data());
-    return std::ranges::count(hits, 1);
-}
-
 void bind_store(nb::module_& m) {
     m.def("ring_allowed", &Reader::ring_allowed, "Whether the kernel gives this process a ring for reads.");
     nb::class_<Reader>(m, "Reader", "Reads pieces of files, many at a time (csrc/store/reader.h).")
@@ -1089,8 +1099,9 @@ void bind_store(nb::module_& m) {
         .def_ro("store", &StoredRows::store)
         .def_ro("group", &StoredRows::group);
     nb::class_<RowStore>(m, "RowStore", "Rows that are read when they are needed (csrc/store/store.h).")
-        .def(nb::new_([](std::shared_ptr<Reader> reader, uint64_t gap, double half_life) {
-                 require(half_life > 0 && gap <= Reader::kMostBytes, "a score loses half in some requests");
+        .def(nb::new_([](std::shared_ptr<Reader> reader, uint64_t gap, int half_life) {
+                 require(half_life >= 0 && (half_life & (half_life - 1)) == 0 && gap <= Reader::kMostBytes,
+                         "a credit halves in a power of two of requests");
                  return std::make_shared<RowStore>(std::move(reader), gap, half_life);
              }),
              "reader"_a, "gap"_a, "half_life"_a)
@@ -1108,15 +1119,6 @@ void bind_store(nb::module_& m) {
             "group"_a, "part"_a)
         .def("counts", &counts_of)
         .def("check", &RowStore::check);
-    nb::class_<SlotPolicy>(m, "SlotPolicy", "Which rows stay in slots (csrc/store/policy.h).")
-        .def(nb::new_([](int64_t n_rows, int64_t n_slots, double half_life) {
-                 require(
-                     n_rows > 0 && n_rows < INT32_MAX && n_slots >= 0 && n_slots <= n_rows && half_life > 0,
-                     "slots are for some of the rows");
-                 return std::make_shared<SlotPolicy>(n_rows, n_slots, half_life);
-             }),
-             "n_rows"_a, "n_slots"_a, "half_life"_a)
-        .def("request", &policy_request, "rows"_a, "learn"_a = true);
 }
 
 std::vector<std::string> available_isas() {

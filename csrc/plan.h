@@ -167,8 +167,15 @@ struct RouteFacts {
 
 // A matrix for each expert, and their biases one after the other.
 struct ExpertMatrices {
-    std::vector<Matrix> weights;
-    std::vector<float> bias;  // empty: none
+    std::vector<Matrix> weights;             // where an expert is, ask `of`
+    std::vector<float> bias;                 // empty: none
+    const uint8_t* const* places = nullptr;  // of a store: where each expert's bytes are now,
+    size_t skipped = 0;                      // of which so many are not the matrix's
+    Matrix of(int expert) const {
+        Matrix matrix = weights[size_t(expert)];
+        if (places) matrix.data = places[expert] + skipped;
+        return matrix;
+    }
     const float* bias_of(int expert, int64_t rows) const {
         return bias.empty() ? nullptr : bias.data() + expert * rows;
     }

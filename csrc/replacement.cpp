@@ -69,7 +69,8 @@ void Replacement::use(Entry& entry, bool credit) {
     if (half_life_ > 0) entry.credit += weight_;
 }
 
-void Replacement::lookup(int layer, const int32_t* ids, size_t n, bool credit, Place* places) {
+void Replacement::lookup(int layer, const int32_t* ids, size_t n, bool credit, Place* places,
+                         bool keeps_better) {
     bool missing = false;
     for (size_t i = 0; i < n; ++i) {
         Entry& entry = entries_[key(layer, ids[i])];
@@ -88,7 +89,7 @@ void Replacement::lookup(int layer, const int32_t* ids, size_t n, bool credit, P
         places[i].hit = places[i].slot != kNone;  // the id has come before
         if (places[i].hit) continue;
         use(entries_[entry], credit);
-        place_in(pool, int32_t(entry), credit, places[i]);
+        place_in(pool, int32_t(entry), keeps_better || !credit, places[i]);
     }
 }
 
@@ -108,7 +109,7 @@ bool Replacement::find_victim(Pool& pool) {
     return false;
 }
 
-void Replacement::place_in(Pool& pool, int32_t number, bool credit, Place& place) {
+void Replacement::place_in(Pool& pool, int32_t number, bool keeps_better, Place& place) {
     Entry& entry = entries_[size_t(number)];
     if (!pool.free.empty()) {
         place.slot = pool.free.back();
@@ -117,7 +118,7 @@ void Replacement::place_in(Pool& pool, int32_t number, bool credit, Place& place
         if (!find_victim(pool)) return;
         const Node& first = pool.heap.front();
         const Node own{entry.credit, entry.used, first.slot};
-        if (!credit && !goes_later(own, first)) return;
+        if (keeps_better && !goes_later(own, first)) return;
         place.slot = first.slot;
         place.evicted = slots_[size_t(place.slot)];
         entries_[size_t(place.evicted)].slot = kNone;

@@ -43,7 +43,9 @@ class Replacement {
     // The places of n ids of a layer. Those that are resident are found before any is evicted for the others,
     // which take their slots in the order of the ids. An id that comes again has the place of the first,
     // as a hit if it has a slot. A step credits an entry once, in however many lookups it occurs.
-    void lookup(int layer, const int32_t* ids, size_t n, bool credit, Place* places);
+    // keeps_better: with credit too none takes the slot of an entry with more of it.
+    void lookup(int layer, const int32_t* ids, size_t n, bool credit, Place* places,
+                bool keeps_better = false);
 
     // Frees the slot of an entry, if it has one: what should be in it could not be brought.
     void drop(int layer, int32_t id);
@@ -81,7 +83,7 @@ class Replacement {
     static bool goes_later(const Node& a, const Node& b);
     void use(Entry& entry, bool credit);
     bool find_victim(Pool& pool);
-    void place_in(Pool& pool, int32_t entry, bool credit, Place& place);
+    void place_in(Pool& pool, int32_t entry, bool keeps_better, Place& place);
     void rescale();
 
     int n_layers_, n_ids_, half_life_;

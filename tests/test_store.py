@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from test_cpu_backend import batch, logits_of, tokens
+from test_experts import FORMS
+from test_experts import model as write_experts
 from test_sparse_cpu import ONE_BY_ONE, prepared, write
 
 from hotset import _core
@@ -85,35 +87,6 @@ def test_a_child_reads_with_threads_of_its_own(tmp_path: Path, bytes_: np.ndarra
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def rows(*ids: int) -> np.ndarray:
-    return np.array(ids, np.int32)
-
-
-def test_what_is_asked_for_often_stays() -> None:
-    policy = _core.SlotPolicy(10, 2, 8.0)
-    assert policy.request(rows(3)) == 0
-    assert policy.request(rows(3, 4)) == 1
-    assert policy.request(rows(3, 4)) == 2
-    assert policy.request(rows(5)) == 0  # has been asked for once: 3 and 4 stay
-    assert policy.request(rows(3, 4)) == 2
-    for _ in range(6):
-        policy.request(rows(6, 7))  # what is asked for now takes the place of what was
-    assert policy.request(rows(6, 7)) == 2
-    assert policy.request(rows(3, 4), learn=False) == 0
-    assert policy.request(rows(6, 7)) == 2
-
-
-def test_scores_survive_their_unit() -> None:
-    """The unit of a request grows beyond what a float holds, were it not brought back."""
-    policy = _core.SlotPolicy(4, 1, 0.5)
-    for _ in range(500):
-        policy.request(rows(1))
-    policy.request(rows(2))
-    policy.request(rows(2))
-    assert policy.request(rows(2)) == 1
-    assert policy.request(rows(1)) == 0
-
-
 # ---- a model whose rows come when they are needed
 
 
@@ -185,6 +158,25 @@ def test_a_predictor_says_what_is_read(tmp_path: Path, model: str, ring: bool) -
             after = weights.counts()
             assert after.misses == before.misses  # all is there by now
             assert after.hits > before.hits
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_experts_come_as_the_router_names_them(tmp_path: Path, form: str) -> None:
+    gguf = write_experts(tmp_path, **FORMS[form])
+    ids, pages = tokens(40), [2, 0]
+    ready, graph = prepared(gguf, "dense")
+    whole = CpuBackend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2)
+    expected = logits_of(whole, ids, [], pages)
+    for share in (0.0, 0.4, 1.0):
+        backend, weights = stored(gguf, "dense", share)
+        for cuts in (ONE_BY_ONE, []):
+            np.testing.assert_array_equal(logits_of(backend, ids, cuts, pages), expected)
+        assert weights.counts().misses > 0
+    names = tuple(value.name for value in graph.values)
+    step = batch([(ids, 0, pages)], names)
+    taps, others = backend.step(step).taps, whole.step(step).taps
+    for name in names:
+        np.testing.assert_array_equal(taps[name], others[name])
 
 
 def test_gates_first_counts_as_one_operation_does(tmp_path: Path) -> None:

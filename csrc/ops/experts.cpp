@@ -333,7 +333,7 @@ class ExpertNeurons : public Op {
     // The rows that are wanted, one token after the other: the rows stay in the cache. 0 for the others.
     void gathered(const ExpertMatrices& of, int expert, int64_t first, int64_t size, const Inputs& in,
                   const int32_t* wanted, int found, float* out, float* packed, Worker& worker) const {
-        const Matrix& w = of.weights[expert];
+        const Matrix w = of.of(expert);
         const uint8_t** rows = reinterpret_cast<const uint8_t**>(worker.kernel_scratch.data());
         for (int j = 0; j < found; j++) rows[j] = w.row(first + wanted[j]);
         for (int j = 0; j < kGatherAhead; j++) rows[found + j] = w.row(std::min(first + size, w.rows - 1));
@@ -348,7 +348,7 @@ class ExpertNeurons : public Op {
 
     void product(const ExpertMatrices& of, int expert, int64_t first, int64_t last, const Inputs& in,
                  Worker& worker, float* out) const {
-        const Matrix& w = of.weights[expert];
+        const Matrix w = of.of(expert);
         const int64_t size = last - first;
         plan_.kernels().linear[int(w.type)](w, first, last, in, 0, in.n, out, size,
                                             worker.kernel_scratch.data());
@@ -416,7 +416,7 @@ class ExpertSum : public Op {
         const int n = step.rows(x_);
         if (n != 1 || phase != 0 || piece >= kPrefetchPieces) return false;
         const int64_t first = panel_chunk(n_out(), row_chunks(1), chunk);
-        const Matrix& w = f_.down.weights[expert_of(piece % f_.n_used)];
+        const Matrix w = f_.down.of(expert_of(piece % f_.n_used));
         const uint8_t* at = w.row(first) + piece / f_.n_used * kPrefetchBytes;
         for (int64_t i = 0; i < kPrefetchBytes; i += 64) prefetch_line(at + i);
         return true;
@@ -473,7 +473,7 @@ class ExpertSum : public Op {
         if (!f_.apart) std::fill_n(sums, size, 0.0f);
         for (int j = 0; j < f_.n_used; j++) {
             const int expert = expert_of(j);
-            const Matrix& w = f_.down.weights[expert];
+            const Matrix w = f_.down.of(expert);
             if (f_.apart) part = sums + j * size;
             kernels.linear[int(w.type)](w, first, last, in, j, j + 1, part, size,
                                         worker.kernel_scratch.data());
@@ -524,7 +524,7 @@ class ExpertSum : public Op {
         float* scratch = parts + int64_t(n) * f_.n_used * size;
         for (int g = 0; g < groups.n; g++) {
             if (worker.cancelled()) return false;
-            const Matrix& w = f_.down.weights[groups.experts[g]];
+            const Matrix w = f_.down.of(groups.experts[g]);
             const int begin = groups.first[g], end = groups.first[g + 1];
             float* part = parts + begin * size;
             kernels.linear[int(w.type)](w, first, last, in, begin, end, part, size,
@@ -661,7 +661,7 @@ class ExpertAxpy : public Op {
 
     void add_range(int rank, int range, Worker& worker) const {
         const float id = route_.row(0)[rank];
-        const Matrix& w = f_.down.weights[id >= 0.0f && id < float(n_expert()) ? int(id) : 0];
+        const Matrix w = f_.down.of(id >= 0.0f && id < float(n_expert()) ? int(id) : 0);
         const int64_t first = range * range_, last = std::min(first + range_, n_neurons());
         const float* x = x_.row(0) + rank * n_neurons();
         float* sums = worker.results.as<float>();
@@ -706,7 +706,7 @@ class ExpertAxpy : public Op {
         std::fill_n(parts, int64_t(n) * f_.n_used * count, 0.0f);
         for (int g = 0; g < groups.n; g++) {
             if (worker.cancelled()) return false;
-            const Matrix& w = f_.down.weights[groups.experts[g]];
+            const Matrix w = f_.down.of(groups.experts[g]);
             const int32_t* entries = groups.of(g);
             const int tokens = groups.count(g);
             float* own = parts + int64_t(groups.first[g]) * count;

@@ -13,7 +13,7 @@ constexpr size_t rounded(size_t bytes, size_t to) {
 
 }  // namespace
 
-RowStore::RowStore(std::shared_ptr<Reader> reader, uint64_t gap, double half_life)
+RowStore::RowStore(std::shared_ptr<Reader> reader, uint64_t gap, int half_life)
     : reader_(std::move(reader)), gap_(gap), half_life_(half_life) {}
 
 std::shared_ptr<const StoredFile> RowStore::file(const std::string& path) {
@@ -62,7 +62,8 @@ void RowStore::allocate(size_t bytes) {
     if (!whole) at += least;
     for (Group& group : groups_) {
         const int64_t n_slots = whole ? group.n_rows : int64_t(double(group.n_rows) * share);
-        group.policy = std::make_unique<SlotPolicy>(group.n_rows, n_slots, half_life_);
+        group.policy =
+            std::make_unique<Replacement>(1, int(group.n_rows), std::vector{int32_t(n_slots)}, half_life_);
         group.slots = at;
         at += size_t(n_slots) * group.slot_bytes;
         for (size_t p = 0; p < group.places.size(); p++)
@@ -73,17 +74,17 @@ void RowStore::allocate(size_t bytes) {
 bool RowStore::acquire(int index, const int32_t* rows, int64_t n, bool learn,
                        const std::function<bool()>& cancelled) {
     Group& group = groups_[index];
-    slots_.resize(size_t(n));
-    hits_.resize(size_t(n));
-    group.policy->request(rows, n, learn, slots_.data(), hits_.data());
+    found_.resize(size_t(n));
+    group.policy->begin_step();
+    group.policy->lookup(0, rows, size_t(n), learn, found_.data(), true);
     missing_.clear();
     to_.clear();
     uint8_t* next = transit_;
     for (int64_t i = 0; i < n; i++) {
-        if (hits_[i]) continue;
+        if (found_[i].hit) continue;
         missing_.push_back(rows[i]);
-        if (slots_[i] >= 0) {
-            to_.push_back(group.slots + size_t(slots_[i]) * group.slot_bytes);
+        if (found_[i].slot != Replacement::kNone) {
+            to_.push_back(group.slots + size_t(found_[i].slot) * group.slot_bytes);
         } else {
             to_.push_back(next);
             next += group.slot_bytes;
@@ -99,12 +100,12 @@ bool RowStore::acquire(int index, const int32_t* rows, int64_t n, bool learn,
         reader_->begin(batch_);
         done = reader_->wait(batch_, cancelled);
     } catch (...) {
-        for (const int32_t row : missing_) group.policy->drop(row);
+        for (const int32_t row : missing_) group.policy->drop(0, row);
         throw;
     }
     counts_.seconds_waited += double(now_ns() - start) * 1e-9;
     if (!done) {
-        for (const int32_t row : missing_) group.policy->drop(row);
+        for (const int32_t row : missing_) group.policy->drop(0, row);
         return false;
     }
     for (size_t p = 0; p < group.parts.size(); p++)

@@ -1,9 +1,9 @@
 // Rows of weights that are read from a file when they are needed, and kept as long as they are needed often.
 //
 // A group is what is fetched together: of a layer's neurons the rows of gate, up and down of the same number;
-// of its experts their matrices. Each group has slots of its own for some of its rows, by SlotPolicy, and all
-// groups share one transit, which has room for any whole group: what gets no slot lies there until the next
-// group is fetched. So whatever is asked for is there at once, and the memory is what it was made with.
+// of its experts their matrices. Each group has slots of its own for some of its rows, by Replacement, and
+// all groups share one transit, which has room for any whole group: what gets no slot lies there until the
+// next group is fetched. So whatever is asked for is there at once, and the memory is what it was made with.
 //
 // A row's address is looked up in a table (Matrix::places). It changes only in `acquire`, which the thread
 // that runs the step calls between two phases; a late thread may read a row that is being replaced, and drops
@@ -14,8 +14,8 @@
 #include <memory>
 #include <vector>
 
+#include "../replacement.h"
 #include "../types.h"
-#include "policy.h"
 #include "reader.h"
 
 namespace hotset {
@@ -39,8 +39,9 @@ class RowStore {
         double seconds_waited = 0.0;
     };
 
-    // gap: bytes that are read in vain rather than two reads made of one.
-    RowStore(std::shared_ptr<Reader> reader, uint64_t gap, double half_life);
+    // gap: bytes that are read in vain rather than two reads made of one. half_life: as Replacement, in
+    // requests of a group.
+    RowStore(std::shared_ptr<Reader> reader, uint64_t gap, int half_life);
 
     std::shared_ptr<const StoredFile> file(const std::string& path);  // throws ReadError
     // Returns its number. Parts must lie in their files.
@@ -59,9 +60,9 @@ class RowStore {
     const uint8_t* const* places(int group, int part) const { return groups_[group].places[part].data(); }
     const uint8_t* end() const { return memory_.data() + bytes_; }  // null before `allocate`
 
-    // Sees to it that these rows (different, rising) are there, until the next call. learn: as SlotPolicy.
-    // False: `cancelled` said so. Throws ReadError; in both cases nothing of the group is to be relied on,
-    // and the next call works.
+    // Sees to it that these rows (different, rising) are there, until the next call. learn: it counts for
+    // what stays. False: `cancelled` said so. Throws ReadError; in both cases nothing of the group is to be
+    // relied on, and the next call works.
     bool acquire(int group, const int32_t* rows, int64_t n, bool learn,
                  const std::function<bool()>& cancelled);
     void check() const;  // throws ReadError where a file has changed
@@ -74,7 +75,7 @@ class RowStore {
         std::vector<Part> parts;
         std::vector<size_t> at;  // of the parts in a slot
         std::vector<std::vector<const uint8_t*>> places;
-        std::unique_ptr<SlotPolicy> policy;
+        std::unique_ptr<Replacement> policy;
         uint8_t* slots = nullptr;
         size_t bytes() const { return slot_bytes * size_t(n_rows); }
     };
@@ -82,16 +83,16 @@ class RowStore {
 
     const std::shared_ptr<Reader> reader_;
     const uint64_t gap_;
-    const double half_life_;
+    const int half_life_;
     std::vector<std::shared_ptr<StoredFile>> files_;
     std::vector<Group> groups_;
     Memory memory_;
     size_t bytes_ = 0;
     uint8_t* transit_ = nullptr;
     Reader::Batch batch_;
-    std::vector<int32_t> slots_, missing_;
+    std::vector<Replacement::Place> found_;
+    std::vector<int32_t> missing_;
     std::vector<uint8_t*> to_;  // of the missing rows
-    std::vector<uint8_t> hits_;
     Counts counts_;
 };
 

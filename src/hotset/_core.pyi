@@ -27,7 +27,7 @@ Part = tuple[int, Rows, np.ndarray | None, int]  # type, data, bias, buffer of t
 # a matrix by channel: codes, scales, minimums; its outputs in all, the first that counts
 Channels = tuple[np.ndarray, np.ndarray, np.ndarray | None, int, int]
 # (type, data) of each tensor, rows of an expert in it, the first that counts, bias of those that do
-ExpertPart = tuple[list[tuple[int, np.ndarray]], int, int, np.ndarray | None]
+ExpertPart = tuple[list[tuple[int, Rows]], int, int, np.ndarray | None]
 
 def guard_file(mapping: np.ndarray, descriptor: int) -> int: ...  # csrc/mapped.h
 def is_cut(file: int) -> bool: ...
@@ -52,7 +52,7 @@ class Reader:
 class RowStore:
     """Rows that are read when they are needed (csrc/store/store.h)."""
 
-    def __init__(self, reader: Reader, gap: int, half_life: float) -> None: ...
+    def __init__(self, reader: Reader, gap: int, half_life: int) -> None: ...
     # parts: path, offset of the first row, bytes of a row, from one row to the next
     def group(self, n_rows: int, parts: list[tuple[str, int, int, int]]) -> int: ...
     def allocate(self, bytes: int) -> None: ...
@@ -63,12 +63,6 @@ class RowStore:
     def rows(self, group: int, part: int) -> StoredRows: ...
     def counts(self) -> tuple[int, int, int, int, float]: ...  # hits, misses, bytes, reads, seconds waited
     def check(self) -> None: ...
-
-class SlotPolicy:
-    """Which rows stay in slots (csrc/store/policy.h)."""
-
-    def __init__(self, n_rows: int, n_slots: int, half_life: float) -> None: ...
-    def request(self, rows: np.ndarray, learn: bool = True) -> int: ...  # how many were there
 
 class Runtime:
     """The team of threads and its memory, which plans and cold services share (csrc/runtime.h)."""

@@ -37,6 +37,7 @@ from hotset.model.graph import (
     Linear,
     Mask,
     Multiply,
+    Op,
     Part,
     Recurrent,
     RMSNorm,
@@ -209,6 +210,7 @@ class _Emission:
             self._linears(group)
             return
         if isinstance(first := group.ops[0], TransposedLinear):
+            self._fetch(first, first.weight, set(), FETCH_NONZERO, buffers[first.x])
             self._axpy(first, group.residual(first.out), group.out[0])
             return
         main = group.ops[-1]
@@ -263,11 +265,13 @@ class _Emission:
             case ExpertLinear() if main.of_parts:
                 self._expert_sum(main, None, main.out)
             case ExpertLinear():
+                self._fetch(main, main.weights[0], set(), FETCH_ROUTED, buffers[main.route])
                 self._plan.expert_neurons(
                     buffers[main.x], buffers[main.route], main.n_expert, None,
                     expert_part(self._weights, main), None, None, None, False, out,
                 )  # fmt: skip
             case ExpertSum():
+                self._fetch(main, main.weights[0], set(), FETCH_ROUTED, buffers[main.route])
                 self._expert_sum(main, None, main.out)
             case Linear() | TransposedLinear() | Ffn():
                 raise AssertionError(f"{main.out.name} is no group's last operation")
@@ -358,6 +362,8 @@ class _Emission:
             self.at.append((ffn.layer, ffn.part))
         assert isinstance(up, ExpertLinear)
         assert isinstance(down, ExpertSum)
+        self.at.append((ffn.layer, ffn.part))
+        self._fetch(ffn, up.weights[0], set(), FETCH_ROUTED, self._buffers[route.out])
         self._plan.expert_neurons(
             self._buffers[ffn.x],
             self._buffers[route.out],
@@ -389,25 +395,24 @@ class _Emission:
 
     def _fetch(
         self,
-        ffn: Ffn,
+        op: Op,
         name: str,
         fetched: set[int],
         which: int,
         by: int,
         threshold: float = 0.0,
         first: int = 0,
-    ) -> bool:
-        """Has a store fetch the rows of a tensor and of its group, where they come from one and have not been
-        fetched; whether that is so."""
+    ) -> None:
+        """Has a store fetch rows of a tensor, and those of its group, for an operation: where they come from
+        one and are not among the groups that have been `fetched`, to which this one is added."""
         rows = self._weights.data(name)
         if not isinstance(rows, _core.StoredRows) or rows.group in fetched:
-            return False
-        if not self._sparse:
+            return
+        if not self._sparse and which != FETCH_ROUTED:
             which = FETCH_ALL
         self._plan.fetch(rows.store, rows.group, which, by, threshold, first)
-        self.at.append((ffn.layer, ffn.part))
+        self.at.append((op.layer, op.part))
         fetched.add(rows.group)
-        return True
 
     def _neurons(self, ffn: Ffn) -> set[int]:
         """Up to the neurons. Returns the groups of rows that were fetched for it."""

@@ -1,12 +1,13 @@
 """Weights under a budget of memory: what every token needs is read once, rows of neurons as they are needed.
 
 Files are read here, never mapped: one that is cut short is a sentence (ReadError), and what of it is in
-memory is what the budget says. Rows of an FFN that can be left out come through a store
+memory is what the budget says. Rows of an FFN that can be left out, and experts, come through a store
 (csrc/store/store.h), a group of rows for all that is known to be needed at one time:
 
     predicted    gate, up and down of the neurons that the predictor names
     exact        the gate, all of it; then up and down of those that fire
     dense        all three, all of them
+    experts      their matrices, of those that the router names
 
 Everything else is resident. The bits are the same with any budget.
 """
@@ -25,12 +26,12 @@ from hotset.errors import OutOfMemoryError
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.overlay import Overlay
 from hotset.model.cost import weights_read
-from hotset.model.graph import Ffn, Graph, Linear, TransposedLinear
+from hotset.model.graph import ExpertLinear, ExpertSum, Ffn, Graph, Linear, TransposedLinear
 from hotset.units import human_size
 
-HALF_LIFE = 64.0  # requests of a layer after which what it was asked for counts half (docs/LOG.md)
+HALF_LIFE = 64  # requests of a layer after which what it was asked for counts half (docs/LOG.md)
 _ALIGNMENT = 64
-_PER_ROW, _PER_PART = 24, 8  # bytes of tables: SlotPolicy's, and an address
+_PER_ROW, _PER_PART = 56, 8  # bytes of tables: Replacement's, and an address
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,10 @@ class StoreCounts:
 def groups_of(graph: Graph, tensors: Mapping[str, TensorInfo], *, sparse: bool) -> Iterator[list[str]]:
     """Tensors whose rows are fetched together, by layer."""
     for op in graph.ops:
-        if isinstance(op, Ffn) and op.route is None and op.has_zeros:
+        if isinstance(op, Ffn) and op.route is not None:
+            if len(op.up.weights if isinstance(op.up, ExpertLinear) else ()) == 1:  # of all, not of each
+                yield list(dict.fromkeys(name for each in _experts(op) for name in each.weights))
+        elif isinstance(op, Ffn) and op.has_zeros:
             together: list[list[str]] = [[]] if not sparse or op.mask is not None else [[], []]
             for matrix in (op.gate, op.up, op.down):
                 if _has_row_per_neuron(matrix, op.n_ff, tensors):
@@ -65,6 +69,11 @@ def groups_of(graph: Graph, tensors: Mapping[str, TensorInfo], *, sparse: bool) 
                     decides = matrix is op.decides
                     together[0 if decides else -1].append(matrix.weight)
             yield from filter(None, together)
+
+
+def _experts(ffn: Ffn) -> list[ExpertLinear | ExpertSum]:
+    found = (ffn.gate, ffn.up, ffn.down)
+    return [op for op in found if isinstance(op, ExpertLinear | ExpertSum)]
 
 
 def _has_row_per_neuron(matrix: object, n_ff: int, tensors: Mapping[str, TensorInfo]) -> bool:
@@ -195,7 +204,7 @@ class StoredWeights:
 
 
 def rows_of(info: TensorInfo) -> tuple[int, int]:
-    """Rows of a matrix, and bytes of one."""
+    """Rows of a matrix, or the matrices of experts, and bytes of one."""
     n_rows = info.shape[-1]
     return n_rows, info.nbytes // n_rows
 

@@ -201,16 +201,8 @@ class SparsityOptions(LoadOptions):
     ram_budget: RamBudget = None
 
     def fields(self) -> dict[str, Any]:
-        names = (
-            "activation",
-            "sparsity",
-            "predictor",
-            "profile",
-            "thresholds",
-            "sparse_prompts",
-            "ram_budget",
-        )
-        own = {name: getattr(self, name) for name in names}
+        names = ("activation", "sparsity", "predictor", "profile", "thresholds", "sparse_prompts")
+        own = {name: getattr(self, name) for name in (*names, "ram_budget")}
         return super().fields() | own
 
 
