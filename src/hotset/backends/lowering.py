@@ -362,7 +362,6 @@ class _Emission:
             self.at.append((ffn.layer, ffn.part))
         assert isinstance(up, ExpertLinear)
         assert isinstance(down, ExpertSum)
-        self.at.append((ffn.layer, ffn.part))
         self._fetch(ffn, up.weights[0], set(), FETCH_ROUTED, self._buffers[route.out])
         self._plan.expert_neurons(
             self._buffers[ffn.x],
