@@ -891,7 +891,7 @@ inline float dot(const uint8_t* row, const uint8_t* ahead, const uint8_t* end, i
 // vector i, a lane a block, and so do those of the inputs, which a call prepares once. What is then left for
 // each token are the products. Where a row ends with eight blocks or fewer, those of two rows share a vector.
 
-constexpr int kFewRows = 4;  // that share a pass over the inputs
+constexpr int kFewRows = 8;  // that share a pass over the inputs
 
 // Sixteen blocks of one token: eight vectors of words, then scales and what else a format reads.
 template <class Format>
@@ -1097,10 +1097,13 @@ inline __m128 four_sums(__m512 a, __m512 b, __m512 c, __m512 d) {
 template <class Format>
 void few(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int n, float* out, int64_t ld,
          uint8_t* scratch) {
-    static_assert(kFewRows == 4);
+    static_assert(kFewRows % 4 == 0);
     __m512i* inputs = reinterpret_cast<__m512i*>(scratch);
     transpose_inputs<Format>(x, t0, n, inputs);
     const int64_t blocks = x.k / 32;
+    // Fetched in the order in which rows lie: each for itself, side by side, they come at two thirds of the
+    // speed.
+    const uint8_t* ahead = w.row(row0) + (kFewRows - 1) * w.row_bytes + kAhead;
     for (int64_t r = row0; r < row1; r += kFewRows) {
         __m512 acc[kFewRows][kFewTokens];
         const uint8_t* rows[kFewRows];
@@ -1116,16 +1119,19 @@ void few(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, i
                 const uint8_t* p[2];
                 for (int j = 0; j < 2; j++) {
                     p[j] = rows[i + j] + b / 16 * Format::kBytes;
-                    prefetch(p[j] + kFewRows * w.row_bytes, count * Format::kBytes / 16);
+                    prefetch(ahead, count * Format::kBytes / 16);
+                    ahead += count * Format::kBytes / 16;
                     p[j] = readable<Format>(p[j], count, w.end(), copies[j]);
                 }
                 add_few_pair<Format>(p[0], p[1], count, at, n, acc[i], acc[i + 1]);
             }
         }
-        const __mmask8 there = __mmask8((1u << imin(row1 - r, kFewRows)) - 1);
-        for (int t = 0; t < n; t++)
-            _mm_mask_storeu_ps(out + t * ld + (r - row0), there,
-                               four_sums(acc[0][t], acc[1][t], acc[2][t], acc[3][t]));
+        for (int i = 0; i < kFewRows && r + i < row1; i += 4) {
+            const __mmask8 there = __mmask8((1u << imin(row1 - r - i, 4)) - 1);
+            for (int t = 0; t < n; t++)
+                _mm_mask_storeu_ps(out + t * ld + (r + i - row0), there,
+                                   four_sums(acc[i][t], acc[i + 1][t], acc[i + 2][t], acc[i + 3][t]));
+        }
     }
 }
 
