@@ -498,6 +498,21 @@ class PlanBuilder {
                                make_states(x, out, states, (kernel - 1) * width(x))});
     }
 
+    // rate, step: [n_head]. states: [n_states, n_head * dim_k * dim_v].
+    void delta_net(int x, int alpha, int beta, const Floats& rate, const Floats& step, int n_head,
+                   int n_head_k, int dim_k, int dim_v, bool tiled, const WritableFloats& states, int out) {
+        require(n_head > 0 && n_head_k > 0 && n_head % n_head_k == 0 && n_head <= kMaxStateHeads &&
+                    dim_k > 0 && dim_k <= kMaxHeadDim && dim_v > 0 && dim_v <= kMaxHeadDim,
+                "heads of values share those of keys");
+        require(width(x) == 2 * int64_t(n_head_k) * dim_k + int64_t(n_head) * dim_v &&
+                    width(out) == int64_t(n_head) * dim_v && width(alpha) == n_head &&
+                    width(beta) == n_head && int(rate.size()) == n_head && int(step.size()) == n_head,
+                "heads fill the widths of a delta net");
+        for (int id : {alpha, beta}) require(!outputs_[id], "an operation with a state works on all tokens");
+        plan_->add_delta_net({x, alpha, beta, out, n_head, n_head_k, dim_k, dim_v, tiled, to_vector(rate),
+                              to_vector(step), make_states(x, out, states, int64_t(n_head) * dim_k * dim_v)});
+    }
+
     void activate(int kind, float threshold, int x, int out) {
         require(width(x) == width(out), "an activation keeps its width");
         same_rows(x, out);
@@ -1306,6 +1321,8 @@ NB_MODULE(_core, m) {
              "v_scale"_a.none())
         .def("cutoff", &PlanBuilder::cutoff, "x"_a, "threshold"_a, "out"_a)
         .def("short_conv", &PlanBuilder::short_conv, "x"_a, "weight"_a, "states"_a, "out"_a)
+        .def("delta_net", &PlanBuilder::delta_net, "x"_a, "alpha"_a, "beta"_a, "rate"_a, "step"_a, "n_head"_a,
+             "n_head_k"_a, "dim_k"_a, "dim_v"_a, "tiled"_a, "states"_a, "out"_a)
         .def("activate", &PlanBuilder::activate, "kind"_a, "threshold"_a, "x"_a, "out"_a)
         .def("add", &PlanBuilder::add, "a"_a, "b"_a, "out"_a)
         .def("multiply", &PlanBuilder::multiply, "a"_a, "b"_a, "out"_a)

@@ -123,6 +123,9 @@ void Plan::add_attention(AttentionFacts facts) {
 void Plan::add_short_conv(ShortConvFacts facts) {
     ops_.push_back(make_short_conv(*this, std::move(facts)));
 }
+void Plan::add_delta_net(DeltaNetFacts facts) {
+    ops_.push_back(make_delta_net(*this, std::move(facts)));
+}
 void Plan::add_activate(Activation kind, float threshold, int x, int out) {
     ops_.push_back(make_activate(*this, kind, threshold, x, out));
 }

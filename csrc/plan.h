@@ -244,12 +244,23 @@ struct StateSlots {
 };
 
 constexpr int kMaxConvKernel = 64;
+constexpr int kMaxStateHeads = 1024;
 
 // See graph.ShortConv (model/graph.py). A state: [kernel - 1][width], the oldest inputs first.
 struct ShortConvFacts {
     int x = -1, out = -1;
     int kernel = 1;
     std::vector<float> weight;  // [kernel][width]
+    StateSlots states;
+};
+
+// See graph.DeltaNet. x: queries and keys [n_head_k][dim_k] each, values [n_head][dim_v]; alpha, beta: a
+// number per head. A state: [n_head][dim_k][dim_v].
+struct DeltaNetFacts {
+    int x = -1, alpha = -1, beta = -1, out = -1;
+    int n_head = 0, n_head_k = 0, dim_k = 0, dim_v = 0;
+    bool tiled = false;
+    std::vector<float> rate, step;  // [n_head]
     StateSlots states;
 };
 
@@ -290,6 +301,7 @@ class Plan {
     void add_transposed_heads(int x, std::vector<Matrix> weights, int out);
     void add_attention(AttentionFacts facts);
     void add_short_conv(ShortConvFacts facts);
+    void add_delta_net(DeltaNetFacts facts);
     void add_activate(Activation kind, float threshold, int x, int out);
     void add_add(int a, int b, int out);
     void add_multiply(int a, int b, int out);
@@ -374,6 +386,7 @@ std::unique_ptr<Op> make_heads(const Plan& plan, int x, int shared, int n_head, 
 std::unique_ptr<Op> make_transposed_heads(const Plan& plan, int x, std::vector<Matrix> weights, int out);
 std::unique_ptr<Op> make_attention(const Plan& plan, AttentionFacts facts);
 std::unique_ptr<Op> make_short_conv(const Plan& plan, ShortConvFacts facts);
+std::unique_ptr<Op> make_delta_net(const Plan& plan, DeltaNetFacts facts);
 std::unique_ptr<Op> make_activate(const Plan& plan, Activation kind, float threshold, int x, int out);
 std::unique_ptr<Op> make_mask(const Plan& plan, int x, int scores, float threshold, int64_t first, int out);
 std::unique_ptr<Op> make_cutoff(const Plan& plan, int x, float threshold, int out);

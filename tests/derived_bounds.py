@@ -23,6 +23,7 @@ from hotset.model.graph import (
     Add,
     Attention,
     Cutoff,
+    DeltaNet,
     Embed,
     ExpertLinear,
     ExpertSum,
@@ -221,6 +222,11 @@ class Oracle(ReferenceBackend):
     The step must have tapped every value of the graph. Decoded weights are kept.
     """
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        # Of states of delta nets: lengths of their columns at most, and of what these may be off by.
+        self._lengths: dict[int, np.ndarray] = {}
+
     def check(self, batch: Batch, found: StepResult) -> None:
         slots = self._slots(batch)
         taps = {value.id: found.taps[value.name].astype(np.float64) for value in self.graph.values}
@@ -248,6 +254,8 @@ class Oracle(ReferenceBackend):
             return self._expected_of_experts(op, taps)
         if isinstance(op, ShortConv):
             return self._expected_conv(op, taps, batch, slots)
+        if isinstance(op, DeltaNet):
+            return self._expected_delta(op, taps, batch, slots)
         expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
         match op:
             case Embed() | SelectOutputs() | Mask() | Cutoff() | Heads():
@@ -317,6 +325,36 @@ class Oracle(ReferenceBackend):
         states[:] = before
         expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
         return expected, gamma(op.kernel + 1) * sums + op.kernel * TINY
+
+    def _expected_delta(
+        self, op: DeltaNet, taps: dict[int, np.ndarray], batch: Batch, slots: Any
+    ) -> tuple[Any, Any]:
+        """Columns of a state by their lengths: a token multiplies one by g (1 - b k k^T), which lengthens it
+        by no more than g since k has the length 1, and adds b |v|. So does what it is off by, to which the
+        token adds the roundings of sums over the rows, of k, of g and of b, each times the length or |v|.
+        """
+        assert batch.states is not None
+        assert batch.saves is not None
+        slot_shape = (self.n_states, 2, op.n_head, op.dim_v)
+        lengths = self._lengths.setdefault(op.out.id, np.zeros(slot_shape))
+        expected = np.asarray(self._compute(op, taps, batch, slots), np.float64)
+        rate, step = self._weight(op.rate), self._weight(op.step)
+        decays = np.exp(rate * np.logaddexp(taps[op.alpha.id] + step, 0))
+        shares = 1 / (1 + np.exp(-taps[op.beta.id]))
+        values = np.abs(taps[op.x.id][:, -op.out.width :]).reshape(-1, op.n_head, op.dim_v)
+        roundings = gamma(op.dim_k + 40) + 8 * EXP
+        bound, owner = np.empty(values.shape), -1
+        for t, sequence in enumerate(batch.sequences):
+            if sequence != owner:
+                owner, slot = sequence, batch.states[sequence]
+                length, off = lengths[slot] if slot >= 0 else np.zeros(slot_shape[1:])
+            g, b = decays[t][:, None], shares[t][:, None]
+            off = g * off + roundings * (length + b * values[t])
+            length = g * length + b * values[t]
+            if batch.saves[t] >= 0:
+                lengths[batch.saves[t]] = length, off
+            bound[t] = (off + roundings * length) / np.sqrt(op.dim_k)
+        return expected, bound.reshape(expected.shape) + TINY
 
     def _expected_of_experts(
         self, op: ExpertLinear | ExpertSum, taps: dict[int, np.ndarray]

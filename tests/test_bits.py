@@ -193,7 +193,8 @@ def test_bits_of_larger_files(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["dense/llama/Q4_K", "powerinfer/bamboo/Q4_0/predicted", "plain/opt/Q8_0/exact"]
+    "name",
+    ["dense/llama/Q4_K", "powerinfer/bamboo/Q4_0/predicted", "plain/opt/Q8_0/exact", "recipe/qwen3next"],
 )
 def test_every_instruction_set_has_these_bits(name: str, tmp_path: Path) -> None:
     found = {isa: compute(name, tmp_path / isa, isa) for isa in _core.available_isas()}

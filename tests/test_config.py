@@ -20,6 +20,7 @@ from hotset.model.config import (
     FATRELU_THRESHOLD_KEY,
     UP_ACTIVATION_KEY,
     ConvMixer,
+    DeltaMixer,
     Experts,
     FFNActivation,
     ModelConfig,
@@ -322,6 +323,50 @@ def test_layers_without_kv_heads_have_a_short_convolution() -> None:
             config_from_gguf(file("lfm2", **heads | {"shortconv__l_cache": kernel}))
     with pytest.raises(FormatError, match="head_count_kv"):
         config_from_gguf(file(attention__head_count_kv=[0, 2]))
+
+
+DELTA = {
+    "ssm__conv_kernel": 4, "ssm__inner_size": 96, "ssm__state_size": 16, "ssm__time_step_rank": 6,
+    "ssm__group_count": 2, "block_count": 8,
+}  # fmt: skip
+
+
+def test_layers_with_a_gated_delta_net() -> None:
+    mixer = DeltaMixer(4, 6, 2, 16, 16, tiled=True)
+    config = config_from_gguf(file("qwen35", **DELTA))
+    assert [layer.mixer for layer in config.layers] == [mixer, mixer, mixer, None] * 2
+    assert all(layer.attention_gate for layer in config.layers)
+    config = config_from_gguf(file("qwen35", **DELTA, full_attention_interval=2))
+    assert [layer.mixer for layer in config.layers] == [mixer, None] * 4
+    # Of the layers that predict more than one token none has a state.
+    named = {"attention__recurrent_layers": [False, True, True] + [False] * 5, "nextn_predict_layers": 3}
+    config = config_from_gguf(file("qwen35", **DELTA | named))
+    assert [layer.mixer for layer in config.layers] == [None, mixer, mixer, None, None]
+    experts = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 48}
+    config = config_from_gguf(file("qwen35moe", **DELTA, **experts, feed_forward_length=None))
+    assert {layer.n_ff for layer in config.layers} == {48}
+    assert not config_from_gguf(file("qwen3next", **DELTA, **experts)).layers[0].mixer.tiled  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "sentence"),
+    [
+        ({"ssm__inner_size": 97}, FormatError, "ssm.inner_size is 97 for 6 heads"),
+        ({"ssm__group_count": 4}, FormatError, "ssm.group_count is 4 for 6 heads"),
+        ({"ssm__group_count": 7}, FormatError, "outside 1 to 6"),
+        ({"ssm__state_size": 513}, FormatError, "outside 1 to 512"),
+        ({"ssm__inner_size": 6 * 513}, FormatError, "for 6 heads"),
+        ({"ssm__time_step_rank": 1025}, FormatError, "outside 1 to 1024"),
+        ({"ssm__conv_kernel": None}, FormatError, "ssm.conv_kernel is missing"),
+        ({"attention__recurrent_layers": [True] * 7}, FormatError, "true or false for 8 layers"),
+        ({"attention__recurrent_layers": [1] * 8}, FormatError, "true or false for 8 layers"),
+        ({"attention__recurrent_layers": [True] * 8}, UnsupportedModelError, "no layer .* has attention"),
+        ({"full_attention_interval": 9}, UnsupportedModelError, "no layer .* has attention"),
+    ],
+)
+def test_delta_nets_that_make_no_sense(keys: dict, error: type[HotsetError], sentence: str) -> None:
+    with pytest.raises(error, match=sentence):
+        config_from_gguf(file("qwen35", **DELTA | keys))
 
 
 def test_phimoe_is_refused_with_the_reason() -> None:

@@ -322,3 +322,29 @@ def test_lfm2_says_where_a_convolution_stands_and_how_wide_its_ffn_is() -> None:
 def test_what_lfm2_cannot_be_is_refused(entries: dict[str, Any], error: type[HotsetError]) -> None:
     with pytest.raises(error):
         keys("Lfm2", **LFM2 | entries)
+
+
+def test_qwen3next_says_where_delta_nets_stand() -> None:
+    sizes = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 64, "num_experts": 8}
+    sizes |= {"num_experts_per_tok": 2, "linear_num_value_heads": 32}
+    found = keys("Qwen3Next", **sizes)
+    assert found["attention.recurrent_layers"] == [True, True, True, False]
+    assert found["full_attention_interval"] == 4
+    assert found["rope.dimension_count"] == 4  # a quarter of a head
+    assert {k: v for k, v in found.items() if k.startswith("ssm.")} == {
+        "ssm.conv_kernel": 4, "ssm.inner_size": 4096, "ssm.state_size": 128, "ssm.time_step_rank": 32,
+        "ssm.group_count": 16,
+    }  # fmt: skip
+    types = ["full_attention", "linear_attention", "linear_attention", "linear_attention"]
+    found = keys("Qwen3_5Moe", **sizes, layer_types=types)
+    assert found["attention.recurrent_layers"] == [False, True, True, True]
+    assert "full_attention_interval" not in found
+    assert keys("Qwen3_5", full_attention_interval=2)["attention.recurrent_layers"] == [True, False] * 2
+    for entries, error in (
+        ({"layer_types": ["conv"] * 4}, UnsupportedModelError),
+        ({"linear_num_value_heads": 24}, FormatError),
+        ({"linear_key_head_dim": 513}, FormatError),
+        ({"mlp_only_layers": [1]}, UnsupportedModelError),
+    ):
+        with pytest.raises(error):
+            keys("Qwen3Next", **sizes | entries)

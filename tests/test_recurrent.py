@@ -35,7 +35,7 @@ pytest.importorskip("transformers")
 tiny_models = pytest.importorskip("tiny_models")
 from derived_bounds import Oracle  # noqa: E402
 
-RECIPES = ["lfm2", "lfm2moe"]
+RECIPES = ["lfm2", "lfm2moe", "qwen3next", "qwen35moe"]
 N_CTX = 256
 
 
@@ -133,6 +133,23 @@ def test_every_operation_is_the_references(gguf: GGUFFile, isa: str) -> None:
     assert at == [70, 66]
 
 
+def test_a_wrong_result_is_found(gguf: GGUFFile) -> None:
+    """The oracle's bounds are so close that one part in some thousands is noticed."""
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    text, table = prompt(40, 1), np.array([[3]], np.int32)
+    batch = replace(
+        _batch([text], [0], [(0, 40)], table).with_states_of_rows(0),
+        taps=tuple(value.name for value in graph.values),
+    )
+    found = backend(gguf).step(batch)
+    for op in graph.recurrent:
+        wrong = found.taps[op.out.name].copy()
+        wrong.flat[np.argmax(np.abs(wrong))] *= np.float32(1.0005)
+        spoilt = replace(found, taps={**found.taps, op.out.name: wrong})
+        with pytest.raises(AssertionError, match="off by"):
+            Oracle(gguf, graph, n_pages=16, kv_type="f16", n_states=40).check(batch, spoilt)
+
+
 def _batch(
     texts: Sequence[list[int]], at: list[int], parts: Sequence[tuple[int, int]], table: np.ndarray
 ) -> Batch:
@@ -158,6 +175,21 @@ def test_a_step_can_run_again(gguf: GGUFFile) -> None:
                 np.testing.assert_array_equal(found, whole[66:])
             else:  # NumPy's matrix products depend on their sizes
                 np.testing.assert_allclose(found, whole[66:], rtol=1e-4, atol=1e-4)
+
+
+def test_more_heads_of_sequences_than_a_phase_has_chunks(gguf: GGUFFile) -> None:
+    """200 sequences, of six heads each where there are delta nets: steps of all, and of each by itself."""
+    n, table = 200, np.arange(200, dtype=np.int32)[:, None]
+    texts = [prompt(3, i) for i in range(n)]
+    together = backend(gguf, n_pages=n, n_states=2 * n, max_batch=400, n_threads=2)
+    alone = backend(gguf, n_pages=1, n_states=2)
+    first = together.step(_batch(texts, [0] * n, [(i, 2) for i in range(n)], table).with_states_of_rows(0))
+    found = [first.logits.reshape(n, 2, -1).copy()]
+    second = together.step(_batch(texts, [2] * n, [(i, 1) for i in range(n)], table).with_states_of_rows(1))
+    found.append(second.logits[:, None])
+    for i in range(0, n, 13):
+        expected = alone.step(_batch([texts[i]], [0], [(0, 3)], table[:1]).with_states_of_rows(0)).logits
+        np.testing.assert_array_equal(np.concatenate([part[i] for part in found]), expected)
 
 
 def reference(gguf: GGUFFile) -> ReferenceBackend:
@@ -351,7 +383,7 @@ def test_an_interruption_while_a_step_is_collected_undoes_nothing(gguf: GGUFFile
 def test_a_loaded_model_counts_its_states(path: Path) -> None:
     with hotset.load(path, backend="cpu", n_threads=2, n_ctx=N_CTX) as model:
         per_state = model.cost.state_bytes
-        assert per_state == sum(4 * op.state_shape[0] * op.state_shape[1] for op in model.graph.recurrent)
+        assert per_state == sum(4 * math.prod(op.state_shape) for op in model.graph.recurrent)
         n_states = model.backend.n_states
         kv = 4 * PAGE_SIZE * model.cost.kv_bytes_per_token("f16")
         assert n_states == min(2 * 17 + 4, max(12, kv // per_state))

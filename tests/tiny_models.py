@@ -300,6 +300,16 @@ LFM2_EXPERTS = {
     "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "num_dense_layers": 1,
     "routed_scaling_factor": 1.7, "pad_token_id": 0,
 }  # fmt: skip
+DELTA = {
+    "num_hidden_layers": 4, "head_dim": 16, "pad_token_id": 0, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+DELTA_EXPERTS = {
+    **DELTA, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 64,
+}  # fmt: skip
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 EXPERTS: dict[str, TinyModel] = {
     "mixtral": TinyModel("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
@@ -341,6 +351,14 @@ EXPERTS: dict[str, TinyModel] = {
         | {"layer_types": ["full_attention", "conv", "full_attention", "conv"], "num_dense_layers": 0}
         | {"tie_word_embeddings": False},
     ),
+    "qwen3next": TinyModel("Qwen3Next", DELTA_EXPERTS),
+    "qwen3next-own-values": TinyModel(  # a head of values for each key, of another width
+        "Qwen3Next",
+        {**DELTA_EXPERTS, "linear_num_key_heads": 3, "linear_num_value_heads": 3, "norm_topk_prob": False}
+        | {"linear_value_head_dim": 24, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True},
+    ),
+    "qwen35moe": TinyModel("Qwen3_5Moe", DELTA_EXPERTS, config="Qwen3_5MoeText"),
+    "qwen35": TinyModel("Qwen3_5", {**DELTA, "tie_word_embeddings": True}, config="Qwen3_5Text"),
     "glm4moe": TinyModel("Glm4Moe", GLM_EXPERTS),
     "glm4moe-groups": TinyModel(
         "Glm4Moe",

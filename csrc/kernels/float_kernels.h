@@ -536,6 +536,45 @@ void store_value(const KvLayer& kv, int page, int slot, int head, const float* v
     }
 }
 
+// C vectors of columns, of the last only `rest` lanes.
+template <int C>
+inline void delta_columns(int dim_k, int dim_v, const float* q, const float* k, const float* v, V decay,
+                          V beta, int rest, float* state, float* out) {
+    auto load = [&](const float* p, int c) {
+        return c + 1 < C || rest == 16 ? V::load(p + c * 16) : V::load_n(p + c * 16, rest);
+    };
+    auto store = [&](V value, float* p, int c) {
+        c + 1 < C || rest == 16 ? value.store(p + c * 16) : value.store_n(p + c * 16, rest);
+    };
+    V sums[C], d[C];
+    for (int c = 0; c < C; c++) sums[c] = V::zero();
+    for (int i = 0; i < dim_k; i++)
+        for (int c = 0; c < C; c++)
+            sums[c] = fma(V::set(k[i]), load(state + int64_t(i) * dim_v, c) * decay, sums[c]);
+    for (int c = 0; c < C; c++) {
+        d[c] = (load(v, c) - sums[c]) * beta;
+        sums[c] = V::zero();
+    }
+    for (int i = 0; i < dim_k; i++)
+        for (int c = 0; c < C; c++) {
+            float* row = state + int64_t(i) * dim_v;
+            const V value = fma(V::set(k[i]), d[c], load(row, c) * decay);
+            store(value, row, c);
+            sums[c] = fma(V::set(q[i]), value, sums[c]);
+        }
+    for (int c = 0; c < C; c++) store(sums[c], out, c);
+}
+
+void delta_rule(int dim_k, int dim_v, const float* q, const float* k, const float* v, float decay, float beta,
+                float* state, float* out) {
+    const V g = V::set(decay), b = V::set(beta);
+    int c = 0;
+    for (; c + 64 <= dim_v; c += 64)
+        delta_columns<4>(dim_k, dim_v, q, k, v + c, g, b, 16, state + c, out + c);
+    for (; c < dim_v; c += 16)
+        delta_columns<1>(dim_k, dim_v, q, k, v + c, g, b, imin(dim_v - c, 16), state + c, out + c);
+}
+
 float read(const float* x, int64_t n) {
     V top[4] = {V::zero(), V::zero(), V::zero(), V::zero()};
     for (int64_t i = 0; i < n; i += 64)
@@ -561,6 +600,7 @@ inline Kernels float_kernel_table(const char* isa) {
     table.merge_attention = merge_attention;
     table.store_key = store_key;
     table.store_value = store_value;
+    table.delta_rule = delta_rule;
     table.read = read;
     return table;
 }

@@ -251,6 +251,11 @@ struct Kernels {
                             int64_t n, float* out);
     void (*store_key)(const KvLayer& kv, int page, int slot, int head, const float* k);
     void (*store_value)(const KvLayer& kv, int page, int slot, int head, const float* v);
+    // One token of the gated delta rule, on state [dim_k][dim_v]: it decays, and then k * d is added to its
+    // rows, d = (v - its rows summed by k) * beta; out are its rows summed by q. Sums run over the rows in
+    // order.
+    void (*delta_rule)(int dim_k, int dim_v, const float* q, const float* k, const float* v, float decay,
+                       float beta, float* state, float* out);
     // Reads n floats (n a multiple of 64) with the widest loads there are, and does next to nothing with
     // them.
     float (*read)(const float* x, int64_t n);

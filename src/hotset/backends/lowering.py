@@ -27,6 +27,7 @@ from hotset.model.graph import (
     Add,
     Attention,
     Cutoff,
+    DeltaNet,
     Embed,
     ExpertLinear,
     ExpertSum,
@@ -250,6 +251,12 @@ class _Emission:
             case ShortConv():
                 weight = decoded_vector(self._weights, main.weight).reshape(-1, main.kernel)
                 plan.short_conv(buffers[main.x], np.ascontiguousarray(weight.T), self._states(main), out)
+            case DeltaNet():
+                rate, step = (decoded_vector(self._weights, name) for name in (main.rate, main.step))
+                plan.delta_net(
+                    buffers[main.x], buffers[main.alpha], buffers[main.beta], rate, step, main.n_head,
+                    main.n_head_k, main.dim_k, main.dim_v, main.tiled, self._states(main), out,
+                )  # fmt: skip
             case Activate():
                 plan.activate(*activation(main), buffers[main.x], out)
             case SoftCap():

@@ -31,6 +31,7 @@ from hotset.model.graph import (
     Add,
     Attention,
     Cutoff,
+    DeltaNet,
     Embed,
     ExpertLinear,
     ExpertSum,
@@ -217,6 +218,12 @@ class ReferenceBackend:
                 weight = self._weight(op.weight)
                 return self._through_states(
                     op, values[op.x.id], batch, lambda x, past: short_conv(x, past, weight)
+                )
+            case DeltaNet():
+                rate, step = self._weight(op.rate), self._weight(op.step)
+                read = np.concatenate([values[v.id] for v in (op.x, op.alpha, op.beta)], axis=1)
+                return self._through_states(
+                    op, read, batch, lambda row, state: delta_rule(op, row, state, rate, step)
                 )
             case Activate():
                 return ACTIVATIONS[op.kind](values[op.x.id], np.float32(op.threshold))
@@ -488,6 +495,28 @@ def short_conv(x: np.ndarray, past: np.ndarray, weight: np.ndarray) -> tuple[np.
     weight: [width, kernel]."""
     seen = np.concatenate([past, x[None]])
     return (seen * weight.T).sum(axis=0), seen[1:]
+
+
+def delta_rule(
+    op: DeltaNet, row: np.ndarray, state: np.ndarray, rate: np.ndarray, step: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """A token's outputs [n_head * dim_v] and the state after it. row: its x, alpha and beta; state: before
+    it, [n_head, dim_k, dim_v]."""
+    of_keys = op.n_head_k * op.dim_k
+    q, k, v, alpha, beta = np.split(row, np.cumsum([of_keys, of_keys, op.out.width, op.n_head]))
+    times = op.n_head // op.n_head_k
+
+    def of_heads(x: np.ndarray) -> np.ndarray:
+        x = x.reshape(op.n_head_k, op.dim_k)
+        x = x / np.sqrt((x * x).sum(axis=1, keepdims=True) + F32(1e-6))
+        return np.tile(x, (times, 1)) if op.tiled else np.repeat(x, times, axis=0)
+
+    q, k, v = of_heads(q) / F32(math.sqrt(op.dim_k)), of_heads(k), v.reshape(op.n_head, op.dim_v)
+    decay = np.exp(rate * np.logaddexp(alpha + step, F32(0)))
+    state = state * decay[:, None, None]
+    off = (v - np.einsum("hkv,hk->hv", state, k)) * _sigmoid(beta, F32(0))[:, None]
+    state = state + k[:, :, None] * off[:, None]
+    return np.einsum("hkv,hk->hv", state, q).reshape(-1), state
 
 
 def soft_cap(x: np.ndarray, cap: float) -> np.ndarray:

@@ -52,13 +52,19 @@ from hotset.model.predictor import Predictor
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
+    from hotset.model.config import DeltaMixer
     from hotset.reporter import Reporter
     from hotset.sparsity.profile import Profile
 
 ANY = -1  # as a size: it is not known
 _PACKED = (".blocks", ".scales")  # of one matrix in MXFP4
 _PREDICTOR_FILE = "model_{}.pt"
-_IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
+# The layers of mtp predict more than one token: they are left out.
+_IGNORED = re.compile(r"mtp\..*|(.*\.)?(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
+_BARE = frozenset({"ssm_a"})  # tensors whose name says all
+_OF_DELTA = frozenset(
+    {"attn_qkv", "attn_gate", "ssm_ba", "ssm_beta", "ssm_alpha", "ssm_conv1d", "ssm_a", "ssm_dt", "ssm_out"}
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,8 @@ class Origin:
     """Where a tensor of the new file comes from.
 
     values: as stored, outermost dimension first, in a mapped file. transposed: rows and columns change places
-    first. rows, columns: which of them, in their new order (None: all). plus: added to each value.
+    first. rows, columns: which of them, in their new order (None: all). plus: added to each value. decays: of
+    each value x, -exp(x) is meant.
     """
 
     values: np.ndarray
@@ -74,11 +81,13 @@ class Origin:
     columns: np.ndarray | None = None
     transposed: bool = False
     plus: float = 0.0
+    decays: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Outermost first, of the result."""
-        return self.values.shape[::-1] if self.transposed else self.values.shape
+        shape = self.values.shape[::-1] if self.transposed else self.values.shape
+        return shape if self.rows is None else (len(self.rows), *shape[1:])
 
     def piece(self, start: int, stop: int) -> np.ndarray:
         """Rows start..stop of the result, float32."""
@@ -87,6 +96,8 @@ class Origin:
         if self.columns is not None:
             found = found[:, self.columns]
         values = to_floats(np.ascontiguousarray(found))
+        if self.decays:
+            return -np.exp(values)
         return values + np.float32(self.plus) if self.plus else values
 
     def pieces(self) -> Iterator[np.ndarray]:
@@ -292,7 +303,7 @@ def _place_of(name: str, config: HFConfig) -> _Place:
         if inside in hf.layer_tensors:
             layer, expert = int(match[1]), -1 if number is None else int(number[1])
             targets = hf.layer_tensors[inside].split()
-            named = (t if t.endswith((".bias", *_PACKED)) else f"{t}.{kind}" for t in targets)
+            named = (t if t.endswith((".bias", *_PACKED)) or t in _BARE else f"{t}.{kind}" for t in targets)
             return _Place(layer, tuple(f"blk.{layer}.{target}" for target in named), expert)
     raise UnsupportedModelError(f"the checkpoint has a tensor that is not known: {name[:200]}")
 
@@ -332,7 +343,7 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
                         raise FormatError(f"the checkpoint has {stem}.weight twice, once as {name}")
                     yield f"{stem}.weight", _packed(packed.pop(stem), f"{stem}.weight", name, config)
                 continue
-            part = _part(values, i, len(place.targets), config)
+            part = values if _is_grouped(target, config) else _part(values, i, len(place.targets), config)
             if place.expert >= 0:
                 of_experts.setdefault(target, {})[place.expert] = name, part
                 if len(of_experts[target]) == config.n_expert:
@@ -432,12 +443,14 @@ def _source(values: np.ndarray, target: str, name: str, config: HFConfig, dialec
             f"the tensor {name} of the checkpoint is {list(values.shape)}, and its config.json says "
             f"{'that there is none' if expected is None else list(expected)}"
         )
-    stem = target.rpartition(".")[0].rpartition(".")[2]
+    stem = _stem(target)
+    if config.delta is not None and stem in _OF_DELTA:
+        return _delta_source(values, stem, config.delta)
     if row.rope == "norm" and hf.rotates == "neox" and stem in ("attn_q", "attn_k"):
         return Origin(values, rows=_neighbours(values.shape[0], config.head_dim))
     if stem == "attn_qkv" and hf.grouped_qkv:
         return Origin(values, rows=_ungrouped(config))
-    if hf.norms_less_one and stem.endswith("_norm") and target.endswith("weight"):
+    if hf.norms_less_one and stem.endswith("_norm") and stem != "ssm_norm" and target.endswith("weight"):
         return Origin(values, plus=1.0)
     if stem == "ffn_gate_inp_shexp":  # files have it as a vector
         return Origin(values[0])
@@ -494,7 +507,21 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
         matrices |= {"in_proj": (3 * d, d), "conv": (d, config.conv_kernel), "out_proj": (d, d)}
     if row.first_position is not None:
         matrices["position_embd"] = (config.n_ctx + row.first_position, d)
-    stem, kind = target.rpartition(".")[0].rpartition(".")[2], target.rpartition(".")[2]
+    if (delta := config.delta) is not None:
+        width = 2 * delta.of_keys + delta.of_values
+        matrices |= {
+            "attn_q": (2 * heads, d),
+            "attn_qkv": (width if delta.tiled else width + delta.of_values, d),
+            "attn_gate": (delta.of_values if delta.tiled else width + delta.of_values, d),
+            "ssm_ba": (2 * delta.n_head, d),
+            "ssm_beta": (delta.n_head, d),
+            "ssm_alpha": (delta.n_head, d),
+            "ssm_conv1d": (width, delta.kernel),
+            "ssm_out": (d, delta.of_values),
+        }
+    stem, kind = _stem(target), target.rpartition(".")[2]
+    if delta is not None and stem in ("ssm_a", "ssm_dt", "ssm_norm"):
+        return (delta.dim_v if stem == "ssm_norm" else delta.n_head,)
     if stem in matrices:
         return matrices[stem] if kind == "weight" else matrices[stem][:-1]
     if stem in ("attn_sinks", "exp_probs_b"):
@@ -505,6 +532,42 @@ def _shape(target: str, config: HFConfig) -> tuple[int, ...] | None:
         width = heads if stem == "attn_q_norm" else kv
         return {"head": (config.head_dim,), "width": (width,), None: None}[row.qk_norm]
     return None if kind == "bias" and row.norm == "rms" else (d,)
+
+
+def _stem(target: str) -> str:
+    """The name of a layer's tensor, without what kind it is."""
+    name = target.rpartition(".")[2]
+    return name if name in _BARE else target.rpartition(".")[0].rpartition(".")[2]
+
+
+def _is_grouped(target: str, config: HFConfig) -> bool:
+    """Whether the checkpoint has a matrix together with others, the rows of each key's heads side by side."""
+    grouped = config.delta is not None and not config.delta.tiled
+    return grouped and _stem(target) in ("attn_qkv", "attn_gate")
+
+
+def _delta_source(values: np.ndarray, stem: str, delta: DeltaMixer) -> Origin:
+    """A tensor of a gated delta net, its rows (of ssm_out the columns) in the order of the file."""
+    times, keys = delta.n_head // delta.n_head_k, 2 * delta.of_keys
+    if not delta.tiled:  # of each key its query, itself, its values, their gates
+        if stem not in ("attn_qkv", "attn_gate"):
+            return Origin(values, decays=stem == "ssm_a")
+        rows = np.arange(len(values)).reshape(delta.n_head_k, -1)
+        q, k, v, z = np.split(rows, np.cumsum([delta.dim_k, delta.dim_k, times * delta.dim_v]), axis=1)
+        parts = (z,) if stem == "attn_gate" else (q, k, v)
+        return Origin(values, rows=np.concatenate([part.reshape(-1) for part in parts]))
+
+    def tiled(n: int, first: int = 0) -> np.ndarray:
+        """Heads of n channels behind the first: of all keys the first each, then the second, ..."""
+        heads = np.arange(delta.n_head * n).reshape(delta.n_head_k, times, n)
+        return np.append(np.arange(first), first + heads.swapaxes(0, 1).reshape(-1))
+
+    if stem == "ssm_out":
+        return Origin(values, columns=tiled(delta.dim_v))
+    if stem in ("attn_qkv", "ssm_conv1d"):
+        return Origin(values, rows=tiled(delta.dim_v, keys))
+    rows = tiled(delta.dim_v if stem == "attn_gate" else 1)
+    return Origin(values, rows=rows, decays=stem == "ssm_a")
 
 
 def _neighbours(n_rows: int, head_dim: int) -> np.ndarray:

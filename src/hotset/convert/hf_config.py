@@ -23,11 +23,14 @@ from hotset.model.config import (
     LLAMA3_FACTORS,
     LONG_FACTORS,
     MAX_CONV_KERNEL,
+    MAX_HEAD_DIM,
+    MAX_STATE_HEADS,
     REFUSED,
     SCORINGS,
     SHORT_FACTORS,
     UP_ACTIVATION_KEY,
     YARN_LOG_MULTIPLIER,
+    DeltaMixer,
     FFNActivation,
     parse_activation,
 )
@@ -55,6 +58,7 @@ _EXPERT_NAMES = {  # and as transformers holds them in memory
     "mlp.experts.down_proj": "ffn_down_exps",
 }
 _CONV_TYPES = ("full_attention", "conv")
+_DELTA_TYPES = ("full_attention", "linear_attention")
 _LLAMA_TENSORS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -217,6 +221,37 @@ _LFM2: dict[str, Any] = {
     "required": {"conv_bias": False},
     "short_conv": True,
 }
+_DELTA_NAMES = {
+    **_LLAMA_NAMES,
+    "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "linear_attn.in_proj_qkvz": "attn_qkv attn_gate",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+}
+_GATED_SHARE = {
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
+_DELTA: dict[str, Any] = {"norms_less_one": True, "partial": True}
+_DELTA_DEFAULTS: dict[str, Any] = {
+    "partial_rotary_factor": 0.25,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
 _ALL_EXPERTS: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}  # in every layer
 _GRANITE: dict[str, Any] = {
     "defaults": {
@@ -290,14 +325,7 @@ CLASSES: dict[str, HFClass] = {
     "Qwen2ForCausalLM": HFClass("qwen2"),
     "Qwen2MoeForCausalLM": HFClass(
         "qwen2moe",
-        layer_tensors={
-            **_LLAMA_NAMES,
-            **_EXPERT_NAMES,
-            "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-            "mlp.shared_expert.up_proj": "ffn_up_shexp",
-            "mlp.shared_expert.down_proj": "ffn_down_shexp",
-            "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-        },
+        layer_tensors=_LLAMA_NAMES | _EXPERT_NAMES | _GATED_SHARE,
         required=_ALL_EXPERTS | {"qkv_bias": True},
         experts=HFExperts(ff_shared="shared_expert_intermediate_size"),
     ),
@@ -535,6 +563,24 @@ CLASSES: dict[str, HFClass] = {
         numbers={"expert_weights_scale": "routed_scaling_factor"},
         experts=HFExperts(n_dense="num_dense_layers"),
     ),
+    "Qwen3NextForCausalLM": HFClass(
+        "qwen3next",
+        **_DELTA,
+        layer_tensors=_DELTA_NAMES | _EXPERT_NAMES | _GATED_SHARE,
+        ff="moe_intermediate_size",
+        defaults=_DELTA_DEFAULTS | {"norm_topk_prob": True},
+        required=_ALL_EXPERTS,
+        experts=HFExperts(ff_shared="shared_expert_intermediate_size"),
+    ),
+    "Qwen3_5ForCausalLM": HFClass("qwen35", **_DELTA, layer_tensors=_DELTA_NAMES, defaults=_DELTA_DEFAULTS),
+    "Qwen3_5MoeForCausalLM": HFClass(
+        "qwen35moe",
+        **_DELTA,
+        layer_tensors=_DELTA_NAMES | _EXPERT_NAMES | _GATED_SHARE,
+        ff="moe_intermediate_size",
+        defaults=_DELTA_DEFAULTS,
+        experts=HFExperts(normalised=None, ff_shared="shared_expert_intermediate_size"),
+    ),
 }
 """What config.json calls a class."""
 
@@ -652,6 +698,7 @@ class HFConfig:
         self.n_ff = integer(config, self.hf_class.ff, n_ff, 1 << 22)
         if self.hf_class.adjusted_ff:
             self.n_ff = self._adjusted_ff()
+        self.delta = self._delta() if ARCHITECTURES[self.architecture].delta_net is not None else None
         self.conv_kernel = (
             integer(config, "conv_L_cache", 3, MAX_CONV_KERNEL) if self.hf_class.short_conv else 0
         )
@@ -703,6 +750,48 @@ class HFConfig:
             n_ff = int(number(config, "block_ffn_dim_multiplier", 1.0) * n_ff)
             n_ff = -(-n_ff // multiple) * multiple
         return integer({"block_ff_dim": n_ff}, "block_ff_dim", high=1 << 22)
+
+    def _delta(self) -> DeltaMixer:
+        """The sizes of the gated delta nets."""
+        heads = integer(self.raw, "linear_num_value_heads", high=MAX_STATE_HEADS)
+        mixer = DeltaMixer(
+            integer(self.raw, "linear_conv_kernel_dim", high=MAX_CONV_KERNEL),
+            heads,
+            integer(self.raw, "linear_num_key_heads", high=heads),
+            integer(self.raw, "linear_key_head_dim", high=MAX_HEAD_DIM),
+            integer(self.raw, "linear_value_head_dim", high=MAX_HEAD_DIM),
+            ARCHITECTURES[self.architecture].delta_net == "tiled",
+        )
+        if mixer.n_head % mixer.n_head_k:
+            raise FormatError(
+                f"config.json has {mixer.n_head} linear_num_value_heads, not a multiple of "
+                f"{mixer.n_head_k} linear_num_key_heads"
+            )
+        return mixer
+
+    def _delta_keys(self, delta: DeltaMixer) -> dict[str, Any]:
+        """Which layers have a gated delta net, and its sizes."""
+        n, types = self.n_layer, self.raw.get("layer_types")
+        if types is None:
+            interval = integer(self.raw, "full_attention_interval", 4)
+            types = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(n)]
+        if not isinstance(types, list) or len(types) != n or any(t not in _DELTA_TYPES for t in types):
+            raise UnsupportedModelError(
+                "layer_types in config.json holds a kind of layer that is not supported"
+            )
+        recurrent = [kind == "linear_attention" for kind in types]
+        keys: dict[str, Any] = {
+            "attention.recurrent_layers": recurrent,
+            "ssm.conv_kernel": delta.kernel,
+            "ssm.inner_size": delta.of_values,
+            "ssm.state_size": delta.dim_k,
+            "ssm.time_step_rank": delta.n_head,
+            "ssm.group_count": delta.n_head_k,
+        }
+        interval = recurrent.index(False) + 1 if False in recurrent else 0
+        if interval and recurrent == [(i + 1) % interval != 0 for i in range(n)]:
+            keys["full_attention_interval"] = interval
+        return keys
 
     def _conv_keys(self) -> dict[str, Any]:
         """Which layers have a short convolution, and how many tokens it sees."""
@@ -766,6 +855,8 @@ class HFConfig:
         keys |= self._scale_keys() | self._expert_keys()
         if self.hf_class.short_conv:
             keys |= self._conv_keys()
+        if self.delta is not None:
+            keys |= self._delta_keys(self.delta)
         if row.rope is not None:
             self._check_unrotated(row.unrotated_period)
             windows = self._layout_keys() if self.hf_class.layouts else self._window_keys(row.window_period)

@@ -47,9 +47,9 @@ SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.we
 NormKind = Literal["rms", "layer"]
 PredictorInput = Literal["ffn_inp", "layer_input"]
 HeadNorm = Literal["head", "width"]
-# What the native core holds: kMaxHeadDim (csrc/kernels/kernels.h), kMaxGroup and kMaxConvKernel
-# (csrc/plan.h), and an int.
-MAX_HEAD_DIM, MAX_GROUP, MAX_CONV_KERNEL, MAX_WINDOW = 512, 256, 64, (1 << 31) - 1
+# What the native core holds: kMaxHeadDim (csrc/kernels/kernels.h), kMaxGroup, kMaxConvKernel
+# and kMaxStateHeads (csrc/plan.h), and an int.
+MAX_HEAD_DIM, MAX_GROUP, MAX_CONV_KERNEL, MAX_STATE_HEADS, MAX_WINDOW = 512, 256, 64, 1024, (1 << 31) - 1
 MAX_EXPERTS = 1024  # kMaxChunks of csrc/threads.h
 SCORINGS: dict[int, Scoring] = {1: "softmax", 2: "sigmoid", 3: "softmax_chosen"}  # expert_gating_func
 EPSILON_KEYS: dict[NormKind, str] = {
@@ -129,6 +129,10 @@ class Architecture:
     experts: of files whose FFNs are experts; None: there are none.
     output_norm: the tensor of the last norm.
     short_conv: layers without KV heads have a short convolution in place of attention.
+    delta_net: layers have a gated delta net in its place, all but each fourth or those that the file names;
+      heads of values that share a key lie side by side (grouped) or one for each key, and again (tiled).
+    attention_gate: what a head yields is multiplied by the sigmoid of as many numbers, whose rows in attn_q
+      lie behind those of the head's query.
     """
 
     rope: RopeKind | None = "norm"
@@ -158,6 +162,8 @@ class Architecture:
     experts: ExpertDefaults | None = None
     output_norm: str = "output_norm"
     short_conv: bool = False
+    delta_net: Literal["grouped", "tiled"] | None = None
+    attention_gate: bool = False
 
 
 _QKV = ("attn_q", "attn_k", "attn_v")
@@ -216,6 +222,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope="neox", qk_norm="head", output_norm="token_embd_norm", short_conv=True,
         experts=ExpertDefaults(scoring="sigmoid"),
     ),
+    "qwen3next": Architecture(
+        rope="neox", qk_norm="head", ffn_norm="post_attention_norm", delta_net="grouped", attention_gate=True,
+        experts=ExpertDefaults(gated_share=True),
+    ),
+    "qwen35": Architecture(
+        rope="neox", qk_norm="head", ffn_norm="post_attention_norm", delta_net="tiled", attention_gate=True,
+    ),
+    "qwen35moe": Architecture(
+        rope="neox", qk_norm="head", ffn_norm="post_attention_norm", delta_net="tiled", attention_gate=True,
+        experts=ExpertDefaults(gated_share=True),
+    ),
 }  # fmt: skip
 
 POWERINFER_ARCHITECTURES: dict[str, Architecture] = {
@@ -255,6 +272,31 @@ class ConvMixer:
     kernel: int
 
 
+@dataclass(frozen=True)
+class DeltaMixer:
+    """A gated delta net in place of attention: see graph.DeltaNet. kernel: of the convolution before it."""
+
+    kernel: int
+    n_head: int
+    n_head_k: int
+    dim_k: int
+    dim_v: int
+    tiled: bool
+
+    @property
+    def of_keys(self) -> int:
+        """Channels of all keys, or queries."""
+        return self.n_head_k * self.dim_k
+
+    @property
+    def of_values(self) -> int:
+        """Channels of all values."""
+        return self.n_head * self.dim_v
+
+
+Mixer = ConvMixer | DeltaMixer
+
+
 REFUSED = {
     "phimoe": "engines compute another function than it was trained with (RMS norms and a plain softmax "
     "in place of layer norms and two masked ones)",
@@ -267,7 +309,7 @@ class LayerConfig:
     """What may differ between the layers of a model. For what is not told here see Architecture.
 
     n_ff: neurons of the FFN, or of one of its experts. experts: None: there are none.
-    mixer: what stands in attention's place; None: attention does.
+    mixer: what stands in attention's place; None: attention does. attention_gate: see Architecture.
     rope: with final frequencies; None: positions are not rotated. window: tokens that a token sees, itself
     among them; 0: all before it. attention_scale: of q · k. attention_softcap: see graph.Attention; 0: none.
     """
@@ -285,7 +327,8 @@ class LayerConfig:
     ffn_norm: str = "ffn_norm"
     sinks: bool = False
     experts: Experts | None = None
-    mixer: ConvMixer | None = None
+    mixer: Mixer | None = None
+    attention_gate: bool = False
 
     @property
     def n_neurons(self) -> int:
@@ -595,7 +638,9 @@ def _layers(
 ) -> tuple[LayerConfig, ...]:
     """The facts of each layer. narrow_dim: the width over the heads."""
     windows = _windows(keys, n_layer, architecture)
-    n_ff = keys.per_layer("feed_forward_length", n_layer, 1, 1 << 22)
+    # Files whose every layer has experts may leave it out.
+    of_expert = keys.get("expert_feed_forward_length") if architecture.experts is not None else None
+    n_ff = keys.per_layer("feed_forward_length", n_layer, 1, 1 << 22, of_expert)
     experts: tuple[Experts | None, ...] = (None,) * n_layer
     if architecture.experts is not None and keys.integer("expert_count", 0, 1 << 16, 0):
         experts, n_ff = _experts(keys, architecture.experts, n_layer, n_ff)
@@ -632,6 +677,7 @@ def _layers(
             sinks=architecture.sinks,
             experts=experts[i],
             mixer=mixers[i],
+            attention_gate=architecture.attention_gate,
         )
         for i in range(n_layer)
     )
@@ -648,8 +694,33 @@ def _kv_heads(keys: _Keys, architecture: Architecture, n_layer: int, n_head: int
     return keys.one(key, found)
 
 
-def _mixers(keys: _Keys, architecture: Architecture, n_layer: int) -> tuple[ConvMixer | None, ...]:
+def _delta_mixers(keys: _Keys, n_layer: int, *, tiled: bool) -> tuple[DeltaMixer | None, ...]:
+    n_head = keys.integer("ssm.time_step_rank", 1, MAX_STATE_HEADS)
+    inner = keys.integer("ssm.inner_size", 1, MAX_STATE_HEADS * MAX_HEAD_DIM)
+    n_head_k = keys.integer("ssm.group_count", 1, n_head)
+    dim_k = keys.integer("ssm.state_size", 1, MAX_HEAD_DIM)
+    kernel = keys.integer("ssm.conv_kernel", 2, MAX_CONV_KERNEL)
+    if inner % n_head or inner // n_head > MAX_HEAD_DIM:
+        raise keys.error("ssm.inner_size", f"is {inner} for {n_head} heads")
+    if n_head % n_head_k:
+        raise keys.error("ssm.group_count", f"is {n_head_k} for {n_head} heads")
+    mixer = DeltaMixer(kernel, n_head, n_head_k, dim_k, inner // n_head, tiled)
+    named = keys.get("attention.recurrent_layers")
+    if named is None:
+        interval = keys.integer("full_attention_interval", 1, 1 << 12, 4)
+        return tuple(None if (i + 1) % interval == 0 else mixer for i in range(n_layer))
+    if not _is_array(named) or len(named) < n_layer or not all(isinstance(v, bool | np.bool_) for v in named):
+        raise keys.error("attention.recurrent_layers", f"must hold true or false for {n_layer} layers")
+    return tuple(mixer if recurrent else None for recurrent in named[:n_layer])
+
+
+def _mixers(keys: _Keys, architecture: Architecture, n_layer: int) -> tuple[Mixer | None, ...]:
     """What stands in attention's place, layer by layer."""
+    if architecture.delta_net is not None:
+        mixers = _delta_mixers(keys, n_layer, tiled=architecture.delta_net == "tiled")
+        if None not in mixers:
+            raise UnsupportedModelError("no layer of the model has attention")
+        return mixers
     if not architecture.short_conv:
         return (None,) * n_layer
     heads = keys.per_layer("attention.head_count_kv", n_layer, 0, 1 << 14, 1)

@@ -18,6 +18,7 @@ from hotset.model.graph import (
     Add,
     Attention,
     Cutoff,
+    DeltaNet,
     Embed,
     ExpertLinear,
     ExpertSum,
@@ -138,6 +139,9 @@ def weights_read(op: Primitive, tensors: Mapping[str, TensorInfo]) -> Iterator[t
             for name in (op.weight, op.bias):
                 if name is not None:
                     yield name, tensors[name].nbytes
+        case DeltaNet():
+            for name in (op.rate, op.step):
+                yield name, tensors[name].nbytes
         case Route():
             if op.bias is not None:
                 yield op.bias, tensors[op.bias].nbytes

@@ -9,8 +9,12 @@ tensors are ("blk.3.attn_q" is what blk.3.attn_q.weight yields), and every name 
     the heads make of them  attn_k_shared  attn_k_shared_rope]
     blk.N.attn       what the heads yield, side by side       blk.N.attn_out  after attn_output
     [blk.N.post_attention_norm]  [blk.N.attn_scaled]
+    [blk.N.attn_qg: queries and gates  attn_gate  attn_gate_act  attn_gated: attn times it]
     or, in place of these, of a short convolution:
     blk.N.conv_b  conv_c  conv_x  conv_in: b * x  conv  conv_gated: times c  conv_out
+    or of a gated delta net:
+    blk.N.delta_qkv  delta_gate  delta_ba or delta_beta and delta_alpha  conv  conv_act  delta: what the heads
+    yield  delta_norm  delta_gate_act  delta_gated  delta_out
     blk.N.ffn_inp    the residual stream after attention      blk.N.ffn_norm  what the FFN reads
     [blk.N.ffn_router: the experts' scores  ffn_route: the chosen ones' ids and weights]
     [blk.N.ffn_pred_h  ffn_pred_h_act]  [blk.N.ffn_pred: a predictor's scores]
@@ -33,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 from hotset.errors import UnsupportedModelError
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import DECODABLE, GGMLType
-from hotset.model.config import ConvMixer, Experts, Latent, LayerConfig, ModelConfig
+from hotset.model.config import ConvMixer, DeltaMixer, Experts, Latent, LayerConfig, ModelConfig
 from hotset.model.cutoffs import CutoffName, LayerCutoffs
 from hotset.model.graph import (
     Activate,
@@ -43,6 +47,7 @@ from hotset.model.graph import (
     Attention,
     ByChannel,
     Cutoff,
+    DeltaNet,
     Embed,
     ExpertLinear,
     ExpertSum,
@@ -157,14 +162,18 @@ class _Description:
         """What attention, or whatever stands in its place, makes of the tokens so far."""
         if layer.mixer is None:
             return self._heads_attend(i, layer, h)
-        return self._convolved(f"blk.{i}", layer.mixer, h)
+        if isinstance(layer.mixer, ConvMixer):
+            return self._convolved(f"blk.{i}", layer.mixer, h)
+        return self._delta_net(f"blk.{i}", layer.mixer, h)
 
     def _heads_attend(self, i: int, layer: LayerConfig, h: Value) -> Value:
-        config, blk = self.config, f"blk.{i}"
+        config, blk, gate = self.config, f"blk.{i}", None
         if config.latent is not None:
             q, k, v = self._latent_heads(h, blk, layer, config.latent)
         else:
-            q, k, v = self._heads(h, blk)
+            q, k, v = self._heads(h, blk, gated=layer.attention_gate)
+            if layer.attention_gate:
+                q, gate = self._gated_query(q, blk)
             q, k = self._rotated(q, config.n_head, layer), self._rotated(k, config.n_head_kv, layer)
         attn = self._value(f"{blk}.attn", config.n_head * config.head_dim_v)
         self._add(
@@ -175,6 +184,9 @@ class _Description:
                 **self._where,
             )
         )  # fmt: skip
+        if gate is not None:
+            gated = self._value(f"{blk}.attn_gated", attn.width)
+            attn = self._add(Multiply(gated, attn, gate, **self._where))
         attn = self._cut(attn, i, "attn_out")
         return self._linear(attn, f"{blk}.attn_output", config.n_embd, f"{blk}.attn_out")
 
@@ -189,6 +201,43 @@ class _Description:
         conv = self._add(ShortConv(self._value(f"{blk}.conv", d), x, weight, mixer.kernel, **self._where))
         gated = self._add(Multiply(self._value(f"{blk}.conv_gated", d), c, conv, **self._where))
         return self._linear(gated, f"{blk}.shortconv.out_proj", d, f"{blk}.conv_out")
+
+    def _delta_net(self, blk: str, mixer: DeltaMixer, h: Value) -> Value:
+        """The gated delta rule on convolved queries, keys and values, normed head by head and gated."""
+        n, of_values, width = mixer.n_head, mixer.of_values, 2 * mixer.of_keys + mixer.of_values
+        qkv = self._linear(h, f"{blk}.attn_qkv", width, f"{blk}.delta_qkv")
+        gate = self._linear(h, f"{blk}.attn_gate", of_values, f"{blk}.delta_gate")
+        if f"{blk}.ssm_ba.weight" in self.weights.tensors:  # of each key's heads beta, and then alpha
+            both = self._linear(h, f"{blk}.ssm_ba", 2 * n, f"{blk}.delta_ba")
+            beta, alpha = (
+                self._add(Heads(self._value(f"{blk}.{name}", n), both, mixer.n_head_k, first, **self._where))
+                for name, first in (("delta_beta", 0), ("delta_alpha", n // mixer.n_head_k))
+            )
+        else:
+            beta = self._linear(h, f"{blk}.ssm_beta", n, f"{blk}.delta_beta")
+            alpha = self._linear(h, f"{blk}.ssm_alpha", n, f"{blk}.delta_alpha")
+        weight = self.weights.matrix(f"{blk}.ssm_conv1d", mixer.kernel, width)
+        conv = self._add(
+            ShortConv(self._value(f"{blk}.conv", width), qkv, weight, mixer.kernel, **self._where)
+        )
+        act = self._add(Activate(self._value(f"{blk}.conv_act", width), conv, "silu", **self._where))
+        step = self.weights.bias(f"{blk}.ssm_dt", n, required=True)
+        assert step is not None
+        rate = self.weights.bare(f"{blk}.ssm_a", n)
+        delta = self._add(
+            DeltaNet(
+                self._value(f"{blk}.delta", of_values), act, alpha, beta, rate, step, n, mixer.n_head_k,
+                mixer.dim_k, mixer.dim_v, mixer.tiled, **self._where,
+            )
+        )  # fmt: skip
+        norm = self.weights.vector(f"{blk}.ssm_norm", mixer.dim_v)
+        out, eps = self._value(f"{blk}.delta_norm", of_values), self.config.norm_eps
+        normed = self._add(RMSNorm(out, delta, norm, eps, n, **self._where))
+        gate = self._add(
+            Activate(self._value(f"{blk}.delta_gate_act", of_values), gate, "silu", **self._where)
+        )
+        gated = self._add(Multiply(self._value(f"{blk}.delta_gated", of_values), normed, gate, **self._where))
+        return self._linear(gated, f"{blk}.ssm_out", self.config.n_embd, f"{blk}.delta_out")
 
     def ffn(self, i: int, layer: LayerConfig, given: Value, x: Value, predictor: Predictor | None) -> Value:
         """The FFN of layer i and the sum with the stream x; `given` is what entered the layer."""
@@ -252,9 +301,23 @@ class _Description:
 
     # ---- pieces of attention
 
-    def _heads(self, x: Value, blk: str) -> tuple[Value, Value, Value]:
-        """q, k and v: from three matrices, or from one whose rows are those of q, then k, then v."""
+    def _gated_query(self, both: Value, blk: str) -> tuple[Value, Value]:
+        """The queries, and what their heads' results are multiplied by."""
+        n, dim, dim_v = self.config.n_head, self.config.head_dim, self.config.head_dim_v
+        q = self._add(Heads(self._value(f"{blk}.attn_q", n * dim), both, n, **self._where))
+        gate = self._add(Heads(self._value(f"{blk}.attn_gate", n * dim_v), both, n, dim, **self._where))
+        out = self._value(f"{blk}.attn_gate_act", gate.width)
+        return q, self._add(Activate(out, gate, "sigmoid", **self._where))
+
+    def _heads(self, x: Value, blk: str, *, gated: bool) -> tuple[Value, Value, Value]:
+        """q, k and v: from three matrices, or from one whose rows are those of q, then k, then v. gated: of
+        each head the rows of q and then those of its gate are in q's."""
         config = self.config
+        if gated:
+            width = config.n_head * (config.head_dim + config.head_dim_v)
+            q = self._linear(x, f"{blk}.attn_q", width, f"{blk}.attn_qg")
+            k = self._linear(x, f"{blk}.attn_k", config.n_head_kv * config.head_dim)
+            return q, k, self._linear(x, f"{blk}.attn_v", config.n_head_kv * config.head_dim_v)
         widths = {
             f"{blk}.attn_q": config.n_head * config.head_dim,
             f"{blk}.attn_k": config.n_head_kv * config.head_dim,
@@ -593,6 +656,10 @@ class _Weights:
 
     def vector(self, name: str, n: int) -> str:
         return self._ask(f"{name}.weight", (n,))
+
+    def bare(self, name: str, n: int) -> str:
+        """A vector whose name says all."""
+        return self._ask(name, (n,))
 
     def row(self, name: str, n: int) -> str:
         """A matrix of one row: files have it as a vector."""

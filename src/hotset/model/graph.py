@@ -234,6 +234,36 @@ class ShortConv(_Operation):
 
 
 @dataclass(frozen=True)
+class DeltaNet(_Operation):
+    """The gated delta rule (arXiv 2412.06464): linear attention through a matrix S per head, token by token.
+
+    x: queries and keys, [n_head_k, dim_k] each, then values [n_head, dim_v]; alpha, beta: [n_head]; out:
+    [n_head, dim_v]. A query q and a key k are x / sqrt(sum(x^2) + 1e-6), q also over the root of dim_k. With
+    the vectors `rate` and `step`, per head:
+    S *= exp(rate * softplus(alpha + step)); S += k * (sigmoid(beta) * (v - S^T k))^T; out = S^T q.
+    A head of values has the query and the key of head h // (n_head / n_head_k), or (tiled) h % n_head_k.
+    State: S of each head.
+    """
+
+    out: Value
+    x: Value
+    alpha: Value
+    beta: Value
+    rate: str
+    step: str
+    n_head: int
+    n_head_k: int
+    dim_k: int
+    dim_v: int
+    tiled: bool
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Of what a sequence leaves to its next token, in float32."""
+        return self.n_head, self.dim_k, self.dim_v
+
+
+@dataclass(frozen=True)
 class Activate(_Operation):
     """out = f(x), elementwise.
 
@@ -546,6 +576,7 @@ Primitive = (
     | TransposedHeads
     | Attention
     | ShortConv
+    | DeltaNet
     | Activate
     | Multiply
     | Add
@@ -562,7 +593,7 @@ Primitive = (
 Op = Primitive | Ffn
 # Operations with a state: what they yield for a token depends on all before it, through a few numbers that
 # the cache holds for a sequence (docs/DESIGN.md, "Recurrent states").
-Recurrent = ShortConv
+Recurrent = ShortConv | DeltaNet
 
 
 def cut_products(graph: Graph) -> list[Linear]:
@@ -581,6 +612,8 @@ def inputs_of(op: Op) -> list[Value]:
             return [op.q, op.k, op.v]
         case Add() | Multiply():
             return [op.a, op.b]
+        case DeltaNet():
+            return [op.x, op.alpha, op.beta]
         case Mask():
             return [op.x, op.scores]
         case Heads():

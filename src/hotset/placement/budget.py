@@ -24,6 +24,7 @@ from hotset.model.graph import (
     Add,
     Attention,
     Cutoff,
+    DeltaNet,
     Embed,
     ExpertLinear,
     ExpertSum,
@@ -194,6 +195,8 @@ def op_bytes(op: Op, tensors: Mapping[str, TensorInfo]) -> int:
             return _rounded(matrix_bytes(info.type, op.out.width, op.x.width)) + _vector(
                 op.bias, op.out.width
             )
+        case DeltaNet():
+            return _vector(op.rate, op.n_head) + _vector(op.step, op.n_head)
         case ShortConv():
             return _vector(op.weight, tensors[op.weight].n_elements)
         case RMSNorm() | LayerNorm():

@@ -35,6 +35,7 @@ from hotset.model.graph import (
     Add,
     Attention,
     Cutoff,
+    DeltaNet,
     Embed,
     ExpertLinear,
     ExpertSum,
@@ -247,7 +248,7 @@ class Program:
         match main:
             case Embed():
                 return lambda f: f.values.__setitem__(out, f.inputs.vectors[out][: f.n])
-            case ShortConv():
+            case ShortConv() | DeltaNet():
                 raise UnsupportedModelError("recurrent layers are computed on the CPU; use --no-gpu")
             case SelectOutputs():
                 x = main.x.id
