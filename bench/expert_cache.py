@@ -66,6 +66,8 @@ def half_lives(trace: RouteTrace) -> list[str]:
     ]
     for cycles in CYCLES:
         n_slots = round(cycles * trace.cycle)
+        if n_slots > 0.9 * n_layers * n_experts:
+            continue
         lru = misses((n_slots,), 0, by_layer=True)
         own = tuple(n_slots // n_layers + (i < n_slots % n_layers) for i in range(n_layers))
         for name, slots in (("shared", (n_slots,)), ("own", own)):
