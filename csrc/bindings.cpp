@@ -216,8 +216,9 @@ class PlanBuilder {
     using NormArguments = std::optional<std::tuple<bool, Floats, std::optional<Floats>, float>>;
     using Part = std::tuple<int, Rows, std::optional<Floats>, int>;  // type, data, bias, out
     using ActivationArguments = std::pair<int, float>;               // kind, threshold
-    // A matrix by channel: codes, scales, minimums; its outputs, and which of them is the part's first.
-    using Channels = std::tuple<Bytes, Bytes, std::optional<Bytes>, int64_t, int64_t>;
+    // A matrix by channel: codes, scales, minimums; its outputs, and which of them is the part's first; the
+    // share of channels below which these are read.
+    using Channels = std::tuple<Bytes, Bytes, std::optional<Bytes>, int64_t, int64_t, float>;
 
     // cutoff, channels: see Plan::add_linear. With an activation and two parts, these are gate and up; with
     // one part, it is applied to the result.
@@ -696,27 +697,25 @@ class PlanBuilder {
         return {weight, to_vector(bias), out};
     }
     ChannelMatrix make_channels(const Channels& channels, const Matrix& by_row) {
-        const auto& [codes, scales, mins, cols, first] = channels;
+        const auto& [codes, scales, mins, cols, first, below] = channels;
         require(plan_->kernels().channel_linear[int(by_row.type)],
                 std::string(type_facts(by_row.type).name) + " is not laid out by channel");
         require(cols > 0 && cols % 32 == 0 && first >= 0 && first % 32 == 0 && by_row.rows % 32 == 0 &&
                     first + by_row.rows <= cols,
                 "outputs of a matrix by channel are whole groups of 32");
-        const size_t row_bytes = size_t(cols) / 32 * (by_row.type == Type::Q8_0 ? 32 : 16);
+        const size_t n_codes = size_t(by_row.cols) * size_t(cols) / (by_row.type == Type::Q8_0 ? 1 : 2);
         const size_t n_scales = size_t(by_row.cols) / 32 * size_t(cols) * 2;
-        require(codes.size() == size_t(by_row.cols) * row_bytes && scales.size() == n_scales &&
+        require(codes.size() == n_codes && scales.size() == n_scales &&
                     mins.has_value() == (by_row.type == Type::Q4_1) && (!mins || mins->size() == n_scales),
                 "a matrix by channel has the codes, scales and minimums of its rows");
         weights_.insert(weights_.end(), {codes, scales});
         if (mins) weights_.push_back(*mins);
         auto halves = [](const Bytes& bytes) { return reinterpret_cast<const uint16_t*>(bytes.data()); };
-        return {by_row.type,
-                codes.data(),
-                row_bytes,
-                cols,
-                first,
-                halves(scales),
-                mins ? halves(*mins) : nullptr};
+        ChannelMatrix made;
+        made.type = by_row.type, made.data = codes.data(), made.rows = by_row.cols, made.cols = cols;
+        made.first_col = first, made.scales = halves(scales), made.below = below;
+        if (mins) made.mins = halves(*mins);
+        return made;
     }
     // Experts that a token has.
     int check_route(int route, int n_expert, int out) const {

@@ -9,13 +9,13 @@ import pytest
 from make_blocks import random_blocks
 
 from hotset.errors import UnsupportedModelError
-from hotset.formats.channels import add_channels, can_be_by_channel
+from hotset.formats.channels import TILE, add_channels, can_be_by_channel
 from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
 from hotset.formats.planes import decode
 from hotset.formats.quants import GGMLType, dequantize
 
 T = GGMLType
-N_IN, N_OUT = 96, 64
+N_IN, N_OUT = 96, 608  # three tiles, of which the last is narrower
 
 
 def written(folder: Path, data: np.ndarray, type_: GGMLType) -> GGUFFile:
@@ -33,13 +33,24 @@ def by_channel(folder: Path, gguf: GGUFFile) -> GGUFFile:
     return open_gguf(folder / "channels.gguf")
 
 
+def side_by_side(tiles: np.ndarray, n_rows: int) -> np.ndarray:
+    """Tiles side by side: [n_rows, numbers of all outputs]."""
+    per_output = tiles.size / n_rows / N_OUT
+    widths = [int(min(TILE, N_OUT - first) * per_output) for first in range(0, N_OUT, TILE)]
+    parts = np.split(tiles, np.cumsum([n_rows * width for width in widths])[:-1])
+    return np.concatenate([part.reshape(n_rows, -1) for part in parts], axis=1)
+
+
 @pytest.mark.parametrize("type_", [T.Q4_0, T.Q4_1, T.Q8_0], ids=lambda t: t.name)
 def test_values_are_those_of_the_file(tmp_path: Path, type_: GGMLType) -> None:
     gguf = written(tmp_path, random_blocks(type_, N_OUT, N_IN, np.random.default_rng(3)), type_)
     copy = by_channel(tmp_path, gguf)
-    halves = {n: copy.data(f"m_c.{n}").view(np.float16).reshape(-1, N_OUT) for n in ("scales", "mins")
-              if f"m_c.{n}" in copy.tensors}  # fmt: skip
-    codes = copy.data("m_c.codes").view(np.int8).reshape(N_IN, -1)
+    halves = {
+        n: side_by_side(copy.data(f"m_c.{n}").view(np.float16), N_IN // 32)
+        for n in ("scales", "mins")
+        if f"m_c.{n}" in copy.tensors
+    }
+    codes = side_by_side(copy.data("m_c.codes").view(np.int8), N_IN)
     found = decode(codes, halves["scales"])
     if type_ == T.Q4_1:  # no code is taken off, and a minimum is added
         scales = np.repeat(halves["scales"].astype(np.float32), 32, axis=0)

@@ -456,6 +456,7 @@ def test_show_of_plain_files(plain: Path, tmp_path: Path) -> None:
         "mode": "dense",
         "reason": "dense: silu has no zeros",
         "predictor": None,
+        "thresholds": None,
     }
     assert result("show", dense, "--activation", "relu", "--json")["sparsity"]["mode"] == "exact"
 

@@ -14,6 +14,7 @@ from test_cpu_backend import batch, tokens
 from tiny_gguf import write_llama, write_relu
 
 import hotset
+from hotset import _core
 from hotset.backends.base import Batch
 from hotset.backends.cpu import CpuBackend
 from hotset.backends.reference import ReferenceBackend
@@ -26,6 +27,7 @@ from hotset.model.config import config_from_gguf
 from hotset.model.cutoffs import LayerCutoffs
 from hotset.model.decoder import describe
 from hotset.model.graph import Cutoff, Graph
+from hotset.placement import channels
 from hotset.sparsity.modes import choose, prepare
 from hotset.sparsity.thresholds import BaseMode, Calibrated, Thresholds, default_path
 
@@ -143,6 +145,20 @@ def test_a_token_is_the_same_in_every_step(tmp_path: Path, architecture: str, ty
                 run(cpu(gguf, EVERY, n_threads=n_threads), ids, cut, cuts), expected
             )
     assert (expected != run(cpu(gguf, EVERY), ids, ~cut)).any()
+
+
+@pytest.mark.parametrize("isa", _core.available_isas())
+@pytest.mark.parametrize("type_", [T.Q8_0, T.Q4_0, T.Q4_1], ids=lambda t: t.name)
+def test_channels_give_the_bits_of_rows_on_every_instruction_set(
+    tmp_path: Path, type_: GGMLType, isa: str
+) -> None:
+    """With more than one tile of outputs, and a rate at which channels are read however many there are."""
+    gguf = write(tmp_path, type=type_, n_ff=544, n_embd=288, n_head=9, n_head_kv=3)
+    ids, cut = tokens(24), np.arange(24) % 5 > 1
+    expected = run(cpu(gguf, EVERY, n_threads=1, sparse=False, isa="scalar"), ids, cut)
+    for n_threads in (1, 2):
+        found = cpu(gguf, EVERY, n_threads=n_threads, isa=isa, channel_rate=100.0)
+        np.testing.assert_array_equal(run(found, ids, cut, [*range(1, 24)]), expected)
 
 
 @pytest.mark.parametrize("type_", [T.F32, T.Q4_0], ids=lambda t: t.name)
@@ -285,6 +301,13 @@ def test_what_is_scored_is_a_prompt_unless_it_counts_as_an_answer(tmp_path: Path
 
 
 # ---- a model with its file of thresholds
+
+
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine that reads channels as quickly as rows, and nothing is kept of it."""
+    monkeypatch.setattr(channels, "_measure", lambda n_threads: channels.ChannelRates(1e9, 1e9))
+    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
 
 
 def thresholds_of(gguf: GGUFFile, mode: BaseMode = "dense", cutoffs: LayerCutoffs = EVERY) -> Thresholds:

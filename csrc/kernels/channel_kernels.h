@@ -2,46 +2,44 @@
 // channel (ChannelMatrix): to the bit what the kernels of rows give. A block's dot product is exact however
 // its terms are added, a block goes into its lane as ever, and one that is all zeros changes no lane.
 //
-// Written once over the sixteen lanes `V`; an instruction set has three functions of its own, included
-// before:
+// Written once over the sixteen lanes `V`; an instruction set has two functions of its own, included before:
 //     V load_i32(p)                                     sixteen integers
-//     void channel_dots<kFour>(rows, ahead, quads, n_quads, at, n_cols, start, isum, dots)
-// which sets dots[c] = start + sum of code(rows[4 j + i], c) * (byte i of quads[j]) for c < n_cols, a
-// multiple of 32 and at most kChannelColumns; rows begin `at` bytes further on, those of `ahead` are fetched;
-// isum: the sum of all bytes of the quads. Included inside the namespace of an instruction set.
+//     void channel_dots<kFour>(block, ahead, n_cols, start, isum, dots)
+// which sets dots[c] = start + sum of code(channel[4 j + i], c) * (byte i of quads[j]) for c < n_cols, a
+// multiple of 32 and at most kChannelColumns, and fetches what `ahead` will read; isum: the sum of all bytes
+// of the quads. Included inside the namespace of an instruction set.
+
+constexpr int kBlocksAhead = 4;  // of 32 channels: from there on a tile's codes are fetched
 
 template <bool kFour, bool kHasMin>
-void channel_linear(const ChannelMatrix& w, const ActiveChannels& active, const Inputs& x, int64_t col0,
-                    int64_t n_cols, float* lanes, float* out) {
+void channel_tile(const ChannelMatrix& w, const ActiveChannels& active, const Inputs& x, int64_t col0,
+                  int n_cols, float* lanes, float* out) {
     constexpr int kZero = kFour && !kHasMin ? 8 : 0;
-    const int64_t all = padded(x.k) / 32;
-    for (int64_t c = 0; c < 16 * n_cols; c += 16) V::zero().store(lanes + c);
+    const int64_t tile = col0 / kChannelTile * kChannelTile, inside = col0 - tile, all = padded(x.k) / 32;
+    const int64_t width = imin(w.cols - tile, kChannelTile), stride = kFour ? width / 2 : width;
+    const uint8_t* codes = w.data + (kFour ? (tile * w.rows + inside) / 2 : tile * w.rows + inside);
+    const int64_t first_scale = tile * (w.rows / 32) + inside;
+    for (int c = 0; c < 16 * n_cols; c += 16) V::zero().store(lanes + c);
     alignas(64) int32_t dots[kChannelColumns];
-    const uint8_t* rows[2][32];  // of this block and of the next
-    auto point_at = [&](int i) {
-        if (i >= active.n_blocks) return;
-        const ActiveChannels::Block& block = active.blocks[i];
-        for (int j = 0; j < 4 * block.n_quads; j++)
-            rows[i % 2][j] = w.row(active.channels[4 * block.first_quad + j]);
+    auto block_of = [&](int i) {
+        const ActiveChannels::Block& b = active.blocks[imin(i, active.n_blocks - 1)];
+        return ChannelBlock{codes, stride, active.channels + 4 * b.first_quad, active.quads + b.first_quad,
+                            i < active.n_blocks ? b.n_quads : 0};
     };
-    const int64_t first_byte = (w.first_col + col0) / 32 * (kFour ? 16 : 32);
-    point_at(0);
     for (int i = 0; i < active.n_blocks; i++) {
-        const ActiveChannels::Block& block = active.blocks[i];
-        point_at(i + 1);
-        const int64_t b = block.index;
-        const int n_ahead = i + 1 < active.n_blocks ? active.blocks[i + 1].n_quads : 0;
+        ChannelBlock block = block_of(i), ahead = block_of(i + kBlocksAhead);
+        const int64_t b = active.blocks[i].index;
         const int32_t isum = int32_t(uint32_t(x.isum[b]) + uint32_t(x.isum[all + b]));
         const int32_t start = int32_t(-uint32_t(kZero) * uint32_t(isum));
         const V scale = V::set(x.scale[b]), sum = V::set(x.sum[b]);
-        const uint16_t* scales = w.scales + b * w.cols + w.first_col + col0;
-        const uint16_t* mins = kHasMin ? w.mins + b * w.cols + w.first_col + col0 : nullptr;
+        const uint16_t* scales = w.scales + first_scale + b * width;
+        const uint16_t* mins = kHasMin ? w.mins + first_scale + b * width : nullptr;
         float* lane = lanes + b % 16 * n_cols;
-        for (int64_t c = 0; c < n_cols; c += kChannelColumns) {
+        for (int c = 0; c < n_cols; c += kChannelColumns) {
             const int count = imin(n_cols - c, kChannelColumns);
-            channel_dots<kFour>(rows[i % 2], rows[(i + 1) % 2], active.quads + block.first_quad,
-                                block.n_quads, n_ahead, first_byte + c / 32 * (kFour ? 16 : 32), count, start,
-                                isum, dots);
+            channel_dots<kFour>(block, ahead, count, start, isum, dots);
+            block.at += kFour ? count / 2 : count;
+            ahead.at += kFour ? count / 2 : count;
             for (int j = 0; j < count; j += 16) {
                 V acc = V::load(lane + c + j);
                 acc = fma(V::load_f16(scales + c + j) * scale, load_i32(dots + j), acc);
@@ -50,12 +48,23 @@ void channel_linear(const ChannelMatrix& w, const ActiveChannels& active, const 
             }
         }
     }
-    for (int64_t c = 0; c < n_cols; c += 16) {
+    for (int c = 0; c < n_cols; c += 16) {
         V lane[16];
         for (int l = 0; l < 16; l++) lane[l] = V::load(lanes + l * n_cols + c);
         for (int half = 8; half; half /= 2)
             for (int l = 0; l < half; l++) lane[l] = lane[l] + lane[l + half];
         lane[0].store(out + c);
+    }
+}
+
+template <bool kFour, bool kHasMin>
+void channel_linear(const ChannelMatrix& w, const ActiveChannels& active, const Inputs& x, int64_t col0,
+                    int64_t n_cols, float* lanes, float* out) {
+    const int64_t first = w.first_col + col0;
+    for (int64_t c = first; c < first + n_cols;) {
+        const int n = imin((c / kChannelTile + 1) * kChannelTile, first + n_cols) - int(c);
+        channel_tile<kFour, kHasMin>(w, active, x, c, n, lanes, out + (c - first));
+        c += n;
     }
 }
 

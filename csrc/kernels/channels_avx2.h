@@ -40,21 +40,21 @@ inline __m256i row_bytes(const uint8_t* p, bool whole) {
 }
 
 template <bool kFour>
-inline void channel_dots(const uint8_t* const* rows, const uint8_t* const* ahead, const uint32_t* quads,
-                         int n_quads, int n_ahead, int64_t at, int n_cols, int32_t start, int32_t isum,
-                         int32_t* dots) {
+inline void channel_dots(const ChannelBlock& block, const ChannelBlock& ahead, int n_cols, int32_t start,
+                         int32_t isum, int32_t* dots) {
     constexpr int kColumns = kFour ? 64 : 32;  // of 32 bytes
     const __m256i nibble = _mm256_set1_epi8(15);
-    for (int j = 0; j < 4 * n_ahead; j++)
-        for (int line = 0; line < n_cols * 32 / kColumns; line += 64) V::fetch(ahead[j] + at + line);
-    for (int c = 0; c < n_cols; c += kColumns, at += 32) {
+    for (int j = 0; j < 4 * ahead.n_quads; j++)
+        for (int line = 0; line < n_cols * 32 / kColumns; line += 64) V::fetch(ahead.row(j) + line);
+    for (int c = 0; c < n_cols; c += kColumns) {
         __m256i low[4], high[4];
         for (int v = 0; v < 4; v++) low[v] = high[v] = _mm256_set1_epi32(kFour ? start : 0);
-        for (int j = 0; j < n_quads; j++) {
+        for (int j = 0; j < block.n_quads; j++) {
             __m256i row[4], codes[4];
-            for (int i = 0; i < 4; i++) row[i] = row_bytes(rows[4 * j + i] + at, n_cols - c >= kColumns);
+            for (int i = 0; i < 4; i++)
+                row[i] = row_bytes(block.row(4 * j + i) + c * 32 / kColumns, n_cols - c >= kColumns);
             interleave(row, codes);
-            const __m256i q = _mm256_set1_epi32(int32_t(quads[j]));
+            const __m256i q = _mm256_set1_epi32(int32_t(block.quads[j]));
             for (int v = 0; v < 4; v++) {
                 if constexpr (!kFour) codes[v] = _mm256_xor_si256(codes[v], _mm256_set1_epi8(-128));
                 low[v] = add_nibbles(low[v], _mm256_and_si256(codes[v], nibble), q);

@@ -28,20 +28,19 @@ inline void transpose_groups(__m512i* sums) {
 }
 
 template <bool kFour>
-inline void channel_dots(const uint8_t* const* rows, const uint8_t* const* ahead, const uint32_t* quads,
-                         int n_quads, int n_ahead, int64_t at, int n_cols, int32_t start, int32_t isum,
-                         int32_t* dots) {
+inline void channel_dots(const ChannelBlock& block, const ChannelBlock& ahead, int n_cols, int32_t start,
+                         int32_t isum, int32_t* dots) {
     if constexpr (kFour) {
         const __mmask64 some = ~uint64_t(0) >> (64 - n_cols / 2);
         __m512i low[4], high[4];
         for (int v = 0; v < 4; v++) low[v] = high[v] = _mm512_set1_epi32(start);
-        for (int j = 0; j < n_quads; j++) {
+        for (int j = 0; j < block.n_quads; j++) {
             __m512i row[4], codes[4];
-            for (int i = 0; i < 4; i++) row[i] = _mm512_maskz_loadu_epi8(some, rows[4 * j + i] + at);
-            if (j < n_ahead)
-                for (int i = 0; i < 4; i++) V::fetch(ahead[4 * j + i] + at);
+            for (int i = 0; i < 4; i++) row[i] = _mm512_maskz_loadu_epi8(some, block.row(4 * j + i));
+            if (j < ahead.n_quads)
+                for (int i = 0; i < 4; i++) V::fetch(ahead.row(4 * j + i));
             interleave(row, codes);
-            const __m512i q = _mm512_set1_epi32(int32_t(quads[j]));
+            const __m512i q = _mm512_set1_epi32(int32_t(block.quads[j]));
             const __m512i nibble = _mm512_set1_epi8(15);
             for (int v = 0; v < 4; v++) {
                 low[v] = _mm512_dpbusd_epi32(low[v], _mm512_and_si512(codes[v], nibble), q);
@@ -49,8 +48,8 @@ inline void channel_dots(const uint8_t* const* rows, const uint8_t* const* ahead
                     _mm512_dpbusd_epi32(high[v], _mm512_and_si512(_mm512_srli_epi16(codes[v], 4), nibble), q);
             }
         }
-        for (int j = n_quads; j < n_ahead; j++)
-            for (int i = 0; i < 4; i++) V::fetch(ahead[4 * j + i] + at);
+        for (int j = block.n_quads; j < ahead.n_quads; j++)
+            for (int i = 0; i < 4; i++) V::fetch(ahead.row(4 * j + i));
         transpose_groups(low);
         transpose_groups(high);
         for (int g = 0; g < 4; g++) {
@@ -58,23 +57,23 @@ inline void channel_dots(const uint8_t* const* rows, const uint8_t* const* ahead
             _mm512_store_si512(dots + 32 * g + 16, high[g]);
         }
     } else {
-        for (int c = 0; c < n_cols; c += 64, at += 64) {
+        for (int c = 0; c < n_cols; c += 64) {
             const __mmask64 some = ~uint64_t(0) >> (n_cols - c < 64 ? 32 : 0);
             __m512i sums[4];  // of codes + 128, which are not below zero
             for (int v = 0; v < 4; v++)
                 sums[v] = _mm512_set1_epi32(int32_t(uint32_t(start) - 128u * uint32_t(isum)));
-            for (int j = 0; j < n_quads; j++) {
+            for (int j = 0; j < block.n_quads; j++) {
                 __m512i row[4], codes[4];
-                for (int i = 0; i < 4; i++) row[i] = _mm512_maskz_loadu_epi8(some, rows[4 * j + i] + at);
-                if (j < n_ahead)
-                    for (int i = 0; i < 4; i++) V::fetch(ahead[4 * j + i] + at);
+                for (int i = 0; i < 4; i++) row[i] = _mm512_maskz_loadu_epi8(some, block.row(4 * j + i) + c);
+                if (j < ahead.n_quads)
+                    for (int i = 0; i < 4; i++) V::fetch(ahead.row(4 * j + i) + c);
                 interleave(row, codes);
-                const __m512i q = _mm512_set1_epi32(int32_t(quads[j])), sign = _mm512_set1_epi8(-128);
+                const __m512i q = _mm512_set1_epi32(int32_t(block.quads[j])), sign = _mm512_set1_epi8(-128);
                 for (int v = 0; v < 4; v++)
                     sums[v] = _mm512_dpbusd_epi32(sums[v], _mm512_xor_si512(codes[v], sign), q);
             }
-            for (int j = n_quads; j < n_ahead; j++)
-                for (int i = 0; i < 4; i++) V::fetch(ahead[4 * j + i] + at);
+            for (int j = block.n_quads; j < ahead.n_quads; j++)
+                for (int i = 0; i < 4; i++) V::fetch(ahead.row(4 * j + i) + c);
             transpose_groups(sums);
             for (int g = 0; g < 4; g++) _mm512_store_si512(dots + c + 16 * g, sums[g]);
         }

@@ -20,20 +20,19 @@ inline void interleave(const uint8x16_t* row, uint8x16_t* out) {
 }
 
 template <bool kFour>
-inline void channel_dots(const uint8_t* const* rows, const uint8_t* const* ahead, const uint32_t* quads,
-                         int n_quads, int n_ahead, int64_t at, int n_cols, int32_t start, int32_t,
-                         int32_t* dots) {
+inline void channel_dots(const ChannelBlock& block, const ChannelBlock& ahead, int n_cols, int32_t start,
+                         int32_t, int32_t* dots) {
     constexpr int kColumns = kFour ? 32 : 16;  // of 16 bytes
-    for (int j = 0; j < 4 * n_ahead; j++)
-        for (int line = 0; line < n_cols * 16 / kColumns; line += 64) V::fetch(ahead[j] + at + line);
-    for (int c = 0; c < n_cols; c += kColumns, at += 16) {
+    for (int j = 0; j < 4 * ahead.n_quads; j++)
+        for (int line = 0; line < n_cols * 16 / kColumns; line += 64) V::fetch(ahead.row(j) + line);
+    for (int c = 0; c < n_cols; c += kColumns) {
         int32x4_t low[4], high[4];
         for (int v = 0; v < 4; v++) low[v] = high[v] = vdupq_n_s32(start);
-        for (int j = 0; j < n_quads; j++) {
+        for (int j = 0; j < block.n_quads; j++) {
             uint8x16_t row[4], codes[4];
-            for (int i = 0; i < 4; i++) row[i] = vld1q_u8(rows[4 * j + i] + at);
+            for (int i = 0; i < 4; i++) row[i] = vld1q_u8(block.row(4 * j + i) + c * 16 / kColumns);
             interleave(row, codes);
-            const int8x16_t q = vreinterpretq_s8_u32(vdupq_n_u32(quads[j]));
+            const int8x16_t q = vreinterpretq_s8_u32(vdupq_n_u32(block.quads[j]));
             for (int v = 0; v < 4; v++) {
                 if constexpr (kFour) {
                     low[v] = vdotq_s32(low[v], vreinterpretq_s8_u8(vandq_u8(codes[v], vdupq_n_u8(15))), q);

@@ -8,14 +8,14 @@ inline V load_i32(const int32_t* p) {
 }
 
 template <bool kFour>
-void channel_dots(const uint8_t* const* rows, const uint8_t* const*, const uint32_t* quads, int n_quads, int,
-                  int64_t at, int n_cols, int32_t start, int32_t, int32_t* dots) {
+void channel_dots(const ChannelBlock& block, const ChannelBlock&, int n_cols, int32_t start, int32_t,
+                  int32_t* dots) {
     for (int c = 0; c < n_cols; c++) {
         uint32_t sum = uint32_t(start);
-        for (int j = 0; j < 4 * n_quads; j++) {
-            const uint8_t* row = rows[j] + at;
+        for (int j = 0; j < 4 * block.n_quads; j++) {
+            const uint8_t* row = block.row(j);
             const int code = kFour ? (row[c / 32 * 16 + c % 16] >> c % 32 / 16 * 4) & 15 : int8_t(row[c]);
-            sum += uint32_t(code * int8_t(quads[j / 4] >> j % 4 * 8));
+            sum += uint32_t(code * int8_t(block.quads[j / 4] >> j % 4 * 8));
         }
         dots[c] = int32_t(sum);
     }

@@ -59,19 +59,23 @@ struct Inputs {
 using LinearKernel = void (*)(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1,
                               float* out, int64_t ld, uint8_t* scratch);
 
-// A matrix laid out again by channel = input (formats/planes.py), to read those alone whose input is not
-// zero: codes of a channel side by side, scales (and minimums) by 32 channels. It is of a type whose blocks
-// hold 32 weights, and its outputs are those of the rows [first_col, first_col + n) of the matrix by rows.
+// A matrix laid out again by channel = input (formats/channels.py), to read those alone whose input is not
+// zero. Outputs are cut into tiles of kChannelTile (the last may be narrower), one after the other: in a tile
+// the codes of a channel side by side, channel after channel, and so its scales (and minimums) by 32
+// channels. It is of a type whose blocks hold 32 weights. Outputs from first_col on are the rows of the
+// matrix by rows.
+constexpr int kChannelTile = 256;  // 128 bytes of 4-bit codes: two lines, which processors fetch together
 struct ChannelMatrix {
     Type type = Type::Q4_0;            // of the matrix by rows: Q4_0, Q4_1 or Q8_0
     const uint8_t* data = nullptr;     // null: there is none
-    size_t row_bytes = 0;              // of a channel
+    int64_t rows = 0;                  // inputs
     int64_t cols = 0;                  // outputs, a multiple of 32
     int64_t first_col = 0;             // a multiple of 32
-    const uint16_t* scales = nullptr;  // f16 [inputs / 32][cols]
+    const uint16_t* scales = nullptr;  // f16
     const uint16_t* mins = nullptr;    // the same of Q4_1
+    float below = 0.0f;  // where a smaller share of its inputs is not zero, it is the one to read
 
-    HOTSET_INLINE const uint8_t* row(int64_t channel) const { return data + channel * row_bytes; }
+    HOTSET_INLINE int64_t code_bytes(int64_t n) const { return type == Type::Q8_0 ? n : n / 2; }
 };
 
 // Which channels of one quantised token are not zero: four by four, filled up with zeros, block by block.
@@ -116,6 +120,18 @@ struct ActiveChannels {
             blocks[n_blocks++] = {b, first / 4, (n - first) / 4};
         }
     }
+};
+
+// Some channels of a tile, as a kernel reads them: `stride` bytes from one to the next, the first output at
+// `at`.
+struct ChannelBlock {
+    const uint8_t* at;
+    int64_t stride;
+    const int32_t* channels;
+    const uint32_t* quads;
+    int n_quads;
+
+    HOTSET_INLINE const uint8_t* row(int j) const { return at + channels[j] * stride; }
 };
 
 // out[c] = dot(row first_col + col0 + c, the token) for c < n_cols, as LinearKernel gives it. col0 and n_cols

@@ -7,10 +7,6 @@
 
 namespace hotset {
 
-// Share of a matrix's channels: above it reading all rows is as quick. (A line that is left out between two
-// that are read is fetched all the same by many processors.)
-constexpr double kChannelsBelow = 0.75;
-
 class ChannelInput : public LinearInput {
   public:
     using LinearInput::LinearInput;
@@ -19,13 +15,11 @@ class ChannelInput : public LinearInput {
         Inputs inputs;
         const ActiveChannels* active;
 
-        bool pays(const ChannelMatrix& w) const {
-            return w.data && active->n_channels < kChannelsBelow * double(inputs.k);
-        }
+        bool pays(const ChannelMatrix& w) const { return w.data && share() < w.below; }
         double share() const { return double(active->n_channels) / double(inputs.k); }
         // Bytes of codes of the channels that are not read, of `count` outputs.
         int64_t left_out(const ChannelMatrix& w, int64_t count) const {
-            return (inputs.k - active->n_channels) * int64_t(w.row_bytes) * count / w.cols;
+            return (inputs.k - active->n_channels) * w.code_bytes(count);
         }
     };
 

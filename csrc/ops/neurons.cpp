@@ -13,13 +13,12 @@
 namespace hotset {
 namespace {
 
-constexpr int kDecodeChunks = 64;         // one token, at most
-constexpr int kPredictedChunks = 32;      // the same where most neurons are left out
-constexpr int64_t kChunkNeurons = 64;     // one token, at least
-constexpr int64_t kChannelNeurons = 256;  // the same where channels of the input are left out
-constexpr int kPrefetchPieces = 64;       // that a waiting thread fetches of this phase,
-constexpr int64_t kPrefetchBytes = 512;   // each of this size
-constexpr double kGatherBelow = 0.75;     // share of a chunk's rows: above it reading all of them is as quick
+constexpr int kDecodeChunks = 64;        // one token, at most
+constexpr int kPredictedChunks = 32;     // the same where most neurons are left out
+constexpr int64_t kChunkNeurons = 64;    // one token, at least
+constexpr int kPrefetchPieces = 64;      // that a waiting thread fetches of this phase,
+constexpr int64_t kPrefetchBytes = 512;  // each of this size
+constexpr double kGatherBelow = 0.75;    // share of a chunk's rows: above it reading all of them is as quick
 
 class Neurons : public Op {
   public:
@@ -86,11 +85,9 @@ class Neurons : public Op {
     Needs needs() const override {
         Needs needs = input_.needs();
         for (int n : {1, plan_.max_tokens()})
-            needs.result_floats = std::max(
-                needs.result_floats,
-                Scratch::bytes(largest_panel_chunk(n_neurons(), neuron_chunks(n)) + 32, n, packed_bytes(n)) /
-                        sizeof(float) +
-                    1);
+            needs.result_floats =
+                std::max(needs.result_floats,
+                         Scratch::bytes(largest_chunk(n), n, packed_bytes(n)) / sizeof(float) + 1);
         return needs;
     }
 
@@ -146,14 +143,21 @@ class Neurons : public Op {
         return in_place ? lanes : std::max({facts_.up.weight.row_bytes, facts_.gate.weight.row_bytes, lanes});
     }
     bool has_channels() const { return facts_.gate_channels.data || facts_.up_channels.data; }
-    // The first neuron of a chunk; outputs of a matrix by channel come in whole groups of 32.
+    bool by_tiles(int n) const { return n == 1 && has_channels(); }
+    int64_t tiles() const { return ceil_div(n_neurons(), kChannelTile); }
+    // The first neuron of a chunk: of one token whose channels are left out a chunk is some tiles of these.
     int64_t first_neuron(int n, int chunks, int chunk) const {
-        if (n > 1 || !has_channels()) return panel_chunk(n_neurons(), chunks, chunk);
-        return n_neurons() / 32 * chunk / chunks * 32;
+        if (!by_tiles(n)) return panel_chunk(n_neurons(), chunks, chunk);
+        return std::min(tiles() * chunk / chunks * kChannelTile, n_neurons());
+    }
+    int64_t largest_chunk(int n) const {
+        const int chunks = neuron_chunks(n);
+        return by_tiles(n) ? ceil_div(tiles(), chunks) * kChannelTile
+                           : largest_panel_chunk(n_neurons(), chunks);
     }
     int neuron_chunks(int n) const {
         if (n > 1) return many_token_chunks(n_neurons(), plan_.n_threads());
-        if (has_channels()) return int(std::clamp<int64_t>(n_neurons() / kChannelNeurons, 1, kDecodeChunks));
+        if (has_channels()) return int(std::clamp<int64_t>(tiles(), 1, kDecodeChunks));
         const int64_t most = scores_ && facts_.sparse ? kPredictedChunks : kDecodeChunks;
         return int(std::clamp<int64_t>(n_neurons() / kChunkNeurons, 1, most));
     }

@@ -44,19 +44,22 @@ struct ByChannel {
         codes.resize(size_t(rows) * cols / 32 * code_bytes);
         scales.resize(size_t(rows) * cols / 32);
         if (head == 4) mins.resize(scales.size());
-        view = {type, codes.data(), size_t(rows) / 32 * code_bytes, rows, 0, scales.data(), mins.data()};
+        view.type = type, view.data = codes.data(), view.rows = cols, view.cols = rows;
+        view.scales = scales.data(), view.mins = mins.data();
         for (int64_t r = 0; r < rows; r++)
             for (int64_t b = 0; b < cols / 32; b++) {
                 const uint8_t* block = &bytes[(r * (cols / 32) + b) * block_bytes];
-                scales[b * rows + r] = load_u16(block);
-                if (head == 4) mins[b * rows + r] = load_u16(block + 2);
+                const int64_t tile = r / kChannelTile * kChannelTile, c = r - tile;
+                const int64_t width = std::min<int64_t>(rows - tile, kChannelTile);
+                scales[tile * (cols / 32) + b * width + c] = load_u16(block);
+                if (head == 4) mins[tile * (cols / 32) + b * width + c] = load_u16(block + 2);
                 for (int i = 0; i < 32; i++) {
-                    uint8_t* row = codes.data() + (b * 32 + i) * view.row_bytes;
+                    uint8_t* at = &codes[(tile * cols + (b * 32 + i) * width) * code_bytes / 32];
                     if (code_bytes == 32)
-                        row[r] = block[head + i];
+                        at[c] = block[head + i];
                     else
-                        row[r / 32 * 16 + r % 16] |= ((block[head + i % 16] >> i / 16 * 4) & 15)
-                                                     << r % 32 / 16 * 4;
+                        at[c / 32 * 16 + c % 16] |= ((block[head + i % 16] >> i / 16 * 4) & 15)
+                                                    << c % 32 / 16 * 4;
                 }
             }
     }
@@ -594,7 +597,7 @@ void test_type(const Kernels& kernels, Type type) {
     for (int64_t cols : widths) test_encode(kernels, type, cols);
     if (kernels.channel_linear[int(type)])
         for (int64_t cols : widths)
-            for (int64_t rows : {32, 96, 288}) test_channels(kernels, type, rows, cols);
+            for (int64_t rows : {32, 96, 288, 544}) test_channels(kernels, type, rows, cols);
     test_extremes(kernels, type);
 }
 

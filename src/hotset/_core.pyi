@@ -24,8 +24,9 @@ class StoredRows:
 Rows = np.ndarray | StoredRows  # bytes of a matrix, or where they come from
 NormFacts = tuple[bool, np.ndarray, np.ndarray | None, float]  # layer norm?, weight, bias, eps
 Part = tuple[int, Rows, np.ndarray | None, int]  # type, data, bias, buffer of the result
-# a matrix by channel: codes, scales, minimums; its outputs in all, the first that counts
-Channels = tuple[np.ndarray, np.ndarray, np.ndarray | None, int, int]
+# a matrix by channel: codes, scales, minimums; its outputs in all, the first that counts; the share of its
+# channels below which these are read
+Channels = tuple[np.ndarray, np.ndarray, np.ndarray | None, int, int, float]
 # (type, data) of each tensor, rows of an expert in it, the first that counts, bias of those that do
 ExpertPart = tuple[list[tuple[int, Rows]], int, int, np.ndarray | None]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -26,7 +26,7 @@ from hotset.errors import (
     OutOfMemoryError,
     UnsupportedModelError,
 )
-from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.formats.gguf import GGUFFile, TensorInfo, open_gguf
 from hotset.formats.overlay import Overlay
 from hotset.memory import free_memory
 from hotset.model.config import ModelConfig, config_from_gguf
@@ -44,6 +44,7 @@ from hotset.units import human_size
 
 if TYPE_CHECKING:
     from hotset.backends.stored import StoredWeights
+    from hotset.placement.channels import ChannelPlan
     from hotset.placement.ram import RamPlan
 
 DEFAULT_N_CTX = 4096
@@ -82,7 +83,7 @@ class Decided:
     a step. n_ctx: tokens of one conversation; n_pages: of the cache. notes: what was built or opened, a
     sentence each. placement: what is on which device; None: the CPU computes alone. predictor: in the graph.
     ram: what of memory is for what, under a budget; None: files are mapped. stored: the weights that were
-    read then, once it is built.
+    read then, once it is built. channels: what leaving out the zeros of cutoffs is expected to gain.
     """
 
     settings: LoadSettings
@@ -100,6 +101,7 @@ class Decided:
     predictor: Predictor | None = None
     ram: RamPlan | None = None
     stored: StoredWeights | None = None
+    channels: ChannelPlan | None = None
 
     @property
     def cut(self) -> CutTokens:
@@ -162,7 +164,11 @@ def decide(opened: Opened) -> Decided:
     choice = choose(config, gguf.tensors, settings.sparsity, settings.predictor, thresholds)
     profile = _profile(settings, choice, opened.devices)
     counted = profile if choice.spec is not None else None
-    prepared = prepare(gguf, config, choice, profile=counted, progress=settings.progress)
+    foreseen = None if thresholds is None else _Foreseen(settings, thresholds)
+    prepared = prepare(
+        gguf, config, choice, profile=counted, progress=settings.progress,
+        worth=None if foreseen is None else foreseen.choose,
+    )  # fmt: skip
     weights = prepared.weights
     try:
         graph = describe(config, weights.tensors, prepared.predictor, choice.cutoffs)
@@ -180,6 +186,7 @@ def decide(opened: Opened) -> Decided:
         decided = Decided(
             settings, gguf, config, choice, weights, graph, cost, n_ctx, n_pages,
             _n_states(settings, cost, n_ctx), prepared.notes, None, prepared.predictor,
+            channels=None if foreseen is None else foreseen.plan,
         )  # fmt: skip
         if limit is not None:
             return replace(decided, ram=_plan_ram(decided, limit))
@@ -214,6 +221,8 @@ def build(decided: Decided) -> tuple[Decided, Backend]:
             _say_unplaced(error)
             decided = replace(decided, placement=None)
     name = "cpu" if settings.backend == "auto" else settings.backend
+    if decided.channels is not None and name == "cpu":
+        options["channel_rate"] = decided.channels.rate
     if decided.n_states:
         options["n_states"] = decided.n_states
     if decided.ram is not None:
@@ -335,6 +344,21 @@ def _profile(settings: LoadSettings, choice: Choice, devices: Sequence[str]) -> 
     if not Path(settings.profile).is_file():
         raise InvalidRequestError(f"there is no profile {settings.profile}; make one with 'hotset profile'")
     return Profile.open(settings.profile)
+
+
+class _Foreseen:
+    """Which matrices are worth a copy by channel. plan: of all that were asked about."""
+
+    def __init__(self, settings: LoadSettings, thresholds: Thresholds) -> None:
+        self._settings, self._thresholds = settings, thresholds
+        self.plan: ChannelPlan | None = None
+
+    def choose(self, graph: Graph, tensors: Mapping[str, TensorInfo]) -> tuple[str, ...]:
+        from hotset.placement.channels import channel_rates, plan_channels
+
+        rates = channel_rates(self._settings.n_threads, progress=self._settings.progress)
+        self.plan = plan_channels(graph, tensors, self._thresholds, rates)
+        return self.plan.chosen
 
 
 def _thresholds(opened: Opened) -> Thresholds | None:

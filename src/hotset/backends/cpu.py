@@ -46,6 +46,7 @@ class CpuBackend:
     this process may use. isa: forces a set of kernels, as the environment variable HOTSET_ISA does.
     sparse: leaves out what an FFN with zeros does not need: up rows of neurons whose gate does not fire, down
     rows of those that are zero, and all of those that a predictor does not name. The bits are the same.
+    channel_rate: bytes per second that are read by channel over those by row (placement/channels.py).
     runtime: threads and memory that others use too, instead of n_threads of its own; it stays open.
     Raises UnsupportedModelError for tensor types without a kernel and heads that q8_0 does not fit.
     """
@@ -64,6 +65,7 @@ class CpuBackend:
         n_threads: int | None = None,
         isa: str | None = None,
         sparse: bool = False,
+        channel_rate: float = 1.0,
         runtime: _core.Runtime | None = None,
         first_op: int = 0,
         last_op: int | None = None,
@@ -74,7 +76,7 @@ class CpuBackend:
         self.n_layer = max(graph.n_layer, 1)
         self.n_pages, self.max_batch, self.kv_type = n_pages, max_batch, kv_type
         self.n_vocab = graph.result.width
-        self._isa = isa
+        self._isa, self._channel_rate = isa, channel_rate
         self._cache = {op.layer: self._new_cache(op) for op in self.graph.ops if isinstance(op, Attention)}
         self.n_states = n_states if graph.recurrent else 0
         # Untouched slots cost no memory.
@@ -232,6 +234,7 @@ class CpuBackend:
         return lower(
             self.graph, taps, self.weights, plan,
             entering=self.entering, cache=self._cache_of, states=self._states_of, sparse=self.sparse,
+            channel_rate=self._channel_rate,
         )  # fmt: skip
 
     def _states_of(self, op: Recurrent) -> np.ndarray:

@@ -18,6 +18,7 @@ from hotset import _core
 from hotset.backends.base import WeightSource
 from hotset.backends.fusion import Buffers, Fused, fuse
 from hotset.errors import InvalidRequestError
+from hotset.formats.channels import break_even
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import dequantize, row_bytes
 from hotset.model.graph import (
@@ -145,12 +146,14 @@ def lower(
     cache: Callable[[Attention], tuple[Any, ...]],
     states: Callable[[Recurrent], np.ndarray],
     sparse: bool,
+    channel_rate: float = 1.0,
 ) -> Lowered:
     """Fills an empty native plan. entering: the rows that a part of a graph begins with. cache: what
     `Plan.attention` takes of an operation's keys and values. states: of an operation, float32
     [n_states, size].
 
-    sparse: leaves out what an FFN with zeros does not need. Raises InvalidRequestError for an unknown tap.
+    sparse: leaves out what an FFN with zeros does not need. channel_rate: see CpuBackend.
+    Raises InvalidRequestError for an unknown tap.
     """
     unknown = taps - {op.out.name for op in graph.primitives}
     if unknown:
@@ -159,7 +162,7 @@ def lower(
     buffers = Buffers(plan.buffer, graph, fused, taps)
     if entering is not None:
         plan.input(buffers.begin(entering))
-    emit = _Emission(plan, buffers, weights, cache, states, sparse)
+    emit = _Emission(plan, buffers, weights, cache, states, sparse, channel_rate)
     for group in fused:
         buffers.enter(group)
         emit.group(group)
@@ -190,7 +193,9 @@ class _Emission:
         cache: Callable[[Attention], tuple[Any, ...]],
         states: Callable[[Recurrent], np.ndarray],
         sparse: bool,
+        channel_rate: float,
     ) -> None:
+        self._channel_rate = channel_rate
         self._plan, self._buffers, self._weights = plan, buffers, weights
         self._cache, self._states, self._sparse = cache, states, sparse
         self.at: list[tuple[int, Part]] = []
@@ -498,7 +503,8 @@ class _Emission:
         return *linear_matrix(self._weights, op), self._buffers[out]
 
     def _channels(self, ops: Sequence[Linear]) -> list[Any]:
-        """Copies by channel as the plan takes them: codes, scales, minimums, outputs in all, its first.
+        """Copies by channel as the plan takes them: codes, scales, minimums, outputs in all, its first,
+        below which share of channels it pays.
 
         Empty where there is none, or every channel is to be read.
         """
@@ -510,7 +516,8 @@ class _Emission:
                 continue
             mins = None if copy.mins is None else self._weights.data(copy.mins)
             codes, scales = self._weights.data(copy.codes), self._weights.data(copy.scales)
-            found.append((codes, scales, mins, n_rows, op.first_row))
+            below = break_even(self._weights.tensors[op.weight], self._channel_rate)
+            found.append((codes, scales, mins, n_rows, op.first_row, below))
         return found if any(one is not None for one in found) else []
 
     def _residual(self, value: Value | None) -> int:

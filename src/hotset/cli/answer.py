@@ -12,6 +12,7 @@ from hotset.units import human_count, human_size, size_of
 if TYPE_CHECKING:
     from hotset.api import Model
     from hotset.generation import Chunk, Timings
+    from hotset.placement.channels import ChannelPlan
     from hotset.sparsity.stats import StatsSummary
 
 
@@ -66,11 +67,13 @@ def _touched(model: Model, timings: Timings, stats: StatsSummary | None) -> str:
     if model.sparsity.mode == "dense":
         return f"{share} of FFN neurons fired, {human_size(touched)} touched per token"
     whole = touched - stats.bytes_touched_per_token + stats.bytes_total_per_token
+    if model.sparsity.mode == "threshold":  # what was cut of matrices' inputs is no share of neurons
+        return f"touched {size_of(touched, whole)} per token"
     return f"touched {share} of FFN neurons, {size_of(touched, whole)} per token"
 
 
-def print_stats(stats: StatsSummary | None) -> None:
-    """A table with a row for each layer, and a line for the whole, on stderr."""
+def print_stats(stats: StatsSummary | None, foreseen: ChannelPlan | None = None) -> None:
+    """A table with a row for each layer, and a line for the whole, on stderr. foreseen: of cutoffs."""
     if stats is None:
         say("No statistics: the activation of this model has no zeros, so that every neuron is computed.")
         return
@@ -86,3 +89,10 @@ def print_stats(stats: StatsSummary | None) -> None:
         f"{human_count(stats.flops)} FLOPs, {times}]",
         dim=True,
     )
+    if foreseen is not None and foreseen.left_out is not None:
+        saved = stats.bytes_total_per_token - stats.bytes_touched_per_token
+        say(
+            f"[zeros of cutoffs | {human_size(saved)} of weights left out per token, "
+            f"{human_size(foreseen.left_out)} foreseen]",
+            dim=True,
+        )

@@ -53,6 +53,8 @@ def tell_choice(model: Model) -> None:
         say(f"sparsity {model.sparsity.reason}", dim=True)
     for note in model.notes:
         say(note, dim=True)
+    if (foreseen := model.decided.channels) is not None:
+        say(foreseen.told(), dim=True)
 
 
 def tell_memory(model: Model) -> None:

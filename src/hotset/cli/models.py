@@ -298,6 +298,34 @@ def _recurrent_text(facts: dict[str, Any]) -> str | None:
     )
 
 
+def _thresholds(gguf: GGUFFile, config: ModelConfig) -> dict[str, Any] | None:
+    """What lies beside a file for --sparsity threshold, and what it is expected to gain on this machine."""
+    from hotset.errors import HotsetError
+    from hotset.model.decoder import describe
+    from hotset.placement.channels import channel_rates, plan_channels
+    from hotset.sparsity.thresholds import Thresholds, default_path
+
+    path = default_path(gguf.path)
+    if not path.is_file():
+        return None
+    try:
+        found = Thresholds.open(path)
+        found.check_model(gguf, config.n_layer)
+        graph = describe(config, gguf.tensors, cutoffs=found.layers)
+    except HotsetError as error:
+        return {"path": str(path), "reason": str(error)}
+    facts: dict[str, Any] = {"path": str(path), "mode": found.mode, "prompts": found.prompts, "gain": None}
+    if found.knows_kept:
+        plan = plan_channels(graph, gguf.tensors, found, channel_rates())
+        facts["gain"] = {
+            "matrices": len(plan.gains),
+            "left_out": plan.left_out,
+            "saved_s": plan.saved,
+            "told": plan.told(),
+        }
+    return facts
+
+
 def _sparsity(gguf: GGUFFile, config: ModelConfig) -> dict[str, Any]:
     """How a file runs by default and why, the predictor that it carries, and what lies beside it."""
     from hotset.formats.powerinfer import activation_files, gpu_index_file
@@ -306,6 +334,7 @@ def _sparsity(gguf: GGUFFile, config: ModelConfig) -> dict[str, Any]:
 
     choice = choose(config, gguf.tensors)
     facts: dict[str, Any] = {"mode": choice.mode, "reason": choice.reason, "predictor": None}
+    facts["thresholds"] = _thresholds(gguf, config)
     if not config.has_zeros:
         return facts
     parts = [t for t in gguf.tensors.values() if re.fullmatch(r"blk\.\d+\.fc[12](_exps)?\.weight", t.name)]
@@ -354,6 +383,12 @@ def _sparsity_rows(facts: dict[str, Any]) -> list[list[str]]:
                 f"threshold {predictor['threshold']:g}, reads the residual stream {reads}",
             ]
         )
+    if thresholds := facts["thresholds"]:
+        told = (
+            thresholds.get("reason")
+            or (thresholds["gain"] or {"told": "what they gain was not measured"})["told"]
+        )
+        rows.append(["thresholds", f"{thresholds['path']} (--sparsity threshold): {told}"])
     if facts.get("n_always"):
         rows.append(["hot head", f"{_range(facts['n_always'])} neurons of a layer need no prediction"])
     rows += [["activation counts", facts.get("activation_counts")], ["GPU index", facts.get("gpu_index")]]

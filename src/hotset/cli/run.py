@@ -231,7 +231,8 @@ def _answer(
             sys.stdout.flush()
         say(closing_line(model, last), dim=True)
         if with_stats and not interrupted:
-            print_stats(_with_quality(model, last.answer_stats, prompt, tokens))
+            stats = _with_quality(model, last.answer_stats, prompt, tokens)
+            print_stats(stats, model.decided.channels)
             if facts := _disk(model, last.timings):
                 from hotset.report.disk import disk_line
 

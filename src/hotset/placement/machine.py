@@ -229,7 +229,7 @@ class _Cpu:
         """Bytes of rows per second: the median over steps for so long."""
         backend = self._backends[sparse]
         backend.step(self._batch)
-        return self._bytes[sparse] / _median_seconds(lambda: backend.step(self._batch), seconds)
+        return self._bytes[sparse] / median_seconds(lambda: backend.step(self._batch), seconds)
 
     def __enter__(self) -> _Cpu:
         return self
@@ -246,7 +246,8 @@ def cpu_rate(n_threads: int, seconds: float = 0.3) -> float:
         return cpu.rate(seconds, sparse=False)
 
 
-def _median_seconds(work: Callable[[], object], seconds: float) -> float:
+def median_seconds(work: Callable[[], object], seconds: float) -> float:
+    """Of calls one after the other, for so many seconds in all."""
     times: list[float] = []
     until = time.perf_counter() + seconds
     while len(times) < 3 or time.perf_counter() < until:
@@ -299,7 +300,7 @@ class _DeviceLoop:
 
     def rate(self, seconds: float) -> float:
         """Bytes per second."""
-        return self._bytes / _median_seconds(self._pass, seconds)
+        return self._bytes / median_seconds(self._pass, seconds)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[_Busy]:
@@ -343,7 +344,7 @@ class _DeviceLoop:
                 launch()
                 self._synchronize()
 
-            return _median_seconds(run, _SECONDS / 3) / n
+            return median_seconds(run, _SECONDS / 3) / n
         launch()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device), torch.cuda.graph(graph):
@@ -354,7 +355,7 @@ class _DeviceLoop:
             self._synchronize()
 
         replay()
-        return _median_seconds(replay, _SECONDS / 3) / n
+        return median_seconds(replay, _SECONDS / 3) / n
 
     def close(self) -> None:
         """Gives the memory back."""

@@ -13,7 +13,7 @@ the model was published to run so, else `exact` where neurons can be exactly zer
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
@@ -33,6 +33,7 @@ from hotset.sparsity.thresholds import Thresholds
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile, TensorInfo
     from hotset.model.config import ModelConfig
+    from hotset.model.graph import Graph
     from hotset.reporter import Reporter
     from hotset.sparsity.profile import Profile
 
@@ -173,19 +174,21 @@ def prepare(
     calibration: Calibration | None = None,
     profile: Profile | None = None,
     progress: Reporter | None = None,
+    worth: Callable[[Graph, Mapping[str, TensorInfo]], Collection[str]] | None = None,
 ) -> Prepared:
     """Opens, or builds once, the sidecars that a choice needs.
 
     The down matrix by neuron belongs to every mode of a ReLU model, dense too: its sums are then the same to
     the bit. calibration: how a predictor's thresholds are found (the default: on text that the model itself
-    generates). profile: its neurons that nearly always fire are computed without prediction.
+    generates). profile: its neurons that nearly always fire are computed without prediction. worth: says of a
+    graph with cutoffs, and its tensors, which matrices are worth a copy by channel; None: all that can be.
     Raises InvalidRequestError for a profile of another model, UnsupportedModelError for a file that lacks a
     tensor or has one of another shape or type, HotsetError where no file can be written.
     """
     ready = _prepare_neurons(gguf, config, choice, calibration, profile, progress)
     if choice.cutoffs:
         try:
-            copies = _open_channels(gguf, config, choice, ready, progress)
+            copies = _open_channels(gguf, config, choice, ready, worth, progress)
         except BaseException:
             ready.weights.close()
             raise
@@ -254,7 +257,12 @@ def _open_down(
 
 
 def _open_channels(
-    gguf: GGUFFile, config: ModelConfig, choice: Choice, ready: Prepared, progress: Reporter | None
+    gguf: GGUFFile,
+    config: ModelConfig,
+    choice: Choice,
+    ready: Prepared,
+    worth: Callable[[Graph, Mapping[str, TensorInfo]], Collection[str]] | None,
+    progress: Reporter | None,
 ) -> list[GGUFFile]:
     """The sidecar with the matrices by channel whose inputs are cut."""
     graph = describe(config, ready.weights.tensors, ready.predictor, choice.cutoffs)
@@ -266,6 +274,9 @@ def _open_channels(
             f"{len(wanted) - len(possible)} matrices whose inputs are cut are read whole: {', '.join(types)} "
             "is not laid out by channel"
         )
+    if worth is not None:
+        chosen = worth(graph, ready.weights.tensors)
+        possible = [name for name in possible if name in chosen]
     if not possible:
         return []
 

@@ -67,8 +67,9 @@ class StatsSummary:
     """All layers and steps, mean per token.
 
     bytes_touched_per_token: weights that were read. bytes_total_per_token: that the same steps would have
-    read with every neuron and no predictor. active_parameters: that a token was multiplied with; flops: two
-    for each. seconds: by kind, "predictor", "ffn", "attention", "other".
+    read with every neuron and no predictor. left_out_per_token: of the bytes that were not read those of
+    input channels that were cut. active_parameters: that a token was multiplied with; flops: two for each.
+    seconds: by kind, "predictor", "ffn", "attention", "other".
     """
 
     layers: tuple[LayerStats, ...]
@@ -81,6 +82,7 @@ class StatsSummary:
     active_parameters: float
     flops: float
     seconds: dict[str, float]
+    left_out_per_token: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -136,10 +138,24 @@ class StatsAccumulator:
         self._selected, self._active = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         self._experts = np.zeros(shape)
         self._bytes, self._seconds = np.zeros(shape), {k: np.zeros(shape) for k in _TIMES}
-        self._parameters = self._other = 0.0
+        self._parameters = self._other = self._left_out = 0.0
+
+    def _whole(self, step: StepStats) -> StepStats:
+        """With the rows of FFNs without zeros, which nobody counts."""
+        whole = np.array([layer.is_whole for layer in self._layers])
+        if not whole.any():
+            return step
+        rows = np.array([layer.n_ff for layer in self._layers])
+        neurons: dict[str, Any] = {
+            name: np.where(whole, step.n_tokens * rows, getattr(step, name)) for name in _NEURONS
+        }
+        read: dict[str, Any] = {name: np.where(whole, rows, getattr(step, name)) for name in _ROWS}
+        return replace(step, **neurons, **read)
 
     def add(self, step: StepStats) -> None:
         """One step of the model."""
+        step = self._whole(step)
+        self._left_out += _left_out(step)
         self._n_steps += 1
         self._n_tokens += step.n_tokens
         self._selected += step.selected
@@ -155,7 +171,7 @@ class StatsAccumulator:
 
     def of_step(self, step: StepStats) -> StepActivity:
         """The same of one step, which is not added up: for those who watch each token, in some 50 µs."""
-        n = step.n_tokens
+        step, n = self._whole(step), step.n_tokens
         neurons = np.array([layer.n_ff for layer in self._layers])
         rows = zip(step.gate_rows.tolist(), step.up_rows.tolist(), step.down_rows.tolist(), strict=True)
         read = np.array([layer.bytes(*one, n) for layer, one in zip(self._layers, rows, strict=True)]) / n
@@ -164,7 +180,7 @@ class StatsAccumulator:
             step.active / (n * neurons),
             float(step.active.sum() / (n * neurons.sum())),
             read,
-            float(read.sum() + rest),
+            float(read.sum() + rest) - _left_out(step) / n,
             float(sum(layer.dense_bytes for layer in self._layers) / n + rest),
         )
 
@@ -194,11 +210,12 @@ class StatsAccumulator:
             n_steps=self._n_steps,
             active_share=float(self._active.sum() / (n * neurons.sum())),
             selected_share=float(self._selected.sum() / (n * neurons.sum())),
-            bytes_touched_per_token=float(self._bytes.sum() / n + rest),
+            bytes_touched_per_token=float((self._bytes.sum() - self._left_out) / n + rest),
             bytes_total_per_token=float(dense + rest),
             active_parameters=float(parameters),
             flops=float(2 * parameters),
             seconds={k: float(v.sum() / n) for k, v in self._seconds.items()} | {"other": self._other / n},
+            left_out_per_token=self._left_out / n,
         )
 
     def _expert_share(self, layer: int) -> float | None:
@@ -207,6 +224,11 @@ class StatsAccumulator:
 
 
 _TIMES = ("predictor", "ffn", "attention")
+_NEURONS, _ROWS = ("selected", "active"), ("gate_rows", "up_rows", "down_rows")
+
+
+def _left_out(step: StepStats) -> float:
+    return 0.0 if step.left_out is None else float(step.left_out.sum())
 
 
 class _FFNCost:
@@ -216,7 +238,7 @@ class _FFNCost:
         predictor = [op for op in graph.ops if op.layer == ffn.layer and op.part == "predictor"]
         products = [op for op in (ffn.gate, ffn.up, ffn.down) if op is not None]
         self.ops: list[Op] = [*products, *predictor]
-        self._has_gate = ffn.gate is not None
+        self._has_gate, self.is_whole = ffn.gate is not None, not ffn.leaves_out
         self.n_ff, self._n_embd = ffn.n_ff, ffn.up.x.width
         self.n_expert = 0 if ffn.route is None else ffn.route.x.width
         self._n_used = 1 if ffn.route is None else ffn.route.n_used

@@ -6,7 +6,8 @@
      "prompts": false,                            whether tokens of prompts are cut too
      "text": {...},                               what they were found on: hashes, and what else is told of it
      "layers": [{"gate": t, "attn_in": t, "attn_out": t, "ffn_in": t, "down_in": t}, ...],
-     "measured": {...}}                           what the calibration saw: sparsity, perplexity, ...
+     "measured": {"kept": [{"gate": share, ...}, ...],   of each layer, what the cutoffs leave of the values
+                  ...}}                           and what else the calibration saw: sparsity, perplexity, ...
 
 A cutoff that is absent is 0 and cuts nothing (model/cutoffs.py says what each is of). A file comes from
 anywhere: every number is checked, and one that was made of another model is refused.
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from hotset.errors import FormatError, InvalidRequestError, ModelNotFoundError
 from hotset.files import read_small_text, write_whole
-from hotset.model.cutoffs import CUTOFF_NAMES, LayerCutoffs
+from hotset.model.cutoffs import CUTOFF_NAMES, CutoffName, LayerCutoffs
 from hotset.parameters import flag, real_number, shown, text, whole_number
 from hotset.sparsity import sidecar
 
@@ -122,6 +123,24 @@ class Thresholds:
                 f"the thresholds are of {len(self.layers)} layers, and the model has {n_layer}; find them "
                 "again with 'hotset calibrate'"
             )
+
+    @property
+    def knows_kept(self) -> bool:
+        """Whether the calibration measured what its cutoffs leave."""
+        return any(self.kept(i, name) is not None for i in range(len(self.layers)) for name in CUTOFF_NAMES)
+
+    def kept(self, layer: int, name: CutoffName) -> float | None:
+        """The share of values that a cutoff leaves, as the calibration measured it; None where it did not.
+
+        Of "down_in": of the neurons, whichever cutoff makes them zero.
+        """
+        kept = self.measured.get("kept")
+        of_layer = kept[layer] if isinstance(kept, list) and layer < len(kept) else None
+        share = of_layer.get(name) if isinstance(of_layer, dict) else None
+        try:
+            return None if share is None else real_number(name, share, 0, 1)
+        except InvalidRequestError:
+            return None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the file, whole or not at all. HotsetError where it cannot be written."""

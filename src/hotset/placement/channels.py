@@ -1,0 +1,235 @@
+"""Which matrices are worth reading by channel: where the channels that are left take less time than all rows.
+
+What is left of a matrix's input is said by the file of thresholds (Thresholds.kept); how fast this machine
+reads rows, one after the other, and channels, here and there, is measured once and kept in machine.json. A
+matrix that would not gain stays as it is. One of which nothing is known is laid out, and each step reads it
+by channel only where few enough are left (csrc/ops/channel_input.h).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hotset import _core
+from hotset.formats.channels import can_be_by_channel, copy_bytes
+from hotset.formats.gguf import TensorInfo
+from hotset.formats.planes import PLANE_GROUP
+from hotset.formats.quants import TYPES, GGMLType, row_bytes
+from hotset.model import graph as g
+from hotset.model.cutoffs import CutoffName
+from hotset.parameters import real_number
+from hotset.placement.machine import (
+    keep,
+    known,
+    machine_file,
+    median_seconds,
+    processor_name,
+)
+from hotset.units import human_size
+
+if TYPE_CHECKING:
+    from hotset.reporter import Reporter
+    from hotset.sparsity.thresholds import Thresholds
+
+_WIDTH, _N_MATRICES = 4096, 8  # 75 MB, more than most caches hold
+_KEPT = 0.5
+_SECONDS = 0.2  # of each measurement
+_TYPE = GGMLType.Q4_0
+_LEAST_GAIN = 0.03  # of a matrix's time: for less a copy is not worth its room
+
+
+@dataclass(frozen=True)
+class ChannelRates:
+    """Bytes per second of decoding: of rows that are all read, and of what is read by channel."""
+
+    rows: float
+    channels: float
+
+
+@dataclass(frozen=True)
+class ChannelGain:
+    """One matrix for one token.
+
+    kept: share of its channels that are read (of its rows, where `by_neuron`), None where it is not known.
+    n_bytes: of all rows. read_bytes: of what is kept. rows_s, kept_s: the seconds of the two.
+    """
+
+    tensor: str
+    kept: float | None
+    by_neuron: bool
+    n_bytes: int
+    read_bytes: float
+    rows_s: float
+    kept_s: float
+
+    @property
+    def pays(self) -> bool:
+        """Whether less than all of it should be read; so too where nothing is known: each step decides."""
+        return self.kept is None or self.kept_s < (1 - _LEAST_GAIN) * self.rows_s
+
+
+@dataclass(frozen=True)
+class ChannelPlan:
+    """Of the matrices of which zeros need not be read. rate: of channels over that of rows."""
+
+    gains: tuple[ChannelGain, ...]
+    rate: float
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """Those that are worth a copy by channel."""
+        return tuple(gain.tensor for gain in self.gains if gain.pays and not gain.by_neuron)
+
+    @property
+    def left_out(self) -> float | None:
+        """Bytes that a token is expected not to read; None where nothing is known of any matrix."""
+        measured = [gain for gain in self.gains if gain.kept is not None]
+        return sum(gain.n_bytes - gain.read_bytes for gain in measured if gain.pays) if measured else None
+
+    @property
+    def saved(self) -> float | None:
+        """Seconds that a token is expected to take less; None as left_out."""
+        measured = [gain for gain in self.gains if gain.kept is not None]
+        return sum(gain.rows_s - gain.kept_s for gain in measured if gain.pays) if measured else None
+
+    def told(self) -> str:
+        """A sentence for a person."""
+        n, of = sum(gain.pays for gain in self.gains), len(self.gains)
+        sentence = f"cutoffs: zeros of {n} of {of} matrices are left out"
+        if self.left_out is None or self.saved is None:
+            return sentence
+        total_s = sum(gain.rows_s for gain in self.gains)
+        return (
+            f"{sentence}; a token is expected to read {human_size(self.left_out)} less, and to take "
+            f"{1e3 * self.saved:.3g} of the {1e3 * total_s:.3g} ms less that these take"
+        )
+
+
+def plan_channels(
+    graph: g.Graph, tensors: Mapping[str, TensorInfo], thresholds: Thresholds, rates: ChannelRates
+) -> ChannelPlan:
+    """What leaving out zeros gains, matrix by matrix; of up rows are left out, where those are less."""
+    cutoff_of: dict[g.Value, CutoffName] = {
+        op.out: op.of for op in graph.primitives if isinstance(op, g.Cutoff)
+    }
+    cut_ffns = [ffn for ffn in graph.ffns if ffn.gate_cut is not None]
+    cutoff_of |= {ffn.selected: "down_in" for ffn in cut_ffns}
+    gains: dict[str, ChannelGain] = {}
+    for op in g.cut_products(graph):
+        info = tensors[op.weight]
+        if not can_be_by_channel(info):
+            continue
+        codes, scales = copy_bytes(info)
+        kept = thresholds.kept(op.layer, cutoff_of[op.x])
+        read = scales + codes * (1.0 if kept is None else kept)
+        gains[op.weight] = _gain(op.weight, kept, False, info.nbytes, read, rates)
+    for ffn in cut_ffns:
+        up, kept = ffn.up, thresholds.kept(ffn.layer, "gate")
+        if kept is None or ffn.gate is None or not isinstance(up, g.Linear):
+            continue
+        n_bytes = row_bytes(tensors[up.weight].type, up.x.width) * up.out.width
+        by_neuron = _gain(up.weight, kept, True, n_bytes, kept * n_bytes, rates)
+        other = gains.get(up.weight)
+        if other is None or other.kept is None or by_neuron.kept_s <= other.kept_s:
+            gains[up.weight] = by_neuron
+    return ChannelPlan(tuple(gains.values()), rates.channels / rates.rows)
+
+
+def _gain(
+    tensor: str, kept: float | None, by_neuron: bool, n_bytes: int, read: float, rates: ChannelRates
+) -> ChannelGain:
+    seconds = n_bytes / rates.rows, read / rates.channels
+    return ChannelGain(tensor, kept, by_neuron, n_bytes, read, *seconds)
+
+
+# -- how fast this machine reads rows and channels ------------------------------------------------
+
+
+def channel_rates(
+    n_threads: int | None = None, *, progress: Reporter | None = None, path: Path | None = None
+) -> ChannelRates:
+    """What is known of this CPU, measured where it is not. path: the file to keep it in."""
+    from hotset.cores import usable_cores
+
+    n_threads = n_threads or usable_cores()
+    path = path or machine_file()
+    version = ""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version("hotset")
+    key = " | ".join([processor_name(), f"{n_threads} threads", _core.isa(), "channels", version])
+    with contextlib.suppress(KeyError, TypeError, ValueError):  # none yet, or of another version
+        before = ChannelRates(**known(path)[key])
+        if min(real_number("a rate", rate, 1) for rate in (before.rows, before.channels)):
+            return before
+    if progress is not None:
+        progress.say("Measuring how fast this machine reads rows and channels, once.")
+    measured = _measure(n_threads)
+    keep(path, key, asdict(measured))
+    return measured
+
+
+class _Weights:
+    """Matrices of one width with their copies by channel, and an input half of which is zero: a
+    WeightSource."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, TensorInfo] = {}
+        self._data: dict[str, np.ndarray] = {}
+        zero = np.random.default_rng(0).random(_WIDTH) >= _KEPT
+        self._add("x", (_WIDTH, 1), GGMLType.F32, np.where(zero, 0, 1).astype(np.float32))
+        layout = TYPES[_TYPE].block
+        assert layout is not None
+        blocks = np.empty(_WIDTH * _WIDTH // PLANE_GROUP, layout)
+        blocks["d"], blocks["qs"] = 2.0**-12, 0x99  # every value is 2^-12
+        for i in range(_N_MATRICES):
+            self._add(f"{i}.weight", (_WIDTH, _WIDTH), _TYPE, blocks.copy())
+            self._add(f"{i}_c.codes", (_WIDTH // 2, _WIDTH), GGMLType.I8, blocks["qs"].copy())
+            scales = _WIDTH, _WIDTH // PLANE_GROUP
+            self._add(f"{i}_c.scales", scales, GGMLType.F16, blocks["d"].copy())
+
+    def _add(self, name: str, shape: tuple[int, ...], type: GGMLType, values: np.ndarray) -> None:
+        self._data[name] = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+        self.tensors[name] = TensorInfo(name, shape, type, self._data[name].nbytes, 0)
+
+    def data(self, name: str) -> np.ndarray:
+        return self._data[name]
+
+    def check(self) -> None:
+        pass  # memory stays as it is
+
+
+def _measure(n_threads: int) -> ChannelRates:
+    from hotset.backends.base import Batch
+    from hotset.backends.cpu import CpuBackend, new_runtime
+
+    weights, graph = _Weights(), g.Graph()
+    x = graph.add(g.Embed(graph.value("embedding", _WIDTH), "x"))
+    outs = []
+    for i in range(_N_MATRICES):
+        copy = g.ByChannel(f"{i}_c.codes", f"{i}_c.scales")
+        linear = g.Linear(graph.value(f"out {i}", _WIDTH), x, f"{i}.weight", by_channel=copy)
+        outs.append(graph.add(linear))
+    graph.add(g.SelectOutputs(graph.value("logits", _WIDTH), outs[-1]))
+    codes, scales = copy_bytes(weights.tensors["0.weight"])
+    n_bytes = {False: codes + scales, True: codes * _KEPT + scales}
+    zero = np.zeros(1, np.int32)
+    batch = Batch(zero, zero, zero, zero[None], zero)
+    found = {}
+    runtime = new_runtime(n_threads)
+    try:
+        for sparse in (False, True):
+            backend = CpuBackend(weights, graph, n_pages=1, max_batch=1, sparse=sparse, runtime=runtime)
+            backend.step(batch)
+            seconds = median_seconds(lambda: backend.step(batch), _SECONDS)  # noqa: B023
+            found[sparse] = _N_MATRICES * n_bytes[sparse] / seconds
+            backend.close()
+    finally:
+        runtime.close()
+    return ChannelRates(found[False], found[True])

@@ -1,0 +1,118 @@
+"""What leaving out zeros is expected to gain, and that a matrix that would not gain stays as it is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cutoffs import EVERY, thresholds_of, write
+
+import hotset
+from hotset.formats.gguf import GGUFFile
+from hotset.formats.quants import GGMLType
+from hotset.model.config import config_from_gguf
+from hotset.model.cutoffs import CUTOFF_NAMES, LayerCutoffs
+from hotset.model.decoder import describe
+from hotset.placement import channels
+from hotset.placement.channels import ChannelPlan, ChannelRates, plan_channels
+from hotset.sparsity.thresholds import Thresholds, default_path
+
+T = GGMLType
+KEPT = dict.fromkeys(CUTOFF_NAMES, 0.5)
+
+
+def with_kept(gguf: GGUFFile, kept: Any, cutoffs: LayerCutoffs = EVERY) -> Thresholds:
+    return replace(thresholds_of(gguf, cutoffs=cutoffs), measured={"kept": kept})
+
+
+def planned(
+    gguf: GGUFFile, thresholds: Thresholds, rows: float = 1e9, by_channel: float = 1e9
+) -> ChannelPlan:
+    graph = describe(config_from_gguf(gguf), gguf.tensors, cutoffs=thresholds.layers)
+    return plan_channels(graph, gguf.tensors, thresholds, ChannelRates(rows, by_channel))
+
+
+def test_a_gain_is_that_of_the_codes_that_are_not_read(tmp_path: Path) -> None:
+    gguf = write(tmp_path, type=T.Q4_0)
+    plan = planned(gguf, with_kept(gguf, [KEPT, KEPT], replace(EVERY, gate=0)))
+    names = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    matrices = [f"blk.{i}.{name}.weight" for i in range(2) for name in names]
+    assert sorted(plan.chosen) == sorted(matrices)
+    n_bytes = sum(gguf.tensors[name].nbytes for name in matrices)
+    assert plan.left_out == n_bytes * 16 / 18 / 2  # half of the codes; scales are all read
+    assert plan.saved == pytest.approx(plan.left_out / 1e9)
+
+
+def test_a_matrix_that_would_not_gain_stays(tmp_path: Path) -> None:
+    gguf = write(tmp_path, type=T.Q4_0)
+    kept = [{**KEPT, "attn_in": 0.9}, {**KEPT, "attn_out": 0.1}]
+    plan = planned(gguf, with_kept(gguf, kept, replace(EVERY, gate=0)), by_channel=0.5e9)
+    assert plan.chosen == ("blk.1.attn_output.weight",)
+    assert planned(gguf, with_kept(gguf, kept), by_channel=0.01e9).chosen == ()
+
+
+def test_of_up_rows_are_left_out_where_those_are_less(tmp_path: Path) -> None:
+    gguf = write(tmp_path, type=T.Q4_0)
+    plan = planned(gguf, with_kept(gguf, [{**KEPT, "gate": 0.2}, {**KEPT, "gate": 0.9}]))
+    of_up = {gain.tensor: gain for gain in plan.gains if "ffn_up" in gain.tensor}
+    assert [of_up[f"blk.{i}.ffn_up.weight"].by_neuron for i in range(2)] == [True, False]
+    assert "blk.0.ffn_up.weight" not in plan.chosen
+
+
+@pytest.mark.parametrize("kept", [None, "half", [], [{"attn_in": 2}, "x"], [{"attn_in": float("nan")}, {}]])
+def test_where_nothing_is_known_each_step_decides(tmp_path: Path, kept: Any) -> None:
+    gguf = write(tmp_path, type=T.Q4_0)
+    thresholds = with_kept(gguf, kept)
+    assert not thresholds.knows_kept
+    plan = planned(gguf, thresholds)
+    assert len(plan.chosen) == 14
+    assert (plan.left_out, plan.saved) == (None, None)
+
+
+def test_types_without_channels_gain_nothing(tmp_path: Path) -> None:
+    gguf = write(tmp_path, type=T.F16)
+    assert planned(gguf, with_kept(gguf, [KEPT, KEPT], replace(EVERY, gate=0))).gains == ()
+
+
+def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def measure(n_threads: int) -> ChannelRates:
+        measured.append(n_threads)
+        return ChannelRates(2e9, 1e9)
+
+    monkeypatch.setattr(channels, "_measure", measure)
+    path = tmp_path / "machine.json"
+    assert (
+        channels.channel_rates(3, path=path) == channels.channel_rates(3, path=path) == ChannelRates(2e9, 1e9)
+    )
+    assert measured == [3]
+    known = json.loads(path.read_text())
+    path.write_text(json.dumps({key: {"rows": "fast", "channels": -1} for key in known}))
+    channels.channel_rates(3, path=path)
+    assert measured == [3, 3]
+
+
+def test_what_is_measured_is_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_WIDTH": 256, "_N_MATRICES": 2, "_SECONDS": 0.001}.items():
+        monkeypatch.setattr(channels, name, value)
+    rates = channels._measure(1)
+    assert rates.rows > 0
+    assert rates.channels > 0
+
+
+def test_loading_builds_what_gains_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "_measure", lambda n_threads: ChannelRates(1e9, 0.5e9))
+    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
+    gguf = write(tmp_path, type=T.Q4_0)
+    kept = [KEPT, {**KEPT, "attn_out": 0.1}]
+    with_kept(gguf, kept, replace(EVERY, gate=0)).save(default_path(gguf.path))
+    with hotset.load(gguf.path, sparsity="threshold", backend="cpu", n_threads=1, n_ctx=128) as model:
+        copies = {name for name in model.weights.tensors if name.endswith("_c.codes")}
+        assert copies == {"blk.1.attn_output_c.codes"}
+        plan = model.decided.channels
+        assert plan is not None
+        assert plan.told().startswith("cutoffs: zeros of 1 of 14 matrices are left out; a token is expected")
