@@ -431,6 +431,28 @@ def test_targets_that_mean_nothing(settings: dict[str, Any], said: str) -> None:
         ThresholdSettings(**settings)
 
 
+def test_the_table(
+    path: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "bench"))
+    import thresholds
+
+    file = tmp_path / "text.txt"
+    file.write_text(text)
+    shown = tmp_path / "shown.svg"
+    words = ["--n-ctx", 64, "--tokens", 128, "--measured", 256, "--chunks", 4, "--rounds", 1, "--answer", 4]
+    arguments = ["--model", path, "--calibrate", file, "--judge", file, "--work", tmp_path / "work", *words]
+    monkeypatch.setattr("sys.argv", ["x", *map(str, arguments), "--targets", "0.2,0.4", "--plot", str(shown)])
+    thresholds.main()
+    *_, last = capsys.readouterr().out.strip().splitlines()
+    rows = json.loads(last)["results"]
+    assert [row["target"] for row in rows] == ["0.2", "0.4"]
+    assert 0.2 <= rows[0]["saved"] < 0.4 <= rows[1]["saved"]
+    assert 0 < rows[0]["kl"] < rows[1]["kl"]
+    assert all(row["speed"] > 0 for row in rows)
+    assert shown.stat().st_size > 1000
+
+
 def test_the_verb(path: Path, text: str, tmp_path: Path) -> None:
     file, out = tmp_path / "text.txt", tmp_path / "t.json"
     file.write_text(text)

@@ -1,0 +1,167 @@
+"""Sparsity against what it costs and gains: thresholds of `hotset calibrate`, judged on another text.
+
+usage: python bench/thresholds.py --model MODEL.gguf --calibrate TEXT --judge OTHER [--targets 1%,0.25,FILE]
+
+A target is a rise of perplexity (1%), a share of the bytes of the layers' matrices (0.25), or a file of
+thresholds as it stands. All are run over the judged text side by side with the model uncut, with all tokens
+cut, and then write an answer each, in turn, --rounds times: answers of text, since random tokens have other
+activations. Calibrations share their losses in --work, where their files stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import peers
+
+import hotset
+from hotset.sparsity.thresholds import Thresholds
+
+PROMPT = "The history of the city begins"
+
+
+@dataclass(frozen=True)
+class Row:
+    """saved: share of the bytes of the layers' matrices, as foreseen. speed: tokens per second, median; the
+    ratio to the model uncut is the median of those of the rounds. increase and its error: of the perplexity.
+    held_out: what the calibration measured."""
+
+    target: str
+    saved: float
+    ppl: float
+    increase: float
+    increase_error: float
+    kl: float
+    same_top: float
+    speed: float
+    speed_ratio: float
+    held_out: float | None = None
+
+
+def thresholds_of(target: str, args: argparse.Namespace, text: str) -> Path:
+    """The file of a target, calibrated where it is none."""
+    if Path(target).is_file():
+        return Path(target)
+    from hotset.training.thresholds import ThresholdSettings, calibrate_thresholds
+
+    value = float(target.removesuffix("%"))
+    reached: dict[str, Any] = {"max_increase": value / 100} if target.endswith("%") else {"share": value}
+    settings = ThresholdSettings(**reached, n_ctx=args.n_ctx, n_tokens=args.tokens, n_measured=args.measured)
+    path = args.work / f"{args.model.stem}.{target}.thresholds.json"
+    if not path.is_file():
+        calibrate_thresholds(args.model, text, path, settings, work=args.work / "work", keep=True)
+        print(f"calibrated {target}", file=sys.stderr)
+    return path
+
+
+def speeds(models: list[hotset.Model], n_tokens: int, rounds: int) -> list[list[float]]:
+    """Tokens per second of each model in each round; they take turns."""
+    found: list[list[float]] = [[] for _ in models]
+    for i in range(rounds + 1):  # the first warms up
+        for model, own in zip(models, found, strict=True):
+            answer = model.generate(PROMPT, temperature=0, max_tokens=n_tokens, ignore_eos=True)
+            if i:
+                own.append(answer.timings.predicted_per_second)
+    return found
+
+
+def measure(args: argparse.Namespace, files: list[Path]) -> tuple[float, list[Row]]:
+    """The uncut perplexity, and a row for each file."""
+    with ExitStack() as opened:
+
+        def load(**how: Any) -> hotset.Model:
+            settings = {"backend": "cpu", "n_threads": args.threads, "n_ctx": args.n_ctx} | how
+            return opened.enter_context(hotset.load(args.model, **settings))
+
+        models = [load(), *(load(thresholds=file) for file in files)]
+        text = args.judge.read_text(encoding="utf-8")
+        for results in hotset.compare_chunks(models, text, n_ctx=args.n_ctx, chunks=args.chunks):
+            print(f"chunk {results[0].chunk} of {results[0].n_chunks}", file=sys.stderr)
+        times = speeds(models, args.answer, args.rounds) if args.rounds else [[0.0]] * len(models)
+    rows = []
+    for target, file, result, own in zip(args.targets, files, results[1:], times[1:], strict=True):
+        measured, apart = Thresholds.open(file).measured, result.divergence
+        assert apart is not None
+        ratios = [one / base for one, base in zip(own, times[0], strict=True)] if args.rounds else [0.0]
+        rows.append(
+            Row(
+                target, measured["saved"], result.ppl, apart.ppl_ratio - 1, apart.ppl_ratio_error, apart.kl,
+                apart.same_top, statistics.median(own), statistics.median(ratios), measured.get("increase"),
+            )
+        )  # fmt: skip
+    return results[0].ppl, rows
+
+
+def plot(rows: list[Row], path: Path, name: str) -> None:
+    """Perplexity and KL against the bytes saved; beside it the speed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    rows = sorted(rows, key=lambda row: row.saved)
+    saved = [100 * row.saved for row in rows]
+    errors = [100 * row.increase_error for row in rows]
+    left.errorbar(
+        saved, [100 * row.increase for row in rows], errors, marker="o", ms=4, label="perplexity, %"
+    )
+    left.plot(saved, [100 * row.kl for row in rows], "s--", ms=4, label="KL, nats / 100")
+    left.set(xlabel="bytes of the layers saved, %", ylabel="more than uncut", title=name)
+    left.legend(frameon=False)
+    right.plot(saved, [row.speed_ratio for row in rows], "o-", ms=4)
+    right.axhline(1, color="grey", lw=0.7)
+    right.set(xlabel="bytes of the layers saved, %", ylabel="decoding, ÷ uncut")
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--calibrate", type=Path, required=True, help="text to calibrate on")
+    parser.add_argument("--judge", type=Path, required=True, help="another text")
+    parser.add_argument("--targets", default="1%,5%,0.125,0.25,0.4", help="comma-separated")
+    parser.add_argument("--tokens", type=int, default=4096, help="to estimate losses from")
+    parser.add_argument("--measured", type=int, default=16384, help="held-out tokens of a measurement")
+    parser.add_argument("--chunks", type=int, default=40, help="of the judged text")
+    parser.add_argument("--n-ctx", type=int, default=512, help="tokens of a chunk, and of an answer at most")
+    parser.add_argument("--answer", type=int, default=128, help="tokens of an answer that is timed")
+    parser.add_argument("--rounds", type=int, default=5, help="0: nothing is timed")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--work", type=Path, default=Path("build/thresholds"))
+    parser.add_argument("--plot", type=Path, help="a PNG, SVG or PDF")
+    args = parser.parse_args()
+    args.targets = args.targets.split(",")
+    args.work.mkdir(parents=True, exist_ok=True)
+    text = args.calibrate.read_text(encoding="utf-8")
+    ppl, rows = measure(args, [thresholds_of(target, args, text) for target in args.targets])
+    print(f"{args.model.name}, {args.chunks} chunks of {args.judge.name}, uncut {ppl:.3f}\n")
+    headers = ["target", "saved", "perplexity", "rise", "KL", "same top", "t/s", "÷ uncut"]
+    cells = [
+        [
+            row.target, f"{row.saved:.1%}", f"{row.ppl:.3f}",
+            f"{row.increase:+.2%} ± {row.increase_error:.2%}", f"{row.kl:.4f}", f"{row.same_top:.1%}",
+            f"{row.speed:.1f}", f"{row.speed_ratio:.2f}×",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    peers.print_table(headers, cells)
+    print()
+    peers.print_json(
+        "thresholds", machine=peers.machine(), model=args.model.name, uncut=ppl, chunks=args.chunks,
+        results=[asdict(row) for row in rows],
+    )  # fmt: skip
+    if args.plot is not None:
+        plot(rows, args.plot, args.model.stem)
+
+
+if __name__ == "__main__":
+    main()
