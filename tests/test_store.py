@@ -95,10 +95,17 @@ def stored(
 ) -> tuple[CpuBackend, StoredWeights]:
     """A backend whose store has the least that it needs, and a share of what it has a use for beyond."""
     ready, graph = prepared(gguf, mode, options.pop("predictor", None))  # type: ignore[arg-type]
-    reader = _core.Reader(ring, 4)
+    reader, gap = _core.Reader(ring, 4), options.pop("gap", 4096)
 
     def weights(n_bytes: int) -> StoredWeights:
-        return StoredWeights(ready.weights, graph, n_bytes, sparse=mode != "dense", reader=reader, gap=4096)
+        return StoredWeights(
+            ready.weights,
+            graph,
+            n_bytes,
+            sparse=mode != "dense",
+            reader=reader,
+            gap=gap,  # type: ignore[arg-type]
+        )
 
     all_of_it = weights(1 << 30)
     assert all_of_it.store is not None

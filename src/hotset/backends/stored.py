@@ -183,7 +183,7 @@ class StoredWeights:
         for name in group:
             path, offset = self._weights.place(name)
             n_rows, row = rows_of(self.tensors[name])
-            parts.append((os.fspath(path), offset, row, row))
+            parts.append((os.fspath(path), offset, row, self.tensors[name].stride or row))
         return store.group(n_rows, parts)
 
     def _read(self, names: list[str], empty: bool) -> dict[str, np.ndarray]:

@@ -222,6 +222,10 @@ def reorder(
     profile: Annotated[
         Path | None, typer.Option("--profile", dir_okay=False, help="Its profile; default: that beside it.")
     ] = None,
+    bundle: Annotated[
+        bool,
+        typer.Option("--bundle", help="A neuron, or an expert, becomes one read; needs no profile."),
+    ] = False,
     json: options.Json = False,
 ) -> None:
     """Write a model whose neurons stand in order of hotness, and all that refers to them with it."""
@@ -230,25 +234,30 @@ def reorder(
 
     path = resolve(source, download=False)
     place = profile or default_path(path)
-    if not place.is_file():
+    in_order = place.is_file()
+    if not in_order and (not bundle or profile is not None):
         raise typer.BadParameter(
             f"there is no profile {place}: make one with 'hotset profile {source} -f TEXT'.",
             param_hint="--profile",
         )
     with DownloadBar() as bar:
-        written = write_reordered(path, target, Profile.open(place), progress=bar)
+        hotness = Profile.open(place) if in_order else None
+        written = write_reordered(path, target, hotness, bundle=bundle, progress=bar)
     if json:
         print_json(
             {
                 "path": str(target),
                 "size": written.n_bytes,
-                "profile": str(place),
+                "profile": str(place) if in_order else None,
+                "bundled": bundle,
                 "n_always": list(written.n_always),
                 "files": [str(file) for file in written.files],
             }
         )
         return
     say(f"Wrote {target} ({human_size(written.n_bytes)}). Run it with: hotset run {target}")
+    if not in_order:
+        return say("Its neurons stand as they did; 'hotset profile' says which are hot.", dim=True)
     fewest, most = min(written.n_always), max(written.n_always)
     head = str(most) if fewest == most else f"{fewest} to {most}"
     say(f"The first {head} neurons of each layer are computed always, without prediction.", dim=True)

@@ -34,6 +34,7 @@ from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO, Literal
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -45,6 +46,7 @@ from hotset.errors import (
     UnsupportedModelError,
 )
 from hotset.files import check_target, open_regular, replacing
+from hotset.formats import bundle
 from hotset.formats.encode import WRITABLE, encode
 from hotset.formats.mapped import MappedFile, check_unharmed, cut_error, cut_files
 from hotset.formats.quants import TYPES, GGMLType, row_bytes
@@ -104,7 +106,8 @@ _MIN_TENSOR_INFO = 8 + 4 + 4 + 8
 class TensorInfo:
     """Where one tensor lies.
 
-    shape: GGUF order, ne0 (contiguous) first. offset: bytes from the start of file `shard`.
+    shape: GGUF order, ne0 (contiguous) first. offset: bytes from the start of file `shard`. stride: bytes
+    from one neuron, or expert, to the next, where they lie in a bundle (formats/bundle.py); else 0.
     nbytes is 0 where the type is not known (its size cannot be); `GGUFFile.data` refuses such a tensor.
     """
 
@@ -114,6 +117,7 @@ class TensorInfo:
     nbytes: int
     offset: int
     shard: int = 0
+    stride: int = 0
 
     @property
     def n_elements(self) -> int:
@@ -363,6 +367,8 @@ class GGUFFile:
                         f"{shard.path}: tensor {info.name!r} stands twice; convert the model again."
                     )
                 self.tensors[info.name] = info
+        self.tensors = bundle.opened(first.path, self.tensors, self.metadata)
+        self._unbundled: WeakValueDictionary[str, np.ndarray] = WeakValueDictionary()
         self._maps = [shard.buffer for shard in shards]
         self._bytes = [np.frombuffer(buffer, np.uint8) for buffer in self._maps]
 
@@ -385,7 +391,8 @@ class GGUFFile:
         return sum(info.n_elements for info in self.tensors.values())
 
     def data(self, name: str) -> np.ndarray:
-        """The tensor's bytes: uint8 [nbytes], read-only, a view into the map (no copy; nothing is read yet).
+        """The tensor's bytes: uint8 [nbytes], read-only, a view into the map (no copy; nothing is read
+        yet); of one in a bundle a copy.
 
         Raises UnsupportedModelError where the tensor is missing or its type is not known.
         """
@@ -402,7 +409,22 @@ class GGUFFile:
         if not self._bytes:
             raise InvalidRequestError(f"{self.path} has been closed; open it again to read tensors.")
         self._maps[info.shard].check()
+        if info.stride:
+            return self._gathered(info)
         return self._bytes[info.shard][info.offset : info.offset + info.nbytes]
+
+    def _gathered(self, info: TensorInfo) -> np.ndarray:
+        """A copy of a matrix of a bundle; one for all who have it."""
+        if (known := self._unbundled.get(info.name)) is not None:
+            return known
+        n = info.shape[-1]
+        row = info.nbytes // n
+        of_file = self._bytes[info.shard][info.offset :]
+        rows = np.lib.stride_tricks.as_strided(of_file, (n, row), (info.stride, 1), writeable=False)
+        copy = np.ascontiguousarray(rows).reshape(-1)
+        copy.flags.writeable = False
+        self._unbundled[info.name] = copy
+        return copy
 
     def check(self) -> None:
         """Raises FormatError where what was read of the files may be anything: one was cut meanwhile."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,11 +24,13 @@ import numpy as np
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.files import check_target
 from hotset.formats import powerinfer
+from hotset.formats.bundle import KEYS, NAMES_KEY, PAGE, keys_of
 from hotset.formats.gguf import DEFAULT_ALIGNMENT, GGUFWriter, ValueType, copy_metadata, open_gguf
 from hotset.formats.quants import TYPES, GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.sparsity import sidecar
+from hotset.sparsity.bundles import bundles_of
 from hotset.sparsity.predictors import N_ALWAYS_KEY
 from hotset.sparsity.profile import Profile, default_path
 
@@ -55,13 +57,16 @@ class Reordered:
 def reorder(
     in_path: str | os.PathLike[str],
     out_path: str | os.PathLike[str],
-    profile: Profile,
+    profile: Profile | None,
     *,
     always: float = HEAD_FREQUENCY,
+    bundle: bool = False,
     progress: Reporter | None = None,
 ) -> Reordered:
-    """Writes `out_path`: the model in the order of the profile's counts, the hottest neuron first.
+    """Writes `out_path`: the model in the order of the profile's counts, the hottest neuron first; None: in
+    the order that it has.
 
+    bundle: what a neuron, or an expert, needs of several matrices stands side by side (formats/bundle.py).
     always: the frequency from which a neuron is computed without prediction (above 1: none is). Metadata and
     dialect stay; a split model becomes one file. The profile goes along, and so do the counts and the GPU
     index of a published PowerInfer model. Raises InvalidRequestError where the profile is another model's, or
@@ -71,25 +76,45 @@ def reorder(
     with open_gguf(in_path) as gguf:
         check_target(out, gguf.paths)
         config = config_from_gguf(gguf)
-        describe(config, gguf.tensors)  # a file that is no model is refused
-        profile.check_model(sidecar.fingerprint(gguf), config.n_ff)
-        _refuse_quantised_columns(gguf)
-        if powerinfer.activation_files(gguf.path) and out.parent.resolve() == gguf.path.parent.resolve():
-            raise InvalidRequestError(
-                f"{gguf.path.parent / 'activation'} belongs to the old order of neurons, and a folder "
-                "holds one; write the reordered model to a folder of its own"
-            )
-        orders = neuron_orders(profile)
-        writer = GGUFWriter(out, gguf.architecture, _alignment(gguf), gguf.dialect)
-        n_always = add_order(writer, profile, orders, always)
-        copy_metadata(gguf, writer)
+        graph = describe(config, gguf.tensors)  # a file that is no model is refused
+        if profile is not None:
+            _check_order(gguf, out, profile, config.n_ff)
+        orders = neuron_orders(profile) if profile is not None else None
+
+        def moved(info: TensorInfo) -> Callable[[], np.ndarray]:
+            return _moved(gguf, info, orders) if orders is not None else lambda: gguf.data(info.name)
+
+        bundles = bundles_of(gguf, graph, moved) if bundle else []
+        parts = {part.name for one in bundles for part in one.parts}
+        writer = GGUFWriter(out, gguf.architecture, PAGE if bundle else _alignment(gguf), gguf.dialect)
+        n_always: tuple[int, ...] = ()
+        if profile is not None and orders is not None:
+            n_always = add_order(writer, profile, orders, always)
+        for key, value in (keys_of([one.parts for one in bundles]) if bundles else {}).items():
+            writer.add(key, value, ValueType.INT32 if isinstance(value, list) and key != NAMES_KEY else None)
+        copy_metadata(gguf, writer, (*KEYS, "general.alignment"))
         for info in gguf.tensors.values():
-            writer.add_tensor(info.name, _moved(gguf, info, orders), info.type, info.shape)
+            if info.name not in parts:
+                writer.add_tensor(info.name, moved(info), info.type, info.shape)
+        for one in bundles:
+            one.add_to(writer)
         if progress is not None:
-            progress.say(f"Writing {out} in order of hotness.")
+            progress.say(f"Writing {out}{' in order of hotness' if profile else ''}.")
         writer.write()
-        files = [out, *_move_companions(Path(in_path), out, profile, orders)]
+        files = [out]
+        if profile is not None and orders is not None:
+            files += _move_companions(Path(in_path), out, profile, orders)
     return Reordered(n_always, out.stat().st_size, tuple(files))
+
+
+def _check_order(gguf: GGUFFile, out: Path, profile: Profile, n_ff: Sequence[int]) -> None:
+    profile.check_model(sidecar.fingerprint(gguf), n_ff)
+    _refuse_quantised_columns(gguf)
+    if powerinfer.activation_files(gguf.path) and out.parent.resolve() == gguf.path.parent.resolve():
+        raise InvalidRequestError(
+            f"{gguf.path.parent / 'activation'} belongs to the old order of neurons, and a folder "
+            "holds one; write the reordered model to a folder of its own"
+        )
 
 
 def neuron_orders(profile: Profile) -> list[np.ndarray]:
