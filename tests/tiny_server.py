@@ -62,7 +62,7 @@ class Serving:
         self._bound = bound_socket("127.0.0.1", 0)
         self.port = self._bound.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.server = Server(self.service, self._bound, lambda where: None)
+        self.server = Server(self.service, self._bound, lambda where: None, create_app(self.service))
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:

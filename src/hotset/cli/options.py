@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from hotset.settings import LoadSettings
 
 _ENGINE, _SAMPLING, _TEXT, _GPU = "Engine", "Sampling", "Input and output", "GPU"
-_SCALE = "Several machines (needs hotset[scale])"
 _FORM = "Form of the answer (needs hotset[serve])"
 
 
@@ -112,12 +111,17 @@ Contexts = Annotated[
     int, _option("--contexts", "Full contexts in the cache; of shorter ones, more.", "Server", min=1)
 ]
 
+
+def scale_option(names: str, help: str, **more: object) -> typer.models.OptionInfo:
+    """An option of those about several machines."""
+    return _option(names, help, "Several machines (needs hotset[serve,scale])", **more)
+
+
 RayAddress = Annotated[
-    str | None, _option("--ray", "Address of a Ray cluster, auto for this machine's.", _SCALE)
+    str | None, scale_option("--ray", "Address of a Ray cluster; auto: this machine's; default: begins one.")
 ]
 Stages = Annotated[
-    str | None,
-    _option("--stages", "Cut the model over machines: HOST:LAYERS,HOST:LAYERS,... or auto.", _SCALE),
+    str | None, scale_option("--stages", "Cut the model over machines: HOST:LAYERS,HOST:LAYERS or auto.")
 ]
 
 File = Annotated[
@@ -298,8 +302,12 @@ class ScaleOptions:
             return load(path, settings, progress=progress)
         from hotset.scale.stages import load_staged
 
-        name = str(path.resolve()) if Path(model).is_file() else model
-        return load_staged(name, settings, self.stages, self.ray)
+        return load_staged(name_everywhere(model, path), settings, self.stages, self.ray)
+
+
+def name_everywhere(model: str, path: Path) -> str:
+    """How each machine finds a model: by the name that was given, or by the path, which is then the same."""
+    return str(path.resolve()) if Path(model).is_file() else model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,6 +60,12 @@ class ServerOptions:
     timeout: Annotated[
         float | None, _option("--timeout", "Seconds that an answer may take; default: any.", min=0)
     ] = None
+    replicas: Annotated[
+        int | None, options.scale_option("--replicas", "Copies of the model on machines of --ray.", min=1)
+    ] = None
+    max_replicas: Annotated[
+        int | None, options.scale_option("--max-replicas", "Up to so many, as requests need them.", min=1)
+    ] = None
     grace: Annotated[float, _option("--grace", "Seconds for answers that run when it ends.", min=0)] = 30.0
 
     def settings(self) -> ServerSettings:
@@ -112,6 +118,17 @@ def serve(
     with bar:
         path = resolve(model or catalogue.DEFAULT, progress=bar)
     names = (*(alias or ()), model_name(path))
+    if server.replicas is not None or server.max_replicas is not None:
+        if scale.stages is not None:
+            raise typer.BadParameter(
+                "replicas have whole models; leave one of them out.", param_hint="--stages"
+            )
+        from hotset.scale.replicas import Replicas, serve_replicas
+
+        replicas = Replicas(least=server.replicas or 1, most=server.max_replicas)
+        name = options.name_everywhere(model or catalogue.DEFAULT, path)
+        serve_replicas(name, settings, server_settings, names, replicas, scale.ray, say)
+        return
 
     from hotset.server.listen import listen
     from hotset.server.service import Service

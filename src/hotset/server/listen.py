@@ -8,17 +8,20 @@ import socket
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from hotset.errors import InvalidRequestError
 from hotset.server.app import create_app
 from hotset.server.service import Service
+from hotset.server.settings import ServerSettings
 
 log = logging.getLogger("hotset.server")
 
 _BACKLOG = 1024
-_SWITCH_SECONDS = 0.0005  # Python's own are 5 ms: longer than a step, for which the engine would wait
+SWITCH_SECONDS = 0.0005  # Python's own are 5 ms: longer than a step, for which the engine would wait
 _LAST_SECONDS = 5  # for the last events of answers that are ended to reach their clients
 
 
@@ -28,9 +31,9 @@ def listen(service: Service, told: Callable[[str], None]) -> None:
     A second signal ends them at once. told: hears where the server listens, once it does.
     Raises what keeps it from listening, or the model from being loaded.
     """
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    sys.setswitchinterval(SWITCH_SECONDS)
     with bound_socket(service.settings.host, service.settings.port) as bound:
-        asyncio.run(Server(service, bound, told).serve(sockets=[bound]))
+        asyncio.run(Server(service, bound, told, create_app(service)).serve(sockets=[bound]))
     if service.error is not None:
         raise service.error
 
@@ -58,14 +61,29 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
+class Served(Protocol):
+    """What answers behind an application: a Service, or whoever stands before several."""
+
+    settings: ServerSettings
+    stopping: bool
+
+    async def loaded(self) -> None:
+        """Waits until it can answer. Raises what keeps it from that."""
+
+    def end_answers(self) -> None:
+        """Ends what runs; each is told that the server ends."""
+
+
 class Server(uvicorn.Server):
     """uvicorn's, which asks the service to end what it answers when a signal comes."""
 
-    def __init__(self, service: Service, bound: socket.socket, told: Callable[[str], None]) -> None:
+    def __init__(
+        self, service: Served, bound: socket.socket, told: Callable[[str], None], app: ASGIApp
+    ) -> None:
         settings = service.settings
         super().__init__(
             uvicorn.Config(
-                create_app(service),
+                app,
                 http="httptools",
                 log_config=None,
                 access_log=False,

@@ -1,0 +1,199 @@
+"""What several machines cost, on a cluster of Ray nodes on this one: the front, and a stage's boundary.
+
+    python bench/scale.py front [MODEL] [--tokens 200] [--rounds 3]    # one stream, plain and one replica
+    python bench/scale.py stages [MODEL] [--tokens 100] [--rounds 5]   # one, two and three stages
+    python bench/scale.py prefixes [MODEL]                             # 8 conversations over 2 replicas
+    python bench/scale.py simulate [--hop MS] [--rate GBs] ...         # 70B over 2, 4 and 8 machines
+
+The first three measure; the last one computes, from numbers that the others give, what nobody here has the
+machines for. Each prints one line of JSON at its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import peers
+import serve_load
+
+PORT = 18100
+
+
+@contextmanager
+def cluster(names: str) -> Iterator[str]:
+    """The address of a cluster of this machine whose nodes have these letters for names."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    found = Cluster()
+    for name in names:
+        more = {"include_dashboard": False} if name == names[0] else {}
+        found.add_node(num_cpus=4, node_name=name, object_store_memory=200 << 20, **more)
+    try:
+        yield found.address
+    finally:
+        ray.shutdown()
+        found.shutdown()
+
+
+def command(model: str, threads: int, *more: str) -> list[str]:
+    base = [sys.executable, "-m", "hotset.cli.main", "serve", model, "--port", str(PORT), "-t", str(threads)]
+    return [*base, "-c", "2048", *more]
+
+
+def front(args: argparse.Namespace) -> dict[str, Any]:
+    rates: dict[str, list[float]] = {"plain": [], "one replica": []}
+    with cluster("a") as address:
+        commands = {
+            "plain": command(args.model, args.threads),
+            "one replica": command(args.model, args.threads, "--replicas", "1", "--ray", address),
+        }
+        for i in range(args.rounds):
+            for name, line in commands.items():
+                with serve_load.running(line, PORT) as url:
+                    client = serve_load.Client(url, i)
+                    asyncio.run(client.ask(serve_load.SHORT, 20))
+                    found = [asyncio.run(client.ask(serve_load.SHORT, args.tokens)) for _ in range(3)]
+                    rates[name].append(statistics.median(one.decode_rate for one in found))
+    overhead = statistics.median(a / b - 1 for a, b in zip(rates["plain"], rates["one replica"], strict=True))
+    peers.print_table(["server", "tokens/s, one stream"], [[k, f"{max(v):.1f}"] for k, v in rates.items()])
+    return {"rates": rates, "overhead": overhead}
+
+
+def stages(args: argparse.Namespace) -> dict[str, Any]:
+    import hotset
+    from hotset.scale.cluster import connect
+    from hotset.scale.stages import load_staged
+    from hotset.settings import LoadSettings
+
+    settings = LoadSettings(n_ctx=2048, n_threads=args.threads, n_seqs=4, backend="cpu")
+    times: dict[str, list[float]] = {}
+    with cluster("abc") as address:
+        connect(address)
+        with hotset.load(args.model, settings) as model:
+            n = model.graph.n_layer
+        cuts = [f"a:{n}", f"a:{n // 2},b:{n - n // 2}", f"a:{n // 3},b:{n // 3},c:{n - 2 * (n // 3)}"]
+        for spec in cuts:
+            with load_staged(args.model, settings, spec, address) as model:
+                for _ in range(args.rounds):
+                    answer = model.generate("Rivers", temperature=0, max_tokens=args.tokens, ignore_eos=True)
+                    times.setdefault(spec, []).append(1e3 / answer.timings.predicted_per_second)
+    least = {spec: min(found) for spec, found in times.items()}
+    peers.print_table(["stages", "ms a token, the least"], [[k, f"{v:.2f}"] for k, v in least.items()])
+    one, two, three = least.values()
+    return {"ms": times, "boundary_ms": [two - one, (three - one) / 2]}
+
+
+def conversations(url: str, n_turns: int = 4) -> int:
+    """Cached tokens of 8 conversations that take turns."""
+    import httpx
+
+    cached = 0
+    with httpx.Client(base_url=url, timeout=600) as client:
+        system = {"role": "system", "content": "You are of help to everyone who asks. " * 12}
+        talks = [
+            [system, {"role": "user", "content": f"Talk {i}. " + f"Tell me of {i}. " * 30}] for i in range(8)
+        ]
+        for _ in range(n_turns):
+            for i, talk in enumerate(talks):
+                body = {"messages": talk, "max_tokens": 24, "temperature": 0}
+                reply = client.post("/v1/chat/completions", json=body).json()
+                cached += reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+                talk.append(reply["choices"][0]["message"])
+                talk.append({"role": "user", "content": f"And {i}, and then? " * 8})
+    return cached
+
+
+def prefixes(args: argparse.Namespace) -> dict[str, Any]:
+    from hotset.scale.replicas import Replicas
+
+    found: dict[str, int] = {}
+    with cluster("ab") as address:
+        more = {"one replica": ["--replicas", "1", "--contexts", "8"], "two": ["--replicas", "2"]}
+        for name, options in more.items():
+            with serve_load.running(
+                command(args.model, args.threads, *options, "--ray", address), PORT
+            ) as url:
+                found[name] = conversations(url)
+        found["two, at random"] = _at_random(args, address, Replicas(least=2, by_prefix=False))
+    rows = [[name, str(n), f"{n / found['one replica']:.0%}"] for name, n in found.items()]
+    peers.print_table(["replicas", "tokens found in the cache", "of one with all the memory"], rows)
+    return found
+
+
+def _at_random(args: argparse.Namespace, address: str, replicas: Any) -> int:
+    """The same with requests that go anywhere, which no option of the command line asks for."""
+    script = (
+        "import sys; from hotset.scale.replicas import *; from hotset.storage import resolve\n"
+        f"serve_replicas({args.model!r}, LoadSettings(n_ctx=2048, n_threads={args.threads}, n_seqs=4), "
+        f"ServerSettings(port={PORT}), ('m',), {replicas!r}, {address!r}, print)"
+    )
+    with serve_load.running([sys.executable, "-c", script], PORT) as url:
+        return conversations(url)
+
+
+def simulate(args: argparse.Namespace) -> dict[str, Any]:
+    """One stream: every byte is read once a token, whoever reads it, and each boundary is a hop. Several:
+    pieces of the step follow one another, so that a step takes the time of n + stages - 1 pieces."""
+    n_bytes, width = args.gigabytes * 1e9, 8192
+    latency, row = args.hop / 1e3, width * 4 / (args.network * 1e9 / 8)
+    rows, found = [], {}
+    for n in (1, 2, 4, 8):
+        one = n_bytes / (args.rate * 1e9) + (n - 1) * (latency + row)
+        # A step reads the weights once; every token after the first takes `each` of its time more.
+        n_pieces = min(n, 4)
+        of_stage = n_bytes / n / (args.rate * 1e9) * (1 + args.each * (16 / n_pieces - 1))
+        sixteen = (n_pieces + n - 1) * (of_stage + (latency + row * 16 / n_pieces) * (n > 1))
+        fits = n_bytes / n <= args.memory * 1e9
+        found[n] = {"one": 1 / one, "sixteen": 16 / sixteen, "fits": fits}
+        rows.append(
+            [
+                str(n),
+                f"{args.gigabytes / n:.1f} GB" + ("" if fits else ", too much"),
+                f"{1 / one:.2f}",
+                f"{16 / sixteen:.2f}",
+            ]
+        )
+    heads = ["machines", "on each", "tokens/s, one stream", "tokens/s, 16 streams"]
+    peers.print_table(heads, rows)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("front", "stages", "prefixes", "simulate"))
+    parser.add_argument("model", nargs="?", default="smollm2-135m")
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument(
+        "--gigabytes",
+        type=float,
+        default=39.6,
+        help="simulate: of the model (70B in Q4_K_M: 42.5, Q4_0: 39.6)",
+    )
+    parser.add_argument("--memory", type=float, default=24, help="simulate: GB that a machine has for it")
+    parser.add_argument(
+        "--rate", type=float, default=40, help="simulate: GB/s of weights that a machine reads"
+    )
+    parser.add_argument("--hop", type=float, default=1, help="simulate: ms of Ray's latency")
+    parser.add_argument("--network", type=float, default=1, help="simulate: Gbit/s")
+    parser.add_argument(
+        "--each", type=float, default=0.31, help="simulate: time of a further token in a step"
+    )
+    args = parser.parse_args()
+    found = {"front": front, "stages": stages, "prefixes": prefixes, "simulate": simulate}[args.what](args)
+    print()
+    peers.print_json(f"scale {args.what}", machine=peers.machine(), found=found)
+
+
+if __name__ == "__main__":
+    main()
