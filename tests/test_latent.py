@@ -137,6 +137,8 @@ def test_keys_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     for changes in ({"attention__q_lora_rank": 12}, {"attention__kv_lora_rank": 39}):
         with pytest.raises(UnsupportedModelError, match="attn_"):
             describe(config_of(gguf, **changes), gguf.tensors)
+    with pytest.raises(UnsupportedModelError, match="1025 heads of a latent vector"):
+        config_of(gguf, attention__head_count=1025, attention__head_count_kv=1)
     with pytest.raises(UnsupportedModelError, match="heads of 600 channels"):
         config_of(gguf, attention__key_length_mla=600)
 

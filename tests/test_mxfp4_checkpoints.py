@@ -95,6 +95,11 @@ def test_what_is_damaged_is_refused(packed: tuple[Path, Any], tmp_path: Path) ->
         ({f"{stem}_scales": None}, r"blk\.1\.ffn_down_exps in MXFP4 and only its blocks"),
         ({f"{stem}_scales": scales[:, :-1].clone()}, r"down_proj in MXFP4 are .* config\.json says \[5, 96"),
         ({f"{stem}_blocks": blocks[..., :8].clone()}, "down_proj in MXFP4 are"),
+        (
+            {f"{stem}_blocks": blocks[0].clone(), f"{stem}_scales": scales[0].clone()},
+            "down_proj in MXFP4 are",
+        ),
+        ({f"{stem}_scales": scales[0, 0, :1].clone()}, "down_proj in MXFP4 are"),
         ({stem: torch.zeros(5, 160, 96)}, r"ffn_down_exps\.weight twice"),
         ({f"{stem}_blocks": blocks.float()}, "is F32, which is not supported"),
         ({"model.norm.weight": torch.zeros(96, dtype=torch.uint8)}, "is U8, which is not supported"),

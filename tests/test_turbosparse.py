@@ -21,6 +21,7 @@ from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.model.config import PREDICTOR_MASKS_KEY, config_from_gguf
 from hotset.model.decoder import describe
 from hotset.sparsity.stats import StatsAccumulator
+from hotset.training.predictor import train_predictors
 
 torch = pytest.importorskip("torch")
 tiny_models = pytest.importorskip("tiny_models")
@@ -125,6 +126,8 @@ def test_no_other_predictor_takes_its_place(model: tuple[Path, Any]) -> None:
     for how in ({"predictor": "svd"}, {"predictor": "sign:0.1"}, {"predictor": "mlp:q4_0"}):
         with pytest.raises(InvalidRequestError, match="is part of the model"):
             hotset.load(model[0] / "model.gguf", backend="cpu", **how)
+    with pytest.raises(InvalidRequestError, match="it has no others"):
+        train_predictors(model[0] / "model.gguf", ["a text"], model[0] / "predictors")
     with hotset.load(model[0] / "model.gguf", backend="cpu", n_ctx=64, predictor="mlp") as loaded:
         assert loaded.sparsity.mode == "predicted"
 

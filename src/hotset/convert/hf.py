@@ -337,7 +337,7 @@ def _sources(checkpoint: Checkpoint, config: HFConfig, dialect: Dialect) -> Iter
             stem, _, kind = target.rpartition(".")
             if f".{kind}" in _PACKED:
                 found = packed.setdefault(stem, {})
-                found[kind] = values[:, i :: len(place.targets)]  # row by row
+                found[kind] = values[:, i :: len(place.targets)] if values.ndim > 1 else values  # row by row
                 if len(found) == len(_PACKED):
                     if counted[f"{stem}.weight", -1]:
                         raise FormatError(f"the checkpoint has {stem}.weight twice, once as {name}")
@@ -401,7 +401,8 @@ def _stacked(
 def _packed(found: dict[str, np.ndarray], target: str, name: str, config: HFConfig) -> Packed:
     """The matrices of all experts of their codes and exponents."""
     blocks, scales = found["blocks"], found["scales"]
-    if blocks.shape != (*scales.shape, BLOCK_BYTES) or Packed(blocks, scales).shape != _shape(target, config):
+    fits = scales.ndim == 3 and blocks.shape == (*scales.shape, BLOCK_BYTES)
+    if not fits or Packed(blocks, scales).shape != _shape(target, config):
         raise FormatError(
             f"the tensors of {name.rpartition('_')[0]} in MXFP4 are {list(blocks.shape)} and "
             f"{list(scales.shape)}, and config.json says {list(_shape(target, config) or ())} for all experts"

@@ -50,7 +50,7 @@ HeadNorm = Literal["head", "width"]
 # What the native core holds: kMaxHeadDim (csrc/kernels/kernels.h), kMaxGroup, kMaxConvKernel
 # and kMaxStateHeads (csrc/plan.h), and an int.
 MAX_HEAD_DIM, MAX_GROUP, MAX_CONV_KERNEL, MAX_STATE_HEADS, MAX_WINDOW = 512, 256, 64, 1024, (1 << 31) - 1
-MAX_EXPERTS = 1024  # kMaxChunks of csrc/threads.h
+MAX_EXPERTS = MAX_LATENT_HEADS = 1024  # kMaxChunks of csrc/threads.h
 SCORINGS: dict[int, Scoring] = {1: "softmax", 2: "sigmoid", 3: "softmax_chosen"}  # expert_gating_func
 EPSILON_KEYS: dict[NormKind, str] = {
     "rms": "attention.layer_norm_rms_epsilon",
@@ -787,6 +787,11 @@ def _heads(keys: _Keys, architecture: Architecture, n_layer: int, n_embd: int) -
     if architecture.latent_eps is not None:
         # Files mean the heads of the latent vector itself, one for all, and say the others by these.
         n_head_kv = n_head
+        if n_head > MAX_LATENT_HEADS:
+            raise UnsupportedModelError(
+                f"the model has {n_head} heads of a latent vector, and at most {MAX_LATENT_HEADS} are "
+                "supported"
+            )
         head_dim = keys.integer("attention.key_length_mla", 1, 1 << 14, head_dim)
         head_dim_v = keys.integer("attention.value_length_mla", 1, 1 << 14, head_dim_v)
     _check_heads(n_head // n_head_kv, max(head_dim, head_dim_v))

@@ -414,6 +414,8 @@ def _unsupported(config: ModelConfig, gguf: GGUFFile) -> str | None:
         return "is a mixture of experts"
     if config.latent is not None:
         return "has latent attention"
+    if config.masked:
+        return "has predictors whose mask is part of it"
     if config.norm != "rms":
         return "has layer norms"
     if config.n_recurrent:

@@ -199,6 +199,10 @@ def train_predictors(
         open_model(model, loading) as opened,
         load_opened(opened.with_settings(n_ctx=min(settings.n_ctx, opened.config.n_ctx_train))) as loaded,
     ):
+        if loaded.config.masked:
+            raise InvalidRequestError(
+                "the mask of the file's own predictors is part of the model; it has no others"
+            )
         chosen = _dialect(loaded, dialect) if out is not None else "gguf"
         if out is not None:
             check_target(out, loaded.gguf.paths)
