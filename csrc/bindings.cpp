@@ -1167,12 +1167,12 @@ void require_entry(const Replacement& policy, int layer, int32_t id) {
 }
 
 // int32 [3][n]: slots, whether each is a hit, what was evicted.
-nb::object looked_up(Replacement& policy, int layer, const Ints& ids, bool credit) {
+nb::object looked_up(Replacement& policy, int layer, const Ints& ids, bool credit, bool keeps_better) {
     const size_t n = ids.size();
     require_entry(policy, layer, 0);
     for (size_t i = 0; i < n; ++i) require_entry(policy, layer, ids.data()[i]);
     std::vector<Replacement::Place> places(n);
-    policy.lookup(layer, ids.data(), n, credit, places.data());
+    policy.lookup(layer, ids.data(), n, credit, places.data(), keeps_better);
     auto* answer = new int32_t[3 * n + 1];
     nb::capsule owner(answer, [](void* p) noexcept { delete[] static_cast<int32_t*>(p); });
     for (size_t i = 0; i < n; ++i) {
@@ -1183,12 +1183,13 @@ nb::object looked_up(Replacement& policy, int layer, const Ints& ids, bool credi
     return nb::cast(nb::ndarray<nb::numpy, int32_t>(answer, {3, n}, owner));
 }
 
-std::vector<int64_t> replayed(Replacement& policy, const IntCube& ids, size_t first, bool by_layer) {
+std::vector<int64_t> replayed(Replacement& policy, const IntCube& ids, size_t first, bool by_layer,
+                              bool keeps_better) {
     require(ids.shape(1) == size_t(policy.n_layers()), "a trace has as many layers as its cache");
     for (size_t i = 0; i < ids.size(); ++i) require_entry(policy, 0, ids.data()[i]);
     std::vector<int64_t> hits(ids.shape(1));
     nb::gil_scoped_release release;
-    policy.replay(ids.data(), ids.shape(0), ids.shape(2), first, by_layer, hits.data());
+    policy.replay(ids.data(), ids.shape(0), ids.shape(2), first, by_layer, keeps_better, hits.data());
     return hits;
 }
 
@@ -1241,7 +1242,7 @@ NB_MODULE(_core, m) {
         .def(nb::new_(&make_replacement), "n_layers"_a, "n_ids"_a, "slots"_a, "half_life"_a)
         .def_prop_ro("n_slots", &Replacement::n_slots)
         .def("begin_step", &Replacement::begin_step)
-        .def("lookup", &looked_up, "layer"_a, "ids"_a, "credit"_a)
+        .def("lookup", &looked_up, "layer"_a, "ids"_a, "credit"_a, "keeps_better"_a)
         .def(
             "drop",
             [](Replacement& policy, int layer, int32_t id) {
@@ -1256,7 +1257,7 @@ NB_MODULE(_core, m) {
                 return policy.find(layer, id);
             },
             "layer"_a, "id"_a)
-        .def("replay", &replayed, "ids"_a, "first"_a, "by_layer"_a);
+        .def("replay", &replayed, "ids"_a, "first"_a, "by_layer"_a, "keeps_better"_a);
     bind_store(m);
     nb::class_<Cold>(m, "Cold", "The CPU's half of a hybrid engine (csrc/cold.h).")
         .def(nb::init<int64_t, int, std::shared_ptr<Runtime>, double, const std::optional<std::string>&>(),

@@ -143,12 +143,12 @@ void Replacement::drop(int layer, int32_t id) {
 }
 
 void Replacement::replay(const int32_t* ids, size_t n_tokens, size_t k, size_t first, bool by_layer,
-                         int64_t* hits) {
+                         bool keeps_better, int64_t* hits) {
     std::vector<Place> places(k);
     for (size_t token = 0; token < n_tokens; ++token) {
         for (int layer = 0; layer < n_layers_; ++layer, ids += k) {
             if (layer == 0 || by_layer) begin_step();
-            lookup(layer, ids, k, true, places.data());
+            lookup(layer, ids, k, true, places.data(), keeps_better);
             if (token < first) continue;
             hits[layer] += std::count_if(places.begin(), places.end(), [](const Place& p) { return p.hit; });
         }

@@ -53,7 +53,8 @@ class Replacement {
     // Looks up a whole trace with credit, a step for each token (or, `by_layer`, for each of its layers: what
     // the token has used elsewhere may then be evicted): ids [n_tokens][n_layers][k]. Adds the hits of each
     // layer, of the tokens from `first` on, to hits [n_layers].
-    void replay(const int32_t* ids, size_t n_tokens, size_t k, size_t first, bool by_layer, int64_t* hits);
+    void replay(const int32_t* ids, size_t n_tokens, size_t k, size_t first, bool by_layer, bool keeps_better,
+                int64_t* hits);
 
     // The slot of an entry or kNone; not a use of it.
     int32_t find(int layer, int32_t id) const { return entries_[key(layer, id)].slot; }

@@ -93,13 +93,16 @@ class Replacement:
         """A new step: nothing is in use any more, and credits have aged."""
         self._core.begin_step()
 
-    def lookup(self, layer: int, ids: np.ndarray, *, credit: bool = True) -> Places:
+    def lookup(
+        self, layer: int, ids: np.ndarray, *, credit: bool = True, keeps_better: bool = False
+    ) -> Places:
         """Uses the entries ids (int32 [n]) of a layer, and says where they are or are to be put.
 
         credit: False for those that a prompt needs, or that are fetched on a guess: they take only free slots
-        and those of entries with less credit, so that what decoding needs stays.
+        and those of entries with less credit, so that what decoding needs stays. keeps_better: with credit
+        too none takes the slot of an entry with more of it, and is used from where it lies.
         """
-        slots, hits, evicted = self._core.lookup(layer, ids, credit)
+        slots, hits, evicted = self._core.lookup(layer, ids, credit, keeps_better)
         return Places(slots, hits.astype(bool), evicted)
 
     def drop(self, layer: int, id: int) -> None:
@@ -110,12 +113,14 @@ class Replacement:
         """The slot of an entry, or -1; not a use of it."""
         return self._core.find(layer, id)
 
-    def replay(self, routes: np.ndarray, first: int = 0, *, by_layer: bool = False) -> np.ndarray:
+    def replay(
+        self, routes: np.ndarray, first: int = 0, *, by_layer: bool = False, keeps_better: bool = False
+    ) -> np.ndarray:
         """Hits of each layer, int64 [n_layers], from token `first` on, when each token is a step.
 
         routes: int32 [n_tokens, n_layers, n_used]. by_layer: each layer of a token is a step, so that what
-        the token has used in others may be evicted: the textbook's LRU, with half_life=0. The state that they
-        leave is the next replay's beginning.
+        the token has used in others may be evicted: the textbook's LRU, with half_life=0. keeps_better: as in
+        `lookup`. The state that they leave is the next replay's beginning.
         """
-        hits = self._core.replay(np.ascontiguousarray(routes, np.int32), first, by_layer)
+        hits = self._core.replay(np.ascontiguousarray(routes, np.int32), first, by_layer, keeps_better)
         return np.array(hits, np.int64)
