@@ -24,6 +24,7 @@ from hotset.formats.gguf import GGUFWriter, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
+from hotset.replacement import Replacement, arrange
 from hotset.sparsity.replay import POLICIES, SHARES, replay
 from hotset.sparsity.trace import RouteTrace, default_path, record
 
@@ -240,8 +241,9 @@ def test_hit_rates_are_those_of_plain_simulations(seed: int) -> None:
             assert point.hit_rates[policy] == simulate(trace, policy, point.n_slots) / 180, (policy, point)
         best = point.hit_rates["optimum"]  # of those that hold what has been requested, and no guesses
         assert all(rate <= best for policy, rate in point.hit_rates.items() if policy != "static")
-        if point.cycles >= 1.5:
-            assert point.hit_rates["hotset"] == point.hit_rates["decayed"]
+        cache = Replacement(arrange(point.n_slots, 3, 2), 3, 8)
+        hits = cache.replay(trace.routes, 30, keeps_better=True).sum()
+        assert point.hit_rates["hotset"] == hits / 180
         if point.cycles < 1:
             assert point.hit_rates["hotset"] == 0
 
@@ -289,7 +291,8 @@ def test_the_policies_have_the_shape_of_published_replays(name: str) -> None:
         assert (rates["lru"] == 0) == (point.cycles < 1) == (said["lru"] == 0)
         assert rates["static"] < rates["per_layer"] - 0.1
         if point.cycles >= 1.5:
-            assert 1 - rates["hotset"] < 1.02 * (1 - rates["lru"])
+            spared = 0.03 if point.cycles < 4 else 0.0  # of LRU's misses
+            assert 1 - rates["hotset"] < (1 - spared) * (1 - rates["lru"])
     assert [point.cycles < 1 for point in replay(trace, (0.05,)).points] == [router.n_experts != 256]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from hotset.errors import InvalidRequestError
-from hotset.replacement import Replacement, arrange
+from hotset.replacement import HALF_LIFE, Replacement, arrange
 from hotset.sparsity.trace import RouteTrace
 
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of all experts, resident
@@ -29,7 +29,7 @@ POLICIES = {
     "lru": "least recently used, slots shared by all layers",
     "per_layer": "least recently used, slots of each layer's own",
     "decayed": "least credit, which halves every 16 tokens, slots shared",
-    "hotset": "what hotset does: as decayed from 1.5 token cycles on, below with slots of each layer's own",
+    "hotset": "as decayed, but what has more credit stays; below 1.5 token cycles slots of each layer",
     "optimum": "Belady's: what is needed again the latest is not kept; it knows the future",
 }
 
@@ -85,21 +85,21 @@ def replay(trace: RouteTrace, shares: Sequence[float] = SHARES) -> Replay:
 def _hits(trace: RouteTrace, policy: str, n_slots: int, first: int) -> int:
     n_layers, n_experts = len(trace.layers), trace.n_experts
 
-    def run(slots: tuple[int, ...], *, by_layer: bool = False, **options: int) -> int:
-        cache = Replacement(slots, n_layers, n_experts, **options)
-        return int(cache.replay(trace.routes, first, by_layer=by_layer).sum())
+    def run(slots: tuple[int, ...], half_life: int = HALF_LIFE, **how: bool) -> int:
+        cache = Replacement(slots, n_layers, n_experts, half_life)
+        return int(cache.replay(trace.routes, first, **how).sum())
 
     match policy:
         case "static":
             return _static(trace, n_slots, first)
         case "lru":
-            return run((n_slots,), by_layer=True, half_life=0)
+            return run((n_slots,), 0, by_layer=True)
         case "per_layer":
-            return run(_evenly(n_slots, n_layers), half_life=0)
+            return run(_evenly(n_slots, n_layers), 0)
         case "decayed":
             return run((n_slots,))
         case _:
-            return run(arrange(n_slots, n_layers, trace.n_used))
+            return run(arrange(n_slots, n_layers, trace.n_used), keeps_better=True)
 
 
 def _evenly(n_slots: int, n_layers: int) -> tuple[int, ...]:
