@@ -198,6 +198,24 @@ def test_the_sums_themselves(model: hotset.Model) -> None:
     assert sums == pytest.approx(alone, rel=1e-5)
 
 
+def test_where_small_values_are_cut_those_of_the_question_are_too(path: Path, tmp_path: Path) -> None:
+    from hotset.engine.log_likelihood import Continuation, log_likelihoods
+    from hotset.model.cutoffs import LayerCutoffs
+    from hotset.sparsity.thresholds import Calibrated, Thresholds
+
+    text = np.random.default_rng(6).integers(0, 256, 40).tolist()
+    file = tmp_path / "t.json"
+    found = []
+    for how in ({}, {"thresholds": file}, {"thresholds": file, "sparse_prompts": True}):
+        with hotset.load(path, backend="reference", **how) as model:
+            if not file.exists():
+                layers = (LayerCutoffs(attn_in=0.3, ffn_in=0.3),) * 2
+                Thresholds(Calibrated.of(model.gguf), layers).save(file)
+            with model.thread.exclusive() as engine:
+                found.append(log_likelihoods(engine, [Continuation(text, 38)])[0])
+    assert found[0] != found[1] == found[2]
+
+
 def test_a_token_that_grows_across_the_border_counts_for_every_choice(tmp_path: Path) -> None:
     """ "th" is one token: after "xt" the choice "h" begins before the question ends."""
     plain = write_sparse(tmp_path / "plain.gguf", dialect="gguf")
