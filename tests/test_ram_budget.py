@@ -11,7 +11,7 @@ from test_api_sparse import write_sparse
 from test_cli import inside
 
 import hotset
-from hotset.errors import InvalidRequestError, OutOfMemoryError
+from hotset.errors import InvalidRequestError, OutOfMemoryError, ReadError
 from hotset.loading import decide, open_model
 from hotset.placement import disk, ram
 from hotset.placement.disk import USUAL, DiskRates, measure_disk
@@ -118,3 +118,50 @@ def test_rates_give_gaps_and_ceilings() -> None:
     assert rates.rate(1) == 4e8
     assert rates.rate(1e9) == 1e9
     assert 4e8 < rates.rate(100_000) < 1e9
+
+
+def test_the_server_counts_what_was_read(model: Path) -> None:
+    tiny_server = pytest.importorskip("tiny_server", reason="the server's packages are not there")
+
+    async def work(client: Any, _: Any) -> None:
+        answer = await client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 5, "seed": 1})
+        assert answer.status_code == 200, answer.text
+        lines = (await client.get("/metrics")).text.splitlines()
+        counts = {line.split()[0]: float(line.split()[1]) for line in lines if not line.startswith("#")}
+        assert counts["hotset_row_misses_total"] > 0
+        assert counts["hotset_disk_read_bytes_total"] >= 4096
+
+    tiny_server.run(model, work, load={"n_ctx": 64, "ram_budget": 0.5})
+
+
+def test_answers_under_faults_are_right_or_a_sentence(model: Path) -> None:
+    """A failed read ends the answers in whose step it was; those after it are right."""
+    settings: dict[str, Any] = {"n_ctx": 256, "sparsity": "exact", "backend": "cpu"}
+    with hotset.load(model, **settings) as mapped:
+        expected = tokens_of(mapped)
+    n_right = n_failed = 0
+    with hotset.load(model, **settings, ram_budget=least_of(model, **settings) / GIB) as under:
+        assert under.stored is not None
+        under.stored.reader.inject_faults(0.01, 7)
+        for _ in range(25):
+            try:
+                assert tokens_of(under) == expected
+                n_right += 1
+            except ReadError:
+                n_failed += 1
+    assert n_right > 2
+    assert n_failed > 2
+
+
+def test_reorder_bundles_from_the_command_line(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "bundled.gguf"
+    done = inside("reorder", model, out, "--bundle", "--json")
+    assert done.returncode == 0, done.stderr
+    written = json.loads(done.stdout)
+    assert written["bundled"] is True
+    assert written["profile"] is None
+    settings: dict[str, Any] = {"n_ctx": 128, "backend": "cpu"}
+    with hotset.load(model, **settings) as plain, hotset.load(out, **settings, ram_budget=0.5) as bundled:
+        assert tokens_of(plain) == tokens_of(bundled)
+    with hotset.load(out, **settings) as mapped, hotset.load(model, **settings) as plain:
+        assert tokens_of(plain) == tokens_of(mapped)

@@ -1,5 +1,6 @@
 // The team of threads: how a step is cancelled, who may still write afterwards, and how memory is let go of.
 // Everything is forced by gates in the chunks; nothing depends on time.
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <stdexcept>
@@ -23,10 +24,12 @@ class Chunks : public Job {
     std::function<void(int phase, int chunk, Worker&)> body = [](int, int, Worker&) {};
     mutable std::atomic<int> n_begun{0}, n_committed{0}, n_late{0};
     std::vector<int> phases;
+    int lonely = -1;  // a phase that the calling thread computes alone
 
     explicit Chunks(std::vector<int> chunks) : phases(std::move(chunks)) {}
     int n_phases() const override { return int(phases.size()); }
     int n_chunks(int phase) const override { return phases[phase]; }
+    bool alone(int phase) const override { return phase == lonely; }
     void run_chunk(int phase, int chunk, Worker& worker) const override {
         n_begun++;
         body(phase, chunk, worker);
@@ -198,6 +201,34 @@ void test_many_random_cancels(int n_threads) {
     expect_whole(runtime);
 }
 
+// A phase that waits, for a disk, is computed once, by the thread that called `run`; the others sleep
+// meanwhile, and wake up for the next phase. A cancel in its middle ends the step.
+void test_a_phase_of_one_thread_alone(int n_threads) {
+    Runtime runtime(n_threads);
+    std::atomic<bool> cancel{false};
+    const std::thread::id caller = std::this_thread::get_id();
+    for (int i = 0; i < 300; i++) {
+        Chunks job({3, 1, 9, 1, 5});
+        job.lonely = i % 2 ? 1 : 3;
+        std::atomic<int> n_alone{0}, n_elsewhere{0};
+        job.body = [&](int phase, int, Worker&) {
+            if (phase != job.lonely) return;
+            n_alone++;
+            n_elsewhere += std::this_thread::get_id() != caller;
+            // Long enough for the others to lose their patience, were they to have any; then to fall asleep.
+            std::this_thread::sleep_for(std::chrono::microseconds(i % 3 ? 0 : 500));
+            if (i % 10 == 9) cancel = true;
+        };
+        const bool done = run(runtime, job, cancel);
+        check(n_alone == 1 && n_elsewhere == 0, "a phase of one thread was computed by others");
+        check(done == (i % 10 != 9) && (!done || job.n_committed == job.total()),
+              "a lonely phase loses chunks");
+        cancel = false;
+        runtime.leave(&job);
+    }
+    expect_whole(runtime);
+}
+
 }  // namespace
 
 int main() {
@@ -205,6 +236,7 @@ int main() {
         test_few_chunks_follow_the_flag(n_threads);
         test_poll(n_threads);
         test_many_random_cancels(n_threads);
+        test_a_phase_of_one_thread_alone(n_threads);
     }
     test_a_late_thread_writes_nothing();
     test_leave_waits_for_late_threads();

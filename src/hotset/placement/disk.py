@@ -21,7 +21,7 @@ from hotset.reporter import Reporter
 
 _SIZES = (4096, 16384, 65536, 524288)
 _CANDIDATES = ((False, 16), (True, 32), (True, 64))
-_SECONDS = 0.15  # of each measurement
+_SECONDS = 0.1  # of each measurement
 _SMALLEST_FILE = 64 << 20  # a smaller one says nothing of its disk
 
 
@@ -79,7 +79,8 @@ def measure_disk(file: Path, *, progress: Reporter | None = None, path: Path | N
         if ring and not _core.ring_allowed():
             continue
         reader = _core.Reader(ring, depth)
-        rates = tuple((size, reader.rate(str(file), size, _SECONDS)) for size in _SIZES)
+        passes = [[reader.rate(str(file), size, _SECONDS) for size in _SIZES] for _ in range(2)]
+        rates = tuple(zip(_SIZES, map(max, *passes), strict=True))  # others may have had the disk
         if best is None or rates[1][1] > best.rates[1][1]:
             best = DiskRates(ring, depth, rates)
     assert best is not None
