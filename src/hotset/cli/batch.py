@@ -34,12 +34,32 @@ def batch(
     parallel: options.Parallel = 16,
     contexts: options.Contexts = 4,
     ctx_size: options.ContextSize = None,
+    ray: options.RayAddress = None,
+    replicas: Annotated[
+        int | None,
+        options.scale_option("--replicas", "Copies of the model; default: one a machine of --ray.", min=1),
+    ] = None,
     *,
     loading: options.ModelOptions,
 ) -> None:
     """Answer a file of requests; run again after an interruption it goes on where it was."""
     check_installed()
     settings = loading.settings(n_ctx=ctx_size, max_sequences=parallel, n_seqs=contexts)
+    if ray is not None:
+        from hotset.scale.batch import batch_on_ray
+
+        name = model or catalogue.DEFAULT
+        with DownloadBar() as bar:
+            path = resolve(name, progress=bar)
+        names = (*(alias or ()), model_name(path))
+        with StepBar() as steps:
+            n, n_failed = batch_on_ray(
+                requests, output, options.name_everywhere(name, path), settings, names, ray, replicas, steps
+            )
+        _say_done(output, n, n_failed)
+        return
+    if replicas is not None:
+        raise typer.BadParameter("it is where --ray is; name that too.", param_hint="--replicas")
 
     import hotset
     from hotset.server.batch import Batch
@@ -63,5 +83,9 @@ def batch(
 
         with StepBar() as steps:
             asyncio.run(work.run(Service(load, server, name=names[0], aliases=names[1:]), steps))
-    failed = f", {work.n_failed} of them refusals or failures" if work.n_failed else ""
-    say(f"{output} has all {len(work.requests)} answers{failed}")
+    _say_done(output, len(work.requests), work.n_failed)
+
+
+def _say_done(output: Path, n: int, n_failed: int) -> None:
+    failed = f", {n_failed} of them refusals or failures" if n_failed else ""
+    say(f"{output} has all {n} answers{failed}")

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from fastapi import FastAPI
 from starlette.types import Message
@@ -34,7 +34,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
-_AHEAD = 2  # requests on their way for each answer that is computed: there is always a next one
+AHEAD = 2  # requests on their way for each answer that is computed: there is always a next one
 _MAX_LINE_BYTES = 64 << 20
 
 
@@ -70,7 +70,7 @@ class Batch:
         app = create_app(service)
         async with app.router.lifespan_context(app):
             await service.loaded()
-            n_workers = _AHEAD * service.model.engine.max_sequences
+            n_workers = AHEAD * service.model.engine.max_sequences
             with open_regular(self._path) as source, appending(self._answers) as target:
                 _hold(target, self._answers)
                 self._resume()  # another run may have gone on while the model was loaded
@@ -92,21 +92,9 @@ class Batch:
         """The line of one answer."""
         source.seek(request.start)
         body = json.loads(source.read(request.size))["body"]
-        if body.get("stream"):
-            refused = RequestError("stream is not for a batch; leave it out", param="stream")
-            status, content = 400, bytes(response_of(problem_of(refused), request.url).body)
-        else:
-            status, content = await _asked(app, request.url, dumped(body))
+        line, status = await answer_line(app, request.custom_id, request.url, body)
         self.n_failed += status != 200
-        request_id = uuid.uuid4().hex
-        response = {"status_code": status, "request_id": request_id, "body": json.loads(content)}
-        line = {
-            "id": f"batch_req_{request_id}",
-            "custom_id": request.custom_id,
-            "response": response,
-            "error": None,
-        }
-        return dumped(line) + b"\n"
+        return line
 
     # ---- files ----
 
@@ -185,6 +173,24 @@ class Batch:
         self._done.add(custom_id)
         self.n_done += 1
         self.n_failed += status != 200
+
+
+async def answer_line(app: FastAPI, custom_id: str, url: str, body: Any) -> tuple[bytes, int]:
+    """What an application answers to a request of a batch: its line, and the status."""
+    if body.get("stream"):
+        refused = RequestError("stream is not for a batch; leave it out", param="stream")
+        status, content = 400, bytes(response_of(problem_of(refused), url).body)
+    else:
+        status, content = await _asked(app, url, dumped(body))
+    request_id = uuid.uuid4().hex
+    response = {"status_code": status, "request_id": request_id, "body": json.loads(content)}
+    line = {
+        "id": f"batch_req_{request_id}",
+        "custom_id": custom_id,
+        "response": response,
+        "error": None,
+    }
+    return dumped(line) + b"\n", status
 
 
 def _hold(target: BinaryIO, path: Path) -> None:

@@ -1,0 +1,128 @@
+"""Shards of a batch without a cluster: what is kept, what is missing, and the order at the end.
+
+Who answers is a stand-in; Ray's part stands in tests/scale/.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from hotset.errors import InvalidRequestError
+from hotset.reporter import Reporter
+from hotset.scale import batch
+from hotset.settings import LoadSettings
+
+N = 100  # requests: three whole shards, and a part of one
+
+
+class KilledError(Exception):
+    pass
+
+
+class Cluster:
+    """Answers shards from the last to the first. dies_after: so many of a run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[int] = []
+        self.dies_after = 99
+        monkeypatch.setattr(batch, "_answered", self._answered)
+        monkeypatch.setattr(batch, "connect", lambda address: None)
+        monkeypatch.setattr(batch, "machines", lambda: ["a"])
+        monkeypatch.setattr(batch, "check_installed", lambda *parts: None)
+
+    def _answered(self, missing: Any, *more: Any) -> Iterator[tuple[int, bytes]]:
+        self.asked = [i for i, _ in missing]
+        for n, (i, lines) in enumerate(reversed(missing)):
+            if n == self.dies_after:
+                raise KilledError
+            answers = []
+            for line in lines:
+                custom_id = json.loads(line)["custom_id"]
+                status = 400 if custom_id == "r7" else 200
+                response = {"status_code": status, "request_id": "x", "body": {"of": custom_id}}
+                answers.append(json.dumps({"custom_id": custom_id, "response": response}) + "\n")
+            yield i, "".join(answers).encode()
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    return Cluster(monkeypatch)
+
+
+def write(path: Path, n: int = N) -> Path:
+    body = {"prompt": "a"}
+    lines = [
+        {"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions", "body": body} for i in range(n)
+    ]
+    path.write_text("\n".join(json.dumps(line) for line in lines))  # the last line has no end
+    return path
+
+
+def run(requests: Path, answers: Path, progress: Reporter | None = None) -> tuple[int, int]:
+    return batch.batch_on_ray(
+        requests, answers, "m", LoadSettings(), ("m",), None, None, progress or Reporter()
+    )
+
+
+def test_answers_are_in_the_order_of_the_requests(cluster: Cluster, tmp_path: Path):
+    requests, answers = write(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    told: list[int] = []
+
+    class Heard(Reporter):
+        def advance(self, label: str, done: int, total: int) -> None:
+            assert total == N
+            told.append(done)
+
+    assert run(requests, answers, Heard()) == (N, 1)
+    assert told == [4, 36, 68, 100]
+    lines = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert [line["custom_id"] for line in lines] == [f"r{i}" for i in range(N)]
+    assert all(line["response"]["body"] == {"of": line["custom_id"]} for line in lines)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+    with pytest.raises(InvalidRequestError, match="is there already"):
+        run(requests, answers)
+
+
+def test_a_run_that_was_killed_goes_on_with_the_shards_that_are_missing(cluster: Cluster, tmp_path: Path):
+    requests, answers = write(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    cluster.dies_after = 1
+    for left in ([0, 1, 2, 3], [0, 1, 2], [0, 1]):
+        with pytest.raises(KilledError):
+            run(requests, answers)
+        assert cluster.asked == left
+        assert not answers.exists()
+    (tmp_path / "out.jsonl.parts" / "00000000.jsonl.torn").write_text("{")  # as a kill may leave it
+    assert run(requests, answers) == (N, 1)
+    assert cluster.asked == [0]
+    assert len(answers.read_text().splitlines()) == N
+
+
+def test_parts_of_other_requests_and_of_another_process(cluster: Cluster, tmp_path: Path):
+    requests, answers = write(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    cluster.dies_after = 1
+    with pytest.raises(KilledError):
+        run(requests, answers)
+    with pytest.raises(InvalidRequestError, match="has answers to other requests"):
+        run(write(tmp_path / "other.jsonl", 99), answers)
+    with (
+        FileLock(tmp_path / "out.jsonl.parts" / "lock"),
+        pytest.raises(InvalidRequestError, match="another process is writing"),
+    ):
+        run(requests, answers)
+
+
+def test_requests_that_are_none_are_told_of_before_anything_is_asked(cluster: Cluster, tmp_path: Path):
+    requests = tmp_path / "in.jsonl"
+    requests.write_text('{"custom_id": "a"}\n')
+    with pytest.raises(InvalidRequestError, match="line 1, is no request"):
+        run(requests, tmp_path / "out.jsonl")
+    assert cluster.asked == []
+    assert [one.name for one in tmp_path.iterdir()] == ["in.jsonl"]
+    with pytest.raises(InvalidRequestError, match="write to another file"):
+        run(requests, requests)
