@@ -102,10 +102,10 @@ def test_metrics_of_replicas_are_told_apart():
 class Replica:
     """A server behind the front, on a port."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, **settings: Any) -> None:
         self.service = Service(
             lambda: hotset.load(path, backend="cpu", n_threads=1, max_sequences=4),
-            ServerSettings(port=0, allow_no_api_key=True, allowed_hosts=("*",)),
+            ServerSettings(port=0, allow_no_api_key=True, allowed_hosts=("*",), **settings),
             name="tiny",
         )
         bound = bound_socket("127.0.0.1", 0)
@@ -288,6 +288,21 @@ def test_a_replica_that_dies_before_its_answer_costs_nothing_and_within_it_an_er
             slow.step = step  # type: ignore[method-assign]
 
     asyncio.run(work())
+
+
+def test_what_a_replica_refuses_is_not_asked_again(path: Path):
+    replica = Replica(path, max_seconds=0.0)
+
+    async def work() -> None:
+        async with fronted([replica.where]) as (client, places, _):
+            reply = await client.post(CHAT, json={"messages": MESSAGES} | GREEDY)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "timeout")
+            assert len(places.given) == 1
+
+    try:
+        asyncio.run(work())
+    finally:
+        replica.close()
 
 
 def test_before_there_are_replicas_and_when_it_ends(replicas: list[Replica]):

@@ -275,8 +275,6 @@ class _Forward:
     async def _begin(self, reply: aiohttp.ClientResponse) -> None:
         if self._began:
             return
-        if reply.status == 503 and reply.headers.get("retry-after") is None:
-            raise LostError("it ends")  # no answer of it: the server there shuts down
         self._began = True
         self._kind = reply.content_type
         headers = [(k.lower(), v) for k, v in reply.raw_headers if k.decode().lower() not in _NOT_RETURNED]
