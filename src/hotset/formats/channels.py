@@ -27,6 +27,7 @@ from hotset.formats.quants import GGMLType
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile, GGUFWriter, TensorInfo
 
+ALIGNMENT = 128  # of the tensors: a channel's codes in a tile are then two whole lines, not parts of three
 TILE = 256  # outputs: kChannelTile of csrc/kernels/kernels.h
 _TYPES = (GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q8_0)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hotset import _core
-from hotset.formats.channels import can_be_by_channel, copy_bytes
+from hotset.formats.channels import ALIGNMENT, can_be_by_channel, copy_bytes
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import TYPES, GGMLType, row_bytes
@@ -195,7 +195,11 @@ class _Weights:
             self._add(f"{i}_c.scales", scales, GGMLType.F16, blocks["d"].copy())
 
     def _add(self, name: str, shape: tuple[int, ...], type: GGMLType, values: np.ndarray) -> None:
-        self._data[name] = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+        flat = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+        room = np.empty(flat.nbytes + ALIGNMENT, np.uint8)
+        first = -room.ctypes.data % ALIGNMENT
+        self._data[name] = room[first : first + flat.nbytes]
+        self._data[name][:] = flat
         self.tensors[name] = TensorInfo(name, shape, type, self._data[name].nbytes, 0)
 
     def data(self, name: str) -> np.ndarray:

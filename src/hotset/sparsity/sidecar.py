@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from hotset.errors import FormatError, HotsetError, InvalidRequestError
 from hotset.files import check_target
-from hotset.formats.gguf import GGUFWriter, open_gguf
+from hotset.formats.gguf import DEFAULT_ALIGNMENT, GGUFWriter, open_gguf
 from hotset.units import human_size
 
 if TYPE_CHECKING:
@@ -146,12 +146,13 @@ def open_or_build(
     *,
     n_bytes: int,
     model: str | None = None,
+    alignment: int = DEFAULT_ALIGNMENT,
     progress: Reporter | None = None,
 ) -> Sidecar:
     """The sidecar `what` of a model, built by `fill` (which adds keys and tensors) where there is none.
 
     check: of what is there already (see same_tensors): what does not pass is built again. n_bytes: about how
-    large it will be. Raises HotsetError where no place takes it.
+    large it will be. alignment: of its tensors in the file. Raises HotsetError where no place takes it.
     """
     model = model or fingerprint(gguf)
     found = find(gguf, what, settings, model, check)
@@ -161,7 +162,7 @@ def open_or_build(
     path = _writable(places(gguf, what, model), n_bytes)
     if progress is not None:
         progress.say(f"Building {path} ({human_size(n_bytes)}), once.")
-    writer = GGUFWriter(path, "hotset")
+    writer = GGUFWriter(path, "hotset", alignment=alignment)
     writer.add(VERSION_KEY, VERSION)
     writer.add(MODEL_KEY, model)
     writer.add(SETTINGS_KEY, _text(settings))
