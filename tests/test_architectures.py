@@ -142,7 +142,7 @@ def test_neurons_that_are_zero_are_left_out(tmp_path: Path, name: str) -> None:
     assert relative_error(found["svd"], found["dense"]) < 0.5
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2moe", "granitemoe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2moe", "granitemoe", "qwen3next"])
 def test_experts_of_a_checkpoint_may_be_in_one_tensor(tmp_path: Path, name: str) -> None:
     """As transformers holds them in memory, and one by one as it publishes them."""
     recipe, files = RECIPES[name], {}

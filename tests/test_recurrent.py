@@ -427,7 +427,7 @@ def test_states_count_as_the_cache_does(gguf: GGUFFile, monkeypatch: pytest.Monk
     class Memory:
         available = 0
 
-    monkeypatch.setattr(loading.psutil, "virtual_memory", lambda: Memory)
+    monkeypatch.setattr(loading, "free_memory", lambda: Memory.available)
     kv = cost.kv_bytes_per_token("f16")
     Memory.available = 1000 + 256 * kv + 12 * cost.state_bytes
     assert loading._context(LoadSettings(n_ctx=256), config, cost, 1000) == 256

@@ -284,6 +284,7 @@ def _context_beside_rows(
     from hotset.placement.ram import context_that_fits
 
     kv_bytes = settings.n_seqs * cost.kv_bytes_per_token(settings.kv_type)
+    limit -= _n_states(settings, cost, n_ctx) * cost.state_bytes
     fitting = context_that_fits(limit, graph, weights, kv_bytes, sparse=sparse)
     return min(n_ctx, max(fitting, _SMALLEST_DEFAULT_N_CTX))
 

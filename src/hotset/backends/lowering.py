@@ -253,15 +253,8 @@ class _Emission:
                 )
             case Attention():
                 self._attention(main, group.ops[:-1])
-            case ShortConv():
-                weight = decoded_vector(self._weights, main.weight).reshape(-1, main.kernel)
-                plan.short_conv(buffers[main.x], np.ascontiguousarray(weight.T), self._states(main), out)
-            case DeltaNet():
-                rate, step = (decoded_vector(self._weights, name) for name in (main.rate, main.step))
-                plan.delta_net(
-                    buffers[main.x], buffers[main.alpha], buffers[main.beta], rate, step, main.n_head,
-                    main.n_head_k, main.dim_k, main.dim_v, main.tiled, self._states(main), out,
-                )  # fmt: skip
+            case ShortConv() | DeltaNet():
+                self._recurrent(main, out)
             case Activate():
                 plan.activate(*activation(main), buffers[main.x], out)
             case SoftCap():
@@ -475,7 +468,19 @@ class _Emission:
             self.at.append((ffn.layer, ffn.part))
             plan.cutoff(out, of_value, out)
 
-    # ---- attention
+    # ---- attention, and what may stand in its place
+
+    def _recurrent(self, main: Recurrent, out: int) -> None:
+        plan, buffers, states = self._plan, self._buffers, self._states(main)
+        if isinstance(main, ShortConv):
+            weight = decoded_vector(self._weights, main.weight).reshape(-1, main.kernel)
+            plan.short_conv(buffers[main.x], np.ascontiguousarray(weight.T), states, out)
+            return
+        rate, step = (decoded_vector(self._weights, name) for name in (main.rate, main.step))
+        plan.delta_net(
+            buffers[main.x], buffers[main.alpha], buffers[main.beta], rate, step, main.n_head,
+            main.n_head_k, main.dim_k, main.dim_v, main.tiled, states, out,
+        )  # fmt: skip
 
     def _attention(self, main: Attention, heads: Sequence[Any]) -> None:
         """heads: the head norms and rotations of q and k that were fused into it."""

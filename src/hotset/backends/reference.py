@@ -214,17 +214,8 @@ class ReferenceBackend:
                 return rotate(values[op.x.id], batch.positions, op)
             case Attention():
                 return self._attend(op, values[op.q.id], values[op.k.id], values[op.v.id], slots)
-            case ShortConv():
-                weight = self._weight(op.weight)
-                return self._through_states(
-                    op, values[op.x.id], batch, lambda x, past: short_conv(x, past, weight)
-                )
-            case DeltaNet():
-                rate, step = self._weight(op.rate), self._weight(op.step)
-                read = np.concatenate([values[v.id] for v in (op.x, op.alpha, op.beta)], axis=1)
-                return self._through_states(
-                    op, read, batch, lambda row, state: delta_rule(op, row, state, rate, step)
-                )
+            case ShortConv() | DeltaNet():
+                return self._recurrent(op, values, batch)
             case Activate():
                 return ACTIVATIONS[op.kind](values[op.x.id], np.float32(op.threshold))
             case Multiply():
@@ -256,6 +247,17 @@ class ReferenceBackend:
                 return values[op.x.id][batch.outputs]
             case _:
                 assert_never(op)
+
+    def _recurrent(self, op: Recurrent, values: dict[int, np.ndarray], batch: Batch) -> np.ndarray:
+        if isinstance(op, ShortConv):
+            weight = self._weight(op.weight)
+            x = values[op.x.id]
+            return self._through_states(op, x, batch, lambda x, past: short_conv(x, past, weight))
+        rate, step = self._weight(op.rate), self._weight(op.step)
+        rows = np.concatenate([values[read.id] for read in (op.x, op.alpha, op.beta)], axis=1)
+        return self._through_states(
+            op, rows, batch, lambda row, state: delta_rule(op, row, state, rate, step)
+        )
 
     def _through_states(
         self,
