@@ -329,6 +329,12 @@ def test_a_rise_of_perplexity_that_is_asked_for(path: Path, text: str, tmp_path:
     assert found.measured.saved > 0.02
     assert found.thresholds == Thresholds.open(out)
     assert not found.thresholds.prompts
+    for i, layer in enumerate(found.thresholds.layers):
+        for name, cutoff in layer.items():
+            kept = found.thresholds.kept(i, name)
+            assert kept is not None
+            assert 0 < kept <= 1
+            assert kept < 1 or not cutoff
     assert found.thresholds.measured["target"] == {"max_increase": 0.02}
     assert not (tmp_path / "out.thresholds.json.work").exists()
     assert ("losses", 8, 8) in told.seen

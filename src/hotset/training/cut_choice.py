@@ -42,11 +42,13 @@ class SiteBytes:
 @dataclass(frozen=True)
 class Cuts:
     """Cutoffs of every layer. loss: in nats of KL, by kind, as it is foreseen. saved: share of the bytes of
-    the matrices whose inputs can be cut."""
+    the matrices whose inputs can be cut. kept: of each layer, the shares of values that are left, by the
+    names of cutoffs (down_in: of neurons, whichever cutoff makes them zero)."""
 
     layers: tuple[LayerCutoffs, ...]
     loss: Mapping[str, float]
     saved: float
+    kept: tuple[Mapping[str, float], ...] = ()
 
     @property
     def total_loss(self) -> float:
@@ -94,7 +96,8 @@ class CutChoices:
         """price: of a byte, in nats."""
         chosen = [layer.best(price, self.factors) for layer in self._layers]
         loss = {kind: sum(one.loss.get(kind, 0.0) for one in chosen) for kind in KINDS}
-        return Cuts(tuple(one.cutoffs for one in chosen), loss, sum(one.saved for one in chosen) / self.total)
+        saved = sum(one.saved for one in chosen) / self.total
+        return Cuts(tuple(one.cutoffs for one in chosen), loss, saved, tuple(one.kept for one in chosen))
 
     def with_loss(self, loss: float) -> Cuts:
         """The cuts that save most of those with so much loss at most."""
@@ -123,6 +126,7 @@ class _Chosen:
     cutoffs: LayerCutoffs
     loss: Mapping[str, float]
     saved: float
+    kept: Mapping[str, float]
 
 
 class _Layer:
@@ -135,27 +139,32 @@ class _Layer:
             width = losses.widths["down_in" if name == "neurons" else name]
             return losses.cut[name] / (n * width)
 
+        self.cut = {name: share(name) for name in losses.cut}
         self.saved = {
-            name: share(name) * getattr(size, name) for name in ("attn_in", "attn_out") if name in self.loss
+            name: self.cut[name] * getattr(size, name)
+            for name in ("attn_in", "attn_out")
+            if name in self.loss
         }
         if "ffn_in" in self.loss:
-            of_input = share("ffn_in")[:, None, None]
-            of_gate = share("gate")[None, :, None] if gated else np.zeros((1, 1, 1))
+            of_input = self.cut["ffn_in"][:, None, None]
+            of_gate = self.cut["gate"][None, :, None] if gated else np.zeros((1, 1, 1))
             # Rows of up that are not needed are not read, or channels: whichever is more.
             self.saved_ffn = (
                 size.gate * of_input
                 + size.up * np.maximum(of_input, of_gate)
-                + size.down * share("neurons")[None]
+                + size.down * self.cut["neurons"][None]
             )
 
     def best(self, price: float, factors: Mapping[str, float]) -> _Chosen:
         cutoffs: dict[str, float] = {}
         loss: dict[str, float] = {}
+        kept: dict[str, float] = {}
         saved = 0.0
         for name, own in self.saved.items():
             at = int(np.argmin(factors[name] * self.loss[name] - price * own))
             cutoffs[name] = float(self.thresholds[name][at])
             loss[name] = factors[name] * float(self.loss[name][at])
+            kept[name] = 1 - float(self.cut[name][at])
             saved += float(own[at])
         if "ffn_in" in self.loss:
             of_input = factors["ffn_in"] * self.loss["ffn_in"]
@@ -165,5 +174,7 @@ class _Layer:
             places = {"ffn_in": i, "gate": g, "down_in": d}
             cutoffs |= {name: float(self.thresholds[name][at]) for name, at in places.items()}
             loss |= {"ffn_in": float(of_input[i]), "neurons": float(of_neurons[g, d])}
+            kept |= {"ffn_in": 1 - float(self.cut["ffn_in"][i]), "gate": 1 - float(self.cut["gate"][g])}
+            kept["down_in"] = 1 - float(self.cut["neurons"][g, d])
             saved += float(self.saved_ffn[i, g, d])
-        return _Chosen(LayerCutoffs(**cutoffs), loss, saved)
+        return _Chosen(LayerCutoffs(**cutoffs), loss, saved, kept)

@@ -218,7 +218,10 @@ class _Search:
         cuts, measured, problems = self._chosen(choices)
         thresholds = Thresholds(
             self.model_facts, cuts.layers, self.mode, False, self.text,
-            {**asdict(measured), "all_tokens_cut": True, "target": self._target()},
+            {
+                **asdict(measured), "kept": [dict(layer) for layer in cuts.kept], "all_tokens_cut": True,
+                "target": self._target(),
+            },
         )  # fmt: skip
         thresholds.save(target)
         return CalibratedThresholds(target, thresholds, measured, dict(cuts.loss), tuple(problems))
