@@ -14,9 +14,10 @@ namespace {
 
 constexpr int64_t kChunkBytes = 48 * 1024;  // of weights, for one token
 constexpr int kDecodeChunks = 64;           // one token, at most
-constexpr double kGatherBelow = 0.75;       // share of a chunk's up rows: above it all are read
-constexpr int kPrefetchPieces = 64;         // that a waiting thread fetches of a phase to come,
-constexpr int64_t kPrefetchBytes = 512;     // each of this size
+constexpr int kSumChunks = 8;          // for each thread, of a sum: every chunk reads a piece of each expert
+constexpr double kGatherBelow = 0.75;  // share of a chunk's up rows: above it all are read
+constexpr int kPrefetchPieces = 64;    // that a waiting thread fetches of a phase to come,
+constexpr int64_t kPrefetchBytes = 512;  // each of this size
 
 // Tokens by expert: groups in order of their experts, entries (token * n_used + rank) in order of tokens.
 class Groups {
@@ -446,8 +447,9 @@ class ExpertSum : public Op {
     int prepare_chunks(int n) const { return std::min(ceil_div(n, kPrepareTokens), kMaxChunks); }
     int row_chunks(int n) const {
         if (n > 1) return many_token_chunks(n_out(), plan_.n_threads());
+        const int64_t most = std::min(kDecodeChunks, kSumChunks * plan_.n_threads());
         return int(std::clamp<int64_t>(bytes_ * f_.n_used / kChunkBytes, 1,
-                                       std::min<int64_t>(kDecodeChunks, ceil_div(n_out(), 16))));
+                                       std::min<int64_t>(most, ceil_div(n_out(), 16))));
     }
     int expert_of(int rank) const {  // of a single token
         const float id = route_.row(0)[rank];
