@@ -151,13 +151,13 @@ def open_model(model: ModelPath, settings: LoadSettings) -> Opened:
     return Opened(settings, gguf, config, devices)
 
 
-def decide(opened: Opened) -> Decided:
+def decide(opened: Opened, *, mapped: bool = False) -> Decided:
     """Which neurons are computed and by which predictor, the graph of a step, what it costs, how long a
     context fits, and what goes on which device. What this needs and the file lacks is built, in files beside.
 
     Raises UnsupportedModelError, ContextLengthError, OutOfMemoryError (with the smallest budget that works,
     where a budget is too small), and InvalidRequestError for a mode that the model does not have. Nothing but
-    the file is open then.
+    the file is open then. mapped: its files are mapped however large they are, for who holds a part of it.
     """
     settings, gguf, config = opened.settings, opened.gguf, opened.config
     thresholds = _thresholds(opened)
@@ -174,7 +174,7 @@ def decide(opened: Opened) -> Decided:
         graph = describe(config, weights.tensors, prepared.predictor, choice.cutoffs)
         cost = Cost(graph, weights.tensors)
         sparse = choice.mode != "dense"
-        limit = _ram_limit(opened, graph, weights, sparse=sparse)
+        limit = None if mapped else _ram_limit(opened, graph, weights, sparse=sparse)
         n_ctx = _context(settings, config, cost, gguf.nbytes if limit is None else 0)
         if limit is not None and settings.n_ctx is None:
             n_ctx = _context_beside_rows(limit, n_ctx, settings, cost, graph, weights, sparse=sparse)

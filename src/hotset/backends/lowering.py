@@ -270,11 +270,7 @@ class _Emission:
             case ExpertLinear() if main.of_parts:
                 self._expert_sum(main, None, main.out)
             case ExpertLinear():
-                self._fetch(main, main.weights[0], set(), FETCH_ROUTED, buffers[main.route])
-                self._plan.expert_neurons(
-                    buffers[main.x], buffers[main.route], main.n_expert, None,
-                    expert_part(self._weights, main), None, None, None, False, out,
-                )  # fmt: skip
+                self._expert_products(main)
             case ExpertSum():
                 self._fetch(main, main.weights[0], set(), FETCH_ROUTED, buffers[main.route])
                 self._expert_sum(main, None, main.out)
@@ -387,6 +383,15 @@ class _Emission:
         self._plan.route(
             self._buffers[op.x], op.n_used, SCORINGS[op.scoring], self._bias(op.bias), op.normalised,
             op.scale, op.n_groups, op.n_groups_used, op.group_best, self._buffers[out],
+        )  # fmt: skip
+
+    def _expert_products(self, op: ExpertLinear) -> None:
+        """Of an FFN that was taken apart: products with one matrix of its experts."""
+        buffers = self._buffers
+        self._fetch(op, op.weights[0], set(), FETCH_ROUTED, buffers[op.route])
+        self._plan.expert_neurons(
+            buffers[op.x], buffers[op.route], op.n_expert, None, expert_part(self._weights, op), None, None,
+            None, False, buffers[op.out],
         )  # fmt: skip
 
     def _expert_sum(self, op: ExpertSum | ExpertLinear, residual: Value | None, out: Value) -> None:

@@ -324,8 +324,9 @@ def _disk(model: Model, test: Test, result: Measurement) -> dict[str, Any]:
     from hotset.report.disk import disk_dict
 
     total = StoreCounts(*(sum(column) for column in zip(*map(astuple, result.disk), strict=True)))
-    n = (test.n_prompt + test.n_gen) * len(result.seconds)
-    return disk_dict(total, n, sum(result.seconds), model.ram)
+    timed = test.n_prompt + test.n_gen
+    counted = timed + (test.n_prompt == 0)  # with the token that generation begins with, which is not timed
+    return disk_dict(total, counted * len(result.seconds), sum(result.seconds) * counted / timed, model.ram)
 
 
 def _facts(model: Model, path: Path, batch: int) -> dict[str, Any]:

@@ -57,10 +57,12 @@ def load_staged(model: str, settings: LoadSettings, stages: str, address: str | 
         raise InvalidRequestError(
             "stages on machines compute on their CPUs; leave out what is asked of a GPU"
         )
+    if settings.ram_budget is not None:
+        raise InvalidRequestError("stages on machines map their files; leave out ram_budget")
     opened = open_model(model, replace(settings, backend="cpu"))
     with ExitStack() as undone:
         undone.callback(opened.gguf.close)
-        decided = decide(opened)
+        decided = decide(opened, mapped=True)
         undone.callback(decided.weights.close)
         if decided.n_states:
             raise UnsupportedModelError(

@@ -93,7 +93,7 @@ class StageWorker:
                 raise InvalidRequestError(
                     f"{opened.gguf.path} is another file than that of the machine that asks; copy that one"
                 )
-            decided = decide(opened)
+            decided = decide(opened, mapped=True)
             self._undone.callback(decided.weights.close)
             self._stage = CpuBackend(
                 decided.weights,
