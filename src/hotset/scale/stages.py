@@ -58,7 +58,7 @@ def load_staged(model: str, settings: LoadSettings, stages: str, address: str | 
             "stages on machines compute on their CPUs; leave out what is asked of a GPU"
         )
     if settings.ram_budget is not None:
-        raise InvalidRequestError("stages on machines map their files; leave out ram_budget")
+        raise InvalidRequestError("a machine maps the layers of its stages; leave out --ram-budget")
     opened = open_model(model, replace(settings, backend="cpu"))
     with ExitStack() as undone:
         undone.callback(opened.gguf.close)
