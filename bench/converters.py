@@ -35,6 +35,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import peers
 import tiny_models
+from tokenizers import Tokenizer
 
 from hotset.backends.base import Batch
 from hotset.backends.cpu import CpuBackend
@@ -54,6 +55,7 @@ TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
 sys.argv[0] = root + "/convert_hf_to_gguf.py"
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+_PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 ADJUSTED: dict[str, dict[str, Any]] = {
     # Its converter writes 1e-5 whatever config.json says, and its engine wants as many heads of keys as of
     # queries.
@@ -62,9 +64,18 @@ ADJUSTED: dict[str, dict[str, Any]] = {
     # Its engine has one epsilon for all norms, as published models have; by the number of layers it knows
     # those without q_lora_rank.
     "deepseek2-lite": {"rms_norm_eps": 1e-6, "num_hidden_layers": 27},
-    "deepseek2-groups": {"rms_norm_eps": 1e-6},
+    # Nor does it know biases there, nor an mscale that is not mscale_all_dim.
+    "deepseek2-groups": {
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        **tiny_models.rope("yarn", mscale=1.0, mscale_all_dim=1.0, beta_fast=8.0),
+    },
     "deepseek2-v3": {"rms_norm_eps": 1e-6},
     "deepseek2-kimi": {"rms_norm_eps": 1e-6, "q_lora_rank": 28},
+    # Its engine rounds where YaRN's ramp begins and ends, which the model does not.
+    "gpt-oss": _PLAIN_ROPE,
+    "gpt-oss-mxfp4": _PLAIN_ROPE,
+    "smallthinker-windows": {"sliding_window_size": 4096},  # whatever the file says
     "glm4moe": {"num_nextn_predict_layers": 0},  # it asks for their tensors
     "glm4moe-groups": {"num_nextn_predict_layers": 0},
 }
@@ -73,9 +84,8 @@ EXPLAINED = {
     "mixtral-window": "its converter writes no window for Mixtral, which no published one has",
     "qwen3moe-raw-weights": "its engine normalises the weights of qwen3moe whatever the checkpoint says",
     "olmoe-normalised": "its engine never normalises those of olmoe",
-    "gpt-oss": "its engine rounds the ends of YaRN's ramp",
     "gpt-oss-pattern": "its engine rounds the ends of YaRN's ramp, and gives each second layer a window",
-    "gpt-oss-mxfp4": "its engine rounds the ends of YaRN's ramp, and quantises what MXFP4 is multiplied with",
+    "gpt-oss-mxfp4": "both engines quantise what MXFP4 is multiplied with, each in its way",
     "deepseek2-groups": "its engine chooses groups by their two best experts",
 }
 
@@ -87,6 +97,12 @@ def make(name: str, folder: Path) -> None:
     recipe = replace(recipe, written_as=recipe.written_as | WRITTEN.get(name, {}))
     model = tiny_models.build(recipe, **ADJUSTED.get(name, {}))
     (tiny_models.save_packed if packed else tiny_models.save)(recipe, model, folder)
+    path = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens(
+        ["<|endoftext|>", "[gMASK]", "<sop>", "<|observation|>"]
+    )  # that GLM's must have
+    tokenizer.save(str(path))
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text()) | {
         "eos_token": "<|end|>",
@@ -101,15 +117,20 @@ class Engine:
     def __init__(self, path: Path) -> None:
         self.gguf = open_gguf(path)
         graph = describe(config_from_gguf(self.gguf).for_context(64 * PAGES), self.gguf.tensors)
-        self._backend = CpuBackend(self.gguf, graph, n_pages=PAGES, max_batch=64, kv_type="f32", n_threads=2)
+        self._backend = CpuBackend(
+            self.gguf, graph, n_pages=PAGES, n_states=2, max_batch=64, kv_type="f32", n_threads=2
+        )
+        self._n_steps = 0  # of the text
 
     def logits(self, ids: list[int], first: int = 0) -> np.ndarray:
         """Of tokens at the positions from `first` on, [n_tokens, n_vocab]."""
         n = len(ids)
+        self._n_steps = self._n_steps + 1 if first else 0
         positions = np.arange(first, first + n, dtype=np.int32)
         table = np.arange(PAGES, dtype=np.int32)[None]
         tokens, every = np.array(ids, np.int32), np.arange(n, dtype=np.int32)
-        return self._backend.step(Batch(tokens, positions, np.zeros(n, np.int32), table, every)).logits.copy()
+        batch = Batch(tokens, positions, np.zeros(n, np.int32), table, every)
+        return self._backend.step(batch.with_states_of_rows(self._n_steps)).logits.copy()
 
     def greedy(self, ids: list[int]) -> tuple[list[int], np.ndarray]:
         """N_NEW tokens, and the logarithms of all tokens' probabilities before each."""
