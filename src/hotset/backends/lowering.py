@@ -243,14 +243,8 @@ class _Emission:
                 plan.norm(layer, weight, bias, eps, n_head, buffers[main.x], out)
             case Rotate():
                 plan.rotate(buffers[main.x], out, main.n_head, main.head_dim, self._rope(main), main.first)
-            case Heads():
-                shared = -1 if main.shared is None else buffers[main.shared]
-                plan.heads(buffers[main.x], shared, main.n_head, main.first, out)
-            case TransposedHeads():
-                info = self._weights.tensors[main.weight]
-                plan.transposed_heads(
-                    buffers[main.x], int(info.type), self._weights.data(main.weight), main.n_head, out
-                )
+            case Heads() | TransposedHeads():
+                self._heads(main, out)
             case Attention():
                 self._attention(main, group.ops[:-1])
             case ShortConv() | DeltaNet():
@@ -486,6 +480,16 @@ class _Emission:
             buffers[main.x], buffers[main.alpha], buffers[main.beta], rate, step, main.n_head,
             main.n_head_k, main.dim_k, main.dim_v, main.tiled, states, out,
         )  # fmt: skip
+
+    def _heads(self, op: Heads | TransposedHeads, out: int) -> None:
+        """What heads make of a latent vector, and what they are put together of."""
+        x = self._buffers[op.x]
+        if isinstance(op, TransposedHeads):
+            info = self._weights.tensors[op.weight]
+            self._plan.transposed_heads(x, int(info.type), self._weights.data(op.weight), op.n_head, out)
+            return
+        shared = -1 if op.shared is None else self._buffers[op.shared]
+        self._plan.heads(x, shared, op.n_head, op.first, out)
 
     def _attention(self, main: Attention, heads: Sequence[Any]) -> None:
         """heads: the head norms and rotations of q and k that were fused into it."""
