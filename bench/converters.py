@@ -81,6 +81,7 @@ ADJUSTED: dict[str, dict[str, Any]] = {
 }
 WRITTEN = {"deepseek2-v3": {"scoring_func": "sigmoid"}, "deepseek2-kimi": {"scoring_func": "sigmoid"}}
 EXPLAINED = {
+    "lfm2moe": "its converter writes no scale of the experts' weights",
     "mixtral-window": "its converter writes no window for Mixtral, which no published one has",
     "qwen3moe-raw-weights": "its engine normalises the weights of qwen3moe whatever the checkpoint says",
     "olmoe-normalised": "its engine never normalises those of olmoe",
