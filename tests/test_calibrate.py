@@ -336,6 +336,7 @@ def test_a_rise_of_perplexity_that_is_asked_for(path: Path, text: str, tmp_path:
             assert 0 < kept <= 1
             assert kept < 1 or not cutoff
     assert found.thresholds.measured["target"] == {"max_increase": 0.02}
+    assert 0 < (found.thresholds.kept(0, "down_in") or 0) < 1  # what placement/channels.py reckons with
     assert not (tmp_path / "out.thresholds.json.work").exists()
     assert ("losses", 8, 8) in told.seen
     # What is said is what the engine does, on the windows that were held out.

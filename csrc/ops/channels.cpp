@@ -32,8 +32,8 @@ class ChannelLinear : public Op {
             all += part.weight.rows;
         }
         const int64_t share = all / (kChunksPerThread * plan.n_threads());
-        columns_ = std::clamp((share + kChannelTile - 1) / kChannelTile * kChannelTile, int64_t(kChannelTile),
-                              kMostColumns);
+        columns_ = std::clamp<int64_t>((share + kChannelColumns - 1) / kChannelColumns * kChannelColumns,
+                                       kChannelColumns, kMostColumns);
     }
 
     int n_phases(const StepTokens& step) const override {
