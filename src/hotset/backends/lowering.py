@@ -233,8 +233,7 @@ class _Emission:
             case Cutoff():
                 plan.cutoff(buffers[main.x], main.threshold, out)
             case SignScores():
-                signs = self._weights.data(main.weight)
-                plan.sign_scores(buffers[main.x], signs, self._bias(main.bias), out)
+                plan.sign_scores(buffers[main.x], self._weights.data(main.weight), self._bias(main.bias), out)
             case SelectOutputs():
                 plan.select(buffers[main.x], out)
             case RMSNorm() | LayerNorm():
