@@ -362,7 +362,7 @@ def test_launches_are_timed_in_a_captured_graph_where_there_are_any(
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("empty"))
-    monkeypatch.setattr(machine, "_median_seconds", seconds)
+    monkeypatch.setattr(machine, "median_seconds", seconds)
     loop._kernels = SimpleNamespace(linear=lambda x, matrix: log.append(f"launch {matrix.n_rows}"))
     loop._synchronize = lambda: log.append("synchronize")
     loop._device = torch.device(kind)

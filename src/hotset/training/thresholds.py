@@ -393,9 +393,9 @@ class _Work:
         return n
 
     def save_losses(self, losses: LossPass, n_windows: int) -> None:
-        data = io.BytesIO()
-        np.savez(data, n_windows=n_windows, **_arrays(losses))  # type: ignore[arg-type]
-        write_whole({self.folder / "losses.npz": data.getvalue()})
+        file = io.BytesIO()
+        np.savez(file, n_windows=n_windows, **_arrays(losses))  # type: ignore[arg-type]
+        write_whole({self.folder / "losses.npz": file.getvalue()})
 
 
 def _arrays(losses: LossPass) -> dict[str, np.ndarray]:

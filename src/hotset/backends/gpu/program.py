@@ -265,7 +265,9 @@ class Program:
                 return lambda f: f.values.__setitem__(out, compute(f.values))
             case Heads() | TransposedHeads():
                 raise UnsupportedModelError("latent attention is computed on the CPU; use --no-gpu")
-            case Cutoff() | Linear() | TransposedLinear() | Ffn() | Route() | ExpertLinear() | ExpertSum():
+            case Route() | ExpertLinear() | ExpertSum():
+                raise UnsupportedModelError("experts are computed on the CPU; use --no-gpu")
+            case Cutoff() | Linear() | TransposedLinear() | Ffn():
                 raise AssertionError(f"{main.out.name} is no group's last operation")
             case _:
                 assert_never(main)
