@@ -18,6 +18,10 @@ _PAYS = 0.95  # of the time that a unit takes: a step of twice the size must mak
 _ATTENTION = 2.0  # an operation of attention takes as long as two of the matrices (docs/LOG.md)
 
 
+def _size(units: float) -> int:
+    return round(math.log2(max(units, 1.0)))
+
+
 class Chunk(NamedTuple):
     """Tokens of a prompt: how many, and the units that each takes."""
 
@@ -53,7 +57,9 @@ class PromptShare:
         self._quickest = 0.0  # of them lately
         self._per_unit = 0.0  # seconds, in the latest step with a prompt
         self._fitting = self.alone  # of `alone`, what the time allows
-        self._rates: dict[int, float] = {}  # seconds a unit, of steps of 2^i units and more without answers
+        self._rates: dict[
+            int, float
+        ] = {}  # least seconds a unit lately, of steps of about 2^i units without answers
 
     def note(self, units: float, n_answers: int, seconds: float) -> None:
         """Takes in a step with so much of prompts, beside that many tokens of answers."""
@@ -61,13 +67,14 @@ class PromptShare:
             self._answers = seconds
             self._quickest = min(seconds, 1.01 * self._quickest or seconds)
             return
+        is_first = not self._per_unit  # it read the file
         self._per_unit = max(seconds - (self._answers if n_answers else 0.0), 1e-6) / units
         beside, alone = (max(self._seconds, each) for each in (self._answers, _STEPS * self._quickest))
         self.beside = self._adapted(self.beside, units, beside, _FEWEST)
         self._fitting = self._adapted(self._fitting, units, alone, _FEWEST if self._quickest else _FIRST)
-        if not n_answers:
-            size = int(math.log2(max(units, 1.0)))
-            self._rates[size] = (self._rates.get(size, self._per_unit) + self._per_unit) / 2
+        if not n_answers and not is_first:
+            size = _size(units)
+            self._rates[size] = min(self._per_unit, 1.01 * self._rates.get(size, math.inf))
         self.alone = self._paying(self._fitting)
 
     def _paying(self, share: float) -> float:
@@ -77,7 +84,7 @@ class PromptShare:
         """
         if share == math.inf:
             return share
-        size, rates = int(math.log2(share)), self._rates
+        size, rates = _size(share), self._rates
         for larger in sorted(each for each in rates if size in rates and each > size):
             if rates[larger] < _PAYS ** (larger - size) * rates[size]:
                 size = larger
@@ -85,7 +92,7 @@ class PromptShare:
         if smaller < size and size in rates and size + 1 not in rates:
             gained = (rates[smaller] - rates[size]) / (2 ** (size - smaller) - 1)
             size += gained / 2 > (1 - _PAYS) * rates[size]
-        return max(share, 2.0**size)
+        return share if size == _size(share) else 2.0**size
 
     def _adapted(self, share: float, units: float, allowed: float, fewest: float) -> float:
         fitting = allowed / self._per_unit
