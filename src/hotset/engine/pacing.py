@@ -85,11 +85,13 @@ class PromptShare:
         if share == math.inf:
             return share
         size, rates = _size(share), self._rates
-        for larger in sorted(each for each in rates if size in rates and each > size):
+        if size not in rates:
+            return share
+        for larger in sorted(each for each in rates if each > size):
             if rates[larger] < _PAYS ** (larger - size) * rates[size]:
                 size = larger
         smaller = max((each for each in rates if each < size), default=size)
-        if smaller < size and size in rates and size + 1 not in rates:
+        if smaller < size and size + 1 not in rates:
             gained = (rates[smaller] - rates[size]) / (2 ** (size - smaller) - 1)
             size += gained / 2 > (1 - _PAYS) * rates[size]
         return share if size == _size(share) else 2.0**size

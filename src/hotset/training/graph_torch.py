@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from hotset.backends.gpu.twins import activate, layer_norm, rms_norm
+from hotset.backends.gpu.twins import activate, layer_norm, rms_norm, rotate
 from hotset.errors import UnsupportedModelError
 from hotset.formats.quants import dequantize
 from hotset.model.graph import (
@@ -31,6 +31,7 @@ from hotset.model.graph import (
     Multiply,
     Primitive,
     RMSNorm,
+    Rope,
     Rotate,
     Scale,
     SelectOutputs,
@@ -61,7 +62,7 @@ class TorchGraph:
         ]
         self._kept: dict[str, Tensor] = {}
         self._room = room
-        self._turns: dict[tuple[object, int], tuple[Tensor, Tensor]] = {}
+        self._turns: dict[tuple[Rope, int, int], Tensor] = {}
 
     @torch.no_grad()
     def streams(self, tokens: Tensor, edits: Mapping[int, Edit] | None = None) -> list[Tensor]:
@@ -135,7 +136,8 @@ class TorchGraph:
                 out = values[op.x.id] @ self._by_neuron(op)
                 return out if op.bias is None else out + self._weight(op.bias)
             case Rotate():
-                return self._rotated(op, values[op.x.id].unflatten(0, tokens.shape)).flatten(0, 1)
+                turns = self._turns_of(op.rope, *tokens.shape)
+                return rotate(values[op.x.id], turns, n_head=op.n_head, kind=op.rope.kind)
             case Attention():
                 q, k, v = (values[x.id].unflatten(0, tokens.shape) for x in (op.q, op.k, op.v))
                 return self._attended(op, q, k, v).flatten(0, 1)
@@ -160,24 +162,16 @@ class TorchGraph:
                     "are found for models without experts, and without predictors by sign"
                 )
 
-    def _rotated(self, op: Rotate, x: Tensor) -> Tensor:
-        rope, n_tokens = op.rope, x.shape[1]
-        if (rope, n_tokens) not in self._turns:
+    def _turns_of(self, rope: Rope, n_texts: int, n_tokens: int) -> Tensor:
+        """Cosines and sines of all tokens' angles, [2, n_texts * n_tokens, n_rot / 2]."""
+        key = rope, n_texts, n_tokens
+        if key not in self._turns:
             angle = torch.outer(
                 torch.arange(n_tokens, dtype=torch.float64), torch.tensor(rope.freq, dtype=torch.float64)
             )
-            turns = (angle.cos() * rope.magnitude).float(), (angle.sin() * rope.magnitude).float()
-            self._turns[rope, n_tokens] = turns[0][:, None], turns[1][:, None]  # of all heads
-        cos, sin = self._turns[rope, n_tokens]
-        heads = x.view(*x.shape[:2], op.n_head, op.head_dim)
-        turned, rest = heads[..., : rope.n_rot], heads[..., rope.n_rot :]
-        if rope.kind == "norm":
-            first, second = turned[..., 0::2], turned[..., 1::2]
-            out = torch.stack((first * cos - second * sin, first * sin + second * cos), -1).flatten(-2)
-        else:
-            first, second = turned.chunk(2, -1)
-            out = torch.cat((first * cos - second * sin, first * sin + second * cos), -1)
-        return torch.cat((out, rest), -1).flatten(-2)
+            both = (torch.stack((angle.cos(), angle.sin())) * rope.magnitude).float()
+            self._turns[key] = both.repeat(1, n_texts, 1)
+        return self._turns[key]
 
     def _attended(self, op: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         n_texts, n_tokens, _ = q.shape
