@@ -1,4 +1,4 @@
-"""Types of the native core (csrc/bindings.cpp)."""
+"""Types of the native core (csrc/bindings/)."""
 
 import numpy as np
 

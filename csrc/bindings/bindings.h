@@ -1,0 +1,85 @@
+// What the files of this folder share: arrays as Python gives them, and the checks of what comes with them.
+// They are the only ones that know Python: they check every argument, release the GIL and turn errors into
+// sentences.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include "kernels/kernels.h"
+#include "store/store.h"
+#include "types.h"
+
+namespace hotset {
+struct NeuronFacts;
+}
+
+namespace hotset::bindings {
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using WritableFloats = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using WritableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using FloatMatrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using IntMatrix = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using IntCube = nb::ndarray<const int32_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+
+// A ValueError, unless the condition holds.
+void require(bool condition, const std::string& sentence);
+
+// Of the instruction set that is named, else HOTSET_ISA's, else the best.
+const Kernels& chosen_kernels(const std::optional<std::string>& isa);
+
+// scales: of planes, whose type is then that of their codes.
+Matrix make_matrix(int type, const Bytes& data, int64_t rows, int64_t cols,
+                   const std::optional<Bytes>& scales = std::nullopt);
+
+// The rows of one part of a group of a store, in place of the bytes of a matrix.
+struct StoredRows {
+    std::shared_ptr<RowStore> store;
+    int group, part;
+};
+using Rows = std::variant<Bytes, StoredRows>;
+
+// As make_matrix; keeps what it lies in alive in `weights` or `stores`.
+Matrix make_matrix(int type, const Rows& data, int64_t rows, int64_t cols, const std::optional<Bytes>& scales,
+                   std::vector<Bytes>& weights, std::vector<std::shared_ptr<RowStore>>& stores);
+
+std::vector<float> to_vector(const std::optional<Floats>& array);
+
+Activation checked_activation(int kind);
+
+// Activations of an FFN, as Python names them: (kind, threshold) of the gate, or of up without one, and up's.
+void set_activations(NeuronFacts& facts, bool gated, std::pair<int, float> activation,
+                     std::optional<int> up_activation);
+
+// For Python, which frees it.
+template <class T, class... Shape>
+nb::ndarray<nb::numpy, T, nb::ndim<sizeof...(Shape)>> new_array(T*& data, Shape... shape) {
+    data = new T[(size_t(shape) * ... * 1)];
+    nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+    return {data, {size_t(shape)...}, owner};
+}
+
+struct StepCancelled : std::exception {};
+
+// Each adds a subject to the module.
+void bind_kernels(nb::module_& m);
+void bind_plan(nb::module_& m);
+void bind_cold(nb::module_& m);
+void bind_store(nb::module_& m);
+void bind_replacement(nb::module_& m);
+
+}  // namespace hotset::bindings

@@ -1,0 +1,254 @@
+// Matrix products, neurons, experts and what selects them.
+#include "bindings/plan_builder.h"
+
+namespace hotset::bindings {
+
+void PlanBuilder::linear(int x, const NormArguments& norm, const std::vector<Part>& parts, int residual,
+                         bool gated, const std::optional<ActivationArguments>& activation, float cutoff,
+                         const std::vector<std::optional<Channels>>& channels) {
+    require(!parts.empty() && parts.size() <= kMaxChunks && (!gated || (parts.size() == 2 && activation)) &&
+                (residual < 0 || parts.size() == 1) && (gated || !activation || parts.size() == 1),
+            "a matrix product has parts");
+    std::vector<LinearPart> built;
+    for (const Part& part : parts) {
+        require(std::holds_alternative<Bytes>(std::get<1>(part)), "a product of all rows has them in order");
+        built.push_back(make_part(part, x));
+    }
+    require(!gated || built[0].weight.rows == built[1].weight.rows, "gate and up have the same rows");
+    LinearTail tail;
+    if (activation)
+        tail = {gated ? LinearTail::Gated : LinearTail::Activated, checked_activation(activation->first),
+                activation->second};
+    if (residual >= 0) {
+        same_rows(x, residual);
+        require(width(residual) == width(built[0].out) && residual != built[0].out,
+                "a residual has the width of the output");
+    }
+    require(channels.empty() || channels.size() == parts.size(), "every part has channels or none");
+    std::vector<ChannelMatrix> by_channel;
+    for (size_t p = 0; p < channels.size(); p++)
+        by_channel.push_back(channels[p] ? make_channels(*channels[p], built[p].weight) : ChannelMatrix());
+    plan_->add_linear(x, make_norm(norm, x), std::move(built), residual, tail, cutoff, std::move(by_channel));
+}
+
+void PlanBuilder::neurons(int x, const NormArguments& norm, const std::optional<Part>& gate, const Part& up,
+                          const ActivationArguments& activation, std::optional<int> up_activation,
+                          const std::optional<std::tuple<int, float, int64_t>>& predictor, bool sparse,
+                          int out, const std::tuple<float, float, float>& cutoffs,
+                          const std::vector<std::optional<Channels>>& channels) {
+    NeuronFacts facts;
+    facts.x = x, facts.out = out, facts.sparse = sparse;
+    std::tie(facts.input_cutoff, facts.gate_cutoff, facts.value_cutoff) = cutoffs;
+    facts.norm = make_norm(norm, x);
+    if (gate) facts.gate = make_part(*gate, x);
+    facts.up = make_part(up, x);
+    require(std::get<3>(up) == out && (!gate || std::get<3>(*gate) == out),
+            "gate and up have a row per neuron");
+    set_activations(facts, gate.has_value(), activation, up_activation);
+    require(channels.empty() || channels.size() == (gate ? 2 : 1), "gate and up have channels or none");
+    if (!channels.empty() && channels.back())
+        facts.up_channels = make_channels(*channels.back(), facts.up.weight);
+    if (channels.size() == 2 && channels[0])
+        facts.gate_channels = make_channels(*channels[0], facts.gate.weight);
+    if (predictor) {
+        std::tie(facts.scores, facts.threshold, facts.first) = *predictor;
+        same_rows(facts.scores, out);
+        require(facts.first >= 0 && width(facts.scores) == width(out) - facts.first,
+                "a predictor has a score for each neuron");
+    }
+    plan_->add_neurons(std::move(facts));
+}
+
+void PlanBuilder::axpy(int x, int type, const Rows& data, const std::optional<Bytes>& scales,
+                       const std::optional<Floats>& bias, int residual, bool sparse, int out) {
+    same_rows(x, out);
+    require(!bias || int64_t(bias->size()) == width(out), "a bias has the width of its output");
+    const Matrix weight = make_matrix(type, data, width(x), width(out), scales, weights_, stores_);
+    if (residual >= 0) {
+        same_rows(x, residual);
+        require(width(residual) == width(out) && residual != out, "a residual has the width of the output");
+    }
+    plan_->add_axpy(x, {weight, to_vector(bias), out}, residual, sparse);
+}
+
+void PlanBuilder::fetch(std::shared_ptr<RowStore> store, int group, int which, int by, float threshold,
+                        int64_t first) {
+    require(group >= 0 && group < store->n_groups() && store->end(), "there is no such group of rows");
+    require(which >= FetchFacts::All && which <= FetchFacts::Routed, "there is no such way to fetch");
+    const int64_t n_rows = store->n_rows(group);
+    FetchFacts facts;
+    facts.store = store.get(), facts.group = group, facts.which = FetchFacts::Which(which);
+    facts.threshold = threshold, facts.first = first;
+    if (which == FetchFacts::Selected)
+        require(first >= 0 && width(by) == n_rows - first, "a predictor has a score for each neuron");
+    if (which == FetchFacts::NonZero) require(width(by) == n_rows, "a neuron has a value");
+    if (which == FetchFacts::Routed) facts.n_used = check_route(by, int(n_rows), by);
+    facts.by = checked(by);
+    stores_.push_back(std::move(store));
+    plan_->add_fetch(facts);
+}
+
+void PlanBuilder::route(int x, int n_used, int scoring, const std::optional<Floats>& bias, bool normalised,
+                        float scale, int n_groups, int n_groups_used, int group_best, int out) {
+    same_rows(x, out);
+    const int64_t n = width(x);
+    require(n <= kMaxExperts && n_used > 0 && n_used <= n && width(out) == 2 * n_used,
+            "a route has ids and weights of some of the experts");
+    require(scoring >= RouteFacts::Softmax && scoring <= RouteFacts::SoftmaxChosen,
+            "there is no scoring " + std::to_string(scoring));
+    require(!bias || int64_t(bias->size()) == n, "a route's bias has a number for each expert");
+    require(n_groups > 0 && n % n_groups == 0 && n_groups_used > 0 && n_groups_used <= n_groups &&
+                n / n_groups * n_groups_used >= n_used,
+            "groups of experts have equal sizes, and hold those that are used");
+    require(group_best == 1 || group_best == 2, "one or two experts of a group count for it");
+    plan_->add_route({x, out, n_used, RouteFacts::Scoring(scoring), to_vector(bias), normalised, scale,
+                      n_groups, n_groups_used, group_best});
+}
+
+void PlanBuilder::expert_neurons(int x, int route, int n_expert, const std::optional<ExpertPart>& gate,
+                                 const ExpertPart& up, const std::optional<ActivationArguments>& activation,
+                                 const std::optional<ActivationArguments>& up_activation,
+                                 const std::optional<std::pair<int, float>>& predictor, bool sparse,
+                                 int out) {
+    same_rows(x, out);
+    const int n_used = check_route(route, n_expert, out);
+    require(width(out) % n_used == 0, "experts have neurons of their own");
+    require((!gate || activation) && (gate || !up_activation), "a gate has an activation");
+    const int64_t rows = width(out) / n_used;
+    ExpertFacts facts;
+    facts.x = x, facts.route = route, facts.out = out, facts.n_used = n_used, facts.sparse = sparse;
+    if (gate) facts.gate = make_experts(*gate, n_expert, rows, width(x), rows);
+    facts.up = make_experts(up, n_expert, rows, width(x), rows);
+    if (activation) {
+        facts.activated = true;
+        facts.activation = checked_activation(activation->first);
+        facts.activation_threshold = activation->second;
+    }
+    if (up_activation) {
+        facts.up_activated = true;
+        facts.up_activation = checked_activation(up_activation->first);
+        facts.up_threshold = up_activation->second;
+    }
+    if (predictor) {
+        std::tie(facts.scores, facts.threshold) = *predictor;
+        same_rows(facts.scores, out);
+        require(width(facts.scores) == width(out) && activation, "a predictor has a score for each neuron");
+    }
+    plan_->add_expert_neurons(std::move(facts));
+}
+
+void PlanBuilder::expert_sum(int x, int route, int n_expert, const ExpertPart& down, int residual,
+                             bool by_neuron, bool apart, bool sparse, int out) {
+    same_rows(x, out);
+    const int n_used = check_route(route, n_expert, out);
+    require(width(x) % n_used == 0, "experts have neurons of their own");
+    if (residual >= 0) {
+        same_rows(x, residual);
+        require(width(residual) == width(out) && residual != out, "a residual has the width of the output");
+    }
+    require(!apart || (!by_neuron && residual < 0 && width(out) % n_used == 0),
+            "products side by side are by output, and not added to anything");
+    const int64_t neurons = width(x) / n_used, outputs = width(out) / (apart ? n_used : 1);
+    const int64_t rows = by_neuron ? neurons : outputs, cols = by_neuron ? outputs : neurons;
+    plan_->add_expert_sum({x, route, residual, out, n_used, make_experts(down, n_expert, rows, cols, outputs),
+                           by_neuron, apart, sparse});
+}
+
+void PlanBuilder::mask(int x, int scores, float threshold, int64_t first, int out) {
+    require(width(x) == width(out) && first >= 0 && width(scores) == width(out) - first,
+            "a mask has a score for each column from `first` on");
+    same_rows(x, out);
+    same_rows(scores, out);
+    plan_->add_mask(x, scores, threshold, first, out);
+}
+
+void PlanBuilder::sign_scores(int x, const Bytes& rows, const std::optional<Floats>& bias, int out) {
+    same_rows(x, out);
+    require(int64_t(rows.size()) == width(out) * ((width(x) + 7) / 8), "signs are a bit per channel and row");
+    require(!bias || int64_t(bias->size()) == width(out), "a bias has the width of its output");
+    weights_.push_back(rows);
+    plan_->add_sign_scores(x, rows.data(), to_vector(bias), out);
+}
+
+LinearPart PlanBuilder::make_part(const Part& part, int x) {
+    const auto& [type, data, bias, out] = part;
+    same_rows(x, out);
+    require(!bias || int64_t(bias->size()) == width(out), "a bias has the width of its output");
+    const Matrix weight = make_matrix(type, data, width(out), width(x), std::nullopt, weights_, stores_);
+    return {weight, to_vector(bias), out};
+}
+
+ChannelMatrix PlanBuilder::make_channels(const Channels& channels, const Matrix& by_row) {
+    const auto& [codes, scales, mins, cols, first, below] = channels;
+    require(plan_->kernels().channel_linear[int(by_row.type)],
+            std::string(type_facts(by_row.type).name) + " is not laid out by channel");
+    require(cols > 0 && cols % 32 == 0 && first >= 0 && first % 32 == 0 && by_row.rows % 32 == 0 &&
+                first + by_row.rows <= cols,
+            "outputs of a matrix by channel are whole groups of 32");
+    const size_t n_codes = size_t(by_row.cols) * size_t(cols) / (by_row.type == Type::Q8_0 ? 1 : 2);
+    const size_t n_scales = size_t(by_row.cols) / 32 * size_t(cols) * 2;
+    require(codes.size() == n_codes && scales.size() == n_scales &&
+                mins.has_value() == (by_row.type == Type::Q4_1) && (!mins || mins->size() == n_scales),
+            "a matrix by channel has the codes, scales and minimums of its rows");
+    weights_.insert(weights_.end(), {codes, scales});
+    if (mins) weights_.push_back(*mins);
+    auto halves = [](const Bytes& bytes) { return reinterpret_cast<const uint16_t*>(bytes.data()); };
+    ChannelMatrix made;
+    made.type = by_row.type, made.data = codes.data(), made.rows = by_row.cols, made.cols = cols;
+    made.first_col = first, made.scales = halves(scales), made.below = below;
+    if (mins) made.mins = halves(*mins);
+    return made;
+}
+
+int PlanBuilder::check_route(int route, int n_expert, int out) const {
+    same_rows(route, out);
+    require(n_expert > 0 && n_expert <= kMaxExperts && width(route) % 2 == 0 && width(route) / 2 <= n_expert,
+            "a route names some of the experts");
+    return int(width(route) / 2);
+}
+
+ExpertMatrices PlanBuilder::make_experts(const ExpertPart& part, int n_expert, int64_t rows, int64_t cols,
+                                         int64_t n_bias) {
+    const auto& [tensors, stored, first, bias] = part;
+    require(stored > 0 && stored < INT32_MAX / n_expert && first >= 0 && first + rows <= stored,
+            "an expert's rows are some of its matrix");
+    require(tensors.size() == 1 || int(tensors.size()) == n_expert,
+            "experts are in one tensor, or in one each");
+    require(!bias || int64_t(bias->size()) == n_expert * n_bias, "a bias has a number for each output");
+    ExpertMatrices made;
+    const int64_t of_tensor = n_expert / int64_t(tensors.size());
+    for (const auto& [type, data] : tensors) {
+        if (const StoredRows* experts = std::get_if<StoredRows>(&data)) {
+            made = stored_experts(type, *experts, n_expert, rows, cols, stored, first);
+            break;
+        }
+        const Matrix all = make_matrix(type, std::get<Bytes>(data), of_tensor * stored, cols);
+        weights_.push_back(std::get<Bytes>(data));
+        for (int64_t e = 0; e < of_tensor; e++)
+            made.weights.push_back(
+                {all.type, all.row(e * stored + first), rows, cols, all.row_bytes, nullptr});
+    }
+    made.bias = to_vector(bias);
+    return made;
+}
+
+ExpertMatrices PlanBuilder::stored_experts(int type, const StoredRows& experts, int n_expert, int64_t rows,
+                                           int64_t cols, int64_t stored, int64_t first) {
+    const RowStore& store = *experts.store;
+    require(type >= 0 && type < kTypeCount && type_facts(Type(type)).block_bytes > 0 &&
+                !is_planes(Type(type)) && cols % type_facts(Type(type)).block_size == 0,
+            "tensor type " + std::to_string(type) + " has no kernel");
+    const TypeFacts facts = type_facts(Type(type));
+    const size_t row_bytes = size_t(cols / facts.block_size) * facts.block_bytes;
+    require(store.end() && store.n_rows(experts.group) == n_expert &&
+                store.row_bytes(experts.group, experts.part) == row_bytes * size_t(stored),
+            "a store's rows are the matrices of the experts");
+    ExpertMatrices made;
+    made.weights.assign(size_t(n_expert), {Type(type), nullptr, rows, cols, row_bytes, nullptr});
+    made.places = store.places(experts.group, experts.part);
+    made.skipped = size_t(first) * row_bytes;
+    stores_.push_back(experts.store);
+    return made;
+}
+
+}  // namespace hotset::bindings

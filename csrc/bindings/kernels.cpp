@@ -1,0 +1,104 @@
+// Single kernels, for tests, benchmarks and the conversion of whole matrices.
+#include "bindings/bindings.h"
+
+#include "bandwidth.h"
+#include "plan.h"
+#include "quantize.h"
+
+namespace hotset::bindings {
+namespace {
+
+// The product of one matrix and rows of activations, for tests and benchmarks of single kernels.
+nb::object linear(int type, const Bytes& data, int64_t rows, const FloatMatrix& x,
+                  const std::optional<std::string>& isa) {
+    const int n = int(x.shape(0));
+    const int64_t k = int64_t(x.shape(1)), width = padded(k);
+    const Matrix weight = make_matrix(type, data, rows, k);
+    require(n > 0, "a product needs a row of activations");
+    const Kernels& kernels = chosen_kernels(isa);
+    Memory q(n * width), scale(n * width / 8), sum(n * width / 8), isum(n * width / 4),
+        scratch(kernel_scratch_bytes(k));
+    const DefaultFloats floats;
+    if (!is_float(weight.type))
+        for (int t = 0; t < n; t++)
+            kernels.quantize(x.data() + t * k, k, q.as<int8_t>() + t * width,
+                             scale.as<float>() + t * width / 32, sum.as<float>() + t * width / 32,
+                             isum.as<int32_t>() + t * width / 16);
+    const Inputs inputs = {
+        n, k, x.data(), q.as<int8_t>(), scale.as<float>(), sum.as<float>(), isum.as<int32_t>()};
+    float* out;
+    auto result = new_array<float>(out, n, rows);
+    {
+        nb::gil_scoped_release release;
+        kernels.linear[type](weight, 0, rows, inputs, 0, n, out, rows, scratch.data());
+    }
+    return nb::cast(result);
+}
+
+nb::object dequantize(int type, const Bytes& data, int64_t rows, int64_t cols) {
+    const Matrix weight = make_matrix(type, data, rows, cols);
+    const DefaultFloats floats;
+    float* out;
+    auto result = new_array<float>(out, rows, cols);
+    nb::gil_scoped_release release;
+    for (int64_t r = 0; r < rows; r++) dequantize_row(weight.type, weight.row(r), cols, out + r * cols);
+    nb::gil_scoped_acquire acquire;
+    return nb::cast(result);
+}
+
+// Encodes a matrix of one type as another into `out`; -1, or the row that cannot be stored.
+int64_t quantize(int from, const Bytes& data, int64_t rows, int64_t cols, int to, const WritableBytes& out,
+                 int n_threads) {
+    const Matrix matrix = make_matrix(from, data, rows, cols);
+    const Kernels& kernels = chosen_kernels(std::nullopt);
+    require(to >= 0 && to < kTypeCount && can_encode(kernels, Type(to)),
+            "tensor type " + std::to_string(to) + " has no encoder");
+    require(n_threads > 0 && n_threads <= kMaxThreads,
+            "the number of threads must be 1 to " + std::to_string(kMaxThreads));
+    const TypeFacts facts = type_facts(Type(to));
+    require(cols % facts.block_size == 0 &&
+                out.size() == size_t(rows) * size_t(cols / facts.block_size) * facts.block_bytes,
+            "the result takes whole blocks of " + std::string(facts.name));
+    nb::gil_scoped_release release;
+    return quantize_matrix(kernels, matrix, Type(to), out.data(), n_threads);
+}
+
+double measured_read_bandwidth(const Bytes& data, int n_threads) {
+    require(n_threads > 0 && n_threads <= kMaxThreads,
+            "the number of threads must be 1 to " + std::to_string(kMaxThreads));
+    const Kernels& kernels = chosen_kernels(std::nullopt);
+    nb::gil_scoped_release release;
+    return read_bandwidth(kernels, data.data(), data.size(), n_threads);
+}
+
+std::vector<std::string> available_isas() {
+    std::vector<std::string> names;
+    for (const char* name : {"avx512", "avx2", "neon", "scalar"}) {
+        const char* error = nullptr;
+        if (select_kernels(name, &error)) names.push_back(name);
+    }
+    return names;
+}
+
+}  // namespace
+
+void bind_kernels(nb::module_& m) {
+    m.def(
+        "isa", [] { return std::string(chosen_kernels(std::nullopt).isa); },
+        "The instruction set whose kernels are used: HOTSET_ISA, or the best that this processor has.");
+    m.def("available_isas", &available_isas, "The instruction sets that this processor can run, best first.");
+    m.def("read_bandwidth", &measured_read_bandwidth, "data"_a, "n_threads"_a,
+          "Reads the bytes, a small array several times; bytes per second.");
+    m.def("linear", &linear, "type"_a, "data"_a, "rows"_a, "x"_a, "isa"_a.none() = nb::none(),
+          "x [n, k] times a matrix of `rows` rows of k weights of a GGML type, by the kernel that a plan "
+          "would use.");
+    m.def("dequantize", &dequantize, "type"_a, "data"_a, "rows"_a, "cols"_a,
+          "Decodes a matrix to float32 [rows, cols].");
+    m.def(
+        "quantize", &quantize, "from_type"_a, "data"_a, "rows"_a, "cols"_a, "to_type"_a, "out"_a,
+        "n_threads"_a,
+        "Encodes a matrix of one GGML type as another into `out`; -1, or a row that holds a value which the "
+        "type cannot store.");
+}
+
+}  // namespace hotset::bindings

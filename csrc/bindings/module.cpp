@@ -1,0 +1,78 @@
+// The module itself, its errors, and what belongs to no plan.
+#include "bindings/bindings.h"
+
+#include "mapped.h"
+#include "runtime.h"
+#include "threads.h"
+
+namespace hotset::bindings {
+namespace {
+
+nb::object error_class(const char* name) {
+    return nb::module_::import_("hotset.errors").attr(name);
+}
+
+// What needs another type than ValueError.
+void translate(const std::exception_ptr& thrown, void*) {
+    try {
+        std::rethrow_exception(thrown);
+    } catch (const ThreadError& error) {
+        PyErr_SetString(error_class("InvalidRequestError").ptr(), error.what());
+    } catch (const ReadError& error) {
+        PyErr_SetString(error_class("ReadError").ptr(), error.what());
+    } catch (const StepCancelled&) {
+        PyErr_SetNone(error_class("StepCancelledError").ptr());
+    }
+}
+
+std::shared_ptr<Runtime> make_runtime(int n_threads) {
+    require(n_threads > 0 && n_threads <= kMaxThreads,
+            "the number of threads must be 1 to " + std::to_string(kMaxThreads));
+    return std::make_shared<Runtime>(n_threads);
+}
+
+void bind_mapped(nb::module_& m) {
+    // Numbers, not objects: maps live as long as any view of them, which may be to the very end.
+    m.def(
+        "guard_file",
+        [](const Bytes& mapping, int descriptor) {
+            return reinterpret_cast<uintptr_t>(guard_file(mapping.data(), mapping.size(), descriptor));
+        },
+        "mapping"_a, "descriptor"_a,
+        "Keeps a mapped file that is cut short from ending the process (csrc/mapped.h); a number for the "
+        "other two.");
+    m.def(
+        "is_cut", [](uintptr_t file) { return is_cut(reinterpret_cast<GuardedFile*>(file)); }, "file"_a,
+        "Whether a guarded file is shorter than its map, or a page of it could not be read.");
+    m.def(
+        "unguard_file", [](uintptr_t file) { unguard_file(reinterpret_cast<GuardedFile*>(file)); }, "file"_a,
+        "Ends the guard, once.");
+}
+
+void bind_runtime(nb::module_& m) {
+    nb::class_<Runtime>(
+        m, "Runtime",
+        "The team of threads and its memory, which plans and cold services share, a step at a "
+        "time (csrc/runtime.h).")
+        .def(nb::new_(&make_runtime), "n_threads"_a)
+        .def_prop_ro("n_threads", &Runtime::n_threads)
+        .def("close", &Runtime::close, nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace
+
+}  // namespace hotset::bindings
+
+NB_MODULE(_core, m) {
+    using namespace hotset::bindings;
+    m.doc() = "The native core of hotset: kernels, the plan of a step and the threads that run it.";
+    m.attr("PAGE_SIZE") = hotset::kPageSize;
+    nb::register_exception_translator(&translate);
+    bind_mapped(m);
+    bind_runtime(m);
+    bind_kernels(m);
+    bind_replacement(m);
+    bind_store(m);
+    bind_cold(m);
+    bind_plan(m);
+}

@@ -1,0 +1,83 @@
+#include "replacement.h"
+
+#include "bindings/bindings.h"
+
+namespace hotset::bindings {
+namespace {
+
+std::unique_ptr<Replacement> make_replacement(int n_layers, int n_ids, const std::vector<int32_t>& slots,
+                                              int half_life) {
+    require(n_layers > 0 && n_ids > 0 && int64_t(n_layers) * n_ids < INT32_MAX,
+            "a cache needs layers and entries");
+    require(slots.size() == 1 || slots.size() == size_t(n_layers),
+            "slots are those of all layers or of each one");
+    int64_t n_slots = 0;
+    for (int32_t n : slots) {
+        require(n >= 0, "there is no negative number of slots");
+        n_slots += n;
+    }
+    require(n_slots < INT32_MAX, "a cache has fewer than 2^31 slots");
+    require(half_life >= 0 && half_life <= 1 << 20 && (half_life & (half_life - 1)) == 0,
+            "a half-life is a power of two, or 0");
+    return std::make_unique<Replacement>(n_layers, n_ids, slots, half_life);
+}
+
+void require_entry(const Replacement& policy, int layer, int32_t id) {
+    require(layer >= 0 && layer < policy.n_layers(), "there is no layer " + std::to_string(layer));
+    require(id >= 0 && id < policy.n_ids(), "there is no entry " + std::to_string(id));
+}
+
+// int32 [3][n]: slots, whether each is a hit, what was evicted.
+nb::object looked_up(Replacement& policy, int layer, const Ints& ids, bool credit, bool keeps_better) {
+    const size_t n = ids.size();
+    require_entry(policy, layer, 0);
+    for (size_t i = 0; i < n; ++i) require_entry(policy, layer, ids.data()[i]);
+    std::vector<Replacement::Place> places(n);
+    policy.lookup(layer, ids.data(), n, credit, places.data(), keeps_better);
+    auto* answer = new int32_t[3 * n + 1];
+    nb::capsule owner(answer, [](void* p) noexcept { delete[] static_cast<int32_t*>(p); });
+    for (size_t i = 0; i < n; ++i) {
+        answer[i] = places[i].slot;
+        answer[n + i] = places[i].hit;
+        answer[2 * n + i] = places[i].evicted;
+    }
+    return nb::cast(nb::ndarray<nb::numpy, int32_t>(answer, {3, n}, owner));
+}
+
+std::vector<int64_t> replayed(Replacement& policy, const IntCube& ids, size_t first, bool by_layer,
+                              bool keeps_better) {
+    require(ids.shape(1) == size_t(policy.n_layers()), "a trace has as many layers as its cache");
+    for (size_t i = 0; i < ids.size(); ++i) require_entry(policy, 0, ids.data()[i]);
+    std::vector<int64_t> hits(ids.shape(1));
+    nb::gil_scoped_release release;
+    policy.replay(ids.data(), ids.shape(0), ids.shape(2), first, by_layer, keeps_better, hits.data());
+    return hits;
+}
+
+}  // namespace
+
+void bind_replacement(nb::module_& m) {
+    nb::class_<Replacement>(m, "Replacement",
+                            "Which entries a cache of few slots holds (csrc/replacement.h).")
+        .def(nb::new_(&make_replacement), "n_layers"_a, "n_ids"_a, "slots"_a, "half_life"_a)
+        .def_prop_ro("n_slots", &Replacement::n_slots)
+        .def("begin_step", &Replacement::begin_step)
+        .def("lookup", &looked_up, "layer"_a, "ids"_a, "credit"_a, "keeps_better"_a)
+        .def(
+            "drop",
+            [](Replacement& policy, int layer, int32_t id) {
+                require_entry(policy, layer, id);
+                policy.drop(layer, id);
+            },
+            "layer"_a, "id"_a)
+        .def(
+            "find",
+            [](const Replacement& policy, int layer, int32_t id) {
+                require_entry(policy, layer, id);
+                return policy.find(layer, id);
+            },
+            "layer"_a, "id"_a)
+        .def("replay", &replayed, "ids"_a, "first"_a, "by_layer"_a, "keeps_better"_a);
+}
+
+}  // namespace hotset::bindings

@@ -1,0 +1,112 @@
+// What is read under a budget (csrc/store/).
+#include "bindings/bindings.h"
+
+namespace hotset::bindings {
+namespace {
+
+using PartArguments =
+    std::tuple<std::string, uint64_t, size_t, size_t>;  // path, offset, bytes of a row, stride
+
+int add_group(RowStore& store, int64_t n_rows, const std::vector<PartArguments>& parts) {
+    require(n_rows > 0 && n_rows < INT32_MAX && !parts.empty() && !store.end(), "a group has rows and parts");
+    std::vector<RowStore::Part> built;
+    for (const auto& [path, offset, row_bytes, stride] : parts) {
+        const StoredFile* file = store.file(path).get();
+        require(row_bytes > 0 && row_bytes <= stride && stride < INT64_MAX / size_t(n_rows) &&
+                    offset <= file->bytes() &&
+                    stride * size_t(n_rows - 1) + row_bytes <= file->bytes() - offset,
+                "rows of " + path + " lie beyond its end; download or convert it again");
+        built.push_back({file, offset, row_bytes, stride});
+    }
+    return store.add_group(n_rows, std::move(built));
+}
+
+void allocate(RowStore& store, size_t bytes) {
+    require(!store.end() && store.n_groups() > 0 && bytes >= store.least_bytes(),
+            "a store needs room for its largest group");
+    store.allocate(bytes);
+}
+
+std::tuple<int64_t, int64_t, int64_t, int64_t, double> counts_of(const RowStore& store) {
+    const RowStore::Counts& c = store.counts();
+    return {c.hits, c.misses, c.bytes_read, c.n_reads, c.seconds_waited};
+}
+
+// Fills arrays with bytes of a file, many reads at a time.
+void read_arrays(Reader& reader, const std::string& path,
+                 const std::vector<std::pair<uint64_t, WritableBytes>>& arrays) {
+    const StoredFile file(path);
+    Reader::Batch batch;
+    for (const auto& [offset, array] : arrays) {
+        require(offset <= file.bytes() && array.size() <= file.bytes() - offset,
+                "bytes of " + path + " lie beyond its end; download or convert it again");
+        add_reads(batch, &file, offset, array.size(), array.data(), 0);
+    }
+    std::exception_ptr raised;
+    {
+        nb::gil_scoped_release release;
+        reader.begin(batch);
+        const bool done = reader.wait(batch, [&] {
+            nb::gil_scoped_acquire acquire;
+            if (!raised && PyErr_CheckSignals() != 0) raised = std::make_exception_ptr(nb::python_error());
+            return bool(raised);
+        });
+        if (done) file.check();
+    }
+    if (raised) std::rethrow_exception(raised);
+}
+
+}  // namespace
+
+void bind_store(nb::module_& m) {
+    m.def("ring_allowed", &Reader::ring_allowed, "Whether the kernel gives this process a ring for reads.");
+    nb::class_<Reader>(m, "Reader", "Reads pieces of files, many at a time (csrc/store/reader.h).")
+        .def(nb::new_([](bool ring, int depth) {
+                 require(depth > 0 && depth <= 256, "1 to 256 reads are in flight");
+                 return std::make_shared<Reader>(ring ? Reader::Kind::Ring : Reader::Kind::Threads, depth);
+             }),
+             "ring"_a, "depth"_a)
+        .def_prop_ro("ring", [](const Reader& reader) { return reader.kind() == Reader::Kind::Ring; })
+        .def_prop_ro("depth", &Reader::depth)
+        .def_prop_ro("buffer_bytes", &Reader::buffer_bytes)
+        .def("read", &read_arrays, "path"_a, "arrays"_a)
+        .def(
+            "rate",
+            [](Reader& reader, const std::string& path, uint32_t size, double seconds) {
+                require(size > 0 && size % kReadAlign == 0 && size <= Reader::kMostBytes,
+                        "reads are whole pages, of 512 KB at most");
+                nb::gil_scoped_release release;
+                return read_rate(StoredFile(path), reader, size, seconds);
+            },
+            "path"_a, "size"_a, "seconds"_a)
+        .def("inject_faults", &Reader::inject_faults, "share"_a, "seed"_a);
+    m.def(
+        "reads_directly", [](const std::string& path) { return StoredFile(path).direct(); }, "path"_a,
+        "Whether a file can be read past the page cache.");
+    nb::class_<StoredRows>(m, "StoredRows", "Rows of a store, where a plan takes the bytes of a matrix.")
+        .def_ro("store", &StoredRows::store)
+        .def_ro("group", &StoredRows::group);
+    nb::class_<RowStore>(m, "RowStore", "Rows that are read when they are needed (csrc/store/store.h).")
+        .def(nb::new_([](std::shared_ptr<Reader> reader, uint64_t gap, int half_life) {
+                 require(half_life >= 0 && (half_life & (half_life - 1)) == 0 && gap <= Reader::kMostBytes,
+                         "a credit halves in a power of two of requests");
+                 return std::make_shared<RowStore>(std::move(reader), gap, half_life);
+             }),
+             "reader"_a, "gap"_a, "half_life"_a)
+        .def("group", &add_group, "n_rows"_a, "parts"_a)
+        .def("allocate", &allocate, "bytes"_a)
+        .def_prop_ro("least_bytes", &RowStore::least_bytes)
+        .def_prop_ro("most_bytes", &RowStore::most_bytes)
+        .def(
+            "rows",
+            [](std::shared_ptr<RowStore> store, int group, int part) {
+                require(group >= 0 && group < store->n_groups() && part >= 0 && part < store->n_parts(group),
+                        "there is no such part");
+                return StoredRows{std::move(store), group, part};
+            },
+            "group"_a, "part"_a)
+        .def("counts", &counts_of)
+        .def("check", &RowStore::check);
+}
+
+}  // namespace hotset::bindings
