@@ -1,12 +1,15 @@
 """Servers under load: hotset against llama-server, in turn, with the same slots and the same requests.
 
 usage: python bench/serve_load.py --llama BIN --model FILE [--model FILE ...] [--rounds N] [--tokens N]
+       python bench/serve_load.py --model FILE --rounds 0 [--pairs N]         (what HTTP costs, nothing else)
        python bench/serve_load.py --url http://127.0.0.1:8080 [--name NAME]   (any OpenAI-compatible server)
 
 Throughput at 1, 4 and 16 streams; the time to the first token of a short request, quiet and while a prompt of
 4,000 tokens is read; what HTTP costs one stream against the bare engine. Requests are streams of
 /v1/completions with token ids for a prompt, drawn and never the same twice, greedy, all with as many tokens.
-In a round each server is started, warmed, asked and ended. Prints Markdown tables and one line of JSON.
+In a round each server is started, warmed, asked and ended. For what HTTP costs a server and a bare engine
+are there together and answer in turn, within a second of each other; beside it stands the processor time of
+the server's event loop. Prints Markdown tables and one line of JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -47,6 +50,7 @@ class Reply:
 
     times: list[float] = field(default_factory=list)
     n_tokens: int = 0
+    seconds: float = 0.0  # until the connection was closed
 
     @property
     def decode_rate(self) -> float:
@@ -63,18 +67,17 @@ class Client:
         self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
         self._draw = random.Random(seed)
 
-    async def ask(self, n_prompt: int, n_tokens: int) -> Reply:
+    async def ask(self, n_prompt: int, n_tokens: int, *, stream: bool = True) -> Reply:
         prompt = [self._draw.randrange(100, VOCABULARY) for _ in range(n_prompt)]
-        body = json.dumps(
-            {
-                "prompt": prompt,
-                "max_tokens": n_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-        ).encode()
+        asked: dict[str, Any] = {
+            "prompt": prompt,
+            "max_tokens": n_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        if stream:
+            asked |= {"stream": True, "stream_options": {"include_usage": True}}
+        body = json.dumps(asked).encode()
         reply, began = Reply(), time.perf_counter()
         reader, writer = await asyncio.open_connection(self._host, self._port, limit=1 << 20)
         head = (
@@ -93,6 +96,7 @@ class Client:
                 if b"completion_tokens" in line:
                     last = line
         writer.close()
+        reply.seconds = time.perf_counter() - began
         usage = json.loads(last.removeprefix(b"data: "))["usage"] if last else {}
         reply.n_tokens = usage.get("completion_tokens", n_tokens)
         return reply
@@ -115,9 +119,16 @@ def llama_command(folder: Path, model: Path, port: int, slots: int, threads: int
     ]  # fmt: skip
 
 
+class Running(NamedTuple):
+    """A server: its address and process."""
+
+    url: str
+    pid: int
+
+
 @contextmanager
-def running(command: list[str], port: int) -> Iterator[str]:
-    """The server's address, once it is ready; it is ended by a signal."""
+def running(command: list[str], port: int) -> Iterator[Running]:
+    """A server, once it is ready; it is ended by a signal."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         url = f"http://127.0.0.1:{port}"
@@ -128,7 +139,7 @@ def running(command: list[str], port: int) -> Iterator[str]:
                     log.seek(0)
                     sys.exit(f"{' '.join(command)} did not start:\n{log.read().decode()[-2000:]}")
                 time.sleep(0.1)
-            yield url
+            yield Running(url, process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -188,17 +199,78 @@ async def round_of(url: str, seed: int, streams: list[int], n_tokens: int, n_lon
     return found
 
 
+# -- what HTTP costs ---------------------------------------------------------------------------------
+
+
 def bare(model: str, n_tokens: int, threads: int) -> None:
-    """One stream of the engine without a server: prints its tokens per second after the first."""
+    """The engine without a server: answers once for each line that comes, and prints how long it took."""
     import hotset
 
-    draw, rates = random.Random(0), []
+    draw = random.Random(0)
     with hotset.load(model, n_ctx=N_CTX, n_threads=threads) as loaded:
-        for _ in range(4):  # the first one warms
+        for _ in sys.stdin:
             prompt = [draw.randrange(100, VOCABULARY) for _ in range(SHORT)]
+            began = time.perf_counter()
             answer = loaded.generate(prompt, temperature=0, max_tokens=n_tokens, ignore_eos=True)
-            rates.append(answer.timings.predicted_per_second)
-    print(json.dumps(rates[1:]))
+            seconds = time.perf_counter() - began
+            print(json.dumps([seconds, answer.timings.predicted_per_second]), flush=True)
+
+
+def loop_seconds(pid: int) -> float:
+    """Processor time of a process's first thread, which runs the event loop; 0.0 where /proc has it not."""
+    try:
+        return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
+    except OSError:
+        return 0.0
+
+
+def overhead(model: Path, port: int, threads: int, n_tokens: int, n_pairs: int) -> dict[str, list[float]]:
+    """One answer of each kind in turn, so often: how much longer than the bare engine it takes over HTTP.
+
+    decode: a token of a stream after the first; stream, whole: all of an answer, as shares. loop_stream,
+    loop_whole: seconds of the event loop's thread for each token; bare: tokens per second after the first.
+    """
+    found: dict[str, list[float]] = {
+        key: [] for key in ("decode", "stream", "whole", "loop_stream", "loop_whole", "bare")
+    }
+    flags = ["--bare", str(model), "--tokens", str(n_tokens), "--threads", str(threads)]
+    with (
+        running(hotset_command(model, port, 16, threads), port) as server,
+        subprocess.Popen(
+            [sys.executable, __file__, *flags], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as engine,
+    ):
+        assert engine.stdin is not None
+        assert engine.stdout is not None
+        client = Client(server.url, 0)
+        for i in range(n_pairs + 1):
+            print(file=engine.stdin, flush=True)
+            seconds, rate = json.loads(engine.stdout.readline())
+            replies, loop = {}, {}
+            for kind in ("stream", "whole") if i % 2 else ("whole", "stream"):
+                before = loop_seconds(server.pid)
+                replies[kind] = asyncio.run(client.ask(SHORT, n_tokens, stream=kind == "stream"))
+                loop[kind] = (loop_seconds(server.pid) - before) / n_tokens
+            if not i:  # the first of each warms
+                continue
+            found["bare"].append(rate)
+            found["decode"].append(rate / replies["stream"].decode_rate - 1)
+            for kind, reply in replies.items():
+                found[kind].append(reply.seconds / seconds - 1)
+                found[f"loop_{kind}"].append(loop[kind])
+        engine.stdin.close()
+    return found
+
+
+def report_overhead(found: dict[str, list[float]]) -> None:
+    median = {key: statistics.median(values) for key, values in found.items()}
+    loops = [f"{1e6 * median[key]:.0f} µs" for key in ("loop_stream", "loop_whole")]
+    print(
+        f"\nOne stream over HTTP against the bare engine ({median['bare']:.1f} t/s, {len(found['bare'])} "
+        f"pairs): a token takes {median['decode']:.1%} longer, a streamed answer {median['stream']:.1%}, one "
+        f"in one piece {median['whole']:.1%}; the event loop computes {loops[0]} for a token of a stream, "
+        f"{loops[1]} for one of the other."
+    )
 
 
 # -- tables ------------------------------------------------------------------------------------------
@@ -276,27 +348,22 @@ def measure(args: argparse.Namespace, model: Path) -> dict[str, Any]:
     if args.llama:
         commands["llama-server"] = llama_command(args.llama, model, args.port, slots, args.threads)
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
-    overheads: list[float] = []
     disturbed: list[float] = []
     for i in range(args.rounds):
         for name, command in commands.items():
-            with peers.Others() as others, running(command, args.port) as url:
-                results[name].append(asyncio.run(round_of(url, i, args.streams, args.tokens, args.long)))
+            with peers.Others() as others, running(command, args.port) as server:
+                asked = args.streams, args.tokens, args.long
+                results[name].append(asyncio.run(round_of(server.url, i, *asked)))
             disturbed.append(others.cores)
-        flags = ["--bare", str(model), "--tokens", str(args.tokens), "--threads", str(args.threads)]
-        alone = json.loads(subprocess.check_output([sys.executable, __file__, *flags]))
-        if 1 in args.streams:
-            served = statistics.median(results["hotset"][-1]["streams"][1]["decode"])
-            overheads.append(statistics.median(alone) / served - 1)
-    report(
-        f"{model.name}, {args.rounds} rounds, {args.tokens} tokens an answer",
-        results,
-        args.streams,
-        args.long,
-    )
-    if overheads:
-        median = statistics.median(overheads)
-        print(f"\nOne stream over HTTP takes {peers.percent(median)} longer than of the bare engine.")
+    if args.rounds:
+        title = f"{model.name}, {args.rounds} rounds, {args.tokens} tokens an answer"
+        report(title, results, args.streams, args.long)
+    overheads: dict[str, list[float]] = {}
+    if args.pairs:
+        with peers.Others() as others:
+            overheads = overhead(model, args.port, args.threads, args.tokens, args.pairs)
+        disturbed.append(others.cores)
+        report_overhead(overheads)
     print(f"Others used {statistics.median(disturbed):.2f} cores, {max(disturbed):.2f} at most.")
     return {"results": results, "overheads": overheads, "others": disturbed}
 
@@ -312,6 +379,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96, help="of an answer")
     parser.add_argument("--long", type=int, default=4000, help="tokens of the long prompt")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=8, help="answers with and without HTTP, in turn")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--port", type=int, default=18080)
     parser.add_argument("--force", action="store_true", help="measure even if the machine is not quiet")

@@ -364,13 +364,19 @@ class Answer:
             self._wake()
 
     def _add(self, delta: Delta) -> None:
-        last = self._ready[-1] if self._ready else None
-        if isinstance(delta, TextDelta) and isinstance(last, TextDelta) and last.index == delta.index:
-            last.text += delta.text
-            last.tokens += delta.tokens
-            last.logprobs += delta.logprobs
-        else:
-            self._ready.append(delta)
+        """Makes it a part of what that answer had last, if nobody has taken it and it is of the same kind."""
+        last = next((one for one in reversed(self._ready) if one.index == delta.index), None)
+        match delta, last:
+            case (TextDelta(), TextDelta()):
+                last.text += delta.text
+                last.tokens += delta.tokens
+                last.logprobs += delta.logprobs
+            case (ReasoningDelta(), ReasoningDelta()):
+                last.text += delta.text
+            case (ToolCallArguments(), ToolCallArguments()) if last.call == delta.call:
+                last.text += delta.text
+            case _:
+                self._ready.append(delta)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

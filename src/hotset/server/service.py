@@ -1,7 +1,8 @@
 """One model behind the event loop: it is loaded, asked and closed without the loop ever waiting for it.
 
 Tokenizing and templates run in threads of the service, steps in the engine's. Events come back from there in
-bunches: each wake-up of the loop takes a core from the step that computes the next tokens.
+bunches, and no more often than anyone could see: each wake-up of the loop takes a core from the step that
+computes the next tokens.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _TEXT_THREADS = 2  # which tokenize and render
+PACE_SECONDS = 0.02  # between two pieces of a stream where steps are quicker: nobody sees more
 
 
 class Service:
@@ -64,7 +66,7 @@ class Service:
         self._answers: set[Answer] = set()
         self._n_prepared = 0  # answers whose prompts are tokenized now
         self.metrics = Metrics(self._now)
-        self._mail = _Mail()
+        self._mail = Mail()
         self._threads = ThreadPoolExecutor(_TEXT_THREADS, "hotset-text")
         self._loading: asyncio.Task[None] | None = None
 
@@ -161,7 +163,7 @@ class Service:
     def _submit(
         self, thread: EngineThread, sequence: EngineSequence, take: Callable[[Event], None], told: Told
     ) -> None:
-        thread.submit(sequence, _Sink(self._mail, take, told))
+        thread.submit(sequence, Sink(self._mail, take, told))
 
     def _bounded(self, request: AnswerRequest) -> AnswerRequest:
         """A request within the limits of this server. Raises RequestError where it asks for more."""
@@ -260,43 +262,71 @@ def _prepared_prompt(
     return PreparedPrompt(tokens, generations, parsers, scores)
 
 
-class _Mail:
-    """Brings events from the engine's thread into the event loop, as many at a time as have come."""
+class Mail:
+    """Brings events from the engine's thread into the event loop, as many at a time as have come.
+
+    What is `urgent` comes at once. Other events do so as long as they come slowly; where steps are quicker
+    than PACE_SECONDS, the loop looks by itself after that time, and the engine's thread need not wake it.
+    """
 
     def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._events: deque[tuple[Callable[[Event], None], Event]] = deque()
         self._is_called = False
+        self._will_look = False
+        self._delivered = -math.inf  # when, by the loop's clock
 
-    def put(self, take: Callable[[Event], None], event: Event) -> None:
-        self._events.append((take, event))
-        if self._is_called or self.loop is None:
+    def put(self, take: Callable[[Event], None], event: Event, *, urgent: bool) -> None:
+        self._events.append((take, event))  # first: a loop that has just looked in vain says so afterwards
+        if self._is_called or self.loop is None or (self._will_look and not urgent):
             return
         self._is_called = True
         try:
-            self.loop.call_soon_threadsafe(self._deliver)
+            self.loop.call_soon_threadsafe(self._come)
         except RuntimeError:  # the loop is closed, and nobody is left who waits
             self._events.clear()
 
-    def _deliver(self) -> None:
+    def _come(self) -> None:
+        """The engine's thread has called."""
         self._is_called = False  # before they are taken: one that comes meanwhile calls again
+        now = asyncio.get_running_loop().time()
+        if not self._will_look and now - self._delivered < PACE_SECONDS:
+            self._look_later()
+        self._deliver()
+        self._delivered = now
+
+    def _look(self) -> None:
+        self._will_look = False
+        if self._events:
+            self._look_later()
+            self._delivered = asyncio.get_running_loop().time()
+            self._deliver()
+
+    def _look_later(self) -> None:
+        self._will_look = True
+        asyncio.get_running_loop().call_later(PACE_SECONDS, self._look)
+
+    def _deliver(self) -> None:
         while self._events:
             take, event = self._events.popleft()
             take(event)
 
 
-class _Sink:
-    """The events of one sequence on their way."""
+class Sink:
+    """The events of one sequence on their way: its first token and its end without delay."""
 
-    def __init__(self, mail: _Mail, take: Callable[[Event], None], told: Told) -> None:
+    def __init__(self, mail: Mail, take: Callable[[Event], None], told: Told) -> None:
         self._mail, self._take, self._told = mail, take, told
         self._held: list[Event] = []
+        self._has_begun = False
 
     def put(self, event: Event) -> None:
-        if self._told == "end" and event.finish_reason is None:
+        ends = event.finish_reason is not None
+        if self._told == "end" and not ends:
             self._held.append(event)
             return
         for one in self._held:
-            self._mail.put(self._take, one)
+            self._mail.put(self._take, one, urgent=False)
         self._held.clear()
-        self._mail.put(self._take, event)
+        self._mail.put(self._take, event, urgent=ends or not self._has_begun)
+        self._has_begun = True

@@ -1,0 +1,187 @@
+"""How events come from the engine's thread into the event loop: without delay, and not for each token."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+from hotset.engine.engine import Event, FinishReason
+from hotset.server.answers import (
+    Answer,
+    AnswerRequest,
+    Delta,
+    Finished,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from hotset.server.service import PACE_SECONDS, Mail, Sink
+
+ENOUGH = 8  # turns of a loop, after which it has done all that is due
+
+
+class Clock(asyncio.SelectorEventLoop):
+    """A loop whose time is set by hand, which counts how often another thread called it."""
+
+    now = 100.0
+    n_calls = 0
+
+    def time(self) -> float:
+        return self.now
+
+    def call_soon_threadsafe(self, *args, **more):
+        self.n_calls += 1
+        return super().call_soon_threadsafe(*args, **more)
+
+
+class Stream:
+    """A sequence's way to the loop, and what of it has come."""
+
+    def __init__(self, loop: Clock, *, told: str = "each", mail: Mail | None = None) -> None:
+        self.loop, self.came = loop, []
+        self.mail = mail or Mail()
+        self.mail.loop = loop
+        self.sink = Sink(self.mail, lambda event: self.came.append(event.token), told)
+        self.n_put = 0
+
+    def put(self, n: int = 1, finish_reason: FinishReason | None = None) -> None:
+        """The engine's thread tells of so many tokens, one after the other."""
+
+        def tell() -> None:
+            for _ in range(n):
+                self.sink.put(Event(self.n_put, None, 0.0, finish_reason, None))
+                self.n_put += 1
+
+        thread = threading.Thread(target=tell)
+        thread.start()
+        thread.join()
+
+    async def after(self, seconds: float) -> int:
+        """How many have come once that time is over."""
+        self.loop.now += seconds
+        for _ in range(ENOUGH):
+            await asyncio.sleep(0)
+        return len(self.came)
+
+
+def in_loop(work: Callable[[Clock], object]) -> None:
+    with asyncio.Runner(loop_factory=Clock) as runner:
+        runner.run(work(runner.get_loop()))
+
+
+def test_quick_tokens_come_together():
+    async def work(loop: Clock) -> None:
+        stream = Stream(loop)
+        stream.put()
+        assert await stream.after(0.004) == 1  # the first at once
+        stream.put()
+        assert await stream.after(0.001) == 2  # nobody knows yet how quick they are
+        n_calls = loop.n_calls
+        for n_there in (2, 6, 10):
+            for _ in range(4):
+                stream.put()
+                assert await stream.after(PACE_SECONDS / 5) == n_there
+            assert await stream.after(PACE_SECONDS / 5) == n_there + 4
+        assert loop.n_calls == n_calls  # the loop looked by itself
+        assert stream.came == list(range(14))
+
+    in_loop(work)
+
+
+def test_the_end_comes_at_once():
+    async def work(loop: Clock) -> None:
+        stream = Stream(loop)
+        for _ in range(5):
+            stream.put()
+            await stream.after(0.001)
+        assert stream.came == [0, 1]
+        stream.put(finish_reason="stop")
+        assert await stream.after(0.0) == 6
+
+    in_loop(work)
+
+
+def test_another_answer_begins_at_once_and_takes_the_others_with_it():
+    async def work(loop: Clock) -> None:
+        one = Stream(loop)
+        other = Stream(loop, mail=one.mail)
+        for _ in range(4):
+            one.put()
+            await one.after(0.001)
+        assert one.came == [0, 1]
+        other.put()
+        assert await other.after(0.0) == 1
+        assert one.came == [0, 1, 2, 3]
+
+    in_loop(work)
+
+
+def test_slow_tokens_come_at_once():
+    async def work(loop: Clock) -> None:
+        stream = Stream(loop)
+        for n in range(1, 6):
+            stream.put()
+            assert await stream.after(0.0) == n
+            assert await stream.after(1.5 * PACE_SECONDS) == n
+
+    in_loop(work)
+
+
+def test_a_long_step_does_not_keep_the_token_before_it():
+    async def work(loop: Clock) -> None:
+        stream = Stream(loop)
+        for _ in range(4):
+            stream.put()
+            await stream.after(0.001)
+        assert stream.came == [0, 1]
+        assert await stream.after(PACE_SECONDS) == 4
+        assert await stream.after(PACE_SECONDS) == 4  # the loop looks in vain, and no more
+        stream.put()
+        assert await stream.after(0.0) == 5
+
+    in_loop(work)
+
+
+def test_an_answer_in_one_piece_wakes_nobody_before_its_end():
+    async def work(loop: Clock) -> None:
+        stream = Stream(loop, told="end")
+        stream.put(50)
+        assert await stream.after(1.0) == 0
+        assert not loop.n_calls
+        stream.put(finish_reason="length")
+        assert await stream.after(0.0) == 51
+        assert loop.n_calls == 1
+
+    in_loop(work)
+
+
+def test_a_loop_that_is_closed_is_left_alone():
+    loop = Clock()
+    stream = Stream(loop)
+    loop.close()
+    stream.put(3, finish_reason="cancelled")
+    assert not stream.came
+
+
+def test_what_comes_together_is_one_piece_of_its_kind_and_answer():
+    came: list[Delta] = [
+        ReasoningDelta(0, "a"), TextDelta(1, "x", [1]), ReasoningDelta(0, "b"), TextDelta(0, "c", [2]),
+        TextDelta(1, "y", [3]), TextDelta(0, "d", [4]), ToolCallStart(0, 0, "id0", "f"),
+        ToolCallArguments(0, 0, "{"), ToolCallArguments(0, 0, "}"), ToolCallStart(0, 1, "id1", "g"),
+        ToolCallArguments(0, 1, "["), Finished(1, "stop"), ToolCallArguments(0, 1, "]"), TextDelta(0, "e", [5]),
+    ]  # fmt: skip
+    together = [
+        ReasoningDelta(0, "ab"), TextDelta(1, "xy", [1, 3]), TextDelta(0, "cd", [2, 4]),
+        ToolCallStart(0, 0, "id0", "f"), ToolCallArguments(0, 0, "{}"), ToolCallStart(0, 1, "id1", "g"),
+        ToolCallArguments(0, 1, "[]"), Finished(1, "stop"), TextDelta(0, "e", [5]),
+    ]  # fmt: skip
+    answer = Answer(AnswerRequest(), [], lambda *_: None, lambda _: None, 0.0)
+    for delta in came:
+        answer._add(delta)
+
+    async def read() -> list[Delta]:
+        return [delta async for delta in answer]
+
+    assert asyncio.run(read()) == together
