@@ -20,6 +20,11 @@ import hotset
 from hotset.cli.compare import Side, sides_of
 from hotset.engine.engine import Engine
 from hotset.engine.perplexity import compare_chunks, kl_divergence
+from hotset.errors import InvalidRequestError
+from hotset.formats.gguf import open_gguf
+from hotset.model.config import config_from_gguf
+from hotset.model.cutoffs import LayerCutoffs
+from hotset.sparsity.thresholds import Calibrated, Thresholds
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 12
 N_CTX, CHUNKS = 64, 3
@@ -232,6 +237,8 @@ BASE = hotset.LoadSettings(backend="auto", activation="relu", n_threads=2)
         ("hf:owner/name:f.gguf,exact", "hf:owner/name:f.gguf", {"sparsity": "exact", "activation": None}, ()),
         ("other.gguf,activation=relu", "other.gguf", {}, ("activation=relu",)),
         ("device=cuda:1,dense", "M", {"device": "cuda:1", "sparsity": "dense"}, ("device=cuda:1",)),
+        ("thresholds=f", "M", {"thresholds": "f"}, ("thresholds=f",)),
+        ("other.gguf,threshold", "other.gguf", {"sparsity": "threshold", "activation": None}, ()),
     ],
 )
 def test_the_words_of_a_side(words: str, model: str, changed: dict[str, Any], said: tuple[str, ...]):
@@ -247,6 +254,45 @@ def test_two_sides_stand_for_themselves_and_a_mode_replaces_that_of_the_command(
     assert [side.settings.sparsity for side in sides] == ["dense", None, None]
     assert [side.settings.predictor for side in sides] == [None, "sign", None]
     assert [side.settings.profile for side in sides] == [None, Path("p"), None]
+
+
+@pytest.mark.parametrize("asked", [{"sparsity": "dense"}, {"predictor": "svd"}, {"thresholds": "g"}])
+def test_thresholds_of_a_side_replace_the_mode_of_the_command(asked: dict[str, Any]):
+    settings = replace(BASE, **asked)
+    cut = [(side.settings.sparsity, side.settings.predictor, side.settings.thresholds) for side in sides_of(
+        "M", settings, ["thresholds=f", "threshold,thresholds=f", "svd:64,thresholds=f"]
+    )]  # fmt: skip
+    f = Path("f")
+    assert cut == [(None, None, f), ("threshold", None, f), (None, "svd:64", f)]
+    with pytest.raises(InvalidRequestError, match="serve the sparsity mode threshold, not dense"):
+        sides_of("M", settings, ["dense,thresholds=f"])
+
+
+def test_thresholds_that_the_command_names_are_those_of_the_sides_that_say_so(
+    plain: Path, text: Path, tmp_path: Path
+):
+    file = tmp_path / "t.json"
+    with open_gguf(plain) as gguf:
+        layers = tuple([LayerCutoffs(down_in=0.3)] * config_from_gguf(gguf).n_layer)
+        Thresholds(Calibrated.of(gguf), layers, "exact").save(file)
+    arguments = ("perplexity", plain, "-f", text, "-c", N_CTX, "--chunks", 2, "--backend", "reference")
+
+    def modes(*more: Any) -> list[str]:
+        done = inside(*arguments, *more, "--json")
+        assert done.returncode == 0, done.stderr
+        sides = json.loads(done.stdout)["sides"]
+        assert (sides[1]["divergence"]["kl"] > 1e-6) == (sides[0]["sparsity"] != sides[1]["sparsity"])
+        return [side["sparsity"] for side in sides]
+
+    stated = ("--thresholds", file)
+    assert modes("--sparsity", "exact", *stated, "--compare", "threshold") == ["exact", "threshold"]
+    assert modes("--sparsity", "exact", "--compare", f"thresholds={file}") == ["exact", "threshold"]
+    assert modes(*stated, "--compare", "threshold") == ["exact", "threshold"]
+    assert modes(*stated, "--compare", "dense") == ["threshold", "dense"]
+    assert modes(*stated, "--sparsity", "threshold", "--compare", "threshold") == ["threshold", "threshold"]
+    done = inside(*arguments, "--sparsity", "exact", *stated, "--compare", "dense")
+    assert done.returncode == 1
+    assert "thresholds serve the sparsity mode threshold, not exact" in done.stderr
 
 
 def test_a_side_on_the_cpu_does_not_take_what_is_said_of_the_gpu():

@@ -3,11 +3,14 @@
     --compare exact --compare svd:256          two modes of MODEL
     --compare OTHER.gguf                       MODEL against another file
     --compare OTHER.gguf,exact,cache-type=q8_0 a file, its mode, a setting
+    --compare thresholds=FILE                  MODEL against itself, cut by a file of thresholds
 
-A side is a list of words with commas between: a mode (dense, exact, predicted), a predictor (svd:256, or
-predicted:svd:256), a setting (NAME=VALUE), or else a model. What it leaves out is as on the rest of the
-command line; but what is said there of MODEL itself (mode, predictor, profile, activation) is not said of
-another file.
+A side is a list of words with commas between: a mode (dense, exact, predicted, threshold), a predictor
+(svd:256, or predicted:svd:256), a setting (NAME=VALUE), or else a model. What it leaves out is as on the rest
+of the command line; but what is said there of MODEL itself (mode, predictor, profile, activation) is not said
+of another file, and a mode, a predictor or thresholds take the place of the mode and the predictor there.
+
+A file that --thresholds names is that of the sides that say `threshold`. Where none does it cuts MODEL.
 """
 
 from __future__ import annotations
@@ -49,13 +52,39 @@ class Side:
     said: tuple[str, ...] = ()
 
 
-def sides_of(model: str, settings: LoadSettings, compare: Sequence[str]) -> list[Side]:
-    """What is compared: MODEL as its settings say with the one that is named, or those that are named."""
-    named = [_side(words, model, settings) for words in compare]
+def sides_of(
+    model: str, settings: LoadSettings, compare: Sequence[str], thresholds: Path | None = None
+) -> list[Side]:
+    """What is compared: MODEL as its settings say with the one that is named, or those that are named.
+
+    thresholds: a file for the sides of MODEL that say `threshold`, where the settings have none.
+    """
+    named = [_side(words, model, settings, thresholds) for words in compare]
     return [Side(model, settings), *named] if len(named) < 2 else named
 
 
-def _side(text: str, model: str, settings: LoadSettings) -> Side:
+def says_threshold(compare: Sequence[str]) -> bool:
+    """Whether a side of MODEL asks for the mode without a file of its own."""
+    return any(
+        words.model is None and words.changed.get("sparsity") == "threshold" and not words.names_thresholds
+        for words in map(_read, compare)
+    )
+
+
+@dataclass(frozen=True)
+class _Words:
+    """What a side says: another model or None, fields of LoadSettings, settings as they were written."""
+
+    model: str | None
+    changed: dict[str, Any]
+    said: tuple[str, ...]
+
+    @property
+    def names_thresholds(self) -> bool:
+        return "thresholds" in self.changed
+
+
+def _read(text: str) -> _Words:
     from hotset.model.predictor import PredictorKind
     from hotset.sparsity.modes import SparsityMode
 
@@ -93,20 +122,28 @@ def _side(text: str, model: str, settings: LoadSettings) -> Side:
             raise wrong(f"{text} names two models; give each a --compare of its own.")
         else:
             other = word
+    return _Words(other, changed, tuple(said))
+
+
+def _side(text: str, model: str, settings: LoadSettings, thresholds: Path | None) -> Side:
+    words = _read(text)
+    changed = words.changed
     unsaid: tuple[str, ...] = ()
-    if other is not None:
+    if words.model is not None:
         unsaid = _OF_THE_FILE
-    elif "sparsity" in changed or "predictor" in changed:
+    elif not changed.keys().isdisjoint(("sparsity", "predictor", "thresholds")):
         unsaid = ("sparsity", "predictor")
         if changed.get("sparsity") in ("dense", "exact"):
             unsaid += ("profile",)  # it serves predictions
-        if changed.get("sparsity") != "threshold":
+        if changed.get("sparsity") == "threshold":
+            changed = {"thresholds": thresholds or settings.thresholds} | changed
+        elif not words.names_thresholds:
             unsaid += _OF_CUTOFFS
     if "backend" in changed and "device" not in changed:  # what says how to use a GPU was not said of it
         unsaid += _OF_THE_GPU
     plain = type(settings)()
     fields = {name: getattr(plain, name) for name in unsaid} | changed
-    return Side(other or model, replace(settings, **fields), tuple(said))
+    return Side(words.model or model, replace(settings, **fields), words.said)
 
 
 def names_of(sides: Sequence[Side], models: Sequence[Model]) -> list[str]:

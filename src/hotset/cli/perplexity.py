@@ -8,14 +8,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hotset.cli import options
-from hotset.cli.compare import Side, names_of, sides_of, table_of
+from hotset.cli.compare import Side, names_of, says_threshold, sides_of, table_of
 from hotset.cli.console import DownloadBar, print_json, print_table, read_text, say, tell_choice, tell_memory
 from hotset.report.bars import percent
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from hotset.engine.perplexity import PerplexityResult
 
 _COMPARE_HELP = (
-    "Measure this side by side with MODEL: a mode, a predictor or a file (exact, svd:256, OTHER.gguf, "
-    "OTHER.gguf,exact). Given more than once, these side by side, each against the first."
+    "Measure this side by side with MODEL: a mode, a predictor, thresholds or a file (exact, svd:256, "
+    "thresholds=FILE, OTHER.gguf,exact). Given more than once, these side by side, each against the first."
 )
 
 
@@ -48,8 +48,11 @@ def perplexity(
     from hotset.storage import resolve
 
     text = read_text(file, "-f")
+    thresholds = loading.thresholds
+    if compare and loading.sparsity != "threshold" and says_threshold(compare):
+        loading = replace(loading, thresholds=None)  # they are not for MODEL
     settings = loading.settings(n_ctx=n_ctx)
-    sides = [Side(model, settings)] if not compare else sides_of(model, settings, compare)
+    sides = sides_of(model, settings, compare, thresholds) if compare else [Side(model, settings)]
     models: list[Model] = []
     with DownloadBar() as bar, ExitStack() as opened:
         paths = [resolve(side.model, progress=bar) for side in sides]
