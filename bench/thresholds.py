@@ -1,11 +1,16 @@
 """Sparsity against what it costs and gains: thresholds of `hotset calibrate`, judged on another text.
 
 usage: python bench/thresholds.py --model MODEL.gguf --calibrate TEXT --judge OTHER [--targets 1%,0.25,FILE]
+       [--uniform 0.25:inputs,0.5:down_in]
 
 A target is a rise of perplexity (1%), a share of the bytes of the layers' matrices (0.25), or a file of
-thresholds as it stands. All are run over the judged text side by side with the model uncut, with all tokens
-cut, and then write an answer each, in turn, --rounds times: answers of text, since random tokens have other
-activations. Calibrations share their losses in --work, where their files stay.
+thresholds as it stands. SHARE:NAMES of --uniform (cutoffs joined by +; inputs: all but the gate) are two
+rows: cutoffs of so much of these values in every layer, and what the search finds for the same bytes where
+nothing but these may be cut.
+
+All are run over the judged text side by side with the model uncut, with all tokens cut, and then write an
+answer each, in turn, --rounds times: answers of text, since random tokens have other activations.
+Calibrations share their losses in --work, where their files stay.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import peers
 
@@ -24,6 +29,17 @@ import hotset
 from hotset.sparsity.thresholds import Thresholds
 
 PROMPT = "The history of the city begins"
+INPUTS = ("attn_in", "attn_out", "ffn_in", "down_in")
+UNIFORM = "0.25:inputs,0.4:inputs,0.3:gate,0.5:gate,0.5:down_in,0.6:down_in"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is asked of a calibration. form: its series in the plot."""
+
+    name: str
+    form: Literal["searched", "uniform", "searched, same kind"]
+    file: Path
 
 
 @dataclass(frozen=True)
@@ -33,6 +49,7 @@ class Row:
     held_out: what the calibration measured."""
 
     target: str
+    form: str
     saved: float
     ppl: float
     increase: float
@@ -44,20 +61,42 @@ class Row:
     held_out: float | None = None
 
 
-def thresholds_of(target: str, args: argparse.Namespace, text: str) -> Path:
-    """The file of a target, calibrated where it is none."""
-    if Path(target).is_file():
-        return Path(target)
+def targets_of(args: argparse.Namespace, text: str) -> list[Target]:
+    """Of --targets and --uniform, calibrated where they are no files."""
+
+    def found(name: str, form: Any, **reached: Any) -> Target:
+        path = args.work / f"{args.model.stem}.{name.replace(' ', '-').replace(':', '-')}.thresholds.json"
+        if not path.is_file():
+            calibrated(path, text, args, reached)
+            print(f"calibrated {name}", file=sys.stderr)
+        return Target(name, form, path)
+
+    targets = []
+    for name in filter(None, args.targets.split(",")):
+        if Path(name).is_file():
+            targets.append(Target(name, "searched", Path(name)))
+        elif name.endswith("%"):
+            targets.append(found(name, "searched", max_increase=float(name[:-1]) / 100))
+        else:
+            targets.append(found(name, "searched", share=float(name)))
+    for name in filter(None, args.uniform.split(",")):
+        share, _, kind = name.partition(":")
+        only = INPUTS if kind == "inputs" else tuple(kind.split("+"))
+        uniform = found(f"uniform {name}", "uniform", uniform=float(share), only=only)
+        saved = Thresholds.open(uniform.file).measured["saved"]
+        same = found(f"searched {name}", "searched, same kind", share=saved, only=only)
+        targets += [uniform, same]
+    return targets
+
+
+def calibrated(path: Path, text: str, args: argparse.Namespace, reached: dict[str, Any]) -> None:
+    """Writes the thresholds that reach what is asked for."""
     from hotset.training.thresholds import ThresholdSettings, calibrate_thresholds
 
-    value = float(target.removesuffix("%"))
-    reached: dict[str, Any] = {"max_increase": value / 100} if target.endswith("%") else {"share": value}
-    settings = ThresholdSettings(**reached, n_ctx=args.n_ctx, n_tokens=args.tokens, n_measured=args.measured)
-    path = args.work / f"{args.model.stem}.{target}.thresholds.json"
-    if not path.is_file():
-        calibrate_thresholds(args.model, text, path, settings, work=args.work / "work", keep=True)
-        print(f"calibrated {target}", file=sys.stderr)
-    return path
+    settings = ThresholdSettings(
+        **reached, n_ctx=args.n_ctx, n_tokens=args.tokens, n_measured=args.measured, n_threads=args.threads
+    )
+    calibrate_thresholds(args.model, text, path, settings, work=args.work / "work", keep=True)
 
 
 def speeds(models: list[hotset.Model], n_tokens: int, rounds: int) -> list[list[float]]:
@@ -71,53 +110,65 @@ def speeds(models: list[hotset.Model], n_tokens: int, rounds: int) -> list[list[
     return found
 
 
-def measure(args: argparse.Namespace, files: list[Path]) -> tuple[float, list[Row]]:
-    """The uncut perplexity, and a row for each file."""
+def measure(args: argparse.Namespace, targets: list[Target]) -> tuple[float, list[Row]]:
+    """The uncut perplexity, and a row for each target."""
     with ExitStack() as opened:
 
         def load(**how: Any) -> hotset.Model:
             settings = {"backend": "cpu", "n_threads": args.threads, "n_ctx": args.n_ctx} | how
             return opened.enter_context(hotset.load(args.model, **settings))
 
-        models = [load(), *(load(thresholds=file) for file in files)]
+        models = [load(), *(load(thresholds=target.file) for target in targets)]
         text = args.judge.read_text(encoding="utf-8")
         for results in hotset.compare_chunks(models, text, n_ctx=args.n_ctx, chunks=args.chunks):
             print(f"chunk {results[0].chunk} of {results[0].n_chunks}", file=sys.stderr)
         times = speeds(models, args.answer, args.rounds) if args.rounds else [[0.0]] * len(models)
     rows = []
-    for target, file, result, own in zip(args.targets, files, results[1:], times[1:], strict=True):
-        measured, apart = Thresholds.open(file).measured, result.divergence
+    for target, result, own in zip(targets, results[1:], times[1:], strict=True):
+        measured, apart = Thresholds.open(target.file).measured, result.divergence
         assert apart is not None
         ratios = [one / base for one, base in zip(own, times[0], strict=True)] if args.rounds else [0.0]
         rows.append(
             Row(
-                target, measured["saved"], result.ppl, apart.ppl_ratio - 1, apart.ppl_ratio_error, apart.kl,
-                apart.same_top, statistics.median(own), statistics.median(ratios), measured.get("increase"),
+                target.name, target.form, measured["saved"], result.ppl, apart.ppl_ratio - 1,
+                apart.ppl_ratio_error, apart.kl, apart.same_top, statistics.median(own),
+                statistics.median(ratios), measured.get("increase"),
             )
         )  # fmt: skip
     return results[0].ppl, rows
 
 
 def plot(rows: list[Row], path: Path, name: str) -> None:
-    """Perplexity and KL against the bytes saved; beside it the speed."""
+    """Perplexity against the bytes saved; beside it the speed, where it was measured."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    timed = any(row.speed for row in rows)
+    figure = Figure(figsize=(9 if timed else 5.5, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    rows = sorted(rows, key=lambda row: row.saved)
-    saved = [100 * row.saved for row in rows]
-    errors = [100 * row.increase_error for row in rows]
-    left.errorbar(
-        saved, [100 * row.increase for row in rows], errors, marker="o", ms=4, label="perplexity, %"
-    )
-    left.plot(saved, [100 * row.kl for row in rows], "s--", ms=4, label="KL, nats / 100")
-    left.set(xlabel="bytes of the layers saved, %", ylabel="more than uncut", title=name)
-    left.legend(frameon=False)
-    right.plot(saved, [row.speed_ratio for row in rows], "o-", ms=4)
-    right.axhline(1, color="grey", lw=0.7)
-    right.set(xlabel="bytes of the layers saved, %", ylabel="decoding, ÷ uncut")
+    axes = figure.subplots(1, 2 if timed else 1, squeeze=False)[0]
+    for form in dict.fromkeys(row.form for row in rows):
+        own = sorted((row for row in rows if row.form == form), key=lambda row: row.saved)
+        saved, errors = [100 * row.saved for row in own], [100 * row.increase_error for row in own]
+        style = "o-" if form == "searched" else "x" if form == "uniform" else "^"
+        rise = [100 * row.increase for row in own]
+        (line, *_) = axes[0].errorbar(saved, rise, errors, fmt=style, ms=5, lw=1, label=form)
+        if form != "searched":
+            for row in own:
+                kind = row.target.split()[-1] if form == "uniform" else ""
+                at = 100 * row.saved, 100 * row.increase
+                axes[0].annotate(
+                    kind, at, (4, 4), textcoords="offset points", fontsize=7, color=line.get_color()
+                )
+        if timed:
+            axes[1].plot(saved, [row.speed_ratio for row in own], style, ms=5, lw=1)
+    axes[0].set(xlabel="bytes of the layers saved, %", ylabel="perplexity, % above uncut", title=name)
+    axes[0].set_yscale("symlog", linthresh=1)
+    axes[0].set_ylim(bottom=-0.5)
+    axes[0].legend(frameon=False)
+    if timed:
+        axes[1].axhline(1, color="grey", lw=0.7)
+        axes[1].set(xlabel="bytes of the layers saved, %", ylabel="decoding, ÷ uncut")
     figure.savefig(path)
 
 
@@ -129,6 +180,7 @@ def main() -> None:
     parser.add_argument("--calibrate", type=Path, required=True, help="text to calibrate on")
     parser.add_argument("--judge", type=Path, required=True, help="another text")
     parser.add_argument("--targets", default="1%,5%,0.125,0.25,0.4", help="comma-separated")
+    parser.add_argument("--uniform", default=UNIFORM, help="comma-separated; '' for none")
     parser.add_argument("--tokens", type=int, default=4096, help="to estimate losses from")
     parser.add_argument("--measured", type=int, default=16384, help="held-out tokens of a measurement")
     parser.add_argument("--chunks", type=int, default=40, help="of the judged text")
@@ -139,10 +191,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("build/thresholds"))
     parser.add_argument("--plot", type=Path, help="a PNG, SVG or PDF")
     args = parser.parse_args()
-    args.targets = args.targets.split(",")
     args.work.mkdir(parents=True, exist_ok=True)
     text = args.calibrate.read_text(encoding="utf-8")
-    ppl, rows = measure(args, [thresholds_of(target, args, text) for target in args.targets])
+    ppl, rows = measure(args, targets_of(args, text))
     print(f"{args.model.name}, {args.chunks} chunks of {args.judge.name}, uncut {ppl:.3f}\n")
     headers = ["target", "saved", "perplexity", "rise", "KL", "same top", "t/s", "÷ uncut"]
     cells = [

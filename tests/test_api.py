@@ -43,7 +43,7 @@ def byte_letters() -> list[str]:
     return letters
 
 
-def write_model(path: Path, *, n_layer: int = 2, **keys: Any) -> Path:
+def write_model(path: Path, *, n_layer: int = 2, experts: tuple[int, int] | None = None, **keys: Any) -> Path:
     """A llama of a few layers over bytes and three special tokens, every parameter random."""
     tokens = byte_letters() + SPECIALS
     tokenizer: dict[str, Any] = {
@@ -64,6 +64,7 @@ def write_model(path: Path, *, n_layer: int = 2, **keys: Any) -> Path:
         n_ff=48,
         head_dim=8,
         n_vocab=len(tokens),
+        experts=experts,
         spread=lambda name: 3.0 if name == "output" else 1.5,
         keys=tokenizer | keys,
         seed=5,

@@ -31,11 +31,10 @@ from hotset.training import thresholds as training
 from hotset.training.cut_choice import CutChoices, Cuts, SiteBytes, bytes_of_sites
 from hotset.training.cut_losses import LayerLosses, LossPass, sites_of
 from hotset.training.graph_torch import TorchGraph
-from hotset.training.thresholds import ThresholdSettings, calibrate_thresholds, windows_of
+from hotset.training.thresholds import ThresholdSettings, calibrate_thresholds, every_cutoff, windows_of
 
 pytest.importorskip("hotset._core", reason="the native module is not built")
 
-EVERY = LayerCutoffs(**dict.fromkeys(CUTOFF_NAMES, 1e-30))
 QUICK = {"n_ctx": 32, "n_tokens": 256, "n_measured": 512}
 
 
@@ -62,7 +61,7 @@ def text(path: Path) -> str:
 
 def cut_graph(gguf: GGUFFile, predictor: Predictor | None = None) -> Graph:
     config = config_from_gguf(gguf)
-    return describe(config, gguf.tensors, predictor, [EVERY] * config.n_layer)
+    return describe(config, gguf.tensors, predictor, every_cutoff(config))
 
 
 def silu(folder: Path) -> GGUFFile:
@@ -100,6 +99,39 @@ def test_other_architectures_too(tmp_path: Path, name: str) -> None:
     recipe = tiny_models.RECIPES[name]
     with open_gguf(tiny_models.to_gguf(recipe, tiny_models.build(recipe), tmp_path)) as gguf:
         same_as_reference(gguf)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "glm4moe-groups", "gpt-oss", "smallthinker"])
+def test_mixtures_too(tmp_path: Path, name: str) -> None:
+    tiny_models = pytest.importorskip("tiny_models")
+    recipe = tiny_models.EXPERTS[name]
+    with open_gguf(tiny_models.to_gguf(recipe, tiny_models.build(recipe), tmp_path)) as gguf:
+        same_as_reference(gguf)
+
+
+def test_gradients_go_through_the_weights_of_experts(tmp_path: Path) -> None:
+    """Against differences: what enters attention changes how much each expert counts, and not which."""
+    with open_gguf(write_llama(tmp_path / "model.gguf", experts=(6, 3), n_layer=3)) as gguf:
+        graph = cut_graph(gguf)
+        model = TorchGraph(gguf, graph)
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(0, 96, (1, 12), generator=generator)
+        site = sites_of(graph)[0]["attn_in"].out
+        direction = torch.randn(12, site.width, generator=generator)
+        found: list[torch.Tensor] = []
+
+        def loss(logits: torch.Tensor) -> torch.Tensor:
+            return logits.log_softmax(-1)[:, 7].sum()
+
+        model.gradients(
+            tokens, model.streams(tokens), loss, [site], lambda value, x, gradient: found.append(gradient)
+        )
+
+        def moved(step: float) -> float:
+            return float(loss(model.logits(tokens, {site.id: lambda x: x + step * direction})))
+
+        difference = (moved(1e-3) - moved(-1e-3)) / 2e-3
+        assert float((found[0] * direction).sum()) == pytest.approx(difference, rel=0.02)
 
 
 def test_gradients_are_those_of_the_whole_network(tmp_path: Path) -> None:
@@ -258,6 +290,33 @@ def test_no_other_choice_saves_more_at_less_loss(seed: int) -> None:
     assert choices.with_share(0.999).saved == pytest.approx(both[:, 1].max())
 
 
+def test_only_what_is_named_is_cut() -> None:
+    _, losses, sizes = drawn_choices(0)
+    for names in (("down_in",), ("gate",), ("attn_in", "ffn_in")):
+        choices = CutChoices([layer.only(names) for layer in losses], sizes, [True, True])
+        cuts = choices.with_share(0.9)
+        assert any(value for layer in cuts.layers for _, value in layer.items())
+        for layer in cuts.layers:
+            assert not any(value for name, value in layer.items() if name not in names)
+        # With no choice left but the same sites, every layer loses what it lost among all.
+        assert cuts.total_loss == pytest.approx(sum(
+            one.loss[kind][-1, 0] / 4 if names == ("gate",) else
+            one.loss[kind][0, -1] / 4 if names == ("down_in",) else one.loss[kind][-1] / 4
+            for one in losses for kind in (names if len(names) == 2 else ("neurons",))
+        ))  # fmt: skip
+
+
+def test_uniform_cutoffs_cut_the_same_share_everywhere() -> None:
+    _, losses, sizes = drawn_choices(1)
+    for names, share in ((("down_in",), 0.5), (CUTOFF_NAMES[1:], 0.25), (("gate",), 0.3)):
+        cuts = CutChoices([layer.only(names, share) for layer in losses], sizes, [True, True]).at_price(0.0)
+        for own, layer in zip(cuts.layers, losses, strict=True):
+            for name, value in own.items():
+                counts = layer.cut["neurons"][0] if name == "down_in" else layer.cut[name]
+                nearest = int(np.argmin(np.abs(counts / (layer.n_tokens * layer.widths[name]) - share)))
+                assert value == (layer.thresholds[name][nearest] if name in names else 0)
+
+
 def test_a_kind_that_costs_more_than_it_was_thought_is_cut_less() -> None:
     choices, _, _ = drawn_choices(0)
     before = choices.with_share(0.4)
@@ -355,6 +414,20 @@ def test_a_share_that_is_asked_for(path: Path, text: str, tmp_path: Path) -> Non
     found = calibrate_thresholds(path, text, tmp_path / "out.json", ThresholdSettings(share=0.3, **QUICK))
     assert 0.3 <= found.measured.saved < 0.33
     assert found.problems == ()
+    settings = ThresholdSettings(share=0.3, only=("ffn_in", "gate"), **QUICK)
+    found = calibrate_thresholds(path, text, tmp_path / "out.json", settings)
+    for layer in found.thresholds.layers:
+        assert not any((layer.attn_in, layer.attn_out, layer.down_in))
+    assert found.thresholds.measured["target"] == {"share": 0.3, "only": ["ffn_in", "gate"]}
+
+
+def test_a_uniform_share(path: Path, text: str, tmp_path: Path) -> None:
+    settings = ThresholdSettings(uniform=0.5, only=("down_in",), **QUICK)
+    found = calibrate_thresholds(path, text, tmp_path / "out.json", settings)
+    for i, layer in enumerate(found.thresholds.layers):
+        assert [name for name, value in layer.items() if value] == ["down_in"]
+        assert found.thresholds.kept(i, "down_in") == pytest.approx(0.5, abs=0.05)
+    assert found.measured.kl > 0
 
 
 def test_a_killed_run_goes_on(path: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,6 +478,21 @@ def test_a_model_with_predictors_is_cut_in_addition(text: str, tmp_path: Path) -
             assert loaded.sparsity.mode == "threshold"
 
 
+def test_attention_of_a_mixture_is_cut(text: str, tmp_path: Path) -> None:
+    model, out = write_bytes(tmp_path / "m.gguf", experts=(4, 2)), tmp_path / "out.json"
+    found = calibrate_thresholds(model, text, out, ThresholdSettings(share=0.3, **QUICK))
+    assert found.measured.saved >= 0.3  # of attention's bytes
+    assert found.measured.kl > 0
+    for layer in found.thresholds.layers:
+        assert layer.attn_in or layer.attn_out
+        assert not layer.of_ffn
+    with hotset.load(model, thresholds=out) as cut, hotset.load(model) as dense:
+        assert cut.sparsity.mode == "threshold"
+        _, other = hotset.compare([dense, cut], text[:400], n_ctx=32)
+    assert other.divergence is not None
+    assert other.divergence.kl > 0
+
+
 def test_what_cannot_be_calibrated(path: Path, text: str, tmp_path: Path) -> None:
     settings = ThresholdSettings(max_increase=0.01, **QUICK)
     with pytest.raises(InvalidRequestError, match="the text is too short: it has"):
@@ -414,10 +502,15 @@ def test_what_cannot_be_calibrated(path: Path, text: str, tmp_path: Path) -> Non
     with pytest.raises(HotsetError, match="stays below 0"):
         calibrate_thresholds(path, text, tmp_path / "o.json", ThresholdSettings(max_increase=1e-9, **QUICK))
     assert not (tmp_path / "o.json").exists()
-    with open_gguf(write_llama(tmp_path / "experts.gguf", experts=(4, 2))) as gguf:
-        config = config_from_gguf(gguf)
-        graph = describe(config, gguf.tensors)
-        with pytest.raises(UnsupportedModelError, match="without experts"):
+    mixture = write_bytes(tmp_path / "experts.gguf", experts=(4, 2))
+    settings = ThresholdSettings(share=0.5, only=("gate", "down_in"), **QUICK)
+    with pytest.raises(InvalidRequestError, match="nowhere to cut gate, down_in: nothing is cut inside"):
+        calibrate_thresholds(mixture, text, tmp_path / "o.json", settings)
+    tiny_models = pytest.importorskip("tiny_models")
+    recipe = tiny_models.RECIPES["lfm2"]
+    with open_gguf(tiny_models.to_gguf(recipe, tiny_models.build(recipe), tmp_path)) as gguf:
+        graph = describe(config_from_gguf(gguf), gguf.tensors)
+        with pytest.raises(UnsupportedModelError, match="without recurrent layers"):
             TorchGraph(gguf, graph).logits(torch.zeros((1, 4), dtype=torch.int64))
 
 
@@ -430,6 +523,10 @@ def test_what_cannot_be_calibrated(path: Path, text: str, tmp_path: Path) -> Non
         ({"share": math.nan}, "between 0 and 1"),
         ({"max_increase": 0.0}, "above 0"),
         ({"max_increase": 11}, "above 0"),
+        ({"share": 0.5, "uniform": 0.1}, "one target"),
+        ({"uniform": 1.0}, "between 0 and 1"),
+        ({"share": 0.5, "only": ()}, "some of gate, attn_in"),
+        ({"share": 0.5, "only": ("down",)}, "and not 'down'"),
         ({"share": 0.5, "mode": "threshold"}, "in addition to one of dense, exact, predicted"),
     ],
 )
@@ -449,13 +546,16 @@ def test_the_table(
     shown = tmp_path / "shown.svg"
     words = ["--n-ctx", 64, "--tokens", 128, "--measured", 256, "--chunks", 4, "--rounds", 1, "--answer", 4]
     arguments = ["--model", path, "--calibrate", file, "--judge", file, "--work", tmp_path / "work", *words]
-    monkeypatch.setattr("sys.argv", ["x", *map(str, arguments), "--targets", "0.2,0.4", "--plot", str(shown)])
+    arguments += ["--targets", "0.2,0.4", "--uniform", "0.5:attn_out+down_in", "--plot", shown]
+    monkeypatch.setattr("sys.argv", ["x", *map(str, arguments)])
     thresholds.main()
     *_, last = capsys.readouterr().out.strip().splitlines()
     rows = json.loads(last)["results"]
-    assert [row["target"] for row in rows] == ["0.2", "0.4"]
+    kind = "0.5:attn_out+down_in"
+    assert [row["target"] for row in rows] == ["0.2", "0.4", f"uniform {kind}", f"searched {kind}"]
     assert 0.2 <= rows[0]["saved"] < 0.4 <= rows[1]["saved"]
     assert 0 < rows[0]["kl"] < rows[1]["kl"]
+    assert rows[2]["saved"] <= rows[3]["saved"] < 1.1 * rows[2]["saved"]
     assert all(row["speed"] > 0 for row in rows)
     assert shown.stat().st_size > 1000
 
@@ -476,7 +576,15 @@ def test_the_verb(path: Path, text: str, tmp_path: Path) -> None:
     done = inside("calibrate", path, "-f", file, "--sparsity", "0.3", *quick)
     assert done.returncode == 0, done.stderr
     assert "all of them cut" in done.stdout
-    for wrong in (("--max-ppl-increase", "1%%"), ("--sparsity", "half"), ("--sparsity", "-1")):
+    done = inside(
+        "calibrate", path, "-f", file, "--uniform", "0.3", "--only", "down_in,gate", "--json", *quick
+    )
+    assert done.returncode == 0, done.stderr
+    cut = {name for layer in json.loads(done.stdout)["layers"] for name, value in layer.items() if value}
+    assert cut == {"gate", "down_in"}
+    for wrong in (
+        ("--max-ppl-increase", "1%%"), ("--sparsity", "half"), ("--sparsity", "-1"), ("--only", "down"),
+    ):  # fmt: skip
         assert inside("calibrate", path, "-f", file, *wrong, *quick).returncode == 2
     done = inside("calibrate", path, "-f", file, "--sparsity", "0.5", "--max-ppl-increase", "1", *quick)
     assert "has one target" in done.stderr

@@ -10,6 +10,7 @@ import typer
 from hotset.cli import options
 from hotset.cli.console import StepBar, print_json, print_table, read_text, say, warn
 from hotset.errors import HotsetError
+from hotset.model.cutoffs import CUTOFF_NAMES, CutoffName
 
 if TYPE_CHECKING:
     from hotset.training.thresholds import CalibratedThresholds
@@ -35,6 +36,20 @@ def calibrate(
             "--sparsity", metavar="SHARE", help="Cut this share of the bytes of the matrices, such as 0.5."
         ),
     ] = None,
+    uniform: Annotated[
+        str | None,
+        typer.Option(
+            "--uniform", metavar="SHARE", help="Cut this share of the values in every layer: no search."
+        ),
+    ] = None,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            "--only",
+            metavar="NAMES",
+            help="Cut nothing but these: attn_in, attn_out, ffn_in, gate, down_in; several with commas.",
+        ),
+    ] = None,
     mode: Annotated[
         str | None,
         typer.Option("--mode", help="Cut in addition to exact or predicted; default: the model's own mode."),
@@ -56,6 +71,7 @@ def calibrate(
     targets = {
         "max_increase": _share(max_increase, "--max-ppl-increase", percent=True),
         "share": _share(share, "--sparsity", percent=False),
+        "uniform": _share(uniform, "--uniform", percent=False),
     }
     if all(value is None for value in targets.values()):
         targets["max_increase"] = 0.01
@@ -68,8 +84,9 @@ def calibrate(
     from hotset.storage import resolve
 
     settings = ThresholdSettings(
-        **targets, mode=mode, n_ctx=n_ctx, n_tokens=n_tokens, n_measured=n_measured, n_threads=threads
-    )
+        **targets, only=_names(only), mode=mode, n_ctx=n_ctx, n_tokens=n_tokens, n_measured=n_measured,
+        n_threads=threads,
+    )  # fmt: skip
     text = read_text(file, "-f")
     with StepBar() as bar:
         path = resolve(model, progress=bar)
@@ -81,6 +98,17 @@ def calibrate(
     for problem in found.problems:
         warn(f"{problem}.")
     say(f"Wrote {found.path}. Run with it: hotset run {model} --thresholds {found.path}")
+
+
+def _names(text: str | None) -> tuple[CutoffName, ...]:
+    """All of them where none is named, and in the order of the file."""
+    if text is None:
+        return CUTOFF_NAMES
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in CUTOFF_NAMES:
+            raise typer.BadParameter(f"'{name}' is none of {', '.join(CUTOFF_NAMES)}.", param_hint="--only")
+    return tuple(name for name in CUTOFF_NAMES if name in names)
 
 
 def _share(text: str | None, option: str, *, percent: bool) -> float | None:
@@ -100,12 +128,11 @@ def _share(text: str | None, option: str, *, percent: bool) -> float | None:
 def _print(found: CalibratedThresholds) -> None:
     from hotset.report.bars import percent
 
-    names = ("attn_in", "attn_out", "ffn_in", "gate", "down_in")
     rows = [
-        [str(i), *(f"{getattr(layer, name):.3g}" for name in names)]
+        [str(i), *(f"{value:.3g}" for _, value in layer.items())]
         for i, layer in enumerate(found.thresholds.layers)
     ]
-    print_table([">layer", *(f">{name}" for name in names)], rows, tight=True)
+    print_table([">layer", *(f">{name}" for name in CUTOFF_NAMES)], rows, tight=True)
     one = found.measured
     print(
         f"{percent(one.saved)} of the bytes of layers saved; perplexity {one.ppl_dense:.3f} → {one.ppl:.3f}: "

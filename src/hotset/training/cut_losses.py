@@ -18,7 +18,7 @@ their loss is one of pairs of thresholds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -79,6 +79,32 @@ class LayerLosses:
             {name: np.zeros(shape) for name, shape in shapes.items()},
             {name: np.zeros(shape) for name, shape in cut.items()},
         )  # fmt: skip
+
+    def only(self, names: Collection[str], share: float | None = None) -> LayerLosses:
+        """With no other thresholds on offer than those of the cutoffs `names`, and with a share nothing but
+        the one of each that cuts most nearly so much of the values."""
+        at = {name: self._offers_of(name, name in names, share) for name in self.thresholds}
+
+        def taken(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            pairs = {"neurons": NEURONS}
+            return {
+                name: one[np.ix_(*(at[place] for place in pairs.get(name, (name,))))]
+                for name, one in values.items()
+            }
+
+        return LayerLosses(
+            taken(self.thresholds), self.widths, taken(self.loss), taken(self.cut), self.n_tokens
+        )
+
+    def _offers_of(self, name: str, cut: bool, share: float | None) -> np.ndarray:
+        """Places among the thresholds of a site."""
+        if not cut:
+            return np.zeros(1, np.int64)
+        if share is None:
+            return np.arange(len(self.thresholds[name]))
+        values = self.cut["neurons"][0] if name == "down_in" else self.cut[name]
+        wanted = share * self.n_tokens * self.widths[name]
+        return np.argmin(np.abs(values - wanted), keepdims=True)
 
     def add_input(self, name: str, x: Tensor, gradient: Tensor) -> None:
         """Counts the values x [n_tokens, width] of an input with their gradient."""

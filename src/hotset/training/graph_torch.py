@@ -1,9 +1,10 @@
 """A graph in torch, over whole texts, with the gradient of the values inside: what a calibration asks.
 
-It executes what `model/decoder.py` describes, as the reference does, for any architecture without experts.
-Weights are frozen; they are decoded to float32 where they are read, and kept while they fit in a budget. What
-is kept of a forward pass are the residual streams between the layers: the way back computes one layer after
-the other again, so that a large model needs the memory of one.
+It executes what `model/decoder.py` describes, as the reference does, for any architecture without recurrent
+layers and latent vectors. Which experts a token has is a choice without a gradient; how much each counts has
+one. Weights are frozen; they are decoded to float32 where they are read, and kept while they fit in a budget.
+What is kept of a forward pass are the residual streams between the layers: the way back computes one layer
+after the other again, so that a large model needs the memory of one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from hotset.backends.gpu.twins import activate, layer_norm, rms_norm, rotate
+from hotset.backends.reference import routed
 from hotset.errors import UnsupportedModelError
 from hotset.formats.quants import dequantize
 from hotset.model.graph import (
@@ -24,6 +26,8 @@ from hotset.model.graph import (
     Attention,
     Cutoff,
     Embed,
+    ExpertLinear,
+    ExpertSum,
     Graph,
     LayerNorm,
     Linear,
@@ -33,6 +37,7 @@ from hotset.model.graph import (
     RMSNorm,
     Rope,
     Rotate,
+    Route,
     Scale,
     SelectOutputs,
     SoftCap,
@@ -50,7 +55,7 @@ class TorchGraph:
     """A model over texts [n_texts, n_tokens], each from position 0; values are [n_texts * n_tokens, width].
 
     room: bytes of decoded weights that are kept. Cutoffs cut nothing: that is for edits to do. Raises
-    UnsupportedModelError for operations of experts, and for predictors by sign.
+    UnsupportedModelError for recurrent layers, latent vectors, and predictors by sign.
     """
 
     def __init__(self, weights: WeightSource, graph: Graph, *, room: int = 4 << 30) -> None:
@@ -154,12 +159,16 @@ class TorchGraph:
             case Mask():
                 kept = F.pad(values[op.scores.id] >= op.threshold, (op.first, 0), value=True)
                 return torch.where(kept, values[op.x.id], 0.0)
+            case Route():
+                return self._routed(op, values[op.x.id])
+            case ExpertLinear() | ExpertSum():
+                return self._of_experts(op, values[op.x.id], values[op.route.id])
             case SelectOutputs() | Cutoff():  # all of them; nobody's
                 return values[op.x.id]
             case _:
                 raise UnsupportedModelError(
                     f"there are no gradients of a model with the operation {type(op).__name__}; thresholds "
-                    "are found for models without experts, and without predictors by sign"
+                    "are found for models without recurrent layers, latent vectors and predictors by sign"
                 )
 
     def _turns_of(self, rope: Rope, n_texts: int, n_tokens: int) -> Tensor:
@@ -190,6 +199,38 @@ class TorchGraph:
             scores = torch.cat((scores, sinks.expand(n_texts, -1, -1, n_tokens, -1)), -1)
         shares = scores.softmax(-1)[..., :n_tokens]
         return (shares @ v).permute(0, 3, 1, 2, 4).reshape(n_texts, n_tokens, -1)
+
+    # ---- experts
+
+    def _routed(self, op: Route, x: Tensor) -> Tensor:
+        bias = None if op.bias is None else self._weight(op.bias).numpy()
+        ids = torch.from_numpy(routed(x.detach().numpy(), bias, op)[:, : op.n_used])
+        p = {"softmax": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid}.get(op.scoring, lambda x: x)(x)
+        weights = p.gather(1, ids.long())
+        if op.scoring == "softmax_chosen":
+            weights = weights.softmax(-1)
+        if op.normalised:
+            weights = weights / weights.sum(-1, keepdim=True).clamp(min=2**-14)
+        return torch.cat((ids, weights * op.scale), 1)
+
+    def _of_experts(self, op: ExpertLinear | ExpertSum, x: Tensor, route: Tensor) -> Tensor:
+        """The products of each token's experts, side by side or summed by their weights."""
+        ids, n = route[:, : op.n_used].detach().long(), op.n_used
+        parts = isinstance(op, ExpertSum) or op.of_parts
+        x = x.view(len(x), n, -1) if parts else x[:, None].expand(-1, n, -1)
+        first, n_rows = (0, op.out.width) if isinstance(op, ExpertSum) else (op.first_row, op.n_rows)
+        out = x.new_zeros(len(x), n, n_rows)
+        for expert in ids.unique().tolist():
+            of_it = ids == expert
+            weight = self._weight(op.weights[expert if len(op.weights) > 1 else 0])
+            matrix = weight if weight.ndim == 2 else weight[expert]
+            if isinstance(op, ExpertSum) and op.by_neuron:
+                matrix = matrix.T
+            product = x[of_it] @ matrix[first : first + n_rows].T
+            if op.bias is not None:
+                product = product + self._weight(op.bias)[expert, first : first + n_rows]
+            out[of_it] = product
+        return (out * route[:, n:, None]).sum(1) if isinstance(op, ExpertSum) else out.flatten(1)
 
     # ---- weights
 

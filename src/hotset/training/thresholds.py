@@ -37,15 +37,16 @@ from hotset.engine.perplexity import PerplexityResult, compare_chunks
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.files import check_folder, check_target, write_whole
 from hotset.loading import build, open_model
-from hotset.model.cutoffs import CUTOFF_NAMES, LayerCutoffs
+from hotset.model.cutoffs import CUTOFF_NAMES, CutoffName, LayerCutoffs
 from hotset.model.decoder import describe
 from hotset.settings import LoadSettings
 from hotset.sparsity.thresholds import BaseMode, Calibrated, Thresholds, default_path
 from hotset.training.cut_choice import KINDS, CutChoices, Cuts, bytes_of_sites
-from hotset.training.cut_losses import LayerLosses, LossPass
+from hotset.training.cut_losses import LayerLosses, LossPass, sites_of
 from hotset.training.graph_torch import TorchGraph
 
 if TYPE_CHECKING:
+    from hotset.model.config import ModelConfig
     from hotset.reporter import Reporter
 
 _HELD_OUT = 64  # of 256 values of a hash's first byte
@@ -56,20 +57,24 @@ _CLOSE = 0.1  # of the target: how far below it is near enough
 _FIRST_RATIO = 0.7  # rise of the loss per nat of KL, before any is measured
 _FACTORS = (0.2, 5.0)
 _MOST_KL = 5.0  # nats of KL per nat by which the loss rises
-_LAYOUT = 1  # of what is kept in the work folder
+_LAYOUT = 2  # of what is kept in the work folder
 
 
 @dataclass(frozen=True)
 class ThresholdSettings:
-    """What the cutoffs must reach: one of the two. max_increase: of the perplexity, relative. share: of the
-    bytes of the matrices that can be cut.
+    """What the cutoffs must reach: one of the three. max_increase: of the perplexity, relative. share: of the
+    bytes of the matrices that can be cut. uniform: of the values of each input and gate, in every layer the
+    same, without a search: what a search has to beat.
 
-    mode: the sparsity mode that is cut in addition; None: the model's own. n_ctx: tokens of a window.
-    n_tokens: that losses are estimated from. n_measured: held-out tokens that are run; half are scored.
+    only: the cutoffs that may be other than 0. mode: the sparsity mode that is cut in addition; None: the
+    model's own. n_ctx: tokens of a window. n_tokens: that losses are estimated from. n_measured: held-out
+    tokens that are run; half are scored.
     """
 
     max_increase: float | None = None
     share: float | None = None
+    uniform: float | None = None
+    only: tuple[CutoffName, ...] = CUTOFF_NAMES
     mode: str | None = None
     n_ctx: int = 512
     n_tokens: int = 4096
@@ -77,10 +82,10 @@ class ThresholdSettings:
     n_threads: int | None = None
 
     def __post_init__(self) -> None:
-        if (self.max_increase is None) == (self.share is None):
+        if sum(value is not None for value in (self.max_increase, self.share, self.uniform)) != 1:
             raise InvalidRequestError(
-                "a calibration has one target: a rise of perplexity (--max-ppl-increase 1%) or a share of "
-                "the bytes (--sparsity 0.5)"
+                "a calibration has one target: a rise of perplexity (--max-ppl-increase 1%), a share of "
+                "the bytes (--sparsity 0.5) or one of all values (--uniform 0.25)"
             )
         if self.max_increase is not None and not 0 < self.max_increase <= 10:
             raise InvalidRequestError(
@@ -90,8 +95,14 @@ class ThresholdSettings:
             raise InvalidRequestError(
                 f"a model is cut in addition to one of {', '.join(get_args(BaseMode))}, not to {self.mode!r}"
             )
-        if self.share is not None and not 0 < self.share < 1:
-            raise InvalidRequestError(f"the sparsity must lie between 0 and 1, not {self.share}")
+        for share in (self.share, self.uniform):
+            if share is not None and not 0 < share < 1:
+                raise InvalidRequestError(f"the sparsity must lie between 0 and 1, not {share}")
+        if not self.only or (unknown := sorted(set(self.only) - set(CUTOFF_NAMES))):
+            raise InvalidRequestError(
+                f"what may be cut is some of {', '.join(CUTOFF_NAMES)}"
+                + (f", and not {unknown[0]!r}" if self.only else "")
+            )
 
 
 @dataclass(frozen=True)
@@ -147,7 +158,7 @@ def calibrate_thresholds(
 
     out: the file, by default beside the model. work: a folder for what a killed run needs to go on, by
     default OUT.work; keep: also afterwards, for other targets. Raises HotsetError, in a sentence, for a text
-    that is too short, models with experts, and files that cannot be written.
+    that is too short, models with recurrent layers, and files that cannot be written.
     """
     settings = settings or ThresholdSettings(max_increase=0.01)
     loading = LoadSettings(
@@ -166,6 +177,13 @@ def calibrate_thresholds(
     if not keep:
         shutil.rmtree(folder, ignore_errors=True)
     return found
+
+
+def every_cutoff(config: ModelConfig) -> list[LayerCutoffs]:
+    """Of each layer one that cuts nothing, wherever there can be one: not inside experts."""
+    every = LayerCutoffs(**dict.fromkeys(CUTOFF_NAMES, _TINY))
+    only_attention = LayerCutoffs(attn_in=_TINY, attn_out=_TINY)
+    return [only_attention if layer.experts is not None else every for layer in config.layers]
 
 
 def windows_of(model: Model, text: str, n_ctx: int) -> tuple[np.ndarray, np.ndarray]:
@@ -203,18 +221,22 @@ class _Search:
             "measured": _hash(self.held),
             "rule": f"a window is held out if the SHA-256 of its int32 tokens begins below {_HELD_OUT}",
         }
-        key = [_LAYOUT, self.model_facts.hash, self.mode, str(model.sparsity.spec), self.text]
+        # (What is measured says itself on which windows.)
+        key = [_LAYOUT, self.model_facts.hash, self.mode, str(model.sparsity.spec), _hash(self.learned)]
         self.work = _Work(work, hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32], settings.n_ctx)
-        every = LayerCutoffs(**dict.fromkeys(CUTOFF_NAMES, _TINY))
-        config = model.config
-        only_attention = LayerCutoffs(attn_in=_TINY, attn_out=_TINY)
-        cutoffs = [only_attention if layer.experts is not None else every for layer in config.layers]
-        self.graph = describe(config, model.weights.tensors, model.decided.predictor, cutoffs)
+        cutoffs = every_cutoff(model.config)
+        self.graph = describe(model.config, model.weights.tensors, model.decided.predictor, cutoffs)
+        if not any(sites.keys() & set(settings.only) for sites in sites_of(self.graph)):
+            raise InvalidRequestError(
+                f"the model has nowhere to cut {', '.join(settings.only)}: nothing is cut inside experts; "
+                "name other cutoffs, or leave --only out"
+            )
 
     def run(self, target: Path) -> CalibratedThresholds:
         gated = [layer.gated for layer in self.model.config.layers]
         sizes = bytes_of_sites(self.graph, self.model.weights)
-        choices = CutChoices(self._losses(), sizes, gated)
+        losses = [layer.only(self.settings.only, self.settings.uniform) for layer in self._losses()]
+        choices = CutChoices(losses, sizes, gated)
         cuts, measured, problems = self._chosen(choices)
         thresholds = Thresholds(
             self.model_facts, cuts.layers, self.mode, False, self.text,
@@ -226,9 +248,10 @@ class _Search:
         thresholds.save(target)
         return CalibratedThresholds(target, thresholds, measured, dict(cuts.loss), tuple(problems))
 
-    def _target(self) -> dict[str, float]:
-        names = ("max_increase", "share")
-        return {name: value for name in names if (value := getattr(self.settings, name)) is not None}
+    def _target(self) -> dict[str, Any]:
+        names = ("max_increase", "share", "uniform")
+        target = {name: value for name in names if (value := getattr(self.settings, name)) is not None}
+        return target | ({"only": list(self.settings.only)} if self.settings.only != CUTOFF_NAMES else {})
 
     # ---- losses
 
@@ -249,6 +272,9 @@ class _Search:
 
     def _chosen(self, choices: CutChoices) -> tuple[Cuts, Measured, list[str]]:
         settings = self.settings
+        if settings.uniform is not None:
+            cuts = choices.at_price(0.0)  # there is one
+            return cuts, self._measure(cuts.layers, cuts.saved, len(self.held), "measuring"), []
         if settings.share is not None:
             self._measure_kinds(choices, choices.with_share(settings.share))
             cuts = choices.with_share(settings.share)
