@@ -1,11 +1,20 @@
 """Models larger than memory: speed, bytes read and peak memory in a memory group, under a budget and mapped.
 
-usage: python bench/memory.py MODEL.gguf [BUNDLED.gguf] [--shares 0.5 0.7] [-n 64] [--mapped] [--llama BIN]
+usage: python bench/memory.py MODEL.gguf[,DENSE.gguf] ... --scratch FOLDER [--shape olmoe] [--llama BIN]
 
 A memory group (a cgroup, version 1 or 2, that this user may make) holds each run, limited to a share of the
-first file's size; the file's pages are dropped before. Under a budget hotset gets the group's limit as its
---ram-budget. --mapped: hotset without one, in the same group; --llama: llama-bench, which maps the
-file (give a dense file that it reads). A run that takes longer than --timeout counts as none.
+model's size; the file's pages are dropped before. In each group run, one after the other: hotset under a
+budget of the group's limit, with the file as it is and bundled (made in the scratch folder where it is not
+there yet); hotset with the file mapped; with --llama llama-bench, which maps the file, or the DENSE one that
+it can read. --shape: a mixture of experts with random weights besides, written to the scratch folder.
+
+The roofline is what the disk alone would allow: the bytes of the missing rows over the rate at which this
+disk gives random reads of their mean size, measured at first and after each run, the better of the two. Then,
+by model: with everything in memory, under a budget and mapped; and --steady tokens in a group of twice the
+budget, whose peak must stay below the budget.
+
+A run that takes longer than --timeout counts as slower than its tokens in that time; no run begins after
+--minutes. Runs that others disturbed have a star.
 """
 
 from __future__ import annotations
@@ -17,11 +26,28 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import peers
+from synthetic import SHAPES, write_model
+
+from hotset.formats.gguf import open_gguf
+from hotset.formats.quants import GGMLType
+from hotset.placement.disk import DiskRates, measure_disk
+
 _V1, _V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+SHARES = (0.5, 0.3, 0.7)  # the promise is about the first: it is measured even if time gets short
+SLOW_TOKENS = 4  # that a mapped file is given: it may take a minute for each
+GAIN, EXPERT_GAIN = 10.0, 2.0  # at half of the size: × our mapped file, × llama.cpp's
+OF_ROOFLINE, WHOLE = (
+    0.7,
+    0.97,
+)  # the least share of the roofline, and of the mapped speed where all is in memory
+_RATE_SECONDS = 0.25
 
 
 class Group:
@@ -31,8 +57,11 @@ class Group:
         self.first = (_V1 / "memory.limit_in_bytes").exists()
         root = _V1 if self.first else _V2
         self.path = root / f"hotset-bench-{os.getpid()}"
-        self.path.mkdir()
-        (self.path / ("memory.limit_in_bytes" if self.first else "memory.max")).write_text(str(limit))
+        try:
+            self.path.mkdir()
+            (self.path / ("memory.limit_in_bytes" if self.first else "memory.max")).write_text(str(limit))
+        except OSError as error:
+            sys.exit(f"A memory group cannot be made here ({error}): run as a user who may write to {root}.")
         if not self.first:
             with contextlib.suppress(OSError):
                 (self.path / "memory.swap.max").write_text("0")
@@ -43,10 +72,16 @@ class Group:
 
     @property
     def peak(self) -> int:
+        """Bytes that were used at most, pages of files that were read included."""
         return int((self.path / ("memory.max_usage_in_bytes" if self.first else "memory.peak")).read_text())
 
     def close(self) -> None:
-        self.path.rmdir()
+        for _ in range(50):
+            try:
+                return self.path.rmdir()
+            except OSError:  # what was killed is still being taken down
+                time.sleep(0.1)
+        print(f"warning: {self.path} could not be removed", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -65,66 +100,316 @@ def drop(path: Path) -> None:
     os.close(descriptor)
 
 
-def run(command: list[str], path: Path, limit: int, timeout: float) -> tuple[list[dict[str, Any]], int]:
-    """The entries that llama-bench's JSON has, and the group's peak in bytes."""
-    drop(path)
-    with group(limit) as made, tempfile.TemporaryFile() as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL, preexec_fn=made.enter)
-        try:
-            process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        out.seek(0)
-        try:
-            return json.loads(out.read()), made.peak
-        except ValueError:
-            return [], made.peak
+@dataclass(frozen=True)
+class Subject:
+    """A model: its file, the same bundled, and what llama.cpp reads in its place (None: it cannot)."""
+
+    path: Path
+    bundled: Path
+    dense: Path | None
+    is_mixture: bool
+
+    @property
+    def size(self) -> int:
+        return self.path.stat().st_size
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one program did in one group. ts: tokens per second, None: none came; at_most: they are fewer.
+
+    roofline: tokens per second that the disk alone would allow. cores: that others used. note: why nothing
+    came of it.
+    """
+
+    model: str
+    how: str
+    share: float
+    limit: int
+    peak: int
+    ts: float | None = None
+    at_most: bool = False
+    hit_rate: float | None = None
+    bytes_per_token: float | None = None
+    reads_per_token: float | None = None
+    wait_share: float | None = None
+    roofline: float | None = None
+    cores: float = 0.0
+    note: str = ""
+
+    @property
+    def of_roofline(self) -> float | None:
+        return self.ts / self.roofline if self.ts and self.roofline else None
+
+    @property
+    def speed(self) -> str:
+        if self.ts is None:
+            return "-"
+        star = "*" if self.cores > peers.DISTURBED else ""
+        return f"{'< ' * self.at_most}{self.ts:.2f}{star}"
+
+    def cells(self) -> list[str]:
+        mb = "" if self.bytes_per_token is None else f"{self.bytes_per_token / 1e6:.1f}"
+        reads = "" if self.reads_per_token is None else f"{self.reads_per_token:.0f}"
+        roofline = "" if self.roofline is None else f"{self.roofline:.2f}"
+        shares = [peers.percent(s) for s in (self.hit_rate, self.wait_share, self.of_roofline)]
+        size = f"{self.limit / 1e9:.2f} GB"
+        peak = f"{self.peak / self.limit:.1%}" if self.peak else ""
+        cells = [self.model, self.how, f"{self.share:.0%}", size, self.speed, shares[0], mb, reads, shares[1]]
+        return [*cells, roofline, shares[2], peak, self.note]
+
+
+HEADERS = ["model", "how", "of its size", "budget", "t/s", "hits", "MB/token", "reads/token", "waiting"]
+HEADERS += ["roofline t/s", "of it", "peak of budget", ""]
+
+
+class Bench:
+    """Runs programs in groups; says each row as it comes."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.deadline = time.monotonic() + 60 * args.minutes
+        self.rows: list[Run] = []
+        self.home = args.scratch / "home"  # with the rates of this run's measurement
+        self.home.mkdir(parents=True, exist_ok=True)
+        (self.home / "machine.json").unlink(missing_ok=True)
+        self.rates: DiskRates | None = None
+
+    def hotset(self, model: Path, n: int, *more: str) -> list[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "hotset.cli.main",
+            "bench",
+            "-m",
+            str(model),
+            "-p",
+            "0",
+            "-n",
+            str(n),
+        ]
+        return [*command, "-r", "1", "-b", "512", "-o", "json", "--no-gpu", *more]
+
+    def disk(self, model: Path) -> DiskRates:
+        """How this disk is read, measured once in this run."""
+        if self.rates is None:
+            self.rates = measure_disk(model, path=self.home / "machine.json")
+            rates = ", ".join(f"{size >> 10} KB {rate / 1e6:.0f}" for size, rate in self.rates.rates)
+            print(f"# disk, random reads, MB/s: {rates}", flush=True)
+        return self.rates
+
+    def rate(self, model: Path, size: float) -> float:
+        """Bytes per second of random reads of about this size."""
+        pages = max(round(size / 4096), 1) * 4096
+        return self.disk(model).reader().rate(str(model), min(pages, 1 << 20), _RATE_SECONDS)
+
+    def budget(self, subject: Subject, how: str, share: float, limit: int, n: int, room: float = 1.0) -> Run:
+        """Under a budget of `limit` bytes, in a group of `room` times that."""
+        model = subject.bundled if how == "bundled" else subject.path
+        self.disk(model)  # before the first run, which then finds it measured
+        command = self.hotset(model, n, "--ram-budget", repr(limit / 2**30))
+        return self.run(subject, f"hotset, {how}", share, limit, command, n, model, room=room)
+
+    def run(
+        self,
+        subject: Subject,
+        how: str,
+        share: float,
+        limit: int,
+        command: list[str],
+        n: int,
+        model: Path,
+        *,
+        room: float = 1.0,
+    ) -> Run:
+        facts: dict[str, Any] = {"model": subject.path.name, "how": how, "share": share, "limit": limit}
+        if time.monotonic() > self.deadline:
+            made = Run(**facts, peak=0, note="no time left")
+        else:
+            drop(model)
+            with peers.Others() as others, group(int(limit * room)) as held:
+                entry, error = self._entry(command, held)
+                peak = held.peak
+            facts |= {"peak": peak, "cores": others.cores, "note": error}
+            if entry is None and not error:
+                facts |= {"ts": n / self.args.timeout, "at_most": True, "note": "timed out"}
+            made = Run(**facts, **({} if entry is None else self._numbers(entry, model)))
+        self.rows.append(made)
+        print("# " + " | ".join(cell for cell in made.cells() if cell), flush=True)
+        return made
+
+    def _entry(self, command: list[str], held: Group) -> tuple[dict[str, Any] | None, str]:
+        """The entry that llama-bench's JSON has, or what the program said; neither where time ran out."""
+        environment = os.environ | {"HOTSET_HOME": str(self.home)}
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            process = subprocess.Popen(
+                command, stdout=out, stderr=err, preexec_fn=held.enter, env=environment, cwd=os.getcwd()
+            )
+            try:
+                process.wait(self.args.timeout)
+            except subprocess.TimeoutExpired:
+                return None, ""
+            finally:
+                process.kill()
+                process.wait()
+            out.seek(0)
+            err.seek(0)
+            with contextlib.suppress(ValueError, IndexError):
+                return json.loads(out.read())[0], ""
+            said = err.read().decode(errors="replace").strip().splitlines()
+            return None, (said[-1] if said else f"ended with {process.returncode}").replace("|", "/")[:160]
+
+    def _numbers(self, entry: dict[str, Any], model: Path) -> dict[str, Any]:
+        facts: dict[str, Any] = {"ts": entry["avg_ts"]}
+        if "disk_bytes_per_token" not in entry:
+            return facts
+        n_bytes, n_reads = entry["disk_bytes_per_token"], entry["disk_reads_per_token"]
+        facts |= {"hit_rate": entry["cache_hit_rate"], "wait_share": entry["disk_wait_share"]}
+        facts |= {"bytes_per_token": n_bytes, "reads_per_token": n_reads}
+        if n_bytes:
+            size = n_bytes / max(n_reads, 1)
+            facts["roofline"] = max(self.rate(model, size), self.disk(model).rate(size)) / n_bytes
+        return facts
+
+
+def measure(bench: Bench, subject: Subject) -> None:
+    """All runs of a model."""
+    args = bench.args
+    for share in args.shares:
+        limit = int(subject.size * share)
+        for how in ("bundled", "plain"):
+            bench.budget(subject, how, share, limit, args.n)
+        if share in args.mapped:
+            command = bench.hotset(subject.path, SLOW_TOKENS)
+            bench.run(subject, "hotset, mapped", share, limit, command, SLOW_TOKENS, subject.path)
+        if args.llama and subject.dense:
+            command = [
+                str(args.llama),
+                "-m",
+                str(subject.dense),
+                "-p",
+                "0",
+                "-n",
+                str(SLOW_TOKENS),
+                "-r",
+                "1",
+            ]
+            command += ["-o", "json"]
+            bench.run(subject, "llama.cpp, mapped", share, limit, command, SLOW_TOKENS, subject.dense)
+    if not args.no_whole:
+        limit = int(subject.size * 1.3) + (1 << 30)
+        for how in ("plain", "bundled"):
+            bench.budget(subject, how, limit / subject.size, limit, args.n)
+        command = bench.hotset(subject.path, args.n)
+        share = limit / subject.size
+        bench.run(subject, "hotset, mapped", share, limit, command, args.n, subject.path)
+
+
+def steady(bench: Bench, subject: Subject) -> None:
+    """Many tokens under half of the size, in a group that would let it have twice the budget."""
+    limit = int(subject.size * 0.5)
+    bench.budget(subject, "bundled", 0.5, limit, bench.args.steady, room=2.0)
+
+
+def verdicts(bench: Bench, subjects: list[Subject]) -> list[list[str]]:
+    """What was promised, and what came of it: rows of model, promise, seen, verdict."""
+    rows: list[list[str]] = []
+
+    def say(model: str, promise: str, seen: str, passed: bool) -> None:
+        rows.append([model, promise, seen, peers.verdict(passed)])
+
+    for subject in subjects:
+        mine = [run for run in bench.rows if run.model == subject.path.name and run.ts is not None]
+        half = [run for run in mine if run.share == 0.5]
+        ours = max((run.ts or 0.0 for run in half if run.bytes_per_token is not None), default=0.0)
+        for how, gain, wanted in (
+            ("hotset, mapped", GAIN, not subject.is_mixture),
+            ("llama.cpp, mapped", EXPERT_GAIN, subject.is_mixture),
+        ):
+            theirs = next((run.ts for run in half if run.how == how and run.ts), None)
+            if wanted and theirs:
+                ratio = ours / theirs
+                say(subject.path.name, f"{gain:.0f}× {how}, at 50%", f"{ratio:.1f}×", ratio >= gain)
+        least = min((run.of_roofline for run in mine if run.of_roofline is not None), default=None)
+        if least is not None:
+            say(subject.path.name, f"{OF_ROOFLINE:.0%} of the roofline", f"{least:.0%}", least >= OF_ROOFLINE)
+        whole = {run.how: run.ts for run in mine if run.share > 1 and run.ts}
+        if "hotset, mapped" in whole and "hotset, plain" in whole:
+            ratio = whole["hotset, plain"] / whole["hotset, mapped"]
+            say(subject.path.name, f"{WHOLE:.0%} of mapped, all in memory", f"{ratio:.1%}", ratio >= WHOLE)
+        peaks = [run.peak / run.limit for run in mine if run.bytes_per_token is not None]
+        if peaks:
+            say(subject.path.name, "peak below the budget", f"{max(peaks):.1%}", max(peaks) <= 1)
+    return rows
+
+
+def prepare(args: argparse.Namespace) -> list[Subject]:
+    """The models, with what is missing of them written to the scratch folder."""
+    subjects = []
+    given = [tuple(map(Path, one.split(","))) for one in args.models]
+    for name in args.shape:
+        path = args.scratch / f"{name}.gguf"
+        if not path.exists():
+            print(f"# writing {path}", flush=True)
+            write_model(path, SHAPES[name], GGMLType.Q4_0, n_vocab=32000, n_ctx=8192, seed=0)
+        given.append((path,))
+    for path, *dense in given:
+        bundled = args.scratch / f"{path.name.removesuffix('.gguf')}.bundled.gguf"
+        if not bundled.exists():
+            command = [
+                sys.executable,
+                "-m",
+                "hotset.cli.main",
+                "reorder",
+                str(path),
+                str(bundled),
+                "--bundle",
+            ]
+            print(f"# writing {bundled}", flush=True)
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        with open_gguf(path) as file:
+            is_plain, architecture = file.dialect == "gguf", file.architecture
+            is_mixture = bool(file.metadata.get(f"{architecture}.expert_count"))
+        theirs = dense[0] if dense else path if is_plain else None
+        subjects.append(Subject(path, bundled, theirs, is_mixture))
+    return subjects
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("models", type=Path, nargs="+", help="the first says how large the groups are")
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.3, 0.5, 0.7])
-    parser.add_argument("-n", type=int, default=64, help="tokens that are generated")
+    parser.add_argument("models", nargs="*", help="MODEL.gguf, or MODEL.gguf,DENSE.gguf")
+    parser.add_argument("--shape", nargs="*", default=[], choices=[n for n in SHAPES if SHAPES[n].experts])
+    parser.add_argument("--scratch", type=Path, required=True, help="for bundled copies and synthetic models")
+    parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
+    parser.add_argument("-n", type=int, default=48, help="tokens that are generated under a budget")
+    parser.add_argument("--steady", type=int, default=500, help="tokens of the run for the peak; 0: none")
     parser.add_argument("--llama", type=Path, help="llama-bench")
-    parser.add_argument("--mapped", action="store_true", help="hotset without a budget, too")
-    parser.add_argument("--timeout", type=float, default=900)
+    parser.add_argument(
+        "--mapped", type=float, nargs="*", default=list(SHARES), help="shares; hotset, mapped"
+    )
+    parser.add_argument("--no-whole", action="store_true", help="nothing with everything in memory")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds of a run")
+    parser.add_argument("--minutes", type=float, default=25, help="after which no run begins")
+    parser.add_argument("--force", action="store_true", help="measure even if the machine is not quiet")
     args = parser.parse_args()
-    program = str(Path(sys.executable).with_name("hotset"))
-    hotset = [program, "bench", "-p", "0", "-n", str(args.n), "-r", "1", "-b", "512", "-o", "json"]
-    print(f"| {'what':34} | share | budget |  t/s  | hits | MB/token | waits | of disk | peak of budget |")
-    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
-    for share in args.shares:
-        limit = int(args.models[0].stat().st_size * share)
-        runs = [
-            (f"hotset, {model.name}", model, [*hotset, "-m", str(model), "--ram-budget", str(limit / 2**30)])
-            for model in args.models
-        ]
-        if args.mapped:
-            runs.append(("hotset, mapped", args.models[0], [*hotset, "-m", str(args.models[0]), "--no-gpu"]))
-        if args.llama:
-            command = [str(args.llama), "-m", str(args.models[0]), "-p", "0", "-n", str(args.n), "-r", "1"]
-            runs.append(("llama.cpp, mapped", args.models[0], [*command, "-o", "json"]))
-        for name, model, command in runs:
-            entries, peak = run(command, model, limit, args.timeout)
-            print(row(name, share, limit, entries[0] if entries else None, peak), flush=True)
-
-
-def row(name: str, share: float, limit: int, entry: dict[str, Any] | None, peak: int) -> str:
-    cells = [
-        f"{name:34}",
-        f"{share:.0%}",
-        f"{limit / 1e9:.2f} GB",
-        "-" if entry is None else f"{entry['avg_ts']:.2f}",
-    ]
-    if entry is not None and "disk_bytes_per_token" in entry:
-        ceiling = entry["disk_ceiling_ts"]
-        cells += [f"{entry['cache_hit_rate']:.1%}", f"{entry['disk_bytes_per_token'] / 1e6:.1f}"]
-        cells += [f"{entry['disk_wait_share']:.0%}", f"{entry['avg_ts'] / ceiling:.0%}" if ceiling else "-"]
-    else:
-        cells += ["", "", "", ""]
-    return "| " + " | ".join([*cells, f"{peak / limit:.1%}"]) + " |"
+    args.scratch.mkdir(parents=True, exist_ok=True)
+    subjects = prepare(args)
+    if not subjects:
+        parser.error("give a model, or --shape")
+    peers.wait_until_quiet(args.force)
+    bench = Bench(args)
+    for subject in subjects:
+        measure(bench, subject)
+    for subject in subjects if args.steady else []:
+        steady(bench, subject)
+    peers.print_table(HEADERS, [run.cells() for run in bench.rows])
+    print()
+    found = verdicts(bench, subjects)
+    peers.print_table(["model", "promised", "seen", ""], found)
+    rates = bench.rates.rates if bench.rates else ()
+    peers.print_json(
+        "memory", machine=peers.machine(), disk=rates, runs=[asdict(r) for r in bench.rows], verdicts=found
+    )
 
 
 if __name__ == "__main__":
