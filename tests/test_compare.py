@@ -157,16 +157,16 @@ def test_logits_of_a_whole_text_are_never_held(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine_module, "_MAX_LOGITS_BYTES", 4 * 97 * 5)
     monkeypatch.setattr(perplexity_module, "_TILE_BYTES", 8 * 97 * 2)
     widest: list[int] = []
-    kl = perplexity_module.kl_divergence
+    log_softmax = perplexity_module._log_softmax
     monkeypatch.setattr(
         perplexity_module,
-        "kl_divergence",
-        lambda first, second: widest.append(len(first)) or kl(first, second),
+        "_log_softmax",
+        lambda logits: widest.append(len(logits)) or log_softmax(logits),
     )
-    engines = [engine(128), engine(128, peak=2.5)]
-    list(compare_chunks(engines, list(range(97)) * 4, n_ctx=64, n_neurons=[1, 1]))
+    engines = [engine(128), engine(128, peak=2.5), engine(128, peak=3)]
+    list(compare_chunks(engines, list(range(97)) * 4, n_ctx=64, n_neurons=[1, 1, 1]))
     assert max(widest) == 2
-    assert sum(widest) == 6 * 31
+    assert sum(widest) == 3 * 6 * 31  # once for each model, the first too
 
 
 def test_a_failure_of_one_side_frees_both():

@@ -121,8 +121,7 @@ def compare_chunks(
             for rows in _together(streams):
                 for side, logits in zip(sides, rows, strict=True):
                     side.score(logits, targets[position : position + len(logits)])
-                    if side is not sides[0]:
-                        side.diverge(rows[0], logits)
+                _diverge(sides, rows)
                 position += len(rows[0])
         finally:
             for stream in streams:
@@ -207,12 +206,10 @@ class _Side:
         for row, target in zip(logits, targets, strict=True):
             self.losses.append(log_sum_exp(row) - float(row[target]))
 
-    def diverge(self, first: np.ndarray, logits: np.ndarray) -> None:
-        """Adds the tokens of these rows, `first` being the first model's."""
-        n = max(1, _TILE_BYTES // (8 * logits.shape[1]))
-        for i in range(0, len(logits), n):
-            self._kl += kl_divergence(first[i : i + n], logits[i : i + n]).tolist()
-        self._n_same += int((first.argmax(axis=1) == logits.argmax(axis=1)).sum())
+    def diverge(self, kl: np.ndarray, same: np.ndarray) -> None:
+        """Adds tokens: their divergences from the first model, and whether both find the same likeliest."""
+        self._kl += kl.tolist()
+        self._n_same += int(same.sum())
 
     def result(self, first: _Side, chunk: int, n_chunks: int) -> PerplexityResult:
         nll, error = _mean(self.losses)
@@ -243,15 +240,33 @@ class _Side:
         )  # fmt: skip
 
 
+def _diverge(sides: Sequence[_Side], rows: Sequence[np.ndarray]) -> None:
+    """Adds the same rows of logits of all sides, some at a time; those of the first are treated once."""
+    if len(sides) < 2:
+        return
+    n = max(1, _TILE_BYTES // (8 * rows[0].shape[1]))
+    for i in range(0, len(rows[0]), n):
+        first, *others = (logits[i : i + n] for logits in rows)
+        top, log_p = first.argmax(axis=1), _log_softmax(first)
+        p = np.exp(log_p)
+        for side, logits in zip(sides[1:], others, strict=True):
+            side.diverge(_kl(p, log_p, logits), top == logits.argmax(axis=1))
+
+
 def kl_divergence(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """KL(first ‖ second) of each row of logits [n, n_vocab], in nats: float64 [n].
+    """KL(first ‖ second) of each row of logits [n, n_vocab], in nats: float64 [n]."""
+    log_p = _log_softmax(first)
+    return _kl(np.exp(log_p), log_p, second)
+
+
+def _kl(p: np.ndarray, log_p: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    """Of probabilities [n, n_vocab] from those of logits.
 
     In float64, for a KL is a small difference of large numbers: from float32 log-probabilities those of
     nearly equal models would be noise.
     """
-    p, q = _log_softmax(first), _log_softmax(second)
     # Rounding leaves about 1e-16 to either side of the zero of equal rows.
-    kl: np.ndarray = np.maximum(np.einsum("ij,ij->i", np.exp(p), p - q), 0.0)
+    kl: np.ndarray = np.maximum(np.einsum("ij,ij->i", p, log_p - _log_softmax(logits)), 0.0)
     return kl
 
 
