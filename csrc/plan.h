@@ -15,6 +15,7 @@
 #include "kernels/kernels.h"
 #include "runtime.h"
 #include "store/store.h"
+#include "store/stream.h"
 
 namespace hotset {
 
@@ -287,6 +288,9 @@ class Plan {
     // out = x where not scores < threshold, else 0; columns before `first` have no score and are kept.
     void add_route(RouteFacts facts);
     void add_fetch(FetchFacts facts);
+    // Operations behind it read a piece of a stream. waits: they do; else the stream's user has no more to
+    // do, and what comes next may be read.
+    void add_await_piece(Stream& stream, int piece, bool waits);
     void add_expert_neurons(ExpertFacts facts);
     void add_expert_sum(ExpertSumFacts facts);
     void add_mask(int x, int scores, float threshold, int64_t first, int out);
@@ -375,6 +379,7 @@ std::unique_ptr<Op> make_channel_linear(const Plan& plan, int x, Norm norm, std:
 std::unique_ptr<Op> make_neurons(const Plan& plan, NeuronFacts facts);
 std::unique_ptr<Op> make_axpy(const Plan& plan, int x, LinearPart part, int residual, bool sparse);
 std::unique_ptr<Op> make_fetch(const Plan& plan, FetchFacts facts);
+std::unique_ptr<Op> make_await_piece(const Plan& plan, Stream& stream, int piece, bool waits);
 std::unique_ptr<Op> make_route(const Plan& plan, RouteFacts facts);
 std::unique_ptr<Op> make_expert_neurons(const Plan& plan, ExpertFacts facts);
 std::unique_ptr<Op> make_expert_sum(const Plan& plan, ExpertSumFacts facts);

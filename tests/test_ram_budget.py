@@ -78,7 +78,7 @@ def test_a_file_larger_than_what_is_free_is_read_by_itself(
     monkeypatch.setattr("hotset.loading.free_memory", lambda: int(least / 0.9) + 1)
     monkeypatch.setattr("hotset.formats.gguf.GGUFFile.nbytes", 10 * least)
     with (
-        pytest.warns(UserWarning, match="more than what is free: rows of neurons are read as they are"),
+        pytest.warns(UserWarning, match="more than what is free: what has no room is read as it is needed"),
         hotset.load(model, n_ctx=64, max_batch=4, backend="cpu") as loaded,
     ):
         assert loaded.ram is not None

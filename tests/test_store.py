@@ -137,7 +137,7 @@ def test_any_budget_gives_the_same_bits(tmp_path: Path, model: str, type_: GGMLT
             counts = weights.counts()
             assert counts.misses > 0
             assert counts.bytes_read > 0
-            assert (counts.hits > 0) == (share > 0)
+            assert counts.hits > 0 or share == 0  # else for the hottest rows alone, where weights stream
             backend.close()
 
 

@@ -16,6 +16,7 @@
 
 #include "kernels/kernels.h"
 #include "store/store.h"
+#include "store/stream.h"
 #include "types.h"
 
 namespace hotset {

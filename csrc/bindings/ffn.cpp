@@ -88,6 +88,12 @@ void PlanBuilder::fetch(std::shared_ptr<RowStore> store, int group, int which, i
     plan_->add_fetch(facts);
 }
 
+void PlanBuilder::await_piece(std::shared_ptr<Stream> stream, int piece, bool waits) {
+    require(stream->allocated() && piece >= 0 && piece < stream->n_pieces(), "there is no such piece");
+    plan_->add_await_piece(*stream, piece, waits);
+    streams_.push_back(std::move(stream));
+}
+
 void PlanBuilder::route(int x, int n_used, int scoring, const std::optional<Floats>& bias, bool normalised,
                         float scale, int n_groups, int n_groups_used, int group_best, int out) {
     same_rows(x, out);

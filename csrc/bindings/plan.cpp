@@ -257,6 +257,7 @@ void bind_plan(nb::module_& m) {
         .def("axpy", &PlanBuilder::axpy, "x"_a, "type"_a, "data"_a, "scales"_a.none(), "bias"_a.none(),
              "residual"_a, "sparse"_a, "out"_a)
         .def("fetch", &PlanBuilder::fetch, "store"_a, "group"_a, "which"_a, "by"_a, "threshold"_a, "first"_a)
+        .def("await_piece", &PlanBuilder::await_piece, "stream"_a, "piece"_a, "waits"_a)
         .def("route", &PlanBuilder::route, "x"_a, "n_used"_a, "scoring"_a, "bias"_a.none(), "normalised"_a,
              "scale"_a, "n_groups"_a, "n_groups_used"_a, "group_best"_a, "out"_a)
         .def("expert_neurons", &PlanBuilder::expert_neurons, "x"_a, "route"_a, "n_expert"_a, "gate"_a.none(),

@@ -54,6 +54,8 @@ class PlanBuilder {
     // Rows of a group that operations behind it read (FetchFacts). by: any buffer, scores from neuron `first`
     // on, values, or a route.
     void fetch(std::shared_ptr<RowStore> store, int group, int which, int by, float threshold, int64_t first);
+    // See Plan::add_await_piece.
+    void await_piece(std::shared_ptr<Stream> stream, int piece, bool waits);
 
     // See RouteFacts.
     void route(int x, int n_used, int scoring, const std::optional<Floats>& bias, bool normalised,
@@ -147,6 +149,7 @@ class PlanBuilder {
     std::vector<Bytes> weights_;
     std::vector<WritableBytes> caches_;
     std::vector<std::shared_ptr<RowStore>> stores_;
+    std::vector<std::shared_ptr<Stream>> streams_;
     std::vector<WritableFloats> state_slots_;
     std::unique_ptr<Plan> plan_;
     std::vector<int64_t> widths_;

@@ -11,7 +11,7 @@ int add_group(RowStore& store, int64_t n_rows, const std::vector<PartArguments>&
     require(n_rows > 0 && n_rows < INT32_MAX && !parts.empty() && !store.end(), "a group has rows and parts");
     std::vector<RowStore::Part> built;
     for (const auto& [path, offset, row_bytes, stride] : parts) {
-        const StoredFile* file = store.file(path).get();
+        const StoredFile* file = store.files().open(path).get();
         require(row_bytes > 0 && row_bytes <= stride && stride < INT64_MAX / size_t(n_rows) &&
                     offset <= file->bytes() &&
                     stride * size_t(n_rows - 1) + row_bytes <= file->bytes() - offset,
@@ -30,6 +30,44 @@ void allocate(RowStore& store, size_t bytes) {
 std::tuple<int64_t, int64_t, int64_t, int64_t, double> counts_of(const RowStore& store) {
     const RowStore::Counts& c = store.counts();
     return {c.hits, c.misses, c.bytes_read, c.n_reads, c.seconds_waited};
+}
+
+using PieceArguments = std::tuple<std::string, uint64_t, size_t>;  // path, offset, bytes
+
+int add_piece(Stream& stream, const std::vector<PieceArguments>& parts) {
+    require(!parts.empty() && !stream.allocated(), "a piece has parts");
+    std::vector<Stream::Part> built;
+    for (const auto& [path, offset, bytes] : parts) {
+        const StoredFile* file = stream.files().open(path).get();
+        require(bytes > 0 && offset <= file->bytes() && bytes <= file->bytes() - offset,
+                "bytes of " + path + " lie beyond its end; download or convert it again");
+        built.push_back({file, offset, bytes});
+    }
+    return stream.add_piece(std::move(built));
+}
+
+void allocate_ring(Stream& stream, size_t bytes) {
+    require(!stream.allocated() && stream.n_pieces() > 0 && bytes >= stream.least_bytes(),
+            "a stream needs room for its largest piece");
+    stream.allocate(bytes);
+}
+
+// Where a part is when its piece is there; keeps the stream alive.
+nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>> data_of(std::shared_ptr<Stream> stream, int piece,
+                                                           int part) {
+    require(stream->allocated() && piece >= 0 && piece < stream->n_pieces() && part >= 0 &&
+                part < stream->n_parts(piece),
+            "there is no such piece");
+    const uint8_t* data = stream->data(piece, part);
+    const size_t n = stream->bytes(piece, part);
+    nb::capsule owner(new std::shared_ptr<Stream>(std::move(stream)),
+                      [](void* p) noexcept { delete static_cast<std::shared_ptr<Stream>*>(p); });
+    return {data, {n}, owner};
+}
+
+std::tuple<int64_t, int64_t, double> counts_of_stream(const Stream& stream) {
+    const Stream::Counts& c = stream.counts();
+    return {c.bytes_read, c.n_reads, c.seconds_waited};
 }
 
 // Fills arrays with bytes of a file, many reads at a time.
@@ -107,6 +145,16 @@ void bind_store(nb::module_& m) {
             "group"_a, "part"_a)
         .def("counts", &counts_of)
         .def("check", &RowStore::check);
+    nb::class_<Stream>(m, "Stream", "Weights that are read anew in every step (csrc/store/stream.h).")
+        .def(nb::new_(
+                 [](std::shared_ptr<Reader> reader) { return std::make_shared<Stream>(std::move(reader)); }),
+             "reader"_a)
+        .def("piece", &add_piece, "parts"_a)
+        .def("allocate", &allocate_ring, "bytes"_a)
+        .def("data", &data_of, "piece"_a, "part"_a)
+        .def("counts", &counts_of_stream)
+        .def("check", &Stream::check)
+        .def_static("room_for", &Stream::room_for, "bytes"_a);
 }
 
 }  // namespace hotset::bindings

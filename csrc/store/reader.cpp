@@ -134,6 +134,16 @@ int64_t StoredFile::read_at(uint8_t* to, size_t bytes, uint64_t offset) const {
 
 #endif
 
+std::shared_ptr<const StoredFile> StoredFiles::open(const std::string& path) {
+    for (const auto& known : files_)
+        if (known->path() == path) return known;
+    return files_.emplace_back(std::make_shared<StoredFile>(path));
+}
+
+void StoredFiles::check() const {
+    for (const auto& file : files_) file->check();
+}
+
 // ---- reads
 
 class Reader::Ring : public KernelRing {
@@ -155,7 +165,14 @@ struct Reader::State {
     const uint64_t born = n_forks();
     std::mutex mutex;
     std::condition_variable more;
-    std::deque<Job> queue;
+    std::deque<Job> queue, ahead;  // of batches that are waited for, and of others
+    bool idle() const { return queue.empty() && ahead.empty(); }
+    Job take() {
+        std::deque<Job>& from = queue.empty() ? ahead : queue;
+        const Job job = from.front();
+        from.pop_front();
+        return job;
+    }
     bool stop = false;
     std::unique_ptr<Ring> ring;
     std::vector<std::thread> threads;
@@ -217,7 +234,8 @@ void Reader::begin(Batch& batch) {
     if (batch.reads.empty()) return;
     {
         const std::lock_guard lock(state.mutex);
-        for (Read& read : batch.reads) state.queue.push_back({&read, &batch});
+        std::deque<Job>& queue = batch.ahead ? state.ahead : state.queue;
+        for (Read& read : batch.reads) queue.push_back({&read, &batch});
     }
     if (batch.reads.size() == 1 || kind_ == Kind::Ring)
         state.more.notify_one();
@@ -238,7 +256,7 @@ bool Reader::wait(Batch& batch, const std::function<bool()>& cancelled) {
             State& state = this->state();
             const std::lock_guard taking(state.mutex);
             const auto own = [&](const Job& job) { return job.batch == &batch; };
-            n = std::erase_if(state.queue, own);
+            n = std::erase_if(batch.ahead ? state.ahead : state.queue, own);
         }
         lock.lock();
         batch.left.fetch_sub(n);
@@ -298,10 +316,9 @@ void Reader::serve_with_pread(State& state) {
     const Buffer buffer(kMostBytes);
     std::unique_lock lock(state.mutex);
     for (;;) {
-        state.more.wait(lock, [&] { return state.stop || !state.queue.empty(); });
+        state.more.wait(lock, [&] { return state.stop || !state.idle(); });
         if (state.stop) return;
-        const Job job = state.queue.front();
-        state.queue.pop_front();
+        const Job job = state.take();
         lock.unlock();
         const Read& read = *job.read;
         uint8_t* const to = read.into ? read.into : buffer.data();
@@ -326,15 +343,14 @@ void Reader::serve_with_ring(State& state, Ring& ring) {
         {
             std::unique_lock lock(state.mutex);
             if (ring.idle.size() == ring.flights.size())
-                state.more.wait(lock, [&] { return state.stop || !state.queue.empty(); });
+                state.more.wait(lock, [&] { return state.stop || !state.idle(); });
             if (state.stop && ring.idle.size() == ring.flights.size()) return;
-            while (!state.queue.empty() && !ring.idle.empty() && !state.stop) {
+            while (!state.idle() && !ring.idle.empty() && !state.stop) {
                 const int i = ring.idle.back();
                 ring.idle.pop_back();
                 Ring::Flight& f = ring.flights[i];
-                f.job = state.queue.front();
+                f.job = state.take();
                 f.done = 0;
-                state.queue.pop_front();
                 if (!f.job.read->into && !f.buffer) f.buffer = std::make_unique<Buffer>(kMostBytes);
                 f.to = f.job.read->into ? f.job.read->into : f.buffer->data();
                 launch(i);

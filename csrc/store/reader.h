@@ -56,6 +56,16 @@ class StoredFile {
     void* handle_ = nullptr;  // Windows
 };
 
+// Files that are open once each.
+class StoredFiles {
+  public:
+    std::shared_ptr<const StoredFile> open(const std::string& path);  // throws ReadError
+    void check() const;                                               // of all of them
+
+  private:
+    std::vector<std::shared_ptr<const StoredFile>> files_;
+};
+
 struct Read {
     // Bytes of the read that go elsewhere.
     struct Copy {
@@ -90,6 +100,7 @@ class Reader {
     class Batch {
       public:
         std::vector<Read> reads;
+        bool ahead = false;  // nobody waits for it yet: reads of other batches go first
 
       private:
         friend class Reader;

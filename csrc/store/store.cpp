@@ -16,12 +16,6 @@ constexpr size_t rounded(size_t bytes, size_t to) {
 RowStore::RowStore(std::shared_ptr<Reader> reader, uint64_t gap, int half_life)
     : reader_(std::move(reader)), gap_(gap), half_life_(half_life) {}
 
-std::shared_ptr<const StoredFile> RowStore::file(const std::string& path) {
-    for (const auto& known : files_)
-        if (known->path() == path) return known;
-    return files_.emplace_back(std::make_shared<StoredFile>(path));
-}
-
 int RowStore::add_group(int64_t n_rows, std::vector<Part> parts) {
     Group group;
     group.n_rows = n_rows;
@@ -150,10 +144,6 @@ void add_reads(Reader::Batch& batch, const StoredFile* file, uint64_t offset, si
         last->copies.push_back({uint32_t(offset - last->offset), uint32_t(here), to});
         offset += here, to += here, bytes -= here;
     }
-}
-
-void RowStore::check() const {
-    for (const auto& file : files_) file->check();
 }
 
 }  // namespace hotset

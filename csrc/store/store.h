@@ -43,7 +43,7 @@ class RowStore {
     // requests of a group.
     RowStore(std::shared_ptr<Reader> reader, uint64_t gap, int half_life);
 
-    std::shared_ptr<const StoredFile> file(const std::string& path);  // throws ReadError
+    StoredFiles& files() { return files_; }
     // Returns its number. Parts must lie in their files.
     int add_group(int64_t n_rows, std::vector<Part> parts);
     int n_groups() const { return int(groups_.size()); }
@@ -65,7 +65,7 @@ class RowStore {
     // relied on, and the next call works.
     bool acquire(int group, const int32_t* rows, int64_t n, bool learn,
                  const std::function<bool()>& cancelled);
-    void check() const;  // throws ReadError where a file has changed
+    void check() const { files_.check(); }  // throws ReadError where a file has changed
     const Counts& counts() const { return counts_; }
 
   private:
@@ -84,7 +84,7 @@ class RowStore {
     const std::shared_ptr<Reader> reader_;
     const uint64_t gap_;
     const int half_life_;
-    std::vector<std::shared_ptr<StoredFile>> files_;
+    StoredFiles files_;
     std::vector<Group> groups_;
     Memory memory_;
     size_t bytes_ = 0;

@@ -65,6 +65,18 @@ class RowStore:
     def counts(self) -> tuple[int, int, int, int, float]: ...  # hits, misses, bytes, reads, seconds waited
     def check(self) -> None: ...
 
+class Stream:
+    """Weights that are read anew in every step (csrc/store/stream.h)."""
+
+    def __init__(self, reader: Reader) -> None: ...
+    def piece(self, parts: list[tuple[str, int, int]]) -> int: ...  # path, offset, bytes of each
+    def allocate(self, bytes: int) -> None: ...
+    def data(self, piece: int, part: int) -> np.ndarray: ...
+    def counts(self) -> tuple[int, int, float]: ...  # bytes, reads, seconds waited
+    def check(self) -> None: ...
+    @staticmethod
+    def room_for(bytes: int) -> int: ...
+
 class Runtime:
     """The team of threads and its memory, which plans and cold services share (csrc/runtime.h)."""
 
@@ -151,6 +163,7 @@ class Plan:
     def fetch(
         self, store: RowStore, group: int, which: int, by: int, threshold: float, first: int
     ) -> None: ...
+    def await_piece(self, stream: Stream, piece: int, waits: bool) -> None: ...
     def route(
         self,
         x: int,

@@ -174,7 +174,7 @@ def decide(opened: Opened, *, mapped: bool = False) -> Decided:
         graph = describe(config, weights.tensors, prepared.predictor, choice.cutoffs)
         cost = Cost(graph, weights.tensors)
         sparse = choice.mode != "dense"
-        limit = None if mapped else _ram_limit(opened, graph, weights, sparse=sparse)
+        limit = None if mapped else _ram_limit(opened)
         n_ctx = _context(settings, config, cost, gguf.nbytes if limit is None else 0)
         if limit is not None and settings.n_ctx is None:
             n_ctx = _context_beside_rows(limit, n_ctx, settings, cost, graph, weights, sparse=sparse)
@@ -257,7 +257,7 @@ def open_backend(
     return ReferenceBackend(weights, graph, **options)
 
 
-def _ram_limit(opened: Opened, graph: Graph, weights: Overlay, *, sparse: bool) -> int | None:
+def _ram_limit(opened: Opened) -> int | None:
     """Bytes that the model may have in memory; None: its files are mapped."""
     settings = opened.settings
     if settings.ram_budget is not None:
@@ -265,9 +265,7 @@ def _ram_limit(opened: Opened, graph: Graph, weights: Overlay, *, sparse: bool) 
     free = free_memory()
     if settings.backend == "reference" or opened.devices or opened.gguf.nbytes <= free:
         return None
-    from hotset.backends.stored import sizes_of
-
-    return int(free * _SHARE_OF_FREE) if sizes_of(graph, weights.tensors, sparse=sparse).most else None
+    return int(free * _SHARE_OF_FREE)
 
 
 def _context_beside_rows(
@@ -308,8 +306,8 @@ def _plan_ram(decided: Decided, limit: int) -> RamPlan | None:
         return None
     if settings.ram_budget is None:
         _warn(
-            f"the model's {human_size(decided.gguf.nbytes)} are more than what is free: rows of neurons are "
-            f"read as they are needed, within {limit / 2**30:.1f} GiB (--ram-budget)"
+            f"the model's {human_size(decided.gguf.nbytes)} are more than what is free: what has no room is "
+            f"read as it is needed, within {limit / 2**30:.1f} GiB (--ram-budget)"
         )
     return planned
 

@@ -43,9 +43,9 @@ class LoadSettings:
     split_neurons: False keeps the neurons of a layer together.
     reset_gpu_index: solves the placement again although it is known. Model.placement has the decision.
 
-    ram_budget: GiB of memory that program, weights, cache and workspace together stay within: rows of neurons
-    are read from the file as they are needed (backends/stored.py). None: the file is mapped, or, where it is
-    larger than what is free and such a model, what is free.
+    ram_budget: GiB of memory that program, weights, cache and workspace together stay within: what has no
+    room is read from the file as it is needed (backends/stored.py). None: the file is mapped, or, where it is
+    larger than what is free, what is free.
 
     activation: overrides the FFN activation that the file names.
     sparsity: which neurons are computed: "dense", "exact", "predicted" or "threshold" (sparsity/modes.py); by

@@ -14,6 +14,7 @@ from hotset import _core
 from hotset.backends.base import PAGE_SIZE, Batch, StepResult, StepStats, WeightSource
 from hotset.backends.lowering import Lowered, lower
 from hotset.backends.stage import Rows, on_host
+from hotset.backends.stored import StoredWeights
 from hotset.cores import usable_cores
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.model.cost import KVType
@@ -235,6 +236,7 @@ class CpuBackend:
             self.graph, taps, self.weights, plan,
             entering=self.entering, cache=self._cache_of, states=self._states_of, sparse=self.sparse,
             channel_rate=self._channel_rate,
+            streamed=self.weights.streamed if isinstance(self.weights, StoredWeights) else None,
         )  # fmt: skip
 
     def _states_of(self, op: Recurrent) -> np.ndarray:

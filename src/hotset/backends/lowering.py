@@ -17,6 +17,7 @@ import numpy as np
 from hotset import _core
 from hotset.backends.base import WeightSource
 from hotset.backends.fusion import Buffers, Fused, fuse
+from hotset.backends.streaming import Streamed, matrices_of
 from hotset.errors import InvalidRequestError
 from hotset.formats.channels import break_even
 from hotset.formats.planes import PLANE_GROUP
@@ -147,13 +148,14 @@ def lower(
     states: Callable[[Recurrent], np.ndarray],
     sparse: bool,
     channel_rate: float = 1.0,
+    streamed: Streamed | None = None,
 ) -> Lowered:
     """Fills an empty native plan. entering: the rows that a part of a graph begins with. cache: what
     `Plan.attention` takes of an operation's keys and values. states: of an operation, float32
     [n_states, size].
 
-    sparse: leaves out what an FFN with zeros does not need. channel_rate: see CpuBackend.
-    Raises InvalidRequestError for an unknown tap.
+    sparse: leaves out what an FFN with zeros does not need. channel_rate: see CpuBackend. streamed: weights
+    that each step waits for. Raises InvalidRequestError for an unknown tap.
     """
     unknown = taps - {op.out.name for op in graph.primitives}
     if unknown:
@@ -162,11 +164,12 @@ def lower(
     buffers = Buffers(plan.buffer, graph, fused, taps)
     if entering is not None:
         plan.input(buffers.begin(entering))
-    emit = _Emission(plan, buffers, weights, cache, states, sparse, channel_rate)
+    emit = _Emission(plan, buffers, weights, cache, states, sparse, channel_rate, streamed)
     for group in fused:
         buffers.enter(group)
         emit.group(group)
         buffers.leave(group)
+    emit.end()
     plan.finish()
     kept = {op.out.name: buffers[op.out] for op in graph.primitives if op.out.name in taps}
     places = [(max(layer, 0), PARTS.index("other" if layer == NO_LAYER else part)) for layer, part in emit.at]
@@ -194,8 +197,10 @@ class _Emission:
         states: Callable[[Recurrent], np.ndarray],
         sparse: bool,
         channel_rate: float,
+        streamed: Streamed | None,
     ) -> None:
         self._channel_rate = channel_rate
+        self._streamed, self._piece = streamed, -1  # which was waited for last
         self._plan, self._buffers, self._weights = plan, buffers, weights
         self._cache, self._states, self._sparse = cache, states, sparse
         self.at: list[tuple[int, Part]] = []
@@ -205,8 +210,30 @@ class _Emission:
         if group.ffn is not None:
             self._ffn(group.ffn, group)
         else:
+            self._await(*group.ops)
             self._operation(group)
             self.at.append((group.layer, group.part))
+
+    def end(self) -> None:
+        """What a stream brings next may be read when all is done."""
+        if self._streamed is not None:
+            self._plan.await_piece(self._streamed.stream, 0, False)
+            self.at.append((NO_LAYER, "other"))
+
+    def _await(self, *ops: Op | None) -> None:
+        """Has the step wait for the piece of a stream that operations read, one piece at most."""
+        if self._streamed is None:
+            return
+        places, known = (
+            self._streamed.places,
+            [op for op in ops if op is not None and not isinstance(op, Ffn)],
+        )
+        pieces = {places[name][0] for op in known for name in matrices_of(op) if name in places}
+        for piece in pieces - {self._piece}:
+            assert len(pieces) == 1, "what is read together is one piece"
+            self._plan.await_piece(self._streamed.stream, piece, True)
+            self.at.append((known[0].layer, known[0].part))
+            self._piece = piece
 
     def _operation(self, group: Fused) -> None:
         """A group that becomes one native operation: told by the operation that the others were fused
@@ -321,6 +348,7 @@ class _Emission:
 
     def _ffn(self, ffn: Ffn, group: Fused) -> None:
         """Two native operations: up to the values of the neurons, and down."""
+        self._await(ffn.gate, ffn.up)
         if ffn.route is not None:
             self._experts(ffn, ffn.route, group)
             return
@@ -338,6 +366,7 @@ class _Emission:
         self.at.append((ffn.layer, ffn.part))
 
         residual, down = group.residual(ffn.out), ffn.down
+        self._await(down)
         if isinstance(down, TransposedLinear):
             if ffn.has_zeros:
                 self._fetch(ffn, down.weight, fetched, FETCH_NONZERO, self._buffers[ffn.selected])
@@ -369,8 +398,10 @@ class _Emission:
             self._sparse and ffn.has_zeros,
             self._buffers[ffn.selected],
         )
+        self.at.append((ffn.layer, ffn.part))
+        self._await(down)
         self._expert_sum(down, group.residual(ffn.out), group.out[0])
-        self.at += [(ffn.layer, ffn.part)] * 2
+        self.at.append((ffn.layer, ffn.part))
 
     def _route(self, op: Route, out: Value) -> None:
         self._plan.route(

@@ -9,19 +9,21 @@ memory is what the budget says. Rows of an FFN that can be left out, and experts
     dense        all three, all of them
     experts      their matrices, of those that the router names
 
-Everything else is resident. The bits are the same with any budget.
+Everything else stays, or streams as far as it does not fit (backends/streaming.py). The bits are the same
+with any budget.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 
 from hotset import _core
+from hotset.backends.streaming import Piece, Streamed, Streaming, arrange, least_for, padded, pieces_of
 from hotset.errors import OutOfMemoryError
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.overlay import Overlay
@@ -30,20 +32,26 @@ from hotset.model.graph import ExpertLinear, ExpertSum, Ffn, Graph, Linear, Tran
 from hotset.units import human_size
 
 HALF_LIFE = 64  # requests of a layer after which what it was asked for counts half (docs/LOG.md)
-_ALIGNMENT = 64
+_SMALL_ROW = 64 << 10  # bytes of a neuron, of which many are read at a time: each for itself is slow
+_HOT_SHARE = (
+    1 / 16
+)  # of all neurons: these are needed so often that room for them spares more than streaming costs
 _PER_ROW, _PER_PART = 56, 8  # bytes of tables: Replacement's, and an address
 
 
 @dataclass(frozen=True)
 class StoreCounts:
     """Of rows, since the model was loaded: how many were there when they were needed, and how many were not;
-    bytes read for these, in how many reads; and seconds of waiting for them."""
+    bytes read for these, in how many reads; seconds of waiting for whatever was read; and bytes and reads of
+    weights that stream."""
 
-    hits: int
-    misses: int
-    bytes_read: int
-    n_reads: int
-    seconds_waited: float
+    hits: int = 0
+    misses: int = 0
+    bytes_read: int = 0
+    n_reads: int = 0
+    seconds_waited: float = 0.0
+    bytes_streamed: int = 0
+    stream_reads: int = 0
 
     @property
     def hit_rate(self) -> float | None:
@@ -85,29 +93,76 @@ def _has_row_per_neuron(matrix: object, n_ff: int, tensors: Mapping[str, TensorI
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of weights. resident: what always stays. least: the room that rows need; most: that they have a
-    use for. tables: of where which row is."""
+    """Bytes of weights. fixed: what always stays. pieces: what does or streams. least: the room that rows
+    need; most: that they have a use for; small: whether a row is. tables: of where which row is."""
 
-    resident: int
+    fixed: int
+    pieces: tuple[Piece, ...]
     least: int
     most: int
+    small: bool
     tables: int
+
+    @property
+    def least_of_all(self) -> int:
+        """The smallest number of bytes that works."""
+        return self.fixed + least_for(self.pieces) + self.least
+
+    @property
+    def resident(self) -> int:
+        """What stays where nothing streams."""
+        return self.fixed + sum(piece.nbytes for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What a number of bytes is for. rows: the room of rows; streamed: bytes that each step reads anew;
+    resident: of what stays."""
+
+    streaming: Streaming
+    rows: int
+    streamed: int
+    resident: int
 
 
 def sizes_of(graph: Graph, tensors: Mapping[str, TensorInfo], *, sparse: bool) -> Sizes:
     """What StoredWeights takes."""
     groups = list(groups_of(graph, tensors, sparse=sparse))
-    rows = [sum(_padded(rows_of(tensors[name])[1]) for name in group) for group in groups]
+    pieces, fixed = _whole(graph, tensors, groups)
+    rows = [sum(padded(rows_of(tensors[name])[1]) for name in group) for group in groups]
     sizes = [n * rows_of(tensors[group[0]])[0] for n, group in zip(rows, groups, strict=True)]
-    resident = sum(_padded(tensors[name].nbytes) for name in _resident(graph, tensors, groups))
     tables = sum(rows_of(tensors[group[0]])[0] * (_PER_ROW + _PER_PART * len(group)) for group in groups)
-    return Sizes(resident, max(sizes, default=0), sum(sizes), tables)
+    return Sizes(
+        sum(padded(tensors[name].nbytes) for name in fixed), tuple(pieces), max(sizes, default=0), sum(sizes),
+        max(rows, default=0) <= _SMALL_ROW, tables,
+    )  # fmt: skip
 
 
-def _resident(graph: Graph, tensors: Mapping[str, TensorInfo], groups: list[list[str]]) -> list[str]:
-    """Tensors that are read and have no rows in a group."""
+def share_out(sizes: Sizes, n_bytes: int) -> Shares:
+    """What stays, what streams and the room of rows, in n_bytes: least_of_all at least.
+
+    Rows have what is left. Where something streams they have little, since every byte that does is read in
+    each step: the hottest neurons alone are needed as often, and are dearer to read.
+    """
+    for_pieces = n_bytes - sizes.fixed - sizes.least
+    hot = int((sizes.most - sizes.least) * _HOT_SHARE) if sizes.small else 0
+    if for_pieces < sizes.resident - sizes.fixed + hot:
+        for_pieces -= min(hot, max(for_pieces - least_for(sizes.pieces, 2), 0))
+    streaming = arrange(sizes.pieces, min(for_pieces, sizes.resident - sizes.fixed))
+    stays = list(zip(sizes.pieces, streaming.stays, strict=True))
+    resident = sizes.fixed + sum(piece.nbytes for piece, stay in stays if stay)
+    streamed = sum(piece.nbytes for piece, stay in stays if not stay)
+    return Shares(streaming, min(n_bytes - resident - streaming.ring, sizes.most), streamed, resident)
+
+
+def _whole(
+    graph: Graph, tensors: Mapping[str, TensorInfo], groups: list[list[str]]
+) -> tuple[list[Piece], list[str]]:
+    """Tensors that are read and have no rows in a group: those that may stream, and the others."""
+    of_rows = {name for group in groups for name in group}
+    pieces = pieces_of(graph, tensors, of_rows)
     names = {name for op in graph.primitives for name, _ in weights_read(op, tensors)}
-    return sorted(names - {name for group in groups for name in group})
+    return pieces, sorted(names - of_rows - {name for piece in pieces for name in piece.names})
 
 
 class StoredWeights:
@@ -135,23 +190,27 @@ class StoredWeights:
         self.reader = reader
         groups = list(groups_of(graph, weights.tensors, sparse=sparse))
         self.sizes = sizes_of(graph, weights.tensors, sparse=sparse)
-        self.store: _core.RowStore | None = _core.RowStore(reader, gap, HALF_LIFE) if groups else None
-        self._rows: dict[str, _core.StoredRows] = {}
-        room = n_bytes - self.sizes.resident
-        if room < self.sizes.least:
+        if n_bytes < self.sizes.least_of_all:
             raise OutOfMemoryError(
                 f"{human_size(n_bytes)} are left for weights, and what must be in memory of this model takes "
-                f"{human_size(self.sizes.resident + self.sizes.least)}; raise the memory budget by "
-                f"{human_size(self.sizes.least - room)}"
+                f"{human_size(self.sizes.least_of_all)}; raise the memory budget by "
+                f"{human_size(self.sizes.least_of_all - n_bytes)}"
             )
+        self.shares = share_out(self.sizes, n_bytes)
+        self.store: _core.RowStore | None = _core.RowStore(reader, gap, HALF_LIFE) if groups else None
+        self._rows: dict[str, _core.StoredRows] = {}
         if self.store is not None:
             places: dict[str, tuple[int, int]] = {}
             for group in groups:
                 number = self._add_group(self.store, group)
                 places |= {name: (number, part) for part, name in enumerate(group)}
-            self.store.allocate(min(room, self.store.most_bytes))
+            self.store.allocate(self.shares.rows)
             self._rows = {name: self.store.rows(*place) for name, place in places.items()}
-        self._resident = self._read(_resident(graph, weights.tensors, groups), empty)
+        pieces, names = _whole(graph, weights.tensors, groups)
+        stays = list(zip(pieces, self.shares.streaming.stays, strict=True))
+        names += [name for piece, stay in stays if stay for name in piece.names]
+        self.streamed = self._stream([piece.names for piece, stay in stays if not stay])
+        self._resident = self._read(names, empty) | self._views()
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -159,8 +218,9 @@ class StoredWeights:
         return self._weights.tensors
 
     def data(self, name: str) -> np.ndarray:
-        """The tensor's bytes, uint8 [nbytes], in memory; of one whose rows come as they are needed what
-        a native plan takes in their place (_core.StoredRows)."""
+        """The tensor's bytes, uint8 [nbytes], in memory: of one that streams, where they are while a step
+        needs them. Of one whose rows come as they are needed what a native plan takes in their place
+        (_core.StoredRows)."""
         rows = self._rows.get(name)
         return self._resident[name] if rows is None else rows  # type: ignore[return-value]
 
@@ -168,6 +228,8 @@ class StoredWeights:
         """Raises ReadError where a file has been changed."""
         if self.store is not None:
             self.store.check()
+        if self.streamed is not None:
+            self.streamed.stream.check()
 
     @property
     def resident(self) -> np.ndarray:
@@ -175,8 +237,13 @@ class StoredWeights:
         return self._block
 
     def counts(self) -> StoreCounts:
-        """What the store did."""
-        return StoreCounts(*((0, 0, 0, 0, 0.0) if self.store is None else self.store.counts()))
+        """What the store and the stream did."""
+        counts = StoreCounts(*(() if self.store is None else self.store.counts()))
+        if self.streamed is None:
+            return counts
+        n_bytes, n_reads, seconds = self.streamed.stream.counts()
+        waited = counts.seconds_waited + seconds
+        return replace(counts, seconds_waited=waited, bytes_streamed=n_bytes, stream_reads=n_reads)
 
     def _add_group(self, store: _core.RowStore, group: list[str]) -> int:
         parts = []
@@ -186,9 +253,28 @@ class StoredWeights:
             parts.append((os.fspath(path), offset, row, self.tensors[name].stride or row))
         return store.group(n_rows, parts)
 
+    def _stream(self, pieces: list[tuple[str, ...]]) -> Streamed | None:
+        if not pieces:
+            return None
+        stream = _core.Stream(self.reader)
+        places: dict[str, tuple[int, int]] = {}
+        for names in pieces:
+            parts = [(self._weights.place(name), self.tensors[name].nbytes) for name in names]
+            number = stream.piece([(os.fspath(path), offset, n) for (path, offset), n in parts])
+            places |= {name: (number, part) for part, name in enumerate(names)}
+        stream.allocate(self.shares.streaming.ring)
+        return Streamed(stream, places)
+
+    def _views(self) -> dict[str, np.ndarray]:
+        """Of what streams."""
+        if self.streamed is None:
+            return {}
+        return {name: self.streamed.stream.data(*place) for name, place in self.streamed.places.items()}
+
     def _read(self, names: list[str], empty: bool) -> dict[str, np.ndarray]:
-        self._block = block = np.zeros(self.sizes.resident + _ALIGNMENT, np.uint8)  # which touches nothing
-        at = -block.ctypes.data % _ALIGNMENT
+        n_bytes = sum(padded(self.tensors[name].nbytes) for name in names)
+        self._block = block = np.zeros(n_bytes + padded(1), np.uint8)  # which touches nothing
+        at = -block.ctypes.data % padded(1)
         arrays: dict[str, np.ndarray] = {}
         of_file: dict[Path, list[tuple[int, np.ndarray]]] = {}
         for name in names:
@@ -197,7 +283,7 @@ class StoredWeights:
             arrays[name] = block[at : at + n]
             if not empty:
                 of_file.setdefault(path, []).append((offset, arrays[name]))
-            at += _padded(n)
+            at += padded(n)
         for path, pieces in of_file.items():
             self.reader.read(os.fspath(path), pieces)
         return arrays
@@ -207,7 +293,3 @@ def rows_of(info: TensorInfo) -> tuple[int, int]:
     """Rows of a matrix, or the matrices of experts, and bytes of one."""
     n_rows = info.shape[-1]
     return n_rows, info.nbytes // n_rows
-
-
-def _padded(n: int) -> int:
-    return -(-n // _ALIGNMENT) * _ALIGNMENT

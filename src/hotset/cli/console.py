@@ -61,10 +61,11 @@ def tell_memory(model: Model) -> None:
     """Planned beside measured memory of devices, and what their backend chose; or what memory is for under
     a budget of it. Nothing without either."""
     if model.ram is not None:
-        from hotset.report.disk import ram_line, ram_table
+        from hotset.report.disk import ram_lines, ram_table
 
         print_table(*ram_table(model.ram), err=True, tight=True)
-        say(ram_line(model.ram), dim=True)
+        for line in ram_lines(model.ram):
+            say(line, dim=True)
     if model.placement is None:
         return
     from hotset.report.placement import memory_table

@@ -99,7 +99,7 @@ DisableGpuIndex = Annotated[
 ]
 RamBudget = Annotated[
     float | None,
-    _option("--ram-budget", "GiB of memory for everything; rows of neurons are read as needed.", _ENGINE),
+    _option("--ram-budget", "GiB of memory for everything; what has no room is read as needed.", _ENGINE),
 ]
 NoGpu = Annotated[bool, _option("--no-gpu", "The CPU alone.", _GPU)]
 

@@ -79,7 +79,7 @@ def plan(
 def _plan_ram(path: Path, settings: LoadSettings, json: bool) -> None:
     """What of memory would be for what."""
     from hotset.loading import decide, open_model
-    from hotset.report.disk import ram_line, ram_table
+    from hotset.report.disk import ram_lines, ram_table
 
     with open_model(path, settings) as opened:
         decided = decide(opened)
@@ -90,7 +90,8 @@ def _plan_ram(path: Path, settings: LoadSettings, json: bool) -> None:
         print_json(ram.as_dict() | {"n_ctx": decided.n_ctx, "sparsity": decided.choice.mode})
         return
     print_table(*ram_table(ram), tight=True)
-    say(ram_line(ram), dim=True)
+    for line in ram_lines(ram):
+        say(line, dim=True)
 
 
 def _experts(path: Path) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""What a model needs in memory under a budget, and what is left for rows of neurons.
+"""What a model needs in memory under a budget, what is left for rows of neurons, and what has no room.
 
 A budget is a promise: the program, weights, rows, keys and values, and workspace together never exceed it. So
 everything is counted before anything is read.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hotset.backends.base import PAGE_SIZE
-from hotset.backends.stored import Sizes, StoredWeights, sizes_of
+from hotset.backends.stored import Sizes, StoredWeights, share_out, sizes_of
 from hotset.errors import OutOfMemoryError
 from hotset.formats.overlay import Overlay
 from hotset.memory import own_memory
@@ -29,8 +29,8 @@ class RamPlan:
     """Bytes, by kind, and the limit that they stay within.
 
     program: of this process without the model. resident: weights that always stay. rows: room for rows of
-    neurons that are read as they are needed; all_rows: what all of these take. kv: keys and values, and
-    recurrent states.
+    neurons that are read as they are needed; all_rows: what all of these take. ring: room for weights that
+    stream; streamed: what each step reads of these. kv: keys and values, and recurrent states.
     workspace: intermediates, buffers of reads, and tables of where rows are. least: the smallest limit that
     works. disk: how the file is read.
     """
@@ -40,6 +40,8 @@ class RamPlan:
     resident: int
     rows: int
     all_rows: int
+    ring: int
+    streamed: int
     kv: int
     workspace: int
     least: int
@@ -47,12 +49,17 @@ class RamPlan:
 
     @property
     def total(self) -> int:
-        return self.program + self.resident + self.rows + self.kv + self.workspace
+        return self.program + self.resident + self.rows + self.ring + self.kv + self.workspace
+
+    @property
+    def seconds_streaming(self) -> float:
+        """What each step spends at least on weights that stream, at this disk's rate."""
+        return self.streamed / self.disk.rates[-1][1]
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        kinds = ("limit", "total", "program", "resident", "rows", "all_rows", "kv", "workspace", "least")
-        return {kind: getattr(self, kind) for kind in kinds} | {
+        kinds = ("limit", "total", "program", "resident", "rows", "all_rows", "ring", "streamed", "kv")
+        return {kind: getattr(self, kind) for kind in (*kinds, "workspace", "least")} | {
             "reads": "io_uring" if self.disk.ring else "threads",
             "depth": self.disk.depth,
             "disk_rates": {str(size): round(rate) for size, rate in self.disk.rates},
@@ -60,7 +67,8 @@ class RamPlan:
 
 
 def context_that_fits(limit: int, graph: Graph, weights: Overlay, kv_bytes: int, *, sparse: bool) -> int:
-    """Tokens of a context, of kv_bytes each, that leave most of a limit to rows; whole pages."""
+    """Tokens of a context, of kv_bytes each, that leave most of a limit to rows, and none to stream; whole
+    pages."""
     sizes = sizes_of(graph, weights.tensors, sparse=sparse)
     left = limit - own_memory() - sizes.resident - sizes.least
     return max(int(left * _SHARE_OF_CONTEXT) // kv_bytes // PAGE_SIZE * PAGE_SIZE, 0)
@@ -92,24 +100,27 @@ def plan_ram(
         max_batch=max_batch,
         n_threads=n_threads,
     )
-    fixed = program + sizes.resident + cache_bytes + workspace
-    least = fixed + sizes.least
+    fixed = program + cache_bytes + workspace
+    least = fixed + sizes.least_of_all
     if limit < least:
         raise OutOfMemoryError(
             f"a memory budget of {limit / _GIB:.2f} GiB is too small: this model works within "
-            f"{-(-least * 100 // _GIB) / 100:.2f} GiB ({human_size(sizes.resident + sizes.least)} of "
+            f"{-(-least * 100 // _GIB) / 100:.2f} GiB ({human_size(sizes.least_of_all)} of "
             f"weights, {human_size(cache_bytes)} for the context, {human_size(program + workspace)} for the "
             "program); raise --ram-budget, or lower the context"
         )
-    rows = min(limit - fixed, sizes.most)
-    return RamPlan(limit, program, sizes.resident, rows, sizes.most, cache_bytes, workspace, least, disk)
+    shares = share_out(sizes, min(limit - fixed, sizes.resident + sizes.most))
+    return RamPlan(
+        limit, program, shares.resident, shares.rows, sizes.most, shares.streaming.ring, shares.streamed,
+        cache_bytes, workspace, least, disk,
+    )  # fmt: skip
 
 
 def open_stored(planned: RamPlan, weights: Overlay, graph: Graph, *, sparse: bool) -> StoredWeights:
     """The weights of a plan, read."""
     return StoredWeights(
-        weights, graph, planned.resident + planned.rows, sparse=sparse, reader=planned.disk.reader(),
-        gap=planned.disk.gap,
+        weights, graph, planned.resident + planned.rows + planned.ring, sparse=sparse,
+        reader=planned.disk.reader(), gap=planned.disk.gap,
     )  # fmt: skip
 
 
@@ -128,9 +139,7 @@ def _workspace(
     from hotset.backends.cpu import CpuBackend
 
     reader = disk.reader()
-    empty = StoredWeights(
-        weights, graph, sizes.resident + sizes.least, sparse=sparse, reader=reader, gap=0, empty=True
-    )
+    empty = StoredWeights(weights, graph, sizes.least_of_all, sparse=sparse, reader=reader, gap=0, empty=True)
     backend = CpuBackend(
         empty, graph, n_pages=1, n_states=n_states, max_batch=max_batch, n_threads=n_threads, sparse=sparse
     )

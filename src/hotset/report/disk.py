@@ -15,17 +15,19 @@ if TYPE_CHECKING:
 def disk_dict(counts: StoreCounts, n_tokens: int, seconds: float, ram: RamPlan) -> dict[str, Any]:
     """For JSON: what `counts` says of n_tokens that took some seconds.
 
-    disk_ceiling_ts: tokens per second if nothing were done but read what was missing, at this disk's rate for
-    reads of that size; None where nothing was.
+    disk_ceiling_ts: tokens per second if nothing were done but read what was missing and what streams, at
+    this disk's rate for reads of their sizes; None where nothing was.
     """
     n_tokens = max(n_tokens, 1)
-    rate = ram.disk.rate(counts.bytes_read / max(counts.n_reads, 1))
+    read = [(counts.bytes_read, counts.n_reads), (counts.bytes_streamed, counts.stream_reads)]
+    reading = sum(n / ram.disk.rate(n / reads) for n, reads in read if reads)
     return {
-        "disk_bytes_per_token": counts.bytes_read / n_tokens,
-        "disk_reads_per_token": counts.n_reads / n_tokens,
+        "disk_bytes_per_token": (counts.bytes_read + counts.bytes_streamed) / n_tokens,
+        "disk_reads_per_token": (counts.n_reads + counts.stream_reads) / n_tokens,
+        "streamed_bytes_per_token": counts.bytes_streamed / n_tokens,
         "cache_hit_rate": counts.hit_rate,
         "disk_wait_share": counts.seconds_waited / seconds if seconds > 0 else None,
-        "disk_ceiling_ts": rate * n_tokens / counts.bytes_read if counts.bytes_read else None,
+        "disk_ceiling_ts": n_tokens / reading if reading else None,
         "ram_budget": ram.limit,
     }
 
@@ -45,14 +47,22 @@ def disk_line(facts: dict[str, Any]) -> str:
 def ram_table(ram: RamPlan) -> tuple[list[str], list[list[str]]]:
     """What of memory is for what."""
     share = f"{human_size(ram.rows)} of {human_size(ram.all_rows)}"
-    row = [human_size(ram.program), human_size(ram.resident), share, human_size(ram.kv)]
+    row = [human_size(ram.program), human_size(ram.resident), share]
+    row += [human_size(ram.ring), human_size(ram.kv)]
     row += [human_size(ram.workspace), human_size(ram.total), human_size(ram.limit), human_size(ram.least)]
-    columns = [">program", ">weights that stay", ">rows of neurons", ">cache", ">workspace", ">together"]
+    columns = [">program", ">weights that stay", ">rows of neurons", ">ring", ">cache", ">workspace"]
+    columns.append(">together")
     return [*columns, ">budget", ">least"], [row]
 
 
-def ram_line(ram: RamPlan) -> str:
-    """How the disk is read."""
+def ram_lines(ram: RamPlan) -> list[str]:
+    """How the disk is read, and what it costs where weights have no room."""
     how = "io_uring" if ram.disk.ring else "threads"
     rates = ", ".join(f"{size >> 10} KB {rate / 1e6:.0f} MB/s" for size, rate in ram.disk.rates)
-    return f"The disk is read by {how}, {ram.disk.depth} reads at a time: {rates}."
+    lines = [f"The disk is read by {how}, {ram.disk.depth} reads at a time: {rates}."]
+    if ram.streamed:
+        lines.append(
+            f"{human_size(ram.streamed)} of weights have no room within this budget and are read anew "
+            f"in every step: {ram.seconds_streaming:.2f} s at least, at this disk's rate."
+        )
+    return lines

@@ -30,7 +30,11 @@ DISK_COUNTERS = {  # under a budget of memory
     "hotset_row_misses": ("misses", "Rows of neurons that had to be read."),
     "hotset_disk_read_bytes": ("bytes_read", "Bytes that were read for them."),
     "hotset_disk_reads": ("n_reads", "Reads that this took."),
-    "hotset_disk_wait_seconds": ("seconds_waited", "Time of waiting for them."),
+    "hotset_disk_wait_seconds": ("seconds_waited", "Time of waiting for what was read."),
+    "hotset_disk_streamed_bytes": (
+        "bytes_streamed",
+        "Bytes of weights that have no room, read in each step.",
+    ),
 }
 ENGINE_GAUGES = {
     "hotset_sequences_running": ("running", "Sequences that share steps."),

@@ -1,0 +1,180 @@
+"""Weights that have no room: what of them stays, and the same bits whatever streams (csrc/store/stream.h)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_cpu_backend import batch, cpu, logits_of, mixed_types, tokens
+from test_experts import FORMS
+from test_experts import model as write_experts
+from tiny_gguf import write_llama
+
+from hotset import _core
+from hotset.backends.cpu import CpuBackend
+from hotset.backends.stored import StoredWeights, share_out, sizes_of
+from hotset.backends.streaming import Piece, arrange, least_for, pieces_of
+from hotset.errors import ReadError
+from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.formats.overlay import Overlay
+from hotset.model.config import config_from_gguf
+from hotset.model.decoder import describe
+from hotset.model.graph import Graph
+
+PAGES = [2, 0]
+
+
+def graph_of(gguf: GGUFFile) -> Graph:
+    return describe(config_from_gguf(gguf), gguf.tensors)
+
+
+def dense(tmp_path: Path, **options: Any) -> GGUFFile:
+    """Without zeros: all of it is needed, always."""
+    path = tmp_path / "dense.gguf"
+    return open_gguf(write_llama(path, n_embd=256, n_ff=288, head_dim=64, type_of=mixed_types, **options))
+
+
+def streaming(gguf: GGUFFile, share: float, **options: Any) -> tuple[CpuBackend, StoredWeights]:
+    """A backend with the least memory that works, and a share of the rest."""
+    graph = graph_of(gguf)
+    sizes = sizes_of(graph, gguf.tensors, sparse=False)
+    n_bytes = sizes.least_of_all + int(share * (sizes.resident + sizes.most - sizes.least_of_all))
+    reader = _core.Reader(options.pop("ring", False), 4)
+    weights = StoredWeights(Overlay(gguf), graph, n_bytes, sparse=False, reader=reader, gap=0)
+    given = {"n_pages": 8, "max_batch": 128, "n_threads": 2, **options}
+    return CpuBackend(weights, graph, **given), weights
+
+
+@pytest.mark.parametrize("ring", [False, _core.ring_allowed()])
+def test_a_dense_model_gives_the_same_bits_in_any_memory(tmp_path: Path, ring: bool) -> None:
+    """However much of it streams, a prompt at once and token by token, twice: a step begins where the one
+    before it ended."""
+    gguf, ids = dense(tmp_path, n_layer=3), tokens(20)
+    expected = logits_of(cpu(gguf, n_pages=8), ids, [], PAGES)
+    streamed = []
+    for share in (0.0, 0.1, 0.3, 0.6, 0.9, 1.0):
+        backend, weights = streaming(gguf, share, ring=ring)
+        for cuts in (list(range(1, 20)), [], [7]):
+            np.testing.assert_array_equal(logits_of(backend, ids, cuts, PAGES), expected)
+        streamed.append(weights.shares.streamed)
+        assert (weights.counts().bytes_streamed > 0) == (streamed[-1] > 0)
+        assert weights.resident.nbytes <= weights.shares.resident + 64
+        backend.close()
+    assert streamed == sorted(streamed, reverse=True)
+    assert streamed[0] > 2 * streamed[-2] > streamed[-1] == 0
+
+
+def test_what_streams_is_read_once_in_a_step_of_any_length(tmp_path: Path) -> None:
+    gguf = dense(tmp_path, n_layer=3)
+    backend, weights = streaming(gguf, 0.3)
+    read = []
+    for step in (batch([(tokens(1), 0, PAGES)]), batch([(tokens(60), 0, PAGES)])) * 2:
+        backend.step(step)
+        read.append(weights.counts().bytes_streamed)
+    each = set(np.diff(read).tolist())
+    assert len(each) == 1  # of a token as of sixty
+    assert weights.shares.streamed <= each.pop() < weights.shares.streamed + 30 * 8192
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_mixture_streams_what_its_router_does_not_name(tmp_path: Path, form: str) -> None:
+    """Attention and shared experts stream, and a plan with every tap does too."""
+    gguf, ids = write_experts(tmp_path, **FORMS[form]), tokens(20)
+    graph = graph_of(gguf)
+    whole = CpuBackend(gguf, graph, n_pages=8, max_batch=128, n_threads=2)
+    expected = logits_of(whole, ids, [], PAGES)
+    backend, weights = streaming(gguf, 0.0)
+    assert weights.shares.streamed > 0
+    for cuts in (list(range(1, 20)), []):
+        np.testing.assert_array_equal(logits_of(backend, ids, cuts, PAGES), expected)
+    names = tuple(value.name for value in graph.values)
+    for step in (batch([(ids, 0, PAGES)], names), batch([(ids, 0, PAGES)])):
+        mine, others = backend.step(step), whole.step(step)
+        np.testing.assert_array_equal(mine.logits, others.logits)
+        for name in mine.taps:
+            np.testing.assert_array_equal(mine.taps[name], others.taps[name])
+
+
+def test_faults_end_a_step_and_the_next_is_right(tmp_path: Path) -> None:
+    gguf, ids = dense(tmp_path, n_layer=2), tokens(40)
+    expected = logits_of(cpu(gguf, n_pages=8), ids, [], PAGES)
+    backend, weights = streaming(gguf, 0.1)
+    weights.reader.inject_faults(0.02, 5)
+    n_failed = 0
+    for i in range(len(ids)):
+        for _ in range(50):
+            try:
+                logits = backend.step(batch([(ids[i : i + 1], i, PAGES)])).logits.copy()
+                break
+            except ReadError:
+                n_failed += 1
+        np.testing.assert_array_equal(logits[0], expected[i])
+    assert n_failed > 5
+
+
+def test_a_child_streams_by_itself(tmp_path: Path) -> None:
+    """Though its parent's reads were on their way."""
+    gguf, step = dense(tmp_path, n_layer=2), batch([(tokens(3), 0, PAGES)])
+    backend, _ = streaming(gguf, 0.1)
+    expected = backend.step(step).logits.copy()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if np.array_equal(backend.step(step).logits, expected) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    np.testing.assert_array_equal(backend.step(step).logits, expected)
+
+
+def test_a_file_that_changes_is_a_sentence(tmp_path: Path) -> None:
+    gguf, step = dense(tmp_path, n_layer=2), batch([(tokens(3), 0, PAGES)])
+    backend, _ = streaming(gguf, 0.1)
+    backend.step(step)
+    with gguf.path.open("r+b") as file:
+        file.truncate(gguf.path.stat().st_size // 2)
+    for _ in range(2):
+        with pytest.raises(ReadError, match="changed while it was in use"):
+            backend.step(step)
+
+
+def test_what_is_read_in_two_places_stays(tmp_path: Path) -> None:
+    """A tied embedding serves the first operation and the last; vectors are decoded once."""
+    for tied in (False, True):
+        gguf = dense(tmp_path, tied=tied)
+        names = {name for piece in pieces_of(graph_of(gguf), gguf.tensors, ()) for name in piece.names}
+        assert ("output.weight" in names) is not tied
+        assert "token_embd.weight" not in names
+        assert {"blk.0.attn_q.weight", "blk.1.ffn_down.weight"} <= names
+        assert not any("norm" in name for name in names)
+        gguf.close()
+
+
+def test_the_largest_stay_and_the_others_stream_everywhere() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        sizes = rng.integers(1, 60, rng.integers(1, 30)) * 64
+        pieces = [Piece((str(i),), int(n), int(n) + 8) for i, n in enumerate(sizes)]
+        n_bytes = int(rng.integers(least_for(pieces), sizes.sum() + 100))
+        found = arrange(pieces, n_bytes)
+        kept = sum(piece.nbytes for piece, stays in zip(pieces, found.stays, strict=True) if stays)
+        streams = [piece.room for piece, stays in zip(pieces, found.stays, strict=True) if not stays]
+        assert kept + found.ring <= n_bytes
+        assert found.ring >= max(streams, default=0) * (2 if least_for(pieces, 2) <= n_bytes else 1)
+    equal = [Piece((str(i),), 64, 64) for i in range(40)]
+    stays = arrange(equal, 22 * 64).stays  # two of them are the ring
+    assert sum(stays) == 20
+    assert all(7 <= sum(stays[i : i + 16]) <= 9 for i in range(25))
+
+
+def test_rows_have_little_where_weights_stream(tmp_path: Path) -> None:
+    """And all that is left where they do not."""
+    gguf = write_experts(tmp_path, **next(iter(FORMS.values())))
+    sizes = sizes_of(graph_of(gguf), gguf.tensors, sparse=False)
+    for n_bytes in range(sizes.least_of_all, sizes.resident + sizes.most + 1, 997):
+        shares = share_out(sizes, n_bytes)
+        assert shares.rows >= sizes.least
+        assert shares.resident + shares.streaming.ring + shares.rows <= n_bytes
+        assert shares.streamed == 0 or shares.rows < sizes.least + sizes.most / 8
+        again = share_out(sizes, shares.resident + shares.streaming.ring + shares.rows)
+        assert again == shares  # what a plan says is what is built
