@@ -35,7 +35,10 @@ def synthetic_trace(name: str, router: Router, n_tokens: int, seed: int = 0) -> 
     """Routes as a trace; its experts are of one byte."""
     routes = synthetic_routes(router, n_tokens, seed)
     layers = tuple(range(router.n_layers))
-    return RouteTrace(routes, layers, router.n_experts, (1,) * len(layers), (0,), "", name, "")
+    return RouteTrace(
+        routes=routes, layers=layers, n_experts=router.n_experts, expert_bytes=(1,) * len(layers),
+        starts=(0,), model="", name=name, data="",
+    )  # fmt: skip
 
 
 def table(replayed: Replay, published: dict[float, dict[str, float]]) -> list[str]:
@@ -119,7 +122,11 @@ def plot(replays: Sequence[tuple[str, Replay, dict[float, dict[str, float]]]], p
     from matplotlib import pyplot
 
     colours = dict(
-        zip(POLICIES, ("#8a939b", "#b9541b", "#76489c", "#2f7a4d", "#2063a4", "#1c2126"), strict=True)
+        zip(
+            POLICIES,
+            ("#8a939b", "#b9541b", "#76489c", "#2f7a4d", "#2063a4", "#2a9d9a", "#1c2126"),
+            strict=True,
+        )
     )
     n = len(replays)
     figure, axes = pyplot.subplots(

@@ -48,6 +48,7 @@ OF_ROOFLINE, WHOLE = (
     0.97,
 )  # the least share of the roofline, and of the mapped speed where all is in memory
 _RATE_SECONDS = 0.25
+_LARGEST_READ = 512 << 10
 
 
 class Group:
@@ -201,7 +202,7 @@ class Bench:
     def rate(self, model: Path, size: float) -> float:
         """Bytes per second of random reads of about this size."""
         pages = max(round(size / 4096), 1) * 4096
-        return self.disk(model).reader().rate(str(model), min(pages, 1 << 20), _RATE_SECONDS)
+        return self.disk(model).reader().rate(str(model), min(pages, _LARGEST_READ), _RATE_SECONDS)
 
     def budget(self, subject: Subject, how: str, share: float, limit: int, n: int, room: float = 1.0) -> Run:
         """Under a budget of `limit` bytes, in a group of `room` times that."""

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <queue>
 
 namespace hotset {
 
@@ -142,17 +143,52 @@ void Replacement::drop(int layer, int32_t id) {
     entry.slot = kNone;
 }
 
-void Replacement::replay(const int32_t* ids, size_t n_tokens, size_t k, size_t first, bool by_layer,
-                         bool keeps_better, int64_t* hits) {
-    std::vector<Place> places(k);
+void Replacement::replay(const int32_t* ids, const int32_t* counts, size_t n_tokens, size_t first,
+                         bool by_layer, bool keeps_better, int64_t* hits) {
+    std::vector<Place> places;
     for (size_t token = 0; token < n_tokens; ++token) {
-        for (int layer = 0; layer < n_layers_; ++layer, ids += k) {
+        for (int layer = 0; layer < n_layers_; ++layer) {
+            const size_t n = size_t(*counts++);
+            places.resize(n);
             if (layer == 0 || by_layer) begin_step();
-            lookup(layer, ids, k, true, places.data(), keeps_better);
+            lookup(layer, ids, n, true, places.data(), keeps_better);
+            ids += n;
             if (token < first) continue;
             hits[layer] += std::count_if(places.begin(), places.end(), [](const Place& p) { return p.hit; });
         }
     }
+}
+
+int64_t optimal_hits(const Span* spans, size_t n_spans, int32_t n_lookups, int32_t first, int64_t n_slots) {
+    // Entries that are needed again in the same lookup are as good as each other: their number is enough.
+    std::vector<int64_t> held(size_t(n_lookups), 0);
+    std::priority_queue<int32_t> later;  // lookups with some that are held, the last on top
+    int64_t n_held = 0, hits = 0;
+    size_t next = 0;
+    const auto take = [&](int32_t now) {
+        for (; next < n_spans && spans[next].from <= now; ++next) {
+            const Span& span = spans[next];
+            if (span.to < first) continue;
+            if (held[size_t(span.to)] == 0) later.push(span.to);
+            held[size_t(span.to)] += span.n;
+            n_held += span.n;
+        }
+        while (n_held > n_slots) {
+            int64_t& last = held[size_t(later.top())];
+            const int64_t n = std::min(last, n_held - n_slots);
+            last -= n;
+            n_held -= n;
+            if (last == 0) later.pop();
+        }
+    };
+    take(first - 1);
+    for (int32_t lookup = first; lookup < n_lookups; ++lookup) {
+        hits += held[size_t(lookup)];
+        n_held -= held[size_t(lookup)];
+        held[size_t(lookup)] = 0;  // it lies at the bottom of the queue for ever
+        take(lookup);
+    }
+    return hits;
 }
 
 }  // namespace hotset

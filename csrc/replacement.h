@@ -51,10 +51,11 @@ class Replacement {
     void drop(int layer, int32_t id);
 
     // Looks up a whole trace with credit, a step for each token (or, `by_layer`, for each of its layers: what
-    // the token has used elsewhere may then be evicted): ids [n_tokens][n_layers][k]. Adds the hits of each
-    // layer, of the tokens from `first` on, to hits [n_layers].
-    void replay(const int32_t* ids, size_t n_tokens, size_t k, size_t first, bool by_layer, bool keeps_better,
-                int64_t* hits);
+    // the token has used elsewhere may then be evicted): ids one lookup after the other, of which counts
+    // [n_tokens][n_layers] says how long each is. Adds the hits of each layer, of the tokens from `first` on,
+    // to hits [n_layers].
+    void replay(const int32_t* ids, const int32_t* counts, size_t n_tokens, size_t first, bool by_layer,
+                bool keeps_better, int64_t* hits);
 
     // The slot of an entry or kNone; not a use of it.
     int32_t find(int layer, int32_t id) const { return entries_[key(layer, id)].slot; }
@@ -96,5 +97,15 @@ class Replacement {
     double weight_ = 1;  // of a use in this step
     int exponent_ = 0;
 };
+
+// Of n entries that lookup number `from` asks for, `to` is the lookup that asks for them again.
+struct Span {
+    int32_t from, to, n;
+};
+
+// Hits, from lookup `first` on, of a cache that knows what will be asked for (Belady): after each lookup it
+// keeps, of that and what is there, what is needed again the soonest. spans: by `from`, which rises; all
+// below n_lookups. It begins with the best of what was asked for before `first`.
+int64_t optimal_hits(const Span* spans, size_t n_spans, int32_t n_lookups, int32_t first, int64_t n_slots);
 
 }  // namespace hotset

@@ -126,7 +126,7 @@ def test_drift_is_what_sets_of_experts_say() -> None:
             ]
             expected = np.mean([len(a & b) / 3 for a, b in pairs]) if pairs else np.nan
             assert found.overlap[layer, i] == pytest.approx(expected, nan_ok=True)
-        shares = trace.counts()[layer] / 100
+        shares = trace.counts[layer] / 100
         assert found.independent[layer] == pytest.approx((shares**2).sum() / 3)
     assert (found.window, found.hot_then.shape) == (33, (2, 3))
     np.testing.assert_allclose(found.hot_then[:, 0], found.hot_now[:, 0])
@@ -154,7 +154,7 @@ def test_experts_that_change_are_seen_to_drift() -> None:
 @pytest.mark.parametrize("n_tokens", [1, 2, 40])
 def test_short_texts_can_be_drawn(n_tokens: int) -> None:
     trace = random_trace(n_tokens)
-    hotness = hotness_of(Profile((), n_tokens, "m", (), dict(enumerate(trace.counts()))), 2)
+    hotness = hotness_of(Profile((), n_tokens, "m", (), dict(enumerate(trace.counts))), 2)
     for plot in plots_of_experts(hotness, drift_of(trace)):
         plot.draw().canvas.draw()  # type: ignore[attr-defined]
 

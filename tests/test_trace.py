@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.replacement import Replacement, arrange
+from hotset.sparsity.recorder import record
 from hotset.sparsity.replay import POLICIES, SHARES, replay
-from hotset.sparsity.trace import RouteTrace, default_path, record
+from hotset.sparsity.trace import RouteTrace, default_path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from routes import PUBLISHED, ROUTERS, Router, synthetic_routes
@@ -46,8 +47,9 @@ def traced(routes: np.ndarray, n_experts: int, starts: tuple[int, ...] = (0,)) -
     n_layers = routes.shape[1]
     sizes = tuple(range(100, 100 + n_layers))
     return RouteTrace(
-        routes.astype(np.int32), tuple(range(n_layers)), n_experts, sizes, starts, "m", "name", "d"
-    )
+        routes=routes.astype(np.int32), layers=tuple(range(n_layers)), n_experts=n_experts,
+        expert_bytes=sizes, starts=starts, model="m", name="name", data="d",
+    )  # fmt: skip
 
 
 def random_trace(n_tokens: int = 60, shape: tuple[int, int, int] = (3, 8, 2), seed: int = 0) -> RouteTrace:
@@ -68,7 +70,7 @@ def test_routes_are_those_of_whole_steps(tmp_path: Path, activation: str) -> Non
     told = []
     with hotset.load(path, backend="cpu", n_ctx=128, max_batch=32) as model:
         found = record(
-            model.tap_steps, model.graph, model.cost.expert_bytes, ids,
+            model.tap_steps, model.graph, model.weights, ids,
             model="m", name="n", progress=lambda done, total: told.append((done, total)),
         )  # fmt: skip
         assert found.token_cycle == model.cost.token_cycle
@@ -84,17 +86,17 @@ def test_routes_are_those_of_whole_steps(tmp_path: Path, activation: str) -> Non
             taps = backend.step(batch).taps
             for i, name in enumerate(names):
                 np.testing.assert_array_equal(found.routes[start : start + 70, i], taps[name][:, :3])
-    assert found.counts().sum() == 140 * 3 * 3
-    assert found.counts()[1, 5] == (found.routes[:, 1] == 5).sum()
+    assert np.sum(found.counts) == 140 * 3 * 3
+    assert found.counts[1][5] == (found.routes[:, 1] == 5).sum()
 
 
 def test_a_model_without_experts_has_no_routes(tmp_path: Path) -> None:
     path = mixture(tmp_path / "m.gguf", experts=None)
     with (
         hotset.load(path, backend="reference", n_ctx=128) as model,
-        pytest.raises(InvalidRequestError, match="has no experts"),
+        pytest.raises(InvalidRequestError, match="there is nothing to trace"),
     ):
-        record(model.tap_steps, model.graph, {}, np.zeros(4, np.int32), model="m", name="n")
+        record(model.tap_steps, model.graph, model.weights, np.zeros(4, np.int32), model="m", name="n")
 
 
 # ---- files ----
@@ -153,7 +155,9 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, what: str, change: d
     if not change:
         RouteTrace.open(tmp_path / "t.gguf")
         return
-    with pytest.raises(FormatError, match="is not a trace of experts; make one with 'hotset trace'"):
+    with pytest.raises(
+        FormatError, match="is not a trace of experts or neurons; make one with 'hotset trace'"
+    ):
         RouteTrace.open(tmp_path / "t.gguf")
 
 
@@ -175,43 +179,48 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 # ---- replaying ----
 
 
-def simulate(trace: RouteTrace, policy: str, n_slots: int) -> int:
-    """Hits of the second half, by rules written out: what is kept is a set, every choice looks at all."""
-    first, n_layers = trace.n_tokens // 2, len(trace.layers)
-    tokens = [
-        [[(layer, int(id)) for id in ids] for layer, ids in enumerate(layers)] for layers in trace.routes
-    ]
+def simulate(requests: list[list[list[int]]], sizes: Sequence[int], policy: str, n_slots: int) -> int:
+    """Hits of the second half, by rules written out: what is kept is a set, every choice looks at all.
+
+    requests: of each token by layer the entries that it needs. sizes: entries of each layer.
+    """
+    first, n_layers = len(requests) // 2, len(sizes)
+    tokens = [[[(layer, id) for id in ids] for layer, ids in enumerate(layers)] for layers in requests]
     if policy == "static":
         counts: dict[tuple[int, int], int] = {}
         for layers in tokens[:first]:
             for ids in layers:
                 for one in ids:
                     counts[one] = counts.get(one, 0) + 1
-        every = [(layer, id) for layer in range(n_layers) for id in range(trace.n_experts)]
+        every = [(layer, id) for layer, size in enumerate(sizes) for id in range(size)]
         kept = sorted(every, key=lambda one: -counts.get(one, 0))[:n_slots]
         return sum(one in kept for layers in tokens[first:] for ids in layers for one in ids)
     if policy == "optimum":
-        requests = [one for layers in tokens for ids in layers for one in ids]
-        start, hits = first * n_layers * trace.n_used, 0
-        now = start - 1
+        lookups = [ids for layers in tokens for ids in layers]
+        uses: dict[tuple[int, int], list[int]] = {}
+        for i, ids in enumerate(lookups):
+            for one in ids:
+                uses.setdefault(one, []).append(i)
+        hits, now = 0, first * n_layers - 1
 
         def next_use(entry: tuple[int, int]) -> int:
-            later = requests[now + 1 :]
-            return later.index(entry) if entry in later else len(requests)
+            return next((i for i in uses[entry] if i > now), len(lookups))
 
-        held = set(sorted(set(requests[:start]), key=next_use)[:n_slots])
-        for now in range(start + trace.n_used - 1, len(requests), trace.n_used):  # the last of a lookup
-            looked_up = set(requests[now + 1 - trace.n_used : now + 1])
-            hits += len(looked_up & held)
-            held = set(sorted(held | looked_up, key=next_use)[:n_slots])
+        def best(entries: set[tuple[int, int]]) -> set[tuple[int, int]]:
+            return set(sorted(entries, key=next_use)[:n_slots])
+
+        held = best({one for ids in lookups[: now + 1] for one in ids})
+        for now in range(first * n_layers, len(lookups)):
+            hits += len(set(lookups[now]) & held)
+            held = best(held | set(lookups[now]))
         return hits
     shared = policy == "lru"
-    sizes = [n_slots] if shared else [n_slots // n_layers + (i < n_slots % n_layers) for i in range(n_layers)]
-    caches: list[OrderedDict[tuple[int, int], None]] = [OrderedDict() for _ in sizes]
+    slots = [n_slots] if shared else [n_slots // n_layers + (i < n_slots % n_layers) for i in range(n_layers)]
+    caches: list[OrderedDict[tuple[int, int], None]] = [OrderedDict() for _ in slots]
     hits = 0
     for t, layers in enumerate(tokens):
         for layer, ids in enumerate(layers):
-            size, cache = sizes[0 if shared else layer], caches[0 if shared else layer]
+            size, cache = slots[0 if shared else layer], caches[0 if shared else layer]
             there = [one for one in ids if one in cache]
             hits += len(there) * (t >= first)
             for one in there:
@@ -228,7 +237,7 @@ def simulate(trace: RouteTrace, policy: str, n_slots: int) -> int:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_hit_rates_are_those_of_plain_simulations(seed: int) -> None:
     trace = random_trace(seed=seed)
-    replayed = replay(trace)
+    replayed, routes = replay(trace), trace.routes.tolist()
     assert [point.share for point in replayed.points] == list(SHARES)
     assert replayed.n_counted == 30 * 6
     assert replayed.cliff == 6 / 24
@@ -238,7 +247,10 @@ def test_hit_rates_are_those_of_plain_simulations(seed: int) -> None:
         assert point.cycles == point.n_slots / 6
         assert list(point.hit_rates) == list(POLICIES)
         for policy in ("static", "lru", "per_layer", "optimum"):
-            assert point.hit_rates[policy] == simulate(trace, policy, point.n_slots) / 180, (policy, point)
+            assert point.hit_rates[policy] == simulate(routes, trace.sizes, policy, point.n_slots) / 180, (
+                policy,
+                point,
+            )
         best = point.hit_rates["optimum"]  # of those that hold what has been requested, and no guesses
         assert all(rate <= best for policy, rate in point.hit_rates.items() if policy != "static")
         cache = Replacement(arrange(point.n_slots, 3, 2), 3, 8)
@@ -262,7 +274,7 @@ def test_routes_are_synthetic_as_asked() -> None:
         routes = synthetic_routes(router, 400, seed=1)
         assert (np.diff(np.sort(routes)) > 0).all()
         same = (routes[1:, :, :, None] == routes[:-1, :, None, :]).any(axis=3).mean()
-        counts = np.sort(traced(routes, router.n_experts).counts(), axis=1)
+        counts = np.sort(traced(routes, router.n_experts).counts, axis=1)
         return float(same), float(counts[:, -router.n_experts // 8 :].sum() / counts.sum())
 
     base = Router(3, 64, 8, flat)
@@ -360,4 +372,4 @@ def test_wrong_usage_is_a_sentence(tmp_path: Path, text: Path) -> None:
     done = inside("trace", model, "-f", tmp_path / "empty.txt")
     assert (done.returncode, "is empty" in done.stderr) == (1, True)
     done = inside("trace", mixture(tmp_path / "d.gguf", experts=None), "-f", text)
-    assert (done.returncode, "has no experts" in done.stderr) == (1, True)
+    assert (done.returncode, "there are no experts" in done.stderr) == (1, True)

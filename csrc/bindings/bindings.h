@@ -35,7 +35,6 @@ using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::c
 using FloatMatrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using IntMatrix = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using IntCube = nb::ndarray<const int32_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 
 // A ValueError, unless the condition holds.
 void require(bool condition, const std::string& sentence);

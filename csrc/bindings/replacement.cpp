@@ -44,14 +44,35 @@ nb::object looked_up(Replacement& policy, int layer, const Ints& ids, bool credi
     return nb::cast(nb::ndarray<nb::numpy, int32_t>(answer, {3, n}, owner));
 }
 
-std::vector<int64_t> replayed(Replacement& policy, const IntCube& ids, size_t first, bool by_layer,
-                              bool keeps_better) {
-    require(ids.shape(1) == size_t(policy.n_layers()), "a trace has as many layers as its cache");
+std::vector<int64_t> replayed(Replacement& policy, const Ints& ids, const IntMatrix& counts, size_t first,
+                              bool by_layer, bool keeps_better) {
+    require(counts.shape(1) == size_t(policy.n_layers()), "a trace has as many layers as its cache");
+    int64_t n = 0;
+    for (size_t i = 0; i < counts.size(); ++i) {
+        require(counts.data()[i] >= 0, "a lookup has no negative length");
+        n += counts.data()[i];
+    }
+    require(n == int64_t(ids.size()), "a trace has as many entries as its counts say");
     for (size_t i = 0; i < ids.size(); ++i) require_entry(policy, 0, ids.data()[i]);
-    std::vector<int64_t> hits(ids.shape(1));
+    std::vector<int64_t> hits(counts.shape(1));
     nb::gil_scoped_release release;
-    policy.replay(ids.data(), ids.shape(0), ids.shape(2), first, by_layer, keeps_better, hits.data());
+    policy.replay(ids.data(), counts.data(), counts.shape(0), first, by_layer, keeps_better, hits.data());
     return hits;
+}
+
+// spans: [n][3], as Span.
+int64_t optimal(const IntMatrix& spans, int32_t n_lookups, int32_t first, int64_t n_slots) {
+    require(spans.shape(1) == 3 && first >= 0 && first <= n_lookups && n_slots >= 0, "these are no spans");
+    std::vector<Span> made(spans.shape(0));
+    for (size_t i = 0; i < made.size(); ++i) {
+        const int32_t* s = spans.data() + 3 * i;
+        require(
+            0 <= s[0] && s[0] < s[1] && s[1] < n_lookups && s[2] > 0 && (i == 0 || made[i - 1].from <= s[0]),
+            "spans begin in order, and end later, within the lookups");
+        made[i] = {s[0], s[1], s[2]};
+    }
+    nb::gil_scoped_release release;
+    return optimal_hits(made.data(), made.size(), n_lookups, first, n_slots);
 }
 
 }  // namespace
@@ -77,7 +98,9 @@ void bind_replacement(nb::module_& m) {
                 return policy.find(layer, id);
             },
             "layer"_a, "id"_a)
-        .def("replay", &replayed, "ids"_a, "first"_a, "by_layer"_a, "keeps_better"_a);
+        .def("replay", &replayed, "ids"_a, "counts"_a, "first"_a, "by_layer"_a, "keeps_better"_a);
+    m.def("optimal_hits", &optimal, "spans"_a, "n_lookups"_a, "first"_a, "n_slots"_a,
+          "Hits of a cache that knows what will be asked for (csrc/replacement.h).");
 }
 
 }  // namespace hotset::bindings

@@ -144,7 +144,16 @@ void bind_store(nb::module_& m) {
             },
             "group"_a, "part"_a)
         .def("counts", &counts_of)
-        .def("check", &RowStore::check);
+        .def("check", &RowStore::check)
+        .def_static(
+            "slots_in",
+            [](const std::vector<std::pair<int64_t, size_t>>& groups, size_t bytes) {
+                for (const auto& [rows, slot] : groups)
+                    require(rows > 0 && rows < INT32_MAX && slot > 0 && slot < size_t(1) << 44,
+                            "a group has rows");
+                return RowStore::slots_in(groups, bytes);
+            },
+            "groups"_a, "bytes"_a);
     nb::class_<Stream>(m, "Stream", "Weights that are read anew in every step (csrc/store/stream.h).")
         .def(nb::new_(
                  [](std::shared_ptr<Reader> reader) { return std::make_shared<Stream>(std::move(reader)); }),

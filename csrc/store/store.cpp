@@ -43,23 +43,35 @@ size_t RowStore::most_bytes() const {
     return all;
 }
 
-void RowStore::allocate(size_t bytes) {
-    const size_t all = most_bytes(), least = least_bytes();
+std::vector<int64_t> RowStore::slots_in(const std::vector<std::pair<int64_t, size_t>>& groups, size_t bytes) {
+    size_t all = 0, largest = 0;
+    for (const auto& [rows, slot] : groups) {
+        all += size_t(rows) * slot;
+        largest = std::max(largest, size_t(rows) * slot);
+    }
     const bool whole = bytes >= all;
-    const double share = whole ? 1.0 : double(bytes - least) / double(all);
-    bytes_ = whole ? all : least;
-    for (const Group& group : groups_)
-        if (!whole) bytes_ += size_t(double(group.n_rows) * share) * group.slot_bytes;
+    const double share = whole ? 1.0 : double(bytes - std::min(bytes, largest)) / double(all);
+    std::vector<int64_t> slots;
+    for (const auto& [rows, slot] : groups) slots.push_back(whole ? rows : int64_t(double(rows) * share));
+    return slots;
+}
+
+void RowStore::allocate(size_t bytes) {
+    std::vector<std::pair<int64_t, size_t>> sizes;
+    for (const Group& group : groups_) sizes.emplace_back(group.n_rows, group.slot_bytes);
+    const std::vector<int64_t> slots = slots_in(sizes, bytes);
+    const size_t transit = bytes >= most_bytes() ? 0 : least_bytes();
+    bytes_ = transit;
+    for (size_t g = 0; g < groups_.size(); g++) bytes_ += size_t(slots[g]) * groups_[g].slot_bytes;
     memory_ = Memory(bytes_ + kReadAlign);  // kernels may read a little beyond a row
-    uint8_t* at = memory_.data();
-    transit_ = at;
-    if (!whole) at += least;
-    for (Group& group : groups_) {
-        const int64_t n_slots = whole ? group.n_rows : int64_t(double(group.n_rows) * share);
+    uint8_t* at = memory_.data() + transit;
+    transit_ = memory_.data();
+    for (size_t g = 0; g < groups_.size(); g++) {
+        Group& group = groups_[g];
         group.policy =
-            std::make_unique<Replacement>(1, int(group.n_rows), std::vector{int32_t(n_slots)}, half_life_);
+            std::make_unique<Replacement>(1, int(group.n_rows), std::vector{int32_t(slots[g])}, half_life_);
         group.slots = at;
-        at += size_t(n_slots) * group.slot_bytes;
+        at += size_t(slots[g]) * group.slot_bytes;
         for (size_t p = 0; p < group.places.size(); p++)
             std::fill(group.places[p].begin(), group.places[p].end(), memory_.data() + group.at[p]);
     }

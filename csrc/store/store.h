@@ -47,6 +47,9 @@ class RowStore {
     // Returns its number. Parts must lie in their files.
     int add_group(int64_t n_rows, std::vector<Part> parts);
     int n_groups() const { return int(groups_.size()); }
+    // Slots of groups (their rows, and bytes of a slot) in so much memory: one for each row where all fit,
+    // else the same share of each group's rows beside the room for the largest group.
+    static std::vector<int64_t> slots_in(const std::vector<std::pair<int64_t, size_t>>& groups, size_t bytes);
     // The least and the most that `allocate` has a use for.
     size_t least_bytes() const;
     size_t most_bytes() const;

@@ -114,13 +114,35 @@ class Replacement:
         return self._core.find(layer, id)
 
     def replay(
-        self, routes: np.ndarray, first: int = 0, *, by_layer: bool = False, keeps_better: bool = False
+        self,
+        ids: np.ndarray,
+        first: int = 0,
+        *,
+        counts: np.ndarray | None = None,
+        by_layer: bool = False,
+        keeps_better: bool = False,
     ) -> np.ndarray:
         """Hits of each layer, int64 [n_layers], from token `first` on, when each token is a step.
 
-        routes: int32 [n_tokens, n_layers, n_used]. by_layer: each layer of a token is a step, so that what
-        the token has used in others may be evicted: the textbook's LRU, with half_life=0. keeps_better: as in
-        `lookup`. The state that they leave is the next replay's beginning.
+        ids: int32 [n_tokens, n_layers, n_used]; or, where tokens need more or less, [n] in that order, and
+        counts, int32 [n_tokens, n_layers], says how many they need of each layer. by_layer: each layer of a
+        token is a step, so that what the token has used in others may be evicted: the textbook's LRU, with
+        half_life=0. keeps_better: as in `lookup`. The state that they leave is the next replay's beginning.
         """
-        hits = self._core.replay(np.ascontiguousarray(routes, np.int32), first, by_layer, keeps_better)
-        return np.array(hits, np.int64)
+        if counts is None:
+            counts = np.full(ids.shape[:2], ids.shape[2])
+        flat = np.ascontiguousarray(ids, np.int32).reshape(-1)
+        n = np.ascontiguousarray(counts, np.int32)
+        return np.array(self._core.replay(flat, n, first, by_layer, keeps_better), np.int64)
+
+
+def optimal_hits(spans: np.ndarray, n_lookups: int, first: int, n_slots: int) -> int:
+    """Hits, from lookup `first` on, of a cache of any entries that knows what will be asked for (Belady).
+
+    spans: int32 [n, 3]: a lookup, a later one that asks again for entries of it, and for how many; in order
+    of the first. It begins with the best of what was asked for before `first`; after each lookup it keeps, of
+    that and what is there, what is needed again the soonest.
+    """
+    from hotset import _core
+
+    return _core.optimal_hits(np.ascontiguousarray(spans, np.int32), n_lookups, first, n_slots)

@@ -132,20 +132,16 @@ def _run(
 
 
 @contextmanager
-def loaded_exact(
-    path: Path, watching: options.ObservationOptions, *, experts_only: bool = False
-) -> Iterator[Model]:
+def loaded_exact(path: Path, watching: options.ObservationOptions) -> Iterator[Model]:
     """The model as it is looked at: what fires, not what a predictor thinks of it. Raises InvalidRequestError
     where nothing varies: every neuron fires for every token, and there are no experts.
-
-    experts_only: it is all the same to the one who looks, who has more to say about a model without experts.
     """
     from hotset.api import load_opened
     from hotset.loading import open_model
 
     with DownloadBar() as bar:
         opened = open_model(path, watching.settings(progress=bar))
-        if not opened.config.has_zeros and (experts_only or opened.config.has_experts):
+        if not opened.config.has_zeros and opened.config.has_experts:
             opened = opened.with_settings(sparsity=None)
         with load_opened(opened) as loaded:
             yield loaded

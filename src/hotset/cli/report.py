@@ -171,8 +171,9 @@ def _run_experts(
 ) -> tuple[Profile, RouteTrace]:
     """Which experts a text has, and what fires in them."""
     from hotset.sparsity.profile import Counter, Profile
+    from hotset.sparsity.recorder import record
     from hotset.sparsity.sidecar import fingerprint
-    from hotset.sparsity.trace import record
+    from hotset.sparsity.trace import RouteTrace
 
     with loaded_exact(path, watching) as loaded:
         counter = Counter(loaded.config)
@@ -186,9 +187,10 @@ def _run_experts(
         model = fingerprint(loaded.gguf)
         with token_progress() as progress:
             trace = record(
-                steps, loaded.graph, loaded.cost.expert_bytes, tokens,
+                steps, loaded.graph, loaded.weights, tokens,
                 model=model, name=path.name, progress=progress,
             )  # fmt: skip
+    assert isinstance(trace, RouteTrace), "the model has experts"
     return Profile(counter.counts, trace.n_tokens, model, (), counter.experts), trace
 
 

@@ -1,4 +1,4 @@
-"""`hotset trace`: which experts the tokens of a text had, and what a cache of experts would have hit."""
+"""`hotset trace`: which experts or neurons the tokens of a text needed, and what a cache would have hit."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import typer
 
 from hotset.cli import options
 from hotset.cli.console import DownloadBar, print_json, print_table, read_text, say
-from hotset.cli.profile import loaded_exact, sequences, token_progress
+from hotset.cli.profile import sequences, token_progress
 from hotset.errors import InvalidRequestError
 from hotset.files import check_target
 from hotset.storage import resolve, store
 from hotset.units import human_size
 
 if TYPE_CHECKING:
-    from hotset.sparsity.trace import RouteTrace
+    from hotset.sparsity.trace import Trace
 
 
 def trace(
@@ -33,17 +33,25 @@ def trace(
         Path | None,
         typer.Option("--replay", dir_okay=False, help="Of this trace: hit rates of caches of any size."),
     ] = None,
+    rows: Annotated[
+        list[float] | None,
+        typer.Option("--rows", min=0.0, help="With --replay: caches of so many GiB, in place of shares."),
+    ] = None,
     n_tokens: Annotated[int | None, typer.Option("--tokens", "-n", min=2, help="At most so many.")] = None,
     json: options.Json = False,
+    sparsity: options.Sparsity = None,
+    predictor: options.Predictor = None,
     *,
     watching: options.ObservationOptions,
 ) -> None:
-    """Record which experts each token of a text has (MODEL -f TEXT), or replay a trace (--replay FILE)."""
+    """Record which experts or neurons the tokens of a text need (MODEL -f TEXT), or replay it (--replay)."""
     if replay is not None:
         if model is not None or file is not None or output is not None:
             raise typer.BadParameter("it takes a trace, and no model, -f or -o.", param_hint="--replay")
-        _replay(replay, json)
+        _replay(replay, rows or [], json)
         return
+    if rows:
+        raise typer.BadParameter("it is for --replay.", param_hint="--rows")
     if model is None or file is None:
         raise typer.BadParameter("name a model and a text (MODEL -f TEXT), or a trace (--replay FILE).")
     from hotset.sparsity.trace import default_path
@@ -60,7 +68,7 @@ def trace(
     text = read_text(file, "-f")
     if not text.strip():
         raise InvalidRequestError(f"the text in {file} is empty; give some to trace the model on")
-    traced = record_text(path, text, n_tokens, watching)
+    traced = record_text(path, text, n_tokens, watching, sparsity, predictor)
     traced.save(target)
     if json:
         print_json(_facts(traced) | {"path": str(target)})
@@ -70,59 +78,84 @@ def trace(
 
 
 def record_text(
-    path: Path, text: str, n_tokens: int | None, watching: options.ObservationOptions
-) -> RouteTrace:
-    """The routes of a text, in sequences as `profile` cuts them."""
+    path: Path,
+    text: str,
+    n_tokens: int | None,
+    watching: options.ObservationOptions,
+    sparsity: str | None,
+    predictor: str | None,
+) -> Trace:
+    """What a text needs in the mode that `run` would choose, in sequences as `profile` cuts them."""
+    from hotset.api import load_opened
+    from hotset.loading import open_model
+    from hotset.sparsity.recorder import record
     from hotset.sparsity.sidecar import fingerprint
-    from hotset.sparsity.trace import record
 
-    with loaded_exact(path, watching, experts_only=True) as loaded:
-        tokens = sequences(loaded, text, watching.n_ctx, n_tokens)
-        with token_progress() as progress:
-            return record(
-                loaded.tap_steps, loaded.graph, loaded.cost.expert_bytes, tokens,
-                model=fingerprint(loaded.gguf), name=path.name, progress=progress,
-            )  # fmt: skip
+    with DownloadBar() as bar:
+        opened = open_model(path, watching.settings(progress=bar))
+        with load_opened(opened.with_settings(sparsity=sparsity, predictor=predictor)) as loaded:
+            if loaded.sparsity.mode == "dense" and not loaded.config.has_experts:
+                raise InvalidRequestError(
+                    f"every token needs every neuron ({loaded.sparsity.reason}), and there are no experts: "
+                    "there is nothing to trace"
+                )
+            tokens = sequences(loaded, text, watching.n_ctx, n_tokens)
+            with token_progress() as progress:
+                return record(
+                    loaded.tap_steps, loaded.graph, loaded.weights, tokens,
+                    model=fingerprint(loaded.gguf), name=path.name, progress=progress,
+                )  # fmt: skip
 
 
-def _replay(path: Path, json: bool) -> None:
+def _replay(path: Path, rows: list[float], json: bool) -> None:
     from hotset.report.layers import replay_table
-    from hotset.sparsity.replay import POLICIES, replay
-    from hotset.sparsity.trace import RouteTrace
+    from hotset.sparsity.replay import SHARES, policies, replay
+    from hotset.sparsity.trace import open_trace
 
-    traced = RouteTrace.open(path)
-    replayed = replay(traced)
+    traced = open_trace(path)
+    replayed = replay(traced, () if rows else SHARES, sizes=[int(one * 2**30) for one in rows])
+    meanings = policies(traced)
     if json:
-        print_json(_facts(traced) | {"path": str(path), "policies": POLICIES} | replayed.as_dict())
+        print_json(_facts(traced) | {"path": str(path), "policies": meanings} | replayed.as_dict())
         return
-    print_table(*replay_table(replayed), tight=True)
+    print_table(*replay_table(replayed, traced.what), tight=True)
     say(f"{traced.name}: {_shape(traced)}", dim=True)
     say(
-        f"A token cycle is {human_size(traced.token_cycle)}, {100 * replayed.cliff:.1f}% of the experts: "
-        "below it slots that all layers share hit next to nothing by LRU, since the layers come in turn.",
+        f"A token cycle is {human_size(traced.token_cycle)}, {100 * replayed.cliff:.1f}% of the {traced.what}"
+        ": below it slots that all layers share hit next to nothing by LRU, since the layers come in turn.",
         dim=True,
     )
-    for name, meaning in POLICIES.items():
+    for name, meaning in meanings.items():
         say(f"{name}: {meaning}", dim=True)
 
 
-def _shape(traced: RouteTrace) -> str:
-    return (
-        f"{traced.n_tokens} tokens, {len(traced.layers)} layers of {traced.n_experts} experts, "
-        f"{traced.n_used} for a token"
-    )
+def _shape(traced: Trace) -> str:
+    fewest, most = min(traced.sizes), max(traced.sizes)
+    each = str(most) if fewest == most else f"{fewest} to {most}"
+    layers = f"{len(traced.layers)} layers of {each} {traced.what}"
+    return f"{traced.n_tokens} tokens, {layers}, {round(traced.cycle / len(traced.layers))} for a token"
 
 
-def _facts(traced: RouteTrace) -> dict[str, Any]:
-    return {
+def _facts(traced: Trace) -> dict[str, Any]:
+    from hotset.sparsity.trace import RouteTrace
+
+    facts = {
         "name": traced.name,
         "model": traced.model,
         "data": traced.data,
         "n_tokens": traced.n_tokens,
         "n_sequences": len(traced.starts),
         "layers": list(traced.layers),
-        "n_experts": traced.n_experts,
-        "n_used": traced.n_used,
-        "expert_bytes": list(traced.expert_bytes),
         "token_cycle": traced.token_cycle,
+    }
+    if isinstance(traced, RouteTrace):
+        return facts | {
+            "n_experts": traced.n_experts,
+            "n_used": traced.n_used,
+            "expert_bytes": list(traced.expert_bytes),
+        }
+    return facts | {
+        "n_neurons": list(traced.sizes),
+        "n_used": traced.cycle / len(traced.layers),
+        "neuron_bytes": list(traced.entry_bytes),
     }

@@ -76,13 +76,15 @@ def expert_table(layers: list[LayerProfile]) -> Table:
     return columns, rows
 
 
-def replay_table(replayed: Replay) -> Table:
-    """A row for each size of the cache: the share of experts that it holds, and each policy's hit rate."""
+def replay_table(replayed: Replay, what: str) -> Table:
+    """A row for each size of the cache: the share of the entries (`what`) that it holds, each policy's hit
+    rate, and what a run under a budget would read for a token."""
     names = list(replayed.points[0].hit_rates)
-    columns = [">experts", ">size", ">token cycles", *(f">{name}" for name in names)]
+    columns = [f">{what}", ">size", ">token cycles", *(f">{name}" for name in names), ">read\nper token"]
     rows = [
         [percent(point.share), human_size(point.n_bytes), f"{point.cycles:.2f}"]
         + [f"{100 * point.hit_rates[name]:.1f}%" for name in names]
+        + [human_size(round(point.disk_bytes_per_token))]
         for point in replayed.points
     ]
     return columns, rows

@@ -1,54 +1,69 @@
-"""What a cache of experts would have hit over a trace: any size, several policies, and the best there is.
+"""What a cache of experts or neurons would have hit over a trace: any size, several policies, and the best.
 
     replayed = replay(trace)
-    replayed.points[3].hit_rates["hotset"]
+    replayed.points[3].hit_rates["budget"]
 
-The trace is run as decoding would: token by token, each layer's experts looked up when its router has spoken.
-The first half of the tokens warms the caches and tells the fixed choice which experts are frequent; rates are
-those of the second half. What is counted is exact: a cache in use, of the same slots and policy, hits as
-often on this text.
+The trace is run as decoding would: token by token, each layer's entries looked up when it is known which are
+needed. The first half of the tokens warms the caches and tells the fixed choice which entries are frequent;
+rates are those of the second half. What is counted is exact: a cache in use, of the same slots and policy,
+hits as often on this text, when it comes token by token.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from hotset import _core
+from hotset.backends.stored import HALF_LIFE as STORED_HALF_LIFE
 from hotset.errors import InvalidRequestError
-from hotset.replacement import HALF_LIFE, Replacement, arrange
-from hotset.sparsity.trace import RouteTrace
+from hotset.replacement import HALF_LIFE, Replacement, arrange, optimal_hits
+from hotset.sparsity.trace import EVERY, RouteTrace, StoredGroup, Trace
 
-SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of all experts, resident
-# Which experts are kept, by name: what it is.
+SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of all entries, resident
+_PIECE = 32  # tokens that are looked up at a time
+# Which entries are kept, by name: what it is.
 POLICIES = {
-    "static": "the experts that were most frequent before, for ever",
+    "static": "those that were most frequent before, for ever",
     "lru": "least recently used, slots shared by all layers",
     "per_layer": "least recently used, slots of each layer's own",
     "decayed": "least credit, which halves every 16 tokens, slots shared",
     "hotset": "as decayed, but what has more credit stays; below 1.5 token cycles slots of each layer",
+    "budget": "what --ram-budget does with this memory: slots of each layer, credit halves every 64 tokens",
     "optimum": "Belady's: what is needed again the latest is not kept; it knows the future",
 }
 
 
+def policies(trace: Trace) -> dict[str, str]:
+    """Those of POLICIES that a trace can be replayed by: `hotset` is that of experts on a device."""
+    return {name: said for name, said in POLICIES.items() if name != "hotset" or trace.what == "experts"}
+
+
 @dataclass(frozen=True)
 class Point:
-    """A size of the cache. share: of all experts; cycles: in token cycles; hit_rates: by policy, 0 to 1."""
+    """A size of the cache. share: of all entries; cycles: in token cycles; hit_rates: by policy, 0 to 1.
+
+    cache_hit_rate, disk_bytes_per_token: what a run under a budget would say that has n_bytes for rows, with
+    all that it keeps so: rows that every token needs count there too. Bytes are of rows that are read each by
+    itself; neighbours in a plain file come in one read, of fewer bytes.
+    """
 
     share: float
     n_slots: int
     n_bytes: int
     cycles: float
     hit_rates: dict[str, float]
+    cache_hit_rate: float
+    disk_bytes_per_token: float
 
 
 @dataclass(frozen=True)
 class Replay:
-    """n_counted: requests of experts that the rates are of. cliff: the share of experts that a token cycle
-    is, below which slots that all layers share hit nothing by LRU."""
+    """n_counted: requests that the rates are of. cliff: the share of the entries that a token cycle is, below
+    which slots that all layers share hit nothing by LRU."""
 
     points: tuple[Point, ...]
     n_tokens: int
@@ -60,46 +75,62 @@ class Replay:
         return asdict(self)
 
 
-def replay(trace: RouteTrace, shares: Sequence[float] = SHARES) -> Replay:
-    """Hit rates at these shares of all experts, by every policy of POLICIES.
+def replay(trace: Trace, shares: Sequence[float] = SHARES, *, sizes: Sequence[int] = ()) -> Replay:
+    """Hit rates at these shares of all entries, and at these sizes in bytes, by every policy of the trace.
 
-    A slot is as large as the largest expert. Raises InvalidRequestError for a trace of one token.
+    A slot is as large as the largest entry. Raises InvalidRequestError for a trace of one token.
     """
     if trace.n_tokens < 2:
         raise InvalidRequestError("the trace has one token; trace a longer text")
-    n_all = len(trace.layers) * trace.n_experts
-    first = trace.n_tokens // 2
-    n_counted = (trace.n_tokens - first) * trace.cycle
-    future = _next_uses(trace)
+    n_all, slot = sum(trace.sizes), max(trace.entry_bytes)
+    early, late = _halves(trace)
+    before, after = (np.concatenate(counts) for counts in (early, late))
+    requests, n_counted = np.array([counts.sum() for counts in late]), int(after.sum())
+    spans, n_lookups = _spans(trace), trace.n_tokens * len(trace.layers)
+    first = trace.n_tokens // 2 * len(trace.layers)
     points = []
-    for share in shares:
-        n_slots = round(share * n_all)
-        hits = {name: _hits(trace, name, n_slots, first) for name in POLICIES if name != "optimum"}
-        hits["optimum"] = _optimum(*future, n_slots, first * trace.cycle, trace.n_used)
-        rates = {name: n / n_counted for name, n in hits.items()}
-        n_bytes = n_slots * max(trace.expert_bytes)
-        points.append(Point(share, n_slots, n_bytes, n_slots / trace.cycle, rates))
+    asked = [(share, round(share * n_all), round(share * n_all) * slot) for share in shares]
+    asked += [(min(size // slot, n_all) / n_all, min(size // slot, n_all), size) for size in sizes]
+    for share, n_slots, n_bytes in asked:
+        by_layer = _hits(trace, n_slots, n_bytes)
+        hits = {name: int(each.sum()) for name, each in by_layer.items()}
+        hits["static"] = int(after[np.argsort(-before, kind="stable")[:n_slots]].sum())
+        hits["optimum"] = optimal_hits(spans, n_lookups, first, n_slots)
+        rates = {name: hits[name] / max(n_counted, 1) for name in policies(trace)}
+        stored = _under_budget(trace, requests, n_bytes, by_layer["budget"])
+        points.append(Point(share, n_slots, n_bytes, n_slots / max(trace.cycle, 1), rates, *stored))
     return Replay(tuple(points), trace.n_tokens, n_counted, trace.cycle / n_all)
 
 
-def _hits(trace: RouteTrace, policy: str, n_slots: int, first: int) -> int:
-    n_layers, n_experts = len(trace.layers), trace.n_experts
+def _pieces(trace: Trace) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """The requests of some tokens at a time: the number of the first, ids and counts."""
+    for first in range(0, trace.n_tokens, _PIECE):
+        yield first, *trace.requests(first, min(first + _PIECE, trace.n_tokens))
 
-    def run(slots: tuple[int, ...], half_life: int = HALF_LIFE, **how: bool) -> int:
-        cache = Replacement(slots, n_layers, n_experts, half_life)
-        return int(cache.replay(trace.routes, first, **how).sum())
 
-    match policy:
-        case "static":
-            return _static(trace, n_slots, first)
-        case "lru":
-            return run((n_slots,), 0, by_layer=True)
-        case "per_layer":
-            return run(_evenly(n_slots, n_layers), 0)
-        case "decayed":
-            return run((n_slots,))
-        case _:
-            return run(arrange(n_slots, n_layers, trace.n_used), keeps_better=True)
+def _hits(trace: Trace, n_slots: int, n_bytes: int) -> dict[str, np.ndarray]:
+    """Hits of the second half by the policies that are run: by layer, int64 [n_layers]."""
+    n_layers, n_ids, half = len(trace.layers), max(trace.sizes), trace.n_tokens // 2
+
+    def cache(slots: tuple[int, ...], half_life: int = HALF_LIFE) -> Replacement:
+        return Replacement(slots, n_layers, n_ids, half_life)
+
+    shared = (n_slots,)
+    caches: dict[str, tuple[Replacement, dict[str, bool]]] = {
+        "lru": (cache(shared, 0), {"by_layer": True}),
+        "per_layer": (cache(_evenly(n_slots, n_layers), 0), {}),
+        "decayed": (cache(shared), {}),
+        "budget": (cache(_stored_slots(trace, n_bytes), STORED_HALF_LIFE), {"keeps_better": True}),
+    }
+    if isinstance(trace, RouteTrace):
+        caches["hotset"] = (cache(arrange(n_slots, n_layers, trace.n_used)), {"keeps_better": True})
+    hits = {name: np.zeros(n_layers, np.int64) for name in caches}
+    for first, ids, counts in _pieces(trace):
+        rising = np.sort(ids.reshape(-1, trace.n_used)).ravel() if isinstance(trace, RouteTrace) else ids
+        for name, (one, how) in caches.items():
+            asked = rising if name == "budget" else ids  # a store is asked for rows in their order
+            hits[name] += one.replay(asked, max(half - first, 0), counts=counts, **how)
+    return hits
 
 
 def _evenly(n_slots: int, n_layers: int) -> tuple[int, ...]:
@@ -107,54 +138,48 @@ def _evenly(n_slots: int, n_layers: int) -> tuple[int, ...]:
     return tuple(each + (i < rest) for i in range(n_layers))
 
 
-def _entries(routes: np.ndarray, n_experts: int) -> np.ndarray:
-    """Routes as numbers of (layer, expert), int64 [n_tokens, n_layers, n_used]."""
-    return routes + n_experts * np.arange(routes.shape[1])[:, None]
+def _slots(groups: Sequence[StoredGroup], n_bytes: int) -> list[int]:
+    """Of a store with so much room for rows: slots of each group."""
+    return _core.RowStore.slots_in([(group.n_rows, group.slot_bytes) for group in groups], n_bytes)
 
 
-def _static(trace: RouteTrace, n_slots: int, first: int) -> int:
-    entries = _entries(trace.routes, trace.n_experts)
-    counts = np.bincount(entries[:first].ravel(), minlength=len(trace.layers) * trace.n_experts)
-    kept = np.argsort(-counts, kind="stable")[:n_slots]
-    return int(np.isin(entries[first:], kept).sum())
+def _stored_slots(trace: Trace, n_bytes: int) -> tuple[int, ...]:
+    """Those of each layer's entries."""
+    slots = zip(trace.groups, _slots(trace.groups, n_bytes), strict=True)
+    own = {group.layer: n for group, n in slots if group.layer >= 0}
+    return tuple(own[i] for i in range(len(trace.layers)))
 
 
-def _next_uses(trace: RouteTrace) -> tuple[np.ndarray, np.ndarray]:
-    """For each request in order: where the same expert was requested before (-1: nowhere), and where next."""
-    requests = _entries(trace.routes, trace.n_experts).ravel()
-    n = len(requests)
-    order = np.argsort(requests, kind="stable")
-    same = requests[order[1:]] == requests[order[:-1]]
-    before, after = np.full(n, -1), np.full(n, n)
-    before[order[1:][same]] = order[:-1][same]
-    after[order[:-1][same]] = order[1:][same]
-    return before, after
+def _under_budget(trace: Trace, requests: np.ndarray, n_bytes: int, hits: np.ndarray) -> tuple[float, float]:
+    """cache_hit_rate and disk_bytes_per_token of a Point, of the requests and hits of each layer."""
+    n_tokens = trace.n_tokens - trace.n_tokens // 2
+    n_hits, n_asked, n_read = int(hits.sum()), int(requests.sum()), 0.0
+    for group, n_slots in zip(trace.groups, _slots(trace.groups, n_bytes), strict=True):
+        if group.layer >= 0:
+            n_read += int(requests[group.layer] - hits[group.layer]) * group.read_bytes
+        elif group.layer == EVERY:  # what has a slot keeps it, since all are needed as often
+            n_asked += n_tokens * group.n_rows
+            n_hits += n_tokens * n_slots
+            n_read += n_tokens * group.all_bytes * (group.n_rows - n_slots) / group.n_rows
+    return n_hits / max(n_asked, 1), n_read / n_tokens
 
 
-def _optimum(before: np.ndarray, after: np.ndarray, n_slots: int, first: int, n_used: int) -> int:
-    """Hits of the best policy from request `first` on. It begins with the best of what was seen by then;
-    after each lookup of n_used experts it keeps, of these and what is there, what is needed again soonest."""
-    n, hits = len(before), 0
-    kept = bytearray(n)  # whether what was requested there is held until it is requested again
-    seen = np.flatnonzero((after[:first] >= first) & (after[:first] < n))
-    held = seen[np.argsort(after[seen], kind="stable")[:n_slots]].tolist()
-    for i in held:
-        kept[i] = 1
-    n_held = len(held)
-    farthest = [-int(after[i]) for i in held]  # of what is held the next requests, negative, as a heap
-    heapq.heapify(farthest)
-    last, next = before.tolist(), after.tolist()
-    for start in range(first, n, n_used):
-        # What hits has its next request behind it now, and so lies at the bottom of the heap for ever.
-        n_hits = sum(last[i] >= 0 and kept[last[i]] for i in range(start, start + n_used))
-        hits += n_hits
-        n_held -= n_hits
-        for i in range(start, start + n_used):
-            if next[i] < n:
-                kept[i] = 1
-                heapq.heappush(farthest, -next[i])
-                n_held += 1
-        for _ in range(n_held - n_slots):
-            kept[last[-heapq.heappop(farthest)]] = 0
-        n_held = min(n_held, n_slots)
-    return hits
+def _halves(trace: Trace) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """How many tokens of the first half need each entry, by layer, and how many of the second."""
+    half = trace.n_tokens // 2
+    chosen = [trace.chosen(i) for i in range(len(trace.layers))]
+    return [one[:half].sum(axis=0) for one in chosen], [one[half:].sum(axis=0) for one in chosen]
+
+
+def _spans(trace: Trace) -> np.ndarray:
+    """From each lookup to those that ask again for entries of it, as `optimal_hits` takes them."""
+    n_layers, parts = len(trace.layers), []
+    for layer in range(n_layers):
+        entries, tokens = np.nonzero(trace.chosen(layer).T)
+        again = entries[1:] == entries[:-1]
+        keys = tokens[:-1][again] * trace.n_tokens + tokens[1:][again]
+        keys, counts = np.unique(keys, return_counts=True)
+        ends = np.stack([keys // trace.n_tokens, keys % trace.n_tokens])
+        parts.append(np.stack([*(ends * n_layers + layer), counts], axis=1))
+    spans = np.concatenate(parts)
+    return spans[np.argsort(spans[:, 0], kind="stable")].astype(np.int32)

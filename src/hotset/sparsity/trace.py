@@ -1,29 +1,36 @@
-"""Traces of routes: which experts each token of a text had, layer by layer.
+"""Traces of selections: which experts, or which neurons, each token of a text needed, layer by layer.
 
-    trace = record(model.tap_steps, model.graph, cost.expert_bytes, rows, model=..., data=...)
+    trace = record(...)  # sparsity/recorder.py
     trace.save(default_path(gguf.path))
+    open_trace(path)
 
-What a cache of experts would have done over the text follows from its trace alone (sparsity/replay.py). The
-file is GGUF (`<model>.trace.hotset.gguf`): for each layer with experts an I16 tensor `blk.N.routes`
-[n_used, n_tokens], a token's experts with the best first, and keys that start with `hotset.trace.`: `model`
-(fingerprint), `name` (of the model's file), `data` (hash of the text's tokens), `n_experts`, `starts` (the
-first token of each sequence), `expert_bytes` (of one expert, for each of these layers).
+What a cache would have done over the text follows from its trace alone (sparsity/replay.py). The file is
+GGUF (`<model>.trace.hotset.gguf`), with keys that start with `hotset.trace.`: `model` (fingerprint), `name`
+(of the model's file), `data` (hash of the text's tokens), `starts` (the first token of each sequence),
+`stored` (what a store would keep of the model under a budget: StoredGroup, five numbers each).
+
+    experts   `n_experts`, `expert_bytes` (of one, by layer), and for each layer with experts an I16 tensor
+              `blk.N.routes` [n_used, n_tokens], a token's experts with the best first
+    neurons   `n_neurons`, `neuron_bytes` (what a token reads of one that it needs; both by layer), `sparsity`
+              (the mode that said which), and for each layer whose neurons can be left out an I8 tensor
+              `blk.N.neurons` [ceil(n / 8), n_tokens]: bit i % 8 of byte i / 8 is neuron i
 """
 
 from __future__ import annotations
 
-import hashlib
+import abc
+import functools
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from hotset.errors import FormatError, InvalidRequestError
+from hotset.errors import FormatError
 from hotset.formats.gguf import GGUFWriter, ValueType, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.config import MAX_EXPERTS
@@ -31,31 +38,125 @@ from hotset.sparsity import sidecar
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
-    from hotset.model.graph import Graph
 
 _PREFIX = "hotset.trace."
 _MAX_BYTES = 1 << 44  # of an expert: sums over experts and tokens then stay below 2^63
+_MAX_NEURONS = (
+    1 << 24
+)  # of the largest layer, times the layers: caches that are replayed have a table of these
+MOST_BITS = 1 << 33  # of a trace of neurons, in a file and in memory: 1 GiB
 
-TapSteps = Callable[[Sequence[int], Sequence[str]], Iterator[Mapping[str, np.ndarray]]]
+EVERY, OTHER = -1, -2  # in place of a layer: rows that every token needs, and those that no trace speaks of
 
 
 @dataclass(frozen=True)
-class RouteTrace:
-    """routes: int32 [n_tokens, n_layers, n_used], the experts of each token, best first.
+class StoredGroup:
+    """Rows that a store keeps together (csrc/store/store.h), experts or neurons.
 
-    layers: the numbers of the layers with experts, rising. n_experts: of each. expert_bytes: of one expert of
-    each layer. starts: the first token of each sequence, rising from 0. model: fingerprint of the file; name:
-    what it is called. data: hash of the tokens.
+    layer: of which of a trace's layers it has the entries, counted from 0; or EVERY, OTHER. n_rows: so many;
+    slot_bytes: what one takes in memory; read_bytes: what is read of the file for one by itself, whole pages;
+    all_bytes: for all of them.
     """
 
-    routes: np.ndarray
+    layer: int
+    n_rows: int
+    slot_bytes: int
+    read_bytes: int
+    all_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace(abc.ABC):
+    """What each token of a text needed of each layer: entries, which are experts or neurons.
+
+    layers: the numbers of those that have entries, rising. starts: the first token of each sequence, rising
+    from 0. model: fingerprint of the file; name: what it is called. data: hash of the tokens. stored: the
+    rows that a store of the model would have; empty in a file that does not say.
+    """
+
+    what: ClassVar[Literal["experts", "neurons"]]
     layers: tuple[int, ...]
-    n_experts: int
-    expert_bytes: tuple[int, ...]
     starts: tuple[int, ...]
     model: str
     name: str
     data: str
+    stored: tuple[StoredGroup, ...] = ()
+
+    @property
+    @abc.abstractmethod
+    def n_tokens(self) -> int: ...
+
+    @property
+    @abc.abstractmethod
+    def sizes(self) -> tuple[int, ...]:
+        """Entries of each layer."""
+
+    @property
+    @abc.abstractmethod
+    def entry_bytes(self) -> tuple[int, ...]:
+        """Of an entry of each layer."""
+
+    @abc.abstractmethod
+    def chosen(self, layer: int) -> np.ndarray:
+        """Of the layer with this place in `layers`: bool [n_tokens, entries], whether each was needed."""
+
+    @abc.abstractmethod
+    def requests(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        """What the tokens from first to last need: entries, int32, token by token and in each layer by layer,
+        and how many these are, int32 [last - first, n_layers]. Neurons rise; experts come best first."""
+
+    @functools.cached_property
+    def counts(self) -> list[np.ndarray]:
+        """How many tokens needed each entry, by layer: int64 [entries]."""
+        return [self.chosen(i).sum(axis=0, dtype=np.int64) for i in range(len(self.layers))]
+
+    @property
+    def cycle(self) -> float:
+        """Entries that one token needs in all layers, mean."""
+        return sum(int(counts.sum()) for counts in self.counts) / self.n_tokens
+
+    @property
+    def token_cycle(self) -> int:
+        """Their bytes."""
+        each = zip(self.counts, self.entry_bytes, strict=True)
+        return round(sum(int(counts.sum()) * size for counts, size in each) / self.n_tokens)
+
+    @property
+    def groups(self) -> tuple[StoredGroup, ...]:
+        """As `stored`; of a file that does not say, the entries alone."""
+        if self.stored:
+            return self.stored
+        rows = zip(self.sizes, self.entry_bytes, strict=True)
+        return tuple(StoredGroup(i, n, size, size, n * size) for i, (n, size) in enumerate(rows))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the file, whole or not at all. HotsetError where it cannot be written."""
+        writer = GGUFWriter(path, "hotset")
+        for key, text in (("model", self.model), ("name", self.name), ("data", self.data)):
+            writer.add(_PREFIX + key, text)
+        writer.add(_PREFIX + "starts", np.array(self.starts, np.int64))
+        if self.stored:
+            numbers = np.array([astuple(group) for group in self.stored], np.int64)
+            writer.add(_PREFIX + "stored", numbers.reshape(-1))
+        self._add(writer)
+        writer.write()
+
+    @abc.abstractmethod
+    def _add(self, writer: GGUFWriter) -> None:
+        """Keys and tensors of this kind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteTrace(Trace):
+    """routes: int32 [n_tokens, n_layers, n_used], the experts of each token, best first.
+
+    n_experts: of each layer. expert_bytes: of one expert of each.
+    """
+
+    what = "experts"
+    routes: np.ndarray
+    n_experts: int
+    expert_bytes: tuple[int, ...]
 
     @property
     def n_tokens(self) -> int:
@@ -67,79 +168,195 @@ class RouteTrace:
         return int(self.routes.shape[2])
 
     @property
-    def cycle(self) -> int:
-        """Experts that one token needs in all layers; token_cycle has their bytes."""
-        return len(self.layers) * self.n_used
+    def sizes(self) -> tuple[int, ...]:
+        return (self.n_experts,) * len(self.layers)
 
     @property
-    def token_cycle(self) -> int:
-        """Bytes of the experts that one token needs, in all layers."""
-        return sum(self.expert_bytes) * self.n_used
+    def entry_bytes(self) -> tuple[int, ...]:
+        return self.expert_bytes
 
-    def counts(self) -> np.ndarray:
-        """How many tokens had each expert: int64 [n_layers, n_experts]."""
-        ids = self.routes + self.n_experts * np.arange(len(self.layers))[:, None]
-        n = len(self.layers) * self.n_experts
-        return np.bincount(ids.ravel(), minlength=n).reshape(-1, self.n_experts)
+    def chosen(self, layer: int) -> np.ndarray:
+        chosen = np.zeros((self.n_tokens, self.n_experts), bool)
+        np.put_along_axis(chosen, self.routes[:, layer].astype(np.int64), True, axis=1)
+        return chosen
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file, whole or not at all. HotsetError where it cannot be written."""
-        writer = GGUFWriter(path, "hotset")
-        for key, text in (("model", self.model), ("name", self.name), ("data", self.data)):
-            writer.add(_PREFIX + key, text)
+    def requests(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        part = self.routes[first:last]
+        return part.reshape(-1), np.full(part.shape[:2], self.n_used, np.int32)
+
+    def _add(self, writer: GGUFWriter) -> None:
         writer.add(_PREFIX + "n_experts", self.n_experts, ValueType.UINT32)
-        writer.add(_PREFIX + "starts", np.array(self.starts, np.int64))
         writer.add(_PREFIX + "expert_bytes", np.array(self.expert_bytes, np.int64))
         for i, layer in enumerate(self.layers):
             routes = np.ascontiguousarray(self.routes[:, i], "<i2")
             writer.add_tensor(
                 f"blk.{layer}.routes", routes.view(np.uint8), GGMLType.I16, (self.n_used, self.n_tokens)
             )
-        writer.write()
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RouteTrace:
-        """Reads a trace. Raises ModelNotFoundError or FormatError."""
-        with open_gguf(path) as file:
-            found = _read(cls, file)
-        if found is None:
-            raise FormatError(f"{path} is not a trace of experts; make one with 'hotset trace'.")
+        """Reads a trace of experts. Raises ModelNotFoundError or FormatError."""
+        found = open_trace(path)
+        if not isinstance(found, cls):
+            raise FormatError(f"{path} is a trace of neurons, where one of experts is needed.")
         return found
 
 
-def _read(kind: type[RouteTrace], file: GGUFFile) -> RouteTrace | None:
+@dataclass(frozen=True, kw_only=True)
+class NeuronTrace(Trace):
+    """bits: of each layer uint8 [n_tokens, ceil(neurons / 8)], a bit for each neuron that the token needed.
+
+    n_neurons, neuron_bytes: by layer; of what a token reads of a neuron that it needs and not of the others.
+    sparsity: the mode: `exact`, where those were needed that fired, or `predicted`, where those that the
+    predictor named.
+    """
+
+    what = "neurons"
+    bits: tuple[np.ndarray, ...]
+    n_neurons: tuple[int, ...]
+    neuron_bytes: tuple[int, ...]
+    sparsity: str
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.bits[0])
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.n_neurons
+
+    @property
+    def entry_bytes(self) -> tuple[int, ...]:
+        return self.neuron_bytes
+
+    def chosen(self, layer: int) -> np.ndarray:
+        return self._unpacked(layer, 0, self.n_tokens)
+
+    def _unpacked(self, layer: int, first: int, last: int) -> np.ndarray:
+        n = self.n_neurons[layer]
+        return np.unpackbits(self.bits[layer][first:last], axis=1, count=n, bitorder="little").view(bool)
+
+    def requests(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        parts = [self._unpacked(i, first, last) for i in range(len(self.layers))]
+        counts = np.stack([part.sum(axis=1, dtype=np.int32) for part in parts], axis=1)
+        ids = np.empty(counts.sum(), np.int32)
+        at = np.zeros(counts.size + 1, np.int64)
+        np.cumsum(counts.ravel(), out=at[1:])
+        for i, part in enumerate(parts):
+            tokens, neurons = np.nonzero(part)
+            own = np.concatenate([[0], np.cumsum(counts[:, i])])
+            ids[at[tokens * len(parts) + i] + np.arange(len(tokens)) - own[tokens]] = neurons
+        return ids, counts
+
+    def _add(self, writer: GGUFWriter) -> None:
+        writer.add(_PREFIX + "n_neurons", np.array(self.n_neurons, np.int64))
+        writer.add(_PREFIX + "neuron_bytes", np.array(self.neuron_bytes, np.int64))
+        writer.add(_PREFIX + "sparsity", self.sparsity)
+        for layer, bits in zip(self.layers, self.bits, strict=True):
+            writer.add_tensor(f"blk.{layer}.neurons", bits, GGMLType.I8, bits.shape[::-1])
+
+
+# ---- reading
+
+
+def open_trace(path: str | os.PathLike[str]) -> RouteTrace | NeuronTrace:
+    """Reads a trace of either kind. Raises ModelNotFoundError or FormatError."""
+    with open_gguf(path) as file:
+        found = _read(file)
+    if found is None:
+        raise FormatError(f"{path} is not a trace of experts or neurons; make one with 'hotset trace'.")
+    return found
+
+
+def _read(file: GGUFFile) -> RouteTrace | NeuronTrace | None:
     """What the file says, or None where it is not the file of a trace, or contradicts itself."""
-    metadata = {key: file.metadata.get(_PREFIX + key) for key in ("model", "name", "data", "n_experts")}
-    n_experts = metadata["n_experts"]
-    names = [re.fullmatch(r"blk\.(\d{1,6})\.routes", name) for name in file.tensors]
+    texts = [file.metadata.get(_PREFIX + key) for key in ("model", "name", "data")]
+    names = [re.fullmatch(r"blk\.(\d{1,6})\.(routes|neurons)", name) for name in file.tensors]
     layers = [int(name[1]) for name in names if name]
-    shapes = {info.shape for info in file.tensors.values()}
-    starts, sizes = _numbers(file, "starts"), _numbers(file, "expert_bytes")
+    starts = _numbers(file, "starts")
     if (
-        any(not isinstance(metadata[key], str) for key in ("model", "name", "data"))
-        or type(n_experts) is not int
-        or not 1 <= n_experts <= MAX_EXPERTS
+        not all(isinstance(text, str) for text in texts)
         or not layers
         or not all(names)
         or any(a >= b for a, b in itertools.pairwise(layers))
-        or any(info.type != GGMLType.I16 for info in file.tensors.values())
-        or len(shapes) != 1
-        or len(shape := next(iter(shapes))) != 2
-        or not 1 <= shape[0] <= n_experts
-        or shape[1] < 1
+        or len({name[2] for name in names if name}) != 1
+        or any(len(info.shape) != 2 for info in file.tensors.values())
+        or len(lengths := {info.shape[1] for info in file.tensors.values()}) != 1
+        or (n_tokens := lengths.pop()) < 1
         or not starts
         or starts[0] != 0
-        or any(a >= b for a, b in zip(starts, [*starts[1:], shape[1]], strict=True))
-        or len(sizes) != len(layers)
+        or any(a >= b for a, b in zip(starts, [*starts[1:], n_tokens], strict=True))
+    ):
+        return None
+    model, name, data = texts
+    facts = {"layers": tuple(layers), "starts": tuple(starts), "model": model, "name": name, "data": data}
+    return (_read_routes if names[0] and names[0][2] == "routes" else _read_neurons)(file, facts)
+
+
+def _read_routes(file: GGUFFile, facts: dict[str, Any]) -> RouteTrace | None:
+    n_experts, sizes = file.metadata.get(_PREFIX + "n_experts"), _numbers(file, "expert_bytes")
+    shapes = {info.shape for info in file.tensors.values()}
+    if (
+        type(n_experts) is not int
+        or not 1 <= n_experts <= MAX_EXPERTS
+        or any(info.type != GGMLType.I16 for info in file.tensors.values())
+        or len(shapes) != 1
+        or not 1 <= (shape := next(iter(shapes)))[0] <= n_experts
+        or len(sizes) != len(file.tensors)
         or not all(0 < size < _MAX_BYTES for size in sizes)
+        or (stored := _stored(file, [n_experts] * len(sizes))) is None
     ):
         return None
     parts = [file.data(name).view("<i2").reshape(shape[1], shape[0]) for name in file.tensors]
     routes = np.stack(parts, axis=1).astype(np.int32)
     if routes.min() < 0 or routes.max() >= n_experts or (np.diff(np.sort(routes)) == 0).any():
         return None
-    model, name, data = (str(metadata[key]) for key in ("model", "name", "data"))
-    return kind(routes, tuple(layers), n_experts, tuple(sizes), tuple(starts), model, name, data)
+    return RouteTrace(routes=routes, n_experts=n_experts, expert_bytes=tuple(sizes), stored=stored, **facts)
+
+
+def _read_neurons(file: GGUFFile, facts: dict[str, Any]) -> NeuronTrace | None:
+    n_neurons, sizes = _numbers(file, "n_neurons"), _numbers(file, "neuron_bytes")
+    sparsity = file.metadata.get(_PREFIX + "sparsity")
+    infos = list(file.tensors.values())
+    if (
+        sparsity not in ("exact", "predicted")
+        or len(n_neurons) != len(infos)
+        or len(sizes) != len(infos)
+        or not all(0 < n * len(infos) < _MAX_NEURONS for n in n_neurons)
+        or not all(0 < size < _MAX_BYTES for size in sizes)
+        or any(info.type != GGMLType.I8 for info in infos)
+        or any(info.shape[0] != -(-n // 8) for info, n in zip(infos, n_neurons, strict=True))
+        or 8 * sum(info.nbytes for info in infos) > MOST_BITS
+        or (stored := _stored(file, n_neurons)) is None
+    ):
+        return None
+    bits = tuple(file.data(info.name).reshape(info.shape[::-1]).view(np.uint8).copy() for info in infos)
+    for n, own in zip(n_neurons, bits, strict=True):
+        if n % 8 and (own[:, -1] >> n % 8).any():
+            return None
+    return NeuronTrace(
+        bits=bits, n_neurons=tuple(n_neurons), neuron_bytes=tuple(sizes), sparsity=sparsity, stored=stored,
+        **facts,
+    )  # fmt: skip
+
+
+def _stored(file: GGUFFile, n_rows: Sequence[int]) -> tuple[StoredGroup, ...] | None:
+    """What the file says of a store: nothing, or groups, one of each layer; None: what cannot be."""
+    numbers = _numbers(file, "stored")
+    if _PREFIX + "stored" not in file.metadata:
+        return ()
+    if not numbers or len(numbers) % 5 or len(numbers) > 5 * 4 * len(n_rows) + 5 * (1 << 16):
+        return None
+    groups = [StoredGroup(*numbers[i : i + 5]) for i in range(0, len(numbers), 5)]
+    own = {group.layer: group.n_rows for group in groups if group.layer >= 0}
+    sound = all(
+        OTHER <= group.layer < len(n_rows)
+        and 0 < group.n_rows < _MAX_NEURONS
+        and all(0 < n < _MAX_BYTES for n in (group.slot_bytes, group.read_bytes, group.all_bytes))
+        for group in groups
+    )
+    each = sum(group.layer >= 0 for group in groups)
+    return tuple(groups) if sound and own == dict(enumerate(n_rows)) and each == len(own) else None
 
 
 def _numbers(file: GGUFFile, key: str) -> list[int]:
@@ -153,50 +370,3 @@ def _numbers(file: GGUFFile, key: str) -> list[int]:
 def default_path(model: Path) -> Path:
     """Where a model's trace lies: beside it."""
     return model.with_name(f"{sidecar.stem_of(model)}.trace{sidecar.SUFFIX}")
-
-
-def record(
-    tap_steps: TapSteps,
-    graph: Graph,
-    expert_bytes: Mapping[int, int],
-    tokens: np.ndarray,
-    *,
-    model: str,
-    name: str,
-    progress: Callable[[int, int], None] | None = None,
-) -> RouteTrace:
-    """The routes of a text. tokens: int32 [n] or [n_sequences, n], each of which fits the context.
-
-    tap_steps: Model.tap_steps. expert_bytes: Cost.expert_bytes. progress: told (tokens done, tokens of all).
-    Raises InvalidRequestError for a model without experts and for no tokens.
-    """
-    routed = [ffn for ffn in graph.ffns if ffn.route is not None]
-    if not routed:
-        raise InvalidRequestError(
-            "the model has no experts, and so no routes to trace; 'hotset profile' counts its neurons"
-        )
-    if tokens.size == 0:
-        raise InvalidRequestError("the text is empty; give some text to trace the model on")
-    names = [ffn.route.out.name for ffn in routed if ffn.route is not None]
-    n_used = {ffn.route.n_used for ffn in routed if ffn.route is not None}
-    n_experts = {ffn.route.x.width for ffn in routed if ffn.route is not None}
-    assert len(n_used) == len(n_experts) == 1, "layers have experts alike"
-    k = n_used.pop()
-    parts, starts, done = [], [], 0
-    for row in tokens if tokens.ndim == 2 else [tokens]:
-        starts.append(done)
-        for values in tap_steps(row.tolist(), names):
-            parts.append(np.stack([values[name][:, :k].astype(np.int32) for name in names], axis=1))
-            done += len(parts[-1])
-            if progress is not None:
-                progress(done, tokens.size)
-    return RouteTrace(
-        np.concatenate(parts),
-        tuple(ffn.layer for ffn in routed),
-        n_experts.pop(),
-        tuple(expert_bytes[ffn.layer] for ffn in routed),
-        tuple(starts),
-        model,
-        name,
-        hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes()).hexdigest()[:32],
-    )

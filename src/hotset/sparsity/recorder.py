@@ -1,0 +1,178 @@
+"""Records what each token of a text needs of a model: a trace (sparsity/trace.py).
+
+record(model.tap_steps, model.graph, model.weights, rows, model=..., name=...)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hotset.backends.reference import selected
+from hotset.backends.stored import groups_of, rows_of
+from hotset.errors import InvalidRequestError
+from hotset.model.cost import Cost
+from hotset.model.graph import ExpertLinear, ExpertSum, Ffn, Graph, Linear, TransposedLinear
+from hotset.sparsity.trace import EVERY, MOST_BITS, OTHER, NeuronTrace, RouteTrace, StoredGroup
+from hotset.units import human_size
+
+if TYPE_CHECKING:
+    from hotset.formats.gguf import TensorInfo
+    from hotset.formats.overlay import Overlay
+
+_PAGE = 4096
+_ALIGNMENT = 64  # of the parts of a row in a store
+
+TapSteps = Callable[[Sequence[int], Sequence[str]], Iterator[Mapping[str, np.ndarray]]]
+
+
+def record(
+    tap_steps: TapSteps,
+    graph: Graph,
+    weights: Overlay,
+    tokens: np.ndarray,
+    *,
+    model: str,
+    name: str,
+    progress: Callable[[int, int], None] | None = None,
+) -> RouteTrace | NeuronTrace:
+    """What a text needs: of a model with experts which of these, else which neurons: those that the predictor
+    of the graph names, or without one those that fire.
+
+    tap_steps: Model.tap_steps. tokens: int32 [n] or [n_sequences, n], each of which fits the context.
+    progress: told (tokens done, tokens of all). Raises InvalidRequestError for a model of which every token
+    needs all, for no tokens, and for too many.
+    """
+    if tokens.size == 0:
+        raise InvalidRequestError("the text is empty; give some text to trace the model on")
+    routed = [ffn for ffn in graph.ffns if ffn.route is not None]
+    tensors = weights.tensors
+    traced = routed or [ffn for ffn in graph.ffns if ffn.has_zeros and _own(graph, tensors, ffn)]
+    if not traced:
+        raise InvalidRequestError(
+            "every token needs all that is read of this model's neurons, and it has no experts: there is "
+            "nothing to trace"
+        )
+    n_neurons = tuple(ffn.n_ff for ffn in traced)
+    if not routed and 8 * sum(-(-n // 8) for n in n_neurons) * tokens.size > MOST_BITS:
+        most = MOST_BITS // sum(8 * -(-n // 8) for n in n_neurons)
+        raise InvalidRequestError(
+            f"a trace of {tokens.size} tokens would take more than {human_size(MOST_BITS // 8)}; "
+            f"trace at most {most} of them (-n {most})"
+        )
+    names = [_seen_of(ffn) for ffn in traced]
+    parts: list[list[np.ndarray]] = [[] for _ in traced]
+    starts, done = [], 0
+    for row in tokens if tokens.ndim == 2 else [tokens]:
+        starts.append(done)
+        for values in tap_steps(row.tolist(), names):
+            for part, ffn, name_ in zip(parts, traced, names, strict=True):
+                part.append(_seen(ffn, values[name_]))
+            done += len(parts[0][-1])
+            if progress is not None:
+                progress(done, tokens.size)
+    seen = [np.concatenate(part) for part in parts]
+    facts: dict[str, Any] = {
+        "layers": tuple(ffn.layer for ffn in traced),
+        "starts": tuple(starts),
+        "model": model,
+        "name": name,
+        "data": hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes()).hexdigest()[:32],
+        "stored": _groups(graph, weights, traced),
+    }
+    if routed:
+        return _of_experts(graph, tensors, routed, np.stack(seen, axis=1), facts)
+    return NeuronTrace(
+        bits=tuple(seen),
+        n_neurons=n_neurons,
+        neuron_bytes=tuple(
+            sum(rows_of(tensors[name])[1] for name in _own(graph, tensors, ffn)) for ffn in traced
+        ),
+        sparsity="exact" if all(ffn.mask is None for ffn in traced) else "predicted",
+        **facts,
+    )
+
+
+def _seen_of(ffn: Ffn) -> str:
+    """The value that says what is needed of a layer."""
+    if ffn.route is not None:
+        return ffn.route.out.name
+    return ffn.fires.name if ffn.mask is None else ffn.mask.scores.name
+
+
+def _seen(ffn: Ffn, values: np.ndarray) -> np.ndarray:
+    """What a step's tokens need: of experts int32 [n_tokens, n_used], of neurons bits."""
+    if ffn.route is not None:
+        return values[:, : ffn.route.n_used].astype(np.int32)
+    needed = values != 0 if ffn.mask is None else selected(ffn.mask, values)
+    return np.packbits(needed, axis=1, bitorder="little")
+
+
+def _of_experts(
+    graph: Graph,
+    tensors: Mapping[str, TensorInfo],
+    routed: Sequence[Ffn],
+    routes: np.ndarray,
+    facts: dict[str, Any],
+) -> RouteTrace:
+    n_experts = {ffn.route.x.width for ffn in routed if ffn.route is not None}
+    assert len(n_experts) == 1, "layers have experts alike"
+    sizes = Cost(graph, tensors).expert_bytes
+    return RouteTrace(
+        routes=routes,
+        n_experts=n_experts.pop(),
+        expert_bytes=tuple(sizes[ffn.layer] for ffn in routed),
+        **facts,
+    )
+
+
+# ---- what a store would have
+
+
+def _own(graph: Graph, tensors: Mapping[str, TensorInfo], ffn: Ffn) -> list[str]:
+    """The tensors of an FFN whose rows come with what a token is seen to need of it."""
+    mine = {op.weight for op in (ffn.gate, ffn.up, ffn.down) if isinstance(op, Linear | TransposedLinear)}
+    for op in (ffn.gate, ffn.up, ffn.down):
+        if isinstance(op, ExpertLinear | ExpertSum):
+            mine |= set(op.weights)
+    groups = [group for group in groups_of(graph, tensors, sparse=True) if mine & set(group)]
+    if ffn.route is None and ffn.mask is None:  # what decides is read whole
+        groups = [group for group in groups if ffn.decides.weight not in group]
+    return [name for group in groups for name in group]
+
+
+def _groups(graph: Graph, weights: Overlay, traced: Sequence[Ffn]) -> tuple[StoredGroup, ...]:
+    """The groups that a store would have, in its order; none where it would not have all of the layers'."""
+    tensors = weights.tensors
+    own = {name: i for i, ffn in enumerate(traced) for name in _own(graph, tensors, ffn)}
+    whole = {ffn.decides.weight for ffn in traced if ffn.route is None and ffn.mask is None}
+    found = []
+    for group in groups_of(graph, tensors, sparse=True):
+        layer = own.get(group[0], EVERY if group[0] in whole else OTHER)
+        n_rows = rows_of(tensors[group[0]])[0]
+        slot = sum(-(-rows_of(tensors[name])[1] // _ALIGNMENT) * _ALIGNMENT for name in group)
+        found.append(StoredGroup(layer, n_rows, slot, *_read_bytes(weights, group)))
+    return tuple(found) if set(own.values()) == set(range(len(traced))) else ()
+
+
+def _read_bytes(weights: Overlay, group: Sequence[str]) -> tuple[int, int]:
+    """Bytes that are read for one row of a group by itself, mean, and for all of them."""
+    pieces: list[tuple[Path, int, int, int]] = []  # file, first row's offset, stride, length
+    for name in group:
+        path, offset = weights.place(name)
+        n_rows, size = rows_of(weights.tensors[name])
+        stride = weights.tensors[name].stride or size
+        if pieces and pieces[-1][0] == path and pieces[-1][2] == stride > size:  # side by side, in a bundle
+            first = pieces[-1][1]
+            pieces[-1] = (path, first, stride, offset + size - first)
+        else:
+            pieces.append((path, offset, stride, size))
+    n_pages = 0
+    for _, offset, stride, length in pieces:
+        first_bytes = offset + np.arange(n_rows, dtype=np.int64) * stride
+        n_pages += int(((first_bytes + length - 1) // _PAGE - first_bytes // _PAGE + 1).sum())
+    return round(n_pages * _PAGE / n_rows), sum(stride for _, _, stride, _ in pieces) * n_rows
