@@ -7,7 +7,7 @@ JOBS ?= 2
 ADAPTERS := adapters/smollm2-135m-relu.safetensors
 RELU := build/demo/smollm2-135m-relu.gguf
 
-.PHONY: demo build test test-order test-clients test-scale mutants lint format kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel clean
+.PHONY: demo build test test-order test-clients test-scale test-triton mutants lint format kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel clean
 
 demo: build
 	$(BIN)/hotset run smollm2-135m "What is photosynthesis?" --temp 0 -n 80
@@ -72,6 +72,14 @@ SCALE ?= tests/scale/check_*.py
 test-scale: build $(VENV)/.dev
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[serve,scale]"
 	$(BIN)/python -m pytest $(SCALE)
+
+# The kernels of the GPU compiled for every target, by the oldest and the newest Triton that may be installed: each in a
+# folder of its own under build/triton, with its own cache. Minutes; needs no GPU.
+TRITONS ?= 3.6.0 3.9.0
+test-triton: build $(VENV)/.dev
+	for version in $(TRITONS); do folder=$(abspath build/triton)/$$version; \
+	  [ -d $$folder ] || $(BIN)/python -m pip install -q --no-deps --target $$folder triton==$$version || exit 1; \
+	  HOTSET_AOT=all PYTHONPATH=$$folder TRITON_CACHE_DIR=$$folder/cache $(BIN)/python -m pytest tests/test_gpu_aot.py || exit 1; done
 
 # Small faults put into a copy of the sources, one at a time; prints those that no test notices. MUTANTS is what to
 # hand on: how many, which seed, which files (tests/mutation/mutants.py --help).

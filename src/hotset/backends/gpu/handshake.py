@@ -394,30 +394,18 @@ class _Spin(_OnStream):
         self._requests, self._dones = shared.flags(shared.request), shared.flags(shared.done)
 
     def post(self, index: int, h: Tensor, bits: Tensor | None) -> None:
-        from hotset.backends.gpu.spin_kernel import BLOCK, post_kernel
+        from hotset.backends.gpu import spin_kernel
 
-        shared, n = self.shared, len(h)
-        shared.posted[index] = n
-        h, bits = h.contiguous(), None if bits is None else bits.contiguous()
-        host_bits, n_bits = (shared.bits[index], 0) if bits is None else (shared.bits[index], bits.numel())
-        # Without bits something must stand in their place; nothing of it is read.
-        post_kernel[(1,)](
-            h,
-            host_bits if bits is None else bits,
-            shared.h,
-            host_bits,
-            self._requests[index],
-            h.numel(),
-            n_bits,
-            BLOCK,
-        )
+        shared = self.shared
+        shared.posted[index] = len(h)
+        spin_kernel.post(h, bits, shared.h, shared.bits[index], self._requests[index])
 
     def collect(self, index: int) -> Tensor:
-        from hotset.backends.gpu.spin_kernel import BLOCK, collect_kernel
+        from hotset.backends.gpu import spin_kernel
 
         rows = self.shared.out[: self.shared.posted[index]]
         out = torch.empty_like(rows, device=self.device)
-        collect_kernel[(1,)](self._dones[index], self.shared.out, out, out.numel(), BLOCK)
+        spin_kernel.collect(self._dones[index], self.shared.out, out)
         return out
 
     def close(self) -> None:

@@ -13,8 +13,30 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-BLOCK = 1024
+from hotset.backends.gpu import launch as launcher
+
+BLOCK = 1024  # numbers that the block copies at a time
+
+
+def post(h: Tensor, bits: Tensor | None, host_h: Tensor, host_bits: Tensor, request: Tensor) -> None:
+    """Puts h and bits (uint8) where the CPU reads them, and then raises its flag, int32 [1].
+
+    The tensors of the host lie in memory that the device was told of (handshake.CudaDriver.register).
+    """
+    h, bits = h.contiguous(), None if bits is None else bits.contiguous()
+    # Without bits something must stand in their place; nothing of it is read.
+    launcher.launch(
+        post_kernel, (1,), h, host_bits if bits is None else bits, host_h, host_bits, request,
+        h.numel(), 0 if bits is None else bits.numel(), BLOCK=BLOCK, warps=4,
+    )  # fmt: skip
+
+
+def collect(done: Tensor, host_out: Tensor, out: Tensor) -> None:
+    """Waits for the CPU's flag, int32 [1], lowers it and copies its answer to `out`."""
+    # `out` comes first, for it says on which device.
+    launcher.launch(collect_kernel, (1,), out, done, host_out, out.numel(), BLOCK=BLOCK, warps=4)
 
 
 @triton.jit
@@ -31,7 +53,7 @@ def post_kernel(h, bits, host_h, host_bits, request, n_h, n_bits, BLOCK: tl.cons
 
 
 @triton.jit
-def collect_kernel(done, host_out, out, n_out, BLOCK: tl.constexpr):
+def collect_kernel(out, done, host_out, n_out, BLOCK: tl.constexpr):
     """Waits for done == 1, done = 0, then out = host_out[:n_out]."""
     while tl.load(done, volatile=True) == 0:
         pass

@@ -18,13 +18,11 @@ decide what is launched, so that a step can be captured in a CUDA graph.
 With TRITON_INTERPRET=1, set before this module is imported, all of it runs on a CPU.
 """
 
-# Kernels have no types of Python: pointers, numbers of a program, constants.
+# Kernels have no types of Python: pointers, numbers of a program, constants. Their language has no `in`.
 # mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: SIM109
 
 from __future__ import annotations
-
-from contextlib import nullcontext
-from typing import Any
 
 import torch
 import triton
@@ -32,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotset.backends.base import PAGE_SIZE
+from hotset.backends.gpu import launch as launcher
 from hotset.backends.gpu import twins
 from hotset.backends.gpu.matrix import DeviceMatrix
 from hotset.formats.quants import GGMLType
@@ -70,9 +69,9 @@ SIGN_BITS = tl.constexpr(-0x7F7F7F80)  # 0x80808080
 # ---- weights -------------------------------------------------------------------------------------------
 #
 # A matrix comes as six pointers (codes, scales, mins, high, sub_scales, group_of; None where the type has
-# none) and the number of words in a row of codes: int32 words of four codes or eight, or single floats. In
-# the functions below rows [R] are the rows of a tile, live [R] those that are read, w [W] its words, and
-# `part` is 0 or 1, the low or the high nibbles.
+# none, and which types have which is asked of the type) and the number of words in a row of codes: int32
+# words of four codes or eight, or single floats. In the functions below rows [R] are the rows of a tile, live
+# [R] those that are read, w [W] its words, and `part` is 0 or 1, the low or the high nibbles.
 
 
 @triton.jit
@@ -91,17 +90,19 @@ def _load(
 ):  # fmt: skip
     """All that a tile needs, as stored: codes, high bits, d, m, three words of smaller scales; each [R, W].
 
-    Floats: [R, W, 4]. What the type lacks is None; the scales of planes are left to `_weights`.
+    Floats: [R, W, 4]. In place of what the type lacks stand the codes, which nobody reads there: a tuple with
+    None in it is more than Triton 3.6 compiles. The scales of planes are left to `_weights`.
     """
     row = rows.to(tl.int64)[:, None]
     mask = live[:, None] & (w < last)[None, :]
-    bits, d, m, s0, s1, s2 = None, None, None, None, None, None
     if TYPE == FLOAT:
         column = (w * 4)[:, None] + tl.arange(0, 4)[None, :]
         inside = mask[:, :, None] & (column < stride)[None, :, :]
         words = tl.load(codes + row[:, :, None] * stride + column[None, :, :], mask=inside, other=0.0)
     else:
         words = tl.load(codes + row * stride + w[None, :], mask=mask, other=0)
+    bits, d, m, s0, s1, s2 = words, words, words, words, words, words
+    if TYPE != FLOAT:
         PER_BLOCK: tl.constexpr = 32 if TYPE >= Q4_K else (8 if TYPE == Q8_0 else 4)  # words of codes
         block = row * (stride // PER_BLOCK) + (w // PER_BLOCK)[None, :]
         if TYPE == Q6_K:
@@ -110,7 +111,7 @@ def _load(
             sub = row * (stride // 2) + (w // 16 * 8 + w % 16 // 4)[None, :]
             s0 = tl.load(sub_scales + sub, mask=mask, other=0)
             s1 = tl.load(sub_scales + sub + 4, mask=mask, other=0)
-        elif high is not None:
+        elif TYPE == Q5_0 or TYPE == Q5_1:
             bits = tl.load(high + block, mask=mask, other=0)
         if TYPE == Q4_K:
             s0 = tl.load(sub_scales + block * 3, mask=mask, other=0)
@@ -118,7 +119,7 @@ def _load(
             s2 = tl.load(sub_scales + block * 3 + 2, mask=mask, other=0)
         if group_of is None:
             d = tl.load(scales + block, mask=mask, other=0.0)
-            if mins is not None:
+            if TYPE == Q4_1 or TYPE == Q5_1 or TYPE == Q4_K:
                 m = tl.load(mins + block, mask=mask, other=0.0)
     return words, bits, d, m, s0, s1, s2
 
@@ -137,7 +138,7 @@ def _numbers(words, bits, w, part: tl.constexpr, TYPE: tl.constexpr):
             if TYPE == Q6_K:
                 shift = (w % 16 // 8 * 2 + 4 * part)[None, :, None] + 8 * i
                 q = q | ((bits[:, :, None] >> shift) & 3) << 4
-            elif bits is not None:
+            elif TYPE == Q5_0 or TYPE == Q5_1:
                 shift = (w % 4 * 4 + 16 * part)[None, :, None] + i
                 q = q | ((bits[:, :, None] >> shift) & 1) << 4
         OFFSET: tl.constexpr = (
@@ -200,7 +201,7 @@ def _weights(
         return q * tl.load(at, mask=mask, other=0.0).to(tl.float32)
     else:
         y = q * _scale(d, s0, s1, s2, w, part, TYPE)[:, :, None]
-        if m is not None:
+        if TYPE == Q4_1 or TYPE == Q5_1 or TYPE == Q4_K:
             y += _minimum(m, s1, s2, w, part, TYPE)[:, :, None]
         return y
 
@@ -238,7 +239,7 @@ def _dot_rows(
                 y = tl.sum(q * xs, axis=2)
                 if TYPE != FLOAT:
                     y = y * _scale(d, s0, s1, s2, w, part, TYPE)
-                    if m is not None:
+                    if TYPE == Q4_1 or TYPE == Q5_1 or TYPE == Q4_K:
                         y += tl.sum(xs, axis=2) * _minimum(m, s1, s2, w, part, TYPE)
                 if T == 1:
                     acc += y[None, :, :]
@@ -700,8 +701,7 @@ def _heads_kernel(
 
 # ---- launches --------------------------------------------------------------------------------------------
 #
-# Shapes choose the tiles, never timing, so that one model gives one result. `_launch` is the only place
-# where something is launched: the tests read there what to compile ahead of time.
+# Shapes choose the tiles, never timing, so that one model gives one result.
 
 MATVEC_ROWS = {1: 4, 2: 4, 4: 2, 8: 2}  # by padded number of tokens
 MATVEC_WORDS = 256  # of each row: two for a thread of four warps
@@ -719,16 +719,6 @@ MAX_RANGES = 192  # of a down projection: each adds a row of partial sums
 PROMPT_TOKENS = 32  # from here on attention has programs enough without splits
 SPLIT_PAGES = 2
 MAX_ATTENTION_SPLITS = 256
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, **constants: Any) -> None:
-    """Launches on the device of the first argument that is a tensor.
-
-    Products and sums are fused (Triton's default until 3.9, not after): half the instructions, better sums.
-    """
-    device = next(arg for arg in args if isinstance(arg, Tensor)).device
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[grid](*args, num_warps=warps, enable_fp_fusion=True, **constants)
 
 
 def _precision(x: Tensor) -> str:
@@ -776,7 +766,7 @@ def linear(
     stride, n_words = _row(m)
     if n_tokens > FEW_TOKENS:
         rows, tile = 64, _token_tile(n_tokens)
-        _launch(
+        launcher.launch(
             _matmul_kernel, (-(-m.n_rows // rows), -(-n_tokens // tile)),
             x, out, bias, residual, *_parts(m), m.group_of, n_tokens, m.n_rows, m.n_cols, stride, n_words,
             TYPE=FORMATS[m.type], PRECISION=_precision(x), M=tile, N=rows, W=8, warps=4,
@@ -790,7 +780,7 @@ def linear(
     words_of_split = -(-n_words // (words * splits)) * words
     splits = -(-n_words // words_of_split)
     y = out if splits == 1 else _new(x, splits, n_tokens, m.n_rows)
-    _launch(
+    launcher.launch(
         _matvec_kernel, (programs, splits),
         x, y, bias, residual, *_parts(m),
         n_tokens, m.n_rows, m.n_cols, stride, n_words, words_of_split, 0,
@@ -808,7 +798,7 @@ def _token_tile(n_tokens: int) -> int:
 def _add(partials: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
     """Adds up partials [n_parts, T, n] into out [T, n]."""
     n_parts, n_tokens, n = partials.shape
-    _launch(
+    launcher.launch(
         _add_kernel, (-(-n // 32), n_tokens), partials, out, bias, residual, n_parts, n_tokens, n,
         P=min(64, _pow2(n_parts)), N=32, warps=4,
     )  # fmt: skip
@@ -832,18 +822,20 @@ def linear_t(
     shape = (n_tokens, m.n_rows, m.n_cols, stride, n_words)
     if n_tokens > FEW_TOKENS:
         words, tile = 8, _token_tile(n_tokens)
-        _launch(
+        launcher.launch(
             _matmul_t_kernel, (-(-n_words // words), -(-n_tokens // tile)),
             x, out, bias, residual, *_parts(m), m.group_of, *shape,
             TYPE=FORMATS[m.type], PRECISION=_precision(x), M=tile, K=32, W=words, warps=4,
         )  # fmt: skip
         return out
     tokens = _pow2(n_tokens)
-    words = max(4, min(AXPY_WORDS[tokens], _pow2(n_words)))
+    # Of planes a scale comes with every weight: half the columns have room in a thread's registers.
+    most = AXPY_WORDS[tokens] if m.group_of is None else AXPY_WORDS[tokens] // 2
+    words = max(4, min(most, _pow2(n_words)))
     size = max(64, _pow2(-(-m.n_rows // MAX_RANGES)))
     ranges = -(-m.n_rows // size)
     partials = _new(x, ranges, n_tokens, m.n_cols)
-    _launch(
+    launcher.launch(
         _axpy_kernel, (-(-n_words // words), ranges),
         x, partials, *_parts(m), m.group_of, *shape, 0,
         TYPE=FORMATS[m.type], RANGE=size, T=tokens, R=AXPY_ROWS, W=words, warps=1,
@@ -882,7 +874,7 @@ def neurons(
     per_program = 1 if selected is not None else MATVEC_ROWS[tokens]
     words = NEURON_WORDS[tokens] if selected is not None else MATVEC_WORDS
     words = max(4, min(words, _pow2(max(n_words, gate_words))))
-    _launch(
+    launcher.launch(
         _neurons_kernel, (-(-up.n_rows // per_program),),
         h, values, selected, rows, counts, gate_bias, up_bias,
         *((None,) * 5 if gate is None else _parts(gate)), *_parts(up),
@@ -949,7 +941,7 @@ def sign_scores(x: Tensor, signs: Tensor, bias: Tensor | None = None) -> Tensor:
     bits = pack_bits(x, 0.0)  # of channels that are not negative: exclusive or with `signs` is agreement
     out = _new(x, len(x), n)
     tokens = min(_pow2(len(x)), FEW_TOKENS)
-    _launch(
+    launcher.launch(
         _sign_kernel, (-(-n // 8), -(-len(x) // tokens)), bits, signs, bias, out,
         len(x), n, x.shape[1], n_bytes, T=tokens, R=8, B=min(256, _pow2(n_bytes)), warps=4,
     )  # fmt: skip
@@ -962,7 +954,7 @@ def pack_bits(scores: Tensor, threshold: float, first: int = 0) -> Tensor:
     n_tokens, n_scores = scores.shape
     n_bytes = -(-(first + n_scores) // 8)
     bits = torch.empty((n_tokens, n_bytes), dtype=torch.uint8, device=scores.device)
-    _launch(
+    launcher.launch(
         _pack_kernel, (-(-n_bytes // 64), n_tokens), scores, bits, threshold, first, n_scores, n_bytes,
         B=64, warps=1,
     )  # fmt: skip
@@ -982,7 +974,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, n: int, *, layer: bool) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
-    _launch(
+    launcher.launch(
         _norm_kernel, (x.numel() // n,), x, out, weight, bias, eps, n,
         LAYER=layer, N=_pow2(n), warps=4 if n <= 4096 else 8,
     )  # fmt: skip
@@ -1002,7 +994,7 @@ def rotate(
     x = x.contiguous()
     out = torch.empty_like(x)
     head_dim = x.shape[1] // n_head
-    _launch(
+    launcher.launch(
         _heads_kernel, (len(x), n_head),
         x, None, None, out, cos_sin.contiguous(), norm_weight, None, None, None, None, None, None,
         eps, len(x), n_head, 0, cos_sin.shape[2], 0,
@@ -1073,7 +1065,7 @@ def _heads(
     n_head_kv, dim, dim_v = k_pages.shape[1], k_pages.shape[3], v_pages.shape[3]
     q = None if q is None else q.contiguous()
     out = None if q is None else torch.empty_like(q)
-    _launch(
+    launcher.launch(
         _heads_kernel, (len(k), n_head + 2 * n_head_kv),
         q, k.contiguous(), v.contiguous(), out, None if cos_sin is None else cos_sin.contiguous(),
         q_norm, k_norm, k_pages, v_pages, page_tables, sequences, positions,
@@ -1109,7 +1101,7 @@ def attention(
     if n_splits > 1:
         sums, stats = _new(q, n_tokens, n_head, n_splits, dim_v), _new(q, n_tokens, n_head, n_splits, 2)
     group = n_head // n_head_kv
-    _launch(
+    launcher.launch(
         _attention_kernel, (n_tokens, n_head_kv, n_splits),
         q, sums, stats, k_pages, v_pages, page_tables, sequences, positions,
         scale, softcap, window, n_head, n_head_kv, max_pages, pages_of_split, n_splits,
@@ -1117,7 +1109,7 @@ def attention(
         H=max(16, _pow2(group)), D=max(16, _pow2(dim)), V=max(16, _pow2(dim_v)), N=32, warps=4,
     )  # fmt: skip
     if stats is not None:
-        _launch(
+        launcher.launch(
             _merge_kernel, (n_tokens * n_head,), sums, stats, out, n_splits,
             DIM_V=dim_v, V=_pow2(dim_v), S=_pow2(n_splits), P=min(32, _pow2(n_splits)), warps=1,
         )  # fmt: skip
