@@ -32,15 +32,11 @@ def calibrate(
     ] = None,
     share: Annotated[
         str | None,
-        typer.Option(
-            "--sparsity", metavar="SHARE", help="Cut this share of the bytes of the matrices, such as 0.5."
-        ),
+        typer.Option("--sparsity", metavar="SHARE", help="Cut this share of the matrices' bytes: 0.5."),
     ] = None,
     uniform: Annotated[
         str | None,
-        typer.Option(
-            "--uniform", metavar="SHARE", help="Cut this share of the values in every layer: no search."
-        ),
+        typer.Option("--uniform", metavar="SHARE", help="Cut this share of values everywhere: no search."),
     ] = None,
     only: Annotated[
         str | None,
