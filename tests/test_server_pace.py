@@ -170,7 +170,8 @@ def test_what_comes_together_is_one_piece_of_its_kind_and_answer():
         ReasoningDelta(0, "a"), TextDelta(1, "x", [1]), ReasoningDelta(0, "b"), TextDelta(0, "c", [2]),
         TextDelta(1, "y", [3]), TextDelta(0, "d", [4]), ToolCallStart(0, 0, "id0", "f"),
         ToolCallArguments(0, 0, "{"), ToolCallArguments(0, 0, "}"), ToolCallStart(0, 1, "id1", "g"),
-        ToolCallArguments(0, 1, "["), Finished(1, "stop"), ToolCallArguments(0, 1, "]"), TextDelta(0, "e", [5]),
+        ToolCallArguments(0, 1, "["), Finished(1, "stop"), ToolCallArguments(0, 1, "]"),
+        TextDelta(0, "e", [5]),
     ]  # fmt: skip
     together = [
         ReasoningDelta(0, "ab"), TextDelta(1, "xy", [1, 3]), TextDelta(0, "cd", [2, 4]),

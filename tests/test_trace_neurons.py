@@ -212,9 +212,7 @@ def test_a_replay_says_what_a_store_does(tmp_path: Path, model: str, mode: str, 
     trace = traced(gguf, mode, predictor)
     for share in (0.0, 0.05, 0.3, 0.7, 1.0):
         backend, weights = stored(gguf, mode, share, predictor=predictor, gap=0)
-        assert weights.store is not None
-        least, most = weights.store.least_bytes, weights.store.most_bytes
-        [point] = replay(trace, (), sizes=[least + int(share * (most - least))]).points
+        [point] = replay(trace, (), sizes=[weights.shares.rows]).points
         hit_rate, n_bytes, n_reads = counted(backend, weights)
         assert point.cache_hit_rate == hit_rate, share
         assert n_bytes <= point.disk_bytes_per_token * (1 + 1e-9)
@@ -244,9 +242,7 @@ def test_a_replay_says_what_a_store_of_experts_does(tmp_path: Path, form: str) -
     assert isinstance(trace, RouteTrace)
     for share in (0.0, 0.3, 0.7, 1.0):
         backend, weights = stored(gguf, "dense", share)
-        assert weights.store is not None
-        least, most = weights.store.least_bytes, weights.store.most_bytes
-        [point] = replay(trace, (), sizes=[least + int(share * (most - least))]).points
+        [point] = replay(trace, (), sizes=[weights.shares.rows]).points
         assert point.cache_hit_rate == counted(backend, weights)[0], share
         assert point.hit_rates["budget"] == point.cache_hit_rate
         backend.close()
