@@ -613,6 +613,56 @@ def test_a_long_prompt_does_not_stop_a_running_answer(monkeypatch: pytest.Monkey
     assert running.generated == expected(prompt(10), seed=1, max_tokens=200)
 
 
+def test_scores_of_a_long_prompt_do_not_stop_a_running_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads rows of logits takes time too, which is no part of the backend's step."""
+    backend = Clocked(n_pages=200, max_batch=2048)
+    monkeypatch.setattr("hotset.engine.engine.time.perf_counter", lambda: backend.now)
+    engine = Engine(backend, 8192)
+    running = engine.submit(prompt(10), SamplingParams(seed=1, max_tokens=400))
+    engine.submit(prompt(200, 5), SamplingParams(seed=2, max_tokens=1))  # one without scores comes first
+    for _ in range(10):
+        engine.step()
+    positions: list[int] = []
+
+    def read(position: int, rows: np.ndarray) -> None:
+        positions.extend(range(position, position + len(rows)))
+        backend.now += 0.003 * len(rows)
+
+    scored = engine.score(prompt(2000, 3), read)
+    backend.batches.clear()
+    seconds = []
+    while not scored.finish_reason:
+        begun, n_before = backend.now, len(running.generated)
+        engine.step()
+        seconds.append(backend.now - begun)
+        assert len(running.generated) == n_before + 1
+    assert positions == list(range(2000))
+    assert max(seconds[1:]) < 0.08  # the first shows what a row takes
+    assert sorted(backend.batches)[len(backend.batches) // 2] == pytest.approx(12, abs=2)
+    after = engine.submit(prompt(300, 4), SamplingParams(seed=2, max_tokens=1))
+    backend.batches.clear()
+    while not after.finish_reason:
+        engine.step()
+    assert backend.batches[0] == pytest.approx(40, abs=3)  # what scores take is not another prompt's
+    while engine.has_work:
+        engine.step()
+    assert running.generated == expected(prompt(10), seed=1, max_tokens=400)
+
+
+def test_what_rows_of_logits_take_is_told_from_what_tokens_take() -> None:
+    share = PromptShare(0.1)
+    share.note(10, 0, 0.03, n_rows=10)  # nothing else was seen: it is in the units
+    assert share.row == 0
+    share.note(64, 0, 0.064)
+    fitting = share.beside
+    share.note(20, 0, 0.06, n_rows=20)
+    assert share.row == pytest.approx(2)
+    assert share.beside == fitting
+    share.note(64, 0, 0.032, n_rows=4)  # quicker than its units alone: these tell of prompts again
+    assert share.row == 0
+    assert share.seconds_of(64, 0) == pytest.approx(0.032)
+
+
 def test_a_prompt_alone_takes_steps_that_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 50 ms, or as long as sixteen steps of an answer: what every step costs is then little."""
     backend = Clocked(n_pages=200, max_batch=2048)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections import Counter
@@ -69,10 +70,12 @@ def check_pages(engine: Engine) -> None:
     ],
 )  # fmt: skip
 def test_a_thousand_requests_come_and_go(
-    n: int, n_pages: int, max_sequences: int, max_batch: int, n_states: int
+    monkeypatch: pytest.MonkeyPatch, n: int, n_pages: int, max_sequences: int, max_batch: int, n_states: int
 ) -> None:
     """Also of a model with recurrent states, with slots for all prefixes or hardly any."""
-    draw = random.Random(n_pages)
+    ticks = itertools.count()  # how long steps take decides about chunks, and chance shall not
+    monkeypatch.setattr("hotset.engine.engine.time.perf_counter", lambda: 1e-3 * next(ticks))
+    draw = random.Random(n_pages + 5)  # by which all happens that is looked for at the end
     backend = FakeBackend(n_pages=n_pages, max_batch=max_batch, n_states=n_states)
     engine = Engine(backend, N_CTX, max_sequences)
     asked: list[tuple[Sequence, tuple[int, ...], int, int]] = []

@@ -569,8 +569,10 @@ class Engine:
         begun = time.perf_counter()
         n_answers = sum(n == 1 for _, n in chunks)
         units = sum(n * self._weight(sequence.n_computed) for sequence, n in chunks if n > 1)
+        n_rows = sum(_n_rows(sequence, n) for sequence, n in chunks if sequence.on_logits)
         if not self._gave_way and not any(1 < n == _missing(sequence) for sequence, n in chunks):
-            self._flight = _Flight(begun, self._prompt_share.seconds_of(units, n_answers), units)
+            load = units + n_rows * self._prompt_share.row
+            self._flight = _Flight(begun, self._prompt_share.seconds_of(load, n_answers), load)
         # Last of all: it wakes another thread, for which this one would have to wait while it runs Python.
         for sequence, n in chunks:
             if sequence.sampler and n == _missing(sequence):
@@ -593,12 +595,15 @@ class Engine:
             self._in_flight, self._flight = frozenset(), None
         self._gave_way = False
         now = time.perf_counter()
-        self._prompt_share.note(units, n_answers, now - begun)
         self._counted.steps += 1
         self._counted.step_seconds += now - begun
         if self.collect_stats:
             self.step_stats = self.backend.stats()
-        return self._collect(chunks, result, now)
+        changed = self._collect(chunks, result, now)
+        # Whoever reads rows of logits does so in here, and everyone else waits for it.
+        seconds = (time.perf_counter() if n_rows else now) - begun
+        self._prompt_share.note(units, n_answers, seconds, n_rows)
+        return changed
 
     def _forget_cache(self) -> None:
         """Begins anew with every sequence that runs: it keeps its tokens, and pages hold nothing any more."""
@@ -635,7 +640,7 @@ class Engine:
                 chunks.append((sequence, 1))
                 budget -= 1
         share = self._prompt_share.beside if chunks else self._prompt_share.alone
-        missing = [Chunk(_missing(each), self._weight(each.n_computed)) for each in prompts]
+        missing = [Chunk(_missing(each), self._weight_of(each)) for each in prompts]
         for sequence, n in zip(prompts, divide(missing, share, budget), strict=True):
             if sequence.on_logits:  # whole rows of logits leave the step: bound their memory
                 n = min(n, max(sequence.first_output - sequence.n_computed, 0) + self._max_outputs)
@@ -648,6 +653,11 @@ class Engine:
         if self.states is not None:
             self._reserve_states(self.states, chunks)
         return chunks
+
+    def _weight_of(self, sequence: Sequence) -> float:
+        """Units that the next token of a prompt takes."""
+        is_scored = sequence.on_logits is not None and sequence.n_computed >= sequence.first_output
+        return self._weight(sequence.n_computed) + (self._prompt_share.row if is_scored else 0.0)
 
     def _reserve_states(self, states: StatePool, chunks: list[tuple[Sequence, int]]) -> None:
         """Slots for what the step leaves: the state after each chunk, and those behind its pages, from which

@@ -1,6 +1,7 @@
 """How much of which prompt a step takes: so much that answers and short prompts need not wait for long ones.
 
 What a token takes grows with what stands before it, so a step is measured in units of a prompt's first token.
+A token whose logits somebody reads (the scores of a prompt) takes more: the output matrix, and the reading.
 Bits do not depend on chunks, so nothing here changes a text.
 """
 
@@ -14,12 +15,21 @@ PROMPT_SECONDS = 0.05
 _STEPS = 16  # of an answer: a prompt's step of that time loses a sixteenth to what any step costs
 _FIRST = 64.0  # units, until something was measured
 _FEWEST = 16.0  # a prompt must come to its end, on whatever machine
+_FEWEST_ROWS = 4  # that a share suffices for, however long somebody took to read one
+_FULL = 0.9  # of a share: a smaller step says little, since much of one costs the same for any
 _PAYS = 0.95  # of the time that a unit takes: a step of twice the size must make it less than this
 _ATTENTION = 2.0  # an operation of attention takes as long as two of the matrices (docs/LOG.md)
 
 
 def _size(units: float) -> int:
     return round(math.log2(max(units, 1.0)))
+
+
+def _adapted(share: float, units: float, fitting: float, fewest: float) -> float:
+    """A share after a step of so many units, by which as many would fit."""
+    if fitting < units:
+        return max(fitting, fewest)
+    return min(fitting, 2 * share) if units >= _FULL * share else share
 
 
 class Chunk(NamedTuple):
@@ -41,7 +51,8 @@ class PromptShare:
     """How many units of prompts a step takes: whoever waits for its end (the next token of a running answer,
     a request that comes meanwhile) shall not wait long.
 
-    beside: answers that run; alone: where none does.
+    beside: answers that run; alone: where none does. row: units that a row of logits takes, where it is given
+    away, beside its token.
     seconds: that a prompt may add to a step; where a step of answers alone takes longer, that long, and
     without answers sixteen times that long; inf: whole steps. What a unit takes differs by a factor of a
     thousand between machines and models, so it is measured: a step that took too long shrinks the share at
@@ -52,29 +63,43 @@ class PromptShare:
 
     def __init__(self, seconds: float) -> None:
         self.beside = self.alone = math.inf if seconds == math.inf else _FIRST
+        self.row = 0.0
         self._seconds = seconds
         self._answers = 0.0  # seconds of a step without a prompt
         self._quickest = 0.0  # of them lately
-        self._per_unit = 0.0  # seconds, in the latest step with a prompt
+        self._per_unit = 0.0  # seconds, in the latest step with much of a prompt
         self._fitting = self.alone  # of `alone`, what the time allows
         self._rates: dict[
             int, float
         ] = {}  # least seconds a unit lately, of steps of about 2^i units without answers
 
-    def note(self, units: float, n_answers: int, seconds: float) -> None:
-        """Takes in a step with so much of prompts, beside that many tokens of answers."""
+    def note(self, units: float, n_answers: int, seconds: float, n_rows: int = 0) -> None:
+        """Takes in a step with so much of prompts, beside that many tokens of answers.
+
+        n_rows: of logits that it gave away. What the step took longer than its units is theirs, which says
+        nothing of other prompts.
+        """
+        if n_rows and units and self._per_unit:
+            more = seconds - self.seconds_of(units, n_answers)
+            self.row = min(max(more / n_rows / self._per_unit, 0.0), self.beside / _FEWEST_ROWS)
+            if more > 0:
+                return
         if not units:
             self._answers = seconds
             self._quickest = min(seconds, 1.01 * self._quickest or seconds)
             return
         is_first = not self._per_unit  # it read the file
-        self._per_unit = max(seconds - (self._answers if n_answers else 0.0), 1e-6) / units
-        beside, alone = (max(self._seconds, each) for each in (self._answers, _STEPS * self._quickest))
-        self.beside = self._adapted(self.beside, units, beside, _FEWEST)
-        self._fitting = self._adapted(self._fitting, units, alone, _FEWEST if self._quickest else _FIRST)
+        per_unit = max(seconds - (self._answers if n_answers else 0.0), 1e-6) / units
+        if units >= _FULL * min(self.beside, self._fitting) or per_unit < self._per_unit or is_first:
+            self._per_unit = per_unit
+        beside, alone = (
+            max(self._seconds, each) / per_unit for each in (self._answers, _STEPS * self._quickest)
+        )
+        self.beside = _adapted(self.beside, units, beside, _FEWEST)
+        self._fitting = _adapted(self._fitting, units, alone, _FEWEST if self._quickest else _FIRST)
         if not n_answers and not is_first:
             size = _size(units)
-            self._rates[size] = min(self._per_unit, 1.01 * self._rates.get(size, math.inf))
+            self._rates[size] = min(per_unit, 1.01 * self._rates.get(size, math.inf))
         self.alone = self._paying(self._fitting)
 
     def _paying(self, share: float) -> float:
@@ -95,13 +120,6 @@ class PromptShare:
             gained = (rates[smaller] - rates[size]) / (2 ** (size - smaller) - 1)
             size += gained / 2 > (1 - _PAYS) * rates[size]
         return share if size == _size(share) else 2.0**size
-
-    def _adapted(self, share: float, units: float, allowed: float, fewest: float) -> float:
-        fitting = allowed / self._per_unit
-        if fitting < units:
-            return max(fitting, fewest)
-        # A smaller step says little: much of one costs the same for any.
-        return min(fitting, 2 * share) if units >= 0.9 * share else share
 
     def seconds_of(self, units: float, n_answers: int) -> float:
         """How long such a step will take, by the latest ones; 0.0 before there was any."""
