@@ -51,12 +51,13 @@ void pause(int64_t start_ns, int turn) {
 
 }  // namespace
 
-ColdPlan::ColdPlan(const Kernels& kernels, int64_t width, int max_tokens, std::shared_ptr<Runtime> runtime,
-                   int64_t timeout_ns)
+ColdPlan::ColdPlan(const Kernels& kernels, int64_t width, int max_tokens, int max_rows,
+                   std::shared_ptr<Runtime> runtime, int64_t timeout_ns)
     : width_(width),
       max_tokens_(max_tokens),
+      max_rows_(std::max(max_rows, max_tokens)),
       timeout_ns_(timeout_ns),
-      plan_(kernels, max_tokens, 1, std::move(runtime)),
+      plan_(kernels, max_rows_, 1, std::move(runtime)),
       service_(new Service) {
     x_ = plan_.add_buffer(width, false);
     sum_ = plan_.add_buffer(width, false);
@@ -101,20 +102,50 @@ int ColdPlan::add_layer(int number, NeuronFacts facts, LinearPart down, std::vec
     const int first_op = plan_.n_ops();
     plan_.add_neurons(std::move(facts));
     plan_.add_axpy(values, std::move(down), -1, true);
-    layers_.push_back({number, first_op, n, std::move(cold), predicted, scores, {}});
+    layers_.push_back({number, first_op, n, std::move(cold), predicted, scores, 0, 0, {}, {}});
     return n_layers() - 1;
+}
+
+// A row of the plan is one expert of a token, whose weight is 1: products with it are exact, and a sum of one
+// is that one (but for the sign of a zero, which no sum that begins with 0 ever shows).
+int ColdPlan::add_experts(int number, ExpertFacts neurons, ExpertSumFacts down, int n_used) {
+    const int64_t n = neurons.up.weights[0].rows;
+    if (route_ < 0) route_ = plan_.add_buffer(2, false);
+    neurons.x = x_, neurons.route = down.route = route_;
+    neurons.out = down.x = buffer_of(values_, n);
+    neurons.n_used = down.n_used = 1;
+    down.out = sum_, down.residual = -1;
+    const int n_expert = int(neurons.up.weights.size()), first_op = plan_.n_ops();
+    plan_.add_expert_neurons(std::move(neurons));
+    plan_.add_expert_sum(std::move(down));
+    layers_.push_back({number, first_op, n, {}, false, -1, n_used, n_expert, {}, {}});
+    return n_layers() - 1;
+}
+
+int64_t ColdPlan::asked_bytes(int layer) const {
+    const Layer& of = layers_[layer];
+    return of.n_used ? of.n_used * int64_t(sizeof(int32_t)) : ceil_div(of.n_neurons, 8);
+}
+
+int64_t ColdPlan::answer_width(int layer) const {
+    return width_ * std::max(layers_[layer].n_used, 1);
 }
 
 void ColdPlan::start() {
     plan_.finish();
-    int64_t most = 0;
-    for (const Layer& layer : layers_) most = std::max(most, layer.n_neurons);
-    const size_t rows = size_t(max_tokens_) * width_ * sizeof(float);
+    int64_t asked = 0, answered = 0;
+    for (int i = 0; i < n_layers(); i++) {
+        asked = std::max(asked, asked_bytes(i));
+        answered = std::max(answered, answer_width(i));
+        layers_[i].route.reserve(size_t(max_tokens_) * layers_[i].n_used);
+        misses_.reserve(size_t(max_tokens_) * layers_[i].n_used);
+    }
+    const size_t tokens = size_t(max_tokens_);
     done_offset_ = round_up(layers_.size() * kFlagBytes, kLineBytes);
     h_offset_ = 2 * done_offset_;
-    bits_offset_ = round_up(h_offset_ + rows, kLineBytes);
-    out_offset_ = round_up(bits_offset_ + size_t(max_tokens_) * ceil_div(most, 8), kLineBytes);
-    memory_bytes_ = round_up(out_offset_ + rows, kPageBytes);
+    bits_offset_ = round_up(h_offset_ + tokens * width_ * sizeof(float), kLineBytes);
+    out_offset_ = round_up(bits_offset_ + tokens * asked, kLineBytes);
+    memory_bytes_ = round_up(out_offset_ + tokens * answered * sizeof(float), kPageBytes);
     allocation_ = Memory(memory_bytes_ + kPageBytes);
     memory_ =
         reinterpret_cast<uint8_t*>(round_up(reinterpret_cast<uintptr_t>(allocation_.data()), kPageBytes));
@@ -155,6 +186,7 @@ std::string ColdPlan::begin(int n_tokens) {
         request(i).store(0, std::memory_order_relaxed);
         done(i).store(0, std::memory_order_relaxed);
         layers_[i].counts = {};
+        layers_[i].route.clear();
     }
     s.reason.clear();
     poisoned_.store(false);
@@ -303,6 +335,7 @@ int ColdPlan::next_request(int from) const {
 void ColdPlan::compute(Layer& layer) {
     const int n = n_tokens_.load();
     layer.counts.requests++;
+    if (layer.n_used) return compute_experts(layer);
     if (!expand(layer, n)) {  // no neuron at all
         std::fill_n(out(), n * width_, 0.0f);
         return;
@@ -310,6 +343,37 @@ void ColdPlan::compute(Layer& layer) {
     std::copy_n(h(), n * width_, plan_.buffer(x_).row(0));
     if (!plan_.run_rows(layer.first_op, layer.first_op + 2, n)) return;  // poisoned: nobody reads the answer
     std::copy_n(plan_.buffer(sum_).row(0), n * width_, out());
+    count(layer);
+}
+
+// The experts that are not the device's, by expert, so that the rows of one are read once for all its tokens.
+void ColdPlan::compute_experts(Layer& layer) {
+    const int32_t* asked = reinterpret_cast<const int32_t*>(memory_ + bits_offset_);
+    layer.route.assign(asked, asked + n_tokens_.load() * layer.n_used);
+    misses_.clear();
+    for (int i = 0; i < int(layer.route.size()); i++) {
+        int32_t& id = layer.route[i];
+        id = std::clamp(id, -layer.n_expert, layer.n_expert - 1);
+        if (id >= 0) misses_.push_back(i);
+    }
+    std::ranges::stable_sort(misses_, {}, [&](int32_t i) { return layer.route[i]; });
+    for (size_t first = 0; first < misses_.size(); first += size_t(max_rows_)) {
+        const int n = int(std::min(misses_.size() - first, size_t(max_rows_)));
+        const int32_t* places = misses_.data() + first;
+        for (int i = 0; i < n; i++) {
+            std::copy_n(h() + places[i] / layer.n_used * width_, width_, plan_.buffer(x_).row(i));
+            plan_.buffer(route_).row(i)[0] = float(layer.route[places[i]]);
+            plan_.buffer(route_).row(i)[1] = 1.0f;
+        }
+        if (!plan_.run_rows(layer.first_op, layer.first_op + 2, n)) return;  // poisoned
+        for (int i = 0; i < n; i++)
+            std::copy_n(plan_.buffer(sum_).row(i), width_, out() + places[i] * width_);
+        count(layer);
+    }
+}
+
+// Adds what the operations of a layer did just now.
+void ColdPlan::count(Layer& layer) {
     for (int op : {layer.first_op, layer.first_op + 1}) {
         const FfnCounts c = plan_.op(op).counters.get();
         FfnCounts& sum = layer.counts.ffn;

@@ -15,6 +15,10 @@
 //     done = 0
 //     reads out, adds it to its own
 //
+// Of a mixture's layer the device hands over the ids of each token's experts, those that it computes itself
+// as -1 - id; out is then a row for each of a token's experts, neither weighed nor summed: the device adds
+// its own and these in the route's order.
+//
 // Both values are constants, and after a layer both flags are zero again: a graph can be replayed as it is.
 // A native thread serves the requests, between `begin` and `end` of a step; no Python, hence no lock of it,
 // is involved. It computes with the runtime's team, and so takes turns with the plans of the same runtime.
@@ -54,31 +58,36 @@ class ColdPlan {
         int layer;
     };
 
-    // width: of h and out. timeout_ns: how long a layer may take before the step is given up.
-    ColdPlan(const Kernels& kernels, int64_t width, int max_tokens, std::shared_ptr<Runtime> runtime,
-             int64_t timeout_ns);
+    // width: of h and out. timeout_ns: how long a layer may take before the step is given up. max_rows: that
+    // are computed at a time; an expert of a token is a row.
+    ColdPlan(const Kernels& kernels, int64_t width, int max_tokens, int max_rows,
+             std::shared_ptr<Runtime> runtime, int64_t timeout_ns);
     ~ColdPlan();
 
     // Weights of `facts` (its buffers and norm are set here), the down projection by rows = neurons, and
     // which neurons are cold: bit i % 8 of byte i / 8. number: of the layer in the model. predicted: the
     // device hands over bits; else all cold neurons are computed. Returns the layer's index here.
     int add_layer(int number, NeuronFacts facts, LinearPart down, std::vector<uint8_t> cold, bool predicted);
+    // The same of a mixture, n_used experts a token. `neurons` and `down`: buffers and n_used are set here.
+    int add_experts(int number, ExpertFacts neurons, ExpertSumFacts down, int n_used);
     void start();  // after the last layer; throws ThreadError
 
     // ---- the block of memory, all zero at first
     uint8_t* memory() const { return memory_; }  // page-aligned
     size_t memory_bytes() const { return memory_bytes_; }
     size_t h_offset() const { return h_offset_; }        // float [max_tokens][width]
-    size_t out_offset() const { return out_offset_; }    // float [max_tokens][width]
-    size_t bits_offset() const { return bits_offset_; }  // [max_tokens][ceil(n_neurons / 8)]
+    size_t out_offset() const { return out_offset_; }    // float [max_tokens][answer_width]
+    size_t bits_offset() const { return bits_offset_; }  // [max_tokens][asked_bytes]
     size_t request_offset() const { return 0; }          // int32 [n_layers]
     size_t done_offset() const { return done_offset_; }  // int32 [n_layers]
 
     int n_layers() const { return int(layers_.size()); }
     int64_t width() const { return width_; }
     int max_tokens() const { return max_tokens_; }
-    int64_t n_neurons(int layer) const { return layers_[layer].n_neurons; }
-    bool predicted(int layer) const { return layers_[layer].predicted; }
+    // Of a token: what the device says of its neurons, a bit for each, or of its experts, an int32 for each;
+    // and floats of the answer.
+    int64_t asked_bytes(int layer) const;
+    int64_t answer_width(int layer) const;
     HostCall* host_call(int layer) { return &host_calls_[layer]; }
 
     // ---- a step
@@ -100,6 +109,8 @@ class ColdPlan {
 
     // Of the latest step; only after it has ended.
     const ColdCounts& counts(int layer) const { return layers_[layer].counts; }
+    // What the device asked for of a mixture's layer, [n_tokens * n_used]; empty where it did not ask.
+    const std::vector<int32_t>& route(int layer) const { return layers_[layer].route; }
 
   private:
     struct Layer {
@@ -109,6 +120,9 @@ class ColdPlan {
         std::vector<uint8_t> cold;
         bool predicted;
         int scores;
+        int n_used = 0;  // experts of a token; 0: no mixture
+        int n_expert = 0;
+        std::vector<int32_t> route;  // as it was asked for
         ColdCounts counts;
     };
 
@@ -136,16 +150,20 @@ class ColdPlan {
     void serve_step();
     int next_request(int from) const;
     void compute(Layer& layer);
+    void compute_experts(Layer& layer);
+    void count(Layer& layer);
     bool expand(const Layer& layer, int n_tokens);
     void watch(Service& service);
     void poison_locked(Service& service, const std::string& reason);
 
     const int64_t width_;
-    const int max_tokens_;
+    const int max_tokens_, max_rows_;
     const int64_t timeout_ns_;
     std::vector<Layer> layers_;
     std::vector<HostCall> host_calls_;
     int x_ = -1, sum_ = -1;                                 // buffers of the plan
+    int route_ = -1;                                        // of one expert: its id, and a weight of 1
+    std::vector<int32_t> misses_;                           // places in a route, by expert
     std::vector<std::pair<int64_t, int>> scores_, values_;  // width → buffer
     Memory allocation_;
     uint8_t* memory_ = nullptr;

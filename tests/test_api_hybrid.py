@@ -85,9 +85,29 @@ def test_a_model_that_fits_is_wholly_on_the_device(model: Path, expected: np.nda
         assert close(loaded.logits("Hello there"), expected)
 
 
-def test_experts_stay_on_the_cpu(tmp_path: Path) -> None:
-    path = write_llama(tmp_path / "experts.gguf", experts=(4, 2))
-    with pytest.raises(UnsupportedModelError, match="mixtures of experts are computed on the CPU alone"):
+@pytest.mark.parametrize("n_gpu_layers", [None, 2])
+def test_a_mixture_is_on_the_device_but_for_its_experts(tmp_path: Path, n_gpu_layers: int | None) -> None:
+    path = write_llama(
+        tmp_path / "experts.gguf", experts=(8, 2), n_layer=3, n_ff_shared=64,
+        n_vocab=len(vocabulary()["tokenizer.ggml.tokens"]), keys=vocabulary(),
+    )  # fmt: skip
+    with hotset.load(path, backend="cpu", **SMALL) as loaded:
+        expected = loaded.logits("Hello there").copy()
+    settings: dict[str, Any] = {"device": "cpu", "vram_budget": 1.0, "n_gpu_layers": n_gpu_layers}
+    with hotset.load(path, **settings, **SMALL) as loaded:
+        assert loaded.backend.name == "hybrid"
+        assert loaded.placement is not None
+        assert loaded.placement.n_cpu_layers == (0 if n_gpu_layers is None else 1)
+        assert close(loaded.logits("Hello there"), expected)
+        [memory] = loaded.device_memory()
+        assert memory.used <= memory.planned.total
+
+
+def test_experts_with_predictors_stay_on_the_cpu(tmp_path: Path) -> None:
+    tiny_models = pytest.importorskip("tiny_models")
+    recipe = tiny_models.EXPERTS["turbosparse-mixtral"]
+    path = tiny_models.to_gguf(recipe, tiny_models.build(recipe), tmp_path)
+    with pytest.raises(UnsupportedModelError, match="experts with predictors of their own are computed on"):
         hotset.load(path, device="cpu", vram_budget=1.0, **SMALL)
 
 

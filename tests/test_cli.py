@@ -693,7 +693,7 @@ def test_show_tells_experts_and_their_token_cycle(tmp_path: Path) -> None:
         key: facts[key] for key in ("active_parameters", "experts")
     }
     caches = {cache["share"]: cache for cache in planned["caches"]}
-    assert [caches[share]["slots"] for share in (0.2, 0.25, 0.4)] == ["none", "per_layer", "shared"]
+    assert [caches[share]["slots"] for share in (0.2, 0.25, 0.4)] == ["per_layer", "per_layer", "shared"]
     assert caches[0.25] == {
         "share": 0.25, "n_slots": 4, "n_bytes": cycle, "cycles": 1.0, "slots": "per_layer"
     }  # fmt: skip

@@ -12,6 +12,9 @@ from hotset.backends.gpu import open_gpu
 from hotset.errors import UnsupportedModelError
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
+from hotset.model.graph import Heads, MaskedRoute
+from hotset.placement.build import open_chain
+from hotset.placement.table import LayerPlacement, Placement
 
 torch = pytest.importorskip("torch")
 
@@ -25,10 +28,14 @@ def test_logits_match_transformers(model: Any, plan: str) -> None:
     graph = describe(config_from_gguf(gguf).for_context(N_CTX), gguf.tensors)
 
     def opened() -> Backend:
-        n_pages = PAGES_EACH * len(LENGTHS)
-        return open_gpu(gguf, graph, device="cpu", n_pages=n_pages, max_batch=256, kv_type="f32")
+        given: Any = {"n_pages": PAGES_EACH * len(LENGTHS), "max_batch": 256, "kv_type": "f32"}
+        if any(ffn.route is not None for ffn in graph.ffns):
+            placement = Placement(("cpu",), (LayerPlacement(0),) * graph.n_layer, 0)
+            return open_chain(placement, gguf, graph, n_threads=1, **given)
+        return open_gpu(gguf, graph, device="cpu", **given)
 
-    if graph.recurrent or any(ffn.route is not None for ffn in graph.ffns):
+    is_masked = any(isinstance(ffn.select, MaskedRoute) for ffn in graph.ffns)
+    if graph.recurrent or is_masked or any(isinstance(op, Heads) for op in graph.ops):
         with pytest.raises(UnsupportedModelError, match="computed on the CPU"):
             opened()
         return

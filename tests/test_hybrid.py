@@ -175,9 +175,9 @@ def test_every_part_of_the_cpu_has_the_kernels_that_are_forced(
     for native in ("Plan", "Cold"):
         made = getattr(_core, native)
 
-        def noted(*arguments: Any, made: Any = made) -> Any:
+        def noted(*arguments: Any, made: Any = made, **more: Any) -> Any:
             forced.append(arguments[-1])
-            return made(*arguments)
+            return made(*arguments, **more)
 
         monkeypatch.setattr(_core, native, noted)
     gguf = write(tmp_path, "llama", ranks=(32, 64, 32))

@@ -188,7 +188,8 @@ def test_what_is_needed_often_comes_back_to_stay_and_lru_forgets_it() -> None:
     ("n_slots", "expected"),
     [
         (0, (0, 0, 0)),
-        (5, (0, 0, 0)),  # a token needs six
+        (2, (1, 1, 0)),
+        (5, (2, 2, 1)),  # a token needs six
         (6, (2, 2, 2)),
         (8, (3, 3, 2)),
         (9, (9,)),  # one and a half cycles

@@ -256,8 +256,8 @@ def test_hit_rates_are_those_of_plain_simulations(seed: int) -> None:
         cache = Replacement(arrange(point.n_slots, 3, 2), 3, 8)
         hits = cache.replay(trace.routes, 30, keeps_better=True).sum()
         assert point.hit_rates["hotset"] == hits / 180
-        if point.cycles < 1:
-            assert point.hit_rates["hotset"] == 0
+        if point.n_slots >= 3:  # below a token cycle too
+            assert point.hit_rates["hotset"] > 0
 
 
 def test_a_trace_of_one_token_cannot_be_replayed() -> None:
@@ -302,6 +302,8 @@ def test_the_policies_have_the_shape_of_published_replays(name: str) -> None:
                 assert rates[policy] == pytest.approx(said[policy], abs=0.1), (policy, point)
         assert (rates["lru"] == 0) == (point.cycles < 1) == (said["lru"] == 0)
         assert rates["static"] < rates["per_layer"] - 0.1
+        if point.cycles < 1:
+            assert rates["hotset"] > rates["per_layer"] - 0.02
         if point.cycles >= 1.5:
             spared = 0.03 if point.cycles < 4 else 0.0  # of LRU's misses
             assert 1 - rates["hotset"] < (1 - spared) * (1 - rates["lru"])

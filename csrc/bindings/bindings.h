@@ -20,8 +20,9 @@
 #include "types.h"
 
 namespace hotset {
+struct ExpertMatrices;
 struct NeuronFacts;
-}
+}  // namespace hotset
 
 namespace hotset::bindings {
 
@@ -56,6 +57,14 @@ using Rows = std::variant<Bytes, StoredRows>;
 // As make_matrix; keeps what it lies in alive in `weights` or `stores`.
 Matrix make_matrix(int type, const Rows& data, int64_t rows, int64_t cols, const std::optional<Bytes>& scales,
                    std::vector<Bytes>& weights, std::vector<std::shared_ptr<RowStore>>& stores);
+
+// Tensors (type, data) of all experts or of one each; rows of an expert in them, and the first that counts; a
+// bias for each such row.
+using ExpertPart = std::tuple<std::vector<std::pair<int, Rows>>, int64_t, int64_t, std::optional<Floats>>;
+
+// The matrices of experts, rows x cols each, with n_bias numbers of a bias; keeps what they lie in alive.
+ExpertMatrices make_experts(const ExpertPart& part, int n_expert, int64_t rows, int64_t cols, int64_t n_bias,
+                            std::vector<Bytes>& weights, std::vector<std::shared_ptr<RowStore>>& stores);
 
 std::vector<float> to_vector(const std::optional<Floats>& array);
 

@@ -68,6 +68,52 @@ Matrix make_matrix(int type, const Rows& data, int64_t rows, int64_t cols, const
             stored.store->places(stored.group, stored.part)};
 }
 
+// Experts whose matrices are rows of a store.
+static ExpertMatrices stored_experts(int type, const StoredRows& experts, int n_expert, int64_t rows,
+                                     int64_t cols, int64_t stored, int64_t first,
+                                     std::vector<std::shared_ptr<RowStore>>& stores) {
+    const RowStore& store = *experts.store;
+    require(type >= 0 && type < kTypeCount && type_facts(Type(type)).block_bytes > 0 &&
+                !is_planes(Type(type)) && cols % type_facts(Type(type)).block_size == 0,
+            "tensor type " + std::to_string(type) + " has no kernel");
+    const TypeFacts facts = type_facts(Type(type));
+    const size_t row_bytes = size_t(cols / facts.block_size) * facts.block_bytes;
+    require(store.end() && store.n_rows(experts.group) == n_expert &&
+                store.row_bytes(experts.group, experts.part) == row_bytes * size_t(stored),
+            "a store's rows are the matrices of the experts");
+    ExpertMatrices made;
+    made.weights.assign(size_t(n_expert), {Type(type), nullptr, rows, cols, row_bytes, nullptr});
+    made.places = store.places(experts.group, experts.part);
+    made.skipped = size_t(first) * row_bytes;
+    stores.push_back(experts.store);
+    return made;
+}
+
+ExpertMatrices make_experts(const ExpertPart& part, int n_expert, int64_t rows, int64_t cols, int64_t n_bias,
+                            std::vector<Bytes>& weights, std::vector<std::shared_ptr<RowStore>>& stores) {
+    const auto& [tensors, stored, first, bias] = part;
+    require(stored > 0 && stored < INT32_MAX / n_expert && first >= 0 && first + rows <= stored,
+            "an expert's rows are some of its matrix");
+    require(tensors.size() == 1 || int(tensors.size()) == n_expert,
+            "experts are in one tensor, or in one each");
+    require(!bias || int64_t(bias->size()) == n_expert * n_bias, "a bias has a number for each output");
+    ExpertMatrices made;
+    const int64_t of_tensor = n_expert / int64_t(tensors.size());
+    for (const auto& [type, data] : tensors) {
+        if (const StoredRows* experts = std::get_if<StoredRows>(&data)) {
+            made = stored_experts(type, *experts, n_expert, rows, cols, stored, first, stores);
+            break;
+        }
+        const Matrix all = make_matrix(type, std::get<Bytes>(data), of_tensor * stored, cols);
+        weights.push_back(std::get<Bytes>(data));
+        for (int64_t e = 0; e < of_tensor; e++)
+            made.weights.push_back(
+                {all.type, all.row(e * stored + first), rows, cols, all.row_bytes, nullptr});
+    }
+    made.bias = to_vector(bias);
+    return made;
+}
+
 std::vector<float> to_vector(const std::optional<Floats>& array) {
     return array ? std::vector<float>(array->data(), array->data() + array->size()) : std::vector<float>();
 }

@@ -12,12 +12,13 @@ class Cold {
     using Part = std::tuple<int, Bytes, std::optional<Floats>>;  // type, data, bias
     using Down = std::tuple<int, Bytes, std::optional<Bytes>>;   // type, data, scales of planes
 
+    // max_rows: experts of tokens that are computed at a time.
     Cold(int64_t width, int max_tokens, std::shared_ptr<Runtime> runtime, double timeout,
-         const std::optional<std::string>& isa) {
+         const std::optional<std::string>& isa, int max_rows) {
         require(width > 0 && max_tokens > 0, "the CPU's half needs a width and tokens");
         require(timeout > 0 && timeout <= 1e6, "a timeout is more than 0 and at most a million seconds");
-        plan_ = std::make_unique<ColdPlan>(chosen_kernels(isa), width, max_tokens, std::move(runtime),
-                                           int64_t(timeout * 1e9));
+        plan_ = std::make_unique<ColdPlan>(chosen_kernels(isa), width, max_tokens, max_rows,
+                                           std::move(runtime), int64_t(timeout * 1e9));
     }
     ~Cold() {
         nb::gil_scoped_release release;  // as in PlanBuilder
@@ -42,6 +43,39 @@ class Cold {
         if (scales) weights_.push_back(*scales);
         return plan_->add_layer(number, std::move(facts), {weight, {}, -1}, std::move(bits), predicted);
     }
+
+    // Of a mixture, n_used experts a token; the parts as PlanBuilder takes them, but of mapped files alone.
+    int experts(int number, int n_expert, int n_used, int64_t n_neurons,
+                const std::optional<ExpertPart>& gate, const ExpertPart& up,
+                const std::pair<int, float>& activation,
+                const std::optional<std::pair<int, float>>& up_activation, const ExpertPart& down,
+                bool by_neuron, bool sparse) {
+        require(!started_, "layers are added before the start");
+        require(n_expert > 0 && n_expert <= kMaxExperts && n_used > 0 && n_used <= n_expert && n_neurons > 0,
+                "a token has some of the experts");
+        require(gate || !up_activation, "without a gate there is one activation");
+        std::vector<std::shared_ptr<RowStore>> stores;
+        const int64_t width = plan_->width();
+        ExpertFacts facts;
+        if (gate) facts.gate = make_experts(*gate, n_expert, n_neurons, width, n_neurons, weights_, stores);
+        facts.up = make_experts(up, n_expert, n_neurons, width, n_neurons, weights_, stores);
+        facts.sparse = sparse, facts.activated = true;
+        facts.activation = checked_activation(activation.first);
+        facts.activation_threshold = activation.second;
+        if (up_activation) {
+            facts.up_activated = true;
+            facts.up_activation = checked_activation(up_activation->first);
+            facts.up_threshold = up_activation->second;
+        }
+        ExpertSumFacts sum;
+        sum.down = by_neuron ? make_experts(down, n_expert, n_neurons, width, width, weights_, stores)
+                             : make_experts(down, n_expert, width, n_neurons, width, weights_, stores);
+        sum.by_neuron = by_neuron, sum.sparse = sparse;
+        require(stores.empty(), "experts beside a device are in mapped files");
+        return plan_->add_experts(number, std::move(facts), std::move(sum), n_used);
+    }
+    // What was asked for of a mixture's layer in the latest step: [n_tokens * n_used].
+    nb::ndarray<nb::numpy, int32_t, nb::ndim<1>> route(int layer) const;
 
     void start() {
         require(!started_ && plan_->n_layers() > 0, "the CPU's half starts once, with a layer at least");
@@ -145,6 +179,14 @@ nb::ndarray<nb::numpy, int64_t, nb::ndim<2>> Cold::counts() const {
     return result;
 }
 
+nb::ndarray<nb::numpy, int32_t, nb::ndim<1>> Cold::route(int layer) const {
+    int32_t* out;
+    const std::vector<int32_t>& route = plan_->route(checked(layer));
+    auto result = new_array<int32_t>(out, route.size());
+    std::ranges::copy(route, out);
+    return result;
+}
+
 nb::ndarray<nb::numpy, double, nb::ndim<1>> Cold::seconds() const {
     double* out;
     auto result = new_array<double>(out, plan_->n_layers());
@@ -156,10 +198,15 @@ nb::ndarray<nb::numpy, double, nb::ndim<1>> Cold::seconds() const {
 
 void bind_cold(nb::module_& m) {
     nb::class_<Cold>(m, "Cold", "The CPU's half of a hybrid engine (csrc/cold.h).")
-        .def(nb::init<int64_t, int, std::shared_ptr<Runtime>, double, const std::optional<std::string>&>(),
-             "width"_a, "max_tokens"_a, "runtime"_a, "timeout"_a, "isa"_a.none() = nb::none())
+        .def(nb::init<int64_t, int, std::shared_ptr<Runtime>, double, const std::optional<std::string>&,
+                      int>(),
+             "width"_a, "max_tokens"_a, "runtime"_a, "timeout"_a, "isa"_a.none() = nb::none(),
+             "max_rows"_a = 0)
         .def("layer", &Cold::layer, "number"_a, "gate"_a.none(), "up"_a, "n_neurons"_a, "activation"_a,
              "up_activation"_a.none(), "down"_a, "cold"_a, "predicted"_a)
+        .def("experts", &Cold::experts, "number"_a, "n_expert"_a, "n_used"_a, "n_neurons"_a, "gate"_a.none(),
+             "up"_a, "activation"_a, "up_activation"_a.none(), "down"_a, "by_neuron"_a, "sparse"_a)
+        .def("route", &Cold::route, "layer"_a)
         .def("start", &Cold::start)
         .def("memory", [](nb::handle self) { return nb::cast<Cold&>(self).memory(self); })
         .def("offsets", &Cold::offsets)

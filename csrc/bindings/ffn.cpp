@@ -123,8 +123,8 @@ void PlanBuilder::expert_neurons(int x, int route, int n_expert, const std::opti
     const int64_t rows = width(out) / n_used;
     ExpertFacts facts;
     facts.x = x, facts.route = route, facts.out = out, facts.n_used = n_used, facts.sparse = sparse;
-    if (gate) facts.gate = make_experts(*gate, n_expert, rows, width(x), rows);
-    facts.up = make_experts(up, n_expert, rows, width(x), rows);
+    if (gate) facts.gate = make_experts(*gate, n_expert, rows, width(x), rows, weights_, stores_);
+    facts.up = make_experts(up, n_expert, rows, width(x), rows, weights_, stores_);
     if (activation) {
         facts.activated = true;
         facts.activation = checked_activation(activation->first);
@@ -156,8 +156,9 @@ void PlanBuilder::expert_sum(int x, int route, int n_expert, const ExpertPart& d
             "products side by side are by output, and not added to anything");
     const int64_t neurons = width(x) / n_used, outputs = width(out) / (apart ? n_used : 1);
     const int64_t rows = by_neuron ? neurons : outputs, cols = by_neuron ? outputs : neurons;
-    plan_->add_expert_sum({x, route, residual, out, n_used, make_experts(down, n_expert, rows, cols, outputs),
-                           by_neuron, apart, sparse});
+    plan_->add_expert_sum({x, route, residual, out, n_used,
+                           make_experts(down, n_expert, rows, cols, outputs, weights_, stores_), by_neuron,
+                           apart, sparse});
 }
 
 void PlanBuilder::mask(int x, int scores, float threshold, int64_t first, int out) {
@@ -211,50 +212,6 @@ int PlanBuilder::check_route(int route, int n_expert, int out) const {
     require(n_expert > 0 && n_expert <= kMaxExperts && width(route) % 2 == 0 && width(route) / 2 <= n_expert,
             "a route names some of the experts");
     return int(width(route) / 2);
-}
-
-ExpertMatrices PlanBuilder::make_experts(const ExpertPart& part, int n_expert, int64_t rows, int64_t cols,
-                                         int64_t n_bias) {
-    const auto& [tensors, stored, first, bias] = part;
-    require(stored > 0 && stored < INT32_MAX / n_expert && first >= 0 && first + rows <= stored,
-            "an expert's rows are some of its matrix");
-    require(tensors.size() == 1 || int(tensors.size()) == n_expert,
-            "experts are in one tensor, or in one each");
-    require(!bias || int64_t(bias->size()) == n_expert * n_bias, "a bias has a number for each output");
-    ExpertMatrices made;
-    const int64_t of_tensor = n_expert / int64_t(tensors.size());
-    for (const auto& [type, data] : tensors) {
-        if (const StoredRows* experts = std::get_if<StoredRows>(&data)) {
-            made = stored_experts(type, *experts, n_expert, rows, cols, stored, first);
-            break;
-        }
-        const Matrix all = make_matrix(type, std::get<Bytes>(data), of_tensor * stored, cols);
-        weights_.push_back(std::get<Bytes>(data));
-        for (int64_t e = 0; e < of_tensor; e++)
-            made.weights.push_back(
-                {all.type, all.row(e * stored + first), rows, cols, all.row_bytes, nullptr});
-    }
-    made.bias = to_vector(bias);
-    return made;
-}
-
-ExpertMatrices PlanBuilder::stored_experts(int type, const StoredRows& experts, int n_expert, int64_t rows,
-                                           int64_t cols, int64_t stored, int64_t first) {
-    const RowStore& store = *experts.store;
-    require(type >= 0 && type < kTypeCount && type_facts(Type(type)).block_bytes > 0 &&
-                !is_planes(Type(type)) && cols % type_facts(Type(type)).block_size == 0,
-            "tensor type " + std::to_string(type) + " has no kernel");
-    const TypeFacts facts = type_facts(Type(type));
-    const size_t row_bytes = size_t(cols / facts.block_size) * facts.block_bytes;
-    require(store.end() && store.n_rows(experts.group) == n_expert &&
-                store.row_bytes(experts.group, experts.part) == row_bytes * size_t(stored),
-            "a store's rows are the matrices of the experts");
-    ExpertMatrices made;
-    made.weights.assign(size_t(n_expert), {Type(type), nullptr, rows, cols, row_bytes, nullptr});
-    made.places = store.places(experts.group, experts.part);
-    made.skipped = size_t(first) * row_bytes;
-    stores_.push_back(experts.store);
-    return made;
 }
 
 }  // namespace hotset::bindings

@@ -61,10 +61,6 @@ class PlanBuilder {
     void route(int x, int n_used, int scoring, const std::optional<Floats>& bias, bool normalised,
                float scale, int n_groups, int n_groups_used, int group_best, int out);
 
-    // Tensors (type, data) of all experts or of one each; rows of an expert in them, and the first that
-    // counts; a bias for each such row.
-    using ExpertPart = std::tuple<std::vector<std::pair<int, Rows>>, int64_t, int64_t, std::optional<Floats>>;
-
     // Neurons of a route's experts, as `neurons`; without an activation the products of up.
     void expert_neurons(int x, int route, int n_expert, const std::optional<ExpertPart>& gate,
                         const ExpertPart& up, const std::optional<ActivationArguments>& activation,
@@ -135,11 +131,6 @@ class PlanBuilder {
     ChannelMatrix make_channels(const Channels& channels, const Matrix& by_row);
     // Experts that a token has.
     int check_route(int route, int n_expert, int out) const;
-    ExpertMatrices make_experts(const ExpertPart& part, int n_expert, int64_t rows, int64_t cols,
-                                int64_t n_bias);
-    // Experts whose matrices are rows of a store.
-    ExpertMatrices stored_experts(int type, const StoredRows& experts, int n_expert, int64_t rows,
-                                  int64_t cols, int64_t stored, int64_t first);
     static Norm make_norm(bool layer, const Floats& weight, const std::optional<Floats>& bias, float eps,
                           int64_t width);
 

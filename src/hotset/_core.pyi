@@ -280,7 +280,13 @@ class Cold:
     """The CPU's half of a hybrid engine (csrc/cold.h)."""
 
     def __init__(
-        self, width: int, max_tokens: int, runtime: Runtime, timeout: float, isa: str | None = None
+        self,
+        width: int,
+        max_tokens: int,
+        runtime: Runtime,
+        timeout: float,
+        isa: str | None = None,
+        max_rows: int = 0,  # experts of tokens that are computed at a time; at least max_tokens
     ) -> None: ...
     def layer(
         self,
@@ -294,6 +300,21 @@ class Cold:
         cold: np.ndarray,  # uint8, bit i % 8 of byte i // 8
         predicted: bool,
     ) -> int: ...
+    def experts(
+        self,
+        number: int,
+        n_expert: int,
+        n_used: int,
+        n_neurons: int,  # of an expert
+        gate: ExpertPart | None,
+        up: ExpertPart,
+        activation: tuple[int, float],
+        up_activation: tuple[int, float] | None,
+        down: ExpertPart,
+        by_neuron: bool,
+        sparse: bool,
+    ) -> int: ...
+    def route(self, layer: int) -> np.ndarray: ...  # int32: experts as they were asked for
     def start(self) -> None: ...
     def memory(self) -> np.ndarray: ...
     def offsets(self) -> list[int]: ...  # of memory(): request, done, h, bits, out

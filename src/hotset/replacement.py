@@ -53,16 +53,14 @@ class Places:
 def arrange(n_slots: int, n_layers: int, n_used: int) -> tuple[int, ...]:
     """How so many slots are shared: one number where all layers share them, else a number for each layer.
 
-    n_layers: those with experts. n_used: experts of a token in each. All are zero where the slots do not hold
-    the experts of a token, since a cache is then only in the way.
+    n_layers: those with experts. n_used: experts of a token in each. A layer's own slots hit even where they
+    do not hold the experts of one token, if what has more credit keeps them (`keeps_better`, docs/LOG.md).
     """
     if n_slots < 0 or n_layers < 1 or n_used < 1:
         raise InvalidRequestError("a cache needs layers, experts of a token, and no negative number of slots")
     cycle = n_layers * n_used
     if n_slots >= SHARED_CYCLES * cycle:
         return (n_slots,)
-    if n_slots < cycle:
-        return (0,) * n_layers
     each, rest = divmod(n_slots, n_layers)
     return tuple(each + (i < rest) for i in range(n_layers))
 

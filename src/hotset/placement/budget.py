@@ -112,6 +112,8 @@ class LayerFacts:
     A token reads: fixed_bytes; of a neuron always_bytes, and fired_bytes more when it fires (mode exact: gate
     rows always, up and down when it fires; predicted: nothing but when it is named); kv_read_bytes.
     n_split: its neurons if they can be split, else 0.
+    expert_bytes: of the largest expert of a mixture, whose experts are no part of what stands above: they are
+    on the host, n_experts of them, and a token reads n_used.
     """
 
     n_ff: int
@@ -123,10 +125,13 @@ class LayerFacts:
     kv_read_bytes: int
     always_bytes: int
     fired_bytes: int
+    expert_bytes: int = 0
+    n_experts: int = 0
+    n_used: int = 0
 
     @property
     def whole_bytes(self) -> int:
-        """On a device with all neurons and the cache."""
+        """On a device with all neurons and the cache, without experts."""
         return self.fixed_bytes + self.n_split * self.neuron_bytes + self.shared_bytes + self.kv_bytes
 
 
@@ -242,7 +247,8 @@ def workspace_bytes(graph: Graph, n_pages: int, max_batch: int) -> int:
         if op.layer != NO_LAYER:
             key: tuple[int, Part] = op.layer, "ffn" if op.part == "predictor" else op.part
             parts[key] = parts.get(key, 0) + op.out.width
-    values = max_batch * (max(parts.values()) + 6 * d + n_pages + 3)
+    answered = max((ffn.route.n_used * d for ffn in graph.ffns if ffn.route is not None), default=0)
+    values = max_batch * (max(parts.values()) + answered + 6 * d + n_pages + 3)
     values += min(max_batch, OUTPUT_ROWS) * graph.result.width
     n_ropes = len({op.rope for op in graph.primitives if isinstance(op, Rotate)})
     tables = n_ropes * 2 * n_pages * PAGE_SIZE  # of rotations: angles of some positions stand for all
@@ -259,6 +265,8 @@ def _layer_facts(
     kv_bytes = n_pages * PAGE_SIZE * (per_token * n_bytes // n_channels)
     seen = min(n_pages * PAGE_SIZE // 2, attention.window or n_pages * PAGE_SIZE)
     kv_read = seen * (per_token * n_bytes // n_channels)
+    if ffn.route is not None:
+        return _mixture_facts(ops, ffn, tensors, kv_bytes, kv_read)
     down = ffn.down
     if not isinstance(down, TransposedLinear) or not ffn.has_zeros:
         fixed = sum(op_bytes(op, tensors) for op in ops)
@@ -276,6 +284,24 @@ def _layer_facts(
         mode = "dense"  # a layer whose neurons are all computed always has no mask
     always = {"dense": rows, "exact": first_row, "predicted": 0}[mode]
     return LayerFacts(ffn.n_ff, ffn.n_ff, fixed, neuron, shared, kv_bytes, kv_read, always, rows - always)
+
+
+def _mixture_facts(
+    ops: list[Op], ffn: Ffn, tensors: Mapping[str, TensorInfo], kv_bytes: int, kv_read: int
+) -> LayerFacts:
+    """Of a layer whose experts stay on the host."""
+    parts = [op for op in ffn.primitives if isinstance(op, ExpertLinear | ExpertSum)]
+    others = [op for op in (*ops, *ffn.primitives) if op is not ffn and op not in parts]
+    up = ffn.up
+    assert isinstance(up, ExpertLinear)
+    # Gate and up may lie in one tensor.
+    names = dict.fromkeys(name for op in parts for name in (*op.weights, op.bias) if name)
+    of_all = sum(tensors[name].nbytes for name in names)
+    fixed = sum(op_bytes(op, tensors) for op in others)
+    return LayerFacts(
+        ffn.n_ff, 0, fixed, 0, 0, kv_bytes, kv_read, 0, 0,
+        expert_bytes=-(-of_all // up.n_expert), n_experts=up.n_expert, n_used=up.n_used,
+    )  # fmt: skip
 
 
 def _row(op: Linear, tensors: Mapping[str, TensorInfo]) -> int:

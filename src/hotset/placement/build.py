@@ -43,7 +43,7 @@ def open_placed(
     for device in planned:
         limit_memory(find_device(device.device), device.limit - device.context)
     try:
-        if placement.is_whole:
+        if placement.is_whole and not mixed_layers(graph):
             from hotset.backends.gpu import open_gpu
 
             needed = planned[0].total - planned[0].context if planned else 0
@@ -83,7 +83,10 @@ def open_chain(
     CpuBackend raise; then nothing stays open.
     """
     pieces = _pieces(graph, placement)
-    splits = any(layer.is_split for layer in placement.layers)
+    mixed = mixed_layers(graph)
+    splits = any(
+        place.is_split or (place.device != CPU and i in mixed) for i, place in enumerate(placement.layers)
+    )
     given: dict[str, Any] = {
         "n_pages": n_pages, "max_batch": max_batch, "kv_type": kv_type, "sparse": sparse,
     }  # fmt: skip
@@ -121,6 +124,11 @@ def open_chain(
         if runtime is not None:
             runtime.close()
         raise
+
+
+def mixed_layers(graph: Graph) -> set[int]:
+    """The layers whose FFN is a mixture of experts: of those a device asks the CPU."""
+    return {ffn.layer for ffn in graph.ffns if ffn.route is not None}
 
 
 @dataclass
@@ -173,15 +181,21 @@ def _device_stage(
     device = placement.devices[piece.device]
     split = {i: placement.layers[i] for i in piece.layers if placement.layers[i].is_split}
     hot = {i: layer.hot for i, layer in split.items() if layer.hot is not None}
+    experts = [i for i in piece.layers if i in mixed_layers(graph)]
     service = None
     notes = []
-    if hot:
+    if hot or experts:
         stream_from, most = options["stream_from"], options["max_batch"]
-        if stream_from is not None:
+        if stream_from is not None and not experts:
             most = max(min(most, stream_from - 1), 1)
         cold_options = cold_options | {"timeout": cold_options["timeout"] or TIMEOUT}
-        service = ColdService(weights, graph, hot, find_device(device), max_batch=most, **cold_options)
-        notes.append(f"{device}: {len(hot)} layers share their neurons with the CPU; {service.reason}")
+        service = ColdService(
+            weights, graph, hot, find_device(device), experts=experts, sparse=options["sparse"],
+            max_batch=most, **cold_options,
+        )  # fmt: skip
+        shared = [f"{len(hot)} layers share their neurons"] if hot else []
+        shared += [f"{len(experts)} layers their experts"] if experts else []
+        notes.append(f"{device}: {' and '.join(shared)} with the CPU; {service.reason}")
     try:
         stage = GpuStage(weights, graph, device, hot=hot, cold=service, **options)
     except BaseException:

@@ -61,8 +61,10 @@ def place(
     """
     from hotset.placement.machine import measure, rates_of
 
-    if config.has_experts:
-        raise UnsupportedModelError("mixtures of experts are computed on the CPU alone; use --no-gpu")
+    if config.masked and config.has_experts:
+        raise UnsupportedModelError(
+            "experts with predictors of their own are computed on the CPU alone; use --no-gpu"
+        )
     if config.latent is not None:
         raise UnsupportedModelError("latent attention is computed on the CPU alone; use --no-gpu")
     if graph.recurrent:

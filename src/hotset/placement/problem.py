@@ -314,6 +314,7 @@ class Problem:
     def _host_bytes(self, candidate: Candidate) -> int:
         n_bytes = 0
         for layer, place in zip(self.facts.layers, candidate, strict=True):
+            n_bytes += layer.n_experts * layer.expert_bytes
             if place.device == CPU:
                 n_bytes += layer.whole_bytes - layer.kv_bytes
             elif place.is_split and place.hot is not None:

@@ -41,7 +41,8 @@ class LayerTime:
     """Predicted seconds of one layer for one token.
 
     attention: what precedes the FFN, with norms and predictor. hot: neurons on the device; cold: those of the
-    CPU, computed meanwhile; sync: the round trip. Of a layer on the CPU, attention and cold are the CPU's.
+    CPU, computed meanwhile; sync: the round trip. Of a layer on the CPU, attention and cold are the CPU's. Of
+    a mixture hot and cold are its experts.
     """
 
     attention: float
@@ -158,10 +159,14 @@ def layer_time(layer: LayerFacts, rates: Rates, place: LayerPlacement, frequency
     fired = float(frequency.sum()) if layer.n_split else 0.0
     if place.device == CPU:
         streamed = layer.n_split * layer.always_bytes + layer.shared_bytes
+        streamed += layer.n_used * layer.expert_bytes
         cold = streamed / rates.cpu_read + fired * layer.fired_bytes / rates.cpu_gather
         return LayerTime(read / rates.cpu_read, cold=cold)
     device = rates.devices[place.device]
     attention = read / device.read + LAYER_KERNELS * device.launch
+    if layer.n_used:
+        cold = layer.n_used * layer.expert_bytes / rates.cpu_read_busy
+        return LayerTime(attention, cold=cold, sync=device.sync)
     if not layer.n_split:
         return LayerTime(attention)
     n_hot, hot_fired = layer.n_split, fired

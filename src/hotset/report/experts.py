@@ -103,7 +103,7 @@ def size_table(sizes: list[dict[str, Any]]) -> Table:
     words = {
         "shared": "all layers share the slots",
         "per_layer": "each layer has slots of its own",
-        "none": "no cache: it does not hold the experts of a token",
+        "none": "no cache: it holds no expert",
     }
     rows = [
         [percent(size["share"]), human_size(size["n_bytes"]), f"{size['cycles']:.2f}", words[size["slots"]]]

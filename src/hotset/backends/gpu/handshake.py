@@ -6,6 +6,9 @@
     y = hot half on the device       meanwhile a native thread computes the cold neurons that fire
     y += service.collect(layer)      what these add: a vector a token, without the bias of the down projection
 
+Of a mixture the ids of each token's experts are posted, those that the device computes itself as -1 - id, and
+a vector for each of the others comes back, at its place in the route, neither weighed nor summed.
+
 One round trip a layer. Both calls only put work on the device's current stream, and all that they put there
 holds constant values and leaves the flags as it found them, so a CUDA graph may capture it once and replay it
 for every token. How the stream waits is the *kind*:
@@ -29,7 +32,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -42,15 +45,30 @@ from torch import Tensor
 from hotset import _core
 from hotset.backends.base import WeightSource
 from hotset.backends.cpu import new_runtime
-from hotset.backends.lowering import ACTIVATIONS, activation, linear_matrix, transposed_matrix
+from hotset.backends.lowering import (
+    ACTIVATIONS,
+    activation,
+    expert_part,
+    linear_matrix,
+    transposed_matrix,
+)
 from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError
-from hotset.model.graph import Ffn, Graph, TransposedLinear, one_matrix
+from hotset.model.graph import (
+    ExpertLinear,
+    ExpertSum,
+    Ffn,
+    Graph,
+    Route,
+    TransposedLinear,
+    one_matrix,
+)
 
 Kind = Literal["memops", "spin", "hostfunc", "direct"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 TIMEOUT = 60.0  # seconds that a layer may take on the CPU: its rows may have to come from a slow disk
 PROBE_TIMEOUT = 2.0
 PROBE_REPLAYS = 50
+EXPERT_ROWS = 256  # experts of tokens that are computed at a time, or as many as a step's tokens have
 
 
 @dataclass(frozen=True)
@@ -76,11 +94,18 @@ def split_ffns(graph: Graph) -> dict[int, Ffn]:
     return {ffn.layer: ffn for ffn in graph.ffns if ffn.has_zeros and ffn.by_neuron}
 
 
+def mixtures(graph: Graph) -> dict[int, Ffn]:
+    """The FFNs whose experts the CPU can compute for a device, by layer."""
+    return {ffn.layer: ffn for ffn in graph.ffns if isinstance(ffn.select, Route)}
+
+
 class ColdService:
-    """The cold neurons of some layers of a graph, computed by the CPU on request.
+    """The cold neurons, or the experts, of some layers of a graph, computed by the CPU on request.
 
     layers: which neurons the *device* has of each layer, bool [n_ff]; the service computes the others, and
     never one of these. Give bits to `post` if, and only if, the graph has a predictor for the layer.
+    experts: layers whose FFN is a mixture; what is posted says which experts the device computes. sparse: as
+    in CpuBackend, of these layers.
     device: whose tensors `post` takes and `collect` returns. max_batch: tokens of a step, at most. kind: None
     chooses. timeout: seconds that a layer may take before the step is given up. n_threads, runtime: as in
     CpuBackend. driver: of tests.
@@ -97,6 +122,8 @@ class ColdService:
         layers: Mapping[int, np.ndarray],
         device: torch.device | str,
         *,
+        experts: Collection[int] = (),
+        sparse: bool = True,
         max_batch: int,
         n_threads: int | None = None,
         runtime: _core.Runtime | None = None,
@@ -105,19 +132,19 @@ class ColdService:
         isa: str | None = None,
         driver: Driver | None = None,
     ) -> None:
-        self.device, self.layers, self.max_batch = torch.device(device), tuple(sorted(layers)), max_batch
-        ffns = split_ffns(graph)
-        if not layers:
+        self.device, self.max_batch = torch.device(device), max_batch
+        self.layers = tuple(sorted({*layers, *experts}))
+        if not self.layers:
             raise InvalidRequestError("no layer has neurons on the CPU")
-        missing = [layer for layer in self.layers if layer not in ffns]
-        if missing:
-            raise UnsupportedModelError(
-                f"the neurons of layer {missing[0]} cannot be shared between devices: its activation leaves "
-                "none at zero, or its down projection has no row per neuron"
-            )
+        ffns = _shared_ffns(graph, layers, experts)
         width = ffns[self.layers[0]].out.width
         self._index = {layer: i for i, layer in enumerate(self.layers)}
-        self._predicted = [ffns[layer].mask is not None for layer in self.layers]
+        routes = [ffns[layer].route for layer in self.layers]
+        self._n_used = [0 if route is None else route.n_used for route in routes]
+        self._asks = [
+            ffns[i].mask is not None or n > 0 for i, n in zip(self.layers, self._n_used, strict=True)
+        ]
+        max_rows = min(max(EXPERT_ROWS, max_batch), max_batch * max(self._n_used))
         self._broken = ""
         self._is_open = False
         with ExitStack() as threads:
@@ -126,17 +153,20 @@ class ColdService:
                 threads.callback(runtime.close)
             self.n_threads = runtime.n_threads
             try:
-                self._native = native = _core.Cold(width, max_batch, runtime, timeout, isa)
+                self._native = native = _core.Cold(width, max_batch, runtime, timeout, isa, max_rows=max_rows)
                 threads.callback(native.close)
                 for layer in self.layers:
-                    _add_layer(native, weights, ffns[layer], np.asarray(layers[layer]))
+                    if layer in layers:
+                        _add_layer(native, weights, ffns[layer], np.asarray(layers[layer]))
+                    else:
+                        _add_experts(native, weights, ffns[layer], sparse)
                 native.start()
             except ValueError as error:
                 raise InvalidRequestError(str(error)) from None
             chosen = ChosenKind(kind, None, f"handshake {kind}") if kind else choose_kind(self.device)
             self.kind, self.reason = chosen.kind, chosen.reason
-            n_neurons = [ffns[layer].n_ff for layer in self.layers]
-            shared = _Shared(native, max_batch, width, n_neurons)
+            asked = [4 * n or -(-ffns[i].n_ff // 8) for i, n in zip(self.layers, self._n_used, strict=True)]
+            shared = _Shared(native, max_batch, width, asked, [max(n, 1) for n in self._n_used])
             self._exchange = _exchange(self.kind, shared, self.device, driver)
             self._finalizer = weakref.finalize(self, _end, threads.pop_all(), self._exchange)
 
@@ -154,24 +184,29 @@ class ColdService:
         self._is_open = True
 
     def post(self, layer: int, h: Tensor, bits: Tensor | None = None) -> None:
-        """Asks for the cold neurons of a layer.
+        """Asks for the cold neurons of a layer, or for experts.
 
         h: float32 [T, n_embd], what gate and up read. bits: uint8 [T, ceil(n_ff / 8)], bit i % 8 of byte
-        i // 8 set where the predictor names neuron i. T may exceed the step's tokens.
+        i // 8 set where the predictor names neuron i; of a mixture int32 [T, n_used], the experts in the
+        order of the route, -1 - id where the device computes them. T may exceed the step's tokens.
         """
         index = self._index[layer]
         if not self._finalizer.alive:
             raise DeviceError("the CPU's half was closed")
-        if self._predicted[index] != (bits is not None):
+        if self._asks[index] != (bits is not None):
             raise InvalidRequestError(
-                f"layer {layer} has {'a' if self._predicted[index] else 'no'} predictor: bits "
-                f"{'must' if self._predicted[index] else 'cannot'} be posted"
+                f"layer {layer} has {'a' if self._asks[index] else 'no'} predictor: bits "
+                f"{'must' if self._asks[index] else 'cannot'} be posted"
             )
+        if self._n_used[index] and bits is not None:
+            bits = bits.view(torch.uint8)
         self._exchange.post(index, h, bits)
 
     def collect(self, layer: int) -> Tensor:
         """What the cold neurons add, float32 [T, n_embd] on the device, T as posted; rows past the step's
-        tokens hold anything finite. Raises DeviceError where the host waits and the step was given up."""
+        tokens hold anything finite. Of a mixture [T, n_used * n_embd], a row for each expert that was asked
+        for, and anything where the device's own stand. Raises DeviceError where the host waits and the step
+        was given up."""
         return self._exchange.collect(self._index[layer])
 
     def end_step(self) -> None:
@@ -221,9 +256,32 @@ class ColdService:
         seconds = self._native.seconds()
         return ColdCounts(self.layers, requests, selected, active, gate_rows, up_rows, down_rows, seconds)
 
+    def route(self, layer: int) -> np.ndarray:
+        """The experts of a mixture as they were posted in the latest step, int32 [n_tokens, n_used]."""
+        index = self._index[layer]
+        return self._native.route(index).reshape(-1, self._n_used[index])
+
     def close(self) -> None:
         """Ends the threads; whoever waits is released with a sentence. Safe to call twice."""
         self._finalizer()
+
+
+def _shared_ffns(graph: Graph, layers: Mapping[int, np.ndarray], experts: Collection[int]) -> dict[int, Ffn]:
+    """The FFNs of these layers; UnsupportedModelError where one cannot be shared."""
+    by_neuron, mixed = split_ffns(graph), mixtures(graph)
+    for layer in sorted(layers):
+        if layer not in by_neuron:
+            raise UnsupportedModelError(
+                f"the neurons of layer {layer} cannot be shared between devices: its activation leaves none "
+                "at zero, or its down projection has no row per neuron"
+            )
+    for layer in sorted(experts):
+        if layer not in mixed:
+            raise UnsupportedModelError(
+                f"the experts of layer {layer} have predictors of their own and are computed on the CPU "
+                "alone; use --no-gpu"
+            )
+    return {i: by_neuron[i] for i in layers} | {i: mixed[i] for i in experts}
 
 
 def _end(threads: ExitStack, exchange: _Direct | _OnStream) -> None:
@@ -255,6 +313,25 @@ def _add_layer(native: Any, weights: WeightSource, ffn: Ffn, hot: np.ndarray) ->
     )
 
 
+def _add_experts(native: Any, weights: WeightSource, ffn: Ffn, sparse: bool) -> None:
+    gate, up, down = ffn.gate, ffn.up, ffn.down
+    assert isinstance(up, ExpertLinear)
+    assert isinstance(down, ExpertSum)
+    native.experts(
+        ffn.layer,
+        up.n_expert,
+        up.n_used,
+        up.n_rows,
+        expert_part(weights, gate) if isinstance(gate, ExpertLinear) else None,
+        expert_part(weights, up),
+        activation(ffn.gate_act),
+        activation(ffn.up_act) if ffn.up_act else None,
+        expert_part(weights, down),
+        down.by_neuron,
+        sparse and ffn.has_zeros,
+    )
+
+
 def _sentence(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
@@ -263,18 +340,24 @@ def _sentence(error: BaseException) -> str:
 
 
 class _Shared:
-    """The block of host memory that both sides see, as tensors; its offsets in bytes."""
+    """The block of host memory that both sides see, as tensors; its offsets in bytes.
 
-    def __init__(self, native: Any, max_batch: int, width: int, n_neurons: list[int]) -> None:
+    asked: of each layer, bytes that are posted of a token beside h. answers: rows that come back of it.
+    """
+
+    def __init__(
+        self, native: Any, max_batch: int, width: int, asked: Sequence[int], answers: Sequence[int]
+    ) -> None:
         self.native, self.memory = native, cast(np.ndarray, native.memory())
         self.request, self.done, h, bits, out = native.offsets()
 
         def rows(first: int, n_bytes: int) -> Tensor:
             return torch.from_numpy(self.memory[first : first + max_batch * n_bytes]).view(max_batch, n_bytes)
 
-        self.h, self.out = (rows(first, 4 * width).view(torch.float32) for first in (h, out))
-        self.bits = [rows(bits, -(-n // 8)) for n in n_neurons]
-        self.posted = [0] * len(n_neurons)  # rows
+        self.h = rows(h, 4 * width).view(torch.float32)
+        self.bits = [rows(bits, n) for n in asked]
+        self.out = [rows(out, 4 * width * n).view(torch.float32) for n in answers]
+        self.posted = [0] * len(asked)  # rows
 
     def flags(self, offset: int) -> list[Tensor]:
         """The flags from `offset` on, int32 [1] each."""
@@ -282,8 +365,9 @@ class _Shared:
         return [torch.from_numpy(self.memory[a:b].view(np.int32)) for a, b in pairwise(ends)]
 
     def drop_tensors(self) -> None:
-        self.h = self.out = torch.empty(0)
+        self.h = torch.empty(0)
         self.bits.clear()
+        self.out.clear()
 
 
 class Driver(Protocol):
@@ -321,7 +405,7 @@ class _Direct:
     def collect(self, index: int) -> Tensor:
         if not self.shared.native.wait(index):
             raise DeviceError(f"the hybrid step was given up: {self.shared.native.poisoned()}")
-        return self.shared.out[: self.shared.posted[index]].to(self.device, copy=True)
+        return self.shared.out[index][: self.shared.posted[index]].to(self.device, copy=True)
 
     def synchronize(self) -> None:
         pass  # `collect` has waited
@@ -346,7 +430,7 @@ class _OnStream:
 
     def collect(self, index: int) -> Tensor:
         self.wait(index)
-        rows = self.shared.out[: self.shared.posted[index]]
+        rows = self.shared.out[index][: self.shared.posted[index]]
         out = torch.empty_like(rows, device=self.device)
         self.driver.copy(out, rows)
         return out
@@ -403,9 +487,9 @@ class _Spin(_OnStream):
     def collect(self, index: int) -> Tensor:
         from hotset.backends.gpu import spin_kernel
 
-        rows = self.shared.out[: self.shared.posted[index]]
+        rows = self.shared.out[index][: self.shared.posted[index]]
         out = torch.empty_like(rows, device=self.device)
-        spin_kernel.collect(self._dones[index], self.shared.out, out)
+        spin_kernel.collect(self._dones[index], self.shared.out[index], out)
         return out
 
     def close(self) -> None:
@@ -566,7 +650,7 @@ def round_trip_seconds(
         0, None, (0, rows, None), n_ff, (ACTIVATIONS["relu"], 0.0), None, (0, rows, None), everything, True
     )
     native.start()
-    exchange = _exchange(kind, _Shared(native, 1, width, [n_ff]), device, driver)
+    exchange = _exchange(kind, _Shared(native, 1, width, [n_ff // 8], [1]), device, driver)
     h = torch.ones(1, width, device=device)
     bits = torch.zeros(1, n_ff // 8, dtype=torch.uint8, device=device)
 

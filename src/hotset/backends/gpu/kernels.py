@@ -27,6 +27,9 @@ class Kernels:
         ops = _triton_kernels() if self.triton else twins
         self.activate = twins.activate
         self.angles = twins.angles
+        self.route = twins.route
+        self.experts = twins.experts
+        self.sum_experts = twins.sum_experts
         self.linear = ops.linear
         self.linear_t = ops.linear_t
         self.neurons = ops.neurons

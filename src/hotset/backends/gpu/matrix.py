@@ -70,6 +70,20 @@ SUPPORTED = (*_FLOATS, *_FIELDS)
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """Rows by blocks of 32 weights, as the CPU's integer products take them (csrc/kernels/blocks.h).
+
+    A weight is scale * sub_scale * q + min. q: whole numbers, float32 [n, blocks, 32]; scale, min: float32
+    [n, blocks]; sub_scale: whole numbers [n, blocks, 2], of each half.
+    """
+
+    q: Tensor
+    scale: Tensor
+    min: Tensor | None = None
+    sub_scale: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class DeviceMatrix:
     """n_rows rows of n_cols weights of a GGUF type on one device; see the module's text for the fields."""
 
@@ -125,6 +139,23 @@ class DeviceMatrix:
         return cls(type, n_kept, n_cols, **parts)
 
     @classmethod
+    def empty(cls, type: int, n_rows: int, n_cols: int, device: torch.device | str) -> DeviceMatrix:
+        """A matrix of zero bytes, whose rows are `put` later."""
+        type = GGMLType(type)
+        check_type(type)
+        row = _taken_apart(np.zeros((1, row_bytes(type, n_cols)), np.uint8), type)
+        parts = {
+            name: torch.zeros((n_rows, piece.shape[1]), dtype=piece.dtype, device=device)
+            for name, piece in row.items()
+        }
+        return cls(type, n_rows, n_cols, **parts)
+
+    def put(self, first: int, rows: np.ndarray) -> None:
+        """Writes rows as they are in a file, uint8 [n, row bytes], over those from `first` on."""
+        for name, piece in _taken_apart(np.ascontiguousarray(rows), self.type).items():
+            getattr(self, name)[first : first + len(rows)].copy_(piece)
+
+    @classmethod
     def from_planes(
         cls,
         codes: np.ndarray,
@@ -171,6 +202,16 @@ class DeviceMatrix:
             return q * self.scales[self.group_of[rows].long()].float()
         part = {name: getattr(self, name)[rows] for name in _FIELDS[self.type]}
         return _DECODERS[self.type](part).reshape(len(part["codes"]), self.n_cols)
+
+    @property
+    def is_float(self) -> bool:
+        """Whether its weights are no blocks."""
+        return self.type in _FLOATS
+
+    def blocks(self, rows: slice) -> Blocks:
+        """Some rows of a quantised matrix that is not in planes."""
+        part = {name: getattr(self, name)[rows] for name in _FIELDS[self.type]}
+        return _BLOCKS[self.type](part)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The whole matrix decoded, [n_rows, n_cols]."""
@@ -254,23 +295,33 @@ def _decode_q8_0(part: dict[str, Tensor]) -> Tensor:
     return _column(part, "scales") * _by_blocks(part["codes"], part)
 
 
-def _decode_q4_k(part: dict[str, Tensor]) -> Tensor:
+def _scales_q4_k(part: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Scales and minimums, float32 [n, blocks, 8]."""
     packed = part["sub_scales"].reshape(*part["scales"].shape, 3, 4)
     first, second, third = packed.unbind(2)
     scale = torch.cat([first & 63, (third & 15) | (first >> 6) << 4], dim=2).float()
     minimum = torch.cat([second & 63, (third >> 4) | (second >> 6) << 4], dim=2).float()
-    scale, minimum = _column(part, "scales") * scale, _column(part, "mins") * minimum  # [n, blocks, 8]
+    return _column(part, "scales") * scale, _column(part, "mins") * minimum
+
+
+def _decode_q4_k(part: dict[str, Tensor]) -> Tensor:
+    scale, minimum = _scales_q4_k(part)
     q = _nibbles(part["codes"], 32).reshape(*scale.shape, 32).float()
     return scale[..., None] * q - minimum[..., None]
 
 
-def _decode_q6_k(part: dict[str, Tensor]) -> Tensor:
-    scale = _column(part, "scales") * part["sub_scales"].reshape(*part["scales"].shape, 16).float()
+def _codes_q6_k(part: dict[str, Tensor]) -> Tensor:
+    """uint8 [n, blocks, 16, 16], less 32 the codes of each sub-block."""
+    shape = *part["scales"].shape, 16, 16
     high = part["high"].reshape(*part["scales"].shape, 2, 1, 32)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=high.device)[:, None]
-    high = ((high >> shifts) & 3).reshape(*scale.shape, 16)
-    q = _nibbles(part["codes"], 64).reshape(*scale.shape, 16) | high << 4
-    return scale[..., None] * (q.float() - 32)
+    high = ((high >> shifts) & 3).reshape(shape)
+    return _nibbles(part["codes"], 64).reshape(shape) | high << 4
+
+
+def _decode_q6_k(part: dict[str, Tensor]) -> Tensor:
+    scale = _column(part, "scales") * part["sub_scales"].reshape(*part["scales"].shape, 16).float()
+    return scale[..., None] * (_codes_q6_k(part).float() - 32)
 
 
 _DECODERS: dict[GGMLType, Callable[[dict[str, Tensor]], Tensor]] = {
@@ -281,4 +332,55 @@ _DECODERS: dict[GGMLType, Callable[[dict[str, Tensor]], Tensor]] = {
     GGMLType.Q8_0: _decode_q8_0,
     GGMLType.Q4_K: _decode_q4_k,
     GGMLType.Q6_K: _decode_q6_k,
+}
+
+
+# ---- the same as whole numbers and scales ------------------------------------------------------------------
+
+
+def _blocks_q4_0(part: dict[str, Tensor]) -> Blocks:
+    return Blocks(_by_blocks(_nibbles(part["codes"], 16), part) - 8, part["scales"].float())
+
+
+def _blocks_q4_1(part: dict[str, Tensor]) -> Blocks:
+    return Blocks(_by_blocks(_nibbles(part["codes"], 16), part), part["scales"].float(), part["mins"].float())
+
+
+def _blocks_q5_0(part: dict[str, Tensor]) -> Blocks:
+    return Blocks(_five_bits(part) - 16, part["scales"].float())
+
+
+def _blocks_q5_1(part: dict[str, Tensor]) -> Blocks:
+    return Blocks(_five_bits(part), part["scales"].float(), part["mins"].float())
+
+
+def _blocks_q8_0(part: dict[str, Tensor]) -> Blocks:
+    return Blocks(_by_blocks(part["codes"], part), part["scales"].float())
+
+
+def _blocks_q4_k(part: dict[str, Tensor]) -> Blocks:
+    scale, minimum = _scales_q4_k(part)
+    n = len(scale)
+    q = _nibbles(part["codes"], 32).reshape(n, -1, 32).float()
+    return Blocks(q, scale.reshape(n, -1), -minimum.reshape(n, -1))
+
+
+def _blocks_q6_k(part: dict[str, Tensor]) -> Blocks:
+    n = len(part["scales"])
+    scale = part["scales"].float().repeat_interleave(8, dim=1)
+    return Blocks(
+        _codes_q6_k(part).reshape(n, -1, 32).float() - 32,
+        scale,
+        sub_scale=part["sub_scales"].reshape(n, -1, 2).float(),
+    )
+
+
+_BLOCKS: dict[GGMLType, Callable[[dict[str, Tensor]], Blocks]] = {
+    GGMLType.Q4_0: _blocks_q4_0,
+    GGMLType.Q4_1: _blocks_q4_1,
+    GGMLType.Q5_0: _blocks_q5_0,
+    GGMLType.Q5_1: _blocks_q5_1,
+    GGMLType.Q8_0: _blocks_q8_0,
+    GGMLType.Q4_K: _blocks_q4_k,
+    GGMLType.Q6_K: _blocks_q6_k,
 }

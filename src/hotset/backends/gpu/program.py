@@ -9,6 +9,10 @@ norm to its residual. Where some of its neurons are on the CPU, the layer is
 
 or, for a long prompt, all of it on the device, cold rows streaming in (stream.py). An FFN that does not wait
 for attention (falcon's) is posted before it: the CPU then has attention's time too.
+
+Of a mixture the router is on the device, and what is posted are the ids of each token's experts. The CPU
+answers with a vector for each, and the device weighs and adds them in the order of the route. What all tokens
+share beside their experts is computed before the answer is collected.
 """
 
 from __future__ import annotations
@@ -63,6 +67,7 @@ from hotset.model.graph import (
 )
 
 if TYPE_CHECKING:
+    from hotset.backends.gpu.experts import ExpertCache
     from hotset.backends.gpu.handshake import ColdCounts
 
 
@@ -82,11 +87,19 @@ class ColdHalf(Protocol):
         """Hands over the FFN's input [T, n_embd] and the predicted neurons, uint8 [T, ceil(n_ff / 8)].
 
         bits: None for a layer without predictor: all of its cold neurons. Those of hot neurons may be set.
+        Of a mixture the experts of each token, int32 [T, n_used], -1 - id for those of the device.
         """
         ...
 
     def collect(self, layer: int) -> Tensor:
-        """What the cold neurons add, float32 [T, n_embd] on the device; no bias, no residual."""
+        """What the cold neurons add, float32 [T, n_embd] on the device; no bias, no residual.
+
+        Of a mixture [T, n_used * n_embd]: a row for each expert that was asked for, its bias included.
+        """
+        ...
+
+    def route(self, layer: int) -> np.ndarray:
+        """The experts of a mixture as they were posted in the latest step, int32 [n_tokens, n_used]."""
         ...
 
     def counts(self) -> ColdCounts:
@@ -117,6 +130,9 @@ class Frame:
     warming: bool = False
     values: dict[int, Tensor] = field(default_factory=dict)
     posted: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)  # layer → FFN input, bits
+    weights: dict[int, Tensor] = field(default_factory=dict)  # layer → of each token's experts
+    own: dict[int, Tensor] = field(default_factory=dict)  # layer → what the device's experts yield
+    slots: dict[int, Tensor] = field(default_factory=dict)  # layer → of each token's experts, -1: the CPU's
     angles: dict[Rope, Tensor] = field(default_factory=dict)
 
 
@@ -134,7 +150,7 @@ class Call:
     reads: tuple[Value, ...]
     outs: tuple[Value, ...]
     inside: int = 0
-    kind: Literal["post", "attention", "outputs", ""] = ""
+    kind: Literal["post", "collect", "attention", "outputs", ""] = ""
     drops: tuple[int, ...] = ()
 
 
@@ -156,20 +172,22 @@ class Program:
         hot: dict[int, np.ndarray],
         cold: ColdHalf | None,
         counts: Tensor,
+        experts: ExpertCache | None = None,
         *,
         n_ctx: int,
         sparse: bool,
         stream_bytes: int,
     ) -> None:
         self._weights, self._cache, self._kernels = weights, cache, kernels
-        self._hot, self._cold, self._counts = hot, cold, counts
+        self._hot, self._cold, self._counts, self._cache_of_experts = hot, cold, counts, experts
         self._n_ctx, self._sparse, self._stream_bytes = n_ctx, sparse, stream_bytes
         groups = fuse(graph, taps)
         self._check_split(groups, taps)
         self._kept_names = taps
-        self.has_neurons = any(group.ffn is not None and group.ffn.has_zeros for group in groups)
+        self.has_neurons = any(group.ffn is not None and group.ffn.leaves_out for group in groups)
         self.taps = {value.id for value in graph.values if value.name in taps}
         calls = _posted_early([call for group in groups for call in self._calls(group)])
+        calls = _collected_late(calls)
         last_use = {v.id: i for i, call in enumerate(calls) for v in [*call.outs, *call.reads]}
         last_use.pop(graph.result.id)
         n_body = next((i for i, call in enumerate(calls) if call.kind == "outputs"), len(calls))
@@ -220,7 +238,7 @@ class Program:
             raise UnsupportedModelError("small values are cut on the CPU alone; use --no-gpu")
         if (ffn := group.ffn) is not None:
             if ffn.route is not None:
-                raise UnsupportedModelError("experts are computed on the CPU; use --no-gpu")
+                return self._experts(group, ffn)
             inside += sum(op.out.width for op in ffn.primitives if op.out != ffn.out)
             residual = group.residual(ffn.out)
             if layer not in self._hot:
@@ -266,7 +284,11 @@ class Program:
             case Heads() | TransposedHeads():
                 raise UnsupportedModelError("latent attention is computed on the CPU; use --no-gpu")
             case Route() | ExpertLinear() | ExpertSum():
-                raise UnsupportedModelError("experts are computed on the CPU; use --no-gpu")
+                # Of an FFN that was taken apart for a tap, or whose experts have predictors.
+                raise UnsupportedModelError(
+                    "experts with predictors, and values inside experts, are computed on the CPU alone; use "
+                    "--no-gpu"
+                )
             case Cutoff() | Linear() | TransposedLinear() | Ffn():
                 raise AssertionError(f"{main.out.name} is no group's last operation")
             case _:
@@ -383,8 +405,7 @@ class Program:
 
     def _attention(self, group: Fused, main: Attention) -> Callable[[Frame], None]:
         """Attention, with the head norms and rotations that were fused into it."""
-        if main.sinks is not None:
-            raise UnsupportedModelError("attention with sinks is computed on the CPU alone; use --no-gpu")
+        sinks = self._weights.bias(main.sinks)
         q, key = main.q, main.k
         rope: Rope | None = None
         norms: dict[str, Any] = {"q_norm": None, "k_norm": None, "eps": 0.0}
@@ -414,9 +435,57 @@ class Program:
             f.values[out] = k.attention(
                 queries, k_pages, v_pages, *where,
                 n_head=main.n_head, scale=main.scale, window=main.window, softcap=main.softcap,
+                sinks=sinks,
             )  # fmt: skip
 
         return run
+
+    # ---- mixtures
+
+    def _experts(self, group: Fused, ffn: Ffn) -> list[Call]:
+        """What a mixture hands to the CPU, and the sum of what comes back."""
+        op, cold, k, layer = ffn.select, self._cold, self._kernels, ffn.layer
+        if not isinstance(op, Route) or cold is None or ffn.selected.name in self._kept_names:
+            raise UnsupportedModelError(
+                "experts with predictors, and values inside experts, are computed on the CPU alone; use "
+                "--no-gpu"
+            )
+        norm, x, scores = self._norm(ffn.norm), ffn.x.id, op.x.id
+        bias, out, added_id = self._weights.bias(op.bias), group.out[0].id, _id(group.residual(ffn.out))
+        n_used, route_id = op.n_used, op.out.id if op.out.name in self._kept_names else None
+        experts, counts = self._cache_of_experts, self._counts[layer]
+        table: Tensor | None = None
+        if experts is not None and layer in experts:
+            table, given = experts.table(layer), experts.arguments(layer)
+
+        def post(f: Frame) -> None:
+            ids, f.weights[layer] = k.route(f.values[scores], op, bias)
+            if route_id is not None:
+                f.values[route_id] = torch.cat([ids.float(), f.weights[layer]], dim=1)
+            h = norm(f.values[x])
+            if table is not None:
+                slots = f.slots[layer] = table[ids.long()]
+                ids = torch.where(slots < 0, ids, -1 - ids)
+            cold.post(layer, h, ids)
+            if table is not None:
+                f.own[layer] = k.experts(h, slots, counts=counts, **given)
+
+        def finish(f: Frame) -> None:
+            parts = cold.collect(layer)
+            parts = parts.view(len(parts), n_used, -1)
+            if table is not None:
+                parts = torch.where(f.slots.pop(layer)[:, :, None] < 0, parts, f.own.pop(layer))
+            added = None if added_id is None else f.values[added_id]
+            f.values[out] = k.sum_experts(parts, f.weights.pop(layer), added)
+
+        part, inside = PARTS.index(group.part), 2 * n_used + ffn.x.width
+        kept = () if route_id is None else (op.out,)
+        after = tuple(value for value in group.reads if value.id == added_id)
+        answer = n_used * ffn.out.width * (1 if table is None else 2)
+        return [
+            Call(post, layer, part, tuple(inputs_of(ffn)), kept, inside, "post"),
+            Call(finish, layer, part, after, tuple(group.out), answer, "collect"),
+        ]
 
     # ---- FFNs
 
@@ -620,6 +689,16 @@ def _posted_early(calls: list[Call]) -> list[Call]:
         rest = [call for call in calls if call not in moved]
         first = 1 + max((i for i, call in enumerate(rest) if needed & set(call.outs)), default=-1)
         calls = [*rest[:first], *moved, *rest[first:]]
+    return calls
+
+
+def _collected_late(calls: list[Call]) -> list[Call]:
+    """Moves what waits for the CPU's experts behind all that needs not wait: what is shared beside them."""
+    for collect in [call for call in calls if call.kind == "collect"]:
+        at = calls.index(collect)
+        made = set(collect.outs)
+        to = next((i for i in range(at + 1, len(calls)) if made & set(calls[i].reads)), at + 1)
+        calls = [*calls[:at], *calls[at + 1 : to], collect, *calls[to:]]
     return calls
 
 

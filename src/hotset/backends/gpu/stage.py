@@ -23,6 +23,7 @@ from torch import Tensor
 from hotset.backends.base import PAGE_SIZE, Batch, WeightSource
 from hotset.backends.embedding import lookup
 from hotset.backends.gpu.devices import current, find_device, memory_errors, synchronize
+from hotset.backends.gpu.experts import ExpertCache, ExpertCounts
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.kv import PagedCache, StepInputs
 from hotset.backends.gpu.program import Call, ColdHalf, Frame, Program
@@ -49,11 +50,12 @@ class GpuStage:
     """The Stage protocol over graph.ops[first_op:last_op] on `device`.
 
     hot: layer → bool [n_ff], the neurons whose rows (gate, up, down_t, biases) are on the device; the layers
-    that are not in it are there as a whole. cold: computes the others, where there are any; it is closed with
-    the stage.
+    that are not in it are there as a whole. cold: computes the others, where there are any, and the experts
+    of mixtures; it is closed with the stage.
     stream_from: number of tokens from which on cold rows come to the device and the service is not used;
     None: never. sparse: False computes every neuron (no layer can be split then).
-    nbytes: what the stage holds, by kind: weights, kv, workspace.
+    expert_slots: experts of mixtures that are kept in the device's memory, as its replacement policy says.
+    nbytes: what the stage holds, by kind: weights, experts, kv, workspace.
     Raises DeviceError, InvalidRequestError, UnsupportedModelError, OutOfMemoryError where it does not fit.
     """
 
@@ -75,6 +77,7 @@ class GpuStage:
         stream_from: int | None = STREAM_FROM,
         stream_bytes: int = STREAM_BYTES,
         capture: Capture | None = None,
+        expert_slots: int = 0,
     ) -> None:
         self.device = find_device(device)
         self.kernels = kernels or Kernels(self.device)
@@ -83,15 +86,20 @@ class GpuStage:
         attention = [op for op in self.graph.ops if isinstance(op, Attention)]
         layers = {op.layer for op in attention}
         self._hot = {i: mask for i, mask in (hot or {}).items() if i in layers and not mask.all()}
-        if self._hot and cold is None:
-            raise InvalidRequestError(f"layer {min(self._hot)} has cold neurons and needs a service for them")
-        if self._hot and cold is not None:
-            most = max_batch if stream_from is None else min(max_batch, stream_from - 1)
+        self._experts = {ffn.layer for ffn in self.graph.ffns if ffn.route is not None}
+        shared = self._hot.keys() | self._experts
+        if shared and cold is None:
+            what = "experts" if min(shared) in self._experts else "cold neurons"
+            raise InvalidRequestError(f"layer {min(shared)} has {what} and needs a service for them")
+        if shared and cold is not None:
+            is_streamed = stream_from is not None and not self._experts
+            most = min(max_batch, stream_from - 1) if stream_from is not None and is_streamed else max_batch
             if cold.max_batch < most:
                 raise InvalidRequestError(
                     f"steps of up to {most} tokens need a cold service for as many, not {cold.max_batch}"
                 )
-        self._cold = cold if self._hot else None
+        self._cold = cold if shared else None
+        self._n_hits = self._n_missed = 0  # experts of tokens
         self._is_served = False  # whether the cold service took part in the latest step
         self._stream_from, self._stream_bytes = stream_from, stream_bytes
         self._embeds = [op for op in self.graph.ops if isinstance(op, Embed)]
@@ -99,6 +107,7 @@ class GpuStage:
         entering = [op.out for op in self._embeds] + ([self.entering] if self.entering else [])
         self._source = weights
         self._weights = DeviceWeights(weights, self.device)
+        self._expert_cache: ExpertCache | None = None
         self._programs: dict[frozenset[str], Program] = {}
         self._captured: dict[int, tuple[Captured, Tensor]] = {}
         self._capture = capture or (self._cuda_graph if self.kernels.capturable else None)
@@ -116,6 +125,9 @@ class GpuStage:
             self._cache = PagedCache(attention, n_pages, kv_type, self.device)
             widths = {value.id: value.width for value in entering}
             self._inputs = StepInputs(max_batch, n_pages, widths, self.device)
+            if expert_slots:
+                ffns = [ffn for ffn in self.graph.ffns if ffn.route is not None]
+                self._expert_cache = ExpertCache(self._weights, ffns, expert_slots, sparse=sparse)
             self._program(frozenset())
             if self.device.type == "cuda":
                 self.warm_up()
@@ -138,6 +150,7 @@ class GpuStage:
         inputs = self._inputs.nbytes + self._counts.nbytes + self._weights.table_nbytes
         return {
             "weights": self._weights.nbytes,
+            "experts": 0 if self._expert_cache is None else self._expert_cache.nbytes,
             "kv": self._cache.nbytes,
             "workspace": values + streamed + inputs,
         }
@@ -167,13 +180,17 @@ class GpuStage:
                     f"{list(x.shape)}"
                 )
             vectors[self.entering.id] = x
-        cold = None if self._streams(n) else self._cold
+        cold = None if self._streams(n) and not self._experts else self._cold
         self._is_served = cold is not None
         advice = "load the model with a smaller max_batch or --vram-budget"
         with memory_errors(self.device, f"computing {n} tokens", advice), current(self.device):
             self._inputs.fill(batch, vectors)
+            if self._expert_cache is not None:
+                self._expert_cache.begin_step()
             with nullcontext() if cold is None else cold.step(n):
                 result = self._run(program, n, len(batch.outputs))
+            if self._experts and cold is not None and not self._warming:
+                self._learn({layer: cold.route(layer) for layer in sorted(self._experts)})
         self._source.check()
         return result
 
@@ -185,6 +202,12 @@ class GpuStage:
             columns = (cold.selected, cold.active, cold.gate_rows, cold.up_rows, cold.down_rows)
             counts[list(cold.layers)] += np.stack(columns, axis=1)
         return counts
+
+    def expert_counts(self) -> ExpertCounts:
+        """Of mixtures, since the stage was made."""
+        cache = self._expert_cache
+        fetched = (0, 0) if cache is None else (cache.n_fetched, cache.bytes_fetched)
+        return ExpertCounts(self._n_hits, self._n_missed, *fetched)
 
     def active_on_cpu(self) -> np.ndarray:
         """Of the latest step, int64 [n_layer]: the active neurons of the cold service."""
@@ -222,10 +245,20 @@ class GpuStage:
         """Ends the cold service and frees the memory of the device; safe to call twice."""
         if self._cold is not None:
             self._cold.close()
+        if self._expert_cache is not None:
+            self._expert_cache.close()
         self._captured.clear()
         self._programs.clear()
         self._cache.layers.clear()
         self._weights.clear()
+
+    def _learn(self, routes: dict[int, np.ndarray]) -> None:
+        """Of the mixtures what a step asked for, as it was posted."""
+        hits = sum(int((asked < 0).sum()) for asked in routes.values())
+        self._n_hits += hits
+        self._n_missed += sum(asked.size for asked in routes.values()) - hits
+        if self._expert_cache is not None:
+            self._expert_cache.learn(routes)
 
     # ---- one step ----
 
@@ -309,7 +342,7 @@ class GpuStage:
                 self._programs.pop(next(key for key in self._programs if key))
             self._programs[taps] = Program(
                 self.graph, taps, self._weights, self._cache, self.kernels, self._hot, self._cold,
-                self._counts, n_ctx=self.n_pages * PAGE_SIZE, sparse=self.sparse,
+                self._counts, self._expert_cache, n_ctx=self.n_pages * PAGE_SIZE, sparse=self.sparse,
                 stream_bytes=self._stream_bytes,
             )  # fmt: skip
         return self._programs[taps]

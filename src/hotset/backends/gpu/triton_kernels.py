@@ -533,7 +533,7 @@ def _matmul_t_kernel(
 @triton.jit
 def _attention_kernel(
     q, out, stats, k_pages, v_pages, tables, sequences, positions,
-    scale, softcap, window, n_head, n_head_kv, max_pages, pages_of_split, n_splits,
+    sinks, scale, softcap, window, n_head, n_head_kv, max_pages, pages_of_split, n_splits,
     SPLIT: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
@@ -597,14 +597,18 @@ def _attention_kernel(
         tl.store(stats + row * 2, largest, mask=of_group)
         tl.store(stats + row * 2 + 1, total, mask=of_group)
     else:
+        if sinks is not None:
+            finite = tl.where(largest == float("-inf"), 0.0, largest)
+            total += tl.exp(tl.load(sinks + head, mask=of_group, other=0.0) - finite)
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out + (t * n_head + head)[:, None] * DIM_V + dv[None, :], acc, mask=mask)
 
 
 @triton.jit
 def _merge_kernel(
-    partials, stats, out, n_splits, DIM_V: tl.constexpr, V: tl.constexpr, S: tl.constexpr, P: tl.constexpr
-):
+    partials, stats, out, sinks, n_splits, n_head,
+    DIM_V: tl.constexpr, V: tl.constexpr, S: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
     """The splits of one token and head, weighed against the largest score of all, P of them at a time."""
     row = tl.program_id(0).to(tl.int64)
     s, dv = tl.arange(0, S), tl.arange(0, V)
@@ -623,6 +627,8 @@ def _merge_kernel(
         mask = (own != float("-inf"))[:, None] & (dv < DIM_V)[None, :]
         part = tl.load(partials + at[:, None] * DIM_V + dv[None, :], mask=mask, other=0.0)
         acc += tl.sum(weight[:, None] * part, axis=0)
+    if sinks is not None:
+        total += tl.exp(tl.load(sinks + row % n_head) - largest)
     tl.store(out + row * DIM_V + dv, acc / tl.where(total == 0.0, 1.0, total), mask=dv < DIM_V)
 
 
@@ -1087,6 +1093,7 @@ def attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """twins.attention; fewer than PROMPT_TOKENS split their positions, and the splits are merged in order."""
     q, n_tokens = q.contiguous(), len(q)
@@ -1103,14 +1110,14 @@ def attention(
     group = n_head // n_head_kv
     launcher.launch(
         _attention_kernel, (n_tokens, n_head_kv, n_splits),
-        q, sums, stats, k_pages, v_pages, page_tables, sequences, positions,
+        q, sums, stats, k_pages, v_pages, page_tables, sequences, positions, sinks,
         scale, softcap, window, n_head, n_head_kv, max_pages, pages_of_split, n_splits,
         SPLIT=n_splits > 1, CAPPED=softcap > 0, PRECISION=_precision(q), GROUP=group, DIM=dim, DIM_V=dim_v,
         H=max(16, _pow2(group)), D=max(16, _pow2(dim)), V=max(16, _pow2(dim_v)), N=32, warps=4,
     )  # fmt: skip
     if stats is not None:
         launcher.launch(
-            _merge_kernel, (n_tokens * n_head,), sums, stats, out, n_splits,
+            _merge_kernel, (n_tokens * n_head,), sums, stats, out, sinks, n_splits, n_head,
             DIM_V=dim_v, V=_pow2(dim_v), S=_pow2(n_splits), P=min(32, _pow2(n_splits)), warps=1,
         )  # fmt: skip
     return out

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from hotset.backends.base import PAGE_SIZE
+from hotset.backends.gpu import exact
 from hotset.backends.gpu.matrix import SLICE_VALUES, DeviceMatrix
-from hotset.model.graph import ActivationKind, Rope, RopeKind
+from hotset.model.graph import Activate, ActivationKind, Rope, RopeKind, Route
 
 GATHER_BELOW = 0.75  # share of the rows that are wanted: above it all are decoded, without an index
 QUERY_ROWS = 64  # tokens of a sequence that attend together
@@ -178,6 +179,106 @@ def unpack_bits(bits: Tensor, n: int, rows: Tensor | None = None) -> Tensor:
     return (bits[:, index // 8] >> (index % 8).to(torch.uint8)) & 1 != 0
 
 
+def route(x: Tensor, op: Route, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Which experts compute a token, best first: ids int32 [T, n_used], weights float32 [T, n_used].
+
+    x: the router's scores [T, n_expert]; bias: [n_expert], of the selection. See graph.Route. (Of a token
+    with a score that is not a number the ids are any, for its weights are none either.)
+    """
+    if op.scoring == "softmax":
+        p = torch.softmax(x, dim=1)
+    else:
+        p = torch.sigmoid(x) if op.scoring == "sigmoid" else x
+    wanted = x if bias is None and op.n_groups == 1 else p if bias is None else p + bias
+    wanted = wanted.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    if op.n_groups > 1:
+        groups = wanted.reshape(len(x), op.n_groups, -1)
+        best = groups.topk(min(op.group_best, groups.shape[2]), dim=2).values.sum(dim=2)
+        kept = best.sort(dim=1, descending=True, stable=True).indices[:, : op.n_groups_used]
+        is_kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, kept, True)
+        wanted = groups.masked_fill(~is_kept[:, :, None], -math.inf).reshape(x.shape)
+    # Of equal scores the lower id comes first, which `topk` does not promise.
+    ids = wanted.sort(dim=1, descending=True, stable=True).indices[:, : op.n_used]
+    weights = p.gather(1, ids)
+    if op.scoring == "softmax_chosen":
+        weights = torch.softmax(weights, dim=1)
+    if op.normalised:
+        weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=2.0**-14)
+    weights = torch.where(x.isnan().any(dim=1, keepdim=True), math.nan, weights * op.scale)
+    return ids.to(torch.int32), weights
+
+
+def experts(
+    h: Tensor,
+    slots: Tensor,
+    gate: DeviceMatrix | None,
+    up: DeviceMatrix,
+    down: DeviceMatrix,
+    *,
+    n_neurons: int,
+    activation: Activate,
+    up_activation: Activate | None,
+    by_neuron: bool,
+    sparse: bool,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Tensor:
+    """What experts yield for the tokens, neither weighed nor summed: [T, n_used, n_embd], the CPU's bits.
+
+    h: [T, n_embd]; slots: int32 [T, n_used], -1: another computes that one, and zeros stand in its place.
+    gate, up, down: the matrices of each slot's expert, one under the other, n_neurons rows of gate and up;
+    biases: [n_slots, width]. by_neuron: down has a row per neuron. sparse: a neuron whose activation is zero
+    is zero, whatever its up. counts: int64 [N_COUNTS], is added to.
+    """
+    out = torch.zeros((*slots.shape, h.shape[1]), device=h.device)
+    for slot in slots.unique().tolist():
+        if slot < 0:
+            continue
+        token, rank = (slots == slot).nonzero(as_tuple=True)
+        x, first = h[token], slot * n_neurons
+        value = _biased(exact.linear(x, up, first, n_neurons), up_bias, slot)
+        if gate is None:
+            value = exact.activate(value, activation.kind, activation.threshold)
+        else:
+            fired = _biased(exact.linear(x, gate, first, n_neurons), gate_bias, slot)
+            fired = exact.activate(fired, activation.kind, activation.threshold)
+            if up_activation is not None:
+                value = exact.activate(value, up_activation.kind, up_activation.threshold)
+            value = torch.where(fired != 0, fired * value, 0.0) if sparse else fired * value
+        if by_neuron:
+            y = exact.linear_t(value, down, first, n_neurons)
+        else:
+            y = exact.linear(value, down, slot * h.shape[1], h.shape[1])
+        out[token, rank] = _biased(y, down_bias, slot)
+        if counts is not None:
+            counts[0] += value.numel()
+            counts[1] += (value != 0).sum()
+            counts[2 if gate is not None else 3] += n_neurons
+            if gate is not None:
+                counts[3] += (fired != 0).any(dim=0).sum() if sparse else n_neurons
+            if by_neuron:
+                counts[4] += (value != 0).any(dim=0).sum()
+    return out
+
+
+def _biased(x: Tensor, bias: Tensor | None, slot: int) -> Tensor:
+    return x if bias is None else x + bias[slot]
+
+
+def sum_experts(parts: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
+    """The sum of weight * part in the order of the route, + residual: [T, width].
+
+    parts: [T, n_used, width]; weights: [T, n_used]. Each product is rounded before it is added: the CPU's
+    bits, and the same ones for parts from anywhere.
+    """
+    y = torch.zeros_like(parts[:, 0])
+    for j in range(parts.shape[1]):
+        y = y + parts[:, j] * weights[:, j, None]
+    return y if residual is None else y + residual
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, n_head: int = 1) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, over each of n_head equal parts of the width."""
     parts = x.reshape(len(x), n_head, -1)
@@ -324,12 +425,13 @@ def attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention over the paged cache, which holds the step's own keys and values already.
 
     q: [T, n_head * head_dim]; pages and tables as in `store_kv`; [T, n_head * head_dim_v]. window > 0: a
-    token sees itself and the window - 1 before it. softcap: see graph.Attention. A token whose page is -1
-    yields zeros.
+    token sees itself and the window - 1 before it. softcap, sinks ([n_head]): see graph.Attention. A token
+    whose page is -1 yields zeros.
     """
     n_head_kv, head_dim_v = k_pages.shape[1], v_pages.shape[3]
     group = n_head // n_head_kv
@@ -358,7 +460,12 @@ def attention(
             if softcap > 0:
                 scores = torch.tanh(scores / softcap) * softcap
             scores = scores.masked_fill(hidden[None, :, None, :], -math.inf)
-            mixed = torch.einsum("htgn,hnd->thgd", torch.softmax(scores, dim=-1), vals)
+            if sinks is not None:  # one more score, without a value
+                own_sinks = sinks.reshape(n_head_kv, 1, group, 1).expand(-1, last - first, -1, -1)
+                weights = torch.softmax(torch.cat([scores, own_sinks], dim=-1), dim=-1)[..., :-1]
+            else:
+                weights = torch.softmax(scores, dim=-1)
+            mixed = torch.einsum("htgn,hnd->thgd", weights, vals)
             out[first:last] = mixed.reshape(last - first, -1)
         first = last
     return out

@@ -1,0 +1,291 @@
+"""Experts in a device's memory: slots that the replacement policy fills, and what is computed with them.
+
+A step uses the experts that the table named when it began. The device looks its tokens' experts up in it,
+computes those that have a slot (exact.py: with the CPU's bits), and asks the CPU for the others
+(handshake.py). After the step the policy (replacement.py) hears which experts were used, says which are to
+come and what goes for them, and their bytes are copied while the next steps run. The table is a tensor that
+is written between steps: a captured graph reads it and knows nothing of an expert, and no slot is written
+while a table names it.
+
+Layers whose matrices have other types or shapes have slots of their own, and a policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotset.backends.gpu import exact
+from hotset.backends.gpu.matrix import DeviceMatrix
+from hotset.backends.gpu.weights import DeviceWeights
+from hotset.backends.lowering import decoded_vector
+from hotset.model.graph import ExpertLinear, ExpertSum, Ffn
+from hotset.replacement import Replacement, arrange
+
+LEARN_TOKENS = 8  # a step of more is a prompt's: it does not say what is needed often
+MOST_COMING = 64  # experts whose copies may be under way
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """What experts must have in common to share slots: of gate (None: there is none), up and down the type,
+    rows and columns of an expert's matrix, and whether there are biases."""
+
+    gate: tuple[int, int, int] | None
+    up: tuple[int, int, int]
+    down: tuple[int, int, int]
+    biased: tuple[bool, bool, bool]
+    by_neuron: bool
+
+
+@dataclass(frozen=True)
+class ExpertCounts:
+    """Experts of tokens since the model was loaded: hits were computed by devices, misses by the CPU.
+    fetched: those that were brought into a device's memory meanwhile, in n_bytes.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    fetched: int = 0
+    n_bytes: int = 0
+
+
+@dataclass
+class Slots:
+    """The matrices of n_slots experts, one under the other, and their biases, float32 [n_slots, width]."""
+
+    n_slots: int
+    layout: ExpertLayout
+    matrices: dict[str, DeviceMatrix]
+    biases: dict[str, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        parts: list[Any] = [*self.matrices.values(), *self.biases.values()]
+        return sum(part.nbytes for part in parts)
+
+
+@dataclass
+class _Group:
+    """Layers that share slots. index: of a layer among them. table: int32 [layers, n_expert], -1: no slot."""
+
+    layers: list[int]
+    ffns: dict[int, Ffn]
+    slots: Slots
+    policy: Replacement
+    table: Tensor
+    on_host: np.ndarray
+    changed: bool = False  # on_host is newer than table
+    coming: dict[tuple[int, int], Future[None]] = field(default_factory=dict)  # layer, expert
+
+
+def parts_of(ffn: Ffn) -> dict[str, ExpertLinear | ExpertSum]:
+    """The products of a mixture, as the kernels' arguments are named."""
+    found = {"gate": ffn.gate, "up": ffn.up, "down": ffn.down}
+    return {name: op for name, op in found.items() if isinstance(op, ExpertLinear | ExpertSum)}
+
+
+class ExpertCache:
+    """The experts of some mixtures in `n_slots` slots of a device's memory.
+
+    ffns: mixtures of one stage; n_used is alike in those that share slots. sparse: as of the stage.
+    nbytes: what the slots take there, all of it from the beginning. n_fetched, bytes_fetched: experts that
+    were copied there, since then.
+    """
+
+    def __init__(self, weights: DeviceWeights, ffns: Sequence[Ffn], n_slots: int, *, sparse: bool) -> None:
+        self._weights, self._sparse, self.device = weights, sparse, weights.device
+        self._groups: list[_Group] = []
+        self._of_layer: dict[int, _Group] = {}
+        by_layout: dict[ExpertLayout, list[Ffn]] = {}
+        for ffn in ffns:
+            by_layout.setdefault(layout_of(ffn, weights), []).append(ffn)
+        for (layout, own), n in zip(by_layout.items(), _shares(by_layout.values(), n_slots), strict=True):
+            if n:
+                self._add(layout, own, n)
+        self.nbytes = sum(group.slots.nbytes + group.table.nbytes for group in self._groups)
+        self.n_fetched = self.bytes_fetched = 0
+        # Bytes are taken apart and copied beside the steps; a CPU that stands in has no time beside them.
+        self._copies = None if self.device.type == "cpu" else ThreadPoolExecutor(1, "hotset-experts")
+
+    def _add(self, layout: ExpertLayout, ffns: list[Ffn], n_slots: int) -> None:
+        up = ffns[0].up
+        assert isinstance(up, ExpertLinear)
+        arranged = arrange(n_slots, len(ffns), up.n_used)
+        on_host = np.full((len(ffns), up.n_expert), -1, np.int32)
+        group = _Group(
+            [ffn.layer for ffn in ffns],
+            {ffn.layer: ffn for ffn in ffns},
+            _empty_slots(layout, n_slots, self.device),
+            Replacement(arranged, len(ffns), up.n_expert),
+            torch.from_numpy(on_host).to(self.device, copy=True),
+            on_host,
+        )
+        self._groups.append(group)
+        self._of_layer |= dict.fromkeys(group.layers, group)
+
+    def __contains__(self, layer: int) -> bool:
+        return layer in self._of_layer
+
+    @property
+    def n_slots(self) -> int:
+        return sum(group.slots.n_slots for group in self._groups)
+
+    def table(self, layer: int) -> Tensor:
+        """The slot of each expert of a layer, int32 [n_expert], -1: it has none; the same tensor always."""
+        group = self._of_layer[layer]
+        return group.table[group.layers.index(layer)]
+
+    def arguments(self, layer: int) -> dict[str, Any]:
+        """Of a layer's experts what twins.experts takes beside inputs and slots."""
+        group = self._of_layer[layer]
+        ffn = group.ffns[layer]
+        assert isinstance(ffn.up, ExpertLinear)
+        assert isinstance(ffn.down, ExpertSum)
+        biases = {f"{name}_bias": bias for name, bias in group.slots.biases.items()}
+        return {
+            "gate": None, **group.slots.matrices, **biases, "n_neurons": ffn.up.n_rows,
+            "activation": ffn.gate_act, "up_activation": ffn.up_act, "by_neuron": ffn.down.by_neuron,
+            "sparse": self._sparse and ffn.has_zeros,
+        }  # fmt: skip
+
+    # ---- between steps
+
+    def begin_step(self) -> None:
+        """Enters what has come into the tables, and takes out what goes."""
+        for group in self._groups:
+            for (layer, id), copy in list(group.coming.items()):
+                if copy.done():
+                    copy.result()
+                    del group.coming[layer, id]
+                    group.on_host[layer, id] = group.policy.find(layer, id)
+                    group.changed = True
+            if group.changed:
+                group.table.copy_(torch.from_numpy(group.on_host))
+                group.changed = False
+
+    def learn(self, routes: Mapping[int, np.ndarray]) -> None:
+        """Hears what a step asked for: of each layer int32 [n_tokens, n_used], -1 - id for what had a
+        slot."""
+        for group in self._groups:
+            group.policy.begin_step()
+            for i, layer in enumerate(group.layers):
+                asked = routes[layer]
+                if not len(asked):
+                    continue
+                ids = np.unique(np.where(asked < 0, -1 - asked, asked)).astype(np.int32)
+                self._look_up(group, i, ids, credit=len(asked) <= LEARN_TOKENS)
+
+    def _look_up(self, group: _Group, layer: int, ids: np.ndarray, *, credit: bool) -> None:
+        places = group.policy.lookup(layer, ids, credit=credit, keeps_better=True)
+        n_expert = group.on_host.shape[1]
+        for gone in places.evicted[places.evicted >= 0].tolist():
+            group.on_host[divmod(gone, n_expert)] = -1
+            group.changed = True
+            group.coming.pop(divmod(gone, n_expert), None)  # its copy is over before the next one's begins
+        for id, slot in places.to_fill(ids):
+            if len(group.coming) >= MOST_COMING:
+                group.policy.drop(layer, id)
+                continue
+            self.n_fetched += 1
+            self.bytes_fetched += group.slots.nbytes // group.slots.n_slots
+            if self._copies is None:
+                self._fill(group, group.layers[layer], id, slot)
+                group.on_host[layer, id] = slot
+                group.changed = True
+            else:
+                group.coming[layer, id] = self._copies.submit(
+                    self._fill, group, group.layers[layer], id, slot
+                )
+
+    def _fill(self, group: _Group, layer: int, id: int, slot: int) -> None:
+        """Copies an expert into a slot that no table names."""
+        for name, op in parts_of(group.ffns[layer]).items():
+            matrix = group.slots.matrices[name]
+            rows = matrix.n_rows // group.slots.n_slots
+            matrix.put(slot * rows, expert_bytes(op, id, self._weights))
+            if name in group.slots.biases:
+                group.slots.biases[name][slot].copy_(torch.from_numpy(expert_bias(op, id, self._weights)))
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # of this thread
+
+    def close(self) -> None:
+        """Waits for the copy that is under way; safe to call twice."""
+        if self._copies is not None:
+            self._copies.shutdown(wait=True, cancel_futures=True)
+
+
+def _shares(groups: Any, n_slots: int) -> list[int]:
+    """Slots of each group of layers, in proportion to their experts, and no more than those."""
+    sizes = [sum(ffn.up.n_expert for ffn in group if isinstance(ffn.up, ExpertLinear)) for group in groups]
+    ends = np.floor(np.cumsum(sizes) * (n_slots / sum(sizes)) + 1e-9).astype(int)
+    return np.minimum(np.diff(ends, prepend=0), sizes).tolist()
+
+
+def layout_of(ffn: Ffn, weights: DeviceWeights) -> ExpertLayout:
+    """Of one expert of a mixture."""
+    parts = parts_of(ffn)
+    shapes: dict[str, tuple[int, int, int]] = {}
+    for name, op in parts.items():
+        info = weights.source.tensors[op.weights[0]]
+        n_rows = op.n_rows if isinstance(op, ExpertLinear) else info.shape[1]
+        shapes[name] = int(info.type), n_rows, info.shape[0]
+    gate, up, down = (parts.get(name) for name in ("gate", "up", "down"))
+    biased = tuple(op is not None and op.bias is not None for op in (gate, up, down))
+    by_neuron = isinstance(down, ExpertSum) and down.by_neuron
+    return ExpertLayout(shapes.get("gate"), shapes["up"], shapes["down"], biased, by_neuron)  # type: ignore[arg-type]
+
+
+def _empty_slots(layout: ExpertLayout, n_slots: int, device: torch.device) -> Slots:
+    shapes = {"gate": layout.gate, "up": layout.up, "down": layout.down}
+    matrices = {
+        name: DeviceMatrix.empty(shape[0], n_slots * shape[1], shape[2], device)
+        for name, shape in shapes.items()
+        if shape is not None
+    }
+    width = {"gate": layout.up[1], "up": layout.up[1], "down": layout.up[2]}
+    biases = {
+        name: torch.zeros((n_slots, width[name]), device=device)
+        for name, is_biased in zip(("gate", "up", "down"), layout.biased, strict=True)
+        if is_biased
+    }
+    return Slots(n_slots, layout, matrices, biases)
+
+
+def expert_bytes(op: ExpertLinear | ExpertSum, id: int, weights: DeviceWeights) -> np.ndarray:
+    """The bytes of an expert's matrix, uint8 [rows, bytes of a row], of all its rows that count."""
+    source = weights.source
+    info = source.tensors[op.weights[0]]
+    stored = info.shape[1]
+    name, at = (op.weights[0], id) if len(op.weights) == 1 else (op.weights[id], 0)
+    n_matrices = op.n_expert if len(op.weights) == 1 else 1
+    rows = source.data(name).reshape(n_matrices, stored, -1)[at]
+    if isinstance(op, ExpertSum):
+        return rows
+    return rows[op.first_row : op.first_row + op.n_rows]
+
+
+def expert_bias(op: ExpertLinear | ExpertSum, id: int, weights: DeviceWeights) -> np.ndarray:
+    """float32, of the rows that count."""
+    assert op.bias is not None
+    own = decoded_vector(weights.source, op.bias).reshape(op.n_expert, -1)[id]
+    return own if isinstance(op, ExpertSum) else own[op.first_row : op.first_row + op.n_rows]
+
+
+def can_hold(ffn: Ffn, types: Sequence[int], device: torch.device) -> bool:
+    """Whether a device computes experts of a mixture with the CPU's bits. types: of its matrices."""
+    from hotset.backends.gpu.matrix import SUPPORTED
+
+    kinds = [op.kind for op in (ffn.gate_act, ffn.up_act) if op is not None]
+    return (
+        device.type in ("cpu", "cuda")
+        and ffn.mask is None
+        and all(kind in exact.ACTIVATIONS for kind in kinds)
+        and all(type in SUPPORTED for type in types)
+    )
