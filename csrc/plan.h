@@ -115,7 +115,8 @@ class Op {
         return false;
     }
 
-    mutable FfnCounters counters;  // of the latest step; added to by the thread that commits a chunk
+    mutable FfnCounters counters;      // of the latest step; added to by the thread that commits a chunk
+    FfnCounters* counted = &counters;  // what it adds to: one that works for another counts for that one
 };
 
 struct LinearPart {
@@ -130,6 +131,10 @@ struct LinearTail {
     Kind kind = None;
     Activation activation = Activation::Relu;
     float threshold = 0.0f;
+    // Of tokens that are cut: what is smaller is zero of the activation, and of the result.
+    float gate_cutoff = 0.0f, value_cutoff = 0.0f;
+
+    bool cuts() const { return gate_cutoff != 0.0f || value_cutoff != 0.0f; }
 };
 
 struct NeuronFacts {

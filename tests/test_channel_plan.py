@@ -56,10 +56,20 @@ def test_a_matrix_that_would_not_gain_stays(tmp_path: Path) -> None:
 
 def test_of_up_rows_are_left_out_where_those_are_less(tmp_path: Path) -> None:
     gguf = write(tmp_path, type=T.Q4_0)
-    plan = planned(gguf, with_kept(gguf, [{**KEPT, "gate": 0.2}, {**KEPT, "gate": 0.9}]))
+    plan = planned(gguf, with_kept(gguf, [{**KEPT, "gate": 0.05}, {**KEPT, "gate": 0.9}]))
     of_up = {gain.tensor: gain for gain in plan.gains if "ffn_up" in gain.tensor}
     assert [of_up[f"blk.{i}.ffn_up.weight"].by_neuron for i in range(2)] == [True, False]
     assert "blk.0.ffn_up.weight" not in plan.chosen
+    assert plan.whole == {"blk.1.ffn_up.weight"}
+
+
+def test_rows_of_up_are_left_out_only_where_that_pays_for_the_second_pass(tmp_path: Path) -> None:
+    gguf = write(tmp_path, type=T.Q4_0)
+    only_gate = LayerCutoffs(gate=0.3)
+    plan = planned(gguf, with_kept(gguf, [{"gate": 0.8}, {"gate": 0.3}], only_gate))
+    assert plan.whole == {"blk.0.ffn_up.weight"}
+    assert [gain.pays for gain in plan.gains if "ffn_up" in gain.tensor] == [False, True]
+    assert planned(gguf, thresholds_of(gguf, cutoffs=only_gate)).whole == frozenset()  # each step decides
 
 
 @pytest.mark.parametrize("kept", [None, "half", [], [{"attn_in": 2}, "x"], [{"attn_in": float("nan")}, {}]])

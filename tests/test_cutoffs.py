@@ -182,6 +182,24 @@ def test_rows_of_what_is_cut_are_not_read(tmp_path: Path) -> None:
     assert (stats.gate_rows == 288).all()
 
 
+@pytest.mark.parametrize("case", ["gate", "down_in", "every"])
+def test_where_it_does_not_pay_all_rows_are_read(tmp_path: Path, case: str) -> None:
+    """The cutoffs are in the pass of gate and up then, and neither bits nor counts of neurons differ."""
+    gguf = write(tmp_path, type=T.Q4_0)
+    cutoffs, ids, cut = CASES[case], tokens(24), np.arange(24) % 5 > 1
+    ups = [f"blk.{i}.ffn_up.weight" for i in range(2)]
+    backends = cpu(gguf, cutoffs, n_threads=1), cpu(gguf, cutoffs, n_threads=2, whole=ups)
+    for steps in ([], [7, 8, 9], [*range(1, 24)]):
+        found = [run(backend, ids, cut, steps) for backend in backends]
+        np.testing.assert_array_equal(*found)
+        by_row, whole = [backend.stats() for backend in backends]
+        assert by_row is not None
+        assert whole is not None
+        np.testing.assert_array_equal(by_row.active, whole.active)
+        assert (whole.up_rows == 288).all()
+        assert (whole.gate_rows == 288).all()
+
+
 @pytest.mark.parametrize("type_", [T.Q8_0, T.Q4_0, T.Q4_1], ids=lambda t: t.name)
 def test_channels_of_what_is_cut_are_not_read(tmp_path: Path, type_: GGMLType) -> None:
     gguf = write(tmp_path, type=type_)

@@ -4,7 +4,8 @@
 namespace hotset::bindings {
 
 void PlanBuilder::linear(int x, const NormArguments& norm, const std::vector<Part>& parts, int residual,
-                         bool gated, const std::optional<ActivationArguments>& activation, float cutoff,
+                         bool gated, const std::optional<ActivationArguments>& activation,
+                         const std::tuple<float, float, float>& cutoffs,
                          const std::vector<std::optional<Channels>>& channels) {
     require(!parts.empty() && parts.size() <= kMaxChunks && (!gated || (parts.size() == 2 && activation)) &&
                 (residual < 0 || parts.size() == 1) && (gated || !activation || parts.size() == 1),
@@ -16,9 +17,11 @@ void PlanBuilder::linear(int x, const NormArguments& norm, const std::vector<Par
     }
     require(!gated || built[0].weight.rows == built[1].weight.rows, "gate and up have the same rows");
     LinearTail tail;
+    const auto& [cutoff, gate_cutoff, value_cutoff] = cutoffs;
     if (activation)
         tail = {gated ? LinearTail::Gated : LinearTail::Activated, checked_activation(activation->first),
-                activation->second};
+                activation->second, gate_cutoff, value_cutoff};
+    require(activation || (gate_cutoff == 0.0f && value_cutoff == 0.0f), "what is activated is cut");
     if (residual >= 0) {
         same_rows(x, residual);
         require(width(residual) == width(built[0].out) && residual != built[0].out,

@@ -248,7 +248,7 @@ void bind_plan(nb::module_& m) {
         .def("norm", &PlanBuilder::norm, "layer"_a, "weight"_a, "bias"_a.none(), "eps"_a, "n_head"_a, "x"_a,
              "out"_a)
         .def("linear", &PlanBuilder::linear, "x"_a, "norm"_a.none(), "parts"_a, "residual"_a, "gated"_a,
-             "activation"_a.none(), "cutoff"_a = 0.0f,
+             "activation"_a.none(), "cutoffs"_a = std::tuple<float, float, float>(),
              "channels"_a = std::vector<std::optional<PlanBuilder::Channels>>())
         .def("neurons", &PlanBuilder::neurons, "x"_a, "norm"_a.none(), "gate"_a.none(), "up"_a,
              "activation"_a, "up_activation"_a.none(), "predictor"_a.none(), "sparse"_a, "out"_a,

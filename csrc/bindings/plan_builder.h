@@ -33,10 +33,11 @@ class PlanBuilder {
     // share of channels below which these are read.
     using Channels = std::tuple<Bytes, Bytes, std::optional<Bytes>, int64_t, int64_t, float>;
 
-    // cutoff, channels: see Plan::add_linear. With an activation and two parts, these are gate and up; with
-    // one part, it is applied to the result.
+    // cutoffs: of the input (see Plan::add_linear, as for channels), of the activation, of the result. With
+    // an activation and two parts, these are gate and up; with one part, it is applied to the result.
     void linear(int x, const NormArguments& norm, const std::vector<Part>& parts, int residual, bool gated,
-                const std::optional<ActivationArguments>& activation, float cutoff,
+                const std::optional<ActivationArguments>& activation,
+                const std::tuple<float, float, float>& cutoffs,
                 const std::vector<std::optional<Channels>>& channels);
 
     // The values of an FFN's neurons (csrc/ops/neurons.cpp). predictor: buffer of scores, threshold, and how

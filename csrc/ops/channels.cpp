@@ -6,6 +6,7 @@
 #include <new>
 
 #include "channel_input.h"
+#include "linear_tail.h"
 
 namespace hotset {
 namespace {
@@ -26,6 +27,7 @@ class ChannelLinear : public Op {
           channels_(std::move(channels)),
           residual_(residual < 0 ? nullptr : &plan.buffer(residual)),
           tail_(tail) {
+        several_->counted = &counters;
         int64_t all = 0;
         for (const LinearPart& part : parts_) {
             input_.serves(part.weight);
@@ -90,12 +92,8 @@ class ChannelLinear : public Op {
             add_bias(kernels, its.bias, first, 1, count, out);
         };
         product(p, results);
-        if (gated()) {
-            product(1, up);
-            kernels.gated(tail_.activation, tail_.threshold, results, up, count, results);
-        } else if (tail_.kind == LinearTail::Activated) {
-            kernels.activate(tail_.activation, tail_.threshold, results, count, results);
-        }
+        if (gated()) product(1, up);
+        finish_products(kernels, tail_, step.cut.data(), 1, count, results, up, counts);
         if (residual_) kernels.add(results, residual_->row(0) + first, count, results);
         if (!worker.begin_commit()) return;
         std::copy_n(results, count, plan_.buffer(part.out).row(0) + first);

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "linear_input.h"
+#include "linear_tail.h"
 
 namespace hotset {
 namespace {
@@ -104,20 +105,18 @@ class Linear : public Op {
             kernels.linear[int(of.weight.type)](of.weight, first, last, in, 0, n, out, rows, scratch);
             add_bias(kernels, of.bias, first, n, rows, out);
         };
+        float* up = results + n * rows;
+        FfnCounts counts;
         product(part, results);
-        if (gated()) {
-            float* up = results + n * rows;
-            product(parts_[1], up);
-            kernels.gated(tail_.activation, tail_.threshold, results, up, n * rows, results);
-        } else if (tail_.kind == LinearTail::Activated) {
-            kernels.activate(tail_.activation, tail_.threshold, results, n * rows, results);
-        }
+        if (gated()) product(parts_[1], up);
+        finish_products(kernels, tail_, step.cut.data(), n, rows, results, up, counts);
         if (residual_)
             for (int t = 0; t < n; t++)
                 kernels.add(results + t * rows, residual_->row(t) + first, rows, results + t * rows);
         if (!worker.begin_commit()) return;
         const Buffer& out = plan_.buffer(part.out);
         for (int t = 0; t < n; t++) std::copy_n(results + t * rows, rows, out.row(t) + first);
+        if (tail_.cuts()) counted->add(counts);
         worker.end_commit();
     }
 

@@ -140,7 +140,7 @@ class Plan:
         residual: int,
         gated: bool,
         activation: tuple[int, float] | None,  # kind, threshold
-        cutoff: float = 0.0,
+        cutoffs: tuple[float, ...] = (0.0, 0.0, 0.0),  # of the input, the activation, the result
         channels: list[Channels | None] = ...,
     ) -> None: ...
     def neurons(

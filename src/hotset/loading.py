@@ -222,7 +222,7 @@ def build(decided: Decided) -> tuple[Decided, Backend]:
             decided = replace(decided, placement=None)
     name = "cpu" if settings.backend == "auto" else settings.backend
     if decided.channels is not None and name == "cpu":
-        options["channel_rate"] = decided.channels.rate
+        options |= {"channel_rate": decided.channels.rate, "whole": decided.channels.whole}
     if decided.n_states:
         options["n_states"] = decided.n_states
     if decided.ram is not None:

@@ -6,6 +6,7 @@ A value that is asked for as a tap is kept, and what would fuse it away is not f
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,8 @@ class CpuBackend:
     this process may use. isa: forces a set of kernels, as the environment variable HOTSET_ISA does.
     sparse: leaves out what an FFN with zeros does not need: up rows of neurons whose gate does not fire, down
     rows of those that are zero, and all of those that a predictor does not name. The bits are the same.
-    channel_rate: bytes per second that are read by channel over those by row (placement/channels.py).
+    channel_rate: bytes per second that are read by channel over those by row (placement/channels.py). whole:
+    up matrices of which every row is read, though gates are cut, since leaving some out does not pay.
     runtime: threads and memory that others use too, instead of n_threads of its own; it stays open.
     Raises UnsupportedModelError for tensor types without a kernel and heads that q8_0 does not fit.
     """
@@ -67,6 +69,7 @@ class CpuBackend:
         isa: str | None = None,
         sparse: bool = False,
         channel_rate: float = 1.0,
+        whole: Collection[str] = (),
         runtime: _core.Runtime | None = None,
         first_op: int = 0,
         last_op: int | None = None,
@@ -77,7 +80,7 @@ class CpuBackend:
         self.n_layer = max(graph.n_layer, 1)
         self.n_pages, self.max_batch, self.kv_type = n_pages, max_batch, kv_type
         self.n_vocab = graph.result.width
-        self._isa, self._channel_rate = isa, channel_rate
+        self._isa, self._channel_rate, self._whole = isa, channel_rate, frozenset(whole)
         self._cache = {op.layer: self._new_cache(op) for op in self.graph.ops if isinstance(op, Attention)}
         self.n_states = n_states if graph.recurrent else 0
         # Untouched slots cost no memory.
@@ -235,7 +238,7 @@ class CpuBackend:
         return lower(
             self.graph, taps, self.weights, plan,
             entering=self.entering, cache=self._cache_of, states=self._states_of, sparse=self.sparse,
-            channel_rate=self._channel_rate,
+            channel_rate=self._channel_rate, whole=self._whole,
             streamed=self.weights.streamed if isinstance(self.weights, StoredWeights) else None,
         )  # fmt: skip
 

@@ -3,12 +3,13 @@ operations.
 
 Values that are not alive together share memory. An FFN whose activation leaves neurons at zero becomes the
 two operations that can skip them, `neurons` and `axpy` (docs/DESIGN.md, "The sparse FFN"); any other becomes
-its matrix products.
+its matrix products. One whose neurons are cut is of the first kind where that pays, else of the second: the
+cutoffs go into the pass of its products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -54,6 +55,7 @@ from hotset.model.graph import (
     TransposedHeads,
     TransposedLinear,
     Value,
+    has_zeros,
     one_matrix,
 )
 
@@ -149,13 +151,14 @@ def lower(
     sparse: bool,
     channel_rate: float = 1.0,
     streamed: Streamed | None = None,
+    whole: Collection[str] = (),
 ) -> Lowered:
     """Fills an empty native plan. entering: the rows that a part of a graph begins with. cache: what
     `Plan.attention` takes of an operation's keys and values. states: of an operation, float32
     [n_states, size].
 
-    sparse: leaves out what an FFN with zeros does not need. channel_rate: see CpuBackend. streamed: weights
-    that each step waits for. Raises InvalidRequestError for an unknown tap.
+    sparse: leaves out what an FFN with zeros does not need. channel_rate, whole: see CpuBackend. streamed:
+    weights that each step waits for. Raises InvalidRequestError for an unknown tap.
     """
     unknown = taps - {op.out.name for op in graph.primitives}
     if unknown:
@@ -164,7 +167,7 @@ def lower(
     buffers = Buffers(plan.buffer, graph, fused, taps)
     if entering is not None:
         plan.input(buffers.begin(entering))
-    emit = _Emission(plan, buffers, weights, cache, states, sparse, channel_rate, streamed)
+    emit = _Emission(plan, buffers, weights, cache, states, sparse, channel_rate, streamed, whole)
     for group in fused:
         buffers.enter(group)
         emit.group(group)
@@ -198,8 +201,9 @@ class _Emission:
         sparse: bool,
         channel_rate: float,
         streamed: Streamed | None,
+        whole: Collection[str],
     ) -> None:
-        self._channel_rate = channel_rate
+        self._channel_rate, self._whole = channel_rate, whole
         self._streamed, self._piece = streamed, -1  # which was waited for last
         self._plan, self._buffers, self._weights = plan, buffers, weights
         self._cache, self._states, self._sparse = cache, states, sparse
@@ -320,8 +324,10 @@ class _Emission:
         *,
         multiplied: bool = False,
         cut: Cutoff | None = None,
+        neuron_cuts: tuple[float, float] = (0.0, 0.0),
     ) -> None:
-        """multiplied: the first product, activated, times the second is the result. norm, cut: in front."""
+        """multiplied: the first product, activated, times the second is the result. norm, cut: in front.
+        neuron_cuts: cutoffs of the activation, and of the result."""
         for linear in linears:
             if isinstance(self._weights.data(linear.weight), _core.StoredRows):
                 raise InvalidRequestError(
@@ -334,7 +340,7 @@ class _Emission:
             self._residual(residual),
             multiplied,
             activation(activate) if activate else None,
-            0.0 if cut is None else cut.threshold,
+            (0.0 if cut is None else cut.threshold, *neuron_cuts),
             self._channels(linears),
         )
 
@@ -352,17 +358,17 @@ class _Emission:
         if ffn.route is not None:
             self._experts(ffn, ffn.route, group)
             return
-        if ffn.has_zeros:
+        fetched: set[int] = set()
+        if self._leaves_out_rows(ffn):
             fetched = self._neurons(ffn)
-        elif ffn.gate is None:
-            self._products(
-                ffn.norm, [one_matrix(ffn.up)], [ffn.selected], activate=ffn.gate_act, cut=ffn.in_cut
-            )
         else:
             assert ffn.up_act is None, "an activation of up stands beside one with zeros alone"
             # Of gate and up only the product exists: its buffer stands for both.
-            products, outs = [one_matrix(ffn.gate), one_matrix(ffn.up)], [ffn.selected] * 2
-            self._products(ffn.norm, products, outs, activate=ffn.gate_act, multiplied=True, cut=ffn.in_cut)
+            products = [one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None]
+            self._products(
+                ffn.norm, products, [ffn.selected] * len(products), activate=ffn.gate_act,
+                multiplied=ffn.gate is not None, cut=ffn.in_cut, neuron_cuts=_cutoffs(ffn)[1:],
+            )  # fmt: skip
         self.at.append((ffn.layer, ffn.part))
 
         residual, down = group.residual(ffn.out), ffn.down
@@ -375,6 +381,15 @@ class _Emission:
             assert isinstance(down, Linear)
             self._products(None, [down], [group.out[0]], residual)
         self.at.append((ffn.layer, ffn.part))
+
+    def _leaves_out_rows(self, ffn: Ffn) -> bool:
+        """Whether rows of gate and up are left out one by one: those of neurons that an activation leaves at
+        zero, or a cutoff of the gate where that pays. Rows of a store lie where only this can read them."""
+        matrices = [one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None]
+        stored = any(isinstance(self._weights.data(op.weight), _core.StoredRows) for op in matrices)
+        by_cutoff = ffn.gate is not None and ffn.gate_cut is not None
+        pays = by_cutoff and self._sparse and matrices[-1].weight not in self._whole
+        return has_zeros(ffn.gate_act.kind) or ffn.mask is not None or stored or pays
 
     def _experts(self, ffn: Ffn, route: Route, group: Fused) -> None:
         """Three native operations: who computes (unless that was found before), the neurons of these, and

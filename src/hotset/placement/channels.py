@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,7 @@ _WIDTH, _N_MATRICES = 4096, 8  # 75 MB, more than most caches hold
 _KEPT = 0.5
 _SECONDS = 0.2  # of each measurement
 _TYPE = GGMLType.Q4_0
+_SPLIT = 0.2  # of the time of gate and up: what it costs to compute gates first, and then ups here and there
 _LEAST_GAIN = 0.03  # of a matrix's time: for less a copy is not worth its room
 
 
@@ -77,10 +78,14 @@ class ChannelGain:
 
 @dataclass(frozen=True)
 class ChannelPlan:
-    """Of the matrices of which zeros need not be read. rate: of channels over that of rows."""
+    """Of the matrices of which zeros need not be read. rate: of channels over that of rows.
+
+    whole: up matrices of which every row is read, though gates are cut: leaving some out does not pay.
+    """
 
     gains: tuple[ChannelGain, ...]
     rate: float
+    whole: frozenset[str] = frozenset()
 
     @property
     def chosen(self) -> tuple[str, ...]:
@@ -130,16 +135,21 @@ def plan_channels(
         kept = thresholds.kept(op.layer, cutoff_of[op.x])
         read = scales + codes * (1.0 if kept is None else kept)
         gains[op.weight] = _gain(op.weight, kept, False, info.nbytes, read, rates)
+    whole = set()
     for ffn in cut_ffns:
         up, kept = ffn.up, thresholds.kept(ffn.layer, "gate")
         if kept is None or ffn.gate is None or not isinstance(up, g.Linear):
             continue
         n_bytes = row_bytes(tensors[up.weight].type, up.x.width) * up.out.width
         by_neuron = _gain(up.weight, kept, True, n_bytes, kept * n_bytes, rates)
+        split_s = _SPLIT * 2 * n_bytes / rates.rows
+        by_neuron = replace(by_neuron, kept_s=by_neuron.kept_s + split_s)
         other = gains.get(up.weight)
         if other is None or other.kept is None or by_neuron.kept_s <= other.kept_s:
             gains[up.weight] = by_neuron
-    return ChannelPlan(tuple(gains.values()), rates.channels / rates.rows)
+        if not (gains[up.weight].by_neuron and gains[up.weight].pays):
+            whole.add(up.weight)
+    return ChannelPlan(tuple(gains.values()), rates.channels / rates.rows, frozenset(whole))
 
 
 def _gain(

@@ -1,0 +1,56 @@
+// What becomes of the products of a chunk before they are added to a residual: LinearTail.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "../plan.h"
+
+namespace hotset {
+
+// values: activated gates, which become those of the neurons. One pass without a branch, which compilers turn
+// into vectors: this is all that a cutoff costs where nothing is left out.
+inline void multiply_cut(const LinearTail& tail, const float* up, int64_t rows, float* values) {
+    for (int64_t i = 0; i < rows; i++) {
+        const float gate = values[i], value = gate * up[i];
+        const bool zero =
+            (std::fabs(gate) < tail.gate_cutoff) | (gate == 0.0f) | (std::fabs(value) < tail.value_cutoff);
+        values[i] = zero ? 0.0f : value;
+    }
+}
+
+// results: [n][rows] of n tokens, of gates where there is up, [n][rows]. cut: of each token. A neuron whose
+// gate was cut is zero whatever up is, as where its row of up is not read. Counts where something is cut.
+inline void finish_products(const Kernels& kernels, const LinearTail& tail, const uint8_t* cut, int n,
+                            int64_t rows, float* results, const float* up, FfnCounts& counts) {
+    if (tail.kind == LinearTail::None) return;
+    const bool gated = tail.kind == LinearTail::Gated;
+    auto whole = [&](float* values, const float* its_up, int64_t count) {
+        if (gated)
+            kernels.gated(tail.activation, tail.threshold, values, its_up, count, values);
+        else
+            kernels.activate(tail.activation, tail.threshold, values, count, values);
+    };
+    if (!tail.cuts()) return whole(results, up, n * rows);
+    for (int t = 0; t < n; t++) {
+        float* values = results + t * rows;
+        const float* its_up = gated ? up + t * rows : nullptr;
+        if (cut[t]) {
+            kernels.activate(tail.activation, tail.threshold, values, rows, values);
+            if (gated)
+                multiply_cut(tail, its_up, rows, values);
+            else
+                cut_small(std::max(tail.gate_cutoff, tail.value_cutoff), values, rows, values);
+        } else {
+            whole(values, its_up, rows);
+        }
+        int active = 0;
+        for (int64_t i = 0; i < rows; i++) active += values[i] != 0.0f;
+        counts.active += active;
+    }
+    counts.selected += n * rows;
+    counts.up_rows += rows;
+    if (gated) counts.gate_rows += rows;
+}
+
+}  // namespace hotset
