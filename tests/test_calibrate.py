@@ -31,7 +31,13 @@ from hotset.training import thresholds as training
 from hotset.training.cut_choice import CutChoices, Cuts, SiteBytes, bytes_of_sites
 from hotset.training.cut_losses import LayerLosses, LossPass, sites_of
 from hotset.training.graph_torch import TorchGraph
-from hotset.training.thresholds import ThresholdSettings, calibrate_thresholds, every_cutoff, windows_of
+from hotset.training.thresholds import (
+    Measured,
+    ThresholdSettings,
+    calibrate_thresholds,
+    every_cutoff,
+    windows_of,
+)
 
 pytest.importorskip("hotset._core", reason="the native module is not built")
 
@@ -326,6 +332,33 @@ def test_a_kind_that_costs_more_than_it_was_thought_is_cut_less() -> None:
     assert not any(layer.attn_in or layer.attn_out for layer in after.layers)
 
 
+def test_what_rounding_costs_is_no_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of measurements that are twice, half or just what was foreseen, and the same KL more for anything."""
+    _, losses, sizes = drawn_choices(2)
+    for one in losses:
+        for values in one.loss.values():  # the first step costs next to nothing
+            values[(*np.zeros(values.ndim - 1, int), 1)] = 1e-3
+    choices = CutChoices(losses, sizes, [True, True])
+    truth = {"attn_in": 2.0, "attn_out": 0.5, "ffn_in": 1.0, "neurons": 1.0}
+
+    def measured(self: Any, layers: Any, saved: float, n_windows: int) -> Measured:
+        kl = 0.25
+        for layer, one in zip(layers, losses, strict=True):
+            at = {name: int(np.searchsorted(one.thresholds[name], value)) for name, value in layer.items()}
+            for kind, factor in truth.items():
+                place = (at["gate"], at["down_in"]) if kind == "neurons" else at[kind]
+                kl += factor * float(one.loss[kind][place]) / one.n_tokens
+        return Measured(saved, 9.0, 9.0, 0.0, 0.0, kl, 1.0, 100)
+
+    search = object.__new__(training._Search)
+    search.held, search.progress = np.zeros((3, 8), np.int32), None
+    monkeypatch.setattr(training._Search, "_measure", measured)
+    cuts = choices.with_share(0.99)
+    assert all(loss > 0.1 for loss in cuts.loss.values())
+    search._measure_kinds(choices, cuts)
+    assert choices.factors == pytest.approx(truth, rel=0.1)
+
+
 def test_cuts_of_one_kind() -> None:
     layer = LayerCutoffs(gate=1, attn_in=2, attn_out=3, ffn_in=4, down_in=5)
     cuts = Cuts((layer,), {}, 0.5)
@@ -453,7 +486,7 @@ def test_a_killed_run_goes_on(path: Path, text: str, tmp_path: Path, monkeypatch
         with pytest.raises(KeyboardInterrupt):
             calibrate_thresholds(path, text, out, settings, work=work, progress=Told(stop))
         assert not out.exists()
-    assert (n_passes, n_measured) == (8, 5)
+    assert (n_passes, n_measured) == (8, 6)
     again = calibrate_thresholds(path, text, out, settings, work=work, keep=True)
     assert n_passes == 8
     assert again.thresholds == whole.thresholds

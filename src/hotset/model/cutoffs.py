@@ -33,6 +33,11 @@ class LayerCutoffs:
         """Whether something of the FFN is cut."""
         return bool(self.gate or self.ffn_in or self.down_in)
 
+    @property
+    def cuts(self) -> bool:
+        """Whether anything is cut."""
+        return any(value for _, value in self.items())
+
     def items(self) -> Iterator[tuple[CutoffName, float]]:
         """Name and value of each, in the order above."""
         for name in CUTOFF_NAMES:
