@@ -31,6 +31,7 @@ class FakeCold:
         self._out = {layer: torch.zeros((max_batch, width)) for layer in layers}
         self._done: set[int] = set()
         self._n_tokens = 0
+        self.capturable = True
         self.n_steps = 0
         self.n_posts = 0
         self.n_selected = 0

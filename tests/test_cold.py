@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ torch = pytest.importorskip("torch")
 from fake_cuda import FakeCuda  # noqa: E402
 
 from hotset import _core  # noqa: E402
+from hotset.backends.gpu import handshake  # noqa: E402
 from hotset.backends.gpu.handshake import (  # noqa: E402
     ColdService,
     choose_kind,
@@ -246,6 +248,48 @@ def test_the_environment_forces_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTSET_HANDSHAKE", "pigeon")
     with pytest.raises(InvalidRequestError, match="HOTSET_HANDSHAKE must be one of memops, spin"):
         choose_kind("cpu")
+
+
+def test_kinds_are_tried_in_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, tried = torch.device("cuda", 0), list[str]()
+    outcomes: dict[str, float | str] = {}
+
+    def measured(command: list[str]) -> float:
+        assert command[0] == sys.executable
+        assert command[-2] == "cuda:0"
+        tried.append(command[-1])
+        if isinstance(outcome := outcomes[command[-1]], str):
+            raise DeviceError(outcome)
+        return outcome
+
+    monkeypatch.delenv("HOTSET_HANDSHAKE", raising=False)
+    monkeypatch.setattr(handshake, "_measured_by", measured)
+    for given, kind, order in (
+        ({"memops": 9e-6, "spin": 7e-6}, "spin", ["memops", "spin"]),
+        ({"memops": "too old", "spin": 7e-6}, "spin", ["memops", "spin"]),
+        ({"memops": "a", "spin": "b", "hostfunc": 5e-5}, "hostfunc", ["memops", "spin", "hostfunc"]),
+        ({"memops": "a", "spin": "b", "hostfunc": "c"}, "direct", ["memops", "spin", "hostfunc"]),
+    ):
+        monkeypatch.setattr(handshake, "_chosen", {})
+        outcomes, tried[:] = given, []
+        chosen = choose_kind(device)
+        assert (chosen.kind, tried) == (kind, order)
+        assert all(reason in chosen.reason for reason in outcomes.values() if isinstance(reason, str))
+        assert choose_kind(device) is chosen
+        assert tried == order  # and not again
+
+
+def test_a_process_that_measures_may_fail_in_any_way() -> None:
+    def said(code: str, timeout: float = 60.0) -> float:
+        return handshake._measured_by([sys.executable, "-S", "-c", code], timeout)
+
+    assert said("print('a line'); print(1.5e-05)") == 1.5e-5
+    with pytest.raises(DeviceError, match=r"^no such call$"):
+        said("import sys; print('more', file=sys.stderr); sys.exit('no such call')")
+    with pytest.raises(DeviceError, match="its process ended with -9"):
+        said("import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(DeviceError, match="nothing after"):
+        said("import time; time.sleep(60)", 0.5)
 
 
 def test_a_round_trip_is_measured() -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,35 +155,125 @@ def test_a_split_layer_is_captured_with_its_round_trip(tmp_path: Path) -> None:
     assert cold.n_posts > N_LAYER * len(cuts)
 
 
-def test_cuda_graphs_share_a_stream_and_a_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's recording with its CUDA parts replaced: how it is called, and that its results are used."""
-    given: list[tuple[Any, Any]] = []
+class FakeGraphs:
+    """torch's graphs and streams without CUDA. log: what was done. fails: whether a capture is spoilt."""
 
-    class Graph:
-        n_replays = 0
-
-        def replay(self) -> None:
-            Graph.n_replays += 1
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.pools: set[int] = set()
+        self.streams: list[object] = []
+        self.current: object = None
+        self.fails = False
+        patch.setattr(torch.cuda, "CUDAGraph", lambda: self)
+        patch.setattr(torch.cuda, "graph_pool_handle", object)
+        patch.setattr(torch.cuda, "Stream", lambda device: object())
+        patch.setattr(torch.cuda, "stream", self._on)
+        patch.setattr(torch.cuda, "synchronize", lambda device: self.log.append("synchronize"))
+        patch.setattr(torch.cuda, "empty_cache", lambda: self.log.append("empty"))
+        patch.setattr(Kernels, "capturable", True)
 
     @contextmanager
-    def recording(graph: Any, pool: Any, stream: Any) -> Iterator[None]:
-        given.append((pool, stream))
-        yield
+    def _on(self, stream: object) -> Iterator[None]:
+        self.streams.append(stream)
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
 
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", recording)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: object())
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
-    monkeypatch.setattr(Kernels, "capturable", True)
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        assert self.current is not None
+        assert capture_error_mode == "thread_local"
+        self.pools.add(id(pool))
+        self.log.append("begin")
+
+    def capture_end(self) -> None:
+        self.log.append("end")
+        if self.fails:
+            raise RuntimeError("operation failed due to a previous error during capture\nand more")
+
+    def replay(self) -> None:
+        self.log.append("replay")
+
+
+def test_cuda_graphs_share_a_stream_and_a_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's recording with its CUDA parts replaced: how it is called, and that its results are used."""
+    cuda = FakeGraphs(monkeypatch)
     ready, graph = prepared(write(tmp_path, "bamboo"), "exact")
     backend = gpu(ready.weights, graph)
     steps = [batch([(tokens(n), 0, [0])]) for n in (1, 2, 8, 9)]
     first = [backend.step(step).logits.copy() for step in steps]
-    assert len(given) == 3
-    assert len({id(pool) for pool, _ in given}) == len({id(stream) for _, stream in given}) == 1
+    assert cuda.log == ["synchronize", "begin", "end"] * 3  # and the allocator keeps what it has
+    assert len(cuda.pools) == len({id(stream) for stream in cuda.streams}) == 1
     for step, expected in zip(steps, first, strict=True):
         np.testing.assert_array_equal(backend.step(step).logits, expected)
-    assert Graph.n_replays == 3
+    assert cuda.log.count("replay") == 3
+    assert not backend.notes
+
+
+@pytest.mark.parametrize("where", ["a call", "the end"])
+def test_a_capture_that_fails_is_the_last_and_the_stage_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    cuda = FakeGraphs(monkeypatch)
+    ready, graph = prepared(write(tmp_path, "bamboo"), "exact")
+    kernels = Kernels("cpu", triton=False)
+    expected = gpu(ready.weights, graph, capture=Recorder()).step(batch([(tokens(3), 0, [0])])).logits
+    backend = gpu(ready.weights, graph, kernels=kernels)
+    backend.step(batch([(tokens(1), 0, [0])]))
+    attention = kernels.attention
+
+    def forbidden(*arguments: Any, **options: Any) -> torch.Tensor:
+        if cuda.current is not None:
+            raise torch.OutOfMemoryError("operation not permitted when stream is capturing\nand more")
+        return attention(*arguments, **options)
+
+    if where == "a call":
+        kernels.attention = forbidden  # type: ignore[method-assign]
+    else:
+        cuda.fails = True
+    for _ in range(2):  # nothing is captured again
+        np.testing.assert_array_equal(backend.step(batch([(tokens(3), 0, [0])])).logits, expected)
+        assert cuda.current is None
+    assert cuda.log.count("begin") == 2
+    assert cuda.log[-1] == "synchronize"  # what is left of the error is over
+    (note,) = backend.notes
+    assert note.startswith("cpu: steps of 3 tokens cannot be captured, and are launched one kernel after")
+    assert note.endswith(
+        "(operation not permitted when stream is capturing)"
+        if where == "a call"
+        else "(operation failed due to a previous error during capture)"
+    )
+    backend.step(batch([(tokens(1), 0, [0])]))
+    assert cuda.log[-1] == "replay"  # what was captured before stays
+
+
+def test_the_step_before_a_capture_has_the_shapes_of_the_capture(tmp_path: Path) -> None:
+    """Else a kernel for other shapes would be loaded first within the capture, where that is forbidden."""
+    ready, graph = prepared(write(tmp_path, "bamboo"), "exact")
+    kernels, seen = Kernels("cpu", triton=False), list[list[Any]]()
+
+    def noted(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        seen[-1].append((call, [tuple(a.shape) for a in args if isinstance(a, torch.Tensor)]))
+        return call(*args, **options)
+
+    for name in ("linear", "rms_norm", "attention", "rotate_store", "sparse_ffn"):
+        setattr(kernels, name, partial(noted, vars(kernels)[name]))
+
+    def capture(function: Callable[[], torch.Tensor]) -> tuple[Recording, torch.Tensor]:
+        seen.append([])
+        recording = Recording(function)
+        return recording, recording.result
+
+    backend = gpu(ready.weights, graph, kernels=kernels, capture=capture)
+    whole = batch([(tokens(5), 0, [0])])
+    for wanted in ([4], []):
+        seen[:] = [[]]
+        found = backend.step(replace(whole, outputs=np.array(wanted, np.int32))).logits
+        assert found.shape == (len(wanted), 96)
+        if wanted:
+            assert seen[0] == seen[1]
+        whole = batch([(tokens(6), 0, [0])])
 
 
 def test_taps_and_long_steps_are_not_captured(tmp_path: Path) -> None:

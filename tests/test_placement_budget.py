@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -347,20 +346,22 @@ def test_launches_are_timed_in_a_captured_graph_where_there_are_any(
         def replay(self) -> None:
             log.append("replay")
 
-    @contextlib.contextmanager
-    def capture(graph: Graph) -> Iterator[None]:
-        log.append("begin")
-        yield
-        log.append("end")
+    class Graphs:
+        def __init__(self, device: torch.device) -> None:
+            pass
+
+        def __call__(self, work: Callable[[], None]) -> tuple[Graph, None]:
+            log.append("begin")
+            work()
+            log.append("end")
+            return Graph(), None
 
     def seconds(work: Callable[[], None], seconds: float) -> float:
         log.append(f"for {seconds:g} s")
         work()
         return 0.5
 
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr("hotset.backends.gpu.capture.Graphs", Graphs)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("empty"))
     monkeypatch.setattr(machine, "median_seconds", seconds)
     loop._kernels = SimpleNamespace(linear=lambda x, matrix: log.append(f"launch {matrix.n_rows}"))

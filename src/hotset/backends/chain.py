@@ -67,11 +67,16 @@ class ChainBackend:
         self.name, self.stages, self.devices = name, tuple(stages), tuple(devices)
         self.n_pages, self.max_batch, self.n_vocab = n_pages, max_batch, leaving.width
         self.n_states = 0
-        self._runtime, self.notes = runtime, tuple(notes)
+        self._runtime, self._notes = runtime, tuple(notes)
         self.n_threads = None if runtime is None else runtime.n_threads
         self._values = [frozenset(op.out.name for op in stage.graph.primitives) for stage in stages]
         self._latest: tuple[int, float] | None = None  # tokens and seconds of the latest step
         self._cancelled = False
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know of how it runs, a sentence each: its own, and those of its stages."""
+        return *self._notes, *(note for stage in self.stages for note in stage.notes)
 
     def device_bytes(self) -> list[dict[str, int]]:
         """Bytes that each device holds, by kind (GpuStage.nbytes), in the order of their indices."""

@@ -7,7 +7,7 @@ so layers may stand in any order of places. backends/chain.py runs stages one af
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
@@ -32,13 +32,16 @@ class Stage(Protocol):
 
     graph: its operations. entering: the value that they read and do not make, the residual stream; None where
     they begin with the tokens. has_output: whether they end in logits, rather than in the residual stream.
-    n_layer: of the whole model.
+    n_layer: of the whole model. notes: what a person should know of how it runs, a sentence each.
     """
 
     graph: Graph
     entering: Value | None
     has_output: bool
     n_layer: int
+
+    @property
+    def notes(self) -> Sequence[str]: ...
 
     @property
     def name(self) -> str:

@@ -14,6 +14,7 @@ from hotset.backends.base import Backend, WeightSource
 from hotset.backends.chain import ChainBackend
 from hotset.backends.stage import STREAM_FROM, Stage
 from hotset.errors import InvalidRequestError, OutOfMemoryError
+from hotset.placement import machine
 from hotset.placement.budget import DeviceBudget
 from hotset.placement.table import CPU, Placement
 
@@ -188,14 +189,19 @@ def _device_stage(
         stream_from, most = options["stream_from"], options["max_batch"]
         if stream_from is not None and not experts:
             most = max(min(most, stream_from - 1), 1)
-        cold_options = cold_options | {"timeout": cold_options["timeout"] or TIMEOUT}
+        chosen = None if cold_options["kind"] else machine.handshake(device)
+        cold_options = cold_options | {
+            "timeout": cold_options["timeout"] or TIMEOUT,
+            "kind": chosen.kind if chosen else cold_options["kind"],
+        }
         service = ColdService(
             weights, graph, hot, find_device(device), experts=experts, sparse=options["sparse"],
             max_batch=most, **cold_options,
         )  # fmt: skip
         shared = [f"{len(hot)} layers share their neurons"] if hot else []
         shared += [f"{len(experts)} layers their experts"] if experts else []
-        notes.append(f"{device}: {' and '.join(shared)} with the CPU; {service.reason}")
+        reason = chosen.reason if chosen else service.reason
+        notes.append(f"{device}: {' and '.join(shared)} with the CPU; {reason}")
     try:
         stage = GpuStage(weights, graph, device, hot=hot, cold=service, **options)
     except BaseException:

@@ -37,6 +37,7 @@ from hotset.placement.table import DeviceRates, Rates
 if TYPE_CHECKING:
     import torch
 
+    from hotset.backends.gpu.handshake import ChosenKind
     from hotset.reporter import Reporter
 
 USUAL_CONTEXT = 600 << 20  # bytes that a CUDA context with its kernels takes, where it cannot be measured
@@ -146,7 +147,32 @@ def _measure(device: torch.device, n_threads: int) -> Measured:
 def _round_trip(device: torch.device) -> float:
     from hotset.backends.gpu.handshake import round_trip_seconds
 
-    return round_trip_seconds(device, width=_WIDTH)
+    chosen = handshake(str(device))
+    return chosen.seconds or round_trip_seconds(device, chosen.kind, width=_WIDTH)
+
+
+def handshake(device: str, path: Path | None = None) -> ChosenKind:
+    """How a device takes turns with the CPU (gpu/handshake.py): as it was found out once, on a CUDA device by
+    processes that take some seconds, and kept in machine.json; or as HOTSET_HANDSHAKE says."""
+    import os
+
+    import torch
+
+    from hotset.backends.gpu.devices import find_device
+    from hotset.backends.gpu.handshake import ChosenKind, choose_kind
+
+    found = find_device(device)
+    if found.type != "cuda" or os.environ.get("HOTSET_HANDSHAKE"):
+        return choose_kind(found)
+    path = path or machine_file()
+    driver = torch._C._cuda_getDriverVersion()
+    key = " | ".join(["handshake", _key(found, 0), f"driver {driver}"])
+    with contextlib.suppress(KeyError, TypeError):
+        return ChosenKind(**known(path)[key])
+    chosen = choose_kind(found)
+    if chosen.seconds is not None:  # else it may do better after a change of the driver
+        keep(path, key, asdict(chosen))
+    return chosen
 
 
 # -- the CPU -------------------------------------------------------------------------------------
@@ -329,7 +355,7 @@ class _DeviceLoop:
 
     def launch_seconds(self) -> float:
         """Seconds of a kernel with nothing to do, in a captured graph where the device has them."""
-        import torch
+        from hotset.backends.gpu.capture import Graphs
 
         n = 100
 
@@ -346,9 +372,7 @@ class _DeviceLoop:
 
             return median_seconds(run, _SECONDS / 3) / n
         launch()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device), torch.cuda.graph(graph):
-            launch()
+        graph, _ = Graphs(self._device)(launch)
 
         def replay() -> None:
             graph.replay()

@@ -18,7 +18,8 @@ for every token. How the stream waits is the *kind*:
     hostfunc  native functions that the driver calls from the stream (cuLaunchHostFunc)
     direct    the host waits: for devices whose memory or queue it shares ("cpu"), and those without the above
 
-`choose_kind` tries those that a device offers and takes the quickest; HOTSET_HANDSHAKE forces one.
+`choose_kind` tries those that a device offers, each in a process of its own, for a capture that fails or a
+stream that hangs spoils the process that it is in; it takes the quickest. HOTSET_HANDSHAKE forces one.
 
 Whatever fails, nobody waits for ever: the flags are set (csrc/cold.h, poison), the stream runs to its end,
 and `end_step` raises one sentence. The next step begins with clean flags.
@@ -29,6 +30,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import subprocess
 import sys
 import time
 import weakref
@@ -45,6 +47,8 @@ from torch import Tensor
 from hotset import _core
 from hotset.backends.base import WeightSource
 from hotset.backends.cpu import new_runtime
+from hotset.backends.gpu.capture import Graphs
+from hotset.backends.gpu.devices import current
 from hotset.backends.lowering import (
     ACTIVATIONS,
     activation,
@@ -69,6 +73,7 @@ TIMEOUT = 60.0  # seconds that a layer may take on the CPU: its rows may have to
 PROBE_TIMEOUT = 2.0
 PROBE_REPLAYS = 50
 EXPERT_ROWS = 256  # experts of tokens that are computed at a time, or as many as a step's tokens have
+PROBE_PROCESS_TIMEOUT = 60.0  # torch is imported there, and kernels are compiled
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,11 @@ class ColdService:
             shared = _Shared(native, max_batch, width, asked, [max(n, 1) for n in self._n_used])
             self._exchange = _exchange(self.kind, shared, self.device, driver)
             self._finalizer = weakref.finalize(self, _end, threads.pop_all(), self._exchange)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a graph may hold what `post` and `collect` do: not with direct, where the host waits."""
+        return self.kind != "direct"
 
     # ---- one step
 
@@ -614,22 +624,46 @@ def choose_kind(device: torch.device | str) -> ChosenKind:
 
 
 def _probe(device: torch.device) -> ChosenKind:
-    """Tries the kinds in order; host functions, which cost most, only where those before do not work."""
+    """Tries the kinds in order; host functions, which cost most, only where those before do not work, and the
+    host itself, which needs nothing of a driver, where no other does."""
     works: dict[Kind, float] = {}
     tried: list[str] = []
-    kinds: tuple[Kind, ...] = ("memops", "spin", "hostfunc", "direct")
+    kinds: tuple[Kind, ...] = ("memops", "spin", "hostfunc")
     for kind in kinds:
-        if works and kind in ("hostfunc", "direct"):
+        if works and kind == "hostfunc":
             break
         try:
-            works[kind] = round_trip_seconds(device, kind)
+            works[kind] = _measured_by([sys.executable, "-c", _PROBE, str(device), kind])
             tried.append(f"{kind} {works[kind] * 1e6:.0f} µs")
-        except Exception as error:  # whatever a driver does not do: the next kind is tried
+        except DeviceError as error:
             tried.append(f"{kind} does not work ({_sentence(error)})")
     if not works:
-        raise DeviceError(f"{device} cannot take turns with the CPU: {'; '.join(tried)}")
+        return ChosenKind("direct", None, f"handshake direct, for no other can be had: {'; '.join(tried)}")
     best = min(works, key=lambda kind: works[kind])
     return ChosenKind(best, works[best], f"handshake {best}; a round trip takes: {', '.join(tried)}")
+
+
+_PROBE = """
+import sys
+from hotset.backends.gpu.handshake import round_trip_seconds
+from hotset.errors import HotsetError
+try:
+    print(round_trip_seconds(*sys.argv[1:3]))
+except HotsetError as error:
+    sys.exit(str(error))
+"""
+
+
+def _measured_by(command: list[str], timeout: float = PROBE_PROCESS_TIMEOUT) -> float:
+    """The number that a process prints. Raises DeviceError with the last line that it said, if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise DeviceError(f"nothing after {timeout:.0f} s") from None
+    if done.returncode == 0:
+        return float(done.stdout.split()[-1])
+    said = done.stderr.strip().splitlines()
+    raise DeviceError(said[-1] if said else f"its process ended with {done.returncode}")
 
 
 def round_trip_seconds(
@@ -671,14 +705,13 @@ def round_trip_seconds(
         return seconds / times
 
     try:
-        run(trip, 2)  # compiles, and shows that flags are found as they were left
-        if device.type != "cuda" or kind == "direct":
-            return run(trip, PROBE_REPLAYS)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), torch.cuda.graph(graph):
-            trip()
-        run(graph.replay, 2)
-        return run(graph.replay, PROBE_REPLAYS)
+        with current(device):
+            run(trip, 2)  # compiles, and shows that flags are found as they were left
+            if device.type != "cuda" or kind == "direct":
+                return run(trip, PROBE_REPLAYS)
+            graph, _ = Graphs(device)(trip)
+            run(graph.replay, 2)
+            return run(graph.replay, PROBE_REPLAYS)
     finally:
         native.close()
         exchange.close()

@@ -72,9 +72,16 @@ if TYPE_CHECKING:
 
 
 class ColdHalf(Protocol):
-    """The CPU's half of split layers (handshake.ColdService), for steps of up to max_batch tokens."""
+    """The CPU's half of split layers (handshake.ColdService), for steps of up to max_batch tokens.
+
+    capturable: whether posting and collecting only put work on the device's stream, so that a graph may hold
+    them; else the host waits in between.
+    """
 
     max_batch: int
+
+    @property
+    def capturable(self) -> bool: ...
 
     def step(self, n_tokens: int) -> AbstractContextManager[None]:
         """A block in which layers are posted and collected; its end waits for the device.

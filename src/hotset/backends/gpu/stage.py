@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from hotset.backends.base import PAGE_SIZE, Batch, WeightSource
 from hotset.backends.embedding import lookup
+from hotset.backends.gpu.capture import Captured, Graphs
 from hotset.backends.gpu.devices import current, find_device, memory_errors, synchronize
 from hotset.backends.gpu.experts import ExpertCache, ExpertCounts
 from hotset.backends.gpu.kernels import Kernels
@@ -37,12 +37,7 @@ from hotset.model.graph import PARTS, Attention, Embed, Graph, SelectOutputs
 MAX_CAPTURED = 8  # tokens of a step that is captured: as many as the matrix-vector kernel takes
 
 
-class Captured(Protocol):
-    """A recorded step, such as torch.cuda.CUDAGraph."""
-
-    def replay(self) -> None: ...
-
-
+WARM_SIZES = 32, 16, 1  # of steps, in tokens, beside the largest: each size of tiles once
 Capture = Callable[[Callable[[], Tensor]], tuple[Captured, Tensor]]
 
 
@@ -52,6 +47,7 @@ class GpuStage:
     hot: layer → bool [n_ff], the neurons whose rows (gate, up, down_t, biases) are on the device; the layers
     that are not in it are there as a whole. cold: computes the others, where there are any, and the experts
     of mixtures; it is closed with the stage.
+    notes: what a person should know of how it runs, a sentence each.
     stream_from: number of tokens from which on cold rows come to the device and the service is not used;
     None: never. sparse: False computes every neuron (no layer can be split then).
     expert_slots: experts of mixtures that are kept in the device's memory, as its replacement policy says.
@@ -110,13 +106,14 @@ class GpuStage:
         self._expert_cache: ExpertCache | None = None
         self._programs: dict[frozenset[str], Program] = {}
         self._captured: dict[int, tuple[Captured, Tensor]] = {}
-        self._capture = capture or (self._cuda_graph if self.kernels.capturable else None)
+        self._capture = capture
+        if capture is None and self.kernels.capturable and (self._cold is None or self._cold.capturable):
+            self._capture = Graphs(self.device)
+        self.notes: list[str] = []
         self.tapped: dict[str, np.ndarray] = {}  # of the latest step: name → [n_rows, width]
         self.timed = False  # measures each group, which forbids captured graphs on a GPU
         self.n_layer = graph.n_layer
         self._seconds = np.zeros((self.n_layer, len(PARTS)))
-        self._pool: Any = None
-        self._stream: torch.cuda.Stream | None = None
         self._warming = False
         self._cancelled = False
         advice = "lower the context, max_batch or --vram-budget, or use --no-gpu"
@@ -265,16 +262,33 @@ class GpuStage:
     def _run(self, program: Program, n: int, n_outputs: int) -> Tensor:
         self._seconds[:] = 0
         small = n <= MAX_CAPTURED and not program.taps and not self.timed
-        if self._capture is None or not small or self._streams(n):
+        may_replay = self._capture is not None or n in self._captured
+        if not may_replay or not small or self._streams(n):
             return self._eager(program, n, n_outputs)
         if n not in self._captured:
-            # Runs the step, so that kernels are compiled, and records it for the next of its size.
-            result = self._eager(program, n, n_outputs).clone()
-            self._captured[n] = self._capture(lambda: self._compute(program, n, n, {}))
-            return result
+            return self._record(program, n, n_outputs)
         graph, logits = self._captured[n]
         graph.replay()
         return logits[:n_outputs] if self.has_output else logits
+
+    def _record(self, program: Program, n: int, n_outputs: int) -> Tensor:
+        """Runs a step, and records it for the next of its size. A capture that fails is the last of this
+        stage, which goes on without; `notes` then says so."""
+        assert self._capture is not None
+        # With as many outputs as it is recorded with: no kernel may be loaded first within a capture.
+        result = self._eager(program, n, n).clone()
+        try:
+            self._captured[n] = self._capture(lambda: self._compute(program, n, n, {}))
+        except StepCancelledError:
+            raise
+        except Exception as error:
+            self._capture = None
+            why = str(error).strip().partition("\n")[0] or type(error).__name__
+            self.notes.append(
+                f"{self.device}: steps of {n} tokens cannot be captured, and are launched one kernel after "
+                f"the other, which takes longer ({why})"
+            )
+        return result[:n_outputs] if self.has_output else result
 
     def _eager(self, program: Program, n: int, n_outputs: int) -> Tensor:
         taps: dict[str, list[Tensor]] = {}
@@ -347,22 +361,14 @@ class GpuStage:
             )  # fmt: skip
         return self._programs[taps]
 
-    def _cuda_graph(self, function: Callable[[], Tensor]) -> tuple[Captured, Tensor]:
-        graph = torch.cuda.CUDAGraph()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)
-            self._pool = torch.cuda.graph_pool_handle()  # the graphs never run at once: they share memory
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            result = function()
-        return graph, result
-
     def warm_up(self) -> None:
         """Compiles the kernels and takes the memory of the largest step: no later step waits or asks for it.
 
         No token of these steps has a page: the cache stays as it is.
         """
         self._warming = True
-        for n in sorted({self.max_batch, 1}):
+        # The largest first, whose memory the others use; then those that other variants of the kernels serve.
+        for n in sorted({n for n in (self.max_batch, *WARM_SIZES) if n <= self.max_batch}, reverse=True):
             zeros, rows = np.zeros(n, np.int32), np.arange(n, dtype=np.int32)
             x = None if self.entering is None else torch.zeros((n, self.entering.width))
             self.run(Batch(zeros, zeros, zeros, np.full((1, 1), -1, np.int32), rows), x)
