@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from hotset.backends.gpu import devices
 from hotset.backends.gpu.kernels import Kernels
+from hotset.backends.gpu.kv import StepInputs
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.backends.reference import ReferenceBackend
 from hotset.errors import DeviceError, OutOfMemoryError
@@ -274,6 +275,52 @@ def test_the_step_before_a_capture_has_the_shapes_of_the_capture(tmp_path: Path)
         if wanted:
             assert seen[0] == seen[1]
         whole = batch([(tokens(6), 0, [0])])
+
+
+class LateCopies:
+    """In place of kv.Copies: a stream that is behind, and copies only when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self._queued: list[Callable[[], object]] = []
+        self._ended = 0
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        self._queued.append(lambda: to.copy_(source))
+
+    def then(self, work: Callable[[], object]) -> None:
+        self._queued.append(work)
+
+    def end(self) -> None:
+        self._ended = len(self._queued)
+
+    def wait(self) -> None:
+        for work in self._queued[: self._ended]:
+            work()
+        del self._queued[: self._ended]
+
+
+def test_numbers_of_a_step_are_not_overwritten_before_they_are_copied() -> None:
+    """Three chunks of a prompt, of which the host waits for none: each must see its own numbers."""
+    copies = LateCopies()
+    inputs = StepInputs(8, 4, {0: 16}, torch.device("cpu"), copies)  # type: ignore[arg-type]
+    seen: list[tuple[list[int], list[int], float]] = []
+
+    def step() -> None:  # what the device does behind the copies
+        seen.append(
+            (
+                inputs.positions[:3].tolist(),
+                inputs.page_tables[0, :1].tolist(),
+                inputs.vectors[0][0, 0].item(),
+            )
+        )
+
+    for i in range(3):
+        rows = np.full((3, 16), i, np.float32)
+        inputs.fill(batch([(tokens(3), 3 * i, [i])]), {0: rows})
+        copies.then(step)
+    copies.end()
+    copies.wait()
+    assert seen == [([3 * i, 3 * i + 1, 3 * i + 2], [i], float(i)) for i in range(3)]
 
 
 def test_taps_and_long_steps_are_not_captured(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def handshake(device: str, path: Path | None = None) -> ChosenKind:
     if found.type != "cuda" or os.environ.get("HOTSET_HANDSHAKE"):
         return choose_kind(found)
     path = path or machine_file()
-    driver = torch._C._cuda_getDriverVersion()
+    driver = getattr(torch._C, "_cuda_getDriverVersion", int)()  # not in builds without CUDA
     key = " | ".join(["handshake", _key(found, 0), f"driver {driver}"])
     with contextlib.suppress(KeyError, TypeError):
         return ChosenKind(**known(path)[key])

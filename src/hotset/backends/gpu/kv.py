@@ -44,14 +44,45 @@ class PagedCache:
         return sum(k.nbytes + v.nbytes for k, v in self.layers.values())
 
 
+class Copies:
+    """Copies to and from a device that the host does not wait for: it keeps off their memory until `wait`."""
+
+    def __init__(self, device: torch.device) -> None:
+        # Elsewhere memory is not pinned, and a copy of it that nobody waits for is no promise (MPS).
+        self._device, self._at_once = device, device.type != "cuda"
+        self._event = None if self._at_once else torch.cuda.Event()
+
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        to.copy_(source, non_blocking=not self._at_once)
+
+    def end(self) -> None:
+        """What `wait` waits for is what was copied until now."""
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(self._device))
+
+    def wait(self) -> None:
+        """Until the copies are done, and with them all that was on the stream before."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
 class StepInputs:
     """The numbers of a batch on the device, and the vectors that enter the stage.
 
     positions, sequences, outputs: int32 [max_batch]; page_tables: int32 [max_batch, n_pages], a row per
     sequence of the step. vectors: float32 [max_batch, width], by the id of the graph's value.
+    copies: of tests.
     """
 
-    def __init__(self, max_batch: int, n_pages: int, vectors: dict[int, int], device: torch.device) -> None:
+    def __init__(
+        self,
+        max_batch: int,
+        n_pages: int,
+        vectors: dict[int, int],
+        device: torch.device,
+        copies: Copies | None = None,
+    ) -> None:
+        self._copies = copies or Copies(device)
         pinned = device.type == "cuda"
         self._numbers = torch.zeros((3, max_batch), dtype=torch.int32, pin_memory=pinned)
         self._tables = torch.full((max_batch, n_pages), -1, dtype=torch.int32, pin_memory=pinned)
@@ -69,7 +100,17 @@ class StepInputs:
         return sum(t.nbytes for t in (self._on_device, self.page_tables, *self.vectors.values()))
 
     def fill(self, batch: Batch, vectors: dict[int, np.ndarray | Tensor]) -> None:
-        """Takes over a batch that was checked (base.cache_slots), and what enters, [n_tokens, width] each."""
+        """Takes over a batch that was checked (base.cache_slots), and what enters, [n_tokens, width] each.
+
+        A step without outputs ends before the device has begun: its copies may still be under way.
+        """
+        self._copies.wait()
+        try:
+            self._fill(batch, vectors)
+        finally:
+            self._copies.end()
+
+    def _fill(self, batch: Batch, vectors: dict[int, np.ndarray | Tensor]) -> None:
         n = len(batch.tokens)
         # Rows of the tables are those of the step: the caller may have more sequences than a step has tokens.
         rows, own = np.unique(batch.sequences, return_inverse=True)
@@ -79,10 +120,10 @@ class StepInputs:
         numbers[2, : len(batch.outputs)] = batch.outputs
         numbers[2, len(batch.outputs) :] = 0  # a captured step computes the logits of as many rows as tokens
         self._tables.numpy()[: len(rows), :width] = batch.page_tables[rows, :width]
-        self._on_device.copy_(self._numbers, non_blocking=True)
-        self.page_tables[: len(rows)].copy_(self._tables[: len(rows)], non_blocking=True)
+        self._copies.copy(self._on_device, self._numbers)
+        self._copies.copy(self.page_tables[: len(rows)], self._tables[: len(rows)])
         for id, values in vectors.items():
             if isinstance(values, np.ndarray):
                 self._vectors[id].numpy()[:n] = values
                 values = self._vectors[id][:n]
-            self.vectors[id][:n].copy_(values, non_blocking=True)
+            self._copies.copy(self.vectors[id][:n], values)

@@ -25,7 +25,7 @@ from hotset.backends.gpu.capture import Captured, Graphs
 from hotset.backends.gpu.devices import current, find_device, memory_errors, synchronize
 from hotset.backends.gpu.experts import ExpertCache, ExpertCounts
 from hotset.backends.gpu.kernels import Kernels
-from hotset.backends.gpu.kv import PagedCache, StepInputs
+from hotset.backends.gpu.kv import Copies, PagedCache, StepInputs
 from hotset.backends.gpu.program import Call, ColdHalf, Frame, Program
 from hotset.backends.gpu.twins import N_COUNTS
 from hotset.backends.gpu.weights import DeviceWeights
@@ -119,6 +119,11 @@ class GpuStage:
         advice = "lower the context, max_batch or --vram-budget, or use --no-gpu"
         with memory_errors(self.device, "loading the model", advice), current(self.device):
             self._counts = torch.zeros((self.n_layer, N_COUNTS), dtype=torch.int64, device=self.device)
+            # The counts of a step come with its logits: who asks for them waits for nothing more.
+            self._counted = torch.zeros_like(
+                self._counts, device="cpu", pin_memory=self.device.type == "cuda"
+            )
+            self._counting = Copies(self.device)
             self._cache = PagedCache(attention, n_pages, kv_type, self.device)
             widths = {value.id: value.width for value in entering}
             self._inputs = StepInputs(max_batch, n_pages, widths, self.device)
@@ -186,6 +191,8 @@ class GpuStage:
                 self._expert_cache.begin_step()
             with nullcontext() if cold is None else cold.step(n):
                 result = self._run(program, n, len(batch.outputs))
+                self._counting.copy(self._counted, self._counts)
+                self._counting.end()
             if self._experts and cold is not None and not self._warming:
                 self._learn({layer: cold.route(layer) for layer in sorted(self._experts)})
         self._source.check()
@@ -193,7 +200,8 @@ class GpuStage:
 
     def counts(self) -> np.ndarray:
         """As Stage.counts, the cold service's neurons among them."""
-        counts = self._counts.cpu().numpy().copy()
+        self._counting.wait()
+        counts = self._counted.numpy().copy()
         if self._cold is not None and self._is_served:
             cold = self._cold.counts()
             columns = (cold.selected, cold.active, cold.gate_rows, cold.up_rows, cold.down_rows)
