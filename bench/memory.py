@@ -119,8 +119,8 @@ class Subject:
 class Run:
     """What one program did in one group. ts: tokens per second, None: none came; at_most: they are fewer.
 
-    roofline: tokens per second that the disk alone would allow. cores: that others used. note: why nothing
-    came of it.
+    streamed_per_token: of the bytes those that each token reads anew. roofline: tokens per second that the
+    disk alone would allow. cores: that others used. note: why nothing came of it.
     """
 
     model: str
@@ -133,6 +133,7 @@ class Run:
     hit_rate: float | None = None
     bytes_per_token: float | None = None
     reads_per_token: float | None = None
+    streamed_per_token: float | None = None
     wait_share: float | None = None
     roofline: float | None = None
     cores: float = 0.0
@@ -156,12 +157,13 @@ class Run:
         shares = [peers.percent(s) for s in (self.hit_rate, self.wait_share, self.of_roofline)]
         size = f"{self.limit / 1e9:.2f} GB"
         peak = f"{self.peak / self.limit:.1%}" if self.peak else ""
-        cells = [self.model, self.how, f"{self.share:.0%}", size, self.speed, shares[0], mb, reads, shares[1]]
-        return [*cells, roofline, shares[2], peak, self.note]
+        streamed = "" if not self.streamed_per_token else f"{self.streamed_per_token / 1e6:.1f}"
+        cells = [self.model, self.how, f"{self.share:.0%}", size, self.speed, shares[0], mb, streamed, reads]
+        return [*cells, shares[1], roofline, shares[2], peak, self.note]
 
 
-HEADERS = ["model", "how", "of its size", "budget", "t/s", "hits", "MB/token", "reads/token", "waiting"]
-HEADERS += ["roofline t/s", "of it", "peak of budget", ""]
+HEADERS = ["model", "how", "of its size", "budget", "t/s", "hits", "MB/token", "streamed", "reads/token"]
+HEADERS += ["waiting", "roofline t/s", "of it", "peak of budget", ""]
 
 
 class Bench:
@@ -232,8 +234,8 @@ class Bench:
                 entry, error = self._entry(command, held)
                 peak = held.peak
             facts |= {"peak": peak, "cores": others.cores, "note": error}
-            if entry is None and not error:
-                facts |= {"ts": n / self.args.timeout, "at_most": True, "note": "timed out"}
+            if entry is None and not error:  # which warms up with as many tokens, at most
+                facts |= {"ts": 2 * n / self.args.timeout, "at_most": True, "note": "timed out"}
             made = Run(**facts, **({} if entry is None else self._numbers(entry, model)))
         self.rows.append(made)
         print("# " + " | ".join(cell for cell in made.cells() if cell), flush=True)
@@ -265,12 +267,18 @@ class Bench:
         if "disk_bytes_per_token" not in entry:
             return facts
         n_bytes, n_reads = entry["disk_bytes_per_token"], entry["disk_reads_per_token"]
+        streamed = entry["streamed_bytes_per_token"]
         facts |= {"hit_rate": entry["cache_hit_rate"], "wait_share": entry["disk_wait_share"]}
-        facts |= {"bytes_per_token": n_bytes, "reads_per_token": n_reads}
-        if n_bytes:
-            size = n_bytes / max(n_reads, 1)
-            facts["roofline"] = max(self.rate(model, size), self.disk(model).rate(size)) / n_bytes
-        return facts
+        facts |= {"bytes_per_token": n_bytes, "reads_per_token": n_reads, "streamed_per_token": streamed}
+        seconds = 0.0
+        for part, reads in (
+            (streamed, streamed / _LARGEST_READ),
+            (n_bytes - streamed, n_reads - streamed / _LARGEST_READ),
+        ):
+            if part > 0:
+                size = part / max(reads, 1)
+                seconds += part / max(self.rate(model, size), self.disk(model).rate(size))
+        return facts | {"roofline": 1 / seconds if seconds else None}
 
 
 def measure(bench: Bench, subject: Subject) -> None:

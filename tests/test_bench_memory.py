@@ -68,7 +68,7 @@ def test_a_group_holds_what_runs_in_it(tmp_path: Path) -> None:
     said = {
         f"{taken}print('[{{\"avg_ts\": 2.5}}]')": (2.5, False, ""),
         "raise SystemExit('it is | too little')": (None, False, "it is / too little"),
-        "import time; time.sleep(9)": (10.0, True, "timed out"),
+        "import time; time.sleep(9)": (20.0, True, "timed out"),
     }
     for program, expected in said.items():
         arguments.timeout = 0.4 if "sleep" in program else 10
