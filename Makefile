@@ -140,19 +140,21 @@ $(SANITIZE)/venv/.installed: pyproject.toml CMakeLists.txt $(SOURCES) $(VENV)/.t
 	  -C build-dir=$(SANITIZE)/extension -C cmake.build-type=RelWithDebInfo -C cmake.define.HOTSET_SANITIZE=ON
 	touch $@
 
-# Damaged files, and sound ones that say odd things: only sentences may come of them. Models of random shapes: the
+# Damaged files, and sound ones that say odd things, models and what lies beside them: only sentences may come of them. Models of random shapes: the
 # reference's numbers, and the same bits however they are run. Clients of every kind at a server: the right answers, and
 # nothing left behind. `make fuzz SEED=1` draws others.
 SEED ?= 0
 fuzz: build $(VENV)/.dev
 	$(BIN)/python tests/fuzz/fuzz_gguf.py --seconds 60 --seed $(SEED)
 	$(BIN)/python tests/fuzz/fuzz_models.py --seconds 60 --seed $(SEED)
+	$(BIN)/python tests/fuzz/fuzz_sidecars.py --seconds 60 --seed $(SEED)
 	$(BIN)/python tests/fuzz/fuzz_shapes.py --seconds 60 --seed $(SEED)
 	$(BIN)/python tests/fuzz/fuzz_server.py --seconds 60 --seed $(SEED)
 
-# Two of them for ten minutes each under the sanitizers.
+# Those that reach native code for ten minutes each under the sanitizers.
 sanitize-fuzz: $(SANITIZE)/venv/.installed $(VENV)/.dev
 	$(SANITIZED) $(SANITIZE)/venv/bin/python tests/fuzz/fuzz_gguf.py --seconds 600 --seed $(SEED)
+	$(SANITIZED) $(SANITIZE)/venv/bin/python tests/fuzz/fuzz_sidecars.py --seconds 600 --seed $(SEED)
 	$(SANITIZED) $(SANITIZE)/venv/bin/python tests/fuzz/fuzz_shapes.py --seconds 600 --seed $(SEED) --verbose
 
 wheel: $(VENV)/.tools

@@ -241,7 +241,38 @@ JSON_VALUES: list[Any] = [
 ]  # fmt: skip
 
 
-def write_checkpoint(folder: Path) -> None:
+PACKED: dict[str, Any] = CONFIG | {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "intermediate_size": 64,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24, "attention_bias": True,
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+}  # fmt: skip
+"""Of a mixture whose experts are in MXFP4."""
+
+
+def checkpoint_shapes(packed: bool) -> dict[str, tuple[int, ...]]:
+    """The tensors of a checkpoint: F32, but blocks and scales of MXFP4."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (259, 32), "lm_head.weight": (259, 32), "model.norm.weight": (32,),
+    }  # fmt: skip
+    for i in range(2):
+        attention = {"q_proj": 32, "k_proj": 16, "v_proj": 16, "o_proj": 32}
+        layer = {f"self_attn.{name}.weight": (n, 32) for name, n in attention.items()}
+        layer |= {"input_layernorm.weight": (32,), "post_attention_layernorm.weight": (32,)}
+        if packed:
+            layer |= {f"self_attn.{name}.bias": (n,) for name, n in attention.items()}
+            layer |= {"self_attn.sinks": (4,), "mlp.router.weight": (4, 32), "mlp.router.bias": (4,)}
+            for name, n_out, n_in in (("gate_up_proj", 128, 32), ("down_proj", 32, 64)):
+                stem = f"mlp.experts.{name}"
+                layer |= {f"{stem}_blocks": (4, n_out, n_in // 32, 16), f"{stem}_bias": (4, n_out)}
+                layer |= {f"{stem}_scales": (4, n_out, n_in // 32)}
+        else:
+            layer |= {"mlp.gate_proj.weight": (48, 32), "mlp.up_proj.weight": (48, 32)}
+            layer |= {"mlp.down_proj.weight": (32, 48)}
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def write_checkpoint(folder: Path, packed: bool) -> None:
     """A sound one: config.json, tokenizer.json, model.safetensors."""
     folder.mkdir(exist_ok=True)
     rng = np.random.default_rng(3)
@@ -253,29 +284,34 @@ def write_checkpoint(folder: Path) -> None:
         ],
         "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False},
     }
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (259, 32), "lm_head.weight": (259, 32), "model.norm.weight": (32,),
-    }  # fmt: skip
-    for i in range(2):
-        layer = {"self_attn.q_proj": (32, 32), "self_attn.k_proj": (16, 32), "self_attn.v_proj": (16, 32)}
-        layer |= {"self_attn.o_proj": (32, 32), "mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32)}
-        layer |= {"mlp.down_proj": (32, 48)}
-        norms = {"input_layernorm": (32,), "post_attention_layernorm": (32,)}
-        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in (layer | norms).items()}
-    header, data = {}, b""
-    for name, shape in shapes.items():
-        values = rng.standard_normal(shape).astype(np.float32).tobytes()
-        header[name] = {
-            "dtype": "F32",
-            "shape": list(shape),
-            "data_offsets": [len(data), len(data) + len(values)],
-        }
+    header: dict[str, Any] = {}
+    data = b""
+    for name, shape in checkpoint_shapes(packed).items():
+        if name.endswith(("_blocks", "_scales")):
+            low, high = (0, 256) if name.endswith("_blocks") else (121, 126)
+            kind, values = "U8", rng.integers(low, high, shape, np.uint8).tobytes()
+        else:
+            kind, values = "F32", rng.standard_normal(shape).astype(np.float32).tobytes()
+        offsets = [len(data), len(data) + len(values)]
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": offsets}
         data += values
     text = json.dumps(header).encode()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(PACKED if packed else CONFIG))
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "add_bos_token": True}))
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def change_within(value: Any, rng: np.random.Generator) -> str:
+    """Changes one entry somewhere below an object of JSON; what it is."""
+    while isinstance(value, dict | list) and value:
+        keys = list(value) if isinstance(value, dict) else range(len(value))
+        key: Any = keys[int(rng.integers(len(keys)))]
+        if not isinstance(value[key], dict | list) or not value[key] or not rng.integers(4):
+            value[key] = JSON_VALUES[int(rng.integers(len(JSON_VALUES)))]
+            return f"{key} = {repr(value[key])[:60]}"
+        value = value[key]
+    return "nothing"
 
 
 def mutate_checkpoint(folder: Path, rng: np.random.Generator) -> str:
@@ -284,16 +320,6 @@ def mutate_checkpoint(folder: Path, rng: np.random.Generator) -> str:
     def pick(options: Any) -> Any:
         return options[int(rng.integers(len(options)))]
 
-    def inside(value: Any) -> str:
-        """Changes one entry somewhere below `value`."""
-        while isinstance(value, dict | list) and value:
-            key = pick(list(value)) if isinstance(value, dict) else int(rng.integers(len(value)))
-            if not isinstance(value[key], dict | list) or not value[key] or not rng.integers(4):
-                value[key] = pick(JSON_VALUES)
-                return f"{key} = {repr(value[key])[:60]}"
-            value = value[key]
-        return "nothing"
-
     said = []
     for _ in range(rng.integers(1, 3)):
         match rng.integers(4):
@@ -301,9 +327,8 @@ def mutate_checkpoint(folder: Path, rng: np.random.Generator) -> str:
                 config = json.loads((folder / "config.json").read_text())
                 if rng.integers(2):
                     config["rope_parameters"] = dict(pick(ROPES))
-                    said.append(
-                        f"{config['rope_parameters']['rope_type']}: {inside(config['rope_parameters'])}"
-                    )
+                    rope = config["rope_parameters"]
+                    said.append(f"{rope['rope_type']}: {change_within(rope, rng)}")
                 else:
                     key, value = pick([*config, *MORE_CONFIG]), pick(JSON_VALUES)
                     config[key] = value
@@ -312,7 +337,7 @@ def mutate_checkpoint(folder: Path, rng: np.random.Generator) -> str:
             case 2:
                 path = folder / pick(["tokenizer.json", "tokenizer_config.json"])
                 value = json.loads(path.read_text())
-                said.append(f"{path.name}: {inside(value)}")
+                said.append(f"{path.name}: {change_within(value, rng)}")
                 path.write_text(json.dumps(value))
             case 3:
                 path = folder / "model.safetensors"
@@ -320,7 +345,7 @@ def mutate_checkpoint(folder: Path, rng: np.random.Generator) -> str:
                 (length,) = struct.unpack("<Q", raw[:8])
                 header = json.loads(raw[8 : 8 + length])
                 if rng.integers(2):
-                    said.append(f"safetensors: {inside(header)}")
+                    said.append(f"safetensors: {change_within(header, rng)}")
                 else:
                     old = pick(list(header))
                     new = pick(
@@ -423,7 +448,7 @@ def attack(
             else:
                 # A warning of NumPy is a number of config.json that nobody has checked.
                 warnings.simplefilter("error", RuntimeWarning)
-                write_checkpoint(case / "hf")
+                write_checkpoint(case / "hf", packed=not rng.integers(3))
                 change = mutate_checkpoint(case / "hf", rng)
                 problem = exercise_checkpoint(case / "hf", rng)
             if problem:

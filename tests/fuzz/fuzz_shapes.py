@@ -2,20 +2,25 @@
 
 usage: python tests/fuzz/fuzz_shapes.py [--seconds 60] [--seed 0] [--case N] [--verbose]
 
-Shapes are random (architecture, heads, KV heads, head sizes, widths, layers, neurons, tensor types), so are
-the cache's type, the mode, the predictor, threads, pages, sequences and how they are cut into steps. Of each
-case every operation of some steps is compared with the reference (derived_bounds.Oracle), and the logits, to
-the bit, with those of another number of threads, instruction set and cut. A case is its seed and number: what
-fails is printed so, and `--seed S --case N` runs it again. The exit status is 1 if one fails.
+Shapes are random (architecture, heads, KV heads, head sizes, widths, layers, neurons, experts, tensor
+types), so are the cache's type, the mode, the predictor, cutoffs, threads, pages, sequences and how they
+are cut into steps. Models with recurrent layers, latent vectors for keys and whatever else architectures
+differ in come from tests/tiny_models.py, where transformers is installed. Of each case every operation of
+some steps is compared with the reference (derived_bounds.Oracle), and the logits, to the bit, with those of
+another number of threads, instruction set and cut, under a random budget of memory, and of a bundled file. A
+case is its seed and number: what fails is printed so, and `--seed S --case N` runs it again. The exit status
+is 1 if one fails.
 """
 
 import argparse
+import importlib.util
 import itertools
+import shutil
 import sys
 import tempfile
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +35,19 @@ from tiny_gguf import write_llama, write_relu
 from hotset import _core
 from hotset.backends.base import PAGE_SIZE, Batch
 from hotset.backends.cpu import CpuBackend
-from hotset.formats.gguf import open_gguf
+from hotset.backends.stored import StoredWeights, sizes_of
+from hotset.convert.hf import convert_hf
+from hotset.errors import InvalidRequestError
+from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.formats.overlay import Overlay
 from hotset.formats.quants import DECODABLE, TYPES, GGMLType
 from hotset.model.config import config_from_gguf
+from hotset.model.cutoffs import CUTOFF_NAMES, LayerCutoffs
 from hotset.model.decoder import describe
+from hotset.model.graph import Graph
 from hotset.sparsity.modes import choose, prepare
+from hotset.sparsity.reorder import reorder
+from hotset.sparsity.thresholds import Calibrated, Thresholds
 
 ENCODED = sorted(t for t in DECODABLE if not t.name.startswith("IQ"))
 ORACLE_ROWS = 3_000  # tokens times heads times layers that the oracle looks at: it is slow
@@ -42,9 +55,23 @@ MOST_HEADS = 96
 MOST_WIDTH = 1024  # of all heads together
 
 
+RECIPES = [  # of tiny_models: recurrent layers, latent vectors, and other things that no writer here draws
+    *("lfm2", "lfm2-untied", "lfm2moe", "lfm2moe-plain", "qwen3next", "qwen3next-own-values", "qwen35"),
+    *("qwen35moe", "deepseek2-lite", "deepseek2-groups", "deepseek2-v3", "deepseek2-kimi", "gpt-oss"),
+    *(
+        "smallthinker",
+        "smallthinker-windows",
+        "turbosparse-mixtral",
+        "glm4moe-groups",
+        "gemma3-relu",
+        "granitemoe",
+    ),
+]
+
+
 @dataclass
 class Case:
-    """What was drawn: a file, how to run it, and what."""
+    """What was drawn: a file, how to run it, and what. cutoffs: of values that are cut of some tokens."""
 
     path: Path
     mode: str
@@ -53,6 +80,8 @@ class Case:
     sequences: list[np.ndarray]  # tokens of each
     max_batch: int
     facts: str  # for a person
+    cutoffs: LayerCutoffs | None = None
+    cut: list[np.ndarray] | None = None  # of each sequence: which tokens
 
 
 def one_of(rng: np.random.Generator, *items: Any) -> Any:
@@ -74,67 +103,172 @@ def random_types(rng: np.random.Generator, columns: dict[str, int], default: int
     return type_of
 
 
-def draw(rng: np.random.Generator, folder: Path) -> Case:
-    """A random case; its file is written to `folder`."""
+@dataclass
+class Drawn:
+    """A file, the modes and predictors that it allows, the largest head, and what it is."""
+
+    path: Path
+    modes: list[str]
+    predictors: list[str | None]
+    head_dim: int
+    facts: str
+    n_vocab: int
+    may_cut: bool = False
+
+
+def draw_llama(rng: np.random.Generator, path: Path, with_experts: bool) -> Drawn:
+    """Of llama's family, dense or a mixture of experts."""
     unit = int(one_of(rng, 2, 16, 32, 32, 32, 256, 256))
     head_dim = int(one_of(rng, 2, 6, 8, 16, 24, 32, 32, 64, 64, 96, 128, 256))
     n_vocab, n_layer = int(rng.integers(2, 200)), int(rng.integers(1, 4))
     n_ff = unit * int(rng.integers(1, 1 + max(1, (800 if rng.random() < 0.3 else 96) // unit)))
-    path, keys = folder / "model.gguf", {}
+    architecture, keys = "llama" if with_experts else str(one_of(rng, "llama", "qwen2", "qwen3")), {}
+    n_embd, most = unit * int(rng.integers(1, 1 + max(1, 256 // unit))), max(1, MOST_WIDTH // head_dim)
+    group = int(rng.integers(1, 1 + min(most, one_of(rng, 1, 4, 32))))
+    n_head_kv = int(rng.integers(1, 1 + max(1, min(MOST_HEADS, most) // group)))
+    if rng.random() < 0.3:
+        keys[f"{architecture}.attention.sliding_window"] = int(rng.integers(1, 200))
+    if rng.random() < 0.3:
+        keys[f"{architecture}.rope.dimension_count"] = 2 * int(rng.integers(1, head_dim // 2 + 1))
+    relu = rng.random() < 0.3
+    if relu:
+        keys[f"{architecture}.hidden_activation"] = str(one_of(rng, "relu", "relu2"))
+    elif rng.random() < 0.3 and not with_experts:
+        keys[f"{architecture}.hidden_activation"] = str(one_of(rng, "gelu", "gelu_tanh"))
+    more = random_experts(rng, keys, relu, unit) if with_experts else {}
+    n_head, by_neuron = n_head_kv * group, more.get("down_by_neuron", False)
+    columns = {"attn_output": n_head * head_dim, "ffn_down": n_ff}
+    columns |= {"ffn_down_exps": n_embd if by_neuron else n_ff, "ffn_down_shexp": more.get("n_ff_shared", 0)}
+    write_llama(
+        path, architecture=architecture, n_layer=n_layer, n_embd=n_embd, n_ff=n_ff, n_head=n_head,
+        n_head_kv=n_head_kv, head_dim=head_dim, n_vocab=n_vocab, n_ctx=4096, tied=bool(rng.integers(2)),
+        type_of=random_types(rng, columns, n_embd, sorted(DECODABLE)), keys=keys,
+        seed=int(rng.integers(1 << 30)), **more,
+    )  # fmt: skip
+    modes = ["dense", "exact"] if relu else ["dense"]
+    facts = (
+        f"{architecture}, {n_layer} layers, width {n_embd}, {n_head}/{n_head_kv} heads of {head_dim}, "
+        f"{n_ff} neurons {more} {keys}"
+    )
+    predictors: list[str | None] = ["sign:0", "svd:4"]
+    modes += ["predicted"] if relu and not with_experts else []
+    return Drawn(path, modes, predictors, head_dim, facts, n_vocab, may_cut=not with_experts)
+
+
+def random_experts(rng: np.random.Generator, keys: dict[str, Any], relu: bool, unit: int) -> dict[str, Any]:
+    """What write_llama takes of experts; keys are added to."""
+    n_expert = int(one_of(rng, 2, 3, 5, 8, 8, 12, 40))
+    used = int(rng.integers(1, min(n_expert, 9) + 1))
+    more: dict[str, Any] = {"experts": (n_expert, used), "biased": bool(rng.random() < 0.3)}
+    if rng.random() < 0.3:
+        more["n_ff_shared"] = unit * int(rng.integers(1, 1 + max(1, 96 // unit)))
+    if rng.random() < 0.2 and not more["biased"]:
+        more["one_by_one"] = True
+    elif relu and rng.random() < 0.4:
+        more["down_by_neuron"] = True
+    keys["llama.expert_gating_func"] = int(rng.integers(1, 4))
+    if rng.random() < 0.3:
+        keys["llama.expert_weights_scale"] = 2.5
+    if keys["llama.expert_gating_func"] != 3 and rng.random() < 0.3:
+        keys["llama.expert_weights_norm"] = bool(rng.integers(2))
+    return more
+
+
+def draw_relu(rng: np.random.Generator, path: Path) -> Drawn:
+    """Of PowerInfer's architectures, with predictors or without."""
+    unit = int(one_of(rng, 2, 16, 32, 32, 32, 256, 256))
+    head_dim = int(one_of(rng, 2, 6, 8, 16, 24, 32, 32, 64, 64, 96, 128, 256))
+    n_vocab, n_layer = int(rng.integers(2, 200)), int(rng.integers(1, 4))
+    n_ff = unit * int(rng.integers(1, 1 + max(1, (800 if rng.random() < 0.3 else 96) // unit)))
     threshold = float(one_of(rng, -1e30, 0.0, 0.1, 0.3, 1e30))
-    if rng.random() < 0.5:
-        architecture = str(one_of(rng, "llama", "qwen2", "qwen3"))
-        n_embd, most = unit * int(rng.integers(1, 1 + max(1, 256 // unit))), max(1, MOST_WIDTH // head_dim)
-        group = int(rng.integers(1, 1 + min(most, one_of(rng, 1, 4, 32))))
-        n_head_kv = int(rng.integers(1, 1 + max(1, min(MOST_HEADS, most) // group)))
-        if rng.random() < 0.3:
-            keys[f"{architecture}.attention.sliding_window"] = int(rng.integers(1, 200))
-        if rng.random() < 0.3:
-            keys[f"{architecture}.rope.dimension_count"] = 2 * int(rng.integers(1, head_dim // 2 + 1))
-        relu = rng.random() < 0.3
-        if relu:
-            keys[f"{architecture}.hidden_activation"] = str(one_of(rng, "relu", "relu2"))
-        elif rng.random() < 0.3:
-            keys[f"{architecture}.hidden_activation"] = str(one_of(rng, "gelu", "gelu_tanh"))
-        columns = {"attn_output": n_head_kv * group * head_dim, "ffn_down": n_ff}
-        write_llama(
-            path, architecture=architecture, n_layer=n_layer, n_embd=n_embd, n_ff=n_ff,
-            n_head=n_head_kv * group, n_head_kv=n_head_kv, head_dim=head_dim, n_vocab=n_vocab, n_ctx=4096,
-            tied=bool(rng.integers(2)), type_of=random_types(rng, columns, n_embd, sorted(DECODABLE)),
-            keys=keys, seed=int(rng.integers(1 << 30)),
-        )  # fmt: skip
-        modes, predictors = (["dense", "exact", "predicted"] if relu else ["dense"]), ["sign:0", "svd:4"]
-        n_head = n_head_kv * group
-    else:
-        relu, dialect = True, str(one_of(rng, "powerinfer", "gguf"))
-        architecture = str(one_of(rng, "llama", "bamboo", "falcon", "opt"))
-        n_head = int(one_of(rng, 1, 2, 4, 6, 8, 12, 16, 40, 56, 72))
-        head_dim = min(head_dim, max(2, MOST_WIDTH // n_head // 2 * 2))
-        step = np.lcm(unit, n_head * 2)
-        if step > MOST_WIDTH:  # then no type with blocks fits
-            step = n_head * 2
-        n_embd = int(step * max(1, round(n_head * head_dim / step)))
-        head_dim = n_embd // n_head
-        divisors = [d for d in range(1, n_head + 1) if n_head % d == 0]
-        n_head_kv = n_head if architecture == "opt" else int(one_of(rng, *divisors))
-        ranks = tuple(int(x) for x in rng.integers(1, 96, n_layer) * (1 if rng.random() < 0.3 else 32))
-        columns = {
-            "ffn_down": n_ff,
-            "fc2": 1,
-        }  # fc2's columns are the rank of its layer: any type but float may not fit
-        if all(rank % 32 == 0 for rank in ranks):
-            columns["fc2"] = 32
-        write_relu(
-            path, architecture, dialect=dialect, two_norms=bool(rng.integers(2)), ranks=ranks,
-            threshold=threshold, n_embd=n_embd, n_ff=n_ff, n_head=n_head, n_head_kv=n_head_kv,
-            n_vocab=n_vocab, n_ctx=4096, type_of=random_types(rng, columns, n_embd, ENCODED),
-            seed=int(rng.integers(1 << 30)),
-        )  # fmt: skip
-        modes, predictors = ["dense", "exact", "predicted"], ["sign:0", "svd:4"]
-        if dialect == "powerinfer":
-            predictors += [None, None]
+    dialect = str(one_of(rng, "powerinfer", "gguf"))
+    architecture = str(one_of(rng, "llama", "bamboo", "falcon", "opt"))
+    n_head = int(one_of(rng, 1, 2, 4, 6, 8, 12, 16, 40, 56, 72))
+    head_dim = min(head_dim, max(2, MOST_WIDTH // n_head // 2 * 2))
+    step = np.lcm(unit, n_head * 2)
+    if step > MOST_WIDTH:  # then no type with blocks fits
+        step = n_head * 2
+    n_embd = int(step * max(1, round(n_head * head_dim / step)))
+    head_dim = n_embd // n_head
+    divisors = [d for d in range(1, n_head + 1) if n_head % d == 0]
+    n_head_kv = n_head if architecture == "opt" else int(one_of(rng, *divisors))
+    ranks = tuple(int(x) for x in rng.integers(1, 96, n_layer) * (1 if rng.random() < 0.3 else 32))
+    # fc2's columns are the rank of its layer: any type but float may not fit
+    columns = {"ffn_down": n_ff, "fc2": 32 if all(rank % 32 == 0 for rank in ranks) else 1}
+    write_relu(
+        path, architecture, dialect=dialect, two_norms=bool(rng.integers(2)), ranks=ranks,
+        threshold=threshold, n_embd=n_embd, n_ff=n_ff, n_head=n_head, n_head_kv=n_head_kv,
+        n_vocab=n_vocab, n_ctx=4096, type_of=random_types(rng, columns, n_embd, ENCODED),
+        seed=int(rng.integers(1 << 30)),
+    )  # fmt: skip
+    predictors: list[str | None] = ["sign:0", "svd:4"]
+    if dialect == "powerinfer":
+        predictors += [None, None]
+    facts = (
+        f"{architecture} {dialect}, {n_layer} layers, width {n_embd}, {n_head}/{n_head_kv} heads of "
+        f"{head_dim}, {n_ff} neurons"
+    )
+    modes = ["dense", "exact", "predicted"]
+    return Drawn(path, modes, predictors, head_dim, facts, n_vocab, may_cut=dialect == "gguf")
+
+
+def draw_recipe(rng: np.random.Generator, folder: Path) -> Drawn:
+    """A checkpoint of transformers, converted: recurrent layers and latent vectors of random sizes."""
+    import tiny_models
+
+    name = str(one_of(rng, *RECIPES))
+    recipe = (tiny_models.RECIPES | tiny_models.EXPERTS)[name]
+    settings: dict[str, Any] = {}
+    if name.startswith("lfm2"):
+        settings = {"conv_L_cache": int(rng.integers(2, 7))}
+    elif name.startswith("qwen3"):
+        heads = int(rng.integers(1, 5))
+        settings = {
+            "linear_num_key_heads": heads, "linear_num_value_heads": heads * int(rng.integers(1, 4)),
+            "linear_key_head_dim": int(one_of(rng, 8, 16, 24, 32, 64)),
+            "linear_value_head_dim": int(one_of(rng, 8, 16, 24, 40, 64)),
+            "linear_conv_kernel_dim": int(rng.integers(2, 6)),
+        }  # fmt: skip
+    elif name.startswith("deepseek2"):
+        settings = {
+            "qk_nope_head_dim": int(one_of(rng, 8, 16, 24, 32, 64)),
+            "qk_rope_head_dim": int(one_of(rng, 2, 8, 16, 32)),
+            "v_head_dim": int(one_of(rng, 8, 12, 32, 48)), "kv_lora_rank": int(one_of(rng, 8, 32, 40, 96)),
+        }  # fmt: skip
+    model = tiny_models.build(recipe, seed=int(rng.integers(1 << 30)), **settings)
+    checkpoint, path = folder / "checkpoint", folder / "model.gguf"
+    shutil.rmtree(checkpoint, ignore_errors=True)
+    tiny_models.save(recipe, model, checkpoint)
+    type_ = str(one_of(rng, "f32", "f16", "q8_0", "q4_0", "q5_1"))
+    convert_hf(checkpoint, path, type_)
+    with open_gguf(path) as gguf:
+        config = config_from_gguf(gguf)
+    modes = ["dense", "exact"] if config.has_zeros and not config.masked else ["dense"]
+    facts = f"{name} {type_} {settings}"
+    return Drawn(path, modes, [None], config.head_dim, facts, config.n_vocab)
+
+
+def random_cutoffs(rng: np.random.Generator) -> LayerCutoffs:
+    """Some of the values that can be cut, little or much."""
+    some = {name: float(one_of(rng, 0.0, 0.05, 0.3, 1.0)) for name in CUTOFF_NAMES}
+    return LayerCutoffs(**some)  # type: ignore[arg-type]
+
+
+def draw(rng: np.random.Generator, folder: Path) -> Case:
+    """A random case; its file is written to `folder`."""
+    path = folder / "model.gguf"
+    kinds = ["llama", "llama", "relu", "relu", "relu", "experts", "experts"]
+    kind = one_of(rng, *kinds, *["recipe"] * (importlib.util.find_spec("transformers") is not None))
+    match kind:
+        case "relu":
+            drawn = draw_relu(rng, path)
+        case "recipe":
+            drawn = draw_recipe(rng, folder)
+        case _:
+            drawn = draw_llama(rng, path, with_experts=kind == "experts")
+    modes, head_dim = drawn.modes, drawn.head_dim
     mode = str(one_of(rng, *modes))
-    predictor = one_of(rng, *predictors) if mode == "predicted" else None
+    predictor = one_of(rng, *drawn.predictors) if mode == "predicted" else None
     kv_type = str(one_of(rng, "f32", "f16", "q8_0")) if head_dim % 32 == 0 else str(one_of(rng, "f32", "f16"))
     lengths = one_of(
         rng,
@@ -144,24 +278,25 @@ def draw(rng: np.random.Generator, folder: Path) -> Case:
         [*rng.integers(1, 4, rng.integers(1, 200)).tolist(), int(rng.integers(1, 200))],
         [int(rng.integers(520, 1400)), *rng.integers(1, 20, 3).tolist()],
     )
-    sequences = [rng.integers(0, n_vocab, n).astype(np.int32) for n in lengths]
+    sequences = [rng.integers(0, drawn.n_vocab, n).astype(np.int32) for n in lengths]
     max_batch = max(1, int(one_of(rng, 1, 9, 64, 512, sum(lengths), sum(lengths))))
     if max_batch < 9:  # as many steps as there is patience for
         sequences = [s[:12] for s in sequences[:3]]
     elif max_batch < 64:
         sequences = [s[:60] for s in sequences[:6]]
     lengths = [len(s) for s in sequences]
+    cutoffs = random_cutoffs(rng) if drawn.may_cut and rng.random() < 0.3 else None
+    cut = None if cutoffs is None else [rng.random(n) < 0.6 for n in lengths]
     facts = (
-        f"{architecture} {mode} {predictor or ''} kv {kv_type}, {n_layer} layers, width {n_embd}, "
-        f"{n_head}/{n_head_kv} heads of {head_dim}, {n_ff} neurons, {len(lengths)} sequences of "
-        f"{sum(lengths)} tokens, batch {max_batch} {keys}"
+        f"{mode} {predictor or ''} kv {kv_type}, {len(lengths)} sequences of {sum(lengths)} tokens, "
+        f"batch {max_batch} {cutoffs or ''}: {drawn.facts}"
     )
-    return Case(path, mode, predictor, kv_type, sequences, max_batch, facts)
+    return Case(drawn.path, mode, predictor, kv_type, sequences, max_batch, facts, cutoffs, cut)
 
 
 def steps(rng: np.random.Generator, case: Case, pages: list[list[int]], max_batch: int, patience: int) -> Any:
     """The case's tokens cut at random: batches, and which (sequence, position) each logits row belongs to."""
-    done = [0] * len(case.sequences)
+    done, n_steps = [0] * len(case.sequences), np.zeros(len(case.sequences), int)
     width = max(len(p) for p in pages)
     for _ in range(100_000):
         waiting = [i for i in rng.permutation(len(done)).tolist() if done[i] < len(case.sequences[i])]
@@ -184,8 +319,41 @@ def steps(rng: np.random.Generator, case: Case, pages: list[list[int]], max_batc
         where = [(i, position) for i, at, n in parts for position in range(at, at + n)]
         wanted = np.flatnonzero(rng.random(len(tokens)) < one_of(rng, 0.0, 0.3, 1.0, 1.0)).astype(np.int32)
         positions = np.array([position for _, position in where], np.int32)
-        yield Batch(tokens, positions, owners, table, wanted), [where[t] for t in wanted]
+        cut = None if case.cut is None else np.array([case.cut[i][position] for i, position in where])
+        rows = np.array([i for i, _, _ in parts])
+        batch = Batch(tokens, positions, owners, table, wanted, cut=cut)
+        slots = np.stack([2 * rows, 2 * rows + 1], axis=1).astype(np.int32)
+        yield batch.with_states_of_rows(n_steps[rows], slots), [where[t] for t in wanted]
+        n_steps[rows] += 1
     raise AssertionError("the case does not end")
+
+
+def prepared(gguf: GGUFFile, case: Case) -> tuple[Overlay, Graph]:
+    """What a backend takes to run a case."""
+    config = config_from_gguf(gguf)
+    choice = choose(config, gguf.tensors, case.mode, case.predictor)
+    if case.cutoffs is not None:
+        layers = (case.cutoffs,) * config.n_layer
+        mode: Any = choice.mode
+        thresholds = Thresholds(Calibrated.of(gguf), layers, mode=mode)
+        choice = choose(config, gguf.tensors, None, case.predictor, thresholds)
+    ready = prepare(gguf, config, choice)
+    return ready.weights, describe(config, ready.weights.tensors, ready.predictor, choice.cutoffs)
+
+
+def stored(rng: np.random.Generator, weights: Overlay, graph: Graph, sparse: bool) -> StoredWeights:
+    """The same under a budget: what must be there, and a part of what has a use."""
+
+    def within(n_bytes: int) -> StoredWeights:
+        ring = bool(rng.integers(2)) and _core.ring_allowed()
+        reader = _core.Reader(ring, int(rng.integers(1, 9)))
+        gap = int(one_of(rng, 0, 4096, 65536))
+        return StoredWeights(weights, graph, n_bytes, sparse=sparse, reader=reader, gap=gap)
+
+    sizes = sizes_of(graph, weights.tensors, sparse=sparse)
+    share = float(one_of(rng, 0.0, 0.1, 0.5, 1.0))
+    most = sizes.resident + sizes.most
+    return within(sizes.least_of_all + int(share * max(most - sizes.least_of_all, 0)))
 
 
 def run_case(seed: int, number: int, folder: Path, say: Any = lambda facts: None) -> None:
@@ -194,35 +362,31 @@ def run_case(seed: int, number: int, folder: Path, say: Any = lambda facts: None
     case = draw(rng, folder)
     say(case.facts)
     with open_gguf(case.path) as gguf:
+        weights, graph = prepared(gguf, case)
         config = config_from_gguf(gguf)
-        ready = prepare(gguf, config, choose(config, gguf.tensors, case.mode, case.predictor))
-        graph = describe(config, ready.weights.tensors, ready.predictor)
         every = tuple(value.name for value in graph.values)
         most_tapped = max(1, ORACLE_ROWS // (config.n_head * config.n_layer))
         n_pages = sum(-(-len(s) // PAGE_SIZE) for s in case.sequences)
+        common: dict[str, Any] = {
+            "n_pages": n_pages,
+            "kv_type": case.kv_type,
+            "n_states": 2 * len(case.sequences),
+        }
+        common |= {"max_batch": case.max_batch}
 
-        def run(tapped: bool, **options: Any) -> dict[tuple[int, int], np.ndarray]:
+        def run(source: Any, graph: Graph, tapped: bool, **options: Any) -> dict[tuple[int, int], np.ndarray]:
             """Logits by sequence and position."""
             free = iter(rng.permutation(n_pages).tolist())
             pages = [list(itertools.islice(free, -(-len(s) // PAGE_SIZE))) for s in case.sequences]
-            given = {"n_pages": n_pages, "kv_type": case.kv_type, "max_batch": case.max_batch, **options}
-            backend = CpuBackend(ready.weights, graph, **given)
-            oracle = Oracle(
-                ready.weights, graph, n_pages=n_pages, kv_type=case.kv_type, max_batch=case.max_batch
-            )
+            given = {**common, "channel_rate": float(one_of(rng, 0.5, 100.0)), **options}
+            backend = CpuBackend(source, graph, **given)
+            oracle = Oracle(weights, graph, **common)
             room, rows = most_tapped, {}
             try:
                 for batch, where in steps(rng, case, pages, given["max_batch"], 10):
                     if tapped and room > 0:
                         room -= len(batch.tokens)
-                        batch = Batch(
-                            batch.tokens,
-                            batch.positions,
-                            batch.sequences,
-                            batch.page_tables,
-                            batch.outputs,
-                            every,
-                        )
+                        batch = replace(batch, taps=every)
                     found = backend.step(batch)
                     if batch.taps:
                         oracle.check(batch, found)
@@ -235,15 +399,42 @@ def run_case(seed: int, number: int, folder: Path, say: Any = lambda facts: None
         def isa() -> str:
             return str(one_of(rng, *_core.available_isas(), None) or _core.isa())
 
-        sparse = case.mode != "dense"
+        sparse = case.mode != "dense" or case.cutoffs is not None
         small = min(case.max_batch, most_tapped)
-        first = run(True, n_threads=int(rng.integers(1, 5)), isa=isa(), sparse=sparse, max_batch=small)
-        others = [{"sparse": sparse, "max_batch": sum(map(len, case.sequences))}, {"sparse": not sparse}]
-        for options in others:  # what is left out of reading changes nothing
-            second = run(False, n_threads=int(rng.integers(1, 5)), isa=isa(), **options)
+        first = run(
+            weights, graph, True, n_threads=int(rng.integers(1, 5)), isa=isa(), sparse=sparse, max_batch=small
+        )
+
+        def compare(what: str, source: Any, graph: Graph, **options: Any) -> None:
+            second = run(source, graph, False, n_threads=int(rng.integers(1, 5)), isa=isa(), **options)
             for at in first.keys() & second.keys():
                 assert np.isfinite(first[at]).all(), at
-                np.testing.assert_array_equal(second[at], first[at], err_msg=f"sequence and position {at}")
+                np.testing.assert_array_equal(
+                    second[at], first[at], err_msg=f"{what}: sequence and position {at}"
+                )
+
+        def bundled() -> None:
+            try:
+                reorder(gguf.path, folder / "bundled.gguf", None, bundle=True)
+            except InvalidRequestError as error:
+                if "nothing to bundle" not in str(error):
+                    raise
+                return
+            with open_gguf(folder / "bundled.gguf") as file:
+                own, its_graph = prepared(file, case)
+                source = stored(rng, own, its_graph, sparse) if rng.integers(2) else own
+                compare("bundled", source, its_graph, sparse=sparse)
+
+        n_tokens = sum(map(len, case.sequences))
+        others = [
+            lambda: compare("all at once", weights, graph, sparse=sparse, max_batch=n_tokens),
+            lambda: compare("read whole", weights, graph, sparse=not sparse),  # it changes nothing
+            lambda: compare("budget", stored(rng, weights, graph, sparse), graph, sparse=sparse),
+        ]
+        if case.predictor is None and case.cutoffs is None:  # what is built beside a file is of that one
+            others.append(bundled)
+        for at in rng.permutation(len(others))[:2]:
+            others[at]()
 
 
 def main() -> int:

@@ -1,0 +1,218 @@
+"""Fuzzes the files that lie beside models, and bundles: damaged ones, and sound ones that say odd things.
+
+usage: python tests/fuzz/fuzz_sidecars.py [--seconds 60] [--seed 0] [--keep FOLDER]
+
+Traces are opened and replayed, profiles summed up and merged, a model runs by thresholds, and a bundled one
+mapped and under a budget of memory. Each may work, or tell in one sentence why not. What does anything else
+(another exception, more than 10 s) is kept in a folder whose name is printed; the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from fuzz import fuzz_gguf, fuzz_models
+from tiny_gguf import write_llama, write_relu
+
+from hotset.errors import HotsetError
+from hotset.formats.gguf import open_gguf
+from hotset.formats.quants import GGMLType
+from hotset.memory import own_memory
+from hotset.model.cutoffs import LayerCutoffs
+from hotset.sparsity.profile import Profile
+from hotset.sparsity.reorder import reorder
+from hotset.sparsity.replay import replay
+from hotset.sparsity.thresholds import Calibrated, Thresholds
+from hotset.sparsity.trace import EVERY, NeuronTrace, RouteTrace, StoredGroup, open_trace
+
+SLOW_S = 10.0
+ROOM = 400 << 20  # beyond what this process has already
+RUN = ("he", "-n", 2, "--temp", 0, "-c", 64, "-t", 1, "--no-gpu")
+SIZES: dict[str, Any] = {"n_vocab": 259, "n_ff": 64}
+
+
+def write_traces(folder: Path) -> None:
+    """Of experts and of neurons."""
+    rng = np.random.default_rng(0)
+    scores = rng.standard_normal((40, 3, 8))
+    facts: dict[str, Any] = {"starts": (0, 9), "model": "m", "name": "n", "data": "d"}
+    groups = [StoredGroup(EVERY, 21, 64, 4096, 4096)]
+    RouteTrace(
+        routes=np.argsort(scores, axis=2)[:, :, :2].astype(np.int32), n_experts=8, layers=(0, 1, 2),
+        expert_bytes=(100, 101, 102), stored=tuple(StoredGroup(i, 8, 128, 4096, 9000) for i in range(3)),
+        **facts,
+    ).save(folder / "experts.gguf")  # fmt: skip
+    NeuronTrace(
+        bits=tuple(np.packbits(rng.random((40, n)) < 0.2, axis=1, bitorder="little") for n in (16, 21)),
+        n_neurons=(16, 21), neuron_bytes=(64, 64), sparsity="exact", layers=(1, 4),
+        stored=(*groups, StoredGroup(0, 16, 64, 4096, 2000), StoredGroup(1, 21, 64, 4096, 2500)), **facts,
+    ).save(folder / "neurons.gguf")  # fmt: skip
+
+
+def write_seeds(folder: Path) -> None:
+    """Sound files of each kind, and the models that some of them are of."""
+    write_traces(folder)
+    counts = tuple(np.arange(12, dtype=np.uint64) + i for i in range(2))
+    Profile(counts, 30, "m", ("t",), {1: np.arange(4, dtype=np.uint64)}).save(folder / "profile.gguf")
+    q8 = lambda name: GGMLType.Q8_0 if "ffn" in name else GGMLType.F16  # noqa: E731
+    model = write_llama(folder / "cut.gguf", keys=fuzz_models.BPE, head_dim=16, type_of=q8, **SIZES)
+    with open_gguf(model) as gguf:
+        cutoffs = (LayerCutoffs(gate=0.1, attn_in=0.3, down_in=0.05),) * 2
+        Thresholds(Calibrated.of(gguf), cutoffs, text={"hash": "h"}).save(folder / "cut.thresholds.json")
+    relu = write_relu(folder / "relu.gguf", keys=fuzz_models.BPE, **SIZES)
+    mixture = write_llama(
+        folder / "mixture.gguf", keys=fuzz_models.BPE, head_dim=16, experts=(4, 2), type_of=q8, **SIZES
+    )
+    reorder(relu, folder / "bundle.gguf", None, bundle=True)
+    reorder(mixture, folder / "bundle-experts.gguf", None, bundle=True)
+
+
+def exercise_trace(path: Path) -> None:
+    """Opens it, replays it, and writes it again."""
+    trace = open_trace(path)
+    assert trace.token_cycle >= 0
+    found = replay(trace, (0.1, 0.6), sizes=[0, 1000, 1 << 30])
+    assert all(0 <= rate <= 1 for point in found.points for rate in point.hit_rates.values())
+    assert all(0 <= point.cache_hit_rate <= 1 and point.disk_bytes_per_token >= 0 for point in found.points)
+    trace.save(path.with_name("again.gguf"))
+
+
+def exercise_profile(path: Path) -> None:
+    """Opens it, says what a person would see, adds it to itself."""
+    profile = Profile.open(path)
+    json.dumps([layer.as_dict() for layer in profile.summary()])
+    for i in range(len(profile.counts)):
+        profile.frequencies(i)
+    profile.merge(replace(profile, data=("another text",))).save(path.with_name("again.gguf"))
+    profile.check_model("m")
+
+
+def exercise_thresholds(path: Path) -> None:
+    """Runs the model by them."""
+    model = path.with_name("cut.gguf")
+    run("run", model, *RUN, "--sparsity", "threshold", "--thresholds", path)
+
+
+def exercise_bundle(path: Path) -> None:
+    """Runs the model with the file mapped, and under a budget; shows it."""
+    run("run", path, *RUN)
+    run("run", path, *RUN, "--ram-budget", (own_memory() + ROOM) / 2**30)
+    run("show", path, "--tensors")
+
+
+def run(*arguments: object) -> None:
+    """A verb. Raises HotsetError where it failed with a sentence."""
+    done = fuzz_models.verb(*arguments)
+    assert not done.problem, f"{arguments[0]}: {done.problem}"
+    if done.status:
+        raise HotsetError("it failed, and said why.")
+
+
+KINDS: dict[str, Callable[[Path], None]] = {
+    "experts.gguf": exercise_trace,
+    "neurons.gguf": exercise_trace,
+    "profile.gguf": exercise_profile,
+    "cut.thresholds.json": exercise_thresholds,
+    "bundle.gguf": exercise_bundle,
+    "bundle-experts.gguf": exercise_bundle,
+}
+
+
+def mutate(source: Path, target: Path, rng: np.random.Generator) -> str:
+    """Writes a file with bytes that are damaged, or with an odd key, tensor or entry; what it is."""
+    if source.suffix == ".json" and rng.integers(3):
+        value = json.loads(source.read_text())
+        said = "; ".join(fuzz_models.change_within(value, rng) for _ in range(rng.integers(1, 3)))
+        target.write_text(json.dumps(value))
+        return said
+    if source.suffix == ".gguf" and rng.integers(3):
+        return fuzz_models.mutate(source, target, rng)
+    target.write_bytes(fuzz_gguf.mutate({"": source.read_bytes()}, rng)[""])
+    return "bytes"
+
+
+def exercise(path: Path, of: str) -> str:
+    """What went wrong, or ""."""
+    started = time.monotonic()
+    try:
+        KINDS[of](path)
+    except HotsetError as error:
+        sentence = str(error)
+        if "\n" in sentence or len(sentence) > 4096:
+            return f"no sentence: {sentence}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "slow" if time.monotonic() - started > SLOW_S else ""
+
+
+def attack(
+    seed: int, more: Callable[[int], bool], on_problem: Callable[[int, Path, str], None]
+) -> tuple[int, int]:
+    """Cases while more(number of the case); how many there were, and how many went wrong.
+
+    on_problem: told the number of the case, the file, and what was changed and went wrong.
+    """
+    rng = np.random.default_rng(seed)
+    n_cases = n_failed = 0
+    with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
+        os.environ["HOTSET_HOME"] = f"{scratch}/home"
+        seeds, case = Path(scratch) / "seeds", Path(scratch) / "case"
+        seeds.mkdir()
+        write_seeds(seeds)
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for of, sound in KINDS.items():
+            sound(seeds / of)  # else nothing would be learned from those that are not
+        while more(n_cases):
+            case.mkdir()
+            of = list(KINDS)[int(rng.integers(len(KINDS)))]
+            if of == "cut.thresholds.json":
+                shutil.copy(seeds / "cut.gguf", case)
+            change = mutate(seeds / of, case / of, rng)
+            problem = exercise(case / of, of)
+            if problem:
+                n_failed += 1
+                on_problem(n_cases, case / of, f"{of}: {change}\n{problem}")
+            shutil.rmtree(case)
+            n_cases += 1
+    return n_cases, n_failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="folder for cases that fail (default: a new temporary one)")
+    args = parser.parse_args()
+    os.environ["HOTSET_DEBUG"] = "1"  # the traceback goes into what is printed
+    end = time.monotonic() + args.seconds
+
+    def keep(number: int, file: Path, what: str) -> None:
+        args.keep = args.keep or Path(tempfile.mkdtemp(prefix="fuzz-sidecars-"))
+        kept = args.keep / f"{args.seed}-{number}"
+        shutil.copytree(file.parent, kept, dirs_exist_ok=True)
+        print(f"{kept}: {what}\n", file=sys.stderr)
+
+    n_cases, n_failed = attack(args.seed, lambda _: time.monotonic() < end, keep)
+    print(f"{n_cases} cases, {n_failed} failed")
+    return 1 if n_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
