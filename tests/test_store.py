@@ -141,6 +141,17 @@ def test_any_budget_gives_the_same_bits(tmp_path: Path, model: str, type_: GGMLT
             backend.close()
 
 
+@pytest.mark.parametrize("model", ["llama", "opt"])
+def test_a_down_matrix_by_output_is_no_row_of_neurons(tmp_path: Path, model: str) -> None:
+    """Though it is as wide as it is high."""
+    gguf = write(tmp_path, model, GGMLType.Q8_0, dialect="gguf", n_ff=64)
+    ready, graph = prepared(gguf, "dense")
+    whole = CpuBackend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2)
+    backend, _ = stored(gguf, "dense", 0.5)
+    ids = tokens(24)
+    np.testing.assert_array_equal(logits_of(backend, ids, [], [2]), logits_of(whole, ids, [], [2]))
+
+
 @pytest.mark.parametrize("ring", KINDS)
 @pytest.mark.parametrize("model", ["llama", "opt"])
 def test_a_predictor_says_what_is_read(tmp_path: Path, model: str, ring: bool) -> None:

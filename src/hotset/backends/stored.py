@@ -71,7 +71,8 @@ def groups_of(graph: Graph, tensors: Mapping[str, TensorInfo], *, sparse: bool) 
         elif isinstance(op, Ffn) and op.has_zeros:
             together: list[list[str]] = [[]] if not sparse or op.mask is not None else [[], []]
             for matrix in (op.gate, op.up, op.down):
-                if _has_row_per_neuron(matrix, op.n_ff, tensors):
+                by_output = matrix is op.down and not op.by_neuron  # as wide as it is high, perhaps
+                if not by_output and _has_row_per_neuron(matrix, op.n_ff, tensors):
                     assert isinstance(matrix, Linear | TransposedLinear)
                     decides = matrix is op.decides
                     together[0 if decides else -1].append(matrix.weight)
