@@ -93,6 +93,9 @@ void Plan::add_route(RouteFacts facts) {
 void Plan::add_fetch(FetchFacts facts) {
     ops_.push_back(make_fetch(*this, facts));
 }
+void Plan::add_finish_fetch(RowStore& store) {
+    ops_.push_back(make_finish_fetch(*this, store));
+}
 void Plan::add_await_piece(Stream& stream, int piece, bool waits) {
     ops_.push_back(make_await_piece(*this, stream, piece, waits));
 }

@@ -201,6 +201,9 @@ struct ExpertFacts {
     int scores = -1;  // buffer of the experts' predictors, a column for each of `out`; -1: none
     float threshold = 0.0f;
     bool sparse = false;  // leave out what is not needed: of up, and of what scores do not name
+    // [number of experts] Where it is given, those alone for which it has `missed_which`.
+    const uint8_t* missed = nullptr;
+    bool missed_which = false;
 };
 
 // out = the sum of weight * (part of x times its expert's matrix + bias), in the order of `route`, +
@@ -224,6 +227,7 @@ struct FetchFacts {
     float threshold = 0.0f;
     int64_t first = 0;
     int n_used = 0;
+    bool waits = true;  // else the reads are on their way, until add_finish_fetch
 };
 
 constexpr int kMaxGroup = 256;  // query heads per KV head, at most
@@ -293,6 +297,7 @@ class Plan {
     // out = x where not scores < threshold, else 0; columns before `first` have no score and are kept.
     void add_route(RouteFacts facts);
     void add_fetch(FetchFacts facts);
+    void add_finish_fetch(RowStore& store);
     // Operations behind it read a piece of a stream. waits: they do; else the stream's user has no more to
     // do, and what comes next may be read.
     void add_await_piece(Stream& stream, int piece, bool waits);
@@ -384,6 +389,7 @@ std::unique_ptr<Op> make_channel_linear(const Plan& plan, int x, Norm norm, std:
 std::unique_ptr<Op> make_neurons(const Plan& plan, NeuronFacts facts);
 std::unique_ptr<Op> make_axpy(const Plan& plan, int x, LinearPart part, int residual, bool sparse);
 std::unique_ptr<Op> make_fetch(const Plan& plan, FetchFacts facts);
+std::unique_ptr<Op> make_finish_fetch(const Plan& plan, RowStore& store);
 std::unique_ptr<Op> make_await_piece(const Plan& plan, Stream& stream, int piece, bool waits);
 std::unique_ptr<Op> make_route(const Plan& plan, RouteFacts facts);
 std::unique_ptr<Op> make_expert_neurons(const Plan& plan, ExpertFacts facts);

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from test_api_sparse import write_sparse
 from test_cli import inside
@@ -16,6 +17,8 @@ from hotset.loading import decide, open_model
 from hotset.placement import disk, ram
 from hotset.placement.disk import USUAL, DiskRates, measure_disk
 from hotset.settings import LoadSettings
+from hotset.sparsity.profile import Profile, default_path
+from hotset.sparsity.sidecar import fingerprint
 
 PROMPT = list(range(3, 40))
 GIB = 2**30
@@ -131,7 +134,8 @@ def test_the_server_counts_what_was_read(model: Path) -> None:
         assert counts["hotset_row_misses_total"] > 0
         assert counts["hotset_disk_read_bytes_total"] >= 4096
 
-    tiny_server.run(model, work, load={"n_ctx": 64, "ram_budget": 0.5})
+    settings: dict[str, Any] = {"n_ctx": 64, "backend": "cpu", "n_threads": 1, "max_sequences": 4}
+    tiny_server.run(model, work, load=settings | {"ram_budget": least_of(model, **settings) / GIB})
 
 
 def test_answers_under_faults_are_right_or_a_sentence(model: Path) -> None:
@@ -151,6 +155,39 @@ def test_answers_under_faults_are_right_or_a_sentence(model: Path) -> None:
                 n_failed += 1
     assert n_right > 2
     assert n_failed > 2
+
+
+def test_a_profile_says_what_is_in_memory_first(model: Path, tmp_path: Path) -> None:
+    """By the one beside the model, or one that is named, which is refused where it is of another model."""
+    settings: dict[str, Any] = {"n_ctx": 64, "sparsity": "predicted", "backend": "cpu"}
+    with open_model(model, LoadSettings(**settings)) as opened:
+        n_ff, made = opened.config.n_ff, fingerprint(opened.gguf)
+    rng = np.random.default_rng(0)
+    hot = [rng.permutation(n)[: n // 3] for n in n_ff]  # of each layer
+    counts = tuple(
+        np.bincount(rows, minlength=n).astype(np.uint64) for rows, n in zip(hot, n_ff, strict=True)
+    )
+    default_path(model).parent.mkdir(exist_ok=True)
+    Profile(counts, 1, made, ("test",), {}).save(default_path(model))
+    Profile(counts, 1, "another", ("test",), {}).save(tmp_path / "other.hotset.gguf")
+    budget = (least_of(model, **settings) + 100_000) / GIB
+    with hotset.load(model, **settings, ram_budget=budget) as loaded:
+        assert loaded.stored is not None
+        assert loaded.stored.store is not None
+        assert any("which rows are in memory first" in note for note in loaded.notes)
+        places = [loaded.stored.store.n_slots(group) for group in range(len(n_ff))]
+        assert min(places) > 0
+        assert max(places) <= min(map(len, hot))
+        assert loaded.stored.counts().misses == 0  # reading ahead is none
+        with_profile = tokens_of(loaded)
+        n_missed = loaded.stored.counts().misses
+    default_path(model).unlink()
+    with hotset.load(model, **settings, ram_budget=budget) as loaded:
+        assert loaded.stored is not None
+        assert tokens_of(loaded) == with_profile
+        assert loaded.stored.counts().misses != n_missed
+    with pytest.raises(InvalidRequestError, match="of another model file"):
+        hotset.load(model, **settings, ram_budget=budget, profile=tmp_path / "other.hotset.gguf")
 
 
 def test_reorder_bundles_from_the_command_line(model: Path, tmp_path: Path) -> None:

@@ -75,13 +75,13 @@ void PlanBuilder::axpy(int x, int type, const Rows& data, const std::optional<By
 }
 
 void PlanBuilder::fetch(std::shared_ptr<RowStore> store, int group, int which, int by, float threshold,
-                        int64_t first) {
+                        int64_t first, bool waits) {
     require(group >= 0 && group < store->n_groups() && store->end(), "there is no such group of rows");
     require(which >= FetchFacts::All && which <= FetchFacts::Routed, "there is no such way to fetch");
     const int64_t n_rows = store->n_rows(group);
     FetchFacts facts;
     facts.store = store.get(), facts.group = group, facts.which = FetchFacts::Which(which);
-    facts.threshold = threshold, facts.first = first;
+    facts.threshold = threshold, facts.first = first, facts.waits = waits;
     if (which == FetchFacts::Selected)
         require(first >= 0 && width(by) == n_rows - first, "a predictor has a score for each neuron");
     if (which == FetchFacts::NonZero) require(width(by) == n_rows, "a neuron has a value");
@@ -89,6 +89,11 @@ void PlanBuilder::fetch(std::shared_ptr<RowStore> store, int group, int which, i
     facts.by = checked(by);
     stores_.push_back(std::move(store));
     plan_->add_fetch(facts);
+}
+
+void PlanBuilder::finish_fetch(std::shared_ptr<RowStore> store) {
+    plan_->add_finish_fetch(*store);
+    stores_.push_back(std::move(store));
 }
 
 void PlanBuilder::await_piece(std::shared_ptr<Stream> stream, int piece, bool waits) {
@@ -117,8 +122,8 @@ void PlanBuilder::route(int x, int n_used, int scoring, const std::optional<Floa
 void PlanBuilder::expert_neurons(int x, int route, int n_expert, const std::optional<ExpertPart>& gate,
                                  const ExpertPart& up, const std::optional<ActivationArguments>& activation,
                                  const std::optional<ActivationArguments>& up_activation,
-                                 const std::optional<std::pair<int, float>>& predictor, bool sparse,
-                                 int out) {
+                                 const std::optional<std::pair<int, float>>& predictor, bool sparse, int out,
+                                 std::optional<bool> missed) {
     same_rows(x, out);
     const int n_used = check_route(route, n_expert, out);
     require(width(out) % n_used == 0, "experts have neurons of their own");
@@ -142,6 +147,11 @@ void PlanBuilder::expert_neurons(int x, int route, int n_expert, const std::opti
         std::tie(facts.scores, facts.threshold) = *predictor;
         same_rows(facts.scores, out);
         require(width(facts.scores) == width(out) && activation, "a predictor has a score for each neuron");
+    }
+    if (missed) {
+        const auto* const rows = std::get_if<StoredRows>(&std::get<1>(std::get<0>(up).front()));
+        require(rows && rows->store->n_rows(rows->group) == n_expert, "a store says what it missed");
+        facts.missed = rows->store->missed(rows->group), facts.missed_which = *missed;
     }
     plan_->add_expert_neurons(std::move(facts));
 }

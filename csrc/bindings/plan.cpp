@@ -256,13 +256,15 @@ void bind_plan(nb::module_& m) {
              "channels"_a = std::vector<std::optional<PlanBuilder::Channels>>())
         .def("axpy", &PlanBuilder::axpy, "x"_a, "type"_a, "data"_a, "scales"_a.none(), "bias"_a.none(),
              "residual"_a, "sparse"_a, "out"_a)
-        .def("fetch", &PlanBuilder::fetch, "store"_a, "group"_a, "which"_a, "by"_a, "threshold"_a, "first"_a)
+        .def("fetch", &PlanBuilder::fetch, "store"_a, "group"_a, "which"_a, "by"_a, "threshold"_a, "first"_a,
+             "waits"_a)
+        .def("finish_fetch", &PlanBuilder::finish_fetch, "store"_a)
         .def("await_piece", &PlanBuilder::await_piece, "stream"_a, "piece"_a, "waits"_a)
         .def("route", &PlanBuilder::route, "x"_a, "n_used"_a, "scoring"_a, "bias"_a.none(), "normalised"_a,
              "scale"_a, "n_groups"_a, "n_groups_used"_a, "group_best"_a, "out"_a)
         .def("expert_neurons", &PlanBuilder::expert_neurons, "x"_a, "route"_a, "n_expert"_a, "gate"_a.none(),
              "up"_a, "activation"_a.none(), "up_activation"_a.none(), "predictor"_a.none(), "sparse"_a,
-             "out"_a)
+             "out"_a, "missed"_a.none())
         .def("expert_sum", &PlanBuilder::expert_sum, "x"_a, "route"_a, "n_expert"_a, "down"_a, "residual"_a,
              "by_neuron"_a, "apart"_a, "sparse"_a, "out"_a)
         .def("sign_scores", &PlanBuilder::sign_scores, "x"_a, "rows"_a, "bias"_a.none(), "out"_a)

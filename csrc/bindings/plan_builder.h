@@ -54,7 +54,9 @@ class PlanBuilder {
 
     // Rows of a group that operations behind it read (FetchFacts). by: any buffer, scores from neuron `first`
     // on, values, or a route.
-    void fetch(std::shared_ptr<RowStore> store, int group, int which, int by, float threshold, int64_t first);
+    void fetch(std::shared_ptr<RowStore> store, int group, int which, int by, float threshold, int64_t first,
+               bool waits);
+    void finish_fetch(std::shared_ptr<RowStore> store);
     // See Plan::add_await_piece.
     void await_piece(std::shared_ptr<Stream> stream, int piece, bool waits);
 
@@ -66,7 +68,8 @@ class PlanBuilder {
     void expert_neurons(int x, int route, int n_expert, const std::optional<ExpertPart>& gate,
                         const ExpertPart& up, const std::optional<ActivationArguments>& activation,
                         const std::optional<ActivationArguments>& up_activation,
-                        const std::optional<std::pair<int, float>>& predictor, bool sparse, int out);
+                        const std::optional<std::pair<int, float>>& predictor, bool sparse, int out,
+                        std::optional<bool> missed);
 
     // by_neuron: matrices have a row per neuron; sparse: those of zeros are left out then. apart: what would
     // be weighed and summed stands side by side.

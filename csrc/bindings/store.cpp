@@ -27,6 +27,35 @@ void allocate(RowStore& store, size_t bytes) {
     store.allocate(bytes);
 }
 
+// Runs what may be cancelled, without the GIL; throws what a signal raised.
+template <class F>
+bool run_with_signals(F f) {
+    std::exception_ptr raised;
+    bool done;
+    {
+        nb::gil_scoped_release release;
+        done = f([&] {
+            nb::gil_scoped_acquire acquire;
+            if (!raised && PyErr_CheckSignals() != 0) raised = std::make_exception_ptr(nb::python_error());
+            return bool(raised);
+        });
+    }
+    if (raised) std::rethrow_exception(raised);
+    return done;
+}
+
+void preload(RowStore& store, int group, const Ints& rows) {
+    require(
+        group >= 0 && group < store.n_groups() && store.end() && int64_t(rows.size()) <= store.n_slots(group),
+        "what is read beforehand has slots");
+    for (size_t i = 0; i < rows.size(); i++)
+        require(rows.data()[i] >= (i ? rows.data()[i - 1] + 1 : 0) && rows.data()[i] < store.n_rows(group),
+                "rows rise");
+    run_with_signals([&](const auto& cancelled) {
+        return store.preload(group, rows.data(), int64_t(rows.size()), cancelled);
+    });
+}
+
 std::tuple<int64_t, int64_t, int64_t, int64_t, double> counts_of(const RowStore& store) {
     const RowStore::Counts& c = store.counts();
     return {c.hits, c.misses, c.bytes_read, c.n_reads, c.seconds_waited};
@@ -80,18 +109,12 @@ void read_arrays(Reader& reader, const std::string& path,
                 "bytes of " + path + " lie beyond its end; download or convert it again");
         add_reads(batch, &file, offset, array.size(), array.data(), 0);
     }
-    std::exception_ptr raised;
-    {
-        nb::gil_scoped_release release;
+    run_with_signals([&](const auto& cancelled) {
         reader.begin(batch);
-        const bool done = reader.wait(batch, [&] {
-            nb::gil_scoped_acquire acquire;
-            if (!raised && PyErr_CheckSignals() != 0) raised = std::make_exception_ptr(nb::python_error());
-            return bool(raised);
-        });
+        const bool done = reader.wait(batch, cancelled);
         if (done) file.check();
-    }
-    if (raised) std::rethrow_exception(raised);
+        return done;
+    });
 }
 
 }  // namespace
@@ -133,8 +156,18 @@ void bind_store(nb::module_& m) {
              "reader"_a, "gap"_a, "half_life"_a)
         .def("group", &add_group, "n_rows"_a, "parts"_a)
         .def("allocate", &allocate, "bytes"_a)
+        .def(
+            "n_slots",
+            [](const RowStore& store, int group) {
+                require(group >= 0 && group < store.n_groups() && store.end(),
+                        "there is no such group of rows");
+                return store.n_slots(group);
+            },
+            "group"_a)
+        .def("preload", &preload, "group"_a, "rows"_a)
         .def_prop_ro("least_bytes", &RowStore::least_bytes)
         .def_prop_ro("most_bytes", &RowStore::most_bytes)
+        .def_prop_ro("is_whole", &RowStore::is_whole)
         .def(
             "rows",
             [](std::shared_ptr<RowStore> store, int group, int part) {

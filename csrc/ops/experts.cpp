@@ -179,7 +179,9 @@ class ExpertNeurons : public Op {
         } else {
             groups.recall();
         }
-        if (group >= groups.n) {  // fewer experts than there might have been
+        const bool is_other =
+            group < groups.n && f_.missed && bool(f_.missed[groups.experts[group]]) != f_.missed_which;
+        if (group >= groups.n || is_other) {  // fewer experts than there might have been
             if (worker.begin_commit()) worker.end_commit();
             return;
         }

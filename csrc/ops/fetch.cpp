@@ -1,4 +1,5 @@
-// Rows of a store that the operations behind this one read: they are there when it is done.
+// Rows of a store that the operations behind this one read: they are there when it is done, or, where it does
+// not wait, when FinishFetch is.
 #include <algorithm>
 #include <bit>
 
@@ -26,7 +27,8 @@ class Fetch : public Op {
         try {
             mark(n);
             const auto cancelled = [&] { return worker.cancelled(); };
-            if (!f_.store->acquire(f_.group, rows_.data(), list(), n <= kLearnTokens, cancelled)) return;
+            f_.store->begin(f_.group, rows_.data(), list(), n <= kLearnTokens);
+            if (f_.waits && !f_.store->finish(cancelled)) return;
         } catch (...) {
             return plan_.fail(std::current_exception());
         }
@@ -91,7 +93,33 @@ class Fetch : public Op {
     mutable std::vector<int32_t> rows_;
 };
 
+class FinishFetch : public Op {
+  public:
+    FinishFetch(const Plan& plan, RowStore& store) : plan_(plan), store_(store) {}
+
+    int n_phases(const StepTokens&) const override { return 1; }
+    int n_chunks(int, const StepTokens&) const override { return 1; }
+    bool alone(int) const override { return true; }
+    void run(int, int, const StepTokens&, Worker& worker) const override {
+        try {
+            if (!store_.finish([&] { return worker.cancelled(); })) return;
+        } catch (...) {
+            return plan_.fail(std::current_exception());
+        }
+        if (worker.begin_commit()) worker.end_commit();
+    }
+    Needs needs() const override { return {}; }
+
+  private:
+    const Plan& plan_;
+    RowStore& store_;
+};
+
 }  // namespace
+
+std::unique_ptr<Op> make_finish_fetch(const Plan& plan, RowStore& store) {
+    return std::make_unique<FinishFetch>(plan, store);
+}
 
 std::unique_ptr<Op> make_fetch(const Plan& plan, FetchFacts facts) {
     return std::make_unique<Fetch>(plan, facts);

@@ -1,6 +1,7 @@
 #include "store.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace hotset {
 namespace {
@@ -16,6 +17,10 @@ constexpr size_t rounded(size_t bytes, size_t to) {
 RowStore::RowStore(std::shared_ptr<Reader> reader, uint64_t gap, int half_life)
     : reader_(std::move(reader)), gap_(gap), half_life_(half_life) {}
 
+RowStore::~RowStore() {
+    give_up();
+}
+
 int RowStore::add_group(int64_t n_rows, std::vector<Part> parts) {
     Group group;
     group.n_rows = n_rows;
@@ -26,6 +31,7 @@ int RowStore::add_group(int64_t n_rows, std::vector<Part> parts) {
         group.places.emplace_back(size_t(n_rows));
     }
     group.slot_bytes = at;
+    group.missed.resize(size_t(n_rows));
     group.parts = std::move(parts);
     groups_.push_back(std::move(group));
     return int(groups_.size()) - 1;
@@ -60,7 +66,8 @@ void RowStore::allocate(size_t bytes) {
     std::vector<std::pair<int64_t, size_t>> sizes;
     for (const Group& group : groups_) sizes.emplace_back(group.n_rows, group.slot_bytes);
     const std::vector<int64_t> slots = slots_in(sizes, bytes);
-    const size_t transit = bytes >= most_bytes() ? 0 : least_bytes();
+    whole_ = bytes >= most_bytes();
+    const size_t transit = whole_ ? 0 : least_bytes();
     bytes_ = transit;
     for (size_t g = 0; g < groups_.size(); g++) bytes_ += size_t(slots[g]) * groups_[g].slot_bytes;
     memory_ = Memory(bytes_ + kReadAlign);  // kernels may read a little beyond a row
@@ -77,18 +84,20 @@ void RowStore::allocate(size_t bytes) {
     }
 }
 
-bool RowStore::acquire(int index, const int32_t* rows, int64_t n, bool learn,
-                       const std::function<bool()>& cancelled) {
+void RowStore::begin(int index, const int32_t* rows, int64_t n, bool learn) {
+    give_up();
     Group& group = groups_[index];
+    for (const int32_t row : group.missing) group.missed[row] = 0;
     found_.resize(size_t(n));
     group.policy->begin_step();
     group.policy->lookup(0, rows, size_t(n), learn, found_.data(), true);
-    missing_.clear();
+    group.missing.clear();
     to_.clear();
     uint8_t* next = transit_;
     for (int64_t i = 0; i < n; i++) {
         if (found_[i].hit) continue;
-        missing_.push_back(rows[i]);
+        group.missing.push_back(rows[i]);
+        group.missed[rows[i]] = 1;
         if (found_[i].slot != Replacement::kNone) {
             to_.push_back(group.slots + size_t(found_[i].slot) * group.slot_bytes);
         } else {
@@ -96,47 +105,81 @@ bool RowStore::acquire(int index, const int32_t* rows, int64_t n, bool learn,
             next += group.slot_bytes;
         }
     }
-    counts_.hits += n - int64_t(missing_.size());
-    counts_.misses += int64_t(missing_.size());
-    if (missing_.empty()) return true;
+    const int64_t n_missing = int64_t(group.missing.size());
+    counts_.hits += n - n_missing;
+    counts_.misses += n_missing;
+    if (n_missing == 0) return;
+    coming_ = &group;
+    born_ = n_forks();
+    read_rows(group);
+    reader_->begin(*batch_);
+}
+
+bool RowStore::finish(const std::function<bool()>& cancelled) {
+    if (!coming_) return true;
     const int64_t start = now_ns();
     bool done = false;
     try {
-        read_rows(group, missing_.data(), int64_t(missing_.size()));
-        reader_->begin(batch_);
-        done = reader_->wait(batch_, cancelled);
+        done = reader_->wait(*batch_, cancelled);
     } catch (...) {
-        for (const int32_t row : missing_) group.policy->drop(0, row);
+        give_up();
         throw;
     }
     counts_.seconds_waited += double(now_ns() - start) * 1e-9;
     if (!done) {
-        for (const int32_t row : missing_) group.policy->drop(0, row);
+        give_up();
         return false;
     }
+    Group& group = *std::exchange(coming_, nullptr);
     for (size_t p = 0; p < group.parts.size(); p++)
-        for (size_t i = 0; i < missing_.size(); i++) group.places[p][missing_[i]] = to_[i] + group.at[p];
+        for (size_t i = 0; i < group.missing.size(); i++)
+            group.places[p][group.missing[i]] = to_[i] + group.at[p];
     return true;
 }
 
-// Makes the batch of the reads of `n` rows, whose places are to_.
-void RowStore::read_rows(const Group& group, const int32_t* rows, int64_t n) {
-    batch_.reads.clear();
+bool RowStore::preload(int group, const int32_t* rows, int64_t n, const std::function<bool()>& cancelled) {
+    const Counts before = counts_;
+    begin(group, rows, n, false);
+    const bool done = finish(cancelled);
+    counts_ = before;
+    return done;
+}
+
+// What is on its way, or did not come, will not be asked for.
+void RowStore::give_up() {
+    if (!coming_) return;
+    if (born_ != n_forks()) {  // a parent's reads never end here, and who does them may have held a lock
+        batch_.release();
+        batch_ = std::make_unique<Reader::Batch>();
+    } else {
+        try {
+            reader_->wait(*batch_, [] { return true; });
+        } catch (const ReadError&) {  // nobody wants it any more
+        }
+    }
+    for (const int32_t row : coming_->missing) coming_->policy->drop(0, row);
+    coming_ = nullptr;
+}
+
+// Makes the batch of the reads of the rows that are missing, whose places are to_.
+void RowStore::read_rows(const Group& group) {
+    batch_->reads.clear();
     const Part& first = group.parts[0];
-    const auto piece = [&](int64_t i, size_t p) {
+    const size_t n = group.missing.size();
+    const auto piece = [&](size_t i, size_t p) {
         const Part& part = group.parts[p];
-        add_reads(batch_, part.file, part.offset + uint64_t(rows[i]) * part.stride, part.row_bytes,
+        add_reads(*batch_, part.file, part.offset + uint64_t(group.missing[i]) * part.stride, part.row_bytes,
                   to_[i] + group.at[p], gap_);
     };
     if (first.stride > first.row_bytes) {  // the parts of a row lie side by side
-        for (int64_t i = 0; i < n; i++)
+        for (size_t i = 0; i < n; i++)
             for (size_t p = 0; p < group.parts.size(); p++) piece(i, p);
     } else {
         for (size_t p = 0; p < group.parts.size(); p++)
-            for (int64_t i = 0; i < n; i++) piece(i, p);
+            for (size_t i = 0; i < n; i++) piece(i, p);
     }
-    counts_.n_reads += int64_t(batch_.reads.size());
-    for (const Read& read : batch_.reads) counts_.bytes_read += read.bytes;
+    counts_.n_reads += int64_t(batch_->reads.size());
+    for (const Read& read : batch_->reads) counts_.bytes_read += read.bytes;
 }
 
 void add_reads(Reader::Batch& batch, const StoredFile* file, uint64_t offset, size_t bytes, uint8_t* to,

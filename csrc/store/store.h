@@ -5,9 +5,10 @@
 // all groups share one transit, which has room for any whole group: what gets no slot lies there until the
 // next group is fetched. So whatever is asked for is there at once, and the memory is what it was made with.
 //
-// A row's address is looked up in a table (Matrix::places). It changes only in `acquire`, which the thread
-// that runs the step calls between two phases; a late thread may read a row that is being replaced, and drops
-// what it made of it.
+// A row's address is looked up in a table (Matrix::places). It changes only in `begin` and `finish`, which
+// the thread that runs the step calls between two phases; a late thread may read a row that is being
+// replaced, and drops what it made of it. Between the two reads are on their way, and what was there already
+// may be used.
 #pragma once
 
 #include <functional>
@@ -42,6 +43,8 @@ class RowStore {
     // gap: bytes that are read in vain rather than two reads made of one. half_life: as Replacement, in
     // requests of a group.
     RowStore(std::shared_ptr<Reader> reader, uint64_t gap, int half_life);
+    ~RowStore();  // waits for reads that are on their way
+    RowStore(const RowStore&) = delete;
 
     StoredFiles& files() { return files_; }
     // Returns its number. Parts must lie in their files.
@@ -53,7 +56,8 @@ class RowStore {
     // The least and the most that `allocate` has a use for.
     size_t least_bytes() const;
     size_t most_bytes() const;
-    void allocate(size_t bytes);  // once, after the last group; least_bytes() at least
+    void allocate(size_t bytes);              // once, after the last group; least_bytes() at least
+    bool is_whole() const { return whole_; }  // whether every row has a slot
 
     int64_t n_rows(int group) const { return groups_[group].n_rows; }
     size_t row_bytes(int group, int part) const { return groups_[group].parts[part].row_bytes; }
@@ -63,11 +67,17 @@ class RowStore {
     const uint8_t* const* places(int group, int part) const { return groups_[group].places[part].data(); }
     const uint8_t* end() const { return memory_.data() + bytes_; }  // null before `allocate`
 
-    // Sees to it that these rows (different, rising) are there, until the next call. learn: it counts for
-    // what stays. False: `cancelled` said so. Throws ReadError; in both cases nothing of the group is to be
-    // relied on, and the next call works.
-    bool acquire(int group, const int32_t* rows, int64_t n, bool learn,
-                 const std::function<bool()>& cancelled);
+    // Sees to it that these rows (different, rising) are there when `finish` has returned, until the next
+    // `begin`. learn: it counts for what stays. What an earlier `begin` has not finished is given up.
+    void begin(int group, const int32_t* rows, int64_t n, bool learn);
+    // False: `cancelled` said so. Throws ReadError; in both cases nothing of the group is to be relied on,
+    // and the next `begin` works.
+    bool finish(const std::function<bool()>& cancelled);
+    // Reads rows (different, rising) into free slots, without credit.
+    bool preload(int group, const int32_t* rows, int64_t n, const std::function<bool()>& cancelled);
+    int64_t n_slots(int group) const { return groups_[group].policy->n_slots(); }  // once it has its memory
+    // [n_rows] which of the rows that the latest `begin` of the group named were not there.
+    const uint8_t* missed(int group) const { return groups_[group].missed.data(); }
     void check() const { files_.check(); }  // throws ReadError where a file has changed
     const Counts& counts() const { return counts_; }
 
@@ -79,10 +89,13 @@ class RowStore {
         std::vector<size_t> at;  // of the parts in a slot
         std::vector<std::vector<const uint8_t*>> places;
         std::unique_ptr<Replacement> policy;
+        std::vector<int32_t> missing;
+        std::vector<uint8_t> missed;
         uint8_t* slots = nullptr;
         size_t bytes() const { return slot_bytes * size_t(n_rows); }
     };
-    void read_rows(const Group& group, const int32_t* rows, int64_t n);
+    void read_rows(const Group& group);
+    void give_up();
 
     const std::shared_ptr<Reader> reader_;
     const uint64_t gap_;
@@ -92,10 +105,12 @@ class RowStore {
     Memory memory_;
     size_t bytes_ = 0;
     uint8_t* transit_ = nullptr;
-    Reader::Batch batch_;
+    bool whole_ = false;
+    std::unique_ptr<Reader::Batch> batch_ = std::make_unique<Reader::Batch>();
+    Group* coming_ = nullptr;  // begun and not finished
+    uint64_t born_ = 0;        // n_forks() then
     std::vector<Replacement::Place> found_;
-    std::vector<int32_t> missing_;
-    std::vector<uint8_t*> to_;  // of the missing rows
+    std::vector<uint8_t*> to_;  // of the missing rows of the group that was begun last
     Counts counts_;
 };
 

@@ -61,6 +61,10 @@ class RowStore:
     def least_bytes(self) -> int: ...
     @property
     def most_bytes(self) -> int: ...
+    @property
+    def is_whole(self) -> bool: ...  # whether every row has a slot
+    def n_slots(self, group: int) -> int: ...  # rows of it that can stay
+    def preload(self, group: int, rows: np.ndarray) -> None: ...  # int32, rising; no more than slots
     def rows(self, group: int, part: int) -> StoredRows: ...
     def counts(self) -> tuple[int, int, int, int, float]: ...  # hits, misses, bytes, reads, seconds waited
     def check(self) -> None: ...
@@ -169,8 +173,9 @@ class Plan:
         out: int,
     ) -> None: ...
     def fetch(
-        self, store: RowStore, group: int, which: int, by: int, threshold: float, first: int
+        self, store: RowStore, group: int, which: int, by: int, threshold: float, first: int, waits: bool
     ) -> None: ...
+    def finish_fetch(self, store: RowStore) -> None: ...
     def await_piece(self, stream: Stream, piece: int, waits: bool) -> None: ...
     def route(
         self,
@@ -197,6 +202,7 @@ class Plan:
         predictor: tuple[int, float] | None,  # buffer of scores, threshold
         sparse: bool,
         out: int,
+        missed: bool | None,  # those alone that up's store missed, or had, when it began to fetch
     ) -> None: ...
     def expert_sum(
         self,

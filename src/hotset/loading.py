@@ -43,6 +43,8 @@ from hotset.sparsity.thresholds import Thresholds, default_path
 from hotset.units import human_size
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from hotset.backends.stored import StoredWeights
     from hotset.placement.channels import ChannelPlan
     from hotset.placement.ram import RamPlan
@@ -228,7 +230,9 @@ def build(decided: Decided) -> tuple[Decided, Backend]:
     if decided.ram is not None:
         from hotset.placement.ram import open_stored
 
-        stored = open_stored(decided.ram, decided.weights, decided.graph, sparse=options["sparse"])
+        stored = open_stored(
+            decided.ram, decided.weights, decided.graph, sparse=options["sparse"], hottest=_hottest(decided)
+        )
         backend = open_backend("cpu", stored, decided.graph, **options)
         return replace(decided, stored=stored), _checked(decided, backend)
     return decided, _checked(decided, open_backend(name, decided.weights, decided.graph, **options))
@@ -332,11 +336,32 @@ def _placement(decided: Decided, devices: Sequence[str], profile: Profile | None
     return None
 
 
+def _hottest(decided: Decided) -> dict[int, np.ndarray]:
+    """Which neurons, or experts, are read first under a budget: by the profile that was named, or that lies
+    beside the model."""
+    from hotset.placement.ram import hottest_by_profile
+    from hotset.sparsity.profile import default_path
+    from hotset.sparsity.sidecar import fingerprint
+
+    settings, config = decided.settings, decided.config
+    path = default_path(decided.gguf.path) if settings.profile is None else Path(settings.profile)
+    if not path.is_file():
+        return {}
+    profile, model = Profile.open(path), fingerprint(decided.gguf)
+    if settings.profile is not None:
+        profile.check_model(model, config.n_ff)
+    elif not profile.is_of(model, config.n_ff):
+        return {}
+    decided.notes.append(f"{path} says which rows are in memory first")
+    return hottest_by_profile(profile, decided.graph)
+
+
 def _profile(settings: LoadSettings, choice: Choice, devices: Sequence[str]) -> Profile | None:
     """The activation profile of a file; refused where nothing would use it."""
     if settings.profile is None:
         return None
-    if choice.spec is None and (choice.mode == "dense" or not devices):
+    serves = choice.spec is not None or settings.ram_budget is not None
+    if not serves and (choice.mode == "dense" or not devices):
         raise InvalidRequestError(
             f"a profile serves predicted sparsity, and this model runs {choice.mode}; name a predictor too"
         )

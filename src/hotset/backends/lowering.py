@@ -400,20 +400,28 @@ class _Emission:
             self.at.append((ffn.layer, ffn.part))
         assert isinstance(up, ExpertLinear)
         assert isinstance(down, ExpertSum)
-        self._fetch(ffn, up.weights[0], set(), FETCH_ROUTED, self._buffers[route.out])
-        self._plan.expert_neurons(
-            self._buffers[ffn.x],
-            self._buffers[route.out],
-            up.n_expert,
-            expert_part(self._weights, gate) if isinstance(gate, ExpertLinear) else None,
-            expert_part(self._weights, up),
-            activation(ffn.gate_act),
-            activation(ffn.up_act) if ffn.up_act else None,
-            (self._buffers[mask.scores], mask.threshold) if mask else None,
-            self._sparse and ffn.has_zeros,
-            self._buffers[ffn.selected],
-        )
-        self.at.append((ffn.layer, ffn.part))
+        rows = self._weights.data(up.weights[0])
+        # Experts that are there are computed while the others come, unless all are there for good.
+        overlaps = isinstance(rows, _core.StoredRows) and not rows.store.is_whole
+        self._fetch(ffn, up.weights[0], set(), FETCH_ROUTED, self._buffers[route.out], waits=not overlaps)
+        for missed in (False, True) if overlaps else (None,):
+            if missed and isinstance(rows, _core.StoredRows):
+                self._plan.finish_fetch(rows.store)
+                self.at.append((ffn.layer, ffn.part))
+            self._plan.expert_neurons(
+                self._buffers[ffn.x],
+                self._buffers[route.out],
+                up.n_expert,
+                expert_part(self._weights, gate) if isinstance(gate, ExpertLinear) else None,
+                expert_part(self._weights, up),
+                activation(ffn.gate_act),
+                activation(ffn.up_act) if ffn.up_act else None,
+                (self._buffers[mask.scores], mask.threshold) if mask else None,
+                self._sparse and ffn.has_zeros,
+                self._buffers[ffn.selected],
+                missed,
+            )
+            self.at.append((ffn.layer, ffn.part))
         self._await(down)
         self._expert_sum(down, group.residual(ffn.out), group.out[0])
         self.at.append((ffn.layer, ffn.part))
@@ -430,7 +438,7 @@ class _Emission:
         self._fetch(op, op.weights[0], set(), FETCH_ROUTED, buffers[op.route])
         self._plan.expert_neurons(
             buffers[op.x], buffers[op.route], op.n_expert, None, expert_part(self._weights, op), None, None,
-            None, False, buffers[op.out],
+            None, False, buffers[op.out], None,
         )  # fmt: skip
 
     def _expert_sum(self, op: ExpertSum | ExpertLinear, residual: Value | None, out: Value) -> None:
@@ -450,15 +458,18 @@ class _Emission:
         by: int,
         threshold: float = 0.0,
         first: int = 0,
+        *,
+        waits: bool = True,
     ) -> None:
         """Has a store fetch rows of a tensor, and those of its group, for an operation: where they come from
-        one and are not among the groups that have been `fetched`, to which this one is added."""
+        one and are not among the groups that have been `fetched`, to which this one is added. waits: until
+        they are there, else `finish_fetch` does."""
         rows = self._weights.data(name)
         if not isinstance(rows, _core.StoredRows) or rows.group in fetched:
             return
         if not self._sparse and which != FETCH_ROUTED:
             which = FETCH_ALL
-        self._plan.fetch(rows.store, rows.group, which, by, threshold, first)
+        self._plan.fetch(rows.store, rows.group, which, by, threshold, first, waits)
         self.at.append((op.layer, op.part))
         fetched.add(rows.group)
 

@@ -169,8 +169,9 @@ class StoredWeights:
     """A WeightSource that holds `n_bytes` of memory at most.
 
     weights: the files; they stay the caller's, and open. sparse: as of the backend that computes with it.
-    gap: bytes that are read in vain rather than two reads made of one. empty: nothing is read, nor any
-    memory touched: for who wants to know what a backend takes beside its weights.
+    gap: bytes that are read in vain rather than two reads made of one. hottest: of layers the numbers of all
+    their neurons, or experts, what is needed most first: as many as have room are read at once. empty:
+    nothing is read, nor any memory touched: for who wants to know what a backend takes beside its weights.
 
     Raises OutOfMemoryError where n_bytes is too little, ReadError.
     """
@@ -184,6 +185,7 @@ class StoredWeights:
         sparse: bool,
         reader: _core.Reader,
         gap: int,
+        hottest: Mapping[int, np.ndarray] | None = None,
         empty: bool = False,
     ) -> None:
         self._weights = weights
@@ -211,6 +213,9 @@ class StoredWeights:
         names += [name for piece, stay in stays if stay for name in piece.names]
         self.streamed = self._stream([piece.names for piece, stay in stays if not stay])
         self._resident = self._read(names, empty) | self._views()
+        if self.store is not None and not empty:
+            layers = {name: op.layer for op in graph.primitives for name, _ in weights_read(op, self.tensors)}
+            self._preload(self.store, [layers[group[0]] for group in groups], hottest or {})
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -252,6 +257,15 @@ class StoredWeights:
             n_rows, row = rows_of(self.tensors[name])
             parts.append((os.fspath(path), offset, row, self.tensors[name].stride or row))
         return store.group(n_rows, parts)
+
+    def _preload(self, store: _core.RowStore, layers: list[int], hottest: Mapping[int, np.ndarray]) -> None:
+        """What is known to be hot, or all where all has room. layers: of each group."""
+        for number, layer in enumerate(layers):
+            n_slots = store.n_slots(number)
+            if store.is_whole:
+                store.preload(number, np.arange(n_slots, dtype=np.int32))
+            elif layer in hottest:
+                store.preload(number, np.sort(hottest[layer][:n_slots]).astype(np.int32))
 
     def _stream(self, pieces: list[tuple[str, ...]]) -> Streamed | None:
         if not pieces:

@@ -6,8 +6,11 @@ everything is counted before anything is read.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.stored import Sizes, StoredWeights, share_out, sizes_of
@@ -17,6 +20,9 @@ from hotset.memory import own_memory
 from hotset.model.graph import Graph
 from hotset.placement.disk import DiskRates
 from hotset.units import human_size
+
+if TYPE_CHECKING:
+    from hotset.sparsity.profile import Profile
 
 _PROGRAM = 48 << 20  # what the program takes beyond what it has when a model is loaded: answers, templates,
 _PER_TOKEN = 800  # and the tokenizer, for each entry of its vocabulary
@@ -116,11 +122,33 @@ def plan_ram(
     )  # fmt: skip
 
 
-def open_stored(planned: RamPlan, weights: Overlay, graph: Graph, *, sparse: bool) -> StoredWeights:
-    """The weights of a plan, read."""
+def hottest_by_profile(profile: Profile, graph: Graph) -> dict[int, np.ndarray]:
+    """Of each layer with rows the numbers of its neurons, or experts: those that a profile counted most are
+    first, of equal ones the lower number."""
+    counts = {
+        ffn.layer: profile.counts[ffn.layer] if ffn.route is None else profile.experts.get(ffn.layer)
+        for ffn in graph.ffns
+        if ffn.leaves_out
+    }
+    return {
+        layer: np.argsort(-of.astype(np.int64), kind="stable")
+        for layer, of in counts.items()
+        if of is not None
+    }
+
+
+def open_stored(
+    planned: RamPlan,
+    weights: Overlay,
+    graph: Graph,
+    *,
+    sparse: bool,
+    hottest: Mapping[int, np.ndarray] | None = None,
+) -> StoredWeights:
+    """The weights of a plan, read. hottest: see StoredWeights."""
     return StoredWeights(
         weights, graph, planned.resident + planned.rows + planned.ring, sparse=sparse,
-        reader=planned.disk.reader(), gap=planned.disk.gap,
+        reader=planned.disk.reader(), gap=planned.disk.gap, hottest=hottest,
     )  # fmt: skip
 
 
