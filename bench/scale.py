@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import statistics
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import peers
+import psutil
 import serve_load
 
 PORT = 18100
@@ -56,8 +58,8 @@ def front(args: argparse.Namespace) -> dict[str, Any]:
         }
         for i in range(args.rounds):
             for name, line in commands.items():
-                with serve_load.running(line, PORT) as url:
-                    client = serve_load.Client(url, i)
+                with serve_load.running(line, PORT) as server:
+                    client = serve_load.Client(server.url, i)
                     asyncio.run(client.ask(serve_load.SHORT, 20))
                     found = [asyncio.run(client.ask(serve_load.SHORT, args.tokens)) for _ in range(3)]
                     rates[name].append(statistics.median(one.decode_rate for one in found))
@@ -74,6 +76,7 @@ def stages(args: argparse.Namespace) -> dict[str, Any]:
 
     settings = LoadSettings(n_ctx=2048, n_threads=args.threads, n_seqs=4, backend="cpu")
     times: dict[str, list[float]] = {}
+    computed: dict[str, list[float]] = {}  # by all processes of a model
     with cluster("abc") as address:
         connect(address)
         with hotset.load(args.model, settings) as model:
@@ -82,12 +85,27 @@ def stages(args: argparse.Namespace) -> dict[str, Any]:
         for spec in cuts:
             with load_staged(args.model, settings, spec, address) as model:
                 for _ in range(args.rounds):
+                    before = processor_seconds()
                     answer = model.generate("Rivers", temperature=0, max_tokens=args.tokens, ignore_eos=True)
+                    computed.setdefault(spec, []).append(1e3 * (processor_seconds() - before) / args.tokens)
                     times.setdefault(spec, []).append(1e3 / answer.timings.predicted_per_second)
-    least = {spec: min(found) for spec, found in times.items()}
-    peers.print_table(["stages", "ms a token, the least"], [[k, f"{v:.2f}"] for k, v in least.items()])
-    one, two, three = least.values()
-    return {"ms": times, "boundary_ms": [two - one, (three - one) / 2]}
+    rows, boundaries = [], {}
+    for name, found in (("ms", times), ("processor_ms", computed)):
+        one, two, three = (min(values) for values in found.values())
+        boundaries[name] = [two - one, (three - one) / 2]
+    for spec in cuts:
+        rows.append([spec, f"{min(times[spec]):.2f}", f"{min(computed[spec]):.2f}"])
+    peers.print_table(["stages", "ms a token, the least", "of processors, the least"], rows)
+    return {"ms": times, "processor_ms": computed, "boundary": boundaries}
+
+
+def processor_seconds() -> float:
+    """Of this process and of the stages."""
+    seconds = 0.0
+    for process in psutil.process_iter(["name", "pid"]):
+        if process.pid == os.getpid() or process.info["name"].startswith("ray::Stage"):
+            seconds += sum(process.cpu_times()[:2])
+    return seconds
 
 
 def conversations(url: str, n_turns: int = 4) -> int:
@@ -117,10 +135,9 @@ def prefixes(args: argparse.Namespace) -> dict[str, Any]:
     with cluster("ab") as address:
         more = {"one replica": ["--replicas", "1", "--contexts", "8"], "two": ["--replicas", "2"]}
         for name, options in more.items():
-            with serve_load.running(
-                command(args.model, args.threads, *options, "--ray", address), PORT
-            ) as url:
-                found[name] = conversations(url)
+            line = command(args.model, args.threads, *options, "--ray", address)
+            with serve_load.running(line, PORT) as server:
+                found[name] = conversations(server.url)
         found["two, at random"] = _at_random(args, address, Replicas(least=2, by_prefix=False))
     rows = [[name, str(n), f"{n / found['one replica']:.0%}"] for name, n in found.items()]
     peers.print_table(["replicas", "tokens found in the cache", "of one with all the memory"], rows)
@@ -134,8 +151,8 @@ def _at_random(args: argparse.Namespace, address: str, replicas: Any) -> int:
         f"serve_replicas({args.model!r}, LoadSettings(n_ctx=2048, n_threads={args.threads}, n_seqs=4), "
         f"ServerSettings(port={PORT}), ('m',), {replicas!r}, {address!r}, print)"
     )
-    with serve_load.running([sys.executable, "-c", script], PORT) as url:
-        return conversations(url)
+    with serve_load.running([sys.executable, "-c", script], PORT) as server:
+        return conversations(server.url)
 
 
 def simulate(args: argparse.Namespace) -> dict[str, Any]:

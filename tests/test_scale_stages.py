@@ -6,7 +6,13 @@ What needs a cluster stands in tests/scale/, which `make test-scale` runs.
 from __future__ import annotations
 
 import pickle
+import socket
 import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +36,11 @@ from hotset.errors import (
     StepCancelledError,
 )
 from hotset.formats.gguf import open_gguf
+from hotset.loading import Opened, decide, open_model
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.scale.cuts import Cut, Room, n_pieces, parse_cuts, pieces, planned, spans
+from hotset.scale.links import ENTERS, LOST, Line, joined, new_key
 from hotset.scale.worker import Failed, StageWorker
 from hotset.settings import LoadSettings
 from hotset.sparsity.sidecar import fingerprint
@@ -118,8 +126,7 @@ class Workers:
         for piece in pieces(whole, n_pieces(len(whole.tokens), len(self.workers))):
             passed: Any = None
             for worker in self.workers:
-                passed, noted = pickle.loads(pickle.dumps(worker.run(self.steps, piece, passed)))
-                assert isinstance(passed, Failed) or noted is not None
+                passed = pickle.loads(pickle.dumps(worker.run(self.steps, piece, passed)))
             rows.append(passed)
         if failed := [one for one in rows if isinstance(one, Failed)]:
             raise failed[0].error()
@@ -131,13 +138,53 @@ class Workers:
             worker.close()
 
 
+class Linked(Workers):
+    """The same, linked as those of a cluster are: over sockets, each stage with a thread of its own."""
+
+    def __init__(self, path: Path, cuts: list[Cut], n_pages: int = 8) -> None:
+        super().__init__(path, cuts, n_pages)
+        self.link()
+
+    def link(self) -> None:
+        key = new_key()
+        self.addresses = [worker.listen("127.0.0.1", key) for worker in self.workers]
+        for worker, following in zip(self.workers, [*self.addresses[1:], None], strict=True):
+            worker.link(following)
+        self.line = Line(self.addresses[0], self.addresses[-1], key)
+
+    def step(self, whole: Batch) -> StepResult:
+        self.steps += 1
+        rows = self.line.step(self.steps, pieces(whole, n_pieces(len(whole.tokens), len(self.workers))))
+        if failed := [one for one in rows if isinstance(one, Failed)]:
+            raise failed[0].error()
+        return StepResult(np.concatenate(rows))
+
+    def close(self) -> None:
+        self.line.close()
+        super().close()
+
+
+def stage_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "hotset-stage"]
+
+
+@pytest.fixture
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    for thread in stage_threads():
+        thread.join(30)
+    assert not stage_threads()
+
+
+@pytest.mark.usefixtures("no_thread_is_left")
+@pytest.mark.parametrize("kind", [Workers, Linked])
 @pytest.mark.parametrize("counts", [[3], [1, 2], [1, 1, 1]], ids=str)
-def test_stages_in_pieces_have_the_bits_of_the_whole(path: Path, counts: list[int]):
+def test_stages_in_pieces_have_the_bits_of_the_whole(path: Path, counts: list[int], kind: type[Workers]):
     gguf = open_gguf(path)
     whole = CpuBackend(
         gguf, describe(config_from_gguf(gguf), gguf.tensors), n_pages=8, max_batch=48, n_threads=1
     )
-    stages = Workers(path, [Cut("x", n) for n in counts])
+    stages = kind(path, [Cut("x", n) for n in counts])
     ids = tokens(40)
     ends = [11, 33, *range(36, 40)]
     np.testing.assert_array_equal(logits_of(stages, ids, ends, [2]), logits_of(whole, ids, ends, [2]))  # type: ignore[arg-type]
@@ -159,6 +206,72 @@ def test_a_stage_that_was_cancelled_passes_it_on_and_goes_on_with_the_next_step(
     stages.close()
 
 
+@pytest.mark.usefixtures("no_thread_is_left")
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_a_line_that_lost_a_stage_is_over_and_another_one_computes_the_same(path: Path, gone: int):
+    stages = Linked(path, [Cut("x", 1)] * 3)
+    step = batch([(tokens(40), 0, [0])])  # of several pieces
+    expected = stages.step(step).logits.copy()
+    worker = stages.workers[gone]
+    run = worker.run
+
+    def dies(*_: Any) -> Any:
+        raise ConnectionResetError("as a process that is killed")
+
+    worker.run = dies  # type: ignore[method-assign]
+    with pytest.raises(LOST):
+        stages.step(step)
+    with pytest.raises(LOST):
+        stages.step(step)
+    worker.run = run  # type: ignore[method-assign]
+    stages.link()
+    np.testing.assert_array_equal(stages.step(step).logits, expected)
+    stages.close()
+
+
+@pytest.mark.usefixtures("no_thread_is_left")
+def test_what_a_line_that_is_over_left_to_compute_is_not_computed(path: Path):
+    stages = Linked(path, [Cut("x", 1), Cut("y", 2)])
+    last = stages.workers[1]
+    computed, begun, gate = [], threading.Event(), threading.Event()
+    run = last._stage.run
+
+    def held(piece: Batch, *more: Any) -> Any:
+        begun.set()
+        assert gate.wait(30)
+        computed.append(len(piece.tokens))
+        return run(piece, *more)
+
+    last._stage.run = held  # type: ignore[method-assign]
+    for piece in pieces(batch([(tokens(16), 0, [0])]), 2):
+        stages.line._enters.send((1, piece, None))
+    assert begun.wait(30)  # the first
+    stages.line.close()
+    last.cancel(1)
+    gate.set()
+    for thread in stage_threads():
+        thread.join(30)
+    assert computed == [8]
+    stages.close()
+
+
+@pytest.mark.usefixtures("no_thread_is_left")
+def test_a_stranger_is_not_heard(path: Path):
+    stages = Workers(path, [Cut("x", 3)])
+    (worker,) = stages.workers
+    address = worker.listen("127.0.0.1", key := new_key())
+    worker.link(None)
+    with pytest.raises((AuthenticationError, *LOST)):
+        joined(address, new_key(), ENTERS)
+    with socket.create_connection(address) as silent:
+        silent.sendall(b"\0\0\0\4junk")
+    line = Line(address, address, key)
+    step = batch([(tokens(5), 0, [4])])
+    np.testing.assert_array_equal(line.step(1, [step])[0], Workers(path, [Cut("x", 3)]).step(step).logits)
+    line.close()
+    stages.close()
+
+
 def test_what_keeps_a_stage_from_opening_is_a_sentence(path: Path, tmp_path: Path):
     other = write_llama(tmp_path / "m.gguf", n_layer=N_LAYER, n_embd=128)
     how: dict[str, Any] = {
@@ -172,6 +285,20 @@ def test_what_keeps_a_stage_from_opening_is_a_sentence(path: Path, tmp_path: Pat
     gone = StageWorker().open(model=str(tmp_path / "gone.gguf"), **how)
     assert isinstance(gone, Failed)
     assert "gone.gguf" in str(gone.error())
+
+
+def test_whoever_cuts_a_model_over_machines_needs_no_memory_for_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("hotset.loading.free_memory", lambda: 1)
+    with pytest.raises(OutOfMemoryError, match="a context of 128 tokens needs a cache"):
+        decide(open_model(path, SETTINGS))
+    with warnings.catch_warnings(), closing(open_model(path, SETTINGS).gguf) as gguf:
+        warnings.simplefilter("error")
+        decided = decide(Opened(SETTINGS, gguf, config_from_gguf(gguf), ()), mapped=True)
+        assert (decided.n_ctx, decided.ram) == (128, None)
+        asked = Opened(replace(SETTINGS, n_ctx=None), gguf, config_from_gguf(gguf), ())
+        assert decide(asked, mapped=True).n_ctx == decided.config.n_ctx_train
 
 
 def test_an_error_arrives_as_it_was():

@@ -9,6 +9,7 @@ Whoever calls them closes what they gave.
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -177,7 +178,8 @@ def decide(opened: Opened, *, mapped: bool = False) -> Decided:
         cost = Cost(graph, weights.tensors)
         sparse = choice.mode != "dense"
         limit = None if mapped else _ram_limit(opened)
-        n_ctx = _context(settings, config, cost, gguf.nbytes if limit is None else 0)
+        free = math.inf if mapped else free_memory()  # whose part of it is another's to say
+        n_ctx = _context(settings, config, cost, free, gguf.nbytes if limit is None else 0)
         if limit is not None and settings.n_ctx is None:
             n_ctx = _context_beside_rows(limit, n_ctx, settings, cost, graph, weights, sparse=sparse)
         if (longer := config.for_context(n_ctx)) is not config:
@@ -397,7 +399,7 @@ def _thresholds(opened: Opened) -> Thresholds | None:
     return found
 
 
-def _context(settings: LoadSettings, config: ModelConfig, cost: Cost, file_bytes: int) -> int:
+def _context(settings: LoadSettings, config: ModelConfig, cost: Cost, free: float, file_bytes: int) -> int:
     """The context length to use: what was asked, or the default that fits in the free memory."""
     asked, n_ctx_train, n_ctx_max = settings.n_ctx, config.n_ctx_train, config.n_ctx_max
     if asked is not None and n_ctx_max is not None and asked > n_ctx_max:
@@ -405,8 +407,6 @@ def _context(settings: LoadSettings, config: ModelConfig, cost: Cost, file_bytes
             f"a context of {asked} tokens is longer than the {n_ctx_max} positions that the model has; "
             f"lower n_ctx to {n_ctx_max}"
         )
-
-    free = free_memory()
     if asked is None:
         most = min(n_ctx_train, DEFAULT_N_CTX)
         lengths = most, *range(most // PAGE_SIZE * PAGE_SIZE, 0, -PAGE_SIZE)

@@ -18,10 +18,12 @@ LOCAL = "local"  # a cluster of this machine, which ends with the process
 
 @dataclass(frozen=True)
 class Machine:
-    """A node of the cluster. names: by which it is called, its own first; n_bytes: of its memory."""
+    """A node of the cluster. names: by which it is called, its own first; address: by which the others reach
+    it; n_bytes: of its memory."""
 
     id: str
     names: tuple[str, ...]
+    address: str
     n_bytes: int
 
     @property
@@ -77,7 +79,8 @@ def machines() -> list[Machine]:
         if node["Alive"]:
             given = (node.get("NodeName"), node["NodeManagerHostname"], node["NodeManagerAddress"])
             names = tuple(dict.fromkeys(name for name in given if name))
-            found.append(Machine(node["NodeID"], names, int(node["Resources"].get("memory", 0))))
+            n_bytes = int(node["Resources"].get("memory", 0))
+            found.append(Machine(node["NodeID"], names, node["NodeManagerAddress"], n_bytes))
     return sorted(found, key=lambda machine: machine.names)
 
 

@@ -3,8 +3,10 @@
     model = load_staged("llama-70b", settings, "box:40,nas:40", "auto")     # as hotset.load
 
 Each machine maps the file by the name or path that is asked for, reads the weights of its own layers, and
-keeps their keys and values. A step goes through the stages in pieces, so that they work at the same time. A
-stage whose machine dies is begun again elsewhere; what the cache held is then computed anew (CacheLostError).
+keeps their keys and values. Ray begins the actors and calls them for all but the steps, which go from one to
+the next over sockets (links.py). A step goes through the stages in pieces, so that they work at the same
+time. A stage whose machine dies is begun again elsewhere; what the cache held is then computed anew
+(CacheLostError).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from multiprocessing import AuthenticationError
 from typing import Any
 
 import numpy as np
@@ -31,8 +34,9 @@ from hotset.errors import (
 from hotset.escaping import clause
 from hotset.loading import Decided, decide, open_model
 from hotset.model.graph import PARTS
-from hotset.scale.cluster import connect, library, machine_named, machines
+from hotset.scale.cluster import Machine, connect, library, machine_named, machines
 from hotset.scale.cuts import Cut, Room, n_pieces, parse_cuts, pieces, planned, spans
+from hotset.scale.links import ENTERS, LOST, Address, Line, joined, new_key
 from hotset.scale.worker import Failed, Gauge, Noted, Passed, StageWorker
 from hotset.settings import LoadSettings
 from hotset.sparsity.sidecar import fingerprint
@@ -44,6 +48,7 @@ _START_SECONDS = 300.0  # that a stage may take to open its layers
 _RECOVER_SECONDS = 60.0  # in which a stage that was lost must be begun elsewhere
 _CONTROL = "control"  # calls that do not wait for a step
 _LOOK_SECONDS = 5.0  # in which a stage that lives says so
+_LINK_SECONDS = 30.0  # in which stages find one another
 
 
 def load_staged(model: str, settings: LoadSettings, stages: str, address: str | None) -> Model:
@@ -96,11 +101,13 @@ def measured(n_threads: int | None, width: int) -> list[Room]:
         strategy = NodeAffinitySchedulingStrategy(machine.id, soft=False)
         gauge = ray.remote(Gauge).options(num_cpus=0, scheduling_strategy=strategy).remote()
         n_bytes, rate = ray.get(gauge.measure.remote(n_threads))
-        hops = []
-        for _ in range(_HOPS):
-            began = time.perf_counter()
-            ray.get(gauge.pass_on.remote(row))
-            hops.append(time.perf_counter() - began)
+        hops, key = [], new_key()
+        with joined(ray.get(gauge.echo.remote(machine.address, key)), key, ENTERS) as there:
+            for _ in range(_HOPS):
+                began = time.perf_counter()
+                there.send(row)
+                there.recv()
+                hops.append(time.perf_counter() - began)
         ray.kill(gauge)
         rooms.append(Room(machine.name, _SHARE * n_bytes, rate, sorted(hops)[_HOPS // 2]))
     return rooms
@@ -108,10 +115,10 @@ def measured(n_threads: int | None, width: int) -> list[Room]:
 
 @dataclass
 class _Stage:
-    """One of them. node: the id of its machine's node in the cluster; actor: of StageWorker."""
+    """One of them. machine: where it is; actor: of StageWorker."""
 
     cut: Cut
-    node: str
+    machine: Machine
     span: tuple[int, int]
     actor: Any = None
 
@@ -145,15 +152,18 @@ class StagedBackend:
         self._steps = itertools.count()
         self._step = -1  # the one in flight, or the latest
         self._cancelled = -1
-        self._latest: tuple[int, float, list[Noted]] | None = None
+        self._latest: tuple[int, float] | None = None  # tokens and seconds of that
+        self._line: Line | None = None
+        self._n_broken = 0  # lines, without a step between, of which no stage was gone
         self._closed = False
         alive = machines()
         self._stages = [
-            _Stage(cut, machine_named(cut.host, alive).id, span)
+            _Stage(cut, machine_named(cut.host, alive), span)
             for cut, span in zip(cuts, spans(decided.graph, cuts), strict=True)
         ]
         try:
             told = self._begin(self._stages)
+            self._link()
         except BaseException:
             self.close()
             raise
@@ -171,41 +181,41 @@ class StagedBackend:
         cache_slots(batch, max_batch=self.max_batch, n_pages=self.n_pages, n_vocab=self.n_vocab)
         if unknown := set(batch.taps) - self._values:
             raise InvalidRequestError(f"the model has no value named {min(unknown)!r} to tap")
-        from ray.exceptions import RayActorError, RayTaskError
-
-        ray = library()
-
         began = time.perf_counter()
         self._latest = None
         self._step = step = next(self._steps)
-        last, noted = [], []
         try:
-            for piece in pieces(batch, n_pieces(len(batch.tokens), len(self._stages))):
-                passed = None
-                for stage in self._stages:
-                    passed, one = stage.actor.run.options(num_returns=2).remote(step, piece, passed)
-                    noted.append(one)
-                last.append(passed)
-            rows: list[Passed] = ray.get(last)
-            of_stages: list[Noted | None] = ray.get(noted) if self._counts or batch.taps else []
-        except (RayActorError, RayTaskError) as error:
+            assert self._line is not None, "stages stand in a line as long as they are open"
+            rows: list[Passed] = self._line.step(
+                step, pieces(batch, n_pieces(len(batch.tokens), len(self._stages)))
+            )
+        except LOST as error:
             self._recover(error)
             raise CacheLostError("a machine was lost; its stage has been begun again") from None
+        self._n_broken = 0
         if failed := [one for one in rows if isinstance(one, Failed)]:
             raise failed[0].error()
-        found = [one for one in of_stages if one is not None]
-        taps = {
-            name: np.concatenate([one.tapped[name] for one in found if name in one.tapped])
-            for name in batch.taps
-        }
-        self._latest = len(batch.tokens), time.perf_counter() - began, found
+        taps: dict[str, np.ndarray] = {}
+        if batch.taps:
+            noted = self._noted()
+            for name in batch.taps:
+                taps[name] = np.concatenate([one.tapped[name] for one in noted if name in one.tapped])
+        self._latest = len(batch.tokens), time.perf_counter() - began
         return StepResult(np.concatenate(rows), taps)  # type: ignore[arg-type]
+
+    def _noted(self) -> list[Noted]:
+        """What the stages tell of the latest step."""
+        ray = library()
+
+        of_stages: list[list[Noted]] = ray.get([one.actor.noted.remote(self._step) for one in self._stages])
+        return [noted for each in of_stages for noted in each]
 
     def stats(self) -> StepStats | None:
         """Counts and times of the latest step, of all stages and pieces; None for a model without zeros."""
         if self._latest is None or not self._counts:
             return None
-        n_tokens, total, noted = self._latest
+        n_tokens, total = self._latest
+        noted = self._noted()
         counts = sum(
             (one.counts for one in noted if one.counts is not None), np.zeros((self._n_layer, 5), np.int64)
         )
@@ -234,6 +244,8 @@ class StagedBackend:
     def close(self) -> None:
         """Ends the stages; safe to call twice."""
         self._closed = True
+        if self._line is not None:
+            self._line.close()
         for stage in self._stages:
             self._end(stage)
 
@@ -252,7 +264,7 @@ class StagedBackend:
         for stage in stages:
             stage.actor = kind.options(
                 num_cpus=0,  # who shares a machine is said by --stages
-                scheduling_strategy=NodeAffinitySchedulingStrategy(stage.node, soft=False),
+                scheduling_strategy=NodeAffinitySchedulingStrategy(stage.machine.id, soft=False),
             ).remote()
             first, last = stage.span
             asked.append(stage.actor.open.remote(first_op=first, last_op=last, **self._how))
@@ -285,23 +297,42 @@ class StagedBackend:
                 ray.get(alive, timeout=_LOOK_SECONDS)
             except (GetTimeoutError, RayActorError, RayTaskError):
                 lost.append(stage)
-        if not lost:  # they live, and failed in what nobody foresaw
+        self._n_broken += not lost
+        if self._n_broken > 1:  # they live, and failed in what nobody foresaw
             raise DeviceError(f"a stage failed ({_last_line(error)})")
         for stage in lost:
             self._end(stage)
+        # What the others have still to compute of that step must not fall into the cache of the next.
+        left = [stage.actor for stage in self._stages if stage.actor is not None]
+        ray.get([actor.cancel.options(concurrency_group=_CONTROL).remote(self._step) for actor in left])
         until = time.monotonic() + _RECOVER_SECONDS
         while True:
             # That of its own comes last: a machine that has just died is still among those alive.
             for stage in lost:
-                others = [machine.id for machine in machines() if machine.id != stage.node]
-                taken = Counter(other.node for other in self._stages if other is not stage)
-                stage.node = min(others or [stage.node], key=lambda node: taken[node])
+                others = [machine for machine in machines() if machine != stage.machine]
+                taken = Counter(other.machine.id for other in self._stages if other is not stage)
+                stage.machine = min(others or [stage.machine], key=lambda machine: taken[machine.id])
             try:
                 self._begin(lost)
+                self._link()
                 return
             except DeviceError:
                 if time.monotonic() > until:
                     raise
+
+    def _link(self) -> None:
+        """Puts the stages in a line. Raises DeviceError where they do not find one another."""
+        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+        ray, key = library(), new_key()
+        try:
+            asked = [stage.actor.listen.remote(stage.machine.address, key) for stage in self._stages]
+            addresses: list[Address] = ray.get(asked, timeout=_LINK_SECONDS)
+            following = zip(self._stages, [*addresses[1:], None], strict=True)
+            ray.get([stage.actor.link.remote(one) for stage, one in following], timeout=_LINK_SECONDS)
+            self._line = Line(addresses[0], addresses[-1], key)
+        except (GetTimeoutError, RayActorError, RayTaskError, AuthenticationError, *LOST) as error:
+            raise DeviceError(f"the stages did not find one another ({_last_line(error)})") from None
 
     def _end(self, stage: _Stage) -> None:
         ray = library()

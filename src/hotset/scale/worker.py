@@ -1,8 +1,9 @@
 """One stage of a model that is cut over machines: what computes it where it is.
 
-    worker = StageWorker(model, settings, first_op=..., last_op=..., ...)     # an actor of Ray in stages.py
-    passed, noted = worker.run(step, batch, None)                             # the first stage
-    passed, noted = worker.run(step, batch, passed)                           # the next
+    worker = StageWorker()                      # an actor of Ray in stages.py
+    worker.open(model=..., first_op=..., ...)
+    address = worker.listen(host, key)          # where the stage before it finds it
+    worker.link(following)                      # from here on it computes what comes, and passes it on
 
 What goes wrong is passed on as a `Failed`, so that whoever asked for the last stage hears of it.
 """
@@ -10,8 +11,9 @@ What goes wrong is passed on as a `Failed`, so that whoever asked for the last s
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from hotset.cores import usable_cores
 from hotset.errors import HotsetError, InvalidRequestError, StepCancelledError
 from hotset.loading import decide, open_model
 from hotset.placement.machine import cpu_rate
+from hotset.scale.links import ENTERS, LEAVES, LOST, Address, Inlet, joined
 from hotset.settings import LoadSettings
 from hotset.sparsity.sidecar import fingerprint
 
@@ -68,6 +71,8 @@ class StageWorker:
     def __init__(self) -> None:
         self._cancelled = -1  # this step and those before it
         self._computing = threading.Lock()
+        self._noted: tuple[int, list[Noted]] = (-1, [])  # of the latest step
+        self._inlet: Inlet | None = None
         self._undone = ExitStack()
 
     def open(
@@ -117,22 +122,64 @@ class StageWorker:
     def alive(self) -> None:
         """Answers, whatever is computed."""
 
-    def run(self, step: int, batch: Batch, entering: Passed | None) -> tuple[Passed, Noted | None]:
+    # ---- its place in the line ----
+
+    def listen(self, host: str, key: bytes) -> Address:
+        """Where its neighbours find it: the one before it, and of the last stage whoever asks. It leaves the
+        line that it was in. host: an address of this machine. key: of the line."""
+        if self._inlet is not None:
+            self._inlet.close()
+        self._key, self._inlet = key, Inlet(host, key)
+        return self._inlet.address
+
+    def link(self, following: Address | None) -> None:
+        """Begins to compute what comes. following: where the next stage listens; None: this is the last."""
+        line = self._inlet, self._key, following
+        threading.Thread(target=self._pass_on, args=line, name="hotset-stage", daemon=True).start()
+
+    def _pass_on(self, inlet: Inlet, key: bytes, following: Address | None) -> None:
+        """Until a neighbour is gone, who hears of it is gone too: so the whole line ends."""
+        with ExitStack() as undone, suppress(*LOST):
+            undone.callback(inlet.close)
+            ends: dict[bytes, Connection] = {}
+            if following is not None:
+                ends[LEAVES] = undone.enter_context(joined(following, key, ENTERS))
+            while len(ends) < 2:
+                end, connection = inlet.accept()
+                ends[end] = undone.enter_context(connection)
+            while True:
+                step, batch, entering = ends[ENTERS].recv()
+                passed = self.run(step, batch, entering)
+                ends[LEAVES].send(passed if following is None else (step, batch, passed))
+
+    # ---- a step ----
+
+    def run(self, step: int, batch: Batch, entering: Passed | None) -> Passed:
         """Computes a piece of a step; entering: what the stage before it has passed on."""
         if isinstance(entering, Failed):
-            return entering, None
+            return entering
         try:
-            if step <= self._cancelled:
-                raise StepCancelledError
             own = tuple(name for name in batch.taps if name in self._values)
             with self._computing:
-                rows = self._stage.run(replace(batch, taps=own), entering)
-                tapped = dict(self._stage.tapped) if own else {}
-                counts = self._stage.counts() if self._counts else None
-                seconds = self._stage.seconds() if self._counts else None
-                return rows.copy(), Noted(tapped, counts, seconds)
+                if step <= self._cancelled:  # asked in here: of a line that is over nothing is computed later
+                    raise StepCancelledError
+                rows = self._stage.run(replace(batch, taps=own), entering).copy()
+                if own or self._counts:
+                    self._note(step, dict(self._stage.tapped) if own else {})
+                return rows
         except Exception as error:
-            return Failed.of(error), None
+            return Failed.of(error)
+
+    def _note(self, step: int, tapped: dict[str, np.ndarray]) -> None:
+        if self._noted[0] != step:
+            self._noted = step, []
+        counts = self._stage.counts() if self._counts else None
+        seconds = self._stage.seconds() if self._counts else None
+        self._noted[1].append(Noted(tapped, counts, seconds))
+
+    def noted(self, step: int) -> list[Noted]:
+        """What it has to tell of the pieces of a step, in their order; of the latest alone."""
+        return self._noted[1] if self._noted[0] == step else []
 
     def cancel(self, step: int) -> None:
         """Ends this step and those before it, from another thread."""
@@ -142,6 +189,8 @@ class StageWorker:
 
     def close(self) -> None:
         """Frees threads and memory; safe to call twice."""
+        if self._inlet is not None:
+            self._inlet.close()
         self._undone.close()
 
 
@@ -152,6 +201,15 @@ class Gauge:
         """Bytes of memory that are free, and bytes of weights per second that its CPU reads."""
         return float(psutil.virtual_memory().available), cpu_rate(n_threads or usable_cores())
 
-    def pass_on(self, row: np.ndarray) -> np.ndarray:
-        """The same: what it takes is a hop."""
-        return row
+    def echo(self, host: str, key: bytes) -> Address:
+        """Where whatever is sent to comes back: what that takes is a hop."""
+        inlet = Inlet(host, key)
+
+        def answer() -> None:
+            with suppress(*LOST):
+                _, connection = inlet.accept()
+                while True:
+                    connection.send(connection.recv())
+
+        threading.Thread(target=answer, name="hotset-echo", daemon=True).start()
+        return inlet.address
