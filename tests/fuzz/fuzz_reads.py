@@ -1,0 +1,172 @@
+"""A long text under faults in its reads: every answer is right or ends with its sentence, and nothing leaks.
+
+usage: python tests/fuzz/fuzz_reads.py [MODEL.gguf] [--tokens 2000] [--share 0.01] [--streams 4] [--budget G]
+
+Texts are written by the model with its file mapped; then under a budget of memory (the smallest that works,
+if none is given), several at a time, while a share of the reads fails, gives less or finds the end of the
+file. An answer that ends with a sentence is asked for again from where it was. Every token that comes must be
+that of the mapped file. At the end the engine must have its pages back and the process its threads, open
+files and memory, and without faults each text must come in one piece. Without MODEL a tiny one is made. The
+exit status is 1 if anything is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+if __name__ == "__main__":  # as pytest does for the tests
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import hotset
+from hotset.errors import ReadError
+from hotset.loading import decide, open_model
+from hotset.placement import ram
+from hotset.settings import LoadSettings
+
+N_CTX = 256
+PROMPT = 8  # tokens
+TRIES = 500  # without a token: then the share of faults leaves no step whole
+LEAK = 16 << 20  # bytes: what a process takes more of than this it has lost
+
+
+@dataclass
+class Report:
+    """n_tokens: that came, all of them right; n_failed: answers that ended with a sentence. problems: all
+    that was wrong. stuck: texts that could not be ended, since every step had a fault."""
+
+    n_tokens: int
+    n_failed: int
+    problems: list[str]
+    stuck: int = 0
+
+
+def held() -> tuple[int, int, int]:
+    """Threads, open files and bytes of this process."""
+    process = psutil.Process()
+    return process.num_threads(), process.num_fds(), process.memory_info().rss
+
+
+def write(model: hotset.Model, prompt: list[int], expected: list[int], report: Report, lock: Any) -> None:
+    """One text, however often it ends."""
+    text, tries = list(prompt), 0
+    while len(text) < len(prompt) + len(expected) and tries < TRIES:
+        at = len(text) - len(prompt)
+        try:
+            for chunk in model.stream(text, max_tokens=len(expected) - at, temperature=0, ignore_eos=True):
+                if chunk.tokens:
+                    tries = 0
+                text += chunk.tokens
+        except ReadError as error:
+            tries += 1
+            with lock:
+                report.n_failed += 1
+                if "\n" in str(error) or str(model.gguf.path) not in str(error):
+                    report.problems.append(f"no sentence: {error}")
+        except Exception as error:
+            return report.problems.append(f"another error: {error!r}")
+        found = text[len(prompt) :]
+        if found != expected[: len(found)]:
+            return report.problems.append(f"wrong from token {at} on")
+    with lock:
+        report.n_tokens += len(text) - len(prompt)
+        report.stuck += tries >= TRIES
+
+
+def attack(
+    path: Path, n_tokens: int, share: float, streams: int, seed: int, budget: float, **settings: Any
+) -> Report:
+    """Texts of n_tokens in all, `streams` at a time. budget: in GiB. settings: what else `load` takes."""
+    settings = {"n_ctx": N_CTX, "max_sequences": streams, "backend": "cpu", **settings}
+    rng, report, lock = np.random.default_rng(seed), Report(0, 0, []), threading.Lock()
+    each = min(N_CTX - PROMPT, -(-n_tokens // streams))
+    with hotset.load(path, **settings) as mapped:
+        prompts = rng.integers(3, min(mapped.config.n_vocab, 90), (-(-n_tokens // each), PROMPT)).tolist()
+        options = {"max_tokens": each, "temperature": 0, "ignore_eos": True}
+        texts = [list(one.tokens) for one in mapped.generate_many(prompts, **options)]
+    with hotset.load(path, **settings, ram_budget=budget) as under:
+        assert under.stored is not None
+        assert list(under.generate(prompts[0], **options).tokens) == texts[0]
+        before, n_free = held(), under.engine.pool.n_available
+        under.stored.reader.inject_faults(share, seed)
+        waiting = list(zip(prompts, texts, strict=True))
+
+        def work() -> None:
+            while True:
+                with lock:
+                    if not waiting:
+                        return
+                    prompt, text = waiting.pop()
+                write(under, prompt, text, report, lock)
+
+        threads = [threading.Thread(target=work) for _ in range(streams)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        under.stored.reader.inject_faults(0.0, 0)
+        for _ in range(100):  # a thread that was joined is there a moment longer
+            after = held()
+            if after[0] <= before[0]:
+                break
+            time.sleep(0.01)
+        for name, a, b, room in zip(("threads", "files", "bytes"), before, after, (0, 0, LEAK), strict=True):
+            if b > a + room:
+                report.problems.append(f"{name}: {a} before, {b} after")
+        if under.engine.has_work or under.engine.pool.n_available != n_free:
+            report.problems.append(f"pages: {n_free} before, {under.engine.pool.n_available} after")
+        for prompt, text in zip(prompts, texts, strict=True):
+            if list(under.generate(prompt, **options).tokens) != text:
+                report.problems.append("wrong without faults, after them")
+    return report
+
+
+def least_budget(path: Path, **settings: Any) -> float:
+    """In GiB: the smallest that works."""
+    with open_model(path, LoadSettings(n_ctx=N_CTX, backend="cpu", ram_budget=1e3, **settings)) as opened:
+        decided = decide(opened)
+        decided.weights.close()
+    assert decided.ram is not None
+    return decided.ram.least / 2**30
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--share", type=float, default=0.01, help="of the reads that go wrong (0.01)")
+    parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--budget", type=float, help="GiB")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        path = args.model
+        if path is None:
+            from test_api_sparse import write_sparse
+
+            path = write_sparse(Path(scratch) / "model.gguf")
+            ram.own_memory, ram._PROGRAM = lambda: 0, 0  # what the program may take would hold all of it
+        budget = args.budget or least_budget(path, max_sequences=args.streams)
+        report = attack(path, args.tokens, args.share, args.streams, args.seed, budget)
+    for problem in report.problems:
+        print(problem, file=sys.stderr)
+    print(
+        f"{report.n_tokens} tokens came and were right, {report.n_failed} answers ended with a sentence, "
+        f"{report.stuck} texts could not be ended, {len(report.problems)} things were wrong"
+    )
+    return 1 if report.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
