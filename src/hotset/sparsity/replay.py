@@ -93,6 +93,8 @@ def replay(trace: Trace, shares: Sequence[float] = SHARES, *, sizes: Sequence[in
     asked += [(min(size // slot, n_all) / n_all, min(size // slot, n_all), size) for size in sizes]
     for share, n_slots, n_bytes in asked:
         by_layer = _hits(trace, n_slots, n_bytes)
+        if _slots(trace.groups, n_bytes) == [group.n_rows for group in trace.groups]:
+            by_layer["budget"] = requests  # what has room for all is read at once
         hits = {name: int(each.sum()) for name, each in by_layer.items()}
         hits["static"] = int(after[np.argsort(-before, kind="stable")[:n_slots]].sum())
         hits["optimum"] = optimal_hits(spans, n_lookups, first, n_slots)
