@@ -140,9 +140,10 @@ $(SANITIZE)/venv/.installed: pyproject.toml CMakeLists.txt $(SOURCES) $(VENV)/.t
 	  -C build-dir=$(SANITIZE)/extension -C cmake.build-type=RelWithDebInfo -C cmake.define.HOTSET_SANITIZE=ON
 	touch $@
 
-# Damaged files, and sound ones that say odd things, models and what lies beside them: only sentences may come of them. Models of random shapes: the
-# reference's numbers, and the same bits however they are run. Clients of every kind at a server: the right answers, and
-# nothing left behind. `make fuzz SEED=1` draws others.
+# Damaged files, and sound ones that say odd things, models and what lies beside them: only sentences may come of them. A
+# text of 2,000 tokens while reads fail: right, or a sentence. Models of random shapes: the reference's numbers, and the
+# same bits however they are run. Clients of every kind at a server: the right answers, and nothing left behind.
+# `make fuzz SEED=1` draws others.
 SEED ?= 0
 fuzz: build $(VENV)/.dev
 	$(BIN)/python tests/fuzz/fuzz_gguf.py --seconds 60 --seed $(SEED)

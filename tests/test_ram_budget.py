@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from test_api_sparse import write_sparse
 from test_cli import inside
 
 import hotset
-from hotset.errors import InvalidRequestError, OutOfMemoryError
+from hotset.backends.cpu import CpuBackend
+from hotset.errors import InvalidRequestError, OutOfMemoryError, ReadError
 from hotset.loading import decide, open_model
 from hotset.placement import disk, ram
 from hotset.placement.disk import USUAL, DiskRates, measure_disk
@@ -180,6 +182,19 @@ def test_a_profile_says_what_is_in_memory_first(model: Path, tmp_path: Path) -> 
         assert loaded.stored.counts().misses != n_missed
     with pytest.raises(InvalidRequestError, match="of another model file"):
         hotset.load(model, **settings, ram_budget=budget, profile=tmp_path / "other.hotset.gguf")
+
+
+def test_an_error_keeps_no_plan(model: Path) -> None:
+    """Nor what that holds: its traceback leads back to the engine, which only the collector would notice."""
+    settings: dict[str, Any] = {"n_ctx": 256, "sparsity": "exact", "backend": "cpu"}
+    with hotset.load(model, **settings, ram_budget=least_of(model, **settings) / GIB) as under:
+        assert under.stored is not None
+        under.stored.reader.inject_faults(1.0, 7)
+        with pytest.raises(ReadError) as raised:
+            tokens_of(under)
+    frames = [frame for frame, _ in traceback.walk_tb(raised.value.__traceback__)]
+    [run] = [frame for frame in frames if frame.f_code is CpuBackend.run.__code__]
+    assert "plan" not in run.f_locals
 
 
 def test_reorder_bundles_from_the_command_line(model: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import math
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
@@ -921,6 +922,9 @@ class Engine:
                 assert_never(reason)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
+        # What its traceback's frames hold, a plan and the weights behind it, would live until the collector
+        # comes, since they lead back to the sequence: at a process's end too late for the native core.
+        traceback.clear_frames(error.__traceback__)
         self.latest_error = sequence.error = error
         self._finish(sequence, "error")
 
