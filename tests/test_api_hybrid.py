@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +102,86 @@ def test_a_mixture_is_on_the_device_but_for_its_experts(tmp_path: Path, n_gpu_la
         assert close(loaded.logits("Hello there"), expected)
         [memory] = loaded.device_memory()
         assert memory.used <= memory.planned.total
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Path:
+    return write_llama(
+        tmp_path / "mixture.gguf", experts=(8, 2), n_layer=3, n_ff=128,
+        n_vocab=len(vocabulary()["tokenizer.ggml.tokens"]), keys=vocabulary(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_what_a_budget_leaves_are_slots_for_experts(mixture: Path, share: float) -> None:
+    whole = hotset.plan(mixture, device="cpu", vram_budget=1.0, **SMALL)
+    assert whole is not None
+    assert whole.expert_slots == (24,)
+    assert whole.budget is not None
+    planned = whole.budget.devices[0]
+    assert planned.experts > 24 * 3 * 128 * 64 * 4
+    gib = (planned.total - (1 - share) * planned.experts) / GIB
+    with hotset.load(mixture, device="cpu", vram_budget=gib, **SMALL) as loaded:
+        placement = loaded.placement
+        assert placement is not None
+        [n_slots] = placement.expert_slots
+        assert n_slots == {0.0: 0, 1.0: 24}.get(share, n_slots)
+        assert (0 < n_slots < 24) == (share == 0.3)
+        assert placement.n_cpu_layers == 0
+        assert f"{n_slots} of 24 experts have a slot" in " ".join(placement.notes)
+        assert whole.predicted is not None
+        assert placement.predicted is not None
+        assert (placement.predicted.total > whole.predicted.total) == (share < 1)
+        found = [loaded.logits("Hello there").copy() for _ in range(3)]
+        [memory] = loaded.device_memory()
+        assert memory.used <= memory.planned.total <= gib * GIB
+    with hotset.load(mixture, device="cpu", vram_budget=1.0, **SMALL) as loaded:
+        expected = loaded.logits("Hello there")
+        for logits in found:
+            np.testing.assert_array_equal(logits, expected)
+
+
+def test_a_line_tells_what_became_of_experts(mixture: Path) -> None:
+    from test_cli import inside
+
+    device = ("--device", "cpu", "--vram-budget", 1, "-c", 128)
+    asked = ("run", mixture, "Hello there", "-n", 6, "--temp", 0, *device)
+    said = inside(*asked).stderr
+    assert "experts were in the cache" in said
+    facts = json.loads(inside(*asked, "--json").stdout)
+    experts = facts["experts"]
+    assert experts["hits"] + experts["on_cpu"] == 2 * 3 * (facts["prompt_tokens"] + len(facts["tokens"]) - 1)
+    assert 0 < experts["fetched"] <= 24
+    assert 0 < experts["hit_rate"] < 1
+    assert experts["read"] == 0
+    assert facts["placement"]["devices"][0]["experts"] > 0
+    budgeted = ("run", mixture, "Hello there", "-n", 6, "--temp", 0, "-c", 128, "--ram-budget", 0.5)
+    experts = json.loads(inside(*budgeted, "--json").stdout)["experts"]
+    assert experts["hits"] > 0
+    assert experts["read"] > 0
+    assert experts["on_cpu"] == experts["fetched"] == 0
+    assert "read from the disk" in inside(*budgeted).stderr
+    alone = inside("run", mixture, "Hello there", "-n", 2, "--temp", 0, "--no-gpu")
+    assert alone.returncode == 0, alone.stderr
+    assert "experts were" not in alone.stderr
+
+
+def test_a_server_counts_experts(mixture: Path) -> None:
+    tiny_server = pytest.importorskip("tiny_server", reason="the server's packages are not there")
+
+    async def work(client: Any, _: Any) -> None:
+        answer = await client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 5, "seed": 1})
+        assert answer.status_code == 200, answer.text
+        lines = (await client.get("/metrics")).text.splitlines()
+        counts = {line.split()[0]: float(line.split()[1]) for line in lines if not line.startswith("#")}
+        assert counts["hotset_experts_on_cpu_total"] > 0
+        assert counts["hotset_experts_fetched_total"] > 0
+        assert counts["hotset_experts_read_total"] == 0
+        assert "hotset_expert_hits_total" in counts
+        plan = (await client.get("/plan")).json()
+        assert plan["placement"]["devices"][0]["experts"] > 0
+
+    tiny_server.run(mixture, work, load={"n_ctx": 64, "backend": "auto", "device": "cpu", "vram_budget": 1.0})
 
 
 def test_experts_with_predictors_stay_on_the_cpu(tmp_path: Path) -> None:

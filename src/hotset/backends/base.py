@@ -144,6 +144,33 @@ class WeightSource(Protocol):
 
 
 @dataclass(frozen=True)
+class ExpertCounts:
+    """What became of the experts that tokens needed, since the model was loaded.
+
+    hits: they were in the cache, a device's or, under a budget of memory, this machine's. on_cpu: the CPU
+    computed them for a device that did not have them. fetched: those that were copied into a device's cache;
+    read: from the disk.
+    """
+
+    hits: int = 0
+    on_cpu: int = 0
+    fetched: int = 0
+    read: int = 0
+
+    def __add__(self, other: ExpertCounts) -> ExpertCounts:
+        return ExpertCounts(
+            self.hits + other.hits, self.on_cpu + other.on_cpu, self.fetched + other.fetched,
+            self.read + other.read,
+        )  # fmt: skip
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Of what was needed; None where nothing was."""
+        needed = self.hits + self.on_cpu + self.read
+        return self.hits / needed if needed else None
+
+
+@dataclass(frozen=True)
 class StepStats:
     """What the FFNs of one step did; arrays are [n_layer].
 

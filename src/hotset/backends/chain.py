@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hotset.backends.base import Batch, StepResult, StepStats, cache_slots
+from hotset.backends.base import Batch, ExpertCounts, StepResult, StepStats, cache_slots
 from hotset.backends.stage import Rows, Stage, on_host
 from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.model.graph import PARTS
@@ -145,6 +145,10 @@ class ChainBackend:
     def cold_seconds(self) -> np.ndarray:
         """Of the latest step: how long the CPU took for the cold neurons of each layer, float64 [n_layer]."""
         return sum((stage.cold_seconds() for stage in self.stages), np.zeros(self.n_layer))
+
+    def expert_counts(self) -> ExpertCounts:
+        """What became of the experts of the devices' layers, since the stages were made."""
+        return sum((stage.expert_counts() for stage in self.stages), ExpertCounts())
 
     def cancel(self) -> None:
         """Ends the step in flight on all sides, from any thread; it raises StepCancelledError."""

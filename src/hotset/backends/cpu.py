@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hotset import _core
-from hotset.backends.base import PAGE_SIZE, Batch, StepResult, StepStats, WeightSource
+from hotset.backends.base import PAGE_SIZE, Batch, ExpertCounts, StepResult, StepStats, WeightSource
 from hotset.backends.lowering import Lowered, lower
 from hotset.backends.stage import Rows, on_host
 from hotset.backends.stored import StoredWeights
@@ -203,6 +203,10 @@ class CpuBackend:
     def cold_seconds(self) -> np.ndarray:
         """No neurons of a device's layers are computed here: zeros [n_layer]."""
         return np.zeros(self.n_layer)
+
+    def expert_counts(self) -> ExpertCounts:
+        """No device asks here."""
+        return ExpertCounts()
 
     def cancel(self) -> None:
         """Ends the step in flight, from any thread; it raises StepCancelledError."""

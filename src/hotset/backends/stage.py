@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 
-from hotset.backends.base import Batch
+from hotset.backends.base import Batch, ExpertCounts
 from hotset.model.graph import Graph, Value
 
 if TYPE_CHECKING:
@@ -88,6 +88,10 @@ class Stage(Protocol):
     def cold_seconds(self) -> np.ndarray:
         """Of the latest step, float64 [n_layer]: how long the CPU took for the cold neurons of a device's
         layers. They pass at the same time as those of `seconds`."""
+        ...
+
+    def expert_counts(self) -> ExpertCounts:
+        """What became of experts for whose layers a device asks the CPU."""
         ...
 
     def cancel(self) -> None:

@@ -30,6 +30,7 @@ from hotset.units import human_size
 
 if TYPE_CHECKING:
     from hotset.api import Model
+    from hotset.backends.base import ExpertCounts
     from hotset.generation import Chunk, Timings
     from hotset.sparsity.stats import StatsSummary
 
@@ -230,6 +231,10 @@ def _answer(
             sys.stdout.write("\n")
             sys.stdout.flush()
         say(closing_line(model, last), dim=True)
+        if counts := _expert_counts(model):
+            from hotset.report.experts import experts_line
+
+            say(f"[{experts_line(counts)}]", dim=True)
         if with_stats and not interrupted:
             stats = _with_quality(model, last.answer_stats, prompt, tokens)
             print_stats(stats, model.decided.channels)
@@ -263,7 +268,27 @@ def _result(model: Model, text: str, tokens: list[int], last: Chunk) -> dict[str
         }
         | _placement(model)
         | _disk(model, timings)
+        | _experts(model)
     )
+
+
+def _expert_counts(model: Model) -> ExpertCounts | None:
+    """What became of a mixture's experts, where there is a cache of them."""
+    if not model.config.has_experts:
+        return None
+    from hotset.report.experts import expert_counts
+
+    return expert_counts(model.decided.graph, model.backend, model.stored)
+
+
+def _experts(model: Model) -> dict[str, Any]:
+    """The same for JSON."""
+    counts = _expert_counts(model)
+    if counts is None:
+        return {}
+    from hotset.report.experts import experts_dict
+
+    return {"experts": experts_dict(counts)}
 
 
 def _placement(model: Model) -> dict[str, Any]:

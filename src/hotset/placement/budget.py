@@ -73,8 +73,9 @@ class DeviceBudget:
     """Planned bytes of one device, by kind, and the limit that they stay within.
 
     weights: of layers and output: attention, norms, predictors, FFNs that are not split. neurons: the rows of
-    hot neurons. kv: keys and values of its layers. workspace: intermediates, logits, what streams through.
-    context: what the device's runtime takes before the first tensor.
+    hot neurons. experts: slots of an expert cache. kv: keys and values of its layers. workspace:
+    intermediates, logits, what streams through. context: what the device's runtime takes before the first
+    tensor.
     """
 
     device: str
@@ -84,10 +85,11 @@ class DeviceBudget:
     kv: int = 0
     workspace: int = 0
     context: int = 0
+    experts: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.neurons + self.kv + self.workspace + self.context
+        return self.weights + self.neurons + self.experts + self.kv + self.workspace + self.context
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,8 @@ class LayerFacts:
     A token reads: fixed_bytes; of a neuron always_bytes, and fired_bytes more when it fires (mode exact: gate
     rows always, up and down when it fires; predicted: nothing but when it is named); kv_read_bytes.
     n_split: its neurons if they can be split, else 0.
-    expert_bytes: of the largest expert of a mixture, whose experts are no part of what stands above: they are
-    on the host, n_experts of them, and a token reads n_used.
+    expert_bytes: of an expert of a mixture, whose experts are no part of what stands above: they are on the
+    host, n_experts of them, and a token reads n_used. is_cached: a device may have slots for some of them.
     """
 
     n_ff: int
@@ -128,6 +130,7 @@ class LayerFacts:
     expert_bytes: int = 0
     n_experts: int = 0
     n_used: int = 0
+    is_cached: bool = False
 
     @property
     def whole_bytes(self) -> int:

@@ -202,6 +202,10 @@ def _device_stage(
         shared += [f"{len(experts)} layers their experts"] if experts else []
         reason = chosen.reason if chosen else service.reason
         notes.append(f"{device}: {' and '.join(shared)} with the CPU; {reason}")
+    if experts and placement.expert_slots:
+        on_device = mixed_layers(graph) & set(placement.layers_of(piece.device))
+        n_slots = placement.expert_slots[piece.device] * len(experts) // len(on_device)
+        options = {"expert_slots": n_slots} | options
     try:
         stage = GpuStage(weights, graph, device, hot=hot, cold=service, **options)
     except BaseException:

@@ -23,7 +23,7 @@ import numpy as np
 from hotset.backends.base import PAGE_SIZE
 from hotset.errors import HotsetError, OutOfMemoryError, UnsupportedModelError
 from hotset.files import replacing
-from hotset.placement.budget import FFNMode, ModelFacts, model_facts
+from hotset.placement.budget import FFNMode, LayerFacts, ModelFacts, model_facts
 from hotset.placement.solver import place_index, rebuild, solve
 from hotset.placement.table import Device, Placement, Rates
 from hotset.sparsity import sidecar
@@ -75,6 +75,7 @@ def place(
         graph, weights.tensors, mode=mode, kv_type=settings.kv_type, n_pages=n_pages,
         max_batch=settings.max_batch,
     )  # fmt: skip
+    facts = replace(facts, layers=_with_caches(facts, graph, weights, devices))
     n_threads, progress = settings.n_threads, settings.progress
     measured = [measure(name, n_threads=n_threads, progress=progress) for name in devices]
     limits = [
@@ -102,6 +103,21 @@ def place(
             "that of a desktop with a GPU of 500 GB/s",
         )
     return replace(placement, notes=(*notes, *placement.notes))
+
+
+def _with_caches(
+    facts: ModelFacts, graph: Graph, weights: Overlay, devices: Sequence[str]
+) -> tuple[LayerFacts, ...]:
+    """The layers, those marked whose experts every device can compute."""
+    from hotset.backends.gpu.devices import find_device
+    from hotset.backends.gpu.experts import can_hold
+
+    held = {
+        ffn.layer
+        for ffn in graph.ffns
+        if ffn.route is not None and all(can_hold(ffn, weights.tensors, find_device(d)) for d in devices)
+    }
+    return tuple(replace(layer, is_cached=i in held) for i, layer in enumerate(facts.layers))
 
 
 def _limit(name: str, context: int, budget: float | None) -> Device:

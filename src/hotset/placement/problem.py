@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,11 +15,14 @@ from hotset.placement.table import (
     LayerPlacement,
     Placement,
     Rates,
+    expert_hits,
     layer_time,
     predict,
 )
 
 BLOCK = 64  # neurons that the greedy placement takes at once
+EXPERT_ENTRY = 4  # bytes of an expert's entry in the table of slots
+SLOTS_BYTES = 32 << 10  # that the allocator may round the matrices of all slots up by
 
 
 Candidate = list[LayerPlacement]  # of each layer
@@ -70,6 +74,27 @@ class Problem:
 
     def seconds(self, candidate: Candidate) -> float:
         return predict(self.facts, self.rates, candidate, self.frequencies).total
+
+    def expert_slots(self, candidate: Candidate, d: int) -> tuple[int, int]:
+        """Experts of its mixtures that a device has room for beside everything else, and their bytes.
+
+        All else comes first: every token reads it, and of a slot's bytes only those of its own experts.
+        """
+        own = [
+            layer
+            for layer, place in zip(self.facts.layers, candidate, strict=True)
+            if place.device == d and layer.is_cached
+        ]
+        if not own:
+            return 0, 0
+        n_all = sum(layer.n_experts for layer in own)
+        mean = sum(layer.n_experts * layer.expert_bytes for layer in own) / n_all
+        most = max(layer.expert_bytes for layer in own)
+        # Layers share in proportion to their experts, in whole slots; and a table says what is where.
+        room = self._left(candidate, d) - EXPERT_ENTRY * n_all - SLOTS_BYTES
+        whole = n_all * mean <= room
+        n = n_all if whole else max(int((room - most) // mean), 0)
+        return n, int(n * mean) + (0 if whole else most) + EXPERT_ENTRY * n_all + SLOTS_BYTES if n else 0
 
     def budget_of(self, candidate: Candidate, d: int) -> DeviceBudget:
         """Planned bytes of a device."""
@@ -279,8 +304,15 @@ class Problem:
         """The result of a candidate; devices that it leaves unused are left out."""
         used = sorted({place.device for place in candidate} - {CPU})
         number = {CPU: CPU} | {d: new for new, d in enumerate(used)}
-        predicted = predict(self.facts, self.rates, candidate, self.frequencies)
-        planned = tuple(self.budget_of(candidate, d) for d in used)
+        slots = [self.expert_slots(candidate, d) for d in range(len(self.devices))]
+        n_experts = [
+            sum(layer.n_experts for layer, place in zip(self.facts.layers, candidate, strict=True)
+                if place.device == d)
+            for d in range(len(self.devices))
+        ]  # fmt: skip
+        cached = [n / max(n_all, 1) for (n, _), n_all in zip(slots, n_experts, strict=True)]
+        predicted = predict(self.facts, self.rates, candidate, self.frequencies, cached)
+        planned = tuple(replace(self.budget_of(candidate, d), experts=slots[d][1]) for d in used)
         budget = Budget(planned, self._host_bytes(candidate), self.facts.stream_bytes)
         layers = tuple(LayerPlacement(number[place.device], place.hot) for place in candidate)
         hot = total = served = fired = 0.0
@@ -293,7 +325,7 @@ class Problem:
                 mine = slice(None) if place.hot is None else place.hot
                 hot += layer.n_ff if place.hot is None else int(place.hot.sum())
                 served += float(frequency[mine].sum())
-        notes = [how]
+        notes = [how, *self._of_experts(sum(slots[d][0] for d in used), sum(n_experts[d] for d in used))]
         for one in planned:
             is_free = self.asked is None and any(p.device == CPU or p.is_split for p in candidate)
             if is_free and one.total < 0.95 * one.limit:
@@ -309,7 +341,21 @@ class Problem:
             served / fired if fired else None,
             tuple(notes),
             tuple(layer.n_ff for layer in self.facts.layers),
+            tuple(slots[d][0] for d in used),
         )
+
+    def _of_experts(self, n_slots: int, n_experts: int) -> list[str]:
+        """What a cache of so many experts is worth, of those of the layers on devices."""
+        if not n_experts:
+            return []
+        layers = [layer for layer in self.facts.layers if layer.n_used]
+        if not any(layer.is_cached for layer in layers):
+            return ["the CPU computes all experts: no device has this model's"]
+        share = n_slots / n_experts
+        return [
+            f"{n_slots} of {n_experts} experts have a slot on a device ({100 * share:.0f}%); of a token's "
+            f"about {100 * expert_hits(share):.0f}% are expected there, the CPU computes the others meanwhile"
+        ]
 
     def _host_bytes(self, candidate: Candidate) -> int:
         n_bytes = 0

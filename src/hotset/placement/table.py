@@ -18,6 +18,9 @@ import numpy as np
 from hotset.placement.budget import Budget, LayerFacts, ModelFacts
 
 CPU = -1  # in place of the index of a device
+# Experts of a token that a cache holds, by the share of all experts that have a slot: about what the replays
+# of docs/LOG.md say of three real routers.
+EXPERT_HITS = ((0.0, 0.0), (0.05, 0.4), (0.1, 0.58), (0.2, 0.75), (0.5, 0.92), (1.0, 1.0))
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,8 @@ class Placement:
 
     devices: torch names, such as ("cuda:0", "cuda:1"). output_device: of the final norm and output matrix;
     it may be the CPU (-1). hot_share, served_share: of all neurons the share on devices, and the share of
-    activations that these make. notes: a sentence each. n_ff: neurons of each layer.
+    activations that these make. notes: a sentence each. n_ff: neurons of each layer. expert_slots: of each
+    device, experts of its mixtures that it has room for.
     """
 
     devices: tuple[str, ...]
@@ -85,6 +89,7 @@ class Placement:
     served_share: float | None = None
     notes: tuple[str, ...] = ()
     n_ff: tuple[int, ...] = ()
+    expert_slots: tuple[int, ...] = ()
 
     @property
     def n_cpu_layers(self) -> int:
@@ -140,12 +145,25 @@ class Device:
 LAYER_KERNELS = 8  # launches of a layer beside its sparse FFN
 
 
+def expert_hits(share: float) -> float:
+    """The share of a token's experts that a cache with room for such a share of all of them holds."""
+    shares, hits = np.array(EXPERT_HITS).T
+    return float(np.interp(share, shares, hits))
+
+
 def predict(
-    facts: ModelFacts, rates: Rates, layers: Sequence[LayerPlacement], frequencies: Sequence[np.ndarray]
+    facts: ModelFacts,
+    rates: Rates,
+    layers: Sequence[LayerPlacement],
+    frequencies: Sequence[np.ndarray],
+    cached: Sequence[float] = (),
 ) -> Predicted:
-    """Seconds per token of a placement, in generation at half the context's depth."""
+    """Seconds per token of a placement, in generation at half the context's depth.
+
+    cached: of each device, the share of its experts that have a slot.
+    """
     times = tuple(
-        layer_time(layer, rates, place, frequency)
+        layer_time(layer, rates, place, frequency, cached[place.device] if cached else 0.0)
         for layer, place, frequency in zip(facts.layers, layers, frequencies, strict=True)
     )
     last = layers[-1].device
@@ -153,8 +171,14 @@ def predict(
     return Predicted(times, facts.output_bytes / speed)
 
 
-def layer_time(layer: LayerFacts, rates: Rates, place: LayerPlacement, frequency: np.ndarray) -> LayerTime:
-    """Predicted seconds of one layer; frequency: [n_ff] of its neurons."""
+def layer_time(
+    layer: LayerFacts,
+    rates: Rates,
+    place: LayerPlacement,
+    frequency: np.ndarray,
+    cached: float = 0.0,
+) -> LayerTime:
+    """Predicted seconds of one layer; frequency: [n_ff] of its neurons. cached: as in `predict`."""
     read = layer.fixed_bytes + layer.kv_read_bytes
     fired = float(frequency.sum()) if layer.n_split else 0.0
     if place.device == CPU:
@@ -165,8 +189,9 @@ def layer_time(layer: LayerFacts, rates: Rates, place: LayerPlacement, frequency
     device = rates.devices[place.device]
     attention = read / device.read + LAYER_KERNELS * device.launch
     if layer.n_used:
-        cold = layer.n_used * layer.expert_bytes / rates.cpu_read_busy
-        return LayerTime(attention, cold=cold, sync=device.sync)
+        read, hits = layer.n_used * layer.expert_bytes, expert_hits(cached) if layer.is_cached else 0.0
+        hot = device.launch + hits * read / device.read_busy if hits else 0.0
+        return LayerTime(attention, hot, (1 - hits) * read / rates.cpu_read_busy, device.sync)
     if not layer.n_split:
         return LayerTime(attention)
     n_hot, hot_fired = layer.n_split, fired

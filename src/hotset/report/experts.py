@@ -8,11 +8,12 @@ the beginning are still good for later.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hotset.backends.base import ExpertCounts
 from hotset.replacement import arrange
 from hotset.report.activity import LAGS
 from hotset.report.bars import percent
@@ -20,6 +21,9 @@ from hotset.sparsity.replay import SHARES
 from hotset.units import human_size
 
 if TYPE_CHECKING:
+    from hotset.backends.base import Backend
+    from hotset.backends.stored import StoredWeights
+    from hotset.model.graph import Graph
     from hotset.report.layers import Table
     from hotset.sparsity.profile import Profile
     from hotset.sparsity.trace import RouteTrace
@@ -81,6 +85,35 @@ def hotness_of(profile: Profile, n_used: int) -> ExpertHotness:
 def _hotness(counts: Mapping[int, np.ndarray], n_tokens: int, n_used: int) -> ExpertHotness:
     hotness = np.stack(list(counts.values())).astype(np.float64) / max(n_tokens, 1)
     return ExpertHotness(tuple(counts), hotness, n_used)
+
+
+def expert_counts(graph: Graph, backend: Backend | None, stored: StoredWeights | None) -> ExpertCounts | None:
+    """What became of a mixture's experts since it was loaded; None where no cache is between them and what
+    computes them."""
+    from hotset.backends.chain import ChainBackend
+
+    if not any(ffn.route is not None for ffn in graph.ffns):
+        return None
+    if stored is not None:  # whose rows are experts alone, but in layers that have none
+        counts = stored.counts()
+        return ExpertCounts(counts.hits, read=counts.misses)
+    return backend.expert_counts() if isinstance(backend, ChainBackend) else None
+
+
+def experts_dict(counts: ExpertCounts) -> dict[str, Any]:
+    """For JSON."""
+    return asdict(counts) | {"hit_rate": counts.hit_rate}
+
+
+def experts_line(counts: ExpertCounts) -> str:
+    """The same for a person."""
+    needed = counts.hits + counts.on_cpu + counts.read
+    rate = "" if counts.hit_rate is None else f" ({percent(counts.hit_rate)})"
+    parts = [f"{counts.hits:,} of {needed:,} experts were in the cache{rate}"]
+    parts += [f"{counts.fetched:,} fetched"] if counts.fetched else []
+    parts += [f"{counts.on_cpu:,} computed by the CPU"] if counts.on_cpu else []
+    parts += [f"{counts.read:,} read from the disk"] if counts.read else []
+    return ", ".join(parts)
 
 
 def cache_sizes(n_layers: int, n_experts: int, n_used: int, token_cycle: int) -> list[dict[str, Any]]:

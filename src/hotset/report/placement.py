@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hotset.placement.budget import DeviceBudget
     from hotset.placement.build import DeviceMemory
 
-KINDS = ("weights", "neurons", "kv", "workspace", "context")
+KINDS = ("weights", "neurons", "experts", "kv", "workspace", "context")
 Table = tuple[list[str], list[list[str]]]
 
 
@@ -28,7 +28,7 @@ def placement_table(placement: Placement) -> Table:
     where += [f"cold neurons of {len(cold)}"] if cold else []
     where += ["output"] if placement.output_device == CPU else []
     if where:
-        rows.append(["CPU", ", ".join(where), "", human_size(host), "", "", "", "", human_size(host), ""])
+        rows.append(["CPU", ", ".join(where), "", human_size(host), *[""] * 5, human_size(host), ""])
     for d, planned in enumerate(placement.budget.devices if placement.budget else ()):
         n_hot, n_all = hot[d]
         kinds = [human_size(getattr(planned, kind)) for kind in KINDS]
@@ -36,7 +36,8 @@ def placement_table(placement: Placement) -> Table:
         share = f"{n_hot} of {n_all}" if n_all else "-"
         where_ = _ranges(placement.layers_of(d)) + (", output" if placement.output_device == d else "")
         rows.append([device_name(planned.device), where_, share, *kinds, total, human_size(planned.limit)])
-    columns = ["where", "layers", ">hot neurons", ">weights", ">neurons", ">cache", ">workspace", ">context"]
+    columns = ["where", "layers", ">hot neurons", ">weights", ">neurons", ">experts"]
+    columns += [">cache", ">workspace", ">context"]
     return [*columns, ">together", ">budget"], rows
 
 
@@ -90,7 +91,7 @@ def memory_table(memory: Sequence[DeviceMemory]) -> Table:
             del kind
             row.append(f"{human_size(planned)} / {human_size(measured)}")
         rows.append([*row, human_size(one.planned.limit)])
-    columns = [">weights", ">cache", ">workspace", ">all, with context"]
+    columns = [">weights", ">experts", ">cache", ">workspace", ">all, with context"]
     return ["planned / measured", *columns, ">budget"], rows
 
 
@@ -98,6 +99,7 @@ def _pairs(one: DeviceMemory) -> list[tuple[str, int, int]]:
     planned, measured = one.planned, one.measured
     return [
         ("weights", planned.weights + planned.neurons, measured.get("weights", 0)),
+        ("experts", planned.experts, measured.get("experts", 0)),
         ("kv", planned.kv, measured.get("kv", 0)),
         ("workspace", planned.workspace, measured.get("workspace", 0)),
         ("total", planned.total, one.used),

@@ -36,6 +36,12 @@ DISK_COUNTERS = {  # under a budget of memory
         "Bytes of weights that have no room, read in each step.",
     ),
 }
+EXPERT_COUNTERS = {  # of a mixture with a cache of experts
+    "hotset_expert_hits": ("hits", "Experts of tokens that were in the cache."),
+    "hotset_experts_on_cpu": ("on_cpu", "Experts of tokens that the CPU computed for a device."),
+    "hotset_experts_fetched": ("fetched", "Experts that were copied into a device's memory."),
+    "hotset_experts_read": ("read", "Experts that were read from the disk."),
+}
 ENGINE_GAUGES = {
     "hotset_sequences_running": ("running", "Sequences that share steps."),
     "hotset_sequences_waiting": ("waiting", "Sequences that wait for a place."),

@@ -26,10 +26,11 @@ from hotset.engine.engine import Sequence as EngineSequence
 from hotset.engine.prompt_logprobs import PromptLogprobs
 from hotset.escaping import clause
 from hotset.parameters import shown
+from hotset.report.experts import expert_counts
 from hotset.server.activity import ActivityReport
 from hotset.server.answers import Answer, AnswerRequest, PreparedPrompt, Told
 from hotset.server.errors import NotReadyError, RequestError
-from hotset.server.metrics import DISK_COUNTERS, ENGINE_COUNTERS, ENGINE_GAUGES, Metrics
+from hotset.server.metrics import DISK_COUNTERS, ENGINE_COUNTERS, ENGINE_GAUGES, EXPERT_COUNTERS, Metrics
 from hotset.server.outputs import Output, output_of
 from hotset.server.settings import ServerSettings
 
@@ -207,6 +208,10 @@ class Service:
             counts = asdict(self.model.stored.counts())
             for name, (field, what) in DISK_COUNTERS.items():
                 yield CounterMetricFamily(name, what, counts[field])
+        experts = expert_counts(self.model.decided.graph, self.model.backend, self.model.stored)
+        if experts is not None:
+            for name, (field, what) in EXPERT_COUNTERS.items():
+                yield CounterMetricFamily(name, what, getattr(experts, field))
         n_most = self.model.engine.max_sequences
         yield GaugeMetricFamily("hotset_sequences_most", "Sequences that may run at once.", n_most)
 

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from hotset.backends.gpu import exact
-from hotset.backends.gpu.matrix import DeviceMatrix
+from hotset.backends.gpu.matrix import SUPPORTED, DeviceMatrix
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.backends.lowering import decoded_vector
+from hotset.formats.gguf import TensorInfo
 from hotset.model.graph import ExpertLinear, ExpertSum, Ffn
 from hotset.replacement import Replacement, arrange
 
@@ -42,18 +43,6 @@ class ExpertLayout:
     down: tuple[int, int, int]
     biased: tuple[bool, bool, bool]
     by_neuron: bool
-
-
-@dataclass(frozen=True)
-class ExpertCounts:
-    """Experts of tokens since the model was loaded: hits were computed by devices, misses by the CPU.
-    fetched: those that were brought into a device's memory meanwhile, in n_bytes.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    fetched: int = 0
-    n_bytes: int = 0
 
 
 @dataclass
@@ -95,8 +84,8 @@ class ExpertCache:
     """The experts of some mixtures in `n_slots` slots of a device's memory.
 
     ffns: mixtures of one stage; n_used is alike in those that share slots. sparse: as of the stage.
-    nbytes: what the slots take there, all of it from the beginning. n_fetched, bytes_fetched: experts that
-    were copied there, since then.
+    nbytes: what the slots take there, all of it from the beginning. n_fetched: experts that were copied
+    there, since then.
     """
 
     def __init__(self, weights: DeviceWeights, ffns: Sequence[Ffn], n_slots: int, *, sparse: bool) -> None:
@@ -110,7 +99,7 @@ class ExpertCache:
             if n:
                 self._add(layout, own, n)
         self.nbytes = sum(group.slots.nbytes + group.table.nbytes for group in self._groups)
-        self.n_fetched = self.bytes_fetched = 0
+        self.n_fetched = 0
         # Bytes are taken apart and copied beside the steps; a CPU that stands in has no time beside them.
         self._copies = None if self.device.type == "cpu" else ThreadPoolExecutor(1, "hotset-experts")
 
@@ -194,7 +183,6 @@ class ExpertCache:
                 group.policy.drop(layer, id)
                 continue
             self.n_fetched += 1
-            self.bytes_fetched += group.slots.nbytes // group.slots.n_slots
             if self._copies is None:
                 self._fill(group, group.layers[layer], id, slot)
                 group.on_host[layer, id] = slot
@@ -278,14 +266,13 @@ def expert_bias(op: ExpertLinear | ExpertSum, id: int, weights: DeviceWeights) -
     return own if isinstance(op, ExpertSum) else own[op.first_row : op.first_row + op.n_rows]
 
 
-def can_hold(ffn: Ffn, types: Sequence[int], device: torch.device) -> bool:
-    """Whether a device computes experts of a mixture with the CPU's bits. types: of its matrices."""
-    from hotset.backends.gpu.matrix import SUPPORTED
-
+def can_hold(ffn: Ffn, tensors: Mapping[str, TensorInfo], device: torch.device) -> bool:
+    """Whether a device computes the experts of a mixture, with the CPU's bits."""
+    types = {tensors[name].type for op in parts_of(ffn).values() for name in op.weights}
     kinds = [op.kind for op in (ffn.gate_act, ffn.up_act) if op is not None]
     return (
         device.type in ("cpu", "cuda")
         and ffn.mask is None
         and all(kind in exact.ACTIVATIONS for kind in kinds)
-        and all(type in SUPPORTED for type in types)
+        and types <= set(SUPPORTED)
     )

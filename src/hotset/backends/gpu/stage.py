@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotset.backends.base import PAGE_SIZE, Batch, WeightSource
+from hotset.backends.base import PAGE_SIZE, Batch, ExpertCounts, WeightSource
 from hotset.backends.embedding import lookup
 from hotset.backends.gpu.capture import Captured, Graphs
 from hotset.backends.gpu.devices import current, find_device, memory_errors, synchronize
-from hotset.backends.gpu.experts import ExpertCache, ExpertCounts
+from hotset.backends.gpu.experts import ExpertCache
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.kv import Copies, PagedCache, StepInputs
 from hotset.backends.gpu.program import Call, ColdHalf, Frame, Program
@@ -210,9 +210,8 @@ class GpuStage:
 
     def expert_counts(self) -> ExpertCounts:
         """Of mixtures, since the stage was made."""
-        cache = self._expert_cache
-        fetched = (0, 0) if cache is None else (cache.n_fetched, cache.bytes_fetched)
-        return ExpertCounts(self._n_hits, self._n_missed, *fetched)
+        fetched = 0 if self._expert_cache is None else self._expert_cache.n_fetched
+        return ExpertCounts(self._n_hits, self._n_missed, fetched)
 
     def active_on_cpu(self) -> np.ndarray:
         """Of the latest step, int64 [n_layer]: the active neurons of the cold service."""
