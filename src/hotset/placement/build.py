@@ -7,6 +7,7 @@ Layers may be placed in any order; the solver has reasons of its own to put the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +50,9 @@ def open_placed(
 
             needed = planned[0].total - planned[0].context if planned else 0
             return open_gpu(
-                weights, graph, device=placement.devices[0], sparse=sparse, needed=needed, **options
-            )
+                weights, graph, device=placement.devices[0], sparse=sparse, needed=needed,
+                weight_bytes=_weight_bytes(planned), **options,
+            )  # fmt: skip
         if placement.budget is not None and placement.budget.stream:
             options["stream_bytes"] = placement.budget.stream // 2
         return open_chain(placement, weights, graph, n_threads=n_threads, sparse=sparse, **options)
@@ -110,7 +112,10 @@ def open_chain(
                 continue
             stage, more = _device_stage(
                 placement, piece, weights, graph,
-                {**given, **options, **span, "stream_from": stream_from},
+                {
+                    **given, **options, **span, "stream_from": stream_from,
+                    "weight_bytes": _weight_bytes(_planned_for(piece, pieces, placement)),
+                },
                 {"runtime": runtime, "kind": handshake, "isa": isa, "timeout": timeout},
             )  # fmt: skip
             stages.append(stage)
@@ -130,6 +135,16 @@ def open_chain(
 def mixed_layers(graph: Graph) -> set[int]:
     """The layers whose FFN is a mixture of experts: of those a device asks the CPU."""
     return {ffn.layer for ffn in graph.ffns if ffn.route is not None}
+
+
+def _weight_bytes(planned: Sequence[DeviceBudget]) -> int:
+    return sum(budget.weights + budget.neurons for budget in planned)
+
+
+def _planned_for(piece: _Piece, pieces: list[_Piece], placement: Placement) -> Sequence[DeviceBudget]:
+    """The budget of a device that has one piece; of several it is not known which takes how much."""
+    alone = sum(other.device == piece.device for other in pieces) == 1
+    return placement.budget.devices[piece.device :][:1] if placement.budget and alone else ()
 
 
 @dataclass

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from hotset.sparsity.profile import Profile
 
 KEPT_FREE = 256 << 20  # bytes of a GPU that are left alone where no budget is given
+# Of a CUDA device, for what torch's allocator takes beyond tensors: the ends of pieces (gpu/arena.py), the
+# pool of captured steps, and values and streamed rows in segments of 20 MiB.
+ALLOCATOR_BYTES = 96 << 20
 _N_TOKENS = 512  # of the built-in text, at most
 _STEP = 128
 
@@ -126,15 +129,16 @@ def _limit(name: str, context: int, budget: float | None) -> Device:
 
     device = find_device(name)
     free = free_bytes(device) + context  # the context is there already
+    spare = ALLOCATOR_BYTES if device.type == "cuda" else 0
     if budget is None or budget == -1:
-        return Device(name, max(free - (KEPT_FREE if device.type != "cpu" else 0), 0), context)
+        return Device(name, max(free - (KEPT_FREE if device.type != "cpu" else 0), 0), context, spare)
     limit = int(budget * 2**30)
     if limit > free:
         raise OutOfMemoryError(
             f"a budget of {budget:g} GiB is more than the {free / 2**30:.1f} GiB that are free on {name}; "
             "lower --vram-budget, or free some of its memory"
         )
-    return Device(name, limit, context)
+    return Device(name, limit, context, spare)
 
 
 # -- frequencies ---------------------------------------------------------------------------------

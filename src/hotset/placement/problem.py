@@ -48,7 +48,9 @@ class Problem:
             len(frequency) != layer.n_ff for frequency, layer in zip(frequencies, facts.layers, strict=False)
         ):
             raise InvalidRequestError("the activation frequencies are not those of this model's neurons")
-        self.room = [device.limit - device.context - facts.workspace_bytes for device in devices]
+        self.room = [
+            device.limit - device.context - device.spare - facts.workspace_bytes for device in devices
+        ]
         self.usable = [d for d, room in enumerate(self.room) if room > 0]
         self.is_split = [split_neurons and layer.n_split > 0 for layer in facts.layers]
         self._of_neurons: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
@@ -111,7 +113,7 @@ class Problem:
                 stream = facts.stream_bytes
         if candidate[-1].device == d:
             weights += facts.output_bytes
-        workspace = facts.workspace_bytes + stream
+        workspace = facts.workspace_bytes + stream + device.spare
         return DeviceBudget(device.name, device.limit, weights, neurons, kv, workspace, device.context)
 
     def fits(self, candidate: Candidate) -> bool:
@@ -287,10 +289,11 @@ class Problem:
 
     def refusal(self) -> str:
         """The sentence for a problem without a solution."""
-        smallest = self.devices[0].context + self.facts.smallest_bytes(self.n_on_devices)
+        beside = self.devices[0].context + self.devices[0].spare
+        smallest = beside + self.facts.smallest_bytes(self.n_on_devices)
         if not any(self.is_split):
             last = self.facts.layers[self.n_layer - self.n_on_devices :]
-            smallest = self.devices[0].context + self.facts.workspace_bytes + self.facts.output_bytes
+            smallest = beside + self.facts.workspace_bytes + self.facts.output_bytes
             smallest += sum(layer.whole_bytes for layer in last)
         what = "the model" if self.asked is None else f"{self.n_on_devices} layers"
         given = " and ".join(f"{device.limit / 2**30:.2f} GiB on {device.name}" for device in self.devices)

@@ -135,11 +135,14 @@ class Rates:
 
 @dataclass(frozen=True)
 class Device:
-    """One to place on. limit: bytes that may be used; context: of these, what its runtime takes by itself."""
+    """One to place on. limit: bytes that may be used; context: of these, what its runtime takes by itself;
+    spare: what its allocator rounds up and keeps apart, workspace that no tensor has.
+    """
 
     name: str
     limit: int
     context: int
+    spare: int = 0
 
 
 LAYER_KERNELS = 8  # launches of a layer beside its sparse FFN

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hotset.backends.base import PAGE_SIZE, Batch
+from hotset.backends.gpu.arena import Arena
 from hotset.errors import UnsupportedModelError
 from hotset.model.cost import KVType
 from hotset.model.graph import Attention
@@ -32,9 +33,13 @@ class PagedCache:
         if kv_type not in KV_DTYPES:
             raise UnsupportedModelError(f"a {kv_type} cache runs on the CPU only; use f16 on {device}")
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        layers = list(layers)
+        itemsize = KV_DTYPES[kv_type].itemsize
+        widths = sum(op.n_head_kv * (op.head_dim + op.head_dim_v) for op in layers)
+        arena = Arena(device, n_pages * PAGE_SIZE * widths * itemsize)
         for op in layers:
             k, v = (
-                torch.zeros((n_pages, op.n_head_kv, PAGE_SIZE, dim), dtype=KV_DTYPES[kv_type], device=device)
+                arena.empty((n_pages, op.n_head_kv, PAGE_SIZE, dim), KV_DTYPES[kv_type]).zero_()
                 for dim in (op.head_dim, op.head_dim_v)
             )
             self.layers[op.layer] = k, v

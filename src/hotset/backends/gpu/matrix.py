@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotset.backends.gpu.arena import Arena
 from hotset.errors import UnsupportedModelError
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import TYPES, GGMLType, row_bytes
@@ -116,11 +117,13 @@ class DeviceMatrix:
         n_cols: int,
         device: torch.device | str,
         rows: np.ndarray | None = None,
+        arena: Arena | None = None,
     ) -> DeviceMatrix:
         """Copies a matrix of a file, or its rows `rows`, to a device, some rows at a time.
 
         data: uint8 [n_rows * row_bytes(type, n_cols)], as in the file. rows: int64, which of them, in this
-        order. Raises UnsupportedModelError for a type that cannot be computed with on a device.
+        order. arena: of this device, for what stays. Raises UnsupportedModelError for a type that cannot be
+        computed with on a device.
         """
         type = GGMLType(type)
         check_type(type)
@@ -134,7 +137,7 @@ class DeviceMatrix:
             chunk = whole[first:last] if rows is None else whole[rows[first:last]]
             for name, piece in _taken_apart(np.ascontiguousarray(chunk), type).items():
                 if name not in parts:
-                    parts[name] = torch.empty((n_kept, piece.shape[1]), dtype=piece.dtype, device=device)
+                    parts[name] = _new((n_kept, piece.shape[1]), piece.dtype, device, arena)
                 parts[name][first:last].copy_(piece)
         return cls(type, n_kept, n_cols, **parts)
 
@@ -162,20 +165,24 @@ class DeviceMatrix:
         scales: np.ndarray,
         device: torch.device | str,
         rows: np.ndarray | None = None,
+        arena: Arena | None = None,
     ) -> DeviceMatrix:
         """The down projection of a plain file, by neuron; of the scales only the groups that `rows` touch.
 
         codes: int8 or uint8 [n_ff, n_cols / 2] (Q4_0) or [n_ff, n_cols] (Q8_0). scales: float16
-        [n_ff / 32, n_cols]. rows: int64, neurons to take, in this order; None: all.
+        [n_ff / 32, n_cols]. rows: int64, neurons to take, in this order; None: all. arena: as in from_bytes.
         """
         n_cols = scales.shape[1]
         is_q8 = codes.shape[1] == n_cols
         rows = np.arange(len(codes)) if rows is None else np.asarray(rows, np.int64)
         groups, group_of = np.unique(rows // PLANE_GROUP, return_inverse=True)
         codes = codes.view(np.int8 if is_q8 else np.uint8)
-        out = torch.empty(
-            (len(rows), codes.shape[1]), dtype=torch.int8 if is_q8 else torch.uint8, device=device
-        )
+        out = _new((len(rows), codes.shape[1]), torch.int8 if is_q8 else torch.uint8, device, arena)
+
+        def there(values: np.ndarray) -> Tensor:
+            host = torch.from_numpy(values)
+            return _new(tuple(host.shape), host.dtype, device, arena).copy_(host)
+
         step = max(SLICE_VALUES // n_cols, 1)
         for first in range(0, len(rows), step):
             out[first : first + step].copy_(torch.from_numpy(codes[rows[first : first + step]]))
@@ -184,8 +191,8 @@ class DeviceMatrix:
             len(rows),
             n_cols,
             out,
-            scales=torch.from_numpy(scales.view(np.float16)[groups]).to(device),
-            group_of=torch.from_numpy(group_of.reshape(-1).astype(np.int32)).to(device),
+            scales=there(scales.view(np.float16)[groups]),
+            group_of=there(group_of.reshape(-1).astype(np.int32)),
         )
 
     def values(self, rows: slice | Tensor) -> Tensor:
@@ -224,6 +231,12 @@ class DeviceMatrix:
         """Cuts the rows so that each slice decodes to a temporary of some megabytes."""
         step = max(SLICE_VALUES // self.n_cols, 1)
         return [slice(i, min(i + step, self.n_rows)) for i in range(0, self.n_rows, step)]
+
+
+def _new(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, arena: Arena | None
+) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device) if arena is None else arena.empty(shape, dtype)
 
 
 def check_type(type: GGMLType) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 from hotset.backends.fusion import Fused, fuse
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.kv import PagedCache, StepInputs
-from hotset.backends.gpu.stream import ColdRows
+from hotset.backends.gpu.stream import ColdRows, CopyStream
 from hotset.backends.gpu.twins import unpack_bits
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.errors import InvalidRequestError, UnsupportedModelError
@@ -127,7 +127,7 @@ class Frame:
     """One step as it runs. n: tokens. outputs: rows of them whose logits are wanted, int32 on the device.
 
     values: by id, dropped after their last use. streamed: cold rows come to the device, the service rests;
-    warming: the first of them alone, for the result is not wanted.
+    warming: two parts of them alone, as many as are there at a time, for the result is not wanted.
     """
 
     n: int
@@ -179,6 +179,7 @@ class Program:
         hot: dict[int, np.ndarray],
         cold: ColdHalf | None,
         counts: Tensor,
+        copies: CopyStream,
         experts: ExpertCache | None = None,
         *,
         n_ctx: int,
@@ -188,6 +189,7 @@ class Program:
         self._weights, self._cache, self._kernels = weights, cache, kernels
         self._hot, self._cold, self._counts, self._cache_of_experts = hot, cold, counts, experts
         self._n_ctx, self._sparse, self._stream_bytes = n_ctx, sparse, stream_bytes
+        self._copies = copies
         groups = fuse(graph, taps)
         self._check_split(groups, taps)
         self._kept_names = taps
@@ -574,7 +576,7 @@ class Program:
         down_t = self._weights.hot_rows(down, indices)
         gate = None if ffn.gate is None else one_matrix(ffn.gate)
         matrices = {"gate": gate, "up": one_matrix(ffn.up), "down_t": down}
-        stream = ColdRows(self._weights, matrices, ~hot, self._stream_bytes)
+        stream = ColdRows(self._weights, matrices, ~hot, self._stream_bytes, self._copies)
         norm, x, bits, added_id = self._norm(ffn.norm), ffn.x.id, self._bits(ffn.mask), _id(residual)
 
         def post(f: Frame) -> None:
@@ -595,9 +597,10 @@ class Program:
             h, selected = f.posted.pop(layer)
             y = hot_half(h, selected, None if added_id is None else f.values[added_id])
             if f.streamed:
-                for part in stream.parts():
+                for i, part in enumerate(stream.parts()):
                     y = k.sparse_ffn(h, selected=selected, residual=y, counts=counts, **part, **options)
-                    if f.warming:
+                    del part  # else three would be there while the next is made
+                    if f.warming and i == 1:
                         break
             else:
                 y = y + cold.collect(layer)

@@ -27,6 +27,7 @@ from hotset.backends.gpu.experts import ExpertCache
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.kv import Copies, PagedCache, StepInputs
 from hotset.backends.gpu.program import Call, ColdHalf, Frame, Program
+from hotset.backends.gpu.stream import CopyStream
 from hotset.backends.gpu.twins import N_COUNTS
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.backends.stage import OUTPUT_ROWS, STREAM_BYTES, STREAM_FROM, Rows
@@ -51,6 +52,7 @@ class GpuStage:
     stream_from: number of tokens from which on cold rows come to the device and the service is not used;
     None: never. sparse: False computes every neuron (no layer can be split then).
     expert_slots: experts of mixtures that are kept in the device's memory, as its replacement policy says.
+    weight_bytes: what its weights were planned to take, where there is a plan.
     nbytes: what the stage holds, by kind: weights, experts, kv, workspace.
     Raises DeviceError, InvalidRequestError, UnsupportedModelError, OutOfMemoryError where it does not fit.
     """
@@ -74,6 +76,7 @@ class GpuStage:
         stream_bytes: int = STREAM_BYTES,
         capture: Capture | None = None,
         expert_slots: int = 0,
+        weight_bytes: int = 0,
     ) -> None:
         self.device = find_device(device)
         self.kernels = kernels or Kernels(self.device)
@@ -102,7 +105,8 @@ class GpuStage:
         self.has_output = any(isinstance(op, SelectOutputs) for op in self.graph.ops)
         entering = [op.out for op in self._embeds] + ([self.entering] if self.entering else [])
         self._source = weights
-        self._weights = DeviceWeights(weights, self.device)
+        self._weights = DeviceWeights(weights, self.device, weight_bytes)
+        self._copies = CopyStream(self.device)
         self._expert_cache: ExpertCache | None = None
         self._programs: dict[frozenset[str], Program] = {}
         self._captured: dict[int, tuple[Captured, Tensor]] = {}
@@ -363,8 +367,8 @@ class GpuStage:
                 self._programs.pop(next(key for key in self._programs if key))
             self._programs[taps] = Program(
                 self.graph, taps, self._weights, self._cache, self.kernels, self._hot, self._cold,
-                self._counts, self._expert_cache, n_ctx=self.n_pages * PAGE_SIZE, sparse=self.sparse,
-                stream_bytes=self._stream_bytes,
+                self._counts, self._copies, self._expert_cache, n_ctx=self.n_pages * PAGE_SIZE,
+                sparse=self.sparse, stream_bytes=self._stream_bytes,
             )  # fmt: skip
         return self._programs[taps]
 

@@ -7,7 +7,7 @@ the rows that came before: two parts are there at a time, and `part_bytes` bound
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,41 @@ from hotset.formats.quants import row_bytes
 from hotset.model.graph import Linear, TransposedLinear
 
 
+class CopyStream:
+    """Beside the stream that computes one for copies: one of a stage, since each has memory of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._done: list[torch.cuda.Event] = []  # of parts that were computed with
+
+    def take(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """A part that `make` copies to the device, once the one before the last is no longer needed; what is
+        computed next waits for it. `used` is called when all that needs it is on the stream."""
+        if self._stream is None:
+            return make()
+        compute = torch.cuda.current_stream(self.device)
+        if len(self._done) > 1:  # the part before the last is computed: its memory is free for this one
+            self._done.pop(0).synchronize()
+        with torch.cuda.stream(self._stream):
+            part = make()
+            for tensor in _tensors(part):
+                tensor.record_stream(compute)
+        compute.wait_stream(self._stream)
+        return part
+
+    def used(self) -> None:
+        if self._stream is not None:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.device))
+            self._done.append(event)
+
+
 class ColdRows:
     """The rows of one layer's cold neurons, in parts.
 
     matrices: argument of sparse_ffn → operation that has the matrix (None: the layer has none of it).
-    cold: bool [n_ff].
+    cold: bool [n_ff]. copies: the stage's.
     """
 
     def __init__(
@@ -33,38 +63,28 @@ class ColdRows:
         matrices: dict[str, Linear | TransposedLinear | None],
         cold: np.ndarray,
         part_bytes: int,
+        copies: CopyStream,
     ) -> None:
         self._weights, self._matrices = weights, matrices
         self._neurons = np.flatnonzero(cold)
         n_bytes = sum(self._row_bytes(op) for op in matrices.values() if op is not None)
         self._step = max(part_bytes // n_bytes, 1)
+        self._copies = copies
 
     def _row_bytes(self, op: Linear | TransposedLinear) -> int:
         info = self._weights.source.tensors[op.weight]
         return row_bytes(info.type, info.shape[0])
 
     def parts(self) -> Iterator[dict[str, Any]]:
-        """Arguments of sparse_ffn for some of the neurons: rows, gate, up, down_t, gate_bias, up_bias."""
-        if self._weights.device.type != "cuda":
-            for first in range(0, len(self._neurons), self._step):
-                yield self._part(first)
-            return
-        compute = torch.cuda.current_stream(self._weights.device)
-        copies = torch.cuda.Stream(self._weights.device)
-        done: list[torch.cuda.Event] = []
+        """Arguments of sparse_ffn for some of the neurons: rows, gate, up, down_t, gate_bias, up_bias.
+
+        Whoever takes the next part has let go of the one before.
+        """
         for first in range(0, len(self._neurons), self._step):
-            if len(done) > 1:  # the part before the last is computed: its memory is free for this one
-                done.pop(0).synchronize()
-            with torch.cuda.stream(copies):
-                part = self._part(first)
-                for tensor in _tensors(part):
-                    tensor.record_stream(compute)
-            compute.wait_stream(copies)
-            yield part
-            del part  # else three parts would be there while the next is made
-            event = torch.cuda.Event()
-            event.record(compute)
-            done.append(event)
+            try:
+                yield self._copies.take(lambda first=first: self._part(first))  # type: ignore[misc]
+            finally:
+                self._copies.used()
 
     def _part(self, first: int) -> dict[str, Any]:
         neurons = self._neurons[first : first + self._step]

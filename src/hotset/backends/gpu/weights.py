@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hotset.backends.base import WeightSource
+from hotset.backends.gpu.arena import Arena
 from hotset.backends.gpu.matrix import DeviceMatrix
 from hotset.backends.gpu.twins import RopeTable
 from hotset.formats.quants import dequantize, row_bytes
@@ -18,13 +19,15 @@ from hotset.model.graph import Linear, Rope, SignScores, TransposedLinear
 class DeviceWeights:
     """Loads tensors of a file to `device` when they are first asked for.
 
-    nbytes: what they take there; table_nbytes: what tables of rotations take.
+    nbytes: what they take there; table_nbytes: what tables of rotations take. expected: bytes that will be
+    loaded, as far as that is known.
     """
 
-    def __init__(self, source: WeightSource, device: torch.device) -> None:
+    def __init__(self, source: WeightSource, device: torch.device, expected: int = 0) -> None:
         self.source, self.device = source, device
         self.nbytes = self.table_nbytes = 0
         self._kept: dict[object, DeviceMatrix | Tensor] = {}
+        self._arena = Arena(device, expected)
         self._ropes: dict[Rope, RopeTable] = {}
 
     def linear(self, *ops: Linear) -> DeviceMatrix:
@@ -35,35 +38,42 @@ class DeviceWeights:
             parts = [self._data(op) for op in ops]
             data = parts[0] if len(parts) == 1 else np.concatenate(parts)
             n_rows, n_cols = sum(op.out.width for op in ops), ops[0].x.width
-            self._keep(key, DeviceMatrix.from_bytes(data, info.type, n_rows, n_cols, self.device))
+            self._keep(
+                key,
+                DeviceMatrix.from_bytes(data, info.type, n_rows, n_cols, self.device, arena=self._arena),
+            )
         return self._kept[key]  # type: ignore[return-value]
 
     def down(self, op: TransposedLinear) -> DeviceMatrix:
         """A down projection, a row per neuron, in rows or in planes."""
         if op.weight not in self._kept:
-            self._keep(op.weight, self.some_rows(op, None))
+            self._keep(op.weight, self.some_rows(op, None, self._arena))
         return self._kept[op.weight]  # type: ignore[return-value]
 
     def hot_rows(self, op: Linear | TransposedLinear, rows: np.ndarray) -> DeviceMatrix:
         """The rows of some neurons, int64 [n]; asked for again, those that were loaded first."""
         key = op.weight, op.first_row if isinstance(op, Linear) else 0, "hot"  # gate and up may be one matrix
         if key not in self._kept:
-            self._keep(key, self.some_rows(op, rows))
+            self._keep(key, self.some_rows(op, rows, self._arena))
         return self._kept[key]  # type: ignore[return-value]
 
-    def some_rows(self, op: Linear | TransposedLinear, rows: np.ndarray | None) -> DeviceMatrix:
-        """The rows of some neurons, or of all, loaded anew and kept by nobody."""
+    def some_rows(
+        self, op: Linear | TransposedLinear, rows: np.ndarray | None, arena: Arena | None = None
+    ) -> DeviceMatrix:
+        """The rows of some neurons, or of all, loaded anew; without an arena in memory of their own."""
         info = self.source.tensors[op.weight]
         if isinstance(op, Linear):
             return DeviceMatrix.from_bytes(
-                self._data(op), info.type, op.out.width, op.x.width, self.device, rows
+                self._data(op), info.type, op.out.width, op.x.width, self.device, rows, arena
             )
         data = self.source.data(op.weight)
         if op.scales is None:
-            return DeviceMatrix.from_bytes(data, info.type, op.x.width, op.out.width, self.device, rows)
+            return DeviceMatrix.from_bytes(
+                data, info.type, op.x.width, op.out.width, self.device, rows, arena
+            )
         codes = data.view(np.int8).reshape(op.x.width, -1)
         scales = self.source.data(op.scales).view(np.float16).reshape(-1, op.out.width)
-        return DeviceMatrix.from_planes(codes, scales, self.device, rows)
+        return DeviceMatrix.from_planes(codes, scales, self.device, rows, arena)
 
     def bias(self, name: str | None, first: int = 0, width: int | None = None) -> Tensor | None:
         """As `vector`; None where there is none."""
@@ -86,7 +96,7 @@ class DeviceWeights:
         key = name, first, width
         if key not in self._kept:
             values = self.host_vector(name)[first : None if width is None else first + width]
-            self._keep(key, torch.from_numpy(values.copy()).to(self.device))
+            self._keep(key, self._arena.copy_of(torch.from_numpy(values.copy())))
         return self._kept[key]  # type: ignore[return-value]
 
     def host_vector(self, name: str) -> np.ndarray:
@@ -97,7 +107,7 @@ class DeviceWeights:
     def tensor(self, key: object, values: np.ndarray) -> Tensor:
         """Any array on the device, kept under `key`."""
         if key not in self._kept:
-            self._keep(key, torch.from_numpy(np.array(values)).to(self.device))
+            self._keep(key, self._arena.copy_of(torch.from_numpy(np.array(values))))
         return self._kept[key]  # type: ignore[return-value]
 
     def signs(self, op: SignScores) -> Tensor:
@@ -124,4 +134,5 @@ class DeviceWeights:
         """Drops all of them."""
         self._kept.clear()
         self._ropes.clear()
+        self._arena.clear()
         self.nbytes = self.table_nbytes = 0
