@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench" / "gpu"))
 import hybrid
 import kernels
+import launches
 from ledger import Ledger
 
 STAGES = Path(__file__).parents[1] / "bench" / "gpu" / "stages.py"
@@ -91,3 +92,14 @@ def test_a_stage_on_a_device_that_is_not_there_is_one_sentence(tmp_path: Path) -
     assert done.returncode == 1
     assert "cuda:7" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_table_of_launches_is_the_programs() -> None:
+    """docs/GPU.md; `python bench/gpu/launches.py` prints it."""
+    text = (Path(__file__).parents[1] / "docs" / "GPU.md").read_text()
+    lines = [line.split("|") for line in text.splitlines()]
+    written = {cells[1].strip(): [cell.strip() for cell in cells[1:-1]] for cells in lines if len(cells) == 8}
+    found = launches.table(list(launches.rows()))
+    assert len(found) == 5
+    for row in found:
+        assert written[row[0]] == row
