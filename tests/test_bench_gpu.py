@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench" / "gpu"))
 import hybrid
 import kernels
 import launches
-from ledger import Ledger
+from ledger import Ledger, run_within
 
 STAGES = Path(__file__).parents[1] / "bench" / "gpu" / "stages.py"
 
@@ -46,6 +50,63 @@ def test_a_failed_unit_is_shown_and_measured_again(tmp_path: Path) -> None:
     assert ledger.unit("a", lambda: {"failed": True}) == {"failed": True}
     assert ledger.left == ["a"]
     assert ledger.unit("a", lambda: {"failed": False}) == {"failed": False}
+
+
+def test_a_command_ends_with_its_children_when_its_time_is_over(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    child = f"import time, pathlib; pathlib.Path({str(started)!r}).write_text(''); time.sleep(60)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {child!r}])"
+    began = time.monotonic()
+    with pytest.raises(subprocess.TimeoutExpired):  # the child holds the pipe open: it has ended, too
+        run_within([sys.executable, "-S", "-c", code], 1.0, stdout=subprocess.PIPE)
+    assert time.monotonic() - began < 30
+    done = run_within([sys.executable, "-S", "-c", "print(1)"], 60.0, stdout=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stdout) == (0, "1\n")
+    ledger = Ledger(tmp_path, seconds=60, limit=100)
+    assert 99 < ledger.timeout(1000) <= 100
+    assert ledger.timeout(5) == 5
+    assert Ledger(tmp_path, seconds=60, limit=-5).timeout(5) == 1
+
+
+def test_peers_get_what_the_plan_leaves_for_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def ran(command: list[str], seconds: float, **options: object) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        said = {"llama-bench": '[{"avg_ts": 20}]'}.get(Path(command[0]).name, "")
+        if command[1].endswith("decode.py"):
+            kinds = {
+                "weights": 1 << 29,
+                "neurons": 1 << 29,
+                "kv": 1 << 28,
+                "workspace": 0,
+                "context": 1 << 28,
+            }
+            said = json.dumps({"tokens_per_second": 50, "kinds": kinds})
+        return subprocess.CompletedProcess(command, 0, said, "eval time = 1000 ms / 10 runs")
+
+    file = tmp_path / "model.gguf"
+    with file.open("wb") as out:
+        out.truncate(4 * hybrid.GIB)
+    monkeypatch.setattr(hybrid, "_model", lambda folder, name, plain=False: file)
+    monkeypatch.setattr(hybrid, "run_within", ran)
+    monkeypatch.setattr(hybrid, "EVAL", re.compile("eval time = ([0-9]+) ms / ([0-9]+) runs"))
+    device, where = torch.device("cpu"), (Path("/llama"), Path("/powerinfer/main"))
+    setup = hybrid.Setup(device, tmp_path, ("7b-q4_0",), *where, 7, 64, 1, (0.5, hybrid.WHOLE), {})
+    result = hybrid._measure(Ledger(tmp_path / "out", 60), setup, "7b-q4_0", 0.5)
+    assert set(result["runs"]) == {"hybrid", "CPU", "llama.cpp", "PowerInfer"}
+    llama = next(command for command in asked if "llama-bench" in command[0])
+    assert llama[llama.index("-ngl") + 1] == "12"  # 1.5 GiB of 4, of 32 layers
+    power = next(command for command in asked if command[0].endswith("main"))
+    assert power[power.index("--vram-budget") + 1] == "1.500"
+    assert [command[command.index("-t") + 1] for command in (llama, power)] == ["7", "7"]
+    hybrid_options = json.loads(asked[0][-1])["options"]
+    assert hybrid_options == {"n_threads": 7, "device": "cpu", "vram_budget": 2.0}
+    asked.clear()
+    whole = hybrid._measure(Ledger(tmp_path / "out", 60), setup, "7b-q4_0", hybrid.WHOLE)
+    assert {"GPU", "hybrid"} <= set(whole["runs"])
+    assert whole["budget"] is None
+    assert not any("--vram-budget" in part or "vram_budget" in part for command in asked for part in command)
 
 
 def test_kernels_are_checked_and_their_keys_differ(

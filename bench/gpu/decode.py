@@ -40,6 +40,10 @@ def decode(path: str, options: dict[str, Any], n_gen: int) -> dict[str, Any]:
         cold = float(backend.cold_seconds().sum())
         return result | {
             "planned": sum(device.planned.total for device in memory),
+            "kinds": {
+                kind: sum(getattr(device.planned, kind) for device in memory)
+                for kind in ("weights", "neurons", "kv", "workspace", "context")
+            },
             "held": sum(device.used for device in memory),
             "hot": placement.hot_share,
             "served": placement.served_share,

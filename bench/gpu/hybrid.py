@@ -1,9 +1,11 @@
 """The hybrid engine against the CPU alone, the GPU alone, llama.cpp and PowerInfer, at three budgets.
 
-A unit is one model at one budget: every program decodes in turn, several rounds, each in a process of its
-own. Models are synthetic, with planted activity (../planted.py), and written where the GPU is: a file of 4 GB
-takes seconds. The budget stands in for a consumer card: `--vram-budget` for hotset and PowerInfer, and for
-llama.cpp as many layers as a budget of that size holds.
+A unit is one program that decodes a model at one budget, once, in a process of its own; programs take turns,
+several rounds. Models are synthetic, with planted activity (../planted.py), and written where the GPU is: a
+file of 4 GB takes seconds. The budget stands in for a consumer card, and is the same for all: `--vram-budget`
+of hotset counts cache, workspace and context too; what its plan gives to these is taken from the budget of
+PowerInfer, which counts weights alone, and of llama.cpp, which gets as many layers as the rest holds. At 100%
+nobody has a budget: all is on the device.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from compare_sparse import EVAL
-from ledger import Ledger
+from ledger import Ledger, run_within
 from peers import print_table
 from ruler import facts, median_of
 from synthetic import SHAPES, Kind, Shape, write_sparse_model
@@ -30,8 +33,9 @@ from hotset.formats.quants import GGMLType
 GIB = 1 << 30
 WORKER = Path(__file__).with_name("decode.py")
 FALCON40 = Shape(8192, 32768, 60, 128, 8)
-SHARES = (0.25, 0.5, 1.0)  # of the model, in GPU memory
-OVERHEAD = 0.6  # GiB beside the weights that a budget of 100% allows for: cache, workspace, context
+WHOLE = 1.0  # no budget: a model that is on the device as a whole needs more than its weights there
+SHARES = (0.25, 0.5, WHOLE)  # of the model, in GPU memory
+PROGRAM_SECONDS = 150.0  # that one program may take to load and answer
 TARGETS = {"PowerInfer": 2.0, "llama.cpp": 3.0}  # where half of the model or less fits
 
 
@@ -69,6 +73,7 @@ class Setup:
     models: tuple[str, ...]
     llama: Path | None
     powerinfer: Path | None
+    threads: int
     n_gen: int
     rounds: int
     shares: tuple[float, ...]
@@ -79,9 +84,9 @@ class Setup:
         names = args.model or (["small"] if args.small else [name for name in RECIPES if name != "small"])
         if unknown := set(names) - RECIPES.keys():
             sys.exit(f"{min(unknown)} is no model; there are {', '.join(RECIPES)}.")
-        what = (args.models, tuple(names), args.llama, args.powerinfer)
+        what = (args.models, tuple(names), args.llama, args.powerinfer, args.threads)
         if args.small:
-            return cls(device, *what, 8, 1, (0.85, 1.0), {"max_batch": 16})
+            return cls(device, *what, 8, 1, (0.85, WHOLE), {"max_batch": 16})
         return cls(device, *what, 64, 3, SHARES, {})
 
 
@@ -90,9 +95,8 @@ def run(ledger: Ledger, setup: Setup) -> None:
     speeds, parts = [], []
     for name in setup.models:
         for share in setup.shares:
-            key = f"{name}-{share:.0%}".replace("%", "")
-            result = ledger.unit(key, lambda n=name, s=share: _measure(setup, n, s))  # type: ignore[misc]
-            if result is not None:
+            result = _measure(ledger, setup, name, share)
+            if result["runs"]:
                 speeds += _speed_rows(name, share, result)
                 parts += _part_rows(name, share, result)
     print(f"\n{facts(setup.device)['name']}; decode of {setup.n_gen} tokens, medians (lowest to highest)\n")
@@ -121,30 +125,46 @@ def run(ledger: Ledger, setup: Setup) -> None:
 # ---- one unit ----
 
 
-def _measure(setup: Setup, name: str, share: float) -> dict[str, Any]:
+def _measure(ledger: Ledger, setup: Setup, name: str, share: float) -> dict[str, Any]:
+    """Every program in turn, several rounds; a run of one program is a unit that is kept."""
     path = _model(setup.folder, name)
+    plain = _model(setup.folder, name, plain=True) if setup.llama else path
     size = path.stat().st_size / GIB
-    budget = share * size + (OVERHEAD if share == 1.0 else 0.0)
-    programs: dict[str, Any] = {
-        "hybrid": lambda: _worker(setup, path, {"device": str(setup.device), "vram_budget": budget}),
-        "CPU": lambda: _worker(setup, path, {"backend": "cpu"}),
+    budget = None if share == WHOLE else share * size
+    device = {"device": str(setup.device)}
+    hybrid = device | ({} if budget is None else {"vram_budget": budget})
+    runs: dict[str, list[dict[str, Any]]] = {}
+
+    def unit(program: str, i: int, measure: Callable[[], dict[str, Any]]) -> None:
+        def measured() -> dict[str, Any]:
+            found = measure()
+            return found | {"failed": "error" in found}
+
+        key = f"{name}-{share:.0%}-{program}-{i}".replace("%", "")
+        if (found := ledger.unit(key, measured)) is not None:
+            runs.setdefault(program, []).append(found)
+
+    def beside() -> float:
+        """GiB that hotset's plan gives to all but weights: a peer has no more for its weights than hotset."""
+        planned = next((run["kinds"] for run in runs["hybrid"] if run.get("kinds")), {})
+        return sum(planned.get(kind, 0) for kind in ("kv", "workspace", "context")) / GIB
+
+    programs: dict[str, Callable[[], dict[str, Any]]] = {
+        "hybrid": lambda: _worker(ledger, setup, path, hybrid),
+        "CPU": lambda: _worker(ledger, setup, path, {"backend": "cpu"}),
     }
-    if share == 1.0:
-        programs["GPU"] = lambda: _worker(setup, path, {"device": str(setup.device), "sparsity": "dense"})
-    n_layer = RECIPES[name].shape.layers
+    if budget is None:
+        programs["GPU"] = lambda: _worker(ledger, setup, path, device | {"sparsity": "dense"})
     if setup.llama is not None:
-        layers = n_layer + 1 if share == 1.0 else int(share * n_layer)
-        plain = _model(setup.folder, name, plain=True)
-        programs["llama.cpp"] = lambda: _llama(setup, plain, layers)
+        programs["llama.cpp"] = lambda: _llama(ledger, setup, name, plain, budget, beside())
     if setup.powerinfer is not None:
-        programs["PowerInfer"] = lambda: _powerinfer(setup, path, budget)
-    runs: dict[str, list[dict[str, Any]]] = {program: [] for program in programs}
+        programs["PowerInfer"] = lambda: _powerinfer(ledger, setup, path, budget, beside())
     for i in range(setup.rounds):
-        order = list(programs) if i % 2 == 0 else list(reversed(programs))
-        for program in order:
-            runs[program].append(programs[program]())
-    failed = any("error" in run for program in ("hybrid", "CPU", "GPU") for run in runs.get(program, []))
-    return {"budget": budget, "size": size, "device": facts(setup.device), "runs": runs, "failed": failed}
+        # The first round begins with hotset, whose plan says what the others get.
+        for program in list(programs) if i % 2 == 0 else list(reversed(programs)):
+            if i or program == "hybrid" or any("error" not in run for run in runs.get("hybrid", [])):
+                unit(program, i, programs[program])
+    return {"budget": budget, "size": size, "runs": runs}
 
 
 def _model(folder: Path, name: str, *, plain: bool = False) -> Path:
@@ -165,33 +185,59 @@ def _model(folder: Path, name: str, *, plain: bool = False) -> Path:
     return path
 
 
-def _worker(setup: Setup, path: Path, options: dict[str, Any]) -> dict[str, Any]:
+def _worker(ledger: Ledger, setup: Setup, path: Path, options: dict[str, Any]) -> dict[str, Any]:
     """One load and answer in a process of its own, whose device memory is then its own too."""
-    task = json.dumps({"path": str(path), "options": options | setup.options, "n_gen": setup.n_gen})
-    done = subprocess.run([sys.executable, str(WORKER), task], capture_output=True, text=True)
-    if done.returncode:
-        return {"error": done.stderr.strip().splitlines()[-1:]}
+    given = {"n_threads": setup.threads} | options | setup.options
+    task = json.dumps({"path": str(path), "options": given, "n_gen": setup.n_gen})
+    done = _run(ledger, [sys.executable, str(WORKER), task])
+    if isinstance(done, str):
+        return {"error": done}
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def _llama(setup: Setup, path: Path, layers: int) -> dict[str, Any]:
+def _llama(
+    ledger: Ledger, setup: Setup, name: str, path: Path, budget: float | None, beside: float
+) -> dict[str, Any]:
+    """As many layers as the budget holds, less what hotset's plan keeps for other things than weights."""
     assert setup.llama is not None
-    argv = [str(setup.llama / "llama-bench"), "-m", str(path), "-ngl", str(layers), "-p", "0"]
-    argv += ["-n", str(setup.n_gen), "-r", "1", "-o", "json"]
-    done = subprocess.run(argv, capture_output=True, text=True)
-    if done.returncode:
-        return {"error": done.stderr.strip().splitlines()[-1:]}
+    layers = RECIPES[name].shape.layers
+    if budget is not None:
+        layers = int(max(budget - beside, 0) / (path.stat().st_size / GIB / layers))
+    argv = [str(setup.llama / "llama-bench"), "-m", str(path), "-ngl", str(layers if budget else 999)]
+    argv += ["-p", "0", "-n", str(setup.n_gen), "-r", "1", "-o", "json", "-t", str(setup.threads)]
+    done = _run(ledger, argv)
+    if isinstance(done, str):
+        return {"error": done}
     return {"tokens_per_second": json.loads(done.stdout)[0]["avg_ts"], "layers": layers}
 
 
-def _powerinfer(setup: Setup, path: Path, budget: float) -> dict[str, Any]:
+def _powerinfer(
+    ledger: Ledger, setup: Setup, path: Path, budget: float | None, beside: float
+) -> dict[str, Any]:
     argv = [str(setup.powerinfer), "-m", str(path), "-n", str(setup.n_gen), "--ignore-eos", "--temp", "1.0"]
-    argv += ["-p", "a", "--vram-budget", f"{budget:.3f}"]
-    done = subprocess.run(argv, capture_output=True, text=True, errors="replace", cwd=setup.folder)
+    argv += ["-p", "a", "-t", str(setup.threads)]
+    if budget is not None:  # which is of weights alone there
+        argv += ["--vram-budget", f"{max(budget - beside, 0):.3f}"]
+    done = _run(ledger, argv, cwd=setup.folder)
+    if isinstance(done, str):
+        return {"error": done}
     found = EVAL.search(done.stderr)
-    if done.returncode or found is None:
-        return {"error": done.stderr.strip().splitlines()[-1:]}
+    if found is None:
+        return {"error": "it named no time"}
     return {"tokens_per_second": int(found[2]) / float(found[1]) * 1e3}
+
+
+def _run(ledger: Ledger, argv: list[str], **options: Any) -> subprocess.CompletedProcess[str] | str:
+    """A command that has ended well, or what it said last."""
+    limit = ledger.timeout(PROGRAM_SECONDS)
+    try:
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        done = run_within(argv, limit, text=True, errors="replace", **pipes, **options)
+    except subprocess.TimeoutExpired:
+        return f"nothing after {limit:.0f} s"
+    if done.returncode == 0:
+        return done
+    return (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
 
 
 # ---- tables ----
@@ -227,14 +273,18 @@ def _speed_rows(name: str, share: float, result: dict[str, Any]) -> list[list[st
 
 
 def _part_rows(name: str, share: float, result: dict[str, Any]) -> list[list[str]]:
-    runs = [run for run in result["runs"]["hybrid"] if run.get("planned")]
+    runs = [run for run in result["runs"].get("hybrid", []) if run.get("planned")]
     if not runs:
         return []
     one = runs[len(runs) // 2]
+    given = result["budget"]
+    budget = [
+        "" if given is None else f"{given:.2f}", f"{one['planned'] / GIB:.2f}", f"{one['held'] / GIB:.2f}",
+        "" if given is None else f"{one['held'] / GIB / given:.0%}",
+    ]  # fmt: skip
     ms = {kind: f"{1e3 * value:.2f}" for kind, value in one["seconds"].items()}
     return [[
-        name, f"{result['budget']:.2f}", f"{one['planned'] / GIB:.2f}", f"{one['held'] / GIB:.2f}",
-        f"{one['held'] / GIB / result['budget']:.0%}", _share(one["hot"]), _share(one["served"]),
+        name, *budget, _share(one["hot"]), _share(one["served"]),
         ms["predictor"], ms["ffn"], ms["attention"], ms["cold"], f"{1e3 / one['tokens_per_second']:.2f}",
     ]]  # fmt: skip
 

@@ -96,9 +96,9 @@ def _measure(unit: Unit, device: torch.device, kernels: Kernels) -> dict[str, An
     error = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
     if not error <= TOLERANCE:  # NaN too
         return {"seconds": None, "error": error, "kernels": kernels.name}
-    following = ruler.rotating(lambda: unit.make()[0], int(unit.bytes), device)
+    calls = ruler.copies(lambda: unit.make()[0], int(unit.bytes), device)
     return {
-        "seconds": ruler.seconds(lambda: following()(), device, calls=8),
+        "seconds": ruler.seconds(calls, device),
         "error": error,
         "kernels": kernels.name,
     }
@@ -165,10 +165,14 @@ def _ffn(kernels: Kernels, type: GGMLType, s: Sizes, active: float) -> Unit:
         gate, up, down = first.copy()
         chosen = np.packbits(rng.random((1, s.ff)) < active, axis=1, bitorder="little")
         selected = torch.from_numpy(chosen).to(kernels.device)
-        h = torch.randn(1, s.d, device=kernels.device)
+        h, residual = (torch.randn(1, s.d, device=kernels.device) for _ in range(2))
+        counts = torch.zeros(twins.N_COUNTS, dtype=torch.int64, device=kernels.device)
 
-        def by(who: Any) -> Callable[[], Tensor]:
-            return lambda: who.sparse_ffn(h, gate, up, down, activation="relu", selected=selected)
+        def by(who: Any) -> Callable[[], Tensor]:  # all that a step hands over (gpu/program.py)
+            return lambda: who.sparse_ffn(
+                h, gate, up, down, activation="relu", threshold=0.0, selected=selected, residual=residual,
+                counts=counts,
+            )  # fmt: skip
 
         return by(kernels), by(twins)
 

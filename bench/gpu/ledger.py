@@ -8,23 +8,33 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+LIMIT = 530.0  # seconds: what lends a device may end a command after ten minutes, and keep nothing of it
 
 
 class Ledger:
     """The results of one stage, in `folder`.
 
-    seconds: no unit is begun after that long. again: measure what is there already, too.
+    seconds: no unit is begun after that long. again: measure what is there already, too. limit: seconds in
+    which the stage has ended, whatever its commands do.
     """
 
-    def __init__(self, folder: Path, seconds: float, *, again: bool = False) -> None:
+    def __init__(self, folder: Path, seconds: float, *, again: bool = False, limit: float = LIMIT) -> None:
         self.folder, self.again = folder, again
+        self._limit = time.monotonic() + limit
         self.left: list[str] = []  # units that were not begun
         self._end = time.monotonic() + seconds
         folder.mkdir(parents=True, exist_ok=True)
+
+    def timeout(self, most: float) -> float:
+        """Seconds that a command may take: at most so many, and no more than are left of the stage."""
+        return max(min(most, self._limit - time.monotonic()), 1.0)
 
     def unit(self, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
         """The result of a unit: from its file, or measured now; None where the time is up.
@@ -51,3 +61,17 @@ class Ledger:
         if not self.left:
             return f"Complete; raw results in {self.folder}."
         return f"{len(self.left)} units left ({self.left[0]} is next): run the same command again to go on."
+
+
+def run_within(command: Sequence[str], seconds: float, **options: Any) -> subprocess.CompletedProcess[Any]:
+    """A command and all that it starts: what runs longer is ended, and TimeoutExpired raised.
+
+    options: of subprocess.Popen.
+    """
+    with subprocess.Popen(command, start_new_session=True, **options) as process:
+        try:
+            out, error = process.communicate(timeout=seconds)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        return subprocess.CompletedProcess(command, process.returncode, out, error)

@@ -6,10 +6,13 @@ the tests (tests/test_hybrid.py). Models of floats must agree to a float's round
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # peers.py and synthetic.py of bench/
 from peers import print_table, verdict
 from synthetic import Kind, Shape, write_sparse_model
 
@@ -63,3 +66,7 @@ def _error(path: Path, device: str, place: str) -> tuple[float, str]:
         placement = model.placement
     hot = "" if placement is None or placement.hot_share is None else f"{placement.hot_share:.0%}"
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected)), hot
+
+
+if __name__ == "__main__":
+    sys.exit(not agree(sys.argv[1]))

@@ -2,7 +2,7 @@
 
 A GPU works while the host goes on, so calls are timed by the device's own events; launches of short calls
 would be measured too, so calls are captured in a CUDA graph where that can be. Whoever reads the same
-megabytes again reads the device's cache: `rotating` gives each call another copy.
+megabytes again reads the device's cache: `copies` makes as many as no cache holds, and a turn reads all.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from hotset.backends.gpu.capture import Captured, Graphs
+
 T = TypeVar("T")
-WARM_UP, ROUNDS = 3, 7
+WARM_UP, ROUNDS = 2, 7
+MAX_COPIES = 512
 MIN_SECONDS = 0.02  # of one round
 
 
@@ -37,53 +40,57 @@ def facts(device: torch.device) -> dict[str, Any]:
     }
 
 
-def rotating(make: Callable[[], T], n_bytes: int, device: torch.device) -> Callable[[], T]:
-    """A function that hands out copies in turn, so many that no cache holds them all."""
-    cache = (
-        getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) if device.type == "cuda" else 0
-    )
-    n = min(max(3 * cache // max(n_bytes, 1) + 1, 1), 64)
-    copies, turn = [make() for _ in range(n)], [0]
-
-    def following() -> T:
-        turn[0] += 1
-        return copies[turn[0] % n]
-
-    return following
-
-
-def seconds(call: Callable[[], object], device: torch.device, *, calls: int = 1) -> float:
-    """Seconds of one call, the median of several rounds. calls: so many different ones make a turn."""
-    for _ in range(WARM_UP * calls):
-        call()
+def copies(make: Callable[[], T], n_bytes: int, device: torch.device) -> list[T]:
+    """So many, of which a call reads n_bytes each, that the caches hold a third of what all of them read."""
     if device.type != "cuda":
-        return _on_host(call, calls)
+        return [make()]
+    cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
+    made = [make()]
+    while len(made) * n_bytes < 3 * cache and len(made) < MAX_COPIES:
+        free, total = torch.cuda.mem_get_info(device)
+        if free < total / 4:
+            break
+        made.append(make())
+    return made
+
+
+def seconds(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
+    """Seconds of one of the calls, the median of several rounds through all of them: a captured graph holds
+    each of them, for what is captured reads at every replay what it read then."""
+
+    def once() -> None:
+        for call in calls:
+            call()
+
+    for _ in range(WARM_UP):
+        once()
+    if device.type != "cuda":
+        return _on_host(once) / len(calls)
     torch.cuda.synchronize(device)
-    graph = _captured(call, calls)
-    turn = graph.replay if graph is not None else lambda: [call() for _ in range(calls)]
-    once = _events(turn, 1)
-    repeats = max(int(MIN_SECONDS / once), 1)
-    return statistics.median(_events(turn, repeats) for _ in range(ROUNDS)) / calls
+    graph = _captured(once, device)
+    turn = graph.replay if graph is not None else once
+    repeats = max(int(MIN_SECONDS / _events(turn, 1)), 1)
+    return statistics.median(_events(turn, repeats) for _ in range(ROUNDS)) / len(calls)
 
 
 def read_bandwidth(device: torch.device, n_bytes: int = 2 << 30) -> float:
     """Bytes per second at which a device reads its memory: a sum over an array that no cache holds."""
     x = torch.ones(n_bytes // 4, device=device)
-    return n_bytes / seconds(lambda: x.sum(), device)
+    return n_bytes / seconds([lambda: x.sum()], device)
 
 
 def copy_bandwidth(device: torch.device, n_bytes: int = 1 << 30) -> float:
     """Bytes per second of a copy within a device, read and written bytes together."""
     x = torch.ones(n_bytes // 4, device=device)
     y = torch.empty_like(x)
-    return 2 * n_bytes / seconds(lambda: y.copy_(x), device)
+    return 2 * n_bytes / seconds([lambda: y.copy_(x)], device)
 
 
 def matmul_rate(device: torch.device, n: int = 4096) -> float:
     """Operations per second of a large half-precision matrix product."""
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    return 2 * n**3 / seconds(lambda: a @ b, device)
+    return 2 * n**3 / seconds([lambda: a @ b], device)
 
 
 def median_of(values: Sequence[float]) -> str:
@@ -91,16 +98,11 @@ def median_of(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
-def _captured(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph | None:
-    graph = torch.cuda.CUDAGraph()
+def _captured(once: Callable[[], object], device: torch.device) -> Captured | None:
     try:
-        with torch.cuda.graph(graph):
-            for _ in range(calls):
-                call()
+        return Graphs(device)(once)[0]
     except RuntimeError:  # a call that reads back, such as a twin's, is timed with its launches
-        torch.cuda.synchronize()
         return None
-    return graph
 
 
 def _events(turn: Callable[[], object], repeats: int) -> float:
@@ -113,11 +115,10 @@ def _events(turn: Callable[[], object], repeats: int) -> float:
     return start.elapsed_time(end) / 1e3 / repeats
 
 
-def _on_host(call: Callable[[], object], calls: int) -> float:
+def _on_host(once: Callable[[], object]) -> float:
     rounds = []
     for _ in range(ROUNDS):
         start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        rounds.append((time.perf_counter() - start) / calls)
+        once()
+        rounds.append(time.perf_counter() - start)
     return statistics.median(rounds)

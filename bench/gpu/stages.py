@@ -1,6 +1,6 @@
 """What a machine with a GPU is asked, in stages that can be stopped and resumed.
 
-usage: python bench/gpu/stages.py check  [--device cuda:0]
+usage: python bench/gpu/stages.py check  [--device cuda:0] [--part kernels|models|memcheck|racecheck ...]
        python bench/gpu/stages.py kernels --out RESULTS
        python bench/gpu/stages.py hybrid  --out RESULTS --models FOLDER [--model 7b-q4_0 ...]
                                           [--llama BUILD/bin] [--powerinfer BUILD/bin/main]
@@ -9,9 +9,9 @@ check    kernels on the device against their twins and the CPU, then under the m
 kernels  each kernel against its twin, and its share of the measured read rate
 hybrid   tokens per second at 25, 50 and 100% of a model in GPU memory: hybrid, CPU alone, GPU alone, peers
 
-A stage begins no new unit of work after --seconds, and goes on where it was when it is called again with the
-same --out. It prints a table last and keeps raw results. Without a GPU, --device cpu --small runs every line
-of it on sizes that mean nothing.
+A stage begins no new unit of work after --seconds, ends within nine minutes whatever its programs do, and
+goes on where it was when it is called again with the same --out. It prints a table last and keeps raw
+results. Without a GPU, --device cpu --small runs every line of it on sizes that mean nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,23 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # peers.py and synthetic.py of bench/
 
+from ledger import LIMIT, Ledger, run_within
+
+from hotset.cores import usable_cores
+
 ROOT = Path(__file__).parents[2]
 KERNEL_TESTS = "tests/interpreted_gpu_kernels.py"
-CHECKERS = {"memcheck": "out-of-bounds and misaligned accesses", "racecheck": "races in shared memory"}
+PARTS = {
+    "kernels": "each compiled kernel against its twin",
+    "models": "logits of whole models against the CPU engine's",
+    "memcheck": "out-of-bounds and misaligned accesses of the kernels",
+    "racecheck": "races in shared memory",
+}
 
 
 def main() -> None:
@@ -38,6 +48,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of raw results")
     parser.add_argument("--seconds", type=float, default=480, help="begin no unit after so long (480)")
+    parser.add_argument("--part", action="append", choices=list(PARTS), help="of check; repeatable; all")
+    # One core is left to the thread that waits for the device.
+    parser.add_argument("--threads", type=int, default=max(usable_cores() - 1, 1), help="of the CPU, of all")
     parser.add_argument("--again", action="store_true", help="measure what is there already, too")
     parser.add_argument("--small", action="store_true", help="sizes for trying the scripts out")
     parser.add_argument("--models", type=Path, default=Path("gpu-models"), help="folder for synthetic models")
@@ -46,9 +59,7 @@ def main() -> None:
     parser.add_argument("--powerinfer", type=Path, help="PowerInfer's program main, built for this GPU")
     args = parser.parse_args()
     if args.stage == "check":
-        sys.exit(check(args.device))
-    from ledger import Ledger
-
+        sys.exit(check(args.device, args.part or list(PARTS), LIMIT))
     from hotset.backends.gpu.devices import find_device
     from hotset.errors import HotsetError
 
@@ -67,25 +78,43 @@ def main() -> None:
         hybrid.run(ledger, hybrid.Setup.of(args, device))
 
 
-def check(device: str) -> int:
-    """The kernels' tests on the device, under compute-sanitizer too where it is installed; whole models."""
-    import models
+def check(device: str, parts: list[str], seconds: float) -> int:
+    """The kernels' tests on the device, under compute-sanitizer too where it is installed; whole models.
 
+    All parts end within so many seconds; one that has not is a failure.
+    """
+    end, code = time.monotonic() + seconds, 0
+    for part in parts:
+        left = end - time.monotonic()
+        if left < 1:
+            print(f"no time is left for {part}: run check --part {part}")
+            return 1
+        print(f"\n{part}: {PARTS[part]}", flush=True)
+        if device == "cpu" and part != "models":
+            print("the kernels are compiled for GPUs alone; `make test` runs them in Triton's interpreter")
+            continue
+        code |= _part(part, device, left)
+    return code
+
+
+def _part(part: str, device: str, seconds: float) -> int:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", KERNEL_TESTS]
     environment = os.environ | {"HOTSET_TEST_DEVICE": device}
-    code = 0
-    if device == "cpu":
-        print("the kernels are compiled for GPUs alone; `make test` runs them in Triton's interpreter")
-    else:
-        code = subprocess.run(command, cwd=ROOT, env=environment).returncode
-        sanitizer = shutil.which("compute-sanitizer")
-        for tool, what in CHECKERS.items() if sanitizer else ():
-            print(f"\n{tool}: {what}", flush=True)
-            checked = [str(sanitizer), "--tool", tool, "--error-exitcode", "1", *command]
-            code = subprocess.run(checked, cwd=ROOT, env=environment).returncode or code
-        if sanitizer is None:
-            print("compute-sanitizer is not installed: accesses and races were not checked")
-    return 0 if models.agree(device) and code == 0 else 1
+    if part == "models":
+        command = [sys.executable, str(Path(__file__).with_name("models.py")), device]
+    elif part != "kernels":
+        if (sanitizer := shutil.which("compute-sanitizer")) is None:
+            print("compute-sanitizer is not installed: this was not checked")
+            return 0
+        # The allocator keeps what is freed, and hands out one piece for many tensors: reads past their ends
+        # would be reads of its own memory.
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+        command = [sanitizer, "--tool", part, "--error-exitcode", "1", *command]
+    try:
+        return run_within(command, seconds, cwd=ROOT, env=environment).returncode
+    except subprocess.TimeoutExpired:
+        print(f"{part} has not ended after {seconds:.0f} s: run check --part {part}")
+        return 1
 
 
 if __name__ == "__main__":
