@@ -652,14 +652,17 @@ def test_scores_of_a_long_prompt_do_not_stop_a_running_answer(monkeypatch: pytes
 def test_what_rows_of_logits_take_is_told_from_what_tokens_take() -> None:
     share = PromptShare(0.1)
     share.note(10, 0, 0.03, n_rows=10)  # nothing else was seen: it is in the units
-    assert share.row == 0
+    assert share.of_row(1) == 0
     share.note(64, 0, 0.064)
     fitting = share.beside
     share.note(20, 0, 0.06, n_rows=20)
-    assert share.row == pytest.approx(2)
+    assert share.of_row(1) == pytest.approx(2)
     assert share.beside == fitting
+    share.note(20, 0, 60.0, n_rows=20)  # whatever it took, a step has room for a few
+    assert share.beside / (1 + share.of_row(1)) == pytest.approx(4)
+    assert share.alone / (1 + share.of_row(0)) == pytest.approx(64)  # and nobody waits for this one
     share.note(64, 0, 0.032, n_rows=4)  # quicker than its units alone: these tell of prompts again
-    assert share.row == 0
+    assert share.of_row(1) == 0
     assert share.seconds_of(64, 0) == pytest.approx(0.032)
 
 

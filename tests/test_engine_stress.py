@@ -73,10 +73,12 @@ def test_a_thousand_requests_come_and_go(
     monkeypatch: pytest.MonkeyPatch, n: int, n_pages: int, max_sequences: int, max_batch: int, n_states: int
 ) -> None:
     """Also of a model with recurrent states, with slots for all prefixes or hardly any."""
-    ticks = itertools.count()  # how long steps take decides about chunks, and chance shall not
-    monkeypatch.setattr("hotset.engine.engine.time.perf_counter", lambda: 1e-3 * next(ticks))
-    draw = random.Random(n_pages + 5)  # by which all happens that is looked for at the end
+    draw = random.Random(n_pages + 1)  # by which all happens that is looked for at the end
     backend = FakeBackend(n_pages=n_pages, max_batch=max_batch, n_states=n_states)
+    ticks = itertools.count()  # how long steps take decides about chunks, and chance shall not
+    monkeypatch.setattr(
+        "hotset.engine.engine.time.perf_counter", lambda: 1e-4 * next(ticks) + 1e-3 * backend.n_tokens_seen
+    )
     engine = Engine(backend, N_CTX, max_sequences)
     asked: list[tuple[Sequence, tuple[int, ...], int, int]] = []
     scored: list[tuple[Sequence, tuple[int, ...], int, dict[int, float]]] = []

@@ -572,7 +572,7 @@ class Engine:
         units = sum(n * self._weight(sequence.n_computed) for sequence, n in chunks if n > 1)
         n_rows = sum(_n_rows(sequence, n) for sequence, n in chunks if sequence.on_logits)
         if not self._gave_way and not any(1 < n == _missing(sequence) for sequence, n in chunks):
-            load = units + n_rows * self._prompt_share.row
+            load = units + n_rows * self._prompt_share.of_row(n_answers)
             self._flight = _Flight(begun, self._prompt_share.seconds_of(load, n_answers), load)
         # Last of all: it wakes another thread, for which this one would have to wait while it runs Python.
         for sequence, n in chunks:
@@ -641,7 +641,8 @@ class Engine:
                 chunks.append((sequence, 1))
                 budget -= 1
         share = self._prompt_share.beside if chunks else self._prompt_share.alone
-        missing = [Chunk(_missing(each), self._weight_of(each)) for each in prompts]
+        of_row = self._prompt_share.of_row(len(chunks))
+        missing = [Chunk(_missing(each), self._weight_of(each, of_row)) for each in prompts]
         for sequence, n in zip(prompts, divide(missing, share, budget), strict=True):
             if sequence.on_logits:  # whole rows of logits leave the step: bound their memory
                 n = min(n, max(sequence.first_output - sequence.n_computed, 0) + self._max_outputs)
@@ -655,10 +656,10 @@ class Engine:
             self._reserve_states(self.states, chunks)
         return chunks
 
-    def _weight_of(self, sequence: Sequence) -> float:
-        """Units that the next token of a prompt takes."""
+    def _weight_of(self, sequence: Sequence, of_row: float) -> float:
+        """Units that the next token of a prompt takes. of_row: what its logits take, if they are wanted."""
         is_scored = sequence.on_logits is not None and sequence.n_computed >= sequence.first_output
-        return self._weight(sequence.n_computed) + (self._prompt_share.row if is_scored else 0.0)
+        return self._weight(sequence.n_computed) + (of_row if is_scored else 0.0)
 
     def _reserve_states(self, states: StatePool, chunks: list[tuple[Sequence, int]]) -> None:
         """Slots for what the step leaves: the state after each chunk, and those behind its pages, from which

@@ -15,7 +15,7 @@ PROMPT_SECONDS = 0.05
 _STEPS = 16  # of an answer: a prompt's step of that time loses a sixteenth to what any step costs
 _FIRST = 64.0  # units, until something was measured
 _FEWEST = 16.0  # a prompt must come to its end, on whatever machine
-_FEWEST_ROWS = 4  # that a share suffices for, however long somebody took to read one
+_FEWEST_ROWS = 4.0  # beside answers, however long somebody took to read one
 _FULL = 0.9  # of a share: a smaller step says little, since much of one costs the same for any
 _PAYS = 0.95  # of the time that a unit takes: a step of twice the size must make it less than this
 _ATTENTION = 2.0  # an operation of attention takes as long as two of the matrices (docs/LOG.md)
@@ -51,8 +51,7 @@ class PromptShare:
     """How many units of prompts a step takes: whoever waits for its end (the next token of a running answer,
     a request that comes meanwhile) shall not wait long.
 
-    beside: answers that run; alone: where none does. row: units that a row of logits takes, where it is given
-    away, beside its token.
+    beside: answers that run; alone: where none does.
     seconds: that a prompt may add to a step; where a step of answers alone takes longer, that long, and
     without answers sixteen times that long; inf: whole steps. What a unit takes differs by a factor of a
     thousand between machines and models, so it is measured: a step that took too long shrinks the share at
@@ -63,7 +62,7 @@ class PromptShare:
 
     def __init__(self, seconds: float) -> None:
         self.beside = self.alone = math.inf if seconds == math.inf else _FIRST
-        self.row = 0.0
+        self._row = 0.0  # units that a row of logits takes beside its token, where it is given away
         self._seconds = seconds
         self._answers = 0.0  # seconds of a step without a prompt
         self._quickest = 0.0  # of them lately
@@ -81,7 +80,7 @@ class PromptShare:
         """
         if n_rows and units and self._per_unit:
             more = seconds - self.seconds_of(units, n_answers)
-            self.row = min(max(more / n_rows / self._per_unit, 0.0), self.beside / _FEWEST_ROWS)
+            self._row = max(more / n_rows / self._per_unit, 0.0)
             if more > 0:
                 return
         if not units:
@@ -120,6 +119,11 @@ class PromptShare:
             gained = (rates[smaller] - rates[size]) / (2 ** (size - smaller) - 1)
             size += gained / 2 > (1 - _PAYS) * rates[size]
         return share if size == _size(share) else 2.0**size
+
+    def of_row(self, n_answers: int) -> float:
+        """Units that a row of logits takes beside its token; no more than what lets a share do for a few."""
+        share, fewest = (self.beside, _FEWEST_ROWS) if n_answers else (self.alone, _FIRST)
+        return min(self._row, max(share / fewest - 1, 0.0))
 
     def seconds_of(self, units: float, n_answers: int) -> float:
         """How long such a step will take, by the latest ones; 0.0 before there was any."""
