@@ -55,7 +55,7 @@ def bundles_of(
     for op in graph.ops:
         if isinstance(op, Ffn) and op.route is not None:
             found.append(_of_experts(gguf, op, moved))
-        elif isinstance(op, Ffn) and op.has_zeros:
+        elif isinstance(op, Ffn) and op.has_zeros and not op.shared:  # beside experts: a layer has one bundle
             found.append(_of_neurons(gguf, op, moved))
     bundles = [bundle for bundle in found if bundle is not None]
     if not bundles:
