@@ -18,6 +18,7 @@ from hotset import _core
 from hotset.backends.base import Batch
 from hotset.backends.cpu import CpuBackend
 from hotset.backends.reference import ReferenceBackend
+from hotset.backends.stored import StoredWeights, sizes_of
 from hotset.engine.engine import CutTokens, Engine
 from hotset.engine.sampler import SamplingParams
 from hotset.errors import InvalidRequestError, UnsupportedModelError
@@ -159,6 +160,19 @@ def test_channels_give_the_bits_of_rows_on_every_instruction_set(
     for n_threads in (1, 2):
         found = cpu(gguf, EVERY, n_threads=n_threads, isa=isa, channel_rate=100.0)
         np.testing.assert_array_equal(run(found, ids, cut, [*range(1, 24)]), expected)
+
+
+@pytest.mark.parametrize("type_", [T.Q8_0, T.Q4_1], ids=lambda t: t.name)
+def test_a_budget_of_memory_gives_the_same_bits(tmp_path: Path, type_: GGMLType) -> None:
+    """It has room for rows, and none for their copies by channel."""
+    gguf = write(tmp_path, type=type_)
+    weights, graph = graph_of(gguf, EVERY)
+    ids, cut = tokens(24), np.arange(24) % 5 > 1
+    expected = run(cpu(gguf, EVERY), ids, cut)
+    least = sizes_of(graph, weights.tensors, sparse=True).least_of_all
+    stored = StoredWeights(weights, graph, least, sparse=True, reader=_core.Reader(False, 2), gap=0)
+    found = CpuBackend(stored, graph, n_pages=8, max_batch=128, n_threads=2, sparse=True, channel_rate=100.0)
+    np.testing.assert_array_equal(run(found, ids, cut, [*range(1, 24)]), expected)
 
 
 @pytest.mark.parametrize("type_", [T.F32, T.Q4_0], ids=lambda t: t.name)

@@ -18,6 +18,7 @@ import numpy as np
 from hotset import _core
 from hotset.backends.base import WeightSource
 from hotset.backends.fusion import Buffers, Fused, fuse
+from hotset.backends.stored import StoredWeights
 from hotset.backends.streaming import Streamed, matrices_of
 from hotset.errors import InvalidRequestError
 from hotset.formats.channels import break_even
@@ -576,8 +577,11 @@ class _Emission:
         """Copies by channel as the plan takes them: codes, scales, minimums, outputs in all, its first,
         below which share of channels it pays.
 
-        Empty where there is none, or every channel is to be read.
+        Empty where there is none, or every channel is to be read, and under a budget of memory, which has room
+        for the rows alone: the bits are the same.
         """
+        if isinstance(self._weights, StoredWeights):
+            return []
         found: list[Any] = []
         for op in ops:
             copy, n_rows = op.by_channel, self._weights.tensors[op.weight].shape[-1]
