@@ -167,6 +167,7 @@ void bind_store(nb::module_& m) {
         .def("preload", &preload, "group"_a, "rows"_a)
         .def_prop_ro("least_bytes", &RowStore::least_bytes)
         .def_prop_ro("most_bytes", &RowStore::most_bytes)
+        .def_static("slot_bytes_of", &RowStore::slot_bytes_of, "rows"_a)
         .def_prop_ro("is_whole", &RowStore::is_whole)
         .def(
             "rows",
@@ -196,7 +197,7 @@ void bind_store(nb::module_& m) {
         .def("data", &data_of, "piece"_a, "part"_a)
         .def("counts", &counts_of_stream)
         .def("check", &Stream::check)
-        .def_static("room_for", &Stream::room_for, "bytes"_a);
+        .def_static("room_for", &room_for_pages, "bytes"_a);
 }
 
 }  // namespace hotset::bindings

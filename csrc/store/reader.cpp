@@ -367,6 +367,16 @@ void Reader::serve_with_ring(State& state, Ring& ring) {
     }
 }
 
+void add_straight_reads(Reader::Batch& batch, const StoredFile* file, uint64_t offset, size_t bytes,
+                        uint8_t* to) {
+    const uint64_t first = offset / kReadAlign * kReadAlign;
+    const uint64_t end = (offset + bytes + kReadAlign - 1) / kReadAlign * kReadAlign;
+    for (uint64_t at = first; at < end; at += Reader::kMostBytes) {
+        const uint32_t n = uint32_t(std::min<uint64_t>(end - at, Reader::kMostBytes));
+        batch.reads.push_back({file, at, n, to + (at - first), {}});
+    }
+}
+
 double read_rate(const StoredFile& file, Reader& reader, uint32_t size, double seconds) {
     const uint64_t places = file.bytes() / size;
     if (places == 0) return 0.0;

@@ -144,6 +144,14 @@ class Reader {
     std::atomic<uint64_t> fault_limit_{0}, fault_seed_{0}, n_attempts_{0};
 };
 
+// Straight to their place, without a copy: what `room_for_pages` says, at `to`, which is aligned as reads
+// are. The bytes are then at to + offset % kReadAlign.
+void add_straight_reads(Reader::Batch& batch, const StoredFile* file, uint64_t offset, size_t bytes,
+                        uint8_t* to);
+constexpr size_t room_for_pages(size_t bytes) {
+    return (bytes + kReadAlign - 1) / kReadAlign * kReadAlign + kReadAlign;
+}
+
 // Bytes per second of random reads of `size` bytes (whole kReadAlign) of a file, in about `seconds`.
 double read_rate(const StoredFile& file, Reader& reader, uint32_t size, double seconds);
 

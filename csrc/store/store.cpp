@@ -1,15 +1,35 @@
 #include "store.h"
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 namespace hotset {
 namespace {
 
 constexpr size_t kRowAlign = 64;
+constexpr size_t kStraightBytes = 64 << 10;  // of a part from which it is read to its place, without a copy
 
 constexpr size_t rounded(size_t bytes, size_t to) {
     return (bytes + to - 1) / to * to;
+}
+
+bool is_straight(size_t row_bytes) {
+    return row_bytes >= kStraightBytes;
+}
+
+// Where the parts of a row lie in its slot, those first that begin at pages; and what it takes.
+std::pair<std::vector<size_t>, size_t> lay_out(const std::vector<size_t>& row_bytes) {
+    std::vector<size_t> at(row_bytes.size());
+    size_t end = 0;
+    for (const bool straight : {true, false})
+        for (size_t p = 0; p < at.size(); p++) {
+            if (is_straight(row_bytes[p]) != straight) continue;
+            at[p] = end;
+            end += straight ? room_for_pages(row_bytes[p]) : rounded(row_bytes[p], kRowAlign);
+        }
+    const bool pages = std::any_of(row_bytes.begin(), row_bytes.end(), is_straight);
+    return {at, rounded(end, pages ? kReadAlign : kRowAlign)};
 }
 
 }  // namespace
@@ -24,17 +44,20 @@ RowStore::~RowStore() {
 int RowStore::add_group(int64_t n_rows, std::vector<Part> parts) {
     Group group;
     group.n_rows = n_rows;
-    size_t at = 0;
+    std::vector<size_t> row_bytes;
     for (const Part& part : parts) {
-        group.at.push_back(at);
-        at += rounded(part.row_bytes, kRowAlign);
+        row_bytes.push_back(part.row_bytes);
         group.places.emplace_back(size_t(n_rows));
     }
-    group.slot_bytes = at;
+    std::tie(group.at, group.slot_bytes) = lay_out(row_bytes);
     group.missed.resize(size_t(n_rows));
     group.parts = std::move(parts);
     groups_.push_back(std::move(group));
     return int(groups_.size()) - 1;
+}
+
+size_t RowStore::slot_bytes_of(const std::vector<size_t>& row_bytes) {
+    return lay_out(row_bytes).second;
 }
 
 size_t RowStore::least_bytes() const {
@@ -70,23 +93,32 @@ void RowStore::allocate(size_t bytes) {
     const size_t transit = whole_ ? 0 : least_bytes();
     bytes_ = transit;
     for (size_t g = 0; g < groups_.size(); g++) bytes_ += size_t(slots[g]) * groups_[g].slot_bytes;
+    const auto page = [&](uint8_t* p) {
+        return p + (kReadAlign - reinterpret_cast<uintptr_t>(p) % kReadAlign) % kReadAlign;
+    };
+    bytes_ += (groups_.size() + 1) * kReadAlign;
     memory_ = Memory(bytes_ + kReadAlign);  // kernels may read a little beyond a row
-    uint8_t* at = memory_.data() + transit;
-    transit_ = memory_.data();
+    transit_ = page(memory_.data());
+    uint8_t* at = transit_ + transit;
     for (size_t g = 0; g < groups_.size(); g++) {
         Group& group = groups_[g];
+        if (group.slot_bytes % kReadAlign == 0) at = page(at);
         group.policy =
             std::make_unique<Replacement>(1, int(group.n_rows), std::vector{int32_t(slots[g])}, half_life_);
         group.slots = at;
         at += size_t(slots[g]) * group.slot_bytes;
         for (size_t p = 0; p < group.places.size(); p++)
-            std::fill(group.places[p].begin(), group.places[p].end(), memory_.data() + group.at[p]);
+            std::fill(group.places[p].begin(), group.places[p].end(), transit_ + group.at[p]);
     }
 }
 
 void RowStore::begin(int index, const int32_t* rows, int64_t n, bool learn) {
     give_up();
     Group& group = groups_[index];
+    if (whole_ && group.n_there == group.n_rows) {
+        counts_.hits += n;
+        return;
+    }
     for (const int32_t row : group.missing) group.missed[row] = 0;
     found_.resize(size_t(n));
     group.policy->begin_step();
@@ -131,9 +163,14 @@ bool RowStore::finish(const std::function<bool()>& cancelled) {
         return false;
     }
     Group& group = *std::exchange(coming_, nullptr);
-    for (size_t p = 0; p < group.parts.size(); p++)
-        for (size_t i = 0; i < group.missing.size(); i++)
-            group.places[p][group.missing[i]] = to_[i] + group.at[p];
+    group.n_there += int64_t(group.missing.size());
+    for (size_t p = 0; p < group.parts.size(); p++) {
+        const bool straight = is_straight(group.parts[p].row_bytes);
+        for (size_t i = 0; i < group.missing.size(); i++) {
+            const int32_t row = group.missing[i];
+            group.places[p][row] = to_[i] + group.at[p] + (straight ? group.offset(row, p) % kReadAlign : 0);
+        }
+    }
     return true;
 }
 
@@ -168,8 +205,11 @@ void RowStore::read_rows(const Group& group) {
     const size_t n = group.missing.size();
     const auto piece = [&](size_t i, size_t p) {
         const Part& part = group.parts[p];
-        add_reads(*batch_, part.file, part.offset + uint64_t(group.missing[i]) * part.stride, part.row_bytes,
-                  to_[i] + group.at[p], gap_);
+        const uint64_t offset = group.offset(group.missing[i], p);
+        if (is_straight(part.row_bytes))
+            add_straight_reads(*batch_, part.file, offset, part.row_bytes, to_[i] + group.at[p]);
+        else
+            add_reads(*batch_, part.file, offset, part.row_bytes, to_[i] + group.at[p], gap_);
     };
     if (first.stride > first.row_bytes) {  // the parts of a row lie side by side
         for (size_t i = 0; i < n; i++)
@@ -189,7 +229,7 @@ void add_reads(Reader::Batch& batch, const StoredFile* file, uint64_t offset, si
         const size_t here = std::min<size_t>(bytes, begin + Reader::kMostBytes - offset);
         const uint64_t end = rounded(offset + here, kReadAlign);
         Read* last = batch.reads.empty() ? nullptr : &batch.reads.back();
-        if (last && last->file == file && begin >= last->offset &&
+        if (last && !last->into && last->file == file && begin >= last->offset &&
             begin <= last->offset + last->bytes + gap && end - last->offset <= Reader::kMostBytes) {
             last->bytes = std::max(last->bytes, uint32_t(end - last->offset));
         } else {

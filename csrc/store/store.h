@@ -49,6 +49,8 @@ class RowStore {
     StoredFiles& files() { return files_; }
     // Returns its number. Parts must lie in their files.
     int add_group(int64_t n_rows, std::vector<Part> parts);
+    // What a row takes in memory, of the bytes of its parts.
+    static size_t slot_bytes_of(const std::vector<size_t>& row_bytes);
     int n_groups() const { return int(groups_.size()); }
     // Slots of groups (their rows, and bytes of a slot) in so much memory: one for each row where all fit,
     // else the same share of each group's rows beside the room for the largest group.
@@ -89,10 +91,14 @@ class RowStore {
         std::vector<size_t> at;  // of the parts in a slot
         std::vector<std::vector<const uint8_t*>> places;
         std::unique_ptr<Replacement> policy;
+        int64_t n_there = 0;  // of a whole store: rows that have come, which stay
         std::vector<int32_t> missing;
         std::vector<uint8_t> missed;
         uint8_t* slots = nullptr;
         size_t bytes() const { return slot_bytes * size_t(n_rows); }
+        uint64_t offset(int32_t row, size_t part) const {  // in its file
+            return parts[part].offset + uint64_t(row) * parts[part].stride;
+        }
     };
     void read_rows(const Group& group);
     void give_up();

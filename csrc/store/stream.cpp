@@ -3,17 +3,6 @@
 #include <algorithm>
 
 namespace hotset {
-namespace {
-
-constexpr size_t page_begin(uint64_t offset) {
-    return size_t(offset / kReadAlign * kReadAlign);
-}
-
-constexpr size_t whole_pages(size_t bytes) {
-    return (bytes + kReadAlign - 1) / kReadAlign * kReadAlign;
-}
-
-}  // namespace
 
 Stream::~Stream() {
     forget_parent();
@@ -22,16 +11,12 @@ Stream::~Stream() {
 
 int Stream::add_piece(std::vector<Part> parts) {
     Piece piece;
-    for (const Part& part : parts) piece.room += room_for(part.bytes);
+    for (const Part& part : parts) piece.room += room_for_pages(part.bytes);
     piece.parts = std::move(parts);
     piece.batch = std::make_unique<Reader::Batch>();
     piece.batch->ahead = true;
     pieces_.push_back(std::move(piece));
     return n_pieces() - 1;
-}
-
-size_t Stream::room_for(size_t bytes) {
-    return whole_pages(bytes) + kReadAlign;
 }
 
 size_t Stream::least_bytes() const {
@@ -60,7 +45,7 @@ void Stream::allocate(size_t bytes) {
 const uint8_t* Stream::data(int piece, int part) const {
     const uint8_t* at = ring_ + pieces_[piece].at;
     const std::vector<Part>& parts = pieces_[piece].parts;
-    for (int p = 0; p < part; p++) at += room_for(parts[p].bytes);
+    for (int p = 0; p < part; p++) at += room_for_pages(parts[p].bytes);
     return at + parts[part].offset % kReadAlign;
 }
 
@@ -69,15 +54,10 @@ void Stream::begin(Piece& piece) {
     batch.reads.clear();
     uint8_t* to = ring_ + piece.at;
     for (const Part& part : piece.parts) {
-        const uint64_t first = page_begin(part.offset);
-        const size_t n = whole_pages(size_t(part.offset - first) + part.bytes);
-        for (size_t done = 0; done < n; done += Reader::kMostBytes) {
-            const uint32_t here = uint32_t(std::min<size_t>(n - done, Reader::kMostBytes));
-            batch.reads.push_back({part.file, first + done, here, to + done, {}});
-        }
-        counts_.bytes_read += int64_t(n);
-        to += room_for(part.bytes);
+        add_straight_reads(batch, part.file, part.offset, part.bytes, to);
+        to += room_for_pages(part.bytes);
     }
+    for (const Read& read : batch.reads) counts_.bytes_read += read.bytes;
     counts_.n_reads += int64_t(batch.reads.size());
     reader_->begin(batch);
     piece.state = State::Coming;

@@ -40,8 +40,6 @@ class Stream {
     int add_piece(std::vector<Part> parts);
     int n_pieces() const { return int(pieces_.size()); }
     int n_parts(int piece) const { return int(pieces_[piece].parts.size()); }
-    // What a part takes in the ring, at most: reads are whole pages.
-    static size_t room_for(size_t bytes);
     size_t least_bytes() const;   // the room for the largest piece
     void allocate(size_t bytes);  // once, after the last piece; least_bytes() at least
     bool allocated() const { return ring_ != nullptr; }

@@ -61,6 +61,8 @@ class RowStore:
     def least_bytes(self) -> int: ...
     @property
     def most_bytes(self) -> int: ...
+    @staticmethod
+    def slot_bytes_of(rows: list[int]) -> int: ...  # what a row takes in memory, of the bytes of its parts
     @property
     def is_whole(self) -> bool: ...  # whether every row has a slot
     def n_slots(self, group: int) -> int: ...  # rows of it that can stay

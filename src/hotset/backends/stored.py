@@ -16,7 +16,7 @@ with any budget.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -129,7 +129,7 @@ def sizes_of(graph: Graph, tensors: Mapping[str, TensorInfo], *, sparse: bool) -
     """What StoredWeights takes."""
     groups = list(groups_of(graph, tensors, sparse=sparse))
     pieces, fixed = _whole(graph, tensors, groups)
-    rows = [sum(padded(rows_of(tensors[name])[1]) for name in group) for group in groups]
+    rows = [slot_bytes_of(group, tensors) for group in groups]
     sizes = [n * rows_of(tensors[group[0]])[0] for n, group in zip(rows, groups, strict=True)]
     tables = sum(rows_of(tensors[group[0]])[0] * (_PER_ROW + _PER_PART * len(group)) for group in groups)
     return Sizes(
@@ -301,6 +301,11 @@ class StoredWeights:
         for path, pieces in of_file.items():
             self.reader.read(os.fspath(path), pieces)
         return arrays
+
+
+def slot_bytes_of(group: Sequence[str], tensors: Mapping[str, TensorInfo]) -> int:
+    """What a row of a group takes in memory."""
+    return _core.RowStore.slot_bytes_of([rows_of(tensors[name])[1] for name in group])
 
 
 def rows_of(info: TensorInfo) -> tuple[int, int]:

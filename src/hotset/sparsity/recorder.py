@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hotset.backends.reference import selected
-from hotset.backends.stored import groups_of, rows_of
+from hotset.backends.stored import groups_of, rows_of, slot_bytes_of
 from hotset.errors import InvalidRequestError
 from hotset.model.cost import Cost
 from hotset.model.graph import ExpertLinear, ExpertSum, Ffn, Graph, Linear, TransposedLinear
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from hotset.formats.overlay import Overlay
 
 _PAGE = 4096
-_ALIGNMENT = 64  # of the parts of a row in a store
 
 TapSteps = Callable[[Sequence[int], Sequence[str]], Iterator[Mapping[str, np.ndarray]]]
 
@@ -154,7 +153,7 @@ def _groups(graph: Graph, weights: Overlay, traced: Sequence[Ffn]) -> tuple[Stor
     for group in groups_of(graph, tensors, sparse=True):
         layer = own.get(group[0], EVERY if group[0] in whole else OTHER)
         n_rows = rows_of(tensors[group[0]])[0]
-        slot = sum(-(-rows_of(tensors[name])[1] // _ALIGNMENT) * _ALIGNMENT for name in group)
+        slot = slot_bytes_of(group, tensors)
         found.append(StoredGroup(layer, n_rows, slot, *_read_bytes(weights, group)))
     return tuple(found) if set(own.values()) == set(range(len(traced))) else ()
 
