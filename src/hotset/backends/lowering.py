@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, assert_never
 
 import numpy as np
 
 from hotset import _core
+from hotset.backends.ahead import look_ahead
 from hotset.backends.base import WeightSource
 from hotset.backends.fusion import Buffers, Fused, fuse
 from hotset.backends.stored import StoredWeights
@@ -164,7 +166,8 @@ def lower(
     unknown = taps - {op.out.name for op in graph.primitives}
     if unknown:
         raise InvalidRequestError(f"the model has no value named {min(unknown)!r} to tap")
-    fused = fuse(graph, taps)
+    ahead = look_ahead(fuse(graph, taps), partial(_is_stored, weights))
+    fused = ahead.groups
     buffers = Buffers(plan.buffer, graph, fused, taps)
     if entering is not None:
         plan.input(buffers.begin(entering))
@@ -172,6 +175,8 @@ def lower(
     for group in fused:
         buffers.enter(group)
         emit.group(group)
+        if (ffn := ahead.begins.get(group.out[0])) is not None:
+            emit.begin(ffn)
         buffers.leave(group)
     emit.end()
     plan.finish()
@@ -187,6 +192,12 @@ def lower(
         layers,
         layers * len(PARTS) + part,
     )
+
+
+def _is_stored(weights: WeightSource, name: str) -> bool:
+    """Whether rows of a tensor come from a store that does not hold all of them."""
+    rows = weights.data(name)
+    return isinstance(rows, _core.StoredRows) and not rows.store.is_whole
 
 
 class _Emission:
@@ -206,6 +217,7 @@ class _Emission:
     ) -> None:
         self._channel_rate, self._whole = channel_rate, whole
         self._streamed, self._piece = streamed, -1  # which was waited for last
+        self._begun: set[Value] = set()  # results of FFNs whose rows are on their way
         self._plan, self._buffers, self._weights = plan, buffers, weights
         self._cache, self._states, self._sparse = cache, states, sparse
         self.at: list[tuple[int, Part]] = []
@@ -218,6 +230,17 @@ class _Emission:
             self._await(*group.ops)
             self._operation(group)
             self.at.append((group.layer, group.part))
+
+    def begin(self, ffn: Ffn) -> None:
+        """Has the rows of an FFN be read from here on."""
+        if ffn.route is not None:
+            assert isinstance(ffn.up, ExpertLinear)
+            self._fetch(
+                ffn, ffn.up.weights[0], set(), FETCH_ROUTED, self._buffers[ffn.route.out], waits=False
+            )
+        else:
+            self._fetch_selected(ffn, set(), waits=False)
+        self._begun.add(ffn.out)
 
     def end(self) -> None:
         """What a stream brings next may be read when all is done."""
@@ -396,19 +419,20 @@ class _Emission:
         """Three native operations: who computes (unless that was found before), the neurons of these, and
         their sum."""
         gate, up, down, mask = ffn.gate, ffn.up, ffn.down, ffn.mask
-        if mask is None:
+        is_begun = ffn.out in self._begun
+        if mask is None and not is_begun:
             self._route(route, route.out)
             self.at.append((ffn.layer, ffn.part))
         assert isinstance(up, ExpertLinear)
         assert isinstance(down, ExpertSum)
-        rows = self._weights.data(up.weights[0])
         # Experts that are there are computed while the others come, unless all are there for good.
-        overlaps = isinstance(rows, _core.StoredRows) and not rows.store.is_whole
-        self._fetch(ffn, up.weights[0], set(), FETCH_ROUTED, self._buffers[route.out], waits=not overlaps)
+        rows = self._weights.data(up.weights[0])
+        overlaps = _is_stored(self._weights, up.weights[0])
+        if not is_begun:
+            self._fetch(ffn, up.weights[0], set(), FETCH_ROUTED, self._buffers[route.out], waits=not overlaps)
         for missed in (False, True) if overlaps else (None,):
-            if missed and isinstance(rows, _core.StoredRows):
-                self._plan.finish_fetch(rows.store)
-                self.at.append((ffn.layer, ffn.part))
+            if missed:
+                self._finish(ffn, rows)
             self._plan.expert_neurons(
                 self._buffers[ffn.x],
                 self._buffers[route.out],
@@ -474,15 +498,32 @@ class _Emission:
         self.at.append((op.layer, op.part))
         fetched.add(rows.group)
 
+    def _fetch_selected(self, ffn: Ffn, fetched: set[int], *, waits: bool = True) -> None:
+        """As `_fetch`: what a predictor names."""
+        mask = ffn.mask
+        assert mask is not None
+        self._fetch(
+            ffn, ffn.decides.weight, fetched, FETCH_SELECTED, self._buffers[mask.scores], mask.threshold,
+            mask.first, waits=waits,
+        )  # fmt: skip
+
+    def _finish(self, op: Op, rows: _core.Rows) -> int:
+        """Has the step wait for rows that are on their way. Returns their group."""
+        assert isinstance(rows, _core.StoredRows)
+        self._plan.finish_fetch(rows.store)
+        self.at.append((op.layer, op.part))
+        return rows.group
+
     def _neurons(self, ffn: Ffn) -> set[int]:
         """Up to the neurons. Returns the groups of rows that were fetched for it."""
         norm, mask, out = ffn.norm, ffn.mask, self._buffers[ffn.selected]
         fetched: set[int] = set()
         if mask is None:
             self._fetch(ffn, ffn.decides.weight, fetched, FETCH_ALL, out)
+        elif ffn.out in self._begun:
+            fetched.add(self._finish(ffn, self._weights.data(ffn.decides.weight)))
         else:
-            scores = self._buffers[mask.scores]
-            self._fetch(ffn, ffn.decides.weight, fetched, FETCH_SELECTED, scores, mask.threshold, mask.first)
+            self._fetch_selected(ffn, fetched)
         up = self._weights.data(one_matrix(ffn.up).weight)
         if isinstance(up, _core.StoredRows) and up.group not in fetched:
             self._neurons_by_gate(ffn, fetched)

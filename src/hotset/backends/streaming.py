@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hotset import _core
+from hotset.backends.ahead import look_ahead
 from hotset.backends.fusion import fuse
 from hotset.formats.gguf import TensorInfo
 from hotset.model.cost import weights_read
@@ -66,7 +67,8 @@ def pieces_of(graph: Graph, tensors: Mapping[str, TensorInfo], without: Collecti
     that are read at several places of a step."""
     places: dict[str, set[tuple[int, bool]]] = {}
     stay = set(without)
-    for i, group in enumerate(fuse(graph, ())):
+    in_order = look_ahead(fuse(graph, ()), lambda name: name in stay).groups
+    for i, group in enumerate(in_order):
         for op in group.ops:
             for part in op.primitives if isinstance(op, Ffn) else (op,):
                 matrices = set(matrices_of(part))

@@ -1,0 +1,106 @@
+"""What of a step is done ahead of its place, so that rows are read while something is computed.
+
+Which neurons or experts a layer needs is known once its predictor or router has run. Where these read what is
+there before attention (SmallThinker's router, predictors of falcon's parallel layers) they run before it, and
+where all tokens pass a network beside the experts, whose result is weighed before the two are added (Qwen's),
+that one comes before the experts. Reads begin behind predictor or router. Only the order of operations changes, no bit does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from hotset.backends.fusion import Fused
+from hotset.model.graph import (
+    Attention,
+    DeltaNet,
+    ExpertLinear,
+    ExpertSum,
+    Ffn,
+    Route,
+    ShortConv,
+    TransposedLinear,
+    Value,
+)
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """groups: in their new order. begins: behind the group that yields a value, the FFN whose rows are known
+    then; of those that gain by it."""
+
+    groups: list[Fused]
+    begins: dict[Value, Ffn]
+
+
+def chosen_rows(ffn: Ffn) -> str | None:
+    """The tensor of which a predictor or a router says which rows are needed; None where both do, or none."""
+    if ffn.route is None:
+        return ffn.decides.weight if ffn.mask is not None else None
+    return ffn.up.weights[0] if ffn.mask is None and isinstance(ffn.up, ExpertLinear) else None
+
+
+def look_ahead(groups: list[Fused], is_stored: Callable[[str], bool]) -> Ahead:
+    """Moves what says which rows are needed forward, and what needs none of them before their FFN. is_stored:
+    whether a tensor's rows come from a store, in which not all of them have room."""
+    ordered, begins = list(groups), {}
+    for group in groups:
+        ffn = group.ffn
+        if ffn is None or (rows := chosen_rows(ffn)) is None or not is_stored(rows):
+            continue
+        at = next(i for i, one in enumerate(ordered) if one is group)
+        first = next(i for i, one in enumerate(ordered) if one.layer == ffn.layer)
+        decided = ffn.route.x if ffn.route is not None else ffn.mask.scores if ffn.mask is not None else None
+        assert decided is not None
+        chain = _producers(ordered[first:at], decided)
+        others = [one for one in ordered[first:at] if not _is_in(one, chain)]
+        is_early = any(map(_mixes_tokens, others)) and not any(map(_mixes_tokens, chain))
+        beside = _independent(ordered[at + 1 :], group)
+        between = (others if is_early else []) + beside
+        if not (is_early or beside) or any(map(_fetches_too, between)) or not chain:
+            continue
+        own = group
+        if ffn.route is not None:
+            chain = [*chain, Fused([ffn.route], [ffn.route.x], [ffn.route.out])]
+            inner = [value for value in group.inner if value != ffn.route.out]
+            own = replace(group, inner=inner, reads=[*group.reads, ffn.route.out])
+        before = [*chain, *others] if is_early else [*others, *chain]
+        ordered[first : at + 1 + len(beside)] = [*before, *beside, own]
+        begins[chain[-1].out[0]] = ffn
+    return Ahead(ordered, begins)
+
+
+def _producers(groups: Sequence[Fused], value: Value) -> list[Fused]:
+    """Those of the groups that a value depends on, in their order."""
+    wanted, found = {value}, []
+    for group in reversed(groups):
+        if wanted & set(group.out):
+            wanted |= set(group.reads)
+            found.append(group)
+    return found[::-1]
+
+
+def _independent(groups: Sequence[Fused], ffn: Fused) -> list[Fused]:
+    """What follows an FFN in its layer, up to what reads its result."""
+    found = []
+    for group in groups:
+        if group.layer != ffn.layer or set(group.reads) & set(ffn.out):
+            break
+        found.append(group)
+    return found
+
+
+def _is_in(group: Fused, groups: Sequence[Fused]) -> bool:
+    return any(one is group for one in groups)
+
+
+def _mixes_tokens(group: Fused) -> bool:
+    """Attention, or what stands in its place: what is worth to be waited beside."""
+    return any(isinstance(op, Attention | DeltaNet | ShortConv) for op in group.ops)
+
+
+def _fetches_too(group: Fused) -> bool:
+    """Whether rows might be fetched for it, which would end what is on its way."""
+    rows = (ExpertLinear, ExpertSum, TransposedLinear, Route)
+    return any(isinstance(op, rows) or (isinstance(op, Ffn) and op.leaves_out) for op in group.ops)

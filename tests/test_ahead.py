@@ -1,0 +1,103 @@
+"""What is done ahead of its place so that reads and computing overlap: the order, and the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_cpu_backend import batch, logits_of, tokens
+from test_sparse_cpu import cpu, prepared, write
+from test_store import stored
+from test_streaming import PAGES, graph_of, streaming
+
+from hotset.backends.ahead import chosen_rows, look_ahead
+from hotset.backends.cpu import CpuBackend
+from hotset.backends.fusion import fuse
+from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.formats.quants import GGMLType
+from hotset.model.graph import Attention, Ffn, Graph, Route
+
+
+def tiny(name: str, folder: Path) -> GGUFFile:
+    tiny_models = pytest.importorskip("tiny_models")
+    recipe = tiny_models.EXPERTS[name]
+    return open_gguf(tiny_models.to_gguf(recipe, tiny_models.build(recipe), folder))
+
+
+def places(graph: Graph) -> tuple[list[int], list[int], list[int]]:
+    """In the new order: where attention is, where reads begin, and where experts or neurons are computed. The
+    order must be one: everything is there once, and made before it is read."""
+    groups = fuse(graph, ())
+    ahead = look_ahead(groups, lambda _: True)
+    made = {graph.ops[0].out}
+    for group in ahead.groups:
+        assert set(group.reads) <= made, group.ops[-1].out.name
+        made |= set(group.out)
+    routes = [group for group in ahead.groups if isinstance(group.ops[0], Route) and len(group.ops) == 1]
+    assert sorted(id(op) for group in ahead.groups if group not in routes for op in group.ops) == sorted(
+        id(op) for group in groups for op in group.ops
+    )
+    at = list(enumerate(ahead.groups))
+    return (
+        [i for i, group in at if isinstance(group.ops[-1], Attention)],
+        [i for i, group in at if group.out[0] in ahead.begins],
+        [i for i, group in at if isinstance(group.ops[0], Ffn) and chosen_rows(group.ops[0]) is not None],
+    )
+
+
+def test_a_router_before_attention_begins_the_reads(tmp_path: Path) -> None:
+    gguf = tiny("smallthinker-windows", tmp_path)
+    graph, ids = graph_of(gguf), tokens(40)
+    attention, begin, experts = places(graph)
+    assert all(a < b < c for a, b, c in zip(begin, attention, experts, strict=True))
+    whole = CpuBackend(gguf, graph, n_pages=8, max_batch=128, n_threads=2)
+    expected = logits_of(whole, ids, [], PAGES)
+    for share in (0.0, 0.3, 0.7):
+        backend, weights = streaming(gguf, share)
+        for cuts in ([], list(range(1, 40))):
+            np.testing.assert_array_equal(logits_of(backend, ids, cuts, PAGES), expected)
+        assert weights.counts().misses > 0
+        names = ("blk.1.ffn_route", "blk.0.attn_out", "blk.1.ffn_act")
+        step = batch([(ids, 0, PAGES)], tuple(n for n in names if n in {v.name for v in graph.values}))
+        mine, others = backend.step(step), whole.step(step)
+        for name in step.taps:
+            np.testing.assert_array_equal(mine.taps[name], others.taps[name])
+        backend.close()
+
+
+def test_what_all_tokens_share_is_computed_while_experts_are_read(tmp_path: Path) -> None:
+    gguf = tiny("qwen2moe", tmp_path)
+    graph, ids = graph_of(gguf), tokens(20)
+    attention, begin, experts = places(graph)
+    assert all(a < b < c - 1 for a, b, c in zip(attention, begin, experts, strict=True))
+    whole = CpuBackend(gguf, graph, n_pages=8, max_batch=128, n_threads=2)
+    backend, _ = streaming(gguf, 0.4)
+    for cuts in ([], list(range(1, 20))):
+        np.testing.assert_array_equal(logits_of(backend, ids, cuts, PAGES), logits_of(whole, ids, [], PAGES))
+
+
+@pytest.mark.parametrize("predictor", ["sign", "svd", None])
+@pytest.mark.parametrize("model", ["falcon-7b", "falcon-40b"])
+def test_a_predictor_before_attention_begins_the_reads(
+    tmp_path: Path, model: str, predictor: str | None
+) -> None:
+    gguf, ids = write(tmp_path, model, GGMLType.Q4_0), tokens(24)
+    _, graph = prepared(gguf, "predicted", predictor)
+    attention, begin, neurons = places(graph)
+    assert all(a < b < c for a, b, c in zip(begin, attention, neurons, strict=True))
+    expected = logits_of(cpu(gguf, "predicted", predictor), ids, [], PAGES)
+    for share in (0.0, 0.3):
+        backend, weights = stored(gguf, "predicted", share, predictor=predictor)
+        for cuts in ([], list(range(1, 24))):
+            np.testing.assert_array_equal(logits_of(backend, ids, cuts, PAGES), expected)
+        assert weights.counts().misses > 0
+        backend.close()
+
+
+def test_what_needs_attention_stays_behind_it(tmp_path: Path) -> None:
+    """Predictors of what attention has yielded begin their reads where they stand: nothing is gained."""
+    _, graph = prepared(write(tmp_path, "llama", GGMLType.Q4_0), "predicted", "sign")
+    _, begin, neurons = places(graph)
+    assert not begin
+    assert neurons
