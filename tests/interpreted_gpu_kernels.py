@@ -20,12 +20,12 @@ import torch
 from make_blocks import random_blocks
 from test_gpu_kernels import EPS, FLOATS, K_TYPES, Cache, matrix, randn, rng_of
 
-from hotset.backends.gpu import triton_kernels, twins
+from hotset.backends.gpu import exact, experts_kernel, triton_kernels, twins
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.matrix import SUPPORTED, DeviceMatrix
 from hotset.formats import planes
 from hotset.formats.quants import GGMLType
-from hotset.model.graph import Rope
+from hotset.model.graph import Activate, Rope, Value
 
 DEVICE = os.environ.get("HOTSET_TEST_DEVICE")
 assert (os.environ.get("TRITON_INTERPRET") == "1") != (DEVICE is not None)
@@ -56,12 +56,15 @@ class OnDevice:
                 host.copy_(there)
                 if result is there:
                     return host
+            if isinstance(result, tuple):
+                return tuple(one.cpu() for one in result)
             return result.cpu() if isinstance(result, torch.Tensor) else result
 
         return call if callable(function) else function
 
 
 kernels: Any = triton_kernels if DEVICE is None else OnDevice(triton_kernels, DEVICE)
+experts_on_device: Any = experts_kernel if DEVICE is None else OnDevice(experts_kernel, DEVICE)
 t = torch.from_numpy
 Q4_0, Q8_0 = GGMLType.Q4_0, GGMLType.Q8_0
 SOME = [0, 31, 95, 33, 64]  # rows of planes
@@ -365,6 +368,52 @@ def test_attention(
 
 
 @pytest.mark.skipif(DEVICE is not None, reason="of the interpreter")
+@pytest.mark.parametrize("type_", SUPPORTED, ids=lambda t: GGMLType(t).name)
+def test_expert_rows_are_exact(type_: GGMLType) -> None:
+    """To the bit, unlike the other kernels: the CPU's experts and a device's must be equal."""
+    n_rows, k = 11, 768
+    m, _ = matrix(type_, 2 * n_rows, k)
+    x = torch.from_numpy(randn(2, k))
+    x[1, 40:70], x[0, 64:96] = 1e-42, 0
+    slots = torch.tensor([1, -1, 0, 1], dtype=torch.int32)
+    given = experts_on_device._quantized(x)
+    bias = torch.from_numpy(randn(2, n_rows, seed=3))
+    found = experts_on_device._rows(x, given, slots, before_nothing(m), bias, n_rows, 2)
+    for pair, slot in enumerate(slots.tolist()):
+        y = torch.zeros(n_rows)
+        if slot >= 0:
+            y = exact.linear(x[pair // 2, None], m, slot * n_rows, n_rows)[0] + bias[slot]
+        assert torch.equal(found[pair], y)
+    x[0, 3], x[1, 700] = torch.inf, torch.nan
+    q, scales, sums = experts_on_device._quantized(x)
+    expected = exact.quantize(x)
+    assert torch.equal(q.view(expected.q.shape).double(), expected.q)
+    for one, other in ((scales, expected.scale), (sums, expected.sum)):
+        assert torch.equal(one.nan_to_num(-1.0), other.nan_to_num(-1.0))
+
+
+@pytest.mark.parametrize("kind", exact.ACTIVATIONS)
+def test_experts_are_exact(kind: Any) -> None:
+    n_embd, n_neurons = 64, 32
+    gate, up = (matrix(GGMLType.Q8_0, 3 * n_neurons, n_embd, seed)[0] for seed in (1, 2))
+    down = matrix(GGMLType.Q8_0, 3 * n_embd, n_neurons, 3)[0]
+    value = Value(0, 1, "x")
+    clamped = Activate(value, value, "clamped_plus_one", 0.5) if kind == "clamped_silu" else None
+    is_ungated = kind == "relu2"
+    options: dict[str, Any] = {
+        "n_neurons": n_neurons, "activation": Activate(value, value, kind, 0.3), "up_activation": clamped,
+        "by_neuron": False, "sparse": kind in ("relu", "fatrelu"),
+        "down_bias": torch.from_numpy(randn(3, n_embd)),
+    }  # fmt: skip
+    h, slots = torch.from_numpy(randn(2, n_embd)) * 9, torch.tensor([[2, -1], [0, 2]], dtype=torch.int32)
+    counts = [torch.zeros(twins.N_COUNTS, dtype=torch.int64) for _ in range(2)]
+    gate = None if is_ungated else gate
+    expected = twins.experts(h, slots, gate, up, down, counts=counts[0], **options)
+    found = experts_on_device.experts(h, slots, gate, up, down, counts=counts[1], **options)
+    assert torch.equal(found, expected)
+    assert torch.equal(counts[0][:2], counts[1][:2])
+
+
 def test_kernels_of_an_interpreter_are_tritons() -> None:
     ops = Kernels("cpu")
     assert ops.name == "triton"

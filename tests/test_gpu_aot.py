@@ -26,11 +26,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from hotset.backends.gpu import experts_kernel, matrix, spin_kernel
 from hotset.backends.gpu import launch as launcher
-from hotset.backends.gpu import matrix, spin_kernel
 from hotset.backends.gpu import triton_kernels as kernels
 from hotset.backends.gpu.matrix import SUPPORTED, DeviceMatrix
 from hotset.formats.quants import GGMLType, row_bytes
+from hotset.model.graph import Activate, Value
 
 TARGETS = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 86, 89, 90, 120)}
 TARGETS["gfx1100"] = GPUTarget("hip", "gfx1100", 32)
@@ -113,6 +114,25 @@ def other_types(types: list[GGMLType]) -> Callable[[], None]:
     return run
 
 
+def expert_step(types: list[GGMLType]) -> Callable[[], None]:
+    """The cached experts of a token, with biases and without."""
+
+    def run() -> None:
+        value = Value(0, 1, "x")
+        for type_ in types:
+            up, down = weights(type_, 64 * 768, 2048), weights(type_, 64 * 2048, 768)
+            biases: dict[str, torch.Tensor | None] = {"gate_bias": new(64, 768), "down_bias": new(64, 2048)}
+            for kind, up_kind, given in (("silu", None, {}), ("clamped_silu", "clamped_plus_one", biases)):
+                experts_kernel.experts(
+                    new(1, 2048), new(1, 8, dtype=torch.int32), up, up, down, n_neurons=768,
+                    activation=Activate(value, value, kind, 7.0),
+                    up_activation=Activate(value, value, up_kind, 7.0) if up_kind else None,
+                    by_neuron=False, sparse=False, counts=new(5, dtype=torch.int64), **given,
+                )  # fmt: skip
+
+    return run
+
+
 def eight_tokens() -> None:
     kernels.linear(new(8, D), weights(Q4_0, D, D))
 
@@ -149,14 +169,14 @@ def compiled(
     """Records the launches of `run` and compiles each: a kernel's name, its constants, what is made of it."""
     launches: list[tuple[Any, ...]] = []
 
-    def record(kernel: Any, grid: Any, *args: Any, warps: int, **constants: Any) -> None:
-        launches.append((kernel, args, warps, constants))
+    def record(kernel: Any, grid: Any, *args: Any, warps: int, fused: bool = True, **constants: Any) -> None:
+        launches.append((kernel, args, warps, fused, constants))
 
     patch.setattr(launcher, "launch", record)
     patch.setattr(kernels, "_precision", lambda x: "tf32x3" if target.backend == "cuda" else "ieee")
     run()
-    for kernel, args, warps, constants in launches:
-        options = {"num_warps": warps, "enable_fp_fusion": True}
+    for kernel, args, warps, fused, constants in launches:
+        options = {"num_warps": warps, "enable_fp_fusion": fused}
         made = triton.compile(source_of(kernel, args, constants), target, options=options)
         assert made.asm[CODE[target.backend]][:4] == b"\x7fELF"
         yield kernel.__name__, constants, made
@@ -222,6 +242,20 @@ def test_a_decode_step_compiles(target: str, monkeypatch: pytest.MonkeyPatch) ->
         "_norm_kernel", "_heads_kernel", "_attention_kernel", "_merge_kernel",
     }  # fmt: skip
     check(rows, target)
+
+
+@each_target
+def test_cached_experts_compile(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their products and sums are fused where the CPU's are, and nowhere else."""
+    types = SUPPORTED if list(TARGETS) == CHOSEN else (F16, Q4_0, GGMLType.Q4_K, GGMLType.Q6_K)
+    rows = []
+    for name, constants, made in compiled(expert_step(list(types)), TARGETS[target], monkeypatch):
+        rows.append((name, constants, made))
+        if TARGETS[target].backend == "cuda":
+            text = made.asm["ptx"]
+            assert not re.search(r"div\.(full|approx)|mul\.ftz|fma\.rn\.ftz", text), name
+            assert "fma.rn.f32" in text or name == "_quantize_kernel"
+    assert {name for name, _, _ in rows} == {"_quantize_kernel", "_expert_rows_kernel", "_values_kernel"}
 
 
 @each_target

@@ -14,7 +14,8 @@ FILE = Path(__file__).with_name("interpreted_gpu_kernels.py")
 GROUPS = {
     "linear": "test_linear and not linear_t",
     "linear_t": "linear_t",
-    "ffn and norms": "not linear and not attention",
+    "ffn and norms": "not linear and not attention and not expert",
+    "experts": "expert",
     "attention": "attention",
 }
 

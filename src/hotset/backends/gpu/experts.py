@@ -270,8 +270,9 @@ def can_hold(ffn: Ffn, tensors: Mapping[str, TensorInfo], device: torch.device) 
     """Whether a device computes the experts of a mixture, with the CPU's bits."""
     types = {tensors[name].type for op in parts_of(ffn).values() for name in op.weights}
     kinds = [op.kind for op in (ffn.gate_act, ffn.up_act) if op is not None]
+    by_neuron = isinstance(ffn.down, ExpertSum) and ffn.down.by_neuron
     return (
-        device.type in ("cpu", "cuda")
+        (device.type == "cpu" or (device.type == "cuda" and not by_neuron))
         and ffn.mask is None
         and all(kind in exact.ACTIVATIONS for kind in kinds)
         and types <= set(SUPPORTED)

@@ -28,7 +28,7 @@ class Kernels:
         self.activate = twins.activate
         self.angles = twins.angles
         self.route = twins.route
-        self.experts = twins.experts
+        self.experts = twins.experts if not self.triton else _expert_kernels().experts
         self.sum_experts = twins.sum_experts
         self.linear = ops.linear
         self.linear_t = ops.linear_t
@@ -59,6 +59,12 @@ def _triton_kernels() -> ModuleType:
     from hotset.backends.gpu import triton_kernels
 
     return triton_kernels
+
+
+def _expert_kernels() -> ModuleType:
+    from hotset.backends.gpu import experts_kernel
+
+    return experts_kernel
 
 
 def _wants_triton(device: torch.device) -> bool:

@@ -1,0 +1,322 @@
+"""Experts of a device's slots in Triton: the arithmetic of exact.py, which has its meaning, to the bit.
+
+A *pair* is a token and one of its experts. Inputs are quantised once, then a program has some rows of one
+pair's expert: sixteen lanes for each row, which take blocks in turn. A pair whose expert has no slot costs
+the launch of programs that end at once. Nothing is read back by the host, and shapes alone decide what is
+launched. Products and sums must not be fused here but where it is written (`fused=False`).
+"""
+
+# Kernels have no types of Python: pointers, numbers of a program, constants.
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: SIM109
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hotset.backends.gpu import launch as launcher
+from hotset.backends.gpu.matrix import DeviceMatrix
+from hotset.backends.gpu.triton_kernels import (
+    FLOAT,
+    FORMATS,
+    Q4_0,
+    Q4_1,
+    Q4_K,
+    Q5_0,
+    Q5_1,
+    Q6_K,
+    Q8_0,
+)
+from hotset.model.graph import Activate
+
+SILU = tl.constexpr(0)
+GELU_TANH = tl.constexpr(1)
+RELU = tl.constexpr(2)
+RELU2 = tl.constexpr(3)
+FATRELU = tl.constexpr(4)
+SIGMOID = tl.constexpr(5)
+CLAMPED_SILU = tl.constexpr(6)
+CLAMPED_PLUS_ONE = tl.constexpr(7)
+IDENTITY = tl.constexpr(8)
+KINDS = {
+    "silu": 0, "gelu_tanh": 1, "relu": 2, "relu2": 3, "fatrelu": 4, "sigmoid": 5, "clamped_silu": 6,
+    "clamped_plus_one": 7,
+}  # fmt: skip
+TO_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: added and taken off, it rounds |x| < 2^22 to whole numbers
+
+
+@triton.jit
+def _quantize_kernel(x, q, scales, sums, n_blocks, B: tl.constexpr):
+    """exact.quantize of B blocks of one row; q: int8."""
+    row = tl.program_id(0).to(tl.int64)
+    b = tl.program_id(1) * B + tl.arange(0, B)
+    at = (row * n_blocks + b)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    inside = (b < n_blocks)[:, None]
+    v = tl.load(x + at, mask=inside, other=0.0)
+    size = tl.abs(v)
+    finite = tl.sum((size < float("inf")).to(tl.int32), axis=1) == 32
+    largest = tl.max(size, axis=1)
+    steps = tl.div_rn(tl.full([B], 127.0, tl.float32), largest)
+    inverse = tl.where(steps < float("inf"), steps, 0.0)
+    codes = (v * inverse[:, None] + TO_WHOLE) - TO_WHOLE
+    codes = tl.where(finite[:, None], codes, 0.0)
+    scale = tl.where(finite, tl.div_rn(largest, tl.full([B], 127.0, tl.float32)), float("nan"))
+    total = tl.sum(codes.to(tl.int32), axis=1).to(tl.float32)
+    tl.store(q + at, codes.to(tl.int8), mask=inside)
+    tl.store(scales + row * n_blocks + b, scale, mask=b < n_blocks)
+    tl.store(sums + row * n_blocks + b, scale * total, mask=b < n_blocks)
+
+
+@triton.jit
+def _codes(codes, high, row, n_blocks, b, inside, TYPE: tl.constexpr):
+    """Whole numbers of blocks b of rows, int32 [R, 16, 32]. row: int64 [R]."""
+    i = tl.arange(0, 32)[None, None, :]
+    block = b[None, :, None]
+    mask = inside[None, :, None]
+    at = row[:, None, None] * (n_blocks * (32 if TYPE == Q8_0 else 16))
+    if TYPE == Q8_0:
+        return tl.load(codes + at + block * 32 + i, mask=mask, other=0).to(tl.int32)
+    elif TYPE == Q4_K:
+        byte = tl.load(codes + at + block // 2 * 32 + i, mask=mask, other=0).to(tl.int32)
+        return (byte >> (block % 2 * 4)) & 15
+    elif TYPE == Q6_K:
+        j = block % 8
+        low = at + block // 8 * 128 + j // 4 * 64 + j % 2 * 32 + i
+        byte = tl.load(codes + low, mask=mask, other=0).to(tl.int32) >> (j % 4 // 2 * 4)
+        upper = row[:, None, None] * (n_blocks * 8) + block // 8 * 64 + j // 4 * 32 + i
+        bits = tl.load(high + upper, mask=mask, other=0).to(tl.int32) >> (j % 4 * 2)
+        return ((byte & 15) | (bits & 3) << 4) - 32
+    else:
+        byte = tl.load(codes + at + block * 16 + i % 16, mask=mask, other=0).to(tl.int32)
+        number = (byte >> (i // 16 * 4)) & 15
+        if TYPE == Q5_0 or TYPE == Q5_1:
+            bits = tl.load(high + row[:, None] * n_blocks + b[None, :], mask=inside[None, :], other=0)
+            number = number | ((bits[:, :, None] >> i) & 1) << 4
+        if TYPE == Q4_0:
+            number = number - 8
+        if TYPE == Q5_0:
+            number = number - 16
+        return number
+
+
+@triton.jit
+def _small_scale(sub_scales, at, j, mask, first: tl.constexpr):
+    """A scale (first = 0) or a minimum (4) of Q4_K: six bits of its twelve bytes."""
+    low = tl.load(sub_scales + at + first + j % 4, mask=mask, other=0).to(tl.int32)
+    last = tl.load(sub_scales + at + 8 + j % 4, mask=mask, other=0).to(tl.int32)
+    # The high two bits of those from 4 on stand above the first four of the same kind.
+    later = ((last >> first) & 15) | (low >> 6) << 4
+    return tl.where(j < 4, low & 63, later).to(tl.float32)
+
+
+@triton.jit
+def _expert_rows_kernel(
+    x, q, q_scales, q_sums, slots, out, bias, codes, scales, mins, high, sub_scales,
+    n_rows, n_cols, n_blocks, pairs_of_input,
+    TYPE: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """out [pairs, n_rows]: exact.linear of each pair's input and R rows of its expert, + bias; 0 without."""
+    rows = tl.program_id(0) * R + tl.arange(0, R)
+    pair = tl.program_id(1)
+    slot = tl.load(slots + pair)
+    inside_rows = rows < n_rows
+    y = tl.zeros([R], tl.float32)
+    if slot >= 0:
+        given = (pair // pairs_of_input).to(tl.int64)
+        row = slot.to(tl.int64) * n_rows + tl.where(inside_rows, rows, 0)
+        lanes = tl.zeros([R, 16], tl.float32)
+        lane = tl.arange(0, 16)
+        if TYPE == FLOAT:
+            for first in range(0, n_cols, 16):
+                k = first + lane
+                w = tl.load(codes + row[:, None] * n_cols + k[None, :], mask=(k < n_cols)[None, :], other=0.0)
+                v = tl.load(x + given * n_cols + k, mask=k < n_cols, other=0.0)
+                lanes = tl.fma(w.to(tl.float32), tl.broadcast_to(v[None, :], [R, 16]), lanes)
+        else:
+            for first in range(0, n_blocks, 16):
+                b = first + lane
+                inside = b < n_blocks
+                at = given * n_blocks + b
+                i = tl.arange(0, 32)
+                xs = tl.load(q + at[:, None] * 32 + i[None, :], mask=inside[:, None], other=0).to(tl.int32)
+                products = _codes(codes, high, row, n_blocks, b, inside, TYPE) * xs[None, :, :]
+                PER: tl.constexpr = 8 if TYPE >= Q4_K else 1  # blocks under one scale of 16 bits
+                above = row[:, None] * (n_blocks // PER) + (b // PER)[None, :]
+                mask = inside[None, :]
+                scale = tl.load(scales + above, mask=mask, other=0.0).to(tl.float32)
+                if TYPE == Q6_K:
+                    halves = tl.sum(tl.reshape(products, [R, 16, 2, 16]), axis=3)
+                    h = tl.arange(0, 2)[None, None, :]
+                    sub = row[:, None, None] * (n_blocks * 2) + b[None, :, None] * 2 + h
+                    own = tl.load(sub_scales + sub, mask=inside[None, :, None], other=0).to(tl.int32)
+                    dots = tl.sum(halves * own, axis=2)
+                else:
+                    dots = tl.sum(products, axis=2)
+                if TYPE == Q4_K:
+                    j = (b % 8)[None, :]
+                    scale = scale * _small_scale(sub_scales, above * 12, j, mask, 0)
+                weight = scale * tl.load(q_scales + at, mask=inside, other=0.0)[None, :]
+                more = tl.fma(weight, dots.to(tl.float32), lanes)
+                if TYPE == Q4_1 or TYPE == Q5_1 or TYPE == Q4_K:
+                    least = tl.load(mins + above, mask=mask, other=0.0).to(tl.float32)
+                    if TYPE == Q4_K:
+                        least = -(least * _small_scale(sub_scales, above * 12, j, mask, 4))
+                    total = tl.load(q_sums + at, mask=inside, other=0.0)
+                    more = tl.fma(least, tl.broadcast_to(total[None, :], [R, 16]), more)
+                lanes = tl.where(mask, more, lanes)
+        # Two by two: (l, l + 8), then (l, l + 4), (l, l + 2), (l, l + 1).
+        eight = tl.sum(tl.reshape(lanes, [R, 2, 8]), axis=1)
+        four = tl.sum(tl.reshape(eight, [R, 2, 4]), axis=1)
+        y = tl.sum(tl.sum(tl.reshape(four, [R, 2, 2]), axis=1), axis=1)
+        if bias is not None:
+            y += tl.load(bias + row)
+    tl.store(out + pair.to(tl.int64) * n_rows + rows, y, mask=inside_rows)
+
+
+@triton.jit
+def _exp(x, N: tl.constexpr):
+    """exact.exp of [N]."""
+    x = tl.where(x > -88.5, x, -88.5)
+    x = tl.where(x < 89.0, x, 89.0)
+    n = (x * 1.44269504 + TO_WHOLE) - TO_WHOLE
+    n = tl.where(n > -127.0, n, -127.0)
+    r = tl.fma(n, tl.full([N], -0.693359375, tl.float32), x)
+    r = tl.fma(n, tl.full([N], 2.12194440e-4, tl.float32), r)
+    p = tl.fma(tl.full([N], 1.9875691500e-4, tl.float32), r, tl.full([N], 1.3981999507e-3, tl.float32))
+    p = tl.fma(p, r, tl.full([N], 8.3334519073e-3, tl.float32))
+    p = tl.fma(p, r, tl.full([N], 4.1665795894e-2, tl.float32))
+    p = tl.fma(p, r, tl.full([N], 1.6666665459e-1, tl.float32))
+    p = tl.fma(p, r, tl.full([N], 5.0000001201e-1, tl.float32))
+    power = ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.fma(p * r, r, r + 1.0) * power
+
+
+@triton.jit
+def _activated(x, threshold, KIND: tl.constexpr, N: tl.constexpr):
+    """exact.activate of [N]."""
+    if KIND == SILU:
+        return tl.div_rn(x, 1.0 + _exp(0.0 - x, N))
+    elif KIND == GELU_TANH:
+        u = x * tl.fma(
+            x * x, tl.full([N], 0.0713548162726, tl.float32), tl.full([N], 1.59576912161, tl.float32)
+        )
+        return tl.div_rn(x, 1.0 + _exp(0.0 - u, N))
+    elif KIND == RELU:
+        return tl.where(x > 0.0, x, 0.0)
+    elif KIND == RELU2:
+        r = tl.where(x > 0.0, x, 0.0)
+        return r * r
+    elif KIND == FATRELU:
+        return tl.where(x >= threshold, x, 0.0)
+    elif KIND == SIGMOID:
+        return tl.div_rn(tl.full([N], 1.0, tl.float32), 1.0 + _exp(0.0 - x, N))
+    elif KIND == CLAMPED_SILU:
+        m = tl.where(x < threshold, x, threshold)
+        return tl.div_rn(m, 1.0 + _exp(-1.702 * m, N))
+    elif KIND == CLAMPED_PLUS_ONE:
+        m = tl.where(x < threshold, x, threshold)
+        return tl.where(m > -threshold, m, -threshold) + 1.0
+    else:
+        return x
+
+
+@triton.jit
+def _values_kernel(
+    gate, up, slots, values, counts, n, threshold, up_threshold,
+    KIND: tl.constexpr, UP_KIND: tl.constexpr, SPARSE: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """values [pairs, n] = f(gate) * g(up), or f(up) without a gate; counts as twins.experts adds them."""
+    pair = tl.program_id(1)
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    inside = i < tl.where(tl.load(slots + pair) >= 0, n, 0)
+    at = pair.to(tl.int64) * n + i
+    value = tl.load(up + at, mask=inside, other=0.0)
+    fires = inside
+    if gate is not None:
+        fired = _activated(tl.load(gate + at, mask=inside, other=0.0), threshold, KIND, N)
+        value = fired * _activated(value, up_threshold, UP_KIND, N)
+        if SPARSE:
+            fires = inside & (fired != 0.0)
+            value = tl.where(fires, value, 0.0)
+    else:
+        value = _activated(value, threshold, KIND, N)
+    value = tl.where(inside, value, 0.0)
+    if counts is not None:
+        tl.atomic_add(counts, tl.sum(inside.to(tl.int32), axis=0).to(tl.int64))
+        tl.atomic_add(counts + 1, tl.sum((value != 0.0).to(tl.int32), axis=0).to(tl.int64))
+    tl.store(values + at, value, mask=i < n)
+
+
+def experts(
+    h: Tensor,
+    slots: Tensor,
+    gate: DeviceMatrix | None,
+    up: DeviceMatrix,
+    down: DeviceMatrix,
+    *,
+    n_neurons: int,
+    activation: Activate,
+    up_activation: Activate | None,
+    by_neuron: bool,
+    sparse: bool,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Tensor:
+    """twins.experts, but for down projections by neuron (experts.can_hold). Of several tokens that have an
+    expert in common its rows are counted for each."""
+    assert not by_neuron
+    n_tokens, n_used = slots.shape
+    h, flat = h.contiguous(), slots.contiguous().view(-1)
+    gates = None
+    given = _quantized(h) if not all(m.is_float for m in (gate or up, up)) else (h, h, h)
+    values = torch.empty((len(flat), n_neurons), device=h.device)
+    if gate is not None:
+        gates = _rows(h, given, flat, gate, gate_bias, n_neurons, n_used)
+    ups = _rows(h, given, flat, up, up_bias, n_neurons, n_used)
+    launcher.launch(
+        _values_kernel, (-(-n_neurons // 256), len(flat)), gates, ups, flat, values, counts, n_neurons,
+        float(activation.threshold), float(up_activation.threshold) if up_activation else 0.0,
+        KIND=KINDS[activation.kind], UP_KIND=8 if up_activation is None else KINDS[up_activation.kind],
+        SPARSE=sparse, N=256, warps=4, fused=False,
+    )  # fmt: skip
+    if counts is not None:
+        rows = (slots >= 0).sum() * n_neurons
+        counts[2 if gate is not None else 3] += rows
+        if gate is not None:
+            counts[3] += rows
+    given = (values, values, values) if down.is_float else _quantized(values)
+    return _rows(values, given, flat, down, down_bias, h.shape[1], 1).view(n_tokens, n_used, -1)
+
+
+def _quantized(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    n, n_blocks = len(x), x.shape[1] // 32
+    q = torch.empty((n, n_blocks * 32), dtype=torch.int8, device=x.device)
+    scales, sums = (torch.empty((n, n_blocks), device=x.device) for _ in range(2))
+    launcher.launch(
+        _quantize_kernel, (n, -(-n_blocks // 16)), x, q, scales, sums, n_blocks, B=16, warps=4, fused=False
+    )
+    return q, scales, sums
+
+
+def _rows(
+    x: Tensor,
+    given: tuple[Tensor, Tensor, Tensor],
+    slots: Tensor,
+    m: DeviceMatrix,
+    bias: Tensor | None,
+    n_rows: int,
+    pairs_of_input: int,
+) -> Tensor:
+    """The rows of each pair's expert times its input: [pairs, n_rows]."""
+    out = torch.empty((len(slots), n_rows), device=x.device)
+    fields = (m.codes, m.scales, m.mins, m.high, m.sub_scales)
+    launcher.launch(
+        _expert_rows_kernel, (-(-n_rows // 8), len(slots)), x, *given, slots, out, bias, *fields,
+        n_rows, m.n_cols, m.n_cols // 32, pairs_of_input, TYPE=FORMATS[m.type], R=8, warps=4, fused=False,
+    )  # fmt: skip
+    return out
