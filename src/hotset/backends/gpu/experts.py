@@ -13,7 +13,8 @@ Layers whose matrices have other types or shapes have slots of their own, and a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +103,8 @@ class ExpertCache:
         self.n_fetched = 0
         # Bytes are taken apart and copied beside the steps; a CPU that stands in has no time beside them.
         self._copies = None if self.device.type == "cpu" else ThreadPoolExecutor(1, "hotset-experts")
+        # On the stream of the steps a copy would wait for them, and they for it.
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def _add(self, layout: ExpertLayout, ffns: list[Ffn], n_slots: int) -> None:
         up = ffns[0].up
@@ -194,14 +197,21 @@ class ExpertCache:
 
     def _fill(self, group: _Group, layer: int, id: int, slot: int) -> None:
         """Copies an expert into a slot that no table names."""
-        for name, op in parts_of(group.ffns[layer]).items():
-            matrix = group.slots.matrices[name]
-            rows = matrix.n_rows // group.slots.n_slots
-            matrix.put(slot * rows, expert_bytes(op, id, self._weights))
-            if name in group.slots.biases:
-                group.slots.biases[name][slot].copy_(torch.from_numpy(expert_bias(op, id, self._weights)))
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # of this thread
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            for name, op in parts_of(group.ffns[layer]).items():
+                matrix = group.slots.matrices[name]
+                rows = matrix.n_rows // group.slots.n_slots
+                matrix.put(slot * rows, expert_bytes(op, id, self._weights))
+                if name in group.slots.biases:
+                    bias = expert_bias(op, id, self._weights)
+                    group.slots.biases[name][slot].copy_(torch.from_numpy(bias))
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def settle(self) -> None:
+        """Waits for the copies that are under way: while a step is captured no thread may ask anything of the
+        device."""
+        wait(copy for group in self._groups for copy in group.coming.values())
 
     def close(self) -> None:
         """Waits for the copy that is under way; safe to call twice."""

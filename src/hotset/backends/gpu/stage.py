@@ -288,6 +288,8 @@ class GpuStage:
         assert self._capture is not None
         # With as many outputs as it is recorded with: no kernel may be loaded first within a capture.
         result = self._eager(program, n, n).clone()
+        if self._expert_cache is not None:
+            self._expert_cache.settle()
         try:
             self._captured[n] = self._capture(lambda: self._compute(program, n, n, {}))
         except StepCancelledError:
