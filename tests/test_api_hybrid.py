@@ -157,10 +157,9 @@ def test_a_line_tells_what_became_of_experts(mixture: Path) -> None:
     assert facts["placement"]["devices"][0]["experts"] > 0
     budgeted = ("run", mixture, "Hello there", "-n", 6, "--temp", 0, "-c", 128, "--ram-budget", 0.5)
     experts = json.loads(inside(*budgeted, "--json").stdout)["experts"]
-    assert experts["hits"] > 0
-    assert experts["read"] > 0
+    assert experts["hits"] + experts["read"] > 0  # all that has room may have been read before
     assert experts["on_cpu"] == experts["fetched"] == 0
-    assert "read from the disk" in inside(*budgeted).stderr
+    assert "experts were in the cache" in inside(*budgeted).stderr
     alone = inside("run", mixture, "Hello there", "-n", 2, "--temp", 0, "--no-gpu")
     assert alone.returncode == 0, alone.stderr
     assert "experts were" not in alone.stderr

@@ -13,6 +13,7 @@ from test_report import check_self_contained
 from test_trace import EXPERTS, mixture, random_trace, traced
 
 import hotset
+from hotset.backends.base import ExpertCounts
 from hotset.backends.cpu import CpuBackend
 from hotset.errors import FormatError, InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
@@ -20,7 +21,7 @@ from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.report.activity import LAGS
-from hotset.report.experts import drift_of, hotness_of
+from hotset.report.experts import drift_of, experts_dict, experts_line, hotness_of
 from hotset.report.layers import expert_table
 from hotset.report.plots import plots_of_experts
 from hotset.sparsity.profile import Profile, collect, default_path
@@ -193,3 +194,16 @@ def test_profile_and_report_of_a_mixture(
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["drift"] is None
     assert json.loads(done.stdout)["experts"] == alone["experts"]
+
+
+def test_a_line_of_experts() -> None:
+    beside = ExpertCounts(hits=1300, on_cpu=700, fetched=24)
+    assert experts_line(beside) == (
+        "1,300 of 2,000 experts were in the cache (65%), 24 fetched, 700 computed by the CPU"
+    )
+    stored = ExpertCounts(hits=3, read=1)
+    assert experts_line(stored) == "3 of 4 experts were in the cache (75%), 1 read from the disk"
+    assert experts_line(ExpertCounts()) == "0 of 0 experts were in the cache"
+    assert experts_dict(beside + stored) == {
+        "hits": 1303, "on_cpu": 700, "fetched": 24, "read": 1, "hit_rate": 1303 / 2004
+    }  # fmt: skip
