@@ -202,7 +202,7 @@ def test_dense_models_are_split_by_layers(tmp_path: Path, n_cpu: int) -> None:
     gguf = open_gguf(write_llama(tmp_path / "m.gguf", n_layer=4))
     placement = whole([CPU] * n_cpu + [0] * (4 - n_cpu), output=0)
     cpu, hybrid = both(gguf, "dense", placement)
-    assert [set(held) for held in hybrid.device_bytes()] == [{"weights", "kv", "workspace"}]
+    assert [set(held) for held in hybrid.device_bytes()] == [{"weights", "experts", "kv", "workspace"}]
     assert_same_logits(cpu, hybrid, 2 * TOLERANCE)  # four layers
 
 
