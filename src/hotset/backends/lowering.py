@@ -618,8 +618,8 @@ class _Emission:
         """Copies by channel as the plan takes them: codes, scales, minimums, outputs in all, its first,
         below which share of channels it pays.
 
-        Empty where there is none, or every channel is to be read, and under a budget of memory, which has room
-        for the rows alone: the bits are the same.
+        Empty where there is none, or every channel is to be read, and under a budget of memory, which has
+        room for the rows alone: the bits are the same.
         """
         if isinstance(self._weights, StoredWeights):
             return []
