@@ -161,6 +161,7 @@ void Plan::finish() {
         for (std::vector<int32_t>* v : {&t.tokens, &t.positions, &t.sequences, &t.outputs})
             v->resize(max_tokens_);
         t.cut.resize(max_tokens_);
+        t.stretches.reserve(max_tokens_);
         t.rope_cos.resize(ropes_.size());
         t.rope_sin.resize(ropes_.size());
         for (size_t i = 0; i < ropes_.size(); i++) {
@@ -188,6 +189,13 @@ bool Plan::run(const Poll* poll, const int32_t* tokens, const int32_t* positions
     std::copy_n(positions, n_tokens, t.positions.begin());
     std::copy_n(sequences, n_tokens, t.sequences.begin());
     std::copy_n(outputs, n_outputs, t.outputs.begin());
+    t.stretches.clear();
+    t.n_positions = 0;
+    for (int i = 0; i < n_tokens; i++) {
+        if (i == 0 || sequences[i] != sequences[i - 1]) t.stretches.push_back({i, 0, sequences[i]});
+        t.stretches.back().count++;
+        t.n_positions = std::max(t.n_positions, positions[i] + 1);
+    }
     if (cut)
         std::copy_n(cut, n_tokens, t.cut.begin());
     else

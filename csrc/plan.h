@@ -36,7 +36,7 @@ struct Rope {
     bool operator==(const Rope&) const = default;
 };
 
-// Adjacent tokens of one sequence that attend together.
+// Adjacent tokens of one sequence.
 struct TokenTile {
     int first = 0;
     int count = 0;
@@ -49,6 +49,8 @@ struct StepTokens {
     int n_outputs = 0;
     int max_pages = 0;
     std::vector<int32_t> tokens, positions, sequences, pages, outputs;
+    std::vector<TokenTile> stretches;  // all tokens, cut where the next is of another sequence
+    int n_positions = 0;               // beyond the last of all
     std::vector<uint8_t> cut;  // of each token whether its small values are zero, where the model cuts them
     std::vector<int32_t> states;  // per sequence: the slot with its state, -1: it begins
     std::vector<int32_t> saves;   // per token: the slot that takes the state after it, -1: none

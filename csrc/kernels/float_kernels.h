@@ -144,41 +144,58 @@ void layer_norm(const float* x, const float* weight, const float* bias, float ep
     });
 }
 
+// Four blocks at a time, which lie together in the layout and whose largest values and sums are found
+// together.
 void quantize(const float* x, int64_t k, int8_t* q, float* scale, float* sums, int32_t* isum) {
     const int64_t blocks = padded(k) / 32;
-    for (int64_t b = 0; b < blocks; b++) {
-        int8_t* first = q + b / 4 * kGroup + b % 4 * 16;  // the block's halves lie 64 bytes apart
-        int8_t* second = first + 64;
-        if (b * 32 >= k) {
-            V::zero().store_i8(first);
-            V::zero().store_i8(second);
-            scale[b] = sums[b] = 0.0f;
-            isum[b] = isum[blocks + b] = 0;
-            continue;
+    int64_t b = 0;
+    for (; b * 32 < k; b += 4, q += kGroup) {
+        const float* at = x + b * 32;
+        const int count = imin(k - b * 32, 128);
+        V half[2][4], highest[4];  // the first sixteen values of each block, the others
+        for (int j = 0; j < 4; j++) {
+            for (int h = 0; h < 2; h++)
+                half[h][j] = count == 128 ? V::load(at + j * 32 + h * 16)
+                                          : V::load_n(at + j * 32 + h * 16,
+                                                      imin(imax(count - j * 32 - h * 16, 0), 16));
+            highest[j] = max(abs(half[0][j]), abs(half[1][j]));
         }
-        const int count = imin(k - b * 32, 32);
-        const V lo = V::load_n(x + b * 32, imin(count, 16));
-        const V hi = V::load_n(x + b * 32 + 16, imax(count - 16, 0));
-        const float largest = max_lane(max(abs(lo), abs(hi)));
-        // Below 3.8e-37 the inverse overflows (of zeros as well): all codes are then 0.
-        const float steps = 127.0f / largest;
-        const V inverse = V::set(steps < INFINITY ? steps : 0.0f);
-        const V qlo = round(lo * inverse), qhi = round(hi * inverse);
-        const float slo = sum(qlo), shi = sum(qhi);  // sums of small integers: exact
-        if (slo + shi != slo + shi) {  // a value is not finite: nor is any product with this block
-            V::zero().store_i8(first);
-            V::zero().store_i8(second);
-            scale[b] = sums[b] = NAN;
-            isum[b] = isum[blocks + b] = 0;
-            continue;
+        float largest[4], inverse[4], own_scale[4], own_sum[4], total[2][4];
+        max_lanes(highest, largest);
+        for (int j = 0; j < 4; j++) {
+            // Below 3.8e-37 the inverse overflows (of zeros as well): all codes are then 0.
+            const float steps = 127.0f / largest[j];
+            inverse[j] = steps < INFINITY ? steps : 0.0f;
+            own_scale[j] = largest[j] / 127.0f;
         }
-        qlo.store_i8(first);
-        qhi.store_i8(second);
-        scale[b] = largest / 127.0f;
-        sums[b] = scale[b] * (slo + shi);
-        isum[b] = int32_t(slo);
-        isum[blocks + b] = int32_t(shi);
+        for (int h = 0; h < 2; h++) {
+            for (int j = 0; j < 4; j++) half[h][j] = round(half[h][j] * V::set(inverse[j]));
+            integer_sums(half[h], total[h]);
+        }
+        for (int j = 0; j < 4; j++) own_sum[j] = total[0][j] + total[1][j];
+        const float any = (own_sum[0] + own_sum[1]) + (own_sum[2] + own_sum[3]);
+        for (int j = 0; any != any && j < 4; j++) {
+            if (own_sum[j] == own_sum[j]) continue;
+            // A value is not finite: nor is any product with this block.
+            half[0][j] = half[1][j] = V::zero();
+            total[0][j] = total[1][j] = 0.0f;
+            own_scale[j] = NAN;
+        }
+        for (int j = 0; j < 4; j++) {
+            half[0][j].store_i8(q + 16 * j);
+            half[1][j].store_i8(q + 64 + 16 * j);
+            own_sum[j] = own_scale[j] * own_sum[j];
+        }
+        memcpy(scale + b, own_scale, sizeof(own_scale));
+        memcpy(sums + b, own_sum, sizeof(own_sum));
+        for (int j = 0; j < 4; j++) isum[b + j] = int32_t(total[0][j]);
+        for (int j = 0; j < 4; j++) isum[blocks + b + j] = int32_t(total[1][j]);
     }
+    memset(q, 0, size_t(blocks - b) * 32);
+    memset(scale + b, 0, size_t(blocks - b) * sizeof(float));
+    memset(sums + b, 0, size_t(blocks - b) * sizeof(float));
+    memset(isum + b, 0, size_t(blocks - b) * sizeof(int32_t));
+    memset(isum + blocks + b, 0, size_t(blocks - b) * sizeof(int32_t));
 }
 
 // ---- Matrix products with float weights

@@ -1083,15 +1083,7 @@ inline void add_few_pair(const uint8_t* p, const uint8_t* q, int n, const __m512
 
 // The sums of four vectors' lanes by the fixed tree: blocks b and b + 8, then b and b + 4, and so on.
 inline __m128 four_sums(__m512 a, __m512 b, __m512 c, __m512 d) {
-    auto halves = [](__m512 v, __m512 w) {
-        const __m512d x = _mm512_castps_pd(v), y = _mm512_castps_pd(w);
-        return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
-                             _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
-    };
-    const __m512 ab = halves(a, b), cd = halves(c, d);
-    const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x88), _mm512_shuffle_ps(ab, cd, 0xdd));
-    const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
-    return _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    return across(a, b, c, d, [](__m512 v, __m512 w) { return _mm512_add_ps(v, w); });
 }
 
 template <class Format>

@@ -138,3 +138,25 @@ inline float max_lane(V a) {
     const __m128 d = _mm_max_ps(q, _mm_movehl_ps(q, q));
     return _mm_cvtss_f32(_mm_max_ss(d, _mm_movehdup_ps(d)));
 }
+
+// The lanes of four vectors, brought together by op: those two apart, neighbours, four apart.
+template <class Op>
+HOTSET_INLINE __m128 across(__m256 a, __m256 b, __m256 c, __m256 d, Op op) {
+    auto halves = [op](__m256 v, __m256 w) {
+        const __m256d x = _mm256_castps_pd(v), y = _mm256_castps_pd(w);
+        return op(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)), _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
+    };
+    const __m256 ab = halves(a, b), cd = halves(c, d);
+    const __m256 all = op(_mm256_shuffle_ps(ab, cd, 0x88), _mm256_shuffle_ps(ab, cd, 0xdd));
+    return _mm256_castps256_ps128(op(all, _mm256_permute2f128_ps(all, all, 1)));
+}
+inline void max_lanes(const V v[4], float out[4]) {
+    auto op = [](__m256 a, __m256 b) { return _mm256_max_ps(a, b); };
+    auto halves = [&](int i) { return op(v[i].lo, v[i].hi); };
+    _mm_storeu_ps(out, across(halves(0), halves(1), halves(2), halves(3), op));
+}
+inline void integer_sums(const V v[4], float out[4]) {
+    auto op = [](__m256 a, __m256 b) { return _mm256_add_ps(a, b); };
+    auto halves = [&](int i) { return op(v[i].lo, v[i].hi); };
+    _mm_storeu_ps(out, across(halves(0), halves(1), halves(2), halves(3), op));
+}

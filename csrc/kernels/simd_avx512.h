@@ -102,3 +102,24 @@ inline float max_lane(V a) {
     const __m128 d = _mm_max_ps(q, _mm_movehl_ps(q, q));
     return _mm_cvtss_f32(_mm_max_ss(d, _mm_movehdup_ps(d)));
 }
+
+// The lanes of four vectors, brought together by op: those two apart, neighbours, eight apart, four apart.
+template <class Op>
+HOTSET_INLINE __m128 across(__m512 a, __m512 b, __m512 c, __m512 d, Op op) {
+    auto halves = [op](__m512 v, __m512 w) {
+        const __m512d x = _mm512_castps_pd(v), y = _mm512_castps_pd(w);
+        return op(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+    };
+    const __m512 ab = halves(a, b), cd = halves(c, d);
+    __m512 all = op(_mm512_shuffle_ps(ab, cd, 0x88), _mm512_shuffle_ps(ab, cd, 0xdd));
+    all = op(all, _mm512_shuffle_f32x4(all, all, 0x4e));
+    return _mm512_castps512_ps128(op(all, _mm512_shuffle_f32x4(all, all, 0xb1)));
+}
+inline void max_lanes(const V v[4], float out[4]) {
+    auto op = [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); };
+    _mm_storeu_ps(out, across(v[0].v, v[1].v, v[2].v, v[3].v, op));
+}
+inline void integer_sums(const V v[4], float out[4]) {
+    auto op = [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); };
+    _mm_storeu_ps(out, across(v[0].v, v[1].v, v[2].v, v[3].v, op));
+}

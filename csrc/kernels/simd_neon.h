@@ -153,3 +153,17 @@ inline float max_lane(V a) {
     const float32x4_t d = larger(q, vextq_f32(q, q, 2));
     return vgetq_lane_f32(larger(d, vextq_f32(d, d, 1)), 0);
 }
+
+// The lanes of four vectors, brought together by op.
+template <class Op>
+HOTSET_INLINE float32x4_t across(const V v[4], Op op) {
+    auto neighbours = [op](float32x4_t a, float32x4_t b) { return op(vuzp1q_f32(a, b), vuzp2q_f32(a, b)); };
+    auto quarters = [op](V a) { return op(op(a.v[0], a.v[2]), op(a.v[1], a.v[3])); };
+    return neighbours(neighbours(quarters(v[0]), quarters(v[1])), neighbours(quarters(v[2]), quarters(v[3])));
+}
+inline void max_lanes(const V v[4], float out[4]) {
+    vst1q_f32(out, across(v, [](float32x4_t a, float32x4_t b) { return larger(a, b); }));
+}
+inline void integer_sums(const V v[4], float out[4]) {
+    vst1q_f32(out, across(v, [](float32x4_t a, float32x4_t b) { return vaddq_f32(a, b); }));
+}

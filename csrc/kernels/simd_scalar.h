@@ -133,3 +133,11 @@ inline float max_lane(V a) {
         for (int i = 0; i < half; i++) a.v[i] = a.v[i] > a.v[i + half] ? a.v[i] : a.v[i + half];
     return a.v[0];
 }
+// Of four at once: what is not below any of the lanes, where none is NaN, and sums of integers, in any order
+// (NaN, where a lane is NaN).
+inline void max_lanes(const V v[4], float out[4]) {
+    for (int i = 0; i < 4; i++) out[i] = max_lane(v[i]);
+}
+inline void integer_sums(const V v[4], float out[4]) {
+    for (int i = 0; i < 4; i++) out[i] = sum(v[i]);
+}

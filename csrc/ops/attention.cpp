@@ -59,35 +59,36 @@ class Attention : public Op {
         return (size_t(units) * tile_rows() * f_.kv.head_dim_v + 15) / 16 * 16;
     }
 
-    // Tiles are found anew by each call: adjacent tokens of one sequence, cut every tile_tokens_.
+    // Tiles, from the first-th on until f returns false: a sequence's tokens, cut every tile_tokens_. What
+    // each chunk does must not grow with the tokens of the step.
     template <class F>
-    void for_tiles(const StepTokens& step, F f) const {
-        for (int t = 0, index = 0; t < step.n_tokens; index++) {
-            int end = t + 1;
-            while (end < step.n_tokens && end - t < tile_tokens_ && step.sequences[end] == step.sequences[t])
-                end++;
-            if (!f(index, TokenTile{t, end - t, step.sequences[t]})) return;
-            t = end;
+    void for_tiles(const StepTokens& step, int first, F f) const {
+        int before = 0;
+        for (const TokenTile& all : step.stretches) {
+            const int n = ceil_div(all.count, tile_tokens_);
+            for (int i = std::max(first - before, 0); i < n; i++) {
+                const int at = i * tile_tokens_;
+                if (!f(before + i,
+                       TokenTile{all.first + at, std::min(tile_tokens_, all.count - at), all.sequence}))
+                    return;
+            }
+            before += n;
         }
     }
     int n_tiles(const StepTokens& step) const {
         int n = 0;
-        for_tiles(step, [&](int, TokenTile) { return ++n, true; });
+        for (const TokenTile& all : step.stretches) n += ceil_div(all.count, tile_tokens_);
         return n;
     }
     // A unit of work is a tile and a KV head, numbered tile by tile.
     int n_units(const StepTokens& step) const { return n_tiles(step) * f_.kv.n_head_kv; }
     TokenTile tile(const StepTokens& step, int wanted) const {
         TokenTile found;
-        for_tiles(step, [&](int index, TokenTile tile) { return found = tile, index != wanted; });
+        for_tiles(step, wanted, [&](int, TokenTile tile) { return found = tile, false; });
         return found;
     }
 
-    int n_splits(const StepTokens& step) const {
-        int last = 0;
-        for (int t = 0; t < step.n_tokens; t++) last = std::max(last, step.positions[t] + 1);
-        return ceil_div(last, kSplitTokens);
-    }
+    int n_splits(const StepTokens& step) const { return ceil_div(step.n_positions, kSplitTokens); }
     // With few tiles and a long context, splits are shared out as well.
     bool splits_apart(const StepTokens& step) const {
         const int units = n_units(step), splits = n_splits(step);
@@ -233,7 +234,7 @@ class Attention : public Op {
     bool for_units(const StepTokens& step, RowRange units, F f) const {
         const int heads = f_.kv.n_head_kv;
         bool done = true;
-        for_tiles(step, [&](int index, TokenTile tile) {
+        for_tiles(step, units.first / heads, [&](int index, TokenTile tile) {
             for (int unit = std::max(units.first, index * heads);
                  done && unit < std::min(units.last, (index + 1) * heads); unit++)
                 done = f(tile, unit % heads);

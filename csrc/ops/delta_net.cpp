@@ -29,7 +29,7 @@ class DeltaNet : public Op {
 
     void run(int phase, int chunk, const StepTokens& step, Worker& worker) const override {
         const int unit = phase * kMaxChunks + chunk, head = unit % f_.n_head;
-        const TokenTile tile = sequence(step, unit / f_.n_head);
+        const TokenTile tile = step.stretches[unit / f_.n_head];
         const int64_t size = int64_t(f_.dim_k) * f_.dim_v;
         float* const out = worker.results.as<float>();  // [tokens][dim_v]
         float* const state = out + rounded(int64_t(plan_.max_tokens()) * f_.dim_v);
@@ -70,23 +70,7 @@ class DeltaNet : public Op {
     static int64_t rounded(int64_t floats) { return (floats + 15) / 16 * 16; }
 
     // Tokens of one sequence are adjacent.
-    static int n_sequences(const StepTokens& step) {
-        int n = 0;
-        for (int t = 0; t < step.n_tokens; t++) n += t == 0 || step.sequences[t] != step.sequences[t - 1];
-        return n;
-    }
-    int n_units(const StepTokens& step) const { return n_sequences(step) * f_.n_head; }
-    static TokenTile sequence(const StepTokens& step, int wanted) {
-        TokenTile tile;
-        for (int t = 0, index = -1; t < step.n_tokens; t++) {
-            if (t == 0 || step.sequences[t] != step.sequences[t - 1]) {
-                if (++index > wanted) break;
-                tile = {t, 0, step.sequences[t]};
-            }
-            tile.count++;
-        }
-        return tile;
-    }
+    int n_units(const StepTokens& step) const { return int(step.stretches.size()) * f_.n_head; }
 
     // Token t: the state of a head before it becomes that after it.
     void advance(int t, int head, float* state, float* scratch, float* out) const {
