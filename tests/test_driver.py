@@ -733,6 +733,9 @@ def test_where_no_answer_runs_steps_grow_as_long_as_that_pays() -> None:
     [
         ([4000], 128, 512, [128]),
         ([4000], 128, 100, [100]),
+        ([160], 128, 512, [160]),  # no step for a few tokens that are left
+        ([160], 128, 150, [128]),
+        ([161], 128, 512, [128]),
         ([4000, 30], 128, 512, [16, 30]),  # a step that ends a prompt is a short one
         ([30, 4000], 128, 512, [30, 16]),
         ([4000, 90], 128, 512, [16, 90]),

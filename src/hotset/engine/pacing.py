@@ -18,6 +18,9 @@ _FEWEST = 16.0  # a prompt must come to its end, on whatever machine
 _FEWEST_ROWS = 4.0  # beside answers, however long somebody took to read one
 _FULL = 0.9  # of a share: a smaller step says little, since much of one costs the same for any
 _PAYS = 0.95  # of the time that a unit takes: a step of twice the size must make it less than this
+_REST = (
+    1.25  # shares that a prompt alone takes in its last step: a few tokens by themselves cost as much as many
+)
 _ATTENTION = 2.0  # an operation of attention takes as long as two of the matrices (docs/LOG.md)
 
 
@@ -136,11 +139,13 @@ def divide(missing: Sequence[Chunk], budget: float, n_max: int) -> list[int]:
 
     Those that miss the least come to their end, as far as seven eighths of the step suffice; the others get
     an eighth, so that the step is a short one. Half of what they get is the oldest one's, and what is left
-    goes to the one that misses the least.
+    goes to the one that misses the least. One alone that misses little more than the step ends in it.
     """
     given = [0] * len(missing)
     if not missing or not n_max:
         return given
+    if len(missing) == 1 and missing[0].n <= n_max and missing[0].n * missing[0].weight <= _REST * budget:
+        return [missing[0].n]
     order = sorted(range(len(missing)), key=lambda i: missing[i].n * missing[i].weight)
     if len(missing) > 1:
         _give(given, missing, order, budget * 7 / 8, n_max * 7 // 8, whole=True)
