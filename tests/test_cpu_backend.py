@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from derived_bounds import Oracle
 from tiny_gguf import write_llama
 
 from hotset import _core
-from hotset.backends.base import PAGE_SIZE, Batch
+from hotset.backends.base import PAGE_SIZE, Batch, StepStats
 from hotset.backends.cpu import CpuBackend
+from hotset.backends.reference import ReferenceBackend
 from hotset.cores import usable_cores
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
@@ -66,6 +67,21 @@ def logits_of(backend: Any, ids: np.ndarray, cuts: Sequence[int], pages: list[in
         rows.append(backend.step(batch([(ids[at:cut], at, pages)])).logits.copy())
         at = cut
     return np.concatenate(rows)
+
+
+def counted_twice(gguf: GGUFFile, *, sparse: bool) -> Iterator[tuple[Batch, StepStats, StepStats]]:
+    """Of a step of 30 tokens and one of one: itself, and what the native backend and the reference count."""
+    ids = tokens(31)
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    native = cpu(gguf, sparse=sparse)
+    reference = ReferenceBackend(gguf, graph, n_pages=1, sparse=sparse, kv_type="f16")
+    for step in (batch([(ids[:30], 0, [0])]), batch([(ids[30:], 30, [0])])):
+        native.step(step)
+        reference.step(step)
+        ours, theirs = native.stats(), reference.stats()
+        assert ours is not None
+        assert theirs is not None
+        yield step, ours, theirs
 
 
 def assert_every_operation_is_right(

@@ -11,6 +11,7 @@ from test_cpu_backend import (
     N_VOCAB,
     assert_every_operation_is_right,
     batch,
+    counted_twice,
     cpu,
     logits_of,
     tokens,
@@ -183,17 +184,8 @@ def test_a_score_that_is_no_number_chooses_last_and_does_not_crash(tmp_path: Pat
 def test_what_is_counted_is_what_the_reference_counts(tmp_path: Path, form: str) -> None:
     floats = {"type_of": lambda _: T.F32, "n_embd": 64, "n_ff": 160}
     gguf = model(tmp_path, **FORMS[form] | floats)
-    graph = describe(config_from_gguf(gguf), gguf.tensors)
-    ids = tokens(40)
     for sparse in (False, True):
-        native = cpu(gguf, sparse=sparse)
-        reference = ReferenceBackend(gguf, graph, n_pages=1, sparse=sparse, kv_type="f16")
-        for step in (batch([(ids[:30], 0, [0])]), batch([(ids[30:31], 30, [0])])):
-            native.step(step)
-            reference.step(step)
-            ours, theirs = native.stats(), reference.stats()
-            assert ours is not None
-            assert theirs is not None
+        for _, ours, theirs in counted_twice(gguf, sparse=sparse):
             for name in ("selected", "gate_rows"):
                 np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
             # A gate near zero may fire in one of the two alone, and several tokens read whole chunks.

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from test_architectures import relative_error
 from test_cli import inside
-from test_cpu_backend import assert_every_operation_is_right, batch, cpu, logits_of, tokens
+from test_cpu_backend import assert_every_operation_is_right, counted_twice, cpu, logits_of, tokens
 
 import hotset
-from hotset.backends.reference import ReferenceBackend
 from hotset.convert.hf import convert_hf
 from hotset.errors import FormatError, InvalidRequestError
 from hotset.formats.gguf import GGUFFile, open_gguf
@@ -92,17 +91,9 @@ def test_every_operation_is_the_references(model: tuple[Path, Any], tmp_path: Pa
 def test_what_is_counted_is_what_the_reference_counts(model: tuple[Path, Any]) -> None:
     gguf = open_gguf(model[0] / "model.gguf")
     graph = describe(config_from_gguf(gguf), gguf.tensors)
-    ids = tokens(40)
     for sparse in (False, True):
-        native = cpu(gguf, sparse=sparse)
-        reference = ReferenceBackend(gguf, graph, n_pages=1, sparse=sparse, kv_type="f16")
         statistics = StatsAccumulator(graph, gguf.tensors)
-        for step in (batch([(ids[:30], 0, [0])]), batch([(ids[30:31], 30, [0])])):
-            native.step(step)
-            reference.step(step)
-            ours, theirs = native.stats(), reference.stats()
-            assert ours is not None
-            assert theirs is not None
+        for step, ours, theirs in counted_twice(gguf, sparse=sparse):
             np.testing.assert_allclose(ours.selected, theirs.selected, rtol=0.02)
             np.testing.assert_allclose(ours.active, theirs.active, rtol=0.03)
             assert (ours.gate_rows >= theirs.gate_rows * 0.98).all()

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from hotset.backends.gpu.twins import rotate
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.training.adapters import MATRICES, NORMS
 
@@ -238,7 +239,7 @@ class Llama(nn.Module):
         assert rope is not None
         self._rope = rope
         self._freq = torch.tensor(rope.freq, dtype=torch.float64)
-        self._turns: tuple[Tensor, Tensor] | None = None  # cosines and sines of the last length
+        self._turns: Tensor | None = None  # [2, n_tokens, n_rot / 2]: cosines and sines of the last length
 
     @property
     def device(self) -> torch.device:
@@ -280,34 +281,28 @@ class Llama(nn.Module):
         return out
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Rotary embedding of x [n_batch, n_head, n_tokens, head_dim] at positions 0, 1, ..."""
+        """Rotary embedding of x [n_batch, n_tokens, n_head, head_dim] at positions 0, 1, ..."""
         rope = self._rope
-        if self._turns is None or len(self._turns[0]) != x.shape[-2]:
-            angle = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64), self._freq)
-            self._turns = (angle.cos() * rope.magnitude).to(x), (angle.sin() * rope.magnitude).to(x)
-        cos, sin = self._turns
-        turned, rest = x[..., : rope.n_rot], x[..., rope.n_rot :]
-        if rope.kind == "norm":
-            first, second = turned[..., 0::2], turned[..., 1::2]
-            out = torch.stack((first * cos - second * sin, first * sin + second * cos), -1).flatten(-2)
-        else:
-            first, second = turned.chunk(2, -1)
-            out = torch.cat((first * cos - second * sin, first * sin + second * cos), -1)
-        return torch.cat((out, rest), -1) if rest.shape[-1] else out
+        n_batch, n_tokens, n_head, _ = x.shape
+        if self._turns is None or self._turns.shape[1] != n_tokens:
+            angle = torch.outer(torch.arange(n_tokens, dtype=torch.float64), self._freq)
+            self._turns = (torch.stack((angle.cos(), angle.sin())) * rope.magnitude).to(x)
+        turns = self._turns.repeat(1, n_batch, 1)
+        return rotate(x.reshape(n_batch * n_tokens, -1), turns, n_head=n_head, kind=rope.kind).view(x.shape)
 
     def attention(self, x: Tensor, blk: str, student: Student | None) -> Tensor:
         config = self.config
         n_batch, n_tokens, _ = x.shape
 
         def heads(name: str, n: int, width: int) -> Tensor:
-            return self.linear(x, f"{blk}.{name}", student).view(n_batch, n_tokens, n, width).transpose(1, 2)
+            return self.linear(x, f"{blk}.{name}", student).view(n_batch, n_tokens, n, width)
 
         q = heads("attn_q", config.n_head, config.head_dim)
         k = heads("attn_k", config.n_head_kv, config.head_dim)
         v = heads("attn_v", config.n_head_kv, config.head_dim_v)
         if config.layers[0].qk_norm:
             q, k = self.norm(q, f"{blk}.attn_q_norm", None), self.norm(k, f"{blk}.attn_k_norm", None)
-        q, k = self.rotate(q), self.rotate(k)
+        q, k, v = (each.transpose(1, 2) for each in (self.rotate(q), self.rotate(k), v))
         n = config.n_head // config.n_head_kv
         if n > 1:
             k, v = k.repeat_interleave(n, 1), v.repeat_interleave(n, 1)
