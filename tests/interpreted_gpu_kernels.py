@@ -136,6 +136,65 @@ def test_linear(type_: GGMLType, n_rows: int, n_blocks: int, n_tokens: int) -> N
     agree(out, twins.linear(x, m, bias, residual), magnitude, n_cols)
 
 
+@pytest.mark.parametrize(
+    ("type_", "n_rows", "n_blocks", "n_tokens", "kind"),
+    [
+        (Q4_0, 13, 3, 1, "relu"),
+        (Q8_0, 5, 40, 3, "fatrelu"),
+        (Q4_0, 9, 3, 9, "relu2"),
+        (Q4_0, 9, 1, 2, "sigmoid"),
+    ],
+)
+def test_linear_with_an_activation(
+    type_: GGMLType, n_rows: int, n_blocks: int, n_tokens: int, kind: Any
+) -> None:
+    """One of them with split columns, whose sums meet before it."""
+    n_cols = width_of(type_, n_blocks)
+    m, w = matrix(type_, n_rows, n_cols)
+    x, bias = t(randn(n_tokens, n_cols)), t(randn(n_rows, seed=1))
+    found = kernels.linear(x, m, bias, activation=kind, threshold=-50.0)
+    plain = twins.linear(x, m, bias)
+    magnitude = x.abs() @ t(np.abs(w).T).float() + bias.abs()
+    steep = 1 + (2 * plain.abs() if kind == "relu2" else 0)  # of the activation
+    agree(found, twins.activate(plain, kind, -50.0), magnitude * steep, n_cols)
+    assert torch.equal(
+        twins.linear(x, m, bias, activation=kind, threshold=-50.0), twins.activate(plain, kind, -50.0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("type_", "n_rows", "n_blocks", "n_tokens", "first"),
+    [
+        (Q4_0, 40, 3, 1, 0),
+        (Q8_0, 43, 5, 3, 0),
+        (GGMLType.F16, 19, 2, 8, 0),
+        (Q4_0, 21, 1, 9, 0),
+        (Q8_0, 12, 1, 2, 3),
+    ],
+)
+def test_linear_bits(type_: GGMLType, n_rows: int, n_blocks: int, n_tokens: int, first: int) -> None:
+    n_cols = width_of(type_, n_blocks)
+    m, w = matrix(type_, n_rows, n_cols)
+    x, bias = t(randn(n_tokens, n_cols)), t(randn(n_rows, seed=1))
+    bias[1] = float("nan")
+    m = before_nothing(m)
+    scores = twins.linear(x, m, bias)
+    threshold = float(scores.nan_to_num().median())
+    found = kernels.linear_bits(x, m, bias, threshold, first)
+    expected = twins.linear_bits(x, m, bias, threshold, first)
+    assert found.shape == expected.shape
+    # A score that lies at the threshold may fall on either side of it: such a bit is no difference.
+    magnitude = x.abs() @ t(np.abs(w).T).float() + bias.abs()
+    close = (scores - threshold).abs() <= 2 * (n_cols + 16) * EPS * magnitude
+    ours, theirs = (twins.unpack_bits(bits, first + n_rows)[:, first:] for bits in (found, expected))
+    assert (close | (ours == theirs)).all()
+    assert close.sum() <= 1
+    assert twins.unpack_bits(found, first + n_rows)[:, :first].all()
+    assert torch.equal(
+        found[:, -1] >> ((first + n_rows - 1) % 8 + 1), torch.zeros(n_tokens, dtype=torch.uint8)
+    )
+
+
 @each_case
 def test_linear_t(type_: GGMLType, n_rows: int, n_blocks: int, n_tokens: int) -> None:
     check_linear_t(*matrix(type_, n_rows, width_of(type_, min(n_blocks, 2))), n_tokens, 0.3)
@@ -279,6 +338,12 @@ def test_norms(width: int) -> None:
     )
     part = weight[: width // 4].contiguous()
     agree(kernels.rms_norm(x, part, 1e-5, 4), twins.rms_norm(x, part, 1e-5, 4), magnitude.max(), width)
+
+
+def test_angles() -> None:
+    table = twins.RopeTable.build(Rope("norm", 10, tuple(0.5 ** np.arange(5)), 1.1), 1000, "cpu")
+    positions = torch.tensor([0, 255, 256, 999, 5000], dtype=torch.int32)  # the last is past the table
+    agree(kernels.angles(positions, table), twins.angles(positions, table), 2.2, 4)
 
 
 @pytest.mark.parametrize("kind", ["norm", "neox"])

@@ -30,6 +30,7 @@ from hotset.backends.gpu import experts_kernel, matrix, spin_kernel
 from hotset.backends.gpu import launch as launcher
 from hotset.backends.gpu import triton_kernels as kernels
 from hotset.backends.gpu.matrix import SUPPORTED, DeviceMatrix
+from hotset.backends.gpu.twins import ANGLE_STEP, RopeTable
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.graph import Activate, Value
 
@@ -62,14 +63,17 @@ def decode_step() -> None:
     """One token of a sparse layer, Q4_0, and its predictor by signs."""
     kernels.linear(new(1, D), weights(Q4_0, D, D))
     up = weights(Q4_0, N_FF, D)
+    kernels.linear(new(1, D), weights(Q4_0, 1024, D), activation="relu")
+    kernels.linear_bits(new(1, 1024), weights(Q4_0, N_FF, 1024), None, 0.0)
     bits = kernels.pack_bits(new(1, N_FF), 0.0)
     kernels.sparse_ffn(new(1, D), up, up, up, activation="relu", selected=bits)
     kernels.sign_scores(new(1, D), new(N_FF, D // 8, dtype=torch.uint8))
     kernels.rms_norm(new(1, D), new(D), 1e-5)
     pages = new(N_PAGES, 8, 64, 128, dtype=torch.float16)
     table, one = new(1, N_PAGES, dtype=torch.int32), new(1, dtype=torch.int32)
+    rope = RopeTable("neox", 128, new(2, ANGLE_STEP, 64), new(2, 16, 64))
     kernels.rotate_store(
-        new(1, D), new(1, 1024), new(1, 1024), new(2, 1, 64), pages, pages, table, one, one,
+        new(1, D), new(1, 1024), new(1, 1024), kernels.angles(one, rope), pages, pages, table, one, one,
         n_head=32, kind="neox",
     )  # fmt: skip
     kernels.attention(new(1, D), pages, pages, table, one, one, n_head=32, scale=0.1)
@@ -135,6 +139,7 @@ def expert_step(types: list[GGMLType]) -> Callable[[], None]:
 
 def eight_tokens() -> None:
     kernels.linear(new(8, D), weights(Q4_0, D, D))
+    kernels.linear_bits(new(8, 1024), weights(Q4_0, N_FF, 1024), None, 0.0)
 
 
 def exact_ffn() -> None:
@@ -239,7 +244,7 @@ def test_a_decode_step_compiles(target: str, monkeypatch: pytest.MonkeyPatch) ->
     rows = compile_all(decode_step, TARGETS[target], monkeypatch)
     assert {row["kernel"] for row in rows} == {
         "_matvec_kernel", "_neurons_kernel", "_axpy_kernel", "_add_kernel", "_pack_kernel", "_sign_kernel",
-        "_norm_kernel", "_heads_kernel", "_attention_kernel", "_merge_kernel",
+        "_norm_kernel", "_angles_kernel", "_heads_kernel", "_attention_kernel", "_merge_kernel",
     }  # fmt: skip
     check(rows, target)
 
@@ -294,7 +299,7 @@ def test_every_type_compiles(target: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_several_tokens_and_counts_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = compile_all(eight_tokens, TARGETS["sm_80"], monkeypatch)
     rows += compile_all(exact_ffn, TARGETS["sm_90"], monkeypatch)
-    assert [row["kernel"] for row in rows] == ["_matvec_kernel", "_neurons_kernel"]
+    assert {row["kernel"] for row in rows} == {"_matvec_kernel", "_neurons_kernel"}
     check(rows, "sm_90")
 
 

@@ -12,7 +12,7 @@ import pytest
 
 FILE = Path(__file__).with_name("interpreted_gpu_kernels.py")
 GROUPS = {
-    "linear": "test_linear and not linear_t",
+    "linear": "test_linear and not linear_t",  # with an activation and to bits, too
     "linear_t": "linear_t",
     "ffn and norms": "not linear and not attention and not expert",
     "experts": "expert",

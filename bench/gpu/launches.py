@@ -159,7 +159,7 @@ class Cold:
     def __init__(self, kind: str, log: list[object]) -> None:
         new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=META)  # noqa: E731
         shared = SimpleNamespace(
-            h=new(1, D), out=new(1, D), bits=[new(1, FF // 8, dtype=torch.uint8)] * N_LAYER,
+            h=new(1, D), out=[new(1, D)] * N_LAYER, bits=[new(1, FF // 8, dtype=torch.uint8)] * N_LAYER,
             posted=[0] * N_LAYER, request=0, done=4 * N_LAYER,
         )  # fmt: skip
         kinds: dict[str, Any] = {"memops": handshake._MemOps, "spin": handshake._Spin}

@@ -26,11 +26,12 @@ class Kernels:
         self.triton = _wants_triton(self.device) if triton is None else triton
         ops = _triton_kernels() if self.triton else twins
         self.activate = twins.activate
-        self.angles = twins.angles
+        self.angles = ops.angles
         self.route = twins.route
         self.experts = twins.experts if not self.triton else _expert_kernels().experts
         self.sum_experts = twins.sum_experts
         self.linear = ops.linear
+        self.linear_bits = ops.linear_bits
         self.linear_t = ops.linear_t
         self.neurons = ops.neurons
         self.sparse_ffn = ops.sparse_ffn

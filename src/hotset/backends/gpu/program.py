@@ -17,6 +17,7 @@ share beside their experts is computed before the answer is collected.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -195,6 +196,7 @@ class Program:
         self._kept_names = taps
         self.has_neurons = any(group.ffn is not None and group.ffn.leaves_out for group in groups)
         self.taps = {value.id for value in graph.values if value.name in taps}
+        self._bits_of = self._scores_of_bits(groups, graph)
         calls = _posted_early([call for group in groups for call in self._calls(group)])
         calls = _collected_late(calls)
         last_use = {v.id: i for i, call in enumerate(calls) for v in [*call.outs, *call.reads]}
@@ -212,6 +214,21 @@ class Program:
         return max(n_tokens * body, n_tokens * self._kept + n_outputs * tail)
 
     # ---- groups → calls ----
+
+    def _scores_of_bits(self, groups: list[Fused], graph: Graph) -> dict[int, Mask]:
+        """Scores of predictors of which nobody wants more than bits, by id: where one product makes them, it
+        makes the bits at once, and these are what the value holds."""
+        masks = {f.mask.scores.id: f.mask for group in groups if (f := group.ffn) is not None and f.mask}
+        readers = Counter(value.id for group in groups for value in group.reads)
+        return {
+            value.id: masks[value.id]
+            for group in groups
+            if len(group.ops) == len(group.linears) == 1
+            and (value := group.out[0]).id in masks
+            and readers[value.id] == 1
+            and value.name not in self._kept_names
+            and value != graph.result
+        }
 
     def _check_split(self, groups: list[Fused], taps: frozenset[str]) -> None:
         """Layers whose neurons are shared must have an FFN that can be, and nobody may look inside."""
@@ -352,19 +369,29 @@ class Program:
         linears, norm_op = group.linears, group.first(RMSNorm, LayerNorm)
         x, residual = (norm_op.x if norm_op else linears[0].x).id, _id(group.residual(linears[0].out))
         outs, k, activate = [value.id for value in group.out], self._kernels, group.first(Activate)
-        norm, products = self._norm(norm_op), self._products(linears)
+        if (mask := self._bits_of.get(outs[0])) is not None:
+            (op,), threshold, first = linears, mask.threshold, mask.first
+            matrix, bias = self._weights.linear(op), self._weights.biases([op])
+
+            def select(f: Frame) -> None:
+                f.values[outs[0]] = k.linear_bits(f.values[x], matrix, bias, threshold, first)
+
+            return select
+        after = {} if activate is None else {"activation": activate.kind, "threshold": activate.threshold}
+        norm, products = self._norm(norm_op), self._products(linears, after)
 
         def run(f: Frame) -> None:
             added = None if residual is None else f.values[residual]
-            results = products(norm(f.values[x]), added)
-            if activate is not None:
-                results[0] = k.activate(results[0], activate.kind, activate.threshold)
-            f.values.update(zip(outs, results, strict=True))
+            f.values.update(zip(outs, products(norm(f.values[x]), added), strict=True))
 
         return run
 
-    def _products(self, linears: list[Linear]) -> Callable[[Tensor, Tensor | None], list[Tensor]]:
-        """Products of one input, and a sum with each."""
+    def _products(
+        self, linears: list[Linear], after: dict[str, Any] | None = None
+    ) -> Callable[[Tensor, Tensor | None], list[Tensor]]:
+        """Products of one input, and a sum with each. after: the activation, of one product alone."""
+        assert not after or len(linears) == 1
+        given = after or {}
         # q, k and v, or gate and up, of one type are one product: fewer launches, each with more to do.
         types = {self._weights.source.tensors[op.weight].type for op in linears}
         stacks = [linears] if len(types) == 1 else [[op] for op in linears]
@@ -376,7 +403,7 @@ class Program:
             return [
                 result
                 for (matrix, bias), width in zip(parts, widths, strict=True)
-                for result in k.linear(h, matrix, bias, added).split(width, dim=1)
+                for result in k.linear(h, matrix, bias, added, **given).split(width, dim=1)
             ]
 
         return run
@@ -502,6 +529,8 @@ class Program:
         if mask is None:
             return lambda f: None
         k, scores, threshold, first = self._kernels, mask.scores.id, mask.threshold, mask.first
+        if scores in self._bits_of:
+            return lambda f: f.values[scores]
         return lambda f: k.pack_bits(f.values[scores], threshold, first)
 
     def _whole(self, ffn: Ffn, residual: Value | None, out: Value) -> Callable[[Frame], None]:

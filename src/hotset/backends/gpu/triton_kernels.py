@@ -251,10 +251,12 @@ def _dot_rows(
 @triton.jit
 def _matvec_kernel(
     x, out, bias, residual, codes, scales, mins, high, sub_scales,
-    n_tokens, n_rows, n_cols, stride, n_words, words_of_split, zero,
-    TYPE: tl.constexpr, SPLIT: tl.constexpr, T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    n_tokens, n_rows, n_cols, stride, n_words, words_of_split, threshold, zero,
+    TYPE: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
+    T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """out [T, n_rows], or, where the columns are split, partial sums [SPLIT, T, n_rows]."""
+    """out [T, n_rows], or, where the columns are split, partial sums [SPLIT, T, n_rows]. With BITS, of eight
+    rows a program: uint8 [T, ceil(n_rows / 8)], a bit for each sum that is not below the threshold."""
     rows = tl.program_id(0) * R + tl.arange(0, R)
     live = rows < n_rows
     first = tl.program_id(1) * words_of_split
@@ -271,11 +273,22 @@ def _matvec_kernel(
             y += tl.load(bias + rows, mask=live, other=0.0)[None, :]
         if residual is not None:
             y += tl.load(residual + where, mask=mask, other=0.0)
-    tl.store(out + tl.program_id(1).to(tl.int64) * n_tokens * n_rows + where, y, mask=mask)
+        y = _activated(y, threshold, KIND)
+    if BITS:
+        chosen = ~(y < threshold) & live[None, :]
+        byte = tl.sum(chosen.to(tl.int32) << tl.arange(0, R)[None, :], axis=1)
+        t = tl.arange(0, T)
+        at = out + t * tl.cdiv(n_rows, 8) + tl.program_id(0)
+        tl.store(at, byte.to(tl.uint8), mask=t < n_tokens)
+    else:
+        tl.store(out + tl.program_id(1).to(tl.int64) * n_tokens * n_rows + where, y, mask=mask)
 
 
 @triton.jit
-def _add_kernel(partials, out, bias, residual, n_parts, n_tokens, n, P: tl.constexpr, N: tl.constexpr):
+def _add_kernel(
+    partials, out, bias, residual, n_parts, n_tokens, n, threshold,
+    KIND: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """Adds up partial sums [n_parts, T, n] in a fixed order, P of them at a time."""
     i = tl.program_id(0) * N + tl.arange(0, N)
     t = tl.program_id(1)
@@ -288,7 +301,7 @@ def _add_kernel(partials, out, bias, residual, n_parts, n_tokens, n, P: tl.const
         acc += tl.load(bias + i, mask=i < n, other=0.0)
     if residual is not None:
         acc += tl.load(residual + t * n + i, mask=i < n, other=0.0)
-    tl.store(out + t * n + i, acc, mask=i < n)
+    tl.store(out + t * n + i, _activated(acc, threshold, KIND), mask=i < n)
 
 
 # ---- a few tokens: the sparse FFN ----------------------------------------------------------------------
@@ -647,6 +660,25 @@ def _norm_kernel(x, out, weight, bias, eps, n, LAYER: tl.constexpr, N: tl.conste
 
 
 @triton.jit
+def _angles_kernel(
+    positions, near, far, out, n_tokens, half, n_far, STEP: tl.constexpr, H: tl.constexpr
+):  # fmt: skip
+    """cos and sin of one token's angles, out [2, T, half]: the sum of a near angle and a far one."""
+    t = tl.program_id(0)
+    i = tl.arange(0, H)
+    mask = i < half
+    position = tl.load(positions + t)
+    at = (position % STEP) * half + i
+    cos_near = tl.load(near + at, mask=mask, other=0.0)
+    sin_near = tl.load(near + STEP * half + at, mask=mask, other=0.0)
+    at = tl.minimum(position // STEP, n_far - 1) * half + i
+    cos_far = tl.load(far + at, mask=mask, other=0.0)
+    sin_far = tl.load(far + n_far * half + at, mask=mask, other=0.0)
+    tl.store(out + t * half + i, cos_near * cos_far - sin_near * sin_far, mask=mask)
+    tl.store(out + (n_tokens + t) * half + i, sin_near * cos_far + cos_near * sin_far, mask=mask)
+
+
+@triton.jit
 def _turned(
     head, norm, cos_sin, t, n_tokens, half, eps, DIM: tl.constexpr, D: tl.constexpr, NEOX: tl.constexpr
 ):
@@ -711,6 +743,7 @@ def _heads_kernel(
 
 MATVEC_ROWS = {1: 4, 2: 4, 4: 2, 8: 2}  # by padded number of tokens
 MATVEC_WORDS = 256  # of each row: two for a thread of four warps
+BITS_WORDS = {1: 128, 2: 128, 4: 64, 8: 64}  # of eight rows
 MATVEC_PROGRAMS = 256  # fewer, and the columns are split
 MAX_SPLITS = 8
 NEURON_WORDS = {
@@ -763,12 +796,16 @@ def linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     out: Tensor | None = None,
+    activation: ActivationKind | None = None,
+    threshold: float = 0.0,
 ) -> Tensor:
     """twins.linear."""
     x, n_tokens = x.contiguous(), len(x)
     out = _new(x, n_tokens, m.n_rows) if out is None else out
     if n_tokens == 0 or m.n_rows == 0:
         return out
+    if activation is not None and (n_tokens > FEW_TOKENS or activation not in ACTIVATIONS):
+        return out.copy_(twins.activate(linear(x, m, bias, residual), activation, threshold))
     stride, n_words = _row(m)
     if n_tokens > FEW_TOKENS:
         rows, tile = 64, _token_tile(n_tokens)
@@ -789,24 +826,46 @@ def linear(
     launcher.launch(
         _matvec_kernel, (programs, splits),
         x, y, bias, residual, *_parts(m),
-        n_tokens, m.n_rows, m.n_cols, stride, n_words, words_of_split, 0,
-        TYPE=FORMATS[m.type], SPLIT=splits, T=tokens, R=rows, W=words, warps=4,
+        n_tokens, m.n_rows, m.n_cols, stride, n_words, words_of_split, threshold, 0,
+        TYPE=FORMATS[m.type], SPLIT=splits, KIND=ACTIVATIONS[activation], BITS=False, T=tokens, R=rows,
+        W=words, warps=4,
     )  # fmt: skip
     if splits > 1:
-        _add(y, out, bias, residual)
+        _add(y, out, bias, residual, activation, threshold)
     return out
+
+
+def linear_bits(x: Tensor, m: DeviceMatrix, bias: Tensor | None, threshold: float, first: int = 0) -> Tensor:
+    """twins.linear_bits; few tokens in one launch."""
+    x, n_tokens = x.contiguous(), len(x)
+    if n_tokens > FEW_TOKENS or n_tokens == 0 or m.n_rows == 0 or first:
+        return pack_bits(linear(x, m, bias), threshold, first)
+    stride, n_words = _row(m)
+    tokens = _pow2(n_tokens)
+    words = max(4, min(BITS_WORDS[tokens], _pow2(n_words)))
+    bits = torch.empty((n_tokens, -(-m.n_rows // 8)), dtype=torch.uint8, device=x.device)
+    launcher.launch(
+        _matvec_kernel, (bits.shape[1], 1),
+        x, bits, bias, None, *_parts(m),
+        n_tokens, m.n_rows, m.n_cols, stride, n_words, -(-n_words // words) * words, threshold, 0,
+        TYPE=FORMATS[m.type], SPLIT=1, KIND=ACTIVATIONS[None], BITS=True, T=tokens, R=8, W=words, warps=4,
+    )  # fmt: skip
+    return bits
 
 
 def _token_tile(n_tokens: int) -> int:
     return 16 if n_tokens <= 16 else 32 if n_tokens <= 32 else 64
 
 
-def _add(partials: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
+def _add(
+    partials: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None,
+    activation: ActivationKind | None = None, threshold: float = 0.0,
+) -> None:  # fmt: skip
     """Adds up partials [n_parts, T, n] into out [T, n]."""
     n_parts, n_tokens, n = partials.shape
     launcher.launch(
         _add_kernel, (-(-n // 32), n_tokens), partials, out, bias, residual, n_parts, n_tokens, n,
-        P=min(64, _pow2(n_parts)), N=32, warps=4,
+        threshold, KIND=ACTIVATIONS[activation], P=min(64, _pow2(n_parts)), N=32, warps=4,
     )  # fmt: skip
 
 
@@ -983,6 +1042,17 @@ def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, n: int, *,
     launcher.launch(
         _norm_kernel, (x.numel() // n,), x, out, weight, bias, eps, n,
         LAYER=layer, N=_pow2(n), warps=4 if n <= 4096 else 8,
+    )  # fmt: skip
+    return out
+
+
+def angles(positions: Tensor, table: twins.RopeTable) -> Tensor:
+    """twins.angles."""
+    half, n_far = table.near.shape[2], table.far.shape[1]
+    out = _new(positions, 2, len(positions), half)
+    launcher.launch(
+        _angles_kernel, (len(positions),), positions, table.near, table.far, out,
+        len(positions), half, n_far, STEP=twins.ANGLE_STEP, H=_pow2(half), warps=1,
     )  # fmt: skip
     return out
 

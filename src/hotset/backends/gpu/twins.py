@@ -57,12 +57,22 @@ def linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     out: Tensor | None = None,
+    activation: ActivationKind | None = None,
+    threshold: float = 0.0,
 ) -> Tensor:
-    """x [T, n_cols] → x @ m.T + bias + residual, [T, n_rows]."""
+    """x [T, n_cols] → f(x @ m.T + bias + residual), [T, n_rows]. activation: f of `activate`; None: none."""
     y = torch.empty((len(x), m.n_rows), device=x.device)
     for rows in m.slices():
         y[:, rows] = x @ m.values(rows).T
-    return _finish(y, bias, residual, out)
+    if activation is None:
+        return _finish(y, bias, residual, out)
+    y = activate(_finish(y, bias, residual, None), activation, threshold)
+    return y if out is None else out.copy_(y)
+
+
+def linear_bits(x: Tensor, m: DeviceMatrix, bias: Tensor | None, threshold: float, first: int = 0) -> Tensor:
+    """The neurons that a predictor's last product selects: `pack_bits` of x @ m.T + bias."""
+    return pack_bits(linear(x, m, bias), threshold, first)
 
 
 def linear_t(
