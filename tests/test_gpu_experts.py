@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,19 @@ from test_experts import FORMS, model
 torch = pytest.importorskip("torch")
 
 from test_cold import within  # noqa: E402
+from test_gpu_backend_capture import Recorder  # noqa: E402
 from test_hybrid import TOLERANCE, relative_error, whole  # noqa: E402
 
 from hotset.backends.chain import ChainBackend  # noqa: E402
 from hotset.backends.cpu import CpuBackend  # noqa: E402
 from hotset.backends.gpu import twins  # noqa: E402
+from hotset.backends.gpu.experts import ExpertCache, can_hold  # noqa: E402
 from hotset.backends.gpu.handshake import ColdService  # noqa: E402
 from hotset.backends.gpu.stage import GpuStage  # noqa: E402
+from hotset.backends.gpu.weights import DeviceWeights  # noqa: E402
 from hotset.backends.reference import ReferenceBackend  # noqa: E402
 from hotset.formats.gguf import GGUFFile  # noqa: E402
+from hotset.formats.quants import GGMLType as T  # noqa: E402
 from hotset.model.config import config_from_gguf  # noqa: E402
 from hotset.model.decoder import describe  # noqa: E402
 from hotset.model.graph import Ffn, Graph, Heads, Route, Value  # noqa: E402
@@ -166,3 +171,92 @@ def all_routes(gguf: GGUFFile, ids: np.ndarray, cuts: list[int]) -> list[np.ndar
             found[name].append(result.taps[name][:, : result.taps[name].shape[1] // 2])
     backend.close()
     return [np.concatenate(found[name]) for name in names]
+
+
+def test_a_captured_step_knows_nothing_of_experts(tmp_path: Path) -> None:
+    """It is replayed while experts come and go, and touches no address but those of the capture."""
+    gguf = model(tmp_path)
+    ids, cuts, recorder = tokens(24), [*range(6, 24)], Recorder()
+    expected = logits_of(hybrid(gguf), ids, cuts, [2])
+    backend = hybrid(gguf, expert_slots=8, capture=recorder)
+    np.testing.assert_array_equal(within(120, lambda: logits_of(backend, ids, cuts, [2])), expected)
+    assert recorder.made[-1].n_replays == len(cuts) - 1
+    [stage] = backend.stages
+    counts = stage.expert_counts()
+    assert counts.fetched > 8
+    assert counts.hits > 0
+    assert counts.on_cpu > 0
+    backend.close()
+
+
+def test_slots_are_refilled_beside_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where a thread copies: an expert is used once it has come, not while its slot changes."""
+    made = ExpertCache.__init__
+
+    def with_thread(self: ExpertCache, *arguments: Any, **options: Any) -> None:
+        made(self, *arguments, **options)
+        self._copies = ThreadPoolExecutor(1)
+
+    monkeypatch.setattr(ExpertCache, "__init__", with_thread)
+    gguf = model(tmp_path)
+    ids, cuts = tokens(30), [18, *range(22, 30)]
+    expected = logits_of(hybrid(gguf), ids, cuts, [2])
+    for n_slots in (5, 18):
+        backend = hybrid(gguf, expert_slots=n_slots)
+        np.testing.assert_array_equal(within(120, lambda b=backend: logits_of(b, ids, cuts, [2])), expected)
+        [stage] = backend.stages
+        assert isinstance(stage, GpuStage)
+        assert stage._expert_cache is not None
+        stage._expert_cache.settle()
+        assert stage.expert_counts().fetched >= n_slots
+        backend.close()
+
+
+def test_a_prompt_does_not_flush_what_decoding_needs(tmp_path: Path) -> None:
+    gguf = model(tmp_path)
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    weights = DeviceWeights(gguf, torch.device("cpu"))
+    cache = ExpertCache(weights, graph.ffns, 6, sparse=False)
+    used = np.array([[0, 1, 2]], np.int32)
+    for _ in range(3):
+        cache.begin_step()
+        cache.learn({0: used, 1: used})
+    many = np.tile(np.array([3, 4, 5], np.int32), (20, 1))
+    cache.learn({0: many, 1: many})
+    cache.begin_step()
+    for layer in (0, 1):
+        assert (cache.table(layer)[:3] >= 0).all()
+        assert (cache.table(layer)[3:] < 0).all()
+    assert cache.n_fetched == 6
+    assert cache.nbytes > 6 * 3 * 256 * 256 // 2
+
+
+def test_layers_of_other_types_have_slots_of_their_own(tmp_path: Path) -> None:
+    types = {"blk.0.ffn_down_exps": T.Q6_K, "blk.1.ffn_down_exps": T.Q8_0}
+    gguf = model(tmp_path, type_of=lambda name: types.get(name.removesuffix(".weight"), T.Q4_0))
+    ids, cuts = tokens(20), [*range(10, 20)]
+    expected = logits_of(hybrid(gguf), ids, cuts, [2])
+    backend = hybrid(gguf, expert_slots=9)
+    np.testing.assert_array_equal(within(120, lambda: logits_of(backend, ids, cuts, [2])), expected)
+    [stage] = backend.stages
+    assert isinstance(stage, GpuStage)
+    assert stage._expert_cache is not None
+    assert [group.slots.n_slots for group in stage._expert_cache._groups] == [4, 5]
+    assert stage.expert_counts().hits > 0
+    backend.close()
+
+
+def test_which_experts_a_device_can_hold(tmp_path: Path) -> None:
+    def held(device: str = "cpu", **options: Any) -> bool:
+        gguf = model(tmp_path, **options)
+        ffn = describe(config_from_gguf(gguf), gguf.tensors).ffns[0]
+        return can_hold(ffn, gguf.tensors, torch.device(device))
+
+    assert held()
+    assert held("cuda")
+    assert not held("mps")  # without float64
+    assert not held(type_of=lambda _: T.IQ4_NL)
+    assert not held(keys={"llama.hidden_activation": "gelu"})  # erf is a library's
+    by_neuron = FORMS["by neuron"]
+    assert held(**by_neuron)
+    assert not held("cuda", **by_neuron)
