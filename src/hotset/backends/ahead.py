@@ -2,9 +2,9 @@
 
 Which neurons or experts a layer needs is known once its predictor or router has run. Where these read what is
 there before attention (SmallThinker's router, predictors of falcon's parallel layers) they run before it, and
-where all tokens pass a network beside the experts, whose result is weighed before the two are added (Qwen's),
-that one comes before the experts. Reads begin behind predictor or router. Only the order of operations changes,
-no bit does.
+where all tokens pass a network beside the experts, whose result is weighed before the two are added
+(Qwen's), that one comes before the experts. Reads begin behind predictor or router. Only the order of
+operations changes, no bit does.
 """
 
 from __future__ import annotations
