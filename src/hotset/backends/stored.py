@@ -28,7 +28,7 @@ from hotset.errors import OutOfMemoryError
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.overlay import Overlay
 from hotset.model.cost import weights_read
-from hotset.model.graph import ExpertLinear, ExpertSum, Ffn, Graph, Linear, TransposedLinear
+from hotset.model.graph import ExpertLinear, ExpertSum, Ffn, Graph, Linear, TransposedLinear, has_zeros
 from hotset.units import human_size
 
 HALF_LIFE = 64  # requests of a layer after which what it was asked for counts half (docs/LOG.md)
@@ -68,7 +68,7 @@ def groups_of(graph: Graph, tensors: Mapping[str, TensorInfo], *, sparse: bool) 
         if isinstance(op, Ffn) and op.route is not None:
             if len(op.up.weights if isinstance(op.up, ExpertLinear) else ()) == 1:  # of all, not of each
                 yield list(dict.fromkeys(name for each in _experts(op) for name in each.weights))
-        elif isinstance(op, Ffn) and op.has_zeros:
+        elif isinstance(op, Ffn) and has_zeros(op.gate_act.kind):  # what cutoffs leave out has no rows here
             together: list[list[str]] = [[]] if not sparse or op.mask is not None else [[], []]
             for matrix in (op.gate, op.up, op.down):
                 by_output = matrix is op.down and not op.by_neuron  # as wide as it is high, perhaps
