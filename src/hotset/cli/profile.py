@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,6 +47,7 @@ def profile(
         Path | None, typer.Option("--export", file_okay=False, help="Write activation_<layer>.pt into it.")
     ] = None,
     n_tokens: Annotated[int | None, typer.Option("--tokens", "-n", min=1, help="At most so many.")] = None,
+    ray: options.RayAddress = None,
     json: options.Json = False,
     *,
     watching: options.ObservationOptions,
@@ -59,6 +61,8 @@ def profile(
     check_target(target, store.shards(path))
     if export_to is not None:
         check_folder(export_to)
+    if ray is not None and file is None:
+        raise typer.BadParameter("it runs the text of -f; name that too.", param_hint="--ray")
     parts: list[Profile] = [Profile.open(part) for part in merge or []]
     new = file is not None or import_from is not None or bool(parts)
     if not new:
@@ -76,7 +80,11 @@ def profile(
             text = read_text(file, "-f")
             if not text.strip():
                 raise InvalidRequestError(f"the text in {file} is empty; give some to profile the model on")
-            parts.append(_run(path, text, n_tokens, watching))
+            if ray is None:
+                parts.append(_run(path, text, n_tokens, watching))
+            else:
+                name = options.name_everywhere(model, path)
+                parts.append(_run_on_ray(name, path, target, text, n_tokens, watching, ray))
         counted = parts[0]
         for part in parts[1:]:
             counted = counted.merge(part)
@@ -129,6 +137,27 @@ def _run(
             return collect(
                 loaded.backend, loaded.config, tokens, model=fingerprint(loaded.gguf), progress=progress
             )
+
+
+def _run_on_ray(
+    name: str,
+    path: Path,
+    target: Path,
+    text: str,
+    n_tokens: int | None,
+    watching: options.ObservationOptions,
+    address: str,
+) -> Profile:
+    """name: by which each machine finds the model."""
+    from hotset.scale.profile import profile_on_ray
+    from hotset.sparsity.sidecar import fingerprint
+
+    with loaded_exact(path, watching) as loaded:
+        tokens = sequences(loaded, text, watching.n_ctx, n_tokens)
+        settings, mark = loaded.decided.settings, fingerprint(loaded.gguf)
+        settings = replace(settings, n_ctx=loaded.n_ctx)  # the same everywhere, whatever memory is there
+    with token_progress() as progress:
+        return profile_on_ray(target, tokens, name, settings, mark, address, progress)
 
 
 @contextmanager

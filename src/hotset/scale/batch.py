@@ -1,9 +1,8 @@
-"""`hotset batch --ray`: a file of requests in shards, answered on the machines of a cluster by Ray Data.
+"""`hotset batch --ray`: a file of requests in shards (shards.py), answered on the machines of a cluster.
 
-A shard's answers are a file of the folder ANSWERS.parts, which is there whole or not at all: what a killed
-run leaves is whole shards, and a machine that dies costs its shards again. At the end they become ANSWERS, in
-the order of the requests, and the folder goes. Requests and answers are JSON lines, or Parquet where a file's
-name ends so (columns of `_COLUMNS`; bodies as texts with JSON in them).
+A shard's answers are a part, and at the end all become ANSWERS, in the order of the requests. Requests and
+answers are JSON lines, or Parquet where a file's name ends so (columns of `_COLUMNS`; bodies as texts with
+JSON in them).
 """
 
 from __future__ import annotations
@@ -11,24 +10,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import logging
-import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 import hotset
-from hotset.errors import DeviceError, InvalidRequestError
+from hotset.errors import InvalidRequestError
 from hotset.escaping import clause
-from hotset.files import check_target, open_regular, read_small_file, replacing, write_whole
+from hotset.files import check_target, open_regular, replacing, write_whole
 from hotset.reporter import Reporter
-from hotset.scale.cluster import check_installed, connect, library, machines
+from hotset.scale.cluster import check_installed, connect, machines
+from hotset.scale.shards import check_mark, on_machines, parts_of
 from hotset.server.app import create_app
 from hotset.server.batch import AHEAD, Batch, answer_line
 from hotset.server.replies import dumped
@@ -38,7 +35,6 @@ from hotset.settings import LoadSettings
 
 _SHARD = 32  # requests
 _COLUMNS = ("custom_id", "method", "url", "body")
-_MARK = "of"  # the file that says of which requests the parts are
 _UNBOUNDED = 1 << 30
 
 
@@ -59,17 +55,10 @@ def batch_on_ray(
     """
     check_installed("pyarrow", "pandas")
     check_target(answers, [requests])
-    parts = answers.with_name(f"{answers.name}.parts")
     if answers.exists():
         raise InvalidRequestError(f"{answers} is there already; write to another file, or take it away")
-    parts.mkdir(parents=True, exist_ok=True)
-    with _held(parts):
-        try:
-            shards = list(_shards(_as_lines(requests, parts), parts))
-        except BaseException:
-            if not (parts / _MARK).exists():  # nothing is there that a later run could go on with
-                shutil.rmtree(parts, ignore_errors=True)
-            raise
+    with parts_of(answers) as parts:
+        shards = list(_shards(_as_lines(requests, parts), parts))
         missing = [(i, shard) for i, shard in enumerate(shards) if not _part(parts, i).exists()]
         n_done, total = sum(map(len, shards)) - sum(len(shard) for _, shard in missing), sum(map(len, shards))
         if missing:
@@ -79,7 +68,6 @@ def batch_on_ray(
                 n_done += len(shards[i])
                 progress.advance("requests", n_done, total)
         n_failed = _joined(parts, len(shards), answers)
-    shutil.rmtree(parts)
     return total, n_failed
 
 
@@ -91,30 +79,10 @@ def _answered(
     n_workers: int,
 ) -> Iterator[tuple[int, bytes]]:
     """The number of each shard, and its answers, as they come."""
-    library()
-    import ray.data
-    from ray.exceptions import RayError
-
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    context.max_errored_blocks = 0
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
     rows = [{"shard": i, "lines": b"\n".join(lines)} for i, lines in missing]
-    data = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
-        Answerer,
-        fn_constructor_args=(model, replace(loading, progress=None), names),
-        batch_size=1,
-        compute=ray.data.ActorPoolStrategy(size=max(1, min(n_workers, len(rows)))),
-        num_cpus=1,
-        scheduling_strategy="SPREAD",
-    )
-    try:
-        for row in data.iter_rows():
-            yield int(row["shard"]), bytes(row["answers"])
-    except RayError as error:
-        raise DeviceError(
-            f"the batch stopped ({clause(str(error).strip().rpartition(chr(10))[2])}); run it again to go on"
-        ) from None
+    args = model, replace(loading, progress=None), names
+    for row in on_machines(rows, Answerer, args, n_workers, "the batch"):
+        yield int(row["shard"]), bytes(row["answers"])
 
 
 class Answerer:
@@ -161,16 +129,6 @@ class Answerer:
 # -- files -------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _held(parts: Path) -> Iterator[None]:
-    """Makes this run the only one that writes the parts."""
-    try:
-        with FileLock(parts / "lock", timeout=0):
-            yield
-    except Timeout:
-        raise InvalidRequestError(f"another process is writing {parts}; wait until it has ended") from None
-
-
 def _part(parts: Path, i: int) -> Path:
     return parts / f"{i:08d}.jsonl"
 
@@ -209,14 +167,7 @@ def _shards(requests: Path, parts: Path) -> Iterator[list[bytes]]:
         hashed = hashlib.sha256()
         while piece := file.read(1 << 20):
             hashed.update(piece)
-        mark = hashed.hexdigest().encode()
-        kept = parts / _MARK
-        if not kept.exists():
-            write_whole({kept: mark})
-        elif read_small_file(kept) != mark:
-            raise InvalidRequestError(
-                f"{parts} has answers to other requests; write to another file, or take it away"
-            )
+        check_mark(parts, hashed.hexdigest().encode(), "answers to other requests")
         shard: list[bytes] = []
         for request in checked.requests.values():
             file.seek(request.start)
