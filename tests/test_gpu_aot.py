@@ -29,7 +29,7 @@ from triton.compiler import ASTSource
 from hotset.backends.gpu import experts_kernel, matrix, spin_kernel
 from hotset.backends.gpu import launch as launcher
 from hotset.backends.gpu import triton_kernels as kernels
-from hotset.backends.gpu.matrix import SUPPORTED, DeviceMatrix
+from hotset.backends.gpu.matrix import EXPERT_TYPES, SUPPORTED, DeviceMatrix
 from hotset.backends.gpu.twins import ANGLE_STEP, RopeTable
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.graph import Activate, Value
@@ -252,7 +252,8 @@ def test_a_decode_step_compiles(target: str, monkeypatch: pytest.MonkeyPatch) ->
 @each_target
 def test_cached_experts_compile(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their products and sums are fused where the CPU's are, and nowhere else."""
-    types = SUPPORTED if list(TARGETS) == CHOSEN else (F16, Q4_0, GGMLType.Q4_K, GGMLType.Q6_K)
+    few = (F16, Q4_0, GGMLType.Q4_K, GGMLType.Q6_K, GGMLType.MXFP4)
+    types = EXPERT_TYPES if list(TARGETS) == CHOSEN else few
     rows = []
     for name, constants, made in compiled(expert_step(list(types)), TARGETS[target], monkeypatch):
         rows.append((name, constants, made))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hotset.backends.gpu import exact
-from hotset.backends.gpu.matrix import SUPPORTED, DeviceMatrix
+from hotset.backends.gpu.matrix import EXPERT_TYPES, DeviceMatrix
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.backends.lowering import decoded_vector
 from hotset.formats.gguf import TensorInfo
@@ -285,5 +285,5 @@ def can_hold(ffn: Ffn, tensors: Mapping[str, TensorInfo], device: torch.device) 
         (device.type == "cpu" or (device.type == "cuda" and not by_neuron))
         and ffn.mask is None
         and all(kind in exact.ACTIVATIONS for kind in kinds)
-        and types <= set(SUPPORTED)
+        and types <= set(EXPERT_TYPES)
     )

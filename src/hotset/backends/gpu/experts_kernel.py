@@ -30,6 +30,7 @@ from hotset.backends.gpu.triton_kernels import (
     Q6_K,
     Q8_0,
 )
+from hotset.formats.quants import GGMLType
 from hotset.model.graph import Activate
 
 SILU = tl.constexpr(0)
@@ -45,6 +46,8 @@ KINDS = {
     "silu": 0, "gelu_tanh": 1, "relu": 2, "relu2": 3, "fatrelu": 4, "sigmoid": 5, "clamped_silu": 6,
     "clamped_plus_one": 7,
 }  # fmt: skip
+MXFP4 = tl.constexpr(8)
+TYPES = FORMATS | {GGMLType.MXFP4: 8}
 TO_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: added and taken off, it rounds |x| < 2^22 to whole numbers
 
 
@@ -95,6 +98,10 @@ def _codes(codes, high, row, n_blocks, b, inside, TYPE: tl.constexpr):
         if TYPE == Q5_0 or TYPE == Q5_1:
             bits = tl.load(high + row[:, None] * n_blocks + b[None, :], mask=inside[None, :], other=0)
             number = number | ((bits[:, :, None] >> i) & 1) << 4
+        if TYPE == MXFP4:  # twice a sign, two bits of exponent and one of mantissa
+            exponent = number >> 1 & 3
+            size = tl.where(exponent == 0, number & 1, (number & 1 | 2) << tl.maximum(exponent - 1, 0))
+            number = tl.where(number >= 8, -size, size)
         if TYPE == Q4_0:
             number = number - 8
         if TYPE == Q5_0:
@@ -143,10 +150,15 @@ def _expert_rows_kernel(
                 i = tl.arange(0, 32)
                 xs = tl.load(q + at[:, None] * 32 + i[None, :], mask=inside[:, None], other=0).to(tl.int32)
                 products = _codes(codes, high, row, n_blocks, b, inside, TYPE) * xs[None, :, :]
-                PER: tl.constexpr = 8 if TYPE >= Q4_K else 1  # blocks under one scale of 16 bits
+                PER: tl.constexpr = 8 if TYPE == Q4_K or TYPE == Q6_K else 1  # blocks under one scale
                 above = row[:, None] * (n_blocks // PER) + (b // PER)[None, :]
                 mask = inside[None, :]
-                scale = tl.load(scales + above, mask=mask, other=0.0).to(tl.float32)
+                if TYPE == MXFP4:  # 2^(e - 128) by its bits; the least two are no normal numbers
+                    e = tl.load(scales + above, mask=mask, other=0).to(tl.int32)
+                    least_bits = tl.where(e == 0, 0x00200000, 0x00400000)
+                    scale = tl.where(e < 2, least_bits, (e - 1) << 23).to(tl.float32, bitcast=True)
+                else:
+                    scale = tl.load(scales + above, mask=mask, other=0.0).to(tl.float32)
                 if TYPE == Q6_K:
                     halves = tl.sum(tl.reshape(products, [R, 16, 2, 16]), axis=3)
                     h = tl.arange(0, 2)[None, None, :]
@@ -317,6 +329,6 @@ def _rows(
     fields = (m.codes, m.scales, m.mins, m.high, m.sub_scales)
     launcher.launch(
         _expert_rows_kernel, (-(-n_rows // 8), len(slots)), x, *given, slots, out, bias, *fields,
-        n_rows, m.n_cols, m.n_cols // 32, pairs_of_input, TYPE=FORMATS[m.type], R=8, warps=4, fused=False,
+        n_rows, m.n_cols, m.n_cols // 32, pairs_of_input, TYPE=TYPES[m.type], R=8, warps=4, fused=False,
     )  # fmt: skip
     return out

@@ -12,6 +12,8 @@ changes and no byte is added.
     high                      qh     qh                           qh      int32 [n_rows, blocks]; Q6_K: bytes
     sub_scales                                            scales  scales  bytes, 12 a block; Q6_K: int8, 16
 
+MXFP4 (experts of a cache alone) has codes as Q4_0 has, of a table, and a byte of exponent as its scale.
+
 A byte of `codes` holds two weights HALF columns apart (formats/quants.py has the bit diagrams):
 
     byte c  →  columns 2 * HALF * (c // HALF) + c % HALF, the low nibble, and that + HALF, the high one
@@ -66,8 +68,12 @@ _FIELDS: dict[GGMLType, dict[str, tuple[str, str]]] = {
         "high": ("qh", "u1"),
         "sub_scales": ("scales", "i1"),
     },
+    GGMLType.MXFP4: {"codes": ("qs", "u1"), "scales": ("e", "u1")},
 }
-SUPPORTED = (*_FLOATS, *_FIELDS)
+EXPERT_TYPES = (*_FLOATS, *_FIELDS)
+"""What experts of a cache may be of (exact.py)."""
+SUPPORTED = tuple(type for type in EXPERT_TYPES if type != GGMLType.MXFP4)
+"""What every product computes with."""
 
 
 @dataclass(frozen=True)
@@ -143,9 +149,12 @@ class DeviceMatrix:
 
     @classmethod
     def empty(cls, type: int, n_rows: int, n_cols: int, device: torch.device | str) -> DeviceMatrix:
-        """A matrix of zero bytes, whose rows are `put` later."""
+        """A matrix of zero bytes of one of EXPERT_TYPES, whose rows are `put` later."""
         type = GGMLType(type)
-        check_type(type)
+        if type not in EXPERT_TYPES:
+            raise UnsupportedModelError(
+                f"experts of type {type.name} cannot be computed on a GPU; use --no-gpu"
+            )
         row = _taken_apart(np.zeros((1, row_bytes(type, n_cols)), np.uint8), type)
         parts = {
             name: torch.zeros((n_rows, piece.shape[1]), dtype=piece.dtype, device=device)
@@ -388,6 +397,18 @@ def _blocks_q6_k(part: dict[str, Tensor]) -> Blocks:
     )
 
 
+# Twice what four bits of MXFP4 are: a sign, two bits of exponent, one of mantissa.
+_FP4 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0)
+
+
+def _blocks_mxfp4(part: dict[str, Tensor]) -> Blocks:
+    codes, exponents = part["codes"], part["scales"].to(torch.int32)
+    numbers = torch.tensor(_FP4, device=codes.device)[_nibbles(codes, 16).long()]
+    # 2^(e - 128) by its bits; the least two are no normal numbers.
+    bits = torch.where(exponents < 2, 0x00200000 << exponents.clamp(max=1), (exponents - 1) << 23)
+    return Blocks(_by_blocks(numbers, part), bits.to(torch.int32).view(torch.float32))
+
+
 _BLOCKS: dict[GGMLType, Callable[[dict[str, Tensor]], Blocks]] = {
     GGMLType.Q4_0: _blocks_q4_0,
     GGMLType.Q4_1: _blocks_q4_1,
@@ -396,4 +417,5 @@ _BLOCKS: dict[GGMLType, Callable[[dict[str, Tensor]], Blocks]] = {
     GGMLType.Q8_0: _blocks_q8_0,
     GGMLType.Q4_K: _blocks_q4_k,
     GGMLType.Q6_K: _blocks_q6_k,
+    GGMLType.MXFP4: _blocks_mxfp4,
 }

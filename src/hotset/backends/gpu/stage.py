@@ -23,7 +23,7 @@ from hotset.backends.base import PAGE_SIZE, Batch, ExpertCounts, WeightSource
 from hotset.backends.embedding import lookup
 from hotset.backends.gpu.capture import Captured, Graphs
 from hotset.backends.gpu.devices import current, find_device, memory_errors, synchronize
-from hotset.backends.gpu.experts import ExpertCache
+from hotset.backends.gpu.experts import ExpertCache, can_hold
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.kv import Copies, PagedCache, StepInputs
 from hotset.backends.gpu.program import Call, ColdHalf, Frame, Program
@@ -132,8 +132,10 @@ class GpuStage:
             widths = {value.id: value.width for value in entering}
             self._inputs = StepInputs(max_batch, n_pages, widths, self.device)
             if expert_slots:
-                ffns = [ffn for ffn in self.graph.ffns if ffn.route is not None]
-                self._expert_cache = ExpertCache(self._weights, ffns, expert_slots, sparse=sparse)
+                mixed = [ffn for ffn in self.graph.ffns if ffn.route is not None]
+                held = [ffn for ffn in mixed if can_hold(ffn, weights.tensors, self.device)]
+                if held:
+                    self._expert_cache = ExpertCache(self._weights, held, expert_slots, sparse=sparse)
             self._program(frozenset())
             if self.device.type == "cuda":
                 self.warm_up()
