@@ -9,13 +9,12 @@ import pytest
 from make_blocks import random_blocks
 
 from hotset.errors import UnsupportedModelError
-from hotset.formats.channels import TILE, add_channels, can_be_by_channel
+from hotset.formats.channels import add_channels, can_be_by_channel, tile_of
 from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
-from hotset.formats.planes import decode
 from hotset.formats.quants import GGMLType, dequantize
 
 T = GGMLType
-N_IN, N_OUT = 96, 608  # three tiles, of which the last is narrower
+N_IN, N_OUT = 96, 608  # tiles of which the last is narrower
 
 
 def written(folder: Path, data: np.ndarray, type_: GGMLType) -> GGUFFile:
@@ -33,29 +32,36 @@ def by_channel(folder: Path, gguf: GGUFFile) -> GGUFFile:
     return open_gguf(folder / "channels.gguf")
 
 
-def side_by_side(tiles: np.ndarray, n_rows: int) -> np.ndarray:
-    """Tiles side by side: [n_rows, numbers of all outputs]."""
-    per_output = tiles.size / n_rows / N_OUT
-    widths = [int(min(TILE, N_OUT - first) * per_output) for first in range(0, N_OUT, TILE)]
-    parts = np.split(tiles, np.cumsum([n_rows * width for width in widths])[:-1])
-    return np.concatenate([part.reshape(n_rows, -1) for part in parts], axis=1)
+def values_of(blocks: np.ndarray, type_: GGMLType) -> np.ndarray:
+    """What a copy's bytes say, float32 [n_in, n_out], number by number."""
+    out = np.empty((N_IN, N_OUT), np.float32)
+    n_heads, step, at = 2 if type_ == T.Q4_1 else 1, tile_of(type_, N_OUT), 0
+    for first in range(0, N_OUT, step):
+        width = min(step, N_OUT - first)
+        for group in range(N_IN // 32):
+            heads = blocks[at : at + 2 * n_heads * width].view(np.float16).reshape(n_heads, width)
+            at += 2 * n_heads * width
+            for channel in range(group * 32, group * 32 + 32):
+                codes = blocks[at : at + (width if type_ == T.Q8_0 else width // 2)]
+                at += len(codes)
+                if type_ == T.Q8_0:
+                    numbers = codes.view(np.int8).astype(np.float32)
+                else:
+                    nibbles = codes.reshape(-1, 16)
+                    numbers = np.stack([nibbles & 15, nibbles >> 4], axis=1).reshape(-1).astype(np.float32)
+                if type_ == T.Q4_0:
+                    numbers -= 8
+                values = heads[0].astype(np.float32) * numbers
+                values = values + heads[1].astype(np.float32) if type_ == T.Q4_1 else values
+                out[channel, first : first + width] = values
+    assert at == len(blocks)
+    return out
 
 
 @pytest.mark.parametrize("type_", [T.Q4_0, T.Q4_1, T.Q8_0], ids=lambda t: t.name)
 def test_values_are_those_of_the_file(tmp_path: Path, type_: GGMLType) -> None:
     gguf = written(tmp_path, random_blocks(type_, N_OUT, N_IN, np.random.default_rng(3)), type_)
-    copy = by_channel(tmp_path, gguf)
-    halves = {
-        n: side_by_side(copy.data(f"m_c.{n}").view(np.float16), N_IN // 32)
-        for n in ("scales", "mins")
-        if f"m_c.{n}" in copy.tensors
-    }
-    codes = side_by_side(copy.data("m_c.codes").view(np.int8), N_IN)
-    found = decode(codes, halves["scales"])
-    if type_ == T.Q4_1:  # no code is taken off, and a minimum is added
-        scales = np.repeat(halves["scales"].astype(np.float32), 32, axis=0)
-        whole = np.round(found / np.where(scales == 0, 1, scales)) + 8
-        found = scales * whole + np.repeat(halves["mins"].astype(np.float32), 32, axis=0)
+    found = values_of(by_channel(tmp_path, gguf).data("m_c.blocks").view(np.uint8).reshape(-1), type_)
     expected = dequantize(gguf.data("m.weight"), type_, (N_IN, N_OUT)).reshape(N_OUT, N_IN).T
     np.testing.assert_array_equal(found, expected)
 

@@ -373,7 +373,7 @@ def test_what_is_built_is_said_and_found_again(tmp_path: Path) -> None:
     for how in ("built in", "opened"):
         with load(gguf.path, sparsity="threshold") as model:
             assert any(note.startswith(f"matrices by channel: {how}") for note in model.notes)
-            codes = model.weights.data("blk.0.attn_q_c.codes")
+            codes = model.weights.data("blk.0.attn_q_c.blocks")
             assert codes.ctypes.data % 128 == 0
 
 

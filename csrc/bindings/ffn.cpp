@@ -199,24 +199,18 @@ LinearPart PlanBuilder::make_part(const Part& part, int x) {
 }
 
 ChannelMatrix PlanBuilder::make_channels(const Channels& channels, const Matrix& by_row) {
-    const auto& [codes, scales, mins, cols, first, below] = channels;
+    const auto& [data, cols, tile, first, below] = channels;
     require(plan_->kernels().channel_linear[int(by_row.type)],
             std::string(type_facts(by_row.type).name) + " is not laid out by channel");
     require(cols > 0 && cols % 32 == 0 && first >= 0 && first % 32 == 0 && by_row.rows % 32 == 0 &&
-                first + by_row.rows <= cols,
+                first + by_row.rows <= cols && tile > 0 && tile % 32 == 0,
             "outputs of a matrix by channel are whole groups of 32");
-    const size_t n_codes = size_t(by_row.cols) * size_t(cols) / (by_row.type == Type::Q8_0 ? 1 : 2);
-    const size_t n_scales = size_t(by_row.cols) / 32 * size_t(cols) * 2;
-    require(codes.size() == n_codes && scales.size() == n_scales &&
-                mins.has_value() == (by_row.type == Type::Q4_1) && (!mins || mins->size() == n_scales),
-            "a matrix by channel has the codes, scales and minimums of its rows");
-    weights_.insert(weights_.end(), {codes, scales});
-    if (mins) weights_.push_back(*mins);
-    auto halves = [](const Bytes& bytes) { return reinterpret_cast<const uint16_t*>(bytes.data()); };
+    require(by_row.cols % 32 == 0 && data.size() == by_row.row_bytes * size_t(cols),
+            "a matrix by channel has the numbers of its rows");
+    weights_.push_back(data);
     ChannelMatrix made;
-    made.type = by_row.type, made.data = codes.data(), made.rows = by_row.cols, made.cols = cols;
-    made.first_col = first, made.scales = halves(scales), made.below = below;
-    if (mins) made.mins = halves(*mins);
+    made.type = by_row.type, made.data = data.data(), made.rows = by_row.cols, made.cols = cols;
+    made.tile = tile, made.first_col = first, made.below = below;
     return made;
 }
 

@@ -29,9 +29,9 @@ class PlanBuilder {
     using NormArguments = std::optional<std::tuple<bool, Floats, std::optional<Floats>, float>>;
     using Part = std::tuple<int, Rows, std::optional<Floats>, int>;  // type, data, bias, out
     using ActivationArguments = std::pair<int, float>;               // kind, threshold
-    // A matrix by channel: codes, scales, minimums; its outputs, and which of them is the part's first; the
-    // share of channels below which these are read.
-    using Channels = std::tuple<Bytes, Bytes, std::optional<Bytes>, int64_t, int64_t, float>;
+    // A matrix by channel: its outputs, those of a tile, and which of them is the part's first; the share of
+    // channels below which these are read.
+    using Channels = std::tuple<Bytes, int64_t, int64_t, int64_t, float>;
 
     // cutoffs: of the input (see Plan::add_linear, as for channels), of the activation, of the result. With
     // an activation and two parts, these are gate and up; with one part, it is applied to the result.

@@ -9,31 +9,43 @@
 // multiple of 32 and at most kChannelColumns, and fetches what `ahead` will read; isum: the sum of all bytes
 // of the quads. Included inside the namespace of an instruction set.
 
-constexpr int kBlocksAhead = 4;  // of 32 channels: from there on a tile's codes are fetched
+// How far ahead is fetched. More is slower: a core has only so many fetches in flight.
+constexpr int64_t kBytesAhead = 10240;
 
 template <bool kFour, bool kHasMin>
 void channel_tile(const ChannelMatrix& w, const ActiveChannels& active, const Inputs& x, int64_t col0,
                   int n_cols, float* lanes, float* out) {
     constexpr int kZero = kFour && !kHasMin ? 8 : 0;
-    const int64_t tile = col0 / kChannelTile * kChannelTile, inside = col0 - tile, all = padded(x.k) / 32;
-    const int64_t width = imin(w.cols - tile, kChannelTile), stride = kFour ? width / 2 : width;
-    const uint8_t* codes = w.data + (kFour ? (tile * w.rows + inside) / 2 : tile * w.rows + inside);
-    const int64_t first_scale = tile * (w.rows / 32) + inside;
+    constexpr int kScales = kHasMin ? 4 : 2, kCodes = kFour ? 16 : 32;  // bytes of an output in a block
+    const int64_t tile = col0 / w.tile * w.tile, inside = col0 - tile, all = padded(x.k) / 32;
+    const int64_t width = imin(w.cols - tile, w.tile), stride = width * kCodes / 32;
+    const int64_t block_bytes = width * (kScales + kCodes);
+    const uint8_t* blocks = w.data + tile * (w.rows / 32) * (kScales + kCodes);
+    const int blocks_ahead = imax(1, kBytesAhead / block_bytes);
     for (int c = 0; c < 16 * n_cols; c += 16) V::zero().store(lanes + c);
     alignas(64) int32_t dots[kChannelColumns];
     auto block_of = [&](int i) {
         const ActiveChannels::Block& b = active.blocks[imin(i, active.n_blocks - 1)];
+        const uint8_t* codes = blocks + b.index * block_bytes + width * kScales + inside * kCodes / 32;
         return ChannelBlock{codes, stride, active.channels + 4 * b.first_quad, active.quads + b.first_quad,
                             i < active.n_blocks ? b.n_quads : 0};
     };
     for (int i = 0; i < active.n_blocks; i++) {
-        ChannelBlock block = block_of(i), ahead = block_of(i + kBlocksAhead);
+        ChannelBlock block = block_of(i), ahead = block_of(i + blocks_ahead);
         const int64_t b = active.blocks[i].index;
         const int32_t isum = int32_t(uint32_t(x.isum[b]) + uint32_t(x.isum[all + b]));
         const int32_t start = int32_t(-uint32_t(kZero) * uint32_t(isum));
         const V scale = V::set(x.scale[b]), sum = V::set(x.sum[b]);
-        const uint16_t* scales = w.scales + first_scale + b * width;
-        const uint16_t* mins = kHasMin ? w.mins + first_scale + b * width : nullptr;
+        auto scales_of = [&](int64_t block) { return blocks + block * block_bytes + inside * 2; };
+        const uint16_t* scales = reinterpret_cast<const uint16_t*>(scales_of(b));
+        const uint16_t* mins = scales + width;
+        if (ahead.n_quads) {
+            const uint8_t* its = scales_of(active.blocks[i + blocks_ahead].index);
+            for (int at = 0; at < 2 * n_cols; at += 64) {
+                V::fetch(its + at);
+                if constexpr (kHasMin) V::fetch(its + 2 * width + at);
+            }
+        }
         float* lane = lanes + b % 16 * n_cols;
         for (int c = 0; c < n_cols; c += kChannelColumns) {
             const int count = imin(n_cols - c, kChannelColumns);
@@ -62,7 +74,7 @@ void channel_linear(const ChannelMatrix& w, const ActiveChannels& active, const 
                     int64_t n_cols, float* lanes, float* out) {
     const int64_t first = w.first_col + col0;
     for (int64_t c = first; c < first + n_cols;) {
-        const int n = imin((c / kChannelTile + 1) * kChannelTile, first + n_cols) - int(c);
+        const int n = imin((c / w.tile + 1) * w.tile, first + n_cols) - int(c);
         channel_tile<kFour, kHasMin>(w, active, x, c, n, lanes, out + (c - first));
         c += n;
     }

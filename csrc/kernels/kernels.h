@@ -18,6 +18,7 @@
 
 #include <math.h>  // the C functions: no inline copies that a linker could mix up
 
+#include <bit>
 #include <cstdint>
 
 #include "../types.h"
@@ -60,33 +61,35 @@ using LinearKernel = void (*)(const Matrix& w, int64_t row0, int64_t row1, const
                               float* out, int64_t ld, uint8_t* scratch);
 
 // A matrix laid out again by channel = input (formats/channels.py), to read those alone whose input is not
-// zero. Outputs are cut into tiles of kChannelTile (the last may be narrower), one after the other: in a tile
-// the codes of a channel side by side, channel after channel, and so its scales (and minimums) by 32
-// channels. It is of a type whose blocks hold 32 weights. Outputs from first_col on are the rows of the
-// matrix by rows.
-constexpr int kChannelTile = 256;  // 128 bytes of 4-bit codes: two lines, which processors fetch together
+// zero. Outputs are cut into tiles (the last may be narrower), one after the other; a tile holds blocks of 32
+// channels, and a block the scales of its outputs (f16), their minimums where the type has them, and then the
+// codes, channel after channel: so a chunk of outputs reads one stream of memory. It is of a type whose
+// blocks hold 32 weights. Outputs from first_col on are the rows of the matrix by rows.
 struct ChannelMatrix {
-    Type type = Type::Q4_0;            // of the matrix by rows: Q4_0, Q4_1 or Q8_0
-    const uint8_t* data = nullptr;     // null: there is none
-    int64_t rows = 0;                  // inputs
-    int64_t cols = 0;                  // outputs, a multiple of 32
-    int64_t first_col = 0;             // a multiple of 32
-    const uint16_t* scales = nullptr;  // f16
-    const uint16_t* mins = nullptr;    // the same of Q4_1
-    float below = 0.0f;  // where a smaller share of its inputs is not zero, it is the one to read
+    Type type = Type::Q4_0;         // of the matrix by rows: Q4_0, Q4_1 or Q8_0
+    const uint8_t* data = nullptr;  // null: there is none
+    int64_t rows = 0;               // inputs
+    int64_t cols = 0;               // outputs, a multiple of 32
+    int64_t tile = 0;               // outputs of a tile, a multiple of 32
+    int64_t first_col = 0;          // a multiple of 32
+    float below = 0.0f;             // where a smaller share of its inputs is not zero, it is the one to read
 
     HOTSET_INLINE int64_t code_bytes(int64_t n) const { return type == Type::Q8_0 ? n : n / 2; }
 };
 
-// Which channels of one quantised token are not zero: four by four, filled up with zeros, block by block.
+// Which channels of one quantised token are not zero: four by four, block by block. Blocks are filled up with
+// zeros to two sizes only, lest the kernels' loops end where no processor foresees it: to multiply is cheap,
+// and a channel that is there twice is read once.
 struct ActiveChannels {
+    static constexpr int32_t kFewChannels = 8;
+
     struct Block {
         int32_t index;       // of 32 channels
         int32_t first_quad;  // in quads, and a quarter of that in channels
         int32_t n_quads;
     };
     Block* blocks;      // those whose scale is not zero, in order
-    int32_t* channels;  // [4 * quads]
+    int32_t* channels;  // [4 * quads], each as its place in its block
     uint32_t* quads;    // codes of four channels, a byte each
     int32_t n_blocks;
     int32_t n_channels;
@@ -102,28 +105,34 @@ struct ActiveChannels {
         channels = reinterpret_cast<int32_t*>(blocks + x.k / 32);
         quads = reinterpret_cast<uint32_t*>(channels + x.k);
         n_blocks = n_channels = 0;
+        static_assert(std::endian::native == std::endian::little);
+        int8_t* const bytes = reinterpret_cast<int8_t*>(quads);  // of each listed channel
+        int32_t* const places = channels;
         int32_t n = 0;  // channels listed so far, with those that fill up
         for (int32_t b = 0; b < x.k / 32; b++) {
             if (x.scale[b] == 0.0f) continue;
             const int32_t first = n;
             for (int half = 0; half < 2; half++) {
                 const int8_t* codes = x.q + b / 4 * kGroup + half * 64 + b % 4 * 16;
-                for (int i = 0; i < 16; i++) {
-                    if (codes[i] == 0) continue;
-                    uint32_t& quad = quads[n / 4];
-                    quad = (n % 4 ? quad : 0) | uint32_t(uint8_t(codes[i])) << n % 4 * 8;
-                    channels[n++] = b * 32 + half * 16 + i;
+                for (int i = 0; i < 16; i++) {  // without a branch that nobody could foresee
+                    places[n] = half * 16 + i;
+                    bytes[n] = codes[i];
+                    n += codes[i] != 0;
                 }
             }
             n_channels += n - first;
-            for (; n % 4; n++) channels[n] = channels[n - 1];
+            const int32_t end = n == first ? n : first + (n - first > kFewChannels ? 32 : kFewChannels);
+            for (; n < end; n++) {
+                places[n] = places[n - 1];
+                bytes[n] = 0;
+            }
             blocks[n_blocks++] = {b, first / 4, (n - first) / 4};
         }
     }
 };
 
-// Some channels of a tile, as a kernel reads them: `stride` bytes from one to the next, the first output at
-// `at`.
+// Some channels of a block, as a kernel reads them: `stride` bytes from one to the next, the first output of
+// the first channel at `at`.
 struct ChannelBlock {
     const uint8_t* at;
     int64_t stride;

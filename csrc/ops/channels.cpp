@@ -11,10 +11,7 @@
 namespace hotset {
 namespace {
 
-constexpr int64_t kFewestColumns =
-    256;                                // of a chunk: what a channel has of them lies side by side in memory,
-constexpr int64_t kMostColumns = 1024;  // and their sixteen lanes stay in the second-level cache
-constexpr int kChunksPerThread = 4;     // where there are columns enough
+constexpr int64_t kFewestColumns = 256;  // of a chunk of a part that has no copy
 
 class ChannelLinear : public Op {
   public:
@@ -28,14 +25,8 @@ class ChannelLinear : public Op {
           residual_(residual < 0 ? nullptr : &plan.buffer(residual)),
           tail_(tail) {
         several_->counted = &counters;
-        int64_t all = 0;
-        for (const LinearPart& part : parts_) {
-            input_.serves(part.weight);
-            all += part.weight.rows;
-        }
-        const int64_t share = all / (kChunksPerThread * plan.n_threads());
-        columns_ = std::clamp<int64_t>((share + kChannelColumns - 1) / kChannelColumns * kChannelColumns,
-                                       kChannelColumns, kMostColumns);
+        for (const LinearPart& part : parts_) input_.serves(part.weight);
+        for (size_t p = 0; p < n_column_parts(); p++) columns_.push_back(chunk_columns(p));
     }
 
     int n_phases(const StepTokens& step) const override {
@@ -51,7 +42,7 @@ class ChannelLinear : public Op {
         if (!is_one(step)) return several_->run(phase, chunk, step, worker);
         size_t p = 0;
         while (chunk >= part_chunks(p)) chunk -= part_chunks(p++);
-        multiply(p, chunk * columns_, step, worker);
+        multiply(p, chunk * columns_[p], step, worker);
     }
     bool prefetch(int phase, int chunk, int piece, const StepTokens& step) const override {
         return !is_one(step) && several_->prefetch(phase, chunk, piece, step);
@@ -60,7 +51,8 @@ class ChannelLinear : public Op {
     Needs needs() const override {
         Needs needs = several_->needs();
         const Needs one = input_.needs();
-        needs.result_floats = std::max({needs.result_floats, one.result_floats, size_t(18 * columns_)});
+        const int64_t most = *std::max_element(columns_.begin(), columns_.end());
+        needs.result_floats = std::max({needs.result_floats, one.result_floats, size_t(18 * most)});
         needs.input_width = std::max(needs.input_width, one.input_width);
         needs.private_bytes = std::max(needs.private_bytes, one.private_bytes);
         return needs;
@@ -70,14 +62,20 @@ class ChannelLinear : public Op {
     bool gated() const { return tail_.kind == LinearTail::Gated; }
     bool is_one(const StepTokens& step) const { return input_.n_tokens(step) == 1; }
     size_t n_column_parts() const { return gated() ? 1 : parts_.size(); }  // gate and up go together
-    int part_chunks(size_t p) const { return ceil_div(parts_[p].weight.rows, columns_); }
+    int part_chunks(size_t p) const { return ceil_div(parts_[p].weight.rows, columns_[p]); }
+    // A tile, which lies side by side in memory, or less where there are more threads than tiles.
+    int64_t chunk_columns(size_t p) const {
+        const ChannelMatrix& copy = gated() && !channels_[p].data ? channels_[1] : channels_[p];
+        const int64_t share = ceil_div(parts_[p].weight.rows, plan_.n_threads() * kChannelColumns);
+        return std::min(share * kChannelColumns, copy.data ? copy.tile : kFewestColumns);
+    }
 
     void multiply(size_t p, int64_t first, const StepTokens& step, Worker& worker) const {
         const Kernels& kernels = plan_.kernels();
         const ChannelInput::One in = input_.one(step, worker);
         const LinearPart& part = parts_[p];
-        const int64_t last = std::min(first + columns_, part.weight.rows), count = last - first;
-        float *results = worker.results.as<float>(), *up = results + columns_, *lanes = up + columns_;
+        const int64_t last = std::min(first + columns_[p], part.weight.rows), count = last - first;
+        float *results = worker.results.as<float>(), *up = results + columns_[p], *lanes = up + columns_[p];
         FfnCounts counts;
         auto product = [&](size_t of, float* out) {
             const LinearPart& its = parts_[of];
@@ -108,7 +106,7 @@ class ChannelLinear : public Op {
     const std::vector<ChannelMatrix> channels_;
     const Buffer* residual_;
     const LinearTail tail_;
-    int64_t columns_;  // of a chunk
+    std::vector<int64_t> columns_;  // of a chunk of each part
 };
 
 }  // namespace

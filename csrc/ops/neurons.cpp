@@ -144,16 +144,16 @@ class Neurons : public Op {
     }
     bool has_channels() const { return facts_.gate_channels.data || facts_.up_channels.data; }
     bool by_tiles(int n) const { return n == 1 && has_channels(); }
-    int64_t tiles() const { return ceil_div(n_neurons(), kChannelTile); }
+    int64_t tile() const { return std::max(facts_.gate_channels.tile, facts_.up_channels.tile); }
+    int64_t tiles() const { return ceil_div(n_neurons(), tile()); }
     // The first neuron of a chunk: of one token whose channels are left out a chunk is some tiles of these.
     int64_t first_neuron(int n, int chunks, int chunk) const {
         if (!by_tiles(n)) return panel_chunk(n_neurons(), chunks, chunk);
-        return std::min(tiles() * chunk / chunks * kChannelTile, n_neurons());
+        return std::min(tiles() * chunk / chunks * tile(), n_neurons());
     }
     int64_t largest_chunk(int n) const {
         const int chunks = neuron_chunks(n);
-        return by_tiles(n) ? ceil_div(tiles(), chunks) * kChannelTile
-                           : largest_panel_chunk(n_neurons(), chunks);
+        return by_tiles(n) ? ceil_div(tiles(), chunks) * tile() : largest_panel_chunk(n_neurons(), chunks);
     }
     int neuron_chunks(int n) const {
         if (n > 1) return many_token_chunks(n_neurons(), plan_.n_threads());

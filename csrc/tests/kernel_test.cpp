@@ -34,27 +34,24 @@ uint64_t first_hash;      // reference_hash before the later types
 
 // A matrix by rows laid out by channel, its columns as they are.
 struct ByChannel {
-    std::vector<uint8_t> codes;
-    std::vector<uint16_t> scales, mins;
+    static constexpr int64_t kTile = 192;
+    std::vector<uint8_t> data;
     ChannelMatrix view;
 
     ByChannel(Type type, const std::vector<uint8_t>& bytes, int64_t rows, int64_t cols) {
         const int head = type == Type::Q4_1 ? 4 : 2, code_bytes = type == Type::Q8_0 ? 32 : 16;
         const int64_t block_bytes = type_facts(type).block_bytes;
-        codes.resize(size_t(rows) * cols / 32 * code_bytes);
-        scales.resize(size_t(rows) * cols / 32);
-        if (head == 4) mins.resize(scales.size());
-        view.type = type, view.data = codes.data(), view.rows = cols, view.cols = rows;
-        view.scales = scales.data(), view.mins = mins.data();
+        data.resize(bytes.size());
+        view.type = type, view.data = data.data(), view.rows = cols, view.cols = rows, view.tile = kTile;
         for (int64_t r = 0; r < rows; r++)
             for (int64_t b = 0; b < cols / 32; b++) {
                 const uint8_t* block = &bytes[(r * (cols / 32) + b) * block_bytes];
-                const int64_t tile = r / kChannelTile * kChannelTile, c = r - tile;
-                const int64_t width = std::min<int64_t>(rows - tile, kChannelTile);
-                scales[tile * (cols / 32) + b * width + c] = load_u16(block);
-                if (head == 4) mins[tile * (cols / 32) + b * width + c] = load_u16(block + 2);
+                const int64_t tile = r / kTile * kTile, c = r - tile, width = std::min(rows - tile, kTile);
+                uint8_t* out = &data[(tile * (cols / 32) + b * width) * block_bytes];
+                std::copy_n(block, 2, out + 2 * c);
+                if (head == 4) std::copy_n(block + 2, 2, out + 2 * (width + c));
                 for (int i = 0; i < 32; i++) {
-                    uint8_t* at = &codes[(tile * cols + (b * 32 + i) * width) * code_bytes / 32];
+                    uint8_t* at = out + width * head + i * width * code_bytes / 32;
                     if (code_bytes == 32)
                         at[c] = block[head + i];
                     else
@@ -266,7 +263,7 @@ void test_channels(const Kernels& kernels, Type type, int64_t rows, int64_t cols
     const std::mt19937 before = random_engine;
     const std::vector<uint8_t> bytes = random_matrix(type, rows, cols);
     const ByChannel by_channel(type, bytes, rows, cols);
-    const auto exact = exact_copy(by_channel.codes);
+    const auto exact = exact_copy(by_channel.data);
     ChannelMatrix w = by_channel.view;
     w.data = exact.get();
     const Matrix by_row = {type, bytes.data(), rows, cols, bytes.size() / size_t(rows)};

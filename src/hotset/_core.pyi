@@ -26,7 +26,7 @@ NormFacts = tuple[bool, np.ndarray, np.ndarray | None, float]  # layer norm?, we
 Part = tuple[int, Rows, np.ndarray | None, int]  # type, data, bias, buffer of the result
 # a matrix by channel: codes, scales, minimums; its outputs in all, the first that counts; the share of its
 # channels below which these are read
-Channels = tuple[np.ndarray, np.ndarray, np.ndarray | None, int, int, float]
+Channels = tuple[np.ndarray, int, int, int, float]
 # (type, data) of each tensor, rows of an expert in it, the first that counts, bias of those that do
 ExpertPart = tuple[list[tuple[int, Rows]], int, int, np.ndarray | None]
 

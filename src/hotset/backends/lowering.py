@@ -23,7 +23,7 @@ from hotset.backends.fusion import Buffers, Fused, fuse
 from hotset.backends.stored import StoredWeights
 from hotset.backends.streaming import Streamed, matrices_of
 from hotset.errors import InvalidRequestError
-from hotset.formats.channels import break_even
+from hotset.formats.channels import break_even, tile_of
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import dequantize, row_bytes
 from hotset.model.graph import (
@@ -615,8 +615,8 @@ class _Emission:
         return *linear_matrix(self._weights, op), self._buffers[out]
 
     def _channels(self, ops: Sequence[Linear]) -> list[Any]:
-        """Copies by channel as the plan takes them: codes, scales, minimums, outputs in all, its first,
-        below which share of channels it pays.
+        """Copies by channel as the plan takes them: bytes, outputs in all, those of a tile, its first, below
+        which share of channels it pays.
 
         Empty where there is none, or every channel is to be read, and under a budget of memory, which has
         room for the rows alone: the bits are the same.
@@ -625,14 +625,13 @@ class _Emission:
             return []
         found: list[Any] = []
         for op in ops:
-            copy, n_rows = op.by_channel, self._weights.tensors[op.weight].shape[-1]
+            copy, info = op.by_channel, self._weights.tensors[op.weight]
             if copy is None or not self._sparse or op.first_row % PLANE_GROUP or op.out.width % PLANE_GROUP:
                 found.append(None)
                 continue
-            mins = None if copy.mins is None else self._weights.data(copy.mins)
-            codes, scales = self._weights.data(copy.codes), self._weights.data(copy.scales)
-            below = break_even(self._weights.tensors[op.weight], self._channel_rate)
-            found.append((codes, scales, mins, n_rows, op.first_row, below))
+            n_rows = info.shape[-1]
+            below = break_even(info, self._channel_rate)
+            found.append((self._weights.data(copy), n_rows, tile_of(info.type, n_rows), op.first_row, below))
         return found if any(one is not None for one in found) else []
 
     def _residual(self, value: Value | None) -> int:

@@ -4,18 +4,17 @@ not be read.
 As planes of down projections are by neuron (formats/planes.py): a block of 32 inputs of one output is split
 in codes by input and scales by 32 inputs, every number the file's own, so that sums are the same to the bit.
 
-    <name>_c.codes   int8 [n_in, bytes per channel]  the codes of a channel, one output after the other
-      Q4_0, Q4_1: for each 32 outputs 16 bytes, byte j = code[j] | code[j + 16] << 4;  Q8_0: one byte each
-    <name>_c.scales  F16  [n_in / 32, n_out]         scale of channel k and output c: [k // 32, c]
-    <name>_c.mins    F16  [n_in / 32, n_out]         of Q4_1: what is added to scale * code
+    <name>_c.blocks  int8 [n_in / 32, bytes of n_out blocks]   as many bytes as the matrix by rows has
 
-Within each of them the outputs are cut into tiles of TILE (the last may be narrower), one tile after the
-other: so a chunk of outputs reads adjacent memory, which matters more than a channel in one piece.
+Outputs are cut into tiles (tile_of), one after the other; a tile is for each 32 channels the scales of its
+outputs (F16), of Q4_1 what is added to scale * code (F16), and then for each of the channels the codes of the
+outputs: of Q8_0 one byte each, of Q4_0 and Q4_1 for each 32 outputs 16 bytes, byte j = code[j] | code[j + 16]
+<< 4. So a chunk of outputs reads one stream of memory, in which what is left out are pieces of some lines:
+with scales elsewhere, or in narrower tiles, this takes up to twice as long (docs/LOG.md).
 """
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,8 +26,8 @@ from hotset.formats.quants import GGMLType
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile, GGUFWriter, TensorInfo
 
-ALIGNMENT = 128  # of the tensors: a channel's codes in a tile are then two whole lines, not parts of three
-TILE = 256  # outputs: kChannelTile of csrc/kernels/kernels.h
+ALIGNMENT = 128  # of the tensors: two lines, which processors fetch together
+LAYOUT = 2  # rises when the layout changes, so that files of another one are built again
 _TYPES = (GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q8_0)
 
 
@@ -53,12 +52,11 @@ def break_even(info: TensorInfo, rate: float) -> float:
     return min(max((rate * info.nbytes - scales) / codes, 0.0), 1.0)
 
 
-def tiled(rows: np.ndarray, n_out: int) -> np.ndarray:
-    """An array [n, some numbers per output] with its columns cut into tiles, as flat as it is written."""
-    per_output = rows.shape[1] / n_out
-    borders = [int(c * per_output) for c in [*range(0, n_out, TILE), n_out]]
-    parts = [rows[:, a:b].reshape(-1) for a, b in itertools.pairwise(borders)]
-    return np.concatenate(parts).reshape(rows.shape)
+def tile_of(type: GGMLType, n_out: int) -> int:
+    """Outputs of a tile: those of 256 bytes of codes, or of 128 where there would be too few tiles for
+    threads to share. Pairs of lines are fetched together: other widths are slower."""
+    wide = 512 if n_out >= 4096 else 256
+    return wide // 2 if type == GGMLType.Q8_0 else wide
 
 
 def add_channels(writer: GGUFWriter, gguf: GGUFFile, tensor: str) -> None:
@@ -67,25 +65,34 @@ def add_channels(writer: GGUFWriter, gguf: GGUFFile, tensor: str) -> None:
     can_be_by_channel must say yes. What is written is refused (UnsupportedModelError) where a scale is not
     finite: zero times it is no zero, and would have to be read.
     """
-    info, name = gguf.tensors[tensor], tensor.removesuffix(".weight")
-    n_in, n_out = info.shape
-
-    def halves(field: str) -> np.ndarray:
-        values = scales_of(gguf.data(tensor), info.type, info.shape, field)
-        if not np.isfinite(values).all():
-            raise UnsupportedModelError(
-                f"the tensor {tensor} has weights that are not finite, beside which nothing can be left out"
-            )
-        return tiled(values, n_out)
-
-    n_bytes = n_out if info.type == GGMLType.Q8_0 else n_out // 2
+    info = gguf.tensors[tensor]
+    n_groups = info.shape[0] // PLANE_GROUP
     writer.add_tensor(
-        f"{name}_c.codes",
-        lambda: tiled(codes_of(gguf.data(tensor), info.type, info.shape).view(np.uint8), n_out),
+        f"{tensor.removesuffix('.weight')}_c.blocks",
+        lambda: _blocks_of(gguf, tensor),
         GGMLType.I8,
-        (n_bytes, n_in),
+        (info.nbytes // n_groups, n_groups),
     )
-    blocks = n_out, n_in // PLANE_GROUP
-    writer.add_tensor(f"{name}_c.scales", lambda: halves("d"), GGMLType.F16, blocks)
-    if info.type == GGMLType.Q4_1:
-        writer.add_tensor(f"{name}_c.mins", lambda: halves("m"), GGMLType.F16, blocks)
+
+
+def _blocks_of(gguf: GGUFFile, tensor: str) -> np.ndarray:
+    info = gguf.tensors[tensor]
+    n_in, n_out = info.shape
+    n_groups = n_in // PLANE_GROUP
+    heads = [
+        scales_of(gguf.data(tensor), info.type, info.shape, field)
+        for field in ("d", "m")[: 2 if info.type == GGMLType.Q4_1 else 1]
+    ]
+    if not all(np.isfinite(values).all() for values in heads):
+        raise UnsupportedModelError(
+            f"the tensor {tensor} has weights that are not finite, beside which nothing can be left out"
+        )
+    codes = codes_of(gguf.data(tensor), info.type, info.shape).view(np.uint8)
+    of_output, step = codes.shape[1] / n_out, tile_of(info.type, n_out)
+    tiles = []
+    for first in range(0, n_out, step):
+        last = min(first + step, n_out)
+        own = codes[:, int(first * of_output) : int(last * of_output)].reshape(n_groups, -1)
+        own_heads = [np.ascontiguousarray(head[:, first:last]).view(np.uint8) for head in heads]
+        tiles.append(np.concatenate([*own_heads, own], axis=1).reshape(-1))
+    return np.concatenate(tiles).reshape(n_groups, -1)

@@ -45,7 +45,6 @@ from hotset.model.graph import (
     Add,
     All,
     Attention,
-    ByChannel,
     Cutoff,
     DeltaNet,
     Embed,
@@ -710,15 +709,13 @@ class _Weights:
         codes = self._ask(f"{name}.codes", (wide, n_neurons), _BYTES)
         return codes, self._ask(f"{name}.scales", (n_out, -(-n_neurons // PLANE_GROUP)), _SCALES)
 
-    def by_channel(self, name: str, n_in: int, n_out: int) -> ByChannel | None:
-        """The copy of a matrix by channel, where it was made; its codes' width says which type they are."""
-        if f"{name}_c.codes" not in self.tensors or n_out % PLANE_GROUP or n_in % PLANE_GROUP:
+    def by_channel(self, name: str, n_in: int, n_out: int) -> str | None:
+        """The copy of a matrix by channel, where it was made."""
+        copy = f"{name}_c.blocks"
+        if copy not in self.tensors or n_out % PLANE_GROUP or n_in % PLANE_GROUP:
             return None
-        wide = n_out if tuple(self.tensors[f"{name}_c.codes"].shape) == (n_out, n_in) else n_out // 2
-        codes, blocks = self._ask(f"{name}_c.codes", (wide, n_in), _BYTES), (n_out, n_in // PLANE_GROUP)
-        scales = self._ask(f"{name}_c.scales", blocks, _SCALES)
-        has_mins = f"{name}_c.mins" in self.tensors
-        return ByChannel(codes, scales, self._ask(f"{name}_c.mins", blocks, _SCALES) if has_mins else None)
+        n_groups = n_in // PLANE_GROUP
+        return self._ask(copy, (self.tensors[f"{name}.weight"].nbytes // n_groups, n_groups), _BYTES)
 
     def _ask(self, name: str, shape: tuple[int, ...], types: Collection[GGMLType] = DECODABLE) -> str:
         info = self.tensors.get(name)

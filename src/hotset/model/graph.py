@@ -102,20 +102,12 @@ class LayerNorm(_Operation):
 
 
 @dataclass(frozen=True)
-class ByChannel:
-    """A copy of a matrix laid out by channel = input (formats/channels.py): the names of its tensors."""
-
-    codes: str
-    scales: str
-    mins: str | None = None
-
-
-@dataclass(frozen=True)
 class Linear(_Operation):
     """out = x @ weight.T + bias; weight is [out.width, x.width] (GGUF: ne0 = x.width, ne1 = out.width).
 
     A fused tensor serves several products, each with the rows [first_row, first_row + out.width) of weight
-    and bias. by_channel: the whole weight once more, so that channels whose input is zero need not be read.
+    and bias. by_channel: the tensor of the whole weight once more, laid out by input
+    (formats/channels.py), so that channels whose input is zero need not be read.
     """
 
     out: Value
@@ -123,7 +115,7 @@ class Linear(_Operation):
     weight: str
     bias: str | None = None
     first_row: int = 0
-    by_channel: ByChannel | None = None
+    by_channel: str | None = None
 
 
 @dataclass(frozen=True)

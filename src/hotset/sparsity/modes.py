@@ -287,7 +287,7 @@ def _open_channels(
     n_bytes = sum(gguf.tensors[name].nbytes for name in possible)
     of = hashlib.sha256(" ".join(possible).encode()).hexdigest()[:16]
     built = sidecar.open_or_build(
-        gguf, "channels", {"tensors": of, "tile": channels.TILE}, fill, sidecar.same_tensors(fill),
+        gguf, "channels", {"tensors": of, "layout": channels.LAYOUT}, fill, sidecar.same_tensors(fill),
         n_bytes=n_bytes, alignment=channels.ALIGNMENT, progress=progress,
     )  # fmt: skip
     ready.notes.append(built.note("matrices by channel"))
