@@ -74,7 +74,7 @@ def targets_of(args: argparse.Namespace, text: str) -> list[Target]:
     targets = []
     for name in filter(None, args.targets.split(",")):
         if Path(name).is_file():
-            targets.append(Target(name, "searched", Path(name)))
+            targets.append(Target(Path(name).name, "searched", Path(name)))
         elif name.endswith("%"):
             targets.append(found(name, "searched", max_increase=float(name[:-1]) / 100))
         else:
@@ -139,36 +139,45 @@ def measure(args: argparse.Namespace, targets: list[Target]) -> tuple[float, lis
 
 
 def plot(rows: list[Row], path: Path, name: str) -> None:
-    """Perplexity against the bytes saved; beside it the speed, where it was measured."""
+    """Perplexity and KL against the bytes saved; beside them the speed, where it was measured."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     timed = any(row.speed for row in rows)
-    figure = Figure(figsize=(9 if timed else 5.5, 3.8), layout="constrained")
+    figure = Figure(figsize=(13 if timed else 9, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, 2 if timed else 1, squeeze=False)[0]
+    axes = figure.subplots(1, 3 if timed else 2)
+    styles = {"searched": "o-", "uniform": "x", "searched, same kind": "^"}
     for form in dict.fromkeys(row.form for row in rows):
         own = sorted((row for row in rows if row.form == form), key=lambda row: row.saved)
-        saved, errors = [100 * row.saved for row in own], [100 * row.increase_error for row in own]
-        style = "o-" if form == "searched" else "x" if form == "uniform" else "^"
-        rise = [100 * row.increase for row in own]
-        (line, *_) = axes[0].errorbar(saved, rise, errors, fmt=style, ms=5, lw=1, label=form)
-        if form != "searched":
-            for row in own:
-                kind = row.target.split()[-1] if form == "uniform" else ""
-                at = 100 * row.saved, 100 * row.increase
-                axes[0].annotate(
-                    kind, at, (4, 4), textcoords="offset points", fontsize=7, color=line.get_color()
-                )
+        saved = [100 * row.saved for row in own]
+        rise, errors = [100 * row.increase for row in own], [100 * row.increase_error for row in own]
+        axes[0].errorbar(saved, rise, errors, fmt=styles[form], ms=5, lw=1, label=form)
+        axes[1].plot(saved, [row.kl for row in own], styles[form], ms=5, lw=1)
         if timed:
-            axes[1].plot(saved, [row.speed_ratio for row in own], style, ms=5, lw=1)
-    axes[0].set(xlabel="bytes of the layers saved, %", ylabel="perplexity, % above uncut", title=name)
+            axes[2].plot(saved, [row.speed_ratio for row in own], styles[form], ms=5, lw=1)
+    uniform = [row for row in rows if row.form == "uniform"]
+    same = [row for row in rows if row.form == "searched, same kind"]
+    for i, (one, other) in enumerate(zip(uniform, same, strict=True)):
+        for panel, of in ((axes[0], lambda row: 100 * row.increase), (axes[1], lambda row: row.kl)):
+            both = [100 * one.saved, 100 * other.saved]
+            panel.plot(both, [of(one), of(other)], color="grey", lw=0.7, zorder=0)
+            side: Any = {"xytext": (5, 2), "ha": "left"} if i % 2 else {"xytext": (-5, 2), "ha": "right"}
+            panel.annotate(
+                one.target.split()[-1], (both[0], of(one)), textcoords="offset points", fontsize=7, **side
+            )
     axes[0].set_yscale("symlog", linthresh=1)
-    axes[0].set_ylim(bottom=-0.5)
+    axes[1].set_yscale("log")
+    axes[0].set(ylabel="perplexity, % above uncut", title=name)
+    axes[1].set(ylabel="KL, nats a token", title="all tokens cut")
+    axes[0].yaxis.set_major_formatter("{x:g}")
     axes[0].legend(frameon=False)
     if timed:
-        axes[1].axhline(1, color="grey", lw=0.7)
-        axes[1].set(xlabel="bytes of the layers saved, %", ylabel="decoding, ÷ uncut")
+        axes[2].axhline(1, color="grey", lw=0.7)
+        axes[2].set(ylabel="decoding, ÷ uncut")
+    for panel in axes:
+        panel.set(xlabel="bytes of the layers saved, %")
+        panel.margins(x=0.15)
     figure.savefig(path)
 
 
@@ -194,13 +203,14 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     text = args.calibrate.read_text(encoding="utf-8")
     ppl, rows = measure(args, targets_of(args, text))
+    timed = args.rounds > 0
     print(f"{args.model.name}, {args.chunks} chunks of {args.judge.name}, uncut {ppl:.3f}\n")
-    headers = ["target", "saved", "perplexity", "rise", "KL", "same top", "t/s", "÷ uncut"]
+    headers = ["target", "saved", "perplexity", "rise", "KL", "same top", *["t/s", "÷ uncut"][: 2 * timed]]
     cells = [
         [
             row.target, f"{row.saved:.1%}", f"{row.ppl:.3f}",
             f"{row.increase:+.2%} ± {row.increase_error:.2%}", f"{row.kl:.4f}", f"{row.same_top:.1%}",
-            f"{row.speed:.1f}", f"{row.speed_ratio:.2f}×",
+            *[f"{row.speed:.1f}", f"{row.speed_ratio:.2f}×"][: 2 * timed],
         ]
         for row in rows
     ]  # fmt: skip
