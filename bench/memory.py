@@ -10,8 +10,8 @@ it can read. --shape: a mixture of experts with random weights besides, written 
 
 The roofline is what the disk alone would allow: the bytes of the missing rows over the rate at which this
 disk gives random reads of their mean size, measured at first and after each run, the better of the two. Then,
-by model: with everything in memory, under a budget and mapped; and --steady tokens in a group of twice the
-budget, whose peak must stay below the budget.
+by model: with everything in memory, under a budget and mapped; and of the first model --steady tokens in a
+group of twice the budget, whose peak must stay below the budget.
 
 A run that takes longer than --timeout counts as slower than its tokens in that time; no run begins after
 --minutes. Runs that others disturbed have a star.
@@ -23,6 +23,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -48,6 +49,7 @@ OF_ROOFLINE, WHOLE = (
     0.97,
 )  # the least share of the roofline, and of the mapped speed where all is in memory
 _RATE_SECONDS = 0.25
+SLOW_TOKEN = 0.6  # seconds that one may take where many are asked for
 _LARGEST_READ = 512 << 10
 
 
@@ -226,22 +228,23 @@ class Bench:
         room: float = 1.0,
     ) -> Run:
         facts: dict[str, Any] = {"model": subject.path.name, "how": how, "share": share, "limit": limit}
+        timeout = max(self.args.timeout, n * SLOW_TOKEN)
         if time.monotonic() > self.deadline:
             made = Run(**facts, peak=0, note="no time left")
         else:
             drop(model)
             with peers.Others() as others, group(int(limit * room)) as held:
-                entry, error = self._entry(command, held)
+                entry, error = self._entry(command, held, timeout)
                 peak = held.peak
             facts |= {"peak": peak, "cores": others.cores, "note": error}
             if entry is None and not error:  # which warms up with as many tokens, at most
-                facts |= {"ts": 2 * n / self.args.timeout, "at_most": True, "note": "timed out"}
+                facts |= {"ts": 2 * n / timeout, "at_most": True, "note": "timed out"}
             made = Run(**facts, **({} if entry is None else self._numbers(entry, model)))
         self.rows.append(made)
         print("# " + " | ".join(cell for cell in made.cells() if cell), flush=True)
         return made
 
-    def _entry(self, command: list[str], held: Group) -> tuple[dict[str, Any] | None, str]:
+    def _entry(self, command: list[str], held: Group, timeout: float) -> tuple[dict[str, Any] | None, str]:
         """The entry that llama-bench's JSON has, or what the program said; neither where time ran out."""
         environment = os.environ | {"HOTSET_HOME": str(self.home)}
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -249,7 +252,7 @@ class Bench:
                 command, stdout=out, stderr=err, preexec_fn=held.enter, env=environment, cwd=os.getcwd()
             )
             try:
-                process.wait(self.args.timeout)
+                process.wait(timeout)
             except subprocess.TimeoutExpired:
                 return None, ""
             finally:
@@ -390,17 +393,16 @@ def main() -> None:
     parser.add_argument("--shape", nargs="*", default=[], choices=[n for n in SHAPES if SHAPES[n].experts])
     parser.add_argument("--scratch", type=Path, required=True, help="for bundled copies and synthetic models")
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
-    parser.add_argument("-n", type=int, default=48, help="tokens that are generated under a budget")
+    parser.add_argument("-n", type=int, default=32, help="tokens that are generated under a budget")
     parser.add_argument("--steady", type=int, default=500, help="tokens of the run for the peak; 0: none")
     parser.add_argument("--llama", type=Path, help="llama-bench")
-    parser.add_argument(
-        "--mapped", type=float, nargs="*", default=list(SHARES), help="shares; hotset, mapped"
-    )
+    parser.add_argument("--mapped", type=float, nargs="*", default=[0.5], help="shares; hotset, mapped")
     parser.add_argument("--no-whole", action="store_true", help="nothing with everything in memory")
     parser.add_argument("--timeout", type=float, default=120, help="seconds of a run")
     parser.add_argument("--minutes", type=float, default=25, help="after which no run begins")
     parser.add_argument("--force", action="store_true", help="measure even if the machine is not quiet")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no group is left behind
     args.scratch.mkdir(parents=True, exist_ok=True)
     subjects = prepare(args)
     if not subjects:
@@ -409,8 +411,8 @@ def main() -> None:
     bench = Bench(args)
     for subject in subjects:
         measure(bench, subject)
-    for subject in subjects if args.steady else []:
-        steady(bench, subject)
+    if args.steady:
+        steady(bench, subjects[0])
     peers.print_table(HEADERS, [run.cells() for run in bench.rows])
     print()
     found = verdicts(bench, subjects)
