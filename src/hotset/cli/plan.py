@@ -110,7 +110,7 @@ def _experts(path: Path) -> dict[str, Any] | None:
 
 
 def _tell_experts(facts: dict[str, Any], json: bool) -> None:
-    """A mixture has no part on a GPU yet: what there is to plan is the memory of its experts."""
+    """Without a device what there is to plan of a mixture is the memory of its experts."""
     from hotset.report.experts import size_table
 
     if json:

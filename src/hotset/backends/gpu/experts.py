@@ -51,7 +51,6 @@ class Slots:
     """The matrices of n_slots experts, one under the other, and their biases, float32 [n_slots, width]."""
 
     n_slots: int
-    layout: ExpertLayout
     matrices: dict[str, DeviceMatrix]
     biases: dict[str, Tensor]
 
@@ -124,10 +123,6 @@ class ExpertCache:
 
     def __contains__(self, layer: int) -> bool:
         return layer in self._of_layer
-
-    @property
-    def n_slots(self) -> int:
-        return sum(group.slots.n_slots for group in self._groups)
 
     def table(self, layer: int) -> Tensor:
         """The slot of each expert of a layer, int32 [n_expert], -1: it has none; the same tensor always."""
@@ -253,7 +248,7 @@ def _empty_slots(layout: ExpertLayout, n_slots: int, device: torch.device) -> Sl
         for name, is_biased in zip(("gate", "up", "down"), layout.biased, strict=True)
         if is_biased
     }
-    return Slots(n_slots, layout, matrices, biases)
+    return Slots(n_slots, matrices, biases)
 
 
 def expert_bytes(op: ExpertLinear | ExpertSum, id: int, weights: DeviceWeights) -> np.ndarray:
