@@ -131,11 +131,7 @@ class GpuStage:
             self._cache = PagedCache(attention, n_pages, kv_type, self.device)
             widths = {value.id: value.width for value in entering}
             self._inputs = StepInputs(max_batch, n_pages, widths, self.device)
-            if expert_slots:
-                mixed = [ffn for ffn in self.graph.ffns if ffn.route is not None]
-                held = [ffn for ffn in mixed if can_hold(ffn, weights.tensors, self.device)]
-                if held:
-                    self._expert_cache = ExpertCache(self._weights, held, expert_slots, sparse=sparse)
+            self._expert_cache = self._new_expert_cache(expert_slots)
             self._program(frozenset())
             if self.device.type == "cuda":
                 self.warm_up()
@@ -261,6 +257,12 @@ class GpuStage:
         self._programs.clear()
         self._cache.layers.clear()
         self._weights.clear()
+
+    def _new_expert_cache(self, n_slots: int) -> ExpertCache | None:
+        """None without slots, or without experts that this device computes as the CPU does."""
+        mixed = [ffn for ffn in self.graph.ffns if ffn.route is not None]
+        held = [ffn for ffn in mixed if can_hold(ffn, self._source.tensors, self.device)]
+        return ExpertCache(self._weights, held, n_slots, sparse=self.sparse) if held and n_slots else None
 
     def _learn(self, routes: dict[int, np.ndarray]) -> None:
         """Of the mixtures what a step asked for, as it was posted."""
