@@ -669,37 +669,41 @@ inline int32x4_t lane_per_block(const int32x4_t dots[4]) {
     return vpaddq_s32(vpaddq_s32(dots[0], dots[1]), vpaddq_s32(dots[2], dots[3]));
 }
 
-// Adds the first n of sixteen blocks of one row and one token to acc, a lane a block.
+// Adds the first n of sixteen blocks of one row, times each of the tokens, to theirs of acc, a lane a block.
 template <class Format, bool kWhole>
-inline void add_blocks(const uint8_t* p, int n, const Token& x, int64_t at, V& acc) {
+inline void add_blocks(const uint8_t* p, int n, const Token* tokens, int n_tokens, int64_t at, V* acc) {
     constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
     const Scales s = Format::scales(p);
     unroll<4>([&]<int g>() {
         if (!kWhole && 4 * g >= n) return;
-        const int8_t* q = x.q + at * 32 + g * kGroup;
         const int64_t b = at + 4 * g;
-        int32x4_t first[4], second[4];
-        unroll<4>([&]<int j>() {
-            int8x16_t codes_a, codes_b;
-            Format::template unpack<4 * g + j>(p, codes_a, codes_b);
-            first[j] = vdotq_s32(vdupq_n_s32(0), codes_a, vld1q_s8(q + 16 * j));
-            second[j] = vdotq_s32(kSub ? vdupq_n_s32(0) : first[j], codes_b, vld1q_s8(q + 64 + 16 * j));
-        });
-        int32x4_t dot = lane_per_block(second);
-        if constexpr (kSub) {
-            dot = vmulq_s32(dot, s.sub_scale[1][g]);
-            dot = vmlaq_s32(dot, lane_per_block(first), s.sub_scale[0][g]);
+        int8x16_t codes_a[4], codes_b[4];
+        unroll<4>([&]<int j>() { Format::template unpack<4 * g + j>(p, codes_a[j], codes_b[j]); });
+        for (int t = 0; t < n_tokens; t++) {
+            const Token& x = tokens[t];
+            const int8_t* q = x.q + at * 32 + g * kGroup;
+            int32x4_t first[4], second[4];
+            unroll<4>([&]<int j>() {
+                first[j] = vdotq_s32(vdupq_n_s32(0), codes_a[j], vld1q_s8(q + 16 * j));
+                second[j] =
+                    vdotq_s32(kSub ? vdupq_n_s32(0) : first[j], codes_b[j], vld1q_s8(q + 64 + 16 * j));
+            });
+            int32x4_t dot = lane_per_block(second);
+            if constexpr (kSub) {
+                dot = vmulq_s32(dot, s.sub_scale[1][g]);
+                dot = vmlaq_s32(dot, lane_per_block(first), s.sub_scale[0][g]);
+            }
+            const float32x4_t input = vld1q_f32(x.scale + b);
+            float32x4_t total = vfmaq_f32(acc[t].v[g], vmulq_f32(s.scale[g], input), vcvtq_f32_s32(dot));
+            if constexpr (kMin && kSub) {
+                int32x4_t mins = vmulq_s32(vld1q_s32(x.isum[0] + b), s.sub_min[0][g]);
+                mins = vmlaq_s32(mins, vld1q_s32(x.isum[1] + b), s.sub_min[1][g]);
+                total = vfmaq_f32(total, vmulq_f32(s.min[g], input), vcvtq_f32_s32(mins));
+            } else if constexpr (kMin) {
+                total = vfmaq_f32(total, s.min[g], vld1q_f32(x.sum + b));
+            }
+            acc[t].v[g] = total;
         }
-        const float32x4_t input = vld1q_f32(x.scale + b);
-        float32x4_t total = vfmaq_f32(acc.v[g], vmulq_f32(s.scale[g], input), vcvtq_f32_s32(dot));
-        if constexpr (kMin && kSub) {
-            int32x4_t mins = vmulq_s32(vld1q_s32(x.isum[0] + b), s.sub_min[0][g]);
-            mins = vmlaq_s32(mins, vld1q_s32(x.isum[1] + b), s.sub_min[1][g]);
-            total = vfmaq_f32(total, vmulq_f32(s.min[g], input), vcvtq_f32_s32(mins));
-        } else if constexpr (kMin) {
-            total = vfmaq_f32(total, s.min[g], vld1q_f32(x.sum + b));
-        }
-        acc.v[g] = total;
     });
 }
 
@@ -713,15 +717,52 @@ inline float dot(const uint8_t* row, const uint8_t* ahead, const uint8_t* end, i
     for (; b + 16 <= blocks; b += 16, p += Format::kBytes) {
         if (ahead)
             for (int at = 0; at < Format::kBytes; at += 64) V::fetch(ahead + (p - row) + at);
-        add_blocks<Format, true>(p, 16, x, b, acc);
+        add_blocks<Format, true>(p, 16, &x, 1, b, &acc);
     }
     if (const int n = int(blocks - b)) {
         alignas(16) uint8_t copy[Format::kBytes];
         V with_rest = acc;
-        add_blocks<Format, false>(readable<Format>(p, n, end, copy), n, x, b, with_rest);
+        add_blocks<Format, false>(readable<Format>(p, n, end, copy), n, &x, 1, b, &with_rest);
         acc = blend_range(0, n, with_rest, acc);  // lanes beyond n may hold anything, NaN too
     }
     return sum(acc);
+}
+
+// ---- A few tokens
+// ------------------------------------------------------------------------------------------------
+
+constexpr int kFewRows = 4;  // that share a pass over the inputs
+
+// As for one token, but the codes of sixteen blocks are unpacked once for all.
+template <class Format>
+void few(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int n, float* out,
+         int64_t ld) {
+    const int64_t blocks = x.k / 32;
+    Token tokens[kFewTokens];
+    for (int t = 0; t < n; t++) tokens[t] = Token(x, t0 + t);
+    for (int64_t r = row0; r < row1; r += kFewRows) {
+        const int rows = imin(row1 - r, kFewRows);
+        V acc[kFewRows][kFewTokens];
+        for (int i = 0; i < rows; i++)
+            for (int t = 0; t < n; t++) acc[i][t] = V::zero();
+        int64_t b = 0;
+        for (; b + 16 <= blocks; b += 16)
+            for (int i = 0; i < rows; i++)
+                add_blocks<Format, true>(w.row(r + i) + b / 16 * Format::kBytes, 16, tokens, n, b, acc[i]);
+        if (const int count = int(blocks - b))
+            for (int i = 0; i < rows; i++) {
+                alignas(16) uint8_t copy[Format::kBytes];
+                const uint8_t* p = w.row(r + i) + b / 16 * Format::kBytes;
+                V with_rest[kFewTokens];
+                for (int t = 0; t < n; t++) with_rest[t] = acc[i][t];
+                add_blocks<Format, false>(readable<Format>(p, count, w.end(), copy), count, tokens, n, b,
+                                          with_rest);
+                for (int t = 0; t < n; t++)  // lanes beyond `count` may hold anything, NaN too
+                    acc[i][t] = blend_range(0, count, with_rest[t], acc[i][t]);
+            }
+        for (int i = 0; i < rows; i++)
+            for (int t = 0; t < n; t++) out[t * ld + (r + i - row0)] = sum(acc[i][t]);
+    }
 }
 
 // ---- Many tokens
@@ -922,7 +963,8 @@ void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
 template <class Format>
 void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
             int64_t ld, uint8_t* scratch) {
-    if (t1 - t0 > 1) return panels<Format>(w, row0, row1, x, t0, t1, out, ld, scratch);
+    if (t1 - t0 > kFewTokens) return panels<Format>(w, row0, row1, x, t0, t1, out, ld, scratch);
+    if (t1 - t0 > 1) return few<Format>(w, row0, row1, x, t0, t1 - t0, out, ld);
     const Token token(x, t0);
     for (int64_t r = row0; r < row1; r++)
         out[r - row0] = dot<Format>(w.row(r), nullptr, w.end(), x.k / 32, token);
