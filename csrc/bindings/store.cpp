@@ -81,17 +81,15 @@ void allocate_ring(Stream& stream, size_t bytes) {
     stream.allocate(bytes);
 }
 
-// Where a part is when its piece is there; keeps the stream alive.
-nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>> data_of(std::shared_ptr<Stream> stream, int piece,
-                                                           int part) {
-    require(stream->allocated() && piece >= 0 && piece < stream->n_pieces() && part >= 0 &&
-                part < stream->n_parts(piece),
+// Where a part is when its piece is there. Keeps the ring alive and not the stream: at a process's end NumPy
+// lets arrays go that native code holds, and an object of ours behind one would be told as a leak.
+nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>> data_of(const Stream& stream, int piece, int part) {
+    require(stream.allocated() && piece >= 0 && piece < stream.n_pieces() && part >= 0 &&
+                part < stream.n_parts(piece),
             "there is no such piece");
-    const uint8_t* data = stream->data(piece, part);
-    const size_t n = stream->bytes(piece, part);
-    nb::capsule owner(new std::shared_ptr<Stream>(std::move(stream)),
-                      [](void* p) noexcept { delete static_cast<std::shared_ptr<Stream>*>(p); });
-    return {data, {n}, owner};
+    using Ring = std::shared_ptr<const Memory>;
+    nb::capsule owner(new Ring(stream.memory()), [](void* p) noexcept { delete static_cast<Ring*>(p); });
+    return {stream.data(piece, part), {stream.bytes(piece, part)}, owner};
 }
 
 std::tuple<int64_t, int64_t, double> counts_of_stream(const Stream& stream) {

@@ -26,8 +26,8 @@ size_t Stream::least_bytes() const {
 }
 
 void Stream::allocate(size_t bytes) {
-    memory_ = Memory(bytes + kReadAlign);
-    ring_ = memory_.data();
+    memory_ = std::make_shared<Memory>(bytes + kReadAlign);
+    ring_ = memory_->data();
     ring_ += (kReadAlign - reinterpret_cast<uintptr_t>(ring_) % kReadAlign) % kReadAlign;
     size_t at = 0;
     for (Piece& piece : pieces_) {

@@ -44,8 +44,9 @@ class Stream {
     void allocate(size_t bytes);  // once, after the last piece; least_bytes() at least
     bool allocated() const { return ring_ != nullptr; }
 
-    // Where a part is while its piece is there. Readable as long as the stream lives.
+    // Where a part is while its piece is there. Readable as long as the ring's memory lives.
     const uint8_t* data(int piece, int part) const;
+    std::shared_ptr<const Memory> memory() const { return memory_; }
     size_t bytes(int piece, int part) const { return pieces_[piece].parts[part].bytes; }
 
     // Sees to it that a piece is there, until another is asked for that shares its place, and begins to read
@@ -74,7 +75,7 @@ class Stream {
     const std::shared_ptr<Reader> reader_;
     StoredFiles files_;
     std::vector<Piece> pieces_;
-    Memory memory_;
+    std::shared_ptr<Memory> memory_;
     uint8_t* ring_ = nullptr;
     uint64_t born_ = n_forks();
     Counts counts_;
