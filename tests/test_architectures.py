@@ -8,12 +8,14 @@ the original contexts (32) of the recipes, and cross pages of the cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from test_cpu_backend import assert_every_operation_is_right, tokens
 
 import hotset
 from hotset.backends.base import PAGE_SIZE, Backend, Batch
@@ -190,3 +192,12 @@ def test_layers_without_experts_between_others_are_refused(tmp_path: Path, name:
 def test_prompts_cross_windows_contexts_and_pages() -> None:
     assert LENGTHS[0] > 2 * PAGE_SIZE
     assert min(LENGTHS) > max(tiny_models.ROPE_ORIGINAL, 24)
+
+
+def test_two_rotations_are_each_layers_own_where_they_are_seen(tmp_path: Path) -> None:
+    """A step whose values are all tapped rotates by itself what attention rotates otherwise."""
+    recipe = tiny_models.RECIPES["gemma3-pattern"]
+    with open_gguf(tiny_models.to_gguf(recipe, tiny_models.build(recipe), tmp_path)) as gguf:
+        graph = describe(config_from_gguf(gguf), gguf.tensors)
+        with closing(CpuBackend(gguf, graph, n_pages=1, max_batch=40, n_threads=1)) as backend:
+            assert_every_operation_is_right(gguf, graph, backend, tokens(40), [], [0])

@@ -34,8 +34,8 @@ std::unique_ptr<Op> make_norm(const Plan& plan, Norm norm, int n_head, int x, in
 std::unique_ptr<Op> make_rotate(const Plan& plan, int x, int out, int n_head, int head_dim, int rope,
                                 int first) {
     const Buffer& in = plan.buffer(x);
-    const Rope& facts = plan.rope(rope);
-    return make_row_op(plan, out, [=, &in, &facts](const StepTokens& step, int r, float* result) {
+    return make_row_op(plan, out, [=, &plan, &in](const StepTokens& step, int r, float* result) {
+        const Rope& facts = plan.rope(rope);  // asked now: those that are added later move it
         const int half = facts.n_rot / 2;
         for (int h = 0; h < n_head; h++) {
             const float* head = in.row(r) + h * head_dim;
