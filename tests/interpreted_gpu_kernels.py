@@ -294,6 +294,13 @@ def test_sparse_ffn(
     magnitude = (2 * largest**2 + values.abs()).sum() / n_tokens * down.dequantize().abs().max() + 1
     agree(results[0][0], results[1][0], magnitude, n + d)
     assert results[0][1].tolist() == results[1][1].tolist()
+    alone = torch.zeros(twins.N_COUNTS, dtype=torch.int64)
+    found = kernels.neurons(
+        h, gate, up, activation=kind, threshold=0.1, up_activation=up_kind, selected=selected, rows=rows,
+        gate_bias=biases[0] if gated else None, up_bias=biases[1], counts=alone,
+    )  # fmt: skip
+    assert torch.equal(found != 0, values != 0)
+    assert alone.tolist() == results[1][1].tolist()
 
 
 def test_rows_that_no_token_wants_are_not_read() -> None:

@@ -19,6 +19,8 @@ import kernels
 import launches
 from ledger import Ledger, run_within
 
+from hotset.placement import table
+
 STAGES = Path(__file__).parents[1] / "bench" / "gpu" / "stages.py"
 
 
@@ -160,7 +162,10 @@ def test_the_table_of_launches_is_the_programs() -> None:
     text = (Path(__file__).parents[1] / "docs" / "GPU.md").read_text()
     lines = [line.split("|") for line in text.splitlines()]
     written = {cells[1].strip(): [cell.strip() for cell in cells[1:-1]] for cells in lines if len(cells) == 8}
-    found = launches.table(list(launches.rows()))
+    rows = list(launches.rows())
+    found = launches.table(rows)
     assert len(found) == 5
+    (predicted,) = [row for row in rows if row.mode == "predicted"]
+    assert predicted.layer == table.LAYER_KERNELS + table.FFN_KERNELS  # what the planner reckons with
     for row in found:
         assert written[row[0]] == row

@@ -66,7 +66,8 @@ def decode_step() -> None:
     kernels.linear(new(1, D), weights(Q4_0, 1024, D), activation="relu")
     kernels.linear_bits(new(1, 1024), weights(Q4_0, N_FF, 1024), None, 0.0)
     bits = kernels.pack_bits(new(1, N_FF), 0.0)
-    kernels.sparse_ffn(new(1, D), up, up, up, activation="relu", selected=bits)
+    counts = new(5, dtype=torch.int64)
+    kernels.sparse_ffn(new(1, D), up, up, up, activation="relu", selected=bits, counts=counts)
     kernels.sign_scores(new(1, D), new(N_FF, D // 8, dtype=torch.uint8))
     kernels.rms_norm(new(1, D), new(D), 1e-5)
     pages = new(N_PAGES, 8, 64, 128, dtype=torch.float16)
@@ -300,7 +301,7 @@ def test_every_type_compiles(target: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_several_tokens_and_counts_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = compile_all(eight_tokens, TARGETS["sm_80"], monkeypatch)
     rows += compile_all(exact_ffn, TARGETS["sm_90"], monkeypatch)
-    assert {row["kernel"] for row in rows} == {"_matvec_kernel", "_neurons_kernel"}
+    assert {row["kernel"] for row in rows} == {"_matvec_kernel", "_neurons_kernel", "_count_kernel"}
     check(rows, "sm_90")
 
 

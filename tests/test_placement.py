@@ -109,7 +109,7 @@ def brute_force(
             if place.hot is not None and place.hot.any():
                 saved = frequency[place.hot].sum() * one.fired_bytes / machine.cpu_gather_busy
                 saved += place.hot.sum() * one.always_bytes / machine.cpu_read_busy
-                launch = machine.devices[place.device].launch
+                launch = machine.devices[place.device].ffn_launch
                 launch += one.shared_bytes / machine.devices[place.device].read_busy
                 if saved < launch:
                     continue

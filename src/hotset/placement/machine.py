@@ -44,6 +44,7 @@ USUAL_CONTEXT = 600 << 20  # bytes that a CUDA context with its kernels takes, w
 _WIDTH, _N_FF, _N_LAYER = 4096, 8192, 6  # of the FFNs that are measured: 340 MB, more than caches hold
 _ACTIVE = 0.1
 _SECONDS = 0.3  # of each measurement
+_TURNS = 4  # over the matrices of a device, between two waits for it
 _TYPE = GGMLType.Q4_0
 
 
@@ -317,16 +318,26 @@ class _DeviceLoop:
         self._small = DeviceMatrix.from_bytes(data[: row_bytes(_TYPE, _WIDTH)], _TYPE, 1, _WIDTH, device)
         self._x = torch.full((1, _WIDTH), 1e-3, device=device)
         self._bytes = n_bytes * n_matrices
+        self._turns = _TURNS if device.type == "cuda" else 1
+        self._run: Callable[[], object] = self._products
         self._pass()
+        if device.type == "cuda":  # as a step runs, without launches of the host between the products
+            from hotset.backends.gpu.capture import Graphs
+
+            self._run = Graphs(device)(self._products)[0].replay
+
+    def _products(self) -> None:
+        for _ in range(self._turns):
+            for matrix in self._matrices:
+                self._kernels.linear(self._x, matrix)
 
     def _pass(self) -> None:
-        for matrix in self._matrices:
-            self._kernels.linear(self._x, matrix)
+        self._run()
         self._synchronize()
 
     def rate(self, seconds: float) -> float:
         """Bytes per second."""
-        return self._bytes / median_seconds(self._pass, seconds)
+        return self._turns * self._bytes / median_seconds(self._pass, seconds)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[_Busy]:
@@ -351,7 +362,7 @@ class _DeviceLoop:
             thread.join()
         if failed:
             raise failed[0]
-        busy.rate = max(passes[0], 1) * self._bytes / (time.perf_counter() - begun)
+        busy.rate = max(passes[0], 1) * self._turns * self._bytes / (time.perf_counter() - begun)
 
     def launch_seconds(self) -> float:
         """Seconds of a kernel with nothing to do, in a captured graph where the device has them."""
@@ -385,6 +396,7 @@ class _DeviceLoop:
         """Gives the memory back."""
         import torch
 
+        self._run = self._products  # a graph holds memory
         self._matrices.clear()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -110,7 +110,7 @@ class MixedIntegerProgram:
         device, rates = problem.rates.devices[d], problem.rates
         nothing = LayerPlacement(d, np.zeros(layer.n_ff, bool))
         attention = layer_time(layer, rates, nothing, problem.frequencies[i]).attention
-        launch = device.launch + layer.shared_bytes / device.read_busy
+        launch = device.ffn_launch + layer.shared_bytes / device.read_busy
         sync = device.sync + layer.shared_bytes / rates.cpu_read_busy
         sizes, order = self.sizes[i], problem.order[i]
         cold, hot = (group_sums(seconds[order], sizes) for seconds in problem.seconds_of_neurons(i, d))

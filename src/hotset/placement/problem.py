@@ -262,7 +262,7 @@ class Problem:
         order = self.order[i][~hot[self.order[i]]]
         now = self.time(i, place)
         nothing = layer_time(layer, self.rates, LayerPlacement(d, np.zeros_like(hot)), self.frequencies[i])
-        already = device.launch + layer.shared_bytes / device.read_busy + float(hot_s[hot].sum())
+        already = device.ffn_launch + layer.shared_bytes / device.read_busy + float(hot_s[hot].sum())
         ends = nothing.attention + already + np.cumsum(hot_s[order])
         n = int(np.searchsorted(ends, now * (1 + 1e-12), side="right"))
         found = order[:n], cold_s[order[:n]]
@@ -278,7 +278,7 @@ class Problem:
         hot[neurons] = True
         grown = LayerPlacement(place.device, None if hot.all() else hot)
         saved = float(self.seconds_of_neurons(i, place.device)[0][hot].sum())
-        if saved < self.rates.devices[place.device].launch:
+        if saved < self.rates.devices[place.device].ffn_launch:
             return place
         return grown if self.time(i, grown) <= self.time(i, place) * (1 + 1e-9) else place
 

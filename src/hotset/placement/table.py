@@ -111,13 +111,19 @@ class Placement:
 @dataclass(frozen=True)
 class DeviceRates:
     """How fast a device is. read, read_busy: bytes per second of matrices, alone and while the CPU works too.
-    launch: seconds of one kernel before its first byte. sync: seconds of a round trip to the CPU.
+    launch: seconds of one kernel before its first byte, in a captured step. sync: seconds of a round trip to
+    the CPU.
     """
 
     read: float
     read_busy: float
     launch: float
     sync: float
+
+    @property
+    def ffn_launch(self) -> float:
+        """Seconds of the launches of one sparse FFN."""
+        return FFN_KERNELS * self.launch
 
 
 @dataclass(frozen=True)
@@ -145,7 +151,10 @@ class Device:
     spare: int = 0
 
 
-LAYER_KERNELS = 8  # launches of a layer beside its sparse FFN
+# Launches of a layer beside its sparse FFN, and of that: of a predicted layer, as the program counts them
+# (bench/gpu/launches.py; tests/test_bench_gpu.py keeps them true).
+LAYER_KERNELS = 9
+FFN_KERNELS = 3
 
 
 def expert_hits(share: float) -> float:
@@ -204,7 +213,7 @@ def layer_time(
     hot = cold = sync = 0.0
     if n_hot:
         n_bytes = n_hot * layer.always_bytes + hot_fired * layer.fired_bytes + layer.shared_bytes
-        hot = device.launch + n_bytes / device.read_busy
+        hot = device.ffn_launch + n_bytes / device.read_busy
     if n_cold:
         streamed = n_cold * layer.always_bytes + layer.shared_bytes
         cold = streamed / rates.cpu_read_busy + cold_fired * layer.fired_bytes / rates.cpu_gather_busy

@@ -286,12 +286,15 @@ def _matvec_kernel(
 
 @triton.jit
 def _add_kernel(
-    partials, out, bias, residual, n_parts, n_tokens, n, threshold,
+    partials, out, bias, residual, packed, counts, n_parts, n_tokens, n, n_packed, threshold,
     KIND: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Adds up partial sums [n_parts, T, n] in a fixed order, P of them at a time."""
+    """Adds up partial sums [n_parts, T, n] in a fixed order, P of them at a time. packed: see _count."""
     i = tl.program_id(0) * N + tl.arange(0, N)
     t = tl.program_id(1)
+    if packed is not None:  # noqa: SIM102  (known when this is compiled, unlike the next)
+        if t == 0:
+            _count(packed, counts, n_packed)
     acc = tl.zeros([N], tl.float32)
     for first in range(0, n_parts, P):
         p = first + tl.arange(0, P)
@@ -305,6 +308,39 @@ def _add_kernel(
 
 
 # ---- a few tokens: the sparse FFN ----------------------------------------------------------------------
+
+
+@triton.jit
+def _count(packed, counts, n_packed):
+    """Adds up what each program of _neurons_kernel has counted: int32 [n_packed], eight bits of neurons
+    selected and of active ones, four each of rows of gate, up and down. A program takes a share of them.
+
+    Whole numbers: the order in which they are added does not matter. Five additions to the same addresses by
+    every program that has neurons would take longer than these.
+    """
+    share = tl.cdiv(n_packed, tl.num_programs(0))
+    first = tl.program_id(0) * share
+    last = tl.minimum(first + share, n_packed)
+    selected = tl.zeros([128], tl.int32)
+    active, gate, up, down = selected, selected, selected, selected
+    for at in range(first, last, 128):
+        i = at + tl.arange(0, 128)
+        n = tl.load(packed + i, mask=i < last, other=0)
+        selected += n & 255
+        active += (n >> 8) & 255
+        gate += (n >> 16) & 15
+        up += (n >> 20) & 15
+        down += (n >> 24) & 15
+    tl.atomic_add(counts, tl.sum(selected, axis=0).to(tl.int64))
+    tl.atomic_add(counts + 1, tl.sum(active, axis=0).to(tl.int64))
+    tl.atomic_add(counts + 2, tl.sum(gate, axis=0).to(tl.int64))
+    tl.atomic_add(counts + 3, tl.sum(up, axis=0).to(tl.int64))
+    tl.atomic_add(counts + 4, tl.sum(down, axis=0).to(tl.int64))
+
+
+@triton.jit
+def _count_kernel(packed, counts, n_packed):
+    _count(packed, counts, n_packed)
 
 
 @triton.jit
@@ -330,14 +366,14 @@ def _activated(x, threshold, KIND: tl.constexpr):
 
 @triton.jit
 def _neurons_kernel(
-    h, values, selected, numbers, counts, gate_bias, up_bias,
+    h, values, selected, numbers, packed, gate_bias, up_bias,
     gate_codes, gate_scales, gate_mins, gate_high, gate_sub_scales,
     codes, scales, mins, high, sub_scales,
     n_tokens, n, n_cols, gate_stride, gate_words, stride, n_words, n_bytes, threshold, zero,
     GATE_TYPE: tl.constexpr, TYPE: tl.constexpr, KIND: tl.constexpr, UP_KIND: tl.constexpr,
     T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """values [T, n] = f(gate) * g(up), or f(up) without a gate; a program has R neurons."""
+    """values [T, n] = f(gate) * g(up), or f(up) without a gate; R neurons a program. packed: see _count."""
     rows = tl.program_id(0) * R + tl.arange(0, R)
     inside = rows < n
     t = tl.arange(0, T)[:, None]
@@ -351,6 +387,7 @@ def _neurons_kernel(
     live = tl.max(wanted.to(tl.int32), axis=0) != 0
     n_live = tl.sum(live.to(tl.int32), axis=0)
     value = tl.zeros([T, R], tl.float32)
+    counted = n_live * 0
     if n_live > 0:
         up_wanted = wanted
         if GATE_TYPE is not None:
@@ -375,15 +412,14 @@ def _neurons_kernel(
                 value = tl.where(up_wanted, value * _activated(z, threshold, UP_KIND), 0.0)
             else:
                 value = tl.where(up_wanted, _activated(z, threshold, KIND), 0.0)
-        if counts is not None:  # whole numbers: the order in which they are added does not matter
-            active = value != 0.0
-            down = tl.max(active.to(tl.int32), axis=0)
-            tl.atomic_add(counts, tl.sum(tl.sum(wanted.to(tl.int32), axis=1), axis=0).to(tl.int64))
-            tl.atomic_add(counts + 1, tl.sum(tl.sum(active.to(tl.int32), axis=1), axis=0).to(tl.int64))
+        if packed is not None:
+            active = (value != 0.0).to(tl.int32)
+            counted = tl.sum(tl.sum(wanted.to(tl.int32) + (active << 8), axis=1), axis=0)
+            counted += (n_up << 20) + (tl.sum(tl.max(active, axis=0), axis=0) << 24)
             if GATE_TYPE is not None:
-                tl.atomic_add(counts + 2, n_live.to(tl.int64))
-            tl.atomic_add(counts + 3, n_up.to(tl.int64))
-            tl.atomic_add(counts + 4, tl.sum(down, axis=0).to(tl.int64))
+                counted += n_live << 16
+    if packed is not None:
+        tl.store(packed + tl.program_id(0), counted)
     tl.store(values + t * n + rows[None, :], value, mask=(t < n_tokens) & inside[None, :])
 
 
@@ -860,12 +896,14 @@ def _token_tile(n_tokens: int) -> int:
 def _add(
     partials: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None,
     activation: ActivationKind | None = None, threshold: float = 0.0,
+    packed: Tensor | None = None, counts: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Adds up partials [n_parts, T, n] into out [T, n]."""
+    """Adds up partials [n_parts, T, n] into out [T, n], and `packed` (_count) to `counts`."""
     n_parts, n_tokens, n = partials.shape
     launcher.launch(
-        _add_kernel, (-(-n // 32), n_tokens), partials, out, bias, residual, n_parts, n_tokens, n,
-        threshold, KIND=ACTIVATIONS[activation], P=min(64, _pow2(n_parts)), N=32, warps=4,
+        _add_kernel, (-(-n // 32), n_tokens), partials, out, bias, residual,
+        packed, counts, n_parts, n_tokens, n, 0 if packed is None else len(packed), threshold,
+        KIND=ACTIVATIONS[activation], P=min(64, _pow2(n_parts)), N=32, warps=4,
     )  # fmt: skip
 
 
@@ -877,6 +915,14 @@ def linear_t(
     out: Tensor | None = None,
 ) -> Tensor:
     """twins.linear_t."""
+    return _linear_t(x, m, bias, residual, out, None, None)
+
+
+def _linear_t(
+    x: Tensor, m: DeviceMatrix, bias: Tensor | None, residual: Tensor | None, out: Tensor | None,
+    packed: Tensor | None, counts: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """linear_t, and `packed` (_count), of few tokens, added to `counts`."""
     x, n_tokens = x.contiguous(), len(x)
     out = _new(x, n_tokens, m.n_cols) if out is None else out
     if n_tokens == 0:
@@ -905,7 +951,7 @@ def linear_t(
         x, partials, *_parts(m), m.group_of, *shape, 0,
         TYPE=FORMATS[m.type], RANGE=size, T=tokens, R=AXPY_ROWS, W=words, warps=1,
     )  # fmt: skip
-    _add(partials, out, bias, residual)
+    _add(partials, out, bias, residual, packed=packed, counts=counts)
     return out
 
 
@@ -924,14 +970,28 @@ def neurons(
     counts: Tensor | None = None,
 ) -> Tensor:
     """twins.neurons; more than FEW_TOKENS read every row."""
+    values, packed = _neurons(
+        h, gate, up, activation, threshold, up_activation, selected, rows, gate_bias, up_bias, counts
+    )
+    if packed is not None:
+        launcher.launch(_count_kernel, (-(-len(packed) // 512),), packed, counts, len(packed), warps=4)
+    return values
+
+
+def _neurons(
+    h: Tensor, gate: DeviceMatrix | None, up: DeviceMatrix, activation: ActivationKind, threshold: float,
+    up_activation: ActivationKind | None, selected: Tensor | None, rows: Tensor | None,
+    gate_bias: Tensor | None, up_bias: Tensor | None, counts: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The values, and, of few tokens where counts are wanted, what is still to be added to them (_count)."""
     h, n_tokens = h.contiguous(), len(h)
     if n_tokens > FEW_TOKENS:
         return _all_neurons(
             h, gate, up, activation, threshold, up_activation, selected, rows, gate_bias, up_bias, counts
-        )
+        ), None
     values = _new(h, n_tokens, up.n_rows)
     if n_tokens == 0 or up.n_rows == 0:
-        return values
+        return values, None
     tokens = _pow2(n_tokens)
     stride, n_words = _row(up)
     gate_stride, gate_words = (0, 0) if gate is None else _row(gate)
@@ -939,9 +999,11 @@ def neurons(
     per_program = 1 if selected is not None else MATVEC_ROWS[tokens]
     words = NEURON_WORDS[tokens] if selected is not None else MATVEC_WORDS
     words = max(4, min(words, _pow2(max(n_words, gate_words))))
+    programs = -(-up.n_rows // per_program)
+    packed = None if counts is None else torch.empty(programs, dtype=torch.int32, device=h.device)
     launcher.launch(
-        _neurons_kernel, (-(-up.n_rows // per_program),),
-        h, values, selected, rows, counts, gate_bias, up_bias,
+        _neurons_kernel, (programs,),
+        h, values, selected, rows, packed, gate_bias, up_bias,
         *((None,) * 5 if gate is None else _parts(gate)), *_parts(up),
         n_tokens, up.n_rows, up.n_cols, gate_stride, gate_words, stride, n_words,
         0 if selected is None else selected.shape[1], threshold, 0,
@@ -949,7 +1011,7 @@ def neurons(
         KIND=ACTIVATIONS[activation], UP_KIND=ACTIVATIONS[up_activation],
         T=tokens, R=per_program, W=words, warps=4,
     )  # fmt: skip
-    return values
+    return values, packed
 
 
 def _all_neurons(
@@ -993,11 +1055,10 @@ def sparse_ffn(
     out: Tensor | None = None,
 ) -> Tensor:
     """twins.sparse_ffn."""
-    values = neurons(
-        h, gate, up, activation=activation, threshold=threshold, up_activation=up_activation,
-        selected=selected, rows=rows, gate_bias=gate_bias, up_bias=up_bias, counts=counts,
-    )  # fmt: skip
-    return linear_t(values, down_t, down_bias, residual, out)
+    values, packed = _neurons(
+        h, gate, up, activation, threshold, up_activation, selected, rows, gate_bias, up_bias, counts
+    )
+    return _linear_t(values, down_t, down_bias, residual, out, packed, counts)
 
 
 def sign_scores(x: Tensor, signs: Tensor, bias: Tensor | None = None) -> Tensor:
