@@ -822,9 +822,10 @@ inline __m256i block_dots(const uint8_t* p, const int8_t* q, __m256i sub_scale) 
     return _mm256_permutevar8x32_epi32(sums, order);
 }
 
-// Adds n <= 8 blocks of one row and one token to acc, a lane a block.
+// Adds n <= 8 blocks of one row and one token to acc, a lane a block. Inlined by force, as `dot`: the more
+// this file holds, the sooner GCC leaves it a call, which costs 5 to 15% of a token.
 template <class Format, int n>
-inline __m256 add_blocks(const uint8_t* p, const TokenInputs& x, int64_t b, __m256 acc) {
+HOTSET_INLINE __m256 add_blocks(const uint8_t* p, const TokenInputs& x, int64_t b, __m256 acc) {
     constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
     const Scales s = Format::template scales<n>(p);
     __m256i dot = block_dots<Format, n>(p, x.q + b * 32, s.sub_scale);
@@ -855,7 +856,7 @@ inline void prefetch(const uint8_t* p, int bytes) {
 
 // `kTail`: blocks % 8. `ahead`: what is fetched meanwhile, as long as the row.
 template <class Format, int kTail>
-inline float dot(const uint8_t* p, const uint8_t* ahead, int64_t blocks, const TokenInputs& x) {
+HOTSET_INLINE float dot(const uint8_t* p, const uint8_t* ahead, int64_t blocks, const TokenInputs& x) {
     __m256 lo = _mm256_setzero_ps(), hi = _mm256_setzero_ps();
     int64_t b = 0;
     for (; b + 16 <= blocks; b += 16, p += 2 * Format::kBytes, ahead += 2 * Format::kBytes) {
@@ -879,38 +880,285 @@ inline float dot(const uint8_t* p, const uint8_t* ahead, int64_t blocks, const T
     return sum(V{lo, hi});
 }
 
-// One row times one token.
-template <class Format>
-inline float one_row(const Matrix&, const uint8_t* row, const Inputs& x, int token, const uint8_t* ahead) {
-    const int64_t width = padded(x.k), blocks = x.k / 32;
-    const int32_t* isum = x.isum + token * (width / 16);
-    const TokenInputs inputs = {x.q + token * width, x.scale + token * (width / 32),
-                                x.sum + token * (width / 32), isum, isum + width / 32};
+// f<blocks % 8>(), a constant where the type has whole steps alone.
+template <class Format, class F>
+HOTSET_INLINE auto by_tail(int64_t blocks, F f) {
     if constexpr (type_facts(Format::kType).block_size == 32) {
         switch (blocks % 8) {
             case 1:
-                return dot<Format, 1>(row, ahead, blocks, inputs);
+                return f.template operator()<1>();
             case 2:
-                return dot<Format, 2>(row, ahead, blocks, inputs);
+                return f.template operator()<2>();
             case 3:
-                return dot<Format, 3>(row, ahead, blocks, inputs);
+                return f.template operator()<3>();
             case 4:
-                return dot<Format, 4>(row, ahead, blocks, inputs);
+                return f.template operator()<4>();
             case 5:
-                return dot<Format, 5>(row, ahead, blocks, inputs);
+                return f.template operator()<5>();
             case 6:
-                return dot<Format, 6>(row, ahead, blocks, inputs);
+                return f.template operator()<6>();
             case 7:
-                return dot<Format, 7>(row, ahead, blocks, inputs);
+                return f.template operator()<7>();
         }
     }
-    return dot<Format, 0>(row, ahead, blocks, inputs);
+    return f.template operator()<0>();
+}
+
+inline TokenInputs inputs_of(const Inputs& x, int token) {
+    const int64_t width = padded(x.k);
+    const int32_t* isum = x.isum + token * (width / 16);
+    return {x.q + token * width, x.scale + token * (width / 32), x.sum + token * (width / 32), isum,
+            isum + width / 32};
+}
+
+// One row times one token.
+template <class Format>
+inline float one_row(const Matrix&, const uint8_t* row, const Inputs& x, int token, const uint8_t* ahead) {
+    const TokenInputs inputs = inputs_of(x, token);
+    return by_tail<Format>(x.k / 32,
+                           [&]<int kTail>() { return dot<Format, kTail>(row, ahead, x.k / 32, inputs); });
+}
+
+// Rows one after the other; a call for each would be a fifth of the time of short ones.
+template <class Format>
+void one_token(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int token, float* out) {
+    const TokenInputs inputs = inputs_of(x, token);
+    by_tail<Format>(x.k / 32, [&]<int kTail>() {
+        for (int64_t r = row0; r < row1; r++)
+            out[r - row0] = dot<Format, kTail>(w.row(r), w.row(r) + kAhead, x.k / 32, inputs);
+    });
+}
+
+// ---- Eight blocks at once: those of one row, or one of each of eight rows
+// --------------------------------------------------------------------------------------------------
+
+// A lane a block.
+struct Block {
+    __m256i codes[8];       // four bytes of each
+    __m256i magnitudes[8];  // of signed codes
+    __m256i sub_scale[2];   // int16: that of the first half twice a lane, that of the second half
+    __m256i by_sum;         // int16: sum_weights()
+    __m256 scale;
+    __m256 min;
+
+    // Pairs of int16 scales of halves, apart.
+    HOTSET_INLINE static void split_sub_scale(__m256i both, __m256i out[2]) {
+        const __m256i shifted = _mm256_slli_epi32(both, 16);
+        out[0] = _mm256_blend_epi16(_mm256_srli_epi32(shifted, 16), shifted, 0xaa);
+        out[1] = _mm256_blend_epi16(_mm256_srli_epi32(both, 16), both, 0xaa);
+    }
+};
+
+// What the format needs of the sums of a block's halves beside its products: kZero times both or, with
+// sub-blocks, both as int16.
+template <class Format>
+inline int32_t correction(int32_t isum0, int32_t isum1) {
+    if (has_sub_blocks(Format::kType)) return int32_t((uint32_t(isum0) & 0xffff) | uint32_t(isum1) << 16);
+    return int32_t(uint32_t(Format::kZero) * (uint32_t(isum0) + uint32_t(isum1)));
+}
+
+// Sum of a half's codes times its inputs, word by word, as int32 after madd with `by`.
+template <class Format, int kFirst, class Word>
+HOTSET_INLINE __m256i half_dot(const __m256i codes[8], Word word, __m256i by) {
+    constexpr int kRun = kInt16Terms<Format> < 4 ? kInt16Terms<Format> : 4;
+    __m256i total = _mm256_setzero_si256();
+    for (int i = kFirst; i < kFirst + 4; i += kRun) {
+        __m256i pairs = _mm256_maddubs_epi16(codes[i], word(i));
+        for (int j = 1; j < kRun; j++)
+            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(codes[i + j], word(i + j)));
+        const __m256i part = _mm256_madd_epi16(pairs, by);
+        total = i > kFirst ? _mm256_add_epi32(total, part) : part;
+    }
+    return total;
+}
+
+// The integer dot product without an offset of the codes. word(i): inputs 4i to 4i + 3, a lane a block.
+template <class Format, class Word>
+HOTSET_INLINE __m256i block_dot(const Block& block, Word word) {
+    if constexpr (Format::kSigned) {
+        __m256i total = _mm256_setzero_si256();
+        for (int i = 0; i < 8; i++) {
+            const __m256i pairs =
+                _mm256_maddubs_epi16(block.magnitudes[i], _mm256_sign_epi8(word(i), block.codes[i]));
+            total = _mm256_add_epi32(total, _mm256_madd_epi16(pairs, ones()));
+        }
+        return total;
+    } else if constexpr (has_sub_blocks(Format::kType)) {
+        return _mm256_add_epi32(half_dot<Format, 0>(block.codes, word, block.sub_scale[0]),
+                                half_dot<Format, 4>(block.codes, word, block.sub_scale[1]));
+    } else if constexpr (kInt16Terms<Format> >= 8) {
+        __m256i pairs = _mm256_maddubs_epi16(block.codes[0], word(0));
+        for (int i = 1; i < 8; i++)
+            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(block.codes[i], word(i)));
+        return _mm256_madd_epi16(pairs, ones());
+    } else {
+        return _mm256_add_epi32(half_dot<Format, 0>(block.codes, word, ones()),
+                                half_dot<Format, 4>(block.codes, word, ones()));
+    }
+}
+
+// Adds the products with a token to acc. input, sum: scales and sums of its blocks.
+template <class Format, class Word>
+HOTSET_INLINE __m256 add_block(const Block& block, Word word, __m256 input, __m256 sum, __m256i correction,
+                               __m256 acc) {
+    constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
+    __m256i dot = block_dot<Format>(block, word), by_sum = _mm256_setzero_si256();
+    if constexpr (kSub) by_sum = _mm256_madd_epi16(block.by_sum, correction);
+    if constexpr (kSub && !kMin)
+        dot = _mm256_sub_epi32(dot, by_sum);
+    else if constexpr (Format::kZero != 0)
+        dot = _mm256_sub_epi32(dot, correction);
+    const __m256 total = _mm256_fmadd_ps(_mm256_mul_ps(block.scale, input), _mm256_cvtepi32_ps(dot), acc);
+    if constexpr (kMin && kSub)
+        return _mm256_fmadd_ps(_mm256_mul_ps(block.min, input), _mm256_cvtepi32_ps(by_sum), total);
+    else if constexpr (kMin)
+        return _mm256_fmadd_ps(block.min, sum, total);
+    else
+        return total;
+}
+
+// Eight blocks that may lie at the end of the mapped file, copied to where all can be read.
+template <class Format>
+inline const uint8_t* readable(const uint8_t* p, int n, const uint8_t* end, uint8_t* copy) {
+    if (Format::kBytes <= end - p) return p;
+    const size_t bytes = size_t(n) * (Format::kBytes / 8);
+    memcpy(copy, p, bytes);
+    memset(copy + bytes, 0, Format::kBytes - bytes);
+    return copy;
+}
+
+// ---- A few tokens
+// --------------------------------------------------------------------------------------------------
+//
+// Eight blocks of a row as for one token, but their codes are transposed: word i of each block lies in vector
+// i, a lane a block, and so do those of the inputs, which a call prepares once. What is then left for each
+// token are the products.
+
+constexpr int kFewRows = 8;  // that share a pass over the inputs
+
+// Eight blocks of one token.
+struct FewInputs {
+    __m256i words[8];
+    __m256 scale;
+    __m256i sums;  // what the format needs: float sums, or corrections
+};
+
+// Of blocks 2g and 2g + 1 with four words each in v[g], word i of all eight in v[i].
+inline void transpose_words(__m256i v[4]) {
+    const __m256i ab_lo = _mm256_unpacklo_epi32(v[0], v[1]), ab_hi = _mm256_unpackhi_epi32(v[0], v[1]);
+    const __m256i cd_lo = _mm256_unpacklo_epi32(v[2], v[3]), cd_hi = _mm256_unpackhi_epi32(v[2], v[3]);
+    v[0] = _mm256_unpacklo_epi64(ab_lo, cd_lo);
+    v[1] = _mm256_unpackhi_epi64(ab_lo, cd_lo);
+    v[2] = _mm256_unpacklo_epi64(ab_hi, cd_hi);
+    v[3] = _mm256_unpackhi_epi64(ab_hi, cd_hi);
+}
+
+// Numbers of eight blocks, a lane a block, in the lanes of transpose_words.
+inline __m256i in_lanes(__m256i v) {
+    return _mm256_permutevar8x32_epi32(v, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
+}
+inline __m256 in_lanes(__m256 v) {
+    return _mm256_permutevar8x32_ps(v, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
+}
+
+// out: [steps of eight blocks][n].
+template <class Format>
+inline void transpose_inputs(const Inputs& x, int t0, int n, FewInputs* out) {
+    const int64_t blocks = x.k / 32, width = padded(x.k);
+    for (int t = 0; t < n; t++) {
+        const int8_t* q = x.q + (t0 + t) * width;
+        const int32_t* isum = x.isum + (t0 + t) * (width / 16);
+        for (int64_t b = 0; b < blocks; b += 8) {
+            FewInputs& to = out[b / 8 * n + t];
+            for (int half = 0; half < 2; half++) {
+                for (int g = 0; g < 4; g++)
+                    to.words[4 * half + g] = load256(q + b * 32 + g / 2 * kGroup + g % 2 * 32 + half * 64);
+                transpose_words(to.words + 4 * half);
+            }
+            to.scale = in_lanes(_mm256_loadu_ps(x.scale + (t0 + t) * (width / 32) + b));
+            if constexpr (has_min(Format::kType) && !has_sub_blocks(Format::kType)) {
+                to.sums = in_lanes(load256(x.sum + (t0 + t) * (width / 32) + b));
+            } else {
+                alignas(32) int32_t numbers[8];
+                for (int i = 0; i < 8; i++)
+                    numbers[i] = correction<Format>(isum[b + i], isum[width / 32 + b + i]);
+                to.sums = in_lanes(load256(numbers));
+            }
+        }
+    }
 }
 
 template <class Format>
-void one_token(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int token, float* out) {
-    for (int64_t r = row0; r < row1; r++)
-        out[r - row0] = one_row<Format>(w, w.row(r), x, token, w.row(r) + kAhead);
+HOTSET_INLINE void unpack_few(const uint8_t* p, Block& block) {
+    constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
+    Format::template unpack<0, 8>(p, block.codes[0], block.codes[4]);
+    Format::template unpack<1, 8>(p, block.codes[1], block.codes[5]);
+    Format::template unpack<2, 8>(p, block.codes[2], block.codes[6]);
+    Format::template unpack<3, 8>(p, block.codes[3], block.codes[7]);
+    transpose_words(block.codes);
+    transpose_words(block.codes + 4);
+    if constexpr (Format::kSigned)
+        for (int i = 0; i < 8; i++) block.magnitudes[i] = _mm256_abs_epi8(block.codes[i]);
+    const Scales s = Format::template scales<8>(p);
+    block.scale = in_lanes(s.scale);
+    if constexpr (kMin) block.min = in_lanes(s.min);
+    if constexpr (kSub) {
+        block.by_sum = in_lanes(sum_weights<Format>(s));
+        Block::split_sub_scale(in_lanes(s.sub_scale), block.sub_scale);
+    }
+}
+
+// Adds the first n of eight blocks at p, times each token, to half h of its acc.
+template <class Format>
+HOTSET_INLINE void add_few(const uint8_t* p, int n, const FewInputs* x, int tokens, V* acc, int h) {
+    Block block;
+    unpack_few<Format>(p, block);
+    // Other lanes may hold anything, NaN too: they are masked, never multiplied by zero.
+    const __m256 lanes = _mm256_castsi256_ps(in_lanes(V::below(n)));
+    for (int t = 0; t < tokens; t++) {
+        __m256& sums = h ? acc[t].hi : acc[t].lo;
+        auto word = [&](int i) { return x[t].words[i]; };
+        const __m256 total =
+            add_block<Format>(block, word, x[t].scale, _mm256_castsi256_ps(x[t].sums), x[t].sums, sums);
+        sums = n == 8 ? total : _mm256_blendv_ps(sums, total, lanes);
+    }
+}
+
+template <class Format>
+void few(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int n, float* out, int64_t ld,
+         uint8_t* scratch) {
+    static_assert(kFewRows % 4 == 0);
+    FewInputs* inputs = reinterpret_cast<FewInputs*>(scratch);
+    transpose_inputs<Format>(x, t0, n, inputs);
+    const int64_t blocks = x.k / 32;
+    // Fetched in the order in which rows lie.
+    const uint8_t* ahead = w.row(row0) + (kFewRows - 1) * w.row_bytes + kAhead;
+    for (int64_t r = row0; r < row1; r += kFewRows) {
+        V acc[kFewRows][kFewTokens];
+        const uint8_t* rows[kFewRows];
+        for (int i = 0; i < kFewRows; i++) {
+            rows[i] = w.row(imin(r + i, row1 - 1));
+            for (int t = 0; t < n; t++) acc[i][t] = V::zero();
+        }
+        for (int64_t b = 0; b < blocks; b += 8) {
+            const int count = imin(blocks - b, 8);
+            uint8_t copy[Format::kBytes];
+            for (int i = 0; i < kFewRows && r + i < row1; i++) {
+                prefetch(ahead, count * Format::kBytes / 8);
+                ahead += count * Format::kBytes / 8;
+                const uint8_t* p = readable<Format>(rows[i] + b / 8 * Format::kBytes, count, w.end(), copy);
+                add_few<Format>(p, count, inputs + b / 8 * n, n, acc[i], b / 8 % 2);
+            }
+        }
+        for (int i = 0; i < kFewRows && r + i < row1; i += 4)
+            for (int t = 0; t < n; t++) {
+                auto add = [](__m256 v, __m256 z) { return _mm256_add_ps(v, z); };
+                auto halves = [&](int j) { return add(acc[i + j][t].lo, acc[i + j][t].hi); };
+                float sums[4];
+                _mm_storeu_ps(sums, across(halves(0), halves(1), halves(2), halves(3), add));
+                memcpy(out + t * ld + (r + i - row0), sums, size_t(imin(row1 - r - i, 4)) * sizeof(float));
+            }
+    }
 }
 
 // ---- Many tokens
@@ -971,11 +1219,7 @@ inline void pack_panel(const Matrix& w, int64_t row, int n_rows, int64_t blocks,
         Scales scales[8];
         for (int r = 0; r < 8; r++) {  // a short panel repeats its last row
             rows[r] = w.row(row + imin(r, n_rows - 1)) + b / 8 * kBytes;
-            if (n < 8) {  // the last blocks of a row, completed with zeros
-                memset(copies[r], 0, kBytes);
-                memcpy(copies[r], rows[r], size_t(n) * (kBytes / 8));
-                rows[r] = copies[r];
-            }
+            rows[r] = readable<Format>(rows[r], n, w.end(), copies[r]);
             scales[r] = Format::template scales<8>(rows[r]);
         }
         pack_pair<Format, 0>(rows, n, panel.codes + b * 8);
@@ -997,13 +1241,7 @@ inline void pack_panel(const Matrix& w, int64_t row, int n_rows, int64_t blocks,
             for (int i = 0; i < n; i++) panel.by_sum[b + i] = lanes[i];
             for (int r = 0; r < 8; r++) lanes[r] = scales[r].sub_scale;
             transpose(lanes);
-            for (int i = 0; i < n; i++) {
-                const __m256i shifted = _mm256_slli_epi32(lanes[i], 16);
-                panel.sub_scale[(b + i) * 2] =
-                    _mm256_blend_epi16(_mm256_srli_epi32(shifted, 16), shifted, 0xaa);
-                panel.sub_scale[(b + i) * 2 + 1] =
-                    _mm256_blend_epi16(_mm256_srli_epi32(lanes[i], 16), lanes[i], 0xaa);
-            }
+            for (int i = 0; i < n; i++) Block::split_sub_scale(lanes[i], panel.sub_scale + (b + i) * 2);
         }
     }
 }
@@ -1014,51 +1252,7 @@ inline __m256i broadcast_word(const int8_t* p) {
     return _mm256_set1_epi32(word);
 }
 
-// Sum of four codes vectors (a half of a block) times sixteen inputs, as int32 after madd with `by`.
-template <class Format>
-inline __m256i half_dot(const __m256i codes[4], const int8_t* q, __m256i by) {
-    constexpr int kRun = kInt16Terms<Format> < 4 ? kInt16Terms<Format> : 4;
-    __m256i total = _mm256_setzero_si256();
-    for (int i = 0; i < 4; i += kRun) {
-        __m256i pairs = _mm256_maddubs_epi16(codes[i], broadcast_word(q + 4 * i));
-        for (int j = 1; j < kRun; j++)
-            pairs =
-                _mm256_add_epi16(pairs, _mm256_maddubs_epi16(codes[i + j], broadcast_word(q + 4 * (i + j))));
-        const __m256i part = _mm256_madd_epi16(pairs, by);
-        total = i ? _mm256_add_epi32(total, part) : part;
-    }
-    return total;
-}
-
-// One block of eight rows times one token. q: the block's first half, its second 64 bytes on.
-template <class Format>
-inline __m256i block_dot(const __m256i codes[8], const __m256i magnitudes[8], const __m256i sub_scale[2],
-                         const int8_t* q) {
-    if constexpr (Format::kSigned) {
-        __m256i total = _mm256_setzero_si256();
-        for (int i = 0; i < 8; i++) {
-            const __m256i input = broadcast_word(q + 4 * (i % 4) + 64 * (i / 4));
-            const __m256i pairs = _mm256_maddubs_epi16(magnitudes[i], _mm256_sign_epi8(input, codes[i]));
-            total = _mm256_add_epi32(total, _mm256_madd_epi16(pairs, ones()));
-        }
-        return total;
-    } else if constexpr (has_sub_blocks(Format::kType)) {
-        return _mm256_add_epi32(half_dot<Format>(codes, q, sub_scale[0]),
-                                half_dot<Format>(codes + 4, q + 64, sub_scale[1]));
-    } else if constexpr (kInt16Terms<Format> >= 8) {
-        __m256i pairs = _mm256_maddubs_epi16(codes[0], broadcast_word(q));
-        for (int i = 1; i < 8; i++)
-            pairs = _mm256_add_epi16(
-                pairs, _mm256_maddubs_epi16(codes[i], broadcast_word(q + 4 * (i % 4) + 64 * (i / 4))));
-        return _mm256_madd_epi16(pairs, ones());
-    } else {
-        return _mm256_add_epi32(half_dot<Format>(codes, q, ones()),
-                                half_dot<Format>(codes + 4, q + 64, ones()));
-    }
-}
-
-// Inputs of the tokens of a tile. `correction` depends on the format: kZero times the sum of a block's inputs
-// or, for sub-blocks, the sums over its halves as two int16.
+// Inputs of the tokens of a tile.
 struct TileInputs {
     const int8_t* q;            // [tokens][32 * stride]
     const float* scale;         // [tokens][stride]
@@ -1072,34 +1266,27 @@ inline void panel_tile(const Panel& panel, int64_t blocks, const TileInputs& x, 
                        float (*acc)[kTokenTile][kLanes]) {
     constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
     for (int64_t b = 0; b < blocks; b++) {
-        __m256i codes[8], magnitudes[8], sub_scale[2] = {};
+        Block block;
         for (int i = 0; i < 8; i++) {
-            codes[i] = panel.codes[b * 8 + i];
-            magnitudes[i] = _mm256_abs_epi8(codes[i]);
+            block.codes[i] = panel.codes[b * 8 + i];
+            block.magnitudes[i] = _mm256_abs_epi8(block.codes[i]);
         }
-        if constexpr (kSub)
-            for (int h = 0; h < 2; h++) sub_scale[h] = panel.sub_scale[b * 2 + h];
-        const __m256 scale = panel.scale[b];
+        block.scale = panel.scale[b];
+        if constexpr (kMin) block.min = panel.min[b];
+        if constexpr (kSub) {
+            block.by_sum = panel.by_sum[b];
+            for (int h = 0; h < 2; h++) block.sub_scale[h] = panel.sub_scale[b * 2 + h];
+        }
         const int8_t* q = x.q + b / 4 * kGroup + b % 4 * 16;
         for (int t = 0; t < n; t++) {
             const int64_t at = t * x.stride + b;
-            __m256i dot = block_dot<Format>(codes, magnitudes, sub_scale, q + t * x.stride * 32);
-            __m256i by_sum = _mm256_setzero_si256();
-            if constexpr (kSub)
-                by_sum = _mm256_madd_epi16(panel.by_sum[b], _mm256_set1_epi32(x.correction[at]));
-            if constexpr (kSub && !kMin)
-                dot = _mm256_sub_epi32(dot, by_sum);
-            else if constexpr (Format::kZero != 0)
-                dot = _mm256_sub_epi32(dot, _mm256_set1_epi32(x.correction[at]));
-            const __m256 input = _mm256_set1_ps(x.scale[at]);
+            auto word = [&](int i) {
+                return broadcast_word(q + t * x.stride * 32 + 4 * (i % 4) + 64 * (i / 4));
+            };
             float* lane = acc[b % 16][t];
-            __m256 total =
-                _mm256_fmadd_ps(_mm256_mul_ps(scale, input), _mm256_cvtepi32_ps(dot), _mm256_load_ps(lane));
-            if constexpr (kMin && kSub)
-                total =
-                    _mm256_fmadd_ps(_mm256_mul_ps(panel.min[b], input), _mm256_cvtepi32_ps(by_sum), total);
-            else if constexpr (kMin)
-                total = _mm256_fmadd_ps(panel.min[b], _mm256_set1_ps(x.sum[at]), total);
+            const __m256 total =
+                add_block<Format>(block, word, _mm256_set1_ps(x.scale[at]), _mm256_set1_ps(x.sum[at]),
+                                  _mm256_set1_epi32(x.correction[at]), _mm256_load_ps(lane));
             _mm256_store_ps(lane, total);
         }
     }
@@ -1123,7 +1310,7 @@ void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
         p.sub_scale = reinterpret_cast<__m256i*>(take(blocks * 2));
         p.by_sum = reinterpret_cast<__m256i*>(take(blocks));
     }
-    int32_t* correction = reinterpret_cast<int32_t*>(take(kTokenTile * stride / 8));
+    int32_t* corrections = reinterpret_cast<int32_t*>(take(kTokenTile * stride / 8));
     for (int64_t r = row0; r < row1; r += kPanelRows) {
         const int n_panels = (imin(row1 - r, kPanelRows) + kLanes - 1) / kLanes;
         for (int i = 0; i < n_panels; i++)
@@ -1134,13 +1321,10 @@ void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
                 const int32_t* isum0 = x.isum + (t + j) * stride * 2;
                 const int32_t* isum1 = isum0 + stride;
                 for (int64_t b = 0; b < blocks; b++)
-                    correction[j * stride + b] =
-                        has_sub_blocks(Format::kType)
-                            ? int32_t((uint32_t(isum0[b]) & 0xffff) | uint32_t(isum1[b]) << 16)
-                            : int32_t(uint32_t(Format::kZero) * (uint32_t(isum0[b]) + uint32_t(isum1[b])));
+                    corrections[j * stride + b] = correction<Format>(isum0[b], isum1[b]);
             }
             const TileInputs tile = {x.q + t * stride * 32, x.scale + t * stride, x.sum + t * stride,
-                                     correction, stride};
+                                     corrections, stride};
             for (int i = 0; i < n_panels; i++) {
                 alignas(32) float acc[16][kTokenTile][kLanes] = {};
                 panel_tile<Format>(panel[i], blocks, tile, n, acc);
@@ -1158,13 +1342,19 @@ void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
     }
 }
 
-// Tokens from which a panel is worth its packing.
-constexpr int kPackFrom = 5;
+// Tokens from which one at a time is too slow, and from which a panel is worth its packing: signed codes are
+// the dearest to multiply by themselves.
+template <class Format>
+constexpr int kFewFrom = Format::kSigned ? 3 : 2;
+template <class Format>
+constexpr int kPackFrom = Format::kSigned ? 13 : kFewTokens + 1;
 
 template <class Format>
 void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
             int64_t ld, uint8_t* scratch) {
-    if (t1 - t0 >= kPackFrom) return panels<Format>(w, row0, row1, x, t0, t1, out, ld, scratch);
+    const int n = t1 - t0;
+    if (n >= kPackFrom<Format>) return panels<Format>(w, row0, row1, x, t0, t1, out, ld, scratch);
+    if (n >= kFewFrom<Format>) return few<Format>(w, row0, row1, x, t0, n, out, ld, scratch);
     for (int t = t0; t < t1; t++) one_token<Format>(w, row0, row1, x, t, out + (t - t0) * ld);
 }
 
