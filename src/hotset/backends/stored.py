@@ -33,8 +33,7 @@ from hotset.units import human_size
 
 HALF_LIFE = 64  # requests of a layer after which what it was asked for counts half (docs/LOG.md)
 _SMALL_ROW = 64 << 10  # bytes of a neuron, of which many are read at a time: each for itself is slow
-# Of all neurons: these are needed so often that room for them spares more than streaming costs.
-_HOT_SHARE = 1 / 16
+_HOT_SHARE = 1 / 8  # of all neurons: room for those spares more than streaming costs (docs/LOG.md)
 _PER_ROW, _PER_PART = 56, 8  # bytes of tables: Replacement's, and an address
 
 
