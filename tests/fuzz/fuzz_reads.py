@@ -116,7 +116,7 @@ def attack(
             thread.join()
         under.stored.reader.inject_faults(0.0, 0)
         with contextlib.suppress(ReadError):  # of what was read ahead before
-            under.generate(prompts[0], max_tokens=1)
+            under.generate(prompts[0], max_tokens=1, temperature=0)
         for _ in range(100):  # a thread that was joined is there a moment longer
             after = held()
             if after[0] <= before[0]:
