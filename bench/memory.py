@@ -44,10 +44,8 @@ _V1, _V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 SHARES = (0.5, 0.3, 0.7)  # the promise is about the first: it is measured even if time gets short
 SLOW_TOKENS = 4  # that a mapped file is given: it may take a minute for each
 GAIN, EXPERT_GAIN = 10.0, 2.0  # at half of the size: × our mapped file, × llama.cpp's
-OF_ROOFLINE, WHOLE = (
-    0.7,
-    0.97,
-)  # the least share of the roofline, and of the mapped speed where all is in memory
+# The least share of the roofline, and of the mapped speed where all is in memory.
+OF_ROOFLINE, WHOLE = 0.7, 0.97
 _RATE_SECONDS = 0.25
 SLOW_TOKEN = 0.6  # seconds that one may take where many are asked for
 _LARGEST_READ = 512 << 10

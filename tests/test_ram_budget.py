@@ -60,6 +60,23 @@ def test_the_least_budget_gives_the_same_tokens(model: Path, sparsity: str) -> N
         assert under.stored.counts().misses > 0
 
 
+def test_steps_are_short_where_weights_have_no_room(model: Path) -> None:
+    """The workspace of long ones would take it."""
+    settings: dict[str, Any] = {"n_ctx": 256, "backend": "cpu"}
+    prompt = [3 + i % 40 for i in range(240)]
+    with hotset.load(model, **settings, ram_budget=1) as roomy:
+        assert roomy.ram is not None
+        assert roomy.ram.max_batch == roomy.backend.max_batch == 512
+        expected = roomy.generate(prompt, max_tokens=8, temperature=0, ignore_eos=True).tokens
+    with hotset.load(model, **settings, ram_budget=least_of(model, **settings) / GIB) as tight:
+        assert tight.ram is not None
+        assert tight.ram.max_batch == tight.backend.max_batch == 128
+        assert tight.ram.workspace < roomy.ram.workspace
+        assert tight.generate(prompt, max_tokens=8, temperature=0, ignore_eos=True).tokens == expected
+    with hotset.load(model, **settings, max_batch=64, ram_budget=1) as asked:
+        assert asked.backend.max_batch == 64
+
+
 def test_a_budget_that_is_too_small_names_the_smallest(model: Path) -> None:
     with pytest.raises(OutOfMemoryError, match=r"this model works within 0\.\d\d GiB") as raised:
         hotset.load(model, n_ctx=256, ram_budget=0.001)

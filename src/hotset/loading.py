@@ -206,7 +206,7 @@ def build(decided: Decided) -> tuple[Decided, Backend]:
     placement, settings = decided.placement, decided.settings
     options: dict[str, Any] = {
         "n_pages": decided.n_pages,
-        "max_batch": settings.max_batch,
+        "max_batch": settings.max_batch if decided.ram is None else decided.ram.max_batch,
         "kv_type": settings.kv_type,
         "n_threads": settings.n_threads,
         "sparse": decided.choice.mode != "dense",

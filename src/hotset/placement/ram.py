@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _PROGRAM = 48 << 20  # what the program takes beyond what it has when a model is loaded: answers, templates,
 _PER_TOKEN = 800  # and the tokenizer, for each entry of its vocabulary
 _GIB = 1 << 30
+# Tokens of a step where weights have no room: buffers for more, which only long prompts use, would take it.
+_STEP = 128
 _SHARE_OF_CONTEXT = 0.25  # of what is left for rows and context, where nobody says how long it is
 
 
@@ -38,7 +40,7 @@ class RamPlan:
     neurons that are read as they are needed; all_rows: what all of these take. ring: room for weights that
     stream; streamed: what each step reads of these. kv: keys and values, and recurrent states.
     workspace: intermediates, buffers of reads, and tables of where rows are. least: the smallest limit that
-    works. disk: how the file is read.
+    works. max_batch: tokens of a step at most. disk: how the file is read.
     """
 
     limit: int
@@ -51,6 +53,7 @@ class RamPlan:
     kv: int
     workspace: int
     least: int
+    max_batch: int
     disk: DiskRates
 
     @property
@@ -65,7 +68,7 @@ class RamPlan:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         kinds = ("limit", "total", "program", "resident", "rows", "all_rows", "ring", "streamed", "kv")
-        return {kind: getattr(self, kind) for kind in (*kinds, "workspace", "least")} | {
+        return {kind: getattr(self, kind) for kind in (*kinds, "workspace", "least", "max_batch")} | {
             "reads": "io_uring" if self.disk.ring else "threads",
             "depth": self.disk.depth,
             "disk_rates": {str(size): round(rate) for size, rate in self.disk.rates},
@@ -96,16 +99,15 @@ def plan_ram(
     sizes = sizes_of(graph, weights.tensors, sparse=sparse)
     weights.let_go()
     program = own_memory() + _PROGRAM + graph.result.width * _PER_TOKEN
-    workspace = _workspace(
-        weights,
-        graph,
-        sizes,
-        disk,
-        sparse=sparse,
-        n_states=n_states,
-        max_batch=max_batch,
-        n_threads=n_threads,
-    )
+
+    def workspace_of(n_tokens: int) -> int:
+        return _workspace(
+            weights, graph, sizes, disk, sparse=sparse, n_states=n_states, max_batch=n_tokens,
+            n_threads=n_threads,
+        )  # fmt: skip
+
+    step = min(max_batch, _STEP)
+    workspace = workspace_of(step)
     fixed = program + cache_bytes + workspace
     least = fixed + sizes.least_of_all
     if limit < least:
@@ -115,10 +117,16 @@ def plan_ram(
             f"weights, {human_size(cache_bytes)} for the context, {human_size(program + workspace)} for the "
             "program); raise --ram-budget, or lower the context"
         )
-    shares = share_out(sizes, min(limit - fixed, sizes.resident + sizes.most))
+    all_weights = sizes.resident + sizes.most
+    if step < max_batch:
+        larger = workspace_of(max_batch)
+        if limit - program - cache_bytes - larger >= all_weights:
+            step, workspace = max_batch, larger
+            fixed = program + cache_bytes + workspace
+    shares = share_out(sizes, min(limit - fixed, all_weights))
     return RamPlan(
         limit, program, shares.resident, shares.rows, sizes.most, shares.streaming.ring, shares.streamed,
-        cache_bytes, workspace, least, disk,
+        cache_bytes, workspace, least, step, disk,
     )  # fmt: skip
 
 

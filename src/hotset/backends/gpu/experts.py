@@ -104,6 +104,7 @@ class ExpertCache:
         self._copies = None if self.device.type == "cpu" else ThreadPoolExecutor(1, "hotset-experts")
         # On the stream of the steps a copy would wait for them, and they for it.
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._used: torch.cuda.Event | None = None  # the latest step no longer reads its slots
 
     def _add(self, layout: ExpertLayout, ffns: list[Ffn], n_slots: int) -> None:
         up = ffns[0].up
@@ -160,6 +161,8 @@ class ExpertCache:
     def learn(self, routes: Mapping[int, np.ndarray]) -> None:
         """Hears what a step asked for: of each layer int32 [n_tokens, n_used], -1 - id for what had a
         slot."""
+        if self._stream is not None:  # the host may be here while the device computes the last layers
+            self._used = torch.cuda.current_stream(self.device).record_event()
         for group in self._groups:
             group.policy.begin_step()
             for i, layer in enumerate(group.layers):
@@ -192,6 +195,8 @@ class ExpertCache:
 
     def _fill(self, group: _Group, layer: int, id: int, slot: int) -> None:
         """Copies an expert into a slot that no table names."""
+        if self._stream is not None and self._used is not None:
+            self._stream.wait_event(self._used)
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             for name, op in parts_of(group.ffns[layer]).items():
                 matrix = group.slots.matrices[name]
