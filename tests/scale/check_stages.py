@@ -51,15 +51,24 @@ def test_a_machine_that_dies_in_mid_load_costs_time_and_no_answer(
     path: Path, expected: list[str], nodes: Nodes
 ):
     with load_staged(str(path), SETTINGS, "a:1,b:1,c:1", nodes.address) as model:
-        found: list[str] = []
-        work = threading.Thread(
-            target=lambda: found.extend(one.text for one in model.generate_many(PROMPTS, **PARAMS))
-        )
+        rounds: list[list[str]] = []
+        is_killed = threading.Event()
+
+        def ask() -> None:  # again and again: steps are quicker than a machine dies
+            while True:
+                was_killed = is_killed.is_set()
+                rounds.append([one.text for one in model.generate_many(PROMPTS, **PARAMS)])
+                if was_killed:
+                    return
+
+        work = threading.Thread(target=ask)
         work.start()
         while model.engine.counters().generated_tokens < 40:
             time.sleep(0.01)
         nodes.kill("c")
+        is_killed.set()
         work.join(120)
-        assert found == expected
+        assert not work.is_alive()
+        assert all(found == expected for found in rounds)
         assert model.engine.counters().preemptions > 0
     nodes.add("c")
