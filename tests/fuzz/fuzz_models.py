@@ -459,9 +459,14 @@ def attack(
     return n_cases, n_failed
 
 
-def main() -> int:
+def work_through(
+    attack: Callable[[int, Callable[[int], bool], Callable[[int, Path, str], None]], tuple[int, int]],
+    name: str,
+    description: str | None,
+) -> int:
+    """The command line of a fuzzer whose cases are folders; its exit status."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
@@ -471,7 +476,7 @@ def main() -> int:
     end = time.monotonic() + args.seconds
 
     def keep(number: int, case: Path, what: str) -> None:
-        args.keep = args.keep or Path(tempfile.mkdtemp(prefix="fuzz-models-"))
+        args.keep = args.keep or Path(tempfile.mkdtemp(prefix=f"fuzz-{name}-"))
         kept = args.keep / f"{args.seed}-{number}"
         shutil.copytree(case, kept, dirs_exist_ok=True)
         print(f"{kept}: {what}\n", file=sys.stderr)
@@ -482,4 +487,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(work_through(attack, "models", __doc__))

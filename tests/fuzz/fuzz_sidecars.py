@@ -9,7 +9,6 @@ mapped and under a budget of memory. Each may work, or tell in one sentence why 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -165,7 +164,7 @@ def attack(
 ) -> tuple[int, int]:
     """Cases while more(number of the case); how many there were, and how many went wrong.
 
-    on_problem: told the number of the case, the file, and what was changed and went wrong.
+    on_problem: told the number of the case, its folder, and what was changed and went wrong.
     """
     rng = np.random.default_rng(seed)
     n_cases = n_failed = 0
@@ -186,33 +185,11 @@ def attack(
             problem = exercise(case / of, of)
             if problem:
                 n_failed += 1
-                on_problem(n_cases, case / of, f"{of}: {change}\n{problem}")
+                on_problem(n_cases, case, f"{of}: {change}\n{problem}")
             shutil.rmtree(case)
             n_cases += 1
     return n_cases, n_failed
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="folder for cases that fail (default: a new temporary one)")
-    args = parser.parse_args()
-    os.environ["HOTSET_DEBUG"] = "1"  # the traceback goes into what is printed
-    end = time.monotonic() + args.seconds
-
-    def keep(number: int, file: Path, what: str) -> None:
-        args.keep = args.keep or Path(tempfile.mkdtemp(prefix="fuzz-sidecars-"))
-        kept = args.keep / f"{args.seed}-{number}"
-        shutil.copytree(file.parent, kept, dirs_exist_ok=True)
-        print(f"{kept}: {what}\n", file=sys.stderr)
-
-    n_cases, n_failed = attack(args.seed, lambda _: time.monotonic() < end, keep)
-    print(f"{n_cases} cases, {n_failed} failed")
-    return 1 if n_failed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(fuzz_models.work_through(attack, "sidecars", __doc__))
