@@ -172,8 +172,7 @@ def test_a_server_counts_experts(mixture: Path) -> None:
     async def work(client: Any, _: Any) -> None:
         answer = await client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 5, "seed": 1})
         assert answer.status_code == 200, answer.text
-        lines = (await client.get("/metrics")).text.splitlines()
-        counts = {line.split()[0]: float(line.split()[1]) for line in lines if not line.startswith("#")}
+        counts = await tiny_server.metrics_of(client)
         assert counts["hotset_experts_on_cpu_total"] > 0
         assert counts["hotset_experts_fetched_total"] > 0
         assert counts["hotset_experts_read_total"] == 0

@@ -149,8 +149,7 @@ def test_the_server_counts_what_was_read(model: Path) -> None:
     async def work(client: Any, _: Any) -> None:
         answer = await client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 5, "seed": 1})
         assert answer.status_code == 200, answer.text
-        lines = (await client.get("/metrics")).text.splitlines()
-        counts = {line.split()[0]: float(line.split()[1]) for line in lines if not line.startswith("#")}
+        counts = await tiny_server.metrics_of(client)
         assert counts["hotset_row_misses_total"] > 0
         assert counts["hotset_disk_read_bytes_total"] >= 4096
 

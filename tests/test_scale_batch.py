@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_cluster import FakeCluster, KilledError
 from filelock import FileLock
 
 from hotset.errors import InvalidRequestError
@@ -21,20 +22,12 @@ from hotset.settings import LoadSettings
 N = 100  # requests: three whole shards, and a part of one
 
 
-class KilledError(Exception):
-    pass
-
-
-class Cluster:
-    """Answers shards from the last to the first. dies_after: so many of a run."""
+class Cluster(FakeCluster):
+    """Answers shards from the last to the first."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked: list[int] = []
-        self.dies_after = 99
+        super().__init__(monkeypatch, batch)
         monkeypatch.setattr(batch, "_answered", self._answered)
-        monkeypatch.setattr(batch, "connect", lambda address: None)
-        monkeypatch.setattr(batch, "machines", lambda: ["a"])
-        monkeypatch.setattr(batch, "check_installed", lambda *parts: None)
 
     def _answered(self, missing: Any, *more: Any) -> Iterator[tuple[int, bytes]]:
         self.asked = [i for i, _ in missing]

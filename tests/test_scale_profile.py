@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_cluster import FakeCluster, KilledError
 from test_api_sparse import write_sparse
 
 import hotset
@@ -24,20 +25,12 @@ from hotset.sparsity.sidecar import fingerprint
 SETTINGS = LoadSettings(n_ctx=64, backend="reference", sparsity="exact", max_batch=64)
 
 
-class KilledError(Exception):
-    pass
-
-
-class Cluster:
-    """Counts shards from the last to the first. dies_after: so many of a run."""
+class Cluster(FakeCluster):
+    """Counts shards from the last to the first."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked: list[int] = []
-        self.dies_after = 99
+        super().__init__(monkeypatch, profile)
         monkeypatch.setattr(profile, "on_machines", self._on_machines)
-        monkeypatch.setattr(profile, "connect", lambda address: None)
-        monkeypatch.setattr(profile, "machines", lambda: ["a"])
-        monkeypatch.setattr(profile, "check_installed", lambda *parts: None)
 
     def _on_machines(
         self, rows: Sequence[dict[str, Any]], kind: type, args: tuple[Any, ...], *_: Any

@@ -101,6 +101,12 @@ class Serving:
             time.sleep(0.005)
 
 
+async def metrics_of(client: httpx.AsyncClient) -> dict[str, float]:
+    """What /metrics counts, by name."""
+    lines = (await client.get("/metrics")).text.splitlines()
+    return {line.split()[0]: float(line.split()[1]) for line in lines if not line.startswith("#")}
+
+
 def events_of(text: str) -> tuple[list[dict[str, Any]], bool]:
     """The JSON of a stream's events, and whether it ended with [DONE]."""
     data = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
