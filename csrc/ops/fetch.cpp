@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "../plan.h"
+#include "alone.h"
 
 namespace hotset {
 namespace {
@@ -23,16 +23,12 @@ class Fetch : public Op {
     bool alone(int) const override { return true; }
 
     void run(int, int, const StepTokens& step, Worker& worker) const override {
-        const int n = n_tokens(step);
-        try {
+        run_alone(plan_, worker, [&] {
+            const int n = n_tokens(step);
             mark(n);
-            const auto cancelled = [&] { return worker.cancelled(); };
             f_.store->begin(f_.group, rows_.data(), list(), n <= kLearnTokens);
-            if (f_.waits && !f_.store->finish(cancelled)) return;
-        } catch (...) {
-            return plan_.fail(std::current_exception());
-        }
-        if (worker.begin_commit()) worker.end_commit();
+            return !f_.waits || f_.store->finish([&] { return worker.cancelled(); });
+        });
     }
     Needs needs() const override { return {}; }
 
@@ -101,12 +97,7 @@ class FinishFetch : public Op {
     int n_chunks(int, const StepTokens&) const override { return 1; }
     bool alone(int) const override { return true; }
     void run(int, int, const StepTokens&, Worker& worker) const override {
-        try {
-            if (!store_.finish([&] { return worker.cancelled(); })) return;
-        } catch (...) {
-            return plan_.fail(std::current_exception());
-        }
-        if (worker.begin_commit()) worker.end_commit();
+        run_alone(plan_, worker, [&] { return store_.finish([&] { return worker.cancelled(); }); });
     }
     Needs needs() const override { return {}; }
 

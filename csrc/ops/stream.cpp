@@ -1,5 +1,5 @@
 // A piece of a stream that the operations behind this one read: it is there when this one is done.
-#include "../plan.h"
+#include "alone.h"
 
 namespace hotset {
 namespace {
@@ -14,15 +14,11 @@ class AwaitPiece : public Op {
     bool alone(int) const override { return true; }
 
     void run(int, int, const StepTokens&, Worker& worker) const override {
-        try {
-            if (!waits_)
-                stream_.read_ahead(piece_);
-            else if (!stream_.acquire(piece_, [&] { return worker.cancelled(); }))
-                return;
-        } catch (...) {
-            return plan_.fail(std::current_exception());
-        }
-        if (worker.begin_commit()) worker.end_commit();
+        run_alone(plan_, worker, [&] {
+            if (waits_) return stream_.acquire(piece_, [&] { return worker.cancelled(); });
+            stream_.read_ahead(piece_);
+            return true;
+        });
     }
     Needs needs() const override { return {}; }
 
