@@ -121,10 +121,14 @@ class Op {
     FfnCounters* counted = &counters;  // what it adds to: one that works for another counts for that one
 };
 
+constexpr int kLogitGroup = 64;  // as LOGIT_GROUP of backends/base.py
+
 struct LinearPart {
     Matrix weight;
     std::vector<float> bias;  // empty: none
     int out = -1;
+    // Buffer of the largest of each kLogitGroup values of `out` side by side, NaN where one is; -1: none.
+    int largest = -1;
 };
 
 // What becomes of the result of a matrix product.

@@ -13,7 +13,7 @@ from derived_bounds import Oracle
 from tiny_gguf import write_llama
 
 from hotset import _core
-from hotset.backends.base import PAGE_SIZE, Batch, StepStats
+from hotset.backends.base import LOGIT_GROUP, PAGE_SIZE, Batch, StepStats
 from hotset.backends.cpu import CpuBackend
 from hotset.backends.reference import ReferenceBackend
 from hotset.cores import usable_cores
@@ -217,6 +217,20 @@ def test_taps_are_the_references_and_change_nothing(tmp_path: Path, architecture
     one = backend.step(batch([(ids, 0, [1])], ("blk.1.ffn_act",)))
     np.testing.assert_array_equal(one.taps["blk.1.ffn_act"], tapped.taps["blk.1.ffn_act"])
     np.testing.assert_array_equal(one.logits, plain)
+
+
+@pytest.mark.parametrize("isa", _core.available_isas())
+def test_the_largest_logit_of_each_group_is_found(tmp_path: Path, isa: str) -> None:
+    """Whatever chunks the rows are cut into; NaN where one is. Groups that are not whole are not found."""
+    path = write_llama(tmp_path / "m.gguf", n_vocab=11 * LOGIT_GROUP, type_of=mixed_types, n_embd=256)
+    for n_threads in (1, 3):
+        backend = cpu(open_gguf(path), isa=isa, n_threads=n_threads)
+        for n in (1, 3, 9, 40):
+            result = backend.step(batch([(tokens(n), 0, [0])]))
+            rows = result.logits.reshape(n, 11, LOGIT_GROUP)
+            assert result.largest is not None
+            assert np.array_equal(result.largest, rows.max(axis=2))
+            assert result.largest.std() > 0
 
 
 def test_no_outputs_no_logits(mixed: GGUFFile) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hotset.backends.base import LOGIT_GROUP
 from hotset.engine.sampler import Sampler, SamplingParams, log_sum_exp, top_k
 from hotset.engine.stop import StopMatcher
 from hotset.errors import HotsetError, InvalidRequestError
@@ -141,6 +142,70 @@ def test_top_k_equals_a_full_sort(n: int, k: int, kind: str):
     indices, values = top_k(logits, k)
     assert indices.tolist() == expected
     assert values.tolist() == logits[expected].tolist()
+
+
+N_GROUPED = LOGIT_GROUP * 200  # enough groups for the 40 of the default
+
+
+def grouped(logits: np.ndarray) -> np.ndarray:
+    """The largest of each group, as a backend finds them."""
+    return np.asarray(logits.reshape(-1, LOGIT_GROUP).max(axis=1))
+
+
+@pytest.mark.parametrize("options", [*PARAMS, {"logit_bias": {i: 1.0 for i in range(99)}}], ids=str)
+@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "forbidden", "infinite", "nan"])
+def test_the_largest_of_groups_change_no_token(options: dict[str, Any], kind: str):
+    params = SamplingParams(seed=3, **options)
+    rng = np.random.default_rng(1)
+    history = rng.integers(0, N_GROUPED, 30).tolist()
+    forbidden = [2, 70, N_GROUPED - 1]
+    by_groups, plain = (Sampler(params, N_GROUPED, history, forbidden) for _ in range(2))
+    for i in range(10):
+        logits = some_logits(i, N_GROUPED)
+        match kind:
+            case "ties":
+                logits = np.round(logits)
+            case "equal":
+                logits[:] = -0.5
+            case "forbidden":
+                logits[20:] = -np.inf
+            case "infinite" | "nan":
+                logits[[700, N_GROUPED - 5]] = np.inf if kind == "infinite" else np.nan
+        logits.flags.writeable = False
+        drawn = []
+        for sampler, more in ((plain, ()), (by_groups, (grouped(logits),))):
+            try:
+                drawn.append(sampler.sample(logits, *more))
+                sampler.accept(drawn[-1])
+            except HotsetError as error:
+                drawn.append(str(error))
+        assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0},
+        {"temperature": 0, "logit_bias": {7: -100, 9000: 1}},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.2},
+        {"top_k": 7, "top_p": 1.0, "min_p": 0.3},
+    ],
+    ids=str,
+)
+def test_groups_that_cannot_matter_are_not_read(options: dict[str, Any]):
+    """They are poisoned here: one look at them would be an error or another token."""
+    sampler, plain = (Sampler(SamplingParams(seed=4, **options), N_GROUPED, [5, 400]) for _ in range(2))
+    for i in range(5):
+        logits = some_logits(i, N_GROUPED)
+        largest = grouped(logits)
+        read = np.argsort(-largest)[:60]
+        read = np.union1d(read, np.array([5, 400, 7, 9000]) // LOGIT_GROUP)
+        poisoned = np.full_like(logits, np.nan)
+        of_groups = poisoned.reshape(-1, LOGIT_GROUP)
+        of_groups[read] = logits.reshape(-1, LOGIT_GROUP)[read]
+        assert np.isnan(poisoned).sum() > N_GROUPED / 2
+        assert sampler.sample(poisoned, largest) == plain.sample(logits)
 
 
 class Allowed:

@@ -89,6 +89,7 @@ void bind_kernels(nb::module_& m);
 void bind_plan(nb::module_& m);
 void bind_cold(nb::module_& m);
 void bind_store(nb::module_& m);
+void bind_draw(nb::module_& m);
 void bind_replacement(nb::module_& m);
 
 }  // namespace hotset::bindings

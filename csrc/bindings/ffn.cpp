@@ -6,7 +6,7 @@ namespace hotset::bindings {
 void PlanBuilder::linear(int x, const NormArguments& norm, const std::vector<Part>& parts, int residual,
                          bool gated, const std::optional<ActivationArguments>& activation,
                          const std::tuple<float, float, float>& cutoffs,
-                         const std::vector<std::optional<Channels>>& channels) {
+                         const std::vector<std::optional<Channels>>& channels, int largest) {
     require(!parts.empty() && parts.size() <= kMaxChunks && (!gated || (parts.size() == 2 && activation)) &&
                 (residual < 0 || parts.size() == 1) && (gated || !activation || parts.size() == 1),
             "a matrix product has parts");
@@ -28,6 +28,12 @@ void PlanBuilder::linear(int x, const NormArguments& norm, const std::vector<Par
                 "a residual has the width of the output");
     }
     require(channels.empty() || channels.size() == parts.size(), "every part has channels or none");
+    if (largest >= 0) {
+        same_rows(built[0].out, largest);
+        require(parts.size() == 1 && channels.empty() && width(largest) * kLogitGroup == width(built[0].out),
+                "one product by rows has a largest value in each group");
+        built[0].largest = largest;
+    }
     std::vector<ChannelMatrix> by_channel;
     for (size_t p = 0; p < channels.size(); p++)
         by_channel.push_back(channels[p] ? make_channels(*channels[p], built[p].weight) : ChannelMatrix());

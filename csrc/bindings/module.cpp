@@ -2,6 +2,7 @@
 #include "bindings/bindings.h"
 
 #include "mapped.h"
+#include "plan.h"
 #include "runtime.h"
 #include "threads.h"
 
@@ -67,10 +68,12 @@ NB_MODULE(_core, m) {
     using namespace hotset::bindings;
     m.doc() = "The native core of hotset: kernels, the plan of a step and the threads that run it.";
     m.attr("PAGE_SIZE") = hotset::kPageSize;
+    m.attr("LOGIT_GROUP") = hotset::kLogitGroup;
     nb::register_exception_translator(&translate);
     bind_mapped(m);
     bind_runtime(m);
     bind_kernels(m);
+    bind_draw(m);
     bind_replacement(m);
     bind_store(m);
     bind_cold(m);

@@ -249,7 +249,7 @@ void bind_plan(nb::module_& m) {
              "out"_a)
         .def("linear", &PlanBuilder::linear, "x"_a, "norm"_a.none(), "parts"_a, "residual"_a, "gated"_a,
              "activation"_a.none(), "cutoffs"_a = std::tuple<float, float, float>(),
-             "channels"_a = std::vector<std::optional<PlanBuilder::Channels>>())
+             "channels"_a = std::vector<std::optional<PlanBuilder::Channels>>(), "largest"_a = -1)
         .def("neurons", &PlanBuilder::neurons, "x"_a, "norm"_a.none(), "gate"_a.none(), "up"_a,
              "activation"_a, "up_activation"_a.none(), "predictor"_a.none(), "sparse"_a, "out"_a,
              "cutoffs"_a = std::tuple<float, float, float>(),

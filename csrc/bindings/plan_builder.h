@@ -34,11 +34,12 @@ class PlanBuilder {
     using Channels = std::tuple<Bytes, int64_t, int64_t, int64_t, float>;
 
     // cutoffs: of the input (see Plan::add_linear, as for channels), of the activation, of the result. With
-    // an activation and two parts, these are gate and up; with one part, it is applied to the result.
+    // an activation and two parts, these are gate and up; with one part, it is applied to the result. largest:
+    // of the one part, as LinearPart::largest.
     void linear(int x, const NormArguments& norm, const std::vector<Part>& parts, int residual, bool gated,
                 const std::optional<ActivationArguments>& activation,
                 const std::tuple<float, float, float>& cutoffs,
-                const std::vector<std::optional<Channels>>& channels);
+                const std::vector<std::optional<Channels>>& channels, int largest);
 
     // The values of an FFN's neurons (csrc/ops/neurons.cpp). predictor: buffer of scores, threshold, and how
     // many leading neurons have no score.

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <limits>
 
 #include "linear_input.h"
 #include "linear_tail.h"
@@ -10,6 +11,29 @@ constexpr int64_t kChunkBytes = 48 * 1024;  // of weights, for few tokens: with 
 constexpr int kDecodeChunks = 64;           // at most, for large matrices
 constexpr int kPrefetchPieces = 64;         // that a waiting thread fetches of a phase to come,
 constexpr int64_t kPrefetchBytes = 512;     // each of this size
+
+// The largest of each kLogitGroup values, NaN where one is. Sixteen lanes without a branch, which compilers
+// turn into vectors.
+void largest_of_groups(const float* values, int64_t n, float* largest) {
+    for (int64_t at = 0; at < n; at += kLogitGroup) {
+        float lanes[16];
+        int is_nan[16] = {};
+        std::copy_n(values + at, 16, lanes);
+        for (int i = 0; i < kLogitGroup; i += 16)
+            for (int l = 0; l < 16; l++) {
+                const float v = values[at + i + l];
+                lanes[l] = v > lanes[l] ? v : lanes[l];
+                is_nan[l] |= v != v;
+            }
+        float most = lanes[0];
+        int any_nan = is_nan[0];
+        for (int l = 1; l < 16; l++) {
+            most = lanes[l] > most ? lanes[l] : most;
+            any_nan |= is_nan[l];
+        }
+        *largest++ = any_nan ? std::numeric_limits<float>::quiet_NaN() : most;
+    }
+}
 
 class Linear : public Op {
   public:
@@ -57,8 +81,10 @@ class Linear : public Op {
         Needs needs = input_.needs();
         for (const int n : {1, std::min(plan_.max_tokens(), kFewTokens), plan_.max_tokens()})
             for (size_t p = 0; p < n_row_parts(); p++) {
-                const size_t rows = size_t(largest_panel_chunk(parts_[p].weight.rows, part_chunks(p, n)));
-                needs.result_floats = std::max(needs.result_floats, size_t(n) * rows * (gated() ? 2 : 1));
+                const size_t rows =
+                    size_t(largest_panel_chunk(parts_[p].weight.rows, part_chunks(p, n), panel(p)));
+                needs.result_floats = std::max(needs.result_floats, size_t(n) * rows * (gated() ? 2 : 1) +
+                                                                        size_t(n) * rows / kLogitGroup);
             }
         return needs;
     }
@@ -69,9 +95,13 @@ class Linear : public Op {
     // Gate and up are computed together: their rows count once.
     size_t n_row_parts() const { return gated() ? 1 : parts_.size(); }
 
+    // Chunks begin at whole panels of so many rows, or at whole groups.
+    int panel(size_t p) const { return parts_[p].largest < 0 ? 16 : kLogitGroup; }
+
     int part_chunks(size_t p, int n) const {
         const int64_t rows = parts_[p].weight.rows;
-        const int most = kMaxChunks / int(n_row_parts());
+        int most = kMaxChunks / int(n_row_parts());
+        if (parts_[p].largest >= 0) most = int(std::min<int64_t>(most, rows / kLogitGroup));
         if (n > kFewTokens) return many_token_chunks(rows, plan_.n_threads(), most);
         const int64_t share = bytes_ * rows / rows_;
         return int(std::clamp<int64_t>(share / kChunkBytes, 1,
@@ -88,7 +118,8 @@ class Linear : public Op {
         while (chunk >= part_chunks(p, n)) chunk -= part_chunks(p++, n);
         const int64_t rows = parts_[p].weight.rows;
         const int chunks = part_chunks(p, n);
-        return {p, panel_chunk(rows, chunks, chunk), panel_chunk(rows, chunks, chunk + 1)};
+        return {p, panel_chunk(rows, chunks, chunk, panel(p)),
+                panel_chunk(rows, chunks, chunk + 1, panel(p))};
     }
 
     void multiply(int chunk, const StepTokens& step, Worker& worker) const {
@@ -113,9 +144,15 @@ class Linear : public Op {
         if (residual_)
             for (int t = 0; t < n; t++)
                 kernels.add(results + t * rows, residual_->row(t) + first, rows, results + t * rows);
+        float* largest = up;  // (what is gated has none)
+        if (part.largest >= 0) largest_of_groups(results, n * rows, largest);
         if (!worker.begin_commit()) return;
         const Buffer& out = plan_.buffer(part.out);
         for (int t = 0; t < n; t++) std::copy_n(results + t * rows, rows, out.row(t) + first);
+        if (part.largest >= 0)
+            for (int t = 0; t < n; t++)
+                std::copy_n(largest + t * (rows / kLogitGroup), rows / kLogitGroup,
+                            plan_.buffer(part.largest).row(t) + first / kLogitGroup);
         if (tail_.cuts()) counted->add(counts);
         worker.end_commit();
     }

@@ -131,13 +131,13 @@ inline void add_bias(const Kernels& kernels, const std::vector<float>& bias, int
         kernels.add(results + t * rows, bias.data() + first, rows, results + t * rows);
 }
 
-// The first row of a chunk of `chunks`, where chunks begin at whole panels of 16 rows.
-inline int64_t panel_chunk(int64_t rows, int chunks, int chunk) {
-    return chunk == chunks ? rows : int64_t(ceil_div(rows, 16)) * chunk / chunks * 16;
+// The first row of a chunk of `chunks`, where chunks begin at whole panels of so many rows.
+inline int64_t panel_chunk(int64_t rows, int chunks, int chunk, int panel = 16) {
+    return chunk == chunks ? rows : int64_t(ceil_div(rows, panel)) * chunk / chunks * panel;
 }
 // The most rows that such a chunk has.
-inline int64_t largest_panel_chunk(int64_t rows, int chunks) {
-    return int64_t(ceil_div(ceil_div(rows, 16), chunks)) * 16;
+inline int64_t largest_panel_chunk(int64_t rows, int chunks, int panel = 16) {
+    return int64_t(ceil_div(ceil_div(rows, panel), chunks)) * panel;
 }
 // Chunks of a matrix for several tokens: whole panels, but enough for the threads to share.
 inline int many_token_chunks(int64_t rows, int n_threads, int most = kMaxChunks) {

@@ -3,6 +3,7 @@
 import numpy as np
 
 PAGE_SIZE: int
+LOGIT_GROUP: int
 
 def isa() -> str: ...
 def available_isas() -> list[str]: ...
@@ -110,6 +111,22 @@ class Replacement:
         self, ids: np.ndarray, counts: np.ndarray, first: int, by_layer: bool, keeps_better: bool
     ) -> list[int]: ...
 
+class Draw:
+    """Draws tokens of one sequence by groups of logits (csrc/draw.h); engine/sampler.py asks it."""
+
+    def __init__(
+        self,
+        n_vocab: int,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        penalties: tuple[float, float, float],  # repetition, frequency, presence
+        bias: list[tuple[int, float]],
+    ) -> None: ...
+    # -1: groups do not tell
+    def token(self, logits: np.ndarray, largest: np.ndarray, counts: dict[int, int], u: float) -> int: ...
+
 # spans: int32 [n, 3]: a lookup, that which asks again for some of its entries, and for how many
 def optimal_hits(spans: np.ndarray, n_lookups: int, first: int, n_slots: int) -> int: ...
 
@@ -148,6 +165,7 @@ class Plan:
         activation: tuple[int, float] | None,  # kind, threshold
         cutoffs: tuple[float, ...] = (0.0, 0.0, 0.0),  # of the input, the activation, the result
         channels: list[Channels | None] = ...,
+        largest: int = -1,  # buffer of the largest value of each group of the one part, -1: none
     ) -> None: ...
     def neurons(
         self,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hotset.formats.gguf import TensorInfo
 
 PAGE_SIZE = 64  # tokens per page of the KV cache
+LOGIT_GROUP = 64  # logits of a row, side by side, of which a backend may find the largest
 
 
 @dataclass(frozen=True)
@@ -199,10 +200,16 @@ class StepStats:
 
 @dataclass(frozen=True)
 class StepResult:
-    """logits: float32 [n_outputs, n_vocab], valid until the next step; taps: name → [n_rows, width]."""
+    """logits: float32 [n_outputs, n_vocab], valid until the next step; taps: name → [n_rows, width].
+
+    largest: float32 [n_outputs, n_vocab / LOGIT_GROUP], the largest logit of each group of a row, NaN where
+    one is none, valid as long; None: it was not found. A row of logits lies in no cache of the core that
+    draws from it; with this it looks at a few groups alone.
+    """
 
     logits: np.ndarray
     taps: Mapping[str, np.ndarray] = field(default_factory=dict)
+    largest: np.ndarray | None = None
 
 
 class Backend(Protocol):

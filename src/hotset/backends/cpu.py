@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 
 from hotset import _core
-from hotset.backends.base import PAGE_SIZE, Batch, ExpertCounts, StepResult, StepStats, WeightSource
+from hotset.backends.base import (
+    LOGIT_GROUP,
+    PAGE_SIZE,
+    Batch,
+    ExpertCounts,
+    StepResult,
+    StepStats,
+    WeightSource,
+)
 from hotset.backends.lowering import Lowered, lower
 from hotset.backends.stage import Rows, on_host
 from hotset.backends.stored import StoredWeights
@@ -24,7 +32,7 @@ from hotset.model.graph import PARTS, Attention, Graph, Recurrent
 KV_TYPES = {"f32": (0, 4), "f16": (1, 2), "q8_0": (2, 1)}  # name → (number, bytes per element)
 Q8_0_BLOCK = 32
 
-assert _core.PAGE_SIZE == PAGE_SIZE
+assert (_core.PAGE_SIZE, _core.LOGIT_GROUP) == (PAGE_SIZE, LOGIT_GROUP)
 
 
 def new_runtime(n_threads: int | None = None) -> _core.Runtime:
@@ -110,7 +118,8 @@ class CpuBackend:
         if self.entering is not None or not self.has_output:
             raise InvalidRequestError("a part of a model has no step of its own; it is a stage of a chain")
         logits = self.run(batch)
-        return StepResult(logits, self.tapped)
+        assert self._latest is not None
+        return StepResult(logits, self.tapped, self._latest[0].largest_logits())
 
     def run(self, batch: Batch, x: Rows | None = None) -> np.ndarray:
         """As Stage.run; the rows are a view that the next step overwrites. Checks the batch itself."""

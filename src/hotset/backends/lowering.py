@@ -18,7 +18,7 @@ import numpy as np
 
 from hotset import _core
 from hotset.backends.ahead import look_ahead
-from hotset.backends.base import WeightSource
+from hotset.backends.base import LOGIT_GROUP, WeightSource
 from hotset.backends.fusion import Buffers, Fused, fuse
 from hotset.backends.stored import StoredWeights
 from hotset.backends.streaming import Streamed, matrices_of
@@ -127,7 +127,7 @@ def _cutoffs(ffn: Ffn) -> tuple[float, float, float]:
 @dataclass
 class Lowered:
     """A plan with what its owner needs to know. result: buffer of the last value, logits or the residual
-    stream. buffers: of the taps, by name.
+    stream. buffers: of the taps, by name. largest: as StepResult.largest, a buffer; -1: none.
 
     gates: native operations that compute the gates of an FFN alone, and another behind them the rest.
     layers, cell: of each native operation its layer (0 outside of the layers), and layer * len(PARTS) + part.
@@ -140,6 +140,11 @@ class Lowered:
     gates: list[int]
     layers: np.ndarray
     cell: np.ndarray
+    largest: int
+
+    def largest_logits(self) -> np.ndarray | None:
+        """Of the latest step, as StepResult.largest."""
+        return None if self.largest < 0 else self.plan.rows(self.largest)
 
 
 def lower(
@@ -172,6 +177,8 @@ def lower(
     if entering is not None:
         plan.input(buffers.begin(entering))
     emit = _Emission(plan, buffers, weights, cache, states, sparse, channel_rate, streamed, whole)
+    if isinstance(graph.ops[-1], Linear):
+        emit.logits = graph.result
     for group in fused:
         buffers.enter(group)
         emit.group(group)
@@ -191,6 +198,7 @@ def lower(
         emit.gates,
         layers,
         layers * len(PARTS) + part,
+        emit.largest,
     )
 
 
@@ -201,7 +209,8 @@ def _is_stored(weights: WeightSource, name: str) -> bool:
 
 
 class _Emission:
-    """Writes native operations. at: layer and part of each so far. gates: as Lowered."""
+    """Writes native operations. at: layer and part of each so far. gates, largest: as Lowered. logits: the
+    last value, of which the largest are found where its groups are whole."""
 
     def __init__(
         self,
@@ -222,6 +231,8 @@ class _Emission:
         self._cache, self._states, self._sparse = cache, states, sparse
         self.at: list[tuple[int, Part]] = []
         self.gates: list[int] = []
+        self.logits: Value | None = None
+        self.largest = -1
 
     def group(self, group: Fused) -> None:
         if group.ffn is not None:
@@ -357,6 +368,9 @@ class _Emission:
                 raise InvalidRequestError(
                     f"{linear.out.name} lies inside an FFN, which cannot be tapped under a memory budget"
                 )
+        channels, largest = self._channels(linears), -1
+        if outs[0] == self.logits and not channels and outs[0].width % LOGIT_GROUP == 0:
+            self.largest = largest = self._plan.buffer(outs[0].width // LOGIT_GROUP, True)
         self._plan.linear(
             self._buffers[norm.x if norm else cut.x if cut else linears[0].x],
             self._norm(norm) if norm else None,
@@ -365,7 +379,8 @@ class _Emission:
             multiplied,
             activation(activate) if activate else None,
             (0.0 if cut is None else cut.threshold, *neuron_cuts),
-            self._channels(linears),
+            channels,
+            largest,
         )
 
     def _axpy(self, op: TransposedLinear, residual: Value | None, out: Value) -> None:

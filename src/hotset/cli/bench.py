@@ -263,7 +263,7 @@ class _RandomRequests:
         class Drawn(Sampler):
             """Any token will do, as for llama-bench: what is measured is not the sampler."""
 
-            def sample(drawn, logits: Any) -> int:  # noqa: N805
+            def sample(drawn, logits: Any, largest: Any = None) -> int:  # noqa: N805
                 return self._draw(1)[0]
 
         if n_gen:

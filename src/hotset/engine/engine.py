@@ -833,7 +833,8 @@ class Engine:
                     sequence.on_tap(start + new, result.taps[sequence.tap][first + new : token])
                     sequence.first_output = end
                 if sequence.sampler and is_last:
-                    self._append_token(sequence, rows[-1], now)
+                    largest = None if result.largest is None else result.largest[row - 1]
+                    self._append_token(sequence, rows[-1], largest, now)
             except Exception as error:
                 self._fail(sequence, error)
                 changed.append(sequence)
@@ -858,10 +859,12 @@ class Engine:
                 sequence.tell()
         return changed
 
-    def _append_token(self, sequence: Sequence, logits: np.ndarray, now: float) -> None:
+    def _append_token(
+        self, sequence: Sequence, logits: np.ndarray, largest: np.ndarray | None, now: float
+    ) -> None:
         sampler = sequence.sampler
         assert sampler is not None
-        token = sampler.sample(logits)
+        token = sampler.sample(logits, largest)
         if sampler.params.logprobs is not None:
             sequence.logprobs.append(sampler.logprobs(logits, token))
         sampler.accept(token)

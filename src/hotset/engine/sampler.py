@@ -2,8 +2,10 @@
 
 The order is llama.cpp's: what a constraint allows, logit bias, penalties, top-k, top-p, min-p, temperature,
 draw. A vocabulary may have 150,000 entries and a step 3 ms, so the few candidates are selected first and
-everything else is done on them, in float64. Each sampler draws from its own generator, exactly one number per
-token: what it returns never depends on the sequences beside it.
+everything else is done on them, in float64. Where the backend has found the largest logits of groups, `Draw`
+(csrc/draw.h) does in one call what is written here, and reads only the groups that can matter. Each sampler
+draws from its own generator, exactly one number per token: what it returns never depends on the sequences
+beside it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from hotset import _core
+from hotset.backends.base import LOGIT_GROUP
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.parameters import below_infinity, flag, real_number, shown, text, whole_number
 from hotset.text.mask import Mask
@@ -254,8 +258,26 @@ class Sampler:
         self._adjusts = bool(bias) or params.penalizes
         has_copy = self._adjusts or constraint is not None
         self._scratch = np.empty(n_vocab if has_copy else 0, np.float32)
+        self._draw = self._new_draw()
         for token in tokens:
             self._count(token)
+
+    def _new_draw(self) -> _core.Draw | None:
+        """None where the largest of groups would not tell: what a constraint allows is of any group, and
+        without top-k the sum of all logits is needed."""
+        params, n_vocab = self.params, self._n_vocab
+        by_k = params.temperature == 0 or 0 < params.top_k < n_vocab
+        if not by_k or self.constraint is not None or n_vocab % LOGIT_GROUP:
+            return None
+        penalties = (
+            max(_SMALLEST, min(params.repetition_penalty, _LARGEST)),
+            float(_float32(params.frequency_penalty)),
+            float(_float32(params.presence_penalty)),
+        )
+        return _core.Draw(
+            n_vocab, params.temperature, min(params.top_k, n_vocab), params.top_p, params.min_p, penalties,
+            list(zip(self._bias_ids.tolist(), self._bias.tolist(), strict=True)),
+        )  # fmt: skip
 
     def accept(self, token: int) -> None:
         """Takes the next token of the answer: the constraint goes on by it, and the penalties count it."""
@@ -279,8 +301,16 @@ class Sampler:
         if self.constraint is not None:
             self.constraint.look_ahead()
 
-    def sample(self, logits: np.ndarray) -> int:
-        """The next token, from float32 logits [n_vocab], which are left as they are."""
+    def sample(self, logits: np.ndarray, largest: np.ndarray | None = None) -> int:
+        """The next token, from float32 logits [n_vocab], which are left as they are.
+
+        largest: as StepResult.largest, of this row; the token is the same without.
+        """
+        u = self._random() if self.params.temperature else 0.0
+        if largest is not None and self._draw is not None:
+            token = self._draw.token(logits, largest, self._counts, u)
+            if token >= 0:
+                return token
         allowed: np.ndarray | None = None  # the ids of the logits that are left; None: all of them are
         # What overflows here is what a huge penalty or a tiny temperature means: certainty, or none.
         with np.errstate(over="ignore"):
@@ -295,7 +325,7 @@ class Sampler:
                 ids, logits = self._candidates(logits)
                 cumulative = np.exp(logits / self.params.temperature).cumsum()
                 # A float below 1 times the total can round up to it, past the last that has a probability.
-                drawn = int(cumulative.searchsorted(self._random() * cumulative[-1], side="right"))
+                drawn = int(cumulative.searchsorted(u * cumulative[-1], side="right"))
                 chosen = int(ids[min(drawn, int(cumulative.searchsorted(cumulative[-1])))])
         return chosen if allowed is None else int(allowed[chosen])
 
