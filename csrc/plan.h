@@ -127,7 +127,8 @@ struct LinearPart {
     Matrix weight;
     std::vector<float> bias;  // empty: none
     int out = -1;
-    // Buffer of the largest of each kLogitGroup values of `out` side by side, NaN where one is; -1: none.
+    // Buffer of the largest of each kLogitGroup values of `out` side by side, NaN where one is not finite;
+    // -1: none.
     int largest = -1;
 };
 

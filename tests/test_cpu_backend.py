@@ -221,7 +221,7 @@ def test_taps_are_the_references_and_change_nothing(tmp_path: Path, architecture
 
 @pytest.mark.parametrize("isa", _core.available_isas())
 def test_the_largest_logit_of_each_group_is_found(tmp_path: Path, isa: str) -> None:
-    """Whatever chunks the rows are cut into; NaN where one is. Groups that are not whole are not found."""
+    """Whatever chunks the rows are cut into."""
     path = write_llama(tmp_path / "m.gguf", n_vocab=11 * LOGIT_GROUP, type_of=mixed_types, n_embd=256)
     for n_threads in (1, 3):
         backend = cpu(open_gguf(path), isa=isa, n_threads=n_threads)

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <limits>
 
 #include "linear_input.h"
 #include "linear_tail.h"
@@ -12,26 +11,29 @@ constexpr int kDecodeChunks = 64;           // at most, for large matrices
 constexpr int kPrefetchPieces = 64;         // that a waiting thread fetches of a phase to come,
 constexpr int64_t kPrefetchBytes = 512;     // each of this size
 
-// The largest of each kLogitGroup values, NaN where one is. Sixteen lanes without a branch, which compilers
-// turn into vectors.
+// Folds the upper half of 2 * n values onto the lower: the larger, and the sums.
+template <int n>
+void fold(float* most, float* none) {
+    for (int l = 0; l < n; l++) {
+        most[l] = most[l] > most[l + n] ? most[l] : most[l + n];
+        none[l] += none[l + n];
+    }
+}
+
+// The largest of each kLogitGroup values, NaN where one is not finite. Without a branch and in steps of known
+// length, which compilers turn into vectors.
 void largest_of_groups(const float* values, int64_t n, float* largest) {
-    for (int64_t at = 0; at < n; at += kLogitGroup) {
-        float lanes[16];
-        int is_nan[16] = {};
-        std::copy_n(values + at, 16, lanes);
-        for (int i = 0; i < kLogitGroup; i += 16)
-            for (int l = 0; l < 16; l++) {
-                const float v = values[at + i + l];
-                lanes[l] = v > lanes[l] ? v : lanes[l];
-                is_nan[l] |= v != v;
-            }
-        float most = lanes[0];
-        int any_nan = is_nan[0];
-        for (int l = 1; l < 16; l++) {
-            most = lanes[l] > most ? lanes[l] : most;
-            any_nan |= is_nan[l];
+    constexpr int kHalf = kLogitGroup / 2;
+    static_assert(kHalf == 32);
+    for (const float* end = values + n; values < end; values += kLogitGroup) {
+        float most[kHalf], none[kHalf];  // none: zeros, unless a value is not finite
+        for (int l = 0; l < kHalf; l++) {
+            most[l] = values[l] > values[l + kHalf] ? values[l] : values[l + kHalf];
+            none[l] = values[l] * 0.0f + values[l + kHalf] * 0.0f;
         }
-        *largest++ = any_nan ? std::numeric_limits<float>::quiet_NaN() : most;
+        fold<16>(most, none), fold<8>(most, none), fold<4>(most, none), fold<2>(most, none);
+        fold<1>(most, none);
+        *largest++ = none[0] == 0.0f ? most[0] : none[0];
     }
 }
 

@@ -203,8 +203,8 @@ class StepResult:
     """logits: float32 [n_outputs, n_vocab], valid until the next step; taps: name → [n_rows, width].
 
     largest: float32 [n_outputs, n_vocab / LOGIT_GROUP], the largest logit of each group of a row, NaN where
-    one is none, valid as long; None: it was not found. A row of logits lies in no cache of the core that
-    draws from it; with this it looks at a few groups alone.
+    one is not finite, valid as long; None: it was not found. A row of logits lies in no cache of the core
+    that draws from it; with this it looks at a few groups alone.
     """
 
     logits: np.ndarray
