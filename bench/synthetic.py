@@ -2,10 +2,12 @@
 
 usage: python bench/synthetic.py OUT.gguf --shape 7b --type q4_0 [--vocab FILE.gguf | --n-vocab 32000]
        python bench/synthetic.py OUT.powerinfer.gguf --kind bamboo --shape bamboo7 [--plain OUT.gguf]
+       python bench/synthetic.py OUT.gguf --shape smallthinker-4b --idle 0.6
 
 With --kind, neurons fire as often as asked for, hot and cold ones by a power law, and the PowerInfer file
 carries predictors that know which (planted.py). The plain file has the same weights to the bit, and keys that
-say its activation; engines that ignore those keys run it at the same speed.
+say its activation; engines that ignore those keys run it at the same speed. With --idle, a shape with experts
+is a plain file of SmallThinker's architecture, of whose experts' neurons so many do not fire.
 
 Speed depends on shapes, types and bytes, not on what a model has learned. The quantised values are random
 bytes; scales are drawn so that weights have the magnitude of trained ones, 1/sqrt(inputs), and activations
@@ -25,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 from typing import Literal, get_args
 
 import numpy as np
@@ -339,6 +342,45 @@ def write_model(
         writer.write()
 
 
+SMALLTHINKER = SparseKind("smallthinker", "smallthinker")
+
+
+def write_idle_experts(
+    path: Path,
+    shape: Shape,
+    type: GGMLType,
+    *,
+    idle: float = 0.6,
+    n_vocab: int = 32000,
+    vocabulary: Path | None = None,
+    n_ctx: int = 8192,
+    seed: int = 0,
+) -> None:
+    """Writes a mixture of experts of SmallThinker's architecture: of the neurons of each expert the share
+    `idle` does not fire, each as often as the others. Types: planted.TYPES_OF_PLANTED."""
+    if type not in planted.TYPES_OF_PLANTED:
+        raise ValueError(f"a sparse model cannot be {type.name}")
+    name = SMALLTHINKER.architecture
+    writer = GGUFWriter(path, name)
+    n_vocab = _add_keys(writer, name, shape, type, n_vocab, vocabulary, n_ctx)
+    for key, value in {
+        "expert_count": shape.experts,
+        "expert_used_count": shape.used,
+        "expert_feed_forward_length": shape.ff,
+        "expert_gating_func": 2,  # a sigmoid
+    }.items():
+        writer.add(f"{name}.{key}", value)
+    writer.add(f"{name}.attention.layer_norm_rms_epsilon", EPSILON)
+    writer.add(f"{name}.rope.freq_base", 1.5e6)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        model = _SparseModel(writer, shape, type, SMALLTHINKER, pool, seed)
+        model.add_ends(n_vocab, n_ctx)
+        for i in range(shape.layers):
+            model.add_attention(i)
+            model.add_experts(i, idle)
+        writer.write()
+
+
 class _SparseModel:
     """Adds the tensors of a sparse model to a file. No layer writes to the constant channels."""
 
@@ -407,6 +449,27 @@ class _SparseModel:
             add(f"{blk}.fc1.weight", lambda: ffn.fc1(type), type, (d, ffn.hidden))
             add(f"{blk}.fc2.weight", lambda: ffn.fc2(type), type, (ffn.hidden, ff))
 
+    def add_experts(self, i: int, idle: float) -> None:
+        """Experts of whose neurons `idle` do not fire: the constant channels are a bias of their gates."""
+        shape, blk = self.shape, f"blk.{i}"
+        d, ff, n = shape.d, shape.ff, shape.experts
+        quantile = NormalDist().inv_cdf(1 - idle)
+        bias = quantile * self.stream(i).sigma * math.sqrt(1 - len(CONSTANT) / d)
+        square = (quantile**2 + 1) * (1 - idle) + quantile * NormalDist().pdf(quantile)  # of a ReLU's result
+        spread = math.sqrt(FFN_VARIANCE / shape.layers * shape.used / (ff * square))
+        router = self._rng(f"{blk}.ffn_gate_inp").standard_normal((n, d), np.float32) * d**-0.5
+        self.writer.add_tensor(f"{blk}.ffn_gate_inp.weight", router, GGMLType.F32, (d, n))
+        self._matrix(
+            f"{blk}.ffn_gate_exps",
+            d,
+            ff,
+            first_channels=CONSTANT,
+            first_scale=bias / len(CONSTANT),
+            experts=n,
+        )
+        self._matrix(f"{blk}.ffn_up_exps", d, ff, first_channels=0 * CONSTANT, experts=n)
+        self._matrix(f"{blk}.ffn_down_exps", ff, d, spread, silent_rows=len(CONSTANT), experts=n)
+
     def _rng(self, name: str) -> np.random.Generator:
         return np.random.default_rng([self.seed, zlib.crc32(name.encode())])
 
@@ -418,22 +481,25 @@ class _SparseModel:
         magnitude: float | None = None,
         first_channels: np.ndarray | None = None,
         silent_rows: int = 0,
+        first_scale: float = 1.0,
+        experts: int = 0,
     ) -> None:
-        """Random weights; first_channels: what each row begins with; silent_rows: how many are zero."""
+        """Random weights; first_channels, times first_scale: what each row begins with; silent_rows: how many
+        are zero, of each expert where there are `experts`."""
 
         def fill() -> np.ndarray:
-            data = random_matrix(
-                self.type, n_in, n_out, [self.seed, zlib.crc32(name.encode())], self.pool, magnitude
-            )
+            seed = [self.seed, zlib.crc32(name.encode())]
+            data = random_matrix(self.type, n_in, n_out * max(experts, 1), seed, self.pool, magnitude)
             if first_channels is not None:
-                block = encode(first_channels[None], np.ones((1, 1)), self.type)
+                block = encode(first_channels[None], np.full((1, 1), first_scale), self.type)
                 data[:, : block.shape[1]] = block
-            data[:silent_rows] = encode(
+            data.reshape(-1, n_out, data.shape[1])[:, :silent_rows] = encode(
                 np.zeros((1, n_in), np.int8), np.ones((1, n_in // len(CONSTANT))), self.type
             )
             return data
 
-        self.writer.add_tensor(f"{name}.weight", fill, self.type, (n_in, n_out))
+        shape = (n_in, n_out, experts) if experts else (n_in, n_out)
+        self.writer.add_tensor(f"{name}.weight", fill, self.type, shape)
 
     def _bias(self, name: str, n: int, magnitude: float, silent: int = 0) -> None:
         # The transposed matrix has the same bias
@@ -528,6 +594,7 @@ def main() -> None:
     parser.add_argument("--ctx", type=int, default=8192, help="context that the file claims (8192)")
     parser.add_argument("--seed", type=int, default=0)
     sparse = parser.add_argument_group("sparse models")
+    sparse.add_argument("--idle", type=float, help="share of the experts' neurons that do not fire")
     sparse.add_argument("--kind", choices=KINDS, help="OUT is a PowerInfer file of this architecture")
     sparse.add_argument("--plain", type=Path, metavar="FILE", help="writes a plain GGUF file of it too")
     sparse.add_argument("--active", type=float, default=0.1, help="share of neurons that fire (0.1)")
@@ -546,7 +613,9 @@ def main() -> None:
     start = time.perf_counter()
     common = {"n_vocab": args.n_vocab, "vocabulary": args.vocab, "n_ctx": args.ctx, "seed": args.seed}
     paths = [args.out]
-    if args.kind is None:
+    if args.idle is not None:
+        write_idle_experts(args.out, shape, type, idle=args.idle, **common)
+    elif args.kind is None:
         write_model(args.out, shape, type, **common)
     else:
         paths += [args.plain] if args.plain else []

@@ -20,7 +20,7 @@ from hotset.model.predictor import Predictor
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import planted
 import synthetic
-from synthetic import Shape, write_sparse_model
+from synthetic import Shape, write_idle_experts, write_sparse_model
 
 SHAPE = Shape(d=256, ff=512, layers=2, heads=4, kv_heads=2)
 N_TOKENS = 384
@@ -94,6 +94,15 @@ def test_both_files_hold_the_same_weights(tmp_path: Path, kind: synthetic.Kind) 
         }
         for name in common:
             np.testing.assert_array_equal(a.data(name), b.data(name))
+
+
+def test_experts_are_as_idle_as_asked(tmp_path: Path) -> None:
+    path, idle = tmp_path / "experts.gguf", 0.6
+    shape = Shape(d=256, ff=96, layers=2, heads=4, kv_heads=2, experts=4, used=2)
+    write_idle_experts(path, shape, GGMLType.Q8_0, idle=idle, n_vocab=400, n_ctx=N_TOKENS)
+    names = [f"blk.{i}.ffn_gate_act" for i in range(shape.layers)]
+    for fired in taps(path, names).values():
+        assert (fired != 0).mean() == pytest.approx(1 - idle, abs=0.02)
 
 
 @pytest.mark.parametrize("kind", synthetic.KINDS)

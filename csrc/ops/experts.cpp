@@ -14,6 +14,7 @@ namespace {
 
 constexpr int64_t kChunkBytes = 48 * 1024;  // of weights, for one token
 constexpr int kDecodeChunks = 64;           // one token, at most
+constexpr int kSparseChunks = 8;            // for each thread, of neurons here and there: a chunk begins cold
 constexpr int kSumChunks = 8;          // for each thread, of a sum: every chunk reads a piece of each expert
 constexpr double kGatherBelow = 0.75;  // share of a chunk's up rows: above it all are read
 constexpr int kPrefetchPieces = 64;    // that a waiting thread fetches of a phase to come,
@@ -199,7 +200,10 @@ class ExpertNeurons : public Op {
         }
         float* values = worker.results.as<float>();
         FfnCounts counts;
-        compute(groups.experts[group], first, last, in, entries, worker, values, counts);
+        const bool ends = panel + 1 == panels;
+        const Rows rows = {groups.experts[group], first, last,
+                           groups.experts[ends ? std::min(group + 1, groups.n - 1) : group], ends ? 0 : last};
+        compute(rows, in, entries, worker, values, counts);
         if (!worker.begin_commit()) return;
         for (int i = 0; i < count; i++)
             std::copy_n(values + i * (last - first), last - first,
@@ -228,7 +232,9 @@ class ExpertNeurons : public Op {
     int panels(int n) const {
         const int groups = most_groups(n);
         if (n == 1) {
-            const int64_t most = std::max(kDecodeChunks / groups, 1);
+            const int all =
+                f_.sparse ? std::min(kDecodeChunks, kSparseChunks * plan_.n_threads()) : kDecodeChunks;
+            const int64_t most = std::max(all / groups, 1);
             return int(std::clamp<int64_t>(bytes_ / kChunkBytes, 1,
                                            std::min<int64_t>(most, ceil_div(n_rows(), 16))));
         }
@@ -252,11 +258,21 @@ class ExpertNeurons : public Op {
         return n > kPrivateInputs ? worker.inputs.data() : worker.results.data() + few_at_;
     }
 
+    // Rows of an expert, and where the chunk behind it begins.
+    struct Rows {
+        int expert;
+        int64_t first, last;
+        int next_expert;
+        int64_t next_first;
+        int64_t size() const { return last - first; }
+    };
+
     // entries: whose inputs these are.
-    void compute(int expert, int64_t first, int64_t last, const Inputs& in, const int32_t* entries,
-                 Worker& worker, float* values, FfnCounts& counts) const {
+    void compute(const Rows& rows, const Inputs& in, const int32_t* entries, Worker& worker, float* values,
+                 FfnCounts& counts) const {
         const Kernels& kernels = plan_.kernels();
-        const int64_t size = last - first, n = in.n * size;
+        const int expert = rows.expert;
+        const int64_t first = rows.first, last = rows.last, size = rows.size(), n = in.n * size;
         int32_t* const wanted = reinterpret_cast<int32_t*>(values + 3 * n);
         const int found = scores_ ? list_selected(first, size, in.n, entries, wanted, counts) : int(size);
         if (!scores_) counts.selected = n;
@@ -266,15 +282,15 @@ class ExpertNeurons : public Op {
             counts.up_rows = size;
         } else {
             if (f_.sparse && found <= kGatherBelow * double(size)) {
-                gathered(f_.gate, expert, first, size, in, wanted, found, values, values + 2 * n, worker);
+                gathered(f_.gate, rows, in, wanted, found, values, values + 2 * n, worker);
                 counts.gate_rows = found;
             } else {
-                product(f_.gate, expert, first, last, in, worker, values);
+                gates(rows, in, worker, values);
                 counts.gate_rows = size;
             }
             kernels.activate(f_.activation, f_.activation_threshold, values, n, values);
             if (scores_) drop_others(first, size, in.n, entries, values);
-            multiply_by_up(expert, first, last, in, worker, values, counts);
+            multiply_by_up(rows, in, worker, values, counts);
         }
         if (scores_) drop_others(first, size, in.n, entries, values);  // zeros times what is no number
         for (int64_t i = 0; i < n; i++) counts.active += values[i] != 0.0f;
@@ -305,10 +321,24 @@ class ExpertNeurons : public Op {
         }
     }
 
-    void multiply_by_up(int expert, int64_t first, int64_t last, const Inputs& in, Worker& worker,
-                        float* values, FfnCounts& counts) const {
+    // All gates. Those of one token whose others are left out are found in two parts, so that the first up
+    // rows come while the second is computed.
+    void gates(const Rows& rows, const Inputs& in, Worker& worker, float* out) const {
+        const int64_t size = rows.size(), part = f_.sparse && in.n == 1 ? size * 3 / 4 : 0;
+        if (part) product(f_.gate, rows.expert, rows.first, rows.first + part, in, worker, out);
+        const Matrix up = f_.up.of(rows.expert);
+        for (int64_t i = 0, found = 0; i < part && found < kGatherAhead; i++)
+            if (out[i] > 0.0f) fetch_row(up, rows.first + i), found++;
+        product(f_.gate, rows.expert, rows.first + part, rows.last, in, worker, out + part);
+    }
+    static void fetch_row(const Matrix& w, int64_t row) {
+        for (size_t at = 0; at < w.row_bytes; at += 64) prefetch_line(w.row(row) + at);
+    }
+
+    void multiply_by_up(const Rows& rows, const Inputs& in, Worker& worker, float* values,
+                        FfnCounts& counts) const {
         const Kernels& kernels = plan_.kernels();
-        const int64_t size = last - first, n = in.n * size;
+        const int64_t size = rows.size(), n = in.n * size;
         float* up = values + n;
         int32_t* const wanted = reinterpret_cast<int32_t*>(up + 2 * n);  // rows of which any token needs
         int found = 0;
@@ -320,10 +350,10 @@ class ExpertNeurons : public Op {
                 found += any;
             }
         if (!f_.sparse || found > kGatherBelow * double(size)) {
-            product(f_.up, expert, first, last, in, worker, up);
+            product(f_.up, rows.expert, rows.first, rows.last, in, worker, up);
             counts.up_rows = size;
         } else {
-            gathered(f_.up, expert, first, size, in, wanted, found, up, up + n, worker);
+            gathered(f_.up, rows, in, wanted, found, up, up + n, worker);
             counts.up_rows = found;
         }
         if (f_.up_activated) kernels.activate(f_.up_activation, f_.up_threshold, up, n, up);
@@ -334,14 +364,17 @@ class ExpertNeurons : public Op {
     }
 
     // The rows that are wanted, one token after the other: the rows stay in the cache. 0 for the others.
-    void gathered(const ExpertMatrices& of, int expert, int64_t first, int64_t size, const Inputs& in,
-                  const int32_t* wanted, int found, float* out, float* packed, Worker& worker) const {
-        const Matrix w = of.of(expert);
+    // Behind them is fetched what the next chunk begins with.
+    void gathered(const ExpertMatrices& of, const Rows& chunk, const Inputs& in, const int32_t* wanted,
+                  int found, float* out, float* packed, Worker& worker) const {
+        const Matrix w = of.of(chunk.expert), next = f_.gate.of(chunk.next_expert);
+        const int64_t first = chunk.first, size = chunk.size();
         const uint8_t** rows = reinterpret_cast<const uint8_t**>(worker.kernel_scratch.data());
         for (int j = 0; j < found; j++) rows[j] = w.row(first + wanted[j]);
-        for (int j = 0; j < kGatherAhead; j++) rows[found + j] = w.row(std::min(first + size, w.rows - 1));
+        for (int j = 0; j < kGatherAhead; j++)
+            rows[found + j] = next.row(std::min(chunk.next_first + j, next.rows - 1));
         std::fill_n(out, in.n * size, 0.0f);
-        const float* bias = of.bias_of(expert, n_rows());
+        const float* bias = of.bias_of(chunk.expert, n_rows());
         for (int t = 0; t < in.n && found; t++) {
             plan_.kernels().gather[int(w.type)](w, rows, found, in, t, packed);
             for (int j = 0; j < found; j++)
