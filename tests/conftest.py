@@ -39,6 +39,11 @@ seeded.guard_modules()
 TESTS = f"{HERE}{os.sep}"
 OURS = (TESTS, *(f"{HERE.parent / folder}{os.sep}" for folder in ("src", "bench")))
 
+# Tests start hundreds of processes, and each worker imports all tests: what one has compiled is kept beside
+# its source, whatever the environment says. Otherwise each compiles hotset anew, a third of its start.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # A job in a shell's background ignores Ctrl-C, and so does what it starts: tests that send it would wait.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -107,6 +112,15 @@ def same_start() -> Iterator[None]:
     yield
     if torch is not None:
         torch.set_num_threads(n_threads)
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of this run of the tests: pytest-xdist's workers share it. For what `made_once` makes."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "made-once"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture

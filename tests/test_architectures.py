@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_once import made_once
 from test_cpu_backend import assert_every_operation_is_right, tokens
 
 import hotset
@@ -42,18 +43,21 @@ BACKENDS: dict[str, Callable[..., Backend]] = {"reference": ReferenceBackend, "c
 RECIPES = tiny_models.RECIPES | tiny_models.EXPERTS
 
 
-@pytest.fixture(scope="module", params=RECIPES)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+@pytest.fixture(params=RECIPES)
+def model(request: pytest.FixtureRequest, run_folder: Path) -> Iterator[Any]:
     """(open GGUF file, sequences of token ids, their logits by transformers)."""
-    recipe = RECIPES[request.param]
-    folder = tmp_path_factory.mktemp("checkpoint")
-    theirs = tiny_models.build(recipe)
-    path = tiny_models.to_gguf(recipe, theirs, folder)
+    name = request.param
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, tiny_models.VOCABULARY, n) for n in LENGTHS]
-    with torch.no_grad():
-        expected = [theirs(torch.tensor(s)[None]).logits[0].numpy() for s in sequences]
-    with open_gguf(path) as gguf:
+
+    def compute(path: Path) -> None:
+        theirs = tiny_models.build(RECIPES[name])
+        with torch.no_grad(), path.open("wb") as file:
+            np.savez(file, *[theirs(torch.tensor(s)[None]).logits[0].numpy() for s in sequences])
+
+    with np.load(made_once(run_folder / f"{name}.npz", compute)) as logits:
+        expected = list(logits.values())
+    with open_gguf(tiny_models.shared_gguf(name, run_folder)) as gguf:
         yield gguf, sequences, expected
 
 

@@ -100,18 +100,16 @@ def test_torch_computes_what_the_reference_does(tmp_path: Path, architecture: st
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "mistral-window", "qwen3", "phi3", "granite"])
-def test_other_architectures_too(tmp_path: Path, name: str) -> None:
+def test_other_architectures_too(run_folder: Path, name: str) -> None:
     tiny_models = pytest.importorskip("tiny_models")
-    recipe = tiny_models.RECIPES[name]
-    with open_gguf(tiny_models.to_gguf(recipe, tiny_models.build(recipe), tmp_path)) as gguf:
+    with open_gguf(tiny_models.shared_gguf(name, run_folder)) as gguf:
         same_as_reference(gguf)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "glm4moe-groups", "gpt-oss", "smallthinker"])
-def test_mixtures_too(tmp_path: Path, name: str) -> None:
+def test_mixtures_too(run_folder: Path, name: str) -> None:
     tiny_models = pytest.importorskip("tiny_models")
-    recipe = tiny_models.EXPERTS[name]
-    with open_gguf(tiny_models.to_gguf(recipe, tiny_models.build(recipe), tmp_path)) as gguf:
+    with open_gguf(tiny_models.shared_gguf(name, run_folder)) as gguf:
         same_as_reference(gguf)
 
 

@@ -229,11 +229,10 @@ def test_exact_is_dense_inside_experts(tmp_path: Path, form: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "smallthinker-windows", "glm4moe-groups", "turbosparse-mixtral"])
-def test_the_same_bits_of_architectures_with_experts(tmp_path: Path, name: str) -> None:
+def test_the_same_bits_of_architectures_with_experts(run_folder: Path, name: str) -> None:
     """Sinks, windows, routers before attention, shared experts: however a step is cut."""
     tiny_models = pytest.importorskip("tiny_models")
-    recipe = tiny_models.EXPERTS[name]
-    gguf = open_gguf(tiny_models.to_gguf(recipe, tiny_models.build(recipe), tmp_path))
+    gguf = open_gguf(tiny_models.shared_gguf(name, run_folder))
     ids, pages = tokens(100), [4, 2]
     expected = logits_of(cpu(gguf, n_threads=1, isa="scalar"), ids, [], pages)
     for isa in _core.available_isas():

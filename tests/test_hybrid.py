@@ -126,11 +126,11 @@ def test_any_share_of_neurons_on_the_device(tmp_path: Path, model: str, mode: st
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("model", ["nemotron-biases", "arcee", "gemma3-relu", "phi3-relu", "granite-relu"])
-def test_architectures_of_plain_files(tmp_path: Path, model: str, share: float) -> None:
+def test_architectures_of_plain_files(run_folder: Path, model: str, share: float) -> None:
     pytest.importorskip("transformers")
-    from tiny_models import RECIPES, build, to_gguf
+    from tiny_models import shared_gguf
 
-    gguf = open_gguf(to_gguf(RECIPES[model], build(RECIPES[model]), tmp_path))
+    gguf = open_gguf(shared_gguf(model, run_folder))
     n_layer = config_from_gguf(gguf).n_layer
     cpu, hybrid = both(gguf, "exact", split(share, n_layer=n_layer, n_ff=160))
     assert_same_logits(cpu, hybrid, n_layer / 2 * TOLERANCE)

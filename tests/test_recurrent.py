@@ -40,9 +40,8 @@ N_CTX = 256
 
 
 @pytest.fixture(scope="module", params=RECIPES)
-def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    recipe = (tiny_models.RECIPES | tiny_models.EXPERTS)[request.param]
-    return tiny_models.to_gguf(recipe, tiny_models.build(recipe), tmp_path_factory.mktemp("checkpoint"))
+def path(request: pytest.FixtureRequest, run_folder: Path) -> Path:
+    return tiny_models.shared_gguf(request.param, run_folder)
 
 
 @pytest.fixture(scope="module")

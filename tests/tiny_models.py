@@ -8,6 +8,7 @@ import it inside a fixture or after `pytest.importorskip`.
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from made_once import made_once
 from tiny_smallthinker import SmallThinker
 from tiny_turbosparse import TurboSparse
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -475,6 +477,17 @@ def to_gguf(recipe: TinyModel, model: torch.nn.Module, folder: Path) -> Path:
     save(recipe, model, folder)
     convert_hf(folder, path, GGMLType.F32)
     return path
+
+
+def shared_gguf(name: str, run_folder: Path) -> Path:
+    """`to_gguf` of a recipe as it stands, for all tests that only read the file."""
+
+    def make(path: Path) -> None:
+        recipe = (RECIPES | EXPERTS)[name]
+        with tempfile.TemporaryDirectory(dir=run_folder) as folder:
+            to_gguf(recipe, build(recipe), Path(folder)).rename(path)
+
+    return made_once(run_folder / f"{name}.gguf", make)
 
 
 def save_tokenizer(folder: Path) -> Tokenizer:

@@ -2,22 +2,49 @@
 # Compiles the kernel test for AArch64 and runs it under an emulator, so that the NEON kernels are compared with the
 # reference bit for bit on any Linux machine: once on a processor with the dot product instructions, once on one
 # without, which must choose the reference. Exit status 0 with a line "skipped: ..." where a tool is missing.
+#
+# That takes two minutes of a processor, so build/neon keeps what was made, by a hash of all that it was made of: objects of
+# their sources, flags and compiler, and with --kept what the emulator said of a program that passed, of the program,
+# the emulator and this script. Nothing else decides about either: the test draws from seeds and knows no clock.
 set -eu
 
 csrc=$(cd "$(dirname "$0")/.." && pwd)
 cxx=${CXX_AARCH64:-aarch64-linux-gnu-g++}
 qemu=${QEMU_AARCH64:-qemu-aarch64}
+kept=${HOTSET_NEON_BUILD:-$csrc/../build/neon}
+with_results=no
+[ "${1:-}" = --kept ] && with_results=yes
 
 command -v "$cxx" >/dev/null || { echo "skipped: $cxx is not installed (Debian: g++-aarch64-linux-gnu)"; exit 0; }
 command -v "$qemu" >/dev/null || { echo "skipped: $qemu is not installed (Debian: qemu-user)"; exit 0; }
 
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
+mkdir -p "$kept" 2>/dev/null && [ -w "$kept" ] || { kept=$build/kept && mkdir "$kept"; }
+# What nothing asked for in a month goes. Another run may be using what is younger.
+find "$kept" -type f -mtime +30 -exec rm -f {} +
+
+digest() { sha256sum | cut -c1-32; }
+
+keep() {  # file, name: there whole or not at all
+    cp "$1" "$kept/$2.$$" && mv "$kept/$2.$$" "$kept/$2"
+}
+
+# All headers, whoever includes them: a change of one makes all objects anew.
+headers=$({ "$cxx" --version; find "$csrc" -name '*.h' | LC_ALL=C sort | xargs cat; } | digest)
 
 compile() {  # name, source, flags
     name=$1 source=$2
     shift 2
-    "$cxx" -std=c++20 -O2 -ffp-contract=off -Wall -Wextra -DHOTSET_ARM64 "$@" -c "$csrc/$source" -o "$build/$name.o"
+    set -- -std=c++20 -O2 -ffp-contract=off -Wall -Wextra -DHOTSET_ARM64 "$@"
+    object=$name-$({ echo "$headers $cxx $*"; cat "$csrc/$source"; } | digest).o
+    if [ -e "$kept/$object" ]; then
+        touch -c "$kept/$object"
+        cp "$kept/$object" "$build/$name.o"
+    else
+        "$cxx" "$@" -c "$csrc/$source" -o "$build/$name.o"
+        keep "$build/$name.o" "$object"
+    fi
 }
 compile neon kernels/isa_neon.cpp -march=armv8.2-a+dotprod+fp16
 compile scalar kernels/isa_scalar.cpp
@@ -26,9 +53,16 @@ compile test tests/kernel_test.cpp
 "$cxx" -static "$build/neon.o" "$build/scalar.o" "$build/select.o" "$build/test.o" -o "$build/kernel_test"
 
 expect() {  # processor, instruction set that must be compared
+    log=passed-$1-$({ echo "$*"; "$qemu" --version; cat "$build/kernel_test" "$csrc/tests/run_neon.sh"; } | digest)
+    if [ $with_results = yes ] && [ -e "$kept/$log" ]; then
+        touch -c "$kept/$log"
+        cat "$kept/$log"
+        return
+    fi
     "$qemu" -cpu "$1" "$build/kernel_test" >"$build/log" || { cat "$build/log"; exit 1; }
     cat "$build/log"
     grep -q "^$2: compared" "$build/log" || { echo "FAIL $2 was not tested on $1"; exit 1; }
+    keep "$build/log" "$log"
 }
 expect max neon
 expect cortex-a57 scalar
