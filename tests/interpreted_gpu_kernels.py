@@ -76,6 +76,9 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_kernels, "MATVEC_WORDS", 16)
     monkeypatch.setattr(triton_kernels, "NEURON_WORDS", dict.fromkeys((1, 2, 4, 8), 16))
     monkeypatch.setattr(triton_kernels, "AXPY_WORDS", dict.fromkeys((1, 2, 4, 8), 16))
+    monkeypatch.setattr(triton_kernels, "AXPY_RANGE", 8)
+    monkeypatch.setattr(triton_kernels, "MAX_RANGES", 3)
+    monkeypatch.setattr(triton_kernels, "_n_resident", lambda device: 5)
 
 
 def before_nothing(m: DeviceMatrix) -> DeviceMatrix:
@@ -269,22 +272,24 @@ def test_sparse_ffn(
     gate = matrix(types[0], n, d, 2)[0] if gated else None
     up, down = matrix(types[1], n, d, 1)[0], matrix(Q4_0, n, d, 3)[0]
     h, biases, residual = t(randn(n_tokens, d)), t(randn(2, n, seed=1) * 0.1), t(randn(n_tokens, d, seed=4))
-    selected = rows = None
-    if share is not None:  # the rows are some of 40 neurons
-        chosen = rng_of(5, n_tokens).random((n_tokens, 40)) < share
+    selected = held = None
+    if share is not None:  # the rows are some of 70 neurons, or all of them
+        n_ff = n if n_tokens == 2 else 70
+        chosen = rng_of(5, n_tokens).random((n_tokens, n_ff)) < share
         selected = t(np.packbits(chosen, axis=1, bitorder="little"))
-        rows = t(rng_of(6).permutation(40)[:n].astype(np.int32)) if n_tokens != 2 else None
+        numbers = np.sort(rng_of(6).permutation(n_ff)[:n])
+        held = twins.Held.of(numbers, n_ff, lambda _, values: t(values)) if n_tokens != 2 else None
     results = []
     for ops in (kernels, twins):
         counts = torch.zeros(twins.N_COUNTS, dtype=torch.int64)
         y = ops.sparse_ffn(
             h, gate, up, down, activation=kind, threshold=0.1, up_activation=up_kind, selected=selected,
-            rows=rows, gate_bias=biases[0] if gated else None, up_bias=biases[1], down_bias=residual[0],
+            held=held, gate_bias=biases[0] if gated else None, up_bias=biases[1], down_bias=residual[0],
             residual=residual, counts=counts,
         )  # fmt: skip
         results.append((y, counts))
     values = twins.neurons(
-        h, gate, up, activation=kind, threshold=0.1, up_activation=up_kind, selected=selected, rows=rows,
+        h, gate, up, activation=kind, threshold=0.1, up_activation=up_kind, selected=selected, held=held,
         gate_bias=biases[0] if gated else None, up_bias=biases[1],
     )  # fmt: skip
     # A value is a product or square of two sums of d products, each of magnitude |h| |w| + |bias|.
@@ -296,7 +301,7 @@ def test_sparse_ffn(
     assert results[0][1].tolist() == results[1][1].tolist()
     alone = torch.zeros(twins.N_COUNTS, dtype=torch.int64)
     found = kernels.neurons(
-        h, gate, up, activation=kind, threshold=0.1, up_activation=up_kind, selected=selected, rows=rows,
+        h, gate, up, activation=kind, threshold=0.1, up_activation=up_kind, selected=selected, held=held,
         gate_bias=biases[0] if gated else None, up_bias=biases[1], counts=alone,
     )  # fmt: skip
     assert torch.equal(found != 0, values != 0)

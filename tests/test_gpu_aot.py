@@ -214,6 +214,25 @@ def _resources_of_cubin(code: bytes) -> dict[str, int]:
     return {"registers": found["REG"], "spilled": found["STACK"] + found["LOCAL"]}  # bytes per thread
 
 
+def instructions_of_loop(code: bytes) -> int:
+    """Of a kernel's longest loop, as the device executes it."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        text = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    labels: dict[str, int] = {}
+    n = longest = 0
+    for line in text.splitlines():
+        if found := re.match(r"(\.L_x_\d+):", line.strip()):
+            labels[found[1]] = n
+        elif found := re.match(r"\s+/\*[0-9a-f]{4}\*/\s+(.*);", line):
+            n += 1
+            if (jump := re.search(r"BRA.*`\((\.L_x_\d+)\)", found[1])) and jump[1] in labels:
+                longest = max(longest, n - labels[jump[1]])
+    return longest
+
+
 def _resources_of_hsaco(assembly: str) -> dict[str, int]:
     found = dict(re.findall(r"\.(vgpr_count|vgpr_spill_count):\s+(\d+)", assembly))
     return {"registers": int(found["vgpr_count"]), "spilled": int(found["vgpr_spill_count"])}
@@ -244,10 +263,26 @@ def check(rows: list[dict[str, Any]], target: str) -> None:
 def test_a_decode_step_compiles(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = compile_all(decode_step, TARGETS[target], monkeypatch)
     assert {row["kernel"] for row in rows} == {
-        "_matvec_kernel", "_neurons_kernel", "_axpy_kernel", "_add_kernel", "_pack_kernel", "_sign_kernel",
+        "_matvec_kernel", "_chosen_kernel", "_axpy_kernel", "_add_kernel", "_pack_kernel", "_sign_kernel",
         "_norm_kernel", "_angles_kernel", "_heads_kernel", "_attention_kernel", "_merge_kernel",
     }  # fmt: skip
     check(rows, target)
+
+
+@pytest.mark.parametrize("target", [name for name in CHOSEN if name != "gfx1100"])
+def test_a_weight_takes_few_instructions(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding is bound by memory as long as arithmetic keeps up with it: all of the loop over a row counts,
+    the loads of codes, scales and inputs too."""
+
+    def products() -> None:
+        for type_ in (Q4_0, GGMLType.Q8_0):
+            kernels.linear(new(1, D), weights(type_, D, D))
+
+    most = {kernels.FORMATS[Q4_0]: 6.5, kernels.FORMATS[GGMLType.Q8_0]: 8.5}
+    for _, constants, made in compiled(products, TARGETS[target], monkeypatch):
+        per_word = 4 if constants["TYPE"] == kernels.FORMATS[GGMLType.Q8_0] else 8
+        n_weights = constants["R"] * constants["W"] * per_word / (32 * 4)  # of a thread
+        assert 2 < instructions_of_loop(made.asm["cubin"]) / n_weights < most[constants["TYPE"]]
 
 
 @each_target

@@ -150,12 +150,13 @@ def test_sparse_ffn(share: float, gated: bool, kind: str, up_kind: str | None) -
     down_m, down = matrix(GGMLType.F16, n, d, 3)
     h, biases = randn(t, d), randn(2, n, seed=1) * 0.1
     chosen = rng_of(5).random((t, 90)) < share
-    numbers = rng_of(6).permutation(90)[:n].astype(np.int32)  # rows are some of 90 neurons, in any order
+    numbers = np.sort(rng_of(6).permutation(90)[:n])  # rows are some of 90 neurons
+    held = twins.Held.of(numbers, 90, lambda _, values: torch.from_numpy(values))
     bits = np.packbits(chosen, axis=1, bitorder="little")
     counts = torch.zeros(twins.N_COUNTS, dtype=torch.int64)
     found = twins.sparse_ffn(
         torch.from_numpy(h), gate_m, up_m, down_m, activation=kind, threshold=0.1, up_activation=up_kind,
-        selected=torch.from_numpy(bits), rows=torch.from_numpy(numbers),
+        selected=torch.from_numpy(bits), held=held,
         gate_bias=torch.from_numpy(biases[0]) if gated else None, up_bias=torch.from_numpy(biases[1]),
         counts=counts,
     )  # fmt: skip

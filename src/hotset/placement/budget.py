@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 FFNMode = Literal["dense", "exact", "predicted"]
 
 INDEX_BYTES = 8  # of a hot neuron: its number, and that of its scales in planes
+WORD_BYTES = 8  # of 32 neurons of a split layer: which of them are hot, and how many before them
 FLOAT_BYTES = 4  # norms, biases and intermediates are float32 on a device
 ALIGNMENT = 512  # bytes that an allocator rounds a tensor up to
 
@@ -109,8 +110,8 @@ class LayerFacts:
     """One layer in bytes.
 
     On a device: fixed_bytes whatever its neurons (attention, norms, predictor; the FFN too where it cannot be
-    split), neuron_bytes for each hot neuron, shared_bytes once where any neuron is hot (scales, which 32
-    neurons of a matrix in planes share), kv_bytes of cache.
+    split), neuron_bytes for each hot neuron, shared_bytes once where any neuron is hot (which these are;
+    scales, which 32 neurons of a matrix in planes share), kv_bytes of cache.
     A token reads: fixed_bytes; of a neuron always_bytes, and fired_bytes more when it fires (mode exact: gate
     rows always, up and down when it fires; predicted: nothing but when it is named); kv_read_bytes.
     n_split: its neurons if they can be split, else 0.
@@ -279,7 +280,7 @@ def _layer_facts(
     first_row = _row(ffn.decides, tensors)
     second_row = 0 if ffn.gate is None else _row(one_matrix(ffn.up), tensors)
     down_row = row_bytes(tensors[down.weight].type, tensors[down.weight].shape[0])
-    shared = tensors[down.scales].nbytes if down.scales else 0
+    shared = -(-ffn.n_ff // 32) * WORD_BYTES + (tensors[down.scales].nbytes if down.scales else 0)
     rows = first_row + second_row + down_row
     neuron = rows + INDEX_BYTES
     fixed += _vector(down.bias, down.out.width)

@@ -599,7 +599,7 @@ class Program:
         assert isinstance(down, TransposedLinear)
         bias = self._weights.bias(down.bias)
         indices = np.flatnonzero(hot)
-        rows = self._weights.tensor((layer, "hot"), indices.astype(np.int32))
+        held = self._weights.held(layer, indices, len(hot))
         options = _activations(ffn)
         given = self._rows(ffn, indices) | options
         down_t = self._weights.hot_rows(down, indices)
@@ -616,7 +616,7 @@ class Program:
         def hot_half(h: Tensor, selected: Tensor | None, added: Tensor | None) -> Tensor:
             if len(indices):
                 return k.sparse_ffn(
-                    h, down_t=down_t, down_bias=bias, residual=added, selected=selected, rows=rows,
+                    h, down_t=down_t, down_bias=bias, residual=added, selected=selected, held=held,
                     counts=counts, **given,
                 )  # fmt: skip
             y = torch.zeros((len(h), down_t.n_cols), device=h.device) if added is None else added

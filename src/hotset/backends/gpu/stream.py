@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hotset.backends.gpu.matrix import DeviceMatrix
+from hotset.backends.gpu.twins import Held
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.formats.quants import row_bytes
 from hotset.model.graph import Linear, TransposedLinear
@@ -66,7 +67,7 @@ class ColdRows:
         copies: CopyStream,
     ) -> None:
         self._weights, self._matrices = weights, matrices
-        self._neurons = np.flatnonzero(cold)
+        self._neurons, self._n_ff = np.flatnonzero(cold), len(cold)
         n_bytes = sum(self._row_bytes(op) for op in matrices.values() if op is not None)
         self._step = max(part_bytes // n_bytes, 1)
         self._copies = copies
@@ -76,7 +77,7 @@ class ColdRows:
         return row_bytes(info.type, info.shape[0])
 
     def parts(self) -> Iterator[dict[str, Any]]:
-        """Arguments of sparse_ffn for some of the neurons: rows, gate, up, down_t, gate_bias, up_bias.
+        """Arguments of sparse_ffn for some of the neurons: held, gate, up, down_t, gate_bias, up_bias.
 
         Whoever takes the next part has let go of the one before.
         """
@@ -89,7 +90,8 @@ class ColdRows:
     def _part(self, first: int) -> dict[str, Any]:
         neurons = self._neurons[first : first + self._step]
         device = self._weights.device
-        part: dict[str, Any] = {"rows": torch.from_numpy(neurons.astype(np.int32)).to(device)}
+        held = Held.of(neurons, self._n_ff, lambda _, values: torch.from_numpy(values).to(device))
+        part: dict[str, Any] = {"held": held}
         for name, op in self._matrices.items():
             part[name] = None if op is None else self._weights.some_rows(op, neurons)
             if isinstance(op, Linear) and op.bias is not None:
@@ -99,9 +101,9 @@ class ColdRows:
 
 
 def _tensors(part: dict[str, Any]) -> Iterator[Tensor]:
-    """Every tensor of a part, those of its matrices too."""
+    """Every tensor of a part, those of its matrices and lists too."""
     for value in part.values():
-        if isinstance(value, DeviceMatrix):
+        if isinstance(value, DeviceMatrix | Held):
             yield from (item for item in vars(value).values() if isinstance(item, Tensor))
         elif value is not None:
             yield value

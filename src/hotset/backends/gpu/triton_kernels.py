@@ -7,9 +7,13 @@ Decoding is bound by how fast weights come in, so everything here is about their
   neighbouring words, so that a warp reads codes in whole lines and the inputs they meet in whole lines too;
   a thread sums up what it has, and threads meet once at the end.
 - Codes become floats without a conversion, which GPUs do at a fraction of their speed: or-ed into the
-  mantissa of 2^23 they are 2^23 + code, and one subtraction takes off 2^23 and the type's offset.
-- Neurons that are not wanted cost the launch of a program that ends at once. The down projection finds the
-  rows it needs by counting, within fixed ranges of neurons.
+  mantissa of 2^23 they are 2^23 + code, and one subtraction takes off 2^23 and the type's offset. They are
+  not even moved to the lowest bits for that: a code p bits further up is 2^p times as large, and its input
+  or its scale is 2^p times smaller, which rounds nothing. Masking and or-ing are one instruction on CUDA, so
+  a weight is three: that, the subtraction, and the product that is added.
+- Neurons that are not wanted cost nothing: as many programs as the device runs at a time share a list of the
+  others, which each finds by counting the predictor's bits. The down projection takes the list over, in
+  ranges of equal length (without a predictor: of all neurons), and skips within each what did not fire.
 
 The same bits on every run: no atomic additions of floats, partial sums belong to fixed ranges and are added
 in order by `_add_kernel`. No kernel waits for another, nothing is read back by the host, and shapes alone
@@ -23,6 +27,8 @@ With TRITON_INTERPRET=1, set before this module is imported, all of it runs on a
 # ruff: noqa: SIM109
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -125,34 +131,46 @@ def _load(
 
 
 @triton.jit
-def _numbers(words, bits, w, part: tl.constexpr, TYPE: tl.constexpr):
-    """Codes as the numbers that scales multiply, float32 [R, W, 4]."""
+def _numbers(words, bits, w, zero, part: tl.constexpr, TYPE: tl.constexpr):
+    """Codes as the numbers that scales multiply, float32 [R, W, 4], times the powers of `_lowered`.
+
+    zero: see _dot_rows. Two constants in one instruction are one too many: it keeps MANTISSA in a register.
+    """
     if TYPE == FLOAT:
         return words.to(tl.float32)
     else:
         i = tl.arange(0, 4)[None, None, :]
-        if TYPE == Q8_0:  # the sign bit turned over: codes of 0 to 255, 128 too high
-            q = ((words ^ SIGN_BITS)[:, :, None] >> (8 * i)) & 255
+        if TYPE == Q4_0 or TYPE == Q4_1 or TYPE == Q4_K:
+            # Where they lie, but that those of the upper bytes would reach into the exponent.
+            q = tl.where(i < 2, words[:, :, None], words[:, :, None] >> 16) & (15 << (i % 2 * 8 + 4 * part))
+            OFFSET: tl.constexpr = 8.0 if TYPE == Q4_0 else 0.0
+            raised = tl.where(i % 2 == 0, 1.0, 256.0) * (1.0 if part == 0 else 16.0)
+            return (q | (MANTISSA + zero)).to(tl.float32, bitcast=True) - (TWO_23 + OFFSET * raised)
         else:
-            q = (words[:, :, None] >> (8 * i + 4 * part)) & 15
-            if TYPE == Q6_K:
-                shift = (w % 16 // 8 * 2 + 4 * part)[None, :, None] + 8 * i
-                q = q | ((bits[:, :, None] >> shift) & 3) << 4
-            elif TYPE == Q5_0 or TYPE == Q5_1:
-                shift = (w % 4 * 4 + 16 * part)[None, :, None] + i
-                q = q | ((bits[:, :, None] >> shift) & 1) << 4
-        OFFSET: tl.constexpr = (
-            128.0
-            if TYPE == Q8_0
-            else 8.0
-            if TYPE == Q4_0
-            else 16.0
-            if TYPE == Q5_0
-            else 32.0
-            if TYPE == Q6_K
-            else 0.0
-        )
-        return (q | MANTISSA).to(tl.float32, bitcast=True) - (TWO_23 + OFFSET)
+            if TYPE == Q8_0:  # the sign bit turned over: codes of 0 to 255, 128 too high
+                q = ((words ^ SIGN_BITS)[:, :, None] >> (8 * i)) & 255
+            else:
+                q = (words[:, :, None] >> (8 * i + 4 * part)) & 15
+                if TYPE == Q6_K:
+                    shift = (w % 16 // 8 * 2 + 4 * part)[None, :, None] + 8 * i
+                    q = q | ((bits[:, :, None] >> shift) & 3) << 4
+                else:
+                    shift = (w % 4 * 4 + 16 * part)[None, :, None] + i
+                    q = q | ((bits[:, :, None] >> shift) & 1) << 4
+            OFFSET: tl.constexpr = (
+                128.0 if TYPE == Q8_0 else 16.0 if TYPE == Q5_0 else 32.0 if TYPE == Q6_K else 0.0
+            )
+            return (q | MANTISSA).to(tl.float32, bitcast=True) - (TWO_23 + OFFSET)
+
+
+@triton.jit
+def _lowered(part: tl.constexpr, TYPE: tl.constexpr):
+    """The powers of two by which the numbers of _numbers are too large, taken off: float32 [4]."""
+    i = tl.arange(0, 4)
+    if TYPE == Q4_0 or TYPE == Q4_1 or TYPE == Q4_K:
+        return tl.where(i % 2 == 0, 1.0, 0.00390625) * (1.0 if part == 0 else 0.0625)
+    else:
+        return tl.where(i < 4, 1.0, 1.0)
 
 
 @triton.jit
@@ -185,11 +203,11 @@ def _minimum(m, s1, s2, w, part: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def _weights(
-    raw, scales, group_of, stride, rows, live, w, last, part: tl.constexpr, TYPE: tl.constexpr
+    raw, scales, group_of, stride, rows, live, w, last, zero, part: tl.constexpr, TYPE: tl.constexpr
 ):  # fmt: skip
     """A tile decoded, float32 [R, W, 4]. Of planes the scales belong to columns, 32 neurons together."""
     words, bits, d, m, s0, s1, s2 = raw
-    q = _numbers(words, bits, w, part, TYPE)
+    q = _numbers(words, bits, w, zero, part, TYPE)
     if TYPE == FLOAT:
         return q
     elif group_of is not None:
@@ -198,9 +216,9 @@ def _weights(
         columns = _column(w, part, TYPE)[:, None] + tl.arange(0, 4)[None, :]
         mask = live[:, None, None] & (w < last)[None, :, None]
         at = scales + group[:, None, None] * (stride * PER_WORD) + columns[None, :, :]
-        return q * tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        return q * (tl.load(at, mask=mask, other=0.0).to(tl.float32) * _lowered(part, TYPE)[None, None, :])
     else:
-        y = q * _scale(d, s0, s1, s2, w, part, TYPE)[:, :, None]
+        y = q * (_scale(d, s0, s1, s2, w, part, TYPE)[:, :, None] * _lowered(part, TYPE)[None, None, :])
         if TYPE == Q4_1 or TYPE == Q5_1 or TYPE == Q4_K:
             y += _minimum(m, s1, s2, w, part, TYPE)[:, :, None]
         return y
@@ -228,7 +246,7 @@ def _dot_rows(
         raw = _load(codes, scales, mins, high, sub_scales, None, stride, rows, live, w, last_word, TYPE)
         words, bits, d, m, s0, s1, s2 = raw
         for part in tl.static_range(PARTS):
-            q = _numbers(words, bits, w, part, TYPE)
+            q = _numbers(words, bits, w, zero, part, TYPE)
             column = (_column(w, part, TYPE)[:, None] + tl.arange(0, 4)[None, :])[None, :, :]
             inside = (w < last_word)[None, :, None]
             if TYPE == FLOAT:
@@ -236,7 +254,7 @@ def _dot_rows(
             for t in tl.static_range(T):
                 # [1, W, 4]; where there are fewer tokens, the last one again, which nobody stores
                 xs = tl.load(x + tl.minimum(t, n_tokens - 1) * n_cols + column, mask=inside, other=0.0)
-                y = tl.sum(q * xs, axis=2)
+                y = tl.sum(q * (xs * _lowered(part, TYPE)[None, None, :]), axis=2)
                 if TYPE != FLOAT:
                     y = y * _scale(d, s0, s1, s2, w, part, TYPE)
                     if TYPE == Q4_1 or TYPE == Q5_1 or TYPE == Q4_K:
@@ -286,15 +304,18 @@ def _matvec_kernel(
 
 @triton.jit
 def _add_kernel(
-    partials, out, bias, residual, packed, counts, n_parts, n_tokens, n, n_packed, threshold,
+    partials, out, bias, residual, packed, count, counts, n_parts, n_tokens, n, n_packed, threshold,
     KIND: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Adds up partial sums [n_parts, T, n] in a fixed order, P of them at a time. packed: see _count."""
+    """Adds up partial sums [n_parts, T, n] in a fixed order, P of them at a time.
+
+    packed, count: see _count.
+    """
     i = tl.program_id(0) * N + tl.arange(0, N)
     t = tl.program_id(1)
     if packed is not None:  # noqa: SIM102  (known when this is compiled, unlike the next)
         if t == 0:
-            _count(packed, counts, n_packed)
+            _count(packed, count, counts, n_packed)
     acc = tl.zeros([N], tl.float32)
     for first in range(0, n_parts, P):
         p = first + tl.arange(0, P)
@@ -311,13 +332,16 @@ def _add_kernel(
 
 
 @triton.jit
-def _count(packed, counts, n_packed):
-    """Adds up what each program of _neurons_kernel has counted: int32 [n_packed], eight bits of neurons
-    selected and of active ones, four each of rows of gate, up and down. A program takes a share of them.
+def _count(packed, count, counts, n_packed):
+    """Adds up what was counted where neurons were computed: int32 [n_packed], or as many as count says; eight
+    bits of neurons selected and of active ones, four each of rows of gate, up and down. A program takes a
+    share of them.
 
     Whole numbers: the order in which they are added does not matter. Five additions to the same addresses by
     every program that has neurons would take longer than these.
     """
+    if count is not None:
+        n_packed = tl.load(count)
     share = tl.cdiv(n_packed, tl.num_programs(0))
     first = tl.program_id(0) * share
     last = tl.minimum(first + share, n_packed)
@@ -339,8 +363,8 @@ def _count(packed, counts, n_packed):
 
 
 @triton.jit
-def _count_kernel(packed, counts, n_packed):
-    _count(packed, counts, n_packed)
+def _count_kernel(packed, count, counts, n_packed):
+    _count(packed, count, counts, n_packed)
 
 
 @triton.jit
@@ -365,81 +389,174 @@ def _activated(x, threshold, KIND: tl.constexpr):
 
 
 @triton.jit
-def _neurons_kernel(
-    h, values, selected, numbers, packed, gate_bias, up_bias,
+def _values_of(
+    h, rows, wanted, inside, gate_bias, up_bias,
     gate_codes, gate_scales, gate_mins, gate_high, gate_sub_scales,
     codes, scales, mins, high, sub_scales,
-    n_tokens, n, n_cols, gate_stride, gate_words, stride, n_words, n_bytes, threshold, zero,
+    n_tokens, n_cols, gate_stride, gate_words, stride, n_words, threshold, zero,
     GATE_TYPE: tl.constexpr, TYPE: tl.constexpr, KIND: tl.constexpr, UP_KIND: tl.constexpr,
     T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """values [T, n] = f(gate) * g(up), or f(up) without a gate; R neurons a program. packed: see _count."""
+    """f(gate) * g(up), or f(up) without a gate, of rows [R] that tokens want, [T, R]; what _count adds."""
+    live = tl.max(wanted.to(tl.int32), axis=0) != 0
+    n_live = tl.sum(live.to(tl.int32), axis=0)
+    value = tl.zeros([T, R], tl.float32)
+    up_wanted = wanted
+    if GATE_TYPE is not None:
+        z = _dot_rows(
+            h, n_tokens, n_cols, gate_codes, gate_scales, gate_mins, gate_high, gate_sub_scales,
+            gate_stride, rows, live, 0, gate_words, zero, GATE_TYPE, T, R, W,
+        )  # fmt: skip
+        if gate_bias is not None:
+            z += tl.load(gate_bias + rows, mask=inside, other=0.0)[None, :]
+        value = tl.where(wanted, _activated(z, threshold, KIND), 0.0)
+        up_wanted = value != 0.0
+    up_live = tl.max(up_wanted.to(tl.int32), axis=0) != 0
+    n_up = tl.sum(up_live.to(tl.int32), axis=0)
+    if n_up > 0:
+        z = _dot_rows(
+            h, n_tokens, n_cols, codes, scales, mins, high, sub_scales, stride, rows, up_live, 0,
+            n_words, zero, TYPE, T, R, W,
+        )  # fmt: skip
+        if up_bias is not None:
+            z += tl.load(up_bias + rows, mask=inside, other=0.0)[None, :]
+        if GATE_TYPE is not None:
+            value = tl.where(up_wanted, value * _activated(z, threshold, UP_KIND), 0.0)
+        else:
+            value = tl.where(up_wanted, _activated(z, threshold, KIND), 0.0)
+    active = (value != 0.0).to(tl.int32)
+    counted = tl.sum(tl.sum(wanted.to(tl.int32) + (active << 8), axis=1), axis=0)
+    counted += (n_up << 20) + (tl.sum(tl.max(active, axis=0), axis=0) << 24)
+    if GATE_TYPE is not None:
+        counted += n_live << 16
+    return value, counted
+
+
+@triton.jit
+def _neurons_kernel(
+    h, values, packed, gate_bias, up_bias,
+    gate_codes, gate_scales, gate_mins, gate_high, gate_sub_scales,
+    codes, scales, mins, high, sub_scales,
+    n_tokens, n, n_cols, gate_stride, gate_words, stride, n_words, threshold, zero,
+    GATE_TYPE: tl.constexpr, TYPE: tl.constexpr, KIND: tl.constexpr, UP_KIND: tl.constexpr,
+    T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """values [T, n] of all neurons, R of them a program. packed: see _count."""
     rows = tl.program_id(0) * R + tl.arange(0, R)
     inside = rows < n
     t = tl.arange(0, T)[:, None]
     wanted = (t < n_tokens) & inside[None, :]
-    if selected is not None:
-        number = rows
-        if numbers is not None:
-            number = tl.load(numbers + rows, mask=inside, other=0)
-        byte = tl.load(selected + t * n_bytes + (number // 8)[None, :], mask=wanted, other=0).to(tl.int32)
-        wanted = wanted & (((byte >> (number % 8)[None, :]) & 1) != 0)
-    live = tl.max(wanted.to(tl.int32), axis=0) != 0
-    n_live = tl.sum(live.to(tl.int32), axis=0)
-    value = tl.zeros([T, R], tl.float32)
-    counted = n_live * 0
-    if n_live > 0:
-        up_wanted = wanted
-        if GATE_TYPE is not None:
-            z = _dot_rows(
-                h, n_tokens, n_cols, gate_codes, gate_scales, gate_mins, gate_high, gate_sub_scales,
-                gate_stride, rows, live, 0, gate_words, zero, GATE_TYPE, T, R, W,
-            )  # fmt: skip
-            if gate_bias is not None:
-                z += tl.load(gate_bias + rows, mask=inside, other=0.0)[None, :]
-            value = tl.where(wanted, _activated(z, threshold, KIND), 0.0)
-            up_wanted = value != 0.0
-        up_live = tl.max(up_wanted.to(tl.int32), axis=0) != 0
-        n_up = tl.sum(up_live.to(tl.int32), axis=0)
-        if n_up > 0:
-            z = _dot_rows(
-                h, n_tokens, n_cols, codes, scales, mins, high, sub_scales, stride, rows, up_live, 0,
-                n_words, zero, TYPE, T, R, W,
-            )  # fmt: skip
-            if up_bias is not None:
-                z += tl.load(up_bias + rows, mask=inside, other=0.0)[None, :]
-            if GATE_TYPE is not None:
-                value = tl.where(up_wanted, value * _activated(z, threshold, UP_KIND), 0.0)
-            else:
-                value = tl.where(up_wanted, _activated(z, threshold, KIND), 0.0)
-        if packed is not None:
-            active = (value != 0.0).to(tl.int32)
-            counted = tl.sum(tl.sum(wanted.to(tl.int32) + (active << 8), axis=1), axis=0)
-            counted += (n_up << 20) + (tl.sum(tl.max(active, axis=0), axis=0) << 24)
-            if GATE_TYPE is not None:
-                counted += n_live << 16
+    value, counted = _values_of(
+        h, rows, wanted, inside, gate_bias, up_bias,
+        gate_codes, gate_scales, gate_mins, gate_high, gate_sub_scales,
+        codes, scales, mins, high, sub_scales,
+        n_tokens, n_cols, gate_stride, gate_words, stride, n_words, threshold, zero,
+        GATE_TYPE, TYPE, KIND, UP_KIND, T, R, W,
+    )  # fmt: skip
     if packed is not None:
         tl.store(packed + tl.program_id(0), counted)
-    tl.store(values + t * n + rows[None, :], value, mask=(t < n_tokens) & inside[None, :])
+    tl.store(values + t * n + rows[None, :], value, mask=wanted)
+
+
+@triton.jit
+def _ones(x):
+    """How many bits of each word are set; x: uint32."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    x = x + (x >> 8)
+    return ((x + (x >> 16)) & 63).to(tl.int32)
+
+
+@triton.jit
+def _chosen_kernel(
+    h, values, selected, held, held_before, ids, count, packed, gate_bias, up_bias,
+    gate_codes, gate_scales, gate_mins, gate_high, gate_sub_scales,
+    codes, scales, mins, high, sub_scales,
+    n_tokens, n, n_cols, gate_stride, gate_words, stride, n_words, n_bytes, threshold, zero,
+    GATE_TYPE: tl.constexpr, TYPE: tl.constexpr, KIND: tl.constexpr, UP_KIND: tl.constexpr,
+    T: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """values of the neurons that some token selects, each by itself: these programs share a list of them.
+
+    The list is in the order of neurons and nobody writes it first: a program counts the bits before each word
+    of 32 neurons, [S], and finds there its own places of the list, program_id, + num_programs, and so on.
+    With ids, its k-th neuron's value is at k of values [T, n], its row at ids[k], and count says how many
+    there are; without, values [T, n] are by row. packed [n]: by place, see _count.
+    held: int32 [n words], the neurons that the matrices have rows of, in order; held_before: how many these
+    are before each word. None: all.
+    """
+    s = tl.arange(0, S)
+    byte = s[:, None] * 4 + tl.arange(0, 4)[None, :]
+    bits = tl.zeros([S], tl.int32)
+    for t in tl.static_range(T):
+        four = tl.load(
+            selected + tl.minimum(t, n_tokens - 1) * n_bytes + byte, mask=byte < n_bytes, other=0
+        ).to(tl.int32)
+        bits = bits | tl.sum(four << (8 * tl.arange(0, 4))[None, :], axis=1)
+    if held is not None:
+        bits = bits & tl.load(held + s, mask=s * 4 < n_bytes, other=0)
+    n_each = _ones(bits.to(tl.uint32, bitcast=True))
+    up_to = tl.cumsum(n_each, axis=0)
+    n_chosen = tl.sum(n_each, axis=0)
+    if count is not None:  # noqa: SIM102  (known when this is compiled, unlike the next)
+        if tl.program_id(0) == 0:
+            tl.store(count, n_chosen)
+    t = tl.arange(0, T)[:, None]
+    j = tl.arange(0, 32)
+    for k in range(tl.program_id(0), n_chosen, tl.num_programs(0)):
+        # Of the word that has the k-th: its number and bits, and which of them it is.
+        has = (up_to > k) & (up_to - n_each <= k)
+        word = tl.sum(tl.where(has, s, 0), axis=0)
+        nth = tl.sum(tl.where(has, k - (up_to - n_each), 0), axis=0)
+        own = tl.sum(tl.where(has, bits, 0), axis=0)
+        is_set = (own >> j) & 1
+        bit = tl.sum((tl.cumsum(is_set, axis=0) <= nth).to(tl.int32), axis=0)
+        number = word * 32 + bit
+        row = number
+        if held is not None:
+            below = (tl.load(held + word) >> j) & 1
+            row = tl.load(held_before + word) + tl.sum(tl.where(j < bit, below, 0), axis=0)
+        rows = row + tl.arange(0, 1)
+        mine = tl.load(selected + t * n_bytes + number // 8, mask=t < n_tokens, other=0).to(tl.int32)
+        wanted = ((mine >> (number % 8)) & 1) != 0
+        value, counted = _values_of(
+            h, rows, wanted, rows < n, gate_bias, up_bias,
+            gate_codes, gate_scales, gate_mins, gate_high, gate_sub_scales,
+            codes, scales, mins, high, sub_scales,
+            n_tokens, n_cols, gate_stride, gate_words, stride, n_words, threshold, zero,
+            GATE_TYPE, TYPE, KIND, UP_KIND, T, 1, W,
+        )  # fmt: skip
+        if ids is not None:
+            tl.store(ids + k, row)
+            tl.store(values + t * n + k, value, mask=t < n_tokens)
+        else:
+            tl.store(values + t * n + row, value, mask=t < n_tokens)
+        if packed is not None:
+            tl.store(packed + k, counted)
 
 
 @triton.jit
 def _axpy_kernel(
-    x, partials, codes, scales, mins, high, sub_scales, group_of,
+    x, ids, count, partials, codes, scales, mins, high, sub_scales, group_of,
     n_tokens, n_rows, n_cols, stride, n_words, zero,
     TYPE: tl.constexpr, RANGE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """partials [ranges, T, n_cols]: x [T, n_rows] times the rows of one range, in W of their words."""
+    """partials [ranges, T, n_cols]: x [T, n_rows] times the rows of one range, in W of their words.
+
+    ids, count: x is of these rows alone, so many; the ranges share them evenly. None: of all.
+    """
     PARTS: tl.constexpr = 1 if TYPE <= Q8_0 else 2
+    # Scales of rows are multiplied with their x, once for all their columns, where nothing is added to them.
+    NO_MIN: tl.constexpr = TYPE == Q8_0 or TYPE == Q4_0 or TYPE == Q5_0 or TYPE == Q6_K
+    BY_ROW: tl.constexpr = group_of is None and NO_MIN
     w = tl.program_id(0) * W + (tl.arange(0, W) | zero)  # see _dot_rows
-    start = tl.program_id(1) * RANGE
-    i = start + tl.arange(0, RANGE)
-    fires = tl.zeros([RANGE], tl.int32)
-    for t in tl.static_range(T):
-        mine = tl.load(x + tl.minimum(t, n_tokens - 1) * n_rows + i, mask=i < n_rows, other=0.0)
-        fires = fires | (mine != 0.0).to(tl.int32)
-    n_before = tl.cumsum(fires, axis=0)  # neurons of the range that fire, up to and with each
-    n_fires = tl.sum(fires, axis=0)
+    n = n_rows
+    if count is not None:
+        n = tl.load(count)
+    share = tl.cdiv(n, tl.num_programs(1))
+    begin = tl.program_id(1) * share
+    end = tl.minimum(begin + share, n)
     token = tl.arange(0, T)[:, None, None]
     # Zeros, by a load that reads nothing: so the sums lie in the threads as the rows do, four columns each.
     # tl.zeros would spread them otherwise, and every row would travel through shared memory.
@@ -447,26 +564,48 @@ def _axpy_kernel(
     column = (_column(w, 0, TYPE)[:, None] + tl.arange(0, 4)[None, :])[None, :, :]
     low = tl.load(base + column, mask=(token < zero) & (column < n_cols), other=0.0)
     upper = low
-    for k in range(0, n_fires, R):
-        # The k-th neuron that fires stands behind all those with at most k up to them.
-        wanted = k + tl.arange(0, R)
-        live = wanted < n_fires
-        index = tl.sum((n_before[None, :] <= wanted[:, None]).to(tl.int32), axis=1)
-        rows = start + tl.where(live, index, 0)
-        raw = _load(codes, scales, mins, high, sub_scales, group_of, stride, rows, live, w, n_words, TYPE)
-        for part in tl.static_range(PARTS):
-            y = _weights(raw, scales, group_of, stride, rows, live, w, n_words, part, TYPE)
-            for t in tl.static_range(T):
-                v = tl.load(x + tl.minimum(t, n_tokens - 1) * n_rows + rows, mask=live, other=0.0)
-                added = tl.sum(v[:, None, None] * y, axis=0)[None, :, :]
-                if part == 0:
-                    low = tl.where(token == t, low + added, low)
+    for start in range(begin, end, RANGE):
+        i = start + tl.arange(0, RANGE)
+        fires = tl.zeros([RANGE], tl.int32)
+        for t in tl.static_range(T):
+            mine = tl.load(x + tl.minimum(t, n_tokens - 1) * n_rows + i, mask=i < end, other=0.0)
+            fires = fires | (mine != 0.0).to(tl.int32)
+        n_before = tl.cumsum(fires, axis=0)  # neurons of the range that fire, up to and with each
+        n_fires = tl.sum(fires, axis=0)
+        for k in range(0, n_fires, R):
+            # The k-th neuron that fires stands behind all those with at most k up to them.
+            wanted = k + tl.arange(0, R)
+            live = wanted < n_fires
+            index = tl.sum((n_before[None, :] <= wanted[:, None]).to(tl.int32), axis=1)
+            at = start + tl.where(live, index, 0)
+            rows = at
+            if ids is not None:
+                rows = tl.load(ids + at, mask=live, other=0)
+            raw = _load(codes, scales, mins, high, sub_scales, group_of, stride, rows, live, w, n_words, TYPE)
+            words, bits, d, _, s0, s1, s2 = raw
+            for part in tl.static_range(PARTS):
+                if BY_ROW:
+                    y = _numbers(words, bits, w, zero, part, TYPE)
+                    scale = _scale(d, s0, s1, s2, w, part, TYPE)
                 else:
-                    upper = tl.where(token == t, upper + added, upper)
+                    y = _weights(raw, scales, group_of, stride, rows, live, w, n_words, zero, part, TYPE)
+                for t in tl.static_range(T):
+                    v = tl.load(x + tl.minimum(t, n_tokens - 1) * n_rows + at, mask=live, other=0.0)
+                    if BY_ROW:
+                        added = tl.sum((v[:, None] * scale)[:, :, None] * y, axis=0)[None, :, :]
+                    else:
+                        added = tl.sum(v[:, None, None] * y, axis=0)[None, :, :]
+                    if part == 0:
+                        low = tl.where(token == t, low + added, low)
+                    else:
+                        upper = tl.where(token == t, upper + added, upper)
     for part in tl.static_range(PARTS):
         column = (_column(w, part, TYPE)[:, None] + tl.arange(0, 4)[None, :])[None, :, :]
         mask = (token < n_tokens) & (w < n_words)[None, :, None] & (column < n_cols)
-        tl.store(base + column, low if part == 0 else upper, mask=mask)
+        y = low if part == 0 else upper
+        if BY_ROW:
+            y = y * _lowered(part, TYPE)[None, None, :]
+        tl.store(base + column, y, mask=mask)
 
 
 @triton.jit
@@ -526,7 +665,7 @@ def _matmul_kernel(
         w = first + tl.arange(0, W)
         raw = _load(codes, scales, mins, high, sub_scales, group_of, stride, rows, live, w, n_words, TYPE)
         for part in tl.static_range(PARTS):
-            y = _weights(raw, scales, group_of, stride, rows, live, w, n_words, part, TYPE)
+            y = _weights(raw, scales, group_of, stride, rows, live, w, n_words, 0, part, TYPE)
             column = tl.reshape(_column(w, part, TYPE)[:, None] + tl.arange(0, 4)[None, :], [W * 4])
             mask = (t < n_tokens)[:, None] & (column < n_cols)[None, :]
             xs = tl.load(x + t[:, None].to(tl.int64) * n_cols + column[None, :], mask=mask, other=0.0)
@@ -558,10 +697,10 @@ def _matmul_t_kernel(
         mask = (t < n_tokens)[:, None] & live[None, :]
         xs = tl.load(x + t[:, None].to(tl.int64) * n_rows + rows[None, :], mask=mask, other=0.0)
         raw = _load(codes, scales, mins, high, sub_scales, group_of, stride, rows, live, w, n_words, TYPE)
-        y = _weights(raw, scales, group_of, stride, rows, live, w, n_words, 0, TYPE)
+        y = _weights(raw, scales, group_of, stride, rows, live, w, n_words, 0, 0, TYPE)
         low = tl.dot(xs, tl.reshape(y, [K, W * 4]), low, input_precision=PRECISION)
         if PARTS == 2:
-            y = _weights(raw, scales, group_of, stride, rows, live, w, n_words, 1, TYPE)
+            y = _weights(raw, scales, group_of, stride, rows, live, w, n_words, 0, 1, TYPE)
             upper = tl.dot(xs, tl.reshape(y, [K, W * 4]), upper, input_precision=PRECISION)
     for part in tl.static_range(PARTS):
         column = tl.reshape(_column(w, part, TYPE)[:, None] + tl.arange(0, 4)[None, :], [W * 4])
@@ -788,9 +927,11 @@ NEURON_WORDS = {
     4: 256,
     8: 128,
 }  # of a program that has one neuron: the row of a 7B model at once
-AXPY_WORDS = {1: 128, 2: 128, 4: 64, 8: 32}  # one warp: four words of each row for a thread, or fewer
-AXPY_ROWS = 4
-MAX_RANGES = 192  # of a down projection: each adds a row of partial sums
+AXPY_WORDS = {1: 32, 2: 32, 4: 32, 8: 32}  # one warp: a word of each row for a thread
+AXPY_ROWS = {1: 8, 2: 8, 4: 4, 8: 4}
+AXPY_RANGE = 64  # values that are looked at together
+MAX_RANGES = 128  # of a down projection: each adds a row of partial sums
+CHOSEN_PROGRAMS = 8  # of a multiprocessor, which share the selected neurons: as many as it holds at a time
 PROMPT_TOKENS = 32  # from here on attention has programs enough without splits
 SPLIT_PAGES = 2
 MAX_ATTENTION_SPLITS = 256
@@ -896,13 +1037,14 @@ def _token_tile(n_tokens: int) -> int:
 def _add(
     partials: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None,
     activation: ActivationKind | None = None, threshold: float = 0.0,
-    packed: Tensor | None = None, counts: Tensor | None = None,
+    counted: Counted | None = None, counts: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Adds up partials [n_parts, T, n] into out [T, n], and `packed` (_count) to `counts`."""
+    """Adds up partials [n_parts, T, n] into out [T, n], and `counted` to `counts`."""
     n_parts, n_tokens, n = partials.shape
     launcher.launch(
         _add_kernel, (-(-n // 32), n_tokens), partials, out, bias, residual,
-        packed, counts, n_parts, n_tokens, n, 0 if packed is None else len(packed), threshold,
+        *_counted(counted), counts, n_parts, n_tokens, n,
+        0 if counted is None else len(counted.packed), threshold,
         KIND=ACTIVATIONS[activation], P=min(64, _pow2(n_parts)), N=32, warps=4,
     )  # fmt: skip
 
@@ -915,14 +1057,28 @@ def linear_t(
     out: Tensor | None = None,
 ) -> Tensor:
     """twins.linear_t."""
-    return _linear_t(x, m, bias, residual, out, None, None)
+    return _linear_t(x, m, bias, residual, out)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What the counts still lack (_count): packed, int32 [n], `count`, int32 [1], of them, or all."""
+
+    packed: Tensor
+    count: Tensor | None
+
+
+def _counted(counted: Counted | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if counted is None else (counted.packed, counted.count)
 
 
 def _linear_t(
     x: Tensor, m: DeviceMatrix, bias: Tensor | None, residual: Tensor | None, out: Tensor | None,
-    packed: Tensor | None, counts: Tensor | None,
+    ids: Tensor | None = None, count: Tensor | None = None,
+    counted: Counted | None = None, counts: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """linear_t, and `packed` (_count), of few tokens, added to `counts`."""
+    """linear_t; of few tokens with `counted` added to `counts`. ids, count: as _chosen_kernel leaves them, x
+    then being of these rows."""
     x, n_tokens = x.contiguous(), len(x)
     out = _new(x, n_tokens, m.n_cols) if out is None else out
     if n_tokens == 0:
@@ -940,18 +1096,17 @@ def _linear_t(
         )  # fmt: skip
         return out
     tokens = _pow2(n_tokens)
-    # Of planes a scale comes with every weight: half the columns have room in a thread's registers.
-    most = AXPY_WORDS[tokens] if m.group_of is None else AXPY_WORDS[tokens] // 2
-    words = max(4, min(most, _pow2(n_words)))
-    size = max(64, _pow2(-(-m.n_rows // MAX_RANGES)))
-    ranges = -(-m.n_rows // size)
+    # Of planes a scale comes with every weight: half the rows have room in a thread's registers.
+    rows = AXPY_ROWS[tokens] if m.group_of is None else AXPY_ROWS[tokens] // 2
+    words = max(4, min(AXPY_WORDS[tokens], _pow2(n_words)))
+    ranges = min(MAX_RANGES, -(-m.n_rows // AXPY_ROWS[1]))
     partials = _new(x, ranges, n_tokens, m.n_cols)
     launcher.launch(
         _axpy_kernel, (-(-n_words // words), ranges),
-        x, partials, *_parts(m), m.group_of, *shape, 0,
-        TYPE=FORMATS[m.type], RANGE=size, T=tokens, R=AXPY_ROWS, W=words, warps=1,
+        x, ids, count, partials, *_parts(m), m.group_of, *shape, 0,
+        TYPE=FORMATS[m.type], RANGE=AXPY_RANGE, T=tokens, R=rows, W=words, warps=1,
     )  # fmt: skip
-    _add(partials, out, bias, residual, packed=packed, counts=counts)
+    _add(partials, out, bias, residual, counted=counted, counts=counts)
     return out
 
 
@@ -964,65 +1119,105 @@ def neurons(
     threshold: float = 0.0,
     up_activation: ActivationKind | None = None,
     selected: Tensor | None = None,
-    rows: Tensor | None = None,
+    held: twins.Held | None = None,
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Tensor:
     """twins.neurons; more than FEW_TOKENS read every row."""
-    values, packed = _neurons(
-        h, gate, up, activation, threshold, up_activation, selected, rows, gate_bias, up_bias, counts
-    )
-    if packed is not None:
-        launcher.launch(_count_kernel, (-(-len(packed) // 512),), packed, counts, len(packed), warps=4)
+    h, n_tokens = h.contiguous(), len(h)
+    what = (activation, threshold, up_activation)
+    if n_tokens > FEW_TOKENS:
+        return _all_neurons(h, gate, up, *what, selected, held, gate_bias, up_bias, counts)
+    if n_tokens == 0 or up.n_rows == 0:
+        return _new(h, n_tokens, up.n_rows)
+    if selected is None:
+        values, counted = _every_neuron(h, gate, up, *what, gate_bias, up_bias, counts)
+    else:
+        values = torch.zeros((n_tokens, up.n_rows), device=h.device)
+        count = None if counts is None else torch.empty(1, dtype=torch.int32, device=h.device)
+        counted = _chosen(
+            h, gate, up, *what, selected, held, gate_bias, up_bias, values, None, count, counts is not None
+        )
+    if counted is not None:
+        n = len(counted.packed)
+        launcher.launch(_count_kernel, (-(-n // 512),), *_counted(counted), counts, n, warps=4)
     return values
 
 
-def _neurons(
+def _every_neuron(
     h: Tensor, gate: DeviceMatrix | None, up: DeviceMatrix, activation: ActivationKind, threshold: float,
-    up_activation: ActivationKind | None, selected: Tensor | None, rows: Tensor | None,
-    gate_bias: Tensor | None, up_bias: Tensor | None, counts: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The values, and, of few tokens where counts are wanted, what is still to be added to them (_count)."""
-    h, n_tokens = h.contiguous(), len(h)
-    if n_tokens > FEW_TOKENS:
-        return _all_neurons(
-            h, gate, up, activation, threshold, up_activation, selected, rows, gate_bias, up_bias, counts
-        ), None
-    values = _new(h, n_tokens, up.n_rows)
-    if n_tokens == 0 or up.n_rows == 0:
-        return values, None
-    tokens = _pow2(n_tokens)
-    stride, n_words = _row(up)
-    gate_stride, gate_words = (0, 0) if gate is None else _row(gate)
-    # With a predictor a program has one neuron; else several share what they read of h.
-    per_program = 1 if selected is not None else MATVEC_ROWS[tokens]
-    words = NEURON_WORDS[tokens] if selected is not None else MATVEC_WORDS
-    words = max(4, min(words, _pow2(max(n_words, gate_words))))
+    up_activation: ActivationKind | None, gate_bias: Tensor | None, up_bias: Tensor | None,
+    counts: Tensor | None,
+) -> tuple[Tensor, Counted | None]:  # fmt: skip
+    """The values of few tokens, [T, n], and, where counts are wanted, what is to be added to them."""
+    n_tokens = len(h)
+    values, tokens = _new(h, n_tokens, up.n_rows), _pow2(n_tokens)
+    per_program = MATVEC_ROWS[tokens]  # which share what they read of h
+    matrices, shape = _gate_and_up(gate, up)
+    words = max(4, min(MATVEC_WORDS, _pow2(max(shape[2], shape[4]))))
     programs = -(-up.n_rows // per_program)
     packed = None if counts is None else torch.empty(programs, dtype=torch.int32, device=h.device)
     launcher.launch(
         _neurons_kernel, (programs,),
-        h, values, selected, rows, packed, gate_bias, up_bias,
-        *((None,) * 5 if gate is None else _parts(gate)), *_parts(up),
-        n_tokens, up.n_rows, up.n_cols, gate_stride, gate_words, stride, n_words,
-        0 if selected is None else selected.shape[1], threshold, 0,
+        h, values, packed, gate_bias, up_bias, *matrices, n_tokens, up.n_rows, *shape, threshold, 0,
         GATE_TYPE=None if gate is None else FORMATS[gate.type], TYPE=FORMATS[up.type],
         KIND=ACTIVATIONS[activation], UP_KIND=ACTIVATIONS[up_activation],
         T=tokens, R=per_program, W=words, warps=4,
     )  # fmt: skip
-    return values, packed
+    return values, None if packed is None else Counted(packed, None)
+
+
+def _chosen(
+    h: Tensor, gate: DeviceMatrix | None, up: DeviceMatrix, activation: ActivationKind, threshold: float,
+    up_activation: ActivationKind | None, selected: Tensor, held: twins.Held | None,
+    gate_bias: Tensor | None, up_bias: Tensor | None,
+    values: Tensor, ids: Tensor | None, count: Tensor | None, is_counted: bool,
+) -> Counted | None:  # fmt: skip
+    """Writes the values of selected neurons of few tokens (_chosen_kernel); what the counts still lack."""
+    n_tokens, tokens = len(h), _pow2(len(h))
+    matrices, shape = _gate_and_up(gate, up)
+    words = max(4, min(NEURON_WORDS[tokens], _pow2(max(shape[2], shape[4]))))
+    packed = torch.empty(up.n_rows, dtype=torch.int32, device=h.device) if is_counted else None
+    n_bytes = selected.shape[1]
+    assert held is not None or n_bytes == -(-up.n_rows // 8), "a bit for each row"
+    launcher.launch(
+        _chosen_kernel, (min(up.n_rows, _n_resident(h.device)),),
+        h, values, selected, None if held is None else held.words, None if held is None else held.before,
+        ids, count, packed, gate_bias, up_bias, *matrices, n_tokens, up.n_rows, *shape, n_bytes, threshold, 0,
+        GATE_TYPE=None if gate is None else FORMATS[gate.type], TYPE=FORMATS[up.type],
+        KIND=ACTIVATIONS[activation], UP_KIND=ACTIVATIONS[up_activation],
+        T=tokens, W=words, S=max(32, _pow2(-(-n_bytes // 4))), warps=4,
+    )  # fmt: skip
+    return None if packed is None else Counted(packed, count)
+
+
+def _gate_and_up(
+    gate: DeviceMatrix | None, up: DeviceMatrix
+) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
+    """The matrices as the kernels read them; n_cols, and of each its stride and words."""
+    none: tuple[None, ...] = (None,) * 5
+    parts = (*(none if gate is None else _parts(gate)), *_parts(up))
+    return parts, (up.n_cols, *((0, 0) if gate is None else _row(gate)), *_row(up))
+
+
+def _n_resident(device: torch.device) -> int:
+    """Programs of _chosen_kernel that a device runs at a time; which of them has a neuron changes no bit."""
+    if device.type != "cuda":
+        return 64
+    return CHOSEN_PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _all_neurons(
     h: Tensor, gate: DeviceMatrix | None, up: DeviceMatrix, activation: ActivationKind, threshold: float,
-    up_activation: ActivationKind | None, selected: Tensor | None, rows: Tensor | None,
+    up_activation: ActivationKind | None, selected: Tensor | None, held: twins.Held | None,
     gate_bias: Tensor | None, up_bias: Tensor | None, counts: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Neurons of many tokens: nearly every row fires for one of them, so all are computed, then masked."""
     first, bias = (up, up_bias) if gate is None else (gate, gate_bias)
     value = twins.activate(linear(h, first, bias), activation, threshold)
-    chosen = None if selected is None else twins.unpack_bits(selected, up.n_rows, rows)
+    numbers = None if held is None else held.numbers
+    chosen = None if selected is None else twins.unpack_bits(selected, up.n_rows, numbers)
     if chosen is not None:
         value = torch.where(chosen, value, 0.0)
     fires = value != 0
@@ -1046,7 +1241,7 @@ def sparse_ffn(
     threshold: float = 0.0,
     up_activation: ActivationKind | None = None,
     selected: Tensor | None = None,
-    rows: Tensor | None = None,
+    held: twins.Held | None = None,
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
@@ -1055,10 +1250,22 @@ def sparse_ffn(
     out: Tensor | None = None,
 ) -> Tensor:
     """twins.sparse_ffn."""
-    values, packed = _neurons(
-        h, gate, up, activation, threshold, up_activation, selected, rows, gate_bias, up_bias, counts
+    h, n_tokens, n = h.contiguous(), len(h), up.n_rows
+    what = (activation, threshold, up_activation)
+    if n_tokens > FEW_TOKENS:
+        values = _all_neurons(h, gate, up, *what, selected, held, gate_bias, up_bias, counts)
+        return _linear_t(values, down_t, down_bias, residual, out)
+    if n_tokens == 0 or n == 0:
+        return _linear_t(_new(h, n_tokens, n), down_t, down_bias, residual, out)
+    if selected is None:
+        values, counted = _every_neuron(h, gate, up, *what, gate_bias, up_bias, counts)
+        return _linear_t(values, down_t, down_bias, residual, out, counted=counted, counts=counts)
+    values = _new(h, n_tokens, n)
+    ids, count = (torch.empty(size, dtype=torch.int32, device=h.device) for size in (n, 1))
+    counted = _chosen(
+        h, gate, up, *what, selected, held, gate_bias, up_bias, values, ids, count, counts is not None
     )
-    return _linear_t(values, down_t, down_bias, residual, out, packed, counts)
+    return _linear_t(values, down_t, down_bias, residual, out, ids, count, counted, counts)
 
 
 def sign_scores(x: Tensor, signs: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -11,6 +11,7 @@ more than it must. A step of twins is therefore not captured in a graph.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +50,33 @@ def activate(x: Tensor, kind: ActivationKind, threshold: float = 0.0) -> Tensor:
             return torch.relu(x).square()
         case "fatrelu":
             return torch.where(x >= threshold, x, 0.0)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Which neurons of a layer some matrices have rows of, in their order.
+
+    numbers: int32 [n], ascending. words: int32 [ceil(n_ff / 32)], bit i % 32 of word i // 32 for neuron i of
+    the layer; before: int32, how many are held before each word.
+    """
+
+    numbers: Tensor
+    words: Tensor
+    before: Tensor
+
+    @classmethod
+    def of(cls, numbers: np.ndarray, n_ff: int, place: Callable[[str, np.ndarray], Tensor]) -> Held:
+        """place: puts an array on the device, by the name of its field."""
+        bits = np.zeros(-(-n_ff // 32) * 32, np.uint8)
+        bits[numbers] = 1
+        words = np.packbits(bits, bitorder="little").view("<u4")
+        n_each = bits.reshape(-1, 32).sum(axis=1, dtype=np.int32)
+        arrays = {
+            "numbers": numbers.astype(np.int32),
+            "words": words.view(np.int32),
+            "before": np.cumsum(n_each, dtype=np.int32) - n_each,
+        }
+        return cls(**{name: place(name, array) for name, array in arrays.items()})
 
 
 def linear(
@@ -99,7 +127,7 @@ def neurons(
     threshold: float = 0.0,
     up_activation: ActivationKind | None = None,
     selected: Tensor | None = None,
-    rows: Tensor | None = None,
+    held: Held | None = None,
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     counts: Tensor | None = None,
@@ -108,12 +136,13 @@ def neurons(
 
     h: [T, n_cols]. Rows of gate and up are neurons; n = up.n_rows. activation, threshold: f;
     up_activation: g, None: identity. selected: uint8 [T, bytes], bit i % 8 of byte i // 8 says whether
-    neuron i is wanted; None: all are. rows: int32 [n], the number in `selected` of each row's neuron; None:
-    its own index. The up row of a neuron whose gate yields 0 for every token is not read.
+    neuron i is wanted; None: all are. held: the neurons of the rows; None: all of the layer's. The up row of
+    a neuron whose gate yields 0 for every token is not read.
     counts: int64 [N_COUNTS], is added to.
     """
     first = up if gate is None else gate
-    chosen = None if selected is None else unpack_bits(selected, up.n_rows, rows)
+    numbers = None if held is None else held.numbers
+    chosen = None if selected is None else unpack_bits(selected, up.n_rows, numbers)
     z = _products(h, first, up_bias if gate is None else gate_bias, chosen)
     value = activate(z, activation, threshold)
     if chosen is not None:
@@ -139,7 +168,7 @@ def sparse_ffn(
     threshold: float = 0.0,
     up_activation: ActivationKind | None = None,
     selected: Tensor | None = None,
-    rows: Tensor | None = None,
+    held: Held | None = None,
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
@@ -150,7 +179,7 @@ def sparse_ffn(
     """An FFN by neurons: `neurons`, then `linear_t` over those that are not 0. [T, down_t.n_cols]."""
     values = neurons(
         h, gate, up, activation=activation, threshold=threshold, up_activation=up_activation,
-        selected=selected, rows=rows, gate_bias=gate_bias, up_bias=up_bias, counts=counts,
+        selected=selected, held=held, gate_bias=gate_bias, up_bias=up_bias, counts=counts,
     )  # fmt: skip
     return linear_t(values, down_t, down_bias, residual, out)
 

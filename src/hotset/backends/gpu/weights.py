@@ -11,7 +11,7 @@ from torch import Tensor
 from hotset.backends.base import WeightSource
 from hotset.backends.gpu.arena import Arena
 from hotset.backends.gpu.matrix import DeviceMatrix
-from hotset.backends.gpu.twins import RopeTable
+from hotset.backends.gpu.twins import Held, RopeTable
 from hotset.formats.quants import dequantize, row_bytes
 from hotset.model.graph import Linear, Rope, SignScores, TransposedLinear
 
@@ -109,6 +109,10 @@ class DeviceWeights:
         if key not in self._kept:
             self._keep(key, self._arena.copy_of(torch.from_numpy(np.array(values))))
         return self._kept[key]  # type: ignore[return-value]
+
+    def held(self, layer: int, neurons: np.ndarray, n_ff: int) -> Held:
+        """The hot neurons of a layer, int64 [n], ascending."""
+        return Held.of(neurons, n_ff, lambda name, values: self.tensor((layer, "hot", name), values))
 
     def signs(self, op: SignScores) -> Tensor:
         """The packed signs of a matrix, uint8 [out.width, ceil(x.width / 8)]."""
