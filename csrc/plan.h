@@ -87,16 +87,29 @@ struct FfnCounts {
 class FfnCounters {
   public:
     void reset() {
-        for (auto& value : values_) value.store(0, std::memory_order_relaxed);
+        for (Line& line : lines_)
+            for (auto& value : line.values) value.store(0, std::memory_order_relaxed);
     }
-    void add(const FfnCounts& c) {
+    // thread: its index, lest threads wait for each other's cache line in every chunk.
+    void add(const FfnCounts& c, int thread = 0) {
         const int64_t more[] = {c.selected, c.active, c.gate_rows, c.up_rows, c.down_rows, c.left_out};
-        for (int i = 0; i < 6; i++) values_[i].fetch_add(more[i], std::memory_order_relaxed);
+        Line& line = lines_[thread % kLines];
+        for (int i = 0; i < 6; i++)
+            if (more[i]) line.values[i].fetch_add(more[i], std::memory_order_relaxed);
     }
-    FfnCounts get() const { return {values_[0], values_[1], values_[2], values_[3], values_[4], values_[5]}; }
+    FfnCounts get() const {
+        int64_t sums[6] = {};
+        for (const Line& line : lines_)
+            for (int i = 0; i < 6; i++) sums[i] += line.values[i];
+        return {sums[0], sums[1], sums[2], sums[3], sums[4], sums[5]};
+    }
 
   private:
-    std::atomic<int64_t> values_[6] = {};
+    static constexpr int kLines = 4;
+    struct alignas(64) Line {
+        std::atomic<int64_t> values[6] = {};
+    };
+    Line lines_[kLines];
 };
 
 class Op {

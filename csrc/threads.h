@@ -111,6 +111,8 @@ class Worker {
     // milliseconds, about once each.
     bool cancelled();
 
+    int index() const { return index_; }  // among the threads of its team
+
   private:
     friend class Team;
     void poll_at(int64_t now);

@@ -17,7 +17,7 @@ from hotset.model.config import config_from_gguf
 from hotset.model.cutoffs import CUTOFF_NAMES, LayerCutoffs
 from hotset.model.decoder import describe
 from hotset.placement import channels
-from hotset.placement.channels import ChannelPlan, ChannelRates, plan_channels
+from hotset.placement.channels import ChannelPlan, ChannelRates, Workload, plan_channels
 from hotset.sparsity.thresholds import Thresholds, default_path
 
 T = GGMLType
@@ -91,32 +91,42 @@ def test_types_without_channels_gain_nothing(tmp_path: Path) -> None:
 def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
 
-    def measure(n_threads: int) -> ChannelRates:
-        measured.append(n_threads)
+    def measure(n_threads: int, work: Workload) -> ChannelRates:
+        measured.append((n_threads, work.n_bytes))
         return ChannelRates(2e9, 1e9)
 
     monkeypatch.setattr(channels, "_measure", measure)
     path = tmp_path / "machine.json"
-    assert (
-        channels.channel_rates(3, path=path) == channels.channel_rates(3, path=path) == ChannelRates(2e9, 1e9)
-    )
-    assert measured == [3]
+    small, large = Workload(256, 1 << 20), Workload(4096, 1 << 27)
+    for _ in range(2):
+        assert channels.channel_rates(small, 3, path=path) == ChannelRates(2e9, 1e9)
+    channels.channel_rates(large, 3, path=path)
+    assert measured == [(3, 1 << 20), (3, 1 << 27)]
     known = json.loads(path.read_text())
     path.write_text(json.dumps({key: {"rows": "fast", "channels": -1} for key in known}))
-    channels.channel_rates(3, path=path)
-    assert measured == [3, 3]
+    channels.channel_rates(small, 3, path=path)
+    assert measured[2:] == [(3, 1 << 20)]
 
 
 def test_what_is_measured_is_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"_WIDTH": 256, "_N_MATRICES": 2, "_SECONDS": 0.001}.items():
-        monkeypatch.setattr(channels, name, value)
-    rates = channels._measure(1)
+    monkeypatch.setattr(channels, "_SECONDS", 0.001)
+    rates = channels._measure(1, Workload(256, 1 << 16))
     assert rates.rows > 0
     assert rates.channels > 0
 
 
+def test_rates_are_of_matrices_like_the_model_s(tmp_path: Path) -> None:
+    gguf = write(tmp_path, type=T.Q4_0, n_embd=512, n_ff=3000 // 32 * 32)
+    graph = describe(config_from_gguf(gguf), gguf.tensors, cutoffs=[EVERY, EVERY])
+    assert Workload.of(graph, gguf.tensors) == Workload(512, 4 << 20)
+    attention = describe(
+        config_from_gguf(gguf), gguf.tensors, cutoffs=[replace(LayerCutoffs(), attn_in=1.0)] * 2
+    )
+    assert Workload.of(attention, gguf.tensors).n_bytes == 1 << 20
+
+
 def test_loading_builds_what_gains_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "_measure", lambda n_threads: ChannelRates(1e9, 0.5e9))
+    monkeypatch.setattr(channels, "_measure", lambda n_threads, work: ChannelRates(1e9, 0.5e9))
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
     gguf = write(tmp_path, type=T.Q4_0)
     kept = [KEPT, {**KEPT, "attn_out": 0.1}]

@@ -14,7 +14,7 @@ from hotset.formats.gguf import GGUFFile, GGUFWriter, open_gguf
 from hotset.formats.quants import GGMLType, dequantize
 
 T = GGMLType
-N_IN, N_OUT = 96, 608  # tiles of which the last is narrower
+N_IN, N_OUT = 64, 4288  # tiles of which the last is narrower
 
 
 def written(folder: Path, data: np.ndarray, type_: GGMLType) -> GGUFFile:
@@ -35,7 +35,7 @@ def by_channel(folder: Path, gguf: GGUFFile) -> GGUFFile:
 def values_of(blocks: np.ndarray, type_: GGMLType) -> np.ndarray:
     """What a copy's bytes say, float32 [n_in, n_out], number by number."""
     out = np.empty((N_IN, N_OUT), np.float32)
-    n_heads, step, at = 2 if type_ == T.Q4_1 else 1, tile_of(type_, N_OUT), 0
+    n_heads, step, at = 2 if type_ == T.Q4_1 else 1, tile_of(N_OUT), 0
     for first in range(0, N_OUT, step):
         width = min(step, N_OUT - first)
         for group in range(N_IN // 32):

@@ -214,6 +214,19 @@ def test_where_it_does_not_pay_all_rows_are_read(tmp_path: Path, case: str) -> N
         assert (whole.gate_rows == 288).all()
 
 
+@pytest.mark.parametrize("type_", [T.Q4_0, T.Q8_0], ids=lambda t: t.name)
+def test_large_matrices_are_added_up_from_lanes(tmp_path: Path, type_: GGMLType) -> None:
+    """Of these a phase multiplies some lanes of a tile each, and another adds them up, gate and up too; by row
+    where too many channels are left."""
+    gguf = write(tmp_path, type=type_, n_embd=512, n_ff=4224, ranks=(32,))
+    ids, cut = tokens(4), np.ones(4, np.bool_)
+    for cutoffs in (LayerCutoffs(ffn_in=1.0, down_in=0.1), LayerCutoffs(ffn_in=0.1, down_in=0.1)):
+        expected = run(cpu(gguf, cutoffs, sparse=False), ids, cut)
+        for n_threads in (1, 2, 9):
+            found = cpu(gguf, cutoffs, n_threads=n_threads, channel_rate=0.8)
+            np.testing.assert_array_equal(run(found, ids, cut, [1, 2, 3]), expected)
+
+
 @pytest.mark.parametrize("type_", [T.Q8_0, T.Q4_0, T.Q4_1], ids=lambda t: t.name)
 def test_channels_of_what_is_cut_are_not_read(tmp_path: Path, type_: GGMLType) -> None:
     gguf = write(tmp_path, type=type_)
@@ -338,7 +351,7 @@ def test_what_is_scored_is_a_prompt_unless_it_counts_as_an_answer(tmp_path: Path
 @pytest.fixture(autouse=True)
 def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine that reads channels as quickly as rows, and nothing is kept of it."""
-    monkeypatch.setattr(channels, "_measure", lambda n_threads: channels.ChannelRates(1e9, 1e9))
+    monkeypatch.setattr(channels, "_measure", lambda n_threads, work: channels.ChannelRates(1e9, 1e9))
     monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
 
 

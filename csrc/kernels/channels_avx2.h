@@ -25,12 +25,14 @@ inline __m256i add_nibbles(__m256i sums, __m256i nibbles, __m256i q) {
 }
 
 // sums[v] holds 4 v .. 4 v + 3 of each of two groups of 16; they go to `out` and `out + stride`.
-inline void store_groups(const __m256i* sums, int32_t* out, int stride) {
+inline void store_groups(const int32_t* sums, int32_t* out, int stride) {
+    __m256i of[4];
+    for (int v = 0; v < 4; v++) of[v] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(sums) + v);
     auto at = [](int32_t* p) { return reinterpret_cast<__m256i*>(p); };
-    _mm256_storeu_si256(at(out), _mm256_permute2x128_si256(sums[0], sums[1], 0x20));
-    _mm256_storeu_si256(at(out + 8), _mm256_permute2x128_si256(sums[2], sums[3], 0x20));
-    _mm256_storeu_si256(at(out + stride), _mm256_permute2x128_si256(sums[0], sums[1], 0x31));
-    _mm256_storeu_si256(at(out + stride + 8), _mm256_permute2x128_si256(sums[2], sums[3], 0x31));
+    _mm256_storeu_si256(at(out), _mm256_permute2x128_si256(of[0], of[1], 0x20));
+    _mm256_storeu_si256(at(out + 8), _mm256_permute2x128_si256(of[2], of[3], 0x20));
+    _mm256_storeu_si256(at(out + stride), _mm256_permute2x128_si256(of[0], of[1], 0x31));
+    _mm256_storeu_si256(at(out + stride + 8), _mm256_permute2x128_si256(of[2], of[3], 0x31));
 }
 
 // 32 bytes of a row, or its last 16.
@@ -39,36 +41,41 @@ inline __m256i row_bytes(const uint8_t* p, bool whole) {
     return _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 
-template <bool kFour>
-inline void channel_dots(const ChannelBlock& block, const ChannelBlock& ahead, int n_cols, int32_t start,
-                         int32_t isum, int32_t* dots) {
+template <bool kFour, bool kFetch>
+inline void add_quad(const ChannelQuad& here, const ChannelQuad& ahead, uint32_t quad, int n_cols, bool first,
+                     int32_t start, int32_t* sums) {
     constexpr int kColumns = kFour ? 64 : 32;  // of 32 bytes
-    const __m256i nibble = _mm256_set1_epi8(15);
-    for (int j = 0; j < 4 * ahead.n_quads; j++)
-        for (int line = 0; line < n_cols * 32 / kColumns; line += 64) V::fetch(ahead.row(j) + line);
+    const __m256i nibble = _mm256_set1_epi8(15), q = _mm256_set1_epi32(int32_t(quad));
     for (int c = 0; c < n_cols; c += kColumns) {
-        __m256i low[4], high[4];
-        for (int v = 0; v < 4; v++) low[v] = high[v] = _mm256_set1_epi32(kFour ? start : 0);
-        for (int j = 0; j < block.n_quads; j++) {
-            __m256i row[4], codes[4];
-            for (int i = 0; i < 4; i++)
-                row[i] = row_bytes(block.row(4 * j + i) + c * 32 / kColumns, n_cols - c >= kColumns);
-            interleave(row, codes);
-            const __m256i q = _mm256_set1_epi32(int32_t(block.quads[j]));
-            for (int v = 0; v < 4; v++) {
-                if constexpr (!kFour) codes[v] = _mm256_xor_si256(codes[v], _mm256_set1_epi8(-128));
-                low[v] = add_nibbles(low[v], _mm256_and_si256(codes[v], nibble), q);
-                high[v] = add_nibbles(high[v], _mm256_and_si256(_mm256_srli_epi16(codes[v], 4), nibble), q);
+        const int at = c * 32 / kColumns;
+        __m256i row[4], codes[4];
+        for (int i = 0; i < 4; i++) {
+            row[i] = row_bytes(here.row[i] + at, n_cols - c >= kColumns);
+            if (kFetch && at % 64 == 0) V::fetch(ahead.row[i] + at);
+        }
+        interleave(row, codes);
+        __m256i* to = reinterpret_cast<__m256i*>(sums + c);
+        auto before = [&](int v) { return first ? _mm256_set1_epi32(start) : _mm256_loadu_si256(to + v); };
+        for (int v = 0; v < 4; v++) {
+            if constexpr (!kFour) codes[v] = _mm256_xor_si256(codes[v], _mm256_set1_epi8(-128));
+            const __m256i low = _mm256_and_si256(codes[v], nibble);
+            const __m256i high = _mm256_and_si256(_mm256_srli_epi16(codes[v], 4), nibble);
+            if constexpr (kFour) {
+                _mm256_storeu_si256(to + v, add_nibbles(before(v), low, q));
+                _mm256_storeu_si256(to + 4 + v, add_nibbles(before(4 + v), high, q));
+            } else {
+                const __m256i of_high = add_nibbles(_mm256_setzero_si256(), high, q);
+                _mm256_storeu_si256(
+                    to + v, _mm256_add_epi32(add_nibbles(before(v), low, q), _mm256_slli_epi32(of_high, 4)));
             }
         }
-        if constexpr (kFour) {
-            store_groups(low, dots + c, 32);
-            store_groups(high, dots + c + 16, 32);
-        } else {  // of codes + 128, which are not below zero
-            const __m256i offset = _mm256_set1_epi32(int32_t(uint32_t(start) - 128u * uint32_t(isum)));
-            for (int v = 0; v < 4; v++)
-                low[v] = _mm256_add_epi32(_mm256_add_epi32(low[v], offset), _mm256_slli_epi32(high[v], 4));
-            store_groups(low, dots + c, 16);
-        }
+    }
+}
+
+template <bool kFour>
+inline void order_sums(const int32_t* sums, int32_t* dots) {
+    for (int c = 0; c < kChannelColumns; c += kFour ? 64 : 32) {
+        store_groups(sums + c, dots + c, kFour ? 32 : 16);
+        if (kFour) store_groups(sums + c + 32, dots + c + 16, 32);
     }
 }

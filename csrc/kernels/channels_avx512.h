@@ -27,55 +27,42 @@ inline void transpose_groups(__m512i* sums) {
     sums[3] = _mm512_shuffle_i32x4(c, d, 0xdd);
 }
 
+template <bool kFour, bool kFetch>
+inline void add_quad(const ChannelQuad& here, const ChannelQuad& ahead, uint32_t quad, int n_cols, bool first,
+                     int32_t start, int32_t* sums) {
+    constexpr int kColumns = kFour ? 128 : 64;  // of 64 bytes
+    const __m512i nibble = _mm512_set1_epi8(15), q = _mm512_set1_epi32(int32_t(quad));
+    for (int c = 0; c < n_cols; c += kColumns) {
+        const int at = c * 64 / kColumns, left = imin(kColumns, n_cols - c) * 64 / kColumns;
+        const __mmask64 some = ~uint64_t(0) >> (64 - left);
+        __m512i row[4], codes[4];
+        for (int i = 0; i < 4; i++) {
+            row[i] = _mm512_maskz_loadu_epi8(some, here.row[i] + at);
+            if (kFetch) V::fetch(ahead.row[i] + at);
+        }
+        interleave(row, codes);
+        auto add = [&](int32_t* to, __m512i of) {
+            const __m512i before = first ? _mm512_set1_epi32(start) : _mm512_loadu_si512(to);
+            _mm512_storeu_si512(to, _mm512_dpbusd_epi32(before, of, q));
+        };
+        for (int v = 0; v < 4; v++) {
+            if constexpr (kFour) {
+                add(sums + c + 16 * v, _mm512_and_si512(codes[v], nibble));
+                add(sums + c + 64 + 16 * v, _mm512_and_si512(_mm512_srli_epi16(codes[v], 4), nibble));
+            } else {
+                add(sums + c + 16 * v, _mm512_xor_si512(codes[v], _mm512_set1_epi8(-128)));
+            }
+        }
+    }
+}
+
 template <bool kFour>
-inline void channel_dots(const ChannelBlock& block, const ChannelBlock& ahead, int n_cols, int32_t start,
-                         int32_t isum, int32_t* dots) {
-    if constexpr (kFour) {
-        const __mmask64 some = ~uint64_t(0) >> (64 - n_cols / 2);
-        __m512i low[4], high[4];
-        for (int v = 0; v < 4; v++) low[v] = high[v] = _mm512_set1_epi32(start);
-        for (int j = 0; j < block.n_quads; j++) {
-            __m512i row[4], codes[4];
-            for (int i = 0; i < 4; i++) row[i] = _mm512_maskz_loadu_epi8(some, block.row(4 * j + i));
-            if (j < ahead.n_quads)
-                for (int i = 0; i < 4; i++) V::fetch(ahead.row(4 * j + i));
-            interleave(row, codes);
-            const __m512i q = _mm512_set1_epi32(int32_t(block.quads[j]));
-            const __m512i nibble = _mm512_set1_epi8(15);
-            for (int v = 0; v < 4; v++) {
-                low[v] = _mm512_dpbusd_epi32(low[v], _mm512_and_si512(codes[v], nibble), q);
-                high[v] =
-                    _mm512_dpbusd_epi32(high[v], _mm512_and_si512(_mm512_srli_epi16(codes[v], 4), nibble), q);
-            }
-        }
-        for (int j = block.n_quads; j < ahead.n_quads; j++)
-            for (int i = 0; i < 4; i++) V::fetch(ahead.row(4 * j + i));
-        transpose_groups(low);
-        transpose_groups(high);
-        for (int g = 0; g < 4; g++) {
-            _mm512_store_si512(dots + 32 * g, low[g]);
-            _mm512_store_si512(dots + 32 * g + 16, high[g]);
-        }
-    } else {
-        for (int c = 0; c < n_cols; c += 64) {
-            const __mmask64 some = ~uint64_t(0) >> (n_cols - c < 64 ? 32 : 0);
-            __m512i sums[4];  // of codes + 128, which are not below zero
-            for (int v = 0; v < 4; v++)
-                sums[v] = _mm512_set1_epi32(int32_t(uint32_t(start) - 128u * uint32_t(isum)));
-            for (int j = 0; j < block.n_quads; j++) {
-                __m512i row[4], codes[4];
-                for (int i = 0; i < 4; i++) row[i] = _mm512_maskz_loadu_epi8(some, block.row(4 * j + i) + c);
-                if (j < ahead.n_quads)
-                    for (int i = 0; i < 4; i++) V::fetch(ahead.row(4 * j + i) + c);
-                interleave(row, codes);
-                const __m512i q = _mm512_set1_epi32(int32_t(block.quads[j])), sign = _mm512_set1_epi8(-128);
-                for (int v = 0; v < 4; v++)
-                    sums[v] = _mm512_dpbusd_epi32(sums[v], _mm512_xor_si512(codes[v], sign), q);
-            }
-            for (int j = block.n_quads; j < ahead.n_quads; j++)
-                for (int i = 0; i < 4; i++) V::fetch(ahead.row(4 * j + i) + c);
-            transpose_groups(sums);
-            for (int g = 0; g < 4; g++) _mm512_store_si512(dots + c + 16 * g, sums[g]);
-        }
+inline void order_sums(const int32_t* sums, int32_t* dots) {
+    for (int half = 0; half < 2; half++) {
+        __m512i of[4];
+        for (int v = 0; v < 4; v++) of[v] = _mm512_loadu_si512(sums + 64 * half + 16 * v);
+        transpose_groups(of);
+        for (int g = 0; g < 4; g++)
+            _mm512_storeu_si512(dots + (kFour ? 32 * g + 16 * half : 64 * half + 16 * g), of[g]);
     }
 }

@@ -19,32 +19,39 @@ inline void interleave(const uint8x16_t* row, uint8x16_t* out) {
     out[3] = vreinterpretq_u8_u16(vzip2q_u16(ab1, cd1));
 }
 
-template <bool kFour>
-inline void channel_dots(const ChannelBlock& block, const ChannelBlock& ahead, int n_cols, int32_t start,
-                         int32_t, int32_t* dots) {
+template <bool kFour, bool kFetch>
+inline void add_quad(const ChannelQuad& here, const ChannelQuad& ahead, uint32_t quad, int n_cols, bool first,
+                     int32_t start, int32_t* sums) {
     constexpr int kColumns = kFour ? 32 : 16;  // of 16 bytes
-    for (int j = 0; j < 4 * ahead.n_quads; j++)
-        for (int line = 0; line < n_cols * 16 / kColumns; line += 64) V::fetch(ahead.row(j) + line);
+    const uint8x16_t nibble = vdupq_n_u8(15);
+    const int8x16_t q = vreinterpretq_s8_u32(vdupq_n_u32(quad));
+    // code + 128 as a signed byte is code, and what is added for it: 128 times the sum of the quad's bytes.
+    const int32_t sum = int8_t(quad) + int8_t(quad >> 8) + int8_t(quad >> 16) + int8_t(quad >> 24);
+    const int32x4_t offset = vdupq_n_s32(kFour ? 0 : 128 * sum);
     for (int c = 0; c < n_cols; c += kColumns) {
-        int32x4_t low[4], high[4];
-        for (int v = 0; v < 4; v++) low[v] = high[v] = vdupq_n_s32(start);
-        for (int j = 0; j < block.n_quads; j++) {
-            uint8x16_t row[4], codes[4];
-            for (int i = 0; i < 4; i++) row[i] = vld1q_u8(block.row(4 * j + i) + c * 16 / kColumns);
-            interleave(row, codes);
-            const int8x16_t q = vreinterpretq_s8_u32(vdupq_n_u32(block.quads[j]));
-            for (int v = 0; v < 4; v++) {
-                if constexpr (kFour) {
-                    low[v] = vdotq_s32(low[v], vreinterpretq_s8_u8(vandq_u8(codes[v], vdupq_n_u8(15))), q);
-                    high[v] = vdotq_s32(high[v], vreinterpretq_s8_u8(vshrq_n_u8(codes[v], 4)), q);
-                } else {
-                    low[v] = vdotq_s32(low[v], vreinterpretq_s8_u8(codes[v]), q);
-                }
+        const int at = c * 16 / kColumns;
+        uint8x16_t row[4], codes[4];
+        for (int i = 0; i < 4; i++) {
+            row[i] = vld1q_u8(here.row[i] + at);
+            if (kFetch && at % 64 == 0) V::fetch(ahead.row[i] + at);
+        }
+        interleave(row, codes);
+        auto add = [&](int32_t* to, uint8x16_t of) {
+            const int32x4_t before = first ? vdupq_n_s32(start) : vld1q_s32(to);
+            vst1q_s32(to, vdotq_s32(vaddq_s32(before, offset), vreinterpretq_s8_u8(of), q));
+        };
+        for (int v = 0; v < 4; v++) {
+            if constexpr (kFour) {
+                add(sums + c + 4 * v, vandq_u8(codes[v], nibble));
+                add(sums + c + 16 + 4 * v, vshrq_n_u8(codes[v], 4));
+            } else {
+                add(sums + c + 4 * v, codes[v]);
             }
         }
-        for (int v = 0; v < 4; v++) {
-            vst1q_s32(dots + c + 4 * v, low[v]);
-            if constexpr (kFour) vst1q_s32(dots + c + 16 + 4 * v, high[v]);
-        }
     }
+}
+
+template <bool kFour>
+inline void order_sums(const int32_t* sums, int32_t* dots) {
+    for (int c = 0; c < kChannelColumns; c += 4) vst1q_s32(dots + c, vld1q_s32(sums + c));
 }

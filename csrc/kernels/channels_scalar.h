@@ -7,16 +7,21 @@ inline V load_i32(const int32_t* p) {
     return r;
 }
 
-template <bool kFour>
-void channel_dots(const ChannelBlock& block, const ChannelBlock&, int n_cols, int32_t start, int32_t,
-                  int32_t* dots) {
+template <bool kFour, bool kFetch>
+void add_quad(const ChannelQuad& here, const ChannelQuad&, uint32_t q, int n_cols, bool first, int32_t start,
+              int32_t* sums) {
     for (int c = 0; c < n_cols; c++) {
-        uint32_t sum = uint32_t(start);
-        for (int j = 0; j < 4 * block.n_quads; j++) {
-            const uint8_t* row = block.row(j);
-            const int code = kFour ? (row[c / 32 * 16 + c % 16] >> c % 32 / 16 * 4) & 15 : int8_t(row[c]);
-            sum += uint32_t(code * int8_t(block.quads[j / 4] >> j % 4 * 8));
+        uint32_t sum = uint32_t(first ? start : sums[c]);
+        for (int i = 0; i < 4; i++) {
+            const uint8_t* row = here.row[i];
+            const int code = kFour ? (row[c / 32 * 16 + c % 16] >> c % 32 / 16 * 4) & 15 : row[c] ^ 128;
+            sum += uint32_t(code * int8_t(q >> i * 8));
         }
-        dots[c] = int32_t(sum);
+        sums[c] = int32_t(sum);
     }
+}
+
+template <bool kFour>
+void order_sums(const int32_t* sums, int32_t* dots) {
+    for (int c = 0; c < kChannelColumns; c++) dots[c] = sums[c];
 }

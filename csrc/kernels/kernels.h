@@ -77,6 +77,12 @@ struct ChannelMatrix {
     HOTSET_INLINE int64_t code_bytes(int64_t n) const { return type == Type::Q8_0 ? n : n / 2; }
 };
 
+// The order in which the sixteen lanes of a sum are done with, so that few are open at a time and some can be
+// added up apart from the others: 8 to 0, 12 to 4, those two to each other, and so on, as kernels of rows do
+// with all of them at the end. A turn is a place in this order.
+constexpr int kLaneOrder[16] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};
+constexpr int kOpenLanes = 5;
+
 // Which channels of one quantised token are not zero: four by four, block by block. Blocks are filled up with
 // zeros to two sizes only, lest the kernels' loops end where no processor foresees it: to multiply is cheap,
 // and a channel that is there twice is read once.
@@ -87,12 +93,14 @@ struct ActiveChannels {
         int32_t index;       // of 32 channels
         int32_t first_quad;  // in quads, and a quarter of that in channels
         int32_t n_quads;
+        int32_t n_channels;  // of these, without those that fill up
     };
-    Block* blocks;      // those whose scale is not zero, in order
+    Block* blocks;      // those whose scale is not zero, lane by lane, as kLaneOrder has these
     int32_t* channels;  // [4 * quads], each as its place in its block
     uint32_t* quads;    // codes of four channels, a byte each
     int32_t n_blocks;
     int32_t n_channels;
+    int32_t first_of[17];  // the first block of each turn
 
     static HOTSET_INLINE size_t bytes(int64_t k) {
         return size_t(k / 32 + 1) * (sizeof(Block) + 32 * 4 + 8 * 4);
@@ -109,44 +117,48 @@ struct ActiveChannels {
         int8_t* const bytes = reinterpret_cast<int8_t*>(quads);  // of each listed channel
         int32_t* const places = channels;
         int32_t n = 0;  // channels listed so far, with those that fill up
-        for (int32_t b = 0; b < x.k / 32; b++) {
-            if (x.scale[b] == 0.0f) continue;
-            const int32_t first = n;
-            for (int half = 0; half < 2; half++) {
-                const int8_t* codes = x.q + b / 4 * kGroup + half * 64 + b % 4 * 16;
-                for (int i = 0; i < 16; i++) {  // without a branch that nobody could foresee
-                    places[n] = half * 16 + i;
-                    bytes[n] = codes[i];
-                    n += codes[i] != 0;
+        for (int turn = 0; turn < 16; turn++) {
+            first_of[turn] = n_blocks;
+            for (int32_t b = kLaneOrder[turn]; b < x.k / 32; b += 16) {
+                if (x.scale[b] == 0.0f) continue;
+                const int32_t first = n;
+                for (int half = 0; half < 2; half++) {
+                    const int8_t* codes = x.q + b / 4 * kGroup + half * 64 + b % 4 * 16;
+                    for (int i = 0; i < 16; i++) {  // without a branch that nobody could foresee
+                        places[n] = half * 16 + i;
+                        bytes[n] = codes[i];
+                        n += codes[i] != 0;
+                    }
                 }
+                const int32_t listed = n - first;
+                n_channels += listed;
+                const int32_t end = listed ? first + (listed > kFewChannels ? 32 : kFewChannels) : n;
+                for (; n < end; n++) {
+                    places[n] = places[n - 1];
+                    bytes[n] = 0;
+                }
+                blocks[n_blocks++] = {b, first / 4, (n - first) / 4, listed};
             }
-            n_channels += n - first;
-            const int32_t end = n == first ? n : first + (n - first > kFewChannels ? 32 : kFewChannels);
-            for (; n < end; n++) {
-                places[n] = places[n - 1];
-                bytes[n] = 0;
-            }
-            blocks[n_blocks++] = {b, first / 4, (n - first) / 4};
         }
+        first_of[16] = n_blocks;
     }
 };
 
-// Some channels of a block, as a kernel reads them: `stride` bytes from one to the next, the first output of
-// the first channel at `at`.
-struct ChannelBlock {
-    const uint8_t* at;
-    int64_t stride;
-    const int32_t* channels;
-    const uint32_t* quads;
-    int n_quads;
-
-    HOTSET_INLINE const uint8_t* row(int j) const { return at + channels[j] * stride; }
+// Four channels of a block, as a kernel reads them: codes of the first output of each.
+struct ChannelQuad {
+    const uint8_t* row[4];
 };
 
-// out[c] = dot(row first_col + col0 + c, the token) for c < n_cols, as LinearKernel gives it. col0 and n_cols
-// are multiples of 32. lanes: [16][n_cols], private to the thread. x: of one token, which `active` lists.
+// out[c] = what `n_turns` lanes from `turn` on add up to of dot(row first_col + col0 + c, the token), for
+// c < n_cols; of all sixteen it is what LinearKernel gives. col0 and n_cols are multiples of 32, n_turns is a
+// power of two and turn a multiple of it; sums of parts are added pair by pair, in order. scratch:
+// channel_scratch_floats(n_cols), private to the thread. x: of one token, which `active` lists.
 using ChannelKernel = void (*)(const ChannelMatrix& w, const ActiveChannels& active, const Inputs& x,
-                               int64_t col0, int64_t n_cols, float* lanes, float* out);
+                               int64_t col0, int64_t n_cols, int turn, int n_turns, float* scratch,
+                               float* out);
+constexpr int64_t channel_scratch_floats(int64_t n_cols) {
+    return (kOpenLanes + 1) * ((n_cols + 127) / 128 * 128);
+}
 constexpr int kChannelColumns = 128;  // that are computed at a time
 
 // out[j] = dot(rows[j], token t) for j < n, where rows[j] is a row of w. The rows may lie anywhere; while one

@@ -110,7 +110,7 @@ class Axpy : public Op {
         std::copy_n(sums, cols(), shared_sums(chunk));
         FfnCounts counts;
         counts.down_rows = n;
-        counters.add(counts);
+        counters.add(counts, worker.index());
         worker.end_commit();
     }
 
@@ -223,7 +223,7 @@ class Axpy : public Op {
         if (!worker.begin_commit()) return;
         const Buffer& out = plan_.buffer(part_.out);
         for (int t = 0; t < n; t++) std::copy_n(sums + t * count, count, out.row(t) + first);
-        counters.add(counts);
+        counters.add(counts, worker.index());
         worker.end_commit();
     }
 

@@ -3,7 +3,6 @@
 // result is the same to the bit, so that nobody need know which it was.
 #include <algorithm>
 #include <memory>
-#include <new>
 
 #include "channel_input.h"
 #include "linear_tail.h"
@@ -11,8 +10,12 @@
 namespace hotset {
 namespace {
 
-constexpr int64_t kFewestColumns = 256;  // of a chunk of a part that has no copy
+constexpr int64_t kSplitBytes = 2 << 20;  // of weights: from here on a phase more costs less than it gains
+constexpr int kLanes = 16;
 
+// One phase, a chunk being some outputs; of large matrices two. The first multiplies, a chunk being a tile,
+// or what some of the lanes add to it: so many threads read long pieces of memory, as channels are side by
+// side in a tile. The second adds up the lanes, a chunk being some outputs.
 class ChannelLinear : public Op {
   public:
     ChannelLinear(const Plan& plan, int x, Norm norm, std::vector<LinearPart> parts,
@@ -25,24 +28,35 @@ class ChannelLinear : public Op {
           residual_(residual < 0 ? nullptr : &plan.buffer(residual)),
           tail_(tail) {
         several_->counted = &counters;
-        for (const LinearPart& part : parts_) input_.serves(part.weight);
-        for (size_t p = 0; p < n_column_parts(); p++) columns_.push_back(chunk_columns(p));
+        int64_t bytes = 0;
+        for (const LinearPart& part : parts_) {
+            input_.serves(part.weight);
+            bytes += int64_t(part.weight.rows) * int64_t(part.weight.row_bytes);
+        }
+        in_two_ = bytes >= kSplitBytes;
+        for (size_t p = 0; p < parts_.size(); p++) pieces_.push_back(pieces_of(p));
     }
 
     int n_phases(const StepTokens& step) const override {
-        return is_one(step) ? 1 : several_->n_phases(step);
+        return is_one(step) ? 1 + in_two_ : several_->n_phases(step);
     }
     int n_chunks(int phase, const StepTokens& step) const override {
         if (!is_one(step)) return several_->n_chunks(phase, step);
         int chunks = 0;
-        for (size_t p = 0; p < n_column_parts(); p++) chunks += part_chunks(p);
+        const bool multiplies = in_two_ && phase == 0;
+        for (size_t p = 0; p < (multiplies ? parts_.size() : n_results()); p++)
+            chunks += multiplies ? pieces_[p].chunks() : result_chunks(p);
         return chunks;
     }
     void run(int phase, int chunk, const StepTokens& step, Worker& worker) const override {
         if (!is_one(step)) return several_->run(phase, chunk, step, worker);
         size_t p = 0;
-        while (chunk >= part_chunks(p)) chunk -= part_chunks(p++);
-        multiply(p, chunk * columns_[p], step, worker);
+        if (in_two_ && phase == 0) {
+            while (chunk >= pieces_[p].chunks()) chunk -= pieces_[p++].chunks();
+            return multiply_piece(p, chunk, step, worker);
+        }
+        while (chunk >= result_chunks(p)) chunk -= result_chunks(p++);
+        finish(p, chunk * result_columns(p), step, worker);
     }
     bool prefetch(int phase, int chunk, int piece, const StepTokens& step) const override {
         return !is_one(step) && several_->prefetch(phase, chunk, piece, step);
@@ -51,51 +65,138 @@ class ChannelLinear : public Op {
     Needs needs() const override {
         Needs needs = several_->needs();
         const Needs one = input_.needs();
-        const int64_t most = *std::max_element(columns_.begin(), columns_.end());
-        needs.result_floats = std::max({needs.result_floats, one.result_floats, size_t(18 * most)});
+        for (size_t p = 0; p < parts_.size(); p++) {
+            const int64_t most = std::max(pieces_[p].columns, result_columns(p));
+            needs.result_floats =
+                std::max(needs.result_floats, size_t(2 * most + channel_scratch_floats(most)));
+        }
+        needs.result_floats = std::max(needs.result_floats, one.result_floats);
         needs.input_width = std::max(needs.input_width, one.input_width);
         needs.private_bytes = std::max(needs.private_bytes, one.private_bytes);
+        if (in_two_) needs.shared_bytes = std::max(needs.shared_bytes, shared_floats() * sizeof(float));
         return needs;
     }
 
   private:
+    // How a part is multiplied in a phase of its own: some outputs, of some of the lanes.
+    struct Pieces {
+        int64_t columns;
+        int tiles, splits;
+
+        int chunks() const { return tiles * splits; }
+    };
+
     bool gated() const { return tail_.kind == LinearTail::Gated; }
     bool is_one(const StepTokens& step) const { return input_.n_tokens(step) == 1; }
-    size_t n_column_parts() const { return gated() ? 1 : parts_.size(); }  // gate and up go together
-    int part_chunks(size_t p) const { return ceil_div(parts_[p].weight.rows, columns_[p]); }
-    // A tile, which lies side by side in memory, or less where there are more threads than tiles.
-    int64_t chunk_columns(size_t p) const {
-        const ChannelMatrix& copy = gated() && !channels_[p].data ? channels_[1] : channels_[p];
-        const int64_t share = ceil_div(parts_[p].weight.rows, plan_.n_threads() * kChannelColumns);
-        return std::min(share * kChannelColumns, copy.data ? copy.tile : kFewestColumns);
+    size_t n_results() const { return gated() ? 1 : parts_.size(); }  // gate and up go together
+    int64_t rows(size_t p) const { return parts_[p].weight.rows; }
+
+    Pieces pieces_of(size_t p) const {
+        const int64_t wanted = 2 * plan_.n_threads();
+        const int64_t most =
+            ceil_div(rows(p), ceil_div(wanted, kLanes));  // that leave enough for all threads
+        const int64_t tile = channels_[p].data ? channels_[p].tile : rows(p);
+        const int64_t columns = std::min(tile, (most + 31) / 32 * 32);
+        const int tiles = ceil_div(rows(p), columns);
+        int splits = 1;
+        while (splits < kLanes && tiles * splits < wanted) splits *= 2;
+        return {columns, tiles, splits};
+    }
+    int64_t result_columns(size_t p) const {
+        const int64_t share = ceil_div(rows(p), plan_.n_threads() * kChannelColumns) * kChannelColumns;
+        return in_two_ ? share : std::min(share, channels_[p].data ? channels_[p].tile : share);
+    }
+    int result_chunks(size_t p) const { return ceil_div(rows(p), result_columns(p)); }
+
+    // What a part's pieces add up to lies in shared memory: how many sums there are of each output, then
+    // these.
+    float* shared_of(size_t p) const {
+        float* at = reinterpret_cast<float*>(plan_.shared());
+        for (size_t q = 0; q < p; q++) at += 16 + pieces_[q].splits * rows(q);
+        return at;
+    }
+    size_t shared_floats() const {
+        size_t floats = 0;
+        for (size_t p = 0; p < parts_.size(); p++) floats += 16 + pieces_[p].splits * rows(p);
+        return floats;
     }
 
-    void multiply(size_t p, int64_t first, const StepTokens& step, Worker& worker) const {
+    void multiply_piece(size_t p, int chunk, const StepTokens& step, Worker& worker) const {
         const Kernels& kernels = plan_.kernels();
         const ChannelInput::One in = input_.one(step, worker);
-        const LinearPart& part = parts_[p];
-        const int64_t last = std::min(first + columns_[p], part.weight.rows), count = last - first;
-        float *results = worker.results.as<float>(), *up = results + columns_[p], *lanes = up + columns_[p];
+        const Matrix& w = parts_[p].weight;
+        const Pieces& pieces = pieces_[p];
+        const int splits = pieces.splits, split = chunk % splits;
+        int64_t first = chunk / splits * pieces.columns, last = std::min(first + pieces.columns, w.rows);
+        float *results = worker.results.as<float>(), *scratch = results + pieces.columns;
         FfnCounts counts;
-        auto product = [&](size_t of, float* out) {
-            const LinearPart& its = parts_[of];
-            if (in.pays(channels_[of])) {
-                kernels.channel_linear[int(its.weight.type)](channels_[of], *in.active, in.inputs, first,
-                                                             count, lanes, out);
-                counts.left_out += in.left_out(channels_[of], count);
-            } else {
-                kernels.linear[int(its.weight.type)](its.weight, first, last, in.inputs, 0, 1, out, count,
-                                                     worker.kernel_scratch.data());
-            }
-            add_bias(kernels, its.bias, first, 1, count, out);
-        };
-        product(p, results);
-        if (gated()) product(1, up);
+        const bool by_channel = in.pays(channels_[p]);
+        if (by_channel) {
+            kernels.channel_linear[int(w.type)](channels_[p], *in.active, in.inputs, first, last - first,
+                                                split * kLanes / splits, kLanes / splits, scratch, results);
+            counts.left_out = split ? 0 : in.left_out(channels_[p], last - first);
+        } else {  // a share of the rows
+            const int64_t begin = first, count = last - first;
+            first = begin + count * split / splits, last = begin + count * (split + 1) / splits;
+            kernels.linear[int(w.type)](w, first, last, in.inputs, 0, 1, results, last - first,
+                                        worker.kernel_scratch.data());
+        }
+        if (!worker.begin_commit()) return;
+        float* shared = shared_of(p);
+        if (chunk == 0) shared[0] = float(by_channel ? splits : 1);
+        std::copy_n(results, last - first, shared + 16 + (by_channel ? split * w.rows : 0) + first);
+        counters.add(counts, worker.index());
+        worker.end_commit();
+    }
+
+    // The products of `count` outputs of a part from `first` on.
+    void product(size_t p, int64_t first, int64_t count, const ChannelInput::One* in, Worker& worker,
+                 float* scratch, float* out, FfnCounts& counts) const {
+        const Kernels& kernels = plan_.kernels();
+        const LinearPart& part = parts_[p];
+        if (!in) {
+            const float* shared = shared_of(p);
+            // A late thread may read anything here.
+            const int splits = shared[0] == float(pieces_[p].splits) ? pieces_[p].splits : 1;
+            fold(kernels, shared + 16 + first, part.weight.rows, splits, count, scratch, out);
+        } else if (in->pays(channels_[p])) {
+            kernels.channel_linear[int(part.weight.type)](channels_[p], *in->active, in->inputs, first, count,
+                                                          0, kLanes, scratch, out);
+            counts.left_out += in->left_out(channels_[p], count);
+        } else {
+            kernels.linear[int(part.weight.type)](part.weight, first, first + count, in->inputs, 0, 1, out,
+                                                  count, worker.kernel_scratch.data());
+        }
+        add_bias(kernels, part.bias, first, 1, count, out);
+    }
+
+    // Adds n rows, n a power of two, pair by pair. scratch: [4][count].
+    static void fold(const Kernels& kernels, const float* sums, int64_t ld, int n, int64_t count,
+                     float* scratch, float* out) {
+        if (n == 1) {
+            std::copy_n(sums, count, out);
+            return;
+        }
+        fold(kernels, sums, ld, n / 2, count, scratch + count, out);
+        fold(kernels, sums + n / 2 * ld, ld, n / 2, count, scratch + count, scratch);
+        kernels.add(out, scratch, count, out);
+    }
+
+    void finish(size_t p, int64_t first, const StepTokens& step, Worker& worker) const {
+        const Kernels& kernels = plan_.kernels();
+        const int64_t count = std::min(result_columns(p), rows(p) - first);
+        float *results = worker.results.as<float>(), *up = results + result_columns(p);
+        float* scratch = up + result_columns(p);
+        FfnCounts counts;
+        const ChannelInput::One one = in_two_ ? ChannelInput::One() : input_.one(step, worker);
+        const ChannelInput::One* in = in_two_ ? nullptr : &one;
+        product(p, first, count, in, worker, scratch, results, counts);
+        if (gated()) product(1, first, count, in, worker, scratch, up, counts);
         finish_products(kernels, tail_, step.cut.data(), 1, count, results, up, counts);
         if (residual_) kernels.add(results, residual_->row(0) + first, count, results);
         if (!worker.begin_commit()) return;
-        std::copy_n(results, count, plan_.buffer(part.out).row(0) + first);
-        counters.add(counts);
+        std::copy_n(results, count, plan_.buffer(parts_[p].out).row(0) + first);
+        counters.add(counts, worker.index());
         worker.end_commit();
     }
 
@@ -106,7 +207,8 @@ class ChannelLinear : public Op {
     const std::vector<ChannelMatrix> channels_;
     const Buffer* residual_;
     const LinearTail tail_;
-    std::vector<int64_t> columns_;  // of a chunk of each part
+    bool in_two_ = false;         // phases, of one token
+    std::vector<Pieces> pieces_;  // of each part
 };
 
 }  // namespace

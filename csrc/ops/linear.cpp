@@ -155,7 +155,7 @@ class Linear : public Op {
             for (int t = 0; t < n; t++)
                 std::copy_n(largest + t * (rows / kLogitGroup), rows / kLogitGroup,
                             plan_.buffer(part.largest).row(t) + first / kLogitGroup);
-        if (tail_.cuts()) counted->add(counts);
+        if (tail_.cuts()) counted->add(counts, worker.index());
         worker.end_commit();
     }
 

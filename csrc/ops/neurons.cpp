@@ -66,7 +66,7 @@ class Neurons : public Op {
         if (!worker.begin_commit()) return;
         for (int t = 0; t < in.n; t++)
             std::copy_n(c.scratch.values + t * c.size, c.size, out_.row(t) + first);
-        counters.add(c.counts);
+        counters.add(c.counts, worker.index());
         worker.end_commit();
     }
 
@@ -102,7 +102,7 @@ class Neurons : public Op {
         int32_t* neurons;      // [size] their places in the chunk
         uint8_t* wanted;       // [n][size] whether the token wants the neuron
         uint8_t* weights;      // gathered rows side by side, or
-        float* lanes;          // [16][size], of one token whose channels are left out
+        float* lanes;          // channel_scratch_floats, of one token whose channels are left out
 
         Scratch(Worker& worker, int64_t size, int n) {
             bits = worker.results.as<uint64_t>();
@@ -116,7 +116,8 @@ class Neurons : public Op {
             lanes = reinterpret_cast<float*>(weights);
         }
         static size_t bytes(int64_t size, int n, size_t row_bytes) {
-            return size_t(n) * size * 13 + size * 13 + 128 + size * row_bytes;
+            return size_t(n) * size * 13 + size * 13 + 128 + size * row_bytes +
+                   channel_scratch_floats(1) * sizeof(float);
         }
     };
     struct Chunk {
@@ -136,15 +137,19 @@ class Neurons : public Op {
     }
     bool gated() const { return facts_.gate.weight.data != nullptr; }
     int64_t n_neurons() const { return facts_.up.weight.rows; }
-    // Of each row that is copied: those of several tokens, and of a store; else sixteen lanes by channel.
+    // Of each row that is copied: those of several tokens, and of a store; else kOpenLanes lanes by channel.
     size_t packed_bytes(int n) const {
         const bool in_place = n == 1 && !facts_.up.weight.places && !facts_.gate.weight.places;
-        const size_t lanes = has_channels() ? 16 * sizeof(float) : 0;
+        const size_t lanes = has_channels() ? sizeof(float) * channel_scratch_floats(128) / 128 : 0;
         return in_place ? lanes : std::max({facts_.up.weight.row_bytes, facts_.gate.weight.row_bytes, lanes});
     }
     bool has_channels() const { return facts_.gate_channels.data || facts_.up_channels.data; }
     bool by_tiles(int n) const { return n == 1 && has_channels(); }
-    int64_t tile() const { return std::max(facts_.gate_channels.tile, facts_.up_channels.tile); }
+    // Neurons of a chunk of one token whose channels are left out: as many as threads let be side by side.
+    int64_t tile() const {
+        const int64_t share = ceil_div(n_neurons(), 2 * plan_.n_threads() * kChannelColumns);
+        return std::max<int64_t>(share, 2) * kChannelColumns;
+    }
     int64_t tiles() const { return ceil_div(n_neurons(), tile()); }
     // The first neuron of a chunk: of one token whose channels are left out a chunk is some tiles of these.
     int64_t first_neuron(int n, int chunks, int chunk) const {
@@ -233,7 +238,7 @@ class Neurons : public Op {
     // false where there is no copy by channel, or too many of them.
     bool by_channel(Chunk& c, const ChannelMatrix& channels, const Matrix& w) const {
         if (!c.one || !c.one->pays(channels)) return false;
-        plan_.kernels().channel_linear[int(w.type)](channels, *c.one->active, c.in, c.first, c.size,
+        plan_.kernels().channel_linear[int(w.type)](channels, *c.one->active, c.in, c.first, c.size, 0, 16,
                                                     c.scratch.lanes, c.scratch.up);
         c.counts.left_out += c.one->left_out(channels, c.size);
         return true;

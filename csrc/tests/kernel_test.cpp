@@ -34,7 +34,6 @@ uint64_t first_hash;      // reference_hash before the later types
 
 // A matrix by rows laid out by channel, its columns as they are.
 struct ByChannel {
-    static constexpr int64_t kTile = 192;
     std::vector<uint8_t> data;
     ChannelMatrix view;
 
@@ -42,11 +41,13 @@ struct ByChannel {
         const int head = type == Type::Q4_1 ? 4 : 2, code_bytes = type == Type::Q8_0 ? 32 : 16;
         const int64_t block_bytes = type_facts(type).block_bytes;
         data.resize(bytes.size());
-        view.type = type, view.data = data.data(), view.rows = cols, view.cols = rows, view.tile = kTile;
+        view.type = type, view.data = data.data(), view.rows = cols, view.cols = rows;
+        const int64_t tile_of = view.tile = rows > 1024 ? 1088 : 192;
         for (int64_t r = 0; r < rows; r++)
             for (int64_t b = 0; b < cols / 32; b++) {
                 const uint8_t* block = &bytes[(r * (cols / 32) + b) * block_bytes];
-                const int64_t tile = r / kTile * kTile, c = r - tile, width = std::min(rows - tile, kTile);
+                const int64_t tile = r / tile_of * tile_of, c = r - tile,
+                              width = std::min(rows - tile, tile_of);
                 uint8_t* out = &data[(tile * (cols / 32) + b * width) * block_bytes];
                 std::copy_n(block, 2, out + 2 * c);
                 if (head == 4) std::copy_n(block + 2, 2, out + 2 * (width + c));
@@ -278,16 +279,22 @@ void test_channels(const Kernels& kernels, Type type, int64_t rows, int64_t cols
             const QuantizedInputs x(*scalar_kernels(), values, 1, cols);
             std::vector<uint8_t> memory(ActiveChannels::bytes(cols));
             const ActiveChannels active(memory.data(), x.view);
-            std::vector<float> want(rows), got(rows, -1.0f), lanes(16 * rows);
+            std::vector<float> want(rows), got(rows, -1.0f), scratch(channel_scratch_floats(rows));
+            auto product = [&](int64_t first, int64_t last, int turn, int n_turns, float* out) {
+                kernels.channel_linear[int(type)](w, active, x.view, first, last - first, turn, n_turns,
+                                                  scratch.data(), out);
+            };
             scalar_kernels()->linear[int(type)](by_row, 0, rows, x.view, 0, 1, want.data(), rows, nullptr);
             const int64_t half = rows / 64 * 32;
             for (const auto& [first, last] : {std::pair(int64_t(0), half), std::pair(half, rows)})
-                if (first < last)
-                    kernels.channel_linear[int(type)](w, active, x.view, first, last - first, lanes.data(),
-                                                      got.data() + first);
-            w.first_col = half;  // a fused matrix's
-            std::vector<float> part(rows - half);
-            kernels.channel_linear[int(type)](w, active, x.view, 0, rows - half, lanes.data(), part.data());
+                if (first < last) product(first, last, 0, 16, got.data() + first);
+            w.first_col =
+                half;  // a fused matrix's, and of lanes first one half, then a quarter and the other
+            std::vector<float> part(rows - half), other(rows - half), last_quarter(rows - half);
+            product(0, rows - half, 0, 8, part.data());
+            product(0, rows - half, 8, 4, other.data());
+            product(0, rows - half, 12, 4, last_quarter.data());
+            for (size_t r = 0; r < part.size(); r++) part[r] += other[r] + last_quarter[r];
             w.first_col = 0;
             char detail[96];
             std::snprintf(detail, sizeof detail, "%s %dx%d, %g kept, %g", type_facts(type).name, int(rows),
@@ -595,6 +602,7 @@ void test_type(const Kernels& kernels, Type type) {
     if (kernels.channel_linear[int(type)])
         for (int64_t cols : widths)
             for (int64_t rows : {32, 96, 288, 544}) test_channels(kernels, type, rows, cols);
+    if (kernels.channel_linear[int(type)]) test_channels(kernels, type, 2240, 576);  // wide tiles
     test_extremes(kernels, type);
 }
 

@@ -380,9 +380,10 @@ class _Foreseen:
         self.plan: ChannelPlan | None = None
 
     def choose(self, graph: Graph, tensors: Mapping[str, TensorInfo]) -> tuple[str, ...]:
-        from hotset.placement.channels import channel_rates, plan_channels
+        from hotset.placement.channels import Workload, channel_rates, plan_channels
 
-        rates = channel_rates(self._settings.n_threads, progress=self._settings.progress)
+        work = Workload.of(graph, tensors)
+        rates = channel_rates(work, self._settings.n_threads, progress=self._settings.progress)
         self.plan = plan_channels(graph, tensors, self._thresholds, rates)
         return self.plan.chosen
 

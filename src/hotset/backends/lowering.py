@@ -646,7 +646,7 @@ class _Emission:
                 continue
             n_rows = info.shape[-1]
             below = break_even(info, self._channel_rate)
-            found.append((self._weights.data(copy), n_rows, tile_of(info.type, n_rows), op.first_row, below))
+            found.append((self._weights.data(copy), n_rows, tile_of(n_rows), op.first_row, below))
         return found if any(one is not None for one in found) else []
 
     def _residual(self, value: Value | None) -> int:

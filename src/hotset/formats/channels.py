@@ -15,6 +15,7 @@ with scales elsewhere, or in narrower tiles, this takes up to twice as long (doc
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,8 +27,9 @@ from hotset.formats.quants import GGMLType
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile, GGUFWriter, TensorInfo
 
-ALIGNMENT = 128  # of the tensors: two lines, which processors fetch together
-LAYOUT = 2  # rises when the layout changes, so that files of another one are built again
+ALIGNMENT = 4096  # of the tensors: a page
+LAYOUT = 3  # rises when the layout changes, so that files of another one are built again
+_MOST, _LINE = 4096, 128  # outputs of a tile, and those of a line of codes of four bits
 _TYPES = (GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q8_0)
 
 
@@ -52,11 +54,11 @@ def break_even(info: TensorInfo, rate: float) -> float:
     return min(max((rate * info.nbytes - scales) / codes, 0.0), 1.0)
 
 
-def tile_of(type: GGMLType, n_out: int) -> int:
-    """Outputs of a tile: those of 256 bytes of codes, or of 128 where there would be too few tiles for
-    threads to share. Pairs of lines are fetched together: other widths are slower."""
-    wide = 512 if n_out >= 4096 else 256
-    return wide // 2 if type == GGMLType.Q8_0 else wide
+def tile_of(n_out: int) -> int:
+    """Outputs of a tile: of about as wide ones as do not exceed 4,096, whose sums stay in the second-level
+    cache. The longer the pieces are that are left out and read, the quicker."""
+    n_tiles = math.ceil(n_out / _MOST)
+    return math.ceil(n_out / n_tiles / _LINE) * _LINE
 
 
 def add_channels(writer: GGUFWriter, gguf: GGUFFile, tensor: str) -> None:
@@ -88,7 +90,7 @@ def _blocks_of(gguf: GGUFFile, tensor: str) -> np.ndarray:
             f"the tensor {tensor} has weights that are not finite, beside which nothing can be left out"
         )
     codes = codes_of(gguf.data(tensor), info.type, info.shape).view(np.uint8)
-    of_output, step = codes.shape[1] / n_out, tile_of(info.type, n_out)
+    of_output, step = codes.shape[1] / n_out, tile_of(n_out)
     tiles = []
     for first in range(0, n_out, step):
         last = min(first + step, n_out)

@@ -40,13 +40,41 @@ if TYPE_CHECKING:
     from hotset.reporter import Reporter
     from hotset.sparsity.thresholds import Thresholds
 
-_WIDTH, _N_MATRICES = 4096, 8  # 75 MB, more than most caches hold
 _KEPT = 0.5
 _SECONDS = 0.4  # of the measurement
+_NARROWEST, _WIDEST = 256, 4096
+_LEAST_BYTES, _MOST_BYTES = 1 << 20, 1 << 27  # more than most caches hold
 _TYPE = GGMLType.Q4_0
 _SPLIT = 0.2  # of the time of gate and up: what it costs to compute gates first, and then ups here and there
 _LIST_S = 1e-9  # for each input: to find which of them are not zero
 _LEAST_GAIN = 0.05  # of a matrix's time: for less a copy is not worth its room
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What rates are measured on: so many square matrices of a width that they have so many bytes in all.
+
+    A model that fits in a cache, or has short rows, is read at another rate than one that does not.
+    """
+
+    width: int
+    n_bytes: int
+
+    @classmethod
+    def of(cls, graph: g.Graph, tensors: Mapping[str, TensorInfo]) -> Workload:
+        """Like the matrices whose inputs are cut: their width, and their bytes beside the others'; powers
+        of two, lest every model be measured by itself."""
+        cut = {op.weight for op in g.cut_products(graph)}
+        widths = sorted(tensors[name].shape[-1] for name in cut) or [_WIDEST]
+        n_bytes = sum(info.nbytes for info in tensors.values() if info.name in cut)
+        return cls(
+            min(max(_power_of_two(widths[len(widths) // 2]), _NARROWEST), _WIDEST),
+            min(max(_power_of_two(n_bytes), _LEAST_BYTES), _MOST_BYTES),
+        )
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(n, 1).bit_length() - 1
 
 
 @dataclass(frozen=True)
@@ -166,7 +194,11 @@ def _gain(
 
 
 def channel_rates(
-    n_threads: int | None = None, *, progress: Reporter | None = None, path: Path | None = None
+    work: Workload,
+    n_threads: int | None = None,
+    *,
+    progress: Reporter | None = None,
+    path: Path | None = None,
 ) -> ChannelRates:
     """What is known of this CPU, measured where it is not. path: the file to keep it in."""
     from hotset.cores import usable_cores
@@ -176,14 +208,15 @@ def channel_rates(
     version = ""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("hotset")
-    key = " | ".join([processor_name(), f"{n_threads} threads", _core.isa(), f"channels {LAYOUT}", version])
+    what = f"channels {LAYOUT} {work.width} wide, {work.n_bytes >> 20} MB"
+    key = " | ".join([processor_name(), f"{n_threads} threads", _core.isa(), what, version])
     with contextlib.suppress(KeyError, TypeError, ValueError):  # none yet, or of another version
         before = ChannelRates(**known(path)[key])
         if min(real_number("a rate", rate, 1) for rate in (before.rows, before.channels)):
             return before
     if progress is not None:
         progress.say("Measuring how fast this machine reads rows and channels, once.")
-    measured = _measure(n_threads)
+    measured = _measure(n_threads, work)
     keep(path, key, asdict(measured))
     return measured
 
@@ -192,20 +225,20 @@ class _Weights:
     """Matrices of one width with their copies by channel, and an input half of which is zero: a
     WeightSource."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, n_matrices: int) -> None:
         self.tensors: dict[str, TensorInfo] = {}
         self._data: dict[str, np.ndarray] = {}
-        zero = np.random.default_rng(0).random(_WIDTH) >= _KEPT
-        self._add("x", (_WIDTH, 1), GGMLType.F32, np.where(zero, 0, 1).astype(np.float32))
+        zero = np.random.default_rng(0).random(width) >= _KEPT
+        self._add("x", (width, 1), GGMLType.F32, np.where(zero, 0, 1).astype(np.float32))
         layout = TYPES[_TYPE].block
         assert layout is not None
-        blocks = np.empty(_WIDTH * _WIDTH // PLANE_GROUP, layout)
+        blocks = np.empty(width * width // PLANE_GROUP, layout)
         blocks["d"], blocks["qs"] = 2.0**-12, 0x99  # every value is 2^-12
-        tile, n_groups = tile_of(_TYPE, _WIDTH), _WIDTH // PLANE_GROUP
+        tile, n_groups = tile_of(width), width // PLANE_GROUP
         of_tile = np.repeat(blocks["d"][:1], tile).view(np.uint8), blocks["qs"].reshape(-1)[: 16 * tile]
-        copy = np.tile(np.concatenate(of_tile), _WIDTH // tile * n_groups)
-        for i in range(_N_MATRICES):
-            self._add(f"{i}.weight", (_WIDTH, _WIDTH), _TYPE, blocks)
+        copy = np.tile(np.concatenate(of_tile), width // tile * n_groups)
+        for i in range(n_matrices):
+            self._add(f"{i}.weight", (width, width), _TYPE, blocks)
             self._add(f"{i}_c.blocks", (copy.nbytes // n_groups, n_groups), GGMLType.I8, copy)
 
     def _add(self, name: str, shape: tuple[int, ...], type: GGMLType, values: np.ndarray) -> None:
@@ -227,18 +260,20 @@ class _Weights:
         pass  # memory stays as it is
 
 
-def _measure(n_threads: int) -> ChannelRates:
+def _measure(n_threads: int, work: Workload) -> ChannelRates:
     from hotset.backends.base import Batch
     from hotset.backends.cpu import CpuBackend, new_runtime
 
-    weights, graph = _Weights(), g.Graph()
-    x = graph.add(g.Embed(graph.value("embedding", _WIDTH), "x"))
+    width = work.width
+    n_matrices = max(2, work.n_bytes // (row_bytes(_TYPE, width) * width))
+    weights, graph = _Weights(width, n_matrices), g.Graph()
+    x = graph.add(g.Embed(graph.value("embedding", width), "x"))
     outs = []
-    for i in range(_N_MATRICES):
-        out = graph.value(f"out {i}", _WIDTH)
+    for i in range(n_matrices):
+        out = graph.value(f"out {i}", width)
         linear = g.Linear(out, x, f"{i}.weight", by_channel=f"{i}_c.blocks")
         outs.append(graph.add(linear))
-    graph.add(g.SelectOutputs(graph.value("logits", _WIDTH), outs[-1]))
+    graph.add(g.SelectOutputs(graph.value("logits", width), outs[-1]))
     codes, scales = copy_bytes(weights.tensors["0.weight"])
     n_bytes = {False: codes + scales, True: codes * _KEPT + scales}
     zero = np.zeros(1, np.int32)
@@ -262,5 +297,5 @@ def _measure(n_threads: int) -> ChannelRates:
         for backend in opened.values():
             backend.close()
         runtime.close()
-    rates = {sparse: _N_MATRICES * n_bytes[sparse] / least[sparse] for sparse in opened}
+    rates = {sparse: n_matrices * n_bytes[sparse] / least[sparse] for sparse in opened}
     return ChannelRates(rates[False], rates[True])
