@@ -22,7 +22,7 @@ from test_gpu_kernels import EPS, FLOATS, K_TYPES, Cache, matrix, randn, rng_of
 
 from hotset.backends.gpu import exact, experts_kernel, triton_kernels, twins
 from hotset.backends.gpu.kernels import Kernels
-from hotset.backends.gpu.matrix import EXPERT_TYPES, SUPPORTED, DeviceMatrix
+from hotset.backends.gpu.matrix import EXPERT_TYPES, SUPPORTED, DeviceMatrix, HostPart
 from hotset.formats import planes
 from hotset.formats.quants import GGMLType
 from hotset.model.graph import Activate, Rope, Value
@@ -490,6 +490,47 @@ def test_experts_are_exact(kind: Any) -> None:
     found = experts_on_device.experts(h, slots, gate, up, down, counts=counts[1], **options)
     assert torch.equal(found, expected)
     assert torch.equal(counts[0][:2], counts[1][:2])
+
+
+@pytest.mark.skipif(DEVICE is not None, reason="the addresses are those of a device's own mapping")
+@pytest.mark.parametrize("type_", EXPERT_TYPES, ids=lambda t: GGMLType(t).name)
+def test_experts_are_fetched_as_they_lie(type_: GGMLType) -> None:
+    n_rows, k, n_spare = 5, 768, 3
+    rows = [random_blocks(type_, n_rows, k, rng_of(seed)).view(np.uint8) for seed in range(4)]
+    part = HostPart(type_, rows, torch.tensor([own.ctypes.data for own in rows]))
+    ids = torch.tensor([2, -1, 0], dtype=torch.int32)
+    found, expected = (DeviceMatrix.empty(type_, (2 + n_spare) * n_rows, k, "cpu") for _ in range(2))
+    experts_kernel.fetch_experts(part, ids, found, 2)
+    twins.fetch_experts(part, ids, expected, 2)
+    for field in fields(found):
+        one, other = getattr(found, field.name), getattr(expected, field.name)
+        if isinstance(one, torch.Tensor):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), field.name
+    assert not torch.equal(found.codes[2 * n_rows :], torch.zeros_like(found.codes[2 * n_rows :]))
+
+
+@pytest.mark.skipif(DEVICE is not None, reason="the addresses are those of a device's own mapping")
+def test_biases_of_experts_are_fetched() -> None:
+    rows = [randn(1, 70, seed=seed).view(np.uint8) for seed in range(3)]
+    part = HostPart(GGMLType.F32, rows, torch.tensor([own.ctypes.data for own in rows]))
+    found = torch.zeros((4, 70))
+    experts_kernel.fetch_experts(part, torch.tensor([-1, 2], dtype=torch.int32), found, 2)
+    assert torch.equal(found[3], t(rows[2].view(np.float32)[0]))
+    assert not found[:3].any()
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 8])
+def test_who_computes_experts_is_chosen(n_tokens: int) -> None:
+    """By the kernel as by its twin, whatever is in the cache and however much is fetched."""
+    rng = rng_of(n_tokens)
+    for n_spare in (1, 3, 8):
+        ids = np.stack([rng.permutation(11)[:3] for _ in range(n_tokens)]).astype(np.int32)
+        table = np.where(rng.random(11) < 0.4, rng.integers(0, 5, 11), -1).astype(np.int32)
+        most = np.minimum(np.arange(3 * n_tokens + 1) * 2 // 3, n_spare).astype(np.int32)
+        given = t(ids), t(table), t(most)
+        found = experts_on_device.choose_experts(*given, n_spare, 5)
+        for one, other in zip(found, twins.choose_experts(*given, n_spare, 5), strict=True):
+            assert torch.equal(one, other)
 
 
 def test_kernels_of_an_interpreter_are_tritons() -> None:

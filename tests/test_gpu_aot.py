@@ -44,7 +44,7 @@ F16, Q4_0 = GGMLType.F16, GGMLType.Q4_0
 CODE = {"cuda": "cubin", "hip": "hsaco"}
 TYPES = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
-    torch.uint8: "*u8", torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64",
+    torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
 
 
@@ -134,6 +134,21 @@ def expert_step(types: list[GGMLType]) -> Callable[[], None]:
                     up_activation=Activate(value, value, up_kind, 7.0) if up_kind else None,
                     by_neuron=False, sparse=False, counts=new(5, dtype=torch.int64), **given,
                 )  # fmt: skip
+
+    return run
+
+
+def fetch_step(types: list[GGMLType]) -> Callable[[], None]:
+    """What a step lacks: who computes it, and the copies."""
+
+    def run() -> None:
+        addresses, ids = new(128, dtype=torch.int64), new(8, 8, dtype=torch.int32)
+        experts_kernel.choose_experts(ids, new(128, dtype=torch.int32), new(65, dtype=torch.int32), 12, 64)
+        for type_ in types:
+            part = matrix.HostPart(type_, [np.empty((768, row_bytes(type_, 2048)), np.uint8)], addresses)
+            experts_kernel.fetch_experts(part, new(12, dtype=torch.int32), weights(type_, 768, 2048), 0)
+        bias = matrix.HostPart(GGMLType.F32, [np.empty((1, 4 * 2048), np.uint8)], addresses)
+        experts_kernel.fetch_experts(bias, new(12, dtype=torch.int32), new(12, 2048), 0)
 
     return run
 
@@ -298,6 +313,15 @@ def test_cached_experts_compile(target: str, monkeypatch: pytest.MonkeyPatch) ->
             assert not re.search(r"div\.(full|approx)|mul\.ftz|fma\.rn\.ftz", text), name
             assert "fma.rn.f32" in text or name == "_quantize_kernel"
     assert {name for name, _, _ in rows} == {"_quantize_kernel", "_expert_rows_kernel", "_values_kernel"}
+
+
+@each_target
+def test_fetching_experts_compiles(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = (F16, Q4_0, GGMLType.Q6_K, GGMLType.MXFP4)
+    types = EXPERT_TYPES if list(TARGETS) == CHOSEN else few
+    rows = compile_all(fetch_step(list(types)), TARGETS[target], monkeypatch)
+    assert [row["kernel"] for row in rows] == ["_choose_kernel", *["_fetch_kernel"] * (len(types) + 1)]
+    check(rows, target)
 
 
 @each_target

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -18,7 +18,9 @@ torch = pytest.importorskip("torch")
 from test_cold import within  # noqa: E402
 from test_gpu_backend_capture import Recorder  # noqa: E402
 from test_hybrid import TOLERANCE, relative_error, whole  # noqa: E402
+from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 
+from hotset.backends.base import ExpertCounts  # noqa: E402
 from hotset.backends.chain import ChainBackend  # noqa: E402
 from hotset.backends.cpu import CpuBackend  # noqa: E402
 from hotset.backends.gpu import twins  # noqa: E402
@@ -26,7 +28,9 @@ from hotset.backends.gpu.experts import ExpertCache, can_hold  # noqa: E402
 from hotset.backends.gpu.handshake import ColdService  # noqa: E402
 from hotset.backends.gpu.stage import GpuStage  # noqa: E402
 from hotset.backends.gpu.weights import DeviceWeights  # noqa: E402
+from hotset.backends.misses import Fetching, MissRates  # noqa: E402
 from hotset.backends.reference import ReferenceBackend  # noqa: E402
+from hotset.errors import DeviceError  # noqa: E402
 from hotset.formats.gguf import GGUFFile  # noqa: E402
 from hotset.formats.quants import GGMLType as T  # noqa: E402
 from hotset.model.config import config_from_gguf  # noqa: E402
@@ -261,3 +265,201 @@ def test_which_experts_a_device_can_hold(tmp_path: Path) -> None:
     by_neuron = FORMS["by neuron"]
     assert held(**by_neuron)
     assert not held("cuda", **by_neuron)
+
+
+# ---- what the cache lacks, fetched
+
+CPU_ONLY = MissRates(cpu=1e9, cpu_beside=1e9, many=1e9, link=0.0, link_beside=0.0)
+LINK_ONLY = MissRates(cpu=1.0, cpu_beside=1.0, many=1.0, link=1e12, link_beside=1e12)
+EVEN = MissRates(cpu=1e9, cpu_beside=1e9, many=1e10, link=1e9, link_beside=1e9)
+
+
+def counted(backend: ChainBackend) -> ExpertCounts:
+    [stage] = backend.stages
+    assert isinstance(stage, GpuStage)
+    return stage.expert_counts()
+
+
+SMALL: dict[str, Any] = {"n_embd": 64, "n_ff": 64, "head_dim": 32, "type_of": lambda _: T.Q8_0}
+
+
+@pytest.mark.parametrize("form", ["mixed", "biased", "by neuron"])
+def test_the_same_bits_whoever_computes_what_is_missing(tmp_path: Path, form: str) -> None:
+    gguf = model(tmp_path, **(CACHED[form] | SMALL))
+    route = describe(config_from_gguf(gguf), gguf.tensors).ffns[0].route
+    assert route is not None
+    ids, cuts = tokens(21), [12, 18, 19, 20]
+    backend = hybrid(gguf)
+    expected = within(120, lambda: logits_of(backend, ids, cuts, [2]))
+    backend.close()
+    for rates, n_slots in ((CPU_ONLY, 5), (EVEN, 0), (EVEN, 5), (LINK_ONLY, 0), (LINK_ONLY, 5)):
+        n_spare = route.x.width if rates is LINK_ONLY else 3
+        given: dict[str, Any] = {"expert_slots": n_slots, "fetching": Fetching(rates, n_spare)}
+        backend = hybrid(gguf, **given)
+        found = within(120, lambda backend=backend: logits_of(backend, ids, cuts, [2]))
+        np.testing.assert_array_equal(found, expected)
+        counts = counted(backend)
+        assert counts.needed == 21 * 2 * route.n_used
+        assert (counts.streamed > 0) == (rates is not CPU_ONLY)
+        assert (counts.on_cpu > 0) == (rates is not LINK_ONLY)
+        assert (counts.hits > 0) == (n_slots > 0)
+        if n_slots == 0:  # nothing goes into a cache
+            fetched = [
+                len(np.unique(routes[first:last]))
+                for routes in all_routes(gguf, ids, cuts)
+                for first, last in zip([0, *cuts], [*cuts, len(ids)], strict=True)
+            ]
+            most = sum(fetched)  # each once a step, whoever wants it
+            assert counts.fetched == most if rates is LINK_ONLY else 0 < counts.fetched < most
+        backend.close()
+
+
+def test_a_captured_step_fetches_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which experts it fetches follows from its tokens, and from what the cache has then."""
+    plain = twins.fetch_experts
+
+    def unseen(*arguments: Any) -> None:  # a device reads the host's memory by addresses, not by tensors
+        with _disable_current_modes():
+            plain(*arguments)
+
+    monkeypatch.setattr(twins, "fetch_experts", unseen)
+    gguf = model(tmp_path, **SMALL)
+    ids, cuts, recorder = tokens(12), [*range(6, 12)], Recorder()
+    expected = within(120, lambda: logits_of(hybrid(gguf), ids, cuts, [2]))
+    backend = hybrid(gguf, expert_slots=4, fetching=Fetching(EVEN, 4), capture=recorder)
+    np.testing.assert_array_equal(within(120, lambda: logits_of(backend, ids, cuts, [2])), expected)
+    assert recorder.made[-1].n_replays == len(cuts) - 1
+    counts = counted(backend)
+    assert min(counts.hits, counts.streamed, counts.on_cpu) > 0
+    backend.close()
+
+
+class LateStream:
+    """A stream whose work is done as late as it may be: when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], None]] = []
+        self.n_done = 0
+
+    def after_all(self) -> None: ...
+
+    def put(self, work: Callable[[], None]) -> int:
+        self.waiting.append(work)
+        return self.n_done + len(self.waiting)
+
+    def wait(self, done: int) -> None:
+        while self.n_done < done:
+            self.waiting.pop(0)()
+            self.n_done += 1
+
+    def settle(self) -> None:
+        self.wait(self.n_done + len(self.waiting))
+
+
+def test_what_is_fetched_is_waited_for(tmp_path: Path) -> None:
+    gguf = model(tmp_path, experts=(12, 4), **SMALL)
+    ids, cuts = tokens(60), [40, 45, 46]
+    expected = within(120, lambda: logits_of(hybrid(gguf), ids, cuts, [2]))
+    backend = hybrid(gguf, expert_slots=4, fetching=Fetching(LINK_ONLY, 4))
+    [stage] = backend.stages
+    assert isinstance(stage, GpuStage)
+    assert stage._fetcher is not None
+    stage._fetcher._beside = late = LateStream()
+    np.testing.assert_array_equal(within(120, lambda: logits_of(backend, ids, cuts, [2])), expected)
+    assert late.n_done > 2 * 4  # a prompt's experts come in more groups than there are halves
+    assert not late.waiting
+    backend.close()
+
+
+def test_an_early_router_has_experts_fetched_beside_attention(tmp_path: Path) -> None:
+    for architecture in ("smallthinker", "llama"):
+        gguf = model(tmp_path, architecture=architecture, **SMALL)
+        ids, cuts = tokens(24), [18, 22, 23]
+        expected = logits_of(hybrid(gguf), ids, cuts, [2])
+        backend = hybrid(gguf, expert_slots=2, fetching=Fetching(EVEN, 6, {0: 1.0, 1: 1.0}))
+        [stage] = backend.stages
+        assert isinstance(stage, GpuStage)
+        order = [call.kind for call in stage._program(frozenset()).body if call.kind and call.layer == 1]
+        is_early = architecture == "smallthinker"
+        routed = ["route", "attention"] if is_early else ["attention", "route"]
+        assert order == [*routed, "post", "collect"]
+        np.testing.assert_array_equal(logits_of(backend, ids, cuts, [2]), expected)
+        # A second of attention is time for the way of any experts.
+        assert stage._fetcher is not None
+        assert (stage._fetcher._table_of(1, 3, is_early)[0][3] == 3) == is_early
+        assert counted(backend).streamed > 0
+        backend.close()
+
+
+@pytest.mark.parametrize("n_tokens", [1, 20])
+def test_a_fetch_that_fails_ends_its_step_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_tokens: int
+) -> None:
+    gguf = model(tmp_path, **SMALL)
+    ids = tokens(n_tokens)
+    expected = within(120, lambda: logits_of(hybrid(gguf), ids, [], [2]))
+    backend = hybrid(gguf, expert_slots=2, fetching=Fetching(LINK_ONLY, 6))
+    [stage] = backend.stages
+    assert isinstance(stage, GpuStage)
+    assert stage._fetcher is not None
+    kernels, plain = stage._fetcher._kernels, stage._fetcher._kernels.fetch_experts
+    calls = []
+
+    def failing(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) > 3:  # the second group, or layer
+            raise RuntimeError("the link is down")
+        plain(*arguments)
+
+    monkeypatch.setattr(kernels, "fetch_experts", failing)
+    with pytest.raises(
+        DeviceError, match=r"experts of layer \d could not be fetched to cpu: the link is down"
+    ):
+        within(60, lambda: logits_of(backend, ids, [], [2]))
+    assert counted(backend).streamed == counted(backend).fetched == 0
+    monkeypatch.setattr(kernels, "fetch_experts", plain)
+    np.testing.assert_array_equal(within(60, lambda: logits_of(backend, ids, [], [2])), expected)
+    assert counted(backend).streamed > 0
+    backend.close()
+
+
+class Pinned:
+    """A registrar that moves memory by an offset, as devices may, and remembers what it has."""
+
+    def __init__(self, fails_at: int = 1 << 30) -> None:
+        self.held: list[tuple[int, int]] = []
+        self.fails_at = fails_at
+
+    def register(self, memory: np.ndarray) -> int:
+        first, last = memory.ctypes.data, memory.ctypes.data + memory.nbytes
+        assert first % 4096 == last % 4096 == 0
+        assert all(last <= a or first >= b for a, b in self.held)  # no page twice
+        if len(self.held) == self.fails_at:
+            raise DeviceError("no more memory can be mapped")
+        self.held.append((first, last))
+        return first + 4096
+
+    def unregister(self, memory: np.ndarray) -> None:
+        self.held.remove((memory.ctypes.data, memory.ctypes.data + memory.nbytes))
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_experts_are_pinned_where_they_lie(tmp_path: Path, one_by_one: bool) -> None:
+    gguf = model(tmp_path, one_by_one=one_by_one, **({} if one_by_one else {"biased": True}))
+    graph = describe(config_from_gguf(gguf), gguf.tensors)
+    weights, registrar = DeviceWeights(gguf, torch.device("cpu")), Pinned()
+    cache = ExpertCache(weights, graph.ffns, 4, sparse=False, n_spare=2, registrar=registrar)
+    assert cache.host.n_pinned == sum(last - first for first, last in registrar.held) > 0
+    for parts in cache.host.parts.values():
+        for part in parts.values():
+            for rows, address in zip(part.rows, part.addresses.tolist(), strict=True):
+                assert address == rows.ctypes.data + 4096
+                assert any(a <= rows.ctypes.data < b for a, b in registrar.held)
+    cache.close()
+    cache.close()
+    assert not registrar.held
+    if not one_by_one:  # biases lie apart from the file
+        broken = Pinned(fails_at=1)
+        with pytest.raises(DeviceError, match="no more memory"):
+            ExpertCache(weights, graph.ffns, 4, sparse=False, n_spare=2, registrar=broken)
+        assert not broken.held

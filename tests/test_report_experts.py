@@ -197,13 +197,13 @@ def test_profile_and_report_of_a_mixture(
 
 
 def test_a_line_of_experts() -> None:
-    beside = ExpertCounts(hits=1300, on_cpu=700, fetched=24)
+    beside = ExpertCounts(hits=1300, on_cpu=600, fetched=124, streamed=100)
     assert experts_line(beside) == (
-        "1,300 of 2,000 experts were in the cache (65%), 24 fetched, 700 computed by the CPU"
+        "1,300 of 2,000 experts were in the cache (65%), 100 streamed, 124 fetched, 600 computed by the CPU"
     )
     stored = ExpertCounts(hits=3, read=1)
     assert experts_line(stored) == "3 of 4 experts were in the cache (75%), 1 read from the disk"
     assert experts_line(ExpertCounts()) == "0 of 0 experts were in the cache"
     assert experts_dict(beside + stored) == {
-        "hits": 1303, "on_cpu": 700, "fetched": 24, "read": 1, "hit_rate": 1303 / 2004
+        "hits": 1303, "on_cpu": 600, "fetched": 124, "read": 1, "streamed": 100, "hit_rate": 1303 / 2004
     }  # fmt: skip

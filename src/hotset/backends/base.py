@@ -148,27 +148,33 @@ class WeightSource(Protocol):
 class ExpertCounts:
     """What became of the experts that tokens needed, since the model was loaded.
 
-    hits: they were in the cache, a device's or, under a budget of memory, this machine's. on_cpu: the CPU
-    computed them for a device that did not have them. fetched: those that were copied into a device's cache;
-    read: from the disk.
+    hits: they were in the cache, a device's or, under a budget of memory, this machine's. streamed: a device
+    that did not have them fetched and computed them; on_cpu: the CPU computed them for it. read: from the
+    disk. fetched: copies of experts that were made in a device's memory, for its cache or for a step, whose
+    tokens share them.
     """
 
     hits: int = 0
     on_cpu: int = 0
     fetched: int = 0
     read: int = 0
+    streamed: int = 0
 
     def __add__(self, other: ExpertCounts) -> ExpertCounts:
         return ExpertCounts(
             self.hits + other.hits, self.on_cpu + other.on_cpu, self.fetched + other.fetched,
-            self.read + other.read,
+            self.read + other.read, self.streamed + other.streamed,
         )  # fmt: skip
+
+    @property
+    def needed(self) -> int:
+        """All of them."""
+        return self.hits + self.streamed + self.on_cpu + self.read
 
     @property
     def hit_rate(self) -> float | None:
         """Of what was needed; None where nothing was."""
-        needed = self.hits + self.on_cpu + self.read
-        return self.hits / needed if needed else None
+        return self.hits / self.needed if self.needed else None
 
 
 @dataclass(frozen=True)

@@ -107,9 +107,9 @@ def experts_dict(counts: ExpertCounts) -> dict[str, Any]:
 
 def experts_line(counts: ExpertCounts) -> str:
     """The same for a person."""
-    needed = counts.hits + counts.on_cpu + counts.read
     rate = "" if counts.hit_rate is None else f" ({percent(counts.hit_rate)})"
-    parts = [f"{counts.hits:,} of {needed:,} experts were in the cache{rate}"]
+    parts = [f"{counts.hits:,} of {counts.needed:,} experts were in the cache{rate}"]
+    parts += [f"{counts.streamed:,} streamed"] if counts.streamed else []
     parts += [f"{counts.fetched:,} fetched"] if counts.fetched else []
     parts += [f"{counts.on_cpu:,} computed by the CPU"] if counts.on_cpu else []
     parts += [f"{counts.read:,} read from the disk"] if counts.read else []

@@ -38,6 +38,7 @@ DISK_COUNTERS = {  # under a budget of memory
 }
 EXPERT_COUNTERS = {  # of a mixture with a cache of experts
     "hotset_expert_hits": ("hits", "Experts of tokens that were in the cache."),
+    "hotset_experts_streamed": ("streamed", "Experts of tokens that a device fetched and computed."),
     "hotset_experts_on_cpu": ("on_cpu", "Experts of tokens that the CPU computed for a device."),
     "hotset_experts_fetched": ("fetched", "Experts that were copied into a device's memory."),
     "hotset_experts_read": ("read", "Experts that were read from the disk."),

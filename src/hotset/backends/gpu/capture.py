@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+MAX_CAPTURED = 8  # tokens of a step that is captured: as many as the matrix-vector kernel takes
 T = TypeVar("T")
 
 

@@ -8,6 +8,9 @@ is written between steps: a captured graph reads it and knows nothing of an expe
 while a table names it.
 
 Layers whose matrices have other types or shapes have slots of their own, and a policy.
+
+Behind them lie *spare* slots, of which no policy knows: a step fetches what it lacks to them
+(experts_fetch.py).
 """
 
 from __future__ import annotations
@@ -23,9 +26,10 @@ import torch
 from torch import Tensor
 
 from hotset.backends.gpu import exact
+from hotset.backends.gpu.host_experts import HostExperts, Registrar
 from hotset.backends.gpu.matrix import EXPERT_TYPES, DeviceMatrix
+from hotset.backends.gpu.twins import fetch_experts
 from hotset.backends.gpu.weights import DeviceWeights
-from hotset.backends.lowering import decoded_vector
 from hotset.formats.gguf import TensorInfo
 from hotset.model.graph import ExpertLinear, ExpertSum, Ffn
 from hotset.replacement import Replacement, arrange
@@ -48,11 +52,18 @@ class ExpertLayout:
 
 @dataclass
 class Slots:
-    """The matrices of n_slots experts, one under the other, and their biases, float32 [n_slots, width]."""
+    """The matrices of n_slots experts and of n_spare more, one under the other, and their biases, float32
+    [n_slots + n_spare, width]."""
 
     n_slots: int
+    n_spare: int
     matrices: dict[str, DeviceMatrix]
     biases: dict[str, Tensor]
+
+    def field(self, name: str) -> DeviceMatrix | Tensor:
+        """Of all slots what has a part's name (host_experts.py)."""
+        is_bias = name.endswith("_bias")
+        return self.biases[name.removesuffix("_bias")] if is_bias else self.matrices[name]
 
     @property
     def nbytes(self) -> int:
@@ -83,30 +94,42 @@ def parts_of(ffn: Ffn) -> dict[str, ExpertLinear | ExpertSum]:
 class ExpertCache:
     """The experts of some mixtures in `n_slots` slots of a device's memory.
 
-    ffns: mixtures of one stage; n_used is alike in those that share slots. sparse: as of the stage.
-    nbytes: what the slots take there, all of it from the beginning. n_fetched: experts that were copied
-    there, since then.
+    ffns: mixtures of one stage; n_used is alike in those that share slots. sparse: as of the stage. n_spare:
+    slots for what a step fetches, of each layout.
+    host: where the experts lie. nbytes: what the slots take there, all of it from the beginning. n_fetched:
+    experts that were copied there, since then, into spare slots too; n_streamed: of experts of tokens those
+    that were computed there.
     """
 
-    def __init__(self, weights: DeviceWeights, ffns: Sequence[Ffn], n_slots: int, *, sparse: bool) -> None:
+    def __init__(
+        self,
+        weights: DeviceWeights,
+        ffns: Sequence[Ffn],
+        n_slots: int,
+        *,
+        sparse: bool,
+        n_spare: int = 0,
+        registrar: Registrar | None = None,
+    ) -> None:
         self._weights, self._sparse, self.device = weights, sparse, weights.device
+        self.host = HostExperts(weights, {ffn.layer: parts_of(ffn) for ffn in ffns}, registrar)
         self._groups: list[_Group] = []
         self._of_layer: dict[int, _Group] = {}
         by_layout: dict[ExpertLayout, list[Ffn]] = {}
         for ffn in ffns:
             by_layout.setdefault(layout_of(ffn, weights), []).append(ffn)
         for (layout, own), n in zip(by_layout.items(), _shares(by_layout.values(), n_slots), strict=True):
-            if n:
-                self._add(layout, own, n)
+            if n or n_spare:
+                self._add(layout, own, n, n_spare)
         self.nbytes = sum(group.slots.nbytes + group.table.nbytes for group in self._groups)
-        self.n_fetched = 0
+        self.n_fetched = self.n_streamed = 0
         # Bytes are taken apart and copied beside the steps; a CPU that stands in has no time beside them.
         self._copies = None if self.device.type == "cpu" else ThreadPoolExecutor(1, "hotset-experts")
         # On the stream of the steps a copy would wait for them, and they for it.
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._used: torch.cuda.Event | None = None  # the latest step no longer reads its slots
 
-    def _add(self, layout: ExpertLayout, ffns: list[Ffn], n_slots: int) -> None:
+    def _add(self, layout: ExpertLayout, ffns: list[Ffn], n_slots: int, n_spare: int) -> None:
         up = ffns[0].up
         assert isinstance(up, ExpertLinear)
         arranged = arrange(n_slots, len(ffns), up.n_used)
@@ -114,7 +137,7 @@ class ExpertCache:
         group = _Group(
             [ffn.layer for ffn in ffns],
             {ffn.layer: ffn for ffn in ffns},
-            _empty_slots(layout, n_slots, self.device),
+            _empty_slots(layout, n_slots, n_spare, self.device),
             Replacement(arranged, len(ffns), up.n_expert),
             torch.from_numpy(on_host).to(self.device, copy=True),
             on_host,
@@ -129,6 +152,15 @@ class ExpertCache:
         """The slot of each expert of a layer, int32 [n_expert], -1: it has none; the same tensor always."""
         group = self._of_layer[layer]
         return group.table[group.layers.index(layer)]
+
+    def on_host(self, layer: int) -> np.ndarray:
+        """The same table as the step in flight has it, int32 [n_expert]; as it changes."""
+        group = self._of_layer[layer]
+        return group.on_host[group.layers.index(layer)]
+
+    def slots(self, layer: int) -> Slots:
+        """Those that a layer uses, spare ones among them; it shares them."""
+        return self._of_layer[layer].slots
 
     def arguments(self, layer: int) -> dict[str, Any]:
         """Of a layer's experts what twins.experts takes beside inputs and slots."""
@@ -159,10 +191,15 @@ class ExpertCache:
                 group.changed = False
 
     def learn(self, routes: Mapping[int, np.ndarray]) -> None:
-        """Hears what a step asked for: of each layer int32 [n_tokens, n_used], -1 - id for what had a
-        slot."""
+        """Hears what a step asked for: of each layer int32 [n_tokens, n_used], -1 - id for what the
+        device computed."""
         if self._stream is not None:  # the host may be here while the device computes the last layers
             self._used = torch.cuda.current_stream(self.device).record_event()
+        for layer in self._of_layer:  # as long as the tables are those of the step
+            own = -1 - routes[layer]
+            streamed = own[(own >= 0) & (self.on_host(layer)[np.maximum(own, 0)] < 0)]
+            self.n_streamed += streamed.size
+            self.n_fetched += len(np.unique(streamed))
         for group in self._groups:
             group.policy.begin_step()
             for i, layer in enumerate(group.layers):
@@ -198,13 +235,9 @@ class ExpertCache:
         if self._stream is not None and self._used is not None:
             self._stream.wait_event(self._used)
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            for name, op in parts_of(group.ffns[layer]).items():
-                matrix = group.slots.matrices[name]
-                rows = matrix.n_rows // group.slots.n_slots
-                matrix.put(slot * rows, expert_bytes(op, id, self._weights))
-                if name in group.slots.biases:
-                    bias = expert_bias(op, id, self._weights)
-                    group.slots.biases[name][slot].copy_(torch.from_numpy(bias))
+            one = torch.tensor([id])
+            for name, part in self.host.parts[layer].items():
+                fetch_experts(part, one, group.slots.field(name), slot)
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -214,9 +247,10 @@ class ExpertCache:
         wait(copy for group in self._groups for copy in group.coming.values())
 
     def close(self) -> None:
-        """Waits for the copy that is under way; safe to call twice."""
+        """Waits for the copy that is under way, and lets the host's memory go; safe to call twice."""
         if self._copies is not None:
             self._copies.shutdown(wait=True, cancel_futures=True)
+        self.host.close()
 
 
 def _shares(groups: Any, n_slots: int) -> list[int]:
@@ -240,40 +274,20 @@ def layout_of(ffn: Ffn, weights: DeviceWeights) -> ExpertLayout:
     return ExpertLayout(shapes.get("gate"), shapes["up"], shapes["down"], biased, by_neuron)  # type: ignore[arg-type]
 
 
-def _empty_slots(layout: ExpertLayout, n_slots: int, device: torch.device) -> Slots:
-    shapes = {"gate": layout.gate, "up": layout.up, "down": layout.down}
+def _empty_slots(layout: ExpertLayout, n_slots: int, n_spare: int, device: torch.device) -> Slots:
+    shapes, n_all = {"gate": layout.gate, "up": layout.up, "down": layout.down}, n_slots + n_spare
     matrices = {
-        name: DeviceMatrix.empty(shape[0], n_slots * shape[1], shape[2], device)
+        name: DeviceMatrix.empty(shape[0], n_all * shape[1], shape[2], device)
         for name, shape in shapes.items()
         if shape is not None
     }
     width = {"gate": layout.up[1], "up": layout.up[1], "down": layout.up[2]}
     biases = {
-        name: torch.zeros((n_slots, width[name]), device=device)
+        name: torch.zeros((n_all, width[name]), device=device)
         for name, is_biased in zip(("gate", "up", "down"), layout.biased, strict=True)
         if is_biased
     }
-    return Slots(n_slots, matrices, biases)
-
-
-def expert_bytes(op: ExpertLinear | ExpertSum, id: int, weights: DeviceWeights) -> np.ndarray:
-    """The bytes of an expert's matrix, uint8 [rows, bytes of a row], of all its rows that count."""
-    source = weights.source
-    info = source.tensors[op.weights[0]]
-    stored = info.shape[1]
-    name, at = (op.weights[0], id) if len(op.weights) == 1 else (op.weights[id], 0)
-    n_matrices = op.n_expert if len(op.weights) == 1 else 1
-    rows = source.data(name).reshape(n_matrices, stored, -1)[at]
-    if isinstance(op, ExpertSum):
-        return rows
-    return rows[op.first_row : op.first_row + op.n_rows]
-
-
-def expert_bias(op: ExpertLinear | ExpertSum, id: int, weights: DeviceWeights) -> np.ndarray:
-    """float32, of the rows that count."""
-    assert op.bias is not None
-    own = decoded_vector(weights.source, op.bias).reshape(op.n_expert, -1)[id]
-    return own if isinstance(op, ExpertSum) else own[op.first_row : op.first_row + op.n_rows]
+    return Slots(n_slots, n_spare, matrices, biases)
 
 
 def can_hold(ffn: Ffn, tensors: Mapping[str, TensorInfo], device: torch.device) -> bool:

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hotset.backends.gpu import launch as launcher
-from hotset.backends.gpu.matrix import DeviceMatrix
+from hotset.backends.gpu.matrix import FIELDS, DeviceMatrix, HostPart, block_fields
 from hotset.backends.gpu.triton_kernels import (
     FLOAT,
     FORMATS,
@@ -260,6 +260,102 @@ def _values_kernel(
         tl.atomic_add(counts, tl.sum(inside.to(tl.int32), axis=0).to(tl.int64))
         tl.atomic_add(counts + 1, tl.sum((value != 0.0).to(tl.int32), axis=0).to(tl.int64))
     tl.store(values + at, value, mask=i < n)
+
+
+@triton.jit
+def _choose_kernel(
+    ids, table, most, asked, slots, fetched, n_pairs, n_spare, first_spare, P: tl.constexpr, S: tl.constexpr
+):
+    """twins.choose_experts, by one program."""
+    p = tl.arange(0, P)
+    inside = p < n_pairs
+    id = tl.load(ids + p, mask=inside, other=-1)
+    slot = tl.load(table + tl.where(inside, id, 0), mask=inside, other=0)
+    missing = inside & (slot < 0)
+    same = (id[:, None] == id[None, :]) & missing[None, :]
+    before = (same & (p[None, :] < p[:, None])).to(tl.int32)
+    first = missing & (tl.sum(before, axis=1) == 0)  # of several tokens that want one expert
+    n = tl.load(most + tl.sum(first.to(tl.int32), axis=0))
+    rank = tl.cumsum(first.to(tl.int32), axis=0) - 1
+    own = (same & first[None, :]).to(tl.int32)
+    rank = tl.sum(own * rank[None, :], axis=1)
+    slot = tl.where(missing & (rank < n), first_spare + rank, slot)
+    tl.store(slots + p, slot, mask=inside)
+    tl.store(asked + p, tl.where(slot < 0, id, -1 - id), mask=inside)
+    i = tl.arange(0, S)
+    tl.store(fetched + i, tl.full([S], -1, tl.int32), mask=(i >= n) & (i < n_spare))
+    tl.store(fetched + rank, id, mask=first & (rank < n))
+
+
+def choose_experts(
+    ids: Tensor, table: Tensor, most: Tensor, n_spare: int, first_spare: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """twins.choose_experts."""
+    ids = ids.contiguous()
+    asked, slots = torch.empty_like(ids), torch.empty_like(ids)
+    fetched = torch.empty(n_spare, dtype=torch.int32, device=ids.device)
+    launcher.launch(
+        _choose_kernel, (1,), ids, table, most, asked, slots, fetched, ids.numel(), n_spare, first_spare,
+        P=max(triton.next_power_of_2(ids.numel()), 2), S=max(triton.next_power_of_2(n_spare), 2), warps=4,
+    )  # fmt: skip
+    return asked, slots, fetched
+
+
+@triton.jit
+def _fetch_kernel(
+    addresses, fetched, codes, scales, mins, high, sub_scales, n_units, first,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr, C0: tl.constexpr, CN: tl.constexpr, S0: tl.constexpr,
+    SN: tl.constexpr, M0: tl.constexpr, MN: tl.constexpr, H0: tl.constexpr, HN: tl.constexpr,
+    B0: tl.constexpr, BN: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Units of an expert's bytes, from the host's memory to the fields of a slot (matrix.py).
+
+    A block has BLOCK units of UNIT bytes; those of a field begin with unit X0 and are XN. n_units: of an
+    expert. Neighbouring threads read neighbouring units, whatever they are.
+    """
+    id = tl.load(fetched + tl.program_id(1))
+    if id >= 0:
+        slot = (first + tl.program_id(1)).to(tl.int64)
+        u = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+        inside = u < n_units
+        address = tl.load(addresses + id)
+        if UNIT == 1:
+            unit = tl.load(address.to(tl.pointer_type(tl.uint8)) + u, mask=inside, other=0)
+        else:
+            unit = tl.load(address.to(tl.pointer_type(tl.int16)) + u, mask=inside, other=0)
+        block, j = u // BLOCK + slot * (n_units // BLOCK), (u % BLOCK).to(tl.int32)
+        tl.store(codes + block * CN + j - C0, unit, mask=inside & (j >= C0) & (j < C0 + CN))
+        if SN > 0:
+            tl.store(scales + block * SN + j - S0, unit, mask=inside & (j >= S0) & (j < S0 + SN))
+        if MN > 0:
+            tl.store(mins + block * MN + j - M0, unit, mask=inside & (j >= M0) & (j < M0 + MN))
+        if HN > 0:
+            tl.store(high + block * HN + j - H0, unit, mask=inside & (j >= H0) & (j < H0 + HN))
+        if BN > 0:
+            tl.store(sub_scales + block * BN + j - B0, unit, mask=inside & (j >= B0) & (j < B0 + BN))
+
+
+FETCH_UNITS = 2048  # of a program
+
+
+def fetch_experts(part: HostPart, fetched: Tensor, to: DeviceMatrix | Tensor, first: int) -> None:
+    """twins.fetch_experts: the device reads the host's memory by itself."""
+    fields = {"codes": to} if isinstance(to, Tensor) else {name: getattr(to, name) for name in FIELDS}
+    n_block, places = block_fields(part.type)
+    size = 2 if n_block % 2 == 0 else 1
+    dtype = torch.int16 if size == 2 else torch.uint8
+    views = [None if fields.get(name) is None else fields[name].view(dtype) for name in FIELDS]
+    places = {name: (at // size, n // size) for name, (at, n) in places.items()}
+    constants = {
+        f"{letter}{end}": places.get(name, (0, 0))[i]
+        for name, letter in zip(FIELDS, "CSMHB", strict=True)
+        for i, end in enumerate("0N")
+    }
+    n_units = part.n_bytes // size
+    launcher.launch(
+        _fetch_kernel, (-(-n_units // FETCH_UNITS), len(fetched)), part.addresses, fetched, *views, n_units,
+        first, UNIT=size, BLOCK=n_block // size, N=FETCH_UNITS, warps=4, fused=True, **constants,
+    )  # fmt: skip
 
 
 def experts(

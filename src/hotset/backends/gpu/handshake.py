@@ -520,6 +520,8 @@ class CudaDriver:
     def register(self, memory: np.ndarray) -> int:
         torch.cuda.synchronize(self.device)  # makes the device's context, if there is none yet
         flags = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
+        if not memory.flags.writeable:
+            flags |= 8  # cudaHostRegisterReadOnly: a mapped file's
         with torch.cuda.device(self.device):
             code = int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, flags))
             if code:

@@ -28,7 +28,10 @@ class Kernels:
         self.activate = twins.activate
         self.angles = ops.angles
         self.route = twins.route
-        self.experts = twins.experts if not self.triton else _expert_kernels().experts
+        experts = _expert_kernels() if self.triton else twins
+        self.experts = experts.experts
+        self.choose_experts = experts.choose_experts
+        self.fetch_experts = experts.fetch_experts
         self.sum_experts = twins.sum_experts
         self.linear = ops.linear
         self.linear_bits = ops.linear_bits

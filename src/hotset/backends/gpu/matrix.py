@@ -70,6 +70,7 @@ _FIELDS: dict[GGMLType, dict[str, tuple[str, str]]] = {
     },
     GGMLType.MXFP4: {"codes": ("qs", "u1"), "scales": ("e", "u1")},
 }
+FIELDS = ("codes", "scales", "mins", "high", "sub_scales")
 EXPERT_TYPES = (*_FLOATS, *_FIELDS)
 """What experts of a cache may be of (exact.py)."""
 SUPPORTED = tuple(type for type in EXPERT_TYPES if type != GGMLType.MXFP4)
@@ -242,10 +243,43 @@ class DeviceMatrix:
         return [slice(i, min(i + step, self.n_rows)) for i in range(0, self.n_rows, step)]
 
 
+@dataclass(frozen=True)
+class HostPart:
+    """One matrix of each expert of a layer, or a bias, F32 of one row.
+
+    rows: of each expert uint8 [n_rows, row bytes], where they lie. addresses: int64 [n_expert] on the device,
+    where their first bytes are for it.
+    """
+
+    type: GGMLType
+    rows: list[np.ndarray]
+    addresses: Tensor
+
+    @property
+    def n_bytes(self) -> int:
+        """Of an expert."""
+        return self.rows[0].nbytes
+
+
 def _new(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, arena: Arena | None
 ) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device) if arena is None else arena.empty(shape, dtype)
+
+
+def block_fields(type: GGMLType) -> tuple[int, dict[str, tuple[int, int]]]:
+    """Bytes of a block in a file (of a float: of a weight), and of each field in it the first byte and how
+    many."""
+    if type in _FLOATS:
+        size = _FLOATS[type][0].itemsize
+        return size, {"codes": (0, size)}
+    layout = TYPES[type].block
+    assert layout is not None
+    assert layout.fields is not None
+    return layout.itemsize, {
+        name: (int(layout.fields[field][1]), layout[field].itemsize)
+        for name, (field, _) in _FIELDS[type].items()
+    }
 
 
 def check_type(type: GGMLType) -> None:

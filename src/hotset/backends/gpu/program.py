@@ -69,6 +69,7 @@ from hotset.model.graph import (
 
 if TYPE_CHECKING:
     from hotset.backends.gpu.experts import ExpertCache
+    from hotset.backends.gpu.experts_fetch import Choice, Fetcher
     from hotset.backends.gpu.handshake import ColdCounts
 
 
@@ -139,8 +140,11 @@ class Frame:
     values: dict[int, Tensor] = field(default_factory=dict)
     posted: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)  # layer → FFN input, bits
     weights: dict[int, Tensor] = field(default_factory=dict)  # layer → of each token's experts
+    asked: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # layer → these, where the CPU computes all of them
     own: dict[int, Tensor] = field(default_factory=dict)  # layer → what the device's experts yield
-    slots: dict[int, Tensor] = field(default_factory=dict)  # layer → of each token's experts, -1: the CPU's
+    choices: dict[int, Choice] = field(default_factory=dict)  # layer → who computes each token's experts
     angles: dict[Rope, Tensor] = field(default_factory=dict)
 
 
@@ -149,7 +153,8 @@ class Call:
     """One group of operations. layer: 0 outside of the layers; part: an index of PARTS.
 
     reads, outs: values that it needs and makes; inside: the widths of those that it makes for itself.
-    kind: what an FFN that does not wait for attention is moved by. drops: ids that nobody reads after it.
+    kind: what an FFN, or a router, that does not wait for attention is moved by. drops: ids that nobody reads
+    after it.
     """
 
     run: Callable[[Frame], None]
@@ -158,7 +163,7 @@ class Call:
     reads: tuple[Value, ...]
     outs: tuple[Value, ...]
     inside: int = 0
-    kind: Literal["post", "collect", "attention", "outputs", ""] = ""
+    kind: Literal["route", "post", "collect", "attention", "outputs", ""] = ""
     drops: tuple[int, ...] = ()
 
 
@@ -182,6 +187,7 @@ class Program:
         counts: Tensor,
         copies: CopyStream,
         experts: ExpertCache | None = None,
+        fetcher: Fetcher | None = None,
         *,
         n_ctx: int,
         sparse: bool,
@@ -189,6 +195,7 @@ class Program:
     ) -> None:
         self._weights, self._cache, self._kernels = weights, cache, kernels
         self._hot, self._cold, self._counts, self._cache_of_experts = hot, cold, counts, experts
+        self._fetcher = fetcher
         self._n_ctx, self._sparse, self._stream_bytes = n_ctx, sparse, stream_bytes
         self._copies = copies
         groups = fuse(graph, taps)
@@ -199,6 +206,7 @@ class Program:
         self._bits_of = self._scores_of_bits(groups, graph)
         calls = _posted_early([call for group in groups for call in self._calls(group)])
         calls = _collected_late(calls)
+        self._early = _routed_early(calls)
         last_use = {v.id: i for i, call in enumerate(calls) for v in [*call.outs, *call.reads]}
         last_use.pop(graph.result.id)
         n_body = next((i for i, call in enumerate(calls) if call.kind == "outputs"), len(calls))
@@ -489,37 +497,40 @@ class Program:
         norm, x, scores = self._norm(ffn.norm), ffn.x.id, op.x.id
         bias, out, added_id = self._weights.bias(op.bias), group.out[0].id, _id(group.residual(ffn.out))
         n_used, route_id = op.n_used, op.out.id if op.out.name in self._kept_names else None
-        experts, counts = self._cache_of_experts, self._counts[layer]
-        table: Tensor | None = None
-        if experts is not None and layer in experts:
-            table, given = experts.table(layer), experts.arguments(layer)
+        experts, fetcher, counts = self._cache_of_experts, self._fetcher, self._counts[layer]
+        is_cached = experts is not None and layer in experts
 
-        def post(f: Frame) -> None:
+        def route(f: Frame) -> None:
             ids, f.weights[layer] = k.route(f.values[scores], op, bias)
             if route_id is not None:
                 f.values[route_id] = torch.cat([ids.float(), f.weights[layer]], dim=1)
-            h = norm(f.values[x])
-            if table is not None:
-                slots = f.slots[layer] = table[ids.long()]
-                ids = torch.where(slots < 0, ids, -1 - ids)
-            cold.post(layer, h, ids)
-            if table is not None:
-                f.own[layer] = k.experts(h, slots, counts=counts, **given)
+            if is_cached and fetcher is not None:
+                early = layer in self._early
+                f.choices[layer] = fetcher.choose(layer, ids, early=early, warming=f.warming)
+            else:
+                f.asked[layer] = ids
+
+        def post(f: Frame) -> None:
+            h, choice = norm(f.values[x]), f.choices.get(layer)
+            cold.post(layer, h, f.asked[layer] if choice is None else choice.asked)
+            if choice is not None and fetcher is not None:
+                f.own[layer] = fetcher.compute(layer, choice, h, counts)
 
         def finish(f: Frame) -> None:
             parts = cold.collect(layer)
             parts = parts.view(len(parts), n_used, -1)
-            if table is not None:
-                parts = torch.where(f.slots.pop(layer)[:, :, None] < 0, parts, f.own.pop(layer))
+            if layer in f.choices:
+                parts = torch.where(f.choices.pop(layer).asked[:, :, None] >= 0, parts, f.own.pop(layer))
             added = None if added_id is None else f.values[added_id]
             f.values[out] = k.sum_experts(parts, f.weights.pop(layer), added)
 
         part, inside = PARTS.index(group.part), 2 * n_used + ffn.x.width
-        kept = () if route_id is None else (op.out,)
+        given = tuple(value for value in inputs_of(ffn) if value != op.x)
         after = tuple(value for value in group.reads if value.id == added_id)
-        answer = n_used * ffn.out.width * (1 if table is None else 2)
+        answer = n_used * ffn.out.width * (2 if is_cached else 1)
         return [
-            Call(post, layer, part, tuple(inputs_of(ffn)), kept, inside, "post"),
+            Call(route, layer, part, (op.x,), (op.out,), 0, "route"),
+            Call(post, layer, part, (*given, op.out), (), inside, "post"),
             Call(finish, layer, part, after, tuple(group.out), answer, "collect"),
         ]
 
@@ -708,8 +719,8 @@ def _activations(ffn: Ffn) -> dict[str, Any]:
 
 
 def _posted_early(calls: list[Call]) -> list[Call]:
-    """Moves what is posted, and what it needs, before an attention that it does not wait for."""
-    for post in [call for call in calls if call.kind == "post"]:
+    """Moves what is posted, or routed, and what it needs, before an attention that it does not wait for."""
+    for post in [call for call in calls if call.kind in ("route", "post")]:
         at = calls.index(post)
         attention = max((i for i in range(at) if calls[i].kind == "attention"), default=None)
         if attention is None:
@@ -729,6 +740,16 @@ def _posted_early(calls: list[Call]) -> list[Call]:
         first = 1 + max((i for i, call in enumerate(rest) if needed & set(call.outs)), default=-1)
         calls = [*rest[:first], *moved, *rest[first:]]
     return calls
+
+
+def _routed_early(calls: list[Call]) -> set[int]:
+    """Layers whose router is before their attention: what experts they lack may come meanwhile."""
+    attention = {call.layer: i for i, call in enumerate(calls) if call.kind == "attention"}
+    return {
+        call.layer
+        for i, call in enumerate(calls)
+        if call.kind == "route" and i < attention.get(call.layer, -1)
+    }
 
 
 def _collected_late(calls: list[Call]) -> list[Call]:

@@ -21,22 +21,22 @@ from torch import Tensor
 
 from hotset.backends.base import PAGE_SIZE, Batch, ExpertCounts, WeightSource
 from hotset.backends.embedding import lookup
-from hotset.backends.gpu.capture import Captured, Graphs
+from hotset.backends.gpu.capture import MAX_CAPTURED, Captured, Graphs
 from hotset.backends.gpu.devices import current, find_device, memory_errors, synchronize
 from hotset.backends.gpu.experts import ExpertCache, can_hold
+from hotset.backends.gpu.experts_fetch import Fetcher
+from hotset.backends.gpu.handshake import CudaDriver
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.kv import Copies, PagedCache, StepInputs
 from hotset.backends.gpu.program import Call, ColdHalf, Frame, Program
 from hotset.backends.gpu.stream import CopyStream
 from hotset.backends.gpu.twins import N_COUNTS
 from hotset.backends.gpu.weights import DeviceWeights
+from hotset.backends.misses import Fetching
 from hotset.backends.stage import OUTPUT_ROWS, STREAM_BYTES, STREAM_FROM, Rows
 from hotset.errors import DeviceError, InvalidRequestError, StepCancelledError
 from hotset.model.cost import KVType
 from hotset.model.graph import PARTS, Attention, Embed, Graph, SelectOutputs
-
-MAX_CAPTURED = 8  # tokens of a step that is captured: as many as the matrix-vector kernel takes
-
 
 WARM_SIZES = 32, 16, 1  # of steps, in tokens, beside the largest: each size of tiles once
 Capture = Callable[[Callable[[], Tensor]], tuple[Captured, Tensor]]
@@ -52,6 +52,7 @@ class GpuStage:
     stream_from: number of tokens from which on cold rows come to the device and the service is not used;
     None: never. sparse: False computes every neuron (no layer can be split then).
     expert_slots: experts of mixtures that are kept in the device's memory, as its replacement policy says.
+    fetching: of those that a step lacks, where that is quicker than to leave them to the CPU; None: never.
     weight_bytes: what its weights were planned to take, where there is a plan.
     nbytes: what the stage holds, by kind: weights, experts, kv, workspace.
     Raises DeviceError, InvalidRequestError, UnsupportedModelError, OutOfMemoryError where it does not fit.
@@ -76,6 +77,7 @@ class GpuStage:
         stream_bytes: int = STREAM_BYTES,
         capture: Capture | None = None,
         expert_slots: int = 0,
+        fetching: Fetching | None = None,
         weight_bytes: int = 0,
     ) -> None:
         self.device = find_device(device)
@@ -98,7 +100,7 @@ class GpuStage:
                     f"steps of up to {most} tokens need a cold service for as many, not {cold.max_batch}"
                 )
         self._cold = cold if shared else None
-        self._n_hits = self._n_missed = 0  # experts of tokens
+        self._n_hits = self._n_missed = 0  # experts of tokens: of the device, of the CPU
         self._is_served = False  # whether the cold service took part in the latest step
         self._stream_from, self._stream_bytes = stream_from, stream_bytes
         self._embeds = [op for op in self.graph.ops if isinstance(op, Embed)]
@@ -108,6 +110,7 @@ class GpuStage:
         self._weights = DeviceWeights(weights, self.device, weight_bytes)
         self._copies = CopyStream(self.device)
         self._expert_cache: ExpertCache | None = None
+        self._fetcher: Fetcher | None = None
         self._programs: dict[frozenset[str], Program] = {}
         self._captured: dict[int, tuple[Captured, Tensor]] = {}
         self._capture = capture
@@ -131,7 +134,7 @@ class GpuStage:
             self._cache = PagedCache(attention, n_pages, kv_type, self.device)
             widths = {value.id: value.width for value in entering}
             self._inputs = StepInputs(max_batch, n_pages, widths, self.device)
-            self._expert_cache = self._new_expert_cache(expert_slots)
+            self._add_experts(expert_slots, fetching)
             self._program(frozenset())
             if self.device.type == "cuda":
                 self.warm_up()
@@ -191,10 +194,15 @@ class GpuStage:
             self._inputs.fill(batch, vectors)
             if self._expert_cache is not None:
                 self._expert_cache.begin_step()
-            with nullcontext() if cold is None else cold.step(n):
-                result = self._run(program, n, len(batch.outputs))
-                self._counting.copy(self._counted, self._counts)
-                self._counting.end()
+            try:
+                with nullcontext() if cold is None else cold.step(n):
+                    result = self._run(program, n, len(batch.outputs))
+                    self._counting.copy(self._counted, self._counts)
+                    self._counting.end()
+            except BaseException:
+                if self._fetcher is not None:
+                    self._fetcher.settle()
+                raise
             if self._experts and cold is not None and not self._warming:
                 self._learn({layer: cold.route(layer) for layer in sorted(self._experts)})
         self._source.check()
@@ -212,8 +220,10 @@ class GpuStage:
 
     def expert_counts(self) -> ExpertCounts:
         """Of mixtures, since the stage was made."""
-        fetched = 0 if self._expert_cache is None else self._expert_cache.n_fetched
-        return ExpertCounts(self._n_hits, self._n_missed, fetched)
+        if (cache := self._expert_cache) is None:
+            return ExpertCounts(self._n_hits, self._n_missed)
+        hits = self._n_hits - cache.n_streamed
+        return ExpertCounts(hits, self._n_missed, cache.n_fetched, streamed=cache.n_streamed)
 
     def active_on_cpu(self) -> np.ndarray:
         """Of the latest step, int64 [n_layer]: the active neurons of the cold service."""
@@ -258,11 +268,25 @@ class GpuStage:
         self._cache.layers.clear()
         self._weights.clear()
 
-    def _new_expert_cache(self, n_slots: int) -> ExpertCache | None:
-        """None without slots, or without experts that this device computes as the CPU does."""
+    def _add_experts(self, n_slots: int, fetching: Fetching | None) -> None:
+        """Makes the cache of experts, and what fetches others; without slots neither, or without experts that
+        this device computes as the CPU does."""
         mixed = [ffn for ffn in self.graph.ffns if ffn.route is not None]
         held = [ffn for ffn in mixed if can_hold(ffn, self._source.tensors, self.device)]
-        return ExpertCache(self._weights, held, n_slots, sparse=self.sparse) if held and n_slots else None
+        n_spare = 0 if fetching is None else fetching.n_spare
+        if not held or not (n_slots or n_spare):
+            return
+        # Triton's kernels read the host's memory themselves.
+        needs = n_spare and self.device.type == "cuda" and self.kernels.triton
+        registrar = CudaDriver(self.device) if needs else None
+        try:
+            cache = ExpertCache(
+                self._weights, held, n_slots, sparse=self.sparse, n_spare=n_spare, registrar=registrar
+            )
+        except DeviceError as error:
+            self.notes.append(f"experts are not fetched for the step that needs them: {error}")
+            cache = ExpertCache(self._weights, held, n_slots + n_spare, sparse=self.sparse)
+        self._expert_cache, self._fetcher = cache, Fetcher(cache, self.kernels, fetching)
 
     def _learn(self, routes: dict[int, np.ndarray]) -> None:
         """Of the mixtures what a step asked for, as it was posted."""
@@ -373,7 +397,7 @@ class GpuStage:
                 self._programs.pop(next(key for key in self._programs if key))
             self._programs[taps] = Program(
                 self.graph, taps, self._weights, self._cache, self.kernels, self._hot, self._cold,
-                self._counts, self._copies, self._expert_cache, n_ctx=self.n_pages * PAGE_SIZE,
+                self._counts, self._copies, self._expert_cache, self._fetcher, n_ctx=self.n_pages * PAGE_SIZE,
                 sparse=self.sparse, stream_bytes=self._stream_bytes,
             )  # fmt: skip
         return self._programs[taps]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.gpu import exact
-from hotset.backends.gpu.matrix import SLICE_VALUES, DeviceMatrix
+from hotset.backends.gpu.matrix import SLICE_VALUES, DeviceMatrix, HostPart
 from hotset.model.graph import Activate, ActivationKind, Rope, RopeKind, Route
 
 GATHER_BELOW = 0.75  # share of the rows that are wanted: above it all are decoded, without an index
@@ -300,6 +300,41 @@ def experts(
             if by_neuron:
                 counts[4] += (value != 0).any(dim=0).sum()
     return out
+
+
+def choose_experts(
+    ids: Tensor, table: Tensor, most: Tensor, n_spare: int, first_spare: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the experts that some tokens want and that have no slot, those that the device fetches.
+
+    ids: int32 [T, n_used]. table: int32 [n_expert], of each its slot or -1. most: int32, of so many that are
+    missing how many are fetched, n_spare at most: those that the tokens name first.
+    Returns what is asked of the CPU, ids and, for what the device computes, -1 - id, int32 [T, n_used]; the
+    slots, -1 where the CPU computes; and the experts that go to the slots from first_spare on, int32
+    [n_spare], -1: none.
+    """
+    slots = table[ids.long()]
+    missing = list(dict.fromkeys(ids[slots < 0].tolist()))
+    fetched = missing[: int(most[len(missing)])]
+    for i, id in enumerate(fetched):
+        slots = torch.where(ids == id, first_spare + i, slots)
+    given = torch.tensor(fetched + [-1] * (n_spare - len(fetched)), dtype=torch.int32, device=ids.device)
+    return torch.where(slots < 0, ids, -1 - ids), slots, given
+
+
+def fetch_experts(part: HostPart, fetched: Tensor, to: DeviceMatrix | Tensor, first: int) -> None:
+    """Copies a part of experts from the host to the slots from `first` on, -1: to none.
+
+    fetched: int32 [n]. to: the matrices of all slots, or biases, float32 [n_slots, width].
+    """
+    for i, id in enumerate(fetched.tolist()):
+        if id < 0:
+            continue
+        rows = part.rows[id]
+        if isinstance(to, DeviceMatrix):
+            to.put((first + i) * len(rows), rows)
+        else:
+            to[first + i].copy_(torch.from_numpy(rows.view(np.float32)[0]))
 
 
 def _biased(x: Tensor, bias: Tensor | None, slot: int) -> Tensor:
