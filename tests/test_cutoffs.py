@@ -216,8 +216,8 @@ def test_where_it_does_not_pay_all_rows_are_read(tmp_path: Path, case: str) -> N
 
 @pytest.mark.parametrize("type_", [T.Q4_0, T.Q8_0], ids=lambda t: t.name)
 def test_large_matrices_are_added_up_from_lanes(tmp_path: Path, type_: GGMLType) -> None:
-    """Of these a phase multiplies some lanes of a tile each, and another adds them up, gate and up too; by row
-    where too many channels are left."""
+    """Of these a phase multiplies some lanes of a tile each, and another adds them up, gate and up too; by
+    row where too many channels are left."""
     gguf = write(tmp_path, type=type_, n_embd=512, n_ff=4224, ranks=(32,))
     ids, cut = tokens(4), np.ones(4, np.bool_)
     for cutoffs in (LayerCutoffs(ffn_in=1.0, down_in=0.1), LayerCutoffs(ffn_in=0.1, down_in=0.1)):
