@@ -12,6 +12,8 @@ namespace {
 constexpr int kSplitTokens = kSplitPages * kPageSize;
 constexpr int kTileRows = 24;  // query rows (tokens × heads of a group) that attend together
 constexpr int kStoreTokens = 4;
+constexpr int kPrefetchPieces = 128;     // that a waiting thread fetches of the cache, for few tokens,
+constexpr int64_t kPrefetchBytes = 512;  // each of this size
 static_assert(kTileRows <= kMaxGroup);
 
 class Attention : public Op {
@@ -40,6 +42,23 @@ class Attention : public Op {
         if (phase == 2) return merge(chunk, step, worker);
         if (splits_apart(step)) return attend_split(chunk, step, worker);
         attend_all(chunk, step, worker);
+    }
+
+    // Keys and values of the chunk's first pages: with few tokens they are too short for the processor to see
+    // by itself what comes.
+    bool prefetch(int phase, int chunk, int piece, const StepTokens& step) const override {
+        if (phase != 1 || step.n_tokens > kPrivateInputs || piece >= kPrefetchPieces || splits_apart(step))
+            return false;
+        const int t = tile(step, chunk / f_.kv.n_head_kv).first, head = chunk % f_.kv.n_head_kv;
+        const int64_t keys = int64_t(f_.kv.k_page_bytes()) / f_.kv.n_head_kv,
+                      values = int64_t(f_.kv.v_page_bytes()) / f_.kv.n_head_kv;
+        const int64_t at = piece * kPrefetchBytes, page = at / (keys + values), within = at % (keys + values);
+        if (page > step.positions[t] / kPageSize) return false;
+        const int64_t number = int64_t(pages(step, t)[page]) * f_.kv.n_head_kv + head;
+        const uint8_t* from =
+            within < keys ? f_.kv.k + number * keys + within : f_.kv.v + number * values + within - keys;
+        for (int64_t i = 0; i < kPrefetchBytes; i += 64) prefetch_line(from + i);
+        return true;
     }
 
     Needs needs() const override {

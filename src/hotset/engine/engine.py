@@ -798,7 +798,10 @@ class Engine:
                     if end > start:
                         self._saves[n_tokens + end - start - 1] = slot
             n_rows = _n_rows(sequence, n)
-            outputs[n_outputs : n_outputs + n_rows] = np.arange(n_tokens + n - n_rows, n_tokens + n)
+            if n_rows == 1:
+                outputs[n_outputs] = n_tokens + n - 1
+            else:
+                outputs[n_outputs : n_outputs + n_rows] = np.arange(n_tokens + n - n_rows, n_tokens + n)
             n_outputs += n_rows
             n_tokens += n
         return Batch(
