@@ -24,6 +24,7 @@ from hotset.errors import (
 from hotset.formats.powerinfer import GPUIndex, write_activations, write_gpu_index
 from hotset.placement import detect, machine, planner
 from hotset.placement.table import CPU
+from hotset.report.experts import expert_counts
 from hotset.sparsity import profile, sidecar
 
 pytest.importorskip("hotset._core", reason="the native module is not built")
@@ -139,6 +140,46 @@ def test_what_a_budget_leaves_are_slots_for_experts(mixture: Path, share: float)
         expected = loaded.logits("Hello there")
         for logits in found:
             np.testing.assert_array_equal(logits, expected)
+
+
+@pytest.mark.parametrize("forced", ["", "cpu", "fetch"])
+def test_a_plan_says_who_computes_what_is_missing(
+    mixture: Path, forced: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = hotset.plan(mixture, device="cpu", vram_budget=1.0, **SMALL)
+    assert whole is not None
+    assert whole.budget is not None
+    assert whole.fetching == (None,)  # all experts have a slot
+    planned = whole.budget.devices[0]
+    gib = (planned.total - 0.4 * planned.experts) / GIB
+    monkeypatch.setenv("HOTSET_EXPERT_MISSES", forced)
+    with hotset.load(mixture, device="cpu", vram_budget=gib, **SMALL) as loaded:
+        placement = loaded.placement
+        assert placement is not None
+        [n_slots], [fetching] = placement.expert_slots, placement.fetching
+        said = " ".join(placement.notes)
+        assert (fetching is not None) == (forced != "cpu")
+        assert ("experts that a token misses in a layer" in said) == (fetching is not None)
+        assert 0 < n_slots < 24
+        found = [loaded.logits("Hello there, and more of a prompt") for _ in range(2)]
+        [memory] = loaded.device_memory()
+        assert memory.used <= memory.planned.total <= gib * GIB
+        counts = expert_counts(loaded.decided.graph, loaded.backend, None)
+        assert counts is not None
+        if fetching is None:
+            assert counts.streamed == 0
+        else:
+            assert fetching.n_spare >= 2
+            assert ("cpu fetches 2 of 2 experts" in said) or not forced
+            assert counts.streamed > 0  # of a prompt, whatever becomes of single tokens
+            # Slots of both kinds are within what was planned for experts, and use it.
+            assert memory.planned.experts * 0.8 < memory.measured["experts"] <= memory.planned.experts
+        assert counts.on_cpu > 0 or forced != "cpu"
+        assert counts.on_cpu == 0 or forced != "fetch"
+    with hotset.load(mixture, device="cpu", vram_budget=1.0, **SMALL) as loaded:
+        expected = loaded.logits("Hello there, and more of a prompt")
+    for logits in found:
+        np.testing.assert_array_equal(logits, expected)
 
 
 def test_a_line_tells_what_became_of_experts(mixture: Path) -> None:

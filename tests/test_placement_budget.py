@@ -19,6 +19,7 @@ from tiny_gguf import write_llama
 
 from hotset.backends.gpu import devices, open_gpu
 from hotset.backends.gpu.matrix import DeviceMatrix
+from hotset.backends.misses import fetched_of
 from hotset.errors import DeviceError, InvalidRequestError
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import TYPES, GGMLType
@@ -289,7 +290,7 @@ def test_what_cannot_be_asked_of_a_device(wish: dict[str, Any], sentence: str) -
 
 def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    known = machine.Measured(*range(1, 9), 10)  # type: ignore[arg-type]
+    known = machine.Measured(*range(1, 9), 10, *range(11, 15))  # type: ignore[arg-type]
     monkeypatch.setattr(machine, "_measure", lambda device, n_threads: calls.append(device) or known)
     monkeypatch.setattr("hotset.backends.gpu.devices.find_device", lambda name: torch.device("meta"))
     path = tmp_path / "machine.json"
@@ -303,6 +304,12 @@ def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path.write_text("{")  # damaged: measured again
     assert machine.measure("xpu", n_threads=1, path=path) == known
     assert len(calls) == 4
+    kept = json.loads(path.read_text())
+    for one in kept.values():  # of a version that knew no link
+        del one["link"]
+    path.write_text(json.dumps(kept))
+    assert machine.measure("xpu", n_threads=1, path=path) == known
+    assert len(calls) == 5
 
 
 def test_what_is_measured_makes_sense(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +325,50 @@ def test_what_is_measured_makes_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < found.launch < 1
     assert 0 < found.sync < 1
     assert found.context == 0
+    assert 0 < found.cpu_many < 1e14
+    assert found.link == found.link_busy == 0  # the stand-in reads nothing over a link
+    assert machine.miss_rates(found) is None
     assert machine.rates_of([found, found]).devices[1].read == found.read
+
+
+def test_a_link_is_measured_by_what_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+
+    class Registrar:
+        def register(self, memory: np.ndarray) -> int:
+            held.append(memory.ctypes.data)
+            return held[0]
+
+        def unregister(self, memory: np.ndarray) -> None:
+            held.remove(memory.ctypes.data)
+
+    monkeypatch.setattr(machine, "_WIDTH", 64)
+    monkeypatch.setattr(machine._Link, "_N_ROWS", 16)
+    with pytest.raises(DeviceError, match="by itself"):
+        machine._Link(torch.device("cpu"))
+    with machine._Link(torch.device("cpu"), Registrar()) as link:
+        assert held
+        assert link._bytes == 8 * 16 * 36
+        assert 0 < link.rate(0.01) < 1e12
+        with link.running() as busy:
+            pass
+        assert 0 < busy.rate < 1e12
+    assert not held
+
+
+def test_who_computes_what_is_missing_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = machine.miss_rates(machine.STAND_IN)
+    assert rates is not None
+    assert (rates.cpu, rates.link) == (machine.STAND_IN.cpu_read_busy, machine.STAND_IN.link)
+    monkeypatch.setenv("HOTSET_EXPERT_MISSES", "cpu")
+    assert machine.miss_rates(machine.STAND_IN) is None
+    monkeypatch.setenv("HOTSET_EXPERT_MISSES", "fetch")
+    forced = machine.miss_rates(machine.STAND_IN)
+    assert forced is not None
+    assert fetched_of(forced, 4, 1 << 20) == [0, 1, 2, 3, 4]
+    monkeypatch.setenv("HOTSET_EXPERT_MISSES", "gpu")
+    with pytest.raises(InvalidRequestError, match="must be cpu or fetch, not 'gpu'"):
+        machine.miss_rates(machine.STAND_IN)
 
 
 @pytest.mark.parametrize(("room", "n"), [(0, 1), (7.9, 1), (8, 2), (1000, 4)])

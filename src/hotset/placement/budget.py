@@ -74,9 +74,9 @@ class DeviceBudget:
     """Planned bytes of one device, by kind, and the limit that they stay within.
 
     weights: of layers and output: attention, norms, predictors, FFNs that are not split. neurons: the rows of
-    hot neurons. experts: slots of an expert cache. kv: keys and values of its layers. workspace:
-    intermediates, logits, what streams through. context: what the device's runtime takes before the first
-    tensor.
+    hot neurons. experts: slots of an expert cache, and those into which a step fetches. kv: keys and values
+    of its layers. workspace: intermediates, logits, what streams through. context: what the device's runtime
+    takes before the first tensor.
     """
 
     device: str
@@ -98,11 +98,13 @@ class Budget:
     """Planned bytes: of each device, and of weights that the CPU reads where they are mapped.
 
     stream: of cold rows that come to a device for a prompt, counted in its workspace where it needs them.
+    pinned: of the host's those that must stay in memory, since devices read them there.
     """
 
     devices: tuple[DeviceBudget, ...]
     host: int = 0
     stream: int = 0
+    pinned: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,8 @@ class LayerFacts:
     rows always, up and down when it fires; predicted: nothing but when it is named); kv_read_bytes.
     n_split: its neurons if they can be split, else 0.
     expert_bytes: of an expert of a mixture, whose experts are no part of what stands above: they are on the
-    host, n_experts of them, and a token reads n_used. is_cached: a device may have slots for some of them.
+    host, n_experts of them, and a token reads n_used. is_cached: a device may have slots for some of them,
+    which layers of one layout (a number) share.
     """
 
     n_ff: int
@@ -132,6 +135,7 @@ class LayerFacts:
     n_experts: int = 0
     n_used: int = 0
     is_cached: bool = False
+    layout: int = 0
 
     @property
     def whole_bytes(self) -> int:

@@ -8,7 +8,7 @@ Layers may be placed in any order; the solver has reasons of its own to put the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hotset.backends.base import Backend, WeightSource
@@ -221,6 +221,9 @@ def _device_stage(
         on_device = mixed_layers(graph) & set(placement.layers_of(piece.device))
         n_slots = placement.expert_slots[piece.device] * len(experts) // len(on_device)
         options = {"expert_slots": n_slots} | options
+        if placement.fetching and (fetching := placement.fetching[piece.device]) is not None:
+            n_spare = fetching.n_spare * len(experts) // len(on_device)
+            options = {"fetching": replace(fetching, n_spare=n_spare)} | options
     try:
         stage = GpuStage(weights, graph, device, hot=hot, cold=service, **options)
     except BaseException:

@@ -5,6 +5,9 @@
     *_busy           while the device works too: both may share memory, power and the bus
     read, read_busy  of a device's matrices, by its matrix-vector kernel
     launch, sync     seconds of a kernel that does nothing, and of a round trip to the CPU (handshake.py)
+    link             of experts that a kernel copies from the host's memory (gpu/experts_fetch.py), 0: none
+    link_busy        the same while the CPU reads; cpu_read_link: cpu_read meanwhile
+    cpu_many         bytes times tokens, of products for many tokens
 
 All are measured with the operations that run later, on weights of Q4_0. The results are kept in machine.json
 in the folder of the store, under a key that names the processor, its threads and kernels, the device and the
@@ -21,13 +24,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotset.errors import FormatError, HotsetError
+from hotset.backends.misses import MissRates
+from hotset.errors import DeviceError, FormatError, HotsetError, InvalidRequestError
 from hotset.files import read_small_text, write_whole
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import TYPES, GGMLType, row_bytes
@@ -38,11 +42,13 @@ if TYPE_CHECKING:
     import torch
 
     from hotset.backends.gpu.handshake import ChosenKind
+    from hotset.backends.gpu.host_experts import Registrar
     from hotset.reporter import Reporter
 
 USUAL_CONTEXT = 600 << 20  # bytes that a CUDA context with its kernels takes, where it cannot be measured
 _WIDTH, _N_FF, _N_LAYER = 4096, 8192, 6  # of the FFNs that are measured: 340 MB, more than caches hold
 _ACTIVE = 0.1
+_MANY = 64  # tokens: of a prompt that want one expert
 _SECONDS = 0.3  # of each measurement
 _TURNS = 4  # over the matrices of a device, between two waits for it
 _TYPE = GGMLType.Q4_0
@@ -61,6 +67,10 @@ class Measured:
     launch: float
     sync: float
     context: int
+    cpu_many: float
+    link: float
+    link_busy: float
+    cpu_read_link: float
 
 
 STAND_IN = Measured(
@@ -73,6 +83,10 @@ STAND_IN = Measured(
     launch=4e-6,
     sync=15e-6,
     context=0,
+    cpu_many=250e9,
+    link=25e9,
+    link_busy=22e9,
+    cpu_read_link=28e9,
 )
 """Of the device cpu: a desktop with a middling GPU; not measured."""
 
@@ -84,8 +98,27 @@ def rates_of(measured: Sequence[Measured]) -> Rates:
         cpu_gather=max(m.cpu_gather for m in measured),
         cpu_read_busy=min(m.cpu_read_busy for m in measured),
         cpu_gather_busy=min(m.cpu_gather_busy for m in measured),
-        devices=tuple(DeviceRates(m.read, m.read_busy, m.launch, m.sync) for m in measured),
+        devices=tuple(DeviceRates(m.read, m.read_busy, m.launch, m.sync, miss_rates(m)) for m in measured),
     )
+
+
+def miss_rates(measured: Measured) -> MissRates | None:
+    """By which the experts that a device lacks are divided; None: the CPU computes all of them.
+
+    HOTSET_EXPERT_MISSES forces one side: cpu, or fetch, as far as spare slots reach.
+    """
+    import os
+
+    forced = os.environ.get("HOTSET_EXPERT_MISSES")
+    if forced not in (None, "", "cpu", "fetch"):
+        raise InvalidRequestError(f"HOTSET_EXPERT_MISSES must be cpu or fetch, not {forced!r}")
+    if measured.link <= 0 or forced == "cpu":
+        return None
+    rates = MissRates(
+        measured.cpu_read_busy, min(measured.cpu_read_link, measured.cpu_read_busy), measured.cpu_many,
+        measured.link, min(measured.link_busy, measured.link),
+    )  # fmt: skip
+    return replace(rates, cpu=1.0, cpu_beside=1.0, many=1.0) if forced == "fetch" else rates
 
 
 def measure(
@@ -131,6 +164,12 @@ def _measure(device: torch.device, n_threads: int) -> Measured:
             cpu_gather_busy = cpu.rate(_SECONDS, sparse=True)
         launch, sync = loop.launch_seconds(), _round_trip(device)
         loop.close()
+        cpu_many, link_rate, link_busy, cpu_read_link = cpu.many(_SECONDS), 0.0, 0.0, cpu_read
+        with contextlib.suppress(DeviceError), _Link(device) as link:
+            link_rate = link.rate(_SECONDS)
+            with link.running() as linked:
+                cpu_read_link = cpu.rate(_SECONDS, sparse=False)
+            link_busy = linked.rate
     # Noise must not make anything faster for being disturbed.
     return Measured(
         cpu_read,
@@ -142,6 +181,10 @@ def _measure(device: torch.device, n_threads: int) -> Measured:
         launch,
         sync,
         context.n_bytes,
+        cpu_many,
+        link_rate,
+        min(link_rate, link_busy),
+        min(cpu_read, cpu_read_link),
     )
 
 
@@ -234,6 +277,17 @@ def _ffn_graph() -> g.Graph:
     return graph
 
 
+def _products_graph() -> g.Graph:
+    """The matrices of gates and ups alone, as products of experts read them."""
+    graph = g.Graph()
+    x = graph.add(g.Embed(graph.value("embedding", _WIDTH), "x"))
+    for i in range(_N_LAYER):
+        for part in ("gate", "up"):
+            graph.add(g.Linear(graph.value(f"blk.{i}.{part}", _N_FF), x, f"blk.{i}.{part}"))
+    graph.add(g.SelectOutputs(graph.value("logits", _WIDTH), x))
+    return graph
+
+
 class _Cpu:
     """The CPU backend on synthetic FFNs."""
 
@@ -249,6 +303,9 @@ class _Cpu:
         }
         zero = np.zeros(1, np.int32)
         self._batch = Batch(zero, zero, zero, zero[None], zero)
+        self._many = CpuBackend(
+            weights, _products_graph(), n_pages=1, max_batch=_MANY, sparse=False, runtime=self._runtime
+        )
         rows = _N_LAYER * _N_FF * 3 * row_bytes(_TYPE, _WIDTH)
         self._bytes = {False: rows, True: _ACTIVE * rows}
 
@@ -258,11 +315,21 @@ class _Cpu:
         backend.step(self._batch)
         return self._bytes[sparse] / median_seconds(lambda: backend.step(self._batch), seconds)
 
+    def many(self, seconds: float) -> float:
+        """Bytes of rows times tokens per second, for _MANY tokens."""
+        from hotset.backends.base import Batch
+
+        zeros = np.zeros(_MANY, np.int32)
+        batch = Batch(zeros, np.arange(_MANY, dtype=np.int32), zeros, zeros[:1, None], zeros[:1])
+        self._many.step(batch)
+        n_bytes = 2 * _N_LAYER * _N_FF * row_bytes(_TYPE, _WIDTH)
+        return _MANY * n_bytes / median_seconds(lambda: self._many.step(batch), seconds)
+
     def __enter__(self) -> _Cpu:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for backend in self._backends.values():
+        for backend in (*self._backends.values(), self._many):
             backend.close()
         self._runtime.close()
 
@@ -292,52 +359,17 @@ class _Busy:
     rate: float = 0.0
 
 
-class _DeviceLoop:
-    """Matrices in a device's memory, and products with them."""
+class _Loop:
+    """Something that a device does again and again: `_pass` passes so many `_bytes`, and waits for them."""
 
-    def __init__(self, device: torch.device) -> None:
-        import torch
-
-        from hotset.backends.gpu.devices import free_bytes, synchronize
-        from hotset.backends.gpu.kernels import Kernels
-        from hotset.backends.gpu.matrix import DeviceMatrix
-
-        self._kernels, self._device = Kernels(device), device
-        self._synchronize = lambda: synchronize(device)
-        n_rows = 65536 if device.type in ("cuda", "xpu") else 2048  # large, where a launch costs
-        n_bytes = n_rows * row_bytes(_TYPE, _WIDTH)
-        n_matrices = max(1, min(4, free_bytes(device) // (4 * n_bytes)))
-        layout = TYPES[_TYPE].block
-        assert layout is not None
-        blocks = np.empty(n_rows * _WIDTH // 32, layout)
-        blocks["d"], blocks["qs"] = 2.0**-12, 0x99
-        data = blocks.view(np.uint8).reshape(-1)
-        self._matrices = [
-            DeviceMatrix.from_bytes(data, _TYPE, n_rows, _WIDTH, device) for _ in range(n_matrices)
-        ]
-        self._small = DeviceMatrix.from_bytes(data[: row_bytes(_TYPE, _WIDTH)], _TYPE, 1, _WIDTH, device)
-        self._x = torch.full((1, _WIDTH), 1e-3, device=device)
-        self._bytes = n_bytes * n_matrices
-        self._turns = _TURNS if device.type == "cuda" else 1
-        self._run: Callable[[], object] = self._products
-        self._pass()
-        if device.type == "cuda":  # as a step runs, without launches of the host between the products
-            from hotset.backends.gpu.capture import Graphs
-
-            self._run = Graphs(device)(self._products)[0].replay
-
-    def _products(self) -> None:
-        for _ in range(self._turns):
-            for matrix in self._matrices:
-                self._kernels.linear(self._x, matrix)
+    _bytes: int
 
     def _pass(self) -> None:
-        self._run()
-        self._synchronize()
+        raise NotImplementedError
 
     def rate(self, seconds: float) -> float:
         """Bytes per second."""
-        return self._turns * self._bytes / median_seconds(self._pass, seconds)
+        return self._bytes / median_seconds(self._pass, seconds)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[_Busy]:
@@ -362,7 +394,51 @@ class _DeviceLoop:
             thread.join()
         if failed:
             raise failed[0]
-        busy.rate = max(passes[0], 1) * self._turns * self._bytes / (time.perf_counter() - begun)
+        busy.rate = max(passes[0], 1) * self._bytes / (time.perf_counter() - begun)
+
+
+class _DeviceLoop(_Loop):
+    """Matrices in a device's memory, and products with them."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        from hotset.backends.gpu.devices import free_bytes, synchronize
+        from hotset.backends.gpu.kernels import Kernels
+        from hotset.backends.gpu.matrix import DeviceMatrix
+
+        self._kernels, self._device = Kernels(device), device
+        self._synchronize = lambda: synchronize(device)
+        n_rows = 65536 if device.type in ("cuda", "xpu") else 2048  # large, where a launch costs
+        n_bytes = n_rows * row_bytes(_TYPE, _WIDTH)
+        n_matrices = max(1, min(4, free_bytes(device) // (4 * n_bytes)))
+        layout = TYPES[_TYPE].block
+        assert layout is not None
+        blocks = np.empty(n_rows * _WIDTH // 32, layout)
+        blocks["d"], blocks["qs"] = 2.0**-12, 0x99
+        data = blocks.view(np.uint8).reshape(-1)
+        self._matrices = [
+            DeviceMatrix.from_bytes(data, _TYPE, n_rows, _WIDTH, device) for _ in range(n_matrices)
+        ]
+        self._small = DeviceMatrix.from_bytes(data[: row_bytes(_TYPE, _WIDTH)], _TYPE, 1, _WIDTH, device)
+        self._x = torch.full((1, _WIDTH), 1e-3, device=device)
+        self._turns = _TURNS if device.type == "cuda" else 1
+        self._bytes = self._turns * n_bytes * n_matrices
+        self._run: Callable[[], object] = self._products
+        self._pass()
+        if device.type == "cuda":  # as a step runs, without launches of the host between the products
+            from hotset.backends.gpu.capture import Graphs
+
+            self._run = Graphs(device)(self._products)[0].replay
+
+    def _products(self) -> None:
+        for _ in range(self._turns):
+            for matrix in self._matrices:
+                self._kernels.linear(self._x, matrix)
+
+    def _pass(self) -> None:
+        self._run()
+        self._synchronize()
 
     def launch_seconds(self) -> float:
         """Seconds of a kernel with nothing to do, in a captured graph where the device has them."""
@@ -400,6 +476,50 @@ class _DeviceLoop:
         self._matrices.clear()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+class _Link(_Loop):
+    """Experts in pinned memory of the host, and their copies by the kernel that fetches.
+
+    registrar: of tests. Raises DeviceError where the device does not read the host's memory by itself.
+    """
+
+    _N_EXPERTS, _N_ROWS = 8, 2048
+
+    def __init__(self, device: torch.device, registrar: Registrar | None = None) -> None:
+        import torch
+
+        from hotset.backends.gpu.devices import synchronize
+        from hotset.backends.gpu.handshake import CudaDriver
+        from hotset.backends.gpu.kernels import Kernels
+        from hotset.backends.gpu.matrix import DeviceMatrix, HostPart
+
+        self._kernels, self._device = Kernels(device), device
+        if registrar is None and (device.type != "cuda" or not self._kernels.triton):
+            raise DeviceError(f"{device} does not read the host's memory by itself")
+        self._synchronize = lambda: synchronize(device)
+        n, row = self._N_EXPERTS, row_bytes(_TYPE, _WIDTH)
+        self._memory = torch.zeros(n * self._N_ROWS * row, dtype=torch.uint8).numpy()
+        self._registrar = registrar or CudaDriver(device)
+        first = self._registrar.register(self._memory)
+        rows = list(self._memory.reshape(n, self._N_ROWS, row))
+        there = [first + i * rows[0].nbytes for i in range(n)]
+        self._part = HostPart(_TYPE, rows, torch.tensor(there, device=device))
+        self._ids = torch.arange(n, dtype=torch.int32, device=device)
+        self._to = DeviceMatrix.empty(_TYPE, n * self._N_ROWS, _WIDTH, device)
+        self._bytes = self._memory.nbytes
+
+    def _pass(self) -> None:
+        self._kernels.fetch_experts(self._part, self._ids, self._to, 0)
+        self._synchronize()
+
+    def __enter__(self) -> _Link:
+        self._pass()  # compiles
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._synchronize()
+        self._registrar.unregister(self._memory)
 
 
 class _Context:

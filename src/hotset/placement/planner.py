@@ -23,6 +23,7 @@ import numpy as np
 from hotset.backends.base import PAGE_SIZE
 from hotset.errors import HotsetError, OutOfMemoryError, UnsupportedModelError
 from hotset.files import replacing
+from hotset.memory import free_memory
 from hotset.placement.budget import FFNMode, LayerFacts, ModelFacts, model_facts
 from hotset.placement.solver import place_index, rebuild, solve
 from hotset.placement.table import Device, Placement, Rates
@@ -87,6 +88,10 @@ def place(
     rates = rates_of(measured)
     frequencies = [np.zeros(n_ff) for n_ff in config.n_ff]
     notes: list[str] = []
+    n_bytes = sum(layer.n_experts * layer.expert_bytes for layer in facts.layers)
+    if n_bytes > free_memory() and any(name.startswith("cuda") for name in devices):
+        rates = replace(rates, devices=tuple(replace(device, misses=None) for device in rates.devices))
+        notes.append("experts are not fetched: the memory of this machine is too small to pin them")
     split_neurons = settings.split_neurons and mode != "dense"  # where every neuron is computed none is cold
     if split_neurons and any(layer.n_split for layer in facts.layers):
         counted, note = _profile_of(gguf, config, weights, profile, n_threads, progress)
@@ -113,14 +118,19 @@ def _with_caches(
 ) -> tuple[LayerFacts, ...]:
     """The layers, those marked whose experts every device can compute."""
     from hotset.backends.gpu.devices import find_device
-    from hotset.backends.gpu.experts import can_hold
+    from hotset.backends.gpu.experts import can_hold, layout_of
 
     held = {
         ffn.layer
         for ffn in graph.ffns
         if ffn.route is not None and all(can_hold(ffn, weights.tensors, find_device(d)) for d in devices)
     }
-    return tuple(replace(layer, is_cached=i in held) for i, layer in enumerate(facts.layers))
+    layouts = {ffn.layer: layout_of(ffn, weights.tensors) for ffn in graph.ffns if ffn.layer in held}
+    numbers = {layout: n for n, layout in enumerate(dict.fromkeys(layouts.values()))}
+    return tuple(
+        replace(layer, is_cached=True, layout=numbers[layouts[i]]) if i in held else layer
+        for i, layer in enumerate(facts.layers)
+    )
 
 
 def _limit(name: str, context: int, budget: float | None) -> Device:

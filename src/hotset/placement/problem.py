@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hotset.backends.misses import Fetching, fetched_of, n_spare, tokens_to_stream
 from hotset.errors import InvalidRequestError
 from hotset.placement.budget import Budget, DeviceBudget, ModelFacts
 from hotset.placement.table import (
@@ -19,6 +20,7 @@ from hotset.placement.table import (
     layer_time,
     predict,
 )
+from hotset.units import human_size
 
 BLOCK = 64  # neurons that the greedy placement takes at once
 EXPERT_ENTRY = 4  # bytes of an expert's entry in the table of slots
@@ -26,6 +28,15 @@ SLOTS_BYTES = 32 << 10  # that the allocator may round the matrices of all slots
 
 
 Candidate = list[LayerPlacement]  # of each layer
+
+
+@dataclass(frozen=True)
+class ExpertSlots:
+    """On one device: slots of the cache, spare ones of each layout, and the bytes of both."""
+
+    n: int = 0
+    n_spare: int = 0
+    n_bytes: int = 0
 
 
 class Problem:
@@ -77,10 +88,11 @@ class Problem:
     def seconds(self, candidate: Candidate) -> float:
         return predict(self.facts, self.rates, candidate, self.frequencies).total
 
-    def expert_slots(self, candidate: Candidate, d: int) -> tuple[int, int]:
-        """Experts of its mixtures that a device has room for beside everything else, and their bytes.
+    def expert_slots(self, candidate: Candidate, d: int) -> ExpertSlots:
+        """Of its mixtures' experts those that a device has room for beside everything else.
 
-        All else comes first: every token reads it, and of a slot's bytes only those of its own experts.
+        All else comes first: every token reads it, and of a slot's bytes only those of its own experts. Spare
+        slots take a quarter of what is left at most; there are none where all experts have a slot.
         """
         own = [
             layer
@@ -88,15 +100,24 @@ class Problem:
             if place.device == d and layer.is_cached
         ]
         if not own:
-            return 0, 0
+            return ExpertSlots()
         n_all = sum(layer.n_experts for layer in own)
         mean = sum(layer.n_experts * layer.expert_bytes for layer in own) / n_all
         most = max(layer.expert_bytes for layer in own)
         # Layers share in proportion to their experts, in whole slots; and a table says what is where.
-        room = self._left(candidate, d) - EXPERT_ENTRY * n_all - SLOTS_BYTES
-        whole = n_all * mean <= room
-        n = n_all if whole else max(int((room - most) // mean), 0)
-        return n, int(n * mean) + (0 if whole else most) + EXPERT_ENTRY * n_all + SLOTS_BYTES if n else 0
+        beside = EXPERT_ENTRY * n_all + SLOTS_BYTES
+        room = self._left(candidate, d) - beside
+        if n_all * mean <= room:
+            return ExpertSlots(n_all, 0, int(n_all * mean) + beside)
+        each = sum(
+            {layer.layout: layer.expert_bytes for layer in own}.values()
+        )  # a spare slot of each layout
+        wanted = n_spare(self.rates.devices[d].misses, most, max(layer.n_used for layer in own))
+        spare = min(wanted, max(layer.n_experts for layer in own), max(room // 4, 0) // each)
+        spare = spare if spare > 1 else 0
+        n = max(int((room - spare * each - most) // mean), 0)
+        used = int(n * mean) + (most if n else 0) + spare * each
+        return ExpertSlots(n, spare, used + beside if used else 0)
 
     def budget_of(self, candidate: Candidate, d: int) -> DeviceBudget:
         """Planned bytes of a device."""
@@ -313,10 +334,17 @@ class Problem:
                 if place.device == d)
             for d in range(len(self.devices))
         ]  # fmt: skip
-        cached = [n / max(n_all, 1) for (n, _), n_all in zip(slots, n_experts, strict=True)]
-        predicted = predict(self.facts, self.rates, candidate, self.frequencies, cached)
-        planned = tuple(replace(self.budget_of(candidate, d), experts=slots[d][1]) for d in used)
-        budget = Budget(planned, self._host_bytes(candidate), self.facts.stream_bytes)
+        cached = [own.n / max(n_all, 1) for own, n_all in zip(slots, n_experts, strict=True)]
+        devices = tuple(
+            rates if own.n_spare else replace(rates, misses=None)
+            for rates, own in zip(self.rates.devices, slots, strict=True)
+        )
+        rates = replace(self.rates, devices=devices)
+        predicted = predict(self.facts, rates, candidate, self.frequencies, cached)
+        planned = tuple(replace(self.budget_of(candidate, d), experts=slots[d].n_bytes) for d in used)
+        fetches = {d for d in used if slots[d].n_spare}
+        pinned = self._pinned_bytes(candidate, fetches)
+        budget = Budget(planned, self._host_bytes(candidate), self.facts.stream_bytes, pinned)
         layers = tuple(LayerPlacement(number[place.device], place.hot) for place in candidate)
         hot = total = served = fired = 0.0
         for layer, place, frequency in zip(self.facts.layers, candidate, self.frequencies, strict=True):
@@ -328,7 +356,15 @@ class Problem:
                 mine = slice(None) if place.hot is None else place.hot
                 hot += layer.n_ff if place.hot is None else int(place.hot.sum())
                 served += float(frequency[mine].sum())
-        notes = [how, *self._of_experts(sum(slots[d][0] for d in used), sum(n_experts[d] for d in used))]
+        notes = [how, *self._of_experts(sum(slots[d].n for d in used), sum(n_experts[d] for d in used))]
+        ahead = {i: layer.attention for i, layer in enumerate(predicted.layers)}
+        fetching = {
+            d: Fetching(misses, slots[d].n_spare, ahead)
+            for d in used
+            if (misses := rates.devices[d].misses) is not None
+        }
+        notes += [self._of_misses(fetching[d], candidate, d) for d in fetching]
+        notes += [f"{human_size(pinned)} of experts are pinned in memory"] if pinned else []
         for one in planned:
             is_free = self.asked is None and any(p.device == CPU or p.is_split for p in candidate)
             if is_free and one.total < 0.95 * one.limit:
@@ -344,7 +380,8 @@ class Problem:
             served / fired if fired else None,
             tuple(notes),
             tuple(layer.n_ff for layer in self.facts.layers),
-            tuple(slots[d][0] for d in used),
+            tuple(slots[d].n for d in used),
+            tuple(fetching.get(d) for d in used),
         )
 
     def _of_experts(self, n_slots: int, n_experts: int) -> list[str]:
@@ -359,6 +396,31 @@ class Problem:
             f"{n_slots} of {n_experts} experts have a slot on a device ({100 * share:.0f}%); of a token's "
             f"about {100 * expert_hits(share):.0f}% are expected there, the CPU computes the others meanwhile"
         ]
+
+    def _of_misses(self, fetching: Fetching, candidate: Candidate, d: int) -> str:
+        """What of that a device takes over, since it is quicker so."""
+        misses = fetching.rates
+        layer = max(
+            (layer for layer, place in zip(self.facts.layers, candidate, strict=True)
+             if place.device == d and layer.is_cached),
+            key=lambda layer: layer.expert_bytes,
+        )  # fmt: skip
+        few = fetched_of(misses, layer.n_used, layer.expert_bytes, fetching.n_spare)[-1]
+        from_ = tokens_to_stream(misses, layer.expert_bytes)
+        wanted = "any expert" if from_ == 1 else f"an expert that {from_} tokens want"
+        return (
+            f"{self.devices[d].name} fetches {few} of {layer.n_used} experts that a token misses in a layer, "
+            f"at {misses.link / 1e9:.3g} GB/s beside {misses.cpu / 1e9:.3g} GB/s of the CPU; in prompts it "
+            f"is the quicker with {wanted}, and both share what is missing"
+        )
+
+    def _pinned_bytes(self, candidate: Candidate, fetches: set[int]) -> int:
+        """Of experts that CUDA devices read where they lie."""
+        return sum(
+            layer.n_experts * layer.expert_bytes
+            for layer, place in zip(self.facts.layers, candidate, strict=True)
+            if place.device in fetches and layer.is_cached and self.devices[place.device].name[:4] == "cuda"
+        )
 
     def _host_bytes(self, candidate: Candidate) -> int:
         n_bytes = 0

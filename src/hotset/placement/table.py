@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hotset.backends.misses import Fetching, MissRates, expected_seconds
 from hotset.placement.budget import Budget, LayerFacts, ModelFacts
 
 CPU = -1  # in place of the index of a device
@@ -45,7 +46,7 @@ class LayerTime:
 
     attention: what precedes the FFN, with norms and predictor. hot: neurons on the device; cold: those of the
     CPU, computed meanwhile; sync: the round trip. Of a layer on the CPU, attention and cold are the CPU's. Of
-    a mixture hot and cold are its experts.
+    a mixture hot and cold are its experts, cold until those that the device fetches are computed too.
     """
 
     attention: float
@@ -77,7 +78,7 @@ class Placement:
     devices: torch names, such as ("cuda:0", "cuda:1"). output_device: of the final norm and output matrix;
     it may be the CPU (-1). hot_share, served_share: of all neurons the share on devices, and the share of
     activations that these make. notes: a sentence each. n_ff: neurons of each layer. expert_slots: of each
-    device, experts of its mixtures that it has room for.
+    device, experts of its mixtures that it has room for; fetching: how it fetches others, None: it does not.
     """
 
     devices: tuple[str, ...]
@@ -90,6 +91,7 @@ class Placement:
     notes: tuple[str, ...] = ()
     n_ff: tuple[int, ...] = ()
     expert_slots: tuple[int, ...] = ()
+    fetching: tuple[Fetching | None, ...] = ()
 
     @property
     def n_cpu_layers(self) -> int:
@@ -112,13 +114,14 @@ class Placement:
 class DeviceRates:
     """How fast a device is. read, read_busy: bytes per second of matrices, alone and while the CPU works too.
     launch: seconds of one kernel before its first byte, in a captured step. sync: seconds of a round trip to
-    the CPU.
+    the CPU. misses: how fast experts are had that it lacks; None: the CPU computes them.
     """
 
     read: float
     read_busy: float
     launch: float
     sync: float
+    misses: MissRates | None = None
 
     @property
     def ffn_launch(self) -> float:
@@ -203,7 +206,10 @@ def layer_time(
     if layer.n_used:
         read, hits = layer.n_used * layer.expert_bytes, expert_hits(cached) if layer.is_cached else 0.0
         hot = device.launch + hits * read / device.read_busy if hits else 0.0
-        return LayerTime(attention, hot, (1 - hits) * read / rates.cpu_read_busy, device.sync)
+        cold = (1 - hits) * read / rates.cpu_read_busy
+        if device.misses is not None and layer.is_cached:
+            cold, _ = expected_seconds(device.misses, (1 - hits) * layer.n_used, layer.expert_bytes)
+        return LayerTime(attention, hot, cold, device.sync)
     if not layer.n_split:
         return LayerTime(attention)
     n_hot, hot_fired = layer.n_split, fired

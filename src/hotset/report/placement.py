@@ -114,6 +114,9 @@ def placement_dict(placement: Placement) -> dict[str, Any]:
         if placement.budget
         else [],
         "host_bytes": placement.budget.host if placement.budget else None,
+        "pinned_bytes": placement.budget.pinned if placement.budget else None,
+        "expert_slots": list(placement.expert_slots),
+        "expert_spare": [0 if one is None else one.n_spare for one in placement.fetching],
         "n_cpu_layers": placement.n_cpu_layers,
         "output_device": placement.output_device,
         "hot_share": placement.hot_share,

@@ -117,7 +117,7 @@ class ExpertCache:
         self._of_layer: dict[int, _Group] = {}
         by_layout: dict[ExpertLayout, list[Ffn]] = {}
         for ffn in ffns:
-            by_layout.setdefault(layout_of(ffn, weights), []).append(ffn)
+            by_layout.setdefault(layout_of(ffn, weights.source.tensors), []).append(ffn)
         for (layout, own), n in zip(by_layout.items(), _shares(by_layout.values(), n_slots), strict=True):
             if n or n_spare:
                 self._add(layout, own, n, n_spare)
@@ -260,12 +260,12 @@ def _shares(groups: Any, n_slots: int) -> list[int]:
     return np.minimum(np.diff(ends, prepend=0), sizes).tolist()
 
 
-def layout_of(ffn: Ffn, weights: DeviceWeights) -> ExpertLayout:
+def layout_of(ffn: Ffn, tensors: Mapping[str, TensorInfo]) -> ExpertLayout:
     """Of one expert of a mixture."""
     parts = parts_of(ffn)
     shapes: dict[str, tuple[int, int, int]] = {}
     for name, op in parts.items():
-        info = weights.source.tensors[op.weights[0]]
+        info = tensors[op.weights[0]]
         n_rows = op.n_rows if isinstance(op, ExpertLinear) else info.shape[1]
         shapes[name] = int(info.type), n_rows, info.shape[0]
     gate, up, down = (parts.get(name) for name in ("gate", "up", "down"))

@@ -197,7 +197,7 @@ class Fetcher:
         of_pair = np.where(own < 0, place[route], -1)
         is_own = (own >= 0) | (of_pair >= 0)
         asked = self._on_device(np.where(is_own, -1 - route, route))
-        choice = Choice(asked, self._on_device(own) if (own >= 0).any() else None)
+        choice = Choice(asked, self._on_device(own) if warming or (own >= 0).any() else None)
         pairs = np.argsort(of_pair.reshape(-1), kind="stable")
         places = of_pair.reshape(-1)[pairs]
         for first in range(0, n, half):
