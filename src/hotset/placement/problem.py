@@ -407,7 +407,7 @@ class Problem:
         )  # fmt: skip
         few = fetched_of(misses, layer.n_used, layer.expert_bytes, fetching.n_spare)[-1]
         from_ = tokens_to_stream(misses, layer.expert_bytes)
-        wanted = "any expert" if from_ == 1 else f"an expert that {from_} tokens want"
+        wanted = "any expert" if from_ == 1 else f"an expert that {from_} tokens or more want"
         return (
             f"{self.devices[d].name} fetches {few} of {layer.n_used} experts that a token misses in a layer, "
             f"at {misses.link / 1e9:.3g} GB/s beside {misses.cpu / 1e9:.3g} GB/s of the CPU; in prompts it "

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import numpy as np
 import torch
@@ -201,7 +201,8 @@ class GpuStage:
                     self._counting.end()
             except BaseException:
                 if self._fetcher is not None:
-                    self._fetcher.settle()
+                    with suppress(RuntimeError):  # of the device that failed
+                        self._fetcher.settle()
                 raise
             if self._experts and cold is not None and not self._warming:
                 self._learn({layer: cold.route(layer) for layer in sorted(self._experts)})
