@@ -518,8 +518,13 @@ class _Link(_Loop):
         return self
 
     def __exit__(self, *_: object) -> None:
+        import torch
+
         self._synchronize()
         self._registrar.unregister(self._memory)
+        del self._to
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 class _Context:
