@@ -239,11 +239,12 @@ struct ExpertSumFacts {
 
 // Which rows of a store's group the operations behind it read, of any token.
 struct FetchFacts {
-    enum Which { All, Selected, NonZero, Routed };
+    enum Which { All, Selected, NonZero, Routed, Tokens };
     RowStore* store = nullptr;
     int group = -1;
     Which which = All;
-    int by = -1;  // buffer: any, scores (of neurons from `first` on), values, or a route of `n_used`
+    int by = -1;  // buffer: any, scores (of neurons from `first` on), values, or a route of `n_used`; any, of
+                  // the step's tokens
     float threshold = 0.0f;
     int64_t first = 0;
     int n_used = 0;

@@ -143,6 +143,23 @@ void Replacement::drop(int layer, int32_t id) {
     entry.slot = kNone;
 }
 
+void Replacement::drop_slots(int32_t first, int32_t last) {
+    Pool& pool = pools_[0];
+    const size_t n_free = pool.free.size();
+    for (int32_t slot = first; slot < last; ++slot) {
+        int32_t& entry = slots_[size_t(slot)];
+        if (entry == kNone) continue;
+        entries_[size_t(entry)].slot = kNone;
+        entry = kNone;
+        pool.free.push_back(slot);
+    }
+    if (pool.free.size() == n_free) return;
+    const auto is_free = [&](const Node& node) { return slots_[size_t(node.slot)] == kNone; };
+    std::erase_if(pool.held, is_free);
+    std::erase_if(pool.heap, is_free);
+    std::make_heap(pool.heap.begin(), pool.heap.end(), goes_later);
+}
+
 void Replacement::replay(const int32_t* ids, const int32_t* counts, size_t n_tokens, size_t first,
                          bool by_layer, bool keeps_better, int64_t* hits) {
     std::vector<Place> places;

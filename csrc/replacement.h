@@ -49,6 +49,9 @@ class Replacement {
 
     // Frees the slot of an entry, if it has one: what should be in it could not be brought.
     void drop(int layer, int32_t id);
+    // Frees slots from `first` on, before `last`, of those that one layer has or all share: their memory was
+    // used for something else.
+    void drop_slots(int32_t first, int32_t last);
 
     // Looks up a whole trace with credit, a step for each token (or, `by_layer`, for each of its layers: what
     // the token has used elsewhere may then be evicted): ids one lookup after the other, of which counts

@@ -10,11 +10,12 @@ import pytest
 from test_cpu_backend import batch, logits_of, tokens
 from test_experts import FORMS
 from test_experts import model as write_experts
-from test_sparse_cpu import ONE_BY_ONE, prepared, write
+from test_sparse_cpu import ONE_BY_ONE, cpu, prepared, write
 
 from hotset import _core
+from hotset.backends import stored as stored_module
 from hotset.backends.cpu import CpuBackend
-from hotset.backends.stored import StoredWeights
+from hotset.backends.stored import StoredWeights, embeddings_of
 from hotset.errors import InvalidRequestError, OutOfMemoryError, ReadError
 from hotset.formats.gguf import GGUFFile
 from hotset.formats.quants import GGMLType
@@ -110,7 +111,8 @@ def stored(
     all_of_it = weights(1 << 30)
     assert all_of_it.store is not None
     least, most = all_of_it.store.least_bytes, all_of_it.store.most_bytes
-    made = weights(all_of_it.sizes.resident + least + int(share * (most - least)))
+    sizes = all_of_it.sizes
+    made = weights(sizes.all if share == 1 else sizes.resident + least + int(share * (most - least)))
     given = {"n_pages": 8, "max_batch": 128, "n_threads": 2, "sparse": mode != "dense", **options}
     return CpuBackend(made, graph, **given), made  # type: ignore[arg-type]
 
@@ -191,6 +193,77 @@ def test_experts_come_as_the_router_names_them(tmp_path: Path, form: str) -> Non
     taps, others = backend.step(step).taps, whole.step(step).taps
     for name in names:
         np.testing.assert_array_equal(taps[name], others[name])
+
+
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+def test_a_step_that_needs_more_than_usual_borrows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Slots of other layers, whose rows are read anew: a prompt, then tokens, twice over."""
+    monkeypatch.setattr(stored_module, "_USUAL_SHARE", 0.0)
+    monkeypatch.setattr(stored_module, "_USUAL_LEAST", 40)
+    gguf = write(tmp_path, "llama", GGMLType.Q8_0, ranks=(32, 64, 32))
+    predictor = "sign" if mode == "predicted" else None
+    ready, graph = prepared(gguf, mode, predictor)
+    ids, pages = tokens(40), [2, 0]
+    whole = CpuBackend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2, sparse=True)
+    expected = logits_of(whole, ids, [], pages)
+    backend, weights = stored(gguf, mode, 0.6, predictor=predictor)
+    assert weights.store is not None
+    groups = list(stored_module.groups_of(graph, ready.weights.tensors, sparse=True))
+    held = sum(weights.store.n_slots(i) * group.slot_bytes for i, group in enumerate(groups))
+    transit = weights.shares.rows - held
+    some = [group for group in groups if group.usual < group.n_rows]
+    assert some
+    if mode == "predicted":  # no group is read whole
+        assert transit < min(group.nbytes for group in groups) / 4
+    for cuts in ([20], list(range(20, 40)), [20]):
+        np.testing.assert_array_equal(logits_of(backend, ids, cuts, pages), expected)
+    one, missed = batch([(ids[:1], 0, pages)]), []
+    for step in (one, one, one, batch([(ids, 0, pages)]), one):
+        before = weights.store.counts()[1]
+        backend.step(step)
+        missed.append(weights.store.counts()[1] - before)
+    assert mode == "exact" or missed[4] > missed[2]  # what the prompt was lent has gone
+    backend.close()
+
+
+def test_an_embedding_is_read_by_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where not all has room; it is no hit and no miss of what may stay."""
+    monkeypatch.setattr(stored_module, "STEP", 8)
+    gguf = write(tmp_path, "llama", GGMLType.Q4_0)
+    ready, graph = prepared(gguf, "exact")
+    [embedding] = embeddings_of(graph, ready.weights.tensors)
+    assert embedding.names == ("token_embd.weight",)
+    assert (embedding.usual, embedding.at_once) == (8, 8) < (embedding.n_rows,) * 2
+    ids, cuts = tokens(30), [8, 16, 24]
+    expected = logits_of(cpu(gguf, "exact"), ids, [], [2])
+    for ring in {False, _core.ring_allowed()}:
+        backend, weights = stored(gguf, "exact", 0.5, max_batch=8, ring=ring)
+        assert not weights.shares.whole
+        np.testing.assert_array_equal(logits_of(backend, ids, cuts, [2]), expected)
+        assert weights.store is not None
+        mine, rows = weights.counts(), weights.store.counts()
+        assert (mine.hits, mine.misses) == rows[:2]
+        assert 4 * 4096 <= mine.bytes_read - rows[2] <= 2 * 4096 * len(ids)
+        backend.close()
+    with pytest.raises(ValueError, match="no more tokens than a store has room for"):
+        stored(gguf, "exact", 0.5, max_batch=9)
+    backend, weights = stored(gguf, "exact", 1.0)
+    assert weights.shares.whole
+    np.testing.assert_array_equal(logits_of(backend, ids, [], [2]), expected)
+    assert weights.counts().bytes_read == 0
+
+
+def test_an_embedding_that_is_the_output_stays(tmp_path: Path) -> None:
+    gguf = write(tmp_path, "opt", GGMLType.Q8_0)
+    ready, graph = prepared(gguf, "exact")
+    assert embeddings_of(graph, ready.weights.tensors) == []
+    backend, _ = stored(gguf, "exact", 0.3)
+    ids = tokens(12)
+    np.testing.assert_array_equal(
+        logits_of(backend, ids, [5], [2]), logits_of(cpu(gguf, "exact"), ids, [], [2])
+    )
 
 
 def test_gates_first_counts_as_one_operation_does(tmp_path: Path) -> None:

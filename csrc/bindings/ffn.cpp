@@ -83,7 +83,7 @@ void PlanBuilder::axpy(int x, int type, const Rows& data, const std::optional<By
 void PlanBuilder::fetch(std::shared_ptr<RowStore> store, int group, int which, int by, float threshold,
                         int64_t first, bool waits) {
     require(group >= 0 && group < store->n_groups() && store->end(), "there is no such group of rows");
-    require(which >= FetchFacts::All && which <= FetchFacts::Routed, "there is no such way to fetch");
+    require(which >= FetchFacts::All && which <= FetchFacts::Tokens, "there is no such way to fetch");
     const int64_t n_rows = store->n_rows(group);
     FetchFacts facts;
     facts.store = store.get(), facts.group = group, facts.which = FetchFacts::Which(which);
@@ -92,6 +92,9 @@ void PlanBuilder::fetch(std::shared_ptr<RowStore> store, int group, int which, i
         require(first >= 0 && width(by) == n_rows - first, "a predictor has a score for each neuron");
     if (which == FetchFacts::NonZero) require(width(by) == n_rows, "a neuron has a value");
     if (which == FetchFacts::Routed) facts.n_used = check_route(by, int(n_rows), by);
+    if (which == FetchFacts::Tokens)
+        require(plan_->max_tokens() <= store->at_once(group) || store->is_whole(),
+                "a step has no more tokens than a store has room for");
     facts.by = checked(by);
     stores_.push_back(std::move(store));
     plan_->add_fetch(facts);

@@ -31,9 +31,9 @@ int PlanBuilder::rope(bool neox, int n_rot, const std::vector<double>& frequenci
     return plan_->add_rope({neox, n_rot, magnitude, frequencies});
 }
 
-void PlanBuilder::embed(int type, const Bytes& data, int64_t rows, bool positions, int first_row, int out) {
-    const Matrix weight = make_matrix(type, data, rows, width(out));
-    weights_.push_back(data);
+void PlanBuilder::embed(int type, const Rows& data, int64_t rows, bool positions, int first_row, int out) {
+    const Matrix weight = make_matrix(type, data, rows, width(out), std::nullopt, weights_, stores_);
+    require(!positions || !weight.places, "rows of positions are in memory");
     require(first_row >= 0 && first_row < rows && (positions || first_row == 0), "rows begin in the matrix");
     int64_t& limit = positions ? n_positions_ : n_vocab_;
     limit = limit ? std::min(limit, rows - first_row) : rows - first_row;

@@ -17,7 +17,7 @@ class PlanBuilder {
     int rope(bool neox, int n_rot, const std::vector<double>& frequencies, float magnitude);
 
     // Rows of tokens, or of positions + first_row.
-    void embed(int type, const Bytes& data, int64_t rows, bool positions, int first_row, int out);
+    void embed(int type, const Rows& data, int64_t rows, bool positions, int first_row, int out);
 
     // The step begins with rows that `run` is given, one per token, in place of an embedding.
     void input(int out);

@@ -7,8 +7,10 @@ namespace {
 using PartArguments =
     std::tuple<std::string, uint64_t, size_t, size_t>;  // path, offset, bytes of a row, stride
 
-int add_group(RowStore& store, int64_t n_rows, const std::vector<PartArguments>& parts) {
+int add_group(RowStore& store, int64_t n_rows, const std::vector<PartArguments>& parts, int64_t usual,
+              int64_t at_once) {
     require(n_rows > 0 && n_rows < INT32_MAX && !parts.empty() && !store.end(), "a group has rows and parts");
+    require(usual > 0 && at_once > 0, "rows come in steps of one at least");
     std::vector<RowStore::Part> built;
     for (const auto& [path, offset, row_bytes, stride] : parts) {
         const StoredFile* file = store.files().open(path).get();
@@ -18,7 +20,7 @@ int add_group(RowStore& store, int64_t n_rows, const std::vector<PartArguments>&
                 "rows of " + path + " lie beyond its end; download or convert it again");
         built.push_back({file, offset, row_bytes, stride});
     }
-    return store.add_group(n_rows, std::move(built));
+    return store.add_group(n_rows, std::move(built), usual, at_once);
 }
 
 void allocate(RowStore& store, size_t bytes) {
@@ -152,7 +154,7 @@ void bind_store(nb::module_& m) {
                  return std::make_shared<RowStore>(std::move(reader), gap, half_life);
              }),
              "reader"_a, "gap"_a, "half_life"_a)
-        .def("group", &add_group, "n_rows"_a, "parts"_a)
+        .def("group", &add_group, "n_rows"_a, "parts"_a, "usual"_a, "at_once"_a)
         .def("allocate", &allocate, "bytes"_a)
         .def(
             "n_slots",
@@ -179,11 +181,14 @@ void bind_store(nb::module_& m) {
         .def("check", &RowStore::check)
         .def_static(
             "slots_in",
-            [](const std::vector<std::pair<int64_t, size_t>>& groups, size_t bytes) {
-                for (const auto& [rows, slot] : groups)
-                    require(rows > 0 && rows < INT32_MAX && slot > 0 && slot < size_t(1) << 44,
+            [](const std::vector<std::tuple<int64_t, size_t, int64_t>>& groups, size_t bytes) {
+                std::vector<RowStore::Size> sizes;
+                for (const auto& [rows, slot, usual] : groups) {
+                    require(rows > 0 && rows < INT32_MAX && slot > 0 && slot < size_t(1) << 44 && usual > 0,
                             "a group has rows");
-                return RowStore::slots_in(groups, bytes);
+                    sizes.push_back({rows, slot, std::min(usual, rows), rows});
+                }
+                return RowStore::share_out(sizes, bytes).slots;
             },
             "groups"_a, "bytes"_a);
     nb::class_<Stream>(m, "Stream", "Weights that are read anew in every step (csrc/store/stream.h).")

@@ -25,7 +25,7 @@ class Fetch : public Op {
     void run(int, int, const StepTokens& step, Worker& worker) const override {
         run_alone(plan_, worker, [&] {
             const int n = n_tokens(step);
-            mark(n);
+            mark(step, n);
             f_.store->begin(f_.group, rows_.data(), list(), n <= kLearnTokens);
             return !f_.waits || f_.store->finish([&] { return worker.cancelled(); });
         });
@@ -37,7 +37,7 @@ class Fetch : public Op {
     int n_tokens(const StepTokens& step) const { return step.rows(by_); }
 
     // A bit for each row that any token wants.
-    void mark(int n) const {
+    void mark(const StepTokens& step, int n) const {
         if (f_.which == FetchFacts::All) return std::fill(wanted_.begin(), wanted_.end(), ~uint64_t(0));
         std::fill(wanted_.begin(), wanted_.end(), 0);
         const auto set = [&](int64_t row) { wanted_[row / 64] |= uint64_t(1) << row % 64; };
@@ -51,6 +51,9 @@ class Fetch : public Op {
                 case FetchFacts::Selected:
                     plan_.kernels().not_below_bits(x, f_.threshold, n_rows() - f_.first, own_.data());
                     add_shifted();
+                    break;
+                case FetchFacts::Tokens:
+                    set(step.tokens[t]);
                     break;
                 default:
                     for (int i = 0; i < f_.n_used; i++)

@@ -74,7 +74,7 @@ struct Read {
     };
     const StoredFile* file;
     uint64_t offset;  // whole kReadAlign, and so is `bytes`, which may reach beyond the end of the file
-    uint32_t bytes;   // Reader::kMostBytes at most
+    uint32_t bytes;   // Reader::kMostBytes at most, with copies kMostCopied
     uint8_t* into;    // aligned memory; null: a buffer of the reader, of which `copies` are made
     std::vector<Copy> copies;
 };
@@ -82,7 +82,8 @@ struct Read {
 class Reader {
   public:
     enum class Kind { Threads, Ring };
-    static constexpr uint32_t kMostBytes = 512 << 10;  // of one read
+    static constexpr uint32_t kMostBytes = 512 << 10;   // of one read
+    static constexpr uint32_t kMostCopied = 128 << 10;  // of one that goes through a buffer, for less memory
 
     // depth: reads in flight at most, 1 to 256. Throws ReadError where a ring is asked for and not to be had,
     // ThreadError.
@@ -94,7 +95,7 @@ class Reader {
     Kind kind() const { return kind_; }
     int depth() const { return depth_; }
     size_t buffer_bytes() const {
-        return size_t(depth_) * kMostBytes;
+        return size_t(depth_) * kMostCopied;
     }  // at most; untouched ones cost nothing
 
     class Batch {

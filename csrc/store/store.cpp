@@ -1,6 +1,7 @@
 #include "store.h"
 
 #include <algorithm>
+#include <stdexcept>
 #include <tuple>
 #include <utility>
 
@@ -8,6 +9,7 @@ namespace hotset {
 namespace {
 
 constexpr size_t kRowAlign = 64;
+constexpr size_t kLentAtOnce = 63;           // slots beyond one, since each time costs a little
 constexpr size_t kStraightBytes = 64 << 10;  // of a part from which it is read to its place, without a copy
 
 constexpr size_t rounded(size_t bytes, size_t to) {
@@ -16,6 +18,28 @@ constexpr size_t rounded(size_t bytes, size_t to) {
 
 bool is_straight(size_t row_bytes) {
     return row_bytes >= kStraightBytes;
+}
+
+uint8_t* page_at(uint8_t* p) {
+    return p + (kReadAlign - reinterpret_cast<uintptr_t>(p) % kReadAlign) % kReadAlign;
+}
+
+size_t least_of(const std::vector<RowStore::Size>& groups) {
+    size_t largest = 0;
+    for (const RowStore::Size& group : groups)
+        largest = std::max(largest, size_t(group.at_once) * group.slot_bytes);
+    return largest;
+}
+
+size_t most_of(const std::vector<RowStore::Size>& groups) {
+    size_t all = 0;
+    for (const RowStore::Size& group : groups) all += size_t(group.n_rows) * group.slot_bytes;
+    return all;
+}
+
+// Rows that find room in so many bytes of slots of another group, which may not begin at a page.
+size_t room_among(size_t bytes, size_t slot) {
+    return (slot % kReadAlign == 0 ? bytes - std::min(bytes, kReadAlign) : bytes) / slot;
 }
 
 // Where the parts of a row lie in its slot, those first that begin at pages; and what it takes.
@@ -41,9 +65,11 @@ RowStore::~RowStore() {
     give_up();
 }
 
-int RowStore::add_group(int64_t n_rows, std::vector<Part> parts) {
+int RowStore::add_group(int64_t n_rows, std::vector<Part> parts, int64_t usual, int64_t at_once) {
     Group group;
     group.n_rows = n_rows;
+    group.at_once = std::min(at_once, n_rows);
+    group.usual = std::min(usual, group.at_once);
     std::vector<size_t> row_bytes;
     for (const Part& part : parts) {
         row_bytes.push_back(part.row_bytes);
@@ -60,51 +86,69 @@ size_t RowStore::slot_bytes_of(const std::vector<size_t>& row_bytes) {
     return lay_out(row_bytes).second;
 }
 
+std::vector<RowStore::Size> RowStore::sizes() const {
+    std::vector<Size> sizes;
+    for (const Group& group : groups_)
+        sizes.push_back({group.n_rows, group.slot_bytes, group.usual, group.at_once});
+    return sizes;
+}
+
 size_t RowStore::least_bytes() const {
-    size_t largest = 0;
-    for (const Group& group : groups_) largest = std::max(largest, group.bytes());
-    return largest;
+    return least_of(sizes());
 }
 
 size_t RowStore::most_bytes() const {
-    size_t all = 0;
-    for (const Group& group : groups_) all += group.bytes();
-    return all;
+    return most_of(sizes());
 }
 
-std::vector<int64_t> RowStore::slots_in(const std::vector<std::pair<int64_t, size_t>>& groups, size_t bytes) {
-    size_t all = 0, largest = 0;
-    for (const auto& [rows, slot] : groups) {
-        all += size_t(rows) * slot;
-        largest = std::max(largest, size_t(rows) * slot);
+RowStore::Shares RowStore::share_out(const std::vector<Size>& groups, size_t bytes) {
+    const size_t all = most_of(groups);
+    Shares shares{{}, 0};
+    if (bytes >= all) {
+        for (const Size& group : groups) shares.slots.push_back(group.n_rows);
+        return shares;
     }
-    const bool whole = bytes >= all;
-    const double share = whole ? 1.0 : double(bytes - std::min(bytes, largest)) / double(all);
-    std::vector<int64_t> slots;
-    for (const auto& [rows, slot] : groups) slots.push_back(whole ? rows : int64_t(double(rows) * share));
-    return slots;
+    for (const Size& group : groups)
+        shares.transit = std::max(shares.transit, size_t(group.usual) * group.slot_bytes);
+    const auto share = [&] {
+        const double part = double(bytes - std::min(bytes, shares.transit)) / double(all);
+        shares.slots.clear();
+        for (const Size& group : groups) shares.slots.push_back(int64_t(double(group.n_rows) * part));
+    };
+    share();
+    // Whether what a group has no slots for finds room in the transit and in slots of others.
+    const auto holds = [&](size_t g) {
+        const size_t slot = groups[g].slot_bytes;
+        size_t room = shares.transit / slot;
+        for (size_t other = 0; other < groups.size(); other++)
+            if (other != g) room += room_among(size_t(shares.slots[other]) * groups[other].slot_bytes, slot);
+        return size_t(groups[g].at_once) <= size_t(shares.slots[g]) + room;
+    };
+    for (size_t g = 0; g < groups.size(); g++) {
+        if (holds(g)) continue;
+        shares.transit = least_of(groups);
+        share();
+        break;
+    }
+    return shares;
 }
 
 void RowStore::allocate(size_t bytes) {
-    std::vector<std::pair<int64_t, size_t>> sizes;
-    for (const Group& group : groups_) sizes.emplace_back(group.n_rows, group.slot_bytes);
-    const std::vector<int64_t> slots = slots_in(sizes, bytes);
+    const Shares shares = share_out(sizes(), bytes);
+    const std::vector<int64_t>& slots = shares.slots;
     whole_ = bytes >= most_bytes();
-    const size_t transit = whole_ ? 0 : least_bytes();
-    bytes_ = transit;
+    transit_bytes_ = bytes_ = shares.transit;
     for (size_t g = 0; g < groups_.size(); g++) bytes_ += size_t(slots[g]) * groups_[g].slot_bytes;
-    const auto page = [&](uint8_t* p) {
-        return p + (kReadAlign - reinterpret_cast<uintptr_t>(p) % kReadAlign) % kReadAlign;
-    };
     bytes_ += (groups_.size() + 1) * kReadAlign;
     memory_ = Memory(bytes_ + kReadAlign);  // kernels may read a little beyond a row
-    transit_ = page(memory_.data());
-    uint8_t* at = transit_ + transit;
+    transit_ = page_at(memory_.data());
+    uint8_t* at = transit_ + transit_bytes_;
     for (size_t g = 0; g < groups_.size(); g++) {
         Group& group = groups_[g];
-        if (group.slot_bytes % kReadAlign == 0) at = page(at);
-        group.policy =
-            std::make_unique<Replacement>(1, int(group.n_rows), std::vector{int32_t(slots[g])}, half_life_);
+        if (group.slot_bytes % kReadAlign == 0) at = page_at(at);
+        if (slots[g] > 0)
+            group.policy = std::make_unique<Replacement>(1, int(group.n_rows), std::vector{int32_t(slots[g])},
+                                                         half_life_);
         group.slots = at;
         at += size_t(slots[g]) * group.slot_bytes;
         for (size_t p = 0; p < group.places.size(); p++)
@@ -120,22 +164,21 @@ void RowStore::begin(int index, const int32_t* rows, int64_t n, bool learn) {
         return;
     }
     for (const int32_t row : group.missing) group.missed[row] = 0;
-    found_.resize(size_t(n));
-    group.policy->begin_step();
-    group.policy->lookup(0, rows, size_t(n), learn, found_.data(), true);
+    found_.assign(size_t(n), {});
+    if (group.policy) {
+        group.policy->begin_step();
+        group.policy->lookup(0, rows, size_t(n), learn, found_.data(), true);
+    }
     group.missing.clear();
     to_.clear();
-    uint8_t* next = transit_;
+    Passing passing(*this, group);
     for (int64_t i = 0; i < n; i++) {
         if (found_[i].hit) continue;
         group.missing.push_back(rows[i]);
         group.missed[rows[i]] = 1;
-        if (found_[i].slot != Replacement::kNone) {
-            to_.push_back(group.slots + size_t(found_[i].slot) * group.slot_bytes);
-        } else {
-            to_.push_back(next);
-            next += group.slot_bytes;
-        }
+        to_.push_back(found_[i].slot == Replacement::kNone
+                          ? passing.next()
+                          : group.slots + size_t(found_[i].slot) * group.slot_bytes);
     }
     const int64_t n_missing = int64_t(group.missing.size());
     counts_.hits += n - n_missing;
@@ -145,6 +188,31 @@ void RowStore::begin(int index, const int32_t* rows, int64_t n, bool learn) {
     born_ = n_forks();
     read_rows(group);
     reader_->begin(*batch_);
+}
+
+RowStore::Passing::Passing(RowStore& store, const Group& group)
+    : store_(store), group_(group), at_(store.transit_), end_(at_ + store.transit_bytes_) {}
+
+uint8_t* RowStore::Passing::next() {
+    const size_t bytes = group_.slot_bytes;
+    while (size_t(end_ - at_) < bytes) {
+        if (next_lender_ == store_.groups_.size())
+            throw std::logic_error("more rows were asked for than there may be at once");
+        Group& other = store_.groups_[next_lender_++];
+        if (&other == &group_ || !other.policy) continue;
+        lender_ = &other;
+        n_borrowed_ = 0;
+        at_ = bytes % kReadAlign == 0 ? page_at(other.slots) : other.slots;
+        end_ = std::max(at_, other.slots + size_t(other.n_slots()) * other.slot_bytes);
+    }
+    uint8_t* const row = std::exchange(at_, at_ + bytes);
+    if (lender_ && size_t(at_ - lender_->slots) > n_borrowed_ * lender_->slot_bytes) {
+        const size_t needed = (size_t(at_ - lender_->slots) + lender_->slot_bytes - 1) / lender_->slot_bytes;
+        const size_t until = std::min(needed + kLentAtOnce, size_t(lender_->n_slots()));
+        lender_->policy->drop_slots(int32_t(n_borrowed_), int32_t(until));
+        n_borrowed_ = until;
+    }
+    return row;
 }
 
 bool RowStore::finish(const std::function<bool()>& cancelled) {
@@ -194,7 +262,8 @@ void RowStore::give_up() {
         } catch (const ReadError&) {  // nobody wants it any more
         }
     }
-    for (const int32_t row : coming_->missing) coming_->policy->drop(0, row);
+    if (coming_->policy)
+        for (const int32_t row : coming_->missing) coming_->policy->drop(0, row);
     coming_ = nullptr;
 }
 
@@ -226,11 +295,11 @@ void add_reads(Reader::Batch& batch, const StoredFile* file, uint64_t offset, si
                uint64_t gap) {
     while (bytes) {
         const uint64_t begin = offset / kReadAlign * kReadAlign;
-        const size_t here = std::min<size_t>(bytes, begin + Reader::kMostBytes - offset);
+        const size_t here = std::min<size_t>(bytes, begin + Reader::kMostCopied - offset);
         const uint64_t end = rounded(offset + here, kReadAlign);
         Read* last = batch.reads.empty() ? nullptr : &batch.reads.back();
         if (last && !last->into && last->file == file && begin >= last->offset &&
-            begin <= last->offset + last->bytes + gap && end - last->offset <= Reader::kMostBytes) {
+            begin <= last->offset + last->bytes + gap && end - last->offset <= Reader::kMostCopied) {
             last->bytes = std::max(last->bytes, uint32_t(end - last->offset));
         } else {
             batch.reads.push_back({file, begin, uint32_t(end - begin), nullptr, {}});

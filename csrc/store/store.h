@@ -2,8 +2,10 @@
 //
 // A group is what is fetched together: of a layer's neurons the rows of gate, up and down of the same number;
 // of its experts their matrices. Each group has slots of its own for some of its rows, by Replacement, and
-// all groups share one transit, which has room for any whole group: what gets no slot lies there until the
-// next group is fetched. So whatever is asked for is there at once, and the memory is what it was made with.
+// all groups share one transit: what gets no slot lies there until the next group is fetched. It has room for
+// what one token may need; where more is asked for (by a prompt), slots of other groups are borrowed, whose
+// rows are then read anew. So whatever is asked for is there at once, and the memory is what it was made
+// with.
 //
 // A row's address is looked up in a table (Matrix::places). It changes only in `begin` and `finish`, which
 // the thread that runs the step calls between two phases; a late thread may read a row that is being
@@ -47,14 +49,26 @@ class RowStore {
     RowStore(const RowStore&) = delete;
 
     StoredFiles& files() { return files_; }
-    // Returns its number. Parts must lie in their files.
-    int add_group(int64_t n_rows, std::vector<Part> parts);
+    // Returns its number. Parts must lie in their files. at_once: rows that one fetch asks for at most;
+    // usual: of these without a slot while single tokens are computed, more or less.
+    int add_group(int64_t n_rows, std::vector<Part> parts, int64_t usual, int64_t at_once);
     // What a row takes in memory, of the bytes of its parts.
     static size_t slot_bytes_of(const std::vector<size_t>& row_bytes);
     int n_groups() const { return int(groups_.size()); }
-    // Slots of groups (their rows, and bytes of a slot) in so much memory: one for each row where all fit,
-    // else the same share of each group's rows beside the room for the largest group.
-    static std::vector<int64_t> slots_in(const std::vector<std::pair<int64_t, size_t>>& groups, size_t bytes);
+    // What matters of a group for who shares out memory.
+    struct Size {
+        int64_t n_rows;
+        size_t slot_bytes;
+        int64_t usual, at_once;
+    };
+    // Slots of each group, and bytes of the transit.
+    struct Shares {
+        std::vector<int64_t> slots;
+        size_t transit;
+    };
+    // In so much memory: a slot for each row where all fit, else the same share of each group's rows beside
+    // the transit. Of this and slots of other groups is made what any group may ask for at once.
+    static Shares share_out(const std::vector<Size>& groups, size_t bytes);
     // The least and the most that `allocate` has a use for.
     size_t least_bytes() const;
     size_t most_bytes() const;
@@ -62,6 +76,7 @@ class RowStore {
     bool is_whole() const { return whole_; }  // whether every row has a slot
 
     int64_t n_rows(int group) const { return groups_[group].n_rows; }
+    int64_t at_once(int group) const { return groups_[group].at_once; }
     size_t row_bytes(int group, int part) const { return groups_[group].parts[part].row_bytes; }
     int n_parts(int group) const { return int(groups_[group].parts.size()); }
     // For Matrix: [n_rows] addresses; what they point to is readable, and theirs since the last `acquire`
@@ -69,15 +84,16 @@ class RowStore {
     const uint8_t* const* places(int group, int part) const { return groups_[group].places[part].data(); }
     const uint8_t* end() const { return memory_.data() + bytes_; }  // null before `allocate`
 
-    // Sees to it that these rows (different, rising) are there when `finish` has returned, until the next
-    // `begin`. learn: it counts for what stays. What an earlier `begin` has not finished is given up.
+    // Sees to it that these rows (different, rising, at_once at most) are there when `finish` has returned,
+    // until the next `begin`. learn: it counts for what stays. What an earlier `begin` has not finished is
+    // given up.
     void begin(int group, const int32_t* rows, int64_t n, bool learn);
     // False: `cancelled` said so. Throws ReadError; in both cases nothing of the group is to be relied on,
     // and the next `begin` works.
     bool finish(const std::function<bool()>& cancelled);
     // Reads rows (different, rising) into free slots, without credit.
     bool preload(int group, const int32_t* rows, int64_t n, const std::function<bool()>& cancelled);
-    int64_t n_slots(int group) const { return groups_[group].policy->n_slots(); }  // once it has its memory
+    int64_t n_slots(int group) const { return groups_[group].n_slots(); }  // once it has its memory
     // [n_rows] which of the rows that the latest `begin` of the group named were not there.
     const uint8_t* missed(int group) const { return groups_[group].missed.data(); }
     void check() const { files_.check(); }  // throws ReadError where a file has changed
@@ -87,19 +103,35 @@ class RowStore {
     struct Group {
         int64_t n_rows;
         size_t slot_bytes;
+        int64_t usual, at_once;
         std::vector<Part> parts;
         std::vector<size_t> at;  // of the parts in a slot
         std::vector<std::vector<const uint8_t*>> places;
-        std::unique_ptr<Replacement> policy;
-        int64_t n_there = 0;  // of a whole store: rows that have come, which stay
+        std::unique_ptr<Replacement> policy;  // null where it has no slot
+        int64_t n_there = 0;                  // of a whole store: rows that have come, which stay
         std::vector<int32_t> missing;
         std::vector<uint8_t> missed;
         uint8_t* slots = nullptr;
-        size_t bytes() const { return slot_bytes * size_t(n_rows); }
+        int64_t n_slots() const { return policy ? policy->n_slots() : 0; }
         uint64_t offset(int32_t row, size_t part) const {  // in its file
             return parts[part].offset + uint64_t(row) * parts[part].stride;
         }
     };
+    // Room for rows of a group that have no slot: the transit, and then slots of other groups.
+    class Passing {
+      public:
+        Passing(RowStore& store, const Group& group);
+        uint8_t* next();
+
+      private:
+        RowStore& store_;
+        const Group& group_;
+        uint8_t *at_, *end_;
+        size_t next_lender_ = 0;
+        Group* lender_ = nullptr;  // whose slots at_ lies in; null: the transit
+        size_t n_borrowed_ = 0;    // of these slots, from the first on
+    };
+    std::vector<Size> sizes() const;
     void read_rows(const Group& group);
     void give_up();
 
@@ -111,6 +143,7 @@ class RowStore {
     Memory memory_;
     size_t bytes_ = 0;
     uint8_t* transit_ = nullptr;
+    size_t transit_bytes_ = 0;
     bool whole_ = false;
     std::unique_ptr<Reader::Batch> batch_ = std::make_unique<Reader::Batch>();
     Group* coming_ = nullptr;  // begun and not finished

@@ -33,6 +33,7 @@ from derived_bounds import Oracle
 from tiny_gguf import write_llama, write_relu
 
 from hotset import _core
+from hotset.backends import stored as stored_module
 from hotset.backends.base import PAGE_SIZE, Batch
 from hotset.backends.cpu import CpuBackend
 from hotset.backends.stored import StoredWeights, sizes_of
@@ -352,7 +353,7 @@ def stored(rng: np.random.Generator, weights: Overlay, graph: Graph, sparse: boo
 
     sizes = sizes_of(graph, weights.tensors, sparse=sparse)
     share = float(one_of(rng, 0.0, 0.1, 0.5, 1.0))
-    most = sizes.resident + sizes.most
+    most = sizes.all
     return within(sizes.least_of_all + int(share * max(most - sizes.least_of_all, 0)))
 
 
@@ -373,6 +374,7 @@ def run_case(seed: int, number: int, folder: Path, say: Any = lambda facts: None
             "n_states": 2 * len(case.sequences),
         }
         common |= {"max_batch": case.max_batch}
+        stored_module.STEP = case.max_batch  # rows of an embedding that a store has room for
 
         def run(source: Any, graph: Graph, tapped: bool, **options: Any) -> dict[tuple[int, int], np.ndarray]:
             """Logits by sequence and position."""

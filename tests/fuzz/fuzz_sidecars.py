@@ -50,16 +50,17 @@ def write_traces(folder: Path) -> None:
     rng = np.random.default_rng(0)
     scores = rng.standard_normal((40, 3, 8))
     facts: dict[str, Any] = {"starts": (0, 9), "model": "m", "name": "n", "data": "d"}
-    groups = [StoredGroup(EVERY, 21, 64, 4096, 4096)]
+    groups = [StoredGroup(EVERY, 21, 64, 4096, 4096, 21)]
     RouteTrace(
         routes=np.argsort(scores, axis=2)[:, :, :2].astype(np.int32), n_experts=8, layers=(0, 1, 2),
-        expert_bytes=(100, 101, 102), stored=tuple(StoredGroup(i, 8, 128, 4096, 9000) for i in range(3)),
+        expert_bytes=(100, 101, 102), stored=tuple(StoredGroup(i, 8, 128, 4096, 9000, 2) for i in range(3)),
         **facts,
     ).save(folder / "experts.gguf")  # fmt: skip
     NeuronTrace(
         bits=tuple(np.packbits(rng.random((40, n)) < 0.2, axis=1, bitorder="little") for n in (16, 21)),
         n_neurons=(16, 21), neuron_bytes=(64, 64), sparsity="exact", layers=(1, 4),
-        stored=(*groups, StoredGroup(0, 16, 64, 4096, 2000), StoredGroup(1, 21, 64, 4096, 2500)), **facts,
+        stored=(*groups, StoredGroup(0, 16, 64, 4096, 2000, 16), StoredGroup(1, 21, 64, 4096, 2500, 5)),
+        **facts,
     ).save(folder / "neurons.gguf")  # fmt: skip
 
 

@@ -68,7 +68,7 @@ ACTIVATIONS |= {"clamped_silu": 9, "clamped_plus_one": 10}
 SCORINGS = {"softmax": 1, "sigmoid": 2, "softmax_chosen": 3}
 SOFT_CAP, SCALE = 6, 7  # as activations: cap * tanh(x / cap), factor * x
 PLANES = {2: 31, 1: 32}  # columns per byte of the codes → type
-FETCH_ALL, FETCH_SELECTED, FETCH_NONZERO, FETCH_ROUTED = range(4)
+FETCH_ALL, FETCH_SELECTED, FETCH_NONZERO, FETCH_ROUTED, FETCH_TOKENS = range(5)
 LEAST = float(np.finfo(np.float32).smallest_subnormal)  # what is not below it fires
 
 
@@ -290,6 +290,7 @@ class _Emission:
         match main:
             case Embed():
                 info = self._weights.tensors[main.weight]
+                self._fetch(main, main.weight, set(), FETCH_TOKENS, out)
                 plan.embed(
                     int(info.type), self._weights.data(main.weight), int(info.shape[1]),
                     main.of == "position", main.first_row, out,
@@ -507,7 +508,7 @@ class _Emission:
         rows = self._weights.data(name)
         if not isinstance(rows, _core.StoredRows) or rows.group in fetched:
             return
-        if not self._sparse and which != FETCH_ROUTED:
+        if not self._sparse and which not in (FETCH_ROUTED, FETCH_TOKENS):
             which = FETCH_ALL
         self._plan.fetch(rows.store, rows.group, which, by, threshold, first, waits)
         self.at.append((op.layer, op.part))

@@ -9,8 +9,8 @@ memory is what the budget says. Rows of an FFN that can be left out, and experts
     dense        all three, all of them
     experts      their matrices, of those that the router names
 
-Everything else stays, or streams as far as it does not fit (backends/streaming.py). The bits are the same
-with any budget.
+Of an embedding the rows of a step's tokens are read, unless all has room. Everything else stays, or streams
+as far as it does not fit (backends/streaming.py). The bits are the same with any budget.
 """
 
 from __future__ import annotations
@@ -28,13 +28,18 @@ from hotset.errors import OutOfMemoryError
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.overlay import Overlay
 from hotset.model.cost import weights_read
-from hotset.model.graph import ExpertLinear, ExpertSum, Ffn, Graph, Linear, TransposedLinear, has_zeros
+from hotset.model.graph import Embed, ExpertLinear, ExpertSum, Ffn, Graph, Linear, TransposedLinear, has_zeros
 from hotset.units import human_size
 
 HALF_LIFE = 64  # requests of a layer after which what it was asked for counts half (docs/LOG.md)
 _SMALL_ROW = 64 << 10  # bytes of a neuron, of which many are read at a time: each for itself is slow
 _HOT_SHARE = 1 / 8  # of all neurons: room for those spares more than streaming costs (docs/LOG.md)
 _PER_ROW, _PER_PART = 56, 8  # bytes of tables: Replacement's, and an address
+# Neurons of a layer that one token needs without a slot, for which room is set apart. A step that needs more
+# (a prompt, a model that is hardly sparse) borrows slots, whose rows are then read anew.
+_USUAL_SHARE, _USUAL_LEAST = 1 / 8, 1024
+# Tokens of a step where weights have no room: buffers for more, which only long prompts use, would take it.
+STEP = 128
 
 
 @dataclass(frozen=True)
@@ -61,12 +66,32 @@ class StoreCounts:
         return StoreCounts(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
 
 
-def groups_of(graph: Graph, tensors: Mapping[str, TensorInfo], *, sparse: bool) -> Iterator[list[str]]:
-    """Tensors whose rows are fetched together, by layer."""
+@dataclass(frozen=True)
+class RowGroup:
+    """Tensors whose rows are fetched together: n_rows of each, of which a step needs `at_once` at most, and
+    while single tokens are computed `usual` that have no slot, more or less. slot_bytes: of one of each in
+    memory."""
+
+    names: tuple[str, ...]
+    n_rows: int
+    slot_bytes: int
+    usual: int
+    at_once: int
+
+    @property
+    def nbytes(self) -> int:
+        """With all its rows in memory."""
+        return self.n_rows * self.slot_bytes
+
+
+def groups_of(graph: Graph, tensors: Mapping[str, TensorInfo], *, sparse: bool) -> Iterator[RowGroup]:
+    """What a store keeps, by layer."""
+
     for op in graph.ops:
         if isinstance(op, Ffn) and op.route is not None:
             if len(op.up.weights if isinstance(op.up, ExpertLinear) else ()) == 1:  # of all, not of each
-                yield list(dict.fromkeys(name for each in _experts(op) for name in each.weights))
+                names = list(dict.fromkeys(name for each in _experts(op) for name in each.weights))
+                yield _row_group(names, tensors, op.route.n_used)
         elif isinstance(op, Ffn) and has_zeros(op.gate_act.kind):  # what cutoffs leave out has no rows here
             together: list[list[str]] = [[]] if not sparse or op.mask is not None else [[], []]
             for matrix in (op.gate, op.up, op.down):
@@ -75,7 +100,32 @@ def groups_of(graph: Graph, tensors: Mapping[str, TensorInfo], *, sparse: bool) 
                     assert isinstance(matrix, Linear | TransposedLinear)
                     decides = matrix is op.decides
                     together[0 if decides else -1].append(matrix.weight)
-            yield from filter(None, together)
+            some = max(int(op.n_ff * _USUAL_SHARE), _USUAL_LEAST)
+            for names in filter(None, together):
+                is_whole = not sparse or (op.mask is None and op.decides.weight in names)
+                yield _row_group(names, tensors, None if is_whole else some)
+
+
+def embeddings_of(graph: Graph, tensors: Mapping[str, TensorInfo]) -> list[RowGroup]:
+    """Embeddings of which a step needs the rows of its tokens alone."""
+    rows = {op.weight for op in graph.primitives if isinstance(op, Embed) and op.of == "token"}
+    others = [op for op in graph.primitives if not (isinstance(op, Embed) and op.of == "token")]
+    rows -= {name for op in others for name, _ in weights_read(op, tensors)}
+    return [_row_group([name], tensors, STEP, STEP) for name in sorted(rows)]
+
+
+def _row_group(
+    names: Sequence[str],
+    tensors: Mapping[str, TensorInfo],
+    usual: int | None = None,
+    at_once: int | None = None,
+) -> RowGroup:
+    """None: all rows."""
+    n_rows, _ = rows_of(tensors[names[0]])
+    slot_bytes = _core.RowStore.slot_bytes_of([rows_of(tensors[name])[1] for name in names])
+    return RowGroup(
+        tuple(names), n_rows, slot_bytes, min(usual or n_rows, n_rows), min(at_once or n_rows, n_rows)
+    )
 
 
 def _experts(ffn: Ffn) -> list[ExpertLinear | ExpertSum]:
@@ -92,11 +142,16 @@ def _has_row_per_neuron(matrix: object, n_ff: int, tensors: Mapping[str, TensorI
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of weights. fixed: what always stays. pieces: what does or streams. least: the room that rows
-    need; most: that they have a use for; small: whether a row is. tables: of where which row is."""
+    """Bytes of weights. fixed: what always stays. pieces: what does or streams. looked_up: embeddings, which
+    stay where all has room; else `transit` is what their rows need. usual: of the room of rows what is for
+    those that do not stay; least: the room that rows need; most: that they have a use for; small: whether a
+    row is. tables: of where which row is."""
 
     fixed: int
     pieces: tuple[Piece, ...]
+    looked_up: int
+    transit: int
+    usual: int
     least: int
     most: int
     small: bool
@@ -105,35 +160,45 @@ class Sizes:
     @property
     def least_of_all(self) -> int:
         """The smallest number of bytes that works."""
-        return self.fixed + least_for(self.pieces) + self.least
+        return min(self.fixed + least_for(self.pieces) + self.transit + self.least, self.all)
 
     @property
     def resident(self) -> int:
-        """What stays where nothing streams."""
-        return self.fixed + sum(piece.nbytes for piece in self.pieces)
+        """What stays where nothing streams, and rows have no room."""
+        return self.fixed + self.transit + sum(piece.nbytes for piece in self.pieces)
+
+    @property
+    def all(self) -> int:
+        """With all in memory."""
+        return self.resident - self.transit + self.looked_up + self.most
 
 
 @dataclass(frozen=True)
 class Shares:
     """What a number of bytes is for. rows: the room of rows; streamed: bytes that each step reads anew;
-    resident: of what stays."""
+    resident: of what stays, with the rows of an embedding that a step needs; whole: all has room."""
 
     streaming: Streaming
     rows: int
     streamed: int
     resident: int
+    whole: bool
 
 
 def sizes_of(graph: Graph, tensors: Mapping[str, TensorInfo], *, sparse: bool) -> Sizes:
     """What StoredWeights takes."""
-    groups = list(groups_of(graph, tensors, sparse=sparse))
-    pieces, fixed = _whole(graph, tensors, groups)
-    rows = [slot_bytes_of(group, tensors) for group in groups]
-    sizes = [n * rows_of(tensors[group[0]])[0] for n, group in zip(rows, groups, strict=True)]
-    tables = sum(rows_of(tensors[group[0]])[0] * (_PER_ROW + _PER_PART * len(group)) for group in groups)
+    groups, embeddings = list(groups_of(graph, tensors, sparse=sparse)), embeddings_of(graph, tensors)
+    pieces, fixed = _whole(graph, tensors, [*groups, *embeddings])
+    tables = sum(group.n_rows * (_PER_ROW + _PER_PART * len(group.names)) for group in groups)
     return Sizes(
-        sum(padded(tensors[name].nbytes) for name in fixed), tuple(pieces), max(sizes, default=0), sum(sizes),
-        max(rows, default=0) <= _SMALL_ROW, tables,
+        sum(padded(tensors[name].nbytes) for name in fixed), tuple(pieces),
+        looked_up=sum(padded(tensors[group.names[0]].nbytes) for group in embeddings),
+        transit=sum(group.at_once * group.slot_bytes for group in embeddings),
+        usual=max((group.usual * group.slot_bytes for group in groups), default=0),
+        least=max((group.nbytes for group in groups), default=0),
+        most=sum(group.nbytes for group in groups),
+        small=max((group.slot_bytes for group in groups), default=0) <= _SMALL_ROW,
+        tables=tables + sum(group.n_rows * _PER_PART for group in embeddings),
     )  # fmt: skip
 
 
@@ -143,22 +208,27 @@ def share_out(sizes: Sizes, n_bytes: int) -> Shares:
     Rows have what is left. Where something streams they have little, since every byte that does is read in
     each step: the hottest neurons alone are needed as often, and are dearer to read.
     """
-    for_pieces = n_bytes - sizes.fixed - sizes.least
+    if n_bytes >= sizes.all:
+        return Shares(Streaming((True,) * len(sizes.pieces), 0), sizes.most, 0, sizes.all - sizes.most, True)
+    fixed = sizes.fixed + sizes.transit
     hot = int((sizes.most - sizes.least) * _HOT_SHARE) if sizes.small else 0
-    if for_pieces < sizes.resident - sizes.fixed + hot:
-        for_pieces -= min(hot, max(for_pieces - least_for(sizes.pieces, 2), 0))
-    streaming = arrange(sizes.pieces, min(for_pieces, sizes.resident - sizes.fixed))
+    least = max(min(sizes.usual + hot, sizes.most), sizes.least)  # for rows, if what streams allows it
+    for_pieces = n_bytes - fixed - sizes.least
+    if n_bytes - fixed - least < sizes.resident - fixed:
+        for_pieces -= min(least - sizes.least, max(for_pieces - least_for(sizes.pieces, 2), 0))
+    streaming = arrange(sizes.pieces, min(for_pieces, sizes.resident - fixed))
     stays = list(zip(sizes.pieces, streaming.stays, strict=True))
-    resident = sizes.fixed + sum(piece.nbytes for piece, stay in stays if stay)
+    resident = fixed + sum(piece.nbytes for piece, stay in stays if stay)
     streamed = sum(piece.nbytes for piece, stay in stays if not stay)
-    return Shares(streaming, min(n_bytes - resident - streaming.ring, sizes.most), streamed, resident)
+    rows = min(n_bytes - resident - streaming.ring, sizes.most)
+    return Shares(streaming, rows, streamed, resident, False)
 
 
 def _whole(
-    graph: Graph, tensors: Mapping[str, TensorInfo], groups: list[list[str]]
+    graph: Graph, tensors: Mapping[str, TensorInfo], groups: Sequence[RowGroup]
 ) -> tuple[list[Piece], list[str]]:
     """Tensors that are read and have no rows in a group: those that may stream, and the others."""
-    of_rows = {name for group in groups for name in group}
+    of_rows = {name for group in groups for name in group.names}
     pieces = pieces_of(graph, tensors, of_rows)
     names = {name for op in graph.primitives for name, _ in weights_read(op, tensors)}
     return pieces, sorted(names - of_rows - {name for piece in pieces for name in piece.names})
@@ -198,23 +268,22 @@ class StoredWeights:
                 f"{human_size(self.sizes.least_of_all - n_bytes)}"
             )
         self.shares = share_out(self.sizes, n_bytes)
-        self.store: _core.RowStore | None = _core.RowStore(reader, gap, HALF_LIFE) if groups else None
         self._rows: dict[str, _core.StoredRows] = {}
-        if self.store is not None:
-            places: dict[str, tuple[int, int]] = {}
-            for group in groups:
-                number = self._add_group(self.store, group)
-                places |= {name: (number, part) for part, name in enumerate(group)}
-            self.store.allocate(self.shares.rows)
-            self._rows = {name: self.store.rows(*place) for name, place in places.items()}
-        pieces, names = _whole(graph, weights.tensors, groups)
+        embeddings = embeddings_of(graph, weights.tensors)
+        self.store = self._open(reader, gap, groups, self.shares.rows)
+        # Of its own, since these rows are needed once and have no part in what stays.
+        rows = [] if self.shares.whole else embeddings
+        self._embeddings = self._open(reader, 0, rows, self.sizes.transit)
+        pieces, names = _whole(graph, weights.tensors, [*groups, *embeddings])
+        if self.shares.whole:
+            names += [name for group in embeddings for name in group.names]
         stays = list(zip(pieces, self.shares.streaming.stays, strict=True))
         names += [name for piece, stay in stays if stay for name in piece.names]
         self.streamed = self._stream([piece.names for piece, stay in stays if not stay])
         self._resident = self._read(names, empty) | self._views()
         if self.store is not None and not empty:
             layers = {name: op.layer for op in graph.primitives for name, _ in weights_read(op, self.tensors)}
-            self._preload(self.store, [layers[group[0]] for group in groups], hottest or {})
+            self._preload(self.store, [layers[group.names[0]] for group in groups], hottest or {})
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -230,8 +299,8 @@ class StoredWeights:
 
     def check(self) -> None:
         """Raises ReadError where a file has been changed."""
-        if self.store is not None:
-            self.store.check()
+        for store in filter(None, (self.store, self._embeddings)):
+            store.check()
         if self.streamed is not None:
             self.streamed.stream.check()
 
@@ -243,19 +312,37 @@ class StoredWeights:
     def counts(self) -> StoreCounts:
         """What the store and the stream did."""
         counts = StoreCounts(*(() if self.store is None else self.store.counts()))
+        if self._embeddings is not None:  # no hit is to be had there, and none is missed
+            _, _, n_bytes, n_reads, seconds = self._embeddings.counts()
+            counts = replace(
+                counts, bytes_read=counts.bytes_read + n_bytes, n_reads=counts.n_reads + n_reads,
+                seconds_waited=counts.seconds_waited + seconds,
+            )  # fmt: skip
         if self.streamed is None:
             return counts
         n_bytes, n_reads, seconds = self.streamed.stream.counts()
         waited = counts.seconds_waited + seconds
         return replace(counts, seconds_waited=waited, bytes_streamed=n_bytes, stream_reads=n_reads)
 
-    def _add_group(self, store: _core.RowStore, group: list[str]) -> int:
-        parts = []
-        for name in group:
-            path, offset = self._weights.place(name)
-            n_rows, row = rows_of(self.tensors[name])
-            parts.append((os.fspath(path), offset, row, self.tensors[name].stride or row))
-        return store.group(n_rows, parts)
+    def _open(
+        self, reader: _core.Reader, gap: int, groups: Sequence[RowGroup], n_bytes: int
+    ) -> _core.RowStore | None:
+        """A store of groups, whose rows are then the data of their tensors; None of none."""
+        if not groups:
+            return None
+        store = _core.RowStore(reader, gap, HALF_LIFE)
+        places: dict[str, tuple[int, int]] = {}
+        for group in groups:
+            parts = []
+            for name in group.names:
+                path, offset = self._weights.place(name)
+                _, row = rows_of(self.tensors[name])
+                parts.append((os.fspath(path), offset, row, self.tensors[name].stride or row))
+            number = store.group(group.n_rows, parts, group.usual, group.at_once)
+            places |= {name: (number, part) for part, name in enumerate(group.names)}
+        store.allocate(n_bytes)
+        self._rows |= {name: store.rows(*place) for name, place in places.items()}
+        return store
 
     def _preload(self, store: _core.RowStore, layers: list[int], hottest: Mapping[int, np.ndarray]) -> None:
         """What is known to be hot, or all where all has room. layers: of each group."""
@@ -300,11 +387,6 @@ class StoredWeights:
         for path, pieces in of_file.items():
             self.reader.read(os.fspath(path), pieces)
         return arrays
-
-
-def slot_bytes_of(group: Sequence[str], tensors: Mapping[str, TensorInfo]) -> int:
-    """What a row of a group takes in memory."""
-    return _core.RowStore.slot_bytes_of([rows_of(tensors[name])[1] for name in group])
 
 
 def rows_of(info: TensorInfo) -> tuple[int, int]:

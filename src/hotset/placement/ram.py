@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hotset.backends.base import PAGE_SIZE
-from hotset.backends.stored import Sizes, StoredWeights, share_out, sizes_of
+from hotset.backends.stored import STEP, Sizes, StoredWeights, share_out, sizes_of
 from hotset.errors import OutOfMemoryError
 from hotset.formats.overlay import Overlay
 from hotset.memory import own_memory
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 _PROGRAM = 48 << 20  # what the program takes beyond what it has when a model is loaded: answers, templates,
 _PER_TOKEN = 800  # and the tokenizer, for each entry of its vocabulary
 _GIB = 1 << 30
-# Tokens of a step where weights have no room: buffers for more, which only long prompts use, would take it.
-_STEP = 128
 _SHARE_OF_CONTEXT = 0.25  # of what is left for rows and context, where nobody says how long it is
 
 
@@ -100,14 +98,14 @@ def plan_ram(
     weights.let_go()
     program = own_memory() + _PROGRAM + graph.result.width * _PER_TOKEN
 
-    def workspace_of(n_tokens: int) -> int:
+    def workspace_of(n_tokens: int, n_bytes: int) -> int:
         return _workspace(
-            weights, graph, sizes, disk, sparse=sparse, n_states=n_states, max_batch=n_tokens,
+            weights, graph, sizes, disk, n_bytes, sparse=sparse, n_states=n_states, max_batch=n_tokens,
             n_threads=n_threads,
         )  # fmt: skip
 
-    step = min(max_batch, _STEP)
-    workspace = workspace_of(step)
+    step = min(max_batch, STEP)
+    workspace = workspace_of(step, sizes.least_of_all)
     fixed = program + cache_bytes + workspace
     least = fixed + sizes.least_of_all
     if limit < least:
@@ -117,13 +115,12 @@ def plan_ram(
             f"weights, {human_size(cache_bytes)} for the context, {human_size(program + workspace)} for the "
             "program); raise --ram-budget, or lower the context"
         )
-    all_weights = sizes.resident + sizes.most
-    if step < max_batch:
-        larger = workspace_of(max_batch)
-        if limit - program - cache_bytes - larger >= all_weights:
+    if step < max_batch and limit - fixed >= sizes.all:
+        larger = workspace_of(max_batch, sizes.all)
+        if limit - program - cache_bytes - larger >= sizes.all:
             step, workspace = max_batch, larger
             fixed = program + cache_bytes + workspace
-    shares = share_out(sizes, min(limit - fixed, all_weights))
+    shares = share_out(sizes, min(limit - fixed, sizes.all))
     return RamPlan(
         limit, program, shares.resident, shares.rows, sizes.most, shares.streaming.ring, shares.streamed,
         cache_bytes, workspace, least, step, disk,
@@ -165,17 +162,19 @@ def _workspace(
     graph: Graph,
     sizes: Sizes,
     disk: DiskRates,
+    n_bytes: int,
     *,
     sparse: bool,
     n_states: int,
     max_batch: int,
     n_threads: int | None,
 ) -> int:
-    """Bytes of a backend's buffers and scratch: of one that is built without weights."""
+    """Bytes of a backend's buffers and scratch: of one that is built without weights, in whose n_bytes
+    nothing is written."""
     from hotset.backends.cpu import CpuBackend
 
     reader = disk.reader()
-    empty = StoredWeights(weights, graph, sizes.least_of_all, sparse=sparse, reader=reader, gap=0, empty=True)
+    empty = StoredWeights(weights, graph, n_bytes, sparse=sparse, reader=reader, gap=0, empty=True)
     backend = CpuBackend(
         empty, graph, n_pages=1, n_states=n_states, max_batch=max_batch, n_threads=n_threads, sparse=sparse
     )

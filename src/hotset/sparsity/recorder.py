@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hotset.backends.reference import selected
-from hotset.backends.stored import groups_of, rows_of, slot_bytes_of
+from hotset.backends.stored import groups_of, rows_of
 from hotset.errors import InvalidRequestError
 from hotset.model.cost import Cost
 from hotset.model.graph import ExpertLinear, ExpertSum, Ffn, Graph, Linear, TransposedLinear
@@ -138,7 +138,7 @@ def _own(graph: Graph, tensors: Mapping[str, TensorInfo], ffn: Ffn) -> list[str]
     for op in (ffn.gate, ffn.up, ffn.down):
         if isinstance(op, ExpertLinear | ExpertSum):
             mine |= set(op.weights)
-    groups = [group for group in groups_of(graph, tensors, sparse=True) if mine & set(group)]
+    groups = [group.names for group in groups_of(graph, tensors, sparse=True) if mine & set(group.names)]
     if ffn.route is None and ffn.mask is None:  # what decides is read whole
         groups = [group for group in groups if ffn.decides.weight not in group]
     return [name for group in groups for name in group]
@@ -151,10 +151,9 @@ def _groups(graph: Graph, weights: Overlay, traced: Sequence[Ffn]) -> tuple[Stor
     whole = {ffn.decides.weight for ffn in traced if ffn.route is None and ffn.mask is None}
     found = []
     for group in groups_of(graph, tensors, sparse=True):
-        layer = own.get(group[0], EVERY if group[0] in whole else OTHER)
-        n_rows = rows_of(tensors[group[0]])[0]
-        slot = slot_bytes_of(group, tensors)
-        found.append(StoredGroup(layer, n_rows, slot, *_read_bytes(weights, group)))
+        layer = own.get(group.names[0], EVERY if group.names[0] in whole else OTHER)
+        read = _read_bytes(weights, group.names)
+        found.append(StoredGroup(layer, group.n_rows, group.slot_bytes, *read, group.usual))
     return tuple(found) if set(own.values()) == set(range(len(traced))) else ()
 
 

@@ -142,7 +142,8 @@ def _evenly(n_slots: int, n_layers: int) -> tuple[int, ...]:
 
 def _slots(groups: Sequence[StoredGroup], n_bytes: int) -> list[int]:
     """Of a store with so much room for rows: slots of each group."""
-    return _core.RowStore.slots_in([(group.n_rows, group.slot_bytes) for group in groups], n_bytes)
+    sizes = [(group.n_rows, group.slot_bytes, group.usual) for group in groups]
+    return _core.RowStore.slots_in(sizes, n_bytes)
 
 
 def _stored_slots(trace: Trace, n_bytes: int) -> tuple[int, ...]:

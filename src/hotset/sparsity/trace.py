@@ -7,7 +7,8 @@
 What a cache would have done over the text follows from its trace alone (sparsity/replay.py). The file is
 GGUF (`<model>.trace.hotset.gguf`), with keys that start with `hotset.trace.`: `model` (fingerprint), `name`
 (of the model's file), `data` (hash of the text's tokens), `starts` (the first token of each sequence),
-`stored` (what a store would keep of the model under a budget: StoredGroup, five numbers each).
+`stored` (what a store would keep of the model under a budget: five numbers of a StoredGroup each), `usual`
+(the sixth of each; a file without it has room for all rows).
 
     experts   `n_experts`, `expert_bytes` (of one, by layer), and for each layer with experts an I16 tensor
               `blk.N.routes` [n_used, n_tokens], a token's experts with the best first
@@ -55,7 +56,7 @@ class StoredGroup:
 
     layer: of which of a trace's layers it has the entries, counted from 0; or EVERY, OTHER. n_rows: so many;
     slot_bytes: what one takes in memory; read_bytes: what is read of the file for one by itself, whole pages;
-    all_bytes: for all of them.
+    all_bytes: for all of them. usual: rows for which there is room without a slot.
     """
 
     layer: int
@@ -63,6 +64,7 @@ class StoredGroup:
     slot_bytes: int
     read_bytes: int
     all_bytes: int
+    usual: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +129,7 @@ class Trace(abc.ABC):
         if self.stored:
             return self.stored
         rows = zip(self.sizes, self.entry_bytes, strict=True)
-        return tuple(StoredGroup(i, n, size, size, n * size) for i, (n, size) in enumerate(rows))
+        return tuple(StoredGroup(i, n, size, size, n * size, n) for i, (n, size) in enumerate(rows))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the file, whole or not at all. HotsetError where it cannot be written."""
@@ -137,7 +139,8 @@ class Trace(abc.ABC):
         writer.add(_PREFIX + "starts", np.array(self.starts, np.int64))
         if self.stored:
             numbers = np.array([astuple(group) for group in self.stored], np.int64)
-            writer.add(_PREFIX + "stored", numbers.reshape(-1))
+            writer.add(_PREFIX + "stored", numbers[:, :5].reshape(-1))
+            writer.add(_PREFIX + "usual", numbers[:, 5])
         self._add(writer)
         writer.write()
 
@@ -347,11 +350,14 @@ def _stored(file: GGUFFile, n_rows: Sequence[int]) -> tuple[StoredGroup, ...] | 
         return ()
     if not numbers or len(numbers) % 5 or len(numbers) > 5 * 4 * len(n_rows) + 5 * (1 << 16):
         return None
-    groups = [StoredGroup(*numbers[i : i + 5]) for i in range(0, len(numbers), 5)]
+    usual = _numbers(file, "usual") or numbers[1::5]
+    if len(usual) != len(numbers) // 5:
+        return None
+    groups = [StoredGroup(*of) for of in zip(*(numbers[i::5] for i in range(5)), usual, strict=True)]
     own = {group.layer: group.n_rows for group in groups if group.layer >= 0}
     sound = all(
         OTHER <= group.layer < len(n_rows)
-        and 0 < group.n_rows < _MAX_NEURONS
+        and 0 < group.usual <= group.n_rows < _MAX_NEURONS
         and all(0 < n < _MAX_BYTES for n in (group.slot_bytes, group.read_bytes, group.all_bytes))
         for group in groups
     )
