@@ -1,5 +1,9 @@
 #include "store.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <stdexcept>
 #include <tuple>
@@ -22,6 +26,17 @@ bool is_straight(size_t row_bytes) {
 
 uint8_t* page_at(uint8_t* p) {
     return p + (kReadAlign - reinterpret_cast<uintptr_t>(p) % kReadAlign) % kReadAlign;
+}
+
+// Rows are read here and there: with small pages many of them would wait for an address first.
+void ask_for_large_pages(uint8_t* p, size_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    const uint8_t* const end = p + bytes;
+    p = page_at(p);
+    if (p < end) madvise(p, size_t(end - p) / kReadAlign * kReadAlign, MADV_HUGEPAGE);
+#else
+    (void)p, (void)bytes;
+#endif
 }
 
 size_t least_of(const std::vector<RowStore::Size>& groups) {
@@ -141,6 +156,7 @@ void RowStore::allocate(size_t bytes) {
     for (size_t g = 0; g < groups_.size(); g++) bytes_ += size_t(slots[g]) * groups_[g].slot_bytes;
     bytes_ += (groups_.size() + 1) * kReadAlign;
     memory_ = Memory(bytes_ + kReadAlign);  // kernels may read a little beyond a row
+    ask_for_large_pages(memory_.data(), bytes_);
     transit_ = page_at(memory_.data());
     uint8_t* at = transit_ + transit_bytes_;
     for (size_t g = 0; g < groups_.size(); g++) {
