@@ -13,14 +13,15 @@ disk gives random reads of their mean size, measured at first and after each run
 by model: with everything in memory, under a budget and mapped; and of the first model --steady tokens in a
 group of twice the budget, whose peak must stay below the budget.
 
-A run that takes longer than --timeout counts as slower than its tokens in that time; no run begins after
---minutes. Runs that others disturbed have a star.
+A run that takes longer than --timeout (of a mapped file: --mapped-timeout) counts as slower than its
+tokens in that time; no run begins after --minutes. Runs that others disturbed have a star.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -227,6 +228,8 @@ class Bench:
     ) -> Run:
         facts: dict[str, Any] = {"model": subject.path.name, "how": how, "share": share, "limit": limit}
         timeout = max(self.args.timeout, n * SLOW_TOKEN)
+        if n == SLOW_TOKENS:
+            timeout = self.args.mapped_timeout
         if time.monotonic() > self.deadline:
             made = Run(**facts, peak=0, note="no time left")
         else:
@@ -282,10 +285,10 @@ class Bench:
         return facts | {"roofline": 1 / seconds if seconds else None}
 
 
-def measure(bench: Bench, subject: Subject) -> None:
-    """All runs of a model."""
+def measure(bench: Bench, subjects: list[Subject]) -> None:
+    """All runs; what is promised of a share, of all models, before the next share."""
     args = bench.args
-    for share in args.shares:
+    for share, subject in itertools.product(args.shares, subjects):
         limit = int(subject.size * share)
         for how in ("bundled", "plain"):
             bench.budget(subject, how, share, limit, args.n)
@@ -306,7 +309,7 @@ def measure(bench: Bench, subject: Subject) -> None:
             ]
             command += ["-o", "json"]
             bench.run(subject, "llama.cpp, mapped", share, limit, command, SLOW_TOKENS, subject.dense)
-    if not args.no_whole:
+    for subject in [] if args.no_whole else subjects:
         limit = int(subject.size * 1.3) + (1 << 30)
         for how in ("plain", "bundled"):
             bench.budget(subject, how, limit / subject.size, limit, args.n)
@@ -397,6 +400,9 @@ def main() -> None:
     parser.add_argument("--mapped", type=float, nargs="*", default=[0.5], help="shares; hotset, mapped")
     parser.add_argument("--no-whole", action="store_true", help="nothing with everything in memory")
     parser.add_argument("--timeout", type=float, default=120, help="seconds of a run")
+    parser.add_argument(
+        "--mapped-timeout", type=float, default=60, help="of one whose file is mapped, and that may never end"
+    )
     parser.add_argument("--minutes", type=float, default=25, help="after which no run begins")
     parser.add_argument("--force", action="store_true", help="measure even if the machine is not quiet")
     args = parser.parse_args()
@@ -407,8 +413,7 @@ def main() -> None:
         parser.error("give a model, or --shape")
     peers.wait_until_quiet(args.force)
     bench = Bench(args)
-    for subject in subjects:
-        measure(bench, subject)
+    measure(bench, subjects)
     if args.steady:
         steady(bench, subjects[0])
     peers.print_table(HEADERS, [run.cells() for run in bench.rows])
