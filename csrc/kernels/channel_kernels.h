@@ -12,7 +12,7 @@
 // quad. sums has room for whole kChannelColumns. kFetch: it fetches the same of `ahead` meanwhile. Included
 // inside the namespace of an instruction set.
 
-// Of tiles so wide the next four channels are fetched while four are computed: several long pieces at a time
+// Of tiles so wide four channels are fetched while four are computed: several long pieces at a time
 // are what memory is quickest at. Of narrower ones a block is, so many bytes ahead (more is slower: a core
 // has only so many fetches in flight).
 constexpr int64_t kWideBytes = 512;
@@ -66,17 +66,20 @@ void channel_tile(const ChannelMatrix& w, const ActiveChannels& active, const In
                         for (const uint8_t* row : quad_of(next, j).row)
                             for (int64_t at = 0; at < row_bytes; at += 64) V::fetch(row + at);
                 }
-            ChannelQuad here = quad_of(block, 0);
+            // While a quad is computed the one after the next is fetched, beside the last the next block's
+            // first and beside the scales its second: memory is never idle.
+            const ActiveChannels::Block& next = active.blocks[imin(i + 1, last)];
+            const ChannelQuad first_ahead = quad_of(next.n_quads ? next : block, 0);
+            const ChannelQuad second_ahead = quad_of(next.n_quads ? next : block, next.n_channels > 4);
             for (int j = 0; j < n_quads; j++) {
-                const ActiveChannels::Block& next = active.blocks[imin(i + 1, last)];
-                const ChannelQuad ahead = j + 1 < n_quads ? quad_of(block, j + 1)
-                                          : next.n_quads  ? quad_of(next, 0)
-                                                          : here;
+                const ChannelQuad here = quad_of(block, j);
+                const ChannelQuad ahead = j + 2 < n_quads   ? quad_of(block, j + 2)
+                                          : j + 1 < n_quads ? here
+                                                            : first_ahead;
                 if constexpr (kWide)
                     fetch_scales(b, 2 * n_cols * j / n_quads, 2 * n_cols * (j + 1) / n_quads);
                 add_quad<kFour, kWide>(here, ahead, active.quads[block.first_quad + j], n_cols, j == 0, start,
                                        sums);
-                here = ahead;
             }
             const V scale = V::set(x.scale[b]), sum = V::set(x.sum[b]);
             const uint16_t* scales = reinterpret_cast<const uint16_t*>(scales_of(b));
@@ -84,6 +87,10 @@ void channel_tile(const ChannelMatrix& w, const ActiveChannels& active, const In
             for (int c = 0; c < n_cols; c += kChannelColumns) {
                 if (n_quads) order_sums<kFour>(sums + c, dots);
                 const int count = imin(n_cols - c, kChannelColumns);
+                if constexpr (kWide)
+                    for (const uint8_t* row : second_ahead.row)
+                        for (int at = 0; at < kChannelColumns; at += 2048 / kCodes)
+                            V::fetch(row + (c + at) * kCodes / 32);
                 for (int j = 0; j < count; j += 16) {
                     V acc = V::load(lane + c + j);
                     const V dot = n_quads ? load_i32(dots + j) : V::zero();

@@ -9,8 +9,8 @@ in codes by input and scales by 32 inputs, every number the file's own, so that 
 Outputs are cut into tiles (tile_of), one after the other; a tile is for each 32 channels the scales of its
 outputs (F16), of Q4_1 what is added to scale * code (F16), and then for each of the channels the codes of the
 outputs: of Q8_0 one byte each, of Q4_0 and Q4_1 for each 32 outputs 16 bytes, byte j = code[j] | code[j + 16]
-<< 4. So a chunk of outputs reads one stream of memory, of which it leaves out pairs of lines:
-with scales elsewhere, or in narrower tiles, this takes up to twice as long (docs/LOG.md).
+<< 4. So whoever computes a tile reads one stream of memory, of which long pieces are left out: in narrower
+tiles this takes up to twice as long (docs/LOG.md).
 """
 
 from __future__ import annotations
