@@ -243,8 +243,8 @@ struct FetchFacts {
     RowStore* store = nullptr;
     int group = -1;
     Which which = All;
-    int by = -1;  // buffer: any, scores (of neurons from `first` on), values, or a route of `n_used`; any, of
-                  // the step's tokens
+    // Buffer: any, scores (of neurons from `first` on), values, or a route of `n_used`; of tokens any, too.
+    int by = -1;
     float threshold = 0.0f;
     int64_t first = 0;
     int n_used = 0;

@@ -6,7 +6,8 @@
 The trace is run as decoding would: token by token, each layer's entries looked up when it is known which are
 needed. The first half of the tokens warms the caches and tells the fixed choice which entries are frequent;
 rates are those of the second half. What is counted is exact: a cache in use, of the same slots and policy,
-hits as often on this text, when it comes token by token.
+hits as often on this text, when it comes token by token; `budget` as long as the rows of a token that have
+no slot find the room that is set apart for them, so that none is borrowed.
 """
 
 from __future__ import annotations
