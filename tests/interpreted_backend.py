@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from fake_cold import FakeCold
+from interpreted_triton import patch_once
 from test_cpu_backend import batch, logits_of, tokens
 from test_sparse_cpu import MODELS, prepared
 from tiny_gguf import write_relu
@@ -44,6 +45,7 @@ def run(backend: Any, cuts: list[int], ids: np.ndarray) -> np.ndarray:
 
 
 def main(folder: Path) -> None:
+    patch_once()
     ids, cuts = tokens(12), [9, 10]
     for model, (mode, predictor, type) in CASES.items():
         options = {

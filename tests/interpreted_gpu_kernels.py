@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from interpreted_triton import patch_once
 from make_blocks import random_blocks
 from test_gpu_kernels import EPS, FLOATS, K_TYPES, Cache, matrix, randn, rng_of
 
@@ -29,6 +30,7 @@ from hotset.model.graph import Activate, Rope, Value
 
 DEVICE = os.environ.get("HOTSET_TEST_DEVICE")
 assert (os.environ.get("TRITON_INTERPRET") == "1") != (DEVICE is not None)
+patch_once()
 
 
 class OnDevice:
