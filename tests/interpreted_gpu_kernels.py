@@ -446,6 +446,52 @@ def test_attention(
     agree(found, twin, (1 + reach) * v_pages.float().nan_to_num().abs().max(), dims[0] + max(lengths))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "heads", "window"),
+    [(torch.float16, (3, 1), 20), (torch.float32, (1, 1), 0)],
+    ids=["f16", "f32"],
+)
+def test_attention_of_a_prompt_knows_no_neighbours(
+    dtype: torch.dtype, heads: tuple, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sequences in one tile: a token's bits are the same whatever stands beside it, a later NaN too."""
+
+    def product(a: np.ndarray, b: np.ndarray, dtype: Any) -> np.ndarray:
+        return (a.astype(dtype)[:, :, None] * b.astype(dtype)[None]).sum(axis=1)
+
+    # A device's tensor cores add up each row as any other; the BLAS that the interpreter takes does not.
+    monkeypatch.setattr(np, "matmul", product)
+    dim, (n_head, n_head_kv) = 16, heads
+    cache = Cache([45, 30], n_head_kv, dim, dim, dtype)
+    tables, (sequences, positions) = t(cache.tables), cache.tokens(1000)
+    n = len(sequences)
+    k, v = (t(randn(n, n_head_kv * dim, seed=i)) for i in (1, 2))
+    q = t(randn(n, n_head * dim, seed=3)) * 9
+
+    def attend(rows: slice) -> torch.Tensor:
+        return kernels.attention(
+            q[rows], cache.k, cache.v, tables, sequences[rows], positions[rows], n_head=n_head, scale=0.3,
+            window=window, sinks=t(randn(n_head)),
+        )  # fmt: skip
+
+    twins.store_kv(k, v, cache.k, cache.v, tables, sequences, positions)
+    whole = attend(slice(None))
+    twin = twins.attention(
+        q, cache.k, cache.v, tables, sequences, positions, n_head=n_head, scale=0.3, window=window,
+        sinks=t(randn(n_head)),
+    )  # fmt: skip
+    reach = 0.3 * q.norm(dim=1).max() * k.abs().max() * dim**0.5
+    agree(whole, twin, (1 + reach) * v.abs().max(), dim + 45)
+    for first, last in ((0, 33), (29, 75)):
+        assert torch.equal(attend(slice(first, last)), whole[first:last])
+    v[30] = float("nan")
+    twins.store_kv(k, v, cache.k, cache.v, tables, sequences, positions)
+    found = attend(slice(None))
+    assert found[30:45].isnan().all()
+    assert torch.equal(found[:30], whole[:30])
+    assert torch.equal(found[45:], whole[45:])
+
+
 @pytest.mark.skipif(DEVICE is not None, reason="of the interpreter")
 @pytest.mark.parametrize("type_", EXPERT_TYPES, ids=lambda t: GGMLType(t).name)
 def test_expert_rows_are_exact(type_: GGMLType) -> None:

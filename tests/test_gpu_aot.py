@@ -81,9 +81,13 @@ def decode_step() -> None:
 
 
 def prompt_step() -> None:
-    """The matrix products of a prompt, Q4_0."""
+    """The matrix products of a prompt, Q4_0, and its attention with a KV head for each head and for four."""
     kernels.linear(new(64, D), weights(Q4_0, N_FF, D))
     kernels.linear_t(new(64, N_FF), weights(Q4_0, N_FF, D))
+    table, tokens = new(1, N_PAGES, dtype=torch.int32), new(64, dtype=torch.int32)
+    for n_head_kv in (32, 8):
+        pages = new(N_PAGES, n_head_kv, 64, 128, dtype=torch.float16)
+        kernels.attention(new(64, D), pages, pages, table, tokens, tokens, n_head=32, scale=0.1)
 
 
 def planes(type_: GGMLType) -> DeviceMatrix:
@@ -263,7 +267,7 @@ def _not_interpreted() -> None:
 # registers, and spills many of a tile.
 FRAMES = {"few": 16, "many": 128}
 FRAMES_AMD = {"few": 0, "many": 1024}
-MANY = ("_matmul_kernel", "_matmul_t_kernel", "_attention_kernel")
+MANY = ("_matmul_kernel", "_matmul_t_kernel", "_attention_kernel", "_prompt_attention_kernel")
 MAX_SHARED = 64 * 1024  # what AMD has
 
 
@@ -327,7 +331,8 @@ def test_fetching_experts_compiles(target: str, monkeypatch: pytest.MonkeyPatch)
 @each_target
 def test_a_prompt_compiles(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = compile_all(prompt_step, TARGETS[target], monkeypatch)
-    assert [row["kernel"] for row in rows] == ["_matmul_kernel", "_matmul_t_kernel"]
+    attention = ["_prompt_attention_kernel"] * 2
+    assert [row["kernel"] for row in rows] == ["_matmul_kernel", "_matmul_t_kernel", *attention]
     check(rows, target)
 
 

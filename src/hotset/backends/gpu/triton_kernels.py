@@ -29,6 +29,7 @@ With TRITON_INTERPRET=1, set before this module is imported, all of it runs on a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -143,9 +144,9 @@ def _numbers(words, bits, w, zero, part: tl.constexpr, TYPE: tl.constexpr):
         if TYPE == Q4_0 or TYPE == Q4_1 or TYPE == Q4_K:
             # Where they lie, but that those of the upper bytes would reach into the exponent.
             q = tl.where(i < 2, words[:, :, None], words[:, :, None] >> 16) & (15 << (i % 2 * 8 + 4 * part))
-            OFFSET: tl.constexpr = 8.0 if TYPE == Q4_0 else 0.0
             raised = tl.where(i % 2 == 0, 1.0, 256.0) * (1.0 if part == 0 else 16.0)
-            return (q | (MANTISSA + zero)).to(tl.float32, bitcast=True) - (TWO_23 + OFFSET * raised)
+            offset = (8.0 if TYPE == Q4_0 else 0.0) * raised
+            return (q | (MANTISSA + zero)).to(tl.float32, bitcast=True) - (TWO_23 + offset)
         else:
             if TYPE == Q8_0:  # the sign bit turned over: codes of 0 to 255, 128 too high
                 q = ((words ^ SIGN_BITS)[:, :, None] >> (8 * i)) & 255
@@ -793,6 +794,104 @@ def _attention_kernel(
 
 
 @triton.jit
+def _halved(x):
+    """x, at most 1 in magnitude, as the sum of two halves: exact to 2^-24, as float32 is near 1."""
+    high = x.to(tl.float16)
+    return high, (x - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def _prompt_attention_kernel(
+    q, out, k_pages, v_pages, tables, sequences, positions,
+    sinks, scale, softcap, window, n_tokens, n_head, n_head_kv, max_pages,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """out [T, n_head, DIM_V]: R / G neighbouring tokens with the GROUP heads of one KV head, R queries in
+    all, N positions at a time.
+
+    Tiles of positions begin at multiples of N, and one that a query sees nothing of changes nothing of it: a
+    token's bits do not depend on those beside it. Tokens of several sequences take turns. G, D, V: GROUP,
+    DIM, DIM_V rounded up.
+    """
+    HALVES: tl.constexpr = k_pages.dtype.element_ty == tl.float16
+    kv = tl.program_id(1)
+    r, d, dv, n = tl.arange(0, R), tl.arange(0, D), tl.arange(0, V), tl.arange(0, N)
+    token = tl.program_id(0) * (R // G) + r // G
+    head = kv * GROUP + r % G
+    live = (token < n_tokens) & (r % G < GROUP)
+    position = tl.load(positions + token, mask=live, other=-1)
+    sequence = tl.load(sequences + token, mask=live, other=-1)
+    start = tl.zeros([R], tl.int32)
+    if window > 0:
+        start = tl.maximum(position - window + 1, 0)
+    row = token.to(tl.int64) * n_head + head
+    query = (
+        tl.load(q + row[:, None] * DIM + d[None, :], mask=live[:, None] & (d < DIM)[None, :], other=0.0)
+        * scale
+    )
+    if HALVES:  # two products of halves are as exact as three of TF32, and a third of their work
+        size = tl.max(tl.abs(query), axis=1)
+        size = tl.where(size > 0.0, size, 1.0)
+        high, low = _halved(query / size[:, None])
+    largest = tl.full([R], float("-inf"), tl.float32)
+    total = tl.zeros([R], tl.float32)
+    acc = tl.zeros([R, V], tl.float32)
+    of = tl.max(sequence, axis=0)
+    while of >= 0:
+        mine = live & (sequence == of)
+        table = tables + of.to(tl.int64) * max_pages
+        last = tl.minimum(tl.max(tl.where(mine, position, -1), axis=0) + 1, max_pages * PAGE)
+        first = tl.min(tl.where(mine, start, last), axis=0) // N * N
+        for at in range(first, last, N):
+            i = at + n
+            page = tl.load(table + at // PAGE)  # one page: N divides PAGE
+            there = i < tl.where(page >= 0, last, at)
+            seen = (
+                mine[:, None]
+                & there[None, :]
+                & (i[None, :] <= position[:, None])
+                & (i[None, :] >= start[:, None])
+            )
+            slot = (page.to(tl.int64) * n_head_kv + kv) * PAGE + i % PAGE
+            mask = there[:, None] & (d < DIM)[None, :]
+            k = tl.load(k_pages + slot[:, None] * DIM + d[None, :], mask=mask, other=0.0)
+            mask = there[:, None] & (dv < DIM_V)[None, :]
+            v = tl.load(v_pages + slot[:, None] * DIM_V + dv[None, :], mask=mask, other=0.0)
+            # Zero times what is no number is none: of a value that is none the queries that see it hear by
+            # their sum, and the others of the tile not at all.
+            spoilt = tl.max((~(tl.abs(v.to(tl.float32)) < float("inf"))).to(tl.int32), axis=1) != 0
+            v = tl.where(spoilt[:, None], 0.0, v)
+            total = tl.where(tl.max((seen & spoilt[None, :]).to(tl.int32), axis=1) != 0, float("nan"), total)
+            if HALVES:
+                scores = tl.dot(low, tl.trans(k), tl.dot(high, tl.trans(k))) * size[:, None]
+            else:
+                scores = tl.dot(query, tl.trans(k), input_precision=PRECISION)
+            if CAPPED:
+                scores = softcap - 2 * softcap / (tl.exp(2 * scores / softcap) + 1)
+            scores = tl.where(seen, scores, float("-inf"))
+            before = largest
+            largest = tl.maximum(before, tl.max(scores, axis=1))
+            finite = tl.where(largest == float("-inf"), 0.0, largest)  # -inf less -inf would be NaN
+            shrink = tl.exp(before - finite)
+            weights = tl.exp(scores - finite[:, None])
+            total = total * shrink + tl.sum(weights, axis=1)
+            acc = acc * tl.where(mine, shrink, 1.0)[:, None]
+            if HALVES:
+                upper, lower = _halved(weights)
+                acc = tl.dot(lower, v.to(tl.float16), tl.dot(upper, v.to(tl.float16), acc))
+            else:
+                acc = tl.dot(weights, v, acc, input_precision=PRECISION)
+        of = tl.max(tl.where(sequence < of, sequence, -1), axis=0)
+    if sinks is not None:
+        finite = tl.where(largest == float("-inf"), 0.0, largest)
+        total += tl.exp(tl.load(sinks + head, mask=live, other=0.0) - finite)
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out + row[:, None] * DIM_V + dv[None, :], acc, mask=live[:, None] & (dv < DIM_V)[None, :])
+
+
+@triton.jit
 def _merge_kernel(
     partials, stats, out, sinks, n_splits, n_head,
     DIM_V: tl.constexpr, V: tl.constexpr, S: tl.constexpr, P: tl.constexpr,
@@ -933,6 +1032,7 @@ AXPY_RANGE = 64  # values that are looked at together
 MAX_RANGES = 128  # of a down projection: each adds a row of partial sums
 CHOSEN_PROGRAMS = 8  # of a multiprocessor, which share the selected neurons: as many as it holds at a time
 PROMPT_TOKENS = 32  # from here on attention has programs enough without splits
+PROMPT_QUERIES = 32  # of a program then: tokens times the heads that share keys and values
 SPLIT_PAGES = 2
 MAX_ATTENTION_SPLITS = 256
 
@@ -1436,22 +1536,36 @@ def attention(
     """twins.attention; fewer than PROMPT_TOKENS split their positions, and the splits are merged in order."""
     q, n_tokens = q.contiguous(), len(q)
     n_head_kv, dim, dim_v = k_pages.shape[1], k_pages.shape[3], v_pages.shape[3]
-    max_pages = page_tables.shape[1]
-    pages_of_split = max_pages
-    if n_tokens < PROMPT_TOKENS:
-        pages_of_split = max(SPLIT_PAGES, -(-max_pages // MAX_ATTENTION_SPLITS))
-    n_splits = -(-max_pages // pages_of_split)
+    max_pages, group = page_tables.shape[1], n_head // n_head_kv
     out = _new(q, n_tokens, n_head * dim_v)
+    sizes: dict[str, Any] = {
+        "GROUP": group,
+        "DIM": dim,
+        "DIM_V": dim_v,
+        "D": max(16, _pow2(dim)),
+        "V": max(16, _pow2(dim_v)),
+    }
+    sizes |= {"CAPPED": softcap > 0, "PRECISION": _precision(q)}
+    if n_tokens >= PROMPT_TOKENS:
+        heads = _pow2(group)
+        queries = max(heads, PROMPT_QUERIES)
+        launcher.launch(
+            _prompt_attention_kernel, (-(-n_tokens // (queries // heads)), n_head_kv),
+            q, out, k_pages, v_pages, page_tables, sequences, positions, sinks,
+            scale, softcap, window, n_tokens, n_head, n_head_kv, max_pages,
+            G=heads, R=queries, N=32, **sizes, warps=4,
+        )  # fmt: skip
+        return out
+    pages_of_split = max(SPLIT_PAGES, -(-max_pages // MAX_ATTENTION_SPLITS))
+    n_splits = -(-max_pages // pages_of_split)
     sums, stats = out, None
     if n_splits > 1:
         sums, stats = _new(q, n_tokens, n_head, n_splits, dim_v), _new(q, n_tokens, n_head, n_splits, 2)
-    group = n_head // n_head_kv
     launcher.launch(
         _attention_kernel, (n_tokens, n_head_kv, n_splits),
         q, sums, stats, k_pages, v_pages, page_tables, sequences, positions, sinks,
         scale, softcap, window, n_head, n_head_kv, max_pages, pages_of_split, n_splits,
-        SPLIT=n_splits > 1, CAPPED=softcap > 0, PRECISION=_precision(q), GROUP=group, DIM=dim, DIM_V=dim_v,
-        H=max(16, _pow2(group)), D=max(16, _pow2(dim)), V=max(16, _pow2(dim_v)), N=32, warps=4,
+        SPLIT=n_splits > 1, H=max(16, _pow2(group)), N=32, **sizes, warps=4,
     )  # fmt: skip
     if stats is not None:
         launcher.launch(
