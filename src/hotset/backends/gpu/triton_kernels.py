@@ -801,6 +801,13 @@ def _halved(x):
 
 
 @triton.jit
+def _rows_at(matrix, rows, there, column, WIDTH: tl.constexpr):
+    """Rows of WIDTH numbers, zeros for those that are not there."""
+    mask = there[:, None] & (column < WIDTH)[None, :]
+    return tl.load(matrix + rows[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
 def _prompt_attention_kernel(
     q, out, k_pages, v_pages, tables, sequences, positions,
     sinks, scale, softcap, window, n_tokens, n_head, n_head_kv, max_pages,
@@ -827,10 +834,7 @@ def _prompt_attention_kernel(
     if window > 0:
         start = tl.maximum(position - window + 1, 0)
     row = token.to(tl.int64) * n_head + head
-    query = (
-        tl.load(q + row[:, None] * DIM + d[None, :], mask=live[:, None] & (d < DIM)[None, :], other=0.0)
-        * scale
-    )
+    query = _rows_at(q, row, live, d, DIM) * scale
     if HALVES:  # two products of halves are as exact as three of TF32, and a third of their work
         size = tl.max(tl.abs(query), axis=1)
         size = tl.where(size > 0.0, size, 1.0)
@@ -848,17 +852,11 @@ def _prompt_attention_kernel(
             i = at + n
             page = tl.load(table + at // PAGE)  # one page: N divides PAGE
             there = i < tl.where(page >= 0, last, at)
-            seen = (
-                mine[:, None]
-                & there[None, :]
-                & (i[None, :] <= position[:, None])
-                & (i[None, :] >= start[:, None])
-            )
+            seen = (i[None, :] <= position[:, None]) & (i[None, :] >= start[:, None])
+            seen = seen & mine[:, None] & there[None, :]
             slot = (page.to(tl.int64) * n_head_kv + kv) * PAGE + i % PAGE
-            mask = there[:, None] & (d < DIM)[None, :]
-            k = tl.load(k_pages + slot[:, None] * DIM + d[None, :], mask=mask, other=0.0)
-            mask = there[:, None] & (dv < DIM_V)[None, :]
-            v = tl.load(v_pages + slot[:, None] * DIM_V + dv[None, :], mask=mask, other=0.0)
+            k = _rows_at(k_pages, slot, there, d, DIM)
+            v = _rows_at(v_pages, slot, there, dv, DIM_V)
             # Zero times what is no number is none: of a value that is none the queries that see it hear by
             # their sum, and the others of the tile not at all.
             spoilt = tl.max((~(tl.abs(v.to(tl.float32)) < float("inf"))).to(tl.int32), axis=1) != 0
@@ -877,7 +875,7 @@ def _prompt_attention_kernel(
             shrink = tl.exp(before - finite)
             weights = tl.exp(scores - finite[:, None])
             total = total * shrink + tl.sum(weights, axis=1)
-            acc = acc * tl.where(mine, shrink, 1.0)[:, None]
+            acc = acc * shrink[:, None]
             if HALVES:
                 upper, lower = _halved(weights)
                 acc = tl.dot(lower, v.to(tl.float16), tl.dot(upper, v.to(tl.float16), acc))
