@@ -297,7 +297,9 @@ def test_a_weight_takes_few_instructions(target: str, monkeypatch: pytest.Monkey
         for type_ in (Q4_0, GGMLType.Q8_0):
             kernels.linear(new(1, D), weights(type_, D, D))
 
-    most = {kernels.FORMATS[Q4_0]: 6.5, kernels.FORMATS[GGMLType.Q8_0]: 8.5}
+    is_oldest = triton.__version__.startswith("3.6.")  # whose assembler takes more of them
+    q4_0, q8_0 = (7.2, 10.0) if is_oldest else (6.5, 8.5)
+    most = {kernels.FORMATS[Q4_0]: q4_0, kernels.FORMATS[GGMLType.Q8_0]: q8_0}
     for _, constants, made in compiled(products, TARGETS[target], monkeypatch):
         per_word = 4 if constants["TYPE"] == kernels.FORMATS[GGMLType.Q8_0] else 8
         n_weights = constants["R"] * constants["W"] * per_word / (32 * 4)  # of a thread
