@@ -44,8 +44,8 @@ OURS = (TESTS, *(f"{HERE.parent / folder}{os.sep}" for folder in ("src", "bench"
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# MKL, which torch multiplies with, adds up in an order that depends on where the arrays lie, and so on chance:
-# torch, where it stands in for a device, then has other bits from one backend to the next.
+# MKL, which torch multiplies with, adds up in an order that depends on where the arrays lie, and so on
+# chance: torch, where it stands in for a device, then has other bits from one backend to the next.
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 # A job in a shell's background ignores Ctrl-C, and so does what it starts: tests that send it would wait.

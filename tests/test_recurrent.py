@@ -81,9 +81,9 @@ def ask(engine: Engine, tokens: list[int], **params: Any) -> tuple[Request, list
     assert sequence.sampler is not None
     sample = sequence.sampler.sample
 
-    def noted(logits: np.ndarray) -> int:
+    def noted(logits: np.ndarray, largest: np.ndarray | None = None) -> int:
         rows.append(logits.copy())
-        return sample(logits)
+        return sample(logits, largest)
 
     sequence.sampler.sample = noted  # type: ignore[method-assign]
     return sequence, rows
@@ -358,12 +358,12 @@ def test_an_interruption_while_a_step_is_collected_undoes_nothing(gguf: GGUFFile
     assert sequence.sampler is not None
     sample, interrupted = sequence.sampler.sample, []
 
-    def once_more(logits: np.ndarray) -> int:
+    def once_more(logits: np.ndarray, largest: np.ndarray | None = None) -> int:
         if len(interrupted) < 3:
             interrupted.append(1)
             raise KeyboardInterrupt
         interrupted.clear()
-        return sample(logits)
+        return sample(logits, largest)
 
     sequence.sampler.sample = once_more  # type: ignore[method-assign]
     n_raised = 0

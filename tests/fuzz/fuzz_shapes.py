@@ -23,6 +23,7 @@ import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -362,7 +363,9 @@ def run_case(seed: int, number: int, folder: Path, say: Any = lambda facts: None
     rng = np.random.default_rng([seed, number])
     case = draw(rng, folder)
     say(case.facts)
-    with open_gguf(case.path) as gguf:
+    # Of an embedding a store has room for the rows of a step.
+    rows_of_a_step = mock.patch.object(stored_module, "STEP", case.max_batch)
+    with open_gguf(case.path) as gguf, rows_of_a_step:
         weights, graph = prepared(gguf, case)
         config = config_from_gguf(gguf)
         every = tuple(value.name for value in graph.values)
@@ -374,7 +377,6 @@ def run_case(seed: int, number: int, folder: Path, say: Any = lambda facts: None
             "n_states": 2 * len(case.sequences),
         }
         common |= {"max_batch": case.max_batch}
-        stored_module.STEP = case.max_batch  # rows of an embedding that a store has room for
 
         def run(source: Any, graph: Graph, tapped: bool, **options: Any) -> dict[tuple[int, int], np.ndarray]:
             """Logits by sequence and position."""
