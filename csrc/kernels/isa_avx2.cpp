@@ -850,7 +850,7 @@ HOTSET_INLINE __m256 add_blocks(const uint8_t* p, const TokenInputs& x, int64_t 
 
 // How far ahead of a row's blocks they are fetched where the rows of a matrix are read one after the other.
 constexpr int kAhead = 4096;
-inline void prefetch(const uint8_t* p, int bytes) {
+HOTSET_INLINE void prefetch(const uint8_t* p, int bytes) {
     for (int at = 0; at < bytes; at += 64) V::fetch(p + at);
 }
 

@@ -769,7 +769,7 @@ constexpr int kSlack = 128;
 
 // How far ahead of a row's blocks they are fetched where the rows of a matrix are read one after the other.
 constexpr int kAhead = 4096;
-inline void prefetch(const uint8_t* p, int bytes) {
+HOTSET_INLINE void prefetch(const uint8_t* p, int bytes) {
     for (int at = 0; at < bytes; at += 64) V::fetch(p + at);
 }
 

@@ -5,7 +5,7 @@ struct V {
     __m256 lo, hi;
 
     static constexpr int kRegisters = 2;
-    static void fetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+    HOTSET_INLINE static void fetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
     static V zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
     static V set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
     static V load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }

@@ -5,7 +5,7 @@ struct V {
     __m512 v;
 
     static constexpr int kRegisters = 1;
-    static void fetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+    HOTSET_INLINE static void fetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
     static V zero() { return {_mm512_setzero_ps()}; }
     static V set(float x) { return {_mm512_set1_ps(x)}; }
     static V load(const float* p) { return {_mm512_loadu_ps(p)}; }

@@ -13,7 +13,7 @@ struct V {
     }
 
     static constexpr int kRegisters = 4;
-    static void fetch(const void* p) { __builtin_prefetch(p); }
+    HOTSET_INLINE static void fetch(const void* p) { __builtin_prefetch(p); }
     static V zero() { return set(0.0f); }
     static V set(float x) {
         const float32x4_t r = vdupq_n_f32(x);

@@ -25,14 +25,14 @@ struct FloatRow {
         hi = W::load(p + b * 32 * W::kBytes + 16 * W::kBytes);
     }
     void next(int n) { p += n * 32 * W::kBytes; }
-    void fetch(int b) const {
+    HOTSET_INLINE void fetch(int b) const {
         for (int at = 0; at < 32 * W::kBytes; at += 64) V::fetch(p + b * 32 * W::kBytes + at);
     }
 };
 
 // Fetches each line once, with the block in which it begins.
 template <int kBytes>
-inline void fetch_block(const uint8_t* p, int b) {
+HOTSET_INLINE void fetch_block(const uint8_t* p, int b) {
     if (b == 0 || b * kBytes % 64 < kBytes) V::fetch(p + b * kBytes);
 }
 
@@ -44,7 +44,7 @@ struct RowQ4_0 {
     void scales(int n) { block_scales<18>(p, n, end, scale); }
     void load(int b, V& lo, V& hi) const { V::load_q4(p + b * 18 + 2, scale[b], lo, hi); }
     void next(int n) { p += n * 18; }
-    void fetch(int b) const { fetch_block<18>(p, b); }
+    HOTSET_INLINE void fetch(int b) const { fetch_block<18>(p, b); }
 };
 
 struct RowQ8_0 {
@@ -60,7 +60,7 @@ struct RowQ8_0 {
         hi = d * V::load_i8(codes + 16);
     }
     void next(int n) { p += n * 34; }
-    void fetch(int b) const { fetch_block<34>(p, b); }
+    HOTSET_INLINE void fetch(int b) const { fetch_block<34>(p, b); }
 };
 
 template <bool kFour>
@@ -82,7 +82,7 @@ struct RowPlanes {
         hi = hi * V::load_f16(d + b * 32 + 16);
     }
     void next(int n) { p += n * kBytes, d += n * 32; }
-    void fetch(int b) const {
+    HOTSET_INLINE void fetch(int b) const {
         fetch_block<kBytes>(p, b);
         V::fetch(d + b * 32);
     }
@@ -106,7 +106,7 @@ struct DecodedRow {
         hi = V::load(x + 16);
     }
     void next(int n) { block += n; }
-    void fetch(int) const {}
+    HOTSET_INLINE void fetch(int) const {}
 };
 
 // Adds `kRows` rows to the sums; `coming` are fetched meanwhile.
