@@ -5,8 +5,8 @@ struct V {
     float v[16];
 
     static constexpr int kRegisters = 16;
-    // A hint: any address may be given. Whatever does nothing but call it is inlined by force, or GCC takes it
-    // for a function without effects and leaves its calls out.
+    // A hint: any address may be given. Whatever does nothing but call it is inlined by force, or GCC takes
+    // it for a function without effects and leaves its calls out.
     HOTSET_INLINE static void fetch(const void*) {}
     static V zero() { return set(0.0f); }
     static V set(float x) {
