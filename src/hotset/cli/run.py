@@ -57,7 +57,7 @@ def run(
 ) -> None:
     """Answer a prompt, or chat."""
     name, text = _arguments(model, prompt, model_option, prompt_option, file)
-    params, settings = sampling.params(), loading.settings(n_ctx=ctx_size)
+    params, settings = sampling.params(), loading.settings(n_ctx=ctx_size, max_sequences=1)
     interactive = text is None
     if interactive and json:
         raise typer.BadParameter("it needs a prompt.", param_hint="--json")

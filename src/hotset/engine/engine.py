@@ -207,8 +207,8 @@ class Engine:
     max_sequences: how many run at once (fewer, where the backend has too few slots for their states); the
     others wait for their turn. max_batch: tokens of a step, where it is to take fewer than the backend could.
     prompt_seconds: how much longer than without them the prompts in a step may make it, where that is not
-    less than a step of answers takes; inf: as long as they like (engine/pacing.py). flops: of a token, by the
-    number of tokens before it; None: the same for all.
+    less than a step of answers takes; inf: as long as they like, as where one sequence runs at once
+    (engine/pacing.py). flops: of a token, by the number of tokens before it; None: the same for all.
     cut: whose small values are zero where the graph cuts them (graph.Cutoff): those of generated tokens, or
     of prompts too. It is a fact of a token, whatever step it is in and however often it is computed.
     collect_stats: asks the backend for the statistics of every step; step_stats then holds the latest.
@@ -257,7 +257,8 @@ class Engine:
         self._states = np.full(max_sequences, -1, np.int32)
         self._saves = np.full(self._max_batch, -1, np.int32)
         self._page_tables = np.full((max_sequences, max_pages), -1, np.int32)
-        self._prompt_share = PromptShare(prompt_seconds)
+        # Beside the only sequence nobody waits for the end of a step.
+        self._prompt_share = PromptShare(math.inf if self.max_sequences == 1 else prompt_seconds)
         self._weight = weigher(flops)
         self.latest_error: Exception | None = None  # that ended a sequence
         self._counted = Counters()
