@@ -34,8 +34,8 @@ class PlanBuilder {
     using Channels = std::tuple<Bytes, int64_t, int64_t, int64_t, float>;
 
     // cutoffs: of the input (see Plan::add_linear, as for channels), of the activation, of the result. With
-    // an activation and two parts, these are gate and up; with one part, it is applied to the result. largest:
-    // of the one part, as LinearPart::largest.
+    // an activation and two parts, these are gate and up; with one part, it is applied to the result.
+    // largest: of the one part, as LinearPart::largest.
     void linear(int x, const NormArguments& norm, const std::vector<Part>& parts, int residual, bool gated,
                 const std::optional<ActivationArguments>& activation,
                 const std::tuple<float, float, float>& cutoffs,
