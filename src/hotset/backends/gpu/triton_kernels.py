@@ -720,6 +720,30 @@ def _matmul_t_kernel(
 
 
 @triton.jit
+def _finite(largest):
+    """A largest score to measure others by: where nothing was seen, -inf less -inf would be NaN."""
+    return tl.where(largest == float("-inf"), 0.0, largest)
+
+
+@triton.jit
+def _weighed(scores, largest, total):
+    """Scores [Q, N] after others, of which `largest` and `total` [Q] are the largest and the sum of weights:
+    their weights, what sums so far are multiplied by, and the two with them."""
+    now = tl.maximum(largest, tl.max(scores, axis=1))
+    shrink = tl.exp(largest - _finite(now))
+    weights = tl.exp(scores - _finite(now)[:, None])
+    return weights, shrink, now, total * shrink + tl.sum(weights, axis=1)
+
+
+@triton.jit
+def _mean(acc, largest, total, sinks, head, mask):
+    """Sums [Q, V] of weighed values by the sum of all weights, a head's sink among them."""
+    if sinks is not None:
+        total += tl.exp(tl.load(sinks + head, mask=mask, other=0.0) - _finite(largest))
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit
 def _attention_kernel(
     q, out, stats, k_pages, v_pages, tables, sequences, positions,
     sinks, scale, softcap, window, n_head, n_head_kv, max_pages, pages_of_split, n_splits,
@@ -767,12 +791,7 @@ def _attention_kernel(
         if CAPPED:
             scores = softcap - 2 * softcap / (tl.exp(2 * scores / softcap) + 1)
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        before = largest
-        largest = tl.maximum(before, tl.max(scores, axis=1))
-        finite = tl.where(largest == float("-inf"), 0.0, largest)  # -inf less -inf would be NaN
-        shrink = tl.exp(before - finite)
-        weights = tl.exp(scores - finite[:, None])
-        total = total * shrink + tl.sum(weights, axis=1)
+        weights, shrink, largest, total = _weighed(scores, largest, total)
         v = tl.load(
             v_pages + slot[:, None] * DIM_V + dv[None, :],
             mask=seen[:, None] & (dv < DIM_V)[None, :],
@@ -786,10 +805,7 @@ def _attention_kernel(
         tl.store(stats + row * 2, largest, mask=of_group)
         tl.store(stats + row * 2 + 1, total, mask=of_group)
     else:
-        if sinks is not None:
-            finite = tl.where(largest == float("-inf"), 0.0, largest)
-            total += tl.exp(tl.load(sinks + head, mask=of_group, other=0.0) - finite)
-        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        acc = _mean(acc, largest, total, sinks, head, of_group)
         tl.store(out + (t * n_head + head)[:, None] * DIM_V + dv[None, :], acc, mask=mask)
 
 
@@ -869,12 +885,7 @@ def _prompt_attention_kernel(
             if CAPPED:
                 scores = softcap - 2 * softcap / (tl.exp(2 * scores / softcap) + 1)
             scores = tl.where(seen, scores, float("-inf"))
-            before = largest
-            largest = tl.maximum(before, tl.max(scores, axis=1))
-            finite = tl.where(largest == float("-inf"), 0.0, largest)  # -inf less -inf would be NaN
-            shrink = tl.exp(before - finite)
-            weights = tl.exp(scores - finite[:, None])
-            total = total * shrink + tl.sum(weights, axis=1)
+            weights, shrink, largest, total = _weighed(scores, largest, total)
             acc = acc * shrink[:, None]
             if HALVES:
                 upper, lower = _halved(weights)
@@ -882,10 +893,7 @@ def _prompt_attention_kernel(
             else:
                 acc = tl.dot(weights, v, acc, input_precision=PRECISION)
         of = tl.max(tl.where(sequence < of, sequence, -1), axis=0)
-    if sinks is not None:
-        finite = tl.where(largest == float("-inf"), 0.0, largest)
-        total += tl.exp(tl.load(sinks + head, mask=live, other=0.0) - finite)
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    acc = _mean(acc, largest, total, sinks, head, live)
     tl.store(out + row[:, None] * DIM_V + dv[None, :], acc, mask=live[:, None] & (dv < DIM_V)[None, :])
 
 
