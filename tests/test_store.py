@@ -97,6 +97,7 @@ def stored(
     """A backend whose store has the least that it needs, and a share of what it has a use for beyond."""
     ready, graph = prepared(gguf, mode, options.pop("predictor", None))  # type: ignore[arg-type]
     reader, gap = _core.Reader(ring, 4), options.pop("gap", 4096)
+    step = options.pop("step", stored_module.STEP)
 
     def weights(n_bytes: int) -> StoredWeights:
         return StoredWeights(
@@ -106,6 +107,7 @@ def stored(
             sparse=mode != "dense",
             reader=reader,
             gap=gap,  # type: ignore[arg-type]
+            step=step,  # type: ignore[arg-type]
         )
 
     all_of_it = weights(1 << 30)
@@ -228,18 +230,17 @@ def test_a_step_that_needs_more_than_usual_borrows(
     backend.close()
 
 
-def test_an_embedding_is_read_by_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_embedding_is_read_by_the_row(tmp_path: Path) -> None:
     """Where not all has room; it is no hit and no miss of what may stay."""
-    monkeypatch.setattr(stored_module, "STEP", 8)
     gguf = write(tmp_path, "llama", GGMLType.Q4_0)
     ready, graph = prepared(gguf, "exact")
-    [embedding] = embeddings_of(graph, ready.weights.tensors)
+    [embedding] = embeddings_of(graph, ready.weights.tensors, 8)
     assert embedding.names == ("token_embd.weight",)
     assert (embedding.usual, embedding.at_once) == (8, 8) < (embedding.n_rows,) * 2
     ids, cuts = tokens(30), [8, 16, 24]
     expected = logits_of(cpu(gguf, "exact"), ids, [], [2])
     for ring in {False, _core.ring_allowed()}:
-        backend, weights = stored(gguf, "exact", 0.5, max_batch=8, ring=ring)
+        backend, weights = stored(gguf, "exact", 0.5, max_batch=8, step=8, ring=ring)
         assert not weights.shares.whole
         np.testing.assert_array_equal(logits_of(backend, ids, cuts, [2]), expected)
         assert weights.store is not None
@@ -248,8 +249,8 @@ def test_an_embedding_is_read_by_the_row(tmp_path: Path, monkeypatch: pytest.Mon
         assert 4 * 4096 <= mine.bytes_read - rows[2] <= 2 * 4096 * len(ids)
         backend.close()
     with pytest.raises(ValueError, match="no more tokens than a store has room for"):
-        stored(gguf, "exact", 0.5, max_batch=9)
-    backend, weights = stored(gguf, "exact", 1.0)
+        stored(gguf, "exact", 0.5, max_batch=9, step=8)
+    backend, weights = stored(gguf, "exact", 1.0, step=8)
     assert weights.shares.whole
     np.testing.assert_array_equal(logits_of(backend, ids, [], [2]), expected)
     assert weights.counts().bytes_read == 0

@@ -23,7 +23,6 @@ import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
@@ -34,7 +33,6 @@ from derived_bounds import Oracle
 from tiny_gguf import write_llama, write_relu
 
 from hotset import _core
-from hotset.backends import stored as stored_module
 from hotset.backends.base import PAGE_SIZE, Batch
 from hotset.backends.cpu import CpuBackend
 from hotset.backends.stored import StoredWeights, sizes_of
@@ -343,16 +341,18 @@ def prepared(gguf: GGUFFile, case: Case) -> tuple[Overlay, Graph]:
     return ready.weights, describe(config, ready.weights.tensors, ready.predictor, choice.cutoffs)
 
 
-def stored(rng: np.random.Generator, weights: Overlay, graph: Graph, sparse: bool) -> StoredWeights:
+def stored(
+    rng: np.random.Generator, weights: Overlay, graph: Graph, sparse: bool, step: int
+) -> StoredWeights:
     """The same under a budget: what must be there, and a part of what has a use."""
 
     def within(n_bytes: int) -> StoredWeights:
         ring = bool(rng.integers(2)) and _core.ring_allowed()
         reader = _core.Reader(ring, int(rng.integers(1, 9)))
         gap = int(one_of(rng, 0, 4096, 65536))
-        return StoredWeights(weights, graph, n_bytes, sparse=sparse, reader=reader, gap=gap)
+        return StoredWeights(weights, graph, n_bytes, sparse=sparse, reader=reader, gap=gap, step=step)
 
-    sizes = sizes_of(graph, weights.tensors, sparse=sparse)
+    sizes = sizes_of(graph, weights.tensors, sparse=sparse, step=step)
     share = float(one_of(rng, 0.0, 0.1, 0.5, 1.0))
     most = sizes.all
     return within(sizes.least_of_all + int(share * max(most - sizes.least_of_all, 0)))
@@ -363,9 +363,7 @@ def run_case(seed: int, number: int, folder: Path, say: Any = lambda facts: None
     rng = np.random.default_rng([seed, number])
     case = draw(rng, folder)
     say(case.facts)
-    # Of an embedding a store has room for the rows of a step.
-    rows_of_a_step = mock.patch.object(stored_module, "STEP", case.max_batch)
-    with open_gguf(case.path) as gguf, rows_of_a_step:
+    with open_gguf(case.path) as gguf:
         weights, graph = prepared(gguf, case)
         config = config_from_gguf(gguf)
         every = tuple(value.name for value in graph.values)
@@ -426,14 +424,16 @@ def run_case(seed: int, number: int, folder: Path, say: Any = lambda facts: None
                 return
             with open_gguf(folder / "bundled.gguf") as file:
                 own, its_graph = prepared(file, case)
-                source = stored(rng, own, its_graph, sparse) if rng.integers(2) else own
+                source = stored(rng, own, its_graph, sparse, case.max_batch) if rng.integers(2) else own
                 compare("bundled", source, its_graph, sparse=sparse)
 
         n_tokens = sum(map(len, case.sequences))
         others = [
             lambda: compare("all at once", weights, graph, sparse=sparse, max_batch=n_tokens),
             lambda: compare("read whole", weights, graph, sparse=not sparse),  # it changes nothing
-            lambda: compare("budget", stored(rng, weights, graph, sparse), graph, sparse=sparse),
+            lambda: compare(
+                "budget", stored(rng, weights, graph, sparse, case.max_batch), graph, sparse=sparse
+            ),
         ]
         if case.predictor is None and case.cutoffs is None:  # what is built beside a file is of that one
             others.append(bundled)

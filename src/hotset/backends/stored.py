@@ -106,12 +106,12 @@ def groups_of(graph: Graph, tensors: Mapping[str, TensorInfo], *, sparse: bool) 
                 yield _row_group(names, tensors, None if is_whole else some)
 
 
-def embeddings_of(graph: Graph, tensors: Mapping[str, TensorInfo]) -> list[RowGroup]:
-    """Embeddings of which a step needs the rows of its tokens alone."""
+def embeddings_of(graph: Graph, tensors: Mapping[str, TensorInfo], step: int = STEP) -> list[RowGroup]:
+    """Embeddings of which a step needs the rows of its tokens alone, `step` at most."""
     rows = {op.weight for op in graph.primitives if isinstance(op, Embed) and op.of == "token"}
     others = [op for op in graph.primitives if not (isinstance(op, Embed) and op.of == "token")]
     rows -= {name for op in others for name, _ in weights_read(op, tensors)}
-    return [_row_group([name], tensors, STEP, STEP) for name in sorted(rows)]
+    return [_row_group([name], tensors, step, step) for name in sorted(rows)]
 
 
 def _row_group(
@@ -185,9 +185,9 @@ class Shares:
     whole: bool
 
 
-def sizes_of(graph: Graph, tensors: Mapping[str, TensorInfo], *, sparse: bool) -> Sizes:
+def sizes_of(graph: Graph, tensors: Mapping[str, TensorInfo], *, sparse: bool, step: int = STEP) -> Sizes:
     """What StoredWeights takes."""
-    groups, embeddings = list(groups_of(graph, tensors, sparse=sparse)), embeddings_of(graph, tensors)
+    groups, embeddings = list(groups_of(graph, tensors, sparse=sparse)), embeddings_of(graph, tensors, step)
     pieces, fixed = _whole(graph, tensors, [*groups, *embeddings])
     tables = sum(group.n_rows * (_PER_ROW + _PER_PART * len(group.names)) for group in groups)
     return Sizes(
@@ -241,6 +241,7 @@ class StoredWeights:
     gap: bytes that are read in vain rather than two reads made of one. hottest: of layers the numbers of all
     their neurons, or experts, what is needed most first: as many as have room are read at once. empty:
     nothing is read, nor any memory touched: for who wants to know what a backend takes beside its weights.
+    step: tokens that a step has at most, unless all has room.
 
     Raises OutOfMemoryError where n_bytes is too little, ReadError.
     """
@@ -256,11 +257,12 @@ class StoredWeights:
         gap: int,
         hottest: Mapping[int, np.ndarray] | None = None,
         empty: bool = False,
+        step: int = STEP,
     ) -> None:
         self._weights = weights
         self.reader = reader
         groups = list(groups_of(graph, weights.tensors, sparse=sparse))
-        self.sizes = sizes_of(graph, weights.tensors, sparse=sparse)
+        self.sizes = sizes_of(graph, weights.tensors, sparse=sparse, step=step)
         if n_bytes < self.sizes.least_of_all:
             raise OutOfMemoryError(
                 f"{human_size(n_bytes)} are left for weights, and what must be in memory of this model takes "
@@ -269,7 +271,7 @@ class StoredWeights:
             )
         self.shares = share_out(self.sizes, n_bytes)
         self._rows: dict[str, _core.StoredRows] = {}
-        embeddings = embeddings_of(graph, weights.tensors)
+        embeddings = embeddings_of(graph, weights.tensors, step)
         self.store = self._open(reader, gap, groups, self.shares.rows)
         # Of its own, since these rows are needed once and have no part in what stays.
         rows = [] if self.shares.whole else embeddings
