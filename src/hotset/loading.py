@@ -218,7 +218,7 @@ def build(decided: Decided) -> tuple[Decided, Backend]:
             settings.progress.planned(placement)
         try:
             backend = open_placed(placement, decided.weights, decided.graph, **options)
-            return decided, _checked(decided, backend)
+            return decided, _ready(decided, backend)
         except _CANNOT_PLACE as error:
             if settings.asks_for_a_device:
                 raise
@@ -236,14 +236,17 @@ def build(decided: Decided) -> tuple[Decided, Backend]:
             decided.ram, decided.weights, decided.graph, sparse=options["sparse"], hottest=_hottest(decided)
         )
         backend = open_backend("cpu", stored, decided.graph, **options)
-        return replace(decided, stored=stored), _checked(decided, backend)
-    return decided, _checked(decided, open_backend(name, decided.weights, decided.graph, **options))
+        return replace(decided, stored=stored), _ready(decided, backend)
+    return decided, _ready(decided, open_backend(name, decided.weights, decided.graph, **options))
 
 
-def _checked(decided: Decided, backend: Backend) -> Backend:
-    """Vectors, and devices, have copies of what was read: of a file that was cut meanwhile they are wrong."""
+def _ready(decided: Decided, backend: Backend) -> Backend:
+    """Vectors, and devices, have copies of what was read: of a file that was cut meanwhile they are wrong.
+    What is read from now on are large matrices."""
     try:
         decided.weights.check()
+        if decided.ram is None:
+            decided.weights.ask_for_large_pages()
     except BaseException:
         backend.close()
         raise

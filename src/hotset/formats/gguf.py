@@ -445,11 +445,16 @@ class GGUFFile:
         advice = mmap.MADV_WILLNEED if needed else mmap.MADV_DONTNEED
         self._maps[info.shard].madvise(advice, first, info.offset + stop - first)
 
-    def prefetch(self) -> None:
-        """Asks the system to read all files ahead, in the background (where it can be asked)."""
-        if hasattr(mmap, "MADV_WILLNEED"):
+    def ask_for_large_pages(self) -> None:
+        """Asks the system to read what is not in its cache yet in large pages (as Linux can).
+
+        To be called when small tensors, here and there in the file, have been read: from now on a page that
+        is touched brings megabytes.
+        """
+        if hasattr(mmap, "MADV_HUGEPAGE"):
             for buffer in self._maps:
-                buffer.madvise(mmap.MADV_WILLNEED)
+                with contextlib.suppress(OSError):  # a kernel that was built without
+                    buffer.madvise(mmap.MADV_HUGEPAGE)
 
     def let_go(self) -> None:
         """Gives back the memory of what was touched; it is read again from the files where it is."""

@@ -34,6 +34,11 @@ class Overlay:
         owner = next((file for file in self._files if name in file.tensors), self._files[-1])
         return owner.data(name)
 
+    def ask_for_large_pages(self) -> None:
+        """GGUFFile.ask_for_large_pages, of all files."""
+        for file in self._files:
+            file.ask_for_large_pages()
+
     def place(self, name: str) -> tuple[Path, int]:
         """The file in which a tensor lies, and the offset of its first byte."""
         owner = next(file for file in self._files if name in file.tensors)
