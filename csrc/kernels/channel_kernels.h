@@ -2,104 +2,119 @@
 // channel (ChannelMatrix): to the bit what the kernels of rows give. A block's dot product is exact however
 // its terms are added, a block goes into its lane as ever, and one that is all zeros changes no lane.
 //
-// Written once over the sixteen lanes `V`; an instruction set has three functions of its own, included
-// before:
-//     V load_i32(p)                                      sixteen integers
-//     void add_quad<kFour, kFetch>(here, ahead, q, n_cols, first, start, sums)
-//     void order_sums<kFour>(sums, dots)                 for kChannelColumns outputs
-// add_quad adds to sums, in an order of its own, for all c < n_cols (a multiple of 32) the four products
-// code(row i of here, c) * (byte i of q), of Q8_0 code + 128; these begin with `start` where it is the first
-// quad. sums has room for whole kChannelColumns. kFetch: it fetches the same of `ahead` meanwhile. Included
-// inside the namespace of an instruction set.
+// Written once over the sixteen lanes `V`; an instruction set has a function of its own, included before:
+//     void block_dots<kFour>(rows, col, n_cols, start, dots)
+// dots[i] holds, for the outputs 16 i .. 16 i + 15 from col on (n_cols of them, a multiple of 32 and at most
+// kChannelColumns), the products of codes and of the quads' bytes, added up; of Q8_0 the code is code + 128.
+// They begin with `start`, which takes off what codes are above their values. Beyond n_cols: anything.
+// Included inside the namespace of an instruction set.
 
-// Of tiles so wide four channels are fetched while four are computed: several long pieces at a time
-// are what memory is quickest at. Of narrower ones a block is, so many bytes ahead (more is slower: a core
-// has only so many fetches in flight).
-constexpr int64_t kWideBytes = 512;
-constexpr int64_t kBytesAhead = 10240;
+// While outputs of a block are computed, as large a share of a later block is fetched: about so many bytes
+// ahead, and four channels side by side, since several long pieces at a time are what memory is quickest at.
+constexpr int64_t kBytesAhead = 6144;
+constexpr int64_t kMostBlocksAhead = 64;
 
-template <bool kFour, bool kHasMin, bool kWide>
-void channel_tile(const ChannelMatrix& w, const ActiveChannels& active, const Inputs& x, int64_t col0,
-                  int n_cols, int first_turn, int n_turns, float* scratch, float* out) {
-    constexpr int kZero = kFour ? (kHasMin ? 0 : 8) : 128;              // what codes are above their values
-    constexpr int kScales = kHasMin ? 4 : 2, kCodes = kFour ? 16 : 32;  // bytes of an output in a block
-    const int64_t tile = col0 / w.tile * w.tile, inside = col0 - tile, all = padded(x.k) / 32;
-    const int64_t width = imin(w.cols - tile, w.tile), stride = width * kCodes / 32;
-    const int64_t block_bytes = width * (kScales + kCodes), row_bytes = int64_t(n_cols) * kCodes / 32;
-    const uint8_t* blocks = w.data + tile * (w.rows / 32) * (kScales + kCodes);
-    const int blocks_ahead = imax(1, kBytesAhead / block_bytes), last = active.first_of[16] - 1;
-    const int64_t padded_cols = (n_cols + 127) / 128 * 128;
-    int32_t* sums = reinterpret_cast<int32_t*>(scratch);
-    float* lanes = scratch + padded_cols;
-    alignas(64) int32_t dots[kChannelColumns];
-    auto scales_of = [&](int64_t block) { return blocks + block * block_bytes + inside * 2; };
-    auto quad_of = [&](const ActiveChannels::Block& b, int j) {
-        const uint8_t* codes = blocks + b.index * block_bytes + width * kScales + inside * kCodes / 32;
-        const int32_t* channels = active.channels + 4 * (b.first_quad + j);
-        ChannelQuad quad;
-        for (int i = 0; i < 4; i++) quad.row[i] = codes + channels[i] * stride;
-        return quad;
-    };
-    auto fetch_scales = [&](int64_t block, int64_t from, int64_t to) {
-        for (int64_t at = from / 64 * 64; at < to; at += 64) {
-            V::fetch(scales_of(block) + at);
-            if constexpr (kHasMin) V::fetch(scales_of(block) + 2 * width + at);
+// Outputs col0 .. col0 + n_cols of a matrix by channel, all of one tile.
+template <bool kFour, bool kHasMin>
+class ChannelTile {
+  public:
+    ChannelTile(const ChannelMatrix& w, const ActiveChannels& active, const Inputs& x, int64_t col0,
+                int n_cols)
+        : active_(active), x_(x), n_cols_(n_cols) {
+        const int64_t tile = col0 / w.tile * w.tile, inside = col0 - tile;
+        width_ = imin(w.cols - tile, w.tile);
+        stride_ = width_ * kCodes / 32;
+        block_bytes_ = width_ * (kScales + kCodes);
+        blocks_ = w.data + tile * (w.rows / 32) * (kScales + kCodes);
+        scales_at_ = inside * 2;
+        codes_at_ = width_ * kScales + inside * kCodes / 32;
+        row_bytes_ = n_cols * kCodes / 32;
+        const int64_t n_blocks = imax(1, active.n_blocks);
+        const int64_t bytes = n_cols * kScales + active.n_channels * row_bytes_ / n_blocks;
+        ahead_ = int(imin(imax(1, kBytesAhead / bytes), kMostBlocksAhead));
+    }
+
+    // Adds the blocks of one lane to `lane`, [n_cols].
+    void add_turn(int turn, float* lane) const {
+        const int last = active_.first_of[16] - 1;
+        for (int i = active_.first_of[turn]; i < active_.first_of[turn + 1]; i++)
+            add_block(active_.blocks[i], active_.blocks[imin(i + ahead_, last)], lane);
+    }
+
+  private:
+    static constexpr int kZero = kFour ? (kHasMin ? 0 : 8) : 128;  // what codes are above their values
+    static constexpr int kScales = kHasMin ? 4 : 2,
+                         kCodes = kFour ? 16 : 32;  // bytes of an output in a block
+
+    const uint16_t* scales_of(const ActiveChannels::Block& block) const {
+        return reinterpret_cast<const uint16_t*>(blocks_ + block.index * block_bytes_ + scales_at_);
+    }
+    void rows_of(const ActiveChannels::Block& block, ChannelRows& rows) const {
+        const uint8_t* codes = blocks_ + block.index * block_bytes_ + codes_at_;
+        const int32_t* channels = active_.channels + 4 * block.first_quad;
+        rows.quads = active_.quads + block.first_quad;
+        rows.n_quads = block.n_quads;
+        for (int i = 0; i < 4 * rows.n_quads; i++) rows.row[i] = codes + channels[i] * stride_;
+    }
+
+    void add_block(const ActiveChannels::Block& block, const ActiveChannels::Block& later,
+                   float* lane) const {
+        const int64_t b = block.index, all = padded(x_.k) / 32;
+        const int32_t isum = int32_t(uint32_t(x_.isum[b]) + uint32_t(x_.isum[all + b]));
+        const int32_t start = int32_t(-uint32_t(kZero) * uint32_t(isum));
+        const V scale = V::set(x_.scale[b]), sum = V::set(x_.sum[b]);
+        const uint16_t *scales = scales_of(block), *later_scales = scales_of(later);
+        ChannelRows here, next;
+        rows_of(block, here);
+        rows_of(later, next);
+        const int n_steps = (n_cols_ + kChannelColumns - 1) / kChannelColumns;
+        const int n_lines = (row_bytes_ + 63) / 64,
+                  lines_a_step = (next.n_quads * n_lines + n_steps - 1) / n_steps;
+        int quad = 0, line = 0;  // the next to fetch
+        for (int c = 0; c < n_cols_; c += kChannelColumns) {
+            for (int n = 0; n < lines_a_step && quad < next.n_quads; n++) {
+                for (int i = 0; i < 4; i++) V::fetch(next.row[4 * quad + i] + 64 * line);
+                if (++line == n_lines) quad++, line = 0;
+            }
+            for (int i = 0; i < kChannelColumns; i += 32) {
+                V::fetch(later_scales + c + i);
+                if constexpr (kHasMin) V::fetch(later_scales + width_ + c + i);
+            }
+            V dots[kChannelColumns / 16];
+            const int n = imin(n_cols_ - c, kChannelColumns);
+            block_dots<kFour>(here, c, n, start, dots);
+            auto add = [&](int j) {
+                float* to = lane + c + 16 * j;
+                V acc = fma(V::load_f16(scales + c + 16 * j) * scale, dots[j], V::load(to));
+                if constexpr (kHasMin) acc = fma(V::load_f16(scales + width_ + c + 16 * j), sum, acc);
+                acc.store(to);
+            };
+            if (n == kChannelColumns)  // a loop that is unrolled: dots stay in registers
+                for (int j = 0; j < kChannelColumns / 16; j++) add(j);
+            else
+                for (int j = 0; j < n / 16; j++) add(j);
         }
-    };
+    }
+
+    const ActiveChannels& active_;
+    const Inputs& x_;
+    const int n_cols_;
+    const uint8_t* blocks_;                             // of the tile
+    int64_t width_, stride_, block_bytes_, row_bytes_;  // outputs of the tile; bytes
+    int64_t scales_at_, codes_at_;                      // of the outputs that are wanted, in a block
+    int ahead_;                                         // blocks
+};
+
+template <bool kFour, bool kHasMin>
+void channel_tile(const ChannelMatrix& w, const ActiveChannels& active, const Inputs& x, int64_t col0,
+                  int n_cols, int first_turn, int n_turns, float* lanes, float* out) {
+    const ChannelTile<kFour, kHasMin> tile(w, active, x, col0, n_cols);
+    const int64_t padded_cols = (n_cols + 127) / 128 * 128;
     for (int turn = 0; turn < n_turns; turn++) {
         int open = __builtin_popcount(unsigned(turn));
         float* lane = lanes + open * padded_cols;
         for (int c = 0; c < n_cols; c += 16) V::zero().store(lane + c);
-        const int end = active.first_of[first_turn + turn + 1];
-        for (int i = active.first_of[first_turn + turn]; i < end; i++) {
-            const ActiveChannels::Block& block = active.blocks[i];
-            const int64_t b = block.index;
-            const int32_t isum = int32_t(uint32_t(x.isum[b]) + uint32_t(x.isum[all + b]));
-            const int32_t start = int32_t(-uint32_t(kZero) * uint32_t(isum));
-            // Of a wide tile no more quads than there are: there a loop's end that nobody foresees is cheap.
-            const int n_quads = kWide ? (block.n_channels + 3) / 4 : block.n_quads;
-            if constexpr (!kWide)
-                if (i + blocks_ahead <= last) {
-                    const ActiveChannels::Block& next = active.blocks[i + blocks_ahead];
-                    fetch_scales(next.index, 0, 2 * n_cols);
-                    for (int j = 0; j < (next.n_channels + 3) / 4; j++)
-                        for (const uint8_t* row : quad_of(next, j).row)
-                            for (int64_t at = 0; at < row_bytes; at += 64) V::fetch(row + at);
-                }
-            // While a quad is computed the one after the next is fetched, beside the last the next block's
-            // first and beside the scales its second: memory is never idle.
-            const ActiveChannels::Block& next = active.blocks[imin(i + 1, last)];
-            const ChannelQuad first_ahead = quad_of(next.n_quads ? next : block, 0);
-            const ChannelQuad second_ahead = quad_of(next.n_quads ? next : block, next.n_channels > 4);
-            for (int j = 0; j < n_quads; j++) {
-                const ChannelQuad here = quad_of(block, j);
-                const ChannelQuad ahead = j + 2 < n_quads   ? quad_of(block, j + 2)
-                                          : j + 1 < n_quads ? here
-                                                            : first_ahead;
-                if constexpr (kWide)
-                    fetch_scales(b, 2 * n_cols * j / n_quads, 2 * n_cols * (j + 1) / n_quads);
-                add_quad<kFour, kWide>(here, ahead, active.quads[block.first_quad + j], n_cols, j == 0, start,
-                                       sums);
-            }
-            const V scale = V::set(x.scale[b]), sum = V::set(x.sum[b]);
-            const uint16_t* scales = reinterpret_cast<const uint16_t*>(scales_of(b));
-            const uint16_t* mins = scales + width;
-            for (int c = 0; c < n_cols; c += kChannelColumns) {
-                if (n_quads) order_sums<kFour>(sums + c, dots);
-                const int count = imin(n_cols - c, kChannelColumns);
-                if constexpr (kWide)
-                    for (const uint8_t* row : second_ahead.row)
-                        for (int at = 0; at < kChannelColumns; at += 2048 / kCodes)
-                            V::fetch(row + (c + at) * kCodes / 32);
-                for (int j = 0; j < count; j += 16) {
-                    V acc = V::load(lane + c + j);
-                    const V dot = n_quads ? load_i32(dots + j) : V::zero();
-                    acc = fma(V::load_f16(scales + c + j) * scale, dot, acc);
-                    if constexpr (kHasMin) acc = fma(V::load_f16(mins + c + j), sum, acc);
-                    acc.store(lane + c + j);
-                }
-            }
-        }
+        tile.add_turn(first_turn + turn, lane);
         for (int done = turn; done & 1; done /= 2, open--) {  // lanes that wait for this one
             float *to = lanes + (open - 1) * padded_cols, *from = to + padded_cols;
             for (int c = 0; c < n_cols; c += 16) (V::load(to + c) + V::load(from + c)).store(to + c);
@@ -114,11 +129,7 @@ void channel_linear(const ChannelMatrix& w, const ActiveChannels& active, const 
     const int64_t first = w.first_col + col0;
     for (int64_t c = first; c < first + n_cols;) {
         const int n = imin((c / w.tile + 1) * w.tile, first + n_cols) - int(c);
-        float* its = out + (c - first);
-        if (w.code_bytes(n) >= kWideBytes)
-            channel_tile<kFour, kHasMin, true>(w, active, x, c, n, turn, n_turns, scratch, its);
-        else
-            channel_tile<kFour, kHasMin, false>(w, active, x, c, n, turn, n_turns, scratch, its);
+        channel_tile<kFour, kHasMin>(w, active, x, c, n, turn, n_turns, scratch, out + (c - first));
         c += n;
     }
 }

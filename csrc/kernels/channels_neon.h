@@ -1,11 +1,5 @@
-// Integer parts of channel_kernels.h. Four channels' codes are interleaved, so that a vdot adds four terms.
+// Integer part of channel_kernels.h. Four channels' codes are interleaved, so that a vdot adds four terms.
 // Included inside the namespace of an instruction set.
-
-inline V load_i32(const int32_t* p) {
-    V r;
-    for (int i = 0; i < 4; i++) r.v[i] = vcvtq_f32_s32(vld1q_s32(p + 4 * i));
-    return r;
-}
 
 // Of four rows a, b, c, d the bytes (a[i] b[i] c[i] d[i]), i = 4 v .. 4 v + 3 in out[v].
 inline void interleave(const uint8x16_t* row, uint8x16_t* out) {
@@ -19,39 +13,29 @@ inline void interleave(const uint8x16_t* row, uint8x16_t* out) {
     out[3] = vreinterpretq_u8_u16(vzip2q_u16(ab1, cd1));
 }
 
-template <bool kFour, bool kFetch>
-inline void add_quad(const ChannelQuad& here, const ChannelQuad& ahead, uint32_t quad, int n_cols, bool first,
-                     int32_t start, int32_t* sums) {
+template <bool kFour>
+HOTSET_INLINE void block_dots(const ChannelRows& rows, int64_t col, int n_cols, int32_t start, V* dots) {
     constexpr int kColumns = kFour ? 32 : 16;  // of 16 bytes
-    const uint8x16_t nibble = vdupq_n_u8(15);
-    const int8x16_t q = vreinterpretq_s8_u32(vdupq_n_u32(quad));
-    // code + 128 as a signed byte is code, and what is added for it: 128 times the sum of the quad's bytes.
-    const int32_t sum = int8_t(quad) + int8_t(quad >> 8) + int8_t(quad >> 16) + int8_t(quad >> 24);
-    const int32x4_t offset = vdupq_n_s32(kFour ? 0 : 128 * sum);
+    // As a signed byte a code of eight bits is its value: there is nothing to take off.
+    const int32x4_t from = vdupq_n_s32(kFour ? start : 0);
     for (int c = 0; c < n_cols; c += kColumns) {
-        const int at = c * 16 / kColumns;
-        uint8x16_t row[4], codes[4];
-        for (int i = 0; i < 4; i++) {
-            row[i] = vld1q_u8(here.row[i] + at);
-            if (kFetch && at % 64 == 0) V::fetch(ahead.row[i] + at);
-        }
-        interleave(row, codes);
-        auto add = [&](int32_t* to, uint8x16_t of) {
-            const int32x4_t before = first ? vdupq_n_s32(start) : vld1q_s32(to);
-            vst1q_s32(to, vdotq_s32(vaddq_s32(before, offset), vreinterpretq_s8_u8(of), q));
-        };
-        for (int v = 0; v < 4; v++) {
-            if constexpr (kFour) {
-                add(sums + c + 4 * v, vandq_u8(codes[v], nibble));
-                add(sums + c + 16 + 4 * v, vshrq_n_u8(codes[v], 4));
-            } else {
-                add(sums + c + 4 * v, codes[v]);
+        const int64_t at = (col + c) * 16 / kColumns;
+        int32x4_t low[4] = {from, from, from, from}, high[4] = {from, from, from, from};
+        for (int j = 0; j < rows.n_quads; j++) {
+            const int8x16_t q = vreinterpretq_s8_u32(vdupq_n_u32(rows.quads[j]));
+            uint8x16_t row[4], codes[4];
+            for (int i = 0; i < 4; i++) row[i] = vld1q_u8(rows.row[4 * j + i] + at);
+            interleave(row, codes);
+            for (int v = 0; v < 4; v++) {
+                const uint8x16_t lower = kFour ? vandq_u8(codes[v], vdupq_n_u8(15)) : codes[v];
+                low[v] = vdotq_s32(low[v], vreinterpretq_s8_u8(lower), q);
+                if constexpr (kFour)
+                    high[v] = vdotq_s32(high[v], vreinterpretq_s8_u8(vshrq_n_u8(codes[v], 4)), q);
             }
         }
+        for (int v = 0; v < 4; v++) {
+            dots[c / 16].v[v] = vcvtq_f32_s32(low[v]);
+            if constexpr (kFour) dots[c / 16 + 1].v[v] = vcvtq_f32_s32(high[v]);
+        }
     }
-}
-
-template <bool kFour>
-inline void order_sums(const int32_t* sums, int32_t* dots) {
-    for (int c = 0; c < kChannelColumns; c += 4) vst1q_s32(dots + c, vld1q_s32(sums + c));
 }

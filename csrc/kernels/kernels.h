@@ -83,23 +83,19 @@ struct ChannelMatrix {
 constexpr int kLaneOrder[16] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};
 constexpr int kOpenLanes = 5;
 
-// Which channels of one quantised token are not zero: four by four, block by block. Blocks are filled up with
-// zeros to two sizes only, lest the kernels' loops end where no processor foresees it: to multiply is cheap,
-// and a channel that is there twice is read once.
+// Which channels of one quantised token are not zero: four by four, block by block. A block is filled up to
+// whole quads with zeros of a channel that is there already.
 struct ActiveChannels {
-    static constexpr int32_t kFewChannels = 8;
-
     struct Block {
         int32_t index;       // of 32 channels
         int32_t first_quad;  // in quads, and a quarter of that in channels
         int32_t n_quads;
-        int32_t n_channels;  // of these, without those that fill up
     };
     Block* blocks;      // those whose scale is not zero, lane by lane, as kLaneOrder has these
     int32_t* channels;  // [4 * quads], each as its place in its block
     uint32_t* quads;    // codes of four channels, a byte each
     int32_t n_blocks;
-    int32_t n_channels;
+    int32_t n_channels;    // without those that fill up
     int32_t first_of[17];  // the first block of each turn
 
     static HOTSET_INLINE size_t bytes(int64_t k) {
@@ -132,21 +128,22 @@ struct ActiveChannels {
                 }
                 const int32_t listed = n - first;
                 n_channels += listed;
-                const int32_t end = listed ? first + (listed > kFewChannels ? 32 : kFewChannels) : n;
-                for (; n < end; n++) {
+                for (; n % 4 != 0; n++) {
                     places[n] = places[n - 1];
                     bytes[n] = 0;
                 }
-                blocks[n_blocks++] = {b, first / 4, (n - first) / 4, listed};
+                blocks[n_blocks++] = {b, first / 4, (n - first) / 4};
             }
         }
         first_of[16] = n_blocks;
     }
 };
 
-// Four channels of a block, as a kernel reads them: codes of the first output of each.
-struct ChannelQuad {
-    const uint8_t* row[4];
+// The listed channels of a block, as a kernel reads them: the codes of some output in each, four by four.
+struct ChannelRows {
+    const uint8_t* row[32];
+    const uint32_t* quads;
+    int n_quads;
 };
 
 // out[c] = what `n_turns` lanes from `turn` on add up to of dot(row first_col + col0 + c, the token), for
@@ -157,7 +154,7 @@ using ChannelKernel = void (*)(const ChannelMatrix& w, const ActiveChannels& act
                                int64_t col0, int64_t n_cols, int turn, int n_turns, float* scratch,
                                float* out);
 constexpr int64_t channel_scratch_floats(int64_t n_cols) {
-    return (kOpenLanes + 1) * ((n_cols + 127) / 128 * 128);
+    return kOpenLanes * ((n_cols + 127) / 128 * 128);
 }
 constexpr int kChannelColumns = 128;  // that are computed at a time
 
