@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -921,8 +921,40 @@ def test_run_imports_no_more_than_it_needs(model: Path) -> None:
         "import sys; from hotset.cli.main import app\n"
         f"try: app(['run', {str(model)!r}, 'Hello', '-n', '2', '--backend', 'reference'])\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'transformers', 'huggingface_hub', 'scipy', 'rich.table', 'rich.progress'}\n"
+        "heavy = {'torch', 'transformers', 'huggingface_hub', 'scipy', 'pydantic', 'rich'}\n"
         "print('loaded:', sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.endswith("loaded: []\n"), done.stdout + done.stderr
+
+
+def test_plain_values_are_what_the_library_makes_of_them() -> None:
+    """Options of all verbs, whether they take a value by themselves or ask: one value or one sentence."""
+    from hotset.cli.main import VERBS, app
+    from hotset.cli.values import _Taking
+
+    group: Any = typer.main.get_command(app)
+    values = [None, "", "a b", "7", "-3", "0", "1.5", "-0.25", "1e3", "x", "1_000", " 5 ", "+5", "0x10",
+              "nan", "inf", "9" * 30, "1.0", "é", "a\udcff", "٣", 7, -1, 2.5, True]  # fmt: skip
+    n_plain = 0
+
+    def outcome(process: Callable[..., Any], context: Any, value: Any) -> tuple[Any, ...]:
+        try:
+            made = process(context, value)
+        except typer.BadParameter as error:
+            return type(error), error.format_message()
+        return type(made), repr(made)
+
+    for verb in VERBS:
+        command = group.get_command(None, verb)
+        context = typer.Context(command)
+        for option in command.params:
+            taking = option.process_value
+            if isinstance(taking, _Taking):
+                n_plain += 1
+                for value in values:
+                    assert outcome(taking, context, value) == outcome(taking._ask, context, value), (
+                        verb,
+                        option,
+                    )
+    assert n_plain > 100

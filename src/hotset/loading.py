@@ -36,7 +36,6 @@ from hotset.model.decoder import describe
 from hotset.model.graph import Graph
 from hotset.model.predictor import Predictor
 from hotset.placement import detect
-from hotset.placement.table import Placement
 from hotset.settings import LoadSettings, ModelPath
 from hotset.sparsity.modes import Choice, choose, prepare
 from hotset.sparsity.profile import Profile
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from hotset.backends.stored import StoredWeights
     from hotset.placement.channels import ChannelPlan
     from hotset.placement.ram import RamPlan
+    from hotset.placement.table import Placement
 
 DEFAULT_N_CTX = 4096
 _SMALLEST_DEFAULT_N_CTX = 512

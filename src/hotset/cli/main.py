@@ -5,6 +5,7 @@ Exit codes: 0 done; 1 a user's mistake or a failure, told in one sentence; 2 wro
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 import sys
@@ -13,10 +14,11 @@ from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from hotset.cli.console import tell_error, warn
 from hotset.cli.options import spread
+from hotset.cli.values import take_no_value, take_plain_values
 from hotset.errors import FormatError, HotsetError
 from hotset.escaping import escaped
 
@@ -50,6 +52,11 @@ VERBS = {
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
+class _Verb(TyperCommand):
+    def get_help_option(self, ctx: Any) -> Any:
+        return take_no_value(super().get_help_option(ctx))
+
+
 class _Group(TyperGroup):
     """Loads verbs when they are called, and turns what they raise into a sentence and an exit code."""
 
@@ -61,10 +68,15 @@ class _Group(TyperGroup):
             return None
         module, function = VERBS[cmd_name]
         single = typer.Typer(add_completion=False, context_settings=_SETTINGS)
-        single.command(cmd_name)(spread(getattr(import_module(f"hotset.cli.{module}"), function)))
+        verb = spread(getattr(import_module(f"hotset.cli.{module}"), function))
+        single.command(cmd_name, cls=_Verb)(verb)
         command = typer.main.get_command(single)
         command.name = cmd_name
+        take_plain_values(command.params, inspect.signature(verb).parameters)
         return command
+
+    def get_help_option(self, ctx: Any) -> Any:
+        return take_no_value(super().get_help_option(ctx))
 
     def make_context(self, *args: Any, **more: Any) -> Any:
         try:

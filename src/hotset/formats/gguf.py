@@ -28,7 +28,6 @@ import shutil
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -716,6 +715,8 @@ class GGUFWriter:
                 + struct.pack("<IQ", self._type_ids.get(info.type, info.type), info.offset)
             )
         file.write(bytes(-file.tell() % self.alignment))
+        from concurrent.futures import Future, ThreadPoolExecutor
+
         done, behind = 0, deque[Future[int]]()
         # One thread writes while this one reads and encodes what comes next.
         with ThreadPoolExecutor(1) as disk:

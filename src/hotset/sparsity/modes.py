@@ -25,9 +25,7 @@ from hotset.model.decoder import describe
 from hotset.model.graph import cut_products
 from hotset.model.predictor import Predictor, PredictorKind
 from hotset.sparsity import sidecar
-from hotset.sparsity.calibration import Calibration
 from hotset.sparsity.predictor_spec import PredictorSpec, parse_predictor
-from hotset.sparsity.predictors import open_predictor
 from hotset.sparsity.thresholds import Thresholds
 
 if TYPE_CHECKING:
@@ -35,6 +33,7 @@ if TYPE_CHECKING:
     from hotset.model.config import ModelConfig
     from hotset.model.graph import Graph
     from hotset.reporter import Reporter
+    from hotset.sparsity.calibration import Calibration
     from hotset.sparsity.profile import Profile
 
 SparsityMode = Literal["dense", "exact", "predicted", "threshold"]
@@ -216,6 +215,9 @@ def _prepare_neurons(
     sidecars = _open_down(gguf, config, model, notes, progress)
     if choice.spec is None:
         return Prepared(Overlay(gguf, *sidecars), None, notes)
+    from hotset.sparsity.calibration import Calibration
+    from hotset.sparsity.predictors import open_predictor
+
     try:
         predictor, more = open_predictor(
             gguf, config, choice.spec, Overlay(gguf, *sidecars), model,

@@ -15,7 +15,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,6 +65,8 @@ def fingerprint(gguf: GGUFFile) -> str:
         header = min((info.offset for info in gguf.tensors.values() if info.shard == shard), default=size)
         digest.update(f"{size} {header} ".encode())
         digest.update(_read(path, 0, header))
+    from concurrent.futures import ThreadPoolExecutor
+
     # Many at a time: a cold disk takes milliseconds for each, and a large model has a thousand.
     with ThreadPoolExecutor(8) as pool:
         for sample in pool.map(lambda info: _sample(gguf, info), gguf.tensors.values()):

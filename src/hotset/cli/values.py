@@ -1,0 +1,65 @@
+"""Values of options that need no library to be understood.
+
+Typer checks every value with an adapter of pydantic, which it makes for each option, also for those that
+nobody gave: to import pydantic and make them took a seventh of the time to the first token. Here a value that
+is nothing, a text or a plain number within its bounds is taken as it is. For all others, and so for every
+mistake and its sentence, the library is asked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from inspect import Parameter
+from types import NoneType
+from typing import Any, get_args
+
+_NUMBERS = {int: re.compile(r"-?[0-9]{1,18}"), float: re.compile(r"-?[0-9]{1,15}(\.[0-9]{1,15})?")}
+_ASK = object()  # of the library
+
+
+def take_plain_values(options: Iterable[Any], parameters: Mapping[str, Parameter]) -> None:
+    """Makes options of a command take plain values by themselves. parameters: of the function it calls."""
+    for option in options:
+        kinds, info = get_args(parameters[option.name].annotation)
+        if info.callback is None and info.parser is None and not info.clamp:
+            kind, *others = {*(get_args(kinds) or [kinds])} - {NoneType}
+            option.process_value = _Taking(option, NoneType if others else kind, info.min, info.max)
+
+
+def take_no_value(option: Any) -> Any:
+    """The same option, which is there to be called: as long as nobody gives it, it does nothing."""
+    if option is not None and not isinstance(option.process_value, _Taking):
+        option.process_value = _Taking(option, NoneType)
+    return option
+
+
+class _Taking:
+    """Stands in the place of an option's `process_value`."""
+
+    def __init__(self, option: Any, kind: type, least: float | None = None, most: float | None = None):
+        self._ask, self._kind, self._least, self._most = option.process_value, kind, least, most
+        several = option.nargs != 1 or getattr(option, "multiple", False)
+        self._nothing = _ASK if option.required else () if several else None
+        if several:
+            self._kind = NoneType
+
+    def __call__(self, context: Any, value: Any) -> Any:
+        taken = self._nothing if value is None else self._taken(value)
+        return self._ask(context, value) if taken is _ASK else taken
+
+    def _taken(self, value: Any) -> Any:
+        if self._kind is str:
+            return value if type(value) is str and _is_text(value) else _ASK
+        if self._kind not in _NUMBERS:
+            return _ASK
+        if type(value) is str and _NUMBERS[self._kind].fullmatch(value):
+            value = self._kind(value)
+        if type(value) is not self._kind or (self._least is not None and value < self._least):
+            return _ASK
+        return _ASK if self._most is not None and value > self._most else value
+
+
+def _is_text(value: str) -> bool:
+    """Whether it has no bytes that were not UTF-8 on the command line."""
+    return value.isascii() or not re.search("[\ud800-\udfff]", value)
