@@ -38,11 +38,10 @@ class _Taking:
     """Stands in the place of an option's `process_value`."""
 
     def __init__(self, option: Any, kind: type, least: float | None = None, most: float | None = None):
-        self._ask, self._kind, self._least, self._most = option.process_value, kind, least, most
+        self._ask, self._least, self._most = option.process_value, least, most
         several = option.nargs != 1 or getattr(option, "multiple", False)
         self._nothing = _ASK if option.required else () if several else None
-        if several:
-            self._kind = NoneType
+        self._kind: Any = NoneType if several else kind
 
     def __call__(self, context: Any, value: Any) -> Any:
         taken = self._nothing if value is None else self._taken(value)
