@@ -86,7 +86,9 @@ struct FfnCounts {
 
 class FfnCounters {
   public:
+    // Most operations never count: their lines are not touched, lest each step fetches them.
     void reset() {
+        if (!counted_.load(std::memory_order_relaxed)) return;
         for (Line& line : lines_)
             for (auto& value : line.values) value.store(0, std::memory_order_relaxed);
     }
@@ -94,6 +96,7 @@ class FfnCounters {
     void add(const FfnCounts& c, int thread = 0) {
         const int64_t more[] = {c.selected, c.active, c.gate_rows, c.up_rows, c.down_rows, c.left_out};
         Line& line = lines_[thread % kLines];
+        if (!counted_.load(std::memory_order_relaxed)) counted_.store(true, std::memory_order_relaxed);
         for (int i = 0; i < 6; i++)
             if (more[i]) line.values[i].fetch_add(more[i], std::memory_order_relaxed);
     }
@@ -109,6 +112,7 @@ class FfnCounters {
     struct alignas(64) Line {
         std::atomic<int64_t> values[6] = {};
     };
+    std::atomic<bool> counted_{false};  // ever
     Line lines_[kLines];
 };
 

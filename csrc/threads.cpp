@@ -358,14 +358,14 @@ void Team::participate(Worker& worker, Slot& slot) {
         int n_own = 0, look_at = 1;
         for (int i = 0; i < n_threads(); i++)
             while (claim(worker, slot, (worker.index_ + i) % n_threads())) {
-                if (++n_own < look_at) continue;
+                if (++n_own < look_at || !worker.poll_) continue;
                 const int64_t now = now_ns();
                 look_at =
                     n_own + int(std::clamp<int64_t>(kLook_ns * n_own / (now - start + 1), 1, kMaxChunks));
                 worker.poll_at(now);
             }
-        const int64_t per_chunk = n_own ? (now_ns() - start) / n_own : 0;
-        wait_or_redo(worker, slot, epoch, kPatience_ns + 2 * per_chunk);
+        const int64_t end = now_ns(), per_chunk = n_own ? (end - start) / n_own : 0;
+        wait_or_redo(worker, slot, epoch, end, kPatience_ns + 2 * per_chunk);
     }
 }
 
@@ -376,15 +376,14 @@ void Team::sleep_until_over(Slot& slot, uint64_t epoch) {
     slot.n_asleep.fetch_sub(1);
 }
 
-// All chunks of the phase are claimed. Waits for the next phase, and fetches what this thread will read
-// there; a chunk that takes much longer than our own did is computed again here.
-void Team::wait_or_redo(Worker& worker, Slot& slot, uint64_t epoch, int64_t patience_ns) {
+// All chunks of the phase are claimed, since `start`. Waits for the next phase, and fetches what this thread
+// will read there; a chunk that takes much longer than our own did is computed again here.
+void Team::wait_or_redo(Worker& worker, Slot& slot, uint64_t epoch, int64_t start, int64_t patience_ns) {
     auto over = [&] { return slot.epoch.load(std::memory_order_acquire) != epoch; };
     auto cancelled = [&] { return slot.cancel->load(std::memory_order_relaxed); };
     if (over()) return;
     const Job& job = *slot.job;
     const int phase = int(epoch - slot.first_epoch), n_phases = int(slot.end_epoch - slot.first_epoch);
-    const int64_t start = now_ns();
     int ahead = 1, piece = 0;
     for (int spins = 1; !over(); spins++) {
         if (cancelled()) {  // the thread that called `run` ends the step

@@ -194,7 +194,7 @@ class Team {
     void serve(Worker& worker);
     void participate(Worker& worker, Slot& slot);
     bool claim(Worker& worker, Slot& slot, int owner);
-    void wait_or_redo(Worker& worker, Slot& slot, uint64_t epoch, int64_t patience_ns);
+    void wait_or_redo(Worker& worker, Slot& slot, uint64_t epoch, int64_t start, int64_t patience_ns);
     static void sleep_until_over(Slot& slot, uint64_t epoch);
     bool abandon(Slot& slot);
     bool anyone_in(const Slot* slot) const;

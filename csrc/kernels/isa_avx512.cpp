@@ -845,43 +845,52 @@ inline __m512 add_blocks(const uint8_t* p, int n, const int8_t* q, const float* 
     return acc;
 }
 
-// `ahead`: what is fetched meanwhile, as long as the row.
-template <class Format>
-inline float dot(const uint8_t* row, const uint8_t* ahead, const uint8_t* end, int64_t blocks,
-                 const int8_t* q, const float* scale, const float* sum_, const int32_t* isum0,
-                 const int32_t* isum1) {
-    alignas(64) uint8_t copy[Format::kBytes + kSlack];
+// `ahead`: what is fetched meanwhile, as long as the row. kInside: sixteen blocks and kSlack behind the row
+// may be read.
+template <class Format, bool kInside>
+HOTSET_INLINE float dot_of(const uint8_t* row, const uint8_t* ahead, const uint8_t* end, int64_t blocks,
+                           const int8_t* q, const float* scale, const float* sum_, const int32_t* isum0,
+                           const int32_t* isum1) {
+    alignas(64) uint8_t copy[kInside ? 64 : Format::kBytes + kSlack];
+    auto at = [&](const uint8_t* p, int n) { return kInside ? p : readable<Format>(p, n, end, copy); };
     __m512 acc = _mm512_setzero_ps();
     int64_t b = 0;
     const uint8_t* p = row;
     for (; b + 16 <= blocks; b += 16, p += Format::kBytes) {
         prefetch(ahead + (p - row), Format::kBytes);
-        acc = add_blocks<Format, 4>(readable<Format>(p, 16, end, copy), 16, q + b * 32, scale + b, sum_ + b,
-                                    isum0 + b, isum1 + b, acc);
+        acc =
+            add_blocks<Format, 4>(at(p, 16), 16, q + b * 32, scale + b, sum_ + b, isum0 + b, isum1 + b, acc);
     }
     if (const int n = int(blocks - b)) {
         prefetch(ahead + (p - row), n * Format::kBytes / 16);
-        const uint8_t* at = readable<Format>(p, n, end, copy);
+        const uint8_t* last = at(p, n);
         switch ((n + 3) / 4) {
             case 1:
-                acc =
-                    add_blocks<Format, 1>(at, n, q + b * 32, scale + b, sum_ + b, isum0 + b, isum1 + b, acc);
+                acc = add_blocks<Format, 1>(last, n, q + b * 32, scale + b, sum_ + b, isum0 + b, isum1 + b,
+                                            acc);
                 break;
             case 2:
-                acc =
-                    add_blocks<Format, 2>(at, n, q + b * 32, scale + b, sum_ + b, isum0 + b, isum1 + b, acc);
+                acc = add_blocks<Format, 2>(last, n, q + b * 32, scale + b, sum_ + b, isum0 + b, isum1 + b,
+                                            acc);
                 break;
             case 3:
-                acc =
-                    add_blocks<Format, 3>(at, n, q + b * 32, scale + b, sum_ + b, isum0 + b, isum1 + b, acc);
+                acc = add_blocks<Format, 3>(last, n, q + b * 32, scale + b, sum_ + b, isum0 + b, isum1 + b,
+                                            acc);
                 break;
             case 4:
-                acc =
-                    add_blocks<Format, 4>(at, n, q + b * 32, scale + b, sum_ + b, isum0 + b, isum1 + b, acc);
+                acc = add_blocks<Format, 4>(last, n, q + b * 32, scale + b, sum_ + b, isum0 + b, isum1 + b,
+                                            acc);
                 break;
         }
     }
     return sum(V{acc});
+}
+
+template <class Format>
+inline float dot(const uint8_t* row, const uint8_t* ahead, const uint8_t* end, int64_t blocks,
+                 const int8_t* q, const float* scale, const float* sum_, const int32_t* isum0,
+                 const int32_t* isum1) {
+    return dot_of<Format, false>(row, ahead, end, blocks, q, scale, sum_, isum0, isum1);
 }
 
 // ---- A few tokens
@@ -1364,8 +1373,18 @@ void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
     if (t1 - t0 > 1 && t1 - t0 <= kFewTokens)
         return few<Format>(w, row0, row1, x, t0, t1 - t0, out, ld, scratch);
     if (t1 - t0 > 1) return panels<Format>(w, row0, row1, x, t0, t1, out, ld, scratch);
-    for (int64_t r = row0; r < row1; r++)
-        out[r - row0] = one_row<Format>(w, w.row(r), x, t0, w.row(r) + kAhead);
+    int64_t r = row0;
+    if (!w.places) {  // nearly all rows are in one loop, which sets up what they share once
+        const int64_t width = padded(x.k), blocks = x.k / 32;
+        const int8_t* const q = x.q + t0 * width;
+        const float *const scale = x.scale + t0 * (width / 32), *const sum_ = x.sum + t0 * (width / 32);
+        const int32_t *const isum0 = x.isum + t0 * (width / 16), *const isum1 = isum0 + width / 32;
+        const int64_t inside = int64_t(w.end() - w.data) - int64_t(w.row_bytes) - Format::kBytes - kSlack;
+        for (int64_t at = r * int64_t(w.row_bytes); r < row1 && at <= inside; r++, at += int64_t(w.row_bytes))
+            out[r - row0] = dot_of<Format, true>(w.data + at, w.data + at + kAhead, w.end(), blocks, q, scale,
+                                                 sum_, isum0, isum1);
+    }
+    for (; r < row1; r++) out[r - row0] = one_row<Format>(w, w.row(r), x, t0, w.row(r) + kAhead);
 }
 
 // Scales of n <= 16 blocks of kStride bytes whose first two bytes are an f16 scale.

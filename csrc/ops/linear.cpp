@@ -105,9 +105,17 @@ class Linear : public Op {
         int most = kMaxChunks / int(n_row_parts());
         if (parts_[p].largest >= 0) most = int(std::min<int64_t>(most, rows / kLogitGroup));
         if (n > kFewTokens) return many_token_chunks(rows, plan_.n_threads(), most);
-        const int64_t share = bytes_ * rows / rows_;
-        return int(std::clamp<int64_t>(share / kChunkBytes, 1,
-                                       std::min<int64_t>(std::min(kDecodeChunks, most), ceil_div(rows, 4))));
+        const int64_t share = (few_chunks() * rows + rows_ / 2) / rows_;
+        return int(std::clamp<int64_t>(share, 1, std::min<int64_t>(most, ceil_div(rows, 4))));
+    }
+
+    // Of all parts, for few tokens: as many for each thread, since who has one less waits as long as it
+    // takes.
+    int64_t few_chunks() const {
+        const int64_t threads = plan_.n_threads(), chunks = std::max<int64_t>(bytes_ / kChunkBytes, 1);
+        const int64_t even = ceil_div(chunks, threads) * threads;
+        if (even > 2 * chunks) return chunks;
+        return even <= kDecodeChunks || threads > kDecodeChunks ? even : kDecodeChunks / threads * threads;
     }
 
     struct ChunkRows {
