@@ -110,6 +110,25 @@ def agree(found: torch.Tensor, twin: torch.Tensor, magnitude: torch.Tensor | flo
     assert (found - twin).abs().le(2 * (n + 16) * EPS * magnitude + 1e-30).all(), (found - twin).abs().max()
 
 
+def as_multiplied(x: torch.Tensor, m: DeviceMatrix) -> tuple[torch.Tensor, DeviceMatrix]:
+    """The inputs and weights of many tokens as tensor cores have them: what is left is the order of sums."""
+    if len(x) <= 8 or m.type == GGMLType.F32:
+        return x, m
+    if m.type == GGMLType.BF16:
+        high = brain(x)
+        return high + brain(x - high), m
+    power = torch.exp2(14 - torch.floor(torch.log2(x.abs().amax(dim=1, keepdim=True).clamp(min=1e-30))))
+    weights = m.dequantize().half().float()
+    data = weights.numpy().view(np.uint8).reshape(-1)
+    rounded = DeviceMatrix.from_bytes(data, GGMLType.F32, m.n_rows, m.n_cols, "cpu")
+    return (x * power).half().float() / power, rounded
+
+
+def brain(x: torch.Tensor) -> torch.Tensor:
+    """As bfloat16: devices round, and Triton's interpreter cuts."""
+    return x.bfloat16().float() if DEVICE else (x.view(torch.int32) & -65536).view(torch.float32)
+
+
 def width_of(type_: GGMLType, n_blocks: int) -> int:
     return n_blocks * (256 if type_ in K_TYPES else 32) + (5 if type_ in FLOATS else 0)
 
@@ -138,7 +157,7 @@ def test_linear(type_: GGMLType, n_rows: int, n_blocks: int, n_tokens: int) -> N
     magnitude = x.abs() @ t(np.abs(w).T).float() + bias.abs() + residual.abs()
     out = torch.full((n_tokens, n_rows), float("nan"))
     assert kernels.linear(x, m, bias, residual, out) is out
-    agree(out, twins.linear(x, m, bias, residual), magnitude, n_cols)
+    agree(out, twins.linear(*as_multiplied(x, m), bias, residual), magnitude, n_cols)
 
 
 @pytest.mark.parametrize(
@@ -158,13 +177,12 @@ def test_linear_with_an_activation(
     m, w = matrix(type_, n_rows, n_cols)
     x, bias = t(randn(n_tokens, n_cols)), t(randn(n_rows, seed=1))
     found = kernels.linear(x, m, bias, activation=kind, threshold=-50.0)
-    plain = twins.linear(x, m, bias)
+    plain = twins.linear(*as_multiplied(x, m), bias)
     magnitude = x.abs() @ t(np.abs(w).T).float() + bias.abs()
     steep = 1 + (2 * plain.abs() if kind == "relu2" else 0)  # of the activation
     agree(found, twins.activate(plain, kind, -50.0), magnitude * steep, n_cols)
-    assert torch.equal(
-        twins.linear(x, m, bias, activation=kind, threshold=-50.0), twins.activate(plain, kind, -50.0)
-    )
+    alone = twins.activate(twins.linear(x, m, bias), kind, -50.0)
+    assert torch.equal(twins.linear(x, m, bias, activation=kind, threshold=-50.0), alone)
 
 
 @pytest.mark.parametrize(
@@ -183,10 +201,11 @@ def test_linear_bits(type_: GGMLType, n_rows: int, n_blocks: int, n_tokens: int,
     x, bias = t(randn(n_tokens, n_cols)), t(randn(n_rows, seed=1))
     bias[1] = float("nan")
     m = before_nothing(m)
-    scores = twins.linear(x, m, bias)
+    given = as_multiplied(x, m)
+    scores = twins.linear(*given, bias)
     threshold = float(scores.nan_to_num().median())
     found = kernels.linear_bits(x, m, bias, threshold, first)
-    expected = twins.linear_bits(x, m, bias, threshold, first)
+    expected = twins.linear_bits(*given, bias, threshold, first)
     assert found.shape == expected.shape
     # A score that lies at the threshold may fall on either side of it: such a bit is no difference.
     magnitude = x.abs() @ t(np.abs(w).T).float() + bias.abs()
@@ -214,8 +233,34 @@ def test_linear_t_of_several_ranges(share: float) -> None:
 def test_neither_bias_nor_residual(n_tokens: int) -> None:
     m, w = matrix(Q8_0, 7, 64)
     x, v = t(randn(n_tokens, 64)), t(randn(n_tokens, 7))
-    agree(kernels.linear(x, m), twins.linear(x, m), x.abs() @ t(np.abs(w).T).float(), 64)
-    agree(kernels.linear_t(v, m), twins.linear_t(v, m), v.abs() @ t(np.abs(w)).float(), 7)
+    agree(kernels.linear(x, m), twins.linear(*as_multiplied(x, m)), x.abs() @ t(np.abs(w).T).float(), 64)
+    agree(kernels.linear_t(v, m), twins.linear_t(*as_multiplied(v, m)), v.abs() @ t(np.abs(w)).float(), 7)
+
+
+@pytest.mark.parametrize("type_", [Q4_0, GGMLType.F16, GGMLType.BF16, GGMLType.F32], ids=lambda v: v.name)
+def test_products_of_many_tokens_know_no_neighbours(type_: GGMLType) -> None:
+    """Whoever is large, small or no number leaves the bits of the others as they are, wherever they stand."""
+    n_cols = width_of(type_, 3)
+    m, _ = matrix(type_, 13, n_cols)
+    x = randn(11, n_cols)
+    x[2, 5] *= 3e4  # an outlier, as models have them
+    x[3] *= 1e30
+    x[4] *= 1e-30
+    x[5] = 0
+    x[6, 1], x[7, 2] = np.nan, np.inf
+    order = rng_of(1).permutation(11)
+    by_neuron = randn(11, 13) * x[:, :13]
+    for product, given in ((kernels.linear, x), (kernels.linear_t, by_neuron)):
+        found = product(t(given.astype(np.float32)), m)
+        moved = product(t(given[order].astype(np.float32)), m)
+        assert np.array_equal(moved.numpy(), found.numpy()[order], equal_nan=True)
+        alone = product(t(np.repeat(given[[2]], 11, axis=0).astype(np.float32)), m)
+        assert torch.equal(alone[7], found[2])
+        twin = (twins.linear if product is kernels.linear else twins.linear_t)(t(given.astype(np.float32)), m)
+        for row in (2, 3, 4, 5):
+            assert (found[row] - twin[row]).norm() <= 2e-3 * twin[row].norm()
+        assert not found[6].isfinite().any()
+        assert not found[7].isfinite().all()
 
 
 def check_linear_t(m: DeviceMatrix, w: np.ndarray, n_tokens: int, share: float) -> None:
@@ -224,7 +269,7 @@ def check_linear_t(m: DeviceMatrix, w: np.ndarray, n_tokens: int, share: float) 
     residual = t(randn(n_tokens, m.n_cols, seed=2))
     magnitude = v.abs() @ t(np.abs(w)).float() + bias.abs() + residual.abs()
     found = kernels.linear_t(v, before_nothing(m), bias, residual)
-    agree(found, twins.linear_t(v, m, bias, residual), magnitude, m.n_rows)
+    agree(found, twins.linear_t(*as_multiplied(v, m), bias, residual), magnitude, m.n_rows)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Triton's interpreter, without what it does again at every call of a kernel's own functions.
+"""Triton's interpreter, without what it does again at every call of a kernel's own functions, and with what
+it does wrong: products of bfloat16, which it keeps as whole numbers and multiplies as such.
 
 A kernel that is launched replaces the language by what interprets it, and puts it back when it ends. A
 function that it calls replaces it once more: a thousand attributes are looked through, each time.
@@ -10,12 +11,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
 
 def patch_once() -> None:
     """What is replaced already is left as it is. Does nothing where another Triton is written otherwise."""
+    _multiply_bfloat16()
     patch: Callable[[Any], Any] | None = getattr(interpreter, "_patch_lang", None)
     new_scope: Callable[[], Any] | None = getattr(interpreter, "_LangPatchScope", None)
     if patch is None or new_scope is None:
@@ -30,3 +33,17 @@ def patch_once() -> None:
         return new_scope()
 
     interpreter._patch_lang = patched
+
+
+def _multiply_bfloat16() -> None:
+    original = interpreter.InterpreterBuilder.create_dot
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return original(builder, widened(a), widened(b), *rest)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot

@@ -648,72 +648,296 @@ def _pack_kernel(scores, bits, threshold, first, n_scores, n_bytes, B: tl.conste
 
 
 # ---- many tokens: decode a tile, multiply it --------------------------------------------------------------
+#
+# Tensor cores multiply halves. Weights of 16 bits are what they are; those of quantised types have at most
+# eleven bits that count, once scaled. Inputs are rounded to halves beforehand, once for all rows: float16
+# after a power of two of their own for each token, so that whoever is large makes nobody else small; bfloat16
+# as sums of two, which is as exact as their weights ask. Float32 by float32 are three products of TF32.
+
+
+@triton.jit
+def _in_order(place, TYPE: tl.constexpr):
+    """The columns at places [K] of a decoded tile's row: word by word, of each the low nibbles first, of
+    these bytes 0, 2, 1, 3, for two codes 16 bits apart become halves at once."""
+    if TYPE == FLOAT:
+        return place
+    byte = (place & 2) >> 1 | (place & 1) << 1
+    if TYPE == Q8_0:
+        return (place & -4) | byte
+    else:
+        w = place // 8
+        return tl.where(place % 8 < 4, _column(w, 0, TYPE), _column(w, 1, TYPE)) + byte
+
+
+@triton.jit
+def _halves_kernel(x, out, sizes, n, n_all, ORDER: tl.constexpr, N: tl.constexpr):
+    """A row of x [T, n] in out, in the order of a type's words: float16 [T, n], multiplied with a power of
+    two, whose inverse is in sizes [T]; bfloat16 [2, T, n], and what rounding leaves of it. n_all: T n."""
+    row = tl.program_id(0).to(tl.int64) * n
+    i = tl.arange(0, N)
+    factor = 1.0
+    if sizes is not None:
+        largest = tl.zeros([N], tl.float32)
+        for first in range(0, n, N):
+            at = first + i
+            largest = tl.maximum(largest, tl.abs(tl.load(x + row + at, mask=at < n, other=0.0)))
+        # To 2^14 and more, below 2^15; a row with an infinite value is spoilt, and left as it is.
+        exponent = tl.max(largest, axis=0).to(tl.int32, bitcast=True) >> 23
+        exponent = tl.where(exponent == 255, 141, tl.maximum(exponent, 15))
+        factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+        tl.store(sizes + tl.program_id(0), ((exponent - 14) << 23).to(tl.float32, bitcast=True))
+    for first in range(0, n, N):
+        at = first + i
+        y = tl.load(x + row + _in_order(at, ORDER), mask=at < n, other=0.0) * factor
+        high = y.to(out.dtype.element_ty)
+        tl.store(out + row + at, high, mask=at < n)
+        if sizes is None:
+            # Of what is not finite nothing is left, not even that.
+            left = tl.where(tl.abs(y) < float("inf"), y - high.to(tl.float32), 0.0)
+            tl.store(out + n_all + row + at, left.to(out.dtype.element_ty), mask=at < n)
+
+
+@triton.jit
+def _pair(words, bits, w, odd: tl.constexpr, part: tl.constexpr, TYPE: tl.constexpr):
+    """Bytes 0 and 2, or 1 and 3, of each word as numbers of float16, [R, W] each: codes less their offset.
+
+    Or-ed into the mantissa of 2^10, two at a time, codes are 2^10 + code.
+    """
+    if TYPE == Q8_0:
+        q = ((words ^ SIGN_BITS) >> (8 * odd)) & 0x00FF00FF
+    else:
+        q = (words >> (8 * odd + 4 * part)) & 0x000F000F
+        if TYPE == Q6_K:
+            both = bits >> ((w % 16 // 8 * 2 + 4 * part)[None, :] + 8 * odd)
+            q = q | (both & 0x00030003) << 4
+        elif TYPE == Q5_0 or TYPE == Q5_1:
+            four = bits >> ((w % 4 * 4 + 16 * part)[None, :] + odd)
+            q = q | (four & 1) << 4 | (four & 4) << 18
+    q = q | 0x64006400
+    OFFSET: tl.constexpr = (
+        128 if TYPE == Q8_0 else 8 if TYPE == Q4_0 else 16 if TYPE == Q5_0 else 32 if TYPE == Q6_K else 0
+    )
+    low = q.to(tl.int16).to(tl.float16, bitcast=True) - (1024.0 + OFFSET)
+    upper = (q >> 16).to(tl.int16).to(tl.float16, bitcast=True) - (1024.0 + OFFSET)
+    return low, upper
+
+
+@triton.jit
+def _scaled(
+    q, d, scale, least, scales, group_of, stride, rows, live, w, n_words,
+    byte: tl.constexpr, part: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """The weights whose numbers are q, of one byte of each word: float16 [R, W]."""
+    if group_of is not None:
+        PER_WORD: tl.constexpr = 4 if TYPE == Q8_0 else 8
+        group = tl.load(group_of + rows, mask=live, other=0).to(tl.int64)
+        at = scales + group[:, None] * (stride * PER_WORD) + (_column(w, part, TYPE) + byte)[None, :]
+        return q * tl.load(at, mask=live[:, None] & (w < n_words)[None, :], other=0.0)
+    elif TYPE == Q8_0 or TYPE == Q4_0 or TYPE == Q5_0:
+        return q * d
+    elif TYPE == Q6_K:
+        return (q.to(tl.float32) * scale).to(tl.float16)
+    else:
+        return (q.to(tl.float32) * scale + least).to(tl.float16)
+
+
+@triton.jit
+def _part_of_words(
+    raw, scales, group_of, stride, rows, live, w, n_words, part: tl.constexpr, TYPE: tl.constexpr
+):
+    """Weights of bytes 0, 2, 1 and 3 of a part of each word, float16 [R, W]."""
+    words, bits, d, m, s0, s1, s2 = raw
+    scale, least = d, d
+    if group_of is None:
+        scale = _scale(d, s0, s1, s2, w, part, TYPE)
+        if TYPE == Q4_1 or TYPE == Q5_1 or TYPE == Q4_K:
+            least = _minimum(m, s1, s2, w, part, TYPE)
+    a, c = _pair(words, bits, w, 0, part, TYPE)
+    b, e = _pair(words, bits, w, 1, part, TYPE)
+    a = _scaled(a, d, scale, least, scales, group_of, stride, rows, live, w, n_words, 0, part, TYPE)
+    b = _scaled(b, d, scale, least, scales, group_of, stride, rows, live, w, n_words, 1, part, TYPE)
+    c = _scaled(c, d, scale, least, scales, group_of, stride, rows, live, w, n_words, 2, part, TYPE)
+    e = _scaled(e, d, scale, least, scales, group_of, stride, rows, live, w, n_words, 3, part, TYPE)
+    return a, c, b, e
+
+
+@triton.jit
+def _tile(raw, scales, group_of, stride, rows, live, w, n_words, TYPE: tl.constexpr):
+    """Words w of rows [R] decoded, float16 [R, 4 W or 8 W] in the order of _in_order. They are put together
+    in registers: of a tile in three dimensions threads would share words."""
+    a, c, b, e = _part_of_words(raw, scales, group_of, stride, rows, live, w, n_words, 0, TYPE)
+    if TYPE != Q8_0:
+        a1, c1, b1, e1 = _part_of_words(raw, scales, group_of, stride, rows, live, w, n_words, 1, TYPE)
+        a, c = tl.interleave(a, a1), tl.interleave(c, c1)
+        b, e = tl.interleave(b, b1), tl.interleave(e, e1)
+    return tl.interleave(tl.interleave(a, b), tl.interleave(c, e))
+
+
+@triton.jit
+def _multiplied(weights, x, acc, at, mask, n_all, PRECISION: tl.constexpr):
+    """acc [R, T] + weights [R, K] times inputs [K, T], which lie at x + at; n_all: see _halves_kernel."""
+    xs = tl.load(x + at, mask=mask, other=0.0)
+    if x.dtype.element_ty == tl.float32:
+        return tl.dot(weights, xs, acc, input_precision=PRECISION)
+    elif x.dtype.element_ty == tl.bfloat16:
+        low = tl.load(x + n_all + at, mask=mask, other=0.0)
+        return tl.dot(weights, low, tl.dot(weights, xs, acc))
+    else:
+        return tl.dot(weights, xs, acc)
+
+
+@triton.jit
+def _put(acc, sizes, out, bias, residual, t, n_tokens, column, n, inside):
+    """Stores sums [R, T] as out [T, n], in columns [R], with what is added to them."""
+    if sizes is not None:
+        acc = acc * tl.load(sizes + t, mask=t < n_tokens, other=0.0)[None, :]
+    y = tl.trans(acc)
+    if bias is not None:
+        y += tl.load(bias + column, mask=inside, other=0.0)[None, :]
+    where = t[:, None].to(tl.int64) * n + column[None, :]
+    mask = (t < n_tokens)[:, None] & inside[None, :]
+    if residual is not None:
+        y += tl.load(residual + where, mask=mask, other=0.0)
+    tl.store(out + where, y, mask=mask)
 
 
 @triton.jit
 def _matmul_kernel(
-    x, out, bias, residual, codes, scales, mins, high, sub_scales, group_of,
-    n_tokens, n_rows, n_cols, stride, n_words,
+    x, sizes, out, bias, residual, codes, scales, mins, high, sub_scales, group_of,
+    n_tokens, n_rows, n_cols, stride, n_words, n_all,
     TYPE: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """out [T, n_rows] = x [T, n_cols] @ matrix.T: M tokens and N rows a program, W words at a time."""
-    PARTS: tl.constexpr = 1 if TYPE <= Q8_0 else 2
+    """out [T, n_rows] = x [T, n_cols] @ matrix.T: M tokens and N rows a program, W words at a time.
+
+    x, sizes, n_all: see _halves_kernel, or x float32 and no sizes. Weights stand first, so that few tokens
+    fill an instruction, too.
+    """
+    PER_WORD: tl.constexpr = 4 if TYPE <= Q8_0 else 8
     rows = tl.program_id(0) * N + tl.arange(0, N)
     t = tl.program_id(1) * M + tl.arange(0, M)
-    live = rows < n_rows
-    acc = tl.zeros([M, N], tl.float32)
+    # Rows and tokens that are not there are the last once more: nobody stores what comes of them.
+    row = tl.minimum(rows, n_rows - 1)
+    live = rows >= 0
+    token = tl.minimum(t, n_tokens - 1)[None, :].to(tl.int64) * n_cols
+    acc = tl.zeros([N, M], tl.float32)
+    w = tl.arange(0, W)
+    k = tl.arange(0, W * PER_WORD)
+    if TYPE != FLOAT:  # of these the next are on their way while the last are multiplied
+        words, bits, d, m, s0, s1, s2 = _load(
+            codes, scales, mins, high, sub_scales, group_of, stride, row, live, w, n_words, TYPE
+        )
     for first in range(0, n_words, W):
-        w = first + tl.arange(0, W)
-        raw = _load(codes, scales, mins, high, sub_scales, group_of, stride, rows, live, w, n_words, TYPE)
-        for part in tl.static_range(PARTS):
-            y = _weights(raw, scales, group_of, stride, rows, live, w, n_words, 0, part, TYPE)
-            column = tl.reshape(_column(w, part, TYPE)[:, None] + tl.arange(0, 4)[None, :], [W * 4])
-            mask = (t < n_tokens)[:, None] & (column < n_cols)[None, :]
-            xs = tl.load(x + t[:, None].to(tl.int64) * n_cols + column[None, :], mask=mask, other=0.0)
-            acc = tl.dot(xs, tl.trans(tl.reshape(y, [N, W * 4])), acc, input_precision=PRECISION)
-    if bias is not None:
-        acc += tl.load(bias + rows, mask=live, other=0.0)[None, :]
-    where = t[:, None].to(tl.int64) * n_rows + rows[None, :]
-    mask = (t < n_tokens)[:, None] & live[None, :]
-    if residual is not None:
-        acc += tl.load(residual + where, mask=mask, other=0.0)
-    tl.store(out + where, acc, mask=mask)
+        column = first * PER_WORD + k
+        inside = column < n_cols
+        if TYPE == FLOAT:
+            at = codes + row.to(tl.int64)[:, None] * stride + column[None, :]
+            y = tl.load(at, mask=inside[None, :], other=0.0)
+            acc = _multiplied(y, x, acc, token + column[:, None], inside[:, None], n_all, PRECISION)
+        else:
+            w = first + tl.arange(0, W)
+            raw = words, bits, d, m, s0, s1, s2
+            words, bits, d, m, s0, s1, s2 = _load(
+                codes, scales, mins, high, sub_scales, group_of, stride, row, live, w + W, n_words, TYPE
+            )
+            y = _tile(raw, scales, group_of, stride, row, live, w, n_words, TYPE)
+            acc = _multiplied(y, x, acc, token + column[:, None], inside[:, None], n_all, PRECISION)
+    _put(acc, sizes, out, bias, residual, t, n_tokens, rows, n_rows, rows < n_rows)
 
 
 @triton.jit
 def _matmul_t_kernel(
-    x, out, bias, residual, codes, scales, mins, high, sub_scales, group_of,
-    n_tokens, n_rows, n_cols, stride, n_words,
+    x, sizes, out, bias, residual, codes, scales, mins, high, sub_scales, group_of,
+    n_tokens, n_rows, n_cols, stride, n_words, n_all,
     TYPE: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """out [T, n_cols] = x [T, n_rows] @ matrix: M tokens and W words a program, K rows at a time."""
-    PARTS: tl.constexpr = 1 if TYPE <= Q8_0 else 2
+    """out [T, n_cols] = x [T, n_rows] @ matrix: M tokens and W words a program, K rows at a time; x, sizes,
+    n_all: as in _matmul_kernel."""
+    PER_WORD: tl.constexpr = 4 if TYPE <= Q8_0 else 8
     w = tl.program_id(0) * W + tl.arange(0, W)
+    place = tl.program_id(0) * W * PER_WORD + tl.arange(0, W * PER_WORD)
     t = tl.program_id(1) * M + tl.arange(0, M)
-    low = tl.zeros([M, W * 4], tl.float32)
-    upper = tl.zeros([M, W * 4], tl.float32)
+    token = tl.minimum(t, n_tokens - 1)[None, :].to(tl.int64) * n_rows
+    acc = tl.zeros([W * PER_WORD, M], tl.float32)
+    k = tl.arange(0, K)
+    if TYPE != FLOAT:
+        words, bits, d, m, s0, s1, s2 = _load(
+            codes, scales, mins, high, sub_scales, group_of, stride, k, k < n_rows, w, n_words, TYPE
+        )
     for first in range(0, n_rows, K):
-        rows = first + tl.arange(0, K)
+        rows = first + k
         live = rows < n_rows
-        mask = (t < n_tokens)[:, None] & live[None, :]
-        xs = tl.load(x + t[:, None].to(tl.int64) * n_rows + rows[None, :], mask=mask, other=0.0)
-        raw = _load(codes, scales, mins, high, sub_scales, group_of, stride, rows, live, w, n_words, TYPE)
-        y = _weights(raw, scales, group_of, stride, rows, live, w, n_words, 0, 0, TYPE)
-        low = tl.dot(xs, tl.reshape(y, [K, W * 4]), low, input_precision=PRECISION)
-        if PARTS == 2:
-            y = _weights(raw, scales, group_of, stride, rows, live, w, n_words, 0, 1, TYPE)
-            upper = tl.dot(xs, tl.reshape(y, [K, W * 4]), upper, input_precision=PRECISION)
-    for part in tl.static_range(PARTS):
-        column = tl.reshape(_column(w, part, TYPE)[:, None] + tl.arange(0, 4)[None, :], [W * 4])
-        y = low if part == 0 else upper
-        inside = column < n_cols
-        if bias is not None:
-            y += tl.load(bias + column, mask=inside, other=0.0)[None, :]
-        where = t[:, None].to(tl.int64) * n_cols + column[None, :]
-        mask = (t < n_tokens)[:, None] & inside[None, :]
-        if residual is not None:
-            y += tl.load(residual + where, mask=mask, other=0.0)
-        tl.store(out + where, y, mask=mask)
+        if TYPE == FLOAT:
+            at = codes + rows.to(tl.int64)[:, None] * stride + place[None, :]
+            y = tl.load(at, mask=live[:, None] & (place < n_cols)[None, :], other=0.0)
+            acc = _multiplied(tl.trans(y), x, acc, token + rows[:, None], live[:, None], n_all, PRECISION)
+        else:
+            after = rows + K
+            raw = words, bits, d, m, s0, s1, s2
+            words, bits, d, m, s0, s1, s2 = _load(
+                codes,
+                scales,
+                mins,
+                high,
+                sub_scales,
+                group_of,
+                stride,
+                after,
+                after < n_rows,
+                w,
+                n_words,
+                TYPE,
+            )
+            y = _tile(raw, scales, group_of, stride, rows, live, w, n_words, TYPE)
+            acc = _multiplied(tl.trans(y), x, acc, token + rows[:, None], live[:, None], n_all, PRECISION)
+    column = _in_order(place, TYPE)
+    _put(acc, sizes, out, bias, residual, t, n_tokens, column, n_cols, place < n_cols)
+
+
+@triton.jit
+def _fired_kernel(
+    values, up, selected, numbers, counts, n_tokens, n, n_bytes, threshold,
+    KIND: tl.constexpr, UP_KIND: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """values [T, n], until now sums of the gate (or of up, where up is None), become f(gate) * g(up), or 0
+    where a neuron is not selected or does not fire. N neurons of all tokens a program, T tokens at a time.
+
+    numbers: int32 [n], which neurons these are; None: all. counts: as twins.count adds them.
+    """
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    inside = i < n
+    number = i
+    if numbers is not None:
+        number = tl.load(numbers + i, mask=inside, other=0)
+    n_selected, n_active = tl.zeros([N], tl.int32), tl.zeros([N], tl.int32)
+    n_fires = n_active
+    for first in range(0, n_tokens, T):
+        t = first + tl.arange(0, T)
+        there = (t < n_tokens)[:, None] & inside[None, :]
+        wanted = there
+        if selected is not None:
+            at = selected + t[:, None] * n_bytes + number[None, :] // 8
+            byte = tl.load(at, mask=there, other=0).to(tl.int32)
+            wanted = ((byte >> (number % 8)[None, :]) & 1) != 0
+        at = t[:, None].to(tl.int64) * n + i[None, :]
+        z = tl.load(values + at, mask=there, other=0.0)
+        value = tl.where(wanted, _activated(z, threshold, KIND), 0.0)
+        if up is not None:
+            fires = value != 0.0
+            n_fires += tl.sum(fires.to(tl.int32), axis=0)
+            z = tl.load(up + at, mask=fires, other=0.0)
+            value = tl.where(fires, value * _activated(z, threshold, UP_KIND), 0.0)
+        tl.store(values + at, value, mask=there)
+        n_selected += tl.sum(wanted.to(tl.int32), axis=0)
+        n_active += tl.sum((value != 0.0).to(tl.int32), axis=0)
+    if counts is not None:
+        tl.atomic_add(counts, tl.sum(n_selected, axis=0).to(tl.int64))
+        tl.atomic_add(counts + 1, tl.sum(n_active, axis=0).to(tl.int64))
+        n_rows = tl.sum((n_selected > 0).to(tl.int32), axis=0).to(tl.int64)
+        if up is not None:
+            tl.atomic_add(counts + 2, n_rows)
+            n_rows = tl.sum((n_fires > 0).to(tl.int32), axis=0).to(tl.int64)
+        tl.atomic_add(counts + 3, n_rows)
+        tl.atomic_add(counts + 4, tl.sum((n_active > 0).to(tl.int32), axis=0).to(tl.int64))
 
 
 # ---- attention, norms, rotation --------------------------------------------------------------------------
@@ -1037,6 +1261,7 @@ AXPY_ROWS = {1: 8, 2: 8, 4: 4, 8: 4}
 AXPY_RANGE = 64  # values that are looked at together
 MAX_RANGES = 128  # of a down projection: each adds a row of partial sums
 CHOSEN_PROGRAMS = 8  # of a multiprocessor, which share the selected neurons: as many as it holds at a time
+WIDE_ROWS = 8192  # numbers for each token, from which on a program of a product takes twice as many
 PROMPT_TOKENS = 32  # from here on attention has programs enough without splits
 PROMPT_QUERIES = 32  # of a program then: tokens times the heads that share keys and values
 SPLIT_PAGES = 2
@@ -1045,7 +1270,7 @@ MAX_ATTENTION_SPLITS = 256
 
 def _precision(x: Tensor) -> str:
     """How tl.dot multiplies float32: three products of TF32 are as exact as one, and use the tensor cores."""
-    return "tf32x3" if x.device.type != "cpu" and torch.version.hip is None else "ieee"
+    return "tf32x3" if x.device.type != "cpu" and not _is_amd(x) else "ieee"
 
 
 def _parts(m: DeviceMatrix) -> tuple[Tensor | None, ...]:
@@ -1091,13 +1316,7 @@ def linear(
         return out.copy_(twins.activate(linear(x, m, bias, residual), activation, threshold))
     stride, n_words = _row(m)
     if n_tokens > FEW_TOKENS:
-        rows, tile = 64, _token_tile(n_tokens)
-        launcher.launch(
-            _matmul_kernel, (-(-m.n_rows // rows), -(-n_tokens // tile)),
-            x, out, bias, residual, *_parts(m), m.group_of, n_tokens, m.n_rows, m.n_cols, stride, n_words,
-            TYPE=FORMATS[m.type], PRECISION=_precision(x), M=tile, N=rows, W=8, warps=4,
-        )  # fmt: skip
-        return out
+        return _linear_many(_halves(x, m, FORMATS[m.type]), m, bias, residual, out)
     assert m.group_of is None, "planes are multiplied by their transpose"
     tokens = _pow2(n_tokens)
     rows, words = MATVEC_ROWS[tokens], max(4, min(MATVEC_WORDS, _pow2(n_words)))
@@ -1136,8 +1355,76 @@ def linear_bits(x: Tensor, m: DeviceMatrix, bias: Tensor | None, threshold: floa
     return bits
 
 
-def _token_tile(n_tokens: int) -> int:
-    return 16 if n_tokens <= 16 else 32 if n_tokens <= 32 else 64
+@dataclass(frozen=True)
+class Halves:
+    """Inputs of many tokens as the tensor cores multiply them (_halves_kernel), or float32 as they are."""
+
+    x: Tensor
+    sizes: Tensor | None
+    n_tokens: int
+
+
+def _halves(x: Tensor, m: DeviceMatrix, order: int = 0) -> Halves:
+    """x [T, n] for products with m, or with any matrix of its type. order: a format, as whose
+    words have their columns."""
+    if m.type == GGMLType.F32:
+        return Halves(x, None, len(x))
+    is_brain = m.type == GGMLType.BF16
+    shape = (2, *x.shape) if is_brain else x.shape
+    out = torch.empty(shape, dtype=torch.bfloat16 if is_brain else torch.float16, device=x.device)
+    sizes = None if is_brain else _new(x, len(x))
+    launcher.launch(
+        _halves_kernel, (len(x),), x, out, sizes, x.shape[1], x.numel(),
+        ORDER=order, N=max(4, min(4096, _pow2(x.shape[1]))), warps=4,
+    )  # fmt: skip
+    return Halves(out, sizes, len(x))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program multiplies at a time: rows of the result's matrix, tokens, and weights of each row."""
+
+    rows: int
+    tokens: int
+    depth: int
+    warps: int
+
+
+def _product_tile(given: Halves, m: DeviceMatrix, n_out: int) -> Tile:
+    """The tile of a product with n_out numbers for each token."""
+    tokens = max(_pow2(given.n_tokens), 16)
+    is_float32 = given.x.dtype == torch.float32
+    if is_float32 and _is_amd(given.x):  # by no tensor cores
+        return Tile(64, min(tokens, 64), 16, 8)
+    if is_float32 or _is_amd(given.x):
+        return Tile(64, min(tokens, 64), 32, 4)
+    if tokens >= 128 and m.is_float and n_out >= WIDE_ROWS:  # decoded tiles leave no registers for this
+        return Tile(128, 128, 64 if given.sizes is not None else 32, 8)
+    return Tile(64, min(tokens, 128), 64 if given.sizes is not None else 32, 4)
+
+
+def _is_amd(x: Tensor) -> bool:
+    return x.device.type != "cpu" and torch.version.hip is not None
+
+
+def _linear_many(
+    given: Halves, m: DeviceMatrix, bias: Tensor | None, residual: Tensor | None, out: Tensor
+) -> Tensor:
+    n_tokens, (stride, n_words) = given.n_tokens, _row(m)
+    tile = _product_tile(given, m, m.n_rows)
+    launcher.launch(
+        _matmul_kernel, (-(-m.n_rows // tile.rows), -(-n_tokens // tile.tokens)),
+        given.x, given.sizes, out, bias, residual, *_parts(m), m.group_of,
+        n_tokens, m.n_rows, m.n_cols, stride, n_words, n_tokens * m.n_cols,
+        TYPE=FORMATS[m.type], PRECISION=_precision(given.x), M=tile.tokens, N=tile.rows,
+        W=tile.depth // _per_word(m), warps=tile.warps,
+    )  # fmt: skip
+    return out
+
+
+def _per_word(m: DeviceMatrix) -> int:
+    """Weights of a word, or floats that are taken together."""
+    return 4 if m.is_float or m.type == GGMLType.Q8_0 else 8
 
 
 def _add(
@@ -1194,11 +1481,14 @@ def _linear_t(
     stride, n_words = _row(m)
     shape = (n_tokens, m.n_rows, m.n_cols, stride, n_words)
     if n_tokens > FEW_TOKENS:
-        words, tile = 8, _token_tile(n_tokens)
+        given = _halves(x, m)
+        tile = _product_tile(given, m, m.n_cols)
+        words = tile.rows // _per_word(m)
         launcher.launch(
-            _matmul_t_kernel, (-(-n_words // words), -(-n_tokens // tile)),
-            x, out, bias, residual, *_parts(m), m.group_of, *shape,
-            TYPE=FORMATS[m.type], PRECISION=_precision(x), M=tile, K=32, W=words, warps=4,
+            _matmul_t_kernel, (-(-n_words // words), -(-n_tokens // tile.tokens)),
+            given.x, given.sizes, out, bias, residual, *_parts(m), m.group_of, *shape, n_tokens * m.n_rows,
+            TYPE=FORMATS[m.type], PRECISION=_precision(x), M=tile.tokens, K=tile.depth, W=words,
+            warps=tile.warps,
         )  # fmt: skip
         return out
     tokens = _pow2(n_tokens)
@@ -1320,21 +1610,24 @@ def _all_neurons(
     gate_bias: Tensor | None, up_bias: Tensor | None, counts: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Neurons of many tokens: nearly every row fires for one of them, so all are computed, then masked."""
-    first, bias = (up, up_bias) if gate is None else (gate, gate_bias)
-    value = twins.activate(linear(h, first, bias), activation, threshold)
-    numbers = None if held is None else held.numbers
-    chosen = None if selected is None else twins.unpack_bits(selected, up.n_rows, numbers)
-    if chosen is not None:
-        value = torch.where(chosen, value, 0.0)
-    fires = value != 0
-    if gate is not None:
-        u = linear(h, up, up_bias)
-        if up_activation is not None:
-            u = twins.activate(u, up_activation)
-        value = torch.where(fires, value * u, 0.0)
-    if counts is not None:
-        twins.count(counts, chosen, None if gate is None else fires, value)
-    return value
+    n_tokens, n = len(h), up.n_rows
+    values = _new(h, n_tokens, n)
+    if n == 0:
+        return values
+    of_up, given = None, _halves(h, up, FORMATS[up.type])
+    if gate is None:
+        _linear_many(given, up, up_bias, None, values)
+    else:
+        of_up = _linear_many(given, up, up_bias, None, _new(h, n_tokens, n))
+        given = given if gate.type == up.type else _halves(h, gate, FORMATS[gate.type])
+        _linear_many(given, gate, gate_bias, None, values)
+    launcher.launch(
+        _fired_kernel, (-(-n // 64),),
+        values, of_up, selected, None if held is None or selected is None else held.numbers, counts,
+        n_tokens, n, 0 if selected is None else selected.shape[1], threshold,
+        KIND=ACTIVATIONS[activation], UP_KIND=ACTIVATIONS[up_activation], T=16, N=64, warps=4,
+    )  # fmt: skip
+    return values
 
 
 def sparse_ffn(
@@ -1551,7 +1844,9 @@ def attention(
         "D": max(16, _pow2(dim)),
         "V": max(16, _pow2(dim_v)),
     }
-    sizes |= {"CAPPED": softcap > 0, "PRECISION": _precision(q)}
+    # On AMD a fragment of a matrix product lies in the registers of two halves of a warp.
+    sizes |= {"CAPPED": softcap > 0, "PRECISION": _precision(q), "N": 16 if _is_amd(q) else 32}
+    warps = 8 if _is_amd(q) else 4
     if n_tokens >= PROMPT_TOKENS:
         heads = _pow2(group)
         queries = max(heads, PROMPT_QUERIES)
@@ -1559,7 +1854,7 @@ def attention(
             _prompt_attention_kernel, (-(-n_tokens // (queries // heads)), n_head_kv),
             q, out, k_pages, v_pages, page_tables, sequences, positions, sinks,
             scale, softcap, window, n_tokens, n_head, n_head_kv, max_pages,
-            G=heads, R=queries, N=32, **sizes, warps=4,
+            G=heads, R=queries, **sizes, warps=warps,
         )  # fmt: skip
         return out
     pages_of_split = max(SPLIT_PAGES, -(-max_pages // MAX_ATTENTION_SPLITS))
@@ -1571,7 +1866,7 @@ def attention(
         _attention_kernel, (n_tokens, n_head_kv, n_splits),
         q, sums, stats, k_pages, v_pages, page_tables, sequences, positions, sinks,
         scale, softcap, window, n_head, n_head_kv, max_pages, pages_of_split, n_splits,
-        SPLIT=n_splits > 1, H=max(16, _pow2(group)), N=32, **sizes, warps=4,
+        SPLIT=n_splits > 1, H=max(16, _pow2(group)), **sizes, warps=warps,
     )  # fmt: skip
     if stats is not None:
         launcher.launch(
