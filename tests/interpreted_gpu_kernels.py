@@ -563,8 +563,10 @@ def test_expert_rows_are_exact(type_: GGMLType) -> None:
         assert torch.equal(one.nan_to_num(-1.0), other.nan_to_num(-1.0))
 
 
-@pytest.mark.parametrize("kind", exact.ACTIVATIONS)
-def test_experts_are_exact(kind: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "n_tokens"), [*((kind, 2) for kind in exact.ACTIVATIONS), ("silu", 9), ("relu2", 9)]
+)
+def test_experts_are_exact(kind: Any, n_tokens: int) -> None:
     n_embd, n_neurons = 64, 32
     gate, up = (matrix(GGMLType.Q8_0, 3 * n_neurons, n_embd, seed)[0] for seed in (1, 2))
     down = matrix(GGMLType.Q8_0, 3 * n_embd, n_neurons, 3)[0]
@@ -576,13 +578,34 @@ def test_experts_are_exact(kind: Any) -> None:
         "by_neuron": False, "sparse": kind in ("relu", "fatrelu"),
         "down_bias": torch.from_numpy(randn(3, n_embd)),
     }  # fmt: skip
-    h, slots = torch.from_numpy(randn(2, n_embd)) * 9, torch.tensor([[2, -1], [0, 2]], dtype=torch.int32)
+    h = torch.from_numpy(randn(n_tokens, n_embd)) * 9
+    slots = torch.tensor([[2, -1], [0, 2]] + [[2, 1]] * (n_tokens - 2), dtype=torch.int32)
     counts = [torch.zeros(twins.N_COUNTS, dtype=torch.int64) for _ in range(2)]
     gate = None if is_ungated else gate
     expected = twins.experts(h, slots, gate, up, down, counts=counts[0], **options)
     found = experts_on_device.experts(h, slots, gate, up, down, counts=counts[1], **options)
     assert torch.equal(found, expected)
     assert torch.equal(counts[0][:2], counts[1][:2])
+
+
+@pytest.mark.skipif(DEVICE is not None, reason="of the interpreter")
+@pytest.mark.parametrize("type_", EXPERT_TYPES, ids=lambda t: GGMLType(t).name)
+def test_expert_rows_of_several_pairs_are_exact(type_: GGMLType) -> None:
+    """An expert with more pairs than a tile, one with one, one with none; a pair whose expert has no slot."""
+    n_rows, n_slots, k = 3, 3, 768 if type_ in K_TYPES else 77 if type_ in FLOATS else 544
+    m = DeviceMatrix.empty(type_, n_slots * n_rows, k, "cpu")
+    m.put(0, random_blocks(type_, n_slots * n_rows, k, rng_of(5)))
+    x, bias = t(randn(10, k)), t(randn(n_slots, n_rows, seed=3))
+    slots = torch.tensor([2] * 5 + [0, -1] + [2] * 13, dtype=torch.int32)
+    given = (x, x, x) if m.is_float else experts_on_device._quantized(x)
+    tiles = experts_on_device._tiles(slots, n_slots, 16)
+    assert sorted(tiles.slots.tolist()) == [-1, 0, 2, 2]
+    found = experts_on_device._rows(x, given, slots, before_nothing(m), bias, n_rows, 2, tiles)
+    for pair, slot in enumerate(slots.tolist()):
+        y = torch.zeros(n_rows)
+        if slot >= 0:
+            y = exact.linear(x[pair // 2, None], m, slot * n_rows, n_rows)[0] + bias[slot]
+        assert torch.equal(found[pair], y)
 
 
 @pytest.mark.skipif(DEVICE is not None, reason="the addresses are those of a device's own mapping")

@@ -137,6 +137,21 @@ def other_types(types: list[GGMLType]) -> Callable[[], None]:
     return run
 
 
+def expert_rows(types: list[GGMLType], sizes: tuple[int, ...]) -> Callable[[], None]:
+    """Rows of the cached experts of a prompt's tokens, by tiles of so many pairs."""
+
+    def run() -> None:
+        ids = [new(n, dtype=torch.int32) for n in (4096, 128, 128, 128)]
+        given = new(512, 2048, dtype=torch.int8), new(512, 64), new(512, 64)
+        for type_ in types:
+            for n_pairs in sizes:
+                tiles = experts_kernel.Tiles(*ids, n_pairs)
+                m = weights(type_, 64 * 768, 2048)
+                experts_kernel._rows(new(512, 2048), given, new(4096), m, None, 768, 8, tiles)
+
+    return run
+
+
 def expert_step(types: list[GGMLType]) -> Callable[[], None]:
     """The cached experts of a token, with biases and without."""
 
@@ -212,7 +227,7 @@ def compiled(
         launches.append((kernel, args, warps, fused, constants))
 
     patch.setattr(launcher, "launch", record)
-    patch.setattr(kernels, "_is_amd", lambda x: target.backend == "hip")
+    patch.setattr(kernels, "is_amd", lambda x: target.backend == "hip")
     run()
     for kernel, args, warps, fused, constants in launches:
         options = {"num_warps": warps, "enable_fp_fusion": fused}
@@ -334,6 +349,22 @@ def test_cached_experts_compile(target: str, monkeypatch: pytest.MonkeyPatch) ->
             assert not re.search(r"div\.(full|approx)|mul\.ftz|fma\.rn\.ftz", text), name
             assert "fma.rn.f32" in text or name == "_quantize_kernel"
     assert {name for name, _, _ in rows} == {"_quantize_kernel", "_expert_rows_kernel", "_values_kernel"}
+
+
+@each_target
+def test_experts_of_prompts_compile(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks by the tensor cores' whole numbers, nothing spilled; nothing fused but where the CPU fuses."""
+    types = EXPERT_TYPES if list(TARGETS) == CHOSEN else (Q4_0,)
+    maker = TARGETS[target].backend
+    step = expert_rows(list(types), (16, 32) if maker == "cuda" else (16,))
+    for name, constants, made in compiled(step, TARGETS[target], monkeypatch):
+        assert name == "_expert_tiles_kernel"
+        check([{"kernel": name} | constants | resources(made, maker)], target)
+        text = made.asm["ptx" if maker == "cuda" else "amdgcn"]
+        if constants["TYPE"] != experts_kernel.TYPES[F16]:
+            assert re.search(r"mma\S*\.s32\.s8\.s8|v_wmma_i32_16x16x16_iu8", text), constants
+        if maker == "cuda":
+            assert not re.search(r"div\.(full|approx)|mul\.ftz|fma\.rn\.ftz", text), constants
 
 
 @each_target

@@ -2,8 +2,10 @@
 
 A *pair* is a token and one of its experts. Inputs are quantised once, then a program has some rows of one
 pair's expert: sixteen lanes for each row, which take blocks in turn. A pair whose expert has no slot costs
-the launch of programs that end at once. Nothing is read back by the host, and shapes alone decide what is
-launched. Products and sums must not be fused here but where it is written (`fused=False`).
+the launch of programs that end at once. Of many tokens pairs are sorted by their slots, and a program has
+rows of one expert and several pairs, for which the rows are decoded once; products of blocks are whole
+numbers, which tensor cores add up as exactly as anybody. Nothing is read back by the host, and shapes alone
+decide what is launched. Products and sums must not be fused here but where it is written (`fused=False`).
 """
 
 # Kernels have no types of Python: pointers, numbers of a program, constants.
@@ -11,6 +13,8 @@ launched. Products and sums must not be fused here but where it is written (`fus
 # ruff: noqa: SIM109
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -20,6 +24,7 @@ from torch import Tensor
 from hotset.backends.gpu import launch as launcher
 from hotset.backends.gpu.matrix import FIELDS, DeviceMatrix, HostPart, block_fields
 from hotset.backends.gpu.triton_kernels import (
+    FEW_TOKENS,
     FLOAT,
     FORMATS,
     Q4_0,
@@ -29,6 +34,7 @@ from hotset.backends.gpu.triton_kernels import (
     Q5_1,
     Q6_K,
     Q8_0,
+    is_amd,
 )
 from hotset.formats.quants import GGMLType
 from hotset.model.graph import Activate
@@ -186,6 +192,106 @@ def _expert_rows_kernel(
         if bias is not None:
             y += tl.load(bias + row)
     tl.store(out + pair.to(tl.int64) * n_rows + rows, y, mask=inside_rows)
+
+
+@triton.jit
+def _block_scale(scales, sub_scales, row, n_blocks, b, TYPE: tl.constexpr):
+    """The scale of block b of rows, float32 [R], and where it lies."""
+    PER: tl.constexpr = 8 if TYPE == Q4_K or TYPE == Q6_K else 1  # blocks under one scale
+    above = row * (n_blocks // PER) + b // PER
+    if TYPE == MXFP4:  # 2^(e - 128) by its bits; the least two are no normal numbers
+        e = tl.load(scales + above).to(tl.int32)
+        least_bits = tl.where(e == 0, 0x00200000, 0x00400000)
+        scale = tl.where(e < 2, least_bits, (e - 1) << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.load(scales + above).to(tl.float32)
+    if TYPE == Q4_K:
+        scale = scale * _small_scale(sub_scales, above * 12, b % 8, row >= 0, 0)
+    return scale, above
+
+
+@triton.jit
+def _lane(
+    lane, row, given, q, q_scales, q_sums, codes, scales, mins, high, sub_scales, n_blocks,
+    TYPE: tl.constexpr, R: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """One lane's sums, float32 [R, M]: blocks lane, lane + 16, and so on, of rows [R] and inputs [M]."""
+    acc = tl.zeros([R, M], tl.float32)
+    i = tl.arange(0, 32)
+    for b in range(lane, n_blocks, 16):
+        at = given * n_blocks + b
+        xs = tl.load(q + at[None, :] * 32 + i[:, None])
+        one = b + tl.arange(0, 1)
+        w = tl.reshape(_codes(codes, high, row, n_blocks, one, one >= 0, TYPE), [R, 32]).to(tl.int8)
+        scale, above = _block_scale(scales, sub_scales, row, n_blocks, b, TYPE)
+        if TYPE == Q6_K:  # each half has a scale, a whole number
+            sub = sub_scales + row * (n_blocks * 2) + b * 2
+            low = tl.where((i < 16)[None, :], w, 0).to(tl.int8)
+            upper = tl.where((i < 16)[None, :], 0, w).to(tl.int8)
+            dots = tl.dot(low, xs, out_dtype=tl.int32) * tl.load(sub).to(tl.int32)[:, None]
+            dots += tl.dot(upper, xs, out_dtype=tl.int32) * tl.load(sub + 1).to(tl.int32)[:, None]
+        else:
+            dots = tl.dot(w, xs, out_dtype=tl.int32)
+        weight = scale[:, None] * tl.load(q_scales + at)[None, :]
+        acc = tl.fma(weight, dots.to(tl.float32), acc)
+        if TYPE == Q4_1 or TYPE == Q5_1 or TYPE == Q4_K:
+            least = tl.load(mins + above).to(tl.float32)
+            if TYPE == Q4_K:
+                least = -(least * _small_scale(sub_scales, above * 12, b % 8, row >= 0, 4))
+            total = tl.load(q_sums + at)[None, :]
+            acc = tl.fma(tl.broadcast_to(least[:, None], [R, M]), tl.broadcast_to(total, [R, M]), acc)
+    return acc
+
+
+@triton.jit
+def _expert_tiles_kernel(
+    x, q, q_scales, q_sums, order, tile_slots, tile_firsts, tile_ends, out, bias,
+    codes, scales, mins, high, sub_scales, n_rows, n_cols, n_blocks, pairs_of_input,
+    TYPE: tl.constexpr, R: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """out [pairs, n_rows] as of _expert_rows_kernel: R rows of pairs order[first : end], which have one slot
+    (_tiles) and are at most M."""
+    slot = tl.load(tile_slots + tl.program_id(1))
+    if slot >= 0:
+        rows = tl.program_id(0) * R + tl.arange(0, R)
+        place = tl.load(tile_firsts + tl.program_id(1)) + tl.arange(0, M)
+        end = tl.load(tile_ends + tl.program_id(1))
+        # Rows and pairs that are not there are others once more: nobody stores what comes of them.
+        pair = tl.load(order + tl.minimum(place, end - 1)).to(tl.int64)
+        row = slot.to(tl.int64) * n_rows + tl.minimum(rows, n_rows - 1)
+        given = pair // pairs_of_input
+        y = tl.zeros([R, M], tl.float32)
+        if TYPE == FLOAT:
+            lane = tl.arange(0, 16)
+            lanes = tl.zeros([R, M, 16], tl.float32)
+            for first in range(0, n_cols, 16):
+                k = first + lane
+                w = tl.load(codes + row[:, None] * n_cols + k[None, :], mask=(k < n_cols)[None, :], other=0.0)
+                v = tl.load(x + given[:, None] * n_cols + k[None, :], mask=(k < n_cols)[None, :], other=0.0)
+                w = tl.broadcast_to(w.to(tl.float32)[:, None, :], [R, M, 16])
+                lanes = tl.fma(w, tl.broadcast_to(v[None, :, :], [R, M, 16]), lanes)
+            eight = tl.sum(tl.reshape(lanes, [R, M, 2, 8]), axis=2)
+            four = tl.sum(tl.reshape(eight, [R, M, 2, 4]), axis=2)
+            y = tl.sum(tl.sum(tl.reshape(four, [R, M, 2, 2]), axis=2), axis=2)
+        else:
+            # The tree of the lanes, from its leaves: (l, l + 8), then (l, l + 4), (l, l + 2), (l, l + 1).
+            two, four, eight = y, y, y
+            for i in range(2):
+                for j in range(2):
+                    for k in range(2):
+                        for half in range(2):
+                            sums = _lane(
+                                i + 2 * j + 4 * k + 8 * half, row, given, q, q_scales, q_sums,
+                                codes, scales, mins, high, sub_scales, n_blocks, TYPE, R, M,
+                            )  # fmt: skip
+                            eight = tl.where(half == 0, sums, eight + sums)
+                        four = tl.where(k == 0, eight, four + eight)
+                    two = tl.where(j == 0, four, two + four)
+                y = tl.where(i == 0, two, y + two)
+        if bias is not None:
+            y += tl.load(bias + row)[:, None]
+        at = pair[None, :] * n_rows + rows[:, None]
+        tl.store(out + at, y, mask=(rows < n_rows)[:, None] & (place < end)[None, :])
 
 
 @triton.jit
@@ -380,12 +486,16 @@ def experts(
     assert not by_neuron
     n_tokens, n_used = slots.shape
     h, flat = h.contiguous(), slots.contiguous().view(-1)
+    tiles = None
+    if n_tokens > FEW_TOKENS:
+        n_pairs = 32 if n_tokens >= 256 and not is_amd(h) else 16
+        tiles = _tiles(flat, up.n_rows // n_neurons, n_pairs)
     gates = None
     given = _quantized(h) if not all(m.is_float for m in (gate or up, up)) else (h, h, h)
     values = torch.empty((len(flat), n_neurons), device=h.device)
     if gate is not None:
-        gates = _rows(h, given, flat, gate, gate_bias, n_neurons, n_used)
-    ups = _rows(h, given, flat, up, up_bias, n_neurons, n_used)
+        gates = _rows(h, given, flat, gate, gate_bias, n_neurons, n_used, tiles)
+    ups = _rows(h, given, flat, up, up_bias, n_neurons, n_used, tiles)
     launcher.launch(
         _values_kernel, (-(-n_neurons // 256), len(flat)), gates, ups, flat, values, counts, n_neurons,
         float(activation.threshold), float(up_activation.threshold) if up_activation else 0.0,
@@ -398,7 +508,36 @@ def experts(
         if gate is not None:
             counts[3] += rows
     given = (values, values, values) if down.is_float else _quantized(values)
-    return _rows(values, given, flat, down, down_bias, h.shape[1], 1).view(n_tokens, n_used, -1)
+    return _rows(values, given, flat, down, down_bias, h.shape[1], 1, tiles).view(n_tokens, n_used, -1)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Pairs by their slots. order: int32 [pairs]; of each tile, int32: its slot, -1 where it has no pairs,
+    and which of `order` it has, the first and the one after the last; n_pairs: the most."""
+
+    order: Tensor
+    slots: Tensor
+    firsts: Tensor
+    ends: Tensor
+    n_pairs: int
+
+
+def _tiles(slots: Tensor, n_slots: int, n: int) -> Tiles:
+    """slots: int32 [pairs]. As many tiles of n pairs as there may be at most: the host does not hear how many
+    there are."""
+    by_slot, order = slots.sort(stable=True)
+    numbers = torch.arange(n_slots + 1, dtype=slots.dtype, device=slots.device)
+    begin = torch.searchsorted(by_slot, numbers)  # those without a slot stand first
+    last = begin[1:]
+    last_tile = ((last - begin[:-1] + n - 1) // n).cumsum(0)
+    tile = torch.arange(min(len(slots), len(slots) // n + n_slots), device=slots.device)
+    slot = torch.searchsorted(last_tile, tile, right=True)
+    is_there, slot = slot < n_slots, slot.clamp(max=n_slots - 1)
+    before = torch.where(slot > 0, last_tile[(slot - 1).clamp(min=0)], 0)
+    first = begin[slot] + (tile - before) * n
+    end = torch.minimum(first + n, last[slot])
+    return Tiles(*(part.int() for part in (order, torch.where(is_there, slot, -1), first, end)), n)
 
 
 def _quantized(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -419,10 +558,21 @@ def _rows(
     bias: Tensor | None,
     n_rows: int,
     pairs_of_input: int,
+    tiles: Tiles | None = None,
 ) -> Tensor:
     """The rows of each pair's expert times its input: [pairs, n_rows]."""
-    out = torch.empty((len(slots), n_rows), device=x.device)
     fields = (m.codes, m.scales, m.mins, m.high, m.sub_scales)
+    if tiles is not None:
+        out = torch.zeros((len(slots), n_rows), device=x.device)
+        rows = 128 // tiles.n_pairs if m.is_float else 32
+        launcher.launch(
+            _expert_tiles_kernel, (-(-n_rows // rows), len(tiles.slots)),
+            x, *given, tiles.order, tiles.slots, tiles.firsts, tiles.ends, out, bias, *fields,
+            n_rows, m.n_cols, m.n_cols // 32, pairs_of_input,
+            TYPE=TYPES[m.type], R=rows, M=tiles.n_pairs, warps=4, fused=False,
+        )  # fmt: skip
+        return out
+    out = torch.empty((len(slots), n_rows), device=x.device)
     launcher.launch(
         _expert_rows_kernel, (-(-n_rows // 8), len(slots)), x, *given, slots, out, bias, *fields,
         n_rows, m.n_cols, m.n_cols // 32, pairs_of_input, TYPE=TYPES[m.type], R=8, warps=4, fused=False,

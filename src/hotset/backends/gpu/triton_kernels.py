@@ -1270,7 +1270,7 @@ MAX_ATTENTION_SPLITS = 256
 
 def _precision(x: Tensor) -> str:
     """How tl.dot multiplies float32: three products of TF32 are as exact as one, and use the tensor cores."""
-    return "tf32x3" if x.device.type != "cpu" and not _is_amd(x) else "ieee"
+    return "tf32x3" if x.device.type != "cpu" and not is_amd(x) else "ieee"
 
 
 def _parts(m: DeviceMatrix) -> tuple[Tensor | None, ...]:
@@ -1394,16 +1394,16 @@ def _product_tile(given: Halves, m: DeviceMatrix, n_out: int) -> Tile:
     """The tile of a product with n_out numbers for each token."""
     tokens = max(_pow2(given.n_tokens), 16)
     is_float32 = given.x.dtype == torch.float32
-    if is_float32 and _is_amd(given.x):  # by no tensor cores
+    if is_float32 and is_amd(given.x):  # by no tensor cores
         return Tile(64, min(tokens, 64), 16, 8)
-    if is_float32 or _is_amd(given.x):
+    if is_float32 or is_amd(given.x):
         return Tile(64, min(tokens, 64), 32, 4)
     if tokens >= 128 and m.is_float and n_out >= WIDE_ROWS:  # decoded tiles leave no registers for this
         return Tile(128, 128, 64 if given.sizes is not None else 32, 8)
     return Tile(64, min(tokens, 128), 64 if given.sizes is not None else 32, 4)
 
 
-def _is_amd(x: Tensor) -> bool:
+def is_amd(x: Tensor) -> bool:
     return x.device.type != "cpu" and torch.version.hip is not None
 
 
@@ -1845,8 +1845,8 @@ def attention(
         "V": max(16, _pow2(dim_v)),
     }
     # On AMD a fragment of a matrix product lies in the registers of two halves of a warp.
-    sizes |= {"CAPPED": softcap > 0, "PRECISION": _precision(q), "N": 16 if _is_amd(q) else 32}
-    warps = 8 if _is_amd(q) else 4
+    sizes |= {"CAPPED": softcap > 0, "PRECISION": _precision(q), "N": 16 if is_amd(q) else 32}
+    warps = 8 if is_amd(q) else 4
     if n_tokens >= PROMPT_TOKENS:
         heads = _pow2(group)
         queries = max(heads, PROMPT_QUERIES)
