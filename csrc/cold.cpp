@@ -4,7 +4,9 @@
 #include <chrono>
 #include <cstring>
 #include <exception>
+#include <limits>
 #include <sstream>
+#include <utility>
 
 namespace hotset {
 namespace {
@@ -87,8 +89,48 @@ int ColdPlan::buffer_of(std::vector<std::pair<int64_t, int>>& known, int64_t wid
     return known.back().second;
 }
 
+void ColdPlan::add_fetch(const StoredGroups& rows, int group, FetchFacts::Which which, int by,
+                         float threshold) {
+    if (group < 0) return;
+    FetchFacts facts;
+    facts.store = rows.store, facts.group = group, facts.which = which;
+    facts.by = by, facts.threshold = threshold;
+    plan_.add_fetch(facts);
+}
+
+// As backends/lowering.py: where rows of up come by themselves, gates first, then up for those that fire, as
+// if the gates were a predictor's scores, and their product, which is the same to the bit.
+std::vector<std::pair<int, ColdPlan::Counted>> ColdPlan::add_neurons(NeuronFacts facts, const StoredGroups& rows) {
+    add_fetch(rows, rows.first, FetchFacts::Selected, facts.scores, facts.threshold);
+    const int values = facts.out;
+    if (!rows.apart) {
+        plan_.add_neurons(std::move(facts));
+        const int op = plan_.n_ops() - 1;
+        add_fetch(rows, rows.then, FetchFacts::NonZero, values, 0.0f);
+        return {{op, Counted::All}};
+    }
+    const int fired = buffer_of(fired_, facts.up.weight.rows);
+    NeuronFacts gates = facts;
+    gates.up = std::exchange(gates.gate, {});
+    gates.up_activated = false;
+    gates.out = gates.up.out = fired;
+    NeuronFacts ups = std::move(facts);
+    ups.gate = {};
+    ups.activation = ups.up_activated ? ups.up_activation : Activation::Scale;
+    ups.activation_threshold = ups.up_activated ? 0.0f : 1.0f;
+    ups.up_activated = false;
+    ups.scores = fired, ups.threshold = std::numeric_limits<float>::denorm_min();
+    plan_.add_neurons(std::move(gates));
+    const int first = plan_.n_ops() - 1;
+    add_fetch(rows, rows.then, FetchFacts::NonZero, fired, 0.0f);
+    plan_.add_neurons(std::move(ups));
+    const int second = plan_.n_ops() - 1;
+    plan_.add_multiply(fired, values, values);
+    return {{first, Counted::Gates}, {second, Counted::OfFiring}};
+}
+
 int ColdPlan::add_layer(int number, NeuronFacts facts, LinearPart down, std::vector<uint8_t> cold,
-                        bool predicted) {
+                        bool predicted, StoredGroups rows) {
     const int64_t n = facts.up.weight.rows;
     const int values = buffer_of(values_, n), scores = buffer_of(scores_, n);
     facts.x = x_;
@@ -100,15 +142,17 @@ int ColdPlan::add_layer(int number, NeuronFacts facts, LinearPart down, std::vec
     facts.first = 0;
     down.out = sum_;
     const int first_op = plan_.n_ops();
-    plan_.add_neurons(std::move(facts));
+    auto counted = add_neurons(std::move(facts), rows);
+    counted.emplace_back(plan_.n_ops(), Counted::All);
     plan_.add_axpy(values, std::move(down), -1, true);
-    layers_.push_back({number, first_op, n, std::move(cold), predicted, scores, 0, 0, {}, {}});
+    layers_.push_back({number, first_op, plan_.n_ops(), std::move(counted), n, std::move(cold), predicted,
+                       scores, 0, 0, {}, {}});
     return n_layers() - 1;
 }
 
 // A row of the plan is one expert of a token, whose weight is 1: products with it are exact, and a sum of one
 // is that one (but for the sign of a zero, which no sum that begins with 0 ever shows).
-int ColdPlan::add_experts(int number, ExpertFacts neurons, ExpertSumFacts down, int n_used) {
+int ColdPlan::add_experts(int number, ExpertFacts neurons, ExpertSumFacts down, int n_used, StoredGroups rows) {
     const int64_t n = neurons.up.weights[0].rows;
     if (route_ < 0) route_ = plan_.add_buffer(2, false);
     neurons.x = x_, neurons.route = down.route = route_;
@@ -116,9 +160,25 @@ int ColdPlan::add_experts(int number, ExpertFacts neurons, ExpertSumFacts down, 
     neurons.n_used = down.n_used = 1;
     down.out = sum_, down.residual = -1;
     const int n_expert = int(neurons.up.weights.size()), first_op = plan_.n_ops();
+    std::vector<std::pair<int, Counted>> counted;
+    const auto count_last = [&] { counted.emplace_back(plan_.n_ops() - 1, Counted::All); };
+    if (rows.store) {  // experts that are there are computed while the others come
+        FetchFacts fetch;
+        fetch.store = rows.store, fetch.group = rows.first, fetch.which = FetchFacts::Routed;
+        fetch.by = route_, fetch.n_used = 1, fetch.rows_per_token = n_used, fetch.waits = false;
+        plan_.add_fetch(fetch);
+        neurons.missed = rows.store->missed(rows.first);
+        plan_.add_expert_neurons(neurons);
+        count_last();
+        plan_.add_finish_fetch(*rows.store);
+        neurons.missed_which = true;
+    }
     plan_.add_expert_neurons(std::move(neurons));
+    count_last();
     plan_.add_expert_sum(std::move(down));
-    layers_.push_back({number, first_op, n, {}, false, -1, n_used, n_expert, {}, {}});
+    count_last();
+    layers_.push_back({number, first_op, plan_.n_ops(), std::move(counted), n, {}, false, -1, n_used,
+                       n_expert, {}, {}});
     return n_layers() - 1;
 }
 
@@ -341,7 +401,7 @@ void ColdPlan::compute(Layer& layer) {
         return;
     }
     std::copy_n(h(), n * width_, plan_.buffer(x_).row(0));
-    if (!plan_.run_rows(layer.first_op, layer.first_op + 2, n)) return;  // poisoned: nobody reads the answer
+    if (!plan_.run_rows(layer.first_op, layer.end_op, n)) return;  // poisoned: nobody reads the answer
     std::copy_n(plan_.buffer(sum_).row(0), n * width_, out());
     count(layer);
 }
@@ -365,7 +425,7 @@ void ColdPlan::compute_experts(Layer& layer) {
             plan_.buffer(route_).row(i)[0] = float(layer.route[places[i]]);
             plan_.buffer(route_).row(i)[1] = 1.0f;
         }
-        if (!plan_.run_rows(layer.first_op, layer.first_op + 2, n)) return;  // poisoned
+        if (!plan_.run_rows(layer.first_op, layer.end_op, n)) return;  // poisoned
         for (int i = 0; i < n; i++)
             std::copy_n(plan_.buffer(sum_).row(i), width_, out() + places[i] * width_);
         count(layer);
@@ -374,8 +434,10 @@ void ColdPlan::compute_experts(Layer& layer) {
 
 // Adds what the operations of a layer did just now.
 void ColdPlan::count(Layer& layer) {
-    for (int op : {layer.first_op, layer.first_op + 1}) {
-        const FfnCounts c = plan_.op(op).counters.get();
+    for (const auto& [op, counted] : layer.counted) {
+        FfnCounts c = plan_.op(op).counters.get();
+        if (counted == Counted::Gates) c = {c.selected, 0, c.up_rows, 0, 0, 0};
+        if (counted == Counted::OfFiring) c.selected = 0;
         FfnCounts& sum = layer.counts.ffn;
         sum.selected += c.selected, sum.active += c.active, sum.gate_rows += c.gate_rows;
         sum.up_rows += c.up_rows, sum.down_rows += c.down_rows;

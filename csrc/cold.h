@@ -20,6 +20,9 @@
 // its own and these in the route's order.
 //
 // Both values are constants, and after a layer both flags are zero again: a graph can be replayed as it is.
+// Rows that come from a store (csrc/store/store.h) are fetched by the plan, as in any: those that are cold
+// and wanted, of these alone.
+//
 // A native thread serves the requests, between `begin` and `end` of a step; no Python, hence no lock of it,
 // is involved. It computes with the runtime's team, and so takes turns with the plans of the same runtime.
 //
@@ -48,6 +51,14 @@ struct ColdCounts {
     double seconds = 0.0;  // from seeing a request to answering it
 };
 
+// Groups of a store whose rows a layer reads, -1: none. first: before its gates; of a mixture, before its
+// experts. then: before what is made of those that fire. apart: that are rows of up too.
+struct StoredGroups {
+    RowStore* store = nullptr;  // null: all rows are in memory
+    int first = -1, then = -1;
+    bool apart = false;
+};
+
 class ColdPlan {
   public:
     static constexpr int kFlagBytes = 4;
@@ -67,14 +78,17 @@ class ColdPlan {
     // Weights of `facts` (its buffers and norm are set here), the down projection by rows = neurons, and
     // which neurons are cold: bit i % 8 of byte i / 8. number: of the layer in the model. predicted: the
     // device hands over bits; else all cold neurons are computed. Returns the layer's index here.
-    int add_layer(int number, NeuronFacts facts, LinearPart down, std::vector<uint8_t> cold, bool predicted);
+    int add_layer(int number, NeuronFacts facts, LinearPart down, std::vector<uint8_t> cold, bool predicted,
+                  StoredGroups rows = {});
     // The same of a mixture, n_used experts a token. `neurons` and `down`: buffers and n_used are set here.
-    int add_experts(int number, ExpertFacts neurons, ExpertSumFacts down, int n_used);
+    int add_experts(int number, ExpertFacts neurons, ExpertSumFacts down, int n_used,
+                    StoredGroups rows = {});
     void start();  // after the last layer; throws ThreadError
 
     // ---- the block of memory, all zero at first
     uint8_t* memory() const { return memory_; }  // page-aligned
     size_t memory_bytes() const { return memory_bytes_; }
+    size_t bytes() const { return plan_.own_bytes() + memory_bytes_; }  // without the runtime's
     size_t h_offset() const { return h_offset_; }        // float [max_tokens][width]
     size_t out_offset() const { return out_offset_; }    // float [max_tokens][answer_width]
     size_t bits_offset() const { return bits_offset_; }  // [max_tokens][asked_bytes]
@@ -113,9 +127,13 @@ class ColdPlan {
     const std::vector<int32_t>& route(int layer) const { return layers_[layer].route; }
 
   private:
+    // What the counts of an operation say: of gates alone it counts what is wanted, and of what is made of
+    // those that fire all but that.
+    enum class Counted { All, Gates, OfFiring };
     struct Layer {
         int number;  // in the model
-        int first_op;
+        int first_op, end_op;
+        std::vector<std::pair<int, Counted>> counted;  // operations
         int64_t n_neurons;
         std::vector<uint8_t> cold;
         bool predicted;
@@ -134,6 +152,8 @@ class ColdPlan {
     float* h() const { return reinterpret_cast<float*>(memory_ + h_offset_); }
     float* out() const { return reinterpret_cast<float*>(memory_ + out_offset_); }
     int buffer_of(std::vector<std::pair<int64_t, int>>& known, int64_t width);
+    std::vector<std::pair<int, Counted>> add_neurons(NeuronFacts facts, const StoredGroups& rows);
+    void add_fetch(const StoredGroups& rows, int group, FetchFacts::Which which, int by, float threshold);
     // Lock, threads, and what the lock protects.
     struct Service {
         const uint64_t born = n_forks();
@@ -164,7 +184,7 @@ class ColdPlan {
     int x_ = -1, sum_ = -1;                                 // buffers of the plan
     int route_ = -1;                                        // of one expert: its id, and a weight of 1
     std::vector<int32_t> misses_;                           // places in a route, by expert
-    std::vector<std::pair<int64_t, int>> scores_, values_;  // width → buffer
+    std::vector<std::pair<int64_t, int>> scores_, values_, fired_;  // width → buffer
     Memory allocation_;
     uint8_t* memory_ = nullptr;
     size_t memory_bytes_ = 0, done_offset_ = 0, h_offset_ = 0, bits_offset_ = 0, out_offset_ = 0;

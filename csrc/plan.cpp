@@ -257,7 +257,11 @@ bool Plan::execute(const Runtime::Turn& turn, const Poll* poll, int slot, int fi
 }
 
 size_t Plan::bytes() const {
-    size_t bytes = runtime_->bytes();
+    return runtime_->bytes() + own_bytes();
+}
+
+size_t Plan::own_bytes() const {
+    size_t bytes = 0;
     for (const auto& buffer : buffers_) bytes += size_t(buffer->width) * max_tokens_ * sizeof(float);
     for (const Rope& rope : ropes_)
         bytes += rope.frequencies.size() * 2 * max_tokens_ * sizeof(float) * steps_.size();

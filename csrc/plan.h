@@ -253,6 +253,7 @@ struct FetchFacts {
     int64_t first = 0;
     int n_used = 0;
     bool waits = true;  // else the reads are on their way, until add_finish_fetch
+    int rows_per_token = 1;  // of `by`: one, or one for each of its experts
 };
 
 constexpr int kMaxGroup = 256;  // query heads per KV head, at most
@@ -374,7 +375,8 @@ class Plan {
     int max_tokens() const { return max_tokens_; }
     int max_pages() const { return max_pages_; }
     int n_threads() const { return runtime_->n_threads(); }
-    size_t bytes() const;  // of buffers, and of the runtime's scratch
+    size_t bytes() const;      // of buffers, and of the runtime's scratch
+    size_t own_bytes() const;  // of these without the runtime's
     const Rope& rope(int id) const { return ropes_[id]; }
     int n_ropes() const { return int(ropes_.size()); }
     int n_ops() const { return int(ops_.size()); }

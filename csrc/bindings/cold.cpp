@@ -9,8 +9,8 @@ namespace {
 // `close` may come from any.
 class Cold {
   public:
-    using Part = std::tuple<int, Bytes, std::optional<Floats>>;  // type, data, bias
-    using Down = std::tuple<int, Bytes, std::optional<Bytes>>;   // type, data, scales of planes
+    using Part = std::tuple<int, Rows, std::optional<Floats>>;  // type, data, bias
+    using Down = std::tuple<int, Rows, std::optional<Bytes>>;   // type, data, scales of planes
 
     // max_rows: experts of tokens that are computed at a time.
     Cold(int64_t width, int max_tokens, std::shared_ptr<Runtime> runtime, double timeout,
@@ -38,13 +38,12 @@ class Cold {
         facts.up = make_part(up, n_neurons);
         set_activations(facts, gate.has_value(), activation, up_activation);
         const auto& [type, data, scales] = down;
-        const Matrix weight = make_matrix(type, data, n_neurons, plan_->width(), scales);
-        weights_.push_back(data);
-        if (scales) weights_.push_back(*scales);
-        return plan_->add_layer(number, std::move(facts), {weight, {}, -1}, std::move(bits), predicted);
+        const Matrix weight = make_matrix(type, data, n_neurons, plan_->width(), scales, weights_, stores_);
+        return plan_->add_layer(number, std::move(facts), {weight, {}, -1}, std::move(bits), predicted,
+                                groups_of(gate ? &std::get<1>(*gate) : nullptr, std::get<1>(up), data));
     }
 
-    // Of a mixture, n_used experts a token; the parts as PlanBuilder takes them, but of mapped files alone.
+    // Of a mixture, n_used experts a token; the parts as PlanBuilder takes them.
     int experts(int number, int n_expert, int n_used, int64_t n_neurons,
                 const std::optional<ExpertPart>& gate, const ExpertPart& up,
                 const std::pair<int, float>& activation,
@@ -54,11 +53,10 @@ class Cold {
         require(n_expert > 0 && n_expert <= kMaxExperts && n_used > 0 && n_used <= n_expert && n_neurons > 0,
                 "a token has some of the experts");
         require(gate || !up_activation, "without a gate there is one activation");
-        std::vector<std::shared_ptr<RowStore>> stores;
         const int64_t width = plan_->width();
         ExpertFacts facts;
-        if (gate) facts.gate = make_experts(*gate, n_expert, n_neurons, width, n_neurons, weights_, stores);
-        facts.up = make_experts(up, n_expert, n_neurons, width, n_neurons, weights_, stores);
+        if (gate) facts.gate = make_experts(*gate, n_expert, n_neurons, width, n_neurons, weights_, stores_);
+        facts.up = make_experts(up, n_expert, n_neurons, width, n_neurons, weights_, stores_);
         facts.sparse = sparse, facts.activated = true;
         facts.activation = checked_activation(activation.first);
         facts.activation_threshold = activation.second;
@@ -68,11 +66,15 @@ class Cold {
             facts.up_threshold = up_activation->second;
         }
         ExpertSumFacts sum;
-        sum.down = by_neuron ? make_experts(down, n_expert, n_neurons, width, width, weights_, stores)
-                             : make_experts(down, n_expert, width, n_neurons, width, weights_, stores);
+        sum.down = by_neuron ? make_experts(down, n_expert, n_neurons, width, width, weights_, stores_)
+                             : make_experts(down, n_expert, width, n_neurons, width, weights_, stores_);
         sum.by_neuron = by_neuron, sum.sparse = sparse;
-        require(stores.empty(), "experts beside a device are in mapped files");
-        return plan_->add_experts(number, std::move(facts), std::move(sum), n_used);
+        const auto data_of = [](const ExpertPart& part) -> const Rows& {
+            return std::get<1>(std::get<0>(part).front());
+        };
+        const StoredGroups groups = groups_of(gate ? &data_of(*gate) : nullptr, data_of(up), data_of(down));
+        require(groups.then < 0, "an expert's matrices are read together");
+        return plan_->add_experts(number, std::move(facts), std::move(sum), n_used, groups);
     }
     // What was asked for of a mixture's layer in the latest step: [n_tokens * n_used].
     nb::ndarray<nb::numpy, int32_t, nb::ndim<1>> route(int layer) const;
@@ -143,6 +145,9 @@ class Cold {
         return reinterpret_cast<uintptr_t>(plan_->host_call(checked(layer)));
     }
 
+    // Of buffers and exchange, without what the runtime has.
+    size_t bytes() const { return plan_->bytes(); }
+
     // [n_layers, 6]: requests, and FfnCounts. Seconds: [n_layers].
     nb::ndarray<nb::numpy, int64_t, nb::ndim<2>> counts() const;
     nb::ndarray<nb::numpy, double, nb::ndim<1>> seconds() const;
@@ -159,11 +164,30 @@ class Cold {
     LinearPart make_part(const Part& part, int64_t n_neurons) {
         const auto& [type, data, bias] = part;
         require(!bias || int64_t(bias->size()) == n_neurons, "a bias has the width of its output");
-        weights_.push_back(data);
-        return {make_matrix(type, data, n_neurons, plan_->width()), to_vector(bias), -1};
+        return {make_matrix(type, data, n_neurons, plan_->width(), std::nullopt, weights_, stores_),
+                to_vector(bias), -1};
+    }
+    // What comes from a store, of the matrices of a layer. gate: null: none.
+    static StoredGroups groups_of(const Rows* gate, const Rows& up, const Rows& down) {
+        StoredGroups groups;
+        for (const Rows* data : {gate ? gate : &up, &up, &down}) {
+            const StoredRows* const rows = std::get_if<StoredRows>(data);
+            if (!rows) continue;
+            require(!groups.store || groups.store == rows->store.get(), "a layer's rows are in one store");
+            groups.store = rows->store.get();
+            const bool decides = data == (gate ? gate : &up);
+            int& group = decides ? groups.first : groups.then;
+            if (rows->group == groups.first) continue;
+            require(group < 0 || group == rows->group, "a layer's rows are in two groups at most");
+            group = rows->group;
+            if (gate && data == &up) groups.apart = true;
+        }
+        return groups;
     }
 
-    std::vector<Bytes> weights_;  // before plan_, whose threads read them until its end
+    // Before plan_, whose threads read them until its end.
+    std::vector<Bytes> weights_;
+    std::vector<std::shared_ptr<RowStore>> stores_;
     std::unique_ptr<ColdPlan> plan_;
     bool started_ = false;
 };
@@ -219,6 +243,7 @@ void bind_cold(nb::module_& m) {
         .def("wait", &Cold::wait, "layer"_a)
         .def_static("host_functions", &Cold::host_functions)
         .def("host_argument", &Cold::host_argument, "layer"_a)
+        .def_prop_ro("nbytes", &Cold::bytes)
         .def("counts", &Cold::counts)
         .def("seconds", &Cold::seconds);
 }

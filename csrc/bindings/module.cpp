@@ -57,6 +57,7 @@ void bind_runtime(nb::module_& m) {
         "time (csrc/runtime.h).")
         .def(nb::new_(&make_runtime), "n_threads"_a)
         .def_prop_ro("n_threads", &Runtime::n_threads)
+        .def_prop_ro("nbytes", &Runtime::bytes)
         .def("close", &Runtime::close, nb::call_guard<nb::gil_scoped_release>());
 }
 

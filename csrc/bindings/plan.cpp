@@ -295,7 +295,8 @@ void bind_plan(nb::module_& m) {
             "rows", [](nb::handle self, int id) { return nb::cast<PlanBuilder&>(self).rows(self, id); },
             "buffer"_a)
         .def_prop_ro("isa", &PlanBuilder::isa)
-        .def_prop_ro("nbytes", &PlanBuilder::bytes);
+        .def_prop_ro("nbytes", &PlanBuilder::bytes)
+        .def_prop_ro("own_nbytes", &PlanBuilder::own_bytes);
 }
 
 }  // namespace hotset::bindings

@@ -114,6 +114,7 @@ class PlanBuilder {
 
     std::string isa() const { return plan_->kernels().isa; }
     size_t bytes() const { return plan_->bytes(); }
+    size_t own_bytes() const { return plan_->own_bytes(); }
 
     // Of each operation in the latest step: seconds, and [n_ops, 6] of FfnCounts.
     nb::ndarray<nb::numpy, double, nb::ndim<1>> op_seconds() const;

@@ -8,8 +8,9 @@ using PartArguments =
     std::tuple<std::string, uint64_t, size_t, size_t>;  // path, offset, bytes of a row, stride
 
 int add_group(RowStore& store, int64_t n_rows, const std::vector<PartArguments>& parts, int64_t usual,
-              int64_t at_once) {
+              int64_t at_once, std::optional<int64_t> n_asked) {
     require(n_rows > 0 && n_rows < INT32_MAX && !parts.empty() && !store.end(), "a group has rows and parts");
+    require(!n_asked || (*n_asked > 0 && *n_asked <= n_rows), "some of a group's rows are asked for");
     require(usual > 0 && at_once > 0, "rows come in steps of one at least");
     std::vector<RowStore::Part> built;
     for (const auto& [path, offset, row_bytes, stride] : parts) {
@@ -20,7 +21,7 @@ int add_group(RowStore& store, int64_t n_rows, const std::vector<PartArguments>&
                 "rows of " + path + " lie beyond its end; download or convert it again");
         built.push_back({file, offset, row_bytes, stride});
     }
-    return store.add_group(n_rows, std::move(built), usual, at_once);
+    return store.add_group(n_rows, std::move(built), usual, at_once, n_asked.value_or(n_rows));
 }
 
 void allocate(RowStore& store, size_t bytes) {
@@ -46,16 +47,35 @@ bool run_with_signals(F f) {
     return done;
 }
 
-void preload(RowStore& store, int group, const Ints& rows) {
-    require(
-        group >= 0 && group < store.n_groups() && store.end() && int64_t(rows.size()) <= store.n_slots(group),
-        "what is read beforehand has slots");
+// Whether rows are different, and those of a group that has its memory.
+void check_rows(const RowStore& store, int group, const Ints& rows) {
+    require(group >= 0 && group < store.n_groups() && store.end(), "there is no such group of rows");
     for (size_t i = 0; i < rows.size(); i++)
         require(rows.data()[i] >= (i ? rows.data()[i - 1] + 1 : 0) && rows.data()[i] < store.n_rows(group),
                 "rows rise");
+}
+
+void preload(RowStore& store, int group, const Ints& rows) {
+    check_rows(store, group, rows);
+    require(int64_t(rows.size()) <= store.n_slots(group), "what is read beforehand has slots");
     run_with_signals([&](const auto& cancelled) {
         return store.preload(group, rows.data(), int64_t(rows.size()), cancelled);
     });
+}
+
+// Of each part uint8 [rows * bytes of a row].
+std::vector<nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>> copy_rows(RowStore& store, int group,
+                                                                    const Ints& rows) {
+    check_rows(store, group, rows);
+    require(int64_t(rows.size()) <= store.at_once(group), "more rows were asked for than there may be at once");
+    std::vector<uint8_t*> to(size_t(store.n_parts(group)));
+    std::vector<nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>> copies;
+    for (size_t p = 0; p < to.size(); p++)
+        copies.push_back(new_array<uint8_t>(to[p], rows.size() * store.row_bytes(group, int(p))));
+    run_with_signals([&](const auto& cancelled) {
+        return store.copy(group, rows.data(), int64_t(rows.size()), to, cancelled);
+    });
+    return copies;
 }
 
 std::tuple<int64_t, int64_t, int64_t, int64_t, double> counts_of(const RowStore& store) {
@@ -154,7 +174,8 @@ void bind_store(nb::module_& m) {
                  return std::make_shared<RowStore>(std::move(reader), gap, half_life);
              }),
              "reader"_a, "gap"_a, "half_life"_a)
-        .def("group", &add_group, "n_rows"_a, "parts"_a, "usual"_a, "at_once"_a)
+        .def("group", &add_group, "n_rows"_a, "parts"_a, "usual"_a, "at_once"_a,
+             "n_asked"_a.none() = nb::none())
         .def("allocate", &allocate, "bytes"_a)
         .def(
             "n_slots",
@@ -165,6 +186,7 @@ void bind_store(nb::module_& m) {
             },
             "group"_a)
         .def("preload", &preload, "group"_a, "rows"_a)
+        .def("copy", &copy_rows, "group"_a, "rows"_a)
         .def_prop_ro("least_bytes", &RowStore::least_bytes)
         .def_prop_ro("most_bytes", &RowStore::most_bytes)
         .def_static("slot_bytes_of", &RowStore::slot_bytes_of, "rows"_a)

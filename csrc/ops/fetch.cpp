@@ -26,7 +26,7 @@ class Fetch : public Op {
         run_alone(plan_, worker, [&] {
             const int n = n_tokens(step);
             mark(step, n);
-            f_.store->begin(f_.group, rows_.data(), list(), n <= kLearnTokens);
+            f_.store->begin(f_.group, rows_.data(), list(), n <= kLearnTokens * f_.rows_per_token);
             return !f_.waits || f_.store->finish([&] { return worker.cancelled(); });
         });
     }

@@ -80,10 +80,12 @@ RowStore::~RowStore() {
     give_up();
 }
 
-int RowStore::add_group(int64_t n_rows, std::vector<Part> parts, int64_t usual, int64_t at_once) {
+int RowStore::add_group(int64_t n_rows, std::vector<Part> parts, int64_t usual, int64_t at_once,
+                        int64_t n_asked) {
     Group group;
     group.n_rows = n_rows;
-    group.at_once = std::min(at_once, n_rows);
+    group.n_asked = n_asked;
+    group.at_once = std::min(at_once, n_asked);
     group.usual = std::min(usual, group.at_once);
     std::vector<size_t> row_bytes;
     for (const Part& part : parts) {
@@ -104,7 +106,7 @@ size_t RowStore::slot_bytes_of(const std::vector<size_t>& row_bytes) {
 std::vector<RowStore::Size> RowStore::sizes() const {
     std::vector<Size> sizes;
     for (const Group& group : groups_)
-        sizes.push_back({group.n_rows, group.slot_bytes, group.usual, group.at_once});
+        sizes.push_back({group.n_asked, group.slot_bytes, group.usual, group.at_once});
     return sizes;
 }
 
@@ -175,7 +177,7 @@ void RowStore::allocate(size_t bytes) {
 void RowStore::begin(int index, const int32_t* rows, int64_t n, bool learn) {
     give_up();
     Group& group = groups_[index];
-    if (whole_ && group.n_there == group.n_rows) {
+    if (whole_ && group.n_there == group.n_asked) {
         counts_.hits += n;
         return;
     }
@@ -264,6 +266,17 @@ bool RowStore::preload(int group, const int32_t* rows, int64_t n, const std::fun
     const bool done = finish(cancelled);
     counts_ = before;
     return done;
+}
+
+bool RowStore::copy(int group, const int32_t* rows, int64_t n, const std::vector<uint8_t*>& out,
+                    const std::function<bool()>& cancelled) {
+    begin(group, rows, n, false);
+    if (!finish(cancelled)) return false;
+    for (int p = 0; p < n_parts(group); p++)
+        for (int64_t i = 0; i < n; i++)
+            std::copy_n(places(group, p)[rows[i]], row_bytes(group, p),
+                        out[size_t(p)] + size_t(i) * row_bytes(group, p));
+    return true;
 }
 
 // What is on its way, or did not come, will not be asked for.

@@ -50,12 +50,13 @@ class RowStore {
 
     StoredFiles& files() { return files_; }
     // Returns its number. Parts must lie in their files. at_once: rows that one fetch asks for at most;
-    // usual: of these without a slot while single tokens are computed, more or less.
-    int add_group(int64_t n_rows, std::vector<Part> parts, int64_t usual, int64_t at_once);
+    // usual: of these without a slot while single tokens are computed, more or less. n_asked: rows that are
+    // ever asked for, where others are not needed here: no more have a slot.
+    int add_group(int64_t n_rows, std::vector<Part> parts, int64_t usual, int64_t at_once, int64_t n_asked);
     // What a row takes in memory, of the bytes of its parts.
     static size_t slot_bytes_of(const std::vector<size_t>& row_bytes);
     int n_groups() const { return int(groups_.size()); }
-    // What matters of a group for who shares out memory.
+    // What matters of a group for who shares out memory; n_rows: that are ever asked for.
     struct Size {
         int64_t n_rows;
         size_t slot_bytes;
@@ -73,7 +74,7 @@ class RowStore {
     size_t least_bytes() const;
     size_t most_bytes() const;
     void allocate(size_t bytes);              // once, after the last group; least_bytes() at least
-    bool is_whole() const { return whole_; }  // whether every row has a slot
+    bool is_whole() const { return whole_; }  // whether every row that is asked for has a slot
 
     int64_t n_rows(int group) const { return groups_[group].n_rows; }
     int64_t at_once(int group) const { return groups_[group].at_once; }
@@ -93,6 +94,10 @@ class RowStore {
     bool finish(const std::function<bool()>& cancelled);
     // Reads rows (different, rising) into free slots, without credit.
     bool preload(int group, const int32_t* rows, int64_t n, const std::function<bool()>& cancelled);
+    // Copies rows (as for `begin`) of one part after the other to out[part], [n][row_bytes]: for what is
+    // computed elsewhere. They give no credit. False, and ReadError: as `finish`.
+    bool copy(int group, const int32_t* rows, int64_t n, const std::vector<uint8_t*>& out,
+              const std::function<bool()>& cancelled);
     int64_t n_slots(int group) const { return groups_[group].n_slots(); }  // once it has its memory
     // [n_rows] which of the rows that the latest `begin` of the group named were not there.
     const uint8_t* missed(int group) const { return groups_[group].missed.data(); }
@@ -101,7 +106,7 @@ class RowStore {
 
   private:
     struct Group {
-        int64_t n_rows;
+        int64_t n_rows, n_asked;
         size_t slot_bytes;
         int64_t usual, at_once;
         std::vector<Part> parts;

@@ -57,7 +57,15 @@ class RowStore:
     def __init__(self, reader: Reader, gap: int, half_life: int) -> None: ...
     # parts: path, offset of the first row, bytes of a row, from one row to the next
     # usual, at_once: of its rows those that pass without a slot in most steps, and that a step needs at most
-    def group(self, n_rows: int, parts: list[tuple[str, int, int, int]], usual: int, at_once: int) -> int: ...
+    # n_asked: that are ever needed; None: all
+    def group(
+        self,
+        n_rows: int,
+        parts: list[tuple[str, int, int, int]],
+        usual: int,
+        at_once: int,
+        n_asked: int | None = None,
+    ) -> int: ...
     def allocate(self, bytes: int) -> None: ...
     @property
     def least_bytes(self) -> int: ...
@@ -66,9 +74,11 @@ class RowStore:
     @staticmethod
     def slot_bytes_of(rows: list[int]) -> int: ...  # what a row takes in memory, of the bytes of its parts
     @property
-    def is_whole(self) -> bool: ...  # whether every row has a slot
+    def is_whole(self) -> bool: ...  # whether every row that is needed has a slot
     def n_slots(self, group: int) -> int: ...  # rows of it that can stay
     def preload(self, group: int, rows: np.ndarray) -> None: ...  # int32, rising; no more than slots
+    # of each part uint8 [rows * bytes of a row]; rows: int32, rising, at_once at most; not during a step
+    def copy(self, group: int, rows: np.ndarray) -> list[np.ndarray]: ...
     def rows(self, group: int, part: int) -> StoredRows: ...
     def counts(self) -> tuple[int, int, int, int, float]: ...  # hits, misses, bytes, reads, seconds waited
     def check(self) -> None: ...
@@ -94,6 +104,8 @@ class Runtime:
     def __init__(self, n_threads: int) -> None: ...
     @property
     def n_threads(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...  # scratch of all threads
     def close(self) -> None: ...  # ends the threads; no step can run any more
 
 class Replacement:
@@ -139,6 +151,8 @@ class Plan:
     def isa(self) -> str: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def own_nbytes(self) -> int: ...  # of these without what the runtime has
     def buffer(self, width: int, outputs: bool) -> int: ...
     def rope(self, neox: bool, n_rot: int, frequencies: list[float], magnitude: float) -> int: ...
     def embed(
@@ -318,12 +332,12 @@ class Cold:
     def layer(
         self,
         number: int,
-        gate: tuple[int, np.ndarray, np.ndarray | None] | None,  # type, data, bias
-        up: tuple[int, np.ndarray, np.ndarray | None],
+        gate: tuple[int, Rows, np.ndarray | None] | None,  # type, data, bias
+        up: tuple[int, Rows, np.ndarray | None],
         n_neurons: int,
         activation: tuple[int, float],
         up_activation: int | None,
-        down: tuple[int, np.ndarray, np.ndarray | None],  # type, data, scales of planes
+        down: tuple[int, Rows, np.ndarray | None],  # type, data, scales of planes
         cold: np.ndarray,  # uint8, bit i % 8 of byte i // 8
         predicted: bool,
     ) -> int: ...
@@ -341,6 +355,8 @@ class Cold:
         by_neuron: bool,
         sparse: bool,
     ) -> int: ...
+    @property
+    def nbytes(self) -> int: ...  # buffers and exchange, without what the runtime has
     def route(self, layer: int) -> np.ndarray: ...  # int32: experts as they were asked for
     def start(self) -> None: ...
     def memory(self) -> np.ndarray: ...

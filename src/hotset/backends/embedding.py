@@ -1,10 +1,11 @@
-"""Embeddings, looked up where the file lies: the matrix is large, and a step needs a few of its rows."""
+"""Embeddings, looked up on the host: the matrix is large, and a step needs a few of its rows."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from hotset.backends.base import Batch, WeightSource
+from hotset.backends.uploads import rows_at
 from hotset.errors import InvalidRequestError
 from hotset.formats.quants import dequantize
 from hotset.model.graph import Embed
@@ -23,5 +24,5 @@ def lookup(weights: WeightSource, op: Embed, batch: Batch) -> np.ndarray:
             f"position {batch.positions.max()} lies past {n_rows - op.first_row - 1}, "
             "the last that the model has learned"
         )
-    encoded = np.asarray(weights.data(op.weight)).reshape(n_rows, -1)[rows]
+    encoded = rows_at(weights, op.weight, rows)
     return dequantize(np.ascontiguousarray(encoded).ravel(), info.type, (width, len(rows))).reshape(-1, width)

@@ -254,9 +254,10 @@ class _Emission:
         self._begun.add(ffn.out)
 
     def end(self) -> None:
-        """What a stream brings next may be read when all is done."""
+        """What a stream brings next may be read when all is done: for the stage behind, or the next step."""
         if self._streamed is not None:
-            self._plan.await_piece(self._streamed.stream, 0, False)
+            following = (self._piece + 1) % self._streamed.n_pieces
+            self._plan.await_piece(self._streamed.stream, following, False)
             self.at.append((NO_LAYER, "other"))
 
     def _await(self, *ops: Op | None) -> None:

@@ -11,10 +11,14 @@ memory is what the budget says. Rows of an FFN that can be left out, and experts
 
 Of an embedding the rows of a step's tokens are read, unless all has room. Everything else stays, or streams
 as far as it does not fit (backends/streaming.py). The bits are the same with any budget.
+
+Beside devices all this is of what the CPU computes: its own layers, and the cold neurons, or experts, of the
+devices'. What a device has is not in this machine's memory; it is read when it is uploaded (uploads.py).
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -70,23 +74,31 @@ class StoreCounts:
 class RowGroup:
     """Tensors whose rows are fetched together: n_rows of each, of which a step needs `at_once` at most, and
     while single tokens are computed `usual` that have no slot, more or less. slot_bytes: of one of each in
-    memory."""
+    memory. n_asked: rows that are ever needed, where a device has the others."""
 
     names: tuple[str, ...]
     n_rows: int
     slot_bytes: int
     usual: int
     at_once: int
+    n_asked: int
 
     @property
     def nbytes(self) -> int:
-        """With all its rows in memory."""
-        return self.n_rows * self.slot_bytes
+        """With all its rows in memory that are ever needed."""
+        return self.n_asked * self.slot_bytes
 
 
-def groups_of(graph: Graph, tensors: Mapping[str, TensorInfo], *, sparse: bool) -> Iterator[RowGroup]:
+Helped = Mapping[int, "np.ndarray | None"]
+"""Layers of a device in whose FFN the CPU helps: which neurons the device lacks, bool [n_ff], or None where
+these are experts, of which it may lack any."""
+
+
+def groups_of(
+    graph: Graph, tensors: Mapping[str, TensorInfo], *, sparse: bool, helped: Helped | None = None
+) -> Iterator[RowGroup]:
     """What a store keeps, by layer."""
-
+    helped = helped or {}
     for op in graph.ops:
         if isinstance(op, Ffn) and op.route is not None:
             if len(op.up.weights if isinstance(op.up, ExpertLinear) else ()) == 1:  # of all, not of each
@@ -100,10 +112,12 @@ def groups_of(graph: Graph, tensors: Mapping[str, TensorInfo], *, sparse: bool) 
                     assert isinstance(matrix, Linear | TransposedLinear)
                     decides = matrix is op.decides
                     together[0 if decides else -1].append(matrix.weight)
+            cold = helped.get(op.layer)
+            n_asked = op.n_ff if cold is None else int(cold.sum())
             some = max(int(op.n_ff * _USUAL_SHARE), _USUAL_LEAST)
             for names in filter(None, together):
                 is_whole = not sparse or (op.mask is None and op.decides.weight in names)
-                yield _row_group(names, tensors, None if is_whole else some)
+                yield _row_group(names, tensors, None if is_whole else some, n_asked=n_asked)
 
 
 def embeddings_of(graph: Graph, tensors: Mapping[str, TensorInfo], step: int = STEP) -> list[RowGroup]:
@@ -119,13 +133,13 @@ def _row_group(
     tensors: Mapping[str, TensorInfo],
     usual: int | None = None,
     at_once: int | None = None,
+    n_asked: int | None = None,
 ) -> RowGroup:
     """None: all rows."""
     n_rows, _ = rows_of(tensors[names[0]])
+    n = n_asked or n_rows
     slot_bytes = _core.RowStore.slot_bytes_of([rows_of(tensors[name])[1] for name in names])
-    return RowGroup(
-        tuple(names), n_rows, slot_bytes, min(usual or n_rows, n_rows), min(at_once or n_rows, n_rows)
-    )
+    return RowGroup(tuple(names), n_rows, slot_bytes, min(usual or n, n), min(at_once or n, n), n)
 
 
 def _experts(ffn: Ffn) -> list[ExpertLinear | ExpertSum]:
@@ -185,10 +199,18 @@ class Shares:
     whole: bool
 
 
-def sizes_of(graph: Graph, tensors: Mapping[str, TensorInfo], *, sparse: bool, step: int = STEP) -> Sizes:
+def sizes_of(
+    graph: Graph,
+    tensors: Mapping[str, TensorInfo],
+    *,
+    sparse: bool,
+    step: int = STEP,
+    helped: Helped | None = None,
+) -> Sizes:
     """What StoredWeights takes."""
-    groups, embeddings = list(groups_of(graph, tensors, sparse=sparse)), embeddings_of(graph, tensors, step)
-    pieces, fixed = _whole(graph, tensors, [*groups, *embeddings])
+    groups = list(groups_of(graph, tensors, sparse=sparse, helped=helped))
+    embeddings = embeddings_of(graph, tensors, step)
+    pieces, fixed = _whole(graph, tensors, [*groups, *embeddings], helped)
     tables = sum(group.n_rows * (_PER_ROW + _PER_PART * len(group.names)) for group in groups)
     return Sizes(
         sum(padded(tensors[name].nbytes) for name in fixed), tuple(pieces),
@@ -225,11 +247,15 @@ def share_out(sizes: Sizes, n_bytes: int) -> Shares:
 
 
 def _whole(
-    graph: Graph, tensors: Mapping[str, TensorInfo], groups: Sequence[RowGroup]
+    graph: Graph, tensors: Mapping[str, TensorInfo], groups: Sequence[RowGroup], helped: Helped | None = None
 ) -> tuple[list[Piece], list[str]]:
     """Tensors that are read and have no rows in a group: those that may stream, and the others."""
     of_rows = {name for group in groups for name in group.names}
-    pieces = pieces_of(graph, tensors, of_rows)
+    # A device asks for its layers when it likes: nothing of them comes in the order of the step.
+    of_devices = {
+        name for op in graph.primitives if op.layer in (helped or {}) for name, _ in weights_read(op, tensors)
+    }
+    pieces = pieces_of(graph, tensors, of_rows | of_devices)
     names = {name for op in graph.primitives for name, _ in weights_read(op, tensors)}
     return pieces, sorted(names - of_rows - {name for piece in pieces for name in piece.names})
 
@@ -241,7 +267,8 @@ class StoredWeights:
     gap: bytes that are read in vain rather than two reads made of one. hottest: of layers the numbers of all
     their neurons, or experts, what is needed most first: as many as have room are read at once. empty:
     nothing is read, nor any memory touched: for who wants to know what a backend takes beside its weights.
-    step: tokens that a step has at most, unless all has room.
+    step: tokens that a step has at most, unless all has room. helped: beside devices, whose layers are among
+    the graph's only where the CPU helps (placement/build.py has what is the CPU's of a graph).
 
     Raises OutOfMemoryError where n_bytes is too little, ReadError.
     """
@@ -258,11 +285,12 @@ class StoredWeights:
         hottest: Mapping[int, np.ndarray] | None = None,
         empty: bool = False,
         step: int = STEP,
+        helped: Helped | None = None,
     ) -> None:
         self._weights = weights
         self.reader = reader
-        groups = list(groups_of(graph, weights.tensors, sparse=sparse))
-        self.sizes = sizes_of(graph, weights.tensors, sparse=sparse, step=step)
+        groups = list(groups_of(graph, weights.tensors, sparse=sparse, helped=helped))
+        self.sizes = sizes_of(graph, weights.tensors, sparse=sparse, step=step, helped=helped)
         if n_bytes < self.sizes.least_of_all:
             raise OutOfMemoryError(
                 f"{human_size(n_bytes)} are left for weights, and what must be in memory of this model takes "
@@ -271,12 +299,13 @@ class StoredWeights:
             )
         self.shares = share_out(self.sizes, n_bytes)
         self._rows: dict[str, _core.StoredRows] = {}
+        self._together: dict[str, tuple[str, ...]] = {}  # the tensors of a group, by each of them
         embeddings = embeddings_of(graph, weights.tensors, step)
         self.store = self._open(reader, gap, groups, self.shares.rows)
         # Of its own, since these rows are needed once and have no part in what stays.
         rows = [] if self.shares.whole else embeddings
         self._embeddings = self._open(reader, 0, rows, self.sizes.transit)
-        pieces, names = _whole(graph, weights.tensors, [*groups, *embeddings])
+        pieces, names = _whole(graph, weights.tensors, [*groups, *embeddings], helped)
         if self.shares.whole:
             names += [name for group in embeddings for name in group.names]
         stays = list(zip(pieces, self.shares.streaming.stays, strict=True))
@@ -285,7 +314,9 @@ class StoredWeights:
         self._resident = self._read(names, empty) | self._views()
         if self.store is not None and not empty:
             layers = {name: op.layer for op in graph.primitives for name, _ in weights_read(op, self.tensors)}
-            self._preload(self.store, [layers[group.names[0]] for group in groups], hottest or {})
+            self._preload(
+                self.store, [layers[group.names[0]] for group in groups], hottest or {}, helped or {}
+            )
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -298,6 +329,36 @@ class StoredWeights:
         (_core.StoredRows)."""
         rows = self._rows.get(name)
         return self._resident[name] if rows is None else rows  # type: ignore[return-value]
+
+    def read(self, name: str, rows: np.ndarray | None = None) -> np.ndarray:
+        """Bytes of a tensor, read now and kept nowhere, wherever else they are: uint8 [nbytes], or of rows,
+        int64 [n], uint8 [n, bytes of a row]. Raises ReadError."""
+        info = self.tensors[name]
+        path, offset = self._weights.place(name)
+        n_rows, row = rows_of(info)
+        numbers = np.arange(n_rows) if rows is None else rows
+        stride, out = info.stride or row, np.empty((len(numbers), row), np.uint8)
+        # Rows that lie side by side are one piece.
+        apart = np.flatnonzero(np.diff(numbers) != 1) + 1 if stride == row else np.arange(1, len(numbers))
+        pieces = [
+            (offset + int(numbers[first]) * stride, out[first:last].reshape(-1))
+            for first, last in itertools.pairwise([0, *apart.tolist(), len(numbers)])
+            if first < last
+        ]
+        if pieces:
+            self.reader.read(os.fspath(path), pieces)
+        return out if rows is not None else out.reshape(-1)
+
+    def copy(self, name: str, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Rows of a tensor that come from a store, and those of its group, by name, uint8 [n, bytes of a
+        row]: read where they are not in memory, and empty where the tensor's do not come from a store. rows:
+        int64, rising, no more than a step may need at once. While no step is in flight. Raises ReadError."""
+        found = self._rows.get(name)
+        if found is None:
+            return {}
+        copies = found.store.copy(found.group, rows.astype(np.int32))
+        together = zip(self._together[name], copies, strict=True)
+        return {each: of_part.reshape(len(rows), -1) for each, of_part in together}
 
     def check(self) -> None:
         """Raises ReadError where a file has been changed."""
@@ -340,20 +401,27 @@ class StoredWeights:
                 path, offset = self._weights.place(name)
                 _, row = rows_of(self.tensors[name])
                 parts.append((os.fspath(path), offset, row, self.tensors[name].stride or row))
-            number = store.group(group.n_rows, parts, group.usual, group.at_once)
+            number = store.group(group.n_rows, parts, group.usual, group.at_once, group.n_asked)
             places |= {name: (number, part) for part, name in enumerate(group.names)}
+            self._together |= dict.fromkeys(group.names, group.names)
         store.allocate(n_bytes)
         self._rows |= {name: store.rows(*place) for name, place in places.items()}
         return store
 
-    def _preload(self, store: _core.RowStore, layers: list[int], hottest: Mapping[int, np.ndarray]) -> None:
+    def _preload(
+        self, store: _core.RowStore, layers: list[int], hottest: Mapping[int, np.ndarray], helped: Helped
+    ) -> None:
         """What is known to be hot, or all where all has room. layers: of each group."""
         for number, layer in enumerate(layers):
-            n_slots = store.n_slots(number)
+            n_slots, cold = store.n_slots(number), helped.get(layer)
             if store.is_whole:
-                store.preload(number, np.arange(n_slots, dtype=np.int32))
+                rows = np.arange(n_slots) if cold is None else np.flatnonzero(cold)
             elif layer in hottest:
-                store.preload(number, np.sort(hottest[layer][:n_slots]).astype(np.int32))
+                rows = hottest[layer] if cold is None else hottest[layer][cold[hottest[layer]]]
+                rows = np.sort(rows[:n_slots])
+            else:
+                continue
+            store.preload(number, rows.astype(np.int32))
 
     def _stream(self, pieces: list[tuple[str, ...]]) -> Streamed | None:
         if not pieces:

@@ -61,6 +61,10 @@ class Streamed:
     stream: _core.Stream
     places: Mapping[str, tuple[int, int]]
 
+    @property
+    def n_pieces(self) -> int:
+        return 1 + max(piece for piece, _ in self.places.values())
+
 
 def pieces_of(graph: Graph, tensors: Mapping[str, TensorInfo], without: Collection[str]) -> list[Piece]:
     """What may stream, in the order of its use: matrices, but those `without`, those of bundles, and those

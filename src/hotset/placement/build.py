@@ -14,15 +14,56 @@ from typing import TYPE_CHECKING, Any
 from hotset.backends.base import Backend, WeightSource
 from hotset.backends.chain import ChainBackend
 from hotset.backends.stage import STREAM_FROM, Stage
+from hotset.backends.stored import Helped, StoredWeights
+from hotset.backends.uploads import Uploads
 from hotset.errors import InvalidRequestError, OutOfMemoryError
+from hotset.model.graph import Embed, Ffn, Graph
 from hotset.placement import machine
 from hotset.placement.budget import DeviceBudget
 from hotset.placement.table import CPU, Placement
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from hotset.backends.gpu.handshake import Kind
     from hotset.model.cost import KVType
-    from hotset.model.graph import Graph
+
+
+@dataclass(frozen=True)
+class HostPart:
+    """What of a model this machine's memory is needed for, where devices compute too.
+
+    graph: the CPU's layers, embeddings, and the FFNs in which it helps a device; helped: those, as
+    StoredWeights takes them. It describes and is never run. n_layers: of the CPU's own.
+    """
+
+    graph: Graph
+    helped: Helped
+    n_layers: int
+
+
+def host_part(placement: Placement, graph: Graph) -> HostPart:
+    """Raises InvalidRequestError for a placement that is not of this model."""
+    own = [
+        op
+        for piece in _pieces(graph, placement)
+        if piece.device == CPU
+        for op in graph.ops[piece.first_op : piece.last_op]
+    ]
+    helped: dict[int, np.ndarray | None] = {
+        i: None if i in mixed_layers(graph) or place.hot is None else ~place.hot
+        for i, place in enumerate(placement.layers)
+        if place.is_split or (place.device != CPU and i in mixed_layers(graph))
+    }
+    kept = {id(op) for op in own}
+    ops = [
+        op
+        for op in graph.ops
+        if id(op) in kept
+        or isinstance(op, Embed)
+        or (isinstance(op, Ffn) and not op.shared and op.layer in helped)
+    ]
+    return HostPart(Graph(ops, graph.values), helped, placement.n_cpu_layers)
 
 
 def open_placed(
@@ -37,7 +78,8 @@ def open_placed(
     """The backend of a placement: one GPU's where it has everything, else a chain of stages.
 
     A CUDA device gives torch no more than was planned. OutOfMemoryError, where it has less than that free
-    after all, names a smaller budget.
+    after all, names a smaller budget. weights: StoredWeights of the placement's host_part keep this machine's
+    memory within a budget; devices then read what is theirs past it.
     """
     from hotset.backends.gpu.devices import find_device, limit_memory
 
@@ -50,7 +92,7 @@ def open_placed(
 
             needed = planned[0].total - planned[0].context if planned else 0
             return open_gpu(
-                weights, graph, device=placement.devices[0], sparse=sparse, needed=needed,
+                _of_devices(weights), graph, device=placement.devices[0], sparse=sparse, needed=needed,
                 weight_bytes=_weight_bytes(planned), **options,
             )  # fmt: skip
         if placement.budget is not None and placement.budget.stream:
@@ -130,6 +172,11 @@ def open_chain(
         if runtime is not None:
             runtime.close()
         raise
+
+
+def _of_devices(weights: WeightSource) -> WeightSource:
+    """Where devices find what is theirs."""
+    return Uploads(weights) if isinstance(weights, StoredWeights) else weights
 
 
 def mixed_layers(graph: Graph) -> set[int]:
@@ -225,7 +272,7 @@ def _device_stage(
             n_spare = fetching.n_spare * len(experts) // len(on_device)
             options = {"fetching": replace(fetching, n_spare=n_spare)} | options
     try:
-        stage = GpuStage(weights, graph, device, hot=hot, cold=service, **options)
+        stage = GpuStage(_of_devices(weights), graph, device, hot=hot, cold=service, **options)
     except BaseException:
         if service is not None:
             service.close()

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from hotset.backends.gpu.arena import Arena
+from hotset.backends.uploads import Lines
 from hotset.errors import UnsupportedModelError
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import TYPES, GGMLType, row_bytes
@@ -118,7 +119,7 @@ class DeviceMatrix:
     @classmethod
     def from_bytes(
         cls,
-        data: np.ndarray,
+        data: Lines,
         type: GGMLType,
         n_rows: int,
         n_cols: int,
@@ -128,13 +129,13 @@ class DeviceMatrix:
     ) -> DeviceMatrix:
         """Copies a matrix of a file, or its rows `rows`, to a device, some rows at a time.
 
-        data: uint8 [n_rows * row_bytes(type, n_cols)], as in the file. rows: int64, which of them, in this
-        order. arena: of this device, for what stays. Raises UnsupportedModelError for a type that cannot be
-        computed with on a device.
+        data: of n_rows rows, as in the file; an array may be of any shape. rows: int64, which of them, in
+        this order. arena: of this device, for what stays. Raises UnsupportedModelError for a type that
+        cannot be computed with on a device.
         """
         type = GGMLType(type)
         check_type(type)
-        whole = np.asarray(data).reshape(n_rows, row_bytes(type, n_cols))
+        whole = data.reshape(n_rows, row_bytes(type, n_cols)) if isinstance(data, np.ndarray) else data
         n_kept = n_rows if rows is None else len(rows)
         parts: dict[str, Tensor] = {}
         step = max(SLICE_VALUES // n_cols, 1)
@@ -171,7 +172,7 @@ class DeviceMatrix:
     @classmethod
     def from_planes(
         cls,
-        codes: np.ndarray,
+        codes: Lines,
         scales: np.ndarray,
         device: torch.device | str,
         rows: np.ndarray | None = None,
@@ -179,15 +180,18 @@ class DeviceMatrix:
     ) -> DeviceMatrix:
         """The down projection of a plain file, by neuron; of the scales only the groups that `rows` touch.
 
-        codes: int8 or uint8 [n_ff, n_cols / 2] (Q4_0) or [n_ff, n_cols] (Q8_0). scales: float16
-        [n_ff / 32, n_cols]. rows: int64, neurons to take, in this order; None: all. arena: as in from_bytes.
+        codes: bytes [n_ff, n_cols / 2] (Q4_0) or [n_ff, n_cols] (Q8_0). scales: float16 [n_ff / 32, n_cols].
+        rows: int64, neurons to take, in this order; None, of an array: all. arena: as in from_bytes.
         """
         n_cols = scales.shape[1]
-        is_q8 = codes.shape[1] == n_cols
-        rows = np.arange(len(codes)) if rows is None else np.asarray(rows, np.int64)
+        if rows is None:
+            assert isinstance(codes, np.ndarray)
+            rows = np.arange(len(codes))
+        rows = np.asarray(rows, np.int64)
         groups, group_of = np.unique(rows // PLANE_GROUP, return_inverse=True)
-        codes = codes.view(np.int8 if is_q8 else np.uint8)
-        out = _new((len(rows), codes.shape[1]), torch.int8 if is_q8 else torch.uint8, device, arena)
+        width = codes[rows[:1]].shape[1]
+        is_q8 = width == n_cols
+        out = _new((len(rows), width), torch.int8 if is_q8 else torch.uint8, device, arena)
 
         def there(values: np.ndarray) -> Tensor:
             host = torch.from_numpy(values)
@@ -195,7 +199,8 @@ class DeviceMatrix:
 
         step = max(SLICE_VALUES // n_cols, 1)
         for first in range(0, len(rows), step):
-            out[first : first + step].copy_(torch.from_numpy(codes[rows[first : first + step]]))
+            some = codes[rows[first : first + step]].view(np.int8 if is_q8 else np.uint8)
+            out[first : first + step].copy_(torch.from_numpy(some))
         return cls(
             GGMLType.Q8_0 if is_q8 else GGMLType.Q4_0,
             len(rows),

@@ -92,8 +92,10 @@ class ColdRows:
         device = self._weights.device
         held = Held.of(neurons, self._n_ff, lambda _, values: torch.from_numpy(values).to(device))
         part: dict[str, Any] = {"held": held}
+        given = {name: op for name, op in self._matrices.items() if op is not None}
+        found = iter(self._weights.neurons(list(given.values()), neurons))
         for name, op in self._matrices.items():
-            part[name] = None if op is None else self._weights.some_rows(op, neurons)
+            part[name] = None if op is None else next(found)
             if isinstance(op, Linear) and op.bias is not None:
                 bias = self._weights.host_vector(op.bias)[op.first_row + neurons]
                 part[f"{name}_bias"] = torch.from_numpy(bias).to(device)

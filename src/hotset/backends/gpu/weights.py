@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from hotset.backends.base import WeightSource
 from hotset.backends.gpu.arena import Arena
 from hotset.backends.gpu.matrix import DeviceMatrix
 from hotset.backends.gpu.twins import Held, RopeTable
+from hotset.backends.uploads import Lines, Uploads, matrix_rows
 from hotset.formats.quants import dequantize, row_bytes
 from hotset.model.graph import Linear, Rope, SignScores, TransposedLinear
 
@@ -35,12 +36,11 @@ class DeviceWeights:
         key = tuple((op.weight, op.first_row, op.out.width) for op in ops)
         if key not in self._kept:
             info = self.source.tensors[ops[0].weight]
-            parts = [self._data(op) for op in ops]
-            data = parts[0] if len(parts) == 1 else np.concatenate(parts)
             n_rows, n_cols = sum(op.out.width for op in ops), ops[0].x.width
+            lines = self._lines(*ops)
             self._keep(
                 key,
-                DeviceMatrix.from_bytes(data, info.type, n_rows, n_cols, self.device, arena=self._arena),
+                DeviceMatrix.from_bytes(lines, info.type, n_rows, n_cols, self.device, arena=self._arena),
             )
         return self._kept[key]  # type: ignore[return-value]
 
@@ -58,22 +58,35 @@ class DeviceWeights:
         return self._kept[key]  # type: ignore[return-value]
 
     def some_rows(
-        self, op: Linear | TransposedLinear, rows: np.ndarray | None, arena: Arena | None = None
+        self,
+        op: Linear | TransposedLinear,
+        rows: np.ndarray | None,
+        arena: Arena | None = None,
+        lines: Lines | None = None,
     ) -> DeviceMatrix:
-        """The rows of some neurons, or of all, loaded anew; without an arena in memory of their own."""
+        """The rows of some neurons, or of all, loaded anew; without an arena in memory of their own. lines:
+        where they are, if not where the source has them."""
         info = self.source.tensors[op.weight]
+        if lines is None:
+            lines = self._lines(op)
         if isinstance(op, Linear):
             return DeviceMatrix.from_bytes(
-                self._data(op), info.type, op.out.width, op.x.width, self.device, rows, arena
+                lines, info.type, op.out.width, op.x.width, self.device, rows, arena
             )
-        data = self.source.data(op.weight)
         if op.scales is None:
             return DeviceMatrix.from_bytes(
-                data, info.type, op.x.width, op.out.width, self.device, rows, arena
+                lines, info.type, op.x.width, op.out.width, self.device, rows, arena
             )
-        codes = data.view(np.int8).reshape(op.x.width, -1)
         scales = self.source.data(op.scales).view(np.float16).reshape(-1, op.out.width)
-        return DeviceMatrix.from_planes(codes, scales, self.device, rows, arena)
+        rows = np.arange(op.x.width) if rows is None else rows
+        return DeviceMatrix.from_planes(lines, scales, self.device, rows, arena)
+
+    def neurons(self, ops: Sequence[Linear | TransposedLinear], rows: np.ndarray) -> list[DeviceMatrix]:
+        """The rows of some neurons of several matrices, int64 [n], rising, in memory of their own."""
+        there: Mapping[str, Lines] = {}
+        if isinstance(self.source, Uploads):
+            there = self.source.neurons([op.weight for op in ops], rows)
+        return [self.some_rows(op, rows, lines=there.get(op.weight)) for op in ops]
 
     def bias(self, name: str | None, first: int = 0, width: int | None = None) -> Tensor | None:
         """As `vector`; None where there is none."""
@@ -125,10 +138,19 @@ class DeviceWeights:
             self.table_nbytes += self._ropes[rope].near.nbytes + self._ropes[rope].far.nbytes
         return self._ropes[rope]
 
-    def _data(self, op: Linear) -> np.ndarray:
-        """The bytes of the rows that a product takes."""
-        size = row_bytes(self.source.tensors[op.weight].type, op.x.width)
-        return self.source.data(op.weight)[op.first_row * size : (op.first_row + op.out.width) * size]
+    def _lines(self, *ops: Linear | TransposedLinear) -> Lines:
+        """The rows that products of one input take, or those of a down projection, a row per neuron."""
+        parts = [
+            (op.weight, op.first_row, op.out.width) if isinstance(op, Linear) else (op.weight, 0, op.x.width)
+            for op in ops
+        ]
+        first = self.source.tensors[ops[0].weight]
+        size = (
+            row_bytes(first.type, ops[0].x.width)
+            if isinstance(ops[0], Linear)
+            else first.nbytes // parts[0][2]
+        )
+        return matrix_rows(self.source, parts, size)
 
     def _keep(self, key: object, weight: DeviceMatrix | Tensor) -> None:
         self._kept[key] = weight
