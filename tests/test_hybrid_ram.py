@@ -15,6 +15,8 @@ from tiny_gguf import write_llama
 
 torch = pytest.importorskip("torch")
 
+from test_experts import FORMS  # noqa: E402
+from test_experts import model as write_experts  # noqa: E402
 from test_hybrid import ORDERS, hot_neurons, split, whole  # noqa: E402
 
 from hotset import _core  # noqa: E402
@@ -22,7 +24,11 @@ from hotset.backends.chain import ChainBackend  # noqa: E402
 from hotset.backends.stored import StoredWeights, sizes_of  # noqa: E402
 from hotset.errors import DeviceError, ReadError  # noqa: E402
 from hotset.formats.gguf import GGUFFile, open_gguf  # noqa: E402
+from hotset.formats.overlay import Overlay  # noqa: E402
 from hotset.formats.quants import GGMLType as T  # noqa: E402
+from hotset.model.config import config_from_gguf  # noqa: E402
+from hotset.model.decoder import describe  # noqa: E402
+from hotset.model.graph import Graph  # noqa: E402
 from hotset.placement.build import host_part, open_chain, open_placed  # noqa: E402
 from hotset.placement.table import CPU, Placement  # noqa: E402
 
@@ -37,24 +43,30 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def described(gguf: GGUFFile, mode: str) -> tuple[Graph, Overlay]:
+    """mode: "": of a mixture."""
+    if mode:
+        ready, graph = prepared(gguf, mode)
+        return graph, ready.weights
+    return describe(config_from_gguf(gguf), gguf.tensors), Overlay(gguf)
+
+
 def chains(
     gguf: GGUFFile, mode: str, placement: Placement, shares: Sequence[float], **options: Any
 ) -> Iterator[tuple[ChainBackend, StoredWeights | None]]:
     """The engine without a budget, and with the least that works and a share of what it has a use for beyond
     it."""
-    ready, graph = prepared(gguf, mode)
+    graph, files = described(gguf, mode)
     given: dict[str, Any] = {
         "n_pages": 8, "max_batch": 48, "kv_type": "f32", "n_threads": 2, "sparse": mode != "dense", **options,
     }  # fmt: skip
-    yield open_chain(placement, ready.weights, graph, timeout=30, **given), None
+    yield open_chain(placement, files, graph, timeout=30, **given), None
     part = host_part(placement, graph)
     for share in shares:
         how: dict[str, Any] = {"sparse": given["sparse"], "helped": part.helped, "step": 48}
-        sizes = sizes_of(part.graph, ready.weights.tensors, **how)
+        sizes = sizes_of(part.graph, files.tensors, **how)
         n_bytes = sizes.least_of_all + int(share * (sizes.all - sizes.least_of_all))
-        weights = StoredWeights(
-            ready.weights, part.graph, n_bytes, reader=_core.Reader(False, 4), gap=4096, **how
-        )
+        weights = StoredWeights(files, part.graph, n_bytes, reader=_core.Reader(False, 4), gap=4096, **how)
         yield open_chain(placement, weights, graph, timeout=30, **given), weights
 
 
@@ -160,9 +172,45 @@ def test_a_read_that_fails_ends_its_step_alone(tmp_path: Path, n: int) -> None:
             np.testing.assert_array_equal(logits_of(backend, ids, [], [2]), expected)
         except (DeviceError, ReadError) as error:
             sentences.append(str(error))
-            assert str(gguf.path) in sentences[-1]
         weights.reader.inject_faults(0, 0)
         np.testing.assert_array_equal(logits_of(backend, ids, [], [2]), expected)
+    assert all(str(gguf.path) in sentence for sentence in sentences)
     of_the_service = [sentence for sentence in sentences if "the CPU's half of layer" in sentence]
     assert len(of_the_service) < len(sentences)
     assert bool(of_the_service) == (n == 1)
+
+
+@pytest.mark.parametrize("form", ["shared", "biased by neuron", "one by one"])
+def test_experts_come_through_the_store(tmp_path: Path, form: str) -> None:
+    """Those of the CPU; and those of a device's cache from the file, past it."""
+    gguf = write_experts(tmp_path, **FORMS.get(form, {"one_by_one": True}))
+    for n_slots in (0, 5):
+        least, all_ = assert_same_bits(chains(gguf, "", whole([0, 0]), [0.0, 1.0], expert_slots=n_slots))
+        assert all_.counts().misses == 0
+        assert (least.store is None) == (form == "one by one")
+        assert least.store is None or least.counts().misses > 0
+
+
+def test_experts_of_the_cpu_and_of_devices(tmp_path: Path) -> None:
+    gguf = write_experts(tmp_path, **FORMS["shared"])
+    assert_same_bits(chains(gguf, "", whole([CPU, 0]), [0.0, 0.5, 1.0], expert_slots=3))
+
+
+def test_an_expert_that_cannot_be_read_ends_its_step_alone(tmp_path: Path) -> None:
+    gguf = write_experts(tmp_path, **FORMS["shared"])
+    (plain, _), (backend, weights) = chains(gguf, "", whole([0, 0]), [0.0], expert_slots=64)
+    assert weights is not None
+    ids = tokens(12)
+    expected = logits_of(plain, ids, [*range(4, 12)], [2])
+    sentences: list[str] = []
+    for seed in range(6):
+        weights.reader.inject_faults(0.2, seed)
+        try:
+            np.testing.assert_array_equal(logits_of(backend, ids, [*range(4, 12)], [2]), expected)
+        except (DeviceError, ReadError) as error:
+            sentences.append(str(error))
+        weights.reader.inject_faults(0, 0)
+        np.testing.assert_array_equal(logits_of(backend, ids, [*range(4, 12)], [2]), expected)
+    assert len(sentences) > 1
+    assert all(str(gguf.path) in sentence for sentence in sentences)
+    assert backend.expert_counts().hits > 0

@@ -178,12 +178,14 @@ class ExpertCache:
     # ---- between steps
 
     def begin_step(self) -> None:
-        """Enters what has come into the tables, and takes out what goes."""
+        """Enters what has come into the tables, and takes out what goes. Raises what one copy raised."""
         for group in self._groups:
             for (layer, id), copy in list(group.coming.items()):
                 if copy.done():
-                    copy.result()
                     del group.coming[layer, id]
+                    if copy.exception() is not None:
+                        group.policy.drop(layer, id)
+                        copy.result()
                     group.on_host[layer, id] = group.policy.find(layer, id)
                     group.changed = True
             if group.changed:
@@ -216,13 +218,19 @@ class ExpertCache:
             group.on_host[divmod(gone, n_expert)] = -1
             group.changed = True
             group.coming.pop(divmod(gone, n_expert), None)  # its copy is over before the next one's begins
-        for id, slot in places.to_fill(ids):
+        to_fill = list(places.to_fill(ids))
+        for n, (id, slot) in enumerate(to_fill):
             if len(group.coming) >= MOST_COMING:
                 group.policy.drop(layer, id)
                 continue
             self.n_fetched += 1
             if self._copies is None:
-                self._fill(group, group.layers[layer], id, slot)
+                try:
+                    self._fill(group, group.layers[layer], id, slot)
+                except BaseException:  # of a disk
+                    for other, _ in to_fill[n:]:
+                        group.policy.drop(layer, other)
+                    raise
                 group.on_host[layer, id] = slot
                 group.changed = True
             else:

@@ -3,6 +3,8 @@
 A CUDA device reads mapped memory by itself once it is registered: its pages then stay in memory (they are
 pinned) and have an address there. So which expert is fetched may be decided on the device, inside a captured
 step. Nothing is copied on the host: it is the file's memory, in the file's layout, that is registered.
+
+Under a budget of the host's memory nothing is registered: an expert is read from its file when it is copied.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import contextlib
 import ctypes
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +22,7 @@ import torch
 from hotset.backends.gpu.matrix import HostPart
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.backends.lowering import decoded_vector
+from hotset.backends.uploads import Uploads, matrix_rows
 from hotset.errors import DeviceError
 from hotset.formats.quants import GGMLType
 from hotset.model.graph import ExpertLinear, ExpertSum
@@ -62,6 +66,8 @@ class HostExperts:
         self._finalizer = weakref.finalize(self, _unregister, registrar, registered)
         if registrar is not None:
             try:
+                if not all(isinstance(rows, list) for _, rows in found.values()):
+                    raise DeviceError("under a budget of memory experts are read from their file")
                 for memory in _spans([own for _, rows in found.values() for own in rows]):
                     first = memory.ctypes.data
                     moved.append((first, first + memory.nbytes, registrar.register(memory) - first))
@@ -72,7 +78,7 @@ class HostExperts:
             self.n_pinned = sum(memory.nbytes for memory in registered)
         self.parts: dict[int, dict[str, HostPart]] = {layer: {} for layer in given}
         for (layer, name), (type, rows) in found.items():
-            here = [own.ctypes.data for own in rows]
+            here = [own.ctypes.data for own in rows] if isinstance(rows, list) else [0] * len(rows)
             there = [at + next((add for a, b, add in moved if a <= at < b), 0) for at in here]
             addresses = torch.tensor(there, dtype=torch.int64, device=weights.device)
             self.parts[layer][name] = HostPart(type, rows, addresses)
@@ -88,14 +94,27 @@ def _unregister(registrar: Registrar | None, registered: list[np.ndarray]) -> No
             registrar.unregister(registered.pop())
 
 
+@dataclass(frozen=True)
+class FileExperts(Sequence[np.ndarray]):
+    """As a list of `expert_rows`, each read when it is asked for."""
+
+    op: ExpertLinear | ExpertSum
+    weights: DeviceWeights
+
+    def __len__(self) -> int:
+        return self.op.n_expert
+
+    def __getitem__(self, id: Any) -> Any:
+        return expert_rows(self.op, id, self.weights)
+
+
 def expert_rows(op: ExpertLinear | ExpertSum, id: int, weights: DeviceWeights) -> np.ndarray:
     """The bytes of an expert's matrix, uint8 [rows, bytes of a row], of all its rows that count."""
     source = weights.source
     info = source.tensors[op.weights[0]]
     stored = info.shape[1]
-    name, at = (op.weights[0], id) if len(op.weights) == 1 else (op.weights[id], 0)
-    n_matrices = op.n_expert if len(op.weights) == 1 else 1
-    rows = source.data(name).reshape(n_matrices, stored, -1)[at]
+    part = (op.weights[0], id, 1) if len(op.weights) == 1 else (op.weights[id], 0, stored)
+    rows = matrix_rows(source, [part], info.nbytes // info.shape[-1])[:].reshape(stored, -1)
     if isinstance(op, ExpertSum):
         return rows
     return rows[op.first_row : op.first_row + op.n_rows]
@@ -110,9 +129,11 @@ def expert_biases(op: ExpertLinear | ExpertSum, weights: DeviceWeights) -> np.nd
 
 def _parts(
     name: str, op: ExpertLinear | ExpertSum, weights: DeviceWeights
-) -> Iterator[tuple[str, GGMLType, list[np.ndarray]]]:
+) -> Iterator[tuple[str, GGMLType, Sequence[np.ndarray]]]:
     type = GGMLType(weights.source.tensors[op.weights[0]].type)
-    yield name, type, [expert_rows(op, id, weights) for id in range(op.n_expert)]
+    is_read = isinstance(weights.source, Uploads)
+    experts = FileExperts(op, weights)
+    yield name, type, experts if is_read else [experts[id] for id in range(op.n_expert)]
     if op.bias is not None:
         biases = np.ascontiguousarray(expert_biases(op, weights))
         yield f"{name}_bias", GGMLType.F32, [own.reshape(1, -1).view(np.uint8) for own in biases]

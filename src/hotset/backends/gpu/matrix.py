@@ -25,8 +25,9 @@ Down projections of a plain file (formats/planes.py) are codes by neuron under s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -252,15 +253,15 @@ class DeviceMatrix:
 class HostPart:
     """One matrix of each expert of a layer, or a bias, F32 of one row.
 
-    rows: of each expert uint8 [n_rows, row bytes], where they lie. addresses: int64 [n_expert] on the device,
-    where their first bytes are for it.
+    rows: of each expert uint8 [n_rows, row bytes], where they lie, or as they are read. addresses: int64
+    [n_expert] on the device, where their first bytes are for it; 0 of those that are read.
     """
 
     type: GGMLType
-    rows: list[np.ndarray]
+    rows: Sequence[np.ndarray]
     addresses: Tensor
 
-    @property
+    @cached_property
     def n_bytes(self) -> int:
         """Of an expert."""
         return self.rows[0].nbytes
