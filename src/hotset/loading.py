@@ -136,8 +136,7 @@ def open_model(model: ModelPath, settings: LoadSettings) -> Opened:
     Devices are looked for first: a model is not fetched for one that is not there. Raises DeviceError,
     ModelNotFoundError, DownloadError, FormatError, UnsupportedModelError.
     """
-    looks = settings.backend == "auto" and settings.ram_budget is None
-    devices, unused = detect.wanted_devices(settings) if looks else ((), None)
+    devices, unused = detect.wanted_devices(settings) if settings.backend == "auto" else ((), None)
     if unused is not None:
         _warn(unused)
     path = Path(model)
@@ -180,21 +179,18 @@ def decide(opened: Opened, *, mapped: bool = False) -> Decided:
         limit = None if mapped else _ram_limit(opened)
         free = math.inf if mapped else free_memory()  # whose part of it is another's to say
         n_ctx = _context(settings, config, cost, free, gguf.nbytes if limit is None else 0)
-        if limit is not None and settings.n_ctx is None:
+        if limit is not None and settings.n_ctx is None and not opened.devices:
             n_ctx = _context_beside_rows(limit, n_ctx, settings, cost, graph, weights, sparse=sparse)
         if (longer := config.for_context(n_ctx)) is not config:
             config, graph = longer, describe(longer, weights.tensors, prepared.predictor, choice.cutoffs)
-        n_pages = settings.n_seqs * -(-n_ctx // PAGE_SIZE)
         if thresholds is None and (unused := default_path(gguf.path)).is_file():
             prepared.notes.append(f"{unused} has thresholds that are not used; --sparsity threshold does")
         decided = Decided(
-            settings, gguf, config, choice, weights, graph, cost, n_ctx, n_pages,
+            settings, gguf, config, choice, weights, graph, cost, n_ctx, _n_pages(settings, n_ctx),
             _n_states(settings, cost, n_ctx), prepared.notes, None, prepared.predictor,
             channels=None if foreseen is None else foreseen.plan,
         )  # fmt: skip
-        if limit is not None:
-            return replace(decided, ram=_plan_ram(decided, limit))
-        return replace(decided, placement=_placement(decided, opened.devices, profile))
+        return _shared_out(decided, opened.devices, profile, limit)
     except BaseException:
         weights.close()
         raise
@@ -217,27 +213,37 @@ def build(decided: Decided) -> tuple[Decided, Backend]:
         if settings.progress is not None:
             settings.progress.planned(placement)
         try:
-            backend = open_placed(placement, decided.weights, decided.graph, **options)
-            return decided, _ready(decided, backend)
+            stored = _stored(decided, options["sparse"])
+            backend = open_placed(placement, stored or decided.weights, decided.graph, **options)
+            return replace(decided, stored=stored), _ready(decided, backend)
         except _CANNOT_PLACE as error:
             if settings.asks_for_a_device:
                 raise
             _say_unplaced(error)
             decided = replace(decided, placement=None)
+            if decided.ram is not None:
+                decided = replace(decided, ram=_plan_ram(decided, decided.ram.limit))
     name = "cpu" if settings.backend == "auto" else settings.backend
     if decided.channels is not None and name == "cpu":
         options |= {"channel_rate": decided.channels.rate, "whole": decided.channels.whole}
     if decided.n_states:
         options["n_states"] = decided.n_states
-    if decided.ram is not None:
-        from hotset.placement.ram import open_stored
-
-        stored = open_stored(
-            decided.ram, decided.weights, decided.graph, sparse=options["sparse"], hottest=_hottest(decided)
-        )
+    if (stored := _stored(decided, options["sparse"])) is not None:
         backend = open_backend("cpu", stored, decided.graph, **options)
         return replace(decided, stored=stored), _ready(decided, backend)
     return decided, _ready(decided, open_backend(name, decided.weights, decided.graph, **options))
+
+
+def _stored(decided: Decided, sparse: bool) -> StoredWeights | None:
+    """The weights that the CPU computes with under a budget of memory; None without one."""
+    if decided.ram is None:
+        return None
+    from hotset.placement.ram import open_stored
+
+    return open_stored(
+        decided.ram, decided.weights, decided.graph, sparse=sparse, hottest=_hottest(decided),
+        placement=decided.placement,
+    )  # fmt: skip
 
 
 def _ready(decided: Decided, backend: Backend) -> Backend:
@@ -272,7 +278,7 @@ def _ram_limit(opened: Opened) -> int | None:
     if settings.ram_budget is not None:
         return int(settings.ram_budget * 2**30)
     free = free_memory()
-    if settings.backend == "reference" or opened.devices or opened.gguf.nbytes <= free:
+    if settings.backend == "reference" or opened.gguf.nbytes <= free:
         return None
     return int(free * _SHARE_OF_FREE)
 
@@ -296,18 +302,47 @@ def _context_beside_rows(
     return min(n_ctx, max(fitting, _SMALLEST_DEFAULT_N_CTX))
 
 
+def _shared_out(
+    decided: Decided, devices: Sequence[str], profile: Profile | None, limit: int | None
+) -> Decided:
+    """With what goes on which device, and what this machine's memory is for. Beside devices a context that
+    nobody asked for is the default, or, where a budget has no room for that, the smallest."""
+    smallest, may_shrink = _SMALLEST_DEFAULT_N_CTX, bool(devices) and decided.settings.n_ctx is None
+    placed = replace(decided, placement=_placement(decided, devices, profile, limit is not None))
+    if limit is None:
+        return placed
+    try:
+        return replace(placed, ram=_plan_ram(placed, limit))
+    except OutOfMemoryError:
+        if not may_shrink or decided.n_ctx <= smallest:
+            raise
+    config = decided.config.for_context(smallest)
+    shorter = replace(
+        decided, config=config, n_ctx=smallest, n_pages=_n_pages(decided.settings, smallest),
+        n_states=_n_states(decided.settings, decided.cost, smallest),
+        graph=describe(config, decided.weights.tensors, decided.predictor, decided.choice.cutoffs),
+    )  # fmt: skip
+    placed = replace(shorter, placement=_placement(shorter, devices, profile, True))
+    return replace(placed, ram=_plan_ram(placed, limit))
+
+
 def _plan_ram(decided: Decided, limit: int) -> RamPlan | None:
     """None where nobody asked for a budget, and the model does not fit in what is free."""
     from hotset.placement.disk import measure_disk
     from hotset.placement.ram import plan_ram
 
-    settings = decided.settings
+    settings, cost = decided.settings, decided.cost
+    if decided.placement is not None:
+        from hotset.placement.build import host_part
+
+        cost = Cost(host_part(decided.placement, decided.graph).graph, decided.weights.tensors)
     disk = measure_disk(decided.gguf.path, progress=settings.progress)
     try:
         planned = plan_ram(
             limit, decided.weights, decided.graph, disk, sparse=decided.choice.mode != "dense",
-            cache_bytes=_cache_bytes(settings, decided.cost, decided.n_ctx), n_states=decided.n_states,
-            max_batch=settings.max_batch, n_threads=settings.n_threads,
+            cache_bytes=_cache_bytes(settings, cost, decided.n_ctx), n_states=decided.n_states,
+            max_batch=settings.max_batch, n_threads=settings.n_threads, n_pages=decided.n_pages,
+            placement=decided.placement,
         )  # fmt: skip
     except OutOfMemoryError:
         if settings.ram_budget is not None:
@@ -321,7 +356,10 @@ def _plan_ram(decided: Decided, limit: int) -> RamPlan | None:
     return planned
 
 
-def _placement(decided: Decided, devices: Sequence[str], profile: Profile | None) -> Placement | None:
+def _placement(
+    decided: Decided, devices: Sequence[str], profile: Profile | None, limited: bool
+) -> Placement | None:
+    """limited: whether this machine's memory has a budget."""
     if not devices:
         return None
     from hotset.placement.planner import place
@@ -332,7 +370,7 @@ def _placement(decided: Decided, devices: Sequence[str], profile: Profile | None
             raise UnsupportedModelError("small values are cut on the CPU alone; use --no-gpu")
         return place(
             decided.gguf, decided.config, decided.weights, decided.graph, mode,
-            decided.settings, devices, n_pages=decided.n_pages, profile=profile,
+            decided.settings, devices, n_pages=decided.n_pages, profile=profile, limited=limited,
         )  # fmt: skip
     except _CANNOT_PLACE as error:
         if decided.settings.asks_for_a_device:
@@ -426,6 +464,11 @@ def _context(settings: LoadSettings, config: ModelConfig, cost: Cost, free: floa
     return asked
 
 
+def _n_pages(settings: LoadSettings, n_ctx: int) -> int:
+    """Of the cache."""
+    return settings.n_seqs * -(-n_ctx // PAGE_SIZE)
+
+
 def _cache_bytes(settings: LoadSettings, cost: Cost, n_ctx: int) -> int:
     """Of keys, values and recurrent states."""
     kv_bytes = settings.n_seqs * n_ctx * cost.kv_bytes_per_token(settings.kv_type)
@@ -437,7 +480,7 @@ def _n_states(settings: LoadSettings, cost: Cost, n_ctx: int) -> int:
     sequences and some prefixes, and no more than max_sequences and every page can use."""
     if not cost.state_bytes:
         return 0
-    n_pages = settings.n_seqs * -(-n_ctx // PAGE_SIZE)
+    n_pages = _n_pages(settings, n_ctx)
     kv_bytes = n_pages * PAGE_SIZE * cost.kv_bytes_per_token(settings.kv_type)
     least = 2 * (settings.n_seqs + 1) + _KEPT_STATES
     most = 2 * (settings.max_sequences + 1) + n_pages

@@ -43,9 +43,9 @@ class LoadSettings:
     split_neurons: False keeps the neurons of a layer together.
     reset_gpu_index: solves the placement again although it is known. Model.placement has the decision.
 
-    ram_budget: GiB of memory that program, weights, cache and workspace together stay within: what has no
-    room is read from the file as it is needed (backends/stored.py). None: the file is mapped, or, where it is
-    larger than what is free, what is free.
+    ram_budget: GiB of this machine's memory that program, weights, cache and workspace together stay within:
+    what has no room is read from the file as it is needed (backends/stored.py). What is on a device is not
+    among it. None: the file is mapped, or, where it is larger than what is free, what is free.
 
     activation: overrides the FFN activation that the file names.
     sparsity: which neurons are computed: "dense", "exact", "predicted" or "threshold" (sparsity/modes.py); by
@@ -120,11 +120,9 @@ class LoadSettings:
                 f"the backend {self.backend} computes on the CPU alone; leave it out to use a device, or "
                 "leave out what is asked of a device"
             )
-
-        if self.ram_budget is not None and (self.backend == "reference" or self.asks_for_a_device):
+        if self.ram_budget is not None and self.backend == "reference":
             raise InvalidRequestError(
-                "a budget of this machine's memory is kept by the native backend of the CPU alone; leave out "
-                "the device, or the reference, or ram_budget"
+                "the reference maps its files and keeps no budget of memory; leave it out, or ram_budget"
             )
 
     def _check(self, name: str, checked: Callable[..., Any], *bounds: int) -> None:

@@ -167,6 +167,11 @@ class CpuBackend:
         return self._plan_for(frozenset()).plan.nbytes
 
     @property
+    def buffer_bytes(self) -> int:
+        """Of these bytes those that are not the runtime's, which stages share."""
+        return self._plan_for(frozenset()).plan.own_nbytes
+
+    @property
     def nbytes(self) -> dict[str, int]:
         """Of a device's memory: none."""
         return {}

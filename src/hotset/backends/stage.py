@@ -25,6 +25,7 @@ Rows: TypeAlias = "np.ndarray | torch.Tensor"
 STREAM_FROM = 64  # tokens of a step from which on cold rows come to a device, which computes whole layers
 STREAM_BYTES = 64 << 20  # of cold rows that come at a time
 OUTPUT_ROWS = 64  # of logits that a device holds at a time
+SLICE_VALUES = 1 << 22  # decoded or copied at a time: bounds what a temporary takes, there and on the host
 
 
 class Stage(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,7 @@ from hotset.units import human_count, human_size
 if TYPE_CHECKING:
     import numpy as np
 
+    from hotset.placement.ram import RamPlan
     from hotset.placement.table import Placement
     from hotset.settings import LoadSettings
 
@@ -43,9 +45,7 @@ def plan(
     *,
     loading: options.PlanOptions,
 ) -> None:
-    """Plan what goes on the GPU and what stays on the CPU within a memory budget, or what stays in memory."""
-    import hotset
-
+    """Plan what goes on the GPU, what stays on the CPU, and what of it is in memory, within budgets."""
     with DownloadBar() as bar:
         settings = loading.settings(
             n_ctx=ctx_size, n_seqs=parallel, max_batch=batch, n_threads=threads, kv_type=cache_type,
@@ -54,11 +54,11 @@ def plan(
         path = resolve(model, progress=bar)
         if output is not None:
             check_target(output, store.shards(path))
-        if settings.ram_budget is not None:
-            if output is not None:
-                raise typer.BadParameter("a budget of memory puts nothing on a GPU.", param_hint="-o")
-            return _plan_ram(path, settings, json)
-        planned = hotset.plan(path, settings)
+        planned, memory = _decide(path, settings)
+    if planned is None and memory is not None:
+        if output is not None:
+            raise typer.BadParameter("there is no GPU to write an index for.", param_hint="-o")
+        return _tell_memory(memory, json)
     if planned is None and (experts := _experts(path)) is not None:
         _tell_experts(experts, json)
         return
@@ -69,26 +69,46 @@ def plan(
     if output is not None:
         _write_index(output, planned)
     if json:
-        _print_json(planned, output)
+        _print_json(planned, output, memory)
         return
     _print(planned, layers)
+    if memory is not None:
+        _tell_memory(memory, json)
     if output is not None:
         say(f"Wrote {output}; use it with --gpu-index.")
 
 
-def _plan_ram(path: Path, settings: LoadSettings, json: bool) -> None:
-    """What of memory would be for what."""
+def _decide(path: Path, settings: LoadSettings) -> tuple[Placement | None, _Memory | None]:
+    """What would be on devices, and what this machine's memory would be for; None: nothing, or no matter."""
     from hotset.loading import decide, open_model
-    from hotset.report.disk import ram_lines, ram_table
 
     with open_model(path, settings) as opened:
         decided = decide(opened)
         decided.weights.close()
-    ram = decided.ram
-    assert ram is not None
+    if decided.ram is None:
+        return decided.placement, None
+    return decided.placement, _Memory(decided.ram, decided.n_ctx, decided.choice.mode)
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """A plan of memory, and what it was made for."""
+
+    ram: RamPlan
+    n_ctx: int
+    sparsity: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.ram.as_dict() | {"n_ctx": self.n_ctx, "sparsity": self.sparsity}
+
+
+def _tell_memory(memory: _Memory, json: bool) -> None:
+    from hotset.report.disk import ram_lines, ram_table
+
     if json:
-        print_json(ram.as_dict() | {"n_ctx": decided.n_ctx, "sparsity": decided.choice.mode})
+        print_json(memory.as_dict())
         return
+    ram = memory.ram
     print_table(*ram_table(ram), tight=True)
     for line in ram_lines(ram):
         say(line, dim=True)
@@ -147,10 +167,12 @@ def _write_index(path: Path, planned: Placement) -> None:
     write_gpu_index(path, GPUIndex(neurons, _masks(planned)))
 
 
-def _print_json(planned: Placement, output: Path | None) -> None:
+def _print_json(planned: Placement, output: Path | None, memory: _Memory | None) -> None:
     from hotset.report.placement import placement_dict
 
     facts: dict[str, Any] = placement_dict(planned)
+    if memory is not None:
+        facts["ram"] = memory.as_dict()
     print_json(facts | ({"gpu_index": str(output)} if output else {}))
 
 

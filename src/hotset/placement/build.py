@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from hotset.backends.base import Backend, WeightSource
 from hotset.backends.chain import ChainBackend
-from hotset.backends.stage import STREAM_FROM, Stage
+from hotset.backends.stage import OUTPUT_ROWS, SLICE_VALUES, STREAM_FROM, Stage
 from hotset.backends.stored import Helped, StoredWeights
 from hotset.backends.uploads import Uploads
 from hotset.errors import InvalidRequestError, OutOfMemoryError
-from hotset.model.graph import Embed, Ffn, Graph
+from hotset.model.cost import Cost, weights_read
+from hotset.model.graph import Embed, ExpertLinear, ExpertSum, Ffn, Graph
 from hotset.placement import machine
-from hotset.placement.budget import DeviceBudget
+from hotset.placement.budget import FLOAT_BYTES, DeviceBudget
 from hotset.placement.table import CPU, Placement
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from hotset.backends.gpu.handshake import Kind
+    from hotset.backends.gpu.handshake import ColdService, Kind
     from hotset.model.cost import KVType
 
 
@@ -237,29 +238,16 @@ def _device_stage(
     cold_options: dict[str, Any],
 ) -> tuple[Stage, list[str]]:
     """A stage on a device, with a cold service of its own where layers are split; and what to say of it."""
-    from hotset.backends.gpu.devices import find_device
-    from hotset.backends.gpu.handshake import TIMEOUT, ColdService
     from hotset.backends.gpu.stage import GpuStage
 
     device = placement.devices[piece.device]
-    split = {i: placement.layers[i] for i in piece.layers if placement.layers[i].is_split}
-    hot = {i: layer.hot for i, layer in split.items() if layer.hot is not None}
-    experts = [i for i in piece.layers if i in mixed_layers(graph)]
+    hot, experts = _shared(placement, piece, graph)
     service = None
     notes = []
     if hot or experts:
-        stream_from, most = options["stream_from"], options["max_batch"]
-        if stream_from is not None and not experts:
-            most = max(min(most, stream_from - 1), 1)
         chosen = None if cold_options["kind"] else machine.handshake(device)
-        cold_options = cold_options | {
-            "timeout": cold_options["timeout"] or TIMEOUT,
-            "kind": chosen.kind if chosen else cold_options["kind"],
-        }
-        service = ColdService(
-            weights, graph, hot, find_device(device), experts=experts, sparse=options["sparse"],
-            max_batch=most, **cold_options,
-        )  # fmt: skip
+        cold_options = cold_options | {"kind": chosen.kind if chosen else cold_options["kind"]}
+        service = _cold_service(placement, piece, weights, graph, options, cold_options)
         shared = [f"{len(hot)} layers share their neurons"] if hot else []
         shared += [f"{len(experts)} layers their experts"] if experts else []
         reason = chosen.reason if chosen else service.reason
@@ -279,6 +267,100 @@ def _device_stage(
         raise
     notes.append(f"{device}: kernels in {stage.kernels.name}")
     return stage, notes
+
+
+def _shared(placement: Placement, piece: _Piece, graph: Graph) -> tuple[dict[int, np.ndarray], list[int]]:
+    """Of a device's piece the hot neurons of the layers that are split, and the layers with experts."""
+    split = {i: placement.layers[i] for i in piece.layers if placement.layers[i].is_split}
+    hot = {i: layer.hot for i, layer in split.items() if layer.hot is not None}
+    return hot, [i for i in piece.layers if i in mixed_layers(graph)]
+
+
+def _cold_service(
+    placement: Placement,
+    piece: _Piece,
+    weights: WeightSource,
+    graph: Graph,
+    options: dict[str, Any],
+    cold_options: dict[str, Any],
+) -> ColdService:
+    """What the CPU does of a device's layers."""
+    from hotset.backends.gpu.devices import find_device
+    from hotset.backends.gpu.handshake import TIMEOUT, ColdService
+
+    hot, experts = _shared(placement, piece, graph)
+    stream_from, most = options["stream_from"], options["max_batch"]
+    if stream_from is not None and not experts:
+        most = max(min(most, stream_from - 1), 1)
+    return ColdService(
+        weights, graph, hot, find_device(placement.devices[piece.device]), experts=experts,
+        sparse=options["sparse"], max_batch=most,
+        **cold_options | {"timeout": cold_options["timeout"] or TIMEOUT},
+    )  # fmt: skip
+
+
+def host_workspace(
+    placement: Placement,
+    weights: StoredWeights,
+    graph: Graph,
+    *,
+    n_pages: int,
+    max_batch: int,
+    sparse: bool,
+    n_threads: int | None,
+) -> int:
+    """Bytes of this machine's memory that the chain of a placement takes beside weights and cache: of the
+    CPU's stages and services, which are built for this without devices, and for what goes to devices and
+    comes from them. weights: empty ones."""
+    from hotset.backends.cpu import CpuBackend, new_runtime
+
+    given: dict[str, Any] = {"max_batch": max_batch, "sparse": sparse}
+    cold_options: dict[str, Any] = {"kind": "direct", "isa": None, "timeout": None}
+    total, is_on_host = 0, False
+    runtime = new_runtime(n_threads)
+    try:
+        for piece in _pieces(graph, placement):
+            is_on_host = piece.device == CPU
+            if is_on_host:
+                span: dict[str, Any] = {"first_op": piece.first_op, "last_op": piece.last_op}
+                stage = CpuBackend(weights, graph, n_pages=1, runtime=runtime, **span, **given)
+                total += stage.buffer_bytes
+                stage.close()
+                continue
+            total += _exchanged_bytes(graph, n_pages, max_batch)
+            if any(_shared(placement, piece, graph)):
+                service = _cold_service(
+                    placement, piece, weights, graph, given | {"stream_from": STREAM_FROM},
+                    cold_options | {"runtime": runtime},
+                )  # fmt: skip
+                total += service.buffer_bytes
+                service.close()
+        total += runtime.nbytes
+    finally:
+        runtime.close()
+    if not is_on_host:  # logits, in slices that are put together where there are several
+        total += FLOAT_BYTES * max_batch * graph.result.width * (1 if max_batch <= OUTPUT_ROWS else 2)
+    return total + _staged_bytes(placement, weights, graph)
+
+
+def _exchanged_bytes(graph: Graph, n_pages: int, max_batch: int) -> int:
+    """Of the host's for one stage on a device: numbers of a step, rows that enter (looked up, and as they are
+    copied) and leave."""
+    return FLOAT_BYTES * max_batch * (n_pages + 3 + 4 * graph.ops[0].out.width)
+
+
+def _staged_bytes(placement: Placement, weights: StoredWeights, graph: Graph) -> int:
+    """Of the host's while weights are on their way to devices: a slice of a matrix, or an expert, as it is
+    read and as it is taken apart; and of a prompt the cold rows that come at a time."""
+    n_bytes = 0
+    for op in graph.primitives:
+        for name, _ in weights_read(op, weights.tensors):
+            info = weights.tensors[name]
+            if not isinstance(op, Embed | ExpertLinear | ExpertSum):
+                n_bytes = max(n_bytes, min(info.nbytes, SLICE_VALUES * info.nbytes // info.n_elements))
+    experts = Cost(graph, weights.tensors).expert_bytes
+    slices = 3 * max(n_bytes, max(experts.values(), default=0))
+    return slices + (placement.budget.stream // 2 if placement.budget is not None else 0)
 
 
 def smaller_plan(placement: Placement) -> str:

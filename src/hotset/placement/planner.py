@@ -57,11 +57,15 @@ def place(
     *,
     n_pages: int,
     profile: Profile | None = None,
+    limited: bool = False,
 ) -> Placement:
     """The placement of a model on the devices that wanted_devices found.
 
-    profile: of this model's neurons. Raises OutOfMemoryError with the smallest budget that works, FormatError
-    for an index of another model, InvalidRequestError for a profile of another model.
+    profile: of this model's neurons. limited: this machine's memory has a budget. It changes nothing of what
+    is where, and so no bit, but that experts are not fetched, which lie in files then.
+
+    Raises OutOfMemoryError with the smallest budget that works, FormatError for an index of another model,
+    InvalidRequestError for a profile of another model.
     """
     from hotset.placement.machine import measure, rates_of
 
@@ -89,9 +93,13 @@ def place(
     frequencies = [np.zeros(n_ff) for n_ff in config.n_ff]
     notes: list[str] = []
     n_bytes = sum(layer.n_experts * layer.expert_bytes for layer in facts.layers)
-    if n_bytes > free_memory() and any(name.startswith("cuda") for name in devices):
+    is_short = n_bytes > free_memory() and any(name.startswith("cuda") for name in devices)
+    if n_bytes and (limited or is_short):
         rates = replace(rates, devices=tuple(replace(device, misses=None) for device in rates.devices))
-        notes.append("experts are not fetched: the memory of this machine is too small to pin them")
+        why = (
+            "a budget of memory leaves them in the file" if limited else "its memory is too small to pin them"
+        )
+        notes.append(f"experts are not fetched from this machine: {why}")
     split_neurons = settings.split_neurons and mode != "dense"  # where every neuron is computed none is cold
     if split_neurons and any(layer.n_split for layer in facts.layers):
         counted, note = _profile_of(gguf, config, weights, profile, n_threads, progress)

@@ -1,7 +1,8 @@
 """What a model needs in memory under a budget, what is left for rows of neurons, and what has no room.
 
 A budget is a promise: the program, weights, rows, keys and values, and workspace together never exceed it. So
-everything is counted before anything is read.
+everything is counted before anything is read. Beside devices it is of what the CPU computes
+(build.host_part), and of what passes through this machine's memory on its way to them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hotset.backends.base import PAGE_SIZE
-from hotset.backends.stored import STEP, Sizes, StoredWeights, share_out, sizes_of
+from hotset.backends.stored import STEP, Helped, Sizes, StoredWeights, share_out, sizes_of
 from hotset.errors import OutOfMemoryError
 from hotset.formats.overlay import Overlay
 from hotset.memory import own_memory
@@ -22,10 +23,14 @@ from hotset.placement.disk import DiskRates
 from hotset.units import human_size
 
 if TYPE_CHECKING:
+    from hotset.placement.table import Placement
     from hotset.sparsity.profile import Profile
 
 _PROGRAM = 48 << 20  # what the program takes beyond what it has when a model is loaded: answers, templates,
 _PER_TOKEN = 800  # and the tokenizer, for each entry of its vocabulary
+_OF_DEVICES = (
+    384 << 20
+)  # and for kernels that are compiled and loaded, and what a driver pins, of a real device
 _GIB = 1 << 30
 _SHARE_OF_CONTEXT = 0.25  # of what is left for rows and context, where nobody says how long it is
 
@@ -92,19 +97,25 @@ def plan_ram(
     n_states: int,
     max_batch: int,
     n_threads: int | None,
+    n_pages: int = 1,
+    placement: Placement | None = None,
 ) -> RamPlan:
-    """What goes where within `limit` bytes. Raises OutOfMemoryError with the smallest limit that works."""
-    sizes = sizes_of(graph, weights.tensors, sparse=sparse)
+    """What goes where within `limit` bytes. placement: what is on devices; cache_bytes are then those of the
+    CPU's layers. Raises OutOfMemoryError with the smallest limit that works."""
+    beside = _Beside.of(placement, graph, max_batch)
+    sizes = beside.sizes(weights, sparse)
     weights.let_go()
     program = own_memory() + _PROGRAM + graph.result.width * _PER_TOKEN
+    if placement is not None and any(name != "cpu" for name in placement.devices):
+        program += _OF_DEVICES
 
     def workspace_of(n_tokens: int, n_bytes: int) -> int:
         return _workspace(
-            weights, graph, sizes, disk, n_bytes, sparse=sparse, n_states=n_states, max_batch=n_tokens,
-            n_threads=n_threads,
+            weights, graph, beside, sizes, disk, n_bytes, sparse=sparse, n_states=n_states,
+            max_batch=n_tokens, n_threads=n_threads, n_pages=n_pages,
         )  # fmt: skip
 
-    step = min(max_batch, STEP)
+    step = min(max_batch, beside.step)
     workspace = workspace_of(step, sizes.least_of_all)
     fixed = program + cache_bytes + workspace
     least = fixed + sizes.least_of_all
@@ -113,7 +124,7 @@ def plan_ram(
             f"a memory budget of {limit / _GIB:.2f} GiB is too small: this model works within "
             f"{-(-least * 100 // _GIB) / 100:.2f} GiB ({human_size(sizes.least_of_all)} of "
             f"weights, {human_size(cache_bytes)} for the context, {human_size(program + workspace)} for the "
-            "program); raise --ram-budget, or lower the context"
+            f"program{beside.told}); raise --ram-budget, or lower the context"
         )
     if step < max_batch and limit - fixed >= sizes.all:
         larger = workspace_of(max_batch, sizes.all)
@@ -149,17 +160,49 @@ def open_stored(
     *,
     sparse: bool,
     hottest: Mapping[int, np.ndarray] | None = None,
+    placement: Placement | None = None,
 ) -> StoredWeights:
-    """The weights of a plan, read. hottest: see StoredWeights."""
+    """The weights of a plan, read; with the placement that it was made for. hottest: see StoredWeights."""
+    beside = _Beside.of(placement, graph, planned.max_batch)
     return StoredWeights(
-        weights, graph, planned.resident + planned.rows + planned.ring, sparse=sparse,
-        reader=planned.disk.reader(), gap=planned.disk.gap, hottest=hottest,
+        weights, beside.graph, planned.resident + planned.rows + planned.ring, sparse=sparse,
+        reader=planned.disk.reader(), gap=planned.disk.gap, hottest=hottest, helped=beside.helped,
+        step=beside.step,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """What the CPU has of a model, beside devices or alone. placement: None: all. step: tokens that a step
+    has at most, unless all has room: long ones need buffers only where layers are the CPU's."""
+
+    placement: Placement | None
+    graph: Graph
+    helped: Helped
+    step: int
+
+    @classmethod
+    def of(cls, placement: Placement | None, graph: Graph, max_batch: int) -> _Beside:
+        if placement is None:
+            return cls(None, graph, {}, STEP)
+        from hotset.placement.build import host_part
+
+        part = host_part(placement, graph)
+        return cls(placement, part.graph, part.helped, STEP if part.n_layers else max(max_batch, STEP))
+
+    @property
+    def told(self) -> str:
+        """For a sentence: what is not counted."""
+        return "" if self.placement is None else ", beside what is on " + ", ".join(self.placement.devices)
+
+    def sizes(self, weights: Overlay, sparse: bool) -> Sizes:
+        return sizes_of(self.graph, weights.tensors, sparse=sparse, step=self.step, helped=self.helped)
 
 
 def _workspace(
     weights: Overlay,
     graph: Graph,
+    beside: _Beside,
     sizes: Sizes,
     disk: DiskRates,
     n_bytes: int,
@@ -168,13 +211,25 @@ def _workspace(
     n_states: int,
     max_batch: int,
     n_threads: int | None,
+    n_pages: int,
 ) -> int:
     """Bytes of a backend's buffers and scratch: of one that is built without weights, in whose n_bytes
     nothing is written."""
     from hotset.backends.cpu import CpuBackend
 
     reader = disk.reader()
-    empty = StoredWeights(weights, graph, n_bytes, sparse=sparse, reader=reader, gap=0, empty=True)
+    empty = StoredWeights(
+        weights, beside.graph, n_bytes, sparse=sparse, reader=reader, gap=0, empty=True, step=beside.step,
+        helped=beside.helped,
+    )  # fmt: skip
+    if beside.placement is not None:
+        from hotset.placement.build import host_workspace
+
+        taken = host_workspace(
+            beside.placement, empty, graph, n_pages=n_pages, max_batch=max_batch, sparse=sparse,
+            n_threads=n_threads,
+        )  # fmt: skip
+        return taken + reader.buffer_bytes + sizes.tables
     backend = CpuBackend(
         empty, graph, n_pages=1, n_states=n_states, max_batch=max_batch, n_threads=n_threads, sparse=sparse
     )

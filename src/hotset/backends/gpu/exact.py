@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hotset.backends.gpu.matrix import SLICE_VALUES, DeviceMatrix
+from hotset.backends.gpu.matrix import DeviceMatrix
+from hotset.backends.stage import SLICE_VALUES
 from hotset.model.graph import ActivationKind
 
 LANES = 16

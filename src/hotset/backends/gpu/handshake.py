@@ -260,6 +260,11 @@ class ColdService:
 
     # ---- beside the steps
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Of this machine's memory for intermediates and the exchange, without weights and the runtime's."""
+        return self._native.nbytes
+
     def counts(self) -> ColdCounts:
         """Of the latest step, after its end."""
         requests, selected, active, gate_rows, up_rows, down_rows = self._native.counts().T

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from hotset.backends.base import PAGE_SIZE
 from hotset.backends.gpu import exact
-from hotset.backends.gpu.matrix import SLICE_VALUES, DeviceMatrix, HostPart
+from hotset.backends.gpu.matrix import DeviceMatrix, HostPart
+from hotset.backends.stage import SLICE_VALUES
 from hotset.model.graph import Activate, ActivationKind, Rope, RopeKind, Route
 
 GATHER_BELOW = 0.75  # share of the rows that are wanted: above it all are decoded, without an index
