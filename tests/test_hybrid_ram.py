@@ -3,12 +3,15 @@ device has is not kept here, and the bits are those of the engine without a budg
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from test_api_sparse import vocabulary, write_sparse
+from test_cli import inside
 from test_cpu_backend import logits_of, tokens
 from test_sparse_cpu import N_FF, prepared, write
 from tiny_gguf import write_llama
@@ -19,20 +22,29 @@ from test_experts import FORMS  # noqa: E402
 from test_experts import model as write_experts  # noqa: E402
 from test_hybrid import ORDERS, hot_neurons, split, whole  # noqa: E402
 
+import hotset  # noqa: E402
 from hotset import _core  # noqa: E402
 from hotset.backends.chain import ChainBackend  # noqa: E402
+from hotset.backends.cpu import CpuBackend  # noqa: E402
+from hotset.backends.gpu.stage import GpuStage  # noqa: E402
 from hotset.backends.stored import StoredWeights, sizes_of  # noqa: E402
-from hotset.errors import DeviceError, ReadError  # noqa: E402
+from hotset.errors import DeviceError, OutOfMemoryError, ReadError  # noqa: E402
 from hotset.formats.gguf import GGUFFile, open_gguf  # noqa: E402
 from hotset.formats.overlay import Overlay  # noqa: E402
+from hotset.formats.powerinfer import GPUIndex, write_activations, write_gpu_index  # noqa: E402
 from hotset.formats.quants import GGMLType as T  # noqa: E402
+from hotset.loading import decide, open_model  # noqa: E402
 from hotset.model.config import config_from_gguf  # noqa: E402
 from hotset.model.decoder import describe  # noqa: E402
 from hotset.model.graph import Graph  # noqa: E402
+from hotset.placement import ram  # noqa: E402
 from hotset.placement.build import host_part, open_chain, open_placed  # noqa: E402
 from hotset.placement.table import CPU, Placement  # noqa: E402
+from hotset.report.experts import expert_counts  # noqa: E402
+from hotset.settings import LoadSettings  # noqa: E402
 
 CUTS = [*range(20, 30)]
+GIB = 2**30
 
 
 @pytest.fixture(autouse=True)
@@ -214,3 +226,196 @@ def test_an_expert_that_cannot_be_read_ends_its_step_alone(tmp_path: Path) -> No
     assert len(sentences) > 1
     assert all(str(gguf.path) in sentence for sentence in sentences)
     assert backend.expert_counts().hits > 0
+
+
+# ---- from the name to the answer
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with predictors and what was published of its neurons; the program is no part of its budget."""
+    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(ram, "own_memory", lambda: 0)
+    monkeypatch.setattr(ram, "_PROGRAM", 0)
+    path = write_sparse(tmp_path / "model.gguf", n_ff=512, ranks=(32,) * 4)
+    rng = np.random.default_rng(4)
+    fires = [np.sort(rng.integers(1, 100, 512))[::-1].astype(np.uint64) for _ in range(4)]
+    write_activations(tmp_path / "activation", fires)
+    return path
+
+
+def beside(path: Path, what: str, **more: Any) -> dict[str, Any]:
+    """Settings with a device that has whole layers, or some of the neurons of all."""
+    settings = {"device": "cpu", "vram_budget": 1.0, "n_ctx": 256, "max_batch": 96, "n_threads": 1, **more}
+    if what == "layers":
+        return settings | {"n_gpu_layers": 2}
+    index = path.parent / "gpu.index"
+    write_gpu_index(index, GPUIndex(1 << 20, [hot_neurons(0.4, 512, i) for i in range(4)]))
+    return settings | {"gpu_index": index}
+
+
+def least_of(path: Path, settings: dict[str, Any]) -> int:
+    with open_model(path, LoadSettings(**settings, ram_budget=1)) as opened:
+        decided = decide(opened)
+        decided.weights.close()
+    assert decided.ram is not None
+    return decided.ram.least
+
+
+@pytest.mark.parametrize(
+    ("what", "sparsity"),
+    [("layers", "dense"), ("layers", "exact"), ("neurons", "exact"), ("neurons", "predicted")],
+)
+def test_the_same_answer_with_any_budget_of_memory(model: Path, what: str, sparsity: str) -> None:
+    """With whole layers on the CPU, and with layers that are split; of a short prompt and of one whose cold
+    rows stream."""
+    settings = beside(model, what, sparsity=sparsity)
+    prompts = [list(range(3, 12)), [3 + i % 40 for i in range(90)]]
+
+    def answers(loaded: hotset.Model) -> list[Any]:
+        made = [loaded.logits(prompt).copy() for prompt in prompts]
+        return [*made, loaded.generate(prompts[0], max_tokens=12, temperature=0).tokens]
+
+    with hotset.load(model, **settings) as mapped:
+        assert mapped.stored is None
+        placement, expected = mapped.placement, answers(mapped)
+        assert placement is not None
+        assert (placement.n_cpu_layers > 0) == (what == "layers")
+    least = least_of(model, settings)
+    for n_bytes in (least, 2 * GIB):
+        with hotset.load(model, **settings, ram_budget=n_bytes / GIB) as loaded:
+            assert loaded.placement is not None
+            assert [place.device for place in loaded.placement.layers] == [
+                place.device for place in placement.layers
+            ]
+            for one, other in zip(answers(loaded), expected, strict=True):
+                np.testing.assert_array_equal(one, other)
+            assert loaded.ram is not None
+            assert loaded.stored is not None
+            assert loaded.ram.total <= loaded.ram.limit
+            counts = loaded.stored.counts()
+            assert (counts.bytes_read + counts.bytes_streamed > 0) == (n_bytes == least)
+            held_within_its_plan(loaded)
+
+
+def held_within_its_plan(loaded: hotset.Model) -> None:
+    """What is allocated, beside what was planned for it."""
+    planned, weights = loaded.ram, loaded.stored
+    assert planned is not None
+    assert weights is not None
+    assert weights.resident.nbytes <= planned.resident + 128
+    assert isinstance(loaded.backend, ChainBackend)
+    services = [stage._cold for stage in loaded.backend.stages if isinstance(stage, GpuStage) and stage._cold]
+    own = [stage for stage in loaded.backend.stages if isinstance(stage, CpuBackend)]
+    held = sum(one.buffer_bytes for one in (*services, *own))  # type: ignore[union-attr]
+    assert loaded.backend._runtime is None or held + loaded.backend._runtime.nbytes <= planned.workspace
+    cache = sum(
+        part.nbytes for stage in own for kv in stage._cache.values() for part in kv if part is not None
+    )
+    assert cache == planned.kv
+    stages = [stage for stage in loaded.backend.stages if isinstance(stage, GpuStage)]
+    inputs = sum(stage._inputs.nbytes for stage in stages)
+    assert held + inputs <= planned.workspace
+
+
+def test_a_budget_beside_a_device_that_is_too_small_names_the_smallest(model: Path) -> None:
+    settings = beside(model, "neurons")
+    with pytest.raises(OutOfMemoryError, match="beside what is on cpu") as raised:
+        hotset.load(model, **settings, ram_budget=1e-5)
+    named = float(str(raised.value).split("works within ")[1].split(" ")[0])
+    with hotset.load(model, **settings, ram_budget=named) as loaded:
+        assert loaded.ram is not None
+
+
+def test_a_device_does_not_hinder_that_a_large_file_is_read_by_itself(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = beside(model, "neurons")
+    least = least_of(model, settings)
+    monkeypatch.setattr("hotset.loading.free_memory", lambda: int(least / 0.9) + 1)
+    monkeypatch.setattr("hotset.formats.gguf.GGUFFile.nbytes", 10 * least)
+    with pytest.warns(UserWarning, match="more than what is free: what has no room is read as it is needed"):
+        loaded = hotset.load(model, **settings)
+    with loaded:
+        assert loaded.ram is not None
+        assert loaded.placement is not None
+
+
+def test_a_context_that_nobody_asked_for_makes_room(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers of the CPU its keys and values are in the budget."""
+    monkeypatch.setattr("hotset.loading._SMALLEST_DEFAULT_N_CTX", 64)
+    settings = beside(model, "layers")
+    shortest = least_of(model, settings | {"n_ctx": 64})
+    assert shortest < least_of(model, settings | {"n_ctx": 256})
+    del settings["n_ctx"]
+    with hotset.load(model, **settings, ram_budget=(shortest + 4096) / GIB) as loaded:
+        assert loaded.n_ctx == 64
+        assert loaded.ram is not None
+
+
+def test_verbs_tell_both_budgets(model: Path) -> None:
+    settings = beside(model, "neurons", max_batch=512)
+    budgets = ("--vram-budget", 1, "--ram-budget", least_of(model, settings) / GIB)
+    device = ("--device", "cpu", "-t", 1, "-c", 256, "--gpu-index", settings["gpu_index"], *budgets)
+    planned = json.loads(inside("plan", model, *device, "--json").stdout)
+    assert planned["ram"]["total"] <= planned["ram"]["limit"]
+    assert planned["ram"]["rows"] < planned["ram"]["all_rows"]
+    assert planned["devices"][0]["neurons"] > 0
+    told = inside("plan", model, *device)
+    assert "rows of neurons" in told.stdout
+    index = model.parent / "index.gguf"
+    assert inside("plan", model, *device, "-o", index).returncode == 0
+    assert index.is_file()
+    asked = ("run", model, "hello", "-n", 6, "--temp", 0, "--ignore-eos", *device)
+    facts = json.loads(inside(*asked, "--json").stdout)
+    assert facts["disk_bytes_per_token"] > 0
+    assert facts["ram_budget"] > 0
+    assert facts["placement"]["devices"]
+    said = inside(*asked, "--stats").stderr
+    assert "read from the disk per token" in said
+    assert "reads at a time" in said
+
+
+def test_a_server_counts_what_was_read_beside_a_device(model: Path) -> None:
+    tiny_server = pytest.importorskip("tiny_server", reason="the server's packages are not there")
+
+    async def work(client: Any, _: Any) -> None:
+        answer = await client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 5, "seed": 1})
+        assert answer.status_code == 200, answer.text
+        counts = await tiny_server.metrics_of(client)
+        assert counts["hotset_row_misses_total"] > 0
+        assert counts["hotset_disk_read_bytes_total"] >= 4096
+        plan = (await client.get("/plan")).json()
+        assert plan["placement"]["devices"]
+        assert plan["ram"]["limit"] > 0
+
+    settings = beside(model, "neurons", max_sequences=4)
+    budget = least_of(model, settings) / GIB
+    tiny_server.run(model, work, load=settings | {"backend": "auto", "ram_budget": budget})
+
+
+def test_experts_are_told_by_where_they_were(model: Path) -> None:
+    path = write_llama(
+        model.parent / "mixture.gguf", experts=(8, 2), n_layer=3, n_ff=128,
+        n_vocab=len(vocabulary()["tokenizer.ggml.tokens"]), keys=vocabulary(),
+    )  # fmt: skip
+    settings: dict[str, Any] = {"device": "cpu", "n_ctx": 128, "max_batch": 16, "n_threads": 1}
+    whole_ = hotset.plan(path, **settings, vram_budget=1.0)
+    assert whole_ is not None
+    assert whole_.budget is not None
+    [planned] = whole_.budget.devices
+    settings["vram_budget"] = (planned.total - 0.7 * planned.experts) / GIB
+    prompt = list(range(3, 40))
+    with hotset.load(path, **settings) as mapped:
+        expected = mapped.logits(prompt).copy()
+    with hotset.load(path, **settings, ram_budget=least_of(path, settings) / GIB) as loaded:
+        assert loaded.placement is not None
+        assert loaded.placement.fetching == (None,)
+        assert "a budget of memory leaves them in the file" in " ".join(loaded.placement.notes)
+        for _ in range(2):
+            np.testing.assert_array_equal(loaded.logits(prompt), expected)
+        counts = expert_counts(loaded.decided.graph, loaded.backend, loaded.stored)
+        assert counts is not None
+        assert counts.hits > 0
+        assert counts.read > 0
+        assert counts.needed == 2 * 3 * 2 * len(prompt)

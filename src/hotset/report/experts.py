@@ -8,7 +8,7 @@ the beginning are still good for later.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -94,10 +94,14 @@ def expert_counts(graph: Graph, backend: Backend | None, stored: StoredWeights |
 
     if not any(ffn.route is not None for ffn in graph.ffns):
         return None
-    if stored is not None:  # whose rows are experts alone, but in layers that have none
-        counts = stored.counts()
+    beside = backend.expert_counts() if isinstance(backend, ChainBackend) else None
+    if stored is None:
+        return beside
+    counts = stored.counts()  # whose rows are experts alone, but in layers that have none
+    if beside is None:
         return ExpertCounts(counts.hits, read=counts.misses)
-    return backend.expert_counts() if isinstance(backend, ChainBackend) else None
+    read = min(counts.misses, beside.on_cpu)  # of those that the CPU computed for devices
+    return replace(beside, on_cpu=beside.on_cpu - read, read=read)
 
 
 def experts_dict(counts: ExpertCounts) -> dict[str, Any]:

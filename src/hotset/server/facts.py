@@ -57,11 +57,13 @@ async def props(http: Request) -> dict[str, Any]:
 
 @router.get("/plan")
 async def plan(http: Request) -> dict[str, Any]:
-    """As `hotset plan --json`, with what was measured; placement is null where the CPU computes alone."""
+    """As `hotset plan --json`, with what was measured; placement is null where the CPU computes alone, ram
+    where files are mapped."""
     service = service_of(http)
     model = service.model
     return {
         "placement": placement_dict(model.placement) if model.placement is not None else None,
+        "ram": model.ram.as_dict() if model.ram is not None else None,
         "memory": memory_dict(await service.in_thread(model.device_memory)),
         "layers": model.config.n_layer,
         "file_bytes": sum(shard.stat().st_size for shard in shards(model.gguf.path)),
