@@ -215,6 +215,8 @@ def build(decided: Decided) -> tuple[Decided, Backend]:
         try:
             stored = _stored(decided, options["sparse"])
             backend = open_placed(placement, stored or decided.weights, decided.graph, **options)
+            if stored is not None:
+                stored.start_counting()
             return replace(decided, stored=stored), _ready(decided, backend)
         except _CANNOT_PLACE as error:
             if settings.asks_for_a_device:
@@ -312,7 +314,7 @@ def _shared_out(
     if limit is None:
         return placed
     try:
-        return replace(placed, ram=_plan_ram(placed, limit))
+        return _within(placed, limit)
     except OutOfMemoryError:
         if not may_shrink or decided.n_ctx <= smallest:
             raise
@@ -322,8 +324,18 @@ def _shared_out(
         n_states=_n_states(decided.settings, decided.cost, smallest),
         graph=describe(config, decided.weights.tensors, decided.predictor, decided.choice.cutoffs),
     )  # fmt: skip
-    placed = replace(shorter, placement=_placement(shorter, devices, profile, True))
-    return replace(placed, ram=_plan_ram(placed, limit))
+    return _within(replace(shorter, placement=_placement(shorter, devices, profile, True)), limit)
+
+
+def _within(placed: Decided, limit: int) -> Decided:
+    """With a plan of this machine's memory."""
+    ram, placement = _plan_ram(placed, limit), placed.placement
+    if ram is not None and placement is not None and (ram.streamed or ram.rows < ram.all_rows):
+        note = (
+            "what has no room in this machine's memory is read from the disk, which no predicted time counts"
+        )
+        placement = replace(placement, notes=(*placement.notes, note))
+    return replace(placed, ram=ram, placement=placement)
 
 
 def _plan_ram(decided: Decided, limit: int) -> RamPlan | None:

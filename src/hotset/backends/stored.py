@@ -299,6 +299,7 @@ class StoredWeights:
             )
         self.shares = share_out(self.sizes, n_bytes)
         self._rows: dict[str, _core.StoredRows] = {}
+        self._uncounted = StoreCounts()
         self._together: dict[str, tuple[str, ...]] = {}  # the tensors of a group, by each of them
         embeddings = embeddings_of(graph, weights.tensors, step)
         self.store = self._open(reader, gap, groups, self.shares.rows)
@@ -373,7 +374,14 @@ class StoredWeights:
         return self._block
 
     def counts(self) -> StoreCounts:
-        """What the store and the stream did."""
+        """What the store and the stream did since they are counted."""
+        return self._all_counts().since(self._uncounted)
+
+    def start_counting(self) -> None:
+        """What was done until now does not count: steps that warm a device up."""
+        self._uncounted = self._all_counts()
+
+    def _all_counts(self) -> StoreCounts:
         counts = StoreCounts(*(() if self.store is None else self.store.counts()))
         if self._embeddings is not None:  # no hit is to be had there, and none is missed
             _, _, n_bytes, n_reads, seconds = self._embeddings.counts()
