@@ -100,7 +100,8 @@ void ColdPlan::add_fetch(const StoredGroups& rows, int group, FetchFacts::Which 
 
 // As backends/lowering.py: where rows of up come by themselves, gates first, then up for those that fire, as
 // if the gates were a predictor's scores, and their product, which is the same to the bit.
-std::vector<std::pair<int, ColdPlan::Counted>> ColdPlan::add_neurons(NeuronFacts facts, const StoredGroups& rows) {
+std::vector<std::pair<int, ColdPlan::Counted>> ColdPlan::add_neurons(NeuronFacts facts,
+                                                                     const StoredGroups& rows) {
     add_fetch(rows, rows.first, FetchFacts::Selected, facts.scores, facts.threshold);
     const int values = facts.out;
     if (!rows.apart) {
@@ -145,14 +146,25 @@ int ColdPlan::add_layer(int number, NeuronFacts facts, LinearPart down, std::vec
     auto counted = add_neurons(std::move(facts), rows);
     counted.emplace_back(plan_.n_ops(), Counted::All);
     plan_.add_axpy(values, std::move(down), -1, true);
-    layers_.push_back({number, first_op, plan_.n_ops(), std::move(counted), n, std::move(cold), predicted,
-                       scores, 0, 0, {}, {}});
+    layers_.push_back({number,
+                       first_op,
+                       plan_.n_ops(),
+                       std::move(counted),
+                       n,
+                       std::move(cold),
+                       predicted,
+                       scores,
+                       0,
+                       0,
+                       {},
+                       {}});
     return n_layers() - 1;
 }
 
 // A row of the plan is one expert of a token, whose weight is 1: products with it are exact, and a sum of one
 // is that one (but for the sign of a zero, which no sum that begins with 0 ever shows).
-int ColdPlan::add_experts(int number, ExpertFacts neurons, ExpertSumFacts down, int n_used, StoredGroups rows) {
+int ColdPlan::add_experts(int number, ExpertFacts neurons, ExpertSumFacts down, int n_used,
+                          StoredGroups rows) {
     const int64_t n = neurons.up.weights[0].rows;
     if (route_ < 0) route_ = plan_.add_buffer(2, false);
     neurons.x = x_, neurons.route = down.route = route_;
@@ -177,8 +189,8 @@ int ColdPlan::add_experts(int number, ExpertFacts neurons, ExpertSumFacts down, 
     count_last();
     plan_.add_expert_sum(std::move(down));
     count_last();
-    layers_.push_back({number, first_op, plan_.n_ops(), std::move(counted), n, {}, false, -1, n_used,
-                       n_expert, {}, {}});
+    layers_.push_back(
+        {number, first_op, plan_.n_ops(), std::move(counted), n, {}, false, -1, n_used, n_expert, {}, {}});
     return n_layers() - 1;
 }
 

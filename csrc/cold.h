@@ -81,19 +81,18 @@ class ColdPlan {
     int add_layer(int number, NeuronFacts facts, LinearPart down, std::vector<uint8_t> cold, bool predicted,
                   StoredGroups rows = {});
     // The same of a mixture, n_used experts a token. `neurons` and `down`: buffers and n_used are set here.
-    int add_experts(int number, ExpertFacts neurons, ExpertSumFacts down, int n_used,
-                    StoredGroups rows = {});
+    int add_experts(int number, ExpertFacts neurons, ExpertSumFacts down, int n_used, StoredGroups rows = {});
     void start();  // after the last layer; throws ThreadError
 
     // ---- the block of memory, all zero at first
     uint8_t* memory() const { return memory_; }  // page-aligned
     size_t memory_bytes() const { return memory_bytes_; }
     size_t bytes() const { return plan_.own_bytes() + memory_bytes_; }  // without the runtime's
-    size_t h_offset() const { return h_offset_; }        // float [max_tokens][width]
-    size_t out_offset() const { return out_offset_; }    // float [max_tokens][answer_width]
-    size_t bits_offset() const { return bits_offset_; }  // [max_tokens][asked_bytes]
-    size_t request_offset() const { return 0; }          // int32 [n_layers]
-    size_t done_offset() const { return done_offset_; }  // int32 [n_layers]
+    size_t h_offset() const { return h_offset_; }                       // float [max_tokens][width]
+    size_t out_offset() const { return out_offset_; }                   // float [max_tokens][answer_width]
+    size_t bits_offset() const { return bits_offset_; }                 // [max_tokens][asked_bytes]
+    size_t request_offset() const { return 0; }                         // int32 [n_layers]
+    size_t done_offset() const { return done_offset_; }                 // int32 [n_layers]
 
     int n_layers() const { return int(layers_.size()); }
     int64_t width() const { return width_; }
@@ -181,9 +180,9 @@ class ColdPlan {
     const int64_t timeout_ns_;
     std::vector<Layer> layers_;
     std::vector<HostCall> host_calls_;
-    int x_ = -1, sum_ = -1;                                 // buffers of the plan
-    int route_ = -1;                                        // of one expert: its id, and a weight of 1
-    std::vector<int32_t> misses_;                           // places in a route, by expert
+    int x_ = -1, sum_ = -1;        // buffers of the plan
+    int route_ = -1;               // of one expert: its id, and a weight of 1
+    std::vector<int32_t> misses_;  // places in a route, by expert
     std::vector<std::pair<int64_t, int>> scores_, values_, fired_;  // width → buffer
     Memory allocation_;
     uint8_t* memory_ = nullptr;

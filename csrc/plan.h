@@ -252,7 +252,7 @@ struct FetchFacts {
     float threshold = 0.0f;
     int64_t first = 0;
     int n_used = 0;
-    bool waits = true;  // else the reads are on their way, until add_finish_fetch
+    bool waits = true;       // else the reads are on their way, until add_finish_fetch
     int rows_per_token = 1;  // of `by`: one, or one for each of its experts
 };
 

@@ -67,7 +67,8 @@ void preload(RowStore& store, int group, const Ints& rows) {
 std::vector<nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>> copy_rows(RowStore& store, int group,
                                                                     const Ints& rows) {
     check_rows(store, group, rows);
-    require(int64_t(rows.size()) <= store.at_once(group), "more rows were asked for than there may be at once");
+    require(int64_t(rows.size()) <= store.at_once(group),
+            "more rows were asked for than there may be at once");
     std::vector<uint8_t*> to(size_t(store.n_parts(group)));
     std::vector<nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>> copies;
     for (size_t p = 0; p < to.size(); p++)
