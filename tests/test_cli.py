@@ -934,7 +934,7 @@ def test_plain_values_are_what_the_library_makes_of_them() -> None:
     from hotset.cli.values import _Taking
 
     group: Any = typer.main.get_command(app)
-    values = [None, "", "a b", "7", "-3", "0", "1.5", "-0.25", "1e3", "x", "1_000", " 5 ", "+5", "0x10",
+    values = [None, "", "a b", "7", "-3", "0", "-0", "1.5", "-0.25", "1e3", "x", "1_000", " 5 ", "+5", "0x10",
               "nan", "inf", "9" * 30, "1.0", "é", "a\udcff", "٣", 7, -1, 2.5, True]  # fmt: skip
     n_plain = 0
 

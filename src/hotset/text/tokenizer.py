@@ -261,7 +261,7 @@ class BytePairTokenizer(Tokenizer):
             metadata, bos=None, eos=None, add_bos=row.add_bos and "tokenizer.ggml.bos_token_id" in metadata
         )
         merges = _strings(metadata, "tokenizer.ggml.merges")
-        vocab = {piece: id for id, piece in enumerate(self.tokens)}
+        vocab = dict(zip(self.tokens, range(self.n_vocab), strict=True))
         # Control tokens are no words of the model: text must never become one by merging.
         for piece in ("", *self._ids_of(_CONTROL), *self._ids_of(_UNKNOWN)):
             vocab.pop(piece, None)
