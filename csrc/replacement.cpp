@@ -4,11 +4,14 @@
 #include <cmath>
 #include <queue>
 
+#include "threads.h"
+
 namespace hotset {
 
 namespace {
 
 constexpr int kLargestExponent = 512;  // of a credit's weight before all are scaled down, with room for sums
+constexpr size_t kAhead = 16;  // entries that are fetched before they are looked at: they lie here and there
 
 }  // namespace
 
@@ -37,7 +40,7 @@ bool Replacement::goes_later(const Node& a, const Node& b) {
     return a.slot > b.slot;
 }
 
-void Replacement::begin_step() {
+void Replacement::settle() {
     for (Pool& pool : pools_) {
         for (const Node& node : pool.held) {
             const Entry& entry = entries_[size_t(slots_[size_t(node.slot)])];
@@ -46,6 +49,10 @@ void Replacement::begin_step() {
         }
         pool.held.clear();
     }
+}
+
+void Replacement::begin_step() {
+    settle();
     ++step_;
     if (half_life_ == 0) return;
     const uint64_t place = step_ % uint64_t(half_life_);
@@ -74,6 +81,7 @@ void Replacement::lookup(int layer, const int32_t* ids, size_t n, bool credit, P
                          bool keeps_better) {
     bool missing = false;
     for (size_t i = 0; i < n; ++i) {
+        if (i + kAhead < n) prefetch_line(&entries_[key(layer, ids[i + kAhead])]);
         Entry& entry = entries_[key(layer, ids[i])];
         places[i] = {entry.slot, entry.slot != kNone, kNone};
         if (places[i].hit)

@@ -39,6 +39,8 @@ class Replacement {
 
     // What was used before is no longer in use, and credits have aged by a step.
     void begin_step();
+    // Does the larger part of the next begin_step beforehand, when nobody waits for it.
+    void settle();
 
     // The places of n ids of a layer. Those that are resident are found before any is evicted for the others,
     // which take their slots in the order of the ids. An id that comes again has the place of the first,

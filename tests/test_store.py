@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from test_cpu_backend import batch, logits_of, tokens
 from test_experts import FORMS
@@ -117,6 +121,32 @@ def stored(
     made = weights(sizes.all if share == 1 else sizes.resident + least + int(share * (most - least)))
     given = {"n_pages": 8, "max_batch": 128, "n_threads": 2, "sparse": mode != "dense", **options}
     return CpuBackend(made, graph, **given), made  # type: ignore[arg-type]
+
+
+def test_memory_is_given_before_it_is_needed(tmp_path: Path) -> None:
+    """Where the system can: rows that come meanwhile stay what they are."""
+    n_rows, row = 2048, 16 << 10
+    rows = np.random.default_rng(2).integers(0, 256, (n_rows, row), np.uint8)
+    rows.tofile(tmp_path / "rows")
+    store = _core.RowStore(_core.Reader(False, 2), 0, 64)
+    store.group(n_rows, [(str(tmp_path / "rows"), 0, row, row)], 8, 8)
+    with pytest.raises(ValueError, match="a store that has its memory"):
+        store.touch_ahead()
+    store.allocate(n_rows * row // 2)
+    before = psutil.Process().memory_info().rss
+    store.touch_ahead()
+    store.preload(0, np.arange(8, dtype=np.int32))
+    assert store.counts()[1] == 0  # nobody asked
+    kernel = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
+    if sys.platform != "linux" or kernel < (5, 14):
+        pytest.skip("this system gives memory when it is used")
+    for _ in range(1000):
+        if psutil.Process().memory_info().rss - before > n_rows * row * 0.4:
+            break
+        time.sleep(0.01)
+    else:
+        pytest.fail("the memory was never given")
+    del store  # which ends the thread wherever it is
 
 
 TYPES = [GGMLType.F32, GGMLType.F16, GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q5_0]

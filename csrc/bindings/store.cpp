@@ -178,6 +178,11 @@ void bind_store(nb::module_& m) {
         .def("group", &add_group, "n_rows"_a, "parts"_a, "usual"_a, "at_once"_a,
              "n_asked"_a.none() = nb::none())
         .def("allocate", &allocate, "bytes"_a)
+        .def("touch_ahead",
+             [](RowStore& store) {
+                 require(store.end(), "a store that has its memory can have it touched");
+                 store.touch_ahead();
+             })
         .def(
             "n_slots",
             [](const RowStore& store, int group) {

@@ -267,7 +267,10 @@ bool Reader::wait(Batch& batch, const std::function<bool()>& cancelled) {
 
 void Reader::finish(const Job& job, const uint8_t* buffer, const std::string& error) {
     if (error.empty())
-        for (const Read::Copy& copy : job.read->copies) std::memcpy(copy.to, buffer + copy.from, copy.bytes);
+        for (uint32_t i = 0; i < job.read->n_copies; i++) {
+            const Read::Copy& copy = job.batch->copies[job.read->first_copy + i];
+            std::memcpy(copy.to, buffer + copy.from, copy.bytes);
+        }
     Batch& batch = *job.batch;
     // Under the lock to the end: the batch may be gone as soon as none is left.
     const std::lock_guard lock(batch.mutex);
@@ -373,7 +376,7 @@ void add_straight_reads(Reader::Batch& batch, const StoredFile* file, uint64_t o
     const uint64_t end = (offset + bytes + kReadAlign - 1) / kReadAlign * kReadAlign;
     for (uint64_t at = first; at < end; at += Reader::kMostBytes) {
         const uint32_t n = uint32_t(std::min<uint64_t>(end - at, Reader::kMostBytes));
-        batch.reads.push_back({file, at, n, to + (at - first), {}});
+        batch.reads.push_back({file, at, n, to + (at - first)});
     }
 }
 
@@ -386,7 +389,7 @@ double read_rate(const StoredFile& file, Reader& reader, uint32_t size, double s
     while (double(now - start) < seconds * 1e9) {
         Reader::Batch batch;
         for (int i = 0; i < reader.depth() * 4; i++)
-            batch.reads.push_back({&file, hash(drawn++) % places * size, size, nullptr, {}});
+            batch.reads.push_back({&file, hash(drawn++) % places * size, size, nullptr});
         reader.begin(batch);
         reader.wait(batch, [] { return false; });
         bytes += uint64_t(size) * batch.reads.size();

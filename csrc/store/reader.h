@@ -75,8 +75,8 @@ struct Read {
     const StoredFile* file;
     uint64_t offset;  // whole kReadAlign, and so is `bytes`, which may reach beyond the end of the file
     uint32_t bytes;   // Reader::kMostBytes at most, with copies kMostCopied
-    uint8_t* into;    // aligned memory; null: a buffer of the reader, of which `copies` are made
-    std::vector<Copy> copies;
+    uint8_t* into;    // aligned memory; null: a buffer of the reader, of which copies are made
+    uint32_t first_copy = 0, n_copies = 0;  // of the batch's copies, which lie side by side
 };
 
 class Reader {
@@ -101,6 +101,8 @@ class Reader {
     class Batch {
       public:
         std::vector<Read> reads;
+        std::vector<Read::Copy> copies;
+        bool is_done() const { return left.load() == 0; }
         bool ahead = false;  // nobody waits for it yet: reads of other batches go first
 
       private:

@@ -77,6 +77,7 @@ RowStore::RowStore(std::shared_ptr<Reader> reader, uint64_t gap, int half_life)
     : reader_(std::move(reader)), gap_(gap), half_life_(half_life) {}
 
 RowStore::~RowStore() {
+    if (touched_by_ != n_forks()) touching_.release();  // a parent's thread is not here to be joined
     give_up();
 }
 
@@ -174,6 +175,14 @@ void RowStore::allocate(size_t bytes) {
     }
 }
 
+void RowStore::touch_ahead() {
+    TouchAhead::Pieces pieces{{transit_, transit_bytes_}};
+    for (const Group& group : groups_)
+        pieces.emplace_back(group.slots, size_t(group.n_slots()) * group.slot_bytes);
+    touched_by_ = n_forks();
+    touching_ = std::make_unique<TouchAhead>(std::move(pieces));
+}
+
 void RowStore::begin(int index, const int32_t* rows, int64_t n, bool learn) {
     give_up();
     Group& group = groups_[index];
@@ -235,6 +244,7 @@ uint8_t* RowStore::Passing::next() {
 
 bool RowStore::finish(const std::function<bool()>& cancelled) {
     if (!coming_) return true;
+    if (coming_->policy) coming_->policy->settle();
     const int64_t start = now_ns();
     bool done = false;
     try {
@@ -299,6 +309,7 @@ void RowStore::give_up() {
 // Makes the batch of the reads of the rows that are missing, whose places are to_.
 void RowStore::read_rows(const Group& group) {
     batch_->reads.clear();
+    batch_->copies.clear();
     const Part& first = group.parts[0];
     const size_t n = group.missing.size();
     const auto piece = [&](size_t i, size_t p) {
@@ -331,10 +342,12 @@ void add_reads(Reader::Batch& batch, const StoredFile* file, uint64_t offset, si
             begin <= last->offset + last->bytes + gap && end - last->offset <= Reader::kMostCopied) {
             last->bytes = std::max(last->bytes, uint32_t(end - last->offset));
         } else {
-            batch.reads.push_back({file, begin, uint32_t(end - begin), nullptr, {}});
+            batch.reads.push_back(
+                {file, begin, uint32_t(end - begin), nullptr, uint32_t(batch.copies.size())});
             last = &batch.reads.back();
         }
-        last->copies.push_back({uint32_t(offset - last->offset), uint32_t(here), to});
+        batch.copies.push_back({uint32_t(offset - last->offset), uint32_t(here), to});
+        last->n_copies++;
         offset += here, to += here, bytes -= here;
     }
 }

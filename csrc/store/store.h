@@ -20,6 +20,7 @@
 #include "../replacement.h"
 #include "../types.h"
 #include "reader.h"
+#include "touch.h"
 
 namespace hotset {
 
@@ -74,6 +75,7 @@ class RowStore {
     size_t least_bytes() const;
     size_t most_bytes() const;
     void allocate(size_t bytes);              // once, after the last group; least_bytes() at least
+    void touch_ahead();                       // has its memory be given while other things are done
     bool is_whole() const { return whole_; }  // whether every row that is asked for has a slot
 
     int64_t n_rows(int group) const { return groups_[group].n_rows; }
@@ -92,6 +94,8 @@ class RowStore {
     // False: `cancelled` said so. Throws ReadError; in both cases nothing of the group is to be relied on,
     // and the next `begin` works.
     bool finish(const std::function<bool()>& cancelled);
+    // Whether reads that `begin` began are still on their way.
+    bool is_coming() const { return coming_ && !batch_->is_done(); }
     // Reads rows (different, rising) into free slots, without credit.
     bool preload(int group, const int32_t* rows, int64_t n, const std::function<bool()>& cancelled);
     // Copies rows (as for `begin`) of one part after the other to out[part], [n][row_bytes]: for what is
@@ -153,6 +157,8 @@ class RowStore {
     std::unique_ptr<Reader::Batch> batch_ = std::make_unique<Reader::Batch>();
     Group* coming_ = nullptr;  // begun and not finished
     uint64_t born_ = 0;        // n_forks() then
+    std::unique_ptr<TouchAhead> touching_;
+    uint64_t touched_by_ = 0;  // n_forks() when that began
     std::vector<Replacement::Place> found_;
     std::vector<uint8_t*> to_;  // of the missing rows of the group that was begun last
     Counts counts_;

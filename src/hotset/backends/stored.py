@@ -303,6 +303,8 @@ class StoredWeights:
         self._together: dict[str, tuple[str, ...]] = {}  # the tensors of a group, by each of them
         embeddings = embeddings_of(graph, weights.tensors, step)
         self.store = self._open(reader, gap, groups, self.shares.rows)
+        if self.store is not None and not empty:
+            self.store.touch_ahead()
         # Of its own, since these rows are needed once and have no part in what stays.
         rows = [] if self.shares.whole else embeddings
         self._embeddings = self._open(reader, 0, rows, self.sizes.transit)
