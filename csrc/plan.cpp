@@ -93,8 +93,8 @@ void Plan::add_route(RouteFacts facts) {
 void Plan::add_fetch(FetchFacts facts) {
     ops_.push_back(make_fetch(*this, facts));
 }
-void Plan::add_finish_fetch(RowStore& store) {
-    ops_.push_back(make_finish_fetch(*this, store));
+void Plan::add_finish_fetch(RowStore& store, std::vector<std::pair<const uint8_t*, size_t>> next) {
+    ops_.push_back(make_finish_fetch(*this, store, std::move(next)));
 }
 void Plan::add_await_piece(Stream& stream, int piece, bool waits) {
     ops_.push_back(make_await_piece(*this, stream, piece, waits));

@@ -178,6 +178,9 @@ struct NeuronFacts {
     // decides, and of the value.
     float input_cutoff = 0.0f, gate_cutoff = 0.0f, value_cutoff = 0.0f;
     ChannelMatrix gate_channels, up_channels;  // copies by channel, where there are any
+    // [number of neurons] Where it is given, those alone for which it has `missed_which`.
+    const uint8_t* missed = nullptr;
+    bool missed_which = false;
 };
 
 constexpr int kMaxExperts = 1024;  // each has a chunk of its own at least: kMaxChunks
@@ -323,7 +326,9 @@ class Plan {
     // out = x where not scores < threshold, else 0; columns before `first` have no score and are kept.
     void add_route(RouteFacts facts);
     void add_fetch(FetchFacts facts);
-    void add_finish_fetch(RowStore& store);
+    // next: what operations behind it read, in the order of its use: while the disk is waited for it is
+    // fetched into the cache that threads share, as far as that has room.
+    void add_finish_fetch(RowStore& store, std::vector<std::pair<const uint8_t*, size_t>> next = {});
     // Operations behind it read a piece of a stream. waits: they do; else the stream's user has no more to
     // do, and what comes next may be read.
     void add_await_piece(Stream& stream, int piece, bool waits);
@@ -416,7 +421,8 @@ std::unique_ptr<Op> make_channel_linear(const Plan& plan, int x, Norm norm, std:
 std::unique_ptr<Op> make_neurons(const Plan& plan, NeuronFacts facts);
 std::unique_ptr<Op> make_axpy(const Plan& plan, int x, LinearPart part, int residual, bool sparse);
 std::unique_ptr<Op> make_fetch(const Plan& plan, FetchFacts facts);
-std::unique_ptr<Op> make_finish_fetch(const Plan& plan, RowStore& store);
+std::unique_ptr<Op> make_finish_fetch(const Plan& plan, RowStore& store,
+                                      std::vector<std::pair<const uint8_t*, size_t>> next);
 std::unique_ptr<Op> make_await_piece(const Plan& plan, Stream& stream, int piece, bool waits);
 std::unique_ptr<Op> make_route(const Plan& plan, RouteFacts facts);
 std::unique_ptr<Op> make_expert_neurons(const Plan& plan, ExpertFacts facts);

@@ -163,11 +163,17 @@ def test_any_budget_gives_the_same_bits(tmp_path: Path, model: str, type_: GGMLT
     expected = logits_of(
         CpuBackend(ready.weights, graph, n_pages=8, max_batch=128, n_threads=2), ids, [], pages
     )
+    whole = cpu(gguf, "exact")
+    logits_of(whole, ids, ONE_BY_ONE, pages)
     for mode in ("dense", "exact"):
         for share in (0.0, 0.4, 1.0):
             backend, weights = stored(gguf, mode, share)
-            for cuts in (ONE_BY_ONE, []):
+            for cuts in ([], ONE_BY_ONE):
                 np.testing.assert_array_equal(logits_of(backend, ids, cuts, pages), expected)
+            if mode == "exact":  # of what was there and what had to be read together
+                for name in ("selected", "active", "gate_rows"):
+                    mine, theirs = (getattr(one.stats(), name) for one in (backend, whole))
+                    np.testing.assert_array_equal(mine, theirs)
             counts = weights.counts()
             assert (counts.misses > 0) == (counts.bytes_read > 0) == (share < 1)  # else all is read at first
             assert counts.hits > 0 or share == 0  # else for the hottest rows alone, where weights stream

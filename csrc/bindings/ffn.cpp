@@ -2,6 +2,17 @@
 #include "bindings/plan_builder.h"
 
 namespace hotset::bindings {
+namespace {
+
+// Of neurons or experts those alone whose rows a store missed, or had.
+template <class Facts>
+void set_missed(Facts& facts, const Rows& up, int64_t n, bool which) {
+    const auto* const rows = std::get_if<StoredRows>(&up);
+    require(rows && rows->store->n_rows(rows->group) == n, "a store says what it missed");
+    facts.missed = rows->store->missed(rows->group), facts.missed_which = which;
+}
+
+}  // namespace
 
 void PlanBuilder::linear(int x, const NormArguments& norm, const std::vector<Part>& parts, int residual,
                          bool gated, const std::optional<ActivationArguments>& activation,
@@ -44,7 +55,7 @@ void PlanBuilder::neurons(int x, const NormArguments& norm, const std::optional<
                           const ActivationArguments& activation, std::optional<int> up_activation,
                           const std::optional<std::tuple<int, float, int64_t>>& predictor, bool sparse,
                           int out, const std::tuple<float, float, float>& cutoffs,
-                          const std::vector<std::optional<Channels>>& channels) {
+                          const std::vector<std::optional<Channels>>& channels, std::optional<bool> missed) {
     NeuronFacts facts;
     facts.x = x, facts.out = out, facts.sparse = sparse;
     std::tie(facts.input_cutoff, facts.gate_cutoff, facts.value_cutoff) = cutoffs;
@@ -65,6 +76,7 @@ void PlanBuilder::neurons(int x, const NormArguments& norm, const std::optional<
         require(facts.first >= 0 && width(facts.scores) == width(out) - facts.first,
                 "a predictor has a score for each neuron");
     }
+    if (missed) set_missed(facts, std::get<1>(up), width(out), *missed);
     plan_->add_neurons(std::move(facts));
 }
 
@@ -100,8 +112,13 @@ void PlanBuilder::fetch(std::shared_ptr<RowStore> store, int group, int which, i
     plan_->add_fetch(facts);
 }
 
-void PlanBuilder::finish_fetch(std::shared_ptr<RowStore> store) {
-    plan_->add_finish_fetch(*store);
+void PlanBuilder::finish_fetch(std::shared_ptr<RowStore> store, const std::vector<Bytes>& next) {
+    std::vector<std::pair<const uint8_t*, size_t>> pieces;
+    for (const Bytes& one : next) {
+        pieces.emplace_back(one.data(), one.size());
+        weights_.push_back(one);
+    }
+    plan_->add_finish_fetch(*store, std::move(pieces));
     stores_.push_back(std::move(store));
 }
 
@@ -157,11 +174,7 @@ void PlanBuilder::expert_neurons(int x, int route, int n_expert, const std::opti
         same_rows(facts.scores, out);
         require(width(facts.scores) == width(out) && activation, "a predictor has a score for each neuron");
     }
-    if (missed) {
-        const auto* const rows = std::get_if<StoredRows>(&std::get<1>(std::get<0>(up).front()));
-        require(rows && rows->store->n_rows(rows->group) == n_expert, "a store says what it missed");
-        facts.missed = rows->store->missed(rows->group), facts.missed_which = *missed;
-    }
+    if (missed) set_missed(facts, std::get<1>(std::get<0>(up).front()), n_expert, *missed);
     plan_->add_expert_neurons(std::move(facts));
 }
 

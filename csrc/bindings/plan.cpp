@@ -253,12 +253,12 @@ void bind_plan(nb::module_& m) {
         .def("neurons", &PlanBuilder::neurons, "x"_a, "norm"_a.none(), "gate"_a.none(), "up"_a,
              "activation"_a, "up_activation"_a.none(), "predictor"_a.none(), "sparse"_a, "out"_a,
              "cutoffs"_a = std::tuple<float, float, float>(),
-             "channels"_a = std::vector<std::optional<PlanBuilder::Channels>>())
+             "channels"_a = std::vector<std::optional<PlanBuilder::Channels>>(), "missed"_a = nb::none())
         .def("axpy", &PlanBuilder::axpy, "x"_a, "type"_a, "data"_a, "scales"_a.none(), "bias"_a.none(),
              "residual"_a, "sparse"_a, "out"_a)
         .def("fetch", &PlanBuilder::fetch, "store"_a, "group"_a, "which"_a, "by"_a, "threshold"_a, "first"_a,
              "waits"_a)
-        .def("finish_fetch", &PlanBuilder::finish_fetch, "store"_a)
+        .def("finish_fetch", &PlanBuilder::finish_fetch, "store"_a, "next"_a)
         .def("await_piece", &PlanBuilder::await_piece, "stream"_a, "piece"_a, "waits"_a)
         .def("route", &PlanBuilder::route, "x"_a, "n_used"_a, "scoring"_a, "bias"_a.none(), "normalised"_a,
              "scale"_a, "n_groups"_a, "n_groups_used"_a, "group_best"_a, "out"_a)

@@ -42,12 +42,12 @@ class PlanBuilder {
                 const std::vector<std::optional<Channels>>& channels, int largest);
 
     // The values of an FFN's neurons (csrc/ops/neurons.cpp). predictor: buffer of scores, threshold, and how
-    // many leading neurons have no score.
+    // many leading neurons have no score. missed: those alone that up's store missed, or had.
     void neurons(int x, const NormArguments& norm, const std::optional<Part>& gate, const Part& up,
                  const ActivationArguments& activation, std::optional<int> up_activation,
                  const std::optional<std::tuple<int, float, int64_t>>& predictor, bool sparse, int out,
                  const std::tuple<float, float, float>& cutoffs,
-                 const std::vector<std::optional<Channels>>& channels);
+                 const std::vector<std::optional<Channels>>& channels, std::optional<bool> missed);
 
     // x times a matrix with a row per input (csrc/ops/axpy.cpp).
     void axpy(int x, int type, const Rows& data, const std::optional<Bytes>& scales,
@@ -57,7 +57,8 @@ class PlanBuilder {
     // on, values, or a route.
     void fetch(std::shared_ptr<RowStore> store, int group, int which, int by, float threshold, int64_t first,
                bool waits);
-    void finish_fetch(std::shared_ptr<RowStore> store);
+    // next: as of Plan::add_finish_fetch.
+    void finish_fetch(std::shared_ptr<RowStore> store, const std::vector<Bytes>& next);
     // See Plan::add_await_piece.
     void await_piece(std::shared_ptr<Stream> stream, int piece, bool waits);
 

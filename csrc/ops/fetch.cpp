@@ -3,12 +3,27 @@
 #include <algorithm>
 #include <bit>
 
+#if __has_include(<unistd.h>)
+#include <unistd.h>
+#endif
+
 #include "alone.h"
 
 namespace hotset {
 namespace {
 
+constexpr size_t kLine = 64, kLookBytes = 16 << 10;  // of what is fetched between two looks at the disk
 constexpr int kLearnTokens = 8;  // a step of more is a prompt's: it does not say what is needed often
+
+// Of the cache that cores share, as far as the system tells.
+size_t shared_cache_bytes() {
+#if defined(_SC_LEVEL3_CACHE_SIZE)
+    static const long bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
+    return size_t(std::max(bytes, 0L));
+#else
+    return 0;
+#endif
+}
 
 class Fetch : public Op {
   public:
@@ -94,25 +109,42 @@ class Fetch : public Op {
 
 class FinishFetch : public Op {
   public:
-    FinishFetch(const Plan& plan, RowStore& store) : plan_(plan), store_(store) {}
+    FinishFetch(const Plan& plan, RowStore& store, std::vector<std::pair<const uint8_t*, size_t>> next)
+        : plan_(plan), store_(store), next_(std::move(next)) {}
 
     int n_phases(const StepTokens&) const override { return 1; }
     int n_chunks(int, const StepTokens&) const override { return 1; }
     bool alone(int) const override { return true; }
     void run(int, int, const StepTokens&, Worker& worker) const override {
-        run_alone(plan_, worker, [&] { return store_.finish([&] { return worker.cancelled(); }); });
+        run_alone(plan_, worker, [&] {
+            fetch_next();
+            return store_.finish([&] { return worker.cancelled(); });
+        });
     }
     Needs needs() const override { return {}; }
 
   private:
+    // Brings what is read next into the cache while there is nothing else to do.
+    void fetch_next() const {
+        if (plan_.n_threads() == 1) return;  // whoever reads has no core of its own
+        size_t left = shared_cache_bytes() / 4 * 3;
+        for (const auto& [data, bytes] : next_)
+            for (size_t at = 0; at < bytes && left >= kLine; at += kLine, left -= kLine) {
+                if (at % kLookBytes == 0 && !store_.is_coming()) return;
+                prefetch_line(data + at);
+            }
+    }
+
     const Plan& plan_;
     RowStore& store_;
+    const std::vector<std::pair<const uint8_t*, size_t>> next_;
 };
 
 }  // namespace
 
-std::unique_ptr<Op> make_finish_fetch(const Plan& plan, RowStore& store) {
-    return std::make_unique<FinishFetch>(plan, store);
+std::unique_ptr<Op> make_finish_fetch(const Plan& plan, RowStore& store,
+                                      std::vector<std::pair<const uint8_t*, size_t>> next) {
+    return std::make_unique<FinishFetch>(plan, store, std::move(next));
 }
 
 std::unique_ptr<Op> make_fetch(const Plan& plan, FetchFacts facts) {

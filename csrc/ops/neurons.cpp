@@ -4,6 +4,9 @@
 // is zero. One token reads the rows it needs where they lie; several read the rows that any of them needs,
 // copied side by side, or all rows of a chunk where that is cheaper, and each token keeps its own. Whatever
 // is read, a value is the same to the bit. Of tokens that are cut, small activations count as zero.
+//
+// Where rows come from a store there are two of it, of which the first computes the neurons whose rows were
+// there, and zeros for the others, while these are read.
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -43,6 +46,10 @@ class Neurons : public Op {
 
     void run(int phase, int chunk, const StepTokens& step, Worker& worker) const override {
         if (phase == 0 && input_.prepares_together(step)) return input_.prepare_chunk(chunk, step, worker);
+        if (facts_.missed_which && !any_missed(chunk, step)) {
+            if (worker.begin_commit()) worker.end_commit();
+            return;
+        }
         const bool lists = has_channels() && input_.n_tokens(step) == 1;
         const ChannelInput::One one =
             lists ? input_.one(step, worker) : ChannelInput::One{input_.inputs(step, worker), nullptr};
@@ -65,7 +72,7 @@ class Neurons : public Op {
         }
         if (!worker.begin_commit()) return;
         for (int t = 0; t < in.n; t++)
-            std::copy_n(c.scratch.values + t * c.size, c.size, out_.row(t) + first);
+            commit(c.scratch.values + t * c.size, c.size, out_.row(t) + first, first);
         counters.add(c.counts, worker.index());
         worker.end_commit();
     }
@@ -129,6 +136,20 @@ class Neurons : public Op {
         Scratch scratch;
         FfnCounts counts;
     };
+
+    // Whether this operation leaves a neuron to the other one.
+    bool is_others(int64_t i) const { return facts_.missed && bool(facts_.missed[i]) != facts_.missed_which; }
+    bool any_missed(int chunk, const StepTokens& step) const {
+        const int n = input_.n_tokens(step), chunks = neuron_chunks(n);
+        const auto* const end = facts_.missed + first_neuron(n, chunks, chunk + 1);
+        return std::find(facts_.missed + first_neuron(n, chunks, chunk), end, uint8_t(1)) != end;
+    }
+    // Of the second operation what the first one left.
+    void commit(const float* values, int64_t size, float* out, int64_t first) const {
+        if (!facts_.missed_which) return void(std::copy_n(values, size, out));
+        for (int64_t i = 0; i < size; i++)
+            if (!is_others(first + i)) out[i] = values[i];
+    }
 
     // Whether all rows of the chunk are read, of which `count` are wanted. Those of a store lie here and
     // there.
@@ -204,7 +225,10 @@ class Neurons : public Op {
     // Lists the neurons that the predictor names.
     int select_one(Chunk& c) const {
         int count = 0;
-        auto add = [&](int64_t i) { c.scratch.neurons[count++] = int32_t(i); };
+        auto add = [&](int64_t i) {
+            c.scratch.neurons[count] = int32_t(i);
+            count += !is_others(c.first + i);
+        };
         const int64_t unscored = scores_ ? std::clamp<int64_t>(facts_.first - c.first, 0, c.size) : c.size;
         for (int64_t i = 0; i < unscored; i++) add(i);
         if (unscored == c.size) return count;
@@ -284,6 +308,8 @@ class Neurons : public Op {
                 for (; i < c.size; i++) wanted[i] = !(scores[c.first + i] < facts_.threshold);
             }
             std::fill(wanted + i, wanted + c.size, uint8_t(1));
+            if (facts_.missed)
+                for (i = 0; i < c.size; i++) wanted[i] &= !is_others(c.first + i);
             for (int64_t j = 0; j < c.size; j++) c.counts.selected += wanted[j];
         }
     }

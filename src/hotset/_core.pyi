@@ -196,6 +196,7 @@ class Plan:
         out: int,
         cutoffs: tuple[float, ...] = (0.0, 0.0, 0.0),  # of the input, the activation that decides, the value
         channels: list[Channels | None] = ...,
+        missed: bool | None = None,  # as of expert_neurons
     ) -> None: ...
     def axpy(
         self,
@@ -211,7 +212,8 @@ class Plan:
     def fetch(
         self, store: RowStore, group: int, which: int, by: int, threshold: float, first: int, waits: bool
     ) -> None: ...
-    def finish_fetch(self, store: RowStore) -> None: ...
+    # next: what operations behind it read, which is fetched into the cache while the disk is waited for
+    def finish_fetch(self, store: RowStore, next: list[np.ndarray]) -> None: ...
     def await_piece(self, stream: Stream, piece: int, waits: bool) -> None: ...
     def route(
         self,

@@ -189,7 +189,7 @@ class CpuBackend:
             for gate in lowered.gates:  # neurons are counted by the operation that computes the gates
                 n_selected, _, _, n_rows, _ = of_ops[gate]
                 of_ops[gate] = n_selected, 0, n_rows, 0, 0
-                of_ops[gate + 2, 0] = 0  # behind the fetch
+            of_ops[lowered.ups, 0] = 0
             of_ops[lowered.cell % len(PARTS) != PARTS.index("ffn")] = 0  # rows of predictors are no neurons
             np.add.at(counts, lowered.layers, of_ops)
         return counts

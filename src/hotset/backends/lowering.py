@@ -9,9 +9,10 @@ cutoffs go into the pass of its products.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any, assert_never
 
 import numpy as np
@@ -129,7 +130,7 @@ class Lowered:
     """A plan with what its owner needs to know. result: buffer of the last value, logits or the residual
     stream. buffers: of the taps, by name. largest: as StepResult.largest, a buffer; -1: none.
 
-    gates: native operations that compute the gates of an FFN alone, and another behind them the rest.
+    gates, ups: native operations that compute the gates of an FFN alone, and those that compute the rest.
     layers, cell: of each native operation its layer (0 outside of the layers), and layer * len(PARTS) + part.
     """
 
@@ -138,6 +139,7 @@ class Lowered:
     buffers: dict[str, int]
     has_neurons: bool
     gates: list[int]
+    ups: list[int]
     layers: np.ndarray
     cell: np.ndarray
     largest: int
@@ -179,9 +181,9 @@ def lower(
     emit = _Emission(plan, buffers, weights, cache, states, sparse, channel_rate, streamed, whole)
     if isinstance(graph.ops[-1], Linear):
         emit.logits = graph.result
-    for group in fused:
+    for i, group in enumerate(fused):
         buffers.enter(group)
-        emit.group(group)
+        emit.group(group, fused[i + 1 :])
         if (ffn := ahead.begins.get(group.out[0])) is not None:
             emit.begin(ffn)
         buffers.leave(group)
@@ -196,6 +198,7 @@ def lower(
         kept,
         any(ffn is not None and ffn.leaves_out for ffn in (group.ffn for group in fused)),
         emit.gates,
+        emit.ups,
         layers,
         layers * len(PARTS) + part,
         emit.largest,
@@ -209,8 +212,8 @@ def _is_stored(weights: WeightSource, name: str) -> bool:
 
 
 class _Emission:
-    """Writes native operations. at: layer and part of each so far. gates, largest: as Lowered. logits: the
-    last value, of which the largest are found where its groups are whole."""
+    """Writes native operations. at: layer and part of each so far. gates, ups, largest: as Lowered. logits:
+    the last value, of which the largest are found where its groups are whole."""
 
     def __init__(
         self,
@@ -226,15 +229,18 @@ class _Emission:
     ) -> None:
         self._channel_rate, self._whole = channel_rate, whole
         self._streamed, self._piece = streamed, -1  # which was waited for last
+        self._behind: Sequence[Fused] = ()  # groups
         self._begun: set[Value] = set()  # results of FFNs whose rows are on their way
         self._plan, self._buffers, self._weights = plan, buffers, weights
         self._cache, self._states, self._sparse = cache, states, sparse
         self.at: list[tuple[int, Part]] = []
         self.gates: list[int] = []
+        self.ups: list[int] = []
         self.logits: Value | None = None
         self.largest = -1
 
-    def group(self, group: Fused) -> None:
+    def group(self, group: Fused, behind: Sequence[Fused]) -> None:
+        self._behind = behind
         if group.ffn is not None:
             self._ffn(group.ffn, group)
         else:
@@ -410,7 +416,7 @@ class _Emission:
                 ffn.norm, products, [ffn.selected] * len(products), activate=ffn.gate_act,
                 multiplied=ffn.gate is not None, cut=ffn.in_cut, neuron_cuts=_cutoffs(ffn)[1:],
             )  # fmt: skip
-        self.at.append((ffn.layer, ffn.part))
+            self.at.append((ffn.layer, ffn.part))
 
         residual, down = group.residual(ffn.out), ffn.down
         self._await(down)
@@ -442,14 +448,10 @@ class _Emission:
             self.at.append((ffn.layer, ffn.part))
         assert isinstance(up, ExpertLinear)
         assert isinstance(down, ExpertSum)
-        # Experts that are there are computed while the others come, unless all are there for good.
-        rows = self._weights.data(up.weights[0])
-        overlaps = _is_stored(self._weights, up.weights[0])
         if not is_begun:
+            overlaps = _is_stored(self._weights, up.weights[0])
             self._fetch(ffn, up.weights[0], set(), FETCH_ROUTED, self._buffers[route.out], waits=not overlaps)
-        for missed in (False, True) if overlaps else (None,):
-            if missed:
-                self._finish(ffn, rows)
+        for missed in self._as_they_come(ffn, up.weights[0]):
             self._plan.expert_neurons(
                 self._buffers[ffn.x],
                 self._buffers[route.out],
@@ -524,63 +526,96 @@ class _Emission:
             mask.first, waits=waits,
         )  # fmt: skip
 
-    def _finish(self, op: Op, rows: _core.Rows) -> int:
-        """Has the step wait for rows that are on their way. Returns their group."""
-        assert isinstance(rows, _core.StoredRows)
-        self._plan.finish_fetch(rows.store)
-        self.at.append((op.layer, op.part))
-        return rows.group
-
     def _neurons(self, ffn: Ffn) -> set[int]:
         """Up to the neurons. Returns the groups of rows that were fetched for it."""
-        norm, mask, out = ffn.norm, ffn.mask, self._buffers[ffn.selected]
+        mask, out = ffn.mask, self._buffers[ffn.selected]
         fetched: set[int] = set()
-        if mask is None:
-            self._fetch(ffn, ffn.decides.weight, fetched, FETCH_ALL, out)
-        elif ffn.out in self._begun:
-            fetched.add(self._finish(ffn, self._weights.data(ffn.decides.weight)))
+        decides, up = ffn.decides.weight, self._weights.data(one_matrix(ffn.up).weight)
+        overlaps = _is_stored(self._weights, decides)
+        if ffn.out in self._begun:
+            rows = self._weights.data(decides)
+            assert isinstance(rows, _core.StoredRows)
+            fetched.add(rows.group)
+        elif mask is None:
+            self._fetch(ffn, decides, fetched, FETCH_ALL, out, waits=not overlaps)
         else:
-            self._fetch_selected(ffn, fetched)
-        up = self._weights.data(one_matrix(ffn.up).weight)
+            self._fetch_selected(ffn, fetched, waits=not overlaps)
         if isinstance(up, _core.StoredRows) and up.group not in fetched:
             self._neurons_by_gate(ffn, fetched)
             return fetched
-        self._plan.neurons(
-            self._buffers[ffn.x],
-            self._norm(norm) if norm else None,
-            self._part(one_matrix(ffn.gate), ffn.selected) if ffn.gate else None,
-            self._part(one_matrix(ffn.up), ffn.selected),
-            activation(ffn.gate_act),
-            ACTIVATIONS[ffn.up_act.kind] if ffn.up_act else None,
-            (self._buffers[mask.scores], mask.threshold, mask.first) if mask else None,
-            self._sparse,
-            out,
-            _cutoffs(ffn),
-            self._channels([one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None]),
-        )
+        for missed in self._as_they_come(ffn, decides):
+            self._plan.neurons(
+                self._buffers[ffn.x],
+                self._norm(ffn.norm) if ffn.norm else None,
+                self._part(one_matrix(ffn.gate), ffn.selected) if ffn.gate else None,
+                self._part(one_matrix(ffn.up), ffn.selected),
+                activation(ffn.gate_act),
+                ACTIVATIONS[ffn.up_act.kind] if ffn.up_act else None,
+                (self._buffers[mask.scores], mask.threshold, mask.first) if mask else None,
+                self._sparse,
+                out,
+                _cutoffs(ffn),
+                self._channels([one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None]),
+                missed,
+            )
+            self.at.append((ffn.layer, ffn.part))
         return fetched
+
+    def _as_they_come(self, op: Op, name: str) -> Iterator[bool | None]:
+        """Twice, for what was there and for what had to be read, where rows of a tensor are on their way;
+        else once, for all. Between the two the step waits."""
+        if not _is_stored(self._weights, name):
+            yield None
+            return
+        rows = self._weights.data(name)
+        assert isinstance(rows, _core.StoredRows)
+        yield False
+        self._plan.finish_fetch(rows.store, self._read_next())
+        self.at.append((op.layer, op.part))
+        yield True
+
+    def _read_next(self) -> list[np.ndarray]:
+        """Matrices in memory that operations behind this FFN read, up to the next one."""
+        groups = takewhile(lambda group: group.ffn is None, self._behind)
+        names = [name for group in groups for op in group.ops for name in matrices_of(op)]
+        return [
+            data
+            for name in names
+            if isinstance(data := self._weights.data(name), np.ndarray)
+            and not (self._streamed is not None and name in self._streamed.places)
+        ]
 
     def _neurons_by_gate(self, ffn: Ffn, fetched: set[int]) -> None:
         """Gates first, so that of up only the rows of those that fire are fetched: the same products."""
         assert ffn.gate is not None
         plan, out, norm = self._plan, self._buffers[ffn.selected], self._norm(ffn.norm) if ffn.norm else None
         x, fired = self._buffers[ffn.x], self._buffers.borrow(ffn.selected)
+        names = [one_matrix(op).weight for op in (ffn.gate, ffn.up)]
         gate, up = (linear_matrix(self._weights, one_matrix(op)) for op in (ffn.gate, ffn.up))
         of_input, of_gate, of_value = _cutoffs(ffn)
         kind = activation(ffn.gate_act)
         cutoffs = of_input, of_gate, 0.0
-        plan.neurons(x, norm, None, (*gate, fired), kind, None, None, self._sparse, fired, cutoffs)
-        self.gates.append(len(self.at))
-        self.at.append((ffn.layer, ffn.part))
-        self._fetch(ffn, one_matrix(ffn.up).weight, fetched, FETCH_NONZERO, fired)
-        kind = activation(ffn.up_act) if ffn.up_act else (SCALE, 1.0)
-        cutoffs = of_input, 0.0, 0.0
-        plan.neurons(x, norm, None, (*up, out), kind, None, (fired, LEAST, 0), self._sparse, out, cutoffs)
-        self.at.append((ffn.layer, ffn.part))
-        plan.multiply(fired, out, out)
-        if of_value:
+        for missed in self._as_they_come(ffn, names[0]):
+            plan.neurons(
+                x, norm, None, (*gate, fired), kind, None, None, self._sparse, fired, cutoffs, [], missed
+            )  # fmt: skip
+            self.gates.append(len(self.at))
             self.at.append((ffn.layer, ffn.part))
+        overlaps = _is_stored(self._weights, names[1])
+        self._fetch(ffn, names[1], fetched, FETCH_NONZERO, fired, waits=not overlaps)
+        kind = activation(ffn.up_act) if ffn.up_act else (SCALE, 1.0)
+        cutoffs, scores = (of_input, 0.0, 0.0), (fired, LEAST, 0)
+        for missed in self._as_they_come(ffn, names[1]):
+            plan.neurons(
+                x, norm, None, (*up, out), kind, None, scores, self._sparse, out, cutoffs, [], missed
+            )  # fmt: skip
+            self.ups.append(len(self.at))
+            self.at.append((ffn.layer, ffn.part))
+        plan.multiply(fired, out, out)
+        self.at.append((ffn.layer, ffn.part))
+        if of_value:
             plan.cutoff(out, of_value, out)
+            self.at.append((ffn.layer, ffn.part))
 
     # ---- attention, and what may stand in its place
 
