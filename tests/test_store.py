@@ -92,6 +92,30 @@ def test_a_child_reads_with_threads_of_its_own(tmp_path: Path, bytes_: np.ndarra
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+def test_rows_are_copied_for_who_computes_elsewhere(tmp_path: Path, bytes_: np.ndarray) -> None:
+    """Of a group of which 20 of 44 rows are ever asked for: slots are for these alone."""
+    path, runtime = str(tmp_path / "data"), _core.Runtime(1)
+    store = _core.RowStore(_core.Reader(False, 4), 0, 64)
+    parts = [(path, 1000, 300, 300), (path, 20_000, 70_000, 70_000)]  # the second too large to be copied
+    group = store.group(44, parts, 4, 20, 20)
+    assert store.most_bytes == 20 * _core.RowStore.slot_bytes_of([300, 70_000])
+    store.allocate(store.most_bytes)
+    assert store.is_whole
+    assert store.n_slots(group) == 20
+    asked = np.arange(3, 43, 2, dtype=np.int32)
+    for rows, n_misses in ((asked[:5], 5), (asked[3:9], 9), (asked, 20), (asked[::3], 20)):
+        small, large = store.copy(group, np.ascontiguousarray(rows), runtime)
+        for i, row in enumerate(rows):
+            at = 1000 + 300 * int(row), 20_000 + 70_000 * int(row)
+            assert np.array_equal(small[300 * i :][:300], bytes_[at[0] :][:300])
+            assert np.array_equal(large[70_000 * i :][:70_000], bytes_[at[1] :][:70_000])
+        assert store.counts()[1] == n_misses
+    for wrong in ([0, 0], [5, 3], [44], list(range(21))):
+        with pytest.raises(ValueError, match=r"rows rise|than there may be at once"):
+            store.copy(group, np.array(wrong, np.int32))
+    runtime.close()
+
+
 # ---- a model whose rows come when they are needed
 
 

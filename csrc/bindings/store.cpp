@@ -1,5 +1,6 @@
 // What is read under a budget (csrc/store/).
 #include "bindings/bindings.h"
+#include "runtime.h"
 
 namespace hotset::bindings {
 namespace {
@@ -63,17 +64,22 @@ void preload(RowStore& store, int group, const Ints& rows) {
     });
 }
 
-// Of each part uint8 [rows * bytes of a row].
+// Of each part uint8 [rows * bytes of a row]. runtime: whose plans use the store too; a step that was given
+// up may still be in one of them.
 std::vector<nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>> copy_rows(RowStore& store, int group,
-                                                                    const Ints& rows) {
+                                                                    const Ints& rows,
+                                                                    std::shared_ptr<Runtime> runtime) {
     check_rows(store, group, rows);
     require(int64_t(rows.size()) <= store.at_once(group),
             "more rows were asked for than there may be at once");
+    std::atomic<bool> never{false};
     std::vector<uint8_t*> to(size_t(store.n_parts(group)));
     std::vector<nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>> copies;
     for (size_t p = 0; p < to.size(); p++)
         copies.push_back(new_array<uint8_t>(to[p], rows.size() * store.row_bytes(group, int(p))));
     run_with_signals([&](const auto& cancelled) {
+        std::optional<Runtime::Turn> turn;
+        if (runtime) turn.emplace(*runtime, never, nullptr);
         return store.copy(group, rows.data(), int64_t(rows.size()), to, cancelled);
     });
     return copies;
@@ -192,7 +198,7 @@ void bind_store(nb::module_& m) {
             },
             "group"_a)
         .def("preload", &preload, "group"_a, "rows"_a)
-        .def("copy", &copy_rows, "group"_a, "rows"_a)
+        .def("copy", &copy_rows, "group"_a, "rows"_a, "runtime"_a.none() = nb::none())
         .def_prop_ro("least_bytes", &RowStore::least_bytes)
         .def_prop_ro("most_bytes", &RowStore::most_bytes)
         .def_static("slot_bytes_of", &RowStore::slot_bytes_of, "rows"_a)

@@ -352,14 +352,17 @@ class StoredWeights:
             self.reader.read(os.fspath(path), pieces)
         return out if rows is not None else out.reshape(-1)
 
-    def copy(self, name: str, rows: np.ndarray) -> dict[str, np.ndarray]:
+    def copy(
+        self, name: str, rows: np.ndarray, runtime: _core.Runtime | None = None
+    ) -> dict[str, np.ndarray]:
         """Rows of a tensor that come from a store, and those of its group, by name, uint8 [n, bytes of a
         row]: read where they are not in memory, and empty where the tensor's do not come from a store. rows:
-        int64, rising, no more than a step may need at once. While no step is in flight. Raises ReadError."""
+        int64, rising, no more than a step may need at once. runtime: whose plans compute with these weights,
+        and are waited for; None: none does. Raises ReadError."""
         found = self._rows.get(name)
         if found is None:
             return {}
-        copies = found.store.copy(found.group, rows.astype(np.int32))
+        copies = found.store.copy(found.group, rows.astype(np.int32), runtime)
         together = zip(self._together[name], copies, strict=True)
         return {each: of_part.reshape(len(rows), -1) for each, of_part in together}
 

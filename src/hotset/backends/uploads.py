@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hotset import _core
 from hotset.backends.base import WeightSource
 from hotset.backends.stored import StoredWeights
 from hotset.formats.gguf import TensorInfo
@@ -60,11 +61,12 @@ Lines = np.ndarray | FileRows | SomeRows
 class Uploads:
     """A WeightSource for devices, beside StoredWeights, which has what the CPU computes with.
 
-    stored: it stays the caller's. All methods raise ReadError.
+    stored: it stays the caller's. runtime: of the plans that compute with these; None: none does. All methods
+    raise ReadError.
     """
 
-    def __init__(self, stored: StoredWeights) -> None:
-        self._stored = stored
+    def __init__(self, stored: StoredWeights, runtime: _core.Runtime | None = None) -> None:
+        self._stored, self._runtime = stored, runtime
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -85,17 +87,17 @@ class Uploads:
 
     def neurons(self, names: Collection[str], numbers: np.ndarray) -> dict[str, SomeRows]:
         """The rows of some neurons, int64 [n], rising, of those tensors that come from a store, by name; what
-        is not in memory is read. While no step of the CPU is in flight."""
+        is not in memory is read."""
         found: dict[str, np.ndarray] = {}
         for name in names:
             if name not in found:
-                found |= self._stored.copy(name, numbers)
+                found |= self._stored.copy(name, numbers, self._runtime)
         return {name: SomeRows(numbers, found[name]) for name in names if name in found}
 
     def looked_up(self, name: str, rows: np.ndarray) -> np.ndarray:
         """Rows of an embedding, uint8 [n, bytes of a row]."""
         numbers, own = np.unique(rows, return_inverse=True)
-        found = self._stored.copy(name, numbers)
+        found = self._stored.copy(name, numbers, self._runtime)
         if not found:
             return self._stored.data(name).reshape(self.tensors[name].shape[-1], -1)[rows]
         return found[name][own.reshape(-1)]

@@ -26,6 +26,7 @@ from hotset.placement.table import CPU, Placement
 if TYPE_CHECKING:
     import numpy as np
 
+    from hotset import _core
     from hotset.backends.gpu.handshake import ColdService, Kind
     from hotset.model.cost import KVType
 
@@ -175,9 +176,9 @@ def open_chain(
         raise
 
 
-def _of_devices(weights: WeightSource) -> WeightSource:
-    """Where devices find what is theirs."""
-    return Uploads(weights) if isinstance(weights, StoredWeights) else weights
+def _of_devices(weights: WeightSource, runtime: _core.Runtime | None = None) -> WeightSource:
+    """Where devices find what is theirs. runtime: of the CPU's stages and services."""
+    return Uploads(weights, runtime) if isinstance(weights, StoredWeights) else weights
 
 
 def mixed_layers(graph: Graph) -> set[int]:
@@ -260,7 +261,8 @@ def _device_stage(
             n_spare = fetching.n_spare * len(experts) // len(on_device)
             options = {"fetching": replace(fetching, n_spare=n_spare)} | options
     try:
-        stage = GpuStage(_of_devices(weights), graph, device, hot=hot, cold=service, **options)
+        source = _of_devices(weights, cold_options["runtime"])
+        stage = GpuStage(source, graph, device, hot=hot, cold=service, **options)
     except BaseException:
         if service is not None:
             service.close()
