@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fuzz import fuzz_reads
 from test_api_sparse import vocabulary, write_sparse
 from test_cli import inside
 from test_cpu_backend import logits_of, tokens
@@ -351,6 +352,15 @@ def test_a_context_that_nobody_asked_for_makes_room(model: Path, monkeypatch: py
     with hotset.load(model, **settings, ram_budget=(shortest + 4096) / GIB) as loaded:
         assert loaded.n_ctx == 64
         assert loaded.ram is not None
+
+
+def test_answers_under_faults_are_right_or_a_sentence(model: Path) -> None:
+    settings = {**beside(model, "neurons"), "backend": "auto", "max_sequences": 1}
+    del settings["n_ctx"]
+    budget = fuzz_reads.least_budget(model, **settings)
+    report = fuzz_reads.attack(model, 40, 0.03, 1, seed=7, budget=budget, **settings)
+    assert (report.problems, report.stuck, report.n_tokens) == ([], 0, 40)
+    assert report.n_failed > 2
 
 
 def test_verbs_tell_both_budgets(model: Path) -> None:
