@@ -84,6 +84,7 @@ class CpuBackend:
     ) -> None:
         self.weights, self.sparse = weights, sparse
         self.graph, self.entering = graph.cut(first_op, len(graph.ops) if last_op is None else last_op)
+        self._is_cut = self.graph.is_cut
         self.has_output = last_op in (None, len(graph.ops))
         self.n_layer = max(graph.n_layer, 1)
         self.n_pages, self.max_batch, self.kv_type = n_pages, max_batch, kv_type
@@ -146,14 +147,14 @@ class CpuBackend:
 
         Of a step with taps that lie inside an FFN there are no counts for it.
         """
-        if self._latest is None or not (self._latest[0].has_neurons or self.graph.is_cut):
+        if self._latest is None or not (self._latest[0].has_neurons or self._is_cut):
             return None
         predictor, ffn, attention, other = self.seconds().T
-        selected, active, gate_rows, up_rows, down_rows = self.counts().T
+        selected, active, gate_rows, up_rows, down_rows, left_out = self._counted().T
         return StepStats(
             self._latest[1], selected, active, gate_rows, up_rows, down_rows,
             predictor, ffn, attention, float(other.sum()),
-            left_out=self.left_out() if self.graph.is_cut else None,
+            left_out=left_out if self._is_cut else None,
         )  # fmt: skip
 
     @property
@@ -182,25 +183,20 @@ class CpuBackend:
 
     def counts(self) -> np.ndarray:
         """Of the latest step, int64 [n_layer, 5]: selected, active, gate_rows, up_rows, down_rows."""
-        counts = np.zeros((self.n_layer, 5), np.int64)
-        if self._latest is not None:
-            lowered = self._latest[0]
-            of_ops = lowered.plan.op_counts()[:, :5]
-            for gate in lowered.gates:  # neurons are counted by the operation that computes the gates
-                n_selected, _, _, n_rows, _ = of_ops[gate]
-                of_ops[gate] = n_selected, 0, n_rows, 0, 0
-            of_ops[lowered.ups, 0] = 0
-            of_ops[lowered.cell % len(PARTS) != PARTS.index("ffn")] = 0  # rows of predictors are no neurons
-            np.add.at(counts, lowered.layers, of_ops)
-        return counts
+        return self._counted()[:, :5]
 
-    def left_out(self) -> np.ndarray:
-        """Of the latest step, int64 [n_layer]: bytes of channels that were not read."""
-        left_out = np.zeros(self.n_layer, np.int64)
-        if self._latest is not None:
-            lowered = self._latest[0]
-            np.add.at(left_out, lowered.layers, lowered.plan.op_counts()[:, 5])
-        return left_out
+    def _counted(self) -> np.ndarray:
+        """What `counts` gives, and in a sixth column the bytes of channels that were not read."""
+        if self._latest is None:
+            return np.zeros((self.n_layer, 6), np.int64)
+        lowered = self._latest[0]
+        of_ops = lowered.plan.op_counts()
+        gates = lowered.gates  # neurons are counted by the operation that computes the gates
+        of_ops[gates, 2] = of_ops[gates, 3]
+        of_ops[gates, 1] = of_ops[gates, 3] = of_ops[gates, 4] = 0
+        of_ops[lowered.ups, 0] = 0
+        of_ops[~lowered.of_ffn, :5] = 0  # rows of predictors are no neurons
+        return lowered.by_layer(of_ops, self.n_layer)
 
     def active_on_cpu(self) -> np.ndarray:
         """Of the latest step, int64 [n_layer]: every active neuron of these layers."""

@@ -132,17 +132,25 @@ class Lowered:
 
     gates, ups: native operations that compute the gates of an FFN alone, and those that compute the rest.
     layers, cell: of each native operation its layer (0 outside of the layers), and layer * len(PARTS) + part.
+    of_ffn: which operations are of that part.
     """
 
     plan: Any
     result: int
     buffers: dict[str, int]
     has_neurons: bool
-    gates: list[int]
-    ups: list[int]
+    gates: np.ndarray
+    ups: np.ndarray
     layers: np.ndarray
     cell: np.ndarray
+    of_ffn: np.ndarray
     largest: int
+
+    def by_layer(self, of_ops: np.ndarray, n_layer: int) -> np.ndarray:
+        """Sums of what operations counted, int64 [operations, n] → [n_layer, n]."""
+        n = of_ops.shape[1]
+        cells = self.layers[:, None] * n + np.arange(n)
+        return np.bincount(cells.ravel(), of_ops.ravel(), n_layer * n).astype(np.int64).reshape(n_layer, n)
 
     def largest_logits(self) -> np.ndarray | None:
         """Of the latest step, as StepResult.largest."""
@@ -197,10 +205,11 @@ def lower(
         buffers[graph.result],
         kept,
         any(ffn is not None and ffn.leaves_out for ffn in (group.ffn for group in fused)),
-        emit.gates,
-        emit.ups,
+        np.array(emit.gates, np.int64),
+        np.array(emit.ups, np.int64),
         layers,
         layers * len(PARTS) + part,
+        part == PARTS.index("ffn"),
         emit.largest,
     )
 
