@@ -14,9 +14,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench" / "gpu"))
+import first
 import hybrid
 import kernels
 import launches
+import steps
 from ledger import Ledger, run_within
 
 from hotset.placement import table
@@ -144,6 +146,90 @@ def test_ratios_are_of_medians_and_targets_where_half_fits() -> None:
     assert rows[1][3:] == ["15.0 (10.0 to 20.0)", "3.33×", "3.0× pass"]
     assert "failed" in rows[2][3]
     assert hybrid._speed_rows("7b", 1.0, result)[1][5] == ""  # all fits: only our own GPU path is a target
+
+
+def test_the_first_half_hour_ends_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stage that hangs is ended, one that fails stops nobody, and only these run again."""
+    fake = tmp_path / "stages.py"
+    fake.write_text(
+        "import pathlib, sys, time\n"
+        "name, out = sys.argv[1], pathlib.Path(sys.argv[sys.argv.index('--out') + 1])\n"
+        "with (out / 'begun').open('a') as file: file.write(name + ' ')\n"
+        "print('of', name, flush=True)\n"
+        "if name == 'hangs' and not (out / 'mended').exists(): time.sleep(60)\n"
+        "if name == 'fails' and not (out / 'mended').exists(): sys.exit('no')\n"
+        "print('Complete; all of it')\n"
+    )
+    monkeypatch.setattr(first, "STAGES", fake)
+    monkeypatch.setattr(first, "SPARE", 0.1)
+    names = ("one", "hangs", "fails", "last")
+    order = tuple(first.Step(name, (name,), 1.0 if name == "hangs" else 60.0) for name in names)
+    assert first.run(tmp_path, ["--device", "cpu"], 100, steps=order) == 2
+    results = {name: json.loads((tmp_path / "first" / f"{name}.json").read_text()) for name in names}
+    assert [results[name]["ended"] for name in names] == [0, None, 1, 0]
+    said = capsys.readouterr().out
+    assert "2 of 4 stages are left" in said
+    assert re.search(r"\| hangs +\| time", said)
+    (tmp_path / "mended").touch()
+    assert first.run(tmp_path, [], 100, steps=order) == 0
+    assert (tmp_path / "begun").read_text().split() == [*names, "hangs", "fails"]
+    assert capsys.readouterr().out.rstrip().endswith("Complete.")
+    assert first.run(tmp_path, [], -1, steps=(*order, first.Step("late", ("late",), 60))) == 1
+
+
+def test_every_stage_of_the_first_half_hour_is_one_and_ends_in_time() -> None:
+    done = subprocess.run([sys.executable, str(STAGES), "--help"], capture_output=True, text=True)
+    (choices,) = re.findall(r"^  \{(.*)\}$", done.stdout, re.MULTILINE)
+    assert {step.arguments[0] for step in first.ORDER} == set(choices.split(",")) - {"first"}
+    assert all(step.seconds < 540 for step in first.ORDER)
+
+
+def test_what_steps_find_becomes_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One handshake fails, captured steps differ, a blocking prompt has other logits; budgets; ratios."""
+
+    def ran(ledger: Ledger, argv: list[str], **options: object) -> subprocess.CompletedProcess[str] | str:
+        if Path(argv[0]).name == "llama-bench" or "bench" in argv:
+            ours = argv[0] == sys.executable
+            entries = [{"n_prompt": 512, "avg_ts": 90 if ours else 100}, {"n_prompt": 0, "avg_ts": 50}]
+            return subprocess.CompletedProcess(argv, 0, json.dumps(entries), "")
+        task = json.loads(argv[-1])
+        if task.get("kind") == "memops":
+            return "the driver has no such call"
+        blocking = options.get("env", {}).get("CUDA_LAUNCH_BLOCKING")  # type: ignore[attr-defined]
+        budget = int(task.get("options", {}).get("vram_budget", 0) * hybrid.GIB)
+        said = {
+            "handshake": {"seconds": 8e-6},
+            "replays": {"different": [3] if task.get("vram_budget") else [], "captured": 8, "notes": []},
+            "prompt": {"logits": f"{blocking}abcdefgh", "tokens_per_second": 1000},
+            None: {"planned": budget, "held": budget * 0.97, "tokens_per_second": 40},
+        }[task.get("what")]
+        return subprocess.CompletedProcess(argv, 0, json.dumps(said), "")
+
+    file = tmp_path / "model.gguf"
+    with file.open("wb") as out:
+        out.truncate(4 * hybrid.GIB)
+    monkeypatch.setattr(hybrid, "_model", lambda folder, name, plain=False: file)
+    monkeypatch.setattr(hybrid, "_run", ran)
+    what = (tmp_path, ("small",), Path("/llama"), None, 7)
+    setup = hybrid.Setup(torch.device("cpu"), *what, 64, 1, (0.5,), {})
+    steps.run(Ledger(tmp_path / "steps", 60), setup)
+    lines = capsys.readouterr().out.splitlines()
+    found = {cells[1].strip(): cells[3].strip() for line in lines if len(cells := line.split("|")) == 5}
+    assert found["handshake spin"] == "pass"
+    assert found["handshake memops"] == "FAIL"
+    assert found["captured steps, whole on the device"] == "pass"
+    assert found["captured steps, half on the device"] == "FAIL"
+    assert found["prompt of 1800 tokens, launches that wait"] == "FAIL"
+    steps.budgets(Ledger(tmp_path / "budgets", 60), setup)
+    assert re.search(r"\| 2.00 +\| 2.00 +\| 1.94 +\| 97% +\| 40.0 +\| pass", capsys.readouterr().out)
+    steps.speed(Ledger(tmp_path / "speed", 60), setup, [])
+    said = capsys.readouterr().out
+    assert re.search(r"\| pp +\| 90.0 +\| 100.0 +\| 0.90× +\| 0.8× pass", said)
+    assert re.search(r"\| tg +\| 50.0 +\| 50.0 +\| 1.00× +\| 1.0× pass", said)
 
 
 def test_a_stage_on_a_device_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:

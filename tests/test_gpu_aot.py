@@ -416,8 +416,9 @@ def test_products_of_prompts_are_the_tensor_cores(target: str, monkeypatch: pyte
             n_weights = constants["N"] * constants["W"] * 8 if "N" in constants else 0
             n_weights = n_weights or constants["K"] * constants["W"] * 8
             cycles = n_weights * constants["M"] / 2048  # of the tensor cores of a multiprocessor
-            # Four schedulers give out an instruction of a warp each cycle.
-            assert instructions_of_loop(made.asm["cubin"]) * made.metadata.num_warps / 4 < 0.9 * cycles
+            # Four schedulers give out an instruction of a warp each cycle. Triton 3.6 does not pair halves.
+            most = 1.25 if triton.__version__.startswith("3.6.") else 0.9
+            assert instructions_of_loop(made.asm["cubin"]) * made.metadata.num_warps / 4 < most * cycles
 
 
 @each_target

@@ -1,12 +1,19 @@
 """What a machine with a GPU is asked, in stages that can be stopped and resumed.
 
-usage: python bench/gpu/stages.py check  [--device cuda:0] [--part kernels|models|memcheck|racecheck ...]
+usage: python bench/gpu/stages.py first   --out RESULTS --models FOLDER [--llama BUILD/bin] [--real FILE ...]
+       python bench/gpu/stages.py check  [--device cuda:0] [--part kernels|models|memcheck|racecheck ...]
        python bench/gpu/stages.py kernels --out RESULTS
        python bench/gpu/stages.py hybrid  --out RESULTS --models FOLDER [--model 7b-q4_0 ...]
                                           [--llama BUILD/bin] [--powerinfer BUILD/bin/main]
+       python bench/gpu/stages.py steps | budgets | speed | build   (options as of hybrid)
 
+first    all of the others in turn, what matters most first; a stage that fails stops none after it
 check    kernels on the device against their twins and the CPU, then under the memory and race checkers
+steps    every handshake, captured steps against those that are not, a long prompt; each in its own process
 kernels  each kernel against its twin, and its share of the measured read rate
+budgets  bytes held against bytes planned and given
+build    llama.cpp and PowerInfer for CUDA, from --llama-source and --powerinfer-source
+speed    prompts and answers of a synthetic 7B and of --real files, dense, against llama.cpp
 hybrid   tokens per second at 25, 50 and 100% of a model in GPU memory: hybrid, CPU alone, GPU alone, peers
 
 A stage begins no new unit of work after --seconds, ends within nine minutes whatever its programs do, and
@@ -44,10 +51,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("stage", choices=["check", "kernels", "hybrid"])
+    parser.add_argument(
+        "stage", choices=["first", "check", "steps", "kernels", "budgets", "build", "speed", "hybrid"]
+    )
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of raw results")
-    parser.add_argument("--seconds", type=float, default=480, help="begin no unit after so long (480)")
+    parser.add_argument(
+        "--seconds", type=float, help="begin no unit after so long (480); of first: what all may take (1800)"
+    )
     parser.add_argument("--part", action="append", choices=list(PARTS), help="of check; repeatable; all")
     # One core is left to the thread that waits for the device.
     parser.add_argument("--threads", type=int, default=max(usable_cores() - 1, 1), help="of the CPU, of all")
@@ -57,9 +68,27 @@ def main() -> None:
     parser.add_argument("--model", action="append", help="of hybrid; repeatable; all, the smallest first")
     parser.add_argument("--llama", type=Path, help="bin folder of a llama.cpp build for this GPU")
     parser.add_argument("--powerinfer", type=Path, help="PowerInfer's program main, built for this GPU")
+    parser.add_argument("--llama-source", type=Path, help="of build, which --llama then need not name")
+    parser.add_argument("--powerinfer-source", type=Path, help="of build")
+    parser.add_argument(
+        "--real", type=Path, action="append", default=[], help="a model for speed; repeatable"
+    )
     args = parser.parse_args()
+    if args.stage == "first":
+        import first
+
+        left = first.run(args.out, _handed_on(args), args.seconds or 1800, small=args.small)
+        sys.exit(1 if left else 0)
+    seconds = args.seconds or 480.0
     if args.stage == "check":
-        sys.exit(check(args.device, args.part or list(PARTS), LIMIT))
+        sys.exit(check(args.device, args.part or list(PARTS), min(args.seconds or LIMIT, LIMIT)))
+    if args.stage == "build":
+        import build
+
+        sources = {"llama.cpp": args.llama_source, "PowerInfer": args.powerinfer_source}
+        given = {name: source for name, source in sources.items() if source is not None}
+        build.run(Ledger(args.out / "build", seconds, again=args.again), given)
+        return
     from hotset.backends.gpu.devices import find_device
     from hotset.errors import HotsetError
 
@@ -67,15 +96,44 @@ def main() -> None:
         device = find_device(args.device)
     except HotsetError as error:
         sys.exit(str(error))
-    ledger = Ledger(args.out / args.stage, args.seconds, again=args.again)
+    ledger = Ledger(args.out / args.stage, seconds, again=args.again)
     if args.stage == "kernels":
         import kernels
 
         kernels.run(ledger, device, kernels.SMALL if args.small else kernels.Sizes())
-    else:
-        import hybrid
+        return
+    import hybrid
+    import steps
 
-        hybrid.run(ledger, hybrid.Setup.of(args, device))
+    import build
+
+    if args.llama is None and args.llama_source is not None:
+        built = build.bin_folder(args.llama_source)
+        args.llama = built if (built / "llama-bench").exists() else None
+    if args.powerinfer is None and args.powerinfer_source is not None:
+        built = build.bin_folder(args.powerinfer_source) / "main"
+        args.powerinfer = built if built.exists() else None
+    if args.stage == "steps" and args.model is None:
+        args.model = ["small"]
+    setup = hybrid.Setup.of(args, device)
+    match args.stage:
+        case "steps":
+            steps.run(ledger, setup)
+        case "budgets":
+            steps.budgets(ledger, setup)
+        case "speed":
+            steps.speed(ledger, setup, args.real)
+        case _:
+            hybrid.run(ledger, setup)
+
+
+def _handed_on(args: argparse.Namespace) -> list[str]:
+    """What `first` was given, for its stages."""
+    options = ["--device", args.device, "--models", str(args.models), "--threads", str(args.threads)]
+    for name in ("llama", "powerinfer", "llama_source", "powerinfer_source"):
+        if (value := getattr(args, name)) is not None:
+            options += [f"--{name.replace('_', '-')}", str(value)]
+    return options + [part for path in args.real for part in ("--real", str(path))]
 
 
 def check(device: str, parts: list[str], seconds: float) -> int:

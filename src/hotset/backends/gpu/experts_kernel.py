@@ -537,7 +537,8 @@ def _tiles(slots: Tensor, n_slots: int, n: int) -> Tiles:
     before = torch.where(slot > 0, last_tile[(slot - 1).clamp(min=0)], 0)
     first = begin[slot] + (tile - before) * n
     end = torch.minimum(first + n, last[slot])
-    return Tiles(*(part.int() for part in (order, torch.where(is_there, slot, -1), first, end)), n)
+    slot = torch.where(is_there, slot, -1)
+    return Tiles(order.int(), slot.int(), first.int(), end.int(), n)
 
 
 def _quantized(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
