@@ -132,8 +132,11 @@ def test_a_kernel_that_is_wrong_has_no_speed() -> None:
     rates = {"read": 1e12}
     unit = kernels.Unit("linear", 1e6, 1e6, lambda: None)
     assert kernels._cells(unit, {"seconds": None, "error": 0.5}, rates)[-1] == "WRONG"
-    assert kernels._cells(unit, {"seconds": 1.25e-6, "error": 1e-7}, rates)[-1] == "75% pass"
-    assert kernels._cells(unit, {"seconds": 1.5e-6, "error": 1e-7}, rates)[-1] == "75% FAIL"
+    assert kernels._cells(unit, {"seconds": 1.1e-6, "error": 1e-7}, rates)[-1] == "85% pass"
+    assert kernels._cells(unit, {"seconds": 1.5e-6, "error": 1e-7}, rates)[-1] == "85% FAIL"
+    product = kernels.Unit("prompt", 1e6, 1e9, lambda: None, None, 0.4)
+    found = kernels._cells(product, {"seconds": 2e-6, "error": 1e-4}, rates | {"matmul": 1e15})[-1]
+    assert found == "50% of products, 40% pass"
 
 
 def test_ratios_are_of_medians_and_targets_where_half_fits() -> None:
