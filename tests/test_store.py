@@ -110,6 +110,11 @@ def test_rows_are_copied_for_who_computes_elsewhere(tmp_path: Path, bytes_: np.n
             assert np.array_equal(small[300 * i :][:300], bytes_[at[0] :][:300])
             assert np.array_equal(large[70_000 * i :][:70_000], bytes_[at[1] :][:70_000])
         assert store.counts()[1] == n_misses
+    assert store.peek(group, 4, 0, runtime) is None
+    there = store.peek(group, 5, 1, runtime)
+    assert there is not None
+    assert np.array_equal(there, bytes_[20_000 + 70_000 * 5 :][:70_000])
+    assert store.counts()[0] == 2 + 9 + 7  # looking is no request
     for wrong in ([0, 0], [5, 3], [44], list(range(21))):
         with pytest.raises(ValueError, match=r"rows rise|than there may be at once"):
             store.copy(group, np.array(wrong, np.int32))

@@ -85,6 +85,27 @@ std::vector<nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>> copy_rows(RowStore& st
     return copies;
 }
 
+// Bytes of a row's part, or nothing where it is not there. runtime: as above.
+std::optional<nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>> peek_row(const RowStore& store, int group,
+                                                                     int32_t row, int part,
+                                                                     std::shared_ptr<Runtime> runtime) {
+    require(group >= 0 && group < store.n_groups() && store.end() && part >= 0 &&
+                part < store.n_parts(group) && row >= 0 && row < store.n_rows(group),
+            "there is no such row");
+    uint8_t* to = nullptr;
+    auto copy = new_array<uint8_t>(to, store.row_bytes(group, part));
+    std::atomic<bool> never{false};
+    bool there;
+    {
+        nb::gil_scoped_release release;
+        std::optional<Runtime::Turn> turn;
+        if (runtime) turn.emplace(*runtime, never, nullptr);
+        there = store.peek(group, row, part, to);
+    }
+    if (!there) return std::nullopt;
+    return copy;
+}
+
 std::tuple<int64_t, int64_t, int64_t, int64_t, double> counts_of(const RowStore& store) {
     const RowStore::Counts& c = store.counts();
     return {c.hits, c.misses, c.bytes_read, c.n_reads, c.seconds_waited};
@@ -198,6 +219,7 @@ void bind_store(nb::module_& m) {
             },
             "group"_a)
         .def("preload", &preload, "group"_a, "rows"_a)
+        .def("peek", &peek_row, "group"_a, "row"_a, "part"_a, "runtime"_a.none() = nb::none())
         .def("copy", &copy_rows, "group"_a, "rows"_a, "runtime"_a.none() = nb::none())
         .def_prop_ro("least_bytes", &RowStore::least_bytes)
         .def_prop_ro("most_bytes", &RowStore::most_bytes)

@@ -289,6 +289,14 @@ bool RowStore::copy(int group, const int32_t* rows, int64_t n, const std::vector
     return true;
 }
 
+bool RowStore::peek(int index, int32_t row, int part, uint8_t* out) const {
+    const Group& group = groups_[index];
+    if (!group.policy || group.policy->find(0, row) == Replacement::kNone) return false;
+    if (coming_ == &group && group.missed[row]) return false;
+    std::copy_n(places(index, part)[row], row_bytes(index, part), out);
+    return true;
+}
+
 // What is on its way, or did not come, will not be asked for.
 void RowStore::give_up() {
     if (!coming_) return;

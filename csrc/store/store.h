@@ -102,6 +102,9 @@ class RowStore {
     // computed elsewhere. They give no credit. False, and ReadError: as `finish`.
     bool copy(int group, const int32_t* rows, int64_t n, const std::vector<uint8_t*>& out,
               const std::function<bool()>& cancelled);
+    // Copies a part of a row that has a slot, and is there; else false. It asks for nothing, and counts
+    // nowhere.
+    bool peek(int group, int32_t row, int part, uint8_t* out) const;
     int64_t n_slots(int group) const { return groups_[group].n_slots(); }  // once it has its memory
     // [n_rows] which of the rows that the latest `begin` of the group named were not there.
     const uint8_t* missed(int group) const { return groups_[group].missed.data(); }

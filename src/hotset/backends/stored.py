@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -300,6 +301,8 @@ class StoredWeights:
         self.shares = share_out(self.sizes, n_bytes)
         self._rows: dict[str, _core.StoredRows] = {}
         self._uncounted = StoreCounts()
+        self._n_bytes = self._n_reads = 0  # that `read` has read
+        self._lock = threading.Lock()
         self._together: dict[str, tuple[str, ...]] = {}  # the tensors of a group, by each of them
         embeddings = embeddings_of(graph, weights.tensors, step)
         self.store = self._open(reader, gap, groups, self.shares.rows)
@@ -350,7 +353,16 @@ class StoredWeights:
         ]
         if pieces:
             self.reader.read(os.fspath(path), pieces)
+            with self._lock:  # experts are read by a thread of their own
+                self._n_bytes, self._n_reads = self._n_bytes + out.nbytes, self._n_reads + len(pieces)
         return out if rows is not None else out.reshape(-1)
+
+    def peek(self, name: str, row: int, runtime: _core.Runtime | None = None) -> np.ndarray | None:
+        """A row of a tensor, uint8 [bytes of a row], if a store has it in memory. runtime: as of `copy`."""
+        found = self._rows.get(name)
+        if found is None:
+            return None
+        return found.store.peek(found.group, row, self._together[name].index(name), runtime)
 
     def copy(
         self, name: str, rows: np.ndarray, runtime: _core.Runtime | None = None
@@ -388,6 +400,9 @@ class StoredWeights:
 
     def _all_counts(self) -> StoreCounts:
         counts = StoreCounts(*(() if self.store is None else self.store.counts()))
+        counts = replace(
+            counts, bytes_read=counts.bytes_read + self._n_bytes, n_reads=counts.n_reads + self._n_reads
+        )
         if self._embeddings is not None:  # no hit is to be had there, and none is missed
             _, _, n_bytes, n_reads, seconds = self._embeddings.counts()
             counts = replace(

@@ -94,6 +94,10 @@ class Uploads:
                 found |= self._stored.copy(name, numbers, self._runtime)
         return {name: SomeRows(numbers, found[name]) for name in names if name in found}
 
+    def there(self, name: str, row: int) -> np.ndarray | None:
+        """A row, or an expert's matrix, uint8 [bytes of a row], where it is in memory for the CPU."""
+        return self._stored.peek(name, row, self._runtime)
+
     def looked_up(self, name: str, rows: np.ndarray) -> np.ndarray:
         """Rows of an embedding, uint8 [n, bytes of a row]."""
         numbers, own = np.unique(rows, return_inverse=True)

@@ -4,7 +4,8 @@ A CUDA device reads mapped memory by itself once it is registered: its pages the
 pinned) and have an address there. So which expert is fetched may be decided on the device, inside a captured
 step. Nothing is copied on the host: it is the file's memory, in the file's layout, that is registered.
 
-Under a budget of the host's memory nothing is registered: an expert is read from its file when it is copied.
+Under a budget of the host's memory nothing is registered: an expert is read when it is copied, unless the store
+of the CPU has it.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def _unregister(registrar: Registrar | None, registered: list[np.ndarray]) -> No
 
 @dataclass(frozen=True)
 class FileExperts(Sequence[np.ndarray]):
-    """As a list of `expert_rows`, each read when it is asked for."""
+    """As a list of `expert_rows`, each read when it is asked for, unless the CPU has it in memory."""
 
     op: ExpertLinear | ExpertSum
     weights: DeviceWeights
@@ -105,16 +106,23 @@ class FileExperts(Sequence[np.ndarray]):
         return self.op.n_expert
 
     def __getitem__(self, id: Any) -> Any:
-        return expert_rows(self.op, id, self.weights)
+        assert isinstance(self.weights.source, Uploads)
+        there = self.weights.source.there(self.op.weights[0], id) if len(self.op.weights) == 1 else None
+        return expert_rows(self.op, id, self.weights, there)
 
 
-def expert_rows(op: ExpertLinear | ExpertSum, id: int, weights: DeviceWeights) -> np.ndarray:
-    """The bytes of an expert's matrix, uint8 [rows, bytes of a row], of all its rows that count."""
+def expert_rows(
+    op: ExpertLinear | ExpertSum, id: int, weights: DeviceWeights, there: np.ndarray | None = None
+) -> np.ndarray:
+    """The bytes of an expert's matrix, uint8 [rows, bytes of a row], of all its rows that count. there: of
+    all its rows, where they were found elsewhere."""
     source = weights.source
     info = source.tensors[op.weights[0]]
     stored = info.shape[1]
-    part = (op.weights[0], id, 1) if len(op.weights) == 1 else (op.weights[id], 0, stored)
-    rows = matrix_rows(source, [part], info.nbytes // info.shape[-1])[:].reshape(stored, -1)
+    if there is None:
+        part = (op.weights[0], id, 1) if len(op.weights) == 1 else (op.weights[id], 0, stored)
+        there = matrix_rows(source, [part], info.nbytes // info.shape[-1])[:]
+    rows = there.reshape(stored, -1)
     if isinstance(op, ExpertSum):
         return rows
     return rows[op.first_row : op.first_row + op.n_rows]
@@ -131,9 +139,10 @@ def _parts(
     name: str, op: ExpertLinear | ExpertSum, weights: DeviceWeights
 ) -> Iterator[tuple[str, GGMLType, Sequence[np.ndarray]]]:
     type = GGMLType(weights.source.tensors[op.weights[0]].type)
-    is_read = isinstance(weights.source, Uploads)
-    experts = FileExperts(op, weights)
-    yield name, type, experts if is_read else [experts[id] for id in range(op.n_expert)]
+    if isinstance(weights.source, Uploads):
+        yield name, type, FileExperts(op, weights)
+    else:
+        yield name, type, [expert_rows(op, id, weights) for id in range(op.n_expert)]
     if op.bias is not None:
         biases = np.ascontiguousarray(expert_biases(op, weights))
         yield f"{name}_bias", GGMLType.F32, [own.reshape(1, -1).view(np.uint8) for own in biases]
