@@ -21,7 +21,7 @@ from hotset.backends.base import (
     StepStats,
     WeightSource,
 )
-from hotset.backends.lowering import Lowered, lower
+from hotset.backends.lowering import COUNTS, Lowered, lower
 from hotset.backends.stage import Rows, on_host
 from hotset.backends.stored import StoredWeights
 from hotset.cores import usable_cores
@@ -186,17 +186,12 @@ class CpuBackend:
         return self._counted()[:, :5]
 
     def _counted(self) -> np.ndarray:
-        """What `counts` gives, and in a sixth column the bytes of channels that were not read."""
+        """Of the latest step, int64 [n_layer, len(COUNTS)]."""
         if self._latest is None:
-            return np.zeros((self.n_layer, 6), np.int64)
-        lowered = self._latest[0]
-        of_ops = lowered.plan.op_counts()
-        gates = lowered.gates  # neurons are counted by the operation that computes the gates
-        of_ops[gates, 2] = of_ops[gates, 3]
-        of_ops[gates, 1] = of_ops[gates, 3] = of_ops[gates, 4] = 0
-        of_ops[lowered.ups, 0] = 0
-        of_ops[~lowered.of_ffn, :5] = 0  # rows of predictors are no neurons
-        return lowered.by_layer(of_ops, self.n_layer)
+            return np.zeros((self.n_layer, len(COUNTS)), np.int64)
+        lowered, n = self._latest[0], self.n_layer * len(COUNTS)
+        sums = np.bincount(lowered.counted, lowered.plan.op_counts().ravel(), n + 1)
+        return sums[1:].astype(np.int64).reshape(self.n_layer, len(COUNTS))
 
     def active_on_cpu(self) -> np.ndarray:
         """Of the latest step, int64 [n_layer]: every active neuron of these layers."""

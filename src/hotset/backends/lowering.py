@@ -125,32 +125,26 @@ def _cutoffs(ffn: Ffn) -> tuple[float, float, float]:
     return of[0], of[1], of[2]
 
 
+# What a native operation counts (csrc/plan.h), in this order.
+COUNTS = ("selected", "active", "gate_rows", "up_rows", "down_rows", "left_out")
+
+
 @dataclass
 class Lowered:
     """A plan with what its owner needs to know. result: buffer of the last value, logits or the residual
     stream. buffers: of the taps, by name. largest: as StepResult.largest, a buffer; -1: none.
 
-    gates, ups: native operations that compute the gates of an FFN alone, and those that compute the rest.
-    layers, cell: of each native operation its layer (0 outside of the layers), and layer * len(PARTS) + part.
-    of_ffn: which operations are of that part.
+    cell: of each native operation layer * len(PARTS) + part, of those outside of the layers the first layer.
+    counted: of each of its COUNTS 1 + layer * len(COUNTS) + count, where it is added up; 0: nowhere.
     """
 
     plan: Any
     result: int
     buffers: dict[str, int]
     has_neurons: bool
-    gates: np.ndarray
-    ups: np.ndarray
-    layers: np.ndarray
     cell: np.ndarray
-    of_ffn: np.ndarray
+    counted: np.ndarray
     largest: int
-
-    def by_layer(self, of_ops: np.ndarray, n_layer: int) -> np.ndarray:
-        """Sums of what operations counted, int64 [operations, n] → [n_layer, n]."""
-        n = of_ops.shape[1]
-        cells = self.layers[:, None] * n + np.arange(n)
-        return np.bincount(cells.ravel(), of_ops.ravel(), n_layer * n).astype(np.int64).reshape(n_layer, n)
 
     def largest_logits(self) -> np.ndarray | None:
         """Of the latest step, as StepResult.largest."""
@@ -205,13 +199,22 @@ def lower(
         buffers[graph.result],
         kept,
         any(ffn is not None and ffn.leaves_out for ffn in (group.ffn for group in fused)),
-        np.array(emit.gates, np.int64),
-        np.array(emit.ups, np.int64),
-        layers,
         layers * len(PARTS) + part,
-        part == PARTS.index("ffn"),
+        _cells_of_counts(layers, part == PARTS.index("ffn"), emit.gates, emit.ups),
         emit.largest,
     )
+
+
+def _cells_of_counts(layers: np.ndarray, of_ffn: np.ndarray, gates: list[int], ups: list[int]) -> np.ndarray:
+    """Lowered.counted. gates, ups: operations that compute an FFN's gates alone, and those that do the rest."""
+    selected, active, gate_rows, up_rows, down_rows, left_out = range(len(COUNTS))
+    cells = 1 + layers[:, None] * len(COUNTS) + np.arange(len(COUNTS))
+    # Neurons are counted by the operation that computes the gates: its rows are those of an up.
+    cells[gates, up_rows] = cells[gates, gate_rows]
+    cells[gates, active] = cells[gates, gate_rows] = cells[gates, down_rows] = 0
+    cells[ups, selected] = 0
+    cells[~of_ffn, :left_out] = 0  # rows of predictors are no neurons
+    return cells.ravel()
 
 
 def _is_stored(weights: WeightSource, name: str) -> bool:
