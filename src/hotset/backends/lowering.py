@@ -206,7 +206,7 @@ def lower(
 
 
 def _cells_of_counts(layers: np.ndarray, of_ffn: np.ndarray, gates: list[int], ups: list[int]) -> np.ndarray:
-    """Lowered.counted. gates, ups: operations that compute an FFN's gates alone, and those that do the rest."""
+    """Lowered.counted. gates, ups: operations that compute an FFN's gates alone, and the rest."""
     selected, active, gate_rows, up_rows, down_rows, left_out = range(len(COUNTS))
     cells = 1 + layers[:, None] * len(COUNTS) + np.arange(len(COUNTS))
     # Neurons are counted by the operation that computes the gates: its rows are those of an up.
@@ -589,7 +589,8 @@ class _Emission:
     def _read_next(self) -> list[np.ndarray]:
         """Matrices in memory that operations behind this FFN read, up to the next one."""
         groups = takewhile(lambda group: group.ffn is None, self._behind)
-        names = [name for group in groups for op in group.ops for name in matrices_of(op)]
+        ops = (op for group in groups for op in group.ops if not isinstance(op, Ffn))
+        names = [name for op in ops for name in matrices_of(op)]
         return [
             data
             for name in names

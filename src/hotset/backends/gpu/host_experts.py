@@ -4,8 +4,8 @@ A CUDA device reads mapped memory by itself once it is registered: its pages the
 pinned) and have an address there. So which expert is fetched may be decided on the device, inside a captured
 step. Nothing is copied on the host: it is the file's memory, in the file's layout, that is registered.
 
-Under a budget of the host's memory nothing is registered: an expert is read when it is copied, unless the store
-of the CPU has it.
+Under a budget of the host's memory nothing is registered: an expert is read when it is copied, unless the
+store of the CPU has it.
 """
 
 from __future__ import annotations
