@@ -1403,6 +1403,10 @@ def _product_tile(given: Halves, m: DeviceMatrix, n_out: int) -> Tile:
     return Tile(64, min(tokens, 128), 64 if given.sizes is not None else 32, 4)
 
 
+def is_hopper(x: Tensor) -> bool:
+    return x.device.type == "cuda" and not is_amd(x) and torch.cuda.get_device_capability(x.device)[0] == 9
+
+
 def is_amd(x: Tensor) -> bool:
     return x.device.type != "cpu" and torch.version.hip is not None
 
@@ -1849,7 +1853,8 @@ def attention(
     warps = 8 if is_amd(q) else 4
     if n_tokens >= PROMPT_TOKENS:
         heads = _pow2(group)
-        queries = max(heads, PROMPT_QUERIES)
+        # Hopper's instruction has 64; elsewhere so many have no room in the registers.
+        queries = max(heads, 2 * PROMPT_QUERIES if is_hopper(q) else PROMPT_QUERIES)
         launcher.launch(
             _prompt_attention_kernel, (-(-n_tokens // (queries // heads)), n_head_kv),
             q, out, k_pages, v_pages, page_tables, sequences, positions, sinks,
