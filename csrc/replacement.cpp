@@ -11,6 +11,7 @@ namespace hotset {
 namespace {
 
 constexpr int kLargestExponent = 512;  // of a credit's weight before all are scaled down, with room for sums
+constexpr double kTrust = 0.25;        // in what is expected: another text may use others (docs/LOG.md)
 constexpr size_t kAhead = 16;  // entries that are fetched before they are looked at: they lie here and there
 
 }  // namespace
@@ -38,6 +39,14 @@ bool Replacement::goes_later(const Node& a, const Node& b) {
     if (a.credit != b.credit) return a.credit > b.credit;
     if (a.used != b.used) return a.used > b.used;
     return a.slot > b.slot;
+}
+
+void Replacement::expect(int layer, const float* shares) {
+    if (half_life_ == 0) return;
+    const double root = half_life_ > 1 ? powers_[1] : 2.0;
+    const double always = root / (root - 1);  // the credit of what every step uses
+    for (int32_t id = 0; id < n_ids_; ++id)
+        entries_[key(layer, id)].credit = double(shares[id]) * (kTrust * always * weight_);
 }
 
 void Replacement::settle() {

@@ -37,6 +37,10 @@ class Replacement {
     int n_ids() const { return n_ids_; }
     int32_t n_slots() const { return int32_t(slots_.size()); }
 
+    // Before the first lookup: the share of the steps that have used each entry of a layer, elsewhere. It is
+    // worth a part of the credit that so many uses would have come to here.
+    void expect(int layer, const float* shares);
+
     // What was used before is no longer in use, and credits have aged by a step.
     void begin_step();
     // Does the larger part of the next begin_step beforehand, when nobody waits for it.

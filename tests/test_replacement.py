@@ -237,3 +237,21 @@ def test_numbers_that_make_no_cache_are_sentences() -> None:
             policy.lookup(layer, np.array([id], np.int32))
         with pytest.raises(ValueError, match="there is no"):
             policy.drop(layer, id)
+
+
+def test_what_is_expected_stays_until_use_says_otherwise() -> None:
+    """Entries that were counted elsewhere are not evicted for the first that comes."""
+    for shares, stay in (([0.0] * 4, False), ([0.9, 0.8, 0.1, 0.0], True)):
+        cache = Replacement((2,), 1, 4, 64)
+        cache.expect(0, np.array(shares, np.float32))
+        cache.begin_step()
+        cache.lookup(0, np.array([0, 1], np.int32), credit=False)  # read beforehand
+        cache.begin_step()
+        cache.lookup(0, np.array([2, 3], np.int32), keeps_better=True)
+        assert ([cache.find(0, id) >= 0 for id in range(4)] == [True, True, False, False]) == stay
+    for _ in range(30):  # beside which what was expected has faded
+        cache.begin_step()
+        cache.lookup(0, np.array([3], np.int32), keeps_better=True)
+    assert cache.find(0, 3) >= 0
+    with pytest.raises(ValueError, match="an entry has a share"):
+        cache.expect(0, np.zeros(3, np.float32))

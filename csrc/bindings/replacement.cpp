@@ -27,6 +27,12 @@ void require_entry(const Replacement& policy, int layer, int32_t id) {
     require(id >= 0 && id < policy.n_ids(), "there is no entry " + std::to_string(id));
 }
 
+void expect(Replacement& policy, int layer, const Floats& shares) {
+    require_entry(policy, layer, 0);
+    require(shares.size() == size_t(policy.n_ids()), "an entry has a share");
+    policy.expect(layer, shares.data());
+}
+
 // int32 [3][n]: slots, whether each is a hit, what was evicted.
 nb::object looked_up(Replacement& policy, int layer, const Ints& ids, bool credit, bool keeps_better) {
     const size_t n = ids.size();
@@ -82,6 +88,7 @@ void bind_replacement(nb::module_& m) {
                             "Which entries a cache of few slots holds (csrc/replacement.h).")
         .def(nb::new_(&make_replacement), "n_layers"_a, "n_ids"_a, "slots"_a, "half_life"_a)
         .def_prop_ro("n_slots", &Replacement::n_slots)
+        .def("expect", &expect, "layer"_a, "shares"_a)
         .def("begin_step", &Replacement::begin_step)
         .def("lookup", &looked_up, "layer"_a, "ids"_a, "credit"_a, "keeps_better"_a)
         .def(

@@ -218,6 +218,15 @@ void bind_store(nb::module_& m) {
                 return store.n_slots(group);
             },
             "group"_a)
+        .def(
+            "expect",
+            [](RowStore& store, int group, const Floats& shares) {
+                require(group >= 0 && group < store.n_groups() && store.end() &&
+                            int64_t(shares.size()) == store.n_rows(group),
+                        "a row of a group has a share");
+                store.expect(group, shares.data());
+            },
+            "group"_a, "shares"_a)
         .def("preload", &preload, "group"_a, "rows"_a)
         .def("peek", &peek_row, "group"_a, "row"_a, "part"_a, "runtime"_a.none() = nb::none())
         .def("copy", &copy_rows, "group"_a, "rows"_a, "runtime"_a.none() = nb::none())

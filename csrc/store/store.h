@@ -96,6 +96,11 @@ class RowStore {
     bool finish(const std::function<bool()>& cancelled);
     // Whether reads that `begin` began are still on their way.
     bool is_coming() const { return coming_ && !batch_->is_done(); }
+    // Before anything is asked for: the share of the tokens that need each row, [n_rows], of those that were
+    // counted elsewhere.
+    void expect(int group, const float* shares) {
+        if (groups_[group].policy) groups_[group].policy->expect(0, shares);
+    }
     // Reads rows (different, rising) into free slots, without credit.
     bool preload(int group, const int32_t* rows, int64_t n, const std::function<bool()>& cancelled);
     // Copies rows (as for `begin`) of one part after the other to out[part], [n][row_bytes]: for what is

@@ -77,6 +77,9 @@ class RowStore:
     @property
     def is_whole(self) -> bool: ...  # whether every row that is needed has a slot
     def n_slots(self, group: int) -> int: ...  # rows of it that can stay
+    def expect(
+        self, group: int, shares: np.ndarray
+    ) -> None: ...  # float32 [n_rows] of the tokens that need it
     def preload(self, group: int, rows: np.ndarray) -> None: ...  # int32, rising; no more than slots
     # of each part uint8 [rows * bytes of a row]; rows: int32, rising, at_once at most. Waits for a step
     # of the runtime, whose plans use the store too
@@ -118,6 +121,7 @@ class Replacement:
     def __init__(self, n_layers: int, n_ids: int, slots: list[int], half_life: int) -> None: ...
     @property
     def n_slots(self) -> int: ...
+    def expect(self, layer: int, shares: np.ndarray) -> None: ...  # float32 [n_ids]
     def begin_step(self) -> None: ...
     # int32 [3, n]: slots, 1 where it is a hit, what was evicted
     def lookup(self, layer: int, ids: np.ndarray, credit: bool, keeps_better: bool) -> np.ndarray: ...

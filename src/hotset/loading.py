@@ -243,7 +243,7 @@ def _stored(decided: Decided, sparse: bool) -> StoredWeights | None:
     from hotset.placement.ram import open_stored
 
     return open_stored(
-        decided.ram, decided.weights, decided.graph, sparse=sparse, hottest=_hottest(decided),
+        decided.ram, decided.weights, decided.graph, sparse=sparse, needed=_needed(decided),
         placement=decided.placement,
     )  # fmt: skip
 
@@ -391,10 +391,10 @@ def _placement(
     return None
 
 
-def _hottest(decided: Decided) -> dict[int, np.ndarray]:
-    """Which neurons, or experts, are read first under a budget: by the profile that was named, or that lies
+def _needed(decided: Decided) -> dict[int, np.ndarray]:
+    """How often neurons, or experts, are needed, under a budget: by the profile that was named, or that lies
     beside the model."""
-    from hotset.placement.ram import hottest_by_profile
+    from hotset.placement.ram import needed_by_profile
     from hotset.sparsity.profile import default_path
     from hotset.sparsity.sidecar import fingerprint
 
@@ -408,7 +408,7 @@ def _hottest(decided: Decided) -> dict[int, np.ndarray]:
     elif not profile.is_of(model, config.n_ff):
         return {}
     decided.notes.append(f"{path} says which rows are in memory first")
-    return hottest_by_profile(profile, decided.graph)
+    return needed_by_profile(profile, decided.graph)
 
 
 def _profile(settings: LoadSettings, choice: Choice, devices: Sequence[str]) -> Profile | None:

@@ -87,6 +87,11 @@ class Replacement:
         """Of all layers together; they are numbered from 0, those of a layer in a row."""
         return self._core.n_slots
 
+    def expect(self, layer: int, shares: np.ndarray) -> None:
+        """Before the first lookup: the share of the steps that have used each entry of a layer elsewhere,
+        float32 [n_ids]. It is worth a quarter of the credit that so many uses would have come to here."""
+        self._core.expect(layer, shares)
+
     def begin_step(self) -> None:
         """A new step: nothing is in use any more, and credits have aged."""
         self._core.begin_step()

@@ -265,8 +265,9 @@ class StoredWeights:
     """A WeightSource that holds `n_bytes` of memory at most.
 
     weights: the files; they stay the caller's, and open. sparse: as of the backend that computes with it.
-    gap: bytes that are read in vain rather than two reads made of one. hottest: of layers the numbers of all
-    their neurons, or experts, what is needed most first: as many as have room are read at once. empty:
+    gap: bytes that are read in vain rather than two reads made of one. needed: of layers the share of the
+    tokens that needed each of their neurons, or experts, float [n]: the hottest, as many as have room, are
+    read at once, and what is evicted is chosen with it. empty:
     nothing is read, nor any memory touched: for who wants to know what a backend takes beside its weights.
     step: tokens that a step has at most, unless all has room. helped: beside devices, whose layers are among
     the graph's only where the CPU helps (placement/build.py has what is the CPU's of a graph).
@@ -283,7 +284,7 @@ class StoredWeights:
         sparse: bool,
         reader: _core.Reader,
         gap: int,
-        hottest: Mapping[int, np.ndarray] | None = None,
+        needed: Mapping[int, np.ndarray] | None = None,
         empty: bool = False,
         step: int = STEP,
         helped: Helped | None = None,
@@ -321,7 +322,7 @@ class StoredWeights:
         if self.store is not None and not empty:
             layers = {name: op.layer for op in graph.primitives for name, _ in weights_read(op, self.tensors)}
             self._preload(
-                self.store, [layers[group.names[0]] for group in groups], hottest or {}, helped or {}
+                self.store, [layers[group.names[0]] for group in groups], needed or {}, helped or {}
             )
 
     @property
@@ -437,15 +438,17 @@ class StoredWeights:
         return store
 
     def _preload(
-        self, store: _core.RowStore, layers: list[int], hottest: Mapping[int, np.ndarray], helped: Helped
+        self, store: _core.RowStore, layers: list[int], needed: Mapping[int, np.ndarray], helped: Helped
     ) -> None:
         """What is known to be hot, or all where all has room. layers: of each group."""
         for number, layer in enumerate(layers):
             n_slots, cold = store.n_slots(number), helped.get(layer)
             if store.is_whole:
                 rows = np.arange(n_slots) if cold is None else np.flatnonzero(cold)
-            elif layer in hottest:
-                rows = hottest[layer] if cold is None else hottest[layer][cold[hottest[layer]]]
+            elif layer in needed:
+                store.expect(number, needed[layer].astype(np.float32))
+                hottest = np.argsort(-needed[layer], kind="stable")  # of equal ones the lower number
+                rows = hottest if cold is None else hottest[cold[hottest]]
                 rows = np.sort(rows[:n_slots])
             else:
                 continue

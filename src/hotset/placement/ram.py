@@ -138,16 +138,15 @@ def plan_ram(
     )  # fmt: skip
 
 
-def hottest_by_profile(profile: Profile, graph: Graph) -> dict[int, np.ndarray]:
-    """Of each layer with rows the numbers of its neurons, or experts: those that a profile counted most are
-    first, of equal ones the lower number."""
+def needed_by_profile(profile: Profile, graph: Graph) -> dict[int, np.ndarray]:
+    """Of each layer with rows the share of a profile's tokens that needed each of its neurons, or experts."""
     counts = {
         ffn.layer: profile.counts[ffn.layer] if ffn.route is None else profile.experts.get(ffn.layer)
         for ffn in graph.ffns
         if ffn.leaves_out
     }
     return {
-        layer: np.argsort(-of.astype(np.int64), kind="stable")
+        layer: of.astype(np.float64) / max(profile.n_tokens, 1)
         for layer, of in counts.items()
         if of is not None
     }
@@ -159,14 +158,14 @@ def open_stored(
     graph: Graph,
     *,
     sparse: bool,
-    hottest: Mapping[int, np.ndarray] | None = None,
+    needed: Mapping[int, np.ndarray] | None = None,
     placement: Placement | None = None,
 ) -> StoredWeights:
-    """The weights of a plan, read; with the placement that it was made for. hottest: see StoredWeights."""
+    """The weights of a plan, read; with the placement that it was made for. needed: see StoredWeights."""
     beside = _Beside.of(placement, graph, planned.max_batch)
     return StoredWeights(
         weights, beside.graph, planned.resident + planned.rows + planned.ring, sparse=sparse,
-        reader=planned.disk.reader(), gap=planned.disk.gap, hottest=hottest, helped=beside.helped,
+        reader=planned.disk.reader(), gap=planned.disk.gap, needed=needed, helped=beside.helped,
         step=beside.step,
     )  # fmt: skip
 
