@@ -55,7 +55,7 @@ def break_even(info: TensorInfo, rate: float) -> float:
 
 
 def tile_of(n_out: int) -> int:
-    """Outputs of a tile: of about as wide ones as do not exceed 4,096, whose sums stay in the second-level
+    """Outputs of a tile: of about as wide ones as do not exceed 4,096, whose lanes stay in the second-level
     cache. The longer the pieces are that are left out and read, the quicker."""
     n_tiles = math.ceil(n_out / _MOST)
     return math.ceil(n_out / n_tiles / _LINE) * _LINE

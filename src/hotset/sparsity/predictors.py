@@ -216,5 +216,8 @@ class MemoryTensors:
     def check(self) -> None:
         pass  # memory stays as it is
 
+    def ask_for_large_pages(self) -> None:
+        pass  # no file
+
     def close(self) -> None:
         self._data.clear()
