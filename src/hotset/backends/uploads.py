@@ -31,14 +31,19 @@ class FileRows:
     def __getitem__(self, rows: slice | np.ndarray) -> np.ndarray:
         """Of a slice, or of numbers, int64 [n], in their order."""
         numbers = np.arange(sum(n for _, _, n in self.parts))[rows] if isinstance(rows, slice) else rows
-        found: list[np.ndarray] = []
+        out: np.ndarray | None = None
         before = 0
         for name, first, n in self.parts:
-            own = numbers[(numbers >= before) & (numbers < before + n)]
-            if len(own) or not found:
-                found.append(self.stored.read(name, first + own - before))
+            own = (numbers >= before) & (numbers < before + n)
+            if own.all():
+                return self.stored.read(name, first + numbers - before)
+            if own.any():
+                found = self.stored.read(name, first + numbers[own] - before)
+                out = np.empty((len(numbers), found.shape[1]), np.uint8) if out is None else out
+                out[own] = found
             before += n
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        assert out is not None
+        return out
 
 
 @dataclass(frozen=True)
