@@ -120,6 +120,7 @@ def damaged() -> Iterator[tuple[str, dict[str, Any]]]:
         return made
 
     yield "a mode that is none", {"sparsity": "dense"}
+    yield "modes", {"sparsity": np.array([True, False])}
     yield "more neurons than bits", {"n_neurons": np.array([16, 21, 17])}
     yield "fewer neurons than bits", {"n_neurons": np.array([16, 21, 8])}
     yield "no neurons", {"n_neurons": np.array([16, 21, 0])}

@@ -12,6 +12,7 @@ exception, a warning of NumPy, more than 10 s) is kept in a folder whose name is
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tiny_gguf import write_llama, write_relu
 
+from hotset.errors import InvalidRequestError
 from hotset.formats.gguf import GGUFWriter, ValueType, open_gguf
 from hotset.formats.quants import TYPES, GGMLType, row_bytes
 
@@ -202,7 +204,8 @@ def mutate(source: Path, target: Path, rng: np.random.Generator) -> str:
         elif isinstance(value, float) and abs(value) > 1e38:
             writer.add(key, value, ValueType.FLOAT64)
         else:
-            writer.add(key, value, kind)
+            with contextlib.suppress(InvalidRequestError):  # two changes of one list: numbers and a text
+                writer.add(key, value, kind)
     for name, (kind, shape, data) in tensors.items():
         writer.add_tensor(name, data, kind, shape)
     writer.write()

@@ -322,7 +322,8 @@ def _read_neurons(file: GGUFFile, facts: dict[str, Any]) -> NeuronTrace | None:
     sparsity = file.metadata.get(_PREFIX + "sparsity")
     infos = list(file.tensors.values())
     if (
-        sparsity not in ("exact", "predicted")
+        not isinstance(sparsity, str)
+        or sparsity not in ("exact", "predicted")
         or len(n_neurons) != len(infos)
         or len(sizes) != len(infos)
         or not all(0 < n * len(infos) < _MAX_NEURONS for n in n_neurons)
