@@ -118,6 +118,17 @@ def same_start() -> Iterator[None]:
         torch.set_num_threads(n_threads)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch computes with one thread, as small tensors are quickest: for the marks of whole files."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of this run of the tests: pytest-xdist's workers share it. For what `made_once` makes."""

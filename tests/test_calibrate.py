@@ -41,12 +41,9 @@ from hotset.training.thresholds import (
 
 pytest.importorskip("hotset._core", reason="the native module is not built")
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 QUICK = {"n_ctx": 32, "n_tokens": 256, "n_measured": 512}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,8 @@ from hotset.errors import DeviceError, OutOfMemoryError
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import GGMLType
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Watch(TorchDispatchMode):
     """Notes the memory that a function reads or writes and did not allocate itself."""
@@ -80,11 +82,6 @@ class Recorder:
     def __call__(self, function: Callable[[], torch.Tensor]) -> tuple[Recording, torch.Tensor]:
         self.made.append(Recording(function))
         return self.made[-1], self.made[-1].result
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("model", ["bamboo", "opt", "falcon-40b"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -38,13 +38,7 @@ from hotset.model.decoder import describe  # noqa: E402
 from hotset.model.graph import Ffn, Graph, Heads, Route, Value  # noqa: E402
 from hotset.placement.build import open_chain  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def hybrid(gguf: GGUFFile, owners: tuple[int, ...] = (0, 0), **options: Any) -> ChainBackend:

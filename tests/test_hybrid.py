@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ from hotset.model.cost import KVType  # noqa: E402
 from hotset.placement.build import open_chain  # noqa: E402
 from hotset.placement.table import CPU, LayerPlacement, Placement  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # Of F32 weights both sides round sums of at most N_FF terms, in different orders: sqrt(N_FF) / 2^24 each,
 # over the eight products of each of two layers. Norms and softmax pass an error on about as large as it was;
 # four times as much is left for those that do not.
@@ -52,14 +54,6 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
     (The largest error says little: a random model's softmax can turn on the rounding of a single score.)
     """
     return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def hot_neurons(share: float, n_ff: int = N_FF, seed: int = 0) -> np.ndarray:

@@ -44,16 +44,10 @@ from hotset.placement.table import CPU, Placement  # noqa: E402
 from hotset.report.experts import expert_counts  # noqa: E402
 from hotset.settings import LoadSettings  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CUTS = [*range(20, 30)]
 GIB = 2**30
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def described(gguf: GGUFFile, mode: str) -> tuple[Graph, Overlay]:
@@ -393,9 +387,7 @@ def test_a_server_counts_what_was_read_beside_a_device(model: Path) -> None:
     tiny_server = pytest.importorskip("tiny_server", reason="the server's packages are not there")
 
     async def work(client: Any, _: Any) -> None:
-        answer = await client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 5, "seed": 1})
-        assert answer.status_code == 200, answer.text
-        counts = await tiny_server.metrics_of(client)
+        counts = await tiny_server.metrics_after_an_answer(client)
         assert counts["hotset_row_misses_total"] > 0
         assert counts["hotset_disk_read_bytes_total"] >= 4096
         plan = (await client.get("/plan")).json()

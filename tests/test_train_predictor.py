@@ -40,17 +40,14 @@ from synthetic import Kind, Shape, write_sparse_model
 
 pytest.importorskip("hotset._core", reason="the native module is not built")
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPE = Shape(d=64, ff=128, layers=2, heads=4, kv_heads=2)
 N_CTX = 64
 TEXT = "".join(chr(c) for c in np.random.default_rng(0).integers(97, 123, 24 * N_CTX))
 QUICK = PredictorSettings(
     n_ctx=N_CTX, jobs=1, max_share=0.9, precision=0.5, schedule=Schedule(epochs=8, batch=64), n_measured=256
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 class Told(Reporter):

@@ -107,6 +107,13 @@ async def metrics_of(client: httpx.AsyncClient) -> dict[str, float]:
     return {line.split()[0]: float(line.split()[1]) for line in lines if not line.startswith("#")}
 
 
+async def metrics_after_an_answer(client: httpx.AsyncClient) -> dict[str, float]:
+    """What /metrics counts once five tokens were asked for and came."""
+    answer = await client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 5, "seed": 1})
+    assert answer.status_code == 200, answer.text
+    return await metrics_of(client)
+
+
 def events_of(text: str) -> tuple[list[dict[str, Any]], bool]:
     """The JSON of a stream's events, and whether it ended with [DONE]."""
     data = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
