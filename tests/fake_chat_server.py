@@ -162,6 +162,7 @@ def served(app: Any) -> Iterator[str]:
     """An application on a socket of this machine, in a thread; gives its address."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
+        bound.listen()  # so that who comes before the thread has begun waits and is not refused
         config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
