@@ -117,11 +117,14 @@ def test_a_rounded_cache_is_close_and_not_equal(
     assert low < error < high
 
 
-def test_a_q8_0_cache_needs_whole_blocks() -> None:
+@pytest.mark.parametrize(("keys", "values", "have"), [(48, 48, "48"), (32, 12, "32 and 12")])
+def test_a_q8_0_cache_needs_whole_blocks(keys: int, values: int, have: str) -> None:
     graph = Graph()
-    q, out = Value(0, 48, "q"), Value(1, 48, "out")
-    graph.add(Attention(out, q, q, q, 1, 1, 48, 48, 1.0, layer=0))
-    with pytest.raises(UnsupportedModelError, match="multiple of 32"):
+    q, v, out = Value(0, keys, "q"), Value(1, values, "v"), Value(2, values, "out")
+    graph.add(Attention(out, q, q, v, 1, 1, keys, values, 1.0, layer=0))
+    with pytest.raises(
+        UnsupportedModelError, match=f"multiple of 32 channels, and this model's have {have};"
+    ):
         ReferenceBackend(None, graph, n_pages=1, kv_type="q8_0")  # type: ignore[arg-type]
 
 

@@ -15,6 +15,7 @@ is 1 if one fails.
 import argparse
 import importlib.util
 import itertools
+import math
 import shutil
 import sys
 import tempfile
@@ -105,12 +106,12 @@ def random_types(rng: np.random.Generator, columns: dict[str, int], default: int
 
 @dataclass
 class Drawn:
-    """A file, the modes and predictors that it allows, the largest head, and what it is."""
+    """A file, the modes and predictors that it allows, what divides the sizes of heads, and what it is."""
 
     path: Path
     modes: list[str]
     predictors: list[str | None]
-    head_dim: int
+    head_step: int
     facts: str
     n_vocab: int
     may_cut: bool = False
@@ -245,7 +246,8 @@ def draw_recipe(rng: np.random.Generator, folder: Path) -> Drawn:
         config = config_from_gguf(gguf)
     modes = ["dense", "exact"] if config.has_zeros and not config.masked else ["dense"]
     facts = f"{name} {type_} {settings}"
-    return Drawn(path, modes, [None], config.head_dim, facts, config.n_vocab)
+    of_heads = math.gcd(config.head_dim, config.head_dim_v)
+    return Drawn(path, modes, [None], of_heads, facts, config.n_vocab)
 
 
 def random_cutoffs(rng: np.random.Generator) -> LayerCutoffs:
@@ -266,10 +268,11 @@ def draw(rng: np.random.Generator, folder: Path) -> Case:
             drawn = draw_recipe(rng, folder)
         case _:
             drawn = draw_llama(rng, path, with_experts=kind == "experts")
-    modes, head_dim = drawn.modes, drawn.head_dim
+    modes = drawn.modes
     mode = str(one_of(rng, *modes))
     predictor = one_of(rng, *drawn.predictors) if mode == "predicted" else None
-    kv_type = str(one_of(rng, "f32", "f16", "q8_0")) if head_dim % 32 == 0 else str(one_of(rng, "f32", "f16"))
+    kv_types = ["f32", "f16", "q8_0"] if drawn.head_step % 32 == 0 else ["f32", "f16"]
+    kv_type = str(one_of(rng, *kv_types))
     lengths = one_of(
         rng,
         [int(rng.integers(1, 30))],

@@ -25,12 +25,11 @@ from hotset.backends.lowering import COUNTS, Lowered, lower
 from hotset.backends.stage import Rows, on_host
 from hotset.backends.stored import StoredWeights
 from hotset.cores import usable_cores
-from hotset.errors import InvalidRequestError, UnsupportedModelError
-from hotset.model.cost import KVType
+from hotset.errors import InvalidRequestError
+from hotset.model.cost import KV_BLOCKS, KVType, check_cache
 from hotset.model.graph import PARTS, Attention, Graph, Recurrent
 
 KV_TYPES = {"f32": (0, 4), "f16": (1, 2), "q8_0": (2, 1)}  # name → (number, bytes per element)
-Q8_0_BLOCK = 32
 
 assert (_core.PAGE_SIZE, _core.LOGIT_GROUP) == (PAGE_SIZE, LOGIT_GROUP)
 
@@ -267,10 +266,7 @@ class CpuBackend:
         k, v = np.zeros(slots * op.head_dim * size, np.uint8), np.zeros(slots * stride_v * size, np.uint8)
         if self.kv_type != "q8_0":
             return k, v, None, None
-        if op.head_dim % Q8_0_BLOCK or op.head_dim_v % Q8_0_BLOCK:
-            raise UnsupportedModelError(
-                f"a q8_0 cache needs heads of a multiple of {Q8_0_BLOCK} channels, and this model's "
-                f"have {op.head_dim}; use an f16 cache"
-            )
-        scales = [np.zeros(slots * dim // Q8_0_BLOCK * 2, np.uint8) for dim in (op.head_dim, op.head_dim_v)]
+        check_cache(op, self.kv_type)
+        block = KV_BLOCKS[self.kv_type][1]
+        scales = [np.zeros(slots * dim // block * 2, np.uint8) for dim in (op.head_dim, op.head_dim_v)]
         return k, v, *scales

@@ -23,9 +23,9 @@ from hotset.backends.base import (
     check_states,
 )
 from hotset.backends.embedding import lookup
-from hotset.errors import InvalidRequestError, StepCancelledError, UnsupportedModelError
+from hotset.errors import InvalidRequestError, StepCancelledError
 from hotset.formats.quants import GGMLType, dequantize, quantize
-from hotset.model.cost import KVType
+from hotset.model.cost import KVType, check_cache
 from hotset.model.graph import (
     Activate,
     Add,
@@ -58,7 +58,6 @@ from hotset.model.graph import (
     inputs_of,
 )
 
-Q8_0_BLOCK = 32  # values that share one scale
 F32 = np.float32
 
 
@@ -101,11 +100,7 @@ class ReferenceBackend:
         stored = np.float16 if kv_type == "f16" else np.float32
         for op in graph.ops:
             if isinstance(op, Attention):
-                if kv_type == "q8_0" and (op.head_dim % Q8_0_BLOCK or op.head_dim_v % Q8_0_BLOCK):
-                    raise UnsupportedModelError(
-                        f"a q8_0 cache needs heads of a multiple of {Q8_0_BLOCK} channels, and this model's "
-                        f"have {op.head_dim}; use an f16 cache"
-                    )
+                check_cache(op, kv_type)
                 slots = n_pages * PAGE_SIZE
                 self._keys[op.layer] = np.zeros((slots, op.n_head_kv, op.head_dim), stored)
                 self._values[op.layer] = np.zeros((slots, op.n_head_kv, op.head_dim_v), stored)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal, assert_never
 
+from hotset.errors import UnsupportedModelError
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.graph import (
     Activate,
@@ -50,6 +51,17 @@ KVType = Literal[
 
 # Bytes and channels of one block of the cache: q8_0 shares a 2-byte scale among 32 channels.
 KV_BLOCKS: dict[KVType, tuple[int, int]] = {"f32": (4, 1), "f16": (2, 1), "q8_0": (34, 32)}
+
+
+def check_cache(op: Attention, kv_type: KVType) -> None:
+    """Refuses (UnsupportedModelError) heads that blocks of the cache do not divide."""
+    block = KV_BLOCKS[kv_type][1]
+    if op.head_dim % block or op.head_dim_v % block:
+        have = f"{op.head_dim}" if op.head_dim_v == op.head_dim else f"{op.head_dim} and {op.head_dim_v}"
+        raise UnsupportedModelError(
+            f"a {kv_type} cache needs heads of a multiple of {block} channels, and this model's have {have}; "
+            "use an f16 cache"
+        )
 
 
 class Cost:
