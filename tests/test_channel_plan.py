@@ -32,7 +32,8 @@ def planned(
     gguf: GGUFFile, thresholds: Thresholds, rows: float = 1e9, by_channel: float = 1e9
 ) -> ChannelPlan:
     graph = describe(config_from_gguf(gguf), gguf.tensors, cutoffs=thresholds.layers)
-    return plan_channels(graph, gguf.tensors, thresholds, ChannelRates(rows, by_channel))
+    rates = dict.fromkeys(T, ChannelRates(rows, by_channel))
+    return plan_channels(graph, gguf.tensors, thresholds, rates)
 
 
 def test_a_gain_is_that_of_the_codes_that_are_not_read(tmp_path: Path) -> None:
@@ -92,25 +93,28 @@ def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     measured = []
 
     def measure(n_threads: int, work: Workload) -> ChannelRates:
-        measured.append((n_threads, work.n_bytes))
+        measured.append((n_threads, work))
         return ChannelRates(2e9, 1e9)
 
     monkeypatch.setattr(channels, "_measure", measure)
     path = tmp_path / "machine.json"
-    small, large = Workload(256, 1 << 20), Workload(4096, 1 << 27)
+    small, large = Workload(T.Q4_0, 256, 1 << 20), Workload(T.Q4_0, 4096, 1 << 27)
+    other = Workload(T.Q6_K, 256, 1 << 20)
+    rates = ChannelRates(2e9, 1e9)
     for _ in range(2):
-        assert channels.channel_rates(small, 3, path=path) == ChannelRates(2e9, 1e9)
-    channels.channel_rates(large, 3, path=path)
-    assert measured == [(3, 1 << 20), (3, 1 << 27)]
+        assert channels.channel_rates([small, other], 3, path=path) == {T.Q4_0: rates, T.Q6_K: rates}
+    channels.channel_rates([large], 3, path=path)
+    assert measured == [(3, small), (3, other), (3, large)]
     known = json.loads(path.read_text())
     path.write_text(json.dumps({key: {"rows": "fast", "channels": -1} for key in known}))
-    channels.channel_rates(small, 3, path=path)
-    assert measured[2:] == [(3, 1 << 20)]
+    channels.channel_rates([small], 3, path=path)
+    assert measured[3:] == [(3, small)]
 
 
-def test_what_is_measured_is_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("type_", [T.Q4_0, T.Q4_1, T.Q8_0, T.Q4_K, T.Q5_K, T.Q6_K], ids=lambda t: t.name)
+def test_what_is_measured_is_a_rate(monkeypatch: pytest.MonkeyPatch, type_: GGMLType) -> None:
     monkeypatch.setattr(channels, "_SECONDS", 0.001)
-    rates = channels._measure(1, Workload(256, 1 << 16))
+    rates = channels._measure(1, Workload(type_, 256, 1 << 16))
     assert rates.rows > 0
     assert rates.channels > 0
 
@@ -118,11 +122,27 @@ def test_what_is_measured_is_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rates_are_of_matrices_like_the_model_s(tmp_path: Path) -> None:
     gguf = write(tmp_path, type=T.Q4_0, n_embd=512, n_ff=3000 // 32 * 32)
     graph = describe(config_from_gguf(gguf), gguf.tensors, cutoffs=[EVERY, EVERY])
-    assert Workload.of(graph, gguf.tensors) == Workload(512, 4 << 20)
+    assert Workload.of(graph, gguf.tensors) == (Workload(T.Q4_0, 512, 4 << 20),)
     attention = describe(
         config_from_gguf(gguf), gguf.tensors, cutoffs=[replace(LayerCutoffs(), attn_in=1.0)] * 2
     )
-    assert Workload.of(attention, gguf.tensors).n_bytes == 1 << 20
+    assert [work.n_bytes for work in Workload.of(attention, gguf.tensors)] == [1 << 20]
+
+
+def test_rates_are_of_each_type(tmp_path: Path) -> None:
+    """That of a type which has no layout by channel is Q4_0's."""
+
+    def type_of(name: str) -> GGMLType:
+        return T.Q6_K if "attn_v" in name else T.Q5_0 if "ffn_up" in name else T.Q4_K
+
+    gguf = write(tmp_path, n_embd=256, n_ff=512, type_of=type_of)
+    graph = describe(config_from_gguf(gguf), gguf.tensors, cutoffs=[EVERY, EVERY])
+    assert {work.type for work in Workload.of(graph, gguf.tensors)} == {T.Q4_K, T.Q6_K, T.Q4_0}
+    rates = {T.Q4_K: ChannelRates(1e9, 1e9), T.Q6_K: ChannelRates(1e9, 0.1e9), T.Q4_0: ChannelRates(1e9, 1e9)}
+    plan = plan_channels(graph, gguf.tensors, with_kept(gguf, [KEPT, KEPT]), rates)
+    assert not [name for name in plan.chosen if "attn_v" in name]
+    assert len([name for name in plan.chosen if "attn_q" in name]) == 2
+    assert plan.rates == {T.Q4_K: 1.0, T.Q6_K: 0.1, T.Q4_0: 1.0}
 
 
 def test_loading_builds_what_gains_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

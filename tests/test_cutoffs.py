@@ -34,6 +34,7 @@ from hotset.sparsity.thresholds import BaseMode, Calibrated, Thresholds, default
 
 T = GGMLType
 SILU = {"llama.hidden_activation": "silu"}
+ANY_SHARE = dict.fromkeys(T, 100.0)  # rates at which channels are read however many there are
 EVERY = LayerCutoffs(gate=0.1, attn_in=0.6, attn_out=0.1, ffn_in=0.6, down_in=0.05)
 CASES = {
     "nothing": LayerCutoffs(),
@@ -149,16 +150,19 @@ def test_a_token_is_the_same_in_every_step(tmp_path: Path, architecture: str, ty
 
 
 @pytest.mark.parametrize("isa", _core.available_isas())
-@pytest.mark.parametrize("type_", [T.Q8_0, T.Q4_0, T.Q4_1], ids=lambda t: t.name)
+@pytest.mark.parametrize("type_", [T.Q8_0, T.Q4_0, T.Q4_1, T.Q4_K, T.Q5_K, T.Q6_K], ids=lambda t: t.name)
 def test_channels_give_the_bits_of_rows_on_every_instruction_set(
     tmp_path: Path, type_: GGMLType, isa: str
 ) -> None:
     """With more than one tile of outputs, and a rate at which channels are read however many there are."""
-    gguf = write(tmp_path, type=type_, n_ff=544, n_embd=288, n_head=9, n_head_kv=3)
+    sizes = {"n_ff": 544, "n_embd": 288, "n_head": 9, "n_head_kv": 3}
+    if type_.name.endswith("_K"):
+        sizes = {"n_ff": 768, "n_embd": 256, "n_head": 8, "n_head_kv": 2}
+    gguf = write(tmp_path, type=type_, **sizes)
     ids, cut = tokens(24), np.arange(24) % 5 > 1
     expected = run(cpu(gguf, EVERY, n_threads=1, sparse=False, isa="scalar"), ids, cut)
     for n_threads in (1, 2):
-        found = cpu(gguf, EVERY, n_threads=n_threads, isa=isa, channel_rate=100.0)
+        found = cpu(gguf, EVERY, n_threads=n_threads, isa=isa, channel_rates=ANY_SHARE)
         np.testing.assert_array_equal(run(found, ids, cut, [*range(1, 24)]), expected)
 
 
@@ -171,7 +175,9 @@ def test_a_budget_of_memory_gives_the_same_bits(tmp_path: Path, type_: GGMLType)
     expected = run(cpu(gguf, EVERY), ids, cut)
     least = sizes_of(graph, weights.tensors, sparse=True).least_of_all
     stored = StoredWeights(weights, graph, least, sparse=True, reader=_core.Reader(False, 2), gap=0)
-    found = CpuBackend(stored, graph, n_pages=8, max_batch=128, n_threads=2, sparse=True, channel_rate=100.0)
+    found = CpuBackend(
+        stored, graph, n_pages=8, max_batch=128, n_threads=2, sparse=True, channel_rates=ANY_SHARE
+    )
     np.testing.assert_array_equal(run(found, ids, cut, [*range(1, 24)]), expected)
 
 
@@ -214,22 +220,23 @@ def test_where_it_does_not_pay_all_rows_are_read(tmp_path: Path, case: str) -> N
         assert (whole.gate_rows == 288).all()
 
 
-@pytest.mark.parametrize("type_", [T.Q4_0, T.Q8_0], ids=lambda t: t.name)
+@pytest.mark.parametrize("type_", [T.Q4_0, T.Q8_0, T.Q6_K], ids=lambda t: t.name)
 def test_large_matrices_are_added_up_from_lanes(tmp_path: Path, type_: GGMLType) -> None:
     """Of these a phase multiplies some lanes of a tile each, and another adds them up, gate and up too; by
     row where too many channels are left."""
-    gguf = write(tmp_path, type=type_, n_embd=512, n_ff=4224, ranks=(32,))
+    n_ff = 4352 if type_ == T.Q6_K else 4224
+    gguf = write(tmp_path, type=type_, n_embd=512, n_ff=n_ff, ranks=(32,))
     ids, cut = tokens(4), np.ones(4, np.bool_)
     for cutoffs in (LayerCutoffs(ffn_in=1.0, down_in=0.1), LayerCutoffs(ffn_in=0.1, down_in=0.1)):
         expected = run(cpu(gguf, cutoffs, sparse=False), ids, cut)
         for n_threads in (1, 2, 9):
-            found = cpu(gguf, cutoffs, n_threads=n_threads, channel_rate=0.8)
+            found = cpu(gguf, cutoffs, n_threads=n_threads, channel_rates={type_: 0.8})
             np.testing.assert_array_equal(run(found, ids, cut, [1, 2, 3]), expected)
 
 
-@pytest.mark.parametrize("type_", [T.Q8_0, T.Q4_0, T.Q4_1], ids=lambda t: t.name)
+@pytest.mark.parametrize("type_", [T.Q8_0, T.Q4_0, T.Q4_1, T.Q6_K], ids=lambda t: t.name)
 def test_channels_of_what_is_cut_are_not_read(tmp_path: Path, type_: GGMLType) -> None:
-    gguf = write(tmp_path, type=type_)
+    gguf = write(tmp_path, type=type_, **({"n_embd": 256, "n_ff": 512} if type_ == T.Q6_K else {}))
     for case, cutoffs in CASES.items():
         cutoffs = LayerCutoffs(**{name: 5 * value for name, value in cutoffs.items()})  # enough to pay
         found, ids = cpu(gguf, cutoffs), tokens(9)

@@ -11,7 +11,7 @@ import numpy as np
 from make_blocks import random_blocks
 
 from hotset.formats.gguf import Dialect, GGUFWriter
-from hotset.formats.quants import GGMLType
+from hotset.formats.quants import ENCODABLE, GGMLType
 
 
 def write_relu(
@@ -37,8 +37,8 @@ def write_relu(
 
     In its dialect with predictors, one layer per rank of `ranks`; as a plain file (dialect="gguf") with the
     same values, the down projection by output, the activation in its key, no predictors. two_norms: falcon
-    as 40B has it. threshold: None leaves the key out. type_of: the type of each matrix. replaced: matrices
-    instead of the random ones.
+    as 40B has it. threshold: None leaves the key out. type_of: the type of each matrix; of one that cannot be
+    encoded other values. replaced: matrices instead of the random ones.
     """
     rng, of_predictor = np.random.default_rng(seed), np.random.default_rng(seed + 1)
     layer_norm, gated = architecture in ("falcon", "opt"), architecture in ("llama", "bamboo")
@@ -68,9 +68,12 @@ def write_relu(
         source = of_predictor if ".fc" in name else rng
         data = (source.standard_normal((rows, cols)) * scale / math.sqrt(cols)).astype(np.float32)
         data = (replaced or {}).get(name, data)
-        writer.add_tensor(
-            f"{name}.weight", np.ascontiguousarray(data.T if by_column else data), type_of(name)
-        )
+        data, type_ = np.ascontiguousarray(data.T if by_column else data), type_of(name)
+        if type_ in ENCODABLE:
+            writer.add_tensor(f"{name}.weight", data, type_)
+        else:  # of about the same size
+            blocks = random_blocks(type_, len(data), data.shape[1], source)
+            writer.add_tensor(f"{name}.weight", blocks, type_, (data.shape[1], len(data)))
 
     def bias(name: str, width: int) -> None:
         writer.add_tensor(f"{name}.bias", rng.standard_normal(width).astype(np.float32) * 0.1, GGMLType.F32)

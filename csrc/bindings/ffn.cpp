@@ -227,7 +227,8 @@ ChannelMatrix PlanBuilder::make_channels(const Channels& channels, const Matrix&
     require(cols > 0 && cols % 32 == 0 && first >= 0 && first % 32 == 0 && by_row.rows % 32 == 0 &&
                 first + by_row.rows <= cols && tile > 0 && tile % 32 == 0,
             "outputs of a matrix by channel are whole groups of 32");
-    require(by_row.cols % 32 == 0 && data.size() == by_row.row_bytes * size_t(cols),
+    const ChannelFormat format = channel_format(by_row.type);
+    require(by_row.cols % 32 == 0 && data.size() == size_t(format.output_bytes(by_row.cols) * cols),
             "a matrix by channel has the numbers of its rows");
     weights_.push_back(data);
     ChannelMatrix made;

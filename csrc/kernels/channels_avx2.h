@@ -30,7 +30,45 @@ inline __m256i row_bytes(const uint8_t* p, bool whole) {
     return _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 
-template <bool kFour>
+// The bytes of a plane of high bits, of four channels side by side: of 32 outputs a lane has four bytes of
+// each channel, byte i then holding bits of the outputs i, i + 4, i + 8 and so on.
+inline __m256i high_bytes(const uint8_t* const* row, int64_t at, bool whole) {
+    const __m256i lanes = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+    const __m128i bytes = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    auto load = [=](int i) {
+        long long of_row = 0;
+        std::memcpy(&of_row, row[i] + at, whole ? 8 : 4);
+        return of_row;
+    };
+    const __m256i codes = _mm256_setr_epi64x(load(0), load(1), load(2), load(3));
+    return _mm256_shuffle_epi8(_mm256_permutevar8x32_epi32(codes, lanes), _mm256_broadcastsi128_si256(bytes));
+}
+
+// What the high bits of four times two groups of 16 columns add up to: `sums` are those of the codes of the
+// lower bits, as order_groups takes them, first of the first groups of 16 and then of the others. The sums
+// of 32 channels in half an int32 are at most 16 * 3 * 128 = 6,144.
+template <int kHigh>
+HOTSET_INLINE void add_high(const ChannelRows& rows, int64_t at, bool whole, __m256i* low, __m256i* high) {
+    const __m256i field = _mm256_set1_epi8((1 << kHigh) - 1), ones = _mm256_set1_epi16(1);
+    for (int p = 0; p < 2; p++) {
+        __m256i above[4], *to = p ? high : low;
+        for (__m256i& sum : above) sum = _mm256_setzero_si256();
+        for (int j = 0; j < rows.n_quads; j++) {
+            const __m256i q = _mm256_set1_epi32(int32_t(rows.quads[j]));
+            const int64_t plane = at + (kHigh == 2 ? p * rows.plane : 0);
+            __m256i bytes = high_bytes(rows.row + 4 * j, plane, whole);
+            if (kHigh == 1 && p) bytes = _mm256_srli_epi16(bytes, 4);
+            for (int v = 0; v < 4; v++) {
+                const __m256i bits = _mm256_and_si256(_mm256_srli_epi16(bytes, v * kHigh), field);
+                above[v] = _mm256_add_epi16(above[v], _mm256_maddubs_epi16(bits, q));
+            }
+        }
+        for (int v = 0; v < 4; v++)
+            to[v] = _mm256_add_epi32(to[v], _mm256_slli_epi32(_mm256_madd_epi16(above[v], ones), 4));
+    }
+}
+
+template <bool kFour, int kHigh>
 HOTSET_INLINE void block_dots(const ChannelRows& rows, int64_t col, int n_cols, int32_t start, V* dots) {
     constexpr int kColumns = kFour ? 64 : 32;  // of 32 bytes
     const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1), from = _mm256_set1_epi32(start);
@@ -60,6 +98,7 @@ HOTSET_INLINE void block_dots(const ChannelRows& rows, int64_t col, int n_cols, 
             else
                 low[v] = _mm256_add_epi32(low[v], _mm256_slli_epi32(high[v], 4));
         }
+        if constexpr (kHigh > 0) add_high<kHigh>(rows, rows.high + (col + c) / 8, whole, low, high);
         order_groups(low, dots + c / 16, kFour ? 2 : 1);
         if constexpr (kFour) order_groups(high, dots + c / 16 + 1, 2);
     }

@@ -13,7 +13,16 @@ inline void interleave(const uint8x16_t* row, uint8x16_t* out) {
     out[3] = vreinterpretq_u8_u16(vzip2q_u16(ab1, cd1));
 }
 
-template <bool kFour>
+// The bytes of a plane of high bits, of four channels side by side: four bytes of each, byte i then holding
+// bits of the outputs i, i + 4, i + 8 and so on, of 32.
+inline uint8x16_t high_bytes(const uint8_t* const* row, int64_t at) {
+    constexpr uint8_t kBytes[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    uint32_t of_row[4];
+    for (int i = 0; i < 4; i++) of_row[i] = load_u32(row[i] + at);
+    return vqtbl1q_u8(vreinterpretq_u8_u32(vld1q_u32(of_row)), vld1q_u8(kBytes));
+}
+
+template <bool kFour, int kHigh>
 HOTSET_INLINE void block_dots(const ChannelRows& rows, int64_t col, int n_cols, int32_t start, V* dots) {
     constexpr int kColumns = kFour ? 32 : 16;  // of 16 bytes
     // As a signed byte a code of eight bits is its value: there is nothing to take off.
@@ -21,6 +30,8 @@ HOTSET_INLINE void block_dots(const ChannelRows& rows, int64_t col, int n_cols, 
     for (int c = 0; c < n_cols; c += kColumns) {
         const int64_t at = (col + c) * 16 / kColumns;
         int32x4_t low[4] = {from, from, from, from}, high[4] = {from, from, from, from};
+        int32x4_t above[8];  // of high bits: those of `low` and then of `high`
+        for (int32x4_t& sum : above) sum = vdupq_n_s32(0);
         for (int j = 0; j < rows.n_quads; j++) {
             const int8x16_t q = vreinterpretq_s8_u32(vdupq_n_u32(rows.quads[j]));
             uint8x16_t row[4], codes[4];
@@ -32,7 +43,24 @@ HOTSET_INLINE void block_dots(const ChannelRows& rows, int64_t col, int n_cols, 
                 if constexpr (kFour)
                     high[v] = vdotq_s32(high[v], vreinterpretq_s8_u8(vshrq_n_u8(codes[v], 4)), q);
             }
+            if constexpr (kHigh > 0) {
+                uint8x16_t planes[2];
+                const int64_t plane = rows.high + (col + c) / 8;
+                for (int p = 0; p < kHigh; p++)
+                    planes[p] = high_bytes(rows.row + 4 * j, plane + p * rows.plane);
+                for (int v = 0; v < 8; v++) {
+                    const uint8x16_t bits =
+                        vshlq_u8(planes[v * kHigh / 8], vdupq_n_s8(int8_t(-(v * kHigh % 8))));
+                    const uint8x16_t field = vandq_u8(bits, vdupq_n_u8((1 << kHigh) - 1));
+                    above[v] = vdotq_s32(above[v], vreinterpretq_s8_u8(field), q);
+                }
+            }
         }
+        if constexpr (kHigh > 0)
+            for (int v = 0; v < 4; v++) {
+                low[v] = vaddq_s32(low[v], vshlq_n_s32(above[v], 4));
+                high[v] = vaddq_s32(high[v], vshlq_n_s32(above[v + 4], 4));
+            }
         for (int v = 0; v < 4; v++) {
             dots[c / 16].v[v] = vcvtq_f32_s32(low[v]);
             if constexpr (kFour) dots[c / 16 + 1].v[v] = vcvtq_f32_s32(high[v]);

@@ -60,13 +60,46 @@ struct Inputs {
 using LinearKernel = void (*)(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1,
                               float* out, int64_t ld, uint8_t* scratch);
 
+// How the numbers of a type are laid out by channel, in bytes per output; no codes: they are not.
+struct ChannelFormat {
+    int group_head;  // of 8 blocks, before the first: scales that scales are multiplied with
+    int block_head;  // of a block of 32 channels: scales and minimums
+    int codes;       // of a channel, for 32 outputs: bytes of four bits each, or of eight
+    int high_bits;   // that codes have above these; each bit takes 4 bytes for 32 outputs
+
+    HOTSET_INLINE constexpr int channel_bytes() const { return codes + 4 * high_bits; }  // for 32 outputs
+    // Of an output, all its channels; a format with groups has whole ones.
+    HOTSET_INLINE constexpr int64_t output_bytes(int64_t n_in) const {
+        return n_in / 32 * (block_head + channel_bytes()) + n_in / 256 * group_head;
+    }
+};
+
+static constexpr ChannelFormat channel_format(Type type) {
+    switch (type) {
+        case Type::Q4_0:
+            return {0, 2, 16, 0};
+        case Type::Q4_1:
+            return {0, 4, 16, 0};
+        case Type::Q8_0:
+            return {0, 2, 32, 0};
+        case Type::Q4_K:
+            return {4, 2, 16, 0};
+        case Type::Q5_K:
+            return {4, 2, 16, 1};
+        case Type::Q6_K:
+            return {2, 2, 16, 2};
+        default:
+            return {0, 0, 0, 0};
+    }
+}
+
 // A matrix laid out again by channel = input (formats/channels.py), to read those alone whose input is not
 // zero. Outputs are cut into tiles (the last may be narrower), one after the other; a tile holds blocks of 32
-// channels, and a block the scales of its outputs (f16), their minimums where the type has them, and then the
-// codes, channel after channel: so a chunk of outputs reads one stream of memory. It is of a type whose
-// blocks hold 32 weights. Outputs from first_col on are the rows of the matrix by rows.
+// channels, and a block the scales of its outputs, their minimums where the type has them, and then the
+// codes, channel after channel: so a chunk of outputs reads one stream of memory. Outputs from first_col on
+// are the rows of the matrix by rows.
 struct ChannelMatrix {
-    Type type = Type::Q4_0;         // of the matrix by rows: Q4_0, Q4_1 or Q8_0
+    Type type = Type::Q4_0;         // of the matrix by rows: one that has a ChannelFormat
     const uint8_t* data = nullptr;  // null: there is none
     int64_t rows = 0;               // inputs
     int64_t cols = 0;               // outputs, a multiple of 32
@@ -74,7 +107,10 @@ struct ChannelMatrix {
     int64_t first_col = 0;          // a multiple of 32
     float below = 0.0f;             // where a smaller share of its inputs is not zero, it is the one to read
 
-    HOTSET_INLINE int64_t code_bytes(int64_t n) const { return type == Type::Q8_0 ? n : n / 2; }
+    // Bytes of a channel's codes, of n outputs.
+    HOTSET_INLINE int64_t code_bytes(int64_t n) const {
+        return n * channel_format(type).channel_bytes() / 32;
+    }
 };
 
 // The order in which the sixteen lanes of a sum are done with, so that few are open at a time and some can be
@@ -90,6 +126,7 @@ struct ActiveChannels {
         int32_t index;       // of 32 channels
         int32_t first_quad;  // in quads, and a quarter of that in channels
         int32_t n_quads;
+        int32_t n_first;  // channels of the first half of the block
     };
     Block* blocks;      // those whose scale is not zero, lane by lane, as kLaneOrder has these
     int32_t* channels;  // [4 * quads], each as its place in its block
@@ -118,7 +155,9 @@ struct ActiveChannels {
             for (int32_t b = kLaneOrder[turn]; b < x.k / 32; b += 16) {
                 if (x.scale[b] == 0.0f) continue;
                 const int32_t first = n;
+                int32_t n_first = 0;
                 for (int half = 0; half < 2; half++) {
+                    n_first = n - first;  // before the second half
                     const int8_t* codes = x.q + b / 4 * kGroup + half * 64 + b % 4 * 16;
                     for (int i = 0; i < 16; i++) {  // without a branch that nobody could foresee
                         places[n] = half * 16 + i;
@@ -132,7 +171,7 @@ struct ActiveChannels {
                     places[n] = places[n - 1];
                     bytes[n] = 0;
                 }
-                blocks[n_blocks++] = {b, first / 4, (n - first) / 4};
+                blocks[n_blocks++] = {b, first / 4, (n - first) / 4, n_first};
             }
         }
         first_of[16] = n_blocks;
@@ -140,10 +179,12 @@ struct ActiveChannels {
 };
 
 // The listed channels of a block, as a kernel reads them: the codes of some output in each, four by four.
+// Their high bits lie `high` behind them: planes of 4 bytes for 32 outputs, `plane` apart.
 struct ChannelRows {
     const uint8_t* row[32];
     const uint32_t* quads;
     int n_quads;
+    int64_t high, plane;
 };
 
 // out[c] = what `n_turns` lanes from `turn` on add up to of dot(row first_col + col0 + c, the token), for

@@ -38,28 +38,77 @@ struct ByChannel {
     ChannelMatrix view;
 
     ByChannel(Type type, const std::vector<uint8_t>& bytes, int64_t rows, int64_t cols) {
-        const int head = type == Type::Q4_1 ? 4 : 2, code_bytes = type == Type::Q8_0 ? 32 : 16;
-        const int64_t block_bytes = type_facts(type).block_bytes;
-        data.resize(bytes.size());
+        const ChannelFormat format = channel_format(type);
+        const int64_t row_bytes = int64_t(bytes.size()) / rows;
+        data.resize(format.output_bytes(cols) * rows);
         view.type = type, view.data = data.data(), view.rows = cols, view.cols = rows;
         const int64_t tile_of = view.tile = rows > 1024 ? 1088 : 192;
-        for (int64_t r = 0; r < rows; r++)
+        for (int64_t r = 0; r < rows; r++) {
+            const int64_t tile = r / tile_of * tile_of, c = r - tile, width = std::min(rows - tile, tile_of);
+            uint8_t* out = &data[tile * format.output_bytes(cols)];
             for (int64_t b = 0; b < cols / 32; b++) {
-                const uint8_t* block = &bytes[(r * (cols / 32) + b) * block_bytes];
-                const int64_t tile = r / tile_of * tile_of, c = r - tile,
-                              width = std::min(rows - tile, tile_of);
-                uint8_t* out = &data[(tile * (cols / 32) + b * width) * block_bytes];
-                std::copy_n(block, 2, out + 2 * c);
-                if (head == 4) std::copy_n(block + 2, 2, out + 2 * (width + c));
+                const uint8_t* row = &bytes[r * row_bytes];
+                if (format.group_head && b % 8 == 0) {
+                    const uint8_t* block = row + b / 8 * type_facts(type).block_bytes;
+                    const uint8_t* heads = type == Type::Q6_K ? block + 208 : block;
+                    for (int h = 0; h < format.group_head / 2; h++)
+                        std::copy_n(heads + 2 * h, 2, out + 2 * (h * width + c));
+                    out += width * format.group_head;
+                }
+                uint8_t head[4], codes[32];
+                split(type, row, b, head, codes);
+                const int head_size = format.group_head ? 1 : 2;
+                for (int h = 0; h < format.block_head / head_size; h++)
+                    std::copy_n(head + h * head_size, head_size, out + (h * width + c) * head_size);
+                out += width * format.block_head;
                 for (int i = 0; i < 32; i++) {
-                    uint8_t* at = out + width * head + i * width * code_bytes / 32;
-                    if (code_bytes == 32)
-                        at[c] = block[head + i];
-                    else
-                        at[c / 32 * 16 + c % 16] |= ((block[head + i % 16] >> i / 16 * 4) & 15)
-                                                    << c % 32 / 16 * 4;
+                    if (format.codes == 32) {
+                        out[c] = codes[i];
+                    } else {
+                        out[c / 32 * 16 + c % 16] |= (codes[i] & 15) << c % 32 / 16 * 4;
+                        const int bits = format.high_bits, fields = bits ? 8 / bits : 1, in = int(c % 32);
+                        uint8_t* plane = out + width / 2;
+                        if (bits)
+                            plane[in / (4 * fields) * (width / 8) + c / 32 * 4 + in % 4] |=
+                                codes[i] >> 4 << in % (4 * fields) / 4 * bits;
+                    }
+                    out += width * format.channel_bytes() / 32;
                 }
             }
+        }
+    }
+
+    // A block's own scales and minimums as they are stored, and its codes.
+    static void split(Type type, const uint8_t* row, int64_t b, uint8_t* head, uint8_t* codes) {
+        const int per_block = type_facts(type).block_size / 32, j = int(b % per_block);
+        const uint8_t* p = row + b / per_block * type_facts(type).block_bytes;
+        switch (type) {
+            case Type::Q4_0:
+            case Type::Q4_1:
+            case Type::Q8_0: {
+                const int n = type == Type::Q4_1 ? 4 : 2;
+                std::copy_n(p, n, head);
+                for (int i = 0; i < 32; i++)
+                    codes[i] = type == Type::Q8_0 ? p[n + i] : (p[n + i % 16] >> i / 16 * 4) & 15;
+                break;
+            }
+            case Type::Q4_K:
+            case Type::Q5_K: {
+                const uint8_t *s = p + 4, *low = p + (type == Type::Q4_K ? 16 : 48) + 32 * (j / 2);
+                head[0] = j < 4 ? s[j] & 63 : (s[j + 4] & 15) | (s[j - 4] >> 6) << 4;
+                head[1] = j < 4 ? s[j + 4] & 63 : (s[j + 4] >> 4) | (s[j] >> 6) << 4;
+                for (int i = 0; i < 32; i++)
+                    codes[i] =
+                        (low[i] >> 4 * (j % 2) & 15) | (type == Type::Q5_K ? (p[16 + i] >> j & 1) << 4 : 0);
+                break;
+            }
+            default: {  // Q6_K
+                const uint8_t *low = p + 64 * (j / 4) + 32 * (j % 2), *high = p + 128 + 32 * (j / 4);
+                std::copy_n(p + 192 + 2 * j, 2, head);
+                for (int i = 0; i < 32; i++)
+                    codes[i] = (low[i] >> (j % 4 / 2 * 4) & 15) | (high[i] >> (2 * (j % 4)) & 3) << 4;
+            }
+        }
     }
 };
 
@@ -602,7 +651,8 @@ void test_type(const Kernels& kernels, Type type) {
     if (kernels.channel_linear[int(type)])
         for (int64_t cols : widths)
             for (int64_t rows : {32, 96, 288, 544}) test_channels(kernels, type, rows, cols);
-    if (kernels.channel_linear[int(type)]) test_channels(kernels, type, 2240, 576);  // wide tiles
+    if (kernels.channel_linear[int(type)])
+        test_channels(kernels, type, 2240, type_facts(type).block_size == 256 ? 768 : 576);  // wide tiles
     test_extremes(kernels, type);
 }
 

@@ -227,7 +227,7 @@ def build(decided: Decided) -> tuple[Decided, Backend]:
                 decided = replace(decided, ram=_plan_ram(decided, decided.ram.limit))
     name = "cpu" if settings.backend == "auto" else settings.backend
     if decided.channels is not None and name == "cpu":
-        options |= {"channel_rate": decided.channels.rate, "whole": decided.channels.whole}
+        options |= {"channel_rates": decided.channels.rates, "whole": decided.channels.whole}
     if decided.n_states:
         options["n_states"] = decided.n_states
     if (stored := _stored(decided, options["sparse"])) is not None:
@@ -435,8 +435,8 @@ class _Foreseen:
     def choose(self, graph: Graph, tensors: Mapping[str, TensorInfo]) -> tuple[str, ...]:
         from hotset.placement.channels import Workload, channel_rates, plan_channels
 
-        work = Workload.of(graph, tensors)
-        rates = channel_rates(work, self._settings.n_threads, progress=self._settings.progress)
+        works = Workload.of(graph, tensors)
+        rates = channel_rates(works, self._settings.n_threads, progress=self._settings.progress)
         self.plan = plan_channels(graph, tensors, self._thresholds, rates)
         return self.plan.chosen
 

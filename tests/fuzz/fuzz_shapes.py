@@ -383,7 +383,11 @@ def run_case(seed: int, number: int, folder: Path, say: Any = lambda facts: None
             """Logits by sequence and position."""
             free = iter(rng.permutation(n_pages).tolist())
             pages = [list(itertools.islice(free, -(-len(s) // PAGE_SIZE))) for s in case.sequences]
-            given = {**common, "channel_rate": float(one_of(rng, 0.5, 100.0)), **options}
+            given = {
+                **common,
+                "channel_rates": dict.fromkeys(GGMLType, float(one_of(rng, 0.5, 100.0))),
+                **options,
+            }
             backend = CpuBackend(source, graph, **given)
             oracle = Oracle(weights, graph, **common)
             room, rows = most_tapped, {}

@@ -6,7 +6,7 @@ A value that is asked for as a tap is kept, and what would fuse it away is not f
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from hotset.backends.stage import Rows, on_host
 from hotset.backends.stored import StoredWeights
 from hotset.cores import usable_cores
 from hotset.errors import InvalidRequestError
+from hotset.formats.quants import GGMLType
 from hotset.model.cost import KV_BLOCKS, KVType, check_cache
 from hotset.model.graph import PARTS, Attention, Graph, Recurrent
 
@@ -55,8 +56,9 @@ class CpuBackend:
     this process may use. isa: forces a set of kernels, as the environment variable HOTSET_ISA does.
     sparse: leaves out what an FFN with zeros does not need: up rows of neurons whose gate does not fire, down
     rows of those that are zero, and all of those that a predictor does not name. The bits are the same.
-    channel_rate: bytes per second that are read by channel over those by row (placement/channels.py). whole:
-    up matrices of which every row is read, though gates are cut, since leaving some out does not pay.
+    channel_rates: of types, the bytes per second that are read by channel over those by row, 1 where nothing
+    is said (placement/channels.py). whole: up matrices of which every row is read, though gates are cut,
+    since leaving some out does not pay.
     runtime: threads and memory that others use too, instead of n_threads of its own; it stays open.
     Raises UnsupportedModelError for tensor types without a kernel and heads that q8_0 does not fit.
     """
@@ -75,7 +77,7 @@ class CpuBackend:
         n_threads: int | None = None,
         isa: str | None = None,
         sparse: bool = False,
-        channel_rate: float = 1.0,
+        channel_rates: Mapping[GGMLType, float] | None = None,
         whole: Collection[str] = (),
         runtime: _core.Runtime | None = None,
         first_op: int = 0,
@@ -88,7 +90,7 @@ class CpuBackend:
         self.n_layer = max(graph.n_layer, 1)
         self.n_pages, self.max_batch, self.kv_type = n_pages, max_batch, kv_type
         self.n_vocab = graph.result.width
-        self._isa, self._channel_rate, self._whole = isa, channel_rate, frozenset(whole)
+        self._isa, self._channel_rates, self._whole = isa, channel_rates or {}, frozenset(whole)
         self._cache = {op.layer: self._new_cache(op) for op in self.graph.ops if isinstance(op, Attention)}
         self.n_states = n_states if graph.recurrent else 0
         # Untouched slots cost no memory.
@@ -246,7 +248,7 @@ class CpuBackend:
         return lower(
             self.graph, taps, self.weights, plan,
             entering=self.entering, cache=self._cache_of, states=self._states_of, sparse=self.sparse,
-            channel_rate=self._channel_rate, whole=self._whole,
+            channel_rates=self._channel_rates, whole=self._whole,
             streamed=self.weights.streamed if isinstance(self.weights, StoredWeights) else None,
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ cutoffs go into the pass of its products.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -26,7 +26,7 @@ from hotset.backends.streaming import Streamed, matrices_of
 from hotset.errors import InvalidRequestError
 from hotset.formats.channels import break_even, tile_of
 from hotset.formats.planes import PLANE_GROUP
-from hotset.formats.quants import dequantize, row_bytes
+from hotset.formats.quants import GGMLType, dequantize, row_bytes
 from hotset.model.graph import (
     NO_LAYER,
     PARTS,
@@ -161,7 +161,7 @@ def lower(
     cache: Callable[[Attention], tuple[Any, ...]],
     states: Callable[[Recurrent], np.ndarray],
     sparse: bool,
-    channel_rate: float = 1.0,
+    channel_rates: Mapping[GGMLType, float] | None = None,
     streamed: Streamed | None = None,
     whole: Collection[str] = (),
 ) -> Lowered:
@@ -169,7 +169,7 @@ def lower(
     `Plan.attention` takes of an operation's keys and values. states: of an operation, float32
     [n_states, size].
 
-    sparse: leaves out what an FFN with zeros does not need. channel_rate, whole: see CpuBackend. streamed:
+    sparse: leaves out what an FFN with zeros does not need. channel_rates, whole: see CpuBackend. streamed:
     weights that each step waits for. Raises InvalidRequestError for an unknown tap.
     """
     unknown = taps - {op.out.name for op in graph.primitives}
@@ -180,7 +180,7 @@ def lower(
     buffers = Buffers(plan.buffer, graph, fused, taps)
     if entering is not None:
         plan.input(buffers.begin(entering))
-    emit = _Emission(plan, buffers, weights, cache, states, sparse, channel_rate, streamed, whole)
+    emit = _Emission(plan, buffers, weights, cache, states, sparse, channel_rates or {}, streamed, whole)
     if isinstance(graph.ops[-1], Linear):
         emit.logits = graph.result
     for i, group in enumerate(fused):
@@ -235,11 +235,11 @@ class _Emission:
         cache: Callable[[Attention], tuple[Any, ...]],
         states: Callable[[Recurrent], np.ndarray],
         sparse: bool,
-        channel_rate: float,
+        channel_rates: Mapping[GGMLType, float],
         streamed: Streamed | None,
         whole: Collection[str],
     ) -> None:
-        self._channel_rate, self._whole = channel_rate, whole
+        self._channel_rates, self._whole = channel_rates, whole
         self._streamed, self._piece = streamed, -1  # which was waited for last
         self._behind: Sequence[Fused] = ()  # groups
         self._begun: set[Value] = set()  # results of FFNs whose rows are on their way
@@ -695,7 +695,7 @@ class _Emission:
                 found.append(None)
                 continue
             n_rows = info.shape[-1]
-            below = break_even(info, self._channel_rate)
+            below = break_even(info, self._channel_rates.get(info.type, 1.0))
             found.append((self._weights.data(copy), n_rows, tile_of(n_rows), op.first_row, below))
         return found if any(one is not None for one in found) else []
 

@@ -4,25 +4,37 @@ not be read.
 As planes of down projections are by neuron (formats/planes.py): a block of 32 inputs of one output is split
 in codes by input and scales by 32 inputs, every number the file's own, so that sums are the same to the bit.
 
-    <name>_c.blocks  int8 [n_in / 32, bytes of n_out blocks]   as many bytes as the matrix by rows has
+    <name>_c.blocks  int8 [n_groups, bytes]   n_groups: n_in / 32, of K-quants n_in / 256
 
-Outputs are cut into tiles (tile_of), one after the other; a tile is for each 32 channels the scales of its
-outputs (F16), of Q4_1 what is added to scale * code (F16), and then for each of the channels the codes of the
-outputs: of Q8_0 one byte each, of Q4_0 and Q4_1 for each 32 outputs 16 bytes, byte j = code[j] | code[j + 16]
-<< 4. So whoever computes a tile reads one stream of memory, of which long pieces are left out: in narrower
-tiles this takes up to twice as long (docs/LOG.md).
+Outputs are cut into tiles (tile_of), one after the other. For each 32 channels a tile has the scales of its
+outputs (F16), of Q4_1 then what is added to scale * code (F16), and for each of the channels the codes:
+
+    Q8_0              a byte an output
+    Q4_0, Q4_1, Q4_K  16 bytes for 32 outputs: byte j = code[j] | code[j + 16] << 4
+    Q5_K              the same of the low four bits, of the whole tile; and then 4 bytes for 32 outputs: bit i
+                      of byte j is the fifth of code[j + 4 i]
+    Q6_K              the same, but two planes of 4 bytes for 32 outputs: bits 2 i and 2 i + 1 of byte j are
+                      the high ones of code[j + 4 i], in the second plane of code[16 + j + 4 i]
+
+K-quants have scales of a byte instead (unpacked), and then their minimums, of Q6_K the scales of the second
+16 channels; and before each 256 channels what all of these are multiplied with (d and dmin, F16).
+
+So whoever computes a tile reads one stream of memory, of which long pieces are left out: in narrower tiles
+this takes up to twice as long (docs/LOG.md).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hotset.errors import UnsupportedModelError
-from hotset.formats.planes import PLANE_GROUP, codes_of, scales_of
-from hotset.formats.quants import GGMLType
+from hotset.formats.planes import PLANE_GROUP, codes_of, in_parallel, scales_of
+from hotset.formats.quants import TYPES, GGMLType, k_parts
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile, GGUFWriter, TensorInfo
@@ -30,19 +42,48 @@ if TYPE_CHECKING:
 ALIGNMENT = 4096  # of the tensors: a page
 LAYOUT = 3  # rises when the layout changes, so that files of another one are built again
 _MOST, _LINE = 4096, 128  # outputs of a tile, and those of a line of codes of four bits
-_TYPES = (GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q8_0)
+_K_GROUP = 256
+
+
+@dataclass(frozen=True)
+class _Format:
+    """halves: the fields of a block, or of 256 inputs where `grouped`, that are float16. bits: of a code."""
+
+    halves: tuple[str, ...]
+    bits: int
+    grouped: bool = False
+
+
+_FORMATS = {
+    GGMLType.Q4_0: _Format(("d",), 4),
+    GGMLType.Q4_1: _Format(("d", "m"), 4),
+    GGMLType.Q8_0: _Format(("d",), 8),
+    GGMLType.Q4_K: _Format(("d", "dmin"), 4, True),
+    GGMLType.Q5_K: _Format(("d", "dmin"), 5, True),
+    GGMLType.Q6_K: _Format(("d",), 6, True),
+}
 
 
 def can_be_by_channel(info: TensorInfo) -> bool:
     """Whether a matrix of this type and shape is laid out by channel: its outputs are taken 32 at a time."""
-    return info.type in _TYPES and len(info.shape) == 2 and info.shape[1] % PLANE_GROUP == 0
+    return info.type in _FORMATS and len(info.shape) == 2 and info.shape[1] % PLANE_GROUP == 0
 
 
 def copy_bytes(info: TensorInfo) -> tuple[int, int]:
     """Of a matrix by channel: bytes of its codes, and of its scales and minimums."""
-    n_values = info.shape[0] * info.shape[1]
-    codes = n_values if info.type == GGMLType.Q8_0 else n_values // 2
-    return codes, info.nbytes - codes
+    n_in, n_out = info.shape
+    of = _FORMATS[info.type]
+    halves, own = n_out * 2 * len(of.halves), 2 * n_out
+    heads = (
+        n_in // _K_GROUP * halves + n_in // PLANE_GROUP * own if of.grouped else n_in // PLANE_GROUP * halves
+    )
+    return n_in * n_out * of.bits // 8, heads
+
+
+def copy_shape(info: TensorInfo) -> tuple[int, int]:
+    """Of the tensor that a matrix by channel is."""
+    n_groups = info.shape[0] // (_K_GROUP if _FORMATS[info.type].grouped else PLANE_GROUP)
+    return sum(copy_bytes(info)) // n_groups, n_groups
 
 
 def break_even(info: TensorInfo, rate: float) -> float:
@@ -67,34 +108,78 @@ def add_channels(writer: GGUFWriter, gguf: GGUFFile, tensor: str) -> None:
     can_be_by_channel must say yes. What is written is refused (UnsupportedModelError) where a scale is not
     finite: zero times it is no zero, and would have to be read.
     """
-    info = gguf.tensors[tensor]
-    n_groups = info.shape[0] // PLANE_GROUP
     writer.add_tensor(
         f"{tensor.removesuffix('.weight')}_c.blocks",
         lambda: _blocks_of(gguf, tensor),
         GGMLType.I8,
-        (info.nbytes // n_groups, n_groups),
+        copy_shape(gguf.tensors[tensor]),
     )
 
 
 def _blocks_of(gguf: GGUFFile, tensor: str) -> np.ndarray:
     info = gguf.tensors[tensor]
     n_in, n_out = info.shape
-    n_groups = n_in // PLANE_GROUP
-    heads = [
-        scales_of(gguf.data(tensor), info.type, info.shape, field)
-        for field in ("d", "m")[: 2 if info.type == GGMLType.Q4_1 else 1]
-    ]
-    if not all(np.isfinite(values).all() for values in heads):
+    of = (_k_parts if _FORMATS[info.type].grouped else _plain_parts)(gguf.data(tensor), info)
+    if not all(np.isfinite(values.view(np.float16)).all() for values in of.halves):
         raise UnsupportedModelError(
             f"the tensor {tensor} has weights that are not finite, beside which nothing can be left out"
         )
-    codes = codes_of(gguf.data(tensor), info.type, info.shape).view(np.uint8)
-    of_output, step = codes.shape[1] / n_out, tile_of(n_out)
-    tiles = []
+    n_blocks, (_, n_groups) = n_in // PLANE_GROUP, copy_shape(info)
+    tiles, step = [], tile_of(n_out)
     for first in range(0, n_out, step):
-        last = min(first + step, n_out)
-        own = codes[:, int(first * of_output) : int(last * of_output)].reshape(n_groups, -1)
-        own_heads = [np.ascontiguousarray(head[:, first:last]).view(np.uint8) for head in heads]
-        tiles.append(np.concatenate([*own_heads, own], axis=1).reshape(-1))
+
+        def own(values: np.ndarray, first: int = first, last: int = min(first + step, n_out)) -> np.ndarray:
+            n_bytes = values.shape[1]
+            return values[:, first * n_bytes // n_out : last * n_bytes // n_out]
+
+        channels = np.concatenate([own(values) for values in of.codes], axis=1).reshape(n_blocks, -1)
+        blocks = np.concatenate([*map(own, of.heads), channels], axis=1).reshape(n_groups, -1)
+        tiles.append(np.concatenate([*map(own, of.group_heads), blocks], axis=1).reshape(-1))
     return np.concatenate(tiles).reshape(n_groups, -1)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A matrix taken apart, each array uint8 [rows, bytes of all outputs]: what 256 inputs have, what 32
+    have, and codes, a row for each input. halves: those that are float16."""
+
+    group_heads: Sequence[np.ndarray]
+    heads: Sequence[np.ndarray]
+    codes: Sequence[np.ndarray]
+
+    @property
+    def halves(self) -> Sequence[np.ndarray]:
+        return self.group_heads or self.heads
+
+
+def _plain_parts(data: np.ndarray, info: TensorInfo) -> _Parts:
+    fields = _FORMATS[info.type].halves
+    heads = [scales_of(data, info.type, info.shape, field).view(np.uint8) for field in fields]
+    return _Parts([], heads, [codes_of(data, info.type, info.shape).view(np.uint8)])
+
+
+def _k_parts(data: np.ndarray, info: TensorInfo) -> _Parts:
+    (n_in, n_out), of, layout = info.shape, _FORMATS[info.type], TYPES[info.type].block
+    assert layout is not None
+    blocks = data.view(layout).reshape(n_out, n_in // _K_GROUP)
+    high_bits = of.bits - 4
+    heads = np.empty((2, n_in // PLANE_GROUP, n_out), np.uint8)
+    low = np.empty((n_in, n_out // 2), np.uint8)
+    high = np.empty((high_bits, n_in, n_out // 8), np.uint8)
+
+    def take_apart(group: int) -> None:
+        own, codes = k_parts(blocks[:, group], info.type)
+        heads[:, 8 * group : 8 * group + 8] = own.T
+        channels = np.ascontiguousarray(codes.reshape(n_out, _K_GROUP).T)
+        rows = slice(_K_GROUP * group, _K_GROUP * (group + 1))
+        pairs = (channels & 15).reshape(_K_GROUP, -1, 2, 16)
+        low[rows] = (pairs[:, :, 0] | pairs[:, :, 1] << np.uint8(4)).reshape(_K_GROUP, -1)
+        if high_bits:
+            fields = (channels >> np.uint8(4)).reshape(_K_GROUP, -1, high_bits, 8 // high_bits, 4)
+            shifts = np.arange(0, 8, high_bits, dtype=np.uint8)[:, None]
+            packed = np.bitwise_or.reduce(fields << shifts, axis=3)  # [256, outputs / 32, planes, 4]
+            high[:, rows] = packed.transpose(2, 0, 1, 3).reshape(high_bits, _K_GROUP, -1)
+
+    in_parallel(take_apart, range(n_in // _K_GROUP))
+    halves = [np.ascontiguousarray(blocks[field].T).view(np.uint8) for field in of.halves]
+    return _Parts(halves, list(heads), [low, *high])

@@ -87,7 +87,7 @@ def transpose(data: np.ndarray, type: GGMLType, shape: tuple[int, ...]) -> np.nd
     def chunk(first: int) -> None:
         _transpose_tiled(matrix[:, first : first + step], out[first : first + step])
 
-    _in_parallel(chunk, range(0, n_ff, step))
+    in_parallel(chunk, range(0, n_ff, step))
     return out
 
 
@@ -113,7 +113,7 @@ def codes_of(data: np.ndarray, type: GGMLType, shape: tuple[int, ...]) -> np.nda
         np.bitwise_or(low & 15, high << np.uint8(4), out=nibbles[:, 0])
         np.bitwise_or(low >> np.uint8(4), high & np.uint8(0xF0), out=nibbles[:, 1])
 
-    _in_parallel(chunk, range(0, n_ff // PLANE_GROUP, step))
+    in_parallel(chunk, range(0, n_ff // PLANE_GROUP, step))
     return out.view(np.int8)
 
 
@@ -154,7 +154,7 @@ def _transpose_tiled(source: np.ndarray, out: np.ndarray) -> None:
         out[:, row : row + _TILE_ROWS] = source[row : row + _TILE_ROWS].T
 
 
-def _in_parallel(work: Callable[[int], None], items: range) -> None:
+def in_parallel(work: Callable[[int], None], items: range) -> None:
     """NumPy copies without the interpreter's lock: a few threads share the chunks."""
     n_threads = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
     if len(items) < 8 or n_threads == 1:

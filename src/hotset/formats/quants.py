@@ -290,32 +290,45 @@ def _decode_q3_k(b: np.ndarray) -> np.ndarray:
     return scale[:, :, None] * q
 
 
-def _k_scales(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scales and minimums of Q4_K and Q5_K, float32 [n, 8, 1] each."""
+def k_parts(b: np.ndarray, type: GGMLType) -> tuple[np.ndarray, np.ndarray]:
+    """What 32 weights have of their own in blocks of Q4_K, Q5_K or Q6_K, [n]: two numbers, uint8 [n, 8, 2],
+    and codes, uint8 [n, 8, 32].
+
+    The two are scale and minimum; of Q6_K the scales of the two halves, bytes of int8, and its codes are 32
+    above their values.
+    """
+    if type == GGMLType.Q6_K:
+        low = _planes(b["ql"].reshape(-1, 2, 64), 4).reshape(-1, 8, 32)
+        high = _planes(b["qh"].reshape(-1, 2, 32), 2).reshape(-1, 8, 32)
+        return b["scales"].view(np.uint8).reshape(-1, 8, 2), low | high << np.uint8(4)
     first, second, third = (b["scales"][:, i : i + 4] for i in (0, 4, 8))
-    scale = np.concatenate([first & 63, (third & 15) | (first >> 6) << 4], axis=1).astype(np.float32)
-    minimum = np.concatenate([second & 63, (third >> 4) | (second >> 6) << 4], axis=1).astype(np.float32)
-    return (_scale(b, "d") * scale)[:, :, None], (_scale(b, "dmin") * minimum)[:, :, None]
+    scale = np.concatenate([first & 63, (third & 15) | (first >> 6) << 4], axis=1)
+    minimum = np.concatenate([second & 63, (third >> 4) | (second >> 6) << 4], axis=1)
+    codes = _planes(b["qs"].reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
+    if type == GGMLType.Q5_K:
+        codes |= _planes(b["qh"], 1) << np.uint8(4)
+    return np.stack([scale, minimum], axis=2), codes
+
+
+def _decode_k(b: np.ndarray, type: GGMLType) -> np.ndarray:
+    parts, codes = k_parts(b, type)
+    scale = _scale(b, "d") * parts[:, :, 0].astype(np.float32)
+    minimum = _scale(b, "dmin") * parts[:, :, 1].astype(np.float32)
+    return scale[:, :, None] * codes.astype(np.float32) - minimum[:, :, None]
 
 
 def _decode_q4_k(b: np.ndarray) -> np.ndarray:
-    scale, minimum = _k_scales(b)
-    q = _planes(b["qs"].reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
-    return scale * q.astype(np.float32) - minimum
+    return _decode_k(b, GGMLType.Q4_K)
 
 
 def _decode_q5_k(b: np.ndarray) -> np.ndarray:
-    scale, minimum = _k_scales(b)
-    low = _planes(b["qs"].reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
-    q = low | _planes(b["qh"], 1) << np.uint8(4)
-    return scale * q.astype(np.float32) - minimum
+    return _decode_k(b, GGMLType.Q5_K)
 
 
 def _decode_q6_k(b: np.ndarray) -> np.ndarray:
-    low = _planes(b["ql"].reshape(-1, 2, 64), 4).reshape(-1, 16, 16)
-    high = _planes(b["qh"].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
-    scale = _scale(b, "d") * b["scales"].astype(np.float32)
-    return scale[:, :, None] * ((low | high << np.uint8(4)).astype(np.float32) - 32)
+    parts, codes = k_parts(b, GGMLType.Q6_K)
+    scale = _scale(b, "d") * parts.view(np.int8).reshape(-1, 16).astype(np.float32)
+    return scale[:, :, None] * (codes.reshape(-1, 16, 16).astype(np.float32) - 32)
 
 
 def _decode_iq4_nl(b: np.ndarray) -> np.ndarray:

@@ -35,6 +35,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hotset.errors import UnsupportedModelError
+from hotset.formats.channels import can_be_by_channel, copy_shape
 from hotset.formats.planes import PLANE_GROUP
 from hotset.formats.quants import DECODABLE, GGMLType
 from hotset.model.config import ConvMixer, DeltaMixer, Experts, Latent, LayerConfig, ModelConfig
@@ -711,11 +712,10 @@ class _Weights:
 
     def by_channel(self, name: str, n_in: int, n_out: int) -> str | None:
         """The copy of a matrix by channel, where it was made."""
-        copy = f"{name}_c.blocks"
-        if copy not in self.tensors or n_out % PLANE_GROUP or n_in % PLANE_GROUP:
+        copy, info = f"{name}_c.blocks", self.tensors.get(f"{name}.weight")
+        if copy not in self.tensors or info is None or not can_be_by_channel(info) or n_in % PLANE_GROUP:
             return None
-        n_groups = n_in // PLANE_GROUP
-        return self._ask(copy, (self.tensors[f"{name}.weight"].nbytes // n_groups, n_groups), _BYTES)
+        return self._ask(copy, copy_shape(info), _BYTES)
 
     def _ask(self, name: str, shape: tuple[int, ...], types: Collection[GGMLType] = DECODABLE) -> str:
         info = self.tensors.get(name)

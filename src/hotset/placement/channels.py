@@ -13,7 +13,7 @@ import importlib.metadata
 import math
 import mmap
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hotset import _core
-from hotset.formats.channels import LAYOUT, can_be_by_channel, copy_bytes, tile_of
+from hotset.formats.channels import LAYOUT, can_be_by_channel, copy_bytes, copy_shape
 from hotset.formats.gguf import TensorInfo
-from hotset.formats.planes import PLANE_GROUP
-from hotset.formats.quants import TYPES, GGMLType, row_bytes
+from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model import graph as g
 from hotset.model.cutoffs import CutoffName
 from hotset.parameters import real_number
@@ -44,7 +43,7 @@ _KEPT = 0.5
 _SECONDS = 0.4  # of the measurement
 _NARROWEST, _WIDEST = 256, 4096
 _LEAST_BYTES, _MOST_BYTES = 1 << 20, 1 << 27  # more than most caches hold
-_TYPE = GGMLType.Q4_0
+_OTHERS = GGMLType.Q4_0  # the type whose rates are taken for those of types without a layout by channel
 _SPLIT = 0.2  # of the time of gate and up: what it costs to compute gates first, and then ups here and there
 _LIST_S = 1e-9  # for each input: to find which of them are not zero
 _LEAST_GAIN = 0.05  # of a matrix's time: for less a copy is not worth its room
@@ -52,25 +51,36 @@ _LEAST_GAIN = 0.05  # of a matrix's time: for less a copy is not worth its room
 
 @dataclass(frozen=True)
 class Workload:
-    """What rates are measured on: so many square matrices of a width that they have so many bytes in all.
+    """What rates are measured on: so many square matrices of a type and width that they have so many bytes
+    in all.
 
-    A model that fits in a cache, or has short rows, is read at another rate than one that does not.
+    A model that fits in a cache, or has short rows, is read at another rate than one that does not; and what
+    is computed with a code differs between types.
     """
 
+    type: GGMLType
     width: int
     n_bytes: int
 
     @classmethod
-    def of(cls, graph: g.Graph, tensors: Mapping[str, TensorInfo]) -> Workload:
-        """Like the matrices whose inputs are cut: their width, and their bytes beside the others'; powers
-        of two, lest every model be measured by itself."""
+    def of(cls, graph: g.Graph, tensors: Mapping[str, TensorInfo]) -> tuple[Workload, ...]:
+        """Like the matrices whose zeros need not be read, for each of their types: their width, and their
+        bytes beside the others'; powers of two, lest every model be measured by itself."""
         cut = {op.weight for op in g.cut_products(graph)}
-        widths = sorted(tensors[name].shape[-1] for name in cut) or [_WIDEST]
-        n_bytes = sum(info.nbytes for info in tensors.values() if info.name in cut)
-        return cls(
-            min(max(_power_of_two(widths[len(widths) // 2]), _NARROWEST), _WIDEST),
-            min(max(_power_of_two(n_bytes), _LEAST_BYTES), _MOST_BYTES),
-        )
+        ups = {
+            ffn.up.weight for ffn in graph.ffns if ffn.gate_cut is not None and isinstance(ffn.up, g.Linear)
+        }
+        infos = [tensors[name] for name in sorted(cut | ups)]
+        widths = sorted(info.shape[-1] for info in infos if info.name in cut) or [_WIDEST]
+        n_bytes = sum(info.nbytes for info in infos if info.name in cut)
+        width = min(max(_power_of_two(widths[len(widths) // 2]), _NARROWEST), _WIDEST)
+        n_bytes = min(max(_power_of_two(n_bytes), _LEAST_BYTES), _MOST_BYTES)
+        return tuple(cls(type, width, n_bytes) for type in dict.fromkeys(map(_measured_as, infos)))
+
+
+def _measured_as(info: TensorInfo) -> GGMLType:
+    """The type whose rates are taken for those of a matrix."""
+    return info.type if can_be_by_channel(info) else _OTHERS
 
 
 def _power_of_two(n: int) -> int:
@@ -109,13 +119,14 @@ class ChannelGain:
 
 @dataclass(frozen=True)
 class ChannelPlan:
-    """Of the matrices of which zeros need not be read. rate: of channels over that of rows.
+    """Of the matrices of which zeros need not be read. rates: of each type, that of channels over that of
+    rows.
 
     whole: up matrices of which every row is read, though gates are cut: leaving some out does not pay.
     """
 
     gains: tuple[ChannelGain, ...]
-    rate: float
+    rates: Mapping[GGMLType, float]
     whole: frozenset[str] = frozenset()
 
     @property
@@ -149,9 +160,15 @@ class ChannelPlan:
 
 
 def plan_channels(
-    graph: g.Graph, tensors: Mapping[str, TensorInfo], thresholds: Thresholds, rates: ChannelRates
+    graph: g.Graph,
+    tensors: Mapping[str, TensorInfo],
+    thresholds: Thresholds,
+    rates: Mapping[GGMLType, ChannelRates],
 ) -> ChannelPlan:
-    """What leaving out zeros gains, matrix by matrix; of up rows are left out, where those are less."""
+    """What leaving out zeros gains, matrix by matrix; of up rows are left out, where those are less.
+
+    rates: of the types of Workload.of.
+    """
     cutoff_of: dict[g.Value, CutoffName] = {
         op.out: op.of for op in graph.primitives if isinstance(op, g.Cutoff)
     }
@@ -165,23 +182,25 @@ def plan_channels(
         codes, scales = copy_bytes(info)
         kept = thresholds.kept(op.layer, cutoff_of[op.x])
         read = scales + codes * (1.0 if kept is None else kept)
-        gain = _gain(op.weight, kept, False, info.nbytes, read, rates)
+        gain = _gain(op.weight, kept, False, info.nbytes, read, rates[info.type])
         gains[op.weight] = replace(gain, kept_s=gain.kept_s + _LIST_S * op.x.width)
     whole = set()
     for ffn in cut_ffns:
         up, kept = ffn.up, thresholds.kept(ffn.layer, "gate")
         if kept is None or ffn.gate is None or not isinstance(up, g.Linear):
             continue
+        own = rates[_measured_as(tensors[up.weight])]
         n_bytes = row_bytes(tensors[up.weight].type, up.x.width) * up.out.width
-        by_neuron = _gain(up.weight, kept, True, n_bytes, kept * n_bytes, rates)
-        split_s = _SPLIT * 2 * n_bytes / rates.rows
+        by_neuron = _gain(up.weight, kept, True, n_bytes, kept * n_bytes, own)
+        split_s = _SPLIT * 2 * n_bytes / own.rows
         by_neuron = replace(by_neuron, kept_s=by_neuron.kept_s + split_s)
         other = gains.get(up.weight)
         if other is None or other.kept is None or by_neuron.kept_s <= other.kept_s:
             gains[up.weight] = by_neuron
         if not (gains[up.weight].by_neuron and gains[up.weight].pays):
             whole.add(up.weight)
-    return ChannelPlan(tuple(gains.values()), rates.channels / rates.rows, frozenset(whole))
+    ratios = {type: own.channels / own.rows for type, own in rates.items()}
+    return ChannelPlan(tuple(gains.values()), ratios, frozenset(whole))
 
 
 def _gain(
@@ -194,13 +213,19 @@ def _gain(
 
 
 def channel_rates(
-    work: Workload,
+    works: Iterable[Workload],
     n_threads: int | None = None,
     *,
     progress: Reporter | None = None,
     path: Path | None = None,
-) -> ChannelRates:
+) -> dict[GGMLType, ChannelRates]:
     """What is known of this CPU, measured where it is not. path: the file to keep it in."""
+    return {work.type: _rates(work, n_threads, progress, path) for work in works}
+
+
+def _rates(
+    work: Workload, n_threads: int | None, progress: Reporter | None, path: Path | None
+) -> ChannelRates:
     from hotset.cores import usable_cores
 
     n_threads = n_threads or usable_cores()
@@ -208,38 +233,34 @@ def channel_rates(
     version = ""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("hotset")
-    what = f"channels {LAYOUT} {work.width} wide, {work.n_bytes >> 20} MB"
+    what = f"channels {LAYOUT} {work.type.name}, {work.width} wide, {work.n_bytes >> 20} MB"
     key = " | ".join([processor_name(), f"{n_threads} threads", _core.isa(), what, version])
     with contextlib.suppress(KeyError, TypeError, ValueError):  # none yet, or of another version
         before = ChannelRates(**known(path)[key])
         if min(real_number("a rate", rate, 1) for rate in (before.rows, before.channels)):
             return before
     if progress is not None:
-        progress.say("Measuring how fast this machine reads rows and channels, once.")
+        progress.say(f"Measuring how fast this machine reads rows and channels of {work.type.name}, once.")
     measured = _measure(n_threads, work)
     keep(path, key, asdict(measured))
     return measured
 
 
 class _Weights:
-    """Matrices of one width with their copies by channel, and an input half of which is zero: a
+    """Matrices of one type and width with their copies by channel, and an input half of which is zero: a
     WeightSource."""
 
-    def __init__(self, width: int, n_matrices: int) -> None:
+    def __init__(self, type: GGMLType, width: int, n_matrices: int) -> None:
         self.tensors: dict[str, TensorInfo] = {}
         self._data: dict[str, np.ndarray] = {}
         zero = np.random.default_rng(0).random(width) >= _KEPT
         self._add("x", (width, 1), GGMLType.F32, np.where(zero, 0, 1).astype(np.float32))
-        layout = TYPES[_TYPE].block
-        assert layout is not None
-        blocks = np.empty(width * width // PLANE_GROUP, layout)
-        blocks["d"], blocks["qs"] = 2.0**-12, 0x99  # every value is 2^-12
-        tile, n_groups = tile_of(width), width // PLANE_GROUP
-        of_tile = np.repeat(blocks["d"][:1], tile).view(np.uint8), blocks["qs"].reshape(-1)[: 16 * tile]
-        copy = np.tile(np.concatenate(of_tile), width // tile * n_groups)
+        info = TensorInfo("", (width, width), type, row_bytes(type, width) * width, 0)
+        # Whatever such bytes stand for, as a float16 scale they are small and finite.
+        rows, copy = (np.full(n, 0x11, np.uint8) for n in (info.nbytes, sum(copy_bytes(info))))
         for i in range(n_matrices):
-            self._add(f"{i}.weight", (width, width), _TYPE, blocks)
-            self._add(f"{i}_c.blocks", (copy.nbytes // n_groups, n_groups), GGMLType.I8, copy)
+            self._add(f"{i}.weight", info.shape, type, rows)
+            self._add(f"{i}_c.blocks", copy_shape(info), GGMLType.I8, copy)
 
     def _add(self, name: str, shape: tuple[int, ...], type: GGMLType, values: np.ndarray) -> None:
         flat = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
@@ -265,8 +286,8 @@ def _measure(n_threads: int, work: Workload) -> ChannelRates:
     from hotset.backends.cpu import CpuBackend, new_runtime
 
     width = work.width
-    n_matrices = max(2, work.n_bytes // (row_bytes(_TYPE, width) * width))
-    weights, graph = _Weights(width, n_matrices), g.Graph()
+    n_matrices = max(2, work.n_bytes // (row_bytes(work.type, width) * width))
+    weights, graph = _Weights(work.type, width, n_matrices), g.Graph()
     x = graph.add(g.Embed(graph.value("embedding", width), "x"))
     outs = []
     for i in range(n_matrices):
@@ -283,8 +304,9 @@ def _measure(n_threads: int, work: Workload) -> ChannelRates:
     try:
         for sparse in (False, True):
             opened[sparse] = CpuBackend(
-                weights, graph, n_pages=1, max_batch=1, sparse=sparse, channel_rate=1 / _KEPT, runtime=runtime
-            )
+                weights, graph, n_pages=1, max_batch=1, sparse=sparse, runtime=runtime,
+                channel_rates={work.type: 1 / _KEPT},
+            )  # fmt: skip
             opened[sparse].step(batch)
         # The least of each, in turn: whoever else is at work makes it no slower than it is.
         least, until = {False: math.inf, True: math.inf}, time.perf_counter() + _SECONDS

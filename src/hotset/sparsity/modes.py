@@ -286,7 +286,7 @@ def _open_channels(
         for name in possible:
             channels.add_channels(writer, gguf, name)
 
-    n_bytes = sum(gguf.tensors[name].nbytes for name in possible)
+    n_bytes = sum(sum(channels.copy_bytes(gguf.tensors[name])) for name in possible)
     of = hashlib.sha256(" ".join(possible).encode()).hexdigest()[:16]
     built = sidecar.open_or_build(
         gguf, "channels", {"tensors": of, "layout": channels.LAYOUT}, fill, sidecar.same_tensors(fill),
