@@ -222,6 +222,7 @@ struct ExpertFacts {
     bool activated = false;   // always with a gate
     Activation activation = Activation::Relu;
     float activation_threshold = 0.0f;
+    float cutoff = 0.0f;  // of what is activated, of tokens that are cut
     bool up_activated = false;
     Activation up_activation = Activation::Relu;
     float up_threshold = 0.0f;

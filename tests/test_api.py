@@ -43,7 +43,14 @@ def byte_letters() -> list[str]:
     return letters
 
 
-def write_model(path: Path, *, n_layer: int = 2, experts: tuple[int, int] | None = None, **keys: Any) -> Path:
+def write_model(
+    path: Path,
+    *,
+    n_layer: int = 2,
+    experts: tuple[int, int] | None = None,
+    down_by_neuron: bool = False,
+    **keys: Any,
+) -> Path:
     """A llama of a few layers over bytes and three special tokens, every parameter random."""
     tokens = byte_letters() + SPECIALS
     tokenizer: dict[str, Any] = {
@@ -65,6 +72,7 @@ def write_model(path: Path, *, n_layer: int = 2, experts: tuple[int, int] | None
         head_dim=8,
         n_vocab=len(tokens),
         experts=experts,
+        down_by_neuron=down_by_neuron,
         spread=lambda name: 3.0 if name == "output" else 1.5,
         keys=tokenizer | keys,
         seed=5,

@@ -506,19 +506,43 @@ def test_a_model_with_predictors_is_cut_in_addition(text: str, tmp_path: Path) -
             assert loaded.sparsity.mode == "threshold"
 
 
-def test_attention_of_a_mixture_is_cut(text: str, tmp_path: Path) -> None:
+def test_a_mixture_is_cut(text: str, tmp_path: Path) -> None:
     model, out = write_bytes(tmp_path / "m.gguf", experts=(4, 2)), tmp_path / "out.json"
     found = calibrate_thresholds(model, text, out, ThresholdSettings(share=0.3, **QUICK))
-    assert found.measured.saved >= 0.3  # of attention's bytes
+    assert (
+        found.measured.saved >= 0.3
+    )  # of the bytes of attention, and of the up matrices of a token's experts
     assert found.measured.kl > 0
-    for layer in found.thresholds.layers:
+    for layer, kept in zip(found.thresholds.layers, found.thresholds.measured["kept"], strict=True):
         assert layer.attn_in or layer.attn_out
-        assert not layer.of_ffn
+        assert layer.gate
+        assert not layer.ffn_in
+        assert not layer.down_in
+        assert kept.keys() == {"attn_in", "attn_out", "gate"}
     with hotset.load(model, thresholds=out) as cut, hotset.load(model) as dense:
         assert cut.sparsity.mode == "threshold"
         _, other = hotset.compare([dense, cut], text[:400], n_ctx=32)
     assert other.divergence is not None
     assert other.divergence.kl > 0
+
+
+@pytest.mark.parametrize("by_neuron", [False, True])
+def test_gates_of_experts_cost_what_is_foreseen(text: str, tmp_path: Path, by_neuron: bool) -> None:
+    model = write_bytes(tmp_path / "m.gguf", experts=(4, 2), down_by_neuron=by_neuron)
+    settings = ThresholdSettings(uniform=0.4, only=("gate",), **QUICK)
+    found = calibrate_thresholds(model, text, tmp_path / "out.json", settings)
+    measured = found.measured
+    assert measured.kl > 0
+    assert 0.25 < found.foreseen["neurons"] / measured.kl < 4
+    for kept in found.thresholds.measured["kept"]:
+        assert kept["gate"] == pytest.approx(0.6, abs=0.03)
+    with open_gguf(model) as gguf:
+        experts = [info.nbytes for info in gguf.tensors.values() if "_exps" in info.name]
+        others = [
+            info.nbytes for info in gguf.tensors.values() if ".attn_" in info.name and "norm" not in info.name
+        ]
+    cut = sum(experts) / 2 * (2 if by_neuron else 1) / 3  # half of the experts: up, and down by neuron
+    assert measured.saved == pytest.approx(0.4 * cut / (cut + sum(others)), rel=0.05)
 
 
 def test_what_cannot_be_calibrated(path: Path, text: str, tmp_path: Path) -> None:
@@ -531,8 +555,8 @@ def test_what_cannot_be_calibrated(path: Path, text: str, tmp_path: Path) -> Non
         calibrate_thresholds(path, text, tmp_path / "o.json", ThresholdSettings(max_increase=1e-9, **QUICK))
     assert not (tmp_path / "o.json").exists()
     mixture = write_bytes(tmp_path / "experts.gguf", experts=(4, 2))
-    settings = ThresholdSettings(share=0.5, only=("gate", "down_in"), **QUICK)
-    with pytest.raises(InvalidRequestError, match="nowhere to cut gate, down_in: nothing is cut inside"):
+    settings = ThresholdSettings(share=0.5, only=("ffn_in", "down_in"), **QUICK)
+    with pytest.raises(InvalidRequestError, match="nowhere to cut ffn_in, down_in: of experts gates alone"):
         calibrate_thresholds(mixture, text, tmp_path / "o.json", settings)
     tiny_models = pytest.importorskip("tiny_models")
     recipe = tiny_models.RECIPES["lfm2"]

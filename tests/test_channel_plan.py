@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from test_cutoffs import EVERY, thresholds_of, write
+from tiny_gguf import write_llama
 
 import hotset
-from hotset.formats.gguf import GGUFFile
+from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.quants import GGMLType
 from hotset.model.config import config_from_gguf
 from hotset.model.cutoffs import CUTOFF_NAMES, LayerCutoffs
@@ -72,6 +73,18 @@ def test_rows_of_up_are_left_out_only_where_that_pays_for_the_second_pass(tmp_pa
     assert plan.whole == {"blk.0.ffn_up.weight"}
     assert [gain.pays for gain in plan.gains if "ffn_up" in gain.tensor] == [False, True]
     assert planned(gguf, thresholds_of(gguf, cutoffs=only_gate)).whole == frozenset()  # each step decides
+
+
+def test_rows_of_experts_are_left_out_where_that_pays(tmp_path: Path) -> None:
+    """Bytes are those of the experts that a token has."""
+    file = write_llama(tmp_path / "model.gguf", experts=(4, 2), type_of=lambda name: T.Q4_0)
+    gguf = open_gguf(file)
+    plan = planned(gguf, with_kept(gguf, [{"gate": 0.8}, {"gate": 0.3}], LayerCutoffs(gate=0.3)))
+    assert [gain.pays for gain in plan.gains] == [False, True]
+    assert plan.whole == {"blk.0.ffn_up_exps.weight"}
+    assert plan.chosen == ()
+    assert plan.gains[1].n_bytes == gguf.tensors["blk.1.ffn_up_exps.weight"].nbytes // 2
+    assert plan.gains[1].read_bytes == pytest.approx(0.3 * plan.gains[1].n_bytes)
 
 
 @pytest.mark.parametrize("kept", [None, "half", [], [{"attn_in": 2}, "x"], [{"attn_in": float("nan")}, {}]])

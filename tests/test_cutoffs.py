@@ -110,12 +110,75 @@ def test_what_is_cut(tmp_path: Path, architecture: str, case: str) -> None:
         np.testing.assert_array_equal(out, np.where(cut[:, None] & small, 0, x))
 
 
-def test_inside_experts_nothing_is_cut(tmp_path: Path) -> None:
+def test_of_experts_gates_alone_are_cut(tmp_path: Path) -> None:
     gguf = open_gguf(write_llama(tmp_path / "model.gguf", experts=(4, 2)))
-    assert graph_of(gguf, LayerCutoffs(attn_in=0.5, attn_out=0.5))[1].is_cut
-    for cutoffs in (LayerCutoffs(gate=1), LayerCutoffs(ffn_in=1), LayerCutoffs(down_in=1)):
-        with pytest.raises(UnsupportedModelError, match="inside experts"):
+    for cutoffs in (LayerCutoffs(ffn_in=1), LayerCutoffs(down_in=1)):
+        with pytest.raises(UnsupportedModelError, match="of experts the activated gates can be cut"):
             graph_of(gguf, cutoffs)
+    weights, graph = graph_of(gguf, LayerCutoffs(gate=0.1))
+    op = next(op for op in graph.primitives if isinstance(op, Cutoff))
+    backend = ReferenceBackend(weights, graph, n_pages=8)
+    ids, cut = tokens(24), np.arange(24) % 3 > 0
+    taps = backend.step(replace(batch([(ids, 0, [0])], (op.x.name, op.out.name)), cut=cut)).taps
+    x, out = taps[op.x.name], taps[op.out.name]
+    assert x.shape == (24, 2 * 96)  # the neurons of a token's experts
+    small = np.abs(x) < np.float32(op.threshold)
+    assert 0.02 < small.mean() < 1
+    np.testing.assert_array_equal(out, np.where(cut[:, None] & small, 0, x))
+
+
+OF_EXPERTS = LayerCutoffs(gate=0.1, attn_in=0.6, attn_out=0.1)
+UPS_OF_EXPERTS = [f"blk.{i}.ffn_up_exps.weight" for i in range(2)]
+EXPERTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one by one": {"one_by_one": True},
+    "by neuron": {"down_by_neuron": True},
+    "relu": {"keys": {"llama.hidden_activation": "relu"}},
+}
+
+
+def write_experts(folder: Path, kind: str, type_: GGMLType = T.F32) -> GGUFFile:
+    given = {"experts": (4, 2), "type_of": lambda name: type_}
+    return open_gguf(write_llama(folder / "model.gguf", **given, **EXPERTS[kind]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_the_reference_agrees_on_cut_experts(tmp_path: Path, kind: str) -> None:
+    weights, graph = graph_of(gguf := write_experts(tmp_path, kind), OF_EXPERTS)
+    ids, cut = tokens(24), np.arange(24) % 3 > 0
+    every = replace(batch([(ids, 0, [0])], tuple(v.name for v in graph.values)), cut=cut)
+    found = cpu(gguf, OF_EXPERTS, kv_type="f32").step(every)
+    Oracle(weights, graph, n_pages=8, kv_type="f32").check(every, found)
+    plain = run(cpu(gguf, OF_EXPERTS, kv_type="f32"), ids, cut)
+    np.testing.assert_array_equal(found.logits, plain)
+
+
+@pytest.mark.parametrize("type_", [T.F32, T.Q8_0, T.Q4_0], ids=lambda t: t.name)
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_a_token_of_cut_experts_is_the_same_in_every_step(tmp_path: Path, kind: str, type_: GGMLType) -> None:
+    gguf = write_experts(tmp_path, kind, type_)
+    ids, cut = tokens(40), np.arange(40) % 5 > 1
+    expected = run(cpu(gguf, OF_EXPERTS, n_threads=1, sparse=False), ids, cut)
+    ups = [name.replace("_exps", ".0") for name in UPS_OF_EXPERTS]
+    for whole in ((), ups if kind == "one by one" else UPS_OF_EXPERTS):
+        for n_threads, cuts in ((1, []), (2, [*range(1, 12)]), (2, [3, 8, 25, 39]), (1, [*range(1, 40)])):
+            found = cpu(gguf, OF_EXPERTS, n_threads=n_threads, whole=whole)
+            np.testing.assert_array_equal(run(found, ids, cut, cuts), expected)
+    assert (expected != run(cpu(gguf, OF_EXPERTS), ids, ~cut)).any()
+
+
+def test_rows_of_cut_experts_are_not_read(tmp_path: Path) -> None:
+    gguf = write_experts(tmp_path, "plain")
+    backends = [cpu(gguf, LayerCutoffs(gate=0.5), whole=whole) for whole in ((), UPS_OF_EXPERTS)]
+    for backend, most in zip(backends, (0.5, 1.0), strict=True):
+        ids = tokens(9)
+        run(backend, ids[:8], np.ones(8, np.bool_))
+        backend.step(replace(batch([(ids[8:], 8, [0])]), cut=np.ones(1, np.bool_)))
+        stats = backend.stats()
+        assert stats is not None
+        assert (stats.up_rows <= most * 2 * 96).all()
+        assert (stats.gate_rows == 2 * 96).all()
+    assert (stats.up_rows == 2 * 96).all()
 
 
 # ---- the native engine

@@ -148,8 +148,8 @@ void PlanBuilder::route(int x, int n_used, int scoring, const std::optional<Floa
 void PlanBuilder::expert_neurons(int x, int route, int n_expert, const std::optional<ExpertPart>& gate,
                                  const ExpertPart& up, const std::optional<ActivationArguments>& activation,
                                  const std::optional<ActivationArguments>& up_activation,
-                                 const std::optional<std::pair<int, float>>& predictor, bool sparse, int out,
-                                 std::optional<bool> missed) {
+                                 const std::optional<std::pair<int, float>>& predictor, float cutoff,
+                                 bool sparse, int out, std::optional<bool> missed) {
     same_rows(x, out);
     const int n_used = check_route(route, n_expert, out);
     require(width(out) % n_used == 0, "experts have neurons of their own");
@@ -159,6 +159,8 @@ void PlanBuilder::expert_neurons(int x, int route, int n_expert, const std::opti
     facts.x = x, facts.route = route, facts.out = out, facts.n_used = n_used, facts.sparse = sparse;
     if (gate) facts.gate = make_experts(*gate, n_expert, rows, width(x), rows, weights_, stores_);
     facts.up = make_experts(up, n_expert, rows, width(x), rows, weights_, stores_);
+    require(cutoff >= 0.0f && (activation || cutoff == 0.0f), "what is cut is an activation");
+    facts.cutoff = cutoff;
     if (activation) {
         facts.activated = true;
         facts.activation = checked_activation(activation->first);

@@ -263,8 +263,8 @@ void bind_plan(nb::module_& m) {
         .def("route", &PlanBuilder::route, "x"_a, "n_used"_a, "scoring"_a, "bias"_a.none(), "normalised"_a,
              "scale"_a, "n_groups"_a, "n_groups_used"_a, "group_best"_a, "out"_a)
         .def("expert_neurons", &PlanBuilder::expert_neurons, "x"_a, "route"_a, "n_expert"_a, "gate"_a.none(),
-             "up"_a, "activation"_a.none(), "up_activation"_a.none(), "predictor"_a.none(), "sparse"_a,
-             "out"_a, "missed"_a.none())
+             "up"_a, "activation"_a.none(), "up_activation"_a.none(), "predictor"_a.none(), "cutoff"_a,
+             "sparse"_a, "out"_a, "missed"_a.none())
         .def("expert_sum", &PlanBuilder::expert_sum, "x"_a, "route"_a, "n_expert"_a, "down"_a, "residual"_a,
              "by_neuron"_a, "apart"_a, "sparse"_a, "out"_a)
         .def("sign_scores", &PlanBuilder::sign_scores, "x"_a, "rows"_a, "bias"_a.none(), "out"_a)

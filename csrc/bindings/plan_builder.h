@@ -70,8 +70,8 @@ class PlanBuilder {
     void expert_neurons(int x, int route, int n_expert, const std::optional<ExpertPart>& gate,
                         const ExpertPart& up, const std::optional<ActivationArguments>& activation,
                         const std::optional<ActivationArguments>& up_activation,
-                        const std::optional<std::pair<int, float>>& predictor, bool sparse, int out,
-                        std::optional<bool> missed);
+                        const std::optional<std::pair<int, float>>& predictor, float cutoff, bool sparse,
+                        int out, std::optional<bool> missed);
 
     // by_neuron: matrices have a row per neuron; sparse: those of zeros are left out then. apart: what would
     // be weighed and summed stands side by side.

@@ -203,7 +203,7 @@ class ExpertNeurons : public Op {
         const bool ends = panel + 1 == panels;
         const Rows rows = {groups.experts[group], first, last,
                            groups.experts[ends ? std::min(group + 1, groups.n - 1) : group], ends ? 0 : last};
-        compute(rows, in, entries, worker, values, counts);
+        compute(rows, in, entries, step, worker, values, counts);
         if (!worker.begin_commit()) return;
         for (int i = 0; i < count; i++)
             std::copy_n(values + i * (last - first), last - first,
@@ -268,8 +268,8 @@ class ExpertNeurons : public Op {
     };
 
     // entries: whose inputs these are.
-    void compute(const Rows& rows, const Inputs& in, const int32_t* entries, Worker& worker, float* values,
-                 FfnCounts& counts) const {
+    void compute(const Rows& rows, const Inputs& in, const int32_t* entries, const StepTokens& step,
+                 Worker& worker, float* values, FfnCounts& counts) const {
         const Kernels& kernels = plan_.kernels();
         const int expert = rows.expert;
         const int64_t first = rows.first, last = rows.last, size = rows.size(), n = in.n * size;
@@ -279,6 +279,7 @@ class ExpertNeurons : public Op {
         if (!gated()) {
             product(f_.up, expert, first, last, in, worker, values);
             if (f_.activated) kernels.activate(f_.activation, f_.activation_threshold, values, n, values);
+            cut(step, entries, in.n, size, values);
             counts.up_rows = size;
         } else {
             if (f_.sparse && found <= kGatherBelow * double(size)) {
@@ -289,11 +290,19 @@ class ExpertNeurons : public Op {
                 counts.gate_rows = size;
             }
             kernels.activate(f_.activation, f_.activation_threshold, values, n, values);
+            cut(step, entries, in.n, size, values);
             if (scores_) drop_others(first, size, in.n, entries, values);
             multiply_by_up(rows, in, worker, values, counts);
         }
         if (scores_) drop_others(first, size, in.n, entries, values);  // zeros times what is no number
         for (int64_t i = 0; i < n; i++) counts.active += values[i] != 0.0f;
+    }
+
+    void cut(const StepTokens& step, const int32_t* entries, int n, int64_t size, float* values) const {
+        if (f_.cutoff == 0.0f) return;
+        for (int t = 0; t < n; t++)
+            if (step.cut[entries[t] / f_.n_used])
+                cut_small(f_.cutoff, values + t * size, size, values + t * size);
     }
 
     // The predictor's scores of the rows from `first` on, for the token and rank of an entry.

@@ -245,6 +245,7 @@ class Plan:
         activation: tuple[int, float] | None,
         up_activation: tuple[int, float] | None,
         predictor: tuple[int, float] | None,  # buffer of scores, threshold
+        cutoff: float,  # of what is activated
         sparse: bool,
         out: int,
         missed: bool | None,  # those alone that up's store missed, or had, when it began to fetch

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.overlay import Overlay
 from hotset.formats.quants import DECODABLE, TYPES, GGMLType
 from hotset.model.config import config_from_gguf
-from hotset.model.cutoffs import CUTOFF_NAMES, LayerCutoffs
+from hotset.model.cutoffs import CUTOFF_NAMES, CutoffName, LayerCutoffs
 from hotset.model.decoder import describe
 from hotset.model.graph import Graph
 from hotset.sparsity.modes import choose, prepare
@@ -114,7 +115,7 @@ class Drawn:
     head_step: int
     facts: str
     n_vocab: int
-    may_cut: bool = False
+    may_cut: Collection[CutoffName] = ()
 
 
 def draw_llama(rng: np.random.Generator, path: Path, with_experts: bool) -> Drawn:
@@ -153,7 +154,8 @@ def draw_llama(rng: np.random.Generator, path: Path, with_experts: bool) -> Draw
     )
     predictors: list[str | None] = ["sign:0", "svd:4"]
     modes += ["predicted"] if relu and not with_experts else []
-    return Drawn(path, modes, predictors, head_dim, facts, n_vocab, may_cut=not with_experts)
+    cuttable: Collection[CutoffName] = ("gate", "attn_in", "attn_out") if with_experts else CUTOFF_NAMES
+    return Drawn(path, modes, predictors, head_dim, facts, n_vocab, may_cut=cuttable)
 
 
 def random_experts(rng: np.random.Generator, keys: dict[str, Any], relu: bool, unit: int) -> dict[str, Any]:
@@ -210,7 +212,8 @@ def draw_relu(rng: np.random.Generator, path: Path) -> Drawn:
         f"{head_dim}, {n_ff} neurons"
     )
     modes = ["dense", "exact", "predicted"]
-    return Drawn(path, modes, predictors, head_dim, facts, n_vocab, may_cut=dialect == "gguf")
+    cuttable = CUTOFF_NAMES if dialect == "gguf" else ()
+    return Drawn(path, modes, predictors, head_dim, facts, n_vocab, may_cut=cuttable)
 
 
 def draw_recipe(rng: np.random.Generator, folder: Path) -> Drawn:
@@ -250,9 +253,9 @@ def draw_recipe(rng: np.random.Generator, folder: Path) -> Drawn:
     return Drawn(path, modes, [None], of_heads, facts, config.n_vocab)
 
 
-def random_cutoffs(rng: np.random.Generator) -> LayerCutoffs:
+def random_cutoffs(rng: np.random.Generator, names: Collection[CutoffName]) -> LayerCutoffs:
     """Some of the values that can be cut, little or much."""
-    some = {name: float(one_of(rng, 0.0, 0.05, 0.3, 1.0)) for name in CUTOFF_NAMES}
+    some = {name: float(one_of(rng, 0.0, 0.05, 0.3, 1.0)) for name in names}
     return LayerCutoffs(**some)  # type: ignore[arg-type]
 
 
@@ -288,7 +291,7 @@ def draw(rng: np.random.Generator, folder: Path) -> Case:
     elif max_batch < 64:
         sequences = [s[:60] for s in sequences[:6]]
     lengths = [len(s) for s in sequences]
-    cutoffs = random_cutoffs(rng) if drawn.may_cut and rng.random() < 0.3 else None
+    cutoffs = random_cutoffs(rng, drawn.may_cut) if drawn.may_cut and rng.random() < 0.3 else None
     cut = None if cutoffs is None else [rng.random(n) < 0.6 for n in lengths]
     facts = (
         f"{mode} {predictor or ''} kv {kv_type}, {len(lengths)} sequences of {sum(lengths)} tokens, "

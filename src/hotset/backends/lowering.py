@@ -450,6 +450,11 @@ class _Emission:
         pays = by_cutoff and self._sparse and matrices[-1].weight not in self._whole
         return has_zeros(ffn.gate_act.kind) or ffn.mask is not None or stored or pays
 
+    def _leaves_out_rows_of_experts(self, ffn: Ffn, up: ExpertLinear) -> bool:
+        """The same of experts; those of a store are whole."""
+        pays = ffn.gate_cut is not None and up.weights[0] not in self._whole
+        return has_zeros(ffn.gate_act.kind) or ffn.mask is not None or pays
+
     def _experts(self, ffn: Ffn, route: Route, group: Fused) -> None:
         """Three native operations: who computes (unless that was found before), the neurons of these, and
         their sum."""
@@ -473,7 +478,8 @@ class _Emission:
                 activation(ffn.gate_act),
                 activation(ffn.up_act) if ffn.up_act else None,
                 (self._buffers[mask.scores], mask.threshold) if mask else None,
-                self._sparse and ffn.has_zeros,
+                ffn.gate_cut.threshold if ffn.gate_cut else 0.0,
+                self._sparse and self._leaves_out_rows_of_experts(ffn, up),
                 self._buffers[ffn.selected],
                 missed,
             )
@@ -494,7 +500,7 @@ class _Emission:
         self._fetch(op, op.weights[0], set(), FETCH_ROUTED, buffers[op.route])
         self._plan.expert_neurons(
             buffers[op.x], buffers[op.route], op.n_expert, None, expert_part(self._weights, op), None, None,
-            None, False, buffers[op.out], None,
+            None, 0.0, False, buffers[op.out], None,
         )  # fmt: skip
 
     def _expert_sum(self, op: ExpertSum | ExpertLinear, residual: Value | None, out: Value) -> None:

@@ -64,6 +64,9 @@ _FORMATS = {
 }
 
 
+TYPES_BY_CHANNEL = frozenset(_FORMATS)
+
+
 def can_be_by_channel(info: TensorInfo) -> bool:
     """Whether a matrix of this type and shape is laid out by channel: its outputs are taken 32 at a time."""
     return info.type in _FORMATS and len(info.shape) == 2 and info.shape[1] % PLANE_GROUP == 0

@@ -245,8 +245,11 @@ class _Description:
         if layer.experts is not None:
             if predictor is not None and not config.masked:
                 raise UnsupportedModelError("predictors of neurons inside experts are not supported")
-            if self.cutoffs[i].of_ffn:
-                raise UnsupportedModelError("cutoffs of neurons inside experts are not supported")
+            if self.cutoffs[i].ffn_in or self.cutoffs[i].down_in:
+                raise UnsupportedModelError(
+                    "of experts the activated gates can be cut and not the inputs of their matrices; make "
+                    "the thresholds anew with hotset calibrate"
+                )
             return self._mixture(i, layer, layer.experts, given, x, predictor)
         n_always = 0 if predictor is None or not predictor.first else predictor.first[i]  # have no score
         kind = None if predictor is None or n_always >= layer.n_ff else predictor.kind
@@ -440,7 +443,11 @@ class _Description:
         else:
             gate, up = product("ffn_gate", "ffn_gate", n), product("ffn_up", "ffn_up", n)
         gate_act, up_act, multiply = self._activated(blk, layer, gate, up)
-        neurons = gate_act.out if multiply is None else multiply.out
+        gate_cut = self._cut_op(gate_act.out, self.cutoffs[i], "gate", f"{blk}.ffn_gate_cut")
+        fires = gate_act.out if gate_cut is None else gate_cut.out
+        if multiply is not None:
+            multiply = replace(multiply, a=fires)
+        neurons = fires if multiply is None else multiply.out
         select: Select = route
         if wanted is not None and threshold is not None:
             masked = self._value(f"{blk}.ffn_masked", width)
@@ -451,7 +458,9 @@ class _Description:
         weights, bias = self.weights.experts(f"{blk}.ffn_down", *rows, experts.n, n_bias=d)
         out = self._value(f"{blk}.ffn_down", d)
         down = ExpertSum(out, neurons, route.out, weights, experts.n, bias, by_neuron, **self._where)
-        return Ffn(out, h, None, gate, up, gate_act, up_act, multiply, select, down, **self._where)
+        return Ffn(
+            out, h, None, gate, up, gate_act, up_act, multiply, select, down, gate_cut=gate_cut, **self._where
+        )
 
     def _expert_scores(self, i: int, experts: Experts, h: Value, route: Route, n: int) -> Value:
         """The scores of the chosen experts' predictors, side by side; n: neurons of an expert."""

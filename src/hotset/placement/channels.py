@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hotset import _core
-from hotset.formats.channels import LAYOUT, can_be_by_channel, copy_bytes, copy_shape
+from hotset.formats.channels import LAYOUT, TYPES_BY_CHANNEL, can_be_by_channel, copy_bytes, copy_shape
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model import graph as g
@@ -67,20 +67,24 @@ class Workload:
         """Like the matrices whose zeros need not be read, for each of their types: their width, and their
         bytes beside the others'; powers of two, lest every model be measured by itself."""
         cut = {op.weight for op in g.cut_products(graph)}
-        ups = {
-            ffn.up.weight for ffn in graph.ffns if ffn.gate_cut is not None and isinstance(ffn.up, g.Linear)
-        }
+        ups = {_first_of(ffn.up) for ffn in graph.ffns if ffn.gate_cut is not None}
         infos = [tensors[name] for name in sorted(cut | ups)]
         widths = sorted(info.shape[-1] for info in infos if info.name in cut) or [_WIDEST]
         n_bytes = sum(info.nbytes for info in infos if info.name in cut)
         width = min(max(_power_of_two(widths[len(widths) // 2]), _NARROWEST), _WIDEST)
         n_bytes = min(max(_power_of_two(n_bytes), _LEAST_BYTES), _MOST_BYTES)
-        return tuple(cls(type, width, n_bytes) for type in dict.fromkeys(map(_measured_as, infos)))
+        types = dict.fromkeys(_measured_as(info.type) for info in infos)
+        return tuple(cls(type, width, n_bytes) for type in types)
 
 
-def _measured_as(info: TensorInfo) -> GGMLType:
-    """The type whose rates are taken for those of a matrix."""
-    return info.type if can_be_by_channel(info) else _OTHERS
+def _measured_as(type: GGMLType) -> GGMLType:
+    """The type whose rates are taken for those of another."""
+    return type if type in TYPES_BY_CHANNEL else _OTHERS
+
+
+def _first_of(up: g.Linear | g.ExpertLinear) -> str:
+    """The tensor that stands for a product: old files have one for each expert."""
+    return up.weight if isinstance(up, g.Linear) else up.weights[0]
 
 
 def _power_of_two(n: int) -> int:
@@ -187,18 +191,20 @@ def plan_channels(
     whole = set()
     for ffn in cut_ffns:
         up, kept = ffn.up, thresholds.kept(ffn.layer, "gate")
-        if kept is None or ffn.gate is None or not isinstance(up, g.Linear):
+        if kept is None or ffn.gate is None:
             continue
-        own = rates[_measured_as(tensors[up.weight])]
-        n_bytes = row_bytes(tensors[up.weight].type, up.x.width) * up.out.width
-        by_neuron = _gain(up.weight, kept, True, n_bytes, kept * n_bytes, own)
+        name = _first_of(up)
+        type = tensors[name].type
+        own = rates[_measured_as(type)]
+        n_bytes = row_bytes(type, up.x.width) * up.out.width  # of a token's experts
+        by_neuron = _gain(name, kept, True, n_bytes, kept * n_bytes, own)
         split_s = _SPLIT * 2 * n_bytes / own.rows
         by_neuron = replace(by_neuron, kept_s=by_neuron.kept_s + split_s)
-        other = gains.get(up.weight)
+        other = gains.get(name)
         if other is None or other.kept is None or by_neuron.kept_s <= other.kept_s:
-            gains[up.weight] = by_neuron
-        if not (gains[up.weight].by_neuron and gains[up.weight].pays):
-            whole.add(up.weight)
+            gains[name] = by_neuron
+        if not (gains[name].by_neuron and gains[name].pays):
+            whole.add(name)
     ratios = {type: own.channels / own.rows for type, own in rates.items()}
     return ChannelPlan(tuple(gains.values()), ratios, frozenset(whole))
 

@@ -16,7 +16,7 @@ import numpy as np
 from hotset.backends.base import WeightSource
 from hotset.model.cost import weights_read
 from hotset.model.cutoffs import LayerCutoffs
-from hotset.model.graph import Ffn, Graph, Linear, TransposedLinear
+from hotset.model.graph import ExpertLinear, ExpertSum, Ffn, Graph, Linear, TransposedLinear
 from hotset.training.cut_losses import LayerLosses, sites_of
 
 KINDS = ("attn_in", "attn_out", "ffn_in", "neurons")  # of losses
@@ -26,7 +26,8 @@ _BISECTIONS = 60
 @dataclass(frozen=True)
 class SiteBytes:
     """Bytes of the matrices of a layer that its cutoffs can save. up is also saved by neurons whose gate is
-    cut, down by neurons that are zero."""
+    cut, down by neurons that are zero. Of experts those of a token: up, and down where it has a row for each
+    neuron."""
 
     attn_in: int = 0
     attn_out: int = 0
@@ -63,7 +64,7 @@ class Cuts:
 def bytes_of_sites(graph: Graph, weights: WeightSource) -> list[SiteBytes]:
     """Of a graph with a cutoff at every site."""
 
-    def size(op: Linear | TransposedLinear) -> int:
+    def size(op: Linear | TransposedLinear | ExpertLinear | ExpertSum) -> int:
         return sum(n for name, n in weights_read(op, weights.tensors) if name != op.bias)
 
     ops = list(graph.primitives)
@@ -78,6 +79,11 @@ def bytes_of_sites(graph: Graph, weights: WeightSource) -> list[SiteBytes]:
             for name, op in (("gate", ffn.gate), ("up", ffn.up), ("down", ffn.down)):
                 if isinstance(op, Linear | TransposedLinear):
                     of[name] = size(op)
+        elif ffn is not None and "gate" in sites:
+            if ffn.gate is not None and isinstance(ffn.up, ExpertLinear):
+                of["up"] = size(ffn.up)
+            if isinstance(ffn.down, ExpertSum) and ffn.down.by_neuron:
+                of["down"] = size(ffn.down)
         found.append(SiteBytes(**of))
     return found
 
@@ -140,11 +146,13 @@ class _Layer:
             return losses.cut[name] / (n * width)
 
         self.cut = {name: share(name) for name in losses.cut}
-        self.saved = {
+        self.saved: dict[str, np.ndarray] = {
             name: self.cut[name] * getattr(size, name)
             for name in ("attn_in", "attn_out")
             if name in self.loss
         }
+        if "gate" in self.loss:  # of experts
+            self.saved["gate"] = self.cut["gate"] * (size.up + size.down)
         if "ffn_in" in self.loss:
             of_input = self.cut["ffn_in"][:, None, None]
             of_gate = self.cut["gate"][None, :, None] if gated else np.zeros((1, 1, 1))
@@ -161,9 +169,10 @@ class _Layer:
         kept: dict[str, float] = {}
         saved = 0.0
         for name, own in self.saved.items():
-            at = int(np.argmin(factors[name] * self.loss[name] - price * own))
+            kind = "neurons" if name == "gate" else name
+            at = int(np.argmin(factors[kind] * self.loss[name] - price * own))
             cutoffs[name] = float(self.thresholds[name][at])
-            loss[name] = factors[name] * float(self.loss[name][at])
+            loss[kind] = factors[kind] * float(self.loss[name][at])
             kept[name] = 1 - float(self.cut[name][at])
             saved += float(own[at])
         if "ffn_in" in self.loss:

@@ -55,7 +55,8 @@ class LayerLosses:
 
     thresholds: of each site, rising from 0, [n]. loss, cut: of each input, [n]: Σ of squares / 2, and values
     cut. Of the neurons under "neurons", [n_gate, n_down]: loss, and neurons that are zero for the down
-    projection; "gate" has those whose gate is cut, [n_gate].
+    projection; "gate" has those whose gate is cut, [n_gate]. Of experts, whose down projection has no
+    site, "gate" is as an input.
     """
 
     thresholds: dict[str, np.ndarray]
@@ -66,11 +67,12 @@ class LayerLosses:
 
     @classmethod
     def empty(cls, thresholds: dict[str, np.ndarray], widths: dict[str, int]) -> LayerLosses:
+        has_both = set(NEURONS) <= thresholds.keys()
         shapes: dict[str, tuple[int, ...]] = {
-            name: (len(values),) for name, values in thresholds.items() if name not in NEURONS
+            name: (len(values),) for name, values in thresholds.items() if not (has_both and name in NEURONS)
         }
         cut = dict(shapes)
-        if set(NEURONS) <= thresholds.keys():
+        if has_both:
             gate, down = (len(thresholds[name]) for name in NEURONS)
             shapes["neurons"] = cut["neurons"] = (gate, down)
             cut["gate"] = (gate,)

@@ -181,10 +181,10 @@ def calibrate_thresholds(
 
 
 def every_cutoff(config: ModelConfig) -> list[LayerCutoffs]:
-    """Of each layer one that cuts nothing, wherever there can be one: not inside experts."""
+    """Of each layer one that cuts nothing, wherever there can be one: inside experts of the gates alone."""
     every = LayerCutoffs(**dict.fromkeys(CUTOFF_NAMES, _TINY))
-    only_attention = LayerCutoffs(attn_in=_TINY, attn_out=_TINY)
-    return [only_attention if layer.experts is not None else every for layer in config.layers]
+    of_experts = LayerCutoffs(attn_in=_TINY, attn_out=_TINY, gate=_TINY)
+    return [of_experts if layer.experts is not None else every for layer in config.layers]
 
 
 def windows_of(model: Model, text: str, n_ctx: int) -> tuple[np.ndarray, np.ndarray]:
@@ -229,7 +229,7 @@ class _Search:
         self.graph = describe(model.config, model.weights.tensors, model.decided.predictor, cutoffs)
         if not any(sites.keys() & set(settings.only) for sites in sites_of(self.graph)):
             raise InvalidRequestError(
-                f"the model has nowhere to cut {', '.join(settings.only)}: nothing is cut inside experts; "
+                f"the model has nowhere to cut {', '.join(settings.only)}: of experts gates alone are cut; "
                 "name other cutoffs, or leave --only out"
             )
 
