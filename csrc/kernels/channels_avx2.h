@@ -44,9 +44,8 @@ inline __m256i high_bytes(const uint8_t* const* row, int64_t at, bool whole) {
     return _mm256_shuffle_epi8(_mm256_permutevar8x32_epi32(codes, lanes), _mm256_broadcastsi128_si256(bytes));
 }
 
-// What the high bits of four times two groups of 16 columns add up to: `sums` are those of the codes of the
-// lower bits, as order_groups takes them, first of the first groups of 16 and then of the others. The sums
-// of 32 channels in half an int32 are at most 16 * 3 * 128 = 6,144.
+// Adds what the high bits of 64 columns give to the sums of the lower ones, `low` and `high` as order_groups
+// takes them. In half an int32 32 channels add up to 16 * 3 * 128 = 6,144 at most.
 template <int kHigh>
 HOTSET_INLINE void add_high(const ChannelRows& rows, int64_t at, bool whole, __m256i* low, __m256i* high) {
     const __m256i field = _mm256_set1_epi8((1 << kHigh) - 1), ones = _mm256_set1_epi16(1);
