@@ -29,16 +29,18 @@ struct Scales {
     __m512i sub_min[2];
 };
 
+inline __m128i load128(const uint8_t* p) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+}
 inline __m512i four_lanes(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d) {
-    auto at = [](const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); };
-    __m512i v = _mm512_castsi128_si512(at(a));
-    v = _mm512_inserti32x4(v, at(b), 1);
-    v = _mm512_inserti32x4(v, at(c), 2);
-    return _mm512_inserti32x4(v, at(d), 3);
+    __m512i v = _mm512_castsi128_si512(load128(a));
+    v = _mm512_inserti32x4(v, load128(b), 1);
+    v = _mm512_inserti32x4(v, load128(c), 2);
+    return _mm512_inserti32x4(v, load128(d), 3);
 }
 
 inline __m512i broadcast16(const uint8_t* p) {
-    return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm512_broadcast_i32x4(load128(p));
 }
 
 inline __m512i low_nibbles(__m512i v) {
@@ -251,31 +253,37 @@ struct FormatIQ4_XS {
     }
 };
 
-// Eight scales (low half) and eight minimums (high half) of a Q4_K or Q5_K super-block as bytes.
-inline __m128i scale_min_bytes(const uint8_t* s) {
-    const uint32_t w0 = load_u32(s), w1 = load_u32(s + 4), w2 = load_u32(s + 8);
-    const uint32_t scale_low = w0 & 0x3f3f3f3f, min_low = w1 & 0x3f3f3f3f;
-    const uint32_t scale_high = (w2 & 0x0f0f0f0f) | (w0 >> 2 & 0x30303030);
-    const uint32_t min_high = (w2 >> 4 & 0x0f0f0f0f) | (w1 >> 2 & 0x30303030);
-    return _mm_set_epi32(int(min_high), int(min_low), int(scale_high), int(scale_low));
-}
-
+// Q4_K and Q5_K: of both super-blocks in a lane each, whether the second is there or not. (Its lanes are left
+// out where it is not, and kSlack lets it be read.)
 template <int kSuperBytes>
 struct KScales {
-    static Scales scales(const uint8_t* p, int n) {
-        const __m128i first = scale_min_bytes(p + 4);
-        __m128i second = _mm_setzero_si128();
-        float d[2] = {half(load_u16(p)), 0}, dmin[2] = {half(load_u16(p + 2)), 0};
-        if (n > 8) {
-            second = scale_min_bytes(p + kSuperBytes + 4);
-            d[1] = half(load_u16(p + kSuperBytes));
-            dmin[1] = half(load_u16(p + kSuperBytes + 2));
-        }
-        const __m128i scale = _mm_unpacklo_epi64(first, second), min = _mm_unpackhi_epi64(first, second);
+    static Scales scales(const uint8_t* p, int) {
+        const __m128i first = load128(p), second = load128(p + kSuperBytes);  // f16 d, f16 dmin, 3 words
+        const __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(first), second, 1);
+        // Words 0 and 2, of minimums 1 and 2, have the low bits; what words 0 and 1 have above six are high.
+        const __m256i low_of = _mm256_broadcastsi128_si256(
+            _mm_setr_epi8(4, 5, 6, 7, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15));
+        const __m256i high_of = _mm256_broadcastsi128_si256(
+            _mm_setr_epi8(-1, -1, -1, -1, 4, 5, 6, 7, -1, -1, -1, -1, 8, 9, 10, 11));
+        const __m256i low = _mm256_and_si256(
+            _mm256_srlv_epi32(_mm256_shuffle_epi8(both, low_of), _mm256_setr_epi32(0, 0, 0, 4, 0, 0, 0, 4)),
+            _mm256_set1_epi64x(0x0f0f0f0f3f3f3f3f));
+        const __m256i high = _mm256_and_si256(_mm256_srli_epi32(_mm256_shuffle_epi8(both, high_of), 2),
+                                              _mm256_set1_epi8(0x30));
+        // Scales of both, then minimums of both.
+        const __m256i bytes = _mm256_permute4x64_epi64(_mm256_or_si256(low, high), 0xd8);
+        const __m128 d = _mm_xor_ps(_mm_cvtph_ps(_mm_unpacklo_epi32(first, second)),
+                                    _mm_setr_ps(0.0f, -0.0f, 0.0f, -0.0f));  // d, -dmin of each
+        const __m512 all = _mm512_castps128_ps512(d);
+        auto of = [all](int place, __m128i sub) {
+            const __m512i lanes =
+                _mm512_inserti64x4(_mm512_set1_epi32(place), _mm256_set1_epi32(place + 2), 1);
+            return _mm512_mul_ps(_mm512_permutexvar_ps(lanes, all),
+                                 _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(sub)));
+        };
         Scales out;
-        out.scale = _mm512_mul_ps(two_halves(d[0], d[1]), _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(scale)));
-        out.min =
-            _mm512_mul_ps(two_halves(-dmin[0], -dmin[1]), _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(min)));
+        out.scale = of(0, _mm256_castsi256_si128(bytes));
+        out.min = of(1, _mm256_extracti128_si256(bytes, 1));
         return out;
     }
 };
@@ -569,9 +577,6 @@ inline __m128i signs_of_words(__m128i words) {
     return eighth_signs(_mm_or_si128(low, high));
 }
 
-inline __m128i load128(const uint8_t* p) {
-    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-}
 inline __m256i load256(const uint8_t* p) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }
