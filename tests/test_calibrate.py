@@ -20,6 +20,7 @@ import hotset
 from hotset.backends.reference import ReferenceBackend
 from hotset.errors import HotsetError, InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFFile, open_gguf
+from hotset.formats.quants import dequantize
 from hotset.model.config import config_from_gguf
 from hotset.model.cutoffs import CUTOFF_NAMES, LayerCutoffs
 from hotset.model.decoder import describe
@@ -27,6 +28,7 @@ from hotset.model.graph import Graph
 from hotset.model.predictor import Predictor
 from hotset.reporter import Reporter
 from hotset.sparsity.thresholds import Thresholds
+from hotset.training import graph_torch
 from hotset.training import thresholds as training
 from hotset.training.cut_choice import CutChoices, Cuts, SiteBytes, bytes_of_sites
 from hotset.training.cut_losses import LayerLosses, LossPass, sites_of
@@ -108,6 +110,28 @@ def test_mixtures_too(run_folder: Path, name: str) -> None:
     tiny_models = pytest.importorskip("tiny_models")
     with open_gguf(tiny_models.shared_gguf(name, run_folder)) as gguf:
         same_as_reference(gguf)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"one_by_one": True}, {"down_by_neuron": True}], ids=lambda m: [*m, ""][0]
+)
+def test_experts_that_there_is_no_room_for_are_decoded_once_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    decoded: list[int] = []
+
+    def counted(data: np.ndarray, type: Any, shape: Any) -> np.ndarray:
+        decoded.append(math.prod(shape))
+        return dequantize(data, type, shape)
+
+    monkeypatch.setattr(graph_torch, "dequantize", counted)
+    with open_gguf(write_llama(tmp_path / "model.gguf", experts=(6, 3), **more)) as gguf:
+        graph, tokens = cut_graph(gguf), torch.arange(40)[None]
+        expected = TorchGraph(gguf, graph).logits(tokens)
+        decoded.clear()
+        found = TorchGraph(gguf, graph, room=0).logits(tokens)
+        assert torch.equal(found, expected)
+        assert sum(decoded) <= sum(math.prod(info.shape) for info in gguf.tensors.values())
 
 
 def test_gradients_go_through_the_weights_of_experts(tmp_path: Path) -> None:

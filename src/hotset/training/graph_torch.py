@@ -9,6 +9,7 @@ after the other again, so that a large model needs the memory of one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -222,8 +223,7 @@ class TorchGraph:
         out = x.new_zeros(len(x), n, n_rows)
         for expert in ids.unique().tolist():
             of_it = ids == expert
-            weight = self._weight(op.weights[expert if len(op.weights) > 1 else 0])
-            matrix = weight if weight.ndim == 2 else weight[expert]
+            matrix = self._expert(op, expert)
             if isinstance(op, ExpertSum) and op.by_neuron:
                 matrix = matrix.T
             product = x[of_it] @ matrix[first : first + n_rows].T
@@ -233,6 +233,18 @@ class TorchGraph:
         return (out * route[:, n:, None]).sum(1) if isinstance(op, ExpertSum) else out.flatten(1)
 
     # ---- weights
+
+    def _expert(self, op: ExpertLinear | ExpertSum, expert: int) -> Tensor:
+        """The matrix of one expert. Where there is no room to keep those of all, it is decoded by itself."""
+        if len(op.weights) > 1:
+            return self._weight(op.weights[expert])
+        name = op.weights[0]
+        info = self.weights.tensors[name]
+        if name in self._kept or 4 * math.prod(info.shape) <= self._room:
+            return self._weight(name)[expert]
+        data = self.weights.data(name).reshape(op.n_expert, -1)[expert]
+        decoded = dequantize(data, info.type, info.shape[:2])
+        return torch.from_numpy(decoded.reshape(tuple(info.shape)[1::-1]))
 
     def _weight(self, name: str) -> Tensor:
         if name not in self._kept:
