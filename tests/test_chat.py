@@ -418,11 +418,11 @@ def test_one_process_serves_many_renderings_and_is_gone_with_its_template():
     with pytest.raises(TokenizerError, match="not valid Jinja"):
         ChatTemplate("{% if %}")
     assert psutil.Process().num_fds() == before
-    assert psutil.Process().children() == others
+    assert set(psutil.Process().children()) <= set(others)  # those of other tests may end meanwhile
 
 
 def test_after_a_bomb_the_next_conversation_is_rendered(template, monkeypatch):
-    process = child(template)
+    process, others = child(template), psutil.Process().children()
     with monkeypatch.context() as patch:
         patch.setattr(renderer, "MAX_SECONDS", 0.1)
         for _ in range(2):
@@ -430,7 +430,7 @@ def test_after_a_bomb_the_next_conversation_is_rendered(template, monkeypatch):
                 template.render(say("go"))
     assert not process.is_running()
     assert template.render(say("hello")) == "hello"
-    assert len(psutil.Process().children()) == 1
+    assert set(psutil.Process().children()) - set(others) == {child(template)}
 
 
 def test_memory_is_bounded_by_the_parent_where_the_system_has_no_limits(monkeypatch):
