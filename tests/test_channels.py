@@ -23,6 +23,10 @@ def n_in(type_: GGMLType) -> int:
     return 512 if type_ in K_QUANTS else 64
 
 
+def matrix(type_: GGMLType) -> np.ndarray:
+    return random_blocks(type_, N_OUT, n_in(type_), np.random.default_rng(3))
+
+
 def written(folder: Path, data: np.ndarray, type_: GGMLType) -> GGUFFile:
     writer = GGUFWriter(folder / "matrix.gguf", "hotset")
     writer.add_tensor("m.weight", data, type_, (n_in(type_), N_OUT))
@@ -97,7 +101,7 @@ def values_of(data: np.ndarray, type_: GGMLType) -> np.ndarray:
 
 @pytest.mark.parametrize("type_", [*PLAIN, *K_QUANTS], ids=lambda t: t.name)
 def test_values_are_those_of_the_file(tmp_path: Path, type_: GGMLType) -> None:
-    gguf = written(tmp_path, random_blocks(type_, N_OUT, n_in(type_), np.random.default_rng(3)), type_)
+    gguf = written(tmp_path, matrix(type_), type_)
     copy = by_channel(tmp_path, gguf).data("m_c.blocks").view(np.uint8).reshape(-1)
     expected = dequantize(gguf.data("m.weight"), type_, (n_in(type_), N_OUT)).reshape(N_OUT, -1).T
     np.testing.assert_array_equal(values_of(copy, type_), expected)
@@ -106,14 +110,12 @@ def test_values_are_those_of_the_file(tmp_path: Path, type_: GGMLType) -> None:
 
 @pytest.mark.parametrize("type_", PLAIN, ids=lambda t: t.name)
 def test_a_copy_has_the_bytes_of_its_rows(tmp_path: Path, type_: GGMLType) -> None:
-    info = written(
-        tmp_path, random_blocks(type_, N_OUT, n_in(type_), np.random.default_rng(3)), type_
-    ).tensors["m.weight"]
+    info = written(tmp_path, matrix(type_), type_).tensors["m.weight"]
     assert sum(copy_bytes(info)) == info.nbytes
 
 
 def test_a_weight_that_is_not_finite_is_refused(tmp_path: Path) -> None:
-    data = random_blocks(T.Q8_0, N_OUT, n_in(T.Q8_0), np.random.default_rng(3)).reshape(-1).copy()
+    data = matrix(T.Q8_0).reshape(-1).copy()
     data[34:36] = (0, 0x7C)  # the scale of the second block: infinity
     with pytest.raises(UnsupportedModelError, match=r"m.weight has weights that are not finite"):
         by_channel(tmp_path, written(tmp_path, data, T.Q8_0))
@@ -122,7 +124,7 @@ def test_a_weight_that_is_not_finite_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("field", ["d", "dmin"])
 def test_so_is_one_of_a_k_quant(tmp_path: Path, field: str) -> None:
-    data = random_blocks(T.Q4_K, N_OUT, n_in(T.Q4_K), np.random.default_rng(3)).reshape(-1).copy()
+    data = matrix(T.Q4_K).reshape(-1).copy()
     data.view(TYPES[T.Q4_K].block)[field][1] = np.nan
     with pytest.raises(UnsupportedModelError, match=r"m.weight has weights that are not finite"):
         by_channel(tmp_path, written(tmp_path, data, T.Q4_K))

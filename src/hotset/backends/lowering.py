@@ -161,7 +161,7 @@ def lower(
     cache: Callable[[Attention], tuple[Any, ...]],
     states: Callable[[Recurrent], np.ndarray],
     sparse: bool,
-    channel_rates: Mapping[GGMLType, float] | None = None,
+    channel_rates: Mapping[GGMLType, float],
     streamed: Streamed | None = None,
     whole: Collection[str] = (),
 ) -> Lowered:
@@ -180,7 +180,7 @@ def lower(
     buffers = Buffers(plan.buffer, graph, fused, taps)
     if entering is not None:
         plan.input(buffers.begin(entering))
-    emit = _Emission(plan, buffers, weights, cache, states, sparse, channel_rates or {}, streamed, whole)
+    emit = _Emission(plan, buffers, weights, cache, states, sparse, channel_rates, streamed, whole)
     if isinstance(graph.ops[-1], Linear):
         emit.logits = graph.result
     for i, group in enumerate(fused):
@@ -443,17 +443,13 @@ class _Emission:
 
     def _leaves_out_rows(self, ffn: Ffn) -> bool:
         """Whether rows of gate and up are left out one by one: those of neurons that an activation leaves at
-        zero, or a cutoff of the gate where that pays. Rows of a store lie where only this can read them."""
-        matrices = [one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None]
+        zero, or a cutoff of the gate where that pays. Rows of a store lie where only this can read them, but
+        for those of experts, which are whole there."""
+        matrices = [op for op in (ffn.gate, ffn.up) if isinstance(op, Linear)]
         stored = any(isinstance(self._weights.data(op.weight), _core.StoredRows) for op in matrices)
         by_cutoff = ffn.gate is not None and ffn.gate_cut is not None
-        pays = by_cutoff and self._sparse and matrices[-1].weight not in self._whole
+        pays = by_cutoff and self._sparse and ffn.up_tensor not in self._whole
         return has_zeros(ffn.gate_act.kind) or ffn.mask is not None or stored or pays
-
-    def _leaves_out_rows_of_experts(self, ffn: Ffn, up: ExpertLinear) -> bool:
-        """The same of experts; those of a store are whole."""
-        pays = ffn.gate_cut is not None and up.weights[0] not in self._whole
-        return has_zeros(ffn.gate_act.kind) or ffn.mask is not None or pays
 
     def _experts(self, ffn: Ffn, route: Route, group: Fused) -> None:
         """Three native operations: who computes (unless that was found before), the neurons of these, and
@@ -479,7 +475,7 @@ class _Emission:
                 activation(ffn.up_act) if ffn.up_act else None,
                 (self._buffers[mask.scores], mask.threshold) if mask else None,
                 ffn.gate_cut.threshold if ffn.gate_cut else 0.0,
-                self._sparse and self._leaves_out_rows_of_experts(ffn, up),
+                self._sparse and self._leaves_out_rows(ffn),
                 self._buffers[ffn.selected],
                 missed,
             )

@@ -443,11 +443,7 @@ class _Description:
         else:
             gate, up = product("ffn_gate", "ffn_gate", n), product("ffn_up", "ffn_up", n)
         gate_act, up_act, multiply = self._activated(blk, layer, gate, up)
-        gate_cut = self._cut_op(gate_act.out, self.cutoffs[i], "gate", f"{blk}.ffn_gate_cut")
-        fires = gate_act.out if gate_cut is None else gate_cut.out
-        if multiply is not None:
-            multiply = replace(multiply, a=fires)
-        neurons = fires if multiply is None else multiply.out
+        gate_cut, multiply, neurons = self._cut_gate(blk, self.cutoffs[i], gate_act, multiply)
         select: Select = route
         if wanted is not None and threshold is not None:
             masked = self._value(f"{blk}.ffn_masked", width)
@@ -505,11 +501,7 @@ class _Description:
         in_cut = self._cut_op(h, cutoffs, "ffn_in", f"{blk}.ffn_norm_cut")
         gate, up = self._gate_and_up(blk, layer, h if in_cut is None else in_cut.out)
         gate_act, up_act, product = self._activated(blk, layer, gate, up)
-        gate_cut = self._cut_op(gate_act.out, cutoffs, "gate", f"{blk}.ffn_gate_cut")
-        if gate_cut is not None and product is not None:
-            product = replace(product, a=gate_cut.out)
-        fires = gate_act.out if gate_cut is None else gate_cut.out
-        neurons = fires if product is None else product.out
+        gate_cut, product, neurons = self._cut_gate(blk, cutoffs, gate_act, product)
         select: Select = All()
         if scores is not None:
             masked = self._value(f"{blk}.ffn_masked", n)
@@ -541,6 +533,16 @@ class _Description:
             factor = up_act.out
         out = self._value(name, up.out.width)
         return gate_act, up_act, Multiply(out, gate_act.out, factor, **self._where)
+
+    def _cut_gate(
+        self, blk: str, cutoffs: LayerCutoffs, gate_act: Activate, product: Multiply | None
+    ) -> tuple[Cutoff | None, Multiply | None, Value]:
+        """The cutoff of what decides, the product with what is left of it, and the neurons."""
+        cut = self._cut_op(gate_act.out, cutoffs, "gate", f"{blk}.ffn_gate_cut")
+        fires = gate_act.out if cut is None else cut.out
+        if product is None:
+            return cut, None, fires
+        return cut, replace(product, a=fires), product.out
 
     def _gate_and_up(self, blk: str, layer: LayerConfig, h: Value) -> tuple[Linear | None, Linear]:
         """Two matrices, or one with the rows of the gate and then those of up; or up alone."""

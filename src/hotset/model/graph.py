@@ -500,6 +500,11 @@ class Ffn(_Operation):
         return self.up.n_rows * self.up.n_expert if isinstance(self.up, ExpertLinear) else self.up.out.width
 
     @property
+    def up_tensor(self) -> str:
+        """The tensor of up's rows; where there is one for each expert, the first stands for all."""
+        return self.up.weight if isinstance(self.up, Linear) else self.up.weights[0]
+
+    @property
     def neurons(self) -> Value:
         """One value per neuron, [n_tokens, n_ff], before selection: a neuron fires where it is not zero.
 

@@ -67,7 +67,7 @@ class Workload:
         """Like the matrices whose zeros need not be read, for each of their types: their width, and their
         bytes beside the others'; powers of two, lest every model be measured by itself."""
         cut = {op.weight for op in g.cut_products(graph)}
-        ups = {_first_of(ffn.up) for ffn in graph.ffns if ffn.gate_cut is not None}
+        ups = {ffn.up_tensor for ffn in graph.ffns if ffn.gate_cut is not None}
         infos = [tensors[name] for name in sorted(cut | ups)]
         widths = sorted(info.shape[-1] for info in infos if info.name in cut) or [_WIDEST]
         n_bytes = sum(info.nbytes for info in infos if info.name in cut)
@@ -80,11 +80,6 @@ class Workload:
 def _measured_as(type: GGMLType) -> GGMLType:
     """The type whose rates are taken for those of another."""
     return type if type in TYPES_BY_CHANNEL else _OTHERS
-
-
-def _first_of(up: g.Linear | g.ExpertLinear) -> str:
-    """The tensor that stands for a product: old files have one for each expert."""
-    return up.weight if isinstance(up, g.Linear) else up.weights[0]
 
 
 def _power_of_two(n: int) -> int:
@@ -193,7 +188,7 @@ def plan_channels(
         up, kept = ffn.up, thresholds.kept(ffn.layer, "gate")
         if kept is None or ffn.gate is None:
             continue
-        name = _first_of(up)
+        name = ffn.up_tensor
         type = tensors[name].type
         own = rates[_measured_as(type)]
         n_bytes = row_bytes(type, up.x.width) * up.out.width  # of a token's experts

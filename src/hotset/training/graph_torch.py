@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
@@ -20,7 +21,7 @@ from torch.nn import functional as F  # noqa: N812
 from hotset.backends.gpu.twins import activate, layer_norm, rms_norm, rotate
 from hotset.backends.reference import routed
 from hotset.errors import UnsupportedModelError
-from hotset.formats.quants import dequantize
+from hotset.formats.quants import GGMLType, dequantize
 from hotset.model.graph import (
     Activate,
     Add,
@@ -243,14 +244,12 @@ class TorchGraph:
         if name in self._kept or 4 * math.prod(info.shape) <= self._room:
             return self._weight(name)[expert]
         data = self.weights.data(name).reshape(op.n_expert, -1)[expert]
-        decoded = dequantize(data, info.type, info.shape[:2])
-        return torch.from_numpy(decoded.reshape(tuple(info.shape)[1::-1]))
+        return _decoded(data, info.type, info.shape[:2])
 
     def _weight(self, name: str) -> Tensor:
         if name not in self._kept:
             info = self.weights.tensors[name]
-            decoded = dequantize(self.weights.data(name), info.type, info.shape)
-            return self._keep(name, torch.from_numpy(decoded.reshape(tuple(info.shape)[::-1])))
+            return self._keep(name, _decoded(self.weights.data(name), info.type, info.shape))
         return self._kept[name]
 
     def _by_neuron(self, op: TransposedLinear) -> Tensor:
@@ -268,6 +267,11 @@ class TorchGraph:
             self._room -= weight.nbytes
             self._kept[name] = weight
         return weight
+
+
+def _decoded(data: np.ndarray, type: GGMLType, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of GGUF shape as float32, its last dimension the first of the shape."""
+    return torch.from_numpy(dequantize(data, type, shape).reshape(shape[::-1]))
 
 
 def _holder(held: dict[int, Tensor], id: int) -> Edit:
