@@ -61,6 +61,8 @@ ColdPlan::ColdPlan(const Kernels& kernels, int64_t width, int max_tokens, int ma
       timeout_ns_(timeout_ns),
       plan_(kernels, max_rows_, 1, std::move(runtime)),
       service_(new Service) {
+    cut_.resize(max_tokens_);
+    row_cut_.resize(max_rows_);
     x_ = plan_.add_buffer(width, false);
     sum_ = plan_.add_buffer(width, false);
 }
@@ -114,12 +116,15 @@ std::vector<std::pair<int, ColdPlan::Counted>> ColdPlan::add_neurons(NeuronFacts
     NeuronFacts gates = facts;
     gates.up = std::exchange(gates.gate, {});
     gates.up_activated = false;
+    gates.value_cutoff = 0.0f;
     gates.out = gates.up.out = fired;
     NeuronFacts ups = std::move(facts);
     ups.gate = {};
     ups.activation = ups.up_activated ? ups.up_activation : Activation::Scale;
     ups.activation_threshold = ups.up_activated ? 0.0f : 1.0f;
     ups.up_activated = false;
+    const float value_cutoff = std::exchange(ups.value_cutoff, 0.0f);
+    ups.gate_cutoff = 0.0f;
     ups.scores = fired, ups.threshold = std::numeric_limits<float>::denorm_min();
     plan_.add_neurons(std::move(gates));
     const int first = plan_.n_ops() - 1;
@@ -127,6 +132,7 @@ std::vector<std::pair<int, ColdPlan::Counted>> ColdPlan::add_neurons(NeuronFacts
     plan_.add_neurons(std::move(ups));
     const int second = plan_.n_ops() - 1;
     plan_.add_multiply(fired, values, values);
+    if (value_cutoff != 0.0f) plan_.add_cutoff(values, value_cutoff, values);
     return {{first, Counted::Gates}, {second, Counted::OfFiring}};
 }
 
@@ -241,7 +247,7 @@ void ColdPlan::start_threads(Service& service) {
 
 // ---- a step, as the device's side sees it
 
-std::string ColdPlan::begin(int n_tokens) {
+std::string ColdPlan::begin(int n_tokens, const uint8_t* cut) {
     Service& s = service();
     if (!s.closed && !s.server.joinable()) {  // in a child of the process that started them
         in_step_.store(false);
@@ -263,6 +269,10 @@ std::string ColdPlan::begin(int n_tokens) {
     s.reason.clear();
     poisoned_.store(false);
     n_tokens_.store(n_tokens);
+    if (cut)
+        std::copy_n(cut, n_tokens, cut_.begin());
+    else
+        std::fill(cut_.begin(), cut_.end(), uint8_t(0));
     computing_.store(-1);
     progress_ns_.store(now_ns());
     in_step_.store(true);
@@ -413,7 +423,7 @@ void ColdPlan::compute(Layer& layer) {
         return;
     }
     std::copy_n(h(), n * width_, plan_.buffer(x_).row(0));
-    if (!plan_.run_rows(layer.first_op, layer.end_op, n)) return;  // poisoned: nobody reads the answer
+    if (!plan_.run_rows(layer.first_op, layer.end_op, n, cut_.data())) return;  // poisoned: nobody reads the answer
     std::copy_n(plan_.buffer(sum_).row(0), n * width_, out());
     count(layer);
 }
@@ -433,11 +443,13 @@ void ColdPlan::compute_experts(Layer& layer) {
         const int n = int(std::min(misses_.size() - first, size_t(max_rows_)));
         const int32_t* places = misses_.data() + first;
         for (int i = 0; i < n; i++) {
-            std::copy_n(h() + places[i] / layer.n_used * width_, width_, plan_.buffer(x_).row(i));
+            const int64_t token = places[i] / layer.n_used;
+            std::copy_n(h() + token * width_, width_, plan_.buffer(x_).row(i));
+            row_cut_[i] = cut_[token];
             plan_.buffer(route_).row(i)[0] = float(layer.route[places[i]]);
             plan_.buffer(route_).row(i)[1] = 1.0f;
         }
-        if (!plan_.run_rows(layer.first_op, layer.end_op, n)) return;  // poisoned
+        if (!plan_.run_rows(layer.first_op, layer.end_op, n, row_cut_.data())) return;  // poisoned
         for (int i = 0; i < n; i++)
             std::copy_n(plan_.buffer(sum_).row(i), width_, out() + places[i] * width_);
         count(layer);

@@ -105,8 +105,9 @@ class ColdPlan {
 
     // ---- a step
 
-    // Between begin and end requests are served. Empty string: done; else why it cannot be.
-    std::string begin(int n_tokens);
+    // Between begin and end requests are served. cut: of each token whether its small values are zero; null:
+    // nobody's. Empty string: done; else why it cannot be.
+    std::string begin(int n_tokens, const uint8_t* cut = nullptr);
     // Ends the step, whatever its state; why it failed, or an empty string. Nothing may touch the flags on
     // the device's side any more.
     std::string end();
@@ -183,6 +184,7 @@ class ColdPlan {
     int x_ = -1, sum_ = -1;        // buffers of the plan
     int route_ = -1;               // of one expert: its id, and a weight of 1
     std::vector<int32_t> misses_;  // places in a route, by expert
+    std::vector<uint8_t> cut_, row_cut_;  // of the step's tokens, and of the rows that are computed
     std::vector<std::pair<int64_t, int>> scores_, values_, fired_;  // width → buffer
     Memory allocation_;
     uint8_t* memory_ = nullptr;

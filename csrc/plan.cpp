@@ -196,10 +196,7 @@ bool Plan::run(const Poll* poll, const int32_t* tokens, const int32_t* positions
         t.stretches.back().count++;
         t.n_positions = std::max(t.n_positions, positions[i] + 1);
     }
-    if (cut)
-        std::copy_n(cut, n_tokens, t.cut.begin());
-    else
-        std::fill_n(t.cut.begin(), n_tokens, uint8_t(0));
+    t.set_cut(cut);
     t.pages.assign(pages, pages + size_t(n_sequences) * max_pages);
     if (states) t.states.assign(states, states + n_sequences);
     if (saves) t.saves.assign(saves, saves + n_tokens);
@@ -216,7 +213,7 @@ bool Plan::run(const Poll* poll, const int32_t* tokens, const int32_t* positions
     return execute(turn, poll, slot, 0, n_ops());
 }
 
-bool Plan::run_rows(int first_op, int last_op, int n_tokens) {
+bool Plan::run_rows(int first_op, int last_op, int n_tokens, const uint8_t* cut) {
     latest_ = nullptr;
     cancel_.store(false);
     const Runtime::Turn turn(*runtime_, cancel_, nullptr);
@@ -225,7 +222,7 @@ bool Plan::run_rows(int first_op, int last_op, int n_tokens) {
     StepTokens& t = steps_[slot]->tokens;
     t.n_tokens = n_tokens;
     t.n_outputs = 0;
-    std::fill_n(t.cut.begin(), n_tokens, uint8_t(0));
+    t.set_cut(cut);
     return execute(turn, nullptr, slot, first_op, last_op);
 }
 

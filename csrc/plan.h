@@ -57,6 +57,13 @@ struct StepTokens {
     std::vector<std::vector<float>> rope_cos, rope_sin;  // per rope of the plan: [n_tokens][n_rot / 2]
 
     int rows(const Buffer& buffer) const { return buffer.outputs ? n_outputs : n_tokens; }
+    // Of each of n_tokens; null: nobody is cut.
+    void set_cut(const uint8_t* of_each) {
+        if (of_each)
+            std::copy_n(of_each, n_tokens, cut.begin());
+        else
+            std::fill_n(cut.begin(), n_tokens, uint8_t(0));
+    }
 };
 
 struct Norm {
@@ -367,7 +374,8 @@ class Plan {
              const int32_t* saves = nullptr);
     // Runs the operations [first_op, last_op) on rows that the caller wrote into their buffers: operations
     // that read neither tokens nor the cache, before any that selects outputs.
-    bool run_rows(int first_op, int last_op, int n_tokens);
+    // cut: as for `run`.
+    bool run_rows(int first_op, int last_op, int n_tokens, const uint8_t* cut = nullptr);
     // Ends the step in flight, out of a phase that one thread computes alone: `run` throws this.
     void fail(std::exception_ptr failure) const {
         failure_ = failure;

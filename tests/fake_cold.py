@@ -39,7 +39,7 @@ class FakeCold:
         self.closed = False
 
     @contextmanager
-    def step(self, n_tokens: int) -> Iterator[None]:
+    def step(self, n_tokens: int, cut: np.ndarray | None = None) -> Iterator[None]:
         assert self._n_tokens == 0
         assert 1 <= n_tokens <= self.max_batch
         self._n_tokens = n_tokens

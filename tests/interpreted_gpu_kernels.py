@@ -19,7 +19,17 @@ import pytest
 import torch
 from interpreted_triton import patch_once
 from make_blocks import random_blocks
-from test_gpu_kernels import EPS, FLOATS, K_TYPES, Cache, matrix, randn, rng_of
+from test_gpu_kernels import (
+    EPS,
+    FLOATS,
+    K_TYPES,
+    Cache,
+    by_channel,
+    cut_tokens,
+    matrix,
+    randn,
+    rng_of,
+)
 
 from hotset.backends.gpu import exact, experts_kernel, triton_kernels, twins
 from hotset.backends.gpu.kernels import Kernels
@@ -286,6 +296,22 @@ def test_linear_t_of_planes(type_: GGMLType, rows: list[int] | None, n_tokens: i
     check_linear_t(m, m.dequantize().double().numpy(), n_tokens, 0.3)
 
 
+@pytest.mark.parametrize(
+    ("type_", "n_tokens"),
+    [(GGMLType.Q4_K, 1), (GGMLType.Q4_1, 3), (Q4_0, 2), (Q8_0, 1), (GGMLType.F16, 1), (GGMLType.Q4_K, 9),
+     (GGMLType.Q4_1, 9), (Q4_0, 9)],
+)  # fmt: skip
+def test_linear_t_by_channel(type_: GGMLType, n_tokens: int) -> None:
+    m, w = by_channel(type_, (64, 128), 256 if type_ in K_TYPES else 96)
+    check_linear_t(m, w, n_tokens, 0.3)
+    v = t((randn(n_tokens, m.n_rows) * (rng_of(1).random((n_tokens, m.n_rows)) < 0.3)).astype(np.float32))
+    if n_tokens <= 8:
+        left_out = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+        for ops, n_bytes in zip((kernels, twins), left_out, strict=True):
+            ops.linear_t(v, m, left_out=n_bytes)
+        assert left_out[0].item() == left_out[1].item() > 0
+
+
 def test_an_empty_matrix_and_no_tokens() -> None:
     data = np.zeros(0, np.uint8)
     m = DeviceMatrix.from_bytes(data, Q4_0, 0, 32, "cpu")
@@ -355,6 +381,69 @@ def test_sparse_ffn(
     assert alone.tolist() == results[1][1].tolist()
 
 
+@pytest.mark.parametrize(
+    ("n_tokens", "gated", "kind", "share"),
+    [(1, True, "silu", None), (3, True, "gelu_tanh", None), (2, False, "relu", None), (9, True, "silu", None),
+     (3, True, "relu", 0.4), (9, False, "gelu", 0.4)],
+)  # fmt: skip
+def test_neurons_that_are_cut(n_tokens: int, gated: bool, kind: Any, share: float | None) -> None:
+    n, d = 27, 64
+    gate = matrix(Q4_0, n, d, 2)[0] if gated else None
+    up, down = matrix(Q8_0, n, d, 1)[0], matrix(GGMLType.F16, n, d, 3)[0]
+    h, selected = t(randn(n_tokens, d) * 0.3), None
+    if share is not None:
+        selected = t(np.packbits(rng_of(5).random((n_tokens, n)) < share, axis=1, bitorder="little"))
+    of_gate = cut_tokens(n_tokens + 1, 0.3).of(torch.arange(1, n_tokens + 1))
+    given: dict[str, Any] = {
+        "activation": kind, "selected": selected, "gate_cut": of_gate,
+        "value_cut": replace(of_gate, threshold=0.5),
+    }  # fmt: skip
+    given_many = {"gate": gate, "up": up}
+    if n_tokens > 8:
+        h, up_rounded = as_multiplied(h, up)
+        given_many = {"gate": as_multiplied(h, gate)[1] if gate else None, "up": up_rounded}
+    counts = [torch.zeros(twins.N_COUNTS, dtype=torch.int64) for _ in range(3)]
+    found = kernels.neurons(h, gate, up, counts=counts[0], **given)
+    twin = twins.neurons(h, **given_many, counts=counts[1], **given)
+    largest = max(m.dequantize().norm(dim=1).max() for m in (gate, up) if m is not None)
+    magnitude = (1 + h.norm(dim=1).max() * largest) ** 2
+    agree(found, twin, magnitude, d)
+    assert torch.equal(found != 0, twin != 0)
+    assert counts[0].tolist() == counts[1].tolist()
+    assert (found == 0).sum() > (twins.neurons(h, gate, up, activation=kind, selected=selected) == 0).sum()
+    y = kernels.sparse_ffn(h, gate, up, down, counts=counts[2], **given)
+    agree(
+        y, twins.linear_t(*as_multiplied(twin, down)), magnitude * down.dequantize().abs().sum(dim=0), n + d
+    )
+    assert counts[2].tolist() == counts[1].tolist()
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "gated", "kind", "cuts"),
+    [
+        (1, True, "silu", True),
+        (3, True, "gelu", False),
+        (20, True, "gelu_tanh", True),
+        (2, False, "silu", True),
+    ],
+)
+def test_fired(n_tokens: int, gated: bool, kind: Any, cuts: bool) -> None:
+    n = 70
+    both = t(randn(n_tokens, 2 * n))
+    by = cut_tokens(n_tokens + 1, 0.3).of(torch.arange(1, n_tokens + 1)) if cuts else None
+    products = both.split(n, dim=1) if gated else [both[:, :n].contiguous()]
+    results = []
+    for ops in (kernels, twins):
+        counts = torch.zeros(twins.N_COUNTS, dtype=torch.int64)
+        value_cut = None if by is None else replace(by, threshold=0.1)
+        y = ops.fired(*products, activation=kind, counts=counts, gate_cut=by, value_cut=value_cut)
+        results.append((y, counts.tolist()))
+    agree(results[0][0], results[1][0], 1 + both.abs().max() ** 2, 4)
+    assert torch.equal(results[0][0] != 0, results[1][0] != 0)
+    assert results[0][1] == results[1][1]
+    assert (results[0][0] == 0).any() == cuts
+
+
 def test_rows_that_no_token_wants_are_not_read() -> None:
     """Rows of NaN: what reads them shows it."""
     n, d = 64, 32
@@ -395,8 +484,22 @@ def test_norms(width: int) -> None:
     agree(
         kernels.layer_norm(x, weight, None, 1e-5), twins.layer_norm(x, weight, None, 1e-5), magnitude, width
     )
+    by = cut_tokens(3, 0.4)
+    for norm, own in (("rms_norm", ()), ("layer_norm", (bias,))):
+        found, twin = (getattr(ops, norm)(x, weight, *own, 1e-5, by=by) for ops in (kernels, twins))
+        agree(found, twin, magnitude, width)
+        assert torch.equal(found == 0, twin == 0)
+        assert (found == 0).any()
     part = weight[: width // 4].contiguous()
     agree(kernels.rms_norm(x, part, 1e-5, 4), twins.rms_norm(x, part, 1e-5, 4), magnitude.max(), width)
+
+
+@pytest.mark.parametrize("n", [5, 1500])
+def test_cut(n: int) -> None:
+    x, by = t(randn(4, n)), cut_tokens(4, 0.5)
+    x[1, 0] = float("nan")
+    assert torch.equal(kernels.cut(x, by).nan_to_num(7), twins.cut(x, by).nan_to_num(7))
+    assert kernels.cut(x, None) is x
 
 
 def test_angles() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from hotset.backends import reference
 from hotset.backends.base import PAGE_SIZE, Batch
 from hotset.backends.gpu import twins
 from hotset.backends.gpu.kernels import Kernels
-from hotset.backends.gpu.matrix import SUPPORTED, DeviceMatrix
+from hotset.backends.gpu.matrix import SUPPORTED, DeviceMatrix, can_be_by_channel
 from hotset.backends.gpu.twins import RopeTable
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats import planes
@@ -85,6 +87,37 @@ def test_planes_share_their_scales(type_: GGMLType, rows: list[int] | None) -> N
     groups = len(np.unique(kept // 32))
     assert m.nbytes == codes[kept].nbytes + groups * n_embd * 2 + 4 * len(kept)
     assert same_bits(m.dequantize().numpy(), planes.decode(codes, scales)[kept])
+
+
+BY_CHANNEL = [*FLOATS, GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q4_K]
+
+
+def by_channel(type_: GGMLType, widths: Sequence[int], n_in: int) -> tuple[DeviceMatrix, np.ndarray]:
+    """Matrices of one input by channel, and their values [n_in, sum of widths]."""
+    parts = [matrix(type_, n, n_in, seed) for seed, n in enumerate(widths)]
+    made = DeviceMatrix.by_channel(n_in, widths, lambda i: parts[i][0])
+    return made, np.concatenate([w for _, w in parts]).T
+
+
+@pytest.mark.parametrize("type_", BY_CHANNEL, ids=lambda t: t.name)
+def test_a_matrix_by_channel_keeps_every_value(type_: GGMLType, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_in, widths = width_of(type_, 3 if type_ in K_TYPES else 20), (128, 64)
+    monkeypatch.setattr("hotset.backends.gpu.matrix.SLICE_VALUES", 256 * 128)  # several slices
+    m, values = by_channel(type_, widths, n_in)
+    assert (m.n_rows, m.n_cols, m.type) == (n_in, 192, type_)
+    assert same_bits(m.dequantize().numpy(), values.astype(np.float32))
+    some = torch.tensor([n_in - 1, 0, 33])
+    assert same_bits(m.values(some).numpy(), values.astype(np.float32)[some.numpy()])
+    own = 0 if type_ in FLOATS else 4 * n_in
+    assert m.nbytes - own == matrix_bytes(type_, 192, n_in) + (
+        4 * 192 * n_in // 256 if type_ in K_TYPES else 0
+    )
+
+
+@pytest.mark.parametrize("type_", SUPPORTED, ids=lambda t: t.name)
+def test_what_can_be_by_channel(type_: GGMLType) -> None:
+    assert can_be_by_channel(type_, 64) == (type_ in BY_CHANNEL)
+    assert not can_be_by_channel(GGMLType.Q4_0, 48)  # of codes of four bits 16 and 16 outputs share bytes
 
 
 @pytest.mark.parametrize("type_", sorted(DECODABLE - {*SUPPORTED}), ids=lambda t: t.name)
@@ -171,7 +204,7 @@ def test_sparse_ffn(share: float, gated: bool, kind: str, up_kind: str | None) -
         reference.ACTIVATIONS[kind](h @ gate.T.astype(np.float32) + biases[0], np.float32(0.1)) != 0
     )  # fmt: skip
     rows = [chosen.any(0).sum() * gated, fires.any(0).sum(), active.any(0).sum()]
-    assert counts.tolist() == [chosen.sum(), active.sum(), *rows]
+    assert counts.tolist() == [chosen.sum(), active.sum(), *rows, 0]
 
 
 def test_unselected_rows_are_not_read() -> None:
@@ -206,6 +239,53 @@ def test_sign_scores() -> None:
     found = twins.sign_scores(torch.from_numpy(x), torch.from_numpy(packed), torch.from_numpy(bias))
     whole = np.where(x < 0, -1, 1) @ np.where(signs, -1, 1).T
     assert np.array_equal(found.numpy(), whole.astype(np.float32) + bias)
+
+
+# ---- cutoffs -------------------------------------------------------------------------------------------
+
+
+def cut_tokens(n: int, threshold: float) -> twins.Cut:
+    """Every third token keeps its small values."""
+    return twins.Cut(torch.from_numpy((np.arange(n) % 3 > 0).astype(np.int32)), threshold)
+
+
+def test_a_cutoff_leaves_what_is_not_small() -> None:
+    x = randn(5, 40)
+    x[1, :5] = [np.nan, 0.5, -0.5, np.nextafter(np.float32(0.5), np.float32(0)), -0.0]
+    found = twins.cut(torch.from_numpy(x), cut_tokens(5, 0.5)).numpy()
+    small = np.abs(x) < 0.5
+    assert np.array_equal(found, np.where((np.arange(5) % 3 > 0)[:, None] & small, 0, x), equal_nan=True)
+    assert np.array_equal(found[1, :5], [np.nan, 0.5, -0.5, 0, 0], equal_nan=True)
+
+
+def test_cutoffs_within_norms_and_neurons() -> None:
+    """As if they stood behind them."""
+    t = torch.from_numpy
+    x, weight, bias = t(randn(4, 64)), t(randn(64, seed=1)), t(randn(64, seed=2))
+    by = cut_tokens(4, 0.6)
+    assert torch.equal(twins.rms_norm(x, weight, 1e-5, by=by), twins.cut(twins.rms_norm(x, weight, 1e-5), by))
+    whole = twins.layer_norm(x, weight, bias, 1e-5)
+    assert torch.equal(twins.layer_norm(x, weight, bias, 1e-5, by), twins.cut(whole, by))
+    gate, up = (matrix(GGMLType.F32, 40, 64, seed)[0] for seed in (1, 2))
+    all_of_them = torch.tensor([1, 2, 1, 2])
+    of_gate, of_value = cut_tokens(4, 3.0).of(all_of_them), cut_tokens(4, 20.0).of(all_of_them)
+    fired = twins.cut(twins.activate(twins.linear(x, gate), "silu"), of_gate)
+    values = twins.cut(fired * twins.linear(x, up), of_value)
+    counts = torch.zeros(twins.N_COUNTS, dtype=torch.int64)
+    found = twins.neurons(x, gate, up, activation="silu", counts=counts, gate_cut=of_gate, value_cut=of_value)
+    assert torch.allclose(found, values, rtol=1e-5, atol=1e-5)
+    rows = [(fired != 0).any(0).sum(), (values != 0).any(0).sum()]
+    assert counts.tolist() == [160, (values != 0).sum(), 40, *rows, 0]
+    assert rows[1] < rows[0] < 40
+
+
+def test_channels_of_zeros_are_left_out() -> None:
+    m, w = by_channel(GGMLType.Q4_0, [64], 96)
+    x = randn(2, 96) * (rng_of(1).random((2, 96)) < 0.3)
+    left_out = torch.zeros(1, dtype=torch.int64)
+    found = twins.linear_t(torch.from_numpy(x.astype(np.float32)), m, left_out=left_out)
+    sums_agree(found, x @ w, np.abs(x) @ np.abs(w), 96)
+    assert left_out.item() == 32 * (x == 0).all(axis=0).sum()
 
 
 # ---- norms, rotation, attention ------------------------------------------------------------------------

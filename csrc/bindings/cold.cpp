@@ -25,10 +25,11 @@ class Cold {
         plan_.reset();
     }
 
-    // cold: bit i % 8 of byte i / 8 for each neuron.
+    // cold: bit i % 8 of byte i / 8 for each neuron. cutoffs: of the activation that decides, and of the
+    // neurons' values.
     int layer(int number, const std::optional<Part>& gate, const Part& up, int64_t n_neurons,
               const std::pair<int, float>& activation, std::optional<int> up_activation, const Down& down,
-              const Bytes& cold, bool predicted) {
+              const Bytes& cold, bool predicted, const std::pair<float, float>& cutoffs) {
         require(!started_, "layers are added before the start");
         require(n_neurons > 0 && cold.size() == size_t(n_neurons + 7) / 8, "a layer has a bit per neuron");
         std::vector<uint8_t> bits(cold.data(), cold.data() + cold.size());
@@ -37,18 +38,20 @@ class Cold {
         if (gate) facts.gate = make_part(*gate, n_neurons);
         facts.up = make_part(up, n_neurons);
         set_activations(facts, gate.has_value(), activation, up_activation);
+        std::tie(facts.gate_cutoff, facts.value_cutoff) = cutoffs;
+        require(facts.gate_cutoff >= 0.0f && facts.value_cutoff >= 0.0f, "a cutoff is at least 0");
         const auto& [type, data, scales] = down;
         const Matrix weight = make_matrix(type, data, n_neurons, plan_->width(), scales, weights_, stores_);
         return plan_->add_layer(number, std::move(facts), {weight, {}, -1}, std::move(bits), predicted,
                                 groups_of(gate ? &std::get<1>(*gate) : nullptr, std::get<1>(up), data));
     }
 
-    // Of a mixture, n_used experts a token; the parts as PlanBuilder takes them.
+    // Of a mixture, n_used experts a token; the parts as PlanBuilder takes them. cutoff: of what is activated.
     int experts(int number, int n_expert, int n_used, int64_t n_neurons,
                 const std::optional<ExpertPart>& gate, const ExpertPart& up,
                 const std::pair<int, float>& activation,
                 const std::optional<std::pair<int, float>>& up_activation, const ExpertPart& down,
-                bool by_neuron, bool sparse) {
+                bool by_neuron, bool sparse, float cutoff) {
         require(!started_, "layers are added before the start");
         require(n_expert > 0 && n_expert <= kMaxExperts && n_used > 0 && n_used <= n_expert && n_neurons > 0,
                 "a token has some of the experts");
@@ -58,6 +61,8 @@ class Cold {
         if (gate) facts.gate = make_experts(*gate, n_expert, n_neurons, width, n_neurons, weights_, stores_);
         facts.up = make_experts(up, n_expert, n_neurons, width, n_neurons, weights_, stores_);
         facts.sparse = sparse, facts.activated = true;
+        require(cutoff >= 0.0f, "a cutoff is at least 0");
+        facts.cutoff = cutoff;
         facts.activation = checked_activation(activation.first);
         facts.activation_threshold = activation.second;
         if (up_activation) {
@@ -97,13 +102,14 @@ class Cold {
                 plan_->out_offset()};
     }
 
-    std::string begin(int n_tokens) {
+    std::string begin(int n_tokens, const std::optional<Bytes>& cut) {
         check_started();
         require(n_tokens > 0 && n_tokens <= plan_->max_tokens(),
                 "a step of the CPU's half takes 1 to " + std::to_string(plan_->max_tokens()) +
                     " tokens, not " + std::to_string(n_tokens));
+        require(!cut || int64_t(cut->size()) == n_tokens, "every token is cut or not");
         nb::gil_scoped_release release;
-        return plan_->begin(n_tokens);
+        return plan_->begin(n_tokens, cut ? cut->data() : nullptr);
     }
     std::string end() {
         check_started();
@@ -227,14 +233,16 @@ void bind_cold(nb::module_& m) {
              "width"_a, "max_tokens"_a, "runtime"_a, "timeout"_a, "isa"_a.none() = nb::none(),
              "max_rows"_a = 0)
         .def("layer", &Cold::layer, "number"_a, "gate"_a.none(), "up"_a, "n_neurons"_a, "activation"_a,
-             "up_activation"_a.none(), "down"_a, "cold"_a, "predicted"_a)
+             "up_activation"_a.none(), "down"_a, "cold"_a, "predicted"_a,
+             "cutoffs"_a = std::pair<float, float>())
         .def("experts", &Cold::experts, "number"_a, "n_expert"_a, "n_used"_a, "n_neurons"_a, "gate"_a.none(),
-             "up"_a, "activation"_a, "up_activation"_a.none(), "down"_a, "by_neuron"_a, "sparse"_a)
+             "up"_a, "activation"_a, "up_activation"_a.none(), "down"_a, "by_neuron"_a, "sparse"_a,
+             "cutoff"_a = 0.0f)
         .def("route", &Cold::route, "layer"_a)
         .def("start", &Cold::start)
         .def("memory", [](nb::handle self) { return nb::cast<Cold&>(self).memory(self); })
         .def("offsets", &Cold::offsets)
-        .def("begin", &Cold::begin, "n_tokens"_a)
+        .def("begin", &Cold::begin, "n_tokens"_a, "cut"_a.none() = nb::none())
         .def("end", &Cold::end)
         .def("poison", &Cold::poison, "reason"_a)
         .def("poisoned", &Cold::poisoned)

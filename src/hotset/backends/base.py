@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 
@@ -177,6 +177,10 @@ class ExpertCounts:
         return self.hits / self.needed if self.needed else None
 
 
+# What operations of a layer count (csrc/plan.h), in this order: fields of StepStats.
+COUNTS = ("selected", "active", "gate_rows", "up_rows", "down_rows", "left_out")
+
+
 @dataclass(frozen=True)
 class StepStats:
     """What the FFNs of one step did; arrays are [n_layer].
@@ -202,6 +206,25 @@ class StepStats:
     other: float
     active_on_cpu: np.ndarray | None = None
     left_out: np.ndarray | None = None
+
+    @classmethod
+    def of(
+        cls,
+        n_tokens: int,
+        counts: np.ndarray,
+        seconds: np.ndarray,
+        other: float,
+        *,
+        is_cut: bool,
+        active_on_cpu: np.ndarray | None = None,
+    ) -> Self:
+        """Of what was counted, int64 [n_layer, len(COUNTS)], and timed, float64 [n_layer, len(PARTS)]: of the
+        parts all but the last. is_cut: whether the model cuts small values."""
+        *rows, left_out = counts.T
+        predictor, ffn, attention, _ = seconds.T
+        return cls(
+            n_tokens, *rows, predictor, ffn, attention, other, active_on_cpu, left_out if is_cut else None
+        )
 
 
 @dataclass(frozen=True)

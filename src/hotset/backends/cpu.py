@@ -13,6 +13,7 @@ import numpy as np
 
 from hotset import _core
 from hotset.backends.base import (
+    COUNTS,
     LOGIT_GROUP,
     PAGE_SIZE,
     Batch,
@@ -21,7 +22,7 @@ from hotset.backends.base import (
     StepStats,
     WeightSource,
 )
-from hotset.backends.lowering import COUNTS, Lowered, lower
+from hotset.backends.lowering import Lowered, lower
 from hotset.backends.stage import Rows, on_host
 from hotset.backends.stored import StoredWeights
 from hotset.cores import usable_cores
@@ -150,13 +151,9 @@ class CpuBackend:
         """
         if self._latest is None or not (self._latest[0].has_neurons or self._is_cut):
             return None
-        predictor, ffn, attention, other = self.seconds().T
-        selected, active, gate_rows, up_rows, down_rows, left_out = self._counted().T
-        return StepStats(
-            self._latest[1], selected, active, gate_rows, up_rows, down_rows,
-            predictor, ffn, attention, float(other.sum()),
-            left_out=left_out if self._is_cut else None,
-        )  # fmt: skip
+        seconds = self.seconds()
+        other = float(seconds[:, PARTS.index("other")].sum())
+        return StepStats.of(self._latest[1], self.counts(), seconds, other, is_cut=self._is_cut)
 
     @property
     def has_neurons(self) -> bool:
@@ -183,10 +180,6 @@ class CpuBackend:
         return []
 
     def counts(self) -> np.ndarray:
-        """Of the latest step, int64 [n_layer, 5]: selected, active, gate_rows, up_rows, down_rows."""
-        return self._counted()[:, :5]
-
-    def _counted(self) -> np.ndarray:
         """Of the latest step, int64 [n_layer, len(COUNTS)]."""
         if self._latest is None:
             return np.zeros((self.n_layer, len(COUNTS)), np.int64)

@@ -19,7 +19,7 @@ import numpy as np
 
 from hotset import _core
 from hotset.backends.ahead import look_ahead
-from hotset.backends.base import LOGIT_GROUP, WeightSource
+from hotset.backends.base import COUNTS, LOGIT_GROUP, WeightSource
 from hotset.backends.fusion import Buffers, Fused, fuse
 from hotset.backends.stored import StoredWeights
 from hotset.backends.streaming import Streamed, matrices_of
@@ -119,14 +119,10 @@ def activation(op: Activate) -> tuple[int, float]:
     return ACTIVATIONS[op.kind], op.threshold
 
 
-def _cutoffs(ffn: Ffn) -> tuple[float, float, float]:
+def cutoffs_of(ffn: Ffn) -> tuple[float, float, float]:
     """Of an FFN's input, of the activation that decides, of its neurons' values; 0: none."""
     of = [0.0 if cut is None else cut.threshold for cut in (ffn.in_cut, ffn.gate_cut, ffn.down_cut)]
     return of[0], of[1], of[2]
-
-
-# What a native operation counts (csrc/plan.h), in this order.
-COUNTS = ("selected", "active", "gate_rows", "up_rows", "down_rows", "left_out")
 
 
 @dataclass
@@ -426,7 +422,7 @@ class _Emission:
             products = [one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None]
             self._products(
                 ffn.norm, products, [ffn.selected] * len(products), activate=ffn.gate_act,
-                multiplied=ffn.gate is not None, cut=ffn.in_cut, neuron_cuts=_cutoffs(ffn)[1:],
+                multiplied=ffn.gate is not None, cut=ffn.in_cut, neuron_cuts=cutoffs_of(ffn)[1:],
             )  # fmt: skip
             self.at.append((ffn.layer, ffn.part))
 
@@ -474,7 +470,7 @@ class _Emission:
                 activation(ffn.gate_act),
                 activation(ffn.up_act) if ffn.up_act else None,
                 (self._buffers[mask.scores], mask.threshold) if mask else None,
-                ffn.gate_cut.threshold if ffn.gate_cut else 0.0,
+                cutoffs_of(ffn)[1],
                 self._sparse and self._leaves_out_rows(ffn),
                 self._buffers[ffn.selected],
                 missed,
@@ -568,7 +564,7 @@ class _Emission:
                 (self._buffers[mask.scores], mask.threshold, mask.first) if mask else None,
                 self._sparse,
                 out,
-                _cutoffs(ffn),
+                cutoffs_of(ffn),
                 self._channels([one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None]),
                 missed,
             )
@@ -607,7 +603,7 @@ class _Emission:
         x, fired = self._buffers[ffn.x], self._buffers.borrow(ffn.selected)
         names = [one_matrix(op).weight for op in (ffn.gate, ffn.up)]
         gate, up = (linear_matrix(self._weights, one_matrix(op)) for op in (ffn.gate, ffn.up))
-        of_input, of_gate, of_value = _cutoffs(ffn)
+        of_input, of_gate, of_value = cutoffs_of(ffn)
         kind = activation(ffn.gate_act)
         cutoffs = of_input, of_gate, 0.0
         for missed in self._as_they_come(ffn, names[0]):

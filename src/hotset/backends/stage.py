@@ -75,7 +75,7 @@ class Stage(Protocol):
         ...
 
     def counts(self) -> np.ndarray:
-        """Of the latest step, int64 [n_layer, 5]: selected, active, gate_rows, up_rows, down_rows."""
+        """Of the latest step, int64 [n_layer, len(base.COUNTS)]."""
         ...
 
     def active_on_cpu(self) -> np.ndarray:

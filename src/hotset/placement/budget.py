@@ -256,7 +256,7 @@ def workspace_bytes(graph: Graph, n_pages: int, max_batch: int) -> int:
             key: tuple[int, Part] = op.layer, "ffn" if op.part == "predictor" else op.part
             parts[key] = parts.get(key, 0) + op.out.width
     answered = max((ffn.route.n_used * d for ffn in graph.ffns if ffn.route is not None), default=0)
-    values = max_batch * (max(parts.values()) + answered + 6 * d + n_pages + 3)
+    values = max_batch * (max(parts.values()) + answered + 6 * d + n_pages + 4)
     values += min(max_batch, OUTPUT_ROWS) * graph.result.width
     n_ropes = len({op.rope for op in graph.primitives if isinstance(op, Rotate)})
     tables = n_ropes * 2 * n_pages * PAGE_SIZE  # of rotations: angles of some positions stand for all

@@ -348,7 +348,7 @@ def host_workspace(
 def _exchanged_bytes(graph: Graph, n_pages: int, max_batch: int) -> int:
     """Of the host's for one stage on a device: numbers of a step, rows that enter (looked up, and as they are
     copied) and leave."""
-    return FLOAT_BYTES * max_batch * (n_pages + 3 + 4 * graph.ops[0].out.width)
+    return FLOAT_BYTES * max_batch * (n_pages + 4 + 4 * graph.ops[0].out.width)
 
 
 def _staged_bytes(placement: Placement, weights: StoredWeights, graph: Graph) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from hotset.api import Model
-from hotset.backends.base import PAGE_SIZE, Batch, StepResult, StepStats, cache_slots
+from hotset.backends.base import COUNTS, PAGE_SIZE, Batch, StepResult, StepStats, cache_slots
 from hotset.errors import (
     CacheLostError,
     DeviceError,
@@ -139,7 +139,8 @@ class StagedBackend:
         self.n_vocab = decided.graph.result.width
         self.n_threads: int | None = None
         self._n_layer = max(decided.graph.n_layer, 1)
-        self._counts = decided.config.leaves_out or decided.graph.is_cut
+        self._is_cut = decided.graph.is_cut
+        self._counts = decided.config.leaves_out or self._is_cut
         self._values = frozenset(op.out.name for op in decided.graph.primitives)
         self._how: dict[str, Any] = {
             # The same everywhere: what a machine would choose for itself may differ.
@@ -217,17 +218,14 @@ class StagedBackend:
         n_tokens, total = self._latest
         noted = self._noted()
         counts = sum(
-            (one.counts for one in noted if one.counts is not None), np.zeros((self._n_layer, 5), np.int64)
+            (one.counts for one in noted if one.counts is not None),
+            np.zeros((self._n_layer, len(COUNTS)), np.int64),
         )
         seconds = sum(
             (one.seconds for one in noted if one.seconds is not None), np.zeros((self._n_layer, len(PARTS)))
         )
-        selected, active, gate_rows, up_rows, down_rows = counts.T
-        predictor, ffn, attention, _ = seconds.T
         other = max(total - float(seconds[:, :3].sum()), 0.0)
-        return StepStats(
-            n_tokens, selected, active, gate_rows, up_rows, down_rows, predictor, ffn, attention, other
-        )
+        return StepStats.of(n_tokens, counts, seconds, other, is_cut=self._is_cut)
 
     def cancel(self) -> None:
         """Ends the step in flight on all machines, from any thread."""

@@ -24,6 +24,7 @@ from torch import Tensor
 from hotset.backends.gpu.capture import MAX_CAPTURED
 from hotset.backends.gpu.experts import ExpertCache
 from hotset.backends.gpu.kernels import Kernels
+from hotset.backends.gpu.twins import Cut
 from hotset.backends.misses import Fetching, fetched_of, n_fetched
 from hotset.errors import DeviceError
 
@@ -132,8 +133,11 @@ class Fetcher:
         own = self._cache.table(layer)[ids.long()]
         return Choice(torch.where(own < 0, ids, -1 - ids), own)
 
-    def compute(self, layer: int, choice: Choice, h: Tensor, counts: Tensor) -> Tensor:
-        """What the device's experts yield, [T, n_used, n_embd]; anything where the CPU computes."""
+    def compute(
+        self, layer: int, choice: Choice, h: Tensor, counts: Tensor, gate_cut: Cut | None = None
+    ) -> Tensor:
+        """What the device's experts yield, [T, n_used, n_embd]; anything where the CPU computes. gate_cut:
+        as in twins.experts."""
         k, given = self._kernels, self._cache.arguments(layer)
         n_used = choice.asked.shape[1]
         if choice.done is not None:
@@ -141,11 +145,12 @@ class Fetcher:
         if choice.slots is None:
             own = torch.empty((len(h), n_used, h.shape[1]), device=h.device)
         else:
-            own = k.experts(h, choice.slots, counts=counts, **given)
+            own = k.experts(h, choice.slots, counts=counts, gate_cut=gate_cut, **given)
         for i, group in enumerate(choice.groups):
             self._beside.wait(group.done)
             tokens = torch.div(group.pairs, n_used, rounding_mode="floor")
-            found = k.experts(h[tokens], group.slots[:, None], counts=counts, **given)
+            own_cut = None if gate_cut is None else gate_cut.of(tokens)
+            found = k.experts(h[tokens], group.slots[:, None], counts=counts, gate_cut=own_cut, **given)
             own.view(-1, h.shape[1])[group.pairs] = found[:, 0]
             if i + 2 < len(choice.groups):  # into the half that was just computed with
                 self._beside.after_all()

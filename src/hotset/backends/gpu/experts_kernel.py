@@ -34,8 +34,10 @@ from hotset.backends.gpu.triton_kernels import (
     Q5_1,
     Q6_K,
     Q8_0,
+    _cut,
     is_amd,
 )
+from hotset.backends.gpu.twins import Cut
 from hotset.formats.quants import GGMLType
 from hotset.model.graph import Activate
 
@@ -343,10 +345,14 @@ def _activated(x, threshold, KIND: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _values_kernel(
-    gate, up, slots, values, counts, n, threshold, up_threshold,
+    gate, up, slots, values, counts, n, threshold, up_threshold, cut, small, n_used,
     KIND: tl.constexpr, UP_KIND: tl.constexpr, SPARSE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """values [pairs, n] = f(gate) * g(up), or f(up) without a gate; counts as twins.experts adds them."""
+    """values [pairs, n] = f(gate) * g(up), or f(up) without a gate; counts as twins.experts adds them.
+
+    cut: int32, of each token whether what is smaller than `small` of f is zero; None: nobody's. n_used:
+    pairs of a token.
+    """
     pair = tl.program_id(1)
     i = tl.program_id(0) * N + tl.arange(0, N)
     inside = i < tl.where(tl.load(slots + pair) >= 0, n, 0)
@@ -355,12 +361,16 @@ def _values_kernel(
     fires = inside
     if gate is not None:
         fired = _activated(tl.load(gate + at, mask=inside, other=0.0), threshold, KIND, N)
+        if cut is not None:
+            fired = _cut(fired, tl.load(cut + pair // n_used) != 0, small)
         value = fired * _activated(value, up_threshold, UP_KIND, N)
         if SPARSE:
             fires = inside & (fired != 0.0)
             value = tl.where(fires, value, 0.0)
     else:
         value = _activated(value, threshold, KIND, N)
+        if cut is not None:
+            value = _cut(value, tl.load(cut + pair // n_used) != 0, small)
     value = tl.where(inside, value, 0.0)
     if counts is not None:
         tl.atomic_add(counts, tl.sum(inside.to(tl.int32), axis=0).to(tl.int64))
@@ -480,6 +490,7 @@ def experts(
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     counts: Tensor | None = None,
+    gate_cut: Cut | None = None,
 ) -> Tensor:
     """twins.experts, but for down projections by neuron (experts.can_hold). Of several tokens that have an
     expert in common its rows are counted for each."""
@@ -499,6 +510,7 @@ def experts(
     launcher.launch(
         _values_kernel, (-(-n_neurons // 256), len(flat)), gates, ups, flat, values, counts, n_neurons,
         float(activation.threshold), float(up_activation.threshold) if up_activation else 0.0,
+        None if gate_cut is None else gate_cut.tokens, 0.0 if gate_cut is None else gate_cut.threshold, n_used,
         KIND=KINDS[activation.kind], UP_KIND=8 if up_activation is None else KINDS[up_activation.kind],
         SPARSE=sparse, N=256, warps=4, fused=False,
     )  # fmt: skip

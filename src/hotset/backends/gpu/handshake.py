@@ -52,6 +52,7 @@ from hotset.backends.gpu.devices import current
 from hotset.backends.lowering import (
     ACTIVATIONS,
     activation,
+    cutoffs_of,
     expert_part,
     linear_matrix,
     transposed_matrix,
@@ -182,14 +183,14 @@ class ColdService:
 
     # ---- one step
 
-    def begin_step(self, n_tokens: int) -> None:
-        """Requests are served from now on, for the first n_tokens rows of what is posted.
+    def begin_step(self, n_tokens: int, cut: np.ndarray | None = None) -> None:
+        """Requests are served from now on, for the first n_tokens rows of what is posted; cut: as in Batch.
 
         Raises DeviceError where the service cannot: it was closed, or an earlier failure is not over.
         """
         if self._broken:
             raise DeviceError(self._broken)
-        if reason := self._native.begin(n_tokens):
+        if reason := self._native.begin(n_tokens, None if cut is None else cut.view(np.uint8)):
             raise DeviceError(f"the hybrid step cannot begin: {reason}")
         self._is_open = True
 
@@ -246,9 +247,9 @@ class ColdService:
             self._native.end()
 
     @contextmanager
-    def step(self, n_tokens: int) -> Iterator[None]:
+    def step(self, n_tokens: int, cut: np.ndarray | None = None) -> Iterator[None]:
         """begin_step and end_step around a block; an exception inside aborts the step and goes on."""
-        self.begin_step(n_tokens)
+        self.begin_step(n_tokens, cut)
         try:
             yield
         except BaseException as error:
@@ -325,6 +326,7 @@ def _add_layer(native: Any, weights: WeightSource, ffn: Ffn, hot: np.ndarray) ->
         transposed_matrix(weights, ffn.down),
         np.packbits(~hot, bitorder="little"),
         ffn.mask is not None,
+        cutoffs_of(ffn)[1:],  # what is posted is the input as it is left
     )
 
 
@@ -344,6 +346,7 @@ def _add_experts(native: Any, weights: WeightSource, ffn: Ffn, sparse: bool) -> 
         expert_part(weights, down),
         down.by_neuron,
         sparse and ffn.has_zeros,
+        cutoffs_of(ffn)[1],
     )
 
 

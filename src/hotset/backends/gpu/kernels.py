@@ -26,6 +26,7 @@ class Kernels:
         self.triton = _wants_triton(self.device) if triton is None else triton
         ops = _triton_kernels() if self.triton else twins
         self.activate = twins.activate
+        self.cut = ops.cut
         self.angles = ops.angles
         self.route = twins.route
         experts = _expert_kernels() if self.triton else twins
@@ -37,6 +38,7 @@ class Kernels:
         self.linear_bits = ops.linear_bits
         self.linear_t = ops.linear_t
         self.neurons = ops.neurons
+        self.fired = ops.fired
         self.sparse_ffn = ops.sparse_ffn
         self.sign_scores = ops.sign_scores
         self.pack_bits = ops.pack_bits

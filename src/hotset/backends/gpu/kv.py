@@ -74,8 +74,8 @@ class Copies:
 class StepInputs:
     """The numbers of a batch on the device, and the vectors that enter the stage.
 
-    positions, sequences, outputs: int32 [max_batch]; page_tables: int32 [max_batch, n_pages], a row per
-    sequence of the step. vectors: float32 [max_batch, width], by the id of the graph's value.
+    positions, sequences, outputs: int32 [max_batch]; cut: the same, other than 0 where small values are zero;
+    page_tables: int32 [max_batch, n_pages], a row per sequence of the step. vectors: float32 [max_batch, width], by the id of the graph's value.
     copies: of tests.
     """
 
@@ -89,13 +89,13 @@ class StepInputs:
     ) -> None:
         self._copies = copies or Copies(device)
         pinned = device.type == "cuda"
-        self._numbers = torch.zeros((3, max_batch), dtype=torch.int32, pin_memory=pinned)
+        self._numbers = torch.zeros((4, max_batch), dtype=torch.int32, pin_memory=pinned)
         self._tables = torch.full((max_batch, n_pages), -1, dtype=torch.int32, pin_memory=pinned)
         self._vectors = {
             id: torch.zeros((max_batch, width), pin_memory=pinned) for id, width in vectors.items()
         }
         self._on_device = self._numbers.to(device, copy=True)
-        self.positions, self.sequences, self.outputs = self._on_device.unbind(0)
+        self.positions, self.sequences, self.outputs, self.cut = self._on_device.unbind(0)
         self.page_tables = self._tables.to(device, copy=True)
         self.vectors = {id: rows.to(device, copy=True) for id, rows in self._vectors.items()}
 
@@ -123,6 +123,7 @@ class StepInputs:
         numbers = self._numbers.numpy()
         numbers[0, :n], numbers[1, :n] = batch.positions, own.reshape(-1)
         numbers[2, : len(batch.outputs)] = batch.outputs
+        numbers[3, :n] = 0 if batch.cut is None else batch.cut
         numbers[2, len(batch.outputs) :] = 0  # a captured step computes the logits of as many rows as tokens
         self._tables.numpy()[: len(rows), :width] = batch.page_tables[rows, :width]
         self._copies.copy(self._on_device, self._numbers)

@@ -21,6 +21,9 @@ A byte of `codes` holds two weights HALF columns apart (formats/quants.py has th
 
 Down projections of a plain file (formats/planes.py) are codes by neuron under scales that 32 neurons share:
 `scales` is then [groups, n_cols], one value per column, and `group_of` says which row of it a neuron uses.
+So are matrices by channel, the transpose of some others, whose rows are inputs: `mins` are shared as scales
+are, and of Q4_K, whose 256 inputs share both, 32 inputs have a row of `sub_scales` and one of minimums, a
+byte each, in `high`.
 """
 
 from __future__ import annotations
@@ -71,6 +74,9 @@ _FIELDS: dict[GGMLType, dict[str, tuple[str, str]]] = {
     },
     GGMLType.MXFP4: {"codes": ("qs", "u1"), "scales": ("e", "u1")},
 }
+# Of types by channel whose codes have four bits: HALF of the module's text.
+_HALVES = {GGMLType.Q4_0: 16, GGMLType.Q4_1: 16, GGMLType.Q4_K: 32}
+_K_GROUP = 256
 FIELDS = ("codes", "scales", "mins", "high", "sub_scales")
 EXPERT_TYPES = (*_FLOATS, *_FIELDS)
 """What experts of a cache may be of (exact.py)."""
@@ -115,6 +121,11 @@ class DeviceMatrix:
         """Bytes on the device."""
         parts = [getattr(self, field.name) for field in fields(self)]
         return sum(part.numel() * part.element_size() for part in parts if isinstance(part, Tensor))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row's codes."""
+        return self.codes.shape[1] * self.codes.element_size()
 
     @classmethod
     def from_bytes(
@@ -210,6 +221,75 @@ class DeviceMatrix:
             group_of=there(group_of.reshape(-1).astype(np.int32)),
         )
 
+    @classmethod
+    def by_channel(
+        cls, n_in: int, n_out: Sequence[int], load: Callable[[int], DeviceMatrix], arena: Arena | None = None
+    ) -> DeviceMatrix:
+        """Matrices of one input and type side by side, a row per input: [n_in, sum of n_out].
+
+        n_out: rows of each; load: brings one of them, which is dropped before the next. can_be_by_channel
+        must say yes. arena: as in from_bytes. Values stay as they are, to the bit.
+        """
+        made: DeviceMatrix | None = None
+        first = 0
+        for i, n in enumerate(n_out):
+            m = load(i)
+            if made is None:
+                made = m._empty_by_channel(n_in, sum(n_out), arena)
+            m._transpose_into(made, first)
+            first += n
+        assert made is not None
+        return made
+
+    def _empty_by_channel(self, n_in: int, n_out: int, arena: Arena | None) -> DeviceMatrix:
+        type, groups, wide = self.type, n_in // PLANE_GROUP, self.scales
+
+        def new(n_rows: int, n_cols: int, dtype: torch.dtype) -> Tensor:
+            return _new((n_rows, n_cols), dtype, self.device, arena)
+
+        codes = new(n_in, n_out * self.codes.shape[1] // n_in, self.codes.dtype)
+        if type in _FLOATS:
+            return DeviceMatrix(type, n_in, n_out, codes)
+        assert wide is not None
+        group_of = torch.arange(n_in, dtype=torch.int32, device=self.device) // PLANE_GROUP
+        is_k = type == GGMLType.Q4_K
+        return DeviceMatrix(
+            type, n_in, n_out, codes,
+            scales=new(wide.shape[1], n_out, wide.dtype),
+            mins=None if self.mins is None else new(wide.shape[1], n_out, wide.dtype),
+            high=new(groups, n_out, torch.uint8) if is_k else None,
+            sub_scales=new(groups, n_out, torch.uint8) if is_k else None,
+            group_of=_new((n_in,), torch.int32, self.device, arena).copy_(group_of),
+        )  # fmt: skip
+
+    def _transpose_into(self, to: DeviceMatrix, first: int) -> None:
+        """Writes the transpose as columns from `first` on."""
+        n_in, n_out = to.n_rows, self.n_rows
+        width = self.codes.shape[1]  # of n_in columns, two of which share a byte, or none
+        own = slice(first * width // n_in, (first + n_out) * width // n_in)
+        step = max(SLICE_VALUES // n_out // _K_GROUP, 1) * _K_GROUP
+        half = _HALVES.get(self.type)
+        for begin in range(0, n_in, step):
+            rows = slice(begin, min(begin + step, n_in))
+            part = self.codes[:, rows.start * width // n_in : rows.stop * width // n_in]
+            if half is None:
+                to.codes[rows, own] = part.T
+                continue
+            pairs = _nibbles(part, half).T.reshape(rows.stop - rows.start, -1, 2, half)
+            to.codes[rows, own] = (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(len(pairs), -1)
+        columns = slice(first, first + n_out)
+        for name in ("scales", "mins"):
+            if (values := getattr(self, name)) is not None:
+                getattr(to, name)[:, columns] = values.T
+        if self.type == GGMLType.Q4_K:
+            assert to.sub_scales is not None
+            assert to.high is not None
+            for plane, values in zip((to.sub_scales, to.high), self._sub_scales(), strict=True):
+                plane[:, columns] = values.reshape(n_out, -1).T
+
+    def _sub_scales(self) -> tuple[Tensor, Tensor]:
+        return _sub_scales_q4_k({name: getattr(self, name) for name in _FIELDS[self.type]})
+
     def values(self, rows: slice | Tensor) -> Tensor:
         """Some rows decoded, float32 [n, n_cols], to the bit what the file's decoder yields.
 
@@ -218,12 +298,23 @@ class DeviceMatrix:
         if self.type in _FLOATS:
             return self.codes[rows].float()
         if self.group_of is not None:
-            assert self.scales is not None
-            codes = self.codes[rows]
-            q = codes.float() if self.type == GGMLType.Q8_0 else _nibbles(codes, 16).float() - 8
-            return q * self.scales[self.group_of[rows].long()].float()
+            return self._values_of_planes(self.codes[rows], self.group_of[rows].long())
         part = {name: getattr(self, name)[rows] for name in _FIELDS[self.type]}
         return _DECODERS[self.type](part).reshape(len(part["codes"]), self.n_cols)
+
+    def _values_of_planes(self, codes: Tensor, group: Tensor) -> Tensor:
+        half, coarse = _HALVES.get(self.type), group // 8 if self.type == GGMLType.Q4_K else group
+        assert self.scales is not None
+        scale, q = (
+            self.scales[coarse].float(),
+            codes.float() if half is None else _nibbles(codes, half).float(),
+        )
+        if self.sub_scales is not None and self.high is not None and self.mins is not None:
+            scale = scale * self.sub_scales[group].float()
+            return scale * q - self.mins[coarse].float() * self.high[group].float()
+        if self.mins is not None:
+            return scale * q + self.mins[group].float()
+        return scale * (q - 8 if half else q)
 
     @property
     def is_float(self) -> bool:
@@ -285,6 +376,11 @@ def block_fields(type: GGMLType) -> tuple[int, dict[str, tuple[int, int]]]:
         name: (int(layout.fields[field][1]), layout[field].itemsize)
         for name, (field, _) in _FIELDS[type].items()
     }
+
+
+def can_be_by_channel(type: GGMLType, n_out: int) -> bool:
+    """Whether `DeviceMatrix.by_channel` takes a matrix of n_out rows: codes of some outputs share bytes."""
+    return type in _FLOATS or type == GGMLType.Q8_0 or (type in _HALVES and n_out % (2 * _HALVES[type]) == 0)
 
 
 def check_type(type: GGMLType) -> None:
@@ -356,13 +452,18 @@ def _decode_q8_0(part: dict[str, Tensor]) -> Tensor:
     return _column(part, "scales") * _by_blocks(part["codes"], part)
 
 
-def _scales_q4_k(part: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Scales and minimums, float32 [n, blocks, 8]."""
+def _sub_scales_q4_k(part: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """What scales and minimums are multiplied with, uint8 [n, blocks, 8]."""
     packed = part["sub_scales"].reshape(*part["scales"].shape, 3, 4)
     first, second, third = packed.unbind(2)
-    scale = torch.cat([first & 63, (third & 15) | (first >> 6) << 4], dim=2).float()
-    minimum = torch.cat([second & 63, (third >> 4) | (second >> 6) << 4], dim=2).float()
-    return _column(part, "scales") * scale, _column(part, "mins") * minimum
+    scale = torch.cat([first & 63, (third & 15) | (first >> 6) << 4], dim=2)
+    return scale, torch.cat([second & 63, (third >> 4) | (second >> 6) << 4], dim=2)
+
+
+def _scales_q4_k(part: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Scales and minimums, float32 [n, blocks, 8]."""
+    scale, minimum = _sub_scales_q4_k(part)
+    return _column(part, "scales") * scale.float(), _column(part, "mins") * minimum.float()
 
 
 def _decode_q4_k(part: dict[str, Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ share beside their experts is computed before the answer is collected.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, assert_never
@@ -31,7 +31,7 @@ from hotset.backends.fusion import Fused, fuse
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.kv import PagedCache, StepInputs
 from hotset.backends.gpu.stream import ColdRows, CopyStream
-from hotset.backends.gpu.twins import unpack_bits
+from hotset.backends.gpu.twins import N_COUNTS, Cut, unpack_bits
 from hotset.backends.gpu.weights import DeviceWeights
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.model.graph import (
@@ -63,6 +63,8 @@ from hotset.model.graph import (
     TransposedHeads,
     TransposedLinear,
     Value,
+    cut_products,
+    has_zeros,
     inputs_of,
     one_matrix,
 )
@@ -85,8 +87,8 @@ class ColdHalf(Protocol):
     @property
     def capturable(self) -> bool: ...
 
-    def step(self, n_tokens: int) -> AbstractContextManager[None]:
-        """A block in which layers are posted and collected; its end waits for the device.
+    def step(self, n_tokens: int, cut: np.ndarray | None = None) -> AbstractContextManager[None]:
+        """A block in which layers are posted and collected; its end waits for the device. cut: as in Batch.
 
         Raises where the CPU's half failed; an exception in the block releases whoever waits.
         """
@@ -170,7 +172,8 @@ class Call:
 class Program:
     """The calls of a stage for one set of taps. body: for every token; tail: for rows with logits alone.
 
-    hot: layer → bool [n_ff], see GpuStage. sparse: False computes every neuron of an FFN.
+    hot: layer → bool [n_ff], by_channel: names of matrices, see GpuStage. sparse: False computes every neuron
+    of an FFN.
     Raises UnsupportedModelError for a split layer that has no neurons of its own, InvalidRequestError for a
     tap inside a split layer.
     """
@@ -192,12 +195,14 @@ class Program:
         n_ctx: int,
         sparse: bool,
         stream_bytes: int,
+        by_channel: Collection[str] = (),
     ) -> None:
         self._weights, self._cache, self._kernels = weights, cache, kernels
         self._hot, self._cold, self._counts, self._cache_of_experts = hot, cold, counts, experts
         self._fetcher = fetcher
         self._n_ctx, self._sparse, self._stream_bytes = n_ctx, sparse, stream_bytes
         self._copies = copies
+        self._by_channel = _read_by_channel(graph, hot, by_channel) if sparse else frozenset()
         groups = fuse(graph, taps)
         self._check_split(groups, taps)
         self._kept_names = taps
@@ -267,9 +272,6 @@ class Program:
         layer, part = max(group.layer, 0), PARTS.index(group.part)
         outs, reads = tuple(group.out), tuple(group.reads)
         inside = sum(op.out.width for op in group.ops if op.out not in group.out)
-        inner = group.ffn.primitives if group.ffn is not None else ()
-        if any(isinstance(op, Cutoff) for op in (*group.ops, *inner)):
-            raise UnsupportedModelError("small values are cut on the CPU alone; use --no-gpu")
         if (ffn := group.ffn) is not None:
             if ffn.route is not None:
                 return self._experts(group, ffn)
@@ -307,6 +309,9 @@ class Program:
                 return lambda f: f.values.__setitem__(out, f.values[x].index_select(0, f.outputs))
             case Attention():
                 return self._attention(group, main)
+            case Cutoff():
+                left = self._entered(main.x, None, main)
+                return lambda f: f.values.__setitem__(out, left(f))
             case Rotate():
                 return self._rotate(main)
             case (
@@ -323,7 +328,7 @@ class Program:
                     "experts with predictors, and values inside experts, are computed on the CPU alone; use "
                     "--no-gpu"
                 )
-            case Cutoff() | Linear() | TransposedLinear() | Ffn():
+            case Linear() | TransposedLinear() | Ffn():
                 raise AssertionError(f"{main.out.name} is no group's last operation")
             case _:
                 assert_never(main)
@@ -336,7 +341,7 @@ class Program:
         match op:
             case RMSNorm() | LayerNorm():
                 norm, x = self._norm(op), op.x.id
-                return lambda v: norm(v[x])
+                return lambda v: norm(v[x], None)
             case SignScores():
                 signs, bias, x = self._weights.signs(op), self._weights.bias(op.bias), op.x.id
                 return lambda v: k.sign_scores(v[x], signs, bias)
@@ -361,36 +366,47 @@ class Program:
             case _:
                 assert_never(op)
 
-    def _norm(self, op: RMSNorm | LayerNorm | None) -> Callable[[Tensor], Tensor]:
-        """The norm in front of a product; without one, what enters as it is."""
-        if op is None:
-            return lambda x: x
+    def _norm(self, op: RMSNorm | LayerNorm) -> Callable[[Tensor, Cut | None], Tensor]:
+        """A norm, and a cutoff behind it."""
         weight, k, eps = self._weights.vector(op.weight), self._kernels, op.eps
         if isinstance(op, LayerNorm):
             bias = self._weights.bias(op.bias)
-            return lambda x: k.layer_norm(x, weight, bias, eps)
+            return lambda x, by: k.layer_norm(x, weight, bias, eps, by)
         n_head = op.n_head
-        return lambda x: k.rms_norm(x, weight, eps, n_head)
+        return lambda x, by: k.rms_norm(x, weight, eps, n_head, by)
+
+    def _entered(
+        self, x: Value, norm: RMSNorm | LayerNorm | None, cut: Cutoff | None
+    ) -> Callable[[Frame], Tensor]:
+        """What a product reads: x, normalised, and without what is small."""
+        id, by, k = x.id, _cutting(cut), self._kernels
+        if norm is not None:
+            normalised = self._norm(norm)
+            return lambda f: normalised(f.values[id], by(f))
+        if cut is None:
+            return lambda f: f.values[id]
+        return lambda f: k.cut(f.values[id], by(f))
 
     def _linears(self, group: Fused) -> Callable[[Frame], None]:
-        """Products of one input, with what was fused: a norm before, an activation or a sum after."""
-        linears, norm_op = group.linears, group.first(RMSNorm, LayerNorm)
-        x, residual = (norm_op.x if norm_op else linears[0].x).id, _id(group.residual(linears[0].out))
+        """Products of one input, with what was fused: a norm and a cutoff before, an activation or a sum
+        after."""
+        linears, norm, cut = group.linears, group.first(RMSNorm, LayerNorm), group.first(Cutoff)
+        x, residual = (norm or cut or linears[0]).x, _id(group.residual(linears[0].out))
         outs, k, activate = [value.id for value in group.out], self._kernels, group.first(Activate)
         if (mask := self._bits_of.get(outs[0])) is not None:
             (op,), threshold, first = linears, mask.threshold, mask.first
             matrix, bias = self._weights.linear(op), self._weights.biases([op])
 
             def select(f: Frame) -> None:
-                f.values[outs[0]] = k.linear_bits(f.values[x], matrix, bias, threshold, first)
+                f.values[outs[0]] = k.linear_bits(f.values[x.id], matrix, bias, threshold, first)
 
             return select
         after = {} if activate is None else {"activation": activate.kind, "threshold": activate.threshold}
-        norm, products = self._norm(norm_op), self._products(linears, after)
+        entered, products = self._entered(x, norm, cut), self._products(linears, after)
 
         def run(f: Frame) -> None:
             added = None if residual is None else f.values[residual]
-            f.values.update(zip(outs, products(norm(f.values[x]), added), strict=True))
+            f.values.update(zip(outs, products(entered(f), added), strict=True))
 
         return run
 
@@ -399,20 +415,34 @@ class Program:
     ) -> Callable[[Tensor, Tensor | None], list[Tensor]]:
         """Products of one input, and a sum with each. after: the activation, of one product alone."""
         assert not after or len(linears) == 1
-        given = after or {}
         # q, k and v, or gate and up, of one type are one product: fewer launches, each with more to do.
-        types = {self._weights.source.tensors[op.weight].type for op in linears}
-        stacks = [linears] if len(types) == 1 else [[op] for op in linears]
-        parts = [(self._weights.linear(*ops), self._weights.biases(ops)) for ops in stacks]
+        kinds = {
+            (self._weights.source.tensors[op.weight].type, op.weight in self._by_channel) for op in linears
+        }
+        stacks = [linears] if len(kinds) == 1 else [[op] for op in linears]
+        products = [self._product(ops, after or {}) for ops in stacks]
         widths = [[op.out.width for op in ops] for ops in stacks]
-        k = self._kernels
 
         def run(h: Tensor, added: Tensor | None) -> list[Tensor]:
             return [
                 result
-                for (matrix, bias), width in zip(parts, widths, strict=True)
-                for result in k.linear(h, matrix, bias, added, **given).split(width, dim=1)
+                for product, width in zip(products, widths, strict=True)
+                for result in product(h, added).split(width, dim=1)
             ]
+
+        return run
+
+    def _product(self, ops: list[Linear], after: dict[str, Any]) -> Callable[[Tensor, Tensor | None], Tensor]:
+        """One product with matrices of one type; by channel those of zeros are not read."""
+        bias, k = self._weights.biases(ops), self._kernels
+        if ops[0].weight not in self._by_channel:
+            rows = self._weights.linear(*ops)
+            return lambda h, added: k.linear(h, rows, bias, added, **after)
+        matrix, left_out = self._weights.by_channel(*ops), self._counts[ops[0].layer, N_COUNTS - 1 :]
+
+        def run(h: Tensor, added: Tensor | None) -> Tensor:
+            y = k.linear_t(h, matrix, bias, added, left_out=left_out)
+            return k.activate(y, after["activation"], after["threshold"]) if after else y
 
         return run
 
@@ -494,7 +524,7 @@ class Program:
                 "experts with predictors, and values inside experts, are computed on the CPU alone; use "
                 "--no-gpu"
             )
-        norm, x, scores = self._norm(ffn.norm), ffn.x.id, op.x.id
+        entered, scores, cut = self._entered(ffn.x, ffn.norm, ffn.in_cut), op.x.id, _cutting(ffn.gate_cut)
         bias, out, added_id = self._weights.bias(op.bias), group.out[0].id, _id(group.residual(ffn.out))
         n_used, route_id = op.n_used, op.out.id if op.out.name in self._kept_names else None
         experts, fetcher, counts = self._cache_of_experts, self._fetcher, self._counts[layer]
@@ -511,10 +541,10 @@ class Program:
                 f.asked[layer] = ids
 
         def post(f: Frame) -> None:
-            h, choice = norm(f.values[x]), f.choices.get(layer)
+            h, choice = entered(f), f.choices.get(layer)
             cold.post(layer, h, f.asked[layer] if choice is None else choice.asked)
             if choice is not None and fetcher is not None:
-                f.own[layer] = fetcher.compute(layer, choice, h, counts)
+                f.own[layer] = fetcher.compute(layer, choice, h, counts, cut(f))
 
         def finish(f: Frame) -> None:
             parts = cold.collect(layer)
@@ -547,19 +577,24 @@ class Program:
     def _whole(self, ffn: Ffn, residual: Value | None, out: Value) -> Callable[[Frame], None]:
         """All neurons on the device. Their values are kept where they are asked for."""
         k, counts, selected = self._kernels, self._counts[ffn.layer], ffn.selected
-        norm, x, bits, added_id = self._norm(ffn.norm), ffn.x.id, self._bits(ffn.mask), _id(residual)
-        values = self._values(ffn)
+        entered, bits, added_id = (
+            self._entered(ffn.x, ffn.norm, ffn.in_cut),
+            self._bits(ffn.mask),
+            _id(residual),
+        )
+        values, cuts = self._values(ffn), _cuts_of_neurons(ffn)
         is_kept = selected.name in self._kept_names
         down = ffn.down
-        if isinstance(down, TransposedLinear) and ffn.has_zeros and self._sparse and not is_kept:
+        by_rows = self._leaves_out_rows(ffn) and self._sparse
+        if isinstance(down, TransposedLinear) and by_rows and not is_kept:
             given = self._rows(ffn, None) | _activations(ffn)
             matrix, bias = self._weights.down(down), self._weights.bias(down.bias)
 
             def fused(f: Frame) -> None:
                 added = None if added_id is None else f.values[added_id]
                 f.values[out.id] = k.sparse_ffn(
-                    norm(f.values[x]), down_t=matrix, down_bias=bias, residual=added, selected=bits(f),
-                    counts=counts, **given,
+                    entered(f), down_t=matrix, down_bias=bias, residual=added, selected=bits(f),
+                    counts=counts, **given, **cuts(f),
                 )  # fmt: skip
 
             return fused
@@ -567,7 +602,7 @@ class Program:
 
         def run(f: Frame) -> None:
             added = None if added_id is None else f.values[added_id]
-            neurons = values(norm(f.values[x]), bits(f))
+            neurons = values(f, entered(f), bits(f))
             if is_kept:
                 f.values[selected.id] = neurons
             f.values[out.id] = project(neurons, added)
@@ -583,22 +618,21 @@ class Program:
         products = self._products([op])
         return lambda neurons, added: products(neurons, added)[0]
 
-    def _values(self, ffn: Ffn) -> Callable[[Tensor, Tensor | None], Tensor]:
+    def _leaves_out_rows(self, ffn: Ffn) -> bool:
+        """Whether rows of gate and up are left out one by one; else both are read whole, or by channel."""
+        by_cutoff = ffn.gate_cut is not None and one_matrix(ffn.up).weight not in self._by_channel
+        return has_zeros(ffn.gate_act.kind) or ffn.mask is not None or by_cutoff
+
+    def _values(self, ffn: Ffn) -> Callable[[Frame, Tensor, Tensor | None], Tensor]:
         """The values of the neurons from the FFN's input and the predicted ones' bits."""
-        k, counts, options = self._kernels, self._counts[ffn.layer], _activations(ffn)
-        if ffn.has_zeros:
+        k, options, cuts = self._kernels, _activations(ffn), _cuts_of_neurons(ffn)
+        counts = self._counts[ffn.layer] if ffn.has_zeros else None
+        if self._leaves_out_rows(ffn):
             given = self._rows(ffn, None) | options
             compute = k.neurons if self._sparse else self._every_neuron
-            return lambda h, bits: compute(h, selected=bits, counts=counts, **given)
-        linears = [one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None]
-        products, kind = self._products(linears), ffn.gate_act.kind
-
-        def dense(h: Tensor, bits: Tensor | None) -> Tensor:
-            first, *rest = products(h, None)
-            value = k.activate(first, kind, 0.0)
-            return value * rest[0] if rest else value
-
-        return dense
+            return lambda f, h, bits: compute(h, selected=bits, counts=counts, **given, **cuts(f))
+        products = self._products([one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None])
+        return lambda f, h, bits: k.fired(*products(h, None), counts=counts, **options, **cuts(f))
 
     def _split(
         self, ffn: Ffn, residual: Value | None, out: Value
@@ -617,28 +651,35 @@ class Program:
         gate = None if ffn.gate is None else one_matrix(ffn.gate)
         matrices = {"gate": gate, "up": one_matrix(ffn.up), "down_t": down}
         stream = ColdRows(self._weights, matrices, ~hot, self._stream_bytes, self._copies)
-        norm, x, bits, added_id = self._norm(ffn.norm), ffn.x.id, self._bits(ffn.mask), _id(residual)
+        entered, bits, added_id = (
+            self._entered(ffn.x, ffn.norm, ffn.in_cut),
+            self._bits(ffn.mask),
+            _id(residual),
+        )
+        cuts = _cuts_of_neurons(ffn)
 
         def post(f: Frame) -> None:
-            f.posted[layer] = h, selected = norm(f.values[x]), bits(f)
+            f.posted[layer] = h, selected = entered(f), bits(f)
             if not f.streamed:
                 cold.post(layer, h, selected)
 
-        def hot_half(h: Tensor, selected: Tensor | None, added: Tensor | None) -> Tensor:
+        def hot_half(f: Frame, h: Tensor, selected: Tensor | None, added: Tensor | None) -> Tensor:
             if len(indices):
                 return k.sparse_ffn(
                     h, down_t=down_t, down_bias=bias, residual=added, selected=selected, held=held,
-                    counts=counts, **given,
+                    counts=counts, **given, **cuts(f),
                 )  # fmt: skip
             y = torch.zeros((len(h), down_t.n_cols), device=h.device) if added is None else added
             return y if bias is None else y + bias
 
         def finish(f: Frame) -> None:
             h, selected = f.posted.pop(layer)
-            y = hot_half(h, selected, None if added_id is None else f.values[added_id])
+            y = hot_half(f, h, selected, None if added_id is None else f.values[added_id])
             if f.streamed:
                 for i, part in enumerate(stream.parts()):
-                    y = k.sparse_ffn(h, selected=selected, residual=y, counts=counts, **part, **options)
+                    y = k.sparse_ffn(
+                        h, selected=selected, residual=y, counts=counts, **part, **options, **cuts(f)
+                    )
                     del part  # else three would be there while the next is made
                     if f.warming and i == 1:
                         break
@@ -678,15 +719,19 @@ class Program:
         counts: Tensor,
         gate_bias: Tensor | None = None,
         up_bias: Tensor | None = None,
+        gate_cut: Cut | None = None,
+        value_cut: Cut | None = None,
     ) -> Tensor:
         """`neurons` by whole products: nothing is left out, the dense mode."""
         k = self._kernels
         value = k.linear(h, up, up_bias)
         if gate is None:
-            value = k.activate(value, activation, threshold)
+            value = k.cut(k.activate(value, activation, threshold), gate_cut)
         else:
             value = k.activate(value, up_activation, 0.0) if up_activation else value
-            value = value * k.activate(k.linear(h, gate, gate_bias), activation, threshold)
+            fires = k.cut(k.activate(k.linear(h, gate, gate_bias), activation, threshold), gate_cut)
+            value = torch.where(fires != 0, value * fires, 0.0)
+        value = k.cut(value, value_cut)
         chosen = None
         if selected is not None:
             chosen = unpack_bits(selected, value.shape[1])
@@ -694,7 +739,7 @@ class Program:
         n = value.shape[1]
         counts[0] += len(h) * n if chosen is None else chosen.sum()
         counts[1] += (value != 0).sum()
-        counts[2:] += n
+        counts[2:5] += n
         if gate is None:
             counts[2] -= n
         return value
@@ -707,6 +752,34 @@ class Program:
 
 def _id(value: Value | None) -> int | None:
     return None if value is None else value.id
+
+
+def _read_by_channel(graph: Graph, hot: Collection[int], wanted: Collection[str]) -> frozenset[str]:
+    """Of the matrices that are wanted by channel those that can be: their input is cut, and none of their rows
+    are neurons that are left out, or shared with the CPU, one by one."""
+    by_row = set()
+    for ffn in graph.ffns:
+        both = [op.weight for op in (ffn.gate, ffn.up) if isinstance(op, Linear)]
+        one_by_one = has_zeros(ffn.gate_act.kind) or ffn.mask is not None or ffn.layer in hot
+        if one_by_one or not set(both) <= set(wanted):
+            by_row.update(both)
+    return frozenset(op.weight for op in cut_products(graph) if op.weight in wanted) - by_row
+
+
+def _cutting(op: Cutoff | None) -> Callable[[Frame], Cut | None]:
+    """What a cutoff leaves out of a step's tokens."""
+    if op is None:
+        return lambda f: None
+    threshold = float(np.float32(op.threshold))
+    return lambda f: Cut(f.inputs.cut[: f.n], threshold)
+
+
+def _cuts_of_neurons(ffn: Ffn) -> Callable[[Frame], dict[str, Cut | None]]:
+    """The cutoffs of gates and of neurons, as the kernels' arguments are named."""
+    of_gate, of_value = _cutting(ffn.gate_cut), _cutting(ffn.down_cut)
+    if ffn.gate_cut is None and ffn.down_cut is None:
+        return lambda f: {}
+    return lambda f: {"gate_cut": of_gate(f), "value_cut": of_value(f)}
 
 
 def _activations(ffn: Ffn) -> dict[str, Any]:

@@ -12,7 +12,7 @@ is, and its calls are then recorded and replayed, without Python or launches bet
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext, suppress
 
 import numpy as np
@@ -54,6 +54,8 @@ class GpuStage:
     expert_slots: experts of mixtures that are kept in the device's memory, as its replacement policy says.
     fetching: of those that a step lacks, where that is quicker than to leave them to the CPU; None: never.
     weight_bytes: what its weights were planned to take, where there is a plan.
+    by_channel: matrices whose inputs are cut that are laid out so that the channels of zeros are not read; they
+    are there once, and every step reads them so.
     nbytes: what the stage holds, by kind: weights, experts, kv, workspace.
     Raises DeviceError, InvalidRequestError, UnsupportedModelError, OutOfMemoryError where it does not fit.
     """
@@ -79,6 +81,7 @@ class GpuStage:
         expert_slots: int = 0,
         fetching: Fetching | None = None,
         weight_bytes: int = 0,
+        by_channel: Collection[str] = (),
     ) -> None:
         self.device = find_device(device)
         self.kernels = kernels or Kernels(self.device)
@@ -103,6 +106,7 @@ class GpuStage:
         self._n_hits = self._n_missed = 0  # experts of tokens: of the device, of the CPU
         self._is_served = False  # whether the cold service took part in the latest step
         self._stream_from, self._stream_bytes = stream_from, stream_bytes
+        self._by_channel = frozenset(by_channel)
         self._embeds = [op for op in self.graph.ops if isinstance(op, Embed)]
         self.has_output = any(isinstance(op, SelectOutputs) for op in self.graph.ops)
         entering = [op.out for op in self._embeds] + ([self.entering] if self.entering else [])
@@ -195,7 +199,7 @@ class GpuStage:
             if self._expert_cache is not None:
                 self._expert_cache.begin_step()
             try:
-                with nullcontext() if cold is None else cold.step(n):
+                with nullcontext() if cold is None else cold.step(n, batch.cut):
                     result = self._run(program, n, len(batch.outputs))
                     self._counting.copy(self._counted, self._counts)
                     self._counting.end()
@@ -216,7 +220,7 @@ class GpuStage:
         if self._cold is not None and self._is_served:
             cold = self._cold.counts()
             columns = (cold.selected, cold.active, cold.gate_rows, cold.up_rows, cold.down_rows)
-            counts[list(cold.layers)] += np.stack(columns, axis=1)
+            counts[list(cold.layers), : len(columns)] += np.stack(columns, axis=1)
         return counts
 
     def expert_counts(self) -> ExpertCounts:
@@ -399,7 +403,7 @@ class GpuStage:
             self._programs[taps] = Program(
                 self.graph, taps, self._weights, self._cache, self.kernels, self._hot, self._cold,
                 self._counts, self._copies, self._expert_cache, self._fetcher, n_ctx=self.n_pages * PAGE_SIZE,
-                sparse=self.sparse, stream_bytes=self._stream_bytes,
+                sparse=self.sparse, stream_bytes=self._stream_bytes, by_channel=self._by_channel,
             )  # fmt: skip
         return self._programs[taps]
 

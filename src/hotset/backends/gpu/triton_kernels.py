@@ -98,7 +98,7 @@ def _load(
     """All that a tile needs, as stored: codes, high bits, d, m, three words of smaller scales; each [R, W].
 
     Floats: [R, W, 4]. In place of what the type lacks stand the codes, which nobody reads there: a tuple with
-    None in it is more than Triton 3.6 compiles. The scales of planes are left to `_weights`.
+    None in it is more than Triton 3.6 compiles. The scales of planes are left to `_planes`.
     """
     row = rows.to(tl.int64)[:, None]
     mask = live[:, None] & (w < last)[None, :]
@@ -120,11 +120,11 @@ def _load(
             s1 = tl.load(sub_scales + sub + 4, mask=mask, other=0)
         elif TYPE == Q5_0 or TYPE == Q5_1:
             bits = tl.load(high + block, mask=mask, other=0)
-        if TYPE == Q4_K:
-            s0 = tl.load(sub_scales + block * 3, mask=mask, other=0)
-            s1 = tl.load(sub_scales + block * 3 + 1, mask=mask, other=0)
-            s2 = tl.load(sub_scales + block * 3 + 2, mask=mask, other=0)
         if group_of is None:
+            if TYPE == Q4_K:
+                s0 = tl.load(sub_scales + block * 3, mask=mask, other=0)
+                s1 = tl.load(sub_scales + block * 3 + 1, mask=mask, other=0)
+                s2 = tl.load(sub_scales + block * 3 + 2, mask=mask, other=0)
             d = tl.load(scales + block, mask=mask, other=0.0)
             if TYPE == Q4_1 or TYPE == Q5_1 or TYPE == Q4_K:
                 m = tl.load(mins + block, mask=mask, other=0.0)
@@ -203,8 +203,28 @@ def _minimum(m, s1, s2, w, part: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
+def _planes(scales, mins, high, sub_scales, group, columns, n_cols, mask, TYPE: tl.constexpr):
+    """Of planes the scale of a weight and what is added to it, float32 in the shape of columns and mask;
+    group: of each row, in a shape that grows to theirs."""
+    if TYPE == Q4_K:  # 256 rows share what 32 have a number of their own for
+        at, own = group // 8 * n_cols + columns, group * n_cols + columns
+        scale = tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)
+        scale = scale * tl.load(sub_scales + own, mask=mask, other=0).to(tl.float32)
+        least = tl.load(mins + at, mask=mask, other=0.0).to(tl.float32)
+        return scale, -(least * tl.load(high + own, mask=mask, other=0).to(tl.float32))
+    else:
+        at = group * n_cols + columns
+        scale = tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)
+        least = scale
+        if TYPE == Q4_1:
+            least = tl.load(mins + at, mask=mask, other=0.0).to(tl.float32)
+        return scale, least
+
+
+@triton.jit
 def _weights(
-    raw, scales, group_of, stride, rows, live, w, last, zero, part: tl.constexpr, TYPE: tl.constexpr
+    raw, scales, mins, high, sub_scales, group_of, stride, rows, live, w, last, zero,
+    part: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """A tile decoded, float32 [R, W, 4]. Of planes the scales belong to columns, 32 neurons together."""
     words, bits, d, m, s0, s1, s2 = raw
@@ -216,8 +236,14 @@ def _weights(
         group = tl.load(group_of + rows, mask=live, other=0).to(tl.int64)
         columns = _column(w, part, TYPE)[:, None] + tl.arange(0, 4)[None, :]
         mask = live[:, None, None] & (w < last)[None, :, None]
-        at = scales + group[:, None, None] * (stride * PER_WORD) + columns[None, :, :]
-        return q * (tl.load(at, mask=mask, other=0.0).to(tl.float32) * _lowered(part, TYPE)[None, None, :])
+        scale, least = _planes(
+            scales, mins, high, sub_scales, group[:, None, None], columns[None, :, :], stride * PER_WORD,
+            mask, TYPE,
+        )  # fmt: skip
+        y = q * (scale * _lowered(part, TYPE)[None, None, :])
+        if TYPE == Q4_1 or TYPE == Q4_K:
+            y += least
+        return y
     else:
         y = q * (_scale(d, s0, s1, s2, w, part, TYPE)[:, :, None] * _lowered(part, TYPE)[None, None, :])
         if TYPE == Q4_1 or TYPE == Q5_1 or TYPE == Q4_K:
@@ -390,15 +416,30 @@ def _activated(x, threshold, KIND: tl.constexpr):
 
 
 @triton.jit
+def _cut(x, is_cut, threshold):
+    """x where it is not small, or its token is not cut; is_cut: of x's shape, or one that grows to it."""
+    return tl.where(is_cut & (tl.abs(x) < threshold), 0.0, x)
+
+
+@triton.jit
+def _is_cut(cut, t, n_tokens):
+    """Whether tokens t are cut, of flags int32 [n_tokens]."""
+    return tl.load(cut + t, mask=t < n_tokens, other=0) != 0
+
+
+@triton.jit
 def _values_of(
     h, rows, wanted, inside, gate_bias, up_bias,
     gate_codes, gate_scales, gate_mins, gate_high, gate_sub_scales,
     codes, scales, mins, high, sub_scales,
-    n_tokens, n_cols, gate_stride, gate_words, stride, n_words, threshold, zero,
+    n_tokens, n_cols, gate_stride, gate_words, stride, n_words, threshold, cut, gate_cut, value_cut, zero,
     GATE_TYPE: tl.constexpr, TYPE: tl.constexpr, KIND: tl.constexpr, UP_KIND: tl.constexpr,
     T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """f(gate) * g(up), or f(up) without a gate, of rows [R] that tokens want, [T, R]; what _count adds."""
+    """f(gate) * g(up), or f(up) without a gate, of rows [R] that tokens want, [T, R]; what _count adds.
+
+    cut: int32 [T], None: nobody is; gate_cut, value_cut: what is small of f and of the result, 0: nothing.
+    """
     live = tl.max(wanted.to(tl.int32), axis=0) != 0
     n_live = tl.sum(live.to(tl.int32), axis=0)
     value = tl.zeros([T, R], tl.float32)
@@ -410,7 +451,10 @@ def _values_of(
         )  # fmt: skip
         if gate_bias is not None:
             z += tl.load(gate_bias + rows, mask=inside, other=0.0)[None, :]
-        value = tl.where(wanted, _activated(z, threshold, KIND), 0.0)
+        value = _activated(z, threshold, KIND)
+        if cut is not None:
+            value = _cut(value, _is_cut(cut, tl.arange(0, T)[:, None], n_tokens), gate_cut)
+        value = tl.where(wanted, value, 0.0)
         up_wanted = value != 0.0
     up_live = tl.max(up_wanted.to(tl.int32), axis=0) != 0
     n_up = tl.sum(up_live.to(tl.int32), axis=0)
@@ -424,7 +468,12 @@ def _values_of(
         if GATE_TYPE is not None:
             value = tl.where(up_wanted, value * _activated(z, threshold, UP_KIND), 0.0)
         else:
-            value = tl.where(up_wanted, _activated(z, threshold, KIND), 0.0)
+            value = _activated(z, threshold, KIND)
+            if cut is not None:
+                value = _cut(value, _is_cut(cut, tl.arange(0, T)[:, None], n_tokens), gate_cut)
+            value = tl.where(up_wanted, value, 0.0)
+    if cut is not None:
+        value = _cut(value, _is_cut(cut, tl.arange(0, T)[:, None], n_tokens), value_cut)
     active = (value != 0.0).to(tl.int32)
     counted = tl.sum(tl.sum(wanted.to(tl.int32) + (active << 8), axis=1), axis=0)
     counted += (n_up << 20) + (tl.sum(tl.max(active, axis=0), axis=0) << 24)
@@ -438,7 +487,7 @@ def _neurons_kernel(
     h, values, packed, gate_bias, up_bias,
     gate_codes, gate_scales, gate_mins, gate_high, gate_sub_scales,
     codes, scales, mins, high, sub_scales,
-    n_tokens, n, n_cols, gate_stride, gate_words, stride, n_words, threshold, zero,
+    n_tokens, n, n_cols, gate_stride, gate_words, stride, n_words, threshold, cut, gate_cut, value_cut, zero,
     GATE_TYPE: tl.constexpr, TYPE: tl.constexpr, KIND: tl.constexpr, UP_KIND: tl.constexpr,
     T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
@@ -451,7 +500,7 @@ def _neurons_kernel(
         h, rows, wanted, inside, gate_bias, up_bias,
         gate_codes, gate_scales, gate_mins, gate_high, gate_sub_scales,
         codes, scales, mins, high, sub_scales,
-        n_tokens, n_cols, gate_stride, gate_words, stride, n_words, threshold, zero,
+        n_tokens, n_cols, gate_stride, gate_words, stride, n_words, threshold, cut, gate_cut, value_cut, zero,
         GATE_TYPE, TYPE, KIND, UP_KIND, T, R, W,
     )  # fmt: skip
     if packed is not None:
@@ -474,7 +523,8 @@ def _chosen_kernel(
     h, values, selected, held, held_before, ids, count, packed, gate_bias, up_bias,
     gate_codes, gate_scales, gate_mins, gate_high, gate_sub_scales,
     codes, scales, mins, high, sub_scales,
-    n_tokens, n, n_cols, gate_stride, gate_words, stride, n_words, n_bytes, threshold, zero,
+    n_tokens, n, n_cols, gate_stride, gate_words, stride, n_words, n_bytes, threshold,
+    cut, gate_cut, value_cut, zero,
     GATE_TYPE: tl.constexpr, TYPE: tl.constexpr, KIND: tl.constexpr, UP_KIND: tl.constexpr,
     T: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
@@ -525,8 +575,8 @@ def _chosen_kernel(
             h, rows, wanted, rows < n, gate_bias, up_bias,
             gate_codes, gate_scales, gate_mins, gate_high, gate_sub_scales,
             codes, scales, mins, high, sub_scales,
-            n_tokens, n_cols, gate_stride, gate_words, stride, n_words, threshold, zero,
-            GATE_TYPE, TYPE, KIND, UP_KIND, T, 1, W,
+            n_tokens, n_cols, gate_stride, gate_words, stride, n_words, threshold, cut, gate_cut, value_cut,
+            zero, GATE_TYPE, TYPE, KIND, UP_KIND, T, 1, W,
         )  # fmt: skip
         if ids is not None:
             tl.store(ids + k, row)
@@ -540,12 +590,13 @@ def _chosen_kernel(
 @triton.jit
 def _axpy_kernel(
     x, ids, count, partials, codes, scales, mins, high, sub_scales, group_of,
-    n_tokens, n_rows, n_cols, stride, n_words, zero,
+    n_tokens, n_rows, n_cols, stride, n_words, left_out, row_bytes, zero,
     TYPE: tl.constexpr, RANGE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """partials [ranges, T, n_cols]: x [T, n_rows] times the rows of one range, in W of their words.
 
-    ids, count: x is of these rows alone, so many; the ranges share them evenly. None: of all.
+    ids, count: x is of these rows alone, so many; the ranges share them evenly. None: of all. left_out: int64
+    [1], to which row_bytes are added for every row that no token needs.
     """
     PARTS: tl.constexpr = 1 if TYPE <= Q8_0 else 2
     # Scales of rows are multiplied with their x, once for all their columns, where nothing is added to them.
@@ -565,6 +616,7 @@ def _axpy_kernel(
     column = (_column(w, 0, TYPE)[:, None] + tl.arange(0, 4)[None, :])[None, :, :]
     low = tl.load(base + column, mask=(token < zero) & (column < n_cols), other=0.0)
     upper = low
+    n_read = 0
     for start in range(begin, end, RANGE):
         i = start + tl.arange(0, RANGE)
         fires = tl.zeros([RANGE], tl.int32)
@@ -573,6 +625,7 @@ def _axpy_kernel(
             fires = fires | (mine != 0.0).to(tl.int32)
         n_before = tl.cumsum(fires, axis=0)  # neurons of the range that fire, up to and with each
         n_fires = tl.sum(fires, axis=0)
+        n_read += n_fires
         for k in range(0, n_fires, R):
             # The k-th neuron that fires stands behind all those with at most k up to them.
             wanted = k + tl.arange(0, R)
@@ -589,7 +642,10 @@ def _axpy_kernel(
                     y = _numbers(words, bits, w, zero, part, TYPE)
                     scale = _scale(d, s0, s1, s2, w, part, TYPE)
                 else:
-                    y = _weights(raw, scales, group_of, stride, rows, live, w, n_words, zero, part, TYPE)
+                    y = _weights(
+                        raw, scales, mins, high, sub_scales, group_of, stride, rows, live, w, n_words, zero,
+                        part, TYPE,
+                    )  # fmt: skip
                 for t in tl.static_range(T):
                     v = tl.load(x + tl.minimum(t, n_tokens - 1) * n_rows + at, mask=live, other=0.0)
                     if BY_ROW:
@@ -600,6 +656,9 @@ def _axpy_kernel(
                         low = tl.where(token == t, low + added, low)
                     else:
                         upper = tl.where(token == t, upper + added, upper)
+    if left_out is not None:  # noqa: SIM102  (known when this is compiled, unlike the next)
+        if tl.program_id(0) == 0:
+            tl.atomic_add(left_out, (tl.maximum(end - begin, 0) - n_read).to(tl.int64) * row_bytes)
     for part in tl.static_range(PARTS):
         column = (_column(w, part, TYPE)[:, None] + tl.arange(0, 4)[None, :])[None, :, :]
         mask = (token < n_tokens) & (w < n_words)[None, :, None] & (column < n_cols)
@@ -724,15 +783,22 @@ def _pair(words, bits, w, odd: tl.constexpr, part: tl.constexpr, TYPE: tl.conste
 
 @triton.jit
 def _scaled(
-    q, d, scale, least, scales, group_of, stride, rows, live, w, n_words,
+    q, d, scale, least, scales, mins, high, sub_scales, group_of, stride, rows, live, w, n_words,
     byte: tl.constexpr, part: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """The weights whose numbers are q, of one byte of each word: float16 [R, W]."""
     if group_of is not None:
         PER_WORD: tl.constexpr = 4 if TYPE == Q8_0 else 8
         group = tl.load(group_of + rows, mask=live, other=0).to(tl.int64)
-        at = scales + group[:, None] * (stride * PER_WORD) + (_column(w, part, TYPE) + byte)[None, :]
-        return q * tl.load(at, mask=live[:, None] & (w < n_words)[None, :], other=0.0)
+        columns, mask = (_column(w, part, TYPE) + byte)[None, :], live[:, None] & (w < n_words)[None, :]
+        if TYPE == Q8_0 or TYPE == Q4_0:
+            at = scales + group[:, None] * (stride * PER_WORD) + columns
+            return q * tl.load(at, mask=mask, other=0.0)
+        else:
+            scale, least = _planes(
+                scales, mins, high, sub_scales, group[:, None], columns, stride * PER_WORD, mask, TYPE
+            )
+            return (q.to(tl.float32) * scale + least).to(tl.float16)
     elif TYPE == Q8_0 or TYPE == Q4_0 or TYPE == Q5_0:
         return q * d
     elif TYPE == Q6_K:
@@ -743,8 +809,9 @@ def _scaled(
 
 @triton.jit
 def _part_of_words(
-    raw, scales, group_of, stride, rows, live, w, n_words, part: tl.constexpr, TYPE: tl.constexpr
-):
+    raw, scales, mins, high, sub_scales, group_of, stride, rows, live, w, n_words,
+    part: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
     """Weights of bytes 0, 2, 1 and 3 of a part of each word, float16 [R, W]."""
     words, bits, d, m, s0, s1, s2 = raw
     scale, least = d, d
@@ -754,20 +821,36 @@ def _part_of_words(
             least = _minimum(m, s1, s2, w, part, TYPE)
     a, c = _pair(words, bits, w, 0, part, TYPE)
     b, e = _pair(words, bits, w, 1, part, TYPE)
-    a = _scaled(a, d, scale, least, scales, group_of, stride, rows, live, w, n_words, 0, part, TYPE)
-    b = _scaled(b, d, scale, least, scales, group_of, stride, rows, live, w, n_words, 1, part, TYPE)
-    c = _scaled(c, d, scale, least, scales, group_of, stride, rows, live, w, n_words, 2, part, TYPE)
-    e = _scaled(e, d, scale, least, scales, group_of, stride, rows, live, w, n_words, 3, part, TYPE)
+    a = _scaled(
+        a, d, scale, least, scales, mins, high, sub_scales, group_of, stride, rows, live, w, n_words, 0,
+        part, TYPE,
+    )  # fmt: skip
+    b = _scaled(
+        b, d, scale, least, scales, mins, high, sub_scales, group_of, stride, rows, live, w, n_words, 1,
+        part, TYPE,
+    )  # fmt: skip
+    c = _scaled(
+        c, d, scale, least, scales, mins, high, sub_scales, group_of, stride, rows, live, w, n_words, 2,
+        part, TYPE,
+    )  # fmt: skip
+    e = _scaled(
+        e, d, scale, least, scales, mins, high, sub_scales, group_of, stride, rows, live, w, n_words, 3,
+        part, TYPE,
+    )  # fmt: skip
     return a, c, b, e
 
 
 @triton.jit
-def _tile(raw, scales, group_of, stride, rows, live, w, n_words, TYPE: tl.constexpr):
+def _tile(raw, scales, mins, high, sub_scales, group_of, stride, rows, live, w, n_words, TYPE: tl.constexpr):
     """Words w of rows [R] decoded, float16 [R, 4 W or 8 W] in the order of _in_order. They are put together
     in registers: of a tile in three dimensions threads would share words."""
-    a, c, b, e = _part_of_words(raw, scales, group_of, stride, rows, live, w, n_words, 0, TYPE)
+    a, c, b, e = _part_of_words(
+        raw, scales, mins, high, sub_scales, group_of, stride, rows, live, w, n_words, 0, TYPE
+    )
     if TYPE != Q8_0:
-        a1, c1, b1, e1 = _part_of_words(raw, scales, group_of, stride, rows, live, w, n_words, 1, TYPE)
+        a1, c1, b1, e1 = _part_of_words(
+            raw, scales, mins, high, sub_scales, group_of, stride, rows, live, w, n_words, 1, TYPE
+        )
         a, c = tl.interleave(a, a1), tl.interleave(c, c1)
         b, e = tl.interleave(b, b1), tl.interleave(e, e1)
     return tl.interleave(tl.interleave(a, b), tl.interleave(c, e))
@@ -839,7 +922,7 @@ def _matmul_kernel(
             words, bits, d, m, s0, s1, s2 = _load(
                 codes, scales, mins, high, sub_scales, group_of, stride, row, live, w + W, n_words, TYPE
             )
-            y = _tile(raw, scales, group_of, stride, row, live, w, n_words, TYPE)
+            y = _tile(raw, scales, mins, high, sub_scales, group_of, stride, row, live, w, n_words, TYPE)
             acc = _multiplied(y, x, acc, token + column[:, None], inside[:, None], n_all, PRECISION)
     _put(acc, sizes, out, bias, residual, t, n_tokens, rows, n_rows, rows < n_rows)
 
@@ -887,7 +970,7 @@ def _matmul_t_kernel(
                 n_words,
                 TYPE,
             )
-            y = _tile(raw, scales, group_of, stride, rows, live, w, n_words, TYPE)
+            y = _tile(raw, scales, mins, high, sub_scales, group_of, stride, rows, live, w, n_words, TYPE)
             acc = _multiplied(tl.trans(y), x, acc, token + rows[:, None], live[:, None], n_all, PRECISION)
     column = _in_order(place, TYPE)
     _put(acc, sizes, out, bias, residual, t, n_tokens, column, n_cols, place < n_cols)
@@ -895,13 +978,16 @@ def _matmul_t_kernel(
 
 @triton.jit
 def _fired_kernel(
-    values, up, selected, numbers, counts, n_tokens, n, n_bytes, threshold,
-    KIND: tl.constexpr, UP_KIND: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
+    gate, up, values, selected, numbers, counts, n_tokens, n, stride, n_bytes, threshold,
+    cut, gate_cut, value_cut,
+    KIND: tl.constexpr, UP_KIND: tl.constexpr, READ: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """values [T, n], until now sums of the gate (or of up, where up is None), become f(gate) * g(up), or 0
-    where a neuron is not selected or does not fire. N neurons of all tokens a program, T tokens at a time.
+    """values [T, n] are f(gate) * g(up), or 0 where a neuron is not selected or does not fire, of sums of the
+    gate (or of up, where up is None), whose rows are `stride` apart. N neurons of all tokens a program, T
+    tokens at a time. READ: every row of up was, and counts say so.
 
-    numbers: int32 [n], which neurons these are; None: all. counts: as twins.count adds them.
+    numbers: int32 [n], which neurons these are; None: all. counts: as twins.count adds them. cut: as in
+    _values_of.
     """
     i = tl.program_id(0) * N + tl.arange(0, N)
     inside = i < n
@@ -918,15 +1004,20 @@ def _fired_kernel(
             at = selected + t[:, None] * n_bytes + number[None, :] // 8
             byte = tl.load(at, mask=there, other=0).to(tl.int32)
             wanted = ((byte >> (number % 8)[None, :]) & 1) != 0
-        at = t[:, None].to(tl.int64) * n + i[None, :]
-        z = tl.load(values + at, mask=there, other=0.0)
-        value = tl.where(wanted, _activated(z, threshold, KIND), 0.0)
+        at = t[:, None].to(tl.int64) * stride + i[None, :]
+        z = tl.load(gate + at, mask=there, other=0.0)
+        value = _activated(z, threshold, KIND)
+        if cut is not None:
+            value = _cut(value, _is_cut(cut, t[:, None], n_tokens), gate_cut)
+        value = tl.where(wanted, value, 0.0)
         if up is not None:
             fires = value != 0.0
-            n_fires += tl.sum(fires.to(tl.int32), axis=0)
+            n_fires += tl.sum((fires | (READ & there)).to(tl.int32), axis=0)
             z = tl.load(up + at, mask=fires, other=0.0)
             value = tl.where(fires, value * _activated(z, threshold, UP_KIND), 0.0)
-        tl.store(values + at, value, mask=there)
+        if cut is not None:
+            value = _cut(value, _is_cut(cut, t[:, None], n_tokens), value_cut)
+        tl.store(values + t[:, None].to(tl.int64) * n + i[None, :], value, mask=there)
         n_selected += tl.sum(wanted.to(tl.int32), axis=0)
         n_active += tl.sum((value != 0.0).to(tl.int32), axis=0)
     if counts is not None:
@@ -1150,8 +1241,8 @@ def _merge_kernel(
 
 
 @triton.jit
-def _norm_kernel(x, out, weight, bias, eps, n, LAYER: tl.constexpr, N: tl.constexpr):
-    """One part of one row: RMSNorm, or LayerNorm."""
+def _norm_kernel(x, out, weight, bias, eps, n, cut, threshold, LAYER: tl.constexpr, N: tl.constexpr):
+    """One part of one row: RMSNorm, or LayerNorm, and of a whole row what a cutoff leaves of it."""
     row = tl.program_id(0).to(tl.int64) * n
     i = tl.arange(0, N)
     y = tl.load(x + row + i, mask=i < n, other=0.0)
@@ -1160,7 +1251,19 @@ def _norm_kernel(x, out, weight, bias, eps, n, LAYER: tl.constexpr, N: tl.conste
     y = y * (1.0 / tl.sqrt(tl.sum(y * y, axis=0) / n + eps)) * tl.load(weight + i, mask=i < n, other=0.0)
     if bias is not None:
         y += tl.load(bias + i, mask=i < n, other=0.0)
+    if cut is not None:
+        y = _cut(y, tl.load(cut + tl.program_id(0)) != 0, threshold)
     tl.store(out + row + i, y, mask=i < n)
+
+
+@triton.jit
+def _cut_kernel(x, out, cut, threshold, n, N: tl.constexpr):
+    """Rows of x [T, n] without their small values, N of them a program."""
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    t = tl.program_id(1)
+    at = t.to(tl.int64) * n + i
+    y = tl.load(x + at, mask=i < n, other=0.0)
+    tl.store(out + at, _cut(y, tl.load(cut + t) != 0, threshold), mask=i < n)
 
 
 @triton.jit
@@ -1277,10 +1380,11 @@ def _parts(m: DeviceMatrix) -> tuple[Tensor | None, ...]:
     """codes, scales, mins, high and sub_scales as the kernels read them, in words."""
     floats = m.codes.is_floating_point()
     codes = m.codes if floats else m.codes.view(torch.int32)
-    high = None if m.high is None else m.high.view(torch.int32)
-    sub_scales = m.sub_scales
-    if sub_scales is not None and m.type == GGMLType.Q4_K:
-        sub_scales = sub_scales.view(torch.int32)
+    high, sub_scales = m.high, m.sub_scales
+    if m.group_of is None:  # planes have a byte a column there
+        high = None if high is None else high.view(torch.int32)
+        if sub_scales is not None and m.type == GGMLType.Q4_K:
+            sub_scales = sub_scales.view(torch.int32)
     return codes, m.scales, m.mins, high, sub_scales
 
 
@@ -1452,9 +1556,10 @@ def linear_t(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     out: Tensor | None = None,
+    left_out: Tensor | None = None,
 ) -> Tensor:
-    """twins.linear_t."""
-    return _linear_t(x, m, bias, residual, out)
+    """twins.linear_t; more than FEW_TOKENS read every row."""
+    return _linear_t(x, m, bias, residual, out, left_out=left_out)
 
 
 @dataclass(frozen=True)
@@ -1472,7 +1577,7 @@ def _counted(counted: Counted | None) -> tuple[Tensor | None, Tensor | None]:
 def _linear_t(
     x: Tensor, m: DeviceMatrix, bias: Tensor | None, residual: Tensor | None, out: Tensor | None,
     ids: Tensor | None = None, count: Tensor | None = None,
-    counted: Counted | None = None, counts: Tensor | None = None,
+    counted: Counted | None = None, counts: Tensor | None = None, left_out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """linear_t; of few tokens with `counted` added to `counts`. ids, count: as _chosen_kernel leaves them, x
     then being of these rows."""
@@ -1503,11 +1608,33 @@ def _linear_t(
     partials = _new(x, ranges, n_tokens, m.n_cols)
     launcher.launch(
         _axpy_kernel, (-(-n_words // words), ranges),
-        x, ids, count, partials, *_parts(m), m.group_of, *shape, 0,
+        x, ids, count, partials, *_parts(m), m.group_of, *shape, left_out, m.row_bytes, 0,
         TYPE=FORMATS[m.type], RANGE=AXPY_RANGE, T=tokens, R=rows, W=words, warps=1,
     )  # fmt: skip
     _add(partials, out, bias, residual, counted=counted, counts=counts)
     return out
+
+
+@dataclass(frozen=True)
+class _What:
+    """What is made of gate and up: arguments of twins.neurons."""
+
+    activation: ActivationKind
+    threshold: float
+    up_activation: ActivationKind | None
+    gate_cut: twins.Cut | None
+    value_cut: twins.Cut | None
+
+    @property
+    def numbers(self) -> tuple[float, Tensor | None, float, float]:
+        """Threshold of the activation, which tokens are cut, and what is small (_values_of)."""
+        cut = self.gate_cut or self.value_cut
+        small = [0.0 if by is None else by.threshold for by in (self.gate_cut, self.value_cut)]
+        return self.threshold, None if cut is None else cut.tokens, small[0], small[1]
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        return {"KIND": ACTIVATIONS[self.activation], "UP_KIND": ACTIVATIONS[self.up_activation]}
 
 
 def neurons(
@@ -1523,21 +1650,23 @@ def neurons(
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     counts: Tensor | None = None,
+    gate_cut: twins.Cut | None = None,
+    value_cut: twins.Cut | None = None,
 ) -> Tensor:
     """twins.neurons; more than FEW_TOKENS read every row."""
     h, n_tokens = h.contiguous(), len(h)
-    what = (activation, threshold, up_activation)
+    what = _What(activation, threshold, up_activation, gate_cut, value_cut)
     if n_tokens > FEW_TOKENS:
-        return _all_neurons(h, gate, up, *what, selected, held, gate_bias, up_bias, counts)
+        return _all_neurons(h, gate, up, what, selected, held, gate_bias, up_bias, counts)
     if n_tokens == 0 or up.n_rows == 0:
         return _new(h, n_tokens, up.n_rows)
     if selected is None:
-        values, counted = _every_neuron(h, gate, up, *what, gate_bias, up_bias, counts)
+        values, counted = _every_neuron(h, gate, up, what, gate_bias, up_bias, counts)
     else:
         values = torch.zeros((n_tokens, up.n_rows), device=h.device)
         count = None if counts is None else torch.empty(1, dtype=torch.int32, device=h.device)
         counted = _chosen(
-            h, gate, up, *what, selected, held, gate_bias, up_bias, values, None, count, counts is not None
+            h, gate, up, what, selected, held, gate_bias, up_bias, values, None, count, counts is not None
         )
     if counted is not None:
         n = len(counted.packed)
@@ -1546,9 +1675,8 @@ def neurons(
 
 
 def _every_neuron(
-    h: Tensor, gate: DeviceMatrix | None, up: DeviceMatrix, activation: ActivationKind, threshold: float,
-    up_activation: ActivationKind | None, gate_bias: Tensor | None, up_bias: Tensor | None,
-    counts: Tensor | None,
+    h: Tensor, gate: DeviceMatrix | None, up: DeviceMatrix, what: _What,
+    gate_bias: Tensor | None, up_bias: Tensor | None, counts: Tensor | None,
 ) -> tuple[Tensor, Counted | None]:  # fmt: skip
     """The values of few tokens, [T, n], and, where counts are wanted, what is to be added to them."""
     n_tokens = len(h)
@@ -1560,18 +1688,16 @@ def _every_neuron(
     packed = None if counts is None else torch.empty(programs, dtype=torch.int32, device=h.device)
     launcher.launch(
         _neurons_kernel, (programs,),
-        h, values, packed, gate_bias, up_bias, *matrices, n_tokens, up.n_rows, *shape, threshold, 0,
-        GATE_TYPE=None if gate is None else FORMATS[gate.type], TYPE=FORMATS[up.type],
-        KIND=ACTIVATIONS[activation], UP_KIND=ACTIVATIONS[up_activation],
+        h, values, packed, gate_bias, up_bias, *matrices, n_tokens, up.n_rows, *shape, *what.numbers, 0,
+        GATE_TYPE=None if gate is None else FORMATS[gate.type], TYPE=FORMATS[up.type], **what.kinds,
         T=tokens, R=per_program, W=words, warps=4,
     )  # fmt: skip
     return values, None if packed is None else Counted(packed, None)
 
 
 def _chosen(
-    h: Tensor, gate: DeviceMatrix | None, up: DeviceMatrix, activation: ActivationKind, threshold: float,
-    up_activation: ActivationKind | None, selected: Tensor, held: twins.Held | None,
-    gate_bias: Tensor | None, up_bias: Tensor | None,
+    h: Tensor, gate: DeviceMatrix | None, up: DeviceMatrix, what: _What,
+    selected: Tensor, held: twins.Held | None, gate_bias: Tensor | None, up_bias: Tensor | None,
     values: Tensor, ids: Tensor | None, count: Tensor | None, is_counted: bool,
 ) -> Counted | None:  # fmt: skip
     """Writes the values of selected neurons of few tokens (_chosen_kernel); what the counts still lack."""
@@ -1584,9 +1710,9 @@ def _chosen(
     launcher.launch(
         _chosen_kernel, (min(up.n_rows, _n_resident(h.device)),),
         h, values, selected, None if held is None else held.words, None if held is None else held.before,
-        ids, count, packed, gate_bias, up_bias, *matrices, n_tokens, up.n_rows, *shape, n_bytes, threshold, 0,
-        GATE_TYPE=None if gate is None else FORMATS[gate.type], TYPE=FORMATS[up.type],
-        KIND=ACTIVATIONS[activation], UP_KIND=ACTIVATIONS[up_activation],
+        ids, count, packed, gate_bias, up_bias, *matrices, n_tokens, up.n_rows, *shape, n_bytes,
+        *what.numbers, 0,
+        GATE_TYPE=None if gate is None else FORMATS[gate.type], TYPE=FORMATS[up.type], **what.kinds,
         T=tokens, W=words, S=max(32, _pow2(-(-n_bytes // 4))), warps=4,
     )  # fmt: skip
     return None if packed is None else Counted(packed, count)
@@ -1609,8 +1735,8 @@ def _n_resident(device: torch.device) -> int:
 
 
 def _all_neurons(
-    h: Tensor, gate: DeviceMatrix | None, up: DeviceMatrix, activation: ActivationKind, threshold: float,
-    up_activation: ActivationKind | None, selected: Tensor | None, held: twins.Held | None,
+    h: Tensor, gate: DeviceMatrix | None, up: DeviceMatrix, what: _What,
+    selected: Tensor | None, held: twins.Held | None,
     gate_bias: Tensor | None, up_bias: Tensor | None, counts: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Neurons of many tokens: nearly every row fires for one of them, so all are computed, then masked."""
@@ -1627,10 +1753,35 @@ def _all_neurons(
         _linear_many(given, gate, gate_bias, None, values)
     launcher.launch(
         _fired_kernel, (-(-n // 64),),
-        values, of_up, selected, None if held is None or selected is None else held.numbers, counts,
-        n_tokens, n, 0 if selected is None else selected.shape[1], threshold,
-        KIND=ACTIVATIONS[activation], UP_KIND=ACTIVATIONS[up_activation], T=16, N=64, warps=4,
+        values, of_up, values, selected, None if held is None or selected is None else held.numbers, counts,
+        n_tokens, n, n, 0 if selected is None else selected.shape[1], *what.numbers, **what.kinds,
+        READ=False, T=16, N=64, warps=4,
     )  # fmt: skip
+    return values
+
+
+def fired(
+    gate: Tensor,
+    up: Tensor | None = None,
+    *,
+    activation: ActivationKind,
+    threshold: float = 0.0,
+    up_activation: ActivationKind | None = None,
+    counts: Tensor | None = None,
+    gate_cut: twins.Cut | None = None,
+    value_cut: twins.Cut | None = None,
+) -> Tensor:
+    """twins.fired."""
+    what = _What(activation, threshold, up_activation, gate_cut, value_cut)
+    n_tokens, n = gate.shape
+    if up is None or up.stride() != gate.stride() or gate.stride(1) != 1:
+        gate, up = gate.contiguous(), None if up is None else up.contiguous()
+    values = _new(gate, n_tokens, n)
+    if n_tokens:
+        launcher.launch(
+            _fired_kernel, (-(-n // 64),), gate, up, values, None, None, counts, n_tokens, n, gate.stride(0), 0,
+            *what.numbers, **what.kinds, READ=True, T=min(16, _pow2(n_tokens)), N=64, warps=4,
+        )  # fmt: skip
     return values
 
 
@@ -1650,23 +1801,25 @@ def sparse_ffn(
     down_bias: Tensor | None = None,
     residual: Tensor | None = None,
     counts: Tensor | None = None,
+    gate_cut: twins.Cut | None = None,
+    value_cut: twins.Cut | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """twins.sparse_ffn."""
     h, n_tokens, n = h.contiguous(), len(h), up.n_rows
-    what = (activation, threshold, up_activation)
+    what = _What(activation, threshold, up_activation, gate_cut, value_cut)
     if n_tokens > FEW_TOKENS:
-        values = _all_neurons(h, gate, up, *what, selected, held, gate_bias, up_bias, counts)
+        values = _all_neurons(h, gate, up, what, selected, held, gate_bias, up_bias, counts)
         return _linear_t(values, down_t, down_bias, residual, out)
     if n_tokens == 0 or n == 0:
         return _linear_t(_new(h, n_tokens, n), down_t, down_bias, residual, out)
     if selected is None:
-        values, counted = _every_neuron(h, gate, up, *what, gate_bias, up_bias, counts)
+        values, counted = _every_neuron(h, gate, up, what, gate_bias, up_bias, counts)
         return _linear_t(values, down_t, down_bias, residual, out, counted=counted, counts=counts)
     values = _new(h, n_tokens, n)
     ids, count = (torch.empty(size, dtype=torch.int32, device=h.device) for size in (n, 1))
     counted = _chosen(
-        h, gate, up, *what, selected, held, gate_bias, up_bias, values, ids, count, counts is not None
+        h, gate, up, what, selected, held, gate_bias, up_bias, values, ids, count, counts is not None
     )
     return _linear_t(values, down_t, down_bias, residual, out, ids, count, counted, counts)
 
@@ -1697,21 +1850,39 @@ def pack_bits(scores: Tensor, threshold: float, first: int = 0) -> Tensor:
     return bits
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, n_head: int = 1) -> Tensor:
-    """twins.rms_norm."""
-    return _norm(x, weight, None, eps, x.shape[1] // n_head, layer=False)
+def cut(x: Tensor, by: twins.Cut | None) -> Tensor:
+    """twins.cut."""
+    if by is None or not len(x):
+        return x
+    x = x.contiguous()
+    out, (n_tokens, n) = torch.empty_like(x), x.shape
+    launcher.launch(
+        _cut_kernel, (-(-n // 1024), n_tokens), x, out, by.tokens, by.threshold, n, N=1024, warps=4
+    )
+    return out
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, n_head: int = 1, by: twins.Cut | None = None) -> Tensor:
+    """twins.rms_norm; by: of one head."""
+    assert by is None or n_head == 1
+    return _norm(x, weight, None, eps, x.shape[1] // n_head, by, layer=False)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, by: twins.Cut | None = None
+) -> Tensor:
     """twins.layer_norm."""
-    return _norm(x, weight, bias, eps, x.shape[1], layer=True)
+    return _norm(x, weight, bias, eps, x.shape[1], by, layer=True)
 
 
-def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, n: int, *, layer: bool) -> Tensor:
+def _norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, n: int, by: twins.Cut | None, *, layer: bool
+) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
+    tokens, threshold = (None, 0.0) if by is None else (by.tokens, by.threshold)
     launcher.launch(
-        _norm_kernel, (x.numel() // n,), x, out, weight, bias, eps, n,
+        _norm_kernel, (x.numel() // n,), x, out, weight, bias, eps, n, tokens, threshold,
         LAYER=layer, N=_pow2(n), warps=4 if n <= 4096 else 8,
     )  # fmt: skip
     return out

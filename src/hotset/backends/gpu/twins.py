@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotset.backends.base import PAGE_SIZE
+from hotset.backends.base import COUNTS, PAGE_SIZE
 from hotset.backends.gpu import exact
 from hotset.backends.gpu.matrix import DeviceMatrix, HostPart
 from hotset.backends.stage import SLICE_VALUES
@@ -26,7 +26,7 @@ from hotset.model.graph import Activate, ActivationKind, Rope, RopeKind, Route
 
 GATHER_BELOW = 0.75  # share of the rows that are wanted: above it all are decoded, without an index
 QUERY_ROWS = 64  # tokens of a sequence that attend together
-N_COUNTS = 5  # selected, active, gate_rows, up_rows, down_rows: the counts of StepStats, in its order
+N_COUNTS = len(COUNTS)
 
 
 def activate(x: Tensor, kind: ActivationKind, threshold: float = 0.0) -> Tensor:
@@ -51,6 +51,28 @@ def activate(x: Tensor, kind: ActivationKind, threshold: float = 0.0) -> Tensor:
             return torch.relu(x).square()
         case "fatrelu":
             return torch.where(x >= threshold, x, 0.0)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which tokens lose their small values, and what is small (graph.Cutoff).
+
+    tokens: int32 [T], other than 0 for those that do. threshold: magnitudes below it are zero.
+    """
+
+    tokens: Tensor
+    threshold: float
+
+    def of(self, tokens: Tensor) -> Cut:
+        """That of some tokens, by their indices."""
+        return Cut(self.tokens[tokens], self.threshold)
+
+
+def cut(x: Tensor, by: Cut | None) -> Tensor:
+    """x [T, n] without its small values; None: as it is."""
+    if by is None:
+        return x
+    return torch.where((by.tokens != 0)[:, None] & (x.abs() < by.threshold), 0.0, x)
 
 
 @dataclass(frozen=True)
@@ -110,9 +132,15 @@ def linear_t(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     out: Tensor | None = None,
+    left_out: Tensor | None = None,
 ) -> Tensor:
-    """x [T, n_rows] → x @ m + bias + residual, [T, n_cols]. Row i: what input i adds; unread for a zero."""
+    """x [T, n_rows] → x @ m + bias + residual, [T, n_cols]. Row i: what input i adds; unread for a zero.
+
+    left_out: int64 [1], to which the bytes of codes that were not read are added.
+    """
     fires = (x != 0).any(dim=0)
+    if left_out is not None:
+        left_out += (~fires).sum() * m.row_bytes
     y = torch.zeros((len(x), m.n_cols), device=x.device)
     for rows in _cuts(fires, m):
         y += x[:, rows] @ m.values(rows)
@@ -132,20 +160,22 @@ def neurons(
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     counts: Tensor | None = None,
+    gate_cut: Cut | None = None,
+    value_cut: Cut | None = None,
 ) -> Tensor:
     """One value per neuron: f(gate) * g(up), or f(up) without a gate; 0 where it is not selected. [T, n].
 
     h: [T, n_cols]. Rows of gate and up are neurons; n = up.n_rows. activation, threshold: f;
     up_activation: g, None: identity. selected: uint8 [T, bytes], bit i % 8 of byte i // 8 says whether
     neuron i is wanted; None: all are. held: the neurons of the rows; None: all of the layer's. The up row of
-    a neuron whose gate yields 0 for every token is not read.
+    a neuron whose gate yields 0 for every token is not read. gate_cut: of f, value_cut: of the result.
     counts: int64 [N_COUNTS], is added to.
     """
     first = up if gate is None else gate
     numbers = None if held is None else held.numbers
     chosen = None if selected is None else unpack_bits(selected, up.n_rows, numbers)
     z = _products(h, first, up_bias if gate is None else gate_bias, chosen)
-    value = activate(z, activation, threshold)
+    value = cut(activate(z, activation, threshold), gate_cut)
     if chosen is not None:
         value = torch.where(chosen, value, 0.0)
     fires = value != 0
@@ -154,8 +184,32 @@ def neurons(
         if up_activation is not None:
             u = activate(u, up_activation)
         value = torch.where(fires, value * u, 0.0)
+    value = cut(value, value_cut)
     if counts is not None:
         count(counts, chosen, fires if gate is not None else None, value)
+    return value
+
+
+def fired(
+    gate: Tensor,
+    up: Tensor | None = None,
+    *,
+    activation: ActivationKind,
+    threshold: float = 0.0,
+    up_activation: ActivationKind | None = None,
+    counts: Tensor | None = None,
+    gate_cut: Cut | None = None,
+    value_cut: Cut | None = None,
+) -> Tensor:
+    """f(gate) * g(up), or f(gate) alone, of products [T, n] that are there: `neurons` where every row was
+    read, whose other arguments these are."""
+    fires = cut(activate(gate, activation, threshold), gate_cut)
+    value = fires
+    if up is not None:
+        value = torch.where(fires != 0, fires * (activate(up, up_activation) if up_activation else up), 0.0)
+    value = cut(value, value_cut)
+    if counts is not None:
+        count(counts, None, None if up is None else torch.ones_like(value, dtype=torch.bool), value)
     return value
 
 
@@ -175,12 +229,15 @@ def sparse_ffn(
     down_bias: Tensor | None = None,
     residual: Tensor | None = None,
     counts: Tensor | None = None,
+    gate_cut: Cut | None = None,
+    value_cut: Cut | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """An FFN by neurons: `neurons`, then `linear_t` over those that are not 0. [T, down_t.n_cols]."""
     values = neurons(
         h, gate, up, activation=activation, threshold=threshold, up_activation=up_activation,
         selected=selected, held=held, gate_bias=gate_bias, up_bias=up_bias, counts=counts,
+        gate_cut=gate_cut, value_cut=value_cut,
     )  # fmt: skip
     return linear_t(values, down_t, down_bias, residual, out)
 
@@ -264,13 +321,14 @@ def experts(
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     counts: Tensor | None = None,
+    gate_cut: Cut | None = None,
 ) -> Tensor:
     """What experts yield for the tokens, neither weighed nor summed: [T, n_used, n_embd], the CPU's bits.
 
     h: [T, n_embd]; slots: int32 [T, n_used], -1: another computes that one, and zeros stand in its place.
     gate, up, down: the matrices of each slot's expert, one under the other, n_neurons rows of gate and up;
     biases: [n_slots, width]. by_neuron: down has a row per neuron. sparse: a neuron whose activation is zero
-    is zero, whatever its up. counts: int64 [N_COUNTS], is added to.
+    is zero, whatever its up. gate_cut: of what is activated first. counts: int64 [N_COUNTS], is added to.
     """
     out = torch.zeros((*slots.shape, h.shape[1]), device=h.device)
     for slot in slots.unique().tolist():
@@ -278,12 +336,13 @@ def experts(
             continue
         token, rank = (slots == slot).nonzero(as_tuple=True)
         x, first = h[token], slot * n_neurons
+        own_cut = None if gate_cut is None else gate_cut.of(token)
         value = _biased(exact.linear(x, up, first, n_neurons), up_bias, slot)
         if gate is None:
-            value = exact.activate(value, activation.kind, activation.threshold)
+            value = cut(exact.activate(value, activation.kind, activation.threshold), own_cut)
         else:
             fired = _biased(exact.linear(x, gate, first, n_neurons), gate_bias, slot)
-            fired = exact.activate(fired, activation.kind, activation.threshold)
+            fired = cut(exact.activate(fired, activation.kind, activation.threshold), own_cut)
             if up_activation is not None:
                 value = exact.activate(value, up_activation.kind, up_activation.threshold)
             value = torch.where(fired != 0, fired * value, 0.0) if sparse else fired * value
@@ -354,15 +413,16 @@ def sum_experts(parts: Tensor, weights: Tensor, residual: Tensor | None = None) 
     return y if residual is None else y + residual
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, n_head: int = 1) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, over each of n_head equal parts of the width."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, n_head: int = 1, by: Cut | None = None) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, over each of n_head equal parts of the width; by: what is cut."""
     parts = x.reshape(len(x), n_head, -1)
-    return (parts * torch.rsqrt(parts.square().mean(dim=-1, keepdim=True) + eps) * weight).reshape(x.shape)
+    y = parts * torch.rsqrt(parts.square().mean(dim=-1, keepdim=True) + eps) * weight
+    return cut(y.reshape(x.shape), by)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias, over the width."""
-    return torch.nn.functional.layer_norm(x, (x.shape[1],), weight, bias, eps)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, by: Cut | None = None) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias, over the width; by: what is cut."""
+    return cut(torch.nn.functional.layer_norm(x, (x.shape[1],), weight, bias, eps), by)
 
 
 ANGLE_STEP = 256  # positions: table rows of RopeTable.near
@@ -575,11 +635,12 @@ def _products(x: Tensor, m: DeviceMatrix, bias: Tensor | None, wanted: Tensor | 
 
 
 def count(counts: Tensor, chosen: Tensor | None, fires: Tensor | None, value: Tensor) -> None:
-    """Adds to int64 [N_COUNTS]: neurons selected and active over all tokens, and rows read by any of them."""
+    """Adds to int64 [N_COUNTS]: neurons selected and active over all tokens, and rows read by any of them.
+    (What is left out of matrices by channel is `linear_t`'s to add.)"""
     active = value != 0
     if chosen is None:
         chosen = torch.ones_like(active)
     gate_rows = torch.zeros_like(chosen[:1]) if fires is None else chosen
     up_rows = chosen if fires is None else fires
     rows = [wanted.any(dim=0).sum() for wanted in (gate_rows, up_rows, active)]
-    counts += torch.stack([chosen.sum(), active.sum(), *rows]).to(counts.dtype)
+    counts[:5] += torch.stack([chosen.sum(), active.sum(), *rows]).to(counts.dtype)

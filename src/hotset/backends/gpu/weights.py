@@ -44,6 +44,17 @@ class DeviceWeights:
             )
         return self._kept[key]  # type: ignore[return-value]
 
+    def by_channel(self, *ops: Linear) -> DeviceMatrix:
+        """The same rows as columns: a row per input (DeviceMatrix.by_channel)."""
+        key = "by channel", tuple((op.weight, op.first_row, op.out.width) for op in ops)
+        if key not in self._kept:
+            widths = [op.out.width for op in ops]
+            made = DeviceMatrix.by_channel(
+                ops[0].x.width, widths, lambda i: self.some_rows(ops[i], None), self._arena
+            )
+            self._keep(key, made)
+        return self._kept[key]  # type: ignore[return-value]
+
     def down(self, op: TransposedLinear) -> DeviceMatrix:
         """A down projection, a row per neuron, in rows or in planes."""
         if op.weight not in self._kept:

@@ -1,0 +1,201 @@
+"""Small values that are cut on a device, with CPU tensors in the GPU's place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_cpu_backend import batch, tokens
+from test_cutoffs import CASES, EVERY, OF_EXPERTS, cpu, graph_of, run, write, write_experts
+
+torch = pytest.importorskip("torch")
+
+from test_cold import within  # noqa: E402
+from test_gpu_backend import assert_close, gpu  # noqa: E402
+from test_gpu_backend_capture import Recorder  # noqa: E402
+from test_hybrid import TOLERANCE, hot_neurons, relative_error, whole  # noqa: E402
+
+from hotset.backends.chain import ChainBackend  # noqa: E402
+from hotset.backends.gpu.handshake import ColdService  # noqa: E402
+from hotset.backends.reference import ReferenceBackend  # noqa: E402
+from hotset.formats.gguf import GGUFFile  # noqa: E402
+from hotset.formats.quants import GGMLType as T  # noqa: E402
+from hotset.model.cutoffs import LayerCutoffs  # noqa: E402
+from hotset.model.graph import Cutoff, cut_products  # noqa: E402
+from hotset.placement.build import open_chain  # noqa: E402
+from hotset.placement.table import LayerPlacement, Placement  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+IDS = tokens(12)
+CUT = np.arange(12) % 4 > 0
+MARGIN = 1e-5  # of a threshold: nearer to it the rounding of a sum may put a value on either side
+K_SIZES = {"n_embd": 256, "n_ff": 512}
+
+
+def clearly(
+    folder: Path, cutoffs: LayerCutoffs, architecture: str, type_: T = T.F32, **options: Any
+) -> tuple[GGUFFile, np.ndarray]:
+    """A model of which no value of IDS is so near to its threshold that a sum's rounding decides, and its
+    logits. Which seed has none depends on the machine's matrix products: it is looked for."""
+    for seed in range(1, 60):
+        (own := folder / str(seed)).mkdir()
+        gguf = write(own, architecture, type_, seed=seed, **options)
+        weights, graph = graph_of(gguf, cutoffs)
+        found = [op for op in graph.primitives if isinstance(op, Cutoff)]
+        backend = ReferenceBackend(weights, graph, n_pages=8, kv_type="f32")
+        step = replace(batch([(IDS, 0, [0])], tuple(op.x.name for op in found)), cut=CUT)
+        taken = backend.step(step)
+        near = [np.abs(np.abs(taken.taps[op.x.name]) / op.threshold - 1).min() for op in found]
+        if min(near, default=1.0) > MARGIN:
+            return gguf, run(ReferenceBackend(weights, graph, n_pages=8, kv_type="f32"), IDS, CUT)
+    raise AssertionError("every seed has a value at its threshold")
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "opt", "bamboo"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_reference_agrees(tmp_path: Path, architecture: str, case: str, by_channel: bool) -> None:
+    dialect = "powerinfer" if architecture == "bamboo" else "gguf"
+    gguf, expected = clearly(tmp_path, CASES[case], architecture, dialect=dialect)
+    weights, graph = graph_of(gguf, CASES[case])
+    names = [op.weight for op in cut_products(graph)] if by_channel else []
+    for sparse in (True, False):
+        backend = gpu(weights, graph, by_channel=names, sparse=sparse)
+        for cuts in ([], [3, 9, 10, 11], [*range(1, 12)]):
+            assert_close(run(backend, IDS, CUT, cuts), expected)
+    assert (np.abs(run(backend, IDS, ~CUT) - expected).max() > 1e-3) == (case != "nothing")
+
+
+@pytest.mark.parametrize("type_", [T.F16, T.Q8_0, T.Q4_0, T.Q4_1, T.Q4_K, T.Q6_K], ids=lambda t: t.name)
+def test_every_type_by_channel(tmp_path: Path, type_: T) -> None:
+    """Of Q6_K nothing is, and it is computed by row."""
+    gguf, expected = clearly(tmp_path, EVERY, "llama", type_, **(K_SIZES if type_.name.endswith("K") else {}))
+    weights, graph = graph_of(gguf, EVERY)
+    names = [] if type_ == T.Q6_K else [op.weight for op in cut_products(graph)]
+    backend = gpu(weights, graph, by_channel=names)
+    assert_close(run(backend, IDS, CUT, [3, 9, 10, 11]), expected)
+    stats = backend.stats()
+    assert stats is not None
+    assert stats.left_out is not None
+    assert (stats.left_out > 0).all() == (type_ != T.Q6_K)
+    backend.step(batch([(IDS[:1], 0, [1])]))  # whom nobody cuts
+    rest = backend.stats()
+    assert rest is not None
+    assert rest.left_out is not None
+    assert rest.left_out.sum() <= 0.05 * stats.left_out.sum()  # an embedding has zeros of its own
+
+
+def test_rows_of_what_is_cut_are_not_read(tmp_path: Path) -> None:
+    cutoffs = LayerCutoffs(gate=0.3)
+    gguf, _ = clearly(tmp_path, cutoffs, "llama")
+    weights, graph = graph_of(gguf, cutoffs)
+    backend, other = gpu(weights, graph), cpu(gguf, cutoffs, kv_type="f32")
+    for one in (backend, other):
+        run(one, IDS, CUT, [11])
+    ours, theirs = backend.stats(), other.stats()
+    assert ours is not None
+    assert theirs is not None
+    np.testing.assert_array_equal(ours.gate_rows, theirs.gate_rows)
+    np.testing.assert_array_equal(ours.up_rows, theirs.up_rows)
+    np.testing.assert_array_equal(ours.active, theirs.active)
+    assert (ours.up_rows < 0.5 * 288).all()
+
+
+def test_a_captured_step_asks_each_time_who_is_cut(tmp_path: Path) -> None:
+    gguf, _ = clearly(tmp_path, EVERY, "llama")
+    weights, graph = graph_of(gguf, EVERY)
+    names = [op.weight for op in cut_products(graph)]
+    recorder = Recorder()
+    captured = gpu(weights, graph, by_channel=names, capture=recorder)
+    plain = gpu(weights, graph, by_channel=names)
+    for cuts in ([*range(1, 12)], [3, 6, 9]):
+        np.testing.assert_allclose(
+            run(captured, IDS, CUT, cuts), run(plain, IDS, CUT, cuts), rtol=1e-5, atol=1e-6
+        )
+    assert [made.n_replays for made in recorder.made] == [11, 3]
+
+
+def chain(gguf: GGUFFile, cutoffs: LayerCutoffs, placement: Placement, **options: Any) -> ChainBackend:
+    weights, graph = graph_of(gguf, cutoffs)
+    given: dict[str, Any] = {"n_pages": 8, "max_batch": 48, "kv_type": "f32", "n_threads": 2, "timeout": 30}
+    return open_chain(placement, weights, graph, **given | options)
+
+
+def close_to(backend: ChainBackend, expected: np.ndarray, cuts: Sequence[int]) -> bool:
+    found = within(120, lambda: run(backend, IDS, CUT, cuts))
+    within(120, backend.close)
+    return relative_error(found, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+@pytest.mark.parametrize("architecture", ["llama", "opt", "bamboo"])
+@pytest.mark.parametrize("case", ["gate", "attn_in", "ffn_in", "down_in", "every"])
+def test_hot_and_cold_are_cut_alike(tmp_path: Path, architecture: str, case: str, share: float) -> None:
+    """Of neurons that can be shared: a llama with ReLU."""
+    options: dict[str, Any] = {"keys": {"llama.hidden_activation": "relu"}} if architecture == "llama" else {}
+    gguf, expected = clearly(tmp_path, CASES[case], architecture, dialect="powerinfer", **options)
+    layers = tuple(LayerPlacement(0, hot_neurons(share, 288, i)) for i in range(2))
+    for stream_from in (None, 8):
+        for cuts in ([], [3, 9, 10, 11]):
+            backend = chain(gguf, CASES[case], Placement(("cpu",), layers, 0), stream_from=stream_from)
+            assert close_to(backend, expected, cuts)
+
+
+@pytest.mark.parametrize("owners", [(0, -1), (-1, 0), (0, 1)])
+def test_layers_are_cut_wherever_they_are(tmp_path: Path, owners: tuple[int, int]) -> None:
+    gguf, expected = clearly(tmp_path, EVERY, "llama")
+    names = [op.weight for op in cut_products(graph_of(gguf, EVERY)[1])]
+    layers = tuple(LayerPlacement(owner) for owner in owners)
+    placement = Placement(("cpu",) * (max(owners) + 1), layers, owners[-1])
+    backend = chain(gguf, EVERY, placement, by_channel=names)
+    run(backend, IDS, CUT)
+    stats = backend.stats()
+    assert stats is not None
+    assert stats.left_out is not None
+    assert close_to(backend, expected, [3, 9, 10, 11])
+
+
+@pytest.mark.parametrize("type_", [T.F32, T.Q8_0, T.Q4_0], ids=lambda t: t.name)
+@pytest.mark.parametrize("kind", ["plain", "one by one", "relu"])
+def test_experts_are_cut_alike_wherever_they_are(tmp_path: Path, kind: str, type_: T) -> None:
+    gguf = write_experts(tmp_path, kind, type_)
+    ids, cut = tokens(30), np.arange(30) % 5 > 1
+    found = []
+    for n_slots in (0, 5, 8):
+        backend = chain(gguf, OF_EXPERTS, whole((0, 0)), expert_slots=n_slots)
+        found.append(within(120, lambda: run(backend, ids, cut, [18, *range(25, 30)])))  # noqa: B023
+        within(120, backend.close)
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])
+
+
+def test_the_cold_half_has_the_bits_of_the_cpu(tmp_path: Path) -> None:
+    """All neurons cold, of tokens that are cut and tokens that are not, in any step."""
+    gguf = write(tmp_path, "bamboo", T.Q4_0, dialect="powerinfer")
+    cutoffs = replace(EVERY, ffn_in=0.0)
+    weights, graph = graph_of(gguf, cutoffs, "exact")
+    ffn = graph.ffns[0]
+    names = (ffn.norm.out.name, ffn.out.name)  # type: ignore[union-attr]
+    backend = cpu(gguf, cutoffs, "exact")
+    taps = backend.step(replace(batch([(IDS, 0, [0])], names), cut=CUT)).taps
+    h, expected = (taps[name] for name in names)
+    for n_threads, steps in ((1, [12]), (2, [1, 5, 12]), (2, [*range(1, 13)])):
+        service = ColdService(
+            weights, graph, {0: np.zeros(ffn.n_ff, np.bool_)}, "cpu", max_batch=12, n_threads=n_threads
+        )
+        first = 0
+        for last in steps:
+            with service.step(last - first, CUT[first:last].copy()):
+                service.post(0, torch.from_numpy(h[first:last]))
+                answer = service.collect(0).numpy().copy()
+            np.testing.assert_array_equal(answer[: last - first], expected[first:last])
+            first = last
+        with service.step(12):
+            service.post(0, torch.from_numpy(h))
+            assert (service.collect(0).numpy() != expected)[CUT].any()
+        service.close()
