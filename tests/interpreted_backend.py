@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import test_cutoffs
+import test_gpu_cutoffs
 from fake_cold import FakeCold
 from interpreted_triton import patch_once
 from test_cpu_backend import batch, logits_of, tokens
+from test_cutoffs import EVERY, graph_of
 from test_sparse_cpu import MODELS, prepared
 from tiny_gguf import write_relu
 
@@ -21,6 +24,7 @@ from hotset.backends.gpu.stage import GpuStage
 from hotset.backends.reference import ReferenceBackend
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType
+from hotset.model.graph import cut_products
 
 N_FF = (
     64  # one layer, little of everything: the interpreter takes a second for what a GPU does in a microsecond
@@ -70,6 +74,24 @@ def main(folder: Path) -> None:
         for name, backend in runs.items():
             error = np.abs(run(backend, cuts, ids) - expected).max() / np.abs(expected).max()
             print(name, float(error), flush=True)
+    print("cut", cut_by_the_kernels(folder), flush=True)
+
+
+def cut_by_the_kernels(folder: Path) -> float:
+    """The same error of a model whose small values are cut, in every way, its matrices by channel."""
+    gguf, expected = test_gpu_cutoffs.clearly(folder, EVERY, "llama", n_embd=32, n_ff=64, ranks=(32,))
+    weights, graph = graph_of(gguf, EVERY)
+    backend = GpuBackend(
+        weights, graph, device="cpu", n_pages=8, max_batch=16, kv_type="f32",
+        by_channel=[op.weight for op in cut_products(graph)],
+    )  # fmt: skip
+    assert backend.stage.kernels.name == "triton"
+    found = test_cutoffs.run(backend, test_gpu_cutoffs.IDS, test_gpu_cutoffs.CUT, [9, 10])
+    stats = backend.stats()
+    assert stats is not None
+    assert stats.left_out is not None
+    assert stats.left_out.any()
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
 if __name__ == "__main__":

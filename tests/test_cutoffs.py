@@ -494,11 +494,3 @@ def test_settings_that_contradict_each_other(tmp_path: Path) -> None:
         hotset.LoadSettings(sparsity="dense", thresholds="x.json")
     with pytest.raises(InvalidRequestError, match="sparse prompts serve"):
         hotset.LoadSettings(sparse_prompts=True)
-
-
-def test_a_device_does_not_cut(tmp_path: Path) -> None:
-    gguf = write(tmp_path)
-    thresholds_of(gguf).save(default_path(gguf.path))
-    pytest.importorskip("torch")
-    with pytest.raises(UnsupportedModelError, match="cut on the CPU alone"):
-        hotset.load(gguf.path, sparsity="threshold", device="cpu", n_ctx=128)

@@ -30,7 +30,7 @@ from hotset.backends.gpu import experts_kernel, matrix, spin_kernel
 from hotset.backends.gpu import launch as launcher
 from hotset.backends.gpu import triton_kernels as kernels
 from hotset.backends.gpu.matrix import EXPERT_TYPES, SUPPORTED, DeviceMatrix
-from hotset.backends.gpu.twins import ANGLE_STEP, RopeTable
+from hotset.backends.gpu.twins import ANGLE_STEP, N_COUNTS, Cut, RopeTable
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.graph import Activate, Value
 
@@ -66,7 +66,7 @@ def decode_step() -> None:
     kernels.linear(new(1, D), weights(Q4_0, 1024, D), activation="relu")
     kernels.linear_bits(new(1, 1024), weights(Q4_0, N_FF, 1024), None, 0.0)
     bits = kernels.pack_bits(new(1, N_FF), 0.0)
-    counts = new(5, dtype=torch.int64)
+    counts = new(N_COUNTS, dtype=torch.int64)
     kernels.sparse_ffn(new(1, D), up, up, up, activation="relu", selected=bits, counts=counts)
     kernels.sign_scores(new(1, D), new(N_FF, D // 8, dtype=torch.uint8))
     kernels.rms_norm(new(1, D), new(D), 1e-5)
@@ -83,7 +83,7 @@ def decode_step() -> None:
 def prompt_step() -> None:
     """A sparse FFN of a prompt, Q4_0, and its attention with a KV head for each head and for four."""
     up = weights(Q4_0, N_FF, D)
-    bits, counts = new(64, N_FF // 8, dtype=torch.uint8), new(5, dtype=torch.int64)
+    bits, counts = new(64, N_FF // 8, dtype=torch.uint8), new(N_COUNTS, dtype=torch.int64)
     kernels.sparse_ffn(new(64, D), up, up, up, activation="relu", selected=bits, counts=counts)
     table, tokens = new(1, N_PAGES, dtype=torch.int32), new(64, dtype=torch.int32)
     for n_head_kv in (32, 8):
@@ -117,6 +117,36 @@ def planes_step() -> None:
     for type_ in (Q4_0, GGMLType.Q8_0):
         for n_tokens in (1, 64):
             kernels.linear_t(new(n_tokens, N_FF), planes(type_))
+
+
+BY_CHANNEL = (Q4_0, GGMLType.Q4_1, GGMLType.Q4_K, GGMLType.Q8_0, F16)
+
+
+def channels_step() -> None:
+    """Matrices by channel, with what is left out counted, for one token and for many."""
+    for type_ in BY_CHANNEL:
+        m = DeviceMatrix.by_channel(D, [D], [weights(type_, D, D)].__getitem__)
+        kernels.linear_t(new(1, D), m, left_out=new(1, dtype=torch.int64))
+        kernels.linear_t(new(64, D), m)
+
+
+def cut_step() -> None:
+    """What cuts small values: by itself, in norms, in the FFN of a token and of several, in experts."""
+    counts = new(N_COUNTS, dtype=torch.int64)
+    for n in (1, 64):
+        by = Cut(new(n, dtype=torch.int32), 0.1)
+        kernels.cut(new(n, D), by)
+        kernels.rms_norm(new(n, D), new(D), 1e-5, by=by)
+        given = {"activation": "silu", "counts": counts, "gate_cut": by, "value_cut": by}
+        kernels.fired(*new(n, 2 * N_FF).split(N_FF, dim=1), **given)  # type: ignore[arg-type]
+        up = weights(Q4_0, N_FF, D)
+        kernels.neurons(new(n, D), up, up, **given)  # type: ignore[arg-type]
+    slots, slot = new(1, 4, dtype=torch.int32), weights(Q4_0, 2 * 768, D)
+    act = Activate(Value(0, 1, ""), Value(0, 1, ""), "silu")
+    experts_kernel.experts(
+        new(1, D), slots, slot, slot, weights(Q4_0, 2 * D, 768), n_neurons=768, activation=act,
+        up_activation=None, by_neuron=False, sparse=True, gate_cut=Cut(new(1, dtype=torch.int32), 0.1),
+    )  # fmt: skip
 
 
 def spin_step() -> None:
@@ -165,7 +195,7 @@ def expert_step(types: list[GGMLType]) -> Callable[[], None]:
                     new(1, 2048), new(1, 8, dtype=torch.int32), up, up, down, n_neurons=768,
                     activation=Activate(value, value, kind, 7.0),
                     up_activation=Activate(value, value, up_kind, 7.0) if up_kind else None,
-                    by_neuron=False, sparse=False, counts=new(5, dtype=torch.int64), **given,
+                    by_neuron=False, sparse=False, counts=new(N_COUNTS, dtype=torch.int64), **given,
                 )  # fmt: skip
 
     return run
@@ -194,7 +224,7 @@ def eight_tokens() -> None:
 def exact_ffn() -> None:
     up = weights(Q4_0, N_FF, D)
     kernels.neurons(
-        new(1, D), up, up, activation="relu", up_activation="relu", counts=new(5, dtype=torch.int64)
+        new(1, D), up, up, activation="relu", up_activation="relu", counts=new(N_COUNTS, dtype=torch.int64)
     )
 
 
@@ -433,6 +463,22 @@ def test_planes_compile(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @each_target
+def test_matrices_by_channel_compile(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = compile_all(channels_step, TARGETS[target], monkeypatch)
+    assert [row["kernel"] for row in rows].count("_axpy_kernel") == len(BY_CHANNEL)
+    check(rows, target)
+
+
+@each_target
+def test_cutoffs_compile(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = compile_all(cut_step, TARGETS[target], monkeypatch)
+    assert {row["kernel"] for row in rows} > {
+        "_cut_kernel", "_norm_kernel", "_fired_kernel", "_neurons_kernel", "_values_kernel",
+    }  # fmt: skip
+    check(rows, target)
+
+
+@each_target
 def test_the_kernels_of_the_handshake_compile(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = list(compiled(spin_step, TARGETS[target], monkeypatch))
     assert [name for name, _, _ in made] == ["post_kernel", "post_kernel", "collect_kernel"]
@@ -459,7 +505,17 @@ def test_several_tokens_and_counts_compile(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 if __name__ == "__main__":
-    steps = (decode_step, prompt_step, planes_step, spin_step, other_types(OTHERS), eight_tokens, exact_ffn)
+    steps = (
+        decode_step,
+        prompt_step,
+        planes_step,
+        channels_step,
+        cut_step,
+        spin_step,
+        other_types(OTHERS),
+        eight_tokens,
+        exact_ffn,
+    )
     for name in sys.argv[1:] or TARGETS:
         for step in steps:
             with pytest.MonkeyPatch.context() as patch:

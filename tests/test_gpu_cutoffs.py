@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_channel_plan import with_kept
 from test_cpu_backend import batch, tokens
-from test_cutoffs import CASES, EVERY, OF_EXPERTS, cpu, graph_of, run, write, write_experts
+from test_cutoffs import CASES, EVERY, OF_EXPERTS, cpu, graph_of, run, scores, write, write_experts
 
 torch = pytest.importorskip("torch")
 
@@ -19,15 +20,22 @@ from test_gpu_backend import assert_close, gpu  # noqa: E402
 from test_gpu_backend_capture import Recorder  # noqa: E402
 from test_hybrid import TOLERANCE, hot_neurons, relative_error, whole  # noqa: E402
 
+import hotset  # noqa: E402
 from hotset.backends.chain import ChainBackend  # noqa: E402
+from hotset.backends.gpu import devices  # noqa: E402
 from hotset.backends.gpu.handshake import ColdService  # noqa: E402
 from hotset.backends.reference import ReferenceBackend  # noqa: E402
 from hotset.formats.gguf import GGUFFile  # noqa: E402
 from hotset.formats.quants import GGMLType as T  # noqa: E402
-from hotset.model.cutoffs import LayerCutoffs  # noqa: E402
+from hotset.model.cutoffs import CUTOFF_NAMES, LayerCutoffs  # noqa: E402
 from hotset.model.graph import Cutoff, cut_products  # noqa: E402
+from hotset.placement import channels as of_cpu  # noqa: E402
+from hotset.placement import device_channels, machine  # noqa: E402
 from hotset.placement.build import open_chain  # noqa: E402
+from hotset.placement.channels import ChannelRates, Workload  # noqa: E402
+from hotset.placement.device_channels import plan_device_channels  # noqa: E402
 from hotset.placement.table import LayerPlacement, Placement  # noqa: E402
+from hotset.sparsity.thresholds import Thresholds, default_path  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,7 +46,12 @@ K_SIZES = {"n_embd": 256, "n_ff": 512}
 
 
 def clearly(
-    folder: Path, cutoffs: LayerCutoffs, architecture: str, type_: T = T.F32, **options: Any
+    folder: Path,
+    cutoffs: LayerCutoffs,
+    architecture: str,
+    type_: T = T.F32,
+    cut: np.ndarray = CUT,
+    **options: Any,
 ) -> tuple[GGUFFile, np.ndarray]:
     """A model of which no value of IDS is so near to its threshold that a sum's rounding decides, and its
     logits. Which seed has none depends on the machine's matrix products: it is looked for."""
@@ -48,11 +61,11 @@ def clearly(
         weights, graph = graph_of(gguf, cutoffs)
         found = [op for op in graph.primitives if isinstance(op, Cutoff)]
         backend = ReferenceBackend(weights, graph, n_pages=8, kv_type="f32")
-        step = replace(batch([(IDS, 0, [0])], tuple(op.x.name for op in found)), cut=CUT)
+        step = replace(batch([(IDS, 0, [0])], tuple(op.x.name for op in found)), cut=cut)
         taken = backend.step(step)
         near = [np.abs(np.abs(taken.taps[op.x.name]) / op.threshold - 1).min() for op in found]
         if min(near, default=1.0) > MARGIN:
-            return gguf, run(ReferenceBackend(weights, graph, n_pages=8, kv_type="f32"), IDS, CUT)
+            return gguf, run(ReferenceBackend(weights, graph, n_pages=8, kv_type="f32"), IDS, cut)
     raise AssertionError("every seed has a value at its threshold")
 
 
@@ -199,3 +212,101 @@ def test_the_cold_half_has_the_bits_of_the_cpu(tmp_path: Path) -> None:
             service.post(0, torch.from_numpy(h))
             assert (service.collect(0).numpy() != expected)[CUT].any()
         service.close()
+
+
+# ---- which matrices are by channel, and models with a file of thresholds
+
+
+def planned(
+    gguf: GGUFFile, thresholds: Thresholds, channels: float = 0.8e9, **options: Any
+) -> dict[str, bool]:
+    """Of each matrix that gains: whether it is by channel, else by neuron."""
+    _, graph = graph_of(gguf, thresholds.layers[0], thresholds.mode)
+    rates = dict.fromkeys(T, ChannelRates(1e9, channels))
+    gains = plan_device_channels(graph, gguf.tensors, thresholds, {0: rates, 1: rates}, **options)
+    return {gain.tensor: not gain.by_neuron for gain in gains if gain.pays}
+
+
+@pytest.mark.parametrize("type_", [T.Q4_0, T.F16], ids=lambda t: t.name)
+def test_what_is_read_in_less_time_is_by_channel(tmp_path: Path, type_: T) -> None:
+    gguf = write(tmp_path, type=type_)
+    kept = [{"attn_in": 0.5, "attn_out": 0.9, "ffn_in": 0.5, "gate": 0.9, "down_in": 0.3}, {}]
+    found = planned(gguf, with_kept(gguf, kept))
+    names = ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up", "ffn_down")
+    assert found == {f"blk.0.{name}.weight": True for name in names}
+    assert planned(gguf, with_kept(gguf, kept), channels=0.1e9).keys() == {"blk.0.ffn_up.weight"}  # by neuron
+    assert planned(gguf, with_kept(gguf, None)) == {}
+
+
+def test_gate_and_up_go_together_or_rows_of_up_are_left_out(tmp_path: Path) -> None:
+    gguf = write(tmp_path, type=T.Q4_0)
+    pair = ["blk.0.ffn_gate.weight", "blk.0.ffn_up.weight"]
+    for of_gate, expected in ((0.9, dict.fromkeys(pair, True)), (0.01, {pair[1]: False})):
+        thresholds = with_kept(gguf, [{"ffn_in": 0.5, "gate": of_gate}, {}])
+        assert planned(gguf, thresholds) == expected
+        assert planned(gguf, thresholds, split=frozenset([0])) == {pair[1]: False}
+    relu = write(tmp_path, "bamboo", T.Q4_0, dialect="gguf")
+    thresholds = with_kept(relu, [{"ffn_in": 0.5, "attn_in": 0.5}, {}], LayerCutoffs(ffn_in=0.6, attn_in=0.6))
+    assert {name.split(".")[2] for name in planned(relu, thresholds)} == {"attn_q", "attn_k", "attn_v"}
+
+
+@pytest.mark.parametrize("type_", [T.Q4_0, T.Q4_K, T.F16], ids=lambda t: t.name)
+def test_rates_are_those_of_the_kernels(type_: T, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_channels, "_SECONDS", 0.001)
+    found = device_channels.measure(torch.device("cpu"), Workload(type_, 256, 1 << 16))
+    assert found.rows > 0
+    assert found.channels > 0
+
+
+def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def measure(device: torch.device, work: Workload) -> ChannelRates:
+        asked.append(work.type)
+        return ChannelRates(2e9, 1e9)
+
+    monkeypatch.setattr(device_channels, "measure", measure)
+    monkeypatch.setattr(devices, "find_device", lambda name: torch.device("meta"))
+    works = (Workload(T.Q4_K, 256, 1 << 20), Workload(T.F16, 256, 1 << 20))
+    for _ in range(2):
+        found = device_channels.device_rates("meta", works, path=tmp_path / "machine.json")
+        assert found == dict.fromkeys((T.Q4_0, T.Q4_K), ChannelRates(2e9, 1e9))
+    assert asked == [T.Q4_0, T.Q4_K]
+
+
+@pytest.mark.parametrize("n_gpu_layers", [None, 1])
+def test_a_model_with_thresholds_on_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_gpu_layers: int | None
+) -> None:
+    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(of_cpu, "_measure", lambda n_threads, work: ChannelRates(1e9, 1e9))
+    slow = replace(machine.STAND_IN, cpu_read=1e7, cpu_gather=1e7, cpu_read_busy=1e7, cpu_gather_busy=1e7)
+    monkeypatch.setattr(machine, "STAND_IN", slow)
+    gguf, expected = clearly(tmp_path, EVERY, "llama", cut=np.ones(12, np.bool_))
+    with_kept(gguf, [dict.fromkeys(CUTOFF_NAMES, 0.4)] * 2).save(default_path(gguf.path))
+    settings: dict[str, Any] = {
+        "n_ctx": 64, "max_batch": 16, "n_threads": 1, "kv_type": "f32", "sparsity": "threshold",
+    }  # fmt: skip
+    with hotset.load(
+        gguf.path, device="cpu", vram_budget=1.0, n_gpu_layers=n_gpu_layers, sparse_prompts=True, **settings
+    ) as model:
+        assert model.placement is not None
+        assert model.placement.n_cpu_layers == (0 if n_gpu_layers is None else 1)
+        plan = model.decided.channels
+        assert plan is not None
+        layers = {int(name.split(".")[1]) for name in plan.on_device}
+        assert layers == set(model.placement.layers_of(0))
+        assert not {int(name.split(".")[1]) for name in plan.chosen} & layers
+        assert plan.left_out is not None
+        assert plan.left_out > 0
+        assert_close(model.logits(IDS), expected, 1e-3)
+        stats = model.backend.stats()
+        assert stats is not None
+        assert stats.left_out is not None
+        [memory] = model.device_memory()
+        assert memory.used <= memory.planned.total
+    with hotset.load(gguf.path, device="cpu", vram_budget=1.0, **settings) as model:
+        with hotset.load(gguf.path, backend="cpu", **settings | {"sparsity": "dense"}) as plain:
+            assert_close(model.logits(IDS), plain.logits(IDS), 1e-3)  # a prompt is not cut
+        with model.thread.exclusive() as engine:
+            assert np.abs(scores(engine, IDS, as_answer=True) - model.logits(IDS)).max() > 1e-2

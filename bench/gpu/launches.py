@@ -33,14 +33,16 @@ from hotset.backends.gpu.stage import GpuStage
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.config import config_from_gguf
+from hotset.model.cutoffs import LayerCutoffs
 from hotset.model.decoder import describe
-from hotset.model.graph import Graph
+from hotset.model.graph import Graph, cut_products
 from hotset.model.predictor import Predictor
 from hotset.placement.budget import FFNMode, LayerFacts, model_facts
 
 D, FF, N_HEAD, RANK, N_VOCAB, N_PAGES = 4096, 11008, 32, 1024, 32000, 64  # 7B: Llama 2
 N_LAYER = 2  # the first has what is computed once for all
 ACTIVE, HOT = 0.1, 0.5  # of the neurons: those that fire, those on the device where a layer is split
+KEPT = 0.5  # of the inputs of every matrix, where small ones are cut
 TYPE = GGMLType.Q4_0
 META = torch.device("meta")
 
@@ -73,16 +75,24 @@ def rows() -> Iterator[Row]:
         yield _row(mode, mode, None)
     for kind in ("memops", "spin"):
         yield _row(f"predicted, half of the neurons hot, {kind}", "predicted", kind)
+    yield _row("dense, SiLU", "dense", None, silu=True)
+    yield _row("threshold, SiLU, half of all inputs cut", "dense", None, silu=True, cut=True)
 
 
-def _row(name: str, mode: FFNMode, kind: str | None) -> Row:
-    source = Source(mode)
-    graph = describe(config_from_gguf(source), source.tensors, source.predictor)  # type: ignore[arg-type]
-    launches = _launches(source, graph, mode, kind)
+def _row(name: str, mode: FFNMode, kind: str | None, *, silu: bool = False, cut: bool = False) -> Row:
+    source = Source(mode, silu=silu)
+    every = LayerCutoffs(attn_in=1.0, attn_out=1.0, ffn_in=1.0, down_in=1.0)
+    cutoffs = [every] * N_LAYER if cut else ()
+    config = config_from_gguf(source)  # type: ignore[arg-type]
+    graph = describe(config, source.tensors, source.predictor, cutoffs)
+    launches = _launches(source, graph, sparse=cut or mode != "dense", kind=kind)
     (first, *_, last), once = [launches.get(i, 0) for i in range(N_LAYER)], launches.get(-1, 0)
     facts = model_facts(graph, source.tensors, mode=mode, kv_type="f16", n_pages=N_PAGES, max_batch=512)
     sent = 0 if kind is None else 4 * D * 2 + FF // 8
-    return Row(name, last, once + first - last, _read(facts.layers[-1], 1.0 if kind is None else HOT), sent)
+    read = _read(facts.layers[-1], 1.0 if kind is None else HOT)
+    if cut:
+        read = int(KEPT * facts.layers[-1].fixed_bytes + facts.layers[-1].kv_read_bytes)
+    return Row(name, last, once + first - last, read, sent)
 
 
 def _read(layer: LayerFacts, hot: float) -> int:
@@ -92,7 +102,7 @@ def _read(layer: LayerFacts, hot: float) -> int:
     )
 
 
-def _launches(source: Source, graph: Graph, mode: FFNMode, kind: str | None) -> dict[int, int]:
+def _launches(source: Source, graph: Graph, *, sparse: bool, kind: str | None) -> dict[int, int]:
     """Of one token, by layer; -1: outside of the layers."""
     log: list[object] = []
     counted: dict[int, int] = {}
@@ -111,7 +121,8 @@ def _launches(source: Source, graph: Graph, mode: FFNMode, kind: str | None) -> 
         patches.enter_context(patch.object(DeviceMatrix, "from_bytes", without_memory))
         stage = GpuStage(
             source, graph, "meta", n_pages=N_PAGES, max_batch=1, kernels=Kernels(META, triton=True),
-            hot=hot, cold=None if kind is None else Cold(kind, log), sparse=mode != "dense",
+            hot=hot, cold=None if kind is None else Cold(kind, log), sparse=sparse,
+            by_channel=[op.weight for op in cut_products(graph)],
         )  # fmt: skip
         patches.enter_context(patch.object(GpuStage, "_call", call))
         patches.enter_context(Operations(log))
@@ -186,19 +197,19 @@ class Driver:
 
 
 class Source:
-    """The weights of a sparse model as a file would have them, all zero."""
+    """The weights of a sparse model, or of one with SiLU, as a file would have them, all zero."""
 
-    def __init__(self, mode: FFNMode) -> None:
+    def __init__(self, mode: FFNMode, *, silu: bool) -> None:
         self.metadata = {
             "general.architecture": "llama", "llama.block_count": N_LAYER, "llama.embedding_length": D,
             "llama.feed_forward_length": FF, "llama.attention.head_count": N_HEAD,
             "llama.attention.head_count_kv": N_HEAD, "llama.context_length": 4096,
             "llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.dimension_count": D // N_HEAD,
-            "llama.hidden_activation": "relu", "llama.vocab_size": N_VOCAB,
+            "llama.hidden_activation": "silu" if silu else "relu", "llama.vocab_size": N_VOCAB,
         }  # fmt: skip
         self.dialect = "powerinfer"
         self.tensors: dict[str, TensorInfo] = {}
-        for name, n_cols, n_rows in _matrices(mode):
+        for name, n_cols, n_rows in _matrices(mode, silu=silu):
             self._add(name, (n_cols, n_rows), TYPE, n_rows * row_bytes(TYPE, n_cols))
         norms = [f"blk.{i}.{part}_norm" for i in range(N_LAYER) for part in ("attn", "ffn")]
         for name in (*norms, "output_norm"):
@@ -215,15 +226,17 @@ class Source:
         pass
 
 
-def _matrices(mode: FFNMode) -> Iterator[tuple[str, int, int]]:
+def _matrices(mode: FFNMode, *, silu: bool) -> Iterator[tuple[str, int, int]]:
     """Name, inputs, outputs."""
     yield "token_embd.weight", D, N_VOCAB
     yield "output.weight", D, N_VOCAB
     for i in range(N_LAYER):
         for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
             yield f"blk.{i}.{name}.weight", D, D
-        for name in ("ffn_gate", "ffn_up", "ffn_down_t"):
+        for name in ("ffn_gate", "ffn_up") if silu else ("ffn_gate", "ffn_up", "ffn_down_t"):
             yield f"blk.{i}.{name}.weight", D, FF
+        if silu:
+            yield f"blk.{i}.ffn_down.weight", FF, D
         if mode == "predicted":
             yield f"blk.{i}.fc1.weight", D, RANK
             yield f"blk.{i}.fc2.weight", RANK, FF

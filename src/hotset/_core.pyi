@@ -351,6 +351,7 @@ class Cold:
         down: tuple[int, Rows, np.ndarray | None],  # type, data, scales of planes
         cold: np.ndarray,  # uint8, bit i % 8 of byte i // 8
         predicted: bool,
+        cutoffs: tuple[float, float] = ...,  # of the activation that decides, of the neurons
     ) -> int: ...
     def experts(
         self,
@@ -365,6 +366,7 @@ class Cold:
         down: ExpertPart,
         by_neuron: bool,
         sparse: bool,
+        cutoff: float = 0.0,  # of what is activated
     ) -> int: ...
     @property
     def nbytes(self) -> int: ...  # buffers and exchange, without what the runtime has
@@ -372,7 +374,7 @@ class Cold:
     def start(self) -> None: ...
     def memory(self) -> np.ndarray: ...
     def offsets(self) -> list[int]: ...  # of memory(): request, done, h, bits, out
-    def begin(self, n_tokens: int) -> str: ...  # why it cannot begin, or ""
+    def begin(self, n_tokens: int, cut: np.ndarray | None = None) -> str: ...  # why it cannot begin, or ""
     def end(self) -> str: ...  # why the step failed, or ""
     def poison(self, reason: str) -> None: ...
     def poisoned(self) -> str: ...

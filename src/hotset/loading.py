@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -27,7 +27,7 @@ from hotset.errors import (
     OutOfMemoryError,
     UnsupportedModelError,
 )
-from hotset.formats.gguf import GGUFFile, TensorInfo, open_gguf
+from hotset.formats.gguf import GGUFFile, open_gguf
 from hotset.formats.overlay import Overlay
 from hotset.memory import free_memory
 from hotset.model.config import ModelConfig, config_from_gguf
@@ -37,7 +37,7 @@ from hotset.model.graph import Graph
 from hotset.model.predictor import Predictor
 from hotset.placement import detect
 from hotset.settings import LoadSettings, ModelPath
-from hotset.sparsity.modes import Choice, choose, prepare
+from hotset.sparsity.modes import Choice, choose, open_channels, prepare
 from hotset.sparsity.profile import Profile
 from hotset.sparsity.thresholds import Thresholds, default_path
 from hotset.units import human_size
@@ -166,11 +166,7 @@ def decide(opened: Opened, *, mapped: bool = False) -> Decided:
     choice = choose(config, gguf.tensors, settings.sparsity, settings.predictor, thresholds)
     profile = _profile(settings, choice, opened.devices)
     counted = profile if choice.spec is not None else None
-    foreseen = None if thresholds is None else _Foreseen(settings, thresholds)
-    prepared = prepare(
-        gguf, config, choice, profile=counted, progress=settings.progress,
-        worth=None if foreseen is None else foreseen.choose,
-    )  # fmt: skip
+    prepared = prepare(gguf, config, choice, profile=counted, progress=settings.progress, by_channel=False)
     weights = prepared.weights
     try:
         graph = describe(config, weights.tensors, prepared.predictor, choice.cutoffs)
@@ -188,9 +184,8 @@ def decide(opened: Opened, *, mapped: bool = False) -> Decided:
         decided = Decided(
             settings, gguf, config, choice, weights, graph, cost, n_ctx, _n_pages(settings, n_ctx),
             _n_states(settings, cost, n_ctx), prepared.notes, None, prepared.predictor,
-            channels=None if foreseen is None else foreseen.plan,
         )  # fmt: skip
-        return _shared_out(decided, opened.devices, profile, limit)
+        return _with_channels(_shared_out(decided, opened.devices, profile, limit))
     except BaseException:
         weights.close()
         raise
@@ -214,7 +209,9 @@ def build(decided: Decided) -> tuple[Decided, Backend]:
             settings.progress.planned(placement)
         try:
             stored = _stored(decided, options["sparse"])
-            backend = open_placed(placement, stored or decided.weights, decided.graph, **options)
+            backend = open_placed(
+                placement, stored or decided.weights, decided.graph, channels=decided.channels, **options
+            )
             if stored is not None:
                 stored.start_counting()
             return replace(decided, stored=stored), _ready(decided, backend)
@@ -225,6 +222,7 @@ def build(decided: Decided) -> tuple[Decided, Backend]:
             decided = replace(decided, placement=None)
             if decided.ram is not None:
                 decided = replace(decided, ram=_plan_ram(decided, decided.ram.limit))
+            decided = _with_channels(decided)
     name = "cpu" if settings.backend == "auto" else settings.backend
     if decided.channels is not None and name == "cpu":
         options |= {"channel_rates": decided.channels.rates, "whole": decided.channels.whole}
@@ -376,12 +374,9 @@ def _placement(
         return None
     from hotset.placement.planner import place
 
-    mode = decided.choice.mode
     try:
-        if mode == "threshold":
-            raise UnsupportedModelError("small values are cut on the CPU alone; use --no-gpu")
         return place(
-            decided.gguf, decided.config, decided.weights, decided.graph, mode,
+            decided.gguf, decided.config, decided.weights, decided.graph, decided.choice.base,
             decided.settings, devices, n_pages=decided.n_pages, profile=profile, limited=limited,
         )  # fmt: skip
     except _CANNOT_PLACE as error:
@@ -425,20 +420,34 @@ def _profile(settings: LoadSettings, choice: Choice, devices: Sequence[str]) -> 
     return Profile.open(settings.profile)
 
 
-class _Foreseen:
-    """Which matrices are worth a copy by channel. plan: of all that were asked about."""
+def _with_channels(decided: Decided) -> Decided:
+    """With what leaving out the zeros of cutoffs is expected to gain where each layer is, and the copies by
+    channel that the CPU reads; under a budget of its memory, which has no room for them, without these."""
+    thresholds, placement, graph = decided.choice.thresholds, decided.placement, decided.graph
+    if thresholds is None:
+        return decided
+    from hotset.placement.channels import Workload, channel_rates, plan_channels
+    from hotset.placement.table import CPU
 
-    def __init__(self, settings: LoadSettings, thresholds: Thresholds) -> None:
-        self._settings, self._thresholds = settings, thresholds
-        self.plan: ChannelPlan | None = None
+    layers = range(graph.n_layer) if placement is None else placement.layers_of(CPU)
+    own = Graph([op for op in graph.ops if op.layer in layers], graph.values)
+    # Of a mixture on a device the experts are the CPU's.
+    mixed = [ffn for ffn in graph.ffns if ffn.route is not None and ffn.layer not in layers]
+    tensors, progress = decided.weights.tensors, decided.settings.progress
+    works = Workload.of(Graph([*own.ops, *mixed], graph.values), tensors)
+    rates = channel_rates(works, decided.settings.n_threads, progress=progress)
+    plan = plan_channels(graph, tensors, thresholds, rates, layers)
+    if placement is not None:
+        from hotset.placement.device_channels import with_devices
 
-    def choose(self, graph: Graph, tensors: Mapping[str, TensorInfo]) -> tuple[str, ...]:
-        from hotset.placement.channels import Workload, channel_rates, plan_channels
-
-        works = Workload.of(graph, tensors)
-        rates = channel_rates(works, self._settings.n_threads, progress=self._settings.progress)
-        self.plan = plan_channels(graph, tensors, self._thresholds, rates)
-        return self.plan.chosen
+        plan = with_devices(plan, graph, tensors, thresholds, placement, progress=progress)
+    decided = replace(decided, channels=plan)
+    if decided.ram is not None or not layers:
+        return decided
+    copies = open_channels(decided.gguf, own, decided.weights, plan.chosen, decided.notes, progress)
+    weights = decided.weights.under(*copies)
+    graph = describe(decided.config, weights.tensors, decided.predictor, decided.choice.cutoffs)
+    return replace(decided, weights=weights, graph=graph)
 
 
 def _thresholds(opened: Opened) -> Thresholds | None:

@@ -220,11 +220,12 @@ class StepStats:
     ) -> Self:
         """Of what was counted, int64 [n_layer, len(COUNTS)], and timed, float64 [n_layer, len(PARTS)]: of the
         parts all but the last. is_cut: whether the model cuts small values."""
-        *rows, left_out = counts.T
+        selected, active, gate_rows, up_rows, down_rows, left_out = counts.T
         predictor, ffn, attention, _ = seconds.T
         return cls(
-            n_tokens, *rows, predictor, ffn, attention, other, active_on_cpu, left_out if is_cut else None
-        )
+            n_tokens, selected, active, gate_rows, up_rows, down_rows, predictor, ffn, attention, other,
+            active_on_cpu, left_out if is_cut else None,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

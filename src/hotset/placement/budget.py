@@ -11,7 +11,7 @@ weight is read, nothing of torch is imported, and Python's integers do not overf
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, assert_never
 
 from hotset.backends.base import PAGE_SIZE
@@ -47,6 +47,7 @@ from hotset.model.graph import (
     SoftCap,
     TransposedHeads,
     TransposedLinear,
+    cut_products,
     one_matrix,
 )
 
@@ -137,6 +138,10 @@ class LayerFacts:
     is_cached: bool = False
     layout: int = 0
 
+    def with_fixed(self, n_bytes: int) -> LayerFacts:
+        """With so many more bytes of it on a device, and read."""
+        return replace(self, fixed_bytes=self.fixed_bytes + n_bytes)
+
     @property
     def whole_bytes(self) -> int:
         """On a device with all neurons and the cache, without experts."""
@@ -186,8 +191,11 @@ def model_facts(
     parts: dict[int, list[Op]] = {}
     for op in graph.ops:
         parts.setdefault(op.layer, []).append(op)
+    by_channel = [0] * graph.n_layer  # at most: which of them are is decided when they have their places
+    for op in cut_products(graph):
+        by_channel[op.layer] += channel_bytes(op, tensors)
     layers = tuple(
-        _layer_facts(parts[i], tensors, mode=mode, kv_type=kv_type, n_pages=n_pages)
+        _layer_facts(parts[i], tensors, mode=mode, kv_type=kv_type, n_pages=n_pages).with_fixed(by_channel[i])
         for i in range(graph.n_layer)
     )
     return ModelFacts(
@@ -242,6 +250,13 @@ def op_bytes(op: Op, tensors: Mapping[str, TensorInfo]) -> int:
             return 0
         case _:
             assert_never(op)
+
+
+def channel_bytes(op: Linear, tensors: Mapping[str, TensorInfo]) -> int:
+    """What a matrix takes more that a device holds by channel (backends/gpu/matrix.py): an int32 for each
+    input; of Q4_K two bytes for scale and minimum of 32 weights, which are one and a half in a file."""
+    is_k = tensors[op.weight].type == GGMLType.Q4_K
+    return _rounded(4 * op.x.width) + _rounded(op.x.width * op.out.width // 64 if is_k else 0)
 
 
 def workspace_bytes(graph: Graph, n_pages: int, max_batch: int) -> int:

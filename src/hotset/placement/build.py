@@ -7,7 +7,7 @@ Layers may be placed in any order; the solver has reasons of its own to put the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hotset import _core
     from hotset.backends.gpu.handshake import ColdService, Kind
     from hotset.model.cost import KVType
+    from hotset.placement.channels import ChannelPlan
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,15 @@ def open_placed(
     *,
     n_threads: int | None = None,
     sparse: bool,
+    channels: ChannelPlan | None = None,
     **options: Any,
 ) -> Backend:
     """The backend of a placement: one GPU's where it has everything, else a chain of stages.
 
     A CUDA device gives torch no more than was planned. OutOfMemoryError, where it has less than that free
     after all, names a smaller budget. weights: StoredWeights of the placement's host_part keep this machine's
-    memory within a budget; devices then read what is theirs past it.
+    memory within a budget; devices then read what is theirs past it. channels: of a graph with cutoffs, what
+    is left out of which matrices.
     """
     from hotset.backends.gpu.devices import find_device, limit_memory
 
@@ -95,11 +98,14 @@ def open_placed(
             needed = planned[0].total - planned[0].context if planned else 0
             return open_gpu(
                 _of_devices(weights), graph, device=placement.devices[0], sparse=sparse, needed=needed,
-                weight_bytes=_weight_bytes(planned), **options,
+                weight_bytes=_weight_bytes(planned),
+                by_channel=() if channels is None else channels.on_device, **options,
             )  # fmt: skip
         if placement.budget is not None and placement.budget.stream:
             options["stream_bytes"] = placement.budget.stream // 2
-        return open_chain(placement, weights, graph, n_threads=n_threads, sparse=sparse, **options)
+        return open_chain(
+            placement, weights, graph, n_threads=n_threads, sparse=sparse, channels=channels, **options
+        )
     except OutOfMemoryError as error:
         raise OutOfMemoryError(f"{error}; {smaller_plan(placement)}") from None
 
@@ -118,13 +124,15 @@ def open_chain(
     handshake: Kind | None = None,
     timeout: float | None = None,
     isa: str | None = None,
+    channels: ChannelPlan | None = None,
     **options: Any,
 ) -> ChainBackend:
     """The CPU and the devices of a placement in a chain.
 
     sparse: as in CpuBackend and GpuStage; layers can be split only with it. n_threads: of the CPU, for its
     own layers and for cold neurons. handshake: forces a kind (handshake.KINDS). timeout: seconds that the CPU
-    may take for the cold neurons of a layer. stream_from: see GpuStage. options: of every GpuStage.
+    may take for the cold neurons of a layer. stream_from: see GpuStage. channels: as in open_placed.
+    options: of every GpuStage.
 
     Raises InvalidRequestError for a placement that is not of this model, and what GpuStage, ColdService and
     CpuBackend raise; then nothing stays open.
@@ -137,6 +145,11 @@ def open_chain(
     given: dict[str, Any] = {
         "n_pages": n_pages, "max_batch": max_batch, "kv_type": kv_type, "sparse": sparse,
     }  # fmt: skip
+    of_cpu: dict[str, Any] = {}
+    whole: Collection[str] = ()
+    if channels is not None:
+        whole, options = channels.whole, {"by_channel": channels.on_device, **options}
+        of_cpu = {"channel_rates": channels.rates, "whole": whole}
     stages: list[Stage] = []
     notes: list[str] = []
     runtime = None
@@ -152,7 +165,7 @@ def open_chain(
             if piece.device == CPU:
                 from hotset.backends.cpu import CpuBackend
 
-                stages.append(CpuBackend(weights, graph, runtime=runtime, isa=isa, **span, **given))
+                stages.append(CpuBackend(weights, graph, runtime=runtime, isa=isa, **span, **given, **of_cpu))
                 continue
             stage, more = _device_stage(
                 placement, piece, weights, graph,
@@ -160,7 +173,7 @@ def open_chain(
                     **given, **options, **span, "stream_from": stream_from,
                     "weight_bytes": _weight_bytes(_planned_for(piece, pieces, placement)),
                 },
-                {"runtime": runtime, "kind": handshake, "isa": isa, "timeout": timeout},
+                {"runtime": runtime, "kind": handshake, "isa": isa, "timeout": timeout, "whole": whole},
             )  # fmt: skip
             stages.append(stage)
             notes += more

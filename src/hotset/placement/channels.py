@@ -13,7 +13,7 @@ import importlib.metadata
 import math
 import mmap
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,6 +76,10 @@ class Workload:
         types = dict.fromkeys(_measured_as(info.type) for info in infos)
         return tuple(cls(type, width, n_bytes) for type in types)
 
+    def told(self) -> str:
+        """For a key of machine.json."""
+        return f"channels {LAYOUT} {self.type.name}, {self.width} wide, {self.n_bytes >> 20} MB"
+
 
 def _measured_as(type: GGMLType) -> GGMLType:
     """The type whose rates are taken for those of another."""
@@ -122,16 +126,19 @@ class ChannelPlan:
     rows.
 
     whole: up matrices of which every row is read, though gates are cut: leaving some out does not pay.
+    on_device: those that devices hold by channel (placement/device_channels.py).
     """
 
     gains: tuple[ChannelGain, ...]
     rates: Mapping[GGMLType, float]
     whole: frozenset[str] = frozenset()
+    on_device: frozenset[str] = frozenset()
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """Those that are worth a copy by channel."""
-        return tuple(gain.tensor for gain in self.gains if gain.pays and not gain.by_neuron)
+        """Those that are worth a copy by channel, of what the CPU computes with."""
+        by_channel = [gain.tensor for gain in self.gains if gain.pays and not gain.by_neuron]
+        return tuple(tensor for tensor in by_channel if tensor not in self.on_device)
 
     @property
     def left_out(self) -> float | None:
@@ -163,10 +170,12 @@ def plan_channels(
     tensors: Mapping[str, TensorInfo],
     thresholds: Thresholds,
     rates: Mapping[GGMLType, ChannelRates],
+    layers: Collection[int] | None = None,
 ) -> ChannelPlan:
     """What leaving out zeros gains, matrix by matrix; of up rows are left out, where those are less.
 
-    rates: of the types of Workload.of.
+    rates: of the types of Workload.of. layers: that the CPU computes; None: all. Of the others it computes
+    the experts.
     """
     cutoff_of: dict[g.Value, CutoffName] = {
         op.out: op.of for op in graph.primitives if isinstance(op, g.Cutoff)
@@ -176,7 +185,7 @@ def plan_channels(
     gains: dict[str, ChannelGain] = {}
     for op in g.cut_products(graph):
         info = tensors[op.weight]
-        if not can_be_by_channel(info):
+        if not can_be_by_channel(info) or (layers is not None and op.layer not in layers):
             continue
         codes, scales = copy_bytes(info)
         kept = thresholds.kept(op.layer, cutoff_of[op.x])
@@ -186,7 +195,8 @@ def plan_channels(
     whole = set()
     for ffn in cut_ffns:
         up, kept = ffn.up, thresholds.kept(ffn.layer, "gate")
-        if kept is None or ffn.gate is None:
+        is_another_s = layers is not None and ffn.layer not in layers and ffn.route is None
+        if kept is None or ffn.gate is None or is_another_s:
             continue
         name = ffn.up_tensor
         type = tensors[name].type
@@ -234,8 +244,7 @@ def _rates(
     version = ""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("hotset")
-    what = f"channels {LAYOUT} {work.type.name}, {work.width} wide, {work.n_bytes >> 20} MB"
-    key = " | ".join([processor_name(), f"{n_threads} threads", _core.isa(), what, version])
+    key = " | ".join([processor_name(), f"{n_threads} threads", _core.isa(), work.told(), version])
     with contextlib.suppress(KeyError, TypeError, ValueError):  # none yet, or of another version
         before = ChannelRates(**known(path)[key])
         if min(real_number("a rate", rate, 1) for rate in (before.rows, before.channels)):

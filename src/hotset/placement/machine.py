@@ -142,7 +142,7 @@ def measure(
         return STAND_IN
     n_threads = n_threads or usable_cores()
     path = path or machine_file()
-    key = _key(found, n_threads)
+    key = device_key(found, n_threads)
     before = known(path)
     if not anew and key in before:
         with contextlib.suppress(TypeError):  # of a version that measured other things
@@ -210,7 +210,7 @@ def handshake(device: str, path: Path | None = None) -> ChosenKind:
         return choose_kind(found)
     path = path or machine_file()
     driver = getattr(torch._C, "_cuda_getDriverVersion", int)()  # not in builds without CUDA
-    key = " | ".join(["handshake", _key(found, 0), f"driver {driver}"])
+    key = " | ".join(["handshake", device_key(found), f"driver {driver}"])
     with contextlib.suppress(KeyError, TypeError):
         return ChosenKind(**known(path)[key])
     chosen = choose_kind(found)
@@ -601,7 +601,8 @@ def machine_file() -> Path:
     return home() / "machine.json"
 
 
-def _key(device: torch.device, n_threads: int) -> str:
+def device_key(device: torch.device, n_threads: int = 0) -> str:
+    """Names a device, this processor and their software in machine.json."""
     import importlib.metadata
 
     import torch

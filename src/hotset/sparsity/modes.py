@@ -13,7 +13,7 @@ the model was published to run so, else `exact` where neurons can be exactly zer
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
@@ -26,7 +26,7 @@ from hotset.model.graph import cut_products
 from hotset.model.predictor import Predictor, PredictorKind
 from hotset.sparsity import sidecar
 from hotset.sparsity.predictor_spec import PredictorSpec, parse_predictor
-from hotset.sparsity.thresholds import Thresholds
+from hotset.sparsity.thresholds import BaseMode, Thresholds
 
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile, TensorInfo
@@ -52,6 +52,14 @@ class Choice:
     reason: str
     spec: PredictorSpec | None = None
     thresholds: Thresholds | None = None
+
+    @property
+    def base(self) -> BaseMode:
+        """The mode without the cutoffs."""
+        if self.thresholds is not None:
+            return self.thresholds.mode
+        assert self.mode != "threshold", "it has thresholds"
+        return self.mode
 
     @property
     def cutoffs(self) -> tuple[LayerCutoffs, ...]:
@@ -173,21 +181,22 @@ def prepare(
     calibration: Calibration | None = None,
     profile: Profile | None = None,
     progress: Reporter | None = None,
-    worth: Callable[[Graph, Mapping[str, TensorInfo]], Collection[str]] | None = None,
+    by_channel: bool = True,
 ) -> Prepared:
     """Opens, or builds once, the sidecars that a choice needs.
 
     The down matrix by neuron belongs to every mode of a ReLU model, dense too: its sums are then the same to
     the bit. calibration: how a predictor's thresholds are found (the default: on text that the model itself
-    generates). profile: its neurons that nearly always fire are computed without prediction. worth: says of a
-    graph with cutoffs, and its tensors, which matrices are worth a copy by channel; None: all that can be.
+    generates). profile: its neurons that nearly always fire are computed without prediction. by_channel: with
+    copies of all matrices that cutoffs let be read so; else open_channels is to open those of some.
     Raises InvalidRequestError for a profile of another model, UnsupportedModelError for a file that lacks a
     tensor or has one of another shape or type, HotsetError where no file can be written.
     """
     ready = _prepare_neurons(gguf, config, choice, calibration, profile, progress)
-    if choice.cutoffs:
+    if choice.cutoffs and by_channel:
+        graph = describe(config, ready.weights.tensors, ready.predictor, choice.cutoffs)
         try:
-            copies = _open_channels(gguf, config, choice, ready, worth, progress)
+            copies = open_channels(gguf, graph, ready.weights, None, ready.notes, progress)
         except BaseException:
             ready.weights.close()
             raise
@@ -258,27 +267,28 @@ def _open_down(
     return [built.file]
 
 
-def _open_channels(
+def open_channels(
     gguf: GGUFFile,
-    config: ModelConfig,
-    choice: Choice,
-    ready: Prepared,
-    worth: Callable[[Graph, Mapping[str, TensorInfo]], Collection[str]] | None,
-    progress: Reporter | None,
+    graph: Graph,
+    weights: Overlay,
+    wanted: Collection[str] | None,
+    notes: list[str],
+    progress: Reporter | None = None,
 ) -> list[GGUFFile]:
-    """The sidecar with the matrices by channel whose inputs are cut."""
-    graph = describe(config, ready.weights.tensors, ready.predictor, choice.cutoffs)
-    wanted = dict.fromkeys(op.weight for op in cut_products(graph))
-    possible = [name for name in wanted if channels.can_be_by_channel(ready.weights.tensors[name])]
-    if len(possible) < len(wanted):
-        types = sorted({ready.weights.tensors[name].type.name for name in wanted if name not in possible})
-        ready.notes.append(
-            f"{len(wanted) - len(possible)} matrices whose inputs are cut are read whole: {', '.join(types)} "
+    """Opens, or builds once, the sidecar with matrices by channel whose inputs a graph cuts.
+
+    wanted: which of them; None: all that can be. notes: to which a sentence on each is added.
+    """
+    cut = dict.fromkeys(op.weight for op in cut_products(graph))
+    possible = [name for name in cut if channels.can_be_by_channel(weights.tensors[name])]
+    if len(possible) < len(cut):
+        types = sorted({weights.tensors[name].type.name for name in cut if name not in possible})
+        notes.append(
+            f"{len(cut) - len(possible)} matrices whose inputs are cut are read whole: {', '.join(types)} "
             "is not laid out by channel"
         )
-    if worth is not None:
-        chosen = worth(graph, ready.weights.tensors)
-        possible = [name for name in possible if name in chosen]
+    if wanted is not None:
+        possible = [name for name in possible if name in wanted]
     if not possible:
         return []
 
@@ -292,7 +302,7 @@ def _open_channels(
         gguf, "channels", {"tensors": of, "layout": channels.LAYOUT}, fill, sidecar.same_tensors(fill),
         n_bytes=n_bytes, alignment=channels.ALIGNMENT, progress=progress,
     )  # fmt: skip
-    ready.notes.append(built.note("matrices by channel"))
+    notes.append(built.note("matrices by channel"))
     return [built.file]
 
 

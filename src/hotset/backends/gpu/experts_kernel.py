@@ -510,7 +510,7 @@ def experts(
     launcher.launch(
         _values_kernel, (-(-n_neurons // 256), len(flat)), gates, ups, flat, values, counts, n_neurons,
         float(activation.threshold), float(up_activation.threshold) if up_activation else 0.0,
-        None if gate_cut is None else gate_cut.tokens, 0.0 if gate_cut is None else gate_cut.threshold, n_used,
+        *((None, 0.0) if gate_cut is None else (gate_cut.tokens, gate_cut.threshold)), n_used,
         KIND=KINDS[activation.kind], UP_KIND=8 if up_activation is None else KINDS[up_activation.kind],
         SPARSE=sparse, N=256, warps=4, fused=False,
     )  # fmt: skip

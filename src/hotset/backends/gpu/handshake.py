@@ -65,6 +65,7 @@ from hotset.model.graph import (
     Graph,
     Route,
     TransposedLinear,
+    has_zeros,
     one_matrix,
 )
 
@@ -111,7 +112,7 @@ class ColdService:
     layers: which neurons the *device* has of each layer, bool [n_ff]; the service computes the others, and
     never one of these. Give bits to `post` if, and only if, the graph has a predictor for the layer.
     experts: layers whose FFN is a mixture; what is posted says which experts the device computes. sparse: as
-    in CpuBackend, of these layers.
+    and whole: as in CpuBackend, of these layers.
     device: whose tensors `post` takes and `collect` returns. max_batch: tokens of a step, at most. kind: None
     chooses. timeout: seconds that a layer may take before the step is given up. n_threads, runtime: as in
     CpuBackend. driver: of tests.
@@ -136,6 +137,7 @@ class ColdService:
         kind: Kind | None = None,
         timeout: float = TIMEOUT,
         isa: str | None = None,
+        whole: Collection[str] = (),
         driver: Driver | None = None,
     ) -> None:
         self.device, self.max_batch = torch.device(device), max_batch
@@ -165,7 +167,7 @@ class ColdService:
                     if layer in layers:
                         _add_layer(native, weights, ffns[layer], np.asarray(layers[layer]))
                     else:
-                        _add_experts(native, weights, ffns[layer], sparse)
+                        _add_experts(native, weights, ffns[layer], sparse, whole)
                 native.start()
             except ValueError as error:
                 raise InvalidRequestError(str(error)) from None
@@ -330,7 +332,7 @@ def _add_layer(native: Any, weights: WeightSource, ffn: Ffn, hot: np.ndarray) ->
     )
 
 
-def _add_experts(native: Any, weights: WeightSource, ffn: Ffn, sparse: bool) -> None:
+def _add_experts(native: Any, weights: WeightSource, ffn: Ffn, sparse: bool, whole: Collection[str]) -> None:
     gate, up, down = ffn.gate, ffn.up, ffn.down
     assert isinstance(up, ExpertLinear)
     assert isinstance(down, ExpertSum)
@@ -345,7 +347,8 @@ def _add_experts(native: Any, weights: WeightSource, ffn: Ffn, sparse: bool) -> 
         activation(ffn.up_act) if ffn.up_act else None,
         expert_part(weights, down),
         down.by_neuron,
-        sparse and ffn.has_zeros,
+        sparse
+        and (has_zeros(ffn.gate_act.kind) or (ffn.gate_cut is not None and ffn.up_tensor not in whole)),
         cutoffs_of(ffn)[1],
     )
 

@@ -75,8 +75,8 @@ class StepInputs:
     """The numbers of a batch on the device, and the vectors that enter the stage.
 
     positions, sequences, outputs: int32 [max_batch]; cut: the same, other than 0 where small values are zero;
-    page_tables: int32 [max_batch, n_pages], a row per sequence of the step. vectors: float32 [max_batch, width], by the id of the graph's value.
-    copies: of tests.
+    page_tables: int32 [max_batch, n_pages], a row per sequence of the step. vectors: float32
+    [max_batch, width], by the id of the graph's value. copies: of tests.
     """
 
     def __init__(

@@ -629,7 +629,7 @@ class Program:
         counts = self._counts[ffn.layer] if ffn.has_zeros else None
         if self._leaves_out_rows(ffn):
             given = self._rows(ffn, None) | options
-            compute = k.neurons if self._sparse else self._every_neuron
+            compute: Any = k.neurons if self._sparse else self._every_neuron
             return lambda f, h, bits: compute(h, selected=bits, counts=counts, **given, **cuts(f))
         products = self._products([one_matrix(op) for op in (ffn.gate, ffn.up) if op is not None])
         return lambda f, h, bits: k.fired(*products(h, None), counts=counts, **options, **cuts(f))
@@ -729,8 +729,7 @@ class Program:
             value = k.cut(k.activate(value, activation, threshold), gate_cut)
         else:
             value = k.activate(value, up_activation, 0.0) if up_activation else value
-            fires = k.cut(k.activate(k.linear(h, gate, gate_bias), activation, threshold), gate_cut)
-            value = torch.where(fires != 0, value * fires, 0.0)
+            value = value * k.cut(k.activate(k.linear(h, gate, gate_bias), activation, threshold), gate_cut)
         value = k.cut(value, value_cut)
         chosen = None
         if selected is not None:
@@ -755,8 +754,8 @@ def _id(value: Value | None) -> int | None:
 
 
 def _read_by_channel(graph: Graph, hot: Collection[int], wanted: Collection[str]) -> frozenset[str]:
-    """Of the matrices that are wanted by channel those that can be: their input is cut, and none of their rows
-    are neurons that are left out, or shared with the CPU, one by one."""
+    """Of the matrices that are wanted by channel those that can be: their input is cut, and their rows are no
+    neurons that are left out, or shared with the CPU, one by one."""
     by_row = set()
     for ffn in graph.ffns:
         both = [op.weight for op in (ffn.gate, ffn.up) if isinstance(op, Linear)]

@@ -54,7 +54,7 @@ class GpuStage:
     expert_slots: experts of mixtures that are kept in the device's memory, as its replacement policy says.
     fetching: of those that a step lacks, where that is quicker than to leave them to the CPU; None: never.
     weight_bytes: what its weights were planned to take, where there is a plan.
-    by_channel: matrices whose inputs are cut that are laid out so that the channels of zeros are not read; they
+    by_channel: matrices whose inputs are cut that are laid out so that channels of zeros are not read; they
     are there once, and every step reads them so.
     nbytes: what the stage holds, by kind: weights, experts, kv, workspace.
     Raises DeviceError, InvalidRequestError, UnsupportedModelError, OutOfMemoryError where it does not fit.
@@ -91,18 +91,7 @@ class GpuStage:
         layers = {op.layer for op in attention}
         self._hot = {i: mask for i, mask in (hot or {}).items() if i in layers and not mask.all()}
         self._experts = {ffn.layer for ffn in self.graph.ffns if ffn.route is not None}
-        shared = self._hot.keys() | self._experts
-        if shared and cold is None:
-            what = "experts" if min(shared) in self._experts else "cold neurons"
-            raise InvalidRequestError(f"layer {min(shared)} has {what} and needs a service for them")
-        if shared and cold is not None:
-            is_streamed = stream_from is not None and not self._experts
-            most = min(max_batch, stream_from - 1) if stream_from is not None and is_streamed else max_batch
-            if cold.max_batch < most:
-                raise InvalidRequestError(
-                    f"steps of up to {most} tokens need a cold service for as many, not {cold.max_batch}"
-                )
-        self._cold = cold if shared else None
+        self._cold = self._checked(cold, stream_from)
         self._n_hits = self._n_missed = 0  # experts of tokens: of the device, of the CPU
         self._is_served = False  # whether the cold service took part in the latest step
         self._stream_from, self._stream_bytes = stream_from, stream_bytes
@@ -272,6 +261,22 @@ class GpuStage:
         self._programs.clear()
         self._cache.layers.clear()
         self._weights.clear()
+
+    def _checked(self, cold: ColdHalf | None, stream_from: int | None) -> ColdHalf | None:
+        """The service, where a layer needs one."""
+        if not (shared := self._hot.keys() | self._experts):
+            return None
+        if cold is None:
+            what = "experts" if min(shared) in self._experts else "cold neurons"
+            raise InvalidRequestError(f"layer {min(shared)} has {what} and needs a service for them")
+        most = self.max_batch
+        if stream_from is not None and not self._experts:
+            most = min(most, stream_from - 1)
+        if cold.max_batch < most:
+            raise InvalidRequestError(
+                f"steps of up to {most} tokens need a cold service for as many, not {cold.max_batch}"
+            )
+        return cold
 
     def _add_experts(self, n_slots: int, fetching: Fetching | None) -> None:
         """Makes the cache of experts, and what fetches others; without slots neither, or without experts that

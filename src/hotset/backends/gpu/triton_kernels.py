@@ -1633,7 +1633,7 @@ class _What:
         return self.threshold, None if cut is None else cut.tokens, small[0], small[1]
 
     @property
-    def kinds(self) -> dict[str, int]:
+    def kinds(self) -> dict[str, Any]:
         return {"KIND": ACTIVATIONS[self.activation], "UP_KIND": ACTIVATIONS[self.up_activation]}
 
 
@@ -1779,8 +1779,9 @@ def fired(
     values = _new(gate, n_tokens, n)
     if n_tokens:
         launcher.launch(
-            _fired_kernel, (-(-n // 64),), gate, up, values, None, None, counts, n_tokens, n, gate.stride(0), 0,
-            *what.numbers, **what.kinds, READ=True, T=min(16, _pow2(n_tokens)), N=64, warps=4,
+            _fired_kernel, (-(-n // 64),),
+            gate, up, values, None, None, counts, n_tokens, n, gate.stride(0), 0, *what.numbers, **what.kinds,
+            READ=True, T=min(16, _pow2(n_tokens)), N=64, warps=4,
         )  # fmt: skip
     return values
 
