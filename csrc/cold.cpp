@@ -423,7 +423,8 @@ void ColdPlan::compute(Layer& layer) {
         return;
     }
     std::copy_n(h(), n * width_, plan_.buffer(x_).row(0));
-    if (!plan_.run_rows(layer.first_op, layer.end_op, n, cut_.data())) return;  // poisoned: nobody reads the answer
+    if (!plan_.run_rows(layer.first_op, layer.end_op, n, cut_.data()))
+        return;  // poisoned: nobody reads the answer
     std::copy_n(plan_.buffer(sum_).row(0), n * width_, out());
     count(layer);
 }

@@ -181,9 +181,9 @@ class ColdPlan {
     const int64_t timeout_ns_;
     std::vector<Layer> layers_;
     std::vector<HostCall> host_calls_;
-    int x_ = -1, sum_ = -1;        // buffers of the plan
-    int route_ = -1;               // of one expert: its id, and a weight of 1
-    std::vector<int32_t> misses_;  // places in a route, by expert
+    int x_ = -1, sum_ = -1;               // buffers of the plan
+    int route_ = -1;                      // of one expert: its id, and a weight of 1
+    std::vector<int32_t> misses_;         // places in a route, by expert
     std::vector<uint8_t> cut_, row_cut_;  // of the step's tokens, and of the rows that are computed
     std::vector<std::pair<int64_t, int>> scores_, values_, fired_;  // width → buffer
     Memory allocation_;

@@ -46,7 +46,8 @@ class Cold {
                                 groups_of(gate ? &std::get<1>(*gate) : nullptr, std::get<1>(up), data));
     }
 
-    // Of a mixture, n_used experts a token; the parts as PlanBuilder takes them. cutoff: of what is activated.
+    // Of a mixture, n_used experts a token; the parts as PlanBuilder takes them. cutoff: of what is
+    // activated.
     int experts(int number, int n_expert, int n_used, int64_t n_neurons,
                 const std::optional<ExpertPart>& gate, const ExpertPart& up,
                 const std::pair<int, float>& activation,
