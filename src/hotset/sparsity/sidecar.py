@@ -36,6 +36,7 @@ MODEL_KEY, SETTINGS_KEY, VERSION_KEY = (
 )
 VERSION = 1  # of what the tensors mean; a sidecar of another version is built again
 _SAMPLE_BYTES = 256  # of each tensor
+_SMALL = 16 << 20  # bytes of a file that a disk reads at once: starting threads takes longer
 
 Fill = Callable[[GGUFWriter], None]
 Check = Callable[["GGUFFile"], None]  # raises a HotsetError for a sidecar that is not what it says
@@ -65,11 +66,15 @@ def fingerprint(gguf: GGUFFile) -> str:
         header = min((info.offset for info in gguf.tensors.values() if info.shard == shard), default=size)
         digest.update(f"{size} {header} ".encode())
         digest.update(_read(path, 0, header))
+    infos = gguf.tensors.values()
+    if gguf.nbytes < _SMALL:
+        digest.update(b"".join(_sample(gguf, info) for info in infos))
+        return digest.hexdigest()[:32]
     from concurrent.futures import ThreadPoolExecutor
 
     # Many at a time: a cold disk takes milliseconds for each, and a large model has a thousand.
     with ThreadPoolExecutor(8) as pool:
-        for sample in pool.map(lambda info: _sample(gguf, info), gguf.tensors.values()):
+        for sample in pool.map(lambda info: _sample(gguf, info), infos):
             digest.update(sample)
     return digest.hexdigest()[:32]
 
