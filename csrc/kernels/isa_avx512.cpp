@@ -257,8 +257,9 @@ struct FormatIQ4_XS {
 // out where it is not, and kSlack lets it be read.)
 template <int kSuperBytes>
 struct KScales {
-    static Scales scales(const uint8_t* p, int) {
-        const __m128i first = load128(p), second = load128(p + kSuperBytes);  // f16 d, f16 dmin, 3 words
+    static Scales scales(const uint8_t* p, int) { return scales_of_two(p, p + kSuperBytes); }
+    static Scales scales_of_two(const uint8_t* p, const uint8_t* q) {
+        const __m128i first = load128(p), second = load128(q);  // f16 d, f16 dmin, 3 words
         const __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(first), second, 1);
         // Words 0 and 2, of minimums 1 and 2, have the low bits; what words 0 and 1 have above six are high.
         const __m256i low_of = _mm256_broadcastsi128_si256(
@@ -891,6 +892,92 @@ HOTSET_INLINE float dot_of(const uint8_t* row, const uint8_t* ahead, const uint8
     return sum(V{acc});
 }
 
+// Scales of up to eight blocks at p, and of as many at q: lanes from 8 on.
+template <class Format>
+inline Scales scales_of_two(const uint8_t* p, const uint8_t* q, int n) {
+    if constexpr (requires { Format::scales_of_two(p, q); }) {
+        return Format::scales_of_two(p, q);
+    } else {
+        Scales s = Format::scales(p, n);
+        const Scales other = Format::scales(q, n);
+        auto join = [](auto& a, const auto& b) {
+            a = decltype(+a)(_mm512_shuffle_i64x2(__m512i(a), __m512i(b), 0x44));
+        };
+        join(s.scale, other.scale);
+        if constexpr (has_min(Format::kType)) join(s.min, other.min);
+        for (int h = 0; has_sub_blocks(Format::kType) && h < 2; h++) {
+            join(s.sub_scale[h], other.sub_scale[h]);
+            if constexpr (has_min(Format::kType)) join(s.sub_min[h], other.sub_min[h]);
+        }
+        return s;
+    }
+}
+
+// Two rows, one row_bytes behind the other, whose last step has five to eight blocks: these share a vector
+// (of fewer there is too little to share). As dot_of, for where all may be read.
+template <class Format>
+HOTSET_INLINE void dot_of_two(const uint8_t* row, int64_t row_bytes, int64_t blocks, const int8_t* q,
+                              const float* scale, const float* sum_, const int32_t* isum0,
+                              const int32_t* isum1, float* out) {
+    constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
+    const uint8_t* p[2] = {row, row + row_bytes};
+    __m512 acc[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    int64_t b = 0;
+    for (; b + 16 <= blocks; b += 16)
+        for (int r = 0; r < 2; r++) {
+            prefetch(p[r] + kAhead, Format::kBytes);
+            acc[r] = add_blocks<Format, 4>(p[r], 16, q + b * 32, scale + b, sum_ + b, isum0 + b, isum1 + b,
+                                           acc[r]);
+            p[r] += Format::kBytes;
+        }
+    const int n = int(blocks - b);
+    __m512i first[4], second[4];
+    for (int r = 0; r < 2; r++) {
+        prefetch(p[r] + kAhead, n * Format::kBytes / 16);
+#pragma GCC unroll 2  // what depends on g is known then
+        for (int g = 0; g < 2; g++) {
+            __m512i a, c;
+            Format::unpack(p[r], g, a, c);
+            const __m512i zero = _mm512_setzero_si512();
+            const int8_t* const own = q + b * 32 + g * kGroup;
+            __m512i& one = first[2 * r + g];
+            one = _mm512_dpbusd_epi32(zero, a, _mm512_loadu_si512(own));
+            __m512i& target = kSub ? second[2 * r + g] : one;
+            target = _mm512_dpbusd_epi32(kSub ? zero : one, c, _mm512_loadu_si512(own + 64));
+        }
+    }
+    auto twice = [](__m512i v) { return _mm512_shuffle_i64x2(v, v, 0x44); };
+    const Scales s = scales_of_two<Format>(p[0], p[1], n);
+    const uint32_t own_lanes = (1u << n) - 1;
+    const __mmask16 lanes = __mmask16(own_lanes | own_lanes << 8);
+    const __m512i sums0 = twice(_mm512_loadu_si512(isum0 + b)), sums1 = twice(_mm512_loadu_si512(isum1 + b));
+    const __m512 input = _mm512_castsi512_ps(twice(_mm512_loadu_si512(scale + b)));
+    __m512 both = _mm512_shuffle_f32x4(acc[0], acc[1], 0x44);
+    __m512i dot = lane_per_block(first);
+    if constexpr (kSub) {
+        __m512i dot1 = lane_per_block(second);
+        if constexpr (Format::kZero) {
+            dot = _mm512_sub_epi32(dot, times_zero(Format::kZero, sums0));
+            dot1 = _mm512_sub_epi32(dot1, times_zero(Format::kZero, sums1));
+        }
+        dot = _mm512_add_epi32(_mm512_mullo_epi32(dot, s.sub_scale[0]),
+                               _mm512_mullo_epi32(dot1, s.sub_scale[1]));
+    } else if constexpr (Format::kZero) {
+        dot = _mm512_sub_epi32(dot, times_zero(Format::kZero, _mm512_add_epi32(sums0, sums1)));
+    }
+    both = _mm512_mask3_fmadd_ps(_mm512_mul_ps(s.scale, input), _mm512_cvtepi32_ps(dot), both, lanes);
+    if constexpr (kMin && kSub) {
+        const __m512i mins = _mm512_add_epi32(_mm512_mullo_epi32(sums0, s.sub_min[0]),
+                                              _mm512_mullo_epi32(sums1, s.sub_min[1]));
+        both = _mm512_mask3_fmadd_ps(_mm512_mul_ps(s.min, input), _mm512_cvtepi32_ps(mins), both, lanes);
+    } else if constexpr (kMin) {
+        both = _mm512_mask3_fmadd_ps(s.min, _mm512_castsi512_ps(twice(_mm512_loadu_si512(sum_ + b))), both,
+                                     lanes);
+    }
+    out[0] = sum(V{_mm512_shuffle_f32x4(both, acc[0], 0xe4)});
+    out[1] = sum(V{_mm512_shuffle_f32x4(both, acc[1], 0xee)});
+}
+
 template <class Format>
 inline float dot(const uint8_t* row, const uint8_t* ahead, const uint8_t* end, int64_t blocks,
                  const int8_t* q, const float* scale, const float* sum_, const int32_t* isum0,
@@ -1006,17 +1093,7 @@ struct FewBlocks {
             Format::unpack(p, g, codes[g], codes[4 + g]);
             Format::unpack(q, g, codes[2 + g], codes[6 + g]);
         }
-        scales = Format::scales(p, n);
-        const Scales other = Format::scales(q, n);
-        auto join = [](auto& a, const auto& b) {
-            a = decltype(+a)(_mm512_shuffle_i64x2(__m512i(a), __m512i(b), 0x44));
-        };
-        join(scales.scale, other.scale);
-        if constexpr (kMin) join(scales.min, other.min);
-        for (int h = 0; kSub && h < 2; h++) {
-            join(scales.sub_scale[h], other.sub_scale[h]);
-            if constexpr (kMin) join(scales.sub_min[h], other.sub_min[h]);
-        }
+        scales = scales_of_two<Format>(p, q, n);
         arrange();
     }
 
@@ -1385,7 +1462,13 @@ void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
         const float *const scale = x.scale + t0 * (width / 32), *const sum_ = x.sum + t0 * (width / 32);
         const int32_t *const isum0 = x.isum + t0 * (width / 16), *const isum1 = isum0 + width / 32;
         const int64_t inside = int64_t(w.end() - w.data) - int64_t(w.row_bytes) - Format::kBytes - kSlack;
-        for (int64_t at = r * int64_t(w.row_bytes); r < row1 && at <= inside; r++, at += int64_t(w.row_bytes))
+        const int64_t row_bytes = int64_t(w.row_bytes);
+        if (const int64_t last = blocks % 16; last > 4 && last <= 8)
+            for (int64_t at = r * row_bytes; r + 2 <= row1 && at + row_bytes <= inside;
+                 r += 2, at += 2 * row_bytes)
+                dot_of_two<Format>(w.data + at, row_bytes, blocks, q, scale, sum_, isum0, isum1,
+                                   out + r - row0);
+        for (int64_t at = r * row_bytes; r < row1 && at <= inside; r++, at += row_bytes)
             out[r - row0] = dot_of<Format, true>(w.data + at, w.data + at + kAhead, w.end(), blocks, q, scale,
                                                  sum_, isum0, isum1);
     }
