@@ -848,8 +848,6 @@ HOTSET_INLINE __m256 add_blocks(const uint8_t* p, const TokenInputs& x, int64_t 
     return _mm256_blend_ps(acc, total, (1 << n) - 1);
 }
 
-// How far ahead of a row's blocks they are fetched where the rows of a matrix are read one after the other.
-constexpr int kAhead = 4096;
 HOTSET_INLINE void prefetch(const uint8_t* p, int bytes) {
     for (int at = 0; at < bytes; at += 64) V::fetch(p + at);
 }
@@ -925,7 +923,7 @@ void one_token(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int
     const TokenInputs inputs = inputs_of(x, token);
     by_tail<Format>(x.k / 32, [&]<int kTail>() {
         for (int64_t r = row0; r < row1; r++)
-            out[r - row0] = dot<Format, kTail>(w.row(r), w.row(r) + kAhead, x.k / 32, inputs);
+            out[r - row0] = dot<Format, kTail>(w.row(r), w.row(r) + x.ahead, x.k / 32, inputs);
     });
 }
 

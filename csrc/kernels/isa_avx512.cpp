@@ -773,8 +773,6 @@ struct FormatIQ1_M {
 // How far past its sixteen blocks a format may read.
 constexpr int kSlack = 128;
 
-// How far ahead of a row's blocks they are fetched where the rows of a matrix are read one after the other.
-constexpr int kAhead = 4096;
 HOTSET_INLINE void prefetch(const uint8_t* p, int bytes) {
     for (int at = 0; at < bytes; at += 64) V::fetch(p + at);
 }
@@ -916,8 +914,8 @@ inline Scales scales_of_two(const uint8_t* p, const uint8_t* q, int n) {
 // Two rows, one row_bytes behind the other, whose last step has five to eight blocks: these share a vector
 // (of fewer there is too little to share). As dot_of, for where all may be read.
 template <class Format>
-HOTSET_INLINE void dot_of_two(const uint8_t* row, int64_t row_bytes, int64_t blocks, const int8_t* q,
-                              const float* scale, const float* sum_, const int32_t* isum0,
+HOTSET_INLINE void dot_of_two(const uint8_t* row, int64_t row_bytes, int ahead, int64_t blocks,
+                              const int8_t* q, const float* scale, const float* sum_, const int32_t* isum0,
                               const int32_t* isum1, float* out) {
     constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
     const uint8_t* p[2] = {row, row + row_bytes};
@@ -925,7 +923,7 @@ HOTSET_INLINE void dot_of_two(const uint8_t* row, int64_t row_bytes, int64_t blo
     int64_t b = 0;
     for (; b + 16 <= blocks; b += 16)
         for (int r = 0; r < 2; r++) {
-            prefetch(p[r] + kAhead, Format::kBytes);
+            prefetch(p[r] + ahead, Format::kBytes);
             acc[r] = add_blocks<Format, 4>(p[r], 16, q + b * 32, scale + b, sum_ + b, isum0 + b, isum1 + b,
                                            acc[r]);
             p[r] += Format::kBytes;
@@ -933,7 +931,7 @@ HOTSET_INLINE void dot_of_two(const uint8_t* row, int64_t row_bytes, int64_t blo
     const int n = int(blocks - b);
     __m512i first[4], second[4];
     for (int r = 0; r < 2; r++) {
-        prefetch(p[r] + kAhead, n * Format::kBytes / 16);
+        prefetch(p[r] + ahead, n * Format::kBytes / 16);
 #pragma GCC unroll 2  // what depends on g is known then
         for (int g = 0; g < 2; g++) {
             __m512i a, c;
@@ -1466,13 +1464,13 @@ void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
         if (const int64_t last = blocks % 16; last > 4 && last <= 8)
             for (int64_t at = r * row_bytes; r + 2 <= row1 && at + row_bytes <= inside;
                  r += 2, at += 2 * row_bytes)
-                dot_of_two<Format>(w.data + at, row_bytes, blocks, q, scale, sum_, isum0, isum1,
+                dot_of_two<Format>(w.data + at, row_bytes, x.ahead, blocks, q, scale, sum_, isum0, isum1,
                                    out + r - row0);
         for (int64_t at = r * row_bytes; r < row1 && at <= inside; r++, at += row_bytes)
-            out[r - row0] = dot_of<Format, true>(w.data + at, w.data + at + kAhead, w.end(), blocks, q, scale,
-                                                 sum_, isum0, isum1);
+            out[r - row0] = dot_of<Format, true>(w.data + at, w.data + at + x.ahead, w.end(), blocks, q,
+                                                 scale, sum_, isum0, isum1);
     }
-    for (; r < row1; r++) out[r - row0] = one_row<Format>(w, w.row(r), x, t0, w.row(r) + kAhead);
+    for (; r < row1; r++) out[r - row0] = one_row<Format>(w, w.row(r), x, t0, w.row(r) + x.ahead);
 }
 
 // Scales of n <= 16 blocks of kStride bytes whose first two bytes are an f16 scale.

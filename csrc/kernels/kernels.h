@@ -35,6 +35,11 @@ static constexpr int64_t padded(int64_t k) {
     return (k + kPadding - 1) / kPadding * kPadding;
 }
 
+// How far ahead of what is multiplied rows are fetched, in bytes. Memory gives one thread alone more where
+// that is far; several together get as much from less, and what is fetched behind the last row of a thread's
+// range is wasted (docs/LOG.md).
+constexpr int kAhead = 4096, kAheadAlone = 8192;
+
 // Activations of n tokens as a matrix product reads them. Float weights read `x`; quantised weights the rest.
 //
 // In `q`, the 128 values of four blocks b0..b3 are stored as
@@ -52,7 +57,8 @@ struct Inputs {
     const float* scale = nullptr;  // [n][padded(k) / 32]
     const float* sum = nullptr;    // [n][padded(k) / 32], scale * sum of q
     const int32_t* isum =
-        nullptr;  // [n][2][padded(k) / 32], sum of q over the first and the second half of each block
+        nullptr;         // [n][2][padded(k) / 32], sum of q over the first and the second half of each block
+    int ahead = kAhead;  // of one token: bytes of rows that lie one after the other that are fetched early
 };
 
 // out[(t - t0) * ld + r - row0] = dot(row r of w, token t) for rows row0..row1 and tokens t0..t1.

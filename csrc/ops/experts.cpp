@@ -103,7 +103,9 @@ struct RowsMemory {
     static size_t bytes(int64_t n, int64_t k, bool floats) {
         return size_t(n) * padded(k) * (floats ? 6 : 2) + 64;
     }
-    Inputs inputs(int n, int64_t k) const { return {n, k, x, q, scale, sum, isum}; }
+    Inputs inputs(int n, int64_t k, int ahead = kAhead) const {
+        return {n, k, x, q, scale, sum, isum, ahead};
+    }
     // Row `at` is row `from` of other rows.
     void copy(int64_t at, const Inputs& in, int64_t from, bool floats, bool quantized) const {
         const int64_t k = in.k, width = padded(k);
@@ -514,7 +516,7 @@ class ExpertSum : public Op {
         if (worker.enter_inputs())
             for (int j = 0; j < f_.n_used; j++)
                 rows.prepare(kernels, j, x_.row(0) + j * width(), width(), kinds_.floats, kinds_.quantized);
-        const Inputs in = rows.inputs(f_.n_used, width());
+        const Inputs in = rows.inputs(f_.n_used, width(), plan_.ahead());
         float* part = sums + size;
         if (!f_.apart) std::fill_n(sums, size, 0.0f);
         for (int j = 0; j < f_.n_used; j++) {

@@ -80,8 +80,9 @@ class LinearInput {
         const bool together = prepares_together(step);
         const InputsMemory memory(together ? plan_.shared() : worker.inputs.data(),
                                   together ? plan_.max_tokens() : kPrivateInputs, x_.width);
-        const Inputs in = {n,          x_.width,   changes() ? memory.x : x_.row(0), memory.q, memory.scale,
-                           memory.sum, memory.isum};
+        const Inputs in = {n,           x_.width,     changes() ? memory.x : x_.row(0),
+                           memory.q,    memory.scale, memory.sum,
+                           memory.isum, plan_.ahead()};
         if (!together && n <= kPrivateInputs && worker.enter_inputs()) {
             for (int r = 0; r < n; r++) prepare(memory, r, x_.row(r), step.cut[r]);
             prepared(in);
