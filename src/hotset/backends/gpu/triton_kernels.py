@@ -1774,6 +1774,11 @@ def fired(
     """twins.fired."""
     what = _What(activation, threshold, up_activation, gate_cut, value_cut)
     n_tokens, n = gate.shape
+    if activation not in ACTIVATIONS or up_activation not in ACTIVATIONS:
+        return twins.fired(
+            gate, up, activation=activation, threshold=threshold, up_activation=up_activation, counts=counts,
+            gate_cut=gate_cut, value_cut=value_cut,
+        )  # fmt: skip
     if up is None or up.stride() != gate.stride() or gate.stride(1) != 1:
         gate, up = gate.contiguous(), None if up is None else up.contiguous()
     values = _new(gate, n_tokens, n)
