@@ -129,6 +129,9 @@ class CpuBackend:
         lowered = self._plan_for(frozenset(batch.taps))
         plan = lowered.plan
         self._latest = None
+        # Before it, too: where another handler of SIGBUS took the place of ours, a page that is gone ends the
+        # process.
+        self.weights.check()
         try:
             plan.run(
                 batch.tokens, batch.positions, batch.sequences, batch.page_tables, batch.outputs,
