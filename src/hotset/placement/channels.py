@@ -13,7 +13,7 @@ import importlib.metadata
 import math
 import mmap
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -165,6 +165,12 @@ class ChannelPlan:
         )
 
 
+def cutoffs_by_value(graph: g.Graph) -> dict[g.Value, CutoffName]:
+    """By whose shares (Thresholds.kept) zeros of a product's input are known."""
+    found: dict[g.Value, CutoffName] = {op.out: op.of for op in graph.primitives if isinstance(op, g.Cutoff)}
+    return found | {ffn.selected: "down_in" for ffn in graph.ffns if ffn.gate_cut is not None}
+
+
 def plan_channels(
     graph: g.Graph,
     tensors: Mapping[str, TensorInfo],
@@ -177,11 +183,8 @@ def plan_channels(
     rates: of the types of Workload.of. layers: that the CPU computes; None: all. Of the others it computes
     the experts.
     """
-    cutoff_of: dict[g.Value, CutoffName] = {
-        op.out: op.of for op in graph.primitives if isinstance(op, g.Cutoff)
-    }
+    cutoff_of = cutoffs_by_value(graph)
     cut_ffns = [ffn for ffn in graph.ffns if ffn.gate_cut is not None]
-    cutoff_of |= {ffn.selected: "down_in" for ffn in cut_ffns}
     gains: dict[str, ChannelGain] = {}
     for op in g.cut_products(graph):
         info = tensors[op.weight]
@@ -245,13 +248,25 @@ def _rates(
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("hotset")
     key = " | ".join([processor_name(), f"{n_threads} threads", _core.isa(), work.told(), version])
+    return measured_once(path, key, lambda: _measure(n_threads, work), "this machine", work, progress)
+
+
+def measured_once(
+    path: Path,
+    key: str,
+    measure: Callable[[], ChannelRates],
+    who: str,
+    work: Workload,
+    progress: Reporter | None,
+) -> ChannelRates:
+    """What machine.json, at path, has under a key, or what `measure` finds, which is kept. who: reads."""
     with contextlib.suppress(KeyError, TypeError, ValueError):  # none yet, or of another version
         before = ChannelRates(**known(path)[key])
         if min(real_number("a rate", rate, 1) for rate in (before.rows, before.channels)):
             return before
     if progress is not None:
-        progress.say(f"Measuring how fast this machine reads rows and channels of {work.type.name}, once.")
-    measured = _measure(n_threads, work)
+        progress.say(f"Measuring how fast {who} reads rows and channels of {work.type.name}, once.")
+    measured = measure()
     keep(path, key, asdict(measured))
     return measured
 

@@ -12,11 +12,10 @@ kept in machine.json. Of the device cpu, which stands in for a GPU, it is so by 
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,10 +23,15 @@ import numpy as np
 
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model import graph as g
-from hotset.model.cutoffs import CutoffName
-from hotset.parameters import real_number
-from hotset.placement.channels import ChannelGain, ChannelPlan, ChannelRates, Workload
-from hotset.placement.machine import STAND_IN, device_key, keep, known, machine_file
+from hotset.placement.channels import (
+    ChannelGain,
+    ChannelPlan,
+    ChannelRates,
+    Workload,
+    cutoffs_by_value,
+    measured_once,
+)
+from hotset.placement.machine import STAND_IN, device_key, machine_file
 
 if TYPE_CHECKING:
     import torch
@@ -78,10 +82,7 @@ def plan_device_channels(
 
     rates: of each of these layers those of its device. split: layers whose neurons are shared with the CPU.
     """
-    cutoff_of: dict[g.Value, CutoffName] = {
-        op.out: op.of for op in graph.primitives if isinstance(op, g.Cutoff)
-    }
-    cutoff_of |= {ffn.selected: "down_in" for ffn in graph.ffns if ffn.gate_cut is not None}
+    cutoff_of = cutoffs_by_value(graph)
     gains: dict[str, ChannelGain] = {}
     for op in g.cut_products(graph):
         kept = thresholds.kept(op.layer, cutoff_of[op.x])
@@ -166,17 +167,10 @@ def device_rates(
 def _rates(
     device: torch.device, work: Workload, progress: Reporter | None, path: Path | None
 ) -> ChannelRates:
-    path = path or machine_file()
     key = " | ".join([device_key(device), work.told()])
-    with contextlib.suppress(KeyError, TypeError, ValueError):  # none yet, or of another version
-        before = ChannelRates(**known(path)[key])
-        if min(real_number("a rate", rate, 1) for rate in (before.rows, before.channels)):
-            return before
-    if progress is not None:
-        progress.say(f"Measuring how fast {device} reads rows and channels of {work.type.name}, once.")
-    rates = measure(device, work)
-    keep(path, key, asdict(rates))
-    return rates
+    return measured_once(
+        path or machine_file(), key, lambda: measure(device, work), str(device), work, progress
+    )
 
 
 def measure(device: torch.device, work: Workload) -> ChannelRates:
