@@ -805,26 +805,13 @@ inline __m512i times_zero(int zero, __m512i sums) {
     return _mm512_slli_epi32(sums, log2_of(zero));  // offsets are powers of two
 }
 
-// Adds `kGroups` groups of four blocks (n <= 16 blocks in all) of one row and one token to acc, a lane a
-// block.
-template <class Format, int kGroups>
-inline __m512 add_blocks(const uint8_t* p, int n, const int8_t* q, const float* scale, const float* sum,
-                         const int32_t* isum0, const int32_t* isum1, __m512 acc) {
+// Adds products to acc, a lane a block: of the int32 sums of first and of second halves, dots as in
+// lane_per_block (of types without sub-blocks all are in `first`), and of what inputs have for them. Lanes
+// that are not among `lanes` may hold anything, NaN too: they are masked, never multiplied by zero.
+template <class Format>
+HOTSET_INLINE __m512 add_dots(const __m512i first[4], const __m512i second[4], const Scales& s, __m512 input,
+                              __m512i sums0, __m512i sums1, __m512 sum, __mmask16 lanes, __m512 acc) {
     constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
-    __m512i first[4], second[4];
-    for (int g = 0; g < 4; g++) first[g] = second[g] = _mm512_setzero_si512();
-#pragma GCC unroll 4  // what depends on g is known then
-    for (int g = 0; g < kGroups; g++) {
-        __m512i a, b;
-        Format::unpack(p, g, a, b);
-        first[g] = _mm512_dpbusd_epi32(first[g], a, _mm512_loadu_si512(q + g * kGroup));
-        __m512i& target = kSub ? second[g] : first[g];
-        target = _mm512_dpbusd_epi32(target, b, _mm512_loadu_si512(q + g * kGroup + 64));
-    }
-    const Scales s = Format::scales(p, n);
-    const __mmask16 lanes = V::first_lanes(n);
-    const __m512i sums0 = _mm512_loadu_si512(isum0), sums1 = _mm512_loadu_si512(isum1);
-    const __m512 input = _mm512_loadu_ps(scale);
     __m512i dot = lane_per_block(first);
     if constexpr (kSub) {
         __m512i dot1 = lane_per_block(second);
@@ -837,16 +824,36 @@ inline __m512 add_blocks(const uint8_t* p, int n, const int8_t* q, const float* 
     } else if constexpr (Format::kZero) {
         dot = _mm512_sub_epi32(dot, times_zero(Format::kZero, _mm512_add_epi32(sums0, sums1)));
     }
-    // Lanes beyond n may hold anything, NaN too: they are masked, never multiplied by zero.
     acc = _mm512_mask3_fmadd_ps(_mm512_mul_ps(s.scale, input), _mm512_cvtepi32_ps(dot), acc, lanes);
     if constexpr (kMin && kSub) {
         const __m512i mins = _mm512_add_epi32(_mm512_mullo_epi32(sums0, s.sub_min[0]),
                                               _mm512_mullo_epi32(sums1, s.sub_min[1]));
         acc = _mm512_mask3_fmadd_ps(_mm512_mul_ps(s.min, input), _mm512_cvtepi32_ps(mins), acc, lanes);
     } else if constexpr (kMin) {
-        acc = _mm512_mask3_fmadd_ps(s.min, _mm512_loadu_ps(sum), acc, lanes);
+        acc = _mm512_mask3_fmadd_ps(s.min, sum, acc, lanes);
     }
     return acc;
+}
+
+// Adds `kGroups` groups of four blocks (n <= 16 blocks in all) of one row and one token to acc, a lane a
+// block.
+template <class Format, int kGroups>
+inline __m512 add_blocks(const uint8_t* p, int n, const int8_t* q, const float* scale, const float* sum,
+                         const int32_t* isum0, const int32_t* isum1, __m512 acc) {
+    constexpr bool kSub = has_sub_blocks(Format::kType);
+    __m512i first[4], second[4];
+    for (int g = 0; g < 4; g++) first[g] = second[g] = _mm512_setzero_si512();
+#pragma GCC unroll 4  // what depends on g is known then
+    for (int g = 0; g < kGroups; g++) {
+        __m512i a, b;
+        Format::unpack(p, g, a, b);
+        first[g] = _mm512_dpbusd_epi32(first[g], a, _mm512_loadu_si512(q + g * kGroup));
+        __m512i& target = kSub ? second[g] : first[g];
+        target = _mm512_dpbusd_epi32(target, b, _mm512_loadu_si512(q + g * kGroup + 64));
+    }
+    return add_dots<Format>(first, second, Format::scales(p, n), _mm512_loadu_ps(scale),
+                            _mm512_loadu_si512(isum0), _mm512_loadu_si512(isum1), _mm512_loadu_ps(sum),
+                            V::first_lanes(n), acc);
 }
 
 // `ahead`: what is fetched meanwhile, as long as the row. kInside: sixteen blocks and kSlack behind the row
@@ -917,7 +924,7 @@ template <class Format>
 HOTSET_INLINE void dot_of_two(const uint8_t* row, int64_t row_bytes, int ahead, int64_t blocks,
                               const int8_t* q, const float* scale, const float* sum_, const int32_t* isum0,
                               const int32_t* isum1, float* out) {
-    constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
+    constexpr bool kSub = has_sub_blocks(Format::kType);
     const uint8_t* p[2] = {row, row + row_bytes};
     __m512 acc[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
     int64_t b = 0;
@@ -944,34 +951,15 @@ HOTSET_INLINE void dot_of_two(const uint8_t* row, int64_t row_bytes, int ahead, 
             target = _mm512_dpbusd_epi32(kSub ? zero : one, c, _mm512_loadu_si512(own + 64));
         }
     }
-    auto twice = [](__m512i v) { return _mm512_shuffle_i64x2(v, v, 0x44); };
-    const Scales s = scales_of_two<Format>(p[0], p[1], n);
+    auto twice = [](const void* numbers) {
+        const __m512i v = _mm512_loadu_si512(numbers);
+        return _mm512_shuffle_i64x2(v, v, 0x44);
+    };
     const uint32_t own_lanes = (1u << n) - 1;
-    const __mmask16 lanes = __mmask16(own_lanes | own_lanes << 8);
-    const __m512i sums0 = twice(_mm512_loadu_si512(isum0 + b)), sums1 = twice(_mm512_loadu_si512(isum1 + b));
-    const __m512 input = _mm512_castsi512_ps(twice(_mm512_loadu_si512(scale + b)));
-    __m512 both = _mm512_shuffle_f32x4(acc[0], acc[1], 0x44);
-    __m512i dot = lane_per_block(first);
-    if constexpr (kSub) {
-        __m512i dot1 = lane_per_block(second);
-        if constexpr (Format::kZero) {
-            dot = _mm512_sub_epi32(dot, times_zero(Format::kZero, sums0));
-            dot1 = _mm512_sub_epi32(dot1, times_zero(Format::kZero, sums1));
-        }
-        dot = _mm512_add_epi32(_mm512_mullo_epi32(dot, s.sub_scale[0]),
-                               _mm512_mullo_epi32(dot1, s.sub_scale[1]));
-    } else if constexpr (Format::kZero) {
-        dot = _mm512_sub_epi32(dot, times_zero(Format::kZero, _mm512_add_epi32(sums0, sums1)));
-    }
-    both = _mm512_mask3_fmadd_ps(_mm512_mul_ps(s.scale, input), _mm512_cvtepi32_ps(dot), both, lanes);
-    if constexpr (kMin && kSub) {
-        const __m512i mins = _mm512_add_epi32(_mm512_mullo_epi32(sums0, s.sub_min[0]),
-                                              _mm512_mullo_epi32(sums1, s.sub_min[1]));
-        both = _mm512_mask3_fmadd_ps(_mm512_mul_ps(s.min, input), _mm512_cvtepi32_ps(mins), both, lanes);
-    } else if constexpr (kMin) {
-        both = _mm512_mask3_fmadd_ps(s.min, _mm512_castsi512_ps(twice(_mm512_loadu_si512(sum_ + b))), both,
-                                     lanes);
-    }
+    const __m512 both = add_dots<Format>(
+        first, second, scales_of_two<Format>(p[0], p[1], n), _mm512_castsi512_ps(twice(scale + b)),
+        twice(isum0 + b), twice(isum1 + b), _mm512_castsi512_ps(twice(sum_ + b)),
+        __mmask16(own_lanes | own_lanes << 8), _mm512_shuffle_f32x4(acc[0], acc[1], 0x44));
     out[0] = sum(V{_mm512_shuffle_f32x4(both, acc[0], 0xe4)});
     out[1] = sum(V{_mm512_shuffle_f32x4(both, acc[1], 0xee)});
 }
