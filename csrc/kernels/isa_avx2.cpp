@@ -44,8 +44,10 @@ inline __m256i load256(const void* p) {
 inline __m256i broadcast128(const uint8_t* p) {
     return _mm256_broadcastsi128_si256(load128(p));
 }
+// 16 bytes at a and 16 at b, which lie behind a. A load that has the latter in its upper lane is an operand
+// of the blend; to insert them takes as long as two shuffles.
 inline __m256i two_lanes(const uint8_t* a, const uint8_t* b) {
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(load128(a)), load128(b), 1);
+    return _mm256_blend_epi32(_mm256_castsi128_si256(load128(a)), load256(b - 16), 0xf0);
 }
 
 inline __m256i low_nibbles(__m256i v) {
@@ -68,16 +70,31 @@ inline __m256i lane_bits(__m256i bytes) {
     return _mm256_and_si256(moved, _mm256_set1_epi8(kMask));
 }
 
-// kCount 4-byte words, kStride bytes apart; the other lanes hold anything. Loads and blends beat a gather,
-// which is slow on most processors that stop at AVX2.
-template <int kStride, int kCount>
+// kCount 4-byte words, kStride bytes apart; the other lanes hold anything. A load that has each word in its
+// lane is an operand of the blend; one that would reach behind the last word is a broadcast, which costs one
+// more. A gather is slow on most processors that stop at AVX2.
+template <int kStride, int kCount, int kAll = kCount>
 inline __m256i words_at_stride(const uint8_t* p) {
-    const __m256i last = _mm256_set1_epi32(int(load_u32(p + (kCount - 1) * kStride)));
+    constexpr int i = kCount - 1, kFirst = (kStride - 4) * i, kEnd = kStride * (kAll - 1) + 4;
+    const __m256i word =
+        kFirst + 32 <= kEnd ? load256(p + kFirst) : _mm256_set1_epi32(int(load_u32(p + kStride * i)));
     if constexpr (kCount == 1) {
-        return last;
+        return word;
     } else {
-        const __m256i others = words_at_stride<kStride, kCount - 1>(p);  // named: the blend may be a macro
-        return _mm256_blend_epi32(others, last, 1 << (kCount - 1));
+        const __m256i others = words_at_stride<kStride, i, kAll>(p);  // named: the blend may be a macro
+        return _mm256_blend_epi32(others, word, 1 << i);
+    }
+}
+
+// Eight 2-byte words, kStride bytes apart.
+template <int kStride, int kCount = 8>
+inline __m128i halves_at_stride(const uint8_t* p) {
+    if constexpr (kCount == 0) {
+        return _mm_setzero_si128();
+    } else {
+        constexpr int i = kCount - 1;
+        const __m128i others = halves_at_stride<kStride, i>(p), word = load128(p + (kStride - 2) * i);
+        return i == 0 ? word : _mm_blend_epi16(others, word, 1 << i);
     }
 }
 
@@ -94,6 +111,11 @@ struct Nibbles {
 
     template <int n>
     static Scales scales(const uint8_t* p) {
+        if constexpr (!kMin && n == 8) {
+            Scales s = {};
+            s.scale = _mm256_cvtph_ps(halves_at_stride<kBlockBytes>(p));
+            return s;
+        }
         const __m256i words = words_at_stride<kBlockBytes, n>(p);
         const __m256i split = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15,  //
                                                0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
@@ -103,21 +125,19 @@ struct Nibbles {
         if constexpr (kMin) s.min = _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
         return s;
     }
-    // Where the codes of the pair start, the last block standing in for one that is missing.
-    template <int g, int n>
-    static const uint8_t* first(const uint8_t* p) {
-        return p + 2 * g * kBlockBytes + kHead;
-    }
-    template <int g, int n>
-    static const uint8_t* second(const uint8_t* p) {
-        return first<g, n>(p) + (2 * g + 1 < n ? kBlockBytes : 0);
+    // 16 bytes of codes of each block of the pair, kSkip on; the last block stands in for one that is
+    // missing.
+    template <int g, int n, int kSkip = 0>
+    static __m256i codes(const uint8_t* p) {
+        const uint8_t* first = p + 2 * g * kBlockBytes + kHead + kSkip;
+        return 2 * g + 1 < n ? two_lanes(first, first + kBlockBytes) : broadcast128(first);
     }
 
     template <int g, int n>
     static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
-        const __m256i codes = two_lanes(first<g, n>(p), second<g, n>(p));
-        a = low_nibbles(codes);
-        b = high_nibbles(codes);
+        const __m256i both = codes<g, n>(p);
+        a = low_nibbles(both);
+        b = high_nibbles(both);
     }
 };
 
@@ -145,9 +165,10 @@ struct FiveBits : Nibbles<kHead, kBlockBytes, kMin> {
     template <int g, int n>
     static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
         Base::template unpack<g, n>(p, a, b);
-        const __m256i bits =
-            _mm256_blend_epi32(_mm256_set1_epi32(int(load_u32(Base::template first<g, n>(p) - 4))),
-                               _mm256_set1_epi32(int(load_u32(Base::template second<g, n>(p) - 4))), 0xf0);
+        const uint8_t* first = p + 2 * g * kBlockBytes + kHead - 4;
+        const uint8_t* second = first + (2 * g + 1 < n ? kBlockBytes : 0);
+        const __m256i bits = _mm256_blend_epi32(_mm256_set1_epi32(int(load_u32(first))),
+                                                _mm256_set1_epi32(int(load_u32(second))), 0xf0);
         constexpr int64_t kOnes = 0x0101010101010101;
         a = _mm256_or_si256(a, spread(bits, _mm256_setr_epi64x(0, kOnes, 0, kOnes)));
         b = _mm256_or_si256(b, spread(bits, _mm256_setr_epi64x(2 * kOnes, 3 * kOnes, 2 * kOnes, 3 * kOnes)));
@@ -172,8 +193,8 @@ struct FormatQ8_0 : Nibbles<2, 34, false> {
 
     template <int g, int n>
     static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
-        a = two_lanes(first<g, n>(p), second<g, n>(p));
-        b = two_lanes(first<g, n>(p) + 16, second<g, n>(p) + 16);
+        a = codes<g, n>(p);
+        b = codes<g, n, 16>(p);
     }
 };
 
@@ -199,7 +220,7 @@ struct FormatMXFP4 : Nibbles<1, 17, false> {
     static constexpr Type kType = Type::MXFP4;
     static constexpr int kZero = 16, kMaxCode = 28;
 
-    static __m256i codes(__m256i nibbles) {
+    static __m256i offset(__m256i nibbles) {
         alignas(16) static constexpr uint8_t kOffset[16] = {16, 17, 18, 19, 20, 22, 24, 28,
                                                             16, 15, 14, 13, 12, 10, 8,  4};
         return _mm256_shuffle_epi8(broadcast128(kOffset), nibbles);
@@ -207,8 +228,8 @@ struct FormatMXFP4 : Nibbles<1, 17, false> {
     template <int g, int n>
     static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
         Nibbles::unpack<g, n>(p, a, b);
-        a = codes(a);
-        b = codes(b);
+        a = offset(a);
+        b = offset(b);
     }
     template <int n>
     static Scales scales(const uint8_t* p) {
@@ -223,6 +244,21 @@ struct FormatMXFP4 : Nibbles<1, 17, false> {
 };
 
 // Types with super-blocks: always eight blocks, which are one super-block.
+
+// Two f16 side by side, each in all lanes. One that is wanted alone comes with its neighbour: to bring it
+// there by itself takes more.
+inline void two_halves(const uint8_t* p, __m256& first, __m256& second) {
+    float word;
+    memcpy(&word, p, 4);
+    const __m256 both = _mm256_cvtph_ps(_mm_castps_si128(_mm_set1_ps(word)));
+    first = _mm256_moveldup_ps(both);
+    second = _mm256_movehdup_ps(both);
+}
+inline __m256 second_half(const uint8_t* p) {
+    __m256 first, second;
+    two_halves(p, first, second);
+    return second;
+}
 
 inline __m256 times(uint16_t scale, __m256i integers) {
     return _mm256_mul_ps(_mm256_set1_ps(half(scale)), _mm256_cvtepi32_ps(integers));
@@ -256,7 +292,8 @@ struct FormatIQ4_XS {
     }
 };
 
-// Q4_K and Q5_K: their 6-bit scales and minimums.
+// Q4_K and Q5_K: their 6-bit scales and minimums (unpack_scale_min), unpacked in general registers, since
+// vectors have enough to do.
 struct KScales {
     static constexpr bool kSigned = false;
 
@@ -267,10 +304,15 @@ struct KScales {
         const uint64_t min_high = (w2 >> 4 & 0x0f0f0f0f) | (w1 >> 2 & 0x30303030);
         const uint64_t scales = (w0 & 0x3f3f3f3f) | scale_high << 32,
                        mins = (w1 & 0x3f3f3f3f) | min_high << 32;
+        __m256 scale, min;
+        two_halves(p, scale, min);
         Scales s = {};
-        s.scale = times(load_u16(p), _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(int64_t(scales))));
-        s.min = times(load_u16(p + 2) ^ 0x8000, _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(int64_t(mins))));
+        s.scale = _mm256_mul_ps(scale, bytes_to_floats(scales));
+        s.min = _mm256_mul_ps(_mm256_xor_ps(min, _mm256_set1_ps(-0.0f)), bytes_to_floats(mins));
         return s;
+    }
+    static __m256 bytes_to_floats(uint64_t bytes) {
+        return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(int64_t(bytes))));
     }
 };
 
@@ -323,7 +365,7 @@ struct FormatQ6_K {
     template <int n>
     static Scales scales(const uint8_t* p) {
         Scales s = {};
-        s.scale = _mm256_set1_ps(half(load_u16(p + 208)));
+        s.scale = second_half(p + 206);
         s.sub_scale = _mm256_cvtepi8_epi16(load128(p + 192));
         return s;
     }
@@ -353,7 +395,7 @@ struct FormatQ3_K {
                                             int((w1 & 0x0f0f0f0f) | (w2 << 2 & 0x30303030)),
                                             int((w0 & 0x0f0f0f0f) | (w2 << 4 & 0x30303030)));
         Scales s = {};
-        s.scale = _mm256_set1_ps(half(load_u16(p + 108)));
+        s.scale = second_half(p + 106);
         s.sub_scale = _mm256_cvtepi8_epi16(_mm_sub_epi8(bytes, _mm_set1_epi8(32)));
         return s;
     }
@@ -376,8 +418,8 @@ struct FormatQ2_K {
     static Scales scales(const uint8_t* p) {
         const __m256i words = _mm256_cvtepu8_epi16(load128(p));
         Scales s = {};
-        s.scale = _mm256_set1_ps(half(load_u16(p + 80)));
-        s.min = _mm256_set1_ps(-half(load_u16(p + 82)));
+        two_halves(p + 80, s.scale, s.min);
+        s.min = _mm256_xor_ps(s.min, _mm256_set1_ps(-0.0f));
         s.sub_scale = _mm256_and_si256(words, _mm256_set1_epi16(15));
         s.sub_min = _mm256_srli_epi16(words, 4);
         return s;
@@ -402,7 +444,7 @@ struct FormatTQ2_0 {
     template <int n>
     static Scales scales(const uint8_t* p) {
         Scales s = {};
-        s.scale = _mm256_set1_ps(half(load_u16(p + 64)));
+        s.scale = second_half(p + 62);
         return s;
     }
 };
@@ -446,7 +488,7 @@ struct FormatTQ1_0 {
     template <int n>
     static Scales scales(const uint8_t* p) {
         Scales s = {};
-        s.scale = _mm256_set1_ps(half(load_u16(p + 52)));
+        s.scale = second_half(p + 50);
         return s;
     }
 };
@@ -782,6 +824,25 @@ inline __m256i products(__m256i codes, const int8_t* q) {
         return _mm256_maddubs_epi16(codes, load256(q));
 }
 
+// Halves of two vectors' 128-bit lanes added to each other, those of a and then of b; and their quarters, two
+// by two. What hadd does, in half the time on some processors.
+template <class Add>
+inline __m256i add_halves(__m256i a, __m256i b, Add add) {
+    return add(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+}
+template <class Add>
+inline __m256i add_quarters(__m256i a, __m256i b, Add add) {
+    const __m256 x = _mm256_castsi256_ps(a), y = _mm256_castsi256_ps(b);
+    return add(_mm256_castps_si256(_mm256_shuffle_ps(x, y, 0x88)),
+               _mm256_castps_si256(_mm256_shuffle_ps(x, y, 0xdd)));
+}
+inline __m256i add16(__m256i a, __m256i b) {
+    return _mm256_add_epi16(a, b);
+}
+inline __m256i add32(__m256i a, __m256i b) {
+    return _mm256_add_epi32(a, b);
+}
+
 // Partial sums of blocks 2g and 2g + 1, each in its 128-bit lane: where the codes allow it eight int16, the
 // first four of them of the first half if halves have scales, otherwise four int32.
 template <class Format, int g, int n>
@@ -793,9 +854,9 @@ inline __m256i pair_sums(const uint8_t* p, const int8_t* q, __m256i sub_scale) {
     a = products<Format>(a, q + g / 2 * kGroup + g % 2 * 32);
     b = products<Format>(b, q + g / 2 * kGroup + g % 2 * 32 + 64);
     if constexpr (kSub && kInt16Terms<Format> >= 8) return _mm256_hadd_epi16(a, b);
-    if constexpr (!kSub && kInt16Terms<Format> >= 4) return _mm256_add_epi16(a, b);
-    return _mm256_add_epi32(_mm256_madd_epi16(a, kSub ? pair_scales<g, 0>(sub_scale) : ones()),
-                            _mm256_madd_epi16(b, kSub ? pair_scales<g, 1>(sub_scale) : ones()));
+    if constexpr (!kSub && kInt16Terms<Format> >= 4) return add16(a, b);
+    return add32(_mm256_madd_epi16(a, kSub ? pair_scales<g, 0>(sub_scale) : ones()),
+                 _mm256_madd_epi16(b, kSub ? pair_scales<g, 1>(sub_scale) : ones()));
 }
 
 // Integer dot products of the n blocks, a lane a block; with sub-scales but without an offset of the codes.
@@ -806,20 +867,22 @@ inline __m256i block_dots(const uint8_t* p, const int8_t* q, __m256i sub_scale) 
                   s1 = pair_sums<Format, 1, n>(p, q, sub_scale);
     const __m256i s2 = pair_sums<Format, 2, n>(p, q, sub_scale),
                   s3 = pair_sums<Format, 3, n>(p, q, sub_scale);
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // hadd leaves blocks 0 2 4 6 | 1 3 5 7
-    __m256i sums;
-    if constexpr (kInt16Terms<Format> >= 8) {
-        sums = _mm256_hadd_epi16(_mm256_hadd_epi16(s0, s1), _mm256_hadd_epi16(s2, s3));
-        if constexpr (has_sub_blocks(Format::kType))
-            return _mm256_madd_epi16(_mm256_permutevar8x32_epi32(sums, order), sub_scale);
-        sums = _mm256_madd_epi16(sums, ones());
-    } else if constexpr (!has_sub_blocks(Format::kType) && kInt16Terms<Format> >= 4) {
-        sums = _mm256_hadd_epi32(_mm256_madd_epi16(_mm256_hadd_epi16(s0, s1), ones()),
-                                 _mm256_madd_epi16(_mm256_hadd_epi16(s2, s3), ones()));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // of blocks 0 2 4 6 | 1 3 5 7
+    constexpr bool kSub = has_sub_blocks(Format::kType);
+    if constexpr (kSub && kInt16Terms<Format> >= 8) {
+        const __m256i halves = _mm256_hadd_epi16(_mm256_hadd_epi16(s0, s1), _mm256_hadd_epi16(s2, s3));
+        return _mm256_madd_epi16(_mm256_permutevar8x32_epi32(halves, order), sub_scale);
+    } else if constexpr (!kSub && kInt16Terms<Format> >= 8) {
+        const __m256i sums = add_quarters(add_halves(s0, s1, add16), add_halves(s2, s3, add16), add16);
+        return _mm256_permutevar8x32_epi32(_mm256_madd_epi16(sums, ones()), order);
+    } else if constexpr (!kSub && kInt16Terms<Format> >= 4) {
+        const __m256i first = _mm256_madd_epi16(add_halves(s0, s1, add16), ones()),
+                      last = _mm256_madd_epi16(add_halves(s2, s3, add16), ones());
+        return _mm256_permutevar8x32_epi32(add_quarters(first, last, add32), order);
     } else {
-        sums = _mm256_hadd_epi32(_mm256_hadd_epi32(s0, s1), _mm256_hadd_epi32(s2, s3));
+        const __m256i sums = add_quarters(add_halves(s0, s1, add32), add_halves(s2, s3, add32), add32);
+        return _mm256_permutevar8x32_epi32(sums, order);
     }
-    return _mm256_permutevar8x32_epi32(sums, order);
 }
 
 // Adds n <= 8 blocks of one row and one token to acc, a lane a block. Inlined by force, as `dot`: the more
@@ -852,9 +915,10 @@ HOTSET_INLINE void prefetch(const uint8_t* p, int bytes) {
     for (int at = 0; at < bytes; at += 64) V::fetch(p + at);
 }
 
-// `kTail`: blocks % 8. `ahead`: what is fetched meanwhile, as long as the row.
+// The sixteen lanes of a dot product. `kTail`: blocks % 8. `ahead`: what is fetched meanwhile, as long as the
+// row.
 template <class Format, int kTail>
-HOTSET_INLINE float dot(const uint8_t* p, const uint8_t* ahead, int64_t blocks, const TokenInputs& x) {
+HOTSET_INLINE V dot_lanes(const uint8_t* p, const uint8_t* ahead, int64_t blocks, const TokenInputs& x) {
     __m256 lo = _mm256_setzero_ps(), hi = _mm256_setzero_ps();
     int64_t b = 0;
     for (; b + 16 <= blocks; b += 16, p += 2 * Format::kBytes, ahead += 2 * Format::kBytes) {
@@ -875,7 +939,7 @@ HOTSET_INLINE float dot(const uint8_t* p, const uint8_t* ahead, int64_t blocks, 
         else
             lo = add_blocks<Format, kTail>(p, x, b, lo);
     }
-    return sum(V{lo, hi});
+    return {lo, hi};
 }
 
 // f<blocks % 8>(), a constant where the type has whole steps alone.
@@ -913,8 +977,24 @@ inline TokenInputs inputs_of(const Inputs& x, int token) {
 template <class Format>
 inline float one_row(const Matrix&, const uint8_t* row, const Inputs& x, int token, const uint8_t* ahead) {
     const TokenInputs inputs = inputs_of(x, token);
-    return by_tail<Format>(x.k / 32,
-                           [&]<int kTail>() { return dot<Format, kTail>(row, ahead, x.k / 32, inputs); });
+    return by_tail<Format>(
+        x.k / 32, [&]<int kTail>() { return sum(dot_lanes<Format, kTail>(row, ahead, x.k / 32, inputs)); });
+}
+
+// sum() of four.
+inline void sums(const V v[4], float out[4]) {
+    auto four_apart = [&](int i) {
+        const __m256 a = _mm256_add_ps(v[i].lo, v[i].hi), b = _mm256_add_ps(v[i + 1].lo, v[i + 1].hi);
+        return _mm256_castps_pd(
+            _mm256_add_ps(_mm256_blend_ps(a, b, 0xf0), _mm256_permute2f128_ps(a, b, 0x21)));
+    };
+    const __m256d ab = four_apart(0), cd = four_apart(2);
+    const __m256 two_apart =
+        _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(ab, cd)),
+                      _mm256_castpd_ps(_mm256_unpackhi_pd(ab, cd)));  // a a c c | b b d d
+    const __m256 all = _mm256_add_ps(two_apart, _mm256_movehdup_ps(two_apart));
+    const __m256i order = _mm256_setr_epi32(0, 4, 2, 6, 0, 0, 0, 0);
+    _mm_storeu_ps(out, _mm256_castps256_ps128(_mm256_permutevar8x32_ps(all, order)));
 }
 
 // Rows one after the other; a call for each would be a fifth of the time of short ones.
@@ -922,16 +1002,35 @@ template <class Format>
 void one_token(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int token, float* out) {
     const TokenInputs inputs = inputs_of(x, token);
     by_tail<Format>(x.k / 32, [&]<int kTail>() {
-        for (int64_t r = row0; r < row1; r++)
-            out[r - row0] = dot<Format, kTail>(w.row(r), w.row(r) + x.ahead, x.k / 32, inputs);
+        auto lanes = [&](int64_t r) {
+            return dot_lanes<Format, kTail>(w.row(r), w.row(r) + x.ahead, x.k / 32, inputs);
+        };
+        int64_t r = row0;
+        if constexpr (type_facts(Format::kType).block_size != 32)  // (those of 32 are no quicker for it)
+            for (; r + 4 <= row1; r += 4) {
+                V four[4];
+                for (int i = 0; i < 4; i++) four[i] = lanes(r + i);
+                sums(four, out + r - row0);
+            }
+        for (; r < row1; r++) out[r - row0] = sum(lanes(r));
     });
 }
 
-// ---- Eight blocks at once: those of one row, or one of each of eight rows
+// ---- Several tokens
 // --------------------------------------------------------------------------------------------------
+//
+// Eight blocks of a row as for one token, but their codes are transposed: word i of each block lies in vector
+// i, a lane a block, and so do those of the inputs, which a call prepares once. What is then left for each
+// token are the products.
+//
+// Eight rows a vector, whose lanes are rows, need no transposed inputs, but each word of them in all lanes:
+// as many loads again as there are products, and so many AVX2 processors cannot do (docs/LOG.md, 2026-11-23).
 
-// A lane a block.
-struct Block {
+constexpr int kRows = 8;         // that share a pass over the inputs
+constexpr int kTileTokens = 32;  // that share the unpacking of a row: more inputs leave the first-level cache
+
+// Eight blocks of a row, a lane each.
+struct Blocks {
     __m256i codes[8];       // four bytes of each
     __m256i magnitudes[8];  // of signed codes
     __m256i sub_scale[2];   // int16: that of the first half twice a lane, that of the second half
@@ -940,11 +1039,18 @@ struct Block {
     __m256 min;
 
     // Pairs of int16 scales of halves, apart.
-    HOTSET_INLINE static void split_sub_scale(__m256i both, __m256i out[2]) {
+    HOTSET_INLINE void split_sub_scale(__m256i both) {
         const __m256i shifted = _mm256_slli_epi32(both, 16);
-        out[0] = _mm256_blend_epi16(_mm256_srli_epi32(shifted, 16), shifted, 0xaa);
-        out[1] = _mm256_blend_epi16(_mm256_srli_epi32(both, 16), both, 0xaa);
+        sub_scale[0] = _mm256_blend_epi16(_mm256_srli_epi32(shifted, 16), shifted, 0xaa);
+        sub_scale[1] = _mm256_blend_epi16(_mm256_srli_epi32(both, 16), both, 0xaa);
     }
+};
+
+// Eight blocks of one token.
+struct BlockInputs {
+    __m256i words[8];
+    __m256 scale;
+    __m256i sums;  // what the format needs: float sums, or corrections
 };
 
 // What the format needs of the sums of a block's halves beside its products: kZero times both or, with
@@ -955,62 +1061,70 @@ inline int32_t correction(int32_t isum0, int32_t isum1) {
     return int32_t(uint32_t(Format::kZero) * (uint32_t(isum0) + uint32_t(isum1)));
 }
 
-// Sum of a half's codes times its inputs, word by word, as int32 after madd with `by`.
-template <class Format, int kFirst, class Word>
-HOTSET_INLINE __m256i half_dot(const __m256i codes[8], Word word, __m256i by) {
-    constexpr int kRun = kInt16Terms<Format> < 4 ? kInt16Terms<Format> : 4;
-    __m256i total = _mm256_setzero_si256();
-    for (int i = kFirst; i < kFirst + 4; i += kRun) {
-        __m256i pairs = _mm256_maddubs_epi16(codes[i], word(i));
-        for (int j = 1; j < kRun; j++)
-            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(codes[i + j], word(i + j)));
-        const __m256i part = _mm256_madd_epi16(pairs, by);
-        total = i > kFirst ? _mm256_add_epi32(total, part) : part;
+// Sum in int16 of the products of kCount words from kFirst on, one added after the other: where a compiler
+// makes a tree of the sum, so many are open at a time that codes leave their registers, and loads are what is
+// scarce.
+template <int kFirst, int kCount>
+HOTSET_INLINE __m256i sum_of_products(const __m256i codes[8], const __m256i words[8]) {
+    __m256i sum = _mm256_maddubs_epi16(codes[kFirst], words[kFirst]);
+    for (int i = kFirst + 1; i < kFirst + kCount; i++) {
+        sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes[i], words[i]));
+#ifndef _MSC_VER
+        asm("" : "+x"(sum));
+#endif
     }
-    return total;
+    return sum;
 }
 
-// The integer dot product without an offset of the codes. word(i): inputs 4i to 4i + 3, a lane a block.
-template <class Format, class Word>
-HOTSET_INLINE __m256i block_dot(const Block& block, Word word) {
+// Sum of the products of kCount words as int32, after madd with `by`; widened as late as the codes allow.
+template <class Format, int kFirst, int kCount = 4>
+HOTSET_INLINE __m256i wide_sum(const __m256i codes[8], const __m256i words[8], __m256i by) {
+    if constexpr (kCount <= kInt16Terms<Format>)
+        return _mm256_madd_epi16(sum_of_products<kFirst, kCount>(codes, words), by);
+    else
+        return _mm256_add_epi32(wide_sum<Format, kFirst, kCount / 2>(codes, words, by),
+                                wide_sum<Format, kFirst + kCount / 2, kCount / 2>(codes, words, by));
+}
+
+// The integer dot products without an offset of the codes.
+template <class Format>
+HOTSET_INLINE __m256i dots(const Blocks& blocks, const __m256i words[8]) {
     if constexpr (Format::kSigned) {
         __m256i total = _mm256_setzero_si256();
         for (int i = 0; i < 8; i++) {
             const __m256i pairs =
-                _mm256_maddubs_epi16(block.magnitudes[i], _mm256_sign_epi8(word(i), block.codes[i]));
+                _mm256_maddubs_epi16(blocks.magnitudes[i], _mm256_sign_epi8(words[i], blocks.codes[i]));
             total = _mm256_add_epi32(total, _mm256_madd_epi16(pairs, ones()));
         }
         return total;
     } else if constexpr (has_sub_blocks(Format::kType)) {
-        return _mm256_add_epi32(half_dot<Format, 0>(block.codes, word, block.sub_scale[0]),
-                                half_dot<Format, 4>(block.codes, word, block.sub_scale[1]));
+        return _mm256_add_epi32(wide_sum<Format, 0>(blocks.codes, words, blocks.sub_scale[0]),
+                                wide_sum<Format, 4>(blocks.codes, words, blocks.sub_scale[1]));
     } else if constexpr (kInt16Terms<Format> >= 8) {
-        __m256i pairs = _mm256_maddubs_epi16(block.codes[0], word(0));
-        for (int i = 1; i < 8; i++)
-            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(block.codes[i], word(i)));
-        return _mm256_madd_epi16(pairs, ones());
+        return _mm256_madd_epi16(_mm256_add_epi16(sum_of_products<0, 4>(blocks.codes, words),
+                                                  sum_of_products<4, 4>(blocks.codes, words)),
+                                 ones());
     } else {
-        return _mm256_add_epi32(half_dot<Format, 0>(block.codes, word, ones()),
-                                half_dot<Format, 4>(block.codes, word, ones()));
+        return _mm256_add_epi32(wide_sum<Format, 0>(blocks.codes, words, ones()),
+                                wide_sum<Format, 4>(blocks.codes, words, ones()));
     }
 }
 
-// Adds the products with a token to acc. input, sum: scales and sums of its blocks.
-template <class Format, class Word>
-HOTSET_INLINE __m256 add_block(const Block& block, Word word, __m256 input, __m256 sum, __m256i correction,
-                               __m256 acc) {
+// Adds the products with a token to acc.
+template <class Format>
+HOTSET_INLINE __m256 add_products(const Blocks& blocks, const BlockInputs& x, __m256 acc) {
     constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
-    __m256i dot = block_dot<Format>(block, word), by_sum = _mm256_setzero_si256();
-    if constexpr (kSub) by_sum = _mm256_madd_epi16(block.by_sum, correction);
+    __m256i dot = dots<Format>(blocks, x.words), by_sum = _mm256_setzero_si256();
+    if constexpr (kSub) by_sum = _mm256_madd_epi16(blocks.by_sum, x.sums);
     if constexpr (kSub && !kMin)
         dot = _mm256_sub_epi32(dot, by_sum);
     else if constexpr (Format::kZero != 0)
-        dot = _mm256_sub_epi32(dot, correction);
-    const __m256 total = _mm256_fmadd_ps(_mm256_mul_ps(block.scale, input), _mm256_cvtepi32_ps(dot), acc);
+        dot = _mm256_sub_epi32(dot, x.sums);
+    const __m256 total = _mm256_fmadd_ps(_mm256_mul_ps(blocks.scale, x.scale), _mm256_cvtepi32_ps(dot), acc);
     if constexpr (kMin && kSub)
-        return _mm256_fmadd_ps(_mm256_mul_ps(block.min, input), _mm256_cvtepi32_ps(by_sum), total);
+        return _mm256_fmadd_ps(_mm256_mul_ps(blocks.min, x.scale), _mm256_cvtepi32_ps(by_sum), total);
     else if constexpr (kMin)
-        return _mm256_fmadd_ps(block.min, sum, total);
+        return _mm256_fmadd_ps(blocks.min, _mm256_castsi256_ps(x.sums), total);
     else
         return total;
 }
@@ -1024,22 +1138,6 @@ inline const uint8_t* readable(const uint8_t* p, int n, const uint8_t* end, uint
     memset(copy + bytes, 0, Format::kBytes - bytes);
     return copy;
 }
-
-// ---- A few tokens
-// --------------------------------------------------------------------------------------------------
-//
-// Eight blocks of a row as for one token, but their codes are transposed: word i of each block lies in vector
-// i, a lane a block, and so do those of the inputs, which a call prepares once. What is then left for each
-// token are the products.
-
-constexpr int kFewRows = 8;  // that share a pass over the inputs
-
-// Eight blocks of one token.
-struct FewInputs {
-    __m256i words[8];
-    __m256 scale;
-    __m256i sums;  // what the format needs: float sums, or corrections
-};
 
 // Of blocks 2g and 2g + 1 with four words each in v[g], word i of all eight in v[i].
 inline void transpose_words(__m256i v[4]) {
@@ -1061,13 +1159,13 @@ inline __m256 in_lanes(__m256 v) {
 
 // out: [steps of eight blocks][n].
 template <class Format>
-inline void transpose_inputs(const Inputs& x, int t0, int n, FewInputs* out) {
+inline void transpose_inputs(const Inputs& x, int t0, int n, BlockInputs* out) {
     const int64_t blocks = x.k / 32, width = padded(x.k);
     for (int t = 0; t < n; t++) {
         const int8_t* q = x.q + (t0 + t) * width;
         const int32_t* isum = x.isum + (t0 + t) * (width / 16);
         for (int64_t b = 0; b < blocks; b += 8) {
-            FewInputs& to = out[b / 8 * n + t];
+            BlockInputs& to = out[b / 8 * n + t];
             for (int half = 0; half < 2; half++) {
                 for (int g = 0; g < 4; g++)
                     to.words[4 * half + g] = load256(q + b * 32 + g / 2 * kGroup + g % 2 * 32 + half * 64);
@@ -1087,68 +1185,72 @@ inline void transpose_inputs(const Inputs& x, int t0, int n, FewInputs* out) {
 }
 
 template <class Format>
-HOTSET_INLINE void unpack_few(const uint8_t* p, Block& block) {
+HOTSET_INLINE void unpack_blocks(const uint8_t* p, Blocks& blocks) {
     constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
-    Format::template unpack<0, 8>(p, block.codes[0], block.codes[4]);
-    Format::template unpack<1, 8>(p, block.codes[1], block.codes[5]);
-    Format::template unpack<2, 8>(p, block.codes[2], block.codes[6]);
-    Format::template unpack<3, 8>(p, block.codes[3], block.codes[7]);
-    transpose_words(block.codes);
-    transpose_words(block.codes + 4);
+    Format::template unpack<0, 8>(p, blocks.codes[0], blocks.codes[4]);
+    Format::template unpack<1, 8>(p, blocks.codes[1], blocks.codes[5]);
+    Format::template unpack<2, 8>(p, blocks.codes[2], blocks.codes[6]);
+    Format::template unpack<3, 8>(p, blocks.codes[3], blocks.codes[7]);
+    transpose_words(blocks.codes);
+    transpose_words(blocks.codes + 4);
     if constexpr (Format::kSigned)
-        for (int i = 0; i < 8; i++) block.magnitudes[i] = _mm256_abs_epi8(block.codes[i]);
+        for (int i = 0; i < 8; i++) blocks.magnitudes[i] = _mm256_abs_epi8(blocks.codes[i]);
     const Scales s = Format::template scales<8>(p);
-    block.scale = in_lanes(s.scale);
-    if constexpr (kMin) block.min = in_lanes(s.min);
+    blocks.scale = in_lanes(s.scale);
+    if constexpr (kMin) blocks.min = in_lanes(s.min);
     if constexpr (kSub) {
-        block.by_sum = in_lanes(sum_weights<Format>(s));
-        Block::split_sub_scale(in_lanes(s.sub_scale), block.sub_scale);
+        blocks.by_sum = in_lanes(sum_weights<Format>(s));
+        blocks.split_sub_scale(in_lanes(s.sub_scale));
     }
 }
 
-// Adds the first n of eight blocks at p, times each token, to half h of its acc.
-template <class Format>
-HOTSET_INLINE void add_few(const uint8_t* p, int n, const FewInputs* x, int tokens, V* acc, int h) {
-    Block block;
-    unpack_few<Format>(p, block);
+// Adds the first n of eight blocks at p, times each token, to half h of its acc. kWhole: n is 8.
+template <class Format, bool kWhole>
+HOTSET_INLINE void add_to_tokens(const uint8_t* p, int n, const BlockInputs* x, int tokens, V* acc, int h) {
+    Blocks blocks;
+    unpack_blocks<Format>(p, blocks);
     // Other lanes may hold anything, NaN too: they are masked, never multiplied by zero.
     const __m256 lanes = _mm256_castsi256_ps(in_lanes(V::below(n)));
-    for (int t = 0; t < tokens; t++) {
-        __m256& sums = h ? acc[t].hi : acc[t].lo;
-        auto word = [&](int i) { return x[t].words[i]; };
-        const __m256 total =
-            add_block<Format>(block, word, x[t].scale, _mm256_castsi256_ps(x[t].sums), x[t].sums, sums);
-        sums = n == 8 ? total : _mm256_blendv_ps(sums, total, lanes);
+    __m256* sums = h ? &acc->hi : &acc->lo;
+    for (int t = 0; t < tokens; t++, sums += 2) {
+        const __m256 total = add_products<Format>(blocks, x[t], *sums);
+        *sums = kWhole ? total : _mm256_blendv_ps(*sums, total, lanes);
     }
 }
 
+// At most kTileTokens of them.
 template <class Format>
-void few(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int n, float* out, int64_t ld,
-         uint8_t* scratch) {
-    static_assert(kFewRows % 4 == 0);
-    FewInputs* inputs = reinterpret_cast<FewInputs*>(scratch);
+void several(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int n, float* out,
+             int64_t ld, uint8_t* scratch) {
+    static_assert(kRows % 4 == 0);
+    // Of a tile that many bytes for each input: kernel_scratch_bytes() has more.
+    static_assert(sizeof(BlockInputs) * kTileTokens / 256 < kPanelRows);
+    BlockInputs* inputs = reinterpret_cast<BlockInputs*>(scratch);
     transpose_inputs<Format>(x, t0, n, inputs);
     const int64_t blocks = x.k / 32;
     // Fetched in the order in which rows lie.
-    const uint8_t* ahead = w.row(row0) + (kFewRows - 1) * w.row_bytes + kAhead;
-    for (int64_t r = row0; r < row1; r += kFewRows) {
-        V acc[kFewRows][kFewTokens];
-        const uint8_t* rows[kFewRows];
-        for (int i = 0; i < kFewRows; i++) {
+    const uint8_t* ahead = w.row(row0) + (kRows - 1) * w.row_bytes + kAhead;
+    for (int64_t r = row0; r < row1; r += kRows) {
+        V acc[kRows][kTileTokens];
+        const uint8_t* rows[kRows];
+        for (int i = 0; i < kRows; i++) {
             rows[i] = w.row(imin(r + i, row1 - 1));
             for (int t = 0; t < n; t++) acc[i][t] = V::zero();
         }
         for (int64_t b = 0; b < blocks; b += 8) {
             const int count = imin(blocks - b, 8);
             uint8_t copy[Format::kBytes];
-            for (int i = 0; i < kFewRows && r + i < row1; i++) {
+            for (int i = 0; i < kRows && r + i < row1; i++) {
                 prefetch(ahead, count * Format::kBytes / 8);
                 ahead += count * Format::kBytes / 8;
                 const uint8_t* p = readable<Format>(rows[i] + b / 8 * Format::kBytes, count, w.end(), copy);
-                add_few<Format>(p, count, inputs + b / 8 * n, n, acc[i], b / 8 % 2);
+                if (count == 8)
+                    add_to_tokens<Format, true>(p, 8, inputs + b / 8 * n, n, acc[i], b / 8 % 2);
+                else
+                    add_to_tokens<Format, false>(p, count, inputs + b / 8 * n, n, acc[i], b / 8 % 2);
             }
         }
-        for (int i = 0; i < kFewRows && r + i < row1; i += 4)
+        for (int i = 0; i < kRows && r + i < row1; i += 4)
             for (int t = 0; t < n; t++) {
                 auto add = [](__m256 v, __m256 z) { return _mm256_add_ps(v, z); };
                 auto halves = [&](int j) { return add(acc[i + j][t].lo, acc[i + j][t].hi); };
@@ -1159,201 +1261,23 @@ void few(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, i
     }
 }
 
-// ---- Many tokens
-// ------------------------------------------------------------------------------------------------
-
-constexpr int kLanes = 8;       // rows of a panel
-constexpr int kTokenTile = 16;  // tokens that share one pass over a panel
-
-// Transposes eight vectors of eight 4-byte words.
-inline void transpose(__m256i v[8]) {
-    __m256i t[8];
-    for (int i = 0; i < 8; i += 4) {
-        const __m256i ab_lo = _mm256_unpacklo_epi32(v[i], v[i + 1]),
-                      ab_hi = _mm256_unpackhi_epi32(v[i], v[i + 1]);
-        const __m256i cd_lo = _mm256_unpacklo_epi32(v[i + 2], v[i + 3]);
-        const __m256i cd_hi = _mm256_unpackhi_epi32(v[i + 2], v[i + 3]);
-        t[i] = _mm256_unpacklo_epi64(ab_lo, cd_lo);      // words 0, 4 of four rows
-        t[i + 1] = _mm256_unpackhi_epi64(ab_lo, cd_lo);  // words 1, 5
-        t[i + 2] = _mm256_unpacklo_epi64(ab_hi, cd_hi);
-        t[i + 3] = _mm256_unpackhi_epi64(ab_hi, cd_hi);
-    }
-    for (int i = 0; i < 4; i++) {
-        v[i] = _mm256_permute2x128_si256(t[i], t[i + 4], 0x20);
-        v[i + 4] = _mm256_permute2x128_si256(t[i], t[i + 4], 0x31);
-    }
-}
-
-// Eight rows whose lanes are rows: per 32-block eight vectors of codes (four bytes a row), then its scales.
-struct Panel {
-    __m256i* codes;      // [blocks][8]
-    __m256* scale;       // [blocks]
-    __m256* min;         // [blocks]
-    __m256i* sub_scale;  // [blocks][2], int16: that of the first half twice a lane, that of the second half
-    __m256i* by_sum;     // [blocks], int16: sum_weights()
-};
-
-template <class Format, int g>
-inline void pack_pair(const uint8_t* const rows[8], int n, __m256i* codes) {
-    __m256i first[8], second[8];
-    for (int r = 0; r < 8; r++) Format::template unpack<g, 8>(rows[r], first[r], second[r]);
-    transpose(first);
-    transpose(second);
-    for (int j = 0; j < imin(n - 2 * g, 2); j++)
-        for (int i = 0; i < 4; i++) {
-            codes[(2 * g + j) * 8 + i] = first[4 * j + i];
-            codes[(2 * g + j) * 8 + 4 + i] = second[4 * j + i];
-        }
-}
-
+// Tokens from which one at a time is too slow: signed codes are the dearest to multiply by themselves.
 template <class Format>
-inline void pack_panel(const Matrix& w, int64_t row, int n_rows, int64_t blocks, const Panel& panel) {
-    constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
-    constexpr int kBytes = Format::kBytes;
-    for (int64_t b = 0; b < blocks; b += 8) {
-        const int n = imin(blocks - b, 8);
-        uint8_t copies[8][kBytes];
-        const uint8_t* rows[8];
-        Scales scales[8];
-        for (int r = 0; r < 8; r++) {  // a short panel repeats its last row
-            rows[r] = w.row(row + imin(r, n_rows - 1)) + b / 8 * kBytes;
-            rows[r] = readable<Format>(rows[r], n, w.end(), copies[r]);
-            scales[r] = Format::template scales<8>(rows[r]);
-        }
-        pack_pair<Format, 0>(rows, n, panel.codes + b * 8);
-        pack_pair<Format, 1>(rows, n, panel.codes + b * 8);
-        pack_pair<Format, 2>(rows, n, panel.codes + b * 8);
-        pack_pair<Format, 3>(rows, n, panel.codes + b * 8);
-        __m256i lanes[8];
-        for (int r = 0; r < 8; r++) lanes[r] = _mm256_castps_si256(scales[r].scale);
-        transpose(lanes);
-        for (int i = 0; i < n; i++) panel.scale[b + i] = _mm256_castsi256_ps(lanes[i]);
-        if constexpr (kMin) {
-            for (int r = 0; r < 8; r++) lanes[r] = _mm256_castps_si256(scales[r].min);
-            transpose(lanes);
-            for (int i = 0; i < n; i++) panel.min[b + i] = _mm256_castsi256_ps(lanes[i]);
-        }
-        if constexpr (kSub) {
-            for (int r = 0; r < 8; r++) lanes[r] = sum_weights<Format>(scales[r]);
-            transpose(lanes);
-            for (int i = 0; i < n; i++) panel.by_sum[b + i] = lanes[i];
-            for (int r = 0; r < 8; r++) lanes[r] = scales[r].sub_scale;
-            transpose(lanes);
-            for (int i = 0; i < n; i++) Block::split_sub_scale(lanes[i], panel.sub_scale + (b + i) * 2);
-        }
-    }
-}
-
-inline __m256i broadcast_word(const int8_t* p) {
-    int32_t word;
-    memcpy(&word, p, 4);
-    return _mm256_set1_epi32(word);
-}
-
-// Inputs of the tokens of a tile.
-struct TileInputs {
-    const int8_t* q;            // [tokens][32 * stride]
-    const float* scale;         // [tokens][stride]
-    const float* sum;           // [tokens][stride]
-    const int32_t* correction;  // [tokens][stride]
-    int64_t stride;
-};
-
-template <class Format>
-inline void panel_tile(const Panel& panel, int64_t blocks, const TileInputs& x, int n,
-                       float (*acc)[kTokenTile][kLanes]) {
-    constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
-    for (int64_t b = 0; b < blocks; b++) {
-        Block block;
-        for (int i = 0; i < 8; i++) {
-            block.codes[i] = panel.codes[b * 8 + i];
-            block.magnitudes[i] = _mm256_abs_epi8(block.codes[i]);
-        }
-        block.scale = panel.scale[b];
-        if constexpr (kMin) block.min = panel.min[b];
-        if constexpr (kSub) {
-            block.by_sum = panel.by_sum[b];
-            for (int h = 0; h < 2; h++) block.sub_scale[h] = panel.sub_scale[b * 2 + h];
-        }
-        const int8_t* q = x.q + b / 4 * kGroup + b % 4 * 16;
-        for (int t = 0; t < n; t++) {
-            const int64_t at = t * x.stride + b;
-            auto word = [&](int i) {
-                return broadcast_word(q + t * x.stride * 32 + 4 * (i % 4) + 64 * (i / 4));
-            };
-            float* lane = acc[b % 16][t];
-            const __m256 total =
-                add_block<Format>(block, word, _mm256_set1_ps(x.scale[at]), _mm256_set1_ps(x.sum[at]),
-                                  _mm256_set1_epi32(x.correction[at]), _mm256_load_ps(lane));
-            _mm256_store_ps(lane, total);
-        }
-    }
-}
-
-template <class Format>
-void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
-            int64_t ld, uint8_t* scratch) {
-    constexpr int kPanels = kPanelRows / kLanes;
-    const int64_t blocks = x.k / 32, stride = padded(x.k) / 32;
-    auto take = [&](int64_t vectors) {
-        uint8_t* p = scratch;
-        scratch += vectors * 32;
-        return p;
-    };
-    Panel panel[kPanels];
-    for (Panel& p : panel) {
-        p.codes = reinterpret_cast<__m256i*>(take(blocks * 8));
-        p.scale = reinterpret_cast<__m256*>(take(blocks));
-        p.min = reinterpret_cast<__m256*>(take(blocks));
-        p.sub_scale = reinterpret_cast<__m256i*>(take(blocks * 2));
-        p.by_sum = reinterpret_cast<__m256i*>(take(blocks));
-    }
-    int32_t* corrections = reinterpret_cast<int32_t*>(take(kTokenTile * stride / 8));
-    for (int64_t r = row0; r < row1; r += kPanelRows) {
-        const int n_panels = (imin(row1 - r, kPanelRows) + kLanes - 1) / kLanes;
-        for (int i = 0; i < n_panels; i++)
-            pack_panel<Format>(w, r + kLanes * i, imin(row1 - r - kLanes * i, kLanes), blocks, panel[i]);
-        for (int t = t0; t < t1; t += kTokenTile) {
-            const int n = imin(t1 - t, kTokenTile);
-            for (int j = 0; j < n; j++) {
-                const int32_t* isum0 = x.isum + (t + j) * stride * 2;
-                const int32_t* isum1 = isum0 + stride;
-                for (int64_t b = 0; b < blocks; b++)
-                    corrections[j * stride + b] = correction<Format>(isum0[b], isum1[b]);
-            }
-            const TileInputs tile = {x.q + t * stride * 32, x.scale + t * stride, x.sum + t * stride,
-                                     corrections, stride};
-            for (int i = 0; i < n_panels; i++) {
-                alignas(32) float acc[16][kTokenTile][kLanes] = {};
-                panel_tile<Format>(panel[i], blocks, tile, n, acc);
-                const int64_t row = r + kLanes * i;
-                const __m256i mask = V::below(imin(row1 - row, kLanes));
-                for (int j = 0; j < n; j++) {
-                    __m256 lane[16];
-                    for (int l = 0; l < 16; l++) lane[l] = _mm256_load_ps(acc[l][j]);
-                    for (int half = 8; half; half /= 2)
-                        for (int l = 0; l < half; l++) lane[l] = _mm256_add_ps(lane[l], lane[l + half]);
-                    _mm256_maskstore_ps(out + (t + j - t0) * ld + (row - row0), mask, lane[0]);
-                }
-            }
-        }
-    }
-}
-
-// Tokens from which one at a time is too slow, and from which a panel is worth its packing: signed codes are
-// the dearest to multiply by themselves.
-template <class Format>
-constexpr int kFewFrom = Format::kSigned ? 3 : 2;
-template <class Format>
-constexpr int kPackFrom = Format::kSigned ? 13 : kFewTokens + 1;
+constexpr int kSeveralFrom = Format::kSigned ? 3 : 2;
 
 template <class Format>
 void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
             int64_t ld, uint8_t* scratch) {
-    const int n = t1 - t0;
-    if (n >= kPackFrom<Format>) return panels<Format>(w, row0, row1, x, t0, t1, out, ld, scratch);
-    if (n >= kFewFrom<Format>) return few<Format>(w, row0, row1, x, t0, n, out, ld, scratch);
-    for (int t = t0; t < t1; t++) one_token<Format>(w, row0, row1, x, t, out + (t - t0) * ld);
+    if (t1 - t0 < kSeveralFrom<Format>) {
+        for (int t = t0; t < t1; t++) one_token<Format>(w, row0, row1, x, t, out + (t - t0) * ld);
+        return;
+    }
+    constexpr int64_t kCachedBytes = 128 * 1024;  // of weights, which stay in the second-level cache
+    const int64_t rows = std::max<int64_t>(kCachedBytes / int64_t(w.row_bytes), kPanelRows);
+    for (int64_t r = row0; r < row1; r += rows)
+        for (int t = t0; t < t1; t += kTileTokens)
+            several<Format>(w, r, imin(r + rows, row1), x, t, imin(t1 - t, kTileTokens),
+                            out + (t - t0) * ld + (r - row0), ld, scratch);
 }
 
 // ---- Float weights, many tokens
