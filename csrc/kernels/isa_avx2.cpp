@@ -1002,17 +1002,16 @@ template <class Format>
 void one_token(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int token, float* out) {
     const TokenInputs inputs = inputs_of(x, token);
     by_tail<Format>(x.k / 32, [&]<int kTail>() {
-        auto lanes = [&](int64_t r) {
-            return dot_lanes<Format, kTail>(w.row(r), w.row(r) + x.ahead, x.k / 32, inputs);
-        };
-        int64_t r = row0;
-        if constexpr (type_facts(Format::kType).block_size != 32)  // (those of 32 are no quicker for it)
-            for (; r + 4 <= row1; r += 4) {
-                V four[4];
-                for (int i = 0; i < 4; i++) four[i] = lanes(r + i);
-                sums(four, out + r - row0);
-            }
-        for (; r < row1; r++) out[r - row0] = sum(lanes(r));
+        // One place that has a row's product: with a second GCC leaves it a call.
+        V lanes[4];
+        int n = 0;
+        for (int64_t r = row0; r < row1; r++) {
+            lanes[n++] = dot_lanes<Format, kTail>(w.row(r), w.row(r) + x.ahead, x.k / 32, inputs);
+            if (n < 4) continue;
+            sums(lanes, out + r - 3 - row0);
+            n = 0;
+        }
+        for (int i = 0; i < n; i++) out[row1 - row0 - n + i] = sum(lanes[i]);
     });
 }
 
@@ -1022,9 +1021,6 @@ void one_token(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int
 // Eight blocks of a row as for one token, but their codes are transposed: word i of each block lies in vector
 // i, a lane a block, and so do those of the inputs, which a call prepares once. What is then left for each
 // token are the products.
-//
-// Eight rows a vector, whose lanes are rows, need no transposed inputs, but each word of them in all lanes:
-// as many loads again as there are products, and so many AVX2 processors cannot do (docs/LOG.md, 2026-11-23).
 
 constexpr int kRows = 8;         // that share a pass over the inputs
 constexpr int kTileTokens = 32;  // that share the unpacking of a row: more inputs leave the first-level cache
@@ -1037,14 +1033,14 @@ struct Blocks {
     __m256i by_sum;         // int16: sum_weights()
     __m256 scale;
     __m256 min;
-
-    // Pairs of int16 scales of halves, apart.
-    HOTSET_INLINE void split_sub_scale(__m256i both) {
-        const __m256i shifted = _mm256_slli_epi32(both, 16);
-        sub_scale[0] = _mm256_blend_epi16(_mm256_srli_epi32(shifted, 16), shifted, 0xaa);
-        sub_scale[1] = _mm256_blend_epi16(_mm256_srli_epi32(both, 16), both, 0xaa);
-    }
 };
+
+// Pairs of int16 scales of halves, apart.
+inline void split_sub_scale(__m256i both, __m256i out[2]) {
+    const __m256i shifted = _mm256_slli_epi32(both, 16);
+    out[0] = _mm256_blend_epi16(_mm256_srli_epi32(shifted, 16), shifted, 0xaa);
+    out[1] = _mm256_blend_epi16(_mm256_srli_epi32(both, 16), both, 0xaa);
+}
 
 // Eight blocks of one token.
 struct BlockInputs {
@@ -1053,12 +1049,17 @@ struct BlockInputs {
     __m256i sums;  // what the format needs: float sums, or corrections
 };
 
-// What the format needs of the sums of a block's halves beside its products: kZero times both or, with
-// sub-blocks, both as int16.
+// What a format needs of a token's block beside its products: with minimums the sum (a float's bits), else,
+// of the sums of its halves, kZero times both or, with sub-blocks, both as int16.
 template <class Format>
-inline int32_t correction(int32_t isum0, int32_t isum1) {
-    if (has_sub_blocks(Format::kType)) return int32_t((uint32_t(isum0) & 0xffff) | uint32_t(isum1) << 16);
-    return int32_t(uint32_t(Format::kZero) * (uint32_t(isum0) + uint32_t(isum1)));
+inline int32_t block_sums(const Inputs& x, int token, int64_t b) {
+    const int64_t blocks = padded(x.k) / 32;
+    if constexpr (has_min(Format::kType) && !has_sub_blocks(Format::kType))
+        return std::bit_cast<int32_t>(x.sum[token * blocks + b]);
+    const uint32_t isum0 = uint32_t(x.isum[2 * token * blocks + b]),
+                   isum1 = uint32_t(x.isum[(2 * token + 1) * blocks + b]);
+    if constexpr (has_sub_blocks(Format::kType)) return int32_t((isum0 & 0xffff) | isum1 << 16);
+    return int32_t(uint32_t(Format::kZero) * (isum0 + isum1));
 }
 
 // Sum in int16 of the products of kCount words from kFirst on, one added after the other: where a compiler
@@ -1163,7 +1164,6 @@ inline void transpose_inputs(const Inputs& x, int t0, int n, BlockInputs* out) {
     const int64_t blocks = x.k / 32, width = padded(x.k);
     for (int t = 0; t < n; t++) {
         const int8_t* q = x.q + (t0 + t) * width;
-        const int32_t* isum = x.isum + (t0 + t) * (width / 16);
         for (int64_t b = 0; b < blocks; b += 8) {
             BlockInputs& to = out[b / 8 * n + t];
             for (int half = 0; half < 2; half++) {
@@ -1172,14 +1172,9 @@ inline void transpose_inputs(const Inputs& x, int t0, int n, BlockInputs* out) {
                 transpose_words(to.words + 4 * half);
             }
             to.scale = in_lanes(_mm256_loadu_ps(x.scale + (t0 + t) * (width / 32) + b));
-            if constexpr (has_min(Format::kType) && !has_sub_blocks(Format::kType)) {
-                to.sums = in_lanes(load256(x.sum + (t0 + t) * (width / 32) + b));
-            } else {
-                alignas(32) int32_t numbers[8];
-                for (int i = 0; i < 8; i++)
-                    numbers[i] = correction<Format>(isum[b + i], isum[width / 32 + b + i]);
-                to.sums = in_lanes(load256(numbers));
-            }
+            alignas(32) int32_t numbers[8];
+            for (int i = 0; i < 8; i++) numbers[i] = block_sums<Format>(x, t0 + t, b + i);
+            to.sums = in_lanes(load256(numbers));
         }
     }
 }
@@ -1200,7 +1195,7 @@ HOTSET_INLINE void unpack_blocks(const uint8_t* p, Blocks& blocks) {
     if constexpr (kMin) blocks.min = in_lanes(s.min);
     if constexpr (kSub) {
         blocks.by_sum = in_lanes(sum_weights<Format>(s));
-        blocks.split_sub_scale(in_lanes(s.sub_scale));
+        split_sub_scale(in_lanes(s.sub_scale), blocks.sub_scale);
     }
 }
 
@@ -1261,9 +1256,190 @@ void several(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t
     }
 }
 
+// ---- Panels
+// --------------------------------------------------------------------------------------------------
+//
+// Eight rows a vector, whose lanes are rows. No lane is empty, whatever the width, but each word of the
+// inputs is wanted in all lanes: as many loads again as there are products, and loads are what AVX2
+// processors have fewest of (docs/LOG.md, 2026-11-23). So this is for narrow matrices, of whose last eight
+// blocks most would be missing.
+
+constexpr int kLanes = 8;         // rows of a panel
+constexpr int kPanelTokens = 16;  // that share one pass over a panel
+
+// Transposes eight vectors of eight 4-byte words.
+inline void transpose(__m256i v[8]) {
+    __m256i t[8];
+    for (int i = 0; i < 8; i += 4) {
+        const __m256i ab_lo = _mm256_unpacklo_epi32(v[i], v[i + 1]),
+                      ab_hi = _mm256_unpackhi_epi32(v[i], v[i + 1]);
+        const __m256i cd_lo = _mm256_unpacklo_epi32(v[i + 2], v[i + 3]);
+        const __m256i cd_hi = _mm256_unpackhi_epi32(v[i + 2], v[i + 3]);
+        t[i] = _mm256_unpacklo_epi64(ab_lo, cd_lo);      // words 0, 4 of four rows
+        t[i + 1] = _mm256_unpackhi_epi64(ab_lo, cd_lo);  // words 1, 5
+        t[i + 2] = _mm256_unpacklo_epi64(ab_hi, cd_hi);
+        t[i + 3] = _mm256_unpackhi_epi64(ab_hi, cd_hi);
+    }
+    for (int i = 0; i < 4; i++) {
+        v[i] = _mm256_permute2x128_si256(t[i], t[i + 4], 0x20);
+        v[i + 4] = _mm256_permute2x128_si256(t[i], t[i + 4], 0x31);
+    }
+}
+
+// Eight rows whose lanes are rows: per 32-block eight vectors of codes (four bytes a row), then its scales.
+struct Panel {
+    __m256i* codes;      // [blocks][8]
+    __m256* scale;       // [blocks]
+    __m256* min;         // [blocks]
+    __m256i* sub_scale;  // [blocks][2], int16: that of the first half twice a lane, that of the second half
+    __m256i* by_sum;     // [blocks], int16: sum_weights()
+};
+
+template <class Format, int g>
+inline void pack_pair(const uint8_t* const rows[8], int n, __m256i* codes) {
+    __m256i first[8], second[8];
+    for (int r = 0; r < 8; r++) Format::template unpack<g, 8>(rows[r], first[r], second[r]);
+    transpose(first);
+    transpose(second);
+    for (int j = 0; j < imin(n - 2 * g, 2); j++)
+        for (int i = 0; i < 4; i++) {
+            codes[(2 * g + j) * 8 + i] = first[4 * j + i];
+            codes[(2 * g + j) * 8 + 4 + i] = second[4 * j + i];
+        }
+}
+
+template <class Format>
+inline void pack_panel(const Matrix& w, int64_t row, int n_rows, int64_t blocks, const Panel& panel) {
+    constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
+    constexpr int kBytes = Format::kBytes;
+    for (int64_t b = 0; b < blocks; b += 8) {
+        const int n = imin(blocks - b, 8);
+        uint8_t copies[8][kBytes];
+        const uint8_t* rows[8];
+        Scales scales[8];
+        for (int r = 0; r < 8; r++) {  // a short panel repeats its last row
+            rows[r] = w.row(row + imin(r, n_rows - 1)) + b / 8 * kBytes;
+            rows[r] = readable<Format>(rows[r], n, w.end(), copies[r]);
+            scales[r] = Format::template scales<8>(rows[r]);
+        }
+        pack_pair<Format, 0>(rows, n, panel.codes + b * 8);
+        pack_pair<Format, 1>(rows, n, panel.codes + b * 8);
+        pack_pair<Format, 2>(rows, n, panel.codes + b * 8);
+        pack_pair<Format, 3>(rows, n, panel.codes + b * 8);
+        __m256i lanes[8];
+        for (int r = 0; r < 8; r++) lanes[r] = _mm256_castps_si256(scales[r].scale);
+        transpose(lanes);
+        for (int i = 0; i < n; i++) panel.scale[b + i] = _mm256_castsi256_ps(lanes[i]);
+        if constexpr (kMin) {
+            for (int r = 0; r < 8; r++) lanes[r] = _mm256_castps_si256(scales[r].min);
+            transpose(lanes);
+            for (int i = 0; i < n; i++) panel.min[b + i] = _mm256_castsi256_ps(lanes[i]);
+        }
+        if constexpr (kSub) {
+            for (int r = 0; r < 8; r++) lanes[r] = sum_weights<Format>(scales[r]);
+            transpose(lanes);
+            for (int i = 0; i < n; i++) panel.by_sum[b + i] = lanes[i];
+            for (int r = 0; r < 8; r++) lanes[r] = scales[r].sub_scale;
+            transpose(lanes);
+            for (int i = 0; i < n; i++) split_sub_scale(lanes[i], panel.sub_scale + (b + i) * 2);
+        }
+    }
+}
+
+inline __m256i broadcast_word(const int8_t* p) {
+    int32_t word;
+    memcpy(&word, p, 4);
+    return _mm256_set1_epi32(word);
+}
+
+// Inputs of the tokens of a tile.
+struct TileInputs {
+    const int8_t* q;      // [tokens][32 * stride]
+    const float* scale;   // [tokens][stride]
+    const int32_t* sums;  // [tokens][stride], as BlockInputs::sums
+    int64_t stride;
+};
+
+template <class Format>
+inline void panel_tile(const Panel& panel, int64_t blocks, const TileInputs& x, int n,
+                       float (*acc)[kPanelTokens][kLanes]) {
+    constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
+    for (int64_t b = 0; b < blocks; b++) {
+        Blocks rows;
+        for (int i = 0; i < 8; i++) {
+            rows.codes[i] = panel.codes[b * 8 + i];
+            if constexpr (Format::kSigned) rows.magnitudes[i] = _mm256_abs_epi8(rows.codes[i]);
+        }
+        rows.scale = panel.scale[b];
+        if constexpr (kMin) rows.min = panel.min[b];
+        if constexpr (kSub) {
+            rows.by_sum = panel.by_sum[b];
+            for (int h = 0; h < 2; h++) rows.sub_scale[h] = panel.sub_scale[b * 2 + h];
+        }
+        const int8_t* q = x.q + b / 4 * kGroup + b % 4 * 16;
+        for (int t = 0; t < n; t++) {
+            const int64_t at = t * x.stride + b;
+            BlockInputs token;
+            for (int i = 0; i < 8; i++)
+                token.words[i] = broadcast_word(q + t * x.stride * 32 + 4 * (i % 4) + 64 * (i / 4));
+            token.scale = _mm256_set1_ps(x.scale[at]);
+            token.sums = _mm256_set1_epi32(x.sums[at]);
+            float* lane = acc[b % 16][t];
+            _mm256_store_ps(lane, add_products<Format>(rows, token, _mm256_load_ps(lane)));
+        }
+    }
+}
+
+template <class Format>
+void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
+            int64_t ld, uint8_t* scratch) {
+    constexpr int kPanels = kPanelRows / kLanes;
+    const int64_t blocks = x.k / 32, stride = padded(x.k) / 32;
+    auto take = [&](int64_t vectors) {
+        uint8_t* p = scratch;
+        scratch += vectors * 32;
+        return p;
+    };
+    Panel panel[kPanels];
+    for (Panel& p : panel) {
+        p.codes = reinterpret_cast<__m256i*>(take(blocks * 8));
+        p.scale = reinterpret_cast<__m256*>(take(blocks));
+        p.min = reinterpret_cast<__m256*>(take(blocks));
+        p.sub_scale = reinterpret_cast<__m256i*>(take(blocks * 2));
+        p.by_sum = reinterpret_cast<__m256i*>(take(blocks));
+    }
+    int32_t* sums = reinterpret_cast<int32_t*>(take(kPanelTokens * stride / 8));
+    for (int64_t r = row0; r < row1; r += kPanelRows) {
+        const int n_panels = (imin(row1 - r, kPanelRows) + kLanes - 1) / kLanes;
+        for (int i = 0; i < n_panels; i++)
+            pack_panel<Format>(w, r + kLanes * i, imin(row1 - r - kLanes * i, kLanes), blocks, panel[i]);
+        for (int t = t0; t < t1; t += kPanelTokens) {
+            const int n = imin(t1 - t, kPanelTokens);
+            for (int j = 0; j < n; j++)
+                for (int64_t b = 0; b < blocks; b++) sums[j * stride + b] = block_sums<Format>(x, t + j, b);
+            const TileInputs tile = {x.q + t * stride * 32, x.scale + t * stride, sums, stride};
+            for (int i = 0; i < n_panels; i++) {
+                alignas(32) float acc[16][kPanelTokens][kLanes] = {};
+                panel_tile<Format>(panel[i], blocks, tile, n, acc);
+                const int64_t row = r + kLanes * i;
+                const __m256i mask = V::below(imin(row1 - row, kLanes));
+                for (int j = 0; j < n; j++) {
+                    __m256 lane[16];
+                    for (int l = 0; l < 16; l++) lane[l] = _mm256_load_ps(acc[l][j]);
+                    for (int half = 8; half; half /= 2)
+                        for (int l = 0; l < half; l++) lane[l] = _mm256_add_ps(lane[l], lane[l + half]);
+                    _mm256_maskstore_ps(out + (t + j - t0) * ld + (row - row0), mask, lane[0]);
+                }
+            }
+        }
+    }
+}
+
 // Tokens from which one at a time is too slow: signed codes are the dearest to multiply by themselves.
 template <class Format>
 constexpr int kSeveralFrom = Format::kSigned ? 3 : 2;
+constexpr int64_t kCachedBytes =
+    128 * 1024;  // of weights, which stay in the second-level cache between tiles
 
 template <class Format>
 void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
@@ -1272,7 +1448,9 @@ void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
         for (int t = t0; t < t1; t++) one_token<Format>(w, row0, row1, x, t, out + (t - t0) * ld);
         return;
     }
-    constexpr int64_t kCachedBytes = 128 * 1024;  // of weights, which stay in the second-level cache
+    const int64_t blocks = x.k / 32, lanes = (blocks + 7) / 8 * 8;
+    if (t1 - t0 > kFewTokens && 4 * lanes > 5 * blocks)  // (bits are the same either way)
+        return panels<Format>(w, row0, row1, x, t0, t1, out, ld, scratch);
     const int64_t rows = std::max<int64_t>(kCachedBytes / int64_t(w.row_bytes), kPanelRows);
     for (int64_t r = row0; r < row1; r += rows)
         for (int t = t0; t < t1; t += kTileTokens)
