@@ -1262,7 +1262,7 @@ void several(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t
 // Eight rows a vector, whose lanes are rows. No lane is empty, whatever the width, but each word of the
 // inputs is wanted in all lanes: as many loads again as there are products, and loads are what AVX2
 // processors have fewest of (docs/LOG.md, 2026-11-23). So this is for narrow matrices, of whose last eight
-// blocks most would be missing.
+// blocks most would be missing; types with super-blocks have none.
 
 constexpr int kLanes = 8;         // rows of a panel
 constexpr int kPanelTokens = 16;  // that share one pass over a panel
@@ -1288,11 +1288,9 @@ inline void transpose(__m256i v[8]) {
 
 // Eight rows whose lanes are rows: per 32-block eight vectors of codes (four bytes a row), then its scales.
 struct Panel {
-    __m256i* codes;      // [blocks][8]
-    __m256* scale;       // [blocks]
-    __m256* min;         // [blocks]
-    __m256i* sub_scale;  // [blocks][2], int16: that of the first half twice a lane, that of the second half
-    __m256i* by_sum;     // [blocks], int16: sum_weights()
+    __m256i* codes;  // [blocks][8]
+    __m256* scale;   // [blocks]
+    __m256* min;     // [blocks]
 };
 
 template <class Format, int g>
@@ -1310,7 +1308,7 @@ inline void pack_pair(const uint8_t* const rows[8], int n, __m256i* codes) {
 
 template <class Format>
 inline void pack_panel(const Matrix& w, int64_t row, int n_rows, int64_t blocks, const Panel& panel) {
-    constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
+    constexpr bool kMin = has_min(Format::kType);
     constexpr int kBytes = Format::kBytes;
     for (int64_t b = 0; b < blocks; b += 8) {
         const int n = imin(blocks - b, 8);
@@ -1335,14 +1333,6 @@ inline void pack_panel(const Matrix& w, int64_t row, int n_rows, int64_t blocks,
             transpose(lanes);
             for (int i = 0; i < n; i++) panel.min[b + i] = _mm256_castsi256_ps(lanes[i]);
         }
-        if constexpr (kSub) {
-            for (int r = 0; r < 8; r++) lanes[r] = sum_weights<Format>(scales[r]);
-            transpose(lanes);
-            for (int i = 0; i < n; i++) panel.by_sum[b + i] = lanes[i];
-            for (int r = 0; r < 8; r++) lanes[r] = scales[r].sub_scale;
-            transpose(lanes);
-            for (int i = 0; i < n; i++) split_sub_scale(lanes[i], panel.sub_scale + (b + i) * 2);
-        }
     }
 }
 
@@ -1363,7 +1353,7 @@ struct TileInputs {
 template <class Format>
 inline void panel_tile(const Panel& panel, int64_t blocks, const TileInputs& x, int n,
                        float (*acc)[kPanelTokens][kLanes]) {
-    constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
+    constexpr bool kMin = has_min(Format::kType);
     for (int64_t b = 0; b < blocks; b++) {
         Blocks rows;
         for (int i = 0; i < 8; i++) {
@@ -1372,10 +1362,6 @@ inline void panel_tile(const Panel& panel, int64_t blocks, const TileInputs& x, 
         }
         rows.scale = panel.scale[b];
         if constexpr (kMin) rows.min = panel.min[b];
-        if constexpr (kSub) {
-            rows.by_sum = panel.by_sum[b];
-            for (int h = 0; h < 2; h++) rows.sub_scale[h] = panel.sub_scale[b * 2 + h];
-        }
         const int8_t* q = x.q + b / 4 * kGroup + b % 4 * 16;
         for (int t = 0; t < n; t++) {
             const int64_t at = t * x.stride + b;
@@ -1405,8 +1391,6 @@ void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
         p.codes = reinterpret_cast<__m256i*>(take(blocks * 8));
         p.scale = reinterpret_cast<__m256*>(take(blocks));
         p.min = reinterpret_cast<__m256*>(take(blocks));
-        p.sub_scale = reinterpret_cast<__m256i*>(take(blocks * 2));
-        p.by_sum = reinterpret_cast<__m256i*>(take(blocks));
     }
     int32_t* sums = reinterpret_cast<int32_t*>(take(kPanelTokens * stride / 8));
     for (int64_t r = row0; r < row1; r += kPanelRows) {
@@ -1438,8 +1422,8 @@ void panels(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
 // Tokens from which one at a time is too slow: signed codes are the dearest to multiply by themselves.
 template <class Format>
 constexpr int kSeveralFrom = Format::kSigned ? 3 : 2;
-constexpr int64_t kCachedBytes =
-    128 * 1024;  // of weights, which stay in the second-level cache between tiles
+// Bytes of weights that stay in the second-level cache from one tile of tokens to the next.
+constexpr int64_t kCachedBytes = 128 * 1024;
 
 template <class Format>
 void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
@@ -1448,9 +1432,11 @@ void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0
         for (int t = t0; t < t1; t++) one_token<Format>(w, row0, row1, x, t, out + (t - t0) * ld);
         return;
     }
-    const int64_t blocks = x.k / 32, lanes = (blocks + 7) / 8 * 8;
-    if (t1 - t0 > kFewTokens && 4 * lanes > 5 * blocks)  // (bits are the same either way)
-        return panels<Format>(w, row0, row1, x, t0, t1, out, ld, scratch);
+    if constexpr (type_facts(Format::kType).block_size == 32) {
+        const int64_t blocks = x.k / 32, lanes = (blocks + 7) / 8 * 8;
+        if (t1 - t0 > kFewTokens && 4 * lanes > 5 * blocks)  // (bits are the same either way)
+            return panels<Format>(w, row0, row1, x, t0, t1, out, ld, scratch);
+    }
     const int64_t rows = std::max<int64_t>(kCachedBytes / int64_t(w.row_bytes), kPanelRows);
     for (int64_t r = row0; r < row1; r += rows)
         for (int t = t0; t < t1; t += kTileTokens)

@@ -258,22 +258,22 @@ void test_linear(const Kernels& kernels, Type type, int64_t rows, int64_t cols, 
     std::free(scratch);
 }
 
-// Every number of tokens up to kMostTokens, from the first on and up to the last: kernels differ by it. Not
-// part of the hash, nor are its numbers.
-void test_token_counts(const Kernels& kernels, Type type, int64_t rows, int64_t cols) {
-    constexpr int kMostTokens = 35;
+// Every number of tokens from `fewest` to `most`, from the first on and up to the last: kernels differ by it.
+// Not part of the hash, nor are its numbers.
+void test_token_counts(const Kernels& kernels, Type type, int64_t rows, int64_t cols, int fewest = 1,
+                       int most = 35) {
     const std::mt19937 before = random_engine;
     const std::vector<uint8_t> bytes = random_matrix(type, rows, cols);
     const auto exact = exact_copy(bytes);
     const Matrix w = {type, exact.get(), rows, cols, bytes.size() / size_t(rows)};
-    const QuantizedInputs x(*scalar_kernels(), normals(kMostTokens * cols), kMostTokens, cols);
+    const QuantizedInputs x(*scalar_kernels(), normals(most * cols), most, cols);
     random_engine = before;
     uint8_t* scratch =
         static_cast<uint8_t*>(std::aligned_alloc(64, (kernel_scratch_bytes(cols) + 63) / 64 * 64));
-    std::vector<float> all(kMostTokens * rows);
-    scalar_kernels()->linear[int(type)](w, 0, rows, x.view, 0, kMostTokens, all.data(), rows, scratch);
-    for (int n = 1; n <= kMostTokens; n++)
-        for (const int t0 : {0, kMostTokens - n}) {
+    std::vector<float> all(most * rows);
+    scalar_kernels()->linear[int(type)](w, 0, rows, x.view, 0, most, all.data(), rows, scratch);
+    for (int n = fewest; n <= most; n++)
+        for (const int t0 : {0, most - n}) {
             std::vector<float> got(n * rows, -1.0f);
             kernels.linear[int(type)](w, 0, rows, x.view, t0, t0 + n, got.data(), rows, scratch);
             char detail[64];
@@ -641,6 +641,7 @@ void test_type(const Kernels& kernels, Type type) {
             for (int n : {1, 2, 3, 7, 13}) test_linear(kernels, type, rows, cols, n);
     for (int64_t cols : widths)
         for (int64_t rows : {1, 2, 23}) test_token_counts(kernels, type, rows, cols);
+    if (!is_float(type)) test_token_counts(kernels, type, 70, 16384, 3, 3);  // rows that fill a cache
     for (int64_t cols : widths)
         for (int64_t rows : {1, 5, 19}) {
             test_gather(kernels, type, rows, cols);
