@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hotset import _core
 from hotset.errors import FormatError, InvalidRequestError
 from hotset.files import check_target, write_whole
 from hotset.formats.quants import GGMLType, dequantize, fitting
@@ -247,7 +248,7 @@ def _merged(gguf: GGUFFile, name: str, adapters: Adapters) -> np.ndarray:
     if f"{stem}.delta" in values:
         weight += values[f"{stem}.delta"]
     elif f"{stem}.b" in values:
-        weight += values[f"{stem}.b"] @ values[f"{stem}.a"]
+        weight += _product(values[f"{stem}.b"], values[f"{stem}.a"])
     else:
         raise InvalidRequestError(f"the adapters hold nothing for {name}; they belong to another model")
     blk, _, matrix = stem.rpartition(".")
@@ -264,6 +265,15 @@ def _merged(gguf: GGUFFile, name: str, adapters: Adapters) -> np.ndarray:
     elif matrix == "ffn_down" and len(retired):
         weight[:, retired] = values[f"{blk}.ffn_linear.b"]
     return weight
+
+
+def _product(b: np.ndarray, a: np.ndarray) -> np.ndarray:
+    """b [n_out, rank] @ a [rank, n_in], by hotset's own kernel: merged files are the same on every machine.
+
+    NumPy's product has other last bits with another number of threads or another processor.
+    """
+    rows = np.ascontiguousarray(b).view(np.uint8).reshape(-1)
+    return _core.linear(int(GGMLType.F32), rows, len(b), np.ascontiguousarray(a.T)).T
 
 
 def _retired(blk: str, values: Mapping[str, np.ndarray]) -> np.ndarray:
