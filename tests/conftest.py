@@ -11,8 +11,14 @@ like: a name of a temporary folder decides nothing.
 
 from __future__ import annotations
 
-import gc
 import os
+
+# There is a worker for each core. More threads of NumPy and torch, here and in the processes that tests
+# start, do little but wait for one another: they took a third of the suite's time. NumPy and torch read this
+# when they are imported.
+os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")
+
+import gc
 import random
 import secrets
 import signal
@@ -104,6 +110,12 @@ def no_unseeded_draws() -> Iterator[None]:
         yield
 
 
+def pytest_collection_finish() -> None:
+    """What is there before the first test, modules and eight thousand items, is left out of collections."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def same_start() -> Iterator[None]:
     """The generators of the process begin every test alike, and torch's threads are as many as before it."""
@@ -116,17 +128,6 @@ def same_start() -> Iterator[None]:
     yield
     if torch is not None:
         torch.set_num_threads(n_threads)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """torch computes with one thread, as small tensors are quickest: for the marks of whole files."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

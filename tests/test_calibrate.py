@@ -43,8 +43,6 @@ from hotset.training.thresholds import (
 
 pytest.importorskip("hotset._core", reason="the native module is not built")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 QUICK = {"n_ctx": 32, "n_tokens": 256, "n_measured": 512}
 
 

@@ -31,8 +31,6 @@ from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import Mask
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 T = GGMLType
 N_FF = 224  # seven groups of 32: neither a power of two nor a multiple of a kernel's block
 TYPES = [T.F32, T.F16, T.BF16, T.Q8_0, T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1]

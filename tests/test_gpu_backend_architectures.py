@@ -23,7 +23,6 @@ __all__ = ["model"]  # the fixture
 
 @pytest.mark.parametrize("plan", ["chunks", "mixed"])
 def test_logits_match_transformers(model: Any, plan: str) -> None:
-    torch.set_num_threads(1)
     gguf, sequences, expected = model
     graph = describe(config_from_gguf(gguf).for_context(N_CTX), gguf.tensors)
 

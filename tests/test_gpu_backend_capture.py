@@ -31,8 +31,6 @@ from hotset.errors import DeviceError, OutOfMemoryError
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import GGMLType
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Watch(TorchDispatchMode):
     """Notes the memory that a function reads or writes and did not allocate itself."""
@@ -405,7 +403,7 @@ def python(code: str, **environment: str) -> str:
     here = str(Path(__file__).parent)
     found = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, "PYTHONPATH": here, **environment},
         capture_output=True,
         text=True,
         check=False,

@@ -37,8 +37,6 @@ from hotset.placement.device_channels import plan_device_channels  # noqa: E402
 from hotset.placement.table import LayerPlacement, Placement  # noqa: E402
 from hotset.sparsity.thresholds import Thresholds, default_path  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 IDS = tokens(12)
 CUT = np.arange(12) % 4 > 0
 MARGIN = 1e-5  # of a threshold: nearer to it the rounding of a sum may put a value on either side

@@ -38,8 +38,6 @@ from hotset.model.decoder import describe  # noqa: E402
 from hotset.model.graph import Ffn, Graph, Heads, Route, Value  # noqa: E402
 from hotset.placement.build import open_chain  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def hybrid(gguf: GGUFFile, owners: tuple[int, ...] = (0, 0), **options: Any) -> ChainBackend:
     graph = describe(config_from_gguf(gguf), gguf.tensors)

@@ -35,8 +35,6 @@ from hotset.model.cost import KVType  # noqa: E402
 from hotset.placement.build import open_chain  # noqa: E402
 from hotset.placement.table import CPU, LayerPlacement, Placement  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 # Of F32 weights both sides round sums of at most N_FF terms, in different orders: sqrt(N_FF) / 2^24 each,
 # over the eight products of each of two layers. Norms and softmax pass an error on about as large as it was;
 # four times as much is left for those that do not.

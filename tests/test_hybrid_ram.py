@@ -44,8 +44,6 @@ from hotset.placement.table import CPU, Placement  # noqa: E402
 from hotset.report.experts import expert_counts  # noqa: E402
 from hotset.settings import LoadSettings  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CUTS = [*range(20, 30)]
 GIB = 2**30
 

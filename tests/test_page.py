@@ -24,7 +24,7 @@ from hotset.server.settings import ServerSettings
 WAIT = 20_000  # milliseconds that anything may take here, on a machine that has much else to do
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     with launched() as browser:
         yield browser

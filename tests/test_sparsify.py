@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 import re
 import subprocess
@@ -53,14 +52,6 @@ from hotset.training.text import (  # noqa: E402
 N_CTX = 32
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 96, 6000).astype(np.int32)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _few_threads() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -879,7 +870,6 @@ class TestProcesses:
             "import sys, pathlib\n"
             f"sys.path[:0] = {[str(Path(__file__).parent)]!r}\n"
             "import torch, test_sparsify as t\n"
-            "torch.set_num_threads(1)\n"
             "torch.distributed.init_process_group('gloo')\n"
             "import hotset.training.sparsify as s\n"
             f"paths = pathlib.Path({str(silu)!r}), pathlib.Path({str(tmp_path / 'two')!r})\n"
@@ -899,7 +889,6 @@ class TestProcesses:
                 str(script),
             ],
             check=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             timeout=240,
         )

@@ -40,8 +40,6 @@ from synthetic import Kind, Shape, write_sparse_model
 
 pytest.importorskip("hotset._core", reason="the native module is not built")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SHAPE = Shape(d=64, ff=128, layers=2, heads=4, kv_heads=2)
 N_CTX = 64
 TEXT = "".join(chr(c) for c in np.random.default_rng(0).integers(97, 123, 24 * N_CTX))
@@ -423,7 +421,6 @@ def test_pairs_of_another_activation_are_not_learned_from(tmp_path: Path) -> Non
 
 
 def run_it(path: Path, folder: Path, settings: PredictorSettings) -> None:
-    torch.set_num_threads(1)
     train_predictors(path, [TEXT], folder, None, settings, keep=True)
 
 

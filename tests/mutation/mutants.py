@@ -199,7 +199,6 @@ class Scratch:
         command = [str(self.python), *arguments]
         settings = {
             **os.environ,
-            "OMP_NUM_THREADS": "1",
             "HOTSET_HOME": str(self.path / "home"),
             **(env or {}),
         }
