@@ -24,7 +24,7 @@ from hotset.server.settings import ServerSettings
 WAIT = 20_000  # milliseconds that anything may take here, on a machine that has much else to do
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # no longer: playwright's event loop would stand in the way of others
 def browser() -> Iterator[Any]:
     with launched() as browser:
         yield browser
