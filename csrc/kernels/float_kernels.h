@@ -144,14 +144,13 @@ void layer_norm(const float* x, const float* weight, const float* bias, float ep
     });
 }
 
-// Four blocks at a time, which lie together in the layout and whose largest values and sums are found
-// together.
+// Four blocks at a time, whose largest values and sums are found together.
 void quantize(const float* x, int64_t k, int8_t* q, float* scale, float* sums, int32_t* isum) {
     const int64_t blocks = padded(k) / 32;
     int64_t b = 0;
-    for (; b * 32 < k; b += 4, q += kGroup) {
-        const float* at = x + b * 32;
-        const int count = imin(k - b * 32, 128);
+    for (; b * 32 < k || b % kInterleaved; b += 4) {  // whole groups, so that zeros lie together too
+        const int count = int(imax(imin(k - b * 32, 128), 0));
+        const float* at = x + (count ? b * 32 : 0);
         V half[2][4], highest[4];  // the first sixteen values of each block, the others
         for (int j = 0; j < 4; j++) {
             for (int h = 0; h < 2; h++)
@@ -182,8 +181,7 @@ void quantize(const float* x, int64_t k, int8_t* q, float* scale, float* sums, i
             own_scale[j] = NAN;
         }
         for (int j = 0; j < 4; j++) {
-            half[0][j].store_i8(q + 16 * j);
-            half[1][j].store_i8(q + 64 + 16 * j);
+            for (int h = 0; h < 2; h++) half[h][j].store_i8(q + half_at(kInterleaved, b + j, h));
             own_sum[j] = own_scale[j] * own_sum[j];
         }
         memcpy(scale + b, own_scale, sizeof(own_scale));
@@ -191,7 +189,7 @@ void quantize(const float* x, int64_t k, int8_t* q, float* scale, float* sums, i
         for (int j = 0; j < 4; j++) isum[b + j] = int32_t(total[0][j]);
         for (int j = 0; j < 4; j++) isum[blocks + b + j] = int32_t(total[1][j]);
     }
-    memset(q, 0, size_t(blocks - b) * 32);
+    memset(q + b * 32, 0, size_t(blocks - b) * 32);
     memset(scale + b, 0, size_t(blocks - b) * sizeof(float));
     memset(sums + b, 0, size_t(blocks - b) * sizeof(float));
     memset(isum + b, 0, size_t(blocks - b) * sizeof(int32_t));
@@ -602,6 +600,7 @@ float read(const float* x, int64_t n) {
 inline Kernels float_kernel_table(const char* isa) {
     Kernels table = {};
     table.isa = isa;
+    table.interleaved = kInterleaved;
     table.linear[int(Type::F32)] = float_linear<F32Weights>;
     table.linear[int(Type::F16)] = float_linear<F16Weights>;
     table.linear[int(Type::BF16)] = float_linear<BF16Weights>;

@@ -1,5 +1,6 @@
-// AVX2, FMA and F16C. A vector holds a half of a pair of 32-blocks: four int32 lanes a block after maddubs
-// and madd.
+// AVX2, FMA and F16C. A vector holds a half of a pair of 32-blocks, a 128-bit lane each: blocks g and g + 4 of
+// eight. Where four such pairs are added up within their lanes, the sums are in the order of the blocks; and
+// both blocks of a super-block's pair are stored alike, so that one shift brings out the codes of both.
 //
 // One token: eight blocks a step, their dot products summed into one vector, a lane a block; the sixteen
 // lanes of the canonical order are two accumulators, for even and odd steps. Many tokens: eight rows are
@@ -57,17 +58,19 @@ inline __m256i high_nibbles(__m256i v) {
     return low_nibbles(_mm256_srli_epi16(v, 4));
 }
 
-// Bytes moved left by kLow bits in the lower 128-bit lane and by kHigh in the upper (right where negative),
-// masked.
-template <int kLow, int kHigh, int kMask>
-inline __m256i lane_bits(__m256i bytes) {
-    static_assert((kLow >= 0) == (kHigh >= 0) || kLow == 0);
-    constexpr bool kLeft = kHigh >= 0;
-    constexpr int kSign = kLeft ? 1 : -1;
-    const __m256i count = _mm256_setr_epi32(kSign * kLow, kSign * kLow, kSign * kLow, kSign * kLow,
-                                            kSign * kHigh, kSign * kHigh, kSign * kHigh, kSign * kHigh);
-    const __m256i moved = kLeft ? _mm256_sllv_epi32(bytes, count) : _mm256_srlv_epi32(bytes, count);
+// The bits of each byte that kMask has when they have been moved left by kLeft (right where negative). They
+// must have been in the same byte.
+template <int kLeft, int kMask>
+inline __m256i moved_bits(__m256i bytes) {
+    __m256i moved = bytes;
+    if constexpr (kLeft > 0) moved = _mm256_slli_epi16(bytes, kLeft);
+    if constexpr (kLeft < 0) moved = _mm256_srli_epi16(bytes, -kLeft);
     return _mm256_and_si256(moved, _mm256_set1_epi8(kMask));
+}
+// Of bytes whose bit j belongs to block j of eight: bit g is that of block g in the lower 128-bit lane, and of
+// block g + 4 in the upper.
+inline __m256i bits_of_pairs(const uint8_t* p) {
+    return _mm256_srlv_epi32(broadcast128(p), _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
 }
 
 // kCount 4-byte words, kStride bytes apart; the other lanes hold anything. A load that has each word in its
@@ -98,9 +101,9 @@ inline __m128i halves_at_stride(const uint8_t* p) {
     }
 }
 
-// Each format: unpack<g, n>(p, a, b) gives the codes of blocks 2g and 2g + 1 of the n at p: first halves in
-// a, second halves in b. scales<n>(p) gives the scales of all n. Weight = code - kZero; kMaxCode bounds the
-// magnitude of codes. Nothing past the n blocks is read; block n, where n is odd, holds anything.
+// Each format: unpack<g, n>(p, a, b) gives the codes of blocks g and g + 4 of the n at p: first halves in a,
+// second halves in b. scales<n>(p) gives the scales of all n. Weight = code - kZero; kMaxCode bounds the
+// magnitude of codes. Nothing past the n blocks is read; block g + 4 holds anything if it is not of the n.
 
 // Types with 32-blocks: f16 scale (and minimum) at the head of each block, sixteen bytes of codes kHead bytes
 // on.
@@ -125,12 +128,11 @@ struct Nibbles {
         if constexpr (kMin) s.min = _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
         return s;
     }
-    // 16 bytes of codes of each block of the pair, kSkip on; the last block stands in for one that is
-    // missing.
+    // 16 bytes of codes of each block of the pair, kSkip on; the first stands in for one that is missing.
     template <int g, int n, int kSkip = 0>
     static __m256i codes(const uint8_t* p) {
-        const uint8_t* first = p + 2 * g * kBlockBytes + kHead + kSkip;
-        return 2 * g + 1 < n ? two_lanes(first, first + kBlockBytes) : broadcast128(first);
+        const uint8_t* first = p + g * kBlockBytes + kHead + kSkip;
+        return g + 4 < n ? two_lanes(first, first + 4 * kBlockBytes) : broadcast128(first);
     }
 
     template <int g, int n>
@@ -165,8 +167,8 @@ struct FiveBits : Nibbles<kHead, kBlockBytes, kMin> {
     template <int g, int n>
     static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
         Base::template unpack<g, n>(p, a, b);
-        const uint8_t* first = p + 2 * g * kBlockBytes + kHead - 4;
-        const uint8_t* second = first + (2 * g + 1 < n ? kBlockBytes : 0);
+        const uint8_t* first = p + g * kBlockBytes + kHead - 4;
+        const uint8_t* second = first + (g + 4 < n ? 4 * kBlockBytes : 0);
         const __m256i bits = _mm256_blend_epi32(_mm256_set1_epi32(int(load_u32(first))),
                                                 _mm256_set1_epi32(int(load_u32(second))), 0xf0);
         constexpr int64_t kOnes = 0x0101010101010101;
@@ -272,7 +274,7 @@ struct FormatIQ4_XS {
 
     template <int g, int n>
     static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
-        const __m256i codes = load256(p + 8 + 32 * g);
+        const __m256i codes = two_lanes(p + 8 + 16 * g, p + 72 + 16 * g);
         a = iq4_codes(low_nibbles(codes));
         b = iq4_codes(high_nibbles(codes));
     }
@@ -323,8 +325,9 @@ struct FormatQ4_K : KScales {
 
     template <int g, int n>
     static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
-        a = lane_bits<0, -4, 15>(broadcast128(p + 16 + 32 * g));
-        b = lane_bits<0, -4, 15>(broadcast128(p + 32 + 32 * g));
+        const uint8_t* codes = p + 16 + 32 * (g / 2);
+        a = moved_bits<-4 * (g % 2), 15>(two_lanes(codes, codes + 64));
+        b = moved_bits<-4 * (g % 2), 15>(two_lanes(codes + 16, codes + 80));
     }
 };
 
@@ -335,11 +338,11 @@ struct FormatQ5_K : KScales {
 
     template <int g, int n>
     static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
-        constexpr int kLow = 4 - 2 * g, kHigh = 3 - 2 * g;  // bits 2g and 2g + 1 to bit 4
-        a = _mm256_or_si256(lane_bits<0, -4, 15>(broadcast128(p + 48 + 32 * g)),
-                            lane_bits<kLow, kHigh, 16>(broadcast128(p + 16)));
-        b = _mm256_or_si256(lane_bits<0, -4, 15>(broadcast128(p + 64 + 32 * g)),
-                            lane_bits<kLow, kHigh, 16>(broadcast128(p + 32)));
+        const uint8_t* codes = p + 48 + 32 * (g / 2);
+        a = _mm256_or_si256(moved_bits<-4 * (g % 2), 15>(two_lanes(codes, codes + 64)),
+                            moved_bits<4 - g, 16>(bits_of_pairs(p + 16)));
+        b = _mm256_or_si256(moved_bits<-4 * (g % 2), 15>(two_lanes(codes + 16, codes + 80)),
+                            moved_bits<4 - g, 16>(bits_of_pairs(p + 32)));
     }
 };
 
@@ -351,16 +354,11 @@ struct FormatQ6_K {
 
     template <int g, int n>
     static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
-        const uint8_t* low = p + 64 * (g / 2);
-        const uint8_t* high = p + 128 + 32 * (g / 2);
-        constexpr int kLow = 4 - 4 * (g % 2),
-                      kHigh = 2 - 4 * (g % 2);  // bits 4(g % 2) and on to bits 4 and 5
-        a = two_lanes(low, low + 32);
-        b = two_lanes(low + 16, low + 48);
-        a = _mm256_or_si256(g % 2 ? high_nibbles(a) : low_nibbles(a),
-                            lane_bits<kLow, kHigh, 0x30>(broadcast128(high)));
-        b = _mm256_or_si256(g % 2 ? high_nibbles(b) : low_nibbles(b),
-                            lane_bits<kLow, kHigh, 0x30>(broadcast128(high + 16)));
+        const uint8_t *low = p + 32 * (g % 2), *high = p + 128;
+        a = _mm256_or_si256(moved_bits<-4 * (g / 2), 15>(two_lanes(low, low + 64)),
+                            moved_bits<4 - 2 * g, 0x30>(two_lanes(high, high + 32)));
+        b = _mm256_or_si256(moved_bits<-4 * (g / 2), 15>(two_lanes(low + 16, low + 80)),
+                            moved_bits<4 - 2 * g, 0x30>(two_lanes(high + 16, high + 48)));
     }
     template <int n>
     static Scales scales(const uint8_t* p) {
@@ -379,13 +377,10 @@ struct FormatQ3_K {
 
     template <int g, int n>
     static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
-        const uint8_t* codes = p + 32 + 32 * (g / 2);
-        constexpr int kLow = -4 * (g % 2), kHigh = -2 - 4 * (g % 2);
-        constexpr int kLowThird = 2 - 2 * g, kHighThird = 1 - 2 * g;  // bits 2g and 2g + 1 to bit 2
-        a = _mm256_or_si256(lane_bits<kLow, kHigh, 3>(broadcast128(codes)),
-                            lane_bits<kLowThird, kHighThird, 4>(broadcast128(p)));
-        b = _mm256_or_si256(lane_bits<kLow, kHigh, 3>(broadcast128(codes + 16)),
-                            lane_bits<kLowThird, kHighThird, 4>(broadcast128(p + 16)));
+        a = _mm256_or_si256(moved_bits<-2 * g, 3>(two_lanes(p + 32, p + 64)),
+                            moved_bits<2 - g, 4>(bits_of_pairs(p)));
+        b = _mm256_or_si256(moved_bits<-2 * g, 3>(two_lanes(p + 48, p + 80)),
+                            moved_bits<2 - g, 4>(bits_of_pairs(p + 16)));
     }
     template <int n>
     static Scales scales(const uint8_t* p) {
@@ -409,10 +404,8 @@ struct FormatQ2_K {
 
     template <int g, int n>
     static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
-        const uint8_t* codes = p + 16 + 32 * (g / 2);
-        constexpr int kLow = -4 * (g % 2), kHigh = -2 - 4 * (g % 2);
-        a = lane_bits<kLow, kHigh, 3>(broadcast128(codes));
-        b = lane_bits<kLow, kHigh, 3>(broadcast128(codes + 16));
+        a = moved_bits<-2 * g, 3>(two_lanes(p + 16, p + 48));
+        b = moved_bits<-2 * g, 3>(two_lanes(p + 32, p + 64));
     }
     template <int n>
     static Scales scales(const uint8_t* p) {
@@ -436,10 +429,8 @@ struct FormatTQ2_0 {
 
     template <int g, int n>
     static HOTSET_INLINE void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
-        const uint8_t* codes = p + 32 * (g / 2);
-        constexpr int kLow = -4 * (g % 2), kHigh = -2 - 4 * (g % 2);
-        a = lane_bits<kLow, kHigh, 3>(broadcast128(codes));
-        b = lane_bits<kLow, kHigh, 3>(broadcast128(codes + 16));
+        a = moved_bits<-2 * g, 3>(two_lanes(p, p + 32));
+        b = moved_bits<-2 * g, 3>(two_lanes(p + 16, p + 48));
     }
     template <int n>
     static Scales scales(const uint8_t* p) {
@@ -470,18 +461,18 @@ struct FormatTQ1_0 {
     }
     template <int g, int n>
     static HOTSET_INLINE void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
-        if constexpr (g < 2) {
-            const __m256i powers = g == 0 ? lane_powers(1, 3) : lane_powers(9, 27);
-            a = digits(broadcast128(p), powers);
-            b = digits(broadcast128(p + 16), powers);
-        } else if constexpr (g == 2) {
-            a = digits(two_lanes(p, p + 32), lane_powers(81, 1));
-            b = digits(two_lanes(p + 16, p + 32), lane_powers(81, 3));
+        // Block j < 5 has 32 bytes and the power j; of the next 16 bytes each half of a block has a power.
+        if constexpr (g == 0) {
+            a = digits(broadcast128(p), lane_powers(1, 81));
+            b = digits(broadcast128(p + 16), lane_powers(1, 81));
+        } else if constexpr (g < 3) {
+            a = digits(two_lanes(p, p + 32), g == 1 ? lane_powers(3, 1) : lane_powers(9, 9));
+            b = digits(two_lanes(p + 16, p + 32), g == 1 ? lane_powers(3, 3) : lane_powers(9, 27));
         } else {
-            a = digits(broadcast128(p + 32), lane_powers(9, 81));
+            a = digits(two_lanes(p, p + 32), lane_powers(27, 81));
             const __m128i last = _mm_set1_epi32(int(load_u32(p + 48)));
             b = digits(
-                _mm256_set_m128i(last, load128(p + 32)),
+                _mm256_set_m128i(last, load128(p + 16)),
                 _mm256_set_m128i(_mm_setr_epi32(0x10001, 0x30003, 0x90009, 0x1b001b), _mm_set1_epi16(27)));
         }
     }
@@ -535,18 +526,20 @@ struct Indices {
     HOTSET_INLINE int operator()(int i) const { return uint16_t(four[i / 4] >> (16 * (i % 4))); }
 };
 
-// kZero plus the weights of blocks 2g and 2g + 1, negative where a bit of `signs` (32 a block) is set.
+// kZero plus the weights of blocks g and g + 4, negative where a bit of `signs` (32 a block) is set.
 template <int g, int kZero>
 HOTSET_INLINE void put_signs(__m256i signs, __m256i& a, __m256i& b) {
     constexpr int64_t kOnes = 0x0101010101010101;
-    const __m256i all = _mm256_permute4x64_epi64(signs, 0x55 * g), zero = _mm256_set1_epi8(kZero);
+    const __m256i zero = _mm256_set1_epi8(kZero);
     auto put = [&](__m256i weights, __m256i pick) {
         const __m256i each = _mm256_set1_epi64x(int64_t(0x8040201008040201));
-        const __m256i minus = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(all, pick), each), each);
+        const __m256i minus = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(signs, pick), each), each);
         return _mm256_add_epi8(_mm256_sub_epi8(_mm256_xor_si256(weights, minus), minus), zero);
     };
-    a = put(a, _mm256_setr_epi64x(0, kOnes, 4 * kOnes, 5 * kOnes));
-    b = put(b, _mm256_setr_epi64x(2 * kOnes, 3 * kOnes, 6 * kOnes, 7 * kOnes));
+    constexpr int64_t kFirst = 4 * g * kOnes;
+    a = put(a, _mm256_setr_epi64x(kFirst, kFirst + kOnes, kFirst, kFirst + kOnes));
+    b = put(b, _mm256_setr_epi64x(kFirst + 2 * kOnes, kFirst + 3 * kOnes, kFirst + 2 * kOnes,
+                                  kFirst + 3 * kOnes));
 }
 
 // The signs of a super-block: each format computes all of them for every pair of blocks, and the compiler
@@ -604,8 +597,8 @@ struct FormatIQ2_XXS {
 
     template <int g, int n>
     static HOTSET_INLINE void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
-        const uint8_t* s = p + 2 + 16 * g;
-        look_up(kIq2Xxs, [s](int i) { return s[i / 4 * 8 + i % 4]; }, a, b);
+        const uint8_t* s = p + 2 + 8 * g;
+        look_up(kIq2Xxs, [s](int i) { return s[i / 4 * 32 + i % 4]; }, a, b);
         put_signs<g, kZero>(signs_of_words(words(p)), a, b);
     }
     // Signs and scales: every other word.
@@ -630,8 +623,8 @@ struct FormatIQ2_XS {
 
     template <int g, int n>
     static HOTSET_INLINE void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
-        const uint8_t* s = p + 2 + 16 * g;
-        look_up(kIq2Xs, [s](int i) { return load_u16(s + 2 * i) & 511; }, a, b);
+        const uint8_t* s = p + 2 + 8 * g;
+        look_up(kIq2Xs, [s](int i) { return load_u16(s + i / 4 * 32 + i % 4 * 2) & 511; }, a, b);
         const __m256i seven =
             _mm256_packus_epi16(_mm256_srli_epi16(load256(p + 2), 9), _mm256_srli_epi16(load256(p + 34), 9));
         put_signs<g, kZero>(eighth_signs(_mm256_permute4x64_epi64(seven, 0xd8)), a, b);
@@ -650,9 +643,10 @@ struct FormatIQ2_S {
 
     template <int g, int n>
     static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
-        const uint8_t* s = p + 2 + 8 * g;
-        const uint32_t high = load_u16(p + 66 + 2 * g);
-        look_up(kIq2S, [s, high](int i) { return s[i] | (high << 8 >> (2 * i) & 0x300); }, a, b);
+        const uint8_t* s = p + 2 + 4 * g;
+        const uint32_t high = p[66 + g] | p[70 + g] << 8;
+        look_up(
+            kIq2S, [s, high](int i) { return s[i / 4 * 16 + i % 4] | (high << 8 >> (2 * i) & 0x300); }, a, b);
         put_signs<g, kZero>(load256(p + 34), a, b);
     }
     template <int n>
@@ -669,8 +663,8 @@ struct FormatIQ3_XXS {
 
     template <int g, int n>
     static HOTSET_INLINE void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
-        const uint8_t* s = p + 2 + 16 * g;
-        look_up_fours(kIq3Xxs, [s](int i) { return s[i]; }, a, b);
+        const uint8_t* s = p + 2 + 8 * g;
+        look_up_fours(kIq3Xxs, [s](int i) { return s[i / 8 * 32 + i % 8]; }, a, b);
         put_signs<g, kZero>(signs_of_words(load256(p + 66)), a, b);
     }
     template <int n>
@@ -691,9 +685,10 @@ struct FormatIQ3_S {
     static HOTSET_INLINE void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
         const __m256i each =
             _mm256_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, -32768);
-        const __m256i bits = _mm256_and_si256(_mm256_set1_epi16(int16_t(load_u16(p + 66 + 2 * g))), each);
+        const __m256i bits = _mm256_and_si256(_mm256_set1_epi16(int16_t(p[66 + g] | p[70 + g] << 8)), each);
         const __m256i high = _mm256_and_si256(_mm256_cmpeq_epi16(bits, each), _mm256_set1_epi16(256));
-        const __m256i low = _mm256_cvtepu8_epi16(load128(p + 2 + 16 * g));
+        const __m256i low = _mm256_cvtepu8_epi16(_mm_set_epi64x(int64_t(load_u64(p + 34 + 8 * g)),  //
+                                                                int64_t(load_u64(p + 2 + 8 * g))));
         look_up_fours(kIq3S, Indices(_mm256_or_si256(low, high)), a, b);
         put_signs<g, kZero>(load256(p + 74), a, b);
     }
@@ -715,10 +710,12 @@ struct FormatIQ1_S {
 
     template <int g, int n>
     static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
-        const uint8_t* s = p + 2 + 8 * g;
-        const uint32_t both = load_u32(p + 34 + 4 * g), high[2] = {both & 0xffff, both >> 16};
-        look_up(kIq1, [&](int i) { return s[i] | (high[i / 4] >> (3 * (i % 4)) & 7) << 8; }, a, b);
-        const __m128i negative = _mm_srai_epi16(_mm_cvtsi32_si128(int(both)), 15);
+        const uint8_t* s = p + 2 + 4 * g;
+        const uint32_t high[2] = {load_u16(p + 34 + 2 * g), load_u16(p + 42 + 2 * g)};
+        look_up(
+            kIq1, [&](int i) { return s[i / 4 * 16 + i % 4] | (high[i / 4] >> (3 * (i % 4)) & 7) << 8; }, a,
+            b);
+        const __m128i negative = _mm_srai_epi16(_mm_cvtsi32_si128(int(high[0] | high[1] << 16)), 15);
         const __m256i minus = _mm256_set_m128i(_mm_shuffle_epi8(negative, _mm_set1_epi8(2)),
                                                _mm_shuffle_epi8(negative, _mm_setzero_si128()));
         const __m256i deltas = _mm256_and_si256(minus, _mm256_set1_epi8(2));
@@ -743,9 +740,9 @@ struct FormatIQ1_M {
 
     template <int g, int n>
     static void unpack(const uint8_t* p, __m256i& a, __m256i& b) {
-        const uint8_t* s = p + 8 * g;
-        const uint32_t high = load_u32(p + 32 + 4 * g);  // a nibble a group
-        look_up(kIq1, [s, high](int i) { return s[i] | (high >> (4 * i) & 7) << 8; }, a, b);
+        const uint8_t* s = p + 4 * g;
+        const uint32_t high = load_u16(p + 32 + 2 * g) | uint32_t(load_u16(p + 40 + 2 * g)) << 16;  // nibbles
+        look_up(kIq1, [s, high](int i) { return s[i / 4 * 16 + i % 4] | (high >> (4 * i) & 7) << 8; }, a, b);
         // The nibbles of first halves' groups (0 1 4 5), and of second halves' (2 3 6 7): bit 3 says which
         // lose 2.
         auto minus = [high](__m256i weights, int i, int j, int k, int l) {
@@ -806,13 +803,11 @@ struct TokenInputs {
     const int32_t* isum1;
 };
 
-// int16 scales of half h of blocks 2g and 2g + 1, filling a 128-bit lane each.
+// int16 scales of half h of blocks g and g + 4, filling a 128-bit lane each.
 template <int g, int h>
 inline __m256i pair_scales(__m256i sub_scale) {
-    constexpr int kFirst = 8 * (g % 2) + 2 * h, kSecond = kFirst + 4;
-    const __m256i pick = _mm256_set_m128i(_mm_set1_epi16(kSecond | (kSecond + 1) << 8),
-                                          _mm_set1_epi16(kFirst | (kFirst + 1) << 8));
-    return _mm256_shuffle_epi8(_mm256_permute4x64_epi64(sub_scale, g < 2 ? 0x44 : 0xee), pick);
+    constexpr int kAt = 4 * g + 2 * h;
+    return _mm256_shuffle_epi8(sub_scale, _mm256_set1_epi16(kAt | (kAt + 1) << 8));
 }
 
 // Products of a vector of codes and their inputs, pairs added in int16.
@@ -843,16 +838,16 @@ inline __m256i add32(__m256i a, __m256i b) {
     return _mm256_add_epi32(a, b);
 }
 
-// Partial sums of blocks 2g and 2g + 1, each in its 128-bit lane: where the codes allow it eight int16, the
+// Partial sums of blocks g and g + 4, each in its 128-bit lane: where the codes allow it eight int16, the
 // first four of them of the first half if halves have scales, otherwise four int32.
 template <class Format, int g, int n>
 inline __m256i pair_sums(const uint8_t* p, const int8_t* q, __m256i sub_scale) {
-    if constexpr (2 * g >= n) return _mm256_setzero_si256();
+    if constexpr (g >= n) return _mm256_setzero_si256();
     constexpr bool kSub = has_sub_blocks(Format::kType);
     __m256i a, b;
     Format::template unpack<g, n>(p, a, b);
-    a = products<Format>(a, q + g / 2 * kGroup + g % 2 * 32);
-    b = products<Format>(b, q + g / 2 * kGroup + g % 2 * 32 + 64);
+    a = products<Format>(a, q + half_at(kInterleaved, g, 0));
+    b = products<Format>(b, q + half_at(kInterleaved, g, 1));
     if constexpr (kSub && kInt16Terms<Format> >= 8) return _mm256_hadd_epi16(a, b);
     if constexpr (!kSub && kInt16Terms<Format> >= 4) return add16(a, b);
     return add32(_mm256_madd_epi16(a, kSub ? pair_scales<g, 0>(sub_scale) : ones()),
@@ -867,21 +862,19 @@ inline __m256i block_dots(const uint8_t* p, const int8_t* q, __m256i sub_scale) 
                   s1 = pair_sums<Format, 1, n>(p, q, sub_scale);
     const __m256i s2 = pair_sums<Format, 2, n>(p, q, sub_scale),
                   s3 = pair_sums<Format, 3, n>(p, q, sub_scale);
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // of blocks 0 2 4 6 | 1 3 5 7
     constexpr bool kSub = has_sub_blocks(Format::kType);
     if constexpr (kSub && kInt16Terms<Format> >= 8) {
         const __m256i halves = _mm256_hadd_epi16(_mm256_hadd_epi16(s0, s1), _mm256_hadd_epi16(s2, s3));
-        return _mm256_madd_epi16(_mm256_permutevar8x32_epi32(halves, order), sub_scale);
+        return _mm256_madd_epi16(halves, sub_scale);
     } else if constexpr (!kSub && kInt16Terms<Format> >= 8) {
         const __m256i sums = add_quarters(add_halves(s0, s1, add16), add_halves(s2, s3, add16), add16);
-        return _mm256_permutevar8x32_epi32(_mm256_madd_epi16(sums, ones()), order);
+        return _mm256_madd_epi16(sums, ones());
     } else if constexpr (!kSub && kInt16Terms<Format> >= 4) {
         const __m256i first = _mm256_madd_epi16(add_halves(s0, s1, add16), ones()),
                       last = _mm256_madd_epi16(add_halves(s2, s3, add16), ones());
-        return _mm256_permutevar8x32_epi32(add_quarters(first, last, add32), order);
+        return add_quarters(first, last, add32);
     } else {
-        const __m256i sums = add_quarters(add_halves(s0, s1, add32), add_halves(s2, s3, add32), add32);
-        return _mm256_permutevar8x32_epi32(sums, order);
+        return add_quarters(add_halves(s0, s1, add32), add_halves(s2, s3, add32), add32);
     }
 }
 
@@ -1140,7 +1133,7 @@ inline const uint8_t* readable(const uint8_t* p, int n, const uint8_t* end, uint
     return copy;
 }
 
-// Of blocks 2g and 2g + 1 with four words each in v[g], word i of all eight in v[i].
+// Of blocks g and g + 4 with four words each in v[g], word i of all eight in v[i].
 inline void transpose_words(__m256i v[4]) {
     const __m256i ab_lo = _mm256_unpacklo_epi32(v[0], v[1]), ab_hi = _mm256_unpackhi_epi32(v[0], v[1]);
     const __m256i cd_lo = _mm256_unpacklo_epi32(v[2], v[3]), cd_hi = _mm256_unpackhi_epi32(v[2], v[3]);
@@ -1148,14 +1141,6 @@ inline void transpose_words(__m256i v[4]) {
     v[1] = _mm256_unpackhi_epi64(ab_lo, cd_lo);
     v[2] = _mm256_unpacklo_epi64(ab_hi, cd_hi);
     v[3] = _mm256_unpackhi_epi64(ab_hi, cd_hi);
-}
-
-// Numbers of eight blocks, a lane a block, in the lanes of transpose_words.
-inline __m256i in_lanes(__m256i v) {
-    return _mm256_permutevar8x32_epi32(v, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
-}
-inline __m256 in_lanes(__m256 v) {
-    return _mm256_permutevar8x32_ps(v, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
 }
 
 // out: [steps of eight blocks][n].
@@ -1168,13 +1153,13 @@ inline void transpose_inputs(const Inputs& x, int t0, int n, BlockInputs* out) {
             BlockInputs& to = out[b / 8 * n + t];
             for (int half = 0; half < 2; half++) {
                 for (int g = 0; g < 4; g++)
-                    to.words[4 * half + g] = load256(q + b * 32 + g / 2 * kGroup + g % 2 * 32 + half * 64);
+                    to.words[4 * half + g] = load256(q + b * 32 + half_at(kInterleaved, g, half));
                 transpose_words(to.words + 4 * half);
             }
-            to.scale = in_lanes(_mm256_loadu_ps(x.scale + (t0 + t) * (width / 32) + b));
+            to.scale = _mm256_loadu_ps(x.scale + (t0 + t) * (width / 32) + b);
             alignas(32) int32_t numbers[8];
             for (int i = 0; i < 8; i++) numbers[i] = block_sums<Format>(x, t0 + t, b + i);
-            to.sums = in_lanes(load256(numbers));
+            to.sums = load256(numbers);
         }
     }
 }
@@ -1191,11 +1176,11 @@ HOTSET_INLINE void unpack_blocks(const uint8_t* p, Blocks& blocks) {
     if constexpr (Format::kSigned)
         for (int i = 0; i < 8; i++) blocks.magnitudes[i] = _mm256_abs_epi8(blocks.codes[i]);
     const Scales s = Format::template scales<8>(p);
-    blocks.scale = in_lanes(s.scale);
-    if constexpr (kMin) blocks.min = in_lanes(s.min);
+    blocks.scale = s.scale;
+    if constexpr (kMin) blocks.min = s.min;
     if constexpr (kSub) {
-        blocks.by_sum = in_lanes(sum_weights<Format>(s));
-        split_sub_scale(in_lanes(s.sub_scale), blocks.sub_scale);
+        blocks.by_sum = sum_weights<Format>(s);
+        split_sub_scale(s.sub_scale, blocks.sub_scale);
     }
 }
 
@@ -1205,7 +1190,7 @@ HOTSET_INLINE void add_to_tokens(const uint8_t* p, int n, const BlockInputs* x, 
     Blocks blocks;
     unpack_blocks<Format>(p, blocks);
     // Other lanes may hold anything, NaN too: they are masked, never multiplied by zero.
-    const __m256 lanes = _mm256_castsi256_ps(in_lanes(V::below(n)));
+    const __m256 lanes = _mm256_castsi256_ps(V::below(n));
     __m256* sums = h ? &acc->hi : &acc->lo;
     for (int t = 0; t < tokens; t++, sums += 2) {
         const __m256 total = add_products<Format>(blocks, x[t], *sums);
@@ -1247,11 +1232,10 @@ void several(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t
         }
         for (int i = 0; i < kRows && r + i < row1; i += 4)
             for (int t = 0; t < n; t++) {
-                auto add = [](__m256 v, __m256 z) { return _mm256_add_ps(v, z); };
-                auto halves = [&](int j) { return add(acc[i + j][t].lo, acc[i + j][t].hi); };
-                float sums[4];
-                _mm_storeu_ps(sums, across(halves(0), halves(1), halves(2), halves(3), add));
-                memcpy(out + t * ld + (r + i - row0), sums, size_t(imin(row1 - r - i, 4)) * sizeof(float));
+                const V four[4] = {acc[i][t], acc[i + 1][t], acc[i + 2][t], acc[i + 3][t]};
+                float dots[4];
+                sums(four, dots);
+                memcpy(out + t * ld + (r + i - row0), dots, size_t(imin(row1 - r - i, 4)) * sizeof(float));
             }
     }
 }
@@ -1299,10 +1283,10 @@ inline void pack_pair(const uint8_t* const rows[8], int n, __m256i* codes) {
     for (int r = 0; r < 8; r++) Format::template unpack<g, 8>(rows[r], first[r], second[r]);
     transpose(first);
     transpose(second);
-    for (int j = 0; j < imin(n - 2 * g, 2); j++)
+    for (int j = 0; j < 2 && g + 4 * j < n; j++)
         for (int i = 0; i < 4; i++) {
-            codes[(2 * g + j) * 8 + i] = first[4 * j + i];
-            codes[(2 * g + j) * 8 + 4 + i] = second[4 * j + i];
+            codes[(g + 4 * j) * 8 + i] = first[4 * j + i];
+            codes[(g + 4 * j) * 8 + 4 + i] = second[4 * j + i];
         }
 }
 
@@ -1362,12 +1346,12 @@ inline void panel_tile(const Panel& panel, int64_t blocks, const TileInputs& x, 
         }
         rows.scale = panel.scale[b];
         if constexpr (kMin) rows.min = panel.min[b];
-        const int8_t* q = x.q + b / 4 * kGroup + b % 4 * 16;
+        const int8_t *first = x.q + half_at(kInterleaved, b, 0), *second = x.q + half_at(kInterleaved, b, 1);
         for (int t = 0; t < n; t++) {
             const int64_t at = t * x.stride + b;
             BlockInputs token;
             for (int i = 0; i < 8; i++)
-                token.words[i] = broadcast_word(q + t * x.stride * 32 + 4 * (i % 4) + 64 * (i / 4));
+                token.words[i] = broadcast_word((i < 4 ? first : second) + t * x.stride * 32 + 4 * (i % 4));
             token.scale = _mm256_set1_ps(x.scale[at]);
             token.sums = _mm256_set1_epi32(x.sums[at]);
             float* lane = acc[b % 16][t];

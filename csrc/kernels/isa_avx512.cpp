@@ -847,9 +847,9 @@ inline __m512 add_blocks(const uint8_t* p, int n, const int8_t* q, const float* 
     for (int g = 0; g < kGroups; g++) {
         __m512i a, b;
         Format::unpack(p, g, a, b);
-        first[g] = _mm512_dpbusd_epi32(first[g], a, _mm512_loadu_si512(q + g * kGroup));
+        first[g] = _mm512_dpbusd_epi32(first[g], a, _mm512_loadu_si512(q + half_at(kInterleaved, 4 * g, 0)));
         __m512i& target = kSub ? second[g] : first[g];
-        target = _mm512_dpbusd_epi32(target, b, _mm512_loadu_si512(q + g * kGroup + 64));
+        target = _mm512_dpbusd_epi32(target, b, _mm512_loadu_si512(q + half_at(kInterleaved, 4 * g, 1)));
     }
     return add_dots<Format>(first, second, Format::scales(p, n), _mm512_loadu_ps(scale),
                             _mm512_loadu_si512(isum0), _mm512_loadu_si512(isum1), _mm512_loadu_ps(sum),
@@ -944,7 +944,7 @@ HOTSET_INLINE void dot_of_two(const uint8_t* row, int64_t row_bytes, int ahead, 
             __m512i a, c;
             Format::unpack(p[r], g, a, c);
             const __m512i zero = _mm512_setzero_si512();
-            const int8_t* const own = q + b * 32 + g * kGroup;
+            const int8_t* const own = q + b * 32 + half_at(kInterleaved, 4 * g, 0);
             __m512i& one = first[2 * r + g];
             one = _mm512_dpbusd_epi32(zero, a, _mm512_loadu_si512(own));
             __m512i& target = kSub ? second[2 * r + g] : one;
@@ -1031,7 +1031,7 @@ inline void transpose_inputs(const Inputs& x, int t0, int n, __m512i* out) {
             for (int half = 0; half < 2; half++) {
                 __m512i v[4];
                 for (int g = 0; g < 4; g++)
-                    v[g] = _mm512_loadu_si512(q + b * 32 + (paired ? g & 1 : g) * kGroup + half * 64);
+                    v[g] = _mm512_loadu_si512(q + b * 32 + half_at(kInterleaved, 4 * (paired ? g & 1 : g), half));
                 transpose_words(v);
                 for (int i = 0; i < 4; i++) _mm512_store_si512(to + 4 * half + i, v[i]);
             }
@@ -1307,7 +1307,7 @@ inline void panel_tile(const Panel& panel, int64_t blocks, const TokenInputs* x,
                        float (*acc)[kTokenTile][16]) {
     constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
     for (int64_t b = 0; b < blocks; b++) {
-        const int64_t at = b / 4 * kGroup + b % 4 * 16;
+        const int64_t at = half_at(kInterleaved, b, 0);
         __m512i codes[8];
         for (int i = 0; i < 8; i++) codes[i] = _mm512_load_si512(panel.codes + b * 8 + i);
         const __m512 scale = _mm512_load_ps(panel.scale + b * 16);

@@ -681,7 +681,7 @@ inline void add_blocks(const uint8_t* p, int n, const Token* tokens, int n_token
         unroll<4>([&]<int j>() { Format::template unpack<4 * g + j>(p, codes_a[j], codes_b[j]); });
         for (int t = 0; t < n_tokens; t++) {
             const Token& x = tokens[t];
-            const int8_t* q = x.q + at * 32 + g * kGroup;
+            const int8_t* q = x.q + at * 32 + half_at(kInterleaved, 4 * g, 0);
             int32x4_t first[4], second[4];
             unroll<4>([&]<int j>() {
                 first[j] = vdotq_s32(vdupq_n_s32(0), codes_a[j], vld1q_s8(q + 16 * j));
@@ -866,7 +866,7 @@ template <class Format, int T>
 inline void panel_tile(const Panel& panel, int64_t blocks, const Token* x, float (*acc)[kTokenTile][16]) {
     constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
     for (int64_t b = 0; b < blocks; b++) {
-        const int64_t at = b / 4 * kGroup + b % 4 * 16;
+        const int64_t at = half_at(kInterleaved, b, 0);
         int8x16_t q[T][2];
         for (int t = 0; t < T; t++) {
             q[t][0] = vld1q_s8(x[t].q + at);

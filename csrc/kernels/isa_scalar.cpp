@@ -22,7 +22,7 @@ float dot(const uint8_t* row, const Inputs& x, int token) {
     V acc = V::zero();
     for (int64_t b = 0; b < blocks; b++) {
         const Block32 block = decode_block(kType, row, b);
-        const int8_t* halves[2] = {q + b / 4 * kGroup + b % 4 * 16, q + b / 4 * kGroup + b % 4 * 16 + 64};
+        const int8_t* halves[2] = {q + half_at(kInterleaved, b, 0), q + half_at(kInterleaved, b, 1)};
         int dots[2] = {0, 0};
         for (int i = 0; i < 32; i++) dots[i / 16] += block.q[i] * halves[i / 16][i % 16];
         const int product = block.sub_scale[0] * dots[0] + block.sub_scale[1] * dots[1];

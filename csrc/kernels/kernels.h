@@ -25,8 +25,7 @@
 
 namespace hotset {
 
-constexpr int kGroup = 128;     // int8 activations are interleaved in groups of four 32-blocks
-constexpr int kPadding = 512;   // and padded with zeros to 16 blocks
+constexpr int kPadding = 512;   // int8 activations are padded with zeros to 16 blocks
 constexpr int kPageSize = 64;   // tokens per page of the KV cache
 constexpr int kSplitPages = 8;  // pages per partial softmax: fixed, so that sums do not depend on threads
 constexpr int kMaxHeadDim = 512;
@@ -42,9 +41,11 @@ constexpr int kAhead = 4096, kAheadAlone = 8192;
 
 // Activations of n tokens as a matrix product reads them. Float weights read `x`; quantised weights the rest.
 //
-// In `q`, the 128 values of four blocks b0..b3 are stored as
+// In `q` the halves of some blocks lie together, as the instruction set wants them (`half_at`): of four blocks
 //     b0[0:16] b1[0:16] b2[0:16] b3[0:16] b0[16:32] b1[16:32] b2[16:32] b3[16:32]
-// so that one 64-byte vector holds a half of four blocks, as nibble-packed weights do.
+// so that one 64-byte vector holds a half of four blocks, as nibble-packed weights do; of eight, for 32-byte
+// vectors, in the order b0 b4 b1 b5 b2 b6 b3 b7, so that what is added up within the 16-byte lanes of four
+// vectors comes out in the order of the blocks.
 //
 // A late thread (threads.h) may read numbers here that belong to another operation by now. Its result is
 // dropped, but it must not be undefined: sums and products of `isum` are made of unsigned integers, which
@@ -60,6 +61,12 @@ struct Inputs {
         nullptr;         // [n][2][padded(k) / 32], sum of q over the first and the second half of each block
     int ahead = kAhead;  // of one token: bytes of rows that lie one after the other that are fetched early
 };
+
+// Where the first or second half of block b begins in `q`, of which `interleaved` blocks lie together.
+static HOTSET_INLINE constexpr int64_t half_at(int interleaved, int64_t b, int half) {
+    const int i = int(b % interleaved);
+    return (b - i) * 32 + (half * interleaved + i % 4 * (interleaved / 4) + i / 4) * 16;
+}
 
 // out[(t - t0) * ld + r - row0] = dot(row r of w, token t) for rows row0..row1 and tokens t0..t1.
 // `scratch`: kernel_scratch_bytes(k) bytes, 64-byte aligned, private to the thread.
@@ -145,9 +152,9 @@ struct ActiveChannels {
         return size_t(k / 32 + 1) * (sizeof(Block) + 32 * 4 + 8 * 4);
     }
 
-    // memory: bytes(k), aligned to 4. A late thread may read codes and scales of another operation: whatever
-    // they are, what is listed lies within k.
-    ActiveChannels(uint8_t* memory, const Inputs& x) {
+    // memory: bytes(k), aligned to 4. interleaved: of the kernels that quantised x. A late thread may read
+    // codes and scales of another operation: whatever they are, what is listed lies within k.
+    ActiveChannels(uint8_t* memory, const Inputs& x, int interleaved) {
         blocks = reinterpret_cast<Block*>(memory);
         channels = reinterpret_cast<int32_t*>(blocks + x.k / 32);
         quads = reinterpret_cast<uint32_t*>(channels + x.k);
@@ -164,7 +171,7 @@ struct ActiveChannels {
                 int32_t n_first = 0;
                 for (int half = 0; half < 2; half++) {
                     n_first = n - first;  // before the second half
-                    const int8_t* codes = x.q + b / 4 * kGroup + half * 64 + b % 4 * 16;
+                    const int8_t* codes = x.q + half_at(interleaved, b, half);
                     for (int i = 0; i < 16; i++) {  // without a branch that nobody could foresee
                         places[n] = half * 16 + i;
                         bytes[n] = codes[i];
@@ -295,6 +302,7 @@ enum class Activation : int {
 
 struct Kernels {
     const char* isa;
+    int interleaved;                  // blocks whose halves lie together in Inputs::q
     LinearKernel linear[kTypeCount];  // null for planes
     GatherKernel gather[kTypeCount];  // null for planes
     AxpyKernel axpy[kTypeCount];

@@ -1,6 +1,8 @@
 // Sixteen float lanes in two registers: see simd_scalar.h for what each function means.
 // Included inside the namespace of an instruction set.
 
+constexpr int kInterleaved = 8;  // blocks whose halves lie together in Inputs::q
+
 struct V {
     __m256 lo, hi;
 

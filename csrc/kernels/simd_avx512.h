@@ -1,6 +1,8 @@
 // Sixteen float lanes in one register: see simd_scalar.h for what each function means.
 // Included inside the namespace of an instruction set.
 
+constexpr int kInterleaved = 4;  // blocks whose halves lie together in Inputs::q
+
 struct V {
     __m512 v;
 

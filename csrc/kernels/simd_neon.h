@@ -3,6 +3,8 @@
 //
 // fmax, fmin and their pairwise forms are not used: they treat NaN and the sign of zero unlike a > b ? a : b.
 
+constexpr int kInterleaved = 4;  // blocks whose halves lie together in Inputs::q
+
 struct V {
     float32x4_t v[4];
 

@@ -28,7 +28,7 @@ class ChannelInput : public LinearInput {
         uint8_t* list = worker.inputs.data() + list_at();
         ActiveChannels* active = reinterpret_cast<ActiveChannels*>(list);
         const Inputs in = inputs(step, worker, [&](const Inputs& prepared) {
-            new (active) ActiveChannels(list + sizeof(ActiveChannels), prepared);
+            new (active) ActiveChannels(list + sizeof(ActiveChannels), prepared, plan_.kernels().interleaved);
         });
         return {in, active};
     }

@@ -97,6 +97,9 @@ class LinearInput {
                 InputsMemory::bytes(n, x_.width)};
     }
 
+  protected:
+    const Plan& plan_;
+
   private:
     // Whether products read other values than those of the buffer.
     bool changes() const { return !norm_.weight.empty() || cutoff_ != 0.0f; }
@@ -117,7 +120,6 @@ class LinearInput {
                              memory.sum + at * (width / 32), memory.isum + at * (width / 16));
     }
 
-    const Plan& plan_;
     const Buffer& x_;
     const Norm norm_;
     const float cutoff_;

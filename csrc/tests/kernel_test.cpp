@@ -182,15 +182,32 @@ std::vector<uint8_t> random_matrix(Type type, int64_t rows, int64_t cols) {
     return bytes;
 }
 
+// Codes of whole tokens, as kernels read them that interleave so many blocks.
+std::vector<int8_t> interleaved(const std::vector<int8_t>& q, int from, int to) {
+    std::vector<int8_t> out(q.size());
+    for (int64_t b = 0; b < int64_t(q.size()) / 32; b++)
+        for (int half = 0; half < 2; half++)
+            std::copy_n(&q[half_at(from, b, half)], 16, &out[half_at(to, b, half)]);
+    return out;
+}
+
 struct QuantizedInputs {
     std::vector<float> x;
-    std::vector<int8_t> q;
+    std::vector<int8_t> q, others;  // as the kernels lay them out that quantised, and as others do
     std::vector<float> scale, sum;
     std::vector<int32_t> isum;
-    Inputs view;
+    Inputs view;  // for the kernels that quantised
+
+    // For `kernels`.
+    Inputs view_for(const Kernels& kernels) {
+        others = interleaved(q, interleaved_, kernels.interleaved);
+        Inputs inputs = view;
+        inputs.q = others.data();
+        return inputs;
+    }
 
     QuantizedInputs(const Kernels& kernels, std::vector<float> values, int n, int64_t k)
-        : x(std::move(values)) {
+        : x(std::move(values)), interleaved_(kernels.interleaved) {
         const int64_t width = padded(k);
         q.resize(n * width);
         scale.resize(n * width / 32);
@@ -201,6 +218,9 @@ struct QuantizedInputs {
                              &isum[t * width / 16]);
         view = {n, k, x.data(), q.data(), scale.data(), sum.data(), isum.data()};
     }
+
+  private:
+    int interleaved_;
 };
 
 template <class T>
@@ -237,19 +257,20 @@ void test_linear(const Kernels& kernels, Type type, int64_t rows, int64_t cols, 
     const std::vector<uint8_t> bytes = random_matrix(type, rows, cols);
     const auto exact = exact_copy(bytes);
     const Matrix w = {type, exact.get(), rows, cols, bytes.size() / size_t(rows)};
-    const QuantizedInputs x(reference, normals(n * cols), n, cols);
+    QuantizedInputs x(reference, normals(n * cols), n, cols);
+    const Inputs own = x.view_for(kernels);
     std::vector<float> expected(n * rows), got(n * rows, -1.0f);
     uint8_t* scratch =
         static_cast<uint8_t*>(std::aligned_alloc(64, (kernel_scratch_bytes(cols) + 63) / 64 * 64));
     reference.linear[int(type)](w, 0, rows, x.view, 0, n, expected.data(), rows, scratch);
-    kernels.linear[int(type)](w, 0, rows, x.view, 0, n, got.data(), rows, scratch);
+    kernels.linear[int(type)](w, 0, rows, own, 0, n, got.data(), rows, scratch);
     char detail[64];
     std::snprintf(detail, sizeof detail, "%s %dx%d, %d tokens", type_facts(type).name, int(rows), int(cols),
                   n);
     expect_equal("linear", kernels.isa, detail, got, expected);
     if (rows > 3 && n > 1) {  // a part of the rows, a part of the tokens
         std::vector<float> part((n - 1) * (rows - 3)), want((n - 1) * (rows - 3));
-        kernels.linear[int(type)](w, 2, rows - 1, x.view, 1, n, part.data(), rows - 3, scratch);
+        kernels.linear[int(type)](w, 2, rows - 1, own, 1, n, part.data(), rows - 3, scratch);
         for (int t = 1; t < n; t++)
             for (int64_t r = 2; r < rows - 1; r++)
                 want[(t - 1) * (rows - 3) + r - 2] = expected[t * rows + r];
@@ -266,7 +287,8 @@ void test_token_counts(const Kernels& kernels, Type type, int64_t rows, int64_t 
     const std::vector<uint8_t> bytes = random_matrix(type, rows, cols);
     const auto exact = exact_copy(bytes);
     const Matrix w = {type, exact.get(), rows, cols, bytes.size() / size_t(rows)};
-    const QuantizedInputs x(*scalar_kernels(), normals(most * cols), most, cols);
+    QuantizedInputs x(*scalar_kernels(), normals(most * cols), most, cols);
+    const Inputs own = x.view_for(kernels);
     random_engine = before;
     uint8_t* scratch =
         static_cast<uint8_t*>(std::aligned_alloc(64, (kernel_scratch_bytes(cols) + 63) / 64 * 64));
@@ -275,7 +297,7 @@ void test_token_counts(const Kernels& kernels, Type type, int64_t rows, int64_t 
     for (int n = fewest; n <= most; n++)
         for (const int t0 : {0, most - n}) {
             std::vector<float> got(n * rows, -1.0f);
-            kernels.linear[int(type)](w, 0, rows, x.view, t0, t0 + n, got.data(), rows, scratch);
+            kernels.linear[int(type)](w, 0, rows, own, t0, t0 + n, got.data(), rows, scratch);
             char detail[64];
             std::snprintf(detail, sizeof detail, "%s %dx%d, tokens %d to %d", type_facts(type).name,
                           int(rows), int(cols), t0, t0 + n);
@@ -289,7 +311,8 @@ void test_gather(const Kernels& kernels, Type type, int64_t rows, int64_t cols) 
     const std::vector<uint8_t> bytes = random_matrix(type, rows, cols);
     const auto exact = exact_copy(bytes);
     const Matrix w = {type, exact.get(), rows, cols, bytes.size() / size_t(rows)};
-    const QuantizedInputs x(*scalar_kernels(), normals(2 * cols), 2, cols);
+    QuantizedInputs x(*scalar_kernels(), normals(2 * cols), 2, cols);
+    const Inputs own = x.view_for(kernels);
     char detail[64];
     std::snprintf(detail, sizeof detail, "%s %dx%d", type_facts(type).name, int(rows), int(cols));
     for (int step : {1, 3}) {
@@ -299,7 +322,7 @@ void test_gather(const Kernels& kernels, Type type, int64_t rows, int64_t cols) 
         for (int32_t r : wanted) at.push_back(w.row(r));
         at.insert(at.end(), kGatherAhead, nullptr);
         std::vector<float> got(wanted.size()), want(wanted.size());
-        kernels.gather[int(type)](w, at.data(), int(wanted.size()), x.view, 1, got.data());
+        kernels.gather[int(type)](w, at.data(), int(wanted.size()), own, 1, got.data());
         for (size_t j = 0; j < wanted.size(); j++)
             scalar_kernels()->linear[int(type)](w, wanted[j], wanted[j] + 1, x.view, 1, 2, &want[j], 1,
                                                 nullptr);
@@ -327,7 +350,7 @@ void test_channels(const Kernels& kernels, Type type, int64_t rows, int64_t cols
             if (odd != 0.0f) values[cols / 2] = odd;
             const QuantizedInputs x(*scalar_kernels(), values, 1, cols);
             std::vector<uint8_t> memory(ActiveChannels::bytes(cols));
-            const ActiveChannels active(memory.data(), x.view);
+            const ActiveChannels active(memory.data(), x.view, scalar_kernels()->interleaved);
             std::vector<float> want(rows), got(rows, -1.0f), scratch(channel_scratch_floats(rows));
             auto product = [&](int64_t first, int64_t last, int turn, int n_turns, float* out) {
                 kernels.channel_linear[int(type)](w, active, x.view, first, last - first, turn, n_turns,
@@ -466,13 +489,14 @@ void test_next_row(const Kernels& kernels, Type type) {
             for (int j : {49, 51, 53, 55})
                 bytes[i + j] = uint8_t((bytes[i + j] & 15) | (j == 55 ? 0x70 : j == 53 ? 0xc0 : 0));
     const Matrix w = {type, bytes.data(), 8, cols, row_bytes};
-    const QuantizedInputs x(*scalar_kernels(), normals(2 * cols), 2, cols);
+    QuantizedInputs x(*scalar_kernels(), normals(2 * cols), 2, cols);
+    const Inputs own = x.view_for(kernels);
     uint8_t* scratch =
         static_cast<uint8_t*>(std::aligned_alloc(64, (kernel_scratch_bytes(cols) + 63) / 64 * 64));
     for (int n : {1, 2}) {
         std::vector<float> expected(n), got(n);
         scalar_kernels()->linear[int(type)](w, 0, 1, x.view, 0, n, expected.data(), 1, scratch);
-        kernels.linear[int(type)](w, 0, 1, x.view, 0, n, got.data(), 1, scratch);
+        kernels.linear[int(type)](w, 0, 1, own, 0, n, got.data(), 1, scratch);
         expect_equal("next row", kernels.isa, facts.name, got, expected);
     }
     std::free(scratch);
@@ -483,7 +507,8 @@ void test_quantize(const Kernels& kernels, int64_t k) {
     for (int64_t i = 0; i < k && i < 32; i++) values[i] = 0.0f;  // a block of zeros
     const QuantizedInputs got(kernels, values, 1, k), want(*scalar_kernels(), values, 1, k);
     const std::string detail = "k = " + std::to_string(k);
-    expect_equal("quantize q", kernels.isa, detail.c_str(), got.q, want.q);
+    expect_equal("quantize q", kernels.isa, detail.c_str(),
+                 interleaved(got.q, kernels.interleaved, scalar_kernels()->interleaved), want.q);
     expect_equal("quantize scale", kernels.isa, detail.c_str(), got.scale, want.scale);
     expect_equal("quantize sum", kernels.isa, detail.c_str(), got.sum, want.sum);
     expect_equal("quantize isum", kernels.isa, detail.c_str(), got.isum, want.isum);
