@@ -1,6 +1,6 @@
-// AVX2, FMA and F16C. A vector holds a half of a pair of 32-blocks, a 128-bit lane each: blocks g and g + 4 of
-// eight. Where four such pairs are added up within their lanes, the sums are in the order of the blocks; and
-// both blocks of a super-block's pair are stored alike, so that one shift brings out the codes of both.
+// AVX2, FMA and F16C. A vector holds a half of a pair of 32-blocks, a 128-bit lane each: blocks g and g + 4
+// of eight. Where four such pairs are added up within their lanes, the sums are in the order of the blocks;
+// and both blocks of a super-block's pair are stored alike, so that one shift brings out the codes of both.
 //
 // One token: eight blocks a step, their dot products summed into one vector, a lane a block; the sixteen
 // lanes of the canonical order are two accumulators, for even and odd steps. Many tokens: eight rows are
@@ -31,7 +31,7 @@ inline float half(uint16_t bits) {
 // Scales of eight blocks of one row, a lane a block. Integer scales of sub-blocks are int16, two a lane.
 struct Scales {
     __m256 scale;
-    __m256 min;
+    __m256 min;  // of K-quants as stored, which is what add_min() takes away
     __m256i sub_scale;
     __m256i sub_min;
 };
@@ -67,8 +67,8 @@ inline __m256i moved_bits(__m256i bytes) {
     if constexpr (kLeft < 0) moved = _mm256_srli_epi16(bytes, -kLeft);
     return _mm256_and_si256(moved, _mm256_set1_epi8(kMask));
 }
-// Of bytes whose bit j belongs to block j of eight: bit g is that of block g in the lower 128-bit lane, and of
-// block g + 4 in the upper.
+// Of bytes whose bit j belongs to block j of eight: bit g is that of block g in the lower 128-bit lane, and
+// of block g + 4 in the upper.
 inline __m256i bits_of_pairs(const uint8_t* p) {
     return _mm256_srlv_epi32(broadcast128(p), _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
 }
@@ -310,7 +310,7 @@ struct KScales {
         two_halves(p, scale, min);
         Scales s = {};
         s.scale = _mm256_mul_ps(scale, bytes_to_floats(scales));
-        s.min = _mm256_mul_ps(_mm256_xor_ps(min, _mm256_set1_ps(-0.0f)), bytes_to_floats(mins));
+        s.min = _mm256_mul_ps(min, bytes_to_floats(mins));
         return s;
     }
     static __m256 bytes_to_floats(uint64_t bytes) {
@@ -412,7 +412,6 @@ struct FormatQ2_K {
         const __m256i words = _mm256_cvtepu8_epi16(load128(p));
         Scales s = {};
         two_halves(p + 80, s.scale, s.min);
-        s.min = _mm256_xor_ps(s.min, _mm256_set1_ps(-0.0f));
         s.sub_scale = _mm256_and_si256(words, _mm256_set1_epi16(15));
         s.sub_min = _mm256_srli_epi16(words, 4);
         return s;
@@ -533,7 +532,8 @@ HOTSET_INLINE void put_signs(__m256i signs, __m256i& a, __m256i& b) {
     const __m256i zero = _mm256_set1_epi8(kZero);
     auto put = [&](__m256i weights, __m256i pick) {
         const __m256i each = _mm256_set1_epi64x(int64_t(0x8040201008040201));
-        const __m256i minus = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(signs, pick), each), each);
+        const __m256i minus =
+            _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(signs, pick), each), each);
         return _mm256_add_epi8(_mm256_sub_epi8(_mm256_xor_si256(weights, minus), minus), zero);
     };
     constexpr int64_t kFirst = 4 * g * kOnes;
@@ -772,6 +772,13 @@ struct FormatIQ1_M {
     }
 };
 
+// Adds minimums times their sums to the total.
+template <class Format>
+inline __m256 add_min(__m256 min, __m256 sum, __m256 total) {
+    return type_facts(Format::kType).block_size == 32 ? _mm256_fmadd_ps(min, sum, total)
+                                                      : _mm256_fnmadd_ps(min, sum, total);
+}
+
 // How many maddubs results may be added in int16.
 template <class Format>
 constexpr int kInt16Terms = 32767 / (254 * Format::kMaxCode);
@@ -838,8 +845,8 @@ inline __m256i add32(__m256i a, __m256i b) {
     return _mm256_add_epi32(a, b);
 }
 
-// Partial sums of blocks g and g + 4, each in its 128-bit lane: where the codes allow it eight int16, the
-// first four of them of the first half if halves have scales, otherwise four int32.
+// Partial sums of blocks g and g + 4, each in its 128-bit lane: where the codes allow it eight int16, of the
+// first half and of the second in turn if these have scales, otherwise four int32.
 template <class Format, int g, int n>
 inline __m256i pair_sums(const uint8_t* p, const int8_t* q, __m256i sub_scale) {
     if constexpr (g >= n) return _mm256_setzero_si256();
@@ -848,7 +855,8 @@ inline __m256i pair_sums(const uint8_t* p, const int8_t* q, __m256i sub_scale) {
     Format::template unpack<g, n>(p, a, b);
     a = products<Format>(a, q + half_at(kInterleaved, g, 0));
     b = products<Format>(b, q + half_at(kInterleaved, g, 1));
-    if constexpr (kSub && kInt16Terms<Format> >= 8) return _mm256_hadd_epi16(a, b);
+    if constexpr (kSub && kInt16Terms<Format> >= 8)
+        return add16(_mm256_unpacklo_epi16(a, b), _mm256_unpackhi_epi16(a, b));
     if constexpr (!kSub && kInt16Terms<Format> >= 4) return add16(a, b);
     return add32(_mm256_madd_epi16(a, kSub ? pair_scales<g, 0>(sub_scale) : ones()),
                  _mm256_madd_epi16(b, kSub ? pair_scales<g, 1>(sub_scale) : ones()));
@@ -863,12 +871,9 @@ inline __m256i block_dots(const uint8_t* p, const int8_t* q, __m256i sub_scale) 
     const __m256i s2 = pair_sums<Format, 2, n>(p, q, sub_scale),
                   s3 = pair_sums<Format, 3, n>(p, q, sub_scale);
     constexpr bool kSub = has_sub_blocks(Format::kType);
-    if constexpr (kSub && kInt16Terms<Format> >= 8) {
-        const __m256i halves = _mm256_hadd_epi16(_mm256_hadd_epi16(s0, s1), _mm256_hadd_epi16(s2, s3));
-        return _mm256_madd_epi16(halves, sub_scale);
-    } else if constexpr (!kSub && kInt16Terms<Format> >= 8) {
+    if constexpr (kInt16Terms<Format> >= 8) {
         const __m256i sums = add_quarters(add_halves(s0, s1, add16), add_halves(s2, s3, add16), add16);
-        return _mm256_madd_epi16(sums, ones());
+        return _mm256_madd_epi16(sums, kSub ? sub_scale : ones());
     } else if constexpr (!kSub && kInt16Terms<Format> >= 4) {
         const __m256i first = _mm256_madd_epi16(add_halves(s0, s1, add16), ones()),
                       last = _mm256_madd_epi16(add_halves(s2, s3, add16), ones());
@@ -878,13 +883,21 @@ inline __m256i block_dots(const uint8_t* p, const int8_t* q, __m256i sub_scale) 
     }
 }
 
+// Whether scales are found before the dot products: those must be that belong into these, and codes that need
+// little unpacking leave registers for it. Otherwise it costs 3 to 8%.
+template <class Format>
+constexpr bool kScalesFirst = has_sub_blocks(Format::kType) || Format::kType == Type::Q4_0 ||
+                              Format::kType == Type::Q4_1 || Format::kType == Type::Q8_0;
+
 // Adds n <= 8 blocks of one row and one token to acc, a lane a block. Inlined by force, as `dot`: the more
 // this file holds, the sooner GCC leaves it a call, which costs 5 to 15% of a token.
 template <class Format, int n>
 HOTSET_INLINE __m256 add_blocks(const uint8_t* p, const TokenInputs& x, int64_t b, __m256 acc) {
     constexpr bool kMin = has_min(Format::kType), kSub = has_sub_blocks(Format::kType);
-    const Scales s = Format::template scales<n>(p);
+    Scales s = {};
+    if constexpr (kScalesFirst<Format>) s = Format::template scales<n>(p);
     __m256i dot = block_dots<Format, n>(p, x.q + b * 32, s.sub_scale);
+    if constexpr (!kScalesFirst<Format>) s = Format::template scales<n>(p);
     const __m256 input = _mm256_loadu_ps(x.scale + b);
     __m256i by_sum = _mm256_setzero_si256();
     if constexpr (kSub) {
@@ -898,9 +911,9 @@ HOTSET_INLINE __m256 add_blocks(const uint8_t* p, const TokenInputs& x, int64_t 
     }
     __m256 total = _mm256_fmadd_ps(_mm256_mul_ps(s.scale, input), _mm256_cvtepi32_ps(dot), acc);
     if constexpr (kMin && kSub)
-        total = _mm256_fmadd_ps(_mm256_mul_ps(s.min, input), _mm256_cvtepi32_ps(by_sum), total);
+        total = add_min<Format>(_mm256_mul_ps(s.min, input), _mm256_cvtepi32_ps(by_sum), total);
     else if constexpr (kMin)
-        total = _mm256_fmadd_ps(s.min, _mm256_loadu_ps(x.sum + b), total);
+        total = add_min<Format>(s.min, _mm256_loadu_ps(x.sum + b), total);
     return _mm256_blend_ps(acc, total, (1 << n) - 1);
 }
 
@@ -1116,9 +1129,9 @@ HOTSET_INLINE __m256 add_products(const Blocks& blocks, const BlockInputs& x, __
         dot = _mm256_sub_epi32(dot, x.sums);
     const __m256 total = _mm256_fmadd_ps(_mm256_mul_ps(blocks.scale, x.scale), _mm256_cvtepi32_ps(dot), acc);
     if constexpr (kMin && kSub)
-        return _mm256_fmadd_ps(_mm256_mul_ps(blocks.min, x.scale), _mm256_cvtepi32_ps(by_sum), total);
+        return add_min<Format>(_mm256_mul_ps(blocks.min, x.scale), _mm256_cvtepi32_ps(by_sum), total);
     else if constexpr (kMin)
-        return _mm256_fmadd_ps(blocks.min, _mm256_castsi256_ps(x.sums), total);
+        return add_min<Format>(blocks.min, _mm256_castsi256_ps(x.sums), total);
     else
         return total;
 }

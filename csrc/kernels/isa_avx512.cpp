@@ -1031,7 +1031,8 @@ inline void transpose_inputs(const Inputs& x, int t0, int n, __m512i* out) {
             for (int half = 0; half < 2; half++) {
                 __m512i v[4];
                 for (int g = 0; g < 4; g++)
-                    v[g] = _mm512_loadu_si512(q + b * 32 + half_at(kInterleaved, 4 * (paired ? g & 1 : g), half));
+                    v[g] = _mm512_loadu_si512(q + b * 32 +
+                                              half_at(kInterleaved, 4 * (paired ? g & 1 : g), half));
                 transpose_words(v);
                 for (int i = 0; i < 4; i++) _mm512_store_si512(to + 4 * half + i, v[i]);
             }

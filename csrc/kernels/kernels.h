@@ -41,7 +41,8 @@ constexpr int kAhead = 4096, kAheadAlone = 8192;
 
 // Activations of n tokens as a matrix product reads them. Float weights read `x`; quantised weights the rest.
 //
-// In `q` the halves of some blocks lie together, as the instruction set wants them (`half_at`): of four blocks
+// In `q` the halves of some blocks lie together, as the instruction set wants them (`half_at`): of four
+// blocks
 //     b0[0:16] b1[0:16] b2[0:16] b3[0:16] b0[16:32] b1[16:32] b2[16:32] b3[16:32]
 // so that one 64-byte vector holds a half of four blocks, as nibble-packed weights do; of eight, for 32-byte
 // vectors, in the order b0 b4 b1 b5 b2 b6 b3 b7, so that what is added up within the 16-byte lanes of four
