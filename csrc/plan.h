@@ -389,7 +389,7 @@ class Plan {
     int max_tokens() const { return max_tokens_; }
     int max_pages() const { return max_pages_; }
     int n_threads() const { return runtime_->n_threads(); }
-    int ahead() const { return n_threads() == 1 ? kAheadAlone : kAhead; }  // see Inputs
+    int ahead() const { return n_threads() == 1 ? kernels_.ahead_alone : kernels_.ahead; }
     size_t bytes() const;      // of buffers, and of the runtime's scratch
     size_t own_bytes() const;  // of these without the runtime's
     const Rope& rope(int id) const { return ropes_[id]; }

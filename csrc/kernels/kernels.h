@@ -34,11 +34,6 @@ static constexpr int64_t padded(int64_t k) {
     return (k + kPadding - 1) / kPadding * kPadding;
 }
 
-// How far ahead of what is multiplied rows are fetched, in bytes. Memory gives one thread alone more where
-// that is far; several together get as much from less, and what is fetched behind the last row of a thread's
-// range is wasted (docs/LOG.md).
-constexpr int kAhead = 4096, kAheadAlone = 8192;
-
 // Activations of n tokens as a matrix product reads them. Float weights read `x`; quantised weights the rest.
 //
 // In `q` the halves of some blocks lie together, as the instruction set wants them (`half_at`): of four
@@ -59,8 +54,8 @@ struct Inputs {
     const float* scale = nullptr;  // [n][padded(k) / 32]
     const float* sum = nullptr;    // [n][padded(k) / 32], scale * sum of q
     const int32_t* isum =
-        nullptr;         // [n][2][padded(k) / 32], sum of q over the first and the second half of each block
-    int ahead = kAhead;  // of one token: bytes of rows that lie one after the other that are fetched early
+        nullptr;    // [n][2][padded(k) / 32], sum of q over the first and the second half of each block
+    int ahead = 0;  // of one token: how far ahead rows are fetched that lie one after the other, in bytes
 };
 
 // Where the first or second half of block b begins in `q`, of which `interleaved` blocks lie together.
@@ -304,6 +299,7 @@ enum class Activation : int {
 struct Kernels {
     const char* isa;
     int interleaved;                  // blocks whose halves lie together in Inputs::q
+    int ahead, ahead_alone;           // Inputs::ahead of one of several threads, and of one alone
     LinearKernel linear[kTypeCount];  // null for planes
     GatherKernel gather[kTypeCount];  // null for planes
     AxpyKernel axpy[kTypeCount];

@@ -3,7 +3,8 @@
 //
 // fmax, fmin and their pairwise forms are not used: they treat NaN and the sign of zero unlike a > b ? a : b.
 
-constexpr int kInterleaved = 4;  // blocks whose halves lie together in Inputs::q
+constexpr int kInterleaved = 4;                   // blocks whose halves lie together in Inputs::q
+constexpr int kAhead = 4096, kAheadAlone = 8192;  // Inputs::ahead
 
 struct V {
     float32x4_t v[4];

@@ -1,7 +1,8 @@
 // Sixteen float lanes, written out: the readable twin of simd_avx2.h, simd_avx512.h and simd_neon.h.
 // Included inside the namespace of an instruction set.
 
-constexpr int kInterleaved = 4;  // blocks whose halves lie together in Inputs::q
+constexpr int kInterleaved = 4;                   // blocks whose halves lie together in Inputs::q
+constexpr int kAhead = 4096, kAheadAlone = 8192;  // Inputs::ahead
 
 struct V {
     float v[16];

@@ -103,9 +103,7 @@ struct RowsMemory {
     static size_t bytes(int64_t n, int64_t k, bool floats) {
         return size_t(n) * padded(k) * (floats ? 6 : 2) + 64;
     }
-    Inputs inputs(int n, int64_t k, int ahead = kAhead) const {
-        return {n, k, x, q, scale, sum, isum, ahead};
-    }
+    Inputs inputs(int n, int64_t k, int ahead) const { return {n, k, x, q, scale, sum, isum, ahead}; }
     // Row `at` is row `from` of other rows.
     void copy(int64_t at, const Inputs& in, int64_t from, bool floats, bool quantized) const {
         const int64_t k = in.k, width = padded(k);
@@ -198,7 +196,7 @@ class ExpertNeurons : public Op {
                 for (int i = 0; i < count; i++)
                     rows.copy(i, all, entries[i] / f_.n_used, kinds_.floats, kinds_.quantized);
             gathered = group;
-            in = rows.inputs(count, all.k);
+            in = rows.inputs(count, all.k, plan_.ahead());
         }
         float* values = worker.results.as<float>();
         FfnCounts counts;
@@ -555,7 +553,7 @@ class ExpertSum : public Op {
                         kinds_.floats, kinds_.quantized);
         if (!worker.begin_commit()) return;
         const RowsMemory all = shared_rows(n);
-        const Inputs in = own.inputs(int(count), width());
+        const Inputs in = own.inputs(int(count), width(), plan_.ahead());
         for (int64_t i = 0; i < count; i++)
             all.copy(groups.places[first + i], in, i, kinds_.floats, kinds_.quantized);
         worker.end_commit();
@@ -566,7 +564,7 @@ class ExpertSum : public Op {
         const Kernels& kernels = plan_.kernels();
         const int64_t size = last - first;
         const Groups groups = this->groups(n, worker);
-        const Inputs in = shared_rows(n).inputs(n * f_.n_used, width());
+        const Inputs in = shared_rows(n).inputs(n * f_.n_used, width(), plan_.ahead());
         const int64_t n_sums = int64_t(n) * (f_.apart ? f_.n_used : 1);
         float* parts = sums + n_sums * size;  // in order of the groups
         float* scratch = parts + int64_t(n) * f_.n_used * size;
