@@ -14,6 +14,7 @@ void unguard_file(GuardedFile*) {}
 bool is_cut(const GuardedFile*) {
     return false;
 }
+void map_cached(const GuardedFile*, size_t, size_t) {}
 
 }  // namespace hotset
 
@@ -25,6 +26,7 @@ bool is_cut(const GuardedFile*) {
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <system_error>
@@ -149,6 +151,30 @@ bool is_cut(const GuardedFile* file) {
     struct stat facts = {};
     return fstat(file->descriptor, &facts) == 0 && facts.st_size < file->file_bytes;
 }
+
+#ifdef MADV_POPULATE_READ
+void map_cached(const GuardedFile* file, size_t begin, size_t end) {
+    // Of others' files the system says that all is in the cache (mincore(2)).
+    struct stat facts = {};
+    if (fstat(file->descriptor, &facts) != 0 || (facts.st_uid != geteuid() && geteuid() != 0)) return;
+    constexpr size_t kPages = 4096;  // that are looked at together
+    unsigned char cached[kPages];
+    end = std::min(end, file->bytes.load());
+    for (size_t at = begin / page_bytes * page_bytes; at < end; at += kPages * page_bytes) {
+        uint8_t* const pages = reinterpret_cast<uint8_t*>(file->begin.load()) + at;
+        const size_t n = (std::min(end - at, kPages * page_bytes) + page_bytes - 1) / page_bytes;
+        if (mincore(pages, n * page_bytes, cached) != 0) return;
+        for (size_t i = 0, last; i < n; i = last) {
+            for (last = i; last < n && (cached[last] & 1) == (cached[i] & 1);) last++;
+            if ((cached[i] & 1) &&
+                madvise(pages + i * page_bytes, (last - i) * page_bytes, MADV_POPULATE_READ) != 0)
+                return;
+        }
+    }
+}
+#else
+void map_cached(const GuardedFile*, size_t, size_t) {}
+#endif
 
 }  // namespace hotset
 

@@ -26,4 +26,9 @@ void unguard_file(GuardedFile* file);
 // Whether the file is shorter than its mapping, or a page of it could not be read.
 bool is_cut(const GuardedFile* file);
 
+// Maps what the system's cache has of bytes begin..end of the file, whose first use then costs no fault.
+// Nothing is read from the disk; where the system cannot be told, or does not tell what it has, nothing
+// happens.
+void map_cached(const GuardedFile* file, size_t begin, size_t end);
+
 }  // namespace hotset

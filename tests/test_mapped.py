@@ -207,3 +207,42 @@ def test_other_faults_end_the_process_as_ever(tmp_path: Path, how: str, handler:
     assert done.returncode == -signal.SIGBUS, done.stderr
     assert done.stdout == ("0 0\n" if how == "fault" else "")
     assert ("Fatal Python error: Bus error" in done.stderr) == (handler != "none")
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system cannot be told to forget a file")
+def test_what_is_cached_is_mapped_and_the_rest_not_read(tmp_path: Path) -> None:
+    """In a process of its own, whose faults are counted."""
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        file.write(np.random.default_rng(0).bytes(4096 * PAGE))
+        file.flush()
+        os.fsync(file.fileno())
+    code = """
+import mmap, os, resource, sys
+from pathlib import Path
+from hotset.formats.mapped import MappedFile
+
+def faults():
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_minflt, usage.ru_majflt
+
+def touched(first, last):
+    before = faults()
+    for page in range(first, last):
+        mapped[page * mmap.PAGESIZE]
+    return [now - then for now, then in zip(faults(), before, strict=True)]
+
+with open(sys.argv[1], "rb") as file:
+    mapped = MappedFile(Path(sys.argv[1]), file.fileno())
+    os.posix_fadvise(file.fileno(), 2048 * mmap.PAGESIZE, 0, os.POSIX_FADV_DONTNEED)
+    reads = faults()[1]
+    mapped.map_cached(100 * mmap.PAGESIZE + 32, len(mapped))
+    print(faults()[1] - reads, *touched(100, 2048), touched(2048, 4096)[1])
+"""
+    found = run_python(code, path)
+    assert found.returncode == 0, found.stderr
+    reads, minor, major, missing = map(int, found.stdout.split())
+    assert reads == major == 0
+    assert minor < 10  # 1,948 pages, of which a fault maps sixteen
+    if not missing:
+        pytest.skip("this file system keeps what it is told to forget")

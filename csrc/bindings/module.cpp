@@ -48,6 +48,13 @@ void bind_mapped(nb::module_& m) {
     m.def(
         "unguard_file", [](uintptr_t file) { unguard_file(reinterpret_cast<GuardedFile*>(file)); }, "file"_a,
         "Ends the guard, once.");
+    m.def(
+        "map_cached",
+        [](uintptr_t file, size_t begin, size_t end) {
+            map_cached(reinterpret_cast<const GuardedFile*>(file), begin, end);
+        },
+        "file"_a, "begin"_a, "end"_a, nb::call_guard<nb::gil_scoped_release>(),
+        "Maps what the system's cache has of these bytes of a guarded file (csrc/mapped.h).");
 }
 
 void bind_runtime(nb::module_& m) {

@@ -455,6 +455,12 @@ class GGUFFile:
                 with contextlib.suppress(OSError):  # a kernel that was built without
                     buffer.madvise(mmap.MADV_HUGEPAGE)
 
+    def map_cached(self, name: str) -> None:
+        """MappedFile.map_cached, of the bytes of a tensor."""
+        info = self.tensors[name]
+        if not info.stride:  # of a bundle there is a copy
+            self._maps[info.shard].map_cached(info.offset, info.offset + info.nbytes)
+
     def let_go(self) -> None:
         """Gives back the memory of what was touched; it is read again from the files where it is."""
         if hasattr(mmap, "MADV_DONTNEED"):

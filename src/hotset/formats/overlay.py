@@ -39,6 +39,10 @@ class Overlay:
         for file in self._files:
             file.ask_for_large_pages()
 
+    def map_cached(self, name: str) -> None:
+        """GGUFFile.map_cached, in the tensor's file."""
+        next(file for file in self._files if name in file.tensors).map_cached(name)
+
     def place(self, name: str) -> tuple[Path, int]:
         """The file in which a tensor lies, and the offset of its first byte."""
         owner = next(file for file in self._files if name in file.tensors)
