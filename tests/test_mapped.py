@@ -213,9 +213,9 @@ def test_other_faults_end_the_process_as_ever(tmp_path: Path, how: str, handler:
 def test_what_is_cached_is_mapped_and_the_rest_not_read(tmp_path: Path) -> None:
     """In a process of its own, whose faults are counted."""
     path = tmp_path / "file"
-    with path.open("wb") as file:
-        file.write(np.random.default_rng(0).bytes(4096 * PAGE))
-        file.flush()
+    with path.open("wb", buffering=0) as file:
+        for _ in range(4096):  # one by one: what is written together a fault maps together
+            file.write(bytes(PAGE))
         os.fsync(file.fileno())
     code = """
 import mmap, os, resource, sys
