@@ -932,14 +932,16 @@ HOTSET_INLINE V dot_lanes(const uint8_t* p, const uint8_t* ahead, int64_t blocks
         lo = add_blocks<Format, 8>(p, x, b, lo);
         hi = add_blocks<Format, 8>(p + Format::kBytes, x, b + 8, hi);
     }
-    prefetch(ahead, int(blocks - b) * Format::kBytes / 8);
     const bool one_more = b + 8 <= blocks;
     if (one_more) {
+        prefetch(ahead, Format::kBytes);
         lo = add_blocks<Format, 8>(p, x, b, lo);
         p += Format::kBytes;
+        ahead += Format::kBytes;
         b += 8;
     }
     if constexpr (kTail != 0) {
+        prefetch(ahead, kTail * Format::kBytes / 8);
         if (one_more)
             hi = add_blocks<Format, kTail>(p, x, b, hi);
         else
