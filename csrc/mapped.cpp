@@ -152,7 +152,10 @@ bool is_cut(const GuardedFile* file) {
     return fstat(file->descriptor, &facts) == 0 && facts.st_size < file->file_bytes;
 }
 
-#ifdef MADV_POPULATE_READ
+#ifdef __linux__
+#ifndef MADV_POPULATE_READ  // of Linux 5.14; older headers lack it, and older systems say so
+#define MADV_POPULATE_READ 22
+#endif
 void map_cached(const GuardedFile* file, size_t begin, size_t end) {
     // Of others' files the system says that all is in the cache (mincore(2)).
     struct stat facts = {};
