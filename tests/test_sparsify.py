@@ -876,7 +876,6 @@ class TestProcesses:
             "run = t.training(*paths, batch=1, n_tokens=6 * 2 * t.N_CTX)\n"
             "run.process, run.n_processes = torch.distributed.get_rank(), 2\n"
             "run.prepare(); run.run(eval_every=3, save_every=6)\n"
-            "torch.distributed.barrier()\n"  # as the verb does: who leaves first may take the other along
             "torch.distributed.destroy_process_group()\n"
         )
         (tmp_path / "two").mkdir()
