@@ -31,8 +31,11 @@ class Overlay:
 
     def data(self, name: str) -> np.ndarray:
         """The tensor's bytes, uint8 [nbytes], in the map of its file."""
-        owner = next((file for file in self._files if name in file.tensors), self._files[-1])
-        return owner.data(name)
+        return self._owner(name).data(name)
+
+    def _owner(self, name: str) -> GGUFFile:
+        """The file that has a tensor; where none has it the model, which says so."""
+        return next((file for file in self._files if name in file.tensors), self._files[-1])
 
     def ask_for_large_pages(self) -> None:
         """GGUFFile.ask_for_large_pages, of all files."""
@@ -41,11 +44,11 @@ class Overlay:
 
     def map_cached(self, name: str) -> None:
         """GGUFFile.map_cached, in the tensor's file."""
-        next(file for file in self._files if name in file.tensors).map_cached(name)
+        self._owner(name).map_cached(name)
 
     def place(self, name: str) -> tuple[Path, int]:
         """The file in which a tensor lies, and the offset of its first byte."""
-        owner = next(file for file in self._files if name in file.tensors)
+        owner = self._owner(name)
         info = owner.tensors[name]
         return owner.paths[info.shard], info.offset
 
