@@ -7,7 +7,6 @@ import contextlib
 import os
 import tempfile
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -244,6 +243,7 @@ def _open(
     from hotset.formats.gguf import open_gguf
     from hotset.training.adapters import Adapters, digest
     from hotset.training.llama_torch import load_llama
+    from hotset.training.processes import torchrun_processes
     from hotset.training.sparsify import EngineTeacher, TorchTeacher, Training
     from hotset.training.text import Mixture
 
@@ -254,7 +254,7 @@ def _open(
     stack.callback(torch.set_flush_denormal, False)  # which is the thread's: logits after it would differ
     torch.set_flush_denormal(True)  # products of small adapters and small gradients
     on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    process, n_processes = _processes(torch, on_gpu)
+    process, n_processes = stack.enter_context(torchrun_processes(on_gpu=on_gpu))
     where = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if on_gpu else "cpu"
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -300,6 +300,7 @@ def _texts(
 ) -> tuple[list[WeightedText], list[list[int]]]:
     """What to train on, from files and from what the models write, and the windows to evaluate on."""
     from hotset.training.generate import read_documents
+    from hotset.training.processes import wait_for_all
     from hotset.training.text import WeightedText, joined, parse_amount, parse_text, split_held_out
 
     n_ctx, held_out = training.n_ctx, texts.held_out
@@ -323,7 +324,7 @@ def _texts(
         if process == 0:
             seed = training.seed
             _write(path, adapters, written, amount, openings, chat=texts.chat, seed=seed, n_threads=n_threads)
-        _wait(n_processes)
+        wait_for_all(n_processes)
         ids = joined(read_documents(written)).tolist()
         kept, rest = (ids, []) if held else split_held_out(ids, n_ctx)
         sources.append(WeightedText(f"--{option}", joined([kept]), weight))
@@ -370,22 +371,6 @@ def _torch() -> Any:
     except ImportError:
         raise HotsetError("training needs torch; install it with: pip install 'hotset[train]'") from None
     return torch
-
-
-def _processes(torch: Any, on_gpu: bool) -> tuple[int, int]:
-    """Number of this process, and how many torchrun started."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1:
-        return 0, 1
-    if not torch.distributed.is_initialized():
-        # The others wait for the first one while it writes text, which may take it hours.
-        torch.distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(days=30))
-    return torch.distributed.get_rank(), world
-
-
-def _wait(n_processes: int) -> None:
-    if n_processes > 1:
-        _torch().distributed.barrier()
 
 
 def _train(run: Training, eval_every: int, save_every: int, *, show: bool) -> Evaluation | None:

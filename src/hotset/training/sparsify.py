@@ -202,7 +202,7 @@ class Training:
 
     held_out: windows for evaluation, int64 [n, n_ctx]. model: digest of the file (adapters.digest). start:
     values of earlier adapters. process, n_processes: this process, and how many share the work
-    (torch.distributed must be set up); only process 0 writes.
+    (processes.torchrun_processes); only process 0 writes.
     """
 
     def __init__(
