@@ -16,16 +16,23 @@ nb::object linear(int type, const Bytes& data, int64_t rows, const FloatMatrix& 
     const Matrix weight = make_matrix(type, data, rows, k);
     require(n > 0, "a product needs a row of activations");
     const Kernels& kernels = chosen_kernels(isa);
-    Memory q(n * width), scale(n * width / 8), sum(n * width / 8), isum(n * width / 4),
+    Memory q(n * width), scale(n * width / 8), sum(n * width / 8), isum(n * width / 4), isum8(n * width / 8),
         scratch(kernel_scratch_bytes(k));
     const DefaultFloats floats;
     if (!is_float(weight.type))
         for (int t = 0; t < n; t++)
-            kernels.quantize(x.data() + t * k, k, q.as<int8_t>() + t * width,
-                             scale.as<float>() + t * width / 32, sum.as<float>() + t * width / 32,
-                             isum.as<int32_t>() + t * width / 16);
-    const Inputs inputs = {
-        n, k, x.data(), q.as<int8_t>(), scale.as<float>(), sum.as<float>(), isum.as<int32_t>()};
+            kernels.quantize(x.data() + t * k, k,
+                             {q.as<int8_t>() + t * width, scale.as<float>() + t * width / 32,
+                              sum.as<float>() + t * width / 32, isum.as<int32_t>() + t * width / 16,
+                              isum8.as<int32_t>() + t * width / 32});
+    const Inputs inputs = {n,
+                           k,
+                           x.data(),
+                           q.as<int8_t>(),
+                           scale.as<float>(),
+                           sum.as<float>(),
+                           isum.as<int32_t>(),
+                           isum8.as<int32_t>()};
     float* out;
     auto result = new_array<float>(out, n, rows);
     {

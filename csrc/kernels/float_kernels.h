@@ -145,7 +145,7 @@ void layer_norm(const float* x, const float* weight, const float* bias, float ep
 }
 
 // Four blocks at a time, whose largest values and sums are found together.
-void quantize(const float* x, int64_t k, int8_t* q, float* scale, float* sums, int32_t* isum) {
+void quantize(const float* x, int64_t k, const QuantizedRow& out) {
     const int64_t blocks = padded(k) / 32;
     int64_t b = 0;
     for (; b * 32 < k || b % kInterleaved; b += 4) {  // whole groups, so that zeros lie together too
@@ -181,19 +181,21 @@ void quantize(const float* x, int64_t k, int8_t* q, float* scale, float* sums, i
             own_scale[j] = NAN;
         }
         for (int j = 0; j < 4; j++) {
-            for (int h = 0; h < 2; h++) half[h][j].store_i8(q + half_at(kInterleaved, b + j, h));
+            for (int h = 0; h < 2; h++) half[h][j].store_i8(out.q + half_at(kInterleaved, b + j, h));
             own_sum[j] = own_scale[j] * own_sum[j];
         }
-        memcpy(scale + b, own_scale, sizeof(own_scale));
-        memcpy(sums + b, own_sum, sizeof(own_sum));
-        for (int j = 0; j < 4; j++) isum[b + j] = int32_t(total[0][j]);
-        for (int j = 0; j < 4; j++) isum[blocks + b + j] = int32_t(total[1][j]);
+        memcpy(out.scale + b, own_scale, sizeof(own_scale));
+        memcpy(out.sum + b, own_sum, sizeof(own_sum));
+        for (int j = 0; j < 4; j++) out.isum[b + j] = int32_t(total[0][j]);
+        for (int j = 0; j < 4; j++) out.isum[blocks + b + j] = int32_t(total[1][j]);
+        for (int j = 0; j < 4; j++) out.isum8[b + j] = int32_t(8.0f * (total[0][j] + total[1][j]));
     }
-    memset(q + b * 32, 0, size_t(blocks - b) * 32);
-    memset(scale + b, 0, size_t(blocks - b) * sizeof(float));
-    memset(sums + b, 0, size_t(blocks - b) * sizeof(float));
-    memset(isum + b, 0, size_t(blocks - b) * sizeof(int32_t));
-    memset(isum + blocks + b, 0, size_t(blocks - b) * sizeof(int32_t));
+    memset(out.q + b * 32, 0, size_t(blocks - b) * 32);
+    memset(out.scale + b, 0, size_t(blocks - b) * sizeof(float));
+    memset(out.sum + b, 0, size_t(blocks - b) * sizeof(float));
+    memset(out.isum + b, 0, size_t(blocks - b) * sizeof(int32_t));
+    memset(out.isum + blocks + b, 0, size_t(blocks - b) * sizeof(int32_t));
+    memset(out.isum8 + b, 0, size_t(blocks - b) * sizeof(int32_t));
 }
 
 // ---- Matrix products with float weights

@@ -237,10 +237,9 @@ struct FormatMXFP4 : Nibbles<1, 17, false> {
     static Scales scales(const uint8_t* p) {
         const __m256i e = _mm256_and_si256(words_at_stride<17, n>(p), _mm256_set1_epi32(255));
         const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
-        const __m256i tiny = _mm256_sllv_epi32(_mm256_set1_epi32(1 << 21), e);
-        const __m256i is_tiny = _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e);
+        const __m256i tiny = _mm256_slli_epi32(_mm256_add_epi32(e, _mm256_set1_epi32(1)), 21);
         Scales s = {};
-        s.scale = _mm256_castsi256_ps(_mm256_blendv_epi8(normal, tiny, is_tiny));
+        s.scale = _mm256_castsi256_ps(_mm256_max_epi32(normal, tiny));  // tiny where e is 0 or 1
         return s;
     }
 };
@@ -787,8 +786,14 @@ inline __m256i ones() {
     return _mm256_set1_epi16(1);
 }
 
-inline __m256i times_zero(int zero, __m256i v) {
-    return _mm256_slli_epi32(v, log2_of(zero));
+// As many eighths of each lane, whose last three bits are zeros. Eight of them cost nothing: two instructions
+// less for 256 products are 3% in the cache, but 7% of the speed at which rows come from memory (Q4_0).
+template <int kCount>
+inline __m256i eighths(__m256i v) {
+    constexpr int kLeft = log2_of(kCount) - 3;
+    if constexpr (kLeft > 0) return _mm256_slli_epi32(v, kLeft);
+    if constexpr (kLeft < 0) return _mm256_srai_epi32(v, -kLeft);
+    return v;
 }
 
 // The weights of the two halves' input sums in a block's integer dot product, or in its minimum: int16, two a
@@ -808,6 +813,7 @@ struct TokenInputs {
     const float* sum;
     const int32_t* isum0;
     const int32_t* isum1;
+    const int32_t* isum8;
 };
 
 // int16 scales of half h of blocks g and g + 4, filling a 128-bit lane each.
@@ -906,8 +912,7 @@ HOTSET_INLINE __m256 add_blocks(const uint8_t* p, const TokenInputs& x, int64_t 
         by_sum = _mm256_madd_epi16(sums, sum_weights<Format>(s));
         if constexpr (!kMin) dot = _mm256_sub_epi32(dot, by_sum);
     } else if constexpr (Format::kZero != 0) {
-        const __m256i sums = _mm256_add_epi32(load256(x.isum0 + b), load256(x.isum1 + b));
-        dot = _mm256_sub_epi32(dot, times_zero(Format::kZero, sums));
+        dot = _mm256_sub_epi32(dot, eighths<Format::kZero>(load256(x.isum8 + b)));
     }
     __m256 total = _mm256_fmadd_ps(_mm256_mul_ps(s.scale, input), _mm256_cvtepi32_ps(dot), acc);
     if constexpr (kMin && kSub)
@@ -983,7 +988,7 @@ inline TokenInputs inputs_of(const Inputs& x, int token) {
     const int64_t width = padded(x.k);
     const int32_t* isum = x.isum + token * (width / 16);
     return {x.q + token * width, x.scale + token * (width / 32), x.sum + token * (width / 32), isum,
-            isum + width / 32};
+            isum + width / 32,   x.isum8 + token * (width / 32)};
 }
 
 // One row times one token.

@@ -54,8 +54,18 @@ struct Inputs {
     const float* scale = nullptr;  // [n][padded(k) / 32]
     const float* sum = nullptr;    // [n][padded(k) / 32], scale * sum of q
     const int32_t* isum =
-        nullptr;    // [n][2][padded(k) / 32], sum of q over the first and the second half of each block
+        nullptr;  // [n][2][padded(k) / 32], sum of q over the first and the second half of each block
+    const int32_t* isum8 = nullptr;  // [n][padded(k) / 32], eight times the sum of q over each block
     int ahead = 0;  // of one token: how far ahead rows are fetched that lie one after the other, in bytes
+};
+
+// Where one row of them is written.
+struct QuantizedRow {
+    int8_t* q;
+    float* scale;
+    float* sum;
+    int32_t* isum;
+    int32_t* isum8;
 };
 
 // Where the first or second half of block b begins in `q`, of which `interleaved` blocks lie together.
@@ -319,7 +329,7 @@ struct Kernels {
     void (*not_below_bits)(const float* x, float bound, int64_t n, uint64_t* bits);
     // Quantises one row of k floats into the layout of Inputs (padding written as zeros). Of a block with a
     // value that is not finite the codes are 0 and scale and sum NaN, so that every product with it is NaN.
-    void (*quantize)(const float* x, int64_t k, int8_t* q, float* scale, float* sum, int32_t* isum);
+    void (*quantize)(const float* x, int64_t k, const QuantizedRow& out);
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* out);
     void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int64_t n,
                        float* out);

@@ -84,53 +84,6 @@ class Groups {
     int n_tokens_ = 0, n_used_ = 0, n_expert_ = 0;
 };
 
-// Quantised rows, and floats where they are needed, of up to n rows of width k in one block of memory.
-struct RowsMemory {
-    float* x;
-    float* scale;
-    float* sum;
-    int32_t* isum;
-    int8_t* q;
-
-    RowsMemory(uint8_t* memory, int64_t n, int64_t k, bool floats) {
-        const int64_t width = padded(k);
-        x = reinterpret_cast<float*>(memory);
-        scale = x + (floats ? n * width : 0);
-        sum = scale + n * width / 32;
-        isum = reinterpret_cast<int32_t*>(sum + n * width / 32);
-        q = reinterpret_cast<int8_t*>(isum + n * width / 16);
-    }
-    static size_t bytes(int64_t n, int64_t k, bool floats) {
-        return size_t(n) * padded(k) * (floats ? 6 : 2) + 64;
-    }
-    Inputs inputs(int n, int64_t k, int ahead) const { return {n, k, x, q, scale, sum, isum, ahead}; }
-    // Row `at` is row `from` of other rows.
-    void copy(int64_t at, const Inputs& in, int64_t from, bool floats, bool quantized) const {
-        const int64_t k = in.k, width = padded(k);
-        if (floats) std::copy_n(in.x + from * k, k, x + at * k);
-        if (!quantized) return;
-        std::copy_n(in.q + from * width, width, q + at * width);
-        std::copy_n(in.scale + from * (width / 32), width / 32, scale + at * (width / 32));
-        std::copy_n(in.sum + from * (width / 32), width / 32, sum + at * (width / 32));
-        std::copy_n(in.isum + from * (width / 16), width / 16, isum + at * (width / 16));
-    }
-    void prepare(const Kernels& kernels, int64_t at, const float* row, int64_t k, bool floats,
-                 bool quantized) const {
-        const int64_t width = padded(k);
-        if (floats) std::copy_n(row, k, x + at * k);
-        if (quantized)
-            kernels.quantize(row, k, q + at * width, scale + at * (width / 32), sum + at * (width / 32),
-                             isum + at * (width / 16));
-    }
-};
-
-struct Kinds {
-    bool floats = false, quantized = false;
-    void serves(const ExpertMatrices& of) {
-        for (const Matrix& m : of.weights) (is_float(m.type) ? floats : quantized) = true;
-    }
-};
-
 int64_t bytes_of(const ExpertMatrices& of) {  // of the largest expert
     int64_t most = 0;
     for (const Matrix& m : of.weights) most = std::max(most, m.rows * int64_t(m.row_bytes));
@@ -150,7 +103,6 @@ class ExpertNeurons : public Op {
           scores_(f_.scores < 0 ? nullptr : &plan.buffer(f_.scores)) {
         for (const ExpertMatrices* of : {&f_.gate, &f_.up}) {
             for (const Matrix& m : of->weights) input_.serves(m);
-            kinds_.serves(*of);
             bytes_ += bytes_of(*of);
         }
         few_at_ = results_bytes(std::min(plan.max_tokens(), kPrivateInputs));
@@ -190,13 +142,12 @@ class ExpertNeurons : public Op {
         const int count = groups.count(group);
         Inputs in = all;
         if (all.n > 1) {
-            const RowsMemory rows(mine + kMarkBytes + Groups::aligned(groups_bytes(all.n)), all.n, all.k,
-                                  kinds_.floats);
+            const InputsMemory rows(mine + kMarkBytes + Groups::aligned(groups_bytes(all.n)), all.n, all.k,
+                                    input_.kinds());
             if (gathered != group)
-                for (int i = 0; i < count; i++)
-                    rows.copy(i, all, entries[i] / f_.n_used, kinds_.floats, kinds_.quantized);
+                for (int i = 0; i < count; i++) rows.copy(i, all, entries[i] / f_.n_used);
             gathered = group;
-            in = rows.inputs(count, all.k, plan_.ahead());
+            in = rows.inputs(count, plan_.ahead());
         }
         float* values = worker.results.as<float>();
         FfnCounts counts;
@@ -243,7 +194,7 @@ class ExpertNeurons : public Op {
     size_t groups_bytes(int n) const { return Groups::bytes(n, f_.n_used, n_expert()); }
     size_t memory_bytes(int n) const {
         return kMarkBytes + Groups::aligned(groups_bytes(n)) +
-               RowsMemory::bytes(n, input_.width(), kinds_.floats) + 64;
+               InputsMemory::bytes(n, input_.width(), input_.kinds().floats) + 64;
     }
     // Of up to n tokens: gates and then values, ups, rows that were gathered, and which they are.
     size_t results_bytes(int n) const {
@@ -405,7 +356,6 @@ class ExpertNeurons : public Op {
     const Plan& plan_;
     const ExpertFacts f_;
     LinearInput input_;
-    Kinds kinds_;
     const Buffer& route_;
     const Buffer& out_;
     const Buffer* scores_;
@@ -424,7 +374,7 @@ class ExpertSum : public Op {
           route_(plan.buffer(f_.route)),
           out_(plan.buffer(f_.out)),
           residual_(f_.residual < 0 ? nullptr : &plan.buffer(f_.residual)) {
-        kinds_.serves(f_.down);
+        for (const Matrix& m : f_.down.weights) kinds_.serves(m);
         bytes_ = bytes_of(f_.down);
     }
 
@@ -476,11 +426,11 @@ class ExpertSum : public Op {
         const int sums = f_.apart ? f_.n_used : 1;  // of a token
         needs.result_floats =
             std::max({size_t(one) * (f_.n_used + 1), size_t(n) * (f_.n_used + sums) * many + many,
-                      RowsMemory::bytes(prepared * f_.n_used, width(), kinds_.floats) / sizeof(float) + 1});
+                      InputsMemory::bytes(prepared * f_.n_used, width(), kinds_.floats) / sizeof(float) + 1});
         needs.input_width = width();
         needs.private_bytes = std::max(Groups::bytes(n, f_.n_used, n_expert()),
-                                       RowsMemory::bytes(f_.n_used, width(), kinds_.floats));
-        if (n > 1) needs.shared_bytes = RowsMemory::bytes(int64_t(n) * f_.n_used, width(), kinds_.floats);
+                                       InputsMemory::bytes(f_.n_used, width(), kinds_.floats));
+        if (n > 1) needs.shared_bytes = InputsMemory::bytes(int64_t(n) * f_.n_used, width(), kinds_.floats);
         return needs;
     }
 
@@ -510,11 +460,10 @@ class ExpertSum : public Op {
     bool one_token(int64_t first, int64_t last, Worker& worker, float* sums) const {
         const Kernels& kernels = plan_.kernels();
         const int64_t size = last - first;
-        const RowsMemory rows(worker.inputs.data(), f_.n_used, width(), kinds_.floats);
+        const InputsMemory rows(worker.inputs.data(), f_.n_used, width(), kinds_);
         if (worker.enter_inputs())
-            for (int j = 0; j < f_.n_used; j++)
-                rows.prepare(kernels, j, x_.row(0) + j * width(), width(), kinds_.floats, kinds_.quantized);
-        const Inputs in = rows.inputs(f_.n_used, width(), plan_.ahead());
+            for (int j = 0; j < f_.n_used; j++) rows.set(kernels, j, x_.row(0) + j * width());
+        const Inputs in = rows.inputs(f_.n_used, plan_.ahead());
         float* part = sums + size;
         if (!f_.apart) std::fill_n(sums, size, 0.0f);
         for (int j = 0; j < f_.n_used; j++) {
@@ -538,24 +487,21 @@ class ExpertSum : public Op {
             groups.recall();
         return groups;
     }
-    RowsMemory shared_rows(int n) const {
-        return {plan_.shared(), int64_t(n) * f_.n_used, width(), kinds_.floats};
+    InputsMemory shared_rows(int n) const {
+        return {plan_.shared(), int64_t(n) * f_.n_used, width(), kinds_};
     }
 
     void prepare(int chunk, int n, Worker& worker) const {
         const RowRange tokens(chunk, prepare_chunks(n), n);
         const Groups groups = this->groups(n, worker);
         const int64_t count = int64_t(tokens.count()) * f_.n_used, first = int64_t(tokens.first) * f_.n_used;
-        const RowsMemory own(worker.results.data(), count, width(), kinds_.floats);
+        const InputsMemory own(worker.results.data(), count, width(), kinds_);
         for (int64_t i = 0; i < count; i++)
-            own.prepare(plan_.kernels(), i,
-                        x_.row((first + i) / f_.n_used) + (first + i) % f_.n_used * width(), width(),
-                        kinds_.floats, kinds_.quantized);
+            own.set(plan_.kernels(), i, x_.row((first + i) / f_.n_used) + (first + i) % f_.n_used * width());
         if (!worker.begin_commit()) return;
-        const RowsMemory all = shared_rows(n);
-        const Inputs in = own.inputs(int(count), width(), plan_.ahead());
-        for (int64_t i = 0; i < count; i++)
-            all.copy(groups.places[first + i], in, i, kinds_.floats, kinds_.quantized);
+        const InputsMemory all = shared_rows(n);
+        const Inputs in = own.inputs(int(count), plan_.ahead());
+        for (int64_t i = 0; i < count; i++) all.copy(groups.places[first + i], in, i);
         worker.end_commit();
     }
 
@@ -564,7 +510,7 @@ class ExpertSum : public Op {
         const Kernels& kernels = plan_.kernels();
         const int64_t size = last - first;
         const Groups groups = this->groups(n, worker);
-        const Inputs in = shared_rows(n).inputs(n * f_.n_used, width(), plan_.ahead());
+        const Inputs in = shared_rows(n).inputs(n * f_.n_used, plan_.ahead());
         const int64_t n_sums = int64_t(n) * (f_.apart ? f_.n_used : 1);
         float* parts = sums + n_sums * size;  // in order of the groups
         float* scratch = parts + int64_t(n) * f_.n_used * size;
@@ -593,7 +539,7 @@ class ExpertSum : public Op {
 
     const Plan& plan_;
     const ExpertSumFacts f_;
-    Kinds kinds_;
+    InputKinds kinds_;
     const Buffer& x_;
     const Buffer& route_;
     const Buffer& out_;

@@ -12,25 +12,60 @@ namespace hotset {
 
 constexpr int kPrepareTokens = 4;  // per chunk, when inputs are prepared together
 
-// Activations of up to n tokens of width k, quantised, in one block of memory.
-struct InputsMemory {
-    float* x;
-    int8_t* q;
-    float* scale;
-    float* sum;
-    int32_t* isum;
+// Which of them products read: floats are for matrices of floats.
+struct InputKinds {
+    bool floats = false, quantized = false;
+    void serves(const Matrix& weight) { (is_float(weight.type) ? floats : quantized) = true; }
+};
 
-    InputsMemory(uint8_t* memory, int n, int64_t k) {
-        const int64_t width = padded(k);
-        x = reinterpret_cast<float*>(memory);
-        scale = x + n * width;
-        sum = scale + n * width / 32;
-        isum = reinterpret_cast<int32_t*>(sum + n * width / 32);
-        q = reinterpret_cast<int8_t*>(isum + n * width / 16);
+// Activations of up to n rows of width k in one block of memory, of the kinds that are read.
+class InputsMemory {
+  public:
+    InputsMemory(uint8_t* memory, int64_t n, int64_t k, InputKinds kinds)
+        : k_(k), width_(padded(k)), kinds_(kinds) {
+        x_ = reinterpret_cast<float*>(memory);
+        first_.scale = x_ + (kinds.floats ? n * width_ : 0);
+        first_.sum = first_.scale + n * width_ / 32;
+        first_.isum = reinterpret_cast<int32_t*>(first_.sum + n * width_ / 32);
+        first_.isum8 = first_.isum + n * width_ / 16;
+        first_.q = reinterpret_cast<int8_t*>(first_.isum8 + n * width_ / 32);
     }
-    static size_t bytes(int n, int64_t k) {
-        return size_t(n) * padded(k) * 6;
-    }  // 4 + 1/8 + 1/8 + 1/4 + 1, rounded up
+    static size_t bytes(int64_t n, int64_t k, bool floats = true) {
+        return size_t(n) * padded(k) * (floats ? 6 : 2);  // 1 + 5/8, and 4, rounded up
+    }
+
+    float* x(int64_t row) const { return x_ + row * k_; }
+    // Row `at` becomes x, whose floats may lie there already.
+    void set(const Kernels& kernels, int64_t at, const float* x) const {
+        if (kinds_.floats && x != this->x(at)) std::copy_n(x, k_, this->x(at));
+        if (kinds_.quantized) kernels.quantize(x, k_, row(at));
+    }
+    // Row `at` becomes row `from` of others.
+    void copy(int64_t at, const Inputs& in, int64_t from) const {
+        if (kinds_.floats) std::copy_n(in.x + from * k_, k_, x(at));
+        if (!kinds_.quantized) return;
+        const QuantizedRow out = row(at);
+        std::copy_n(in.q + from * width_, width_, out.q);
+        std::copy_n(in.scale + from * (width_ / 32), width_ / 32, out.scale);
+        std::copy_n(in.sum + from * (width_ / 32), width_ / 32, out.sum);
+        std::copy_n(in.isum + from * (width_ / 16), width_ / 16, out.isum);
+        std::copy_n(in.isum8 + from * (width_ / 32), width_ / 32, out.isum8);
+    }
+    // x: where the floats lie, if not here.
+    Inputs inputs(int n, int ahead, const float* x = nullptr) const {
+        return {n, k_, x ? x : x_, first_.q, first_.scale, first_.sum, first_.isum, first_.isum8, ahead};
+    }
+
+  private:
+    QuantizedRow row(int64_t at) const {
+        return {first_.q + at * width_, first_.scale + at * (width_ / 32), first_.sum + at * (width_ / 32),
+                first_.isum + at * (width_ / 16), first_.isum8 + at * (width_ / 32)};
+    }
+
+    int64_t k_, width_;
+    InputKinds kinds_;
+    float* x_;
+    QuantizedRow first_;
 };
 
 class LinearInput {
@@ -40,33 +75,27 @@ class LinearInput {
         : plan_(plan), x_(plan.buffer(x)), norm_(std::move(norm)), cutoff_(cutoff) {}
 
     // Every matrix that will be multiplied: what is prepared depends on their types.
-    void serves(const Matrix& weight) { quantized_ |= !is_float(weight.type); }
+    void serves(const Matrix& weight) { kinds_.serves(weight); }
 
+    InputKinds kinds() const { return kinds_; }
     int64_t width() const { return x_.width; }
     int n_tokens(const StepTokens& step) const { return step.rows(x_); }
 
     // Whether a phase (of n_prepare_chunks chunks) must run before `inputs`.
     bool prepares_together(const StepTokens& step) const {
-        return n_tokens(step) > kPrivateInputs && (quantized_ || changes());
+        return n_tokens(step) > kPrivateInputs && (kinds_.quantized || changes());
     }
     int n_prepare_chunks(const StepTokens& step) const {
         return std::min(ceil_div(n_tokens(step), kPrepareTokens), kMaxChunks);
     }
     void prepare_chunk(int chunk, const StepTokens& step, Worker& worker) const {
         const RowRange rows(chunk, n_prepare_chunks(step), n_tokens(step));
-        const int64_t k = x_.width, width = padded(k);
-        const InputsMemory own(worker.results.data(), rows.count(), k);
+        const InputsMemory own(worker.results.data(), rows.count(), x_.width, kept());
         for (int r = rows.first; r < rows.last; r++) prepare(own, r - rows.first, x_.row(r), step.cut[r]);
         if (!worker.begin_commit()) return;
-        const InputsMemory all(plan_.shared(), plan_.max_tokens(), k);
-        const int n = rows.count();
-        if (changes()) std::copy_n(own.x, n * k, all.x + rows.first * k);
-        if (quantized_) {
-            std::copy_n(own.q, n * width, all.q + rows.first * width);
-            std::copy_n(own.scale, n * width / 32, all.scale + rows.first * (width / 32));
-            std::copy_n(own.sum, n * width / 32, all.sum + rows.first * (width / 32));
-            std::copy_n(own.isum, n * width / 16, all.isum + rows.first * (width / 16));
-        }
+        const InputsMemory all(plan_.shared(), plan_.max_tokens(), x_.width, kept());
+        const Inputs prepared = own.inputs(rows.count(), 0);
+        for (int r = rows.first; r < rows.last; r++) all.copy(r, prepared, r - rows.first);
         worker.end_commit();
     }
 
@@ -79,10 +108,8 @@ class LinearInput {
         const int n = n_tokens(step);
         const bool together = prepares_together(step);
         const InputsMemory memory(together ? plan_.shared() : worker.inputs.data(),
-                                  together ? plan_.max_tokens() : kPrivateInputs, x_.width);
-        const Inputs in = {n,           x_.width,     changes() ? memory.x : x_.row(0),
-                           memory.q,    memory.scale, memory.sum,
-                           memory.isum, plan_.ahead()};
+                                  together ? plan_.max_tokens() : kPrivateInputs, x_.width, kept());
+        const Inputs in = memory.inputs(n, plan_.ahead(), changes() ? nullptr : x_.row(0));
         if (!together && n <= kPrivateInputs && worker.enter_inputs()) {
             for (int r = 0; r < n; r++) prepare(memory, r, x_.row(r), step.cut[r]);
             prepared(in);
@@ -104,26 +131,27 @@ class LinearInput {
     // Whether products read other values than those of the buffer.
     bool changes() const { return !norm_.weight.empty() || cutoff_ != 0.0f; }
 
+    // What is kept of rows: floats, where they are others than the buffer's.
+    InputKinds kept() const { return {changes(), kinds_.quantized}; }
+
     void prepare(const InputsMemory& memory, int at, const float* x, bool cut) const {
-        const int64_t k = x_.width, width = padded(k);
+        const int64_t k = x_.width;
         const Kernels& kernels = plan_.kernels();
         if (!norm_.weight.empty()) {
-            norm_.apply(kernels, x, k, memory.x + at * k);
-            x = memory.x + at * k;
+            norm_.apply(kernels, x, k, memory.x(at));
+            x = memory.x(at);
         }
         if (cutoff_ != 0.0f) {
-            cut_small(cut ? cutoff_ : 0.0f, x, k, memory.x + at * k);
-            x = memory.x + at * k;
+            cut_small(cut ? cutoff_ : 0.0f, x, k, memory.x(at));
+            x = memory.x(at);
         }
-        if (quantized_)
-            kernels.quantize(x, k, memory.q + at * width, memory.scale + at * (width / 32),
-                             memory.sum + at * (width / 32), memory.isum + at * (width / 16));
+        memory.set(kernels, at, x);
     }
 
     const Buffer& x_;
     const Norm norm_;
     const float cutoff_;
-    bool quantized_ = false;
+    InputKinds kinds_;
 };
 
 // Adds a part of a bias to each of n rows of `rows` results.

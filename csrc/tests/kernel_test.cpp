@@ -195,7 +195,7 @@ struct QuantizedInputs {
     std::vector<float> x;
     std::vector<int8_t> q, others;  // as the kernels lay them out that quantised, and as others do
     std::vector<float> scale, sum;
-    std::vector<int32_t> isum;
+    std::vector<int32_t> isum, isum8;
     Inputs view;  // for the kernels that quantised
 
     // For `kernels`.
@@ -213,10 +213,12 @@ struct QuantizedInputs {
         scale.resize(n * width / 32);
         sum.resize(n * width / 32);
         isum.resize(n * width / 16);
+        isum8.resize(n * width / 32);
         for (int t = 0; t < n; t++)
-            kernels.quantize(&x[t * k], k, &q[t * width], &scale[t * width / 32], &sum[t * width / 32],
-                             &isum[t * width / 16]);
-        view = {n, k, x.data(), q.data(), scale.data(), sum.data(), isum.data()};
+            kernels.quantize(&x[t * k], k,
+                             {&q[t * width], &scale[t * width / 32], &sum[t * width / 32],
+                              &isum[t * width / 16], &isum8[t * width / 32]});
+        view = {n, k, x.data(), q.data(), scale.data(), sum.data(), isum.data(), isum8.data()};
     }
 
   private:
@@ -512,6 +514,11 @@ void test_quantize(const Kernels& kernels, int64_t k) {
     expect_equal("quantize scale", kernels.isa, detail.c_str(), got.scale, want.scale);
     expect_equal("quantize sum", kernels.isa, detail.c_str(), got.sum, want.sum);
     expect_equal("quantize isum", kernels.isa, detail.c_str(), got.isum, want.isum);
+    for (size_t b = 0; b < got.isum8.size(); b++) {
+        if (got.isum8[b] == 8 * (got.isum[b] + got.isum[got.isum8.size() + b])) continue;
+        std::printf("FAIL quantize isum8 (%s): block %zu of %s\n", kernels.isa, b, detail.c_str());
+        failures++;
+    }
 }
 
 // A block with a value that is not finite, or with values so small that their scale has no inverse: no other
