@@ -235,11 +235,11 @@ struct FormatMXFP4 : Nibbles<1, 17, false> {
     }
     template <int n>
     static Scales scales(const uint8_t* p) {
-        const __m256i e = _mm256_and_si256(words_at_stride<17, n>(p), _mm256_set1_epi32(255));
-        const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
-        const __m256i tiny = _mm256_slli_epi32(_mm256_add_epi32(e, _mm256_set1_epi32(1)), 21);
+        // Half of 2^(e - 127): of the float with the exponent e, and of 2^-127, a denormal, where e is 0.
+        const __m256i twice = _mm256_srli_epi32(_mm256_slli_epi32(words_at_stride<17, n>(p), 24), 1);
+        const __m256i power = _mm256_max_epi32(twice, _mm256_set1_epi32(1 << 22));
         Scales s = {};
-        s.scale = _mm256_castsi256_ps(_mm256_max_epi32(normal, tiny));  // tiny where e is 0 or 1
+        s.scale = _mm256_mul_ps(_mm256_castsi256_ps(power), _mm256_set1_ps(0.5f));
         return s;
     }
 };
