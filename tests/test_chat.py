@@ -1,5 +1,6 @@
 """Chat templates: the text that transformers renders, to the byte, and nothing that a hostile file may do."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -399,6 +400,7 @@ def child(template: ChatTemplate) -> psutil.Process:
 
 
 def test_one_process_serves_many_renderings_and_is_gone_with_its_template():
+    gc.collect()  # files that other tests left open
     before, others = psutil.Process().num_fds(), psutil.Process().children()
     template = ChatTemplate(HELLO)
     process = child(template)

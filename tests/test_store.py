@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from test_cpu_backend import batch, logits_of, tokens
 from test_experts import FORMS
 from test_experts import model as write_experts
+from test_mapped import run_python
 from test_sparse_cpu import ONE_BY_ONE, cpu, prepared, write
 
 from hotset import _core
@@ -194,10 +194,7 @@ def test_memory_is_given_before_it_is_needed(tmp_path: Path) -> None:
     kernel = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) if sys.platform == "linux" else ()
     if kernel < (5, 14):
         pytest.skip("this system gives memory when it is used")
-    arguments = [str(tmp_path / "rows"), str(n_rows), str(row)]
-    done = subprocess.run(
-        [sys.executable, "-c", TOUCHED, *arguments], capture_output=True, text=True, timeout=120
-    )
+    done = run_python(TOUCHED, tmp_path / "rows", n_rows, row)
     assert done.returncode == 0, done.stderr
 
 
