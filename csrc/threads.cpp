@@ -342,6 +342,7 @@ bool Team::claim(Worker& worker, Slot& slot, int owner) {
     if (forbidden(ticket)) return false;  // a phase that opened just now: who may do it finds it undone
     worker.epoch_ = ticket >> kTicketBits;
     worker.chunk_ = first + claimed;
+    prefetch_line(&slot.taken[worker.chunk_]);  // for the commit: weights have driven it out of the caches
     slot.job->run_chunk(int(worker.epoch_ - slot.first_epoch), worker.chunk_, worker);
     return true;
 }

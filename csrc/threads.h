@@ -92,8 +92,8 @@ using Poll = std::function<bool()>;
 class Team;
 struct Slot;
 
-// What one thread owns.
-class Worker {
+// What one thread owns, in lines of its own.
+class alignas(64) Worker {
   public:
     // Between these two the chunk's results are copied out. False: another thread has done it, drop them.
     bool begin_commit();
@@ -145,20 +145,21 @@ class Job {
 };
 
 struct Slot {
+    // What all threads read with every chunk; what any of them writes lies in lines of its own.
     int index = 0;
     const Job* job = nullptr;
     const std::atomic<bool>* cancel = nullptr;  // of the step
     std::atomic<const void*> owner{nullptr};    // of what the step reads
     uint64_t first_epoch = 1;
     uint64_t end_epoch = 1;
-    alignas(64) std::atomic<uint64_t> epoch{0};  // the open phase is epoch - first_epoch
-    std::atomic<int> n_asleep{0};                // until the epoch is another
-    alignas(64) std::atomic<int> n_committed{0};
     struct alignas(64) Ticket {
         std::atomic<uint64_t> value{0};  // epoch << kTicketBits | chunks claimed of the thread's range
     };
     std::vector<Ticket> tickets;                     // one per thread
     std::unique_ptr<std::atomic<uint64_t>[]> taken;  // [kMaxChunks], epoch whose commit has begun
+    alignas(64) std::atomic<uint64_t> epoch{0};      // the open phase is epoch - first_epoch
+    std::atomic<int> n_asleep{0};                    // until the epoch is another
+    alignas(64) std::atomic<int> n_committed{0};
 
     void open(uint64_t new_epoch);
     void raise_epoch(uint64_t new_epoch);
