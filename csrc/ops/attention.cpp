@@ -31,7 +31,7 @@ class Attention : public Op {
     int n_phases(const StepTokens& step) const override { return splits_apart(step) ? 3 : 2; }
 
     int n_chunks(int phase, const StepTokens& step) const override {
-        if (phase == 0) return std::min(ceil_div(step.n_tokens, kStoreTokens), kMaxChunks);
+        if (phase == 0) return store_chunks(step) * store_parts(step);
         const int units = n_units(step);
         if (splits_apart(step)) return phase == 1 ? units * n_splits(step) : units;
         return std::min(units, kMaxChunks);
@@ -115,28 +115,39 @@ class Attention : public Op {
                units * splits <= kMaxChunks;
     }
 
+    // Chunks of tokens, and of each token's heads: where there is one chunk, all threads help.
+    int store_chunks(const StepTokens& step) const {
+        return std::min(ceil_div(step.n_tokens, kStoreTokens), kMaxChunks);
+    }
+    int store_parts(const StepTokens& step) const {
+        return store_chunks(step) == 1 ? std::min(plan_.n_threads(), f_.kv.n_head_kv) : 1;
+    }
+
     void store(int chunk, const StepTokens& step, Worker& worker) const {
-        const RowRange rows(chunk, n_chunks(0, step), step.n_tokens);
-        const int dim = f_.kv.head_dim, heads = f_.n_head, heads_kv = f_.kv.n_head_kv;
+        const int parts = store_parts(step), dim = f_.kv.head_dim;
+        const RowRange rows(chunk / parts, store_chunks(step), step.n_tokens),
+            heads_kv(chunk % parts, parts, f_.kv.n_head_kv);
+        const int first_q = heads_kv.first * group_, n_q = heads_kv.count() * group_;
         float* q = worker.results.as<float>();
-        float* k = q + int64_t(rows.count()) * heads * dim;
-        float* scratch = k + int64_t(rows.count()) * heads_kv * dim;
+        float* k = q + int64_t(rows.count()) * n_q * dim;
+        float* scratch = k + int64_t(rows.count()) * heads_kv.count() * dim;
         for (int t = rows.first; t < rows.last; t++) {
             const int i = t - rows.first;
-            head_rows(step, t, plan_.buffer(f_.q).row(t), heads, f_.q_norm, scratch,
-                      q + int64_t(i) * heads * dim);
-            for (int64_t d = 0; d < int64_t(heads) * dim; d++) q[int64_t(i) * heads * dim + d] *= f_.scale;
-            head_rows(step, t, plan_.buffer(f_.k).row(t), heads_kv, f_.k_norm, scratch,
-                      k + int64_t(i) * heads_kv * dim);
+            float* heads = q + int64_t(i) * n_q * dim;
+            head_rows(step, t, plan_.buffer(f_.q).row(t) + first_q * dim, n_q, f_.q_norm, scratch, heads);
+            for (int64_t d = 0; d < int64_t(n_q) * dim; d++) heads[d] *= f_.scale;
+            head_rows(step, t, plan_.buffer(f_.k).row(t) + heads_kv.first * dim, heads_kv.count(), f_.k_norm,
+                      scratch, k + int64_t(i) * heads_kv.count() * dim);
         }
         if (!worker.begin_commit()) return;
-        std::copy_n(q, int64_t(rows.count()) * heads * dim, query(rows.first));
         for (int t = rows.first; t < rows.last; t++) {
+            const int i = t - rows.first;
+            std::copy_n(q + int64_t(i) * n_q * dim, n_q * dim, query(t) + first_q * dim);
             const int page = pages(step, t)[step.positions[t] / kPageSize],
                       slot = step.positions[t] % kPageSize;
-            for (int h = 0; h < heads_kv; h++) {
+            for (int h = heads_kv.first; h < heads_kv.last; h++) {
                 plan_.kernels().store_key(f_.kv, page, slot, h,
-                                          k + (int64_t(t - rows.first) * heads_kv + h) * dim);
+                                          k + (int64_t(i) * heads_kv.count() + h - heads_kv.first) * dim);
                 plan_.kernels().store_value(f_.kv, page, slot, h,
                                             plan_.buffer(f_.v).row(t) + h * f_.kv.head_dim_v);
             }

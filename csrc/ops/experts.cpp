@@ -246,7 +246,9 @@ class ExpertNeurons : public Op {
             multiply_by_up(rows, in, worker, values, counts);
         }
         if (scores_) drop_others(first, size, in.n, entries, values);  // zeros times what is no number
-        for (int64_t i = 0; i < n; i++) counts.active += values[i] != 0.0f;
+        int32_t active = 0;
+        for (int64_t i = 0; i < n; i++) active += values[i] != 0.0f;
+        counts.active += active;
     }
 
     void cut(const StepTokens& step, const int32_t* entries, int n, int64_t size, float* values) const {
@@ -301,15 +303,8 @@ class ExpertNeurons : public Op {
         const int64_t size = rows.size(), n = in.n * size;
         float* up = values + n;
         int32_t* const wanted = reinterpret_cast<int32_t*>(up + 2 * n);  // rows of which any token needs
-        int found = 0;
-        if (f_.sparse)
-            for (int64_t i = 0; i < size; i++) {
-                bool any = false;
-                for (int t = 0; t < in.n && !any; t++) any = values[t * size + i] != 0.0f;
-                wanted[found] = int32_t(i);
-                found += any;
-            }
-        if (!f_.sparse || found > kGatherBelow * double(size)) {
+        const int found = f_.sparse ? list_nonzero(values, size, in.n, wanted) : int(size);
+        if (found > kGatherBelow * double(size)) {
             product(f_.up, rows.expert, rows.first, rows.last, in, worker, up);
             counts.up_rows = size;
         } else {
@@ -317,10 +312,29 @@ class ExpertNeurons : public Op {
             counts.up_rows = found;
         }
         if (f_.up_activated) kernels.activate(f_.up_activation, f_.up_threshold, up, n, up);
-        if (f_.sparse)  // what was not read may be anything
-            for (int64_t i = 0; i < n; i++) values[i] = values[i] != 0.0f ? values[i] * up[i] : 0.0f;
+        if (f_.sparse)                         // what was not read may be anything
+            for (int64_t i = 0; i < n; i++) {  // by a mask: compilers make a branch of a choice
+                const uint32_t kept = values[i] != 0.0f ? ~uint32_t(0) : 0;
+                values[i] = std::bit_cast<float>(std::bit_cast<uint32_t>(values[i] * up[i]) & kept);
+            }
         else
             kernels.multiply(values, up, n, values);
+    }
+
+    // Lists the rows that are not zero for any of n tokens.
+    int list_nonzero(const float* values, int64_t size, int n, int32_t* wanted) const {
+        int found = 0;
+        for (int64_t first = 0; first < size; first += 64) {
+            uint64_t any = 0;
+            for (int t = 0; t < n; t++) {
+                uint64_t bits;
+                plan_.kernels().nonzero_bits(values + t * size + first, std::min<int64_t>(size - first, 64),
+                                             &bits);
+                any |= bits;
+            }
+            for (; any; any &= any - 1) wanted[found++] = int32_t(first + std::countr_zero(any));
+        }
+        return found;
     }
 
     // The rows that are wanted, one token after the other: the rows stay in the cache. 0 for the others.
