@@ -922,32 +922,39 @@ HOTSET_INLINE __m256 add_blocks(const uint8_t* p, const TokenInputs& x, int64_t 
     return _mm256_blend_ps(acc, total, (1 << n) - 1);
 }
 
+// kOnce: what is read by this token alone.
+template <bool kOnce>
 HOTSET_INLINE void prefetch(const uint8_t* p, int bytes) {
-    for (int at = 0; at < bytes; at += 64) V::fetch(p + at);
+    for (int at = 0; at < bytes; at += 64) {
+        if constexpr (kOnce)
+            V::fetch_once(p + at);
+        else
+            V::fetch(p + at);
+    }
 }
 
 // The sixteen lanes of a dot product. `kTail`: see by_tail. `ahead`: what is fetched meanwhile, as long as
 // the row.
-template <class Format, int kTail>
+template <class Format, int kTail, bool kOnce>
 HOTSET_INLINE V dot_lanes(const uint8_t* p, const uint8_t* ahead, int64_t blocks, const TokenInputs& x) {
     __m256 lo = _mm256_setzero_ps(), hi = _mm256_setzero_ps();
     int64_t b = 0;
     if constexpr (kTail == 24) blocks = 24;
     for (; b + 16 <= blocks; b += 16, p += 2 * Format::kBytes, ahead += 2 * Format::kBytes) {
-        prefetch(ahead, 2 * Format::kBytes);
+        prefetch<kOnce>(ahead, 2 * Format::kBytes);
         lo = add_blocks<Format, 8>(p, x, b, lo);
         hi = add_blocks<Format, 8>(p + Format::kBytes, x, b + 8, hi);
     }
     const bool one_more = kTail % 8 == 0 ? kTail != 0 : b + 8 <= blocks;
     if (one_more) {
-        prefetch(ahead, Format::kBytes);
+        prefetch<kOnce>(ahead, Format::kBytes);
         lo = add_blocks<Format, 8>(p, x, b, lo);
         p += Format::kBytes;
         ahead += Format::kBytes;
         b += 8;
     }
     if constexpr (kTail % 8 != 0) {
-        prefetch(ahead, kTail * Format::kBytes / 8);
+        prefetch<kOnce>(ahead, kTail * Format::kBytes / 8);
         if (one_more)
             hi = add_blocks<Format, kTail>(p, x, b, hi);
         else
@@ -957,7 +964,7 @@ HOTSET_INLINE V dot_lanes(const uint8_t* p, const uint8_t* ahead, int64_t blocks
 }
 
 // f<kTail>(): 0 and 8 are blocks % 16; 1 to 7, of types that have such, blocks % 8, with eight before these
-// or not; 24 is all, three super-blocks (the experts of many models: without a loop a tenth quicker).
+// or not; 24 is all (the 768 inputs of many models' experts: without a loop a tenth quicker).
 template <class Format, class F>
 HOTSET_INLINE auto by_tail(int64_t blocks, F f) {
     if constexpr (type_facts(Format::kType).block_size == 32) {
@@ -977,9 +984,8 @@ HOTSET_INLINE auto by_tail(int64_t blocks, F f) {
             case 7:
                 return f.template operator()<7>();
         }
-    } else if (blocks == 24) {
-        return f.template operator()<24>();
     }
+    if (blocks == 24) return f.template operator()<24>();
     if (blocks % 16 == 8) return f.template operator()<8>();
     return f.template operator()<0>();
 }
@@ -995,8 +1001,9 @@ inline TokenInputs inputs_of(const Inputs& x, int token) {
 template <class Format>
 inline float one_row(const Matrix&, const uint8_t* row, const Inputs& x, int token, const uint8_t* ahead) {
     const TokenInputs inputs = inputs_of(x, token);
-    return by_tail<Format>(
-        x.k / 32, [&]<int kTail>() { return sum(dot_lanes<Format, kTail>(row, ahead, x.k / 32, inputs)); });
+    return by_tail<Format>(x.k / 32, [&]<int kTail>() {
+        return sum(dot_lanes<Format, kTail, false>(row, ahead, x.k / 32, inputs));
+    });
 }
 
 // sum() of four.
@@ -1016,7 +1023,7 @@ inline void sums(const V v[4], float out[4]) {
 }
 
 // Rows one after the other; a call for each would be a fifth of the time of short ones.
-template <class Format>
+template <class Format, bool kOnce>
 void one_token(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int token, float* out) {
     const TokenInputs inputs = inputs_of(x, token);
     by_tail<Format>(x.k / 32, [&]<int kTail>() {
@@ -1024,7 +1031,7 @@ void one_token(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int
         V lanes[4];
         int n = 0;
         for (int64_t r = row0; r < row1; r++) {
-            lanes[n++] = dot_lanes<Format, kTail>(w.row(r), w.row(r) + x.ahead, x.k / 32, inputs);
+            lanes[n++] = dot_lanes<Format, kTail, kOnce>(w.row(r), w.row(r) + x.ahead, x.k / 32, inputs);
             if (n < 4) continue;
             sums(lanes, out + r - 3 - row0);
             n = 0;
@@ -1246,7 +1253,7 @@ void several(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t
             const int count = imin(blocks - b, 8);
             uint8_t copy[Format::kBytes];
             for (int i = 0; i < kRows && r + i < row1; i++) {
-                prefetch(ahead, count * Format::kBytes / 8);
+                prefetch<false>(ahead, count * Format::kBytes / 8);
                 ahead += count * Format::kBytes / 8;
                 const uint8_t* p = readable<Format>(rows[i] + b / 8 * Format::kBytes, count, w.end(), copy);
                 if (count == 8)
@@ -1437,10 +1444,12 @@ constexpr int64_t kCachedBytes = 128 * 1024;
 template <class Format>
 void linear(const Matrix& w, int64_t row0, int64_t row1, const Inputs& x, int t0, int t1, float* out,
             int64_t ld, uint8_t* scratch) {
-    if (t1 - t0 < kSeveralFrom<Format>) {
-        for (int t = t0; t < t1; t++) one_token<Format>(w, row0, row1, x, t, out + (t - t0) * ld);
-        return;
-    }
+    if (t1 - t0 == 1) return one_token<Format, true>(w, row0, row1, x, t0, out);
+    if constexpr (kSeveralFrom<Format> > 2)
+        if (t1 - t0 < kSeveralFrom<Format>) {
+            for (int t = t0; t < t1; t++) one_token<Format, false>(w, row0, row1, x, t, out + (t - t0) * ld);
+            return;
+        }
     if constexpr (type_facts(Format::kType).block_size == 32) {
         const int64_t blocks = x.k / 32, lanes = (blocks + 7) / 8 * 8;
         if (t1 - t0 > kFewTokens && 4 * lanes > 5 * blocks)  // (bits are the same either way)
