@@ -109,6 +109,7 @@ class FfnCounters {
     }
     FfnCounts get() const {
         int64_t sums[6] = {};
+        if (!counted_.load(std::memory_order_relaxed)) return {};
         for (const Line& line : lines_)
             for (int i = 0; i < 6; i++) sums[i] += line.values[i];
         return {sums[0], sums[1], sums[2], sums[3], sums[4], sums[5]};
