@@ -85,7 +85,7 @@ def test_a_step_is_cancelled_and_the_next_one_works(n_threads: int) -> None:
         else:
             pytest.fail("no step was cancelled")
         np.testing.assert_array_equal(chain.result(), before)  # the last operation was not reached
-        assert not chain.plan.op_seconds().any()
+        assert not chain.plan.op_seconds(np.zeros(N_OPS + 1, np.int32), 1).any()
     finally:
         stop.set()
         canceller.join()
@@ -118,6 +118,23 @@ def test_ctrl_c_ends_a_step_in_its_middle(n_threads: int, alarm: None) -> None:
     np.testing.assert_array_equal(chain.result(), before)
     chain.run(0)
     np.testing.assert_array_equal(chain.result(), before)
+
+
+def test_seconds_of_operations_are_added_up_by_cells() -> None:
+    chain = Chain(_core.Runtime(1), n_ops=3)
+    chain.run(0)
+    each = chain.plan.op_seconds(np.arange(4, dtype=np.int32), 4)
+    assert (each > 0).all()
+    sums = chain.plan.op_seconds(np.array([2, 0, 2, 0], np.int32), 3)
+    np.testing.assert_allclose(sums, [each[1] + each[3], 0, each[0] + each[2]], rtol=1e-12)
+    assert chain.plan.op_counts(np.zeros(24, np.int32), 2).tolist() == [0, 0]  # no FFN, nothing counts
+    with pytest.raises(ValueError, match="1 cells for each operation"):
+        chain.plan.op_seconds(np.zeros(3, np.int32), 1)
+    with pytest.raises(ValueError, match="6 cells for each operation"):
+        chain.plan.op_counts(np.zeros(4, np.int32), 1)
+    for outside in (-1, 2):
+        with pytest.raises(ValueError, match="outside of the sums"):
+            chain.plan.op_seconds(np.array([0, 1, 0, outside], np.int32), 2)
 
 
 def test_plans_share_a_runtime_in_any_order_of_their_ends() -> None:

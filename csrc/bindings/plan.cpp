@@ -216,22 +216,39 @@ Norm PlanBuilder::make_norm(bool layer, const Floats& weight, const std::optiona
     return {layer, to_vector(weight), to_vector(bias), eps};
 }
 
-nb::ndarray<nb::numpy, double, nb::ndim<1>> PlanBuilder::op_seconds() const {
+nb::ndarray<nb::numpy, double, nb::ndim<1>> PlanBuilder::op_seconds(const Ints& cells, int n_cells) const {
+    check_cells(cells, 1, n_cells);
     double* out;
-    auto result = new_array<double>(out, plan_->n_ops());
-    std::ranges::copy(plan_->op_seconds(), out);
+    auto result = new_array<double>(out, n_cells);
+    std::fill_n(out, n_cells, 0.0);
+    const std::vector<double> seconds = plan_->op_seconds();
+    for (int i = 0; i < plan_->n_ops(); i++) out[cells.data()[i]] += seconds[i];
     return result;
 }
 
-nb::ndarray<nb::numpy, int64_t, nb::ndim<2>> PlanBuilder::op_counts() const {
+constexpr int kOpsAhead = 16;  // whose counters are fetched: weights have driven them out of the caches
+
+nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> PlanBuilder::op_counts(const Ints& cells, int n_cells) const {
+    check_cells(cells, 6, n_cells);
     int64_t* out;
-    auto result = new_array<int64_t>(out, plan_->n_ops(), 6);
-    for (int i = 0; i < plan_->n_ops(); i++, out += 6) {
+    auto result = new_array<int64_t>(out, n_cells);
+    std::fill_n(out, n_cells, int64_t(0));
+    const int32_t* cell = cells.data();
+    for (int i = 0; i < plan_->n_ops(); i++) {
+        prefetch_line(&plan_->op(std::min(i + kOpsAhead, plan_->n_ops() - 1)).counters);
         const FfnCounts c = plan_->op(i).counters.get();
-        out[0] = c.selected, out[1] = c.active, out[2] = c.gate_rows, out[3] = c.up_rows,
-        out[4] = c.down_rows, out[5] = c.left_out;
+        for (const int64_t count : {c.selected, c.active, c.gate_rows, c.up_rows, c.down_rows, c.left_out})
+            out[*cell++] += count;
     }
     return result;
+}
+
+void PlanBuilder::check_cells(const Ints& cells, int n_each, int n_cells) const {
+    require(int64_t(cells.size()) == int64_t(plan_->n_ops()) * n_each,
+            "there are " + std::to_string(n_each) + " cells for each operation");
+    const int32_t* cell = cells.data();
+    require(std::all_of(cell, cell + cells.size(), [&](int32_t c) { return c >= 0 && c < n_cells; }),
+            "a cell lies outside of the sums");
 }
 
 void bind_plan(nb::module_& m) {
@@ -269,8 +286,8 @@ void bind_plan(nb::module_& m) {
              "by_neuron"_a, "apart"_a, "sparse"_a, "out"_a)
         .def("sign_scores", &PlanBuilder::sign_scores, "x"_a, "rows"_a, "bias"_a.none(), "out"_a)
         .def("mask", &PlanBuilder::mask, "x"_a, "scores"_a, "threshold"_a, "first"_a, "out"_a)
-        .def("op_seconds", &PlanBuilder::op_seconds)
-        .def("op_counts", &PlanBuilder::op_counts)
+        .def("op_seconds", &PlanBuilder::op_seconds, "cells"_a, "n_cells"_a)
+        .def("op_counts", &PlanBuilder::op_counts, "cells"_a, "n_cells"_a)
         .def("rotate", &PlanBuilder::rotate, "x"_a, "out"_a, "n_head"_a, "head_dim"_a, "rope"_a, "first"_a)
         .def("heads", &PlanBuilder::heads, "x"_a, "shared"_a, "n_head"_a, "first"_a, "out"_a)
         .def("transposed_heads", &PlanBuilder::transposed_heads, "x"_a, "type"_a, "data"_a, "n_head"_a,

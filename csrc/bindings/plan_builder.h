@@ -117,9 +117,11 @@ class PlanBuilder {
     size_t bytes() const { return plan_->bytes(); }
     size_t own_bytes() const { return plan_->own_bytes(); }
 
-    // Of each operation in the latest step: seconds, and [n_ops, 6] of FfnCounts.
-    nb::ndarray<nb::numpy, double, nb::ndim<1>> op_seconds() const;
-    nb::ndarray<nb::numpy, int64_t, nb::ndim<2>> op_counts() const;
+    // Sums over the latest step's operations [n_cells]: of their seconds, and of their FfnCounts. cells:
+    // where each operation's are added, or each of the six counts of each operation. Here, since between two
+    // steps little is in the caches, NumPy least.
+    nb::ndarray<nb::numpy, double, nb::ndim<1>> op_seconds(const Ints& cells, int n_cells) const;
+    nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> op_counts(const Ints& cells, int n_cells) const;
 
   private:
     int checked(int id) const;
@@ -131,6 +133,8 @@ class PlanBuilder {
     // written.
     void check_states(const Ints& positions, const Ints& sequences, int n_sequences,
                       const std::optional<Ints>& states, const std::optional<Ints>& saves) const;
+    // n_each cells of each operation, each below n_cells.
+    void check_cells(const Ints& cells, int n_each, int n_cells) const;
     void same_rows(int a, int b) const;
     void check_pair(int a, int b, int out) const;
     Norm make_norm(const NormArguments& norm, int x) const;

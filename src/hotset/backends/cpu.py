@@ -154,7 +154,7 @@ class CpuBackend:
         if self._latest is None or not (self._latest[0].has_neurons or self._is_cut):
             return None
         seconds = self.seconds()
-        other = float(seconds[:, PARTS.index("other")].sum())
+        other = sum(seconds[:, PARTS.index("other")].tolist())  # NumPy takes longer for so few
         return StepStats.of(self._latest[1], self.counts(), seconds, other, is_cut=self._is_cut)
 
     @property
@@ -186,8 +186,7 @@ class CpuBackend:
         if self._latest is None:
             return np.zeros((self.n_layer, len(COUNTS)), np.int64)
         lowered, n = self._latest[0], self.n_layer * len(COUNTS)
-        sums = np.bincount(lowered.counted, lowered.plan.op_counts().ravel(), n + 1)
-        return sums[1:].astype(np.int64).reshape(self.n_layer, len(COUNTS))
+        return lowered.plan.op_counts(lowered.counted, n + 1)[1:].reshape(self.n_layer, len(COUNTS))
 
     def active_on_cpu(self) -> np.ndarray:
         """Of the latest step, int64 [n_layer]: every active neuron of these layers."""
@@ -199,7 +198,7 @@ class CpuBackend:
         if self._latest is None:
             return np.zeros(shape)
         lowered = self._latest[0]
-        return np.bincount(lowered.cell, lowered.plan.op_seconds(), self.n_layer * len(PARTS)).reshape(shape)
+        return lowered.plan.op_seconds(lowered.cell, self.n_layer * len(PARTS)).reshape(shape)
 
     def cold_seconds(self) -> np.ndarray:
         """No neurons of a device's layers are computed here: zeros [n_layer]."""

@@ -138,8 +138,8 @@ class Lowered:
     result: int
     buffers: dict[str, int]
     has_neurons: bool
-    cell: np.ndarray
-    counted: np.ndarray
+    cell: np.ndarray  # int32
+    counted: np.ndarray  # int32
     largest: int
 
     def largest_logits(self) -> np.ndarray | None:
@@ -195,7 +195,7 @@ def lower(
         buffers[graph.result],
         kept,
         any(ffn is not None and ffn.leaves_out for ffn in (group.ffn for group in fused)),
-        layers * len(PARTS) + part,
+        (layers * len(PARTS) + part).astype(np.int32),
         _cells_of_counts(layers, part == PARTS.index("ffn"), emit.gates, emit.ups),
         emit.largest,
     )
@@ -210,7 +210,7 @@ def _cells_of_counts(layers: np.ndarray, of_ffn: np.ndarray, gates: list[int], u
     cells[gates, active] = cells[gates, gate_rows] = cells[gates, down_rows] = 0
     cells[ups, selected] = 0
     cells[~of_ffn, :left_out] = 0  # rows of predictors are no neurons
-    return cells.ravel()
+    return cells.ravel().astype(np.int32)
 
 
 def _is_stored(weights: WeightSource, name: str) -> bool:
