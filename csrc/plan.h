@@ -108,8 +108,8 @@ class FfnCounters {
             if (more[i]) line.values[i].fetch_add(more[i], std::memory_order_relaxed);
     }
     FfnCounts get() const {
-        int64_t sums[6] = {};
         if (!counted_.load(std::memory_order_relaxed)) return {};
+        int64_t sums[6] = {};
         for (const Line& line : lines_)
             for (int i = 0; i < 6; i++) sums[i] += line.values[i];
         return {sums[0], sums[1], sums[2], sums[3], sums[4], sums[5]};

@@ -226,16 +226,15 @@ nb::ndarray<nb::numpy, double, nb::ndim<1>> PlanBuilder::op_seconds(const Ints& 
     return result;
 }
 
-constexpr int kOpsAhead = 16;  // whose counters are fetched: weights have driven them out of the caches
-
 nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> PlanBuilder::op_counts(const Ints& cells, int n_cells) const {
+    constexpr int kAhead = 16;  // operations whose counters are fetched: weights have driven them out
     check_cells(cells, 6, n_cells);
     int64_t* out;
     auto result = new_array<int64_t>(out, n_cells);
     std::fill_n(out, n_cells, int64_t(0));
     const int32_t* cell = cells.data();
     for (int i = 0; i < plan_->n_ops(); i++) {
-        prefetch_line(&plan_->op(std::min(i + kOpsAhead, plan_->n_ops() - 1)).counters);
+        prefetch_line(&plan_->op(std::min(i + kAhead, plan_->n_ops() - 1)).counters);
         const FfnCounts c = plan_->op(i).counters.get();
         for (const int64_t count : {c.selected, c.active, c.gate_rows, c.up_rows, c.down_rows, c.left_out})
             out[*cell++] += count;
