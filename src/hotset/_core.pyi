@@ -386,5 +386,5 @@ class Cold:
     @staticmethod
     def host_functions() -> tuple[int, int]: ...  # addresses of post and wait, for a device's stream
     def host_argument(self, layer: int) -> int: ...
-    def counts(self) -> np.ndarray: ...  # int64 [n_layers, 6]: requests, then as Plan.op_counts
+    def counts(self) -> np.ndarray: ...  # int64 [n_layers, 6]: requests, then all but the last of base.COUNTS
     def seconds(self) -> np.ndarray: ...
