@@ -23,7 +23,6 @@ import random
 import secrets
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ sys.path.append(str(CHILDREN))
 
 import seeded  # noqa: E402
 from seeded import UnseededDrawError  # noqa: E402
+from waiting import until  # noqa: E402
 
 seeded.guard_modules()
 
@@ -147,23 +147,21 @@ def any_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def threads() -> Callable[[int], int]:
-    """Threads of this process since the test began, native ones too, which `threading` does not see.
+    """Threads that this process started since the test began, those of native code too.
 
-    The thread of a pool is there a little longer than the pool: the count that is expected is waited for,
-    and before the test that of others must have come to rest.
+    They are told apart by their numbers: threads of earlier tests may end meanwhile. The thread of a pool
+    is there a little longer than the pool, so the count that is expected is waited for.
     """
     gc.collect()  # backends that other tests left open
     process = psutil.Process()
-    before, since = process.num_threads(), time.monotonic()
-    while time.monotonic() < since + 0.2:
-        if (now := process.num_threads()) != before:
-            before, since = now, time.monotonic()
-        time.sleep(0.01)
+
+    def numbers() -> set[int]:
+        return {thread.id for thread in process.threads()}
+
+    before = numbers()
 
     def count(expected: int) -> int:
-        end = time.monotonic() + 10
-        while (n := process.num_threads() - before) != expected and time.monotonic() < end:
-            time.sleep(0.01)
-        return n
+        until(lambda: len(numbers() - before) == expected, f"{expected} threads were expected")
+        return expected
 
     return count

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import uvicorn
+from waiting import WATCHDOG, until
 
 import hotset
 from hotset.server.app import create_app
 from hotset.server.service import Service
 from hotset.server.settings import ServerSettings
-
-SECONDS = 60  # in which it must have begun, and ended
 
 
 @contextmanager
@@ -32,17 +30,10 @@ def live_server(path: Path, *, name: str = "tiny", **settings: Any) -> Iterator[
     thread = threading.Thread(target=server.run, name="live-server")
     thread.start()
     try:
-        _until(lambda: server.started and service.is_ready)
+        until(lambda: server.started and service.is_ready)
         (socket,) = server.servers[0].sockets
         yield f"http://127.0.0.1:{socket.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(SECONDS)
+        thread.join(WATCHDOG)
         assert not thread.is_alive()
-
-
-def _until(there: Any) -> None:
-    end = time.monotonic() + SECONDS
-    while not there():
-        assert time.monotonic() < end, "the server did not begin"
-        time.sleep(0.01)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from waiting import until
 
 from hotset.errors import TokenizerError
 from hotset.text import renderer
@@ -560,10 +561,7 @@ def test_the_process_ends_with_its_parent(end):
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.stderr == ""
-    deadline = time.monotonic() + 60
-    while psutil.pid_exists(int(ended.stdout)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not psutil.pid_exists(int(ended.stdout))
+    until(lambda: not psutil.pid_exists(int(ended.stdout)))
 
 
 def test_no_python_to_render_with_is_a_sentence(monkeypatch):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from test_sparse_cpu import MODELS, N_FF, cpu, prepared, step, tokens, write
 from tiny_gguf import write_llama, write_relu
+from waiting import WATCHDOG, until, when, within
 
 torch = pytest.importorskip("torch")
 
@@ -65,25 +65,6 @@ def ask(cold: ColdService, layer: int, h: torch.Tensor, bits: torch.Tensor | Non
     with cold.step(len(h)):
         cold.post(layer, h, bits)
         return cold.collect(layer).numpy()
-
-
-def within(seconds: float, work: Callable[[], Any]) -> Any:
-    """What `work` returns or raises; fails where it takes longer."""
-    result: list[Any] = []
-
-    def run() -> None:
-        try:
-            result.append(work())
-        except BaseException as error:
-            result.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert not thread.is_alive(), "it hangs"
-    if isinstance(result[0], BaseException):
-        raise result[0]
-    return result[0]
 
 
 @pytest.mark.parametrize("n_threads", [1, 2])
@@ -201,9 +182,7 @@ def test_the_cpu_works_while_the_device_does(tmp_path: Path) -> None:
     done = shared.memory[shared.done : shared.done + 8].view(np.int32)
     with cold.step(2):
         cold.post(1, inputs(2))
-        deadline = time.monotonic() + 60
-        while not done[1] and time.monotonic() < deadline:
-            time.sleep(1e-3)
+        until(lambda: done[1])
         assert done.tolist() == [0, 1]
         np.testing.assert_array_equal(cold.collect(1).numpy(), expected)
         assert done.tolist() == [0, 0]
@@ -301,15 +280,15 @@ def test_a_round_trip_is_measured() -> None:
 
 @pytest.fixture
 def cold(tmp_path: Path) -> Iterator[ColdService]:
-    made = service(write(tmp_path, "llama"), "exact", timeout=20)
+    made = service(write(tmp_path, "llama"), "exact", timeout=WATCHDOG)
     yield made
-    within(120, made.close)
+    within(WATCHDOG, made.close)
 
 
 def assert_works(cold: ColdService) -> None:
-    fresh = within(120, lambda: ask(cold, 1, inputs(2)))
+    fresh = within(WATCHDOG, lambda: ask(cold, 1, inputs(2)))
     assert np.abs(fresh).max() > 0
-    np.testing.assert_array_equal(within(120, lambda: ask(cold, 1, inputs(2))), fresh)
+    np.testing.assert_array_equal(within(WATCHDOG, lambda: ask(cold, 1, inputs(2))), fresh)
 
 
 def test_a_device_that_fails_leaves_the_next_step_clean(cold: ColdService) -> None:
@@ -323,7 +302,7 @@ def test_a_device_that_fails_leaves_the_next_step_clean(cold: ColdService) -> No
 
     for at in range(5):
         with pytest.raises(ZeroDivisionError, match="the device"):
-            within(120, lambda at=at: fail(at))
+            within(WATCHDOG, lambda at=at: fail(at))
         assert_works(cold)
 
 
@@ -340,33 +319,38 @@ def test_what_was_answered_must_be_collected_too(cold: ColdService) -> None:
     def answered_and_left() -> None:
         with cold.step(1):
             cold.post(0, inputs(1))
-            while not int(done[0]):
-                time.sleep(1e-4)
+            until(lambda: done[0])
 
     with pytest.raises(DeviceError, match="layer 0 were asked for and not collected"):
-        within(120, answered_and_left)
+        within(WATCHDOG, answered_and_left)
     assert_works(cold)
 
 
 def test_a_waiter_is_released_from_elsewhere(cold: ColdService) -> None:
+    in_step = threading.Event()
+
     def wait_for_nothing() -> None:
         with cold.step(1):
-            cold.collect(0)  # nobody asked
+            in_step.set()
+            cold.collect(0)  # which was not asked for
 
-    threading.Timer(0.2, lambda: cold.cancel("someone pulled the plug")).start()
+    when(in_step, lambda: cold.cancel("someone pulled the plug"))
     with pytest.raises(DeviceError, match="given up: someone pulled the plug"):
-        within(120, wait_for_nothing)
+        within(WATCHDOG, wait_for_nothing)
     assert_works(cold)
 
 
 def test_a_waiter_is_released_by_close(cold: ColdService) -> None:
+    in_step = threading.Event()
+
     def wait_for_nothing() -> None:
         with cold.step(1):
+            in_step.set()
             cold.collect(0)
 
-    threading.Timer(0.2, cold.close).start()
+    when(in_step, cold.close)
     with pytest.raises(DeviceError, match="was closed"):
-        within(120, wait_for_nothing)
+        within(WATCHDOG, wait_for_nothing)
     with pytest.raises(DeviceError, match="cannot begin: the CPU's half was closed"):
         cold.begin_step(1)
     cold.close()
@@ -382,11 +366,15 @@ def test_ctrl_c_gets_through_to_a_waiter(cold: ColdService) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
-    try:
-        with pytest.raises(KeyboardInterrupt), cold.step(1):
+    def wait_for_nothing() -> None:
+        with cold.step(1):
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
             cold.collect(0)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            wait_for_nothing()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -394,7 +382,6 @@ def test_ctrl_c_gets_through_to_a_waiter(cold: ColdService) -> None:
 
 
 def test_a_layer_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
-    # So much work that the thread that watches gets its turns, also where others want the cores.
     path = write_relu(tmp_path / "wide.gguf", n_embd=512, n_ff=2048, ranks=(32,), n_head=8)
     gguf = open_gguf(path)
     ready, graph = prepared(gguf, "exact")
@@ -404,25 +391,29 @@ def test_a_layer_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     )
 
     def work() -> None:
-        with slow.step(1024):
-            slow.post(0, h)
-            slow.collect(0)
+        while True:  # the thread that watches may come too late for one layer, not for every layer
+            with slow.step(1024):
+                slow.post(0, h)
+                slow.collect(0)
 
     with pytest.raises(DeviceError, match=r"layer 0 took more than 0\.001 s"):
-        within(120, work)
+        within(WATCHDOG, work)
     # The next step begins once the thread is through with the layer, or says that it is not.
-    reasons: set[str] = set()
-    for _ in range(1000):
+    busy = "the hybrid step cannot begin: the CPU's half is still busy with a layer of the step before"
+    refusals: list[str] = []
+
+    def begins() -> bool:
         try:
             slow.begin_step(1)
-            break
         except DeviceError as error:
-            reasons.add(str(error))
-            time.sleep(0.01)
+            refusals.append(str(error))
+            return False
+        return True
+
+    until(begins)
     slow.abort("the end")
-    busy = "the hybrid step cannot begin: the CPU's half is still busy with a layer of the step before"
-    assert reasons <= {busy}
-    within(120, slow.close)
+    assert set(refusals) <= {busy}
+    within(WATCHDOG, slow.close)
 
 
 def test_several_services_in_one_process(tmp_path: Path) -> None:
@@ -464,7 +455,7 @@ def test_many_random_steps(tmp_path: Path, n_threads: int) -> None:
             except ZeroDivisionError:
                 pass
 
-    within(120, steps)
+    within(WATCHDOG, steps)
     assert seen > 400
 
 
@@ -501,7 +492,7 @@ def test_a_captured_step_is_replayed(tmp_path: Path, fake: FakeCuda, kind: str) 
             fake.replay(graph)
         for layer in LAYERS:
             np.testing.assert_array_equal(out[layer].numpy(), ask(direct, layer, h, bits))
-    within(120, streamed.close)
+    within(WATCHDOG, streamed.close)
     assert not fake.registered
 
 
@@ -521,7 +512,7 @@ def test_memory_operations_are_constant_and_in_order(tmp_path: Path, fake: FakeC
         expected += ["copy", "copy", f"write {4 * i} 1"]
         expected += [f"wait {done + 4 * i} 1", f"write {done + 4 * i} 0", "copy"]
     assert fake.log == expected
-    within(120, streamed.close)
+    within(WATCHDOG, streamed.close)
 
 
 @pytest.mark.parametrize("kind", ["memops", "hostfunc"])
@@ -529,23 +520,26 @@ def test_a_stream_that_waits_is_released(tmp_path: Path, fake: FakeCuda, kind: s
     streamed = on_stream(tmp_path, fake, kind)
     h, bits = inputs(1), random_bits(1)
 
+    in_step = threading.Event()
+
     def wait_for_nothing() -> None:
         with streamed.step(1):
+            in_step.set()
             streamed.collect(0)
 
-    threading.Timer(0.2, lambda: streamed.cancel("someone pulled the plug")).start()
+    when(in_step, lambda: streamed.cancel("someone pulled the plug"))
     with pytest.raises(DeviceError, match="someone pulled the plug"):
-        within(120, wait_for_nothing)
+        within(WATCHDOG, wait_for_nothing)
     fake.fails_at = "wait" if kind == "memops" else "copy"
     with pytest.raises(RuntimeError, match="failed"):
-        within(120, lambda: ask(streamed, 0, h, bits))
+        within(WATCHDOG, lambda: ask(streamed, 0, h, bits))
     fake.fails_at = None
     direct = service(write(tmp_path, "llama"), "predicted")
     with streamed.step(1):
         streamed.post(0, h, bits)
         out = streamed.collect(0)
     np.testing.assert_array_equal(out.numpy(), ask(direct, 0, h, bits))
-    within(120, streamed.close)
+    within(WATCHDOG, streamed.close)
 
 
 def test_a_replay_after_the_step_was_given_up_does_not_hang(tmp_path: Path, fake: FakeCuda) -> None:
@@ -561,10 +555,10 @@ def test_a_replay_after_the_step_was_given_up_does_not_hang(tmp_path: Path, fake
         streamed.end_step()
 
     with pytest.raises(DeviceError, match="given up: the CPU's half failed"):
-        within(120, work)
+        within(WATCHDOG, work)
     with streamed.step(1):
         fake.replay(graph)
-    within(120, streamed.close)
+    within(WATCHDOG, streamed.close)
 
 
 def test_a_device_that_cannot_be_waited_for_ends_the_service(tmp_path: Path, fake: FakeCuda) -> None:
@@ -577,4 +571,4 @@ def test_a_device_that_cannot_be_waited_for_ends_the_service(tmp_path: Path, fak
         fake.synchronize = broken  # type: ignore[method-assign]
     with pytest.raises(DeviceError, match=r"cpu failed in an earlier step; start anew \(an illegal"):
         streamed.begin_step(1)
-    within(120, streamed.close)
+    within(WATCHDOG, streamed.close)

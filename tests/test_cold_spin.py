@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import WATCHDOG
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -56,7 +57,7 @@ def run(code: str, *arguments: str, **environment: str) -> str:
         env={**os.environ, "PYTHONPATH": paths, **environment},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=WATCHDOG,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -870,7 +870,7 @@ def test_memory_does_not_grow_with_the_checkpoint(big: Path, tmp_path: Path) -> 
 @needs_unnamed_files
 def test_a_killed_process_leaves_nothing(big: Path, tmp_path: Path) -> None:
     code = "import sys; from hotset.convert.hf import convert_hf; convert_hf(*sys.argv[1:], 'q8_0')"
-    kill_while_it_writes(code, big, tmp_path / "out.gguf", folder=tmp_path)
+    kill_while_it_writes(code, big, tmp_path / "out.gguf")
     assert list(tmp_path.iterdir()) == []
     convert_hf(big, tmp_path / "out.gguf", "q8_0")
     assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]

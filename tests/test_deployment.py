@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 import typer
 from test_api import write_model
+from waiting import WATCHDOG, until
 
 from hotset.cli.main import app
 
@@ -102,14 +102,12 @@ def test_what_they_start_answers_and_ends(room: str, tmp_path: Path) -> None:
             assert listening, told
             assert listening[1] == ("127.0.0.1" if room == "unit" else "0.0.0.0")
             where = f"http://127.0.0.1:{listening[2]}"
-            end = time.monotonic() + 60
-            while get(f"{where}/health") != 200 and time.monotonic() < end:
-                time.sleep(0.05)
+            until(lambda: get(f"{where}/health") == 200)
             assert get(f"{where}/v1/models") == 401
             assert get(f"{where}/v1/models", KEY) == 200
             assert health(listening[2]) == 0
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
+            assert process.wait(WATCHDOG) == 0
             assert health(listening[2]) != 0
         finally:
             process.kill()

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_backend import FakeBackend
+from waiting import WATCHDOG, when
 
 from hotset.backends.base import Batch, StepResult
 from hotset.engine import driver
@@ -29,8 +30,6 @@ from hotset.errors import (
     QueueFullError,
     StepCancelledError,
 )
-
-WAIT = 60.0  # that no test takes
 
 
 def prompt(n: int, seed: int = 0) -> list[int]:
@@ -53,9 +52,11 @@ class Gated(FakeBackend):
         self.permits = threading.Semaphore(0)
         self.is_inside = threading.Event()
         self.told = threading.Event()
+        self.asked = threading.Event()
         self.can_cancel = can_cancel
 
     def cancel(self) -> None:
+        self.asked.set()
         if self.can_cancel:
             self.told.set()
 
@@ -127,7 +128,7 @@ def test_the_end_can_be_waited_for_alone(thread: EngineThread) -> None:
 def test_whoever_waits_for_the_end_learns_of_any(gated: tuple[Gated, EngineThread], how: str) -> None:
     backend, thread = gated
     sequence = ask(thread, prompt(20), seed=1, max_tokens=30)
-    assert backend.is_inside.wait(WAIT)
+    assert backend.is_inside.wait(WATCHDOG)
     if how == "fail":
         backend.fail_at_step = 0
         backend.permits.release(1000)
@@ -190,9 +191,9 @@ def test_cancelling_ends_one_and_disturbs_nobody(can_cancel: bool) -> None:
     backend.permits.release(3)
     for sequence in (kept, dropped):
         thread.next_event(sequence)
-    assert backend.is_inside.wait(WAIT)
+    assert backend.is_inside.wait(WATCHDOG)
     if not can_cancel:  # then the step must come to its end
-        threading.Timer(0.05, backend.permits.release, (1000,)).start()
+        when(backend.asked, lambda: backend.permits.release(1000))
     thread.cancel([dropped])
     assert dropped.finish_reason == "cancelled"
     assert dropped.slot == -1
@@ -207,7 +208,7 @@ def test_cancelling_ends_one_and_disturbs_nobody(can_cancel: bool) -> None:
 def test_a_request_can_be_cancelled_before_it_has_begun(gated: tuple[Gated, EngineThread]) -> None:
     backend, thread = gated
     first = ask(thread, prompt(5), seed=1, max_tokens=5)
-    assert backend.is_inside.wait(WAIT)
+    assert backend.is_inside.wait(WATCHDOG)
     second = ask(thread, prompt(6), seed=1)
     threading.Timer(0.05, backend.permits.release).start()  # it is in no step: one of others is not ended
     thread.cancel([second])
@@ -234,7 +235,7 @@ def test_ctrl_c_interrupts_the_wait_and_the_request_can_be_cancelled(
         put = property(lambda self: queue.put)
 
     def press() -> None:
-        waits.wait(WAIT)
+        waits.wait(WATCHDOG)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def wait() -> None:
@@ -256,11 +257,11 @@ def test_more_than_may_wait_are_refused(gated: tuple[Gated, EngineThread]) -> No
     thread = EngineThread(Engine(backend, 512, 2))
     thread.max_waiting = 3
     sequences = [ask(thread, prompt(5, i), seed=i, max_tokens=4) for i in range(5)]
-    assert backend.is_inside.wait(WAIT)
+    assert backend.is_inside.wait(WATCHDOG)
     refused = thread.engine.prepare(prompt(6), SamplingParams(seed=9, max_tokens=2))
     with pytest.raises(QueueFullError, match=r"requests are waiting already.* ask again in 1 s") as full:
         thread.submit(refused)
-    assert 0.0 <= full.value.seconds < WAIT
+    assert 0.0 <= full.value.seconds < WATCHDOG
     thread.check_room(0)
     threading.Timer(0.05, backend.permits.release).start()  # the step is not ended for one that waits
     thread.cancel([sequences[3]])
@@ -283,7 +284,7 @@ def test_counters_say_what_was_done_while_a_step_runs() -> None:
     thread = EngineThread(Engine(backend, 512, 2))
     thread.max_waiting = 1
     running = [ask(thread, prompt(130, 1), seed=i, max_tokens=4) for i in range(2)]
-    assert backend.is_inside.wait(WAIT)
+    assert backend.is_inside.wait(WATCHDOG)
     waiting = ask(thread, prompt(5), seed=1)
     with pytest.raises(QueueFullError):
         ask(thread, prompt(5), seed=1)
@@ -334,7 +335,7 @@ def test_a_failed_step_reaches_everybody_in_it_and_the_engine_goes_on() -> None:
     backend = Gated()
     thread = EngineThread(Engine(backend, 512, 2))
     failing = [ask(thread, prompt(5, i), seed=i, max_tokens=9) for i in range(2)]
-    assert backend.is_inside.wait(WAIT)
+    assert backend.is_inside.wait(WATCHDOG)
     waiting = ask(thread, prompt(7), seed=5, max_tokens=9)
     backend.fail_at_step = 2
     backend.permits.release(1000)
@@ -370,7 +371,7 @@ def test_closing_ends_everything(gated: tuple[Gated, EngineThread]) -> None:
     sequences = [ask(thread, prompt(5, i), seed=i) for i in range(3)]
     backend.permits.release()
     thread.next_event(sequences[0])
-    assert backend.is_inside.wait(WAIT)
+    assert backend.is_inside.wait(WATCHDOG)
     late = ask(thread, prompt(4), seed=9)
     running = thread._thread
     assert running is not None
@@ -466,7 +467,7 @@ def test_the_thread_ends_when_nothing_is_left_and_comes_again(
         running = thread._thread
         assert tokens_of(thread, sequence) == expected(prompt(5), seed=seed, max_tokens=4)
         if running is not None:
-            running.join(WAIT)
+            running.join(WATCHDOG)
         assert thread._thread is None
 
 
@@ -491,7 +492,7 @@ def test_a_forked_process_begins_anew(gated: tuple[Gated, EngineThread]) -> None
     sequence = ask(thread, prompt(5), seed=1, max_tokens=6)
     backend.permits.release()
     thread.next_event(sequence)
-    assert backend.is_inside.wait(WAIT)
+    assert backend.is_inside.wait(WATCHDOG)
     thread._wake.acquire()  # as if another thread had it at that moment
     pid = os.fork()
     if pid == 0:
@@ -547,10 +548,10 @@ def test_closing_ends_a_step_of_a_guest() -> None:
 
     guest = threading.Thread(target=score)
     guest.start()
-    assert backend.is_inside.wait(WAIT)
+    assert backend.is_inside.wait(WATCHDOG)
     thread.engine._in_flight = frozenset()  # as in a step that the guest takes of the backend itself
     thread.close()
-    guest.join(WAIT)
+    guest.join(WATCHDOG)
     assert ended == ["cancelled"]
 
 
@@ -569,8 +570,9 @@ def test_leaving_the_interpreter_while_it_computes_is_clean() -> None:
         "sequence = ask(thread, prompt(5), seed=1); thread.next_event(sequence); print('left')"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, os.path.dirname(__file__)], capture_output=True, text=True, timeout=WAIT
-    )
+        [sys.executable, "-c", code, os.path.dirname(__file__)],
+        capture_output=True, text=True, timeout=WATCHDOG,
+    )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")
 
 
@@ -795,11 +797,11 @@ def test_a_short_prompt_ends_a_step_that_has_just_begun(
     long = ask(thread, prompt(1000), seed=1, max_tokens=3)
 
     def step(seconds: float) -> None:
-        assert backend.is_inside.wait(WAIT)
+        assert backend.is_inside.wait(WATCHDOG)
         now[0] += seconds
         backend.is_inside.clear()
         backend.permits.release()
-        assert backend.is_inside.wait(WAIT)
+        assert backend.is_inside.wait(WATCHDOG)
 
     step(0.64)
     step(1.0)  # 10 ms a token
@@ -810,7 +812,7 @@ def test_a_short_prompt_ends_a_step_that_has_just_begun(
         short = ask(thread, prompt(n_new), seed=2, max_tokens=3)
         assert backend.n_cancelled == int(not why)
         if ends:
-            assert backend.is_inside.wait(WAIT)
+            assert backend.is_inside.wait(WATCHDOG)
             assert (long.n_computed, short.slot) == (n_computed, 1)
     backend.permits.release(10000)
     assert tokens_of(thread, short) == expected(prompt(n_new), seed=2, max_tokens=3)

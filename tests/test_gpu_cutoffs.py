@@ -15,10 +15,10 @@ from test_cutoffs import CASES, EVERY, OF_EXPERTS, cpu, graph_of, run, scores, w
 
 torch = pytest.importorskip("torch")
 
-from test_cold import within  # noqa: E402
 from test_gpu_backend import assert_close, gpu  # noqa: E402
 from test_gpu_backend_capture import Recorder  # noqa: E402
 from test_hybrid import TOLERANCE, hot_neurons, relative_error, whole  # noqa: E402
+from waiting import within  # noqa: E402
 
 import hotset  # noqa: E402
 from hotset.backends.chain import ChainBackend  # noqa: E402

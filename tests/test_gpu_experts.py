@@ -15,10 +15,10 @@ from test_experts import FORMS, model
 
 torch = pytest.importorskip("torch")
 
-from test_cold import within  # noqa: E402
 from test_gpu_backend_capture import Recorder  # noqa: E402
 from test_hybrid import TOLERANCE, relative_error, whole  # noqa: E402
 from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
+from waiting import within  # noqa: E402
 
 from hotset.backends.base import ExpertCounts  # noqa: E402
 from hotset.backends.chain import ChainBackend  # noqa: E402

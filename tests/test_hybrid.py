@@ -15,7 +15,7 @@ from tiny_gguf import write_llama
 
 torch = pytest.importorskip("torch")
 
-from test_cold import within  # noqa: E402
+from waiting import WATCHDOG, within  # noqa: E402
 
 from hotset import _core  # noqa: E402
 from hotset.backends.chain import ChainBackend  # noqa: E402
@@ -88,7 +88,7 @@ def both(
     ready, graph = prepared(gguf, mode)
     given: dict[str, Any] = {"n_pages": 8, "max_batch": 48, "kv_type": kv_type, "n_threads": n_threads}
     sparse = mode != "dense"
-    hybrid = open_chain(placement, ready.weights, graph, sparse=sparse, timeout=30, **given, **options)
+    hybrid = open_chain(placement, ready.weights, graph, sparse=sparse, timeout=WATCHDOG, **given, **options)
     return CpuBackend(ready.weights, graph, sparse=sparse, **given), hybrid
 
 

@@ -22,6 +22,7 @@ torch = pytest.importorskip("torch")
 from test_experts import FORMS  # noqa: E402
 from test_experts import model as write_experts  # noqa: E402
 from test_hybrid import ORDERS, hot_neurons, split, whole  # noqa: E402
+from waiting import WATCHDOG  # noqa: E402
 
 import hotset  # noqa: E402
 from hotset import _core  # noqa: E402
@@ -65,14 +66,14 @@ def chains(
     given: dict[str, Any] = {
         "n_pages": 8, "max_batch": 48, "kv_type": "f32", "n_threads": 2, "sparse": mode != "dense", **options,
     }  # fmt: skip
-    yield open_chain(placement, files, graph, timeout=30, **given), None
+    yield open_chain(placement, files, graph, timeout=WATCHDOG, **given), None
     part = host_part(placement, graph)
     for share in shares:
         how: dict[str, Any] = {"sparse": given["sparse"], "helped": part.helped, "step": 48}
         sizes = sizes_of(part.graph, files.tensors, **how)
         n_bytes = sizes.least_of_all + int(share * (sizes.all - sizes.least_of_all))
         weights = StoredWeights(files, part.graph, n_bytes, reader=_core.Reader(False, 4), gap=4096, **how)
-        backend = open_chain(placement, weights, graph, timeout=30, **given)
+        backend = open_chain(placement, weights, graph, timeout=WATCHDOG, **given)
         weights.start_counting()
         yield backend, weights
 

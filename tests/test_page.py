@@ -15,13 +15,14 @@ from fake_chat_server import Drop, FakeServer, Hold, Refusal, facts, served, tok
 from test_api import TEMPLATE
 from test_api_sparse import write_sparse
 from tiny_server import MESSAGES, write_model
+from waiting import WATCHDOG
 
 import hotset
 from hotset.server.app import create_app
 from hotset.server.service import Service
 from hotset.server.settings import ServerSettings
 
-WAIT = 20_000  # milliseconds that anything may take here, on a machine that has much else to do
+WAIT = 1000 * WATCHDOG  # milliseconds
 
 
 @pytest.fixture(scope="module")  # no longer: playwright's event loop would stand in the way of others

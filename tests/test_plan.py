@@ -16,6 +16,7 @@ import pytest
 from test_api_hybrid import N_FF, N_LAYER, counts
 from test_api_sparse import write_sparse
 from test_cli import inside
+from waiting import WATCHDOG
 
 from hotset.errors import InvalidRequestError
 from hotset.formats.gguf import open_gguf
@@ -203,5 +204,5 @@ def test_a_chat_on_a_machine_without_gpu_imports_nothing_of_one(model: Path) -> 
         "m.generate('Hello', max_tokens=2, seed=1); m.close()\n"
         "print([n for n in ('torch', 'triton', 'scipy', 'hotset.placement.planner') if n in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WATCHDOG)
     assert done.stdout.strip() == "[]", done.stderr

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tiny_gguf import write_relu
+from waiting import WATCHDOG
 
 from hotset.backends.base import Batch, StepResult, StepStats
 from hotset.backends.reference import ReferenceBackend
@@ -463,7 +464,9 @@ def test_pickle_bombs_cost_a_sentence(tmp_path: Path, pickle: bytes, n_bytes: in
         "try: read_torch(sys.argv[1])\n"
         "except FormatError as error: print(error)\n"
     )
-    run = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        [sys.executable, "-c", program, path], capture_output=True, text=True, timeout=WATCHDOG
+    )
     assert run.returncode == 0, run.stderr
     assert sentence in run.stdout
     assert len(run.stdout) < 400

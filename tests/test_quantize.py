@@ -405,7 +405,7 @@ def test_memory_does_not_grow_with_the_model(big: Path, tmp_path: Path) -> None:
 def test_a_killed_process_leaves_nothing(big: Path, tmp_path: Path) -> None:
     code = "import sys; from hotset.formats.requantize import quantize; "
     code += "quantize(sys.argv[1], sys.argv[2], 'q6_k', n_threads=1)"
-    kill_while_it_writes(code, big, tmp_path / "out.gguf", folder=tmp_path)
+    kill_while_it_writes(code, big, tmp_path / "out.gguf")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from test_cpu_backend import batch, cpu, mixed, tokens  # noqa: F401  (a fixture)
+from waiting import WATCHDOG, until
 
 import hotset
 from hotset import _core
@@ -76,14 +77,16 @@ def test_a_step_is_cancelled_and_the_next_one_works(n_threads: int) -> None:
 
     canceller = threading.Thread(target=cancel)
     canceller.start()
+
+    def is_cancelled() -> bool:
+        try:
+            chain.run(0)
+        except StepCancelledError:
+            return True
+        return False
+
     try:
-        for _ in range(100):  # until the other thread comes to its turn
-            try:
-                chain.run(0)
-            except StepCancelledError:
-                break
-        else:
-            pytest.fail("no step was cancelled")
+        until(is_cancelled)  # steps, until the other thread gets its turn in the middle of one
         np.testing.assert_array_equal(chain.result(), before)  # the last operation was not reached
         assert not chain.plan.op_seconds(np.zeros(N_OPS + 1, np.int32), 1).any()
     finally:
@@ -109,12 +112,16 @@ def alarm() -> Iterator[None]:
 
 @pytest.mark.parametrize("n_threads", [1, 2])
 def test_ctrl_c_ends_a_step_in_its_middle(n_threads: int, alarm: None) -> None:
-    chain = Chain(_core.Runtime(n_threads), n_ops=100)
+    chain = Chain(_core.Runtime(n_threads), n_ops=200)
     chain.run(0)
     before = chain.result()
-    signal.setitimer(signal.ITIMER_REAL, 0.02)
-    with pytest.raises(KeyboardInterrupt):
+
+    def run_with_alarm() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
         chain.run(7)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_with_alarm()
     np.testing.assert_array_equal(chain.result(), before)
     chain.run(0)
     np.testing.assert_array_equal(chain.result(), before)
@@ -314,7 +321,7 @@ def test_close_waits_for_the_step_that_runs() -> None:
     worker.start()
     began.wait()
     runtime.close()
-    worker.join(60)
+    worker.join(WATCHDOG)
     assert not worker.is_alive()
 
 
@@ -362,12 +369,13 @@ def test_a_cancelled_step_of_the_engine_changes_nothing(mixed: GGUFFile) -> None
         return [sequence.tokens for sequence in sequences], n_cancelled
 
     expected, _ = answers(False)
-    for _ in range(20):
+
+    def is_cancelled() -> bool:
         found, n_cancelled = answers(True)
         assert found == expected
-        if n_cancelled:
-            return
-    pytest.fail("no step was cancelled")
+        return n_cancelled > 0
+
+    until(is_cancelled)
 
 
 def test_close_ends_what_another_thread_runs(tmp_path: Path) -> None:
@@ -388,9 +396,9 @@ def test_close_ends_what_another_thread_runs(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=ask)
     thread.start()
-    assert began.wait(60)
+    assert began.wait(WATCHDOG)
     model.close()
-    thread.join(60)
+    thread.join(WATCHDOG)
     assert not thread.is_alive()
     assert "cancelled" in reasons[-2:]
     assert reasons[-1] == "cancelled" or "has been closed" in reasons[-1]
@@ -435,7 +443,7 @@ elif how == "drop":
 
 def run_python(code: str, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code, str(Path(__file__).parent), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=WATCHDOG, check=False, **options)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes do not fork here")

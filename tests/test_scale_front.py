@@ -17,6 +17,7 @@ import httpx
 import pytest
 from test_api import write_model
 from tiny_server import MESSAGES, events_of, text_of
+from waiting import WATCHDOG
 
 import hotset
 from hotset.scale.front import Front
@@ -154,6 +155,21 @@ class Place:
         self.cancelled = True
 
 
+class Watched:
+    """An application that notes when a part of a reply's body is sent."""
+
+    def __init__(self, app: Any, places: Places) -> None:
+        self._app, self._places = app, places
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def noted(message: Any) -> None:
+            await send(message)
+            if message.get("body"):
+                self._places.replied.set()
+
+        await self._app(scope, receive, noted)
+
+
 class Places:
     """Gives addresses in turn."""
 
@@ -161,6 +177,7 @@ class Places:
         self.order = order
         self.given: list[Place] = []
         self.keys: list[list[str]] = []
+        self.replied = asyncio.Event()
 
     def hold(self, keys: list[str]) -> Place:
         self.keys.append(keys)
@@ -178,8 +195,9 @@ async def fronted(order: list[str], **settings: Any) -> Any:
     app = front.app()
     async with app.router.lifespan_context(app):
         front.ready.set()
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
+        transport = httpx.ASGITransport(Watched(app, places), raise_app_exceptions=False)
+        where = "http://localhost"
+        async with httpx.AsyncClient(transport=transport, base_url=where, timeout=WATCHDOG) as client:
             yield client, places, front
 
 
@@ -257,7 +275,7 @@ def test_a_replica_that_dies_before_its_answer_costs_nothing_and_within_it_an_er
 
         def held(batch: Any) -> Any:
             begun.set()
-            assert gate.wait(60)
+            assert gate.wait(WATCHDOG)
             return step(batch)
 
         slow.step = held  # type: ignore[method-assign]
@@ -276,9 +294,8 @@ def test_a_replica_that_dies_before_its_answer_costs_nothing_and_within_it_an_er
                 stream = asyncio.create_task(
                     client.post(CHAT, json={"messages": MESSAGES, "stream": True} | GREEDY)
                 )
-                while len(places.given) < 3 or places.given[2]._where is not None:
-                    await asyncio.sleep(0.01)
-                await asyncio.sleep(0.5)
+                places.replied.clear()
+                await places.replied.wait()
                 places.given[2].died.set()
                 last = events_of((await stream).text)[0][-1]
                 assert last["error"]["code"] == "not_ready"

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tiny_gguf import write_llama, write_relu
+from waiting import WATCHDOG
 
 from hotset.errors import FormatError, HotsetError, InvalidRequestError, UnsupportedModelError
 from hotset.formats.gguf import GGUFWriter, open_gguf
@@ -898,7 +899,7 @@ class TestProcesses:
             ],
             check=False,
             capture_output=True,
-            timeout=240,
+            timeout=WATCHDOG,
         )
         assert done.returncode == 0, done.stderr.decode()[-6000:]
         one = training(silu, tmp_path / "one", batch=2, n_tokens=6 * 2 * N_CTX)

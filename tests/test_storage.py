@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPMessage
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_hub import FakeHub
@@ -654,14 +655,18 @@ def test_every_stretch_of_an_answer_must_be_fast_enough(monkeypatch: pytest.Monk
 def test_a_slow_server_is_heard_to_the_end(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock = [0.0]
+
     def answer(request: BaseHTTPRequestHandler) -> None:
         head(request, f"Content-Length: {len(DATA)}")
         for i in range(0, len(DATA), 300_000):
+            clock[0] += 0.6 * download_module._STALL[1]  # in all longer than one stretch may take
             request.wfile.write(DATA[i : i + 300_000])
             request.wfile.flush()
-            threading.Event().wait(0.05)
 
-    monkeypatch.setattr(download_module, "_STALL", (1, 0.1))
+    monkeypatch.setattr(download_module, "_STALL", (1, 600.0))
+    monkeypatch.setattr(download_module, "_HEADERS", (1 << 20, 1e9))
+    monkeypatch.setattr(download_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     url = serve(hub)
     hub.answers["m.gguf"] = answer
     download(url, tmp_path / "m.gguf", size=len(DATA), checksum=sha256(DATA))

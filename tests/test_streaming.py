@@ -14,6 +14,7 @@ from test_cpu_backend import batch, cpu, logits_of, mixed_types, tokens
 from test_experts import FORMS
 from test_experts import model as write_experts
 from tiny_gguf import write_llama
+from waiting import WATCHDOG
 
 from hotset import _core
 from hotset.backends.cpu import CpuBackend
@@ -197,5 +198,5 @@ for budget in range(1, 100):
         pass
 print(model.ram.streamed > 0)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WATCHDOG)
     assert (done.stdout, done.stderr) == ("True\n", "")

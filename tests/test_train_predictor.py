@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 import torch
 from tiny_gguf import write_relu
 from typer.testing import CliRunner
+from waiting import WATCHDOG, until
 
 import hotset
 from hotset.backends.reference import ReferenceBackend
@@ -429,17 +429,18 @@ def test_a_killed_process_leaves_whole_files_and_its_workers_follow(tmp_path: Pa
     settings = replace(QUICK, jobs=2, schedule=Schedule(epochs=10, batch=64))
     process = multiprocessing.get_context("spawn").Process(target=run_it, args=(path, folder, settings))
     process.start()
-    deadline = time.monotonic() + 120
-    while not list(folder.glob("training/layers-*/blk.*.pt")):
-        assert time.monotonic() < deadline
+
+    def has_trained() -> bool:
         assert process.is_alive()
-        time.sleep(0.05)
+        return any(folder.glob("training/layers-*/blk.*.pt"))
+
+    until(has_trained)
     assert process.pid is not None
     workers = psutil.Process(process.pid).children(recursive=True)
     assert len(workers) >= 2
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    assert not psutil.wait_procs(workers, timeout=60)[1]
+    assert not psutil.wait_procs(workers, timeout=WATCHDOG)[1]
     done = {p: p.stat().st_mtime_ns for p in folder.glob("training/layers-*/blk.*.pt")}
     run_it(path, folder, replace(settings, jobs=1))
     assert (

@@ -6,7 +6,6 @@ import asyncio
 import json
 import signal
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import httpx
 from test_api import write_model
+from waiting import WATCHDOG, until
 
 import hotset
 from hotset.server.app import create_app
@@ -37,7 +37,9 @@ async def client_of(
     async with app.router.lifespan_context(app):
         await service.loaded()
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://localhost", timeout=WATCHDOG
+        ) as client:
             yield client, service
 
 
@@ -69,18 +71,15 @@ class Serving:
         asyncio.run(self.server.serve(sockets=[self._bound]))
 
     def __enter__(self) -> Serving:
-        self.client = httpx.Client(base_url=self.url, timeout=60, trust_env=False, verify=False)
+        self.client = httpx.Client(base_url=self.url, timeout=WATCHDOG, trust_env=False, verify=False)
         self._thread.start()
-        end = time.monotonic() + 60
-        while not self.service.is_ready:
-            assert time.monotonic() < end
-            time.sleep(0.005)
+        until(lambda: self.service.is_ready, "the model is not loaded")
         return self
 
     def __exit__(self, *_: object) -> None:
         self.client.close()
         self.server.handle_exit(signal.SIGTERM, None)
-        self._thread.join(60)
+        self._thread.join(WATCHDOG)
         assert not self._thread.is_alive()
         self._bound.close()
 
@@ -90,15 +89,13 @@ class Serving:
 
     def wait_until_idle(self) -> None:
         """Until nothing runs or waits, and every page of the cache is free."""
-        engine, end = self.model.engine, time.monotonic() + 30
-        while (
-            self.service.n_open
-            or engine.running
-            or engine.waiting
-            or engine.pool.n_available != engine.pool.n_pages
-        ):
-            assert time.monotonic() < end, (self.service.n_open, engine.running, engine.waiting)
-            time.sleep(0.005)
+        engine = self.model.engine
+
+        def is_idle() -> bool:
+            busy = self.service.n_open or engine.running or engine.waiting
+            return not busy and engine.pool.n_available == engine.pool.n_pages
+
+        until(is_idle, "the server does not come to rest")
 
 
 async def metrics_of(client: httpx.AsyncClient) -> dict[str, float]:
