@@ -102,9 +102,10 @@ def main() -> None:
 
         kernels.run(ledger, device, kernels.SMALL if args.small else kernels.Sizes())
         return
-    import build
     import hybrid
     import steps
+
+    import build
 
     if args.llama is None and args.llama_source is not None:
         built = build.bin_folder(args.llama_source)
