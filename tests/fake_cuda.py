@@ -1,7 +1,10 @@
-"""A stream of a CUDA device, without the device: work is queued and done by a thread, in order.
+"""Streams of a CUDA device, without the device.
 
-It writes and waits for values in memory as the driver's calls do, can capture what is put on it and replay
-it, and keeps a log. A wait that is never satisfied hangs its stream, as on the device.
+FakeCuda is the stream that computes: work is queued and done by a thread, in order. It writes and waits for
+values in memory as the driver's calls do, can capture what is put on it and replay it, and keeps a log. A
+wait that is never satisfied hangs its stream, as on the device.
+
+LateStream is a stream beside it. It does its work as late as it may, and keeps no tensor alive.
 """
 
 from __future__ import annotations
@@ -11,9 +14,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 Work = tuple[str, Callable[[], None]]
 
@@ -101,3 +108,57 @@ class FakeCuda:
         self._queue.put(None)
         self._thread.join(30)
         assert not self._thread.is_alive()
+
+
+POISON = 0x7F  # of each byte of memory that was handed to another tensor: no id, no count, a NaN
+
+
+class Weak:
+    """A tensor as a stream of the device knows it: an address, and nothing that keeps its memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._like = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    def read(self) -> Tensor:
+        """The tensor; where no other tensor has its memory any more, one of poison."""
+        dtype, offset, shape, stride = self._like
+        if self._storage.expired():
+            return torch.full((*shape, dtype.itemsize), POISON, dtype=torch.uint8).view(dtype)[..., 0]
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+
+
+class LateStream:
+    """The Beside of backends/gpu/experts_fetch.py: work is done when its end is waited for, not before.
+
+    It holds its work's tensors as weak references, as a stream of torch does: what the code under test drops
+    too early is poison when it is read. Work is a `partial`, whose arguments can be seen.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], None]] = []
+        self.n_done = 0
+
+    def after_all(self) -> None: ...
+
+    def put(self, work: Callable[[], None]) -> int:
+        assert isinstance(work, partial)
+        function, arguments = work.func, [Weak(a) if isinstance(a, Tensor) else a for a in work.args]
+        assert not work.keywords
+        del work
+
+        def late() -> None:
+            given: list[Any] = [a.read() if isinstance(a, Weak) else a for a in arguments]
+            function(*given)
+
+        self.waiting.append(late)
+        return self.n_done + len(self.waiting)
+
+    def wait(self, done: int) -> None:
+        while self.n_done < done:
+            self.waiting.pop(0)()
+            self.n_done += 1
+
+    def settle(self) -> None:
+        self.wait(self.n_done + len(self.waiting))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from test_experts import FORMS, model
 
 torch = pytest.importorskip("torch")
 
+from fake_cuda import LateStream  # noqa: E402
 from test_gpu_backend_capture import Recorder  # noqa: E402
 from test_hybrid import TOLERANCE, relative_error, whole  # noqa: E402
 from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
@@ -324,28 +324,6 @@ def test_a_captured_step_fetches_by_itself(tmp_path: Path, monkeypatch: pytest.M
     counts = counted(backend)
     assert min(counts.hits, counts.streamed, counts.on_cpu) > 0
     backend.close()
-
-
-class LateStream:
-    """A stream whose work is done as late as it may be: when somebody waits for it."""
-
-    def __init__(self) -> None:
-        self.waiting: list[Callable[[], None]] = []
-        self.n_done = 0
-
-    def after_all(self) -> None: ...
-
-    def put(self, work: Callable[[], None]) -> int:
-        self.waiting.append(work)
-        return self.n_done + len(self.waiting)
-
-    def wait(self, done: int) -> None:
-        while self.n_done < done:
-            self.waiting.pop(0)()
-            self.n_done += 1
-
-    def settle(self) -> None:
-        self.wait(self.n_done + len(self.waiting))
 
 
 def test_what_is_fetched_is_waited_for(tmp_path: Path) -> None:

@@ -37,7 +37,8 @@ class Beside(Protocol):
         ...
 
     def put(self, work: Callable[[], None]) -> Any:
-        """Work of this stream; what `wait` takes."""
+        """Work of this stream; what `wait` takes. The caller keeps the tensors that the work reads until it
+        has called `wait`."""
         ...
 
     def wait(self, done: Any) -> None:
@@ -79,7 +80,8 @@ class SideStream:
 
 @dataclass
 class Group:
-    """Experts that are in one half of the spare slots together. ids: int32 on the device, one a slot; first:
+    """Experts that are in one half of the spare slots together. ids: int32 on the device, one a slot, which
+    the stream beside reads: a group is kept, in its Choice, until `done` was waited for. first:
     its first slot. pairs: int64, those of the route that want them, token * n_used + rank; slots: int32 of
     each."""
 
@@ -95,13 +97,19 @@ class Choice:
     """Who computes the experts that a layer's tokens have, in one step.
 
     asked: int32 [T, n_used], as ColdHalf.post takes them: the CPU's, and -1 - id of the device's. slots:
-    int32 [T, n_used] of what is in the cache, or in a spare slot once `done`; None: nothing is. groups: what
-    streams.
+    int32 [T, n_used] of what is in the cache, or in a spare slot once `done`; None: nothing is. fetched: the
+    ids that the stream beside reads until then. groups: what streams.
+
+    A choice must live until `compute` has waited for `done` and for its groups. torch's allocator knows a
+    tensor by the stream that it was allocated on: it hands the memory of one that is dropped to the next
+    allocation there, while the stream beside still reads it. `record_stream` would not help in a captured
+    graph, where the same memory is handed out at every replay.
     """
 
     asked: Tensor
     slots: Tensor | None
     done: Any = None
+    fetched: Tensor | None = None
     groups: list[Group] = field(default_factory=list)
 
 
@@ -171,7 +179,7 @@ class Fetcher:
         )
         self._beside.after_all()
         done = self._beside.put(partial(self._fetch, layer, fetched, slots.n_slots))
-        return Choice(asked, own, done)
+        return Choice(asked, own, done, fetched)
 
     def _table_of(self, layer: int, n_used: int, early: bool) -> tuple[Tensor, int]:
         """Of so many that are missing how many are fetched, int32 on the device; and the most of them."""
