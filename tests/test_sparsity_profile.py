@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,29 @@ def profile_of(
     *counts: list[int], n_tokens: int = 100, model: str = "m", data: tuple[str, ...] = ("d",)
 ) -> Profile:
     return Profile(tuple(np.array(c, np.uint64) for c in counts), n_tokens, model, data)
+
+
+def test_a_fingerprint_is_the_same_where_reads_give_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """POSIX allows it, and some network file systems do it."""
+    gguf = open_gguf(write_relu(tmp_path / "m.gguf"))
+    expected = sidecar.fingerprint(gguf)
+
+    class Short(io.FileIO):
+        def read(self, size: int | None = -1) -> bytes:  # type: ignore[override]
+            return super().read(7)
+
+        def readinto(self, buffer: Any) -> int | None:  # type: ignore[override]
+            return super().readinto(memoryview(buffer)[:7])
+
+    def opened(path: Path, mode: str, buffering: int = -1) -> Any:
+        assert mode == "rb"
+        raw = Short(path)
+        return raw if buffering == 0 else io.BufferedReader(raw)
+
+    monkeypatch.setattr(Path, "open", opened)
+    assert sidecar.fingerprint(gguf) == expected
 
 
 @pytest.mark.parametrize("architecture", ["llama", "bamboo", "falcon", "opt"])

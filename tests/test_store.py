@@ -71,6 +71,20 @@ def test_a_fault_is_a_sentence_and_the_next_read_works(
     assert np.array_equal(piece, bytes_[: len(piece)])
 
 
+@pytest.mark.parametrize("ring", KINDS)
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_reads_that_give_less_go_on_where_they_stopped(
+    tmp_path: Path, bytes_: np.ndarray, ring: bool, share: float
+) -> None:
+    """Which POSIX allows, at any byte: of whole pages, inside one, and at the end of the file."""
+    reader, path = _core.Reader(ring, 4), str(tmp_path / "data")
+    reader.inject_faults(share, 11, short_only=True)
+    for first, size in ((0, len(bytes_)), (4321, 100_000), (5000, 10), (len(bytes_) - 1300, 1300)):
+        piece = np.zeros(size, np.uint8)
+        reader.read(path, [(first, piece)])
+        assert np.array_equal(piece, bytes_[first : first + size])
+
+
 def test_files_that_are_not_there_or_too_short(tmp_path: Path, bytes_: np.ndarray) -> None:
     reader = _core.Reader(False, 2)
     with pytest.raises(ReadError, match=r"nothing cannot be read: No such file"):

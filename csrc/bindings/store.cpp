@@ -188,7 +188,7 @@ void bind_store(nb::module_& m) {
                 return read_rate(StoredFile(path), reader, size, seconds);
             },
             "path"_a, "size"_a, "seconds"_a)
-        .def("inject_faults", &Reader::inject_faults, "share"_a, "seed"_a);
+        .def("inject_faults", &Reader::inject_faults, "share"_a, "seed"_a, "short_only"_a = false);
     m.def(
         "reads_directly", [](const std::string& path) { return StoredFile(path).direct(); }, "path"_a,
         "Whether a file can be read past the page cache.");

@@ -63,6 +63,9 @@ StoredFile::~StoredFile() {
     CloseHandle(handle_);
 }
 void StoredFile::check() const {}  // nobody else may write to it
+StoredFile::Attempt StoredFile::attempt(uint64_t, size_t bytes) const {
+    return {-1, bytes};
+}
 int64_t StoredFile::read_at(uint8_t* to, size_t bytes, uint64_t offset) const {
     OVERLAPPED at = {};
     at.Offset = DWORD(offset);
@@ -103,7 +106,7 @@ StoredFile::StoredFile(std::string path) : path_(std::move(path)) {
     const Buffer buffer(kReadAlign);
     if (direct >= 0 && fstat(direct, &same) == 0 && same.st_ino == facts.st_ino &&
         same.st_dev == facts.st_dev && pread(direct, buffer.data(), kReadAlign, 0) >= 0) {
-        close(descriptor_);
+        cached_ = descriptor_;  // for what is left of a page after a short read
         descriptor_ = direct;
         direct_ = true;
     } else if (direct >= 0) {
@@ -114,6 +117,7 @@ StoredFile::StoredFile(std::string path) : path_(std::move(path)) {
 
 StoredFile::~StoredFile() {
     close(descriptor_);
+    if (cached_ >= 0) close(cached_);
 }
 
 void StoredFile::check() const {
@@ -124,9 +128,15 @@ void StoredFile::check() const {
     throw ReadError(path_ + " was changed while it was in use; put the whole file there and load it again");
 }
 
+StoredFile::Attempt StoredFile::attempt(uint64_t offset, size_t bytes) const {
+    if (cached_ < 0 || offset % kReadAlign == 0) return {descriptor_, bytes};
+    return {cached_, std::min(bytes, size_t(kReadAlign - offset % kReadAlign))};
+}
+
 int64_t StoredFile::read_at(uint8_t* to, size_t bytes, uint64_t offset) const {
+    const Attempt next = attempt(offset, bytes);
     for (;;) {
-        const ssize_t n = pread(descriptor_, to, bytes, off_t(offset));
+        const ssize_t n = pread(next.descriptor, to, next.bytes, off_t(offset));
         if (n >= 0) return n;
         if (errno != EINTR && errno != EAGAIN) return -errno;
     }
@@ -284,33 +294,31 @@ bool Reader::advance(const Read& read, int64_t result, size_t& done, std::string
                 ": " + reason(int(-result)) + "; check the disk";
         return true;
     }
-    const size_t before = done;
     done += size_t(result);
     if (read.offset + done >= std::min(read.offset + read.bytes, read.file->bytes())) return true;
-    done = done / kReadAlign * kReadAlign;  // where the next attempt may begin
-    if (done > before) return false;
+    if (result > 0) return false;  // the system may give less than was requested: 0 alone is the end
     error = read.file->path() + " ends near byte " + std::to_string(read.offset + done) +
             ": it was cut short while it was in use; put the whole file there and load it again";
     return true;
 }
 
-int64_t Reader::faulty(int64_t result) {
+int64_t Reader::faulty(int64_t result, uint8_t* to) {
     const uint64_t limit = fault_limit_.load(std::memory_order_relaxed);
     if (!limit) return result;
     const uint64_t drawn = hash(fault_seed_.load() + n_attempts_.fetch_add(1));
     if (drawn >= limit) return result;
-    switch (hash(drawn) % 3) {
-        case 0:
-            return -EIO;
-        case 1:
-            return result > int64_t(kReadAlign) ? result / 2 : result;
-        default:
-            return 0;
-    }
+    const uint64_t kind = fault_short_only_.load() ? 1 : hash(drawn) % 3;
+    if (kind == 0) return -EIO;
+    if (kind == 2) return 0;
+    if (result <= 1) return result;
+    const int64_t kept = 1 + int64_t(hash(drawn + 1) % uint64_t(result - 1));
+    std::memset(to + kept, 0xa5, size_t(result - kept));  // a short read leaves nothing there
+    return kept;
 }
 
-void Reader::inject_faults(double share, uint64_t seed) {
+void Reader::inject_faults(double share, uint64_t seed, bool short_only) {
     fault_seed_.store(seed);
+    fault_short_only_.store(short_only);
     n_attempts_.store(0);
     fault_limit_.store(share <= 0 ? 0 : share >= 1 ? ~uint64_t(0) : uint64_t(share * 0x1p64));
 }
@@ -327,8 +335,8 @@ void Reader::serve_with_pread(State& state) {
         uint8_t* const to = read.into ? read.into : buffer.data();
         std::string error;
         for (size_t done = 0;;) {
-            const int64_t n = faulty(read.file->read_at(to + done, read.bytes - done, read.offset + done));
-            if (advance(read, n, done, error)) break;
+            const int64_t n = read.file->read_at(to + done, read.bytes - done, read.offset + done);
+            if (advance(read, faulty(n, to + done), done, error)) break;
         }
         finish(job, to, error);
         lock.lock();
@@ -339,8 +347,9 @@ void Reader::serve_with_ring(State& state, Ring& ring) {
     const auto launch = [&](int i) {
         const Ring::Flight& f = ring.flights[i];
         const Read& read = *f.job.read;
-        ring.push(read.file->descriptor(), f.to + f.done, uint32_t(read.bytes - f.done), read.offset + f.done,
-                  uint64_t(i));
+        const uint64_t at = read.offset + f.done;
+        const StoredFile::Attempt next = read.file->attempt(at, read.bytes - f.done);
+        ring.push(next.descriptor, f.to + f.done, uint32_t(next.bytes), at, uint64_t(i));
     };
     for (;;) {
         {
@@ -363,7 +372,8 @@ void Reader::serve_with_ring(State& state, Ring& ring) {
             Ring::Flight& f = ring.flights[i];
             std::string error;
             if (result == -EINTR || result == -EAGAIN) return launch(int(i));
-            if (!advance(*f.job.read, faulty(result), f.done, error)) return launch(int(i));
+            result = faulty(result, f.to + f.done);
+            if (!advance(*f.job.read, result, f.done, error)) return launch(int(i));
             finish(f.job, f.to, error);
             ring.idle.push_back(int(i));
         });

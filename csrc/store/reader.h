@@ -43,9 +43,16 @@ class StoredFile {
     bool direct() const { return direct_; }  // past the page cache
     void check() const;  // throws ReadError if it is not the file any more that was opened
 
-    // As pread: bytes that were read, 0 at the end, or minus an error number.
+    // What one call of the system can read at an offset. Reads past the page cache begin at whole pages, so
+    // what is left of a page after a short read goes through the cache. Descriptor: -1 on Windows.
+    struct Attempt {
+        int descriptor;
+        size_t bytes;
+    };
+    Attempt attempt(uint64_t offset, size_t bytes) const;
+    // As pread, of one attempt: bytes that were read, which may be fewer than requested; 0 at the end; or
+    // minus an error number.
     int64_t read_at(uint8_t* to, size_t bytes, uint64_t offset) const;
-    int descriptor() const { return descriptor_; }  // -1 on Windows
 
   private:
     const std::string path_;
@@ -53,6 +60,7 @@ class StoredFile {
     int64_t changed_ns_ = 0;  // when it was last written to
     bool direct_ = false;
     int descriptor_ = -1;
+    int cached_ = -1;         // of a file that is read past the page cache: through it
     void* handle_ = nullptr;  // Windows
 };
 
@@ -119,8 +127,9 @@ class Reader {
     // 10 ms); what was read then is anything. Throws ReadError.
     bool wait(Batch& batch, const std::function<bool()>& cancelled);
 
-    // A seam for tests: about `share` of the attempts to read fail, or give less than was asked for.
-    void inject_faults(double share, uint64_t seed);
+    // A seam for tests: about `share` of the attempts to read fail, give less than was requested, or find the
+    // end of the file. short_only: they give less, which no caller may notice.
+    void inject_faults(double share, uint64_t seed, bool short_only = false);
 
   private:
     struct Job {
@@ -133,8 +142,8 @@ class Reader {
     State& state();
     void serve_with_pread(State& state);
     void serve_with_ring(State& state, Ring& ring);
-    // The number of bytes that count as read of a result of the system.
-    int64_t faulty(int64_t result);
+    // The number of bytes that count as read of a result of the system; the others are overwritten.
+    int64_t faulty(int64_t result, uint8_t* to);
     // Whether the read is complete after `result` more bytes (or minus an error number); else `done` is where
     // it goes on. `error` tells what is wrong.
     static bool advance(const Read& read, int64_t result, size_t& done, std::string& error);
@@ -145,6 +154,7 @@ class Reader {
     std::atomic<State*> state_{nullptr};
     std::mutex starting_;
     std::atomic<uint64_t> fault_limit_{0}, fault_seed_{0}, n_attempts_{0};
+    std::atomic<bool> fault_short_only_{false};
 };
 
 // Straight to their place, without a copy: what `room_for_pages` says, at `to`, which is aligned as reads

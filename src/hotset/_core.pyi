@@ -50,7 +50,7 @@ class Reader:
     def buffer_bytes(self) -> int: ...
     def read(self, path: str, arrays: list[tuple[int, np.ndarray]]) -> None: ...  # offset, bytes to fill
     def rate(self, path: str, size: int, seconds: float) -> float: ...
-    def inject_faults(self, share: float, seed: int) -> None: ...  # for tests
+    def inject_faults(self, share: float, seed: int, short_only: bool = False) -> None: ...  # for tests
 
 class RowStore:
     """Rows that are read when they are needed (csrc/store/store.h)."""

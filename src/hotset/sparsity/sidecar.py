@@ -85,7 +85,7 @@ def _sample(gguf: GGUFFile, info: TensorInfo) -> bytes:
 
 
 def _read(path: Path, first: int, n_bytes: int) -> bytes:
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:  # buffered: one call of the system may give less than was requested
         file.seek(first)
         return file.read(n_bytes)
 
