@@ -116,6 +116,11 @@ HOSTILE: dict[str, tuple[str, Any]] = {
     "not whole blocks": ("hotset.bundle.columns", [33] * 6),
     "stands twice": ("hotset.bundle.names", [f"blk.{i}.output" for i in (0, 1) for _ in range(3)]),
     "lacks it": ("hotset.bundle.names", [f"blk.9.{i}" for i in range(6)]),
+    "of version array": ("hotset.bundle.version", [1, 1]),
+    "of version '1'": ("hotset.bundle.version", "1"),
+    "the unknown type -1": ("hotset.bundle.types", [-1] * 6),
+    "the unknown type 1099511627776": ("hotset.bundle.types", [2**40] * 6),
+    "the unknown type 9999": ("hotset.bundle.types", [9999] * 6),
 }
 
 

@@ -22,7 +22,7 @@ from waiting import WATCHDOG, until
 import hotset
 from hotset.backends.reference import ReferenceBackend
 from hotset.errors import HotsetError, InvalidRequestError
-from hotset.formats.gguf import GGUFWriter, ValueType, open_gguf
+from hotset.formats.gguf import GGUFWriter, ValueType, copy_metadata, open_gguf
 from hotset.formats.quants import GGMLType, dequantize
 from hotset.formats.torch_file import read_torch, write_torch
 from hotset.model.config import config_from_gguf
@@ -224,6 +224,27 @@ def test_a_killed_collection_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     settings["settings"] = {"a": 2}
     collect(killed, counted, SOURCES, SEQUENCES[4:], SEQUENCES[:4], **settings)
     assert len(asked) == len(SEQUENCES)  # other settings, other pairs
+
+
+@pytest.mark.parametrize(("key", "value"), [("settings", [1, 2]), ("settings", None), ("sequences", [1, 2])])
+def test_a_shard_with_odd_keys_is_made_again(tmp_path: Path, key: str, value: Any) -> None:
+    """As one that is damaged: arrays do not compare, and keys may be missing."""
+    settings = {"max_bytes": 1 << 20, "settings": {"a": 1}}
+    expected = collect(tmp_path, fake_steps, SOURCES, SEQUENCES[4:], SEQUENCES[:4], **settings)
+    (tmp_path / "complete.json").unlink()
+    shard = tmp_path / "train-00000.gguf"
+    sound = shard.read_bytes()
+    with open_gguf(shard) as file:
+        writer = GGUFWriter(tmp_path / "odd", "hotset")
+        if value is not None:
+            writer.add(f"hotset.pairs.{key}", value)
+        copy_metadata(file, writer, ("general.architecture", "general.alignment", f"hotset.pairs.{key}"))
+        for name, info in file.tensors.items():
+            writer.add_tensor(name, file.data(name), info.type, info.shape)
+        writer.write()
+    (tmp_path / "odd").replace(shard)
+    assert collect(tmp_path, fake_steps, SOURCES, SEQUENCES[4:], SEQUENCES[:4], **settings) == expected
+    assert shard.read_bytes() == sound
 
 
 # ---- learning ----

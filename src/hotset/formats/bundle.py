@@ -25,6 +25,7 @@ import numpy as np
 
 from hotset.errors import FormatError
 from hotset.formats.quants import TYPES, GGMLType, row_bytes
+from hotset.parameters import shown
 
 PAGE = 4096
 VERSION_KEY = "hotset.bundle.version"
@@ -81,8 +82,9 @@ def opened(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, object
     found = dict(tensors)
     if VERSION_KEY not in metadata:
         return found
-    if metadata[VERSION_KEY] != _VERSION:
-        raise FormatError(f"{path} has bundles of version {metadata[VERSION_KEY]}; update hotset")
+    version = metadata[VERSION_KEY]
+    if type(version) is not int or version != _VERSION:  # the type first: an array does not compare
+        raise FormatError(f"{path} has bundles of version {shown(version)}; update hotset")
     for name, parts in _by_bundle(path, metadata).items():
         info = found.pop(name, None)
         if info is None or info.type != GGMLType.I8 or len(info.shape) != 2:
@@ -113,9 +115,10 @@ def _by_bundle(path: Path, metadata: Mapping[str, object]) -> dict[str, list[Par
         is_text = isinstance(name, str) and name.startswith("blk.")
         numbers = [value for value in (type, n_columns, n_rows) if isinstance(value, int | np.integer)]
         if not is_text or len(numbers) != 3 or not (0 < n_columns < _MOST and 0 <= n_rows < _MOST):
-            raise FormatError(f"{path} says of a bundle what cannot be: {name!r}; write it again")
-        layout = TYPES.get(GGMLType(int(type)))
-        if layout is None or n_columns % layout.block_size:
+            raise FormatError(f"{path} says of a bundle what cannot be: {shown(name)}; write it again")
+        if type not in TYPES:  # a plain number is looked up: an enum refuses what no file can hold
+            raise FormatError(f"{path}: {name} in a bundle has the unknown type {type}; update hotset")
+        if n_columns % TYPES[type].block_size:
             raise FormatError(f"{path}: {name} in a bundle has rows that are not whole blocks of its type")
         bundles.setdefault(bundle_name(name), []).append(
             Part(name, GGMLType(int(type)), int(n_columns), int(n_rows))

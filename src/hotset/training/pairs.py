@@ -134,12 +134,16 @@ def _shards(folder: Path) -> list[Path]:
     return sorted([*folder.glob("train-*.gguf"), *folder.glob("held_out-*.gguf")])
 
 
-def _settings_of(path: Path) -> object:
+def _settings_of(path: Path) -> str | None:
+    """None for a file that is no whole shard, whatever its keys hold."""
     try:
         with open_gguf(path) as file:
-            return file.metadata.get(_SETTINGS_KEY)
+            settings, count = file.metadata.get(_SETTINGS_KEY), file.metadata.get(_SEQUENCES_KEY)
+            inputs = file.tensors.get("blk.0.inputs")
     except HotsetError:
         return None
+    is_whole = type(count) is int and inputs is not None and len(inputs.shape) == 2
+    return settings if is_whole and isinstance(settings, str) else None
 
 
 @dataclass(frozen=True)
