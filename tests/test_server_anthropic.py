@@ -63,6 +63,30 @@ def test_a_format_is_what_the_answer_must_follow():
     assert request(output_config={}).params.form is None
 
 
+def test_fields_that_change_nothing_are_accepted():
+    accepted: dict[str, Any] = {
+        "metadata": {"user_id": "me"}, "service_tier": "auto", "mcp_servers": [], "speed": "standard",
+        "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}, "inference_geo": "eu",
+        "cache_control": {"type": "ephemeral"}, "tools": [], "tool_choice": {"type": "auto"},
+    }  # fmt: skip
+    assert request(**accepted) == request()
+    nulls = dict.fromkeys([*(set(MessagesBody.model_fields) - set(BODY)), "container", "some_newer_field"])
+    assert request(**nulls) == request()
+    text = {"type": "text", "text": "hello", "citations": None, "cache_control": None}
+    assert turns({"role": "user", "content": [text]}) == [HELLO]
+    used = {"type": "tool_use", "id": "a", "name": "f", "input": {}, "caller": {"type": "direct"}}
+    turns(HELLO, {"role": "assistant", "content": [used]}, HELLO)
+
+
+def test_thinking_is_a_variable_of_the_template():
+    on = {"type": "enabled", "budget_tokens": 2048}
+    assert request(thinking=on).template == {"enable_thinking": True}
+    assert request(thinking=on | {"display": "summarized"}).template == {"enable_thinking": True}
+    assert request(thinking={"type": "disabled"}).template == {"enable_thinking": False}
+    assert request(output_config={"effort": "low"}).template == {"reasoning_effort": "low"}
+    assert request().template == {}
+
+
 def test_system_is_a_text_or_blocks():
     assert turns(HELLO, system="be brief")[0] == {"role": "system", "content": "be brief"}
     blocks = [
@@ -148,15 +172,16 @@ def test_a_tool_as_templates_know_it():
 # ---- deltas ----
 
 
-def told(*deltas: Delta, usage: Usage = USAGE) -> tuple[list[Any], dict[str, Any]]:
+def told(*deltas: Delta, usage: Usage = USAGE, **how: bool) -> tuple[list[Any], dict[str, Any]]:
     """The events, each as Anthropic's own types have it, and the message."""
-    writer = MessageWriter("tiny", max_tokens=9)
+    writer = MessageWriter("tiny", max_tokens=9, **how)
     events = writer.start(Usage(30, 0, 0))
     for delta in deltas:
         events += writer.push(delta)
     events += writer.end(usage)
     json.dumps(events)
-    return [EVENT.validate_python(event) for event in events if event["type"] != "ping"], writer.message
+    events = [event for event in events if event["type"] != "ping"]
+    return [EVENT.validate_python(event, strict=True) for event in events], writer.message
 
 
 def test_text_is_one_block():
@@ -177,7 +202,13 @@ def test_text_is_one_block():
     usage = events[-2].usage
     assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (10, 20, 9)
     assert usage.output_tokens_details.thinking_tokens == 4
-    types.Message.model_validate(message)
+    types.Message.model_validate(message, strict=True)
+    # What the schema of the API requires and the types of the client do not.
+    absent = {"stop_details", "container"}
+    assert {name: message[name] for name in absent} == dict.fromkeys(absent)
+    absent = {"cache_creation", "inference_geo", "server_tool_use"}
+    assert {name: message["usage"][name] for name in absent} == dict.fromkeys(absent)
+    assert message["usage"]["service_tier"] == "standard"
 
 
 def test_thinking_text_and_calls_are_blocks_in_their_order():
@@ -192,11 +223,12 @@ def test_thinking_text_and_calls_are_blocks_in_their_order():
         Finished(0, "tool_calls"),
     ]
     events, message = told(*deltas)
+    caller = {"caller": {"type": "direct"}}
     assert message["content"] == [
         {"type": "thinking", "thinking": "let me", "signature": ""},
         {"type": "text", "text": "so", "citations": None},
-        {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Bonn"}},
-        {"type": "tool_use", "id": "toolu_2", "name": "time", "input": {}},
+        {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Bonn"}} | caller,
+        {"type": "tool_use", "id": "toolu_2", "name": "time", "input": {}} | caller,
     ]
     assert message["stop_reason"] == "tool_use"
     opened = [event.index for event in events if event.type == "content_block_start"]
@@ -209,6 +241,15 @@ def test_thinking_text_and_calls_are_blocks_in_their_order():
     ]
     assert "".join(pieces) == '{"city": "Bonn"}'
     types.Message.model_validate(message)
+
+
+def test_thinking_may_be_left_out():
+    deltas = ReasoningDelta(0, "hm"), TextDelta(0, "so"), Finished(0, "stop")
+    events, message = told(*deltas, omits_thinking=True, manages_context=True)
+    assert [block["type"] for block in message["content"]] == ["text"]
+    assert message["usage"]["output_tokens_details"] == {"thinking_tokens": 4}
+    assert message["context_management"] == {"applied_edits": []}
+    assert events[-2].to_dict()["context_management"] == {"applied_edits": []}
 
 
 @pytest.mark.parametrize("arguments", ['{"city": ', "[1]", "null", "[" * 100_000])
@@ -352,7 +393,9 @@ def test_errors_have_anthropics_shape(path: Path):
         assert await refused("max_tokens is missing", max_tokens="absent") == "invalid_request_error"
         assert await refused("'other' is not served", 404, model="other") == "not_found_error"
         await refused("container is not supported", container="c")
-        await refused("budget_tokens is not supported", thinking={"type": "adaptive", "budget_tokens": 2000})
+        await refused("thinking: budget_tokens belongs", thinking={"type": "adaptive", "budget_tokens": 2000})
+        await refused("mcp_servers", mcp_servers=[{"type": "url", "name": "a", "url": "https://example.org"}])
+        await refused("messages.0.role: Input should be", messages=[{"role": "wizard", "content": "a"}])
         await refused("tool_choice", tool_choice={"type": "tool"})
         image = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
         await refused("reads only text", messages=[{"role": "user", "content": [image]}])

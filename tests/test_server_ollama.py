@@ -28,6 +28,7 @@ from hotset.server.ollama import (
     LineWriter,
     OllamaChatBody,
     OllamaGenerateBody,
+    OllamaOptions,
     chat_request,
     generate_request,
 )
@@ -49,7 +50,7 @@ def model(path: Path):
 
 
 def request(**fields: Any):
-    return chat_request(OllamaChatBody.model_validate(BODY | fields), n_ctx=256)
+    return chat_request(OllamaChatBody.model_validate(BODY | fields))
 
 
 def turns(*messages: dict[str, Any]) -> list[Any]:
@@ -103,10 +104,32 @@ def test_options_reach_the_sampler():
     assert request(format={"type": "boolean"}).params.form == ("json_schema", '{"type": "boolean"}')
     assert request(format="json").params.json_object
     assert request(format="").params.form is None
-    with pytest.raises(HotsetError, match="num_ctx is 257, and the model was loaded with a context of 256"):
-        request(options={"num_ctx": 257})
     with pytest.raises(HotsetError, match="top_logprobs needs logprobs"):
         request(top_logprobs=2)
+
+
+def test_options_of_loading_change_nothing():
+    loading: dict[str, Any] = {
+        "num_keep": 4, "num_ctx": 1 << 20, "num_batch": 512, "num_gpu": 99, "num_gqa": 1, "num_thread": 8,
+        "main_gpu": 0, "numa": False, "low_vram": False, "f16_kv": True, "logits_all": False,
+        "vocab_only": False, "use_mmap": True, "use_mlock": False, "embedding_only": False,
+        "rope_frequency_base": 1e4, "rope_frequency_scale": 1.0,
+    }  # fmt: skip
+    neutral: dict[str, Any] = {
+        "typical_p": 1.0, "tfs_z": 1.0, "mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1,
+        "penalize_newline": True,
+    }  # fmt: skip
+    asked = request(options=OPTIONS | loading | neutral)
+    assert asked.params == request().params
+
+
+def test_a_null_is_an_absent_field():
+    body = OllamaChatBody.model_validate(BODY)
+    nulls = dict.fromkeys([*(set(OllamaChatBody.model_fields) - set(BODY)), "some_newer_field"])
+    assert OllamaChatBody.model_validate(BODY | nulls) == body
+    options = OPTIONS | dict.fromkeys(set(OllamaOptions.model_fields) - set(OPTIONS))
+    message = HELLO | dict.fromkeys(("thinking", "tool_calls", "tool_name", "images"))
+    assert request(options=options, messages=[message]) == request()
 
 
 def test_results_find_their_calls():
@@ -157,7 +180,7 @@ def test_results_find_their_calls():
 def test_a_prompt_by_the_template_or_raw(model: hotset.Model):
     def generated(**fields: Any):
         return generate_request(
-            OllamaGenerateBody.model_validate({"model": "tiny"} | fields), 256, model.tokenizer
+            OllamaGenerateBody.model_validate({"model": "tiny"} | fields), model.tokenizer
         )
 
     asked = generated(prompt="hello", system="be brief")
@@ -331,7 +354,8 @@ def test_errors_have_ollamas_shape(path: Path):
             assert sentence in error["error"]
 
         await refused("'other' is not served", 404, model="other")
-        await refused("options.num_gpu is not supported", options={"num_gpu": 1})
+        await refused("options.num_gpus is not supported", options={"num_gpus": 1})
+        await refused("messages.0.role: Input should be 'system'", messages=[{"role": "wizard"}])
         await refused("options.mirostat: Input should be 0", options={"mirostat": 2})
         await refused("messages.0.images: images cannot be read", messages=[HELLO | {"images": ["aGk="]}])
         await refused("in the context of 256", messages=[{"role": "user", "content": "x" * 5000}])

@@ -11,9 +11,15 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from openai.pagination import SyncPage
+from openai.types import Completion, CreateEmbeddingResponse, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
+from pydantic import TypeAdapter
 from tiny_server import MESSAGES, events_of, run, text_of, write_model
 
 import hotset
+from hotset.server.openai.chat import ChatBody
+from hotset.server.openai.completions import CompletionBody
 from hotset.server.replies import TextEvents, event
 from hotset.server.service import Service
 
@@ -303,8 +309,7 @@ def test_what_is_not_supported_is_refused_by_name(path: Path, url: str):
         subject: dict[str, Any] = {"messages": MESSAGES} if url == CHAT else {"prompt": "a"}
         refused: dict[str, Any] = {
             "made_up": 1,
-            "store": True,
-            "service_tier": "flex",
+            "service_tier": "mine",
             "stream_options": {"include_usage": True},
             "seed": -3,
             "n": 0,
@@ -314,7 +319,7 @@ def test_what_is_not_supported_is_refused_by_name(path: Path, url: str):
             "frequency_penalty": math.inf,
         }
         refused |= (
-            {"functions": [], "audio": {}, "modalities": ["audio"], "top_logprobs": 21, "prediction": {}}
+            {"functions": [], "audio": {}, "modalities": ["audio"], "top_logprobs": 21, "verbosity": 2}
             if url == CHAT
             else {"suffix": "x", "best_of": 4, "logprobs": 21}
         )
@@ -326,20 +331,112 @@ def test_what_is_not_supported_is_refused_by_name(path: Path, url: str):
             )
             assert reply.status_code == 400, (name, reply.text)
             assert name.split("_")[0] in reply.json()["error"]["message"], name
-        accepted: dict[str, Any] = {
-            "user": "me",
-            "metadata": {"a": "b"},
-            "store": False,
-            "service_tier": "auto",
-            "safety_identifier": "x",
-            "prompt_cache_key": "y",
-            "stop": None,
-            "model": "tiny",
-        }
-        await posted(client, url, **(subject | accepted | GREEDY))
         too_many = await client.post(url, json=subject | {"n": 17} | GREEDY)
         assert too_many.status_code == 400
         assert "16 at most" in too_many.json()["error"]["message"]
+
+    run(path, work)
+
+
+@pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
+def test_fields_that_change_nothing_are_accepted(path: Path, url: str):
+    """Those of a provider, neutral values, and a null for every field that may be absent."""
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        subject: dict[str, Any] = {"messages": MESSAGES} if url == CHAT else {"prompt": "a"}
+        subject |= GREEDY
+        accepted: dict[str, Any] = {
+            "n": 1, "user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "flex",
+            "safety_identifier": "x", "prompt_cache_key": "y", "prompt_cache_retention": "24h",
+            "prompt_cache_options": {"mode": "implicit"}, "presence_penalty": 0, "frequency_penalty": 0.0,
+            "logit_bias": {}, "model": "tiny",
+        }  # fmt: skip
+        if url == CHAT:
+            accepted |= {
+                "modalities": ["text"], "logprobs": False, "tools": [], "tool_choice": "auto",
+                "parallel_tool_calls": True, "response_format": {"type": "text"}, "verbosity": "low",
+                "prediction": {"type": "content", "content": "hello"},
+            }  # fmt: skip
+        body = ChatBody if url == CHAT else CompletionBody
+        nulls = dict.fromkeys([*(set(body.model_fields) - set(subject)), "audio", "some_newer_field"])
+        choices = (await posted(client, url, **subject))["choices"]
+        assert (await posted(client, url, **subject | accepted))["choices"] == choices
+        assert (await posted(client, url, **subject | nulls))["choices"] == choices
+        nested = {"stream": True, "stream_options": {"include_usage": None, "include_obfuscation": None}}
+        events, _ = events_of((await client.post(url, json=subject | nested)).text)
+        assert all(event["choices"] for event in events)
+        missing = await client.post(url, json=subject | dict.fromkeys(("messages", "prompt")))
+        assert "is missing" in missing.json()["error"]["message"]
+
+    run(path, work)
+
+
+def test_a_message_as_the_clients_write_one_out(path: Path):
+    """An answer that is sent back has every field of its type, most of them null."""
+    answer = ChatCompletionMessage(role="assistant", content="well").model_dump()
+    assert None in answer.values()
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        question, again = MESSAGES[0], {"role": "user", "content": "and?"}
+        plain = [question, {"role": "assistant", "content": "well"}, again]
+        nulls = [question | {"name": None}, answer, again]
+        choices = [
+            (await posted(client, CHAT, messages=messages, **GREEDY))["choices"]
+            for messages in (plain, nulls)
+        ]
+        assert choices[0] == choices[1]
+
+    run(path, work)
+
+
+def test_roles_are_those_of_the_schema(path: Path):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        for role in ("wizard", "function", "", None, 3):
+            for url in (CHAT, "/tokenize"):
+                reply = await client.post(url, json={"messages": [*MESSAGES, {"role": role, "content": "x"}]})
+                assert reply.status_code == 400, (url, role)
+                message = reply.json()["error"]["message"]
+                assert (
+                    "messages.1: the role must be one of system, developer, user, assistant, tool" in message
+                )
+        system, developer = [
+            await posted(client, CHAT, messages=[{"role": role, "content": "be brief"}, *MESSAGES], **GREEDY)
+            for role in ("system", "developer")
+        ]
+        assert system["choices"] == developer["choices"]
+
+    run(path, work)
+
+
+def test_replies_have_the_types_of_the_official_client(path: Path):
+    """Every field that these require, none of another type."""
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        scored = {"logprobs": True, "top_logprobs": 2, "n": 2}
+        for more in ({}, scored):
+            body = {"messages": MESSAGES} | GREEDY | more
+            reply = await client.post(CHAT, json=body)
+            answer = ChatCompletion.model_validate_json(reply.text, strict=True)
+            assert answer.choices[0].message.annotations == []
+            stream = {"stream": True, "stream_options": {"include_usage": True}}
+            events, _ = events_of((await client.post(CHAT, json=body | stream)).text)
+            chunks = [ChatCompletionChunk.model_validate(event, strict=True) for event in events]
+            assert chunks[-1].usage == answer.usage.model_copy(
+                update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
+            )
+        for more in ({}, {"logprobs": 2}):
+            body = {"prompt": "hello"} | GREEDY | more
+            Completion.model_validate_json((await client.post(COMPLETIONS, json=body)).text, strict=True)
+            events, _ = events_of((await client.post(COMPLETIONS, json=body | {"stream": True})).text)
+            assert events
+            for piece in events:  # they have the type of a whole answer, but no reason yet
+                for choice in piece["choices"]:
+                    choice["finish_reason"] = choice["finish_reason"] or "stop"
+                Completion.model_validate(piece, strict=True)
+        models = (await client.get("/v1/models")).text
+        TypeAdapter(SyncPage[Model]).validate_json(models, strict=True)
+        embeddings = await client.post("/v1/embeddings", json={"input": ["hello"]})
+        CreateEmbeddingResponse.model_validate_json(embeddings.text, strict=True)
 
     run(path, work)
 

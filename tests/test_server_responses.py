@@ -69,9 +69,28 @@ def test_input_is_a_text_or_items():
     assert found == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
     parts = [{"type": "input_text", "text": "hel"}, {"type": "input_text", "text": "lo"}]
     assert turns({"role": "developer", "content": "be kind"}, {"role": "user", "content": parts}) == [
-        {"role": "developer", "content": "be kind"},
+        {"role": "system", "content": "be kind"},
         {"role": "user", "content": "hello"},
     ]
+
+
+def test_fields_that_change_nothing_are_accepted():
+    accepted: dict[str, Any] = {
+        "store": True, "background": False, "truncation": "disabled", "service_tier": "flex", "user": "me",
+        "max_tool_calls": 3, "prompt_cache_key": "k", "prompt_cache_retention": "24h", "metadata": {},
+        "include": ["reasoning.encrypted_content", "web_search_call.results"], "tools": [],
+        "tool_choice": "auto", "parallel_tool_calls": True, "text": {"format": {"type": "text"}},
+    }  # fmt: skip
+    assert request(**accepted) == request()
+    nulls = dict.fromkeys([*(set(ResponsesBody.model_fields) - set(BODY)), "some_newer_field"])
+    assert request(**nulls) == request()
+    item = {"role": "user", "content": [{"type": "input_text", "text": "hello"}]}
+    nulls = dict.fromkeys(("type", "id", "status", "phase"))
+    assert turns(item | nulls) == turns(item) == request().messages
+    said = {"role": "assistant", "phase": "commentary", "content": "hm"}
+    assert turns(item, said, item)[1] == {"role": "assistant", "content": "hm"}
+    asked = request(reasoning={"effort": "low", "summary": "auto"}, text={"verbosity": "low"})
+    assert asked.template == {"enable_thinking": True, "reasoning_effort": "low", "verbosity": "low"}
 
 
 def test_what_the_model_said_thought_and_called_is_one_turn():
@@ -120,12 +139,11 @@ def test_what_the_model_said_thought_and_called_is_one_turn():
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"store": True}, "store: Input should be False"),
+        ({"input": [{"role": "wizard", "content": "a"}]}, "role: Input should be 'user', 'assistant'"),
         ({"previous_response_id": "resp_1"}, "previous_response_id: Input should be None"),
         ({"conversation": "conv_1"}, "conversation: Input should be None"),
         ({"background": True}, "background: Input should be False"),
         ({"truncation": "auto"}, "truncation: Input should be 'disabled'"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary: Input should be None"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
         ({"moderation": {"model": "m"}}, "the parameter moderation is not supported"),
@@ -245,7 +263,7 @@ def events_of(reply: httpx.Response) -> list[Any]:
     data = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
     names = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
     assert names == [event["type"] for event in data]
-    return [EVENT.validate_python(event) for event in data]
+    return [EVENT.validate_python(event, strict=True) for event in data]
 
 
 def test_a_response_and_its_stream_are_what_the_model_says(path: Path, model: hotset.Model):
@@ -254,8 +272,21 @@ def test_a_response_and_its_stream_are_what_the_model_says(path: Path, model: ho
     async def work(client: httpx.AsyncClient, _: Any) -> None:
         asked = BODY | {"top_logprobs": 1, "metadata": {"a": "b"}}
         body = (await client.post("/v1/responses", json=asked)).json()
-        response = types.Response.model_validate(body)
+        response = types.Response.model_validate(body, strict=True)
         assert response.output_text == expected
+        assert body["store"] is False
+        assert body["created_at"] <= body["completed_at"]
+        tool = {"type": "function", "name": "f", "parameters": None}
+        full = asked | {
+            "tools": [tool],
+            "tool_choice": "none",
+            "reasoning": {"summary": "auto"},
+            "store": True,
+        }
+        body = (await client.post("/v1/responses", json=full)).json()
+        assert (body["presence_penalty"], body["frequency_penalty"], body["max_tool_calls"]) == (0, 0, None)
+        assert body["tools"] == [tool | {"description": None, "strict": None}]
+        assert body["reasoning"] == {"effort": None, "summary": "auto"}
         assert body["store"] is False
         assert response.metadata == {"a": "b"}
         assert response.temperature == 0
@@ -276,7 +307,7 @@ def test_an_answer_follows_its_format(path: Path):
         form = {"type": "json_schema", "name": "answer", "schema": {"type": "boolean"}}
         body = (await client.post("/v1/responses", json=BODY | {"text": {"format": form}})).json()
         assert types.Response.model_validate(body).output_text in ("true", "false")
-        assert body["text"] == {"format": form}
+        assert body["text"] == {"format": form | {"description": None, "strict": False}}
 
     run(path, work)
 
@@ -298,9 +329,9 @@ def test_a_stream_that_fails_says_so(path: Path):
 
 def test_errors_have_openais_shape(path: Path):
     async def work(client: httpx.AsyncClient, _: Any) -> None:
-        reply = await client.post("/v1/responses", json=BODY | {"store": True})
+        reply = await client.post("/v1/responses", json=BODY | {"background": True})
         assert reply.status_code == 400
-        assert reply.json()["error"]["param"] == "store"
+        assert reply.json()["error"]["param"] == "background"
         reply = await client.post("/v1/responses", json=BODY | {"model": "other"})
         assert reply.status_code == 404
 

@@ -267,7 +267,8 @@ def checked_messages(messages: Sequence[Mapping[str, Any] | ChatMessage]) -> lis
             content = "".join(_text_part(part, i) for part in content)
         if not isinstance(content, str):
             raise InvalidRequestError(f"the content of message {i} must be text, not {shown(content)}")
-        checked.append({**message, "content": content})
+        given = {name: value for name, value in message.items() if value is not None}  # null is absent
+        checked.append({**given, "content": content})
     return checked
 
 

@@ -62,7 +62,7 @@ class TextBlock(Body):
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
-    citations: None = None  # as an answer bears it
+    citations: Annotated[list[Any], Field(max_length=0)] | None = None  # as an answer has them: none
 
 
 class ThinkingBlock(Body):
@@ -71,13 +71,19 @@ class ThinkingBlock(Body):
     signature: str = ""
 
 
+class DirectCaller(Body):
+    """The model itself, not a program that it wrote."""
+
+    type: Literal["direct"]
+
+
 class ToolUseBlock(Body):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
     cache_control: CacheControl | None = None
-    caller: None = None  # as an answer bears them
+    caller: DirectCaller | None = None  # as an answer has them
     toolset_name: None = None
 
 
@@ -115,6 +121,10 @@ class AnthropicTool(Body):
     input_schema: dict[str, Any]
     strict: bool | None = None
     cache_control: CacheControl | None = None
+    # Without effect: arguments always come as they are written, and every tool is in the prompt.
+    eager_input_streaming: bool | None = None
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
 
 
 class AnthropicToolChoice(Body):
@@ -130,9 +140,18 @@ class AnthropicToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether to think; the model decides how long, so that there is no budget."""
+    """Whether to think; the model decides how long, whatever the budget. display: "omitted" leaves it out of
+    the answer, and anything else gives it whole."""
 
-    type: Literal["adaptive", "disabled"]
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+    @model_validator(mode="after")
+    def _has_a_budget(self) -> Thinking:
+        if (self.type == "enabled") != (self.budget_tokens is not None):
+            raise ValueError('budget_tokens belongs to the type "enabled", which needs it')
+        return self
 
 
 class OutputFormat(Body):
@@ -141,11 +160,18 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
 class Metadata(Body):
     user_id: str | None = None
+
+
+class ContextManagement(Body):
+    """What to take out of a conversation as it grows. Nothing is: one that does not fit is refused."""
+
+    edits: list[dict[str, Any]] | None = None
 
 
 class PromptBody(Body):
@@ -159,6 +185,8 @@ class PromptBody(Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
+    context_management: ContextManagement | None = None
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
 class MessagesBody(PromptBody):
@@ -166,13 +194,17 @@ class MessagesBody(PromptBody):
 
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
-    stream: bool = False
+    stream: bool | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
-    # Who asks, for the statistics of a provider: nothing here depends on it.
+    # For a provider's statistics, prices and places: no answer depends on it.
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
+    inference_geo: str | None = None
+    speed: Literal["standard", "fast"] | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
 
 
 # ---- from a body to a request ----
@@ -249,7 +281,7 @@ def answer_request(body: MessagesBody) -> AnswerRequest:
         parallel_tool_calls=body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
         template=_template(body),
         params=SamplingParams(**{name: value for name, value in given.items() if value is not None}),
-        stream=body.stream,
+        stream=bool(body.stream),
     )
 
 
@@ -272,17 +304,30 @@ def _tool_choice(choice: AnthropicToolChoice | None) -> str | Mapping[str, str]:
 
 
 def _template(body: PromptBody) -> dict[str, Any]:
-    return {} if body.thinking is None else {"enable_thinking": body.thinking.type != "disabled"}
+    variables: dict[str, Any] = {}
+    if body.output_config is not None and body.output_config.effort is not None:
+        variables["reasoning_effort"] = body.output_config.effort
+    if body.thinking is not None:
+        variables["enable_thinking"] = body.thinking.type != "disabled"
+    return variables
 
 
 # ---- from deltas to a message ----
 
 
 class MessageWriter:
-    """The message of an answer as it grows, and the events that tell a client of it."""
+    """The message of an answer as it grows, and the events that tell a client of it.
 
-    def __init__(self, model: str, max_tokens: int) -> None:
+    omits_thinking: leaves out what the model thinks. manages_context: the request asked for edits of the
+    conversation, and the message says that there were none.
+    """
+
+    def __init__(
+        self, model: str, max_tokens: int, *, omits_thinking: bool = False, manages_context: bool = False
+    ) -> None:
         self._max_tokens = max_tokens
+        self._omits_thinking = omits_thinking
+        self._edits: dict[str, Any] = {"context_management": {"applied_edits": []}} if manages_context else {}
         self._arguments = ""  # of the call that is being written
         self._finished: Finished | None = None
         self._blocks: list[dict[str, Any]] = []
@@ -294,6 +339,8 @@ class MessageWriter:
             "content": self._blocks,
             "stop_reason": None,
             "stop_sequence": None,
+            "stop_details": None,
+            "container": None,
         }
 
     async def events(self, answer: Answer) -> AsyncIterator[bytes]:
@@ -324,12 +371,20 @@ class MessageWriter:
                 told = self._open({"type": "text", "text": "", "citations": None})
                 self._blocks[-1]["text"] += text
                 return [*told, self._told({"type": "text_delta", "text": text})]
-            case ReasoningDelta(text=text) if text:
+            case ReasoningDelta(text=text) if text and not self._omits_thinking:
                 told = self._open({"type": "thinking", "thinking": "", "signature": ""})
                 self._blocks[-1]["thinking"] += text
                 return [*told, self._told({"type": "thinking_delta", "thinking": text})]
             case ToolCallStart():
-                return self._open({"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}})
+                return self._open(
+                    {
+                        "type": "tool_use",
+                        "id": delta.id,
+                        "caller": {"type": "direct"},
+                        "name": delta.name,
+                        "input": {},
+                    }
+                )
             case ToolCallArguments(text=text) if text:
                 self._arguments += text
                 return [self._told({"type": "input_json_delta", "partial_json": text})]
@@ -341,8 +396,14 @@ class MessageWriter:
         """usage: of the whole answer."""
         told = self._close()
         stop, counts = self._stop(usage), _usage(usage)
-        self.message |= {**stop, "usage": counts}
-        return [*told, {"type": "message_delta", "delta": stop, "usage": counts}, {"type": "message_stop"}]
+        self.message |= {**stop, "usage": counts, **self._edits}
+        change = {
+            "type": "message_delta",
+            "delta": {**stop, "container": None},
+            "usage": counts,
+            **self._edits,
+        }
+        return [*told, change, {"type": "message_stop"}]
 
     def _told(self, delta: dict[str, Any]) -> Event:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
@@ -373,17 +434,21 @@ class MessageWriter:
             reason = "stop_sequence"
         elif finished.reason == "length" and usage.completion_tokens < self._max_tokens:
             reason = "model_context_window_exceeded"
-        return {"stop_reason": reason, "stop_sequence": finished.stop}
+        return {"stop_reason": reason, "stop_sequence": finished.stop, "stop_details": None}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
     """`input_tokens` are those that were not in the cache."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation": None,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+        "inference_geo": None,
+        "server_tool_use": None,
+        "service_tier": "standard",
     }
 
 
@@ -395,7 +460,12 @@ async def messages(body: MessagesBody, http: Request) -> Response:
     service = service_of(http)
     service.check_name(body.model)
     request = answer_request(body)
-    writer = MessageWriter(service.name, body.max_tokens)
+    writer = MessageWriter(
+        service.name,
+        body.max_tokens,
+        omits_thinking=body.thinking is not None and body.thinking.display == "omitted",
+        manages_context=body.context_management is not None,
+    )
     if request.stream:
         return await streamed(http, request, writer.events)
     answer, (choice,) = await whole(http, request)

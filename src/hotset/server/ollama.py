@@ -74,22 +74,44 @@ NoImages = Annotated[Annotated[list[Any], Field(max_length=0)] | None, BeforeVal
 
 
 class OllamaOptions(Body):
-    """How tokens are chosen. How a model is loaded (num_gpu, num_thread, ...) was said when it was."""
+    """How tokens are chosen. The options of loading are accepted and have no effect: the model was loaded
+    when the server began."""
 
     temperature: Temperature | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     top_p: Share | None = None
     min_p: Share | None = None
     typical_p: Literal[1] | None = None
+    tfs_z: Literal[1] | None = None
     repeat_penalty: float | None = None
     repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    penalize_newline: Literal[True] | None = None
     mirostat: Literal[0] | None = None
+    mirostat_tau: float | None = None  # of mirostat, which is off
+    mirostat_eta: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     num_predict: Annotated[int, Field(ge=-2)] | None = None
-    num_ctx: Annotated[int, Field(ge=1)] | None = None
+
+    num_ctx: int | None = None
+    num_keep: int | None = None
+    num_batch: int | None = None
+    num_gpu: int | None = None
+    num_gqa: int | None = None
+    num_thread: int | None = None
+    main_gpu: int | None = None
+    numa: bool | None = None
+    low_vram: bool | None = None
+    f16_kv: bool | None = None
+    logits_all: bool | None = None
+    vocab_only: bool | None = None
+    use_mmap: bool | None = None
+    use_mlock: bool | None = None
+    embedding_only: bool | None = None
+    rope_frequency_base: float | None = None
+    rope_frequency_scale: float | None = None
 
 
 class AnswerBody(Body):
@@ -101,6 +123,8 @@ class AnswerBody(Body):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     keep_alive: float | str | None = None
+    truncate: Literal[False] | None = None  # a conversation that does not fit is refused
+    shift: Literal[False] | None = None
 
     @property
     def streams(self) -> bool:
@@ -133,6 +157,7 @@ class OllamaFunction(Body):
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class OllamaTool(Body):
@@ -168,20 +193,20 @@ class OllamaShowBody(Body):
 # ---- from a body to a request ----
 
 
-def chat_request(body: OllamaChatBody, n_ctx: int) -> AnswerRequest:
-    """Raises InvalidRequestError for what is wrong with it. n_ctx: of the model."""
+def chat_request(body: OllamaChatBody) -> AnswerRequest:
+    """Raises InvalidRequestError for what is wrong with it."""
     return AnswerRequest(
         messages=conversation(body.messages or ()),
         tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
         template=_template(body),
-        params=_params(body, n_ctx),
+        params=_params(body),
         stream=body.streams,
     )
 
 
-def generate_request(body: OllamaGenerateBody, n_ctx: int, tokenizer: Tokenizer) -> AnswerRequest:
-    """Raises InvalidRequestError for what is wrong with it. n_ctx, tokenizer: of the model."""
-    request = partial(AnswerRequest, params=_params(body, n_ctx), stream=body.streams)
+def generate_request(body: OllamaGenerateBody, tokenizer: Tokenizer) -> AnswerRequest:
+    """Raises InvalidRequestError for what is wrong with it. tokenizer: of the model."""
+    request = partial(AnswerRequest, params=_params(body), stream=body.streams)
     prompt = body.prompt or ""
     if body.raw:
         if body.system:
@@ -232,14 +257,8 @@ def conversation(messages: Sequence[OllamaMessage]) -> list[Turn]:
     return turns
 
 
-def _params(body: AnswerBody, n_ctx: int) -> SamplingParams:
+def _params(body: AnswerBody) -> SamplingParams:
     options = body.options or OllamaOptions()
-    if options.num_ctx is not None and options.num_ctx > n_ctx:
-        raise RequestError(
-            f"num_ctx is {options.num_ctx}, and the model was loaded with a context of {n_ctx}; start the "
-            "server with a larger one, or leave num_ctx out",
-            param="options.num_ctx",
-        )
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     n_predict = options.num_predict
@@ -386,7 +405,7 @@ async def chat(body: OllamaChatBody, http: Request) -> Response:
     service = _named(http, body.model)
     if not body.messages:
         return _loaded(body, chat=True)
-    request = chat_request(body, service.model.n_ctx)
+    request = chat_request(body)
     return await _answered(http, body, request, service, chat=True)
 
 
@@ -395,7 +414,7 @@ async def generate(body: OllamaGenerateBody, http: Request) -> Response:
     service = _named(http, body.model)
     if not body.prompt:
         return _loaded(body, chat=False)
-    request = generate_request(body, service.model.n_ctx, service.model.tokenizer)
+    request = generate_request(body, service.model.tokenizer)
     return await _answered(http, body, request, service, chat=False)
 
 

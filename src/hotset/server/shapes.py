@@ -82,6 +82,7 @@ class ChatReplyMessage(Shape):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    annotations: list[Any] = Field(max_length=0)
     reasoning_content: str = ""
     tool_calls: list[ChatToolCall] = Field(default=[])
 
@@ -221,10 +222,16 @@ class ResponseUsage(Shape):
     total_tokens: int
 
 
+class ResponseReasoning(Shape):
+    effort: str | None
+    summary: str | None
+
+
 class ResponseReply(Shape):
     id: str
     object: Literal["response"]
     created_at: int
+    completed_at: int
     status: Status
     error: None
     incomplete_details: Incomplete | None
@@ -235,11 +242,14 @@ class ResponseReply(Shape):
     max_output_tokens: int | None
     temperature: float
     top_p: float
+    presence_penalty: float
+    frequency_penalty: float
     tools: list[dict[str, Any]]
     tool_choice: str | dict[str, Any]
+    max_tool_calls: int | None
     parallel_tool_calls: bool
     text: dict[str, Any]
-    reasoning: dict[str, Any]
+    reasoning: ResponseReasoning
     top_logprobs: int
     metadata: dict[str, str]
     user: str | None
@@ -265,6 +275,10 @@ class AnthropicErrorReply(Shape):
     error: AnthropicError
 
 
+class DirectCaller(Shape):
+    type: Literal["direct"]
+
+
 class TextReplyBlock(Shape):
     type: Literal["text"]
     text: str
@@ -280,6 +294,7 @@ class ThinkingReplyBlock(Shape):
 class ToolUseReplyBlock(Shape):
     type: Literal["tool_use"]
     id: str
+    caller: DirectCaller
     name: str
     input: dict[str, Any]
 
@@ -290,13 +305,23 @@ class ThinkingDetails(Shape):
 
 class MessageUsage(Shape):
     input_tokens: int
+    cache_creation: None
     cache_creation_input_tokens: Literal[0]
     cache_read_input_tokens: int
     output_tokens: int
     output_tokens_details: ThinkingDetails
+    inference_geo: None
+    server_tool_use: None
+    service_tier: Literal["standard"]
+
+
+class AppliedEdits(Shape):
+    applied_edits: list[Any] = Field(max_length=0)
 
 
 class MessageReply(Shape):
+    """context_management: of a request that has it."""
+
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
@@ -306,7 +331,10 @@ class MessageReply(Shape):
         "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
     ]
     stop_sequence: str | None
+    stop_details: None
     usage: MessageUsage
+    container: None
+    context_management: AppliedEdits = Field(default=AppliedEdits(applied_edits=[]))
 
 
 class TokenCount(Shape):

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from hotset.api import Model
 from hotset.server.errors import RequestError
+from hotset.server.openai.chat import Message
 from hotset.server.openai.schema import Body
 from hotset.server.streams import service_of
 
@@ -26,7 +27,7 @@ class TokenizeBody(Body):
     prompt: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_generation_prompt: bool | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

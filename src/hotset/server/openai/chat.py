@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema
 
 from hotset.engine.sampler import TokenLogprobs
+from hotset.parameters import shown
 from hotset.server.activity import ActivityWatch
 from hotset.server.answers import (
     Answer,
@@ -23,7 +24,15 @@ from hotset.server.answers import (
 )
 from hotset.server.errors import RequestError
 from hotset.server.logprobs import spelled
-from hotset.server.openai.schema import Body, SamplingFields, StreamOptions, ToolName, usage_dict
+from hotset.server.openai.schema import (
+    Body,
+    SamplingFields,
+    StreamOptions,
+    ToolName,
+    Verbosity,
+    usage_dict,
+    verbosity,
+)
 from hotset.server.replies import DONE, JsonReply, TextEvents, event
 from hotset.server.service import Service
 from hotset.server.shapes import EVENT_STREAM, ChatReply, documented
@@ -86,6 +95,18 @@ class ChatStreamOptions(StreamOptions):
     include_activity: bool = False
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def _with_known_role(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose role is one of the schema's. "developer" is OpenAI's newer name for "system", which is
+    the one that chat templates know."""
+    role = message.get("role")
+    if role not in ROLES:
+        raise ValueError(f"the role must be one of {', '.join(ROLES)}, not {shown(role)}")
+    return {**message, "role": "system"} if role == "developer" else message
+
+
 # What a message is for the document. Whoever reads it says more exactly what is wrong with one
 # (generation.py, text/messages.py), and a template may want more of it than is here.
 _TEXT_PART = {
@@ -109,19 +130,22 @@ _CALL = {
 _MESSAGE = {
     "type": "object",
     "properties": {
-        "role": {"type": "string", "examples": ["system", "user", "assistant", "tool"]},
+        "role": {"enum": list(ROLES)},
         "content": {
             "anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}],
             "description": "May be left out beside tool_calls.",
         },
         "reasoning_content": {"type": ["string", "null"]},
-        "name": {"type": "string"},
-        "tool_calls": {"type": "array", "items": _CALL},
-        "tool_call_id": {"type": "string"},
+        "name": {"type": ["string", "null"]},
+        "tool_calls": {"anyOf": [{"type": "array", "items": _CALL}, {"type": "null"}]},
+        "tool_call_id": {"type": ["string", "null"]},
     },
     "required": ["role"],
     "additionalProperties": True,
 }
+
+
+Message = Annotated[dict[str, Any], AfterValidator(_with_known_role), WithJsonSchema(_MESSAGE)]
 
 
 class ChatBody(SamplingFields):
@@ -129,7 +153,7 @@ class ChatBody(SamplingFields):
 
     stream_options: ChatStreamOptions | None = None
 
-    messages: Annotated[list[Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     max_completion_tokens: int | None = None
@@ -140,6 +164,8 @@ class ChatBody(SamplingFields):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    verbosity: Verbosity | None = None
+    prediction: dict[str, Any] | None = None  # what the answer may be like, for a provider's speed
 
     @property
     def includes_activity(self) -> bool:
@@ -161,7 +187,7 @@ class ChatBody(SamplingFields):
             tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
             tool_choice={"name": choice.function.name} if isinstance(choice, NamedTool) else choice or "auto",
             parallel_tool_calls=self.parallel_tool_calls is not False,
-            template=self._effort() | (self.chat_template_kwargs or {}),
+            template=self._effort() | verbosity(self.verbosity) | (self.chat_template_kwargs or {}),
             n=self.n or 1,
             params=self.sampling(logprobs=logprobs, max_tokens=self.max_completion_tokens, **forms),
             stream=bool(self.stream),
@@ -263,7 +289,12 @@ class _Reply:
         return {"id": self.id, "object": kind, "created": answer.created, "model": self._service.name}
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": choice.text,
+            "refusal": None,
+            "annotations": [],
+        }
         if choice.reasoning:
             message["reasoning_content"] = choice.reasoning
         if choice.tool_calls:

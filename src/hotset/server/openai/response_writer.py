@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from copy import deepcopy
@@ -44,6 +45,7 @@ class ResponseWriter:
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
             "created_at": 0,
+            "completed_at": None,
             "status": "in_progress",
             "error": None,
             "incomplete_details": None,
@@ -120,6 +122,7 @@ class ResponseWriter:
             "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.total_tokens,
         }
+        self.response["completed_at"] = int(time.time())
         return [self._told(f"response.{self.response['status']}", response=self.response)]
 
     def failed(self, message: str) -> Event:

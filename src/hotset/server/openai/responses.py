@@ -18,7 +18,16 @@ from hotset.errors import InvalidRequestError
 from hotset.parameters import shown
 from hotset.server.answers import AnswerRequest
 from hotset.server.openai.response_writer import ResponseWriter
-from hotset.server.openai.schema import Body, Share, Temperature, ToolName
+from hotset.server.openai.schema import (
+    Body,
+    CacheRetention,
+    ServiceTier,
+    Share,
+    Temperature,
+    ToolName,
+    Verbosity,
+    verbosity,
+)
 from hotset.server.replies import JsonReply
 from hotset.server.shapes import EVENT_STREAM, ResponseReply, documented
 from hotset.server.streams import service_of, streamed, whole
@@ -55,7 +64,7 @@ class MessageItem(Body):
     content: Content
     id: str | None = None
     status: Status | None = None
-    phase: None = None
+    phase: Literal["commentary", "final_answer"] | None = None  # no template tells these apart
 
 
 class FunctionCallItem(Body):
@@ -91,7 +100,7 @@ class ReasoningItem(Body):
 
 def _kind(item: Any) -> Any:
     """What tells items apart: the type, which a message may leave out."""
-    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return (item.get("type") or "message") if isinstance(item, dict) else getattr(item, "type", None)
 
 
 Item = Annotated[
@@ -129,22 +138,41 @@ class JsonSchema(Body):
     name: str
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     description: str | None = None
-    strict: bool | None = None
+    strict: bool = False  # answers follow the schema whatever it says
 
 
 class TextSettings(Body):
     format: Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")] | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Verbosity | None = None
+
+
+Summary = Literal["auto", "concise", "detailed"]
 
 
 class Reasoning(Body):
+    """An answer has its reasoning whole, whatever summary is asked for."""
+
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: None = None  # an answer has its reasoning whole
-    generate_summary: None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None  # the older name
 
 
 class ResponseStreamOptions(Body):
     include_obfuscation: bool | None = None  # padding against eavesdroppers, of which there is none here
+
+
+# Of these the logprobs add something. Reasoning comes in the open, and can be sent again as the encrypted one
+# could. The others belong to tools that a provider runs, of which there are none.
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 
 
 class ResponsesBody(Body):
@@ -164,22 +192,23 @@ class ResponsesBody(Body):
     text: TextSettings | None = None
     reasoning: Reasoning | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    # Reasoning comes in the open, which serves whoever asks for it in cipher: it can be sent again.
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: list[Includable] | None = None
 
-    store: Literal[False] | None = None
+    store: bool | None = None  # the response says false: nothing is stored
     previous_response_id: None = None
     conversation: None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     prompt: None = None
-    max_tool_calls: None = None
-    # Who asks, for the statistics of a provider: nothing here depends on it.
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # of tools that a provider runs: none here
+    # For a provider's statistics, prices and caches: no answer depends on it.
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_retention: CacheRetention | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    service_tier: ServiceTier | None = None
 
     @property
     def logprobs(self) -> int | None:
@@ -205,7 +234,7 @@ def answer_request(body: ResponsesBody) -> AnswerRequest:
         tools=[_tool(tool) for tool in body.tools or ()],
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        template=_template(body.reasoning),
+        template=_template(body.reasoning) | verbosity(body.text.verbosity if body.text else None),
         params=SamplingParams(**{name: value for name, value in given.items() if value is not None}),
         stream=bool(body.stream),
     )
@@ -225,7 +254,8 @@ def conversation(instructions: str | None, items: str | list[Item]) -> list[Turn
             case MessageItem(role="assistant"):
                 add(turns, {"role": "assistant", "content": _joined(item.content)})
             case MessageItem():
-                turns.append({"role": item.role, "content": _joined(item.content)})
+                role = "system" if item.role == "developer" else item.role  # what templates know
+                turns.append({"role": role, "content": _joined(item.content)})
             case ReasoningItem():
                 text = "\n".join(part.text for part in item.content or item.summary or ())
                 add(turns, {"role": "assistant", "reasoning_content": text})
@@ -293,21 +323,29 @@ async def responses(body: ResponsesBody, http: Request) -> Response:
 def head(model: str, body: ResponsesBody, params: SamplingParams) -> dict[str, Any]:
     """What a response repeats of its request, and what the server made of it."""
 
-    def given(part: Body | None) -> dict[str, Any] | None:
-        return None if part is None else part.model_dump(exclude_unset=True, by_alias=True)
+    def given(part: Body) -> dict[str, Any]:
+        return part.model_dump(by_alias=True)
 
-    choice = body.tool_choice
+    choice, reasoning = body.tool_choice, body.reasoning or Reasoning()
+    form = body.text.format if body.text and body.text.format else PlainText(type="text")
+    spoken = verbosity(body.text.verbosity if body.text else None)
     return {
         "model": model,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "temperature": params.temperature,
         "top_p": params.top_p,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
         "tools": [given(tool) for tool in body.tools or ()],
         "tool_choice": given(choice) if isinstance(choice, NamedFunction) else choice or "auto",
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "text": {"format": {"type": "text"}, **(given(body.text) or {})},
-        "reasoning": given(body.reasoning) or {},
+        "max_tool_calls": body.max_tool_calls,
+        "text": {"format": given(form), **spoken},
+        "reasoning": {
+            "effort": reasoning.effort,
+            "summary": reasoning.summary or reasoning.generate_summary,
+        },
         "top_logprobs": body.top_logprobs or 0,
         "metadata": body.metadata or {},
         "user": body.user,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hotset.engine.sampler import SamplingParams
 from hotset.server.answers import Usage
@@ -19,10 +19,24 @@ Share = Annotated[float, Field(ge=0, le=1)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
+CacheRetention = Literal["in_memory", "in-memory", "24h"]
+
+Verbosity = Literal["low", "medium", "high"]
+
+
 class Body(BaseModel):
-    """The JSON of a request: no other fields, and no guessing at types."""
+    """The JSON of a request: no other fields, and no guessing at types. A field that is null is absent, one
+    that is not declared too: clients write out every field that they know."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class StreamOptions(Body):
@@ -57,13 +71,15 @@ class SamplingFields(Body):
     json_schema: dict[str, Any] | None = None
     regex: str | None = None
 
-    # Who asks, for the statistics of a provider: nothing here depends on it.
+    # For a provider's statistics, prices and caches: no answer depends on it, and nothing is stored.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_retention: CacheRetention | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: ServiceTier | None = None
 
     model: str | None = None
 
@@ -115,6 +131,11 @@ def _one(name: str, *values: Any) -> Any:
     if len(set(given)) > 1:
         raise RequestError(f"{name} is given twice, as {given[0]} and as {given[1]}", param=name)
     return given[0] if given else None
+
+
+def verbosity(wanted: Verbosity | None) -> dict[str, Any]:
+    """A variable for the chat templates that know it."""
+    return {} if wanted is None else {"verbosity": wanted}
 
 
 def usage_dict(usage: Usage) -> dict[str, Any]:
