@@ -617,6 +617,8 @@ def test_scales_and_caps_reach_the_config() -> None:
     assert (config.embedding_scale, config.residual_scale, config.logit_scale) == (12.0, 0.5, 0.125)
     assert config.logit_softcap == 30.0
     assert {(one.attention_scale, one.attention_softcap) for one in config.layers} == {(0.01, 50.0)}
+    gemma = config_from_gguf(file("gemma3", attention__key_length=16, **caps))  # as llama.cpp reads it
+    assert (gemma.logit_softcap, gemma.layers[0].attention_softcap) == (30.0, 0.0)
     none = config_from_gguf(file("granite", **dict.fromkeys([*keys, *caps], 0.0)))
     assert none == config_from_gguf(file("granite"))
 

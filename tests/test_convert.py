@@ -239,11 +239,13 @@ def test_llama3_template_adds_bos(checkpoint: Path) -> None:
     assert converted(checkpoint).metadata["tokenizer.ggml.add_bos_token"] is False
 
 
-def test_older_spellings_of_rope_and_windows(checkpoint: Path) -> None:
+def test_older_spellings_of_rope_and_windows(tmp_path: Path) -> None:
+    checkpoint, recipe = tmp_path / "hf", tiny_models.RECIPES["qwen2"]
+    tiny_models.save(recipe, tiny_models.build(recipe), checkpoint)
     edit(
         checkpoint / "config.json", rope_parameters=None, rope_theta=500.0,
         rope_scaling={"type": "linear", "factor": 2.0}, sliding_window=16, use_sliding_window=True,
-        max_window_layers=2,
+        max_window_layers=2, layer_types=None,
     )  # fmt: skip
     config = config_from_gguf(converted(checkpoint))
     assert tuple(layer.window for layer in config.layers) == (0, 0, 16)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import pytest
+from huggingface_hub.errors import StrictDataclassError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotset.convert.hf_config import HFConfig
 from hotset.errors import FormatError, HotsetError, UnsupportedModelError
+
+pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+tiny_models = pytest.importorskip("tiny_models")
 
 SIZES: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
@@ -34,7 +41,7 @@ WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
         ("Qwen2", {"sliding_window": 16}, None, None),  # off unless it says so
         ("Qwen2", {"sliding_window": 16, "use_sliding_window": False}, None, None),
         ("Qwen2", {"sliding_window": None, "use_sliding_window": True}, None, None),
-        ("Qwen2", {"sliding_window": 16, "use_sliding_window": True}, 16, None),
+        ("Qwen2", {"sliding_window": 16, "use_sliding_window": True}, None, None),  # from layer 28 on
         (
             "Qwen2",
             {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3},
@@ -54,10 +61,10 @@ WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
             16,
             [True, False, True, False],
         ),
-        ("Mistral", {"sliding_window": 16}, 16, None),  # on unless it says so
-        ("Mistral", {"sliding_window": 16, "use_sliding_window": False}, None, None),
+        ("Mistral", {"sliding_window": 16}, 16, None),
+        ("Mistral", {"sliding_window": 16, "use_sliding_window": False}, 16, None),  # it never reads it
         ("Mistral", {"sliding_window": None}, None, None),
-        ("Llama", {"sliding_window": 16}, None, None),
+        ("Llama", {"sliding_window": 16, "use_sliding_window": True}, None, None),
     ],
 )
 def test_which_layers_have_a_window(
@@ -348,3 +355,160 @@ def test_qwen3next_says_where_delta_nets_stand() -> None:
     ):
         with pytest.raises(error):
             keys("Qwen3Next", **sizes | entries)
+
+
+# ---- what config.json leaves out is what transformers' classes put there -----------------------------------
+
+
+def _full_configs() -> dict[str, list[dict[str, Any]]]:
+    """Configuration class of transformers → whole config.jsons of it: of every recipe that transformers
+    computes, and where a switch is on that no recipe has on."""
+    recipes = [*tiny_models.RECIPES.values(), *tiny_models.EXPERTS.values()]
+    windows = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
+    recipes += [tiny_models.TinyModel(k, windows) for k in ("Qwen2", "Qwen3", "Qwen2Moe", "Qwen3Moe")]
+    other = {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}, "max_position_embeddings": 99}
+    kinds = ("Mixtral", "Lfm2", "Gemma2", "GptOss", "DeepseekV3", "Phi3", "SmolLM3")
+    recipes += [tiny_models.TinyModel(kind, other) for kind in kinds]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for recipe in recipes:
+        if recipe.kind in tiny_models.OWN or "architectures" in recipe.written_as:
+            continue
+        name = f"{recipe.config or recipe.kind}Config"
+        entries = getattr(transformers, name)(**tiny_models.SHAPE | recipe.settings).to_dict()
+        architectures = {"architectures": [f"{recipe.kind}ForCausalLM"]}
+        found.setdefault(name, []).append(entries | recipe.written_as | architectures)
+    return found
+
+
+FULL_CONFIGS = _full_configs()
+# transformers' are those of one published model.
+WITHOUT_DEFAULT = {"hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"}
+WITHOUT_DEFAULT |= {"intermediate_size", "ffn_dim"}
+# transformers' class has none either, and its model cannot be built.
+WITHOUT_DEFAULT |= {"DeepseekV2Config num_experts_per_tok", "Lfm2MoeConfig layer_types"}
+# Its versions disagree about which layers have a window.
+WITHOUT_DEFAULT |= {"Qwen2MoeConfig layer_types"}
+
+
+def facts(config: dict[str, Any]) -> dict[str, Any] | str:
+    """All that config.json says of the file, or why it is refused."""
+    try:
+        found = HFConfig(config)
+        tensors = {name: values.tolist() for name, values in found.rope_divisors().items()}
+        keys = found.keys(found.architecture, found.n_ctx)
+    except HotsetError as error:
+        return str(error)
+    return {**keys, **tensors, "tied": found.tied, "extra layers": found.n_extra_layers}
+
+
+def older_spelling(config: dict[str, Any]) -> dict[str, Any]:
+    """rope_theta and rope_scaling in place of rope_parameters."""
+    config = deepcopy(config)
+    rope, kind = config.pop("rope_parameters", None) or {}, "type"
+    if "full_attention" in rope:  # Gemma 3, which had its entry called as it is today
+        kind = "rope_type"
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    config |= {k: rope.pop(k) for k in ("rope_theta", "partial_rotary_factor") if k in rope}
+    if rope.get("rope_type", "default") != "default":
+        config["rope_scaling"] = {kind: rope.pop("rope_type"), **rope}
+    return config
+
+
+def incomplete(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(entry, config) without each entry in turn, and with null in its place; those of rotations too."""
+    for entry in config.keys() - {"architectures"}:
+        yield entry, {k: v for k, v in config.items() if k != entry}
+        if entry not in ("partial_rotary_factor", "rope_local_base_freq"):  # to_dict() loses this null
+            yield entry, config | {entry: None}
+        if entry.startswith("rope_") and isinstance(inner := config[entry], dict):
+            for name, smaller in incomplete(inner):
+                yield f"{entry}.{name}", config | {entry: smaller}
+
+
+@pytest.mark.parametrize("spelling", ["", "older"])
+@pytest.mark.parametrize("name", FULL_CONFIGS)
+def test_what_is_left_out_is_what_transformers_takes(name: str, spelling: str) -> None:
+    """config.json without an entry gives what it gives with the value that transformers' class puts there."""
+    seen, refused = set(), {}
+    for full in FULL_CONFIGS[name]:
+        for entry, config in incomplete(older_spelling(full) if spelling else full):
+            case = (entry, config.get(entry), str(full.get(entry)))
+            if entry in full and (case in seen or seen.add(case)):
+                continue  # another recipe has the same value
+            try:
+                theirs = getattr(transformers, name).from_dict(deepcopy(config)).to_dict()
+            except (KeyError, TypeError, ValueError, StrictDataclassError):
+                continue  # an entry that it must have, or that cannot be null
+            expected, found = facts(theirs | {"architectures": full["architectures"]}), facts(config)
+            if isinstance(found, str):
+                if not isinstance(expected, str):  # as it is where a default does not fit the other sizes
+                    refused[entry] = found
+            else:
+                assert found == expected, entry
+    for entry, message in refused.items():
+        assert entry in WITHOUT_DEFAULT or f"{name} {entry}" in WITHOUT_DEFAULT
+        assert f"config.json has no {entry}" in message or f"no {entry}, which says where" in message
+
+
+def test_defaults_that_were_others_once() -> None:
+    assert keys("Mixtral", num_local_experts=4, num_experts_per_tok=2)["rope.freq_base"] == 1e6
+    assert keys("Mistral")[WINDOW] == 4096
+    oss = keys("GptOss", num_local_experts=4, num_experts_per_tok=2)
+    assert (oss[WINDOW], oss.get(PATTERN), oss["rope.freq_base"]) == (128, None, 150000.0)
+    assert (oss["rope.scaling.type"], oss["rope.scaling.factor"]) == ("yarn", 32.0)
+    assert oss["rope.scaling.original_context_length"] == 4096
+    latent = keys("DeepseekV3", num_key_value_heads=4)
+    assert [latent[f"expert_{k}"] for k in ("group_count", "group_used_count", "weights_scale")] == [
+        8,
+        4,
+        2.5,
+    ]
+    assert latent["leading_dense_block_count"] == 3
+    glm = keys("Glm4Moe", num_attention_heads=8, num_key_value_heads=8)
+    assert glm["expert_weights_norm"] is True
+
+
+FOREIGN: dict[str, Any] = {
+    "attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0, "sliding_window": 16,
+    "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "max_window_layers": 1, "sliding_window_pattern": 3, "query_pre_attn_scalar": 7, "norm_topk_prob": True,
+    "attention_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "n_group": 2,
+    "residual_multiplier": 0.3, "routed_scaling_factor": 2.5, "rope_local_base_freq": 500.0,
+    "tie_embedding": True, "linear_conv_kernel_dim": 3, "conv_L_cache": 5, "num_dense_layers": 1,
+    "first_k_dense_replace": 1, "kv_lora_rank": 9, "full_attention_interval": 2, "full_attn_idxs": [1],
+}  # fmt: skip
+# Entries that a class reads although its configuration has no field for them.
+READ = {"Gemma3TextConfig": {"sliding_window_pattern", "rope_local_base_freq", "attn_logit_softcapping"}}
+READ |= {name: {"full_attention_interval"} for name in ("Qwen3NextConfig", "Qwen3_5TextConfig")}
+READ |= {"Qwen3_5MoeTextConfig": {"full_attention_interval"}, "Lfm2MoeConfig": {"tie_embedding"}}
+READ |= {"Lfm2Config": {"tie_embedding"}, "DeepseekV2Config": {"norm_topk_prob"}}
+
+
+@pytest.mark.parametrize("name", FULL_CONFIGS)
+def test_entries_that_a_class_does_not_read_change_nothing(name: str) -> None:
+    for full in FULL_CONFIGS[name]:
+        others = {k: v for k, v in FOREIGN.items() if k not in full and k not in READ.get(name, ())}
+        assert facts(full | others) == facts(full)
+
+
+def test_gemma3_has_no_cap_on_scores() -> None:
+    """transformers' class has the entry and never uses it; llama.cpp reads no such key of gemma3."""
+    assert "attn_logit_softcapping" not in keys("Gemma3", attn_logit_softcapping=50.0)
+    assert keys("Gemma2", attn_logit_softcapping=20.0)["attn_logit_softcapping"] == 20.0
+
+
+@pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
+def test_qwen35_has_sections_of_dimensions(kind: str) -> None:
+    """llama.cpp loads no qwen35 file without them."""
+    key, sizes = (
+        "rope.dimension_sections",
+        {"linear_num_value_heads": 32, "num_experts": 8, "num_experts_per_tok": 2},
+    )
+    assert keys(kind, **sizes)[key] == [11, 11, 10, 0]
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    assert keys(kind, **sizes, rope_parameters=rope | {"mrope_section": [2, 1, 1]})[key] == [2, 1, 1, 0]
+    for section in ([], [1] * 5, [1.0], [True], [-1], "11", 3):
+        with pytest.raises(FormatError, match="mrope_section in"):
+            keys(kind, **sizes, rope_parameters=rope | {"mrope_section": section})
+    assert key not in keys("Qwen3Next", **sizes)

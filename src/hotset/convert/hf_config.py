@@ -62,10 +62,21 @@ _DELTA_TYPES = ("full_attention", "linear_attention")
 _LLAMA_TENSORS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
+# What some classes call an entry of config.json → what it is called here.
+_SYNONYMS = {
+    "num_local_experts": "num_experts",
+    "n_routed_experts": "num_experts",
+    "num_mtp_layers": "num_nextn_predict_layers",
+    "n_embed": "hidden_size",  # of Falcon's first checkpoints, as the next two
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+}
+
+
 @dataclass(frozen=True)
 class HFExperts:
-    """Entries of config.json about experts: the width of one, how many there are (the first that is there)
-    and how many a token has, whether weights are normalised (None: the row of ARCHITECTURES says it), the
+    """Entries of config.json about experts: the width of one, how many there are and how many a token has,
+    whether weights are normalised (None: the row of ARCHITECTURES says it), the
     width of what all tokens share or of how many experts it is, how many layers at the beginning have none,
     of how many groups experts are and how many a token has, and whether the scoring is softmax (None: that of
     the row).
@@ -77,7 +88,7 @@ class HFExperts:
     """
 
     ff: str = "moe_intermediate_size"
-    counts: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts")
+    n: str = "num_experts"
     n_used: str = "num_experts_per_tok"
     normalised: str | None = "norm_topk_prob"
     ff_shared: str | None = None
@@ -100,8 +111,13 @@ class HFClass:
     names of GGUF's: the rows of the first, and then those of the second. ff, activation, epsilon: names of
     entries of config.json; without an activation it is that of the row. tied: whether the output is the
     embedding, where config.json does not say.
-    defaults: entries that config.json may leave out. required: entries that change what a model computes in a
-    way that no key describes, and the only value that is supported.
+    defaults: entries that config.json may leave out, with the values of transformers' configuration class.
+    The sizes that every model has (layers, heads, vocabulary, width of the model and of the FFN) have none
+    here: transformers' are those of one published model.
+    required: entries that change what a model computes in a way that no key describes, and the only value
+    that is supported.
+    windows: entries that say which layers have a sliding window; the class ignores the others.
+    sections: mrope_section where config.json has none; None: the class has no such entry.
     numbers: keys of the GGUF file that are an entry of config.json as it stands; null leaves the key out.
     query_scalar: the entry whose inverse root scales the scores; None: the width of a head is.
     norms_less_one: norms are stored less one. rotates: the pairs of channels that the checkpoint's rows of q
@@ -126,6 +142,8 @@ class HFClass:
     defaults: dict[str, Any] = field(default_factory=dict)
     required: dict[str, Any] = field(default_factory=dict)
     numbers: dict[str, str] = field(default_factory=dict)
+    windows: tuple[str, ...] = ()
+    sections: tuple[int, ...] | None = None
     query_scalar: str | None = None
     norms_less_one: bool = False
     rotates: RopeKind = "neox"
@@ -145,6 +163,28 @@ class HFClass:
         return any(target.endswith(".blocks") for target in self.layer_tensors.values())
 
 
+_LLAMA_DEFAULTS: dict[str, Any] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
+}
+_QWEN_DEFAULTS: dict[str, Any] = _LLAMA_DEFAULTS | {
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+}
+_MIXTRAL: dict[str, Any] = {
+    "defaults": {
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_theta": 1e6,
+    },
+    "windows": ("sliding_window",),
+}
 _FALCON = HFClass(
     "falcon",
     tensors={
@@ -166,6 +206,8 @@ _FALCON = HFClass(
     activation="activation",
     epsilon="layer_norm_epsilon",
     tied=True,
+    # Falcon's own code never reads max_position_embeddings: its checkpoints were trained with 2048.
+    defaults={"activation": "gelu", "layer_norm_epsilon": 1e-5, "max_position_embeddings": 2048},
     required={"alibi": False, "parallel_attn": True},
     grouped_qkv=True,
 )
@@ -178,19 +220,16 @@ _GEMMA: dict[str, Any] = {
     },
     "activation": "hidden_activation",
     "tied": True,
-    "numbers": {
-        "attn_logit_softcapping": "attn_logit_softcapping",
-        "final_logit_softcapping": "final_logit_softcapping",
-    },
     "query_scalar": "query_pre_attn_scalar",
     "required": {"use_bidirectional_attention": False},
     "norms_less_one": True,
 }
 _GEMMA_DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
+    "num_key_value_heads": 4,
     "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
     "query_pre_attn_scalar": 256,
-    "use_sliding_window": True,
     "sliding_window": 4096,
 }
 _LFM2_NAMES = {
@@ -221,6 +260,13 @@ _LFM2: dict[str, Any] = {
     "required": {"conv_bias": False},
     "short_conv": True,
 }
+_LFM2_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 128000,
+    "norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "conv_L_cache": 3,
+}
 _DELTA_NAMES = {
     **_LLAMA_NAMES,
     "post_attention_layernorm": "post_attention_norm",
@@ -244,6 +290,9 @@ _GATED_SHARE = {
 }
 _DELTA: dict[str, Any] = {"norms_less_one": True, "partial": True}
 _DELTA_DEFAULTS: dict[str, Any] = {
+    **_LLAMA_DEFAULTS,
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 2,
     "partial_rotary_factor": 0.25,
     "head_dim": 256,
     "linear_conv_kernel_dim": 4,
@@ -252,14 +301,24 @@ _DELTA_DEFAULTS: dict[str, Any] = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
+_DELTA_EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 512,
+}
+# Pairs of channels for time, height and width of an image's positions. A text has no part in it, but
+# llama.cpp loads no file without the key; where config.json has none its converter writes these, too.
+_MROPE_SECTIONS = (11, 11, 10)
 _ALL_EXPERTS: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}  # in every layer
+_GRANITE_DEFAULTS: dict[str, Any] = {
+    **_LLAMA_DEFAULTS,
+    "attention_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+_GRANITE_MOE_DEFAULTS: dict[str, Any] = _GRANITE_DEFAULTS | {"num_experts": 8, "num_experts_per_tok": 2}
 _GRANITE: dict[str, Any] = {
-    "defaults": {
-        "attention_multiplier": 1.0,
-        "embedding_multiplier": 1.0,
-        "residual_multiplier": 1.0,
-        "logits_scaling": 1.0,
-    },
     "numbers": {
         "attention.scale": "attention_multiplier",
         "embedding_scale": "embedding_multiplier",
@@ -289,6 +348,14 @@ _SHARED_EXPERTS = {
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
+_LATENT_DEFAULTS: dict[str, Any] = {
+    **_LLAMA_DEFAULTS,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 _DEEPSEEK_EXPERTS: dict[str, Any] = {"n_shared": "n_shared_experts", "n_dense": "first_k_dense_replace"}
 _LATENT_NAMES = {
     **_LLAMA_NAMES,
@@ -302,42 +369,66 @@ _LATENT_NAMES = {
     "self_attn.kv_b_proj": "attn_k_b attn_v_b",  # of each head the rows of its key, then of its value
 }
 CLASSES: dict[str, HFClass] = {
-    "LlamaForCausalLM": HFClass("llama"),
-    "MistralForCausalLM": HFClass("llama", defaults={"use_sliding_window": True}),
+    "LlamaForCausalLM": HFClass("llama", defaults=_LLAMA_DEFAULTS),
+    "MistralForCausalLM": HFClass(
+        "llama",
+        defaults=_LLAMA_DEFAULTS
+        | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+        windows=("sliding_window",),
+    ),
     "MixtralForCausalLM": HFClass(
         "llama",
+        **_MIXTRAL,
         layer_tensors=_MIXTRAL_NAMES,
-        defaults={"use_sliding_window": True},
         experts=HFExperts("intermediate_size", normalised=None, says_ff=False),
     ),
     "TurboSparseMixtralForCausalLM": HFClass(  # its act stands before gate and up
         "llama",
+        **_MIXTRAL,
         layer_tensors=_MIXTRAL_NAMES
         | {
             "block_sparse_moe.experts.*.predictor.fc1": "fc1_exps",
             "block_sparse_moe.experts.*.predictor.fc2": "fc2_exps",
         },
-        defaults={"use_sliding_window": True},
         required={"hidden_act": "relu"},
         activates_up=True,
         experts=HFExperts("intermediate_size", normalised=None, says_ff=False),
     ),
-    "Qwen2ForCausalLM": HFClass("qwen2"),
+    "Qwen2ForCausalLM": HFClass(
+        "qwen2",
+        defaults=_QWEN_DEFAULTS | {"num_key_value_heads": 32, "max_window_layers": 28},
+        windows=("sliding_window", "use_sliding_window", "layer_types", "max_window_layers"),
+    ),
     "Qwen2MoeForCausalLM": HFClass(
         "qwen2moe",
+        defaults=_QWEN_DEFAULTS
+        | {"num_key_value_heads": 16, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
+        | {"num_experts": 60, "num_experts_per_tok": 4},
+        windows=("sliding_window", "use_sliding_window", "layer_types"),
         layer_tensors=_LLAMA_NAMES | _EXPERT_NAMES | _GATED_SHARE,
         required=_ALL_EXPERTS | {"qkv_bias": True},
         experts=HFExperts(ff_shared="shared_expert_intermediate_size"),
     ),
-    "Qwen3ForCausalLM": HFClass("qwen3"),
+    "Qwen3ForCausalLM": HFClass(
+        "qwen3",
+        defaults=_QWEN_DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28},
+        windows=("sliding_window", "use_sliding_window", "layer_types", "max_window_layers"),
+    ),
     "Qwen3MoeForCausalLM": HFClass(
         "qwen3moe",
+        defaults=_QWEN_DEFAULTS
+        | {"num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128}
+        | {"num_experts_per_tok": 8},
+        windows=("sliding_window", "use_sliding_window"),
         layer_tensors=_LLAMA_NAMES | _EXPERT_NAMES,
         required=_ALL_EXPERTS,
         experts=HFExperts(),
     ),
     "OlmoeForCausalLM": HFClass(
         "olmoe",
+        defaults=_LLAMA_DEFAULTS
+        | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "num_experts": 64}
+        | {"num_experts_per_tok": 8},
         layer_tensors=_LLAMA_NAMES | _EXPERT_NAMES,
         required={"clip_qkv": None},
         experts=HFExperts("intermediate_size", says_ff=False),
@@ -370,6 +461,7 @@ CLASSES: dict[str, HFClass] = {
         activation="activation_function",
         epsilon=None,
         tied=True,
+        defaults={"activation_function": "relu", "max_position_embeddings": 2048},
         required={
             "do_layer_norm_before": True,
             "_remove_final_layer_norm": False,
@@ -379,16 +471,24 @@ CLASSES: dict[str, HFClass] = {
     "NemotronForCausalLM": HFClass(
         "nemotron",
         epsilon="norm_eps",
-        defaults={"partial_rotary_factor": 0.5},
+        defaults={"hidden_act": "relu2", "norm_eps": 1e-5, "max_position_embeddings": 4096}
+        | {"partial_rotary_factor": 0.5},
         norms_less_one=True,
         partial=True,
     ),
-    "ArceeForCausalLM": HFClass("arcee"),
+    "ArceeForCausalLM": HFClass(
+        "arcee", defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
+    ),
     "Gemma2ForCausalLM": HFClass(
         "gemma2",
         **_GEMMA,
         defaults=_GEMMA_DEFAULTS
-        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2},
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "max_position_embeddings": 8192},
+        numbers={
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        windows=("sliding_window", "layer_types"),
     ),
     "Phi3ForCausalLM": HFClass(
         "phi3",
@@ -397,20 +497,24 @@ CLASSES: dict[str, HFClass] = {
             "self_attn.qkv_proj": "attn_qkv",
             "mlp.gate_up_proj": "ffn_up",
         },
-        defaults={"use_sliding_window": True},
+        defaults=_LLAMA_DEFAULTS
+        | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
+        windows=("sliding_window",),
         partial=True,
         fused_gate=True,
     ),
-    "GraniteForCausalLM": HFClass("granite", **_GRANITE),
+    "GraniteForCausalLM": HFClass("granite", **_GRANITE, defaults=_GRANITE_DEFAULTS),
     "GraniteMoeForCausalLM": HFClass(
         "granitemoe",
         **_GRANITE,
+        defaults=_GRANITE_MOE_DEFAULTS,
         layer_tensors=_GRANITE_EXPERTS,
         experts=HFExperts("intermediate_size", normalised=None, says_ff=False),
     ),
     "GraniteMoeSharedForCausalLM": HFClass(
         "granitemoe",
         **_GRANITE,
+        defaults=_GRANITE_MOE_DEFAULTS | {"shared_intermediate_size": 0},
         layer_tensors=_GRANITE_EXPERTS
         | {
             "shared_mlp.input_linear": "ffn_gate_shexp ffn_up_shexp",
@@ -423,7 +527,8 @@ CLASSES: dict[str, HFClass] = {
     "SmolLM3ForCausalLM": HFClass(
         "smollm3",
         tied=True,
-        defaults={"rope_theta": 2e6},
+        defaults=_LLAMA_DEFAULTS
+        | {"max_position_embeddings": 32768, "num_key_value_heads": 4, "rope_theta": 2e6},
         required={"use_sliding_window": False},
     ),
     "Glm4ForCausalLM": HFClass(
@@ -434,7 +539,8 @@ CLASSES: dict[str, HFClass] = {
             "post_mlp_layernorm": "post_ffw_norm",
             "mlp.gate_up_proj": "ffn_up",
         },
-        defaults={"partial_rotary_factor": 0.5},
+        defaults={"hidden_act": "silu", "rms_norm_eps": 1.5625e-07, "max_position_embeddings": 131072}
+        | {"num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5},
         rotates="norm",
         partial=True,
         fused_gate=True,
@@ -442,7 +548,9 @@ CLASSES: dict[str, HFClass] = {
     "Gemma3ForCausalLM": HFClass(  # the text models; those that see are another class, and refused
         "gemma3",
         **_GEMMA,
-        defaults=_GEMMA_DEFAULTS | {"rope_theta": 1e6, "sliding_window_pattern": 6},
+        defaults=_GEMMA_DEFAULTS | {"max_position_embeddings": 131072, "rope_theta": 1e6},
+        numbers={"final_logit_softcapping": "final_logit_softcapping"},
+        windows=("sliding_window", "layer_types", "sliding_window_pattern"),
     ),
     "SmallThinkerForCausalLM": HFClass(
         "smallthinker",
@@ -464,7 +572,7 @@ CLASSES: dict[str, HFClass] = {
         },
         experts=HFExperts(
             "moe_ffn_hidden_size",
-            ("moe_num_primary_experts",),
+            "moe_num_primary_experts",
             "moe_num_active_primary_experts",
             normalised=None,
             softmax="moe_primary_router_apply_softmax",
@@ -488,7 +596,25 @@ CLASSES: dict[str, HFClass] = {
             "mlp.experts.down_proj_bias": "ffn_down_exps.bias",
         },
         activation=None,
-        defaults={"use_sliding_window": True},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 4,
+            "rope_theta": 150000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        windows=("sliding_window", "layer_types"),
         required={"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "attention_bias": True},
         experts=HFExperts("intermediate_size", normalised=None, transposed=True),
     ),
@@ -501,7 +627,13 @@ CLASSES: dict[str, HFClass] = {
             **_SHARED_EXPERTS,
             "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
         },
-        defaults={"partial_rotary_factor": 0.5},
+        defaults={
+            **{"hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 131072},
+            **{"num_key_value_heads": 8, "partial_rotary_factor": 0.5},
+            **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408},
+            **{"n_shared_experts": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
+            **{"routed_scaling_factor": 1.0, "norm_topk_prob": True, "n_group": 1, "topk_group": 1},
+        },
         numbers={"expert_weights_scale": "routed_scaling_factor"},
         partial=True,
         experts=HFExperts(
@@ -517,6 +649,9 @@ CLASSES: dict[str, HFClass] = {
     "DeepseekV2ForCausalLM": HFClass(
         "deepseek2",
         layer_tensors=_LATENT_NAMES,
+        defaults=_LATENT_DEFAULTS
+        | {"num_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2}
+        | {"routed_scaling_factor": 1.0},
         required={"moe_layer_freq": 1, "scoring_func": "softmax", "norm_topk_prob": False},
         numbers={"expert_weights_scale": "routed_scaling_factor"},
         rotates="norm",
@@ -531,7 +666,13 @@ CLASSES: dict[str, HFClass] = {
     "DeepseekV3ForCausalLM": HFClass(  # R1, Moonlight, Kimi K2
         "deepseek2",
         layer_tensors=_LATENT_NAMES | {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"},
-        defaults={"norm_topk_prob": True},
+        defaults={
+            **_LATENT_DEFAULTS,
+            "max_position_embeddings": 4096,
+            **{"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048},
+            **{"n_shared_experts": 1, "first_k_dense_replace": 3, "num_nextn_predict_layers": 1},
+            **{"routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 8, "topk_group": 4},
+        },
         required={"moe_layer_freq": 1, "scoring_func": "sigmoid", "rope_interleave": True},
         numbers={"expert_weights_scale": "routed_scaling_factor"},
         rotates="norm",
@@ -544,7 +685,7 @@ CLASSES: dict[str, HFClass] = {
         ),
     ),
     "Lfm2ForCausalLM": HFClass(
-        "lfm2", **_LFM2, layer_tensors=_LFM2_NAMES, defaults={"rope_theta": 1e6}, adjusted_ff=True
+        "lfm2", **_LFM2, layer_tensors=_LFM2_NAMES, defaults=_LFM2_DEFAULTS, adjusted_ff=True
     ),
     "Lfm2MoeForCausalLM": HFClass(
         "lfm2moe",
@@ -559,7 +700,11 @@ CLASSES: dict[str, HFClass] = {
             "feed_forward.experts.gate_up_proj": "ffn_gate_exps ffn_up_exps",
             "feed_forward.experts.down_proj": "ffn_down_exps",
         },
-        defaults={"rope_theta": 1e6, "norm_topk_prob": True, "num_dense_layers": 2},
+        defaults={
+            **_LFM2_DEFAULTS,
+            **{"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792},
+            **{"num_dense_layers": 2, "routed_scaling_factor": 1.0, "norm_topk_prob": True},
+        },
         numbers={"expert_weights_scale": "routed_scaling_factor"},
         experts=HFExperts(n_dense="num_dense_layers"),
     ),
@@ -568,17 +713,24 @@ CLASSES: dict[str, HFClass] = {
         **_DELTA,
         layer_tensors=_DELTA_NAMES | _EXPERT_NAMES | _GATED_SHARE,
         ff="moe_intermediate_size",
-        defaults=_DELTA_DEFAULTS | {"norm_topk_prob": True},
+        defaults=_DELTA_DEFAULTS | _DELTA_EXPERTS | {"num_experts_per_tok": 10, "norm_topk_prob": True},
         required=_ALL_EXPERTS,
         experts=HFExperts(ff_shared="shared_expert_intermediate_size"),
     ),
-    "Qwen3_5ForCausalLM": HFClass("qwen35", **_DELTA, layer_tensors=_DELTA_NAMES, defaults=_DELTA_DEFAULTS),
+    "Qwen3_5ForCausalLM": HFClass(
+        "qwen35",
+        **_DELTA,
+        layer_tensors=_DELTA_NAMES,
+        defaults=_DELTA_DEFAULTS | {"num_key_value_heads": 4},
+        sections=_MROPE_SECTIONS,
+    ),
     "Qwen3_5MoeForCausalLM": HFClass(
         "qwen35moe",
         **_DELTA,
         layer_tensors=_DELTA_NAMES | _EXPERT_NAMES | _GATED_SHARE,
         ff="moe_intermediate_size",
-        defaults=_DELTA_DEFAULTS,
+        defaults=_DELTA_DEFAULTS | _DELTA_EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8},
+        sections=_MROPE_SECTIONS,
         experts=HFExperts(normalised=None, ff_shared="shared_expert_intermediate_size"),
     ),
 }
@@ -602,6 +754,8 @@ def number(config: dict[str, Any], key: str, default: float | None = None) -> fl
     """A number of config.json, below 1e30 in magnitude."""
     value = config.get(key)
     value = default if value is None else value
+    if value is None:
+        raise FormatError(f"config.json has no {key}, which must be a number")
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:  # NaN too
         raise FormatError(f"{key} in config.json must be a number, not {str(value)[:60]!r}")
     return value
@@ -640,6 +794,15 @@ class HFLatent:
         } | ({"attention.q_lora_rank": self.rank_q} if self.rank_q else {})
 
 
+def _renamed(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json without synonyms; of several names of one entry, the first of `_SYNONYMS` wins."""
+    renamed = {entry: value for entry, value in config.items() if entry not in _SYNONYMS}
+    for other, entry in _SYNONYMS.items():
+        if renamed.get(entry) is None and config.get(other) is not None:
+            renamed[entry] = config[other]
+    return renamed
+
+
 class HFConfig:
     """A checked config.json.
 
@@ -667,23 +830,22 @@ class HFConfig:
                 "the checkpoint is quantised (quantization_config); convert the original"
             )
         self.architecture = self.hf_class.architecture
-        self.raw = config = self.hf_class.defaults | config
+        self.raw = config = self.hf_class.defaults | _renamed(config)
         for key, value in self.hf_class.required.items():
             found = config.get(key, value)
             same = type(found) is type(value) and found == value
-            if not same and not (found is None and value is False):
+            if not same and not (found is None and not value):
                 raise UnsupportedModelError(
                     f"{key} set to {str(found)[:60]!r} in config.json is not supported"
                 )
-        # Falcon's first checkpoints say n_layer, n_head and n_head_kv.
-        self.n_layer = integer(config, "num_hidden_layers", config.get("n_layer"), 1 << 12)
+        self.n_layer = integer(config, "num_hidden_layers", high=1 << 12)
         # Behind the model's own some have layers that predict more than one token: they are left out.
         self.n_extra_layers = 0
         if config.get("num_nextn_predict_layers"):
             self.n_extra_layers = integer(config, "num_nextn_predict_layers", high=1 << 10)
         self.n_embd = integer(config, "hidden_size", high=1 << 20)
-        self.n_head = integer(config, "num_attention_heads", config.get("n_head"), 1 << 14)
-        if self.architecture == "opt" and config.get("word_embed_proj_dim", self.n_embd) != self.n_embd:
+        self.n_head = integer(config, "num_attention_heads", high=1 << 14)
+        if self.architecture == "opt" and config.get("word_embed_proj_dim") not in (None, self.n_embd):
             raise UnsupportedModelError("word_embed_proj_dim other than hidden_size is not supported")
         self.n_head_kv = self._n_head_kv()
         if self.n_head % self.n_head_kv:
@@ -704,8 +866,7 @@ class HFConfig:
         )
         self.n_expert = self.n_expert_used = self.n_ff_expert = self.n_ff_shared = 0
         if (experts := self.hf_class.experts) is not None:
-            counts = [config[entry] for entry in experts.counts if config.get(entry) is not None]
-            self.n_expert = integer({experts.counts[0]: counts[0] if counts else None}, experts.counts[0])
+            self.n_expert = integer(config, experts.n)
             self.n_expert_used = integer(config, experts.n_used, high=self.n_expert)
             self.n_ff_expert = integer(config, experts.ff, high=1 << 22)
             if experts.ff_shared is not None and config.get(experts.ff_shared) != 0:
@@ -713,16 +874,16 @@ class HFConfig:
             elif experts.n_shared is not None and config.get(experts.n_shared):
                 self.n_ff_shared = integer(config, experts.n_shared, high=1 << 10) * self.n_ff_expert
         self.n_vocab = integer(config, "vocab_size", high=1 << 24)
-        # Falcon's own code never reads it: its checkpoints were trained with 2048.
-        context = 2048 if self.architecture == "falcon" else None
-        self.n_ctx = integer(config, "max_position_embeddings", context)
+        self.n_ctx = integer(config, "max_position_embeddings")
         self.activation = self._activation(activation)
 
     @property
     def tied(self) -> bool:
         """Whether the embedding is the output matrix as well."""
-        default = self.raw.get("tie_embedding", self.hf_class.tied)  # as LFM2's first checkpoints call it
-        return self.raw.get("tie_word_embeddings", default) is True
+        tied = self.raw.get("tie_word_embeddings", self.hf_class.tied)
+        if self.hf_class.short_conv:  # as LFM2's first checkpoints call it
+            tied = self.raw.get("tie_embedding", tied)
+        return tied is True
 
     @property
     def transposes_experts(self) -> bool:
@@ -797,7 +958,10 @@ class HFConfig:
         """Which layers have a short convolution, and how many tokens it sees."""
         n, types = self.n_layer, self.raw.get("layer_types")
         if types is None:
-            attends = self.raw.get("full_attn_idxs", list(range(n)))
+            if self.hf_class.experts is not None:
+                raise FormatError("config.json has no layer_types")
+            attends = self.raw.get("full_attn_idxs")
+            attends = list(range(n)) if attends is None else attends
             if not isinstance(attends, list):
                 raise FormatError("full_attn_idxs in config.json must be a list of layers")
             types = ["full_attention" if i in attends else "conv" for i in range(n)]
@@ -816,7 +980,7 @@ class HFConfig:
             key = self.hf_class.activation
             if key is None:
                 return row.activation
-            name = self.raw.get(key, row.activation.gate if self.architecture == "falcon" else None)
+            name = self.raw.get(key)
             if not isinstance(name, str):
                 raise FormatError(f"{key} in config.json must be a name, not {name!r}")
             threshold = number(self.raw, "hidden_act_param") if name == "fatrelu" else None
@@ -850,8 +1014,7 @@ class HFConfig:
         if self.latent is not None:
             keys |= self.latent.keys()
         if self.hf_class.epsilon is not None:
-            default = 1e-5 if row.norm == "layer" else None
-            keys[EPSILON_KEYS[row.norm]] = float(number(self.raw, self.hf_class.epsilon, default))
+            keys[EPSILON_KEYS[row.norm]] = float(number(self.raw, self.hf_class.epsilon))
         keys |= self._scale_keys() | self._expert_keys()
         if self.hf_class.short_conv:
             keys |= self._conv_keys()
@@ -861,6 +1024,8 @@ class HFConfig:
             self._check_unrotated(row.unrotated_period)
             windows = self._layout_keys() if self.hf_class.layouts else self._window_keys(row.window_period)
             keys |= windows | self._rope_keys()
+            if self.hf_class.sections is not None:
+                keys["rope.dimension_sections"] = self._sections(self.hf_class.sections)
             if row.windowed_rope_base is not None:
                 keys["rope.freq_base_swa"] = self._windowed_rope_base(row.windowed_rope_base)
         if self.hf_class.activation is not None:
@@ -912,7 +1077,8 @@ class HFConfig:
         return experts.methods[method]
 
     def _flag(self, entry: str) -> bool:
-        value = self.raw.get(entry, False)
+        value = self.raw.get(entry)
+        value = False if value is None else value
         if not isinstance(value, bool):
             raise FormatError(f"{entry} in config.json must be true or false")
         return value
@@ -972,42 +1138,46 @@ class HFConfig:
             )
 
     def _window_keys(self, period: int) -> dict[str, Any]:
-        """Which layers slide: layer_types, or (older) sliding_window_pattern or max_window_layers says it.
+        """Which layers slide: those of layer_types, else all but each sliding_window_pattern-th, else those
+        from max_window_layers on, else all; of these the entries that the class reads (HFClass.windows).
 
-        period: of the architecture; what it says already needs no key.
+        period: of the architecture, where there is no sliding_window_pattern; what it says needs no key.
         """
-        config = self.raw
-        if config.get("sliding_window") is None or config.get("use_sliding_window") is not True:
+        n, read = self.n_layer, self.hf_class.windows
+        config = {entry: self.raw.get(entry) for entry in read}
+        if config.get("sliding_window") is None or config.get("use_sliding_window", True) is not True:
             return {}
         keys: dict[str, Any] = {"attention.sliding_window": integer(config, "sliding_window")}
         types = config.get("layer_types")
         if types is not None:
             known = ("full_attention", "sliding_attention")
-            if (
-                not isinstance(types, list)
-                or len(types) != self.n_layer
-                or any(t not in known for t in types)
-            ):
+            if not isinstance(types, list) or len(types) != n or any(t not in known for t in types):
                 raise UnsupportedModelError(
                     "layer_types in config.json holds a kind of layer that is not supported"
                 )
             windowed = [kind == "sliding_attention" for kind in types]
-        elif config.get("sliding_window_pattern") is not None:
-            pattern = integer(config, "sliding_window_pattern")
-            windowed = [(i + 1) % pattern != 0 for i in range(self.n_layer)]
+        elif period or config.get("sliding_window_pattern") is not None:
+            pattern = integer(config, "sliding_window_pattern", period)
+            windowed = [(i + 1) % pattern != 0 for i in range(n)]
+        elif "max_window_layers" in read:
+            first = number(config, "max_window_layers")
+            windowed = [i >= first for i in range(n)]
+        elif "layer_types" in read:  # transformers' versions disagree
+            raise UnsupportedModelError("config.json has a window but no layer_types, which says where")
         else:
-            first = number(config, "max_window_layers", 0)
-            windowed = [i >= first for i in range(self.n_layer)]
+            windowed = [True] * n
         if not any(windowed):
             return {}
-        if windowed != [not period or (i + 1) % period != 0 for i in range(self.n_layer)]:
+        if windowed != [not period or (i + 1) % period != 0 for i in range(n)]:
             keys["attention.sliding_window_pattern"] = windowed
         return keys
 
     def _ropes(self, layers: str) -> dict[str, Any]:
         """What config.json says about the rotation in `layers` ("full_attention", "sliding_attention"),
         where it tells them apart, or in all."""
-        rope = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
+        rope = self.raw.get("rope_scaling") or self.raw.get("rope_parameters")
+        if rope is None:
+            rope = self.hf_class.defaults.get("rope_parameters", {})
         if isinstance(rope, dict) and rope.keys() & {"full_attention", "sliding_attention"}:
             rope = rope.get(layers) or {}
         elif layers == "sliding_attention":
@@ -1024,8 +1194,10 @@ class HFConfig:
             kind = "longrope"
         rope["rope_type"] = kind
         rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
-        original = config.get("original_max_position_embeddings", self.n_ctx)
-        rope.setdefault("original_max_position_embeddings", original)
+        original = "original_max_position_embeddings"
+        if config.get(original) is not None:  # it wins over that of the scaling
+            rope[original] = config[original]
+        rope.setdefault(original, self.n_ctx)
         return rope
 
     def _windowed_rope_base(self, default: float) -> float:
@@ -1035,13 +1207,13 @@ class HFConfig:
             raise UnsupportedModelError(
                 "a RoPE scaling of layers with a window in config.json is not supported"
             )
-        return float(number(rope, "rope_theta", self.raw.get("rope_local_base_freq", default)))
+        return float(number(rope, "rope_theta", number(self.raw, "rope_local_base_freq", default)))
 
     def _n_rot(self, rope: dict[str, Any]) -> int:
         """Channels of a head that are rotated."""
         if self.latent is not None:
             return self.latent.n_rot
-        factor = number(rope, "partial_rotary_factor", self.raw.get("partial_rotary_factor", 1.0))
+        factor = number(rope, "partial_rotary_factor", number(self.raw, "partial_rotary_factor", 1.0))
         if factor != 1.0 and not self.hf_class.partial:
             raise UnsupportedModelError(
                 "a partial_rotary_factor other than 1 in config.json is not supported"
@@ -1100,6 +1272,19 @@ class HFConfig:
                     )
                 keys["rope.scaling.yarn_attn_factor"] = above / below
         return keys
+
+    def _sections(self, default: tuple[int, ...]) -> list[int]:
+        """Pairs of channels for time, height, width and another dimension of a position."""
+        found = self._rope().get("mrope_section", list(default))
+        if (
+            not isinstance(found, list)
+            or not 1 <= len(found) <= 4
+            or any(type(n) is not int or not 0 <= n <= MAX_HEAD_DIM for n in found)
+        ):
+            raise FormatError(
+                f"mrope_section in config.json must hold up to 4 integers from 0 to {MAX_HEAD_DIM}"
+            )
+        return found + [0] * (4 - len(found))
 
     def _longrope_magnitude(self, rope: dict[str, Any], original: int) -> float:
         """What sines and cosines are multiplied by: more, the longer the context is than the original."""

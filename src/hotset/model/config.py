@@ -119,6 +119,7 @@ class Architecture:
     rounded_yarn: where YaRN's ramp begins and ends is rounded to whole pairs of channels.
     windowed_rope_base: base of the rotation in layers with a window, where the file has no key for it; None:
       that of the others, with their scaling.
+    caps_scores: the file's cap on scores counts (Gemma 3 has none, whatever config.json or the file says).
     scaled_embedding: the embedding is multiplied by the root of the width.
     narrow_scale_at: of models with so many layers, scores are scaled by the width over the heads, and not by
       the width of a head.
@@ -155,6 +156,7 @@ class Architecture:
     rope_switch: bool = False
     rounded_yarn: bool = True
     windowed_rope_base: float | None = None
+    caps_scores: bool = True
     scaled_embedding: bool = False
     narrow_scale_at: int | None = None
     latent_eps: float | None = None
@@ -198,7 +200,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm4": Architecture(post_norm=True),
     "gemma3": Architecture(
         rope="neox", qk_norm="head", activation=GELU_TANH, post_norm=True, window_period=6,
-        windowed_rope_base=10000.0, scaled_embedding=True, narrow_scale_at=62,
+        windowed_rope_base=10000.0, caps_scores=False, scaled_embedding=True, narrow_scale_at=62,
     ),
     "smallthinker": Architecture(
         rope="neox", activation=RELU, window_period=4, window_last=True, rotates_windows=True,
@@ -648,7 +650,7 @@ def _layers(
     scale = keys.factor("attention.scale", 1 / math.sqrt(scaled_dim))
     if architecture.latent_eps is not None:
         scale *= _latent_yarn_scale(keys)
-    softcap = keys.factor("attn_logit_softcapping", 0.0)
+    softcap = keys.factor("attn_logit_softcapping", 0.0) if architecture.caps_scores else 0.0
     activation = activation or _activation(keys, architecture)
     rope = windowed = None
     switched_off = architecture.rope_switch and keys.get("rope.scaling.finetuned", True) is False
