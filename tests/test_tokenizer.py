@@ -2,13 +2,15 @@
 
 import io
 import json
+import sys
+import threading
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hotset.errors import TokenizerError
+from hotset.errors import ContextLengthError, TokenizerError
 from hotset.text.pretokenizers import PRE_TOKENIZERS
 from hotset.text.tokenizer import load_tokenizer
 
@@ -489,6 +491,77 @@ def test_an_id_outside_the_vocabulary(id):
 def test_lone_surrogates_become_replacement_characters(metadata):
     tokenizer = load_tokenizer(metadata())
     assert tokenizer.decode(tokenizer.encode("a\ud800b \ud83e\udd99", add_special=False)) == "a\ufffdb 🦙"
+
+
+# --- long texts
+
+
+@pytest.mark.parametrize("metadata", [bpe_metadata, sentencepiece_metadata])
+def test_other_threads_run_while_a_long_text_is_tokenized(metadata):
+    """Without a switch by time, another thread runs only where the interpreter's lock is let go."""
+    tokenizer, gate, ran = load_tokenizer(metadata()), threading.Lock(), threading.Event()
+    tokenizer.encode("hello")
+    gate.acquire()
+
+    def wait_and_run() -> None:
+        with gate:
+            ran.set()
+
+    thread = threading.Thread(target=wait_and_run)
+    thread.start()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e4)
+    try:
+        gate.release()
+        for _ in range(50):  # the system decides when the thread gets a core
+            tokenizer.encode("seven hells " * 3000)
+            if ran.is_set():
+                break
+        assert ran.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
+
+
+@pytest.mark.parametrize("metadata", [bpe_metadata, sentencepiece_metadata])
+def test_the_bytes_of_a_text_say_how_many_tokens_it_has_at_least(metadata):
+    tokenizer = load_tokenizer(metadata())
+    longest = tokenizer.tokens[max(range(tokenizer.n_vocab), key=lambda id: len(tokenizer.token_bytes(id)))]
+    for text in [
+        *NASTY,
+        "".join(NASTY),
+        "\ud800" * 90,
+        "\ud83e\udd99" * 90,
+        longest * 50,
+        *(t * 40 for t in NASTY),
+    ]:
+        for special in (False, True):
+            ids = tokenizer.encode(text, add_special=False, parse_special=special)
+            assert tokenizer.fewest_tokens(text) <= len(ids), text
+            assert tokenizer.encode(text, False, special, most=len(ids)) == ids
+    assert tokenizer.fewest_tokens("x" * 100_000) >= 1000
+
+
+@pytest.mark.parametrize("metadata", [bpe_metadata, sentencepiece_metadata])
+def test_a_text_that_cannot_fit_is_not_tokenized(metadata, monkeypatch):
+    tokenizer = load_tokenizer(metadata())
+    monkeypatch.setattr(tokenizer, "_encode_plain", None)
+    with pytest.raises(ContextLengthError, match="tokens or more, and the context is 9"):
+        tokenizer.encode("x" * 100_000, most=9)
+
+
+def test_a_vocabulary_that_lacks_bytes_says_nothing_of_the_length():
+    pieces, _ = _trained_bpe()
+    without = [piece for piece in pieces if piece != "x"]
+    tokenizer = load_tokenizer(
+        bpe_metadata(tokens=without, token_type=None, merges=[], bos_token_id=None, eos_token_id=None)
+    )
+    assert tokenizer.encode("x" * 1000, most=0) == []
+    types = [3 if piece == "x" else 1 for piece in pieces]  # a control token is no letter
+    tokenizer = load_tokenizer(
+        bpe_metadata(tokens=pieces, token_type=types, merges=[], bos_token_id=None, eos_token_id=None)
+    )
+    assert tokenizer.encode("x" * 1000, most=0) == []
 
 
 # --- damaged files

@@ -173,17 +173,18 @@ class Model:
         """Token ids of a conversation up to where the answer begins, by the template of the file.
 
         add_generation_prompt: with the head of the answer. variables: whatever else the template knows, such
-        as enable_thinking; InvalidRequestError for one that the messages are in.
+        as enable_thinking; InvalidRequestError for one that the messages are in. Raises as `encode`.
         """
         from hotset.text.messages import encoded
 
         checked, more = checked_messages(messages), template_variables(variables or {})
-        return encoded(self.chat_template, self.tokenizer, checked, add_generation_prompt, tools, **more)
+        how = (self.chat_template, self.tokenizer, self.n_ctx)
+        return encoded(*how, checked, add_generation_prompt, tools, **more)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Checked token ids of a prompt of `generate`. Raises InvalidRequestError for what is no prompt."""
+        """Token ids of a prompt of `generate`. Raises InvalidRequestError, ContextLengthError."""
         if isinstance(prompt, str):
-            return list(self.tokenizer.encode(prompt, add_special=True, parse_special=False))
+            return list(self.tokenizer.encode(prompt, most=self.n_ctx))
         if isinstance(prompt, Iterator):
             prompt = list(prompt)
         return self.engine.checked(prompt)

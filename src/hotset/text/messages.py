@@ -49,10 +49,15 @@ def _checked_call(call: Any, i: int, n: int) -> dict[str, Any]:
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
-def encoded(template: ChatTemplate, tokenizer: Tokenizer, *conversation: Any, **variables: Any) -> list[int]:
-    """Token ids of a conversation as `rendered` takes it, with the BOS that texts of the model begin with."""
+def encoded(
+    template: ChatTemplate, tokenizer: Tokenizer, most: int, *conversation: Any, **variables: Any
+) -> list[int]:
+    """Token ids of a conversation as `rendered` takes it, with the BOS that texts of the model begin with.
+
+    most: as of Tokenizer.encode, which raises ContextLengthError.
+    """
     text = rendered(template, *conversation, **variables)
-    tokens = list(tokenizer.encode(text, add_special=False, parse_special=True))
+    tokens = list(tokenizer.encode(text, add_special=False, parse_special=True, most=most))
     # Most templates write BOS themselves: it belongs there once.
     first = tokenizer.text_bos_id
     if first is not None and tokens[:1] != [first]:

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from hotset.errors import TokenizerError
+from hotset.errors import ContextLengthError, TokenizerError
 from hotset.parameters import shown
 from hotset.text.pretokenizers import UNNAMED, pre_tokenizer
+from hotset.text.special_tokens import SpecialTokens
 
 # Values of tokenizer.ggml.token_type; they are SentencePiece's own.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
@@ -50,6 +51,7 @@ _HARMONY_VISIBLE = frozenset(["<|channel|>", "<|message|>", "<|start|>", "<|cons
 _KNOWN_TEXTS = _END_OF_GENERATION | _END_OF_GENERATION_IF_SPECIAL | _HARMONY_VISIBLE
 
 _SPACE = "\u2581"  # SentencePiece's visible space
+_SHORT = 512  # characters: to tokenize more at once would hold the interpreter's lock for long
 
 
 class Tokenizer:
@@ -89,33 +91,62 @@ class Tokenizer:
         self.stop_ids = self._find_stop_ids()
         # Texts that are one token wherever they stand. User-defined ones always (runs of spaces in code
         # models, say); control tokens only where special tokens are parsed, so that a user cannot write them.
-        self._user_defined = self._ids_of(_USER_DEFINED)
-        self._special = self._user_defined | self._ids_of(_CONTROL) | self._ids_of(_UNKNOWN)
+        user_defined = self._ids_of(_USER_DEFINED)
+        self._user_defined = SpecialTokens(user_defined)
+        self._special = SpecialTokens(user_defined | self._ids_of(_CONTROL) | self._ids_of(_UNKNOWN))
 
     # --- text → ids
 
-    def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """The ids of `text`.
+    def encode(
+        self, text: str, add_special: bool = True, parse_special: bool = False, *, most: int | None = None
+    ) -> list[int]:
+        """The ids of `text`. Other threads go on while a long one is tokenized.
 
         add_special: add BOS and EOS as the file says (a rendered chat template brings its own: False there).
         parse_special: special tokens spelled in `text` become their ids. Only for text that is trusted, such
             as a rendered chat template; otherwise they are text like any other.
+        most: raises ContextLengthError, before anything is tokenized, for a text that is certain to have more
+            tokens (`fewest_tokens`). Ids that are returned may be more all the same.
         """
         text = _without_surrogates(text)
+        if most is not None and (n := self.fewest_tokens(text)) > most:
+            raise ContextLengthError(
+                f"the text has {n} tokens or more, and the context is {most}; shorten it or load the model "
+                "with a larger n_ctx"
+            )
         ids: list[int] = [self.bos_id] if add_special and self.add_bos and self.bos_id is not None else []
-        splitter = self._special_splitter if parse_special else self._user_defined_splitter
         specials = self._special if parse_special else self._user_defined
         after_special = True
-        for i, part in enumerate(splitter.split(text) if splitter else [text]):
-            if i % 2:  # re.split with one group: the odd ones are the matches
-                ids.append(specials[part])
-                after_special = True
-            elif part:
+        for part, special in specials.split(text):
+            if special is None:
                 ids += self._encode_plain(part, after_special)
-                after_special = False
+            else:
+                ids.append(special)
+            after_special = special is not None
         if add_special and self.add_eos and self.eos_id is not None:
             ids.append(self.eos_id)
         return ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least: its bytes over those of the longest token.
+
+        0 where the vocabulary lacks bytes: `encode` leaves out what it cannot spell.
+        """
+        longest = self._longest_token
+        return -(-len(_without_surrogates(text).encode()) // longest) if longest else 0
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Bytes of text that one token stands for at most; 0 where bytes of a text may be left out."""
+        special = max(map(len, map(_utf8, self._special.ids)), default=0)
+        return max(self._longest_plain(), special) if self._spells_every_byte() else 0
+
+    def _longest_plain(self) -> int:
+        """As `_longest_token`, of tokens that are not special."""
+        raise NotImplementedError
+
+    def _spells_every_byte(self) -> bool:
+        raise NotImplementedError
 
     def rows(self, tokens: Sequence[int], n_ctx: int) -> np.ndarray:
         """A text's tokens as int32 [n_rows, n_ctx], whole rows only, each with the beginning of a text."""
@@ -130,12 +161,8 @@ class Tokenizer:
         Special tokens spelled in it are text.
         """
         ids: list[int] = []
-        splitter = self._user_defined_splitter
-        for i, part in enumerate(splitter.split(text) if splitter else [text]):
-            if i % 2:
-                ids.append(self._user_defined[part])
-            elif part:
-                ids += self._encode_plain(part, after_special=False)
+        for part, special in self._user_defined.split(text):
+            ids += self._encode_plain(part, after_special=False) if special is None else [special]
         return ids
 
     def _encode_plain(self, text: str, after_special: bool) -> list[int]:
@@ -242,14 +269,6 @@ class Tokenizer:
         named = {id for id in (self.eos_id, self.eot_id, self.eom_id) if id is not None}
         return frozenset(stops.values()) | named
 
-    @cached_property
-    def _special_splitter(self) -> re.Pattern[str] | None:
-        return _splitter(self._special)
-
-    @cached_property
-    def _user_defined_splitter(self) -> re.Pattern[str] | None:
-        return _splitter(self._user_defined)
-
 
 class BytePairTokenizer(Tokenizer):
     """Byte-level BPE: every byte is a letter of GPT-2's alphabet; pairs merge in the order of the merges."""
@@ -294,8 +313,18 @@ class BytePairTokenizer(Tokenizer):
         )
 
     def _encode_plain(self, text: str, after_special: bool) -> list[int]:
-        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        if len(text) <= _SHORT:
+            ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        else:  # unlike `encode`, this lets go of the interpreter's lock
+            ids = self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
+
+    def _longest_plain(self) -> int:
+        return max(map(len, self.tokens))  # a letter is a byte
+
+    def _spells_every_byte(self) -> bool:
+        removed = self._ids_of(_CONTROL).keys() | self._ids_of(_UNKNOWN).keys()
+        return _BYTE_OF_LETTER.keys() <= set(self.tokens) - removed
 
     def _piece_bytes(self, piece: str, user_defined: bool) -> bytes:
         if user_defined:
@@ -338,8 +367,15 @@ class SentencePieceTokenizer(Tokenizer):
     def _encode_plain(self, text: str, after_special: bool) -> list[int]:
         if after_special and self.add_space_prefix:
             text = " " + text
-        # An unknown piece that the library had to be given is no token of the file.
+        # An unknown piece that the library had to be given is no token of the file. (The library tokenizes
+        # without the interpreter's lock.)
         return [id for id in self._library.encode(text) if id < self.n_vocab]
+
+    def _longest_plain(self) -> int:
+        return max(map(len, map(_utf8, self.tokens)))  # a space, one byte of text, is three of a piece
+
+    def _spells_every_byte(self) -> bool:
+        return _has_byte_pieces(self.tokens, self.types)
 
     def _whole_text_bytes(self, ids: Iterable[int], skip_special: bool) -> Iterable[bytes]:
         # encode puts a space where a text begins and after a special token: take it away again there.
@@ -499,7 +535,14 @@ def _without_surrogates(text: str) -> str:
     """`text` with surrogate pairs joined and lone surrogates, which no UTF-8 can hold, as U+FFFD."""
     if _is_text(text):
         return text
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    # By arrays: a codec calls its error handler for each surrogate.
+    codes = np.array([text]).view(np.uint32)[: len(text)].copy()
+    high, low = codes >> 10 == 0xD800 >> 10, codes >> 10 == 0xDC00 >> 10
+    first = np.flatnonzero(high[:-1] & low[1:])
+    pairs = 0x10000 + (codes[first] - 0xD800 << 10) + (codes[first + 1] - 0xDC00)
+    codes[high | low] = 0xFFFD
+    codes[first] = pairs
+    return np.delete(codes, first + 1).astype("<u4").tobytes().decode("utf-32-le")
 
 
 def _is_text(text: str) -> bool:
@@ -508,13 +551,6 @@ def _is_text(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _splitter(specials: Mapping[str, int]) -> re.Pattern[str] | None:
-    """Finds the first special token in a text, the longest where several begin."""
-    if not specials:
-        return None
-    return re.compile(f"({'|'.join(map(re.escape, sorted(specials, key=len, reverse=True)))})")
 
 
 # --- SentencePiece's model file, written by hand: the library's own classes for it would need protobuf
@@ -527,7 +563,7 @@ def _sentencepiece_model(tokens: Sequence[str], scores: np.ndarray, types: np.nd
     256 byte pieces or none. What a file has beyond that can never come out of a text and is made a control
     piece; if it has no unknown piece, one is appended with the id n_vocab.
     """
-    byte_fallback = len({tokens[id].upper() for id in np.flatnonzero(types == _BYTE).tolist()}) == 256
+    byte_fallback = _has_byte_pieces(tokens, types)
     seen = {b""}
     has_unknown = False
     out = []
@@ -554,6 +590,11 @@ def _sentencepiece_model(tokens: Sequence[str], scores: np.ndarray, types: np.nd
         + _varint_field(5, True)
     )
     return b"".join(out) + _bytes_field(2, trainer_spec) + _bytes_field(3, normalizer_spec)
+
+
+def _has_byte_pieces(tokens: Sequence[str], types: np.ndarray) -> bool:
+    """Whether every byte has a piece, so that any text can be spelled."""
+    return len({tokens[id].upper() for id in np.flatnonzero(types == _BYTE).tolist()}) == 256
 
 
 def _piece_message(text: bytes, score: float, kind: int) -> bytes:
