@@ -5,6 +5,8 @@ values in memory as the driver's calls do, can capture what is put on it and rep
 wait that is never satisfied hangs its stream, as on the device.
 
 LateStream is a stream beside it. It does its work as late as it may, and keeps no tensor alive.
+
+Runtime has the two libraries that register memory of the host, and the error that one of them keeps.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -162,3 +166,59 @@ class LateStream:
 
     def settle(self) -> None:
         self.wait(self.n_done + len(self.waiting))
+
+
+class Runtime:
+    """A device's runtime and driver, in torch's and ctypes' place. refuses: "register", "address", or "".
+
+    A call of the runtime that fails leaves its error behind, and the next launch of a kernel through torch
+    raises and clears it. The driver's calls leave nothing. registered: addresses.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, hip: bool = False, refuses: str = "") -> None:
+        self.refuses, self.last_error, self.registered = refuses, 0, set[int]()
+        runtime = type("Cudart", (), {
+            "cudaHostRegister": lambda _, first, n, flags: self._register(first),
+            "cudaHostUnregister": lambda _, first: self.registered.remove(first),
+        })()  # fmt: skip
+        patch.setattr(torch.version, "hip", "6.2" if hip else None)
+        patch.setattr(torch.cuda, "device", nullcontext)
+        patch.setattr(torch.cuda, "synchronize", lambda *_: None)
+        patch.setattr(torch.cuda, "cudart", lambda: runtime)
+        patch.setattr(torch, "ones", lambda *_, **__: self.launch())
+        patch.setattr(ctypes, "CDLL", lambda name: self)
+
+    def launch(self) -> None:
+        """Any kernel of torch."""
+        error, self.last_error = self.last_error, 0
+        if error:
+            raise RuntimeError(f"CUDA error {error}")
+
+    def _register(self, first: int) -> int:
+        if self.refuses == "register":
+            self.last_error = 801
+            return 801
+        self.registered.add(first)
+        return 0
+
+    # ---- libcuda, as ctypes calls it
+
+    def cuMemHostRegister_v2(self, first: Any, n: Any, flags: Any) -> int:  # noqa: N802
+        if self.refuses == "register":
+            return 801
+        self.registered.add(first.value)
+        return 0
+
+    def cuMemHostGetDevicePointer_v2(self, address: Any, first: Any, flags: Any) -> int:  # noqa: N802
+        if self.refuses == "address":
+            return 801
+        address._obj.value = first.value + 4096
+        return 0
+
+    def cuMemHostUnregister(self, first: Any) -> int:  # noqa: N802
+        self.registered.remove(first.value)
+        return 0
+
+    def cuGetErrorString(self, code: int, text: Any) -> int:  # noqa: N802
+        text._obj.value = b"operation not supported"
+        return 0

@@ -35,7 +35,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, Protocol, cast, get_args
@@ -529,30 +529,50 @@ class CudaDriver:
         self._library: Any = None
 
     def register(self, memory: np.ndarray) -> int:
-        torch.cuda.synchronize(self.device)  # makes the device's context, if there is none yet
-        flags = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
+        flags = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP
         if not memory.flags.writeable:
-            flags |= 8  # cudaHostRegisterReadOnly: a mapped file's
+            flags |= 8  # CU_MEMHOSTREGISTER_READ_ONLY: a mapped file's
         with torch.cuda.device(self.device):
-            code = int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, flags))
-            if code:
+            torch.cuda.synchronize()  # makes the device's context this thread's
+            try:
+                return self._register(memory.ctypes.data, memory.nbytes, flags)
+            except DeviceError as error:
                 raise DeviceError(
-                    f"{self.device} cannot map {memory.nbytes} bytes of host memory: error {code}"
-                )
-            if torch.version.hip is not None:
-                return int(memory.ctypes.data)
-            address = ctypes.c_uint64()
+                    f"{self.device} cannot map {memory.nbytes} bytes of host memory: {error}"
+                ) from None
+
+    def _register(self, first: int, n_bytes: int, flags: int) -> int:
+        """By the driver's own calls. The runtime's (cudaHostRegister) would leave an error behind that it
+        failed with, and torch raises it at the next launch of a kernel that has nothing to do with it."""
+        if torch.version.hip is not None:
+            if code := int(torch.cuda.cudart().cudaHostRegister(first, n_bytes, flags)):
+                with suppress(RuntimeError):  # a launch raises what is left, and clears it
+                    torch.ones(1, device=self.device)
+                raise DeviceError(f"hipHostRegister ends with error {code}")
+            return first
+        self._call(
+            "cuMemHostRegister_v2", ctypes.c_void_p(first), ctypes.c_size_t(n_bytes), ctypes.c_uint(flags)
+        )
+        address = ctypes.c_uint64()
+        try:
             self._call(
                 "cuMemHostGetDevicePointer_v2",
                 ctypes.byref(address),
-                ctypes.c_void_p(memory.ctypes.data),
+                ctypes.c_void_p(first),
                 ctypes.c_uint(0),
             )
+        except DeviceError:
+            self._call("cuMemHostUnregister", ctypes.c_void_p(first))
+            raise
         return int(address.value)
 
     def unregister(self, memory: np.ndarray) -> None:
         with torch.cuda.device(self.device):
-            torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
+            if torch.version.hip is not None:
+                torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
+                return
+            with suppress(DeviceError):
+                self._call("cuMemHostUnregister", ctypes.c_void_p(memory.ctypes.data))
 
     def copy(self, to: Tensor, source: Tensor) -> None:
         to.copy_(source, non_blocking=True)

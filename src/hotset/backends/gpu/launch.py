@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+NUMBERS = (int, float, bool)
+
 
 def launch(
     kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, fused: bool = True, **constants: Any
@@ -15,8 +17,18 @@ def launch(
     """Launches on the device of the first argument that is a tensor.
 
     fused: products and sums are (Triton's default until 3.9, not after): half the instructions, better sums.
-    False: each is rounded, but where a kernel fuses them itself.
+    False: each is rounded, but where a kernel fuses them itself. Numbers are Python's (`check`).
     """
+    check(kernel, grid, args, constants)
     device = next(arg for arg in args if isinstance(arg, Tensor)).device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](*args, num_warps=warps, enable_fp_fusion=fused, **constants)
+
+
+def check(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """Asserts that numbers are Python's own. Triton's just-in-time compiler refuses NumPy's; its interpreter
+    and its ahead-of-time compiler, which are all that runs without a GPU, take them."""
+    given = dict(zip(kernel.arg_names, args, strict=False)) | constants
+    for name, value in [*given.items(), *((f"grid[{i}]", n) for i, n in enumerate(grid))]:
+        is_plain = value is None or isinstance(value, Tensor | str) or type(value) in NUMBERS
+        assert is_plain, f"{name} of {kernel.__name__} is a {type(value).__module__}.{type(value).__name__}"

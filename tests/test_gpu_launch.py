@@ -1,0 +1,137 @@
+"""What Triton's launcher refuses on a device, shown without one: every launch of whole steps is looked at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import test_gpu_cutoffs
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from fake_cuda import Runtime  # noqa: E402
+from test_cpu_backend import batch, logits_of, tokens  # noqa: E402
+from test_cutoffs import EVERY, graph_of  # noqa: E402
+from test_cutoffs import run as run_cut  # noqa: E402
+from test_experts import model  # noqa: E402
+from test_gpu_backend import gpu, masks, run, split, write  # noqa: E402
+from test_gpu_experts import EVEN, LINK_ONLY, SMALL, hybrid  # noqa: E402
+from test_sparse_cpu import prepared  # noqa: E402
+
+from hotset.backends.gpu import experts_kernel, launch, spin_kernel, triton_kernels, twins  # noqa: E402
+from hotset.backends.gpu.handshake import CudaDriver  # noqa: E402
+from hotset.backends.gpu.kernels import Kernels  # noqa: E402
+from hotset.backends.misses import Fetching  # noqa: E402
+from hotset.errors import DeviceError  # noqa: E402
+from hotset.model.graph import cut_products  # noqa: E402
+
+OF_EXPERTS = ("experts", "choose_experts", "fetch_experts")
+OF_STEPS = (
+    "cut", "angles", "linear", "linear_bits", "linear_t", "neurons", "fired", "sparse_ffn", "sign_scores",
+    "pack_bits", "rms_norm", "layer_norm", "rotate", "store_kv", "rotate_store", "attention",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [np.float32(1), np.int64(1), np.float64(1), np.bool_(True), np.uint8(1)])
+def test_numbers_of_numpy_are_refused_by_name(number: np.generic) -> None:
+    kernel = SimpleNamespace(arg_names=("x", "threshold"), __name__="_some_kernel")
+    x = torch.zeros(1)
+    launch.check(kernel, (1, 2), (x, number.item()), {"W": 4, "KIND": None, "PRECISION": "ieee"})
+    what = f"of _some_kernel is a numpy.{type(number).__name__}"
+    for name, grid, args, constants in (
+        ("threshold", (1,), (x, number), {}), ("W", (1,), (x, 1), {"W": number}),
+        ("grid[1]", (1, number), (x, 1), {}),
+    ):  # fmt: skip
+        with pytest.raises(AssertionError) as error:
+            launch.check(kernel, grid, args, constants)  # type: ignore[arg-type]
+        assert str(error.value).startswith(f"{name} {what}")
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The kernels whose launches were checked. Each operation of a step is launched but not run, and then
+    computed by its twin, so that the next has numbers to go on with."""
+    seen: set[str] = set()
+
+    def check_alone(
+        kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, fused: bool = True, **constants: Any
+    ) -> None:
+        launch.check(kernel, grid, args, constants)
+        seen.add(kernel.__name__)
+
+    def both(module: Any, name: str) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            if not options.get("by_neuron"):  # such experts are not a device's
+                getattr(module, name)(*args, **options)
+            return getattr(twins, name)(*args, **options)
+
+        return call
+
+    made = Kernels.__init__
+
+    def init(self: Kernels, *args: Any, **options: Any) -> None:
+        made(self, *args, **options)
+        for module, names in ((triton_kernels, OF_STEPS), (experts_kernel, OF_EXPERTS)):
+            for name in names:
+                setattr(self, name, both(module, name))
+
+    monkeypatch.setattr(launch, "launch", check_alone)
+    monkeypatch.setattr(Kernels, "__init__", init)
+    return seen
+
+
+def test_every_launch_has_pythons_numbers(tmp_path: Path, launched: set[str]) -> None:
+    """Numbers of a step come from files, plans and shapes: none of them may be NumPy's."""
+    ids, cuts = tokens(50), [33, 43, 44, 46]
+    for name, mode, predictor in (
+        ("bamboo", "exact", None), ("bamboo", "predicted", None), ("opt", "predicted", "sign:0"),
+        ("falcon-40b", "predicted", None),
+    ):  # fmt: skip
+        folder = tmp_path / f"{name}-{mode}"
+        folder.mkdir()
+        ready, graph = prepared(write(folder, name), mode, predictor)  # type: ignore[arg-type]
+        logits_of(gpu(ready.weights, graph), ids, cuts, [3])
+        stage, _ = split(ready.weights, graph, masks(0.3))
+        run(stage, ids, cuts)
+    ready, graph = prepared(write(tmp_path, "bamboo"), "exact")
+    tapped = gpu(ready.weights, graph)  # what is tapped is not fused with what follows
+    tapped.step(batch([(ids[:3], 0, [3])], tuple(ffn.selected.name for ffn in graph.ffns)))
+    weights, graph = graph_of(test_gpu_cutoffs.write(tmp_path, "llama"), EVERY)
+    cut = gpu(weights, graph, by_channel=[op.weight for op in cut_products(graph)])
+    run_cut(cut, test_gpu_cutoffs.IDS, test_gpu_cutoffs.CUT, [9, 10])
+    for rates in (EVEN, LINK_ONLY):
+        backend = hybrid(model(tmp_path, biased=True, **SMALL), expert_slots=4, fetching=Fetching(rates, 4))
+        logits_of(backend, ids, cuts, [2])
+        backend.close()
+    spin_kernel.post(torch.zeros(1, 4), None, torch.zeros(1, 4), torch.zeros(1, 1), torch.zeros(1))
+    spin_kernel.collect(torch.zeros(1), torch.zeros(1, 4), torch.zeros(1, 4))
+    every = {
+        name
+        for module in (triton_kernels, experts_kernel, spin_kernel)
+        for name, value in vars(module).items()
+        if name.endswith("_kernel") and hasattr(value, "arg_names")
+    }
+    assert every - launched == set()
+
+
+@pytest.mark.parametrize(("hip", "refuses"), [(False, "register"), (False, "address"), (True, "register")])
+def test_a_refused_registration_leaves_no_error_to_the_next_launch(
+    monkeypatch: pytest.MonkeyPatch, hip: bool, refuses: str
+) -> None:
+    memory = np.zeros(8192, np.uint8)
+    device = Runtime(monkeypatch, hip=hip, refuses=refuses)
+    driver = CudaDriver(torch.device("cuda", 0))
+    with pytest.raises(DeviceError, match="cuda:0 cannot map 8192 bytes of host memory"):
+        driver.register(memory)
+    device.launch()
+    assert not device.registered
+    device.refuses = ""
+    address = driver.register(memory)
+    assert address - memory.ctypes.data == (0 if hip else 4096)
+    assert device.registered == {memory.ctypes.data}
+    driver.unregister(memory)
+    assert not device.registered
