@@ -7,7 +7,7 @@ JOBS ?= 2
 ADAPTERS := adapters/smollm2-135m-relu.safetensors
 RELU := build/demo/smollm2-135m-relu.gguf
 
-.PHONY: demo build test test-order test-clients test-scale test-triton mutants lint format kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel clean
+.PHONY: demo build test test-deps test-loaded test-order test-clients test-scale test-triton mutants lint format kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel clean
 
 demo: build
 	$(BIN)/hotset run smollm2-135m "What is photosynthesis?" --temp 0 -n 80
@@ -40,14 +40,22 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/.installed
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[dev]"
 	touch $@
 
-# The tests of the server's page run in a Chromium: playwright's own, where the machine has none.
-$(VENV)/.browser: | $(VENV)/.dev
-	PYTHONPATH=tests $(BIN)/python -c 'import browser, sys; sys.exit(browser.find() is None)' \
-	  || $(BIN)/playwright install chromium-headless-shell && touch $@ \
-	  || echo "No Chromium could be fetched: the tests of the page will be skipped."
-
-test: build $(VENV)/.dev $(VENV)/.browser lint kernel-test
+# What tests need beside Python's packages (a browser, a model, a cross compiler) is fetched into this checkout.
+test: build $(VENV)/.dev lint kernel-test
+	$(BIN)/python tests/prepare.py
 	$(BIN)/python -m pytest -n $(JOBS)
+
+# System packages that some tests need, on Debian and its relatives; without them those tests are skipped.
+TEST_PACKAGES := qemu-user
+SUDO := $(if $(filter-out 0,$(shell id -u)),sudo)
+test-deps:
+	$(SUDO) apt-get update -qq
+	$(SUDO) apt-get install -y -qq --no-install-recommends $(TEST_PACKAGES)
+
+# Tests beside busy processes and one that keeps nearly all memory: those that once depended on time, or could,
+# ten times, then the whole suite twice. Hours.
+test-loaded: build $(VENV)/.dev
+	$(BIN)/python tests/loaded.py
 
 # The whole suite in random order, again and again: no test may lean on those that ran before it.
 ORDERS ?= 20
@@ -107,9 +115,11 @@ kernel-test: $(VENV)/.tools
 	build/kernels/plan_test
 	build/kernels/team_test
 
-# The same for AArch64, cross-compiled and run under qemu (Debian: g++-aarch64-linux-gnu, qemu-user).
-test-neon:
-	sh csrc/tests/run_neon.sh
+# The same for AArch64, cross-compiled and run under qemu.
+test-neon: $(VENV)/.dev
+	$(BIN)/python tests/prepare.py
+	PYTHONPATH=tests $(BIN)/python -c 'import cross; print(cross.compiler(), cross.emulator(), sep="\n")' | \
+	  { read -r CXX_AARCH64; read -r QEMU_AARCH64; export CXX_AARCH64 QEMU_AARCH64; sh csrc/tests/run_neon.sh; }
 
 # Under the address and undefined-behaviour sanitizers: kernels, plan and team by themselves, then the tests that run the native
 # plan, in an environment of their own whose extension is instrumented and whose libraries are those of .venv.

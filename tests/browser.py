@@ -1,4 +1,4 @@
-"""A Chromium for the tests of the page: whichever is on this machine, or playwright's own."""
+"""A Chromium for the tests of the page: the machine's own, or one that tests/prepare.py fetched."""
 
 from __future__ import annotations
 
@@ -23,15 +23,33 @@ FLAGS = [
 ]
 
 
+FETCHED = Path(__file__).resolve().parents[1] / "build" / "browser"
+_PLACES = (
+    "playwright/chromium*/*/headless_shell",
+    "playwright/chromium*/*/chrome-headless-shell",
+    "npm/chromium",
+)
+
+
 def find() -> str | None:
-    """Where a Chromium is: HOTSET_CHROMIUM, the path, or where playwright keeps its own."""
+    """Where a Chromium is: HOTSET_CHROMIUM, the path, what was fetched, or where playwright keeps its own."""
     if named := os.environ.get("HOTSET_CHROMIUM"):
         return named
     if found := next((path for name in NAMES if (path := shutil.which(name))), None):
         return found
     kept = Path(os.environ.get("PLAYWRIGHT_BROWSERS_PATH", Path.home() / ".cache" / "ms-playwright"))
     patterns = ("chromium*/*/headless_shell", "chromium*/*/chrome-headless-shell", "chromium*/*/chrome")
-    return next((str(path) for pattern in patterns for path in sorted(kept.glob(pattern))), None)
+    found = [path for pattern in _PLACES for path in sorted(FETCHED.glob(pattern))]
+    found += [path for pattern in patterns for path in sorted(kept.glob(pattern))]
+    return str(found[0]) if found else None
+
+
+def _libraries(path: str) -> dict[str, str | float | bool]:
+    """The environment of a Chromium: npm's finds libraries beside it that this machine may lack."""
+    beside = Path(path).parent / "al2023" / "lib"
+    if not beside.is_dir():
+        return dict(os.environ)
+    return os.environ | {"LD_LIBRARY_PATH": f"{beside}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")}
 
 
 @contextmanager
@@ -42,10 +60,10 @@ def launched() -> Iterator[Any]:
     path = find()
     if path is None:
         pytest.skip(
-            "there is no Chromium on this machine: install one (Debian: chromium), let playwright fetch its "
-            "own (make test tries to), or name it in HOTSET_CHROMIUM"
+            "no Chromium on this machine: `make test` fetches one by playwright or npm; otherwise install "
+            "one (Debian: chromium) or name it in HOTSET_CHROMIUM"
         )
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        browser = playwright.chromium.launch(executable_path=path, args=FLAGS, env=_libraries(path))
         yield browser
         browser.close()

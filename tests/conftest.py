@@ -23,6 +23,7 @@ import random
 import secrets
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,17 @@ def no_unseeded_draws() -> Iterator[None]:
         patch.setattr(os, "urandom", _refused(os.urandom, "os.urandom()"))
         patch.setenv("PYTHONPATH", str(CHILDREN), prepend=os.pathsep)
         yield
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What was skipped, as one list: how many tests, why, and the command that helps where there is one."""
+    reasons: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", ()):
+        reasons[str(report.longrepr[2]).removeprefix("Skipped: ")] += 1
+    if reasons:
+        terminalreporter.section("skipped")
+        for reason, n in reasons.most_common():
+            terminalreporter.write_line(f"{n:5} {reason}")
 
 
 def pytest_collection_finish() -> None:

@@ -24,6 +24,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import published
 import pytest
 from made_once import made_once
 from tiny_gguf import write_llama, write_relu
@@ -31,7 +32,6 @@ from tiny_gguf import write_llama, write_relu
 import hotset
 from hotset import _core
 from hotset.formats.quants import DECODABLE, GGMLType
-from hotset.storage import store
 
 tiny_models = pytest.importorskip("tiny_models")
 
@@ -155,19 +155,17 @@ def real(name: str, folder: Path) -> Path:
                 ranks=(128, 256, 192), type_of=lambda name: T.F32 if "norm" in name else T.Q4_0, seed=7,
             ),
         )  # fmt: skip
-    stored = store.find_local("smollm2-135m")
-    if stored is None:
-        pytest.skip("the published model is not in the store; fetch it with: hotset pull smollm2-135m")
-    if name == "smollm2-135m":
-        return stored.path
+    path = published.model()
+    if name == published.NAME:
+        return path
     from hotset.formats.gguf import open_gguf
     from hotset.training.adapters import Adapters, merge
 
     adapters = Path(__file__).parents[1] / "adapters" / "smollm2-135m-relu.safetensors"
 
-    def make(path: Path) -> None:
-        with open_gguf(stored.path) as gguf:
-            merge(gguf, Adapters.open(adapters), path, T.Q8_0)
+    def make(out: Path) -> None:
+        with open_gguf(path) as gguf:
+            merge(gguf, Adapters.open(adapters), out, T.Q8_0)
 
     return made_once(folder / "smollm2-135m-relu.gguf", make)
 

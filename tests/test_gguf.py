@@ -22,7 +22,6 @@ from hotset.errors import (
 from hotset.formats.gguf import GGUFWriter, ValueType, open_gguf
 from hotset.formats.quants import ENCODABLE, TYPES, GGMLType, dequantize, quantize
 
-SHARED = Path(__file__).parents[2] / "shared"
 RNG = np.random.default_rng(0)
 
 
@@ -273,19 +272,6 @@ def test_nested_arrays_and_odd_booleans(tmp_path: Path) -> None:
         assert [array.tolist() for array in file.metadata["nested"]] == [[1, 2], [1, 2]]
         assert file.metadata["odd"].tolist() == [False, True, True]
         assert file.metadata["odd.scalar"] is True
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the vocabulary file of ../shared/data")
-def test_a_real_vocabulary_file() -> None:
-    with open_gguf(SHARED / "data" / "ggml-vocab-llama.gguf") as file:
-        assert file.architecture == "llama"
-        assert file.metadata["tokenizer.ggml.tokens"][:3] == ["<unk>", "<s>", "</s>"]
-        assert (
-            len(file.metadata["tokenizer.ggml.tokens"])
-            == len(file.metadata["tokenizer.ggml.scores"])
-            == 32000
-        )
-        assert not file.tensors
 
 
 # ---- shards ---------------------------------------------------------------------------------------------

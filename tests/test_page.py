@@ -22,7 +22,7 @@ from hotset.server.app import create_app
 from hotset.server.service import Service
 from hotset.server.settings import ServerSettings
 
-WAIT = 1000 * WATCHDOG  # milliseconds
+WAIT = int(1000 * WATCHDOG)  # milliseconds
 
 
 @pytest.fixture(scope="module")  # no longer: playwright's event loop would stand in the way of others

@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import published
 import pytest
 
 import hotset
 from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import GGMLType
-from hotset.storage import store
 from hotset.training.adapters import Adapters, digest, merge
 
 pytest.importorskip("safetensors")
@@ -36,17 +36,9 @@ test computer models of the tides, and to decide how high the new wall of the ha
 
 
 @pytest.fixture(scope="module")
-def published() -> Path:
-    stored = store.find_local("smollm2-135m")
-    if stored is None:
-        pytest.skip("the published model is not in the store; fetch it with: hotset pull smollm2-135m")
-    return stored.path
-
-
-@pytest.fixture(scope="module")
-def merged(published: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def merged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("relu") / "smollm2-135m-relu.gguf"
-    with open_gguf(published) as gguf:
+    with open_gguf(published.model()) as gguf:
         merge(gguf, Adapters.open(ADAPTERS), path, GGMLType.Q8_0)
     return path
 
@@ -62,13 +54,13 @@ def test_they_are_small_and_say_what_they_are() -> None:
     )
 
 
-def test_they_belong_to_the_published_file(published: Path) -> None:
-    with open_gguf(published) as gguf:
+def test_they_belong_to_the_published_file() -> None:
+    with open_gguf(published.model()) as gguf:
         assert digest(gguf) == Adapters.open(ADAPTERS).model
 
 
-def test_the_merged_model_is_sparse_and_still_a_language_model(published: Path, merged: Path) -> None:
-    with hotset.load(published, n_ctx=128) as model:
+def test_the_merged_model_is_sparse_and_still_a_language_model(merged: Path) -> None:
+    with hotset.load(published.model(), n_ctx=128) as model:
         original = model.perplexity(TEXT, n_ctx=128)
     with hotset.load(merged, n_ctx=128) as model:
         assert model.sparsity.mode == "exact"

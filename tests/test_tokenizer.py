@@ -5,7 +5,6 @@ import json
 import sys
 import threading
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +12,6 @@ import pytest
 from hotset.errors import ContextLengthError, TokenizerError
 from hotset.text.pretokenizers import PRE_TOKENIZERS
 from hotset.text.tokenizer import load_tokenizer
-
-SHARED_VOCABULARY = Path(__file__).parents[2] / "shared" / "data" / "ggml-vocab-llama.gguf"
 
 NASTY = [
     "",
@@ -429,21 +426,6 @@ def test_sentencepiece_without_types_or_with_odd_pieces():
     assert tokenizer.decode(tokenizer.encode("hello 🦙", add_special=False)) == "hello 🦙"
     assert tokenizer.token_bytes(len(odd) - 1) == b"\xff"
 
-
-def test_the_llama_vocabulary_gives_the_ids_that_llama_cpp_gives():
-    if not SHARED_VOCABULARY.exists():
-        pytest.skip("needs ../shared/data/ggml-vocab-llama.gguf")
-    from hotset.formats.gguf import open_gguf
-
-    tokenizer = load_tokenizer(open_gguf(SHARED_VOCABULARY).metadata)
-    # from llama-tokenize
-    assert tokenizer.encode("Hello world!") == [1, 15043, 3186, 29991]
-    assert tokenizer.encode(" <s> 你好", add_special=False) == EXPECTED_LLAMA
-    for text in NASTY:
-        assert tokenizer.decode(tokenizer.encode(text, add_special=False)) == text.replace("▁", " ")
-
-
-EXPECTED_LLAMA = [29871, 529, 29879, 29958, 29871, 30919, 31076]
 
 # --- bytes and streams
 

@@ -1,7 +1,8 @@
 #!/bin/sh
 # Compiles the kernel test for AArch64 and runs it under an emulator, so that the NEON kernels are compared with the
 # reference bit for bit on any Linux machine: once on a processor with the dot product instructions, once on one
-# without, which must choose the reference. Exit status 0 with a line "skipped: ..." where a tool is missing.
+# without, which must choose the reference. CXX_AARCH64 and QEMU_AARCH64 name the compiler (a command, which may have
+# arguments) and the emulator.
 #
 # That takes two minutes of a processor, so build/neon keeps what was made, by a hash of all that it was made of: objects of
 # their sources, flags and compiler, and with --kept what the emulator said of a program that passed, of the program,
@@ -14,9 +15,6 @@ qemu=${QEMU_AARCH64:-qemu-aarch64}
 kept=${HOTSET_NEON_BUILD:-$csrc/../build/neon}
 with_results=no
 [ "${1:-}" = --kept ] && with_results=yes
-
-command -v "$cxx" >/dev/null || { echo "skipped: $cxx is not installed (Debian: g++-aarch64-linux-gnu)"; exit 0; }
-command -v "$qemu" >/dev/null || { echo "skipped: $qemu is not installed (Debian: qemu-user)"; exit 0; }
 
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
@@ -31,7 +29,7 @@ keep() {  # file, name: there whole or not at all
 }
 
 # All headers, whoever includes them: a change of one makes all objects anew.
-headers=$({ "$cxx" --version; find "$csrc" -name '*.h' | LC_ALL=C sort | xargs cat; } | digest)
+headers=$({ $cxx --version; find "$csrc" -name '*.h' | LC_ALL=C sort | xargs cat; } | digest)
 
 compile() {  # name, source, flags
     name=$1 source=$2
@@ -42,15 +40,19 @@ compile() {  # name, source, flags
         touch -c "$kept/$object"
         cp "$kept/$object" "$build/$name.o"
     else
-        "$cxx" "$@" -c "$csrc/$source" -o "$build/$name.o"
+        $cxx "$@" -c "$csrc/$source" -o "$build/$name.o"
         keep "$build/$name.o" "$object"
     fi
 }
-compile neon kernels/isa_neon.cpp -march=armv8.2-a+dotprod+fp16
+case $cxx in
+*zig*) dotprod=-mcpu=generic+v8_2a+dotprod+fullfp16 ;;  # zig has its own names for these
+*) dotprod=-march=armv8.2-a+dotprod+fp16 ;;
+esac
+compile neon kernels/isa_neon.cpp "$dotprod"
 compile scalar kernels/isa_scalar.cpp
 compile select kernels/select.cpp
 compile test tests/kernel_test.cpp
-"$cxx" -static "$build/neon.o" "$build/scalar.o" "$build/select.o" "$build/test.o" -o "$build/kernel_test"
+$cxx -static "$build/neon.o" "$build/scalar.o" "$build/select.o" "$build/test.o" -o "$build/kernel_test"
 
 expect() {  # processor, instruction set that must be compared
     log=passed-$1-$({ echo "$*"; "$qemu" --version; cat "$build/kernel_test" "$csrc/tests/run_neon.sh"; } | digest)

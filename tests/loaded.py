@@ -1,0 +1,97 @@
+"""Runs tests beside other work: none may depend on time, scheduling, free memory or the page cache.
+
+    python tests/loaded.py               # the suspects ten times, then the whole suite twice
+    python tests/loaded.py -n 3 tests/test_runtime.py
+
+Beside the tests run as many busy processes as there are cores, and one that allocates all memory but what
+two workers need and touches it without end, so that the kernel keeps dropping cached pages of files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+HERE = Path(__file__).resolve().parent
+_BLOCK = 64 << 20
+
+# Threads, signals, processes that are killed, sockets, clocks, memory that is measured.
+SUSPECTS = [
+    "test_mapped", "test_runtime", "test_cold", "test_driver", "test_engine", "test_engine_stress",
+    "test_api", "test_batch", "test_chat", "test_convert", "test_quantize", "test_files_written",
+    "test_storage", "test_store", "test_hybrid", "test_stages", "test_server_faults", "test_server_security",
+    "test_server_pace", "test_server_embeddings", "test_server", "test_scale_front", "test_scale_stages",
+    "test_terminal", "test_cli", "test_deployment", "test_train_predictor", "test_bench_gpu",
+]  # fmt: skip
+
+
+def busy() -> None:
+    while True:
+        sum(range(10_000))
+
+
+def hog(free_bytes: int) -> None:
+    """Allocates memory until `free_bytes` are left, follows what others take and free, and touches it."""
+    with contextlib.suppress(OSError):  # the kernel ends this process first if memory runs out
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    blocks: list[np.ndarray] = []
+    while True:
+        available = psutil.virtual_memory().available
+        if available > free_bytes + _BLOCK:
+            blocks.append(np.ones(_BLOCK, np.uint8))
+        elif available < free_bytes - _BLOCK and blocks:
+            blocks.pop()
+        else:
+            for block in blocks:
+                block[::4096] += 1
+            time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def beside(work: Callable[..., None], *arguments: int) -> Iterator[None]:
+    process = multiprocessing.get_context("spawn").Process(target=work, args=arguments, daemon=True)
+    process.start()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-n", "--times", type=int, default=10, help="runs of the tests that are named")
+    parser.add_argument("--whole", type=int, help="runs of the whole suite after them")
+    parser.add_argument("--free", type=float, default=5.0, help="GiB of memory that are left to the tests")
+    parser.add_argument("tests", nargs="*", help="what pytest runs; without it the suspects, then everything")
+    given = parser.parse_args()
+    tests = given.tests or [str(HERE / f"{name}.py") for name in SUSPECTS]
+    whole = given.whole if given.whole is not None else (0 if given.tests else 2)
+    runs = [tests] * given.times + [[str(HERE)]] * whole
+    with contextlib.ExitStack() as stack:
+        for _ in range(os.cpu_count() or 1):
+            stack.enter_context(beside(busy))
+        stack.enter_context(beside(hog, int(given.free * 2**30)))
+        for i, arguments in enumerate(runs, 1):
+            began = time.monotonic()
+            done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-n", "2", *arguments], check=False)
+            seconds = time.monotonic() - began
+            print(f"run {i} of {len(runs)}: exit status {done.returncode}, {seconds:.0f} s", flush=True)
+            if done.returncode != 0:
+                sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
