@@ -118,6 +118,9 @@ def test_text_and_its_token_ids_are_the_same_prompt(model: hotset.Model):
 def test_special_tokens_in_a_prompt_are_plain_text(model: hotset.Model):
     answer = model.generate("</s>", seed=1, max_tokens=1)
     assert answer.prompt_tokens == 5
+    assert model.encode("</s>", parse_special=True) == [BOS, EOS]
+    assert model.encode("<s>a", parse_special=True) == [BOS, ord("a")]
+    assert model.encode("<s>a") == [BOS, *b"<s>a"]
 
 
 def test_greedy_follows_the_logits(model: hotset.Model):

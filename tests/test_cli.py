@@ -184,6 +184,19 @@ def test_run_agrees_with_the_python_api(model: Path) -> None:
     assert answer(model, "Hello", "-n", 7, "-s", 5)["tokens"] == chat.completion.tokens
 
 
+def test_special_tokens_of_a_raw_prompt(model: Path) -> None:
+    import hotset as package
+
+    with package.load(model, backend="reference") as loaded:
+        bos = loaded.tokenizer.piece(loaded.tokenizer.bos_id)
+        plain = len(loaded.encode(f"a{bos}b"))
+        parsed = len(loaded.encode(f"a{bos}b", parse_special=True))
+        assert parsed < plain
+    one = ["--raw", "-n", 1, "--temp", 0]
+    assert answer(model, f"a{bos}b", *one)["prompt_tokens"] == parsed
+    assert answer(model, f"a{bos}b", *one, "--no-parse-special")["prompt_tokens"] == plain
+
+
 def test_the_ways_to_give_a_prompt_are_equal(model: Path, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("the question\n")
     fixed = ["-n", 4, "--temp", 0]

@@ -41,8 +41,15 @@ def test_tokenize_as_llama_server_and_as_vllm(path: Path, model: hotset.Model):
         encode = model.tokenizer.encode
         assert await ids(content=text) == encode(text, add_special=False, parse_special=True)
         assert await ids(content=text, add_special=True, parse_special=False) == encode(text)
-        assert await ids(prompt=text) == encode(text)
-        assert await ids(prompt=text, add_special_tokens=False) == encode(text, add_special=False)
+        assert await ids(prompt=text) == encode(text, parse_special=True)
+        assert await ids(prompt=text, parse_special=False) == encode(text)
+        assert await ids(prompt=text, add_special_tokens=False) == await ids(content=text)
+        # By default the tokens are those that the same prompt has in /v1/completions.
+        for prompt in ("a<|im_start|>b", "<s>he", "<s><s>he"):
+            body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 0, "temperature": 0}
+            echo = (await client.post("/v1/completions", json=body)).json()["choices"][0]
+            asked = await client.post("/tokenize", json={"prompt": prompt, "return_token_strs": True})
+            assert asked.json()["token_strs"] == echo["logprobs"]["tokens"]
         assert await ids(messages=MESSAGES) == model.encode_chat(MESSAGES)
         shorter = await ids(messages=MESSAGES, add_generation_prompt=False)
         assert shorter == model.encode_chat(MESSAGES, add_generation_prompt=False)

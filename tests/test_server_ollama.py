@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-from test_api import BOS, SPECIALS
 from tiny_server import client_of, write_model
 
 import hotset
@@ -177,19 +176,15 @@ def test_results_find_their_calls():
         turns(HELLO, {"role": "assistant", "content": "Well,"})
 
 
-def test_a_prompt_by_the_template_or_raw(model: hotset.Model):
+def test_a_prompt_by_the_template_or_raw():
     def generated(**fields: Any):
-        return generate_request(
-            OllamaGenerateBody.model_validate({"model": "tiny"} | fields), model.tokenizer
-        )
+        return generate_request(OllamaGenerateBody.model_validate({"model": "tiny"} | fields))
 
     asked = generated(prompt="hello", system="be brief")
     assert asked.messages == [{"role": "system", "content": "be brief"}, HELLO]
-    raw = generated(prompt=f"hi{SPECIALS[-1]}", raw=True)
+    raw = generated(prompt="hi<|im_start|>", raw=True)
     assert raw.messages is None
-    special = model.tokenizer.encode(SPECIALS[-1], add_special=False, parse_special=True)
-    assert len(special) == 1
-    assert raw.prompts == [[BOS, *b"hi", *special]]
+    assert (raw.prompts, raw.parse_special) == (["hi<|im_start|>"], True)
     with pytest.raises(HotsetError, match="raw prompt"):
         generated(prompt="hi", raw=True, system="be brief")
 

@@ -173,6 +173,38 @@ def test_prompts_of_every_kind(path: Path, model: hotset.Model):
     run(path, work)
 
 
+def test_special_tokens_of_a_prompt_are_parsed(path: Path, model: hotset.Model):
+    """As llama-server, vLLM and Ollama (raw) do; with parse_special: false they are text."""
+    prompt, rest = "a<|im_start|>b", [ord("a"), 258, ord("b")]
+    ids = {True: [256, *rest], False: [256, *prompt.encode()]}
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        for parses, switch in (
+            (True, {}),
+            (True, {"parse_special": True}),
+            (False, {"parse_special": False}),
+        ):
+            expected = model.generate(ids[parses], **GREEDY).text
+            body = await posted(client, COMPLETIONS, prompt=prompt, **GREEDY, **switch)
+            assert body["choices"][0]["text"] == expected
+            assert body["usage"]["prompt_tokens"] == len(ids[parses])
+            one = {"temperature": 0, "max_tokens": 1, "ignore_eos": True, "echo": True, "logprobs": 0}
+            body = await posted(client, COMPLETIONS, prompt=["x", prompt], **one, **switch)
+            choice = body["choices"][1]
+            assert choice["text"][: len(prompt)] == prompt
+            offsets = choice["logprobs"]["text_offset"]
+            assert offsets == [0, 0, 1, 13, 14] if parses else [0, *range(len(prompt) + 1)]
+        raw = {"model": "tiny", "prompt": prompt, "raw": True, "stream": False}
+        options = {"options": {"temperature": 0, "num_predict": 12}}
+        answer = (await client.post("/api/generate", json=raw | options)).json()
+        assert answer["prompt_eval_count"] == len(ids[True])
+        # A prompt that spells the BOS of the file has it once.
+        body = await posted(client, COMPLETIONS, prompt=f"<s>{prompt}", **GREEDY)
+        assert body["usage"]["prompt_tokens"] == len(ids[True])
+
+    run(path, work)
+
+
 def test_chat_logprobs(path: Path, model: hotset.Model):
     async def work(client: httpx.AsyncClient, service: Service) -> None:
         answer = model.generate(model.encode_chat(MESSAGES), logprobs=3, **GREEDY)

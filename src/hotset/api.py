@@ -181,10 +181,10 @@ class Model:
         how = (self.chat_template, self.tokenizer, self.n_ctx)
         return encoded(*how, checked, add_generation_prompt, tools, **more)
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, *, parse_special: bool = False) -> list[int]:
         """Token ids of a prompt of `generate`. Raises InvalidRequestError, ContextLengthError."""
         if isinstance(prompt, str):
-            return list(self.tokenizer.encode(prompt, most=self.n_ctx))
+            return self.tokenizer.encode_prompt(prompt, parse_special, most=self.n_ctx)
         if isinstance(prompt, Iterator):
             prompt = list(prompt)
         return self.engine.checked(prompt)

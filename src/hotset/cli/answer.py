@@ -21,10 +21,15 @@ def has_template(model: Model) -> bool:
     return isinstance(template, str) and bool(template)
 
 
-def chunks(model: Model, prompt: str | list[dict[str, str]], params: dict[str, Any]) -> Iterator[Chunk]:
-    """The answer piece by piece: to a text as it stands, or to messages through the chat template."""
+def chunks(
+    model: Model, prompt: str | list[dict[str, str]], params: dict[str, Any], *, parse_special: bool = True
+) -> Iterator[Chunk]:
+    """The answer piece by piece: to a text as it stands, or to messages through the chat template.
+
+    parse_special: special tokens spelled in a text are parsed.
+    """
     if isinstance(prompt, str):
-        return model.stream(prompt, **params)
+        return model.stream(model.encode(prompt, parse_special=parse_special), **params)
     return model.chat(prompt, stream=True, **params)
 
 

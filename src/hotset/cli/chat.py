@@ -31,9 +31,12 @@ class _LeaveError(Exception):
 class Chat:
     """A conversation with a model. Without a chat template every line is continued on its own."""
 
-    def __init__(self, model: Model, system: str | None, raw: bool, params: dict[str, Any]) -> None:
+    def __init__(
+        self, model: Model, system: str | None, raw: bool, params: dict[str, Any], parse_special: bool = True
+    ) -> None:
         self.model = model
         self.params = params
+        self.parse_special = parse_special
         self.template = has_template(model) and not raw
         self.system = system
         self.messages: list[dict[str, str]] = []
@@ -110,7 +113,8 @@ class Chat:
         pieces: list[str] = []
         self.last = None
         try:
-            with Answer() as out, closing(chunks(self.model, prompt, self.params)) as stream:  # type: ignore[type-var]
+            answer = chunks(self.model, prompt, self.params, parse_special=self.parse_special)
+            with Answer() as out, closing(answer) as stream:  # type: ignore[type-var]
                 for chunk in stream:
                     self.last = chunk
                     pieces.append(chunk.text)
@@ -205,10 +209,12 @@ def _input(prompt: str) -> str:
     return line.rstrip("\n")
 
 
-def chat(model: Model, *, system: str | None, raw: bool, params: dict[str, Any]) -> None:
+def chat(
+    model: Model, *, system: str | None, raw: bool, params: dict[str, Any], parse_special: bool = True
+) -> None:
     """Chats until /exit or Ctrl-D."""
     with suppress(ImportError):
         import readline  # noqa: F401  # input() then edits lines and remembers them
     if system and (raw or not has_template(model)):
         raise typer.BadParameter("it needs a chat template.", param_hint="--system")
-    Chat(model, system, raw, params).loop()
+    Chat(model, system, raw, params, parse_special).loop()

@@ -129,6 +129,14 @@ File = Annotated[
 ]
 System = Annotated[str | None, _option("--system -sys", "System message of the chat template.", _TEXT)]
 Raw = Annotated[bool, _option("--raw", "Continue the prompt as it stands, without a chat template.", _TEXT)]
+ParseSpecial = Annotated[
+    bool,
+    _option(
+        "--parse-special/--no-parse-special",
+        "Without a chat template: special tokens spelled in the prompt.",
+        _TEXT,
+    ),
+]
 JsonAnswer = Annotated[bool, _option("--json", "Print one JSON object: text, tokens, speeds.", _TEXT)]
 
 Stats = Annotated[bool, _option("--stats", "At the end, what each layer computed and touched.", _TEXT)]

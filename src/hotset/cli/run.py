@@ -51,6 +51,7 @@ def run(
     file: options.File = None,
     system: options.System = None,
     raw: options.Raw = False,
+    parse_special: options.ParseSpecial = True,
     json: options.JsonAnswer = False,
     stats: options.Stats = False,
     ctx_size: options.ContextSize = None,
@@ -75,9 +76,11 @@ def run(
         if text is None:
             from hotset.cli.chat import chat
 
-            chat(loaded, system=system, raw=raw, params=params)
+            chat(loaded, system=system, raw=raw, params=params, parse_special=parse_special)
         else:
-            _answer(loaded, _messages(loaded, system, text, raw), params, json, stats)
+            _answer(
+                loaded, _messages(loaded, system, text, raw), params, json, stats, parse_special=parse_special
+            )
 
 
 def _arguments(
@@ -211,13 +214,15 @@ def _answer(
     params: dict[str, Any],
     as_json: bool,
     with_stats: bool,
+    *,
+    parse_special: bool,
 ) -> None:
     pieces: list[str] = []
     tokens: list[int] = []
     last: Chunk | None = None
     interrupted = False
     try:
-        with Answer() as out, closing(chunks(model, prompt, params)) as stream:  # type: ignore[type-var]
+        with Answer() as out, closing(chunks(model, prompt, params, parse_special=parse_special)) as stream:  # type: ignore[type-var]
             for last in stream:
                 pieces.append(last.text)
                 tokens += last.tokens
@@ -228,7 +233,7 @@ def _answer(
     if as_json and last is not None and not interrupted:
         result = _result(model, "".join(pieces), tokens, last)
         if with_stats:
-            stats = _with_quality(model, last.answer_stats, prompt, tokens)
+            stats = _with_quality(model, last.answer_stats, prompt, tokens, parse_special)
             result["stats"] = stats.as_dict() if stats else None
         print_json(result)
     elif last is not None:
@@ -241,7 +246,7 @@ def _answer(
 
             say(f"[{experts_line(counts)}]", dim=True)
         if with_stats and not interrupted:
-            stats = _with_quality(model, last.answer_stats, prompt, tokens)
+            stats = _with_quality(model, last.answer_stats, prompt, tokens, parse_special)
             print_stats(stats, model.decided.channels)
             if facts := _disk(model, last.timings):
                 from hotset.report.disk import disk_line
@@ -323,10 +328,17 @@ def _disk(model: Model, timings: Timings) -> dict[str, Any]:
 
 
 def _with_quality(
-    model: Model, stats: StatsSummary | None, prompt: str | list[dict[str, str]], tokens: list[int]
+    model: Model,
+    stats: StatsSummary | None,
+    prompt: str | list[dict[str, str]],
+    tokens: list[int],
+    parse_special: bool,
 ) -> StatsSummary | None:
     """The statistics with the predictor's recall and precision, over the beginning of the conversation."""
     if stats is None or model.sparsity.mode != "predicted" or model.stored is not None:
         return stats  # values inside an FFN are not to be had under a budget of memory
-    ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else model.encode_chat(prompt)
+    if isinstance(prompt, str):
+        ids = model.encode(prompt, parse_special=parse_special)
+    else:
+        ids = model.encode_chat(prompt)
     return stats.with_quality(model.measure_predictor([*ids, *tokens][:_QUALITY_TOKENS]))

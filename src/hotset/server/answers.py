@@ -42,7 +42,8 @@ class AnswerRequest:
     messages: as OpenAI's clients write them. tools: their JSON schemas, in OpenAI's shape; tool_choice:
     "none", "auto", "required", or the name of a function in {"name": ...}; parallel_tool_calls: False ends an
     answer with its first call. template: further variables of the chat template. prompts: texts or token
-    ids. n: answers to each. params: how tokens are chosen; the i-th of n answers has the seed + i.
+    ids. parse_special: special tokens spelled in a text of these are parsed.
+    n: answers to each. params: how tokens are chosen; the i-th of n answers has the seed + i.
     prompt_logprobs: None, or how many of the likeliest tokens are wanted beside each token of the prompt.
     generates: False for the prompt's logprobs alone.
     stream: whether deltas are wanted as they come; without it they come with the end.
@@ -52,6 +53,7 @@ class AnswerRequest:
 
     messages: Sequence[Mapping[str, Any]] | None = None
     prompts: Sequence[str | Sequence[int]] = ()
+    parse_special: bool = True
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str | Mapping[str, str] = "auto"
     parallel_tool_calls: bool = True

@@ -204,24 +204,16 @@ def chat_request(body: OllamaChatBody) -> AnswerRequest:
     )
 
 
-def generate_request(body: OllamaGenerateBody, tokenizer: Tokenizer) -> AnswerRequest:
-    """Raises InvalidRequestError for what is wrong with it. tokenizer: of the model."""
+def generate_request(body: OllamaGenerateBody) -> AnswerRequest:
+    """Raises InvalidRequestError for what is wrong with it."""
     request = partial(AnswerRequest, params=_params(body), stream=body.streams)
     prompt = body.prompt or ""
     if body.raw:
         if body.system:
             raise RequestError("a raw prompt is taken as it stands, without a system message", param="system")
-        return request(prompts=[_raw_tokens(prompt, tokenizer)])
+        return request(prompts=[prompt])  # with the special tokens of a template that the client rendered
     system = [{"role": "system", "content": body.system}] if body.system else []
     return request(messages=[*system, {"role": "user", "content": prompt}], template=_template(body))
-
-
-def _raw_tokens(prompt: str, tokenizer: Tokenizer) -> list[int]:
-    """A raw prompt comes with the special tokens of a template that the client rendered."""
-    tokens = list(tokenizer.encode(prompt, add_special=False, parse_special=True))
-    if tokenizer.add_bos and tokenizer.bos_id is not None and tokens[:1] != [tokenizer.bos_id]:
-        tokens.insert(0, tokenizer.bos_id)
-    return tokens
 
 
 def conversation(messages: Sequence[OllamaMessage]) -> list[Turn]:
@@ -414,7 +406,7 @@ async def generate(body: OllamaGenerateBody, http: Request) -> Response:
     service = _named(http, body.model)
     if not body.prompt:
         return _loaded(body, chat=False)
-    request = generate_request(body, service.model.tokenizer)
+    request = generate_request(body)
     return await _answered(http, body, request, service, chat=False)
 
 

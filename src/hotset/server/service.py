@@ -241,7 +241,7 @@ def _prepared(model: Model, request: AnswerRequest, seconds: float | None) -> li
     if request.messages is not None:
         prompts = [model.encode_chat(request.messages, output.tools, variables=request.template)]
     else:
-        prompts = [model.encode(prompt) for prompt in request.prompts]
+        prompts = [model.encode(prompt, parse_special=request.parse_special) for prompt in request.prompts]
     prepared = [_prepared_prompt(model, request, output, prompt) for prompt in prompts]
     deadline = math.inf if seconds is None else time.perf_counter() + seconds
     for prompt in prepared:

@@ -17,7 +17,8 @@ router = APIRouter()
 
 
 class TokenizeBody(Body):
-    """content is llama-server's, prompt and messages are vLLM's."""
+    """content is llama-server's, prompt and messages are vLLM's. Special tokens spelled in a text are parsed,
+    as in a prompt of /v1/completions, unless parse_special is false."""
 
     model: str | None = None
     content: str | None = None
@@ -40,13 +41,13 @@ class TokenizeBody(Body):
                 add_generation_prompt=self.add_generation_prompt is not False,
                 variables=self.chat_template_kwargs,
             )
+        text, adds = self.content or "", bool(self.add_special)
         if self.prompt is not None:
-            return model.tokenizer.encode(self.prompt, add_special=self.add_special_tokens is not False)
-        return model.tokenizer.encode(
-            self.content or "",
-            add_special=bool(self.add_special),
-            parse_special=self.parse_special is not False,
-        )
+            text, adds = self.prompt, self.add_special_tokens is not False
+        parses = self.parse_special is not False
+        if adds:
+            return model.tokenizer.encode_prompt(text, parses)
+        return model.tokenizer.encode(text, add_special=False, parse_special=parses)
 
     def check(self) -> None:
         given = [name for name in ("content", "prompt", "messages") if getattr(self, name) is not None]

@@ -127,6 +127,19 @@ class Tokenizer:
             ids.append(self.eos_id)
         return ids
 
+    def encode_prompt(self, text: str, parse_special: bool, *, most: int | None = None) -> list[int]:
+        """The ids of a text that a model continues as it stands, with BOS and EOS as the file says.
+
+        parse_special: special tokens spelled in it become their ids, and a BOS that it begins with is the
+            only one. False takes them as plain text, which is what a text of unknown origin needs.
+        most: as of `encode`.
+        """
+        ids = self.encode(text, parse_special=parse_special, most=most)
+        first = self.text_bos_id
+        if parse_special and first is not None and ids[:2] == [first, first]:
+            del ids[0]
+        return ids
+
     def fewest_tokens(self, text: str) -> int:
         """A number of tokens that `text` has at least: its bytes over those of the longest token.
 

@@ -33,6 +33,7 @@ class CompletionBody(SamplingFields):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: int | None = None
     suffix: str | None = None
+    parse_special: bool | None = None
 
     def prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str):
@@ -60,6 +61,7 @@ class CompletionBody(SamplingFields):
         default = _DEFAULT_TOKENS if sampling.max_tokens is sampling.n_predict is None else None
         return AnswerRequest(
             prompts=self.prompts(),
+            parse_special=self.parse_special is not False,
             n=self.n or 1,
             params=sampling.sampling(logprobs=self.logprobs, max_tokens=default),
             prompt_logprobs=self.logprobs if self.echo else None,
@@ -95,8 +97,9 @@ class _Reply:
     def __init__(self, model: str, tokenizer: Tokenizer, body: CompletionBody) -> None:
         self.id = f"cmpl-{uuid.uuid4().hex}"
         self._model, self._tokenizer, self._body = model, tokenizer, body
-        # By choice: characters of prompt and answer so far, and what counts those of tokens.
+        # By choice: characters and tokens of prompt and answer so far, and what counts characters of tokens.
         self._offsets: dict[int, int] = {}
+        self._positions: dict[int, int] = {}
         self._decoders: dict[int, StreamDecoder] = {}
 
     def body(self, answer: Answer, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -164,18 +167,33 @@ class _Reply:
         """Lists of one entry per token; the first token of a prompt has no score."""
         if index not in self._offsets:
             self._offsets[index] = 0 if self._body.echo else len(self._prompt_text(answer, index))
+            self._positions[index] = 0 if self._body.echo else len(answer.prompt_of(index).tokens)
             self._decoders[index] = self._tokenizer.stream()
-        offsets, by_ids = [], not isinstance(answer.request.prompts[index // answer.request.n], str)
+        offsets = []
         for token in piece.tokens:
             offsets.append(self._offsets[index])
-            if by_ids or not self._tokenizer.is_special(token):  # else the text does not show it
+            if self._is_in_text(answer, index, token):
                 self._offsets[index] += len(self._decoders[index].push(token))
+            self._positions[index] += 1
         return {
             "tokens": [self._spelled(token) for token in piece.tokens],
             "token_logprobs": [one and logprob_of(one.logprob) for one in piece.logprobs],
             "top_logprobs": [one and self._top(one) for one in piece.logprobs],
             "text_offset": offsets,
         }
+
+    def _is_in_text(self, answer: Answer, index: int, token: int) -> bool:
+        """Whether the text spells the token at this position. Of special tokens it spells those of a prompt,
+        except the BOS and EOS that were added to it, and none of an answer."""
+        if not self._tokenizer.is_special(token):
+            return True
+        request, tokens, at = answer.request, answer.prompt_of(index).tokens, self._positions[index]
+        given = request.prompts[index // request.n]
+        if at >= len(tokens) or not isinstance(given, str):
+            return at < len(tokens)
+        if at == 0:
+            return request.parse_special and given.startswith(self._tokenizer.piece(token))
+        return not (at == len(tokens) - 1 and self._tokenizer.add_eos)
 
     def _top(self, one: TokenLogprobs) -> dict[str, float]:
         """The likeliest tokens, and the one that is there."""
