@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from tiny_server import write_model
 
 import hotset
 from hotset.reporter import Reporter
+from hotset.server import batch as batch_module
 from hotset.server.batch import Batch
 from hotset.server.service import Service
 from hotset.server.settings import ServerSettings
@@ -58,13 +60,16 @@ class Heard(Reporter):
         self.steps.append((done, total))
 
 
-def run(path: Path, requests: Path, answers: Path, progress: Reporter | None = None) -> Batch:
-    batch = Batch(requests, answers, 64)
+def service(path: Path) -> Service:
     settings = ServerSettings(max_queue=1 << 20)
-    service = Service(
+    return Service(
         lambda: hotset.load(path, backend="cpu", n_threads=1, max_sequences=3), settings, name="tiny"
     )
-    asyncio.run(batch.run(service, progress or Reporter()))
+
+
+def run(path: Path, requests: Path, answers: Path, progress: Reporter | None = None) -> Batch:
+    with Batch(requests, answers, 64) as batch:
+        asyncio.run(batch.run(service(path), progress or Reporter()))
     return batch
 
 
@@ -130,44 +135,180 @@ def test_it_goes_on_where_it_was(path: Path, tmp_path: Path):
     starts = [0] + [i + 1 for i, byte in enumerate(text) if byte == 10]
     for end in (starts[4], starts[4] + 7, starts[5] - 1, 3, 0):  # between two lines, and in the midst of one
         out.write_bytes(text[:end])
-        batch = Batch(requests, out, 64)
-        assert batch.n_done == sum(start <= end for start in starts[1:])
+        with Batch(requests, out, 64) as batch:
+            assert batch.n_done == sum(start <= end for start in starts[1:])
+            n_done = batch.n_done
         run(path, requests, out)
         again = read(out)
         assert {name: text_of(line) for name, line in again.items()} == {
             name: text_of(line) for name, line in whole.items()
         }
-        assert out.read_bytes()[: starts[batch.n_done]] == text[: starts[batch.n_done]]
-    done = Batch(requests, out, 64)
-    assert (done.n_left, done.n_done) == (0, 9)
+        assert out.read_bytes()[: starts[n_done]] == text[: starts[n_done]]
+    with Batch(requests, out, 64) as done:
+        assert (done.n_left, done.n_done) == (0, 9)
 
 
-@pytest.mark.parametrize(
-    ("line", "sentence"),
-    [
-        ("{", "line 2, is not JSON"),
-        ("[]", "is no request"),
-        ('{"custom_id": "a"}', "is no request"),
-        ('{"url": "/v1/completions", "body": {}}', "has no custom_id"),
-        ('{"custom_id": 3, "url": "/v1/completions", "body": {}}', "has no custom_id"),
-        ('{"custom_id": "a", "url": "/v1/messages", "body": {}}', "/v1/messages"),
-        ('{"custom_id": "a", "method": "GET", "url": "/v1/completions", "body": {}}', "GET"),
-        ('{"custom_id": "request-0", "url": "/v1/completions", "body": {}}', "a line before it"),
-        ('{"custom_id": "a", "body": ' + "[" * 100, "nested"),
-    ],
-)
-def test_what_is_no_request_is_told_before_anything_runs(tmp_path: Path, line: str, sentence: str):
-    requests = tmp_path / "in.jsonl"
-    requests.write_text(json.dumps(chat(0)) + "\n" + line + "\n")
-    with pytest.raises(hotset.InvalidRequestError, match=sentence):
-        Batch(requests, tmp_path / "out.jsonl", 64)
+BODY = '{"messages": [{"role": "user", "content": "number 9"}], "max_tokens": 2, "seed": %s}'
+# Lines that are not requests: what they hold, the code of their record, and what its message says.
+BAD: dict[str, tuple[bytes, str, str]] = {
+    "a bracket": (b"{", "invalid_json_line", "is not JSON"),
+    "a list": (b"[]", "invalid_request", "is no request"),
+    "a number": (b"3", "invalid_request", "is no request"),
+    "null": (b"null", "invalid_request", "is no request"),
+    "no body": (b'{"custom_id": "a"}', "invalid_request", "is no request"),
+    "a body that is a list": (b'{"custom_id": "a", "body": []}', "invalid_request", "is no request"),
+    "no custom_id": (b'{"url": "/v1/completions", "body": {}}', "invalid_request", "no custom_id"),
+    "a custom_id that is a number": (
+        b'{"custom_id": 3, "url": "/v1/completions", "body": {}}',
+        "invalid_request",
+        "no custom_id",
+    ),
+    "another url": (
+        b'{"custom_id": "a", "url": "/v1/messages", "body": {}}',
+        "invalid_request",
+        "/v1/messages",
+    ),
+    "a url that is a list": (b'{"custom_id": "a", "url": [], "body": {}}', "invalid_request", r"\[\]"),
+    "another method": (
+        b'{"custom_id": "a", "method": "GET", "url": "/v1/completions", "body": {}}',
+        "invalid_request",
+        "GET",
+    ),
+    "a custom_id twice": (
+        b'{"custom_id": "request-0", "url": "/v1/completions", "body": {}}',
+        "duplicate_custom_id",
+        "the custom_id of line 1",
+    ),
+    "deep nesting": (b'{"custom_id": "a", "body": ' + b"[" * 100_000, "invalid_json_line", "nested"),
+    "deep nesting that is closed": (
+        b'{"custom_id": "a", "body": ' + b"[" * 1000 + b"]" * 1000 + b"}",
+        "invalid_json_line",
+        "nested",
+    ),
+    "Latin-1": (json.dumps(chat(7)).encode()[:-1] + b', "x": "\xe9"}', "invalid_json_line", "not JSON"),
+    "UTF-16": (json.dumps(chat(7)).encode("utf-16-le"), "invalid_json_line", "not JSON"),
+    "a surrogate in UTF-8": (
+        json.dumps(chat(7)).encode()[:-1] + b', "x": "\xed\xa0\x80"}',
+        "invalid_json_line",
+        "not JSON",
+    ),
+    "two values": (b"{} {}", "invalid_json_line", "not JSON"),
+    "a mark in the middle": (b"\xef\xbb\xbf" + json.dumps(chat(7)).encode(), "invalid_json_line", "not JSON"),
+    "a number of many digits": (
+        (json.dumps(chat(7))[:-1] + f', "x": {"9" * 5000}}}').encode(),
+        "invalid_json_line",
+        "not JSON",
+    ),
+} | {
+    number: (
+        f'{{"custom_id": "a", "url": "{URL}", "body": {BODY % number}}}'.encode(),
+        "invalid_json_line",
+        number,
+    )
+    for number in ("NaN", "Infinity", "-Infinity", "1e999", "-1e999")
+}  # fmt: skip
+
+
+def test_a_line_that_is_no_request_is_one_error_record(path: Path, tmp_path: Path):
+    """And the requests beside it are answered, also where the run goes on later."""
+    requests, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        json.dumps(chat(0)).encode(),
+        *(line for line, _, _ in BAD.values()),
+        json.dumps(chat(1)).encode(),
+    ]
+    requests.write_bytes(b"\n".join(lines))
+    batch = run(path, requests, out)
+    assert (batch.n_done, batch.n_failed, batch.n_left) == (len(lines), len(BAD), 0)
+    records = [json.loads(line) for line in out.read_bytes().splitlines()]
+    assert len(records) == len(lines)
+    for number, (what, (_, code, message)) in enumerate(BAD.items(), 2):
+        [record] = [one for one in records if one["error"] and one["error"]["line"] == number]
+        assert record["response"] is None, what
+        assert record["error"]["code"] == code, what
+        assert re.search(message, record["error"]["message"]), (what, record)
+        has_own = b'"custom_id": "a"' in lines[number - 1] and code == "invalid_request"
+        assert record["custom_id"] == ("a" if has_own else None), what
+    answered = {one["custom_id"]: one["response"]["status_code"] for one in records if not one["error"]}
+    assert answered == {"request-0": 200, "request-1": 200}
+    whole = out.read_bytes()
+    for keep in (0, 1, 5, len(records) - 1):
+        out.write_bytes(b"".join(whole.splitlines(keepends=True)[:keep]) + b'{"id":"batch_r')
+        again = run(path, requests, out)
+        assert (again.n_done, again.n_failed) == (len(lines), len(BAD))
+        found = [json.loads(line) for line in out.read_bytes().splitlines()]
+        assert len(found) == len(lines)
+        assert {one["error"]["line"] for one in found if one["error"]} == set(range(2, len(lines)))
+
+
+def test_blank_lines_line_ends_and_a_mark_are_no_errors(path: Path, tmp_path: Path):
+    requests, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    first, second = (json.dumps(chat(i, max_tokens=2)).encode() for i in range(2))
+    requests.write_bytes(b"\xef\xbb\xbf" + first + b"\r\n\r\n \t\n\n" + second + b"\r\n")
+    batch = run(path, requests, out)
+    assert (batch.n_done, batch.n_failed) == (2, 0)
+    assert read(out).keys() == {"request-0", "request-1"}
+
+
+def test_a_line_that_is_too_long_is_one_error_record(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(batch_module, "MAX_LINE_BYTES", 4000)
+    requests, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [json.dumps(chat(i, max_tokens=2)) for i in range(2)]
+    fits = lines[1].ljust(3999)  # and its end
+    requests.write_text("\n".join([lines[0], "x" * 3_000_000, "y" * 4000, fits, "z" * 5000]))
+    assert run(path, requests, out).n_failed == 3
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [one["error"]["line"] for one in records if one["error"]] == [2, 3, 5]
+    assert {one["custom_id"] for one in records if not one["error"]} == {"request-0", "request-1"}
+
+
+@pytest.mark.parametrize("line", [line for line, code, _ in BAD.values() if code != "duplicate_custom_id"])
+def test_a_file_without_a_request_is_refused_and_nothing_is_written(tmp_path: Path, line: bytes):
+    requests, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    requests.write_bytes(b"\n" + line + b"\nx\n")
+    with pytest.raises(hotset.InvalidRequestError, match="has no request: line 2 cannot be used"):
+        Batch(requests, out, 64)
+    assert not out.exists()
+
+
+def test_a_custom_id_comes_back_as_it_was(path: Path, tmp_path: Path):
+    """Lone surrogates too, which UTF-8 does not have; what is done is found again."""
+    names = ["\ud800", "?", "a\udfffb", "\x00", "\u2028", "\U0001f600", "é", '"\\', " "]
+    lines = [chat(i, max_tokens=1) | {"custom_id": name} for i, name in enumerate(names)]
+    requests, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    assert run(path, requests, out).n_done == len(names)
+    text = out.read_bytes()
+    answers = [json.loads(line) for line in text.splitlines()]  # of bytes: U+2028 ends no line of JSON
+    assert sorted(one["custom_id"] for one in answers) == sorted(names)
+    with Batch(requests, out, 64) as done:
+        assert (done.n_done, done.n_left) == (len(names), 0)
+    assert out.read_bytes() == text
+
+
+def test_a_body_arrives_as_it_was_written():
+    """A lone surrogate is the server's to judge, not to be replaced on the way."""
+    body = {"input": "a\ud800é\u2028", "n": 1.5}
+    arrived: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        arrived.append((await receive())["body"])
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    line, status = asyncio.run(batch_module.answer_line(app, "1", URL, body))  # type: ignore[arg-type]
+    assert (json.loads(arrived[0]), json.loads(line)["response"]["body"], status) == (body, {}, 200)
 
 
 def test_answers_of_other_requests_are_left_alone(tmp_path: Path):
     requests, out = write(tmp_path / "in.jsonl", [chat(0)]), tmp_path / "out.jsonl"
     other = json.dumps({"custom_id": "other", "response": {"status_code": 200}}) + "\n"
     mine = json.dumps({"custom_id": "request-0", "response": {"status_code": 200}}) + "\n"
-    for text in (other, "not json\n", '{"custom_id": []}\n', mine + mine):
+    record = {"custom_id": None, "response": None, "error": {"code": "x", "message": "", "line": 1}}
+    hashless = json.dumps({"custom_id": [], "response": {"status_code": 200}}) + "\n"
+    foreign = ("not json\n", '{"custom_id": []}\n', "notes without an end", mine + "notes")
+    for text in (other, *foreign, mine + mine, hashless, json.dumps(record) + "\n", "null\n", "[]\n"):
         out.write_text(text)
         with pytest.raises(hotset.InvalidRequestError, match="answers no request"):
             Batch(requests, out, 64)
@@ -222,6 +363,83 @@ def test_a_killed_run_loses_and_doubles_no_line(path: Path, tmp_path: Path):
     assert again.returncode == 0
     assert "Fetching" not in again.stderr
     assert read(out) == answers
+
+
+def test_a_second_run_changes_nothing_that_the_first_writes(path: Path, tmp_path: Path):
+    """Not even a line of which the first has written a half: it has no lock, so it is not torn."""
+    pytest.importorskip("fcntl")
+    requests, out = write(tmp_path / "in.jsonl", [chat(0), chat(1)]), tmp_path / "out.jsonl"
+    with Batch(requests, out, 64):
+        half = b'{"id":"batch_req_1","custom_id":"requ'
+        with out.open("ab") as file:
+            file.write(half)
+        with pytest.raises(hotset.InvalidRequestError, match="another process is writing"):
+            Batch(requests, out, 64)
+        assert out.read_bytes() == half
+    assert run(path, requests, out).n_done == 2
+
+
+def test_requests_that_change_meanwhile_are_an_error_and_no_answer_is_lost(path: Path, tmp_path: Path):
+    requests, out = write(tmp_path / "in.jsonl", [chat(0), chat(1)]), tmp_path / "out.jsonl"
+    text = requests.read_text()
+    with Batch(requests, out, 64) as batch:
+        requests.write_text(text.replace("request-1", "request-2"))
+        with pytest.raises(hotset.InvalidRequestError, match="was changed while it was in use"):
+            asyncio.run(batch.run(service(path), Reporter()))
+    requests.write_text(text)
+    assert run(path, requests, out).n_done == 2
+
+
+def test_an_application_that_fails_is_an_answer(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of a request that meets a fault of the server, 500; the others are answered."""
+    ask = Service.ask
+
+    async def failing(self: Service, request: Any, *more: Any, **named: Any) -> Any:
+        if "number 1" in str(request):
+            raise KeyError("unforeseen")
+        return await ask(self, request, *more, **named)
+
+    monkeypatch.setattr(Service, "ask", failing)
+    lines = [chat(i, max_tokens=1) for i in range(3)]
+    run(path, write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
+    status = {name: one["response"]["status_code"] for name, one in read(tmp_path / "out.jsonl").items()}
+    assert status == {"request-0": 200, "request-1": 500, "request-2": 200}
+
+
+FULL = """
+import resource, sys
+from hotset.cli.main import main
+# As a full disk does: a write takes a part of a line, and the next one nothing.
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)), resource.RLIM_INFINITY))
+sys.exit(main())
+"""
+
+
+def test_a_full_disk_is_one_sentence_and_what_was_written_is_kept(path: Path, tmp_path: Path):
+    pytest.importorskip("resource")
+    n = 12
+    lines = [chat(i) for i in range(n)]
+    lines.insert(3, {"custom_id": "odd"})
+    requests, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    arguments = ["batch", str(requests), "-o", str(out), "-m", str(path), "-t", "1", "-np", "2"]
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, "3000", *arguments], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "ExceptionGroup" not in done.stderr
+    [sentence] = [line for line in done.stderr.splitlines() if "cannot be written" in line]
+    assert str(out) in sentence
+    assert "the same command goes on" in " ".join(done.stderr.split())
+    kept = out.read_bytes()
+    assert 0 < len(kept) <= 3000
+    n_kept = len(kept.splitlines())
+    assert kept.endswith(b"\n")
+    assert f"has {n_kept} of {n + 1} answers" in " ".join(done.stderr.split())
+    batch = run(path, requests, out)
+    assert (batch.n_done, batch.n_failed) == (n + 1, 1)
+    assert out.read_bytes().startswith(kept)
+    assert read(out).keys() == {"odd", *(f"request-{i}" for i in range(n))}
 
 
 def test_two_runs_do_not_write_the_same_answers(path: Path, tmp_path: Path):

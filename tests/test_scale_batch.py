@@ -5,6 +5,7 @@ Who answers is a stand-in; Ray's part stands in tests/scale/.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,10 +111,66 @@ def test_parts_of_other_requests_and_of_another_process(cluster: Cluster, tmp_pa
         run(requests, answers)
 
 
+def test_lines_that_are_no_requests_have_error_records_in_their_place(cluster: Cluster, tmp_path: Path):
+    requests, answers = write(tmp_path / "in.jsonl", 70), tmp_path / "out.jsonl"
+    lines = requests.read_bytes().split(b"\n")
+    odd = {1: b'{"custom_id": "a"}', 34: b"{", 50: lines[0], 73: lines[0].replace(b'"a"', b"NaN")}
+    for number, line in odd.items():
+        lines.insert(number - 1, line)
+    lines[10:10] = [b"", b" \r"]
+    requests.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(lines))
+    cluster.dies_after = 1
+    with pytest.raises(KilledError):
+        run(requests, answers)
+    cluster.dies_after = 99
+    told: list[tuple[int, int]] = []
+
+    class Heard(Reporter):
+        def advance(self, label: str, done: int, total: int) -> None:
+            told.append((done, total))
+
+    n = 70 + len(odd)
+    assert run(requests, answers, Heard()) == (n, 1 + len(odd))
+    assert told[-1] == (n, n)
+    found = [json.loads(line) for line in answers.read_bytes().splitlines()]
+    assert [one["error"]["line"] for one in found if one.get("error")] == [1, 36, 52, 75]
+    places = {i + 1 for i, one in enumerate(found) if one.get("error")}
+    assert places == set(odd)
+    codes = [one["error"]["code"] for one in found if one.get("error")]
+    assert codes == ["invalid_request", "invalid_json_line", "duplicate_custom_id", "invalid_json_line"]
+    assert [one["custom_id"] for one in found if not one.get("error")] == [f"r{i}" for i in range(70)]
+
+
+def test_a_custom_id_comes_back_as_it_was(cluster: Cluster, tmp_path: Path):
+    requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    names = ["\ud800", "?", "\u2028", "\x0b"]
+    lines = [{"custom_id": name, "url": "/v1/completions", "body": {}} for name in names]
+    requests.write_text("\n".join(map(json.dumps, lines)))
+    assert run(requests, answers) == (4, 0)
+    found = [json.loads(line) for line in answers.read_bytes().splitlines()]
+    assert [one["custom_id"] for one in found] == names
+
+
+def test_a_worker_answers_what_the_driver_has_checked(monkeypatch: pytest.MonkeyPatch):
+    """The lines of a shard as they travel, in the same order."""
+
+    async def answered(app: Any, custom_id: str, url: str, body: Any) -> tuple[bytes, int]:
+        return json.dumps([custom_id, url, body]).encode() + b"\n", 200
+
+    monkeypatch.setattr(batch, "answer_line", answered)
+    worker = object.__new__(batch.Answerer)
+    worker._app, worker._n_ahead = None, 2  # type: ignore[assignment]
+    lines = [{"custom_id": f"\ud800{i}", "url": "u", "body": {"i": i}} for i in range(5)]
+    found = asyncio.run(worker._all([json.dumps(line).encode() for line in lines]))
+    assert [json.loads(line) for line in found.splitlines()] == [
+        [line["custom_id"], "u", line["body"]] for line in lines
+    ]
+
+
 def test_requests_that_are_none_are_told_of_before_anything_is_asked(cluster: Cluster, tmp_path: Path):
     requests = tmp_path / "in.jsonl"
     requests.write_text('{"custom_id": "a"}\n')
-    with pytest.raises(InvalidRequestError, match="line 1, is no request"):
+    with pytest.raises(InvalidRequestError, match="has no request: line 1 cannot be used"):
         run(requests, tmp_path / "out.jsonl")
     assert cluster.asked == []
     assert [one.name for one in tmp_path.iterdir()] == ["in.jsonl"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import DownloadBar, StepBar, say, tell_choice, tell_memory
+from hotset.cli.console import DownloadBar, StepBar, say, tell_choice, tell_memory, warn
 from hotset.cli.serve import check_installed, model_name
 from hotset.storage import catalogue, resolve
 
@@ -67,25 +67,31 @@ def batch(
     from hotset.server.settings import ServerSettings
 
     server = ServerSettings(max_queue=_UNBOUNDED)
-    work = Batch(requests, output, server.max_nesting)
-    if work.n_done:
-        say(f"{output} has {work.n_done} of {len(work.requests)} answers")
-    if work.n_left:
-        with DownloadBar() as bar:
-            path = resolve(model or catalogue.DEFAULT, progress=bar)
-        names = (*(alias or ()), model_name(path))
+    with Batch(requests, output, server.max_nesting) as work:
+        if work.file.rejected:
+            first = next(iter(work.file.rejected.values()))
+            warn(
+                f"{len(work.file.rejected)} of {len(work.file)} lines of {requests} have an error record in "
+                f"{output} instead of an answer; line {first.number}: {first.message}"
+            )
+        if work.n_done:
+            say(f"{output} has {work.n_done} of {len(work.file)} answers")
+        if work.n_left:
+            with DownloadBar() as bar:
+                path = resolve(model or catalogue.DEFAULT, progress=bar)
+            names = (*(alias or ()), model_name(path))
 
-        def load() -> Model:
-            loaded = hotset.load(path, settings, progress=bar)
-            tell_choice(loaded)
-            tell_memory(loaded)
-            return loaded
+            def load() -> Model:
+                loaded = hotset.load(path, settings, progress=bar)
+                tell_choice(loaded)
+                tell_memory(loaded)
+                return loaded
 
-        with StepBar() as steps:
-            asyncio.run(work.run(Service(load, server, name=names[0], aliases=names[1:]), steps))
-    _say_done(output, len(work.requests), work.n_failed)
+            with StepBar() as steps:
+                asyncio.run(work.run(Service(load, server, name=names[0], aliases=names[1:]), steps))
+        _say_done(output, len(work.file), work.n_failed)
 
 
 def _say_done(output: Path, n: int, n_failed: int) -> None:
-    failed = f", {n_failed} of them refusals or failures" if n_failed else ""
+    failed = f", {n_failed} of them error records, refusals or failures" if n_failed else ""
     say(f"{output} has all {n} answers{failed}")

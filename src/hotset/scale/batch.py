@@ -1,8 +1,8 @@
 """`hotset batch --ray`: a file of requests in shards (shards.py), answered on the machines of a cluster.
 
-A shard's answers are a part, and at the end all become ANSWERS, in the order of the requests. Requests and
-answers are JSON lines, or Parquet where a file's name ends so (columns of `_COLUMNS`; bodies as texts with
-JSON in them).
+A shard's answers are a part, and at the end all become ANSWERS, in the order of the requests, with the error
+records of lines that are not requests in their place. Requests and answers are JSON lines, or Parquet where
+the name of a file ends so (`_COLUMNS`, `_ANSWER_COLUMNS`; bodies and errors are texts with JSON in them).
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -27,14 +28,15 @@ from hotset.reporter import Reporter
 from hotset.scale.cluster import check_installed, connect, machines
 from hotset.scale.shards import check_mark, on_machines, parts_of
 from hotset.server.app import create_app
-from hotset.server.batch import AHEAD, Batch, answer_line
-from hotset.server.replies import dumped
+from hotset.server.batch import AHEAD, RequestFile, answer_line, error_line
+from hotset.server.replies import dumped_exactly
 from hotset.server.service import Service
 from hotset.server.settings import ServerSettings
 from hotset.settings import LoadSettings
 
 _SHARD = 32  # requests
 _COLUMNS = ("custom_id", "method", "url", "body")
+_ANSWER_COLUMNS = ("custom_id", "status_code", "request_id", "body", "error")
 _UNBOUNDED = 1 << 30
 
 
@@ -48,7 +50,8 @@ def batch_on_ray(
     n_workers: int | None,
     progress: Reporter,
 ) -> tuple[int, int]:
-    """Answers all requests; how many there are, and how many of the answers are refusals or failures.
+    """Answers all requests; how many there are, and how many of the answers are error records, refusals or
+    failures.
 
     model: a name or path that each machine has. n_workers: that compute; None: one for each machine.
     Raises InvalidRequestError as Batch does, and for answers of other requests that are there.
@@ -57,17 +60,23 @@ def batch_on_ray(
     check_target(answers, [requests])
     if answers.exists():
         raise InvalidRequestError(f"{answers} is there already; write to another file, or take it away")
-    with parts_of(answers) as parts:
-        shards = list(_shards(_as_lines(requests, parts), parts))
+    with (
+        parts_of(answers) as parts,
+        RequestFile(_as_lines(requests, parts), ServerSettings().max_nesting) as checked,
+    ):
+        if answers.suffix == ".parquet":
+            _reject_surrogates(checked)
+        shards = list(_shards(checked, parts))
         missing = [(i, shard) for i, shard in enumerate(shards) if not _part(parts, i).exists()]
-        n_done, total = sum(map(len, shards)) - sum(len(shard) for _, shard in missing), sum(map(len, shards))
+        total = len(checked)
+        n_done = total - sum(len(shard) for _, shard in missing)
         if missing:
             connect(address)
             for i, lines in _answered(missing, model, loading, names, n_workers or len(machines())):
                 write_whole({_part(parts, i): lines})
                 n_done += len(shards[i])
                 progress.advance("requests", n_done, total)
-        n_failed = _joined(parts, len(shards), answers)
+        n_failed = _joined(parts, checked, len(shards), answers)
     return total, n_failed
 
 
@@ -148,55 +157,74 @@ def _as_lines(requests: Path, parts: Path) -> Path:
         raise InvalidRequestError(
             f"{requests} has no column {missing[0]}; requests have {', '.join(_COLUMNS)}"
         )
-    lines = []
-    for i, row in enumerate(table.select(list(_COLUMNS)).to_pylist(), 1):
-        try:
-            row["body"] = json.loads(row["body"]) if isinstance(row["body"], str) else row["body"]
-        except ValueError as error:
-            raise InvalidRequestError(f"{requests}, row {i}: the body is not JSON ({error})") from None
-        lines.append(json.dumps(row).encode())
+    try:
+        lines = [_line_of_row(row) for row in table.select(list(_COLUMNS)).to_pylist()]
+    except UnicodeDecodeError:
+        raise InvalidRequestError(f"{requests} has texts that are not UTF-8; write it again") from None
     path = parts / "requests.jsonl"
     write_whole({path: b"".join(line + b"\n" for line in lines)})
     return path
 
 
-def _shards(requests: Path, parts: Path) -> Iterator[list[bytes]]:
-    """The lines of the requests, checked. Raises InvalidRequestError where the parts are of others."""
-    checked = Batch(requests, parts / "answers.jsonl", ServerSettings().max_nesting)
-    with open_regular(requests) as file:
-        hashed = hashlib.sha256()
-        while piece := file.read(1 << 20):
-            hashed.update(piece)
-        check_mark(parts, hashed.hexdigest().encode(), "answers to other requests")
-        shard: list[bytes] = []
-        for request in checked.requests.values():
-            file.seek(request.start)
-            shard.append(file.read(request.size).strip())
-            if len(shard) == _SHARD:
-                yield shard
-                shard = []
-        if shard:
-            yield shard
+def _line_of_row(row: dict[str, Any]) -> bytes:
+    """A request as JSON. What is no request stays none, and is rejected where lines are."""
+    with suppress(ValueError, RecursionError):  # a body that is no JSON stays a text
+        row["body"] = json.loads(row["body"]) if isinstance(row["body"], str) else row["body"]
+    try:
+        return json.dumps(row).encode()
+    except (TypeError, ValueError, RecursionError):  # a value that JSON does not have
+        return b"null"
 
 
-def _joined(parts: Path, n: int, answers: Path) -> int:
-    """Makes the answers of all parts; how many of them are refusals or failures."""
-    found = [json.loads(line) for i in range(n) for line in _part(parts, i).read_bytes().splitlines()]
+def _reject_surrogates(checked: RequestFile) -> None:
+    for request in list(checked.requests.values()):
+        try:
+            request.custom_id.encode()
+        except UnicodeEncodeError:
+            message = "its custom_id has a lone surrogate, which Parquet cannot hold; write to a .jsonl file"
+            checked.reject(request, "invalid_request", message)
+
+
+def _shards(checked: RequestFile, parts: Path) -> Iterator[list[bytes]]:
+    """The lines of the requests. Raises InvalidRequestError where the parts are of others."""
+    with open_regular(checked.path) as file:
+        mark = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+    check_mark(parts, mark.encode(), "answers to other requests")
+    requests = list(checked.requests.values())
+    for first in range(0, len(requests), _SHARD):
+        yield [checked.line(request) for request in requests[first : first + _SHARD]]
+
+
+def _joined(parts: Path, checked: RequestFile, n_shards: int, answers: Path) -> int:
+    """Makes the answers of all parts; how many of them are error records, refusals or failures."""
+    lines = (line for i in range(n_shards) for line in _part(parts, i).read_bytes().splitlines())
+    numbered = [
+        (request.number, json.loads(line))
+        for request, line in zip(checked.requests.values(), lines, strict=True)
+    ]
+    numbered += [(one.number, json.loads(error_line(one))) for one in checked.rejected.values()]
+    found = [line for _, line in sorted(numbered, key=itemgetter(0))]
     with replacing(answers) as target:
         if answers.suffix == ".parquet":
-            import pyarrow as pa
-            import pyarrow.parquet as pq
-
-            rows = [
-                {
-                    "custom_id": line["custom_id"],
-                    "status_code": line["response"]["status_code"],
-                    "request_id": line["response"]["request_id"],
-                    "body": json.dumps(line["response"]["body"], ensure_ascii=False),
-                }
-                for line in found
-            ]
-            pq.write_table(pa.Table.from_pylist(rows), target)
+            _write_parquet(found, target)
         else:
-            target.writelines(dumped(line) + b"\n" for line in found)
-    return sum(line["response"]["status_code"] != 200 for line in found)
+            target.writelines(dumped_exactly(line) + b"\n" for line in found)
+    return sum(line["response"] is None or line["response"]["status_code"] != 200 for line in found)
+
+
+def _write_parquet(found: list[dict[str, Any]], target: BinaryIO) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = []
+    for line in found:
+        response, error = line["response"] or {}, line["error"]
+        body = json.dumps(response["body"], ensure_ascii=False) if response else None
+        custom_id = line["custom_id"]
+        if error is not None:
+            error, body = json.dumps(error), None
+            custom_id = custom_id and custom_id.encode("utf-8", "backslashreplace").decode()
+        status, request_id = response.get("status_code"), response.get("request_id")
+        rows.append(dict(zip(_ANSWER_COLUMNS, (custom_id, status, request_id, body, error), strict=True)))
+    kinds = {name: pa.int64() if name == "status_code" else pa.string() for name in _ANSWER_COLUMNS}
+    pq.write_table(pa.Table.from_pylist(rows, pa.schema(kinds)), target)

@@ -1,30 +1,35 @@
 """A file of requests, answered by the routes of the server without a socket: OpenAI's batch format.
 
-Each answer is appended as a line when it is there, in one write. What a killed run leaves is whole lines, and
-at most a torn one at the end, which the next run takes away before it goes on with what is missing.
+Each answer is appended as a line when it is ready. A line that is not a request has an error record in place
+of an answer. A run that is killed leaves whole lines, and at most a torn one at the end; the next run removes
+it once it has the lock on the file, and goes on with what is missing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import math
+import os
 import uuid
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from fastapi import FastAPI
 from starlette.types import Message
 
-from hotset.errors import InvalidRequestError
+from hotset.errors import HotsetError, InvalidRequestError
 from hotset.escaping import clause
-from hotset.files import appending, check_target, open_regular
+from hotset.files import check_target, open_regular
 from hotset.parameters import shown
 from hotset.reporter import Reporter
 from hotset.server.app import create_app
 from hotset.server.errors import RequestError, problem_of, response_of
-from hotset.server.replies import dumped
+from hotset.server.replies import dumped_exactly
 from hotset.server.security import check_nesting
 from hotset.server.service import Service
 
@@ -35,165 +40,324 @@ except ImportError:  # Windows
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 AHEAD = 2  # requests on their way for each answer that is computed: there is always a next one
-_MAX_LINE_BYTES = 64 << 20
+MAX_LINE_BYTES = 64 << 20  # of a request
+_MAX_ANSWER_BYTES = 1 << 30  # of a line that is read back
+_BOM = b"\xef\xbb\xbf"
+_BLANK = b" \t\r\n"  # what JSON takes for space
+_EXAMPLE = '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}'
+_LINE_START = b'{"id":"batch_req_'  # of what this module writes
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Where a request stands in its file."""
+    """Where a request is in its file: its line, from 1, and its bytes."""
 
+    number: int
     custom_id: str
     url: str
     start: int
     size: int
 
 
-class Batch:
-    """The requests of a file, checked, and the answers that are there of an earlier run.
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A line that is not a request. custom_id: None where it has none of its own. code: for programs."""
 
-    Raises InvalidRequestError for a line that is no request, a custom_id that is there twice, and answers
-    that are not of these requests.
+    number: int
+    custom_id: str | None
+    code: str
+    message: str
+
+
+class RequestFile:
+    """The lines of a file of requests, checked: requests by custom_id, the others by number. Open until
+    `close`.
+
+    max_nesting: of the JSON of a line. Raises InvalidRequestError for a file that is missing, and for one
+    that has lines and not one request.
+    """
+
+    def __init__(self, path: Path, max_nesting: int) -> None:
+        self.path, self._max_nesting = path, max_nesting
+        self.requests: dict[str, Request] = {}
+        self.rejected: dict[int, Rejected] = {}
+        try:
+            self._file = open_regular(path)
+        except FileNotFoundError:
+            raise InvalidRequestError(f"{path} is not there; name a file of requests") from None
+        try:
+            self._read()
+        except BaseException:
+            self.close()
+            raise
+
+    def __len__(self) -> int:
+        return len(self.requests) + len(self.rejected)
+
+    def line(self, request: Request) -> bytes:
+        """The JSON of a request on one line. Raises InvalidRequestError where the file was changed."""
+        return self._again(request)[0].strip(_BLANK)
+
+    def body(self, request: Request) -> dict[str, Any]:
+        """What is requested of the url. Raises as `line`."""
+        body: dict[str, Any] = self._again(request)[1]["body"]
+        return body
+
+    def _again(self, request: Request) -> tuple[bytes, dict[str, Any]]:
+        self._file.seek(request.start)
+        line = self._file.read(request.size)
+        with suppress(_RejectedError):
+            given = _parsed(line, self._max_nesting)
+            if given["custom_id"] == request.custom_id:
+                return line, given
+        raise InvalidRequestError(f"{self.path} was changed while it was in use; run the same command again")
+
+    def reject(self, request: Request, code: str, message: str) -> None:
+        """Makes an error record of a request that was sound for itself."""
+        del self.requests[request.custom_id]
+        self.rejected[request.number] = Rejected(request.number, request.custom_id, code, message)
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._file.close()
+
+    def __enter__(self) -> RequestFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self) -> None:
+        for number, (start, size, line) in enumerate(_lines(self._file, MAX_LINE_BYTES), 1):
+            if number == 1 and line.startswith(_BOM):
+                start, size, line = start + len(_BOM), size - len(_BOM), line[len(_BOM) :]
+            if not line.strip(_BLANK):
+                continue
+            try:
+                if size > MAX_LINE_BYTES:
+                    raise _RejectedError("line_too_long", f"it has more than {MAX_LINE_BYTES} bytes")
+                given = _parsed(line, self._max_nesting)
+                custom_id = given["custom_id"]
+                if earlier := self.requests.get(custom_id):
+                    raise _RejectedError(
+                        "duplicate_custom_id",
+                        f"it has the custom_id of line {earlier.number}, {clause(shown(custom_id))}; "
+                        "give each request its own",
+                    )
+            except _RejectedError as error:
+                self.rejected[number] = Rejected(number, error.custom_id, error.code, str(error))
+            else:
+                self.requests[custom_id] = Request(number, custom_id, given["url"], start, size)
+        if self.rejected and not self.requests:
+            first = next(iter(self.rejected.values()))
+            raise InvalidRequestError(
+                f"{self.path} has no request: line {first.number} cannot be used, since {first.message}"
+            )
+
+
+class _RejectedError(Exception):
+    """Why a line is not a request."""
+
+    def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.custom_id = code, custom_id
+
+
+def _parsed(line: bytes, max_nesting: int) -> dict[str, Any]:
+    """A request with a custom_id, a url and a body. Raises _RejectedError."""
+    try:
+        check_nesting(line, max_nesting)
+        # As text: of bytes the decoder would guess the encoding, and take surrogates that UTF-8 forbids.
+        given = json.loads(line.decode(), parse_constant=_not_json, parse_float=_finite)
+    except (ValueError, RecursionError, RequestError) as error:
+        raise _RejectedError("invalid_json_line", f"it is not JSON ({clause(error)})") from None
+    found = given.get("custom_id") if isinstance(given, dict) else None
+    custom_id = found if isinstance(found, str) and found else None
+    if not isinstance(given, dict) or not isinstance(given.get("body"), dict):
+        raise _RejectedError("invalid_request", f"it is no request such as {_EXAMPLE}", custom_id)
+    if custom_id is None:
+        raise _RejectedError("invalid_request", "it has no custom_id, a text by which its answer is found")
+    method, url = given.get("method", "POST"), given.get("url")
+    if method != "POST" or url not in URLS:
+        message = f"it asks for {clause(shown(method))} {clause(shown(url))}; a batch has POST and "
+        raise _RejectedError("invalid_request", message + " or ".join(URLS), custom_id)
+    return given
+
+
+def _not_json(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{clause(text)} is larger than any number that can be computed with")
+    return number
+
+
+class Batch:
+    """The requests of a file, and a file with their answers, which this run alone writes until `close`
+    (POSIX).
+
+    Error records are written at once. Raises what RequestFile raises, InvalidRequestError for answers that
+    are not of these requests or that another process writes, and HotsetError where the file cannot be
+    written.
     """
 
     def __init__(self, requests: Path, answers: Path, max_nesting: int) -> None:
-        self._path, self._answers, self._max_nesting = requests, answers, max_nesting
+        self._path = answers
         check_target(answers, [requests])
-        self.requests = {request.custom_id: request for request in self._read()}
-        self._resume()
+        with ExitStack() as undone:
+            self.file = undone.enter_context(RequestFile(requests, max_nesting))
+            self._target = undone.enter_context(_opened(answers))
+            _lock(self._target, answers)
+            self._resume()
+            self._undone = undone.pop_all()
+
+    @property
+    def n_done(self) -> int:
+        return len(self._done) + len(self._recorded)
 
     @property
     def n_left(self) -> int:
-        return len(self.requests) - self.n_done
+        return len(self.file) - self.n_done
 
     async def run(self, service: Service, progress: Reporter) -> None:
-        """Answers what is missing. Cancelled, it leaves whole lines."""
+        """Answers what is missing. Whatever ends it, whole lines are left."""
         app = create_app(service)
         async with app.router.lifespan_context(app):
             await service.loaded()
-            n_workers = AHEAD * service.model.engine.max_sequences
-            with open_regular(self._path) as source, appending(self._answers) as target:
-                _hold(target, self._answers)
-                self._resume()  # another run may have gone on while the model was loaded
-                left = iter([one for one in self.requests.values() if one.custom_id not in self._done])
+            n_workers = min(AHEAD * service.model.engine.max_sequences, self.n_left)
+            left = iter([one for one in self.file.requests.values() if one.custom_id not in self._done])
 
-                async def work() -> None:
-                    for request in left:
-                        line = await self._answered(app, source, request)
-                        target.write(line)
-                        target.flush()
-                        self.n_done += 1
-                        progress.advance("requests", self.n_done, len(self.requests))
+            async def work() -> None:
+                for request in left:
+                    body = self.file.body(request)
+                    line, status = await answer_line(app, request.custom_id, request.url, body)
+                    self._append(line)
+                    self._done.add(request.custom_id)
+                    self.n_failed += status != 200
+                    progress.advance("requests", self.n_done, len(self.file))
 
+            try:
                 async with asyncio.TaskGroup() as group:
-                    for _ in range(min(n_workers, self.n_left)):
+                    for _ in range(n_workers):
                         group.create_task(work())
+            except BaseExceptionGroup as failed:  # the first ended the others
+                raise failed.exceptions[0] from None
 
-    async def _answered(self, app: FastAPI, source: BinaryIO, request: Request) -> bytes:
-        """The line of one answer."""
-        source.seek(request.start)
-        body = json.loads(source.read(request.size))["body"]
-        line, status = await answer_line(app, request.custom_id, request.url, body)
-        self.n_failed += status != 200
-        return line
+    def close(self) -> None:
+        """Lets other runs write the answers; safe to call twice."""
+        self._undone.close()
 
-    # ---- files ----
+    def __enter__(self) -> Batch:
+        return self
 
-    def _read(self) -> Iterator[Request]:
-        known: set[str] = set()
-        with self._opened() as file:
-            start = 0
-            for number, line in enumerate(_lines(file, self._path), 1):
-                if line.strip():
-                    request = self._request(line, f"{self._path}, line {number}", start)
-                    if request.custom_id in known:
-                        raise InvalidRequestError(
-                            f"{self._path}, line {number}, has the custom_id of a line before it, "
-                            f"{clause(shown(request.custom_id))}; give each request its own"
-                        )
-                    known.add(request.custom_id)
-                    yield request
-                start += len(line)
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-    def _opened(self) -> BinaryIO:
-        try:
-            return open_regular(self._path)
-        except FileNotFoundError:
-            raise InvalidRequestError(f"{self._path} is not there; name a file of requests") from None
-
-    def _request(self, line: bytes, where: str, start: int) -> Request:
-        try:
-            check_nesting(line, self._max_nesting)
-            given = json.loads(line)
-        except (ValueError, RecursionError, RequestError) as error:
-            raise InvalidRequestError(f"{where}, is not JSON ({clause(error)})") from None
-        example = '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}'
-        if not isinstance(given, dict) or not isinstance(given.get("body"), dict):
-            raise InvalidRequestError(f"{where}, is no request such as {example}")
-        custom_id, method, url = given.get("custom_id"), given.get("method", "POST"), given.get("url")
-        if not isinstance(custom_id, str) or not custom_id:
-            raise InvalidRequestError(f"{where}, has no custom_id, a text by which its answer is found")
-        if method != "POST" or url not in URLS:
-            raise InvalidRequestError(
-                f"{where}, asks for {clause(shown(method))} {clause(shown(url))}; a batch has POST and "
-                + " or ".join(URLS)
-            )
-        return Request(custom_id, url, start, len(line))
+    # ---- answers ----
 
     def _resume(self) -> None:
-        """Counts the answers that are there, and takes a torn line away."""
-        self.n_done = 0
-        self.n_failed = 0  # among those: answers with a status other than 200
+        """Counts the answers that are there, removes a torn line, and writes missing error records."""
+        self.n_failed = 0  # among those done: error records, and answers with a status other than 200
         self._done: set[str] = set()
-        try:
-            file = open_regular(self._answers)
-        except FileNotFoundError:
-            return
+        self._recorded: set[int] = set()  # lines that have their error record
         end = 0
-        with file:
-            for number, line in enumerate(_lines(file, self._answers), 1):
-                if not line.endswith(b"\n"):
-                    break
-                end += len(line)
-                self._count(line, number)
-            torn = file.seek(0, 2) > end
-        if torn:
-            with self._answers.open("r+b") as rest:
-                rest.truncate(end)
+        with os.fdopen(os.dup(self._target.fileno()), "rb") as file:
+            file.seek(0)
+            for number, (start, size, line) in enumerate(_lines(file, _MAX_ANSWER_BYTES), 1):
+                if size > _MAX_ANSWER_BYTES or not (line.endswith(b"\n") or _may_be_torn(line)):
+                    raise self._foreign(number)
+                if line.endswith(b"\n"):
+                    self._count(line, number)
+                    end = start + size
+        if os.fstat(self._target.fileno()).st_size > end:
+            self._target.truncate(end)
+        for number, rejected in self.file.rejected.items():
+            if number not in self._recorded:
+                self._append(error_line(rejected))
+                self._recorded.add(number)
+                self.n_failed += 1
 
     def _count(self, line: bytes, number: int) -> None:
         try:
             answer = json.loads(line)
-            custom_id, status = answer["custom_id"], answer["response"]["status_code"]
+            if answer["response"] is None:
+                of, status = answer["error"]["line"], 0
+                is_new = type(of) is int and of in self.file.rejected and of not in self._recorded
+            else:
+                of, status = answer["custom_id"], answer["response"]["status_code"]
+                is_new = isinstance(of, str) and of in self.file.requests and of not in self._done
         except (ValueError, RecursionError, TypeError, KeyError):
-            custom_id, status = None, 0
-        if custom_id not in self.requests or custom_id in self._done:
-            raise InvalidRequestError(
-                f"{self._answers}, line {number}, answers no request of {self._path}; write to another file"
-            )
-        self._done.add(custom_id)
-        self.n_done += 1
+            is_new = False
+        if not is_new:
+            raise self._foreign(number)
+        (self._recorded if isinstance(of, int) else self._done).add(of)
         self.n_failed += status != 200
 
+    def _foreign(self, number: int) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"{self._path}, line {number}, answers no request of {self.file.path}; write to another file"
+        )
 
-async def answer_line(app: FastAPI, custom_id: str, url: str, body: Any) -> tuple[bytes, int]:
+    def _append(self, line: bytes) -> None:
+        """Writes a line whole or not at all. Raises HotsetError where there is no room."""
+        end = os.fstat(self._target.fileno()).st_size
+        left = memoryview(line)
+        try:
+            while left:
+                left = left[self._target.write(left) :]
+        except OSError as error:
+            with suppress(OSError):  # the next run does it
+                self._target.truncate(end)
+            raise HotsetError(
+                f"{self._path} cannot be written ({error.strerror}); it has {self.n_done} of "
+                f"{len(self.file)} answers, and the same command goes on once there is room"
+            ) from None
+
+
+async def answer_line(app: FastAPI, custom_id: str, url: str, body: dict[str, Any]) -> tuple[bytes, int]:
     """What an application answers to a request of a batch: its line, and the status."""
     if body.get("stream"):
         refused = RequestError("stream is not for a batch; leave it out", param="stream")
         status, content = 400, bytes(response_of(problem_of(refused), url).body)
     else:
-        status, content = await _asked(app, url, dumped(body))
+        # In ASCII: what UTF-8 does not have arrives as it was written, and is judged as it would be by HTTP.
+        status, content = await _asked(app, url, json.dumps(body).encode())
     request_id = uuid.uuid4().hex
     response = {"status_code": status, "request_id": request_id, "body": json.loads(content)}
-    line = {
-        "id": f"batch_req_{request_id}",
-        "custom_id": custom_id,
-        "response": response,
-        "error": None,
-    }
-    return dumped(line) + b"\n", status
+    return _record(request_id, custom_id, response, None), status
 
 
-def _hold(target: BinaryIO, path: Path) -> None:
+def error_line(rejected: Rejected) -> bytes:
+    """The error record of a line that is not a request."""
+    error = {"code": rejected.code, "message": f"line {rejected.number}: {rejected.message}"}
+    return _record(uuid.uuid4().hex, rejected.custom_id, None, {**error, "line": rejected.number})
+
+
+def _record(
+    request_id: str, custom_id: str | None, response: dict[str, Any] | None, error: dict[str, Any] | None
+) -> bytes:
+    line = {"id": f"batch_req_{request_id}", "custom_id": custom_id, "response": response, "error": error}
+    return dumped_exactly(line) + b"\n"
+
+
+# ---- files ----
+
+
+def _opened(path: Path) -> BinaryIO:
+    """The answers, open for reading and for writing behind their end. There is no buffer: what was written is
+    in the file, or the caller knows that it is not."""
+    try:
+        return path.open("a+b", buffering=0)  # type: ignore[return-value]
+    except OSError as error:
+        raise HotsetError(f"{path} cannot be written ({error.strerror}); choose another folder.") from None
+
+
+def _lock(target: BinaryIO, path: Path) -> None:
     """Makes this run the only one that writes the answers, until they are closed (POSIX)."""
     if fcntl is None:
         return
@@ -205,12 +369,22 @@ def _hold(target: BinaryIO, path: Path) -> None:
         pass
 
 
-def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    """The lines of a file, with their ends."""
-    while line := file.readline(_MAX_LINE_BYTES + 1):
-        if len(line) > _MAX_LINE_BYTES:
-            raise InvalidRequestError(f"{path} has a line of more than {_MAX_LINE_BYTES} bytes")
-        yield line
+def _lines(file: BinaryIO, most: int) -> Iterator[tuple[int, int, bytes]]:
+    """Start, size and content of each line with its end; of one of more bytes than `most`, its beginning."""
+    start = 0
+    while line := file.readline(most + 1):
+        size, rest = len(line), line
+        while not rest.endswith(b"\n") and (rest := file.readline(1 << 20)):
+            size += len(rest)
+        yield start, size, line
+        start += size
+
+
+def _may_be_torn(rest: bytes) -> bool:
+    """Whether a last line without its end is the beginning of one that this module wrote. A power cut may
+    leave zeros."""
+    rest = rest.rstrip(b"\0")
+    return rest.startswith(_LINE_START) or _LINE_START.startswith(rest)
 
 
 async def _asked(app: FastAPI, url: str, body: bytes) -> tuple[int, bytes]:
@@ -219,7 +393,7 @@ async def _asked(app: FastAPI, url: str, body: bytes) -> tuple[int, bytes]:
     status, parts = 500, []
 
     async def receive() -> Message:
-        if not messages:  # whoever asks does not go away
+        if not messages:  # the client does not disconnect
             await asyncio.Event().wait()
         return messages.pop()
 
@@ -244,5 +418,10 @@ async def _asked(app: FastAPI, url: str, body: bytes) -> tuple[int, bytes]:
         "client": None,
         "server": None,
     }
-    await app(scope, receive, send)
+    try:
+        await app(scope, receive, send)
+    except Exception as error:  # the application has answered with it (500), and raises it for a log
+        if not parts:
+            raise
+        _log.warning("a request of the batch failed", exc_info=error)
     return status, b"".join(parts)

@@ -20,6 +20,11 @@ def dumped(value: Any) -> bytes:
     return _encode(value).encode("utf-8", "replace")
 
 
+def dumped_exactly(value: Any) -> bytes:
+    """JSON from which a value comes back as it was: a lone surrogate is written as JSON's escape of it."""
+    return _encode(value).encode("utf-8", "backslashreplace")
+
+
 def event(value: Mapping[str, Any], name: str | None = None) -> bytes:
     """A server-sent event with JSON."""
     head = f"event: {name}\n".encode() if name else b""
