@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import struct
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from killed import kill_while_it_writes, needs_unnamed_files
 
 from hotset.convert.hf import convert_hf
 from hotset.convert.hf_config import CLASSES
-from hotset.convert.hf_tokenizer import PRE_TOKENIZERS, _pre_tokenizer
+from hotset.convert.hf_tokenizer import NAMES, tokenizer_keys
 from hotset.errors import (
     FormatError,
     HotsetError,
@@ -164,61 +165,212 @@ def test_sentencepiece_comes_along(checkpoint: Path) -> None:
 
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-THREE_DIGITS = {
-    "type": "Split",
-    "pattern": {"Regex": "[0-9][0-9][0-9]"},
-    "behavior": "Isolated",
-    "invert": False,
-}
+LAST = BYTES | {"use_regex": False}
 CONTIGUOUS = {"type": "Punctuation", "behavior": "Contiguous"}
-PUBLISHED = [  # the pre-tokenizer of a tokenizer.json, its ignore_merges, the name
-    ([BYTES], False, "gpt-2"),
-    ([{"type": "Digits", "individual_digits": True}, BYTES], False, "smollm"),
-    ([CONTIGUOUS, BYTES, THREE_DIGITS], False, "falcon"),
-    ([CONTIGUOUS, BYTES, {"type": "Digits", "individual_digits": False}, THREE_DIGITS], False, "falcon"),
+DIGIT, DIGITS = ({"type": "Digits", "individual_digits": each} for each in (True, False))
+
+
+def split(pattern: str, behavior: str = "Isolated") -> dict[str, Any]:
+    invert = behavior == "Removed"
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": behavior, "invert": invert}
+
+
+CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+QWEN2 = CL100K.replace("{1,3}", "")
+QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = O200K.replace(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace("{1,3}", "")
+CJK = split("[一-龥ࠀ-一가-퟿]+")
+DEEPSEEK_LETTERS = (  # escapes: normalisation would make other letters of these
+    r"\s?"
+    "[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ"
+    "-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎ"
+    "ↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+"
+)
+DEEPSEEK3 = (  # line feeds in it are line feeds
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+    "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
+)
+PUBLISHED: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "GPT-2": ([BYTES], "gpt-2"),
+    "SmolLM": ([DIGIT, BYTES], "smollm"),
+    "Falcon 40B": ([CONTIGUOUS, BYTES, split("[0-9][0-9][0-9]")], "falcon"),
+    "Llama 3": ([split(CL100K), LAST], "dbrx"),
+    "Phi 4": ([split(CL100K, "Removed"), LAST], "dbrx"),
+    "Qwen 2": ([split(QWEN2), LAST], "qwen2"),
+    "Qwen 3.5": ([split(QWEN35), LAST], "qwen35"),
+    "gpt-oss": ([split(O200K), LAST], "gpt-4o"),
+    "MiniMax": ([split(O200K, "Removed"), LAST], "gpt-4o"),
+    "Mistral Nemo": ([split(TEKKEN), LAST], "tekken"),
+    "DeepSeek V2": (
+        [
+            *(split("[\r\n]"), split(DEEPSEEK_LETTERS), split(r"\s?[!-/:-~！-／：-～‘-‟　-。]+")),
+            *(split(r"\s+$"), CJK, DIGIT, LAST),
+        ],
+        "deepseek-llm",
+    ),
+    "DeepSeek Coder": (
+        [split("[\r\n]"), split(r"\s?\p{L}+"), split(r"\s?\p{P}+"), CJK, DIGIT, LAST],
+        "deepseek-coder",
+    ),
+    "DeepSeek V3": (
+        [split(r"\p{N}{1,3}"), split("[一-龥぀-ゟ゠-ヿ]+"), split(DEEPSEEK3), LAST],
+        "deepseek-v3",
+    ),
+}
+"""Model → the steps of the pre-tokenizer in its tokenizer.json (without ignore_merges), and the name."""
+
+ALPHABETS = [
+    *(
+        "abcxyz",
+        "ABCXYZ",
+        "sTdmLv'’",
+        "0123456789",
+        "٣٤½Ⅷ",
+        " ",
+        " \n\t\r",
+        "\u00a0\u3000\u2028",
+        ".,;:!?()[]{}/",
+    ),
+    *(
+        "+-*=<>^~|`$€",
+        "éßñÄ",
+        "ЖжЯя",
+        "αΩἀ",
+        "你好世界",
+        "ひらがなカタ",
+        "한국어",
+        "नमस्ते",
+        "e\u0301n\u0303",
+        "👩‍💻🦙🇩🇪",
+    ),
+    *("！，。", "ＡＢａｂ１２", "שלום", "สวัสดี", "\x00\x7f\ufffd"),
 ]
 
 
+def random_texts(n: int, seed: int) -> list[str]:
+    """Of runs of characters of one kind, which a cut lies between or within."""
+    rng = random.Random(seed)
+    runs = lambda: "".join(rng.choices(rng.choice(ALPHABETS), k=rng.randint(1, 6)))  # noqa: E731
+    return ["".join(runs() for _ in range(rng.randint(1, 12))) for _ in range(n)]
+
+
+@pytest.fixture(scope="module")
+def merging() -> dict[str, Any]:
+    """A tokenizer.json whose merges know no word: wherever a text is cut, the tokens show it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=3000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+        special_tokens=["<|end|>"],
+    )  # fmt: skip
+    tokenizer.train_from_iterator(random_texts(3000, 1), trainer)
+    return json.loads(tokenizer.to_str())
+
+
+def keys_of(tokenizer: dict[str, Any], folder: Path, **settings: Any) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tokenizer_keys(folder, {"vocab_size": 5000})
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_published_pre_tokenizers_are_converted(tmp_path: Path, merging: dict[str, Any], model: str) -> None:
+    from tokenizers import Tokenizer
+
+    steps, name = PUBLISHED[model]
+    merging = merging | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
+    merging["normalizer"] = {"type": "Sequence", "normalizers": []}  # as DeepSeek's
+    keys = keys_of(merging, tmp_path)
+    assert keys["tokenizer.ggml.pre"] == name
+    ours, theirs = load_tokenizer(keys), Tokenizer.from_str(json.dumps(merging))
+    texts = random_texts(1500, 2)
+    expected = [encoded.ids for encoded in theirs.encode_batch(texts, add_special_tokens=False)]
+    assert [ours.encode(text, add_special=False) for text in texts] == expected
+    for other in set(NAMES.values()) - {name, "llama-bpe" if name == "dbrx" else ""}:  # no other would do
+        keys["tokenizer.ggml.pre"] = other
+        other_way = load_tokenizer(keys)
+        assert any(other_way.encode(t, add_special=False) != e for t, e in zip(texts, expected, strict=True))
+
+
+def test_every_name_is_published() -> None:
+    assert {name for _, name in PUBLISHED.values()} | {"llama-bpe"} == set(NAMES.values())
+
+
+def test_a_pre_tokenizer_may_be_one_step(tmp_path: Path, merging: dict[str, Any]) -> None:
+    assert keys_of(merging | {"pre_tokenizer": BYTES}, tmp_path)["tokenizer.ggml.pre"] == "gpt-2"
+    nested = {"type": "Sequence", "pretokenizers": [{"type": "Sequence", "pretokenizers": [DIGIT]}, BYTES]}
+    assert keys_of(merging | {"pre_tokenizer": nested}, tmp_path)["tokenizer.ggml.pre"] == "smollm"
+
+
+def test_falcon_7b_is_known(tmp_path: Path, merging: dict[str, Any]) -> None:
+    steps = {"type": "Sequence", "pretokenizers": [CONTIGUOUS, BYTES, DIGITS, split("[0-9][0-9][0-9]")]}
+    assert keys_of(merging | {"pre_tokenizer": steps}, tmp_path)["tokenizer.ggml.pre"] == "falcon"
+
+
 @pytest.mark.parametrize(
-    ("steps", "ignore_merges", "name"), PUBLISHED, ids=lambda x: x if isinstance(x, str) else ""
+    ("steps", "sentence"),
+    [
+        ([split(CL100K)], "no step 'ByteLevel'"),
+        ([split(CL100K), LAST | {"add_prefix_space": True}], "unknown step 'ByteLevel'"),
+        ([LAST, split(CL100K)], "unknown step 'Split'"),  # of letters for bytes
+        ([split(r"\p{N}{1,3}", "Removed"), LAST], "unknown step 'Split'"),  # what is no digit is gone
+        ([split(CL100K, "MergedWithNext"), LAST], "unknown step 'Split'"),
+        ([CONTIGUOUS | {"behavior": "Isolated"}, BYTES], "unknown step 'Punctuation'"),
+        ([split(CL100K), BYTES], "is not known"),
+        ([LAST], "is not known"),
+    ],
 )
-def test_published_pre_tokenizers_have_their_names(
-    steps: list[dict[str, Any]], ignore_merges: bool, name: str
+def test_pre_tokenizers_that_are_refused(
+    tmp_path: Path, merging: dict[str, Any], steps: list[dict[str, Any]], sentence: str
 ) -> None:
-    assert _pre_tokenizer({"type": "Sequence", "pretokenizers": steps}, ignore_merges) == name
-    if len(steps) == 1:
-        assert _pre_tokenizer(steps[0], ignore_merges) == name
-    with pytest.raises(TokenizerError, match="is not known"):  # words would be taken whole: other tokens
-        _pre_tokenizer({"type": "Sequence", "pretokenizers": steps}, not ignore_merges)
+    with pytest.raises(TokenizerError, match=sentence):
+        keys_of(merging | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}, tmp_path)
 
 
-@pytest.mark.parametrize("steps", PRE_TOKENIZERS)
-def test_every_known_pre_tokenizer_means_what_the_reader_takes_it_for(
-    checkpoint: Path, steps: tuple[tuple[str, ...], bool]
+@pytest.mark.parametrize(
+    ("model", "without", "with_it"), [("gpt-oss", "gpt-4o", "gpt-4o"), ("Llama 3", "dbrx", "llama-bpe")]
+)
+def test_words_that_are_tokens_whatever_the_merges_say(
+    tmp_path: Path, merging: dict[str, Any], model: str, without: str, with_it: str
 ) -> None:
-    from tokenizers import Regex, Tokenizer, pre_tokenizers
+    """gpt-oss ignores merges, the name does not: it serves a vocabulary whose merges lead to every word."""
+    from tokenizers import Tokenizer
 
-    found: list[Any] = []
-    for step in steps[0]:
-        if step in ("digits", "number runs"):
-            found.append(pre_tokenizers.Digits(individual_digits=step == "digits"))
-        elif step == "punctuation":
-            found.append(pre_tokenizers.Punctuation("contiguous"))
-        elif step == "bytelevel" and step != steps[0][-1]:
-            found.append(pre_tokenizers.ByteLevel(add_prefix_space=False))
-        elif step != "bytelevel":
-            found.append(pre_tokenizers.Split(Regex(step), "isolated"))
-    if "bytelevel" not in steps[0][:-1]:
-        found.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex="bytelevel" in steps[0]))
-    theirs = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    theirs.pre_tokenizer = pre_tokenizers.Sequence(found)
-    theirs.save(str(checkpoint / "tokenizer.json"))
-    content = json.loads((checkpoint / "tokenizer.json").read_text())
-    edit(checkpoint / "tokenizer.json", model=content["model"] | {"ignore_merges": steps[1]})
-    gguf = converted(checkpoint)
-    assert gguf.metadata["tokenizer.ggml.pre"] == PRE_TOKENIZERS[steps]
-    ours = load_tokenizer(gguf.metadata)
-    assert ours.encode(NASTY, add_special=False, parse_special=True) == theirs.encode(NASTY).ids
+    tokenizer = merging | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": PUBLISHED[model][0]}}
+    ignoring = tokenizer | {"model": tokenizer["model"] | {"ignore_merges": True}}
+    assert keys_of(tokenizer, tmp_path)["tokenizer.ggml.pre"] == without
+    keys = keys_of(ignoring, tmp_path)
+    assert keys["tokenizer.ggml.pre"] == with_it
+    ours, theirs = load_tokenizer(keys), Tokenizer.from_str(json.dumps(ignoring))
+    for text in random_texts(300, 3):
+        assert ours.encode(text, add_special=False) == theirs.encode(text, add_special_tokens=False).ids
+    unled = {**ignoring["model"]["vocab"], "qzqz": 3000}  # a token that no merge leads to
+    ignoring["model"] = ignoring["model"] | {"vocab": unled}
+    if without == with_it:
+        with pytest.raises(TokenizerError, match="is known with another ignore_merges only"):
+            keys_of(ignoring, tmp_path)
+    else:
+        assert load_tokenizer(keys_of(ignoring, tmp_path)).encode("qzqz", add_special=False) == [3000]
+
+
+@pytest.mark.parametrize("entry", ["dropout", "continuing_subword_prefix", "end_of_word_suffix"])
+def test_settings_of_byte_level_bpe_that_have_no_key(
+    tmp_path: Path, merging: dict[str, Any], entry: str
+) -> None:
+    model = merging["model"] | {entry: 0.1 if entry == "dropout" else "@"}
+    with pytest.raises(TokenizerError, match=f"{entry} in tokenizer"):
+        keys_of(merging | {"pre_tokenizer": BYTES, "model": model}, tmp_path)
 
 
 def test_llama3_template_adds_bos(checkpoint: Path) -> None:

@@ -16,28 +16,50 @@ import numpy as np
 from hotset.convert.hf_config import integer, read_json
 from hotset.errors import TokenizerError
 from hotset.files import read_small_file, read_small_text
+from hotset.text.pretokenizers import PRE_TOKENIZERS
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
 
-# Steps of a tokenizer.json's pre-tokenizer, and whether a word that is a token is taken whole whatever the
-# merges say (ignore_merges) → tokenizer.ggml.pre. A Split is its regular expression; "bytelevel" splits too.
-_CL100K = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Values of tokenizer.ggml.pre that are written: of several names of one way to cut, the one that most know.
+_WRITTEN = (
+    "gpt-2",
+    "smollm",
+    "llama-bpe",
+    "dbrx",
+    "qwen2",
+    "qwen35",
+    "gpt-4o",  # o200k: gpt-oss, Phi 4 mini
+    "tekken",
+    "falcon",
+    "deepseek-llm",  # and V2
+    "deepseek-coder",
+    "deepseek-v3",
 )
-PRE_TOKENIZERS: dict[tuple[tuple[str, ...], bool], str] = {
-    (("bytelevel",), False): "gpt-2",
-    (("digits", "bytelevel"), False): "smollm",
-    ((_CL100K + r"\p{N}{1,3}" + _REST,), True): "llama-bpe",
-    ((_CL100K + r"\p{N}{1,3}" + _REST,), False): "dbrx",
-    ((_CL100K + r"\p{N}" + _REST,), False): "qwen2",
-    ((_TEKKEN,), True): "tekken",
-    # Falcon's cuts " 12" into " " and "12" as well: it has no merge across that cut, so the name serves both.
-    (("punctuation", "bytelevel", "[0-9][0-9][0-9]"), False): "falcon",
-    (("punctuation", "bytelevel", "number runs", "[0-9][0-9][0-9]"), False): "falcon",
+# What steps of a tokenizer.json cut that are no Split.
+_BYTE_LEVEL = PRE_TOKENIZERS["gpt-2"].patterns[0]
+_PUNCTUATION = PRE_TOKENIZERS["falcon"].patterns[0]
+_DIGIT, _DIGITS, _THREE_DIGITS = r"\p{N}", r"\p{N}+", "[0-9][0-9][0-9]"
+
+
+def _spelled(pattern: str) -> str:
+    """A regular expression in one spelling: some files have a line feed where others have \\n."""
+    return pattern.replace("\r", r"\r").replace("\n", r"\n").replace(r"\"", '"')
+
+
+def _names() -> dict[tuple[tuple[str, ...], bool], str]:
+    """Patterns, and whether a word that is a token is taken whole whatever the merges say → the name."""
+    rows = {name: PRE_TOKENIZERS[name] for name in _WRITTEN}
+    found = {(tuple(map(_spelled, row.patterns)), row.ignore_merges): name for name, row in rows.items()}
+    # Falcon 7B's cuts " 12" into " " and "12" as well: it has no merge across that cut.
+    found[(_PUNCTUATION, _BYTE_LEVEL, _DIGITS, _THREE_DIGITS), False] = "falcon"
+    return found
+
+
+NAMES = _names()
+# Of these every character belongs to a match, so that what lies between matches is nothing.
+_COVERING = {
+    _spelled(PRE_TOKENIZERS[name].patterns[0])
+    for name in ("llama-bpe", "qwen2", "qwen35", "gpt-4o", "tekken")
 }
 
 
@@ -106,9 +128,15 @@ def _byte_level_bpe(
             raise TokenizerError(
                 "tokenizer.json is not byte-level BPE, and there is no tokenizer.model to read instead"
             )
+        for entry in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+            if model.get(entry):
+                raise TokenizerError(f"{entry} in tokenizer.json is not supported")
         # NFC (Qwen's) has no key in GGUF; text is nearly always in that form already.
-        if (normalizer := tokenizer.get("normalizer")) and normalizer["type"] != "NFC":
-            raise TokenizerError(f"the normalizer {normalizer['type']!r} in tokenizer.json is not supported")
+        for normalizer in _steps(tokenizer.get("normalizer"), "normalizers"):
+            if normalizer["type"] != "NFC":
+                raise TokenizerError(
+                    f"the normalizer {normalizer['type']!r} in tokenizer.json is not supported"
+                )
         by_id = {id: (token, NORMAL) for token, id in model["vocab"].items()}
         for token in added:
             by_id[token["id"]] = (token["content"], CONTROL if token["special"] else USER_DEFINED)
@@ -120,13 +148,11 @@ def _byte_level_bpe(
         rows = [by_id.get(i, (f"[PAD{i}]", UNUSED)) for i in range(n)]
         keys: dict[str, Any] = {
             "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.pre": _pre_tokenizer(
-                tokenizer["pre_tokenizer"], model.get("ignore_merges") is True
-            ),
+            "tokenizer.ggml.pre": _pre_tokenizer(tokenizer),
             "tokenizer.ggml.merges": merges,
             "tokenizer.ggml.add_bos_token": _adds_bos(tokenizer.get("post_processor"), settings),
         }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise TokenizerError(f"tokenizer.json is damaged: {str(error)[:100]!r}") from None
     return [token for token, _ in rows], [kind for _, kind in rows], keys
 
@@ -149,30 +175,71 @@ def _gpt2_bpe(
     return _byte_level_bpe(tokenizer, settings)
 
 
-def _pre_tokenizer(step: Any, ignore_merges: bool) -> str:
-    """The name that GGUF files give to a tokenizer.json's pre-tokenizer."""
-    steps = (
-        step.get("pretokenizers", []) if isinstance(step, dict) and step.get("type") == "Sequence" else [step]
-    )
-    found = []
-    for one in steps:
-        kind = one.get("type") if isinstance(one, dict) else None
-        if kind == "Split" and one.get("behavior") == "Isolated" and not one.get("invert"):
-            found.append(str((one.get("pattern") or {}).get("Regex")))
-        elif kind == "Digits" and one.get("individual_digits"):
-            found.append("digits")
-        elif kind == "Digits" and one.get("individual_digits") is False:
-            found.append("number runs")
+def _steps(step: Any, inner: str) -> list[Any]:
+    """A normalizer or pre-tokenizer as a list of those that are no Sequence; inner: what a Sequence has."""
+    if not step:
+        return []
+    if isinstance(step, dict) and step.get("type") == "Sequence":
+        return [each for one in step[inner] for each in _steps(one, inner)]
+    return [step]
+
+
+def _patterns(step: Any) -> Iterator[str]:
+    """Where a tokenizer.json's pre-tokenizer cuts, as the engine has it (text/pretokenizers.py)."""
+    in_bytes = False  # text has become a letter for each byte: only ASCII is as it was
+    for one in _steps(step, "pretokenizers"):
+        kind, pattern = one.get("type"), None
+        if kind == "Split":
+            pattern = _spelled(str(one["pattern"].get("Regex")))
+            how = (one.get("behavior"), bool(one.get("invert")))
+            if how != ("Isolated", False) and not (how == ("Removed", True) and pattern in _COVERING):
+                pattern = None
+        elif kind == "Digits":
+            pattern = _DIGIT if one.get("individual_digits") else _DIGITS
         elif kind == "Punctuation" and one.get("behavior") == "Contiguous":
-            found.append("punctuation")
-        elif kind == "ByteLevel" and not one.get("add_prefix_space"):
-            found += ["bytelevel"] if one.get("use_regex", True) else []
-        else:
-            found.append(f"an unknown step {kind!r}")
-    name = PRE_TOKENIZERS.get((tuple(found), ignore_merges))
-    if name is None:
-        raise TokenizerError(f"the pre-tokenizer in tokenizer.json is not known: {', '.join(found)[:200]}")
-    return name
+            pattern = _PUNCTUATION
+        elif kind == "ByteLevel" and not one.get("add_prefix_space") and not in_bytes:
+            in_bytes = True
+            if one.get("use_regex", True):
+                yield _BYTE_LEVEL
+            continue
+        if pattern is None or (in_bytes and pattern not in (_DIGITS, _THREE_DIGITS)):
+            pattern = f"an unknown step {kind!r} {str(one.get('pattern') or '')[:60]}".rstrip()
+        yield pattern
+    if not in_bytes:
+        yield "no step 'ByteLevel'"
+
+
+def _pre_tokenizer(tokenizer: dict[str, Any]) -> str:
+    """The name that GGUF files give to a tokenizer.json's pre-tokenizer."""
+    patterns = tuple(_patterns(tokenizer["pre_tokenizer"]))
+    ignore_merges = tokenizer["model"].get("ignore_merges") is True
+    if (name := NAMES.get((patterns, ignore_merges))) is not None:
+        return name
+    name = NAMES.get((patterns, not ignore_merges))
+    if name is not None and _merges_lead_to_words(tokenizer):
+        return name
+    what = (
+        "is known with another ignore_merges only" if name else f"is not known: {', '.join(patterns)[:200]}"
+    )
+    raise TokenizerError(f"the pre-tokenizer in tokenizer.json {what}")
+
+
+def _merges_lead_to_words(tokenizer: dict[str, Any]) -> bool:
+    """Whether ignore_merges makes no difference: what is a token is one by its merges, too."""
+    from tokenizers.models import BPE
+
+    vocabulary, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
+    pairs = [tuple(merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in merges]
+    added = {token["content"] for token in tokenizer.get("added_tokens") or []}
+    # The library panics at a merge into more than the longest token.
+    if any(len(pair) != 2 or "".join(pair) not in vocabulary for pair in pairs):
+        return False
+    try:
+        library = BPE(vocabulary, pairs)
+        return all(len(library.tokenize(word)) == 1 for word in vocabulary if word and word not in added)
+    except Exception:  # so are its errors
+        return False
 
 
 def _adds_bos(post_processor: Any, settings: dict[str, Any]) -> bool:
