@@ -56,7 +56,7 @@ class Heard(Reporter):
     def __init__(self) -> None:
         self.steps: list[tuple[int, int]] = []
 
-    def advance(self, label: str, done: int, total: int) -> None:
+    def advance(self, label: str, done: int, total: int, unit: str = "bytes") -> None:
         self.steps.append((done, total))
 
 
@@ -88,7 +88,7 @@ def test_answers_are_the_models_own(path: Path, tmp_path: Path):
     requests, heard = write(tmp_path / "in.jsonl", lines), Heard()
     batch = run(path, requests, tmp_path / "out.jsonl", heard)
     assert (batch.n_done, batch.n_failed, batch.n_left) == (12, 0, 0)
-    assert heard.steps == [(i, 12) for i in range(1, 13)]
+    assert heard.steps == [(i, 12) for i in range(13)]
     answers = read(tmp_path / "out.jsonl")
     assert answers.keys() == {line["custom_id"] for line in lines}
     with hotset.load(path, backend="cpu", n_threads=1) as model:

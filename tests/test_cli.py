@@ -42,7 +42,7 @@ CHATML = (
 )
 
 
-def write_model(path: Path, *, template: bool = True, architecture: str = "llama") -> Path:
+def write_model(path: Path, *, template: bool = True, architecture: str = "llama", n_ctx: int = 512) -> Path:
     """A random llama whose vocabulary is printable ASCII, a newline, three special tokens and two merges."""
     tokens = [chr(c) for c in range(33, 127)] + ["Ġ", "Ċ", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokens += ["th", "Ġt"]
@@ -52,7 +52,7 @@ def write_model(path: Path, *, template: bool = True, architecture: str = "llama
         n_head=2,
         n_head_kv=1,
         n_vocab=len(tokens),
-        n_ctx=512,
+        n_ctx=n_ctx,
         tied=True,
         type_of=lambda name: GGMLType.Q8_0,
         spread=lambda name: 1.0,
@@ -885,39 +885,9 @@ def test_kernels_that_cannot_be_used_are_a_sentence(home: Path, model: Path) -> 
 
 
 def test_convert_writes_a_file_that_runs(tmp_path: Path) -> None:
-    from safetensors.numpy import save_file
+    from scratch import write_checkpoint
 
-    n_vocab, width, n_ff = 64, 32, 64
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": n_vocab,
-        "hidden_size": width,
-        "intermediate_size": n_ff,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-    }
-    shapes = {
-        "model.embed_tokens": (n_vocab, width),
-        "model.norm": (width,),
-        "model.layers.0.input_layernorm": (width,),
-        "model.layers.0.post_attention_layernorm": (width,),
-        **{f"model.layers.0.self_attn.{x}_proj": (width, width) for x in "qkvo"},
-        "model.layers.0.mlp.gate_proj": (n_ff, width),
-        "model.layers.0.mlp.up_proj": (n_ff, width),
-        "model.layers.0.mlp.down_proj": (width, n_ff),
-    }
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps(config))
-    tensors = {f"{name}.weight": np.ones(shape, np.float32) for name, shape in shapes.items()}
-    save_file(tensors, source / "model.safetensors")
+    write_checkpoint(tmp_path / "source")
     done = inside("convert", tmp_path / "source", tmp_path / "out.gguf", "--type", "f32", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["size"] == (tmp_path / "out.gguf").stat().st_size

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -269,29 +268,6 @@ def test_perplexity_has_the_mode_and_the_active_share(plain: Path, text: Path) -
 
 
 # -- profiles ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
-    terminal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from hotset.cli import profile
-
-    class Stream(io.StringIO):
-        def isatty(self) -> bool:
-            return terminal
-
-    stream = Stream()
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setenv("TERM", "xterm")
-    with profile.token_progress() as progress:
-        for done in (1, 10, 11, 15, 20, 100):  # of 100
-            progress(done, 100)
-    told = stream.getvalue()
-    assert ("\x1b[" in told) is terminal
-    assert ("of 100 tokens" in told) is not terminal
-    if not terminal:
-        assert [line.split()[0] for line in told.splitlines()] == ["10", "20", "100"]
 
 
 def test_profile_counts_what_fires(plain: Path, text: Path, tmp_path: Path) -> None:

@@ -284,7 +284,7 @@ def test_the_verb_in_every_mode(tmp_path: Path) -> None:
     for mode in ("dense", "exact", "predicted"):
         done = inside("eval", model, data, "--backend", "reference", "--sparsity", mode, "-o", "json")
         assert done.returncode == 0, done.stderr
-        assert "piqa: 6 of 6" in done.stderr
+        assert "piqa: 6 of 6 questions" in done.stderr
         found[mode] = json.loads(done.stdout)
         assert found[mode]["sparsity"] == mode
     assert found["predicted"]["predictor"] == "mlp"

@@ -69,7 +69,7 @@ def test_answers_are_in_the_order_of_the_requests(cluster: Cluster, tmp_path: Pa
     told: list[int] = []
 
     class Heard(Reporter):
-        def advance(self, label: str, done: int, total: int) -> None:
+        def advance(self, label: str, done: int, total: int, unit: str = "bytes") -> None:
             assert total == N
             told.append(done)
 
@@ -126,7 +126,7 @@ def test_lines_that_are_no_requests_have_error_records_in_their_place(cluster: C
     told: list[tuple[int, int]] = []
 
     class Heard(Reporter):
-        def advance(self, label: str, done: int, total: int) -> None:
+        def advance(self, label: str, done: int, total: int, unit: str = "bytes") -> None:
             told.append((done, total))
 
     n = 70 + len(odd)

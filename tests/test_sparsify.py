@@ -369,7 +369,7 @@ class Told(Reporter):
     def say(self, text: str) -> None:
         self.said.append(text)
 
-    def advance(self, label: str, done: int, total: int) -> None:
+    def advance(self, label: str, done: int, total: int, unit: str = "bytes") -> None:
         self.steps.append((label, done, total))
 
 

@@ -67,7 +67,7 @@ class Log(Reporter):
     def say(self, text: str) -> None:
         self.lines.append(text)
 
-    def advance(self, label: str, done: int, total: int) -> None:
+    def advance(self, label: str, done: int, total: int, unit: str = "bytes") -> None:
         self.steps.append((label, done, total))
 
 

@@ -59,7 +59,7 @@ class Told(Reporter):
     def say(self, text: str) -> None:
         self.lines.append(text)
 
-    def advance(self, label: str, done: int, total: int) -> None:
+    def advance(self, label: str, done: int, total: int, unit: str = "bytes") -> None:
         self.steps.append((label, done, total))
         if self.stop_at is not None and label.startswith(self.stop_at[0]) and done >= self.stop_at[1]:
             raise KeyboardInterrupt

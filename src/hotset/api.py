@@ -473,11 +473,10 @@ def compare_chunks(
     results = engine_perplexity.compare_chunks(
         [model.engine for model in models],
         models[0].tokenizer.encode(text, add_special=True),
-        n_ctx=n_ctx,
-        chunks=chunks,
-        bos_id=models[0].tokenizer.text_bos_id,
+        n_ctx=n_ctx, chunks=chunks, bos_id=models[0].tokenizer.text_bos_id,
         n_neurons=[sum(model.config.n_ff) for model in models],
-    )
+        progress=models[0].decided.settings.progress,
+    )  # fmt: skip
     while True:
         with ExitStack() as turns:
             for model in sorted(set(models), key=id):  # one order for all threads: no two wait for each other

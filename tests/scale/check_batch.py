@@ -69,7 +69,7 @@ def test_a_machine_that_dies_in_mid_load(path: Path, expected: list[str], nodes:
     killed = threading.Event()
 
     class Killer(Reporter):
-        def advance(self, label: str, done: int, total: int) -> None:
+        def advance(self, label: str, done: int, total: int, unit: str = "bytes") -> None:
             if not killed.is_set():
                 killed.set()
                 nodes.kill("c")
@@ -105,7 +105,7 @@ def test_a_driver_that_is_killed_goes_on(path: Path, expected: list[str], nodes:
     done: list[int] = []
 
     class Heard(Reporter):
-        def advance(self, label: str, now: int, total: int) -> None:
+        def advance(self, label: str, now: int, total: int, unit: str = "bytes") -> None:
             done.append(now)
 
     batch_on_ray(requests, answers, str(path), SETTINGS, ("tiny",), nodes.address, 2, Heard())

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import DownloadBar, StepBar, say, tell_choice, tell_memory, warn
+from hotset.cli.console import say, tell_choice, tell_memory, warn
+from hotset.cli.progress import ProgressBar
 from hotset.cli.serve import check_installed, model_name
 from hotset.storage import catalogue, resolve
 
@@ -49,10 +50,10 @@ def batch(
         from hotset.scale.batch import batch_on_ray
 
         name = model or catalogue.DEFAULT
-        with DownloadBar() as bar:
+        with ProgressBar() as bar:
             path = resolve(name, progress=bar)
         names = (*(alias or ()), model_name(path))
-        with StepBar() as steps:
+        with ProgressBar() as steps:
             n, n_failed = batch_on_ray(
                 requests, output, options.name_everywhere(name, path), settings, names, ray, replicas, steps
             )
@@ -77,17 +78,18 @@ def batch(
         if work.n_done:
             say(f"{output} has {work.n_done} of {len(work.file)} answers")
         if work.n_left:
-            with DownloadBar() as bar:
+            with ProgressBar() as bar:
                 path = resolve(model or catalogue.DEFAULT, progress=bar)
             names = (*(alias or ()), model_name(path))
 
             def load() -> Model:
-                loaded = hotset.load(path, settings, progress=bar)
+                with bar:
+                    loaded = hotset.load(path, settings, progress=bar)
                 tell_choice(loaded)
                 tell_memory(loaded)
                 return loaded
 
-            with StepBar() as steps:
+            with ProgressBar() as steps:
                 asyncio.run(work.run(Service(load, server, name=names[0], aliases=names[1:]), steps))
         _say_done(output, len(work.file), work.n_failed)
 

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import DownloadBar, print_json, say, tell_choice, tell_memory
+from hotset.cli.console import print_json, say, tell_choice, tell_memory
+from hotset.cli.progress import ProgressBar
 from hotset.escaping import LONGEST_CELL, escaped
 from hotset.report.bars import percent
 from hotset.storage import catalogue, resolve
@@ -112,12 +113,14 @@ def bench(
     tests = [Test(p, n, d) for d in depths for p, n in pairs]
     if not tests:
         raise typer.BadParameter("there is nothing to measure: give -p or -n.", param_hint="-p")
-    with DownloadBar() as bar:
+    with ProgressBar() as bar:
         settings = loading.settings(n_ctx=max(test.n_ctx for test in tests), progress=bar)
         path = resolve(model_option or model or catalogue.DEFAULT, progress=bar)
 
     printer = _PRINTERS[output]()
     first = True
+    # Nothing is drawn while a repetition runs.
+    progress = ProgressBar(transient=True, auto_refresh=False)
     for n_threads in _integers(threads, "-t", minimum=1) if threads else [None]:
         for kv_type in _kv_types(cache_type):
             with hotset.load(path, settings, n_threads=n_threads, kv_type=kv_type) as loaded:
@@ -133,8 +136,9 @@ def bench(
                     result = measure(
                         loaded.backend, test, repetitions, batch, read,
                         collect_stats=loaded.engine.collect_stats, cut=loaded.engine.cut,
-                        stored=loaded.stored,
+                        stored=loaded.stored, on_run=progress.counting(test.name, "runs"),
                     )  # fmt: skip
+                    progress.clear()
                     entry = _entry(facts, test, result, *_touched(loaded, test, result))
                     printer.row(entry | _disk(loaded, test, result))
     printer.end()
@@ -186,24 +190,28 @@ def measure(
     collect_stats: bool = False,
     cut: CutTokens = "none",
     stored: StoredWeights | None = None,
+    on_run: Callable[[int, int], None] = lambda done, total: None,
 ) -> Measurement:
     """Runs the test after a warm-up, which computes the depth. It is found in the cache from then on.
 
     collect_stats: the warm-up generates some more tokens, and counts which neurons fire. stored: of a model
-    under a budget of memory.
+    under a budget of memory. on_run: receives how many runs are done, and of how many.
     """
+    on_run(0, repetitions + 1)
     with closing(_RandomRequests(backend, test, batch, cut)) as run:
         run.engine.collect_stats = collect_stats
         run.once(min(test.n_gen, _N_COUNTED if collect_stats else 2))
         result = Measurement(stats=run.stats)
+        on_run(1, repetitions + 1)
         run.engine.collect_stats, run.engine.step_stats = False, None
-        for _ in range(repetitions):
+        for i in range(repetitions):
             if test.n_gen:
                 result.bandwidth.append(read_bandwidth())
             before = stored.counts() if stored else None
             result.seconds.append(run.once(test.n_gen))
             if stored is not None and before is not None:
                 result.disk.append(stored.counts().since(before))
+            on_run(i + 2, repetitions + 1)
     if not result.bandwidth:
         result.bandwidth.append(read_bandwidth())
     return result

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import StepBar, print_json, print_table, read_text, say, warn
+from hotset.cli.console import print_json, print_table, read_text, say, warn
+from hotset.cli.progress import ProgressBar
 from hotset.errors import HotsetError
 from hotset.model.cutoffs import CUTOFF_NAMES, CutoffName
 
@@ -84,7 +85,7 @@ def calibrate(
         n_threads=threads,
     )  # fmt: skip
     text = read_text(file, "-f")
-    with StepBar() as bar:
+    with ProgressBar() as bar:
         path = resolve(model, progress=bar)
         found = calibrate_thresholds(path, text, output, settings, keep=keep, progress=bar)
     if json:

@@ -1,6 +1,6 @@
-"""What the verbs share: sentences on stderr, tables and JSON on stdout, progress bars.
+"""What the subcommands share: messages on stderr, tables and JSON on stdout.
 
-Rich is imported only where a table or a bar is really printed: `hotset run` answers before it would load.
+Rich is imported only where a table is really printed: `hotset run` answers before it would load.
 """
 
 from __future__ import annotations
@@ -8,26 +8,20 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from hotset.escaping import LONGEST_CELL, escaped, escaped_json
 from hotset.files import read_bounded
-from hotset.reporter import Reporter
-from hotset.units import human_size
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from rich.progress import Progress, ProgressColumn, TaskID
 
     from hotset.api import Model
 
 
 LONGEST_TEXT = 1 << 30  # bytes of a text to read; a device has no end
-_LONGEST_LABEL = 80  # characters of what stands before a bar
 
 
 def say(text: str, *, dim: bool = False) -> None:
@@ -131,85 +125,3 @@ def print_table(
     for row in rows:
         table.add_row(*(escaped(cell, limit) for cell in row))
     console.print(table if rows else "(none)")
-
-
-class DownloadBar(Reporter):
-    """Shows downloads on stderr: a bar with speed and time left on a terminal, a few lines elsewhere."""
-
-    def __init__(self) -> None:
-        self._progress: Progress | None = None
-        self._tasks: dict[str, TaskID] = {}
-        self._tenths: dict[str, int] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-    def say(self, text: str) -> None:
-        if self._progress is not None:
-            self._progress.console.print(escaped(text), markup=False, emoji=False, highlight=False)
-        else:
-            say(text)
-
-    def advance(self, label: str, done: int, total: int) -> None:
-        label = escaped(label, _LONGEST_LABEL)
-        if not sys.stderr.isatty():
-            self._line(label, done, total)
-            return
-        if self._progress is None:
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn
-
-            name = TextColumn("{task.description}", markup=False)
-            self._progress = Progress(name, BarColumn(), *self._columns(), console=Console(stderr=True))
-            self._progress.start()
-        if label not in self._tasks:
-            self._tasks[label] = self._progress.add_task(label, total=total or None)
-        self._progress.update(self._tasks[label], completed=done, total=total or None)
-
-    def planned(self, placement: Any) -> None:
-        from hotset.report.placement import placement_lines, placement_table
-
-        print_table(*placement_table(placement), err=True, tight=True)
-        for line in placement_lines(placement):
-            say(line, dim=True)
-
-    def _line(self, label: str, done: int, total: int) -> None:
-        tenth = 10 * done // total if total else 0
-        if tenth > self._tenths.get(label, -1):
-            self._tenths[label] = tenth
-            say(f"{label}: {human_size(done)} of {human_size(total)}" if total else f"{label} ...")
-
-    def _columns(self) -> list[ProgressColumn]:
-        from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
-
-        return [DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()]
-
-
-class StepBar(DownloadBar):
-    """Counts steps instead of bytes; a label that begins again gets a new bar."""
-
-    def advance(self, label: str, done: int, total: int) -> None:
-        task = self._tasks.get(label)
-        if self._progress is not None and task is not None and done < self._progress.tasks[task].completed:
-            del self._tasks[label]
-        super().advance(label, done, total)
-
-    def _line(self, label: str, done: int, total: int) -> None:
-        tenth = 10 * done // max(total, 1)
-        if tenth > self._tenths.get(label, 0) or done == total:
-            self._tenths[label] = 0 if done == total else tenth
-            say(f"{label}: {done} of {total}", dim=True)
-
-    def _columns(self) -> list[ProgressColumn]:
-        from rich.progress import MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
-
-        return [MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()]

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import DownloadBar, print_json, say
+from hotset.cli.console import print_json, say
+from hotset.cli.progress import ProgressBar
 from hotset.units import human_size
 
 
@@ -59,7 +60,7 @@ def convert(
             "'hotset train-predictor'.",
             param_hint="--powerinfer",
         )
-    with DownloadBar() as bar:
+    with ProgressBar() as bar:
         written = convert_hf(
             source,
             target,

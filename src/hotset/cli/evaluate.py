@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import StepBar, print_json, print_table, read_text, say, tell_choice, tell_memory
+from hotset.cli.console import print_json, print_table, read_text, say, tell_choice, tell_memory
+from hotset.cli.progress import ProgressBar
 
 if TYPE_CHECKING:
     from hotset.api import Model
@@ -53,13 +54,15 @@ def evaluate(
     of_lines = None if labels is None else read_text(labels, "--labels").encode().split(b"\n")
     questions = read_questions(lines, str(file), of_lines)[:limit]
     settings = loading.settings(n_ctx=n_ctx)
-    with StepBar() as bar:
+    with ProgressBar() as bar:
         path = resolve(model, progress=bar)
         with hotset.load(path, settings, progress=bar) as loaded:
             tell_choice(loaded)
             tell_memory(loaded)
+            bar.advance(questions[0].task, 0, len(questions), "questions")
             for result in answered(loaded, questions):
-                bar.advance(result.task, result.n_done, result.n_questions)
+                bar.advance(result.task, result.n_done, result.n_questions, "questions")
+            bar.clear()
             if json or output == "json":
                 print_json(_as_json(loaded, result, file))
             else:

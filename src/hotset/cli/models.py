@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import DownloadBar, print_json, print_table, say
+from hotset.cli.console import print_json, print_table, say
+from hotset.cli.progress import ProgressBar
 from hotset.report.bars import percent
 from hotset.storage import catalogue, resolve, store
 from hotset.units import human_count, human_size
@@ -44,7 +45,7 @@ def pull(
     entry = catalogue.find(name)
     if entry and entry.unsupported:
         say(f"Note: {entry.unsupported}.")
-    with DownloadBar() as bar:
+    with ProgressBar() as bar:
         path = fetch.pull(name, everything=everything, check=check, progress=bar)
     size = sum(part.stat().st_size for part in store.shards(path))
     if json:

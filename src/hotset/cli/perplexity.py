@@ -1,11 +1,10 @@
-"""`hotset perplexity`: llama-perplexity's protocol, with a bar that says how long it will take.
+"""`hotset perplexity`: llama-perplexity's protocol.
 
 One model, or several modes and files side by side (cli/compare.py).
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -16,7 +15,8 @@ import typer
 
 from hotset.cli import options
 from hotset.cli.compare import Side, names_of, says_threshold, sides_of, table_of
-from hotset.cli.console import DownloadBar, print_json, print_table, read_text, say, tell_choice, tell_memory
+from hotset.cli.console import print_json, print_table, read_text, say, tell_choice, tell_memory
+from hotset.cli.progress import ProgressBar
 from hotset.report.bars import percent
 
 if TYPE_CHECKING:
@@ -54,14 +54,14 @@ def perplexity(
     settings = loading.settings(n_ctx=n_ctx)
     sides = sides_of(model, settings, compare, thresholds) if compare else [Side(model, settings)]
     models: list[Model] = []
-    with DownloadBar() as bar, ExitStack() as opened:
+    with ProgressBar() as bar, ExitStack() as opened:
         paths = [resolve(side.model, progress=bar) for side in sides]
         for path, side in zip(paths, sides, strict=True):
             loaded = hotset.load(path, side.settings, progress=bar)
             models.append(opened.enter_context(loaded))
             tell_choice(loaded)
             tell_memory(loaded)
-        results = _follow(hotset.compare_chunks(models, text, n_ctx=n_ctx, chunks=chunks))
+        results = _follow(hotset.compare_chunks(models, text, n_ctx=n_ctx, chunks=chunks), bar)
     names = names_of(sides, models)
     if json and compare:
         facts = [_as_json(*side) for side in zip(models, results, strict=True)]
@@ -105,29 +105,12 @@ def _print(names: Sequence[str], results: Sequence[PerplexityResult], n_ctx: int
     say("[" + " | ".join(parts) + "]", dim=True)
 
 
-def _follow(results: Iterable[tuple[PerplexityResult, ...]]) -> tuple[PerplexityResult, ...]:
-    """Runs through the chunks, with a bar on a terminal and a line now and then elsewhere."""
+def _follow(
+    results: Iterable[tuple[PerplexityResult, ...]], bar: ProgressBar
+) -> tuple[PerplexityResult, ...]:
+    """Runs through the chunks; the bar has the perplexities so far."""
     sides: tuple[PerplexityResult, ...] = ()
-    if not sys.stderr.isatty():
-        for sides in results:
-            now = sides[0]
-            if now.chunk % 10 == 0 or now.chunk == now.n_chunks:
-                ppl = ", ".join(f"{side.ppl:.4f}" for side in sides)
-                say(f"chunk {now.chunk} of {now.n_chunks}: PPL {ppl}")
-    else:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("perplexity", total=None)
-            for sides in results:
-                now = sides[0]
-                each = ", ".join(f"{side.ppl:.3f}" for side in sides)
-                progress.update(
-                    task,
-                    total=now.n_chunks,
-                    completed=now.chunk,
-                    description=f"perplexity {each} ± {now.error:.3f}",
-                )
+    for sides in results:
+        each = ", ".join(f"{side.ppl:.3f}" for side in sides)
+        bar.detail = f"PPL {each} ± {sides[0].error:.3f}"
     return sides

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import DownloadBar, print_json, print_table, say
+from hotset.cli.console import print_json, print_table, say
+from hotset.cli.progress import ProgressBar
 from hotset.errors import DeviceError
 from hotset.files import check_target
 from hotset.storage import resolve, store
@@ -46,7 +47,7 @@ def plan(
     loading: options.PlanOptions,
 ) -> None:
     """Plan what goes on the GPU, what stays on the CPU, and what of it is in memory, within budgets."""
-    with DownloadBar() as bar:
+    with ProgressBar() as bar:
         settings = loading.settings(
             n_ctx=ctx_size, n_seqs=parallel, max_batch=batch, n_threads=threads, kv_type=cache_type,
             progress=bar,

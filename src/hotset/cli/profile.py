@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import DownloadBar, print_json, print_table, read_text, say
+from hotset.cli.console import print_json, print_table, read_text, say
+from hotset.cli.progress import ProgressBar
 from hotset.errors import InvalidRequestError
 from hotset.files import check_folder, check_target
 from hotset.storage import resolve, store
@@ -55,7 +55,7 @@ def profile(
     """Count how often neurons fire and experts are chosen over a text; without one, show what is counted."""
     from hotset.sparsity.profile import Profile, default_path, export_activations
 
-    with DownloadBar() as bar:
+    with ProgressBar() as bar:
         path = resolve(model, progress=bar)
     target = output or default_path(path)
     check_target(target, store.shards(path))
@@ -133,10 +133,11 @@ def _run(
         for note in loaded.notes:
             say(note, dim=True)
         tokens = sequences(loaded, text, watching.n_ctx, n_tokens)
-        with token_progress() as progress:
+        with ProgressBar() as bar:
             return collect(
-                loaded.backend, loaded.config, tokens, model=fingerprint(loaded.gguf), progress=progress
-            )
+                loaded.backend, loaded.config, tokens, model=fingerprint(loaded.gguf),
+                progress=bar.counting("profile", "tokens"),
+            )  # fmt: skip
 
 
 def _run_on_ray(
@@ -156,7 +157,8 @@ def _run_on_ray(
         tokens = sequences(loaded, text, watching.n_ctx, n_tokens)
         settings, mark = loaded.decided.settings, fingerprint(loaded.gguf)
         settings = replace(settings, n_ctx=loaded.n_ctx)  # the same everywhere, whatever memory is there
-    with token_progress() as progress:
+    with ProgressBar() as bar:
+        progress = bar.counting("profile", "tokens")
         return profile_on_ray(target, tokens, name, settings, mark, address, progress)
 
 
@@ -168,7 +170,7 @@ def loaded_exact(path: Path, watching: options.ObservationOptions) -> Iterator[M
     from hotset.api import load_opened
     from hotset.loading import open_model
 
-    with DownloadBar() as bar:
+    with ProgressBar() as bar:
         opened = open_model(path, watching.settings(progress=bar))
         if not opened.config.has_zeros and opened.config.has_experts:
             opened = opened.with_settings(sparsity=None)
@@ -185,29 +187,6 @@ def sequences(model: Model, text: str, n_ctx: int | None, n_tokens: int | None) 
     n_ctx = n_ctx or min(options.LONGEST, model.n_ctx)
     tokens = model.tokenizer.encode(text, add_special=True)[:n_tokens]
     return np.array(tokens, np.int32) if len(tokens) < n_ctx else model.tokenizer.rows(tokens, n_ctx)
-
-
-@contextmanager
-def token_progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, and a line for each tenth elsewhere."""
-    if not sys.stderr.isatty():
-        said = 0
-
-        def tell(done: int, total: int) -> None:
-            nonlocal said
-            if 10 * done // total > said:
-                said = 10 * done // total
-                say(f"{done} of {total} tokens")
-
-        yield tell
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("tokens", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def mean_share(profile: Profile) -> float:
@@ -265,7 +244,7 @@ def reorder(
             f"there is no profile {place}: make one with 'hotset profile {source} -f TEXT'.",
             param_hint="--profile",
         )
-    with DownloadBar() as bar:
+    with ProgressBar() as bar:
         hotness = Profile.open(place) if in_order else None
         written = write_reordered(path, target, hotness, bundle=bundle, progress=bar)
     if json:

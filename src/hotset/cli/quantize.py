@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import DownloadBar, print_json, print_table, say
+from hotset.cli.console import print_json, print_table, say
+from hotset.cli.progress import ProgressBar
 from hotset.files import check_target
 from hotset.storage import resolve
 from hotset.units import human_size
@@ -67,7 +68,7 @@ def quantize(
     began = time.monotonic()
     if not dry_run:
         assert target is not None
-        with DownloadBar() as bar:
+        with ProgressBar() as bar:
             requantize.quantize(
                 path, target, type, tensor_types=rules, allow_requantize=allow_requantize, n_threads=threads,
                 progress=bar,

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import DownloadBar, print_json, read_text, say
-from hotset.cli.profile import loaded_exact, mean_share, sequences, token_progress
+from hotset.cli.console import print_json, read_text, say
+from hotset.cli.profile import loaded_exact, mean_share, sequences
+from hotset.cli.progress import ProgressBar
 from hotset.errors import InvalidRequestError
 from hotset.files import check_target, write_whole
 from hotset.report.bars import percent
@@ -70,7 +71,7 @@ def report(
 
     from hotset.sparsity.sidecar import stem_of
 
-    with DownloadBar() as bar:
+    with ProgressBar() as bar:
         path = resolve(model, progress=bar)
     target = output or Path(f"{stem_of(path)}.report.html")
     if drawn:
@@ -156,7 +157,9 @@ def _run(
         if profile is not None:
             pilot = [profile.frequencies(i) for i in range(loaded.config.n_layer)]
         observer = Observer(loaded.config.n_ff, pilot=pilot)
-        with token_progress() as progress:
+        with ProgressBar() as bar:
+            progress = bar.counting("report", "tokens")
+            progress(0, tokens.size)
             for row in tokens if tokens.ndim == 2 else [tokens]:
                 observer.start()
                 for values in loaded.tap_steps(row.tolist(), observer.names):
@@ -185,10 +188,10 @@ def _run_experts(
 
         tokens = sequences(loaded, text, watching.n_ctx, n_tokens)
         model = fingerprint(loaded.gguf)
-        with token_progress() as progress:
+        with ProgressBar() as bar:
             trace = record(
                 steps, loaded.graph, loaded.weights, tokens,
-                model=model, name=path.name, progress=progress,
+                model=model, name=path.name, progress=bar.counting("report", "tokens"),
             )  # fmt: skip
     assert isinstance(trace, RouteTrace), "the model has experts"
     return Profile(counter.counts, trace.n_tokens, model, (), counter.experts), trace

@@ -14,16 +14,8 @@ import typer
 
 from hotset.cli import options
 from hotset.cli.answer import bytes_touched, chunks, closing_line, has_template, print_stats
-from hotset.cli.console import (
-    LONGEST_TEXT,
-    DownloadBar,
-    print_json,
-    print_table,
-    read_text,
-    say,
-    tell_choice,
-    tell_memory,
-)
+from hotset.cli.console import LONGEST_TEXT, print_json, print_table, read_text, say, tell_choice, tell_memory
+from hotset.cli.progress import ProgressBar
 from hotset.cli.terminal import Answer
 from hotset.files import read_bounded
 from hotset.storage import catalogue, resolve, store
@@ -67,10 +59,12 @@ def run(
     interactive = text is None
     if interactive and json:
         raise typer.BadParameter("it needs a prompt.", param_hint="--json")
-    bar = DownloadBar()
+    bar = ProgressBar()
     path = _find(name, interactive, bar)
 
-    with scale.load(name or str(path), path, settings, bar) as loaded:
+    with bar:
+        loaded = scale.load(name or str(path), path, settings, bar)
+    with loaded:
         tell_choice(loaded)
         tell_memory(loaded)
         if text is None:
@@ -135,7 +129,7 @@ def _of_a_line(text: str) -> str:
 # -- which model ---------------------------------------------------------------------------------
 
 
-def _find(name: str | None, interactive: bool, bar: DownloadBar) -> Path:
+def _find(name: str | None, interactive: bool, bar: ProgressBar) -> Path:
     if name is None:
         name = _choose() if interactive else catalogue.DEFAULT
     with bar:

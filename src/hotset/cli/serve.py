@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import DownloadBar, read_text, say, tell_choice, tell_memory
+from hotset.cli.console import read_text, say, tell_choice, tell_memory
+from hotset.cli.progress import ProgressBar
 from hotset.errors import HotsetError
 from hotset.storage import catalogue, resolve, store
 
@@ -114,7 +115,7 @@ def serve(
     check_installed()
     settings = loading.settings(n_ctx=ctx_size, max_sequences=parallel, n_seqs=contexts)
     server_settings = server.settings()
-    bar = DownloadBar()
+    bar = ProgressBar()
     with bar:
         path = resolve(model or catalogue.DEFAULT, progress=bar)
     names = (*(alias or ()), model_name(path))
@@ -134,7 +135,8 @@ def serve(
     from hotset.server.service import Service
 
     def load() -> Model:
-        loaded = scale.load(model or catalogue.DEFAULT, path, settings, bar)
+        with bar:
+            loaded = scale.load(model or catalogue.DEFAULT, path, settings, bar)
         tell_choice(loaded)
         tell_memory(loaded)
         say(f"{names[0]} is loaded")

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import DownloadBar, StepBar, print_json, read_text, say
+from hotset.cli.console import print_json, read_text, say
+from hotset.cli.progress import ProgressBar
 from hotset.errors import HotsetError, InvalidRequestError
 from hotset.files import check_folder, check_target
 from hotset.report.bars import percent
@@ -207,11 +208,12 @@ def _source(model: str, folder: Path, stack: contextlib.ExitStack) -> Path:
         converted = folder / "original.gguf"
         if not converted.exists():
             say(f"converting {model}")
-            convert_hf(model, converted, "f32")
+            with ProgressBar() as bar:
+                convert_hf(model, converted, "f32", progress=bar)
         return converted
     from hotset.storage import resolve
 
-    return resolve(model, progress=stack.enter_context(DownloadBar()))
+    return resolve(model, progress=stack.enter_context(ProgressBar()))
 
 
 def _open(
@@ -361,7 +363,7 @@ def _write(
         opened = stack.enter_context(open_model(path, settings))
         opened = opened.with_settings(n_ctx=writing.longest(opened.config))
         engine = stack.enter_context(load_opened(opened))
-        bar = stack.enter_context(StepBar())
+        bar = stack.enter_context(ProgressBar())
         writing.generate(engine, written, n_tokens, texts=openings, chat=chat, seed=seed, progress=bar)
 
 
@@ -375,7 +377,7 @@ def _torch() -> Any:
 
 def _train(run: Training, eval_every: int, save_every: int, *, show: bool) -> Evaluation | None:
     last: list[Evaluation] = []
-    with StepBar() as bar:
+    with ProgressBar() as bar:
 
         def told(evaluation: Evaluation) -> None:
             last.append(evaluation)
@@ -391,12 +393,14 @@ def _train(run: Training, eval_every: int, save_every: int, *, show: bool) -> Ev
             if not show:
                 return
             if run.settings.hours is None:
-                bar.advance("training, tokens", min(run.tokens, run.settings.n_tokens), run.settings.n_tokens)
+                n_tokens = run.settings.n_tokens
+                bar.advance("training", min(run.tokens, n_tokens), n_tokens, "tokens")
             else:
                 seconds = round(3600 * run.settings.hours)
-                bar.advance("training, seconds", min(round(run.seconds), seconds), seconds)
+                bar.advance("training", min(round(run.seconds), seconds), seconds, "seconds")
 
         run.prepare(bar if show else None)
+        stepped(run)
         run.run(eval_every=eval_every, save_every=save_every, on_step=stepped, on_eval=told)
     return last[-1] if last else None
 
@@ -406,5 +410,5 @@ def _merge(path: Path, adapters: Path, target: Path, type: str) -> None:
     from hotset.training.adapters import MERGED_TYPES, Adapters, merge
 
     opened = Adapters.open(adapters)
-    with open_gguf(path) as gguf:
-        merge(gguf, opened, target, MERGED_TYPES[type])
+    with open_gguf(path) as gguf, ProgressBar() as bar:
+        merge(gguf, opened, target, MERGED_TYPES[type], bar)

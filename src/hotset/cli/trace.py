@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import DownloadBar, print_json, print_table, read_text, say
-from hotset.cli.profile import sequences, token_progress
+from hotset.cli.console import print_json, print_table, read_text, say
+from hotset.cli.profile import sequences
+from hotset.cli.progress import ProgressBar
 from hotset.errors import InvalidRequestError
 from hotset.files import check_target
 from hotset.storage import resolve, store
@@ -56,7 +57,7 @@ def trace(
         raise typer.BadParameter("name a model and a text (MODEL -f TEXT), or a trace (--replay FILE).")
     from hotset.sparsity.trace import default_path
 
-    with DownloadBar() as bar:
+    with ProgressBar() as bar:
         path = resolve(model, progress=bar)
     target = output or default_path(path)
     check_target(target, store.shards(path))
@@ -91,7 +92,7 @@ def record_text(
     from hotset.sparsity.recorder import record
     from hotset.sparsity.sidecar import fingerprint
 
-    with DownloadBar() as bar:
+    with ProgressBar() as bar:
         opened = open_model(path, watching.settings(progress=bar))
         with load_opened(opened.with_settings(sparsity=sparsity, predictor=predictor)) as loaded:
             if loaded.sparsity.mode == "dense" and not loaded.config.has_experts:
@@ -100,11 +101,10 @@ def record_text(
                     "there is nothing to trace"
                 )
             tokens = sequences(loaded, text, watching.n_ctx, n_tokens)
-            with token_progress() as progress:
-                return record(
-                    loaded.tap_steps, loaded.graph, loaded.weights, tokens,
-                    model=fingerprint(loaded.gguf), name=path.name, progress=progress,
-                )  # fmt: skip
+            return record(
+                loaded.tap_steps, loaded.graph, loaded.weights, tokens,
+                model=fingerprint(loaded.gguf), name=path.name, progress=bar.counting("trace", "tokens"),
+            )  # fmt: skip
 
 
 def _replay(path: Path, rows: list[float], json: bool) -> None:

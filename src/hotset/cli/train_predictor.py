@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hotset.cli import options
-from hotset.cli.console import StepBar, print_json, print_table, read_text, say, warn
+from hotset.cli.console import print_json, print_table, read_text, say, warn
+from hotset.cli.progress import ProgressBar
 from hotset.errors import HotsetError
 from hotset.storage import resolve
 from hotset.units import human_size
@@ -121,7 +122,7 @@ def train_predictor(
 
     settings = training.settings()
     texts = [read_text(path, "-f") for path in file]
-    with StepBar() as bar:
+    with ProgressBar() as bar:
         path = resolve(model, progress=bar)
         folder = directory or path.with_name(f"{stem_of(path)}.predictors")
         trained = train_predictors(

@@ -23,6 +23,7 @@ from hotset.engine.engine import Engine
 from hotset.engine.sampler import log_sum_exp
 from hotset.errors import ContextLengthError, InvalidRequestError, StepCancelledError
 from hotset.parameters import whole_number
+from hotset.reporter import Reporter
 
 _TILE_BYTES = 8 << 20  # of float64 logits that are compared at a time
 
@@ -99,18 +100,23 @@ def compare_chunks(
     chunks: int | None = None,
     bos_id: int | None = None,
     n_neurons: Sequence[int],
+    progress: Reporter | None = None,
+    label: str = "perplexity",
 ) -> Iterator[tuple[PerplexityResult, ...]]:
     """Computes chunk after chunk with every engine and yields their running results after each.
 
     chunks: how many, None or more than there are for all. bos_id: None for a model that adds no BOS.
     n_neurons: of all layers, per engine, for the shares, which an engine counts if it collects statistics.
+    progress: receives the tokens that are done, under `label`.
     Raises InvalidRequestError when there are fewer than 2 * n_ctx tokens, as llama-perplexity does, or the
     engines do not have the same vocabulary, and ContextLengthError when n_ctx is larger than an engine's.
     """
     n_chunks = _n_chunks(engines, tokens, n_ctx, chunks)
     first = n_ctx // 2
     sides = [_Side(engine, n) for engine, n in zip(engines, n_neurons, strict=True)]
+    progress = progress or Reporter()
     for i in range(n_chunks):
+        progress.advance(label, i * n_ctx, n_chunks * n_ctx, "tokens")
         chunk = list(tokens[i * n_ctx : (i + 1) * n_ctx])
         targets = np.array(chunk[1:])
         if bos_id is not None:
@@ -123,6 +129,7 @@ def compare_chunks(
                     side.score(logits, targets[position : position + len(logits)])
                 _diverge(sides, rows)
                 position += len(rows[0])
+                progress.advance(label, i * n_ctx + position, n_chunks * n_ctx, "tokens")
         finally:
             for stream in streams:
                 stream.close()

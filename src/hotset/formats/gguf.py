@@ -724,6 +724,8 @@ class GGUFWriter:
         from concurrent.futures import Future, ThreadPoolExecutor
 
         done, behind = 0, deque[Future[int]]()
+        if progress is not None:
+            progress.advance(self.path.name, 0, self.nbytes)
         # One thread writes while this one reads and encodes what comes next.
         with ThreadPoolExecutor(1) as disk:
             for info, data in self._tensors.values():

@@ -71,11 +71,12 @@ def batch_on_ray(
         total = len(checked)
         n_done = total - sum(len(shard) for _, shard in missing)
         if missing:
+            progress.advance("requests", n_done, total, "requests")
             connect(address)
             for i, lines in _answered(missing, model, loading, names, n_workers or len(machines())):
                 write_whole({_part(parts, i): lines})
                 n_done += len(shards[i])
-                progress.advance("requests", n_done, total)
+                progress.advance("requests", n_done, total, "requests")
         n_failed = _joined(parts, checked, len(shards), answers)
     return total, n_failed
 

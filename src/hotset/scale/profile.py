@@ -52,6 +52,7 @@ def profile_on_ray(
         missing = [i for i, file in enumerate(files) if not file.exists()]
         n_done = tokens.size - sum(shards[i].size for i in missing)
         if missing:
+            progress(n_done, tokens.size)
             connect(address)
             rows = [{"shard": i, "tokens": pickle.dumps(shards[i])} for i in missing]
             args = model, settings, mark

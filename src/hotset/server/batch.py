@@ -232,6 +232,8 @@ class Batch:
             n_workers = min(AHEAD * service.model.engine.max_sequences, self.n_left)
             left = iter([one for one in self.file.requests.values() if one.custom_id not in self._done])
 
+            progress.advance("requests", self.n_done, len(self.file), "requests")
+
             async def work() -> None:
                 for request in left:
                     body = self.file.body(request)
@@ -239,7 +241,7 @@ class Batch:
                     self._append(line)
                     self._done.add(request.custom_id)
                     self.n_failed += status != 200
-                    progress.advance("requests", self.n_done, len(self.file))
+                    progress.advance("requests", self.n_done, len(self.file), "requests")
 
             try:
                 async with asyncio.TaskGroup() as group:

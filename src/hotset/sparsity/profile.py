@@ -202,6 +202,8 @@ def collect(
         raise InvalidRequestError("the text is empty; give some text to profile the model on")
     counter = Counter(config)
     done = 0
+    if progress is not None:
+        progress(0, tokens.size)
     for sequence in taps.sequences(tokens, taps.longest_sequence(backend)):
         for values in taps.steps(backend, sequence, counter.names):
             done += counter.add(values)

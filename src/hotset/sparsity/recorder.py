@@ -66,6 +66,8 @@ def record(
     names = [_seen_of(ffn) for ffn in traced]
     parts: list[list[np.ndarray]] = [[] for _ in traced]
     starts, done = [], 0
+    if progress is not None:
+        progress(0, tokens.size)
     for row in tokens if tokens.ndim == 2 else [tokens]:
         starts.append(done)
         for values in tap_steps(row.tolist(), names):

@@ -100,7 +100,7 @@ def reorder(
             one.add_to(writer)
         if progress is not None:
             progress.say(f"Writing {out}{' in order of hotness' if profile else ''}.")
-        writer.write()
+        writer.write(progress)
         files = [out]
         if profile is not None and orders is not None:
             files += _move_companions(Path(in_path), out, profile, orders)

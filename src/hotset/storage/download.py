@@ -371,6 +371,7 @@ def _fetch_part(url: str, path: Path, size: int, token: str | None, label: str, 
         check_room(size - part.have, path.parent, label)
         if part.have > size:
             part.restart()
+        report.advance(label, part.have, size)
         _receive(part, url, size, token, label, report)
     finally:
         part.close()

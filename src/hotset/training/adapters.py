@@ -17,7 +17,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ from hotset.formats.quants import GGMLType, dequantize, fitting
 if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile
     from hotset.model.config import ModelConfig
+    from hotset.reporter import Reporter
 
 FORMAT = "hotset adapters 1"
 MERGED_TYPES = {"q8_0": GGMLType.Q8_0, "f16": GGMLType.F16, "f32": GGMLType.F32}
@@ -178,7 +180,7 @@ def merge(
     adapters: Adapters,
     path: str | os.PathLike[str],
     type: GGMLType = GGMLType.Q8_0,
-    on_tensor: Callable[[int, int], None] = lambda done, total: None,
+    progress: Reporter | None = None,
 ) -> None:
     """Writes the model of `gguf` with the adapters in it. type: of the matrices that change.
 
@@ -212,19 +214,14 @@ def merge(
     writer.add("general.file_type", _FILE_TYPES[type])
     writer.add(f"{architecture}.hidden_activation", adapters.activation)
 
-    total = len(gguf.tensors)
-    for done, (name, info) in enumerate(gguf.tensors.items()):
+    for name, info in gguf.tensors.items():
         stem, _, kind = name.rpartition(".")
         if kind == "bias" and name in values:
             continue  # written with its matrix
         if _MATRIX.fullmatch(name):
             stored = fitting(type, info.shape[0])
 
-            def matrix(name: str = name, done: int = done) -> np.ndarray:
-                on_tensor(done + 1, total)
-                return _merged(gguf, name, adapters)
-
-            writer.add_tensor(name, matrix, stored, info.shape)
+            writer.add_tensor(name, partial(_merged, gguf, name, adapters), stored, info.shape)
             if f"{stem}.bias" in values:
                 bias = values[f"{stem}.bias"]
                 if stem.endswith(".ffn_gate"):
@@ -238,7 +235,7 @@ def merge(
             writer.add_tensor(name, values[stem], GGMLType.F32)
         else:
             writer.add_tensor(name, lambda name=name: gguf.data(name), info.type, info.shape)  # type: ignore[misc]
-    writer.write()
+    writer.write(progress)
 
 
 def _merged(gguf: GGUFFile, name: str, adapters: Adapters) -> np.ndarray:

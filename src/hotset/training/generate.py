@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,13 +21,13 @@ from hotset.engine.engine import Engine
 from hotset.engine.sampler import SamplingParams
 from hotset.errors import FormatError
 from hotset.files import appending, check_target
+from hotset.reporter import Reporter
 from hotset.training import prompts
 
 if TYPE_CHECKING:
     from hotset.api import Model
     from hotset.engine.engine import Sequence as EngineSequence
     from hotset.model.config import ModelConfig
-    from hotset.reporter import Reporter
 
 _LONGEST = 448  # tokens of a document, with its beginning
 N_SEQUENCES = 64  # written side by side: a batch is then large enough for the many-row kernels
@@ -60,14 +60,21 @@ def generate(
     """
     documents = read_documents(path)
     done = sum(map(len, documents))
+    progress, most = progress or Reporter(), 0
+
+    def advance(unfinished: int) -> None:
+        nonlocal most  # unfinished documents may be thrown away
+        most = max(most, min(done + unfinished, n_tokens))
+        progress.advance("generating text", most, n_tokens, "tokens")
+
+    advance(0)
     with appending(path) as file:
-        for document in _write(model, random.Random(seed + done), texts, chat, n_tokens - done):
+        for document in _write(model, random.Random(seed + done), texts, chat, n_tokens - done, advance):
             documents.append(document)
             file.write(json.dumps(document).encode() + b"\n")
             file.flush()
             done += len(document)
-            if progress is not None:
-                progress.advance("generating text", min(done, n_tokens), n_tokens)
+            advance(0)
         os.fsync(file.fileno())
     return documents
 
@@ -100,9 +107,15 @@ def circles(document: Sequence[int]) -> bool:
 
 
 def _write(
-    model: Model, random: random.Random, texts: Sequence[Sequence[int]], chat: float, n_tokens: int
+    model: Model,
+    random: random.Random,
+    texts: Sequence[Sequence[int]],
+    chat: float,
+    n_tokens: int,
+    on_step: Callable[[int], None],
 ) -> Iterator[list[int]]:
-    """Documents until they have `n_tokens` tokens; the engine always has enough of them at work."""
+    """Documents until they have `n_tokens` tokens; the engine always has enough of them at work. on_step:
+    receives the tokens that were generated for those that are not finished."""
     if n_tokens <= 0:
         return
     kept = thrown = 0  # tokens
@@ -125,6 +138,8 @@ def _write(
     try:
         while kept < n_tokens:
             engine.step()
+            running = [sequence for sequence in active if sequence.finish_reason is None]
+            on_step(sum(len(sequence.tokens) - sequence.n_prompt for sequence in running))
             for i, sequence in enumerate(active):
                 if sequence.finish_reason is not None:
                     if sequence.error is not None:

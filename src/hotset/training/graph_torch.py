@@ -67,6 +67,8 @@ class TorchGraph:
         self._parts = [
             _Part(graph, first, last) for first, last in zip([0, *starts], ends, strict=True) if last > first
         ]
+        self.n_parts = len(self._parts) - 1  # that each pass computes
+        self.on_part: Callable[[], None] = lambda: None  # is called after each of a pass
         self._kept: dict[str, Tensor] = {}
         self._room = room
         self._turns: dict[tuple[Rope, int, int], Tensor] = {}
@@ -78,6 +80,7 @@ class TorchGraph:
         out: list[Tensor] = []
         for part in self._parts[:-1]:
             out.append(self._run(part, tokens, out[-1] if out else None, edits or {}))
+            self.on_part()
         return out
 
     @torch.no_grad()
@@ -112,6 +115,7 @@ class TorchGraph:
                 upstream, *rest = torch.autograd.grad(out, wanted, upstream)
             for value, gradient in zip(inside, rest, strict=True):
                 found(value, held[value.id].detach(), gradient)
+            self.on_part()
 
     def _run(self, part: _Part, tokens: Tensor, x: Tensor | None, edits: Mapping[int, Edit]) -> Tensor:
         values: dict[int, Tensor] = {}

@@ -110,13 +110,16 @@ def collect(
     for part, sequences in (("held_out", held_out), ("train", train)):
         writer = _PartWriter(folder, part, sources, limits[part] - n_bytes, key)
         done = writer.n_sequences
+        label = f"pairs ({part.replace('_', ' ')})"
+        if progress is not None:
+            progress.advance(label, done, len(sequences), "sequences")
         for sequence in sequences[done:]:
             if not writer.add(_pairs_of(steps, sources, sequence)):
                 limited = True
                 break
             done += 1
             if progress is not None:
-                progress.advance(f"pairs ({part.replace('_', ' ')})", done, len(sequences))
+                progress.advance(label, done, len(sequences), "sequences")
         writer.flush()
         n_tokens[part] = writer.n_tokens
         n_bytes += writer.n_bytes

@@ -19,13 +19,14 @@ started again, takes the same path and finds most of it walked.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -46,6 +47,7 @@ from hotset.model.config import config_from_gguf
 from hotset.model.decoder import describe
 from hotset.model.graph import Add, LayerNorm
 from hotset.model.predictor import Predictor
+from hotset.reporter import Reporter
 from hotset.settings import LoadSettings
 from hotset.sparsity import sidecar
 from hotset.sparsity.calibration import values_of
@@ -61,7 +63,6 @@ if TYPE_CHECKING:
     from hotset.backends.base import WeightSource
     from hotset.model.config import ModelConfig
     from hotset.model.graph import Graph
-    from hotset.reporter import Reporter
     from hotset.sparsity.stats import PredictorQuality
 
 STEP = 32  # ranks are multiples of it: a row of fc2 is then whole blocks
@@ -70,6 +71,7 @@ _WIDTH_PER_RANK = 6  # a layer whose neurons are all coins starts at a sixth of 
 _HELD_OUT = 10  # one sequence in so many
 _HIGHEST_RECALL = 0.9995
 _LAYOUT = 1  # of what is kept in folder/training
+_LOOK_SECONDS = 1.0  # at the steps that processes have done
 
 
 @dataclass(frozen=True)
@@ -286,7 +288,7 @@ class _Task:
     settings: PredictorSettings
 
 
-def _work(task: _Task) -> Quality:
+def _work(task: _Task, on_step: Callable[[], None]) -> Quality:
     with open_gguf(task.model) as gguf:
         config = config_from_gguf(gguf, activation=task.activation)
         with Pairs(task.pairs, config.n_ff) as pairs:
@@ -294,7 +296,7 @@ def _work(task: _Task) -> Quality:
             def decides() -> np.ndarray:
                 return _deciding_matrix(gguf, describe(config, gguf.tensors), task.layer)
 
-            weights = _trained(task, pairs, decides)
+            weights = _trained(task, pairs, decides, on_step)
             held_out = pairs.layer(task.layer, "held_out")
             assert task.settings.type is not None
             return predictor_layer.calibrate(
@@ -306,7 +308,9 @@ def _checkpoint(task: _Task) -> Path:
     return task.checkpoints / f"blk.{task.layer}.{'-'.join(map(str, task.ranks))}.pt"
 
 
-def _trained(task: _Task, pairs: Pairs, decides: Callable[[], np.ndarray]) -> Weights:
+def _trained(
+    task: _Task, pairs: Pairs, decides: Callable[[], np.ndarray], on_step: Callable[[], None]
+) -> Weights:
     """The weights of a checkpoint, or of a training that leaves one."""
     path = _checkpoint(task)
     if path.is_file():
@@ -316,9 +320,10 @@ def _trained(task: _Task, pairs: Pairs, decides: Callable[[], np.ndarray]) -> We
     if len(task.ranks) == 1:
         weights = predictor_layer.start(part, decides(), rank, settings.device, seed)
     else:
-        before = _trained(replace(task, ranks=task.ranks[:-1]), pairs, decides)
+        before = _trained(replace(task, ranks=task.ranks[:-1]), pairs, decides, on_step)
         weights = predictor_layer.grown(before, rank, part, seed)
-    weights = predictor_layer.train(part, weights, replace(settings.schedule, seed=seed), settings.device)
+    schedule = replace(settings.schedule, seed=seed)
+    weights = predictor_layer.train(part, weights, schedule, settings.device, on_step)
     write_torch(path, {"fc1.weight": weights.fc1, "fc2.weight": weights.fc2})
     return weights
 
@@ -449,6 +454,7 @@ class _Training:
             f"{collected.n_bytes / 1e6:.0f} MB of pairs"
             + (", which is all that --max-bytes allows" if collected.limited else "")
         )
+        self._n_steps = self.settings.schedule.n_steps(collected.n_train)
         return collected.n_train + collected.n_held_out
 
     @property
@@ -545,11 +551,19 @@ class _Training:
     def _run_tasks(self, pool: _Pool, wanted: list[tuple[int, tuple[int, ...]]], recall: float) -> None:
         tasks = [self._task(i, ranks, recall) for i, ranks in wanted]
         new = sum(not _checkpoint(task).is_file() for task in tasks)
-        label = f"training {new} layers" if new else "calibrating"
-        for done, (task, quality) in enumerate(pool.results(tasks), 1):
+        label, progress = f"training {new} layers" if new else "calibrating", self.progress or Reporter()
+        # A layer takes minutes: what advances are the steps of those that are trained.
+        total, unit = (new * self._n_steps, "steps") if new else (len(tasks), "layers")
+
+        def advance(done: int) -> None:
+            progress.advance(label, min(done, total - 1), total, unit)  # the end is that of the last layer
+
+        advance(0)
+        for done, (task, quality) in enumerate(pool.results(tasks, advance if new else None), 1):
             self.qualities[task.layer, task.ranks, recall] = quality
-            if self.progress is not None:
-                self.progress.advance(label, done, len(tasks))
+            if not new:
+                advance(done)
+        progress.advance(label, total, total, unit)
 
     def _calibrated(self, recall: float) -> list[Weights]:
         return [
@@ -582,9 +596,9 @@ class _Training:
         engines = (self.model.engine, predicted.engine)
         n_neurons = (sum(self.config.n_ff),) * 2
         n_ctx = len(self.held_out[0])
-        for exact, other in compare_chunks(engines, tokens, n_ctx=n_ctx, n_neurons=n_neurons):  # noqa: B007
-            if self.progress is not None:
-                self.progress.advance("perplexity", exact.chunk, exact.n_chunks)
+        *_, (exact, other) = compare_chunks(
+            engines, tokens, n_ctx=n_ctx, n_neurons=n_neurons, progress=self.progress
+        )
         return exact, other
 
     def _measure(self, predicted: Model) -> tuple[PredictorQuality, ...]:
@@ -643,22 +657,35 @@ class _Pool:
         self._jobs = max(1, min(jobs, n_layer))
         self._n_threads = max(1, n_cores // self._jobs)
         self._executor: Executor | None = None
+        self._steps: Any = None  # of all tasks, in all processes
 
-    def results(self, tasks: Sequence[_Task]) -> Iterator[tuple[_Task, Quality]]:
-        """In the order in which they are done, whichever that is."""
+    def results(
+        self, tasks: Sequence[_Task], on_steps: Callable[[int], None] | None = None
+    ) -> Iterator[tuple[_Task, Quality]]:
+        """In the order in which they are done, whichever that is. on_steps: receives how many steps of
+        training are done, of all these tasks."""
+        on_steps = on_steps or (lambda done: None)
         if self._jobs == 1 or (len(tasks) == 1 and self._executor is None):
+            done = itertools.count(1)
             for task in tasks:
-                yield task, _work(task)
+                yield task, _work(task, lambda: on_steps(next(done)))
             return
         if self._executor is None:
             # Spawned: torch's threads and a GPU's context do not survive a fork.
+            processes = multiprocessing.get_context("spawn")
+            self._steps = processes.Value("q", 0)
             self._executor = ProcessPoolExecutor(
-                self._jobs, multiprocessing.get_context("spawn"), _start_worker, (self._n_threads,)
+                self._jobs, processes, _start_worker, (self._n_threads, self._steps)
             )
-        futures: dict[Future[Quality], _Task] = {self._executor.submit(_work, task): task for task in tasks}
+        before = self._steps.value
+        futures = {self._executor.submit(_work_in_process, task): task for task in tasks}
+        pending: Collection[Future[Quality]] = futures
         try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
+            while pending:
+                finished, pending = wait(pending, _LOOK_SECONDS, FIRST_COMPLETED)
+                on_steps(self._steps.value - before)
+                for future in finished:
+                    yield futures[future], future.result()
         except BrokenProcessPool:
             raise HotsetError(
                 "a process that trained a layer was ended by the system, which may lack memory for "
@@ -673,11 +700,24 @@ class _Pool:
             self._executor.shutdown(wait=True, cancel_futures=True)
 
 
-def _start_worker(n_threads: int) -> None:
+_steps_of_all: Any = None  # in a worker process: the counter of its pool
+
+
+def _work_in_process(task: _Task) -> Quality:
+    def step() -> None:
+        with _steps_of_all.get_lock():
+            _steps_of_all.value += 1
+
+    return _work(task, step)
+
+
+def _start_worker(n_threads: int, steps: Any) -> None:
     import signal
 
     import torch
 
+    global _steps_of_all
+    _steps_of_all = steps
     torch.set_num_threads(n_threads)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair
     parent = multiprocessing.parent_process()

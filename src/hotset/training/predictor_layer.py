@@ -17,7 +17,7 @@ those that do not, few as they are, each by its share of the token's magnitude t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -154,8 +154,15 @@ def _with_units(
     return weights
 
 
-def train(pairs: LayerPairs, weights: Weights, schedule: Schedule, device: str) -> Weights:
-    """The same pairs, weights and schedule give the same result on a CPU with as many threads."""
+def train(
+    pairs: LayerPairs,
+    weights: Weights,
+    schedule: Schedule,
+    device: str,
+    on_step: Callable[[], None] = lambda: None,
+) -> Weights:
+    """The same pairs, weights and schedule give the same result on a CPU with as many threads. on_step: is
+    called after each step."""
     torch.manual_seed(schedule.seed)
     generator = np.random.default_rng([schedule.seed, weights.rank])
     rows = generator.choice(len(pairs), min(_SAMPLE, len(pairs)), replace=False)
@@ -189,6 +196,7 @@ def train(pairs: LayerPairs, weights: Weights, schedule: Schedule, device: str) 
         optimizer.zero_grad(set_to_none=True)
         scores.backward(gradient)
         optimizer.step()
+        on_step()
     return Weights((fc1.detach() / size).cpu().numpy(), fc2.detach().cpu().numpy())
 
 

@@ -268,7 +268,8 @@ class Training:
         tokens = torch.from_numpy(np.stack([self.mixture.window(i) for i in range(n)])).long()
 
         def told(label: str) -> Callable[[int], None]:
-            return lambda layer: progress.advance(label, layer + 1, n_layer)
+            progress.advance(label, 0, n_layer, "layers")
+            return lambda layer: progress.advance(label, layer + 1, n_layer, "layers")
 
         targets = choose_targets(
             self.base,

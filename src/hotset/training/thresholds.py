@@ -19,12 +19,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
 import shutil
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
@@ -39,6 +40,7 @@ from hotset.files import check_folder, check_target, write_whole
 from hotset.loading import build, open_model
 from hotset.model.cutoffs import CUTOFF_NAMES, CutoffName, LayerCutoffs
 from hotset.model.decoder import describe
+from hotset.reporter import Reporter
 from hotset.settings import LoadSettings
 from hotset.sparsity.thresholds import BaseMode, Calibrated, Thresholds, default_path
 from hotset.training.cut_choice import KINDS, CutChoices, Cuts, bytes_of_sites
@@ -47,7 +49,6 @@ from hotset.training.graph_torch import TorchGraph
 
 if TYPE_CHECKING:
     from hotset.model.config import ModelConfig
-    from hotset.reporter import Reporter
 
 _HELD_OUT = 64  # of 256 values of a hash's first byte
 _TINY = 1e-30  # a cutoff that cuts nothing and is there
@@ -260,13 +261,16 @@ class _Search:
         if self.settings.n_threads is not None:
             torch.set_num_threads(self.settings.n_threads)
         tokens = torch.from_numpy(self.learned.astype(np.int64))
-        losses = LossPass(TorchGraph(self.model.weights, self.graph), tokens[0])
+        graph = TorchGraph(self.model.weights, self.graph)
+        graph.on_part = self._counting("thresholds on offer", graph.n_parts)
+        losses = LossPass(graph, tokens[0])
         first = self.work.load_losses(losses)
+        # Of each window the layers once forward, and once back.
+        per_window = 2 * graph.n_parts
+        graph.on_part = self._counting("losses", per_window * len(tokens), per_window * first)
         for i in range(first, len(tokens)):
-            self._advance("losses", i, len(tokens))
             losses.add(tokens[i], seed=i)
             self.work.save_losses(losses, i + 1)
-        self._advance("losses", len(tokens), len(tokens))
         return losses.layers
 
     # ---- choices
@@ -303,20 +307,18 @@ class _Search:
         kinds = {kind: cuts.only(kind) for kind in KINDS}
         kinds = {kind: layers for kind, layers in kinds.items() if any(layer.cuts for layer in layers)}
         n = min(_KIND_WINDOWS, len(self.held))
-        self._advance("kinds", 0, len(kinds) + 1)
         least = choices.with_loss(cuts.total_loss * _NEARLY_NOTHING)
         rounding = 0.0
         if any(layer.cuts for layer in least.layers):
-            rounding = max(0.0, self._measure(least.layers, least.saved, n).kl - least.total_loss)
+            smallest = self._measure(least.layers, least.saved, n, "measuring the smallest cutoffs")
+            rounding = max(0.0, smallest.kl - least.total_loss)
         kl = rise = 0.0
-        for i, (kind, layers) in enumerate(kinds.items()):
-            self._advance("kinds", i + 1, len(kinds) + 1)
-            alone = self._measure(layers, cuts.saved, n)
+        for i, (kind, layers) in enumerate(kinds.items(), 1):
+            alone = self._measure(layers, cuts.saved, n, f"kind {i} of {len(kinds)}")
             own = max(0.0, alone.kl - rounding)
             if cuts.loss[kind] > 0:
                 choices.factors[kind] = float(np.clip(own / cuts.loss[kind], *_FACTORS))
             kl, rise = kl + own, rise + math.log1p(alone.increase)
-        self._advance("kinds", len(kinds) + 1, len(kinds) + 1)
         return float(np.clip(rise / kl, 1 / _MOST_KL, 2.0)) if kl > 0 else _FIRST_RATIO
 
     def _to_goal(self, choices: CutChoices, goal: float, ratio: float) -> tuple[Cuts, Measured, list[str]]:
@@ -351,9 +353,7 @@ class _Search:
 
     # ---- measurements
 
-    def _measure(
-        self, layers: Sequence[LayerCutoffs], saved: float, n_windows: int, label: str | None = None
-    ) -> Measured:
+    def _measure(self, layers: Sequence[LayerCutoffs], saved: float, n_windows: int, label: str) -> Measured:
         windows = self.held[:n_windows]
         key = [_hash(windows), [dict(layer.items()) for layer in layers]]
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
@@ -371,26 +371,26 @@ class _Search:
         return Measured(saved=saved, **known)
 
     def _compare(
-        self, layers: Sequence[LayerCutoffs], windows: np.ndarray, label: str | None
+        self, layers: Sequence[LayerCutoffs], windows: np.ndarray, label: str
     ) -> tuple[PerplexityResult, PerplexityResult]:
         thresholds = Thresholds(self.model_facts, tuple(layers), self.mode)
         cut = Model(*build(self.model.decided.with_thresholds(thresholds)))
         try:
-            results = compare_chunks(
+            *_, (dense, thresholded) = compare_chunks(
                 (self.model.engine, cut.engine), windows.flatten().tolist(), n_ctx=self.settings.n_ctx,
-                n_neurons=(0, 0),
+                n_neurons=(0, 0), progress=self.progress, label=label,
             )  # fmt: skip
-            for sides in results:
-                if label is not None:
-                    self._advance(label, sides[0].chunk, sides[0].n_chunks)
-            return sides[0], sides[1]
+            return dense, thresholded
         finally:
             cut.thread.close()
             cut.backend.close()
 
-    def _advance(self, label: str, done: int, total: int) -> None:
-        if self.progress is not None:
-            self.progress.advance(label, done, total)
+    def _counting(self, label: str, total: int, done: int = 0) -> Callable[[], None]:
+        """Begins to count layers; calls of the function count one each."""
+        progress = self.progress or Reporter()
+        progress.advance(label, done, total, "layers")
+        left = itertools.count(done + 1)
+        return lambda: progress.advance(label, next(left), total, "layers")
 
 
 class _Work:

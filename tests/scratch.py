@@ -1,0 +1,87 @@
+"""A folder with every file that a command of the documents names: tiny random models and short texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from test_api_sparse import write_sparse
+from test_cli import CHATML, write_model
+
+TEXT = "the quick brown fox jumps over the lazy dog, and then it rests; "
+WORDS = ("one", "two", "three", "four")
+N_CTX = 2048
+
+
+def write_checkpoint(folder: Path) -> Path:
+    """A llama of one layer as a Hugging Face checkpoint, without a tokenizer."""
+    from safetensors.numpy import save_file
+
+    n_vocab, width, n_ff = 64, 32, 64
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": n_vocab,
+        "hidden_size": width,
+        "intermediate_size": n_ff,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+    }
+    shapes = {
+        "model.embed_tokens": (n_vocab, width),
+        "model.norm": (width,),
+        "model.layers.0.input_layernorm": (width,),
+        "model.layers.0.post_attention_layernorm": (width,),
+        **{f"model.layers.0.self_attn.{x}_proj": (width, width) for x in "qkvo"},
+        "model.layers.0.mlp.gate_proj": (n_ff, width),
+        "model.layers.0.mlp.up_proj": (n_ff, width),
+        "model.layers.0.mlp.down_proj": (width, n_ff),
+    }
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {f"{name}.weight": np.ones(shape, np.float32) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def write_scratch(folder: Path) -> Path:
+    """The folder, which becomes the working directory of commands; its `home` is their HOTSET_HOME."""
+    keys = {"tokenizer.chat_template": CHATML}
+    write_sparse(folder / "model.gguf", keys, dialect="gguf", n_ctx=N_CTX)
+    write_sparse(folder / "relu.gguf", keys, dialect="gguf", n_ctx=N_CTX, seed=5)
+    write_sparse(folder / "relu.powerinfer.gguf", keys, n_ctx=N_CTX)
+    write_model(folder / "home" / "models" / "smollm2-135m" / "SmolLM2-135M-Instruct.Q4_1.gguf", n_ctx=N_CTX)
+    write_checkpoint(folder / "checkpoint")
+    (folder / "text.txt").write_text("".join(f"{TEXT}{i} {WORDS[i % 4]}. " for i in range(60)))
+    questions = [
+        {"ctx": f"The {word} of", "endings": [f"{word}s", "dogs", "foxes", "x"], "label": i % 4}
+        for i, word in enumerate(WORDS * 3)
+    ]
+    lines(folder / "hellaswag.jsonl", questions)
+    requests = [
+        {
+            "custom_id": f"r{i}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {
+                "model": "smollm2-135m",
+                "messages": [{"role": "user", "content": word}],
+                "max_tokens": 4,
+                "temperature": 0,
+            },
+        }
+        for i, word in enumerate(WORDS)
+    ]
+    lines(folder / "requests.jsonl", requests)
+    return folder
+
+
+def lines(path: Path, values: list[dict[str, object]]) -> None:
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
