@@ -278,10 +278,11 @@ def streaming(url: str) -> tuple[list[str], threading.Thread, threading.Event]:
     return lines, thread, begun
 
 
-def test_sigterm_lets_a_stream_come_to_its_end(started: Callable[..., Any]):
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_a_stream_come_to_its_end(started: Callable[..., Any], how: signal.Signals):
     process, url = started("-c", "700", "--grace", "60")
     lines, thread, _ = streaming(url)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(how)
     thread.join(WATCHDOG)
     events, done = events_of("\n".join(lines))
     assert done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -66,6 +67,10 @@ class Serving:
         self.url = f"http://127.0.0.1:{self.port}"
         self.server = Server(self.service, self._bound, lambda where: None, create_app(self.service))
         self._thread = threading.Thread(target=self._run)
+
+    def set_send_buffer(self, n_bytes: int) -> None:
+        """Of the system, for each connection that comes: what does not fit stays in the process."""
+        self._bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, n_bytes)
 
     def _run(self) -> None:
         asyncio.run(self.server.serve(sockets=[self._bound]))

@@ -52,6 +52,10 @@ class ServerOptions:
         list[str] | None,
         _option("--allowed-host", "A name by which the server is called; *: any; repeatable."),
     ] = None
+    trusted_proxy: Annotated[
+        list[str] | None,
+        _option("--trusted-proxy", "Address of a proxy whose X-Forwarded-For says who asks; repeatable."),
+    ] = None
     max_queue: Annotated[
         int, _option("--max-queue", "Answers that may wait for their turn; more are refused.", min=0)
     ] = 64
@@ -79,6 +83,7 @@ class ServerOptions:
             allow_no_api_key=self.allow_no_api_key,
             cors_origins=tuple(self.cors_origin or ()),
             allowed_hosts=tuple(self.allowed_host or ()),
+            trusted_proxies=tuple(self.trusted_proxy or ()),
             max_queue=self.max_queue,
             max_tokens=self.max_tokens,
             max_seconds=self.timeout,

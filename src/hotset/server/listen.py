@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from hotset.errors import InvalidRequestError
 from hotset.server.app import create_app
+from hotset.server.logs import bound_logs, log_loop_errors
+from hotset.server.protocol import BACKLOG, ConnectionLimits, LimitedProtocol, most_connections
 from hotset.server.service import Service
 from hotset.server.settings import ServerSettings
 
 log = logging.getLogger("hotset.server")
 
-_BACKLOG = 1024
 SWITCH_SECONDS = 0.0005  # Python's own are 5 ms: longer than a step, for which the engine would wait
+_CHECK_SECONDS = 1  # between two looks at what connections take too long for
 _LAST_SECONDS = 5  # for the last events of answers that are ended to reach their clients
 
 
@@ -32,6 +38,7 @@ def listen(service: Service, told: Callable[[str], None]) -> None:
     Raises what keeps it from listening, or the model from being loaded.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
+    bound_logs()
     with bound_socket(service.settings.host, service.settings.port) as bound:
         asyncio.run(Server(service, bound, told, create_app(service)).serve(sockets=[bound]))
     if service.error is not None:
@@ -49,7 +56,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
-            bound.listen(_BACKLOG)
+            bound.listen(BACKLOG)
         except BaseException:
             bound.close()
             raise
@@ -75,16 +82,23 @@ class Served(Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which asks the service to end what it answers when a signal comes."""
+    """uvicorn's, which bounds connections and lets the service end its answers when a signal comes."""
 
     def __init__(
         self, service: Served, bound: socket.socket, told: Callable[[str], None], app: ASGIApp
     ) -> None:
         settings = service.settings
+        limits = ConnectionLimits(settings.max_head_seconds, settings.max_write_seconds, most_connections())
+        trusted = list(settings.trusted_proxies)
+        protocol: Any = partial(LimitedProtocol, limits, {})
         super().__init__(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=protocol,
+                ws="none",
+                backlog=BACKLOG,
+                proxy_headers=bool(trusted),
+                forwarded_allow_ips=trusted,
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -94,13 +108,18 @@ class Server(uvicorn.Server):
             )
         )
         self._service, self._bound, self._told = service, bound, told
-        self._watch: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        with _hangup_as(self.handle_exit):
+            await super().serve(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
-        self._watch = asyncio.create_task(self._until_loaded())
+        self._loop.set_exception_handler(log_loop_errors)
+        self._tasks = [asyncio.create_task(work()) for work in (self._until_loaded, self._check_connections)]
         host, port = self._bound.getsockname()[:2]
         self._told(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
@@ -109,6 +128,15 @@ class Server(uvicorn.Server):
             await self._service.loaded()
         except Exception:  # which `listen` raises when all is closed
             self.should_exit = True
+
+    async def _check_connections(self) -> None:
+        """Until the loop ends: while the server shuts down, too."""
+        while True:
+            await asyncio.sleep(_CHECK_SECONDS)
+            now = asyncio.get_running_loop().time()
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, LimitedProtocol):
+                    connection.check(now)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal lets answers run on for a time, the second ends them."""
@@ -124,3 +152,17 @@ class Server(uvicorn.Server):
     def _begin_to_end(self) -> None:
         self._service.stopping = True
         asyncio.get_running_loop().call_later(self._service.settings.grace_seconds, self._service.end_answers)
+
+
+@contextmanager
+def _hangup_as(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """SIGHUP, which a closed terminal sends, is handled as SIGTERM is; nohup's choice to ignore it stands."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not hasattr(signal, "SIGHUP") or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        yield
+        return
+    before = signal.signal(signal.SIGHUP, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)

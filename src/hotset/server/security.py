@@ -30,6 +30,9 @@ from hotset.server.streams import API_KEY
 _OPEN_PATHS = ("/", "/health", "/v1/health", "/favicon.ico")  # no key: they tell nothing, and ask for nothing
 _OPEN_FOLDER = "/page/"  # what the page is made of; what it asks for needs the key
 
+# RFC 3986's host and port: one name, or an address of IPv6 in brackets; neither a user's name nor two ports.
+_HOST = re.compile(r"([\w.~%!$&'()*+,;=-]+|\[[0-9a-fA-F:.]+\])(?::[0-9]{0,5})?", re.ASCII)
+
 # A string of JSON, or a bracket; a string that does not end goes to the end.
 _BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL)
 
@@ -88,17 +91,19 @@ class Names:
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             try:
-                self._check_host(headers.get("host"))
+                self._check_host(headers.getlist("host"))
                 self._check_origin(headers.get("origin"), headers.get("host"))
             except RequestError as error:
                 await _refuse(error, scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _check_host(self, given: str | None) -> None:
-        if given is None or self._any_host:  # a browser always says it
+    def _check_host(self, given: list[str]) -> None:
+        if not given or self._any_host:  # a browser always says it
             return
-        host = _host(given)
+        if len(given) > 1 or not (form := _HOST.fullmatch(given[0].strip())):
+            raise RequestError("the Host header is a name or an address, and a port", code="invalid_host")
+        host = _host(form[1])
         if host in self._hosts or (self._any_address and _is_address(host)):
             return
         raise RequestError(

@@ -23,9 +23,12 @@ class ServerSettings:
     max_queue: sequences that may wait for their turn beside those that run; what comes then is told to come
     again. max_answers: the largest `n`, times prompts, of a request. max_tokens: the longest answer, None:
     the context bounds it. max_seconds: how long an answer may take; None: as long as it does.
-    max_body_bytes, max_nesting: of a request's JSON. max_body_seconds: in which it must have arrived.
-    keep_alive_seconds: between two signs of life in a stream. max_write_seconds: that a client may leave a
-    piece of a stream unread. grace_seconds: which a shutdown leaves to answers that run.
+    max_head_seconds: in which a request's head must have arrived. max_body_bytes, max_nesting: of its JSON.
+    max_body_seconds: in which that must have arrived. keep_alive_seconds: between two signs of life in a
+    stream. max_write_seconds: that a client may leave a reply, or a piece of a stream, unread.
+    grace_seconds: which a shutdown leaves to answers that run.
+    trusted_proxies: addresses or networks of proxies whose X-Forwarded-For says who asks; of others the
+    header is not read.
     """
 
     host: str = "127.0.0.1"
@@ -38,6 +41,8 @@ class ServerSettings:
     max_answers: int = 16
     max_tokens: int | None = None
     max_seconds: float | None = None
+    trusted_proxies: tuple[str, ...] = ()
+    max_head_seconds: float = 30.0
     max_body_bytes: int = 4 << 20
     max_nesting: int = 64
     max_body_seconds: float = 60.0
@@ -49,7 +54,7 @@ class ServerSettings:
         text("host", self.host)
         whole_number("port", self.port, 0, 65535)
         flag("allow_no_api_key", self.allow_no_api_key)
-        for name in ("api_keys", "cors_origins", "allowed_hosts"):
+        for name in ("api_keys", "cors_origins", "allowed_hosts", "trusted_proxies"):
             for value in getattr(self, name):
                 if not text(name, value).strip():
                     raise InvalidRequestError(f"{name} has an empty entry; leave it out")
@@ -65,8 +70,12 @@ class ServerSettings:
                 )
         for name, low in (("max_queue", 0), ("max_answers", 1), ("max_body_bytes", 1), ("max_nesting", 1)):
             whole_number(name, getattr(self, name), low)
-        for name in ("max_body_seconds", "keep_alive_seconds", "max_write_seconds", "grace_seconds"):
+        for name in ("head", "body", "write"):
+            real_number(f"max_{name}_seconds", getattr(self, f"max_{name}_seconds"), 0)
+        for name in ("keep_alive_seconds", "grace_seconds"):
             real_number(name, getattr(self, name), 0)
+        for proxy in self.trusted_proxies:
+            _check_network(proxy)
         if self.max_tokens is not None:
             whole_number("max_tokens", self.max_tokens, 1)
         if self.max_seconds is not None:
@@ -91,3 +100,12 @@ class ServerSettings:
     def serves_any_address(self) -> bool:
         """Whether it listens on every address of this machine: what it is called is not known then."""
         return self.host in ("", "0.0.0.0", "::", "[::]")
+
+
+def _check_network(given: str) -> None:
+    try:
+        ipaddress.ip_network(given)
+    except ValueError:
+        raise InvalidRequestError(
+            f"a trusted proxy is an address or a network, such as 10.0.0.5 or 10.0.0.0/8, not {shown(given)}"
+        ) from None

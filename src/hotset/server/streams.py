@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
-from sse_starlette.sse import AppStatus, SendTimeoutError
+from sse_starlette.sse import AppStatus
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
@@ -118,14 +118,10 @@ class AnswerStream(EventSourceResponse):
         self._answer = answer
         self._path = http.url.path
         self._lines = lines
-        self._longest = service_of(http).settings.max_write_seconds
-        self._sending = 0.0  # since when a piece is on its way, by the loop's clock; 0: none is
         self._pieces = self._guarded(written(answer))
         super().__init__(
             self._pieces,
             sep="\n",
-            data_sender_callable=self._watch,
-            send_timeout=self._longest,
             ping=0 if lines else service_of(http).settings.keep_alive_seconds,
             ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
             media_type="application/x-ndjson" if lines else "text/event-stream",
@@ -134,33 +130,18 @@ class AnswerStream(EventSourceResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
-        except SendTimeoutError:
-            log.info("a client that does not read was left")
         finally:
             self._answer.close()
 
     async def _stream_response(self, send: Send) -> None:
-        """The library's, less what it does for each piece: a timer, which `_watch` is for all of them."""
+        """The library's without a timer for each piece: LimitedProtocol.check has one for all replies."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        now = asyncio.get_running_loop().time
         async with aclosing(self._pieces):
             async for piece in self._pieces:
-                self._sending = now()
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
-                self._sending = 0.0
         async with self._send_lock:
             self.active = False
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _watch(self) -> None:
-        """Raises SendTimeoutError once a piece has been on its way for too long."""
-        while self.active:
-            left = self._longest
-            if self._sending:
-                left += self._sending - asyncio.get_running_loop().time()
-                if left <= 0:
-                    raise SendTimeoutError
-            await asyncio.sleep(left)
 
     async def _guarded(self, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         try:

@@ -1,0 +1,48 @@
+"""Lines of the log at a bounded rate: what clients can cause, they can cause a thousand times a second."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+LOGGERS = ("hotset.server", "uvicorn.error", "asyncio")
+N_LINES, SECONDS = 20, 10.0  # so many of one logger in so long; the first one after it says how many were not
+
+log = logging.getLogger("hotset.server")
+
+
+class RateLimit(logging.Filter):
+    """Lets `N_LINES` records pass in every `SECONDS`, and counts the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since, self._n = 0.0, 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now = time.monotonic()
+        if now - self._since >= SECONDS:
+            if self._n > N_LINES:
+                record.msg = f"{record.getMessage()} ({self._n - N_LINES} earlier lines were left out)"
+                record.args = ()
+            self._since, self._n = now, 0
+        self._n += 1
+        return self._n <= N_LINES
+
+
+def bound_logs() -> None:
+    """Bounds the rate of the server's loggers; once is enough."""
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        if not any(isinstance(one, RateLimit) for one in logger.filters):
+            logger.addFilter(RateLimit())
+
+
+def log_loop_errors(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """An event loop's exception handler: no traceback for what the system refuses (no descriptor is left)."""
+    error = context.get("exception")
+    if isinstance(error, OSError):
+        log.warning("%s: %s", context.get("message"), error)
+    else:
+        loop.default_exception_handler(context)

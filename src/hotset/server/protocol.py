@@ -1,0 +1,193 @@
+"""HTTP on one connection within limits: what a client may send before a route sees it, and leave unread.
+
+uvicorn's protocol bounds bodies, not heads: header lines, trailers and pipelined requests would grow in
+memory until a client chose to stop, before any key is checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from hotset.server.errors import Problem, body_of
+from hotset.server.replies import dumped
+
+MAX_HEAD_BYTES = 64 << 10  # of a request line and all headers, trailers among them
+MAX_HEADERS = 100
+MAX_URL_BYTES = 8 << 10
+MAX_PIPELINED = 16  # requests of one connection that wait for the answer to an earlier one
+_BYTES_PER_BODY_BYTE = 8  # that chunks may add to a body: each has a line with its length
+
+BACKLOG = 256  # connections that are accepted together
+_DESCRIPTORS_KEPT = 512  # for those, the model's files and whatever else the process has open
+_MOST_CONNECTIONS = 4096
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """head_seconds: in which a request's head must have arrived. write_seconds: that a client may leave a
+    reply unread. connections: open at once."""
+
+    head_seconds: float
+    write_seconds: float
+    connections: int
+
+
+def most_connections() -> int:
+    """Connections that file descriptors suffice for; raises the process's soft limit as far as it may."""
+    if sys.platform == "win32":
+        return _MOST_CONNECTIONS
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_CONNECTIONS + _DESCRIPTORS_KEPT
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    usable = wanted if soft == resource.RLIM_INFINITY else soft
+    return max(16, min(_MOST_CONNECTIONS, max(usable - _DESCRIPTORS_KEPT, usable // 4)))
+
+
+class _RefusedError(Exception):
+    """Ends the parser inside a callback."""
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol of one connection, which refuses what goes beyond `limits`.
+
+    The server calls `check` every second. waiting: the connections that no reply is computed for, in the
+    order of their last request; the first is closed when there are too many.
+    """
+
+    def __init__(self, limits: ConnectionLimits, waiting: dict[LimitedProtocol, None], **how: Any) -> None:
+        super().__init__(**how)
+        self._limits, self._waiting = limits, waiting
+        self._refusal: Problem | None = None
+        self._n_fed = self._n_body = self._n_head = 0  # bytes of this message
+        self._is_complete = True  # the message that was begun last
+        self._head_since: float | None = None
+        self._unread, self._unread_since = 0, 0.0  # bytes of replies that the client has not taken
+
+    # ---- the connection ----
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head_since = self.loop.time()
+        self._waiting[self] = None
+        if len(self.connections) > self._limits.connections:
+            oldest = next(iter(self._waiting))
+            if oldest is self:
+                self._refuse(Problem(503, "the server has as many connections as it takes; try again"))
+            else:
+                del self._waiting[oldest]
+                self.connections.discard(oldest)  # now, and not when the loop comes to it
+                oldest.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._waiting.pop(self, None)
+        super().connection_lost(exc)
+
+    def check(self, now: float) -> None:
+        """Ends the connection if a head takes too long to arrive, or a reply too long to be read."""
+        since = self._head_since
+        if since is not None and self in self._waiting and now - since > self._limits.head_seconds:
+            self._head_since = None
+            if self._is_complete:  # nothing of a request has arrived
+                self.transport.close()
+            else:
+                seconds = f"{self._limits.head_seconds:g}"
+                self._refuse(Problem(408, f"the request's head did not arrive within {seconds} s"))
+        unread = self.transport.get_write_buffer_size()
+        if unread == 0 or unread < self._unread or not self._unread:
+            self._unread_since = now
+        elif now - self._unread_since > self._limits.write_seconds:
+            self.transport.abort()
+        self._unread = unread
+
+    # ---- what arrives ----
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:  # what still comes is dropped; replies that were begun are completed
+            return
+        if self._is_complete and self._head_since is None:
+            self._head_since = self.loop.time()
+        self._n_fed += len(data)
+        super().data_received(data)
+        beside = self._n_fed - _BYTES_PER_BODY_BYTE * self._n_body
+        if not self._is_complete and beside > MAX_HEAD_BYTES and self._refusal is None:
+            self._refuse(self._too_large())
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_complete = False
+        self._n_fed = self._n_body = self._n_head = 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(len(url))
+        if len(self.url) > MAX_URL_BYTES:
+            self._stop(Problem(414, f"the URL is longer than {MAX_URL_BYTES} bytes"))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count(len(name) + len(value) + 4)
+        if len(self.headers) > MAX_HEADERS:
+            self._stop(Problem(431, f"the request has more than {MAX_HEADERS} headers"))
+
+    def on_headers_complete(self) -> None:
+        self._head_since = None
+        self._waiting.pop(self, None)
+        if len(self.pipeline) >= MAX_PIPELINED:
+            text = f"more than {MAX_PIPELINED} requests wait on this connection; read the replies first"
+            self._stop(Problem(429, text))
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._n_body += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_complete = True
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if self.cycle.response_complete and self.cycle.more_body:  # whose rest would be read for nothing
+            self.transport.close()
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self._waiting[self] = None
+            self._head_since = None if self._is_complete else self.loop.time()
+
+    # ---- refusals ----
+
+    def _count(self, n_bytes: int) -> None:
+        self._n_head += n_bytes
+        if self._n_head > MAX_HEAD_BYTES:
+            self._stop(self._too_large())
+
+    def _too_large(self) -> Problem:
+        return Problem(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes")
+
+    def _stop(self, problem: Problem) -> None:
+        """Refuses the message in the middle of parsing it."""
+        self._refusal = problem
+        raise _RefusedError
+
+    def send_400_response(self, msg: str) -> None:
+        """Called where the parser fails, by itself or by `_stop`."""
+        self._refuse(self._refusal or Problem(400, "this is no valid HTTP/1.1 request"))
+
+    def _refuse(self, problem: Problem) -> None:
+        self._refusal = problem
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False  # replies to earlier requests are completed, then it is closed
+            return
+        body = dumped(body_of(problem, "/"))
+        headers = ("content-type: application/json", "connection: close", f"content-length: {len(body)}")
+        head = "".join(f"{header}\r\n" for header in headers).encode()
+        self.transport.write(STATUS_LINE[problem.status] + head + b"\r\n" + body)
+        self.transport.close()

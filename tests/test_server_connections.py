@@ -1,0 +1,256 @@
+"""What a client may send before a route sees it, and leave unread: connections within limits."""
+
+import logging
+import re
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_server import Serving, write_model
+from waiting import WATCHDOG, until
+
+from hotset.errors import InvalidRequestError
+from hotset.server import listen, logs, protocol, streams
+from hotset.server.settings import ServerSettings
+
+pytest.importorskip("hotset._core", reason="the native module is not built")
+
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+def connected(server: Serving) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=WATCHDOG)
+
+
+def everything(connection: socket.socket) -> bytes:
+    """What comes until the server closes the connection, or resets it."""
+    parts = []
+    try:
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+    except ConnectionError:
+        pass
+    return b"".join(parts)
+
+
+def flooded(server: Serving, head: bytes, piece: bytes, n_bytes: int = 32 << 20) -> tuple[int, bytes]:
+    """Sends pieces without end; how many bytes went out, and the reply."""
+    with connected(server) as connection:
+        n = 0
+        try:
+            connection.sendall(head)
+            while n < n_bytes:
+                connection.sendall(piece)
+                n += len(piece)
+        except (ConnectionError, TimeoutError):
+            pass
+        return n, everything(connection)
+
+
+def status(reply: bytes) -> int | None:
+    found = re.match(rb"HTTP/1.1 (\d+)", reply)
+    return int(found[1]) if found else None
+
+
+FLOODS = {
+    "header lines": (b"GET / HTTP/1.1\r\nHost: localhost\r\n", b"a: b\r\n" * 1000),
+    "one header": (b"GET / HTTP/1.1\r\nHost: localhost\r\na: ", b"b" * 8192),
+    "a URL": (b"GET /", b"a" * 8192),
+    "trailers": (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n",
+        b"a: b\r\n" * 1000,
+    ),
+    "one trailer": (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\na: ",
+        b"b" * 8192,
+    ),
+    "a chunk's extension": (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1;a=",
+        b"b" * 8192,
+    ),
+    "requests": (b"", GET * 1000),
+    "an unread body": (
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"2000\r\n" + b"b" * 8192 + b"\r\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FLOODS)
+def test_what_has_no_end_is_not_kept(path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parser and the lists of a connection hold little more than the limit, however much is sent."""
+    kept: list[int] = []
+    received = protocol.LimitedProtocol.data_received
+
+    def watched(self: protocol.LimitedProtocol, data: bytes) -> None:
+        received(self, data)
+        kept.append(sum(len(a) + len(b) for a, b in self.headers or ()) + len(getattr(self, "url", b"")))
+        assert len(self.pipeline) <= protocol.MAX_PIPELINED
+
+    monkeypatch.setattr(protocol.LimitedProtocol, "data_received", watched)
+    with Serving(path, max_body_seconds=1) as server:
+        flooded(server, *FLOODS[kind])
+        assert max(kept) < 2 * protocol.MAX_HEAD_BYTES + (256 << 10)
+        until(lambda: not server.server.server_state.connections)
+        assert server.client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"a: %s\r\n" % (b"b" * 70_000), 431),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 101, 431),
+        (b"GET /%s HTTP/1.1\r\nHost: localhost\r\n" % (b"a" * 9000), 414),
+        (b"GET / HTTP/1.1\r\nHost localhost\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 98, 200),
+        (b"GET /health?a=%s HTTP/1.1\r\nHost: localhost\r\n" % (b"a" * 8000), 200),
+    ],
+)
+def test_heads_have_limits(path: Path, request_: bytes, expected: int) -> None:
+    with Serving(path) as server, connected(server) as connection:
+        connection.sendall(request_ + b"Connection: close\r\n\r\n")
+        reply = everything(connection)
+        assert status(reply) == expected
+        if expected != 200:
+            assert b"content-type: application/json" in reply
+            assert b'"type":"invalid_request_error"' in reply
+
+
+def test_pipelined_requests_are_answered_in_order(path: Path) -> None:
+    with Serving(path) as server, connected(server) as connection:
+        last = GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n").replace(b"/health", b"/nothing")
+        connection.sendall(GET * 5 + last)
+        found = re.findall(rb"HTTP/1.1 (\d+)", everything(connection))
+        assert found == [b"200"] * 5 + [b"404"]
+
+
+def test_more_pipelined_requests_than_may_wait_close_the_connection(path: Path) -> None:
+    with Serving(path) as server, connected(server) as connection:
+        connection.sendall(GET * 1000)
+        found = re.findall(rb"HTTP/1.1 (\d+)", everything(connection))
+        assert found == [b"200"] * (protocol.MAX_PIPELINED + 1)
+
+
+def test_half_a_head_is_left_after_a_time(path: Path) -> None:
+    with Serving(path, max_head_seconds=0.1) as server:
+        with connected(server) as silent:
+            assert everything(silent) == b""
+        with connected(server) as half:
+            half.sendall(GET[:20])
+            assert status(everything(half)) == 408
+        with connected(server) as second:
+            second.sendall(GET + GET[:20])
+            found = re.findall(rb"HTTP/1.1 (\d+)", everything(second))
+            assert found == [b"200", b"408"]
+
+
+def test_idle_connections_make_room_and_health_answers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listen, "most_connections", lambda: 8)
+    with Serving(path) as server:
+        idle = [connected(server) for _ in range(40)]
+        for connection in idle:
+            connection.sendall(GET[:20])
+        for _ in range(20):
+            assert server.client.get("/health", headers={"Connection": "close"}).status_code == 200
+        assert len(server.server.server_state.connections) <= 8
+        assert everything(idle[0]) == b""  # the oldest was closed
+        for connection in idle:
+            connection.close()
+
+
+def test_connections_that_all_wait_for_answers_are_not_given_up(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listen, "most_connections", lambda: 2)
+    with Serving(path) as server:
+        step, gate = server.model.backend.step, threading.Event()
+
+        def held(batch: Any) -> Any:
+            assert gate.wait(WATCHDOG)
+            return step(batch)
+
+        server.model.backend.step = held  # type: ignore[method-assign]
+        body = b'{"prompt": "a", "max_tokens": 2, "temperature": 0}'
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        post = head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+        asked = [connected(server) for _ in range(2)]
+        for connection in asked:
+            connection.sendall(post)
+        until(lambda: server.service.n_open == 2)
+        with connected(server) as more:
+            more.sendall(GET)
+            assert status(everything(more)) == 503
+        gate.set()
+        assert [status(everything(connection)) for connection in asked] == [200, 200]
+        server.model.backend.step = step  # type: ignore[method-assign]
+        for connection in asked:
+            connection.close()
+
+
+def test_a_reply_that_is_not_read_is_left(path: Path) -> None:
+    with Serving(path, max_write_seconds=0.1) as server, socket.socket() as connection:
+        server.set_send_buffer(4096)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(GET.replace(b"/health", b"/openapi.json"))
+        until(lambda: server.server.server_state.connections)
+        until(lambda: not server.server.server_state.connections)
+        assert server.client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(("trusted", "expected"), [((), "127.0.0.1"), (("127.0.0.1",), "1.2.3.4")])
+def test_who_asks_is_what_a_proxy_says_only_where_it_is_trusted(
+    path: Path, trusted: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clients: list[str | None] = []
+    of_client: Callable[..., Any] = streams.of_client
+
+    def noted(http: Any, request: Any) -> Any:
+        found = of_client(http, request)
+        clients.append(found.client)
+        return found
+
+    monkeypatch.setattr(streams, "of_client", noted)
+    with Serving(path, trusted_proxies=trusted) as server:
+        body = {"prompt": "a", "max_tokens": 1, "temperature": 0}
+        reply = server.client.post("/v1/completions", json=body, headers={"X-Forwarded-For": "1.2.3.4"})
+        assert reply.status_code == 200
+    assert clients == [expected]
+
+
+def test_a_trusted_proxy_is_an_address() -> None:
+    with pytest.raises(InvalidRequestError, match="an address or a network"):
+        ServerSettings(trusted_proxies=("proxy.example",))
+
+
+# ---- the log ----
+
+
+def test_the_log_has_a_bounded_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(logs.time, "monotonic", lambda: now[0])
+    limit = logs.RateLimit()
+
+    def passed(n: int) -> list[str]:
+        records = [logging.LogRecord("a", logging.INFO, "", 0, "line %d", (i,), None) for i in range(n)]
+        return [record.getMessage() for record in records if limit.filter(record)]
+
+    assert len(passed(1000)) == logs.N_LINES
+    now[0] += logs.SECONDS
+    assert passed(1) == ["line 0 (980 earlier lines were left out)"]
+    now[0] += logs.SECONDS
+    assert passed(2) == ["line 0", "line 1"]
+
+
+def test_what_the_system_refuses_is_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    logs.log_loop_errors(None, {"message": "no descriptor", "exception": OSError(24, "Too many open files")})  # type: ignore[arg-type]
+    assert [record.exc_info for record in caplog.records] == [None]
+    assert "Too many open files" in caplog.text
