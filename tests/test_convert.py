@@ -156,12 +156,157 @@ def test_sentencepiece_comes_along(checkpoint: Path) -> None:
     sentence = "the cat in the  hat 🦙 naïve\n"
     assert load_tokenizer(gguf.metadata).encode(sentence) == [1, *theirs.encode(sentence)]
 
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(text), model_prefix=str(checkpoint / "tokenizer"), vocab_size=40, model_type="unigram",
-        hard_vocab_limit=False, minloglevel=2,
-    )  # fmt: skip
-    with pytest.raises(TokenizerError, match="not BPE"):
-        converted(checkpoint)
+
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "Größe",
+    "naïve",
+    "日本",
+    "🦙",
+    "12",
+    "o'clock",
+    "  ",
+    "   ",
+    "\n",
+    "\t",
+    "▁",
+    "x▁y",
+]
+WORDS += ["<start_of_turn>", "<tool>", "<start", "of_turn>", "\u3000", "ﬁ", "…", ";", "don't", "<s>", "<unk>"]
+
+
+def spaced_texts(n: int, seed: int) -> list[str]:
+    rng = random.Random(seed)
+    seps = ["", " ", " ", "  ", "    "]
+    return [
+        "".join(rng.choice(WORDS) + rng.choice(seps) for _ in range(rng.randint(0, 9))) for _ in range(n)
+    ] + [rng.choice(seps) + rng.choice(WORDS) + rng.choice(seps) for _ in range(n // 4)]
+
+
+def trained_model(folder: Path, **options: Any) -> Any:
+    """A SentencePiece model with these options, saved as folder/tokenizer.model."""
+    import sentencepiece
+
+    folder.mkdir(exist_ok=True)
+    sentences = [text for text in spaced_texts(400, 5) if text.strip()]
+    settings = {"model_type": "bpe", "vocab_size": 420, "normalization_rule_name": "identity"}
+    settings |= {
+        "byte_fallback": True,
+        "character_coverage": 1.0,
+        "hard_vocab_limit": False,
+        "minloglevel": 2,
+    }
+    with (folder / "tokenizer.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(sentences), model_writer=file, **settings | options
+        )
+    return sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+
+
+USER: dict[str, Any] = {"user_defined_symbols": ["<start_of_turn>", "<tool>", "  ", "\n"]}
+SENTENCEPIECE_OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "spaces as they are": {"remove_extra_whitespaces": False},
+    "no prefix": {"add_dummy_prefix": False, "remove_extra_whitespaces": False},
+    "no prefix, fewer spaces": {"add_dummy_prefix": False},
+    "user-defined": {**USER, "remove_extra_whitespaces": False},
+    "user-defined, fewer spaces": USER,
+    "user-defined, no prefix": {**USER, "remove_extra_whitespaces": False, "add_dummy_prefix": False},
+    "user-defined, no prefix, fewer spaces": {**USER, "add_dummy_prefix": False},
+    "no bytes": {"byte_fallback": False, "character_coverage": 0.98, "vocab_size": 120},
+    "no bytes, user-defined": {**USER, "byte_fallback": False, "character_coverage": 0.98, "vocab_size": 120},
+    "control": {"control_symbols": ["<ctl>", "<tool>"]},
+    "other ids": {"unk_id": 3, "bos_id": 2, "eos_id": 1, "pad_id": 0},
+    "no bos, no eos": {"bos_id": -1, "eos_id": -1},
+    "digits": {"split_digits": True, "remove_extra_whitespaces": False},
+    "pieces of spaces": {"allow_whitespace_only_pieces": True, "remove_extra_whitespaces": False},
+}
+
+
+@pytest.mark.parametrize("name", SENTENCEPIECE_OPTIONS)
+def test_a_sentencepiece_model_keeps_its_options(tmp_path: Path, name: str) -> None:
+    """A tokenizer.model alone gives the ids of its own library, whatever it was trained with."""
+    theirs = trained_model(tmp_path / "hf", **SENTENCEPIECE_OPTIONS[name])
+    ours = load_tokenizer(tokenizer_keys(tmp_path / "hf", {"vocab_size": 500}))
+    for text in spaced_texts(1200, 6):
+        assert ours.encode(text, add_special=False) == theirs.encode(text), text
+        assert ours.fewest_tokens(text) <= len(theirs.encode(text))
+    expected = (theirs.bos_id(), theirs.eos_id(), theirs.unk_id(), theirs.pad_id())
+    found = (ours.bos_id, ours.eos_id, ours.unk_id, ours.pad_id)
+    assert tuple(-1 if id is None else id for id in found) == expected
+    assert ours.add_bos == (theirs.bos_id() >= 0)
+
+
+def test_a_user_defined_piece_is_one_token_and_not_special(tmp_path: Path) -> None:
+    theirs = trained_model(tmp_path / "hf", **USER, remove_extra_whitespaces=False)
+    ours = load_tokenizer(tokenizer_keys(tmp_path / "hf", {"vocab_size": 500}))
+    user = theirs.piece_to_id("<start_of_turn>")
+    assert ours.encode("the<start_of_turn>cat", add_special=False).count(user) == 1
+    assert ours.is_user_defined(user)
+    for parse in (False, True):  # with control tokens in the text, too
+        ids = ours.encode("the <start_of_turn>cat  sat", add_special=False, parse_special=parse)
+        assert ids == theirs.encode("the <start_of_turn>cat  sat")
+        assert ours.decode(ids) == "the <start_of_turn>cat  sat"
+    ids = ours.encode("<s>the<tool>cat</s>", parse_special=True, add_special=False)
+    assert ids == [1, *theirs.encode("the<tool>cat"), 2]
+    assert ours.decode(ids, skip_special=True) == "the<tool>cat"
+    inside = ours.encode_inside(" cat<tool>")
+    assert b"".join(map(ours.token_bytes, inside)) == b" cat<tool>"
+    assert inside[-1] == theirs.piece_to_id("<tool>")
+
+
+def test_what_tokenizer_config_adds_to_a_sentencepiece_model(tmp_path: Path) -> None:
+    theirs = trained_model(tmp_path / "hf", **USER)
+    user, n = theirs.piece_to_id("<start_of_turn>"), theirs.vocab_size()
+    added = {
+        str(user): {"content": "<start_of_turn>", "special": True},
+        str(n): {"content": "<x>", "special": False},
+    }
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    ours = load_tokenizer(tokenizer_keys(tmp_path / "hf", {"vocab_size": 500}))
+    assert ours.is_special(user)
+    assert user not in ours.encode("<start_of_turn>")
+    assert ours.encode("the<x>", add_special=False)[-1] == n
+    (tmp_path / "hf" / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"3": 4}}')
+    with pytest.raises(TokenizerError, match=r"added tokens in .* are damaged"):
+        tokenizer_keys(tmp_path / "hf", {"vocab_size": 500})
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"model_type": "unigram"}, "is a unigram model, not BPE"),
+        ({"model_type": "char"}, "is a char model, not BPE"),
+        ({"model_type": "word"}, "is a word model, not BPE"),
+        ({"normalization_rule_name": "nmt_nfkc"}, "normalization_rule_name other than identity"),
+        ({"normalization_rule_name": "nfkc_cf"}, "normalization_rule_name other than identity"),
+        ({"treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix"),
+    ],
+)
+def test_sentencepiece_models_that_are_refused(
+    tmp_path: Path, options: dict[str, Any], sentence: str
+) -> None:
+    trained_model(tmp_path / "hf", **options)
+    with pytest.raises(TokenizerError, match=f"{sentence}.*is not supported"):
+        tokenizer_keys(tmp_path / "hf", {"vocab_size": 500})
+
+
+def test_sentencepiece_models_that_change_what_they_decode_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "rules.tsv").write_text("0041\t0042\n")
+    trained_model(tmp_path / "hf", denormalization_rule_tsv=str(tmp_path / "rules.tsv"))
+    with pytest.raises(TokenizerError, match=r"denormalizer_spec\), which is not supported"):
+        tokenizer_keys(tmp_path / "hf", {"vocab_size": 500})
+
+
+def test_sentencepiece_models_without_visible_spaces_are_refused(tmp_path: Path) -> None:
+    trained_model(tmp_path / "hf")
+    with (tmp_path / "hf" / "tokenizer.model").open("ab") as file:
+        file.write(b"\x1a\x02\x28\x00")  # escape_whitespaces: messages that come twice are merged
+    with pytest.raises(TokenizerError, match=r"escape_whitespaces false\), which is not supported"):
+        tokenizer_keys(tmp_path / "hf", {"vocab_size": 500})
 
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}

@@ -17,7 +17,9 @@ from hotset.convert.hf_config import integer, read_json
 from hotset.errors import TokenizerError
 from hotset.files import read_small_file, read_small_text
 from hotset.text.pretokenizers import PRE_TOKENIZERS
+from hotset.text.tokenizer import WHOLE_TEXT_KEY
 
+NO_TOKEN = 0xFFFFFFFF  # an id that no vocabulary has
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
 
 # Values of tokenizer.ggml.pre that are written: of several names of one way to cut, the one that most know.
@@ -253,6 +255,9 @@ def _adds_bos(post_processor: Any, settings: dict[str, Any]) -> bool:
     return settings.get("add_bos_token") is True
 
 
+_MODEL_TYPES = {1: "unigram", 2: "BPE", 3: "word", 4: "char"}  # trainer_spec.model_type
+
+
 def _sentencepiece(src: Path, settings: dict[str, Any]) -> tuple[list[str], list[int], dict[str, Any]]:
     from sentencepiece import SentencePieceProcessor
 
@@ -262,38 +267,67 @@ def _sentencepiece(src: Path, settings: dict[str, Any]) -> tuple[list[str], list
         sp = SentencePieceProcessor(model_proto=proto)
     except (OSError, RuntimeError):
         raise TokenizerError(f"{path} is not a SentencePiece model") from None
-    facts = dict(_proto_fields(proto))  # of sentencepiece_model.proto: 2 is the trainer, 3 the normalizer
-    trainer, normalizer = (dict(_proto_fields(facts.get(number, b""))) for number in (2, 3))
-    if trainer.get(3) != 2 or normalizer.get(2):
-        raise TokenizerError(f"{path} is not BPE without normalisation, the only kind that is supported")
+    fields = list(_proto_fields(proto))  # of sentencepiece_model.proto
+    trainer, normalizer, denormalizer = (
+        dict(
+            _proto_fields(b"".join(value for n, value in fields if n == number and isinstance(value, bytes)))
+        )
+        for number in (2, 3, 5)
+    )
+    _check_sentencepiece(path, trainer, normalizer, denormalizer)
+    pieces = [dict(_proto_fields(value)) for number, value in fields if number == 1]
     n = sp.vocab_size()
     tokens = [sp.id_to_piece(i) for i in range(n)]
     scores = [sp.get_score(i) for i in range(n)]
-    types = [NORMAL] * n
-    for kind, is_kind in (
-        (UNKNOWN, sp.is_unknown),
-        (CONTROL, sp.is_control),
-        (UNUSED, sp.is_unused),
-        (BYTE, sp.is_byte),
-    ):
-        types = [kind if is_kind(i) else t for i, t in enumerate(types)]
-    for id, token, special in _added_tokens(src):
+    kinds = [piece.get(3, NORMAL) for piece in pieces]  # GGUF has SentencePiece's numbers
+    types = [kind for kind in kinds if isinstance(kind, int)]
+    if len(types) != n or not {*types} <= {NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE}:
+        raise TokenizerError(f"{path} is damaged")
+    removes_spaces = bool(normalizer.get(4, True))
+    whole_text = removes_spaces or USER_DEFINED in types
+    for id, token, special in _added_tokens(src, settings):
         while len(tokens) <= id:
             tokens.append(f"[PAD{len(tokens)}]")
             scores.append(-1000.0)
             types.append(UNUSED)
-        if id < n and types[id] != NORMAL:
+        if id < n and types[id] not in (NORMAL, USER_DEFINED):
             continue  # <s> and </s>, which are control tokens of the model already
         tokens[id], types[id] = token, CONTROL if special else USER_DEFINED
+    add_bos = settings.get("add_bos_token")
     keys: dict[str, Any] = {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.pre": "default",
         "tokenizer.ggml.scores": scores,
         "tokenizer.ggml.add_space_prefix": bool(normalizer.get(3, True)),
-        "tokenizer.ggml.add_bos_token": settings.get("add_bos_token") is not False,
+        "tokenizer.ggml.add_bos_token": add_bos is True or (add_bos is not False and sp.bos_id() >= 0),
         "tokenizer.ggml.add_eos_token": settings.get("add_eos_token") is True,
     }
+    if removes_spaces:
+        keys["tokenizer.ggml.remove_extra_whitespaces"] = True
+    if whole_text:
+        keys[WHOLE_TEXT_KEY] = True
+    ids = {"bos": sp.bos_id(), "eos": sp.eos_id(), "unknown": sp.unk_id(), "padding": sp.pad_id()}
+    for name, id in ids.items():
+        if id >= 0 or name in ("bos", "eos"):  # without a key readers take 1 and 2
+            keys[f"tokenizer.ggml.{name}_token_id"] = id if id >= 0 else NO_TOKEN
     return tokens, types, keys
+
+
+def _check_sentencepiece(
+    path: Path, trainer: dict[int, Any], normalizer: dict[int, Any], denormalizer: dict[int, Any]
+) -> None:
+    """Raises TokenizerError for what no key of GGUF describes; the arguments are parts of a ModelProto."""
+    kind = trainer.get(3, 1)
+    refused = {
+        f"a {_MODEL_TYPES.get(kind, kind)} model, not BPE": kind != 2,
+        "a model that normalises Unicode (normalization_rule_name other than identity)": normalizer.get(2),
+        "a model that normalises what it decodes (denormalizer_spec)": denormalizer.get(2),
+        "a model whose words end with a space (treat_whitespace_as_suffix)": trainer.get(24),
+        "a model that keeps spaces as they are (escape_whitespaces false)": not normalizer.get(5, True),
+    }
+    for what, is_so in refused.items():
+        if is_so:
+            raise TokenizerError(f"{path} is {what}, which is not supported")
 
 
 def _proto_fields(message: bytes | int) -> Iterator[tuple[int, bytes | int]]:
@@ -322,16 +356,19 @@ def _proto_fields(message: bytes | int) -> Iterator[tuple[int, bytes | int]]:
         at += n_bytes
 
 
-def _added_tokens(src: Path) -> list[tuple[int, str, bool]]:
+def _added_tokens(src: Path, settings: dict[str, Any]) -> list[tuple[int, str, bool]]:
     """(id, text, special) of the tokens that Hugging Face added to a SentencePiece model, by id."""
     found: dict[int, tuple[str, bool]] = {}
     try:
         if (path := src / "added_tokens.json").exists():
             found |= {int(id): (token, False) for token, id in read_json(path).items()}
+        path = src / "tokenizer_config.json"
+        for added, token in (settings.get("added_tokens_decoder") or {}).items():
+            found[int(added)] = (str(token["content"]), token.get("special") is True)
         if (path := src / "tokenizer.json").exists():
             for token in read_json(path).get("added_tokens") or []:
                 found[int(token["id"])] = (str(token["content"]), bool(token["special"]))
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, AttributeError):
         raise TokenizerError(f"the added tokens in {path} are damaged") from None
     if found and not 0 <= min(found) <= max(found) < 1 << 24:
         raise TokenizerError(f"an added token has the id {max(found)}, which is out of range")

@@ -51,6 +51,9 @@ _HARMONY_VISIBLE = frozenset(["<|channel|>", "<|message|>", "<|start|>", "<|cons
 _KNOWN_TEXTS = _END_OF_GENERATION | _END_OF_GENERATION_IF_SPECIAL | _HARMONY_VISIBLE
 
 _SPACE = "\u2581"  # SentencePiece's visible space
+
+WHOLE_TEXT_KEY = "hotset.tokenizer_whole_text"
+"""The key of a file whose texts SentencePiece itself tokenizes, user-defined tokens in them included."""
 _SHORT = 512  # characters: to tokenize more at once would hold the interpreter's lock for long
 
 
@@ -349,7 +352,12 @@ class BytePairTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """SentencePiece BPE: the pair whose union has the best score merges first; bytes are the fallback."""
+    """SentencePiece BPE: the pair whose union has the best score merges first; bytes are the fallback.
+
+    llama.cpp cuts user-defined tokens out of a text and puts a space before each part that is left. A file
+    may ask for what the library does with the whole text (WHOLE_TEXT_KEY, or remove_extra_whitespaces, which
+    only the library can do): one space before it, and user-defined tokens where they are.
+    """
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         super().__init__(metadata, bos=1, eos=2, add_bos=True)
@@ -365,38 +373,50 @@ class SentencePieceTokenizer(Tokenizer):
                 "SentencePiece merges by score: fetch or convert it again."
             )
         self.add_space_prefix = _flag(metadata, "tokenizer.ggml.add_space_prefix", True)
+        self._removes_spaces = _flag(metadata, "tokenizer.ggml.remove_extra_whitespaces", False)
+        whole_text = self._removes_spaces or _flag(metadata, WHOLE_TEXT_KEY, False)
+        if whole_text:
+            self._user_defined = SpecialTokens({})
+            self._special = SpecialTokens(self._ids_of(_CONTROL) | self._ids_of(_UNKNOWN))
 
         from sentencepiece import SentencePieceProcessor
 
+        pieces = _sentencepiece_pieces(self.tokens, scores[:n], self.types)
         try:
-            self._library = SentencePieceProcessor(
-                model_proto=_sentencepiece_model(self.tokens, scores[:n], self.types)
-            )
+            self._library = SentencePieceProcessor(model_proto=pieces + _normalizer())
+            self._whole = None  # of whole texts
+            if whole_text:
+                normalizer = _normalizer(prefix=self.add_space_prefix, removes_spaces=self._removes_spaces)
+                self._whole = SentencePieceProcessor(model_proto=pieces + normalizer)
         except (RuntimeError, ValueError, OSError) as error:
             raise TokenizerError(
                 f"The file's SentencePiece vocabulary is not usable ({error}): fetch or convert it again."
             ) from None
 
     def _encode_plain(self, text: str, after_special: bool) -> list[int]:
-        if after_special and self.add_space_prefix:
+        library = self._library
+        if after_special and self._whole is not None:
+            library = self._whole
+        elif after_special and self.add_space_prefix:
             text = " " + text
         # An unknown piece that the library had to be given is no token of the file. (The library tokenizes
         # without the interpreter's lock.)
-        return [id for id in self._library.encode(text) if id < self.n_vocab]
+        return [id for id in library.encode(text) if id < self.n_vocab]
 
     def _longest_plain(self) -> int:
         return max(map(len, map(_utf8, self.tokens)))  # a space, one byte of text, is three of a piece
 
     def _spells_every_byte(self) -> bool:
-        return _has_byte_pieces(self.tokens, self.types)
+        return _has_byte_pieces(self.tokens, self.types) and not self._removes_spaces
 
     def _whole_text_bytes(self, ids: Iterable[int], skip_special: bool) -> Iterable[bytes]:
         # encode puts a space where a text begins and after a special token: take it away again there.
         after_special = self.add_space_prefix
+        in_text = (_UNKNOWN, _USER_DEFINED) if self._whole is not None else ()
         for id in ids:
             piece = self.token_bytes(id)
             if self.types[id] in (_CONTROL, _UNKNOWN, _USER_DEFINED):
-                after_special = self.add_space_prefix
+                after_special = self.add_space_prefix and self.types[id] not in in_text
                 if not (skip_special and self.is_special(id)):
                     yield piece
             else:
@@ -569,8 +589,9 @@ def _is_text(text: str) -> bool:
 # --- SentencePiece's model file, written by hand: the library's own classes for it would need protobuf
 
 
-def _sentencepiece_model(tokens: Sequence[str], scores: np.ndarray, types: np.ndarray) -> bytes:
-    """A serialised sentencepiece.ModelProto (sentencepiece_model.proto) of a BPE model.
+def _sentencepiece_pieces(tokens: Sequence[str], scores: np.ndarray, types: np.ndarray) -> bytes:
+    """A serialised sentencepiece.ModelProto (sentencepiece_model.proto) of a BPE model, without its
+    normalizer_spec (`_normalizer`).
 
     The library insists on pieces that are distinct and not empty, on exactly one unknown piece, and on all
     256 byte pieces or none. What a file has beyond that can never come out of a text and is made a control
@@ -595,14 +616,16 @@ def _sentencepiece_model(tokens: Sequence[str], scores: np.ndarray, types: np.nd
         out.append(_piece_message(b"[hotset: unknown]", 0.0, _UNKNOWN))
     bpe = 2
     trainer_spec = _varint_field(3, bpe) + _varint_field(35, byte_fallback)
-    # The text is used as it is: no Unicode normalisation, no squeezing of spaces; spaces become U+2581.
-    normalizer_spec = (
-        _bytes_field(1, b"identity")
-        + _varint_field(3, False)
-        + _varint_field(4, False)
-        + _varint_field(5, True)
-    )
-    return b"".join(out) + _bytes_field(2, trainer_spec) + _bytes_field(3, normalizer_spec)
+    return b"".join(out) + _bytes_field(2, trainer_spec)
+
+
+def _normalizer(*, prefix: bool = False, removes_spaces: bool = False) -> bytes:
+    """The normalizer_spec of a ModelProto: no Unicode normalisation; spaces become U+2581.
+
+    prefix: a space is put before a text. removes_spaces: those at its ends, and all but one of several.
+    """
+    spec = _bytes_field(1, b"identity") + _varint_field(3, prefix) + _varint_field(4, removes_spaces)
+    return _bytes_field(3, spec + _varint_field(5, True))
 
 
 def _has_byte_pieces(tokens: Sequence[str], types: np.ndarray) -> bool:
