@@ -12,20 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tokenizer import bpe_metadata
 
-from hotset.text import reasoning, tool_calls
+from hotset.text import reasoning
 from hotset.text.output import OutputForm
 from hotset.text.parts import CallArguments, CallStart, Part, Reasoning, Text, merged
 from hotset.text.reasoning import ReasoningParser
 from hotset.text.tokenizer import load_tokenizer
-from hotset.text.tool_calls import Form, form_of, new_id, parser_of
+from hotset.text.tool_calls import FORMS, form_of, parser_of
 
 NAMES = {"f", "g", "get_weather"}
 THINK = ("<think>", "</think>")
 
 
-def read(form: Form, pieces: Sequence[str], names: Collection[str] | None = NAMES) -> list[Part]:
+FORM = {form.name: form for form in FORMS}
+
+
+def read(form: str, pieces: Sequence[str], names: Collection[str] | None = NAMES) -> list[Part]:
     numbers = itertools.count()
-    parser = parser_of(form, names, lambda: f"id{next(numbers)}")
+    parser = parser_of(FORM[form], names, lambda: f"id{next(numbers)}")
     parts = [part for piece in pieces for part in parser.push(piece)]
     parts += parser.finish()
     assert parser.finish() == []
@@ -38,7 +41,7 @@ def call(n: int, name: str, arguments: str) -> list[Part]:
 
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>'
 HARMONY = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
-EMITTED: list[tuple[Form, str, list[Part]]] = [
+EMITTED: list[tuple[str, str, list[Part]]] = [
     ("hermes", "Hello  there \n", [Text("Hello  there \n")]),
     ("hermes", f"Let me see.\n\n{HERMES}", [Text("Let me see."), *call(0, "f", '{"a": [1, "}"]}')]),
     (
@@ -65,10 +68,15 @@ EMITTED: list[tuple[Form, str, list[Part]]] = [
     (
         "mistral",
         'Sure. [TOOL_CALLS]f[ARGS]{"a": "]"}[TOOL_CALLS]g[CALL_ID]a1b2c3d4e[ARGS]{}',
-        [Text("Sure."), *call(0, "f", '{"a": "]"}'), *call(1, "g", "{}")],
+        [
+            Text("Sure."),
+            *call(0, "f", '{"a": "]"}'),
+            CallStart(1, "a1b2c3d4e", "g"),
+            CallArguments(1, "{}"),
+        ],
     ),
     ("mistral", '[TOOL_CALLS]f{"a": 1}', call(0, "f", '{"a": 1}')),
-    ("mistral", "[TOOL_CALLS]f[ARGS]", call(0, "f", "{}")),
+    ("mistral", "[TOOL_CALLS]f[ARGS]", call(0, "f", "{")),
     ("llama", '{"name": "f", "parameters": {"a": "1"}}', call(0, "f", '{"a": "1"}')),
     ("llama", '\n{"type": "function", "name": "f", "parameters": {}}', call(0, "f", "{}")),
     (
@@ -97,7 +105,7 @@ EMITTED: list[tuple[Form, str, list[Part]]] = [
 ]
 
 # What does not keep to the form: nothing of it is lost.
-BROKEN: list[tuple[Form, str, list[Part]]] = [
+BROKEN: list[tuple[str, str, list[Part]]] = [
     ("hermes", "<tool_call> not JSON </tool_call> x", [Text("<tool_call> not JSON </tool_call> x")]),
     ("hermes", '<tool_call>\n{"x": 1}\n</tool_call>', [Text('<tool_call>\n{"x": 1}\n</tool_call>')]),
     (
@@ -130,7 +138,7 @@ BROKEN: list[tuple[Form, str, list[Part]]] = [
 
 
 @pytest.mark.parametrize(("form", "emitted", "parts"), EMITTED + BROKEN)
-def test_what_is_emitted_becomes_parts(form: Form, emitted: str, parts: list[Part]):
+def test_what_is_emitted_becomes_parts(form: str, emitted: str, parts: list[Part]):
     assert read(form, [emitted]) == parts
     assert read(form, list(emitted)) == parts
     middle = len(emitted) // 2
@@ -138,7 +146,7 @@ def test_what_is_emitted_becomes_parts(form: Form, emitted: str, parts: list[Par
 
 
 def test_arguments_come_while_they_are_written():
-    parser = parser_of("hermes", NAMES, lambda: "id0")
+    parser = parser_of(FORM["hermes"], NAMES, lambda: "id0")
     assert parser.push('<tool_call>{"name": "f", "argu') == []
     assert parser.push('ments": {"a"') == [CallStart(0, "id0", "f"), CallArguments(0, '{"a"')]
     assert parser.push(": 1}") == [CallArguments(0, ": 1}")]
@@ -146,7 +154,7 @@ def test_arguments_come_while_they_are_written():
 
 
 def test_text_is_held_back_only_where_a_mark_may_begin():
-    parser = parser_of("hermes", NAMES)
+    parser = parser_of(FORM["hermes"], NAMES)
     assert parser.push("a < b <") == [Text("a < b")]
     assert parser.push("tool") == []
     assert parser.push("s> c") == [Text(" <tools> c")]
@@ -156,16 +164,16 @@ LETTERS = st.sampled_from(
     [
         *"{}[]\":,\\ \n;<>|aé", "name", "arguments", "parameters", '"name": "f"', '"arguments": {', "null",
         "f[ARGS]", "to=functions.f", "assistant", "final", "analysis", "json", "<|python_tag|>",
-        *(mark for marks in tool_calls.MARKS.values() for mark in marks),
-        *(mark[:4] for marks in tool_calls.MARKS.values() for mark in marks),
+        *(mark for form in FORMS for mark in form.marks),
+        *(mark[:4] for form in FORMS for mark in form.marks),
         HERMES, '{"name": "f", "parameters": {"x": "y"}}', *THINK,
     ]
 )  # fmt: skip
 
 
 @settings(max_examples=400)
-@given(st.sampled_from(list(tool_calls.MARKS)), st.lists(LETTERS, max_size=25), st.data())
-def test_any_text_in_any_pieces_gives_the_same_parts(form: Form, words: list[str], data: st.DataObject):
+@given(st.sampled_from(list(FORM)), st.lists(LETTERS, max_size=25), st.data())
+def test_any_text_in_any_pieces_gives_the_same_parts(form: str, words: list[str], data: st.DataObject):
     text = "".join(words)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
@@ -177,7 +185,7 @@ def test_any_text_in_any_pieces_gives_the_same_parts(form: Form, words: list[str
 
 
 @pytest.mark.parametrize(("form", "emitted", "parts"), [one for one in EMITTED if one[0] == "hermes"])
-def test_an_answer_cut_anywhere_is_no_error(form: Form, emitted: str, parts: list[Part]):
+def test_an_answer_cut_anywhere_is_no_error(form: str, emitted: str, parts: list[Part]):
     for end in range(len(emitted)):
         cut = read(form, [emitted[:end]])
         starts = [part for part in cut if isinstance(part, CallStart)]
@@ -185,8 +193,9 @@ def test_an_answer_cut_anywhere_is_no_error(form: Form, emitted: str, parts: lis
 
 
 def test_ids_are_distinct_and_as_templates_want_them():
-    assert len({new_id("hermes") for _ in range(100)}) == 100
-    assert all(len(new_id("mistral")) == 9 and new_id("mistral").isalnum() for _ in range(20))
+    assert len({FORM["hermes"].make_id() for _ in range(100)}) == 100
+    mistral = FORM["mistral"].make_id
+    assert all(len(mistral()) == 9 and mistral().isalnum() for _ in range(20))
 
 
 @pytest.mark.parametrize(
@@ -196,14 +205,15 @@ def test_ids_are_distinct_and_as_templates_want_them():
         ("[INST] [AVAILABLE_TOOLS][TOOL_CALLS]", "mistral", None),
         ("[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }} [THINK] [/THINK]", "mistral", ("[THINK]", "[/THINK]")),
         ("<tool_call>\n{{ '</tool_call>' }} {{ content.split('</think>')[-1] }}", "hermes", THINK),
-        ("<tool_call>\n<function={{ name }}>", None, None),
+        ("<tool_call>\n<function={{ name }}>", "qwen", None),
         ("<|start_header_id|>{{ '<|python_tag|>' }}", "llama", None),
         ('<|start_header_id|>{"name": function name, "parameters": dictionary}', "llama", None),
         ("<|im_start|>{{ message.content }}", None, None),
     ],
 )
-def test_the_template_says_how_a_model_writes(template: str, form: Form | None, marks: object):
-    assert form_of(template) == form
+def test_the_template_says_how_a_model_writes(template: str, form: str | None, marks: object):
+    found = form_of(template)
+    assert (found.name if found else None) == form
     assert reasoning.marks_of(template) == marks
 
 

@@ -17,6 +17,7 @@ from hotset.parameters import shown
 from hotset.server.answers import AnswerRequest
 from hotset.server.errors import RequestError
 from hotset.text.output import OutputForm, Parser
+from hotset.text.tool_calls import HARMONY
 
 _END = 32  # tokens of a prompt by which it is seen whether an answer begins inside reasoning
 
@@ -45,9 +46,11 @@ class Output:
     def parser(self, prompt: str) -> Parser | None:
         """What reads one answer to a prompt that ends so; None where all of it is text."""
         form = self.form
-        if form is None or not (form.thinks or form.calls == "harmony" or (form.calls and self.names)):
+        if form is None or not (form.thinks or form.calls is HARMONY or (form.calls and self.names)):
             return None
-        return form.parser(prompt, tools=self.names)
+        functions = [tool["function"] for tool in self.tools or ()]
+        schemas = {function["name"]: function.get("parameters") or {} for function in functions}
+        return form.parser(prompt, tools=schemas)
 
     @staticmethod
     def end_of(model: Model, tokens: list[int]) -> str:

@@ -2,7 +2,7 @@
 
     form = model.output_form                                  # once per model
     generation = model.prepare(tokens, params, shown=form.shown_ids)
-    parser = form.parser(prompt, tools=["get_weather"])       # the rendered text; names of functions, or ()
+    parser = form.parser(prompt, tools={"get_weather": {}})   # the rendered text; schemas of functions, or ()
     for piece in pieces: parts = parser.push(piece)           # of Text, Reasoning, CallStart, CallArguments
     parts = parser.finish()                                   # once, after the last piece
     parser.n_calls                                            # 0, or the answer ended to call functions
@@ -62,22 +62,27 @@ class OutputForm:
     def of(template: str, tokenizer: Tokenizer) -> OutputForm:
         """Of the text of a chat template (ChatTemplate.source)."""
         calls, thinks = tool_calls.form_of(template), reasoning.marks_of(template)
-        marks = (*(tool_calls.MARKS[calls] if calls else ()), *(thinks or ()))
+        marks = (*(calls.marks if calls else ()), *tool_calls.marks_in(*(thinks or ())))
         ids = (tokenizer.vocabulary.get(mark) for mark in marks)
         shown = frozenset(id for id in ids if id is not None and tokenizer.is_special(id))
         return OutputForm(template, tokenizer, calls, thinks, shown)
 
-    def parser(self, prompt: str, *, tools: Collection[str] = (), apart: bool = True) -> Parser:
+    def parser(
+        self, prompt: str, *, tools: tool_calls.Schemas | Collection[str] = (), apart: bool = True
+    ) -> Parser:
         """For one answer to a rendered prompt, of which the end is enough.
 
-        tools: names of the functions that the answer may call; () leaves calls in the text, but for
-        harmony's, which cannot be read otherwise. apart: False leaves reasoning in the text, marks and all,
-        but for harmony's.
+        tools: JSON schemas of the arguments, by the names of the functions that the answer may call, or only
+        the names; () leaves calls in the text, but for harmony's, which cannot be read otherwise. apart:
+        False leaves reasoning in the text, marks and all, but for harmony's.
         """
         thinks = self.thinks if apart else None
-        first = reasoning.ReasoningParser(thinks, reasoning.is_open(thinks, prompt)) if thinks else None
-        reads_calls = self.calls is not None and (bool(tools) or self.calls == "harmony")
-        second = tool_calls.parser_of(self.calls, set(tools)) if self.calls and reads_calls else None
+        first = None
+        if thinks:
+            ends = self.calls.ends_reasoning if self.calls and tools else ()
+            first = reasoning.ReasoningParser(thinks, reasoning.is_open(thinks, prompt), ends)
+        reads_calls = bool(tools) or self.calls is tool_calls.HARMONY
+        second = tool_calls.parser_of(self.calls, tools) if self.calls and reads_calls else None
         return _Chain(first, second)
 
     def calls_grammar(

@@ -13,11 +13,9 @@ from typing import Any
 from hotset.errors import InvalidRequestError
 from hotset.parameters import shown
 from hotset.text import reasoning, tool_calls
-from hotset.text.constraint import is_marker
-from hotset.text.grammar_child import JSON_SPACE
+from hotset.text.call_grammar import MAX_CALLS, CallGrammar, json_rule, mark, schema_of
 from hotset.text.tokenizer import Tokenizer
 
-_MAX_CALLS = 16  # side by side: a model that knows no end must come to one
 _ANYTHING = "/(?s:.*)/"
 
 
@@ -46,42 +44,16 @@ def calls_grammar(
     many = parallel and name is None
     lenient = not all(function.get("strict") is True for function in functions)
     form = tool_calls.form_of(template)
-
-    def mark(text: str) -> str:
-        return _mark(tokenizer, text)
-
-    if form == "hermes":
-        call = f'{mark("<tool_call>")} "\\n" object "\\n" {mark("</tool_call>")}'
-        rules = [f"object: {_any_object(functions, 'arguments', lenient)}"]
-        return _calls(call, many, '"\\n"', rules)
-    if form == "llama":
-        return f"start: {_any_object(functions, 'parameters', lenient)}"
-    if form == "mistral" and "[ARGS]" not in template:
-        items = _objects(functions, "arguments", "#/items/anyOf")
-        schema = {
-            "type": "array",
-            "items": {"anyOf": items},
-            "minItems": 1,
-            "maxItems": _MAX_CALLS if many else 1,
-        }
-        return f"start: {mark('[TOOL_CALLS]')} {_json(schema, lenient)}"
-    if form == "mistral":
-        heads = [f"{mark('[TOOL_CALLS]')} {json.dumps(one['name'])} {mark('[ARGS]')}" for one in functions]
-    elif form == "harmony":
-        many = False  # a call ends the answer
-        to = f'{mark("<|channel|>")} "commentary to=functions."'
-        middle = f'" " {mark("<|constrain|>")} "json" {mark("<|message|>")}'
-        heads = [f"{to} {json.dumps(one['name'])} {middle}" for one in functions]
-    else:
+    if form is None:
         raise InvalidRequestError(
-            "the model's chat template has no form of calls that is known, so that none can be required; "
-            "leave the choice of a tool to the model"
+            "the model's chat template does not know tools, so that no call can be required"
         )
-    each = [
-        f"call_{i}: {head} {_json(_parameters(one), lenient)}"
-        for i, (head, one) in enumerate(zip(heads, functions, strict=True))
-    ]
-    return _calls(" | ".join(f"call_{i}" for i in range(len(each))), many, "", each)
+    if form is tool_calls.HARMONY:
+        return _harmony_grammar(tokenizer, functions, lenient)
+    grammar = CallGrammar(tokenizer, functions, lenient=lenient, many=many)
+    call = grammar.call(form, template)
+    more = f" ({call.gap} call){{0,{MAX_CALLS - 1}}}" if many and call.gap is not None else ""
+    return "\n".join([f"start: call{more}", f"call: {call.opening} {call.rest}", *grammar.rules])
 
 
 def strict_grammar(template: str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -90,20 +62,22 @@ def strict_grammar(template: str, tokenizer: Tokenizer, tools: Sequence[Mapping[
     Text is free, reasoning with it. Raises InvalidRequestError as calls_grammar does, and where calls in the
     form of the template cannot be told from text before they are whole.
     """
-    if tool_calls.form_of(template) != "hermes":
+    form = tool_calls.form_of(template)
+    grammar = CallGrammar(tokenizer, [_function(tool) for tool in tools], lenient=False, many=True)
+    call = grammar.call(form, template) if form and form is not tool_calls.HARMONY else None
+    if call is None or not call.opening:
         raise InvalidRequestError(
             "strict is not supported for this model where it may choose whether to call; leave it out, or "
             "require a call"
         )
-    head, end = _mark(tokenizer, "<tool_call>"), _mark(tokenizer, "</tool_call>")
-    lazy = "" if head.startswith("<") else "[lazy]"
+    lazy = "" if call.opening.startswith("<") else "[lazy]"
     return "\n".join(
         [
             "start: call* TEXT",
             "TEXT: /(?s:.*)/",
-            f"head{lazy}: TEXT {head}",
-            f'call: head "\\n" object "\\n" {end}',
-            f"object: {_any_object([_function(tool) for tool in tools], 'arguments', lenient=False)}",
+            f"head{lazy}: TEXT {call.opening}",
+            f"call: head {call.rest}",
+            *grammar.rules,
         ]
     )
 
@@ -114,9 +88,9 @@ def around(template: str, tokenizer: Tokenizer, prompt: str, *, calls: bool = Fa
     Reasoning comes before the answer, in whatever words. prompt: the end of the rendered one. calls: whether
     the answer is of `calls_grammar`.
     """
-    if tool_calls.form_of(template) == "harmony":
+    if tool_calls.form_of(template) is tool_calls.HARMONY:
         channel, message, end, start = (
-            _mark(tokenizer, mark) for mark in ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")
+            mark(tokenizer, text) for text in ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")
         )
         head = "" if calls else f'{channel} "final" {message}'
         thinking = f'thinking: {channel} "analysis" {message} {_ANYTHING} {end} {start} "assistant"'
@@ -125,8 +99,8 @@ def around(template: str, tokenizer: Tokenizer, prompt: str, *, calls: bool = Fa
     if marks is None:
         return None
     is_open = reasoning.is_open(marks, prompt)
-    opening = "" if is_open else _mark(tokenizer, marks[0])
-    closing = _mark(tokenizer, marks[1])
+    opening = "" if is_open else mark(tokenizer, marks[0])
+    closing = mark(tokenizer, marks[1])
     if closing.startswith("<"):
         body = f"body: {_ANYTHING} {closing}"
     else:
@@ -136,14 +110,19 @@ def around(template: str, tokenizer: Tokenizer, prompt: str, *, calls: bool = Fa
     )
 
 
-def _mark(tokenizer: Tokenizer, text: str) -> str:
-    id = tokenizer.vocabulary.get(text)
-    return f"<[{id}]>" if id is not None and is_marker(tokenizer, id) else json.dumps(text)
-
-
-def _calls(call: str, many: bool, between: str, rules: list[str]) -> str:
-    more = f" ({between} call){{0,{_MAX_CALLS - 1}}}" if many else ""
-    return "\n".join([f"start: call{more}", f"call: {call}", *rules])
+def _harmony_grammar(tokenizer: Tokenizer, functions: Sequence[Mapping[str, Any]], lenient: bool) -> str:
+    """One call: it ends the answer."""
+    to = f'{mark(tokenizer, "<|channel|>")} "commentary to=functions."'
+    middle = f'" " {mark(tokenizer, "<|constrain|>")} "json" {mark(tokenizer, "<|message|>")}'
+    calls = [
+        f"{to} {json.dumps(one['name'])} {middle} {json_rule(schema_of(one), lenient)}" for one in functions
+    ]
+    return "\n".join(
+        [
+            f"start: {' | '.join(f'call_{i}' for i in range(len(calls)))}",
+            *(f"call_{i}: {call}" for i, call in enumerate(calls)),
+        ]
+    )
 
 
 def _function(tool: Any) -> Mapping[str, Any]:
@@ -155,52 +134,3 @@ def _function(tool: Any) -> Mapping[str, Any]:
             f"the parameters of the tool {shown(function['name'])} must be a JSON schema, an object"
         )
     return function
-
-
-def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of the arguments: always of an object."""
-    return {"type": "object", **(function.get("parameters") or {})}
-
-
-def _any_object(functions: Sequence[Mapping[str, Any]], key: str, lenient: bool) -> str:
-    return _json({"anyOf": _objects(functions, key, "#/anyOf")}, lenient)
-
-
-def _objects(functions: Sequence[Mapping[str, Any]], key: str, home: str) -> list[dict[str, Any]]:
-    """A schema for each call: an object with a name and arguments. home: where they will stand."""
-    return [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": function["name"]},
-                key: _moved(_parameters(function), f"{home}/{i}/properties/{key}"),
-            },
-            "required": ["name", key],
-            "additionalProperties": False,
-        }
-        for i, function in enumerate(functions)
-    ]
-
-
-def _moved(schema: Any, home: str) -> Any:
-    """A schema within another: references to its own root lead to where that is now."""
-    if isinstance(schema, Mapping):
-        return {
-            key: home + value[1:]
-            if key == "$ref" and isinstance(value, str) and value.startswith("#")
-            else _moved(value, home)
-            for key, value in schema.items()
-        }
-    if isinstance(schema, list | tuple):
-        return [_moved(value, home) for value in schema]
-    return schema
-
-
-def _json(schema: Mapping[str, Any], lenient: bool) -> str:
-    guidance = {"whitespace_pattern": JSON_SPACE, "lenient": lenient}
-    try:
-        return f"%json {json.dumps({**schema, 'x-guidance': guidance}, allow_nan=False)}"
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(
-            f"the schema of a tool must be plain data, as JSON has it ({error})"
-        ) from None

@@ -38,17 +38,26 @@ Part = Text | Reasoning | CallStart | CallArguments
 def merged(parts: list[Part]) -> list[Part]:
     """The same with what goes on joined to what it continues, and without empty texts."""
     found: list[Part] = []
+    texts: list[str] = []  # of the last one found, if it has a text
     for part in parts:
-        last = found[-1] if found else None
         if isinstance(part, Text | Reasoning) and not part.text:
             continue
-        if isinstance(part, Text | Reasoning) and type(last) is type(part):
-            found[-1] = type(part)(last.text + part.text)
-        elif isinstance(part, CallArguments) and isinstance(last, CallArguments) and last.call == part.call:
-            found[-1] = CallArguments(part.call, last.text + part.text)
-        else:
-            found.append(part)
+        last = found[-1] if found else None
+        same = type(last) is type(part) and not isinstance(part, CallStart)
+        if same and (not isinstance(part, CallArguments) or part.call == last[0]):  # type: ignore[index]
+            texts.append(part[-1])
+            continue
+        _join(found, texts)
+        found.append(part)
+        texts = [part[-1]]
+    _join(found, texts)
     return found
+
+
+def _join(found: list[Part], texts: list[str]) -> None:
+    """Gives the last part the texts of those that continue it."""
+    if len(texts) > 1:
+        found[-1] = found[-1]._replace(text="".join(texts))  # type: ignore[call-arg]
 
 
 def held_back(text: str, marks: tuple[str, ...]) -> int:

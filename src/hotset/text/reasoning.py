@@ -5,7 +5,8 @@ Which marks a model thinks between is said by its chat template:
 | the template's text has | marks |
 |---|---|
 | `<|channel|>` and `<|message|>` | none: harmony's channel `analysis` (tool_calls.py reads it) |
-| `[THINK]` and `[/THINK]` | these |
+| `[THINK]` and `[/THINK]`, `<seed:think>`, `<|START_THINKING|>` | these |
+| `<|channel>` and `<channel|>` (Gemma 4) | `<|channel>thought`, `<channel|>` |
 | `</think>` | `<think>`, `</think>` |
 
 Only what the answer begins with is reasoning. Where the rendered prompt ends with the opening mark (some
@@ -16,21 +17,27 @@ that is never closed is reasoning to the end; where the end cuts the closing mar
 
 from __future__ import annotations
 
-from hotset.text.parts import Part, Reasoning, Text, held_back, merged
+from hotset.text.parts import Part, Reasoning, Text, first_of, held_back, merged
 
 Marks = tuple[str, str]
 
 _SPACE = " \t\r\n"
+_MARKS: tuple[tuple[tuple[str, ...], Marks], ...] = (
+    (("[THINK]", "[/THINK]"), ("[THINK]", "[/THINK]")),
+    (("<seed:think>", "</seed:think>"), ("<seed:think>", "</seed:think>")),
+    (("<|START_THINKING|>", "<|END_THINKING|>"), ("<|START_THINKING|>", "<|END_THINKING|>")),
+    (("<|channel>", "<channel|>"), ("<|channel>thought", "<channel|>")),
+    (("</think>",), ("<think>", "</think>")),
+)
 
 
 def marks_of(template: str) -> Marks | None:
     """The marks between which a model with this chat template thinks; None where it does not."""
     if "<|channel|>" in template and "<|message|>" in template:
         return None
-    if "[THINK]" in template and "[/THINK]" in template:
-        return "[THINK]", "[/THINK]"
-    if "</think>" in template:
-        return "<think>", "</think>"
+    for found_by, marks in _MARKS:
+        if all(part in template for part in found_by):
+            return marks
     return None
 
 
@@ -40,10 +47,14 @@ def is_open(marks: Marks, prompt: str) -> bool:
 
 
 class ReasoningParser:
-    """Takes the reasoning out of one answer. is_open: whether the answer begins inside."""
+    """Takes the reasoning out of one answer.
 
-    def __init__(self, marks: Marks, is_open: bool) -> None:
+    is_open: whether the answer begins inside. ends: what begins the answer even if reasoning was not closed.
+    """
+
+    def __init__(self, marks: Marks, is_open: bool, ends: tuple[str, ...] = ()) -> None:
         self._open, self._close = marks
+        self._closes = (self._close, *ends)
         self._buffer = ""
         self._state = "begun" if is_open else "before"
         self._blank = ""  # of the reasoning, which is it only if more follows
@@ -81,8 +92,8 @@ class ReasoningParser:
         return merged(parts)
 
     def _inside(self, final: bool) -> list[Part]:
-        at = self._buffer.find(self._close)
-        n_held = held_back(self._buffer, (self._close,))
+        at, mark = first_of(self._buffer, self._closes)
+        n_held = held_back(self._buffer, (self._close,) if final else self._closes)
         if final and n_held == 1:  # a bracket may as well be one
             n_held = 0
         end = at if at >= 0 else len(self._buffer) - n_held
@@ -90,6 +101,7 @@ class ReasoningParser:
         shown = text.rstrip(_SPACE)
         self._blank = text[len(shown) :]
         self._buffer = "" if final and at < 0 else self._buffer[end:]
-        if at >= 0:
-            self._buffer, self._state = self._buffer[len(self._close) :], "closed"
+        if mark:
+            n = len(mark) if mark == self._close else 0
+            self._buffer, self._state = self._buffer[n:], "closed"
         return [Reasoning(shown)]

@@ -1,0 +1,276 @@
+"""Grammars of tool calls, in llguidance's Lark, from the description of a form (tool_calls/forms.py).
+
+Arguments that a form writes as JSON follow their schema in every respect. Where it writes each by itself, as
+tags or pairs, the arguments are those that `properties` names, in that order; a string that the form does not
+quote follows `enum` and `const`, but no other keyword.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hotset.errors import InvalidRequestError
+from hotset.escaping import clause
+from hotset.parameters import shown
+from hotset.text.constraint import is_marker
+from hotset.text.grammar_child import JSON_SPACE
+from hotset.text.tokenizer import Tokenizer
+from hotset.text.tool_calls.arguments import Json, Pairs, Tags
+from hotset.text.tool_calls.bodies import Named, Objects, kimi_head
+from hotset.text.tool_calls.forms import Form
+from hotset.text.tool_calls.values import properties_of, types_of
+
+MAX_CALLS = 16  # side by side: a model that knows no end must come to one
+_GAP = r"/\n?/"
+_TEXT = "/(?s:.*)/"
+_STRING_KEYWORDS = ("pattern", "minLength", "maxLength", "format")
+
+Function = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Lark of a call, or of all calls where one pair of marks is around them.
+
+    opening: its first mark; "" where the form has none. rest: what follows. gap: what stands between several;
+    None where there can be only one.
+    """
+
+    opening: str
+    rest: str
+    gap: str | None
+
+
+def literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def mark(tokenizer: Tokenizer, text: str) -> str:
+    """A mark, of which parts may be tokens that are no text: `<[id]>`."""
+    parts: list[str] = []
+    plain = ""
+    for part in re.split(r"(<[^<>\s]+>|\[[A-Z_]+\])", text):
+        id = tokenizer.vocabulary.get(part)
+        if id is not None and is_marker(tokenizer, id):
+            parts += [literal(plain)] * bool(plain) + [f"<[{id}]>"]
+            plain = ""
+        else:
+            plain += part
+    return " ".join(parts + [literal(plain)] * bool(plain))
+
+
+def json_rule(schema: Mapping[str, Any], lenient: bool) -> str:
+    guidance = {"whitespace_pattern": JSON_SPACE, "lenient": lenient}
+    try:
+        return f"%json {json.dumps({**schema, 'x-guidance': guidance}, allow_nan=False)}"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(
+            f"the schema of a tool must be plain data, as JSON has it ({error})"
+        ) from None
+
+
+def schema_of(function: Function) -> Mapping[str, Any]:
+    """The schema of the arguments: always of an object."""
+    return {"type": "object", **(function.get("parameters") or {})}
+
+
+class CallGrammar:
+    """The grammar of calls of some functions. rules: of what `call` refers to.
+
+    lenient: keywords of the schemas that are not supported are left to the model. many: several calls may be
+    written at once.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, functions: Sequence[Function], *, lenient: bool, many: bool
+    ) -> None:
+        self.rules: list[str] = []
+        self._tokenizer, self._functions, self._lenient, self._many = tokenizer, functions, lenient, many
+
+    def call(self, form: Form, template: str) -> Call:
+        """Raises InvalidRequestError for schemas that the form cannot follow."""
+        # Mistral's older templates have lists of objects behind the mark of the newer ones.
+        if form.named and (form.name != "mistral" or "[ARGS]" in template):
+            return self._named(form.named, template, form.writes_bare)
+        return self._objects(form.objects or Objects(), form.writes_bare)
+
+    # ---- objects ----
+
+    def _objects(self, body: Objects, is_bare: bool) -> Call:
+        home = "#/items/anyOf" if body.as_list else "#/anyOf"
+        schema: dict[str, Any] = {"anyOf": [self._object(body, i, home) for i in range(len(self._functions))]}
+        if body.as_list:
+            most = MAX_CALLS if self._many else 1
+            schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": most}
+        self.rules.append(f"object: {json_rule(schema, self._lenient)}")
+        if is_bare:
+            return Call("", "object", None)
+        opening, end = self._mark(body.opening[0]), self._mark(body.end)
+        if body.as_list:
+            return Call(opening, f"object {end}", None)
+        return Call(opening, f'"\\n" object "\\n" {end}', '"\\n"')
+
+    def _object(self, body: Objects, i: int, home: str) -> dict[str, Any]:
+        function = self._functions[i]
+        key = body.arguments_key
+        properties = {
+            body.name_key: {"const": function["name"]},
+            key: moved(schema_of(function), f"{home}/{i}/properties/{key}"),
+        }
+        if body.name_key == "tool_name":
+            properties = {"tool_call_id": {"type": "string", "pattern": "^[0-9]{1,2}$"}, **properties}
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": list(properties),
+            "additionalProperties": False,
+        }
+
+    # ---- names, with arguments behind them ----
+
+    def _named(self, body: Named, template: str, is_bare: bool) -> Call:
+        names = []
+        for i, function in enumerate(self._functions):
+            in_section = self._mark(body.call) if body.section else ""
+            head = f"{in_section} {self._head(body, function['name'], template)}"
+            arguments = self._arguments(body, i, function)
+            gap = _GAP if body.gap and not isinstance(body.arguments, Json) else ""
+            self.rules.append(f"call_{i}: {head} {arguments} {gap} {self._mark(body.end)}")
+            names.append(f"call_{i}")
+        one = " | ".join(names)
+        gap = _GAP if body.gap else ""
+        if not body.section:
+            return Call(self._mark(body.call), f"({one})", gap)
+        self.rules.append(f"any_call: {one}")
+        between = '", "' if not body.call else gap
+        calls = (
+            f"any_call ({between} any_call){{0,{MAX_CALLS - 1}}}" if body.many and self._many else "any_call"
+        )
+        if not body.call:
+            calls = f'"[" {calls} "]"'
+        if is_bare:
+            return Call("", calls, None)
+        rest = f"{gap} {calls} {gap} {self._mark(body.section_end)}"
+        return Call(self._mark(body.section[0]), rest, None if body.many else gap)
+
+    def _head(self, body: Named, name: str, template: str) -> str:
+        after = self._mark(body.after_name)
+        if body.head is kimi_head:
+            return f"{literal(f'functions.{name}:')} /[0-9]{{1,2}}/ {after}"
+        if "[CALL_ID]" in body.in_head and "[CALL_ID]" in template:
+            return f"{literal(name)} {self._mark('[CALL_ID]')} /[A-Za-z0-9]{{9}}/ {after}"
+        return f"{literal(name)} {after}"
+
+    def _arguments(self, body: Named, i: int, function: Function) -> str:
+        schema = schema_of(function)
+        if isinstance(body.arguments, Json):
+            return json_rule(schema, self._lenient)
+        properties = properties_of(schema)
+        if not properties and any(key in schema for key in ("$ref", "anyOf", "oneOf", "allOf")):
+            raise InvalidRequestError(
+                f"the parameters of the tool {shown(function['name'])} have no properties of their own, and "
+                'the model writes arguments by name; give "properties" at the top of the schema'
+            )
+        required = schema.get("required")
+        required = required if isinstance(required, list | tuple) else ()
+        named = []
+        for n, (key, one) in enumerate(properties.items()):
+            rule = f"arg_{i}_{n}"
+            self._argument(body.arguments, rule, key, one, schema)
+            named.append((rule, key in required))
+        if isinstance(body.arguments, Tags):
+            gap = _GAP if body.gap else ""
+            return " ".join(f"({gap} {rule}){'' if must else '?'}" for rule, must in named)
+        return f"{self._list(f'args_{i}', named)} {literal(body.arguments.end)}"
+
+    def _list(self, name: str, items: list[tuple[str, bool]]) -> str:
+        """Items with commas between those that are there: a rule for the first, and one for the rest."""
+        if not items:
+            return ""
+        first, more = "", ""
+        for n, (rule, must) in reversed(list(enumerate(items))):
+            begins = f"{rule} {more}"
+            first = begins if must or not first else f"{begins} | {first}"
+            self.rules.append(f"{name}_{n}: {first}")
+            follows = f'("," " "? {rule}){"" if must else "?"} {more}'
+            self.rules.append(f"{name}_{n}_more: {follows}")
+            first, more = f"{name}_{n}", f"{name}_{n}_more"
+        return first if any(must for _, must in items) else f"({first})?"
+
+    def _argument(
+        self, form: Tags | Pairs, rule: str, key: str, schema: Any, root: Mapping[str, Any]
+    ) -> None:
+        types = types_of(schema, root)
+        is_raw = "string" in types and not (isinstance(form, Pairs) and len(form.quotes[0]) == 1)
+        if isinstance(form, Tags):
+            attribute = f' string="{"true" if is_raw else "false"}"' if form.says_type else ""
+            before = self._mark(form.before)
+            gap = _GAP if form.before and form.before != ">" else ""
+            head = f"{self._mark(form.key)} {literal(key)} {self._mark(form.key_end)} "
+            head += f"{literal(attribute)} " * bool(attribute) + f"{gap} {before}" + ' "\\n"' * form.lines
+            end = "\n" * form.lines + form.value_end
+        else:
+            head = f"{literal(key + form.between)}" + f" {self._mark(form.quotes[0])}" * is_raw
+            end = form.quotes[0] if is_raw else ""
+        if not is_raw:
+            value = json_rule(_alone(schema, root), self._lenient)
+            self.rules.append(f"{rule}: {head} {value} {self._mark(end)}")
+            return
+        known = _strings(schema)
+        if known:
+            values = " | ".join(map(literal, known))
+            self.rules.append(f"{rule}: {head} ({values}) {self._mark(end)}")
+            return
+        keywords = [word for word in _STRING_KEYWORDS if isinstance(schema, Mapping) and word in schema]
+        if keywords and not self._lenient:
+            raise InvalidRequestError(
+                f"the argument {shown(key)} of a strict tool has {clause(keywords[0])}, which cannot be "
+                "followed in the form in which this model writes text; leave it out"
+            )
+        self.rules.append(f"{rule}: {head} {rule}_text")
+        self.rules.append(f"{rule}_text{self._text_until(end)}")
+
+    def _text_until(self, end: str) -> str:
+        """The rest of a rule: any text, and the mark that ends it."""
+        found = self._mark(end)
+        if "<[" in found:
+            return f": {_TEXT} {self._mark(end.strip())}"
+        return f"[suffix={found}]: {_TEXT}"
+
+    def _mark(self, text: str) -> str:
+        return mark(self._tokenizer, text)
+
+
+def _strings(schema: Any) -> list[str]:
+    """The texts that a schema allows, where it lists them."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else []) if schema else []
+    is_list = isinstance(values, list) and values and all(isinstance(value, str) for value in values)
+    return values if is_list else []
+
+
+def _alone(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of one argument, with what its references lead to."""
+    if not isinstance(schema, Mapping):
+        return {} if schema is True else {"not": {}}
+    alone = dict(moved(schema, "#/$defs/root"))
+    if '"$ref"' in json.dumps(schema, default=str):
+        alone["$defs"] = {"root": moved(root, "#/$defs/root")}
+    return alone
+
+
+def moved(schema: Any, home: str) -> Any:
+    """A schema within another: references to its own root lead to where that is now."""
+    if isinstance(schema, Mapping):
+        return {
+            key: home + value[1:]
+            if key == "$ref" and isinstance(value, str) and value.startswith("#")
+            else moved(value, home)
+            for key, value in schema.items()
+        }
+    if isinstance(schema, list | tuple):
+        return [moved(value, home) for value in schema]
+    return schema

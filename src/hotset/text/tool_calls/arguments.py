@@ -1,0 +1,151 @@
+"""How forms write the arguments of a call whose name has been read: JSON, tags, or pairs.
+
+Each reader passes JSON on as the arguments. It returns whether they are complete; if not, they end where the
+model broke off, so that they are no JSON and no client runs half a call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hotset.text.tool_calls.parser import ToolCallParser
+from hotset.text.tool_calls.reader import Steps
+from hotset.text.tool_calls.values import TYPES, as_json, properties_of, quoted, typed, types_of
+
+
+@dataclass(frozen=True)
+class Json:
+    """`{"city": "Rome"}`, passed on as the model writes it.
+
+    Without an object a call has no arguments.
+    """
+
+    @property
+    def opening(self) -> str:
+        return "{"
+
+    def read(self, parser: ToolCallParser, name: str, ends: tuple[str, ...]) -> Steps[bool]:
+        yield from parser.space()
+        if (yield from parser.peek("{", "[")):
+            return (yield from parser.value(parser.arguments, ends)) == ""
+        if ends and (yield from parser.peek(*ends)):
+            parser.arguments("{}")
+            return True
+        if ends:
+            yield from parser.until(ends, parser.arguments)
+        return False
+
+
+@dataclass(frozen=True)
+class Tags:
+    """`<parameter=city>Rome</parameter>`: what a value means is said by the schema of the function.
+
+    key, key_end: around the name of a parameter. before: what stands before its value; attributes may come
+    first, of which `string="true"` and `string="false"` say whether the value is text; says_type: they are
+    written. lines: a line end on either side of the
+    value belongs to the form.
+    """
+
+    key: str
+    key_end: str
+    value_end: str
+    before: str = ""
+    lines: bool = False
+    says_type: bool = False
+
+    @property
+    def opening(self) -> str:
+        return self.key
+
+    def read(self, parser: ToolCallParser, name: str, ends: tuple[str, ...]) -> Steps[bool]:
+        schema = parser.schema(name)
+        properties = properties_of(schema)
+        opening = "{"
+        while True:
+            parser.hold()
+            yield from parser.space()
+            if not (yield from parser.at(self.key)):
+                break
+            key = yield from parser.head(self.key_end)
+            attributes = (yield from parser.head(self.before)) if self.before else ""
+            if key is None or attributes is None:
+                return _broken(parser, opening)
+            parser.drop()
+            types = types_of(properties.get(key), schema)
+            if 'string="true"' in attributes:
+                types = frozenset({"string"})
+            elif 'string="false"' in attributes:
+                types = TYPES - {"string"}
+            parser.arguments(f"{opening}{quoted(key)}: ")
+            opening = ", "
+            if not (yield from self._value(parser, types)):
+                return False
+        if not (yield from parser.peek(*ends)):
+            return _broken(parser, opening)
+        parser.drop()
+        parser.arguments("{}" if opening == "{" else "}")
+        return True
+
+    def _value(self, parser: ToolCallParser, types: frozenset[str]) -> Steps[bool]:
+        ends: tuple[str, ...] = (self.value_end,)
+        if self.lines:
+            yield from parser.at("\n")
+            ends = (f"\n{self.value_end}", self.value_end)
+        if types == {"string"}:  # passed on as it is written
+            parser.arguments('"')
+            end = yield from parser.until(ends, lambda text: parser.arguments(quoted(text)[1:-1]))
+            parser.arguments('"' if end else "")
+        else:
+            pieces: list[str] = []
+            end = yield from parser.until(ends, pieces.append)
+            text = "".join(pieces)
+            parser.arguments(typed(text, types) if end else quoted(text)[:-1])
+        parser.take(len(end))
+        return bool(end)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """`city="Rome", days=2)` and `city:<escape>Rome<escape>,days:2}`: literals behind names, up to
+    a bracket."""
+
+    between: str
+    end: str
+    quotes: tuple[str, ...]
+    opening: str = "{"
+
+    def read(self, parser: ToolCallParser, name: str, ends: tuple[str, ...]) -> Steps[bool]:
+        opening = "{"
+        while True:
+            parser.hold()
+            yield from parser.space(",")
+            if (yield from parser.at(self.end)):
+                parser.drop()
+                parser.arguments("{}" if opening == "{" else "}")
+                return True
+            quote = yield from parser.at(*self.quotes)
+            key = (yield from parser.head(quote)) if quote else (yield from parser.name())
+            yield from parser.space()
+            if not key or not (yield from parser.at(self.between)):
+                return _broken(parser, opening)
+            parser.drop()
+            parser.arguments(f"{opening}{quoted(key)}: ")
+            opening = ", "
+            yield from parser.space()
+            pieces: list[str] = []
+            stop = yield from parser.value(pieces.append, (",", *ends), self.quotes)
+            text = "".join(pieces)
+            if stop is None:
+                parser.arguments(quoted(text)[:-1])
+                return False
+            parser.arguments(as_json(text) or quoted(text.strip()))
+
+
+def _broken(parser: ToolCallParser, opening: str) -> bool:
+    """What was taken since `hold` is no argument but text."""
+    parser.arguments("{" if opening == "{" else "")
+    parser.reject()
+    return False
+
+
+Arguments = Json | Tags | Pairs
