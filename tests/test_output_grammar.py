@@ -24,6 +24,10 @@ from hotset.text.tokenizer import Tokenizer, load_tokenizer
 pytest.importorskip("llguidance")
 
 MARKS = (
+    *dict.fromkeys(mark for form in tool_calls.FORMS for mark in form.marks),
+    "</think>",
+)
+FEW_MARKS = (
     "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|start|>",
     "<|return|>", "<|call|>", "</think>",
 )  # fmt: skip
@@ -34,11 +38,35 @@ TEMPLATES = {
     "llama": "<|python_tag|>",
     "mistral": "[TOOL_CALLS]",
     "mistral, names": "[TOOL_CALLS] [ARGS]",
+    "mistral, ids": "[TOOL_CALLS] [ARGS] [CALL_ID]",
     "harmony": "<|channel|> <|message|>",
+    "deepseek-v3": "<｜tool▁call▁begin｜><｜tool▁sep｜>```json",
+    "deepseek-v3.1": "<｜tool▁call▁begin｜><｜tool▁sep｜>",
+    "deepseek-v3.2": "｜DSML｜ function_calls",
+    "deepseek-v4": "｜DSML｜",
+    "kimi": "<|tool_call_begin|><|tool_call_argument_begin|>",
+    "gemma4": "<|tool_call> <tool_call|>",
+    "functiongemma": "<start_function_call>",
+    "lfm2": "<|tool_call_start|>",
+    "minimax": "<minimax:tool_call>",
+    "seed": "<seed:tool_call><function=",
+    "qwen": "<tool_call><function= </think>",
+    "glm": "<tool_call><arg_key>",
+    "nemotron": "<TOOLCALL>",
+    "tool-calls": "<tool_calls>",
+    "granite": "<|tool_call|>",
+    "phi": "<|tool|><|/tool|>",
+    "command": '<|START_ACTION|>"tool_name"',
+    "pythonic": "tool_code",
+    "json": "tools",
 }
 CITY = {
     "type": "object",
-    "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "properties": {
+        "city": {"$ref": "#/$defs/city"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "hours": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2},
+    },
     "required": ["city"],
     "additionalProperties": False,
     "$defs": {"city": {"enum": ["Rome", "Köln"]}},
@@ -53,12 +81,12 @@ SCHEMAS = {"get_weather": CITY, "set-unit": UNIT}
 
 
 @cache
-def vocabulary(special: bool) -> tuple[Tokenizer, Grammars]:
+def vocabulary(special: bool, marks: tuple[str, ...] = MARKS) -> tuple[Tokenizer, Grammars]:
     """One whose marks are special tokens, and one that spells them."""
     tokens = bpe_metadata()["tokenizer.ggml.tokens"]
     types = [1] * (len(tokens) - 4) + [3, 3, 3, 4]
     if special:
-        tokens, types = [*tokens, *MARKS], types + [3] * len(MARKS)
+        tokens, types = [*tokens, *marks], types + [3] * len(marks)
     tokenizer = load_tokenizer(bpe_metadata(tokens=tokens, token_type=np.array(types, np.int32)))
     return tokenizer, Grammars(tokenizer)
 
@@ -83,8 +111,7 @@ def answer(
         engine.step()
     assert sequence.error is None
     decoder = tokenizer.stream(skip_special=True, shown=form.shown_ids)
-    names = [tool["function"]["name"] for tool in TOOLS]
-    parser = form.parser(prompt, tools=names if calls else ())
+    parser = form.parser(prompt, tools=SCHEMAS if calls else ())
     parts = []
     for id in sequence.generated:
         if id not in sequence.stop_ids:
@@ -107,7 +134,7 @@ def calls_of(parts: list[Part]) -> list[tuple[str, Any]]:
 # Harmony's marks are tokens in every vocabulary, and a random model does not spell the end of its reasoning.
 @pytest.mark.parametrize(
     ("name", "special"),
-    [*((name, True) for name in TEMPLATES), *((name, False) for name in ("hermes", "llama", "mistral"))],
+    [*((name, True) for name in TEMPLATES), *((name, False) for name in TEMPLATES if name != "harmony")],
 )
 def test_a_required_call_is_one_of_the_tools(name: str, special: bool):
     tokenizer, grammars = vocabulary(special)
@@ -148,7 +175,7 @@ def test_a_named_call_is_that_one(name: str):
     ],
 )
 def test_reasoning_may_come_before_an_answer_of_a_given_form(template: str, prompt: str, thinks: set[bool]):
-    tokenizer, grammars = vocabulary(True)
+    tokenizer, grammars = vocabulary(True, FEW_MARKS)
     form = OutputForm.of(template, tokenizer)
     found = set()
     for seed in range(12):
@@ -178,10 +205,134 @@ def test_the_end_of_reasoning_may_be_spelled_or_a_token():
         assert rule.finished
 
 
+TEXT_TOOL: dict[str, Any] = {
+    "name": "f",
+    "parameters": {
+        "properties": {
+            "n": {"type": "integer"},
+            "text": {"type": "string"},
+            "on": {"type": "boolean"},
+            "kind": {"enum": ["a", "b"]},
+        },
+        "required": ["text"],
+    },
+}
+TEXT = 'x </f> {"y"}\n\nz'
+WRITTEN = [
+    (
+        "qwen",
+        f"<tool_call>\n<function=f>\n<parameter=text>\n{TEXT}\n</parameter>\n<parameter=on>\ntrue\n"
+        "</parameter>\n</function>\n</tool_call>",
+        {"text": TEXT, "on": True},
+    ),
+    (
+        "glm",
+        f"<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>1</arg_value>\n<arg_key>text</arg_key>\n<arg_value>"
+        f"{TEXT}</arg_value>\n</tool_call>",
+        {"n": 1, "text": TEXT},
+    ),
+    (
+        "glm",
+        f"<tool_call>f<arg_key>text</arg_key><arg_value>{TEXT}</arg_value><arg_key>kind</arg_key><arg_value>b"
+        "</arg_value></tool_call>",
+        {"text": TEXT, "kind": "b"},
+    ),
+    (
+        "deepseek-v3.2",
+        f'<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="n" string="false">1'
+        f'</｜DSML｜parameter>\n<｜DSML｜parameter name="text" string="true">{TEXT}</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+        {"n": 1, "text": TEXT},
+    ),
+    (
+        "minimax",
+        f'<minimax:tool_call>\n<invoke name="f">\n<parameter name="text">{TEXT}</parameter>\n</invoke>\n'
+        "</minimax:tool_call>",
+        {"text": TEXT},
+    ),
+    (
+        "gemma4",
+        f'<|tool_call>call:f{{n:1,text:<|"|>{TEXT}<|"|>,kind:<|"|>a<|"|>}}<tool_call|>',
+        {"n": 1, "text": TEXT, "kind": "a"},
+    ),
+    (
+        "functiongemma",
+        f"<start_function_call>call:f{{text:<escape>{TEXT}<escape>}}<end_function_call>",
+        {"text": TEXT},
+    ),
+    ("lfm2", '<|tool_call_start|>[f(text="x", on=true), f(n=1, text="y")]<|tool_call_end|>',
+     {"text": "x", "on": True}),
+    ("pythonic", '[f(n=1, text="x")]', {"n": 1, "text": "x"}),
+    ("deepseek-v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+     '{"text": "x"}\n```'
+     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>", {"text": "x"}),
+    ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+     '{"text": "x"}<|tool_call_end|><|tool_calls_section_end|>', {"text": "x"}),
+    ("command", '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": '
+     '{"text": "x"}}\n]'
+     "<|END_ACTION|>", {"text": "x"}),
+    ("harmony", '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"text": "x"}',
+     {"text": "x"}),
+]  # fmt: skip
+
+
+def follows(grammars: Grammars, grammar: str, text: str) -> bool:
+    """Whether each token of a text is allowed, and the end behind it."""
+    rule = grammars.constraint("grammar", grammar)
+    for id in grammars.tokenizer.encode(text, add_special=False, parse_special=True):
+        if not np.unpackbits(rule.mask().bits, bitorder="little")[id]:
+            return False
+        rule.accept(id)
+    return rule.can_end
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize(("name", "text", "arguments"), WRITTEN)
+def test_what_a_model_writes_is_allowed(name: str, text: str, arguments: Any, special: bool):
+    """Calls as models write them, where one is required and where strict tools may be called."""
+    tokenizer, grammars = vocabulary(special)
+    form = OutputForm.of(TEMPLATES[name], tokenizer)
+    tools = [{"type": "function", "function": {**TEXT_TOOL, "strict": True}}]
+    written = [(form.calls_grammar(tools), text)]
+    if name not in ("pythonic", "harmony"):
+        written.append((form.strict_grammar(tools), f"So: a < b.{text}"))
+    for grammar, answer in written:
+        assert follows(grammars, grammar, answer)
+        parser = form.parser("", tools={"f": TEXT_TOOL["parameters"]})
+        parts = merged(parser.push(answer) + parser.finish())
+        assert calls_of(parts)[0] == ("f", arguments)
+    wrong = text.replace("true", "maybe").replace("text", "test")
+    assert not follows(grammars, written[0][0], wrong)
+
+
+def test_what_a_form_cannot_follow_is_refused_where_tools_are_strict():
+    tokenizer, _ = vocabulary(True)
+    parameters: dict[str, Any] = {
+        "properties": {"a": {"type": "string", "pattern": "^x$"}},
+        "required": ["a"],
+    }
+    function = {"name": "f", "parameters": parameters}
+    for name in TEMPLATES:
+        form = OutputForm.of(TEMPLATES[name], tokenizer)
+        form.calls_grammar([{"function": function}])
+        writes_text = name in (
+            "qwen", "seed", "glm", "minimax", "gemma4", "functiongemma", "deepseek-v3.2", "deepseek-v4"
+        )  # fmt: skip
+        strict = [{"function": {**function, "strict": True}}]
+        if writes_text:
+            with pytest.raises(InvalidRequestError, match="pattern, which cannot be followed"):
+                form.calls_grammar(strict)
+        else:
+            form.calls_grammar(strict)
+    either = {"name": "f", "parameters": {"anyOf": [parameters]}}
+    with pytest.raises(InvalidRequestError, match="have no properties of their own"):
+        OutputForm.of(TEMPLATES["qwen"], tokenizer).calls_grammar([{"function": either}])
+
+
 def test_what_cannot_be_required_is_told_of():
     tokenizer, _ = vocabulary(False)
     form = OutputForm.of("<|im_start|>", tokenizer)
-    with pytest.raises(InvalidRequestError, match="no form of calls that is known"):
+    with pytest.raises(InvalidRequestError, match="does not know tools"):
         form.calls_grammar(TOOLS)
     form = OutputForm.of("<tool_call>", tokenizer)
     with pytest.raises(InvalidRequestError, match="there is no tool 'x' to call"):
@@ -205,8 +356,5 @@ def test_a_keyword_that_is_not_supported_is_refused_only_where_tools_are_strict(
 
 
 def test_every_form_has_a_grammar():
-    tokenizer, grammars = vocabulary(True)
-    assert {tool_calls.form_of(template) for template in TEMPLATES.values()} == set(tool_calls.MARKS)
-    for template in TEMPLATES.values():
-        form = OutputForm.of(template, tokenizer)
-        grammars.constraint("grammar", form.calls_grammar(TOOLS), form.around("", calls=True))
+    forms = [tool_calls.form_of(template) for template in TEMPLATES.values()]
+    assert {form.name for form in forms if form} == {form.name for form in tool_calls.FORMS}

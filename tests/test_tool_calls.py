@@ -77,7 +77,8 @@ INVOKE = (
     '<parameter name="days">2</parameter>\n</invoke>\n'
 )
 DSML = (
-    '<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>\n'
+    '<｜DSML｜invoke name="get_weather">\n'
+    '<｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>\n'
     '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
 )
 V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{}\n```<｜tool▁call▁end｜>"
@@ -261,7 +262,7 @@ BROKEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", '```json\n{"name": "Rome"}\n```', '```json\n{"name": "Rome"}\n```', []),
     ("hermes", "```python\nprint(1)\n```", "```python\nprint(1)\n```", []),
     ("pythonic", "[1] Rome is old.", "[1] Rome is old.", []),
-    ("pythonic", "[get_weather(days=1), other(x=2)] so", ", other(x=2)] so", [("get_weather", '{"days": 1}')]),
+    ("pythonic", "[get_weather(days=1), other(x=2)]", ", other(x=2)]", [("get_weather", '{"days": 1}')]),
     ("command", "<|START_ACTION|>[]<|END_ACTION|>", "<|START_ACTION|>[]<|END_ACTION|>", []),
 ]  # fmt: skip
 
@@ -363,7 +364,7 @@ def test_what_a_parser_waits_with_is_bounded(form: str):
 
 @pytest.mark.parametrize("form", ["harmony", "hermes", "qwen", "kimi", "lfm2", "gemma4"])
 def test_hostile_text_in_one_piece(form: str):
-    """100,000 brackets and the like; the watchdog is for time that grows with the square, which takes hours."""
+    """100,000 brackets and the like; the watchdog is for time that grows with the square."""
     begun = time.process_time()
     for head, text in itertools.product(heads(form), hostile(100_000)):
         parts = read(form, [head + text])

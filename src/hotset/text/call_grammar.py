@@ -22,7 +22,7 @@ from hotset.text.tokenizer import Tokenizer
 from hotset.text.tool_calls.arguments import Json, Pairs, Tags
 from hotset.text.tool_calls.bodies import Named, Objects, kimi_head
 from hotset.text.tool_calls.forms import Form
-from hotset.text.tool_calls.values import properties_of, types_of
+from hotset.text.tool_calls.values import properties_of, resolved, types_of
 
 MAX_CALLS = 16  # side by side: a model that knows no end must come to one
 _GAP = r"/\n?/"
@@ -220,7 +220,7 @@ class CallGrammar:
             value = json_rule(_alone(schema, root), self._lenient)
             self.rules.append(f"{rule}: {head} {value} {self._mark(end)}")
             return
-        known = _strings(schema)
+        known = _strings(schema, root)
         if known:
             values = " | ".join(map(literal, known))
             self.rules.append(f"{rule}: {head} ({values}) {self._mark(end)}")
@@ -245,9 +245,13 @@ class CallGrammar:
         return mark(self._tokenizer, text)
 
 
-def _strings(schema: Any) -> list[str]:
+def _strings(schema: Any, root: Mapping[str, Any]) -> list[str]:
     """The texts that a schema allows, where it lists them."""
-    values = schema.get("enum", [schema["const"]] if "const" in schema else []) if schema else []
+    if isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str):
+        schema = resolved(schema["$ref"], root)
+    if not isinstance(schema, Mapping):
+        return []
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     is_list = isinstance(values, list) and values and all(isinstance(value, str) for value in values)
     return values if is_list else []
 
