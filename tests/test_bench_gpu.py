@@ -7,10 +7,13 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from test_api_sparse import vocabulary
+from tiny_gguf import write_relu
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench" / "gpu"))
@@ -19,9 +22,12 @@ import hybrid
 import kernels
 import launches
 import steps
+import trial
 from ledger import Ledger, run_within
 
-from hotset.placement import table
+import hotset
+from hotset.errors import OutOfMemoryError
+from hotset.placement import machine, table
 
 STAGES = Path(__file__).parents[1] / "bench" / "gpu" / "stages.py"
 
@@ -192,7 +198,9 @@ def test_every_stage_of_the_first_half_hour_is_one_and_ends_in_time() -> None:
 def test_what_steps_find_becomes_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One handshake fails, captured steps differ, a blocking prompt has other logits; budgets; ratios."""
+    """A handshake fails, captured steps share no layer, a blocking prompt has other logits; budgets; ratios.
+    What failed is not kept."""
+    n_split = 0
 
     def ran(ledger: Ledger, argv: list[str], **options: object) -> subprocess.CompletedProcess[str] | str:
         if Path(argv[0]).name == "llama-bench" or "bench" in argv:
@@ -206,7 +214,13 @@ def test_what_steps_find_becomes_tables(
         budget = int(task.get("options", {}).get("vram_budget", 0) * hybrid.GIB)
         said = {
             "handshake": {"seconds": 8e-6},
-            "replays": {"different": [3] if task.get("vram_budget") else [], "captured": 8, "notes": []},
+            "replays": {
+                "different": [],
+                "captured": 8,
+                "notes": [],
+                "split": n_split if task.get("share") else 0,
+                "budget": task.get("share"),
+            },
             "prompt": {"logits": f"{blocking}abcdefgh", "tokens_per_second": 1000},
             None: {"planned": budget, "held": budget * 0.97, "tokens_per_second": 40},
         }[task.get("what")]
@@ -220,12 +234,17 @@ def test_what_steps_find_becomes_tables(
     what = (tmp_path, ("small",), Path("/llama"), None, 7)
     setup = hybrid.Setup(torch.device("cpu"), *what, 64, 1, (0.5,), {})
     steps.run(Ledger(tmp_path / "steps", 60), setup)
-    lines = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr().out
+    assert said.rstrip().splitlines()[-1].startswith("1 units left (handshake-memops is next)")
+    kept = {path.stem for path in (tmp_path / "steps").iterdir()}
+    assert kept > {"handshake-spin", "replays-half", "prompt"}
+    assert "handshake-memops" not in kept
+    lines = said.splitlines()
     found = {cells[1].strip(): cells[3].strip() for line in lines if len(cells := line.split("|")) == 5}
     assert found["handshake spin"] == "pass"
     assert found["handshake memops"] == "FAIL"
     assert found["captured steps, whole on the device"] == "pass"
-    assert found["captured steps, half on the device"] == "FAIL"
+    assert found["captured steps, half on the device"] == "FAIL"  # no layer was shared
     assert found["prompt of 1800 tokens, launches that wait"] == "FAIL"
     steps.budgets(Ledger(tmp_path / "budgets", 60), setup)
     assert re.search(r"\| 2.00 +\| 2.00 +\| 1.94 +\| 97% +\| 40.0 +\| pass", capsys.readouterr().out)
@@ -233,6 +252,25 @@ def test_what_steps_find_becomes_tables(
     said = capsys.readouterr().out
     assert re.search(r"\| pp +\| 90.0 +\| 100.0 +\| 0.90× +\| 0.8× pass", said)
     assert re.search(r"\| tg +\| 50.0 +\| 50.0 +\| 1.00× +\| 1.0× pass", said)
+
+
+def test_captured_steps_are_tried_with_shared_layers_beside_the_context_of_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A context of 500 MB beside a model of some kilobytes: half of the model is no budget."""
+    measured = machine.measure
+    monkeypatch.setattr(
+        machine, "measure", lambda *args, **options: replace(measured(*args, **options), context=500 << 20)
+    )
+    n_vocab = len(vocabulary()["tokenizer.ggml.tokens"])
+    path = write_relu(tmp_path / "m.gguf", "bamboo", n_ff=224, n_vocab=n_vocab, keys=vocabulary())
+    monkeypatch.setattr(trial, "SETTINGS", trial.SETTINGS | {"n_ctx": 256})
+    with pytest.raises(OutOfMemoryError, match="the smallest budget that works is 0.5"):
+        hotset.plan(path, device="cpu", vram_budget=0.5 * path.stat().st_size / hybrid.GIB, **trial.SETTINGS)
+    found = trial.replays("cpu", str(path), 0.5, [1])
+    assert (found["different"], found["split"], found["notes"]) == ([], 2, [])
+    assert 500 << 20 < found["budget"] * hybrid.GIB < 512 << 20
+    assert trial.replays("cpu", str(path), None, [1])["split"] == 0
 
 
 def test_a_stage_on_a_device_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:

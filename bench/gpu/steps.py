@@ -30,19 +30,19 @@ RATIOS = {"pp": 0.8, "tg": 1.0}  # of llama.cpp's, with everything on the device
 def run(ledger: Ledger, setup: Setup) -> None:
     """Handshakes, captured steps and a prompt of several chunks with and without launches that wait."""
     path, device = hybrid._model(setup.folder, setup.models[0]), str(setup.device)
-    budget = 0.5 * path.stat().st_size / GIB
     n_tokens = 48 if setup.options else PROMPT_TOKENS
     rows = []
     for kind in get_args(Kind):
         found = _trial(ledger, f"handshake-{kind}", what="handshake", device=device, kind=kind)
         if found is not None:
             rows.append([f"handshake {kind}", _micros(found), "" if kind == "direct" else _works(found)])
-    for place, given in (("whole", None), ("half", budget)):
-        task = {"what": "replays", "device": device, "path": str(path), "vram_budget": given}
+    for place, share in (("whole", None), ("half", 0.5)):
+        task = {"what": "replays", "device": device, "path": str(path), "share": share}
         task |= {"sizes": [1]} if setup.options else {}
         found = _trial(ledger, f"replays-{place}", **task)
         if found is not None:
             good = found.get("different") == [] and not found["notes"]
+            good = good and (share is None or found["split"] > 0)
             rows.append([f"captured steps, {place} on the device", _said(found), verdict(good)])
     prompts = []
     for name, value in (("as it is", "0"), ("launches that wait", "1")):
@@ -129,11 +129,15 @@ def _rate(found: dict[str, Any], test: str) -> str:
 
 
 def _trial(ledger: Ledger, key: str, env: dict[str, str] | None = None, **task: Any) -> dict[str, Any] | None:
+    """What a process of its own found, or {"error": ...}, which is not kept: the next call asks again."""
+
     def measure() -> dict[str, Any]:
         done = hybrid._run(
             ledger, [sys.executable, str(TRIAL), json.dumps(task)], env=env or dict(os.environ)
         )
-        return {"error": done} if isinstance(done, str) else dict(json.loads(done.stdout.splitlines()[-1]))
+        return _kept(
+            {"error": done} if isinstance(done, str) else dict(json.loads(done.stdout.splitlines()[-1]))
+        )
 
     return ledger.unit(key, measure)
 
@@ -156,4 +160,5 @@ def _said(found: dict[str, Any]) -> str:
     if "logits" in found:
         return f"{found['tokens_per_second']:.0f} tokens/s, logits {found['logits'][:8]}"
     different = f"; other bits with {found['different']} tokens" if found["different"] else ""
-    return "; ".join([f"{found['captured']} sizes recorded{different}", *found["notes"]])
+    split = f", {found['split']} layers shared" if found["budget"] is not None else ""
+    return "; ".join([f"{found['captured']} sizes recorded{split}{different}", *found["notes"]])

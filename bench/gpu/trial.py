@@ -21,8 +21,11 @@ from hotset.backends.gpu.capture import MAX_CAPTURED
 from hotset.backends.gpu.handshake import round_trip_seconds
 from hotset.backends.gpu.stage import GpuStage
 from hotset.errors import HotsetError
+from hotset.formats.powerinfer import GPUIndex, write_gpu_index
+from hotset.placement.table import Placement
 
 SETTINGS: dict[str, Any] = {"sparsity": "exact", "n_ctx": 2048, "max_batch": 512}
+GRAIN = 1 << 20  # bytes, to which a budget is rounded up
 
 
 def handshake(device: str, kind: Any) -> dict[str, Any]:
@@ -31,17 +34,21 @@ def handshake(device: str, kind: Any) -> dict[str, Any]:
 
 
 def replays(
-    device: str, path: str, vram_budget: float | None, sizes: Sequence[int] = range(1, MAX_CAPTURED + 1)
+    device: str, path: str, share: float | None, sizes: Sequence[int] = range(1, MAX_CAPTURED + 1)
 ) -> dict[str, Any]:
     """Steps of sizes that are captured: the first runs as it is, the second is recorded and replayed, the
     third replayed. All must have the same bits.
 
-    different: sizes whose bits differ; captured: how many steps are recorded; notes: what stages say.
+    share: of each layer's neurons that the device has, under a budget of what that takes (`shared_out`);
+    None: it has all, and there is no budget.
+    different: sizes whose bits differ; captured: how many steps are recorded; split: layers whose neurons
+    CPU and device share, which synchronise within a captured step; notes: what stages say.
     """
+    given = {} if share is None else shared_out(path, device, share)
     different, rng = [], np.random.default_rng(0)
-    with hotset.load(Path(path), device=device, vram_budget=vram_budget, **SETTINGS) as model:
+    with hotset.load(Path(path), device=device, **given, **SETTINGS) as model:
         for n in sizes:
-            ids = rng.integers(3, 500, n).tolist()
+            ids = rng.integers(3, min(500, model.backend.n_vocab), n).tolist()
             first, *others = [model.logits(ids).tobytes() for _ in range(3)]
             if any(one != first for one in others):
                 different.append(n)
@@ -49,8 +56,35 @@ def replays(
         return {
             "different": different,
             "captured": sum(len(stage._captured) for stage in stages),
+            "split": n_split(model.placement),
+            "budget": given.get("vram_budget"),
             "notes": [note for stage in stages for note in stage.notes],
         }
+
+
+def shared_out(path: str, device: str, share: float) -> dict[str, Any]:
+    """Options of `hotset.load` that leave a part of each layer's neurons to the CPU: an index of those that
+    the device has, beside the model, and a budget in GiB of what they take there.
+
+    The plan says what that is, its context and cache included. A share of the file's size would not do: the
+    context of a CUDA device alone is larger than a small model, and of a small model a plan leaves whole
+    layers to the CPU, so that nothing is synchronised within a step.
+    """
+    index = Path(path).with_suffix(f".{share:g}.gpu_index")
+    # The capacity in it is PowerInfer's to read.
+    whole = hotset.plan(Path(path), device=device, **SETTINGS)
+    assert whole is not None
+    write_gpu_index(index, GPUIndex(0, [np.arange(n) < share * n for n in whole.n_ff]))
+    placed = hotset.plan(Path(path), device=device, gpu_index=index, **SETTINGS)
+    assert placed is not None
+    assert placed.budget is not None
+    most = sum(one.total for one in placed.budget.devices)
+    return {"gpu_index": index, "vram_budget": -(-most // GRAIN) * GRAIN / 2**30}
+
+
+def n_split(placement: Placement | None) -> int:
+    """Layers whose neurons are shared."""
+    return 0 if placement is None else sum(layer.is_split for layer in placement.layers)
 
 
 def prompt(device: str, path: str, n_tokens: int) -> dict[str, Any]:
