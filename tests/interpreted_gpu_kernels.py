@@ -3,7 +3,9 @@
 It is not collected by itself: Triton decides when it is imported whether it interprets, so this needs a
 process in which TRITON_INTERPRET=1 from the start, and the other tests need one in which it is not.
 
-With HOTSET_TEST_DEVICE=cuda:0 the same tests run the compiled kernels there (bench/gpu/stages.py check).
+With HOTSET_TEST_DEVICE=cuda:0 the same tests run the compiled kernels there (bench/gpu/stages.py check). With
+"cpu" they go the same way and the kernels are interpreted: test_gpu_triton.py does that, too, so that what a
+device's branch has wrong shows without a device.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -32,6 +35,7 @@ from test_gpu_kernels import (
 )
 
 from hotset.backends.gpu import exact, experts_kernel, triton_kernels, twins
+from hotset.backends.gpu.handshake import CudaDriver
 from hotset.backends.gpu.kernels import Kernels
 from hotset.backends.gpu.matrix import EXPERT_TYPES, SUPPORTED, DeviceMatrix, HostPart
 from hotset.formats import planes
@@ -39,7 +43,8 @@ from hotset.formats.quants import GGMLType
 from hotset.model.graph import Activate, Rope, Value
 
 DEVICE = os.environ.get("HOTSET_TEST_DEVICE")
-assert (os.environ.get("TRITON_INTERPRET") == "1") != (DEVICE is not None)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+assert INTERPRETED or DEVICE is not None
 patch_once()
 
 
@@ -59,6 +64,8 @@ class OnDevice:
                 if isinstance(value, torch.Tensor):
                     moved.append((value, value.to(self._device)))
                     return moved[-1][1]
+                if isinstance(value, tuple):
+                    return tuple(map(move, value))
                 if is_dataclass(value) and not isinstance(value, type):
                     return replace(value, **{f.name: move(getattr(value, f.name)) for f in fields(value)})
                 return value
@@ -72,7 +79,9 @@ class OnDevice:
                 return tuple(one.cpu() for one in result)
             return result.cpu() if isinstance(result, torch.Tensor) else result
 
-        return call if callable(function) else function
+        found = call if callable(function) else function
+        setattr(self, name, found)  # the same at each access, as a module's
+        return found
 
 
 kernels: Any = triton_kernels if DEVICE is None else OnDevice(triton_kernels, DEVICE)
@@ -136,7 +145,7 @@ def as_multiplied(x: torch.Tensor, m: DeviceMatrix) -> tuple[torch.Tensor, Devic
 
 def brain(x: torch.Tensor) -> torch.Tensor:
     """As bfloat16: devices round, and Triton's interpreter cuts."""
-    return x.bfloat16().float() if DEVICE else (x.view(torch.int32) & -65536).view(torch.float32)
+    return x.bfloat16().float() if not INTERPRETED else (x.view(torch.int32) & -65536).view(torch.float32)
 
 
 def width_of(type_: GGMLType, n_blocks: int) -> int:
@@ -260,13 +269,14 @@ def test_products_of_many_tokens_know_no_neighbours(type_: GGMLType) -> None:
     x[6, 1], x[7, 2] = np.nan, np.inf
     order = rng_of(1).permutation(11)
     by_neuron = randn(11, 13) * x[:, :13]
-    for product, given in ((kernels.linear, x), (kernels.linear_t, by_neuron)):
+    for name, given in (("linear", x), ("linear_t", by_neuron)):
+        product = getattr(kernels, name)
         found = product(t(given.astype(np.float32)), m)
         moved = product(t(given[order].astype(np.float32)), m)
         assert np.array_equal(moved.numpy(), found.numpy()[order], equal_nan=True)
         alone = product(t(np.repeat(given[[2]], 11, axis=0).astype(np.float32)), m)
         assert torch.equal(alone[7], found[2])
-        twin = (twins.linear if product is kernels.linear else twins.linear_t)(t(given.astype(np.float32)), m)
+        twin = getattr(twins, name)(t(given.astype(np.float32)), m)
         for row in (2, 3, 4, 5):
             assert (found[row] - twin[row]).norm() <= 2e-3 * twin[row].norm()
         assert not found[6].isfinite().any()
@@ -640,7 +650,6 @@ def test_attention_of_a_prompt_knows_no_neighbours(
     assert torch.equal(found[45:], whole[45:])
 
 
-@pytest.mark.skipif(DEVICE is not None, reason="of the interpreter")
 @pytest.mark.parametrize("type_", EXPERT_TYPES, ids=lambda t: GGMLType(t).name)
 def test_expert_rows_are_exact(type_: GGMLType) -> None:
     """To the bit, unlike the other kernels: the CPU's experts and a device's must be equal."""
@@ -691,7 +700,6 @@ def test_experts_are_exact(kind: Any, n_tokens: int) -> None:
     assert torch.equal(counts[0][:2], counts[1][:2])
 
 
-@pytest.mark.skipif(DEVICE is not None, reason="of the interpreter")
 @pytest.mark.parametrize("type_", EXPERT_TYPES, ids=lambda t: GGMLType(t).name)
 def test_expert_rows_of_several_pairs_are_exact(type_: GGMLType) -> None:
     """An expert with more pairs than a tile, one with one, one with none; a pair whose expert has no slot."""
@@ -711,15 +719,37 @@ def test_expert_rows_of_several_pairs_are_exact(type_: GGMLType) -> None:
         assert torch.equal(found[pair], y)
 
 
-@pytest.mark.skipif(DEVICE is not None, reason="the addresses are those of a device's own mapping")
+@pytest.fixture
+def mapped() -> Iterator[Callable[[list[np.ndarray]], tuple[list[np.ndarray], torch.Tensor]]]:
+    """Arrays of one size in memory that the device reads by itself, and their addresses there."""
+    driver = CudaDriver(torch.device(DEVICE)) if DEVICE and DEVICE != "cpu" else None
+    held: list[np.ndarray] = []
+
+    def place(arrays: list[np.ndarray]) -> tuple[list[np.ndarray], torch.Tensor]:
+        size = sum(own.nbytes for own in arrays)
+        memory = np.frombuffer(mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE), np.uint8)
+        first = memory.ctypes.data if driver is None else driver.register(memory)
+        held.append(memory)
+        rows = list(memory[:size].reshape(len(arrays), *arrays[0].shape))
+        for to, own in zip(rows, arrays, strict=True):
+            to[:] = own
+        return rows, torch.tensor([first + i * rows[0].nbytes for i in range(len(rows))])
+
+    yield place
+    for memory in held:
+        if driver is not None:
+            driver.unregister(memory)
+
+
 @pytest.mark.parametrize("type_", EXPERT_TYPES, ids=lambda t: GGMLType(t).name)
-def test_experts_are_fetched_as_they_lie(type_: GGMLType) -> None:
+def test_experts_are_fetched_as_they_lie(type_: GGMLType, mapped: Any) -> None:
     n_rows, k, n_spare = 5, 768, 3
-    rows = [random_blocks(type_, n_rows, k, rng_of(seed)).view(np.uint8) for seed in range(4)]
-    part = HostPart(type_, rows, torch.tensor([own.ctypes.data for own in rows]))
+    part = HostPart(
+        type_, *mapped([random_blocks(type_, n_rows, k, rng_of(seed)).view(np.uint8) for seed in range(4)])
+    )
     ids = torch.tensor([2, -1, 0], dtype=torch.int32)
     found, expected = (DeviceMatrix.empty(type_, (2 + n_spare) * n_rows, k, "cpu") for _ in range(2))
-    experts_kernel.fetch_experts(part, ids, found, 2)
+    experts_on_device.fetch_experts(part, ids, found, 2)
     twins.fetch_experts(part, ids, expected, 2)
     for field in fields(found):
         one, other = getattr(found, field.name), getattr(expected, field.name)
@@ -728,13 +758,11 @@ def test_experts_are_fetched_as_they_lie(type_: GGMLType) -> None:
     assert not torch.equal(found.codes[2 * n_rows :], torch.zeros_like(found.codes[2 * n_rows :]))
 
 
-@pytest.mark.skipif(DEVICE is not None, reason="the addresses are those of a device's own mapping")
-def test_biases_of_experts_are_fetched() -> None:
-    rows = [randn(1, 70, seed=seed).view(np.uint8) for seed in range(3)]
-    part = HostPart(GGMLType.F32, rows, torch.tensor([own.ctypes.data for own in rows]))
+def test_biases_of_experts_are_fetched(mapped: Any) -> None:
+    part = HostPart(GGMLType.F32, *mapped([randn(1, 70, seed=seed).view(np.uint8) for seed in range(3)]))
     found = torch.zeros((4, 70))
-    experts_kernel.fetch_experts(part, torch.tensor([-1, 2], dtype=torch.int32), found, 2)
-    assert torch.equal(found[3], t(rows[2].view(np.float32)[0]))
+    experts_on_device.fetch_experts(part, torch.tensor([-1, 2], dtype=torch.int32), found, 2)
+    assert torch.equal(found[3], t(part.rows[2].view(np.float32)[0]))
     assert not found[:3].any()
 
 
@@ -752,8 +780,9 @@ def test_who_computes_experts_is_chosen(n_tokens: int) -> None:
             assert torch.equal(one, other)
 
 
-def test_kernels_of_an_interpreter_are_tritons() -> None:
-    ops = Kernels("cpu")
+def test_triton_computes_on_a_device_and_where_it_is_interpreted() -> None:
+    ops = Kernels("cpu" if DEVICE is None else "cuda")
     assert ops.name == "triton"
-    assert not ops.capturable
-    assert ops.linear is kernels.linear
+    assert ops.capturable == (DEVICE is not None)
+    assert ops.linear is triton_kernels.linear
+    assert kernels.linear is kernels.linear

@@ -265,7 +265,7 @@ def test_captured_steps_are_tried_with_shared_layers_beside_the_context_of_a_dev
     n_vocab = len(vocabulary()["tokenizer.ggml.tokens"])
     path = write_relu(tmp_path / "m.gguf", "bamboo", n_ff=224, n_vocab=n_vocab, keys=vocabulary())
     monkeypatch.setattr(trial, "SETTINGS", trial.SETTINGS | {"n_ctx": 256})
-    with pytest.raises(OutOfMemoryError, match="the smallest budget that works is 0.5"):
+    with pytest.raises(OutOfMemoryError, match=r"the smallest budget that works is 0\.5"):
         hotset.plan(path, device="cpu", vram_budget=0.5 * path.stat().st_size / hybrid.GIB, **trial.SETTINGS)
     found = trial.replays("cpu", str(path), 0.5, [1])
     assert (found["different"], found["split"], found["notes"]) == ([], 2, [])
