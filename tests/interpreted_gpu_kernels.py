@@ -541,6 +541,10 @@ def test_rotate(kind: str, dim: int, n_rot: int, normed: bool) -> None:
         ([40], 40, 20, (2, 1), (16, 16), None, torch.float16),
         ([130], 1, 1, (3, 3), (10, 12), "norm", torch.float32),
         ([33], 1, 0, (1, 1), (16, 16), "neox", torch.float16),
+        # More heads to a KV head than a tile has queries; heads for which no tile of a prompt has room.
+        ([66], 1, 0, (35, 1), (16, 16), None, torch.float16),
+        ([40], 40, 0, (70, 2), (16, 16), None, torch.float16),
+        ([40], 33, 9, (2, 1), (264, 8), None, torch.float32),
     ],
 )
 def test_attention(

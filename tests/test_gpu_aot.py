@@ -26,16 +26,25 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from hotset.backends.base import PAGE_SIZE
 from hotset.backends.gpu import experts_kernel, matrix, spin_kernel
 from hotset.backends.gpu import launch as launcher
 from hotset.backends.gpu import triton_kernels as kernels
 from hotset.backends.gpu.matrix import EXPERT_TYPES, SUPPORTED, DeviceMatrix
+from hotset.backends.gpu.tiles import LEAST_SHARED, prompt_tile, token_tile
 from hotset.backends.gpu.twins import ANGLE_STEP, N_COUNTS, Cut, RopeTable
 from hotset.formats.quants import GGMLType, row_bytes
+from hotset.model.config import MAX_GROUP, MAX_HEAD_DIM
 from hotset.model.graph import Activate, Value
 
 TARGETS = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 86, 89, 90, 120)}
 TARGETS["gfx1100"] = GPUTarget("hip", "gfx1100", 32)
+# Shared memory of a block, bytes: "Maximum amount of shared memory per thread block" in the CUDA C++
+# Programming Guide's table of compute capabilities; the local data share of a workgroup in AMD's RDNA3 ISA.
+MAX_SHARED = {
+    TARGETS[name]: n << 10
+    for name, n in {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_120": 99, "gfx1100": 64}.items()
+}
 # The suite compiles for one of each maker, `make test-triton` for all.
 CHOSEN = list(TARGETS) if os.environ.get("HOTSET_AOT") == "all" else ["sm_90", "gfx1100"]
 each_target = pytest.mark.parametrize("target", CHOSEN)
@@ -89,6 +98,23 @@ def prompt_step() -> None:
     for n_head_kv in (32, 8):
         pages = new(N_PAGES, n_head_kv, 64, 128, dtype=torch.float16)
         kernels.attention(new(64, D), pages, pages, table, tokens, tokens, n_head=32, scale=0.1)
+
+
+def heads_step(
+    dim: int, dim_v: int, group: int, dtype: torch.dtype = torch.float16, tokens: tuple[int, ...] = (64, 1)
+) -> Callable[[], None]:
+    """Attention of a prompt and of a token, with heads of dim and dim_v, `group` of them to a KV head."""
+
+    def run() -> None:
+        k, v = (new(N_PAGES, 2, 64, width, dtype=dtype) for width in (dim, dim_v))
+        table, n_head = new(1, N_PAGES, dtype=torch.int32), 2 * group
+        for n in tokens:
+            at = new(n, dtype=torch.int32)
+            kernels.attention(
+                new(n, n_head * dim), k, v, table, at, at, n_head=n_head, scale=0.1, softcap=9.0
+            )
+
+    return run
 
 
 def products(types: list[GGMLType], n_tokens: int) -> Callable[[], None]:
@@ -253,15 +279,21 @@ def compiled(
     """Records the launches of `run` and compiles each: a kernel's name, its constants, what is made of it."""
     launches: list[tuple[Any, ...]] = []
 
-    def record(kernel: Any, grid: Any, *args: Any, warps: int, fused: bool = True, **constants: Any) -> None:
-        launches.append((kernel, args, warps, fused, constants))
+    def record(
+        kernel: Any, grid: Any, *args: Any, warps: int, fused: bool = True, stages: int | None = None,
+        **constants: Any,
+    ) -> None:  # fmt: skip
+        options = {"num_warps": warps, "enable_fp_fusion": fused}
+        launches.append(
+            (kernel, args, options | ({} if stages is None else {"num_stages": stages}), constants)
+        )
 
     patch.setattr(launcher, "launch", record)
+    patch.setattr(kernels, "shared_memory", lambda device: MAX_SHARED[target])
     patch.setattr(kernels, "is_amd", lambda x: target.backend == "hip")
     patch.setattr(kernels, "is_hopper", lambda x: target.backend == "cuda" and target.arch == 90)
     run()
-    for kernel, args, warps, fused, constants in launches:
-        options = {"num_warps": warps, "enable_fp_fusion": fused}
+    for kernel, args, options, constants in launches:
         made = triton.compile(source_of(kernel, args, constants), target, options=options)
         assert made.asm[CODE[target.backend]][:4] == b"\x7fELF"
         yield kernel.__name__, constants, made
@@ -329,7 +361,15 @@ FRAME = 16  # bytes of stack that a kernel may use: every version of Triton give
 # Registers that AMD's compiler may keep in memory: two halves of a warp hold a tile's fragment twice.
 SPILLED_AMD = {"_prompt_attention_kernel": 64, "_expert_tiles_kernel": 32}
 FRAMES = {"_expert_tiles_kernel": 64}  # with five loops, one within the other
-MAX_SHARED = {"hip": 64 << 10, "cuda": 99 << 10}  # of a block, what the smallest has
+
+
+# Of heads that are wider than 128, by their width rounded up: bytes of registers in memory. They run, slowly.
+WIDE_HEADS = {"cuda": {256: 64, 512: 1400}, "hip": {256: 256, 512: 900}}
+HEADS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256))
+# Every target has the tiles of one of these two, or more room; `make test-triton` compiles all of all.
+WIDE = [("sm_86", (256, 256), 1), ("sm_90", (256, 256), 1), ("sm_86", (64, 64), 71)]
+if os.environ.get("HOTSET_AOT") == "all":
+    WIDE = [(name, dims, group) for name in TARGETS for dims in (*HEADS, (512, 512)) for group in (1, 8, 71)]
 
 
 def check(rows: list[dict[str, Any]], target: str) -> None:
@@ -338,7 +378,7 @@ def check(rows: list[dict[str, Any]], target: str) -> None:
         name = row["kernel"]
         frame = FRAMES.get(name, FRAME) if maker == "cuda" else SPILLED_AMD.get(name, 0)
         assert row["spilled"] <= frame, row
-        assert row["shared"] <= MAX_SHARED[maker], row
+        assert row["shared"] <= MAX_SHARED[TARGETS[target]], row
 
 
 @each_target
@@ -417,6 +457,51 @@ def test_a_prompt_compiles(target: str, monkeypatch: pytest.MonkeyPatch) -> None
     ffn += ["_halves_kernel", "_matmul_t_kernel"]
     assert [row["kernel"] for row in rows] == [*ffn, *attention]
     check(rows, target)
+
+
+@pytest.mark.parametrize(("target", "dims", "group"), WIDE)
+def test_heads_of_every_width_compile(
+    target: str, dims: tuple[int, int], group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the shared memory that the card has: what takes more is refused when a model is loaded."""
+    is_all = os.environ.get("HOTSET_AOT") == "all"
+    maker, size = TARGETS[target].backend, max(64, kernels.pow2(max(dims)))
+    for dtype in (torch.float16, torch.float32) if is_all else (torch.float16,):
+        for row in compile_all(heads_step(*dims, group, dtype), TARGETS[target], monkeypatch):
+            assert row["shared"] <= MAX_SHARED[TARGETS[target]], row
+            most = SPILLED_AMD["_prompt_attention_kernel"] if maker == "hip" else 2 * FRAME
+            assert row["spilled"] <= WIDE_HEADS[maker].get(size, most), row
+            if "attention" in row["kernel"] and maker == "cuda":
+                assert row["shared"] <= shared_of_tile(row["kernel"], dims, group, dtype, target), row
+
+
+def shared_of_tile(kernel: str, dims: tuple[int, int], group: int, dtype: torch.dtype, target: str) -> int:
+    """What tiles.py says that a kernel takes."""
+    given: dict[str, Any] = {"is_half": dtype == torch.float16}
+    if kernel == "_attention_kernel":
+        return token_tile(max(dims), group, **given).shared
+    tile = prompt_tile(
+        max(dims), **given, shared=MAX_SHARED[TARGETS[target]], hopper=TARGETS[target].arch == 90
+    )
+    assert tile is not None
+    return tile.shared
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_tile_of_attention_fits_every_device(target: str) -> None:
+    """Any width of heads that a model may have, any number of them to a KV head."""
+    maker, most = TARGETS[target].backend, MAX_SHARED[TARGETS[target]]
+    assert maker == "hip" or most >= LEAST_SHARED
+    for head in range(1, MAX_HEAD_DIM + 1):
+        for is_half in (True, False):
+            given: dict[str, Any] = {"is_half": is_half, "amd": maker == "hip"}
+            prompt = prompt_tile(head, **given, shared=most, hopper=TARGETS[target].arch == 90)
+            tiles = [token_tile(head, group, **given) for group in (1, 16, 17, MAX_GROUP)]
+            assert (prompt is None) == (maker == "cuda" and not is_half and head > 256)
+            for tile in tiles if prompt is None else [prompt, *tiles]:
+                assert tile.shared <= most
+                assert tile.queries >= 16 <= tile.positions
+                assert PAGE_SIZE % tile.positions == 0
 
 
 @each_target

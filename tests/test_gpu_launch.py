@@ -58,8 +58,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     seen: set[str] = set()
 
     def check_alone(
-        kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, fused: bool = True, **constants: Any
-    ) -> None:
+        kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, fused: bool = True,
+        stages: int | None = None, **constants: Any,
+    ) -> None:  # fmt: skip
         launch.check(kernel, grid, args, constants)
         seen.add(kernel.__name__)
 

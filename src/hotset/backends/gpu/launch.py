@@ -12,15 +12,24 @@ NUMBERS = (int, float, bool)
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, fused: bool = True, **constants: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    warps: int,
+    fused: bool = True,
+    stages: int | None = None,
+    **constants: Any,
 ) -> None:
     """Launches on the device of the first argument that is a tensor.
 
+    stages: how many turns of a loop have their loads on the way at once; None: as many as Triton has.
     fused: products and sums are (Triton's default until 3.9, not after): half the instructions, better sums.
     False: each is rounded, but where a kernel fuses them itself. Numbers are Python's (`check`).
     """
     check(kernel, grid, args, constants)
     device = next(arg for arg in args if isinstance(arg, Tensor)).device
+    if stages is not None:
+        constants["num_stages"] = stages
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](*args, num_warps=warps, enable_fp_fusion=fused, **constants)
 

@@ -29,6 +29,7 @@ With TRITON_INTERPRET=1, set before this module is imported, all of it runs on a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from hotset.backends.base import PAGE_SIZE
 from hotset.backends.gpu import launch as launcher
 from hotset.backends.gpu import twins
 from hotset.backends.gpu.matrix import DeviceMatrix
+from hotset.backends.gpu.tiles import LEAST_SHARED, pow2, prompt_tile, token_tile
 from hotset.formats.quants import GGMLType
 from hotset.model.graph import ActivationKind, RopeKind
 
@@ -1066,14 +1068,15 @@ def _attention_kernel(
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """One token, the GROUP heads of one KV head, the pages of one split, N positions at a time.
+    """One token, H of the GROUP heads of one KV head, the pages of one split, N positions at a time.
 
     Without SPLIT: out [T, n_head, DIM_V]. With: sums that are not divided yet in out
     [T, n_head, n_splits, DIM_V], and in stats [T, n_head, n_splits, 2] the largest score and the sum of
     weights relative to it.
-    H, D, V: GROUP, DIM, DIM_V rounded up.
+    D, V: DIM, DIM_V rounded up.
     """
-    t, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    PARTS: tl.constexpr = (GROUP + H - 1) // H
+    t, kv, split = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(2)
     position = tl.load(positions + t)
     table = tables + tl.load(sequences + t).to(tl.int64) * max_pages
     start = 0
@@ -1084,6 +1087,7 @@ def _attention_kernel(
     last = tl.minimum(last, max_pages * PAGE)
 
     h, d, dv, n = tl.arange(0, H), tl.arange(0, D), tl.arange(0, V), tl.arange(0, N)
+    h = tl.program_id(1) % PARTS * H + h
     head = kv * GROUP + h
     of_group = h < GROUP
     query = tl.load(
@@ -1146,19 +1150,21 @@ def _prompt_attention_kernel(
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """out [T, n_head, DIM_V]: R / G neighbouring tokens with the GROUP heads of one KV head, R queries in
-    all, N positions at a time.
+    """out [T, n_head, DIM_V]: R / G neighbouring tokens with G of the GROUP heads of one KV head, R queries
+    in all, N positions at a time.
 
     Tiles of positions begin at multiples of N, and one that a query sees nothing of changes nothing of it: a
-    token's bits do not depend on those beside it. Tokens of several sequences take turns. G, D, V: GROUP,
-    DIM, DIM_V rounded up.
+    token's bits do not depend on those beside it. Tokens of several sequences take turns. D, V: DIM, DIM_V
+    rounded up.
     """
     HALVES: tl.constexpr = k_pages.dtype.element_ty == tl.float16
-    kv = tl.program_id(1)
+    PARTS: tl.constexpr = (GROUP + G - 1) // G
+    kv = tl.program_id(1) // PARTS
     r, d, dv, n = tl.arange(0, R), tl.arange(0, D), tl.arange(0, V), tl.arange(0, N)
     token = tl.program_id(0) * (R // G) + r // G
-    head = kv * GROUP + r % G
-    live = (token < n_tokens) & (r % G < GROUP)
+    h = tl.program_id(1) % PARTS * G + r % G
+    head = kv * GROUP + h
+    live = (token < n_tokens) & (h < GROUP)
     position = tl.load(positions + token, mask=live, other=-1)
     sequence = tl.load(sequences + token, mask=live, other=-1)
     start = tl.zeros([R], tl.int32)
@@ -1366,7 +1372,6 @@ MAX_RANGES = 128  # of a down projection: each adds a row of partial sums
 CHOSEN_PROGRAMS = 8  # of a multiprocessor, which share the selected neurons: as many as it holds at a time
 WIDE_ROWS = 8192  # numbers for each token, from which on a program of a product takes twice as many
 PROMPT_TOKENS = 32  # from here on attention has programs enough without splits
-PROMPT_QUERIES = 32  # of a program then: tokens times the heads that share keys and values
 SPLIT_PAGES = 2
 MAX_ATTENTION_SPLITS = 256
 
@@ -1394,10 +1399,6 @@ def _row(m: DeviceMatrix) -> tuple[int, int]:
     return (n, -(-n // 4)) if m.codes.is_floating_point() else (n // 4, n // 4)
 
 
-def _pow2(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
-
-
 def _new(x: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=x.device)
 
@@ -1422,8 +1423,8 @@ def linear(
     if n_tokens > FEW_TOKENS:
         return _linear_many(_halves(x, m, FORMATS[m.type]), m, bias, residual, out)
     assert m.group_of is None, "planes are multiplied by their transpose"
-    tokens = _pow2(n_tokens)
-    rows, words = MATVEC_ROWS[tokens], max(4, min(MATVEC_WORDS, _pow2(n_words)))
+    tokens = pow2(n_tokens)
+    rows, words = MATVEC_ROWS[tokens], max(4, min(MATVEC_WORDS, pow2(n_words)))
     programs = -(-m.n_rows // rows)
     splits = max(1, min(MAX_SPLITS, MATVEC_PROGRAMS // programs, n_words // words))
     words_of_split = -(-n_words // (words * splits)) * words
@@ -1447,8 +1448,8 @@ def linear_bits(x: Tensor, m: DeviceMatrix, bias: Tensor | None, threshold: floa
     if n_tokens > FEW_TOKENS or n_tokens == 0 or m.n_rows == 0 or first:
         return pack_bits(linear(x, m, bias), threshold, first)
     stride, n_words = _row(m)
-    tokens = _pow2(n_tokens)
-    words = max(4, min(BITS_WORDS[tokens], _pow2(n_words)))
+    tokens = pow2(n_tokens)
+    words = max(4, min(BITS_WORDS[tokens], pow2(n_words)))
     bits = torch.empty((n_tokens, -(-m.n_rows // 8)), dtype=torch.uint8, device=x.device)
     launcher.launch(
         _matvec_kernel, (bits.shape[1], 1),
@@ -1479,7 +1480,7 @@ def _halves(x: Tensor, m: DeviceMatrix, order: int = 0) -> Halves:
     sizes = None if is_brain else _new(x, len(x))
     launcher.launch(
         _halves_kernel, (len(x),), x, out, sizes, x.shape[1], x.numel(),
-        ORDER=order, N=max(4, min(4096, _pow2(x.shape[1]))), warps=4,
+        ORDER=order, N=max(4, min(4096, pow2(x.shape[1]))), warps=4,
     )  # fmt: skip
     return Halves(out, sizes, len(x))
 
@@ -1496,7 +1497,7 @@ class Tile:
 
 def _product_tile(given: Halves, m: DeviceMatrix, n_out: int) -> Tile:
     """The tile of a product with n_out numbers for each token."""
-    tokens = max(_pow2(given.n_tokens), 16)
+    tokens = max(pow2(given.n_tokens), 16)
     is_float32 = given.x.dtype == torch.float32
     if is_float32 and is_amd(given.x):  # by no tensor cores
         return Tile(64, min(tokens, 64), 16, 8)
@@ -1513,6 +1514,15 @@ def is_hopper(x: Tensor) -> bool:
 
 def is_amd(x: Tensor) -> bool:
     return x.device.type != "cpu" and torch.version.hip is not None
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a block may have: what Triton compares a kernel's with when it loads it."""
+    if device.type != "cuda":
+        return LEAST_SHARED
+    utils: Any = triton.runtime.driver.active.utils
+    return int(utils.get_device_properties(device.index)["max_shared_mem"])
 
 
 def _linear_many(
@@ -1546,7 +1556,7 @@ def _add(
         _add_kernel, (-(-n // 32), n_tokens), partials, out, bias, residual,
         *_counted(counted), counts, n_parts, n_tokens, n,
         0 if counted is None else len(counted.packed), threshold,
-        KIND=ACTIVATIONS[activation], P=min(64, _pow2(n_parts)), N=32, warps=4,
+        KIND=ACTIVATIONS[activation], P=min(64, pow2(n_parts)), N=32, warps=4,
     )  # fmt: skip
 
 
@@ -1600,10 +1610,10 @@ def _linear_t(
             warps=tile.warps,
         )  # fmt: skip
         return out
-    tokens = _pow2(n_tokens)
+    tokens = pow2(n_tokens)
     # Of planes a scale comes with every weight: half the rows have room in a thread's registers.
     rows = AXPY_ROWS[tokens] if m.group_of is None else AXPY_ROWS[tokens] // 2
-    words = max(4, min(AXPY_WORDS[tokens], _pow2(n_words)))
+    words = max(4, min(AXPY_WORDS[tokens], pow2(n_words)))
     ranges = min(MAX_RANGES, -(-m.n_rows // AXPY_ROWS[1]))
     partials = _new(x, ranges, n_tokens, m.n_cols)
     launcher.launch(
@@ -1680,10 +1690,10 @@ def _every_neuron(
 ) -> tuple[Tensor, Counted | None]:  # fmt: skip
     """The values of few tokens, [T, n], and, where counts are wanted, what is to be added to them."""
     n_tokens = len(h)
-    values, tokens = _new(h, n_tokens, up.n_rows), _pow2(n_tokens)
+    values, tokens = _new(h, n_tokens, up.n_rows), pow2(n_tokens)
     per_program = MATVEC_ROWS[tokens]  # which share what they read of h
     matrices, shape = _gate_and_up(gate, up)
-    words = max(4, min(MATVEC_WORDS, _pow2(max(shape[2], shape[4]))))
+    words = max(4, min(MATVEC_WORDS, pow2(max(shape[2], shape[4]))))
     programs = -(-up.n_rows // per_program)
     packed = None if counts is None else torch.empty(programs, dtype=torch.int32, device=h.device)
     launcher.launch(
@@ -1701,9 +1711,9 @@ def _chosen(
     values: Tensor, ids: Tensor | None, count: Tensor | None, is_counted: bool,
 ) -> Counted | None:  # fmt: skip
     """Writes the values of selected neurons of few tokens (_chosen_kernel); what the counts still lack."""
-    n_tokens, tokens = len(h), _pow2(len(h))
+    n_tokens, tokens = len(h), pow2(len(h))
     matrices, shape = _gate_and_up(gate, up)
-    words = max(4, min(NEURON_WORDS[tokens], _pow2(max(shape[2], shape[4]))))
+    words = max(4, min(NEURON_WORDS[tokens], pow2(max(shape[2], shape[4]))))
     packed = torch.empty(up.n_rows, dtype=torch.int32, device=h.device) if is_counted else None
     n_bytes = selected.shape[1]
     assert held is not None or n_bytes == -(-up.n_rows // 8), "a bit for each row"
@@ -1713,7 +1723,7 @@ def _chosen(
         ids, count, packed, gate_bias, up_bias, *matrices, n_tokens, up.n_rows, *shape, n_bytes,
         *what.numbers, 0,
         GATE_TYPE=None if gate is None else FORMATS[gate.type], TYPE=FORMATS[up.type], **what.kinds,
-        T=tokens, W=words, S=max(32, _pow2(-(-n_bytes // 4))), warps=4,
+        T=tokens, W=words, S=max(32, pow2(-(-n_bytes // 4))), warps=4,
     )  # fmt: skip
     return None if packed is None else Counted(packed, count)
 
@@ -1786,7 +1796,7 @@ def fired(
         launcher.launch(
             _fired_kernel, (-(-n // 64),),
             gate, up, values, None, None, counts, n_tokens, n, gate.stride(0), 0, *what.numbers, **what.kinds,
-            READ=True, T=min(16, _pow2(n_tokens)), N=64, warps=4,
+            READ=True, T=min(16, pow2(n_tokens)), N=64, warps=4,
         )  # fmt: skip
     return values
 
@@ -1835,10 +1845,10 @@ def sign_scores(x: Tensor, signs: Tensor, bias: Tensor | None = None) -> Tensor:
     n, n_bytes = signs.shape
     bits = pack_bits(x, 0.0)  # of channels that are not negative: exclusive or with `signs` is agreement
     out = _new(x, len(x), n)
-    tokens = min(_pow2(len(x)), FEW_TOKENS)
+    tokens = min(pow2(len(x)), FEW_TOKENS)
     launcher.launch(
         _sign_kernel, (-(-n // 8), -(-len(x) // tokens)), bits, signs, bias, out,
-        len(x), n, x.shape[1], n_bytes, T=tokens, R=8, B=min(256, _pow2(n_bytes)), warps=4,
+        len(x), n, x.shape[1], n_bytes, T=tokens, R=8, B=min(256, pow2(n_bytes)), warps=4,
     )  # fmt: skip
     return out
 
@@ -1889,7 +1899,7 @@ def _norm(
     tokens, threshold = (None, 0.0) if by is None else (by.tokens, by.threshold)
     launcher.launch(
         _norm_kernel, (x.numel() // n,), x, out, weight, bias, eps, n, tokens, threshold,
-        LAYER=layer, N=_pow2(n), warps=4 if n <= 4096 else 8,
+        LAYER=layer, N=pow2(n), warps=4 if n <= 4096 else 8,
     )  # fmt: skip
     return out
 
@@ -1900,7 +1910,7 @@ def angles(positions: Tensor, table: twins.RopeTable) -> Tensor:
     out = _new(positions, 2, len(positions), half)
     launcher.launch(
         _angles_kernel, (len(positions),), positions, table.near, table.far, out,
-        len(positions), half, n_far, STEP=twins.ANGLE_STEP, H=_pow2(half), warps=1,
+        len(positions), half, n_far, STEP=twins.ANGLE_STEP, H=pow2(half), warps=1,
     )  # fmt: skip
     return out
 
@@ -1922,7 +1932,7 @@ def rotate(
         _heads_kernel, (len(x), n_head),
         x, None, None, out, cos_sin.contiguous(), norm_weight, None, None, None, None, None, None,
         eps, len(x), n_head, 0, cos_sin.shape[2], 0,
-        DIM=head_dim, DIM_V=head_dim, D=_pow2(head_dim), NEOX=kind == "neox", warps=1,
+        DIM=head_dim, DIM_V=head_dim, D=pow2(head_dim), NEOX=kind == "neox", warps=1,
     )  # fmt: skip
     return out
 
@@ -1994,7 +2004,7 @@ def _heads(
         q, k.contiguous(), v.contiguous(), out, None if cos_sin is None else cos_sin.contiguous(),
         q_norm, k_norm, k_pages, v_pages, page_tables, sequences, positions,
         eps, len(k), n_head, n_head_kv, 0 if cos_sin is None else cos_sin.shape[2], page_tables.shape[1],
-        DIM=dim, DIM_V=dim_v, D=_pow2(max(dim, dim_v)), NEOX=kind == "neox", warps=1,
+        DIM=dim, DIM_V=dim_v, D=pow2(max(dim, dim_v)), NEOX=kind == "neox", warps=1,
     )  # fmt: skip
     return out
 
@@ -2019,40 +2029,39 @@ def attention(
     max_pages, group = page_tables.shape[1], n_head // n_head_kv
     out = _new(q, n_tokens, n_head * dim_v)
     sizes: dict[str, Any] = {
-        "GROUP": group,
-        "DIM": dim,
-        "DIM_V": dim_v,
-        "D": max(16, _pow2(dim)),
-        "V": max(16, _pow2(dim_v)),
-    }
-    # On AMD a fragment of a matrix product lies in the registers of two halves of a warp.
-    sizes |= {"CAPPED": softcap > 0, "PRECISION": _precision(q), "N": 16 if is_amd(q) else 32}
-    warps = 8 if is_amd(q) else 4
-    if n_tokens >= PROMPT_TOKENS:
-        heads = _pow2(group)
-        # Hopper's instruction has 64; elsewhere so many have no room in the registers.
-        queries = max(heads, 2 * PROMPT_QUERIES if is_hopper(q) else PROMPT_QUERIES)
+        "GROUP": group, "DIM": dim, "DIM_V": dim_v, "D": max(16, pow2(dim)), "V": max(16, pow2(dim_v)),
+        "CAPPED": softcap > 0, "PRECISION": _precision(q),
+    }  # fmt: skip
+    is_half, amd, head = k_pages.dtype == torch.float16, is_amd(q), max(dim, dim_v)
+    shared = shared_memory(q.device)
+    tile = prompt_tile(head, is_half=is_half, shared=shared, amd=amd, hopper=is_hopper(q))
+    if n_tokens >= PROMPT_TOKENS and tile is not None:
+        heads = min(pow2(group), tile.queries)
         launcher.launch(
-            _prompt_attention_kernel, (-(-n_tokens // (queries // heads)), n_head_kv),
+            _prompt_attention_kernel,
+            (-(-n_tokens // (tile.queries // heads)), n_head_kv * -(-group // heads)),
             q, out, k_pages, v_pages, page_tables, sequences, positions, sinks,
             scale, softcap, window, n_tokens, n_head, n_head_kv, max_pages,
-            G=heads, R=queries, **sizes, warps=warps,
+            G=heads, R=tile.queries, N=tile.positions, **sizes, warps=tile.warps, stages=tile.stages,
         )  # fmt: skip
         return out
-    pages_of_split = max(SPLIT_PAGES, -(-max_pages // MAX_ATTENTION_SPLITS))
+    tile = token_tile(head, group, is_half=is_half, amd=amd)
+    least = max_pages if n_tokens >= PROMPT_TOKENS else SPLIT_PAGES  # many tokens are programs enough
+    pages_of_split = max(least, -(-max_pages // MAX_ATTENTION_SPLITS))
     n_splits = -(-max_pages // pages_of_split)
     sums, stats = out, None
     if n_splits > 1:
         sums, stats = _new(q, n_tokens, n_head, n_splits, dim_v), _new(q, n_tokens, n_head, n_splits, 2)
     launcher.launch(
-        _attention_kernel, (n_tokens, n_head_kv, n_splits),
+        _attention_kernel, (n_tokens, n_head_kv * -(-group // tile.queries), n_splits),
         q, sums, stats, k_pages, v_pages, page_tables, sequences, positions, sinks,
         scale, softcap, window, n_head, n_head_kv, max_pages, pages_of_split, n_splits,
-        SPLIT=n_splits > 1, H=max(16, _pow2(group)), **sizes, warps=warps,
+        SPLIT=n_splits > 1, H=tile.queries, N=tile.positions, **sizes, warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
     if stats is not None:
+        at_once = 32 if dim_v <= 128 else 16  # more have no room in the registers
         launcher.launch(
             _merge_kernel, (n_tokens * n_head,), sums, stats, out, sinks, n_splits, n_head,
-            DIM_V=dim_v, V=_pow2(dim_v), S=_pow2(n_splits), P=min(32, _pow2(n_splits)), warps=1,
+            DIM_V=dim_v, V=pow2(dim_v), S=pow2(n_splits), P=min(at_once, pow2(n_splits)), warps=1,
         )  # fmt: skip
     return out
