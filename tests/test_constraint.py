@@ -498,7 +498,7 @@ HOSTILE = {
     "wide": (
         "json_schema",
         json.dumps({"properties": {f"p{i}": {} for i in range(9000)}}),
-        "too much|too large",
+        "does not compile within|too large",
     ),
     "regex": ("regex", "(a", "unclosed|regex"),
     "parentheses": ("regex", "(" * 3000 + "a" + ")" * 3000, "regex"),
@@ -548,7 +548,7 @@ def test_what_would_take_the_stack_or_minutes_takes_a_process_of_its_own(
     name: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(constraint, "MAX_SECONDS", 1)
-    with pytest.raises(InvalidRequestError, match=r"takes too much time, memory or depth|cannot be used"):
+    with pytest.raises(InvalidRequestError, match=r"does not compile within|cannot be used"):
         grammars().constraint(*BURSTING[name])
 
 

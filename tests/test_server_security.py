@@ -14,7 +14,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 import hotset
 from hotset.server.errors import RequestError
-from hotset.server.security import ApiKeys, BodyLimits, check_nesting
+from hotset.server.json_limits import check_json
+from hotset.server.security import ApiKeys, BodyLimits
 from hotset.server.settings import ServerSettings
 
 
@@ -231,16 +232,16 @@ def test_nesting_is_bounded():
     reply = asked(app, "POST", "/v1/chat/completions", content=deep)
     assert reply.status_code == 400
     assert "deeper than 64" in reply.json()["error"]["message"]
-    check_nesting(b"[" * 3 + b"]" * 3, 3)
+    check_json(b"[" * 3 + b"]" * 3, 3)
     with pytest.raises(RequestError):
-        check_nesting(b"[" * 4 + b"]" * 4, 3)
-    check_nesting(b"[]" * 100, 1)  # side by side
-    check_nesting(b'["[[[[\\"[[[[", "]"]', 1)  # in strings
+        check_json(b"[" * 4 + b"]" * 4, 3)
+    check_json(b"[]" * 100, 1)  # side by side
+    check_json(b'["[[[[\\"[[[[", "]"]', 1)  # in strings
     with pytest.raises(RequestError):
-        check_nesting(b'[["\\\\", [{"a": [1]}]]]', 4)
-    check_nesting(b'["' + b"[" * 10, 1)  # a string without an end is no brackets
+        check_json(b'[["\\\\", [{"a": [1]}]]]', 4)
+    check_json(b'["' + b"[" * 10, 1)  # a string without an end is no brackets
     with pytest.raises(RequestError):
-        check_nesting(b"]]]" + b"[" * 5, 1)
+        check_json(b"]]]" + b"[" * 5, 1)
 
 
 def test_bodies_that_are_slow_to_come_are_left():

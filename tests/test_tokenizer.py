@@ -528,7 +528,7 @@ def test_the_bytes_of_a_text_say_how_many_tokens_it_has_at_least(metadata):
 def test_a_text_that_cannot_fit_is_not_tokenized(metadata, monkeypatch):
     tokenizer = load_tokenizer(metadata())
     monkeypatch.setattr(tokenizer, "_encode_plain", None)
-    with pytest.raises(ContextLengthError, match="tokens or more, and the context is 9"):
+    with pytest.raises(ContextLengthError, match="tokens or more, which do not fit in the context of 9"):
         tokenizer.encode("x" * 100_000, most=9)
 
 

@@ -83,6 +83,10 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]  # the most likely (token, logprob), best first
 
 
+MAX_STOPS, MAX_STOP_CHARS = 64, 1024
+"""How many strings may end an answer, and how long each may be: all are looked for at every token."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen and when to stop. The defaults are llama.cpp's.
@@ -98,7 +102,7 @@ class SamplingParams:
     seed: any integer from 0 to 2**64 - 1; None picks one (`Sampler.seed` tells which).
     logprobs: None for none, n for those of the chosen token and of the n most likely.
     max_tokens: None runs to the end of the context.
-    stop: strings that end the answer and are not part of it.
+    stop: strings that end the answer and are not part of it; at most 64 of 1,024 characters.
     ignore_eos: forbids the tokens that would end the answer.
     json_schema, json_object, regex, grammar: what the answer must follow, at most one of them: a JSON schema
         (an object, or its text), any JSON object, a regular expression that the whole answer matches, or
@@ -196,6 +200,11 @@ def _stops(stop: Any) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (None,)
     if not all(isinstance(text, str) and text for text in stops):
         raise InvalidRequestError("stop must be a string or a list of strings, none of them empty")
+    if len(stops) > MAX_STOPS or max(map(len, stops), default=0) > MAX_STOP_CHARS:
+        raise InvalidRequestError(
+            f"stop has {len(stops)} strings, the longest of {max(map(len, stops))} characters; at most "
+            f"{MAX_STOPS} of {MAX_STOP_CHARS} are taken"
+        )
     return stops
 
 

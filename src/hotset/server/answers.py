@@ -27,6 +27,7 @@ from hotset.engine.sampler import SamplingParams, TokenLogprobs
 from hotset.errors import HotsetError
 from hotset.generation import Generation
 from hotset.server.errors import NotReadyError, RequestError, problem_of
+from hotset.server.preparation import LONG_BYTES
 from hotset.text.output import Parser
 from hotset.text.parts import CallArguments, CallStart, Part, Reasoning, Text
 
@@ -48,7 +49,7 @@ class AnswerRequest:
     generates: False for the prompt's logprobs alone.
     stream: whether deltas are wanted as they come; without it they come with the end.
     reuse_prefix: False computes a prompt again that is in the cache.
-    client: who asks; those who wait have their turn client by client.
+    client: who asks; those who wait have their turn client by client. n_bytes: of the body that it came in.
     """
 
     messages: Sequence[Mapping[str, Any]] | None = None
@@ -65,6 +66,14 @@ class AnswerRequest:
     stream: bool = False
     reuse_prefix: bool = True
     client: str | None = None
+    n_bytes: int = 0
+
+    @property
+    def is_long(self) -> bool:
+        """Whether its text may take more than a moment."""
+        constrained = self.params.form is not None or self.tool_choice not in ("auto", "none")
+        strict = any(tool.get("function", {}).get("strict") for tool in self.tools)
+        return self.n_bytes > LONG_BYTES or constrained or strict
 
     @property
     def n_answers(self) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -31,6 +30,7 @@ from hotset.server.answers import (
     Usage,
     arguments_object,
 )
+from hotset.server.body import BodyRoute
 from hotset.server.openai.schema import Body, Share, Temperature, ToolName
 from hotset.server.replies import JsonReply, event
 from hotset.server.shapes import (
@@ -41,10 +41,10 @@ from hotset.server.shapes import (
     documented,
     errors,
 )
-from hotset.server.streams import service_of, streamed, while_connected, whole
+from hotset.server.streams import in_turn, off_loop, service_of, streamed, whole
 from hotset.server.turns import Turn, add, check_asks, tool_call
 
-router = APIRouter(responses=errors(AnthropicErrorReply))
+router = APIRouter(route_class=BodyRoute, responses=errors(AnthropicErrorReply))
 
 Event = dict[str, Any]
 
@@ -459,7 +459,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 async def messages(body: MessagesBody, http: Request) -> Response:
     service = service_of(http)
     service.check_name(body.model)
-    request = answer_request(body)
+    request = await off_loop(http, answer_request, body)
     writer = MessageWriter(
         service.name,
         body.max_tokens,
@@ -476,6 +476,10 @@ async def messages(body: MessagesBody, http: Request) -> Response:
 async def count_tokens(body: PromptBody, http: Request) -> TokenCount:
     service = service_of(http)
     service.check_name(body.model)
-    turns, tools = conversation(body.system, body.messages), _tools(body)
-    encode = partial(service.model.encode_chat, turns, tools or None, variables=_template(body))
-    return TokenCount(input_tokens=len(await while_connected(http, service.in_thread(encode))))
+    model = service.model
+
+    def counted() -> int:
+        turns, tools = conversation(body.system, body.messages), _tools(body)
+        return len(model.encode_chat(turns, tools or None, variables=_template(body)))
+
+    return TokenCount(input_tokens=await in_turn(http, counted))

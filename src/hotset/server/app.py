@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from hotset.errors import HotsetError
 from hotset.server import anthropic, facts, health, ollama, site, tokens
+from hotset.server.body import RefusedBodyError
 from hotset.server.errors import Problem, invalid_body, problem_of, response_of
 from hotset.server.metrics import RequestCounter
 from hotset.server.openai import chat, completions, embeddings, models, responses
@@ -74,6 +75,10 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def unknown(http: Request, error: Exception) -> Response:
         return response_of(problem_of(error), http.url.path)
+
+    @app.exception_handler(RefusedBodyError)
+    async def refused(http: Request, error: RefusedBodyError) -> Response:
+        return response_of(error.problem, http.url.path)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(http: Request, error: RequestValidationError) -> Response:

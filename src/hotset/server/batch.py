@@ -29,8 +29,8 @@ from hotset.parameters import shown
 from hotset.reporter import Reporter
 from hotset.server.app import create_app
 from hotset.server.errors import RequestError, problem_of, response_of
+from hotset.server.json_limits import check_json
 from hotset.server.replies import dumped_exactly
-from hotset.server.security import check_nesting
 from hotset.server.service import Service
 
 try:
@@ -168,7 +168,7 @@ class _RejectedError(Exception):
 def _parsed(line: bytes, max_nesting: int) -> dict[str, Any]:
     """A request with a custom_id, a url and a body. Raises _RejectedError."""
     try:
-        check_nesting(line, max_nesting)
+        check_json(line, max_nesting)
         # As text: of bytes the decoder would guess the encoding, and take surrogates that UTF-8 forbids.
         given = json.loads(line.decode(), parse_constant=_not_json, parse_float=_finite)
     except (ValueError, RecursionError, RequestError) as error:

@@ -37,6 +37,7 @@ from hotset.server.answers import (
     ToolCallStart,
     arguments_object,
 )
+from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
 from hotset.server.logprobs import spelled
 from hotset.server.openai.schema import Body, Share, Temperature, ToolName
@@ -50,12 +51,12 @@ from hotset.server.shapes import (
     documented,
     errors,
 )
-from hotset.server.streams import AnswerStream, ask, service_of, whole
+from hotset.server.streams import AnswerStream, ask, off_loop, service_of, whole
 from hotset.server.turns import Turn, check_asks, tool_call
 from hotset.text.tokenizer import Tokenizer
 from hotset.units import human_count
 
-router = APIRouter(responses=errors(OllamaErrorReply))
+router = APIRouter(route_class=BodyRoute, responses=errors(OllamaErrorReply))
 
 _ANY_TAG = ":latest"  # which Ollama's clients put behind a name that has none
 _MOST_SHOWN = 64  # entries of a list of the file's metadata
@@ -397,7 +398,7 @@ async def chat(body: OllamaChatBody, http: Request) -> Response:
     service = _named(http, body.model)
     if not body.messages:
         return _loaded(body, chat=True)
-    request = chat_request(body)
+    request = await off_loop(http, chat_request, body)
     return await _answered(http, body, request, service, chat=True)
 
 
@@ -406,7 +407,7 @@ async def generate(body: OllamaGenerateBody, http: Request) -> Response:
     service = _named(http, body.model)
     if not body.prompt:
         return _loaded(body, chat=False)
-    request = generate_request(body)
+    request = await off_loop(http, generate_request, body)
     return await _answered(http, body, request, service, chat=False)
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from starlette.responses import Response
 
 DONE = b"data: [DONE]\n\n"
+
+_LEVELS = 5  # of a reply that are written part by part: choices, their logprobs, the list of these
+_ENTRIES = 16  # of a list at a time
 
 # One for all: json.dumps makes another for each value.
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
@@ -47,9 +51,33 @@ class TextEvents:
 
 
 class JsonReply(Response):
-    """A whole answer as JSON."""
+    """A whole answer as JSON. Its lists, those of its fields too, may be iterators."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return dumped(content)
+        return b"".join(_pieces(content, _LEVELS))
+
+
+def _pieces(value: Any, n_levels: int) -> Iterator[bytes]:
+    """`dumped`, some entries of long lists at a time: the encoder holds the interpreter's lock."""
+    if n_levels and isinstance(value, dict):
+        for i, (key, one) in enumerate(value.items()):
+            yield b"%s%s:" % (b"," if i else b"{", dumped(key))
+            yield from _pieces(one, n_levels - 1)
+        yield b"}" if value else b"{}"
+    elif isinstance(value, Iterator) or (n_levels and isinstance(value, list)):
+        yield b"["
+        entries, begun = iter(value), False
+        while part := list(islice(entries, _ENTRIES)):
+            yield b"," if begun else b""
+            begun = True
+            if n_levels > 1 and len(part) < _ENTRIES and isinstance(part[0], dict):  # a short list
+                for i, one in enumerate(part):
+                    yield b"," if i else b""
+                    yield from _pieces(one, n_levels - 1)
+            else:
+                yield dumped(part)[1:-1]
+        yield b"]"
+    else:
+        yield dumped(value)

@@ -24,17 +24,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hotset.escaping import clause
 from hotset.server.errors import RequestError, problem_of, response_of
+from hotset.server.json_limits import check_json
+from hotset.server.preparation import LONG_BYTES
 from hotset.server.settings import LOOPBACK_NAMES, ServerSettings
-from hotset.server.streams import API_KEY
+from hotset.server.streams import API_KEY, N_BYTES
 
 _OPEN_PATHS = ("/", "/health", "/v1/health", "/favicon.ico")  # no key: they tell nothing, and ask for nothing
 _OPEN_FOLDER = "/page/"  # what the page is made of; what it asks for needs the key
 
 # RFC 3986's host and port: one name, or an address of IPv6 in brackets; neither a user's name nor two ports.
 _HOST = re.compile(r"([\w.~%!$&'()*+,;=-]+|\[[0-9a-fA-F:.]+\])(?::[0-9]{0,5})?", re.ASCII)
-
-# A string of JSON, or a bracket; a string that does not end goes to the end.
-_BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL)
 
 
 def secure(app: FastAPI, settings: ServerSettings) -> None:
@@ -159,7 +158,8 @@ class ApiKeys:
 
 
 class BodyLimits:
-    """Reads the body, of as many bytes as are allowed, in the time that is, and not nested too deeply.
+    """Reads the body, of as many bytes as are allowed, in the time that is, and checks what it may hold
+    (json_limits.py).
 
     It is taken for JSON whatever its type is said to be: `curl -d` calls everything a form.
     """
@@ -175,7 +175,10 @@ class BodyLimits:
             body = await self._read(Headers(scope=scope), receive)
             if body is None:
                 return
-            check_nesting(body, self._settings.max_nesting)
+            if len(body) <= LONG_BYTES:
+                check_json(body, self._settings.max_nesting)
+            else:
+                await asyncio.to_thread(check_json, body, self._settings.max_nesting)
         except RequestError as error:
             await _refuse(error, scope, receive, send, {"Connection": "close"})
             return
@@ -183,6 +186,7 @@ class BodyLimits:
             *((name, value) for name, value in scope["headers"] if name != b"content-type"),
             (b"content-type", b"application/json"),
         ]
+        scope[N_BYTES] = len(body)
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
@@ -214,21 +218,6 @@ class BodyLimits:
             raise RequestError(
                 f"the body did not arrive within {self._settings.max_body_seconds:g} s", 408, code="timeout"
             ) from None
-
-
-def check_nesting(body: bytes, most: int) -> None:
-    """Raises RequestError for JSON whose lists and objects lie deeper than `most` in one another."""
-    if body.count(b"[") + body.count(b"{") <= most:
-        return
-    depth = 0
-    for match in _BRACKETS.finditer(body):
-        first = body[match.start()]
-        if first in b"[{":
-            depth += 1
-            if depth > most:
-                raise RequestError(f"the body is nested deeper than {most} levels", code="invalid_json")
-        elif first in b"]}":
-            depth -= 1
 
 
 def _too_large(most: int) -> RequestError:

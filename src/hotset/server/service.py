@@ -1,8 +1,8 @@
 """One model behind the event loop: it is loaded, asked and closed without the loop ever waiting for it.
 
-Tokenizing and templates run in threads of the service, steps in the engine's. Events come back from there in
-bunches, and no more often than anyone could see: each wake-up of the loop takes a core from the step that
-computes the next tokens.
+Tokenizing and templates run in threads of the service (preparation.py), steps in the engine's. Events come
+back from there in bunches, and no more often than anyone could see: each wake-up of the loop takes a core
+from the step that computes the next tokens.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from hotset.server.answers import Answer, AnswerRequest, PreparedPrompt, Told
 from hotset.server.errors import NotReadyError, RequestError
 from hotset.server.metrics import DISK_COUNTERS, ENGINE_COUNTERS, ENGINE_GAUGES, EXPERT_COUNTERS, Metrics
 from hotset.server.outputs import Output, output_of
+from hotset.server.preparation import Preparation
 from hotset.server.settings import ServerSettings
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_TEXT_THREADS = 2  # which tokenize and render
+_THREADS = 2  # for what no request of many can fill: loading, pictures of tokens, memory of devices
 PACE_SECONDS = 0.02  # between two pieces of a stream where steps are quicker: nobody sees more
 
 
@@ -68,7 +69,8 @@ class Service:
         self._n_prepared = 0  # answers whose prompts are tokenized now
         self.metrics = Metrics(self._now)
         self._mail = Mail()
-        self._threads = ThreadPoolExecutor(_TEXT_THREADS, "hotset-text")
+        self.preparation = Preparation()
+        self._threads = ThreadPoolExecutor(_THREADS, "hotset-service")
         self._loading: asyncio.Task[None] | None = None
 
     # ---- the model ----
@@ -89,6 +91,7 @@ class Service:
         try:
             model = await self.in_thread(self._opened)
             model.thread.max_waiting = self.settings.max_queue
+            self.preparation.limit(model.engine.max_sequences + self.settings.max_queue)
             self._model = model
         except Exception as error:
             self.error = error
@@ -134,7 +137,7 @@ class Service:
             )
 
     async def in_thread(self, work: Callable[_P, _T], *args: _P.args, **more: _P.kwargs) -> _T:
-        """What `work` returns, which runs in one of the threads for text."""
+        """What `work` returns, which takes a moment; `preparation` is for the text of requests."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, lambda: work(*args, **more))
 
@@ -148,7 +151,8 @@ class Service:
         model.thread.check_room(n + self._n_prepared)
         self._n_prepared += n
         try:
-            prompts = await self.in_thread(_prepared, model, request, self.settings.max_seconds)
+            threads = self.preparation.text(long=request.is_long)
+            prompts = await threads.run(request.client, _prepared, model, request, self.settings.max_seconds)
         finally:
             self._n_prepared -= n
         answer = Answer(request, prompts, partial(self._submit, model.thread), self._closed, asked)
@@ -233,6 +237,7 @@ class Service:
         if model is not None:
             await asyncio.get_running_loop().run_in_executor(None, model.close)
         self._threads.shutdown(wait=False)
+        self.preparation.close()
 
 
 def _prepared(model: Model, request: AnswerRequest, seconds: float | None) -> list[PreparedPrompt]:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import AppStatus
@@ -21,13 +21,16 @@ from starlette.types import Receive, Scope, Send
 from hotset.errors import HotsetError
 from hotset.server.answers import Answer, AnswerRequest, Choice
 from hotset.server.errors import body_of, problem_of
+from hotset.server.preparation import LONG_BYTES
 from hotset.server.replies import dumped, event
 from hotset.server.service import Service
 
 log = logging.getLogger("hotset.server")
 
 API_KEY = "hotset.api_key"  # in the scope of a request: which of the keys it came with
+N_BYTES = "hotset.body_bytes"  # and how long its body is
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 # The library would end every stream at once when the process is told to end; the service gives them time.
@@ -65,10 +68,29 @@ async def _gone(http: Request) -> None:
         pass
 
 
+def client_of(http: Request) -> str | None:
+    """Who sent a request: those with the same key, or else the same address, are one client."""
+    return http.scope.get(API_KEY) or (http.client.host if http.client else None)
+
+
 def of_client(http: Request, request: AnswerRequest) -> AnswerRequest:
-    """A request with who sent it: whoever has the same key, or the same address, is one."""
-    client = http.scope.get(API_KEY) or (http.client.host if http.client else None)
-    return replace(request, client=client)
+    """A request with its client, and with the size that it had."""
+    return replace(request, client=client_of(http), n_bytes=http.scope.get(N_BYTES, 0))
+
+
+async def in_turn(http: Request, work: Callable[_P, _T], *args: _P.args, **more: _P.kwargs) -> _T:
+    """What `work` returns, done in a thread when it is the client's turn, as long as the client is there."""
+    threads = service_of(http).preparation.text(long=_is_long(http))
+    return await while_connected(http, threads.run(client_of(http), work, *args, **more))
+
+
+async def off_loop(http: Request, work: Callable[_P, _T], *args: _P.args, **more: _P.kwargs) -> _T:
+    """What `work` returns, which takes a moment, or long if the request is a long one: then as `in_turn`."""
+    return await in_turn(http, work, *args, **more) if _is_long(http) else work(*args, **more)
+
+
+def _is_long(http: Request) -> bool:
+    return bool(http.scope.get(N_BYTES, 0) > LONG_BYTES)
 
 
 async def ask(http: Request, request: AnswerRequest) -> Answer:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from hotset.api import Model
+from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
 from hotset.server.openai.chat import Message
 from hotset.server.openai.schema import Body
-from hotset.server.streams import service_of
+from hotset.server.replies import JsonReply
+from hotset.server.streams import in_turn, service_of
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
+
+
+MAX_CHARS = 1 << 20
+"""Of a text to tokenize."""
 
 
 class TokenizeBody(Body):
@@ -56,6 +62,14 @@ class TokenizeBody(Body):
                 f"one of content, prompt and messages is needed, not {' and '.join(given) or 'none'}",
                 param=given[0] if given else "content",
             )
+        text = self.content or self.prompt or ""
+        if len(text) > MAX_CHARS:
+            raise RequestError(
+                f"{given[0]} has {len(text)} characters, and at most {MAX_CHARS} are taken",
+                413,
+                param=given[0],
+                code="body_too_large",
+            )
 
 
 class DetokenizeBody(Body):
@@ -64,25 +78,30 @@ class DetokenizeBody(Body):
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeBody, http: Request) -> dict[str, Any]:
+async def tokenize(body: TokenizeBody, http: Request) -> Response:
     service = service_of(http)
     service.check_name(body.model)
     body.check()
     model = service.model
-    ids = await service.in_thread(body.ids, model)
-    found: dict[str, Any] = {"count": len(ids), "max_model_len": model.n_ctx, "tokens": ids}
-    if body.with_pieces:
-        found["tokens"] = [{"id": id, "piece": _piece(model, id)} for id in ids]
-    if body.return_token_strs:
-        found["token_strs"] = [model.tokenizer.token_bytes(id).decode("utf-8", "replace") for id in ids]
-    return found
+
+    def reply() -> JsonReply:
+        ids = body.ids(model)
+        found: dict[str, Any] = {"count": len(ids), "max_model_len": model.n_ctx, "tokens": ids}
+        if body.with_pieces:
+            found["tokens"] = ({"id": id, "piece": _piece(model, id)} for id in ids)
+        if body.return_token_strs:
+            strings = (model.tokenizer.token_bytes(id).decode("utf-8", "replace") for id in ids)
+            found["token_strs"] = strings
+        return JsonReply(found)
+
+    return await in_turn(http, reply)
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeBody, http: Request) -> dict[str, Any]:
+async def detokenize(body: DetokenizeBody, http: Request) -> dict[str, str]:
     service = service_of(http)
     service.check_name(body.model)
-    text = await service.in_thread(service.model.tokenizer.decode, body.tokens)
+    text = await in_turn(http, service.model.tokenizer.decode, body.tokens)
     return {"content": text, "prompt": text}
 
 

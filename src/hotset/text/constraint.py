@@ -246,7 +246,8 @@ def _refused(kind: str, reason: str) -> InvalidRequestError:
 
 def _too_much(kind: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"the {_NAMES[kind]} takes too much time, memory or depth to compile; simplify it"
+        f"the {_NAMES[kind]} does not compile within {MAX_SECONDS} s of computing and {MAX_BYTES >> 20} MB, "
+        "or is nested too deep; simplify it"
     )
 
 

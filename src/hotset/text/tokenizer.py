@@ -114,8 +114,8 @@ class Tokenizer:
         text = _without_surrogates(text)
         if most is not None and (n := self.fewest_tokens(text)) > most:
             raise ContextLengthError(
-                f"the text has {n} tokens or more, and the context is {most}; shorten it or load the model "
-                "with a larger n_ctx"
+                f"the text has {n} tokens or more, which do not fit in the context of {most}; shorten it or "
+                "load the model with a larger n_ctx"
             )
         ids: list[int] = [self.bos_id] if add_special and self.add_bos and self.bos_id is not None else []
         specials = self._special if parse_special else self._user_defined

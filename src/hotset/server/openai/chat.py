@@ -22,6 +22,7 @@ from hotset.server.answers import (
     ToolCallArguments,
     ToolCallStart,
 )
+from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
 from hotset.server.logprobs import spelled
 from hotset.server.openai.schema import (
@@ -36,9 +37,9 @@ from hotset.server.openai.schema import (
 from hotset.server.replies import DONE, JsonReply, TextEvents, event
 from hotset.server.service import Service
 from hotset.server.shapes import EVENT_STREAM, ChatReply, documented
-from hotset.server.streams import service_of, streamed, whole
+from hotset.server.streams import off_loop, service_of, streamed, whole
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 class TextFormat(Body):
@@ -221,7 +222,7 @@ async def chat_completions(body: ChatBody, http: Request) -> Response:
     service = service_of(http)
     service.check_name(body.model)
     body.check_effort(service.model.chat_template.source)
-    request, reply = body.request(), _Reply(service, body)
+    request, reply = await off_loop(http, body.request), _Reply(service, body)
     if request.stream:
         return await streamed(http, request, reply.events)
     answer, choices = await whole(http, request)

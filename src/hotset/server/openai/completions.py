@@ -12,15 +12,16 @@ from pydantic import Field
 
 from hotset.engine.sampler import TokenLogprobs
 from hotset.server.answers import Answer, AnswerRequest, Choice, Finished, TextDelta
+from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
 from hotset.server.logprobs import logprob_of
 from hotset.server.openai.schema import SamplingFields, usage_dict
 from hotset.server.replies import DONE, JsonReply, TextEvents, event
 from hotset.server.shapes import EVENT_STREAM, CompletionReply, documented
-from hotset.server.streams import service_of, streamed, whole
+from hotset.server.streams import off_loop, service_of, streamed, whole
 from hotset.text.tokenizer import StreamDecoder, Tokenizer
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 _DEFAULT_TOKENS = 16  # of an answer, as OpenAI has it here
 
@@ -75,7 +76,8 @@ class CompletionBody(SamplingFields):
 async def completions(body: CompletionBody, http: Request) -> Response:
     service = service_of(http)
     service.check_name(body.model)
-    request, reply = body.request(), _Reply(service.name, service.model.tokenizer, body)
+    request = await off_loop(http, body.request)
+    reply = _Reply(service.name, service.model.tokenizer, body)
     if request.stream:
         return await streamed(http, request, reply.events)
     answer, choices = await whole(http, request)

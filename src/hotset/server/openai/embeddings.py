@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from hotset.api import Model
+from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
 from hotset.server.openai.schema import Body
 from hotset.server.replies import JsonReply
@@ -18,7 +19,7 @@ from hotset.server.service import Service
 from hotset.server.shapes import EmbeddingsReply
 from hotset.server.streams import service_of, while_connected
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 _MOST = 2048  # inputs of a request, as OpenAI has it
 

@@ -17,8 +17,10 @@ from hotset.engine.sampler import SamplingParams
 from hotset.errors import InvalidRequestError
 from hotset.parameters import shown
 from hotset.server.answers import AnswerRequest
+from hotset.server.body import BodyRoute
 from hotset.server.openai.response_writer import ResponseWriter
 from hotset.server.openai.schema import (
+    MAX_METADATA,
     Body,
     CacheRetention,
     ServiceTier,
@@ -26,14 +28,15 @@ from hotset.server.openai.schema import (
     Temperature,
     ToolName,
     Verbosity,
+    at_most,
     verbosity,
 )
 from hotset.server.replies import JsonReply
 from hotset.server.shapes import EVENT_STREAM, ResponseReply, documented
-from hotset.server.streams import service_of, streamed, whole
+from hotset.server.streams import off_loop, service_of, streamed, whole
 from hotset.server.turns import Turn, add, tool_call
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 # ---- what a client sends ----
 
@@ -202,7 +205,7 @@ class ResponsesBody(Body):
     prompt: None = None
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # of tools that a provider runs: none here
     # For a provider's statistics, prices and caches: no answer depends on it.
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], at_most(MAX_METADATA)] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -311,7 +314,7 @@ def _template(reasoning: Reasoning | None) -> dict[str, Any]:
 async def responses(body: ResponsesBody, http: Request) -> Response:
     service = service_of(http)
     service.check_name(body.model)
-    request = answer_request(body)
+    request = await off_loop(http, answer_request, body)
     said = head(service.name, body, request.params)
     writer = ResponseWriter(said, service.model.tokenizer, body.logprobs)
     if request.stream:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema
 
 from hotset.engine.sampler import SamplingParams
 from hotset.server.answers import Usage
@@ -19,24 +20,67 @@ Share = Annotated[float, Field(ge=0, le=1)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
+MAX_BIASES = 4096
+"""Tokens in a logit_bias."""
+MAX_METADATA = 64
+"""Entries of metadata."""
+
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 CacheRetention = Literal["in_memory", "in-memory", "24h"]
 
 Verbosity = Literal["low", "medium", "high"]
 
 
+def _fail_fast(schema: Any) -> None:
+    """Makes every list in a schema of pydantic's stop at its first error."""
+    if isinstance(schema, list | tuple):
+        for one in schema:
+            _fail_fast(one)
+    elif isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        for one in schema.values():
+            _fail_fast(one)
+
+
+def at_most(n: int) -> BeforeValidator:
+    """For an object with fields of the client's choice: so many, before any is looked at."""
+
+    def checked(given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > n:
+            raise ValueError(f"it has {len(given)} entries, and at most {n} are taken")
+        return given
+
+    return BeforeValidator(checked)
+
+
 class Body(BaseModel):
     """The JSON of a request: no other fields, and no guessing at types. A field that is null is absent, one
-    that is not declared too: clients write out every field that they know."""
+    that is not declared too: clients write out every field that they know.
+
+    A list is checked up to its first wrong element, and one undeclared field is reported of however many:
+    pydantic would make an error of each, a second and more for a body of 4 MB.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        return {name: value for name, value in given.items() if value is not None}
+        found = {name: value for name, value in given.items() if value is not None}
+        if len(found) <= len(cls.model_fields):
+            return found
+        declared = {field.alias or name for name, field in cls.model_fields.items()} | cls.model_fields.keys()
+        unknown = next((name for name in found if name not in declared), None)
+        return {name: value for name, value in found.items() if name in declared or name == unknown}
 
 
 class StreamOptions(Body):
@@ -51,7 +95,7 @@ class SamplingFields(Body):
     top_p: Share | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], at_most(MAX_BIASES)] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     max_tokens: int | None = None
@@ -73,7 +117,7 @@ class SamplingFields(Body):
 
     # For a provider's statistics, prices and caches: no answer depends on it, and nothing is stored.
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Annotated[dict[str, Any], at_most(MAX_METADATA)] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: CacheRetention | None = None

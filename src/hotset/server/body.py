@@ -1,0 +1,76 @@
+"""The JSON of a request on its way to a route: a long one is parsed and checked beside the event loop.
+
+To do so costs the time that its values take, up to a quarter of a second (json_limits.py), in which the loop
+would answer nobody. It is done for one body at a time, clients in turn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+
+from hotset.errors import QueueFullError
+from hotset.server.errors import Problem, RequestError, invalid_body, problem_of
+from hotset.server.preparation import LONG_BYTES
+from hotset.server.streams import ClientGoneError, client_of, service_of, while_connected
+
+
+class RefusedBodyError(HTTPException):
+    """A body that is not what the route takes. (FastAPI lets no other kind out of `Request.json`.)"""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.status, problem.message)
+        self.problem = problem
+
+
+class BodyRoute(APIRoute):
+    """A route that gets its body from `Body.json` below. A router takes it as its `route_class`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+        model: Any = self.body_field.field_info.annotation if self.body_field is not None else None
+
+        async def handled(http: Request) -> Response:
+            return await handler(BodyRequest(http, model))
+
+        return handled
+
+
+class BodyRequest(Request):
+    """A request whose `json` is the checked model of the route."""
+
+    def __init__(self, http: Request, model: type[BaseModel] | None) -> None:
+        super().__init__(http.scope, http.receive)
+        self._model = model
+
+    async def json(self) -> Any:
+        body = await self.body()
+        if len(body) <= LONG_BYTES:
+            return self._checked(body)
+        turns = service_of(self).preparation.bodies()
+        try:
+            return await while_connected(self, turns.run(client_of(self), self._checked, body))
+        except QueueFullError as error:
+            raise RefusedBodyError(problem_of(error)) from None
+        except ClientGoneError:
+            raise RefusedBodyError(Problem(499, "the client is gone")) from None
+
+    def _checked(self, body: bytes) -> Any:
+        """Raises json.JSONDecodeError, which FastAPI knows, and RefusedBodyError."""
+        given = json.loads(body)
+        if self._model is None:
+            return given
+        try:
+            return self._model.model_validate(given)
+        except ValidationError as error:
+            found = error.errors(include_url=False)
+            problem = invalid_body([{**one, "loc": ("body", *one["loc"])} for one in found])
+            raise RefusedBodyError(problem) from None
+        except RequestError as error:
+            raise RefusedBodyError(problem_of(error)) from None

@@ -1,0 +1,94 @@
+"""How much a JSON body may hold, found without parsing it.
+
+To parse JSON takes the interpreter's lock from everyone else until the end, and what takes its time is the
+number of values, not of bytes: 4 MB of "[]," are a second, 4 MB of text are nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hotset.server.errors import RequestError
+
+MAX_ITEMS = 1 << 16
+"""Texts (names of fields are texts, too), lists and objects of a body; a message has five or so."""
+MAX_VALUES = 1 << 19
+"""Values that commas divide: token ids, mostly."""
+
+_QUOTE, _BACKSLASH = ord('"'), ord("\\")
+_CHUNK = 1 << 18  # bytes
+
+
+def check_json(body: bytes, max_nesting: int) -> None:
+    """Raises RequestError for lists and objects nested deeper than that, and for more than is above.
+
+    What is no JSON may pass: it is for the parser to refuse, which stops where it ceases to be some.
+    """
+    n_open = body.count(b"[") + body.count(b"{")
+    if (
+        n_open <= max_nesting
+        and n_open + -(-body.count(b'"') // 2) <= MAX_ITEMS
+        and body.count(b",") < MAX_VALUES
+    ):
+        return
+    scan = _Scan(max_nesting)
+    for start in range(0, len(body), _CHUNK):
+        scan.push(np.frombuffer(body, np.uint8, min(_CHUNK, len(body) - start), start))
+
+
+class _Scan:
+    """Counts what is outside of strings, a part of the body at a time."""
+
+    def __init__(self, max_nesting: int) -> None:
+        self._max_nesting = max_nesting
+        self._in_string = False
+        self._escaped = False  # the next byte, by a backslash
+        self._depth = self._n_items = self._n_values = 0
+
+    def push(self, part: np.ndarray) -> None:
+        """part: uint8."""
+        inside = self._inside(part)
+
+        def outside(*signs: str) -> np.ndarray:
+            found = part == ord(signs[0])
+            for sign in signs[1:]:
+                found |= part == ord(sign)
+            return found & ~inside
+
+        opens, closes = outside("[", "{"), outside("]", "}")
+        depths = self._depth + np.cumsum(opens.view(np.int8) - closes.view(np.int8), dtype=np.int32)
+        if depths.max() > self._max_nesting:
+            raise RequestError(
+                f"the body is nested deeper than {self._max_nesting} levels", code="invalid_json"
+            )
+        self._depth = int(depths[-1])
+        self._n_items += int(opens.sum())
+        self._n_values += int(outside(",").sum())
+        if self._n_items > MAX_ITEMS:
+            raise _too_many(f"{MAX_ITEMS} texts, lists and objects")
+        if self._n_values >= MAX_VALUES:
+            raise _too_many(f"{MAX_VALUES} values")
+
+    def _inside(self, part: np.ndarray) -> np.ndarray:
+        """Which bytes are in a string, less the quote that ends it."""
+        quotes = np.flatnonzero(part == _QUOTE)
+        others = np.flatnonzero(part != _BACKSLASH)
+        # Backslashes right before a quote, of which the last escapes it if their number is odd. One before
+        # this part that escapes its first byte counts as one more.
+        before = np.searchsorted(others, quotes) - 1
+        last = np.where(before >= 0, others[before], -1 - self._escaped) if len(others) else quotes
+        ends = quotes[(quotes - last) % 2 == 1]
+        n_last = len(part) - (int(others[-1]) + 1 if len(others) else -self._escaped)
+        self._escaped = n_last % 2 == 1
+        flips = np.zeros(len(part), np.uint8)
+        flips[ends] = 1
+        inside = np.bitwise_xor.accumulate(flips) ^ self._in_string
+        self._n_items += int(flips[inside == 1].sum())  # each string by the quote that begins it
+        self._in_string = bool(inside[-1])
+        return inside.astype(bool)
+
+
+def _too_many(what: str) -> RequestError:
+    return RequestError(
+        f"the body has more than {what}, the most that this server takes", 413, code="body_too_large"
+    )

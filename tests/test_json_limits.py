@@ -1,0 +1,228 @@
+"""What a JSON body may hold: counted as a parser would, and refused before one sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import ValidationError
+from tiny_server import MESSAGES, run, write_model
+
+from hotset.server import body, json_limits, tokens
+from hotset.server.anthropic import MessagesBody
+from hotset.server.body import BodyRequest
+from hotset.server.errors import RequestError
+from hotset.server.json_limits import MAX_ITEMS, MAX_VALUES, check_json
+from hotset.server.ollama import OllamaChatBody
+from hotset.server.openai.chat import ChatBody
+from hotset.server.openai.completions import CompletionBody
+from hotset.server.openai.embeddings import EmbeddingsBody
+from hotset.server.openai.responses import ResponsesBody
+from hotset.server.openai.schema import MAX_BIASES, Body
+from hotset.server.preparation import LONG_BYTES
+from hotset.server.service import Service
+from hotset.server.tokens import DetokenizeBody, TokenizeBody
+
+PARTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]|,', re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+def counted(given: bytes) -> tuple[int, int, int]:
+    """The greatest depth, strings and brackets that open, and commas, read from left to right."""
+    depth = deepest = items = commas = 0
+    for match in PARTS.finditer(given):
+        sign = given[match.start()]
+        if sign in b"[{":
+            depth, items = depth + 1, items + 1
+            deepest = max(deepest, depth)
+        elif sign in b"]}":
+            depth -= 1
+        elif sign == ord(","):
+            commas += 1
+        else:
+            items += 1
+    return deepest, items, commas
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 1000])
+def test_parts_are_counted_as_a_reader_counts_them(chunk: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(json_limits, "_CHUNK", chunk)
+    draw = random.Random(chunk)
+    pieces = [b"[", b"]", b"{", b"}", b",", b'""', b'"\\""', b'"a\\\\"', b'"\\\\\\"[,"', b'"[{"', b"1"]
+    for _ in range(2000):
+        given = b"".join(draw.choice(pieces) for _ in range(draw.randrange(16)))
+        given += draw.choice([b"", b'"', b'"[,\\', b'"\\"'])  # a string without an end
+        deepest, items, commas = counted(given)
+        for (most_deep, most_items, most_commas), refused in (
+            ((deepest, items, commas + 1), None),
+            ((deepest - 1, items, commas + 1), "nested"),
+            ((deepest, items - 1, commas + 1), "lists and objects"),
+            ((deepest, items, commas), "values"),
+        ):
+            if min(most_deep, most_items) < 0 or not most_commas:
+                continue
+            monkeypatch.setattr(json_limits, "MAX_ITEMS", most_items)
+            monkeypatch.setattr(json_limits, "MAX_VALUES", most_commas)
+            if refused is None:
+                check_json(given, most_deep)
+            else:
+                with pytest.raises(RequestError, match=refused):
+                    check_json(given, most_deep)
+
+
+def test_text_is_not_counted_and_values_are():
+    check_json(json.dumps({"prompt": '[{",' * 300_000}).encode(), 64)
+    check_json(b"[" + b"12345," * (MAX_VALUES - 1) + b"1]", 64)
+    for given, said in (
+        (b"[" + b"1," * MAX_VALUES + b"1]", "values"),
+        (b"[" + b"[]," * MAX_ITEMS + b"[]]", "lists and objects"),
+        (b'["' + b'","' * MAX_ITEMS + b'"]', "texts"),
+    ):
+        with pytest.raises(RequestError, match=said) as error:
+            check_json(given, 64)
+        assert error.value.status == 413
+
+
+WRONG: list[tuple[type[Body], Callable[[int], dict[str, Any]]]] = [
+    (CompletionBody, lambda n: {"prompt": [{}] * n}),
+    (CompletionBody, lambda n: {"prompt": "x", "stop": [1] * n}),
+    (EmbeddingsBody, lambda n: {"input": [{}] * n}),
+    (ChatBody, lambda n: {"messages": ["x"] * n}),
+    (ChatBody, lambda n: {"messages": MESSAGES, "tools": [{}] * n}),
+    (ResponsesBody, lambda n: {"input": [{}] * n}),
+    (ResponsesBody, lambda n: {"input": "x", "tools": [{}] * n}),
+    (MessagesBody, lambda n: {"model": "x", "max_tokens": 1, "messages": [{}] * n}),
+    (MessagesBody, lambda n: {"model": "x", "max_tokens": 1, "messages": [_blocks(n)]}),
+    (OllamaChatBody, lambda n: {"model": "x", "messages": [{}] * n}),
+    (TokenizeBody, lambda n: {"messages": [1] * n}),
+    (DetokenizeBody, lambda n: {"tokens": ["x"] * n}),
+]
+
+
+def _blocks(n: int) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "text"}] * n}
+
+
+@pytest.mark.parametrize(("kind", "given"), WRONG)
+def test_a_wrong_list_makes_no_error_of_each_element(
+    kind: type[Body], given: Callable[[int], dict[str, Any]]
+):
+    """As many errors as for a list of one, whatever its length."""
+    n_errors = []
+    for n in (1, 500):
+        with pytest.raises(ValidationError) as error:
+            kind.model_validate(given(n))
+        n_errors.append(error.value.error_count())
+    assert n_errors[0] == n_errors[1]
+
+
+def test_one_undeclared_field_is_reported_of_many():
+    with pytest.raises(ValidationError) as error:
+        CompletionBody.model_validate({"prompt": "x", **{f"made_up_{i}": 1 for i in range(500)}})
+    (found,) = error.value.errors()
+    assert found["loc"] == ("made_up_0",)
+    biases = {str(i): "x" for i in range(MAX_BIASES + 1)}
+    with pytest.raises(ValidationError) as error:
+        CompletionBody.model_validate({"prompt": "x", "logit_bias": biases})
+    assert error.value.error_count() == 1
+
+
+def test_a_long_body_is_parsed_and_tokenized_beside_the_loop(path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen: list[tuple[str, str]] = []
+
+    def noted(where: object, name: str) -> None:
+        real = getattr(where, name)
+
+        def noting(*args: object, **more: object) -> object:
+            seen.append((name, threading.current_thread().name.rpartition("_")[0]))
+            return real(*args, **more)
+
+        monkeypatch.setattr(where, name, noting)
+
+    noted(BodyRequest, "_checked")
+    noted(CompletionBody, "request")
+    noted(tokens, "JsonReply")
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        noted(service.model.tokenizer, "encode")
+        short, long = {"prompt": "hi", "max_tokens": 1, "seed": 1}, {"prompt": [[65]] * (LONG_BYTES // 4)}
+        assert (await client.post("/v1/completions", json=short)).status_code == 200
+        assert seen == [("_checked", ""), ("request", ""), ("encode", "hotset-text")]
+        seen.clear()
+        assert (await client.post("/v1/completions", json=long)).status_code == 400
+        assert seen == [("_checked", "hotset-json"), ("request", "hotset-long-text")]
+        seen.clear()
+        reply = await client.post("/tokenize", json={"content": "a" * LONG_BYTES, "with_pieces": True})
+        assert reply.json()["count"] == LONG_BYTES
+        assert seen == [
+            (name, "hotset-json" if name == "_checked" else "hotset-long-text")
+            for name in ("_checked", "encode", "JsonReply")
+        ]
+        seen.clear()
+        for url, given in (
+            ("/v1/messages/count_tokens", {"model": "tiny", "messages": MESSAGES}),
+            ("/api/generate", {"model": "tiny", "prompt": "x" * LONG_BYTES, "raw": True}),
+            ("/detokenize", {"tokens": [65]}),
+        ):
+            reply = await client.post(url, json=given)
+            assert reply.status_code in (200, 400), reply.text
+        assert all(thread.startswith("hotset") for name, thread in seen if name == "encode"), seen
+
+    run(path, work)
+
+
+def test_errors_of_a_long_body_are_those_of_a_short_one(path: Path):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        padding = " " * LONG_BYTES
+        for given in (
+            '{"prompt": 3}', '{"prompt": "x", "made_up": 1}', "{}", "[]", "3", '{"prompt": ',
+            '{"prompt": "x",}', '{"prompt": "x", "model": "other"}', '{"prompt": ["x", 1]}',
+        ):  # fmt: skip
+            short = await client.post("/v1/completions", content=given)
+            long = await client.post("/v1/completions", content=given + padding)
+            assert (short.status_code, short.json()) == (long.status_code, long.json())
+            assert short.status_code in (400, 404)
+        too_long = await client.post("/tokenize", json={"content": "x" * (tokens.MAX_CHARS + 1)})
+        assert too_long.status_code == 413
+        assert str(tokens.MAX_CHARS) in too_long.json()["error"]["message"]
+
+    run(path, work)
+
+
+def test_a_full_lane_refuses_bodies(path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As many long bodies wait as answers may; the next is told to come again."""
+    release = threading.Event()
+    parse = body.BodyRequest._checked
+
+    def slow(self: BodyRequest, given: bytes) -> object:
+        if len(given) > LONG_BYTES:
+            release.wait(60)
+        return parse(self, given)
+
+    monkeypatch.setattr(BodyRequest, "_checked", slow)
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        content = json.dumps({"prompt": "hi", "max_tokens": 1, "seed": 1}) + " " * LONG_BYTES
+        asked = [asyncio.create_task(client.post("/v1/completions", content=content)) for _ in range(6)]
+        while service.preparation.bodies().n_waiting < 5:  # 4 run at once, 1 may wait
+            await asyncio.sleep(0)
+        refused = await client.post("/v1/completions", content=content)
+        assert refused.status_code == 429
+        assert int(refused.headers["Retry-After"]) >= 1
+        assert (await client.get("/health")).status_code == 200
+        release.set()
+        assert {reply.status_code for reply in await asyncio.gather(*asked)} == {200}
+
+    run(path, work, max_queue=1)

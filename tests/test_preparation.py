@@ -1,0 +1,146 @@
+"""Threads for the text of requests: clients take turns, and what takes long keeps nothing short waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tiny_server import run, write_model
+
+from hotset.errors import QueueFullError
+from hotset.server.preparation import TurnTaking
+from hotset.server.service import Service
+from hotset.text import constraint
+from hotset.text.constraint import Grammars
+
+WATCHDOG = 60.0
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+def with_turns(n_threads: int, work: Callable[[TurnTaking], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        turns = TurnTaking("test", n_threads)
+        try:
+            await work(turns)
+        finally:
+            turns.close()
+
+    asyncio.run(whole())
+
+
+def test_clients_take_turns():
+    done: list[str] = []
+    gate = threading.Event()
+
+    async def work(turns: TurnTaking) -> None:
+        jobs = [turns.run("one", gate.wait, WATCHDOG)]
+        jobs += [turns.run(name[0], done.append, name) for name in ("a1", "a2", "a3", "b1", "b2", "c1")]
+        tasks = [asyncio.create_task(job) for job in jobs]
+        while turns.n_waiting < 6:
+            await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(*tasks)
+
+    with_turns(1, work)
+    assert done == ["a1", "b1", "c1", "a2", "b2", "a3"]
+
+
+def test_a_client_that_leaves_before_its_turn_costs_nothing():
+    done: list[str] = []
+    gate = threading.Event()
+
+    async def work(turns: TurnTaking) -> None:
+        first = asyncio.create_task(turns.run("a", gate.wait, WATCHDOG))
+        left = [asyncio.create_task(turns.run("a", done.append, "left")) for _ in range(3)]
+        stays = asyncio.create_task(turns.run("a", done.append, "stays"))
+        while turns.n_waiting < 4:
+            await asyncio.sleep(0)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        assert turns.n_waiting == 1
+        first.cancel()  # it has begun: its thread is free when it is over
+        gate.set()
+        await stays
+        assert done == ["stays"]
+        with pytest.raises(ZeroDivisionError):
+            await turns.run("a", lambda: 1 // 0)
+        assert await turns.run("a", lambda: 3) == 3
+
+    with_turns(1, work)
+
+
+def test_no_more_wait_than_may():
+    gate = threading.Event()
+
+    async def work(turns: TurnTaking) -> None:
+        turns.max_waiting = 2
+        tasks = [asyncio.create_task(turns.run("a", gate.wait, WATCHDOG)) for _ in range(3)]
+        while turns.n_waiting < 2:
+            await asyncio.sleep(0)
+        with pytest.raises(QueueFullError, match="2 requests are waiting"):
+            await turns.run("b", gate.wait)
+        gate.set()
+        await asyncio.gather(*tasks)
+
+    with_turns(1, work)
+
+
+def grammar_asked(client: httpx.AsyncClient, key: str, i: int) -> Awaitable[httpx.Response]:
+    body = {"prompt": "x", "max_tokens": 1, "seed": 1, "regex": f"a{{{i}}}"}
+    return client.post("/v1/completions", json=body, headers={"x-api-key": key})
+
+
+def test_grammars_of_one_client_do_not_delay_another(path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Forty grammars that take for ever: a short request passes them, a grammar waits for two of them."""
+    gate, compiled, lock = threading.Event(), [], threading.Lock()
+    real = Grammars.constraint
+
+    def slow(self: Grammars, kind: str, text: str, around: str | None = None) -> Any:
+        with lock:
+            compiled.append(text)
+        assert gate.wait(WATCHDOG)
+        return real(self, "regex", "a", around)
+
+    monkeypatch.setattr(Grammars, "constraint", slow)
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        flood = [asyncio.create_task(grammar_asked(client, "one", i)) for i in range(1, 41)]
+        turns = service.preparation.text(long=True)
+        while turns.n_waiting < 38:
+            await asyncio.sleep(0)
+        other = asyncio.create_task(grammar_asked(client, "two", 99))
+        while turns.n_waiting < 39:
+            await asyncio.sleep(0)
+        plain = {"prompt": "hi", "max_tokens": 2, "seed": 1}
+        for key in ("one", "two"):  # another client's, and even its own
+            reply = await client.post("/v1/completions", json=plain, headers={"x-api-key": key})
+            assert reply.status_code == 200
+        assert not any(task.done() for task in flood)
+        gate.set()
+        assert {reply.status_code for reply in await asyncio.gather(other, *flood)} == {200}
+
+    run(path, work, api_keys=("one", "two"))
+    assert "a{99}" in compiled[:4]  # after the two that had begun, and at most one more of each thread
+
+
+def test_a_grammar_that_takes_too_long_is_refused_by_its_limit(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(constraint, "_MAX_WAIT_SECONDS", 0.0)
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        reply = await grammar_asked(client, "", 7)
+        assert reply.status_code == 400
+        message = reply.json()["error"]["message"]
+        assert f"{constraint.MAX_SECONDS} s" in message
+        assert f"{constraint.MAX_BYTES >> 20} MB" in message
+
+    run(path, work)
