@@ -405,7 +405,7 @@ def test_errors_have_anthropics_shape(path: Path):
             tools=[{"type": "web_search_20250305", "name": "s", "max_uses": 1}],
         )
         await refused("cannot be continued", messages=[HELLO, {"role": "assistant", "content": "Well,"}])
-        await refused("the context is 256", messages=[{"role": "user", "content": "x" * 5000}])
+        await refused("in the context of 256", messages=[{"role": "user", "content": "x" * 5000}])
         reply = await client.get("/v1/messages")
         assert reply.status_code == 405
         assert reply.json()["type"] == "error"

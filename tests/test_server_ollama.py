@@ -353,6 +353,6 @@ def test_errors_have_ollamas_shape(path: Path):
         await refused("messages.0.role: Input should be 'system'", messages=[{"role": "wizard"}])
         await refused("options.mirostat: Input should be 0", options={"mirostat": 2})
         await refused("messages.0.images: images cannot be read", messages=[HELLO | {"images": ["aGk="]}])
-        await refused("the context is 256", messages=[{"role": "user", "content": "x" * 5000}])
+        await refused("in the context of 256", messages=[{"role": "user", "content": "x" * 5000}])
 
     run(path, work)
