@@ -167,27 +167,26 @@ class Model:
         messages: Sequence[Mapping[str, Any] | ChatMessage],
         tools: list[dict[str, Any]] | None = None,
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation up to where the answer begins, by the template of the file.
 
-        add_generation_prompt: with the head of the answer. variables: whatever else the template knows, such
-        as enable_thinking; InvalidRequestError for one that the messages are in. Raises as `encode`.
+        add_generation_prompt, continue_final_message: text/messages.py, Opening. variables: whatever else the
+        template knows, such as enable_thinking; InvalidRequestError for its own. Raises as `encode`.
         """
-        from hotset.text.messages import encoded
+        from hotset.text.messages import Opening, encoded
 
         checked, more = checked_messages(messages), template_variables(variables or {})
-        how = (self.chat_template, self.tokenizer, self.n_ctx)
-        return encoded(*how, checked, add_generation_prompt, tools, **more)
+        opening = Opening(add_generation_prompt, continue_final_message)
+        return encoded(self.chat_template, self.tokenizer, self.n_ctx, checked, tools, opening, **more)
 
     def encode(self, prompt: Prompt, *, parse_special: bool = False) -> list[int]:
         """Token ids of a prompt of `generate`. Raises InvalidRequestError, ContextLengthError."""
         if isinstance(prompt, str):
             return self.tokenizer.encode_prompt(prompt, parse_special, most=self.n_ctx)
-        if isinstance(prompt, Iterator):
-            prompt = list(prompt)
-        return self.engine.checked(prompt)
+        return self.engine.checked(list(prompt) if isinstance(prompt, Iterator) else prompt)
 
     # ---- generation ----
 
@@ -239,7 +238,7 @@ class Model:
         tools: list[dict[str, Any]] | None = None,
         **params: Any,
     ) -> ChatMessage | Iterator[Chunk]:
-        """The next message of a conversation.
+        """The next message of a conversation, or the rest of a last one that is the assistant's.
 
         messages: as OpenAI's clients write them, [{"role": "user", "content": "Hello"}, ...].
         stream: chunks instead of the whole message. tools: handed to the chat template.

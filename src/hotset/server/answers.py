@@ -28,6 +28,7 @@ from hotset.errors import HotsetError
 from hotset.generation import Generation
 from hotset.server.errors import NotReadyError, RequestError, problem_of
 from hotset.server.preparation import LONG_BYTES
+from hotset.text.messages import BY_LAST_ROLE, Opening
 from hotset.text.output import Parser
 from hotset.text.parts import CallArguments, CallStart, Part, Reasoning, Text
 
@@ -40,10 +41,10 @@ Reason = Literal["stop", "length", "tool_calls", "cancelled"]
 class AnswerRequest:
     """What is asked for: either a conversation or prompts that are continued as they stand.
 
-    messages: as OpenAI's clients write them. tools: their JSON schemas, in OpenAI's shape; tool_choice:
-    "none", "auto", "required", or the name of a function in {"name": ...}; parallel_tool_calls: False ends an
-    answer with its first call. template: further variables of the chat template. prompts: texts or token
-    ids. parse_special: special tokens spelled in a text of these are parsed.
+    messages: as OpenAI's clients write them. opening: how their answer begins. tools: their JSON schemas, in
+    OpenAI's shape; tool_choice: "none", "auto", "required", or the name of a function in {"name": ...};
+    parallel_tool_calls: False ends an answer with its first call. template: further variables of the chat
+    template. prompts: texts or token ids. parse_special: special tokens spelled in these are parsed.
     n: answers to each. params: how tokens are chosen; the i-th of n answers has the seed + i.
     prompt_logprobs: None, or how many of the likeliest tokens are wanted beside each token of the prompt.
     generates: False for the prompt's logprobs alone.
@@ -53,6 +54,7 @@ class AnswerRequest:
     """
 
     messages: Sequence[Mapping[str, Any]] | None = None
+    opening: Opening = BY_LAST_ROLE
     prompts: Sequence[str | Sequence[int]] = ()
     parse_special: bool = True
     tools: Sequence[Mapping[str, Any]] = ()

@@ -42,7 +42,7 @@ from hotset.server.shapes import (
     errors,
 )
 from hotset.server.streams import in_turn, off_loop, service_of, streamed, whole
-from hotset.server.turns import Turn, add, check_asks, tool_call
+from hotset.server.turns import Turn, add, tool_call
 
 router = APIRouter(route_class=BodyRoute, responses=errors(AnthropicErrorReply))
 
@@ -230,7 +230,6 @@ def conversation(system: str | list[TextBlock] | None, messages: list[AnthropicM
                 turns.append(turn)
             else:
                 add(turns, turn)
-    check_asks(turns)
     return turns
 
 

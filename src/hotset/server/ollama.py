@@ -52,7 +52,7 @@ from hotset.server.shapes import (
     errors,
 )
 from hotset.server.streams import AnswerStream, ask, off_loop, service_of, whole
-from hotset.server.turns import Turn, check_asks, tool_call
+from hotset.server.turns import Turn, tool_call
 from hotset.text.tokenizer import Tokenizer
 from hotset.units import human_count
 
@@ -246,7 +246,6 @@ def conversation(messages: Sequence[OllamaMessage]) -> list[Turn]:
             waiting.remove(fits[0])
             turn["tool_call_id"], turn["name"] = fits[0]
         turns.append(turn)
-    check_asks(turns)
     return turns
 
 

@@ -28,7 +28,7 @@ class Output:
 
     form: the model's; None where prompts are continued as they stand. tools: what the template is told of.
     params: with what the answers must follow. names: of functions that may be called. calls: whether one
-    must be.
+    must be. begun: the text of the message that the answers continue; None where they begin one.
     """
 
     form: OutputForm | None
@@ -36,6 +36,7 @@ class Output:
     tools: list[dict[str, Any]] | None = None
     names: tuple[str, ...] = ()
     calls: bool = False
+    begun: str | None = None
 
     def around(self, prompt: str) -> str | None:
         """What surrounds a form that is asked for, of an answer to a prompt that ends so."""
@@ -52,14 +53,40 @@ class Output:
         schemas = {function["name"]: function.get("parameters") or {} for function in functions}
         return form.parser(prompt, tools=schemas)
 
-    @staticmethod
-    def end_of(model: Model, tokens: list[int]) -> str:
-        """The end of a prompt, marks and all."""
-        return model.tokenizer.decode(tokens[-_END:])
+    def end_of(self, model: Model, tokens: list[int]) -> str:
+        """The end of a prompt, marks and all. Of a message that is continued only reasoning counts that it
+        leaves open."""
+        if self.begun is None:
+            return model.tokenizer.decode(tokens[-_END:])
+        marks = self.form.thinks if self.form is not None else None
+        if marks is None or self.begun.rfind(marks[0]) <= self.begun.rfind(marks[1]):
+            return ""
+        return marks[0]
 
 
 def output_of(model: Model, request: AnswerRequest) -> Output:
-    """Raises RequestError for tools that are none, and for what this model cannot do with them."""
+    """Raises RequestError for tools that are none, for what this model cannot do with them, and for a message
+    that cannot be continued."""
+    output, begun = _output_of(model, request), _begun(request)
+    if begun and (request.params.form is not None or request.tool_choice not in ("auto", "none")):
+        raise RequestError(
+            "the last message is the assistant's, and an answer that was begun cannot be held to a form or a "
+            "call; leave that out, or end with a message of the user"
+        )
+    return replace(output, begun=begun)
+
+
+def _begun(request: AnswerRequest) -> str | None:
+    """The text of the message that the answers continue, if they do."""
+    if request.messages is None or not request.opening.continues(request.messages):
+        return None
+    content = request.messages[-1].get("content")
+    if isinstance(content, list):
+        content = "".join(str(part.get("text")) for part in content if isinstance(part, Mapping))
+    return content if isinstance(content, str) else ""
+
+
+def _output_of(model: Model, request: AnswerRequest) -> Output:
     params, form, choice = request.params, model.output_form, request.tool_choice
     if request.messages is None:
         return Output(None, params)

@@ -244,7 +244,8 @@ def _prepared(model: Model, request: AnswerRequest, seconds: float | None) -> li
     """What a request makes the engine do, checked, and over after so many seconds; in a thread."""
     output = output_of(model, request)
     if request.messages is not None:
-        prompts = [model.encode_chat(request.messages, output.tools, variables=request.template)]
+        how = {"variables": request.template, **request.opening._asdict()}
+        prompts = [model.encode_chat(request.messages, output.tools, **how)]
     else:
         prompts = [model.encode(prompt, parse_special=request.parse_special) for prompt in request.prompts]
     prepared = [_prepared_prompt(model, request, output, prompt) for prompt in prompts]

@@ -36,6 +36,7 @@ class TokenizeBody(Body):
     return_token_strs: bool | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -44,7 +45,8 @@ class TokenizeBody(Body):
             return model.encode_chat(
                 self.messages,
                 self.tools,
-                add_generation_prompt=self.add_generation_prompt is not False,
+                add_generation_prompt=self.add_generation_prompt,
+                continue_final_message=self.continue_final_message,
                 variables=self.chat_template_kwargs,
             )
         text, adds = self.content or "", bool(self.add_special)

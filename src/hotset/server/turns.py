@@ -6,10 +6,7 @@ of an answer (text, reasoning, calls) one by one, and gather them here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
-
-from hotset.errors import InvalidRequestError
 
 Turn = dict[str, Any]
 
@@ -35,15 +32,3 @@ def add(turns: list[Turn], turn: Turn) -> None:
         merge(turns[-1], turn)
     else:
         turns.append({"content": "", **turn})
-
-
-def check_asks(turns: Sequence[Turn]) -> None:
-    """Raises InvalidRequestError for a conversation that ends with the assistant's words.
-
-    In some dialects these begin the answer. A template closes them as a turn, and the model answers anew.
-    """
-    if turns and turns[-1]["role"] == "assistant":
-        raise InvalidRequestError(
-            "the last message is the assistant's, and an answer that was begun cannot be continued; end with "
-            "a message of the user"
-        )

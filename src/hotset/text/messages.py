@@ -1,4 +1,4 @@
-"""Calls of functions in a conversation, on their way back into a chat template.
+"""Messages on their way into a chat template: calls of functions, and an answer that was begun.
 
 OpenAI's clients write the arguments of a call as a text with JSON in it. Most templates want the object, of
 which they write JSON themselves, and some the text: they get the object, and where that fails the text.
@@ -7,12 +7,14 @@ which they write JSON themselves, and some the text: they get the object, and wh
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from hotset.errors import InvalidRequestError, TokenizerError
 from hotset.parameters import shown
 from hotset.text.chat import ChatTemplate
+from hotset.text.plain_text import PlainText
 from hotset.text.tokenizer import Tokenizer
 
 
@@ -49,15 +51,63 @@ def _checked_call(call: Any, i: int, n: int) -> dict[str, Any]:
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
-def encoded(
-    template: ChatTemplate, tokenizer: Tokenizer, most: int, *conversation: Any, **variables: Any
-) -> list[int]:
-    """Token ids of a conversation as `rendered` takes it, with the BOS that texts of the model begin with.
+class Opening(NamedTuple):
+    """How an answer begins; the names are vLLM's and Hugging Face's.
 
-    most: as of Tokenizer.encode, which raises ContextLengthError.
+    By default it continues a last message that is the assistant's, and begins one behind any other.
+    add_generation_prompt: True begins one in any case, False neither begins nor continues one.
+    continue_final_message: whether the last message is continued.
     """
-    text = rendered(template, *conversation, **variables)
-    tokens = list(tokenizer.encode(text, add_special=False, parse_special=True, most=most))
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    def continues(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the last message is continued. Raises InvalidRequestError where the two disagree, and where
+        it is not the assistant's."""
+        is_assistant = messages[-1]["role"] == "assistant"
+        if self.continue_final_message is None:
+            return is_assistant and self.add_generation_prompt is None
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequestError(
+                "add_generation_prompt begins a message of the assistant, and continue_final_message "
+                "continues one; leave one of them out"
+            )
+        if self.continue_final_message and not is_assistant:
+            raise InvalidRequestError(
+                "continue_final_message needs a last message of the assistant, and the role of the last one "
+                f"is {shown(messages[-1]['role'])}"
+            )
+        return self.continue_final_message
+
+
+BY_LAST_ROLE = Opening()
+
+
+def encoded(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    most: int,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    opening: Opening = BY_LAST_ROLE,
+    **variables: Any,
+) -> list[int]:
+    """Token ids of a conversation up to where the answer begins, with the BOS that the model's texts have.
+
+    Special tokens are those that the template writes; what the messages and tools spell is plain text.
+    messages: which `checked_calls` has seen. most: as of Tokenizer.encode, which raises ContextLengthError.
+    Raises InvalidRequestError for a last message that cannot be continued, and as `rendered` does.
+    """
+    plain = PlainText(tokenizer, most)
+    how = {"tools": tools, "protected": plain.protected, **variables}
+    if opening.continues(messages):
+        text = _left_open(template, messages, plain, how)
+    else:
+        text = rendered(template, messages, opening.add_generation_prompt is not False, **how)
+    tokens = list(
+        tokenizer.encode(text, add_special=False, parse_special=True, most=most, restored=plain.restored)
+    )
     # Most templates write BOS themselves: it belongs there once.
     first = tokenizer.text_bos_id
     if first is not None and tokens[:1] != [first]:
@@ -65,23 +115,59 @@ def encoded(
     return tokens
 
 
+def _left_open(
+    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], plain: PlainText, how: Mapping[str, Any]
+) -> str:
+    """A conversation as rendered up to the end of its last message, without what closes that.
+
+    The end is found by a text that is put behind it, which no template can mistake for the message's own end.
+    """
+    *before, last = messages
+    if "tool_calls" in last:
+        raise InvalidRequestError(
+            "the last message calls functions, and cannot be continued; add what they returned"
+        )
+    end = secrets.token_hex(16)
+    text = rendered(template, [*before, {**last, "content": last["content"] + end}], False, **how)
+    head, *rest = text.split(end)
+    # Templates take white space from the beginning of an answer, and reasoning that a client left in it.
+    own = plain.protected(last["content"]).rpartition("</think>")[2].lstrip()
+    if len(rest) != 1 or not head.endswith(own):
+        raise InvalidRequestError(
+            "the last message is the assistant's, and the chat template of this model changes it, so that it "
+            "cannot be continued; end with a message of the user"
+        )
+    return head
+
+
 def rendered(
     template: ChatTemplate,
     messages: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    protected: Callable[[Any], Any] = lambda value: value,
     **variables: Any,
 ) -> str:
-    """What a template makes of messages that `checked_calls` has seen. Raises as ChatTemplate.render does."""
+    """What a template makes of messages that `checked_calls` has seen. Raises as ChatTemplate.render does.
+
+    protected: what is to be rendered in place of plain data, such as messages and tools are made of.
+    """
     named = _with_names(messages)
+
+    def made(arguments: Any) -> str:
+        given = [
+            {key: value if key == "role" else protected(value) for key, value in message.items()}
+            for message in _with_arguments(named, arguments)
+        ]
+        return template.render(given, add_generation_prompt, protected(tools), **variables)
+
     try:
-        return template.render(_with_arguments(named, _as_object), add_generation_prompt, tools, **variables)
+        return made(_as_object)
     except TokenizerError:
         if not any("tool_calls" in message for message in messages):
             raise
         try:
-            texts = _with_arguments(named, _as_text)
-            return template.render(texts, add_generation_prompt, tools, **variables)
+            return made(_as_text)
         except TokenizerError:
             pass  # what is wrong is something else, and was told of
         raise

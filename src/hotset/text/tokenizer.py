@@ -10,7 +10,7 @@ import codecs
 import contextlib
 import re
 import struct
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any
 
@@ -101,7 +101,13 @@ class Tokenizer:
     # --- text → ids
 
     def encode(
-        self, text: str, add_special: bool = True, parse_special: bool = False, *, most: int | None = None
+        self,
+        text: str,
+        add_special: bool = True,
+        parse_special: bool = False,
+        *,
+        most: int | None = None,
+        restored: Callable[[str], str] | None = None,
     ) -> list[int]:
         """The ids of `text`. Other threads go on while a long one is tokenized.
 
@@ -110,9 +116,11 @@ class Tokenizer:
             as a rendered chat template; otherwise they are text like any other.
         most: raises ContextLengthError, before anything is tokenized, for a text that is certain to have more
             tokens (`fewest_tokens`). Ids that are returned may be more all the same.
+        restored: what a part between special tokens really says (text/plain_text.py).
         """
         text = _without_surrogates(text)
-        if most is not None and (n := self.fewest_tokens(text)) > most:
+        whole = restored(text) if restored else text
+        if most is not None and (n := self.fewest_tokens(whole)) > most:
             raise ContextLengthError(
                 f"the text has {n} tokens or more, which do not fit in the context of {most}; shorten it or "
                 "load the model with a larger n_ctx"
@@ -122,7 +130,7 @@ class Tokenizer:
         after_special = True
         for part, special in specials.split(text):
             if special is None:
-                ids += self._encode_plain(part, after_special)
+                ids += self._encode_plain(restored(part) if restored else part, after_special)
             else:
                 ids.append(special)
             after_special = special is not None
@@ -142,6 +150,10 @@ class Tokenizer:
         if parse_special and first is not None and ids[:2] == [first, first]:
             del ids[0]
         return ids
+
+    def special_parts(self, text: str) -> Iterator[tuple[str, int | None]]:
+        """The parts of `text`: special and user-defined tokens with their ids, and others with None."""
+        return self._special.split(_without_surrogates(text))
 
     def fewest_tokens(self, text: str) -> int:
         """A number of tokens that `text` has at least: its bytes over those of the longest token.

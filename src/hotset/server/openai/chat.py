@@ -38,6 +38,7 @@ from hotset.server.replies import DONE, JsonReply, TextEvents, event
 from hotset.server.service import Service
 from hotset.server.shapes import EVENT_STREAM, ChatReply, documented
 from hotset.server.streams import off_loop, service_of, streamed, whole
+from hotset.text.messages import Opening
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -165,6 +166,8 @@ class ChatBody(SamplingFields):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     verbosity: Verbosity | None = None
     prediction: dict[str, Any] | None = None  # what the answer may be like, for a provider's speed
 
@@ -185,6 +188,7 @@ class ChatBody(SamplingFields):
             forms["json_schema"] = form.json_schema.json_schema
         return AnswerRequest(
             messages=self.messages,
+            opening=Opening(self.add_generation_prompt, self.continue_final_message),
             tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
             tool_choice={"name": choice.function.name} if isinstance(choice, NamedTool) else choice or "auto",
             parallel_tool_calls=self.parallel_tool_calls is not False,

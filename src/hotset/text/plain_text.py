@@ -1,0 +1,60 @@
+"""Texts of a conversation that spell special tokens, and stay plain text behind a chat template.
+
+A rendered prompt is one text, in which the template's special tokens become ids. What a user, a tool or a
+document says must not: it could end its own turn and begin one of the system. So a spelling inside a
+conversation is replaced by a placeholder before the template is rendered, and put back behind it, in the
+parts between special tokens. Tokens that a file calls user-defined are tokens in every text, and stay.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hotset.errors import ContextLengthError
+from hotset.text.tokenizer import Tokenizer
+
+
+class PlainText:
+    """The placeholders of one conversation: digits that nobody can foresee, and that no filter changes.
+
+    most: of the conversation's tokens; a spelling is one at least.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, most: int) -> None:
+        self._tokenizer, self._most = tokenizer, most
+        self._mark = f"{secrets.randbits(64):020}"
+        self._placeholder = re.compile(rf"{self._mark}-(\d+)-")
+        self._n_found = 0
+
+    def protected(self, value: Any) -> Any:
+        """Plain data with placeholders in its texts. Raises ContextLengthError where there are too many."""
+        if isinstance(value, str):
+            return self._protected_text(value)
+        if isinstance(value, Mapping):
+            return {self.protected(key): self.protected(item) for key, item in value.items()}
+        if isinstance(value, Sequence):
+            return [self.protected(item) for item in value]
+        return value
+
+    def restored(self, text: str) -> str:
+        """The text with what the placeholders stand for."""
+        if not self._n_found:
+            return text
+        return self._placeholder.sub(lambda found: self._tokenizer.piece(int(found[1])), text)
+
+    def _protected_text(self, text: str) -> str:
+        before, parts = self._n_found, []
+        for part, id in self._tokenizer.special_parts(text):
+            if id is not None and self._tokenizer.is_special(id):
+                self._n_found += 1
+                part = f"{self._mark}-{id}-"
+            parts.append(part)
+            if self._n_found > self._most:
+                raise ContextLengthError(
+                    f"the messages spell more special tokens than the context of {self._most} has; shorten "
+                    "them, or load the model with a larger n_ctx"
+                )
+        return "".join(parts) if self._n_found > before else text
