@@ -25,14 +25,34 @@ import psutil
 HERE = Path(__file__).resolve().parent
 _BLOCK = 64 << 20
 
-# Threads, signals, processes that are killed, sockets, clocks, memory that is measured.
+# Tests of threads, signals, killed processes, sockets, clocks and measured memory.
 SUSPECTS = [
-    "test_mapped", "test_runtime", "test_cold", "test_driver", "test_engine", "test_engine_stress",
-    "test_api", "test_batch", "test_chat", "test_convert", "test_quantize", "test_files_written",
-    "test_storage", "test_store", "test_hybrid", "test_stages", "test_server_faults", "test_server_security",
-    "test_server_pace", "test_server_embeddings", "test_server", "test_scale_front", "test_scale_stages",
-    "test_terminal", "test_cli", "test_deployment", "test_train_predictor", "test_bench_gpu",
-]  # fmt: skip
+    "test_mapped.py",
+    "test_runtime.py",
+    "test_cold.py",
+    "test_driver.py",
+    "test_server_faults.py",
+    "test_server_connections.py",
+    "test_server_pace.py",
+    "test_scale_front.py",
+    "test_deployment.py",
+    "test_bench_gpu.py",
+    "test_engine.py::test_a_decode_step_costs_little_python",
+    "test_api.py::test_a_closed_model_says_so",
+    "test_batch.py::test_a_killed_run_loses_and_doubles_no_line",
+    "test_chat.py::test_the_process_ends_with_its_parent",
+    "test_convert.py::test_memory_does_not_grow_with_the_checkpoint",
+    "test_convert.py::test_a_killed_process_leaves_nothing",
+    "test_quantize.py::test_memory_does_not_grow_with_the_model",
+    "test_quantize.py::test_a_killed_process_leaves_nothing",
+    "test_files_written.py::test_a_killed_writer_leaves_nothing",
+    "test_storage.py::test_a_server_that_drips_is_given_up",
+    "test_storage.py::test_a_slow_server_is_heard_to_the_end",
+    "test_store.py::test_memory_is_given_before_it_is_needed",
+    "test_hybrid.py::test_closing_ends_every_thread",
+    "test_server_security.py::test_bodies_that_are_slow_to_come_are_left",
+    "test_train_predictor.py::test_a_killed_process_leaves_whole_files_and_its_workers_follow",
+]
 
 
 def busy() -> None:
@@ -77,7 +97,7 @@ def main() -> None:
     parser.add_argument("--free", type=float, default=5.0, help="GiB of memory that are left to the tests")
     parser.add_argument("tests", nargs="*", help="what pytest runs; without it the suspects, then everything")
     given = parser.parse_args()
-    tests = given.tests or [str(HERE / f"{name}.py") for name in SUSPECTS]
+    tests = given.tests or [str(HERE / name) for name in SUSPECTS]
     whole = given.whole if given.whole is not None else (0 if given.tests else 2)
     runs = [tests] * given.times + [[str(HERE)]] * whole
     with contextlib.ExitStack() as stack:
