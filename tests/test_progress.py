@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
 import re
 import shutil
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from fake_hub import FakeHub
 from scratch import write_scratch
-from test_cli import inside, needs_core, reach
+from test_cli import hotset, inside, needs_core, reach
 
 from hotset.cli import progress
 from hotset.cli.progress import ProgressBar
@@ -177,16 +178,20 @@ def check(lines: str, labels: list[str]) -> None:
         assert begins.start() < left.start()
 
 
-def test_a_pull_says_how_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOTSET_HOME", str(tmp_path))
-    monkeypatch.setattr("hotset.storage.download._CHUNK", 1000)
-    monkeypatch.setattr("hotset.storage.hub._SMALL", 0)
-    monkeypatch.setattr(progress, "clock", itertools.count(0, 10).__next__)
+def test_a_pull_says_how_long(tmp_path: Path) -> None:
+    """In a process of its own: the address of the hub is read when its library is imported."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import itertools\n"
+        "from hotset.cli import progress\n"
+        "from hotset.storage import download, hub\n"
+        "progress.clock = itertools.count(0, 10).__next__\n"
+        "download._CHUNK, hub._SMALL = 1000, 0\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     with FakeHub() as hub:
         hub.repositories["owner/repo"] = {"tiny.Q8_0.gguf": b"GGUF" * 10_000}
-        for name, value in reach(hub.url).items():
-            monkeypatch.setenv(name, value)
-        done = inside("pull", "hf:owner/repo")
+        env = {"HOTSET_HOME": str(tmp_path), "PYTHONPATH": path} | reach(hub.url)
+        done = hotset("pull", "hf:owner/repo", env=env)
     assert done.returncode == 0, done.stderr
     check(done.stderr, ["tiny.Q8_0.gguf"])
 
