@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from hotset.backends.stored import StoredWeights
+    from hotset.placement.cards import Card
     from hotset.placement.channels import ChannelPlan
     from hotset.placement.ram import RamPlan
     from hotset.placement.table import Placement
@@ -64,7 +65,7 @@ class Opened:
     settings: LoadSettings
     gguf: GGUFFile
     config: ModelConfig
-    devices: tuple[str, ...]
+    devices: tuple[str | Card, ...]
 
     def with_settings(self, **changes: Any) -> Opened:
         """The same file, to be loaded otherwise: where settings depend on what is in it."""
@@ -313,7 +314,7 @@ def _context_beside_rows(
 
 
 def _shared_out(
-    decided: Decided, devices: Sequence[str], profile: Profile | None, limit: int | None
+    decided: Decided, devices: Sequence[str | Card], profile: Profile | None, limit: int | None
 ) -> Decided:
     """With what goes on which device, and what this machine's memory is for. Beside devices a context that
     nobody asked for is the default, or, where a budget has no room for that, the smallest."""
@@ -377,7 +378,7 @@ def _plan_ram(decided: Decided, limit: int) -> RamPlan | None:
 
 
 def _placement(
-    decided: Decided, devices: Sequence[str], profile: Profile | None, limited: bool
+    decided: Decided, devices: Sequence[str | Card], profile: Profile | None, limited: bool
 ) -> Placement | None:
     """limited: whether this machine's memory has a budget."""
     if not devices:
@@ -416,7 +417,7 @@ def _needed(decided: Decided) -> dict[int, np.ndarray]:
     return needed_by_profile(profile, decided.graph)
 
 
-def _profile(settings: LoadSettings, choice: Choice, devices: Sequence[str]) -> Profile | None:
+def _profile(settings: LoadSettings, choice: Choice, devices: Sequence[str | Card]) -> Profile | None:
     """The activation profile of a file; refused where nothing would use it."""
     if settings.profile is None:
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +19,7 @@ from hotset.units import human_count, human_size
 if TYPE_CHECKING:
     import numpy as np
 
+    from hotset.placement.cards import Card
     from hotset.placement.ram import RamPlan
     from hotset.placement.table import Placement
     from hotset.settings import LoadSettings
@@ -42,6 +43,22 @@ def plan(
         Path | None,
         typer.Option("--output", "-o", dir_okay=False, help="Write a GPU index that PowerInfer reads too."),
     ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option("--gpu", metavar="NAME", help='Plan for this GPU, wherever it is: "RTX 4090".'),
+    ] = None,
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(
+            "--gpu-bandwidth", metavar="GB/S", help="For a GPU of this memory bandwidth and --vram-budget."
+        ),
+    ] = None,
+    link: Annotated[
+        float | None,
+        typer.Option(
+            "--gpu-link", metavar="GB/S", help="Of its PCIe lanes, in one direction; default: 31.5."
+        ),
+    ] = None,
     json: options.Json = False,
     *,
     loading: options.PlanOptions,
@@ -55,7 +72,7 @@ def plan(
         path = resolve(model, progress=bar)
         if output is not None:
             check_target(output, store.shards(path))
-        planned, memory = _decide(path, settings)
+        planned, memory = _decide(path, settings, _card(settings, gpu, bandwidth, link))
     if planned is None and memory is not None:
         if output is not None:
             raise typer.BadParameter("there is no GPU to write an index for.", param_hint="-o")
@@ -65,7 +82,8 @@ def plan(
         return
     if planned is None:
         raise DeviceError(
-            "there is no GPU to plan for: name a device (--device mps, xpu, or cpu as a stand-in)"
+            'there is no GPU to plan for: name one (--gpu "RTX 4090"), or a device (--device mps, xpu, or '
+            "cpu as a stand-in)"
         )
     if output is not None:
         _write_index(output, planned)
@@ -79,11 +97,53 @@ def plan(
         say(f"Wrote {output}; use it with --gpu-index.")
 
 
-def _decide(path: Path, settings: LoadSettings) -> tuple[Placement | None, _Memory | None]:
-    """What would be on devices, and what this machine's memory would be for; None: nothing, or no matter."""
+def _card(
+    settings: LoadSettings, gpu: str | None, bandwidth: float | None, link: float | None
+) -> Card | None:
+    """The GPU to plan for, if it is named, or if a budget is given and there is none; None: those here."""
+    from hotset.placement.cards import DEFAULT, DEFAULT_LINK, Card, find_card
+    from hotset.placement.detect import detect_gpu
+
+    for value, option in ((bandwidth, "--gpu-bandwidth"), (link, "--gpu-link")):
+        if value is not None and not 0 < value < 1e6:
+            raise typer.BadParameter("it is a number of GB/s above 0.", param_hint=option)
+    if gpu is None and bandwidth is None:
+        if link is not None:
+            raise typer.BadParameter("it belongs to --gpu or --gpu-bandwidth.", param_hint="--gpu-link")
+        if settings.device is not None or not settings.asks_for_a_device or detect_gpu() is not None:
+            return None
+        say(f"There is no GPU here: this is a plan for an {DEFAULT}. Name another GPU with --gpu.")
+        gpu = DEFAULT
+    if settings.device is not None:
+        raise typer.BadParameter(
+            "it plans for a GPU that need not be here; leave out --device.", param_hint="--gpu"
+        )
+    if settings.cuts:
+        raise typer.BadParameter(
+            "how much faster a GPU is with thresholds is measured on itself; leave them out.",
+            param_hint="--gpu",
+        )
+    if gpu is not None:
+        card = find_card(gpu)
+        return replace(card, bandwidth=bandwidth or card.bandwidth, link=link or card.link)
+    if settings.vram_budget in (None, -1):
+        raise typer.BadParameter(
+            "say how much memory it has with --vram-budget.", param_hint="--gpu-bandwidth"
+        )
+    assert settings.vram_budget is not None
+    assert bandwidth is not None
+    return Card("GPU", settings.vram_budget, bandwidth, link or DEFAULT_LINK)
+
+
+def _decide(path: Path, settings: LoadSettings, card: Card | None) -> tuple[Placement | None, _Memory | None]:
+    """What would be on devices, and what this machine's memory would be for; None: nothing, or no matter.
+    card: a GPU to plan for that need not be here."""
     from hotset.loading import decide, open_model
 
-    with open_model(path, settings) as opened:
+    own = settings if card is None else replace(settings, vram_budget=None, n_gpu_layers=0, gpu_index=None)
+    with open_model(path, own) as opened:
+        if card is not None:
+            opened = replace(opened, settings=settings, devices=(card,))
         decided = decide(opened)
         decided.weights.close()
     if decided.ram is None:

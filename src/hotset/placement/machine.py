@@ -36,6 +36,7 @@ from hotset.files import read_small_text, write_whole
 from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import TYPES, GGMLType, row_bytes
 from hotset.model import graph as g
+from hotset.placement.cards import Card
 from hotset.placement.table import DeviceRates, Rates
 
 if TYPE_CHECKING:
@@ -91,6 +92,55 @@ STAND_IN = Measured(
 """Of the device cpu: a desktop with a middling GPU; not measured."""
 
 
+# Shares of a data sheet's figures that kernels reach.
+_OF_BANDWIDTH, _OF_LINK = 0.85, 0.8
+
+
+def estimate(card: Card, *, n_threads: int | None = None, progress: Reporter | None = None) -> Measured:
+    """A card that is not in this machine, beside this CPU: the CPU's rates are measured once, the card's
+    follow from its data sheet, and how both disturb each other is that of STAND_IN."""
+    cpu = _cpu_rates(n_threads, progress)
+    read, link = _OF_BANDWIDTH * card.bandwidth * 1e9, _OF_LINK * card.link * 1e9
+    return Measured(
+        cpu_read=cpu["read"],
+        cpu_gather=cpu["gather"],
+        cpu_read_busy=cpu["read"] * STAND_IN.cpu_read_busy / STAND_IN.cpu_read,
+        cpu_gather_busy=cpu["gather"] * STAND_IN.cpu_gather_busy / STAND_IN.cpu_gather,
+        read=read,
+        read_busy=read * STAND_IN.read_busy / STAND_IN.read,
+        launch=STAND_IN.launch,
+        sync=STAND_IN.sync,
+        context=USUAL_CONTEXT,
+        cpu_many=cpu["many"],
+        link=link,
+        link_busy=link * STAND_IN.link_busy / STAND_IN.link,
+        cpu_read_link=cpu["read"] * STAND_IN.cpu_read_link / STAND_IN.cpu_read,
+    )
+
+
+def _cpu_rates(n_threads: int | None, progress: Reporter | None) -> dict[str, float]:
+    """Of this CPU by itself: bytes per second of rows ("read") and of rows here and there ("gather"), and
+    bytes times tokens per second of products for many tokens ("many")."""
+    from hotset import _core
+    from hotset.cores import usable_cores
+
+    n_threads = n_threads or usable_cores()
+    path, key = machine_file(), f"{processor_name()} | {n_threads} threads | {_core.isa()} | without a device"
+    found = known(path).get(key)
+    if isinstance(found, dict) and found.keys() == {"read", "gather", "many"}:
+        return found
+    if progress is not None:
+        progress.say("Measuring this processor, once.")
+    with _Cpu(n_threads) as cpu:
+        measured = {
+            "read": cpu.rate(_SECONDS, sparse=False),
+            "gather": cpu.rate(_SECONDS, sparse=True),
+            "many": cpu.many(_SECONDS),
+        }
+    keep(path, key, measured)
+    return measured
+
+
 def rates_of(measured: Sequence[Measured]) -> Rates:
     """What placement takes: the CPU as it is beside the busiest of the devices."""
     return Rates(
@@ -122,18 +172,21 @@ def miss_rates(measured: Measured) -> MissRates | None:
 
 
 def measure(
-    device: str,
+    device: str | Card,
     *,
     n_threads: int | None = None,
     progress: Reporter | None = None,
     anew: bool = False,
     path: Path | None = None,
 ) -> Measured:
-    """What is known of a device beside this CPU, measured where it is not (or `anew`).
+    """What is known of a device beside this CPU, measured where it is not (or `anew`); of a card that is not
+    here, estimated.
 
     Of "cpu", which stands in for a GPU, the rates of one, so that a plan is what a GPU's would be.
     path: the file to keep it in. Raises DeviceError for a device that is not there.
     """
+    if isinstance(device, Card):
+        return estimate(device, n_threads=n_threads, progress=progress)
     from hotset.backends.gpu.devices import find_device
     from hotset.cores import usable_cores
 

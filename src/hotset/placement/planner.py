@@ -25,6 +25,7 @@ from hotset.errors import HotsetError, OutOfMemoryError, UnsupportedModelError
 from hotset.files import replacing
 from hotset.memory import free_memory
 from hotset.placement.budget import FFNMode, LayerFacts, ModelFacts, model_facts
+from hotset.placement.cards import Card
 from hotset.placement.solver import place_index, rebuild, solve
 from hotset.placement.table import Device, Placement, Rates
 from hotset.sparsity import sidecar
@@ -53,13 +54,13 @@ def place(
     graph: Graph,
     mode: FFNMode,
     settings: LoadSettings,
-    devices: Sequence[str],
+    devices: Sequence[str | Card],
     *,
     n_pages: int,
     profile: Profile | None = None,
     limited: bool = False,
 ) -> Placement:
-    """The placement of a model on the devices that wanted_devices found.
+    """The placement of a model on the devices that wanted_devices found, or on cards that are not here.
 
     profile: of this model's neurons. limited: this machine's memory has a budget. It changes nothing of what
     is where, and so no bit, but that experts are not fetched, which lie in files then.
@@ -85,15 +86,16 @@ def place(
     )  # fmt: skip
     facts = replace(facts, layers=_with_caches(facts, graph, weights, devices))
     n_threads, progress = settings.n_threads, settings.progress
-    measured = [measure(name, n_threads=n_threads, progress=progress) for name in devices]
+    measured = [measure(device, n_threads=n_threads, progress=progress) for device in devices]
     limits = [
-        _limit(name, one.context, settings.vram_budget) for name, one in zip(devices, measured, strict=True)
+        _limit(device, one.context, settings.vram_budget)
+        for device, one in zip(devices, measured, strict=True)
     ]
     rates = rates_of(measured)
     frequencies = [np.zeros(n_ff) for n_ff in config.n_ff]
     notes: list[str] = []
     n_bytes = sum(layer.n_experts * layer.expert_bytes for layer in facts.layers)
-    is_short = n_bytes > free_memory() and any(name.startswith("cuda") for name in devices)
+    is_short = n_bytes > free_memory() and any(_is_cuda(one) for one in devices)
     if n_bytes and (limited or is_short):
         rates = replace(rates, devices=tuple(replace(device, misses=None) for device in rates.devices))
         why = (
@@ -118,20 +120,31 @@ def place(
             "the device cpu stands in for a GPU: torch computes its part on the CPU, slowly; the plan is "
             "that of a desktop with a GPU of 500 GB/s",
         )
+    notes += [f"for {one}: its rates follow from its data sheet" for one in devices if isinstance(one, Card)]
     return replace(placement, notes=(*notes, *placement.notes))
 
 
+def _is_cuda(device: str | Card) -> bool:
+    return isinstance(device, Card) or device.startswith("cuda")
+
+
 def _with_caches(
-    facts: ModelFacts, graph: Graph, weights: Overlay, devices: Sequence[str]
+    facts: ModelFacts, graph: Graph, weights: Overlay, devices: Sequence[str | Card]
 ) -> tuple[LayerFacts, ...]:
     """The layers, those marked whose experts every device can compute."""
+    if all(ffn.route is None for ffn in graph.ffns):
+        return facts.layers
     from hotset.backends.gpu.devices import find_device
     from hotset.backends.gpu.experts import can_hold, layout_of
 
+    find_device("cpu")  # which says what to install
+    import torch
+
+    found = [torch.device("cuda") if isinstance(one, Card) else find_device(one) for one in devices]
     held = {
         ffn.layer
         for ffn in graph.ffns
-        if ffn.route is not None and all(can_hold(ffn, weights.tensors, find_device(d)) for d in devices)
+        if ffn.route is not None and all(can_hold(ffn, weights.tensors, device) for device in found)
     }
     layouts = {ffn.layer: layout_of(ffn, weights.tensors) for ffn in graph.ffns if ffn.layer in held}
     numbers = {layout: n for n, layout in enumerate(dict.fromkeys(layouts.values()))}
@@ -141,16 +154,24 @@ def _with_caches(
     )
 
 
-def _limit(name: str, context: int, budget: float | None) -> Device:
+def _limit(device: str | Card, context: int, budget: float | None) -> Device:
     """Bytes that may be used of a device."""
-    from hotset.backends.gpu.devices import find_device, free_bytes
+    if isinstance(device, Card):
+        name, kind, free = device.name, "cuda", int(device.memory * 2**30)
+    else:
+        from hotset.backends.gpu.devices import find_device, free_bytes
 
-    device = find_device(name)
-    free = free_bytes(device) + context  # the context is there already
-    spare = ALLOCATOR_BYTES if device.type == "cuda" else 0
+        found = find_device(device)
+        name, kind, free = device, found.type, free_bytes(found) + context  # the context is there already
+    spare = ALLOCATOR_BYTES if kind == "cuda" else 0
     if budget is None or budget == -1:
-        return Device(name, max(free - (KEPT_FREE if device.type != "cpu" else 0), 0), context, spare)
+        return Device(name, max(free - (KEPT_FREE if kind != "cpu" else 0), 0), context, spare)
     limit = int(budget * 2**30)
+    if limit > free and isinstance(device, Card):
+        raise OutOfMemoryError(
+            f"a budget of {budget:g} GiB is more than the {device.memory:g} GiB of the {name}; lower "
+            "--vram-budget, or name another card with --gpu"
+        )
     if limit > free:
         raise OutOfMemoryError(
             f"a budget of {budget:g} GiB is more than the {free / 2**30:.1f} GiB that are free on {name}; "

@@ -1,0 +1,137 @@
+"""Plans for GPUs that are not in this machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_api_sparse import write_sparse
+from test_cli import inside
+
+from hotset.errors import InvalidRequestError
+from hotset.placement import machine
+from hotset.placement.cards import CARDS, DEFAULT, find_card
+
+pytest.importorskip("hotset._core", reason="the native module is not built")
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """On a machine without a GPU, whose processor is known."""
+    monkeypatch.setenv("HOTSET_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("hotset.placement.detect.detect_gpu", lambda: None)
+    monkeypatch.setattr(
+        machine, "_cpu_rates", lambda n_threads, progress: {"read": 20e9, "gather": 12e9, "many": 1e11}
+    )
+    return write_sparse(tmp_path / "model.gguf", dialect="gguf")
+
+
+def planned(*arguments: object) -> dict[str, Any]:
+    done = inside("plan", *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    facts: dict[str, Any] = json.loads(done.stdout)
+    return facts
+
+
+def test_a_card_is_found_as_people_write_it() -> None:
+    for card in CARDS:
+        for name in (
+            card.name,
+            card.name.lower(),
+            card.name.replace(" ", "-"),
+            f"NVIDIA GeForce {card.name}",
+        ):
+            assert find_card(name) is card
+    assert find_card("4090") is find_card("rtx4090") is find_card("RTX 4090")
+    assert find_card("4060 ti").name == "RTX 4060 Ti"
+    assert len({card.name for card in CARDS}) == len(CARDS)
+    assert DEFAULT in {card.name for card in CARDS}
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("RTX 4900", "RTX 4090"), ("", "it has"), ("GTX", "--gpu-bandwidth")]
+)
+def test_a_card_that_is_unknown_is_not_guessed(name: str, meant: str) -> None:
+    with pytest.raises(InvalidRequestError, match=meant):
+        find_card(name)
+
+
+def test_a_plan_for_a_named_card_needs_no_gpu(model: Path) -> None:
+    facts = planned(model, "--gpu", "GeForce RTX 4090", "--vram-budget", 8)
+    (device,) = facts["devices"]
+    assert device["device"] == "RTX 4090"
+    assert device["limit"] == 8 * 2**30
+    assert any("RTX 4090 (24 GiB, 1008 GB/s" in note for note in facts["notes"])
+    whole = planned(model, "--gpu", "4090")["devices"][0]["limit"]
+    assert 23 * 2**30 < whole < 24 * 2**30  # without a budget: what it has
+
+
+def test_a_budget_without_a_gpu_is_planned_for_a_stated_card(model: Path) -> None:
+    done = inside("plan", model, "--vram-budget", 8)
+    assert done.returncode == 0, done.stderr
+    assert (
+        f"There is no GPU here: this is a plan for an {DEFAULT}. Name another GPU with --gpu." in done.stderr
+    )
+    assert "RTX 4090" in done.stdout
+    done = inside("plan", model)
+    assert done.returncode == 1
+    assert '--gpu "RTX 4090"' in done.stderr
+
+
+def test_a_faster_card_is_planned_to_be_faster(model: Path) -> None:
+    seconds = [
+        planned(model, "--gpu-bandwidth", rate, "--vram-budget", 8)["predicted_seconds"]
+        for rate in (100, 400, 1600)
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > seconds[-1]
+    own = planned(model, "--gpu", "4090", "--gpu-bandwidth", 100, "--gpu-link", 4, "--vram-budget", 8)
+    assert own["predicted_seconds"] == pytest.approx(seconds[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (("--gpu", "4090", "--vram-budget", 25), 1, "more than the 24 GiB of the RTX 4090"),
+        (("--gpu", "4091"), 1, "did you mean"),
+        (("--gpu-bandwidth", 500), 2, "--vram-budget"),
+        (("--gpu-bandwidth", 0, "--vram-budget", 8), 2, "above 0"),
+        (("--gpu-bandwidth", "nan", "--vram-budget", 8), 2, "above 0"),
+        (("--gpu-link", 5), 2, "--gpu-bandwidth"),
+        (("--gpu", "4090", "--device", "cpu"), 2, "leave out --device"),
+        (("--gpu", "4090", "--sparsity", "threshold"), 2, "measured on itself"),
+    ],
+)
+def test_what_cannot_be_planned(model: Path, options: tuple[object, ...], code: int, said: str) -> None:
+    done = inside("plan", model, *options)
+    assert done.returncode == code, done.stdout
+    assert said in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_the_processor_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSET_HOME", str(tmp_path))
+    monkeypatch.setattr(machine, "_N_FF", 64)
+    monkeypatch.setattr(machine, "_WIDTH", 64)
+    monkeypatch.setattr(machine, "_SECONDS", 0.0)
+    card = find_card(DEFAULT)
+    first = machine.estimate(card, n_threads=1)
+    monkeypatch.delattr(machine, "_Cpu")
+    assert machine.estimate(card, n_threads=1) == first
+    assert first.read == pytest.approx(0.85 * 1008e9)
+    assert 0 < first.cpu_read_link < first.cpu_read_busy < first.cpu_read
+
+
+def test_a_plan_of_neurons_needs_no_torch(model: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from hotset.placement import machine\n"
+        "machine._cpu_rates = lambda *a: {'read': 2e10, 'gather': 1e10, 'many': 1e11}\n"
+        "from hotset.cli.main import app\n"
+        f"app(['plan', {str(model)!r}, '--gpu', '4090'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
