@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from tiny_server import MESSAGES, Serving, run, write_model
+from tiny_server import MESSAGES, Serving, metrics_of, run, write_model
 
 import hotset
 from hotset.server.service import Service
@@ -101,3 +101,61 @@ def test_a_client_that_leaves(path: Path):
         server.wait_until_idle()
         reply = server.client.post(URL, json={"input": "hello"})
         assert reply.status_code == 200
+
+
+async def in_the_engine(service: Service, n: int) -> None:
+    while service.model.thread.counters().waiting < n:
+        await asyncio.sleep(0)
+
+
+def test_texts_of_a_client_that_left_are_not_computed(path: Path):
+    """None of them had begun, so that no token of theirs may be."""
+
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        thread = service.model.thread
+        with thread.exclusive():  # nothing is computed meanwhile
+            asked = asyncio.create_task(client.post(URL, json={"input": ["hello"] * 9}))
+            await in_the_engine(service, 4)
+            assert (await metrics_of(client))["hotset_answers_open"] == 9
+            asked.cancel()
+            await asyncio.wait([asked])
+        after = await client.post(URL, json={"input": "hello"})
+        assert after.status_code == 200
+        found = await metrics_of(client)
+        assert found["hotset_prompt_tokens_total"] == after.json()["usage"]["prompt_tokens"]
+        assert found['hotset_answers_total{reason="cancelled"}'] == 9
+        assert found['hotset_answers_total{reason="stop"}'] == 1
+        assert found["hotset_answers_open"] == 0
+
+    run(path, work)
+
+
+def test_texts_take_places_in_the_queue(path: Path):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        with service.model.thread.exclusive():
+            first = asyncio.create_task(client.post(URL, json={"input": ["hello"] * 9}))
+            await in_the_engine(service, 4)
+            refused = await client.post(URL, json={"input": ["hello"] * 3})  # room for two
+            assert refused.status_code == 429
+            assert refused.json()["error"]["code"] == "queue_full"
+            assert service.model.thread.counters().waiting == 4  # none of them came in
+            second = asyncio.create_task(client.post(URL, json={"input": ["hello"] * 2}))
+            await in_the_engine(service, 6)
+            chat = await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "seed": 1})
+            assert chat.status_code == 429
+        for task, n in ((first, 9), (second, 2)):
+            assert len(vectors(await task)) == n
+
+    run(path, work, max_queue=2)
+
+
+def test_a_shutdown_ends_texts_as_it_does_answers(path: Path):
+    async def work(client: httpx.AsyncClient, service: Service) -> None:
+        with service.model.thread.exclusive():
+            asked = asyncio.create_task(client.post(URL, json={"input": ["hello"] * 9}))
+            await in_the_engine(service, 4)
+            service.end_answers()
+            assert (await asked).status_code == 503
+        assert not service.n_open
+
+    run(path, work)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from hotset.backends.base import WeightSource
 from hotset.backends.reference import normalised
 from hotset.engine.driver import EngineThread
+from hotset.engine.engine import Engine
 from hotset.engine.engine import Sequence as EngineSequence
 from hotset.errors import InvalidRequestError, UnsupportedModelError
 from hotset.formats.quants import dequantize
@@ -40,6 +42,53 @@ def pooling_of(metadata: Mapping[str, Any], given: str | None) -> Pooling:
     raise InvalidRequestError(f"pooling must be one of mean, cls and last, not {shown(given)}")
 
 
+class TextVectors:
+    """Texts of token ids on their way to vectors of length 1.
+
+    sequences: one for each text, of Engine.prepare_tap; the caller has them computed, in any order. A vector
+    has the same bits whatever ran beside it. Raises ContextLengthError for a text that does not fit.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        graph: Graph,
+        weights: WeightSource,
+        texts: Sequence[Sequence[int]],
+        pooling: Pooling,
+    ) -> None:
+        selection = next(i for i, op in enumerate(graph.ops) if isinstance(op, SelectOutputs))
+        norm, states = graph.ops[selection + 1], graph.ops[selection]
+        assert isinstance(norm, RMSNorm | LayerNorm)  # so every decoder ends
+        assert isinstance(states, SelectOutputs)
+        self._norm, self._pooling = norm, pooling
+        bias = norm.bias if isinstance(norm, LayerNorm) else None
+        self._scale = _vector(weights, norm.weight)
+        self._shift = None if bias is None else _vector(weights, bias)
+        self._sums = [np.zeros(norm.out.width) for _ in texts]
+        self.sequences = [
+            engine.prepare_tap(tokens, states.x.name, partial(self._add, i, len(tokens)))
+            for i, tokens in enumerate(texts)
+        ]
+
+    def _add(self, i: int, n_tokens: int, position: int, rows: np.ndarray) -> None:
+        """Takes the rows of tokens from `position` on."""
+        if self._pooling == "cls":
+            rows = rows[: max(1 - position, 0)]
+        elif self._pooling == "last":
+            rows = rows[max(n_tokens - 1 - position, 0) :]
+        for row in rows:  # one after the other, so that the sum does not depend on the steps
+            self._sums[i] += normalised(self._norm, row[None], self._scale, self._shift)[0]
+
+    def vectors(self) -> np.ndarray:
+        """float32 [n_texts, width], once all sequences have finished."""
+        vectors = np.zeros((len(self._sums), self._norm.out.width), np.float32)
+        for vector, total in zip(vectors, self._sums, strict=True):
+            length = float(np.sqrt((total * total).sum()))
+            vector[:] = total / (length or 1.0)
+        return vectors
+
+
 def embed(
     thread: EngineThread,
     graph: Graph,
@@ -49,33 +98,11 @@ def embed(
 ) -> np.ndarray:
     """A vector of length 1 for each text of token ids: float32 [n_texts, width].
 
-    The texts run in the engine's thread, as many at once as others leave room for, and the caller waits. A
-    vector has the same bits whatever ran beside it. Raises ContextLengthError for a text that does not fit.
+    The texts run in the engine's thread, as many at once as others leave room for, and the caller waits.
+    Raises ContextLengthError for a text that does not fit.
     """
-    selection = next(i for i, op in enumerate(graph.ops) if isinstance(op, SelectOutputs))
-    norm = graph.ops[selection + 1]
-    assert isinstance(norm, RMSNorm | LayerNorm)  # so every decoder ends
-    states = graph.ops[selection]
-    assert isinstance(states, SelectOutputs)
-    bias = norm.bias if isinstance(norm, LayerNorm) else None
-    scale, shift = _vector(weights, norm.weight), None if bias is None else _vector(weights, bias)
-    vectors = np.zeros((len(texts), norm.out.width), np.float32)
-    sums = [np.zeros(norm.out.width) for _ in texts]
-
-    def add(i: int, position: int, rows: np.ndarray) -> None:
-        """Takes the rows of tokens from `position` on."""
-        if pooling == "cls":
-            rows = rows[: max(1 - position, 0)]
-        elif pooling == "last":
-            rows = rows[max(len(texts[i]) - 1 - position, 0) :]
-        for row in rows:  # one after the other, so that the sum does not depend on the steps
-            sums[i] += normalised(norm, row[None], scale, shift)[0]
-
-    sequences = [
-        thread.engine.prepare_tap(tokens, states.x.name, lambda *rows, i=i: add(i, *rows))
-        for i, tokens in enumerate(texts)
-    ]
-    left, running = deque(sequences), deque[EngineSequence]()
+    found = TextVectors(thread.engine, graph, weights, texts, pooling)
+    left, running = deque(found.sequences), deque[EngineSequence]()
     try:
         while left or running:
             while left and len(running) < thread.engine.max_sequences:
@@ -85,10 +112,7 @@ def embed(
             _check(running.popleft())
     finally:
         thread.cancel(running)
-    for vector, total in zip(vectors, sums, strict=True):
-        length = float(np.sqrt((total * total).sum()))
-        vector[:] = total / (length or 1.0)
-    return vectors
+    return found.vectors()
 
 
 class _Nowhere:

@@ -305,6 +305,11 @@ class Answer:
         )
 
     @property
+    def n_open(self) -> int:
+        """Answers of it, until it is closed."""
+        return len(self.generations)
+
+    @property
     def reasons(self) -> list[str]:
         """Why each of the answers ended, or will when this is closed: "error" for what went wrong."""
         otherwise = "error" if self._error is not None else "cancelled"
@@ -356,7 +361,7 @@ class Answer:
         if event.finish_reason is None or self._error is not None:
             return
         try:
-            _raise_end(event)
+            raise_end(event)
             self._generate(prompt)
         except Exception as error:
             self.fail(error)
@@ -403,7 +408,7 @@ class Answer:
             generation.cancel_soon()
 
 
-def _raise_end(event: Event) -> None:
+def raise_end(event: Event) -> None:
     """Raises what ended a sequence, where that was no end of its own."""
     if event.error is not None:
         raise event.error
@@ -430,7 +435,7 @@ class _Part:
         self._logprobs: list[TokenLogprobs] = []
 
     def deltas(self, event: Event) -> list[Delta]:
-        _raise_end(event)
+        raise_end(event)
         chunk = self.generation.take(event)
         self.n_tokens += len(chunk.tokens)
         stop_ids = self.generation.sequence.stop_ids

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hotset.server.answers import Answer
+from hotset.server.vectors import Vectors
 
 # What the engine counts (engine/counters.py): name → its field, what it is.
 ENGINE_COUNTERS = {
@@ -88,11 +89,12 @@ class Metrics:
         for reason in ("stop", "length", "cancelled", "error"):  # there from the first scrape on
             self.answers.labels(reason)
 
-    def count(self, answer: Answer) -> None:
-        """An answer that is closed."""
+    def count(self, answer: Answer | Vectors) -> None:
+        """What is closed."""
         self.whole.observe(time.perf_counter() - answer.asked)
-        for generation, reason in zip(answer.generations, answer.reasons, strict=True):
+        for reason in answer.reasons:
             self.answers.labels(reason).inc()
+        for generation in answer.generations if isinstance(answer, Answer) else ():
             sequence = generation.sequence
             if sequence.first_token:
                 self.to_first.observe(sequence.first_token - answer.asked)

@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import cached_property, partial
@@ -19,8 +19,9 @@ from typing import ParamSpec, TypeVar
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from hotset.api import Model
+from hotset.api import Model, Prompt
 from hotset.engine.driver import EngineThread
+from hotset.engine.embedding import TextVectors, pooling_of
 from hotset.engine.engine import Event
 from hotset.engine.engine import Sequence as EngineSequence
 from hotset.engine.prompt_logprobs import PromptLogprobs
@@ -34,6 +35,7 @@ from hotset.server.metrics import DISK_COUNTERS, ENGINE_COUNTERS, ENGINE_GAUGES,
 from hotset.server.outputs import Output, output_of
 from hotset.server.preparation import Preparation
 from hotset.server.settings import ServerSettings
+from hotset.server.vectors import Vectors
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -65,7 +67,7 @@ class Service:
         self.stopping = False
         self._load = load
         self._model: Model | None = None
-        self._answers: set[Answer] = set()
+        self._answers: set[Answer | Vectors] = set()
         self._n_prepared = 0  # answers whose prompts are tokenized now
         self.metrics = Metrics(self._now)
         self._mail = Mail()
@@ -156,6 +158,29 @@ class Service:
         finally:
             self._n_prepared -= n
         answer = Answer(request, prompts, partial(self._submit, model.thread), self._closed, asked)
+        self._begin(answer)
+        return answer
+
+    async def ask_vectors(self, texts: Sequence[Prompt], client: str | None, *, long: bool) -> Vectors:
+        """Begins to compute the vectors of texts. Raises as `ask`. long: as of Preparation.text.
+
+        A request has as many texts in the engine as run at once, and takes that many places in its queue.
+        """
+        asked, model = time.perf_counter(), self.model
+        n = min(len(texts), model.engine.max_sequences)
+        model.thread.check_room(n + self._n_prepared)
+        self._n_prepared += n
+        try:
+            threads, seconds = self.preparation.text(long=long), self.settings.max_seconds
+            prepared = await threads.run(client, _prepared_vectors, model, texts, client, seconds)
+        finally:
+            self._n_prepared -= n
+        submit = partial(self._submit, model.thread)
+        vectors = Vectors(prepared, model.thread, n, submit, self._closed, asked)
+        self._begin(vectors)
+        return vectors
+
+    def _begin(self, answer: Answer | Vectors) -> None:
         self._answers.add(answer)
         try:
             _ = self.model  # it may have begun to shut down
@@ -163,7 +188,6 @@ class Service:
         except BaseException:
             answer.close()
             raise
-        return answer
 
     def _submit(
         self, thread: EngineThread, sequence: EngineSequence, take: Callable[[Event], None], told: Told
@@ -188,14 +212,14 @@ class Service:
             )
         return replace(request, params=replace(request.params, max_tokens=asked or longest))
 
-    def _closed(self, answer: Answer) -> None:
+    def _closed(self, answer: Answer | Vectors) -> None:
         self._answers.discard(answer)
         self.metrics.count(answer)
 
     @property
     def n_open(self) -> int:
-        """Answers that clients still wait for, or read."""
-        return sum(len(answer.generations) for answer in self._answers)
+        """Answers, and texts of embeddings, that clients still wait for, or read."""
+        return sum(answer.n_open for answer in self._answers)
 
     def _now(self) -> Iterator[Metric]:
         """What /metrics says of the engine, and of this moment."""
@@ -249,12 +273,27 @@ def _prepared(model: Model, request: AnswerRequest, seconds: float | None) -> li
     else:
         prompts = [model.encode(prompt, parse_special=request.parse_special) for prompt in request.prompts]
     prepared = [_prepared_prompt(model, request, output, prompt) for prompt in prompts]
-    deadline = math.inf if seconds is None else time.perf_counter() + seconds
-    for prompt in prepared:
-        for one in (prompt.scores, *prompt.generations):
-            if one is not None and one.sequence is not None:
-                one.sequence.client, one.sequence.deadline = request.client, deadline
+    owners = [one for prompt in prepared for one in (prompt.scores, *prompt.generations)]
+    _mark([one.sequence for one in owners if one is not None], request.client, seconds)
     return prepared
+
+
+def _prepared_vectors(
+    model: Model, texts: Sequence[Prompt], client: str | None, seconds: float | None
+) -> TextVectors:
+    """As `_prepared`, of texts whose vectors are wanted."""
+    pooling = pooling_of(model.gguf.metadata, None)
+    found = TextVectors(model.engine, model.graph, model.weights, [model.encode(t) for t in texts], pooling)
+    _mark(found.sequences, client, seconds)
+    return found
+
+
+def _mark(sequences: Iterable[EngineSequence | None], client: str | None, seconds: float | None) -> None:
+    """Says for whom sequences are, and after how many seconds from now they are over."""
+    deadline = math.inf if seconds is None else time.perf_counter() + seconds
+    for sequence in sequences:
+        if sequence is not None:
+            sequence.client, sequence.deadline = client, deadline
 
 
 def _prepared_prompt(

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import AppStatus
 from starlette.requests import Request
@@ -110,6 +111,20 @@ async def whole(http: Request, request: AnswerRequest) -> tuple[Answer, list[Cho
             answer.close()
 
     return await while_connected(http, answered())
+
+
+async def embedded(http: Request, texts: Sequence[str | Sequence[int]]) -> tuple[np.ndarray, int]:
+    """The vectors of texts, float32 [n_texts, width], and how many tokens these have."""
+    service = service_of(http)
+
+    async def computed() -> tuple[np.ndarray, int]:
+        vectors = await service.ask_vectors(texts, client_of(http), long=_is_long(http))
+        try:
+            return await vectors.whole(), vectors.n_tokens
+        finally:
+            vectors.close()
+
+    return await while_connected(http, computed())
 
 
 async def streamed(

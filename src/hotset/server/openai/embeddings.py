@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from typing import Annotated, Any, Literal
 
@@ -10,14 +9,12 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from hotset.api import Model
 from hotset.server.body import BodyRoute
 from hotset.server.errors import RequestError
 from hotset.server.openai.schema import Body
 from hotset.server.replies import JsonReply
-from hotset.server.service import Service
 from hotset.server.shapes import EmbeddingsReply
-from hotset.server.streams import service_of, while_connected
+from hotset.server.streams import embedded, in_turn, service_of
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -56,29 +53,21 @@ async def embeddings(body: EmbeddingsBody, http: Request) -> Response:
             param="dimensions",
             code="unsupported_parameter",
         )
-    ids = await while_connected(http, service.in_thread(lambda: [model.encode(text) for text in texts]))
-    vectors = await while_connected(http, _embedded(service, model, ids))
-    data = [
-        {"object": "embedding", "index": i, "embedding": _written(vector, body.encoding_format)}
-        for i, vector in enumerate(vectors)
-    ]
-    n_tokens = sum(map(len, ids))
-    usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
-    return JsonReply({"object": "list", "data": data, "model": service.name, "usage": usage})
+    vectors, n_tokens = await embedded(http, texts)
 
+    def reply() -> JsonReply:
+        data = (
+            {"object": "embedding", "index": i, "embedding": _written(vector, body.encoding_format)}
+            for i, vector in enumerate(vectors)
+        )
+        usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+        return JsonReply({"object": "list", "data": data, "model": service.name, "usage": usage})
 
-async def _embedded(service: Service, model: Model, ids: list[list[int]]) -> list[np.ndarray]:
-    """A vector for each. Some at a time: a client that goes away has waited for no more than these."""
-    vectors: list[np.ndarray] = []
-    n = model.engine.max_sequences
-    for start in range(0, len(ids), n):
-        model.thread.check_room()
-        # Not in the threads for text, which would wait for steps.
-        vectors += list(await asyncio.to_thread(model.embed, ids[start : start + n]))
-    return vectors
+    return await in_turn(http, reply)
 
 
 def _written(vector: np.ndarray, form: str | None) -> list[float] | str:
     if form == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
-    return [float(value) for value in vector]
+    found: list[float] = vector.tolist()
+    return found

@@ -1,0 +1,103 @@
+"""Texts of a request on their way to vectors: queued, counted and cancelled as answers are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from hotset.engine.driver import EngineThread
+from hotset.engine.embedding import TextVectors
+from hotset.engine.engine import Event
+from hotset.errors import QueueFullError
+from hotset.server.answers import Submit, raise_end
+
+
+class Vectors:
+    """The vectors of one request; made by `Service.ask_vectors`, and used in its event loop alone.
+
+    n_at_once: texts of it that may be in the engine. submit, closed, asked: as of Answer.
+    """
+
+    def __init__(
+        self,
+        texts: TextVectors,
+        thread: EngineThread,
+        n_at_once: int,
+        submit: Submit,
+        closed: Callable[[Vectors], None],
+        asked: float,
+    ) -> None:
+        self.asked = asked
+        self.n_tokens = sum(sequence.n_prompt for sequence in texts.sequences)
+        self._texts, self._thread, self._n_at_once = texts, thread, n_at_once
+        self._left = deque(range(len(texts.sequences)))
+        self._running: set[int] = set()
+        self._submit = submit
+        self._closed: Callable[[Vectors], None] | None = closed
+        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def n_open(self) -> int:
+        """Texts without a vector yet."""
+        return len(self._left) + len(self._running)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why each text ended, or will when this is closed."""
+        failed = self._end.done() and not self._end.cancelled() and self._end.exception() is not None
+        n_open = self.n_open
+        n_done = len(self._texts.sequences) - n_open
+        return ["stop"] * n_done + ["error" if failed else "cancelled"] * n_open
+
+    async def whole(self) -> np.ndarray:
+        """float32 [n_texts, width]. Raises what went wrong."""
+        await self._end
+        return self._texts.vectors()
+
+    def begin(self) -> None:
+        """Raises where the engine takes no more."""
+        while self._left and len(self._running) < self._n_at_once:
+            i = self._left[0]
+            try:
+                self._submit(self._texts.sequences[i], partial(self._take, i), "end")
+            except QueueFullError:
+                if self._running:  # the next one to end makes room
+                    return
+                raise
+            self._running.add(self._left.popleft())
+
+    def fail(self, error: Exception) -> None:
+        """Ends all of it with an error."""
+        if not self._end.done():
+            self._end.set_exception(error)
+            self._cancel()
+
+    def close(self) -> None:
+        """Ends what still runs; safe to call twice."""
+        self._cancel()
+        if self._closed is not None:
+            self._closed(self)
+            self._closed = None
+        if self._end.done() and not self._end.cancelled():
+            self._end.exception()  # nobody may have waited for it
+        self._end.cancel()
+
+    def _take(self, i: int, event: Event) -> None:
+        if event.finish_reason is None or self._end.done():
+            return
+        try:
+            raise_end(event)
+            self._running.discard(i)
+            self.begin()
+        except Exception as error:
+            self.fail(error)
+            return
+        if not self.n_open:
+            self._end.set_result(None)
+
+    def _cancel(self) -> None:
+        self._thread.cancel_soon([self._texts.sequences[i] for i in self._running])
