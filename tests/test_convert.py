@@ -309,6 +309,24 @@ def test_sentencepiece_models_without_visible_spaces_are_refused(tmp_path: Path)
         tokenizer_keys(tmp_path / "hf", {"vocab_size": 500})
 
 
+def test_a_damaged_sentencepiece_model_gives_keys_or_a_message(tmp_path: Path) -> None:
+    trained_model(tmp_path / "hf", **USER)
+    path, rng = tmp_path / "hf" / "tokenizer.model", random.Random(0)
+    whole = path.read_bytes()
+    for _ in range(400):
+        damaged = bytearray(whole)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(damaged))
+            damaged[at : at + rng.randint(0, 2)] = rng.randbytes(rng.randint(0, 2))
+        path.write_bytes(damaged)
+        message = ""
+        try:
+            load_tokenizer(tokenizer_keys(path.parent, {"vocab_size": 500})).encode("the <tool>  cat")
+        except TokenizerError as error:
+            message = str(error)
+        assert "\n" not in message
+
+
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 LAST = BYTES | {"use_regex": False}
 CONTIGUOUS = {"type": "Punctuation", "behavior": "Contiguous"}

@@ -512,3 +512,31 @@ def test_qwen35_has_sections_of_dimensions(kind: str) -> None:
         with pytest.raises(FormatError, match="mrope_section in"):
             keys(kind, **sizes, rope_parameters=rope | {"mrope_section": section})
     assert key not in keys("Qwen3Next", **sizes)
+
+
+# Keys that llama.cpp loads no file without, beside block_count and its like: of its own models' get_key.
+SSM = tuple(f"ssm.{k}" for k in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count"))
+NEEDED_ELSEWHERE = {
+    "granite": ("logit_scale",),
+    "granitemoe": ("logit_scale",),
+    "gpt-oss": ("expert_feed_forward_length", "attention.sliding_window"),
+    "glm4moe": ("expert_feed_forward_length", "expert_shared_count"),
+    "deepseek2": ("expert_feed_forward_length", "expert_shared_count", "attention.kv_lora_rank"),
+    "lfm2": ("shortconv.l_cache",),
+    "lfm2moe": ("shortconv.l_cache", "expert_feed_forward_length", "expert_gating_func"),
+    "qwen3next": SSM,
+    "qwen35": (*SSM, "rope.dimension_sections"),
+    "qwen35moe": (*SSM, "rope.dimension_sections"),
+}
+
+
+@pytest.mark.parametrize("name", FULL_CONFIGS)
+def test_files_have_the_keys_that_llama_cpp_needs(name: str) -> None:
+    for full in FULL_CONFIGS[name]:
+        config = HFConfig(full)
+        found = config.keys(config.architecture, config.n_ctx)
+        needed = ["block_count", "context_length", "embedding_length", "feed_forward_length"]
+        needed += ["attention.head_count", *NEEDED_ELSEWHERE.get(config.architecture, ())]
+        assert {f"{config.architecture}.{key}" for key in needed} <= found.keys()
+        if config.architecture != "opt":  # which llama.cpp does not have
+            assert any(key.endswith("_epsilon") for key in found)

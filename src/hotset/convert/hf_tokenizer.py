@@ -265,20 +265,15 @@ def _sentencepiece(src: Path, settings: dict[str, Any]) -> tuple[list[str], list
     try:
         proto = read_small_file(path)
         sp = SentencePieceProcessor(model_proto=proto)
-    except (OSError, RuntimeError):
+        fields = list(_proto_fields(proto))  # of sentencepiece_model.proto
+        trainer, normalizer, denormalizer = (dict(_proto_fields(_merged(fields, n))) for n in (2, 3, 5))
+        pieces = [dict(_proto_fields(value)) for number, value in fields if number == 1]
+        n = sp.vocab_size()
+        tokens = [sp.id_to_piece(i) for i in range(n)]
+        scores = [sp.get_score(i) for i in range(n)]
+    except (OSError, RuntimeError, ValueError, IndexError):  # ValueError: what is not UTF-8
         raise TokenizerError(f"{path} is not a SentencePiece model") from None
-    fields = list(_proto_fields(proto))  # of sentencepiece_model.proto
-    trainer, normalizer, denormalizer = (
-        dict(
-            _proto_fields(b"".join(value for n, value in fields if n == number and isinstance(value, bytes)))
-        )
-        for number in (2, 3, 5)
-    )
     _check_sentencepiece(path, trainer, normalizer, denormalizer)
-    pieces = [dict(_proto_fields(value)) for number, value in fields if number == 1]
-    n = sp.vocab_size()
-    tokens = [sp.id_to_piece(i) for i in range(n)]
-    scores = [sp.get_score(i) for i in range(n)]
     kinds = [piece.get(3, NORMAL) for piece in pieces]  # GGUF has SentencePiece's numbers
     types = [kind for kind in kinds if isinstance(kind, int)]
     if len(types) != n or not {*types} <= {NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE}:
@@ -354,6 +349,11 @@ def _proto_fields(message: bytes | int) -> Iterator[tuple[int, bytes | int]]:
         else:
             yield tag >> 3, value
         at += n_bytes
+
+
+def _merged(fields: list[tuple[int, bytes | int]], number: int) -> bytes:
+    """A message that is a field; one that comes several times is their merger."""
+    return b"".join(value for n, value in fields if n == number and isinstance(value, bytes))
 
 
 def _added_tokens(src: Path, settings: dict[str, Any]) -> list[tuple[int, str, bool]]:
