@@ -31,7 +31,7 @@ from hotset.backends.gpu import experts_kernel, matrix, spin_kernel
 from hotset.backends.gpu import launch as launcher
 from hotset.backends.gpu import triton_kernels as kernels
 from hotset.backends.gpu.matrix import EXPERT_TYPES, SUPPORTED, DeviceMatrix
-from hotset.backends.gpu.tiles import LEAST_SHARED, prompt_tile, token_tile
+from hotset.backends.gpu.tiles import LEAST_SHARED, prompt_tile, row_tile, token_tile
 from hotset.backends.gpu.twins import ANGLE_STEP, N_COUNTS, Cut, RopeTable
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.config import MAX_GROUP, MAX_HEAD_DIM
@@ -254,6 +254,23 @@ def exact_ffn() -> None:
     )
 
 
+def small_tiles() -> None:
+    """Matrices, rows and heads so small that a tile has few numbers for each thread, for 1 to 8 tokens."""
+    for n, type_ in ((1, Q4_0), (4, F16), (8, GGMLType.Q8_0)):
+        m = weights(type_, 64, 64)
+        kernels.linear(new(n, 64), m)
+        kernels.linear_bits(new(n, 64), m, None, 0.0)
+        kernels.linear_t(new(n, 64), m)
+        for selected in (None, new(n, 8, dtype=torch.uint8)):
+            kernels.neurons(new(n, 64), m, m, activation="silu", selected=selected)
+    kernels.linear_t(new(8, 64), DeviceMatrix.by_channel(64, [64], [weights(Q4_0, 64, 64)].__getitem__))
+    for width in (8, 128):
+        kernels.rms_norm(new(1, width), new(width), 1e-5)
+        kernels.layer_norm(new(1, width), new(width), None, 1e-5)
+        kernels.rotate(new(1, width), new(2, 1, 4), n_head=1, kind="neox", norm_weight=new(width))
+    heads_step(16, 8, 1, torch.float32, (1,))()
+
+
 def source_of(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> ASTSource:
     """A launch as its just-in-time compiler sees it: what is constant, and what 16 divides."""
     signature, constants, facts = {}, dict(constants), {}
@@ -296,7 +313,37 @@ def compiled(
     for kernel, args, options, constants in launches:
         made = triton.compile(source_of(kernel, args, constants), target, options=options)
         assert made.asm[CODE[target.backend]][:4] == b"\x7fELF"
+        if target.backend == "cuda":
+            assert not fused_across_threads(made.asm["ptx"]), (kernel.__name__, constants, options)
         yield kernel.__name__, constants, made
+
+
+def fused_across_threads(ptx: str) -> list[str]:
+    """Instructions that add a thread's own product, not rounded, to a number that another thread sent.
+
+    The two threads exchange their numbers, and each has another sum: of a value that several threads hold,
+    and any of them may store, the last bits are then chance.
+    """
+    made: dict[str, str] = {}  # register → what its number is
+    found = []
+    for line in ptx.splitlines():
+        if not (parts := re.match(r"\s*(?:@!?%\w+\s+)?([a-z][\w.]*)\s+([^;]*);", line)):
+            continue
+        name, (to, *of) = parts[1], [one.strip() for one in parts[2].split(",")]
+        kinds = [made.get(one, "") for one in of]
+        if name.startswith("fma.rn.f32") and kinds[2] == "sent":
+            found.append(line.strip())
+        if re.match(r"(add|sub)\.f32", name) and {"sent", "product"} <= set(kinds):  # fused by the assembler
+            found.append(line.strip())
+        if name.startswith("shfl."):
+            made[to.split("|")[0]] = "sent"
+        elif name.startswith("mul.f32"):
+            made[to] = "product"
+        elif name.startswith("mov.b32"):
+            made[to] = kinds[0]
+        else:
+            made.pop(to, None)
+    return found
 
 
 def compile_all(
@@ -457,6 +504,33 @@ def test_a_prompt_compiles(target: str, monkeypatch: pytest.MonkeyPatch) -> None
     ffn += ["_halves_kernel", "_matmul_t_kernel"]
     assert [row["kernel"] for row in rows] == [*ffn, *attention]
     check(rows, target)
+
+
+@pytest.mark.parametrize("target", [name for name in CHOSEN if name != "gfx1100"])
+def test_threads_of_small_tiles_have_the_same_sums(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {
+        name for name, _, _ in compiled(small_tiles, TARGETS[target], monkeypatch)
+    }  # which looks at each
+    assert names >= {
+        "_matvec_kernel", "_neurons_kernel", "_chosen_kernel", "_axpy_kernel", "_norm_kernel",
+        "_heads_kernel", "_merge_kernel",
+    }  # fmt: skip
+
+
+def test_a_thread_has_enough_of_any_tile() -> None:
+    """Any row of words, any number of rows that a program has, warps of 32 threads and of 64."""
+    wanted = {kernels.MATVEC_WORDS, *kernels.NEURON_WORDS.values(), *kernels.BITS_WORDS.values(), 16}
+    for most in wanted:
+        for rows in {1, 8, *kernels.MATVEC_ROWS.values()}:
+            for n_lanes in (32, 64):
+                for n_words in range(1, 2050):
+                    words, warps = row_tile(rows, most, n_words, n_lanes)
+                    threads = warps * n_lanes
+                    assert warps in (1, 2, 4)
+                    assert words & (words - 1) == 0
+                    assert 4 * words >= 2 * threads
+                    assert rows * words >= threads
+                    assert words >= min(most, n_words) or words >= most
 
 
 @pytest.mark.parametrize(("target", "dims", "group"), WIDE)

@@ -17,6 +17,20 @@ def pow2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def row_tile(rows: int, most: int, n_words: int, lanes: int = 32) -> tuple[int, int]:
+    """Words of each of some rows that a program multiplies with vectors at a time, and its warps.
+
+    most: as many words as there is use for; n_words: of a whole row; lanes: threads of a warp.
+    Of the tile of inputs, [words, 4], a thread has two numbers at least, and of the sums, [rows, words], one.
+    With fewer, threads would add products that are in different threads, and the compiler fuses each
+    thread's own product with the sum: every thread would have other last bits, and which of them is stored
+    would be chance.
+    """
+    few = min(rows, 2)
+    words = max(lanes // few, min(most, pow2(n_words)))
+    return words, min(4, few * words // lanes)
+
+
 @dataclass(frozen=True)
 class AttentionTile:
     """Of attention: queries (tokens times the heads that share keys and values), positions that are read at a

@@ -16,8 +16,9 @@ Decoding is bound by how fast weights come in, so everything here is about their
   ranges of equal length (without a predictor: of all neurons), and skips within each what did not fire.
 
 The same bits on every run: no atomic additions of floats, partial sums belong to fixed ranges and are added
-in order by `_add_kernel`. No kernel waits for another, nothing is read back by the host, and shapes alone
-decide what is launched, so that a step can be captured in a CUDA graph.
+in order by `_add_kernel`, and where threads add each other's products these are rounded first (`_rounded`).
+No kernel waits for another, nothing is read back by the host, and shapes alone decide what is launched, so
+that a step can be captured in a CUDA graph.
 
 With TRITON_INTERPRET=1, set before this module is imported, all of it runs on a CPU.
 """
@@ -41,7 +42,7 @@ from hotset.backends.base import PAGE_SIZE
 from hotset.backends.gpu import launch as launcher
 from hotset.backends.gpu import twins
 from hotset.backends.gpu.matrix import DeviceMatrix
-from hotset.backends.gpu.tiles import LEAST_SHARED, pow2, prompt_tile, token_tile
+from hotset.backends.gpu.tiles import LEAST_SHARED, pow2, prompt_tile, row_tile, token_tile
 from hotset.formats.quants import GGMLType
 from hotset.model.graph import ActivationKind, RopeKind
 
@@ -73,6 +74,13 @@ PAGE = tl.constexpr(PAGE_SIZE)
 MANTISSA = tl.constexpr(0x4B000000)  # 2^23 as float32: or-ing n < 2^23 into it gives 2^23 + n
 TWO_23 = tl.constexpr(8388608.0)
 SIGN_BITS = tl.constexpr(-0x7F7F7F80)  # 0x80808080
+
+
+@triton.jit
+def _rounded(a, b):
+    """a * b, for a sum over threads. A plain product would be fused with the first addition, by each thread
+    its own with the other's rounded one: their sums would differ in the last bits."""
+    return tl.fma(a, b, tl.zeros_like(a))
 
 
 # ---- weights -------------------------------------------------------------------------------------------
@@ -1237,10 +1245,11 @@ def _merge_kernel(
         at = row * n_splits + p
         own = tl.load(stats + at * 2, mask=p < n_splits, other=float("-inf"))
         weight = tl.exp(own - largest)
-        total += tl.sum(weight * tl.load(stats + at * 2 + 1, mask=p < n_splits, other=0.0), axis=0)
+        sums = tl.load(stats + at * 2 + 1, mask=p < n_splits, other=0.0)
+        total += tl.sum(_rounded(weight, sums), axis=0)
         mask = (own != float("-inf"))[:, None] & (dv < DIM_V)[None, :]
         part = tl.load(partials + at[:, None] * DIM_V + dv[None, :], mask=mask, other=0.0)
-        acc += tl.sum(weight[:, None] * part, axis=0)
+        acc += tl.sum(_rounded(tl.broadcast_to(weight[:, None], [P, V]), part), axis=0)
     if sinks is not None:
         total += tl.exp(tl.load(sinks + row % n_head) - largest)
     tl.store(out + row * DIM_V + dv, acc / tl.where(total == 0.0, 1.0, total), mask=dv < DIM_V)
@@ -1254,7 +1263,11 @@ def _norm_kernel(x, out, weight, bias, eps, n, cut, threshold, LAYER: tl.constex
     y = tl.load(x + row + i, mask=i < n, other=0.0)
     if LAYER:
         y = tl.where(i < n, y - tl.sum(y, axis=0) / n, 0.0)
-    y = y * (1.0 / tl.sqrt(tl.sum(y * y, axis=0) / n + eps)) * tl.load(weight + i, mask=i < n, other=0.0)
+    y = (
+        y
+        * (1.0 / tl.sqrt(tl.sum(_rounded(y, y), axis=0) / n + eps))
+        * tl.load(weight + i, mask=i < n, other=0.0)
+    )
     if bias is not None:
         y += tl.load(bias + i, mask=i < n, other=0.0)
     if cut is not None:
@@ -1309,7 +1322,7 @@ def _turned(
     x = tl.load(head + i, mask=i < DIM, other=0.0)
     y = tl.load(head + other, mask=rotated, other=0.0)
     if norm is not None:
-        r = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / DIM + eps)
+        r = 1.0 / tl.sqrt(tl.sum(_rounded(x, x), axis=0) / DIM + eps)
         x = x * r * tl.load(norm + i, mask=i < DIM, other=0.0)
         y = y * r * tl.load(norm + other, mask=rotated, other=0.0)
     if cos_sin is not None:
@@ -1365,7 +1378,6 @@ NEURON_WORDS = {
     4: 256,
     8: 128,
 }  # of a program that has one neuron: the row of a 7B model at once
-AXPY_WORDS = {1: 32, 2: 32, 4: 32, 8: 32}  # one warp: a word of each row for a thread
 AXPY_ROWS = {1: 8, 2: 8, 4: 4, 8: 4}
 AXPY_RANGE = 64  # values that are looked at together
 MAX_RANGES = 128  # of a down projection: each adds a row of partial sums
@@ -1424,7 +1436,8 @@ def linear(
         return _linear_many(_halves(x, m, FORMATS[m.type]), m, bias, residual, out)
     assert m.group_of is None, "planes are multiplied by their transpose"
     tokens = pow2(n_tokens)
-    rows, words = MATVEC_ROWS[tokens], max(4, min(MATVEC_WORDS, pow2(n_words)))
+    rows = MATVEC_ROWS[tokens]
+    words, warps = row_tile(rows, MATVEC_WORDS, n_words, lanes(x))
     programs = -(-m.n_rows // rows)
     splits = max(1, min(MAX_SPLITS, MATVEC_PROGRAMS // programs, n_words // words))
     words_of_split = -(-n_words // (words * splits)) * words
@@ -1435,7 +1448,7 @@ def linear(
         x, y, bias, residual, *_parts(m),
         n_tokens, m.n_rows, m.n_cols, stride, n_words, words_of_split, threshold, 0,
         TYPE=FORMATS[m.type], SPLIT=splits, KIND=ACTIVATIONS[activation], BITS=False, T=tokens, R=rows,
-        W=words, warps=4,
+        W=words, warps=warps,
     )  # fmt: skip
     if splits > 1:
         _add(y, out, bias, residual, activation, threshold)
@@ -1449,13 +1462,14 @@ def linear_bits(x: Tensor, m: DeviceMatrix, bias: Tensor | None, threshold: floa
         return pack_bits(linear(x, m, bias), threshold, first)
     stride, n_words = _row(m)
     tokens = pow2(n_tokens)
-    words = max(4, min(BITS_WORDS[tokens], pow2(n_words)))
+    words, warps = row_tile(8, BITS_WORDS[tokens], n_words, lanes(x))
     bits = torch.empty((n_tokens, -(-m.n_rows // 8)), dtype=torch.uint8, device=x.device)
     launcher.launch(
         _matvec_kernel, (bits.shape[1], 1),
         x, bits, bias, None, *_parts(m),
         n_tokens, m.n_rows, m.n_cols, stride, n_words, -(-n_words // words) * words, threshold, 0,
-        TYPE=FORMATS[m.type], SPLIT=1, KIND=ACTIVATIONS[None], BITS=True, T=tokens, R=8, W=words, warps=4,
+        TYPE=FORMATS[m.type], SPLIT=1, KIND=ACTIVATIONS[None], BITS=True, T=tokens, R=8, W=words,
+        warps=warps,
     )  # fmt: skip
     return bits
 
@@ -1514,6 +1528,13 @@ def is_hopper(x: Tensor) -> bool:
 
 def is_amd(x: Tensor) -> bool:
     return x.device.type != "cpu" and torch.version.hip is not None
+
+
+def lanes(x: Tensor) -> int:
+    """Threads of a warp."""
+    if x.device.type != "cuda" or not is_amd(x):
+        return 32
+    return int(torch.cuda.get_device_properties(x.device).warp_size)
 
 
 @cache
@@ -1613,7 +1634,7 @@ def _linear_t(
     tokens = pow2(n_tokens)
     # Of planes a scale comes with every weight: half the rows have room in a thread's registers.
     rows = AXPY_ROWS[tokens] if m.group_of is None else AXPY_ROWS[tokens] // 2
-    words = max(4, min(AXPY_WORDS[tokens], pow2(n_words)))
+    words = lanes(x)  # one warp: a word of each row for a thread, which adds up its own columns alone
     ranges = min(MAX_RANGES, -(-m.n_rows // AXPY_ROWS[1]))
     partials = _new(x, ranges, n_tokens, m.n_cols)
     launcher.launch(
@@ -1693,14 +1714,14 @@ def _every_neuron(
     values, tokens = _new(h, n_tokens, up.n_rows), pow2(n_tokens)
     per_program = MATVEC_ROWS[tokens]  # which share what they read of h
     matrices, shape = _gate_and_up(gate, up)
-    words = max(4, min(MATVEC_WORDS, pow2(max(shape[2], shape[4]))))
+    words, warps = row_tile(per_program, MATVEC_WORDS, max(shape[2], shape[4]), lanes(h))
     programs = -(-up.n_rows // per_program)
     packed = None if counts is None else torch.empty(programs, dtype=torch.int32, device=h.device)
     launcher.launch(
         _neurons_kernel, (programs,),
         h, values, packed, gate_bias, up_bias, *matrices, n_tokens, up.n_rows, *shape, *what.numbers, 0,
         GATE_TYPE=None if gate is None else FORMATS[gate.type], TYPE=FORMATS[up.type], **what.kinds,
-        T=tokens, R=per_program, W=words, warps=4,
+        T=tokens, R=per_program, W=words, warps=warps,
     )  # fmt: skip
     return values, None if packed is None else Counted(packed, None)
 
@@ -1713,7 +1734,7 @@ def _chosen(
     """Writes the values of selected neurons of few tokens (_chosen_kernel); what the counts still lack."""
     n_tokens, tokens = len(h), pow2(len(h))
     matrices, shape = _gate_and_up(gate, up)
-    words = max(4, min(NEURON_WORDS[tokens], pow2(max(shape[2], shape[4]))))
+    words, warps = row_tile(1, NEURON_WORDS[tokens], max(shape[2], shape[4]), lanes(h))
     packed = torch.empty(up.n_rows, dtype=torch.int32, device=h.device) if is_counted else None
     n_bytes = selected.shape[1]
     assert held is not None or n_bytes == -(-up.n_rows // 8), "a bit for each row"
@@ -1723,7 +1744,7 @@ def _chosen(
         ids, count, packed, gate_bias, up_bias, *matrices, n_tokens, up.n_rows, *shape, n_bytes,
         *what.numbers, 0,
         GATE_TYPE=None if gate is None else FORMATS[gate.type], TYPE=FORMATS[up.type], **what.kinds,
-        T=tokens, W=words, S=max(32, pow2(-(-n_bytes // 4))), warps=4,
+        T=tokens, W=words, S=max(32, pow2(-(-n_bytes // 4))), warps=warps,
     )  # fmt: skip
     return None if packed is None else Counted(packed, count)
 
