@@ -256,13 +256,14 @@ def exact_ffn() -> None:
 
 def small_tiles() -> None:
     """Matrices, rows and heads so small that a tile has few numbers for each thread, for 1 to 8 tokens."""
-    for n, type_ in ((1, Q4_0), (4, F16), (8, GGMLType.Q8_0)):
-        m = weights(type_, 64, 64)
-        kernels.linear(new(n, 64), m)
-        kernels.linear_bits(new(n, 64), m, None, 0.0)
+    # Rows of floats need not be aligned.
+    for n, type_, width in ((1, Q4_0, 64), (4, F16, 69), (8, GGMLType.Q8_0, 64)):
+        m = weights(type_, 64, width)
+        kernels.linear(new(n, width), m)
+        kernels.linear_bits(new(n, width), m, None, 0.0)
         kernels.linear_t(new(n, 64), m)
         for selected in (None, new(n, 8, dtype=torch.uint8)):
-            kernels.neurons(new(n, 64), m, m, activation="silu", selected=selected)
+            kernels.neurons(new(n, width), m, m, activation="silu", selected=selected)
     kernels.linear_t(new(8, 64), DeviceMatrix.by_channel(64, [64], [weights(Q4_0, 64, 64)].__getitem__))
     for width in (8, 128):
         kernels.rms_norm(new(1, width), new(width), 1e-5)

@@ -18,6 +18,7 @@ from test_cpu_backend import batch, logits_of, tokens  # noqa: E402
 from test_cutoffs import EVERY, graph_of  # noqa: E402
 from test_cutoffs import run as run_cut  # noqa: E402
 from test_experts import model  # noqa: E402
+from test_gpu_aot import new, weights  # noqa: E402
 from test_gpu_backend import gpu, masks, run, split, write  # noqa: E402
 from test_gpu_experts import EVEN, LINK_ONLY, SMALL, hybrid  # noqa: E402
 from test_sparse_cpu import prepared  # noqa: E402
@@ -25,9 +26,12 @@ from test_sparse_cpu import prepared  # noqa: E402
 from hotset.backends.gpu import experts_kernel, launch, spin_kernel, triton_kernels, twins  # noqa: E402
 from hotset.backends.gpu.handshake import CudaDriver  # noqa: E402
 from hotset.backends.gpu.kernels import Kernels  # noqa: E402
+from hotset.backends.gpu.matrix import DeviceMatrix  # noqa: E402
+from hotset.backends.gpu.twins import ANGLE_STEP, N_COUNTS, Cut, RopeTable  # noqa: E402
 from hotset.backends.misses import Fetching  # noqa: E402
 from hotset.errors import DeviceError  # noqa: E402
-from hotset.model.graph import cut_products  # noqa: E402
+from hotset.formats.quants import GGMLType as T  # noqa: E402
+from hotset.model.graph import Activate, Value, cut_products  # noqa: E402
 
 OF_EXPERTS = ("experts", "choose_experts", "fetch_experts")
 OF_STEPS = (
@@ -136,3 +140,30 @@ def test_a_refused_registration_leaves_no_error_to_the_next_launch(
     assert device.registered == {memory.ctypes.data}
     driver.unregister(memory)
     assert not device.registered
+
+
+def test_a_grid_has_room_for_any_number_of_tokens(launched: set[str]) -> None:
+    """Tokens of a step, or pairs of these and experts, may be more than a grid's second side has programs."""
+    n = 70_000
+    x, tokens_, by = new(n, 64), new(n, dtype=torch.int32), Cut(new(n, dtype=torch.int32), 0.1)
+    m, counts = weights(T.Q4_0, 64, 64), new(N_COUNTS, dtype=torch.int64)
+    triton_kernels.cut(x, by)
+    triton_kernels.rms_norm(x, new(64), 1e-5, by=by)
+    triton_kernels.linear(x, m)
+    triton_kernels.linear_bits(x, m, None, 0.0)
+    triton_kernels.sparse_ffn(x, m, m, m, activation="relu", counts=counts)
+    triton_kernels.sign_scores(x, new(64, 8, dtype=torch.uint8))
+    pages, table = new(4, 2, 64, 64, dtype=torch.float16), new(1, 4, dtype=torch.int32)
+    cos_sin = triton_kernels.angles(tokens_, RopeTable("neox", 64, new(2, ANGLE_STEP, 32), new(2, 16, 32)))
+    q = triton_kernels.rotate_store(
+        new(n, 128), new(n, 128), new(n, 128), cos_sin, pages, pages, table, tokens_, tokens_, n_head=2
+    )
+    triton_kernels.attention(q, pages, pages, table, tokens_, tokens_, n_head=2, scale=0.1)
+    value = Value(0, 1, "x")
+    slots = torch.zeros((n, 2), dtype=torch.int32)
+    experts_kernel.experts(
+        torch.empty(n, 64), slots, None, *(DeviceMatrix.empty(T.Q8_0, 4 * 64, 64, "cpu") for _ in range(2)),
+        n_neurons=64, activation=Activate(value, value, "silu"), up_activation=None, by_neuron=False,
+        sparse=False,
+    )  # fmt: skip
+    assert launched >= {"_cut_kernel", "_pack_kernel", "_sign_kernel", "_heads_kernel", "_values_kernel"}

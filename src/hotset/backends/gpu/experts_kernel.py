@@ -353,8 +353,8 @@ def _values_kernel(
     cut: int32, of each token whether what is smaller than `small` of f is zero; None: nobody's. n_used:
     pairs of a token.
     """
-    pair = tl.program_id(1)
-    i = tl.program_id(0) * N + tl.arange(0, N)
+    pair = tl.program_id(0)
+    i = tl.program_id(1) * N + tl.arange(0, N)
     inside = i < tl.where(tl.load(slots + pair) >= 0, n, 0)
     at = pair.to(tl.int64) * n + i
     value = tl.load(up + at, mask=inside, other=0.0)
@@ -508,7 +508,7 @@ def experts(
         gates = _rows(h, given, flat, gate, gate_bias, n_neurons, n_used, tiles)
     ups = _rows(h, given, flat, up, up_bias, n_neurons, n_used, tiles)
     launcher.launch(
-        _values_kernel, (-(-n_neurons // 256), len(flat)), gates, ups, flat, values, counts, n_neurons,
+        _values_kernel, (len(flat), -(-n_neurons // 256)), gates, ups, flat, values, counts, n_neurons,
         float(activation.threshold), float(up_activation.threshold) if up_activation else 0.0,
         *((None, 0.0) if gate_cut is None else (gate_cut.tokens, gate_cut.threshold)), n_used,
         KIND=KINDS[activation.kind], UP_KIND=8 if up_activation is None else KINDS[up_activation.kind],

@@ -291,8 +291,10 @@ def _dot_rows(
             for t in tl.static_range(T):
                 # [1, W, 4]; where there are fewer tokens, the last one again, which nobody stores
                 xs = tl.load(x + tl.minimum(t, n_tokens - 1) * n_cols + column, mask=inside, other=0.0)
-                y = tl.sum(q * (xs * _lowered(part, TYPE)[None, None, :]), axis=2)
-                if TYPE != FLOAT:
+                if TYPE == FLOAT:  # whose rows may begin anywhere: threads then share four neighbours
+                    y = tl.sum(_rounded(q, tl.broadcast_to(xs, [R, W, 4])), axis=2)
+                else:
+                    y = tl.sum(q * (xs * _lowered(part, TYPE)[None, None, :]), axis=2)
                     y = y * _scale(d, s0, s1, s2, w, part, TYPE)
                     if TYPE == Q4_1 or TYPE == Q5_1 or TYPE == Q4_K:
                         y += tl.sum(xs, axis=2) * _minimum(m, s1, s2, w, part, TYPE)
@@ -706,8 +708,8 @@ def _sign_kernel(
 @triton.jit
 def _pack_kernel(scores, bits, threshold, first, n_scores, n_bytes, B: tl.constexpr):
     """A bit per neuron: set below `first`, and unless its score is below the threshold."""
-    byte = tl.program_id(0) * B + tl.arange(0, B)
-    t = tl.program_id(1)
+    byte = tl.program_id(1) * B + tl.arange(0, B)
+    t = tl.program_id(0)
     j = tl.arange(0, 8)[None, :]
     i = byte[:, None] * 8 + j - first
     score = tl.load(scores + t * n_scores + i, mask=(i >= 0) & (i < n_scores), other=0.0)
@@ -1278,8 +1280,8 @@ def _norm_kernel(x, out, weight, bias, eps, n, cut, threshold, LAYER: tl.constex
 @triton.jit
 def _cut_kernel(x, out, cut, threshold, n, N: tl.constexpr):
     """Rows of x [T, n] without their small values, N of them a program."""
-    i = tl.program_id(0) * N + tl.arange(0, N)
-    t = tl.program_id(1)
+    i = tl.program_id(1) * N + tl.arange(0, N)
+    t = tl.program_id(0)
     at = t.to(tl.int64) * n + i
     y = tl.load(x + at, mask=i < n, other=0.0)
     tl.store(out + at, _cut(y, tl.load(cut + t) != 0, threshold), mask=i < n)
@@ -1881,7 +1883,7 @@ def pack_bits(scores: Tensor, threshold: float, first: int = 0) -> Tensor:
     n_bytes = -(-(first + n_scores) // 8)
     bits = torch.empty((n_tokens, n_bytes), dtype=torch.uint8, device=scores.device)
     launcher.launch(
-        _pack_kernel, (-(-n_bytes // 64), n_tokens), scores, bits, threshold, first, n_scores, n_bytes,
+        _pack_kernel, (n_tokens, -(-n_bytes // 64)), scores, bits, threshold, first, n_scores, n_bytes,
         B=64, warps=1,
     )  # fmt: skip
     return bits
@@ -1894,7 +1896,7 @@ def cut(x: Tensor, by: twins.Cut | None) -> Tensor:
     x = x.contiguous()
     out, (n_tokens, n) = torch.empty_like(x), x.shape
     launcher.launch(
-        _cut_kernel, (-(-n // 1024), n_tokens), x, out, by.tokens, by.threshold, n, N=1024, warps=4
+        _cut_kernel, (n_tokens, -(-n // 1024)), x, out, by.tokens, by.threshold, n, N=1024, warps=4
     )
     return out
 
