@@ -73,6 +73,8 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "fat
 PAGE = tl.constexpr(PAGE_SIZE)
 MANTISSA = tl.constexpr(0x4B000000)  # 2^23 as float32: or-ing n < 2^23 into it gives 2^23 + n
 TWO_23 = tl.constexpr(8388608.0)
+# Older versions leave the rows that _axpy_kernel adds to several threads; 3.9 gives a thread all of them.
+SPREADS_ROWS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 SIGN_BITS = tl.constexpr(-0x7F7F7F80)  # 0x80808080
 
 
@@ -660,10 +662,13 @@ def _axpy_kernel(
                     )  # fmt: skip
                 for t in tl.static_range(T):
                     v = tl.load(x + tl.minimum(t, n_tokens - 1) * n_rows + at, mask=live, other=0.0)
+                    by = v[:, None, None]
                     if BY_ROW:
-                        added = tl.sum((v[:, None] * scale)[:, :, None] * y, axis=0)[None, :, :]
+                        by = (v[:, None] * scale)[:, :, None]
+                    if TYPE == FLOAT or SPREADS_ROWS:
+                        added = tl.sum(_rounded(tl.broadcast_to(by, [R, W, 4]), y), axis=0)[None, :, :]
                     else:
-                        added = tl.sum(v[:, None, None] * y, axis=0)[None, :, :]
+                        added = tl.sum(by * y, axis=0)[None, :, :]
                     if part == 0:
                         low = tl.where(token == t, low + added, low)
                     else:
