@@ -137,7 +137,6 @@ def test_bench_and_perplexity_take_devices(model: Path, tmp_path: Path) -> None:
     ("options", "code", "sentence"),
     [
         ((*STAND_IN, "0.0001"), 1, "the smallest budget that works is 0.01 GiB"),
-        (("--vram-budget", 8), 1, "no NVIDIA or AMD GPU was found"),
         ((), 1, "there is no GPU to plan for"),
         (("--device", "gpu"), 1, "the device 'gpu' is not known"),
         ((*STAND_IN, 1, "-ngl", "few"), 2, "'few' is neither a number nor auto"),

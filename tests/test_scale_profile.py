@@ -88,7 +88,7 @@ def test_shards_together_are_the_profile_of_one_machine(
     found, told = counted(tmp_path / "p.gguf", path, tokens, expected)
     check(found, expected)
     assert cluster.asked == [0, 1, 2]
-    assert told == [4 * 12, 12 * 12, 20 * 12]
+    assert told == [0, 4 * 12, 12 * 12, 20 * 12]
     assert not list(tmp_path.iterdir())
     short = tokens[0, :7]
     assert counted(tmp_path / "p.gguf", path, short, expected)[0].n_tokens == 7

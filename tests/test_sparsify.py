@@ -378,7 +378,7 @@ class TestTraining:
         reporter = Told()
         training(silu, tmp_path / "run").prepare(reporter)
         labels = ("choosing layers", "calibrating layers")
-        assert reporter.steps == [(label, done, 2) for label in labels for done in (1, 2)]
+        assert reporter.steps == [(label, done, 2) for label in labels for done in (0, 1, 2)]
 
     @pytest.mark.parametrize("labels", [0.0, 0.3])
     def test_recovers_what_was_broken(self, silu: Path, tmp_path: Path, labels: float) -> None:

@@ -90,7 +90,7 @@ def test_counts_are_those_of_neurons_that_are_not_zero(architecture: str, tmp_pa
         assert counts.dtype == np.uint64
         assert np.array_equal(counts, (seen[name] != 0).sum(axis=0))
     assert profile.n_tokens == 150
-    assert said == [(50, 150), (100, 150), (150, 150)]
+    assert said == [(0, 150), (50, 150), (100, 150), (150, 150)]
 
 
 def test_a_text_longer_than_the_cache_runs_in_parts(tmp_path: Path) -> None:
