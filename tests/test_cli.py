@@ -320,7 +320,12 @@ def test_a_closed_pipe_is_silent(model: Path) -> None:
         (["run", "MODEL", "hi", "--logit-bias", "x"], 2, "ID+BIAS"),
         (["run", "MODEL"], 2, "there is no prompt"),
         (["run", "MODEL", "hi", "--nonsense"], 2, "--nonsense"),
-        (["frobnicate"], 2, "frobnicate"),
+        (["frobnicate"], 2, "There is no subcommand 'frobnicate'; 'hotset help' lists them."),
+        (["quantise"], 2, "did you mean quantize?"),
+        (["RUN"], 2, "did you mean run?"),
+        (["chat"], 2, "did you mean run?"),
+        (["ver"], 2, "did you mean version"),
+        (["help", "serv"], 2, "did you mean serve?"),
         (["show", "EMPTY"], 1, "EMPTY"),
         (["rm", "nothing"], 1, "no model 'nothing'"),
         (["bench", "-m", "MODEL", "-p", "many"], 2, "128,512"),
@@ -377,6 +382,16 @@ def test_help_and_version() -> None:
         assert verb in inside("--help").stdout
         assert inside(verb, "-h").returncode == 0
     assert re.match(r"hotset \S+\n$", hotset("--version").stdout)
+    for words, options in [
+        (["help"], ["--help"]),
+        (["help", "help"], ["--help"]),
+        (["help", "run"], ["run", "--help"]),
+        (["help", "ls"], ["list", "--help"]),
+        (["version"], ["--version"]),
+        (["ls", "--all", "--json"], ["list", "--all", "--json"]),
+    ]:
+        done = inside(*words)
+        assert (done.returncode, done.stdout) == (0, inside(*options).stdout)
 
 
 def test_options_are_declared_once_and_shared_by_the_verbs() -> None:

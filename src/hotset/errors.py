@@ -4,6 +4,8 @@ The command line prints the sentence and nothing else; the Python API raises the
 a program can tell a broken file from a full context. All derive from HotsetError.
 """
 
+from collections.abc import Mapping
+
 
 class HotsetError(Exception):
     """Base of every error that hotset raises on purpose."""
@@ -69,3 +71,15 @@ class StepCancelledError(HotsetError):
 
 class CacheLostError(HotsetError):
     """What a backend kept of keys and values is gone, and it works again: all is to be computed anew."""
+
+
+def did_you_mean(name: str, known: Mapping[str, str], least: float = 0.5) -> str:
+    """A part of a sentence with the nearest of the known names, such as "did you mean pull or rm?", or "".
+
+    name: in lower case. known: a spelling in lower case -> the name that it stands for. least: how near, as
+    difflib's ratio; short names need more.
+    """
+    import difflib  # slow to import, and most runs have no error
+
+    near = difflib.get_close_matches(name, known, cutoff=least)
+    return f"did you mean {' or '.join(dict.fromkeys(known[one] for one in near))}?" if near else ""

@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 from hotset.cli.console import tell_error, warn
 from hotset.cli.options import spread
 from hotset.cli.values import take_no_value, take_plain_values
-from hotset.errors import FormatError, HotsetError
+from hotset.errors import FormatError, HotsetError, did_you_mean
 from hotset.escaping import escaped
 
 # verb → module and function. Only the verb that is called is imported: the others' imports would be
@@ -47,7 +47,11 @@ VERBS = {
     "plan": ("plan", "plan"),
     "doctor": ("doctor", "doctor"),
 }
-
+# What other programs call some of them.
+_ELSEWHERE = {
+    "chat": "run", "generate": "run", "start": "serve", "download": "pull", "fetch": "pull", "get": "pull",
+    "models": "list", "info": "show", "remove": "rm", "delete": "rm", "benchmark": "bench",
+}  # fmt: skip
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
@@ -62,6 +66,16 @@ class _Group(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, _as_options(args))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in VERBS:
+            known = {verb: verb for verb in (*VERBS, "help", "version")} | _ELSEWHERE
+            meant = did_you_mean(args[0].lower(), known, 0.6) or "'hotset help' lists them."
+            ctx.fail(f"There is no subcommand '{args[0]}'; {meant}")
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in VERBS:
@@ -123,6 +137,20 @@ class _Group(TyperGroup):
             sys.exit(1)
 
 
+def _as_options(args: list[str]) -> list[str]:
+    """The arguments with `help`, `version` and `ls` as what they are short for."""
+    match args:
+        case ["help", name, *_] if name not in ("help", "version"):
+            return [*_as_options([name]), "--help"]
+        case ["help", *_]:
+            return ["--help"]
+        case ["version", *_]:
+            return ["--version"]
+        case ["ls", *rest]:
+            return ["list", *rest]
+    return args
+
+
 def _flush() -> None:
     """What --help has printed, before an exit that nothing handles."""
     try:
@@ -180,7 +208,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=_SETTINGS,
     help="Runs large language models on a personal computer by touching only the neurons that fire.",
-    epilog="Begin with 'hotset run'.",
+    epilog="Begin with 'hotset run'. 'hotset help COMMAND' shows the options of a command.",
 )
 
 

@@ -43,7 +43,7 @@ def perplexity(
     *,
     loading: options.ModelOptions,
 ) -> None:
-    """Measure perplexity on a text: chunks of n_ctx tokens, the second half of each scored."""
+    """Measure perplexity on a text: chunks of -c tokens, the second half of each scored."""
     import hotset
     from hotset.storage import resolve
 

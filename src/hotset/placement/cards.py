@@ -6,11 +6,10 @@ developer.nvidia.com/cuda-gpus for compute capabilities; for AMD the LLVM target
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass
 
-from hotset.errors import InvalidRequestError
+from hotset.errors import InvalidRequestError, did_you_mean
 
 _PCIE_3, _PCIE_4, _PCIE_5 = 15.75, 31.5, 63.0  # GB/s in one direction, 16 lanes
 DEFAULT_LINK = _PCIE_4
@@ -72,8 +71,7 @@ def find_card(name: str) -> Card:
     if found:
         return found[0]
     names = {_plain(card.name): card.name for card in CARDS}
-    near = [names[one] for one in difflib.get_close_matches(wanted, names, n=3, cutoff=0.5)]
-    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    meant = f"{meant} " if (meant := did_you_mean(wanted, names)) else ""
     raise InvalidRequestError(
         f"the GPU {name!r} is not in the table; {meant}it has {', '.join(names.values())}. For another one "
         "give --gpu-bandwidth and --vram-budget"

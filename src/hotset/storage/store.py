@@ -19,7 +19,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from hotset.errors import HotsetError, InvalidRequestError, ModelNotFoundError
+from hotset.errors import HotsetError, InvalidRequestError, ModelNotFoundError, did_you_mean
 from hotset.files import expanded
 from hotset.storage import catalogue
 
@@ -245,14 +245,11 @@ def _only_model(folder: Path) -> Path:
 
 
 def _suggest(name: str, *, local_only: bool = False) -> str:
-    import difflib
-
     names = [model.name for model in list_models()]
     if not local_only:
         names += list(catalogue.BY_NAME)
-    lowered = {known.lower(): known for known in names}
-    near = difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.5)
-    return f" (did you mean {' or '.join(lowered[n] for n in near)}?)" if near else ""
+    meant = did_you_mean(name.lower(), {known.lower(): known for known in names})
+    return f" ({meant})" if meant else ""
 
 
 def usable_memory() -> int:
