@@ -25,6 +25,7 @@ from fake_hub import FakeHub
 from tiny_gguf import write_llama
 
 import hotset as hotset_package
+from hotset.cli.console import tell_error
 from hotset.formats.quants import GGMLType
 
 try:
@@ -254,7 +255,20 @@ def test_a_full_context_is_said_and_not_silent(model: Path) -> None:
     done = inside("run", model, "Hello " * 20, "-c", 40, "--backend", "reference")
     assert done.returncode == 1
     assert len(done.stderr.strip().splitlines()) == 1
-    assert "context of 40" in done.stderr
+    assert "context of 40; shorten it or load the model with a larger -c." in done.stderr
+
+
+def test_a_message_names_options_and_not_settings_of_python(capsys: pytest.CaptureFixture[str]) -> None:
+    tell_error("the cache has no room; lower n_ctx, or use kv_type q8_0. n_threads too")
+    assert capsys.readouterr().err == "error: the cache has no room; lower -c, or use -ctk q8_0. -t too.\n"
+    for name in (
+        "There is no model 'n_ctx'",
+        "n_ctx.gguf is empty",
+        "a/n_ctx/b has no file",
+        "my-n_ctx-2 is old",
+    ):
+        tell_error(name)
+        assert capsys.readouterr().err == f"error: {name}.\n"
 
 
 def test_activation_overrides_the_file(model: Path) -> None:

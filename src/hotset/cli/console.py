@@ -6,6 +6,7 @@ Rich is imported only where a table is really printed: `hotset run` answers befo
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 
 LONGEST_TEXT = 1 << 30  # bytes of a text to read; a device has no end
+# Settings that error messages name as Python has them, and the options that they are here.
+_OPTIONS = {"n_ctx": "-c", "n_threads": "-t", "kv_type": "-ctk"}
+_SETTING = re.compile(rf"(?<![\w./\\'-])({'|'.join(_OPTIONS)})(?![\w/\\'-]|\.\w)")
 
 
 def say(text: str, *, dim: bool = False) -> None:
@@ -36,7 +40,8 @@ def warn(text: str) -> None:
 
 
 def tell_error(sentence: str) -> None:
-    """A sentence on stderr, as it stands: it may begin with a name, whose case is its own."""
+    """A sentence on stderr. It may begin with a name, whose case is its own; settings become options."""
+    sentence = _SETTING.sub(lambda found: _OPTIONS[found[0]], sentence)
     typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
     say(sentence if sentence.endswith((".", "!", "?")) else sentence + ".")
 
