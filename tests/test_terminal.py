@@ -23,6 +23,7 @@ from test_cli import CHAT, COMMAND, PROMPT, Terminal, hotset, inside, needs_pty
 from test_cli import home as home
 from test_cli import model as model
 
+from hotset.cli.console import say, tell_error, warn
 from hotset.cli.terminal import Answer
 from hotset.escaping import clause, escaped, escaped_json
 from hotset.formats.gguf import GGUFWriter, copy_metadata, open_gguf
@@ -288,15 +289,36 @@ def test_lists_keep_their_indentation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(len, lines)) <= 30
 
 
-def test_a_word_longer_than_a_line_does_not_wait_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_word_longer_than_a_line_is_left_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not wait for its end either, and the terminal breaks it: a copy of it has no line break."""
     screen = Screen(monkeypatch, 20)
     out = Answer(screen)
-    for _ in range(100):
+    out.write("see ")
+    for _ in range(95):
         out.write("x")
-    assert len(screen.getvalue().replace("\n", "")) >= 80
+    assert len(screen.getvalue()) >= 80
+    out.write(" one two three ")
+    out.write("y" * 41 + " 天気天気天気天気天気天気")
     out.finish()
-    assert screen.getvalue().replace("\n", "") == "x" * 100
-    assert max(map(len, screen.getvalue().split("\n"))) <= 20
+    # 95 columns are 4 lines and 15 columns, and 41 are 2 lines and 1 column.
+    assert screen.getvalue() == f"see\n{'x' * 95} one\ntwo three\n{'y' * 41} 天気天気天気天気天\n気天気"
+
+
+def test_messages_on_a_terminal_break_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen(monkeypatch, 30)
+    monkeypatch.setattr(sys, "stderr", screen)
+    say(f"Run it with: hotset run {'m' * 40} and wait", dim=True)
+    tell_error("12345678901234 67890 2345678901 34567890")
+    warn("12345678901234 67890 2345678901 34567890")
+    assert re.sub("\x1b\\[[0-9;]*m", "", screen.getvalue()) == (
+        f"Run it with: hotset run\n{'m' * 40} and wait\n"
+        "error: 12345678901234 67890\n2345678901 34567890.\n"
+        "warning: 12345678901234 67890\n2345678901 34567890\n"
+    )
+    piped = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", piped)
+    say("word " * 20)
+    assert piped.getvalue() == "word " * 20 + "\n"
 
 
 def test_the_width_may_change(monkeypatch: pytest.MonkeyPatch) -> None:

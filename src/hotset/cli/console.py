@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from hotset.cli.terminal import wrapped
 from hotset.escaping import LONGEST_CELL, escaped, escaped_json
 from hotset.files import read_bounded
 
@@ -28,22 +29,22 @@ _OPTIONS = {"n_ctx": "-c", "n_threads": "-t", "kv_type": "-ctk"}
 _SETTING = re.compile(rf"(?<![\w./\\'-])({'|'.join(_OPTIONS)})(?![\w/\\'-]|\.\w)")
 
 
-def say(text: str, *, dim: bool = False) -> None:
-    """One line on stderr; stdout belongs to the answer."""
-    typer.secho(escaped(text), err=True, dim=dim)
+def say(text: str, *, dim: bool = False, column: int = 0) -> None:
+    """A message on stderr, which is at that column; stdout belongs to the answer."""
+    typer.secho(wrapped(escaped(text), sys.stderr, column), err=True, dim=dim)
 
 
 def warn(text: str) -> None:
     """A sentence on stderr that somebody should read."""
-    typer.secho("warning: ", fg="yellow", err=True, nl=False)
-    say(text)
+    typer.secho(prefix := "warning: ", fg="yellow", err=True, nl=False)
+    say(text, column=len(prefix))
 
 
 def tell_error(sentence: str) -> None:
     """A sentence on stderr. It may begin with a name, whose case is its own; settings become options."""
     sentence = _SETTING.sub(lambda found: _OPTIONS[found[0]], sentence)
-    typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
-    say(sentence if sentence.endswith((".", "!", "?")) else sentence + ".")
+    typer.secho(prefix := "error: ", fg="red", bold=True, err=True, nl=False)
+    say(sentence if sentence.endswith((".", "!", "?")) else sentence + ".", column=len(prefix))
 
 
 def tell_choice(model: Model) -> None:

@@ -1,4 +1,4 @@
-"""An answer on a terminal: nothing in it controls it, and it is not cut inside a word.
+"""Answers and messages on a terminal: nothing in an answer controls it, and no line ends inside a word.
 
 What goes to a pipe or a file is left as it is. How messages and tables show what others wrote: escaping.py.
 """
@@ -22,8 +22,9 @@ class Answer:
     """Writes an answer piece by piece to the standard output.
 
     On a terminal its control characters are written out, and its lines break between words: a word waits
-    until it is complete. Lines of code, fenced or indented, are left to the terminal. The width is asked for
-    again with every piece.
+    until it is complete. Lines of code, fenced or indented, and words that are longer than a line, such as
+    addresses, are left to the terminal, so that they can be copied. The width is asked for again with every
+    piece.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -33,6 +34,7 @@ class Answer:
         self._spaces = ""  # of this line, not written yet
         self._word = ""  # not written yet
         self._width_of_word = 0
+        self._goes_on = False  # whether what waits goes on with a word whose beginning is written
         self._begun = False  # whether a word stands on this line of the text
         self._code = ""  # the fence that began, "line" of one that is indented, or "": no code
         self._line = ""  # of code, its beginning
@@ -83,10 +85,11 @@ class Answer:
             return self._next_of_code(character)
         if character == "\n":
             out = self._place(columns)
-            self._column, self._spaces, self._begun = 0, "", False
+            self._column, self._spaces, self._begun, self._goes_on = 0, "", False, False
             return out + "\n"
         if character in " \t":
             out = self._place(columns)
+            self._goes_on = False
             if self._code:
                 return out + character
             at = self._column + len(self._spaces)
@@ -100,8 +103,10 @@ class Answer:
         out = ""
         if self._word and width and self._word[-1] != _JOINER and (width > 1 or _cells(self._word[-1]) > 1):
             out = self._place(columns)  # between characters that are words by themselves
-        elif columns and self._width_of_word + width > columns:  # longer than a line: nothing can be done
+            self._goes_on = False
+        elif columns and self._width_of_word + width > columns:  # longer than a line: it does not wait
             out = self._place(columns)
+            self._goes_on = True
         if self._code:
             return out + self._next_of_code(character)
         self._word += character
@@ -134,10 +139,22 @@ class Answer:
             self._line = "-"  # the rest of this line ends nothing
         self._begun = True
         if columns and self._column and self._column + len(spaces) + width > columns:
+            if self._goes_on:  # the terminal breaks it
+                self._column = (self._column + width - 1) % columns + 1
+                return word
             self._column = width
             return "\n" + word
         self._column += len(spaces) + width
         return spaces + word
+
+
+def wrapped(text: str, stream: TextIO, column: int = 0) -> str:
+    """A message for `stream`, which is at that column: on a terminal its lines break between words."""
+    answer = Answer(stream)
+    if not answer._wraps:
+        return text
+    answer._column = column
+    return answer._wrapped(text) + answer._place(answer._columns())
 
 
 def _cells(character: str) -> int:
