@@ -304,6 +304,18 @@ def test_a_word_longer_than_a_line_is_left_to_the_terminal(monkeypatch: pytest.M
     assert screen.getvalue() == f"see\n{'x' * 95} one\ntwo three\n{'y' * 41} 天気天気天気天気天\n気天気"
 
 
+def test_where_the_width_is_not_known_no_word_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen(monkeypatch, 0)
+    out = Answer(screen)
+    for character in PROSE:
+        out.write(character)
+        assert PROSE.startswith(screen.getvalue())
+    out.write("x" * 50)
+    assert len(screen.getvalue()) >= len(PROSE) + 49
+    out.finish()
+    assert screen.getvalue() == PROSE + "x" * 50
+
+
 def test_messages_on_a_terminal_break_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen(monkeypatch, 30)
     monkeypatch.setattr(sys, "stderr", screen)

@@ -104,7 +104,9 @@ class Answer:
         if self._word and width and self._word[-1] != _JOINER and (width > 1 or _cells(self._word[-1]) > 1):
             out = self._place(columns)  # between characters that are words by themselves
             self._goes_on = False
-        elif columns and self._width_of_word + width > columns:  # longer than a line: it does not wait
+        elif (
+            self._width_of_word + width > columns
+        ):  # longer than a line, or that is unknown: it does not wait
             out = self._place(columns)
             self._goes_on = True
         if self._code:
