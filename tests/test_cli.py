@@ -579,7 +579,8 @@ def test_without_a_model_a_terminal_chooses(home: Path, model: Path) -> None:
     (folder / "another.gguf").symlink_to(model)
     chat = Terminal("run", *CHAT, "-n", 3)
     table = chat.wait_for(r"(?s)(1\s+tiny-relu.*)Which one\?")[1]
-    assert table.index("tiny-relu") < table.index("bamboo-7b") < table.index("another")
+    assert table.index("tiny-relu") < table.index("another") < table.index("bamboo-7b")
+    assert not re.search("to be fetched.*here", table, re.DOTALL)
     assert "turbosparse" not in table
     chat.type("99\n")
     chat.wait_for("A number from 1 to")

@@ -137,7 +137,7 @@ def _find(name: str | None, interactive: bool, bar: ProgressBar) -> Path:
 
 
 def _choose() -> str:
-    """Asks which model to chat with: ReLU models first, then what is here, then by size."""
+    """Asks which model to chat with: those that are here first, of each the ReLU models, then by size."""
     memory = store.usable_memory()
     local = store.list_models()
     here = {model.name for model in local}
@@ -147,7 +147,7 @@ def _choose() -> str:
         for entry in catalogue.ENTRIES
         if entry.name not in here and not entry.unsupported
     ]
-    choices.sort(key=lambda choice: (not choice[2], not choice[3], choice[1]))
+    choices.sort(key=lambda choice: (not choice[3], not choice[2], choice[1]))
     print_table(
         [">", "model", ">size", "fits in memory", "kind", "where"],
         [
