@@ -126,10 +126,17 @@ def test_several_files_are_written_or_none(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_new_file_has_the_rights_that_the_mask_leaves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("without_a_name", [True, False])
+def test_a_new_file_has_the_rights_that_the_mask_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_a_name: bool
+) -> None:
+    if not without_a_name:
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
     (tmp_path / "by hand").write_bytes(b"")
     write_whole({tmp_path / "a": b"new"})
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "by hand").stat().st_mode
+    write_whole({tmp_path / "a": b"private"}, mode=0o600)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) & 0o077 == 0
 
 
 def test_a_name_as_long_as_the_system_allows_has_room_for_its_temporary_one(tmp_path: Path) -> None:

@@ -147,13 +147,18 @@ def replacing(path: str | os.PathLike[str], remedy: str = "choose another folder
 
 
 def write_whole(
-    contents: Mapping[Path, bytes | str], remedy: str = "choose another folder", *, sync: bool = True
+    contents: Mapping[Path, bytes | str],
+    remedy: str = "choose another folder",
+    *,
+    sync: bool = True,
+    mode: int = 0o666,
 ) -> None:
     """Writes files (text as UTF-8), and gives them their names when all are written. Errors as `replacing`.
 
-    sync: False for what can be made again, such as a cache: a power cut may leave it empty.
+    sync: False for what can be made again, such as a cache: a power cut may leave it empty. mode: the
+    permissions of the files, less the umask.
     """
-    with _replacing_all(list(contents), remedy, sync=sync) as files:
+    with _replacing_all(list(contents), remedy, sync=sync, mode=mode) as files:
         for file, data in zip(files, contents.values(), strict=True):
             file.write(data.encode() if isinstance(data, str) else data)
 
@@ -168,7 +173,9 @@ def appending(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def _replacing_all(paths: list[Path], remedy: str, *, sync: bool = True) -> Iterator[list[BinaryIO]]:
+def _replacing_all(
+    paths: list[Path], remedy: str, *, sync: bool = True, mode: int = 0o666
+) -> Iterator[list[BinaryIO]]:
     for path in paths:
         check_target(path)
     temporary = [
@@ -179,7 +186,7 @@ def _replacing_all(paths: list[Path], remedy: str, *, sync: bool = True) -> Iter
             files = []
             for path, place in zip(paths, temporary, strict=True):
                 with _told(path, remedy):
-                    files.append(opened.enter_context(_create(place)))
+                    files.append(opened.enter_context(_create(place, mode)))
             with _told(paths[0] if len(paths) == 1 else None, remedy):
                 yield files
             for path, place, file in zip(paths, temporary, files, strict=True):
@@ -214,12 +221,12 @@ def _told(path: Path | None, remedy: str) -> Iterator[None]:
         raise HotsetError(f"{where} cannot be written ({reason}); {remedy}.") from error
 
 
-def _create(temporary: Path) -> BinaryIO:
+def _create(temporary: Path, mode: int) -> BinaryIO:
     """A new file without a name, gone with the process; where there are none, one named `temporary`."""
     if hasattr(os, "O_TMPFILE") and Path("/proc/self/fd").is_dir():
         with contextlib.suppress(OSError):  # not every file system has them
-            return open(os.open(temporary.parent, os.O_TMPFILE | os.O_WRONLY, 0o666), "wb")
-    return temporary.open("xb")
+            return open(os.open(temporary.parent, os.O_TMPFILE | os.O_WRONLY, mode), "wb")
+    return open(temporary, "xb", opener=lambda path, flags: os.open(path, flags, mode))
 
 
 def _name(file: BinaryIO, temporary: Path) -> None:
