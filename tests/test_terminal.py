@@ -400,12 +400,14 @@ def test_a_chat_wraps_at_the_edge_of_a_real_terminal(model: Path, tmp_path: Path
 
 @needs_pty
 def test_an_interrupted_answer_shows_the_word_that_it_stopped_in(model: Path, tmp_path: Path) -> None:
-    chat = Terminal("run", model, *CHAT, "--ignore-eos", env=talking(tmp_path, "Hello " + "x" * 5000))
+    env = talking(tmp_path, "Hello " + "x" * 5000)
+    chat = Terminal("run", model, *CHAT, "--ignore-eos", "-c", 9999, env=env)  # which takes seconds to fill
     chat.wait_for(PROMPT)
     columns_of(chat, 70)
     chat.type("hi\n")
     chat.wait_for("Hello")
-    chat.interrupt_until(r"interrupted\]")
+    chat.type("\x03")
+    chat.wait_for(r"interrupted\]")
     chat.wait_for(PROMPT)
     chat.type("\x04")
     assert chat.exit_code() == 0

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hotset.cli.answer import chunks, closing_line, has_template, print_stats
+from hotset.cli.answer import closing_line, has_template, print_stats
 from hotset.cli.console import say, tell_error
+from hotset.cli.editor import Editor, block
 from hotset.cli.terminal import Answer
-from hotset.errors import HotsetError
+from hotset.errors import HotsetError, did_you_mean
 from hotset.files import check_target, expanded, write_whole
 from hotset.units import human_size
 
@@ -21,15 +22,13 @@ if TYPE_CHECKING:
     from hotset.api import Model
     from hotset.generation import Chunk
 
-_PROMPT = "> "
-
 
 class _LeaveError(Exception):
     """/exit, or the end of the input."""
 
 
 class Chat:
-    """A conversation with a model. Without a chat template every line is continued on its own."""
+    """A conversation with a model. Without a chat template every message is continued on its own."""
 
     def __init__(
         self, model: Model, system: str | None, raw: bool, params: dict[str, Any], parse_special: bool = True
@@ -58,62 +57,72 @@ class Chat:
     def loop(self) -> None:
         hint = "/help shows the commands, Ctrl-C stops an answer, Ctrl-D leaves."
         if not self.template:
-            hint = "No chat template: every line is continued on its own. " + hint
+            hint = "No chat template: every message is continued on its own. " + hint
         name = Path(self.model.gguf.path).name
         say(f"{name}, context {self.model.n_ctx} tokens", dim=True)
         say(hint, dim=True)
-        while True:
-            try:
-                line = _read()
-            except KeyboardInterrupt:
-                say("")
-                say("(Ctrl-D or /exit leaves)", dim=True)
-                continue
-            except EOFError:
-                say("")
-                return
-            try:
-                self.handle(line)
-            except _LeaveError:
-                return
-            except HotsetError as error:
-                tell_error(str(error))
+        with Editor(f"/{command}" for command in self.commands) as editor:
+            while True:
+                try:
+                    self.handle(editor.read())
+                except KeyboardInterrupt:
+                    say("(Ctrl-D or /exit leaves)", dim=True)
+                except (EOFError, _LeaveError):
+                    return
+                except HotsetError as error:
+                    tell_error(str(error))
 
-    def handle(self, line: str) -> None:
-        """One line: a command, or something to answer."""
-        if not line.strip():
-            return
-        if line.startswith("/"):
-            name, _, rest = line[1:].strip().partition(" ")
-            names = [command for command in self.commands if command.startswith(name)] if name else []
-            if name in ("quit", "bye"):
-                names = ["exit"]
-            if len(names) == 1:
-                self.commands[names[0]][0](rest.strip())
-            else:
-                say(f"There is no command /{name}: /help shows them.")
+    def handle(self, typed: str) -> None:
+        """What was typed: a command, or something to answer."""
+        text = block(typed)
+        if text is None:
+            text = typed
+            if typed.startswith("/") and self._obeys(typed):
+                return
+        if not text.strip():
             return
         if self.template:
-            self.messages.append({"role": "user", "content": line})
+            self.messages.append({"role": "user", "content": text})
             self.answer()
         else:
-            self._show(line)
+            ids = self.model.encode(text, parse_special=self.parse_special)
+            self._show(self.model.stream(ids, **self.params))
+
+    def _obeys(self, typed: str) -> bool:
+        """Whether it was a command. Several lines, such as a path or a comment that is pasted, are one only
+        where they begin with its whole name."""
+        name, rest = [*typed[1:].split(None, 1), "", ""][:2]
+        name = {"quit": "exit", "bye": "exit"}.get(name, name)
+        if name not in self.commands:
+            if "\n" in typed:
+                return False
+            begun = [command for command in self.commands if name and command.startswith(name)]
+            if len(begun) != 1:
+                known = {command: f"/{command}" for command in begun or self.commands}
+                meant = did_you_mean(name.lower(), known, 0.0 if begun else 0.6)
+                say(f"There is no command /{name}; {meant or '/help shows them.'}")
+                return True
+            name = begun[0]
+        self.commands[name][0](rest.strip())
+        return True
 
     def answer(self) -> None:
         """Answers the last message, and keeps the answer (or what there is of it) in the conversation."""
-        system = [{"role": "system", "content": self.system}] if self.system else []
         try:
-            text = self._show([*system, *self.messages])
-        except HotsetError:
+            ids = self.model.encode_chat([*self._system_messages(), *self.messages])
+            text = self._show(self.model.stream(ids, **self.params))
+        except (HotsetError, KeyboardInterrupt):
             self.messages.pop()  # what cannot be answered must not block the next question
             raise
         self.messages.append({"role": "assistant", "content": text})
 
-    def _show(self, prompt: str | list[dict[str, str]]) -> str:
+    def _system_messages(self) -> list[dict[str, str]]:
+        return [{"role": "system", "content": self.system}] if self.system else []
+
+    def _show(self, answer: Iterator[Chunk]) -> str:
         pieces: list[str] = []
         self.last = None
         try:
-            answer = chunks(self.model, prompt, self.params, parse_special=self.parse_special)
             with Answer() as out, closing(answer) as stream:  # type: ignore[type-var]
                 for chunk in stream:
                     self.last = chunk
@@ -135,7 +144,9 @@ class Chat:
     def help(self, rest: str) -> None:
         for name, (_, text) in self.commands.items():
             say(f"  /{name:<8}{text}")
+        say('  A pasted block is one message, and so is what stands between """ and """, over lines.')
         say("  A line that ends with \\ goes on in the next one.")
+        say("  Tab completes commands; the arrow up and Ctrl-R find earlier messages, of earlier chats too.")
 
     def clear(self, rest: str) -> None:
         self.messages.clear()
@@ -178,10 +189,9 @@ class Chat:
             return
         import json
 
-        system = [{"role": "system", "content": self.system}] if self.system else []
         path = expanded(rest)
         check_target(path, self.model.gguf.paths)
-        text = json.dumps([*system, *self.messages], indent=2, ensure_ascii=False) + "\n"
+        text = json.dumps([*self._system_messages(), *self.messages], indent=2, ensure_ascii=False) + "\n"
         write_whole({path: text.encode("utf-8", "replace")}, "choose another place")
         say(f"Saved {len(self.messages)} messages to {rest}.")
 
@@ -189,32 +199,10 @@ class Chat:
         raise _LeaveError
 
 
-def _read() -> str:
-    """A line of the person, several where lines end with a backslash."""
-    lines = [_input(_PROMPT)]
-    while lines[-1].endswith("\\"):
-        lines[-1] = lines[-1][:-1]
-        lines.append(_input("  "))
-    return "\n".join(lines)
-
-
-def _input(prompt: str) -> str:
-    if sys.stdout.isatty():
-        return input(prompt)  # with the line editing that readline adds
-    sys.stderr.write(prompt)
-    sys.stderr.flush()
-    line = sys.stdin.readline()
-    if not line:
-        raise EOFError
-    return line.rstrip("\n")
-
-
 def chat(
     model: Model, *, system: str | None, raw: bool, params: dict[str, Any], parse_special: bool = True
 ) -> None:
     """Chats until /exit or Ctrl-D."""
-    with suppress(ImportError):
-        import readline  # noqa: F401  # input() then edits lines and remembers them
     if system and (raw or not has_template(model)):
         raise typer.BadParameter("it needs a chat template.", param_hint="--system")
     Chat(model, system, raw, params, parse_special).loop()

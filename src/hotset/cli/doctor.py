@@ -29,6 +29,7 @@ _PACKAGES = (
     "scipy",
     "typer",
     "rich",
+    "prompt-toolkit",
 )
 _GPU_DRIVERS = {"NVIDIA driver (libcuda)": ("cuda", "nvcuda"), "AMD runtime (libamdhip64)": ("amdhip64",)}
 _GPU_PACKAGES = ("torch", "triton")

@@ -1,0 +1,311 @@
+"""The chat at a terminal: pasted blocks, the history and commands."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cli import ANSWERED, CHAT, Terminal, needs_pty
+from test_cli import home as home
+from test_cli import model as model
+from test_terminal import PROSE, columns_of, talking
+
+from hotset.cli import editor
+from hotset.cli.chat import Chat
+
+PROMPT = r"(^|\n)> ?$"
+
+
+class DrawingTerminal(Terminal):
+    """A terminal on which the chat can draw. `screen` is what it draws, without the sequences that do so."""
+
+    def __init__(self, *arguments: object, env: dict[str, str] | None = None) -> None:
+        super().__init__(*arguments, env={"TERM": "xterm", **(env or {})})
+
+    def shown(self, output: str) -> str:
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\x08", "", output)
+
+    def ask(self, keys: str) -> None:
+        """Types what the model answers."""
+        self.wait_for(PROMPT)
+        self.type(keys)
+        self.wait_for(ANSWERED)
+
+    def leave(self) -> None:
+        self.wait_for(PROMPT)
+        self.type("\x04")
+        assert self.exit_code() == 0
+
+    def asked(self, folder: Path) -> list[str]:
+        """The messages that the model has got, by /save."""
+        self.wait_for(PROMPT)
+        self.type(f"/save {folder / 'chat.json'}\r")
+        self.wait_for("Saved")
+        saved = json.loads((folder / "chat.json").read_text())
+        return [message["content"] for message in saved if message["role"] == "user"]
+
+
+def pasted(text: str) -> str:
+    """What a terminal sends where bracketed paste is on."""
+    return f"\x1b[200~{text}\x1b[201~"
+
+
+@pytest.fixture
+def chat(model: Path, home: Path) -> DrawingTerminal:
+    return DrawingTerminal("run", model, *CHAT, "-n", 2, "--ignore-eos")
+
+
+# -- the editor ----------------------------------------------------------------------------------
+
+
+@needs_pty
+def test_a_pasted_block_is_one_message(chat: DrawingTerminal, tmp_path: Path) -> None:
+    blocks = ["one\n  two\\\n\nthree", "/usr/bin\n/usr/lib", "// no command\nint x;", '"""Text."""\nx = 1']
+    for text in blocks:
+        chat.ask(pasted(text.replace("\n", "\r")) + "\r")  # as terminals write line breaks
+    chat.ask("it says " + pasted("a\nb") + " and ends\r")
+    assert chat.asked(tmp_path) == [*blocks, "it says a\nb and ends"]
+    chat.leave()
+
+
+@needs_pty
+def test_a_block_that_is_pasted_during_an_answer_is_one_message(
+    model: Path, home: Path, tmp_path: Path
+) -> None:
+    chat = DrawingTerminal("run", model, *CHAT, "--ignore-eos", "-n", 200)
+    chat.wait_for(PROMPT)
+    chat.type("hi\r")
+    chat.wait_for(r"hi\r*\n[^\n\x1b]{3}")  # the answer has begun
+    chat.type(pasted("one\rtwo\rthree"))
+    chat.wait_for(ANSWERED)
+    chat.wait_for("three$")
+    chat.type("\r")
+    chat.wait_for(ANSWERED)
+    assert chat.asked(tmp_path) == ["hi", "one\ntwo\nthree"]
+    chat.leave()
+
+
+@needs_pty
+@pytest.mark.parametrize("kind", [Terminal, DrawingTerminal])
+def test_quotes_and_backslashes_make_a_message_of_several_lines(
+    model: Path, home: Path, tmp_path: Path, kind: type[Terminal]
+) -> None:
+    chat = kind("run", model, *CHAT, "-n", 2, "--ignore-eos")
+    for typed in ('"""\nx = 1\\\n\n/help\n"""\n', '"""a\nb"""\n', '"""/clear"""\n', "one\\\ntwo\\\nthree\n"):
+        chat.wait_for(PROMPT)
+        chat.type(typed)
+        chat.wait_for(ANSWERED)
+    chat.wait_for(PROMPT)
+    chat.type(f"/save {tmp_path / 'chat.json'}\n")
+    chat.wait_for("Saved 8 messages")
+    saved = json.loads((tmp_path / "chat.json").read_text())
+    assert [m["content"] for m in saved[::2]] == ["x = 1\\\n\n/help", "a\nb", "/clear", "one\ntwo\nthree"]
+    chat.wait_for(PROMPT)
+    chat.type("\x04")
+    assert chat.exit_code() == 0
+
+
+@pytest.mark.parametrize(
+    ("typed", "is_open", "block"),
+    [
+        ("a", False, None),
+        ("a\\", True, None),
+        ('"""', True, None),
+        ('"""a', True, None),
+        ('"""a"', True, None),
+        ('"""a "" b\nc', True, None),
+        ('"""\na\n"""', False, "a"),
+        ('"""\n\n a\n\n"""  ', False, "\n a\n"),
+        ('"""\n"""', False, ""),
+        ('"""a"""', False, "a"),
+        ('""""""', False, ""),
+        ('"""a\\', True, None),
+        ('"""Doc."""\nx = """y', False, None),  # a program that begins with its docstring is sent as it is
+        ('a """', False, None),
+    ],
+)
+def test_where_a_block_begins_and_ends(typed: str, is_open: bool, block: str | None) -> None:
+    assert (editor.is_open(typed), editor.block(typed)) == (is_open, block)
+
+
+@needs_pty
+def test_tab_completes_commands(chat: DrawingTerminal) -> None:
+    chat.wait_for(PROMPT)
+    chat.type("/he\t\r")
+    chat.wait_for(r"/regen\s+answer the last question again")
+    chat.wait_for(PROMPT)
+    chat.type("/s\t")
+    chat.wait_for(r"/system\s+/stats\s+/save")
+    chat.type("ta\t\r")
+    chat.wait_for("Nothing has been answered yet")
+    chat.leave()
+
+
+@needs_pty
+def test_ctrl_c_drops_what_is_typed_and_stops_an_answer(model: Path, home: Path, tmp_path: Path) -> None:
+    chat = DrawingTerminal("run", model, *CHAT, "--ignore-eos", "-c", 9999)  # which takes seconds to fill
+    chat.wait_for(PROMPT)
+    chat.type("wrong")
+    chat.wait_for("wrong$")
+    chat.type("\x03")
+    chat.wait_for("Ctrl-D or /exit leaves")
+    chat.wait_for(PROMPT)
+    chat.type("right\r")
+    chat.wait_for(r"right\r*\n[^\n\x1b]{3}")
+    chat.type("\x03")
+    chat.wait_for(r"\[prompt \d+ tokens.* interrupted\]")
+    assert chat.asked(tmp_path) == ["right"]
+    chat.leave()
+
+
+@needs_pty
+def test_what_is_no_command_gets_a_suggestion(chat: DrawingTerminal) -> None:
+    for typed, told in [
+        ("/hlep", r"There is no command /hlep; did you mean /help\?"),
+        ("/s", r"There is no command /s; did you mean (/\w+ or ){2}/\w+\?"),
+        ("/frobnicate", r"There is no command /frobnicate; /help shows them\."),
+        ("/", r"There is no command /; /help shows them\."),
+        ("/sys", r"System message: \(none\)"),
+        (pasted("/system Be kind.\nBe brief."), "a new conversation"),
+        ("/system", r"System message: Be kind\.\\nBe brief\."),
+    ]:
+        chat.wait_for(PROMPT)
+        chat.type(typed + "\r")
+        chat.wait_for(told)
+    chat.wait_for(PROMPT)
+    chat.type("/quit\r")
+    assert chat.exit_code() == 0
+
+
+@needs_pty
+def test_a_narrow_terminal_breaks_lines_between_words(model: Path, home: Path, tmp_path: Path) -> None:
+    answer = PROSE.replace("\n", " ")
+    env = talking(tmp_path, answer)
+    chat = DrawingTerminal("run", model, *CHAT, "-n", len(answer) // 3 + 1, "--ignore-eos", env=env)
+    chat.wait_for(PROMPT)
+    columns_of(chat, 24)
+    chat.type("hi\r")
+    told = chat.wait_for(r"(?s)hi\r*\n(.*cut\s+at\s+-n\])")[1].replace("\r", "")
+    lines = told.split("\n")
+    assert max(map(len, lines)) <= 24
+    words = " ".join(lines).split()
+    assert words[: len(answer.split())] == answer.split()
+    assert re.fullmatch(r"\[prompt \d+ tokens, [\d.]+ t/s \| answer \d+ tokens, .* \| cut at -n\]",
+                        " ".join(words[len(answer.split()) :]))  # fmt: skip
+    chat.leave()
+
+
+# -- the history ---------------------------------------------------------------------------------
+
+UP, CTRL_R = "\x1b[A", "\x12"
+
+
+@needs_pty
+def test_the_history_is_there_in_the_next_chat(model: Path, home: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        chat = DrawingTerminal("run", model, *CHAT, "-n", 2, "--ignore-eos")
+        chat.ask("first\r")
+        chat.ask(pasted("second\nof two lines") + "\r")
+        chat.leave()
+    assert stat.S_IMODE((home / "chat_history").stat().st_mode) == 0o600
+    chat = DrawingTerminal("run", model, *CHAT, "-n", 2, "--ignore-eos")
+    chat.ask(UP + "\r")
+    chat.ask(CTRL_R + "fir\r\r")
+    assert chat.asked(tmp_path) == ["second\nof two lines", "first"]
+    chat.leave()
+
+
+@needs_pty
+def test_a_history_that_cannot_be_used_stops_nothing(model: Path, home: Path, tmp_path: Path) -> None:
+    (home / "chat_history").mkdir(parents=True)
+    chat = DrawingTerminal("run", model, *CHAT, "-n", 2, "--ignore-eos")
+    chat.wait_for(PROMPT)
+    chat.type("one\r")
+    chat.wait_for("Messages are not kept for later chats: .*chat_history is not a regular file but a folder")
+    chat.wait_for(ANSWERED)
+    chat.ask("two\r")
+    chat.ask(UP + UP + "\r")  # in this chat they are
+    assert chat.asked(tmp_path) == ["one", "two", "one"]
+    chat.leave()
+    assert list(home.iterdir()) == [home / "chat_history"]
+
+
+def kept(history: editor._History | None = None) -> list[str]:
+    return list((history or editor._History()).load_history_strings())
+
+
+def test_a_damaged_history_keeps_what_can_be_read(home: Path) -> None:
+    assert kept() == []
+    home.mkdir()
+    file = home / "chat_history"
+    file.write_bytes(b'"one"\nno json\n\xff\xfe\n{"a": 1}\n' + b"[" * 9999 + b'\n\n"two\\nlines"\n"cut of')
+    assert kept() == ["two\nlines", "one"]
+    editor._History().store_string("three \udcff")
+    assert kept() == ["three \udcff", "two\nlines", "one"]
+    assert file.read_text().count("\n") == 3
+
+
+def test_chats_side_by_side_share_one_history(home: Path) -> None:
+    one, other = editor._History(), editor._History()
+    for history, text in [(one, "a"), (other, "b"), (one, "c")]:
+        history.store_string(text)
+    assert kept() == ["c", "b", "a"]
+
+
+def test_the_history_has_a_bound(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(editor, "_LARGEST_HISTORY", 100)
+    monkeypatch.setattr(editor, "_LONGEST_ENTRY", 40)
+    history = editor._History()
+    for i in range(30):
+        history.store_string(f"message {i}")  # with quotes and newline 12 or 13 bytes
+        assert (home / "chat_history").stat().st_size <= 100
+    history.store_string("x" * 39)
+    assert kept() == [f"message {i}" for i in range(29, 22, -1)]
+    (home / "chat_history").write_text('"x"\n' * 26)
+    assert kept(history) == []
+    history.store_string("y")
+    assert (home / "chat_history").stat().st_size == 104
+
+
+def test_no_place_for_a_history_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOTSET_HOME", "/dev/null/none")
+    history = editor._History()
+    assert kept(history) == []
+    for _ in range(2):
+        history.store_string("a")
+        history.tell()
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("Messages are not kept for later chats: /dev/null")
+    monkeypatch.setenv("HOTSET_HOME", "~nouser/none")
+    assert kept() == []
+
+
+# -- messages --------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_an_empty_message_asks_nothing(template: bool) -> None:
+    chat, asked = object.__new__(Chat), []
+    chat.template, chat.messages, chat.commands = template, [], {}
+    chat.model, chat.params, chat.parse_special = _Echo(), {}, True  # type: ignore[assignment]
+    chat.answer = lambda: asked.append("chat")  # type: ignore[method-assign]
+    chat._show = lambda stream: asked.append("raw") or ""  # type: ignore[method-assign, func-returns-value]
+    for line in ("", " ", "\t \n", '"""\n \n"""'):
+        chat.handle(line)
+    assert asked == chat.messages == []
+    chat.handle(" a ")
+    assert asked == ["chat" if template else "raw"]
+
+
+class _Echo:
+    def encode(self, text: str, *, parse_special: bool) -> list[int]:
+        return [1] * len(text)
+
+    def stream(self, ids: list[int], **params: Any) -> list[int]:
+        return ids
