@@ -1,4 +1,4 @@
-"""The chat at a terminal: pasted blocks, the history and commands."""
+"""The chat at a terminal: pasted blocks, the history, commands, and a context that is full."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from test_cli import home as home
 from test_cli import model as model
 from test_terminal import PROSE, columns_of, talking
 
+import hotset
 from hotset.cli import editor
 from hotset.cli.chat import Chat
 
@@ -286,7 +287,7 @@ def test_no_place_for_a_history_is_no_error(
     assert kept() == []
 
 
-# -- messages --------------------------------------------------------
+# -- messages, and a context that is full --------------------------------------------------------
 
 
 @pytest.mark.parametrize("template", [True, False])
@@ -309,3 +310,116 @@ class _Echo:
 
     def stream(self, ids: list[int], **params: Any) -> list[int]:
         return ids
+
+
+class Talk:
+    """A chat with a model whose prompts are kept as texts."""
+
+    def __init__(self, model: Path, monkeypatch: pytest.MonkeyPatch, **params: Any) -> None:
+        self.model = hotset.load(model, backend="reference", n_ctx=256)
+        self.prompts: list[str] = []
+        stream = self.model.stream
+
+        def kept(ids: list[int], **params: Any) -> Any:
+            chunks = stream(ids, **params)
+            self.prompts.append(self.model.tokenizer.decode(ids))
+            return chunks
+
+        monkeypatch.setattr(self.model, "stream", kept)
+        fixed = {"temperature": 0.0, "ignore_eos": True, **params}
+        self.chat = Chat(self.model, "Be kind.", False, fixed)
+
+    def __enter__(self) -> Talk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.model.close()
+
+    def left(self) -> list[str]:
+        """The questions of the last prompt."""
+        return re.findall(r"user\n(.*)<\|im_end\|>", self.prompts[-1])
+
+
+def test_a_full_context_drops_the_oldest_turns(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Talk(model, monkeypatch, max_tokens=4) as talk:
+        asked, before, n_drops = [], 0, 0
+        for i in range(20):
+            asked.append(f"question {i}")
+            talk.chat.handle(asked[-1])
+            told = " ".join(capsys.readouterr().err.split())
+            assert talk.prompts[-1].startswith("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n")
+            left = talk.left()
+            assert left == asked[-len(left) :]
+            n_dropped = before + 1 - len(left)
+            if n_dropped:
+                n_drops += 1
+                which = f"the {n_dropped} oldest turns are" if n_dropped > 1 else "the oldest turn is"
+                assert f"the context of 256 tokens is full: {which} left out; a larger -c keeps more" in told
+                prompt = talk.model.tokenizer.encode(talk.prompts[-1], False, True)
+                assert len(prompt) <= 256 - 256 // 4
+            else:
+                assert "full" not in told
+            before = len(left)
+        assert 5 <= n_drops <= 10  # not with each question
+        assert [m["content"] for m in talk.chat.messages[::2]] == asked  # /save has them all
+        talk.chat.handle("/regen")
+        assert talk.left() == left
+        talk.chat.handle("/clear")
+        talk.chat.handle("new")
+        assert talk.left() == ["new"]
+
+
+def test_a_question_that_has_no_room_drops_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Talk(model, monkeypatch, max_tokens=4) as talk:
+        for text in ("one", "two"):
+            talk.chat.handle(text)
+        before = list(talk.chat.messages)
+        for n in (230, 256, 300, 100_000):
+            with pytest.raises(hotset.ContextLengthError, match="context of 256"):
+                talk.chat.handle("x" * n)
+            assert talk.chat.messages == before
+        assert "left out" not in capsys.readouterr().err
+        talk.chat.handle("three")
+        assert talk.left() == ["one", "two", "three"]
+        talk.chat.handle("y" * 150)
+        assert talk.left() == ["y" * 150]
+        assert "the 3 oldest turns are left out" in " ".join(capsys.readouterr().err.split())
+        monkeypatch.setattr(talk.model, "stream", lambda *_, **__: _raise(hotset.HotsetError("it broke")))
+        for _ in range(4):  # the question goes with the error, then the one before it, ...
+            with pytest.raises(hotset.HotsetError, match="it broke"):
+                talk.chat.handle("/regen")
+        talk.chat.handle("/regen")
+        assert "There is no question to answer again" in capsys.readouterr().err
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+def test_an_answer_without_a_bound_has_an_eighth_of_the_context(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Talk(model, monkeypatch) as talk:
+        talk.chat.handle("one")  # its answer fills the context
+        assert "the context of 256 tokens is full" in capsys.readouterr().err
+        talk.chat.handle("go on")
+        assert talk.left() == ["go on"]
+        assert "the oldest turn is left out" in capsys.readouterr().err
+
+
+@needs_pty
+def test_the_chat_goes_on_in_a_full_context(model: Path, home: Path, tmp_path: Path) -> None:
+    chat = DrawingTerminal("run", model, *CHAT, "-n", 3, "-c", 96, "--ignore-eos")
+    for i in range(6):
+        chat.ask(f"q{i}\r")
+    chat.wait_for(PROMPT)
+    chat.type("z" * 90 + "\r")
+    told = chat.wait_for("error: .*context of 96.*\n")[0]
+    assert "a larger -c." in told
+    assert "n_ctx" not in told
+    assert chat.asked(tmp_path) == [f"q{i}" for i in range(6)]
+    chat.leave()

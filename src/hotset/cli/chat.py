@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,7 +15,7 @@ from hotset.cli.answer import closing_line, has_template, print_stats
 from hotset.cli.console import say, tell_error
 from hotset.cli.editor import Editor, block
 from hotset.cli.terminal import Answer
-from hotset.errors import HotsetError, did_you_mean
+from hotset.errors import ContextLengthError, HotsetError, did_you_mean
 from hotset.files import check_target, expanded, write_whole
 from hotset.units import human_size
 
@@ -39,6 +40,7 @@ class Chat:
         self.template = has_template(model) and not raw
         self.system = system
         self.messages: list[dict[str, str]] = []
+        self.first = 0  # of the messages, the first for which the context has room
         self.last: Chunk | None = None
         self.answered = 0  # answers, and the tokens of them
         self.generated = 0
@@ -109,12 +111,49 @@ class Chat:
     def answer(self) -> None:
         """Answers the last message, and keeps the answer (or what there is of it) in the conversation."""
         try:
-            ids = self.model.encode_chat([*self._system_messages(), *self.messages])
-            text = self._show(self.model.stream(ids, **self.params))
+            first, ids = self._fitting()
+            stream = self.model.stream(ids, **self.params)  # raises where the last message has no room
+            if n := sum(message["role"] == "user" for message in self.messages[self.first : first]):
+                which = f"the {n} oldest turns are" if n > 1 else "the oldest turn is"
+                full = f"the context of {self.model.n_ctx} tokens is full"
+                say(f"({full}: {which} left out; a larger -c keeps more)", dim=True)
+            text = self._show(stream)
         except (HotsetError, KeyboardInterrupt):
             self.messages.pop()  # what cannot be answered must not block the next question
             raise
         self.messages.append({"role": "assistant", "content": text})
+        self.first = first
+
+    def _fitting(self) -> tuple[int, list[int]]:
+        """Which of the messages is the first of the prompt, and the tokens of the prompt.
+
+        The context is full where an answer has less room than an eighth of it. Then the oldest turns are left
+        out, so many that a quarter is free: what is left is computed anew, and should not be each time.
+        """
+        n_ctx = self.model.n_ctx
+        room = min(self.params.get("max_tokens", n_ctx), n_ctx // 8)
+        start = min(self.first, len(self.messages) - 1)
+        first, *later = [i for i, m in enumerate(self.messages) if m["role"] == "user" and i >= start]
+        if later and (ids := self._encoded_before(room, first)) is not None:
+            return first, ids
+        if later:  # all but the last message at most
+
+            def has_room(i: int) -> bool:
+                return self._encoded_before(n_ctx // 4, i) is not None
+
+            first = later[bisect_left(later, True, 0, len(later) - 1, key=has_room)]
+        return first, self._encoded(first)
+
+    def _encoded_before(self, room: int, first: int) -> list[int] | None:
+        """The tokens from a message on, or None where the context has less room behind them."""
+        try:
+            ids = self._encoded(first)
+        except ContextLengthError:
+            return None
+        return ids if len(ids) + room <= self.model.n_ctx else None
+
+    def _encoded(self, first: int) -> list[int]:
+        return self.model.encode_chat([*self._system_messages(), *self.messages[first:]])
 
     def _system_messages(self) -> list[dict[str, str]]:
         return [{"role": "system", "content": self.system}] if self.system else []
@@ -150,6 +189,7 @@ class Chat:
 
     def clear(self, rest: str) -> None:
         self.messages.clear()
+        self.first = 0
         say("(a new conversation)", dim=True)
 
     def set_system(self, rest: str) -> None:
