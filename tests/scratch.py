@@ -9,9 +9,17 @@ import numpy as np
 from test_api_sparse import write_sparse
 from test_cli import CHATML, write_model
 
+from hotset.formats.quants import GGMLType
+
 TEXT = "the quick brown fox jumps over the lazy dog, and then it rests; "
 WORDS = ("one", "two", "three", "four")
 N_CTX = 2048
+
+# Options with which training takes a moment. One thread: several would wait for each other on busy cores.
+QUICK_TRAINING = (
+    "-c 64 --tokens 700 --epochs 0.02 --max-share 90 --max-increase 1e9 --recall 0.5 --precision 0.01 -j 1"
+)
+QUICK_SPARSIFYING = "--generate 600 --lora 2 --linear 0 -n 128 -c 32 -b 2 -t 1"
 
 
 def write_checkpoint(folder: Path) -> Path:
@@ -54,10 +62,13 @@ def write_checkpoint(folder: Path) -> Path:
 def write_scratch(folder: Path) -> Path:
     """The folder, which becomes the working directory of commands; its `home` is their HOTSET_HOME."""
     keys = {"tokenizer.chat_template": CHATML}
-    write_sparse(folder / "model.gguf", keys, dialect="gguf", n_ctx=N_CTX)
-    write_sparse(folder / "relu.gguf", keys, dialect="gguf", n_ctx=N_CTX, seed=5)
-    write_sparse(folder / "relu.powerinfer.gguf", keys, n_ctx=N_CTX)
+    shape = {"n_ctx": N_CTX, "n_head": 2, "n_head_kv": 1}  # heads of 32 channels: a Q8_0 cache can hold them
+    write_model(folder / "model.gguf", n_ctx=N_CTX, type=GGMLType.F16)
+    write_model(folder / "small.gguf", n_ctx=N_CTX)
+    write_sparse(folder / "relu.gguf", keys, dialect="gguf", seed=5, **shape)
+    write_sparse(folder / "relu.powerinfer.gguf", keys, **shape)
     write_model(folder / "home" / "models" / "smollm2-135m" / "SmolLM2-135M-Instruct.Q4_1.gguf", n_ctx=N_CTX)
+    write_sparse(folder / "home" / "models" / "bamboo-7b" / "bamboo-7b-v0.1.Q4_0.gguf", keys)
     write_checkpoint(folder / "checkpoint")
     (folder / "text.txt").write_text("".join(f"{TEXT}{i} {WORDS[i % 4]}. " for i in range(60)))
     questions = [

@@ -42,7 +42,14 @@ CHATML = (
 )
 
 
-def write_model(path: Path, *, template: bool = True, architecture: str = "llama", n_ctx: int = 512) -> Path:
+def write_model(
+    path: Path,
+    *,
+    template: bool = True,
+    architecture: str = "llama",
+    n_ctx: int = 512,
+    type: GGMLType = GGMLType.Q8_0,
+) -> Path:
     """A random llama whose vocabulary is printable ASCII, a newline, three special tokens and two merges."""
     tokens = [chr(c) for c in range(33, 127)] + ["Ġ", "Ċ", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokens += ["th", "Ġt"]
@@ -54,7 +61,7 @@ def write_model(path: Path, *, template: bool = True, architecture: str = "llama
         n_vocab=len(tokens),
         n_ctx=n_ctx,
         tied=True,
-        type_of=lambda name: GGMLType.Q8_0,
+        type_of=lambda name: type,
         spread=lambda name: 1.0,
         keys={
             "general.name": "Tiny Random",

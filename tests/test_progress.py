@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from fake_hub import FakeHub
-from scratch import write_scratch
+from scratch import QUICK_SPARSIFYING, QUICK_TRAINING, write_scratch
 from test_cli import hotset, inside, needs_core, reach
 
 from hotset.cli import progress
@@ -124,31 +124,29 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # The subcommand, and the labels whose time left is said before they are done.
-QUICK_TRAINING = (
-    "-c 64 --tokens 700 --epochs 0.02 --max-share 90 --max-increase 1e9 --recall 0.5 --precision 0.01"
-)
 LONG: list[tuple[str, list[str]]] = [
     (
         "calibrate model.gguf -f text.txt -c 32 --tokens 64 --measured 128 --sparsity 0.3 -o t.json",
         ["thresholds on offer", "losses", "kind 1 of 4", "measuring"],
     ),
     (
-        f"train-predictor model.gguf -f text.txt {QUICK_TRAINING} -j 1 -d predictors",
+        f"train-predictor relu.gguf -f text.txt {QUICK_TRAINING} -d predictors",
         ["pairs (train)", "training 2 layers", "perplexity"],
     ),
     (
-        "sparsify smollm2-135m out.gguf -f short.txt --generate 600 --lora 2 --linear 0 -n 128 -c 32 -b 2",
+        f"sparsify smollm2-135m out.gguf -f short.txt {QUICK_SPARSIFYING}",
         ["generating text", "choosing layers", "calibrating layers", "training", "out.gguf"],
     ),
-    ("profile model.gguf -f text.txt -c 32 -n 256 -o p.hotset.gguf", ["profile"]),
-    ("trace model.gguf -f text.txt -c 32 -n 256 -o t.hotset.gguf", ["trace"]),
-    ("report model.gguf -f text.txt -c 32 -n 256 --json", ["report"]),
+    ("profile relu.gguf -f text.txt -c 32 -n 256 -o p.hotset.gguf", ["profile"]),
+    ("trace relu.gguf -f text.txt -c 32 -n 256 -o t.hotset.gguf", ["trace"]),
+    ("report relu.gguf -f text.txt -c 32 -n 256 --json", ["report"]),
     ("convert checkpoint new.gguf", ["new.gguf"]),
     ("quantize model.gguf small.gguf --type q8_0", ["small.gguf"]),
-    ("reorder model.gguf bundled.gguf --bundle", ["bundled.gguf"]),
+    ("reorder relu.gguf bundled.gguf --bundle", ["bundled.gguf"]),
     ("perplexity model.gguf -f text.txt -c 64 --chunks 2", ["perplexity"]),
     ("eval model.gguf hellaswag.jsonl", ["hellaswag"]),
     ("bench model.gguf -p 4 -n 2 -r 2", ["pp4", "tg2"]),
+    ("run relu.gguf Why? --predictor svd --temp 0 -n 2", ["generating text", "predictor svd:32:q4_0"]),
     ("batch requests.jsonl -o answers.jsonl -m smollm2-135m", ["requests"]),
 ]
 
@@ -199,5 +197,5 @@ def test_a_pull_says_how_long(tmp_path: Path) -> None:
 def test_every_subcommand_that_takes_long_is_tested() -> None:
     from hotset.cli.main import VERBS
 
-    quick = {"run", "serve", "list", "show", "rm", "plan", "doctor"}
+    quick = {"serve", "list", "show", "rm", "plan", "doctor"}
     assert {command.split()[0] for command, _ in LONG} | {"pull"} == VERBS.keys() - quick

@@ -28,6 +28,7 @@ from hotset.placement.budget import FFNMode, LayerFacts, ModelFacts, model_facts
 from hotset.placement.cards import Card
 from hotset.placement.solver import place_index, rebuild, solve
 from hotset.placement.table import Device, Placement, Rates
+from hotset.reporter import Reporter
 from hotset.sparsity import sidecar
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from hotset.formats.overlay import Overlay
     from hotset.model.config import ModelConfig
     from hotset.model.graph import Graph
-    from hotset.reporter import Reporter
     from hotset.settings import LoadSettings
     from hotset.sparsity.profile import Profile
 
@@ -241,8 +241,8 @@ def _run_builtin(
     text = files("hotset.placement").joinpath("builtin.txt").read_text("utf-8")
     tokens = np.array(load_tokenizer(gguf.metadata).encode(text, add_special=True), np.int32)
     n_tokens = min(_N_TOKENS, config.n_ctx_max or _N_TOKENS, len(tokens))
-    if progress is not None:
-        progress.say(f"Counting which neurons fire, over {n_tokens} tokens, once.")
+    progress = progress or Reporter()
+    progress.say(f"Counting which neurons fire, over {n_tokens} tokens, once.")
     backend = CpuBackend(
         weights,
         describe(config, weights.tensors),
@@ -252,7 +252,10 @@ def _run_builtin(
         sparse=True,
     )
     try:
-        return collect(backend, config, tokens[:n_tokens], model=model)
+        return collect(
+            backend, config, tokens[:n_tokens], model=model,
+            progress=lambda done, total: progress.advance("neurons that fire", done, total, "tokens"),
+        )  # fmt: skip
     finally:
         backend.close()
 

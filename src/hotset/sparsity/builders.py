@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hotset.backends.base import WeightSource
     from hotset.formats.gguf import GGUFFile, GGUFWriter
     from hotset.model.config import ModelConfig
+    from hotset.reporter import Reporter
     from hotset.sparsity.predictor_spec import PredictorSpec
 
 THRESHOLDS_KEY = "hotset.predictor.thresholds"
@@ -40,6 +41,7 @@ def build(
     weights: WeightSource,
     first: tuple[int, ...],
     calibration: Calibration,
+    progress: Reporter,
 ) -> None:
     """Adds the predictor's tensors and thresholds; `first`: neurons per layer that need no prediction.
 
@@ -49,9 +51,11 @@ def build(
     fixed = spec.kind == "sign" and spec.margin is not None
     sampled: Iterator[Sample | None] = iter([None] * config.n_layer)
     if not fixed:
-        sampled = samples(gguf, config, weights, calibration)
+        sampled = samples(gguf, config, weights, calibration, progress)
     thresholds = []
+    label = f"predictor {spec}"
     for i, sample in enumerate(sampled):
+        progress.advance(label, i, config.n_layer, "layers")
         op = graph.ffns[i].decides
         matrix = _Rows(weights, op.weight, op.first_row + first[i], op.out.width - first[i])
         bias = (
@@ -69,6 +73,7 @@ def build(
             thresholds.append(threshold(scores, neurons, calibration.recall))
         for name, (data, type_, shape) in layer.tensors.items():
             writer.add_tensor(name, data, type_, shape)
+    progress.advance(label, config.n_layer, config.n_layer, "layers")
     writer.add(THRESHOLDS_KEY, np.array(thresholds, np.float32))
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hotset.backends.base import Backend, WeightSource
     from hotset.formats.gguf import GGUFFile
     from hotset.model.config import ModelConfig
+    from hotset.reporter import Reporter
 
 _N_SEQUENCES = 8  # that a model writes for its calibration
 _N_DRAWN = 64  # inputs drawn for each layer where there are no tokens: times n_ff that is enough
@@ -71,7 +72,11 @@ class Sample:
 
 
 def samples(
-    gguf: GGUFFile, config: ModelConfig, weights: WeightSource, calibration: Calibration
+    gguf: GGUFFile,
+    config: ModelConfig,
+    weights: WeightSource,
+    calibration: Calibration,
+    progress: Reporter | None = None,
 ) -> Iterator[Sample]:
     """One Sample for each layer, in order. Holds the taps of some layers at a time."""
     graph = describe(config, weights.tensors)
@@ -87,7 +92,8 @@ def samples(
             first = gguf.metadata.get("tokenizer.ggml.bos_token_id")
             if not isinstance(first, int) or first >= config.n_vocab:
                 first = None
-            tokens = taps.generate(backend, _N_SEQUENCES, calibration.n_tokens // _N_SEQUENCES, first)
+            n_tokens = calibration.n_tokens // _N_SEQUENCES
+            tokens = taps.generate(backend, _N_SEQUENCES, n_tokens, first, progress=progress)
         yield from _tapped(backend, tokens, layers)
     finally:
         backend.close()

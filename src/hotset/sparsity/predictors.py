@@ -27,6 +27,7 @@ from hotset.formats.gguf import TensorInfo
 from hotset.formats.quants import TYPES, GGMLType, dequantize
 from hotset.model.decoder import describe
 from hotset.model.predictor import Predictor
+from hotset.reporter import Reporter
 from hotset.sparsity import builders, sidecar
 from hotset.sparsity.calibration import Calibration
 from hotset.sparsity.predictor_spec import PredictorSpec
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from hotset.formats.gguf import GGUFFile, GGUFWriter
     from hotset.formats.overlay import Overlay
     from hotset.model.config import ModelConfig
-    from hotset.reporter import Reporter
     from hotset.sparsity.profile import Profile
 
 N_ALWAYS_KEY = (
@@ -172,7 +172,7 @@ def _built(
         settings |= calibration.settings()
 
     def fill(writer: GGUFWriter) -> None:
-        builders.build(writer, gguf, config, spec, weights, first, calibration)
+        builders.build(writer, gguf, config, spec, weights, first, calibration, progress or Reporter())
 
     def check(file: GGUFFile) -> None:
         predictor = Predictor(spec.kind, tuple(_thresholds(file, config)), first)

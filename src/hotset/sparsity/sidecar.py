@@ -173,7 +173,7 @@ def open_or_build(
     writer.add(MODEL_KEY, model)
     writer.add(SETTINGS_KEY, _text(settings))
     fill(writer)
-    writer.write()
+    writer.write(progress)
     return Sidecar(open_gguf(path), time.perf_counter() - started)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hotset.backends.base import PAGE_SIZE, Batch
+from hotset.reporter import Reporter
 
 if TYPE_CHECKING:
     from hotset.backends.base import Backend, WeightSource
@@ -57,13 +58,19 @@ def sequences(tokens: np.ndarray, n_max: int = MAX_SEQUENCE) -> list[np.ndarray]
 
 
 def generate(
-    backend: Backend, n_sequences: int, n_tokens: int, first: int | None, seed: int = 0
+    backend: Backend,
+    n_sequences: int,
+    n_tokens: int,
+    first: int | None,
+    seed: int = 0,
+    progress: Reporter | None = None,
 ) -> np.ndarray:
     """Texts that the model writes itself, sampled at temperature 1: int32 [n_sequences, n_tokens].
 
     All are written at once. first: the token that starts each (BOS); None: a random one. Needs
     n_sequences * ceil(n_tokens / PAGE_SIZE) pages.
     """
+    report, total = progress or Reporter(), n_sequences * (n_tokens - 1)
     rng = np.random.default_rng(seed)
     n_pages = -(-n_tokens // PAGE_SIZE)
     pages = np.arange(n_sequences * n_pages, dtype=np.int32).reshape(n_sequences, n_pages)
@@ -71,8 +78,10 @@ def generate(
     out = np.empty((n_sequences, n_tokens), np.int32)
     out[:, 0] = rng.integers(0, backend.n_vocab, n_sequences) if first is None else first
     for position in range(n_tokens - 1):
+        report.advance("generating text", n_sequences * position, total, "tokens")
         batch = Batch(out[:, position].copy(), np.full(n_sequences, position, np.int32), rows, pages, rows)
         logits = backend.step(batch.with_states_of_rows(position)).logits
         noise = rng.gumbel(size=logits.shape).astype(np.float32)  # argmax(logits + Gumbel) samples softmax
         out[:, position + 1] = np.argmax(logits + noise, axis=1)
+    report.advance("generating text", total, total, "tokens")
     return out
