@@ -506,7 +506,7 @@ def test_a_device_that_has_less_than_it_said_gets_a_smaller_plan_offered(
 def test_a_gpu_whose_libraries_are_missing_is_told_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detect, "detect_gpu", lambda: detect.GPU("NVIDIA", "NVIDIA GeForce", 1))
     monkeypatch.setattr(detect, "missing_libraries", lambda: ["torch"])
-    with pytest.warns(UserWarning, match="torch is not installed: pip install 'hotset\\[gpu\\]'"):
+    with pytest.warns(UserWarning, match="torch is not installed: pip install '.\\[gpu\\]'"):
         loaded = hotset.load(model, **SMALL)
     assert loaded.backend.name == "cpu"
     loaded.close()

@@ -565,7 +565,7 @@ def test_a_schema_or_a_grammar_alone():
 
 def test_without_llguidance_the_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(constraint, "find_spec", lambda name: None)
-    with pytest.raises(HotsetError, match=r"pip install 'hotset\[serve\]'"):
+    with pytest.raises(HotsetError, match=r"pip install '\.\[serve\]'"):
         Grammars(grammars().tokenizer).constraint("regex", "a")
 
 

@@ -420,7 +420,7 @@ def test_without_torch_a_sentence_says_what_to_install() -> None:
         "try: open_gpu(None, None, device='cuda', n_pages=1)\n"
         "except DeviceError as error: print(error)\n"
     )
-    assert "pip install 'hotset[gpu]'" in python(code)
+    assert "pip install '.[gpu]'" in python(code)
 
 
 def test_nothing_of_torch_is_imported_before_a_gpu_is_opened() -> None:

@@ -220,9 +220,7 @@ def test_a_gpu_without_its_libraries_is_never_left_out_in_silence(monkeypatch: p
     devices, line = wanted_devices(LoadSettings())
     assert devices == ()
     assert line is not None
-    assert (
-        "NVIDIA GeForce is there, but torch and triton are not installed: pip install 'hotset[gpu]'" in line
-    )
+    assert "NVIDIA GeForce is there, but torch and triton are not installed: pip install '.[gpu]'" in line
     with pytest.raises(DeviceError, match="torch and triton are not installed"):
         wanted_devices(LoadSettings(vram_budget=8))
     assert wanted_devices(LoadSettings(n_gpu_layers=0)) == ((), None)

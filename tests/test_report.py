@@ -425,7 +425,7 @@ def test_without_matplotlib_the_numbers_remain(
     done = inside(*arguments)
     assert done.returncode == 1
     assert "need matplotlib" in done.stderr
-    assert "hotset[plot]" in done.stderr
+    assert "pip install '.[plot]'" in done.stderr
     assert "--json" in done.stderr
     assert not list(tmp_path.glob("*.html"))
     result = json.loads(inside(*arguments, "--json").stdout)

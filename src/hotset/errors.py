@@ -83,3 +83,11 @@ def did_you_mean(name: str, known: Mapping[str, str], least: float = 0.5) -> str
 
     near = difflib.get_close_matches(name, known, cutoff=least)
     return f"did you mean {' or '.join(dict.fromkeys(known[one] for one in near))}?" if near else ""
+
+
+def install_command(extra: str) -> str:
+    """How to install an extra of pyproject.toml, or several with commas between.
+
+    From the sources: hotset is not on PyPI, where its name may be anything.
+    """
+    return f"pip install '.[{extra}]' in the folder of hotset's sources"

@@ -10,7 +10,7 @@ import typer
 from hotset.cli import options
 from hotset.cli.console import print_json, print_table, read_text, say, warn
 from hotset.cli.progress import ProgressBar
-from hotset.errors import HotsetError
+from hotset.errors import HotsetError, install_command
 from hotset.model.cutoffs import CUTOFF_NAMES, CutoffName
 
 if TYPE_CHECKING:
@@ -77,7 +77,9 @@ def calibrate(
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise HotsetError("a calibration needs PyTorch; install it with: pip install torch") from None
+        raise HotsetError(
+            f"a calibration needs PyTorch; install it with: {install_command('train')}"
+        ) from None
     from hotset.storage import resolve
 
     settings = ThresholdSettings(

@@ -106,7 +106,10 @@ def _kernels() -> dict[str, Any]:
     try:
         from hotset import _core
     except ImportError as error:
-        why = f"the native core is not there ({error}): reinstall with 'pip install --force-reinstall hotset'"
+        why = (
+            f"the native core is not there ({error}): run pip install --force-reinstall . in the folder of "
+            "hotset's sources"
+        )
         return {"chosen": None, "available": [], "why": why}
     try:
         chosen, available = _core.isa(), list(_core.available_isas())

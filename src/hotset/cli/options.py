@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hotset.settings import LoadSettings
 
 _ENGINE, _SAMPLING, _TEXT, _GPU = "Engine", "Sampling", "Input and output", "GPU"
-_FORM = "Form of the answer (needs hotset[serve])"
+_FORM = "Form of the answer (needs the extra serve)"
 
 
 def _option(names: str, help: str, panel: str | None = None, **more: object) -> typer.models.OptionInfo:
@@ -114,7 +114,7 @@ Contexts = Annotated[
 
 def scale_option(names: str, help: str, **more: object) -> typer.models.OptionInfo:
     """An option of those about several machines."""
-    return _option(names, help, "Several machines (needs hotset[serve,scale])", **more)
+    return _option(names, help, "Several machines (needs the extras serve and scale)", **more)
 
 
 RayAddress = Annotated[

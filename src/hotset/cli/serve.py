@@ -13,7 +13,7 @@ import typer
 from hotset.cli import options
 from hotset.cli.console import read_text, say, tell_choice, tell_memory
 from hotset.cli.progress import ProgressBar
-from hotset.errors import HotsetError
+from hotset.errors import HotsetError, install_command
 from hotset.storage import catalogue, resolve, store
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def check_installed() -> None:
     """Raises HotsetError where the extra is missing."""
     if missing := [part for part in _PARTS if find_spec(part) is None]:
         raise HotsetError(
-            f"the server needs {', '.join(missing)}; install it with: pip install 'hotset[serve]'"
+            f"the server needs {', '.join(missing)}; install it with: {install_command('serve')}"
         )
 
 

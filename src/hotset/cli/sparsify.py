@@ -15,7 +15,7 @@ import typer
 from hotset.cli import options
 from hotset.cli.console import print_json, read_text, say
 from hotset.cli.progress import ProgressBar
-from hotset.errors import HotsetError, InvalidRequestError
+from hotset.errors import HotsetError, InvalidRequestError, install_command
 from hotset.files import check_folder, check_target
 from hotset.report.bars import percent
 from hotset.units import human_size
@@ -371,7 +371,7 @@ def _torch() -> Any:
     try:
         import torch
     except ImportError:
-        raise HotsetError("training needs torch; install it with: pip install 'hotset[train]'") from None
+        raise HotsetError(f"training needs PyTorch; install it with: {install_command('train')}") from None
     return torch
 
 

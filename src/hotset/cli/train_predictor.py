@@ -11,7 +11,7 @@ import typer
 from hotset.cli import options
 from hotset.cli.console import print_json, print_table, read_text, say, warn
 from hotset.cli.progress import ProgressBar
-from hotset.errors import HotsetError
+from hotset.errors import HotsetError, install_command
 from hotset.storage import resolve
 from hotset.units import human_size
 
@@ -117,7 +117,7 @@ def train_predictor(
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise HotsetError("training needs PyTorch; install it with: pip install torch") from None
+        raise HotsetError(f"training needs PyTorch; install it with: {install_command('train')}") from None
     from hotset.sparsity.sidecar import stem_of
 
     settings = training.settings()

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hotset.errors import DeviceError, InvalidRequestError
+from hotset.errors import DeviceError, InvalidRequestError, install_command
 
 if TYPE_CHECKING:
     from hotset.settings import LoadSettings
 
-INSTALL = "pip install 'hotset[gpu]'"
+INSTALL = install_command("gpu")
 _CUDA = {"win32": "nvcuda.dll"}
 _HIP = {"win32": "amdhip64.dll"}
 

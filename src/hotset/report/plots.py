@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotset.errors import HotsetError
+from hotset.errors import HotsetError, install_command
 from hotset.report.activity import GRID, LAGS, PUBLISHED, LayerCurves, TextActivity, median
 from hotset.report.bars import percent
 from hotset.report.experts import HOT_EXPERTS, ExpertDrift, ExpertHotness
@@ -61,7 +61,7 @@ def require_matplotlib() -> None:
     except ImportError:
         raise HotsetError(
             "the plots of a report need matplotlib, which is not installed; install it with "
-            "pip install 'hotset[plot]' (or matplotlib), or take the numbers with --json"
+            f"{install_command('plot')} (or pip install matplotlib), or take the numbers with --json"
         ) from None
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from hotset.errors import DeviceError, HotsetError, InvalidRequestError
+from hotset.errors import DeviceError, HotsetError, InvalidRequestError, install_command
 from hotset.escaping import clause
 from hotset.parameters import shown
 
@@ -35,7 +35,7 @@ def check_installed(*parts: str) -> None:
     """Raises HotsetError where the extra is missing. parts: modules that are needed beside Ray itself."""
     if missing := [part for part in ("ray", *parts) if find_spec(part) is None]:
         raise HotsetError(
-            f"several machines need {', '.join(missing)}; install it with: pip install 'hotset[serve,scale]'"
+            f"several machines need {', '.join(missing)}; install it with: {install_command('serve,scale')}"
         )
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotset.errors import HotsetError, InvalidRequestError
+from hotset.errors import HotsetError, InvalidRequestError, install_command
 from hotset.escaping import clause
 from hotset.text import grammar_child
 from hotset.text.mask import Mask, MaskThread
@@ -197,7 +197,7 @@ def _home() -> str:
     if spec is None or spec.origin is None:
         raise HotsetError(
             "answers that follow a JSON schema or a grammar need llguidance, which is not installed: "
-            "pip install 'hotset[serve]'"
+            f"{install_command('serve')}"
         )
     return str(Path(spec.origin).resolve().parent.parent)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from hotset.errors import DeviceError, InvalidRequestError, OutOfMemoryError
+from hotset.errors import DeviceError, InvalidRequestError, OutOfMemoryError, install_command
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ def find_device(name: str) -> torch.device:
         import torch
     except ImportError:
         raise DeviceError(
-            "a GPU needs PyTorch, which is not installed; run pip install 'hotset[gpu]', or use --no-gpu"
+            f"a GPU needs PyTorch, which is not installed; run {install_command('gpu')}, or use --no-gpu"
         ) from None
     kind, _, number = name.partition(":")
     if kind not in KINDS or (number and not number.isdecimal()):

@@ -57,7 +57,7 @@ from hotset.backends.lowering import (
     linear_matrix,
     transposed_matrix,
 )
-from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError
+from hotset.errors import DeviceError, InvalidRequestError, UnsupportedModelError, install_command
 from hotset.model.graph import (
     ExpertLinear,
     ExpertSum,
@@ -493,7 +493,7 @@ class _Spin(_OnStream):
     def __init__(self, shared: _Shared, device: torch.device, driver: Driver) -> None:
         if importlib.util.find_spec("triton") is None:
             raise DeviceError(
-                "a spinning kernel needs Triton, which is not installed: pip install 'hotset[gpu]'"
+                f"a spinning kernel needs Triton, which is not installed: {install_command('gpu')}"
             )
         super().__init__(shared, device, driver)
         self._requests, self._dones = shared.flags(shared.request), shared.flags(shared.done)

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from hotset.backends.gpu import twins
-from hotset.errors import DeviceError, InvalidRequestError
+from hotset.errors import DeviceError, InvalidRequestError, install_command
 
 
 class Kernels:
@@ -88,7 +88,7 @@ def _wants_triton(device: torch.device) -> bool:
         return False
     if importlib.util.find_spec("triton") is None:
         raise DeviceError(
-            f"{device} needs Triton, which is not installed: pip install 'hotset[gpu]' "
+            f"{device} needs Triton, which is not installed: {install_command('gpu')} "
             "(or set HOTSET_TRITON=0 for the slow path in plain torch)"
         )
     return True
