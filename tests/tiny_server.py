@@ -34,6 +34,13 @@ async def client_of(
     """A client of a server that has loaded the model. load: LoadSettings; settings: ServerSettings."""
     how = {"backend": "cpu", "n_threads": 1, "max_sequences": 4} | (load or {})
     service = Service(lambda: hotset.load(path, **how), ServerSettings(**settings), name="tiny")
+    async with client_to(service) as client:
+        yield client, service
+
+
+@asynccontextmanager
+async def client_to(service: Service) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a server once it has loaded its model."""
     app = create_app(service)
     async with app.router.lifespan_context(app):
         await service.loaded()
@@ -41,7 +48,7 @@ async def client_of(
         async with httpx.AsyncClient(
             transport=transport, base_url="http://localhost", timeout=WATCHDOG
         ) as client:
-            yield client, service
+            yield client
 
 
 def run(path: Path, work: Callable[[httpx.AsyncClient, Service], Awaitable[None]], **options: Any) -> None:
