@@ -7,7 +7,7 @@ JOBS ?= 2
 ADAPTERS := adapters/smollm2-135m-relu.safetensors
 RELU := build/demo/smollm2-135m-relu.gguf
 
-.PHONY: demo build test test-deps test-loaded test-order test-clients test-scale test-triton mutants lint format kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel clean
+.PHONY: demo build test test-all test-deps test-loaded test-order test-clients test-scale test-triton mutants lint format kernel-test test-neon sanitize sanitize-suite sanitize-fuzz fuzz wheel clean
 
 demo: build
 	$(BIN)/hotset run smollm2-135m "What is photosynthesis?" --temp 0 -n 80
@@ -43,7 +43,11 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/.installed
 # What tests need beside Python's packages (a browser, a model, a cross compiler) is fetched into this checkout.
 test: build $(VENV)/.dev lint kernel-test
 	$(BIN)/python tests/prepare.py
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) $(MARKED)
+
+# The tests marked `slow` too.
+test-all: MARKED := -m ''
+test-all: test
 
 # System packages that some tests need, on Debian and its relatives; without them those tests are skipped.
 TEST_PACKAGES := qemu-user

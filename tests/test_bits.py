@@ -1,7 +1,8 @@
 """The bits of logits that were written down: a change of the code must not change one of them.
 
-`tests/data/bits.json` holds a hash for every architecture, tensor type and mode of the small models here, and
-for some real files. A change that means to alter the arithmetic writes them anew, in a commit that says so:
+`tests/data/bits.json` holds a hash for every architecture, tensor type and mode of the small models here, for
+every recipe of tiny_models.py in every mode and with every KV type, and for some real files. Tokens of a step,
+threads and a RAM budget have no hash of their own: the logits must be the same. A change that means to alter the arithmetic writes them anew, in a commit that says so:
 
     python tests/test_bits.py --write [NAME ...]
 
@@ -13,25 +14,34 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 import published
 import pytest
+from fuzz import fuzz_reads
 from made_once import made_once
 from tiny_gguf import write_llama, write_relu
 
 import hotset
 from hotset import _core
+from hotset.errors import InvalidRequestError, UnsupportedModelError
+from hotset.formats.gguf import open_gguf
 from hotset.formats.quants import DECODABLE, GGMLType
+from hotset.model.config import config_from_gguf
+from hotset.model.cutoffs import LayerCutoffs
+from hotset.placement import channels, ram
+from hotset.placement.channels import ChannelRates, Workload
+from hotset.sparsity.thresholds import BaseMode, Calibrated, Thresholds
 
 tiny_models = pytest.importorskip("tiny_models")
 
@@ -60,6 +70,7 @@ RELU = {
 }
 RELU_TYPES = (T.F32, T.F16, T.Q8_0, T.Q4_0)
 LENGTHS = (61, 64, 65, 69, 90)  # tokens
+KV_TYPES = ("f16", "q8_0")
 
 
 def dense_cases() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -158,7 +169,6 @@ def real(name: str, folder: Path) -> Path:
     path = published.model()
     if name == published.NAME:
         return path
-    from hotset.formats.gguf import open_gguf
     from hotset.training.adapters import Adapters, merge
 
     adapters = Path(__file__).parents[1] / "adapters" / "smollm2-135m-relu.safetensors"
@@ -170,11 +180,12 @@ def real(name: str, folder: Path) -> Path:
     return made_once(folder / "smollm2-135m-relu.gguf", make)
 
 
-def known(name: str) -> str:
+def known_bits() -> dict[str, str]:
+    """By name; skips on another platform."""
     table = json.loads(TABLE.read_text())
     if table["platform"] != PLATFORM:
         pytest.skip(f"bits were written down on {table['platform']}; this is {PLATFORM}")
-    return table["bits"][name]
+    return table["bits"]
 
 
 @pytest.mark.parametrize("name", [*RECIPES, *DENSE_CASES, *RELU_CASES])
@@ -182,7 +193,7 @@ def test_bits_are_those_that_were_written_down(name: str, tmp_path: Path, run_fo
     file = None
     if name in RECIPES:  # a copy: hotset may write beside a model
         file = Path(shutil.copy(tiny_models.shared_gguf(RECIPES[name], run_folder), tmp_path))
-    assert compute(name, tmp_path, file=file) == known(name)
+    assert compute(name, tmp_path, file=file) == known_bits()[name]
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -190,11 +201,146 @@ def test_bits_of_larger_files(name: str, tmp_path: Path, run_folder: Path) -> No
     file = real(REAL[name][0], run_folder)
     if file.parent == run_folder:
         file = Path(shutil.copy(file, tmp_path))
-    assert compute(name, tmp_path, file=file) == known(name)
+    assert compute(name, tmp_path, file=file) == known_bits()[name]
 
 
 def test_merged_adapters_are_the_same_file_on_every_machine(run_folder: Path) -> None:
-    assert digest_of(real("relu", run_folder)) == known(MERGED)
+    assert digest_of(real("relu", run_folder)) == known_bits()[MERGED]
+
+
+# -- every recipe in every mode, with every cache ----------------------------------------------------
+
+N_CTX = 128
+N_TOKENS = 70  # more than a page, a window and a context before scaling; the last step of 64 is a short one
+CUTOFFS = LayerCutoffs(gate=0.1, attn_in=0.6, attn_out=0.1, ffn_in=0.6, down_in=0.05)
+MODES: dict[str, tuple[dict[str, Any], ...]] = {  # the first that the model takes
+    "dense": ({"sparsity": "dense"},),
+    "exact": ({"sparsity": "exact"},),
+    "predicted": ({"predictor": "sign:0"}, {"sparsity": "predicted"}),
+    "threshold": tuple({"thresholds": cutoffs} for cutoffs in (CUTOFFS, LayerCutoffs(gate=0.1))),
+}
+
+
+class Way(NamedTuple):
+    """How the same logits are computed: tokens of a step, threads, and whether in the least memory."""
+
+    n_tokens: int
+    n_threads: int
+    tight: bool
+
+
+WAYS = [Way(*way) for way in itertools.product((64, 5, 1), (3, 1), (False, True))]
+FEW_WAYS = [Way(64, 3, False), Way(5, 1, True), Way(1, 3, True)]
+
+
+def first_of_each_architecture() -> list[str]:
+    kinds = {
+        (recipe.kind, (recipe.settings | recipe.written_as).get("model_type")): name
+        for name, recipe in reversed((tiny_models.RECIPES | tiny_models.EXPERTS).items())
+    }
+    return list(kinds.values())
+
+
+def logits_in(way: Way, path: Path, **settings: Any) -> np.ndarray:
+    settings = {
+        "n_ctx": N_CTX, "backend": "cpu", "max_batch": way.n_tokens, "n_threads": way.n_threads, **settings
+    }  # fmt: skip
+    ids = np.random.default_rng(0).integers(0, tiny_models.VOCABULARY, N_TOKENS).tolist()
+    with (  # what the program itself takes is no part of the budget, which would hold these models many times
+        mock.patch.object(ram, "own_memory", return_value=0),
+        mock.patch.object(ram, "_PROGRAM", 0),
+        mock.patch.object(channels, "channel_rates", rates_of_channels),
+    ):
+        if way.tight:
+            settings["ram_budget"] = fuzz_reads.least_budget(path, **settings)
+        with hotset.load(path, **settings) as model:
+            return model.logits(ids)
+
+
+def rates_of_channels(works: Iterable[Workload], *_: Any, **__: Any) -> dict[GGMLType, ChannelRates]:
+    """In place of measured ones: by channel is always quicker."""
+    return {work.type: ChannelRates(1e9, 1e11) for work in works}
+
+
+def settings_of(mode: str, path: Path, base: BaseMode) -> Iterator[dict[str, Any]]:
+    """Of a mode; its file of thresholds, of `base`, is written beside the model."""
+    for settings in MODES[mode]:
+        if "thresholds" in settings:
+            file = path.with_name("thresholds.json")
+            with open_gguf(path) as gguf:
+                n_layer = config_from_gguf(gguf).n_layer
+                Thresholds(Calibrated.of(gguf), (settings["thresholds"],) * n_layer, base, True).save(file)
+            settings = {"thresholds": file}
+        yield settings
+
+
+def bits_of_modes(path: Path, kv_type: str, ways: Sequence[Way]) -> dict[str, str]:
+    """The hash of each mode that the model has; of a mode all ways must give the same logits."""
+    found: dict[str, str] = {}
+    for mode in MODES:
+        for settings in settings_of(mode, path, "exact" if "exact" in found else "dense"):
+            settings = {**settings, "kv_type": kv_type}
+            try:
+                logits = logits_in(ways[0], path, **settings)
+            except (InvalidRequestError, UnsupportedModelError):
+                continue
+            for way in ways[1:]:
+                np.testing.assert_array_equal(
+                    logits_in(way, path, **settings), logits, f"{mode}, {kv_type}, {way}", strict=True
+                )
+            found[mode] = hashlib.sha256(logits.tobytes()).hexdigest()[:24]
+            break
+    return found
+
+
+def bits_of_recipe(
+    name: str, folder: Path, run_folder: Path, kv_types: Sequence[str], ways: Sequence[Way]
+) -> dict[str, str]:
+    """By name, as the table has them: recipe, mode, cache."""
+    found = {}
+    for kv_type in kv_types:
+        heads = tiny_models.HEADS_OF_32.get(name, {}) if kv_type == "q8_0" else {}
+        own = folder / kv_type  # hotset writes beside a model
+        own.mkdir()
+        path = Path(shutil.copy(tiny_models.shared_gguf(name, run_folder, **heads), own / "model.gguf"))
+        found |= {
+            f"recipe/{name}/{m}/{kv_type}": bits for m, bits in bits_of_modes(path, kv_type, ways).items()
+        }
+    return found
+
+
+@pytest.mark.parametrize("name", first_of_each_architecture())
+def test_modes_of_each_architecture(name: str, tmp_path: Path, run_folder: Path) -> None:
+    """Few ways of each: what is `slow` has all of them, of all recipes and with both caches."""
+    found = bits_of_recipe(name, tmp_path, run_folder, ["f16"], FEW_WAYS)
+    assert found == known_of_recipe(name, ["f16"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES.values())
+def test_modes_and_caches_of_every_recipe(name: str, tmp_path: Path, run_folder: Path) -> None:
+    """Tokens of a step, threads and memory change nothing."""
+    found = bits_of_recipe(name, tmp_path, run_folder, KV_TYPES, WAYS)
+    if f"recipe/{name}/exact/f16" in found:
+        assert found[f"recipe/{name}/exact/f16"] == found[f"recipe/{name}/dense/f16"]
+    assert found == known_of_recipe(name, KV_TYPES)
+
+
+def test_every_architecture_has_a_recipe_with_a_q8_0_cache() -> None:
+    kinds = {(tiny_models.RECIPES | tiny_models.EXPERTS)[name].kind for name in first_of_each_architecture()}
+    table = json.loads(TABLE.read_text())["bits"]
+    having = {name.split("/")[1] for name in table if name.endswith("/q8_0")}
+    assert kinds == {(tiny_models.RECIPES | tiny_models.EXPERTS)[name].kind for name in having}
+
+
+def known_of_recipe(name: str, kv_types: Sequence[str]) -> dict[str, str]:
+    """Those of the table that `bits_of_recipe` finds."""
+    first = f"recipe/{name}/"
+    return {
+        key: bits
+        for key, bits in known_bits().items()
+        if key.startswith(first) and key.rpartition("/")[2] in kv_types
+    }
 
 
 @pytest.mark.parametrize(
@@ -212,7 +358,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--write", action="store_true", required=True)
-    parser.add_argument("names", nargs="*", help="cases; all without one")
+    parser.add_argument("names", nargs="*", help="cases; all without one. A recipe's are recipe/NAME")
     args = parser.parse_args()
     names = args.names or [*RECIPES, *DENSE_CASES, *RELU_CASES, *REAL]
     table = json.loads(TABLE.read_text()) if TABLE.exists() and args.names else {"bits": {}}
@@ -221,6 +367,10 @@ def main() -> None:
             own = Path(folder) if name in REAL else Path(folder) / str(i)
             own.mkdir(exist_ok=True)
             table["bits"][name] = compute(name, own)
+            if name in RECIPES:
+                kept = {key: bits for key, bits in table["bits"].items() if not key.startswith(f"{name}/")}
+                found = bits_of_recipe(RECIPES[name], own, Path(folder), KV_TYPES, WAYS[:1])
+                table["bits"] = kept | found
             if name in REAL and REAL[name][0] == "relu":
                 table["bits"][MERGED] = digest_of(real("relu", own))
     table["platform"] = PLATFORM

@@ -397,6 +397,17 @@ EXPERTS: dict[str, TinyModel] = {
 }  # fmt: skip
 """Mixtures of experts."""
 
+THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}  # of 32 channels in a width of 96
+HEADS_OF_32: dict[str, dict[str, int]] = {
+    **dict.fromkeys(("qwen2", "bamboo", "falcon-7b", "opt", "nemotron", "granite-relu"), THREE_HEADS),
+    **dict.fromkeys(("turbosparse-mistral", "turbosparse-mixtral", "olmoe", "qwen2moe"), THREE_HEADS),
+    **dict.fromkeys(("granitemoe", "granitemoe-shared", "lfm2moe", "deepseek"), THREE_HEADS),
+    **dict.fromkeys(("gemma3-relu", "smallthinker", "gpt-oss", "qwen3next", "glm4moe"), WIDE_HEADS),
+    **dict.fromkeys(("qwen35", "qwen35moe"), WIDE_HEADS),
+    "deepseek2-lite": {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "kv_lora_rank": 64},
+}
+"""Of architectures whose recipes have narrower heads: settings by which one of them fits a q8_0 cache."""
+
 
 def new_model(recipe: TinyModel, settings: dict[str, Any]) -> torch.nn.Module:
     if recipe.kind in OWN:
@@ -479,15 +490,16 @@ def to_gguf(recipe: TinyModel, model: torch.nn.Module, folder: Path) -> Path:
     return path
 
 
-def shared_gguf(name: str, run_folder: Path) -> Path:
-    """`to_gguf` of a recipe as it stands, for all tests that only read the file."""
+def shared_gguf(name: str, run_folder: Path, **settings: Any) -> Path:
+    """`to_gguf` of a recipe, as it stands or with other settings, for all tests that only read the file."""
 
     def make(path: Path) -> None:
         recipe = (RECIPES | EXPERTS)[name]
         with tempfile.TemporaryDirectory(dir=run_folder) as folder:
-            to_gguf(recipe, build(recipe), Path(folder)).rename(path)
+            to_gguf(recipe, build(recipe, **settings), Path(folder)).rename(path)
 
-    return made_once(run_folder / f"{name}.gguf", make)
+    changed = "".join(f",{key}={value}" for key, value in settings.items())
+    return made_once(run_folder / f"{name}{changed}.gguf", make)
 
 
 def save_tokenizer(folder: Path) -> Tokenizer:
