@@ -1,8 +1,9 @@
 """The bits of logits that were written down: a change of the code must not change one of them.
 
 `tests/data/bits.json` holds a hash for every architecture, tensor type and mode of the small models here, for
-every recipe of tiny_models.py in every mode and with every KV type, and for some real files. Tokens of a step,
-threads and a RAM budget have no hash of their own: the logits must be the same. A change that means to alter the arithmetic writes them anew, in a commit that says so:
+every recipe of tiny_models.py in every mode and with every KV type, and for some real files. Tokens of a
+step, threads and a RAM budget have no hash of their own: the logits must be the same. A change that means to
+alter the arithmetic writes them anew, in a commit that says so:
 
     python tests/test_bits.py --write [NAME ...]
 
@@ -17,7 +18,6 @@ import hashlib
 import itertools
 import json
 import os
-import platform
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,6 +29,7 @@ import numpy as np
 import published
 import pytest
 from fuzz import fuzz_reads
+from golden.files import PLATFORM
 from made_once import made_once
 from tiny_gguf import write_llama, write_relu
 
@@ -47,8 +48,6 @@ tiny_models = pytest.importorskip("tiny_models")
 
 T = GGMLType
 TABLE = Path(__file__).parent / "data" / "bits.json"
-PLATFORM = f"{platform.system()}-{platform.machine()}-{'-'.join(platform.libc_ver())}"
-
 DENSE = {
     "llama": {},
     "llama-window": {"keys": {"llama.attention.sliding_window": 24}},

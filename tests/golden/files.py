@@ -1,0 +1,77 @@
+"""JSON that was stored (tests/data/golden): how it is written, read and compared.
+
+A file says on which platform it was written, and on another one its test is skipped: logits may differ there
+in their last bits (tests/test_bits.py). Where a library decides about the content, the file has its version
+too. Numbers with a fraction are stored with six digits and compared with a tolerance: logarithms and
+exponentials of NumPy differ in their last bits between processors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "data" / "golden"
+PLATFORM = f"{platform.system()}-{platform.machine()}-{'-'.join(platform.libc_ver())}"
+_WIDTH, _IN_LINE = 110, 8  # characters of a line; numbers of one, where a list is longer
+
+
+def stored(name: str, libraries: Sequence[str] = ()) -> Any:
+    """What a file holds; skips where that was made with something else."""
+    path = FOLDER / f"{name}.json"
+    assert path.is_file(), f"{path.name} is missing: python tests/test_golden.py --write {name}"
+    content = json.loads(path.read_text("utf-8"))
+    if content["made_with"] != (here := _made_with(libraries)):
+        pytest.skip(f"golden JSON was made with {content['made_with']}; here is {here}")
+    return content["golden"]
+
+
+def write(name: str, found: Any, libraries: Sequence[str] = ()) -> None:
+    text = _dumped({"made_with": _made_with(libraries), "golden": _rounded(found)})
+    (FOLDER / f"{name}.json").write_text(text + "\n", "utf-8")
+
+
+def _made_with(libraries: Sequence[str]) -> dict[str, str]:
+    return {"platform": PLATFORM} | {name: version(name) for name in libraries}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(one) for one in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def near(found: Any, stored: Any) -> Any:
+    """`found`, with the stored numbers in place of those that are near enough."""
+    if isinstance(found, dict) and isinstance(stored, dict):
+        return {key: near(one, stored.get(key)) for key, one in found.items()}
+    if isinstance(found, list | tuple) and isinstance(stored, list) and len(found) == len(stored):
+        return [near(one, other) for one, other in zip(found, stored, strict=True)]
+    numbers = isinstance(found, float) and isinstance(stored, float)
+    return stored if numbers and math.isclose(found, stored, rel_tol=2e-5, abs_tol=1e-9) else found
+
+
+def _dumped(value: Any, depth: int = 0) -> str:
+    """JSON with a line for whatever fits in one."""
+    line = json.dumps(value, ensure_ascii=False)
+    if len(line) + depth <= _WIDTH or not isinstance(value, dict | list) or not value:
+        return line
+    inner, outer = "\n" + " " * (depth + 1), "\n" + " " * depth
+    if isinstance(value, dict):
+        parts = [
+            f"{json.dumps(key, ensure_ascii=False)}: {_dumped(one, depth + 1)}" for key, one in value.items()
+        ]
+        return "{" + inner + f",{inner}".join(parts) + outer + "}"
+    parts = [_dumped(one, depth + 1) for one in value]
+    if not any(isinstance(one, dict | list) for one in value):
+        parts = [", ".join(parts[i : i + _IN_LINE]) for i in range(0, len(parts), _IN_LINE)]
+    return "[" + inner + f",{inner}".join(parts) + outer + "]"

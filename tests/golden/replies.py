@@ -1,0 +1,350 @@
+"""Requests to every endpoint of the server, and its replies without what changes from run to run.
+
+    ids            hex digits, or the letters and digits behind "call_": numbered in the order of their first
+                   appearance, so that the same id is the same number
+    times          in fields of TIMES, in seconds, nanoseconds or as ISO 8601 has them: "<time>"
+    versions       of hotset: "<version>"
+    streams        a list of events. How many tokens an event has depends on when it was sent: neighbours
+                   that differ in their text (and its logprobs) alone are joined. Events that are numbered
+                   from 0 have "<next>" for their number; Anthropic's first event counts the tokens "<so far>"
+    pages          the name of the file whose bytes they are
+    metrics        their names and labels; "<number>" for the numbers
+
+A server is new for each endpoint, so that no test leans on another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from test_server_tools import CALL, THINKS, WEATHER, written
+from tiny_server import MESSAGES, client_of, write_model
+
+TIMES = {"created", "created_at", "completed_at", "total_duration", "load_duration"}
+TIMES |= {"prompt_eval_duration", "eval_duration"}
+_TEXTS = {
+    "content",
+    "text",
+    "delta",
+    "response",
+    "reasoning_content",
+    "thinking",
+    "partial_json",
+    "arguments",
+}
+_LISTS = {"content", "logprobs", "tokens", "token_logprobs", "top_logprobs", "text_offset"}
+_ID = re.compile(r"(?<![0-9a-f])[0-9a-f]{24,64}(?![0-9a-f])")
+_ISO = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z")
+_WHEN = 1_700_000_000  # when the model's file was changed
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
+OPTIONS: dict[str, Any] = {"temperature": 0, "num_predict": 12}
+NAMED = {"model": "tiny"}
+STREAM = {"stream": True}
+FUNCTION = WEATHER["function"]
+CALLS = f"look it up\n</think>\n\nLet me see.\n{CALL}"
+"""What a model with tools writes: reasoning, text and a call."""
+SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+NAMED_SCHEMA = {"name": "answer", "schema": SCHEMA}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request. path: where it is not the route's. writes: what the model writes in place of its own text.
+    load, settings: of the server."""
+
+    body: Any = None
+    path: str | None = None
+    writes: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    load: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def _both(body: dict[str, Any], **how: Any) -> list[Case]:
+    """Whole, and as a stream."""
+    return [Case(body | {"stream": False}, **how), Case(body | STREAM, **how)]
+
+
+_CHAT = {"messages": MESSAGES} | GREEDY
+_TOOLS = {"messages": MESSAGES, "tools": [WEATHER], "temperature": 0, "max_tokens": 200}
+_RESPONSE = {"input": "hello", "temperature": 0, "max_output_tokens": 12}
+_RESPONSE_TOOLS = _RESPONSE | {"max_output_tokens": 200, "tools": [{"type": "function", **FUNCTION}]}
+_COUNTED = {**NAMED, "messages": MESSAGES}
+_MESSAGE = _COUNTED | GREEDY
+_MESSAGE_TOOLS = _MESSAGE | {
+    "max_tokens": 200,
+    "tools": [{"name": FUNCTION["name"], "input_schema": FUNCTION["parameters"]}],
+}
+_OLLAMA = {**NAMED, "messages": MESSAGES, "options": OPTIONS}
+_OLLAMA_TOOLS = _OLLAMA | {"tools": [WEATHER], "options": OPTIONS | {"num_predict": 200}}
+_GENERATE = {**NAMED, "prompt": "hello", "options": OPTIONS}
+
+
+def _wrong(body: dict[str, Any]) -> list[Case]:
+    """Of a good body: another model, an unknown field, nothing of it, and no object."""
+    return [Case(body | {"model": "other"}), Case(body | {"unknown": 1}), Case({}), Case([])]
+
+
+CASES: dict[tuple[str, str], list[Case]] = {
+    ("GET", "/openapi.json"): [Case()],
+    ("GET", "/"): [Case()],
+    ("GET", "/page/{name:path}"): [
+        Case(path="/page/main.js"), Case(path="/page/vendor/marked.esm.js"), Case(path="/page/none"),
+    ],
+    ("GET", "/health"): [Case()],
+    ("GET", "/v1/health"): [Case()],
+    ("GET", "/v1/models"): [Case()],
+    ("GET", "/v1/models/{name:path}"): [Case(path="/v1/models/tiny"), Case(path="/v1/models/other")],
+    ("POST", "/v1/chat/completions"): [
+        *_both(_CHAT),
+        Case(_CHAT | STREAM | {"stream_options": {"include_usage": True}}),
+        *_both(_CHAT | {"logprobs": True, "top_logprobs": 2, "max_tokens": 3}),
+        Case(_CHAT | {"n": 2, "stop": "e", "seed": 1}),
+        Case(_CHAT | {"response_format": {"type": "json_schema", "json_schema": NAMED_SCHEMA}}),
+        *_both(_TOOLS, writes=CALLS),
+        Case(_CHAT | {"messages": [*MESSAGES, {"role": "assistant", "content": "he"}]}),
+        Case(_CHAT | {"temperature": -1}),
+        Case(_CHAT | {"messages": []}),
+        *_wrong(_CHAT),
+    ],
+    ("POST", "/v1/completions"): [
+        *_both({"prompt": "hello"} | GREEDY),
+        *_both({"prompt": "hello", "logprobs": 2, "echo": True, "temperature": 0, "max_tokens": 3}),
+        Case({"prompt": ["a", "hi"], "n": 2} | GREEDY),
+        Case({"prompt": [[97], [104, 105]]} | GREEDY),
+        Case({"prompt": ["a", [104, 105]]}),
+        Case({"prompt": "hello", "echo": True, "logprobs": 1, "temperature": 0, "max_tokens": 0}),
+        Case({"prompt": "hello", "suffix": "b"}),
+        Case({"prompt": "h" * 3000}),
+        *_wrong({"prompt": "hello"}),
+    ],
+    ("POST", "/v1/embeddings"): [
+        Case({"input": ["hello", "ok"]}), Case({"input": [104, 105], "encoding_format": "base64"}),
+        Case({"input": ""}), Case({"input": "a", "dimensions": 3}), *_wrong({"input": "a"}),
+    ],
+    ("POST", "/v1/responses"): [
+        *_both(_RESPONSE),
+        *_both(_RESPONSE | {"top_logprobs": 1, "max_output_tokens": 3}),
+        *_both(_RESPONSE_TOOLS, writes=CALLS),
+        Case(_RESPONSE | {"input": [], "instructions": "be brief"}),
+        *_wrong(_RESPONSE),
+    ],
+    ("POST", "/tokenize"): [
+        Case({"content": "hello <s>"}), Case({"content": "hé", "with_pieces": True, "add_special": True}),
+        Case({"prompt": "hello", "return_token_strs": True}), Case({"messages": MESSAGES}),
+        *_wrong({"content": "a"}),
+    ],
+    ("POST", "/detokenize"): [Case({"tokens": [256, 104, 105]}), *_wrong({"tokens": [-1]})],
+    ("GET", "/tokenizer_info"): [Case()],
+    ("GET", "/props"): [Case()],
+    ("GET", "/plan"): [Case(), Case(load={"backend": "auto", "device": "cpu", "vram_budget": 0.25})],
+    ("GET", "/metrics"): [Case()],
+    ("POST", "/v1/messages"): [
+        *_both(_MESSAGE),
+        Case(_MESSAGE | {"system": "be brief", "stop_sequences": ["e"]}),
+        *_both(_MESSAGE_TOOLS, writes=CALLS),
+        Case(_MESSAGE | {"max_tokens": 0}),
+        *_wrong(_MESSAGE),
+    ],
+    ("POST", "/v1/messages/count_tokens"): [Case(_COUNTED), *_wrong(_COUNTED)],
+    ("POST", "/api/chat"): [
+        *_both(_OLLAMA), *_both(_OLLAMA_TOOLS, writes=CALLS),
+        Case(_OLLAMA | {"stream": False, "format": SCHEMA, "logprobs": True}), Case(NAMED), *_wrong(_OLLAMA),
+    ],
+    ("POST", "/api/generate"): [
+        *_both(_GENERATE), Case(_GENERATE | {"raw": True, "stream": False, "system": "be brief"}),
+        Case(NAMED), *_wrong(_GENERATE),
+    ],
+    ("GET", "/api/version"): [Case()],
+    ("GET", "/api/tags"): [Case()],
+    ("GET", "/api/ps"): [Case()],
+    ("POST", "/api/show"): [Case(NAMED), Case({"name": "tiny:latest", "verbose": True}), *_wrong(NAMED)],
+}  # fmt: skip
+
+_KEYS = {"settings": {"api_keys": ("secret",)}}
+REFUSALS = [
+    *[Case(path=path) for path in ("/none", "/v1/messages/none", "/api/none", "/v1/completions")],
+    Case({}, "/health"),
+    *[Case(path=path, **_KEYS) for path in ("/v1/models", "/v1/messages", "/api/tags", "/health", "/")],
+    Case(path="/v1/models", headers={"x-api-key": "other"}, **_KEYS),
+    Case(path="/v1/models", headers={"authorization": "Bearer secret"}, **_KEYS),
+    Case(path="/health", headers={"host": "elsewhere.example"}),
+    Case(path="/health", headers={"origin": "https://elsewhere.example"}),
+    Case(_CHAT, "/v1/chat/completions", settings={"max_body_bytes": 10}),
+    Case("[" * 100, "/v1/messages"),
+]
+"""What is refused before a route sees it, in each API schema."""
+
+
+def name_of(method: str, route: str) -> str:
+    """Of the file."""
+    words = re.findall(r"\w+", re.sub(r"\{.*\}", "", route))
+    return "-".join([method.lower(), *words]) if words else f"{method.lower()}-root"
+
+
+def routes_of(routes: Any) -> Iterator[tuple[str, str]]:
+    """Method and path of each; HEAD is GET's."""
+    for route in routes:
+        if hasattr(route, "methods"):
+            yield from ((method, route.path) for method in route.methods if method != "HEAD")
+        else:  # a router of FastAPI
+            yield from routes_of(route.original_router.routes)
+
+
+def replies(cases: list[Case], folder: Path, method: str = "", route: str = "") -> list[dict[str, Any]]:
+    """Requests and their replies; without a method GET, or POST where there is a body."""
+    return asyncio.run(_replies(cases, folder, method, route))
+
+
+async def _replies(cases: list[Case], folder: Path, method: str, route: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    start = 0
+    while start < len(cases):
+        first = cases[start]
+        ahead = range(start, len(cases))
+        end = next((i for i in ahead if _server(cases[i]) != _server(first)), len(cases))
+        load = {"n_ctx": 2048} | first.load
+        async with client_of(_model(folder, first), load=load, **first.settings) as (client, service):
+            if first.writes is not None:
+                written(service, first.writes)
+            for case in cases[start:end]:
+                how = method or ("GET" if case.body is None else "POST")
+                found.append(await _reply(client, case, how, case.path or route))
+        start = end
+    return _without_what_changes(found)
+
+
+def _server(case: Case) -> tuple[Any, ...]:
+    return case.writes, case.load, case.settings
+
+
+def _model(folder: Path, case: Case) -> Path:
+    keys = {"llama.context_length": 2048, "general.name": "Tiny", "general.license": "mit"}
+    keys |= {} if case.writes is None else {"tokenizer.chat_template": THINKS}
+    path = write_model(folder / "tiny.gguf", **keys)
+    os.utime(path, (_WHEN, _WHEN))
+    return path
+
+
+async def _reply(client: httpx.AsyncClient, case: Case, method: str, path: str) -> dict[str, Any]:
+    content = (
+        case.body if isinstance(case.body, str) else None if case.body is None else json.dumps(case.body)
+    )
+    reply = await client.request(method, path, content=content, headers=case.headers)
+    asked = {"method": method, "path": path, "body": case.body, "headers": case.headers}
+    asked |= {"writes": case.writes, "load": case.load, "settings": case.settings}
+    kind = reply.headers.get("content-type")
+    return {
+        "request": {key: value for key, value in asked.items() if value not in (None, {})},
+        "status": reply.status_code,
+        "type": kind,
+        "reply": _body(str(kind).partition(";")[0], reply),
+    }
+
+
+def _body(kind: str, reply: httpx.Response) -> Any:
+    match kind:
+        case "application/json":
+            return _with_numbers(reply.json())
+        case "text/event-stream":
+            return _joined([_event(block) for block in reply.text.strip().split("\n\n")])
+        case "application/x-ndjson":
+            return _joined([json.loads(line) for line in reply.text.splitlines()])
+        case "text/plain" if reply.url.path == "/metrics":
+            return [re.sub(r"^([^#].*) \S+$", r"\1 <number>", line) for line in reply.text.splitlines()]
+        case _ if reply.status_code == 200:
+            name = reply.url.path.removeprefix("/page/").removeprefix("/") or "index.html"
+            assert reply.content == (files("hotset.server") / "page" / name).read_bytes()
+            left_out = ("etag", "content-length", "content-type")
+            headers = {key: value for key, value in sorted(reply.headers.items()) if key not in left_out}
+            return {"file": name, "headers": headers}
+    return reply.text
+
+
+def _with_numbers(body: Any) -> Any:
+    """With the numbers of embeddings that are in base64: in their last bits they may differ."""
+    for one in body.get("data", ()):
+        if isinstance(one.get("embedding"), str):
+            numbers = np.frombuffer(base64.b64decode(one["embedding"], validate=True), "<f4")
+            one["embedding"] = {"base64 of": numbers.tolist()}
+    return body
+
+
+def _event(block: str) -> dict[str, Any]:
+    """Of a stream of server-sent events."""
+    fields = dict(line.split(": ", 1) for line in block.splitlines())
+    data = fields.pop("data")
+    return fields | {"data": data if data == "[DONE]" else json.loads(data)}
+
+
+def _joined(events: list[Any]) -> list[Any]:
+    """Events as a golden file has them."""
+    found: list[Any] = []
+    for i, event in enumerate(events):
+        data = event.get("data")
+        if isinstance(data, dict) and data.get("sequence_number") == i:
+            data["sequence_number"] = "<next>"
+        if isinstance(data, dict) and data.get("type") == "message_start":
+            data["message"]["usage"] = "<so far>"
+        pieces: list[Any] = []
+        try:
+            joined = _join(found[-1], event, "", pieces) if found else None
+        except _DifferentError:
+            pieces.clear()
+        if pieces:
+            found[-1] = joined
+        else:
+            found.append(event)
+    return found
+
+
+class _DifferentError(Exception):
+    """Two events differ in more than their text."""
+
+
+def _join(one: Any, other: Any, key: str, pieces: list[Any]) -> Any:
+    """Two events as one; pieces: to which each text and list is added that was joined."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return {name: _join(one[name], other[name], name, pieces) for name in one}
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other) and key not in _LISTS:
+        return [_join(a, b, "", pieces) for a, b in zip(one, other, strict=True)]
+    is_text = key in _TEXTS and isinstance(one, str) and isinstance(other, str)
+    if is_text or (key in _LISTS and isinstance(one, list) and isinstance(other, list)):
+        if one and other:
+            pieces.append(other)
+        return one + other
+    if one != other and key not in TIMES:
+        raise _DifferentError
+    return one
+
+
+def _without_what_changes(value: Any) -> Any:
+    ids: dict[str, str] = {}
+
+    def text(one: str) -> str:
+        one = _ID.sub(lambda found: ids.setdefault(found[0], f"<{len(ids) + 1}>"), one)
+        return one.replace(version("hotset"), "<version>")
+
+    def walk(one: Any, key: str = "") -> Any:
+        if key in TIMES and (isinstance(one, int) or (isinstance(one, str) and _ISO.fullmatch(one))):
+            return "<time>"
+        if isinstance(one, dict):
+            return {name: walk(of, name) for name, of in one.items()}
+        if isinstance(one, list):
+            return [walk(of) for of in one]
+        return text(one) if isinstance(one, str) else one
+
+    return walk(value)
