@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from test_api_sparse import write_sparse
 from test_cli import inside
+from tiny_gguf import write_llama
 
 from hotset.errors import InvalidRequestError
 from hotset.placement import machine
@@ -80,6 +81,15 @@ def test_a_budget_without_a_gpu_is_planned_for_a_stated_card(model: Path) -> Non
     done = inside("plan", model)
     assert done.returncode == 1
     assert '--gpu "RTX 4090"' in done.stderr
+
+
+@pytest.mark.usefixtures("model")
+def test_a_card_beside_a_ram_budget(tmp_path: Path) -> None:
+    """What the CPU computes for a card that is not here has a workspace too."""
+    experts = write_llama(tmp_path / "experts.gguf", experts=(4, 2))
+    facts = planned(experts, "--gpu", "4090", "--ram-budget", 4)
+    assert facts["ram"]["total"] <= facts["ram"]["limit"]
+    assert facts["devices"][0]["device"] == "RTX 4090"
 
 
 def test_a_faster_card_is_planned_to_be_faster(model: Path) -> None:

@@ -261,7 +261,7 @@ def _device_stage(
     if hot or experts:
         chosen = None if cold_options["kind"] else machine.handshake(device)
         cold_options = cold_options | {"kind": chosen.kind if chosen else cold_options["kind"]}
-        service = _cold_service(placement, piece, weights, graph, options, cold_options)
+        service = _cold_service(placement, piece, weights, graph, device, options, cold_options)
         shared = [f"{len(hot)} layers share their neurons"] if hot else []
         shared += [f"{len(experts)} layers their experts"] if experts else []
         reason = chosen.reason if chosen else service.reason
@@ -296,11 +296,11 @@ def _cold_service(
     piece: _Piece,
     weights: WeightSource,
     graph: Graph,
+    device: str,
     options: dict[str, Any],
     cold_options: dict[str, Any],
 ) -> ColdService:
     """What the CPU does of a device's layers."""
-    from hotset.backends.gpu.devices import find_device
     from hotset.backends.gpu.handshake import TIMEOUT, ColdService
 
     hot, experts = _shared(placement, piece, graph)
@@ -308,7 +308,7 @@ def _cold_service(
     if stream_from is not None and not experts:
         most = max(min(most, stream_from - 1), 1)
     return ColdService(
-        weights, graph, hot, find_device(placement.devices[piece.device]), experts=experts,
+        weights, graph, hot, device, experts=experts,
         sparse=options["sparse"], max_batch=most,
         **cold_options | {"timeout": cold_options["timeout"] or TIMEOUT},
     )  # fmt: skip
@@ -345,7 +345,7 @@ def host_workspace(
             total += _exchanged_bytes(graph, n_pages, max_batch)
             if any(_shared(placement, piece, graph)):
                 service = _cold_service(
-                    placement, piece, weights, graph, given | {"stream_from": STREAM_FROM},
+                    placement, piece, weights, graph, "cpu", given | {"stream_from": STREAM_FROM},
                     cold_options | {"runtime": runtime},
                 )  # fmt: skip
                 total += service.buffer_bytes
