@@ -14,6 +14,7 @@ from test_api_sparse import write_sparse
 from test_cli import inside
 
 import hotset
+from hotset import _core
 from hotset.backends.cpu import CpuBackend
 from hotset.errors import InvalidRequestError, OutOfMemoryError, ReadError
 from hotset.loading import decide, open_model
@@ -132,6 +133,23 @@ def test_disks_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert all(rate > 0 for _, rate in measured.rates)
     monkeypatch.setattr(disk, "_SECONDS", None)  # no second time
     assert measure_disk(file, path=kept) == measured
+
+
+def test_threads_read_where_the_kernel_gives_no_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may give one at first, and none later: the memory that a user may lock has a limit."""
+    file, made = tmp_path / "data", _core.Reader
+    file.write_bytes(bytes(2 << 20))
+
+    def reader(ring: bool, depth: int) -> _core.Reader:
+        if ring:
+            raise ReadError("this system gives no ring for reads (io_uring); use threads")
+        return made(ring, depth)
+
+    monkeypatch.setattr(_core, "Reader", reader)
+    monkeypatch.setattr(disk, "_SMALLEST_FILE", 1)
+    monkeypatch.setattr(disk, "_SECONDS", 0.001)
+    assert not measure_disk(file, path=tmp_path / "machine.json").ring
+    assert DiskRates(True, 8, USUAL.rates).reader().ring is False
 
 
 def test_rates_give_gaps_and_ceilings() -> None:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hotset import _core
+from hotset.errors import ReadError
 from hotset.placement.machine import keep, known, machine_file, processor_name
 from hotset.reporter import Reporter
 
@@ -54,8 +55,11 @@ class DiskRates:
         return sizes[-1][1]
 
     def reader(self) -> _core.Reader:
-        """A reader of this kind; of threads where a ring is not to be had any more."""
-        return _core.Reader(self.ring and _core.ring_allowed(), self.depth)
+        """A reader of this kind; one of threads where the kernel gives no ring now: a limit of locked memory
+        or of descriptors may be reached."""
+        with contextlib.suppress(ReadError):
+            return _core.Reader(self.ring, self.depth)
+        return _core.Reader(False, self.depth)
 
 
 USUAL = DiskRates(False, 16, ((4096, 3e8), (16384, 7e8), (65536, 1e9), (524288, 1e9)))
@@ -76,9 +80,10 @@ def measure_disk(file: Path, *, progress: Reporter | None = None, path: Path | N
         progress.say("Measuring how this disk is read best, once.")
     best: DiskRates | None = None
     for ring, depth in _CANDIDATES:
-        if ring and not _core.ring_allowed():
+        try:
+            reader = _core.Reader(ring, depth)
+        except ReadError:  # as in DiskRates.reader
             continue
-        reader = _core.Reader(ring, depth)
         passes = [[reader.rate(str(file), size, _SECONDS) for size in _SIZES] for _ in range(2)]
         rates = tuple(zip(_SIZES, map(max, *passes), strict=True))  # others may have had the disk
         if best is None or rates[1][1] > best.rates[1][1]:
