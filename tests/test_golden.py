@@ -4,8 +4,8 @@ A change that means to alter one of them writes it anew, in a commit that says s
 
     python tests/test_golden.py --write [NAME ...]
 
-What is stored, and what of it is left out because it changes from run to run: golden/replies.py and
-golden/files.py.
+What is stored, and what of it is left out because it changes from run to run: golden/replies.py,
+golden/machines.py and golden/files.py.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from golden import files, replies
+from golden import files, machines, replies
 
 from hotset.server.app import create_app
 from hotset.server.service import Service
@@ -28,18 +29,25 @@ Golden = Callable[[Path], Any]
 def server_files() -> dict[str, Golden]:
     """By name: what the file holds, made in an empty folder."""
 
-    def of(route: tuple[str, str], cases: list[replies.Case]) -> Golden:
-        return lambda folder: replies.replies(cases, folder, *route)
+    made: dict[str, Golden] = {
+        f"server-{replies.name_of(*route)}": partial(replies.replies, cases, route)
+        for route, cases in replies.CASES.items()
+    }
+    return made | {"server-refusals": partial(replies.replies, replies.REFUSALS, ("", ""))}
 
-    made = {f"server-{replies.name_of(*route)}": of(route, cases) for route, cases in replies.CASES.items()}
-    return made | {"server-refusals": lambda folder: replies.replies(replies.REFUSALS, folder)}
+
+def machine_files() -> dict[str, Golden]:
+    """What the command line reports on other machines."""
+    return {f"machine-{name}": partial(machines.reports, name) for name in machines.NAMES}
 
 
-FILES = server_files()
+FILES = server_files() | machine_files()
 
 
 def libraries_of(name: str) -> tuple[str, ...]:
     """Whose versions decide what a file holds."""
+    if name.startswith("machine-"):
+        return ("scipy",)
     return ("fastapi", "pydantic") if name.endswith("openapi-json") else ()
 
 

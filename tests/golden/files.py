@@ -20,7 +20,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[1] / "data" / "golden"
 PLATFORM = f"{platform.system()}-{platform.machine()}-{'-'.join(platform.libc_ver())}"
-_WIDTH, _IN_LINE = 110, 8  # characters of a line; numbers of one, where a list is longer
+_WIDTH, _IN_LINE = 110, 8  # characters of a line; short values in one, of a list that is longer
 
 
 def stored(name: str, libraries: Sequence[str] = ()) -> Any:
@@ -34,7 +34,7 @@ def stored(name: str, libraries: Sequence[str] = ()) -> Any:
 
 
 def write(name: str, found: Any, libraries: Sequence[str] = ()) -> None:
-    text = _dumped({"made_with": _made_with(libraries), "golden": _rounded(found)})
+    text = _dumped({"made_with": _made_with(libraries), "golden": rounded(found)})
     (FOLDER / f"{name}.json").write_text(text + "\n", "utf-8")
 
 
@@ -42,11 +42,12 @@ def _made_with(libraries: Sequence[str]) -> dict[str, str]:
     return {"platform": PLATFORM} | {name: version(name) for name in libraries}
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """With six digits of numbers that have a fraction."""
     if isinstance(value, dict):
-        return {key: _rounded(one) for key, one in value.items()}
+        return {key: rounded(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(one) for one in value]
+        return [rounded(one) for one in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
@@ -72,6 +73,6 @@ def _dumped(value: Any, depth: int = 0) -> str:
         ]
         return "{" + inner + f",{inner}".join(parts) + outer + "}"
     parts = [_dumped(one, depth + 1) for one in value]
-    if not any(isinstance(one, dict | list) for one in value):
+    if max(map(len, parts)) <= _WIDTH // _IN_LINE:
         parts = [", ".join(parts[i : i + _IN_LINE]) for i in range(0, len(parts), _IN_LINE)]
     return "[" + inner + f",{inner}".join(parts) + outer + "]"

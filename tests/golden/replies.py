@@ -204,12 +204,13 @@ def routes_of(routes: Any) -> Iterator[tuple[str, str]]:
             yield from routes_of(route.original_router.routes)
 
 
-def replies(cases: list[Case], folder: Path, method: str = "", route: str = "") -> list[dict[str, Any]]:
-    """Requests and their replies; without a method GET, or POST where there is a body."""
-    return asyncio.run(_replies(cases, folder, method, route))
+def replies(cases: list[Case], route: tuple[str, str], folder: Path) -> list[dict[str, Any]]:
+    """Requests and their replies. route: method and path; without a method GET, or POST where there is a
+    body."""
+    return asyncio.run(_replies(cases, route, folder))
 
 
-async def _replies(cases: list[Case], folder: Path, method: str, route: str) -> list[dict[str, Any]]:
+async def _replies(cases: list[Case], route: tuple[str, str], folder: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     start = 0
     while start < len(cases):
@@ -221,8 +222,8 @@ async def _replies(cases: list[Case], folder: Path, method: str, route: str) -> 
             if first.writes is not None:
                 written(service, first.writes)
             for case in cases[start:end]:
-                how = method or ("GET" if case.body is None else "POST")
-                found.append(await _reply(client, case, how, case.path or route))
+                method = route[0] or ("GET" if case.body is None else "POST")
+                found.append(await _reply(client, case, method, case.path or route[1]))
         start = end
     return _without_what_changes(found)
 

@@ -1,0 +1,237 @@
+"""Other machines, as data (tests/data/machines), and models of real shapes to plan on them, whose files have
+a header and a hole in place of tensors.
+
+    about            what the machine is, and where its figures come from
+    processor        as the system names it
+    cores            physical ones
+    memory           bytes in all, and those that are available
+    program          bytes that this process has in memory
+    gpu              what placement/detect.py finds without torch; null: nothing
+    devices          by torch's name: their name, bytes in all and free, a Measured of placement/machine.py
+    cpu, disk        what machine.json has without a device, and a DiskRates of placement/disk.py
+    channels         a ChannelRates of placement/channels.py, for every type
+    commands         of this machine, beside COMMANDS
+
+What a command reports is stored with the home folder as "<home>", and neighbouring layers that are planned
+alike as one: its "layer" has the first and the last. The solver has the time that it needs, so that nothing
+depends on how fast this machine is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import gguf
+import numpy as np
+import torch
+from golden.files import rounded
+from test_cli import inside
+
+from hotset import _core
+from hotset.formats.gguf import open_gguf
+from hotset.formats.quants import GGMLType, row_bytes
+from hotset.model.cutoffs import LayerCutoffs
+from hotset.placement import channels, detect, machine
+from hotset.sparsity.profile import Profile, default_path
+from hotset.sparsity.sidecar import fingerprint
+from hotset.sparsity.thresholds import Calibrated, Thresholds
+from hotset.sparsity.thresholds import default_path as thresholds_path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from synthetic import SHAPES, Shape
+
+FOLDER = Path(__file__).parents[1] / "data" / "machines"
+N_VOCAB, N_CTX = 32000, 8192
+RANK = 1024  # of the predictors of bamboo
+
+COMMANDS = (
+    "list",
+    "show llama-7b",  # with what its thresholds gain there
+    "plan llama-7b",
+    "plan llama-7b --vram-budget 3 --ctx-size 2048",
+    "plan llama-7b --ram-budget 3 --ctx-size 2048",
+    "plan moe-30b",
+    "plan moe-30b --ctx-size 2048 --cache-type q8_0 --vram-budget 6",
+    "plan bamboo-7b",
+    "plan bamboo-7b --vram-budget 3 --sparsity predicted",
+    "plan bamboo-7b --gpu 4090 --vram-budget 2",
+)
+
+
+# -- models --------------------------------------------------------------------------------------
+
+
+def write_models(folder: Path) -> None:
+    """A dense model with thresholds, a mixture, and a sparse one with predictors and a profile."""
+    folder.mkdir(parents=True)
+    path = folder / "llama-7b.gguf"
+    _write(path, "llama", SHAPES["7b"], GGMLType.Q4_0)
+    with open_gguf(path) as model:
+        layers = (LayerCutoffs(gate=0.1, attn_in=0.2),) * SHAPES["7b"].layers
+        kept = [{"gate": 0.3, "attn_in": 0.5, "down_in": 0.3}] * len(layers)
+        Thresholds(Calibrated.of(model), layers, measured={"kept": kept}).save(thresholds_path(path))
+    _write(folder / "moe-30b.gguf", "llama", SHAPES["qwen3-30b"], GGMLType.Q4_K)
+    path, shape = folder / "bamboo-7b.gguf", SHAPES["bamboo7"]
+    _write(path, "bamboo", shape, GGMLType.Q4_0)
+    with path.open("r+b") as file:
+        file.write(b"PWRI")
+    with open_gguf(path) as model:
+        rng, fired = np.random.default_rng(0), 900 * np.arange(1, shape.ff + 1) ** -0.5
+        counts = tuple(rng.permutation(fired).astype(np.uint64) for _ in range(shape.layers))
+        Profile(counts, 1000, fingerprint(model), ("test",)).save(default_path(path))
+
+
+def _write(path: Path, architecture: str, shape: Shape, type: GGMLType) -> None:
+    """The header of a file, and a hole of the size of its tensors."""
+    writer = gguf.GGUFWriter(path, architecture)
+    facts: dict[str, int] = {
+        "block_count": shape.layers, "context_length": N_CTX, "embedding_length": shape.d,
+        "feed_forward_length": shape.ff, "attention.head_count": shape.heads,
+        "attention.head_count_kv": shape.kv_heads, "attention.key_length": shape.head_dim,
+        "attention.value_length": shape.head_dim,
+    }  # fmt: skip
+    if shape.experts:
+        facts |= {"expert_count": shape.experts, "expert_used_count": shape.used}
+    for key, value in facts.items():
+        writer.add_uint32(f"{architecture}.{key}", value)
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_float32(f"{architecture}.rope.freq_base", 1e4)
+    n_bytes = 0
+    for name, of, own in _tensors(architecture, shape, type):
+        size = row_bytes(own, of[0]) * int(np.prod(of[1:]))
+        writer.add_tensor_info(
+            f"{name}.weight", of[::-1], np.dtype(np.float32), size, gguf.GGMLQuantizationType(own)
+        )
+        n_bytes += -(-size // 32) * 32
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    os.truncate(path, -(-path.stat().st_size // 32) * 32 + n_bytes)
+
+
+def _tensors(
+    architecture: str, shape: Shape, type: GGMLType
+) -> Iterator[tuple[str, tuple[int, ...], GGMLType]]:
+    """Name, shape as GGUF has it, type."""
+    for name, of in shape.matrices(N_VOCAB):
+        if architecture == "bamboo" and name.endswith("ffn_down"):
+            name, of = f"{name}_t", of[::-1]
+        yield name, of, GGMLType.F32 if name.endswith("ffn_gate_inp") else type
+    for i in range(shape.layers):
+        yield f"blk.{i}.attn_norm", (shape.d,), GGMLType.F32
+        yield f"blk.{i}.ffn_norm", (shape.d,), GGMLType.F32
+        if architecture == "bamboo":
+            yield f"blk.{i}.fc1", (shape.d, RANK), GGMLType.Q4_0
+            yield f"blk.{i}.fc2", (RANK, shape.ff), GGMLType.Q4_0
+    yield "output_norm", (shape.d,), GGMLType.F32
+
+
+# -- machines ------------------------------------------------------------------------------------
+
+
+NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def reports(name: str, folder: Path) -> list[dict[str, Any]]:
+    """What the commands say on a machine."""
+    facts = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
+    home = folder / "home"
+    write_models(home / "models")
+    with on(facts, home):
+        return [_report(command, home) for command in (*COMMANDS, *facts["commands"])]
+
+
+def _report(command: str, home: Path) -> dict[str, Any]:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        done = inside(*command.split(), "--json")
+    said = " ".join(done.stderr.replace("│", " ").split())
+    assert done.returncode != 2, said  # no such option
+    found = {
+        "command": command,
+        "exit": done.returncode,
+        "output": _with_runs(rounded(json.loads(done.stdout))) if done.stdout else None,
+        "said": said,
+        "warnings": [str(one.message) for one in warned if one.category is UserWarning],
+    }
+    return json.loads(json.dumps(found).replace(str(home), "<home>"))
+
+
+def _with_runs(output: Any) -> Any:
+    """Layers that are planned alike are one entry: "layer" has the first and the last."""
+    if not isinstance(output, dict) or not isinstance(output.get("layers"), list):
+        return output
+    runs: list[dict[str, Any]] = []
+    for layer in output["layers"]:
+        i, facts = layer["layer"], {key: value for key, value in layer.items() if key != "layer"}
+        if runs and facts == {key: value for key, value in runs[-1].items() if key != "layer"}:
+            runs[-1]["layer"][1] = i
+        else:
+            runs.append({"layer": [i, i], **facts})
+    return output | {"layers": runs}
+
+
+@contextmanager
+def on(facts: dict[str, Any], home: Path) -> Iterator[None]:
+    """As if this process ran on the machine. It asks the system for its facts where hotset does."""
+    devices = facts["devices"]
+    kinds = {name.partition(":")[0] for name in devices}
+    memory = SimpleNamespace(**facts["memory"])
+    environment = {"HOTSET_HOME": str(home), "HOTSET_EXPERT_MISSES": "", "COLUMNS": "200"}
+
+    def of(device: torch.device) -> dict[str, Any]:
+        return devices[str(device)]
+
+    with ExitStack() as stack:
+        for where, what in {
+            "psutil.virtual_memory": lambda: memory,
+            "hotset.memory._LIMITS": (),
+            "hotset.storage.store.usable_memory": lambda: memory.total,
+            "hotset.placement.ram.own_memory": lambda: facts["program"],
+            "hotset.cores.usable_cores": lambda: facts["cores"],
+            "hotset.backends.cpu.usable_cores": lambda: facts["cores"],
+            "hotset.placement.machine.processor_name": lambda: facts["processor"],
+            "hotset.placement.disk.processor_name": lambda: facts["processor"],
+            "hotset.placement.channels.processor_name": lambda: facts["processor"],
+            "hotset.placement.detect.detect_gpu": lambda: facts["gpu"] and detect.GPU(**facts["gpu"]),
+            "hotset.placement.detect.missing_libraries": list,
+            "hotset.placement.milp.TIME_LIMIT": 600.0,
+            "torch.version.cuda": "12.8" if "cuda" in kinds else None,
+            "torch.cuda.is_available": lambda: "cuda" in kinds,
+            "torch.cuda.device_count": lambda: len(devices),
+            "torch.cuda.get_device_name": lambda device: of(device)["name"],
+            "torch.cuda.mem_get_info": lambda device: (of(device)["free"], of(device)["total"]),
+            "torch.backends.mps.is_built": lambda: "mps" in kinds,
+            "torch.backends.mps.is_available": lambda: "mps" in kinds,
+            "torch.mps.recommended_max_memory": lambda: devices["mps:0"]["free"],
+            "torch.mps.driver_allocated_memory": lambda: 0,
+        }.items():
+            stack.enter_context(mock.patch(where, what))
+        stack.enter_context(mock.patch.dict(os.environ, environment))
+        (home / "machine.json").write_text(json.dumps(dict(_measured(facts, home))))
+        stack.enter_context(mock.patch.object(channels, "channel_rates", _channel_rates(facts)))
+        yield
+
+
+def _measured(facts: dict[str, Any], home: Path) -> Iterator[tuple[str, Any]]:
+    """The entries of machine.json: the figures are the machine's, their keys those that this one asks for."""
+    yield f"{facts['processor']} | {facts['cores']} threads | {_core.isa()} | without a device", facts["cpu"]
+    where = os.stat(home).st_dev
+    yield f"{facts['processor']} | disk {where} | {os.cpu_count()} threads", facts["disk"]
+    for name, device in facts["devices"].items():
+        yield machine.device_key(torch.device(name), facts["cores"]), device["measured"]
+
+
+def _channel_rates(facts: dict[str, Any]) -> Any:
+    rates = channels.ChannelRates(**facts["channels"])
+    return lambda works, *_, **__: {work.type: rates for work in works}
