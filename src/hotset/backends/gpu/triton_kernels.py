@@ -602,6 +602,15 @@ def _chosen_kernel(
 
 
 @triton.jit
+def _over_rows(by, y, TYPE: tl.constexpr):
+    """The sum of by [R, 1 or W, 1] * y [R, W, 4] over rows: [W, 4]."""
+    if TYPE == FLOAT or SPREADS_ROWS:  # threads share the rows
+        return tl.sum(_rounded(tl.broadcast_to(by, y.shape), y), axis=0)
+    else:
+        return tl.sum(by * y, axis=0)
+
+
+@triton.jit
 def _axpy_kernel(
     x, ids, count, partials, codes, scales, mins, high, sub_scales, group_of,
     n_tokens, n_rows, n_cols, stride, n_words, left_out, row_bytes, zero,
@@ -665,10 +674,7 @@ def _axpy_kernel(
                     by = v[:, None, None]
                     if BY_ROW:
                         by = (v[:, None] * scale)[:, :, None]
-                    if TYPE == FLOAT or SPREADS_ROWS:
-                        added = tl.sum(_rounded(tl.broadcast_to(by, [R, W, 4]), y), axis=0)[None, :, :]
-                    else:
-                        added = tl.sum(by * y, axis=0)[None, :, :]
+                    added = _over_rows(by, y, TYPE)[None, :, :]
                     if part == 0:
                         low = tl.where(token == t, low + added, low)
                     else:
