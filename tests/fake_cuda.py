@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -169,21 +170,26 @@ class LateStream:
 
 
 class Runtime:
-    """A device's runtime and driver, in torch's and ctypes' place. refuses: "register", "address", or "".
+    """A device's runtime and driver, in torch's and ctypes' place. refuses: "register", "address", "release",
+    or "". is_lost: whether all that waits for the device raises.
 
     A call of the runtime that fails leaves its error behind, and the next launch of a kernel through torch
-    raises and clears it. The driver's calls leave nothing. registered: addresses.
+    raises and clears it. The driver's calls leave nothing, but need a context, which a thread has once it has
+    called the runtime: torch.cuda.device, where the device is the first one anyhow, does not. registered:
+    addresses.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, *, hip: bool = False, refuses: str = "") -> None:
         self.refuses, self.last_error, self.registered = refuses, 0, set[int]()
+        self.is_lost, self._thread = False, threading.local()
         runtime = type("Cudart", (), {
             "cudaHostRegister": lambda _, first, n, flags: self._register(first),
-            "cudaHostUnregister": lambda _, first: self.registered.remove(first),
+            "cudaHostUnregister": lambda _, first: self._unregister(first),
         })()  # fmt: skip
         patch.setattr(torch.version, "hip", "6.2" if hip else None)
         patch.setattr(torch.cuda, "device", nullcontext)
-        patch.setattr(torch.cuda, "synchronize", lambda *_: None)
+        patch.setattr(torch.cuda, "synchronize", self._called)
+        patch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(query=self._called))
         patch.setattr(torch.cuda, "cudart", lambda: runtime)
         patch.setattr(torch, "ones", lambda *_, **__: self.launch())
         patch.setattr(ctypes, "CDLL", lambda name: self)
@@ -194,6 +200,12 @@ class Runtime:
         if error:
             raise RuntimeError(f"CUDA error {error}")
 
+    def _called(self, *_: object) -> None:
+        """Of the runtime."""
+        self._thread.has_context = True
+        if self.is_lost:
+            raise RuntimeError("CUDA error: the device is lost")
+
     def _register(self, first: int) -> int:
         if self.refuses == "register":
             self.last_error = 801
@@ -201,9 +213,21 @@ class Runtime:
         self.registered.add(first)
         return 0
 
+    def _unregister(self, first: int) -> int:
+        if self.refuses == "release":
+            self.last_error = 713
+            return 713
+        self.registered.remove(first)
+        return 0
+
     # ---- libcuda, as ctypes calls it
 
+    def _has_context(self) -> bool:
+        return getattr(self._thread, "has_context", False)
+
     def cuMemHostRegister_v2(self, first: Any, n: Any, flags: Any) -> int:  # noqa: N802
+        if not self._has_context():
+            return 201
         if self.refuses == "register":
             return 801
         self.registered.add(first.value)
@@ -216,6 +240,8 @@ class Runtime:
         return 0
 
     def cuMemHostUnregister(self, first: Any) -> int:  # noqa: N802
+        if not self._has_context():
+            return 201
         self.registered.remove(first.value)
         return 0
 

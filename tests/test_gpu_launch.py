@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,6 +141,29 @@ def test_a_refused_registration_leaves_no_error_to_the_next_launch(
     assert device.registered == {memory.ctypes.data}
     driver.unregister(memory)
     assert not device.registered
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_any_thread_can_let_registered_memory_go(monkeypatch: pytest.MonkeyPatch, is_lost: bool) -> None:
+    """A model may be loaded by one thread and closed by another, and after its device has failed."""
+    memory, device = np.zeros(8192, np.uint8), Runtime(monkeypatch)
+    driver = CudaDriver(torch.device("cuda", 0))
+    driver.register(memory)
+    device.is_lost = is_lost
+    with ThreadPoolExecutor(1) as other:
+        other.submit(driver.unregister, memory).result()
+    assert not device.registered
+
+
+def test_memory_that_stays_registered_leaves_no_error_to_the_next_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory, device = np.zeros(8192, np.uint8), Runtime(monkeypatch, hip=True)
+    driver = CudaDriver(torch.device("cuda", 0))
+    driver.register(memory)
+    device.refuses = "release"
+    driver.unregister(memory)
+    device.launch()
 
 
 def test_a_grid_has_room_for_any_number_of_tokens(launched: set[str]) -> None:

@@ -545,10 +545,7 @@ class CudaDriver:
         """By the driver's own calls. The runtime's (cudaHostRegister) would leave an error behind that it
         failed with, and torch raises it at the next launch of a kernel that has nothing to do with it."""
         if torch.version.hip is not None:
-            if code := int(torch.cuda.cudart().cudaHostRegister(first, n_bytes, flags)):
-                with suppress(RuntimeError):  # a launch raises what is left, and clears it
-                    torch.ones(1, device=self.device)
-                raise DeviceError(f"hipHostRegister ends with error {code}")
+            self._call_hip("HostRegister", first, n_bytes, flags)
             return first
         self._call(
             "cuMemHostRegister_v2", ctypes.c_void_p(first), ctypes.c_size_t(n_bytes), ctypes.c_uint(flags)
@@ -568,11 +565,13 @@ class CudaDriver:
 
     def unregister(self, memory: np.ndarray) -> None:
         with torch.cuda.device(self.device):
-            if torch.version.hip is not None:
-                torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
-                return
+            with suppress(RuntimeError):  # of an earlier failure, which ends no registration
+                torch.cuda.current_stream().query()  # makes the context this thread's, and waits for nothing
             with suppress(DeviceError):
-                self._call("cuMemHostUnregister", ctypes.c_void_p(memory.ctypes.data))
+                if torch.version.hip is not None:
+                    self._call_hip("HostUnregister", memory.ctypes.data)
+                else:
+                    self._call("cuMemHostUnregister", ctypes.c_void_p(memory.ctypes.data))
 
     def copy(self, to: Tensor, source: Tensor) -> None:
         to.copy_(source, non_blocking=True)
@@ -594,6 +593,13 @@ class CudaDriver:
 
     def synchronize(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
+
+    def _call_hip(self, name: str, *arguments: int) -> None:
+        """Calls HIP's runtime, and clears the error that it leaves behind where it fails."""
+        if code := int(getattr(torch.cuda.cudart(), f"cuda{name}")(*arguments)):
+            with suppress(RuntimeError):  # a launch raises what is left, and clears it
+                torch.ones(1, device=self.device)
+            raise DeviceError(f"hip{name} ends with error {code}")
 
     def _on_stream(self, name: str, *arguments: Any) -> None:
         self._call(name, ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream), *arguments)
