@@ -36,14 +36,16 @@ from hotset.backends.gpu.twins import ANGLE_STEP, N_COUNTS, Cut, RopeTable
 from hotset.formats.quants import GGMLType, row_bytes
 from hotset.model.config import MAX_GROUP, MAX_HEAD_DIM
 from hotset.model.graph import Activate, Value
+from hotset.placement.cards import CARDS
 
 TARGETS = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 86, 89, 90, 120)}
-TARGETS["gfx1100"] = GPUTarget("hip", "gfx1100", 32)
+TARGETS |= {name: GPUTarget("hip", name, 32) for name in ("gfx1100", "gfx1201")}
 # Shared memory of a block, bytes: "Maximum amount of shared memory per thread block" in the CUDA C++
-# Programming Guide's table of compute capabilities; the local data share of a workgroup in AMD's RDNA3 ISA.
+# Programming Guide's table of compute capabilities; the local data share of a workgroup in the ISA of AMD's
+# RDNA3 and RDNA4.
 MAX_SHARED = {
-    TARGETS[name]: n << 10
-    for name, n in {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_120": 99, "gfx1100": 64}.items()
+    target: {"sm_80": 163, "sm_90": 227, "gfx1100": 64, "gfx1201": 64}.get(name, 99) << 10
+    for name, target in TARGETS.items()
 }
 # The suite compiles for one of each maker, `make test-triton` for all.
 CHOSEN = list(TARGETS) if os.environ.get("HOTSET_AOT") == "all" else ["sm_90", "gfx1100"]
@@ -442,7 +444,7 @@ def test_a_decode_step_compiles(target: str, monkeypatch: pytest.MonkeyPatch) ->
     check(rows, target)
 
 
-@pytest.mark.parametrize("target", [name for name in CHOSEN if name != "gfx1100"])
+@pytest.mark.parametrize("target", [name for name in CHOSEN if TARGETS[name].backend == "cuda"])
 def test_a_weight_takes_few_instructions(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding is bound by memory as long as arithmetic keeps up with it: all of the loop over a row counts,
     the loads of codes, scales and inputs too."""
@@ -510,7 +512,7 @@ def test_a_prompt_compiles(target: str, monkeypatch: pytest.MonkeyPatch) -> None
     check(rows, target)
 
 
-@pytest.mark.parametrize("target", [name for name in CHOSEN if name != "gfx1100"])
+@pytest.mark.parametrize("target", [name for name in CHOSEN if TARGETS[name].backend == "cuda"])
 def test_threads_of_small_tiles_have_the_same_sums(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {
         name for name, _, _ in compiled(small_tiles, TARGETS[target], monkeypatch)
@@ -655,7 +657,7 @@ def test_the_kernels_of_the_handshake_compile(target: str, monkeypatch: pytest.M
 OTHERS = [type_ for type_ in SUPPORTED if type_ != Q4_0]
 
 
-@pytest.mark.parametrize("target", [name for name in CHOSEN if name != "gfx1100"])
+@pytest.mark.parametrize("target", [name for name in CHOSEN if TARGETS[name].backend == "cuda"])
 def test_every_type_compiles(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(compile_all(other_types(OTHERS), TARGETS[target], monkeypatch), target)
 

@@ -392,10 +392,31 @@ def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         devices.find_device("cuda:0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (12, 0))
     assert devices.find_device("cuda:1") == torch.device("cuda", 1)
     assert devices.find_device("cuda") == torch.device("cuda", 0)
     with pytest.raises(DeviceError, match="cuda:2 is not there: PyTorch finds 2"):
         devices.find_device("cuda:2")
+
+
+def test_a_device_that_triton_does_not_compile_for_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("HOTSET_TRITON", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: [(7, 5), (8, 0), (12, 1)][index])
+    with pytest.raises(DeviceError, match=r"cuda:0 has compute capability 7\.5, .* need 8\.0; use --no-gpu"):
+        devices.find_device("cuda:0")
+    for index in (1, 2):
+        assert devices.find_device(f"cuda:{index}") == torch.device("cuda", index)
+    monkeypatch.setenv("HOTSET_TRITON", "0")
+    assert devices.find_device("cuda:0") == torch.device("cuda", 0)
+    monkeypatch.delenv("HOTSET_TRITON")
+    monkeypatch.setattr(torch.version, "hip", "6.2")  # AMD's numbers are other ones
+    assert devices.find_device("cuda:0") == torch.device("cuda", 0)
 
 
 def python(code: str, **environment: str) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hotset.errors import InvalidRequestError, did_you_mean
 
-_PCIE_3, _PCIE_4, _PCIE_5 = 15.75, 31.5, 63.0  # GB/s in one direction, 16 lanes
+_PCIE_4, _PCIE_5 = 31.5, 63.0  # GB/s in one direction, 16 lanes
 DEFAULT_LINK = _PCIE_4
 DEFAULT = "RTX 4090"  # for which a budget is planned where there is no GPU, and none is named
 
@@ -33,7 +33,6 @@ class Card:
 
 
 CARDS = (
-    Card("RTX 2080 Ti", 11, 616, _PCIE_3, "sm_75"),
     Card("RTX 3060", 12, 360, _PCIE_4, "sm_86"),
     Card("RTX 3080", 10, 760, _PCIE_4, "sm_86"),
     Card("RTX 3090", 24, 936, _PCIE_4, "sm_86"),

@@ -5,6 +5,7 @@ A device that is asked for and cannot be used is an error; nothing here falls ba
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
@@ -15,13 +16,17 @@ if TYPE_CHECKING:
     import torch
 
 KINDS = ("cuda", "mps", "xpu", "cpu")  # AMD's devices are called cuda too
+LEAST_CAPABILITY = (
+    8,
+    0,
+)  # of NVIDIA's devices: Triton compiles the kernels for no older one ("Compatibility")
 
 
 def find_device(name: str) -> torch.device:
     """The device that `name` stands for: "cuda", "cuda:1", "mps", "xpu:0", or "cpu", the stand-in of tests.
 
     Raises InvalidRequestError for a name that means nothing, DeviceError where the device, its driver or
-    PyTorch is missing; the sentence says what to install.
+    PyTorch is missing, or kernels are not compiled for it; the sentence says what to install or to do.
     """
     try:
         import torch
@@ -56,6 +61,14 @@ def find_device(name: str) -> torch.device:
         )
     if index >= count:
         raise DeviceError(f"the device {name} is not there: PyTorch finds {count}, numbered from 0")
+    if kind == "cuda" and torch.version.hip is None and os.environ.get("HOTSET_TRITON") != "0":
+        capability = torch.cuda.get_device_capability(index)
+        if capability < LEAST_CAPABILITY:
+            has, least = (".".join(map(str, one)) for one in (capability, LEAST_CAPABILITY))
+            raise DeviceError(
+                f"the device {name} has compute capability {has}, and Triton's kernels need {least}; use "
+                "--no-gpu (or set HOTSET_TRITON=0 for the slow path in plain torch)"
+            )
     return torch.device(kind, index)
 
 
